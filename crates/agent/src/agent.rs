@@ -1,0 +1,223 @@
+//! The agent's life: a place in the directory, a socket for programs, a thread for each conversation.
+
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Duration;
+
+use aquifer_fabric::{Identity, Tenant};
+use aquifer_faults::serve::attach::{AttachError, receive_frame, send_frame};
+use aquifer_faults::serve::{Run, RunReport, Service, Surroundings};
+use aquifer_ipc::{Frame, OpenRun};
+use aquifer_pager::{Connector, Mempool};
+use aquifer_pool::PoolClient;
+
+use crate::keeper::KeeperPort;
+use crate::membership::{Membership, MembershipError};
+use crate::nodes::Nodes;
+use crate::report::{RunStatistics, status};
+use crate::socket::{accept_own, listen_at, wait_readable};
+
+/// How often to look whether to stop.
+const TICK: Duration = Duration::from_millis(100);
+/// How soon a run's owner hears that it was ended.
+const NEWS_TICK: Duration = Duration::from_millis(50);
+/// After a program's end its monitor needs this long, at most, to give everything back.
+const SETTLE: Duration = Duration::from_secs(10);
+
+/// How to run an agent.
+#[derive(Debug)]
+pub struct AgentOptions {
+    /// Where programs and `aquifer run` find it.
+    pub socket: PathBuf,
+    /// Where the keeper listens.
+    pub keeper: PathBuf,
+    /// The cluster's directory.
+    pub directory: Arc<dyn aquifer_directory::Directory>,
+    /// Most that the mempool may take, in bytes. It grows as it is used.
+    pub mempool_bytes: usize,
+}
+
+/// Why an agent cannot run.
+#[derive(Debug, thiserror::Error)]
+pub enum AgentError {
+    /// No keeper.
+    #[error("the keeper at {path} cannot be reached: {source}. Start it first (aquifer keeper), or use aquifer up", path = path.display())]
+    Keeper {
+        /// Where it should be.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// No socket.
+    #[error("cannot listen at {path}: {source}", path = path.display())]
+    Listen {
+        /// Where.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// No memory.
+    #[error("no memory for the mempool: {0}")]
+    Mempool(io::Error),
+    /// The directory.
+    #[error(transparent)]
+    Membership(#[from] MembershipError),
+}
+
+#[derive(Debug)]
+struct Host {
+    nodes: Arc<Nodes>,
+    keeper: KeeperPort,
+}
+
+impl Surroundings for Host {
+    fn connector(&self) -> Arc<dyn Connector> {
+        Arc::clone(&self.nodes) as Arc<dyn Connector>
+    }
+
+    fn pool(&self) -> PoolClient {
+        self.nodes.pool()
+    }
+
+    fn keep(&self, program: u64, pid: u32, fds: &[BorrowedFd<'_>]) {
+        self.keeper.keep(program, pid, fds);
+    }
+
+    fn unkeep(&self, program: u64) {
+        self.keeper.unkeep(program);
+    }
+}
+
+/// Serve programs until `stop`; then end them, with a message, and give all memory back.
+///
+/// # Errors
+/// If something it needs is missing at the start.
+pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) -> Result<(), AgentError> {
+    let keeper = KeeperPort::connect(&options.keeper)
+        .map_err(|source| AgentError::Keeper { path: options.keeper.clone(), source })?;
+    let mut membership = Membership::join(Arc::clone(&options.directory), &options.socket)?;
+    let tenant = Tenant(rustix::process::geteuid().as_raw());
+    let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
+    let nodes = Nodes::new(identity);
+    membership.watch_nodes(&nodes)?;
+    let mempool = Arc::new(Mempool::new(options.mempool_bytes).map_err(AgentError::Mempool)?);
+    let host = Arc::new(Host { nodes: Arc::clone(&nodes), keeper });
+    let service = Service::new(Arc::clone(&host) as Arc<dyn Surroundings>, mempool);
+    let listener = listen_at(&options.socket)
+        .map_err(|source| AgentError::Listen { path: options.socket.clone(), source })?;
+    ready();
+    let mut ticks = 0u32;
+    while !stop.load(Relaxed) {
+        if wait_readable(&[&listener], TICK).unwrap_or(false) {
+            accept(&listener, &service, &nodes, identity);
+        }
+        ticks = ticks.wrapping_add(1);
+        if ticks.is_multiple_of(10) {
+            host.keeper.refresh();
+        }
+    }
+    for run in service.runs() {
+        run.end("the agent is stopping");
+        if !run.wait_empty(SETTLE) {
+            tracing::error!("some programs would not end");
+        }
+        service.close_run(&run);
+    }
+    let _ = std::fs::remove_file(&options.socket);
+    membership.leave();
+    Ok(())
+}
+
+fn accept(listener: &OwnedFd, service: &Arc<Service>, nodes: &Arc<Nodes>, identity: Identity) {
+    let (socket, pid) = match accept_own(listener) {
+        Ok(Some(accepted)) => accepted,
+        Ok(None) => return,
+        Err(error) => {
+            tracing::warn!(%error, "a connection failed");
+            return;
+        }
+    };
+    let (service, nodes) = (Arc::clone(service), Arc::clone(nodes));
+    let spawned = std::thread::Builder::new()
+        .name(format!("talk-{pid}"))
+        .spawn(move || converse(socket, pid, &service, &nodes, identity));
+    if let Err(error) = spawned {
+        tracing::error!(%error, "no thread for a connection");
+    }
+}
+
+fn converse(socket: OwnedFd, pid: u32, service: &Arc<Service>, nodes: &Nodes, identity: Identity) {
+    let answer = match receive_frame(&socket) {
+        Ok((Frame::Hello(hello), fds)) => {
+            if let Err(error) = service.welcome(hello, fds, socket, pid) {
+                tracing::warn!(pid, %error, "a program was refused");
+            }
+            return;
+        }
+        Ok((Frame::OpenRun(open), _)) => {
+            match open_run(&socket, service, &open) {
+                Ok(run) => attend(&socket, service, &run),
+                Err(reason) => refuse(&socket, &reason),
+            }
+            return;
+        }
+        Ok((Frame::Status, _)) => {
+            let status = status(identity.host.0, service, nodes);
+            Frame::StatusIs(serde_json::to_string(&status).expect("figures can be written"))
+        }
+        Ok(_) => Frame::Refused("that is not for an agent".into()),
+        Err(AttachError::Closed) => return,
+        Err(error) => Frame::Refused(error.to_string()),
+    };
+    if let Err(error) = send_frame(&socket, &answer, &[]) {
+        tracing::debug!(pid, %error, "nobody waited for an answer");
+    }
+}
+
+fn refuse(socket: &OwnedFd, reason: &str) {
+    if let Err(error) = send_frame(socket, &Frame::Refused(reason.to_owned()), &[]) {
+        tracing::debug!(%error, "nobody waited for a refusal");
+    }
+}
+
+fn open_run(socket: &OwnedFd, service: &Arc<Service>, open: &OpenRun) -> Result<Arc<Run>, String> {
+    let run = service.open_run(&open.name, open.limit_bytes)?;
+    send_frame(socket, &Frame::RunOpened(run.token()), &[]).map_err(|error| error.to_string())?;
+    Ok(run)
+}
+
+/// Attend to a run until nobody is left in it.
+fn attend(socket: &OwnedFd, service: &Arc<Service>, run: &Arc<Run>) {
+    let mut told_end = false;
+    loop {
+        for news in run.take_news() {
+            let _ = send_frame(socket, &Frame::News(news), &[]);
+        }
+        if let Some(reason) = run.reason().filter(|_| !told_end) {
+            let _ = send_frame(socket, &Frame::Ended(reason), &[]);
+            told_end = true;
+        }
+        if !wait_readable(&[socket], NEWS_TICK).unwrap_or(true) {
+            continue;
+        }
+        let is_closing = matches!(receive_frame(socket), Ok((Frame::CloseRun, _)));
+        let is_empty = run.wait_empty(if is_closing { SETTLE.min(Duration::from_millis(500)) } else { Duration::ZERO });
+        if is_closing {
+            let _ = send_frame(socket, &Frame::Statistics(statistics(&run.report())), &[]);
+        }
+        // Programs left in the background stay under their limit until they end.
+        let mut left = !is_empty;
+        while left {
+            left = !run.wait_empty(SETTLE);
+        }
+        service.close_run(run);
+        return;
+    }
+}
+
+fn statistics(report: &RunReport) -> String {
+    serde_json::to_string(&RunStatistics::from(report.clone())).expect("figures can be written")
+}

@@ -1,0 +1,75 @@
+//! Which memory nodes there are, and how this host reaches them.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, PoisonError, RwLock};
+
+use aquifer_fabric::{Endpoint, EndpointError, Identity, shm};
+use aquifer_pager::Connector;
+use aquifer_pool::{NodeId, PoolClient};
+
+/// The memory nodes as the directory names them.
+#[derive(Debug)]
+pub struct Nodes {
+    identity: Identity,
+    addresses: RwLock<BTreeMap<NodeId, PathBuf>>,
+}
+
+impl Nodes {
+    /// No nodes yet.
+    #[must_use]
+    pub fn new(identity: Identity) -> Arc<Self> {
+        Arc::new(Self { identity, addresses: RwLock::new(BTreeMap::new()) })
+    }
+
+    /// A node is there, or has moved.
+    pub fn put(&self, node: NodeId, address: PathBuf) {
+        self.addresses.write().unwrap_or_else(PoisonError::into_inner).insert(node, address);
+    }
+
+    /// A node is gone.
+    pub fn remove(&self, node: NodeId) {
+        self.addresses.write().unwrap_or_else(PoisonError::into_inner).remove(&node);
+    }
+
+    /// How many there are.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.addresses.read().unwrap_or_else(PoisonError::into_inner).len()
+    }
+
+    fn list(&self) -> Vec<NodeId> {
+        self.addresses.read().unwrap_or_else(PoisonError::into_inner).keys().copied().collect()
+    }
+
+    /// A pool client connected to every node that answers.
+    #[must_use]
+    pub fn pool(&self) -> PoolClient {
+        let mut pool = PoolClient::new(self.identity.host);
+        for node in self.list() {
+            match self.connect(node) {
+                Ok(endpoint) => {
+                    if let Err(error) = pool.add_node(node, endpoint) {
+                        tracing::warn!(node = node.0, %error, "a memory node cannot be used");
+                    }
+                }
+                Err(error) => tracing::warn!(node = node.0, %error, "a memory node cannot be reached"),
+            }
+        }
+        pool
+    }
+}
+
+impl Connector for Nodes {
+    fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
+        let addresses = self.addresses.read().unwrap_or_else(PoisonError::into_inner);
+        let Some(address) = addresses.get(&node).cloned() else {
+            return Err(EndpointError::Unreachable {
+                address: format!("memory node {}", node.0),
+                source: std::io::Error::new(std::io::ErrorKind::NotFound, "the directory knows no such node any more"),
+            });
+        };
+        drop(addresses);
+        shm::connect(&address, self.identity)
+    }
+}

@@ -1,0 +1,67 @@
+//! Unix sockets that keep message boundaries, for this user only.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen, socket_with};
+
+const BACKLOG: i32 = 256;
+/// A peer that says nothing for so long is not waited for.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+fn packet_socket() -> io::Result<OwnedFd> {
+    Ok(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
+}
+
+/// Listen at a path that only this user can reach. A socket left by a dead process is replaced.
+pub(crate) fn listen_at(path: &Path) -> io::Result<OwnedFd> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let socket = packet_socket()?;
+    let address = SocketAddrUnix::new(path)?;
+    bind(&socket, &address)?;
+    std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
+    listen(&socket, BACKLOG)?;
+    Ok(socket)
+}
+
+/// Connect to a path.
+pub(crate) fn connect_to(path: &Path) -> io::Result<OwnedFd> {
+    let socket = packet_socket()?;
+    connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(socket)
+}
+
+/// The next connection and its process id. One of another user is turned away: `None`.
+pub(crate) fn accept_own(listener: &OwnedFd) -> io::Result<Option<(OwnedFd, u32)>> {
+    let socket = accept_with(listener, SocketFlags::CLOEXEC)?;
+    let peer = socket_peercred(&socket)?;
+    if peer.uid != rustix::process::geteuid() {
+        tracing::warn!(uid = peer.uid.as_raw(), "a connection of another user was turned away");
+        return Ok(None);
+    }
+    set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE))?;
+    set_socket_timeout(&socket, Timeout::Send, Some(PATIENCE))?;
+    let pid = u32::try_from(peer.pid.as_raw_nonzero().get()).map_err(io::Error::other)?;
+    Ok(Some((socket, pid)))
+}
+
+/// Wait until there is something to read or the other end hangs up; false if neither within `patience`.
+pub(crate) fn wait_readable(fds: &[&OwnedFd], patience: Duration) -> io::Result<bool> {
+    use rustix::event::{PollFd, PollFlags, poll};
+    let mut entries: Vec<_> = fds.iter().map(|fd| PollFd::new(*fd, PollFlags::IN)).collect();
+    let patience = rustix::fs::Timespec {
+        tv_sec: i64::try_from(patience.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: i64::from(patience.subsec_nanos()),
+    };
+    match poll(&mut entries, Some(&patience)) {
+        Ok(ready) => Ok(ready > 0),
+        Err(rustix::io::Errno::INTR) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}

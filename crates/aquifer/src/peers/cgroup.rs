@@ -1,0 +1,254 @@
+//! The memory cgroup of a setup, version 1 or 2, whichever has the memory controller.
+
+use std::ffi::OsStr;
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use super::record::{Record, Step};
+use super::{PeerError, PeerUsage, read_number};
+
+/// Killed programs are waited for this many times, 10 ms each.
+const KILL_WAITS: u32 = 500;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Version {
+    V1,
+    V2,
+}
+
+/// A cgroup with a memory limit. Its [`Record`] removes it.
+#[derive(Debug)]
+pub(super) struct Cgroup {
+    version: Version,
+    path: PathBuf,
+}
+
+impl Cgroup {
+    pub(super) fn create(
+        record: &mut Record,
+        limit_bytes: u64,
+        swap_bytes: u64,
+    ) -> Result<Self, PeerError> {
+        let mountinfo = Path::new("/proc/self/mountinfo");
+        let mounts = fs::read_to_string(mountinfo).map_err(PeerError::io("read", mountinfo))?;
+        let (version, root) = find_controller(&mounts, |root| {
+            fs::read_to_string(root.join("cgroup.controllers")).unwrap_or_default()
+        })
+        .ok_or(PeerError::NoMemoryController)?;
+        let cgroup = Self {
+            version,
+            path: root.join(record.name()),
+        };
+        if version == Version::V2 {
+            let file = root.join("cgroup.subtree_control");
+            fs::write(&file, "+memory")
+                .map_err(PeerError::io("turn on the memory controller in", &file))?;
+        }
+        record.add(Step::Cgroup(cgroup.path.clone()))?;
+        fs::create_dir(&cgroup.path).map_err(PeerError::io("create the cgroup", &cgroup.path))?;
+        // Where the machine has other swap, the program must not get more of it than was asked for.
+        let (memory_file, swap_file, swap_limit) = match version {
+            Version::V1 => (
+                "memory.limit_in_bytes",
+                "memory.memsw.limit_in_bytes",
+                limit_bytes + swap_bytes,
+            ),
+            Version::V2 => ("memory.max", "memory.swap.max", swap_bytes),
+        };
+        let limit = cgroup.path.join(memory_file);
+        fs::write(&limit, limit_bytes.to_string())
+            .map_err(PeerError::io("set the limit in", &limit))?;
+        let limit = cgroup.path.join(swap_file);
+        if limit.exists() {
+            fs::write(&limit, swap_limit.to_string())
+                .map_err(PeerError::io("set the limit in", &limit))?;
+        }
+        Ok(cgroup)
+    }
+
+    pub(super) fn command(&self, program: &OsStr) -> Result<Command, PeerError> {
+        let path = self.path.join("cgroup.procs");
+        let procs: File = OpenOptions::new()
+            .write(true)
+            .open(&path)
+            .map_err(PeerError::io("open", &path))?;
+        let mut command = Command::new(program);
+        // SAFETY: between fork and exec the closure makes one write system call on a descriptor that was
+        // opened before, and neither allocates nor takes a lock.
+        unsafe {
+            command.pre_exec(move || {
+                // "0" stands for the process that writes it.
+                rustix::io::write(&procs, b"0")?;
+                Ok(())
+            });
+        }
+        Ok(command)
+    }
+
+    pub(super) fn usage(&self) -> Result<PeerUsage, PeerError> {
+        let path = self.path.join("memory.stat");
+        let stat = fs::read_to_string(&path).map_err(PeerError::io("read", &path))?;
+        let number = |name: &str| read_number(&self.path.join(name));
+        let events = self.path.join(match self.version {
+            Version::V1 => "memory.oom_control",
+            Version::V2 => "memory.events",
+        });
+        let events = fs::read_to_string(&events).map_err(PeerError::io("read", &events))?;
+        let oom_kills = stat_field(&events, "oom_kill");
+        Ok(match self.version {
+            Version::V1 => {
+                let memory_peak_bytes = number("memory.max_usage_in_bytes")?;
+                PeerUsage {
+                    anonymous_bytes: stat_field(&stat, "rss"),
+                    memory_peak_bytes,
+                    swap_bytes: stat_field(&stat, "swap"),
+                    swap_peak_bytes: number("memory.memsw.max_usage_in_bytes")
+                        .ok()
+                        .map(|both| both.saturating_sub(memory_peak_bytes)),
+                    major_faults: stat_field(&stat, "pgmajfault"),
+                    oom_kills,
+                    store_peak_bytes: 0,
+                }
+            }
+            Version::V2 => PeerUsage {
+                anonymous_bytes: stat_field(&stat, "anon"),
+                memory_peak_bytes: number("memory.peak").or_else(|_| number("memory.current"))?,
+                swap_bytes: number("memory.swap.current").unwrap_or(0),
+                swap_peak_bytes: number("memory.swap.peak").ok(),
+                major_faults: stat_field(&stat, "pgmajfault"),
+                oom_kills,
+                store_peak_bytes: 0,
+            },
+        })
+    }
+}
+
+/// Kills whatever still runs in the cgroup at `path`, and waits until it is gone.
+pub(super) fn kill_all(path: &Path) -> Result<(), PeerError> {
+    let procs = path.join("cgroup.procs");
+    for _ in 0..KILL_WAITS {
+        let pids = match fs::read_to_string(&procs) {
+            Ok(pids) => pids,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(error) => return Err(PeerError::io("read", &procs)(error)),
+        };
+        let mut empty = true;
+        for pid in pids
+            .lines()
+            .filter_map(|line| line.parse().ok())
+            .filter_map(rustix::process::Pid::from_raw)
+        {
+            empty = false;
+            // One that has just ended by itself is as good as killed.
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+        }
+        if empty {
+            return Ok(());
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    Err(PeerError::StillRunning {
+        path: path.to_owned(),
+    })
+}
+
+/// Removes the cgroup at `path`; that it is gone already is fine.
+pub(super) fn remove(path: &Path) -> Result<(), PeerError> {
+    // Version 1 keeps a removed cgroup alive while page cache is charged to it: let go of that first.
+    let _ = fs::write(path.join("memory.force_empty"), "0");
+    match fs::remove_dir(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(PeerError::io("remove the cgroup", path)(error))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Finds the root of the memory controller among the lines of `/proc/self/mountinfo`. `controllers` reads
+/// which ones a version 2 root has.
+fn find_controller(
+    mounts: &str,
+    controllers: impl Fn(&Path) -> String,
+) -> Option<(Version, PathBuf)> {
+    mounts.lines().find_map(|line| {
+        // "31 23 0:28 / /mount/point rw shared:1 - cgroup2 source options"
+        let (front, back) = line.split_once(" - ")?;
+        let mount_point = PathBuf::from(front.split(' ').nth(4)?);
+        let mut back = back.split(' ');
+        match (back.next()?, back.nth(1)?) {
+            ("cgroup", options) if options.split(',').any(|option| option == "memory") => {
+                Some((Version::V1, mount_point))
+            }
+            ("cgroup2", _) => controllers(&mount_point)
+                .split_whitespace()
+                .any(|controller| controller == "memory")
+                .then_some((Version::V2, mount_point)),
+            _ => None,
+        }
+    })
+}
+
+/// The value of `name` in a memory.stat; 0 if this kernel does not count it.
+fn stat_field(stat: &str, name: &str) -> u64 {
+    stat.lines()
+        .find_map(|line| {
+            line.strip_prefix(name)?
+                .strip_prefix(' ')?
+                .trim()
+                .parse()
+                .ok()
+        })
+        .unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const V1: &str = "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n";
+    const V2: &str = "41 31 0:38 / /sys/fs/cgroup rw,relatime shared:9 - cgroup2 cgroup2 rw\n";
+
+    #[test]
+    fn finds_either_version() {
+        let none = |_: &Path| String::from("hugetlb\n");
+        let memory = |_: &Path| String::from("cpu memory\n");
+        let v1_root = PathBuf::from("/sys/fs/cgroup/memory");
+        assert_eq!(
+            find_controller(V1, none),
+            Some((Version::V1, v1_root.clone()))
+        );
+        assert_eq!(
+            find_controller(V2, memory),
+            Some((Version::V2, PathBuf::from("/sys/fs/cgroup")))
+        );
+        // A machine may mount both; the controller is where it is listed.
+        assert_eq!(
+            find_controller(&format!("{V2}{V1}"), none),
+            Some((Version::V1, v1_root))
+        );
+        assert_eq!(find_controller(V2, none), None);
+    }
+
+    #[test]
+    fn cut_lines_name_no_controller() {
+        for end in 0..V1.len() - "memory\n".len() {
+            assert_eq!(
+                find_controller(&V1[..end], |_| String::from("memory")),
+                None,
+                "cut at {end}"
+            );
+        }
+    }
+
+    #[test]
+    fn reads_fields_by_their_whole_name() {
+        let stat = "rss_huge 5\ntotal_rss 7\nrss 42\nswap x\n";
+        assert_eq!(stat_field(stat, "rss"), 42);
+        assert_eq!(stat_field(stat, "swap"), 0);
+        assert_eq!(stat_field(stat, "anon"), 0);
+    }
+}

@@ -1,0 +1,356 @@
+//! What a setup has done, written down before it is done, so that anyone can undo it.
+//!
+//! A record is a file of root's, `/run/aquifer-peers/NAME`, with one step a line. NAME holds the owner's pid
+//! and the time it started (pids are used again), so that a record tells by itself whether its owner lives.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::{PAGE_CLUSTER, PeerError, cgroup, swapfile, zram};
+
+const FOLDER: &str = "/run/aquifer-peers";
+const PREFIX: &str = "aquifer-peer-";
+/// A record has at most a line for each kind of step.
+const RECORD_BYTES_MAX: u64 = 16 << 10;
+
+static NEXT: AtomicU32 = AtomicU32::new(0);
+
+/// One thing that was done, with what is needed to undo it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    Cgroup(PathBuf),
+    SwapFile(PathBuf),
+    Zram { number: u32, added: bool },
+    PageCluster(u64),
+}
+
+impl Step {
+    fn to_line(&self) -> String {
+        match self {
+            Self::Cgroup(path) => format!("cgroup {}", path.display()),
+            Self::SwapFile(path) => format!("swap-file {}", path.display()),
+            Self::Zram {
+                number,
+                added: true,
+            } => format!("zram-added {number}"),
+            Self::Zram {
+                number,
+                added: false,
+            } => format!("zram {number}"),
+            Self::PageCluster(former) => format!("page-cluster {former}"),
+        }
+    }
+
+    /// A path in a record must end in the record's own name: a spoilt record cannot make us remove
+    /// anything but what a setup of that name has made.
+    fn parse(line: &str, name: &str) -> Option<Self> {
+        let (kind, value) = line.split_once(' ')?;
+        let own_path = || {
+            let path = PathBuf::from(value);
+            (path.is_absolute() && path.file_name()? == name).then_some(path)
+        };
+        Some(match kind {
+            "cgroup" => Self::Cgroup(own_path()?),
+            "swap-file" => Self::SwapFile(own_path()?),
+            "zram-added" => Self::Zram {
+                number: value.parse().ok()?,
+                added: true,
+            },
+            "zram" => Self::Zram {
+                number: value.parse().ok()?,
+                added: false,
+            },
+            "page-cluster" => Self::PageCluster(value.parse().ok()?),
+            _ => return None,
+        })
+    }
+
+    fn undo(&self) -> Result<(), PeerError> {
+        match self {
+            Self::Cgroup(path) => cgroup::remove(path),
+            Self::SwapFile(path) => swapfile::remove(path),
+            Self::Zram { number, added } => zram::remove(*number, *added),
+            Self::PageCluster(former) => fs::write(PAGE_CLUSTER, former.to_string())
+                .map_err(PeerError::io("restore", Path::new(PAGE_CLUSTER))),
+        }
+    }
+}
+
+/// The steps of one setup, in memory and in a file; undone when dropped.
+#[derive(Debug)]
+pub(super) struct Record {
+    name: String,
+    path: PathBuf,
+    steps: Vec<Step>,
+}
+
+impl Record {
+    pub(super) fn create() -> Result<Self, PeerError> {
+        let folder = Path::new(FOLDER);
+        match fs::DirBuilder::new().mode(0o700).create(folder) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                return Err(PeerError::io("create the folder", folder)(error));
+            }
+            _ => {}
+        }
+        let pid = std::process::id();
+        let start = start_time(pid).ok_or_else(|| PeerError::Io {
+            what: "read this process's start time from",
+            path: PathBuf::from("/proc/self/stat"),
+            source: io::Error::from(io::ErrorKind::InvalidData),
+        })?;
+        let name = format!(
+            "{PREFIX}{pid}-{start}-{}",
+            NEXT.fetch_add(1, Ordering::Relaxed)
+        );
+        let path = folder.join(&name);
+        OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&path)
+            .map_err(PeerError::io("create the record", &path))?;
+        Ok(Self {
+            name,
+            path,
+            steps: Vec::new(),
+        })
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    #[cfg(test)]
+    pub(super) fn name_and_path(&self) -> (String, PathBuf) {
+        (self.name.clone(), self.path.clone())
+    }
+
+    pub(super) fn has_page_cluster(&self) -> bool {
+        self.steps
+            .iter()
+            .any(|step| matches!(step, Step::PageCluster(_)))
+    }
+
+    /// Writes `step` down; it must be done after, never before.
+    pub(super) fn add(&mut self, step: Step) -> Result<(), PeerError> {
+        let mut file: File = OpenOptions::new()
+            .append(true)
+            .open(&self.path)
+            .map_err(PeerError::io("open the record", &self.path))?;
+        writeln!(file, "{}", step.to_line())
+            .map_err(PeerError::io("write the record", &self.path))?;
+        self.steps.push(step);
+        Ok(())
+    }
+
+    /// Undoes every step, the last first. Goes on past a failure, and returns the first one; then the record
+    /// stays for another try.
+    pub(super) fn undo(&mut self) -> Result<(), PeerError> {
+        let mut result = Ok(());
+        // Programs first: no swap device goes while pages on it are being used.
+        for step in &self.steps {
+            if let Step::Cgroup(path) = step {
+                result = result.and(cgroup::kill_all(path));
+            }
+        }
+        let mut left = Vec::new();
+        for step in self.steps.drain(..).rev() {
+            if let Err(error) = step.undo() {
+                left.push(step);
+                result = result.and(Err(error));
+            }
+        }
+        left.reverse();
+        self.steps = left;
+        if self.steps.is_empty() {
+            match fs::remove_file(&self.path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                    result = result.and(Err(PeerError::io("remove the record", &self.path)(error)));
+                }
+                _ => {}
+            }
+        }
+        result
+    }
+
+    fn load(name: &str) -> Result<Self, PeerError> {
+        let path = Path::new(FOLDER).join(name);
+        let size = fs::metadata(&path)
+            .map_err(PeerError::io("read the record", &path))?
+            .len();
+        if size > RECORD_BYTES_MAX {
+            return Err(PeerError::Record {
+                path,
+                line: format!("{size} bytes"),
+            });
+        }
+        let text = fs::read_to_string(&path).map_err(PeerError::io("read the record", &path))?;
+        let steps = parse_steps(&text, name).map_err(|line| PeerError::Record {
+            path: path.clone(),
+            line,
+        })?;
+        Ok(Self {
+            name: name.to_owned(),
+            path,
+            steps,
+        })
+    }
+}
+
+impl Drop for Record {
+    fn drop(&mut self) {
+        // Nothing can be reported from here; what is left is in the record for `cleanup_stale`.
+        let _ = self.undo();
+    }
+}
+
+/// Undoes the setups whose owners are gone, and returns how many there were.
+///
+/// Call it before making a setup: a run that was killed cannot have cleaned up after itself.
+pub fn cleanup_stale() -> Result<usize, PeerError> {
+    let folder = Path::new(FOLDER);
+    let entries = match fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(0),
+        Err(error) => return Err(PeerError::io("list", folder)(error)),
+    };
+    let mut undone = 0;
+    let mut result = Ok(());
+    for entry in entries.flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let Some((pid, start)) = parse_owner(&name) else {
+            continue;
+        };
+        if start_time(pid) == Some(start) {
+            continue;
+        }
+        match Record::load(&name).and_then(|mut record| record.undo()) {
+            Ok(()) => undone += 1,
+            Err(error) => result = result.and(Err(error)),
+        }
+    }
+    result.map(|()| undone)
+}
+
+/// The steps of a record, or the line that is none. A last line without its end was cut by a crash before
+/// its step was begun, so it is left out.
+fn parse_steps(text: &str, name: &str) -> Result<Vec<Step>, String> {
+    text.split_inclusive('\n')
+        .filter_map(|line| line.strip_suffix('\n'))
+        .map(|line| Step::parse(line, name).ok_or_else(|| line.to_owned()))
+        .collect()
+}
+
+/// The pid and start time in a record's name.
+fn parse_owner(name: &str) -> Option<(u32, u64)> {
+    let mut parts = name.strip_prefix(PREFIX)?.split('-');
+    let owner = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
+    parts.next()?.parse::<u32>().ok()?;
+    parts.next().is_none().then_some(owner)
+}
+
+/// When a process started, in ticks since boot; none if there is no such process.
+fn start_time(pid: u32) -> Option<u64> {
+    parse_start_time(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+}
+
+/// Field 22 of a process's stat. The command's name may hold anything, so count from its closing bracket.
+fn parse_start_time(stat: &str) -> Option<u64> {
+    let (_, after_name) = stat.rsplit_once(')')?;
+    after_name.split_whitespace().nth(19)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NAME: &str = "aquifer-peer-12-345-0";
+
+    fn all_steps() -> Vec<Step> {
+        vec![
+            Step::Cgroup(PathBuf::from(format!("/sys/fs/cgroup/memory/{NAME}"))),
+            Step::SwapFile(PathBuf::from(format!("/var/tmp/{NAME}"))),
+            Step::Zram {
+                number: 3,
+                added: true,
+            },
+            Step::Zram {
+                number: 0,
+                added: false,
+            },
+            Step::PageCluster(3),
+        ]
+    }
+
+    #[test]
+    fn steps_survive_the_file() {
+        let text: String = all_steps()
+            .iter()
+            .map(|step| step.to_line() + "\n")
+            .collect();
+        assert_eq!(parse_steps(&text, NAME), Ok(all_steps()));
+        // Cut anywhere, it yields the whole steps before the cut.
+        for end in 0..text.len() {
+            let whole_lines = text[..end].matches('\n').count();
+            assert_eq!(
+                parse_steps(&text[..end], NAME),
+                Ok(all_steps()[..whole_lines].to_vec())
+            );
+        }
+    }
+
+    #[test]
+    fn foreign_paths_and_unknown_steps_are_refused() {
+        for line in [
+            "",
+            "cgroup",
+            "cgroup /sys/fs/cgroup/memory/other",
+            "swap-file /etc/passwd",
+            "swap-file aquifer-peer-12-345-0",
+            "swap-file /aquifer-peer-12-345-0/..",
+            "zram x",
+            "zram-added -1",
+            "page-cluster 99999999999999999999",
+            "format-disk 1",
+        ] {
+            assert_eq!(
+                parse_steps(&format!("{line}\n"), NAME),
+                Err(line.to_owned())
+            );
+        }
+    }
+
+    #[test]
+    fn owners_are_read_from_names() {
+        assert_eq!(parse_owner(NAME), Some((12, 345)));
+        for name in [
+            "",
+            "aquifer-peer-",
+            "aquifer-peer-1-2",
+            "aquifer-peer-1-2-3-4",
+            "aquifer-peer-x-2-3",
+            "1-2-3",
+        ] {
+            assert_eq!(parse_owner(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn start_time_ignores_a_hostile_command_name() {
+        let fields = (4..=21)
+            .map(|field| field.to_string())
+            .collect::<Vec<_>>()
+            .join(" ");
+        assert_eq!(
+            parse_start_time(&format!("7 (a) S 9 (b c)) R {fields} 777 23")),
+            Some(777)
+        );
+        assert_eq!(parse_start_time("7 (a) S 1 2"), None);
+        assert_eq!(parse_start_time(""), None);
+        assert!(start_time(std::process::id()).is_some());
+    }
+}

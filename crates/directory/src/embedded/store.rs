@@ -1,0 +1,163 @@
+//! The redb file; its tables are described in `docs/formats/directory.md`.
+
+use std::fs::OpenOptions;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use redb::{Database, DatabaseError, Durability, ReadableDatabase, ReadableTable, TableDefinition, TableError};
+
+use crate::DirectoryError;
+use crate::core::{Change, Core, Delta, Record};
+use crate::engine::Store;
+use crate::model::LeaseId;
+
+/// The version of the file that this program writes, and the only one that it reads.
+pub const FORMAT: u64 = 1;
+
+const HEAD: TableDefinition<'_, &str, u64> = TableDefinition::new("aquifer-directory");
+/// Key → version, lease (0 = none), value.
+const ENTRIES: TableDefinition<'_, &str, (u64, u64, &[u8])> = TableDefinition::new("entries");
+/// Lease → its life in ms.
+const LEASES: TableDefinition<'_, u64, u64> = TableDefinition::new("leases");
+
+/// The whole directory is in memory; redb needs no cache worth the name.
+const CACHE_BYTES: usize = 8 << 20;
+
+/// A redb file that holds a directory.
+#[derive(Debug)]
+pub(super) struct RedbStore {
+    database: Database,
+    path: PathBuf,
+}
+
+impl RedbStore {
+    /// Open or create the file, check it whole, and restore the core from it.
+    pub(super) fn open(path: &Path, now_ms: u64) -> Result<(Self, Core), DirectoryError> {
+        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path);
+        let file = file.map_err(|error| storage(path, &error))?;
+        let length = file.metadata().map_err(|error| storage(path, &error))?.len();
+        let mut builder = Database::builder();
+        builder.set_cache_size(CACHE_BYTES);
+        let mut database = builder.create_file(file).map_err(|error| match error {
+            DatabaseError::DatabaseAlreadyOpen => {
+                storage(path, &"another process has it open; stop that one, or choose another file")
+            }
+            error => unusable(path, &error),
+        })?;
+        if length > 0 && !database.check_integrity().map_err(|error| unusable(path, &error))? {
+            return Err(format(path, "its checksums do not match: it is damaged".to_owned()));
+        }
+        let store = Self { database, path: path.to_owned() };
+        if length == 0 {
+            store.create().map_err(|error| storage(path, &error))?;
+            return Ok((store, Core::new()));
+        }
+        let core = store.load(now_ms)?;
+        Ok((store, core))
+    }
+
+    fn create(&self) -> Result<(), redb::Error> {
+        let transaction = self.database.begin_write()?;
+        {
+            let mut head = transaction.open_table(HEAD)?;
+            head.insert("format", FORMAT)?;
+            head.insert("revision", 0)?;
+            head.insert("epoch", 0)?;
+            transaction.open_table(ENTRIES)?;
+            transaction.open_table(LEASES)?;
+        }
+        transaction.commit()?;
+        Ok(())
+    }
+
+    fn load(&self, now_ms: u64) -> Result<Core, DirectoryError> {
+        self.check_version()?;
+        let (revision, epoch, leases, entries) = self.rows().map_err(|error| unusable(&self.path, &error))?;
+        Core::restore(revision, epoch, leases, entries, now_ms).map_err(|why| format(&self.path, why))
+    }
+
+    fn check_version(&self) -> Result<(), DirectoryError> {
+        let read = || -> Result<Option<u64>, redb::Error> {
+            let transaction = self.database.begin_read()?;
+            let head = match transaction.open_table(HEAD) {
+                Err(TableError::TableDoesNotExist(_)) => return Ok(None),
+                head => head?,
+            };
+            Ok(head.get("format")?.map(|version| version.value()))
+        };
+        match read().map_err(|error| unusable(&self.path, &error))? {
+            Some(FORMAT) => Ok(()),
+            Some(version) => {
+                let why = format!("its format has version {version} and this program knows version {FORMAT} only");
+                Err(format(&self.path, why))
+            }
+            None => Err(format(&self.path, "it is some other program's database".to_owned())),
+        }
+    }
+
+    #[expect(clippy::type_complexity, reason = "the three tables as they are")]
+    fn rows(&self) -> Result<(u64, u64, Vec<(LeaseId, u64)>, Vec<(String, Record)>), redb::Error> {
+        let transaction = self.database.begin_read()?;
+        let head = transaction.open_table(HEAD)?;
+        let number = |name| -> Result<u64, redb::Error> {
+            head.get(name)?.map(|value| value.value()).ok_or(redb::Error::Corrupted(format!("it has no \"{name}\"")))
+        };
+        let mut leases = Vec::new();
+        for row in transaction.open_table(LEASES)?.iter()? {
+            let (id, ttl_ms) = row?;
+            leases.push((LeaseId(id.value()), ttl_ms.value()));
+        }
+        let mut entries = Vec::new();
+        for row in transaction.open_table(ENTRIES)?.iter()? {
+            let (key, row) = row?;
+            let (version, lease, value) = row.value();
+            let lease = (lease != 0).then_some(LeaseId(lease));
+            entries.push((key.value().to_owned(), Record { value: value.to_vec(), version, lease }));
+        }
+        Ok((number("revision")?, number("epoch")?, leases, entries))
+    }
+
+    fn write(&self, delta: &Delta) -> Result<(), redb::Error> {
+        let mut transaction = self.database.begin_write()?;
+        transaction.set_durability(Durability::Immediate)?;
+        {
+            let mut head = transaction.open_table(HEAD)?;
+            head.insert("revision", delta.revision)?;
+            head.insert("epoch", delta.epoch)?;
+            let mut entries = transaction.open_table(ENTRIES)?;
+            let mut leases = transaction.open_table(LEASES)?;
+            for change in &delta.changes {
+                match change {
+                    Change::Put { key, record } => {
+                        let lease = record.lease.map_or(0, |id| id.0);
+                        entries.insert(key.as_str(), (record.version, lease, record.value.as_slice()))?;
+                    }
+                    Change::Delete { key } => drop(entries.remove(key.as_str())?),
+                    Change::Grant { id, ttl_ms } => drop(leases.insert(id.0, *ttl_ms)?),
+                    Change::End { id } => drop(leases.remove(id.0)?),
+                }
+            }
+        }
+        transaction.commit()?;
+        Ok(())
+    }
+}
+
+impl Store for RedbStore {
+    fn commit(&mut self, delta: &Delta) -> Result<(), DirectoryError> {
+        self.write(delta).map_err(|error| storage(&self.path, &error))
+    }
+}
+
+fn storage(path: &Path, cause: &dyn std::fmt::Display) -> DirectoryError {
+    DirectoryError::Storage { path: path.display().to_string(), cause: cause.to_string() }
+}
+
+fn format(path: &Path, why: String) -> DirectoryError {
+    let why = format!("{why}; move it away to begin anew");
+    DirectoryError::Format { path: path.display().to_string(), why }
+}
+
+fn unusable(path: &Path, error: &dyn std::fmt::Display) -> DirectoryError {
+    format(path, error.to_string())
+}

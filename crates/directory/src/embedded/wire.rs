@@ -1,0 +1,387 @@
+//! What the frames hold; the bytes are described in `docs/formats/directory.md`.
+//!
+//! Every parser here takes bytes from outside: it returns `None` for whatever it does not know, and it never reads beyond
+//! what it got nor reserves memory for what is only announced.
+
+use std::time::Duration;
+
+use crate::error::{Bound, DirectoryError};
+use crate::model::{
+    Compare, Entry, Event, EventKind, Lease, LeaseId, Listing, Operation, Transaction, TransactionOutcome, limits,
+};
+
+/// The first bytes of both hellos.
+pub const MAGIC: [u8; 8] = *b"AQUIFDIR";
+/// The version of the protocol that this program speaks.
+pub const VERSION: u32 = 1;
+
+/// What a client asks.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Request {
+    /// [`crate::Directory::get`].
+    Get(String),
+    /// [`crate::Directory::list`].
+    List(String),
+    /// [`crate::Directory::transaction`].
+    Transaction(Transaction),
+    /// [`crate::Directory::lease_grant`].
+    Grant(Duration),
+    /// [`crate::Directory::lease_keep_alive`].
+    KeepAlive(LeaseId),
+    /// [`crate::Directory::lease_revoke`].
+    Revoke(LeaseId),
+    /// [`crate::Directory::watch`]: from here on the connection carries events only.
+    Watch {
+        /// The prefix.
+        prefix: String,
+        /// The first revision.
+        from_revision: u64,
+    },
+}
+
+/// What the server answers.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Response {
+    /// Done; nothing to tell.
+    Done,
+    /// To a get.
+    Entry(Option<Entry>),
+    /// To a list.
+    Listing(Listing),
+    /// To a transaction.
+    Outcome(TransactionOutcome),
+    /// To a grant.
+    Lease(Lease),
+    /// On a watching connection.
+    Event(Event),
+    /// It failed.
+    Error(DirectoryError),
+}
+
+/// The hello of both sides: magic, version; the server adds why it refuses (empty: it does not).
+#[must_use]
+pub fn hello(refusal: Option<&str>) -> Vec<u8> {
+    let mut out = Writer::default();
+    out.0.extend_from_slice(&MAGIC);
+    out.u32(VERSION);
+    if let Some(why) = refusal {
+        out.text(why);
+    }
+    out.0
+}
+
+/// Check a client's hello. The error is the sentence to refuse it with.
+///
+/// # Errors
+/// Wrong magic, wrong version, wrong length.
+pub fn check_client_hello(bytes: &[u8]) -> Result<(), String> {
+    let mut reader = Reader(bytes);
+    if reader.take(MAGIC.len()) != Some(&MAGIC) {
+        return Err("this is Aquifer's directory, and the caller speaks something else".to_owned());
+    }
+    match reader.u32() {
+        Some(VERSION) if reader.0.is_empty() => Ok(()),
+        Some(VERSION) | None => Err("the caller's hello has the wrong length".to_owned()),
+        Some(version) => Err(format!("the caller speaks version {version} and the directory version {VERSION} only")),
+    }
+}
+
+/// Check the server's hello. The error says why there is no connection.
+///
+/// # Errors
+/// Wrong magic, wrong version, a refusal.
+pub fn check_server_hello(bytes: &[u8]) -> Result<(), String> {
+    let mut reader = Reader(bytes);
+    if reader.take(MAGIC.len()) != Some(&MAGIC) {
+        return Err("what answers there is not Aquifer's directory".to_owned());
+    }
+    // A refusal is read whatever the version, as that may be its reason.
+    let version = reader.u32().ok_or("its hello is cut")?;
+    match reader.finish_with(Reader::text) {
+        Some(why) if !why.is_empty() => Err(why),
+        _ if version != VERSION => {
+            Err(format!("it speaks version {version} and this program version {VERSION} only"))
+        }
+        Some(_) => Ok(()),
+        None => Err("its hello is cut".to_owned()),
+    }
+}
+
+impl Request {
+    /// As bytes.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Writer::default();
+        match self {
+            Self::Get(key) => out.tag(1).text(key),
+            Self::List(prefix) => out.tag(2).text(prefix),
+            Self::Transaction(transaction) => out.tag(3).transaction(transaction),
+            Self::Grant(ttl) => out.tag(4).u64(crate::clock::saturating_ms(*ttl)),
+            Self::KeepAlive(id) => out.tag(5).u64(id.0),
+            Self::Revoke(id) => out.tag(6).u64(id.0),
+            Self::Watch { prefix, from_revision } => out.tag(7).text(prefix).u64(*from_revision),
+        };
+        out.0
+    }
+
+    /// From bytes; `None` if they are not exactly one request.
+    #[must_use]
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        Reader(bytes).finish_with(|reader| {
+            Some(match reader.u8()? {
+                1 => Self::Get(reader.text()?),
+                2 => Self::List(reader.text()?),
+                3 => Self::Transaction(reader.transaction()?),
+                4 => Self::Grant(Duration::from_millis(reader.u64()?)),
+                5 => Self::KeepAlive(LeaseId(reader.u64()?)),
+                6 => Self::Revoke(LeaseId(reader.u64()?)),
+                7 => Self::Watch { prefix: reader.text()?, from_revision: reader.u64()? },
+                _ => return None,
+            })
+        })
+    }
+}
+
+impl Response {
+    /// As bytes.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Writer::default();
+        match self {
+            Self::Done => out.tag(0),
+            Self::Entry(None) => out.tag(1),
+            Self::Entry(Some(entry)) => out.tag(2).entry(entry),
+            Self::Listing(listing) => {
+                out.tag(3).u64(listing.revision).count(listing.entries.len());
+                listing.entries.iter().fold(&mut out, Writer::entry)
+            }
+            Self::Outcome(TransactionOutcome::Committed { revision }) => out.tag(4).u64(*revision),
+            Self::Outcome(TransactionOutcome::Conflict { key, version }) => out.tag(5).text(key).u64(*version),
+            Self::Lease(lease) => out.tag(6).u64(lease.id.0).u64(lease.epoch),
+            Self::Event(event) => out.tag(7).event(event),
+            Self::Error(error) => out.tag(8).error(error),
+        };
+        out.0
+    }
+
+    /// From bytes; `None` if they are not exactly one response.
+    #[must_use]
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        Reader(bytes).finish_with(|reader| {
+            Some(match reader.u8()? {
+                0 => Self::Done,
+                1 => Self::Entry(None),
+                2 => Self::Entry(Some(reader.entry()?)),
+                3 => {
+                    let revision = reader.u64()?;
+                    let entries = reader.many(limits::LIST_ENTRIES_MAX, Reader::entry)?;
+                    Self::Listing(Listing { revision, entries })
+                }
+                4 => Self::Outcome(TransactionOutcome::Committed { revision: reader.u64()? }),
+                5 => Self::Outcome(TransactionOutcome::Conflict { key: reader.text()?, version: reader.u64()? }),
+                6 => Self::Lease(Lease { id: LeaseId(reader.u64()?), epoch: reader.u64()? }),
+                7 => Self::Event(reader.event()?),
+                8 => Self::Error(reader.error()?),
+                _ => return None,
+            })
+        })
+    }
+}
+
+#[derive(Default)]
+struct Writer(Vec<u8>);
+
+impl Writer {
+    fn tag(&mut self, tag: u8) -> &mut Self {
+        self.0.push(tag);
+        self
+    }
+
+    fn u32(&mut self, number: u32) -> &mut Self {
+        self.0.extend_from_slice(&number.to_le_bytes());
+        self
+    }
+
+    fn u64(&mut self, number: u64) -> &mut Self {
+        self.0.extend_from_slice(&number.to_le_bytes());
+        self
+    }
+
+    fn count(&mut self, count: usize) -> &mut Self {
+        // What is longer does not fit a frame and is refused there.
+        self.u32(u32::try_from(count).unwrap_or(u32::MAX))
+    }
+
+    fn bytes(&mut self, bytes: &[u8]) -> &mut Self {
+        self.count(bytes.len());
+        self.0.extend_from_slice(bytes);
+        self
+    }
+
+    fn text(&mut self, text: &str) -> &mut Self {
+        self.bytes(text.as_bytes())
+    }
+
+    fn lease(&mut self, lease: Option<LeaseId>) -> &mut Self {
+        match lease {
+            None => self.tag(0),
+            Some(id) => self.tag(1).u64(id.0),
+        }
+    }
+
+    fn entry(&mut self, entry: &Entry) -> &mut Self {
+        self.text(&entry.key).bytes(&entry.value).u64(entry.version).lease(entry.lease)
+    }
+
+    fn event(&mut self, event: &Event) -> &mut Self {
+        self.u64(event.revision).text(&event.key);
+        match &event.kind {
+            EventKind::Put { value, lease } => self.tag(1).bytes(value).lease(*lease),
+            EventKind::Delete => self.tag(2),
+        }
+    }
+
+    fn transaction(&mut self, transaction: &Transaction) -> &mut Self {
+        self.count(transaction.compares.len());
+        for compare in &transaction.compares {
+            self.text(&compare.key).u64(compare.version);
+        }
+        self.count(transaction.operations.len());
+        for operation in &transaction.operations {
+            match operation {
+                Operation::Put { key, value, lease } => self.tag(1).text(key).bytes(value).lease(*lease),
+                Operation::Delete { key } => self.tag(2).text(key),
+            };
+        }
+        self
+    }
+
+    fn error(&mut self, error: &DirectoryError) -> &mut Self {
+        match error {
+            DirectoryError::LeaseGone(id) => self.tag(1).u64(id.0),
+            DirectoryError::Compacted { asked, oldest } => self.tag(2).u64(*asked).u64(*oldest),
+            DirectoryError::Limit { bound, got } => {
+                let number = Bound::ALL.iter().position(|other| other == bound);
+                self.tag(3).count(number.expect("ALL holds all")).u64(*got)
+            }
+            DirectoryError::InvalidKey { key, why } => self.tag(4).text(key).text(why),
+            DirectoryError::ChangedTwice { key } => self.tag(5).text(key),
+            DirectoryError::Storage { path, cause } => self.tag(6).text(path).text(cause),
+            DirectoryError::Protocol { why } => self.tag(7).text(why),
+            DirectoryError::Taken { key } => self.tag(8).text(key),
+            DirectoryError::Format { path, why } => self.tag(9).text(path).text(why),
+            DirectoryError::Unavailable { address, cause } => self.tag(10).text(address).text(cause),
+            DirectoryError::Refused { address, why } => self.tag(11).text(address).text(why),
+        }
+    }
+}
+
+struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    /// What `parse` makes of the bytes, if it uses all of them.
+    fn finish_with<T>(mut self, parse: impl FnOnce(&mut Self) -> Option<T>) -> Option<T> {
+        parse(&mut self).filter(|_| self.0.is_empty())
+    }
+
+    fn take(&mut self, count: usize) -> Option<&'a [u8]> {
+        let (taken, rest) = self.0.split_at_checked(count)?;
+        self.0 = rest;
+        Some(taken)
+    }
+
+    fn u8(&mut self) -> Option<u8> {
+        self.take(1).map(|bytes| bytes[0])
+    }
+
+    fn u32(&mut self) -> Option<u32> {
+        Some(u32::from_le_bytes(self.take(4)?.try_into().ok()?))
+    }
+
+    fn u64(&mut self) -> Option<u64> {
+        Some(u64::from_le_bytes(self.take(8)?.try_into().ok()?))
+    }
+
+    fn bytes(&mut self) -> Option<&'a [u8]> {
+        let count = usize::try_from(self.u32()?).ok()?;
+        self.take(count)
+    }
+
+    fn text(&mut self) -> Option<String> {
+        std::str::from_utf8(self.bytes()?).ok().map(str::to_owned)
+    }
+
+    fn many<T>(&mut self, most: usize, parse: impl Fn(&mut Self) -> Option<T>) -> Option<Vec<T>> {
+        let count = usize::try_from(self.u32()?).ok().filter(|count| *count <= most)?;
+        (0..count).map(|_| parse(self)).collect()
+    }
+
+    fn lease(&mut self) -> Option<Option<LeaseId>> {
+        match self.u8()? {
+            0 => Some(None),
+            1 => Some(Some(LeaseId(self.u64()?))),
+            _ => None,
+        }
+    }
+
+    fn entry(&mut self) -> Option<Entry> {
+        Some(Entry {
+            key: self.text()?,
+            value: self.bytes()?.to_vec(),
+            version: self.u64()?,
+            lease: self.lease()?,
+        })
+    }
+
+    fn event(&mut self) -> Option<Event> {
+        let (revision, key) = (self.u64()?, self.text()?);
+        let kind = match self.u8()? {
+            1 => EventKind::Put { value: self.bytes()?.to_vec(), lease: self.lease()? },
+            2 => EventKind::Delete,
+            _ => return None,
+        };
+        Some(Event { revision, key, kind })
+    }
+
+    fn transaction(&mut self) -> Option<Transaction> {
+        // The core judges the limit; here it only bounds what is read, one more so that the core sees it broken.
+        let most = limits::TRANSACTION_PARTS_MAX + 1;
+        let compares =
+            self.many(most, |reader| Some(Compare { key: reader.text()?, version: reader.u64()? }))?;
+        let operations = self.many(most, |reader| {
+            Some(match reader.u8()? {
+                1 => Operation::Put {
+                    key: reader.text()?,
+                    value: reader.bytes()?.to_vec(),
+                    lease: reader.lease()?,
+                },
+                2 => Operation::Delete { key: reader.text()? },
+                _ => return None,
+            })
+        })?;
+        Some(Transaction { compares, operations })
+    }
+
+    fn error(&mut self) -> Option<DirectoryError> {
+        Some(match self.u8()? {
+            1 => DirectoryError::LeaseGone(LeaseId(self.u64()?)),
+            2 => DirectoryError::Compacted { asked: self.u64()?, oldest: self.u64()? },
+            3 => {
+                let number = usize::try_from(self.u32()?).ok()?;
+                DirectoryError::Limit { bound: *Bound::ALL.get(number)?, got: self.u64()? }
+            }
+            4 => DirectoryError::InvalidKey { key: self.text()?, why: self.text()? },
+            5 => DirectoryError::ChangedTwice { key: self.text()? },
+            6 => DirectoryError::Storage { path: self.text()?, cause: self.text()? },
+            7 => DirectoryError::Protocol { why: self.text()? },
+            8 => DirectoryError::Taken { key: self.text()? },
+            9 => DirectoryError::Format { path: self.text()?, why: self.text()? },
+            10 => DirectoryError::Unavailable { address: self.text()?, cause: self.text()? },
+            11 => DirectoryError::Refused { address: self.text()?, why: self.text()? },
+            _ => return None,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

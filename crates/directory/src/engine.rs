@@ -1,0 +1,193 @@
+//! One core behind a lock, with its clock, its store and those who wait: what `embedded` and `sim` share.
+//!
+//! There is no thread here. Leases end when someone looks: every call first ends those whose time
+//! is up, and a waiting watcher wakes for the next deadline.
+
+use std::fmt::Debug;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use crate::clock::{Clock, saturating_ms};
+use crate::core::{Core, Cursor, Delta};
+use crate::model::{Entry, Event, Lease, LeaseId, Listing, Transaction, TransactionOutcome};
+use crate::{DirectoryError, Watch};
+
+/// Where deltas are written down.
+pub(crate) trait Store: Send + Debug {
+    /// Make it durable, or fail and change nothing.
+    fn commit(&mut self, delta: &Delta) -> Result<(), DirectoryError>;
+}
+
+/// A store that forgets.
+#[derive(Debug)]
+pub(crate) struct Nowhere;
+
+impl Store for Nowhere {
+    fn commit(&mut self, _delta: &Delta) -> Result<(), DirectoryError> {
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+struct State {
+    core: Core,
+    store: Box<dyn Store>,
+}
+
+impl State {
+    fn commit(&mut self, delta: &Delta, now_ms: u64) -> Result<(), DirectoryError> {
+        self.store.commit(delta)?;
+        self.core.apply(delta, now_ms);
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Engine {
+    state: Mutex<State>,
+    changed: Condvar,
+    clock: Arc<dyn Clock>,
+}
+
+impl Engine {
+    pub(crate) fn new(core: Core, store: Box<dyn Store>, clock: Arc<dyn Clock>) -> Self {
+        Self { state: Mutex::new(State { core, store }), changed: Condvar::new(), clock }
+    }
+
+    pub(crate) fn get(&self, key: &str) -> Result<Option<Entry>, DirectoryError> {
+        self.enter()?.0.core.get(key)
+    }
+
+    pub(crate) fn list(&self, prefix: &str) -> Result<Listing, DirectoryError> {
+        self.enter()?.0.core.list(prefix)
+    }
+
+    pub(crate) fn transaction(&self, transaction: &Transaction) -> Result<TransactionOutcome, DirectoryError> {
+        let (mut state, now_ms) = self.enter()?;
+        let (outcome, delta) = state.core.plan_transaction(transaction)?;
+        if let Some(delta) = delta {
+            state.commit(&delta, now_ms)?;
+            self.changed.notify_all();
+        }
+        Ok(outcome)
+    }
+
+    pub(crate) fn lease_grant(&self, ttl: Duration) -> Result<Lease, DirectoryError> {
+        let (mut state, now_ms) = self.enter()?;
+        let (lease, delta) = state.core.plan_grant(saturating_ms(ttl))?;
+        state.commit(&delta, now_ms)?;
+        // Those who wait must learn of the new deadline.
+        self.changed.notify_all();
+        Ok(lease)
+    }
+
+    pub(crate) fn lease_keep_alive(&self, id: LeaseId) -> Result<(), DirectoryError> {
+        let (mut state, now_ms) = self.enter()?;
+        state.core.keep_alive(id, now_ms)
+    }
+
+    pub(crate) fn lease_revoke(&self, id: LeaseId) -> Result<(), DirectoryError> {
+        let (mut state, now_ms) = self.enter()?;
+        let delta = state.core.plan_end(id)?;
+        state.commit(&delta, now_ms)?;
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    pub(crate) fn expire_now(&self, id: LeaseId) -> Result<(), DirectoryError> {
+        self.enter()?.0.core.expire_now(id)?;
+        self.tick()
+    }
+
+    /// End the leases whose time is up.
+    pub(crate) fn tick(&self) -> Result<(), DirectoryError> {
+        self.enter().map(drop)
+    }
+
+    pub(crate) fn watch(self: &Arc<Self>, prefix: &str, from: u64) -> Result<EngineWatch, DirectoryError> {
+        let cursor = self.enter()?.0.core.watch(prefix, from)?;
+        Ok(EngineWatch { engine: Arc::clone(self), cursor, cancelled: Arc::default() })
+    }
+
+    /// The state as it is now: with all leases ended whose time is up.
+    fn enter(&self) -> Result<(MutexGuard<'_, State>, u64), DirectoryError> {
+        let state = self.state.lock().expect("no holder of the directory's lock panics");
+        self.settle(state)
+    }
+
+    fn settle<'a>(
+        &self,
+        mut state: MutexGuard<'a, State>,
+    ) -> Result<(MutexGuard<'a, State>, u64), DirectoryError> {
+        let now_ms = self.clock.now_ms();
+        let mut ended = false;
+        while let Some(delta) = state.core.plan_expiry(now_ms) {
+            state.commit(&delta, now_ms)?;
+            ended = true;
+        }
+        if ended {
+            self.changed.notify_all();
+        }
+        Ok((state, now_ms))
+    }
+}
+
+/// A watcher in the same process.
+#[derive(Debug)]
+pub(crate) struct EngineWatch {
+    engine: Arc<Engine>,
+    cursor: Cursor,
+    cancelled: Arc<AtomicBool>,
+}
+
+impl EngineWatch {
+    /// Lets another thread end a wait.
+    pub(crate) fn canceller(&self) -> Canceller {
+        Canceller { engine: Arc::clone(&self.engine), cancelled: Arc::clone(&self.cancelled) }
+    }
+}
+
+/// Ends the wait of one watcher, now and for ever.
+#[derive(Clone, Debug)]
+pub(crate) struct Canceller {
+    engine: Arc<Engine>,
+    cancelled: Arc<AtomicBool>,
+}
+
+impl Canceller {
+    pub(crate) fn cancel(&self) {
+        // Under the lock, or a watcher that has just looked would miss the wake-up.
+        let _state = self.engine.state.lock();
+        self.cancelled.store(true, Ordering::SeqCst);
+        self.engine.changed.notify_all();
+    }
+
+    pub(crate) fn is_cancelled(&self) -> bool {
+        self.cancelled.load(Ordering::SeqCst)
+    }
+}
+
+impl Watch for EngineWatch {
+    fn next(&mut self, timeout: Duration) -> Result<Option<Event>, DirectoryError> {
+        let end = Instant::now().checked_add(timeout);
+        let (mut state, mut now_ms) = self.engine.enter()?;
+        loop {
+            if self.cancelled.load(Ordering::SeqCst) {
+                return Ok(None);
+            }
+            if let Some(event) = state.core.next_event(&mut self.cursor)? {
+                return Ok(Some(event));
+            }
+            let left = end.map_or(Duration::MAX, |end| end.saturating_duration_since(Instant::now()));
+            if left.is_zero() {
+                return Ok(None);
+            }
+            let deadline_ms = state.core.next_deadline_ms().unwrap_or(u64::MAX);
+            let until_deadline = Duration::from_millis(deadline_ms.saturating_sub(now_ms).max(1));
+            let wait = left.min(until_deadline).min(Duration::from_secs(3600));
+            state = self.engine.changed.wait_timeout(state, wait).expect("no holder panics").0;
+            (state, now_ms) = self.engine.settle(state)?;
+        }
+    }
+}

@@ -1,0 +1,249 @@
+//! What every provider does alike: key numbers, what a key grants, and where regions lie.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use crate::target::{Access, Identity, Scope, TargetError, WindowSpec};
+use crate::work::{Key, WorkError};
+
+/// Low bits of a key: which slot of the key table.
+const INDEX_BITS: u32 = 17;
+/// High bits of a key: the slot's tag, 1..=TAG_MAX, so that no key is zero.
+const TAG_MAX: u32 = (1 << (32 - INDEX_BITS)) - 1;
+/// Regions of one target.
+pub const REGIONS_LIMIT: usize = 64;
+/// Windows of one target.
+pub const WINDOWS_LIMIT: usize = (1 << INDEX_BITS) - REGIONS_LIMIT;
+/// Regions begin at multiples of this, with as much unregistered space between them.
+const REGION_ALIGN: u64 = 2 << 20;
+
+/// The slot and the tag of a key.
+#[inline]
+pub(crate) fn split(key: Key) -> (usize, u32) {
+    (
+        (key.0 & ((1 << INDEX_BITS) - 1)) as usize,
+        key.0 >> INDEX_BITS,
+    )
+}
+
+/// What an operation needs of a key.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Right {
+    Read,
+    Write,
+    Atomic,
+}
+
+/// What one bound key opens.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Grant {
+    pub base: u64,
+    pub len: u64,
+    pub access: Access,
+    pub scope: Scope,
+    pub region: usize,
+}
+
+impl Grant {
+    /// Whether `who` may do this to `len` bytes at `addr`.
+    #[inline]
+    pub fn check(&self, who: Identity, right: Right, addr: u64, len: u64) -> Result<(), WorkError> {
+        let allowed = match right {
+            Right::Read => self.access.read,
+            Right::Write => self.access.write,
+            Right::Atomic => self.access.atomic,
+        };
+        // Differences rather than sums: an address near 2^64 must not wrap into the range.
+        let inside = addr >= self.base
+            && addr - self.base <= self.len
+            && len <= self.len - (addr - self.base);
+        if allowed && inside && admits(self.scope, who) {
+            Ok(())
+        } else {
+            Err(WorkError::RemoteAccess)
+        }
+    }
+}
+
+/// Whether a key of this scope is for `who`.
+#[inline]
+pub(crate) fn admits(scope: Scope, who: Identity) -> bool {
+    match scope {
+        Scope::Anyone => true,
+        Scope::Tenant(tenant) => tenant == who.tenant,
+        Scope::Host(host) => host == who.host,
+    }
+}
+
+/// Which slots of a key table are free, and the tag each had last.
+///
+/// A slot's tag walks a full cycle of all tags by a secret step, and slots are reused oldest
+/// first: a stale key stays stale for as long as the bits allow.
+#[derive(Debug)]
+pub(crate) struct KeySlots {
+    tags: Vec<u32>,
+    free_windows: VecDeque<usize>,
+    regions: usize,
+    regions_max: usize,
+    windows_max: usize,
+    secret: u64,
+}
+
+impl KeySlots {
+    pub fn new(regions_max: usize, windows_max: usize, secret: u64) -> Self {
+        assert!(
+            regions_max <= REGIONS_LIMIT,
+            "at most {REGIONS_LIMIT} regions"
+        );
+        assert!(
+            windows_max <= WINDOWS_LIMIT,
+            "at most {WINDOWS_LIMIT} windows"
+        );
+        Self {
+            tags: vec![0; regions_max + windows_max],
+            free_windows: (regions_max..regions_max + windows_max).collect(),
+            regions: 0,
+            regions_max,
+            windows_max,
+            secret,
+        }
+    }
+
+    /// A fresh key for the next region.
+    pub fn take_region(&mut self) -> Result<(usize, Key), TargetError> {
+        if self.regions == self.regions_max {
+            return Err(TargetError::Full {
+                what: "regions",
+                limit: self.regions_max,
+            });
+        }
+        self.regions += 1;
+        Ok((self.regions - 1, self.fresh(self.regions - 1)))
+    }
+
+    /// A fresh key for a window.
+    pub fn take_window(&mut self) -> Result<Key, TargetError> {
+        let full = TargetError::Full {
+            what: "windows",
+            limit: self.windows_max,
+        };
+        let index = self.free_windows.pop_front().ok_or(full)?;
+        Ok(self.fresh(index))
+    }
+
+    /// The slot's key is dead and no access through it is under way: it may be bound anew.
+    /// A region's slot stays with its region.
+    pub fn give_back(&mut self, index: usize) {
+        if index >= self.regions_max {
+            self.free_windows.push_back(index);
+        }
+    }
+
+    fn fresh(&mut self, index: usize) -> Key {
+        let mix = mix(self.secret ^ (index as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+        let period = u64::from(TAG_MAX);
+        // TAG_MAX is 7 * 31 * 151; a step that shares no factor with it visits every tag.
+        let mut step = 1 + mix % (period - 1);
+        while [7, 31, 151]
+            .iter()
+            .any(|factor| step.is_multiple_of(*factor))
+        {
+            step += 1;
+        }
+        let last = match self.tags[index] {
+            0 => (mix >> 32) % period,
+            tag => u64::from(tag - 1),
+        };
+        let tag = u32::try_from((last + step) % period + 1).unwrap_or(1);
+        self.tags[index] = tag;
+        Key((tag << INDEX_BITS) | u32::try_from(index).unwrap_or(0))
+    }
+}
+
+/// Where regions lie in the target's address space.
+#[derive(Debug, Default)]
+pub(crate) struct AddressSpace {
+    regions: Vec<Range<u64>>,
+}
+
+impl AddressSpace {
+    /// Room for a region: never at zero, never beside another, so that a run past a region's end hits nothing.
+    pub fn place(&mut self, len: u64) -> Range<u64> {
+        let end = self.regions.last().map_or(0, |region| region.end);
+        let base = (end.div_ceil(REGION_ALIGN) + 1) * REGION_ALIGN;
+        self.regions.push(base..base + len);
+        base..base + len
+    }
+
+    /// What a window over one region grants.
+    pub fn grant(&self, window: &WindowSpec) -> Result<Grant, TargetError> {
+        let Range { start, end } = window.range;
+        let holds = |region: &Range<u64>| region.start <= start && end <= region.end;
+        match self.regions.iter().position(holds) {
+            Some(region) if start < end => Ok(Grant {
+                base: start,
+                len: end - start,
+                access: window.access,
+                scope: window.scope,
+                region,
+            }),
+            _ => Err(TargetError::OutOfRange { start, end }),
+        }
+    }
+}
+
+/// The finaliser of splitmix64: every bit of the input changes half of the output.
+pub(crate) fn mix(mut value: u64) -> u64 {
+    value = (value ^ (value >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    value = (value ^ (value >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    value ^ (value >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+    use crate::target::{Host, Tenant};
+
+    #[test]
+    fn a_slot_goes_through_every_tag_before_one_comes_again() {
+        for secret in 0..20 {
+            let mut slots = KeySlots::new(1, 1, secret);
+            let mut seen = HashSet::new();
+            for _ in 0..TAG_MAX {
+                let key = slots.take_window().unwrap();
+                assert!(key.0 != 0 && split(key).0 == 1 && split(key).1 != 0);
+                assert!(
+                    seen.insert(key),
+                    "{key:?} came again after {} binds",
+                    seen.len()
+                );
+                slots.give_back(1);
+            }
+            assert!(!seen.insert(slots.take_window().unwrap()));
+        }
+    }
+
+    #[test]
+    fn a_range_is_checked_without_wrapping() {
+        let access = Access::READ;
+        let grant = Grant {
+            base: 100,
+            len: 50,
+            access,
+            scope: Scope::Anyone,
+            region: 0,
+        };
+        let who = Identity {
+            host: Host(1),
+            epoch: 1,
+            tenant: Tenant(1),
+        };
+        let check = |addr, len| grant.check(who, Right::Read, addr, len).is_ok();
+        assert!(check(100, 50) && check(149, 1) && check(150, 0));
+        assert!(!check(99, 1) && !check(100, 51) && !check(150, 1) && !check(151, 0));
+        assert!(!check(120, u64::MAX) && !check(u64::MAX, 1) && !check(u64::MAX - 10, 121));
+        assert!(grant.check(who, Right::Write, 100, 1).is_err());
+    }
+}

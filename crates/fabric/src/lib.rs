@@ -1,0 +1,23 @@
+//! One-sided verbs: READ, WRITE, compare-and-swap, fetch-and-add and messages between
+//! reliable connected endpoints, with keys that open ranges of the peer's memory.
+//!
+//! The interface has the shape of RDMA verbs, so that a NIC can stand behind it: work is
+//! *posted* in batches, *completions* are polled, every error is a completion with a cause.
+//! Providers: [`shm`] (two processes of one machine) and [`sim`] (seeded virtual time).
+//!
+//! This crate does not know what the memory is used for.
+
+mod keys;
+pub mod memory;
+pub mod shm;
+pub mod sim;
+pub mod target;
+pub mod work;
+
+pub use keys::{REGIONS_LIMIT, WINDOWS_LIMIT};
+pub use memory::Memory;
+pub use target::{Access, Host, Identity, Region, Scope, Target, TargetError, Tenant, WindowSpec};
+pub use work::{
+    Completion, Endpoint, EndpointError, Key, Limits, LocalKey, LocalSlice, PostError, RemoteAddr,
+    Verb, Work, WorkError,
+};

@@ -1,0 +1,314 @@
+//! Shared memory that outlives no one's trust: a mapped memfd.
+//!
+//! Other processes may write it at any time, so it is never seen through slices: bytes are copied
+//! in and out through raw pointers, words are atomics.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+use rustix::mm::{MapFlags, ProtFlags};
+
+/// Transfers up to this size are copied word by word when both ends are 8-aligned.
+const WORDWISE_BYTES_MAX: usize = 256;
+
+/// An owned shared mapping of a memfd, readable and writable.
+pub struct Memory {
+    fd: OwnedFd,
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the mapping belongs to the process, not to a thread; all access goes through raw copies
+// and atomics, so sharing the handle hands out no references to plain data.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    /// Make a memfd of `len` bytes, all zero, and map it. It can never shrink, so that no holder
+    /// of its descriptor can make another's access fault. Pages take memory when first touched.
+    ///
+    /// # Errors
+    /// If `len` is zero or the system refuses.
+    pub fn create(name: &str, len: usize) -> io::Result<Self> {
+        let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        rustix::fs::ftruncate(&fd, u64_from(len))?;
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        Self::map(fd, len)
+    }
+
+    /// Map the first `len` bytes of a memfd that came from elsewhere.
+    ///
+    /// # Errors
+    /// If the file is smaller than `len` or could become so (it is not sealed against shrinking),
+    /// because touching what is missing would kill this process; or if the system refuses.
+    pub fn from_fd(fd: OwnedFd, len: usize) -> io::Result<Self> {
+        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(|source| {
+            refused(format!(
+                "the descriptor is not a memfd with seals: {source}"
+            ))
+        })?;
+        if !seals.contains(SealFlags::SHRINK) {
+            return Err(refused("the memfd is not sealed against shrinking".into()));
+        }
+        let size = u64::try_from(rustix::fs::fstat(&fd)?.st_size).unwrap_or(0);
+        if size < u64_from(len) {
+            return Err(refused(format!(
+                "the memfd has {size} bytes, {len} are needed"
+            )));
+        }
+        Self::map(fd, len)
+    }
+
+    fn map(fd: OwnedFd, len: usize) -> io::Result<Self> {
+        if len == 0 {
+            return Err(refused("memory of zero bytes cannot be mapped".into()));
+        }
+        // SAFETY: a fresh mapping at an address of the kernel's choice; it overlays nothing.
+        let start = unsafe {
+            rustix::mm::mmap(
+                ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED | MapFlags::NORESERVE,
+                &fd,
+                0,
+            )?
+        };
+        let start = NonNull::new(start.cast::<u8>())
+            .ok_or_else(|| refused("the kernel mapped memory at address zero".into()))?;
+        Ok(Self { fd, start, len })
+    }
+
+    /// Bytes.
+    #[must_use]
+    #[expect(clippy::len_without_is_empty, reason = "it is never empty")]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The memfd, to be sent to others.
+    #[must_use]
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// First byte. The memory may be changed by other processes at any time.
+    #[must_use]
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
+    /// Copy bytes out. Where `offset`, the buffer and its length are multiples of 8, short copies
+    /// see every 8-byte word whole.
+    ///
+    /// # Panics
+    /// If the range is not inside the memory.
+    #[inline]
+    pub fn read(&self, offset: usize, out: &mut [u8]) {
+        let source = self.range(offset, out.len());
+        // SAFETY: `range` checked the source; `out` is ours alone, and cannot overlap it.
+        unsafe { copy(out.as_mut_ptr(), source, out.len()) }
+    }
+
+    /// Copy bytes in.
+    ///
+    /// # Panics
+    /// If the range is not inside the memory.
+    #[inline]
+    pub fn write(&self, offset: usize, bytes: &[u8]) {
+        let destination = self.range(offset, bytes.len());
+        // SAFETY: `range` checked the destination; `bytes` is plain memory beside it.
+        unsafe { copy(destination, bytes.as_ptr(), bytes.len()) }
+    }
+
+    /// The 8-byte word at `offset`.
+    ///
+    /// # Panics
+    /// If it is not inside the memory or `offset` is not a multiple of 8.
+    #[inline]
+    #[must_use]
+    pub fn atomic_u64(&self, offset: usize) -> &AtomicU64 {
+        assert!(
+            offset.is_multiple_of(8),
+            "offset {offset} is not a multiple of 8"
+        );
+        let word = self.range(offset, 8).cast::<u64>();
+        // SAFETY: in range and aligned (mappings begin at a page), alive as long as `self`, and
+        // everyone who touches shared words does so atomically or as raw bytes.
+        unsafe { AtomicU64::from_ptr(word) }
+    }
+
+    /// The 4-byte word at `offset`.
+    ///
+    /// # Panics
+    /// If it is not inside the memory or `offset` is not a multiple of 4.
+    #[inline]
+    #[must_use]
+    pub fn atomic_u32(&self, offset: usize) -> &AtomicU32 {
+        assert!(
+            offset.is_multiple_of(4),
+            "offset {offset} is not a multiple of 4"
+        );
+        let word = self.range(offset, 4).cast::<u32>();
+        // SAFETY: as in `atomic_u64`.
+        unsafe { AtomicU32::from_ptr(word) }
+    }
+
+    /// Give the pages of a range back to the system; it reads as zeros from now on, for everyone.
+    ///
+    /// # Errors
+    /// If the system refuses, as it does for an empty range.
+    ///
+    /// # Panics
+    /// If the range is not inside the memory.
+    pub fn punch(&self, offset: usize, len: usize) -> io::Result<()> {
+        self.range(offset, len);
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        Ok(rustix::fs::fallocate(
+            &self.fd,
+            flags,
+            u64_from(offset),
+            u64_from(len),
+        )?)
+    }
+
+    /// First byte of a range that is proved to be inside the memory.
+    #[inline]
+    fn range(&self, offset: usize, len: usize) -> *mut u8 {
+        let inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
+        assert!(
+            inside,
+            "{len} bytes at {offset} are outside of memory of {} bytes",
+            self.len
+        );
+        // SAFETY: `offset` is at most `self.len`, so the result is in or one past the mapping.
+        unsafe { self.as_ptr().add(offset) }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours, and nothing borrowed from `self` is alive.
+        let unmapped = unsafe { rustix::mm::munmap(self.as_ptr().cast(), self.len) };
+        debug_assert!(unmapped.is_ok(), "munmap: {unmapped:?}");
+    }
+}
+
+impl std::fmt::Debug for Memory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Memory")
+            .field("len", &self.len)
+            .field("fd", &self.fd)
+            .finish()
+    }
+}
+
+/// Copy between memories that others may be writing.
+///
+/// Short copies of aligned words go word by word, so that a reader racing with an atomic sees the
+/// word before or after it, never a mixture: pool words are read with plain READs.
+///
+/// # Safety
+/// Both ranges must be mapped for the whole call.
+#[inline]
+pub(crate) unsafe fn copy(to: *mut u8, from: *const u8, len: usize) {
+    let misaligned = (to.addr() | from.addr() | len) & 7;
+    if misaligned == 0 && len <= WORDWISE_BYTES_MAX {
+        let (to, from) = (to.cast::<u64>(), from.cast_mut().cast::<u64>());
+        for word in 0..len / 8 {
+            // SAFETY: inside the caller's ranges, aligned by the check above.
+            unsafe {
+                let value = AtomicU64::from_ptr(from.add(word)).load(Ordering::Relaxed);
+                AtomicU64::from_ptr(to.add(word)).store(value, Ordering::Relaxed);
+            }
+        }
+    } else {
+        // SAFETY: the caller's promise. Ranges may overlap when both ends are the same memory.
+        unsafe { ptr::copy(from, to, len) }
+    }
+}
+
+/// `usize` to `u64`, which loses nothing on any machine that Linux runs on.
+#[inline]
+pub(crate) fn u64_from(value: usize) -> u64 {
+    value as u64
+}
+
+fn refused(reason: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, reason)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_and_words_are_shared_between_mappings() {
+        let one = Memory::create("test", 10_000).unwrap();
+        let two = Memory::from_fd(one.fd().try_clone_to_owned().unwrap(), 10_000).unwrap();
+        one.write(9_990, b"0123456789");
+        let mut seen = [0; 10];
+        two.read(9_990, &mut seen);
+        assert_eq!(&seen, b"0123456789");
+        one.atomic_u64(8).store(7, Ordering::SeqCst);
+        assert_eq!(two.atomic_u64(8).fetch_add(1, Ordering::SeqCst), 7);
+        assert_eq!(one.atomic_u32(8).load(Ordering::SeqCst), 8);
+        one.punch(0, 10_000).unwrap();
+        two.read(9_990, &mut seen);
+        assert_eq!(seen, [0; 10]);
+    }
+
+    #[test]
+    fn memory_that_is_short_or_may_shrink_is_refused() {
+        let sealed = Memory::create("test", 4096).unwrap();
+        let too_long = Memory::from_fd(sealed.fd().try_clone_to_owned().unwrap(), 4097);
+        assert!(
+            too_long
+                .unwrap_err()
+                .to_string()
+                .contains("4097 are needed")
+        );
+        let open = rustix::fs::memfd_create("open", MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&open, 4096).unwrap();
+        assert!(
+            Memory::from_fd(open, 4096)
+                .unwrap_err()
+                .to_string()
+                .contains("shrinking")
+        );
+        let pipe = rustix::pipe::pipe().unwrap().0;
+        assert!(
+            Memory::from_fd(pipe, 4096)
+                .unwrap_err()
+                .to_string()
+                .contains("not a memfd")
+        );
+        assert!(Memory::create("empty", 0).is_err());
+        assert!(rustix::fs::ftruncate(sealed.fd(), 1).is_err());
+    }
+
+    #[test]
+    #[should_panic(expected = "outside of memory")]
+    fn an_overflowing_range_is_caught() {
+        Memory::create("test", 4096)
+            .unwrap()
+            .read(usize::MAX, &mut [0; 2]);
+    }
+
+    #[test]
+    #[should_panic(expected = "outside of memory")]
+    fn one_byte_past_the_end_is_caught() {
+        Memory::create("test", 4096).unwrap().write(4089, &[0; 8]);
+    }
+
+    #[test]
+    #[should_panic(expected = "not a multiple of 8")]
+    fn a_misaligned_word_is_caught() {
+        let memory = Memory::create("test", 4096).unwrap();
+        memory.atomic_u64(4).store(1, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,322 @@
+//! Control memory: who is connected, who is fenced, and what each key opens.
+//!
+//! The target writes keys and states; each endpoint writes only its own `active` word. Before it
+//! touches anything an endpoint makes `active` odd, then looks at keys; whoever kills a key clears
+//! its tag, then waits until every `active` word was seen even or changed. With a full fence
+//! between the two steps on both sides, one of the two always sees the other.
+
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::time::{Duration, Instant};
+
+use super::ENDPOINTS_LIMIT;
+use crate::Memory;
+use crate::keys::{Grant, split};
+use crate::memory::u64_from;
+use crate::target::{Access, Host, Identity, Scope, Tenant};
+use crate::work::Key;
+
+const MAGIC: u64 = u64::from_le_bytes(*b"AQFSHCTL");
+const VERSION: u32 = 1;
+
+const MAGIC_AT: usize = 0;
+const VERSION_AT: usize = 8;
+const ALIVE_AT: usize = 12;
+const ENDPOINTS_AT: usize = 16;
+const KEYS_AT: usize = 20;
+const STAMP_AT: usize = 64;
+
+const ENDPOINT_TABLE_AT: usize = 4096;
+const ENDPOINT_BYTES: usize = 128;
+const STATE_IN: usize = 0;
+const HOST_IN: usize = 4;
+const TENANT_IN: usize = 8;
+const EPOCH_IN: usize = 16;
+const ACTIVE_IN: usize = 64;
+
+const KEY_BYTES: usize = 32;
+const WORD_IN: usize = 0;
+const BASE_IN: usize = 8;
+const LEN_IN: usize = 16;
+const SCOPE_IN: usize = 24;
+
+/// Slot states.
+pub(super) const FREE: u32 = 0;
+pub(super) const OPEN: u32 = 1;
+pub(super) const FENCED: u32 = 2;
+
+/// A waiter looks this often before it yields, and yields this often before it sleeps.
+const SPINS: u32 = 200;
+const YIELDS: u32 = 2000;
+const NAP: Duration = Duration::from_micros(50);
+
+/// The mapped control memory of one target.
+#[derive(Debug)]
+pub(super) struct Control {
+    memory: Memory,
+    endpoints: usize,
+    keys: usize,
+}
+
+impl Control {
+    pub fn create(endpoints: usize, keys: usize) -> io::Result<Self> {
+        let memory = Memory::create("aquifer-control", bytes(endpoints, keys))?;
+        let control = Self {
+            memory,
+            endpoints,
+            keys,
+        };
+        control
+            .u32(ENDPOINTS_AT)
+            .store(short(endpoints), Ordering::Relaxed);
+        control.u32(KEYS_AT).store(short(keys), Ordering::Relaxed);
+        control.u32(VERSION_AT).store(VERSION, Ordering::Relaxed);
+        control.u32(ALIVE_AT).store(1, Ordering::Relaxed);
+        control
+            .memory
+            .atomic_u64(MAGIC_AT)
+            .store(MAGIC, Ordering::Release);
+        Ok(control)
+    }
+
+    /// Map what a target sent. The reason of a refusal is a sentence.
+    pub fn open(fd: OwnedFd, len: u64) -> Result<Self, String> {
+        let longest = bytes(ENDPOINTS_LIMIT, crate::REGIONS_LIMIT + crate::WINDOWS_LIMIT);
+        let len = usize::try_from(len)
+            .ok()
+            .filter(|len| (ENDPOINT_TABLE_AT..=longest).contains(len))
+            .ok_or("the control memory has an impossible size")?;
+        let memory = Memory::from_fd(fd, len).map_err(|e| format!("control memory: {e}"))?;
+        if memory.atomic_u64(MAGIC_AT).load(Ordering::Acquire) != MAGIC {
+            return Err("the control memory does not begin as it should".into());
+        }
+        let version = memory.atomic_u32(VERSION_AT).load(Ordering::Relaxed);
+        if version != VERSION {
+            return Err(format!(
+                "the control memory has version {version}, this program knows version {VERSION}"
+            ));
+        }
+        let count = |at| memory.atomic_u32(at).load(Ordering::Relaxed) as usize;
+        let (endpoints, keys) = (count(ENDPOINTS_AT), count(KEYS_AT));
+        let possible = endpoints <= ENDPOINTS_LIMIT
+            && keys <= crate::REGIONS_LIMIT + crate::WINDOWS_LIMIT
+            && bytes(endpoints, keys) == len;
+        if !possible {
+            return Err("the control memory's tables do not fit its size".into());
+        }
+        Ok(Self {
+            memory,
+            endpoints,
+            keys,
+        })
+    }
+
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.memory.fd()
+    }
+
+    pub fn len(&self) -> u64 {
+        u64_from(self.memory.len())
+    }
+
+    pub fn endpoints(&self) -> usize {
+        self.endpoints
+    }
+
+    #[inline]
+    pub fn alive(&self) -> bool {
+        self.u32(ALIVE_AT).load(Ordering::Relaxed) != 0
+    }
+
+    /// The target goes away in good order.
+    pub fn set_dead(&self) {
+        self.u32(ALIVE_AT).store(0, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+    }
+
+    /// Order of messages between endpoints.
+    pub fn next_stamp(&self) -> u64 {
+        self.memory
+            .atomic_u64(STAMP_AT)
+            .fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Give a slot to a new endpoint. Its `active` word goes on from where the last one left it,
+    /// so that no waiter takes the new one's batch for the old one's.
+    pub fn occupy(&self, slot: usize, who: Identity) {
+        self.endpoint_u32(slot, HOST_IN)
+            .store(u32::from(who.host.0), Ordering::Relaxed);
+        self.endpoint_u32(slot, TENANT_IN)
+            .store(who.tenant.0, Ordering::Relaxed);
+        self.memory
+            .atomic_u64(endpoint_at(slot, EPOCH_IN))
+            .store(who.epoch, Ordering::Relaxed);
+        self.set_state(slot, OPEN);
+    }
+
+    /// The endpoint's process hung up: whatever it was doing has ended.
+    pub fn vacate(&self, slot: usize) {
+        self.set_state(slot, FREE);
+        let active = self.active(slot);
+        let last = active.load(Ordering::Acquire);
+        active.store((last | 1).wrapping_add(1), Ordering::Release);
+    }
+
+    pub fn set_state(&self, slot: usize, state: u32) {
+        self.endpoint_u32(slot, STATE_IN)
+            .store(state, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+    }
+
+    /// The state word of a slot.
+    #[inline]
+    pub fn state(&self, slot: usize) -> u32 {
+        self.endpoint_u32(slot, STATE_IN).load(Ordering::Relaxed)
+    }
+
+    /// The word that says whether an endpoint is inside a batch.
+    #[inline]
+    pub fn active(&self, slot: usize) -> &AtomicU64 {
+        self.memory.atomic_u64(endpoint_at(slot, ACTIVE_IN))
+    }
+
+    /// Wait until the batch that the endpoint is inside of, if it is, has ended or its process is
+    /// gone. False if `patience` ran out first.
+    pub fn drain(&self, slot: usize, patience: Option<Duration>) -> bool {
+        let active = self.active(slot);
+        let seen = active.load(Ordering::SeqCst);
+        if seen & 1 == 0 {
+            return true;
+        }
+        let begun = Instant::now();
+        let mut rounds = 0_u32;
+        let mut warned = false;
+        while active.load(Ordering::SeqCst) == seen {
+            rounds = rounds.saturating_add(1);
+            if rounds < SPINS {
+                std::hint::spin_loop();
+                continue;
+            }
+            if rounds < SPINS + YIELDS {
+                std::thread::yield_now();
+                continue;
+            }
+            std::thread::sleep(NAP);
+            if patience.is_some_and(|patience| begun.elapsed() > patience) {
+                return false;
+            }
+            if !warned && begun.elapsed() > Duration::from_secs(1) {
+                warned = true;
+                tracing::warn!(slot, "an endpoint has been inside one batch for a second");
+            }
+        }
+        true
+    }
+
+    /// Make a key valid. Its slot is free: nobody is reading it.
+    pub fn bind(&self, key: Key, grant: &Grant) {
+        let (index, tag) = split(key);
+        let at = self.key_at(index);
+        self.memory
+            .atomic_u64(at + BASE_IN)
+            .store(grant.base, Ordering::Relaxed);
+        self.memory
+            .atomic_u64(at + LEN_IN)
+            .store(grant.len, Ordering::Relaxed);
+        let (kind, value) = match grant.scope {
+            Scope::Anyone => (0, 0),
+            Scope::Tenant(tenant) => (1, tenant.0),
+            Scope::Host(host) => (2, u32::from(host.0)),
+        };
+        self.u32(at + SCOPE_IN).store(value, Ordering::Relaxed);
+        let word = u64::from(tag)
+            | u64::from(grant.access.read) << 32
+            | u64::from(grant.access.write) << 33
+            | u64::from(grant.access.atomic) << 34
+            | kind << 40
+            | u64_from(grant.region) << 48;
+        self.memory
+            .atomic_u64(at + WORD_IN)
+            .store(word, Ordering::Release);
+    }
+
+    /// Clear a key; whether it was bound. Accesses may still be under way: drain.
+    pub fn unbind(&self, key: Key) -> bool {
+        let (index, tag) = split(key);
+        if index >= self.keys {
+            return false;
+        }
+        let word = self.memory.atomic_u64(self.key_at(index) + WORD_IN);
+        if tag == 0 || word.load(Ordering::Relaxed) & u64::from(u32::MAX) != u64::from(tag) {
+            return false;
+        }
+        word.store(0, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        true
+    }
+
+    /// What a key opens, if it is valid now. Only for an endpoint whose `active` word is odd.
+    #[inline]
+    pub fn lookup(&self, key: Key) -> Option<Grant> {
+        let (index, tag) = split(key);
+        if index >= self.keys || tag == 0 {
+            return None;
+        }
+        let at = self.key_at(index);
+        let word = self.memory.atomic_u64(at + WORD_IN).load(Ordering::Acquire);
+        if word & u64::from(u32::MAX) != u64::from(tag) {
+            return None;
+        }
+        let value = self.u32(at + SCOPE_IN).load(Ordering::Relaxed);
+        let scope = match (word >> 40) & 0xFF {
+            0 => Scope::Anyone,
+            1 => Scope::Tenant(Tenant(value)),
+            2 => Scope::Host(Host(u16::try_from(value).ok()?)),
+            _ => return None,
+        };
+        Some(Grant {
+            base: self.memory.atomic_u64(at + BASE_IN).load(Ordering::Relaxed),
+            len: self.memory.atomic_u64(at + LEN_IN).load(Ordering::Relaxed),
+            access: Access {
+                read: word & (1 << 32) != 0,
+                write: word & (1 << 33) != 0,
+                atomic: word & (1 << 34) != 0,
+            },
+            scope,
+            region: usize::try_from(word >> 48).ok()?,
+        })
+    }
+
+    #[inline]
+    fn key_at(&self, index: usize) -> usize {
+        ENDPOINT_TABLE_AT + self.endpoints * ENDPOINT_BYTES + index * KEY_BYTES
+    }
+
+    #[inline]
+    fn u32(&self, at: usize) -> &AtomicU32 {
+        self.memory.atomic_u32(at)
+    }
+
+    #[inline]
+    fn endpoint_u32(&self, slot: usize, field: usize) -> &AtomicU32 {
+        self.u32(endpoint_at(slot, field))
+    }
+}
+
+#[inline]
+fn endpoint_at(slot: usize, field: usize) -> usize {
+    ENDPOINT_TABLE_AT + slot * ENDPOINT_BYTES + field
+}
+
+fn bytes(endpoints: usize, keys: usize) -> usize {
+    ENDPOINT_TABLE_AT + endpoints * ENDPOINT_BYTES + keys * KEY_BYTES
+}
+
+fn short(value: usize) -> u32 {
+    u32::try_from(value).unwrap_or(u32::MAX)
+}
+
+#[cfg(test)]
+#[path = "control_tests.rs"]
+mod tests;

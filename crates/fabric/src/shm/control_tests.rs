@@ -1,0 +1,113 @@
+//! Tests of control memory, from within.
+
+use proptest::prelude::*;
+
+use super::*;
+
+const WHO: Identity = Identity {
+    host: Host(9),
+    epoch: 3,
+    tenant: Tenant(4),
+};
+
+fn reopen(control: &Control) -> Result<Control, String> {
+    Control::open(control.fd().try_clone_to_owned().unwrap(), control.len())
+}
+
+#[test]
+fn whoever_is_inside_a_batch_is_waited_for_until_it_is_gone() {
+    let control = Control::create(4, 8).unwrap();
+    control.occupy(2, WHO);
+    assert!(control.drain(2, None), "nobody is inside");
+    control.active(2).fetch_add(1, Ordering::SeqCst);
+    assert!(
+        !control.drain(2, Some(Duration::from_millis(1))),
+        "a live one holds it up"
+    );
+    let waiter = std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| control.drain(2, None));
+        control.vacate(2);
+        waiter.join().unwrap()
+    });
+    assert!(waiter, "a dead one does not");
+    assert_eq!(control.state(2), FREE);
+    assert_eq!(control.active(2).load(Ordering::SeqCst) & 1, 0);
+}
+
+#[test]
+fn a_grant_survives_the_table() {
+    let control = Control::create(1, 70).unwrap();
+    let peer = reopen(&control).unwrap();
+    let key = Key((5 << 17) | 69);
+    let scopes = [
+        Scope::Anyone,
+        Scope::Tenant(Tenant(u32::MAX)),
+        Scope::Host(Host(4095)),
+    ];
+    for (scope, access) in scopes
+        .into_iter()
+        .zip([Access::READ, Access::READ_WRITE, Access::ALL])
+    {
+        let grant = Grant {
+            base: 1 << 50,
+            len: u64::MAX,
+            access,
+            scope,
+            region: 63,
+        };
+        control.bind(key, &grant);
+        assert_eq!(peer.lookup(key), Some(grant));
+        assert_eq!(peer.lookup(Key((4 << 17) | 69)), None);
+        assert!(!control.unbind(Key((4 << 17) | 69)) && !control.unbind(Key(5 << 17 | 70)));
+        assert!(control.unbind(key) && !control.unbind(key));
+        assert_eq!(peer.lookup(key), None);
+    }
+}
+
+#[test]
+fn another_version_and_other_sizes_are_refused() {
+    let control = Control::create(4, 8).unwrap();
+    let fd = || control.fd().try_clone_to_owned().unwrap();
+    for len in [
+        0,
+        1,
+        control.len() - 1,
+        control.len() + 1,
+        1 << 40,
+        u64::MAX,
+    ] {
+        assert!(Control::open(fd(), len).is_err(), "{len} bytes");
+    }
+    assert!(reopen(&control).is_ok());
+    control.u32(VERSION_AT).store(2, Ordering::SeqCst);
+    assert!(
+        reopen(&control)
+            .unwrap_err()
+            .contains("has version 2, this program knows version 1")
+    );
+}
+
+proptest! {
+    /// Whatever the tables hold, looking things up neither panics nor reaches outside.
+    #[test]
+    fn nonsense_in_control_memory_is_survived(
+        words in proptest::collection::vec((0_usize..700, any::<u64>()), 0..40),
+        keys in proptest::collection::vec(any::<u32>(), 0..40),
+    ) {
+        let control = Control::create(2, 8).unwrap();
+        let size = control.memory.len();
+        for (word, value) in words {
+            control.memory.atomic_u64(word * 8 % size).store(value, Ordering::Relaxed);
+        }
+        if let Ok(peer) = reopen(&control) {
+            prop_assert_eq!((peer.endpoints, peer.keys), (2, 8));
+        }
+        for key in keys {
+            for index in 0..10 {
+                let grant = control.lookup(Key((key & !0xFF) | index));
+                let checked = grant.map(|grant| grant.check(WHO, crate::keys::Right::Read, 1, 2));
+                prop_assert!(checked.is_none() || index < 8);
+            }
+        }
+    }
+}

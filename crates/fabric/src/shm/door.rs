@@ -1,0 +1,247 @@
+//! The target's thread: it lets endpoints in and notices when they leave.
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::net::SocketFlags;
+
+use super::handshake::{self, Reply, Welcome};
+use super::mailbox::{Direction, Ring, mailbox_bytes};
+use super::target::{Peer, Registered, Shared, State};
+use super::{HANDSHAKE_TIME, PENDING_LIMIT, socket};
+use crate::Memory;
+use crate::keys::admits;
+use crate::memory::u64_from;
+use crate::target::{Identity, Region};
+use crate::work::Key;
+
+/// The control thread looks so often whether a connection has been silent for too long.
+const TICK: Timespec = Timespec {
+    tv_sec: 1,
+    tv_nsec: 0,
+};
+
+/// The thread that lets endpoints in and notices when they leave.
+pub(super) struct Doorkeeper {
+    shared: Arc<Shared>,
+    listener: OwnedFd,
+    pending: Vec<(OwnedFd, Instant)>,
+    connected: Vec<(usize, Arc<OwnedFd>)>,
+}
+
+impl Doorkeeper {
+    pub fn new(shared: Arc<Shared>, listener: OwnedFd) -> Self {
+        Self {
+            shared,
+            listener,
+            pending: Vec::new(),
+            connected: Vec::new(),
+        }
+    }
+
+    pub fn run(mut self) {
+        while !self.shared.stop.load(Ordering::SeqCst) {
+            let ready = match self.wait() {
+                Ok(ready) => ready,
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(error) => {
+                    tracing::error!(%error, "the fabric target cannot wait for its sockets");
+                    std::thread::yield_now();
+                    continue;
+                }
+            };
+            let pending = self.pending.len();
+            // From the back, so that what was removed does not move what is still to be looked at.
+            for &index in ready.iter().rev() {
+                match index {
+                    0 => self.accept(),
+                    _ if index <= pending => self.greet(index - 1),
+                    _ => self.depart(index - 1 - pending),
+                }
+            }
+            self.pending
+                .retain(|(_, since)| since.elapsed() < HANDSHAKE_TIME);
+        }
+    }
+
+    /// Wait for something to happen: 0 is the listener, then come the pending, then the connected.
+    fn wait(&self) -> Result<Vec<usize>, rustix::io::Errno> {
+        let mut polled = vec![PollFd::new(&self.shared.wake, PollFlags::IN)];
+        // Who comes when too many have not yet said who they are waits in the backlog.
+        let room = self.pending.len() < PENDING_LIMIT;
+        let accepting = if room {
+            PollFlags::IN
+        } else {
+            PollFlags::empty()
+        };
+        polled.push(PollFd::new(&self.listener, accepting));
+        polled.extend(
+            self.pending
+                .iter()
+                .map(|(fd, _)| PollFd::new(fd, PollFlags::IN)),
+        );
+        // Endpoints say nothing over the socket, so whatever happens there is the end.
+        let ending = PollFlags::IN | PollFlags::RDHUP;
+        polled.extend(
+            self.connected
+                .iter()
+                .map(|(_, fd)| PollFd::new(&**fd, ending)),
+        );
+        let patience = (!self.pending.is_empty()).then_some(&TICK);
+        rustix::event::poll(&mut polled, patience)?;
+        let ready = polled[1..]
+            .iter()
+            .enumerate()
+            .filter(|(_, fd)| !fd.revents().is_empty());
+        Ok(ready.map(|(index, _)| index).collect())
+    }
+
+    fn accept(&mut self) {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        match rustix::net::accept_with(&self.listener, flags) {
+            Ok(socket) => self.pending.push((socket, Instant::now())),
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {}
+            Err(error) => {
+                tracing::warn!(%error, "cannot accept an endpoint");
+                // Out of descriptors or memory: trying at once again would only burn time.
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        }
+    }
+
+    /// A pending connection said something, or left.
+    fn greet(&mut self, index: usize) {
+        let (socket, _) = self.pending.swap_remove(index);
+        let Ok((bytes, _)) = socket::receive(&socket) else {
+            return;
+        };
+        if bytes.is_empty() {
+            return;
+        }
+        let refused = match self.check(&socket, &bytes) {
+            Ok(who) => self.admit(socket, who).err(),
+            Err(reason) => Some((socket, reason)),
+        };
+        if let Some((socket, reason)) = refused {
+            tracing::info!(reason, "an endpoint was refused");
+            // If it has left already nobody misses the answer.
+            let _ = socket::send(
+                &socket,
+                &handshake::encode_reply(&Reply::Refusal(reason)),
+                &[],
+            );
+        }
+    }
+
+    /// Who it is, if it may connect at all; else the reason why not.
+    fn check(&self, socket: &OwnedFd, hello: &[u8]) -> Result<Identity, String> {
+        let uid = socket::peer_uid(socket).map_err(|e| format!("your user is unknown: {e}"))?;
+        let allowed = self.shared.options.peer_uid;
+        if uid != allowed {
+            return Err(format!("user {uid} may not connect, only user {allowed}"));
+        }
+        handshake::parse_hello(hello).map_err(|error| error.to_string())
+    }
+
+    /// Give it a slot, a mailbox and the regions.
+    fn admit(&mut self, socket: OwnedFd, who: Identity) -> Result<(), (OwnedFd, String)> {
+        let Shared {
+            options, control, ..
+        } = &*self.shared;
+        let mailbox = match Memory::create("aquifer-mailbox", mailbox_bytes(&options.limits)) {
+            Ok(mailbox) => Arc::new(mailbox),
+            Err(error) => return Err((socket, format!("no memory for a mailbox: {error}"))),
+        };
+        let mut state = self.shared.lock();
+        if let Some(&fenced) = state
+            .fenced
+            .get(&who.host)
+            .filter(|&&epoch| who.epoch <= epoch)
+        {
+            let Identity { host, epoch, .. } = who;
+            let reason = format!(
+                "host {} is fenced up to epoch {fenced}, it has {epoch}",
+                host.0
+            );
+            return Err((socket, reason));
+        }
+        let Some(slot) = state.peers.iter().position(Option::is_none) else {
+            return Err((
+                socket,
+                format!("{} endpoints are connected already", state.peers.len()),
+            ));
+        };
+        control.occupy(slot, who);
+        let (reply, fds) = welcome(&self.shared, &state, slot, &mailbox, who);
+        if let Err(error) = socket::send(&socket, &handshake::encode_reply(&reply), &fds) {
+            control.vacate(slot);
+            return Err((socket, format!("the welcome could not be sent: {error}")));
+        }
+        drop(fds);
+        let socket = Arc::new(socket);
+        state.peers[slot] = Some(Peer {
+            who,
+            socket: Arc::clone(&socket),
+            inbox: Ring::new(&mailbox, &options.limits, Direction::ToTarget),
+            outbox: Ring::new(&mailbox, &options.limits, Direction::ToInitiator),
+        });
+        drop(state);
+        self.connected.push((slot, socket));
+        Ok(())
+    }
+
+    /// An endpoint hung up: its slot is free, its messages remain to be read.
+    fn depart(&mut self, index: usize) {
+        let (slot, _) = self.connected.swap_remove(index);
+        let mut state = self.shared.lock();
+        self.shared.control.vacate(slot);
+        let Some(peer) = state.peers[slot].take() else {
+            return;
+        };
+        if matches!(peer.inbox.oldest(), Ok(Some(_))) {
+            if state.departed.len() == self.shared.options.endpoints_max {
+                state.departed.pop_front();
+            }
+            state.departed.push_back((peer.who, peer.inbox));
+        }
+    }
+}
+
+/// The answer to one who may come in, and the descriptors that go with it.
+fn welcome<'a>(
+    shared: &'a Shared,
+    state: &'a State,
+    slot: usize,
+    mailbox: &'a Memory,
+    who: Identity,
+) -> (Reply, Vec<BorrowedFd<'a>>) {
+    let announce = |registered: &Registered| {
+        let key = if admits(registered.scope, who) {
+            registered.region.key
+        } else {
+            Key(0)
+        };
+        Region {
+            key,
+            ..registered.region.clone()
+        }
+    };
+    let welcome = Welcome {
+        slot: u32::try_from(slot).unwrap_or(u32::MAX),
+        limits: shared.options.limits,
+        control_len: shared.control.len(),
+        mailbox_len: u64_from(mailbox.len()),
+        regions: state.regions.iter().map(announce).collect(),
+    };
+    let mut fds = vec![shared.control.fd(), mailbox.fd()];
+    fds.extend(
+        state
+            .regions
+            .iter()
+            .map(|registered| registered.memory.fd()),
+    );
+    (Reply::Welcome(welcome), fds)
+}

@@ -1,0 +1,387 @@
+//! The initiator's end: it checks keys, copies bytes and swaps words by itself, at once.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+
+use super::control::{Control, FENCED, OPEN};
+use super::handshake::{self, Reply, Welcome};
+use super::mailbox::{Direction, Ring, mailbox_bytes};
+use super::socket;
+use super::watch::{Link, watch};
+use crate::Memory;
+use crate::keys::Right;
+use crate::memory::{copy, u64_from};
+use crate::target::{Identity, Region};
+use crate::work::{
+    Completion, Endpoint, EndpointError, Limits, LocalKey, LocalSlice, PostError, RemoteAddr, Verb,
+    Work, WorkError,
+};
+
+/// After so many bytes a batch pauses, so that whoever kills a key waits for one long copy and
+/// not for a whole queue of them.
+const PAUSE_BYTES: u64 = 256 << 10;
+
+/// One connection to a [`super::ShmTarget`].
+pub struct ShmEndpoint {
+    who: Identity,
+    control: Control,
+    slot: usize,
+    /// Our `active` word as we last stored it; odd inside a batch.
+    sequence: u64,
+    link: Arc<Link>,
+    limits: Limits,
+    regions: Vec<Region>,
+    mapped: Vec<Memory>,
+    locals: Vec<Arc<Memory>>,
+    outbox: Ring,
+    inbox: Ring,
+    done: VecDeque<Completion>,
+    broken: bool,
+}
+
+/// Connect to the target that listens at `path`.
+///
+/// # Errors
+/// If nobody listens there, the target refuses, or it speaks another protocol.
+pub fn connect(path: &Path, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
+    Ok(Box::new(ShmEndpoint::connect(path, who)?))
+}
+
+impl ShmEndpoint {
+    /// As [`connect`], for callers that want static dispatch.
+    ///
+    /// # Errors
+    /// If nobody listens there, the target refuses, or it speaks another protocol.
+    pub fn connect(path: &Path, who: Identity) -> Result<Self, EndpointError> {
+        let address = path.display().to_string();
+        let unreachable = |source| EndpointError::Unreachable {
+            address: address.clone(),
+            source,
+        };
+        let protocol = |reason| EndpointError::Protocol {
+            address: address.clone(),
+            reason,
+        };
+        let socket = socket::connect(path).map_err(unreachable)?;
+        // A target that refuses may have hung up before it read this; its answer says why.
+        let sent = socket::send(&socket, &handshake::encode_hello(who), &[]);
+        let (bytes, fds) = socket::receive(&socket).map_err(unreachable)?;
+        if bytes.is_empty() {
+            let cause = sent
+                .err()
+                .unwrap_or_else(|| io::ErrorKind::UnexpectedEof.into());
+            return Err(unreachable(cause));
+        }
+        match handshake::parse_reply(&bytes).map_err(|e| protocol(e.to_string()))? {
+            Reply::Refusal(reason) => Err(EndpointError::Refused { address, reason }),
+            Reply::Welcome(welcome) => {
+                let endpoint = Self::open(socket, who, welcome, fds).map_err(protocol)?;
+                watch(&endpoint.link).map_err(unreachable)?;
+                Ok(endpoint)
+            }
+        }
+    }
+
+    /// Map what a welcome brought. The reason of a failure is a sentence.
+    fn open(
+        socket: OwnedFd,
+        who: Identity,
+        welcome: Welcome,
+        fds: Vec<OwnedFd>,
+    ) -> Result<Self, String> {
+        if fds.len() != 2 + welcome.regions.len() {
+            let needed = 2 + welcome.regions.len();
+            return Err(format!(
+                "{} descriptors came, {needed} were announced",
+                fds.len()
+            ));
+        }
+        let map = |fd, len: u64, what: &str| {
+            let len = usize::try_from(len).map_err(|_| format!("{what} is too long to map"))?;
+            Memory::from_fd(fd, len).map_err(|error| format!("{what}: {error}"))
+        };
+        let mut fds = fds.into_iter();
+        let mut next = || fds.next().ok_or("a descriptor is missing");
+        let control = Control::open(next()?, welcome.control_len)?;
+        let slot = welcome.slot as usize;
+        if slot >= control.endpoints() {
+            return Err(format!("slot {slot} is not in the endpoint table"));
+        }
+        if welcome.mailbox_len != u64_from(mailbox_bytes(&welcome.limits)) {
+            return Err("the mailbox does not fit the limits".into());
+        }
+        let mailbox = Arc::new(map(next()?, welcome.mailbox_len, "mailbox")?);
+        let mut mapped = Vec::with_capacity(welcome.regions.len());
+        for region in &welcome.regions {
+            mapped.push(map(next()?, region.len, "region")?);
+        }
+        let limits = welcome.limits;
+        Ok(Self {
+            who,
+            sequence: control.active(slot).load(Ordering::Relaxed) & !1,
+            control,
+            slot,
+            link: Link::new(socket),
+            limits,
+            regions: welcome.regions,
+            mapped,
+            locals: Vec::new(),
+            outbox: Ring::new(&mailbox, &limits, Direction::ToTarget),
+            inbox: Ring::new(&mailbox, &limits, Direction::ToInitiator),
+            done: VecDeque::with_capacity(limits.queue_depth),
+            broken: false,
+        })
+    }
+
+    /// Say that accesses may be under way, before looking at any key.
+    #[inline]
+    fn begin(&mut self) {
+        self.sequence = self.sequence.wrapping_add(1);
+        self.control
+            .active(self.slot)
+            .store(self.sequence, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+    }
+
+    /// Say that all accesses so far have ended.
+    #[inline]
+    fn end(&mut self) {
+        self.sequence = self.sequence.wrapping_add(1);
+        self.control
+            .active(self.slot)
+            .store(self.sequence, Ordering::Release);
+    }
+
+    /// What keeps this endpoint from working at all. The first operation that meets it learns
+    /// the cause, later ones are flushed.
+    #[inline]
+    fn obstacle(&self) -> Option<WorkError> {
+        if self.broken {
+            return Some(WorkError::Flushed);
+        }
+        match self.control.state(self.slot) {
+            OPEN if self.control.alive() && !self.link.is_gone() => None,
+            FENCED => Some(WorkError::Fenced),
+            _ => Some(WorkError::PeerGone),
+        }
+    }
+
+    #[inline]
+    fn execute(&mut self, verb: &Verb) -> Result<u64, WorkError> {
+        if let Some(obstacle) = self.obstacle() {
+            self.broken = true;
+            return Err(obstacle);
+        }
+        match *verb {
+            Verb::Read { local, remote } => {
+                let to = self.transfer_end(local)?;
+                let from = self.remote(remote, u64::from(local.len), Right::Read)?;
+                // SAFETY: both ranges were just checked to be inside mappings that live as long
+                // as this endpoint.
+                unsafe { copy(to, from, local.len as usize) };
+                // Later operations of this endpoint come after this one.
+                fence(Ordering::AcqRel);
+                Ok(u64::from(local.len))
+            }
+            Verb::Write { local, remote } => {
+                let from = self.transfer_end(local)?;
+                let to = self.remote(remote, u64::from(local.len), Right::Write)?;
+                fence(Ordering::AcqRel);
+                // SAFETY: as above.
+                unsafe { copy(to, from, local.len as usize) };
+                fence(Ordering::AcqRel);
+                Ok(u64::from(local.len))
+            }
+            Verb::CompareSwap {
+                remote,
+                expected,
+                desired,
+            } => {
+                let word = self.word(remote)?;
+                let swapped =
+                    word.compare_exchange(expected, desired, Ordering::SeqCst, Ordering::SeqCst);
+                Ok(swapped.unwrap_or_else(|found| found))
+            }
+            Verb::FetchAdd { remote, add } => {
+                Ok(self.word(remote)?.fetch_add(add, Ordering::SeqCst))
+            }
+            Verb::Send { local } => self.send(local),
+        }
+    }
+
+    fn send(&mut self, local: LocalSlice) -> Result<u64, WorkError> {
+        if local.len > self.limits.message_bytes_max {
+            return Err(WorkError::TooLong);
+        }
+        let from = self.local(local)?;
+        let stamp = self.control.next_stamp();
+        // SAFETY: `local` checked the source, and the length was checked above.
+        match unsafe { self.outbox.put(stamp, from, local.len) } {
+            Ok(true) => Ok(u64::from(local.len)),
+            Ok(false) => Err(WorkError::ReceiverNotReady),
+            Err(_) => {
+                self.broken = true;
+                Err(WorkError::PeerGone)
+            }
+        }
+    }
+
+    /// The local end of a READ or WRITE.
+    #[inline]
+    fn transfer_end(&self, local: LocalSlice) -> Result<*mut u8, WorkError> {
+        if local.len > self.limits.transfer_bytes_max {
+            return Err(WorkError::TooLong);
+        }
+        self.local(local)
+    }
+
+    #[inline]
+    fn local(&self, slice: LocalSlice) -> Result<*mut u8, WorkError> {
+        let memory = (slice.key.0 as usize)
+            .checked_sub(1)
+            .and_then(|index| self.locals.get(index))
+            .ok_or(WorkError::LocalAccess)?;
+        offset_in(memory, slice.offset, u64::from(slice.len)).ok_or(WorkError::LocalAccess)
+    }
+
+    #[inline]
+    fn remote(&self, remote: RemoteAddr, len: u64, right: Right) -> Result<*mut u8, WorkError> {
+        let grant = self
+            .control
+            .lookup(remote.key)
+            .ok_or(WorkError::RemoteAccess)?;
+        grant.check(self.who, right, remote.addr, len)?;
+        // A region that was registered after we connected is not mapped here.
+        let region = self
+            .regions
+            .get(grant.region)
+            .ok_or(WorkError::RemoteAccess)?;
+        let memory = self
+            .mapped
+            .get(grant.region)
+            .ok_or(WorkError::RemoteAccess)?;
+        // The key table is shared memory: what it says is checked against our own mapping too.
+        let offset = remote
+            .addr
+            .checked_sub(region.base)
+            .ok_or(WorkError::RemoteAccess)?;
+        offset_in(memory, offset, len).ok_or(WorkError::RemoteAccess)
+    }
+
+    #[inline]
+    fn word(&self, remote: RemoteAddr) -> Result<&std::sync::atomic::AtomicU64, WorkError> {
+        if !remote.addr.is_multiple_of(8) {
+            return Err(WorkError::Misaligned);
+        }
+        let word = self.remote(remote, 8, Right::Atomic)?.cast::<u64>();
+        // SAFETY: inside a mapping that lives as long as `self`; aligned, because regions begin
+        // at multiples of 8 here and there.
+        Ok(unsafe { std::sync::atomic::AtomicU64::from_ptr(word) })
+    }
+}
+
+#[inline]
+fn offset_in(memory: &Memory, offset: u64, len: u64) -> Option<*mut u8> {
+    let size = u64_from(memory.len());
+    if offset > size || len > size - offset {
+        return None;
+    }
+    // SAFETY: `offset` is at most the length of the mapping.
+    Some(unsafe { memory.as_ptr().add(usize::try_from(offset).ok()?) })
+}
+
+impl Endpoint for ShmEndpoint {
+    fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
+        self.begin();
+        let mut moved = 0;
+        let mut accepted = 0;
+        for work in batch {
+            if self.done.len() == self.limits.queue_depth {
+                break;
+            }
+            accepted += 1;
+            let outcome = self.execute(&work.verb);
+            moved += *outcome.as_ref().unwrap_or(&0) * u64::from(moves_bytes(&work.verb));
+            if work.signalled || outcome.is_err() {
+                self.done.push_back(Completion {
+                    id: work.id,
+                    outcome,
+                });
+            }
+            if moved >= PAUSE_BYTES {
+                moved = 0;
+                self.end();
+                self.begin();
+            }
+        }
+        self.end();
+        if accepted == batch.len() {
+            Ok(())
+        } else {
+            Err(PostError::QueueFull { accepted })
+        }
+    }
+
+    fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
+        let count = self.done.len().min(max);
+        out.extend(self.done.drain(..count));
+        count
+    }
+
+    fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {
+        let limit = self.limits.local_regions_max;
+        if self.locals.len() >= limit {
+            return Err(EndpointError::TooManyLocal { limit });
+        }
+        self.locals.push(memory);
+        let key = u32::try_from(self.locals.len());
+        key.map(LocalKey)
+            .map_err(|_| EndpointError::TooManyLocal { limit })
+    }
+
+    fn receive(&mut self, out: &mut Vec<u8>) -> bool {
+        self.inbox.take(out).unwrap_or_else(|_| {
+            self.broken = true;
+            false
+        })
+    }
+
+    fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
+    fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    fn is_broken(&self) -> bool {
+        self.obstacle().is_some()
+    }
+}
+
+/// Whether the outcome of a verb counts bytes.
+#[inline]
+fn moves_bytes(verb: &Verb) -> bool {
+    matches!(verb, Verb::Read { .. } | Verb::Write { .. })
+}
+
+impl Drop for ShmEndpoint {
+    fn drop(&mut self) {
+        self.link.hang_up();
+    }
+}
+
+impl std::fmt::Debug for ShmEndpoint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ShmEndpoint")
+            .field("who", &self.who)
+            .field("slot", &self.slot)
+            .field("regions", &self.regions.len())
+            .field("broken", &self.broken)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,311 @@
+//! The two messages that make a connection, parsed as bytes from a stranger.
+
+use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use super::{
+    LOCAL_REGIONS_LIMIT, MESSAGE_BYTES_LIMIT, QUEUE_DEPTH_LIMIT, RECEIVE_DEPTH_LIMIT, REGIONS_LIMIT,
+};
+use crate::target::{Host, Identity, Region, Tenant};
+use crate::work::{Key, Limits};
+
+/// First bytes of every handshake message.
+pub const MAGIC: [u8; 8] = *b"AQFSHAKE";
+/// The only version there is.
+pub const VERSION: u16 = 1;
+/// Hosts are numbered 1..=HOST_MAX.
+pub const HOST_MAX: u16 = 4095;
+/// Bytes of a refusal's reason, at most.
+pub const REASON_BYTES_MAX: usize = 256;
+/// Bytes of any handshake message, at most.
+pub const MESSAGE_BYTES_MAX: usize = 4096;
+
+const KIND_HELLO: u16 = 1;
+const KIND_WELCOME: u16 = 2;
+const KIND_REFUSAL: u16 = 3;
+
+/// Why a handshake message could not be understood.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum HandshakeError {
+    /// Not this protocol at all.
+    #[error("the message does not begin as a fabric handshake does")]
+    Magic,
+    /// Another version.
+    #[error("it speaks handshake version {0}, this program speaks version {VERSION}")]
+    Version(u16),
+    /// Not the kind that may come here.
+    #[error("message kind {0} was not expected here")]
+    Kind(u16),
+    /// Cut, or with something behind it.
+    #[error("the message has {found} bytes, it should have {expected}")]
+    Length {
+        /// Bytes that came.
+        found: usize,
+        /// Bytes that its kind has.
+        expected: usize,
+    },
+    /// A number that cannot be.
+    #[error("{0} is out of bounds")]
+    Field(&'static str),
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct Header {
+    magic: [u8; 8],
+    version: U16,
+    kind: U16,
+    reserved: U32,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct HelloBody {
+    host: U16,
+    reserved: U16,
+    tenant: U32,
+    epoch: U64,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct WelcomeBody {
+    slot: U32,
+    regions: U32,
+    queue_depth: U32,
+    transfer_bytes_max: U32,
+    message_bytes_max: U32,
+    receive_depth: U32,
+    local_regions_max: U32,
+    reserved: U32,
+    control_len: U64,
+    mailbox_len: U64,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct RegionBody {
+    base: U64,
+    len: U64,
+    key: U32,
+    reserved: U32,
+}
+
+/// What a target grants to one that connected. Its descriptors come with it: control memory,
+/// mailbox, then one for each region.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Welcome {
+    /// The endpoint's slot in control memory.
+    pub slot: u32,
+    /// What the endpoint can bear.
+    pub limits: Limits,
+    /// Bytes of control memory.
+    pub control_len: u64,
+    /// Bytes of the mailbox.
+    pub mailbox_len: u64,
+    /// The regions; those whose own key is for others carry [`Key`] zero.
+    pub regions: Vec<Region>,
+}
+
+/// The target's answer.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Reply {
+    /// Come in.
+    Welcome(Welcome),
+    /// Stay out, and why.
+    Refusal(String),
+}
+
+/// The bytes of a hello.
+#[must_use]
+pub fn encode_hello(who: Identity) -> Vec<u8> {
+    let body = HelloBody {
+        host: who.host.0.into(),
+        reserved: 0.into(),
+        tenant: who.tenant.0.into(),
+        epoch: who.epoch.into(),
+    };
+    [header(KIND_HELLO).as_bytes(), body.as_bytes()].concat()
+}
+
+/// Who wants to connect.
+///
+/// # Errors
+/// If the bytes are not a hello of this version with a host number that can be.
+pub fn parse_hello(bytes: &[u8]) -> Result<Identity, HandshakeError> {
+    let (kind, body) = split_header(bytes)?;
+    if kind != KIND_HELLO {
+        return Err(HandshakeError::Kind(kind));
+    }
+    let hello: &HelloBody = exact(bytes.len(), body)?;
+    let host = hello.host.get();
+    if host == 0 || host > HOST_MAX {
+        return Err(HandshakeError::Field("the host number"));
+    }
+    Ok(Identity {
+        host: Host(host),
+        epoch: hello.epoch.get(),
+        tenant: Tenant(hello.tenant.get()),
+    })
+}
+
+/// The bytes of an answer. A reason that is too long is cut.
+#[must_use]
+pub fn encode_reply(reply: &Reply) -> Vec<u8> {
+    match reply {
+        Reply::Welcome(welcome) => encode_welcome(welcome),
+        Reply::Refusal(reason) => {
+            let mut end = reason.len().min(REASON_BYTES_MAX);
+            while !reason.is_char_boundary(end) {
+                end -= 1;
+            }
+            [header(KIND_REFUSAL).as_bytes(), &reason.as_bytes()[..end]].concat()
+        }
+    }
+}
+
+fn encode_welcome(welcome: &Welcome) -> Vec<u8> {
+    let limits = &welcome.limits;
+    let body = WelcomeBody {
+        slot: welcome.slot.into(),
+        regions: short(welcome.regions.len()),
+        queue_depth: short(limits.queue_depth),
+        transfer_bytes_max: limits.transfer_bytes_max.into(),
+        message_bytes_max: limits.message_bytes_max.into(),
+        receive_depth: short(limits.receive_depth),
+        local_regions_max: short(limits.local_regions_max),
+        reserved: 0.into(),
+        control_len: welcome.control_len.into(),
+        mailbox_len: welcome.mailbox_len.into(),
+    };
+    let mut bytes = [header(KIND_WELCOME).as_bytes(), body.as_bytes()].concat();
+    for region in &welcome.regions {
+        let entry = RegionBody {
+            base: region.base.into(),
+            len: region.len.into(),
+            key: region.key.0.into(),
+            reserved: 0.into(),
+        };
+        bytes.extend_from_slice(entry.as_bytes());
+    }
+    bytes
+}
+
+/// What the target answered.
+///
+/// # Errors
+/// If the bytes are not an answer of this version, or its numbers are out of bounds.
+pub fn parse_reply(bytes: &[u8]) -> Result<Reply, HandshakeError> {
+    let (kind, body) = split_header(bytes)?;
+    match kind {
+        KIND_WELCOME => parse_welcome(bytes.len(), body).map(Reply::Welcome),
+        KIND_REFUSAL => {
+            let reason = &body[..body.len().min(REASON_BYTES_MAX)];
+            Ok(Reply::Refusal(
+                String::from_utf8_lossy(reason).escape_debug().to_string(),
+            ))
+        }
+        _ => Err(HandshakeError::Kind(kind)),
+    }
+}
+
+fn parse_welcome(found: usize, body: &[u8]) -> Result<Welcome, HandshakeError> {
+    let length = |expected| HandshakeError::Length { found, expected };
+    let fixed = size_of::<Header>() + size_of::<WelcomeBody>();
+    let (head, tail) = WelcomeBody::ref_from_prefix(body).map_err(|_| length(fixed))?;
+    let regions = bounded(head.regions, REGIONS_LIMIT, "the number of regions")?;
+    let expected = fixed + regions * size_of::<RegionBody>();
+    let entries = <[RegionBody]>::ref_from_bytes(tail).map_err(|_| length(expected))?;
+    if entries.len() != regions {
+        return Err(length(expected));
+    }
+    let message_limit = usize::try_from(MESSAGE_BYTES_LIMIT).unwrap_or(usize::MAX);
+    bounded(
+        head.message_bytes_max,
+        message_limit,
+        "the size of messages",
+    )?;
+    let limits = Limits {
+        queue_depth: bounded(head.queue_depth, QUEUE_DEPTH_LIMIT, "the queue depth")?,
+        transfer_bytes_max: head.transfer_bytes_max.get(),
+        message_bytes_max: head.message_bytes_max.get(),
+        receive_depth: bounded(head.receive_depth, RECEIVE_DEPTH_LIMIT, "the receive depth")?,
+        local_regions_max: bounded(
+            head.local_regions_max,
+            LOCAL_REGIONS_LIMIT,
+            "the local regions",
+        )?,
+    };
+    Ok(Welcome {
+        slot: head.slot.get(),
+        limits,
+        control_len: head.control_len.get(),
+        mailbox_len: head.mailbox_len.get(),
+        regions: parse_regions(entries)?,
+    })
+}
+
+fn parse_regions(entries: &[RegionBody]) -> Result<Vec<Region>, HandshakeError> {
+    let mut regions = Vec::with_capacity(entries.len());
+    let mut free_from = 1;
+    for entry in entries {
+        let (base, len) = (entry.base.get(), entry.len.get());
+        let end = base
+            .checked_add(len)
+            .filter(|_| base >= free_from && len > 0);
+        free_from = end.ok_or(HandshakeError::Field("a region's address range"))?;
+        regions.push(Region {
+            base,
+            len,
+            key: Key(entry.key.get()),
+        });
+    }
+    Ok(regions)
+}
+
+fn header(kind: u16) -> Header {
+    Header {
+        magic: MAGIC,
+        version: VERSION.into(),
+        kind: kind.into(),
+        reserved: 0.into(),
+    }
+}
+
+fn split_header(bytes: &[u8]) -> Result<(u16, &[u8]), HandshakeError> {
+    // Magic and version stand first in every version there will be, so they are told apart
+    // from a message that is merely cut.
+    let length = HandshakeError::Length {
+        found: bytes.len(),
+        expected: size_of::<Header>(),
+    };
+    if bytes.len() >= 8 && bytes[..8] != MAGIC {
+        return Err(HandshakeError::Magic);
+    }
+    let (header, body) = Header::ref_from_prefix(bytes).map_err(|_| length)?;
+    if header.version.get() != VERSION {
+        return Err(HandshakeError::Version(header.version.get()));
+    }
+    Ok((header.kind.get(), body))
+}
+
+fn exact<T: FromBytes + Immutable + KnownLayout + Unaligned>(
+    found: usize,
+    body: &[u8],
+) -> Result<&T, HandshakeError> {
+    let expected = size_of::<Header>() + size_of::<T>();
+    T::ref_from_bytes(body).map_err(|_| HandshakeError::Length { found, expected })
+}
+
+fn bounded(value: U32, limit: usize, name: &'static str) -> Result<usize, HandshakeError> {
+    let value = usize::try_from(value.get()).unwrap_or(usize::MAX);
+    // A target without regions is still one: it may only want to talk.
+    let least = usize::from(limit != REGIONS_LIMIT);
+    let inside = (least..=limit).contains(&value);
+    inside.then_some(value).ok_or(HandshakeError::Field(name))
+}
+
+/// Numbers that the options bound far below 2^32.
+fn short(value: usize) -> U32 {
+    u32::try_from(value).unwrap_or(u32::MAX).into()
+}

@@ -1,0 +1,227 @@
+//! Messages: two rings of fixed slots in memory that one endpoint and its target share.
+//!
+//! Each side keeps its own count to itself and believes the other's only within bounds, so a
+//! peer that writes nonsense loses its connection and nothing else.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crate::Memory;
+use crate::memory::{copy, u64_from};
+use crate::work::Limits;
+
+/// The consumer's count, then on its own cache line the producer's.
+const TAKEN_IN: usize = 0;
+const PUT_IN: usize = 64;
+const SLOTS_IN: usize = 128;
+
+const STAMP_IN: usize = 0;
+const LEN_IN: usize = 8;
+const BYTES_IN: usize = 16;
+
+/// The peer wrote a count or a length that cannot be.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Corrupt;
+
+/// One end of one ring.
+#[derive(Debug)]
+pub(super) struct Ring {
+    memory: Arc<Memory>,
+    at: usize,
+    depth: u64,
+    message_bytes_max: u32,
+    /// Messages that this side has put, or taken.
+    count: u64,
+}
+
+/// Which way a ring carries.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Direction {
+    ToTarget,
+    ToInitiator,
+}
+
+/// Bytes of the memory that holds both rings.
+pub(super) fn mailbox_bytes(limits: &Limits) -> usize {
+    2 * ring_bytes(limits)
+}
+
+fn ring_bytes(limits: &Limits) -> usize {
+    SLOTS_IN + limits.receive_depth * slot_bytes(limits.message_bytes_max)
+}
+
+fn slot_bytes(message_bytes_max: u32) -> usize {
+    (BYTES_IN + message_bytes_max as usize).next_multiple_of(64)
+}
+
+impl Ring {
+    /// One end of a ring of fresh memory of [`mailbox_bytes`].
+    pub fn new(memory: &Arc<Memory>, limits: &Limits, direction: Direction) -> Self {
+        let at = match direction {
+            Direction::ToTarget => 0,
+            Direction::ToInitiator => ring_bytes(limits),
+        };
+        Self {
+            memory: Arc::clone(memory),
+            at,
+            depth: u64_from(limits.receive_depth),
+            message_bytes_max: limits.message_bytes_max,
+            count: 0,
+        }
+    }
+
+    /// Put a message; false if there is no room.
+    ///
+    /// # Safety
+    /// `len` bytes at `from` must be mapped, and `len` at most the limit.
+    pub unsafe fn put(&mut self, stamp: u64, from: *const u8, len: u32) -> Result<bool, Corrupt> {
+        assert!(
+            len <= self.message_bytes_max,
+            "the caller checks the length"
+        );
+        let taken = self
+            .memory
+            .atomic_u64(self.at + TAKEN_IN)
+            .load(Ordering::Acquire);
+        let waiting = self
+            .count
+            .checked_sub(taken)
+            .filter(|&n| n <= self.depth)
+            .ok_or(Corrupt)?;
+        if waiting == self.depth {
+            return Ok(false);
+        }
+        let slot = self.slot(self.count);
+        self.memory
+            .atomic_u64(slot + STAMP_IN)
+            .store(stamp, Ordering::Relaxed);
+        self.memory
+            .atomic_u32(slot + LEN_IN)
+            .store(len, Ordering::Relaxed);
+        // SAFETY: the slot lies inside the mailbox, as `new` laid it out; the caller vouches
+        // for the source.
+        unsafe {
+            copy(
+                self.memory.as_ptr().add(slot + BYTES_IN),
+                from,
+                len as usize,
+            )
+        };
+        self.count += 1;
+        self.memory
+            .atomic_u64(self.at + PUT_IN)
+            .store(self.count, Ordering::Release);
+        Ok(true)
+    }
+
+    /// The stamp of the oldest message that waits.
+    pub fn oldest(&self) -> Result<Option<u64>, Corrupt> {
+        let put = self
+            .memory
+            .atomic_u64(self.at + PUT_IN)
+            .load(Ordering::Acquire);
+        let waiting = put
+            .checked_sub(self.count)
+            .filter(|&n| n <= self.depth)
+            .ok_or(Corrupt)?;
+        if waiting == 0 {
+            return Ok(None);
+        }
+        let slot = self.slot(self.count);
+        self.message_len(slot)?;
+        let stamp = self.memory.atomic_u64(slot + STAMP_IN);
+        Ok(Some(stamp.load(Ordering::Relaxed)))
+    }
+
+    /// Take the oldest message, appending it to `out`; false if there is none.
+    pub fn take(&mut self, out: &mut Vec<u8>) -> Result<bool, Corrupt> {
+        if self.oldest()?.is_none() {
+            return Ok(false);
+        }
+        let slot = self.slot(self.count);
+        let len = self.message_len(slot)?;
+        let old_len = out.len();
+        out.resize(old_len + len as usize, 0);
+        self.memory.read(slot + BYTES_IN, &mut out[old_len..]);
+        self.count += 1;
+        self.memory
+            .atomic_u64(self.at + TAKEN_IN)
+            .store(self.count, Ordering::Release);
+        Ok(true)
+    }
+
+    fn message_len(&self, slot: usize) -> Result<u32, Corrupt> {
+        let len = self
+            .memory
+            .atomic_u32(slot + LEN_IN)
+            .load(Ordering::Relaxed);
+        if len <= self.message_bytes_max {
+            Ok(len)
+        } else {
+            Err(Corrupt)
+        }
+    }
+
+    fn slot(&self, count: u64) -> usize {
+        let index = usize::try_from(count % self.depth).unwrap_or(0);
+        self.at + SLOTS_IN + index * slot_bytes(self.message_bytes_max)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn limits() -> Limits {
+        Limits {
+            queue_depth: 1,
+            transfer_bytes_max: 1,
+            message_bytes_max: 100,
+            receive_depth: 3,
+            local_regions_max: 1,
+        }
+    }
+
+    fn put(ring: &mut Ring, stamp: u64, bytes: &[u8]) -> Result<bool, Corrupt> {
+        let len = u32::try_from(bytes.len()).unwrap();
+        // SAFETY: the pointer and the length are those of a slice.
+        unsafe { ring.put(stamp, bytes.as_ptr(), len) }
+    }
+
+    #[test]
+    fn messages_come_out_in_order_and_the_ring_is_bounded() {
+        let memory = Arc::new(Memory::create("mail", mailbox_bytes(&limits())).unwrap());
+        let mut sender = Ring::new(&memory, &limits(), Direction::ToInitiator);
+        let mut receiver = Ring::new(&memory, &limits(), Direction::ToInitiator);
+        for round in 0..10_u8 {
+            for n in 0..3 {
+                assert_eq!(put(&mut sender, u64::from(n), &[round, n]), Ok(true));
+            }
+            assert_eq!(put(&mut sender, 9, &[0; 100]), Ok(false));
+            for n in 0..3 {
+                let mut out = Vec::new();
+                assert_eq!(receiver.oldest(), Ok(Some(u64::from(n))));
+                assert_eq!(receiver.take(&mut out), Ok(true));
+                assert_eq!(out, [round, n]);
+            }
+            assert_eq!(receiver.take(&mut Vec::new()), Ok(false));
+        }
+    }
+
+    #[test]
+    fn nonsense_from_the_peer_is_noticed() {
+        let memory = Arc::new(Memory::create("mail", mailbox_bytes(&limits())).unwrap());
+        let mut sender = Ring::new(&memory, &limits(), Direction::ToTarget);
+        let mut receiver = Ring::new(&memory, &limits(), Direction::ToTarget);
+        memory.atomic_u64(PUT_IN).store(4, Ordering::Relaxed);
+        assert_eq!(receiver.take(&mut Vec::new()), Err(Corrupt));
+        memory.atomic_u64(PUT_IN).store(1, Ordering::Relaxed);
+        memory
+            .atomic_u32(SLOTS_IN + LEN_IN)
+            .store(101, Ordering::Relaxed);
+        assert_eq!(receiver.oldest(), Err(Corrupt));
+        assert_eq!(receiver.take(&mut Vec::new()), Err(Corrupt));
+        memory.atomic_u64(TAKEN_IN).store(1, Ordering::Relaxed);
+        assert_eq!(put(&mut sender, 0, b"x"), Err(Corrupt));
+    }
+}

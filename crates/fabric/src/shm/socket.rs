@@ -1,0 +1,111 @@
+//! Unix SEQPACKET sockets: whole messages, descriptors with them, hang-up as the sign of death.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::Path;
+
+use rustix::fs::Mode;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, sockopt,
+};
+
+use super::handshake::MESSAGE_BYTES_MAX;
+use super::{HANDSHAKE_TIME, REGIONS_LIMIT};
+
+/// Connections that wait to be accepted.
+const BACKLOG: i32 = 128;
+/// Control memory, mailbox, regions.
+const DESCRIPTORS_MAX: usize = 2 + REGIONS_LIMIT;
+
+/// Listen at `path`, for this user only. A socket that nobody listens on any more is replaced.
+/// Also returns the inode of the socket, to know it by.
+pub(super) fn listen(path: &Path) -> io::Result<(OwnedFd, u64)> {
+    let address = SocketAddrUnix::new(path)?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+    // Linux gives the file the mode of the socket, so there is no moment when others may connect.
+    rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    match rustix::net::bind(&socket, &address) {
+        Err(rustix::io::Errno::ADDRINUSE) if is_abandoned(path, &address)? => {
+            std::fs::remove_file(path)?;
+            rustix::net::bind(&socket, &address)?;
+        }
+        other => other?,
+    }
+    rustix::fs::chmod(path, Mode::RUSR | Mode::WUSR)?;
+    let inode = std::fs::symlink_metadata(path)?.ino();
+    rustix::net::listen(&socket, BACKLOG)?;
+    Ok((socket, inode))
+}
+
+/// Whether the file is a socket that nobody listens on.
+fn is_abandoned(path: &Path, address: &SocketAddrUnix) -> io::Result<bool> {
+    if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
+        return Ok(false);
+    }
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let probe = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+    Ok(rustix::net::connect(&probe, address) == Err(rustix::io::Errno::CONNREFUSED))
+}
+
+/// Connect to `path`. Sending, receiving and connecting give up after [`HANDSHAKE_TIME`].
+pub(super) fn connect(path: &Path) -> io::Result<OwnedFd> {
+    let address = SocketAddrUnix::new(path)?;
+    let flags = SocketFlags::CLOEXEC;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+    for timeout in [sockopt::Timeout::Recv, sockopt::Timeout::Send] {
+        sockopt::set_socket_timeout(&socket, timeout, Some(HANDSHAKE_TIME))?;
+    }
+    rustix::net::connect(&socket, &address)?;
+    Ok(socket)
+}
+
+/// Send one message with descriptors.
+pub(super) fn send(socket: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(io::Error::other("too many descriptors for one message"));
+    }
+    let sent = rustix::net::sendmsg(
+        socket,
+        &[IoSlice::new(bytes)],
+        &mut ancillary,
+        SendFlags::NOSIGNAL,
+    )?;
+    if sent == bytes.len() {
+        Ok(())
+    } else {
+        Err(io::ErrorKind::WriteZero.into())
+    }
+}
+
+/// Receive one message with descriptors. An empty message is the end of the connection.
+/// A message that was too long for the buffer comes without its end, and so does not parse.
+pub(super) fn receive(socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let mut bytes = vec![0; MESSAGE_BYTES_MAX];
+    let received = rustix::net::recvmsg(
+        socket,
+        &mut [IoSliceMut::new(&mut bytes)],
+        &mut ancillary,
+        RecvFlags::CMSG_CLOEXEC,
+    )?;
+    bytes.truncate(received.bytes);
+    let mut fds = Vec::new();
+    for message in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            fds.extend(rights);
+        }
+    }
+    Ok((bytes, fds))
+}
+
+/// The user at the other end, as the kernel noted it when the connection was made.
+pub(super) fn peer_uid(socket: &OwnedFd) -> io::Result<u32> {
+    Ok(sockopt::socket_peercred(socket)?.uid.as_raw())
+}

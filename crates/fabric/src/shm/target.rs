@@ -1,0 +1,290 @@
+//! The target's end: it hands out its memory once per connection, then only changes keys.
+
+use std::collections::{HashMap, VecDeque};
+use std::hash::{BuildHasher, RandomState};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rustix::event::EventfdFlags;
+
+use super::control::{Control, FENCED};
+use super::door::Doorkeeper;
+use super::mailbox::Ring;
+use super::{Options, socket};
+use crate::Memory;
+use crate::keys::{AddressSpace, Grant, KeySlots, split};
+use crate::memory::u64_from;
+use crate::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
+use crate::work::Key;
+
+/// A target that goes away waits so long for peers inside a batch; their mappings stay anyway.
+const FAREWELL: Duration = Duration::from_secs(1);
+
+/// Memory offered to this machine's processes over shared memory.
+pub struct ShmTarget {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+    path: PathBuf,
+    inode: u64,
+}
+
+pub(super) struct Shared {
+    pub(super) options: Options,
+    pub(super) control: Control,
+    pub(super) state: Mutex<State>,
+    pub(super) wake: OwnedFd,
+    pub(super) stop: AtomicBool,
+}
+
+pub(super) struct State {
+    pub(super) peers: Vec<Option<Peer>>,
+    /// Messages of endpoints that are gone; the oldest give way.
+    pub(super) departed: VecDeque<(Identity, Ring)>,
+    pub(super) regions: Vec<Registered>,
+    pub(super) space: AddressSpace,
+    pub(super) keys: KeySlots,
+    pub(super) fenced: HashMap<Host, u64>,
+}
+
+pub(super) struct Peer {
+    pub(super) who: Identity,
+    pub(super) socket: Arc<OwnedFd>,
+    pub(super) inbox: Ring,
+    pub(super) outbox: Ring,
+}
+
+pub(super) struct Registered {
+    pub(super) memory: Arc<Memory>,
+    pub(super) scope: Scope,
+    pub(super) region: Region,
+}
+
+impl ShmTarget {
+    /// Offer memory at a Unix socket that only this user can connect to.
+    ///
+    /// # Errors
+    /// If an option is out of bounds, another listens at `path`, or the system refuses.
+    pub fn listen(path: &Path, options: Options) -> Result<Self, TargetError> {
+        let system = |what, source| TargetError::System { what, source };
+        if let Some(fault) = options.fault() {
+            let source = io::Error::new(io::ErrorKind::InvalidInput, fault);
+            return Err(system("cannot set up a shared-memory target", source));
+        }
+        let named =
+            |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+        let key_count = options.regions_max + options.windows_max;
+        let control = Control::create(options.endpoints_max, key_count)
+            .map_err(|e| system("cannot create control memory", e))?;
+        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|e| system("cannot create an eventfd", e.into()))?;
+        // Keys need not withstand an attacker with a mapping, only not be guessed by accident.
+        let secret = RandomState::new().hash_one(path);
+        let state = State {
+            peers: (0..options.endpoints_max).map(|_| None).collect(),
+            departed: VecDeque::new(),
+            regions: Vec::new(),
+            space: AddressSpace::default(),
+            keys: KeySlots::new(options.regions_max, options.windows_max, secret),
+            fenced: HashMap::new(),
+        };
+        let (listener, inode) =
+            socket::listen(path).map_err(|e| system("cannot listen", named(e)))?;
+        let state = Mutex::new(state);
+        let stop = AtomicBool::new(false);
+        let shared = Arc::new(Shared {
+            options,
+            control,
+            state,
+            wake,
+            stop,
+        });
+        let thread_shared = Arc::clone(&shared);
+        let thread = std::thread::Builder::new()
+            .name("fabric-target".into())
+            .spawn(move || Doorkeeper::new(thread_shared, listener).run())
+            .map_err(|e| system("cannot start the target's thread", e))?;
+        Ok(Self {
+            shared,
+            thread: Some(thread),
+            path: path.to_owned(),
+            inode,
+        })
+    }
+
+    /// Endpoints that are connected now.
+    #[must_use]
+    pub fn endpoint_count(&self) -> usize {
+        self.shared.lock().peers.iter().flatten().count()
+    }
+}
+
+impl Drop for ShmTarget {
+    fn drop(&mut self) {
+        self.shared.control.set_dead();
+        for slot in 0..self.shared.control.endpoints() {
+            self.shared.control.drain(slot, Some(FAREWELL));
+        }
+        self.shared.stop.store(true, Ordering::SeqCst);
+        // Writing to an eventfd fails only when its count is full, and then it is awake already.
+        let _ = rustix::io::write(&self.shared.wake, &1_u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take() {
+            let ended = thread.join();
+            debug_assert!(ended.is_ok(), "the target's thread panicked");
+        }
+        // Another target may have taken the path over in the meantime.
+        if std::fs::symlink_metadata(&self.path).is_ok_and(|file| file.ino() == self.inode) {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+impl std::fmt::Debug for ShmTarget {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ShmTarget")
+            .field("path", &self.path)
+            .field("options", &self.shared.options)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Shared {
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Target for ShmTarget {
+    fn register(
+        &self,
+        memory: Arc<Memory>,
+        access: Access,
+        scope: Scope,
+    ) -> Result<Region, TargetError> {
+        let mut state = self.shared.lock();
+        let (index, key) = state.keys.take_region()?;
+        let len = u64_from(memory.len());
+        let range = state.space.place(len);
+        let region = Region {
+            base: range.start,
+            len,
+            key,
+        };
+        let grant = Grant {
+            base: region.base,
+            len,
+            access,
+            scope,
+            region: index,
+        };
+        self.shared.control.bind(key, &grant);
+        state.regions.push(Registered {
+            memory,
+            scope,
+            region: region.clone(),
+        });
+        Ok(region)
+    }
+
+    fn bind(&self, window: &WindowSpec) -> Result<Key, TargetError> {
+        let mut state = self.shared.lock();
+        let grant = state.space.grant(window)?;
+        let key = state.keys.take_window()?;
+        self.shared.control.bind(key, &grant);
+        Ok(key)
+    }
+
+    fn invalidate(&self, key: Key) -> Result<(), TargetError> {
+        // Only one of several callers may clear the key, and so give its slot back.
+        let state = self.shared.lock();
+        if !self.shared.control.unbind(key) {
+            return Err(TargetError::NoSuchKey(key));
+        }
+        drop(state);
+        for slot in 0..self.shared.control.endpoints() {
+            self.shared.control.drain(slot, None);
+        }
+        self.shared.lock().keys.give_back(split(key).0);
+        Ok(())
+    }
+
+    fn fence(&self, host: Host, epoch: u64) {
+        let mut state = self.shared.lock();
+        let last = state.fenced.entry(host).or_insert(epoch);
+        *last = epoch.max(*last);
+        let is_fenced = |peer: &Peer| peer.who.host == host && peer.who.epoch <= epoch;
+        let slots: Vec<usize> = (0..state.peers.len())
+            .filter(|&slot| state.peers[slot].as_ref().is_some_and(is_fenced))
+            .collect();
+        for &slot in &slots {
+            self.shared.control.set_state(slot, FENCED);
+        }
+        drop(state);
+        for slot in slots {
+            self.shared.control.drain(slot, None);
+        }
+    }
+
+    fn receive(&self, out: &mut Vec<u8>) -> Option<Identity> {
+        let mut state = self.shared.lock();
+        let state = &mut *state;
+        state.dismiss_corrupt();
+        let present = state
+            .peers
+            .iter_mut()
+            .flatten()
+            .map(|peer| (peer.who, &mut peer.inbox));
+        let departed = state.departed.iter_mut().map(|(who, inbox)| (*who, inbox));
+        let oldest = departed
+            .chain(present)
+            .filter_map(|(who, inbox)| Some((inbox.oldest().ok()??, who, inbox)))
+            .min_by_key(|(stamp, _, _)| *stamp);
+        let (_, who, inbox) = oldest?;
+        let taken = inbox.take(out);
+        state
+            .departed
+            .retain(|(_, inbox)| matches!(inbox.oldest(), Ok(Some(_))));
+        (taken == Ok(true)).then_some(who)
+    }
+
+    fn send(&self, to: Host, message: &[u8]) -> usize {
+        let limit = self.shared.options.limits.message_bytes_max;
+        let Some(len) = u32::try_from(message.len())
+            .ok()
+            .filter(|&len| len <= limit)
+        else {
+            return 0;
+        };
+        let mut state = self.shared.lock();
+        let fenced = state.fenced.get(&to).copied();
+        let mut taken = 0;
+        for peer in state.peers.iter_mut().flatten() {
+            if peer.who.host == to && fenced.is_none_or(|epoch| peer.who.epoch > epoch) {
+                // SAFETY: pointer and length of a slice, and its length is within the limit.
+                let put = unsafe { peer.outbox.put(0, message.as_ptr(), len) };
+                taken += usize::from(put == Ok(true));
+            }
+        }
+        taken
+    }
+}
+
+impl State {
+    /// Hang up on endpoints that wrote nonsense into their ring: they harm only themselves.
+    fn dismiss_corrupt(&mut self) {
+        for peer in self
+            .peers
+            .iter()
+            .flatten()
+            .filter(|peer| peer.inbox.oldest().is_err())
+        {
+            tracing::warn!(who = ?peer.who, "an endpoint wrote nonsense; it is disconnected");
+            let _ = rustix::net::shutdown(&*peer.socket, rustix::net::Shutdown::Both);
+        }
+    }
+}

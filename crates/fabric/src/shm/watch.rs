@@ -1,0 +1,104 @@
+//! One thread per process that watches all endpoints' sockets, so that posting work never has to.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags};
+
+/// A socket whose hang-up means that the peer is gone.
+#[derive(Debug)]
+pub(super) struct Link {
+    pub socket: OwnedFd,
+    gone: AtomicBool,
+}
+
+impl Link {
+    pub fn new(socket: OwnedFd) -> Arc<Self> {
+        Arc::new(Self {
+            socket,
+            gone: AtomicBool::new(false),
+        })
+    }
+
+    #[inline]
+    pub fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Relaxed)
+    }
+
+    /// Hang up; the watcher lets go of the socket then.
+    pub fn hang_up(&self) {
+        // The peer may have hung up before: nothing is left to do then.
+        let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+    }
+}
+
+struct Watcher {
+    links: Mutex<Vec<Arc<Link>>>,
+    wake: OwnedFd,
+}
+
+static WATCHER: OnceLock<Result<Arc<Watcher>, i32>> = OnceLock::new();
+
+/// Watch a link until it hangs up.
+pub(super) fn watch(link: &Arc<Link>) -> io::Result<()> {
+    let watcher = WATCHER.get_or_init(|| start().map_err(|e| e.raw_os_error().unwrap_or(0)));
+    let watcher = watcher
+        .as_ref()
+        .map_err(|&errno| io::Error::from_raw_os_error(errno))?;
+    watcher
+        .links
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .push(Arc::clone(link));
+    rustix::io::write(&watcher.wake, &1_u64.to_ne_bytes())?;
+    Ok(())
+}
+
+fn start() -> io::Result<Arc<Watcher>> {
+    let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+    let watcher = Arc::new(Watcher {
+        links: Mutex::default(),
+        wake,
+    });
+    let thread_watcher = Arc::clone(&watcher);
+    std::thread::Builder::new()
+        .name("fabric-watch".into())
+        .spawn(move || run(&thread_watcher))?;
+    Ok(watcher)
+}
+
+fn run(watcher: &Watcher) {
+    loop {
+        let links = watcher
+            .links
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone();
+        let mut polled = vec![PollFd::new(&watcher.wake, PollFlags::IN)];
+        // After the handshake the target sends nothing, so whatever happens is the end.
+        let events = PollFlags::IN | PollFlags::RDHUP;
+        polled.extend(links.iter().map(|link| PollFd::new(&link.socket, events)));
+        match rustix::event::poll(&mut polled, None) {
+            Ok(_) => {}
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(error) => {
+                // Without memory for the call there is nothing better than to try again.
+                tracing::warn!(%error, "cannot watch the fabric's sockets");
+                std::thread::yield_now();
+                continue;
+            }
+        }
+        if !polled[0].revents().is_empty() {
+            let _ = rustix::io::read(&watcher.wake, &mut [0_u8; 8]);
+        }
+        for (link, polled) in links.iter().zip(&polled[1..]) {
+            if !polled.revents().is_empty() {
+                link.gone.store(true, Ordering::SeqCst);
+            }
+        }
+        let mut links = watcher.links.lock().unwrap_or_else(PoisonError::into_inner);
+        links.retain(|link| !link.is_gone());
+    }
+}

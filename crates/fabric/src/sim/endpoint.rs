@@ -1,0 +1,73 @@
+//! The initiator's end of a simulated connection.
+
+use std::sync::{Arc, Mutex};
+
+use super::lock;
+use super::world::World;
+use crate::Memory;
+use crate::target::Region;
+use crate::work::{Completion, Endpoint, EndpointError, Limits, LocalKey, PostError, Work};
+
+/// One connection to a [`super::SimTarget`].
+#[derive(Debug)]
+pub struct SimEndpoint {
+    pub(super) world: Arc<Mutex<World>>,
+    pub(super) id: usize,
+    pub(super) regions: Vec<Region>,
+    pub(super) limits: Limits,
+}
+
+impl Endpoint for SimEndpoint {
+    fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
+        lock(&self.world).post(self.id, batch)
+    }
+
+    fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
+        let mut world = lock(&self.world);
+        let link = &world.links[self.id];
+        if world.options.step_on_poll && link.done.is_empty() && link.is_busy() {
+            world.step();
+        }
+        let done = &mut world.links[self.id].done;
+        let count = done.len().min(max);
+        out.extend(done.drain(..count));
+        count
+    }
+
+    fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {
+        let limit = self.limits.local_regions_max;
+        let locals = &mut lock(&self.world).links[self.id].locals;
+        if locals.len() >= limit {
+            return Err(EndpointError::TooManyLocal { limit });
+        }
+        locals.push(memory);
+        let key = u32::try_from(locals.len());
+        key.map(LocalKey)
+            .map_err(|_| EndpointError::TooManyLocal { limit })
+    }
+
+    fn receive(&mut self, out: &mut Vec<u8>) -> bool {
+        let message = lock(&self.world).links[self.id].inbox.pop_front();
+        message
+            .inspect(|message| out.extend_from_slice(message))
+            .is_some()
+    }
+
+    fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
+    fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    fn is_broken(&self) -> bool {
+        lock(&self.world).links[self.id].is_broken()
+    }
+}
+
+impl Drop for SimEndpoint {
+    fn drop(&mut self) {
+        lock(&self.world).close(self.id);
+    }
+}

@@ -1,0 +1,138 @@
+//! One connection of a simulated fabric, as the host's end knows it.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::Node;
+use crate::Memory;
+use crate::memory::u64_from;
+use crate::target::Identity;
+use crate::work::{Completion, LocalSlice, Work, WorkError};
+
+/// One connection.
+#[derive(Debug)]
+pub(super) struct Link {
+    pub who: Identity,
+    pub node: Node,
+    pub locals: Vec<Arc<Memory>>,
+    pub done: VecDeque<Completion>,
+    pub inbox: VecDeque<Vec<u8>>,
+    pub flights: VecDeque<Flight>,
+    pub next_serial: u64,
+    /// Times before which nothing later of this link may happen: order.
+    pub apply_after_ns: u64,
+    pub complete_after_ns: u64,
+    pub deliver_after_ns: u64,
+    /// Messages on their way to the host and messages that wait at the node.
+    pub delivering: usize,
+    pub waiting_at_node: usize,
+    /// Requests, or answers, are lost from now on.
+    pub requests_lost: bool,
+    pub answers_lost: bool,
+    /// What the next operation learns, once the loss of the peer was noticed.
+    pub severed: Option<WorkError>,
+    pub broken: bool,
+    /// The host has crashed or has let go of the endpoint.
+    pub closed: bool,
+}
+
+#[derive(Debug)]
+pub(super) struct Flight {
+    pub serial: u64,
+    pub work: Work,
+    pub applied: Option<Result<u64, WorkError>>,
+    /// What a READ found; what a crashed host had sent with a WRITE or SEND.
+    pub data: Vec<u8>,
+}
+
+impl Link {
+    pub fn new(who: Identity, node: Node, now_ns: u64) -> Self {
+        Self {
+            who,
+            node,
+            locals: Vec::new(),
+            done: VecDeque::new(),
+            inbox: VecDeque::new(),
+            flights: VecDeque::new(),
+            next_serial: 0,
+            apply_after_ns: now_ns,
+            complete_after_ns: now_ns,
+            deliver_after_ns: now_ns,
+            delivering: 0,
+            waiting_at_node: 0,
+            requests_lost: false,
+            answers_lost: false,
+            severed: None,
+            broken: false,
+            closed: false,
+        }
+    }
+
+    pub fn is_broken(&self) -> bool {
+        self.broken || self.severed.is_some()
+    }
+
+    /// Whether work is under way.
+    pub fn is_busy(&self) -> bool {
+        !self.flights.is_empty()
+    }
+
+    /// The peer is lost. The oldest operation learns the cause, and so do those that took effect
+    /// although the host was not told; the others were not done.
+    pub fn fail(&mut self, cause: WorkError) {
+        if self.is_broken() {
+            return;
+        }
+        self.severed = Some(cause);
+        let mut first = cause != WorkError::Fenced;
+        while let Some(flight) = self.flights.pop_front() {
+            let took_effect = matches!(flight.applied, Some(Ok(_)));
+            let learns = first || took_effect;
+            let outcome = Err(if learns { cause } else { WorkError::Flushed });
+            self.done.push_back(Completion {
+                id: flight.work.id,
+                outcome,
+            });
+            first = false;
+            self.broken = true;
+        }
+    }
+
+    /// What a WRITE or SEND carries, into `data`; that of a closed link is there already.
+    pub fn payload(
+        &self,
+        local: LocalSlice,
+        bytes_max: u32,
+        data: &mut Vec<u8>,
+    ) -> Result<(), WorkError> {
+        let (memory, offset) = self.transfer(local, bytes_max)?;
+        if !self.closed {
+            data.resize(local.len as usize, 0);
+            memory.read(offset, data);
+        }
+        Ok(())
+    }
+
+    pub fn transfer(
+        &self,
+        local: LocalSlice,
+        bytes_max: u32,
+    ) -> Result<(&Memory, usize), WorkError> {
+        if local.len > bytes_max {
+            return Err(WorkError::TooLong);
+        }
+        self.local(local)
+    }
+
+    pub fn local(&self, slice: LocalSlice) -> Result<(&Memory, usize), WorkError> {
+        let memory = (slice.key.0 as usize)
+            .checked_sub(1)
+            .and_then(|n| self.locals.get(n));
+        let memory = memory.ok_or(WorkError::LocalAccess)?;
+        let end = slice.offset.checked_add(u64::from(slice.len));
+        match (end, usize::try_from(slice.offset)) {
+            (Some(end), Ok(offset)) if end <= u64_from(memory.len()) => Ok((memory, offset)),
+            _ => Err(WorkError::LocalAccess),
+        }
+    }
+}

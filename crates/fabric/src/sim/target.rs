@@ -1,0 +1,104 @@
+//! The owner's end of a simulated node.
+
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use super::world::{NodeState, Registered, World};
+use super::{Node, lock};
+use crate::Memory;
+use crate::keys::{Grant, split};
+use crate::memory::u64_from;
+use crate::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
+use crate::work::Key;
+
+/// A memory node of a [`super::SimFabric`].
+#[derive(Clone, Debug)]
+pub struct SimTarget {
+    pub(super) world: Arc<Mutex<World>>,
+    pub(super) node: Node,
+}
+
+impl SimTarget {
+    /// Its name in the fabric.
+    #[must_use]
+    pub fn node(&self) -> Node {
+        self.node
+    }
+
+    fn with<T>(&self, action: impl FnOnce(&mut NodeState) -> T) -> T {
+        let mut world: MutexGuard<'_, World> = lock(&self.world);
+        action(&mut world.nodes[self.node.0])
+    }
+}
+
+impl Target for SimTarget {
+    fn register(
+        &self,
+        memory: Arc<Memory>,
+        access: Access,
+        scope: Scope,
+    ) -> Result<Region, TargetError> {
+        self.with(|node| {
+            let (index, key) = node.keys.take_region()?;
+            let len = u64_from(memory.len());
+            let range = node.space.place(len);
+            let region = Region {
+                base: range.start,
+                len,
+                key,
+            };
+            let grant = Grant {
+                base: region.base,
+                len,
+                access,
+                scope,
+                region: index,
+            };
+            node.grants.insert(key, grant);
+            node.regions.push(Registered {
+                memory,
+                scope,
+                region: region.clone(),
+            });
+            Ok(region)
+        })
+    }
+
+    fn bind(&self, window: &WindowSpec) -> Result<Key, TargetError> {
+        self.with(|node| {
+            let grant = node.space.grant(window)?;
+            let key = node.keys.take_window()?;
+            node.grants.insert(key, grant);
+            Ok(key)
+        })
+    }
+
+    fn invalidate(&self, key: Key) -> Result<(), TargetError> {
+        self.with(|node| {
+            node.grants
+                .remove(&key)
+                .ok_or(TargetError::NoSuchKey(key))?;
+            node.keys.give_back(split(key).0);
+            Ok(())
+        })
+    }
+
+    fn fence(&self, host: Host, epoch: u64) {
+        self.with(|node| {
+            let last = node.fenced.entry(host).or_insert(epoch);
+            *last = epoch.max(*last);
+        });
+    }
+
+    fn receive(&self, out: &mut Vec<u8>) -> Option<Identity> {
+        let mut world = lock(&self.world);
+        let (link, message) = world.nodes[self.node.0].inbox.pop_front()?;
+        let link = &mut world.links[link];
+        link.waiting_at_node -= 1;
+        out.extend_from_slice(&message);
+        Some(link.who)
+    }
+
+    fn send(&self, to: Host, message: &[u8]) -> usize {
+        lock(&self.world).send(self.node, to, message)
+    }
+}

@@ -1,0 +1,499 @@
+//! The state of a simulated fabric and the one place where it changes with time.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap, HashSet, VecDeque};
+use std::sync::Arc;
+
+use super::link::{Flight, Link};
+use super::{Node, Rng, SimOptions};
+use crate::Memory;
+use crate::keys::{AddressSpace, Grant, KeySlots, Right, admits};
+use crate::target::{Host, Identity, Region, Scope};
+use crate::work::{
+    Completion, EndpointError, Key, LocalSlice, PostError, RemoteAddr, Verb, Work, WorkError,
+};
+
+/// Everything there is.
+#[derive(Debug)]
+pub(super) struct World {
+    pub options: SimOptions,
+    pub now_ns: u64,
+    rng: Rng,
+    events: BinaryHeap<Reverse<Scheduled>>,
+    serial: u64,
+    pub nodes: Vec<NodeState>,
+    pub links: Vec<Link>,
+    cuts: HashSet<(Host, Node)>,
+    slowness: HashMap<Host, u64>,
+}
+
+/// An event; the earliest first, then in order of scheduling.
+#[derive(PartialEq, Eq, PartialOrd, Ord, Debug)]
+struct Scheduled {
+    at_ns: u64,
+    serial: u64,
+    link: usize,
+    event: Event,
+}
+
+#[derive(PartialEq, Eq, PartialOrd, Ord, Debug)]
+enum Event {
+    /// An operation reaches the node.
+    Apply(u64),
+    /// Its answer reaches the host.
+    Complete(u64),
+    /// A message from the node reaches the host.
+    Deliver(Vec<u8>),
+    /// The host notices that the peer does not answer.
+    Fail(Cause),
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+enum Cause {
+    Timeout,
+    PeerGone,
+}
+
+/// One memory node.
+#[derive(Debug)]
+pub(super) struct NodeState {
+    pub alive: bool,
+    pub regions: Vec<Registered>,
+    pub space: AddressSpace,
+    pub keys: KeySlots,
+    pub grants: HashMap<Key, Grant>,
+    pub fenced: HashMap<Host, u64>,
+    /// Messages that wait, with the link that each came by.
+    pub inbox: VecDeque<(usize, Vec<u8>)>,
+}
+
+/// Memory that a node has registered.
+#[derive(Debug)]
+pub(super) struct Registered {
+    pub memory: Arc<Memory>,
+    pub scope: Scope,
+    pub region: Region,
+}
+
+impl World {
+    pub fn new(seed: u64, options: SimOptions) -> Self {
+        Self {
+            options,
+            now_ns: 0,
+            rng: Rng::new(seed),
+            events: BinaryHeap::new(),
+            serial: 0,
+            nodes: Vec::new(),
+            links: Vec::new(),
+            cuts: HashSet::new(),
+            slowness: HashMap::new(),
+        }
+    }
+
+    pub fn add_node(&mut self) -> Node {
+        let secret = self.rng.next_u64();
+        self.nodes.push(NodeState {
+            alive: true,
+            regions: Vec::new(),
+            space: AddressSpace::default(),
+            keys: KeySlots::new(self.options.regions_max, self.options.windows_max, secret),
+            grants: HashMap::new(),
+            fenced: HashMap::new(),
+            inbox: VecDeque::new(),
+        });
+        Node(self.nodes.len() - 1)
+    }
+
+    pub fn connect(
+        &mut self,
+        node: Node,
+        who: Identity,
+    ) -> Result<(usize, Vec<Region>), EndpointError> {
+        let address = format!("simulated node {}", node.0);
+        let state = self.nodes.get(node.0).filter(|state| state.alive);
+        let Some(state) = state.filter(|_| !self.cuts.contains(&(who.host, node))) else {
+            let source = std::io::ErrorKind::ConnectionRefused.into();
+            return Err(EndpointError::Unreachable { address, source });
+        };
+        let present = self
+            .links
+            .iter()
+            .filter(|link| link.node == node && !link.closed)
+            .count();
+        let fenced = state
+            .fenced
+            .get(&who.host)
+            .is_some_and(|&epoch| who.epoch <= epoch);
+        let reason = if fenced {
+            format!("host {} is fenced, its epoch is {}", who.host.0, who.epoch)
+        } else if present >= self.options.endpoints_max {
+            format!("{present} endpoints are connected already")
+        } else {
+            let announce = |registered: &Registered| {
+                let key = if admits(registered.scope, who) {
+                    registered.region.key
+                } else {
+                    Key(0)
+                };
+                Region {
+                    key,
+                    ..registered.region.clone()
+                }
+            };
+            let regions = state.regions.iter().map(announce).collect();
+            self.links.push(Link::new(who, node, self.now_ns));
+            return Ok((self.links.len() - 1, regions));
+        };
+        Err(EndpointError::Refused { address, reason })
+    }
+
+    pub fn next_event_ns(&self) -> Option<u64> {
+        self.events.peek().map(|Reverse(scheduled)| scheduled.at_ns)
+    }
+
+    /// Let the next thing happen; false if there is none.
+    pub fn step(&mut self) -> bool {
+        let Some(Reverse(Scheduled {
+            at_ns, link, event, ..
+        })) = self.events.pop()
+        else {
+            return false;
+        };
+        self.now_ns = self.now_ns.max(at_ns);
+        match event {
+            Event::Apply(serial) => self.apply(link, serial),
+            Event::Complete(serial) => self.complete(link, serial),
+            Event::Deliver(message) => {
+                self.links[link].delivering -= 1;
+                self.links[link].inbox.push_back(message);
+            }
+            Event::Fail(Cause::Timeout) => self.links[link].fail(WorkError::Timeout),
+            Event::Fail(Cause::PeerGone) => self.links[link].fail(WorkError::PeerGone),
+        }
+        true
+    }
+
+    /// Put a batch into flight.
+    pub fn post(&mut self, id: usize, batch: &[Work]) -> Result<(), PostError> {
+        let depth = self.options.limits.queue_depth;
+        for (accepted, work) in batch.iter().enumerate() {
+            let link = &mut self.links[id];
+            if link.flights.len() + link.done.len() >= depth {
+                return Err(PostError::QueueFull { accepted });
+            }
+            let obstacle = if link.broken {
+                Some(WorkError::Flushed)
+            } else {
+                link.severed
+            };
+            if let Some(cause) = obstacle {
+                link.broken = true;
+                link.done.push_back(Completion {
+                    id: work.id,
+                    outcome: Err(cause),
+                });
+                continue;
+            }
+            let serial = link.next_serial;
+            link.next_serial += 1;
+            link.flights.push_back(Flight {
+                serial,
+                work: *work,
+                applied: None,
+                data: Vec::new(),
+            });
+            let at_ns = (self.now_ns + self.delay_ns(id)).max(self.links[id].apply_after_ns + 1);
+            self.links[id].apply_after_ns = at_ns;
+            self.schedule(at_ns, id, Event::Apply(serial));
+        }
+        Ok(())
+    }
+
+    /// Send a message from a node to a host; how many endpoints have room for it.
+    pub fn send(&mut self, node: Node, to: Host, message: &[u8]) -> usize {
+        if message.len() > self.options.limits.message_bytes_max as usize {
+            return 0;
+        }
+        let fenced = self.nodes[node.0].fenced.get(&to).copied();
+        let mut taken = 0;
+        for id in 0..self.links.len() {
+            let link = &self.links[id];
+            let is_fenced = fenced.is_some_and(|epoch| link.who.epoch <= epoch);
+            let waiting = link.delivering + link.inbox.len();
+            let has_room = waiting < self.options.limits.receive_depth;
+            let open = link.node == node && !link.closed && !link.is_broken();
+            let lost = self.cuts.contains(&(to, node)) || !self.nodes[node.0].alive;
+            if link.who.host != to || !open || is_fenced || !has_room || lost {
+                continue;
+            }
+            let at_ns = (self.now_ns + self.delay_ns(id)).max(self.links[id].deliver_after_ns + 1);
+            self.links[id].deliver_after_ns = at_ns;
+            self.links[id].delivering += 1;
+            self.schedule(at_ns, id, Event::Deliver(message.to_vec()));
+            taken += 1;
+        }
+        taken
+    }
+
+    pub fn crash_node(&mut self, node: Node) {
+        for id in 0..self.links.len() {
+            if self.links[id].node != node || self.links[id].closed || !self.nodes[node.0].alive {
+                continue;
+            }
+            for serial in self.random_prefix(id) {
+                self.apply(id, serial);
+            }
+            self.links[id].requests_lost = true;
+            let noticed_ns = self.now_ns + 1 + self.rng.below(self.options.timeout_ns);
+            self.schedule(noticed_ns, id, Event::Fail(Cause::PeerGone));
+        }
+        self.nodes[node.0].alive = false;
+    }
+
+    pub fn crash_host(&mut self, host: Host) {
+        for id in 0..self.links.len() {
+            if self.links[id].who.host == host {
+                self.close(id);
+            }
+        }
+    }
+
+    /// The host's end goes away: a random prefix of what it posted is on the wire already.
+    pub fn close(&mut self, id: usize) {
+        if self.links[id].closed {
+            return;
+        }
+        let on_the_wire = self.random_prefix(id);
+        let limits = &self.options.limits;
+        let longest = limits.transfer_bytes_max.max(limits.message_bytes_max);
+        let link = &mut self.links[id];
+        let mut flights = std::mem::take(&mut link.flights);
+        flights.retain(|flight| flight.applied.is_none() && on_the_wire.contains(&flight.serial));
+        for flight in &mut flights {
+            // What is on the wire does not change when the host's memory does.
+            if let Verb::Write { local, .. } | Verb::Send { local } = flight.work.verb
+                && let Ok((memory, offset)) = link.transfer(local, longest)
+            {
+                flight.data.resize(local.len as usize, 0);
+                memory.read(offset, &mut flight.data);
+            }
+        }
+        link.flights = flights;
+        link.closed = true;
+        link.severed = Some(WorkError::PeerGone);
+        link.done.clear();
+    }
+
+    pub fn partition(&mut self, host: Host, node: Node, cut: bool) {
+        if cut {
+            self.cuts.insert((host, node));
+        } else {
+            self.cuts.remove(&(host, node));
+        }
+    }
+
+    pub fn slow(&mut self, host: Host, factor: u64) {
+        self.slowness.insert(host, factor.max(1));
+    }
+
+    /// Serials of a random number of the oldest operations that have not reached the node.
+    fn random_prefix(&mut self, id: usize) -> Vec<u64> {
+        let flights = self.links[id].flights.iter();
+        let mut posted: Vec<u64> = flights
+            .filter(|f| f.applied.is_none())
+            .map(|f| f.serial)
+            .collect();
+        posted.truncate(self.rng.index(posted.len() + 1));
+        posted
+    }
+
+    fn delay_ns(&mut self, id: usize) -> u64 {
+        let factor = self
+            .slowness
+            .get(&self.links[id].who.host)
+            .copied()
+            .unwrap_or(1);
+        self.rng
+            .range(&self.options.delay_ns)
+            .saturating_mul(factor)
+    }
+
+    fn schedule(&mut self, at_ns: u64, link: usize, event: Event) {
+        self.serial += 1;
+        self.events.push(Reverse(Scheduled {
+            at_ns,
+            serial: self.serial,
+            link,
+            event,
+        }));
+    }
+
+    /// An operation reaches the node.
+    fn apply(&mut self, id: usize, serial: u64) {
+        let link = &self.links[id];
+        let node = link.node;
+        let cut = self.cuts.contains(&(link.who.host, node));
+        let Some(index) = link
+            .flights
+            .iter()
+            .position(|flight| flight.serial == serial)
+        else {
+            return;
+        };
+        if link.requests_lost || link.flights[index].applied.is_some() {
+            return;
+        }
+        if cut || !self.nodes[node.0].alive {
+            self.links[id].requests_lost = true;
+            let noticed_ns = self.now_ns + self.options.timeout_ns;
+            self.schedule(noticed_ns, id, Event::Fail(Cause::Timeout));
+            return;
+        }
+        let verb = self.links[id].flights[index].work.verb;
+        let mut data = std::mem::take(&mut self.links[id].flights[index].data);
+        let outcome = self.execute(id, &verb, &mut data);
+        let flight = &mut self.links[id].flights[index];
+        flight.applied = Some(outcome);
+        flight.data = data;
+        if self.links[id].closed {
+            self.links[id].flights.remove(index);
+            return;
+        }
+        let at_ns = (self.now_ns + self.delay_ns(id)).max(self.links[id].complete_after_ns + 1);
+        self.links[id].complete_after_ns = at_ns;
+        self.schedule(at_ns, id, Event::Complete(serial));
+    }
+
+    /// The answer to an operation reaches the host.
+    fn complete(&mut self, id: usize, serial: u64) {
+        let link = &mut self.links[id];
+        if link.closed || link.answers_lost {
+            return;
+        }
+        if self.cuts.contains(&(link.who.host, link.node)) {
+            link.answers_lost = true;
+            let noticed_ns = self.now_ns + self.options.timeout_ns;
+            self.schedule(noticed_ns, id, Event::Fail(Cause::Timeout));
+            return;
+        }
+        // Answers come in order; what was flushed in the meantime is not there any more.
+        let Some(flight) = link.flights.pop_front_if(|flight| flight.serial == serial) else {
+            return;
+        };
+        let outcome = flight.applied.unwrap_or(Err(WorkError::Timeout));
+        if let Verb::Read { local, .. } = flight.work.verb
+            && outcome.is_ok()
+            && let Ok((memory, offset)) = link.local(local)
+        {
+            memory.write(offset, &flight.data);
+        }
+        if flight.work.signalled || outcome.is_err() {
+            link.done.push_back(Completion {
+                id: flight.work.id,
+                outcome,
+            });
+        }
+        if outcome == Err(WorkError::Fenced) {
+            link.fail(WorkError::Fenced);
+            link.broken = true;
+        }
+    }
+
+    /// What an operation does at the node.
+    fn execute(&mut self, id: usize, verb: &Verb, data: &mut Vec<u8>) -> Result<u64, WorkError> {
+        let link = &self.links[id];
+        let node = &self.nodes[link.node.0];
+        if node
+            .fenced
+            .get(&link.who.host)
+            .is_some_and(|&epoch| link.who.epoch <= epoch)
+        {
+            return Err(WorkError::Fenced);
+        }
+        let transfer_max = self.options.limits.transfer_bytes_max;
+        match *verb {
+            Verb::Read { local, remote } => {
+                link.transfer(local, transfer_max)?;
+                let len = u64::from(local.len);
+                let (memory, offset) = node.remote(link.who, remote, len, Right::Read)?;
+                data.resize(local.len as usize, 0);
+                memory.read(offset, data);
+                Ok(len)
+            }
+            Verb::Write { local, remote } => {
+                let len = u64::from(local.len);
+                link.payload(local, transfer_max, data)?;
+                let (to, offset) = node.remote(link.who, remote, len, Right::Write)?;
+                to.write(offset, data);
+                Ok(len)
+            }
+            Verb::CompareSwap {
+                remote,
+                expected,
+                desired,
+            } => {
+                let (memory, offset) = node.word(link.who, remote)?;
+                let word = memory.atomic_u64(offset);
+                let order = std::sync::atomic::Ordering::SeqCst;
+                Ok(word
+                    .compare_exchange(expected, desired, order, order)
+                    .unwrap_or_else(|w| w))
+            }
+            Verb::FetchAdd { remote, add } => {
+                let (memory, offset) = node.word(link.who, remote)?;
+                let word = memory.atomic_u64(offset);
+                Ok(word.fetch_add(add, std::sync::atomic::Ordering::SeqCst))
+            }
+            Verb::Send { local } => self.deliver_to_node(id, local, data),
+        }
+    }
+
+    fn deliver_to_node(
+        &mut self,
+        id: usize,
+        local: LocalSlice,
+        data: &mut Vec<u8>,
+    ) -> Result<u64, WorkError> {
+        let limits = &self.options.limits;
+        let link = &mut self.links[id];
+        link.payload(local, limits.message_bytes_max, data)?;
+        if link.waiting_at_node >= limits.receive_depth {
+            return Err(WorkError::ReceiverNotReady);
+        }
+        link.waiting_at_node += 1;
+        let node = link.node;
+        self.nodes[node.0]
+            .inbox
+            .push_back((id, std::mem::take(data)));
+        Ok(u64::from(local.len))
+    }
+}
+
+impl NodeState {
+    fn remote(
+        &self,
+        who: Identity,
+        remote: RemoteAddr,
+        len: u64,
+        right: Right,
+    ) -> Result<(&Memory, usize), WorkError> {
+        let grant = self
+            .grants
+            .get(&remote.key)
+            .ok_or(WorkError::RemoteAccess)?;
+        grant.check(who, right, remote.addr, len)?;
+        let registered = &self.regions[grant.region];
+        let offset = usize::try_from(remote.addr - registered.region.base);
+        Ok((
+            &registered.memory,
+            offset.map_err(|_| WorkError::RemoteAccess)?,
+        ))
+    }
+
+    fn word(&self, who: Identity, remote: RemoteAddr) -> Result<(&Memory, usize), WorkError> {
+        if !remote.addr.is_multiple_of(8) {
+            return Err(WorkError::Misaligned);
+        }
+        self.remote(who, remote, 8, Right::Atomic)
+    }
+}

@@ -1,0 +1,159 @@
+//! What the owner of memory sees: regions, windows, fences, and the [`Target`].
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::Memory;
+use crate::work::Key;
+
+/// A host of the cluster, as the directory numbers it: 1..=4095 (12 bits in the pool's logs). Zero is nobody.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+pub struct Host(pub u16);
+
+/// A tenant: whose memory it is.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+pub struct Tenant(pub u32);
+
+/// Who connects.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Identity {
+    /// The connecting host.
+    pub host: Host,
+    /// Fencing epoch of that host's lease. A target that fenced `(host, epoch)` refuses it and all earlier ones.
+    pub epoch: u64,
+    /// The tenant on whose behalf it acts.
+    pub tenant: Tenant,
+}
+
+/// What a key allows.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Access {
+    /// READ.
+    pub read: bool,
+    /// WRITE.
+    pub write: bool,
+    /// CAS and FAA.
+    pub atomic: bool,
+}
+
+impl Access {
+    /// READ only.
+    pub const READ: Self = Self {
+        read: true,
+        write: false,
+        atomic: false,
+    };
+    /// READ and WRITE.
+    pub const READ_WRITE: Self = Self {
+        read: true,
+        write: true,
+        atomic: false,
+    };
+    /// Everything.
+    pub const ALL: Self = Self {
+        read: true,
+        write: true,
+        atomic: true,
+    };
+}
+
+/// Who may use a key.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Scope {
+    /// Any endpoint that the target accepted.
+    Anyone,
+    /// Endpoints of this tenant.
+    Tenant(Tenant),
+    /// Endpoints of this host.
+    Host(Host),
+}
+
+/// Registered memory (an MR) as its peers know it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Region {
+    /// First address in the target's space. Regions never overlap.
+    pub base: u64,
+    /// Bytes.
+    pub len: u64,
+    /// Opens the whole region.
+    pub key: Key,
+}
+
+/// A window to be bound (an MW).
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct WindowSpec {
+    /// Addresses it opens, inside one region.
+    pub range: Range<u64>,
+    /// What it allows.
+    pub access: Access,
+    /// To whom.
+    pub scope: Scope,
+}
+
+/// Why the target could not do what was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum TargetError {
+    /// A limit was reached.
+    #[error("the target already has {limit} {what}")]
+    Full {
+        /// What there is too much of, in the plural.
+        what: &'static str,
+        /// The limit.
+        limit: usize,
+    },
+    /// The range is not inside one region.
+    #[error("{start:#x}..{end:#x} is not inside one region")]
+    OutOfRange {
+        /// First address.
+        start: u64,
+        /// End address.
+        end: u64,
+    },
+    /// The key is not bound.
+    #[error("key {0:?} is not bound")]
+    NoSuchKey(Key),
+    /// The system refused.
+    #[error("{what}: {source}")]
+    System {
+        /// What was attempted.
+        what: &'static str,
+        /// What the system said.
+        source: std::io::Error,
+    },
+}
+
+/// The owner's side: registers memory, binds and invalidates keys, fences hosts, answers messages.
+pub trait Target: Send + Sync + std::fmt::Debug {
+    /// Register memory. Its [`Region`] is announced to endpoints that connect later; `scope` says who may use the region's own key.
+    ///
+    /// # Errors
+    /// At the limit of regions.
+    fn register(
+        &self,
+        memory: Arc<Memory>,
+        access: Access,
+        scope: Scope,
+    ) -> Result<Region, TargetError>;
+
+    /// Bind a window and return its fresh key, random in its free bits.
+    ///
+    /// # Errors
+    /// At the limit of windows; if the range is not inside one region.
+    fn bind(&self, window: &WindowSpec) -> Result<Key, TargetError>;
+
+    /// Kill a key. When this returns no access through it is under way and none will begin.
+    ///
+    /// # Errors
+    /// If the key is not bound.
+    fn invalidate(&self, key: Key) -> Result<(), TargetError>;
+
+    /// Fence a host: when this returns no operation of its endpoints of `epoch` or earlier is under way and none will
+    /// begin; they get [`crate::WorkError::Fenced`], and cannot connect again.
+    fn fence(&self, host: Host, epoch: u64);
+
+    /// Take the oldest message from any endpoint: who sent it, and its bytes appended to `out`.
+    fn receive(&self, out: &mut Vec<u8>) -> Option<Identity>;
+
+    /// Send a message to every endpoint of a host; returns how many took it.
+    fn send(&self, to: Host, message: &[u8]) -> usize;
+}

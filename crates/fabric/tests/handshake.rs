@@ -1,0 +1,379 @@
+//! The shared-memory handshake under strangers: wrong, cut, mutated and random bytes, both ways.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use aquifer_fabric::shm::handshake::{self, HandshakeError, Reply, Welcome};
+use aquifer_fabric::shm::{self, Options, ShmTarget};
+use aquifer_fabric::{
+    Access, EndpointError, Host, Identity, Key, Memory, Region, Scope, Target, TargetError, Tenant,
+};
+use proptest::prelude::*;
+use rustix::net::{
+    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
+    SocketType,
+};
+
+const WHO: Identity = Identity {
+    host: Host(7),
+    epoch: 1 << 40,
+    tenant: Tenant(9),
+};
+
+fn welcome() -> Welcome {
+    let region = |base| Region {
+        base,
+        len: 4096,
+        key: Key(77),
+    };
+    Welcome {
+        slot: 3,
+        limits: Options::default().limits,
+        control_len: 8192,
+        mailbox_len: 4096,
+        regions: vec![region(1 << 21), region(1 << 22)],
+    }
+}
+
+fn corpus() -> Vec<(String, Vec<u8>)> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/handshake");
+    let files = std::fs::read_dir(folder).unwrap().map(Result::unwrap);
+    let mut corpus: Vec<_> = files
+        .map(|file| {
+            (
+                file.file_name().into_string().unwrap(),
+                std::fs::read(file.path()).unwrap(),
+            )
+        })
+        .collect();
+    corpus.sort();
+    assert!(corpus.len() >= 20, "the corpus is missing");
+    corpus
+}
+
+#[test]
+fn what_is_written_is_read_back() {
+    assert_eq!(
+        handshake::parse_hello(&handshake::encode_hello(WHO)),
+        Ok(WHO)
+    );
+    let replies = [Reply::Welcome(welcome()), Reply::Refusal("go away".into())];
+    for reply in replies {
+        assert_eq!(
+            handshake::parse_reply(&handshake::encode_reply(&reply)),
+            Ok(reply)
+        );
+    }
+    let long = Reply::Refusal("é".repeat(300));
+    let cut = handshake::parse_reply(&handshake::encode_reply(&long));
+    assert_eq!(cut, Ok(Reply::Refusal("é".repeat(128))));
+}
+
+/// The bytes are the format: this version will always be written so.
+#[test]
+fn the_corpus_is_judged_as_its_names_say() {
+    for (name, bytes) in corpus() {
+        let (hello, reply) = (
+            handshake::parse_hello(&bytes),
+            handshake::parse_reply(&bytes),
+        );
+        let what = name.split_once('-').unwrap().0;
+        assert_eq!(hello.is_ok(), what == "hello", "{name}: {hello:?}");
+        assert_eq!(reply.is_ok(), what == "reply", "{name}: {reply:?}");
+    }
+    let hello = corpus()
+        .into_iter()
+        .find(|(name, _)| name == "hello-plain.bin")
+        .unwrap()
+        .1;
+    assert_eq!(hello, handshake::encode_hello(WHO));
+}
+
+#[test]
+fn every_cut_and_every_extension_is_refused() {
+    let hello = handshake::encode_hello(WHO);
+    let reply = handshake::encode_reply(&Reply::Welcome(welcome()));
+    for len in 0..hello.len() {
+        let cut = handshake::parse_hello(&hello[..len]);
+        assert!(
+            matches!(cut, Err(HandshakeError::Length { .. })),
+            "{len} bytes: {cut:?}"
+        );
+    }
+    for len in 0..reply.len() {
+        let cut = handshake::parse_reply(&reply[..len]);
+        assert!(
+            matches!(cut, Err(HandshakeError::Length { .. })),
+            "{len} bytes: {cut:?}"
+        );
+    }
+    assert!(handshake::parse_hello(&[hello, vec![0]].concat()).is_err());
+    assert!(handshake::parse_reply(&[reply, vec![0]].concat()).is_err());
+}
+
+proptest! {
+    #[test]
+    fn random_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+        prop_assert!(handshake::parse_hello(&bytes).is_err());
+        prop_assert!(handshake::parse_reply(&bytes).is_err());
+    }
+
+    #[test]
+    fn mutated_messages_parse_to_something_sane_or_are_refused(
+        pick in any::<prop::sample::Index>(),
+        changes in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
+    ) {
+        let corpus = corpus();
+        let mut bytes = corpus[pick.index(corpus.len())].1.clone();
+        for (place, value) in changes {
+            if !bytes.is_empty() {
+                let place = place.index(bytes.len());
+                bytes[place] = value;
+            }
+        }
+        if let Ok(who) = handshake::parse_hello(&bytes) {
+            prop_assert!((1..=4095).contains(&who.host.0));
+        }
+        if let Ok(Reply::Welcome(welcome)) = handshake::parse_reply(&bytes) {
+            prop_assert!(welcome.limits.queue_depth <= shm::QUEUE_DEPTH_LIMIT);
+            prop_assert!(welcome.regions.len() <= shm::REGIONS_LIMIT);
+            let apart = |pair: &[Region]| pair[0].base + pair[0].len <= pair[1].base;
+            prop_assert!(welcome.regions.windows(2).all(apart));
+        }
+    }
+}
+
+fn socket() -> OwnedFd {
+    rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap()
+}
+
+/// Say something to a target and hear its answer.
+fn say(path: &Path, bytes: &[u8]) -> Vec<u8> {
+    let socket = socket();
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
+    rustix::net::send(&socket, bytes, SendFlags::NOSIGNAL).unwrap();
+    let mut answer = vec![0; 4096];
+    let (len, _) = rustix::net::recv(&socket, &mut answer[..], RecvFlags::empty()).unwrap();
+    answer.truncate(len);
+    answer
+}
+
+fn node(options: Options) -> (tempfile::TempDir, PathBuf, ShmTarget) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("node");
+    let target = ShmTarget::listen(&path, options).unwrap();
+    (folder, path, target)
+}
+
+#[test]
+fn a_target_refuses_strangers_with_a_reason_and_goes_on() {
+    let (_folder, path, _target) = node(Options::default());
+    let good = handshake::encode_hello(WHO);
+    let with = |place: usize, value: u8| {
+        let mut bytes = good.clone();
+        bytes[place] = value;
+        bytes
+    };
+    let strangers = [
+        (with(8, 2), "speaks handshake version 2"),
+        (with(0, b'X'), "does not begin as"),
+        (with(10, 2), "kind 2 was not expected"),
+        (with(17, 0x10), "host number is out of bounds"),
+        (with(16, 0), "host number is out of bounds"),
+        (good[..20].to_vec(), "has 20 bytes, it should have 32"),
+        (good[..3].to_vec(), "has 3 bytes"),
+        (vec![0xFF; 4096], "does not begin as"),
+        (vec![b'A'; 60_000], "does not begin as"),
+    ];
+    for (bytes, expected) in strangers {
+        match handshake::parse_reply(&say(&path, &bytes)) {
+            Ok(Reply::Refusal(reason)) => assert!(reason.contains(expected), "{reason}"),
+            other => panic!("{expected}: {other:?}"),
+        }
+    }
+    // Those who hang up without a word, or stay silent, are in nobody's way.
+    let silent: Vec<OwnedFd> = (0..shm::PENDING_LIMIT / 2)
+        .map(|_| {
+            let socket = socket();
+            rustix::net::connect(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+            socket
+        })
+        .collect();
+    assert!(shm::connect(&path, WHO).is_ok());
+    drop(silent);
+    assert!(shm::connect(&path, WHO).is_ok());
+}
+
+#[test]
+fn another_user_is_refused() {
+    let own = rustix::process::getuid().as_raw();
+    let (_folder, path, _target) = node(Options {
+        peer_uid: own + 1,
+        ..Options::default()
+    });
+    match shm::connect(&path, WHO) {
+        Err(EndpointError::Refused { reason, .. }) => {
+            assert_eq!(
+                reason,
+                format!("user {own} may not connect, only user {}", own + 1)
+            );
+        }
+        other => panic!("{other:?}"),
+    }
+    let mode = std::os::unix::fs::PermissionsExt::mode(&path.metadata().unwrap().permissions());
+    assert_eq!(mode & 0o777, 0o600);
+}
+
+#[test]
+fn a_path_is_taken_over_only_from_the_dead() {
+    let (folder, path, target) = node(Options::default());
+    let taken = ShmTarget::listen(&path, Options::default()).unwrap_err();
+    assert!(matches!(&taken, TargetError::System { source, .. }
+        if source.kind() == std::io::ErrorKind::AddrInUse && source.to_string().contains("node")));
+    drop(target);
+    assert!(!path.exists(), "a target that ends takes its socket away");
+    let abandoned = socket();
+    rustix::net::bind(&abandoned, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+    drop(abandoned);
+    let target = ShmTarget::listen(&path, Options::default()).unwrap();
+    assert!(shm::connect(&path, WHO).is_ok());
+    drop(target);
+    std::fs::write(&path, "precious").unwrap();
+    assert!(ShmTarget::listen(&path, Options::default()).is_err());
+    assert_eq!(std::fs::read(&path).unwrap(), b"precious");
+    let long = folder.path().join("x".repeat(200));
+    assert!(ShmTarget::listen(&long, Options::default()).is_err());
+    assert!(matches!(
+        shm::connect(&long, WHO),
+        Err(EndpointError::Unreachable { .. })
+    ));
+}
+
+#[test]
+fn options_out_of_bounds_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let default = Options::default();
+    let limits = default.limits;
+    let faulty = [
+        Options {
+            endpoints_max: 257,
+            ..default.clone()
+        },
+        Options {
+            endpoints_max: 0,
+            ..default.clone()
+        },
+        Options {
+            regions_max: 65,
+            ..default.clone()
+        },
+        Options {
+            windows_max: usize::MAX,
+            ..default.clone()
+        },
+        Options {
+            limits: aquifer_fabric::Limits {
+                receive_depth: 4097,
+                ..limits
+            },
+            ..default.clone()
+        },
+        Options {
+            limits: aquifer_fabric::Limits {
+                queue_depth: 0,
+                ..limits
+            },
+            ..default
+        },
+    ];
+    for options in faulty {
+        let refused = ShmTarget::listen(&folder.path().join("node"), options).unwrap_err();
+        assert!(
+            refused.to_string().contains("it must be between 1 and"),
+            "{refused}"
+        );
+    }
+}
+
+/// A target that answers one connection with these bytes and descriptors.
+fn impostor(answer: &[u8], fds: &[BorrowedFd<'_>]) -> EndpointError {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("impostor");
+    let listener = socket();
+    rustix::net::bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+    rustix::net::listen(&listener, 1).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let socket = rustix::net::accept(&listener).unwrap();
+            let mut hello = [0; 100];
+            let mut ancillary = rustix::net::RecvAncillaryBuffer::default();
+            rustix::net::recvmsg(
+                &socket,
+                &mut [IoSliceMut::new(&mut hello)],
+                &mut ancillary,
+                RecvFlags::empty(),
+            )
+            .unwrap();
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+            let mut ancillary = SendAncillaryBuffer::new(&mut space);
+            if !fds.is_empty() {
+                assert!(ancillary.push(SendAncillaryMessage::ScmRights(fds)));
+            }
+            if !answer.is_empty() {
+                let message = [IoSlice::new(answer)];
+                rustix::net::sendmsg(&socket, &message, &mut ancillary, SendFlags::NOSIGNAL)
+                    .unwrap();
+            }
+        });
+        shm::connect(&path, WHO).map(|_| ()).unwrap_err()
+    })
+}
+
+#[test]
+fn an_initiator_refuses_impostors() {
+    let memory = Memory::create("zeros", 1 << 20).unwrap();
+    let open = rustix::fs::memfd_create("open", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&open, 1 << 20).unwrap();
+    let good = handshake::encode_reply(&Reply::Welcome(welcome()));
+    let mut newer = good.clone();
+    newer[8] = 2;
+    let (sealed, open) = (memory.fd(), open.as_fd());
+    let cases: [(&[u8], Vec<BorrowedFd<'_>>, &str); 7] = [
+        (&newer, vec![], "speaks handshake version 2"),
+        (b"HTTP/1.1 400 Bad Request", vec![], "does not begin as"),
+        (&good[..60], vec![], "has 60 bytes"),
+        (&good, vec![], "0 descriptors came, 4 were announced"),
+        (&good, vec![sealed; 5], "5 descriptors came"),
+        (&good, vec![sealed; 4], "control memory does not begin"),
+        (&good, vec![open; 4], "not sealed against shrinking"),
+    ];
+    for (answer, fds, expected) in cases {
+        match impostor(answer, &fds) {
+            EndpointError::Protocol { reason, .. } => {
+                assert!(reason.contains(expected), "{reason}")
+            }
+            other => panic!("{expected}: {other}"),
+        }
+    }
+    assert!(matches!(
+        impostor(b"", &[]),
+        EndpointError::Unreachable { .. }
+    ));
+}
+
+#[test]
+fn scope_of_a_region_is_kept_in_what_is_announced() {
+    let (_folder, path, target) = node(Options::default());
+    let memory = std::sync::Arc::new(Memory::create("region", 4096).unwrap());
+    target
+        .register(memory, Access::READ, Scope::Host(Host(8)))
+        .unwrap();
+    let endpoint = shm::connect(&path, WHO).unwrap();
+    assert_eq!(
+        (endpoint.regions().len(), endpoint.regions()[0].key),
+        (1, Key(0))
+    );
+    assert_eq!(target.endpoint_count(), 1);
+}

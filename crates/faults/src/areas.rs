@@ -1,0 +1,122 @@
+//! The registered areas of a program: sorted, disjoint ranges of pages.
+
+use aquifer_pager::PageNumber;
+
+/// A range of pages.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, PartialOrd, Ord)]
+pub struct Area {
+    /// First page.
+    pub start: PageNumber,
+    /// Page after the last.
+    pub end: PageNumber,
+}
+
+/// A set of pages, kept as ranges.
+#[derive(Clone, Debug, Default)]
+pub struct Areas(Vec<Area>);
+
+impl Areas {
+    /// Add a range; what it touches is joined.
+    pub fn insert(&mut self, mut area: Area) {
+        if area.start >= area.end {
+            return;
+        }
+        let first = self.0.partition_point(|other| other.end < area.start);
+        let last = self.0.partition_point(|other| other.start <= area.end);
+        if first < last {
+            area.start = area.start.min(self.0[first].start);
+            area.end = area.end.max(self.0[last - 1].end);
+        }
+        self.0.splice(first..last, [area]);
+    }
+
+    /// Remove a range.
+    pub fn remove(&mut self, area: Area) {
+        let first = self.0.partition_point(|other| other.end <= area.start);
+        let last = self.0.partition_point(|other| other.start < area.end);
+        if first >= last || area.start >= area.end {
+            return;
+        }
+        let left = Area {
+            start: self.0[first].start,
+            end: area.start,
+        };
+        let right = Area {
+            start: area.end,
+            end: self.0[last - 1].end,
+        };
+        self.0.splice(
+            first..last,
+            [left, right]
+                .into_iter()
+                .filter(|part| part.start < part.end),
+        );
+    }
+
+    /// The parts of a range that are not in the set.
+    #[must_use]
+    pub fn missing(&self, area: Area) -> Vec<Area> {
+        let mut gaps = Vec::new();
+        let mut start = area.start;
+        let first = self.0.partition_point(|other| other.end <= area.start);
+        for other in self.0[first..]
+            .iter()
+            .take_while(|other| other.start < area.end)
+        {
+            if start < other.start {
+                gaps.push(Area {
+                    start,
+                    end: other.start,
+                });
+            }
+            start = other.end;
+        }
+        if start < area.end {
+            gaps.push(Area {
+                start,
+                end: area.end,
+            });
+        }
+        gaps
+    }
+
+    /// The ranges, in order.
+    pub fn iter(&self) -> impl Iterator<Item = Area> + '_ {
+        self.0.iter().copied()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn it_is_a_set_of_pages(operations in prop::collection::vec((any::<bool>(), 0u64..60, 0u64..12), 0..40),
+                                probe in 0u64..60, length in 0u64..20) {
+            let mut areas = Areas::default();
+            let mut model = BTreeSet::new();
+            for (add, start, length) in operations {
+                let area = Area { start, end: start + length };
+                if add {
+                    areas.insert(area);
+                    model.extend(start..start + length);
+                } else {
+                    areas.remove(area);
+                    model.retain(|page| !(start..start + length).contains(page));
+                }
+            }
+            let pages: BTreeSet<u64> = areas.iter().flat_map(|area| area.start..area.end).collect();
+            prop_assert_eq!(&pages, &model);
+            prop_assert!(areas.iter().zip(areas.iter().skip(1)).all(|(one, next)| one.end < next.start), "joined and in order");
+            let missing: BTreeSet<u64> = areas.missing(Area { start: probe, end: probe + length })
+                .into_iter().flat_map(|area| area.start..area.end).collect();
+            let expected: BTreeSet<u64> = (probe..probe + length).filter(|page| !model.contains(page)).collect();
+            prop_assert_eq!(missing, expected);
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! What the monitor needs beside the kernel: the sender, the memory nodes, the other programs of the run, the time.
+
+use aquifer_pager::{BlockId, FetchError, Location, Mutation, SlabSet, Staged, Volume, Written};
+
+use crate::areas::Areas;
+use crate::kernel::Kernel;
+
+/// A batch that waits in a staging buffer of the program, to be copied into a block of the mempool.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Job {
+    /// Where it goes.
+    pub block: BlockId,
+    /// Where it waits.
+    pub buffer: usize,
+    /// Page `i` of the batch waits at `positions[i]` of the buffer.
+    pub positions: Vec<u8>,
+}
+
+/// What the sender has done.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Done {
+    /// A batch is in the mempool and its staging buffer is free.
+    Staged {
+        /// The block.
+        block: BlockId,
+        /// The buffer.
+        buffer: usize,
+        /// What each page was.
+        found: Vec<Staged>,
+    },
+    /// A batch is on memory nodes.
+    Written(Box<Written>),
+}
+
+/// Everything around one monitor.
+pub trait Edge: Kernel {
+    /// Hand a batch to the sender.
+    fn submit(&mut self, job: Job);
+
+    /// Append what the sender has done since.
+    fn collect(&mut self, out: &mut Vec<Done>);
+
+    /// Wait until the sender has done something, or for a bounded time; false if the run is being ended.
+    fn wait(&mut self) -> bool;
+
+    /// Read pages from memory nodes into the fetch buffer; how many, from the first, are whole.
+    ///
+    /// # Errors
+    /// If the first cannot be had.
+    fn fetch(&mut self, slabs: &SlabSet, locations: &[Location]) -> Result<usize, FetchError>;
+
+    /// The program forked: serve the child from now on.
+    fn forked(&mut self, child: Self::Child, volume: Volume, areas: Areas);
+
+    /// This program has nothing left to take and the run is over its limit: the others should look.
+    fn nudge_others(&mut self);
+
+    /// A page is lost: say so to people.
+    fn report_lost(&mut self, page: u64, error: &FetchError);
+
+    /// A clock, in nanoseconds.
+    fn now_ns(&self) -> u64;
+
+    /// The protocol step that a test has broken.
+    fn mutation(&self) -> Mutation {
+        Mutation::None
+    }
+}

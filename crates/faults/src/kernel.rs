@@ -1,0 +1,148 @@
+//! What the monitor needs of the kernel and of the program's worker. The product asks the real ones; the simulator asks a
+//! model that interleaves program threads at every call.
+
+use aquifer_pager::{PageNumber, Slot};
+
+/// A thread of the program waits for a page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Fault {
+    /// The page.
+    pub page: PageNumber,
+    /// Whether it wants to write.
+    pub write: bool,
+    /// The waiting thread, as the kernel numbers it.
+    pub thread: u32,
+}
+
+/// What a userfaultfd tells. Events (all but faults) keep every answer to a fault waiting until they are read.
+#[derive(PartialEq, Eq, Debug)]
+pub enum Message<C> {
+    /// A missing page was touched.
+    Fault(Fault),
+    /// The program forked; the child's descriptor.
+    Fork(C),
+    /// Pages have moved (`mremap`).
+    Remap {
+        /// First page before.
+        from: PageNumber,
+        /// First page after.
+        to: PageNumber,
+        /// How many.
+        pages: u64,
+    },
+    /// Pages are about to be dropped (`MADV_DONTNEED`, `MADV_FREE`).
+    Remove {
+        /// First page.
+        start: PageNumber,
+        /// Page after the last.
+        end: PageNumber,
+    },
+    /// Pages were unmapped.
+    Unmap {
+        /// First page.
+        start: PageNumber,
+        /// Page after the last.
+        end: PageNumber,
+    },
+}
+
+/// Where the bytes of filled pages come from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Source {
+    /// Page `index` of the fetch buffer and those behind it.
+    Fetched(usize),
+    /// A slot of the mempool; one page only.
+    Slot(Slot),
+    /// Zeros. `private` pages are the program's own at once; others share the kernel's zero page until they are written.
+    Zeros {
+        /// See above.
+        private: bool,
+    },
+}
+
+/// What ended a fill early.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Stop {
+    /// The next page is there already.
+    Exists,
+    /// There is no memory at that address any more.
+    NoArea,
+    /// An event is unread (or was, a moment ago): nothing may be filled before it is heeded.
+    Busy,
+    /// The program is gone.
+    Ended,
+    /// The host has no memory.
+    NoMemory,
+}
+
+/// The outcome of a fill.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Filled {
+    /// Pages filled, from the first; their waiters were woken.
+    pub pages: usize,
+    /// Why not all.
+    pub stop: Option<Stop>,
+}
+
+/// What became of a page that the worker was told to take.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Taken {
+    /// It left the program and waits in staging.
+    Moved,
+    /// It stays: pinned, locked, busy, or something changed meanwhile.
+    Kept,
+    /// There was none.
+    Absent,
+}
+
+/// The program is gone.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Gone;
+
+/// A program's memory, as the kernel and the worker let us handle it.
+pub trait Kernel {
+    /// The descriptor of a forked child.
+    type Child;
+
+    /// Append what there is to hear, without waiting.
+    fn read(&mut self, out: &mut Vec<Message<Self::Child>>);
+
+    /// Fill missing pages and wake who waits for them.
+    fn fill(&mut self, page: PageNumber, pages: usize, source: Source) -> Filled;
+
+    /// Wake who waits for a page, to try again.
+    fn wake(&mut self, page: PageNumber);
+
+    /// Whoever touches the missing page from now on gets SIGBUS.
+    fn poison(&mut self, page: PageNumber) -> Filled;
+
+    /// Have missing pages of this range reported; false if there is no such memory.
+    fn register(&mut self, start: PageNumber, end: PageNumber) -> bool;
+
+    /// Whether an event is unread, or was read so lately that fills would still be refused.
+    fn is_changing(&mut self) -> bool;
+
+    /// Append the pages of the range that are present.
+    fn present(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>);
+
+    /// Have the worker move pages into a staging buffer, and wait until it has. One outcome for each page. While it waits it reads no
+    /// messages: that is what makes taking safe against everything the program does to its address space.
+    ///
+    /// # Errors
+    /// If the program has ended.
+    fn take(
+        &mut self,
+        buffer: usize,
+        pages: &[PageNumber],
+        out: &mut Vec<Taken>,
+    ) -> Result<(), Gone>;
+
+    /// Whether there is a worker: a child has none until it has attached.
+    fn has_worker(&self) -> bool;
+
+    /// Whether the program asked that a page stay.
+    fn is_pinned(&self, page: PageNumber) -> bool;
+
+    /// Let others run for a moment: something will change soon.
+    fn pause(&mut self);
+}

@@ -1,0 +1,24 @@
+//! Unmodified programs on the pool: their page faults, served through userfaultfd.
+//!
+//! - [`monitor`]: decides. A state machine that sees the world through [`edge::Edge`] and [`kernel::Kernel`], so that the simulator drives the
+//!   very code that serves programs.
+//! - [`serve`]: the real edge and its threads: [`uffd`] calls, the program's worker, `/proc`.
+//! - [`stream`], [`areas`], [`maps`], [`stats`]: how far to fill ahead, what is registered, what is worth paging, what happened.
+//!
+//! This crate does not know where pages go when they leave: that is the pager's.
+
+pub mod areas;
+pub mod edge;
+pub mod kernel;
+pub mod maps;
+pub mod monitor;
+pub mod serve;
+pub mod stats;
+pub mod stream;
+pub mod uffd;
+pub mod worker;
+
+pub use areas::{Area, Areas};
+pub use edge::{Done, Edge, Job};
+pub use monitor::{Monitor, Next};
+pub use stats::FaultStats;

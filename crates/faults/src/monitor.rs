@@ -1,0 +1,535 @@
+//! The monitor of one program: it hears faults and events, decides, and acts through its [`Edge`]. One thread turns it.
+//!
+//! The rules that keep every byte right are in `docs/formats/paging.md`. The chief ones:
+//! events are heeded before any fault that was read with them; a fill that the kernel refuses as busy is decided anew; pages are taken only
+//! while nothing is read; a page that was given up is not taken before the program has faulted on it again.
+
+use std::sync::Arc;
+
+use aquifer_pager::{
+    BLOCK_PAGES, Batch, Budget, FETCH_PAGES_MAX, Location, Mutation, PageNumber, PageState, Volume,
+};
+
+use crate::areas::{Area, Areas};
+use crate::edge::{Done, Edge, Job};
+use crate::kernel::{Fault, Filled, Message, Source, Stop, Taken};
+use crate::stats::FaultStats;
+use crate::stream::Streams;
+
+/// Pages kept free below the limit, so that faults seldom wait for room.
+const SPARE_PAGES: u64 = 2 * BLOCK_PAGES as u64;
+/// Pages filled at one fault of a walk.
+const WINDOW_MAX: usize = 32;
+/// After a batch of which nothing could be taken, no other is tried for this long.
+const STALL_NS: u64 = 4_000_000;
+/// Messages read in one go.
+const MESSAGES_MAX: usize = 64;
+
+/// What to do after a turn.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Next {
+    /// Turn again at once.
+    Again,
+    /// Nothing to do before the kernel or the sender says something.
+    Sleep,
+    /// The program is gone.
+    Ended,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Waiting {
+    fault: Fault,
+    since_ns: u64,
+}
+
+/// What became of one attempt to serve a fault.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Served {
+    Yes,
+    /// It waits for the sender.
+    Later,
+    /// It waits for the kernel: very soon.
+    Soon,
+}
+
+/// The monitor of one program.
+#[derive(Debug)]
+pub struct Monitor<E: Edge> {
+    edge: E,
+    volume: Volume,
+    budget: Arc<Budget>,
+    stats: Arc<FaultStats>,
+    areas: Areas,
+    streams: Streams,
+    inbox: Vec<Message<E::Child>>,
+    waiting: Vec<Waiting>,
+    serving: Vec<Waiting>,
+    done: Vec<Done>,
+    free_buffers: Vec<usize>,
+    victims: Batch,
+    taken: Vec<Taken>,
+    locations: Vec<Location>,
+    stalled_until_ns: u64,
+    ended: bool,
+}
+
+impl<E: Edge> Monitor<E> {
+    /// A monitor for a program whose pages are in `volume` and whose registered areas are `areas`.
+    #[must_use]
+    pub fn new(
+        edge: E,
+        volume: Volume,
+        budget: Arc<Budget>,
+        stats: Arc<FaultStats>,
+        areas: Areas,
+        buffers: usize,
+    ) -> Self {
+        Self {
+            edge,
+            volume,
+            budget,
+            stats,
+            areas,
+            streams: Streams::default(),
+            inbox: Vec::with_capacity(MESSAGES_MAX),
+            waiting: Vec::with_capacity(MESSAGES_MAX),
+            serving: Vec::with_capacity(MESSAGES_MAX),
+            done: Vec::with_capacity(8),
+            free_buffers: (0..buffers).collect(),
+            victims: Batch::with_capacity(BLOCK_PAGES),
+            taken: Vec::with_capacity(BLOCK_PAGES),
+            locations: Vec::with_capacity(FETCH_PAGES_MAX),
+            stalled_until_ns: 0,
+            ended: false,
+        }
+    }
+
+    /// The edge.
+    pub fn edge(&mut self) -> &mut E {
+        &mut self.edge
+    }
+
+    /// The program's pages.
+    pub fn volume(&mut self) -> &mut Volume {
+        &mut self.volume
+    }
+
+    /// The registered areas.
+    #[must_use]
+    pub fn areas(&self) -> &Areas {
+        &self.areas
+    }
+
+    /// The program is known to be gone.
+    pub fn end(&mut self) {
+        self.ended = true;
+    }
+
+    /// Do all that can be done now.
+    pub fn turn(&mut self) -> Next {
+        self.collect();
+        self.listen();
+        std::mem::swap(&mut self.waiting, &mut self.serving);
+        let mut soon = false;
+        let mut serving = std::mem::take(&mut self.serving);
+        for waiting in serving.drain(..) {
+            if self.ended {
+                break;
+            }
+            match self.serve(waiting.fault) {
+                Served::Yes => {
+                    FaultStats::add(&self.stats.faults, 1);
+                    self.stats
+                        .latency
+                        .record(self.edge.now_ns().saturating_sub(waiting.since_ns));
+                }
+                Served::Later => self.waiting.push(waiting),
+                Served::Soon => {
+                    soon = true;
+                    self.waiting.push(waiting);
+                }
+            }
+        }
+        self.serving = serving;
+        self.make_room();
+        if self.ended {
+            Next::Ended
+        } else if soon {
+            self.edge.pause();
+            Next::Again
+        } else {
+            Next::Sleep
+        }
+    }
+
+    /// Whether faults wait for the sender or for room.
+    #[must_use]
+    pub fn has_waiting(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
+    /// Take newly found areas under control: from now on their missing pages are reported and their present ones may be taken.
+    pub fn adopt(&mut self, found: &[Area]) {
+        let mut present = Vec::new();
+        let gaps: Vec<Area> = found.iter().flat_map(|area| self.areas.missing(*area)).collect();
+        for gap in gaps {
+            if !self.edge.register(gap.start, gap.end) {
+                continue;
+            }
+            // An event still unread may speak of what was at this place before: hear it before looking at what is there now.
+            self.areas.insert(gap);
+            while self.edge.is_changing() && !self.ended {
+                self.listen();
+                self.edge.pause();
+            }
+            present.clear();
+            self.edge.present(gap.start, gap.end, &mut present);
+            for page in &present {
+                if self.volume.state(*page) == PageState::Zero {
+                    self.volume.hold(*page);
+                }
+            }
+        }
+    }
+
+    /// Hear everything. Events take effect at once and in order; faults wait until all events are heard.
+    fn listen(&mut self) {
+        let mut inbox = std::mem::take(&mut self.inbox);
+        self.edge.read(&mut inbox);
+        if self.edge.mutation() == Mutation::ServeFaultsBeforeEvents {
+            let faults: Vec<Fault> = inbox
+                .iter()
+                .filter_map(|message| {
+                    if let Message::Fault(fault) = message {
+                        Some(*fault)
+                    } else {
+                        None
+                    }
+                })
+                .collect();
+            faults.into_iter().for_each(|fault| {
+                self.serve(fault);
+            });
+        }
+        let now_ns = self.edge.now_ns();
+        for message in inbox.drain(..) {
+            match message {
+                Message::Fault(fault) => self.waiting.push(Waiting {
+                    fault,
+                    since_ns: now_ns,
+                }),
+                Message::Fork(child) => self.fork(child),
+                Message::Remap { from, to, pages } => self.remap(from, to, pages),
+                Message::Remove { start, end } => self.volume.give_up(start, end),
+                Message::Unmap { start, end } => {
+                    self.volume.discard(start, end);
+                    self.areas.remove(Area { start, end });
+                }
+            }
+        }
+        self.inbox = inbox;
+    }
+
+    fn collect(&mut self) {
+        let mut done = std::mem::take(&mut self.done);
+        self.edge.collect(&mut done);
+        self.book(&mut done);
+        self.done = done;
+    }
+
+    /// Book what the sender has done.
+    pub fn book(&mut self, done: &mut Vec<Done>) {
+        for what in done.drain(..) {
+            match what {
+                Done::Staged {
+                    block,
+                    buffer,
+                    found,
+                } => {
+                    self.volume.staged(block, &found);
+                    self.free_buffers.push(buffer);
+                }
+                Done::Written(written) => {
+                    self.volume
+                        .written(written.block, &written.locations[..written.count]);
+                }
+            }
+        }
+    }
+
+    fn wait_while(&mut self, condition: impl Fn(&Volume) -> bool) {
+        while condition(&self.volume) && !self.ended {
+            if !self.edge.wait() {
+                self.ended = true;
+            }
+            self.collect();
+        }
+    }
+
+    fn fork(&mut self, child: E::Child) {
+        if self.edge.mutation() == Mutation::ForkWithoutFlush {
+            self.wait_while(|volume| volume.is_in_flight() && !volume.is_leaving());
+        } else {
+            self.wait_while(Volume::is_in_flight);
+        }
+        if self.ended {
+            return;
+        }
+        self.volume.reclaim_all();
+        match self.volume.clone_for_fork() {
+            Ok(volume) => self.edge.forked(child, volume, self.areas.clone()),
+            Err(error) => {
+                tracing::error!(%error, "a forked program cannot be served: it will wait for ever")
+            }
+        }
+    }
+
+    fn remap(&mut self, from: PageNumber, to: PageNumber, pages: u64) {
+        // Staging knows pages by the number they had when they left.
+        self.wait_while(Volume::is_leaving);
+        if self.ended {
+            return;
+        }
+        self.volume.move_range(from, to, pages);
+        self.areas.remove(Area {
+            start: from,
+            end: from + pages,
+        });
+        self.areas.insert(Area {
+            start: to,
+            end: to + pages,
+        });
+    }
+
+    fn serve(&mut self, fault: Fault) -> Served {
+        if self.budget.excess(0) > 0 && self.must_wait_for_room() {
+            return Served::Later;
+        }
+        let page = fault.page;
+        match self.volume.state(page) {
+            PageState::Zero => self.serve_zero(fault),
+            PageState::Held | PageState::Doubtful => {
+                let filled = self.edge.fill(
+                    page,
+                    1,
+                    Source::Zeros {
+                        private: fault.write,
+                    },
+                );
+                self.settle(page, filled, None)
+            }
+            PageState::Leaving => Served::Later,
+            PageState::Staged(slot) => {
+                let filled = self.edge.fill(page, 1, Source::Slot(slot));
+                self.settle(page, filled, Some(|stats| &stats.staging_hits))
+            }
+            PageState::Reclaimable(slot) => {
+                let filled = self.edge.fill(page, 1, Source::Slot(slot));
+                self.settle(page, filled, Some(|stats| &stats.mempool_hits))
+            }
+            PageState::Remote(_) => self.serve_remote(page),
+            PageState::Lost => {
+                let filled = self.edge.poison(page);
+                match filled.stop {
+                    Some(Stop::Busy) => Served::Soon,
+                    _ => Served::Yes,
+                }
+            }
+        }
+    }
+
+    /// Over the limit a fault waits, as long as there is something to wait for.
+    fn must_wait_for_room(&mut self) -> bool {
+        self.make_room();
+        if self.budget.excess(0) == 0 {
+            return false;
+        }
+        if self.volume.is_in_flight() {
+            return true;
+        }
+        self.edge.nudge_others();
+        false
+    }
+
+    fn serve_zero(&mut self, fault: Fault) -> Served {
+        let window = self.window(fault.page);
+        let mut pages = 1;
+        while pages < window && self.volume.state(fault.page + pages as u64) == PageState::Zero {
+            pages += 1;
+        }
+        let source = Source::Zeros {
+            private: fault.write,
+        };
+        let mut filled = self.edge.fill(fault.page, pages, source);
+        if pages > 1
+            && filled
+                == (Filled {
+                    pages: 0,
+                    stop: Some(Stop::NoArea),
+                })
+        {
+            filled = self.edge.fill(fault.page, 1, source);
+        }
+        self.streams.filled(fault.page, window, filled.pages);
+        self.settle(fault.page, filled, Some(|stats| &stats.zero_pages))
+    }
+
+    fn serve_remote(&mut self, page: PageNumber) -> Served {
+        let window = self.window(page);
+        self.locations.clear();
+        for next in page..page + window as u64 {
+            let PageState::Remote(location) = self.volume.state(next) else {
+                break;
+            };
+            self.locations.push(location);
+        }
+        let fetched = match self.edge.fetch(self.volume.slabs(), &self.locations) {
+            Ok(fetched) => fetched,
+            Err(error) => {
+                self.edge.report_lost(page, &error);
+                self.volume.lose(page);
+                FaultStats::add(&self.stats.lost_pages, 1);
+                return Served::Soon;
+            }
+        };
+        let mut filled = self.edge.fill(page, fetched, Source::Fetched(0));
+        if fetched > 1
+            && filled
+                == (Filled {
+                    pages: 0,
+                    stop: Some(Stop::NoArea),
+                })
+        {
+            filled = self.edge.fill(page, 1, Source::Fetched(0));
+        }
+        FaultStats::add(&self.stats.remote_read_trips, 1);
+        FaultStats::add(&self.stats.prefetched, filled.pages.saturating_sub(1));
+        self.streams.filled(page, window, filled.pages);
+        self.settle(page, filled, Some(|stats| &stats.remote_reads))
+    }
+
+    /// How many pages to fill at a fault; ahead of the program only if there is room.
+    fn window(&mut self, page: PageNumber) -> usize {
+        let room = self
+            .budget
+            .resident_max()
+            .saturating_sub(self.budget.resident())
+            / 2;
+        let max = usize::try_from(room)
+            .unwrap_or(usize::MAX)
+            .clamp(1, WINDOW_MAX);
+        self.streams.window(page, max)
+    }
+
+    /// Book a fill: what was filled is held by the program now.
+    fn settle(
+        &mut self,
+        page: PageNumber,
+        filled: Filled,
+        counter: Option<fn(&FaultStats) -> &std::sync::atomic::AtomicU64>,
+    ) -> Served {
+        for filled_page in page..page + filled.pages as u64 {
+            self.volume.hold(filled_page);
+        }
+        if let Some(counter) = counter {
+            FaultStats::add(counter(&self.stats), filled.pages);
+        }
+        if filled.pages > 0 {
+            return Served::Yes;
+        }
+        match filled.stop {
+            None | Some(Stop::NoArea) => self.edge.wake(page),
+            Some(Stop::Exists) => {
+                if self.volume.state(page) == PageState::Zero {
+                    self.volume.hold(page);
+                }
+                self.edge.wake(page);
+            }
+            Some(Stop::Busy | Stop::NoMemory) => return Served::Soon,
+            Some(Stop::Ended) => self.ended = true,
+        }
+        Served::Yes
+    }
+
+    /// Take pages out of the program while it is too close to its limit.
+    pub fn make_room(&mut self) {
+        while !self.ended
+            && self.budget.excess(SPARE_PAGES) > 0
+            && !self.free_buffers.is_empty()
+            && self.edge.has_worker()
+            && self.edge.now_ns() >= self.stalled_until_ns
+        {
+            if !self.take_batch() {
+                break;
+            }
+        }
+    }
+
+    fn take_batch(&mut self) -> bool {
+        let Some(block) = self.volume.take_block() else {
+            return false;
+        };
+        let over = self.budget.excess(0) > 0;
+        self.victims.clear();
+        let edge = &self.edge;
+        self.volume.pick_victims(
+            BLOCK_PAGES,
+            over,
+            |page| edge.is_pinned(page),
+            &mut self.victims,
+        );
+        if self.victims.is_empty() {
+            self.volume.return_block(block);
+            if over {
+                self.edge.nudge_others();
+            }
+            return false;
+        }
+        let buffer = self.free_buffers.pop().expect("the caller looked");
+        self.taken.clear();
+        if self
+            .edge
+            .take(buffer, &self.victims, &mut self.taken)
+            .is_err()
+        {
+            self.volume.return_block(block);
+            self.ended = true;
+            return false;
+        }
+        self.book_batch(block, buffer)
+    }
+
+    fn book_batch(&mut self, block: aquifer_pager::BlockId, buffer: usize) -> bool {
+        let mut positions = Vec::with_capacity(BLOCK_PAGES);
+        let victims = std::mem::take(&mut self.victims);
+        let mut moved = Batch::with_capacity(BLOCK_PAGES);
+        for (position, (page, taken)) in victims.iter().zip(&self.taken).enumerate() {
+            match taken {
+                Taken::Moved => {
+                    positions.push(u8::try_from(position).expect("batches are small"));
+                    moved.push(*page);
+                }
+                Taken::Kept => self.volume.refused(*page),
+                Taken::Absent => self.volume.vanished(*page),
+            }
+        }
+        self.victims = victims;
+        if moved.is_empty() {
+            self.volume.return_block(block);
+            self.free_buffers.push(buffer);
+            if self.taken.contains(&Taken::Kept) {
+                self.stalled_until_ns = self.edge.now_ns() + STALL_NS;
+                return false;
+            }
+            return true;
+        }
+        FaultStats::add(&self.stats.evictions, moved.len());
+        self.volume.left(block, &moved);
+        self.edge.submit(Job {
+            block,
+            buffer,
+            positions,
+        });
+        true
+    }
+}

@@ -1,0 +1,294 @@
+//! A monitor's way to a real program: its userfaultfd, its worker, `/proc`, the run's sender.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Instant;
+
+use aquifer_ipc::{Frame, Hello, TAKE_PAGES_MAX};
+use aquifer_pager::{FETCH_PAGES_MAX, FetchError, Fetcher, Location, PAGE_BYTES, PageNumber, SlabSet, Volume};
+
+use super::attach::send_frame;
+use super::program::{self, Program};
+use super::run::Run;
+use crate::areas::Areas;
+use crate::edge::{Done, Edge, Job};
+use crate::kernel::{Filled, Gone, Kernel, Message, Source, Taken};
+use crate::uffd::Userfaultfd;
+use crate::worker::WorkerPort;
+
+const PAGE: u64 = PAGE_BYTES as u64;
+/// Wait no longer than this for the sender before looking around.
+const PATIENCE: rustix::fs::Timespec = rustix::fs::Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+/// Entries of `/proc/PID/pagemap` read at once.
+const PAGEMAP_ENTRIES: usize = 8192;
+const PAGEMAP_PRESENT: u64 = 1 << 63;
+const PAGEMAP_FILE: u64 = 1 << 61;
+
+/// A program that has said hello: its words, its socket, and the memory shared with its worker.
+#[derive(Debug)]
+pub(crate) struct Attachment {
+    pub(crate) hello: Hello,
+    pub(crate) socket: OwnedFd,
+    pub(crate) worker: WorkerPort,
+}
+
+/// The real edge.
+#[derive(Debug)]
+pub(crate) struct ProcessEdge {
+    run: Arc<Run>,
+    program: Arc<Program>,
+    uffd: Userfaultfd,
+    fetcher: Fetcher,
+    zeros: Box<[u8]>,
+    attachment: Option<Attachment>,
+    started: Instant,
+    lost_told: bool,
+}
+
+impl ProcessEdge {
+    pub(crate) fn new(run: &Arc<Run>, program: &Arc<Program>, uffd: Userfaultfd) -> io::Result<Self> {
+        let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
+        Ok(Self {
+            run: Arc::clone(run),
+            program: Arc::clone(program),
+            uffd,
+            fetcher: Fetcher::new(service.surroundings.connector())?,
+            zeros: vec![0; FETCH_PAGES_MAX * PAGE_BYTES].into_boxed_slice(),
+            attachment: None,
+            started: Instant::now(),
+            lost_told: false,
+        })
+    }
+
+    pub(crate) fn uffd(&self) -> &Userfaultfd {
+        &self.uffd
+    }
+
+    pub(crate) fn run(&self) -> &Arc<Run> {
+        &self.run
+    }
+
+    pub(crate) fn socket(&self) -> Option<&OwnedFd> {
+        self.attachment.as_ref().map(|attachment| &attachment.socket)
+    }
+
+    /// Children touch this page first.
+    pub(crate) fn register_canary(&self, canary: u64) {
+        if let Err(error) = self.uffd.register(canary / PAGE, canary / PAGE + 1) {
+            tracing::warn!(%error, "forked children of this program will not be recognised at once");
+        }
+    }
+
+    /// A worker is there: answer it, and take pages through it from now on.
+    pub(crate) fn attach(&mut self, attachment: Attachment) -> io::Result<()> {
+        let hello = &attachment.hello;
+        let first = hello.antechamber / PAGE;
+        self.uffd.register(first, first + TAKE_PAGES_MAX as u64)?;
+        let control = attachment.worker.fd();
+        if hello.is_child {
+            let uffd = self.uffd.duplicate()?;
+            send_frame(&attachment.socket, &Frame::Welcome, &[control, std::os::fd::AsFd::as_fd(&uffd)])?;
+            self.run.keep(&self.program, self.program.pid(), &[&uffd, &control]);
+        } else {
+            send_frame(&attachment.socket, &Frame::Welcome, &[control])?;
+        }
+        self.attachment = Some(attachment);
+        Ok(())
+    }
+
+    /// Whether the program's memory still exists. Asked by an attempt to fill a page that is always there.
+    pub(crate) fn is_alive(&mut self) -> bool {
+        let canary = self.program.private[2].load(Relaxed) / PAGE;
+        self.uffd.zero(canary, 1).stop != Some(crate::kernel::Stop::Ended)
+    }
+
+    fn pagemap(&self) -> io::Result<File> {
+        let pid = self.program.pid();
+        match self.program.thread.load(Relaxed) {
+            0 => File::open(format!("/proc/{pid}/pagemap")),
+            thread => File::open(format!("/proc/{pid}/task/{thread}/pagemap")),
+        }
+    }
+
+    fn read_present(&self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) -> io::Result<()> {
+        let file = self.pagemap()?;
+        let mut buffer = vec![0; PAGEMAP_ENTRIES * 8];
+        let mut page = start;
+        while page < end {
+            let entries = PAGEMAP_ENTRIES.min(usize::try_from(end - page).unwrap_or(usize::MAX));
+            let length = file.read_at(&mut buffer[..entries * 8], page * 8)?;
+            if length < 8 {
+                break;
+            }
+            for entry in buffer[..length].chunks_exact(8) {
+                let entry = u64::from_ne_bytes(entry.try_into().expect("8 bytes"));
+                if entry & PAGEMAP_PRESENT != 0 && entry & PAGEMAP_FILE == 0 {
+                    out.push(page);
+                }
+                page += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// The first fault of a child tells which process it is.
+    fn learn_pid(&self, thread: u32) {
+        self.program.set_pid(thread);
+        self.run.keep(&self.program, thread, &[]);
+    }
+
+    /// The worker's thread, once it is verified to be one of this process.
+    fn learn_thread(&self) -> bool {
+        let Some(attachment) = &self.attachment else { return false };
+        if self.program.thread.load(Relaxed) != 0 {
+            return true;
+        }
+        let thread = attachment.worker.thread();
+        let is_own = thread != 0
+            && std::path::Path::new(&format!("/proc/{}/task/{thread}", self.program.pid())).exists();
+        if is_own {
+            self.program.thread.store(thread, Relaxed);
+        }
+        is_own
+    }
+}
+
+impl Kernel for ProcessEdge {
+    type Child = OwnedFd;
+
+    fn read(&mut self, out: &mut Vec<Message<OwnedFd>>) {
+        self.uffd.read(out);
+        if self.program.pid() == 0
+            && let Some(thread) = out.iter().find_map(|message| match message {
+                Message::Fault(fault) => Some(fault.thread),
+                _ => None,
+            })
+        {
+            self.learn_pid(thread);
+        }
+    }
+
+    fn fill(&mut self, page: PageNumber, pages: usize, source: Source) -> Filled {
+        let bytes = match source {
+            Source::Zeros { private: false } => return self.uffd.zero(page, pages),
+            Source::Zeros { private: true } => self.zeros.as_ptr(),
+            Source::Slot(slot) => {
+                let service = self.run.service.upgrade().expect("the service outlives its programs");
+                // SAFETY: slots lie inside the mempool's mapping.
+                unsafe { service.mempool.memory().as_ptr().add(slot.offset()) }
+            }
+            // SAFETY: the fetch buffer has FETCH_PAGES_MAX pages.
+            Source::Fetched(index) => unsafe { self.fetcher.buffer().as_ptr().add(index * PAGE_BYTES) },
+        };
+        assert!(pages <= FETCH_PAGES_MAX);
+        // SAFETY: each source is at least `pages` long: windows are below FETCH_PAGES_MAX, and a slot serves one page.
+        unsafe { self.uffd.copy(page, bytes, pages) }
+    }
+
+    fn wake(&mut self, page: PageNumber) {
+        self.uffd.wake(page);
+    }
+
+    fn poison(&mut self, page: PageNumber) -> Filled {
+        self.uffd.poison(page)
+    }
+
+    fn register(&mut self, start: PageNumber, end: PageNumber) -> bool {
+        match self.uffd.register(start, end) {
+            Ok(()) => true,
+            Err(error) => {
+                tracing::debug!(%error, start, end, "an area has changed before it could be registered");
+                false
+            }
+        }
+    }
+
+    fn is_changing(&mut self) -> bool {
+        self.uffd.is_changing(self.program.private[2].load(Relaxed) / PAGE)
+    }
+
+    fn present(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) {
+        if let Err(error) = self.read_present(start, end, out) {
+            tracing::debug!(%error, "pagemap cannot be read: the program is gone");
+        }
+    }
+
+    fn take(&mut self, buffer: usize, pages: &[PageNumber], out: &mut Vec<Taken>) -> Result<(), Gone> {
+        let program = Arc::clone(&self.program);
+        let attachment = self.attachment.as_mut().expect("the monitor asked whether there is a worker");
+        attachment.worker.refresh_pins();
+        let socket = &attachment.socket;
+        let is_alive = || !program.is_killed() && !has_hung_up(socket);
+        if attachment.worker.take(buffer, pages, out, is_alive) { Ok(()) } else { Err(Gone) }
+    }
+
+    fn has_worker(&self) -> bool {
+        self.learn_thread()
+    }
+
+    fn is_pinned(&self, page: PageNumber) -> bool {
+        let canary = self.program.private[2].load(Relaxed) / PAGE;
+        page == canary || self.attachment.as_ref().is_some_and(|attachment| attachment.worker.is_pinned(page))
+    }
+
+    fn pause(&mut self) {
+        std::thread::yield_now();
+    }
+}
+
+impl Edge for ProcessEdge {
+    fn submit(&mut self, job: Job) {
+        let staging = self.attachment.as_ref().map_or(0, |attachment| attachment.hello.staging);
+        self.run.sender.submit(&self.program, self.program.thread.load(Relaxed), staging, job);
+    }
+
+    fn collect(&mut self, out: &mut Vec<Done>) {
+        self.program.take_done(out);
+    }
+
+    fn wait(&mut self) -> bool {
+        self.program.sleep_for_bell(PATIENCE);
+        !self.program.is_killed()
+    }
+
+    fn fetch(&mut self, slabs: &SlabSet, locations: &[Location]) -> Result<usize, FetchError> {
+        self.fetcher.fetch(slabs, locations)
+    }
+
+    fn forked(&mut self, child: OwnedFd, volume: Volume, areas: Areas) {
+        if let Err(error) = program::start_child(&self.run, &self.program, child, volume, areas) {
+            self.run.end(&format!("a forked child cannot be served: {error}"));
+        }
+    }
+
+    fn nudge_others(&mut self) {
+        self.run.nudge_others(self.program.id);
+    }
+
+    fn report_lost(&mut self, page: PageNumber, error: &FetchError) {
+        tracing::error!(pid = self.program.pid(), address = page * PAGE, %error, "a page is lost; its readers get SIGBUS");
+        if !self.lost_told {
+            self.lost_told = true;
+            self.run.tell(&format!(
+                "process {} lost the page at {:#x}: {error}. Whoever reads it gets SIGBUS",
+                self.program.pid(),
+                page * PAGE
+            ));
+        }
+    }
+
+    fn now_ns(&self) -> u64 {
+        u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+}
+
+/// Whether the other end is gone.
+fn has_hung_up(socket: &OwnedFd) -> bool {
+    let mut fds = [rustix::event::PollFd::new(socket, rustix::event::PollFlags::empty())];
+    let zero = rustix::fs::Timespec { tv_sec: 0, tv_nsec: 0 };
+    rustix::event::poll(&mut fds, Some(&zero)).is_ok_and(|ready| ready > 0)
+}

@@ -1,0 +1,123 @@
+//! Real programs: a thread per program turns its monitor, a thread per run writes back, one thread samples them all.
+//!
+//! - [`attach`]: a program's first words, and its child's.
+//! - [`program`]: one program's thread. `edge` is what its monitor acts through.
+//! - [`run`]: what the programs of one `aquifer run` share. `sender` is its thread.
+//! - [`sampler`]: looks from outside at how much is resident, and finds new areas.
+
+pub mod attach;
+mod edge;
+pub mod program;
+pub mod run;
+pub mod sampler;
+mod sender;
+
+use std::collections::HashMap;
+use std::fmt::Debug;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use aquifer_ipc::Token;
+use aquifer_pager::{Connector, Mempool};
+use aquifer_pool::PoolClient;
+
+pub use attach::AttachError;
+pub use program::Program;
+pub use run::{Run, RunReport};
+
+/// Runs that one agent serves at once.
+pub const RUNS_MAX: usize = 1024;
+
+/// What the agent provides.
+pub trait Surroundings: Send + Sync + Debug {
+    /// How to reach memory nodes.
+    fn connector(&self) -> Arc<dyn Connector>;
+
+    /// A pool client with all nodes that can be reached now.
+    fn pool(&self) -> PoolClient;
+
+    /// Hold a program's descriptors in a process that outlives this one, so that the program never reads zeros. Its process
+    /// id is 0 while unknown; a later call tells it.
+    fn keep(&self, program: u64, pid: u32, fds: &[BorrowedFd<'_>]);
+
+    /// The program has ended.
+    fn unkeep(&self, program: u64);
+}
+
+/// All programs that one agent pages.
+#[derive(Debug)]
+pub struct Service {
+    pub(crate) surroundings: Arc<dyn Surroundings>,
+    pub(crate) mempool: Arc<Mempool>,
+    runs: Mutex<HashMap<Token, Arc<Run>>>,
+    next_program: AtomicU64,
+}
+
+impl Service {
+    /// A service without programs, and its sampler.
+    #[must_use]
+    pub fn new(surroundings: Arc<dyn Surroundings>, mempool: Arc<Mempool>) -> Arc<Self> {
+        let service = Arc::new(Self {
+            surroundings,
+            mempool,
+            runs: Mutex::new(HashMap::new()),
+            // Numbers stay unique over restarts, as the keeper still knows those of before.
+            next_program: AtomicU64::new(u64::from(std::process::id()) << 32),
+        });
+        sampler::start(Arc::clone(&service));
+        service
+    }
+
+    /// Open a run.
+    ///
+    /// # Errors
+    /// A sentence for the user.
+    pub fn open_run(self: &Arc<Self>, name: &str, limit_bytes: u64) -> Result<Arc<Run>, String> {
+        if limit_bytes < aquifer_pager::LIMIT_BYTES_MIN {
+            return Err(format!(
+                "a limit of {limit_bytes} bytes is too small for any program: give at least {} (--local 8M)",
+                aquifer_pager::LIMIT_BYTES_MIN
+            ));
+        }
+        let mut runs = self.lock();
+        if runs.len() >= RUNS_MAX {
+            return Err(format!("this agent already serves {RUNS_MAX} runs: end some first"));
+        }
+        let run = Run::open(self, name, limit_bytes).map_err(|error| format!("no memory for another run: {error}"))?;
+        runs.insert(run.token(), Arc::clone(&run));
+        Ok(run)
+    }
+
+    /// The run with this token.
+    #[must_use]
+    pub fn run(&self, token: Token) -> Option<Arc<Run>> {
+        self.lock().get(&token).cloned()
+    }
+
+    /// All runs.
+    #[must_use]
+    pub fn runs(&self) -> Vec<Arc<Run>> {
+        self.lock().values().cloned().collect()
+    }
+
+    /// Forget a run that has ended.
+    pub fn close_run(&self, run: &Run) {
+        self.lock().remove(&run.token());
+        run.close();
+    }
+
+    /// The host's mempool.
+    #[must_use]
+    pub fn mempool(&self) -> &Arc<Mempool> {
+        &self.mempool
+    }
+
+    pub(crate) fn next_program(&self) -> u64 {
+        self.next_program.fetch_add(1, Relaxed)
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<Token, Arc<Run>>> {
+        self.runs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,304 @@
+//! One program: what others may do with it, and the thread that turns its monitor.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use aquifer_ipc::{BUFFERS, Hello};
+use aquifer_pager::Volume;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+
+use super::edge::{Attachment, ProcessEdge};
+use super::run::Run;
+use crate::areas::{Area, Areas};
+use crate::edge::{Done, Edge};
+use crate::monitor::{Monitor, Next};
+use crate::stats::FaultStats;
+use crate::uffd::Userfaultfd;
+
+/// How often a program whose process is unknown is probed for being alive.
+const PROBE: rustix::fs::Timespec = rustix::fs::Timespec { tv_sec: 1, tv_nsec: 0 };
+
+/// What other threads want of a program's monitor.
+#[derive(Debug)]
+pub(crate) enum Mail {
+    /// New areas were found.
+    Areas(Vec<Area>),
+    /// A forked child has said hello.
+    Attach(Box<Attachment>),
+}
+
+/// One process under the agent's care.
+#[derive(Debug)]
+pub struct Program {
+    pub(crate) id: u64,
+    pid: AtomicU32,
+    /// A thread that lives as long as the process; 0 until there is a worker.
+    pub(crate) thread: AtomicU32,
+    pub(crate) stats: Arc<FaultStats>,
+    /// Pages that its monitor counts as resident.
+    pub(crate) held: AtomicU64,
+    /// The shim's own memory, which is never registered, and the canary page, in bytes.
+    pub(crate) private: [AtomicU64; 3],
+    done: Mutex<VecDeque<Done>>,
+    mail: Mutex<Vec<Mail>>,
+    has_post: AtomicBool,
+    asleep: AtomicBool,
+    bell: OwnedFd,
+    pidfd: Mutex<Option<OwnedFd>>,
+    killed: AtomicBool,
+}
+
+impl Program {
+    fn new(id: u64) -> io::Result<Self> {
+        Ok(Self {
+            id,
+            pid: AtomicU32::new(0),
+            thread: AtomicU32::new(0),
+            stats: Arc::new(FaultStats::default()),
+            held: AtomicU64::new(0),
+            private: [const { AtomicU64::new(0) }; 3],
+            done: Mutex::new(VecDeque::new()),
+            mail: Mutex::new(Vec::new()),
+            has_post: AtomicBool::new(false),
+            asleep: AtomicBool::new(false),
+            bell: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            pidfd: Mutex::new(None),
+            killed: AtomicBool::new(false),
+        })
+    }
+
+    /// Its process id; 0 while unknown.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.pid.load(Relaxed)
+    }
+
+    pub(crate) fn set_pid(&self, pid: u32) {
+        let pidfd = i32::try_from(pid)
+            .ok()
+            .and_then(Pid::from_raw)
+            .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+        *lock(&self.pidfd) = pidfd;
+        self.pid.store(pid, Relaxed);
+    }
+
+    pub(crate) fn set_private(&self, hello: &Hello) {
+        for (place, value) in
+            self.private.iter().zip([hello.private_start, hello.private_end, hello.canary])
+        {
+            place.store(value, Relaxed);
+        }
+    }
+
+    /// End it.
+    pub(crate) fn kill(&self) {
+        self.killed.store(true, Relaxed);
+        if let Some(pidfd) = &*lock(&self.pidfd)
+            && let Err(error) = pidfd_send_signal(pidfd, Signal::KILL)
+        {
+            tracing::debug!(%error, pid = self.pid(), "the program had ended already");
+        }
+        self.wake();
+    }
+
+    pub(crate) fn is_killed(&self) -> bool {
+        self.killed.load(Relaxed)
+    }
+
+    pub(crate) fn deliver(&self, done: Done) {
+        lock(&self.done).push_back(done);
+        self.ring();
+    }
+
+    pub(crate) fn post(&self, mail: Mail) {
+        lock(&self.mail).push(mail);
+        self.ring();
+    }
+
+    /// Have its monitor turn, if it sleeps.
+    pub(crate) fn ring(&self) {
+        self.has_post.store(true, SeqCst);
+        if self.asleep.swap(false, SeqCst) {
+            self.wake();
+        }
+    }
+
+    fn wake(&self) {
+        if let Err(error) = rustix::io::write(&self.bell, &1u64.to_ne_bytes()) {
+            tracing::error!(%error, "a program's bell is broken");
+        }
+    }
+
+    pub(crate) fn take_done(&self, out: &mut Vec<Done>) {
+        if self.has_post.load(Acquire) {
+            out.extend(lock(&self.done).drain(..));
+        }
+    }
+
+    /// Sleep until the bell rings, or for at most so long.
+    pub(crate) fn sleep_for_bell(&self, patience: rustix::fs::Timespec) {
+        self.asleep.store(true, SeqCst);
+        if !self.has_post.swap(false, SeqCst) {
+            let mut fds = [PollFd::new(&self.bell, PollFlags::IN)];
+            // Any outcome means: look again.
+            let _ = poll(&mut fds, Some(&patience));
+        }
+        self.asleep.store(false, SeqCst);
+        self.quiet_bell();
+        // What arrived while the flag was down must be looked at again.
+        self.has_post.store(true, SeqCst);
+    }
+
+    fn quiet_bell(&self) {
+        let mut count = [0; 8];
+        // It may not have rung.
+        let _ = rustix::io::read(&self.bell, &mut count);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Begin to serve a program that has said hello.
+pub(crate) fn start_root(run: &Arc<Run>, pid: u32, uffd: Userfaultfd, attachment: Attachment) -> io::Result<()> {
+    let program = new_program(run)?;
+    program.set_pid(pid);
+    program.set_private(&attachment.hello);
+    let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
+    let volume = Volume::new(Arc::clone(&run.slabs), Arc::clone(&service.mempool), Arc::clone(&run.budget))
+        .map_err(io::Error::other)?;
+    run.keep(&program, pid, &[&uffd_fd(&uffd)?, &attachment.worker.fd()]);
+    let mut edge = ProcessEdge::new(run, &program, uffd)?;
+    edge.register_canary(attachment.hello.canary);
+    edge.attach(attachment)?;
+    spawn(Arc::clone(run), program, edge, volume, Areas::default())
+}
+
+/// Begin to serve a forked child, before it has said anything.
+pub(crate) fn start_child(run: &Arc<Run>, parent: &Program, fd: OwnedFd, volume: Volume, areas: Areas) -> io::Result<()> {
+    let program = new_program(run)?;
+    for (place, value) in program.private.iter().zip(&parent.private) {
+        place.store(value.load(Relaxed), Relaxed);
+    }
+    run.keep(&program, 0, &[&fd]);
+    run.set_shares();
+    let edge = ProcessEdge::new(run, &program, Userfaultfd::from(fd))?;
+    spawn(Arc::clone(run), program, edge, volume, areas)
+}
+
+fn uffd_fd(uffd: &Userfaultfd) -> io::Result<OwnedFd> {
+    uffd.duplicate()
+}
+
+fn new_program(run: &Arc<Run>) -> io::Result<Arc<Program>> {
+    let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
+    let program = Arc::new(Program::new(service.next_program())?);
+    if !run.add(&program) {
+        return Err(io::Error::other("the run has too many processes"));
+    }
+    Ok(program)
+}
+
+fn spawn(run: Arc<Run>, program: Arc<Program>, edge: ProcessEdge, volume: Volume, areas: Areas) -> io::Result<()> {
+    let name = format!("faults-{}", program.pid());
+    let for_thread = Arc::clone(&program);
+    let for_run = Arc::clone(&run);
+    let started = std::thread::Builder::new().name(name).spawn(move || {
+        let monitor = Monitor::new(edge, volume, Arc::clone(&run.budget), Arc::clone(&for_thread.stats), areas, BUFFERS);
+        Loop { monitor, program: Arc::clone(&for_thread) }.run();
+        if let Some(service) = run.service.upgrade() {
+            service.surroundings.unkeep(for_thread.id);
+        }
+        run.remove(&for_thread);
+    });
+    if started.is_err() {
+        for_run.remove(&program);
+    }
+    started.map(drop)
+}
+
+struct Loop {
+    monitor: Monitor<ProcessEdge>,
+    program: Arc<Program>,
+}
+
+impl Loop {
+    fn run(mut self) {
+        loop {
+            self.read_mail();
+            match self.monitor.turn() {
+                Next::Again => {}
+                Next::Sleep => self.sleep(),
+                Next::Ended => break,
+            }
+            self.program.held.store(self.monitor.volume().held(), Relaxed);
+        }
+        self.end();
+    }
+
+    fn read_mail(&mut self) {
+        if !self.program.has_post.load(Acquire) {
+            return;
+        }
+        let mail = std::mem::take(&mut *lock(&self.program.mail));
+        for mail in mail {
+            match mail {
+                Mail::Areas(areas) => self.monitor.adopt(&areas),
+                Mail::Attach(attachment) => {
+                    self.program.set_private(&attachment.hello);
+                    if let Err(error) = self.monitor.edge().attach(*attachment) {
+                        tracing::warn!(%error, pid = self.program.pid(), "a forked program could not be attached");
+                    }
+                }
+            }
+        }
+    }
+
+    /// Sleep until the kernel, the sender or the program's end has something to say.
+    fn sleep(&mut self) {
+        self.program.asleep.store(true, SeqCst);
+        if self.program.has_post.swap(false, SeqCst) {
+            self.program.asleep.store(false, SeqCst);
+            return;
+        }
+        let pidfd = lock(&self.program.pidfd).as_ref().and_then(|fd| fd.try_clone().ok());
+        let edge = self.monitor.edge();
+        let is_known = pidfd.is_some();
+        let mut fds = [libc::pollfd { fd: -1, events: libc::POLLIN, revents: 0 }; 4];
+        fds[0].fd = edge.uffd().as_raw_fd();
+        fds[1].fd = self.program.bell.as_raw_fd();
+        fds[2].fd = edge.socket().map_or(-1, AsRawFd::as_raw_fd);
+        fds[3].fd = pidfd.as_ref().map_or(-1, AsRawFd::as_raw_fd);
+        let patience = if is_known { -1 } else { i32::try_from(PROBE.tv_sec * 1000).unwrap_or(1000) };
+        // SAFETY: four valid entries; negative descriptors are ignored.
+        let ready = unsafe { libc::poll(fds.as_mut_ptr(), 4, patience) };
+        self.program.asleep.store(false, SeqCst);
+        if fds[1].revents != 0 {
+            self.program.quiet_bell();
+        }
+        self.program.has_post.store(true, SeqCst);
+        let is_gone = fds[2].revents != 0 || fds[3].revents != 0 || (ready == 0 && !self.monitor.edge().is_alive());
+        if is_gone {
+            self.monitor.end();
+        }
+    }
+
+    /// The program is gone: everything it had goes back.
+    fn end(mut self) {
+        let id = self.program.id;
+        self.monitor.edge().run().sender.abandon(id);
+        let mut done = Vec::new();
+        while self.monitor.volume().is_in_flight() {
+            self.monitor.edge().wait();
+            self.monitor.edge().collect(&mut done);
+            self.monitor.book(&mut done);
+        }
+        self.monitor.volume().end();
+        self.program.held.store(0, Relaxed);
+    }
+}

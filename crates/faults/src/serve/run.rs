@@ -1,0 +1,243 @@
+//! What the programs of one `aquifer run` share: the limit, the slabs, the sender, the statistics.
+
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::time::Duration;
+
+use aquifer_ipc::Token;
+use aquifer_pager::{Budget, PAGE_BYTES, SlabSet};
+
+use super::Service;
+use super::program::Program;
+use super::sender::SenderThread;
+use crate::stats::FaultStats;
+
+/// Programs (processes) of one run at once.
+pub const PROGRAMS_MAX: usize = 4096;
+
+/// One run.
+#[derive(Debug)]
+pub struct Run {
+    token: Token,
+    name: String,
+    limit_bytes: u64,
+    pub(crate) service: Weak<Service>,
+    pub(crate) budget: Arc<Budget>,
+    pub(crate) slabs: Arc<SlabSet>,
+    pub(crate) sender: SenderThread,
+    programs: Mutex<Vec<Arc<Program>>>,
+    changed: Condvar,
+    ended_programs: FaultStats,
+    reason: Mutex<Option<String>>,
+    news: Mutex<Vec<String>>,
+    /// Whether a fork's two sides live, so that resident sizes overlap.
+    shares: AtomicBool,
+    programs_seen: AtomicU64,
+}
+
+/// A run's figures, for people and for `--stats`.
+#[derive(Clone, PartialEq, Debug)]
+pub struct RunReport {
+    /// The program's name.
+    pub name: String,
+    /// The limit.
+    pub limit_bytes: u64,
+    /// Processes alive.
+    pub programs: usize,
+    /// Resident now, and the most that was sampled.
+    pub resident_bytes: (u64, u64),
+    /// The mempool's blocks in use.
+    pub mempool_bytes: u64,
+    /// Taken from memory nodes now, and the most there ever was.
+    pub remote_bytes: (u64, u64),
+    /// Pages on memory nodes.
+    pub remote_pages: u64,
+    /// WRITEs posted, and the pages in them.
+    pub remote_writes: (u64, u64),
+    /// Faults served.
+    pub faults: u64,
+    /// Pages filled with zeros.
+    pub zero_pages: u64,
+    /// Pages filled from the reclaimable queue.
+    pub mempool_hits: u64,
+    /// Pages filled from the staging queue.
+    pub staging_hits: u64,
+    /// Pages filled from memory nodes, and the READs that took.
+    pub remote_reads: (u64, u64),
+    /// Pages filled before they were asked for.
+    pub prefetched: u64,
+    /// Pages taken out of the program.
+    pub evictions: u64,
+    /// Pages that could not be read back.
+    pub lost_pages: u64,
+    /// Fault latency in nanoseconds: p50, p99, p999.
+    pub latency_ns: [u64; 3],
+}
+
+impl Run {
+    pub(crate) fn open(service: &Arc<Service>, name: &str, limit_bytes: u64) -> std::io::Result<Arc<Self>> {
+        let mut token = [0; 16];
+        rustix::rand::getrandom(&mut token, rustix::rand::GetRandomFlags::empty())?;
+        let slabs = Arc::new(SlabSet::new()?);
+        let sender = SenderThread::start(service, Arc::clone(&slabs), u64::from_le_bytes(token[..8].try_into().expect("8 bytes")))?;
+        Ok(Arc::new(Self {
+            token: Token(token),
+            name: name.to_owned(),
+            limit_bytes,
+            service: Arc::downgrade(service),
+            budget: Arc::new(Budget::new(limit_bytes)),
+            slabs,
+            sender,
+            programs: Mutex::new(Vec::new()),
+            changed: Condvar::new(),
+            ended_programs: FaultStats::default(),
+            reason: Mutex::new(None),
+            news: Mutex::new(Vec::new()),
+            shares: AtomicBool::new(false),
+            programs_seen: AtomicU64::new(0),
+        }))
+    }
+
+    /// The secret that lets programs in.
+    #[must_use]
+    pub fn token(&self) -> Token {
+        self.token
+    }
+
+    /// The processes that are alive.
+    #[must_use]
+    pub fn programs(&self) -> Vec<Arc<Program>> {
+        self.lock().clone()
+    }
+
+    /// How many processes there were.
+    #[must_use]
+    pub fn programs_seen(&self) -> u64 {
+        self.programs_seen.load(Relaxed)
+    }
+
+    pub(crate) fn add(&self, program: &Arc<Program>) -> bool {
+        let mut programs = self.lock();
+        if programs.len() >= PROGRAMS_MAX {
+            return false;
+        }
+        programs.push(Arc::clone(program));
+        self.programs_seen.fetch_add(1, Relaxed);
+        true
+    }
+
+    pub(crate) fn remove(&self, program: &Program) {
+        self.ended_programs.merge(&program.stats);
+        let mut programs = self.lock();
+        programs.retain(|other| other.id != program.id);
+        if programs.len() <= 1 {
+            self.shares.store(false, Relaxed);
+        }
+        drop(programs);
+        self.changed.notify_all();
+    }
+
+    pub(crate) fn set_shares(&self) {
+        self.shares.store(true, Relaxed);
+    }
+
+    pub(crate) fn shares(&self) -> bool {
+        self.shares.load(Relaxed)
+    }
+
+    /// Wake all programs but one: somebody else must make room.
+    pub(crate) fn nudge_others(&self, than: u64) {
+        for program in self.lock().iter().filter(|program| program.id != than) {
+            program.ring();
+        }
+    }
+
+    /// Wait until no process of the run is left, at most so long; false if some are.
+    #[must_use]
+    pub fn wait_empty(&self, patience: Duration) -> bool {
+        let programs = self.lock();
+        let (programs, _) = self
+            .changed
+            .wait_timeout_while(programs, patience, |programs| !programs.is_empty())
+            .unwrap_or_else(PoisonError::into_inner);
+        programs.is_empty()
+    }
+
+    /// Tell the one who started the run.
+    pub(crate) fn tell(&self, text: &str) {
+        self.news.lock().unwrap_or_else(PoisonError::into_inner).push(text.to_owned());
+        self.changed.notify_all();
+    }
+
+    /// News since the last call, at most a bounded number.
+    #[must_use]
+    pub fn take_news(&self) -> Vec<String> {
+        std::mem::take(&mut *self.news.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// End every process of the run, and say why.
+    pub fn end(&self, reason: &str) {
+        let mut told = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
+        if told.is_none() {
+            tracing::error!(run = self.name, reason, "the run is ended");
+            *told = Some(reason.to_owned());
+        }
+        drop(told);
+        for program in self.programs() {
+            program.kill();
+        }
+    }
+
+    /// Why the run was ended, if it was.
+    #[must_use]
+    pub fn reason(&self) -> Option<String> {
+        self.reason.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(crate) fn close(&self) {
+        self.sender.stop();
+    }
+
+    /// The figures as they are now.
+    #[must_use]
+    pub fn report(&self) -> RunReport {
+        let programs = self.programs();
+        let total = FaultStats::default();
+        total.merge(&self.ended_programs);
+        programs.iter().for_each(|program| total.merge(&program.stats));
+        let load = |counter: &AtomicU64| counter.load(Relaxed);
+        let page = PAGE_BYTES as u64;
+        let sent = self.sender.stats();
+        RunReport {
+            name: self.name.clone(),
+            limit_bytes: self.limit_bytes,
+            programs: programs.len(),
+            resident_bytes: (self.budget.resident() * page, self.budget.peak() * page),
+            mempool_bytes: self.budget.mempool_bytes(),
+            remote_bytes: self.slabs.bytes(),
+            remote_pages: self.slabs.pages(),
+            remote_writes: (sent.writes, sent.pages),
+            faults: load(&total.faults),
+            zero_pages: load(&total.zero_pages),
+            mempool_hits: load(&total.mempool_hits),
+            staging_hits: load(&total.staging_hits),
+            remote_reads: (load(&total.remote_reads), load(&total.remote_read_trips)),
+            prefetched: load(&total.prefetched),
+            evictions: load(&total.evictions),
+            lost_pages: load(&total.lost_pages),
+            latency_ns: [0.5, 0.99, 0.999].map(|share| total.latency.quantile(share)),
+        }
+    }
+
+    pub(crate) fn keep(&self, program: &Program, pid: u32, fds: &[&dyn AsFd]) {
+        if let Some(service) = self.service.upgrade() {
+            let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
+            service.surroundings.keep(program.id, pid, &fds);
+        }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Arc<Program>>> {
+        self.programs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

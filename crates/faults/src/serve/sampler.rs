@@ -1,0 +1,202 @@
+//! Looks from outside at how much of each program is resident, and finds the areas that are worth paging.
+//!
+//! Nothing is registered before a run comes near its limit: until then it runs at full speed. How often to look follows from how
+//! soon the limit could be reached.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::Weak;
+use std::time::{Duration, Instant};
+
+use aquifer_pager::PAGE_BYTES;
+
+use super::Service;
+use super::program::{Mail, Program};
+use super::run::Run;
+use crate::maps;
+
+/// Areas are registered once this share of the limit is resident, in percent.
+const ARM_PERCENT: u64 = 55;
+/// Pages that a program can make resident in a millisecond, all cores together, without asking us.
+const PAGES_PER_MS: u64 = 1500;
+const TICK_MIN: Duration = Duration::from_millis(1);
+const TICK_MAX: Duration = Duration::from_millis(50);
+/// Shared pages are counted by a costlier look.
+const SHARED_TICK: Duration = Duration::from_millis(25);
+/// A scan may take this share of the time between scans.
+const SCAN_REST: u32 = 4;
+/// Growth beyond what is controlled that makes a new scan worth while.
+const GROWTH_PAGES: u64 = 256;
+/// Room over the limit within which a run is left alone: 10 % and 16 MiB.
+const TOLERANCE_PAGES: u64 = (16 << 20) / PAGE_BYTES as u64;
+/// How long a run may stay over its limit with nothing left to take.
+const TOO_SMALL_AFTER: Duration = Duration::from_secs(3);
+/// How long evicted pages may wait for room in a full pool.
+const FULL_AFTER: Duration = Duration::from_secs(5);
+
+/// Start the thread. It ends with the service.
+pub(crate) fn start(service: Arc<Service>) {
+    let weak = Arc::downgrade(&service);
+    let spawned = std::thread::Builder::new().name("sampler".into()).spawn(move || sample_all(&weak));
+    if let Err(error) = spawned {
+        tracing::error!(%error, "programs cannot be sampled: limits will not hold");
+    }
+}
+
+#[derive(Debug, Default)]
+struct Look {
+    size: u64,
+    anonymous: u64,
+}
+
+/// What the sampler remembers of a program.
+#[derive(Debug)]
+struct Seen {
+    id: u64,
+    size: u64,
+    uncontrolled: u64,
+    is_armed: bool,
+    next_scan: Instant,
+}
+
+#[derive(Debug)]
+struct Watch {
+    run: Weak<Run>,
+    programs: Vec<Seen>,
+    next: Instant,
+    over_since: Option<Instant>,
+}
+
+fn sample_all(service: &Weak<Service>) {
+    let mut watches: Vec<Watch> = Vec::new();
+    while let Some(service) = service.upgrade() {
+        for run in service.runs() {
+            if !watches.iter().any(|watch| watch.run.as_ptr() == Arc::as_ptr(&run)) {
+                watches.push(Watch {
+                    run: Arc::downgrade(&run),
+                    programs: Vec::new(),
+                    next: Instant::now(),
+                    over_since: None,
+                });
+            }
+        }
+        watches.retain(|watch| watch.run.strong_count() > 0);
+        drop(service);
+        let now = Instant::now();
+        let mut next = now + TICK_MAX;
+        for watch in &mut watches {
+            if watch.next <= now
+                && let Some(run) = watch.run.upgrade()
+            {
+                watch.next = Instant::now() + watch.sample(&run);
+            }
+            next = next.min(watch.next);
+        }
+        std::thread::sleep(next.saturating_duration_since(Instant::now()).max(TICK_MIN));
+    }
+}
+
+impl Watch {
+    /// Look at one run; returns when to look again.
+    fn sample(&mut self, run: &Run) -> Duration {
+        let programs = run.programs();
+        self.programs.retain(|seen| programs.iter().any(|program| program.id == seen.id));
+        let shares = run.shares();
+        let mut total = 0;
+        let mut held = 0;
+        let mut looks = Vec::with_capacity(programs.len());
+        for program in &programs {
+            let Some(mut look) = look(program) else { continue };
+            if shares {
+                look.anonymous = shared_pages(program).unwrap_or(look.anonymous);
+            }
+            total += look.anonymous;
+            held += program.held.load(Relaxed);
+            looks.push((program, look));
+        }
+        run.budget.set_sample(total.saturating_sub(held), total);
+        let max = run.budget.resident_max();
+        let arm_at = max * ARM_PERCENT / 100;
+        for (program, look) in &looks {
+            self.scan_if_needed(program, look, total > arm_at);
+        }
+        if run.budget.excess(0) > 0 {
+            programs.iter().for_each(|program| program.ring());
+        }
+        self.judge(run, total, held);
+        if shares {
+            return SHARED_TICK;
+        }
+        Duration::from_millis(arm_at.saturating_sub(total) / PAGES_PER_MS).clamp(TICK_MIN, TICK_MAX)
+    }
+
+    fn scan_if_needed(&mut self, program: &Arc<Program>, look: &Look, is_near: bool) {
+        let now = Instant::now();
+        let uncontrolled = look.anonymous.saturating_sub(program.held.load(Relaxed));
+        let at = self.programs.iter().position(|seen| seen.id == program.id).unwrap_or_else(|| {
+            self.programs.push(Seen { id: program.id, size: 0, uncontrolled: 0, is_armed: false, next_scan: now });
+            self.programs.len() - 1
+        });
+        let seen = &mut self.programs[at];
+        let has_changed = seen.size != look.size || uncontrolled > seen.uncontrolled + GROWTH_PAGES;
+        let is_wanted = is_near && (!seen.is_armed || has_changed);
+        if !is_wanted || now < seen.next_scan || program.thread.load(Relaxed) == 0 && program.pid() == 0 {
+            return;
+        }
+        let Some(text) = read_proc(program, "maps") else { return };
+        let [start, end, canary] = [0, 1, 2].map(|at| program.private[at].load(Relaxed));
+        program.post(Mail::Areas(maps::pageable(&text, start..end, canary)));
+        seen.is_armed = true;
+        seen.size = look.size;
+        seen.uncontrolled = uncontrolled;
+        seen.next_scan = Instant::now() + now.elapsed() * SCAN_REST;
+    }
+
+    /// End a run that cannot be kept within its limit, before it takes the host's memory.
+    fn judge(&mut self, run: &Run, total: u64, held: u64) {
+        let max = run.budget.resident_max();
+        let page = PAGE_BYTES as u64;
+        if let Some((since, reason)) = run.sender.starved()
+            && since > FULL_AFTER
+            && run.budget.excess(0) > 0
+        {
+            run.end(&format!("{reason}. Give the pool more memory (aquifer up --memory), or the program a larger --local"));
+        }
+        let is_over = total.saturating_sub(held) > max + max / 10 + TOLERANCE_PAGES;
+        if !is_over {
+            self.over_since = None;
+        } else if self.over_since.get_or_insert_with(Instant::now).elapsed() > TOO_SMALL_AFTER {
+            run.end(&format!(
+                "it keeps {} MiB resident that cannot be paged (stacks, locked or shared memory), more than its limit allows: give at least --local {}M",
+                (total - held) * page >> 20,
+                ((total - held) * page >> 20) * 5 / 4 + 8,
+            ));
+        }
+    }
+}
+
+fn read_proc(program: &Program, file: &str) -> Option<Vec<u8>> {
+    let pid = program.pid();
+    let path = match program.thread.load(Relaxed) {
+        0 => format!("/proc/{pid}/{file}"),
+        thread => format!("/proc/{pid}/task/{thread}/{file}"),
+    };
+    std::fs::read(path).ok()
+}
+
+fn look(program: &Program) -> Option<Look> {
+    let text = read_proc(program, "statm")?;
+    let mut numbers =
+        std::str::from_utf8(&text).ok()?.split_ascii_whitespace().filter_map(|word| word.parse::<u64>().ok());
+    let (size, resident, shared) = (numbers.next()?, numbers.next()?, numbers.next()?);
+    Some(Look { size, anonymous: resident.saturating_sub(shared) })
+}
+
+/// Anonymous pages, those shared with relatives counted in part, so that the sum over a run is right.
+fn shared_pages(program: &Program) -> Option<u64> {
+    let text = read_proc(program, "smaps_rollup")?;
+    let text = std::str::from_utf8(&text).ok()?;
+    let line = text.lines().find(|line| line.starts_with("Pss_Anon:"))?;
+    let kilobytes: u64 = line.split_ascii_whitespace().nth(1)?.parse().ok()?;
+    Some(kilobytes / 4)
+}

@@ -1,0 +1,243 @@
+//! The sender's thread: copies batches out of staging, and keeps writing until they are acknowledged.
+
+use std::collections::VecDeque;
+use std::io::IoSliceMut;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use aquifer_ipc::TAKE_PAGES_MAX;
+use aquifer_pager::{BLOCK_PAGES, Mempool, PAGE_BYTES, Sender, SenderStats, SlabSet, Staged};
+use rustix::process::Pid;
+
+use super::Service;
+use super::program::Program;
+use crate::edge::{Done, Job};
+
+/// How often to look for emptied slabs, and for room in a full pool.
+const IDLE_TICK: Duration = Duration::from_millis(50);
+/// Acknowledgements are polled for this often before others may run.
+const POLLS_BEFORE_YIELD: u32 = 64;
+
+/// A batch with what is needed to read it.
+#[derive(Debug)]
+struct Order {
+    program: Arc<Program>,
+    job: Job,
+    /// Where the buffer is in the program.
+    staging: u64,
+    thread: u32,
+}
+
+#[derive(Debug, Default)]
+struct Inbox {
+    orders: VecDeque<Order>,
+    abandoned: Vec<u64>,
+    stop: bool,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    inbox: Mutex<Inbox>,
+    bell: Condvar,
+    writes: AtomicU64,
+    pages: AtomicU64,
+    zero_pages: AtomicU64,
+    starved_since_ms: AtomicU64,
+    is_starved: AtomicBool,
+    starvation: Mutex<String>,
+}
+
+/// The handle of a run's sender.
+#[derive(Debug)]
+pub(crate) struct SenderThread {
+    shared: Arc<Shared>,
+    started: Instant,
+}
+
+impl SenderThread {
+    pub(crate) fn start(service: &Arc<Service>, slabs: Arc<SlabSet>, seed: u64) -> std::io::Result<Self> {
+        let shared = Arc::new(Shared::default());
+        let started = Instant::now();
+        let mempool = Arc::clone(&service.mempool);
+        let surroundings = Arc::clone(&service.surroundings);
+        let for_thread = Arc::clone(&shared);
+        std::thread::Builder::new().name("sender".into()).spawn(move || {
+            let sender = Sender::new(slabs, &mempool, surroundings.connector(), surroundings.pool(), seed);
+            Loop { sender, mempool, shared: for_thread, programs: Vec::new(), started }.run();
+        })?;
+        Ok(Self { shared, started })
+    }
+
+    pub(crate) fn submit(&self, program: &Arc<Program>, thread: u32, staging: u64, job: Job) {
+        self.shared.lock().orders.push_back(Order { program: Arc::clone(program), job, staging, thread });
+        self.shared.bell.notify_one();
+    }
+
+    /// A program has ended: do not wait for room for its pages.
+    pub(crate) fn abandon(&self, program: u64) {
+        self.shared.lock().abandoned.push(program);
+        self.shared.bell.notify_one();
+    }
+
+    pub(crate) fn stop(&self) {
+        self.shared.lock().stop = true;
+        self.shared.bell.notify_one();
+    }
+
+    /// For how long the pool has had no room, and what it says.
+    pub(crate) fn starved(&self) -> Option<(Duration, String)> {
+        if !self.shared.is_starved.load(Relaxed) {
+            return None;
+        }
+        let since = Duration::from_millis(self.shared.starved_since_ms.load(Relaxed));
+        let text = self.shared.starvation.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        Some((self.started.elapsed().saturating_sub(since), text))
+    }
+
+    pub(crate) fn stats(&self) -> SenderStats {
+        SenderStats {
+            writes: self.shared.writes.load(Relaxed),
+            pages: self.shared.pages.load(Relaxed),
+            zero_pages: self.shared.zero_pages.load(Relaxed),
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Inbox> {
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+struct Loop {
+    sender: Sender,
+    mempool: Arc<Mempool>,
+    shared: Arc<Shared>,
+    /// Programs with batches under way.
+    programs: Vec<(Arc<Program>, usize)>,
+    started: Instant,
+}
+
+impl Loop {
+    fn run(mut self) {
+        let mut written = Vec::new();
+        let mut found = Vec::with_capacity(BLOCK_PAGES);
+        let mut polls = 0;
+        loop {
+            let Some(order) = self.next_order() else { break };
+            if let Some(order) = order {
+                self.copy(order, &mut found);
+            }
+            let starved = self.sender.advance(&mut written).err().map(|error| error.to_string());
+            self.note_starvation(starved);
+            for written in written.drain(..) {
+                self.deliver(written);
+            }
+            self.publish();
+            polls += 1;
+            if polls % POLLS_BEFORE_YIELD == 0 {
+                std::thread::yield_now();
+            }
+        }
+        self.sender.close();
+        self.publish();
+    }
+
+    /// The next batch; `Some(None)` when it is time to look at acknowledgements, `None` when the run has ended.
+    fn next_order(&mut self) -> Option<Option<Order>> {
+        let mut inbox = self.shared.lock();
+        let is_starved = self.shared.is_starved.load(Relaxed);
+        if inbox.orders.is_empty() && !inbox.stop && (self.sender.is_idle() || is_starved) {
+            inbox = self.shared.bell.wait_timeout(inbox, IDLE_TICK).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        for owner in std::mem::take(&mut inbox.abandoned) {
+            self.sender.abandon(owner);
+        }
+        if inbox.stop && inbox.orders.is_empty() && self.sender.is_idle() {
+            return None;
+        }
+        Some(if self.sender.has_room() { inbox.orders.pop_front() } else { None })
+    }
+
+    /// Copy a batch into its block and tell the monitor what it was.
+    fn copy(&mut self, order: Order, found: &mut Vec<Staged>) {
+        let count = order.job.positions.len();
+        let readable = self.read(&order).unwrap_or_else(|error| {
+            tracing::debug!(%error, pid = order.program.pid(), "a batch could not be read: its program is gone");
+            0
+        });
+        self.sender.stage(order.program.id, order.job.block, count, |index| index < readable, found);
+        match self.programs.iter_mut().find(|(program, _)| program.id == order.program.id) {
+            Some((_, jobs)) => *jobs += 1,
+            None => self.programs.push((Arc::clone(&order.program), 1)),
+        }
+        order.program.deliver(Done::Staged {
+            block: order.job.block,
+            buffer: order.job.buffer,
+            found: found.clone(),
+        });
+    }
+
+    /// Copy the pages from the program's staging buffer; how many arrived, from the first.
+    fn read(&self, order: &Order) -> std::io::Result<usize> {
+        let pid = i32::try_from(order.thread).ok().and_then(Pid::from_raw).ok_or(std::io::ErrorKind::NotFound)?;
+        let base = order.staging + (order.job.buffer * TAKE_PAGES_MAX * PAGE_BYTES) as u64;
+        let mut remote = Vec::with_capacity(BLOCK_PAGES);
+        for position in &order.job.positions {
+            let start = base + u64::from(*position) * PAGE_BYTES as u64;
+            match remote.last_mut() {
+                Some(libc::iovec { iov_base, iov_len }) if *iov_base as u64 + *iov_len as u64 == start => {
+                    *iov_len += PAGE_BYTES;
+                }
+                _ => remote.push(libc::iovec { iov_base: start as *mut libc::c_void, iov_len: PAGE_BYTES }),
+            }
+        }
+        let offset = order.job.block.slot(0).offset();
+        let bytes = order.job.positions.len() * PAGE_BYTES;
+        // SAFETY: the block is this job's until it is written, and inside the mempool's mapping.
+        let block = unsafe { std::slice::from_raw_parts_mut(self.mempool.memory().as_ptr().add(offset), bytes) };
+        let local = IoSliceMut::new(block);
+        // SAFETY: local memory is the block; the remote ranges are only read, and may be anything.
+        let length = unsafe {
+            libc::process_vm_readv(
+                pid.as_raw_nonzero().get(),
+                std::ptr::from_ref(&local).cast(),
+                1,
+                remote.as_ptr(),
+                remote.len() as libc::c_ulong,
+                0,
+            )
+        };
+        usize::try_from(length).map(|bytes| bytes / PAGE_BYTES).map_err(|_| std::io::Error::last_os_error())
+    }
+
+    fn deliver(&mut self, written: aquifer_pager::Written) {
+        let at = self.programs.iter().position(|(program, _)| program.id == written.owner);
+        let at = at.expect("its batch was staged");
+        let (program, jobs) = &mut self.programs[at];
+        program.deliver(Done::Written(Box::new(written)));
+        *jobs -= 1;
+        if *jobs == 0 {
+            self.programs.swap_remove(at);
+        }
+    }
+
+    fn note_starvation(&self, starved: Option<String>) {
+        let was = self.shared.is_starved.swap(starved.is_some(), Relaxed);
+        let Some(text) = starved else { return };
+        if !was {
+            tracing::warn!(text, "evicted pages find no room");
+            let now = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
+            self.shared.starved_since_ms.store(now, Relaxed);
+        }
+        *self.shared.starvation.lock().unwrap_or_else(PoisonError::into_inner) = text;
+    }
+
+    fn publish(&self) {
+        let stats = self.sender.stats();
+        self.shared.writes.store(stats.writes, Relaxed);
+        self.shared.pages.store(stats.pages, Relaxed);
+        self.shared.zero_pages.store(stats.zero_pages, Relaxed);
+    }
+}

@@ -1,0 +1,113 @@
+//! Recognises programs that walk through their memory, and says how far ahead to fill.
+//!
+//! Up to [`STREAMS`] walks are followed at once. A fault that is where a walk is expected to go on doubles that walk's window;
+//! any other begins a new walk with a window of one page, so that random access is never made worse.
+
+use aquifer_pager::PageNumber;
+
+const STREAMS: usize = 8;
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Stream {
+    next: PageNumber,
+    window: usize,
+    used: u64,
+}
+
+/// The walks of one program.
+#[derive(Clone, Debug, Default)]
+pub struct Streams {
+    streams: [Stream; STREAMS],
+    clock: u64,
+}
+
+impl Streams {
+    /// How many pages to fill at this fault, the faulting one included: 1 to `max`.
+    pub fn window(&mut self, page: PageNumber, max: usize) -> usize {
+        self.clock += 1;
+        let known = self.streams.iter().position(|stream| {
+            // The program may have skipped a page that it still had.
+            stream.window > 0 && (stream.next..=stream.next + 2).contains(&page)
+        });
+        let at = known.unwrap_or_else(|| self.oldest());
+        let stream = &mut self.streams[at];
+        stream.window = if known.is_some() {
+            (stream.window * 2).min(max).max(1)
+        } else {
+            1
+        };
+        stream.used = self.clock;
+        stream.next = page + stream.window as u64;
+        stream.window
+    }
+
+    /// Fewer pages than wanted were filled at `page`: the walk is expected to fault right behind them.
+    pub fn filled(&mut self, page: PageNumber, wanted: usize, pages: usize) {
+        let expected = page + wanted as u64;
+        if let Some(stream) = self
+            .streams
+            .iter_mut()
+            .find(|stream| stream.next == expected)
+        {
+            stream.next = page + pages.max(1) as u64;
+        }
+    }
+
+    fn oldest(&self) -> usize {
+        (0..STREAMS)
+            .min_by_key(|at| self.streams[*at].used)
+            .unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_walk_is_followed_with_doubling_windows() {
+        let mut streams = Streams::default();
+        let mut page = 1000;
+        let mut windows = Vec::new();
+        for _ in 0..7 {
+            let window = streams.window(page, 32);
+            windows.push(window);
+            page += window as u64;
+        }
+        assert_eq!(windows, [1, 2, 4, 8, 16, 32, 32]);
+    }
+
+    #[test]
+    fn random_access_gets_single_pages() {
+        let mut streams = Streams::default();
+        for step in 0..1000u64 {
+            assert_eq!(streams.window(step * 7919 % 100_003 * 5, 32), 1);
+        }
+    }
+
+    #[test]
+    fn interleaved_walks_are_all_followed() {
+        let mut streams = Streams::default();
+        let mut pages = [10_000u64, 20_000, 30_000];
+        for _ in 0..6 {
+            for page in &mut pages {
+                *page += streams.window(*page, 32) as u64;
+            }
+        }
+        assert!(
+            pages
+                .iter()
+                .zip([10_000u64, 20_000, 30_000])
+                .all(|(page, start)| *page == start + 63)
+        );
+    }
+
+    #[test]
+    fn a_short_fill_moves_the_expectation_back() {
+        let mut streams = Streams::default();
+        streams.window(50, 32);
+        assert_eq!(streams.window(51, 32), 2);
+        streams.filled(51, 2, 1);
+        assert_eq!(streams.window(52, 32), 4);
+    }
+}

@@ -1,0 +1,211 @@
+//! The userfaultfd calls that the agent makes on a descriptor it was given. Debian's headers lack half of them.
+
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+
+use aquifer_pager::{PAGE_BYTES, PageNumber};
+
+use crate::kernel::{Fault, Filled, Message, Stop};
+
+const UFFDIO_REGISTER: u64 = 0xc020_aa00;
+const UFFDIO_WAKE: u64 = 0x8010_aa02;
+const UFFDIO_COPY: u64 = 0xc028_aa03;
+const UFFDIO_ZEROPAGE: u64 = 0xc020_aa04;
+const UFFDIO_WRITEPROTECT: u64 = 0xc018_aa06;
+const UFFDIO_POISON: u64 = 0xc020_aa08;
+const REGISTER_MODE_MISSING: u64 = 1;
+const FLAG_WRITE: u64 = 1;
+
+const EVENT_PAGEFAULT: u8 = 0x12;
+const EVENT_FORK: u8 = 0x13;
+const EVENT_REMAP: u8 = 0x14;
+const EVENT_REMOVE: u8 = 0x15;
+const EVENT_UNMAP: u8 = 0x16;
+
+/// Bytes of one message of the kernel.
+const MESSAGE_BYTES: usize = 32;
+/// Messages taken in one read.
+const MESSAGES_MAX: usize = 16;
+
+#[repr(C)]
+struct Range {
+    start: u64,
+    len: u64,
+}
+
+#[repr(C)]
+struct RegisterArgument {
+    range: Range,
+    mode: u64,
+    ioctls: u64,
+}
+
+#[repr(C)]
+struct CopyArgument {
+    dst: u64,
+    src: u64,
+    len: u64,
+    mode: u64,
+    copied: i64,
+}
+
+/// Both `UFFDIO_ZEROPAGE` and `UFFDIO_POISON`.
+#[repr(C)]
+struct FillArgument {
+    range: Range,
+    mode: u64,
+    filled: i64,
+}
+
+#[repr(C)]
+struct WriteProtectArgument {
+    range: Range,
+    mode: u64,
+}
+
+/// A program's userfaultfd.
+#[derive(Debug)]
+pub struct Userfaultfd(OwnedFd);
+
+impl From<OwnedFd> for Userfaultfd {
+    fn from(fd: OwnedFd) -> Self {
+        Self(fd)
+    }
+}
+
+impl AsRawFd for Userfaultfd {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+}
+
+impl Userfaultfd {
+    /// Another descriptor of the same userfaultfd.
+    ///
+    /// # Errors
+    /// At the limit of open files.
+    pub fn duplicate(&self) -> io::Result<OwnedFd> {
+        self.0.try_clone()
+    }
+
+    /// Append the messages there are; at most [`MESSAGES_MAX`] at a time, without waiting (the descriptor does not block).
+    pub fn read(&self, out: &mut Vec<Message<OwnedFd>>) {
+        let mut buffer = [0u8; MESSAGE_BYTES * MESSAGES_MAX];
+        // SAFETY: the kernel writes at most the buffer's length.
+        let length = unsafe { libc::read(self.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len()) };
+        let length = usize::try_from(length).unwrap_or(0);
+        for message in buffer[..length].chunks_exact(MESSAGE_BYTES) {
+            if let Some(message) = parse(message) {
+                out.push(message);
+            }
+        }
+    }
+
+    /// Have missing pages reported.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn register(&self, start: PageNumber, end: PageNumber) -> io::Result<()> {
+        let mut argument = RegisterArgument { range: range(start, end), mode: REGISTER_MODE_MISSING, ioctls: 0 };
+        self.request(UFFDIO_REGISTER, &raw mut argument)
+    }
+
+    /// Copy from this process' memory into missing pages.
+    ///
+    /// # Safety
+    /// `source` must be readable for `pages` pages.
+    pub unsafe fn copy(&self, page: PageNumber, source: *const u8, pages: usize) -> Filled {
+        let mut argument = CopyArgument {
+            dst: address(page),
+            src: source as u64,
+            len: (pages * PAGE_BYTES) as u64,
+            mode: 0,
+            copied: 0,
+        };
+        let result = self.request(UFFDIO_COPY, &raw mut argument);
+        outcome(result, argument.copied, pages)
+    }
+
+    /// Map the zero page at missing pages.
+    pub fn zero(&self, page: PageNumber, pages: usize) -> Filled {
+        let mut argument = FillArgument { range: range(page, page + pages as u64), mode: 0, filled: 0 };
+        let result = self.request(UFFDIO_ZEROPAGE, &raw mut argument);
+        outcome(result, argument.filled, pages)
+    }
+
+    /// Make a missing page one that raises SIGBUS.
+    pub fn poison(&self, page: PageNumber) -> Filled {
+        let mut argument = FillArgument { range: range(page, page + 1), mode: 0, filled: 0 };
+        let result = self.request(UFFDIO_POISON, &raw mut argument);
+        outcome(result, argument.filled, 1)
+    }
+
+    /// Wake who waits for a page.
+    pub fn wake(&self, page: PageNumber) {
+        let mut argument = range(page, page + 1);
+        if let Err(error) = self.request(UFFDIO_WAKE, &raw mut argument) {
+            tracing::debug!(%error, page, "nobody to wake");
+        }
+    }
+
+    /// Whether fills are refused because an event is unread: asked with a request that changes nothing.
+    pub fn is_changing(&self, page: PageNumber) -> bool {
+        let mut argument = WriteProtectArgument { range: range(page, page + 1), mode: 0 };
+        self.request(UFFDIO_WRITEPROTECT, &raw mut argument)
+            .is_err_and(|error| error.raw_os_error() == Some(libc::EAGAIN))
+    }
+
+    fn request<T>(&self, request: u64, argument: *mut T) -> io::Result<()> {
+        // SAFETY: each caller passes the argument type that its request reads and writes, alive for the call; what the requests
+        // do to the program's memory is their purpose.
+        let result = unsafe { libc::ioctl(self.as_raw_fd(), request, argument) };
+        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+}
+
+fn address(page: PageNumber) -> u64 {
+    page * PAGE_BYTES as u64
+}
+
+fn range(start: PageNumber, end: PageNumber) -> Range {
+    Range { start: address(start), len: (end - start) * PAGE_BYTES as u64 }
+}
+
+fn outcome(result: io::Result<()>, done: i64, pages: usize) -> Filled {
+    let Err(error) = result else { return Filled { pages, stop: None } };
+    let filled = usize::try_from(done).unwrap_or(0) / PAGE_BYTES;
+    let stop = match error.raw_os_error() {
+        Some(libc::EEXIST) => Stop::Exists,
+        Some(libc::EAGAIN) if filled == 0 => Stop::Busy,
+        // A partial fill is told as EAGAIN; what stopped it shows when the rest is tried.
+        Some(libc::EAGAIN) => return Filled { pages: filled, stop: None },
+        Some(libc::ESRCH) => Stop::Ended,
+        Some(libc::ENOMEM) => Stop::NoMemory,
+        _ => Stop::NoArea,
+    };
+    Filled { pages: filled, stop: Some(stop) }
+}
+
+fn parse(bytes: &[u8]) -> Option<Message<OwnedFd>> {
+    let word = |at: usize| u64::from_ne_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
+    let page = |at: usize| word(at) / PAGE_BYTES as u64;
+    Some(match bytes[0] {
+        EVENT_PAGEFAULT => Message::Fault(Fault {
+            page: page(16),
+            write: word(8) & FLAG_WRITE != 0,
+            thread: u32::from_ne_bytes(bytes[24..28].try_into().expect("4 bytes")),
+        }),
+        EVENT_FORK => {
+            let fd = RawFd::from_ne_bytes(bytes[8..12].try_into().expect("4 bytes"));
+            // SAFETY: the kernel made this descriptor for whoever reads the message; that is us, once.
+            Message::Fork(unsafe { OwnedFd::from_raw_fd(fd) })
+        }
+        EVENT_REMAP => Message::Remap { from: page(8), to: page(16), pages: page(24) },
+        EVENT_REMOVE => Message::Remove { start: page(8), end: page(16) },
+        EVENT_UNMAP => Message::Unmap { start: page(8), end: page(16) },
+        kind => {
+            tracing::error!(kind, "the kernel told of something unknown");
+            return None;
+        }
+    })
+}

@@ -1,0 +1,481 @@
+//! Messages over Unix sockets. Each is one packet: magic, version, kind, then a body that the kind defines.
+
+/// Version of everything in this crate. Both sides must have the same.
+pub const VERSION: u16 = 1;
+/// First bytes of every frame.
+pub const MAGIC: [u8; 4] = *b"AQFR";
+/// No frame is longer.
+pub const FRAME_BYTES_MAX: usize = 64 << 10;
+const HEADER_BYTES: usize = 8;
+
+/// Names a run; who knows it may add programs to it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Token(pub [u8; 16]);
+
+impl std::fmt::Debug for Token {
+    /// Tokens are secrets: logs get only their beginning.
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(formatter, "Token({:02x}{:02x}..)", self.0[0], self.0[1])
+    }
+}
+
+impl Token {
+    /// As 32 hexadecimal digits.
+    #[must_use]
+    pub fn to_hex(self) -> String {
+        self.0.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// From 32 hexadecimal digits.
+    #[must_use]
+    pub fn from_hex(text: &[u8]) -> Option<Self> {
+        if text.len() != 32 {
+            return None;
+        }
+        let mut token = [0; 16];
+        for (byte, digits) in token.iter_mut().zip(text.chunks_exact(2)) {
+            let digit = |at: usize| match digits[at] {
+                letter @ b'0'..=b'9' => Some(letter - b'0'),
+                letter @ b'a'..=b'f' => Some(letter - b'a' + 10),
+                _ => None,
+            };
+            *byte = digit(0)? << 4 | digit(1)?;
+        }
+        Some(Self(token))
+    }
+}
+
+/// A program's first message: what it gives the agent to be paged by. With a userfaultfd if it is no forked child.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Hello {
+    /// The run that it belongs to.
+    pub token: Token,
+    /// Whether it was forked from a program that is paged already: the agent has its userfaultfd from the fork.
+    pub is_child: bool,
+    /// Where pages are moved first: [`crate::TAKE_PAGES_MAX`] pages under the program's userfaultfd.
+    pub antechamber: u64,
+    /// Where they wait to be copied: [`crate::BUFFERS`] buffers under an event-free userfaultfd.
+    pub staging: u64,
+    /// A page that each child touches first, so that the agent learns which process a descriptor belongs to.
+    pub canary: u64,
+    /// The shim's own memory, from here...
+    pub private_start: u64,
+    /// ...to here, is never touched.
+    pub private_end: u64,
+}
+
+/// `aquifer run` asks for a run.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct OpenRun {
+    /// Resident pages and mempool share together, in bytes.
+    pub limit_bytes: u64,
+    /// The program's name, for people.
+    pub name: String,
+}
+
+/// The agent gives the keeper descriptors to hold.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Put {
+    /// The agent's number for the program.
+    pub program: u64,
+    /// Its process id; 0 while unknown.
+    pub pid: u32,
+}
+
+/// Every message there is.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Frame {
+    /// Program to agent; comes with a userfaultfd unless [`Hello::is_child`].
+    Hello(Hello),
+    /// Agent to program: you are paged. Comes with the control memory, and for a child with its userfaultfd.
+    Welcome,
+    /// Agent to anyone: no, because.
+    Refused(String),
+    /// `aquifer run` to agent.
+    OpenRun(OpenRun),
+    /// Agent to `aquifer run`: the run's token.
+    RunOpened(Token),
+    /// `aquifer run` to agent: the program has ended, give me its statistics.
+    CloseRun,
+    /// Agent to `aquifer run`: statistics, as JSON.
+    Statistics(String),
+    /// Agent to `aquifer run`: the program was ended, because.
+    Ended(String),
+    /// Anyone to agent: how are you?
+    Status,
+    /// Agent: so, as JSON.
+    StatusIs(String),
+    /// Agent to keeper: hold these descriptors. With a userfaultfd, then the control memory.
+    Put(Put),
+    /// Agent to keeper: the program has ended.
+    Drop(u64),
+    /// Agent to `aquifer run`: something that the user should know.
+    News(String),
+}
+
+/// Why bytes are not a frame.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum FrameError {
+    /// Too short for what it says it is.
+    Cut,
+    /// Longer than its kind.
+    TooLong,
+    /// It does not begin as frames do.
+    NotAFrame,
+    /// Another version: the sender's.
+    Version(u16),
+    /// No such kind.
+    UnknownKind(u16),
+    /// A field has a value that it cannot have.
+    BadField(&'static str),
+}
+
+impl std::fmt::Display for FrameError {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Cut => write!(formatter, "the message is cut short"),
+            Self::TooLong => write!(formatter, "the message is too long"),
+            Self::NotAFrame => write!(formatter, "this is not an Aquifer message"),
+            Self::Version(theirs) => write!(
+                formatter,
+                "it speaks version {theirs} of the protocol and this is version {VERSION}: use parts of one build"
+            ),
+            Self::UnknownKind(kind) => write!(formatter, "unknown kind of message {kind}"),
+            Self::BadField(name) => write!(formatter, "the field {name} has an impossible value"),
+        }
+    }
+}
+
+impl std::error::Error for FrameError {}
+
+struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    fn take(&mut self, count: usize) -> Result<&'a [u8], FrameError> {
+        let (taken, rest) = self.0.split_at_checked(count).ok_or(FrameError::Cut)?;
+        self.0 = rest;
+        Ok(taken)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], FrameError> {
+        Ok(self.take(N)?.try_into().expect("N bytes were taken"))
+    }
+
+    fn u16(&mut self) -> Result<u16, FrameError> {
+        self.array().map(u16::from_le_bytes)
+    }
+
+    fn u32(&mut self) -> Result<u32, FrameError> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Result<u64, FrameError> {
+        self.array().map(u64::from_le_bytes)
+    }
+
+    fn text(&mut self) -> Result<String, FrameError> {
+        let length = self.u32()? as usize;
+        let bytes = self.take(length)?;
+        std::str::from_utf8(bytes)
+            .map(str::to_owned)
+            .map_err(|_| FrameError::BadField("text"))
+    }
+}
+
+impl Frame {
+    /// Parse one packet.
+    ///
+    /// # Errors
+    /// If it is anything else than exactly one frame of this version.
+    pub fn parse(bytes: &[u8]) -> Result<Self, FrameError> {
+        if bytes.len() > FRAME_BYTES_MAX {
+            return Err(FrameError::TooLong);
+        }
+        let mut reader = Reader(bytes);
+        if reader.array::<4>()? != MAGIC {
+            return Err(FrameError::NotAFrame);
+        }
+        let version = reader.u16()?;
+        if version != VERSION {
+            return Err(FrameError::Version(version));
+        }
+        let kind = reader.u16()?;
+        let frame = Self::parse_body(kind, &mut reader)?;
+        if reader.0.is_empty() {
+            Ok(frame)
+        } else {
+            Err(FrameError::TooLong)
+        }
+    }
+
+    fn parse_body(kind: u16, reader: &mut Reader<'_>) -> Result<Self, FrameError> {
+        Ok(match kind {
+            1 => Self::Hello(parse_hello(reader)?),
+            2 => Self::Welcome,
+            3 => Self::Refused(reader.text()?),
+            4 => Self::OpenRun(OpenRun {
+                limit_bytes: reader.u64()?,
+                name: reader.text()?,
+            }),
+            5 => Self::RunOpened(Token(reader.array()?)),
+            6 => Self::CloseRun,
+            7 => Self::Statistics(reader.text()?),
+            8 => Self::Ended(reader.text()?),
+            9 => Self::Status,
+            10 => Self::StatusIs(reader.text()?),
+            11 => Self::Put(Put {
+                program: reader.u64()?,
+                pid: reader.u32()?,
+            }),
+            12 => Self::Drop(reader.u64()?),
+            13 => Self::News(reader.text()?),
+            kind => return Err(FrameError::UnknownKind(kind)),
+        })
+    }
+
+    /// Append the frame's bytes to `out`. Texts that do not fit are cut.
+    pub fn write(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&MAGIC);
+        out.extend_from_slice(&VERSION.to_le_bytes());
+        out.extend_from_slice(&self.kind().to_le_bytes());
+        match self {
+            Self::Hello(hello) => hello_parts(hello, |bytes| out.extend_from_slice(bytes)),
+            Self::Welcome | Self::CloseRun | Self::Status => {}
+            Self::Refused(text)
+            | Self::Statistics(text)
+            | Self::Ended(text)
+            | Self::StatusIs(text)
+            | Self::News(text) => write_text(text, out),
+            Self::OpenRun(open) => {
+                out.extend_from_slice(&open.limit_bytes.to_le_bytes());
+                write_text(&open.name, out);
+            }
+            Self::RunOpened(token) => out.extend_from_slice(&token.0),
+            Self::Put(put) => {
+                out.extend_from_slice(&put.program.to_le_bytes());
+                out.extend_from_slice(&put.pid.to_le_bytes());
+            }
+            Self::Drop(program) => out.extend_from_slice(&program.to_le_bytes()),
+        }
+    }
+
+    /// Write a frame into a buffer on the stack; returns its length. For a forked child, which may not allocate.
+    ///
+    /// # Panics
+    /// If the frame is no [`Frame::Hello`], or the buffer is too small for it.
+    pub fn write_fixed(&self, out: &mut [u8]) -> usize {
+        let Self::Hello(hello) = self else {
+            panic!("only a hello is written without allocating")
+        };
+        let mut at = 0;
+        let mut put = |bytes: &[u8]| {
+            out[at..at + bytes.len()].copy_from_slice(bytes);
+            at += bytes.len();
+        };
+        put(&MAGIC);
+        put(&VERSION.to_le_bytes());
+        put(&self.kind().to_le_bytes());
+        hello_parts(hello, put);
+        at
+    }
+
+    fn kind(&self) -> u16 {
+        match self {
+            Self::Hello(_) => 1,
+            Self::Welcome => 2,
+            Self::Refused(_) => 3,
+            Self::OpenRun(_) => 4,
+            Self::RunOpened(_) => 5,
+            Self::CloseRun => 6,
+            Self::Statistics(_) => 7,
+            Self::Ended(_) => 8,
+            Self::Status => 9,
+            Self::StatusIs(_) => 10,
+            Self::Put(_) => 11,
+            Self::Drop(_) => 12,
+            Self::News(_) => 13,
+        }
+    }
+}
+
+fn parse_hello(reader: &mut Reader<'_>) -> Result<Hello, FrameError> {
+    let token = Token(reader.array()?);
+    let is_child = match reader.u32()? {
+        0 => false,
+        1 => true,
+        _ => return Err(FrameError::BadField("is_child")),
+    };
+    let mut address = |name| {
+        let value = reader.u64()?;
+        // User addresses, page-aligned.
+        if value == 0 || value % 4096 != 0 || value >= 1 << 47 {
+            return Err(FrameError::BadField(name));
+        }
+        Ok(value)
+    };
+    let hello = Hello {
+        token,
+        is_child,
+        antechamber: address("antechamber")?,
+        staging: address("staging")?,
+        canary: address("canary")?,
+        private_start: address("private_start")?,
+        private_end: address("private_end")?,
+    };
+    if hello.private_start >= hello.private_end {
+        return Err(FrameError::BadField("private_end"));
+    }
+    Ok(hello)
+}
+
+fn hello_parts(hello: &Hello, mut put: impl FnMut(&[u8])) {
+    put(&hello.token.0);
+    put(&u32::from(hello.is_child).to_le_bytes());
+    for address in [
+        hello.antechamber,
+        hello.staging,
+        hello.canary,
+        hello.private_start,
+        hello.private_end,
+    ] {
+        put(&address.to_le_bytes());
+    }
+}
+
+fn write_text(text: &str, out: &mut Vec<u8>) {
+    let mut end = text.len().min(FRAME_BYTES_MAX - HEADER_BYTES - 32);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    let length = u32::try_from(end).expect("frames are small");
+    out.extend_from_slice(&length.to_le_bytes());
+    out.extend_from_slice(&text.as_bytes()[..end]);
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn samples() -> Vec<Frame> {
+        let hello = Hello {
+            token: Token([7; 16]),
+            is_child: true,
+            antechamber: 0x1000,
+            staging: 0x2000,
+            canary: 0x3000,
+            private_start: 0x4000,
+            private_end: 0x9000,
+        };
+        vec![
+            Frame::Hello(hello),
+            Frame::Welcome,
+            Frame::Refused("no".into()),
+            Frame::OpenRun(OpenRun {
+                limit_bytes: 1 << 30,
+                name: "sort".into(),
+            }),
+            Frame::RunOpened(Token([9; 16])),
+            Frame::CloseRun,
+            Frame::Statistics("{}".into()),
+            Frame::Ended("the pool is full".into()),
+            Frame::Status,
+            Frame::StatusIs("{}".into()),
+            Frame::Put(Put {
+                program: 3,
+                pid: 77,
+            }),
+            Frame::Drop(3),
+            Frame::News("a page is lost".into()),
+        ]
+    }
+
+    fn bytes_of(frame: &Frame) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        frame.write(&mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn every_frame_survives_the_wire_and_no_cut_one_does() {
+        for frame in samples() {
+            let mut bytes = bytes_of(&frame);
+            assert_eq!(Frame::parse(&bytes), Ok(frame.clone()));
+            if let Frame::Hello(_) = frame {
+                let mut fixed = [0; 128];
+                let length = frame.write_fixed(&mut fixed);
+                assert_eq!(fixed[..length], bytes);
+            }
+            for end in 0..bytes.len() {
+                assert_eq!(Frame::parse(&bytes[..end]), Err(FrameError::Cut));
+            }
+            bytes.push(0);
+            assert_eq!(Frame::parse(&bytes), Err(FrameError::TooLong));
+        }
+    }
+
+    #[test]
+    fn another_version_is_named() {
+        let mut bytes = bytes_of(&Frame::Status);
+        bytes[4] = 9;
+        let error = Frame::parse(&bytes).unwrap_err();
+        assert_eq!(error, FrameError::Version(9));
+        assert!(error.to_string().contains("version 9"));
+    }
+
+    #[test]
+    fn long_texts_are_cut_to_fit_a_frame() {
+        let frame = Frame::Statistics("é".repeat(FRAME_BYTES_MAX));
+        assert!(Frame::parse(&bytes_of(&frame)).is_ok());
+    }
+
+    #[test]
+    fn tokens_are_hexadecimal() {
+        let token = Token([0xa5; 16]);
+        assert_eq!(Token::from_hex(token.to_hex().as_bytes()), Some(token));
+        assert_eq!(Token::from_hex(b"a5"), None);
+        assert_eq!(Token::from_hex(&[b'x'; 32]), None);
+        assert!(
+            !format!("{token:?}").contains("a5a5a5"),
+            "a log must not give a token away"
+        );
+    }
+
+    #[test]
+    fn the_corpus_never_panics() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/corpus/frame");
+        let mut seen = 0;
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let bytes = std::fs::read(entry.unwrap().path()).unwrap();
+            check(&bytes);
+            seen += 1;
+        }
+        assert!(seen >= 12, "the corpus is there");
+    }
+
+    /// What parses must mean exactly its own bytes.
+    fn check(bytes: &[u8]) {
+        if let Ok(frame) = Frame::parse(bytes) {
+            assert_eq!(bytes_of(&frame), bytes);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn random_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+            check(&bytes);
+        }
+
+        #[test]
+        fn damaged_frames_never_panic(which in 0usize..13, at in 0usize..120, value in any::<u8>(), cut in 0usize..120) {
+            let mut bytes = bytes_of(&samples()[which]);
+            if let Some(byte) = bytes.get_mut(at) {
+                *byte = value;
+            }
+            check(&bytes);
+            bytes.truncate(cut);
+            check(&bytes);
+        }
+    }
+}

@@ -1,0 +1,19 @@
+//! What a program's shim, `aquifer run`, the agent and the keeper say to each other on one machine. The bytes are in `docs/formats/ipc.md`.
+//!
+//! - [`frame`]: messages over Unix sockets, parsed as hostile.
+//! - [`control`]: the memory that an agent and a program's worker share.
+//!
+//! This crate does no I/O and uses nothing but `core`'s part of the standard library, for it is linked into every program.
+
+pub mod control;
+pub mod frame;
+
+pub use control::{BUFFERS, Control, TAKE_PAGES_MAX};
+pub use frame::{FRAME_BYTES_MAX, Frame, FrameError, Hello, OpenRun, Put, Token, VERSION};
+
+/// Environment variable that tells a program where the agent listens.
+pub const SOCKET_VARIABLE: &str = "AQUIFER_SOCKET";
+/// Environment variable that carries the run's token, in hexadecimal.
+pub const RUN_VARIABLE: &str = "AQUIFER_RUN";
+/// Exit code of a program that could not be paged, as of `env` and `timeout` for their own failures.
+pub const EXIT_FAILED: i32 = 125;

@@ -1,0 +1,55 @@
+//! How a daemon is told to stop.
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+/// Asks a running service to end. Clones are handles to the same one.
+#[derive(Clone, Debug, Default)]
+pub struct Shutdown {
+    shared: Arc<(Mutex<bool>, Condvar)>,
+}
+
+impl Shutdown {
+    /// Not yet requested.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Ask for the end.
+    pub fn request(&self) {
+        *self.shared.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.shared.1.notify_all();
+    }
+
+    /// Whether the end was asked for.
+    #[must_use]
+    pub fn is_requested(&self) -> bool {
+        *self.shared.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Wait until the end is asked for, but no longer than this; whether it was.
+    #[must_use]
+    pub fn wait(&self, timeout: Duration) -> bool {
+        let requested = self.shared.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.shared.1.wait_timeout_while(requested, timeout, |requested| !*requested);
+        *waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_is_seen_by_all_handles() {
+        let shutdown = Shutdown::new();
+        assert!(!shutdown.is_requested());
+        assert!(!shutdown.wait(Duration::ZERO));
+        let waiter = shutdown.clone();
+        let thread = std::thread::spawn(move || waiter.wait(Duration::MAX));
+        shutdown.request();
+        assert!(thread.join().expect("no panic"));
+        assert!(shutdown.is_requested());
+    }
+}

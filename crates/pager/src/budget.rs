@@ -1,0 +1,151 @@
+//! How much of a run's memory may be resident, shared by the processes of the run.
+//!
+//! A run's limit covers its resident pages *and* its share of the mempool. What is resident but cannot be taken (stacks,
+//! small areas, code's private data) is sampled and subtracted.
+
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
+
+use crate::mempool::BLOCK_PAGES;
+use crate::page::PAGE_BYTES;
+
+/// The smallest limit: below it a dynamically linked program cannot even start.
+pub const LIMIT_BYTES_MIN: u64 = 8 << 20;
+/// Blocks that a run may always have: fewer would make eviction and write-back wait for each other.
+const SHARE_BLOCKS_MIN: u64 = 4;
+/// The mempool's share of the limit is one part in this many.
+const SHARE_DIVISOR: u64 = 16;
+/// A larger share than this buys nothing for write-back.
+const SHARE_BLOCKS_MAX: u64 = 256;
+
+/// The budget of one run; all counts in pages.
+#[derive(Debug)]
+pub struct Budget {
+    limit: AtomicU64,
+    held: AtomicI64,
+    overhead: AtomicI64,
+    peak: AtomicU64,
+    blocks: AtomicU64,
+    blocks_max: AtomicU64,
+}
+
+impl Budget {
+    /// A budget of `limit_bytes` for resident pages and mempool together.
+    #[must_use]
+    pub fn new(limit_bytes: u64) -> Self {
+        let budget = Self {
+            limit: AtomicU64::new(0),
+            held: AtomicI64::new(0),
+            overhead: AtomicI64::new(0),
+            peak: AtomicU64::new(0),
+            blocks: AtomicU64::new(0),
+            blocks_max: AtomicU64::new(0),
+        };
+        budget.set_limit(limit_bytes);
+        budget
+    }
+
+    /// Change the limit of a running program.
+    pub fn set_limit(&self, limit_bytes: u64) {
+        let pages = limit_bytes / PAGE_BYTES as u64;
+        let share =
+            (pages / SHARE_DIVISOR / BLOCK_PAGES as u64).clamp(SHARE_BLOCKS_MIN, SHARE_BLOCKS_MAX);
+        self.blocks_max.store(share, Relaxed);
+        self.limit
+            .store(pages.saturating_sub(share * BLOCK_PAGES as u64), Relaxed);
+    }
+
+    /// Pages that may be resident.
+    #[must_use]
+    pub fn resident_max(&self) -> u64 {
+        self.limit.load(Relaxed)
+    }
+
+    /// Pages that are resident, as far as is known: those counted and those sampled.
+    #[must_use]
+    pub fn resident(&self) -> u64 {
+        u64::try_from(self.held.load(Relaxed).max(0) + self.overhead.load(Relaxed).max(0))
+            .expect("not negative")
+    }
+
+    /// How many pages would have to go for `spare` pages to be free; 0 if they are.
+    #[must_use]
+    pub fn excess(&self, spare: u64) -> u64 {
+        (self.resident() + spare).saturating_sub(self.resident_max())
+    }
+
+    /// Count pages that became resident (or, negative, that left).
+    pub fn add_held(&self, pages: i64) {
+        self.held.fetch_add(pages, Relaxed);
+    }
+
+    /// Pages counted by [`Self::add_held`].
+    #[must_use]
+    pub fn held(&self) -> u64 {
+        u64::try_from(self.held.load(Relaxed).max(0)).expect("not negative")
+    }
+
+    /// Note what was sampled from outside: pages resident beyond the counted ones, and the whole.
+    pub fn set_sample(&self, overhead: u64, resident: u64) {
+        self.overhead
+            .store(i64::try_from(overhead).unwrap_or(i64::MAX), Relaxed);
+        self.peak.fetch_max(resident, Relaxed);
+    }
+
+    /// Most pages that were ever seen resident.
+    #[must_use]
+    pub fn peak(&self) -> u64 {
+        self.peak.load(Relaxed)
+    }
+
+    /// Reserve one more block of the mempool, if the share allows it.
+    #[must_use]
+    pub fn try_add_block(&self) -> bool {
+        let max = self.blocks_max.load(Relaxed);
+        self.blocks
+            .fetch_update(Relaxed, Relaxed, |blocks| {
+                (blocks < max).then_some(blocks + 1)
+            })
+            .is_ok()
+    }
+
+    /// Give a block's reservation back.
+    pub fn remove_block(&self) {
+        let before = self.blocks.fetch_sub(1, Relaxed);
+        assert!(before > 0, "a block was given back that was never reserved");
+    }
+
+    /// Bytes of the mempool that the run has now.
+    #[must_use]
+    pub fn mempool_bytes(&self) -> u64 {
+        self.blocks.load(Relaxed) * (BLOCK_PAGES * PAGE_BYTES) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_mempools_share_comes_out_of_the_limit() {
+        let budget = Budget::new(64 << 20);
+        assert_eq!(budget.resident_max() * 4096, (64 << 20) - 16 * 256 * 1024);
+        for _ in 0..16 {
+            assert!(budget.try_add_block());
+        }
+        assert!(!budget.try_add_block(), "the share is a bound");
+        budget.remove_block();
+        assert!(budget.try_add_block());
+    }
+
+    #[test]
+    fn excess_counts_what_was_sampled() {
+        let budget = Budget::new(16 << 20);
+        let max = budget.resident_max();
+        budget.add_held(i64::try_from(max).unwrap() - 10);
+        assert_eq!(budget.excess(0), 0);
+        assert_eq!(budget.excess(12), 2);
+        budget.set_sample(30, max + 20);
+        assert_eq!(budget.excess(0), 20);
+        assert_eq!(budget.peak(), max + 20);
+    }
+}

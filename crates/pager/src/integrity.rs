@@ -1,0 +1,43 @@
+//! Checksums of pages, and the pages that need none.
+
+use crc_fast::{CrcAlgorithm, checksum};
+
+/// CRC32C of a page's bytes.
+#[must_use]
+pub fn page_crc(bytes: &[u8]) -> u32 {
+    u32::try_from(checksum(CrcAlgorithm::Crc32Iscsi, bytes)).expect("a 32-bit checksum")
+}
+
+/// Whether the bytes are all zero. Looks at a cache line at a time: most pages show in the first that they are not.
+#[must_use]
+pub fn is_zero(bytes: &[u8]) -> bool {
+    let mut lines = bytes.chunks_exact(64);
+    lines
+        .by_ref()
+        .all(|line| line.iter().fold(0, |sum, byte| sum | byte) == 0)
+        && lines.remainder().iter().all(|byte| *byte == 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_checksum_is_crc32c() {
+        // The check value of the Castagnoli polynomial.
+        assert_eq!(page_crc(b"123456789"), 0xe306_9283);
+    }
+
+    #[test]
+    fn one_bit_anywhere_is_not_zero() {
+        let mut page = vec![0u8; 4096];
+        assert!(is_zero(&page));
+        for position in [0, 63, 64, 2047, 4095] {
+            page[position] = 0x80;
+            assert!(!is_zero(&page));
+            page[position] = 0;
+        }
+        assert!(is_zero(&[]));
+        assert!(!is_zero(&[0, 0, 1]));
+    }
+}

@@ -1,0 +1,27 @@
+//! Protocol steps that tests break on purpose, to show that the simulator would notice.
+
+/// One broken step. The product always runs with [`Mutation::None`].
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Mutation {
+    /// Nothing is broken.
+    #[default]
+    None,
+    /// An acknowledgement of an older write is taken for one of the newest (the update rule is dropped).
+    DropUpdateFlag,
+    /// A block is reclaimed before its write is acknowledged.
+    ReclaimUnacknowledged,
+    /// A page that was given up while it was leaving is kept.
+    KeepDiscarded,
+    /// After `MADV_DONTNEED`'s event a page is taken as if the kernel had already dropped it.
+    TrustRemoveEvent,
+    /// A fork shares remote pages without counting the new reference.
+    ForgetForkReference,
+    /// Faults are served before the events that were read with them.
+    ServeFaultsBeforeEvents,
+    /// Pages are taken although an event is unread: the worker moves them under the event-free descriptor.
+    TakeDuringEvents,
+    /// A fork is served while a batch is still on its way.
+    ForkWithoutFlush,
+    /// The sender acknowledges before the memory node has.
+    AcknowledgeEarly,
+}

@@ -1,0 +1,167 @@
+//! The word that says where the newest copy of one page is.
+//!
+//! A volume's page table holds one word for each page that is not simply zero:
+//!
+//! ```text
+//! bits 0..4   kind        bit 4   queued (it has an entry in the resident queue)
+//! bit 5       discarded   bits 32..64  payload: mempool slot or remote location
+//! ```
+
+/// Bytes of a page.
+pub const PAGE_BYTES: usize = 4096;
+
+/// A page's number within its volume: for a program's memory, its address divided by [`PAGE_BYTES`].
+pub type PageNumber = u64;
+
+/// A page-sized place in the mempool.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+pub struct Slot(pub u32);
+
+/// A page-sized place on a memory node: a slab's number and the page within it (see `slabs`).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+pub struct Location(pub u32);
+
+/// Where the newest copy of a page is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum PageState {
+    /// Nowhere: it reads as zeros and costs nothing.
+    Zero,
+    /// With the front end: resident in the program.
+    Held,
+    /// Taken from the program, not yet in the mempool.
+    Leaving,
+    /// In the mempool, not yet acknowledged by a memory node.
+    Staged(Slot),
+    /// In the mempool, and the same bytes on a memory node: its slot may be reclaimed at once.
+    Reclaimable(Slot),
+    /// On a memory node only.
+    Remote(Location),
+    /// The program gave it up, and the kernel may or may not have dropped it yet. It must not be taken
+    /// from the program before the program has faulted on it again.
+    Doubtful,
+    /// Its only copy is gone; whoever reads it gets SIGBUS.
+    Lost,
+}
+
+/// A [`PageState`] with its flags, as stored.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct PageWord(pub u64);
+
+const KIND_MASK: u64 = 0xf;
+const QUEUED: u64 = 1 << 4;
+const DISCARDED: u64 = 1 << 5;
+const PAYLOAD_SHIFT: u32 = 32;
+
+impl PageWord {
+    /// A word without flags.
+    #[must_use]
+    pub fn new(state: PageState) -> Self {
+        let (kind, payload) = match state {
+            PageState::Zero => (0, 0),
+            PageState::Held => (1, 0),
+            PageState::Leaving => (2, 0),
+            PageState::Staged(slot) => (3, slot.0),
+            PageState::Reclaimable(slot) => (4, slot.0),
+            PageState::Remote(location) => (5, location.0),
+            PageState::Doubtful => (6, 0),
+            PageState::Lost => (7, 0),
+        };
+        Self(kind | u64::from(payload) << PAYLOAD_SHIFT)
+    }
+
+    /// Where the page is.
+    ///
+    /// # Panics
+    /// If the word was never made by this module: the table is corrupt and nothing can be trusted.
+    #[must_use]
+    pub fn state(self) -> PageState {
+        let payload = u32::try_from(self.0 >> PAYLOAD_SHIFT).expect("32 bits remain");
+        match self.0 & KIND_MASK {
+            0 => PageState::Zero,
+            1 => PageState::Held,
+            2 => PageState::Leaving,
+            3 => PageState::Staged(Slot(payload)),
+            4 => PageState::Reclaimable(Slot(payload)),
+            5 => PageState::Remote(Location(payload)),
+            6 => PageState::Doubtful,
+            7 => PageState::Lost,
+            kind => panic!(
+                "the page table holds a word of unknown kind {kind}: {:#x}",
+                self.0
+            ),
+        }
+    }
+
+    /// The same flags with another state; `discarded` does not outlive the hand-over that it belongs to.
+    #[must_use]
+    pub fn with_state(self, state: PageState) -> Self {
+        Self(Self::new(state).0 | self.0 & QUEUED)
+    }
+
+    /// Whether the resident queue has an entry for it.
+    #[must_use]
+    pub fn is_queued(self) -> bool {
+        self.0 & QUEUED != 0
+    }
+
+    /// Set or clear the mark that the resident queue has an entry for it.
+    #[must_use]
+    pub fn with_queued(self, queued: bool) -> Self {
+        Self(if queued {
+            self.0 | QUEUED
+        } else {
+            self.0 & !QUEUED
+        })
+    }
+
+    /// Whether its content was given up while it was [`PageState::Leaving`].
+    #[must_use]
+    pub fn is_discarded(self) -> bool {
+        self.0 & DISCARDED != 0
+    }
+
+    /// Mark that the content on its way is worthless.
+    #[must_use]
+    pub fn with_discarded(self) -> Self {
+        Self(self.0 | DISCARDED)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_word_keeps_state_and_flags_apart() {
+        for state in [
+            PageState::Zero,
+            PageState::Held,
+            PageState::Leaving,
+            PageState::Staged(Slot(u32::MAX)),
+            PageState::Reclaimable(Slot(7)),
+            PageState::Remote(Location(u32::MAX)),
+            PageState::Doubtful,
+            PageState::Lost,
+        ] {
+            let word = PageWord::new(state);
+            assert_eq!(word.state(), state);
+            assert_eq!(word.with_queued(true).with_discarded().state(), state);
+            assert!(
+                !word
+                    .with_discarded()
+                    .with_state(PageState::Held)
+                    .is_discarded()
+            );
+            assert!(
+                word.with_queued(true)
+                    .with_state(PageState::Held)
+                    .is_queued()
+            );
+        }
+    }
+
+    #[test]
+    fn zero_is_the_empty_word() {
+        assert_eq!(PageWord::default(), PageWord::new(PageState::Zero));
+    }
+}

@@ -1,0 +1,275 @@
+//! A radix tree from page number to [`PageWord`], in memory that can outlive the daemon.
+//!
+//! Four levels of 512 entries, as the hardware's own tables, cover 2^36 pages (256 TiB). Nodes are 4 KiB pieces of
+//! one sparse memfd and link to each other by number, never by pointer, so that another process may map it.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use aquifer_fabric::Memory;
+
+use crate::page::{PageNumber, PageWord};
+
+const ENTRIES: u64 = 512;
+const LEVEL_BITS: u32 = 9;
+const NODE_BYTES: usize = 4096;
+/// Page numbers must be below this.
+pub const PAGES_MAX: u64 = 1 << (4 * LEVEL_BITS);
+/// Nodes one table may have: enough for the words of 2 TiB of pages.
+const NODES_MAX: u32 = 1 << 20;
+const ROOT: u32 = 0;
+const NO_LEAF: u64 = u64::MAX;
+
+/// Why a table could not be made or grow.
+#[derive(Debug, thiserror::Error)]
+pub enum TableError {
+    /// The system gave no memory.
+    #[error("no memory for a page table: {0}")]
+    System(#[from] std::io::Error),
+}
+
+/// The page table of one volume. One thread uses it at a time.
+#[derive(Debug)]
+pub struct PageTable {
+    memory: Arc<Memory>,
+    used: u32,
+    free: Vec<u32>,
+    /// The leaf looked up last: faults come close together.
+    recent_leaf: (u64, u32),
+}
+
+impl PageTable {
+    /// An empty table: every page is zero.
+    ///
+    /// # Errors
+    /// If the system gives no address space for it.
+    pub fn new() -> Result<Self, TableError> {
+        let memory = Memory::create("aquifer-page-table", NODES_MAX as usize * NODE_BYTES)?;
+        Ok(Self {
+            memory: Arc::new(memory),
+            used: 1,
+            free: Vec::new(),
+            recent_leaf: (NO_LEAF, 0),
+        })
+    }
+
+    /// The word of a page.
+    #[must_use]
+    pub fn get(&mut self, page: PageNumber) -> PageWord {
+        match self.leaf(page) {
+            Some(leaf) => PageWord(self.load(leaf, page % ENTRIES)),
+            None => PageWord::default(),
+        }
+    }
+
+    /// Store the word of a page.
+    pub fn set(&mut self, page: PageNumber, word: PageWord) {
+        if word == PageWord::default() {
+            if let Some(leaf) = self.leaf(page) {
+                self.store(leaf, page % ENTRIES, 0);
+            }
+            return;
+        }
+        let leaf = self.leaf_or_new(page);
+        self.store(leaf, page % ENTRIES, word.0);
+    }
+
+    /// Call `visit` for each page of `start..end` whose word is not zero, in order; what it returns is stored.
+    /// Leaves that become empty are given back.
+    pub fn update_range(
+        &mut self,
+        start: PageNumber,
+        end: PageNumber,
+        mut visit: impl FnMut(PageNumber, PageWord) -> PageWord,
+    ) {
+        let mut page = start;
+        while page < end {
+            let leaf_end = (page / ENTRIES + 1) * ENTRIES;
+            let stop = leaf_end.min(end);
+            let Some(leaf) = self.leaf(page) else {
+                page = self.skip_absent(page).max(leaf_end);
+                continue;
+            };
+            for number in page..stop {
+                let old = self.load(leaf, number % ENTRIES);
+                if old != 0 {
+                    let new = visit(number, PageWord(old)).0;
+                    if new != old {
+                        self.store(leaf, number % ENTRIES, new);
+                    }
+                }
+            }
+            let whole = page.is_multiple_of(ENTRIES) && stop == leaf_end;
+            if whole && (0..ENTRIES).all(|index| self.load(leaf, index) == 0) {
+                self.release_leaf(page, leaf);
+            }
+            page = stop;
+        }
+    }
+
+    /// Bytes of memory that the table's nodes take.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        (self.used as usize - self.free.len()) * NODE_BYTES
+    }
+
+    fn load(&self, node: u32, index: u64) -> u64 {
+        self.memory
+            .atomic_u64(Self::offset(node, index))
+            .load(Relaxed)
+    }
+
+    fn store(&self, node: u32, index: u64, value: u64) {
+        self.memory
+            .atomic_u64(Self::offset(node, index))
+            .store(value, Relaxed);
+    }
+
+    fn offset(node: u32, index: u64) -> usize {
+        node as usize * NODE_BYTES + usize::try_from(index).expect("below 512") * 8
+    }
+
+    fn index(page: PageNumber, level: u32) -> u64 {
+        page >> (level * LEVEL_BITS) & (ENTRIES - 1)
+    }
+
+    fn leaf(&mut self, page: PageNumber) -> Option<u32> {
+        let tag = page / ENTRIES;
+        if self.recent_leaf.0 == tag {
+            return Some(self.recent_leaf.1);
+        }
+        assert!(
+            page < PAGES_MAX,
+            "page {page:#x} is outside any address space"
+        );
+        let mut node = ROOT;
+        for level in [3, 2, 1] {
+            node = self.child(node, Self::index(page, level))?;
+        }
+        self.recent_leaf = (tag, node);
+        Some(node)
+    }
+
+    fn child(&self, node: u32, index: u64) -> Option<u32> {
+        let link = self.load(node, index);
+        (link != 0).then(|| u32::try_from(link).expect("links are node numbers"))
+    }
+
+    fn leaf_or_new(&mut self, page: PageNumber) -> u32 {
+        if let Some(leaf) = self.leaf(page) {
+            return leaf;
+        }
+        let mut node = ROOT;
+        for level in [3, 2, 1] {
+            let index = Self::index(page, level);
+            node = self.child(node, index).unwrap_or_else(|| {
+                let fresh = self.new_node();
+                self.store(node, index, u64::from(fresh));
+                fresh
+            });
+        }
+        self.recent_leaf = (page / ENTRIES, node);
+        node
+    }
+
+    fn new_node(&mut self) -> u32 {
+        if let Some(node) = self.free.pop() {
+            return node;
+        }
+        assert!(
+            self.used < NODES_MAX,
+            "a page table holds at most {NODES_MAX} nodes"
+        );
+        self.used += 1;
+        self.used - 1
+    }
+
+    fn release_leaf(&mut self, page: PageNumber, leaf: u32) {
+        let mut node = ROOT;
+        for level in [3, 2] {
+            node = self
+                .child(node, Self::index(page, level))
+                .expect("the leaf was reached through it");
+        }
+        self.store(node, Self::index(page, 1), 0);
+        self.recent_leaf = (NO_LEAF, 0);
+        self.free.push(leaf);
+    }
+
+    /// The first page after `page` that may have a leaf, skipping whole absent subtrees.
+    fn skip_absent(&self, page: PageNumber) -> PageNumber {
+        let mut node = ROOT;
+        for level in [3, 2, 1] {
+            match self.child(node, Self::index(page, level)) {
+                Some(next) => node = next,
+                None => return ((page >> (level * LEVEL_BITS)) + 1) << (level * LEVEL_BITS),
+            }
+        }
+        page
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::page::{PageState, Slot};
+
+    fn staged(slot: u32) -> PageWord {
+        PageWord::new(PageState::Staged(Slot(slot)))
+    }
+
+    #[test]
+    fn a_new_table_is_all_zero_pages() {
+        let mut table = PageTable::new().unwrap();
+        assert_eq!(table.get(0), PageWord::default());
+        assert_eq!(table.get(PAGES_MAX - 1), PageWord::default());
+    }
+
+    #[test]
+    fn emptied_leaves_are_given_back() {
+        let mut table = PageTable::new().unwrap();
+        let empty = table.bytes();
+        for page in 0..5000 {
+            table.set(page, staged(1));
+        }
+        let full = table.bytes();
+        table.update_range(0, 1 << 30, |_, _| PageWord::default());
+        assert!(table.bytes() < full);
+        assert!(
+            table.bytes() <= empty + 2 * NODE_BYTES,
+            "only inner nodes remain"
+        );
+        assert_eq!(table.get(77), PageWord::default());
+    }
+
+    proptest! {
+        #[test]
+        fn it_is_a_map(operations in prop::collection::vec(
+            (0u64..3, prop_oneof![0u64..3000, (PAGES_MAX - 2000)..PAGES_MAX, (1u64 << 27)..(1 << 27) + 600], 0u64..1500), 1..200))
+        {
+            let mut table = PageTable::new().unwrap();
+            let mut model = BTreeMap::new();
+            for (what, page, length) in operations {
+                if what < 2 {
+                    let word = staged(u32::try_from(page & 0xffff).unwrap());
+                    table.set(page, word);
+                    model.insert(page, word);
+                } else {
+                    let end = (page + length).min(PAGES_MAX);
+                    let mut seen = Vec::new();
+                    table.update_range(page, end, |number, word| { seen.push((number, word)); PageWord::default() });
+                    let expected: Vec<_> = model.range(page..end).map(|(number, word)| (*number, *word)).collect();
+                    prop_assert_eq!(seen, expected);
+                    model.retain(|number, _| !(page..end).contains(number));
+                }
+            }
+            for (page, word) in &model {
+                prop_assert_eq!(table.get(*page), *word);
+            }
+        }
+    }
+}

@@ -1,0 +1,534 @@
+//! One volume: which pages are where, and how they change place. A pure state machine: it does no I/O.
+//!
+//! The owner (one thread) asks it what a fault needs, which pages to take from the program, and tells it what became
+//! of them. The steps of a page are listed in `docs/formats/paging.md`; each is one method here.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use crate::budget::Budget;
+use crate::mempool::{BLOCK_PAGES, BlockId, Mempool};
+use crate::mutation::Mutation;
+use crate::page::{Location, PageNumber, PageState, PageWord};
+use crate::slabs::SlabSet;
+use crate::table::{PageTable, TableError};
+
+/// Pages taken from the program together.
+pub type Batch = Vec<PageNumber>;
+
+/// What the sender found when it took a page of a batch into the mempool.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Staged {
+    /// Its bytes are in the block's slot.
+    Data,
+    /// It is all zeros: nothing needs keeping.
+    Zeros,
+    /// It could not be read; the program's memory is gone, because the program is.
+    Unreadable,
+}
+
+/// A block of the mempool in use by this volume.
+#[derive(Debug)]
+struct Block {
+    id: BlockId,
+    pages: Batch,
+    locations: Vec<Option<Location>>,
+    phase: Phase,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Phase {
+    /// The batch is on its way into the mempool.
+    Leaving,
+    /// It is in the mempool; the sender writes it to memory nodes.
+    Staged,
+    /// Acknowledged: in the reclaimable queue.
+    Reclaimable,
+}
+
+/// The pages of one process (or device). Its slabs may be shared with volumes cloned from it by `fork`.
+#[derive(Debug)]
+pub struct Volume {
+    table: PageTable,
+    slabs: Arc<SlabSet>,
+    mempool: Arc<Mempool>,
+    budget: Arc<Budget>,
+    /// Pages resident in the program, oldest first. An entry counts only while its page is held.
+    resident: VecDeque<PageNumber>,
+    /// Pages that were resident when this volume was cloned: still shared with the parent, so taken last.
+    inherited: VecDeque<PageNumber>,
+    held: u64,
+    /// By block number; `None` where the block is not this volume's.
+    blocks: Vec<Option<Box<Block>>>,
+    reclaimable: VecDeque<BlockId>,
+    /// Blocks that are leaving or staged.
+    blocks_in_flight: usize,
+    /// Emptied blocks, kept so that no batch allocates.
+    spare_blocks: Vec<Box<Block>>,
+    mutation: Mutation,
+}
+
+impl Volume {
+    /// A volume whose pages are all zero.
+    ///
+    /// # Errors
+    /// If there is no memory for its page table.
+    pub fn new(
+        slabs: Arc<SlabSet>,
+        mempool: Arc<Mempool>,
+        budget: Arc<Budget>,
+    ) -> Result<Self, TableError> {
+        let mut blocks = Vec::new();
+        blocks.resize_with(mempool.blocks(), || None);
+        Ok(Self {
+            table: PageTable::new()?,
+            slabs,
+            mempool,
+            budget,
+            resident: VecDeque::with_capacity(4096),
+            inherited: VecDeque::new(),
+            held: 0,
+            blocks,
+            reclaimable: VecDeque::new(),
+            blocks_in_flight: 0,
+            spare_blocks: Vec::new(),
+            mutation: Mutation::None,
+        })
+    }
+
+    /// Break one protocol step on purpose, so that a test can show that it would be noticed.
+    pub fn mutate(&mut self, mutation: Mutation) {
+        self.mutation = mutation;
+    }
+
+    /// Where a page is.
+    #[must_use]
+    pub fn state(&mut self, page: PageNumber) -> PageState {
+        self.table.get(page).state()
+    }
+
+    /// Pages resident in the program, as counted here.
+    #[must_use]
+    pub fn held(&self) -> u64 {
+        self.held
+    }
+
+    /// The slabs behind it.
+    #[must_use]
+    pub fn slabs(&self) -> &Arc<SlabSet> {
+        &self.slabs
+    }
+
+    /// The mempool that it stages in.
+    #[must_use]
+    pub fn mempool(&self) -> &Arc<Mempool> {
+        &self.mempool
+    }
+
+    /// Whether batches are on their way: leaving, or staged and not yet acknowledged.
+    #[must_use]
+    pub fn is_in_flight(&self) -> bool {
+        self.blocks_in_flight > 0
+    }
+
+    /// Whether any batch has left the program without having reached the mempool.
+    #[must_use]
+    pub fn is_leaving(&self) -> bool {
+        self.blocks_in_flight > 0
+            && self
+                .blocks
+                .iter()
+                .flatten()
+                .any(|block| block.phase == Phase::Leaving)
+    }
+
+    /// The page is now resident in the program, filled with its newest content. Whatever copy there was elsewhere is dropped.
+    pub fn hold(&mut self, page: PageNumber) {
+        let word = self.table.get(page);
+        match word.state() {
+            PageState::Held => return,
+            PageState::Leaving => panic!("page {page:#x} was filled while it was leaving"),
+            PageState::Remote(location) => self.slabs.release(location),
+            PageState::Reclaimable(slot) => self.drop_slot_location(slot.block()),
+            PageState::Zero | PageState::Staged(_) | PageState::Doubtful | PageState::Lost => {}
+        }
+        self.count_held(1);
+        if !word.is_queued() {
+            self.resident.push_back(page);
+        }
+        self.table
+            .set(page, word.with_state(PageState::Held).with_queued(true));
+    }
+
+    /// Choose up to `max` of the longest-held pages and mark them leaving; `pinned` ones stay. They are sorted by number,
+    /// so that neighbours leave, and later come back, together. Shared pages are taken only if `take_inherited`.
+    pub fn pick_victims(
+        &mut self,
+        max: usize,
+        take_inherited: bool,
+        pinned: impl Fn(PageNumber) -> bool,
+        out: &mut Batch,
+    ) {
+        let max = max.min(BLOCK_PAGES);
+        let mut looks = self.resident.len();
+        while out.len() < max && looks > 0 {
+            looks -= 1;
+            let Some(page) = self.resident.pop_front() else {
+                break;
+            };
+            let word = self.table.get(page);
+            if word.state() != PageState::Held {
+                self.table.set(page, word.with_queued(false));
+            } else if pinned(page) {
+                self.resident.push_back(page);
+            } else {
+                self.table.set(page, PageWord::new(PageState::Leaving));
+                out.push(page);
+            }
+        }
+        while take_inherited && out.len() < max {
+            let Some(page) = self.inherited.pop_front() else {
+                break;
+            };
+            let word = self.table.get(page);
+            if word.state() == PageState::Held && !word.is_queued() && !pinned(page) {
+                self.count_held(1);
+                self.table.set(page, PageWord::new(PageState::Leaving));
+                out.push(page);
+            }
+        }
+        out.sort_unstable();
+    }
+
+    /// The program kept the page: it is pinned, locked or busy. It is tried again after all others.
+    pub fn refused(&mut self, page: PageNumber) {
+        let word = self.table.get(page);
+        assert_eq!(
+            word.state(),
+            PageState::Leaving,
+            "only a leaving page can be refused"
+        );
+        self.resident.push_back(page);
+        self.table
+            .set(page, PageWord::new(PageState::Held).with_queued(true));
+    }
+
+    /// The page was not there to be taken: the program had given it up.
+    pub fn vanished(&mut self, page: PageNumber) {
+        assert_eq!(self.table.get(page).state(), PageState::Leaving);
+        self.count_held(-1);
+        self.table.set(page, PageWord::default());
+    }
+
+    /// Get a block for the next batch: a fresh one within the run's share, else the oldest reclaimable one.
+    /// `None` while everything waits for acknowledgements.
+    pub fn take_block(&mut self) -> Option<BlockId> {
+        if self.budget.try_add_block() {
+            if let Some(block) = self.mempool.take() {
+                return Some(block);
+            }
+            self.budget.remove_block();
+        }
+        self.reclaim_oldest()
+    }
+
+    /// Give back a block that [`Self::take_block`] gave and no batch used.
+    pub fn return_block(&mut self, block: BlockId) {
+        self.mempool.give_back(block);
+        self.budget.remove_block();
+    }
+
+    /// The pages have left the program for `block`, in this order.
+    pub fn left(&mut self, id: BlockId, pages: &[PageNumber]) {
+        let mut block = self.spare_blocks.pop().unwrap_or_else(|| {
+            Box::new(Block {
+                id,
+                pages: Vec::with_capacity(BLOCK_PAGES),
+                locations: Vec::with_capacity(BLOCK_PAGES),
+                phase: Phase::Leaving,
+            })
+        });
+        block.id = id;
+        block.phase = Phase::Leaving;
+        block.pages.clear();
+        block.pages.extend_from_slice(pages);
+        block.locations.clear();
+        block.locations.resize(pages.len(), None);
+        let place = &mut self.blocks[id.0 as usize];
+        assert!(place.is_none(), "{id:?} is in use");
+        *place = Some(block);
+        self.blocks_in_flight += 1;
+    }
+
+    /// The sender has taken the batch into the mempool.
+    pub fn staged(&mut self, id: BlockId, found: &[Staged]) {
+        let mut block = self.take_entry(id, Phase::Leaving);
+        assert_eq!(
+            found.len(),
+            block.pages.len(),
+            "the sender answers for every page"
+        );
+        for (index, what) in found.iter().enumerate() {
+            let page = block.pages[index];
+            let word = self.table.get(page);
+            assert_eq!(
+                word.state(),
+                PageState::Leaving,
+                "page {page:#x} left in {id:?}"
+            );
+            self.count_held(-1);
+            let keep_discarded = self.mutation == Mutation::KeepDiscarded;
+            let state = match what {
+                _ if word.is_discarded() && !keep_discarded => PageState::Zero,
+                Staged::Data => PageState::Staged(id.slot(index)),
+                Staged::Zeros => PageState::Zero,
+                Staged::Unreadable => PageState::Lost,
+            };
+            self.table.set(page, PageWord::new(state));
+        }
+        block.phase = Phase::Staged;
+        self.blocks[id.0 as usize] = Some(block);
+    }
+
+    /// The memory nodes have acknowledged the batch: page `i` of it is at `locations[i]`.
+    ///
+    /// The update rule: a slot becomes reclaimable only if the page's newest copy is still that very slot. If the page
+    /// came back to the program, or was given up, since the write was posted, the written copy is old and is dropped.
+    pub fn written(&mut self, id: BlockId, locations: &[Option<Location>]) {
+        let mut block = self.take_entry(id, Phase::Staged);
+        assert_eq!(locations.len(), block.pages.len());
+        for (index, location) in locations.iter().enumerate() {
+            let Some(location) = *location else { continue };
+            let page = block.pages[index];
+            let slot = id.slot(index);
+            let is_newest = self.table.get(page).state() == PageState::Staged(slot);
+            if is_newest {
+                block.locations[index] = Some(location);
+                self.table
+                    .set(page, PageWord::new(PageState::Reclaimable(slot)));
+            } else if self.mutation == Mutation::DropUpdateFlag
+                && matches!(self.table.get(page).state(), PageState::Staged(_))
+            {
+                self.table
+                    .set(page, PageWord::new(PageState::Remote(location)));
+            } else {
+                self.slabs.release(location);
+            }
+        }
+        block.phase = Phase::Reclaimable;
+        self.blocks_in_flight -= 1;
+        self.blocks[id.0 as usize] = Some(block);
+        self.reclaimable.push_back(id);
+    }
+
+    /// Take the oldest acknowledged block out of the mempool; its pages are then remote only.
+    fn reclaim_oldest(&mut self) -> Option<BlockId> {
+        let id = if self.mutation == Mutation::ReclaimUnacknowledged {
+            let staged = self
+                .blocks
+                .iter()
+                .flatten()
+                .find(|block| block.phase != Phase::Leaving)?
+                .id;
+            self.reclaimable.retain(|other| *other != staged);
+            staged
+        } else {
+            self.reclaimable.pop_front()?
+        };
+        let block = self.blocks[id.0 as usize]
+            .take()
+            .expect("queued blocks are in use");
+        if block.phase == Phase::Staged {
+            self.blocks_in_flight -= 1;
+        }
+        for (index, page) in block.pages.iter().enumerate() {
+            let word = self.table.get(*page);
+            if word.state() == PageState::Reclaimable(id.slot(index)) {
+                let location = block.locations[index].expect("reclaimable pages have a location");
+                self.table
+                    .set(*page, PageWord::new(PageState::Remote(location)));
+            }
+        }
+        self.spare_blocks.push(block);
+        Some(id)
+    }
+
+    /// Empty the mempool of this volume as far as it is acknowledged.
+    pub fn reclaim_all(&mut self) {
+        while let Some(id) = self.reclaim_oldest() {
+            self.return_block(id);
+        }
+    }
+
+    /// The program unmapped these pages: nothing of them is left anywhere.
+    pub fn discard(&mut self, start: PageNumber, end: PageNumber) {
+        self.forget(start, end, PageState::Zero);
+    }
+
+    /// The program gave these pages up (`MADV_DONTNEED`), and the kernel is *about* to drop them.
+    pub fn give_up(&mut self, start: PageNumber, end: PageNumber) {
+        let after = if self.mutation == Mutation::TrustRemoveEvent {
+            PageState::Held
+        } else {
+            PageState::Doubtful
+        };
+        self.forget(start, end, after);
+    }
+
+    fn forget(&mut self, start: PageNumber, end: PageNumber, held_becomes: PageState) {
+        let Self {
+            table,
+            slabs,
+            blocks,
+            ..
+        } = self;
+        let mut dropped = 0;
+        table.update_range(start, end, |_, word| match word.state() {
+            PageState::Zero => word,
+            PageState::Held => {
+                if held_becomes != PageState::Held {
+                    dropped += u64::from(word.is_queued());
+                }
+                word.with_state(held_becomes)
+            }
+            PageState::Doubtful if held_becomes != PageState::Zero => word,
+            PageState::Leaving => word.with_discarded(),
+            PageState::Remote(location) => {
+                slabs.release(location);
+                word.with_state(PageState::Zero)
+            }
+            PageState::Reclaimable(slot) => {
+                let (id, index) = slot.block();
+                let block = blocks[id.0 as usize].as_mut().expect("its block is in use");
+                slabs.release(
+                    block.locations[index]
+                        .take()
+                        .expect("reclaimable pages have a location"),
+                );
+                word.with_state(PageState::Zero)
+            }
+            PageState::Staged(_) | PageState::Doubtful | PageState::Lost => {
+                word.with_state(PageState::Zero)
+            }
+        });
+        self.count_held(-i64::try_from(dropped).expect("fewer than 2^63 pages"));
+    }
+
+    /// The program moved pages to another address (`mremap`). No batch may be leaving.
+    pub fn move_range(&mut self, from: PageNumber, to: PageNumber, pages: u64) {
+        assert!(
+            !self.is_leaving(),
+            "batches reach the mempool before pages change their number"
+        );
+        self.discard(to, to + pages);
+        let mut moved = Vec::new();
+        self.table.update_range(from, from + pages, |page, word| {
+            moved.push((page - from + to, word));
+            // A stale entry of the resident queue may remain for the old number.
+            PageWord::default().with_queued(word.is_queued())
+        });
+        for (page, word) in moved {
+            match word.state() {
+                PageState::Staged(slot) | PageState::Reclaimable(slot) => {
+                    let (id, index) = slot.block();
+                    self.blocks[id.0 as usize]
+                        .as_mut()
+                        .expect("its block is in use")
+                        .pages[index] = page;
+                }
+                PageState::Held if word.is_queued() => self.resident.push_back(page),
+                PageState::Held => self.inherited.push_back(page),
+                _ => {}
+            }
+            let queued = word.is_queued() && word.state() == PageState::Held;
+            self.table.set(page, word.with_queued(queued));
+        }
+    }
+
+    /// A volume with the same pages for a forked child. Nothing may be in the mempool: see [`Self::is_in_flight`] and
+    /// [`Self::reclaim_all`]. Remote pages are shared, each with one more reference.
+    ///
+    /// # Errors
+    /// If there is no memory for its page table.
+    pub fn clone_for_fork(&mut self) -> Result<Self, TableError> {
+        assert!(
+            !self.is_in_flight() && self.reclaimable.is_empty(),
+            "the mempool is emptied before a fork"
+        );
+        let mut child = Self::new(
+            Arc::clone(&self.slabs),
+            Arc::clone(&self.mempool),
+            Arc::clone(&self.budget),
+        )?;
+        child.mutation = self.mutation;
+        let (slabs, mutation) = (&self.slabs, self.mutation);
+        self.table
+            .update_range(0, crate::table::PAGES_MAX, |page, word| {
+                let state = word.state();
+                if let PageState::Remote(location) = state
+                    && mutation != Mutation::ForgetForkReference
+                {
+                    slabs.retain(location);
+                }
+                if state != PageState::Zero {
+                    child.table.set(page, PageWord::new(state));
+                }
+                word
+            });
+        child.inherited = self
+            .resident
+            .iter()
+            .chain(&self.inherited)
+            .copied()
+            .collect();
+        Ok(child)
+    }
+
+    /// Page `page` cannot be had any more: its memory node is gone or its bytes are damaged.
+    pub fn lose(&mut self, page: PageNumber) {
+        if let PageState::Remote(location) = self.state(page) {
+            self.slabs.release(location);
+            self.table.set(page, PageWord::new(PageState::Lost));
+        }
+    }
+
+    /// The program has ended: give everything back. Batches must have been acknowledged or abandoned.
+    pub fn end(&mut self) {
+        self.discard(0, crate::table::PAGES_MAX);
+        for block in self.blocks.iter_mut().filter_map(Option::take) {
+            self.mempool.give_back(block.id);
+            self.budget.remove_block();
+        }
+        self.reclaimable.clear();
+        self.blocks_in_flight = 0;
+        self.resident.clear();
+        self.count_held(-i64::try_from(self.held).expect("fewer than 2^63 pages"));
+    }
+
+    fn count_held(&mut self, change: i64) {
+        self.held = self
+            .held
+            .checked_add_signed(change)
+            .expect("no more pages leave than were held");
+        self.budget.add_held(change);
+    }
+
+    fn drop_slot_location(&mut self, (id, index): (BlockId, usize)) {
+        let block = self.blocks[id.0 as usize]
+            .as_mut()
+            .expect("its block is in use");
+        self.slabs.release(
+            block.locations[index]
+                .take()
+                .expect("reclaimable pages have a location"),
+        );
+    }
+
+    fn take_entry(&mut self, id: BlockId, phase: Phase) -> Box<Block> {
+        let block = self.blocks[id.0 as usize]
+            .take()
+            .expect("the block is in use");
+        assert_eq!(block.phase, phase, "{id:?} is answered for in order");
+        block
+    }
+}

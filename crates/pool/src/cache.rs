@@ -1,0 +1,227 @@
+//! What a client remembers of a node's control words. They go stale at any moment: every use of
+//! them ends in a CAS that fails if they have.
+
+use crate::layout::Layout;
+use crate::op::{OpError, StepResult, WordAt};
+use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
+use crate::word::{IllegalWord, Run, SectionWord, SpanState, SpanWord};
+
+const SPANS: usize = SECTION_SPANS as usize;
+
+/// The remembered words of one node.
+#[derive(Clone, Debug)]
+pub struct NodeCache {
+    sections: Vec<SectionWord>,
+    spans: Vec<SpanWord>,
+    free_chunks: u64,
+    /// Where to look first, for extents within a span and for larger ones.
+    start: [u32; 2],
+}
+
+/// Something that a client could take, as far as it remembers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Candidate {
+    /// A run of an open span.
+    Chunks { span: u32, run: Run },
+    /// An empty span that could be opened.
+    Empty { span: u32 },
+    /// A group of empty spans to be taken whole.
+    Whole { group: Run },
+}
+
+impl NodeCache {
+    /// Remember a node as empty. `salt` decides where its searches begin, so that clients spread.
+    #[must_use]
+    pub fn new(layout: &Layout, salt: u64) -> Self {
+        // Fibonacci hashing: the high half of the product is well mixed for small salts.
+        let hash = salt.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+        let start = u32::try_from(hash % u64::from(layout.sections())).unwrap_or(0);
+        Self {
+            sections: vec![SectionWord::default(); layout.sections() as usize],
+            spans: vec![SpanWord::default(); layout.spans() as usize],
+            free_chunks: u64::from(layout.chunks()),
+            start: [start; 2],
+        }
+    }
+
+    /// How many sections there are.
+    #[must_use]
+    pub fn section_count(&self) -> u32 {
+        u32::try_from(self.sections.len()).unwrap_or(u32::MAX)
+    }
+
+    /// Chunks that were free when last seen. Those of spans that are being opened or closed do not count.
+    #[must_use]
+    pub const fn free_chunks(&self) -> u64 {
+        self.free_chunks
+    }
+
+    /// A section's word as last seen.
+    pub(crate) fn section(&self, section: u32) -> SectionWord {
+        self.sections[section as usize]
+    }
+
+    /// A span's word as last seen.
+    pub(crate) fn span(&self, span: u32) -> SpanWord {
+        self.spans[span as usize]
+    }
+
+    /// Remember a section's word.
+    pub(crate) fn set_section(
+        &mut self,
+        section: u32,
+        word: SectionWord,
+    ) -> Result<(), IllegalWord> {
+        word.check()?;
+        let before = self.free_of(section);
+        self.sections[section as usize] = word;
+        self.free_chunks = self.free_chunks + self.free_of(section) - before;
+        Ok(())
+    }
+
+    /// Remember a span's word.
+    pub(crate) fn set_span(&mut self, span: u32, word: SpanWord) -> Result<(), IllegalWord> {
+        word.check()?;
+        let index = span as usize;
+        if matches!(
+            self.state_of(span),
+            SpanState::Partial | SpanState::Contended
+        ) {
+            let (before, after) = (self.spans[index].free_chunks(), word.free_chunks());
+            self.free_chunks = self.free_chunks + u64::from(after) - u64::from(before);
+        }
+        self.spans[index] = word;
+        Ok(())
+    }
+
+    /// A span's state in its section's word as last seen.
+    pub(crate) fn state_of(&self, span: u32) -> SpanState {
+        self.section(span / SECTION_SPANS)
+            .state(place_in_section(span))
+    }
+
+    fn free_of(&self, section: u32) -> u64 {
+        let word = self.section(section);
+        let first = section as usize * SPANS;
+        let empty = word.spans_in(SpanState::Empty).count() as u64;
+        let open = word
+            .spans_in(SpanState::Partial)
+            .chain(word.spans_in(SpanState::Contended));
+        let partly: u64 = open
+            .map(|span| u64::from(self.spans[first + usize::from(span)].free_chunks()))
+            .sum();
+        let free = empty * u64::from(SPAN_CHUNKS) + partly;
+        debug_assert!(
+            free <= u64::from(SECTION_CHUNKS),
+            "a section cannot have more free chunks than chunks"
+        );
+        free
+    }
+
+    /// The section at which a search begins.
+    pub(crate) fn start(&self, class: SizeClass) -> u32 {
+        self.start[usize::from(!class.is_within_span())]
+    }
+
+    /// Begin the next search where this one succeeded.
+    pub(crate) fn set_start(&mut self, class: SizeClass, section: u32) {
+        self.start[usize::from(!class.is_within_span())] = section;
+    }
+
+    /// What to take of a section; `avoid` is a span at which the caller lost too many races. Contended spans are
+    /// looked at only if `contended`.
+    pub(crate) fn candidate(
+        &self,
+        section: u32,
+        class: SizeClass,
+        avoid: Option<u32>,
+        contended: bool,
+    ) -> Option<Candidate> {
+        let word = self.section(section);
+        let first = section * SECTION_SPANS;
+        if !class.is_within_span() {
+            return word
+                .find(class.order())
+                .map(|group| Candidate::Whole { group });
+        }
+        let more = contended
+            .then(|| word.spans_in(SpanState::Contended))
+            .into_iter()
+            .flatten();
+        for index in word.spans_in(SpanState::Partial).chain(more) {
+            let span = first + u32::from(index);
+            let word = self.span(span);
+            // A closed one is being opened or closed by another host: only that one may touch it.
+            if Some(span) != avoid
+                && !word.is_closed()
+                && let Some(run) = word.find(class.order())
+            {
+                return Some(Candidate::Chunks { span, run });
+            }
+        }
+        word.find(0).map(|group| Candidate::Empty {
+            span: first + u32::from(group.first()),
+        })
+    }
+
+    /// Whether a section has spans whose words decide what it has to give.
+    pub(crate) fn has_open_spans(&self, section: u32) -> bool {
+        let word = self.section(section);
+        word.has(SpanState::Partial) || word.has(SpanState::Contended)
+    }
+}
+
+/// The place of a span within its section.
+pub(crate) fn place_in_section(span: u32) -> u8 {
+    u8::try_from(span % SECTION_SPANS).unwrap_or(0)
+}
+
+impl NodeCache {
+    /// Remember section words as they were read; a word that cannot be one is left out, and the last such is the error.
+    pub(crate) fn learn_sections(
+        &mut self,
+        first: u32,
+        count: u32,
+        read: StepResult<'_>,
+    ) -> Result<(), OpError> {
+        let mut outcome = Ok(());
+        for (section, &word) in (first..).zip(words(read, count)) {
+            if let Err(cause) = self.set_section(section, SectionWord(word)) {
+                outcome = Err(OpError::Damaged {
+                    at: WordAt::Section(section),
+                    word,
+                    cause: cause.into(),
+                });
+            }
+        }
+        outcome
+    }
+
+    /// Remember span words as they were read, likewise.
+    pub(crate) fn learn_spans(
+        &mut self,
+        first: u32,
+        count: u32,
+        read: StepResult<'_>,
+    ) -> Result<(), OpError> {
+        let mut outcome = Ok(());
+        for (span, &word) in (first..).zip(words(read, count)) {
+            if let Err(cause) = self.set_span(span, SpanWord(word)) {
+                outcome = Err(OpError::Damaged {
+                    at: WordAt::Span(span),
+                    word,
+                    cause: cause.into(),
+                });
+            }
+        }
+        outcome
+    }
+}
+
+/// The words that answer a READ of `count`.
+fn words(read: StepResult<'_>, count: u32) -> &[u64] {
+    match read {
+        StepResult::Words(words) if words.len() == count as usize => words,
+        other => panic!("the driver answered a READ of {count} words with {other:?}"),
+    }
+}

@@ -1,0 +1,165 @@
+//! The edge: runs the machines over fabric endpoints.
+
+mod node;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use aquifer_fabric::{Endpoint, Host, Key};
+
+use crate::error::PoolError;
+use crate::op::{AllocOp, FreeOp, Grant};
+use crate::size::SizeClass;
+use node::Node;
+
+/// Work ids from this one on are the pool's; who shares its endpoints uses smaller ones.
+pub const POOL_WORK_ID: u64 = 1 << 63;
+/// Most nodes of one client.
+pub const NODES_MAX: usize = 1024;
+
+/// A node of the cluster, as the directory numbers it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub struct NodeId(pub u16);
+
+impl fmt::Display for NodeId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Memory of a node that a host has taken.
+///
+/// It is not cleared when it is taken: it may hold what its last owner, of the same tenant, left there.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Extent {
+    /// Whose memory.
+    pub node: NodeId,
+    /// Its address in the node's region.
+    pub addr: u64,
+    /// Its size.
+    pub class: SizeClass,
+    /// Opens it for READ and WRITE.
+    pub key: Key,
+}
+
+/// Takes and gives back extents of nodes. One thread uses a client at a time; many clients work at once.
+#[derive(Debug)]
+pub struct PoolClient {
+    host: Host,
+    nodes: BTreeMap<NodeId, Node>,
+}
+
+impl PoolClient {
+    /// A client of this host, as yet without nodes.
+    #[must_use]
+    pub const fn new(host: Host) -> Self {
+        Self {
+            host,
+            nodes: BTreeMap::new(),
+        }
+    }
+
+    /// Use a node over this endpoint, which then is the pool's and its user's together (see [`PoolClient::endpoint`]).
+    ///
+    /// # Errors
+    /// If the node's memory has another format or version; if the endpoint fails; at [`NODES_MAX`].
+    pub fn add_node(&mut self, id: NodeId, endpoint: Box<dyn Endpoint>) -> Result<(), PoolError> {
+        /// Tells clients of one host apart, so that they too begin at different places.
+        static CLIENTS: AtomicU64 = AtomicU64::new(0);
+        if self.nodes.contains_key(&id) {
+            return Err(PoolError::NodeExists { node: id });
+        }
+        if self.nodes.len() >= NODES_MAX {
+            return Err(PoolError::TooManyNodes { limit: NODES_MAX });
+        }
+        let salt = (u64::from(self.host.0) << 32) ^ CLIENTS.fetch_add(1, Ordering::Relaxed);
+        self.nodes.insert(id, Node::open(id, endpoint, salt)?);
+        Ok(())
+    }
+
+    /// Forget a node, and give its endpoint back. Extents taken from it stay taken.
+    pub fn remove_node(&mut self, id: NodeId) -> Option<Box<dyn Endpoint>> {
+        self.nodes.remove(&id).map(Node::into_endpoint)
+    }
+
+    /// The nodes in use.
+    pub fn nodes(&self) -> impl Iterator<Item = NodeId> {
+        self.nodes.keys().copied()
+    }
+
+    /// Bytes that a node has free, by what this client has seen last; 0 for a node that is not in use.
+    #[must_use]
+    pub fn free_bytes(&self, id: NodeId) -> u64 {
+        self.nodes.get(&id).map_or(0, Node::free_bytes)
+    }
+
+    /// Bytes that a node lends in all; 0 for a node that is not in use.
+    #[must_use]
+    pub fn total_bytes(&self, id: NodeId) -> u64 {
+        self.nodes.get(&id).map_or(0, Node::total_bytes)
+    }
+
+    /// Read all control words of a node again, so that [`PoolClient::free_bytes`] is true at that time.
+    ///
+    /// # Errors
+    /// If the node is gone.
+    pub fn refresh(&mut self, id: NodeId) -> Result<(), PoolError> {
+        self.node(id)?.refresh()
+    }
+
+    /// Take an extent of a node.
+    ///
+    /// # Errors
+    /// [`PoolError::Full`] if there is none; [`PoolError::NodeGone`], and then nobody knows whether one was taken
+    /// (the node's inline log does).
+    pub fn allocate(&mut self, id: NodeId, class: SizeClass) -> Result<Extent, PoolError> {
+        let host = self.host;
+        let node = self.node(id)?;
+        let bytes = class.bytes();
+        let grant = node
+            .run(AllocOp::new(host, class))
+            .map_err(|failure| failure.of(id, 0, bytes))?;
+        match node.extent(grant) {
+            Ok(extent) => Ok(extent),
+            Err(error) => {
+                // Without its key it is of no use; if this fails too the node is gone, and all with it.
+                node.run(FreeOp::new(host, grant)).ok();
+                Err(error)
+            }
+        }
+    }
+
+    /// Give an extent back.
+    ///
+    /// # Errors
+    /// [`PoolError::NotAllocated`] or [`PoolError::NotOurs`], as far as the node's words tell, and nothing was changed.
+    pub fn free(&mut self, extent: Extent) -> Result<(), PoolError> {
+        let host = self.host;
+        let node = self.node(extent.node)?;
+        let (addr, bytes) = (extent.addr, extent.class.bytes());
+        let chunk = node.chunk_of(addr).ok_or(PoolError::NotAllocated {
+            node: extent.node,
+            addr,
+            bytes,
+        })?;
+        let grant = Grant {
+            chunk,
+            class: extent.class,
+        };
+        node.run(FreeOp::new(host, grant))
+            .map_err(|failure| failure.of(extent.node, addr, bytes))
+    }
+
+    /// The endpoint to a node, for the user's own READs and WRITEs. Its work ids must be below [`POOL_WORK_ID`];
+    /// completions that the pool meets while it waits for its own are kept for the next poll.
+    pub fn endpoint(&mut self, id: NodeId) -> Option<&mut Box<dyn Endpoint>> {
+        self.nodes.get_mut(&id).map(Node::endpoint)
+    }
+
+    fn node(&mut self, id: NodeId) -> Result<&mut Node, PoolError> {
+        self.nodes
+            .get_mut(&id)
+            .ok_or(PoolError::NoSuchNode { node: id })
+    }
+}

@@ -1,0 +1,378 @@
+//! One node as a client sees it: its endpoint, its layout, and what is remembered of its words.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use aquifer_fabric::{
+    Completion, Endpoint, Key, LocalKey, LocalSlice, Memory, PostError, RemoteAddr, Verb, Work,
+    WorkError,
+};
+
+use super::{Extent, NodeId, POOL_WORK_ID};
+use crate::cache::NodeCache;
+use crate::error::{FormatError, PoolError};
+use crate::layout::{HEADER_BYTES, Layout};
+use crate::link::{Kept, Link};
+use crate::op::{Action, Grant, Machine, OpError, READ_WORDS_MAX, Step, StepResult, WordAt};
+use crate::size::{CHUNK_BYTES, SECTION_CHUNKS};
+
+/// Room for the largest reply: a header, or [`READ_WORDS_MAX`] words.
+const REPLY_BYTES: usize = HEADER_BYTES;
+/// As the length of a READ.
+const HEADER_LEN: u32 = 4096;
+const _: () = assert!(HEADER_LEN as usize == HEADER_BYTES);
+const _: () = assert!(READ_WORDS_MAX as usize * 8 <= REPLY_BYTES);
+/// Polls before the processor is offered to others.
+const SPINS_MAX: u32 = 256;
+/// Completions taken at a time.
+const POLL_MAX: usize = 32;
+
+#[derive(Debug)]
+pub(super) struct Node {
+    id: NodeId,
+    wire: Wire,
+    cache: NodeCache,
+    words: Vec<u64>,
+    /// The keys of the sections as far as they were needed; 0: not yet.
+    section_keys: Vec<u32>,
+}
+
+/// The way to the node's memory.
+#[derive(Debug)]
+struct Wire {
+    endpoint: Box<dyn Endpoint>,
+    kept: Arc<Kept>,
+    layout: Layout,
+    base: u64,
+    key: Key,
+    reply: Arc<Memory>,
+    reply_key: LocalKey,
+    next_id: u64,
+    polled: Vec<Completion>,
+    others: Vec<Completion>,
+}
+
+/// Why an operation came to nothing.
+#[derive(Debug)]
+pub(super) enum Failure {
+    Op(OpError),
+    Work(WorkError),
+}
+
+impl Failure {
+    /// The error, told of this extent.
+    pub(super) fn of(self, node: NodeId, addr: u64, bytes: u64) -> PoolError {
+        match self {
+            Self::Work(cause) => PoolError::NodeGone { node, cause },
+            Self::Op(OpError::Full) => PoolError::Full { node, bytes },
+            Self::Op(OpError::NotAllocated) => PoolError::NotAllocated { node, addr, bytes },
+            Self::Op(OpError::NotOurs(owner)) => PoolError::NotOurs { node, addr, owner },
+            Self::Op(OpError::Busy { attempts }) => PoolError::Busy { node, attempts },
+            Self::Op(OpError::Damaged { at, word, cause }) => PoolError::Damaged {
+                node,
+                at,
+                word,
+                cause,
+            },
+        }
+    }
+}
+
+impl Node {
+    /// Read the header and make sure that we understand it.
+    pub(super) fn open(
+        id: NodeId,
+        endpoint: Box<dyn Endpoint>,
+        salt: u64,
+    ) -> Result<Self, PoolError> {
+        let format = |cause| PoolError::Format { node: id, cause };
+        let kept = Arc::new(Kept::default());
+        let mut endpoint: Box<dyn Endpoint> = Box::new(Link::new(endpoint, Arc::clone(&kept)));
+        let region = endpoint
+            .regions()
+            .first()
+            .cloned()
+            .ok_or(format(FormatError::NoRegion))?;
+        let header_bytes = HEADER_BYTES as u64;
+        if region.len < header_bytes {
+            return Err(format(FormatError::TooShort {
+                needed: header_bytes,
+                found: region.len,
+            }));
+        }
+        let reply = Memory::create("aquifer-pool-replies", REPLY_BYTES)
+            .map(Arc::new)
+            .map_err(|cause| PoolError::LocalMemory { node: id, cause })?;
+        let reply_key = endpoint
+            .register_local(Arc::clone(&reply))
+            .map_err(|cause| PoolError::Endpoint { node: id, cause })?;
+        let layout = Layout::new(id.0, 1).map_err(format)?;
+        let mut wire = Wire {
+            endpoint,
+            kept,
+            layout,
+            base: region.base,
+            key: region.key,
+            reply,
+            reply_key,
+            next_id: 0,
+            polled: Vec::with_capacity(POLL_MAX),
+            others: Vec::new(),
+        };
+        wire.layout = wire.read_header(id)?;
+        let layout = wire.layout;
+        if layout.node() != id.0 {
+            return Err(format(FormatError::OtherNode {
+                found: layout.node(),
+            }));
+        }
+        if layout.region_bytes() > region.len {
+            return Err(format(FormatError::TooShort {
+                needed: layout.region_bytes(),
+                found: region.len,
+            }));
+        }
+        let cache = NodeCache::new(&layout, salt);
+        let section_keys = vec![0; layout.sections() as usize];
+        let mut node = Self {
+            id,
+            wire,
+            cache,
+            words: Vec::with_capacity(READ_WORDS_MAX as usize),
+            section_keys,
+        };
+        node.refresh()?;
+        Ok(node)
+    }
+
+    pub(super) fn into_endpoint(self) -> Box<dyn Endpoint> {
+        self.wire.endpoint
+    }
+
+    pub(super) fn endpoint(&mut self) -> &mut Box<dyn Endpoint> {
+        &mut self.wire.endpoint
+    }
+
+    pub(super) fn free_bytes(&self) -> u64 {
+        self.cache.free_chunks() * CHUNK_BYTES
+    }
+
+    pub(super) fn total_bytes(&self) -> u64 {
+        self.wire.layout.data_bytes()
+    }
+
+    pub(super) fn chunk_of(&self, addr: u64) -> Option<u32> {
+        self.wire.layout.chunk_of(addr.checked_sub(self.wire.base)?)
+    }
+
+    /// Run a machine to its end.
+    pub(super) fn run<M: Machine>(&mut self, mut machine: M) -> Result<M::Output, Failure> {
+        let mut step = machine.start(&mut self.cache);
+        loop {
+            let result = match step {
+                Step::Done(result) => return result.map_err(Failure::Op),
+                Step::Post(action) => self
+                    .wire
+                    .carry_out(action, &mut self.words)
+                    .map_err(Failure::Work)?,
+            };
+            let result = match result {
+                Some(found) => StepResult::Found(found),
+                None => StepResult::Words(&self.words),
+            };
+            step = machine.step(&mut self.cache, result);
+        }
+    }
+
+    /// Read all control words again.
+    pub(super) fn refresh(&mut self) -> Result<(), PoolError> {
+        let layout = self.wire.layout;
+        for first in (0..layout.sections()).step_by(READ_WORDS_MAX as usize) {
+            let count = READ_WORDS_MAX.min(layout.sections() - first);
+            self.read(WordAt::Section(first), count)?;
+            // A torn word is no damage; whoever wants to change it finds out.
+            self.cache
+                .learn_sections(first, count, StepResult::Words(&self.words))
+                .ok();
+        }
+        for first in (0..layout.spans()).step_by(READ_WORDS_MAX as usize) {
+            let count = READ_WORDS_MAX.min(layout.spans() - first);
+            self.read(WordAt::Span(first), count)?;
+            self.cache
+                .learn_spans(first, count, StepResult::Words(&self.words))
+                .ok();
+        }
+        Ok(())
+    }
+
+    fn read(&mut self, at: WordAt, count: u32) -> Result<(), PoolError> {
+        let done = self
+            .wire
+            .carry_out(Action::Read { at, count }, &mut self.words);
+        done.map(drop).map_err(|cause| PoolError::NodeGone {
+            node: self.id,
+            cause,
+        })
+    }
+
+    /// The extent that was granted, with its key.
+    pub(super) fn extent(&mut self, grant: Grant) -> Result<Extent, PoolError> {
+        let section = grant.chunk / SECTION_CHUNKS;
+        let remembered = &mut self.section_keys[section as usize];
+        if *remembered == 0 {
+            let cause = |cause| PoolError::NodeGone {
+                node: self.id,
+                cause,
+            };
+            let entry = self
+                .wire
+                .read_word(self.wire.layout.section_key_at(section))
+                .map_err(cause)?;
+            *remembered = u32::try_from(entry & u64::from(u32::MAX)).unwrap_or(0);
+        }
+        if *remembered == 0 {
+            return Err(PoolError::Format {
+                node: self.id,
+                cause: FormatError::NoKey { section },
+            });
+        }
+        let addr = self.wire.base + self.wire.layout.chunk_data_at(grant.chunk);
+        Ok(Extent {
+            node: self.id,
+            addr,
+            class: grant.class,
+            key: Key(*remembered),
+        })
+    }
+}
+
+impl Wire {
+    fn read_header(&mut self, id: NodeId) -> Result<Layout, PoolError> {
+        let verb = self.read_verb(0, HEADER_LEN);
+        self.execute(verb)
+            .map_err(|cause| PoolError::NodeGone { node: id, cause })?;
+        let mut page = [0; HEADER_BYTES];
+        self.reply.read(0, &mut page);
+        Layout::open(&page).map_err(|cause| PoolError::Format { node: id, cause })
+    }
+
+    fn read_word(&mut self, offset: u64) -> Result<u64, WorkError> {
+        let verb = self.read_verb(offset, 8);
+        self.execute(verb)?;
+        Ok(self.reply.atomic_u64(0).load(Ordering::Relaxed))
+    }
+
+    /// What a CAS or probe found, or `None` and the words read in `words`.
+    fn carry_out(
+        &mut self,
+        action: Action,
+        words: &mut Vec<u64>,
+    ) -> Result<Option<u64>, WorkError> {
+        match action {
+            Action::Cas {
+                at,
+                expected,
+                desired,
+            } => {
+                let remote = self.remote(self.layout.word_at(at));
+                self.execute(Verb::CompareSwap {
+                    remote,
+                    expected,
+                    desired,
+                })
+                .map(Some)
+            }
+            Action::Probe { at } => {
+                let remote = self.remote(self.layout.word_at(at));
+                self.execute(Verb::FetchAdd { remote, add: 0 }).map(Some)
+            }
+            Action::Read { at, count } => {
+                assert!(
+                    count <= READ_WORDS_MAX,
+                    "a READ of {count} words is longer than the room for replies"
+                );
+                let verb = self.read_verb(self.layout.word_at(at), count * 8);
+                self.execute(verb)?;
+                words.clear();
+                words.extend(
+                    (0..count as usize)
+                        .map(|i| self.reply.atomic_u64(i * 8).load(Ordering::Relaxed)),
+                );
+                Ok(None)
+            }
+        }
+    }
+
+    fn remote(&self, offset: u64) -> RemoteAddr {
+        RemoteAddr {
+            addr: self.base + offset,
+            key: self.key,
+        }
+    }
+
+    fn read_verb(&self, offset: u64, len: u32) -> Verb {
+        Verb::Read {
+            local: LocalSlice {
+                key: self.reply_key,
+                offset: 0,
+                len,
+            },
+            remote: self.remote(offset),
+        }
+    }
+
+    /// Post one operation and wait for its end. Completions of the user's work that come by are kept for it.
+    fn execute(&mut self, verb: Verb) -> Result<u64, WorkError> {
+        let id = POOL_WORK_ID | self.next_id;
+        self.next_id = (self.next_id + 1) % POOL_WORK_ID;
+        let mut posted = false;
+        let mut spins = 0;
+        let outcome = loop {
+            if !posted {
+                posted = match self.endpoint.post(&[Work {
+                    id,
+                    verb,
+                    signalled: true,
+                }]) {
+                    Ok(()) => true,
+                    Err(PostError::QueueFull { .. }) => false,
+                };
+            }
+            let broken = self.endpoint.is_broken();
+            if let Some(outcome) = self.poll_for(id) {
+                break outcome;
+            }
+            // What is accepted completes, come what may; a broken endpoint that says nothing more never will.
+            if broken && spins > SPINS_MAX {
+                break Err(WorkError::PeerGone);
+            }
+            spins = pause(spins);
+        };
+        self.kept.put_back(&mut self.others);
+        outcome
+    }
+
+    fn poll_for(&mut self, id: u64) -> Option<Result<u64, WorkError>> {
+        self.polled.clear();
+        self.endpoint.poll(&mut self.polled, POLL_MAX);
+        let mut outcome = None;
+        for completion in self.polled.drain(..) {
+            if completion.id == id {
+                outcome = Some(completion.outcome);
+            } else if completion.id < POOL_WORK_ID {
+                self.others.push(completion);
+            }
+        }
+        outcome
+    }
+}
+
+/// Spin for a while, then let others run.
+fn pause(spins: u32) -> u32 {
+    if spins < SPINS_MAX {
+        std::hint::spin_loop();
+    } else {
+        std::thread::yield_now();
+    }
+    spins.saturating_add(1)
+}

@@ -1,0 +1,316 @@
+//! Where everything lies in a node's region, and the header page that says so.
+
+use crate::error::FormatError;
+use crate::op::WordAt;
+use crate::size::{CHUNK_BYTES, SECTION_BYTES, SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS};
+
+#[cfg(target_endian = "big")]
+compile_error!(
+    "the pool's words are little-endian, and are compared and swapped as they lie in memory"
+);
+
+/// The first eight bytes of a region.
+pub const MAGIC: [u8; 8] = *b"AQFRPOOL";
+/// The version of the format that this code writes, and the only one that it reads.
+pub const VERSION: u32 = 1;
+/// Bytes of the header page.
+pub const HEADER_BYTES: usize = 4096;
+/// Most sections of a region: 64 GiB of data. Each needs a window of its own.
+pub const SECTIONS_MAX: u32 = 32_768;
+/// Entries that a section has in `keys[]` and in `logs[]`: its own, 15 unused, 16 spans', 512 chunks'.
+pub const SECTION_ENTRIES: u64 = 16 + SECTION_SPANS as u64 + SECTION_CHUNKS as u64;
+/// Bytes of an entry in `keys[]`: the main and the spare key.
+pub const KEY_ENTRY_BYTES: u64 = 8;
+/// Bytes of an entry in `logs[]`: a full log record.
+pub const LOG_ENTRY_BYTES: u64 = 16;
+
+/// Bytes of the header that are in use; the rest is zero.
+const USED: usize = 84;
+const CHECKSUM_AT: usize = 80;
+
+/// A node's region.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Layout {
+    node: u16,
+    sections: u32,
+}
+
+impl Layout {
+    /// The layout of a region with so many sections.
+    ///
+    /// # Errors
+    /// No section, or more than [`SECTIONS_MAX`].
+    pub fn new(node: u16, sections: u32) -> Result<Self, FormatError> {
+        if sections == 0 || sections > SECTIONS_MAX {
+            return Err(FormatError::Sections {
+                sections: sections.into(),
+            });
+        }
+        Ok(Self { node, sections })
+    }
+
+    /// The layout of a region that lends `data_bytes`, rounded down to whole sections.
+    ///
+    /// # Errors
+    /// Less than one section, or more than [`SECTIONS_MAX`].
+    pub fn for_bytes(node: u16, data_bytes: u64) -> Result<Self, FormatError> {
+        let sections = data_bytes / SECTION_BYTES;
+        Self::new(
+            node,
+            u32::try_from(sections).map_err(|_| FormatError::Sections { sections })?,
+        )
+    }
+
+    /// The node's number.
+    #[must_use]
+    pub const fn node(&self) -> u16 {
+        self.node
+    }
+
+    /// How many sections there are.
+    #[must_use]
+    pub const fn sections(&self) -> u32 {
+        self.sections
+    }
+
+    /// How many spans there are.
+    #[must_use]
+    pub const fn spans(&self) -> u32 {
+        self.sections * SECTION_SPANS
+    }
+
+    /// How many chunks there are.
+    #[must_use]
+    pub const fn chunks(&self) -> u32 {
+        self.sections * SECTION_CHUNKS
+    }
+
+    /// Offset of `sections[]`.
+    #[must_use]
+    pub const fn sections_at(&self) -> u64 {
+        HEADER_BYTES as u64
+    }
+
+    /// Offset of `spans[]`.
+    #[must_use]
+    pub const fn spans_at(&self) -> u64 {
+        page_up(self.sections_at() + self.sections as u64 * 8)
+    }
+
+    /// Offset of `keys[]`.
+    #[must_use]
+    pub const fn keys_at(&self) -> u64 {
+        page_up(self.spans_at() + self.spans() as u64 * 8)
+    }
+
+    /// Offset of `logs[]`.
+    #[must_use]
+    pub const fn logs_at(&self) -> u64 {
+        page_up(self.keys_at() + self.sections as u64 * SECTION_ENTRIES * KEY_ENTRY_BYTES)
+    }
+
+    /// Offset of the data, a multiple of a section.
+    #[must_use]
+    pub const fn data_at(&self) -> u64 {
+        let end = self.logs_at() + self.sections as u64 * SECTION_ENTRIES * LOG_ENTRY_BYTES;
+        end.next_multiple_of(SECTION_BYTES)
+    }
+
+    /// Bytes of the whole region.
+    #[must_use]
+    pub const fn region_bytes(&self) -> u64 {
+        self.data_at() + self.data_bytes()
+    }
+
+    /// Bytes that are lent.
+    #[must_use]
+    pub const fn data_bytes(&self) -> u64 {
+        self.sections as u64 * SECTION_BYTES
+    }
+
+    /// Offset of a control word.
+    #[must_use]
+    pub const fn word_at(&self, at: WordAt) -> u64 {
+        match at {
+            WordAt::Section(index) => self.sections_at() + index as u64 * 8,
+            WordAt::Span(index) => self.spans_at() + index as u64 * 8,
+        }
+    }
+
+    /// Offset of a section's own entry in `keys[]`.
+    #[must_use]
+    pub const fn section_key_at(&self, section: u32) -> u64 {
+        self.keys_at() + section as u64 * SECTION_ENTRIES * KEY_ENTRY_BYTES
+    }
+
+    /// Offsets of all entries in `keys[]` of a section that are in use: its own, its spans', its chunks'.
+    pub fn key_entries(&self, section: u32) -> impl Iterator<Item = u64> {
+        let first = self.section_key_at(section);
+        let numbers = std::iter::once(0).chain(16..SECTION_ENTRIES);
+        numbers.map(move |number| first + number * KEY_ENTRY_BYTES)
+    }
+
+    /// Offset of a section's data.
+    #[must_use]
+    pub const fn section_data_at(&self, section: u32) -> u64 {
+        self.data_at() + section as u64 * SECTION_BYTES
+    }
+
+    /// Offset of a chunk's data.
+    #[must_use]
+    pub const fn chunk_data_at(&self, chunk: u32) -> u64 {
+        self.data_at() + chunk as u64 * CHUNK_BYTES
+    }
+
+    /// The chunk that begins at an offset; `None` if none does.
+    #[must_use]
+    pub fn chunk_of(&self, offset: u64) -> Option<u32> {
+        let inside = offset.checked_sub(self.data_at())?;
+        if inside % CHUNK_BYTES != 0 {
+            return None;
+        }
+        u32::try_from(inside / CHUNK_BYTES)
+            .ok()
+            .filter(|&chunk| chunk < self.chunks())
+    }
+
+    /// The header page.
+    #[must_use]
+    pub fn encode(&self) -> [u8; HEADER_BYTES] {
+        let mut page = [0; HEADER_BYTES];
+        let mut at = 0;
+        let mut put = |bytes: &[u8]| {
+            page[at..at + bytes.len()].copy_from_slice(bytes);
+            at += bytes.len();
+        };
+        put(&MAGIC);
+        put(&VERSION.to_le_bytes());
+        put(&u32::try_from(HEADER_BYTES)
+            .unwrap_or(u32::MAX)
+            .to_le_bytes());
+        put(&u32::from(self.node).to_le_bytes());
+        put(&u32::try_from(CHUNK_BYTES).unwrap_or(u32::MAX).to_le_bytes());
+        put(&SPAN_CHUNKS.to_le_bytes());
+        put(&SECTION_SPANS.to_le_bytes());
+        put(&self.sections.to_le_bytes());
+        put(&[0; 4]);
+        for offset in [
+            self.sections_at(),
+            self.spans_at(),
+            self.keys_at(),
+            self.logs_at(),
+            self.data_at(),
+        ] {
+            put(&offset.to_le_bytes());
+        }
+        let sum = checksum(&page);
+        page[CHECKSUM_AT..USED].copy_from_slice(&sum.to_le_bytes());
+        page
+    }
+
+    /// Read a region's first page. It was written by another process, so nothing in it is believed unchecked.
+    ///
+    /// # Errors
+    /// Whatever this version would not have written is refused, with the reason.
+    pub fn open(bytes: &[u8]) -> Result<Self, FormatError> {
+        let page: &[u8; HEADER_BYTES] = bytes
+            .get(..HEADER_BYTES)
+            .and_then(|page| page.try_into().ok())
+            .ok_or(FormatError::Cut { bytes: bytes.len() })?;
+        if page[..8] != MAGIC {
+            return Err(FormatError::Magic);
+        }
+        let version = u32_at(page, 8);
+        if version != VERSION {
+            return Err(FormatError::Version { version });
+        }
+        if u32_at(page, CHECKSUM_AT) != checksum(page) {
+            return Err(FormatError::Checksum);
+        }
+        let node = u32_at(page, 16);
+        let node = u16::try_from(node).map_err(|_| FormatError::Node { node })?;
+        let layout = Self::new(node, u32_at(page, 32))?;
+        // Sizes, offsets and the zeros after them are what this version prescribes, or it is another format.
+        match layout
+            .encode()
+            .iter()
+            .zip(page)
+            .position(|(right, found)| right != found)
+        {
+            None => Ok(layout),
+            Some(at) => Err(FormatError::Unknown { at }),
+        }
+    }
+}
+
+const fn page_up(offset: u64) -> u64 {
+    offset.next_multiple_of(CHUNK_BYTES)
+}
+
+fn u32_at(page: &[u8; HEADER_BYTES], at: usize) -> u32 {
+    u32::from_le_bytes([page[at], page[at + 1], page[at + 2], page[at + 3]])
+}
+
+/// CRC32C of the header page with its checksum field as zero.
+fn checksum(page: &[u8; HEADER_BYTES]) -> u32 {
+    let mut page = *page;
+    page[CHECKSUM_AT..USED].fill(0);
+    let sum = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, &page);
+    u32::try_from(sum).unwrap_or(u32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn regions_hold_from_one_to_the_most_sections() {
+        assert!(matches!(
+            Layout::new(1, 0),
+            Err(FormatError::Sections { sections: 0 })
+        ));
+        assert!(Layout::new(1, 1).is_ok());
+        assert!(Layout::new(1, SECTIONS_MAX).is_ok());
+        assert!(matches!(
+            Layout::new(1, SECTIONS_MAX + 1),
+            Err(FormatError::Sections { .. })
+        ));
+        assert!(matches!(
+            Layout::for_bytes(1, SECTION_BYTES - 1),
+            Err(FormatError::Sections { sections: 0 })
+        ));
+        assert!(matches!(
+            Layout::for_bytes(1, u64::MAX),
+            Err(FormatError::Sections { .. })
+        ));
+        assert_eq!(
+            Layout::for_bytes(1, 3 * SECTION_BYTES - 1),
+            Layout::new(1, 2)
+        );
+    }
+
+    #[test]
+    fn parts_do_not_overlap() {
+        for sections in [1, 2, 511, 512, 513, SECTIONS_MAX] {
+            let layout = Layout::new(7, sections).expect("a fit number of sections");
+            let last_section = layout.word_at(WordAt::Section(sections - 1)) + 8;
+            let last_span = layout.word_at(WordAt::Span(layout.spans() - 1)) + 8;
+            let last_key = layout.section_key_at(sections - 1) + SECTION_ENTRIES * KEY_ENTRY_BYTES;
+            assert!(layout.sections_at() >= 4096 && last_section <= layout.spans_at());
+            assert!(last_span <= layout.keys_at() && last_key <= layout.logs_at());
+            assert!(
+                layout.logs_at() + u64::from(sections) * SECTION_ENTRIES * LOG_ENTRY_BYTES
+                    <= layout.data_at()
+            );
+            assert_eq!(layout.data_at() % SECTION_BYTES, 0);
+            assert_eq!(layout.chunk_of(layout.data_at()), Some(0));
+            assert_eq!(
+                layout.chunk_of(layout.region_bytes() - CHUNK_BYTES),
+                Some(layout.chunks() - 1)
+            );
+            assert_eq!(layout.chunk_of(layout.region_bytes()), None);
+            assert_eq!(layout.chunk_of(layout.data_at() - CHUNK_BYTES), None);
+            assert_eq!(layout.chunk_of(layout.data_at() + 1), None);
+        }
+    }
+}

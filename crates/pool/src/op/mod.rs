@@ -1,0 +1,174 @@
+//! The state machines of the pool: [`AllocOp`] takes an extent, [`FreeOp`] gives one back.
+//!
+//! They do no I/O. `start` and `step` return the next [`Action`] on the node's memory; whoever drives
+//! them carries it out and comes back with a [`StepResult`]. The steps are named in `docs/formats/pool.md`
+//! (A1, F2 …), and the code names them where it takes them.
+
+mod alloc;
+mod free;
+mod hint;
+mod mutation;
+
+use std::fmt;
+
+use aquifer_fabric::Host;
+
+pub use alloc::AllocOp;
+pub use free::FreeOp;
+pub use mutation::Mutation;
+
+use crate::cache::NodeCache;
+use crate::error::Damage;
+use crate::size::SizeClass;
+
+/// How often one operation may lose a race before it gives up.
+pub const ATTEMPTS_MAX: u32 = 4096;
+/// Races lost at one span after which a client marks it as contended, and goes elsewhere.
+pub const CONTENDED_AFTER: u32 = 3;
+/// Most words of one [`Action::Read`].
+pub const READ_WORDS_MAX: u32 = 512;
+
+/// Names a control word.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum WordAt {
+    /// That of the section with this index.
+    Section(u32),
+    /// That of the span with this index, counted over all sections.
+    Span(u32),
+}
+
+impl fmt::Display for WordAt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Section(index) => write!(f, "the word of section {index}"),
+            Self::Span(index) => write!(f, "the word of span {index}"),
+        }
+    }
+}
+
+/// What a machine wants done to the node's memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Action {
+    /// Compare and swap. Answered by [`StepResult::Found`].
+    Cas {
+        /// The word.
+        at: WordAt,
+        /// What it must be.
+        expected: u64,
+        /// What it becomes.
+        desired: u64,
+    },
+    /// Learn a word's value, atomically and in order with every CAS (a fetch-and-add of nothing). Answered by
+    /// [`StepResult::Found`].
+    Probe {
+        /// The word.
+        at: WordAt,
+    },
+    /// Read neighbouring words without any promise that they are of one moment. Answered by [`StepResult::Words`].
+    Read {
+        /// The first word.
+        at: WordAt,
+        /// How many; at most [`READ_WORDS_MAX`].
+        count: u32,
+    },
+}
+
+/// What came of an action.
+#[derive(Clone, Copy, Debug)]
+pub enum StepResult<'a> {
+    /// The value that a CAS or probe found.
+    Found(u64),
+    /// The words that were read.
+    Words(&'a [u64]),
+}
+
+/// What comes next.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Step<T> {
+    /// Carry this out, and come back with the result.
+    Post(Action),
+    /// The operation is over.
+    Done(Result<T, OpError>),
+}
+
+/// An operation on a node's pool as a pure state machine.
+pub trait Machine {
+    /// What it yields.
+    type Output;
+
+    /// The first step.
+    fn start(&mut self, cache: &mut NodeCache) -> Step<Self::Output>;
+
+    /// The step after `result`, which answers the action of the step before.
+    ///
+    /// # Panics
+    /// If no action is under way, or it was another: the driver is wrong.
+    fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<Self::Output>;
+}
+
+/// An extent as the machines know it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Grant {
+    /// Its first chunk, counted over the node.
+    pub chunk: u32,
+    /// Its size.
+    pub class: SizeClass,
+}
+
+/// Why an operation did nothing.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum OpError {
+    /// No free extent of the size.
+    Full,
+    /// No such extent.
+    NotAllocated,
+    /// The extent belongs to this host.
+    NotOurs(Host),
+    /// It lost too many races.
+    Busy {
+        /// How many.
+        attempts: u32,
+    },
+    /// A control word is impossible.
+    Damaged {
+        /// Which.
+        at: WordAt,
+        /// What it holds.
+        word: u64,
+        /// What is wrong with it.
+        cause: Damage,
+    },
+}
+
+impl StepResult<'_> {
+    /// The answer to a CAS or probe.
+    ///
+    /// # Panics
+    /// If the driver answered another action than it was given.
+    fn found(self) -> u64 {
+        match self {
+            Self::Found(word) => word,
+            Self::Words(_) => panic!("the driver answered a CAS or probe with words"),
+        }
+    }
+}
+
+/// Count a lost race.
+fn lose(lost: &mut u32) -> Result<(), OpError> {
+    *lost += 1;
+    if *lost > ATTEMPTS_MAX {
+        Err(OpError::Busy {
+            attempts: ATTEMPTS_MAX,
+        })
+    } else {
+        Ok(())
+    }
+}
+
+fn damaged(at: WordAt, word: u64, cause: impl Into<Damage>) -> OpError {
+    OpError::Damaged {
+        at,
+        word,
+        cause: cause.into(),
+    }
+}

@@ -1,0 +1,88 @@
+//! Faults that tests switch on, to see that the simulator catches them.
+
+use super::{Action, WordAt};
+
+/// A step of the protocol done wrong. Everything but tests uses [`Mutation::None`].
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Mutation {
+    /// All as it should be.
+    #[default]
+    None,
+    /// A1: retry with the word found, but with bits from the word remembered.
+    TakeFromStale,
+    /// A2: take the first chunks of an empty span without opening it in the section.
+    SkipOpen,
+    /// A3: take chunks of a closed span that another host is opening or closing.
+    EnterClosed,
+    /// A4: after a lost race set the full hint with the other spans as they were remembered.
+    FullFromStale,
+    /// A5: do not look at the span again after setting the full hint.
+    SkipRecheck,
+    /// F2: take a full hint back without looking at the span again.
+    OpenBlind,
+    /// A7: take a group of which only the first span is known to be empty.
+    TakeHalfEmpty,
+    /// C1: mark a span as contended whatever it is by now.
+    MarkBlind,
+    /// C2: calm a span whatever it is by now.
+    CalmBlind,
+    /// F1: give back without asking whether it was taken.
+    GiveUnchecked,
+    /// F2: do not look for a full hint after giving back of a full span.
+    SkipUnhint,
+    /// F3: close the span in the section before its last bits are clear.
+    CloseFirst,
+    /// F4: never close the span in the section.
+    SkipClose,
+    /// F4: after a lost race close with the other spans as they were remembered.
+    CloseFromStale,
+    /// F5: give back only the first span of a group.
+    GiveHalf,
+    /// L: leave the timestamp as it was.
+    KeepStamp,
+    /// L: leave the record of the change before.
+    KeepRecord,
+    /// R: believe the cache that nothing is free.
+    TrustCache,
+}
+
+impl Mutation {
+    /// All faults.
+    pub const ALL: [Self; 18] = [
+        Self::TakeFromStale,
+        Self::SkipOpen,
+        Self::EnterClosed,
+        Self::FullFromStale,
+        Self::SkipRecheck,
+        Self::OpenBlind,
+        Self::TakeHalfEmpty,
+        Self::MarkBlind,
+        Self::CalmBlind,
+        Self::GiveUnchecked,
+        Self::SkipUnhint,
+        Self::CloseFirst,
+        Self::SkipClose,
+        Self::CloseFromStale,
+        Self::GiveHalf,
+        Self::KeepStamp,
+        Self::KeepRecord,
+        Self::TrustCache,
+    ];
+
+    /// The CAS that commits a change (L).
+    pub(super) fn commit(self, at: WordAt, expected: u64, desired: u64) -> Action {
+        /// The log's timestamp, in a word.
+        const STAMP: u64 = 0x7ff << 32;
+        const LOG: u64 = 0xffff_ffff << 32;
+        let desired = match self {
+            Self::KeepStamp => (desired & !STAMP) | (expected & STAMP),
+            Self::KeepRecord => (desired & !(LOG & !STAMP)) | (expected & (LOG & !STAMP)),
+            _ => desired,
+        };
+        Action::Cas {
+            at,
+            expected,
+            desired,
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! A section's word: two bits for each of its 16 spans, and the inline log.
+
+use aquifer_fabric::Host;
+
+use super::{IllegalWord, InlineLog, LogOp, Run, high, join, log, low};
+use crate::size::SECTION_SPANS;
+
+const PLACES: u8 = 16;
+const _: () = assert!(PLACES as u32 == SECTION_SPANS);
+const EVEN: u32 = 0x5555_5555;
+
+/// Where a group of each order may begin, in the even bits.
+const ALIGNED: [u32; 5] = [EVEN, 0x1111_1111, 0x0101_0101, 0x0001_0001, 0x0000_0001];
+
+/// What a section knows of one of its spans.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum SpanState {
+    /// Nobody has any of it.
+    Empty,
+    /// Open for chunks, or being opened or closed.
+    Partial,
+    /// Open for chunks, but so many hosts are at it that others do better elsewhere.
+    Contended,
+    /// Taken whole, if its word is closed; else probably without a free chunk.
+    Full,
+}
+
+impl SpanState {
+    const fn code(self) -> u32 {
+        match self {
+            Self::Empty => 0b00,
+            Self::Partial => 0b01,
+            Self::Contended => 0b10,
+            Self::Full => 0b11,
+        }
+    }
+}
+
+/// The state of a section.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub struct SectionWord(pub u64);
+
+impl SectionWord {
+    /// The 16 codes.
+    #[must_use]
+    pub const fn bits(self) -> u32 {
+        low(self.0)
+    }
+
+    /// The state of span `index`, 0 to 15.
+    #[must_use]
+    pub const fn state(self, index: u8) -> SpanState {
+        match (self.bits() >> (2 * index)) & 0b11 {
+            0b00 => SpanState::Empty,
+            0b01 => SpanState::Partial,
+            0b10 => SpanState::Contended,
+            _ => SpanState::Full,
+        }
+    }
+
+    /// Spans in this state: span i is bit 2·i.
+    #[must_use]
+    const fn spans(self, state: SpanState) -> u32 {
+        // A code equals the wanted one where neither of its two bits differs.
+        let differing = self.bits() ^ (state.code() * EVEN);
+        !(differing | (differing >> 1)) & EVEN
+    }
+
+    /// The spans in this state, lowest first.
+    pub fn spans_in(self, state: SpanState) -> impl Iterator<Item = u8> {
+        let mut left = self.spans(state);
+        std::iter::from_fn(move || {
+            let index =
+                u8::try_from(left.checked_ilog2().map(|_| left.trailing_zeros())? / 2).ok()?;
+            left &= left - 1;
+            Some(index)
+        })
+    }
+
+    /// Whether any span is in this state.
+    #[must_use]
+    pub const fn has(self, state: SpanState) -> bool {
+        self.spans(state) != 0
+    }
+
+    /// The first aligned group of 2^`order` empty spans.
+    #[must_use]
+    pub fn find(self, order: u8) -> Option<Run> {
+        let mut empty = self.spans(SpanState::Empty);
+        for step in 0..order {
+            empty &= empty >> (2_u32 << step);
+        }
+        empty &= ALIGNED.get(usize::from(order))?;
+        if empty == 0 {
+            return None;
+        }
+        Run::new(u8::try_from(empty.trailing_zeros() / 2).ok()?, order)
+    }
+
+    /// Whether every span of the group is in this state.
+    #[must_use]
+    pub const fn all(self, run: Run, state: SpanState) -> bool {
+        let wanted = spread(run.mask());
+        self.spans(state) & wanted == wanted
+    }
+
+    /// The word after `host` has taken an empty group whole.
+    #[must_use]
+    pub const fn take(self, run: Run, host: Host) -> Self {
+        self.with(run, SpanState::Full, LogOp::Alloc, host)
+    }
+
+    /// The word after `host` has given a group back.
+    #[must_use]
+    pub const fn give(self, run: Run, host: Host) -> Self {
+        self.with(run, SpanState::Empty, LogOp::Free, host)
+    }
+
+    /// The word after `host` has opened span `index` for chunks.
+    #[must_use]
+    pub const fn open(self, index: u8, host: Host) -> Self {
+        self.with(Run::single(index), SpanState::Partial, LogOp::Open, host)
+    }
+
+    /// The word after `host` has closed span `index`.
+    #[must_use]
+    pub const fn close(self, index: u8, host: Host) -> Self {
+        self.with(Run::single(index), SpanState::Empty, LogOp::Close, host)
+    }
+
+    /// The word with another hint for span `index`. A hint commits nothing, so the record stays; but the timestamp
+    /// goes on, so that whoever read the word before sees that it has changed.
+    #[must_use]
+    pub const fn hint(self, index: u8, state: SpanState) -> Self {
+        Self(join(
+            log::touched(high(self.0)),
+            self.replace(Run::single(index), state),
+        ))
+    }
+
+    const fn replace(self, run: Run, state: SpanState) -> u32 {
+        let places = spread(run.mask());
+        (self.bits() & !(places * 0b11)) | (places * state.code())
+    }
+
+    const fn with(self, run: Run, state: SpanState, op: LogOp, host: Host) -> Self {
+        let log = InlineLog {
+            op,
+            run,
+            host,
+            stamp: log::next_stamp(high(self.0)),
+        };
+        Self(join(log.encode(PLACES), self.replace(run, state)))
+    }
+
+    /// The inline log; `None` if the word was never changed.
+    ///
+    /// # Errors
+    /// If the bits cannot be a log.
+    pub fn log(self) -> Result<Option<InlineLog>, IllegalWord> {
+        InlineLog::decode(high(self.0), PLACES)
+    }
+
+    /// Whether these 64 bits can be a section's word: the log is the record of a change whose result is in the bits.
+    ///
+    /// # Errors
+    /// What is wrong.
+    pub fn check(self) -> Result<(), IllegalWord> {
+        let bits = self.bits();
+        let Some(log) = self.log()? else {
+            return if bits == 0 {
+                Ok(())
+            } else {
+                Err(IllegalWord::Log(high(self.0)))
+            };
+        };
+        let right = match log.op {
+            LogOp::Open => log.run.order() == 0 && self.state(log.run.first()) != SpanState::Empty,
+            LogOp::Alloc => self.all(log.run, SpanState::Full),
+            LogOp::Free => self.all(log.run, SpanState::Empty),
+            LogOp::Close => log.run.order() == 0 && self.all(log.run, SpanState::Empty),
+        };
+        if right {
+            Ok(())
+        } else {
+            Err(IllegalWord::Contradiction { bits, log })
+        }
+    }
+}
+
+/// The low 16 bits of a mask, bit i moved to bit 2·i.
+const fn spread(mask: u32) -> u32 {
+    let mut x = mask & 0xffff;
+    x = (x | (x << 8)) & 0x00ff_00ff;
+    x = (x | (x << 4)) & 0x0f0f_0f0f;
+    x = (x | (x << 2)) & 0x3333_3333;
+    (x | (x << 1)) & EVEN
+}

@@ -1,0 +1,544 @@
+//! The client over shared memory: many threads at one node, and everything that a client must refuse.
+
+use std::collections::HashSet;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use aquifer_fabric::shm::{self, Options, ShmTarget};
+use aquifer_fabric::{
+    Access, Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, RemoteAddr, Scope,
+    Target, Tenant, Verb, Work,
+};
+use aquifer_pool::layout::Layout;
+use aquifer_pool::size::SECTION_BYTES;
+use aquifer_pool::{Extent, FormatError, NodeId, PoolClient, PoolError, SizeClass, donate};
+
+const NODE: NodeId = NodeId(7);
+
+struct Bed {
+    _dir: tempfile::TempDir,
+    path: PathBuf,
+    target: ShmTarget,
+}
+
+fn bare() -> Bed {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("node");
+    let target = ShmTarget::listen(&path, Options::default()).expect("a target");
+    Bed {
+        _dir: dir,
+        path,
+        target,
+    }
+}
+
+fn bed(sections: u64) -> Bed {
+    let bed = bare();
+    donate(&bed.target, NODE, sections * SECTION_BYTES).expect("memory");
+    bed
+}
+
+impl Bed {
+    fn endpoint(&self, host: u16) -> Box<dyn Endpoint> {
+        let who = Identity {
+            host: Host(host),
+            epoch: 1,
+            tenant: Tenant(0),
+        };
+        shm::connect(&self.path, who).expect("the target listens")
+    }
+
+    fn client(&self, host: u16) -> PoolClient {
+        let mut client = PoolClient::new(Host(host));
+        client
+            .add_node(NODE, self.endpoint(host))
+            .expect("a good node");
+        client
+    }
+}
+
+fn class(k: u8) -> SizeClass {
+    SizeClass::new(k).expect("a class")
+}
+
+/// Do one thing at the extent's node and wait for its end.
+fn execute(client: &mut PoolClient, extent: &Extent, verb: Verb) -> u64 {
+    let endpoint = client.endpoint(extent.node).expect("connected");
+    endpoint
+        .post(&[Work {
+            id: 5,
+            verb,
+            signalled: true,
+        }])
+        .expect("room");
+    let mut done: Vec<Completion> = Vec::new();
+    while endpoint.poll(&mut done, 1) == 0 {
+        std::hint::spin_loop();
+    }
+    assert_eq!(done[0].id, 5);
+    done[0].outcome.expect("the extent's key opens it")
+}
+
+/// The first, a middle and the last word of every chunk.
+fn stamps(extent: &Extent) -> impl Iterator<Item = u64> {
+    let chunks = 0..u64::from(extent.class.chunks());
+    chunks.flat_map(|chunk| [0, 2048, 4088].map(|place| chunk * 4096 + place))
+}
+
+struct Stamper {
+    memory: Arc<Memory>,
+    key: LocalKey,
+}
+
+impl Stamper {
+    fn new(client: &mut PoolClient) -> Self {
+        let memory = Arc::new(Memory::create("stamps", 2 << 20).expect("memory"));
+        let key = client
+            .endpoint(NODE)
+            .expect("connected")
+            .register_local(Arc::clone(&memory))
+            .expect("room");
+        Self { memory, key }
+    }
+
+    fn local(&self, extent: &Extent) -> LocalSlice {
+        LocalSlice {
+            key: self.key,
+            offset: 0,
+            len: u32::try_from(extent.class.bytes()).unwrap(),
+        }
+    }
+
+    fn write(&self, client: &mut PoolClient, extent: &Extent, stamp: u64) {
+        for at in stamps(extent) {
+            self.memory
+                .write(usize::try_from(at).unwrap(), &(stamp ^ at).to_le_bytes());
+        }
+        let remote = RemoteAddr {
+            addr: extent.addr,
+            key: extent.key,
+        };
+        execute(
+            client,
+            extent,
+            Verb::Write {
+                local: self.local(extent),
+                remote,
+            },
+        );
+    }
+
+    fn verify(&self, client: &mut PoolClient, extent: &Extent, stamp: u64) {
+        let remote = RemoteAddr {
+            addr: extent.addr,
+            key: extent.key,
+        };
+        execute(
+            client,
+            extent,
+            Verb::Read {
+                local: self.local(extent),
+                remote,
+            },
+        );
+        for at in stamps(extent) {
+            let mut word = [0; 8];
+            self.memory.read(usize::try_from(at).unwrap(), &mut word);
+            assert_eq!(
+                u64::from_le_bytes(word),
+                stamp ^ at,
+                "{extent:?} was written by another"
+            );
+        }
+    }
+}
+
+/// Allocate, stamp, verify and free at random for a while.
+fn worker(bed: &Bed, host: u16) {
+    let mut client = bed.client(host);
+    let stamper = Stamper::new(&mut client);
+    let mut random = 0x9e37_79b9_7f4a_7c15_u64 ^ u64::from(host);
+    let mut next = |end: u64| {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        random % end
+    };
+    let mut owned: Vec<(Extent, u64)> = Vec::new();
+    let mut full = 0;
+    for turn in 0..3000_u64 {
+        let stamp = (u64::from(host) << 48) | (turn << 8);
+        // Small extents most of the time, the largest now and then.
+        let k = u8::try_from(next(10).min(next(10))).unwrap();
+        if owned.len() < 24 && next(2) == 0 {
+            match client.allocate(NODE, class(k)) {
+                Ok(extent) => {
+                    stamper.write(&mut client, &extent, stamp);
+                    owned.push((extent, stamp));
+                }
+                Err(PoolError::Full { .. }) => full += 1,
+                Err(error) => panic!("{error}"),
+            }
+        } else if !owned.is_empty() {
+            let index = usize::try_from(next(owned.len() as u64)).unwrap();
+            let (extent, stamp) = owned.swap_remove(index);
+            stamper.verify(&mut client, &extent, stamp);
+            client.free(extent).expect("it is ours");
+        }
+    }
+    assert!(full < 3000);
+    for (extent, stamp) in owned {
+        stamper.verify(&mut client, &extent, stamp);
+        client.free(extent).expect("it is ours");
+    }
+}
+
+/// Four threads at a node of so many sections.
+fn share(sections: u64) {
+    let bed = bed(sections);
+    std::thread::scope(|scope| {
+        for host in 1..=4 {
+            let bed = &bed;
+            scope.spawn(move || worker(bed, host));
+        }
+    });
+    let mut client = bed.client(9);
+    assert_eq!(client.free_bytes(NODE), sections * SECTION_BYTES);
+    let taken: HashSet<u64> = (0..sections)
+        .map(|_| {
+            client
+                .allocate(NODE, SizeClass::SECTION)
+                .expect("all is free")
+                .addr
+        })
+        .collect();
+    assert_eq!(taken.len() as u64, sections);
+    let full = client.allocate(NODE, SizeClass::CHUNK);
+    assert!(matches!(
+        full,
+        Err(PoolError::Full {
+            node: NODE,
+            bytes: 4096
+        })
+    ));
+}
+
+#[test]
+fn four_threads_never_get_the_same_memory() {
+    share(6);
+}
+
+#[test]
+fn four_threads_never_get_the_same_memory_where_there_is_little() {
+    share(1);
+}
+
+#[test]
+fn every_size_is_aligned_opened_by_its_key_and_counted() {
+    let bed = bed(2);
+    let mut client = bed.client(1);
+    assert_eq!(
+        (client.free_bytes(NODE), client.total_bytes(NODE)),
+        (2 * SECTION_BYTES, 2 * SECTION_BYTES)
+    );
+    let stamper = Stamper::new(&mut client);
+    for k in 0..SizeClass::COUNT {
+        let extent = client.allocate(NODE, class(k)).expect("it is empty");
+        assert_eq!(extent.addr % extent.class.bytes(), 0);
+        assert_eq!(
+            client.free_bytes(NODE),
+            2 * SECTION_BYTES - class(k).bytes()
+        );
+        stamper.write(&mut client, &extent, k.into());
+        stamper.verify(&mut client, &extent, k.into());
+        client.free(extent).expect("it is ours");
+        assert_eq!(client.free_bytes(NODE), 2 * SECTION_BYTES);
+    }
+}
+
+#[test]
+fn a_node_can_be_taken_to_the_last_chunk() {
+    let bed = bed(1);
+    let mut client = bed.client(1);
+    let extents: Vec<Extent> = (0..512)
+        .map(|_| client.allocate(NODE, SizeClass::CHUNK).expect("room"))
+        .collect();
+    assert_eq!(
+        extents
+            .iter()
+            .map(|extent| extent.addr)
+            .collect::<HashSet<_>>()
+            .len(),
+        512
+    );
+    assert_eq!(client.free_bytes(NODE), 0);
+    assert!(matches!(
+        client.allocate(NODE, SizeClass::CHUNK),
+        Err(PoolError::Full { .. })
+    ));
+    // Another host finds what is given back, though it has seen the node full.
+    let mut other = bed.client(2);
+    assert!(matches!(
+        other.allocate(NODE, SizeClass::CHUNK),
+        Err(PoolError::Full { .. })
+    ));
+    client.free(extents[300]).expect("it is ours");
+    assert_eq!(
+        other
+            .allocate(NODE, SizeClass::CHUNK)
+            .expect("one is free")
+            .addr,
+        extents[300].addr
+    );
+}
+
+#[test]
+fn what_is_not_ours_cannot_be_freed() {
+    let bed = bed(2);
+    let (mut mine, mut other) = (bed.client(1), bed.client(2));
+    for k in 0..SizeClass::COUNT {
+        let extent = mine.allocate(NODE, class(k)).expect("room");
+        assert!(
+            matches!(
+                other.free(extent),
+                Err(PoolError::NotOurs { owner: Host(1), .. })
+            ),
+            "k = {k}"
+        );
+        let beyond = Extent {
+            addr: extent.addr + 4 * SECTION_BYTES,
+            ..extent
+        };
+        assert!(matches!(
+            mine.free(beyond),
+            Err(PoolError::NotAllocated { .. })
+        ));
+        let crooked = Extent {
+            addr: extent.addr + 1,
+            ..extent
+        };
+        assert!(matches!(
+            mine.free(crooked),
+            Err(PoolError::NotAllocated { .. })
+        ));
+        let before = Extent { addr: 0, ..extent };
+        assert!(matches!(
+            mine.free(before),
+            Err(PoolError::NotAllocated { .. })
+        ));
+        if k > 0 {
+            let part = Extent {
+                class: class(k - 1),
+                ..extent
+            };
+            assert!(
+                matches!(mine.free(part), Err(PoolError::NotAllocated { .. })),
+                "k = {k}"
+            );
+        }
+        mine.free(extent).expect("it is ours");
+        assert!(
+            matches!(mine.free(extent), Err(PoolError::NotAllocated { .. })),
+            "twice, k = {k}"
+        );
+    }
+    other.refresh(NODE).expect("the node lives");
+    assert_eq!(other.free_bytes(NODE), 2 * SECTION_BYTES);
+}
+
+#[test]
+fn chunks_are_not_freed_as_a_whole_span() {
+    let bed = bed(1);
+    let mut client = bed.client(1);
+    let chunks: Vec<Extent> = (0..32)
+        .map(|_| client.allocate(NODE, SizeClass::CHUNK).expect("room"))
+        .collect();
+    let span = Extent {
+        class: SizeClass::SPAN,
+        ..chunks[0]
+    };
+    assert!(matches!(
+        client.free(span),
+        Err(PoolError::NotAllocated { .. })
+    ));
+    chunks
+        .into_iter()
+        .for_each(|chunk| client.free(chunk).expect("it is ours"));
+}
+
+#[test]
+fn the_users_completions_are_not_lost_in_the_pool() {
+    let bed = bed(1);
+    let mut client = bed.client(1);
+    let stamper = Stamper::new(&mut client);
+    let extent = client.allocate(NODE, SizeClass::CHUNK).expect("room");
+    let remote = RemoteAddr {
+        addr: extent.addr,
+        key: extent.key,
+    };
+    let local = LocalSlice {
+        key: stamper.key,
+        offset: 0,
+        len: 4096,
+    };
+    let depth = client
+        .endpoint(NODE)
+        .expect("connected")
+        .limits()
+        .queue_depth;
+    let batch: Vec<Work> = (0..depth as u64)
+        .map(|id| Work {
+            id,
+            verb: Verb::Read { local, remote },
+            signalled: true,
+        })
+        .collect();
+    client
+        .endpoint(NODE)
+        .expect("connected")
+        .post(&batch)
+        .expect("the queue holds its depth");
+    // The queue is full of the user's work, and yet the pool gets through.
+    let second = client.allocate(NODE, SizeClass::SPAN).expect("room");
+    client.free(second).expect("it is ours");
+    // The pool keeps as many as the queue holds; more must wait for the user to poll.
+    let endpoint = client.endpoint(NODE).expect("connected");
+    assert!(endpoint.post(&batch[..1]).is_err());
+    let mut done = Vec::new();
+    while done.len() < depth {
+        endpoint.poll(&mut done, 7);
+    }
+    assert_eq!(
+        done.iter()
+            .map(|completion| completion.id)
+            .collect::<Vec<_>>(),
+        (0..depth as u64).collect::<Vec<_>>()
+    );
+    assert!(endpoint.post(&batch[..1]).is_ok());
+}
+
+#[test]
+fn a_dead_node_is_told_from_a_full_one() {
+    let bed = bed(1);
+    let mut client = bed.client(1);
+    let extent = client.allocate(NODE, SizeClass::CHUNK).expect("room");
+    drop(bed);
+    assert!(matches!(
+        client.allocate(NODE, SizeClass::CHUNK),
+        Err(PoolError::NodeGone { node: NODE, .. })
+    ));
+    assert!(matches!(
+        client.free(extent),
+        Err(PoolError::NodeGone { .. })
+    ));
+    assert!(matches!(
+        client.refresh(NODE),
+        Err(PoolError::NodeGone { .. })
+    ));
+    assert!(client.remove_node(NODE).is_some());
+    assert!(client.remove_node(NODE).is_none());
+    assert!(matches!(
+        client.allocate(NODE, SizeClass::CHUNK),
+        Err(PoolError::NoSuchNode { .. })
+    ));
+}
+
+#[test]
+fn a_fenced_host_changes_nothing() {
+    let bed = bed(1);
+    let (mut fenced, mut other) = (bed.client(1), bed.client(2));
+    let extent = fenced.allocate(NODE, SizeClass::CHUNK).expect("room");
+    bed.target.fence(Host(1), 1);
+    assert!(matches!(
+        fenced.free(extent),
+        Err(PoolError::NodeGone { .. })
+    ));
+    assert!(matches!(
+        fenced.allocate(NODE, SizeClass::SPAN),
+        Err(PoolError::NodeGone { .. })
+    ));
+    other.refresh(NODE).expect("the node lives");
+    assert_eq!(other.free_bytes(NODE), SECTION_BYTES - 4096);
+}
+
+/// What a client says to memory that a node has filled like this.
+fn judged(len: usize, fill: impl FnOnce(&Memory)) -> Result<(), PoolError> {
+    let bed = bare();
+    let memory = Arc::new(Memory::create("odd", len).expect("memory"));
+    fill(&memory);
+    bed.target
+        .register(memory, Access::ALL, Scope::Anyone)
+        .expect("room");
+    PoolClient::new(Host(1)).add_node(NODE, bed.endpoint(1))
+}
+
+#[test]
+fn memory_of_another_format_is_refused() {
+    let layout = Layout::new(NODE.0, 1).expect("a layout");
+    let len = usize::try_from(layout.region_bytes()).unwrap();
+    let cause = |judged| match judged {
+        Err(PoolError::Format { node: NODE, cause }) => cause,
+        other => panic!("{other:?}"),
+    };
+    assert!(judged(len, |memory| memory.write(0, &layout.encode())).is_ok());
+    assert_eq!(cause(judged(len, |_| ())), FormatError::Magic);
+    let future = |memory: &Memory| {
+        memory.write(0, &layout.encode());
+        memory.write(8, &9_u32.to_le_bytes());
+    };
+    assert_eq!(
+        cause(judged(len, future)),
+        FormatError::Version { version: 9 }
+    );
+    let foreign = Layout::new(NODE.0 + 1, 1).expect("a layout").encode();
+    assert_eq!(
+        cause(judged(len, |memory| memory.write(0, &foreign))),
+        FormatError::OtherNode { found: NODE.0 + 1 }
+    );
+    let short = judged(len - 4096, |memory| memory.write(0, &layout.encode()));
+    assert!(matches!(cause(short), FormatError::TooShort { .. }));
+    let bed = bare();
+    let none = PoolClient::new(Host(1)).add_node(NODE, bed.endpoint(1));
+    assert_eq!(cause(none), FormatError::NoRegion);
+}
+
+#[test]
+fn damaged_metadata_is_an_error_and_keys_must_be_there() {
+    let layout = Layout::new(NODE.0, 1).expect("a layout");
+    let bed = bare();
+    let memory = Arc::new(
+        Memory::create("odd", usize::try_from(layout.region_bytes()).unwrap()).expect("memory"),
+    );
+    memory.write(0, &layout.encode());
+    bed.target
+        .register(Arc::clone(&memory), Access::ALL, Scope::Anyone)
+        .expect("room");
+    let mut client = PoolClient::new(Host(1));
+    client.add_node(NODE, bed.endpoint(1)).expect("a good node");
+    assert!(matches!(
+        client.add_node(NODE, bed.endpoint(1)),
+        Err(PoolError::NodeExists { .. })
+    ));
+    let keyless = client.allocate(NODE, SizeClass::SPAN);
+    assert!(
+        matches!(
+            keyless,
+            Err(PoolError::Format {
+                cause: FormatError::NoKey { section: 0 },
+                ..
+            })
+        ),
+        "{keyless:?}"
+    );
+    assert_eq!(
+        client.free_bytes(NODE),
+        SECTION_BYTES,
+        "what has no key is given back"
+    );
+    memory.write(4096, &u64::MAX.to_le_bytes());
+    let damaged = client.allocate(NODE, SizeClass::SPAN);
+    assert!(
+        matches!(damaged, Err(PoolError::Damaged { .. })),
+        "{damaged:?}"
+    );
+}

@@ -1,0 +1,311 @@
+//! How a program, and each child it forks, comes under the agent's care.
+
+use core::mem::{offset_of, zeroed};
+use core::ptr::{self, null_mut};
+use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+
+use aquifer_ipc::{BUFFERS, Control, Frame, Hello, TAKE_PAGES_MAX, Token, control::CONTROL_BYTES};
+
+use crate::say;
+use crate::uffd;
+use crate::worker::{self, Worker};
+
+const PAGE: usize = 4096;
+const STACK_BYTES: usize = 16 * PAGE;
+const ANTECHAMBER_BYTES: usize = TAKE_PAGES_MAX * PAGE;
+const STAGING_BYTES: usize = BUFFERS * TAKE_PAGES_MAX * PAGE;
+const PATH_BYTES: usize = 108;
+
+/// What a forked child needs to attach itself: it may allocate nothing, and another thread may have held any lock.
+struct Origin {
+    canary: AtomicUsize,
+    token: [AtomicU64; 2],
+    path_len: AtomicUsize,
+    path: [AtomicU32; PATH_BYTES],
+}
+
+static ORIGIN: Origin = Origin {
+    canary: AtomicUsize::new(0),
+    token: [const { AtomicU64::new(0) }; 2],
+    path_len: AtomicUsize::new(0),
+    path: [const { AtomicU32::new(0) }; PATH_BYTES],
+};
+static CONTROL: AtomicPtr<Control> = AtomicPtr::new(null_mut());
+
+/// Ask that the page at `address` never be taken.
+pub fn pin(address: usize) {
+    let control = CONTROL.load(Ordering::Acquire);
+    if !control.is_null() {
+        // SAFETY: once set it stays mapped for the life of the process (a child clears it before anything else).
+        unsafe { &*control }.pin((address / PAGE) as u64);
+    }
+}
+
+/// Attach a freshly started program.
+pub fn attach_program(path: &[u8], token: Token) {
+    if path.len() >= PATH_BYTES {
+        say::fail("the path of the agent's socket is too long", 0);
+    }
+    let paged = uffd::open(uffd::PAGED);
+    if paged < 0 {
+        refuse_for_rights(paged);
+    }
+    let canary = map(PAGE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1);
+    // Each child finds the page missing, whatever its parent did there.
+    // SAFETY: our own fresh mapping.
+    unsafe {
+        libc::madvise(canary as *mut libc::c_void, PAGE, libc::MADV_WIPEONFORK);
+    }
+    remember(path, token, canary);
+    attach(paged);
+    // SAFETY: registers a function that lives as long as the library, which is never unloaded.
+    unsafe {
+        libc::pthread_atfork(None, None, Some(after_fork));
+    }
+}
+
+/// In a forked child, before it goes on: tell the agent who we are by touching the canary, and attach.
+unsafe extern "C" fn after_fork() {
+    CONTROL.store(null_mut(), Ordering::Release);
+    let canary = ORIGIN.canary.load(Ordering::Relaxed) as *const u8;
+    // SAFETY: the page was mapped before the fork and belongs to the shim.
+    unsafe { ptr::read_volatile(canary) };
+    attach(-1);
+}
+
+fn remember(path: &[u8], token: Token, canary: usize) {
+    for (place, byte) in ORIGIN.path.iter().zip(path) {
+        place.store(u32::from(*byte), Ordering::Relaxed);
+    }
+    ORIGIN.path_len.store(path.len(), Ordering::Relaxed);
+    for (place, bytes) in ORIGIN.token.iter().zip(token.0.chunks_exact(8)) {
+        place.store(
+            u64::from_le_bytes(bytes.try_into().expect("8 bytes")),
+            Ordering::Relaxed,
+        );
+    }
+    ORIGIN.canary.store(canary, Ordering::Relaxed);
+}
+
+fn token() -> Token {
+    let mut bytes = [0; 16];
+    for (part, word) in bytes.chunks_exact_mut(8).zip(&ORIGIN.token) {
+        part.copy_from_slice(&word.load(Ordering::Relaxed).to_le_bytes());
+    }
+    Token(bytes)
+}
+
+/// The common part: with a userfaultfd of our own (`paged >= 0`), or with the one that the agent got from the fork.
+fn attach(paged: i32) {
+    let is_child = paged < 0;
+    let staged = uffd::open(uffd::STAGING);
+    if staged < 0 {
+        refuse_for_rights(staged);
+    }
+    let anonymous = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    let private_bytes = STACK_BYTES + ANTECHAMBER_BYTES + STAGING_BYTES;
+    let private = map(private_bytes, anonymous, -1);
+    let antechamber = private + STACK_BYTES;
+    let staging = antechamber + ANTECHAMBER_BYTES;
+    // SAFETY: our own fresh mapping. A child makes its own instead of inheriting this.
+    unsafe {
+        libc::madvise(
+            private as *mut libc::c_void,
+            private_bytes,
+            libc::MADV_DONTFORK,
+        );
+    }
+    let result = uffd::register(staged, staging, STAGING_BYTES);
+    if result < 0 {
+        say::fail("the staging area cannot be registered", -result);
+    }
+    let hello = Hello {
+        token: token(),
+        is_child,
+        antechamber: antechamber as u64,
+        staging: staging as u64,
+        canary: ORIGIN.canary.load(Ordering::Relaxed) as u64,
+        private_start: private as u64,
+        private_end: (private + private_bytes) as u64,
+    };
+    let socket = connect();
+    send_hello(socket, &hello, paged);
+    let (control_fd, child_paged) = receive_welcome(socket, is_child);
+    let paged = if is_child { child_paged } else { paged };
+    let control = map(CONTROL_BYTES, libc::MAP_SHARED, control_fd) as *mut Control;
+    // SAFETY: as above; the mapping is CONTROL_BYTES long.
+    unsafe {
+        libc::madvise(control.cast(), CONTROL_BYTES, libc::MADV_DONTFORK);
+        if !(*control).is_valid() {
+            say::fail("the agent is of another version: use parts of one build", 0);
+        }
+    }
+    uffd::close(control_fd);
+    CONTROL.store(control, Ordering::Release);
+    pin_self();
+    start_worker(
+        private,
+        Worker {
+            ready: AtomicU32::new(0),
+            socket,
+            paged,
+            staged,
+            antechamber,
+            staging,
+            control,
+        },
+    );
+    for fd in [socket, paged, staged] {
+        uffd::close(fd);
+    }
+}
+
+fn start_worker(private: usize, worker: Worker) {
+    let place = private as *mut Worker;
+    // SAFETY: the bottom of the worker's stack is large enough and nobody else's; the worker uses the stack from
+    // the other end and never returns. Signals are blocked while it starts, so that it handles none, ever.
+    unsafe {
+        ptr::write(place, worker);
+        let mut all: libc::sigset_t = zeroed();
+        let mut old: libc::sigset_t = zeroed();
+        libc::sigfillset(&raw mut all);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut old);
+        let result = crate::raw::spawn(private + STACK_BYTES, worker::main, place as usize);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const old, null_mut());
+        if result < 0 {
+            say::fail("the worker thread cannot be started", -result);
+        }
+        while (*place).ready.load(Ordering::Acquire) == 0 {
+            libc::sched_yield();
+        }
+    }
+}
+
+/// The kernel clears a word in a thread's control block when the thread ends, at a time when it cannot wait for a page.
+pub fn pin_self() {
+    // SAFETY: returns an address only.
+    let block = unsafe { libc::pthread_self() } as usize;
+    pin(block);
+    pin(block + PAGE - 1);
+}
+
+fn map(bytes: usize, flags: i32, fd: i32) -> usize {
+    // SAFETY: a fresh mapping at an address of the kernel's choice.
+    let address = unsafe {
+        libc::mmap(
+            null_mut(),
+            bytes,
+            libc::PROT_READ | libc::PROT_WRITE,
+            flags,
+            fd,
+            0,
+        )
+    };
+    if address == libc::MAP_FAILED {
+        say::fail("no memory", errno());
+    }
+    address as usize
+}
+
+fn connect() -> i32 {
+    // SAFETY: plain socket calls on a zeroed address of the right type.
+    unsafe {
+        let socket = libc::socket(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0);
+        let mut address: libc::sockaddr_un = zeroed();
+        address.sun_family = libc::AF_UNIX as u16;
+        let length = ORIGIN.path_len.load(Ordering::Relaxed);
+        for (to, from) in address.sun_path.iter_mut().zip(&ORIGIN.path[..length]) {
+            *to = from.load(Ordering::Relaxed) as libc::c_char;
+        }
+        let size = (offset_of!(libc::sockaddr_un, sun_path) + length + 1) as libc::socklen_t;
+        if socket < 0 || libc::connect(socket, (&raw const address).cast(), size) < 0 {
+            say::fail("the agent does not answer: is the cluster up?", errno());
+        }
+        socket
+    }
+}
+
+fn send_hello(socket: i32, hello: &Hello, paged: i32) {
+    let mut bytes = [0u8; 128];
+    let length = Frame::Hello(*hello).write_fixed(&mut bytes);
+    // SAFETY: all pointers are to locals that outlive the call; the control buffer is large enough for one descriptor.
+    unsafe {
+        let mut part = libc::iovec {
+            iov_base: bytes.as_mut_ptr().cast(),
+            iov_len: length,
+        };
+        let mut ancillary = [0u64; 8];
+        let mut message: libc::msghdr = zeroed();
+        message.msg_iov = &raw mut part;
+        message.msg_iovlen = 1;
+        if paged >= 0 {
+            message.msg_control = ancillary.as_mut_ptr().cast();
+            message.msg_controllen = libc::CMSG_SPACE(4) as usize;
+            let header = libc::CMSG_FIRSTHDR(&raw const message);
+            (*header).cmsg_level = libc::SOL_SOCKET;
+            (*header).cmsg_type = libc::SCM_RIGHTS;
+            (*header).cmsg_len = libc::CMSG_LEN(4) as usize;
+            ptr::write_unaligned(libc::CMSG_DATA(header).cast(), paged);
+        }
+        if libc::sendmsg(socket, &raw const message, libc::MSG_NOSIGNAL) < 0 {
+            say::fail("the agent cannot be told about this program", errno());
+        }
+    }
+}
+
+/// The control memory's descriptor, and for a child its userfaultfd.
+fn receive_welcome(socket: i32, is_child: bool) -> (i32, i32) {
+    let mut bytes = [0u8; 1024];
+    let mut fds = [-1i32; 2];
+    let mut count = 0;
+    // SAFETY: as in `send_hello`; the control buffer has room for two descriptors.
+    let length = unsafe {
+        let mut part = libc::iovec {
+            iov_base: bytes.as_mut_ptr().cast(),
+            iov_len: bytes.len(),
+        };
+        let mut ancillary = [0u64; 8];
+        let mut message: libc::msghdr = zeroed();
+        message.msg_iov = &raw mut part;
+        message.msg_iovlen = 1;
+        message.msg_control = ancillary.as_mut_ptr().cast();
+        message.msg_controllen = size_of_val(&ancillary);
+        let length = loop {
+            let length = libc::recvmsg(socket, &raw mut message, libc::MSG_CMSG_CLOEXEC);
+            if length >= 0 || errno() != libc::EINTR as isize {
+                break length;
+            }
+        };
+        let header = libc::CMSG_FIRSTHDR(&raw const message);
+        if length > 0 && !header.is_null() && (*header).cmsg_type == libc::SCM_RIGHTS {
+            count = (((*header).cmsg_len - libc::CMSG_LEN(0) as usize) / 4).min(2);
+            let data: *const i32 = libc::CMSG_DATA(header).cast();
+            for (at, fd) in fds.iter_mut().enumerate().take(count) {
+                *fd = ptr::read_unaligned(data.add(at));
+            }
+        }
+        length
+    };
+    if length <= 0 {
+        say::fail("the agent closed the connection", errno());
+    }
+    match Frame::parse(&bytes[..length as usize]) {
+        Ok(Frame::Welcome) if count == if is_child { 2 } else { 1 } => (fds[0], fds[1]),
+        Ok(Frame::Refused(reason)) => say::fail(&reason, 0),
+        Err(error) => say::fail_with(&error),
+        Ok(_) => say::fail("the agent's answer makes no sense", 0),
+    }
+}
+
+fn refuse_for_rights(error: i32) -> ! {
+    say::fail(
+        "this user may not use userfaultfd: give access to /dev/userfaultfd, or set the sysctl \
+         vm.unprivileged_userfaultfd=1, or run as root",
+        -error as isize,
+    )
+}
+
+fn errno() -> isize {
+    // SAFETY: libc's errno is always there.
+    unsafe { *libc::__errno_location() as isize }
+}

@@ -1,0 +1,216 @@
+//! The worker: a thread inside the program that takes pages out of it at the agent's command.
+//!
+//! It depends on none of the program's memory: raw system calls, its own stack, its own table of open files, no
+//! thread-local storage. When the agent is gone it waits for ever and harms nothing.
+
+use core::sync::atomic::{AtomicU32, Ordering};
+
+use aquifer_ipc::{BUFFERS, Control, TAKE_PAGES_MAX};
+
+use crate::raw::syscall;
+use crate::uffd;
+
+const PAGE: usize = 4096;
+const FUTEX_WAIT: usize = 0;
+const FUTEX_WAKE: usize = 1;
+const MADV_POPULATE_WRITE: usize = 23;
+/// How often a move from the antechamber to staging is tried again: it can only be briefly contended.
+const STAGE_RETRIES_MAX: u32 = 1_000_000;
+
+/// What the worker knows. It lies at the bottom of the worker's own stack.
+#[repr(C)]
+pub struct Worker {
+    /// Raised when the worker has its own descriptors and the starter may close its copies.
+    pub ready: AtomicU32,
+    /// The socket to the agent, held open so that the agent notices the program's end.
+    pub socket: i32,
+    /// The program's userfaultfd: moves on it fail while the agent has an event unread.
+    pub paged: i32,
+    /// The event-free userfaultfd of the staging area.
+    pub staged: i32,
+    /// See [`aquifer_ipc::Hello::antechamber`].
+    pub antechamber: usize,
+    /// See [`aquifer_ipc::Hello::staging`].
+    pub staging: usize,
+    /// The memory shared with the agent.
+    pub control: *const Control,
+}
+
+/// The thread's entry.
+pub extern "C" fn main(argument: usize) -> ! {
+    // SAFETY: the starter placed a `Worker` there and never touches it again but for `ready`.
+    let worker = unsafe { &*(argument as *const Worker) };
+    own_descriptors(worker);
+    // SAFETY: the control memory is mapped for the life of the process and holds atomics only; gettid touches nothing.
+    let (control, thread) = unsafe { (&*worker.control, syscall(libc::SYS_gettid, [0; 6])) };
+    control.worker.store(thread as u32, Ordering::Release);
+    worker.ready.store(1, Ordering::Release);
+    let mut last = 0;
+    loop {
+        let command = control.command.load(Ordering::Acquire);
+        if command == last {
+            futex(&control.command, FUTEX_WAIT, last);
+            continue;
+        }
+        last = command;
+        obey(worker, control);
+        control.done.store(command, Ordering::Release);
+        futex(&control.done, FUTEX_WAKE, 1);
+    }
+}
+
+/// Leave the program's table of files, so that a program that closes all its descriptors does not close ours, and keep
+/// nothing of the program's open.
+fn own_descriptors(worker: &Worker) {
+    let mut kept = [worker.socket, worker.paged, worker.staged];
+    for at in 0..kept.len() {
+        for other in at + 1..kept.len() {
+            if kept[other] < kept[at] {
+                kept.swap(at, other);
+            }
+        }
+    }
+    // SAFETY: unshare gives this thread its own table; closing is then seen by no other thread.
+    unsafe {
+        syscall(
+            libc::SYS_unshare,
+            [libc::CLONE_FILES as usize, 0, 0, 0, 0, 0],
+        );
+        let mut next = 0;
+        for fd in kept {
+            if fd > next {
+                syscall(
+                    libc::SYS_close_range,
+                    [next as usize, fd as usize - 1, 0, 0, 0, 0],
+                );
+            }
+            next = fd + 1;
+        }
+        syscall(
+            libc::SYS_close_range,
+            [next as usize, u32::MAX as usize, 0, 0, 0, 0],
+        );
+    }
+}
+
+fn futex(word: &AtomicU32, operation: usize, value: u32) {
+    // SAFETY: the word lives as long as the process.
+    unsafe {
+        syscall(
+            libc::SYS_futex,
+            [word.as_ptr() as usize, operation, value as usize, 0, 0, 0],
+        );
+    }
+}
+
+fn obey(worker: &Worker, control: &Control) {
+    let count = (control.count.load(Ordering::Relaxed) as usize).min(TAKE_PAGES_MAX);
+    let buffer = control.buffer.load(Ordering::Relaxed) as usize % BUFFERS;
+    let room = worker.staging + buffer * TAKE_PAGES_MAX * PAGE;
+    // The agent has copied what was here.
+    // SAFETY: the range is the worker's own buffer.
+    unsafe {
+        syscall(
+            libc::SYS_madvise,
+            [
+                room,
+                TAKE_PAGES_MAX * PAGE,
+                libc::MADV_DONTNEED as usize,
+                0,
+                0,
+                0,
+            ],
+        );
+    }
+    take(worker, control, count);
+    stage(worker, control, count, room);
+}
+
+/// Move the pages out of the program into the antechamber. Neighbours go in one call.
+fn take(worker: &Worker, control: &Control, count: usize) {
+    let address = |at: usize| control.addresses[at].load(Ordering::Relaxed) as usize;
+    let set = |at: usize, status: u32| control.statuses[at].store(status, Ordering::Relaxed);
+    let mut at = 0;
+    while at < count {
+        let mut run = 1;
+        while at + run < count && address(at + run) == address(at) + run * PAGE {
+            run += 1;
+        }
+        let (bytes, mut error) = uffd::move_pages(
+            worker.paged,
+            worker.antechamber + at * PAGE,
+            address(at),
+            run * PAGE,
+        );
+        let moved = bytes / PAGE;
+        (at..at + moved).for_each(|page| set(page, 0));
+        at += moved;
+        if moved == run {
+            continue;
+        }
+        if -error == libc::EBUSY as isize {
+            error = take_shared(worker, at, address(at));
+        }
+        set(at, u32::try_from(-error).unwrap_or(u32::MAX));
+        at += 1;
+    }
+}
+
+/// A page shared since a fork cannot be moved until it is written: have the kernel make the program its own copy. The page is
+/// there (a missing one would not be busy), and cannot go before the agent has read the event, which it does
+/// not while it waits for us; so this never faults.
+fn take_shared(worker: &Worker, at: usize, address: usize) -> isize {
+    // SAFETY: populating for write changes no byte of the page.
+    unsafe {
+        syscall(
+            libc::SYS_madvise,
+            [address, PAGE, MADV_POPULATE_WRITE, 0, 0, 0],
+        );
+    }
+    uffd::move_pages(worker.paged, worker.antechamber + at * PAGE, address, PAGE).1
+}
+
+/// Move what was taken from the antechamber to staging, whose pages can be dropped without an event.
+fn stage(worker: &Worker, control: &Control, count: usize, room: usize) {
+    let is_taken = |at: usize| control.statuses[at].load(Ordering::Relaxed) == 0;
+    let mut retries = 0;
+    let mut at = 0;
+    while at < count {
+        if !is_taken(at) {
+            at += 1;
+            continue;
+        }
+        let mut run = 1;
+        while at + run < count && is_taken(at + run) {
+            run += 1;
+        }
+        let (bytes, error) = uffd::move_pages(
+            worker.staged,
+            room + at * PAGE,
+            worker.antechamber + at * PAGE,
+            run * PAGE,
+        );
+        at += bytes / PAGE;
+        if error != 0 {
+            retries += 1;
+            if error != -(libc::EAGAIN as isize) || retries > STAGE_RETRIES_MAX {
+                give_up();
+            }
+        }
+    }
+}
+
+/// A taken page can neither go on nor back. It is better that the program ends than that it reads zeros.
+fn give_up() -> ! {
+    loop {
+        // SAFETY: ends the process.
+        unsafe {
+            let pid = syscall(libc::SYS_getpid, [0; 6]);
+            syscall(
+                libc::SYS_kill,
+                [pid as usize, libc::SIGABRT as usize, 0, 0, 0, 0],
+            );
+            syscall(libc::SYS_exit_group, [134, 0, 0, 0, 0, 0]);
+        }
+    }
+}

@@ -1,0 +1,425 @@
+//! One schedule: some hosts, some sections, many operations, perhaps a crash; then everything is given
+//! back, and nothing may be missing.
+
+use aquifer_fabric::Host;
+use aquifer_fabric::sim::{Rng, SimFabric, SimOptions};
+use aquifer_pool::op::{Action, Grant, Mutation, OpError};
+use aquifer_pool::size::{SECTION_BYTES, SPAN_CHUNKS};
+use aquifer_pool::word::SpanState;
+use aquifer_pool::{Donation, NodeId, SizeClass, donate};
+
+use crate::client::{Client, Ended};
+use crate::shadow::{Change, Mode, Shadow, ensure};
+
+/// How often each change came to pass, over many schedules.
+#[derive(Default, Debug)]
+pub struct Seen {
+    changes: [u64; 12],
+    schedules: u64,
+    crashes: u64,
+    crashed_in_operation: u64,
+    full: u64,
+}
+
+impl Seen {
+    pub fn add(&mut self, other: &Self) {
+        for (mine, others) in self.changes.iter_mut().zip(other.changes) {
+            *mine += others;
+        }
+        self.schedules += 1;
+        self.crashes += other.crashes;
+        self.crashed_in_operation += other.crashed_in_operation;
+        self.full += other.full;
+    }
+
+    /// Everything that can happen did, and not by a rare accident.
+    pub fn assert_complete(&self) {
+        assert!(self.changes.iter().all(|&count| count >= 100), "{self:?}");
+        assert!(
+            self.crashed_in_operation >= 1000 && self.full >= 100,
+            "{self:?}"
+        );
+    }
+}
+
+struct Schedule {
+    rng: Rng,
+    fabric: SimFabric,
+    donation: Donation,
+    shadow: Shadow,
+    clients: Vec<Client>,
+    classes: &'static [u8],
+    seen: Seen,
+}
+
+/// Mixes of sizes, each to bring some part of the protocol to a boil.
+const MIXES: [&[u8]; 8] = [
+    &[0],
+    &[0, 0, 0, 1, 4],
+    &[4, 4, 4, 3],
+    &[4, 4, 5, 6, 9],
+    &[3, 4, 4, 4, 4, 5, 5],
+    &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9],
+    &[2, 3, 4, 8],
+    &[5, 6, 7, 8, 9, 4],
+];
+
+/// Play one schedule.
+pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
+    let mut schedule = Schedule::new(seed, mutation);
+    schedule.crowd()?;
+    let bursts = 1 + schedule.rng.below(4);
+    let crash_in = schedule.rng.below(2 * bursts);
+    for burst in 0..bursts {
+        let rounds = 2 + schedule.rng.below(14);
+        let crash_after = (burst == crash_in).then(|| schedule.rng.below(rounds * 12));
+        schedule.play(rounds, crash_after)?;
+        schedule.hints_are_right()?;
+    }
+    schedule.give_all_back()?;
+    schedule.nothing_is_lost()?;
+    schedule.wrong_frees_are_refused()?;
+    schedule.all_can_be_taken_again()?;
+    Ok(schedule.seen)
+}
+
+impl Schedule {
+    fn new(seed: u64, mutation: Mutation) -> Self {
+        let mut rng = Rng::new(seed);
+        let spread = 1 + rng.below(30_000);
+        let options = SimOptions {
+            delay_ns: 100..100 + spread,
+            ..SimOptions::default()
+        };
+        let fabric = SimFabric::new(rng.next_u64(), options);
+        let target = fabric.add_node();
+        let sections = 1 + rng.below(2);
+        let donation = donate(&target, NodeId(1), sections * SECTION_BYTES).expect("a small pool");
+        // Sometimes two clients, as two threads, are of one host.
+        let per_host = 1 + rng.below(2);
+        let count = (2 + rng.below(3)) * per_host;
+        let client = |i| {
+            let host = Host(u16::try_from(1 + i / per_host).unwrap());
+            Client::new(&fabric, target.node(), donation.layout, host, mutation)
+        };
+        let clients: Vec<Client> = (0..count).map(client).collect();
+        if rng.chance(1, 2) {
+            let slowness_max = if rng.chance(1, 2) { 4 } else { 30 };
+            let slow = clients[rng.index(clients.len())].host;
+            fabric.slow(slow, 2 + rng.below(slowness_max));
+        }
+        let classes = MIXES[rng.index(MIXES.len())];
+        let shadow = Shadow::new(donation.layout);
+        Self {
+            rng,
+            fabric,
+            donation,
+            shadow,
+            clients,
+            classes,
+            seen: Seen::default(),
+        }
+    }
+
+    /// Often one host takes most spans, so that all must share what is left.
+    fn crowd(&mut self) -> Result<(), String> {
+        let spans = self.donation.layout.spans();
+        if self.rng.chance(1, 4) {
+            return Ok(());
+        }
+        let left = 1 + u32::try_from(self.rng.below(5)).unwrap();
+        for _ in left..spans {
+            let ended = self.alone(0, |client| client.alloc(SizeClass::SPAN))?;
+            self.ended(0, ended)?;
+        }
+        let client = &mut self.clients[0];
+        client.kept.append(&mut client.owned);
+        Ok(())
+    }
+
+    /// Everyone allocates and frees at random, at once.
+    fn play(&mut self, rounds: u64, crash_after: Option<u64>) -> Result<(), String> {
+        let mut left = vec![rounds; self.clients.len()];
+        let mut steps = 0;
+        loop {
+            for (index, left) in left.iter_mut().enumerate() {
+                let client = &self.clients[index];
+                if client.alive && client.is_idle() && *left > 0 && self.rng.chance(1, 2) {
+                    *left -= 1;
+                    self.begin_something(index)?;
+                }
+            }
+            if crash_after == Some(steps) {
+                self.crash();
+            }
+            steps += 1;
+            let waiting = left
+                .iter()
+                .zip(&self.clients)
+                .any(|(left, client)| client.alive && *left > 0);
+            if !self.step()? && !waiting {
+                return Ok(());
+            }
+        }
+    }
+
+    fn begin_something(&mut self, index: usize) -> Result<(), String> {
+        let owned = self.clients[index].owned.len();
+        let ended = if owned > 0 && (owned > 8 || self.rng.chance(1, 2)) {
+            let which = self.rng.index(owned);
+            let grant = self.clients[index].owned.swap_remove(which);
+            self.clients[index].free(grant)
+        } else {
+            let k = self.classes[self.rng.index(self.classes.len())];
+            self.clients[index].alloc(SizeClass::new(k).unwrap())
+        };
+        ended.map_or(Ok(()), |ended| self.ended(index, ended))
+    }
+
+    fn crash(&mut self) {
+        let host = self.clients[self.rng.index(self.clients.len())].host;
+        if self.clients.iter().all(|client| client.host == host) {
+            return;
+        }
+        self.fabric.crash_host(host);
+        self.seen.crashes += 1;
+        for client in self.clients.iter_mut().filter(|client| client.host == host) {
+            client.alive = false;
+            self.seen.crashed_in_operation += u64::from(!client.is_idle());
+        }
+    }
+
+    fn is_dead(&self, host: Host) -> bool {
+        self.clients
+            .iter()
+            .any(|client| client.host == host && !client.alive)
+    }
+
+    /// Let the next thing happen, and check it; false if nothing is under way.
+    fn step(&mut self) -> Result<bool, String> {
+        let under_way: Vec<(Host, Action)> = self
+            .clients
+            .iter()
+            .filter_map(|client| Some((client.host, client.posted?)))
+            .collect();
+        if !self.fabric.step() {
+            return Ok(false);
+        }
+        if let Some(change) = self.shadow.observe(&self.donation.memory, &under_way)? {
+            self.seen.changes[change as usize] += 1;
+        }
+        for index in 0..self.clients.len() {
+            if self.clients[index].alive
+                && let Some(ended) = self.clients[index].poll()
+            {
+                self.ended(index, ended)?;
+            }
+        }
+        Ok(true)
+    }
+
+    fn ended(&mut self, index: usize, ended: Ended) -> Result<(), String> {
+        match ended {
+            Ended::Alloc(Ok(grant)) => {
+                let host = self.clients[index].host;
+                let chunks = grant.chunk..grant.chunk + grant.class.chunks();
+                let ours = chunks
+                    .clone()
+                    .all(|c| self.shadow.owners[c as usize] == Some(host));
+                ensure!(ours, "{host:?} is told of {grant:?} but does not own it");
+                let others = self
+                    .clients
+                    .iter()
+                    .flat_map(|client| client.owned.iter().chain(&client.kept));
+                let twice = others.filter(|other| overlap(other, &grant)).count();
+                ensure!(twice == 0, "{grant:?} is owned twice");
+                self.clients[index].owned.push(grant);
+            }
+            Ended::Alloc(Err(OpError::Full)) => self.seen.full += 1,
+            Ended::Free(Ok(())) => (),
+            other => return Err(format!("client {index}: {other:?}")),
+        }
+        Ok(())
+    }
+
+    /// Run one operation of one client to its end, with nothing else going on.
+    fn alone(
+        &mut self,
+        index: usize,
+        start: impl FnOnce(&mut Client) -> Option<Ended>,
+    ) -> Result<Ended, String> {
+        let mut ended = start(&mut self.clients[index]);
+        while ended.is_none() {
+            let under_way: Vec<(Host, Action)> = self.clients[index]
+                .posted
+                .map(|action| (self.clients[index].host, action))
+                .into_iter()
+                .collect();
+            ensure!(self.fabric.step(), "an operation waits for nothing");
+            self.shadow.observe(&self.donation.memory, &under_way)?;
+            ended = self.clients[index].poll();
+        }
+        ended.ok_or_else(|| "no end".to_owned())
+    }
+
+    fn give_all_back(&mut self) -> Result<(), String> {
+        for client in &mut self.clients {
+            client.owned.append(&mut client.kept);
+        }
+        loop {
+            for index in 0..self.clients.len() {
+                let client = &mut self.clients[index];
+                if client.alive
+                    && client.is_idle()
+                    && let Some(grant) = client.owned.pop()
+                    && let Some(ended) = client.free(grant)
+                {
+                    self.ended(index, ended)?;
+                }
+            }
+            let more = self
+                .clients
+                .iter()
+                .any(|client| client.alive && !client.owned.is_empty());
+            if !self.step()? && !more {
+                return Ok(());
+            }
+        }
+    }
+
+    /// When all is quiet a span that is said to be full is full, or who should have said otherwise is dead.
+    fn hints_are_right(&self) -> Result<(), String> {
+        let anyone_dead = self.clients.iter().any(|client| !client.alive);
+        for span in 0..self.donation.layout.spans() {
+            let (mode, state) = (self.shadow.modes[span as usize], self.shadow.state_of(span));
+            let said_full = mode == Mode::Chunks && state == SpanState::Full;
+            let right = !said_full || self.shadow.span(span).is_full() || anyone_dead;
+            ensure!(right, "span {span} is said to be full for ever, and is not");
+        }
+        Ok(())
+    }
+
+    /// All live hosts have given all back: what is not free must be a dead host's, by the logs.
+    fn nothing_is_lost(&self) -> Result<(), String> {
+        for (chunk, owner) in self.shadow.owners.iter().enumerate() {
+            if let Some(host) = owner {
+                ensure!(
+                    self.is_dead(*host),
+                    "chunk {chunk} is lost: {host:?} does not know that it owns it"
+                );
+            }
+        }
+        let anyone_dead = self.clients.iter().any(|client| !client.alive);
+        for span in 0..self.donation.layout.spans() {
+            let (mode, state, word) = (
+                self.shadow.modes[span as usize],
+                self.shadow.state_of(span),
+                self.shadow.span(span),
+            );
+            let right = match mode {
+                Mode::Closed => state == SpanState::Empty && word.is_closed(),
+                Mode::Opening(host) | Mode::Closing(host) | Mode::Whole(host) => self.is_dead(host),
+                Mode::Chunks if state == SpanState::Full => anyone_dead || word.is_full(),
+                Mode::Chunks => anyone_dead && !word.is_closed(),
+            };
+            ensure!(
+                right,
+                "at the end span {span} is {mode:?}, {state:?}, {:#010x}",
+                word.bits()
+            );
+        }
+        Ok(())
+    }
+
+    /// Frees of what is free are refused, and change nothing.
+    fn wrong_frees_are_refused(&mut self) -> Result<(), String> {
+        let Some(index) = self.clients.iter().position(|client| client.alive) else {
+            return Ok(());
+        };
+        for k in 0..SizeClass::COUNT {
+            let class = SizeClass::new(k).unwrap();
+            let places = self.donation.layout.chunks() / class.chunks();
+            let chunk = u32::try_from(self.rng.below(places.into())).unwrap() * class.chunks();
+            let grant = Grant { chunk, class };
+            let owners = &self.shadow.owners[chunk as usize..(chunk + class.chunks()) as usize];
+            // A span whose closer died can be left with a full hint, and then looks as if it were taken whole.
+            let mut spans = chunk / SPAN_CHUNKS..(chunk + class.chunks()).div_ceil(SPAN_CHUNKS);
+            let half_closed =
+                |span: u32| matches!(self.shadow.modes[span as usize], Mode::Closing(_));
+            if owners.iter().all(Option::is_some) || spans.any(half_closed) {
+                continue;
+            }
+            let before = self.shadow.owners.clone();
+            let ended = self.alone(index, |client| client.free(grant))?;
+            let refused = matches!(
+                ended,
+                Ended::Free(Err(OpError::NotAllocated | OpError::NotOurs(_)))
+            );
+            ensure!(
+                refused,
+                "{grant:?} was not taken, and yet it could be freed: {ended:?}"
+            );
+            ensure!(
+                self.shadow.owners == before,
+                "a refused free of {grant:?} changed something"
+            );
+        }
+        Ok(())
+    }
+
+    /// What is free can be taken, to the last span, by a client whose memory of the node is stale.
+    fn all_can_be_taken_again(&mut self) -> Result<(), String> {
+        let alive: Vec<usize> = (0..self.clients.len())
+            .filter(|&index| self.clients[index].alive)
+            .collect();
+        let crashed = alive.len() < self.clients.len();
+        let class = if crashed {
+            SizeClass::SPAN
+        } else {
+            SizeClass::SECTION
+        };
+        let spans = 0..self.donation.layout.spans();
+        let empty = spans
+            .filter(|&span| self.shadow.state_of(span) == SpanState::Empty)
+            .count();
+        let expected = u32::try_from(empty).unwrap() * SPAN_CHUNKS / class.chunks();
+        for &index in &alive {
+            let mut taken = Vec::new();
+            loop {
+                match self.alone(index, |client| client.alloc(class))? {
+                    Ended::Alloc(Ok(grant)) => taken.push(grant),
+                    Ended::Alloc(Err(OpError::Full)) => break,
+                    other => return Err(format!("client {index}: {other:?}")),
+                }
+            }
+            ensure!(
+                taken.len() == expected as usize,
+                "{} of {expected} could be taken",
+                taken.len()
+            );
+            // The others learn that all is full, and then it is not.
+            for &other in &alive {
+                let full = self.alone(other, |client| client.alloc(class))?;
+                ensure!(
+                    matches!(full, Ended::Alloc(Err(OpError::Full))),
+                    "full, and yet {full:?}"
+                );
+            }
+            for grant in taken {
+                let ended = self.alone(index, |client| client.free(grant))?;
+                ensure!(
+                    matches!(ended, Ended::Free(Ok(()))),
+                    "{grant:?} could not be freed: {ended:?}"
+                );
+            }
+        }
+        Ok(())
+    }
+}
+
+fn overlap(a: &Grant, b: &Grant) -> bool {
+    a.chunk < b.chunk + b.class.chunks() && b.chunk < a.chunk + a.class.chunks()
+}
+
+/// The array of counts has a place for each.
+const _: () = assert!(Change::Calm as usize == 11);

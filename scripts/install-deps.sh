@@ -1,0 +1,128 @@
+#!/bin/sh
+# Installs what tests, demo and benches need and this machine lacks. Safe to run again: when nothing is
+# missing it does nothing, says nothing, and needs no rights.
+#
+#   scripts/install-deps.sh [test] [demo] [bench]     all three, if none is named
+#
+# Knows Debian and what descends from it. Elsewhere it says what to install by hand.
+set -eu
+
+python=/usr/bin/python3 # Debian's own: packages of python3-* are for no other.
+missing=
+
+# need PACKAGE COMMAND…: the package is missing unless the command succeeds.
+need() {
+    package=$1
+    shift
+    "$@" >/dev/null 2>&1 || missing="$missing $package"
+}
+
+has() { command -v "$1"; }
+
+# The demo's corpus. Small images leave documentation out even when its package is installed.
+has_kernel_docs() { ls /usr/share/doc/linux-doc-*/html/index.html; }
+
+need_compiler() {
+    need gcc has cc
+    need libc6-dev test -e /usr/include/linux/userfaultfd.h
+    need make has make
+}
+
+need_for_test() {
+    need_compiler
+    need python3 test -x "$python"
+    need python3-numpy "$python" -c 'import numpy'
+    need redis-server has redis-server
+    need redis-tools has redis-cli
+}
+
+need_for_demo() {
+    need sqlite3 has sqlite3
+    need linux-doc has_kernel_docs
+}
+
+need_for_bench() {
+    need_compiler
+    need kmod has modprobe # For zram, where it is a module.
+}
+
+as_root() {
+    if [ "$(id -u)" = 0 ]; then
+        "$@"
+    elif command -v sudo >/dev/null 2>&1; then
+        sudo "$@"
+    else
+        echo "install-deps: these packages are missing, and installing them takes root:$missing" >&2
+        exit 1
+    fi
+}
+
+apt() {
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=120 -o Acquire::Retries=3 \
+        -o 'Dpkg::Options::=--path-include=/usr/share/doc/linux-doc-*' "$@"
+}
+
+# A fresh server's packages must not start services: a policy that forbids it, for as long as this runs.
+forbid_services() {
+    policy=/usr/sbin/policy-rc.d
+    [ -e "$policy" ] && return
+    printf '#!/bin/sh\nexit 101\n' | as_root tee "$policy" >/dev/null
+    as_root chmod 755 "$policy"
+    trap 'as_root rm -f /usr/sbin/policy-rc.d' EXIT
+    trap 'exit 130' INT TERM HUP
+}
+
+lists=${*:-test demo bench}
+collect() {
+    missing=
+    for list in $lists; do
+        case $list in
+        test | demo | bench) "need_for_$list" ;;
+        *)
+            echo "install-deps: there is no list '$list'; name test, demo or bench" >&2
+            exit 2
+            ;;
+        esac
+    done
+    missing=$(printf '%s\n' $missing | sort -u | tr '\n' ' ')
+    missing=${missing% }
+}
+
+# linux-doc only names the package with the pages. If that is here without its pages, it must be named to come
+# again.
+name_packages_of_docs() {
+    case " $missing " in
+    *" linux-doc "*)
+        missing="$missing $(dpkg-query -W -f '${db:Status-Abbrev}${Package}\n' 'linux-doc-*' 2>/dev/null |
+            sed -n 's/^ii *//p' | tr '\n' ' ')"
+        missing=${missing% }
+        ;;
+    esac
+}
+
+collect
+[ -n "$missing" ] || exit 0
+if ! command -v apt-get >/dev/null 2>&1; then
+    echo "install-deps: this is no Debian; install what corresponds to these packages: $missing" >&2
+    exit 1
+fi
+name_packages_of_docs
+echo "install-deps: installing $missing"
+forbid_services
+log=$(mktemp)
+# The lists of packages may be old or empty: then fetch them, and try once more. --reinstall brings back
+# documentation that was left out before.
+if ! apt install -y --no-install-recommends --reinstall $missing >"$log" 2>&1; then
+    if ! { apt update && apt install -y --no-install-recommends --reinstall $missing; } >"$log" 2>&1; then
+        tail -n 20 "$log" >&2
+        echo "install-deps: apt-get could not install $missing; its last words are above, all of them in $log" >&2
+        exit 1
+    fi
+fi
+rm -f "$log"
+wanted=$missing
+collect
+if [ -n "$missing" ]; then
+    echo "install-deps: installed $wanted, but still not to be found: $missing" >&2
+    exit 1
+fi

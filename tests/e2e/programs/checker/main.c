@@ -1,0 +1,81 @@
+// A program that checks every byte of its own memory, however that memory is moved, dropped, forked and
+// given to the kernel: the program that must not notice that it is paged.
+//
+//   cc -std=c11 -O2 -pthread -o checker checker/*.c
+//   checker pages|mremap|dontunmap|brk|madvise|remap|fork|threads|syscalls|protect|pinned|all
+//           [--bytes 256M] [--threads 4] [--rounds 2] [--seed 1]
+//
+// Status 0: all right; 1: something was wrong, named on stderr; 2: the test could not run.
+#include "content.h"
+#include "tests.h"
+#include <getopt.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct test {
+    const char *name;
+    void (*run)(void);
+    bool in_all;
+};
+
+static const struct test tests[] = {
+    {"pages", test_pages, true},     {"mremap", test_mremap, true},   {"brk", test_brk, true},
+    {"madvise", test_madvise, true}, {"remap", test_remap, true},     {"fork", test_fork, true},
+    {"threads", test_threads, true}, {"syscalls", test_syscalls, true},
+    {"protect", test_protect, true}, {"pinned", test_pinned, true},
+    // Linux 5.7 and newer, and rarely used: by name only.
+    {"dontunmap", test_dontunmap, false},
+};
+
+enum { TESTS = sizeof tests / sizeof tests[0] };
+
+_Noreturn static void usage(const char *why) {
+    fprintf(stderr, "checker: %s\nusage: checker TEST|all [--bytes N[K|M|G]] [--threads T] [--rounds R] [--seed S]\ntests:",
+            why);
+    for (unsigned i = 0; i < TESTS; i++) fprintf(stderr, " %s", tests[i].name);
+    fputc('\n', stderr);
+    exit(2);
+}
+
+static uint64_t parse_number(const char *text, uint64_t least, uint64_t most) {
+    char *end;
+    uint64_t value = strtoull(text, &end, 10), unit = 1;
+    if (end == text) usage("an option wants a number");
+    if (*end == 'K' || *end == 'k') unit = 1u << 10;
+    if (*end == 'M' || *end == 'm') unit = 1u << 20;
+    if (*end == 'G' || *end == 'g') unit = 1u << 30;
+    if (end[unit > 1] != 0 || value > most / unit || value * unit < least) usage("a number is out of its range");
+    return value * unit;
+}
+
+static void parse_options(int argc, char **argv) {
+    static const struct option names[] = {
+        {"bytes", required_argument, NULL, 'b'}, {"threads", required_argument, NULL, 't'},
+        {"rounds", required_argument, NULL, 'r'}, {"seed", required_argument, NULL, 's'}, {NULL, 0, NULL, 0}};
+    for (int c; (c = getopt_long(argc, argv, "", names, NULL)) != -1;) {
+        switch (c) {
+        case 'b': options.bytes = parse_number(optarg, 4u << 20, 1ull << 40); break;
+        case 't': options.threads = (unsigned)parse_number(optarg, 1, 64); break;
+        case 'r': options.rounds = (unsigned)parse_number(optarg, 1, 1u << 20); break;
+        case 's': options.seed = parse_number(optarg, 0, UINT64_MAX); break;
+        default: usage("an option is not known");
+        }
+    }
+    if (optind != argc) usage("there is one argument too many");
+}
+
+int main(int argc, char **argv) {
+    if (argc >= 2 && strcmp(argv[1], "--executed-child") == 0) return executed_child(argc, argv);
+    if (argc < 2) usage("which test?");
+    const char *wanted = argv[1];
+    parse_options(argc - 1, argv + 1);
+    bool all = strcmp(wanted, "all") == 0, known = all;
+    for (unsigned i = 0; i < TESTS; i++) {
+        if (strcmp(wanted, tests[i].name) != 0 && !(all && tests[i].in_all)) continue;
+        known = true;
+        tests[i].run();
+    }
+    if (!known) usage("no such test");
+    return 0;
+}

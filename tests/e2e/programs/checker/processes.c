@@ -1,0 +1,141 @@
+// fork, fork in a child, exec and spawn: every process has its own view of the memory.
+#include "content.h"
+#include "tests.h"
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <spawn.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+extern char **environ;
+
+static const char *const CHILD_VARIABLE = "CHECKER_CHILD";
+
+static struct area shared;
+
+static void expect_success(pid_t pid, const char *who) {
+    int status;
+    while (waitpid(pid, &status, 0) < 0)
+        if (errno != EINTR) die("waitpid");
+    if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) fail("fork", who);
+}
+
+static void modify_every(struct area *area, uint64_t first, uint64_t step, struct numbers *numbers) {
+    for (uint64_t page = first; page < area->pages; page += step) modify_page(area, page, numbers);
+}
+
+static pid_t forked(void) {
+    pid_t pid = fork();
+    if (pid < 0) die("fork");
+    return pid;
+}
+
+// The grandchild inherits what its parent has changed, and changes it again.
+static _Noreturn void child_work(unsigned round) {
+    struct numbers numbers = numbers_new(600 + round);
+    modify_every(&shared, 0, 2, &numbers);
+    pid_t grandchild = forked();
+    if (grandchild == 0) {
+        struct numbers own = numbers_new(700 + round);
+        modify_every(&shared, 1, 4, &own);
+        verify_all(&shared);
+        _exit(0);
+    }
+    modify_every(&shared, 0, 4, &numbers);
+    verify_all(&shared);
+    expect_success(grandchild, "the grandchild's memory was wrong");
+    verify_all(&shared);
+    _exit(0);
+}
+
+// ---- exec --------------------------------------------------------------------------------------------
+
+// A program that this one starts: it checks its arguments and environment, and uses memory of its own.
+int executed_child(int argc, char **argv) {
+    if (argc != 4 || strcmp(argv[3], "last argument") != 0) fail("exec", "the arguments were wrong");
+    const char *variable = getenv(CHILD_VARIABLE);
+    if (variable == NULL || strcmp(variable, argv[2]) != 0) fail("exec", "the environment was wrong");
+    struct numbers numbers = numbers_new(800);
+    struct area area = area_new("exec", (8u << 20) / PAGE_BYTES);
+    for (unsigned round = 0; round < 3; round++) modify_every(&area, 0, 1, &numbers);
+    verify_all(&area);
+    area_free(&area);
+    return 0;
+}
+
+static void execute(unsigned round, bool spawn) {
+    char value[32];
+    snprintf(value, sizeof value, "round %u", round);
+    if (setenv(CHILD_VARIABLE, value, 1) != 0) die("setenv");
+    char *arguments[] = {"checker", "--executed-child", value, "last argument", NULL};
+    pid_t pid;
+    if (spawn) { // glibc starts it with vfork: the child runs in this memory until it has its own.
+        errno = posix_spawn(&pid, "/proc/self/exe", NULL, NULL, arguments, environ);
+        if (errno != 0) die("posix_spawn");
+    } else {
+        pid = forked();
+        if (pid == 0) {
+            execv("/proc/self/exe", arguments);
+            die("execv");
+        }
+    }
+    expect_success(pid, spawn ? "the spawned program failed" : "the executed program failed");
+    unsetenv(CHILD_VARIABLE);
+}
+
+// ---- the test ----------------------------------------------------------------------------------------
+
+// A thread goes on with memory of its own while the process forks.
+static atomic_bool stop;
+
+static void *bystander(void *unused) {
+    struct numbers numbers = numbers_new(900);
+    struct area own = area_new("fork bystander", shared.pages / 8);
+    while (!atomic_load(&stop)) modify_every(&own, 0, 1, &numbers);
+    verify_all(&own);
+    area_free(&own);
+    return unused;
+}
+
+void test_fork(void) {
+    struct numbers numbers = numbers_new(1000);
+    shared = area_new("fork", options.bytes / PAGE_BYTES / 2);
+    modify_every(&shared, 0, 1, &numbers);
+    pthread_t thread;
+    atomic_store(&stop, false);
+    if (pthread_create(&thread, NULL, bystander, NULL) != 0) die("pthread_create");
+    for (unsigned round = 0; round < options.rounds; round++) {
+        pid_t child = forked();
+        if (child == 0) child_work(round);
+        modify_every(&shared, 1, 2, &numbers);
+        verify_all(&shared);
+        execute(round, false);
+        execute(round, true);
+        expect_success(child, "the child's memory was wrong");
+        verify_all(&shared);
+        // After the child's end the pages are shared with nobody, and yet not as they were.
+        modify_every(&shared, round % 3, 3, &numbers);
+    }
+    // A child that is killed while it works takes nothing with it.
+    pid_t killed = forked();
+    if (killed == 0) {
+        for (;;) modify_every(&shared, 0, 1, &numbers);
+    }
+    modify_every(&shared, 0, 2, &numbers);
+    kill(killed, SIGKILL);
+    int status;
+    while (waitpid(killed, &status, 0) < 0)
+        if (errno != EINTR) die("waitpid");
+    if (!WIFSIGNALED(status) || WTERMSIG(status) != SIGKILL) fail("fork", "the killed child had ended before");
+    modify_every(&shared, 1, 2, &numbers);
+    atomic_store(&stop, true);
+    pthread_join(thread, NULL);
+    verify_all(&shared);
+    say(shared.test, shared.pages, digest(&shared));
+    area_free(&shared);
+}

@@ -1,0 +1,24 @@
+// The checker's tests. Each works on about options.bytes, ends the program at the first wrong byte, and else
+// prints a line that is the same on every run with the same options.
+#ifndef CHECKER_TESTS_H
+#define CHECKER_TESTS_H
+
+void test_pages(void);     // areas.c
+void test_mremap(void);    // moves.c
+void test_dontunmap(void); // moves.c
+void test_brk(void);       // moves.c
+void test_madvise(void);   // areas.c
+void test_remap(void);     // areas.c
+void test_fork(void);      // processes.c
+void test_threads(void);   // threads.c
+void test_syscalls(void);  // syscalls.c
+void test_protect(void);   // pinned.c
+void test_pinned(void);    // pinned.c
+
+// What the program does when the fork test has it run itself.
+int executed_child(int argc, char **argv); // processes.c
+
+// Runs `work(number)` on options.threads threads, and waits for all of them.
+void on_threads(void (*work)(unsigned number)); // threads.c
+
+#endif
