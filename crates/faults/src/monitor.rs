@@ -171,7 +171,10 @@ impl<E: Edge> Monitor<E> {
     /// Take newly found areas under control: from now on their missing pages are reported and their present ones may be taken.
     pub fn adopt(&mut self, found: &[Area]) {
         let mut present = Vec::new();
-        let gaps: Vec<Area> = found.iter().flat_map(|area| self.areas.missing(*area)).collect();
+        let gaps: Vec<Area> = found
+            .iter()
+            .flat_map(|area| self.areas.missing(*area))
+            .collect();
         for gap in gaps {
             if !self.edge.register(gap.start, gap.end) {
                 continue;

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Sub-buckets per power of two: quantiles are exact to 6 %.
 const FINE: u64 = 16;
-const BUCKETS: usize = 40 * FINE as usize;
+const BUCKETS: usize = 40 * 16;
 
 /// What happened so far.
 #[derive(Debug, Default)]

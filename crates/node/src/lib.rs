@@ -1,1 +1,21 @@
-//! To be filled.
+//! The memory node: lends this machine's memory to the cluster.
+//!
+//! It creates the memory, lays it out as a pool, opens it to its peers through the fabric and
+//! says so in the directory, under a lease. After that the hosts do everything by themselves, with
+//! one-sided operations; the node only watches their leases, and fences a host whose lease is gone,
+//! so that it cannot change metadata any more.
+//!
+//! This crate does not know which extents are taken, nor what is in them.
+
+mod error;
+mod fences;
+mod member;
+mod memory;
+mod serve;
+mod shutdown;
+
+pub use error::NodeError;
+pub use fences::{Fence, Fences};
+pub use member::Member;
+pub use serve::{Connect, LEASE_TTL, NodeOptions, Ready, serve};
+pub use shutdown::Shutdown;

@@ -59,12 +59,12 @@ pub struct Volume {
     inherited: VecDeque<PageNumber>,
     held: u64,
     /// By block number; `None` where the block is not this volume's.
-    blocks: Vec<Option<Box<Block>>>,
+    blocks: Vec<Option<Block>>,
     reclaimable: VecDeque<BlockId>,
     /// Blocks that are leaving or staged.
     blocks_in_flight: usize,
     /// Emptied blocks, kept so that no batch allocates.
-    spare_blocks: Vec<Box<Block>>,
+    spare_blocks: Vec<Block>,
     mutation: Mutation,
 }
 
@@ -240,13 +240,11 @@ impl Volume {
 
     /// The pages have left the program for `block`, in this order.
     pub fn left(&mut self, id: BlockId, pages: &[PageNumber]) {
-        let mut block = self.spare_blocks.pop().unwrap_or_else(|| {
-            Box::new(Block {
-                id,
-                pages: Vec::with_capacity(BLOCK_PAGES),
-                locations: Vec::with_capacity(BLOCK_PAGES),
-                phase: Phase::Leaving,
-            })
+        let mut block = self.spare_blocks.pop().unwrap_or_else(|| Block {
+            id,
+            pages: Vec::with_capacity(BLOCK_PAGES),
+            locations: Vec::with_capacity(BLOCK_PAGES),
+            phase: Phase::Leaving,
         });
         block.id = id;
         block.phase = Phase::Leaving;
@@ -524,7 +522,7 @@ impl Volume {
         );
     }
 
-    fn take_entry(&mut self, id: BlockId, phase: Phase) -> Box<Block> {
+    fn take_entry(&mut self, id: BlockId, phase: Phase) -> Block {
         let block = self.blocks[id.0 as usize]
             .take()
             .expect("the block is in use");

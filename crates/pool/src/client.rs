@@ -16,7 +16,7 @@ use node::Node;
 /// Work ids from this one on are the pool's; who shares its endpoints uses smaller ones.
 pub const POOL_WORK_ID: u64 = 1 << 63;
 /// Most nodes of one client.
-pub const NODES_MAX: usize = 1024;
+pub const NODES_MAX: usize = 256;
 
 /// A node of the cluster, as the directory numbers it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]

@@ -3,6 +3,7 @@
 mod client;
 mod frame;
 mod server;
+mod socket;
 mod store;
 pub mod wire;
 

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use aquifer_ipc::{FRAME_BYTES_MAX, Frame, FrameError, Hello};
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
-    recvmsg, sendmsg,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
 use super::Service;
@@ -34,7 +34,9 @@ pub enum AttachError {
     #[error("the other end has closed the connection")]
     Closed,
     /// The token is nobody's.
-    #[error("no such run: the agent has been restarted, or the run has ended; start the program again with `aquifer run`")]
+    #[error(
+        "no such run: the agent has been restarted, or the run has ended; start the program again with `aquifer run`"
+    )]
     NoSuchRun,
     /// The program sent no userfaultfd, or something else.
     #[error("a program's hello must come with its userfaultfd")]
@@ -59,7 +61,12 @@ pub fn send_frame(socket: impl AsFd, frame: &Frame, fds: &[BorrowedFd<'_>]) -> i
     if !fds.is_empty() {
         ancillary.push(SendAncillaryMessage::ScmRights(fds));
     }
-    sendmsg(socket, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL)?;
+    sendmsg(
+        socket,
+        &[IoSlice::new(&bytes)],
+        &mut ancillary,
+        SendFlags::NOSIGNAL,
+    )?;
     Ok(())
 }
 
@@ -72,7 +79,12 @@ pub fn receive_frame(socket: impl AsFd) -> Result<(Frame, Vec<OwnedFd>), AttachE
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let received = loop {
-        match recvmsg(&socket, &mut [IoSliceMut::new(&mut bytes)], &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
+        match recvmsg(
+            &socket,
+            &mut [IoSliceMut::new(&mut bytes)],
+            &mut ancillary,
+            RecvFlags::CMSG_CLOEXEC,
+        ) {
             Err(rustix::io::Errno::INTR) => {}
             other => break other.map_err(io::Error::from)?,
         }
@@ -95,7 +107,13 @@ impl Service {
     ///
     /// # Errors
     /// Why it was refused.
-    pub fn welcome(&self, hello: Hello, fds: Vec<OwnedFd>, socket: OwnedFd, pid: u32) -> Result<(), AttachError> {
+    pub fn welcome(
+        &self,
+        hello: Hello,
+        fds: Vec<OwnedFd>,
+        socket: OwnedFd,
+        pid: u32,
+    ) -> Result<(), AttachError> {
         let told = socket.try_clone()?;
         self.admit(hello, fds, socket, pid).inspect_err(|error| {
             let refusal = Frame::Refused(error.to_string());
@@ -105,16 +123,30 @@ impl Service {
         })
     }
 
-    fn admit(&self, hello: Hello, fds: Vec<OwnedFd>, socket: OwnedFd, pid: u32) -> Result<(), AttachError> {
+    fn admit(
+        &self,
+        hello: Hello,
+        fds: Vec<OwnedFd>,
+        socket: OwnedFd,
+        pid: u32,
+    ) -> Result<(), AttachError> {
         let run = self.run(hello.token).ok_or(AttachError::NoSuchRun)?;
         if let Some(reason) = run.reason() {
             return Err(AttachError::Ended(reason));
         }
-        let attachment = Attachment { hello, socket, worker: WorkerPort::new()? };
+        let attachment = Attachment {
+            hello,
+            socket,
+            worker: WorkerPort::new()?,
+        };
         if hello.is_child {
             return attach_child(&run, pid, attachment);
         }
-        let uffd = fds.into_iter().next().filter(is_userfaultfd).ok_or(AttachError::NoUserfaultfd)?;
+        let uffd = fds
+            .into_iter()
+            .next()
+            .filter(is_userfaultfd)
+            .ok_or(AttachError::NoUserfaultfd)?;
         program::start_root(&run, pid, Userfaultfd::from(uffd), attachment)?;
         Ok(())
     }
@@ -124,7 +156,9 @@ fn attach_child(run: &Arc<Run>, pid: u32, attachment: Attachment) -> Result<(), 
     let program = run
         .programs()
         .into_iter()
-        .find(|program| program.pid() == pid && program.thread.load(std::sync::atomic::Ordering::Relaxed) == 0)
+        .find(|program| {
+            program.pid() == pid && program.thread.load(std::sync::atomic::Ordering::Relaxed) == 0
+        })
         .ok_or(AttachError::UnknownChild)?;
     program.post(Mail::Attach(Box::new(attachment)));
     Ok(())
@@ -135,5 +169,6 @@ fn is_userfaultfd(fd: &OwnedFd) -> bool {
     use std::os::fd::AsRawFd;
     std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))
         .is_ok_and(|target| target.as_os_str() == "anon_inode:[userfaultfd]")
-        && rustix::fs::fcntl_getfl(fd).is_ok_and(|flags| flags.contains(rustix::fs::OFlags::NONBLOCK))
+        && rustix::fs::fcntl_getfl(fd)
+            .is_ok_and(|flags| flags.contains(rustix::fs::OFlags::NONBLOCK))
 }

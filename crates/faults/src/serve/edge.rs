@@ -9,7 +9,9 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use aquifer_ipc::{Frame, Hello, TAKE_PAGES_MAX};
-use aquifer_pager::{FETCH_PAGES_MAX, FetchError, Fetcher, Location, PAGE_BYTES, PageNumber, SlabSet, Volume};
+use aquifer_pager::{
+    FETCH_PAGES_MAX, FetchError, Fetcher, Location, PAGE_BYTES, PageNumber, SlabSet, Volume,
+};
 
 use super::attach::send_frame;
 use super::program::{self, Program};
@@ -22,7 +24,10 @@ use crate::worker::WorkerPort;
 
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Wait no longer than this for the sender before looking around.
-const PATIENCE: rustix::fs::Timespec = rustix::fs::Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+const PATIENCE: rustix::fs::Timespec = rustix::fs::Timespec {
+    tv_sec: 0,
+    tv_nsec: 20_000_000,
+};
 /// Entries of `/proc/PID/pagemap` read at once.
 const PAGEMAP_ENTRIES: usize = 8192;
 const PAGEMAP_PRESENT: u64 = 1 << 63;
@@ -50,7 +55,11 @@ pub(crate) struct ProcessEdge {
 }
 
 impl ProcessEdge {
-    pub(crate) fn new(run: &Arc<Run>, program: &Arc<Program>, uffd: Userfaultfd) -> io::Result<Self> {
+    pub(crate) fn new(
+        run: &Arc<Run>,
+        program: &Arc<Program>,
+        uffd: Userfaultfd,
+    ) -> io::Result<Self> {
         let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
         Ok(Self {
             run: Arc::clone(run),
@@ -73,7 +82,9 @@ impl ProcessEdge {
     }
 
     pub(crate) fn socket(&self) -> Option<&OwnedFd> {
-        self.attachment.as_ref().map(|attachment| &attachment.socket)
+        self.attachment
+            .as_ref()
+            .map(|attachment| &attachment.socket)
     }
 
     /// Children touch this page first.
@@ -91,8 +102,13 @@ impl ProcessEdge {
         let control = attachment.worker.fd();
         if hello.is_child {
             let uffd = self.uffd.duplicate()?;
-            send_frame(&attachment.socket, &Frame::Welcome, &[control, std::os::fd::AsFd::as_fd(&uffd)])?;
-            self.run.keep(&self.program, self.program.pid(), &[&uffd, &control]);
+            send_frame(
+                &attachment.socket,
+                &Frame::Welcome,
+                &[control, std::os::fd::AsFd::as_fd(&uffd)],
+            )?;
+            self.run
+                .keep(&self.program, self.program.pid(), &[&uffd, &control]);
         } else {
             send_frame(&attachment.socket, &Frame::Welcome, &[control])?;
         }
@@ -114,7 +130,12 @@ impl ProcessEdge {
         }
     }
 
-    fn read_present(&self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) -> io::Result<()> {
+    fn read_present(
+        &self,
+        start: PageNumber,
+        end: PageNumber,
+        out: &mut Vec<PageNumber>,
+    ) -> io::Result<()> {
         let file = self.pagemap()?;
         let mut buffer = vec![0; PAGEMAP_ENTRIES * 8];
         let mut page = start;
@@ -143,13 +164,16 @@ impl ProcessEdge {
 
     /// The worker's thread, once it is verified to be one of this process.
     fn learn_thread(&self) -> bool {
-        let Some(attachment) = &self.attachment else { return false };
+        let Some(attachment) = &self.attachment else {
+            return false;
+        };
         if self.program.thread.load(Relaxed) != 0 {
             return true;
         }
         let thread = attachment.worker.thread();
         let is_own = thread != 0
-            && std::path::Path::new(&format!("/proc/{}/task/{thread}", self.program.pid())).exists();
+            && std::path::Path::new(&format!("/proc/{}/task/{thread}", self.program.pid()))
+                .exists();
         if is_own {
             self.program.thread.store(thread, Relaxed);
         }
@@ -177,12 +201,18 @@ impl Kernel for ProcessEdge {
             Source::Zeros { private: false } => return self.uffd.zero(page, pages),
             Source::Zeros { private: true } => self.zeros.as_ptr(),
             Source::Slot(slot) => {
-                let service = self.run.service.upgrade().expect("the service outlives its programs");
+                let service = self
+                    .run
+                    .service
+                    .upgrade()
+                    .expect("the service outlives its programs");
                 // SAFETY: slots lie inside the mempool's mapping.
                 unsafe { service.mempool.memory().as_ptr().add(slot.offset()) }
             }
             // SAFETY: the fetch buffer has FETCH_PAGES_MAX pages.
-            Source::Fetched(index) => unsafe { self.fetcher.buffer().as_ptr().add(index * PAGE_BYTES) },
+            Source::Fetched(index) => unsafe {
+                self.fetcher.buffer().as_ptr().add(index * PAGE_BYTES)
+            },
         };
         assert!(pages <= FETCH_PAGES_MAX);
         // SAFETY: each source is at least `pages` long: windows are below FETCH_PAGES_MAX, and a slot serves one page.
@@ -208,7 +238,8 @@ impl Kernel for ProcessEdge {
     }
 
     fn is_changing(&mut self) -> bool {
-        self.uffd.is_changing(self.program.private[2].load(Relaxed) / PAGE)
+        self.uffd
+            .is_changing(self.program.private[2].load(Relaxed) / PAGE)
     }
 
     fn present(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) {
@@ -217,13 +248,25 @@ impl Kernel for ProcessEdge {
         }
     }
 
-    fn take(&mut self, buffer: usize, pages: &[PageNumber], out: &mut Vec<Taken>) -> Result<(), Gone> {
+    fn take(
+        &mut self,
+        buffer: usize,
+        pages: &[PageNumber],
+        out: &mut Vec<Taken>,
+    ) -> Result<(), Gone> {
         let program = Arc::clone(&self.program);
-        let attachment = self.attachment.as_mut().expect("the monitor asked whether there is a worker");
+        let attachment = self
+            .attachment
+            .as_mut()
+            .expect("the monitor asked whether there is a worker");
         attachment.worker.refresh_pins();
         let socket = &attachment.socket;
         let is_alive = || !program.is_killed() && !has_hung_up(socket);
-        if attachment.worker.take(buffer, pages, out, is_alive) { Ok(()) } else { Err(Gone) }
+        if attachment.worker.take(buffer, pages, out, is_alive) {
+            Ok(())
+        } else {
+            Err(Gone)
+        }
     }
 
     fn has_worker(&self) -> bool {
@@ -232,7 +275,11 @@ impl Kernel for ProcessEdge {
 
     fn is_pinned(&self, page: PageNumber) -> bool {
         let canary = self.program.private[2].load(Relaxed) / PAGE;
-        page == canary || self.attachment.as_ref().is_some_and(|attachment| attachment.worker.is_pinned(page))
+        page == canary
+            || self
+                .attachment
+                .as_ref()
+                .is_some_and(|attachment| attachment.worker.is_pinned(page))
     }
 
     fn pause(&mut self) {
@@ -242,8 +289,16 @@ impl Kernel for ProcessEdge {
 
 impl Edge for ProcessEdge {
     fn submit(&mut self, job: Job) {
-        let staging = self.attachment.as_ref().map_or(0, |attachment| attachment.hello.staging);
-        self.run.sender.submit(&self.program, self.program.thread.load(Relaxed), staging, job);
+        let staging = self
+            .attachment
+            .as_ref()
+            .map_or(0, |attachment| attachment.hello.staging);
+        self.run.sender.submit(
+            &self.program,
+            self.program.thread.load(Relaxed),
+            staging,
+            job,
+        );
     }
 
     fn collect(&mut self, out: &mut Vec<Done>) {
@@ -261,7 +316,8 @@ impl Edge for ProcessEdge {
 
     fn forked(&mut self, child: OwnedFd, volume: Volume, areas: Areas) {
         if let Err(error) = program::start_child(&self.run, &self.program, child, volume, areas) {
-            self.run.end(&format!("a forked child cannot be served: {error}"));
+            self.run
+                .end(&format!("a forked child cannot be served: {error}"));
         }
     }
 
@@ -288,7 +344,13 @@ impl Edge for ProcessEdge {
 
 /// Whether the other end is gone.
 fn has_hung_up(socket: &OwnedFd) -> bool {
-    let mut fds = [rustix::event::PollFd::new(socket, rustix::event::PollFlags::empty())];
-    let zero = rustix::fs::Timespec { tv_sec: 0, tv_nsec: 0 };
+    let mut fds = [rustix::event::PollFd::new(
+        socket,
+        rustix::event::PollFlags::empty(),
+    )];
+    let zero = rustix::fs::Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
     rustix::event::poll(&mut fds, Some(&zero)).is_ok_and(|ready| ready > 0)
 }

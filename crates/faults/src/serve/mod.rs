@@ -7,6 +7,7 @@
 
 pub mod attach;
 mod edge;
+mod priority;
 pub mod program;
 pub mod run;
 pub mod sampler;
@@ -82,9 +83,12 @@ impl Service {
         }
         let mut runs = self.lock();
         if runs.len() >= RUNS_MAX {
-            return Err(format!("this agent already serves {RUNS_MAX} runs: end some first"));
+            return Err(format!(
+                "this agent already serves {RUNS_MAX} runs: end some first"
+            ));
         }
-        let run = Run::open(self, name, limit_bytes).map_err(|error| format!("no memory for another run: {error}"))?;
+        let run = Run::open(self, name, limit_bytes)
+            .map_err(|error| format!("no memory for another run: {error}"))?;
         runs.insert(run.token(), Arc::clone(&run));
         Ok(run)
     }

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use aquifer_ipc::{BUFFERS, Hello};
@@ -12,6 +12,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::edge::{Attachment, ProcessEdge};
+use super::priority::{URGENT, set_niceness};
 use super::run::Run;
 use crate::areas::{Area, Areas};
 use crate::edge::{Done, Edge};
@@ -20,7 +21,10 @@ use crate::stats::FaultStats;
 use crate::uffd::Userfaultfd;
 
 /// How often a program whose process is unknown is probed for being alive.
-const PROBE: rustix::fs::Timespec = rustix::fs::Timespec { tv_sec: 1, tv_nsec: 0 };
+const PROBE: rustix::fs::Timespec = rustix::fs::Timespec {
+    tv_sec: 1,
+    tv_nsec: 0,
+};
 
 /// What other threads want of a program's monitor.
 #[derive(Debug)]
@@ -45,7 +49,9 @@ pub struct Program {
     pub(crate) private: [AtomicU64; 3],
     done: Mutex<VecDeque<Done>>,
     mail: Mutex<Vec<Mail>>,
-    has_post: AtomicBool,
+    has_done: AtomicBool,
+    has_mail: AtomicBool,
+    rung: AtomicBool,
     asleep: AtomicBool,
     bell: OwnedFd,
     pidfd: Mutex<Option<OwnedFd>>,
@@ -63,7 +69,9 @@ impl Program {
             private: [const { AtomicU64::new(0) }; 3],
             done: Mutex::new(VecDeque::new()),
             mail: Mutex::new(Vec::new()),
-            has_post: AtomicBool::new(false),
+            has_done: AtomicBool::new(false),
+            has_mail: AtomicBool::new(false),
+            rung: AtomicBool::new(false),
             asleep: AtomicBool::new(false),
             bell: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             pidfd: Mutex::new(None),
@@ -88,7 +96,9 @@ impl Program {
 
     pub(crate) fn set_private(&self, hello: &Hello) {
         for (place, value) in
-            self.private.iter().zip([hello.private_start, hello.private_end, hello.canary])
+            self.private
+                .iter()
+                .zip([hello.private_start, hello.private_end, hello.canary])
         {
             place.store(value, Relaxed);
         }
@@ -111,17 +121,19 @@ impl Program {
 
     pub(crate) fn deliver(&self, done: Done) {
         lock(&self.done).push_back(done);
+        self.has_done.store(true, SeqCst);
         self.ring();
     }
 
     pub(crate) fn post(&self, mail: Mail) {
         lock(&self.mail).push(mail);
+        self.has_mail.store(true, SeqCst);
         self.ring();
     }
 
     /// Have its monitor turn, if it sleeps.
     pub(crate) fn ring(&self) {
-        self.has_post.store(true, SeqCst);
+        self.rung.store(true, SeqCst);
         if self.asleep.swap(false, SeqCst) {
             self.wake();
         }
@@ -134,23 +146,37 @@ impl Program {
     }
 
     pub(crate) fn take_done(&self, out: &mut Vec<Done>) {
-        if self.has_post.load(Acquire) {
+        // The flag falls before the look: what is delivered after the look raises it again.
+        if self.has_done.load(Relaxed) && self.has_done.swap(false, SeqCst) {
             out.extend(lock(&self.done).drain(..));
         }
     }
 
+    /// Announce sleep; false if the bell has rung since the last time, and the monitor must turn first.
+    fn lie_down(&self) -> bool {
+        self.asleep.store(true, SeqCst);
+        if self.rung.swap(false, SeqCst) {
+            self.asleep.store(false, SeqCst);
+            return false;
+        }
+        true
+    }
+
+    fn get_up(&self) {
+        self.asleep.store(false, SeqCst);
+        self.rung.store(false, SeqCst);
+    }
+
     /// Sleep until the bell rings, or for at most so long.
     pub(crate) fn sleep_for_bell(&self, patience: rustix::fs::Timespec) {
-        self.asleep.store(true, SeqCst);
-        if !self.has_post.swap(false, SeqCst) {
-            let mut fds = [PollFd::new(&self.bell, PollFlags::IN)];
-            // Any outcome means: look again.
-            let _ = poll(&mut fds, Some(&patience));
+        if !self.lie_down() {
+            return;
         }
-        self.asleep.store(false, SeqCst);
+        let mut fds = [PollFd::new(&self.bell, PollFlags::IN)];
+        // Any outcome means: look again.
+        let _ = poll(&mut fds, Some(&patience));
+        self.get_up();
         self.quiet_bell();
-        // What arrived while the flag was down must be looked at again.
-        self.has_post.store(true, SeqCst);
     }
 
     fn quiet_bell(&self) {
@@ -165,13 +191,22 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 /// Begin to serve a program that has said hello.
-pub(crate) fn start_root(run: &Arc<Run>, pid: u32, uffd: Userfaultfd, attachment: Attachment) -> io::Result<()> {
+pub(crate) fn start_root(
+    run: &Arc<Run>,
+    pid: u32,
+    uffd: Userfaultfd,
+    attachment: Attachment,
+) -> io::Result<()> {
     let program = new_program(run)?;
     program.set_pid(pid);
     program.set_private(&attachment.hello);
     let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
-    let volume = Volume::new(Arc::clone(&run.slabs), Arc::clone(&service.mempool), Arc::clone(&run.budget))
-        .map_err(io::Error::other)?;
+    let volume = Volume::new(
+        Arc::clone(&run.slabs),
+        Arc::clone(&service.mempool),
+        Arc::clone(&run.budget),
+    )
+    .map_err(io::Error::other)?;
     run.keep(&program, pid, &[&uffd_fd(&uffd)?, &attachment.worker.fd()]);
     let mut edge = ProcessEdge::new(run, &program, uffd)?;
     edge.register_canary(attachment.hello.canary);
@@ -180,7 +215,13 @@ pub(crate) fn start_root(run: &Arc<Run>, pid: u32, uffd: Userfaultfd, attachment
 }
 
 /// Begin to serve a forked child, before it has said anything.
-pub(crate) fn start_child(run: &Arc<Run>, parent: &Program, fd: OwnedFd, volume: Volume, areas: Areas) -> io::Result<()> {
+pub(crate) fn start_child(
+    run: &Arc<Run>,
+    parent: &Program,
+    fd: OwnedFd,
+    volume: Volume,
+    areas: Areas,
+) -> io::Result<()> {
     let program = new_program(run)?;
     for (place, value) in program.private.iter().zip(&parent.private) {
         place.store(value.load(Relaxed), Relaxed);
@@ -204,13 +245,30 @@ fn new_program(run: &Arc<Run>) -> io::Result<Arc<Program>> {
     Ok(program)
 }
 
-fn spawn(run: Arc<Run>, program: Arc<Program>, edge: ProcessEdge, volume: Volume, areas: Areas) -> io::Result<()> {
+fn spawn(
+    run: Arc<Run>,
+    program: Arc<Program>,
+    edge: ProcessEdge,
+    volume: Volume,
+    areas: Areas,
+) -> io::Result<()> {
     let name = format!("faults-{}", program.pid());
     let for_thread = Arc::clone(&program);
     let for_run = Arc::clone(&run);
     let started = std::thread::Builder::new().name(name).spawn(move || {
-        let monitor = Monitor::new(edge, volume, Arc::clone(&run.budget), Arc::clone(&for_thread.stats), areas, BUFFERS);
-        Loop { monitor, program: Arc::clone(&for_thread) }.run();
+        let monitor = Monitor::new(
+            edge,
+            volume,
+            Arc::clone(&run.budget),
+            Arc::clone(&for_thread.stats),
+            areas,
+            BUFFERS,
+        );
+        Loop {
+            monitor,
+            program: Arc::clone(&for_thread),
+        }
+        .run();
         if let Some(service) = run.service.upgrade() {
             service.surroundings.unkeep(for_thread.id);
         }
@@ -229,6 +287,7 @@ struct Loop {
 
 impl Loop {
     fn run(mut self) {
+        set_niceness(URGENT);
         loop {
             self.read_mail();
             match self.monitor.turn() {
@@ -236,13 +295,15 @@ impl Loop {
                 Next::Sleep => self.sleep(),
                 Next::Ended => break,
             }
-            self.program.held.store(self.monitor.volume().held(), Relaxed);
+            self.program
+                .held
+                .store(self.monitor.volume().held(), Relaxed);
         }
         self.end();
     }
 
     fn read_mail(&mut self) {
-        if !self.program.has_post.load(Acquire) {
+        if !self.program.has_mail.load(Relaxed) || !self.program.has_mail.swap(false, SeqCst) {
             return;
         }
         let mail = std::mem::take(&mut *lock(&self.program.mail));
@@ -261,28 +322,37 @@ impl Loop {
 
     /// Sleep until the kernel, the sender or the program's end has something to say.
     fn sleep(&mut self) {
-        self.program.asleep.store(true, SeqCst);
-        if self.program.has_post.swap(false, SeqCst) {
-            self.program.asleep.store(false, SeqCst);
+        if !self.program.lie_down() {
             return;
         }
-        let pidfd = lock(&self.program.pidfd).as_ref().and_then(|fd| fd.try_clone().ok());
+        let pidfd = lock(&self.program.pidfd)
+            .as_ref()
+            .and_then(|fd| fd.try_clone().ok());
         let edge = self.monitor.edge();
         let is_known = pidfd.is_some();
-        let mut fds = [libc::pollfd { fd: -1, events: libc::POLLIN, revents: 0 }; 4];
+        let mut fds = [libc::pollfd {
+            fd: -1,
+            events: libc::POLLIN,
+            revents: 0,
+        }; 4];
         fds[0].fd = edge.uffd().as_raw_fd();
         fds[1].fd = self.program.bell.as_raw_fd();
         fds[2].fd = edge.socket().map_or(-1, AsRawFd::as_raw_fd);
         fds[3].fd = pidfd.as_ref().map_or(-1, AsRawFd::as_raw_fd);
-        let patience = if is_known { -1 } else { i32::try_from(PROBE.tv_sec * 1000).unwrap_or(1000) };
+        let patience = if is_known {
+            -1
+        } else {
+            i32::try_from(PROBE.tv_sec * 1000).unwrap_or(1000)
+        };
         // SAFETY: four valid entries; negative descriptors are ignored.
         let ready = unsafe { libc::poll(fds.as_mut_ptr(), 4, patience) };
-        self.program.asleep.store(false, SeqCst);
+        self.program.get_up();
         if fds[1].revents != 0 {
             self.program.quiet_bell();
         }
-        self.program.has_post.store(true, SeqCst);
-        let is_gone = fds[2].revents != 0 || fds[3].revents != 0 || (ready == 0 && !self.monitor.edge().is_alive());
+        let is_gone = fds[2].revents != 0
+            || fds[3].revents != 0
+            || (ready == 0 && !self.monitor.edge().is_alive());
         if is_gone {
             self.monitor.end();
         }

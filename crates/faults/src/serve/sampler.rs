@@ -4,13 +4,14 @@
 //! soon the limit could be reached.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
 use std::sync::Weak;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use aquifer_pager::PAGE_BYTES;
 
 use super::Service;
+use super::priority::{URGENT, set_niceness};
 use super::program::{Mail, Program};
 use super::run::Run;
 use crate::maps;
@@ -37,7 +38,9 @@ const FULL_AFTER: Duration = Duration::from_secs(5);
 /// Start the thread. It ends with the service.
 pub(crate) fn start(service: Arc<Service>) {
     let weak = Arc::downgrade(&service);
-    let spawned = std::thread::Builder::new().name("sampler".into()).spawn(move || sample_all(&weak));
+    let spawned = std::thread::Builder::new()
+        .name("sampler".into())
+        .spawn(move || sample_all(&weak));
     if let Err(error) = spawned {
         tracing::error!(%error, "programs cannot be sampled: limits will not hold");
     }
@@ -68,10 +71,14 @@ struct Watch {
 }
 
 fn sample_all(service: &Weak<Service>) {
+    set_niceness(URGENT);
     let mut watches: Vec<Watch> = Vec::new();
     while let Some(service) = service.upgrade() {
         for run in service.runs() {
-            if !watches.iter().any(|watch| watch.run.as_ptr() == Arc::as_ptr(&run)) {
+            if !watches
+                .iter()
+                .any(|watch| watch.run.as_ptr() == Arc::as_ptr(&run))
+            {
                 watches.push(Watch {
                     run: Arc::downgrade(&run),
                     programs: Vec::new(),
@@ -100,13 +107,16 @@ impl Watch {
     /// Look at one run; returns when to look again.
     fn sample(&mut self, run: &Run) -> Duration {
         let programs = run.programs();
-        self.programs.retain(|seen| programs.iter().any(|program| program.id == seen.id));
+        self.programs
+            .retain(|seen| programs.iter().any(|program| program.id == seen.id));
         let shares = run.shares();
         let mut total = 0;
         let mut held = 0;
         let mut looks = Vec::with_capacity(programs.len());
         for program in &programs {
-            let Some(mut look) = look(program) else { continue };
+            let Some(mut look) = look(program) else {
+                continue;
+            };
             if shares {
                 look.anonymous = shared_pages(program).unwrap_or(look.anonymous);
             }
@@ -133,17 +143,32 @@ impl Watch {
     fn scan_if_needed(&mut self, program: &Arc<Program>, look: &Look, is_near: bool) {
         let now = Instant::now();
         let uncontrolled = look.anonymous.saturating_sub(program.held.load(Relaxed));
-        let at = self.programs.iter().position(|seen| seen.id == program.id).unwrap_or_else(|| {
-            self.programs.push(Seen { id: program.id, size: 0, uncontrolled: 0, is_armed: false, next_scan: now });
-            self.programs.len() - 1
-        });
+        let at = self
+            .programs
+            .iter()
+            .position(|seen| seen.id == program.id)
+            .unwrap_or_else(|| {
+                self.programs.push(Seen {
+                    id: program.id,
+                    size: 0,
+                    uncontrolled: 0,
+                    is_armed: false,
+                    next_scan: now,
+                });
+                self.programs.len() - 1
+            });
         let seen = &mut self.programs[at];
         let has_changed = seen.size != look.size || uncontrolled > seen.uncontrolled + GROWTH_PAGES;
         let is_wanted = is_near && (!seen.is_armed || has_changed);
-        if !is_wanted || now < seen.next_scan || program.thread.load(Relaxed) == 0 && program.pid() == 0 {
+        if !is_wanted
+            || now < seen.next_scan
+            || program.thread.load(Relaxed) == 0 && program.pid() == 0
+        {
             return;
         }
-        let Some(text) = read_proc(program, "maps") else { return };
+        let Some(text) = read_proc(program, "maps") else {
+            return;
+        };
         let [start, end, canary] = [0, 1, 2].map(|at| program.private[at].load(Relaxed));
         program.post(Mail::Areas(maps::pageable(&text, start..end, canary)));
         seen.is_armed = true;
@@ -166,10 +191,11 @@ impl Watch {
         if !is_over {
             self.over_since = None;
         } else if self.over_since.get_or_insert_with(Instant::now).elapsed() > TOO_SMALL_AFTER {
+            let fixed_mb = ((total - held) * page) >> 20;
             run.end(&format!(
                 "it keeps {} MiB resident that cannot be paged (stacks, locked or shared memory), more than its limit allows: give at least --local {}M",
-                (total - held) * page >> 20,
-                ((total - held) * page >> 20) * 5 / 4 + 8,
+                fixed_mb,
+                fixed_mb * 5 / 4 + 8,
             ));
         }
     }
@@ -186,10 +212,15 @@ fn read_proc(program: &Program, file: &str) -> Option<Vec<u8>> {
 
 fn look(program: &Program) -> Option<Look> {
     let text = read_proc(program, "statm")?;
-    let mut numbers =
-        std::str::from_utf8(&text).ok()?.split_ascii_whitespace().filter_map(|word| word.parse::<u64>().ok());
+    let mut numbers = std::str::from_utf8(&text)
+        .ok()?
+        .split_ascii_whitespace()
+        .filter_map(|word| word.parse::<u64>().ok());
     let (size, resident, shared) = (numbers.next()?, numbers.next()?, numbers.next()?);
-    Some(Look { size, anonymous: resident.saturating_sub(shared) })
+    Some(Look {
+        size,
+        anonymous: resident.saturating_sub(shared),
+    })
 }
 
 /// Anonymous pages, those shared with relatives counted in part, so that the sum over a run is right.

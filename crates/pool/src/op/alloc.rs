@@ -12,6 +12,9 @@ use crate::error::Damage;
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 use crate::word::{Run, SectionWord, SpanState, SpanWord};
 
+/// Races lost after which what is remembered counts as stale, and is read anew.
+const STALE_AFTER: u32 = 8;
+
 /// Takes one extent of a node. Dropped before it is done it may have taken one (the inline log says so).
 #[derive(Clone, Debug)]
 pub struct AllocOp {
@@ -173,6 +176,10 @@ impl AllocOp {
     /// Find something to take, in what we remember, then in what there is, then where it is crowded.
     fn search(&mut self, cache: &NodeCache) -> Step<Grant> {
         let count = cache.section_count();
+        if self.search.pass == Pass::Remembered && self.lost >= STALE_AFTER {
+            self.search.pass = Pass::Fresh;
+            self.search.scanned = 0;
+        }
         loop {
             while self.search.scanned < count {
                 let section = (cache.start(self.class) + self.search.scanned) % count;

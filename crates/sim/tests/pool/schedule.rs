@@ -8,6 +8,8 @@ use aquifer_pool::size::{SECTION_BYTES, SPAN_CHUNKS};
 use aquifer_pool::word::SpanState;
 use aquifer_pool::{Donation, NodeId, SizeClass, donate};
 
+use aquifer_sim::asked_seed;
+
 use crate::client::{Client, Ended};
 use crate::shadow::{Change, Mode, Shadow, ensure};
 
@@ -50,6 +52,8 @@ struct Schedule {
     clients: Vec<Client>,
     classes: &'static [u8],
     seen: Seen,
+    /// Whether to tell everything: when one schedule is played alone.
+    trace: bool,
 }
 
 /// Mixes of sizes, each to bring some part of the protocol to a boil.
@@ -118,6 +122,7 @@ impl Schedule {
             clients,
             classes,
             seen: Seen::default(),
+            trace: asked_seed().is_some(),
         }
     }
 
@@ -206,6 +211,9 @@ impl Schedule {
             return Ok(false);
         }
         if let Some(change) = self.shadow.observe(&self.donation.memory, &under_way)? {
+            if self.trace {
+                println!("{:>9} ns: {change:?}", self.fabric.now_ns());
+            }
             self.seen.changes[change as usize] += 1;
         }
         for index in 0..self.clients.len() {
@@ -219,6 +227,9 @@ impl Schedule {
     }
 
     fn ended(&mut self, index: usize, ended: Ended) -> Result<(), String> {
+        if self.trace {
+            println!("{:>9} ns: client {index}: {ended:?}", self.fabric.now_ns());
+        }
         match ended {
             Ended::Alloc(Ok(grant)) => {
                 let host = self.clients[index].host;

@@ -1,0 +1,50 @@
+//! Why a node cannot serve.
+
+use aquifer_directory::DirectoryError;
+use aquifer_fabric::TargetError;
+use aquifer_pool::donor::DonateError;
+
+/// Why a node cannot serve.
+#[derive(Debug, thiserror::Error)]
+pub enum NodeError {
+    /// This machine has not that much.
+    #[error(
+        "cannot lend {asked} bytes: only {available} bytes of memory are available; lend less, or stop something else"
+    )]
+    NoMemory {
+        /// What was asked for.
+        asked: u64,
+        /// What there is.
+        available: u64,
+    },
+    /// It could not be found out how much memory there is.
+    #[error("cannot tell how much memory is available: {0}")]
+    Unknown(#[source] std::io::Error),
+    /// The fabric could not listen.
+    #[error("cannot listen: {0}")]
+    Listen(#[source] TargetError),
+    /// The memory could not be lent.
+    #[error(transparent)]
+    Donate(#[from] DonateError),
+    /// The directory failed while the node joined.
+    #[error("cannot join the cluster: {0}")]
+    Directory(#[from] DirectoryError),
+    /// Another node has this number.
+    #[error("node {id} exists already, at {address}: give this one another number")]
+    IdTaken {
+        /// The number.
+        id: u16,
+        /// Where the other is.
+        address: String,
+    },
+    /// Others changed the node's record all the time.
+    #[error(
+        "cannot join the cluster as node {id}: its record was changed by others {attempts} times meanwhile"
+    )]
+    Contended {
+        /// The number.
+        id: u16,
+        /// How often.
+        attempts: u32,
+    },
+}

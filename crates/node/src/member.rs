@@ -1,0 +1,209 @@
+//! The node as a member of the cluster: its lease and record, and its eye on the hosts' leases.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use aquifer_directory::names::{self, AgentRecord, NodeRecord};
+use aquifer_directory::{
+    Compare, Directory, DirectoryError, Entry, Event, EventKind, Lease, Operation, Transaction,
+};
+use aquifer_fabric::{Host, Target};
+
+use crate::error::NodeError;
+use crate::fences::{Fence, Fences};
+use crate::shutdown::Shutdown;
+
+/// How often the record may change under us while we join.
+const JOIN_ATTEMPTS: u32 = 8;
+/// How long a request to stop may go unnoticed.
+const TICK: Duration = Duration::from_millis(100);
+
+/// A node's membership.
+#[derive(Debug)]
+pub struct Member {
+    directory: Arc<dyn Directory>,
+    record: NodeRecord,
+    ttl: Duration,
+    lease: Lease,
+    kept_alive: Instant,
+    fences: Fences,
+}
+
+impl Member {
+    /// Take a lease, put the record under it, and fence all hosts whose leases are known to be over.
+    ///
+    /// # Errors
+    /// If the directory fails, or another node has the number.
+    pub fn join(
+        directory: Arc<dyn Directory>,
+        mut record: NodeRecord,
+        ttl: Duration,
+        target: &dyn Target,
+    ) -> Result<Self, NodeError> {
+        let lease = directory.lease_grant(ttl)?;
+        record.epoch = lease.epoch;
+        let fences = Fences::default();
+        let kept_alive = Instant::now();
+        let mut member = Self {
+            directory,
+            record,
+            ttl,
+            lease,
+            kept_alive,
+            fences,
+        };
+        if let Err(error) = member.put_record() {
+            member.leave();
+            return Err(error);
+        }
+        member.learn_hosts(target)?;
+        Ok(member)
+    }
+
+    /// The record as it is in the directory. Its epoch tells one life of the node's memory from the next; it stays
+    /// when the lease must be renewed.
+    #[must_use]
+    pub const fn record(&self) -> &NodeRecord {
+        &self.record
+    }
+
+    /// Go on with another connection to the directory.
+    pub fn reconnected(&mut self, directory: Arc<dyn Directory>) {
+        self.directory = directory;
+        // Whether the lease outlived the break is the first thing to find out.
+        self.kept_alive = Instant::now()
+            .checked_sub(self.ttl)
+            .unwrap_or(self.kept_alive);
+    }
+
+    /// End the lease, and with it the record.
+    pub fn leave(&self) {
+        // If the directory is gone the lease ends by itself.
+        if let Err(error) = self.directory.lease_revoke(self.lease.id) {
+            tracing::debug!(%error, "the lease could not be ended");
+        }
+    }
+
+    fn put_record(&self) -> Result<(), NodeError> {
+        let key = names::node_key(self.record.id);
+        let value = self.record.encode();
+        for _ in 0..JOIN_ATTEMPTS {
+            let compare = match self.directory.get(&key)? {
+                None => Compare::absent(&key),
+                Some(entry) => Compare::version(&key, self.replaceable(&entry)?),
+            };
+            let put = Operation::put(&key, value.clone(), Some(self.lease.id));
+            let transaction = Transaction {
+                compares: vec![compare],
+                operations: vec![put],
+            };
+            if self.directory.transaction(&transaction)?.is_committed() {
+                return Ok(());
+            }
+        }
+        Err(NodeError::Contended {
+            id: self.record.id,
+            attempts: JOIN_ATTEMPTS,
+        })
+    }
+
+    /// The version of a record that we may replace: our own of an earlier life. Two cannot listen at one address, and we
+    /// do, so whoever wrote it is dead.
+    fn replaceable(&self, entry: &Entry) -> Result<u64, NodeError> {
+        let address = match NodeRecord::decode(&entry.value) {
+            Ok(record) if record.address == self.record.address => return Ok(entry.version),
+            Ok(record) => record.address,
+            Err(_) => "an address that cannot be read".to_owned(),
+        };
+        Err(NodeError::IdTaken {
+            id: self.record.id,
+            address,
+        })
+    }
+
+    /// Read all hosts' leases, and fence those that are over; returns the directory's revision.
+    fn learn_hosts(&mut self, target: &dyn Target) -> Result<u64, DirectoryError> {
+        let listing = self.directory.list(names::AGENTS)?;
+        let alive: BTreeMap<Host, u64> = listing
+            .entries
+            .iter()
+            .filter_map(|entry| lease_of(&entry.key, &entry.value))
+            .collect();
+        for fence in self.fences.listed(&alive) {
+            shut_out(target, fence);
+        }
+        Ok(listing.revision)
+    }
+
+    /// Keep the lease alive and fence hosts whose leases end, until the end is asked for.
+    ///
+    /// # Errors
+    /// If the directory fails, or we fell behind it; to be called again, with a new connection if need be.
+    pub fn watch(&mut self, target: &dyn Target, shutdown: &Shutdown) -> Result<(), NodeError> {
+        self.keep_alive()?;
+        let revision = self.learn_hosts(target)?;
+        let mut watch = self.directory.watch(names::AGENTS, revision + 1)?;
+        let tick = TICK.min(self.ttl / 8);
+        while !shutdown.is_requested() {
+            self.keep_alive()?;
+            if let Some(event) = watch.next(tick)? {
+                self.take_in(&event, target);
+            }
+        }
+        Ok(())
+    }
+
+    fn take_in(&mut self, event: &Event, target: &dyn Target) {
+        let fence = match &event.kind {
+            EventKind::Put { value, .. } => lease_of(&event.key, value)
+                .and_then(|(host, epoch)| self.fences.present(host, epoch)),
+            EventKind::Delete => host_of(&event.key).and_then(|host| self.fences.gone(host)),
+        };
+        if let Some(fence) = fence {
+            shut_out(target, fence);
+        }
+    }
+
+    /// Keep the lease alive, if it is time. If it ended all the same, take a new one: the memory is still good, and
+    /// those who use it are connected to it, not to the directory.
+    fn keep_alive(&mut self) -> Result<(), NodeError> {
+        if self.kept_alive.elapsed() < self.ttl / 3 {
+            return Ok(());
+        }
+        match self.directory.lease_keep_alive(self.lease.id) {
+            Ok(()) => (),
+            Err(DirectoryError::LeaseGone(_)) => {
+                tracing::warn!(node = self.record.id, "the lease ended; taking a new one");
+                self.lease = self.directory.lease_grant(self.ttl)?;
+                self.put_record()?;
+            }
+            Err(error) => return Err(error.into()),
+        }
+        self.kept_alive = Instant::now();
+        Ok(())
+    }
+}
+
+fn shut_out(target: &dyn Target, fence: Fence) {
+    tracing::debug!(host = fence.host.0, epoch = fence.epoch, "fenced");
+    target.fence(fence.host, fence.epoch);
+}
+
+/// The host of a key below [`names::AGENTS`].
+fn host_of(key: &str) -> Option<Host> {
+    let number: u16 = key.strip_prefix(names::AGENTS)?.parse().ok()?;
+    ((1..=4095).contains(&number) && key == names::agent_key(number)).then_some(Host(number))
+}
+
+/// The host whose lease a record tells of, and its epoch; `None` for what is no such record.
+fn lease_of(key: &str, value: &[u8]) -> Option<(Host, u64)> {
+    let host = host_of(key)?;
+    match AgentRecord::decode(value) {
+        Ok(record) if record.host == host.0 => Some((host, record.epoch)),
+        _ => {
+            tracing::warn!(key, "the record of an agent cannot be read");
+            None
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! The daemon's life, from the memory to the last keep-alive.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use aquifer_directory::names::NodeRecord;
+use aquifer_directory::{Directory, DirectoryError};
+use aquifer_fabric::shm::{Options, ShmTarget};
+use aquifer_pool::{NodeId, donate};
+
+use crate::error::NodeError;
+use crate::member::Member;
+use crate::memory::available_bytes;
+use crate::shutdown::Shutdown;
+
+/// How long a node that says nothing counts as alive.
+pub const LEASE_TTL: Duration = Duration::from_secs(5);
+
+/// Connects to the directory; called again whenever the connection is lost.
+pub type Connect = Box<dyn Fn() -> Result<Arc<dyn Directory>, DirectoryError> + Send>;
+
+/// How a node is set up.
+pub struct NodeOptions {
+    /// Its number in the cluster.
+    pub id: u16,
+    /// How much it lends, rounded down to 2 MiB; the metadata comes on top (0.6 %, and up to 2 MiB more).
+    pub memory_bytes: u64,
+    /// Where the fabric listens.
+    pub socket: PathBuf,
+    /// The directory.
+    pub connect: Connect,
+    /// How long it counts as alive when it says nothing; [`LEASE_TTL`] as a rule.
+    pub lease_ttl: Duration,
+    /// The fabric's limits.
+    pub fabric: Options,
+}
+
+impl fmt::Debug for NodeOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("NodeOptions")
+            .field("id", &self.id)
+            .field("memory_bytes", &self.memory_bytes)
+            .field("socket", &self.socket)
+            .field("lease_ttl", &self.lease_ttl)
+            .finish_non_exhaustive()
+    }
+}
+
+impl NodeOptions {
+    /// A node with the usual lease and limits.
+    #[must_use]
+    pub fn new(id: u16, memory_bytes: u64, socket: PathBuf, connect: Connect) -> Self {
+        Self {
+            id,
+            memory_bytes,
+            socket,
+            connect,
+            lease_ttl: LEASE_TTL,
+            fabric: Options::default(),
+        }
+    }
+}
+
+/// What a node tells when it serves.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Ready {
+    /// Its record in the directory.
+    pub record: NodeRecord,
+}
+
+/// Serve until the end is asked for. `ready` is called once, when the node is in the directory and can be used.
+/// A directory that fails later on is connected to again and again; the memory is served all the while.
+///
+/// # Errors
+/// If the node cannot begin to serve.
+pub fn serve(
+    options: &NodeOptions,
+    shutdown: &Shutdown,
+    ready: impl FnOnce(&Ready),
+) -> Result<(), NodeError> {
+    let available = available_bytes().map_err(NodeError::Unknown)?;
+    if options.memory_bytes > available {
+        return Err(NodeError::NoMemory {
+            asked: options.memory_bytes,
+            available,
+        });
+    }
+    // Connected first: without a directory nobody would ever find the memory.
+    let directory = (options.connect)()?;
+    let target =
+        ShmTarget::listen(&options.socket, options.fabric.clone()).map_err(NodeError::Listen)?;
+    let donation = donate(&target, NodeId(options.id), options.memory_bytes)?;
+    let record = NodeRecord {
+        id: options.id,
+        fabric: "shm".to_owned(),
+        address: options.socket.display().to_string(),
+        memory_bytes: donation.layout.data_bytes(),
+        epoch: 0,
+    };
+    let mut member = Member::join(directory, record, options.lease_ttl, &target)?;
+    tracing::info!(
+        node = options.id,
+        bytes = donation.layout.data_bytes(),
+        "memory is lent"
+    );
+    ready(&Ready {
+        record: member.record().clone(),
+    });
+    while !shutdown.is_requested() {
+        let Err(error) = member.watch(&target, shutdown) else {
+            break;
+        };
+        tracing::warn!(node = options.id, %error, "lost the directory; trying again");
+        if shutdown.wait(options.lease_ttl / 10) {
+            break;
+        }
+        match (options.connect)() {
+            Ok(directory) => member.reconnected(directory),
+            Err(error) => {
+                tracing::warn!(node = options.id, %error, "the directory is still out of reach")
+            }
+        }
+    }
+    member.leave();
+    Ok(())
+}

@@ -1,0 +1,430 @@
+//! A whole node over shared memory and an embedded directory whose clock the test moves.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use aquifer_directory::clock::ManualClock;
+use aquifer_directory::embedded::Embedded;
+use aquifer_directory::names::{self, AgentRecord, NodeRecord};
+use aquifer_directory::{
+    Directory, DirectoryError, Entry, Event, EventKind, Lease, LeaseId, Listing, Transaction,
+    TransactionOutcome, Watch,
+};
+use aquifer_fabric::{Host, Identity, Tenant, WorkError, shm};
+use aquifer_node::{NodeError, NodeOptions, Ready, Shutdown, serve};
+use aquifer_pool::{NodeId, PoolClient, PoolError, SizeClass};
+
+const TTL: Duration = Duration::from_millis(300);
+const BYTES: u64 = 4 << 20;
+
+/// A directory whose connection can be cut.
+#[derive(Debug)]
+struct Wire {
+    inner: Embedded,
+    cut: AtomicBool,
+    /// Calls that the cut has failed.
+    failed: AtomicU64,
+}
+
+impl Wire {
+    fn through(&self) -> Result<&Embedded, DirectoryError> {
+        if self.cut.load(Ordering::SeqCst) {
+            self.failed.fetch_add(1, Ordering::SeqCst);
+            let (address, cause) = ("here".to_owned(), "cut by the test".to_owned());
+            return Err(DirectoryError::Unavailable { address, cause });
+        }
+        Ok(&self.inner)
+    }
+}
+
+/// A handle to it, as the node gets one.
+#[derive(Clone, Debug)]
+struct Wired(Arc<Wire>);
+
+impl Directory for Wired {
+    fn get(&self, key: &str) -> Result<Option<Entry>, DirectoryError> {
+        self.0.through()?.get(key)
+    }
+    fn list(&self, prefix: &str) -> Result<Listing, DirectoryError> {
+        self.0.through()?.list(prefix)
+    }
+    fn transaction(&self, transaction: &Transaction) -> Result<TransactionOutcome, DirectoryError> {
+        self.0.through()?.transaction(transaction)
+    }
+    fn lease_grant(&self, ttl: Duration) -> Result<Lease, DirectoryError> {
+        self.0.through()?.lease_grant(ttl)
+    }
+    fn lease_keep_alive(&self, id: LeaseId) -> Result<(), DirectoryError> {
+        self.0.through()?.lease_keep_alive(id)
+    }
+    fn lease_revoke(&self, id: LeaseId) -> Result<(), DirectoryError> {
+        self.0.through()?.lease_revoke(id)
+    }
+    fn watch(&self, prefix: &str, from_revision: u64) -> Result<Box<dyn Watch>, DirectoryError> {
+        let inner = self.0.through()?.watch(prefix, from_revision)?;
+        Ok(Box::new(WiredWatch {
+            inner,
+            wire: Arc::clone(&self.0),
+        }))
+    }
+}
+
+#[derive(Debug)]
+struct WiredWatch {
+    inner: Box<dyn Watch>,
+    wire: Arc<Wire>,
+}
+
+impl Watch for WiredWatch {
+    fn next(&mut self, timeout: Duration) -> Result<Option<Event>, DirectoryError> {
+        self.wire.through()?;
+        self.inner.next(timeout)
+    }
+}
+
+struct Bed {
+    dir: tempfile::TempDir,
+    clock: Arc<ManualClock>,
+    wire: Arc<Wire>,
+}
+
+impl Bed {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().expect("a directory");
+        let clock = Arc::new(ManualClock::default());
+        let inner = Embedded::open_with_clock(&dir.path().join("db"), Arc::clone(&clock) as Arc<_>)
+            .expect("a file");
+        Self {
+            dir,
+            clock,
+            wire: Arc::new(Wire {
+                inner,
+                cut: AtomicBool::new(false),
+                failed: AtomicU64::new(0),
+            }),
+        }
+    }
+
+    fn directory(&self) -> &Embedded {
+        &self.wire.inner
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.dir.path().join("node")
+    }
+
+    fn options(&self, id: u16, bytes: u64) -> NodeOptions {
+        let wire = Arc::clone(&self.wire);
+        let connect = Box::new(move || {
+            wire.through()?;
+            Ok(Arc::new(Wired(Arc::clone(&wire))) as Arc<dyn Directory>)
+        });
+        let mut options = NodeOptions::new(id, bytes, self.socket(), connect);
+        options.lease_ttl = TTL;
+        options
+    }
+
+    fn record(&self, id: u16) -> Option<NodeRecord> {
+        let entry = self
+            .directory()
+            .get(&names::node_key(id))
+            .expect("the directory answers")?;
+        Some(NodeRecord::decode(&entry.value).expect("a record"))
+    }
+
+    fn start(&self, id: u16) -> Serving {
+        let options = self.options(id, BYTES);
+        let shutdown = Shutdown::new();
+        let theirs = shutdown.clone();
+        let (tell, told) = mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            serve(&options, &theirs, |ready: &Ready| {
+                tell.send(ready.clone()).expect("the test waits")
+            })
+        });
+        let ready = told.recv().expect("it serves");
+        Serving {
+            shutdown,
+            thread,
+            ready,
+        }
+    }
+
+    /// A host with a lease.
+    fn enrol(&self, host: u16) -> Lease {
+        let lease = self
+            .directory()
+            .lease_grant(Duration::from_secs(1000))
+            .expect("a lease");
+        let record = AgentRecord {
+            host,
+            address: "there".to_owned(),
+            epoch: lease.epoch,
+        };
+        self.directory()
+            .put(&names::agent_key(host), &record.encode(), Some(lease.id))
+            .expect("room");
+        lease
+    }
+
+    fn client(&self, host: u16, epoch: u64) -> Result<PoolClient, String> {
+        let who = Identity {
+            host: Host(host),
+            epoch,
+            tenant: Tenant(0),
+        };
+        let endpoint = shm::connect(&self.socket(), who).map_err(|error| error.to_string())?;
+        let mut client = PoolClient::new(Host(host));
+        client
+            .add_node(NodeId(1), endpoint)
+            .map_err(|error| error.to_string())?;
+        Ok(client)
+    }
+}
+
+struct Serving {
+    shutdown: Shutdown,
+    thread: JoinHandle<Result<(), NodeError>>,
+    ready: Ready,
+}
+
+impl Serving {
+    fn stop(self) {
+        self.shutdown.request();
+        self.thread.join().expect("no panic").expect("a clean end");
+    }
+}
+
+fn use_it(client: &mut PoolClient) -> Result<(), PoolError> {
+    let extent = client.allocate(NodeId(1), SizeClass::SPAN)?;
+    client.free(extent)
+}
+
+/// Use the node until it shuts us out.
+fn until_fenced(client: &mut PoolClient) {
+    loop {
+        match use_it(client) {
+            Ok(()) => std::thread::yield_now(),
+            Err(PoolError::NodeGone {
+                cause: WorkError::Fenced,
+                ..
+            }) => return,
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+#[test]
+fn a_node_serves_its_memory_and_says_so() {
+    let bed = Bed::new();
+    let node = bed.start(1);
+    let record = bed.record(1).expect("it is in the directory");
+    assert_eq!(record, node.ready.record);
+    assert_eq!(
+        (record.id, record.memory_bytes, record.fabric.as_str()),
+        (1, BYTES, "shm")
+    );
+    assert_eq!(record.address, bed.socket().display().to_string());
+    let mut client = bed.client(1, 1).expect("it listens");
+    assert_eq!(client.total_bytes(NodeId(1)), BYTES);
+    use_it(&mut client).expect("room");
+    node.stop();
+    assert_eq!(bed.record(1), None);
+    assert!(matches!(
+        use_it(&mut client),
+        Err(PoolError::NodeGone { .. })
+    ));
+    assert!(bed.client(1, 1).is_err());
+}
+
+#[test]
+fn a_host_whose_lease_ends_is_fenced() {
+    let bed = Bed::new();
+    let old = bed.enrol(1);
+    let node = bed.start(1);
+    let later = bed.enrol(2);
+    let mut first = bed.client(1, old.epoch).expect("it listens");
+    let mut second = bed.client(2, later.epoch).expect("it listens");
+    use_it(&mut first).expect("room");
+    bed.directory().lease_revoke(old.id).expect("it was alive");
+    until_fenced(&mut first);
+    assert!(
+        bed.client(1, old.epoch).is_err(),
+        "the old epoch cannot come back"
+    );
+    let new = bed.enrol(1);
+    use_it(&mut bed.client(1, new.epoch).expect("a new epoch can")).expect("room");
+    use_it(&mut second).expect("others are not touched");
+    // A lease that runs out by itself ends likewise.
+    bed.clock.advance(Duration::from_secs(1001));
+    bed.directory().tick().expect("room");
+    until_fenced(&mut second);
+    node.stop();
+}
+
+#[test]
+fn a_new_lease_of_a_host_fences_the_old_one() {
+    let bed = Bed::new();
+    let old = bed.enrol(1);
+    let node = bed.start(1);
+    let mut client = bed.client(1, old.epoch).expect("it listens");
+    bed.enrol(1);
+    until_fenced(&mut client);
+    node.stop();
+}
+
+#[test]
+fn what_happens_while_the_directory_is_away_is_made_up_for() {
+    let bed = Bed::new();
+    let host = bed.enrol(1);
+    let node = bed.start(1);
+    let mut client = bed.client(1, host.epoch).expect("it listens");
+    bed.wire.cut.store(true, Ordering::SeqCst);
+    // The node notices, and cannot connect again.
+    while bed.wire.failed.load(Ordering::SeqCst) < 3 {
+        std::thread::yield_now();
+    }
+    use_it(&mut client).expect("the memory does not need the directory");
+    bed.directory().lease_revoke(host.id).expect("it was alive");
+    bed.wire.cut.store(false, Ordering::SeqCst);
+    until_fenced(&mut client);
+    node.stop();
+}
+
+#[test]
+fn a_node_whose_lease_ended_takes_a_new_one_and_keeps_its_memory() {
+    let bed = Bed::new();
+    let node = bed.start(1);
+    let mut client = bed.client(1, 1).expect("it listens");
+    let extent = client.allocate(NodeId(1), SizeClass::CHUNK).expect("room");
+    let from = bed
+        .directory()
+        .list("nodes/")
+        .expect("the directory answers")
+        .revision
+        + 1;
+    let mut watch = bed.directory().watch("nodes/", from).expect("a watch");
+    bed.clock.advance(2 * TTL);
+    bed.directory().tick().expect("room");
+    let mut kinds = Vec::new();
+    while kinds.len() < 2 {
+        kinds.extend(
+            watch
+                .next(TTL)
+                .expect("the watch goes on")
+                .map(|event| event.kind),
+        );
+    }
+    assert_eq!(kinds[0], EventKind::Delete);
+    assert!(matches!(kinds[1], EventKind::Put { .. }));
+    assert_eq!(
+        bed.record(1).expect("it is back"),
+        node.ready.record,
+        "with the epoch of its memory"
+    );
+    client.free(extent).expect("the memory is the same");
+    node.stop();
+}
+
+#[test]
+fn a_number_is_given_once() {
+    let bed = Bed::new();
+    let other = NodeRecord {
+        id: 1,
+        fabric: "shm".to_owned(),
+        address: "/elsewhere".to_owned(),
+        memory_bytes: 1,
+        epoch: 1,
+    };
+    bed.directory()
+        .put(&names::node_key(1), &other.encode(), None)
+        .expect("room");
+    let taken = serve(&bed.options(1, BYTES), &Shutdown::new(), |_| {
+        panic!("it cannot serve")
+    });
+    assert!(
+        matches!(&taken, Err(NodeError::IdTaken { id: 1, address }) if address == "/elsewhere"),
+        "{taken:?}"
+    );
+    bed.directory()
+        .put(&names::node_key(1), b"{", None)
+        .expect("room");
+    let taken = serve(&bed.options(1, BYTES), &Shutdown::new(), |_| {
+        panic!("it cannot serve")
+    });
+    assert!(matches!(taken, Err(NodeError::IdTaken { .. })));
+    // A record with our own address was left by a node that died there.
+    let dead = NodeRecord {
+        address: bed.socket().display().to_string(),
+        ..other
+    };
+    bed.directory()
+        .put(&names::node_key(1), &dead.encode(), None)
+        .expect("room");
+    let node = bed.start(1);
+    assert_eq!(bed.record(1).as_ref(), Some(&node.ready.record));
+    node.stop();
+}
+
+#[test]
+fn what_cannot_be_served_is_said() {
+    let bed = Bed::new();
+    let refused = |options: NodeOptions| {
+        serve(&options, &Shutdown::new(), |_| panic!("it cannot serve")).unwrap_err()
+    };
+    assert!(matches!(
+        refused(bed.options(1, u64::MAX)),
+        NodeError::NoMemory {
+            asked: u64::MAX,
+            ..
+        }
+    ));
+    assert!(matches!(
+        refused(bed.options(1, (2 << 20) - 1)),
+        NodeError::Donate(_)
+    ));
+    let mut nowhere = bed.options(1, BYTES);
+    nowhere.socket = bed.dir.path().join("no/such/dir");
+    assert!(matches!(refused(nowhere), NodeError::Listen(_)));
+    let node = bed.start(1);
+    assert!(
+        matches!(refused(bed.options(2, BYTES)), NodeError::Listen(_)),
+        "another listens there"
+    );
+    node.stop();
+    bed.wire.cut.store(true, Ordering::SeqCst);
+    let error = refused(bed.options(1, BYTES));
+    assert!(matches!(
+        error,
+        NodeError::Directory(DirectoryError::Unavailable { .. })
+    ));
+    assert!(
+        error.to_string().contains("cannot join the cluster"),
+        "{error}"
+    );
+}
+
+#[test]
+fn odd_records_of_hosts_are_passed_over() {
+    let bed = Bed::new();
+    for (key, value) in [
+        ("agents/0", &b"{}"[..]),
+        ("agents/4096", b"{}"),
+        ("agents/x", b"{}"),
+        ("agents/+7", b"{}"),
+        ("agents/7", b"\xff\xfe"),
+        ("agents/8", b"{\"host\":9,\"address\":\"\",\"epoch\":99}"),
+    ] {
+        bed.directory().put(key, value, None).expect("room");
+    }
+    let node = bed.start(1);
+    bed.directory().put("agents/7", b"[]", None).expect("room");
+    bed.directory().delete("agents/8").expect("room");
+    let mut client = bed.client(9, 1).expect("nobody was fenced");
+    use_it(&mut client).expect("room");
+    node.stop();
+}

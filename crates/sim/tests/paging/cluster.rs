@@ -1,0 +1,165 @@
+//! The memory nodes, over the simulated fabric.
+
+use std::sync::Arc;
+
+use aquifer_fabric::sim::{Node, Rng, SimFabric, SimOptions};
+use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
+use aquifer_pager::{Connector, PAGE_BYTES};
+use aquifer_pool::{Donation, Extent, NodeId, PoolClient, SizeClass, donate};
+
+/// Bytes of a node: one section. With more, where a client begins to look would depend on how many clients there were before.
+const NODE_BYTES: u64 = 2 << 20;
+
+#[derive(Debug)]
+struct SimConnector {
+    fabric: SimFabric,
+    nodes: Vec<Node>,
+    host: Host,
+}
+
+impl Connector for SimConnector {
+    fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
+        let who = Identity {
+            host: self.host,
+            epoch: 1,
+            tenant: Tenant(0),
+        };
+        self.fabric.connect(self.nodes[usize::from(node.0)], who)
+    }
+}
+
+/// Some memory nodes and what was done to them.
+#[derive(Debug)]
+pub struct Cluster {
+    pub fabric: SimFabric,
+    nodes: Vec<Node>,
+    donations: Vec<Donation>,
+    pub alive: Vec<bool>,
+    pub damaged: Vec<bool>,
+    hog: PoolClient,
+    hogged: Vec<Extent>,
+}
+
+impl Cluster {
+    pub fn new(seed: u64, rng: &mut Rng) -> Self {
+        let slowest_ns = [2_000, 20_000, 200_000][rng.index(3)];
+        let options = SimOptions {
+            step_on_poll: true,
+            delay_ns: 500..slowest_ns,
+            ..SimOptions::default()
+        };
+        let fabric = SimFabric::new(seed, options);
+        let count = 2 + rng.index(2);
+        let targets: Vec<_> = (0..count).map(|_| fabric.add_node()).collect();
+        let donations = (0..)
+            .zip(&targets)
+            .map(|(id, target)| donate(target, NodeId(id), NODE_BYTES).expect("memory"))
+            .collect();
+        let mut cluster = Self {
+            fabric,
+            nodes: targets.iter().map(aquifer_fabric::sim::SimTarget::node).collect(),
+            donations,
+            alive: vec![true; count],
+            damaged: vec![false; count],
+            hog: PoolClient::new(Host(2)),
+            hogged: Vec::new(),
+        };
+        cluster.hog = cluster.pool(2);
+        cluster
+    }
+
+    pub fn connector(&self, host: u16) -> Arc<dyn Connector> {
+        Arc::new(SimConnector {
+            fabric: self.fabric.clone(),
+            nodes: self.nodes.clone(),
+            host: Host(host),
+        })
+    }
+
+    /// A client of all nodes that live.
+    pub fn pool(&self, host: u16) -> PoolClient {
+        let connector = self.connector(host);
+        let mut pool = PoolClient::new(Host(host));
+        for (id, alive) in (0..).zip(&self.alive) {
+            if *alive {
+                let endpoint = connector.connect(NodeId(id)).expect("it is alive");
+                pool.add_node(NodeId(id), endpoint).expect("a good node");
+            }
+        }
+        pool
+    }
+
+    /// A node dies, unless it is the last.
+    pub fn crash(&mut self, rng: &mut Rng) -> bool {
+        let living = self.alive.iter().filter(|alive| **alive).count();
+        let victim = rng.index(self.alive.len());
+        let dies = living > 1 && self.alive[victim];
+        if dies {
+            self.fabric.crash_node(self.nodes[victim]);
+            self.alive[victim] = false;
+        }
+        dies
+    }
+
+    /// A byte of what is stored somewhere changes.
+    pub fn damage(&mut self, rng: &mut Rng) -> bool {
+        let node = rng.index(self.donations.len());
+        let donation = &self.donations[node];
+        let data = usize::try_from(donation.layout.data_at()).expect("small");
+        let used = |at: usize| {
+            let mut word = [0; 8];
+            donation.memory.read(data + at * PAGE_BYTES, &mut word);
+            word != [0; 8]
+        };
+        let pages = donation.memory.len().saturating_sub(data) / PAGE_BYTES;
+        let Some((page, _)) = super::memory::random_run(rng, pages, 1, used) else {
+            return false;
+        };
+        let offset = data + page * PAGE_BYTES + rng.index(PAGE_BYTES);
+        let mut byte = [0];
+        donation.memory.read(offset, &mut byte);
+        donation.memory.write(offset, &[byte[0] ^ 1 << rng.index(8)]);
+        self.damaged[node] = true;
+        true
+    }
+
+    /// Another host takes all that is free.
+    pub fn fill_up(&mut self) {
+        for node in self.hog.nodes().collect::<Vec<_>>() {
+            for k in [9, 7, 5, 2, 0] {
+                let class = SizeClass::new(k).expect("a valid class");
+                while let Ok(extent) = self.hog.allocate(node, class) {
+                    self.hogged.push(extent);
+                }
+            }
+        }
+    }
+
+    pub fn is_full(&self) -> bool {
+        !self.hogged.is_empty()
+    }
+
+    /// And gives it back.
+    pub fn relent(&mut self) {
+        for extent in self.hogged.drain(..) {
+            let freed = self.hog.free(extent);
+            assert!(
+                freed.is_ok() || !self.alive[usize::from(extent.node.0)],
+                "{freed:?}"
+            );
+        }
+    }
+
+    /// Bytes that are taken on living nodes.
+    pub fn taken_bytes(&self) -> u64 {
+        let mut pool = self.pool(3);
+        let nodes: Vec<NodeId> = pool.nodes().collect();
+        nodes
+            .into_iter()
+            .map(|node| {
+                pool.refresh(node).expect("it is alive");
+                pool.total_bytes(node) - pool.free_bytes(node)
+            })
+            .sum()
+    }
+}

@@ -1,0 +1,129 @@
+//! A modelled program's memory, page by page, beside what the program must find in it.
+
+use aquifer_fabric::sim::Rng;
+use aquifer_pager::{PAGE_BYTES, PageNumber};
+
+/// The first page: a little below the end of a page table's leaf, so that ranges cross it.
+pub const BASE: PageNumber = 512 * 77 - 24;
+
+/// A page that is present.
+#[derive(Clone, Copy, Debug)]
+pub struct Frame {
+    /// Its content, as a number; see [`encode`].
+    pub stamp: u64,
+    /// Not shared with a relative since a fork.
+    pub exclusive: bool,
+    /// Held by a device: the kernel does not move it.
+    pub pinned: bool,
+    /// `MADV_FREE`: the kernel may drop it until it is written.
+    pub lazy: bool,
+}
+
+impl Frame {
+    pub const ZERO: Self = Self {
+        stamp: 0,
+        exclusive: true,
+        pinned: false,
+        lazy: false,
+    };
+}
+
+/// One page of the address space.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Page {
+    /// The thread that may write it and change its mapping.
+    pub owner: Option<usize>,
+    pub mapped: bool,
+    pub registered: bool,
+    pub frame: Option<Frame>,
+    pub poisoned: bool,
+    /// What the program must read.
+    pub truth: u64,
+    /// It may as well read zero (`MADV_FREE`, or a fork in the middle of `MADV_DONTNEED`).
+    pub maybe_zero: bool,
+    /// Its owner is in the middle of dropping it: others may find either.
+    pub unstable: bool,
+    /// The program got SIGBUS here: it must never find anything again.
+    pub dead: bool,
+}
+
+impl Page {
+    pub fn mapped_by(owner: usize, registered: bool) -> Self {
+        Self {
+            owner: Some(owner),
+            mapped: true,
+            registered,
+            ..Self::default()
+        }
+    }
+
+    /// What `MADV_DONTNEED` leaves.
+    pub fn drop_content(&mut self) {
+        *self = Self {
+            owner: self.owner,
+            mapped: self.mapped,
+            registered: self.registered,
+            ..Self::default()
+        };
+    }
+}
+
+/// Where a page is in the vectors of the model.
+pub fn index(page: PageNumber) -> usize {
+    usize::try_from(page - BASE).expect("few pages")
+}
+
+/// The page at an index.
+pub fn number(index: usize) -> PageNumber {
+    BASE + index as u64
+}
+
+fn word(stamp: u64, at: u64) -> u64 {
+    (stamp ^ at << 48).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
+/// The bytes of a page: zero for zero, else different in every word.
+pub fn encode(stamp: u64) -> [u8; PAGE_BYTES] {
+    let mut bytes = [0; PAGE_BYTES];
+    if stamp != 0 {
+        for (at, place) in (0..).zip(bytes.chunks_exact_mut(8)) {
+            let word = if at == 0 { stamp } else { word(stamp, at) };
+            place.copy_from_slice(&word.to_le_bytes());
+        }
+    }
+    bytes
+}
+
+/// The number that a page's bytes stand for; `None` if they were never made by [`encode`].
+pub fn decode(bytes: &[u8]) -> Option<u64> {
+    let mut words = bytes
+        .chunks_exact(8)
+        .map(|word| u64::from_le_bytes(word.try_into().expect("8 bytes")));
+    let stamp = words.next()?;
+    let good = (1..).zip(words).all(|(at, found)| {
+        found
+            == if stamp == 0 {
+                0
+            } else {
+                word(stamp, at)
+            }
+    });
+    good.then_some(stamp)
+}
+
+/// A run of indices around a random one for which `fits` holds, at most `max` long.
+pub fn random_run(
+    rng: &mut Rng,
+    len: usize,
+    max: usize,
+    fits: impl Fn(usize) -> bool,
+) -> Option<(usize, usize)> {
+    let start = rng.index(len);
+    let first = (start..len).chain(0..start).find(|at| fits(*at))?;
+    let mut end = first + 1;
+    let want = 1 + rng.index(max);
+    while end < len && end - first < want && fits(end) {
+        end += 1;
+    }
+    Some((first, end))
+}

@@ -1,0 +1,437 @@
+//! A modelled process: its memory, its threads, its userfaultfd. Here is the kernel's side: touches, events, waking.
+
+use std::collections::{BTreeSet, VecDeque};
+
+use aquifer_fabric::sim::Rng;
+use aquifer_faults::kernel::{Fault, Message};
+use aquifer_faults::{Area, Done};
+use aquifer_pager::PageNumber;
+
+use super::memory::{Frame, Page, index, number};
+
+/// What a system call still has to do once its events were read.
+#[derive(Clone, Copy, Debug)]
+pub enum After {
+    Nothing,
+    /// Drop (or mark as droppable) what is present.
+    Zap {
+        start: usize,
+        end: usize,
+        lazy: bool,
+    },
+}
+
+/// How far the first event of a system call has come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Stage {
+    /// Its change is made, it is not in the queue yet.
+    Raised,
+    Queued,
+    /// It was read; the thread has not run since.
+    Read,
+}
+
+/// What a thread is doing.
+#[derive(Debug)]
+pub enum Doing {
+    Idle,
+    Touch {
+        page: usize,
+        write: bool,
+    },
+    /// Waits in a fault.
+    Blocked {
+        page: usize,
+        write: bool,
+    },
+    /// In a system call that tells of changes.
+    Telling {
+        events: VecDeque<Event>,
+        stage: Stage,
+        after: After,
+    },
+    Zapping {
+        start: usize,
+        end: usize,
+        lazy: bool,
+    },
+}
+
+#[derive(Debug)]
+pub struct Thread {
+    pub doing: Doing,
+    /// The page touched last: programs like neighbours.
+    pub last: usize,
+}
+
+/// A change of the address space.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Event {
+    Fork(usize),
+    Remap { from: usize, to: usize, pages: u64 },
+    Remove { start: usize, end: usize },
+    Unmap { start: usize, end: usize },
+}
+
+#[derive(Debug)]
+pub struct Process {
+    pub id: usize,
+    pub alive: bool,
+    /// A child runs once its parent's event was read.
+    pub started: bool,
+    pub pages: Vec<Page>,
+    pub threads: Vec<Thread>,
+    pub changing: u32,
+    pub faults: VecDeque<(usize, Fault)>,
+    pub events: VecDeque<(usize, Event)>,
+    /// By buffer, the pages moved there.
+    pub staging: Vec<Vec<Option<u64>>>,
+    /// A child's worker is there after so many looks.
+    pub worker_in: u32,
+    /// Pages that the program asked to be left alone.
+    pub kept: BTreeSet<PageNumber>,
+    /// Pages that are known to be lost.
+    pub lost: BTreeSet<PageNumber>,
+    pub parent: Option<usize>,
+    pub done: VecDeque<Done>,
+    pub mail: Vec<Vec<Area>>,
+    pub nudged: bool,
+}
+
+impl Process {
+    pub fn new(id: usize, pages: usize, threads: usize, buffers: usize) -> Self {
+        Self {
+            id,
+            alive: true,
+            started: true,
+            pages: vec![Page::default(); pages],
+            threads: (0..threads)
+                .map(|_| Thread {
+                    doing: Doing::Idle,
+                    last: 0,
+                })
+                .collect(),
+            changing: 0,
+            faults: VecDeque::new(),
+            events: VecDeque::new(),
+            staging: vec![vec![None; 64]; buffers],
+            worker_in: 0,
+            kept: BTreeSet::new(),
+            lost: BTreeSet::new(),
+            parent: None,
+            done: VecDeque::new(),
+            mail: Vec::new(),
+            nudged: false,
+        }
+    }
+
+    /// The child of a fork: one thread, all pages shared but pinned ones.
+    pub fn fork(&mut self, id: usize, worker_in: u32) -> Self {
+        let mut child = Self::new(id, self.pages.len(), 1, self.staging.len());
+        child.started = false;
+        child.worker_in = worker_in;
+        child.parent = Some(self.id);
+        child.lost.clone_from(&self.lost);
+        for (mine, theirs) in self.pages.iter_mut().zip(&mut child.pages) {
+            *theirs = *mine;
+            theirs.owner = mine.mapped.then_some(0);
+            theirs.maybe_zero |= mine.unstable;
+            theirs.unstable = false;
+            if let (Some(mine), Some(theirs)) = (&mut mine.frame, &mut theirs.frame) {
+                theirs.exclusive = mine.pinned;
+                theirs.pinned = false;
+                mine.exclusive = mine.pinned;
+            }
+        }
+        child
+    }
+
+    /// Whether there is something that a sleeping monitor would be woken for.
+    pub fn has_news(&self) -> bool {
+        !self.faults.is_empty()
+            || !self.events.is_empty()
+            || !self.done.is_empty()
+            || !self.mail.is_empty()
+            || self.nudged
+    }
+
+    pub fn is_idle(&self) -> bool {
+        !self.alive
+            || self
+                .threads
+                .iter()
+                .all(|thread| matches!(thread.doing, Doing::Idle))
+    }
+
+    /// A thread touches a page. What it finds is held against what it must find.
+    pub fn touch(
+        &mut self,
+        thread: usize,
+        at: usize,
+        write: Option<u64>,
+    ) -> Result<(), String> {
+        let process = self.id;
+        let page = &mut self.pages[at];
+        self.threads[thread].last = at;
+        self.threads[thread].doing = Doing::Idle;
+        if !page.mapped || (write.is_some() && page.owner != Some(thread)) {
+            return Ok(());
+        }
+        if page.poisoned {
+            page.dead = true;
+            return if self.lost.contains(&number(at)) {
+                Ok(())
+            } else {
+                Err(format!("process {process}: SIGBUS at page {at}, which is not lost"))
+            };
+        }
+        let Some(frame) = &mut page.frame else {
+            if page.registered {
+                self.threads[thread].doing = Doing::Blocked {
+                    page: at,
+                    write: write.is_some(),
+                };
+                let fault = Fault {
+                    page: number(at),
+                    write: write.is_some(),
+                    thread: 0,
+                };
+                self.faults.push_back((thread, fault));
+                return Ok(());
+            }
+            page.frame = Some(Frame::ZERO);
+            return self.touch(thread, at, write);
+        };
+        if page.dead {
+            return Err(format!("process {process}: page {at} was lost and is back"));
+        }
+        if !page.unstable && frame.stamp != page.truth {
+            if frame.stamp != 0 || !page.maybe_zero {
+                return Err(format!(
+                    "process {process}: page {at} reads {} instead of {}",
+                    frame.stamp, page.truth
+                ));
+            }
+            page.truth = 0;
+        }
+        if let Some(stamp) = write {
+            *frame = Frame {
+                stamp,
+                exclusive: true,
+                lazy: false,
+                pinned: frame.pinned,
+            };
+            page.truth = stamp;
+            page.maybe_zero = false;
+        }
+        Ok(())
+    }
+
+    /// Whoever waits for these pages tries again.
+    pub fn wake(&mut self, start: usize, end: usize) {
+        for (number, thread) in self.threads.iter_mut().enumerate() {
+            if let Doing::Blocked { page, write } = thread.doing
+                && (start..end).contains(&page)
+            {
+                thread.doing = Doing::Touch { page, write };
+                self.faults.retain(|(other, _)| *other != number);
+            }
+        }
+    }
+
+    /// A thread begins to tell of changes that it has made; without any it goes on.
+    pub fn tell(&mut self, thread: usize, events: Vec<Event>, after: After, late: bool) {
+        self.changing += u32::try_from(events.len()).expect("a few");
+        let events = VecDeque::from(events);
+        if let Some(first) = events.front() {
+            if !late {
+                self.events.push_back((thread, *first));
+            }
+            let stage = if late { Stage::Raised } else { Stage::Queued };
+            self.threads[thread].doing = Doing::Telling {
+                events,
+                stage,
+                after,
+            };
+        } else {
+            self.threads[thread].doing = after.into();
+        }
+    }
+
+    /// A thread in the middle of telling runs, if it can.
+    pub fn go_on_telling(&mut self, thread: usize, late: bool) {
+        let Doing::Telling {
+            events,
+            stage,
+            after,
+        } = &mut self.threads[thread].doing
+        else {
+            return;
+        };
+        match *stage {
+            Stage::Queued => {}
+            Stage::Raised => {
+                *stage = Stage::Queued;
+                self.events.push_back((thread, events[0]));
+            }
+            Stage::Read => {
+                self.changing -= 1;
+                events.pop_front();
+                if let Some(next) = events.front() {
+                    *stage = if late { Stage::Raised } else { Stage::Queued };
+                    if !late {
+                        self.events.push_back((thread, *next));
+                    }
+                } else {
+                    self.threads[thread].doing = (*after).into();
+                }
+            }
+        }
+    }
+
+    /// The last step of `madvise`.
+    pub fn zap(&mut self, start: usize, end: usize, lazy: bool) {
+        for at in start..end {
+            let page = &mut self.pages[at];
+            if !lazy {
+                page.drop_content();
+                self.lost.remove(&number(at));
+                continue;
+            }
+            page.unstable = false;
+            page.maybe_zero = true;
+            if let Some(frame) = &mut page.frame {
+                frame.lazy = !frame.pinned;
+            }
+        }
+    }
+
+    /// The descriptor is read: faults first, then events.
+    pub fn next_message(&mut self) -> Option<Message<usize>> {
+        if let Some((_, fault)) = self.faults.pop_front() {
+            return Some(Message::Fault(fault));
+        }
+        let (thread, event) = self.events.pop_front()?;
+        if let Doing::Telling { stage, .. } = &mut self.threads[thread].doing {
+            *stage = Stage::Read;
+        }
+        Some(match event {
+            Event::Fork(child) => Message::Fork(child),
+            Event::Remap { from, to, pages } => Message::Remap {
+                from: number(from),
+                to: number(to),
+                pages,
+            },
+            Event::Remove { start, end } => Message::Remove {
+                start: number(start),
+                end: number(end),
+            },
+            Event::Unmap { start, end } => Message::Unmap {
+                start: number(start),
+                end: number(end),
+            },
+        })
+    }
+
+    /// The process is gone, and all it had. Returns the children that will never be.
+    pub fn die(&mut self) -> Vec<usize> {
+        self.alive = false;
+        self.faults.clear();
+        self.changing = 0;
+        self.pages.fill(Page::default());
+        let mut unborn = Vec::new();
+        for thread in &mut self.threads {
+            if let Doing::Telling { events, stage, .. } = &thread.doing
+                && *stage != Stage::Read
+            {
+                unborn.extend(events.iter().filter_map(|event| match event {
+                    Event::Fork(child) => Some(*child),
+                    _ => None,
+                }));
+            }
+            thread.doing = Doing::Idle;
+        }
+        self.events.clear();
+        unborn
+    }
+
+    /// Areas as a look at the maps would find them.
+    pub fn areas(&self) -> Vec<Area> {
+        let mut areas: Vec<Area> = Vec::new();
+        let mut last = None;
+        for (at, page) in self.pages.iter().enumerate() {
+            let kind = page.mapped.then_some(page.registered);
+            match areas.last_mut() {
+                Some(area) if kind.is_some() && kind == last => area.end += 1,
+                _ if kind.is_some() => areas.push(Area {
+                    start: number(at),
+                    end: number(at) + 1,
+                }),
+                _ => {}
+            }
+            last = kind;
+        }
+        areas
+    }
+
+    /// A random own range of one kind, not in the middle of anything.
+    pub fn own_range(&self, rng: &mut Rng, thread: usize, max: usize) -> Option<(usize, usize)> {
+        let fits = |at: usize| {
+            let page = &self.pages[at];
+            page.owner == Some(thread) && page.mapped && !page.unstable
+        };
+        let (start, end) = super::memory::random_run(rng, self.pages.len(), max, fits)?;
+        let kind = self.pages[start].registered;
+        let end = (start..end)
+            .find(|at| self.pages[*at].registered != kind)
+            .unwrap_or(end);
+        Some((start, end))
+    }
+
+    /// A random unmapped range.
+    pub fn free_range(&self, rng: &mut Rng, max: usize) -> Option<(usize, usize)> {
+        super::memory::random_run(rng, self.pages.len(), max, |at| !self.pages[at].mapped)
+    }
+
+    /// Forget the pages of a range; the events that tell of it.
+    pub fn unmap(&mut self, start: usize, end: usize) -> Vec<Event> {
+        let mut events = Vec::new();
+        let mut at = start;
+        while at < end {
+            let kind = self.pages[at].registered;
+            let stop = (at..end)
+                .find(|other| self.pages[*other].registered != kind)
+                .unwrap_or(end);
+            if kind {
+                events.push(Event::Unmap {
+                    start: at,
+                    end: stop,
+                });
+            }
+            at = stop;
+        }
+        for at in start..end {
+            self.pages[at] = Page::default();
+            self.lost.remove(&number(at));
+        }
+        events
+    }
+
+    /// Whether a range is inside one registered area, as the kernel requires of a fill.
+    pub fn is_fillable(&self, start: PageNumber, pages: usize) -> bool {
+        let first = index(start);
+        first + pages <= self.pages.len()
+            && self.pages[first..first + pages]
+                .iter()
+                .all(|page| page.mapped && page.registered)
+    }
+}
+
+impl From<After> for Doing {
+    fn from(after: After) -> Self {
+        match after {
+            After::Nothing => Self::Idle,
+            After::Zap { start, end, lazy } => Self::Zapping { start, end, lazy },
+        }
+    }
+}

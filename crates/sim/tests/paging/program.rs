@@ -1,0 +1,208 @@
+//! What the threads of a modelled program do: touch, drop, unmap, map, move, pin, fork.
+
+use aquifer_fabric::sim::Rng;
+
+use super::memory::{Page, number};
+use super::process::{After, Doing, Event, Process};
+use super::world::World;
+
+/// Most processes of a schedule.
+const PROCESSES_MAX: usize = 4;
+
+impl World {
+    /// A random thread of a random process runs for a moment.
+    pub fn run_some_thread(&mut self) {
+        let process = self.rng.index(self.processes.len());
+        let target = &self.processes[process];
+        if !target.alive || !target.started {
+            return;
+        }
+        let thread = self.rng.index(target.threads.len());
+        if let Err(error) = self.run_thread(process, thread) {
+            self.failure.get_or_insert(error);
+        }
+    }
+
+    fn run_thread(&mut self, process: usize, thread: usize) -> Result<(), String> {
+        let late = self.late_events && self.rng.chance(1, 2);
+        let stamp = self.new_stamp();
+        let target = &mut self.processes[process];
+        match target.threads[thread].doing {
+            Doing::Idle if self.winding_down => Ok(()),
+            Doing::Idle => self.begin(process, thread),
+            Doing::Touch { page, write } => target.touch(thread, page, write.then_some(stamp)),
+            Doing::Blocked { page, .. } => {
+                if self.rng.chance(1, 64) {
+                    // A signal: the thread comes back to the same fault.
+                    target.wake(page, page + 1);
+                }
+                Ok(())
+            }
+            Doing::Telling { .. } => {
+                target.go_on_telling(thread, late);
+                Ok(())
+            }
+            Doing::Zapping { start, end, lazy } => {
+                target.zap(start, end, lazy);
+                target.threads[thread].doing = Doing::Idle;
+                Ok(())
+            }
+        }
+    }
+
+    fn new_stamp(&mut self) -> u64 {
+        self.stamps += 1;
+        if self.rng.chance(1, 12) { 0 } else { self.stamps }
+    }
+
+    fn begin(&mut self, process: usize, thread: usize) -> Result<(), String> {
+        if self.operations == 0 {
+            return Ok(());
+        }
+        self.operations -= 1;
+        let what = self.rng.below(self.mix);
+        let rng = &mut self.rng;
+        let target = &mut self.processes[process];
+        let late = self.late_events && rng.chance(1, 2);
+        match what {
+            0..6 => drop_content(target, rng, thread, late),
+            6..10 => unmap(target, rng, thread, late),
+            10..16 => {
+                map(target, rng, thread);
+            }
+            16..22 => {
+                if remap(target, rng, thread, late).is_some() {
+                    self.seen.remaps += 1;
+                }
+            }
+            22..24 => self.fork(process, thread, late),
+            24..26 => pin(target, rng, thread),
+            _ => return self.touch_some(process, thread),
+        }
+        Ok(())
+    }
+
+    fn touch_some(&mut self, process: usize, thread: usize) -> Result<(), String> {
+        let stamp = self.new_stamp();
+        let target = &mut self.processes[process];
+        let next = target.threads[thread].last + 1;
+        let is_own = |target: &Process, at: usize| {
+            target.pages.get(at).is_some_and(|page| page.owner == Some(thread))
+        };
+        if self.rng.chance(1, 6) {
+            let at = self.rng.index(target.pages.len());
+            return target.touch(thread, at, None);
+        }
+        let at = if is_own(target, next) && self.rng.chance(2, 3) {
+            next
+        } else if let Some((at, _)) = target.own_range(&mut self.rng, thread, 1) {
+            at
+        } else {
+            map(target, &mut self.rng, thread);
+            return Ok(());
+        };
+        let write = self.rng.chance(1, 2).then_some(stamp);
+        target.touch(thread, at, write)
+    }
+
+    fn fork(&mut self, process: usize, thread: usize, late: bool) {
+        let id = self.processes.len();
+        if id >= PROCESSES_MAX {
+            return;
+        }
+        let worker_in = u32::try_from(self.rng.below(30)).expect("small");
+        let parent = &mut self.processes[process];
+        let child = parent.fork(id, worker_in);
+        parent.tell(thread, vec![Event::Fork(id)], After::Nothing, late);
+        self.processes.push(child);
+        self.seen.forks += 1;
+    }
+}
+
+fn drop_content(target: &mut Process, rng: &mut Rng, thread: usize, late: bool) {
+    let Some((start, end)) = target.own_range(rng, thread, 8) else {
+        return;
+    };
+    let lazy = rng.chance(1, 3);
+    let after = After::Zap { start, end, lazy };
+    let mut events = Vec::new();
+    if target.pages[start].registered {
+        target.pages[start..end].iter_mut().for_each(|page| page.unstable = true);
+        events.push(Event::Remove { start, end });
+    }
+    target.tell(thread, events, after, late);
+}
+
+/// Unmap; or map anew in one call, for another thread to use at once.
+fn unmap(target: &mut Process, rng: &mut Rng, thread: usize, late: bool) {
+    let Some((start, end)) = target.own_range(rng, thread, 8) else {
+        return;
+    };
+    let events = target.unmap(start, end);
+    if rng.chance(1, 3) {
+        let heir = rng.index(target.threads.len());
+        target.pages[start..end].fill(Page::mapped_by(heir, false));
+    }
+    target.tell(thread, events, After::Nothing, late);
+}
+
+fn map(target: &mut Process, rng: &mut Rng, thread: usize) {
+    if let Some((start, end)) = target.free_range(rng, 12) {
+        target.pages[start..end].fill(Page::mapped_by(thread, false));
+    }
+}
+
+/// Grow in place, or move to a free or an own place, and perhaps grow there.
+fn remap(target: &mut Process, rng: &mut Rng, thread: usize, late: bool) -> Option<()> {
+    let (start, end) = target.own_range(rng, thread, 8)?;
+    let registered = target.pages[start].registered;
+    if rng.chance(1, 4) {
+        let room = (end..target.pages.len()).take_while(|at| !target.pages[*at].mapped).count();
+        let growth = rng.index(room.min(4) + 1);
+        target.pages[end..end + growth].fill(Page::mapped_by(thread, registered));
+        return None;
+    }
+    let pages = end - start;
+    let is_fixed = rng.chance(1, 3);
+    let (to, stop) = if is_fixed {
+        target.own_range(rng, thread, pages + 2)?
+    } else {
+        target.free_range(rng, pages + 2)?
+    };
+    if stop - to < pages || (to < end && start < stop) {
+        return None;
+    }
+    let mut events = target.unmap(to, stop);
+    for offset in 0..stop - to {
+        let fresh = Page::mapped_by(thread, registered);
+        target.pages[to + offset] = if offset < pages {
+            if target.lost.remove(&number(start + offset)) {
+                target.lost.insert(number(to + offset));
+            }
+            std::mem::take(&mut target.pages[start + offset])
+        } else {
+            fresh
+        };
+    }
+    if registered {
+        let event = Event::Remap { from: start, to, pages: pages as u64 };
+        events.push(event);
+        // Some kernels tell of the old place too.
+        if rng.chance(1, 2) {
+            events.push(Event::Unmap { start, end });
+        }
+    }
+    target.tell(thread, events, After::Nothing, late);
+    registered.then_some(())
+}
+
+/// A device takes hold of a page that is there, or lets go.
+fn pin(target: &mut Process, rng: &mut Rng, thread: usize) {
+    if let Some((at, _)) = target.own_range(rng, thread, 1)
+        && let Some(frame) = &mut target.pages[at].frame
+        && frame.exclusive
+        && !frame.lazy
+    {
+        frame.pinned = !frame.pinned;
+    }
+}
