@@ -62,6 +62,9 @@ pub enum AgentError {
     /// No memory.
     #[error("no memory for the mempool: {0}")]
     Mempool(io::Error),
+    /// The directory could not be reached for too long.
+    #[error("this host's lease has ended: start the agent again")]
+    LeaseLost,
     /// The directory.
     #[error(transparent)]
     Membership(#[from] MembershipError),
@@ -95,40 +98,66 @@ impl Surroundings for Host {
 ///
 /// # Errors
 /// If something it needs is missing at the start.
-pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) -> Result<(), AgentError> {
-    let keeper = KeeperPort::connect(&options.keeper)
-        .map_err(|source| AgentError::Keeper { path: options.keeper.clone(), source })?;
+pub fn serve(
+    options: &AgentOptions,
+    stop: &AtomicBool,
+    ready: impl FnOnce(),
+) -> Result<(), AgentError> {
+    let keeper = KeeperPort::connect(&options.keeper).map_err(|source| AgentError::Keeper {
+        path: options.keeper.clone(),
+        source,
+    })?;
     let mut membership = Membership::join(Arc::clone(&options.directory), &options.socket)?;
     let tenant = Tenant(rustix::process::geteuid().as_raw());
-    let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
+    let identity = Identity {
+        host: membership.host(),
+        epoch: membership.epoch(),
+        tenant,
+    };
     let nodes = Nodes::new(identity);
     membership.watch_nodes(&nodes)?;
     let mempool = Arc::new(Mempool::new(options.mempool_bytes).map_err(AgentError::Mempool)?);
-    let host = Arc::new(Host { nodes: Arc::clone(&nodes), keeper });
+    let host = Arc::new(Host {
+        nodes: Arc::clone(&nodes),
+        keeper,
+    });
     let service = Service::new(Arc::clone(&host) as Arc<dyn Surroundings>, mempool);
-    let listener = listen_at(&options.socket)
-        .map_err(|source| AgentError::Listen { path: options.socket.clone(), source })?;
+    let listener = listen_at(&options.socket).map_err(|source| AgentError::Listen {
+        path: options.socket.clone(),
+        source,
+    })?;
     ready();
     let mut ticks = 0u32;
     while !stop.load(Relaxed) {
         if wait_readable(&[&listener], TICK).unwrap_or(false) {
             accept(&listener, &service, &nodes, identity);
         }
+        if membership.is_lost() {
+            end_runs(
+                &service,
+                "this host's lease has ended, and the memory nodes refuse it",
+            );
+            return Err(AgentError::LeaseLost);
+        }
         ticks = ticks.wrapping_add(1);
         if ticks.is_multiple_of(10) {
             host.keeper.refresh();
         }
     }
+    end_runs(&service, "the agent was told to stop");
+    let _ = std::fs::remove_file(&options.socket);
+    membership.leave();
+    Ok(())
+}
+
+fn end_runs(service: &Service, reason: &str) {
     for run in service.runs() {
-        run.end("the agent is stopping");
+        run.end(reason);
         if !run.wait_empty(SETTLE) {
             tracing::error!("some programs would not end");
         }
         service.close_run(&run);
     }
-    let _ = std::fs::remove_file(&options.socket);
-    membership.leave();
-    Ok(())
 }
 
 fn accept(listener: &OwnedFd, service: &Arc<Service>, nodes: &Arc<Nodes>, identity: Identity) {
@@ -158,7 +187,7 @@ fn converse(socket: OwnedFd, pid: u32, service: &Arc<Service>, nodes: &Nodes, id
             return;
         }
         Ok((Frame::OpenRun(open), _)) => {
-            match open_run(&socket, service, &open) {
+            match open_run(&socket, service, nodes, &open) {
                 Ok(run) => attend(&socket, service, &run),
                 Err(reason) => refuse(&socket, &reason),
             }
@@ -183,7 +212,10 @@ fn refuse(socket: &OwnedFd, reason: &str) {
     }
 }
 
-fn open_run(socket: &OwnedFd, service: &Arc<Service>, open: &OpenRun) -> Result<Arc<Run>, String> {
+fn open_run(socket: &OwnedFd, service: &Arc<Service>, nodes: &Nodes, open: &OpenRun) -> Result<Arc<Run>, String> {
+    if nodes.count() == 0 {
+        return Err("the cluster has no memory node: start one (aquifer node), or start the cluster anew (aquifer up)".into());
+    }
     let run = service.open_run(&open.name, open.limit_bytes)?;
     send_frame(socket, &Frame::RunOpened(run.token()), &[]).map_err(|error| error.to_string())?;
     Ok(run)
@@ -204,7 +236,11 @@ fn attend(socket: &OwnedFd, service: &Arc<Service>, run: &Arc<Run>) {
             continue;
         }
         let is_closing = matches!(receive_frame(socket), Ok((Frame::CloseRun, _)));
-        let is_empty = run.wait_empty(if is_closing { SETTLE.min(Duration::from_millis(500)) } else { Duration::ZERO });
+        let is_empty = run.wait_empty(if is_closing {
+            SETTLE.min(Duration::from_millis(500))
+        } else {
+            Duration::ZERO
+        });
         if is_closing {
             let _ = send_frame(socket, &Frame::Statistics(statistics(&run.report())), &[]);
         }

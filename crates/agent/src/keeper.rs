@@ -52,9 +52,13 @@ pub fn serve(options: &KeeperOptions, stop: &AtomicBool, ready: impl FnOnce()) -
         if !wait_readable(&[&listener], TICK)? {
             continue;
         }
-        let Some((socket, pid)) = accept_own(&listener)? else { continue };
+        let Some((socket, pid)) = accept_own(&listener)? else {
+            continue;
+        };
         let grace = options.grace;
-        let spawned = std::thread::Builder::new().name(format!("agent-{pid}")).spawn(move || hold(&socket, grace));
+        let spawned = std::thread::Builder::new()
+            .name(format!("agent-{pid}"))
+            .spawn(move || hold(&socket, grace));
         if let Err(error) = spawned {
             tracing::error!(%error, "an agent's programs cannot be held");
         }
@@ -67,10 +71,15 @@ pub fn serve(options: &KeeperOptions, stop: &AtomicBool, ready: impl FnOnce()) -
 fn hold(socket: &OwnedFd, grace: Duration) {
     let programs = Programs::default();
     while listen_to(socket, &programs) {}
-    let mut programs = std::mem::take(&mut *programs.lock().unwrap_or_else(PoisonError::into_inner));
+    let mut programs =
+        std::mem::take(&mut *programs.lock().unwrap_or_else(PoisonError::into_inner));
     let deadline = Instant::now() + grace;
     if !programs.is_empty() {
-        tracing::warn!(programs = programs.len(), ?grace, "the agent is gone; its programs wait");
+        tracing::warn!(
+            programs = programs.len(),
+            ?grace,
+            "the agent is gone; its programs wait"
+        );
     }
     while !programs.is_empty() && Instant::now() < deadline {
         std::thread::sleep(TICK);
@@ -84,7 +93,10 @@ fn hold(socket: &OwnedFd, grace: Duration) {
     while programs.values().any(Kept::is_alive) && Instant::now() < deadline {
         std::thread::sleep(TICK);
     }
-    programs.drain().filter(|(_, kept)| kept.is_alive()).for_each(|(_, kept)| std::mem::forget(kept));
+    programs
+        .drain()
+        .filter(|(_, kept)| kept.is_alive())
+        .for_each(|(_, kept)| std::mem::forget(kept));
 }
 
 /// One message of the agent; false when it has gone.
@@ -98,7 +110,10 @@ fn listen_to(socket: &OwnedFd, programs: &Programs) -> bool {
             true
         }
         Ok((Frame::Drop(program), _)) => {
-            programs.lock().unwrap_or_else(PoisonError::into_inner).remove(&program);
+            programs
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .remove(&program);
             true
         }
         Err(AttachError::System(error)) if error.kind() == io::ErrorKind::WouldBlock => true,
@@ -161,7 +176,10 @@ impl KeeperPort {
     /// # Errors
     /// If there is no keeper: without one no program can be served safely.
     pub fn connect(path: &Path) -> io::Result<Self> {
-        Ok(Self { path: path.to_owned(), state: Mutex::new((connect_to(path)?, HashMap::new())) })
+        Ok(Self {
+            path: path.to_owned(),
+            state: Mutex::new((connect_to(path)?, HashMap::new())),
+        })
     }
 
     /// Give the keeper descriptors of a program.
@@ -169,7 +187,9 @@ impl KeeperPort {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let given = state.1.entry(program).or_default();
         given.pid = if pid == 0 { given.pid } else { pid };
-        given.fds.extend(fds.iter().filter_map(|fd| fd.try_clone_to_owned().ok()));
+        given
+            .fds
+            .extend(fds.iter().filter_map(|fd| fd.try_clone_to_owned().ok()));
         let frame = Frame::Put(Put { program, pid });
         if send_frame(&state.0, &frame, fds).is_err() {
             self.give_all_again(&mut state);
@@ -195,13 +215,22 @@ impl KeeperPort {
 
     fn give_all_again(&self, state: &mut (OwnedFd, HashMap<u64, Given>)) {
         let Ok(socket) = connect_to(&self.path) else {
-            tracing::error!("the keeper is gone: should the agent die too, its programs would be in danger");
+            tracing::error!(
+                "the keeper is gone: should the agent die too, its programs would be in danger"
+            );
             return;
         };
         state.0 = socket;
         for (program, given) in &state.1 {
             let fds: Vec<_> = given.fds.iter().take(4).map(AsFd::as_fd).collect();
-            if let Err(error) = send_frame(&state.0, &Frame::Put(Put { program: *program, pid: given.pid }), &fds) {
+            if let Err(error) = send_frame(
+                &state.0,
+                &Frame::Put(Put {
+                    program: *program,
+                    pid: given.pid,
+                }),
+                &fds,
+            ) {
                 tracing::error!(%error, "the new keeper is gone too");
             }
         }

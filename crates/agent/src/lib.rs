@@ -6,8 +6,9 @@
 //! - [`report`]: what people and scripts get to read.
 
 pub mod agent;
+pub mod client;
 pub mod keeper;
-mod membership;
+pub mod membership;
 pub mod nodes;
 pub mod report;
 mod socket;

@@ -133,9 +133,17 @@ pub fn status(host: u16, service: &Service, nodes: &crate::nodes::Nodes) -> Agen
                 if let Err(error) = pool.refresh(node) {
                     tracing::debug!(node = node.0, %error, "a node does not tell what it has free");
                 }
-                NodeStatus { id: node.0, memory_bytes: pool.total_bytes(node), free_bytes: pool.free_bytes(node) }
+                NodeStatus {
+                    id: node.0,
+                    memory_bytes: pool.total_bytes(node),
+                    free_bytes: pool.free_bytes(node),
+                }
             })
             .collect(),
-        runs: service.runs().iter().map(|run| run.report().into()).collect(),
+        runs: service
+            .runs()
+            .iter()
+            .map(|run| run.report().into())
+            .collect(),
     }
 }

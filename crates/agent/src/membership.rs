@@ -1,0 +1,205 @@
+//! The agent's place in the cluster: a host number under a lease, and an eye on the memory nodes.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use aquifer_directory::names::{self, AgentRecord, NodeRecord};
+use aquifer_directory::{Directory, DirectoryError, Event, EventKind, Lease};
+use aquifer_fabric::Host;
+use aquifer_pool::NodeId;
+
+use crate::nodes::Nodes;
+
+/// How long a host that says nothing keeps its memory. Its programs' pages are lost after that, so it is not short.
+const LEASE_TTL: Duration = Duration::from_secs(15);
+const KEEP_ALIVE: Duration = Duration::from_secs(3);
+const TICK: Duration = Duration::from_millis(100);
+
+/// Why this host could not join.
+#[derive(Debug, thiserror::Error)]
+pub enum MembershipError {
+    /// The directory.
+    #[error("the agent cannot join the cluster: {0}")]
+    Directory(#[from] DirectoryError),
+    /// No thread.
+    #[error("the agent has no thread to keep its lease: {0}")]
+    Thread(std::io::Error),
+}
+
+/// A host number, kept alive by a thread.
+#[derive(Debug)]
+pub struct Membership {
+    directory: Arc<dyn Directory>,
+    lease: Lease,
+    record: AgentRecord,
+    stop: Arc<AtomicBool>,
+    is_lost: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Membership {
+    /// Take a host number and announce the agent.
+    ///
+    /// # Errors
+    /// The directory's.
+    pub fn join(directory: Arc<dyn Directory>, socket: &Path) -> Result<Self, MembershipError> {
+        let lease = directory.lease_grant(LEASE_TTL)?;
+        let record = names::claim_host(&*directory, lease, &socket.display().to_string())?;
+        let stop = Arc::new(AtomicBool::new(false));
+        let is_lost = Arc::new(AtomicBool::new(false));
+        let keeper = {
+            let (directory, stop, is_lost) = (
+                Arc::clone(&directory),
+                Arc::clone(&stop),
+                Arc::clone(&is_lost),
+            );
+            std::thread::Builder::new()
+                .name("lease".into())
+                .spawn(move || keep_alive(&*directory, lease, &stop, &is_lost))
+                .map_err(MembershipError::Thread)?
+        };
+        Ok(Self {
+            directory,
+            lease,
+            record,
+            stop,
+            is_lost,
+            threads: vec![keeper],
+        })
+    }
+
+    /// This host's number.
+    #[must_use]
+    pub fn host(&self) -> Host {
+        Host(self.record.host)
+    }
+
+    /// The fencing epoch of its lease.
+    #[must_use]
+    pub fn epoch(&self) -> u64 {
+        self.record.epoch
+    }
+
+    /// Whether the lease has ended under us: memory nodes then refuse this host, and its programs cannot go on.
+    #[must_use]
+    pub fn is_lost(&self) -> bool {
+        self.is_lost.load(Relaxed)
+    }
+
+    /// Learn the memory nodes there are, and from now on of those that come and go.
+    ///
+    /// # Errors
+    /// The directory's.
+    pub fn watch_nodes(&mut self, nodes: &Arc<Nodes>) -> Result<(), MembershipError> {
+        let revision = list_nodes(&*self.directory, nodes)?;
+        let (directory, stop, nodes) = (
+            Arc::clone(&self.directory),
+            Arc::clone(&self.stop),
+            Arc::clone(nodes),
+        );
+        let thread = std::thread::Builder::new()
+            .name("node-watch".into())
+            .spawn(move || watch(&*directory, &nodes, &stop, revision))
+            .map_err(MembershipError::Thread)?;
+        self.threads.push(thread);
+        Ok(())
+    }
+
+    /// Give the number back.
+    pub fn leave(mut self) {
+        self.stop.store(true, Relaxed);
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a thread of the membership has panicked");
+            }
+        }
+        if let Err(error) = self.directory.lease_revoke(self.lease.id) {
+            tracing::debug!(%error, "the lease ends by itself");
+        }
+    }
+}
+
+fn keep_alive(directory: &dyn Directory, lease: Lease, stop: &AtomicBool, is_lost: &AtomicBool) {
+    let mut waited = Duration::ZERO;
+    while !stop.load(Relaxed) {
+        std::thread::sleep(TICK);
+        waited += TICK;
+        if waited < KEEP_ALIVE {
+            continue;
+        }
+        waited = Duration::ZERO;
+        match directory.lease_keep_alive(lease.id) {
+            Ok(()) => {}
+            Err(DirectoryError::LeaseGone { .. }) => {
+                tracing::error!("this host's lease has ended: memory nodes refuse it from now on");
+                is_lost.store(true, Relaxed);
+                return;
+            }
+            Err(error) => tracing::warn!(%error, "the directory does not hear us; trying again"),
+        }
+    }
+}
+
+fn list_nodes(directory: &dyn Directory, nodes: &Nodes) -> Result<u64, DirectoryError> {
+    let listing = directory.list(names::NODES)?;
+    for entry in &listing.entries {
+        match names::decode::<NodeRecord>(entry) {
+            Ok(record) => nodes.put(NodeId(record.id), PathBuf::from(record.address)),
+            Err(error) => {
+                tracing::warn!(key = entry.key, %error, "the record of a node cannot be read")
+            }
+        }
+    }
+    Ok(listing.revision)
+}
+
+fn watch(directory: &dyn Directory, nodes: &Nodes, stop: &AtomicBool, mut revision: u64) {
+    while !stop.load(Relaxed) {
+        if let Err(error) = follow(directory, nodes, stop, &mut revision) {
+            tracing::warn!(%error, "the watch over memory nodes broke; listing them again");
+            std::thread::sleep(TICK);
+            match list_nodes(directory, nodes) {
+                Ok(at) => revision = at,
+                Err(error) => tracing::warn!(%error, "the directory cannot be reached"),
+            }
+        }
+    }
+}
+
+fn follow(
+    directory: &dyn Directory,
+    nodes: &Nodes,
+    stop: &AtomicBool,
+    revision: &mut u64,
+) -> Result<(), DirectoryError> {
+    let mut watch = directory.watch(names::NODES, *revision + 1)?;
+    while !stop.load(Relaxed) {
+        if let Some(event) = watch.next(TICK)? {
+            heed(nodes, &event);
+            *revision = event.revision;
+        }
+    }
+    Ok(())
+}
+
+fn heed(nodes: &Nodes, event: &Event) {
+    let Some(number) = event
+        .key
+        .strip_prefix(names::NODES)
+        .and_then(|number| number.parse().ok())
+    else {
+        return;
+    };
+    match &event.kind {
+        EventKind::Put { value, .. } => match serde_json::from_slice::<NodeRecord>(value) {
+            Ok(record) => nodes.put(NodeId(number), PathBuf::from(record.address)),
+            Err(error) => {
+                tracing::warn!(key = event.key, %error, "the record of a node cannot be read")
+            }
+        },
+        EventKind::Delete => nodes.remove(NodeId(number)),
+    }
+}

@@ -1,0 +1,310 @@
+//! The simulated edge: what a monitor asks for, answered by the model while the rest of the world goes on.
+
+use std::cell::{RefCell, RefMut};
+use std::rc::Rc;
+
+use aquifer_faults::kernel::{Filled, Gone, Kernel, Message, Source, Stop, Taken};
+use aquifer_faults::{Areas, Done, Edge, Job};
+use aquifer_pager::{
+    FetchError, Fetcher, Location, Mutation, PAGE_BYTES, PageNumber, SlabSet, Volume,
+};
+
+use super::memory::{Frame, decode, index, number};
+use super::process::Process;
+use super::world::World;
+
+/// Most messages of one read.
+const MESSAGES_MAX: u64 = 16;
+
+#[derive(Debug)]
+pub struct SimEdge {
+    world: Rc<RefCell<World>>,
+    process: usize,
+    fetcher: Fetcher,
+}
+
+impl SimEdge {
+    pub fn new(world: &Rc<RefCell<World>>, process: usize) -> Self {
+        let mut fetcher = Fetcher::new(world.borrow().cluster.connector(1)).expect("memory");
+        fetcher.mutate(world.borrow().mutation);
+        Self { world: Rc::clone(world), process, fetcher }
+    }
+
+    /// The world, after it has gone on for a while.
+    fn later(&self) -> RefMut<'_, World> {
+        let mut world = self.world.borrow_mut();
+        let pace = world.pace;
+        world.bustle(pace);
+        world
+    }
+
+    fn stamp(&self, world: &World, source: Source, offset: usize) -> Option<u64> {
+        let mut bytes = [0; PAGE_BYTES];
+        match source {
+            Source::Zeros { .. } => {}
+            Source::Slot(slot) => world.mempool.memory().read(slot.offset(), &mut bytes),
+            Source::Fetched(first) => {
+                self.fetcher.buffer().read((first + offset) * PAGE_BYTES, &mut bytes);
+            }
+        }
+        decode(&bytes)
+    }
+
+    /// What the kernel says before it looks at the first page.
+    fn obstacle(process: &Process, page: PageNumber, pages: usize) -> Option<Stop> {
+        if !process.alive {
+            Some(Stop::Ended)
+        } else if process.changing > 0 {
+            Some(Stop::Busy)
+        } else if !process.is_fillable(page, pages) {
+            Some(Stop::NoArea)
+        } else {
+            None
+        }
+    }
+
+    /// One page's way out of the program.
+    fn take_one(&self, page: PageNumber) -> Result<(Taken, u64), Gone> {
+        let mut is_private = false;
+        loop {
+            let mut world = self.later();
+            let ignores_events = world.mutation == Mutation::TakeDuringEvents;
+            let process = &mut world.processes[self.process];
+            if !process.alive {
+                return Err(Gone);
+            }
+            let place = &mut process.pages[index(page)];
+            if is_private {
+                let frame = place.frame.as_mut();
+                frame.expect("the worker never populates a missing page: it would wait for itself").exclusive = true;
+            }
+            let taken = match place.frame {
+                _ if process.changing > 0 && !ignores_events => Taken::Kept,
+                _ if !place.mapped || place.poisoned => Taken::Kept,
+                None => Taken::Absent,
+                Some(Frame { pinned: true, .. }) => Taken::Kept,
+                Some(Frame { exclusive: false, .. }) => {
+                    is_private = true;
+                    world.seen.privatised += 1;
+                    continue;
+                }
+                Some(Frame { stamp, .. }) => {
+                    assert!(!process.kept.contains(&page), "page {page:#x} was to stay");
+                    place.frame = None;
+                    return Ok((Taken::Moved, stamp));
+                }
+            };
+            if taken == Taken::Kept {
+                world.seen.kept += 1;
+            } else {
+                world.seen.absent += 1;
+            }
+            return Ok((taken, 0));
+        }
+    }
+}
+
+impl Kernel for SimEdge {
+    type Child = usize;
+
+    fn read(&mut self, out: &mut Vec<Message<usize>>) {
+        let mut world = self.later();
+        for _ in 0..MESSAGES_MAX {
+            let Some(message) = world.processes[self.process].next_message() else {
+                break;
+            };
+            if let Message::Fork(child) = message {
+                world.processes[child].started = true;
+            }
+            out.push(message);
+            if world.rng.chance(1, 8) {
+                world.bustle(1);
+            }
+        }
+    }
+
+    fn fill(&mut self, page: PageNumber, pages: usize, source: Source) -> Filled {
+        let mut world = self.later();
+        let mut stop = Self::obstacle(&world.processes[self.process], page, pages);
+        if world.rng.chance(1, 500) {
+            stop = Some(Stop::NoMemory);
+        }
+        let mut filled = 0;
+        while filled < pages && stop.is_none() {
+            let stamp = self.stamp(&world, source, filled);
+            let place = world.page(self.process, page + filled as u64);
+            if place.frame.is_some() || place.poisoned {
+                stop = Some(Stop::Exists);
+                break;
+            }
+            let Some(stamp) = stamp else {
+                world.failure = Some(format!("page {page:#x} + {filled} was filled with a mixture"));
+                break;
+            };
+            place.frame = Some(Frame { stamp, ..Frame::ZERO });
+            filled += 1;
+        }
+        let count = filled as u64;
+        match source {
+            Source::Zeros { .. } => world.seen.zero_fills += count,
+            Source::Slot(_) => world.seen.staging_fills += count,
+            Source::Fetched(_) => world.seen.remote_fills += count,
+        }
+        world.seen.busy += u64::from(stop == Some(Stop::Busy));
+        let first = index(page);
+        world.processes[self.process].wake(first, first + filled);
+        // What stopped a fill that had begun shows when the rest is tried.
+        Filled { pages: filled, stop: stop.filter(|_| filled == 0) }
+    }
+
+    fn wake(&mut self, page: PageNumber) {
+        let mut world = self.later();
+        let at = index(page);
+        world.processes[self.process].wake(at, at + 1);
+    }
+
+    fn poison(&mut self, page: PageNumber) -> Filled {
+        let mut world = self.later();
+        let mut stop = Self::obstacle(&world.processes[self.process], page, 1);
+        if world.rng.chance(1, 8) {
+            stop = Some(Stop::NoMemory);
+        }
+        let place = world.page(self.process, page);
+        if stop.is_none() && (place.frame.is_some() || place.poisoned) {
+            stop = Some(Stop::Exists);
+        }
+        if stop.is_some() {
+            return Filled { pages: 0, stop };
+        }
+        place.poisoned = true;
+        let at = index(page);
+        world.processes[self.process].wake(at, at + 1);
+        Filled { pages: 1, stop }
+    }
+
+    fn register(&mut self, start: PageNumber, end: PageNumber) -> bool {
+        let mut world = self.later();
+        let pages = &mut world.processes[self.process].pages[index(start)..index(end)];
+        let mut any = false;
+        // Holes are no obstacle to the kernel.
+        for page in pages.iter_mut().filter(|page| page.mapped) {
+            page.registered = true;
+            any = true;
+        }
+        any
+    }
+
+    fn is_changing(&mut self) -> bool {
+        self.later().processes[self.process].changing > 0
+    }
+
+    fn present(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) {
+        for page in start..end {
+            let mut world = if (page - start).is_multiple_of(8) {
+                self.later()
+            } else {
+                self.world.borrow_mut()
+            };
+            if world.page(self.process, page).frame.is_some() {
+                out.push(page);
+            }
+        }
+    }
+
+    fn take(
+        &mut self,
+        buffer: usize,
+        pages: &[PageNumber],
+        out: &mut Vec<Taken>,
+    ) -> Result<(), Gone> {
+        let mut world = self.later();
+        world.processes[self.process].staging[buffer].fill(None);
+        drop(world);
+        for (position, page) in pages.iter().enumerate() {
+            let (taken, stamp) = self.take_one(*page)?;
+            if taken == Taken::Moved {
+                let process = &mut self.world.borrow_mut().processes[self.process];
+                process.staging[buffer][position] = Some(stamp);
+            }
+            out.push(taken);
+        }
+        Ok(())
+    }
+
+    fn has_worker(&self) -> bool {
+        let worker_in = &mut self.later().processes[self.process].worker_in;
+        *worker_in = worker_in.saturating_sub(1);
+        *worker_in == 0
+    }
+
+    fn is_pinned(&self, page: PageNumber) -> bool {
+        self.world.borrow().processes[self.process].kept.contains(&page)
+    }
+
+    fn pause(&mut self) {
+        self.later().run_some_thread();
+    }
+}
+
+impl Edge for SimEdge {
+    fn submit(&mut self, job: Job) {
+        self.later().submit(self.process, job);
+    }
+
+    fn collect(&mut self, out: &mut Vec<Done>) {
+        out.extend(self.later().processes[self.process].done.drain(..));
+    }
+
+    fn wait(&mut self) -> bool {
+        let mut world = self.later();
+        world.run_sender();
+        if !world.cluster.fabric.step() && world.rng.chance(1, 8) {
+            world.cluster.relent();
+        }
+        world.waits += 1;
+        assert!(world.waits < 100_000, "a monitor waits for ever");
+        true
+    }
+
+    fn fetch(&mut self, slabs: &SlabSet, locations: &[Location]) -> Result<usize, FetchError> {
+        drop(self.later());
+        self.fetcher.fetch(slabs, locations)
+    }
+
+    fn forked(&mut self, child: usize, volume: Volume, areas: Areas) {
+        self.later().newborn.push((child, volume, areas));
+    }
+
+    fn nudge_others(&mut self) {
+        let mut world = self.later();
+        for process in &mut world.processes {
+            process.nudged |= process.id != self.process;
+        }
+    }
+
+    fn report_lost(&mut self, page: PageNumber, error: &FetchError) {
+        let mut world = self.later();
+        let (node, is_fault) = match error {
+            FetchError::NodeGone { node, .. } | FetchError::Refused { node, .. } => {
+                (node, !world.cluster.alive[usize::from(node.0)])
+            }
+            FetchError::Damaged { node, .. } => (node, world.cluster.damaged[usize::from(node.0)]),
+        };
+        if !is_fault {
+            world.failure = Some(format!("page {page:#x} was lost at {node:?} without cause: {error}"));
+        }
+        world.seen.lost += 1;
+        let process = &mut world.processes[self.process];
+        if index(page) < process.pages.len() && number(index(page)) == page {
+            process.lost.insert(page);
+        }
+    }
+
+    fn now_ns(&self) -> u64 {
+        self.world.borrow().clock_ns
+    }
+
+    fn mutation(&self) -> Mutation {
+        self.world.borrow().mutation
+    }
+}

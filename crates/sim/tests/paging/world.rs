@@ -1,0 +1,269 @@
+//! Everything of one schedule beside the monitors: processes, sender, cluster, and the chance that moves them.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use aquifer_fabric::sim::Rng;
+use aquifer_faults::{Areas, Done, Job};
+use aquifer_pager::{Budget, Mempool, Mutation, Sender, SlabSet, Staged, Volume, Written};
+
+use super::cluster::Cluster;
+use super::memory::{encode, index};
+use super::process::Process;
+
+/// What happened in a schedule, or in all: a simulator that never does a thing cannot find its faults.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Seen {
+    pub evictions: u64,
+    pub zero_fills: u64,
+    pub staging_fills: u64,
+    pub remote_fills: u64,
+    pub busy: u64,
+    pub kept: u64,
+    pub absent: u64,
+    pub privatised: u64,
+    pub forks: u64,
+    pub remaps: u64,
+    pub kills: u64,
+    pub crashes: u64,
+    pub damages: u64,
+    pub lost: u64,
+    pub full: u64,
+}
+
+impl Seen {
+    pub fn counts(&self) -> [(&'static str, u64); 15] {
+        [
+            ("evictions", self.evictions),
+            ("zero fills", self.zero_fills),
+            ("fills from the mempool", self.staging_fills),
+            ("fills from memory nodes", self.remote_fills),
+            ("fills refused as busy", self.busy),
+            ("pages kept", self.kept),
+            ("pages absent", self.absent),
+            ("shared pages made private", self.privatised),
+            ("forks", self.forks),
+            ("remaps", self.remaps),
+            ("kills", self.kills),
+            ("crashed nodes", self.crashes),
+            ("damaged pages", self.damages),
+            ("lost pages", self.lost),
+            ("times the pool was full", self.full),
+        ]
+    }
+
+    pub fn add(&mut self, other: &Self) {
+        self.evictions += other.evictions;
+        self.zero_fills += other.zero_fills;
+        self.staging_fills += other.staging_fills;
+        self.remote_fills += other.remote_fills;
+        self.busy += other.busy;
+        self.kept += other.kept;
+        self.absent += other.absent;
+        self.privatised += other.privatised;
+        self.forks += other.forks;
+        self.remaps += other.remaps;
+        self.kills += other.kills;
+        self.crashes += other.crashes;
+        self.damages += other.damages;
+        self.lost += other.lost;
+        self.full += other.full;
+    }
+}
+
+#[derive(Debug)]
+struct Order {
+    process: usize,
+    job: Job,
+}
+
+#[derive(Debug)]
+pub struct World {
+    pub rng: Rng,
+    pub processes: Vec<Process>,
+    pub cluster: Cluster,
+    pub mempool: Arc<Mempool>,
+    pub slabs: Arc<SlabSet>,
+    pub budget: Arc<Budget>,
+    pub sender: Sender,
+    orders: VecDeque<Order>,
+    pub abandoned: Vec<u64>,
+    /// Children whose event the parent's monitor has served.
+    pub newborn: Vec<(usize, Volume, Areas)>,
+    pub clock_ns: u64,
+    /// Most things that happen between two calls of a monitor.
+    pub pace: u64,
+    /// How often monitors have waited for the sender.
+    pub waits: u32,
+    pub stamps: u64,
+    /// Operations that threads may still begin.
+    pub operations: u32,
+    /// Operations are drawn from this many kinds; the more, the more of them are touches.
+    pub mix: u64,
+    /// Events may come into the queue some time after their change.
+    pub late_events: bool,
+    pub winding_down: bool,
+    pub mutation: Mutation,
+    pub failure: Option<String>,
+    pub seen: Seen,
+    written: Vec<Written>,
+    found: Vec<Staged>,
+}
+
+impl World {
+    pub fn new(seed: u64, mutation: Mutation) -> Self {
+        let mut rng = Rng::new(seed);
+        let cluster = Cluster::new(rng.next_u64(), &mut rng);
+        let blocks = 1 + rng.index(6);
+        let mempool = Mempool::new(blocks * aquifer_pager::BLOCK_PAGES * aquifer_pager::PAGE_BYTES);
+        let mempool = Arc::new(mempool.expect("memory"));
+        let slabs = Arc::new(SlabSet::new().expect("memory"));
+        // Four blocks are the mempool's share. The monitor keeps 128 pages free: most limits let some pages be resident all the same.
+        let resident_max = [rng.below(12), 100 + rng.below(40), 130 + rng.below(60)][rng.index(3)];
+        let page = aquifer_pager::PAGE_BYTES as u64;
+        let budget = Arc::new(Budget::new((4 * aquifer_pager::BLOCK_PAGES as u64 + resident_max) * page));
+        let mut sender = Sender::new(
+            Arc::clone(&slabs),
+            &mempool,
+            cluster.connector(1),
+            cluster.pool(1),
+            rng.next_u64(),
+        );
+        sender.mutate(mutation);
+        Self {
+            processes: Vec::new(),
+            cluster,
+            mempool,
+            slabs,
+            budget,
+            sender,
+            orders: VecDeque::new(),
+            abandoned: Vec::new(),
+            newborn: Vec::new(),
+            clock_ns: 0,
+            pace: 1 + rng.below(5),
+            waits: 0,
+            stamps: 0,
+            operations: 20 + u32::try_from(rng.below(180)).expect("small"),
+            mix: [40, 60, 120][rng.index(3)],
+            late_events: false,
+            winding_down: false,
+            mutation,
+            failure: None,
+            seen: Seen::default(),
+            written: Vec::new(),
+            found: Vec::new(),
+            rng,
+        }
+    }
+
+    /// Let up to `max` things happen that happen at any time.
+    pub fn bustle(&mut self, max: u64) {
+        for _ in 0..self.rng.below(max + 1) {
+            self.clock_ns += self.rng.below(300_000);
+            match self.rng.below(16) {
+                0..10 => self.run_some_thread(),
+                10..12 => self.run_sender(),
+                12..15 => {
+                    self.cluster.fabric.step();
+                }
+                _ => self.reclaim_lazy(),
+            }
+        }
+    }
+
+    /// The kernel drops a page that it may drop.
+    fn reclaim_lazy(&mut self) {
+        let process = self.rng.index(self.processes.len());
+        let pages = &mut self.processes[process].pages;
+        let lazy = |at: usize| pages[at].frame.is_some_and(|frame| frame.lazy);
+        if let Some((at, _)) = super::memory::random_run(&mut self.rng, pages.len(), 1, lazy) {
+            pages[at].frame = None;
+        }
+    }
+
+    pub fn submit(&mut self, process: usize, job: Job) {
+        self.seen.evictions += job.positions.len() as u64;
+        self.orders.push_back(Order { process, job });
+    }
+
+    /// The sender's thread goes round once.
+    pub fn run_sender(&mut self) {
+        for owner in std::mem::take(&mut self.abandoned) {
+            self.sender.abandon(owner);
+        }
+        if self.sender.has_room()
+            && let Some(order) = self.orders.pop_front()
+        {
+            self.copy(&order);
+        }
+        let mut written = std::mem::take(&mut self.written);
+        let result = self.sender.advance(&mut written);
+        assert!(
+            result.is_ok() || self.cluster.is_full() || self.cluster.alive.contains(&false),
+            "{result:?}"
+        );
+        for written in written.drain(..) {
+            let process = usize::try_from(written.owner).expect("an index");
+            self.processes[process].done.push_back(Done::Written(Box::new(written)));
+        }
+        self.written = written;
+    }
+
+    /// A batch is copied from staging into its block.
+    fn copy(&mut self, order: &Order) {
+        let Job { block, buffer, positions } = &order.job;
+        let process = &self.processes[order.process];
+        let alive = process.alive;
+        if alive {
+            for (slot, position) in positions.iter().enumerate() {
+                let stamp = process.staging[*buffer][usize::from(*position)];
+                let stamp = stamp.expect("a page waits where the monitor said");
+                self.mempool.memory().write(block.slot(slot).offset(), &encode(stamp));
+            }
+        }
+        let owner = order.process as u64;
+        let mut found = std::mem::take(&mut self.found);
+        self.sender.stage(owner, *block, positions.len(), |_| alive, &mut found);
+        self.processes[order.process].done.push_back(Done::Staged {
+            block: *block,
+            buffer: *buffer,
+            found: found.clone(),
+        });
+        self.found = found;
+    }
+
+    /// A process ends, at whatever it was.
+    pub fn kill(&mut self, process: usize) {
+        if !self.processes[process].alive {
+            return;
+        }
+        self.note_unreadable(process);
+        for child in self.processes[process].die() {
+            self.processes[child].die();
+        }
+        self.seen.kills += 1;
+    }
+
+    /// What is in a process' staging when it dies is lost to a child whose fork was served at that moment.
+    fn note_unreadable(&mut self, process: usize) {
+        let leaving: Vec<u64> = (0..self.processes[process].pages.len())
+            .map(super::memory::number)
+            .collect();
+        let is_parting = !self.orders.iter().all(|order| order.process != process);
+        for child in 0..self.processes.len() {
+            if is_parting && self.processes[child].parent == Some(process) {
+                let lost = &mut self.processes[child].lost;
+                lost.extend(&leaving);
+            }
+        }
+    }
+
+    pub fn page(&mut self, process: usize, page: u64) -> &mut super::memory::Page {
+        &mut self.processes[process].pages[index(page)]
+    }
+
+    pub fn has_orders(&self) -> bool {
+        !self.orders.is_empty()
+    }
+}
