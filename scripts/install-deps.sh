@@ -1,11 +1,11 @@
-#!/bin/sh
+#!/usr/bin/env bash
 # Installs what tests, demo and benches need and this machine lacks. Safe to run again: when nothing is
 # missing it does nothing, says nothing, and needs no rights.
 #
 #   scripts/install-deps.sh [test] [demo] [bench]     all three, if none is named
 #
 # Knows Debian and what descends from it. Elsewhere it says what to install by hand.
-set -eu
+set -euo pipefail
 
 python=/usr/bin/python3 # Debian's own: packages of python3-* are for no other.
 missing=
@@ -84,6 +84,7 @@ collect() {
             ;;
         esac
     done
+    # shellcheck disable=SC2086 # A list, to be split.
     missing=$(printf '%s\n' $missing | sort -u | tr '\n' ' ')
     missing=${missing% }
 }
@@ -93,7 +94,7 @@ collect() {
 name_packages_of_docs() {
     case " $missing " in
     *" linux-doc "*)
-        missing="$missing $(dpkg-query -W -f '${db:Status-Abbrev}${Package}\n' 'linux-doc-*' 2>/dev/null |
+        missing="$missing $({ dpkg-query -W -f '${db:Status-Abbrev}${Package}\n' 'linux-doc-*' 2>/dev/null || true; } |
             sed -n 's/^ii *//p' | tr '\n' ' ')"
         missing=${missing% }
         ;;
@@ -112,7 +113,9 @@ forbid_services
 log=$(mktemp)
 # The lists of packages may be old or empty: then fetch them, and try once more. --reinstall brings back
 # documentation that was left out before.
+# shellcheck disable=SC2086 # A list, to be split.
 if ! apt install -y --no-install-recommends --reinstall $missing >"$log" 2>&1; then
+    # shellcheck disable=SC2086 # A list, to be split.
     if ! { apt update && apt install -y --no-install-recommends --reinstall $missing; } >"$log" 2>&1; then
         tail -n 20 "$log" >&2
         echo "install-deps: apt-get could not install $missing; its last words are above, all of them in $log" >&2

@@ -59,6 +59,9 @@ pub enum AgentError {
         /// What the system said.
         source: io::Error,
     },
+    /// No threads.
+    #[error("the agent has no threads or descriptors to serve programs: {0}")]
+    Threads(io::Error),
     /// No memory.
     #[error("no memory for the mempool: {0}")]
     Mempool(io::Error),
@@ -121,7 +124,7 @@ pub fn serve(
         nodes: Arc::clone(&nodes),
         keeper,
     });
-    let service = Service::new(Arc::clone(&host) as Arc<dyn Surroundings>, mempool);
+    let service = Service::new(Arc::clone(&host) as Arc<dyn Surroundings>, mempool).map_err(AgentError::Threads)?;
     let listener = listen_at(&options.socket).map_err(|source| AgentError::Listen {
         path: options.socket.clone(),
         source,

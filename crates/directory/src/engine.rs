@@ -63,7 +63,10 @@ impl Engine {
         self.enter()?.0.core.list(prefix)
     }
 
-    pub(crate) fn transaction(&self, transaction: &Transaction) -> Result<TransactionOutcome, DirectoryError> {
+    pub(crate) fn transaction(
+        &self,
+        transaction: &Transaction,
+    ) -> Result<TransactionOutcome, DirectoryError> {
         let (mut state, now_ms) = self.enter()?;
         let (outcome, delta) = state.core.plan_transaction(transaction)?;
         if let Some(delta) = delta {

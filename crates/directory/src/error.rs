@@ -51,7 +51,10 @@ impl Bound {
             Self::KeyBytes => format!("a key has at most {} bytes", limits::KEY_BYTES_MAX),
             Self::ValueBytes => format!("a value has at most {} bytes", limits::VALUE_BYTES_MAX),
             Self::ListEntries => {
-                format!("a listing has at most {} entries; ask for a narrower prefix", limits::LIST_ENTRIES_MAX)
+                format!(
+                    "a listing has at most {} entries; ask for a narrower prefix",
+                    limits::LIST_ENTRIES_MAX
+                )
             }
             Self::ListBytes => {
                 format!("a listing has at most {} bytes; ask for a narrower prefix", limits::LIST_BYTES_MAX)
@@ -59,10 +62,16 @@ impl Bound {
             Self::TransactionParts => {
                 format!("a transaction has at most {} compares and operations", limits::TRANSACTION_PARTS_MAX)
             }
-            Self::TransactionBytes => format!("a transaction has at most {} bytes", limits::TRANSACTION_BYTES_MAX),
+            Self::TransactionBytes => {
+                format!("a transaction has at most {} bytes", limits::TRANSACTION_BYTES_MAX)
+            }
             Self::Keys => format!("the directory holds at most {} keys; delete some", limits::KEYS_MAX),
-            Self::StoreBytes => format!("the directory holds at most {} bytes; delete some", limits::STORE_BYTES_MAX),
-            Self::Leases => format!("the directory grants at most {} leases; revoke some", limits::LEASES_MAX),
+            Self::StoreBytes => {
+                format!("the directory holds at most {} bytes; delete some", limits::STORE_BYTES_MAX)
+            }
+            Self::Leases => {
+                format!("the directory grants at most {} leases; revoke some", limits::LEASES_MAX)
+            }
             Self::TtlMin => format!("a lease lives at least {} ms", limits::TTL_MIN.as_millis()),
             Self::TtlMax => format!("a lease lives at most {} ms", limits::TTL_MAX.as_millis()),
         }

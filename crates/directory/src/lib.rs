@@ -23,7 +23,8 @@ use std::time::Duration;
 
 pub use error::{Bound, DirectoryError};
 pub use model::{
-    Compare, Entry, Event, EventKind, Lease, LeaseId, Listing, Operation, Transaction, TransactionOutcome, limits,
+    Compare, Entry, Event, EventKind, Lease, LeaseId, Listing, Operation, Transaction, TransactionOutcome,
+    limits,
 };
 
 /// The cluster's metadata. Every call is safe from any thread and blocks until it is answered.

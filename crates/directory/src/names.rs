@@ -69,8 +69,9 @@ pub struct AgentRecord {
 /// # Errors
 /// The value is no such record.
 pub fn decode<T: DeserializeOwned>(entry: &Entry) -> Result<T, DirectoryError> {
-    serde_json::from_slice(&entry.value)
-        .map_err(|error| DirectoryError::Protocol { why: format!("the record at \"{}\": {error}", entry.key) })
+    serde_json::from_slice(&entry.value).map_err(|error| DirectoryError::Protocol {
+        why: format!("the record at \"{}\": {error}", entry.key),
+    })
 }
 
 /// A record as a value.
@@ -99,7 +100,11 @@ pub fn agents(directory: &dyn Directory) -> Result<Vec<AgentRecord>, DirectoryEr
 ///
 /// # Errors
 /// [`DirectoryError::Taken`] if a living node has this number; the directory's.
-pub fn register_node(directory: &dyn Directory, lease: Lease, record: &NodeRecord) -> Result<(), DirectoryError> {
+pub fn register_node(
+    directory: &dyn Directory,
+    lease: Lease,
+    record: &NodeRecord,
+) -> Result<(), DirectoryError> {
     let key = node(record.id);
     let transaction = Transaction {
         compares: vec![Compare::absent(&key)],
@@ -118,14 +123,19 @@ pub fn register_node(directory: &dyn Directory, lease: Lease, record: &NodeRecor
 ///
 /// # Errors
 /// [`DirectoryError::Taken`] if none of the 4095 is free; the directory's.
-pub fn claim_host(directory: &dyn Directory, lease: Lease, address: &str) -> Result<AgentRecord, DirectoryError> {
+pub fn claim_host(
+    directory: &dyn Directory,
+    lease: Lease,
+    address: &str,
+) -> Result<AgentRecord, DirectoryError> {
     for _ in 0..CLAIM_ATTEMPTS_MAX {
         let next = directory.get(NEXT_HOST)?;
         let (start, version) = match &next {
             Some(entry) => (decode::<u16>(entry)?.clamp(1, HOST_MAX), entry.version),
             None => (1, 0),
         };
-        let taken: Vec<_> = directory.list(AGENTS)?.entries.iter().filter_map(|entry| host_of(&entry.key)).collect();
+        let taken: Vec<_> =
+            directory.list(AGENTS)?.entries.iter().filter_map(|entry| host_of(&entry.key)).collect();
         let Some(host) = (start..=HOST_MAX).chain(1..start).find(|host| !taken.contains(host)) else { break };
         let record = AgentRecord { host, address: address.to_owned(), epoch: lease.epoch };
         let following = if host == HOST_MAX { 1 } else { host + 1 };

@@ -49,7 +49,8 @@ impl World {
     #[must_use]
     pub fn new(seed: u64) -> Self {
         let clock = Arc::new(ManualClock::default());
-        let engine = Arc::new(Engine::new(Core::new(), Box::new(Nowhere), Arc::clone(&clock) as Arc<dyn Clock>));
+        let engine =
+            Arc::new(Engine::new(Core::new(), Box::new(Nowhere), Arc::clone(&clock) as Arc<dyn Clock>));
         Self { engine, clock, seed }
     }
 
@@ -102,7 +103,10 @@ impl SimDirectory {
         self.faults.lock().expect("no holder of the faults panics")
     }
 
-    fn call<T>(&self, call: impl FnOnce(&Arc<Engine>) -> Result<T, DirectoryError>) -> Result<T, DirectoryError> {
+    fn call<T>(
+        &self,
+        call: impl FnOnce(&Arc<Engine>) -> Result<T, DirectoryError>,
+    ) -> Result<T, DirectoryError> {
         let (fault, delay_ms) = self.lock().draw();
         self.world.advance(Duration::from_millis(delay_ms));
         if fault == Some(Fault::Lost) {

@@ -37,20 +37,9 @@ impl Areas {
         if first >= last || area.start >= area.end {
             return;
         }
-        let left = Area {
-            start: self.0[first].start,
-            end: area.start,
-        };
-        let right = Area {
-            start: area.end,
-            end: self.0[last - 1].end,
-        };
-        self.0.splice(
-            first..last,
-            [left, right]
-                .into_iter()
-                .filter(|part| part.start < part.end),
-        );
+        let left = Area { start: self.0[first].start, end: area.start };
+        let right = Area { start: area.end, end: self.0[last - 1].end };
+        self.0.splice(first..last, [left, right].into_iter().filter(|part| part.start < part.end));
     }
 
     /// The parts of a range that are not in the set.
@@ -59,23 +48,14 @@ impl Areas {
         let mut gaps = Vec::new();
         let mut start = area.start;
         let first = self.0.partition_point(|other| other.end <= area.start);
-        for other in self.0[first..]
-            .iter()
-            .take_while(|other| other.start < area.end)
-        {
+        for other in self.0[first..].iter().take_while(|other| other.start < area.end) {
             if start < other.start {
-                gaps.push(Area {
-                    start,
-                    end: other.start,
-                });
+                gaps.push(Area { start, end: other.start });
             }
             start = other.end;
         }
         if start < area.end {
-            gaps.push(Area {
-                start,
-                end: area.end,
-            });
+            gaps.push(Area { start, end: area.end });
         }
         gaps
     }

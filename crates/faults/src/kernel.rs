@@ -130,12 +130,7 @@ pub trait Kernel {
     ///
     /// # Errors
     /// If the program has ended.
-    fn take(
-        &mut self,
-        buffer: usize,
-        pages: &[PageNumber],
-        out: &mut Vec<Taken>,
-    ) -> Result<(), Gone>;
+    fn take(&mut self, buffer: usize, pages: &[PageNumber], out: &mut Vec<Taken>) -> Result<(), Gone>;
 
     /// Whether there is a worker: a child has none until it has attached.
     fn has_worker(&self) -> bool;

@@ -31,20 +31,11 @@ pub fn pageable(text: &[u8], private: std::ops::Range<u64>, canary: u64) -> Vec<
             let own = line.start < private.end && private.start < line.end;
             let page = PAGE_BYTES as u64;
             let mut parts = crate::areas::Areas::default();
-            parts.insert(Area {
-                start: line.start / page,
-                end: line.end / page,
-            });
+            parts.insert(Area { start: line.start / page, end: line.end / page });
             if own {
-                parts.remove(Area {
-                    start: private.start / page,
-                    end: private.end / page,
-                });
+                parts.remove(Area { start: private.start / page, end: private.end / page });
             }
-            parts.remove(Area {
-                start: canary / page,
-                end: canary / page + 1,
-            });
+            parts.remove(Area { start: canary / page, end: canary / page + 1 });
             areas.extend(parts.iter());
         }
         below = Some(line);
@@ -67,9 +58,7 @@ fn is_pageable(line: &Line<'_>, below: Option<&Line<'_>>) -> bool {
 }
 
 fn parse(text: &[u8]) -> Option<Line<'_>> {
-    let mut fields = text
-        .split(|byte| *byte == b' ')
-        .filter(|field| !field.is_empty());
+    let mut fields = text.split(|byte| *byte == b' ').filter(|field| !field.is_empty());
     let range = fields.next()?;
     let dash = range.iter().position(|byte| *byte == b'-')?;
     let (start, end) = (number(&range[..dash], 16)?, number(&range[dash + 1..], 16)?);
@@ -109,18 +98,12 @@ mod tests {
 ";
 
     fn starts(private: std::ops::Range<u64>) -> Vec<u64> {
-        pageable(TEXT, private, 0)
-            .iter()
-            .map(|area| area.start * 4096)
-            .collect()
+        pageable(TEXT, private, 0).iter().map(|area| area.start * 4096).collect()
     }
 
     #[test]
     fn only_private_anonymous_areas_that_are_no_stacks() {
-        assert_eq!(
-            starts(0..0),
-            [0x55d0_c000_0000, 0x7f00_0000_0000, 0x7f00_0500_0000]
-        );
+        assert_eq!(starts(0..0), [0x55d0_c000_0000, 0x7f00_0000_0000, 0x7f00_0500_0000]);
     }
 
     #[test]

@@ -70,6 +70,8 @@ pub struct Monitor<E: Edge> {
     taken: Vec<Taken>,
     locations: Vec<Location>,
     stalled_until_ns: u64,
+    /// The others know that this program has nothing to give: told again and again they would answer again and again.
+    has_nudged: bool,
     ended: bool,
 }
 
@@ -100,6 +102,7 @@ impl<E: Edge> Monitor<E> {
             taken: Vec::with_capacity(BLOCK_PAGES),
             locations: Vec::with_capacity(FETCH_PAGES_MAX),
             stalled_until_ns: 0,
+            has_nudged: false,
             ended: false,
         }
     }
@@ -139,9 +142,7 @@ impl<E: Edge> Monitor<E> {
             match self.serve(waiting.fault) {
                 Served::Yes => {
                     FaultStats::add(&self.stats.faults, 1);
-                    self.stats
-                        .latency
-                        .record(self.edge.now_ns().saturating_sub(waiting.since_ns));
+                    self.stats.latency.record(self.edge.now_ns().saturating_sub(waiting.since_ns));
                 }
                 Served::Later => self.waiting.push(waiting),
                 Served::Soon => {
@@ -171,17 +172,15 @@ impl<E: Edge> Monitor<E> {
     /// Take newly found areas under control: from now on their missing pages are reported and their present ones may be taken.
     pub fn adopt(&mut self, found: &[Area]) {
         let mut present = Vec::new();
-        let gaps: Vec<Area> = found
-            .iter()
-            .flat_map(|area| self.areas.missing(*area))
-            .collect();
+        let gaps: Vec<Area> = found.iter().flat_map(|area| self.areas.missing(*area)).collect();
         for gap in gaps {
             if !self.edge.register(gap.start, gap.end) {
                 continue;
             }
             // An event still unread may speak of what was at this place before: hear it before looking at what is there now.
             self.areas.insert(gap);
-            while self.edge.is_changing() && !self.ended {
+            let is_heard = self.edge.mutation() != Mutation::AdoptUnheard;
+            while is_heard && self.edge.is_changing() && !self.ended {
                 self.listen();
                 self.edge.pause();
             }
@@ -202,13 +201,7 @@ impl<E: Edge> Monitor<E> {
         if self.edge.mutation() == Mutation::ServeFaultsBeforeEvents {
             let faults: Vec<Fault> = inbox
                 .iter()
-                .filter_map(|message| {
-                    if let Message::Fault(fault) = message {
-                        Some(*fault)
-                    } else {
-                        None
-                    }
-                })
+                .filter_map(|message| if let Message::Fault(fault) = message { Some(*fault) } else { None })
                 .collect();
             faults.into_iter().for_each(|fault| {
                 self.serve(fault);
@@ -217,10 +210,7 @@ impl<E: Edge> Monitor<E> {
         let now_ns = self.edge.now_ns();
         for message in inbox.drain(..) {
             match message {
-                Message::Fault(fault) => self.waiting.push(Waiting {
-                    fault,
-                    since_ns: now_ns,
-                }),
+                Message::Fault(fault) => self.waiting.push(Waiting { fault, since_ns: now_ns }),
                 Message::Fork(child) => self.fork(child),
                 Message::Remap { from, to, pages } => self.remap(from, to, pages),
                 Message::Remove { start, end } => self.volume.give_up(start, end),
@@ -244,17 +234,12 @@ impl<E: Edge> Monitor<E> {
     pub fn book(&mut self, done: &mut Vec<Done>) {
         for what in done.drain(..) {
             match what {
-                Done::Staged {
-                    block,
-                    buffer,
-                    found,
-                } => {
+                Done::Staged { block, buffer, found } => {
                     self.volume.staged(block, &found);
                     self.free_buffers.push(buffer);
                 }
                 Done::Written(written) => {
-                    self.volume
-                        .written(written.block, &written.locations[..written.count]);
+                    self.volume.written(written.block, &written.locations[..written.count]);
                 }
             }
         }
@@ -289,19 +274,15 @@ impl<E: Edge> Monitor<E> {
 
     fn remap(&mut self, from: PageNumber, to: PageNumber, pages: u64) {
         // Staging knows pages by the number they had when they left.
-        self.wait_while(Volume::is_leaving);
+        if self.edge.mutation() != Mutation::RemapWhileLeaving {
+            self.wait_while(Volume::is_leaving);
+        }
         if self.ended {
             return;
         }
         self.volume.move_range(from, to, pages);
-        self.areas.remove(Area {
-            start: from,
-            end: from + pages,
-        });
-        self.areas.insert(Area {
-            start: to,
-            end: to + pages,
-        });
+        self.areas.remove(Area { start: from, end: from + pages });
+        self.areas.insert(Area { start: to, end: to + pages });
     }
 
     fn serve(&mut self, fault: Fault) -> Served {
@@ -312,13 +293,7 @@ impl<E: Edge> Monitor<E> {
         match self.volume.state(page) {
             PageState::Zero => self.serve_zero(fault),
             PageState::Held | PageState::Doubtful => {
-                let filled = self.edge.fill(
-                    page,
-                    1,
-                    Source::Zeros {
-                        private: fault.write,
-                    },
-                );
+                let filled = self.edge.fill(page, 1, Source::Zeros { private: fault.write });
                 self.settle(page, filled, None)
             }
             PageState::Leaving => Served::Later,
@@ -360,17 +335,9 @@ impl<E: Edge> Monitor<E> {
         while pages < window && self.volume.state(fault.page + pages as u64) == PageState::Zero {
             pages += 1;
         }
-        let source = Source::Zeros {
-            private: fault.write,
-        };
+        let source = Source::Zeros { private: fault.write };
         let mut filled = self.edge.fill(fault.page, pages, source);
-        if pages > 1
-            && filled
-                == (Filled {
-                    pages: 0,
-                    stop: Some(Stop::NoArea),
-                })
-        {
+        if pages > 1 && filled == (Filled { pages: 0, stop: Some(Stop::NoArea) }) {
             filled = self.edge.fill(fault.page, 1, source);
         }
         self.streams.filled(fault.page, window, filled.pages);
@@ -396,13 +363,7 @@ impl<E: Edge> Monitor<E> {
             }
         };
         let mut filled = self.edge.fill(page, fetched, Source::Fetched(0));
-        if fetched > 1
-            && filled
-                == (Filled {
-                    pages: 0,
-                    stop: Some(Stop::NoArea),
-                })
-        {
+        if fetched > 1 && filled == (Filled { pages: 0, stop: Some(Stop::NoArea) }) {
             filled = self.edge.fill(page, 1, Source::Fetched(0));
         }
         FaultStats::add(&self.stats.remote_read_trips, 1);
@@ -413,14 +374,8 @@ impl<E: Edge> Monitor<E> {
 
     /// How many pages to fill at a fault; ahead of the program only if there is room.
     fn window(&mut self, page: PageNumber) -> usize {
-        let room = self
-            .budget
-            .resident_max()
-            .saturating_sub(self.budget.resident())
-            / 2;
-        let max = usize::try_from(room)
-            .unwrap_or(usize::MAX)
-            .clamp(1, WINDOW_MAX);
+        let room = self.budget.resident_max().saturating_sub(self.budget.resident()) / 2;
+        let max = usize::try_from(room).unwrap_or(usize::MAX).clamp(1, WINDOW_MAX);
         self.streams.window(page, max)
     }
 
@@ -438,6 +393,7 @@ impl<E: Edge> Monitor<E> {
             FaultStats::add(counter(&self.stats), filled.pages);
         }
         if filled.pages > 0 {
+            self.has_nudged = false;
             return Served::Yes;
         }
         match filled.stop {
@@ -475,26 +431,18 @@ impl<E: Edge> Monitor<E> {
         let over = self.budget.excess(0) > 0;
         self.victims.clear();
         let edge = &self.edge;
-        self.volume.pick_victims(
-            BLOCK_PAGES,
-            over,
-            |page| edge.is_pinned(page),
-            &mut self.victims,
-        );
+        self.volume.pick_victims(BLOCK_PAGES, over, |page| edge.is_pinned(page), &mut self.victims);
         if self.victims.is_empty() {
             self.volume.return_block(block);
-            if over {
+            if over && !self.has_nudged {
+                self.has_nudged = true;
                 self.edge.nudge_others();
             }
             return false;
         }
         let buffer = self.free_buffers.pop().expect("the caller looked");
         self.taken.clear();
-        if self
-            .edge
-            .take(buffer, &self.victims, &mut self.taken)
-            .is_err()
-        {
+        if self.edge.take(buffer, &self.victims, &mut self.taken).is_err() {
             self.volume.return_block(block);
             self.ended = true;
             return false;
@@ -528,11 +476,7 @@ impl<E: Edge> Monitor<E> {
         }
         FaultStats::add(&self.stats.evictions, moved.len());
         self.volume.left(block, &moved);
-        self.edge.submit(Job {
-            block,
-            buffer,
-            positions,
-        });
+        self.edge.submit(Job { block, buffer, positions });
         true
     }
 }

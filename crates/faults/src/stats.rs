@@ -79,38 +79,20 @@ impl Latencies {
     fn bucket(nanoseconds: u64) -> usize {
         let value = nanoseconds.max(1);
         let power = u64::from(value.ilog2());
-        let fine = if power < 4 {
-            value
-        } else {
-            value >> (power - 4)
-        } - if power < 4 { 0 } else { FINE };
-        let bucket = if power < 4 {
-            fine
-        } else {
-            (power - 3) * FINE + fine
-        };
-        usize::try_from(bucket)
-            .unwrap_or(usize::MAX)
-            .min(BUCKETS - 1)
+        let fine = if power < 4 { value } else { value >> (power - 4) } - if power < 4 { 0 } else { FINE };
+        let bucket = if power < 4 { fine } else { (power - 3) * FINE + fine };
+        usize::try_from(bucket).unwrap_or(usize::MAX).min(BUCKETS - 1)
     }
 
     fn lower_bound(bucket: usize) -> u64 {
         let bucket = bucket as u64;
         let (power, fine) = (bucket / FINE, bucket % FINE);
-        if power == 0 {
-            fine
-        } else {
-            (FINE + fine) << (power - 1)
-        }
+        if power == 0 { fine } else { (FINE + fine) << (power - 1) }
     }
 
     /// The duration that the given share of all (0 to 1) do not exceed, in nanoseconds; 0 if none was counted.
     #[must_use]
-    #[allow(
-        clippy::cast_precision_loss,
-        clippy::cast_possible_truncation,
-        clippy::cast_sign_loss
-    )]
+    #[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     pub fn quantile(&self, share: f64) -> u64 {
         let total: u64 = self.0.iter().map(|bucket| bucket.load(Relaxed)).sum();
         let wanted = (total as f64 * share).ceil() as u64;
@@ -141,10 +123,7 @@ mod tests {
         for value in (1..5000u64).chain((0..1000).map(|step| 5000 + step * 977_131)) {
             let bucket = Latencies::bucket(value);
             let low = Latencies::lower_bound(bucket);
-            assert!(
-                low <= value && value - low <= value / 16,
-                "{value} in bucket from {low}"
-            );
+            assert!(low <= value && value - low <= value / 16, "{value} in bucket from {low}");
             assert!(bucket >= last);
             last = bucket;
         }

@@ -31,11 +31,7 @@ impl Streams {
         });
         let at = known.unwrap_or_else(|| self.oldest());
         let stream = &mut self.streams[at];
-        stream.window = if known.is_some() {
-            (stream.window * 2).min(max).max(1)
-        } else {
-            1
-        };
+        stream.window = if known.is_some() { (stream.window * 2).min(max).max(1) } else { 1 };
         stream.used = self.clock;
         stream.next = page + stream.window as u64;
         stream.window
@@ -44,19 +40,13 @@ impl Streams {
     /// Fewer pages than wanted were filled at `page`: the walk is expected to fault right behind them.
     pub fn filled(&mut self, page: PageNumber, wanted: usize, pages: usize) {
         let expected = page + wanted as u64;
-        if let Some(stream) = self
-            .streams
-            .iter_mut()
-            .find(|stream| stream.next == expected)
-        {
+        if let Some(stream) = self.streams.iter_mut().find(|stream| stream.next == expected) {
             stream.next = page + pages.max(1) as u64;
         }
     }
 
     fn oldest(&self) -> usize {
-        (0..STREAMS)
-            .min_by_key(|at| self.streams[*at].used)
-            .unwrap_or(0)
+        (0..STREAMS).min_by_key(|at| self.streams[*at].used).unwrap_or(0)
     }
 }
 
@@ -94,12 +84,7 @@ mod tests {
                 *page += streams.window(*page, 32) as u64;
             }
         }
-        assert!(
-            pages
-                .iter()
-                .zip([10_000u64, 20_000, 30_000])
-                .all(|(page, start)| *page == start + 63)
-        );
+        assert!(pages.iter().zip([10_000u64, 20_000, 30_000]).all(|(page, start)| *page == start + 63));
     }
 
     #[test]

@@ -92,8 +92,7 @@ impl Userfaultfd {
     pub fn read(&self, out: &mut Vec<Message<OwnedFd>>) {
         let mut buffer = [0u8; MESSAGE_BYTES * MESSAGES_MAX];
         // SAFETY: the kernel writes at most the buffer's length.
-        let length =
-            unsafe { libc::read(self.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len()) };
+        let length = unsafe { libc::read(self.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len()) };
         let length = usize::try_from(length).unwrap_or(0);
         for message in buffer[..length].chunks_exact(MESSAGE_BYTES) {
             if let Some(message) = parse(message) {
@@ -107,11 +106,8 @@ impl Userfaultfd {
     /// # Errors
     /// What the kernel says.
     pub fn register(&self, start: PageNumber, end: PageNumber) -> io::Result<()> {
-        let mut argument = RegisterArgument {
-            range: range(start, end),
-            mode: REGISTER_MODE_MISSING,
-            ioctls: 0,
-        };
+        let mut argument =
+            RegisterArgument { range: range(start, end), mode: REGISTER_MODE_MISSING, ioctls: 0 };
         self.request(UFFDIO_REGISTER, &raw mut argument)
     }
 
@@ -133,22 +129,14 @@ impl Userfaultfd {
 
     /// Map the zero page at missing pages.
     pub fn zero(&self, page: PageNumber, pages: usize) -> Filled {
-        let mut argument = FillArgument {
-            range: range(page, page + pages as u64),
-            mode: 0,
-            filled: 0,
-        };
+        let mut argument = FillArgument { range: range(page, page + pages as u64), mode: 0, filled: 0 };
         let result = self.request(UFFDIO_ZEROPAGE, &raw mut argument);
         outcome(result, argument.filled, pages)
     }
 
     /// Make a missing page one that raises SIGBUS.
     pub fn poison(&self, page: PageNumber) -> Filled {
-        let mut argument = FillArgument {
-            range: range(page, page + 1),
-            mode: 0,
-            filled: 0,
-        };
+        let mut argument = FillArgument { range: range(page, page + 1), mode: 0, filled: 0 };
         let result = self.request(UFFDIO_POISON, &raw mut argument);
         outcome(result, argument.filled, 1)
     }
@@ -163,10 +151,7 @@ impl Userfaultfd {
 
     /// Whether fills are refused because an event is unread: asked with a request that changes nothing.
     pub fn is_changing(&self, page: PageNumber) -> bool {
-        let mut argument = WriteProtectArgument {
-            range: range(page, page + 1),
-            mode: 0,
-        };
+        let mut argument = WriteProtectArgument { range: range(page, page + 1), mode: 0 };
         self.request(UFFDIO_WRITEPROTECT, &raw mut argument)
             .is_err_and(|error| error.raw_os_error() == Some(libc::EAGAIN))
     }
@@ -175,11 +160,7 @@ impl Userfaultfd {
         // SAFETY: each caller passes the argument type that its request reads and writes, alive for the call; what the requests
         // do to the program's memory is their purpose.
         let result = unsafe { libc::ioctl(self.as_raw_fd(), request, argument) };
-        if result < 0 {
-            Err(io::Error::last_os_error())
-        } else {
-            Ok(())
-        }
+        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 }
 
@@ -188,10 +169,7 @@ fn address(page: PageNumber) -> u64 {
 }
 
 fn range(start: PageNumber, end: PageNumber) -> Range {
-    Range {
-        start: address(start),
-        len: (end - start) * PAGE_BYTES as u64,
-    }
+    Range { start: address(start), len: (end - start) * PAGE_BYTES as u64 }
 }
 
 fn outcome(result: io::Result<()>, done: i64, pages: usize) -> Filled {
@@ -204,19 +182,13 @@ fn outcome(result: io::Result<()>, done: i64, pages: usize) -> Filled {
         Some(libc::EAGAIN) if filled == 0 => Stop::Busy,
         // A partial fill is told as EAGAIN; what stopped it shows when the rest is tried.
         Some(libc::EAGAIN) => {
-            return Filled {
-                pages: filled,
-                stop: None,
-            };
+            return Filled { pages: filled, stop: None };
         }
         Some(libc::ESRCH) => Stop::Ended,
         Some(libc::ENOMEM) => Stop::NoMemory,
         _ => Stop::NoArea,
     };
-    Filled {
-        pages: filled,
-        stop: Some(stop),
-    }
+    Filled { pages: filled, stop: Some(stop) }
 }
 
 fn parse(bytes: &[u8]) -> Option<Message<OwnedFd>> {
@@ -233,19 +205,9 @@ fn parse(bytes: &[u8]) -> Option<Message<OwnedFd>> {
             // SAFETY: the kernel made this descriptor for whoever reads the message; that is us, once.
             Message::Fork(unsafe { OwnedFd::from_raw_fd(fd) })
         }
-        EVENT_REMAP => Message::Remap {
-            from: page(8),
-            to: page(16),
-            pages: page(24),
-        },
-        EVENT_REMOVE => Message::Remove {
-            start: page(8),
-            end: page(16),
-        },
-        EVENT_UNMAP => Message::Unmap {
-            start: page(8),
-            end: page(16),
-        },
+        EVENT_REMAP => Message::Remap { from: page(8), to: page(16), pages: page(24) },
+        EVENT_REMOVE => Message::Remove { start: page(8), end: page(16) },
+        EVENT_UNMAP => Message::Unmap { start: page(8), end: page(16) },
         kind => {
             tracing::error!(kind, "the kernel told of something unknown");
             return None;

@@ -36,17 +36,12 @@ impl WorkerPort {
     /// # Errors
     /// If there is no memory.
     pub fn new() -> io::Result<Self> {
-        let fd = memfd_create(
-            "aquifer-control",
-            MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
-        )?;
+        let fd = memfd_create("aquifer-control", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&fd, CONTROL_BYTES as u64)?;
         // The program holds this too: without the seals it could cut the file and have us die on a missing page.
         rustix::fs::fcntl_add_seals(
             &fd,
-            rustix::fs::SealFlags::SHRINK
-                | rustix::fs::SealFlags::GROW
-                | rustix::fs::SealFlags::SEAL,
+            rustix::fs::SealFlags::SHRINK | rustix::fs::SealFlags::GROW | rustix::fs::SealFlags::SEAL,
         )?;
         // SAFETY: a fresh shared mapping at an address of the kernel's choice, of a sealed file of that length.
         let control = unsafe {
@@ -59,13 +54,7 @@ impl WorkerPort {
                 0,
             )?
         };
-        let port = Self {
-            control: control.cast(),
-            fd,
-            command: 0,
-            pins: Vec::new(),
-            pins_seen: 0,
-        };
+        let port = Self { control: control.cast(), fd, command: 0, pins: Vec::new(), pins_seen: 0 };
         port.control().initialise();
         Ok(port)
     }
@@ -95,10 +84,7 @@ impl WorkerPort {
         }
         self.pins_seen = count;
         let known = (count as usize).min(self.control().pins.len());
-        self.pins = self.control().pins[..known]
-            .iter()
-            .map(|pin| pin.load(Acquire))
-            .collect();
+        self.pins = self.control().pins[..known].iter().map(|pin| pin.load(Acquire)).collect();
         self.pins.sort_unstable();
     }
 
@@ -122,12 +108,8 @@ impl WorkerPort {
         for (place, page) in control.addresses.iter().zip(pages) {
             place.store(page * PAGE_BYTES as u64, Relaxed);
         }
-        control
-            .count
-            .store(u32::try_from(pages.len()).expect("at most 64"), Relaxed);
-        control
-            .buffer
-            .store(u32::try_from(buffer).expect("a few buffers"), Relaxed);
+        control.count.store(u32::try_from(pages.len()).expect("at most 64"), Relaxed);
+        control.buffer.store(u32::try_from(buffer).expect("a few buffers"), Relaxed);
         let command = self.command.wrapping_add(1);
         control.command.store(command, Release);
         let flags = futex::Flags::empty();
@@ -139,21 +121,14 @@ impl WorkerPort {
             if done == command {
                 break;
             }
-            let patience = rustix::fs::Timespec {
-                tv_sec: 0,
-                tv_nsec: i64::from(PATIENCE.subsec_nanos()),
-            };
+            let patience = rustix::fs::Timespec { tv_sec: 0, tv_nsec: i64::from(PATIENCE.subsec_nanos()) };
             // Any outcome means: look again.
             let _ = futex::wait(&control.done, flags, done, Some(&patience));
             if control.done.load(Acquire) != command && !is_alive() {
                 return false;
             }
         }
-        out.extend(
-            control.statuses[..pages.len()]
-                .iter()
-                .map(|status| outcome(status.load(Relaxed))),
-        );
+        out.extend(control.statuses[..pages.len()].iter().map(|status| outcome(status.load(Relaxed))));
         self.command = command;
         true
     }

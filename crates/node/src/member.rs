@@ -86,8 +86,8 @@ impl Member {
     }
 
     fn put_record(&self) -> Result<(), NodeError> {
-        let key = names::node_key(self.record.id);
-        let value = self.record.encode();
+        let key = names::node(self.record.id);
+        let value = names::encode(&self.record);
         for _ in 0..JOIN_ATTEMPTS {
             let compare = match self.directory.get(&key)? {
                 None => Compare::absent(&key),
@@ -111,7 +111,7 @@ impl Member {
     /// The version of a record that we may replace: our own of an earlier life. Two cannot listen at one address, and we
     /// do, so whoever wrote it is dead.
     fn replaceable(&self, entry: &Entry) -> Result<u64, NodeError> {
-        let address = match NodeRecord::decode(&entry.value) {
+        let address = match names::decode::<NodeRecord>(entry) {
             Ok(record) if record.address == self.record.address => return Ok(entry.version),
             Ok(record) => record.address,
             Err(_) => "an address that cannot be read".to_owned(),
@@ -125,11 +125,7 @@ impl Member {
     /// Read all hosts' leases, and fence those that are over; returns the directory's revision.
     fn learn_hosts(&mut self, target: &dyn Target) -> Result<u64, DirectoryError> {
         let listing = self.directory.list(names::AGENTS)?;
-        let alive: BTreeMap<Host, u64> = listing
-            .entries
-            .iter()
-            .filter_map(|entry| lease_of(&entry.key, &entry.value))
-            .collect();
+        let alive: BTreeMap<Host, u64> = listing.entries.iter().filter_map(lease_of).collect();
         for fence in self.fences.listed(&alive) {
             shut_out(target, fence);
         }
@@ -155,10 +151,18 @@ impl Member {
     }
 
     fn take_in(&mut self, event: &Event, target: &dyn Target) {
-        let fence = match &event.kind {
-            EventKind::Put { value, .. } => lease_of(&event.key, value)
-                .and_then(|(host, epoch)| self.fences.present(host, epoch)),
-            EventKind::Delete => host_of(&event.key).and_then(|host| self.fences.gone(host)),
+        let key = event.key.clone();
+        let fence = match event.kind.clone() {
+            EventKind::Put { value, lease } => {
+                let entry = Entry {
+                    key,
+                    value,
+                    version: event.revision,
+                    lease,
+                };
+                lease_of(&entry).and_then(|(host, epoch)| self.fences.present(host, epoch))
+            }
+            EventKind::Delete => names::host_of(&key).and_then(|host| self.fences.gone(Host(host))),
         };
         if let Some(fence) = fence {
             shut_out(target, fence);
@@ -190,19 +194,13 @@ fn shut_out(target: &dyn Target, fence: Fence) {
     target.fence(fence.host, fence.epoch);
 }
 
-/// The host of a key below [`names::AGENTS`].
-fn host_of(key: &str) -> Option<Host> {
-    let number: u16 = key.strip_prefix(names::AGENTS)?.parse().ok()?;
-    ((1..=4095).contains(&number) && key == names::agent_key(number)).then_some(Host(number))
-}
-
 /// The host whose lease a record tells of, and its epoch; `None` for what is no such record.
-fn lease_of(key: &str, value: &[u8]) -> Option<(Host, u64)> {
-    let host = host_of(key)?;
-    match AgentRecord::decode(value) {
-        Ok(record) if record.host == host.0 => Some((host, record.epoch)),
+fn lease_of(entry: &Entry) -> Option<(Host, u64)> {
+    let host = names::host_of(&entry.key)?;
+    match names::decode::<AgentRecord>(entry) {
+        Ok(record) if record.host == host => Some((Host(host), record.epoch)),
         _ => {
-            tracing::warn!(key, "the record of an agent cannot be read");
+            tracing::warn!(key = entry.key, "the record of an agent cannot be read");
             None
         }
     }

@@ -131,9 +131,9 @@ impl Bed {
     fn record(&self, id: u16) -> Option<NodeRecord> {
         let entry = self
             .directory()
-            .get(&names::node_key(id))
+            .get(&names::node(id))
             .expect("the directory answers")?;
-        Some(NodeRecord::decode(&entry.value).expect("a record"))
+        Some(names::decode(&entry).expect("a record"))
     }
 
     fn start(&self, id: u16) -> Serving {
@@ -166,7 +166,7 @@ impl Bed {
             epoch: lease.epoch,
         };
         self.directory()
-            .put(&names::agent_key(host), &record.encode(), Some(lease.id))
+            .put(&names::agent(host), &names::encode(&record), Some(lease.id))
             .expect("room");
         lease
     }
@@ -341,7 +341,7 @@ fn a_number_is_given_once() {
         epoch: 1,
     };
     bed.directory()
-        .put(&names::node_key(1), &other.encode(), None)
+        .put(&names::node(1), &names::encode(&other), None)
         .expect("room");
     let taken = serve(&bed.options(1, BYTES), &Shutdown::new(), |_| {
         panic!("it cannot serve")
@@ -351,7 +351,7 @@ fn a_number_is_given_once() {
         "{taken:?}"
     );
     bed.directory()
-        .put(&names::node_key(1), b"{", None)
+        .put(&names::node(1), b"{", None)
         .expect("room");
     let taken = serve(&bed.options(1, BYTES), &Shutdown::new(), |_| {
         panic!("it cannot serve")
@@ -363,7 +363,7 @@ fn a_number_is_given_once() {
         ..other
     };
     bed.directory()
-        .put(&names::node_key(1), &dead.encode(), None)
+        .put(&names::node(1), &names::encode(&dead), None)
         .expect("room");
     let node = bed.start(1);
     assert_eq!(bed.record(1).as_ref(), Some(&node.ready.record));

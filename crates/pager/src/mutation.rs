@@ -24,4 +24,12 @@ pub enum Mutation {
     ForkWithoutFlush,
     /// The sender acknowledges before the memory node has.
     AcknowledgeEarly,
+    /// What a memory node gives is not held against its checksum.
+    SkipChecksum,
+    /// A page that comes back to the program keeps its place on the memory node.
+    ForgetRelease,
+    /// Newly adopted areas are looked at although an event about their place is unread.
+    AdoptUnheard,
+    /// Pages change their number while a batch is leaving.
+    RemapWhileLeaving,
 }

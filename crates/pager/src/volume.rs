@@ -148,6 +148,7 @@ impl Volume {
         match word.state() {
             PageState::Held => return,
             PageState::Leaving => panic!("page {page:#x} was filled while it was leaving"),
+            PageState::Remote(_) if self.mutation == Mutation::ForgetRelease => {}
             PageState::Remote(location) => self.slabs.release(location),
             PageState::Reclaimable(slot) => self.drop_slot_location(slot.block()),
             PageState::Zero | PageState::Staged(_) | PageState::Doubtful | PageState::Lost => {}

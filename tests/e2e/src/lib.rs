@@ -1,1 +1,25 @@
-//! To be filled.
+//! What the end-to-end tests share: clusters of the built program in folders of their own, unmodified programs run plainly and on the
+//! pool, and a sampler that looks at their memory from outside.
+//!
+//! - [`build`]: the program under test and the C programs.
+//! - [`cluster`]: `aquifer up` … `down`.
+//! - [`run`]: a program plainly, and by `aquifer run`.
+//! - [`compare`]: both, with equal output, within the limit.
+//! - [`sampler`], [`processes`]: `/proc`.
+//! - [`agent`]: the agent's socket, for what only a hostile program would send.
+//! - [`eventually`]: waiting for a condition.
+//!
+//! A cluster is up in one test at a time, over all test programs: limits and speeds of two would be each other's.
+
+pub mod agent;
+pub mod build;
+pub mod cluster;
+pub mod compare;
+pub mod eventually;
+pub mod processes;
+pub mod run;
+pub mod sampler;
+
+pub use cluster::Cluster;
+pub use compare::{Case, compare};
+pub use eventually::eventually;

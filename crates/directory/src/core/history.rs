@@ -51,7 +51,10 @@ impl History {
             return Ok(Cursor { prefix, from_revision, position: self.end() });
         }
         if from_revision <= self.dropped_revision {
-            return Err(DirectoryError::Compacted { asked: from_revision, oldest: self.dropped_revision + 1 });
+            return Err(DirectoryError::Compacted {
+                asked: from_revision,
+                oldest: self.dropped_revision + 1,
+            });
         }
         let before = self.events.partition_point(|event| event.revision < from_revision);
         Ok(Cursor { prefix, from_revision, position: self.first + count(before) })

@@ -19,8 +19,8 @@ use crate::error::{Bound, DirectoryError};
 use crate::model::{Entry, Event, EventKind, Lease, LeaseId, Listing, Operation, Transaction};
 use crate::model::{TransactionOutcome, limits};
 
-use history::History;
 pub use history::Cursor;
+use history::History;
 
 /// A key's record.
 #[derive(Clone, PartialEq, Eq, Debug)]

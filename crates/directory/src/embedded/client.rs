@@ -98,7 +98,9 @@ impl Directory for Client {
         let mut stream = dial(&self.path)?;
         let request = Request::Watch { prefix: prefix.to_owned(), from_revision };
         match ask(&self.path, &mut stream, &request)? {
-            Response::Done => Ok(Box::new(ClientWatch { path: self.path.clone(), stream, received: Vec::new() })),
+            Response::Done => {
+                Ok(Box::new(ClientWatch { path: self.path.clone(), stream, received: Vec::new() }))
+            }
             Response::Error(error) => Err(error),
             _ => Err(unexpected()),
         }

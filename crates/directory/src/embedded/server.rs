@@ -40,7 +40,6 @@ pub struct Server {
 
 #[derive(Debug)]
 struct Shared {
-    directory: Embedded,
     options: ServeOptions,
     stop: OwnedFd,
     connections: Mutex<Connections>,
@@ -81,11 +80,11 @@ impl Server {
         let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)
             .map_err(|error| unserved(socket, &io::Error::from(error)))?;
         let (connections, ended) = (Mutex::default(), Condvar::new());
-        let shared = Arc::new(Shared { directory, options, stop, connections, ended });
+        let shared = Arc::new(Shared { options, stop, connections, ended });
         let for_thread = Arc::clone(&shared);
         let acceptor = std::thread::Builder::new()
             .name("directory".to_owned())
-            .spawn(move || accept(&for_thread, &listener))
+            .spawn(move || accept(&for_thread, &directory, &listener))
             .map_err(|error| unserved(socket, &error))?;
         Ok(Self { shared, socket: socket.to_owned(), acceptor: Some(acceptor) })
     }
@@ -116,7 +115,7 @@ impl Shared {
     }
 }
 
-fn accept(shared: &Arc<Shared>, listener: &UnixListener) {
+fn accept(shared: &Arc<Shared>, directory: &Embedded, listener: &UnixListener) {
     // When descriptors run out, polling would return at once for ever: then wait for the stop alone, for a moment.
     let mut pause = false;
     loop {
@@ -133,7 +132,7 @@ fn accept(shared: &Arc<Shared>, listener: &UnixListener) {
         match listener.accept() {
             Ok((stream, _)) => {
                 pause = false;
-                admit(shared, stream);
+                admit(shared, directory.clone(), stream);
             }
             Err(_) => pause = true,
         }
@@ -141,7 +140,7 @@ fn accept(shared: &Arc<Shared>, listener: &UnixListener) {
 }
 
 /// Give the connection a thread of its own, or refuse it at the limit.
-fn admit(shared: &Arc<Shared>, mut stream: UnixStream) {
+fn admit(shared: &Arc<Shared>, directory: Embedded, mut stream: UnixStream) {
     let Ok(copy) = stream.try_clone() else { return };
     if set_timeouts(&stream, shared.options.stall_timeout).is_err() {
         return;
@@ -162,7 +161,9 @@ fn admit(shared: &Arc<Shared>, mut stream: UnixStream) {
     let for_thread = Arc::clone(shared);
     let spawned = std::thread::Builder::new().name("directory-client".to_owned()).spawn(move || {
         // How a connection ends is the client's affair; it sees it.
-        let _ended = converse(&for_thread, stream);
+        let _ended = converse(&directory, stream);
+        // Before it is counted as ended: a stopped server has let go of its file.
+        drop(directory);
         forget(&for_thread, id);
     });
     if spawned.is_err() {
@@ -180,7 +181,7 @@ fn set_timeouts(stream: &UnixStream, timeout: Duration) -> io::Result<()> {
     stream.set_write_timeout(Some(timeout))
 }
 
-fn converse(shared: &Arc<Shared>, mut stream: UnixStream) -> io::Result<()> {
+fn converse(directory: &Embedded, mut stream: UnixStream) -> io::Result<()> {
     if let Err(why) = socket::check_peer(&stream) {
         return frame::write(&mut stream, &wire::hello(Some(&why)));
     }
@@ -198,9 +199,9 @@ fn converse(shared: &Arc<Shared>, mut stream: UnixStream) -> io::Result<()> {
             return frame::write(&mut stream, &Response::Error(DirectoryError::Protocol { why }).encode());
         };
         if let Request::Watch { prefix, from_revision } = request {
-            return watch(shared, stream, &prefix, from_revision);
+            return watch(directory, stream, &prefix, from_revision);
         }
-        let response = answer(&shared.directory, request).unwrap_or_else(Response::Error);
+        let response = answer(directory, request).unwrap_or_else(Response::Error);
         frame::write(&mut stream, &response.encode())?;
     }
 }
@@ -218,8 +219,8 @@ fn answer(directory: &Embedded, request: Request) -> Result<Response, DirectoryE
 }
 
 /// Send events until the client closes its end. A thread writes, while this one waits for the end of the connection.
-fn watch(shared: &Shared, mut stream: UnixStream, prefix: &str, from_revision: u64) -> io::Result<()> {
-    let mut events = match shared.directory.engine_watch(prefix, from_revision) {
+fn watch(directory: &Embedded, mut stream: UnixStream, prefix: &str, from_revision: u64) -> io::Result<()> {
+    let mut events = match directory.engine_watch(prefix, from_revision) {
         Ok(events) => events,
         Err(error) => return frame::write(&mut stream, &Response::Error(error).encode()),
     };
@@ -250,5 +251,8 @@ fn watch(shared: &Shared, mut stream: UnixStream, prefix: &str, from_revision: u
 }
 
 fn unserved(socket: &Path, error: &io::Error) -> DirectoryError {
-    DirectoryError::Unavailable { address: socket.display().to_string(), cause: format!("it cannot be served: {error}") }
+    DirectoryError::Unavailable {
+        address: socket.display().to_string(),
+        cause: format!("it cannot be served: {error}"),
+    }
 }

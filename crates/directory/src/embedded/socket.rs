@@ -17,7 +17,8 @@ pub(super) fn listen(path: &Path) -> io::Result<UnixListener> {
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => std::fs::remove_file(path)?,
         Err(_) => {}
     }
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    let socket =
+        rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     // The file takes the socket's own mode, so that it is never open to others, not even for a moment.
     rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
@@ -27,7 +28,8 @@ pub(super) fn listen(path: &Path) -> io::Result<UnixListener> {
 
 /// Refuse a peer that runs under another user.
 pub(super) fn check_peer(stream: &UnixStream) -> Result<(), String> {
-    let peer = rustix::net::sockopt::socket_peercred(stream).map_err(|error| format!("who is there? {error}"))?;
+    let peer =
+        rustix::net::sockopt::socket_peercred(stream).map_err(|error| format!("who is there? {error}"))?;
     let own = rustix::process::geteuid();
     if peer.uid == own {
         return Ok(());

@@ -4,7 +4,9 @@ use std::fs::OpenOptions;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use redb::{Database, DatabaseError, Durability, ReadableDatabase, ReadableTable, TableDefinition, TableError};
+use redb::{
+    Database, DatabaseError, Durability, ReadableDatabase, ReadableTable, TableDefinition, TableError,
+};
 
 use crate::DirectoryError;
 use crate::core::{Change, Core, Delta, Record};
@@ -33,7 +35,8 @@ pub(super) struct RedbStore {
 impl RedbStore {
     /// Open or create the file, check it whole, and restore the core from it.
     pub(super) fn open(path: &Path, now_ms: u64) -> Result<(Self, Core), DirectoryError> {
-        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path);
+        let file =
+            OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path);
         let file = file.map_err(|error| storage(path, &error))?;
         let length = file.metadata().map_err(|error| storage(path, &error))?.len();
         let mut builder = Database::builder();
@@ -88,7 +91,8 @@ impl RedbStore {
         match read().map_err(|error| unusable(&self.path, &error))? {
             Some(FORMAT) => Ok(()),
             Some(version) => {
-                let why = format!("its format has version {version} and this program knows version {FORMAT} only");
+                let why =
+                    format!("its format has version {version} and this program knows version {FORMAT} only");
                 Err(format(&self.path, why))
             }
             None => Err(format(&self.path, "it is some other program's database".to_owned())),
@@ -100,7 +104,9 @@ impl RedbStore {
         let transaction = self.database.begin_read()?;
         let head = transaction.open_table(HEAD)?;
         let number = |name| -> Result<u64, redb::Error> {
-            head.get(name)?.map(|value| value.value()).ok_or(redb::Error::Corrupted(format!("it has no \"{name}\"")))
+            head.get(name)?
+                .map(|value| value.value())
+                .ok_or(redb::Error::Corrupted(format!("it has no \"{name}\"")))
         };
         let mut leases = Vec::new();
         for row in transaction.open_table(LEASES)?.iter()? {

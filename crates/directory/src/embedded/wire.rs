@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use crate::error::{Bound, DirectoryError};
 use crate::model::{
-    Compare, Entry, Event, EventKind, Lease, LeaseId, Listing, Operation, Transaction, TransactionOutcome, limits,
+    Compare, Entry, Event, EventKind, Lease, LeaseId, Listing, Operation, Transaction, TransactionOutcome,
+    limits,
 };
 
 /// The first bytes of both hellos.
@@ -82,7 +83,9 @@ pub fn check_client_hello(bytes: &[u8]) -> Result<(), String> {
     match reader.u32() {
         Some(VERSION) if reader.0.is_empty() => Ok(()),
         Some(VERSION) | None => Err("the caller's hello has the wrong length".to_owned()),
-        Some(version) => Err(format!("the caller speaks version {version} and the directory version {VERSION} only")),
+        Some(version) => {
+            Err(format!("the caller speaks version {version} and the directory version {VERSION} only"))
+        }
     }
 }
 
@@ -156,7 +159,9 @@ impl Response {
                 listing.entries.iter().fold(&mut out, Writer::entry)
             }
             Self::Outcome(TransactionOutcome::Committed { revision }) => out.tag(4).u64(*revision),
-            Self::Outcome(TransactionOutcome::Conflict { key, version }) => out.tag(5).text(key).u64(*version),
+            Self::Outcome(TransactionOutcome::Conflict { key, version }) => {
+                out.tag(5).text(key).u64(*version)
+            }
             Self::Lease(lease) => out.tag(6).u64(lease.id.0).u64(lease.epoch),
             Self::Event(event) => out.tag(7).event(event),
             Self::Error(error) => out.tag(8).error(error),
@@ -178,7 +183,10 @@ impl Response {
                     Self::Listing(Listing { revision, entries })
                 }
                 4 => Self::Outcome(TransactionOutcome::Committed { revision: reader.u64()? }),
-                5 => Self::Outcome(TransactionOutcome::Conflict { key: reader.text()?, version: reader.u64()? }),
+                5 => Self::Outcome(TransactionOutcome::Conflict {
+                    key: reader.text()?,
+                    version: reader.u64()?,
+                }),
                 6 => Self::Lease(Lease { id: LeaseId(reader.u64()?), epoch: reader.u64()? }),
                 7 => Self::Event(reader.event()?),
                 8 => Self::Error(reader.error()?),

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use aquifer_ipc::{FRAME_BYTES_MAX, Frame, FrameError, Hello};
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
 };
 
 use super::Service;
@@ -61,12 +61,7 @@ pub fn send_frame(socket: impl AsFd, frame: &Frame, fds: &[BorrowedFd<'_>]) -> i
     if !fds.is_empty() {
         ancillary.push(SendAncillaryMessage::ScmRights(fds));
     }
-    sendmsg(
-        socket,
-        &[IoSlice::new(&bytes)],
-        &mut ancillary,
-        SendFlags::NOSIGNAL,
-    )?;
+    sendmsg(socket, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL)?;
     Ok(())
 }
 
@@ -79,12 +74,7 @@ pub fn receive_frame(socket: impl AsFd) -> Result<(Frame, Vec<OwnedFd>), AttachE
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let received = loop {
-        match recvmsg(
-            &socket,
-            &mut [IoSliceMut::new(&mut bytes)],
-            &mut ancillary,
-            RecvFlags::CMSG_CLOEXEC,
-        ) {
+        match recvmsg(&socket, &mut [IoSliceMut::new(&mut bytes)], &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
             Err(rustix::io::Errno::INTR) => {}
             other => break other.map_err(io::Error::from)?,
         }
@@ -123,30 +113,16 @@ impl Service {
         })
     }
 
-    fn admit(
-        &self,
-        hello: Hello,
-        fds: Vec<OwnedFd>,
-        socket: OwnedFd,
-        pid: u32,
-    ) -> Result<(), AttachError> {
+    fn admit(&self, hello: Hello, fds: Vec<OwnedFd>, socket: OwnedFd, pid: u32) -> Result<(), AttachError> {
         let run = self.run(hello.token).ok_or(AttachError::NoSuchRun)?;
         if let Some(reason) = run.reason() {
             return Err(AttachError::Ended(reason));
         }
-        let attachment = Attachment {
-            hello,
-            socket,
-            worker: WorkerPort::new()?,
-        };
+        let attachment = Attachment { hello, socket, worker: WorkerPort::new()? };
         if hello.is_child {
             return attach_child(&run, pid, attachment);
         }
-        let uffd = fds
-            .into_iter()
-            .next()
-            .filter(is_userfaultfd)
-            .ok_or(AttachError::NoUserfaultfd)?;
+        let uffd = fds.into_iter().next().filter(is_userfaultfd).ok_or(AttachError::NoUserfaultfd)?;
         program::start_root(&run, pid, Userfaultfd::from(uffd), attachment)?;
         Ok(())
     }
@@ -169,6 +145,5 @@ fn is_userfaultfd(fd: &OwnedFd) -> bool {
     use std::os::fd::AsRawFd;
     std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))
         .is_ok_and(|target| target.as_os_str() == "anon_inode:[userfaultfd]")
-        && rustix::fs::fcntl_getfl(fd)
-            .is_ok_and(|flags| flags.contains(rustix::fs::OFlags::NONBLOCK))
+        && rustix::fs::fcntl_getfl(fd).is_ok_and(|flags| flags.contains(rustix::fs::OFlags::NONBLOCK))
 }

@@ -14,6 +14,7 @@ use aquifer_pager::{
 };
 
 use super::attach::send_frame;
+use super::obituary::Obituary;
 use super::program::{self, Program};
 use super::run::Run;
 use crate::areas::Areas;
@@ -24,10 +25,7 @@ use crate::worker::WorkerPort;
 
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Wait no longer than this for the sender before looking around.
-const PATIENCE: rustix::fs::Timespec = rustix::fs::Timespec {
-    tv_sec: 0,
-    tv_nsec: 20_000_000,
-};
+const PATIENCE: rustix::fs::Timespec = rustix::fs::Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 /// Entries of `/proc/PID/pagemap` read at once.
 const PAGEMAP_ENTRIES: usize = 8192;
 const PAGEMAP_PRESENT: u64 = 1 << 63;
@@ -52,14 +50,11 @@ pub(crate) struct ProcessEdge {
     attachment: Option<Attachment>,
     started: Instant,
     lost_told: bool,
+    last_thread: u32,
 }
 
 impl ProcessEdge {
-    pub(crate) fn new(
-        run: &Arc<Run>,
-        program: &Arc<Program>,
-        uffd: Userfaultfd,
-    ) -> io::Result<Self> {
+    pub(crate) fn new(run: &Arc<Run>, program: &Arc<Program>, uffd: Userfaultfd) -> io::Result<Self> {
         let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
         Ok(Self {
             run: Arc::clone(run),
@@ -70,6 +65,7 @@ impl ProcessEdge {
             attachment: None,
             started: Instant::now(),
             lost_told: false,
+            last_thread: 0,
         })
     }
 
@@ -77,14 +73,13 @@ impl ProcessEdge {
         &self.uffd
     }
 
-    pub(crate) fn run(&self) -> &Arc<Run> {
-        &self.run
+    /// The thread that raised the newest fault; 0 before the first.
+    pub(crate) fn last_thread(&self) -> u32 {
+        self.last_thread
     }
 
-    pub(crate) fn socket(&self) -> Option<&OwnedFd> {
-        self.attachment
-            .as_ref()
-            .map(|attachment| &attachment.socket)
+    pub(crate) fn run(&self) -> &Arc<Run> {
+        &self.run
     }
 
     /// Children touch this page first.
@@ -102,16 +97,12 @@ impl ProcessEdge {
         let control = attachment.worker.fd();
         if hello.is_child {
             let uffd = self.uffd.duplicate()?;
-            send_frame(
-                &attachment.socket,
-                &Frame::Welcome,
-                &[control, std::os::fd::AsFd::as_fd(&uffd)],
-            )?;
-            self.run
-                .keep(&self.program, self.program.pid(), &[&uffd, &control]);
+            send_frame(&attachment.socket, &Frame::Welcome, &[control, std::os::fd::AsFd::as_fd(&uffd)])?;
+            self.run.keep(&self.program, self.program.pid(), &[&uffd, &control]);
         } else {
             send_frame(&attachment.socket, &Frame::Welcome, &[control])?;
         }
+        self.obituary()?.watch(&self.program, &attachment.socket);
         self.attachment = Some(attachment);
         Ok(())
     }
@@ -130,12 +121,7 @@ impl ProcessEdge {
         }
     }
 
-    fn read_present(
-        &self,
-        start: PageNumber,
-        end: PageNumber,
-        out: &mut Vec<PageNumber>,
-    ) -> io::Result<()> {
+    fn read_present(&self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) -> io::Result<()> {
         let file = self.pagemap()?;
         let mut buffer = vec![0; PAGEMAP_ENTRIES * 8];
         let mut page = start;
@@ -156,9 +142,16 @@ impl ProcessEdge {
         Ok(())
     }
 
+    fn obituary(&self) -> io::Result<Arc<Obituary>> {
+        let service = self.run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
+        Ok(Arc::clone(&service.obituary))
+    }
+
     /// The first fault of a child tells which process it is.
     fn learn_pid(&self, thread: u32) {
-        self.program.set_pid(thread);
+        if let Ok(obituary) = self.obituary() {
+            self.program.set_pid(thread, &obituary);
+        }
         self.run.keep(&self.program, thread, &[]);
     }
 
@@ -172,8 +165,7 @@ impl ProcessEdge {
         }
         let thread = attachment.worker.thread();
         let is_own = thread != 0
-            && std::path::Path::new(&format!("/proc/{}/task/{thread}", self.program.pid()))
-                .exists();
+            && std::path::Path::new(&format!("/proc/{}/task/{thread}", self.program.pid())).exists();
         if is_own {
             self.program.thread.store(thread, Relaxed);
         }
@@ -186,6 +178,9 @@ impl Kernel for ProcessEdge {
 
     fn read(&mut self, out: &mut Vec<Message<OwnedFd>>) {
         self.uffd.read(out);
+        if let Some(Message::Fault(fault)) = out.last() {
+            self.last_thread = fault.thread;
+        }
         if self.program.pid() == 0
             && let Some(thread) = out.iter().find_map(|message| match message {
                 Message::Fault(fault) => Some(fault.thread),
@@ -201,18 +196,12 @@ impl Kernel for ProcessEdge {
             Source::Zeros { private: false } => return self.uffd.zero(page, pages),
             Source::Zeros { private: true } => self.zeros.as_ptr(),
             Source::Slot(slot) => {
-                let service = self
-                    .run
-                    .service
-                    .upgrade()
-                    .expect("the service outlives its programs");
+                let service = self.run.service.upgrade().expect("the service outlives its programs");
                 // SAFETY: slots lie inside the mempool's mapping.
                 unsafe { service.mempool.memory().as_ptr().add(slot.offset()) }
             }
             // SAFETY: the fetch buffer has FETCH_PAGES_MAX pages.
-            Source::Fetched(index) => unsafe {
-                self.fetcher.buffer().as_ptr().add(index * PAGE_BYTES)
-            },
+            Source::Fetched(index) => unsafe { self.fetcher.buffer().as_ptr().add(index * PAGE_BYTES) },
         };
         assert!(pages <= FETCH_PAGES_MAX);
         // SAFETY: each source is at least `pages` long: windows are below FETCH_PAGES_MAX, and a slot serves one page.
@@ -238,8 +227,7 @@ impl Kernel for ProcessEdge {
     }
 
     fn is_changing(&mut self) -> bool {
-        self.uffd
-            .is_changing(self.program.private[2].load(Relaxed) / PAGE)
+        self.uffd.is_changing(self.program.private[2].load(Relaxed) / PAGE)
     }
 
     fn present(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) {
@@ -248,25 +236,12 @@ impl Kernel for ProcessEdge {
         }
     }
 
-    fn take(
-        &mut self,
-        buffer: usize,
-        pages: &[PageNumber],
-        out: &mut Vec<Taken>,
-    ) -> Result<(), Gone> {
+    fn take(&mut self, buffer: usize, pages: &[PageNumber], out: &mut Vec<Taken>) -> Result<(), Gone> {
         let program = Arc::clone(&self.program);
-        let attachment = self
-            .attachment
-            .as_mut()
-            .expect("the monitor asked whether there is a worker");
+        let attachment = self.attachment.as_mut().expect("the monitor asked whether there is a worker");
         attachment.worker.refresh_pins();
-        let socket = &attachment.socket;
-        let is_alive = || !program.is_killed() && !has_hung_up(socket);
-        if attachment.worker.take(buffer, pages, out, is_alive) {
-            Ok(())
-        } else {
-            Err(Gone)
-        }
+        let is_alive = || !program.is_killed() && !program.is_gone();
+        if attachment.worker.take(buffer, pages, out, is_alive) { Ok(()) } else { Err(Gone) }
     }
 
     fn has_worker(&self) -> bool {
@@ -275,11 +250,7 @@ impl Kernel for ProcessEdge {
 
     fn is_pinned(&self, page: PageNumber) -> bool {
         let canary = self.program.private[2].load(Relaxed) / PAGE;
-        page == canary
-            || self
-                .attachment
-                .as_ref()
-                .is_some_and(|attachment| attachment.worker.is_pinned(page))
+        page == canary || self.attachment.as_ref().is_some_and(|attachment| attachment.worker.is_pinned(page))
     }
 
     fn pause(&mut self) {
@@ -289,16 +260,8 @@ impl Kernel for ProcessEdge {
 
 impl Edge for ProcessEdge {
     fn submit(&mut self, job: Job) {
-        let staging = self
-            .attachment
-            .as_ref()
-            .map_or(0, |attachment| attachment.hello.staging);
-        self.run.sender.submit(
-            &self.program,
-            self.program.thread.load(Relaxed),
-            staging,
-            job,
-        );
+        let staging = self.attachment.as_ref().map_or(0, |attachment| attachment.hello.staging);
+        self.run.sender.submit(&self.program, self.program.thread.load(Relaxed), staging, job);
     }
 
     fn collect(&mut self, out: &mut Vec<Done>) {
@@ -307,7 +270,7 @@ impl Edge for ProcessEdge {
 
     fn wait(&mut self) -> bool {
         self.program.sleep_for_bell(PATIENCE);
-        !self.program.is_killed()
+        !self.program.is_killed() && !self.program.is_gone()
     }
 
     fn fetch(&mut self, slabs: &SlabSet, locations: &[Location]) -> Result<usize, FetchError> {
@@ -316,8 +279,7 @@ impl Edge for ProcessEdge {
 
     fn forked(&mut self, child: OwnedFd, volume: Volume, areas: Areas) {
         if let Err(error) = program::start_child(&self.run, &self.program, child, volume, areas) {
-            self.run
-                .end(&format!("a forked child cannot be served: {error}"));
+            self.run.end(&format!("a forked child cannot be served: {error}"));
         }
     }
 
@@ -340,17 +302,4 @@ impl Edge for ProcessEdge {
     fn now_ns(&self) -> u64 {
         u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
-}
-
-/// Whether the other end is gone.
-fn has_hung_up(socket: &OwnedFd) -> bool {
-    let mut fds = [rustix::event::PollFd::new(
-        socket,
-        rustix::event::PollFlags::empty(),
-    )];
-    let zero = rustix::fs::Timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    rustix::event::poll(&mut fds, Some(&zero)).is_ok_and(|ready| ready > 0)
 }

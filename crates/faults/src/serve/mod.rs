@@ -7,6 +7,8 @@
 
 pub mod attach;
 mod edge;
+mod follow;
+mod obituary;
 mod priority;
 pub mod program;
 pub mod run;
@@ -51,23 +53,27 @@ pub trait Surroundings: Send + Sync + Debug {
 pub struct Service {
     pub(crate) surroundings: Arc<dyn Surroundings>,
     pub(crate) mempool: Arc<Mempool>,
+    pub(crate) obituary: Arc<obituary::Obituary>,
     runs: Mutex<HashMap<Token, Arc<Run>>>,
     next_program: AtomicU64,
 }
 
 impl Service {
-    /// A service without programs, and its sampler.
-    #[must_use]
-    pub fn new(surroundings: Arc<dyn Surroundings>, mempool: Arc<Mempool>) -> Arc<Self> {
+    /// A service without programs, and its threads.
+    ///
+    /// # Errors
+    /// If there are no threads or descriptors for it.
+    pub fn new(surroundings: Arc<dyn Surroundings>, mempool: Arc<Mempool>) -> std::io::Result<Arc<Self>> {
         let service = Arc::new(Self {
             surroundings,
             mempool,
+            obituary: obituary::Obituary::start()?,
             runs: Mutex::new(HashMap::new()),
             // Numbers stay unique over restarts, as the keeper still knows those of before.
             next_program: AtomicU64::new(u64::from(std::process::id()) << 32),
         });
-        sampler::start(Arc::clone(&service));
-        service
+        sampler::start(&service)?;
+        Ok(service)
     }
 
     /// Open a run.
@@ -83,9 +89,7 @@ impl Service {
         }
         let mut runs = self.lock();
         if runs.len() >= RUNS_MAX {
-            return Err(format!(
-                "this agent already serves {RUNS_MAX} runs: end some first"
-            ));
+            return Err(format!("this agent already serves {RUNS_MAX} runs: end some first"));
         }
         let run = Run::open(self, name, limit_bytes)
             .map_err(|error| format!("no memory for another run: {error}"))?;

@@ -12,6 +12,8 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::edge::{Attachment, ProcessEdge};
+use super::follow::Follow;
+use super::obituary::Obituary;
 use super::priority::{URGENT, set_niceness};
 use super::run::Run;
 use crate::areas::{Area, Areas};
@@ -21,10 +23,7 @@ use crate::stats::FaultStats;
 use crate::uffd::Userfaultfd;
 
 /// How often a program whose process is unknown is probed for being alive.
-const PROBE: rustix::fs::Timespec = rustix::fs::Timespec {
-    tv_sec: 1,
-    tv_nsec: 0,
-};
+const PROBE_MS: i32 = 1000;
 
 /// What other threads want of a program's monitor.
 #[derive(Debug)]
@@ -56,6 +55,7 @@ pub struct Program {
     bell: OwnedFd,
     pidfd: Mutex<Option<OwnedFd>>,
     killed: AtomicBool,
+    gone: AtomicBool,
 }
 
 impl Program {
@@ -76,6 +76,7 @@ impl Program {
             bell: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             pidfd: Mutex::new(None),
             killed: AtomicBool::new(false),
+            gone: AtomicBool::new(false),
         })
     }
 
@@ -85,20 +86,20 @@ impl Program {
         self.pid.load(Relaxed)
     }
 
-    pub(crate) fn set_pid(&self, pid: u32) {
+    pub(crate) fn set_pid(self: &Arc<Self>, pid: u32, obituary: &Obituary) {
         let pidfd = i32::try_from(pid)
             .ok()
             .and_then(Pid::from_raw)
             .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
-        *lock(&self.pidfd) = pidfd;
         self.pid.store(pid, Relaxed);
+        if let Some(pidfd) = &pidfd {
+            obituary.watch(self, pidfd);
+        }
+        *lock(&self.pidfd) = pidfd;
     }
 
     pub(crate) fn set_private(&self, hello: &Hello) {
-        for (place, value) in
-            self.private
-                .iter()
-                .zip([hello.private_start, hello.private_end, hello.canary])
+        for (place, value) in self.private.iter().zip([hello.private_start, hello.private_end, hello.canary])
         {
             place.store(value, Relaxed);
         }
@@ -113,6 +114,16 @@ impl Program {
             tracing::debug!(%error, pid = self.pid(), "the program had ended already");
         }
         self.wake();
+    }
+
+    /// Its process, or its image of before an `exec`, is no more.
+    pub(crate) fn pronounce_gone(&self) {
+        self.gone.store(true, SeqCst);
+        self.ring();
+    }
+
+    pub(crate) fn is_gone(&self) -> bool {
+        self.gone.load(Relaxed)
     }
 
     pub(crate) fn is_killed(&self) -> bool {
@@ -198,15 +209,11 @@ pub(crate) fn start_root(
     attachment: Attachment,
 ) -> io::Result<()> {
     let program = new_program(run)?;
-    program.set_pid(pid);
-    program.set_private(&attachment.hello);
     let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
-    let volume = Volume::new(
-        Arc::clone(&run.slabs),
-        Arc::clone(&service.mempool),
-        Arc::clone(&run.budget),
-    )
-    .map_err(io::Error::other)?;
+    program.set_pid(pid, &service.obituary);
+    program.set_private(&attachment.hello);
+    let volume = Volume::new(Arc::clone(&run.slabs), Arc::clone(&service.mempool), Arc::clone(&run.budget))
+        .map_err(io::Error::other)?;
     run.keep(&program, pid, &[&uffd_fd(&uffd)?, &attachment.worker.fd()]);
     let mut edge = ProcessEdge::new(run, &program, uffd)?;
     edge.register_canary(attachment.hello.canary);
@@ -264,12 +271,9 @@ fn spawn(
             areas,
             BUFFERS,
         );
-        Loop {
-            monitor,
-            program: Arc::clone(&for_thread),
-        }
-        .run();
+        Loop { monitor, program: Arc::clone(&for_thread), follow: Follow::new() }.run();
         if let Some(service) = run.service.upgrade() {
+            service.obituary.forget(for_thread.id);
             service.surroundings.unkeep(for_thread.id);
         }
         run.remove(&for_thread);
@@ -283,6 +287,7 @@ fn spawn(
 struct Loop {
     monitor: Monitor<ProcessEdge>,
     program: Arc<Program>,
+    follow: Follow,
 }
 
 impl Loop {
@@ -295,9 +300,9 @@ impl Loop {
                 Next::Sleep => self.sleep(),
                 Next::Ended => break,
             }
-            self.program
-                .held
-                .store(self.monitor.volume().held(), Relaxed);
+            self.program.held.store(self.monitor.volume().held(), Relaxed);
+            let faults = self.program.stats.faults.load(Relaxed);
+            self.follow.after(faults, self.monitor.edge().last_thread());
         }
         self.end();
     }
@@ -323,37 +328,24 @@ impl Loop {
     /// Sleep until the kernel, the sender or the program's end has something to say.
     fn sleep(&mut self) {
         if !self.program.lie_down() {
+            if self.program.is_gone() {
+                self.monitor.end();
+            }
             return;
         }
-        let pidfd = lock(&self.program.pidfd)
-            .as_ref()
-            .and_then(|fd| fd.try_clone().ok());
         let edge = self.monitor.edge();
-        let is_known = pidfd.is_some();
-        let mut fds = [libc::pollfd {
-            fd: -1,
-            events: libc::POLLIN,
-            revents: 0,
-        }; 4];
+        let mut fds = [libc::pollfd { fd: -1, events: libc::POLLIN, revents: 0 }; 2];
         fds[0].fd = edge.uffd().as_raw_fd();
         fds[1].fd = self.program.bell.as_raw_fd();
-        fds[2].fd = edge.socket().map_or(-1, AsRawFd::as_raw_fd);
-        fds[3].fd = pidfd.as_ref().map_or(-1, AsRawFd::as_raw_fd);
-        let patience = if is_known {
-            -1
-        } else {
-            i32::try_from(PROBE.tv_sec * 1000).unwrap_or(1000)
-        };
-        // SAFETY: four valid entries; negative descriptors are ignored.
-        let ready = unsafe { libc::poll(fds.as_mut_ptr(), 4, patience) };
+        // While its process is unknown nobody tells us of its end.
+        let patience = if self.program.pid() == 0 { PROBE_MS } else { -1 };
+        // SAFETY: two valid entries.
+        let ready = unsafe { libc::poll(fds.as_mut_ptr(), 2, patience) };
         self.program.get_up();
         if fds[1].revents != 0 {
             self.program.quiet_bell();
         }
-        let is_gone = fds[2].revents != 0
-            || fds[3].revents != 0
-            || (ready == 0 && !self.monitor.edge().is_alive());
-        if is_gone {
+        if self.program.is_gone() || (ready == 0 && !self.monitor.edge().is_alive()) {
             self.monitor.end();
         }
     }

@@ -76,11 +76,7 @@ pub struct RunReport {
 }
 
 impl Run {
-    pub(crate) fn open(
-        service: &Arc<Service>,
-        name: &str,
-        limit_bytes: u64,
-    ) -> std::io::Result<Arc<Self>> {
+    pub(crate) fn open(service: &Arc<Service>, name: &str, limit_bytes: u64) -> std::io::Result<Arc<Self>> {
         let mut token = [0; 16];
         rustix::rand::getrandom(&mut token, rustix::rand::GetRandomFlags::empty())?;
         let slabs = Arc::new(SlabSet::new()?);
@@ -174,10 +170,7 @@ impl Run {
 
     /// Tell the one who started the run.
     pub(crate) fn tell(&self, text: &str) {
-        self.news
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(text.to_owned());
+        self.news.lock().unwrap_or_else(PoisonError::into_inner).push(text.to_owned());
         self.changed.notify_all();
     }
 
@@ -203,10 +196,7 @@ impl Run {
     /// Why the run was ended, if it was.
     #[must_use]
     pub fn reason(&self) -> Option<String> {
-        self.reason
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.reason.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     pub(crate) fn close(&self) {
@@ -219,9 +209,7 @@ impl Run {
         let programs = self.programs();
         let total = FaultStats::default();
         total.merge(&self.ended_programs);
-        programs
-            .iter()
-            .for_each(|program| total.merge(&program.stats));
+        programs.iter().for_each(|program| total.merge(&program.stats));
         let load = |counter: &AtomicU64| counter.load(Relaxed);
         let page = PAGE_BYTES as u64;
         let sent = self.sender.stats();

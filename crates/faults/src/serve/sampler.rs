@@ -36,14 +36,9 @@ const TOO_SMALL_AFTER: Duration = Duration::from_secs(3);
 const FULL_AFTER: Duration = Duration::from_secs(5);
 
 /// Start the thread. It ends with the service.
-pub(crate) fn start(service: Arc<Service>) {
-    let weak = Arc::downgrade(&service);
-    let spawned = std::thread::Builder::new()
-        .name("sampler".into())
-        .spawn(move || sample_all(&weak));
-    if let Err(error) = spawned {
-        tracing::error!(%error, "programs cannot be sampled: limits will not hold");
-    }
+pub(crate) fn start(service: &Arc<Service>) -> std::io::Result<()> {
+    let weak = Arc::downgrade(service);
+    std::thread::Builder::new().name("sampler".into()).spawn(move || sample_all(&weak)).map(drop)
 }
 
 #[derive(Debug, Default)]
@@ -75,10 +70,7 @@ fn sample_all(service: &Weak<Service>) {
     let mut watches: Vec<Watch> = Vec::new();
     while let Some(service) = service.upgrade() {
         for run in service.runs() {
-            if !watches
-                .iter()
-                .any(|watch| watch.run.as_ptr() == Arc::as_ptr(&run))
-            {
+            if !watches.iter().any(|watch| watch.run.as_ptr() == Arc::as_ptr(&run)) {
                 watches.push(Watch {
                     run: Arc::downgrade(&run),
                     programs: Vec::new(),
@@ -107,8 +99,7 @@ impl Watch {
     /// Look at one run; returns when to look again.
     fn sample(&mut self, run: &Run) -> Duration {
         let programs = run.programs();
-        self.programs
-            .retain(|seen| programs.iter().any(|program| program.id == seen.id));
+        self.programs.retain(|seen| programs.iter().any(|program| program.id == seen.id));
         let shares = run.shares();
         let mut total = 0;
         let mut held = 0;
@@ -143,27 +134,20 @@ impl Watch {
     fn scan_if_needed(&mut self, program: &Arc<Program>, look: &Look, is_near: bool) {
         let now = Instant::now();
         let uncontrolled = look.anonymous.saturating_sub(program.held.load(Relaxed));
-        let at = self
-            .programs
-            .iter()
-            .position(|seen| seen.id == program.id)
-            .unwrap_or_else(|| {
-                self.programs.push(Seen {
-                    id: program.id,
-                    size: 0,
-                    uncontrolled: 0,
-                    is_armed: false,
-                    next_scan: now,
-                });
-                self.programs.len() - 1
+        let at = self.programs.iter().position(|seen| seen.id == program.id).unwrap_or_else(|| {
+            self.programs.push(Seen {
+                id: program.id,
+                size: 0,
+                uncontrolled: 0,
+                is_armed: false,
+                next_scan: now,
             });
+            self.programs.len() - 1
+        });
         let seen = &mut self.programs[at];
         let has_changed = seen.size != look.size || uncontrolled > seen.uncontrolled + GROWTH_PAGES;
         let is_wanted = is_near && (!seen.is_armed || has_changed);
-        if !is_wanted
-            || now < seen.next_scan
-            || program.thread.load(Relaxed) == 0 && program.pid() == 0
-        {
+        if !is_wanted || now < seen.next_scan || program.thread.load(Relaxed) == 0 && program.pid() == 0 {
             return;
         }
         let Some(text) = read_proc(program, "maps") else {
@@ -185,7 +169,9 @@ impl Watch {
             && since > FULL_AFTER
             && run.budget.excess(0) > 0
         {
-            run.end(&format!("{reason}. Give the pool more memory (aquifer up --memory), or the program a larger --local"));
+            run.end(&format!(
+                "{reason}. Give the pool more memory (aquifer up --memory), or the program a larger --local"
+            ));
         }
         let is_over = total.saturating_sub(held) > max + max / 10 + TOLERANCE_PAGES;
         if !is_over {
@@ -212,15 +198,10 @@ fn read_proc(program: &Program, file: &str) -> Option<Vec<u8>> {
 
 fn look(program: &Program) -> Option<Look> {
     let text = read_proc(program, "statm")?;
-    let mut numbers = std::str::from_utf8(&text)
-        .ok()?
-        .split_ascii_whitespace()
-        .filter_map(|word| word.parse::<u64>().ok());
+    let mut numbers =
+        std::str::from_utf8(&text).ok()?.split_ascii_whitespace().filter_map(|word| word.parse::<u64>().ok());
     let (size, resident, shared) = (numbers.next()?, numbers.next()?, numbers.next()?);
-    Some(Look {
-        size,
-        anonymous: resident.saturating_sub(shared),
-    })
+    Some(Look { size, anonymous: resident.saturating_sub(shared) })
 }
 
 /// Anonymous pages, those shared with relatives counted in part, so that the sum over a run is right.

@@ -57,45 +57,21 @@ pub(crate) struct SenderThread {
 }
 
 impl SenderThread {
-    pub(crate) fn start(
-        service: &Arc<Service>,
-        slabs: Arc<SlabSet>,
-        seed: u64,
-    ) -> std::io::Result<Self> {
+    pub(crate) fn start(service: &Arc<Service>, slabs: Arc<SlabSet>, seed: u64) -> std::io::Result<Self> {
         let shared = Arc::new(Shared::default());
         let started = Instant::now();
         let mempool = Arc::clone(&service.mempool);
         let surroundings = Arc::clone(&service.surroundings);
         let for_thread = Arc::clone(&shared);
-        std::thread::Builder::new()
-            .name("sender".into())
-            .spawn(move || {
-                let sender = Sender::new(
-                    slabs,
-                    &mempool,
-                    surroundings.connector(),
-                    surroundings.pool(),
-                    seed,
-                );
-                Loop {
-                    sender,
-                    mempool,
-                    shared: for_thread,
-                    programs: Vec::new(),
-                    started,
-                }
-                .run();
-            })?;
+        std::thread::Builder::new().name("sender".into()).spawn(move || {
+            let sender = Sender::new(slabs, &mempool, surroundings.connector(), surroundings.pool(), seed);
+            Loop { sender, mempool, shared: for_thread, programs: Vec::new(), started }.run();
+        })?;
         Ok(Self { shared, started })
     }
 
     pub(crate) fn submit(&self, program: &Arc<Program>, thread: u32, staging: u64, job: Job) {
-        self.shared.lock().orders.push_back(Order {
-            program: Arc::clone(program),
-            job,
-            staging,
-            thread,
-        });
+        self.shared.lock().orders.push_back(Order { program: Arc::clone(program), job, staging, thread });
         self.shared.bell.notify_one();
     }
 
@@ -116,12 +92,7 @@ impl SenderThread {
             return None;
         }
         let since = Duration::from_millis(self.shared.starved_since_ms.load(Relaxed));
-        let text = self
-            .shared
-            .starvation
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone();
+        let text = self.shared.starvation.lock().unwrap_or_else(PoisonError::into_inner).clone();
         Some((self.started.elapsed().saturating_sub(since), text))
     }
 
@@ -162,11 +133,7 @@ impl Loop {
             if let Some(order) = order {
                 self.copy(order, &mut found);
             }
-            let starved = self
-                .sender
-                .advance(&mut written)
-                .err()
-                .map(|error| error.to_string());
+            let starved = self.sender.advance(&mut written).err().map(|error| error.to_string());
             self.note_starvation(starved);
             for written in written.drain(..) {
                 self.deliver(written);
@@ -186,12 +153,7 @@ impl Loop {
         let mut inbox = self.shared.lock();
         let is_starved = self.shared.is_starved.load(Relaxed);
         if inbox.orders.is_empty() && !inbox.stop && (self.sender.is_idle() || is_starved) {
-            inbox = self
-                .shared
-                .bell
-                .wait_timeout(inbox, IDLE_TICK)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            inbox = self.shared.bell.wait_timeout(inbox, IDLE_TICK).unwrap_or_else(PoisonError::into_inner).0;
         }
         for owner in std::mem::take(&mut inbox.abandoned) {
             self.sender.abandon(owner);
@@ -199,11 +161,7 @@ impl Loop {
         if inbox.stop && inbox.orders.is_empty() && self.sender.is_idle() {
             return None;
         }
-        Some(if self.sender.has_room() {
-            inbox.orders.pop_front()
-        } else {
-            None
-        })
+        Some(if self.sender.has_room() { inbox.orders.pop_front() } else { None })
     }
 
     /// Copy a batch into its block and tell the monitor what it was.
@@ -213,18 +171,8 @@ impl Loop {
             tracing::debug!(%error, pid = order.program.pid(), "a batch could not be read: its program is gone");
             0
         });
-        self.sender.stage(
-            order.program.id,
-            order.job.block,
-            count,
-            |index| index < readable,
-            found,
-        );
-        match self
-            .programs
-            .iter_mut()
-            .find(|(program, _)| program.id == order.program.id)
-        {
+        self.sender.stage(order.program.id, order.job.block, count, |index| index < readable, found);
+        match self.programs.iter_mut().find(|(program, _)| program.id == order.program.id) {
             Some((_, jobs)) => *jobs += 1,
             None => self.programs.push((Arc::clone(&order.program), 1)),
         }
@@ -237,32 +185,24 @@ impl Loop {
 
     /// Copy the pages from the program's staging buffer; how many arrived, from the first.
     fn read(&self, order: &Order) -> std::io::Result<usize> {
-        let pid = i32::try_from(order.thread)
-            .ok()
-            .and_then(Pid::from_raw)
-            .ok_or(std::io::ErrorKind::NotFound)?;
+        let pid =
+            i32::try_from(order.thread).ok().and_then(Pid::from_raw).ok_or(std::io::ErrorKind::NotFound)?;
         let base = order.staging + (order.job.buffer * TAKE_PAGES_MAX * PAGE_BYTES) as u64;
         let mut remote = Vec::with_capacity(BLOCK_PAGES);
         for position in &order.job.positions {
             let start = base + u64::from(*position) * PAGE_BYTES as u64;
             match remote.last_mut() {
-                Some(libc::iovec { iov_base, iov_len })
-                    if *iov_base as u64 + *iov_len as u64 == start =>
-                {
+                Some(libc::iovec { iov_base, iov_len }) if *iov_base as u64 + *iov_len as u64 == start => {
                     *iov_len += PAGE_BYTES;
                 }
-                _ => remote.push(libc::iovec {
-                    iov_base: start as *mut libc::c_void,
-                    iov_len: PAGE_BYTES,
-                }),
+                _ => remote.push(libc::iovec { iov_base: start as *mut libc::c_void, iov_len: PAGE_BYTES }),
             }
         }
         let offset = order.job.block.slot(0).offset();
         let bytes = order.job.positions.len() * PAGE_BYTES;
         // SAFETY: the block is this job's until it is written, and inside the mempool's mapping.
-        let block = unsafe {
-            std::slice::from_raw_parts_mut(self.mempool.memory().as_ptr().add(offset), bytes)
-        };
+        let block =
+            unsafe { std::slice::from_raw_parts_mut(self.mempool.memory().as_ptr().add(offset), bytes) };
         let local = IoSliceMut::new(block);
         // SAFETY: local memory is the block; the remote ranges are only read, and may be anything.
         let length = unsafe {
@@ -275,16 +215,11 @@ impl Loop {
                 0,
             )
         };
-        usize::try_from(length)
-            .map(|bytes| bytes / PAGE_BYTES)
-            .map_err(|_| std::io::Error::last_os_error())
+        usize::try_from(length).map(|bytes| bytes / PAGE_BYTES).map_err(|_| std::io::Error::last_os_error())
     }
 
     fn deliver(&mut self, written: aquifer_pager::Written) {
-        let at = self
-            .programs
-            .iter()
-            .position(|(program, _)| program.id == written.owner);
+        let at = self.programs.iter().position(|(program, _)| program.id == written.owner);
         let at = at.expect("its batch was staged");
         let (program, jobs) = &mut self.programs[at];
         program.deliver(Done::Written(Box::new(written)));
@@ -302,11 +237,7 @@ impl Loop {
             let now = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
             self.shared.starved_since_ms.store(now, Relaxed);
         }
-        *self
-            .shared
-            .starvation
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = text;
+        *self.shared.starvation.lock().unwrap_or_else(PoisonError::into_inner) = text;
     }
 
     fn publish(&self) {

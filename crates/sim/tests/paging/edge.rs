@@ -91,6 +91,7 @@ impl SimEdge {
                 Some(Frame { stamp, .. }) => {
                     assert!(!process.kept.contains(&page), "page {page:#x} was to stay");
                     place.frame = None;
+                    tell!("{} takes {} = {stamp}", self.process, index(page));
                     return Ok((Taken::Moved, stamp));
                 }
             };
@@ -117,6 +118,7 @@ impl Kernel for SimEdge {
                 world.processes[child].started = true;
             }
             out.push(message);
+            tell!("{} reads {:?}", self.process, out.last());
             if world.rng.chance(1, 8) {
                 world.bustle(1);
             }
@@ -145,6 +147,7 @@ impl Kernel for SimEdge {
             filled += 1;
         }
         let count = filled as u64;
+        tell!("{} fill {}+{pages} {source:?}: {filled} {stop:?}", self.process, index(page));
         match source {
             Source::Zeros { .. } => world.seen.zero_fills += count,
             Source::Slot(_) => world.seen.staging_fills += count,
@@ -187,6 +190,7 @@ impl Kernel for SimEdge {
         let pages = &mut world.processes[self.process].pages[index(start)..index(end)];
         let mut any = false;
         // Holes are no obstacle to the kernel.
+        tell!("{} registers {}..{}", self.process, index(start), index(end));
         for page in pages.iter_mut().filter(|page| page.mapped) {
             page.registered = true;
             any = true;

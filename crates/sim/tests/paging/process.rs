@@ -172,6 +172,7 @@ impl Process {
     ) -> Result<(), String> {
         let process = self.id;
         let page = &mut self.pages[at];
+        tell!("{process}.{thread} touches {at}, write {write:?}, truth {}, {:?}", page.truth, page.frame);
         self.threads[thread].last = at;
         self.threads[thread].doing = Doing::Idle;
         if !page.mapped || (write.is_some() && page.owner != Some(thread)) {
@@ -242,6 +243,7 @@ impl Process {
     /// A thread begins to tell of changes that it has made; without any it goes on.
     pub fn tell(&mut self, thread: usize, events: Vec<Event>, after: After, late: bool) {
         self.changing += u32::try_from(events.len()).expect("a few");
+        tell!("{}.{thread} raises {events:?} {after:?}", self.id);
         let events = VecDeque::from(events);
         if let Some(first) = events.front() {
             if !late {
@@ -291,6 +293,7 @@ impl Process {
 
     /// The last step of `madvise`.
     pub fn zap(&mut self, start: usize, end: usize, lazy: bool) {
+        tell!("{} zaps {start}..{end} lazy {lazy}", self.id);
         for at in start..end {
             let page = &mut self.pages[at];
             if !lazy {

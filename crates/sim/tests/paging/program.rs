@@ -149,6 +149,7 @@ fn unmap(target: &mut Process, rng: &mut Rng, thread: usize, late: bool) {
 fn map(target: &mut Process, rng: &mut Rng, thread: usize) {
     if let Some((start, end)) = target.free_range(rng, 12) {
         target.pages[start..end].fill(Page::mapped_by(thread, false));
+        tell!("{}.{thread} maps {start}..{end}", target.id);
     }
 }
 
@@ -204,5 +205,6 @@ fn pin(target: &mut Process, rng: &mut Rng, thread: usize) {
         && !frame.lazy
     {
         frame.pinned = !frame.pinned;
+        tell!("{} pins {at}: {}", target.id, frame.pinned);
     }
 }

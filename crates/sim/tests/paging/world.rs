@@ -179,6 +179,7 @@ impl World {
         let lazy = |at: usize| pages[at].frame.is_some_and(|frame| frame.lazy);
         if let Some((at, _)) = super::memory::random_run(&mut self.rng, pages.len(), 1, lazy) {
             pages[at].frame = None;
+            tell!("{process} lazily drops {at}");
         }
     }
 
@@ -251,10 +252,13 @@ impl World {
             .map(super::memory::number)
             .collect();
         let is_parting = !self.orders.iter().all(|order| order.process != process);
-        for child in 0..self.processes.len() {
-            if is_parting && self.processes[child].parent == Some(process) {
-                let lost = &mut self.processes[child].lost;
-                lost.extend(&leaving);
+        let mut family = vec![process];
+        // A child comes after its parent.
+        for child in process..self.processes.len() {
+            let parent = self.processes[child].parent;
+            if is_parting && parent.is_some_and(|parent| family.contains(&parent)) {
+                family.push(child);
+                self.processes[child].lost.extend(&leaving);
             }
         }
     }

@@ -1,0 +1,40 @@
+# The few commands that people type. What they do is in scripts/ and in the binary itself.
+
+AQUIFER := target/release/aquifer
+BENCHES := fabric faults
+# A soak lasts so long; `make test-long SOAK_S=36000` lasts ten hours.
+SOAK_S := 1800
+
+.PHONY: help build demo test test-long bench clean
+
+help:
+	@echo 'make demo       a real program in a quarter of the memory it needs, beside kernel swap (3 minutes)'
+	@echo 'make build      target/release/aquifer and the library beside it'
+	@echo 'make test       formatting, lints, all tests'
+	@echo 'make test-long  random programs under random limits, for SOAK_S=$(SOAK_S) seconds'
+	@echo 'make bench      all benches, each beside its peers'
+	@echo 'make clean      removes what was built'
+
+build:
+	cargo build --release
+
+demo:
+	scripts/install-deps.sh demo
+	cargo build --release
+	$(AQUIFER) demo
+
+test:
+	scripts/test.sh
+
+test-long:
+	scripts/install-deps.sh test
+	cargo build --release
+	AQUIFER_SOAK_S=$(SOAK_S) cargo test -p aquifer-tests-e2e --test soak -- --nocapture
+
+bench:
+	scripts/install-deps.sh bench
+	cargo build --release
+	set -e; for name in $(BENCHES); do $(AQUIFER) bench $$name; done
+
+clean:
+	cargo clean

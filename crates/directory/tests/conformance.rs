@@ -1,0 +1,46 @@
+//! One suite over every implementation of the directory.
+
+#[path = "conformance/harness.rs"]
+mod harness;
+#[path = "conformance/suite.rs"]
+mod suite;
+
+use harness::{InProcess, OverSocket, Simulated};
+
+/// Runs every function of the suite over every implementation.
+macro_rules! conformance {
+    ($($test:ident),* $(,)?) => {
+        mod in_process { $(#[test] fn $test() { super::suite::$test(&super::InProcess::start()); })* }
+        mod over_socket { $(#[test] fn $test() { super::suite::$test(&super::OverSocket::start()); })* }
+        mod simulated { $(#[test] fn $test() { super::suite::$test(&super::Simulated::start()); })* }
+    };
+}
+
+conformance!(
+    put_get_delete,
+    list_is_ordered_and_by_prefix,
+    versions_are_revisions,
+    a_transaction_is_all_or_nothing,
+    a_transaction_may_not_change_a_key_twice,
+    contended_increments_are_all_counted,
+    one_of_many_wins_an_absent_key,
+    keys_end_with_their_lease,
+    a_lease_lives_while_it_is_kept_alive,
+    a_revoked_lease_is_gone,
+    a_lease_that_is_gone_takes_no_keys,
+    epochs_increase,
+    ttl_limits,
+    a_watch_sees_all_in_order,
+    a_watch_sees_a_lease_end,
+    a_watch_goes_on_from_a_revision,
+    a_listing_and_a_watch_leave_no_gap,
+    a_watch_sees_what_threads_do_complete_and_in_order,
+    a_watch_that_is_too_old_is_refused,
+    key_limits,
+    value_limits,
+    list_limits,
+    transaction_limits,
+    hosts_are_claimed_in_turn,
+    hosts_claimed_at_once_differ,
+    a_node_number_is_taken_once,
+);

@@ -1,0 +1,511 @@
+//! What every directory does.
+
+use std::sync::{Arc, Barrier};
+use std::time::Duration;
+
+use aquifer_directory::{
+    Bound, Compare, Directory, DirectoryError, Event, EventKind, Lease, LeaseId, Operation, Transaction,
+    TransactionOutcome, Watch, limits, names,
+};
+
+use crate::harness::Harness;
+
+/// Long enough for any machine; a test that works never waits for it.
+const PATIENCE: Duration = Duration::from_secs(60);
+const TTL: Duration = Duration::from_secs(10);
+
+fn event(watch: &mut dyn Watch) -> Event {
+    watch.next(PATIENCE).unwrap().expect("an event is due")
+}
+
+fn limit<T: std::fmt::Debug>(result: Result<T, DirectoryError>) -> Bound {
+    match result {
+        Err(DirectoryError::Limit { bound, .. }) => bound,
+        other => panic!("a limit was expected, not {other:?}"),
+    }
+}
+
+fn increment(directory: &dyn Directory, key: &str) -> u64 {
+    loop {
+        let entry = directory.get(key).unwrap();
+        let (count, version) = entry.map_or((0, 0), |entry| {
+            (u64::from_le_bytes(entry.value.as_slice().try_into().unwrap()), entry.version)
+        });
+        let transaction = Transaction {
+            compares: vec![Compare::version(key, version)],
+            operations: vec![Operation::put(key, (count + 1).to_le_bytes(), None)],
+        };
+        if directory.transaction(&transaction).unwrap().is_committed() {
+            return count + 1;
+        }
+    }
+}
+
+pub fn put_get_delete(harness: &dyn Harness) {
+    let directory = harness.directory();
+    assert_eq!(directory.get("a/b").unwrap(), None);
+    let revision = directory.put("a/b", b"\0value\xff", None).unwrap();
+    let entry = directory.get("a/b").unwrap().unwrap();
+    assert_eq!((entry.value.as_slice(), entry.version, entry.lease), (&b"\0value\xff"[..], revision, None));
+    assert_eq!(directory.delete("a/b").unwrap(), revision + 1);
+    assert_eq!(directory.get("a/b").unwrap(), None);
+    assert_eq!(directory.delete("a/b").unwrap(), revision + 1, "deleting nothing changes nothing");
+}
+
+pub fn list_is_ordered_and_by_prefix(harness: &dyn Harness) {
+    let directory = harness.directory();
+    for key in ["b/2", "b/10", "b", "c/1", "a/1", "b/é"] {
+        directory.put(key, key.as_bytes(), None).unwrap();
+    }
+    let keys = |prefix| -> Vec<String> {
+        directory.list(prefix).unwrap().entries.into_iter().map(|entry| entry.key).collect()
+    };
+    assert_eq!(keys("b/"), ["b/10", "b/2", "b/é"]);
+    assert_eq!(keys("b"), ["b", "b/10", "b/2", "b/é"]);
+    assert_eq!(keys("").len(), 6);
+    assert!(keys("d").is_empty());
+}
+
+pub fn versions_are_revisions(harness: &dyn Harness) {
+    let directory = harness.directory();
+    let first = directory.put("a", b"", None).unwrap();
+    let second = directory.put("b", b"", None).unwrap();
+    let third = directory.put("a", b"", None).unwrap();
+    assert_eq!([second, third], [first + 1, first + 2]);
+    assert_eq!(directory.get("a").unwrap().unwrap().version, third);
+    assert_eq!(directory.get("b").unwrap().unwrap().version, second);
+    assert_eq!(directory.list("").unwrap().revision, third);
+}
+
+pub fn a_transaction_is_all_or_nothing(harness: &dyn Harness) {
+    let directory = harness.directory();
+    let version = directory.put("a", b"1", None).unwrap();
+    let mut transaction = Transaction {
+        compares: vec![Compare::version("a", version), Compare::absent("b")],
+        operations: vec![
+            Operation::put("b", "2", None),
+            Operation::delete("a"),
+            Operation::put("c", "3", None),
+        ],
+    };
+    let TransactionOutcome::Committed { revision } = directory.transaction(&transaction).unwrap() else {
+        panic!("both compares hold");
+    };
+    assert_eq!(directory.get("a").unwrap(), None);
+    for key in ["b", "c"] {
+        assert_eq!(directory.get(key).unwrap().unwrap().version, revision, "one revision for all");
+    }
+    let conflict = TransactionOutcome::Conflict { key: "a".to_owned(), version: 0 };
+    assert_eq!(directory.transaction(&transaction).unwrap(), conflict);
+
+    transaction.compares = vec![Compare::absent("b")];
+    transaction.operations = vec![Operation::put("d", "4", None)];
+    let conflict = TransactionOutcome::Conflict { key: "b".to_owned(), version: revision };
+    assert_eq!(directory.transaction(&transaction).unwrap(), conflict);
+    assert_eq!(directory.get("d").unwrap(), None);
+
+    transaction.compares.clear();
+    transaction.operations.push(Operation::put("e", "5", Some(LeaseId(999))));
+    assert_eq!(directory.transaction(&transaction), Err(DirectoryError::LeaseGone(LeaseId(999))));
+    assert_eq!(directory.get("d").unwrap(), None, "an error undoes the rest");
+    assert_eq!(directory.list("").unwrap().revision, revision);
+}
+
+pub fn a_transaction_may_not_change_a_key_twice(harness: &dyn Harness) {
+    let directory = harness.directory();
+    let operations = vec![Operation::put("a", "1", None), Operation::delete("a")];
+    let refused = directory.transaction(&Transaction { compares: Vec::new(), operations });
+    assert_eq!(refused, Err(DirectoryError::ChangedTwice { key: "a".to_owned() }));
+}
+
+pub fn contended_increments_are_all_counted(harness: &dyn Harness) {
+    const THREADS: u64 = 4;
+    const EACH: u64 = 25;
+    std::thread::scope(|scope| {
+        for _ in 0..THREADS {
+            let directory = harness.directory();
+            scope.spawn(move || {
+                for _ in 0..EACH {
+                    increment(&*directory, "count");
+                }
+            });
+        }
+    });
+    assert_eq!(increment(&*harness.directory(), "count"), THREADS * EACH + 1);
+}
+
+pub fn one_of_many_wins_an_absent_key(harness: &dyn Harness) {
+    const THREADS: usize = 6;
+    let start = Arc::new(Barrier::new(THREADS));
+    let threads: Vec<_> = (0..THREADS)
+        .map(|number| {
+            let (directory, start) = (harness.directory(), Arc::clone(&start));
+            std::thread::spawn(move || {
+                start.wait();
+                let transaction = Transaction {
+                    compares: vec![Compare::absent("leader")],
+                    operations: vec![Operation::put("leader", number.to_string(), None)],
+                };
+                directory.transaction(&transaction).unwrap().is_committed()
+            })
+        })
+        .collect();
+    let won: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+    assert_eq!(won.iter().filter(|won| **won).count(), 1);
+    let winner = won.iter().position(|won| *won).unwrap().to_string();
+    assert_eq!(harness.directory().get("leader").unwrap().unwrap().value, winner.as_bytes());
+}
+
+pub fn keys_end_with_their_lease(harness: &dyn Harness) {
+    let directory = harness.directory();
+    let short = directory.lease_grant(TTL).unwrap();
+    let long = directory.lease_grant(TTL * 2).unwrap();
+    directory.put("short/1", b"", Some(short.id)).unwrap();
+    directory.put("short/2", b"", Some(short.id)).unwrap();
+    directory.put("long", b"", Some(long.id)).unwrap();
+    directory.put("free", b"", None).unwrap();
+    assert_eq!(directory.get("long").unwrap().unwrap().lease, Some(long.id));
+    harness.advance(TTL - Duration::from_millis(1));
+    assert_eq!(directory.list("short/").unwrap().entries.len(), 2);
+    harness.advance(Duration::from_millis(1));
+    assert!(directory.list("short/").unwrap().entries.is_empty());
+    assert!(directory.get("long").unwrap().is_some());
+    harness.advance(TTL);
+    assert!(directory.get("long").unwrap().is_none());
+    assert!(directory.get("free").unwrap().is_some());
+}
+
+pub fn a_lease_lives_while_it_is_kept_alive(harness: &dyn Harness) {
+    let directory = harness.directory();
+    let lease = directory.lease_grant(TTL).unwrap();
+    for _ in 0..5 {
+        harness.advance(TTL - Duration::from_millis(1));
+        directory.lease_keep_alive(lease.id).unwrap();
+    }
+    harness.advance(TTL);
+    assert_eq!(directory.lease_keep_alive(lease.id), Err(DirectoryError::LeaseGone(lease.id)));
+}
+
+pub fn a_revoked_lease_is_gone(harness: &dyn Harness) {
+    let directory = harness.directory();
+    let lease = directory.lease_grant(TTL).unwrap();
+    directory.put("k", b"", Some(lease.id)).unwrap();
+    directory.lease_revoke(lease.id).unwrap();
+    assert_eq!(directory.get("k").unwrap(), None);
+    assert_eq!(directory.lease_revoke(lease.id), Err(DirectoryError::LeaseGone(lease.id)));
+    assert_eq!(directory.lease_keep_alive(lease.id), Err(DirectoryError::LeaseGone(lease.id)));
+}
+
+pub fn a_lease_that_is_gone_takes_no_keys(harness: &dyn Harness) {
+    let directory = harness.directory();
+    let lease = directory.lease_grant(TTL).unwrap();
+    harness.advance(TTL);
+    assert_eq!(directory.put("late", b"", Some(lease.id)), Err(DirectoryError::LeaseGone(lease.id)));
+    assert_eq!(directory.get("late").unwrap(), None);
+}
+
+pub fn epochs_increase(harness: &dyn Harness) {
+    let directory = harness.directory();
+    let mut last = 0;
+    for round in 0..20 {
+        let Lease { id, epoch } = directory.lease_grant(TTL).unwrap();
+        assert!(epoch > last, "{epoch} comes after {last}");
+        last = epoch;
+        if round % 2 == 0 {
+            directory.lease_revoke(id).unwrap();
+        }
+    }
+}
+
+pub fn ttl_limits(harness: &dyn Harness) {
+    let directory = harness.directory();
+    let tick = Duration::from_millis(1);
+    assert_eq!(limit(directory.lease_grant(limits::TTL_MIN - tick)), Bound::TtlMin);
+    directory.lease_grant(limits::TTL_MIN).unwrap();
+    directory.lease_grant(limits::TTL_MAX).unwrap();
+    assert_eq!(limit(directory.lease_grant(limits::TTL_MAX + tick)), Bound::TtlMax);
+    assert_eq!(limit(directory.lease_grant(Duration::MAX)), Bound::TtlMax);
+}
+
+pub fn a_watch_sees_all_in_order(harness: &dyn Harness) {
+    let directory = harness.directory();
+    directory.put("w/before", b"", None).unwrap();
+    let mut watch = directory.watch("w/", 0).unwrap();
+    let first = directory.put("w/1", b"one", None).unwrap();
+    directory.put("other", b"", None).unwrap();
+    directory.delete("w/1").unwrap();
+    let operations = vec![Operation::put("w/2", "two", None), Operation::put("w/3", "three", None)];
+    directory.transaction(&Transaction { compares: Vec::new(), operations }).unwrap();
+
+    let put = |value: &str| EventKind::Put { value: value.as_bytes().to_vec(), lease: None };
+    let expected = [
+        (first, "w/1", put("one")),
+        (first + 2, "w/1", EventKind::Delete),
+        (first + 3, "w/2", put("two")),
+        (first + 3, "w/3", put("three")),
+    ];
+    for (revision, key, kind) in expected {
+        assert_eq!(event(&mut *watch), Event { revision, key: key.to_owned(), kind });
+    }
+    assert_eq!(watch.next(Duration::ZERO).unwrap(), None);
+}
+
+pub fn a_watch_sees_a_lease_end(harness: &dyn Harness) {
+    let directory = harness.directory();
+    let lease = directory.lease_grant(TTL).unwrap();
+    let mut watch = directory.watch("agents/", 0).unwrap();
+    directory.put("agents/1", b"", Some(lease.id)).unwrap();
+    assert_eq!(event(&mut *watch).kind, EventKind::Put { value: Vec::new(), lease: Some(lease.id) });
+    harness.advance(TTL);
+    let ended = event(&mut *watch);
+    assert_eq!((ended.key.as_str(), ended.kind), ("agents/1", EventKind::Delete));
+}
+
+pub fn a_watch_goes_on_from_a_revision(harness: &dyn Harness) {
+    let directory = harness.directory();
+    let revisions: Vec<_> =
+        (0..10).map(|number| directory.put(&format!("w/{number}"), b"", None).unwrap()).collect();
+    let mut seen = Vec::new();
+    let mut from = revisions[0];
+    // A watch that is lost after every third event, and taken up again.
+    while seen.len() < revisions.len() {
+        let mut watch = directory.watch("w/", from).unwrap();
+        for _ in 0..3.min(revisions.len() - seen.len()) {
+            seen.push(event(&mut *watch).revision);
+        }
+        from = seen[seen.len() - 1] + 1;
+    }
+    assert_eq!(seen, revisions);
+}
+
+pub fn a_listing_and_a_watch_leave_no_gap(harness: &dyn Harness) {
+    const CHANGES: u64 = 60;
+    let directory = harness.directory();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let writer = &*directory;
+            for _ in 0..CHANGES {
+                increment(writer, "n/count");
+            }
+        });
+        let reader = &*directory;
+        let listing = reader.list("n/").unwrap();
+        let count = |value: &[u8]| u64::from_le_bytes(value.try_into().unwrap());
+        let mut last = listing.entries.first().map_or(0, |entry| count(&entry.value));
+        let mut watch = reader.watch("n/", listing.revision + 1).unwrap();
+        while last < CHANGES {
+            let Some(Event { kind: EventKind::Put { value, .. }, .. }) = watch.next(PATIENCE).unwrap() else {
+                // The simulated watch never waits.
+                std::thread::yield_now();
+                continue;
+            };
+            assert_eq!(count(&value), last + 1);
+            last += 1;
+        }
+    });
+}
+
+pub fn a_watch_sees_what_threads_do_complete_and_in_order(harness: &dyn Harness) {
+    const THREADS: u64 = 3;
+    const EACH: u64 = 20;
+    let directory = harness.directory();
+    let mut watch = directory.watch("t/", 0).unwrap();
+    std::thread::scope(|scope| {
+        for thread in 0..THREADS {
+            let directory = harness.directory();
+            scope.spawn(move || {
+                for number in 0..EACH {
+                    directory.put(&format!("t/{thread}"), &number.to_le_bytes(), None).unwrap();
+                }
+            });
+        }
+    });
+    let mut last = 0;
+    let mut next = vec![0; usize::try_from(THREADS).unwrap()];
+    for _ in 0..THREADS * EACH {
+        let event = event(&mut *watch);
+        assert!(event.revision > last);
+        last = event.revision;
+        let thread: usize = event.key["t/".len()..].parse().unwrap();
+        let EventKind::Put { value, .. } = event.kind else { panic!("nothing was deleted") };
+        assert_eq!(u64::from_le_bytes(value.try_into().unwrap()), next[thread]);
+        next[thread] += 1;
+    }
+    assert_eq!(watch.next(Duration::ZERO).unwrap(), None);
+}
+
+pub fn a_watch_that_is_too_old_is_refused(harness: &dyn Harness) {
+    let directory = harness.directory();
+    let mut slow = directory.watch("", 1).unwrap();
+    // 64 KiB × 256 is all the history there is; a transaction carries seven.
+    let value = vec![0; limits::VALUE_BYTES_MAX];
+    for _ in 0..40 {
+        let operations =
+            (0..7).map(|number| Operation::put(format!("{number}"), value.clone(), None)).collect();
+        assert!(
+            directory.transaction(&Transaction { compares: Vec::new(), operations }).unwrap().is_committed()
+        );
+    }
+    let Err(DirectoryError::Compacted { asked: 1, oldest }) = directory.watch("", 1) else {
+        panic!("revision 1 is long gone");
+    };
+    assert_eq!(directory.watch("", oldest).unwrap().next(PATIENCE).unwrap().unwrap().revision, oldest);
+
+    // The one that was there all the time gets all in order, or is told: never a gap.
+    let mut last = 0;
+    loop {
+        match slow.next(PATIENCE) {
+            Ok(Some(event)) => {
+                assert!(event.revision == last || event.revision == last + 1, "{last} → {}", event.revision);
+                last = event.revision;
+                if last == 40 {
+                    break;
+                }
+            }
+            Ok(None) => panic!("events are due"),
+            Err(DirectoryError::Compacted { .. }) => break,
+            Err(other) => panic!("{other}"),
+        }
+    }
+}
+
+pub fn key_limits(harness: &dyn Harness) {
+    let directory = harness.directory();
+    let longest = "k".repeat(limits::KEY_BYTES_MAX);
+    directory.put(&longest, b"", None).unwrap();
+    assert_eq!(directory.list(&longest).unwrap().entries.len(), 1);
+    let over = longest + "k";
+    assert_eq!(limit(directory.put(&over, b"", None)), Bound::KeyBytes);
+    assert_eq!(limit(directory.get(&over)), Bound::KeyBytes);
+    assert_eq!(limit(directory.list(&over)), Bound::KeyBytes);
+    assert_eq!(limit(directory.watch(&over, 0)), Bound::KeyBytes);
+    let compares = vec![Compare::absent(over)];
+    assert_eq!(
+        limit(directory.transaction(&Transaction { compares, operations: Vec::new() })),
+        Bound::KeyBytes
+    );
+    for bad in ["", "a\0b", "a\nb"] {
+        assert!(matches!(directory.get(bad), Err(DirectoryError::InvalidKey { .. })), "{bad:?}");
+        assert!(matches!(directory.put(bad, b"", None), Err(DirectoryError::InvalidKey { .. })), "{bad:?}");
+    }
+}
+
+pub fn value_limits(harness: &dyn Harness) {
+    let directory = harness.directory();
+    let longest = vec![7; limits::VALUE_BYTES_MAX];
+    directory.put("k", &longest, None).unwrap();
+    assert_eq!(directory.get("k").unwrap().unwrap().value, longest);
+    assert_eq!(limit(directory.put("k", &[longest, vec![7]].concat(), None)), Bound::ValueBytes);
+    directory.put("k", b"", None).unwrap();
+    assert!(directory.get("k").unwrap().unwrap().value.is_empty());
+}
+
+pub fn list_limits(harness: &dyn Harness) {
+    let directory = harness.directory();
+    let fill = |range: std::ops::Range<usize>| {
+        let keys: Vec<_> = range.collect();
+        for chunk in keys.chunks(limits::TRANSACTION_PARTS_MAX) {
+            let operations =
+                chunk.iter().map(|number| Operation::put(format!("n/{number}"), "", None)).collect();
+            assert!(
+                directory
+                    .transaction(&Transaction { compares: Vec::new(), operations })
+                    .unwrap()
+                    .is_committed()
+            );
+        }
+    };
+    fill(0..limits::LIST_ENTRIES_MAX);
+    assert_eq!(directory.list("n/").unwrap().entries.len(), limits::LIST_ENTRIES_MAX);
+    fill(limits::LIST_ENTRIES_MAX..limits::LIST_ENTRIES_MAX + 1);
+    assert_eq!(limit(directory.list("n/")), Bound::ListEntries);
+    assert!(directory.list("n/1").is_ok(), "a narrower prefix is served");
+
+    let count = limits::LIST_BYTES_MAX / limits::VALUE_BYTES_MAX;
+    for number in 10..10 + count {
+        directory.put(&format!("b/{number}"), &vec![0; limits::VALUE_BYTES_MAX - 4], None).unwrap();
+    }
+    assert_eq!(directory.list("b/").unwrap().entries.len(), count);
+    directory.put("b/10", &vec![0; limits::VALUE_BYTES_MAX - 3], None).unwrap();
+    assert_eq!(limit(directory.list("b/")), Bound::ListBytes);
+}
+
+pub fn transaction_limits(harness: &dyn Harness) {
+    let directory = harness.directory();
+    let parts = |count: usize| Transaction {
+        compares: vec![Compare::absent("absent")],
+        operations: (1..count).map(|number| Operation::put(format!("{number}"), "", None)).collect(),
+    };
+    assert!(directory.transaction(&parts(limits::TRANSACTION_PARTS_MAX)).unwrap().is_committed());
+    assert_eq!(
+        limit(directory.transaction(&parts(limits::TRANSACTION_PARTS_MAX + 1))),
+        Bound::TransactionParts
+    );
+
+    let each = limits::TRANSACTION_BYTES_MAX / 16;
+    let mut bytes = Transaction {
+        compares: Vec::new(),
+        operations: (10..26)
+            .map(|number| Operation::put(number.to_string(), vec![0; each - 2], None))
+            .collect(),
+    };
+    assert!(directory.transaction(&bytes).unwrap().is_committed());
+    bytes.operations.push(Operation::delete("x"));
+    assert_eq!(limit(directory.transaction(&bytes)), Bound::TransactionBytes);
+}
+
+pub fn hosts_are_claimed_in_turn(harness: &dyn Harness) {
+    let directory = harness.directory();
+    let claim = || {
+        let lease = directory.lease_grant(TTL).unwrap();
+        let record = names::claim_host(&*directory, lease, "socket").unwrap();
+        assert_eq!(record.epoch, lease.epoch);
+        (lease, record.host)
+    };
+    let (first, one) = claim();
+    let (_, two) = claim();
+    directory.lease_revoke(first.id).unwrap();
+    let (_, three) = claim();
+    assert_eq!([one, two, three], [1, 2, 3], "a number that was given back rests");
+
+    // Near the end of the numbers it goes on from 1, past those that live.
+    directory.put("hosts/next", b"4095", None).unwrap();
+    let hosts = [claim().1, claim().1, claim().1];
+    assert_eq!(hosts, [4095, 1, 4]);
+    let mut living: Vec<_> =
+        names::agents(&*directory).unwrap().into_iter().map(|agent| agent.host).collect();
+    living.sort_unstable();
+    assert_eq!(living, [1, 2, 3, 4, 4095]);
+}
+
+pub fn hosts_claimed_at_once_differ(harness: &dyn Harness) {
+    let threads: Vec<_> = (0..6)
+        .map(|_| {
+            let directory = harness.directory();
+            std::thread::spawn(move || {
+                let lease = directory.lease_grant(TTL).unwrap();
+                names::claim_host(&*directory, lease, "socket").unwrap().host
+            })
+        })
+        .collect();
+    let mut hosts: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+    hosts.sort_unstable();
+    assert_eq!(hosts, [1, 2, 3, 4, 5, 6]);
+}
+
+pub fn a_node_number_is_taken_once(harness: &dyn Harness) {
+    let directory = harness.directory();
+    let register = || {
+        let lease = directory.lease_grant(TTL).unwrap();
+        let (fabric, address) = ("shm".to_owned(), "node-7.sock".to_owned());
+        let record = names::NodeRecord { id: 7, fabric, address, memory_bytes: 1 << 30, epoch: lease.epoch };
+        names::register_node(&*directory, lease, &record).map(|()| record)
+    };
+    let record = register().unwrap();
+    assert_eq!(names::nodes(&*directory).unwrap(), [record]);
+    assert_eq!(register(), Err(DirectoryError::Taken { key: "nodes/7".to_owned() }));
+    harness.advance(TTL);
+    register().expect("the number is free when its node's lease is gone");
+    directory.put("nodes/8", b"{", None).unwrap();
+    assert!(matches!(names::nodes(&*directory), Err(DirectoryError::Protocol { .. })));
+}

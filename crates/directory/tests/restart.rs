@@ -1,0 +1,163 @@
+//! What a file keeps over a restart, and which files are refused.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use aquifer_directory::clock::ManualClock;
+use aquifer_directory::embedded::Embedded;
+use aquifer_directory::{Directory, DirectoryError, LeaseId};
+use redb::{Database, TableDefinition};
+
+const TTL: Duration = Duration::from_secs(10);
+const HEAD: TableDefinition<'_, &str, u64> = TableDefinition::new("aquifer-directory");
+
+fn file(folder: &tempfile::TempDir) -> PathBuf {
+    folder.path().join("directory.redb")
+}
+
+fn refusal(path: &Path) -> String {
+    match Embedded::open(path) {
+        Err(DirectoryError::Format { why, .. }) => why,
+        other => panic!("the file was to be refused, not {other:?}"),
+    }
+}
+
+#[test]
+fn entries_revision_epoch_and_leases_survive() {
+    let folder = tempfile::tempdir().unwrap();
+    let (before, lease) = {
+        let directory = Embedded::open(&file(&folder)).unwrap();
+        let revoked = directory.lease_grant(TTL).unwrap();
+        let lease = directory.lease_grant(TTL).unwrap();
+        directory.put("plain", b"\0bytes\xff", None).unwrap();
+        directory.put("deleted", b"", None).unwrap();
+        directory.put("leased", b"v", Some(lease.id)).unwrap();
+        directory.put("revoked", b"v", Some(revoked.id)).unwrap();
+        directory.delete("deleted").unwrap();
+        directory.lease_revoke(revoked.id).unwrap();
+        (directory.list("").unwrap(), lease)
+    };
+    let clock = Arc::new(ManualClock::default());
+    let directory = Embedded::open_with_clock(&file(&folder), clock.clone()).unwrap();
+    assert_eq!(directory.list("").unwrap(), before);
+    assert!(directory.lease_grant(TTL).unwrap().epoch > lease.epoch);
+    assert_eq!(directory.put("next", b"", None).unwrap(), before.revision + 1);
+    assert_eq!(directory.lease_keep_alive(LeaseId(1)), Err(DirectoryError::LeaseGone(LeaseId(1))));
+
+    // The lease has its full time again, and ends after it.
+    clock.advance(TTL - Duration::from_millis(1));
+    assert!(directory.get("leased").unwrap().is_some());
+    clock.advance(Duration::from_millis(1));
+    assert!(directory.get("leased").unwrap().is_none());
+    drop(directory);
+    let directory = Embedded::open(&file(&folder)).unwrap();
+    assert!(directory.get("leased").unwrap().is_none(), "its end is written down");
+}
+
+#[test]
+fn a_watch_goes_on_over_a_restart_from_the_last_revision_only() {
+    let folder = tempfile::tempdir().unwrap();
+    let revision = {
+        let directory = Embedded::open(&file(&folder)).unwrap();
+        directory.put("a", b"", None).unwrap();
+        directory.put("b", b"", None).unwrap()
+    };
+    let directory = Embedded::open(&file(&folder)).unwrap();
+    let mut watch = directory.watch("", revision + 1).unwrap();
+    directory.put("c", b"", None).unwrap();
+    assert_eq!(watch.next(TTL).unwrap().unwrap().key, "c");
+    let compacted = DirectoryError::Compacted { asked: revision, oldest: revision + 1 };
+    assert_eq!(directory.watch("", revision).unwrap_err(), compacted);
+}
+
+#[test]
+fn a_file_is_opened_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let _first = Embedded::open(&file(&folder)).unwrap();
+    let error = Embedded::open(&file(&folder)).unwrap_err();
+    assert!(matches!(error, DirectoryError::Storage { .. }), "{error}");
+    assert!(error.to_string().contains("another process has it open"), "{error}");
+}
+
+#[test]
+fn a_file_is_private() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    let _directory = Embedded::open(&file(&folder)).unwrap();
+    assert_eq!(std::fs::metadata(file(&folder)).unwrap().permissions().mode() & 0o777, 0o600);
+}
+
+#[test]
+fn other_versions_and_other_programs_files_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    drop(Embedded::open(&file(&folder)).unwrap());
+    {
+        let database = Database::create(file(&folder)).unwrap();
+        let transaction = database.begin_write().unwrap();
+        transaction.open_table(HEAD).unwrap().insert("format", 2).unwrap();
+        transaction.commit().unwrap();
+    }
+    assert!(refusal(&file(&folder)).contains("version 2"));
+
+    let other = folder.path().join("other.redb");
+    drop(Database::create(&other).unwrap());
+    assert!(refusal(&other).contains("other program"));
+
+    let text = folder.path().join("text");
+    std::fs::write(&text, "no database at all\n".repeat(1000)).unwrap();
+    assert!(!refusal(&text).is_empty());
+}
+
+#[test]
+fn a_file_that_contradicts_itself_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    Embedded::open(&file(&folder)).unwrap().put("k", b"", None).unwrap();
+    {
+        let database = Database::create(file(&folder)).unwrap();
+        let transaction = database.begin_write().unwrap();
+        transaction.open_table(HEAD).unwrap().insert("revision", 0).unwrap();
+        transaction.commit().unwrap();
+    }
+    assert!(refusal(&file(&folder)).contains("beyond revision 0"));
+}
+
+#[test]
+fn a_folder_that_is_not_there_is_named() {
+    let error = Embedded::open(Path::new("/nonexistent/directory.redb")).unwrap_err();
+    assert!(error.to_string().contains("/nonexistent/directory.redb"), "{error}");
+}
+
+/// Damage anywhere is either refused or without effect: never a panic, never other contents.
+#[test]
+fn a_damaged_file_is_refused_or_unharmed() {
+    let folder = tempfile::tempdir().unwrap();
+    let expected = {
+        let directory = Embedded::open(&file(&folder)).unwrap();
+        for number in 0..50 {
+            directory.put(&format!("key/{number}"), &[number; 100], None).unwrap();
+        }
+        directory.list("").unwrap()
+    };
+    let whole = std::fs::read(file(&folder)).unwrap();
+    let damaged = folder.path().join("damaged.redb");
+    let mut refused = 0;
+    let mut random = 1_u64;
+    for _ in 0..60 {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let mut bytes = whole.clone();
+        let at = usize::try_from(random >> 16).unwrap() % bytes.len();
+        let end = bytes.len().min(at + 64);
+        bytes[at..end].fill(0xa5);
+        std::fs::write(&damaged, &bytes).unwrap();
+        match Embedded::open(&damaged) {
+            Ok(directory) => assert_eq!(directory.list("").unwrap(), expected, "damaged at {at}"),
+            Err(_) => refused += 1,
+        }
+    }
+    for length in [1, 100, 4096, whole.len() / 2, whole.len() - 1] {
+        std::fs::write(&damaged, &whole[..length]).unwrap();
+        refused += usize::from(Embedded::open(&damaged).is_err());
+    }
+    assert!(refused > 0, "some of this damage must be noticed");
+}

@@ -1,0 +1,109 @@
+//! The pager's protocol: modelled programs with threads, the real monitor, volume, sender and pool client, over the simulated
+//! fabric. What a program reads is held against what it wrote; in the end everything must have been given back.
+
+/// Tell what happens, when one schedule is played alone (`-- --nocapture` shows it).
+macro_rules! tell {
+    ($($what:tt)*) => {
+        if crate::is_telling() {
+            println!($($what)*);
+        }
+    };
+}
+
+mod cluster;
+mod edge;
+mod memory;
+mod process;
+mod program;
+mod schedule;
+mod world;
+
+use std::cell::Cell;
+use std::sync::{Once, OnceLock};
+
+use aquifer_pager::Mutation;
+use aquifer_sim::{asked_seed, first_failure, play_all};
+use schedule::run;
+use world::Seen;
+
+const SCHEDULES: u64 = 10_000;
+/// A fault must show within so many schedules.
+const MUTANT_SCHEDULES: u64 = 10_000;
+
+fn is_telling() -> bool {
+    static TELLING: OnceLock<bool> = OnceLock::new();
+    *TELLING.get_or_init(|| asked_seed().is_some())
+}
+
+thread_local! {
+    /// Whether panics of this thread are expected, and need no words.
+    static QUIET: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Silence the panics of this thread only: other tests run beside it.
+fn quiet() {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let usual = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            if !QUIET.get() {
+                usual(panic);
+            }
+        }));
+    });
+    QUIET.set(true);
+}
+
+#[test]
+fn every_page_is_what_was_written_and_all_is_given_back() {
+    let mut seen = Seen::default();
+    play_all(
+        SCHEDULES,
+        |seed| run(seed, Mutation::None),
+        |schedule| seen.add(&schedule),
+    );
+    println!("{seen:?}");
+    if asked_seed().is_none() {
+        for (what, count) in seen.counts() {
+            assert!(count > 100, "the schedules had only {count} {what}");
+        }
+    }
+}
+
+fn assert_caught(mutation: Mutation) {
+    if asked_seed().is_some() {
+        return;
+    }
+    quiet();
+    let failure = first_failure(MUTANT_SCHEDULES, |seed| run(seed, mutation));
+    QUIET.set(false);
+    let Some((seed, error)) = failure else {
+        panic!("{mutation:?} was not noticed within {MUTANT_SCHEDULES} schedules")
+    };
+    println!("{mutation:?}: schedule {seed}: {error}");
+}
+
+macro_rules! mutants {
+    ($($name:ident: $mutation:ident,)*) => {
+        $(#[test]
+        fn $name() {
+            assert_caught(Mutation::$mutation);
+        })*
+    };
+}
+
+mutants! {
+    a_dropped_update_flag_is_noticed: DropUpdateFlag,
+    reclaiming_what_is_unacknowledged_is_noticed: ReclaimUnacknowledged,
+    keeping_what_was_given_up_is_noticed: KeepDiscarded,
+    trusting_a_remove_event_is_noticed: TrustRemoveEvent,
+    a_forgotten_reference_of_a_fork_is_noticed: ForgetForkReference,
+    serving_faults_before_events_is_noticed: ServeFaultsBeforeEvents,
+    taking_during_events_is_noticed: TakeDuringEvents,
+    a_fork_without_a_flush_is_noticed: ForkWithoutFlush,
+    an_early_acknowledgement_is_noticed: AcknowledgeEarly,
+    a_skipped_checksum_is_noticed: SkipChecksum,
+    a_forgotten_release_is_noticed: ForgetRelease,
+    adopting_without_hearing_is_noticed: AdoptUnheard,
+    a_remap_without_waiting_is_noticed: RemapWhileLeaving,
+}

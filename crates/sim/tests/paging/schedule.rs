@@ -1,0 +1,336 @@
+//! One schedule: monitors turn, threads run, the sender sends, things break; then all is read back and given back.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use aquifer_faults::{Areas, FaultStats, Monitor, Next};
+use aquifer_pager::{Mutation, Volume};
+
+use super::edge::SimEdge;
+use super::memory::{Page, number};
+use super::process::{Doing, Process};
+use super::world::{Seen, World};
+
+/// More rounds than any schedule needs to come to rest.
+const ROUNDS_MAX: u32 = 60_000;
+
+struct Schedule {
+    world: Rc<RefCell<World>>,
+    /// By process; `None` before its fork was served and after its end.
+    monitors: Vec<Option<Monitor<SimEdge>>>,
+    buffers: usize,
+    /// Whether a pass over all monitors found something to do.
+    breaks: Breaks,
+}
+
+/// What may go wrong in a schedule.
+#[derive(Clone, Copy)]
+struct Breaks {
+    crashes: bool,
+    damage: bool,
+    full: bool,
+    kills: bool,
+}
+
+/// Play a schedule with one protocol step broken.
+pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
+    let mut world = World::new(seed, mutation);
+    let rng = &mut world.rng;
+    let buffers = 1 + rng.index(3);
+    let breaks = Breaks {
+        crashes: rng.chance(1, 5),
+        damage: rng.chance(1, 8),
+        full: rng.chance(1, 6),
+        kills: rng.chance(1, 3),
+    };
+    let threads = 1 + rng.index(3);
+    let pages = 24 + rng.index(170);
+    let process = first_process(&mut world, pages, threads, buffers);
+    world.processes.push(process);
+    let mut schedule = Schedule {
+        world: Rc::new(RefCell::new(world)),
+        monitors: Vec::new(),
+        buffers,
+        breaks,
+    };
+    schedule.play()?;
+    let seen = schedule.world.borrow().seen;
+    Ok(seen)
+}
+
+/// A process whose threads have their memory, some pages of which are to be left alone.
+fn first_process(world: &mut World, pages: usize, threads: usize, buffers: usize) -> Process {
+    let mut process = Process::new(0, pages, threads, buffers);
+    let rng = &mut world.rng;
+    let mut at = 0;
+    while at < pages {
+        let end = (at + 1 + rng.index(60)).min(pages);
+        if rng.chance(4, 5) {
+            process.pages[at..end].fill(Page::mapped_by(rng.index(threads), false));
+        }
+        at = end;
+    }
+    for _ in 0..rng.below(3) {
+        process.kept.insert(number(rng.index(pages)));
+    }
+    process
+}
+
+impl Schedule {
+    fn play(&mut self) -> Result<(), String> {
+        self.adopt_first()?;
+        for _ in 0..ROUNDS_MAX {
+            self.step();
+            self.check()?;
+            let world = self.world.borrow();
+            if world.operations == 0 || world.processes.iter().all(|process| !process.alive) {
+                break;
+            }
+        }
+        self.rest()?;
+        self.read_back()?;
+        self.end_all()
+    }
+
+    fn adopt_first(&mut self) -> Result<(), String> {
+        let (slabs, mempool, budget, mutation) = {
+            let world = self.world.borrow();
+            (
+                Arc::clone(&world.slabs),
+                Arc::clone(&world.mempool),
+                Arc::clone(&world.budget),
+                world.mutation,
+            )
+        };
+        let mut volume = Volume::new(slabs, mempool, budget).map_err(|error| error.to_string())?;
+        volume.mutate(mutation);
+        self.add_monitor(0, volume, Areas::default());
+        if self.world.borrow_mut().rng.chance(3, 4) {
+            self.scan(0);
+        }
+        self.check()
+    }
+
+    fn add_monitor(&mut self, process: usize, volume: Volume, areas: Areas) {
+        let edge = SimEdge::new(&self.world, process);
+        let budget = Arc::clone(&self.world.borrow().budget);
+        let stats = Arc::new(FaultStats::default());
+        let monitor = Monitor::new(edge, volume, budget, stats, areas, self.buffers);
+        while self.monitors.len() <= process {
+            self.monitors.push(None);
+        }
+        self.monitors[process] = Some(monitor);
+        self.world.borrow_mut().processes[process].nudged = true;
+    }
+
+    fn check(&self) -> Result<(), String> {
+        self.world.borrow_mut().failure.take().map_or(Ok(()), Err)
+    }
+
+    fn step(&mut self) {
+        let what = self.world.borrow_mut().rng.below(64);
+        let process = {
+            let mut world = self.world.borrow_mut();
+            let count = world.processes.len();
+            world.rng.index(count)
+        };
+        match what {
+            0..30 => self.turn(process),
+            30..34 => self.scan(process),
+            34 => self.break_something(process),
+            _ => self.world.borrow_mut().bustle(4),
+        }
+        self.welcome_children();
+    }
+
+    fn welcome_children(&mut self) {
+        let newborn = std::mem::take(&mut self.world.borrow_mut().newborn);
+        for (child, volume, areas) in newborn {
+            self.add_monitor(child, volume, areas);
+        }
+    }
+
+    /// The sampler looks; what it found is adopted some time later.
+    fn scan(&mut self, process: usize) {
+        let mut world = self.world.borrow_mut();
+        let target = &world.processes[process];
+        if target.alive && target.started {
+            let mut areas = target.areas();
+            if !areas.is_empty() && world.rng.chance(1, 2) {
+                let keep = 1 + world.rng.index(areas.len());
+                world.rng.shuffle(&mut areas);
+                areas.truncate(keep);
+                areas.sort_unstable();
+            }
+            world.processes[process].mail.push(areas);
+        }
+    }
+
+    fn break_something(&mut self, process: usize) {
+        let breaks = self.breaks;
+        let mut world = self.world.borrow_mut();
+        let world = &mut *world;
+        match world.rng.below(5) {
+            0 if breaks.crashes && world.rng.chance(1, 2) => {
+                world.seen.crashes += u64::from(world.cluster.crash(&mut world.rng));
+            }
+            1 if breaks.damage => {
+                world.seen.damages += u64::from(world.cluster.damage(&mut world.rng));
+            }
+            2 if breaks.full && !world.cluster.is_full() => {
+                world.cluster.fill_up();
+                world.seen.full += 1;
+            }
+            3 => world.cluster.relent(),
+            4 if breaks.kills && world.rng.chance(1, 3) => world.kill(process),
+            _ => {}
+        }
+    }
+
+    /// A monitor turns, if there is a reason to.
+    fn turn(&mut self, process: usize) {
+        let Some(monitor) = self.monitors.get_mut(process).and_then(Option::as_mut) else {
+            return;
+        };
+        let mut world = self.world.borrow_mut();
+        let target = &mut world.processes[process];
+        if !target.alive {
+            drop(world);
+            self.end(process);
+            return;
+        }
+        if !target.has_news() {
+            return;
+        }
+        target.nudged = false;
+        let mail = std::mem::take(&mut target.mail);
+        drop(world);
+        for areas in mail {
+            monitor.adopt(&areas);
+        }
+        match monitor.turn() {
+            Next::Again => self.world.borrow_mut().processes[process].nudged = true,
+            Next::Sleep => {}
+            Next::Ended => self.end(process),
+        }
+    }
+
+    /// A process is gone: its monitor gives everything back, as the serving thread does.
+    fn end(&mut self, process: usize) {
+        let Some(mut monitor) = self.monitors[process].take() else {
+            return;
+        };
+        monitor.end();
+        self.world.borrow_mut().abandoned.push(process as u64);
+        let mut done = Vec::new();
+        while monitor.volume().is_in_flight() {
+            use aquifer_faults::Edge;
+            monitor.edge().wait();
+            monitor.edge().collect(&mut done);
+            monitor.book(&mut done);
+        }
+        monitor.volume().end();
+    }
+
+    /// No new operations; until nothing is under way any more.
+    fn rest(&mut self) -> Result<(), String> {
+        {
+            let mut world = self.world.borrow_mut();
+            world.winding_down = true;
+            world.cluster.relent();
+        }
+        for _ in 0..ROUNDS_MAX {
+            let count = self.world.borrow().processes.len();
+            for process in 0..count {
+                self.turn(process);
+                self.welcome_children();
+            }
+            self.world.borrow_mut().bustle(8);
+            self.check()?;
+            if self.is_at_rest() {
+                return Ok(());
+            }
+        }
+        Err(format!("no rest: {}", self.what_is_stuck()))
+    }
+
+    fn is_at_rest(&self) -> bool {
+        let world = self.world.borrow();
+        let monitored = |process: &Process| {
+            self.monitors.get(process.id).is_some_and(Option::is_some) == process.alive
+        };
+        world.sender.is_idle()
+            && !world.has_orders()
+            && world
+                .processes
+                .iter()
+                .all(|process| process.is_idle() && (!process.alive || !process.has_news()) && monitored(process))
+    }
+
+    fn what_is_stuck(&self) -> String {
+        let world = self.world.borrow();
+        let mut text = format!(
+            "orders {}, sender idle {}, resident {} of {}, blocks free {}",
+            world.has_orders(),
+            world.sender.is_idle(),
+            world.budget.resident(),
+            world.budget.resident_max(),
+            world.mempool.free_blocks(),
+        );
+        for process in &world.processes {
+            let doing: Vec<&Doing> = process.threads.iter().map(|thread| &thread.doing).collect();
+            text += &format!(
+                "; process {}: alive {}, started {}, changing {}, news {}, {doing:?}",
+                process.id, process.alive, process.started, process.changing, process.has_news()
+            );
+        }
+        text
+    }
+
+    /// Every page of every program is read, and is what it must be.
+    fn read_back(&mut self) -> Result<(), String> {
+        let count = self.world.borrow().processes.len();
+        for process in 0..count {
+            let pages = self.world.borrow().processes[process].pages.len();
+            for at in 0..pages {
+                {
+                    let mut world = self.world.borrow_mut();
+                    let target = &mut world.processes[process];
+                    if !target.alive || !target.pages[at].mapped {
+                        continue;
+                    }
+                    target.touch(0, at, None)?;
+                    if target.is_idle() {
+                        continue;
+                    }
+                }
+                self.rest()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn end_all(&mut self) -> Result<(), String> {
+        let count = self.monitors.len();
+        for process in 0..count {
+            self.world.borrow_mut().kill(process);
+            self.end(process);
+        }
+        self.rest()?;
+        let mut world = self.world.borrow_mut();
+        let world = &mut *world;
+        world.sender.close();
+        let pages = world.slabs.pages();
+        let held = world.budget.held();
+        let mempool_bytes = world.budget.mempool_bytes();
+        let blocks = world.mempool.blocks() - world.mempool.free_blocks();
+        let taken = world.cluster.taken_bytes();
+        if (pages, held, mempool_bytes, blocks, taken) != (0, 0, 0, 0, 0) {
+            return Err(format!(
+                "not given back: {pages} remote pages, {held} held, {mempool_bytes} bytes of the share, {blocks} blocks, {taken} bytes of the pool"
+            ));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# All that must hold: formatting, lints, unit tests, simulators, tidy, then the end-to-end tests on the release build.
+# The last lines are cargo's own results, one for each test program. What ran before a failure is shown too.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+log=$(mktemp)
+results() {
+    status=$?
+    echo
+    echo "results:"
+    grep '^test result:' "$log" || echo "no test was run"
+    rm -f "$log"
+    if [ "$status" = 0 ]; then echo "make test: all passed"; else echo "make test: FAILED (status $status)"; fi
+}
+trap results EXIT
+
+step() {
+    echo
+    echo "== $*"
+}
+
+step "what is missing is installed"
+scripts/install-deps.sh test
+
+step "formatting"
+cargo fmt --all --check
+
+step "lints"
+cargo clippy --workspace --all-targets --quiet -- -D warnings
+if command -v shellcheck >/dev/null 2>&1; then
+    shellcheck scripts/*.sh .ci/run
+fi
+
+step "unit tests, conformance suites, simulators, tidy"
+cargo test --workspace --exclude aquifer-tests-e2e 2>&1 | tee -a "$log"
+
+step "release build"
+cargo build --release
+
+step "end to end"
+AQUIFER_BIN=$PWD/target/release/aquifer cargo test -p aquifer-tests-e2e -- --test-threads=1 2>&1 | tee -a "$log"

@@ -1,0 +1,95 @@
+//! The chief claim: a program in a quarter of its memory does what it does plainly.
+
+use serde_json::Value;
+
+use crate::cluster::{Cluster, find, text};
+use crate::run::{Outcome, Running, mempool_share, run_plainly};
+
+const MIB: u64 = 1 << 20;
+/// The promise: the limit, 10 % and 16 MiB.
+const SLACK_BYTES: u64 = 16 * MIB;
+
+/// A program to compare.
+#[derive(Clone, Copy, Debug)]
+pub struct Case<'a> {
+    /// The program and its arguments.
+    pub program: &'a [&'a str],
+    /// Whether it forks.
+    pub forks: bool,
+}
+
+/// Run it plainly, then with a quarter of the peak that was seen, and compare. Returns the statistics of the paged run.
+///
+/// # Panics
+/// If it fails, its output differs, it outgrows its limit, or memory is not given back.
+pub fn compare(cluster: &Cluster, case: Case<'_>) -> Value {
+    let plain = run_plainly(case.program, case.forks);
+    plain.assert_success("the plain run");
+    let limit = plain.peak.anonymous_bytes / 4;
+    let stats = cluster.state().join("stats.json");
+    let mut command = cluster.command();
+    command.arg("run").arg("--local").arg(limit.to_string()).arg("--stats").arg(&stats).arg("--").args(case.program);
+    let paged = Running::start(&mut command, case.forks, mempool_share(cluster.agent_socket())).wait();
+    paged.assert_success("the paged run");
+    assert!(
+        paged.stdout == plain.stdout,
+        "the outputs differ; plainly:\n{}\non the pool:\n{}",
+        text(&plain.stdout),
+        text(&paged.stdout)
+    );
+    assert_within_limit(&paged, limit);
+    let stats = std::fs::read(&stats).expect("the statistics were written");
+    let stats = serde_json::from_slice(&stats).expect("the statistics are JSON");
+    assert_honest(&stats, plain.peak.anonymous_bytes, limit);
+    println!(
+        "{:?}: plainly {} MiB, limit {} MiB, seen {} MiB and with the mempool {} MiB in {} looks",
+        case.program,
+        plain.peak.anonymous_bytes / MIB,
+        limit / MIB,
+        paged.peak.anonymous_bytes / MIB,
+        paged.peak.total_bytes / MIB,
+        paged.peak.samples
+    );
+    cluster.assert_all_free();
+    stats
+}
+
+/// Fails if a run was seen with more than it may have.
+///
+/// # Panics
+/// If it was.
+pub fn assert_within_limit(outcome: &Outcome, limit: u64) {
+    assert!(outcome.peak.samples > 0, "nothing was sampled");
+    let allowed = limit + limit / 10 + SLACK_BYTES;
+    assert!(
+        outcome.peak.total_bytes <= allowed,
+        "resident {} MiB, with the mempool {} MiB, over the limit of {} MiB (+ 10 % + 16 MiB)",
+        outcome.peak.anonymous_bytes / MIB,
+        outcome.peak.total_bytes / MIB,
+        limit / MIB
+    );
+}
+
+/// The rest of the program must have been somewhere: on memory nodes.
+fn assert_honest(stats: &Value, peak: u64, limit: u64) {
+    let figure = |name: &str| {
+        find(stats, name).and_then(Value::as_u64).unwrap_or_else(|| panic!("the statistics lack {name}: {stats:#}"))
+    };
+    for name in ["faults", "zero_pages", "mempool_hits", "staging_hits", "prefetched"] {
+        let _ = figure(name);
+    }
+    assert!(figure("evictions") > 0 && figure("remote_writes") > 0, "nothing was paged: {stats:#}");
+    assert_eq!(figure("lost_pages"), 0, "pages were lost: {stats:#}");
+    assert!(figure("resident_peak_bytes") > 0, "{stats:#}");
+    // Pages of zeros, and what was freed before it had to leave, need no room there.
+    let least = (peak - limit) / 4;
+    assert!(
+        figure("remote_peak_bytes") >= least,
+        "memory nodes held {} MiB of {} MiB that were not local",
+        figure("remote_peak_bytes") / MIB,
+        (peak - limit) / MIB
+    );
+    for name in ["p50", "p99", "p999"] {
+        assert!(stats["fault_latency_us"][name].is_number(), "the latency lacks {name}: {stats:#}");
+    }
+}

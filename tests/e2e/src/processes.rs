@@ -1,0 +1,78 @@
+//! What `/proc` tells of other processes.
+
+use std::fs;
+
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+
+/// The children of a process, over all its threads, and theirs.
+#[must_use]
+pub fn descendants(pid: u32) -> Vec<u32> {
+    let mut found = Vec::new();
+    let mut next = vec![pid];
+    while let Some(parent) = next.pop() {
+        let Ok(threads) = fs::read_dir(format!("/proc/{parent}/task")) else { continue };
+        for thread in threads.flatten() {
+            let Ok(text) = fs::read_to_string(thread.path().join("children")) else { continue };
+            let children: Vec<u32> = text.split_whitespace().filter_map(|word| word.parse().ok()).collect();
+            next.extend(&children);
+            found.extend(children);
+        }
+    }
+    found
+}
+
+/// Resident anonymous memory, in bytes. A process whose first thread has ended is asked through another.
+#[must_use]
+pub fn resident_anonymous_bytes(pid: u32) -> Option<u64> {
+    let read = |path: String| field_kib(&fs::read_to_string(path).ok()?, "RssAnon:");
+    read(format!("/proc/{pid}/status")).map(|kib| kib * 1024)
+}
+
+/// As [`resident_anonymous_bytes`], pages that are shared after a fork counted in part, so that the sum over
+/// parent and children is what they take together.
+#[must_use]
+pub fn proportional_anonymous_bytes(pid: u32) -> Option<u64> {
+    field_kib(&fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?, "Pss_Anon:").map(|kib| kib * 1024)
+}
+
+fn field_kib(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+    line.split_whitespace().next()?.parse().ok()
+}
+
+/// The command line of a process.
+#[must_use]
+pub fn arguments(pid: u32) -> Vec<String> {
+    let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let words = bytes.split(|byte| *byte == 0).filter(|word| !word.is_empty());
+    words.map(|word| String::from_utf8_lossy(word).into_owned()).collect()
+}
+
+/// All processes.
+///
+/// # Panics
+/// If there is no `/proc`.
+#[must_use]
+pub fn all() -> Vec<u32> {
+    let entries = fs::read_dir("/proc").expect("there is a /proc");
+    entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+}
+
+/// Whether it runs still: a zombie does not.
+#[must_use]
+pub fn is_alive(pid: u32) -> bool {
+    let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
+    // The name in brackets may hold anything.
+    stat.rsplit(')').next().is_some_and(|rest| !rest.trim_start().starts_with(['Z', 'X']))
+}
+
+/// Send a signal to a process of ours.
+///
+/// # Panics
+/// If there is no such process.
+pub fn signal(pid: u32, signal: Signal) {
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("a process number");
+    // Opened first: the number is then not another's.
+    let _held = pidfd_open(pid, PidfdFlags::empty()).expect("the process is there");
+    kill_process(pid, signal).expect("the process is ours");
+}
