@@ -177,19 +177,33 @@ impl<E: Edge> Monitor<E> {
             if !self.edge.register(gap.start, gap.end) {
                 continue;
             }
-            // An event still unread may speak of what was at this place before: hear it before looking at what is there now.
             self.areas.insert(gap);
-            let is_heard = self.edge.mutation() != Mutation::AdoptUnheard;
-            while is_heard && self.edge.is_changing() && !self.ended {
-                self.listen();
-                self.edge.pause();
-            }
             present.clear();
             self.edge.present(gap.start, gap.end, &mut present);
             for page in &present {
-                if self.volume.state(*page) == PageState::Zero {
-                    self.volume.hold(*page);
+                self.adopt_page(*page);
+            }
+        }
+    }
+
+    /// A page was seen present at a place that was registered a moment ago. Meanwhile it may have been unmapped and other,
+    /// unregistered memory mapped there, whose pages must never be taken: their faults would not be told. A fill that finds the page
+    /// there proves that it is registered, and that whatever happens to it later will be heard.
+    fn adopt_page(&mut self, page: PageNumber) {
+        while !self.ended && self.volume.state(page) == PageState::Zero {
+            if self.edge.mutation() == Mutation::AdoptUnproved {
+                self.volume.hold(page);
+                return;
+            }
+            let filled = self.edge.fill(page, 1, Source::Zeros { private: false });
+            match filled.stop {
+                None | Some(Stop::Exists) => self.volume.hold(page),
+                Some(Stop::Busy) => {
+                    self.listen();
+                    self.edge.pause();
                 }
+                Some(Stop::NoArea | Stop::NoMemory) => return,
+                Some(Stop::Ended) => self.ended = true,
             }
         }
     }

@@ -28,8 +28,8 @@ pub enum Mutation {
     SkipChecksum,
     /// A page that comes back to the program keeps its place on the memory node.
     ForgetRelease,
-    /// Newly adopted areas are looked at although an event about their place is unread.
-    AdoptUnheard,
+    /// What is present in a newly registered area is held without a proof that it is registered.
+    AdoptUnproved,
     /// Pages change their number while a batch is leaving.
     RemapWhileLeaving,
 }

@@ -178,7 +178,8 @@ impl Volume {
                 break;
             };
             let word = self.table.get(page);
-            if word.state() != PageState::Held {
+            // An old entry may name a page that was moved there since and is still shared: that one waits in `inherited`.
+            if word.state() != PageState::Held || !word.is_queued() {
                 self.table.set(page, word.with_queued(false));
             } else if pinned(page) {
                 self.resident.push_back(page);

@@ -8,7 +8,8 @@ use std::time::Duration;
 use aquifer_ipc::{FRAME_BYTES_MAX, Frame};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
-    AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recvmsg, sendmsg, socket_with,
+    AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recvmsg, sendmsg,
+    socket_with,
 };
 
 /// An agent that is silent for so long will say nothing.
@@ -35,7 +36,12 @@ impl Connection {
     /// # Errors
     /// If the other end is gone.
     pub fn send(&self, bytes: &[u8]) -> io::Result<()> {
-        sendmsg(&self.0, &[IoSlice::new(bytes)], &mut rustix::net::SendAncillaryBuffer::default(), SendFlags::NOSIGNAL)?;
+        sendmsg(
+            &self.0,
+            &[IoSlice::new(bytes)],
+            &mut rustix::net::SendAncillaryBuffer::default(),
+            SendFlags::NOSIGNAL,
+        )?;
         Ok(())
     }
 

@@ -43,7 +43,9 @@ pub fn binary() -> &'static Path {
         }
         let _lock = lock("e2e-build.lock");
         run_to_end(
-            Command::new(env!("CARGO")).args(["build", "--release", "-p", "aquifer", "-p", "aquifer-shim"]).current_dir(root()),
+            Command::new(env!("CARGO"))
+                .args(["build", "--release", "-p", "aquifer", "-p", "aquifer-shim"])
+                .current_dir(root()),
         );
         root().join("target/release/aquifer")
     })
@@ -88,9 +90,5 @@ pub fn compile(folder: &Path, name: &str, text: &str, options: &[&str]) -> PathB
 
 fn run_to_end(command: &mut Command) {
     let output = command.output().unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
-    assert!(
-        output.status.success(),
-        "{command:?} failed: {}",
-        String::from_utf8_lossy(&output.stderr)
-    );
+    assert!(output.status.success(), "{command:?} failed: {}", String::from_utf8_lossy(&output.stderr));
 }

@@ -28,7 +28,14 @@ pub fn compare(cluster: &Cluster, case: Case<'_>) -> Value {
     let limit = plain.peak.anonymous_bytes / 4;
     let stats = cluster.state().join("stats.json");
     let mut command = cluster.command();
-    command.arg("run").arg("--local").arg(limit.to_string()).arg("--stats").arg(&stats).arg("--").args(case.program);
+    command
+        .arg("run")
+        .arg("--local")
+        .arg(limit.to_string())
+        .arg("--stats")
+        .arg(&stats)
+        .arg("--")
+        .args(case.program);
     let paged = Running::start(&mut command, case.forks, mempool_share(cluster.agent_socket())).wait();
     paged.assert_success("the paged run");
     assert!(
@@ -73,7 +80,9 @@ pub fn assert_within_limit(outcome: &Outcome, limit: u64) {
 /// The rest of the program must have been somewhere: on memory nodes.
 fn assert_honest(stats: &Value, peak: u64, limit: u64) {
     let figure = |name: &str| {
-        find(stats, name).and_then(Value::as_u64).unwrap_or_else(|| panic!("the statistics lack {name}: {stats:#}"))
+        find(stats, name)
+            .and_then(Value::as_u64)
+            .unwrap_or_else(|| panic!("the statistics lack {name}: {stats:#}"))
     };
     for name in ["faults", "zero_pages", "mempool_hits", "staging_hits", "prefetched"] {
         let _ = figure(name);

@@ -32,7 +32,8 @@ pub fn resident_anonymous_bytes(pid: u32) -> Option<u64> {
 /// parent and children is what they take together.
 #[must_use]
 pub fn proportional_anonymous_bytes(pid: u32) -> Option<u64> {
-    field_kib(&fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?, "Pss_Anon:").map(|kib| kib * 1024)
+    field_kib(&fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?, "Pss_Anon:")
+        .map(|kib| kib * 1024)
 }
 
 fn field_kib(text: &str, name: &str) -> Option<u64> {

@@ -14,6 +14,7 @@ use aquifer_pager::{
 };
 
 use super::attach::send_frame;
+use super::follow::Follow;
 use super::obituary::Obituary;
 use super::program::{self, Program};
 use super::run::Run;
@@ -50,6 +51,7 @@ pub(crate) struct ProcessEdge {
     attachment: Option<Attachment>,
     started: Instant,
     lost_told: bool,
+    follow: Follow,
     last_thread: u32,
 }
 
@@ -65,17 +67,13 @@ impl ProcessEdge {
             attachment: None,
             started: Instant::now(),
             lost_told: false,
+            follow: Follow::new(),
             last_thread: 0,
         })
     }
 
     pub(crate) fn uffd(&self) -> &Userfaultfd {
         &self.uffd
-    }
-
-    /// The thread that raised the newest fault; 0 before the first.
-    pub(crate) fn last_thread(&self) -> u32 {
-        self.last_thread
     }
 
     pub(crate) fn run(&self) -> &Arc<Run> {
@@ -178,8 +176,11 @@ impl Kernel for ProcessEdge {
 
     fn read(&mut self, out: &mut Vec<Message<OwnedFd>>) {
         self.uffd.read(out);
-        if let Some(Message::Fault(fault)) = out.last() {
-            self.last_thread = fault.thread;
+        for message in out.iter() {
+            if let Message::Fault(fault) = message {
+                self.last_thread = fault.thread;
+                self.follow.faulted(fault.thread);
+            }
         }
         if self.program.pid() == 0
             && let Some(thread) = out.iter().find_map(|message| match message {
@@ -205,7 +206,7 @@ impl Kernel for ProcessEdge {
         };
         assert!(pages <= FETCH_PAGES_MAX);
         // SAFETY: each source is at least `pages` long: windows are below FETCH_PAGES_MAX, and a slot serves one page.
-        unsafe { self.uffd.copy(page, bytes, pages) }
+        self.follow.hold_while(self.last_thread, || unsafe { self.uffd.copy(page, bytes, pages) })
     }
 
     fn wake(&mut self, page: PageNumber) {

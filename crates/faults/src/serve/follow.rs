@@ -6,10 +6,15 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
+use rustix::process::Pid;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 /// Faults between looks: a look costs as much as two faults.
 const FAULTS_PER_LOOK: u64 = 256;
+/// Faults in a row by one thread, after which it is worth holding.
+const FAULTS_TO_HOLD: u32 = 64;
+/// A thread that was seen to drift to another core is held for so many faults; then it is tried again without, for holding costs.
+const FAULTS_HELD: u64 = 65_536;
 /// Field of `/proc/TID/stat` that names the core, counted from the one behind the name's closing parenthesis.
 const PROCESSOR_FIELD: usize = 36;
 
@@ -21,6 +26,11 @@ pub(crate) struct Follow {
     pinned: Option<usize>,
     next_look: u64,
     stat: Option<(u32, File)>,
+    /// The thread that raised the last faults, and how many in a row.
+    streak: (u32, u32),
+    /// Hold the thread until so many faults were served.
+    hold_until: u64,
+    faults: u64,
 }
 
 impl Follow {
@@ -32,18 +42,30 @@ impl Follow {
             pinned: None,
             next_look: FAULTS_PER_LOOK,
             stat: None,
+            streak: (0, 0),
+            hold_until: 0,
+            faults: 0,
         }
     }
 
-    /// `faults` were served so far; `thread` raised the last one.
-    pub(crate) fn after(&mut self, faults: u64, thread: u32) {
-        if faults < self.next_look || thread == 0 {
-            return;
+    /// A thread raised a fault.
+    pub(crate) fn faulted(&mut self, thread: u32) {
+        let in_row = if self.streak.0 == thread { self.streak.1.saturating_add(1) } else { 1 };
+        self.streak = (thread, in_row);
+        self.faults += 1;
+        if self.faults >= self.next_look && thread != 0 {
+            self.next_look = self.faults + FAULTS_PER_LOOK;
+            self.look(thread);
         }
-        self.next_look = faults + FAULTS_PER_LOOK;
+    }
+
+    fn look(&mut self, thread: u32) {
         let (Some(allowed), Some(core)) = (self.allowed, self.core_of(thread)) else {
             return;
         };
+        if self.pinned.is_some_and(|pinned| pinned != core) {
+            self.hold_until = self.faults + FAULTS_HELD;
+        }
         let is_steady = self.seen.replace(core) == Some(core);
         let wanted = (is_steady && allowed.is_set(core)).then_some(core);
         if wanted != self.pinned {
@@ -52,6 +74,29 @@ impl Follow {
                 self.pinned = wanted;
             }
         }
+    }
+
+    /// Wake a thread by `fill`, so that it goes on where it was, on this core, if it alone faults.
+    ///
+    /// The scheduler would rather wake it on an idle core: a migration, and from then on two wake-ups across cores for each fault. So
+    /// it is allowed no other core just while it is woken. It is blocked all that time and cannot notice.
+    pub(crate) fn hold_while<T>(&self, thread: u32, fill: impl FnOnce() -> T) -> T {
+        let is_wanted =
+            self.faults < self.hold_until && self.streak.0 == thread && self.streak.1 >= FAULTS_TO_HOLD;
+        let held = self.pinned.filter(|_| is_wanted);
+        let pid = i32::try_from(thread).ok().and_then(Pid::from_raw);
+        let (Some(core), Some(pid)) = (held, pid) else { return fill() };
+        let Some(allowed) =
+            sched_getaffinity(Some(pid)).ok().filter(|set| set.count() > 1 && set.is_set(core))
+        else {
+            return fill();
+        };
+        let is_held = sched_setaffinity(Some(pid), &only(core)).is_ok();
+        let result = fill();
+        if is_held && let Err(error) = sched_setaffinity(Some(pid), &allowed) {
+            tracing::debug!(%error, thread, "the thread has ended");
+        }
+        result
     }
 
     fn core_of(&mut self, thread: u32) -> Option<usize> {

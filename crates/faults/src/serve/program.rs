@@ -12,7 +12,6 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::edge::{Attachment, ProcessEdge};
-use super::follow::Follow;
 use super::obituary::Obituary;
 use super::priority::{URGENT, set_niceness};
 use super::run::Run;
@@ -24,6 +23,8 @@ use crate::uffd::Userfaultfd;
 
 /// How often a program whose process is unknown is probed for being alive.
 const PROBE_MS: i32 = 1000;
+/// Going to sleep and being woken costs more than this many yields.
+const YIELDS_BEFORE_SLEEP: u32 = 2;
 
 /// What other threads want of a program's monitor.
 #[derive(Debug)]
@@ -271,7 +272,7 @@ fn spawn(
             areas,
             BUFFERS,
         );
-        Loop { monitor, program: Arc::clone(&for_thread), follow: Follow::new() }.run();
+        Loop { monitor, program: Arc::clone(&for_thread) }.run();
         if let Some(service) = run.service.upgrade() {
             service.obituary.forget(for_thread.id);
             service.surroundings.unkeep(for_thread.id);
@@ -287,22 +288,32 @@ fn spawn(
 struct Loop {
     monitor: Monitor<ProcessEdge>,
     program: Arc<Program>,
-    follow: Follow,
 }
 
 impl Loop {
     fn run(mut self) {
         set_niceness(URGENT);
+        let mut served = 0;
+        let mut yields = 0;
         loop {
             self.read_mail();
-            match self.monitor.turn() {
+            let next = self.monitor.turn();
+            let faults = self.program.stats.faults.load(Relaxed);
+            if faults != served {
+                served = faults;
+                yields = 0;
+            }
+            match next {
                 Next::Again => {}
+                // The program that was just woken on this core will often fault again at once: let it, before going to sleep.
+                Next::Sleep if served > 0 && yields < YIELDS_BEFORE_SLEEP => {
+                    yields += 1;
+                    std::thread::yield_now();
+                }
                 Next::Sleep => self.sleep(),
                 Next::Ended => break,
             }
             self.program.held.store(self.monitor.volume().held(), Relaxed);
-            let faults = self.program.stats.faults.load(Relaxed);
-            self.follow.after(faults, self.monitor.edge().last_thread());
         }
         self.end();
     }

@@ -74,9 +74,12 @@ impl SimEdge {
                 return Err(Gone);
             }
             let place = &mut process.pages[index(page)];
-            if is_private {
-                let frame = place.frame.as_mut();
-                frame.expect("the worker never populates a missing page: it would wait for itself").exclusive = true;
+            if is_private && place.mapped {
+                assert!(
+                    place.frame.is_some() || !place.registered,
+                    "the worker populates a missing page: it waits for the agent, which waits for it"
+                );
+                place.frame.get_or_insert(Frame::ZERO).exclusive = true;
             }
             let taken = match place.frame {
                 _ if process.changing > 0 && !ignores_events => Taken::Kept,

@@ -104,6 +104,6 @@ mutants! {
     an_early_acknowledgement_is_noticed: AcknowledgeEarly,
     a_skipped_checksum_is_noticed: SkipChecksum,
     a_forgotten_release_is_noticed: ForgetRelease,
-    adopting_without_hearing_is_noticed: AdoptUnheard,
+    adopting_without_proof_is_noticed: AdoptUnproved,
     a_remap_without_waiting_is_noticed: RemapWhileLeaving,
 }

@@ -240,6 +240,17 @@ impl Process {
         }
     }
 
+    /// Whether a thread is in a call that tells of several changes, or of a move. The kernel may then tell of a fork between them, which
+    /// no program may notice: what such a call leaves where is not for others to know before it returns.
+    pub fn is_moving(&self) -> bool {
+        self.threads.iter().any(|thread| match &thread.doing {
+            Doing::Telling { events, .. } => {
+                events.len() > 1 || matches!(events.front(), Some(Event::Remap { .. }))
+            }
+            _ => false,
+        })
+    }
+
     /// A thread begins to tell of changes that it has made; without any it goes on.
     pub fn tell(&mut self, thread: usize, events: Vec<Event>, after: After, late: bool) {
         self.changing += u32::try_from(events.len()).expect("a few");

@@ -107,7 +107,7 @@ impl World {
 
     fn fork(&mut self, process: usize, thread: usize, late: bool) {
         let id = self.processes.len();
-        if id >= PROCESSES_MAX {
+        if id >= PROCESSES_MAX || self.processes[process].is_moving() {
             return;
         }
         let worker_in = u32::try_from(self.rng.below(30)).expect("small");
@@ -124,13 +124,14 @@ fn drop_content(target: &mut Process, rng: &mut Rng, thread: usize, late: bool) 
         return;
     };
     let lazy = rng.chance(1, 3);
-    let after = After::Zap { start, end, lazy };
-    let mut events = Vec::new();
-    if target.pages[start].registered {
-        target.pages[start..end].iter_mut().for_each(|page| page.unstable = true);
-        events.push(Event::Remove { start, end });
+    if !target.pages[start].registered {
+        // The kernel does it under one lock, which registering needs too.
+        target.zap(start, end, lazy);
+        return;
     }
-    target.tell(thread, events, after, late);
+    target.pages[start..end].iter_mut().for_each(|page| page.unstable = true);
+    let event = Event::Remove { start, end };
+    target.tell(thread, vec![event], After::Zap { start, end, lazy }, late);
 }
 
 /// Unmap; or map anew in one call, for another thread to use at once.

@@ -172,11 +172,11 @@ impl World {
         }
     }
 
-    /// The kernel drops a page that it may drop.
+    /// The kernel drops a page that it may drop. Shared ones are left out: see "What is left" in `docs/formats/paging.md`.
     fn reclaim_lazy(&mut self) {
         let process = self.rng.index(self.processes.len());
         let pages = &mut self.processes[process].pages;
-        let lazy = |at: usize| pages[at].frame.is_some_and(|frame| frame.lazy);
+        let lazy = |at: usize| pages[at].frame.is_some_and(|frame| frame.lazy && frame.exclusive);
         if let Some((at, _)) = super::memory::random_run(&mut self.rng, pages.len(), 1, lazy) {
             pages[at].frame = None;
             tell!("{process} lazily drops {at}");

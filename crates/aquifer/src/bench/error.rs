@@ -1,0 +1,110 @@
+//! Why a bench or the demo could not do its work.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::peers::PeerError;
+
+/// Why a bench or the demo could not do its work.
+#[derive(Debug, thiserror::Error)]
+pub enum BenchError {
+    /// No such bench.
+    #[error("there is no bench {name:?}; `aquifer bench list` names them all")]
+    NoSuchBench {
+        /// What was asked for.
+        name: String,
+    },
+    /// No compiler.
+    #[error("the bench's programs cannot be built: {reason}; install a C compiler (scripts/install-deps.sh bench)")]
+    Build {
+        /// What the compiler said.
+        reason: String,
+    },
+    /// A command that belongs to the cluster failed.
+    #[error("`aquifer {what}` failed ({status}): {message}")]
+    Cluster {
+        /// Which command.
+        what: &'static str,
+        /// How it ended.
+        status: String,
+        /// What it said.
+        message: String,
+    },
+    /// A measured program failed.
+    #[error("{program} failed {way} ({status}): {message}")]
+    Program {
+        /// The program.
+        program: String,
+        /// How it was run.
+        way: String,
+        /// How it ended.
+        status: String,
+        /// What it said.
+        message: String,
+    },
+    /// A measured program said something else than a line of figures.
+    #[error("{program} printed no figures {way}: {text:?}")]
+    Figures {
+        /// The program.
+        program: String,
+        /// How it was run.
+        way: String,
+        /// What it printed.
+        text: String,
+    },
+    /// The demo's program or its corpus.
+    #[error("the demo needs {what}, which is not installed; run scripts/install-deps.sh demo")]
+    Missing {
+        /// What is missing.
+        what: &'static str,
+    },
+    /// Outputs differ.
+    #[error("the output {way} differs from the plain run's; both are kept: {plain} and {other}",
+        plain = plain.display(), other = other.display())]
+    OutputDiffers {
+        /// How it was run.
+        way: String,
+        /// The plain output.
+        plain: PathBuf,
+        /// The other.
+        other: PathBuf,
+    },
+    /// The fabric.
+    #[error("the fabric bench failed: {reason}")]
+    Fabric {
+        /// What happened.
+        reason: String,
+    },
+    /// The picture.
+    #[error("cannot draw {path}: {reason}", path = path.display())]
+    Picture {
+        /// The file.
+        path: PathBuf,
+        /// What went wrong.
+        reason: String,
+    },
+    /// Ctrl-C and its like.
+    #[error("stopped by a signal; everything that was started has been ended")]
+    Interrupted,
+    /// Kernel swap.
+    #[error(transparent)]
+    Peer(#[from] PeerError),
+    /// The system refused.
+    #[error("cannot {what} {path}: {source}", path = path.display())]
+    Io {
+        /// What was tried.
+        what: &'static str,
+        /// On which file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+impl BenchError {
+    /// For `map_err`.
+    pub fn io(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+        let path = path.to_owned();
+        move |source| Self::Io { what, path, source }
+    }
+}

@@ -1,0 +1,119 @@
+//! `aquifer bench`: measurements beside their peers and floors, in one run, on one machine.
+//!
+//! Machines are noisy, so a bench runs what it compares in alternation, takes ratios within one round, and
+//! says how far they spread over the rounds. A missed target is printed as missed, and is no failure of the
+//! command: it ends with 0 when everything could be measured and every page was right.
+
+mod error;
+mod fabric;
+mod faults;
+pub mod support;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Args;
+
+pub use error::BenchError;
+use support::interrupt;
+use support::report::Report;
+
+/// The arguments of `aquifer bench`.
+#[derive(Args, Clone, Debug)]
+pub struct BenchArgs {
+    /// Which bench; `list` names them all
+    pub name: String,
+    /// Less memory and fewer rounds: under a minute, and less to be trusted
+    #[arg(long)]
+    pub quick: bool,
+    /// Write all figures to this file
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+    /// Draw pictures into this folder
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+    /// Where the other process of `bench fabric` listens; it is that process, if this is given
+    #[arg(long, hide = true)]
+    pub serve_at: Option<PathBuf>,
+}
+
+struct Bench {
+    name: &'static str,
+    about: &'static str,
+    targets: &'static str,
+    run: fn(&BenchArgs) -> Result<Report, BenchError>,
+}
+
+const BENCHES: [Bench; 2] = [
+    Bench {
+        name: "faults",
+        about: "a program's memory on the pool, beside kernel swap and a bare userfaultfd",
+        targets: faults::TARGETS,
+        run: faults::run,
+    },
+    Bench {
+        name: "fabric",
+        about: "shared-memory READ, WRITE, atomics and messages, beside memcpy and bare atomics",
+        targets: fabric::TARGETS,
+        run: fabric::run,
+    },
+];
+
+/// Runs a bench, prints its report, and writes what was asked for.
+///
+/// # Errors
+/// If there is no such bench, or it could not measure what it should.
+pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
+    if args.name == "list" {
+        print!("{}", list());
+        return Ok(ExitCode::SUCCESS);
+    }
+    let bench = BENCHES
+        .iter()
+        .find(|bench| bench.name == args.name)
+        .ok_or_else(|| BenchError::NoSuchBench { name: args.name.clone() })?;
+    if let Some(path) = &args.serve_at {
+        fabric::serve_at(path)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    interrupt::install();
+    let report = (bench.run)(args)?;
+    print!("{}", report.to_text());
+    if let Some(path) = &args.json {
+        let text = serde_json::to_string_pretty(&report).expect("figures can be written");
+        std::fs::write(path, text + "\n").map_err(BenchError::io("write", path))?;
+        println!("figures: {}", path.display());
+    }
+    if let Some(folder) = &args.out {
+        std::fs::create_dir_all(folder).map_err(BenchError::io("create the folder", folder))?;
+        let path = folder.join(format!("{}.svg", bench.name));
+        report.draw(&path)?;
+        println!("picture: {}", path.display());
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn list() -> String {
+    let lines = BENCHES.iter().map(|bench| format!("{:8} {}; {}\n", bench.name, bench.about, bench.targets));
+    lines.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_bench_is_listed_with_its_targets() {
+        let list = list();
+        assert_eq!(list.lines().count(), BENCHES.len());
+        assert!(list.lines().all(|line| line.contains("targets: ")), "{list}");
+    }
+
+    #[test]
+    fn an_unknown_bench_is_refused_by_name() {
+        let args =
+            BenchArgs { name: "fault".into(), quick: true, json: None, out: None, serve_at: None };
+        let error = run(&args).unwrap_err().to_string();
+        assert!(error.contains("\"fault\"") && error.contains("bench list"), "{error}");
+    }
+}

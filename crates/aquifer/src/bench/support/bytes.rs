@@ -1,0 +1,29 @@
+//! Sizes for people.
+
+/// One mebibyte.
+pub const MIB: u64 = 1 << 20;
+
+/// In MiB, or KiB below one.
+pub fn show_bytes(bytes: u64) -> String {
+    #[expect(clippy::cast_precision_loss, reason = "for people")]
+    let bytes = bytes as f64;
+    if bytes >= 1048576.0 {
+        format!("{:.0} MiB", bytes / 1048576.0)
+    } else {
+        format!("{:.0} KiB", bytes / 1024.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_shown_in_the_unit_that_fits() {
+        assert_eq!(show_bytes(4096), "4 KiB");
+        assert_eq!(show_bytes(MIB - 1024), "1023 KiB");
+        assert_eq!(show_bytes(MIB), "1 MiB");
+        assert_eq!(show_bytes(3 << 30), "3072 MiB");
+        assert_eq!(show_bytes(0), "0 KiB");
+    }
+}

@@ -1,0 +1,118 @@
+//! What `/proc` says of processes, seen from outside.
+
+use std::fs;
+use std::path::Path;
+
+/// Anonymous memory that a process has resident, in bytes; 0 once it is gone.
+pub fn anonymous_bytes(pid: u32) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    parse_anonymous_bytes(&status).unwrap_or(0)
+}
+
+fn parse_anonymous_bytes(status: &str) -> Option<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib << 10)
+}
+
+/// Children, children's children and so on; not `pid` itself.
+pub fn descendants(pid: u32) -> Vec<u32> {
+    /// More generations than this are taken for a loop.
+    const PROCESSES_MAX: usize = 1024;
+    let mut found = children(pid);
+    let mut next = 0;
+    while next < found.len() && found.len() < PROCESSES_MAX {
+        found.extend(children(found[next]));
+        next += 1;
+    }
+    found
+}
+
+fn children(pid: u32) -> Vec<u32> {
+    let Ok(tasks) = fs::read_dir(format!("/proc/{pid}/task")) else {
+        return Vec::new();
+    };
+    let lists = tasks.flatten().map(|task| fs::read_to_string(task.path().join("children")));
+    lists.flatten().flat_map(|list| parse_numbers(&list)).collect()
+}
+
+fn parse_numbers(list: &str) -> Vec<u32> {
+    list.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
+}
+
+/// Processor time that a process has used, its own and the kernel's for it, in µs; 0 once it is gone.
+pub fn cpu_us(pid: u32) -> u64 {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    parse_cpu_ticks(&stat).unwrap_or(0) * 1_000_000 / ticks_per_second()
+}
+
+fn ticks_per_second() -> u64 {
+    rustix::param::clock_ticks_per_second().max(1)
+}
+
+/// The name in a stat line stands in parentheses and may hold anything, so the fields are counted from the last
+/// parenthesis: utime and stime are the 12th and 13th after it.
+fn parse_cpu_ticks(stat: &str) -> Option<u64> {
+    let (_, fields) = stat.rsplit_once(')')?;
+    let mut fields = fields.split_whitespace().skip(11);
+    let user: u64 = fields.next()?.parse().ok()?;
+    let system: u64 = fields.next()?.parse().ok()?;
+    user.checked_add(system)
+}
+
+/// Processes with `needle` among their arguments: the daemons of the cluster whose state lies there.
+pub fn with_argument(needle: &Path) -> Vec<u32> {
+    let needle = needle.as_os_str().as_encoded_bytes();
+    let Ok(entries) = fs::read_dir("/proc") else {
+        return Vec::new();
+    };
+    let pids = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    pids.filter(|&pid| pid != std::process::id() && has_argument(pid, needle)).collect()
+}
+
+fn has_argument(pid: u32, needle: &[u8]) -> bool {
+    let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    arguments.split(|&byte| byte == 0).any(|argument| argument.starts_with(needle))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_resident_memory() {
+        let status = "Name:\tx\nVmRSS:\t   900 kB\nRssAnon:\t     512 kB\nRssFile:\t 4 kB\n";
+        assert_eq!(parse_anonymous_bytes(status), Some(512 << 10));
+        assert_eq!(parse_anonymous_bytes("RssAnon:\t512\n"), None);
+        assert_eq!(parse_anonymous_bytes(""), None);
+        assert!(anonymous_bytes(std::process::id()) > 0);
+    }
+
+    #[test]
+    fn a_name_with_parentheses_and_blanks_does_not_shift_fields() {
+        let stat = "7 (a) b ) c) S 1 2 3 4 5 6 7 8 9 10 250 50 0 0 20 0 1";
+        assert_eq!(parse_cpu_ticks(stat), Some(300));
+        assert_eq!(parse_cpu_ticks("7 (x) S 1 2 3"), None);
+        assert_eq!(parse_cpu_ticks(""), None);
+    }
+
+    #[test]
+    fn finds_children_of_children_and_arguments() {
+        let mark = format!("/nowhere/{}", std::process::id());
+        // The shell waits for its child, so that there are two generations.
+        let mut shell = std::process::Command::new("sh")
+            .args(["-c", "cat; true", &mark])
+            .stdin(std::process::Stdio::piped())
+            .stdout(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
+        while descendants(shell.id()).is_empty() {
+            std::thread::yield_now();
+        }
+        assert!(descendants(std::process::id()).contains(&descendants(shell.id())[0]));
+        assert!(with_argument(Path::new(&mark)).contains(&shell.id()));
+        drop(shell.stdin.take());
+        assert!(shell.wait().unwrap().success());
+        assert_eq!(descendants(shell.id()), []);
+        assert_eq!(cpu_us(u32::MAX), 0);
+    }
+}

@@ -1,0 +1,135 @@
+//! Whatever is wrong, a sentence says what, and the exit code says it to scripts.
+
+use std::os::unix::fs::PermissionsExt;
+use std::process::{Command, Output};
+
+use aquifer_tests_e2e::cluster::text;
+use aquifer_tests_e2e::{Cluster, build};
+use tempfile::TempDir;
+
+const EXIT_FAILED: i32 = 125;
+const EXIT_NOT_EXECUTABLE: i32 = 126;
+const EXIT_NOT_FOUND: i32 = 127;
+const EXIT_USAGE: i32 = 2;
+
+/// It failed with this code and these words, in one short message.
+fn assert_refused(output: &Output, code: i32, words: &[&str]) {
+    let stderr = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{}: {stderr}", output.status);
+    for word in words {
+        assert!(stderr.contains(word), "the message lacks {word:?}: {stderr}");
+    }
+    assert!(!stderr.contains("panicked"), "{stderr}");
+}
+
+#[test]
+fn no_cluster_is_up() {
+    let state = TempDir::new().expect("a temporary folder can be made");
+    let output = Command::new(build::binary())
+        .arg("--state")
+        .arg(state.path())
+        .args(["run", "--local", "64M", "--", "true"])
+        .output()
+        .expect("aquifer can be started");
+    assert_refused(&output, EXIT_FAILED, &["no cluster is up", "aquifer up"]);
+}
+
+#[test]
+fn programs_that_cannot_be_run() {
+    let cluster = Cluster::up(1, "64M");
+    let folder = cluster.state();
+    let missing = cluster.run("64M", &["no-such-program-anywhere"]);
+    assert_refused(&missing, EXIT_NOT_FOUND, &["no-such-program-anywhere", "no such program"]);
+    let missing = cluster.run("64M", &["./no/such/file"]);
+    assert_refused(&missing, EXIT_NOT_FOUND, &["no such program"]);
+
+    let plain = folder.join("plain");
+    std::fs::write(&plain, "words\n").expect("a file can be written");
+    let plain_path = plain.to_str().expect("a plain path");
+    assert_refused(&cluster.run("64M", &[plain_path]), EXIT_NOT_EXECUTABLE, &["not an executable"]);
+    std::fs::set_permissions(&plain, PermissionsExt::from_mode(0o755)).expect("our own file");
+    assert_refused(&cluster.run("64M", &[plain_path]), EXIT_NOT_EXECUTABLE, &["not an executable"]);
+    assert_refused(&cluster.run("64M", &["/usr"]), EXIT_NOT_EXECUTABLE, &["not an executable"]);
+
+    let fixed = build::compile(folder, "fixed", "int main(void) { return 0; }\n", &["-static"]);
+    let output = cluster.run("64M", &[fixed.to_str().expect("a plain path")]);
+    assert_refused(&output, EXIT_NOT_EXECUTABLE, &["statically linked", "dynamically linked", "swap"]);
+    assert_eq!(
+        cluster.run("64M", &["true"]).status.code(),
+        Some(0),
+        "nothing of this has harmed the cluster"
+    );
+}
+
+#[test]
+fn sizes_that_are_none() {
+    let cluster = Cluster::up(1, "64M");
+    for size in ["", "12Q", "M", "-5M", "1.5.5G", "99999999999999999999"] {
+        let output =
+            cluster.command().arg("run").arg(format!("--local={size}")).args(["--", "true"]).output();
+        assert_refused(&output.expect("aquifer can be started"), EXIT_USAGE, &["--local"]);
+    }
+    let output = cluster.command().args(["run", "--local", "64M"]).output().expect("aquifer can be started");
+    assert_eq!(output.status.code(), Some(EXIT_USAGE), "no program was named: {}", text(&output.stderr));
+}
+
+#[test]
+fn limits_too_small() {
+    let cluster = Cluster::up(1, "64M");
+    let output = cluster.run("1M", &["true"]);
+    assert_refused(&output, EXIT_FAILED, &["too small", "--local 8M"]);
+    assert_eq!(cluster.run("8M", &["true"]).status.code(), Some(0), "the smallest limit is one");
+
+    let text_of = "#include <stdlib.h>\n#include <string.h>\n#include <sys/mman.h>\n#include <unistd.h>\n\
+                   int main(void) { size_t n = 96u << 20; char *p = malloc(n); memset(p, 1, n);\n\
+                   if (mlock(p, n)) return 9; for (;;) pause(); }\n";
+    let locked = build::compile(cluster.state(), "locked", text_of, &[]);
+    let output = cluster.run("16M", &[locked.to_str().expect("a plain path")]);
+    assert_refused(&output, EXIT_FAILED, &["cannot be paged", "give at least --local"]);
+    cluster.assert_all_free();
+}
+
+#[test]
+fn statistics_that_cannot_be_written() {
+    let cluster = Cluster::up(1, "64M");
+    let mut command = cluster.command();
+    command.args(["run", "--local", "64M", "--stats", "/no/such/folder/stats.json", "--", "echo", "ran"]);
+    let output = command.output().expect("aquifer can be started");
+    assert_refused(&output, EXIT_FAILED, &["/no/such/folder/stats.json"]);
+    assert!(output.stdout.is_empty(), "it is said before the program runs, not after hours of it");
+}
+
+#[test]
+fn a_user_without_rights_to_userfaultfd_is_told_how_to_get_them() {
+    const NOBODY: &str = "65534";
+    let sysctl = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
+    if !rustix::process::geteuid().is_root() || sysctl.trim() == "1" {
+        println!(
+            "skipped: only root can be another user, and only where users have no such rights there is something to tell"
+        );
+        return;
+    }
+    // Where another user can reach it.
+    let folder = TempDir::with_prefix("aquifer-e2e-user-").expect("a temporary folder can be made");
+    std::fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o777)).expect("our own folder");
+    for name in ["aquifer", "libaquifer_shim.so"] {
+        std::fs::copy(build::binary().with_file_name(name), folder.path().join(name))
+            .expect("a program can be copied");
+    }
+    let aquifer = |words: &[&str]| {
+        let mut command = Command::new("setpriv");
+        command.args(["--reuid", NOBODY, "--regid", NOBODY, "--clear-groups"]);
+        command
+            .arg(folder.path().join("aquifer"))
+            .arg("--state")
+            .arg(folder.path().join("state"))
+            .args(words);
+        command.output().expect("setpriv can be started")
+    };
+    let up = aquifer(&["up", "--nodes", "1", "--memory", "32M"]);
+    let output = aquifer(&["run", "--local", "64M", "--", "true"]);
+    let down = aquifer(&["down"]);
+    assert!(up.status.success(), "{}", text(&up.stderr));
+    assert_refused(&output, EXIT_FAILED, &["/dev/userfaultfd", "vm.unprivileged_userfaultfd"]);
+    assert!(down.status.success(), "{}", text(&down.stderr));
+}

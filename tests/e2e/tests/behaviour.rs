@@ -1,0 +1,147 @@
+//! To everyone who looks, `aquifer run PROGRAM` is the program.
+
+use std::io::{Read, Write};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, Output, Stdio};
+
+use aquifer_tests_e2e::cluster::text;
+use aquifer_tests_e2e::compare::assert_within_limit;
+use aquifer_tests_e2e::run::{Running, mempool_share};
+use aquifer_tests_e2e::{Cluster, build, processes};
+use rustix::process::Signal;
+
+const LIMIT: &str = "64M";
+
+fn shell(cluster: &Cluster, script: &str) -> Output {
+    cluster.run(LIMIT, &["sh", "-c", script])
+}
+
+#[test]
+fn exit_codes_pass_through() {
+    let cluster = Cluster::up(1, "64M");
+    for code in [0, 1, 3, 125, 255] {
+        let output = shell(&cluster, &format!("exit {code}"));
+        assert_eq!(output.status.code(), Some(code), "{}", text(&output.stderr));
+        assert!(output.stderr.is_empty(), "{}", text(&output.stderr));
+    }
+    cluster.assert_all_free();
+}
+
+#[test]
+fn a_signal_that_ends_the_program_ends_the_run() {
+    let cluster = Cluster::up(1, "64M");
+    for signal in [Signal::SEGV, Signal::KILL, Signal::ABORT, Signal::TERM] {
+        let output = shell(&cluster, &format!("kill -{} $$", signal.as_raw()));
+        assert_eq!(
+            output.status.signal(),
+            Some(signal.as_raw()),
+            "{}: {}",
+            output.status,
+            text(&output.stderr)
+        );
+    }
+    cluster.assert_all_free();
+}
+
+#[test]
+fn signals_to_the_run_reach_the_program() {
+    let cluster = Cluster::up(1, "64M");
+    let script = "import signal, sys\n\
+                  signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))\n\
+                  print('ready', flush=True)\n\
+                  while True: signal.pause()";
+    let mut child = cluster
+        .run_command(LIMIT, &["/usr/bin/python3", "-c", script])
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("aquifer can be started");
+    let mut ready = [0; 6];
+    child
+        .stdout
+        .as_mut()
+        .expect("it was asked for")
+        .read_exact(&mut ready)
+        .expect("the program says that it is ready");
+    processes::signal(child.id(), Signal::TERM);
+    let status = child.wait().expect("our own child can be waited for");
+    assert_eq!(status.code(), Some(42), "{status}");
+}
+
+#[test]
+fn input_and_output_are_the_programs() {
+    const BYTES: usize = 8 << 20;
+    let cluster = Cluster::up(1, "64M");
+    let mut child = cluster
+        .run_command(LIMIT, &["cat"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("aquifer can be started");
+    let sent: Vec<u8> = (0..BYTES).map(|at| u8::try_from(at * 31 % 251).expect("below 251")).collect();
+    let mut stdin = child.stdin.take().expect("it was asked for");
+    let for_writer = sent.clone();
+    let writer =
+        std::thread::spawn(move || stdin.write_all(&for_writer).expect("the program reads its input"));
+    let output = child.wait_with_output().expect("our own child can be waited for");
+    writer.join().expect("all was written");
+    assert!(output.status.success());
+    assert!(output.stdout == sent, "the program's output is not what it was sent");
+}
+
+#[test]
+fn arguments_environment_and_folder_are_the_programs() {
+    let cluster = Cluster::up(1, "64M");
+    let script = "printf '%s|' \"$0\" \"$@\" \"$AQUIFER_TEST\"; pwd";
+    let mut command =
+        cluster.run_command(LIMIT, &["sh", "-c", script, "name", "a b", "", "--local", "--", "ü\n"]);
+    let output = command
+        .env("AQUIFER_TEST", "kept = all")
+        .current_dir("/usr")
+        .output()
+        .expect("aquifer can be started");
+    assert_eq!(text(&output.stdout), "name|a b||--local|--|ü\n|kept = all|/usr\n");
+    assert!(output.stderr.is_empty(), "{}", text(&output.stderr));
+}
+
+#[test]
+fn shells_pipelines_and_background_jobs_work() {
+    let cluster = Cluster::up(1, "64M");
+    let script = "seq 1 50000 | sort -rn | head -n 2; (exit 7); echo $?; \
+                  for i in 1 2 3; do (echo child $i >&2) & done; wait; echo `echo deep $(echo deeper)`";
+    let plain = Command::new("sh").args(["-c", script]).output().expect("sh can be started");
+    let paged = shell(&cluster, script);
+    assert_eq!(text(&paged.stdout), text(&plain.stdout));
+    assert_eq!(paged.status.code(), plain.status.code());
+    assert_eq!(paged.stderr.len(), plain.stderr.len(), "{}", text(&paged.stderr));
+    cluster.assert_all_free();
+}
+
+#[test]
+fn the_processes_of_a_run_share_one_limit() {
+    const LIMIT_BYTES: u64 = 48 << 20;
+    let cluster = Cluster::up(3, "256M");
+    let checker = build::programs().join("checker");
+    let one = format!("{} pages --bytes 64M --threads 2 --rounds 1 --seed", checker.display());
+    let script = format!("{one} 1 & first=$!; {one} 2 && {one} 3 && wait $first");
+    let mut command = cluster.run_command(&LIMIT_BYTES.to_string(), &["sh", "-c", &script]);
+    let outcome = Running::start(&mut command, true, mempool_share(cluster.agent_socket())).wait();
+    outcome.assert_success("the run of several processes");
+    assert_within_limit(&outcome, LIMIT_BYTES);
+    cluster.assert_all_free();
+}
+
+#[test]
+fn statistics_of_an_unpaged_program_say_so() {
+    let cluster = Cluster::up(1, "64M");
+    let stats = cluster.state().join("stats.json");
+    let stats_path = stats.to_str().expect("a plain path");
+    let output =
+        cluster.command().args(["run", "--local", LIMIT, "--stats", stats_path, "--", "true"]).output();
+    let output = output.expect("aquifer can be started");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let stats = std::fs::read(&stats).expect("the statistics were written");
+    let stats: serde_json::Value = serde_json::from_slice(&stats).expect("they are JSON");
+    for name in ["evictions", "remote_reads", "remote_writes", "remote_peak_bytes", "lost_pages"] {
+        assert_eq!(stats[name].as_u64(), Some(0), "{name} in {stats:#}");
+    }
+}

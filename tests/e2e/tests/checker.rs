@@ -1,0 +1,41 @@
+//! A program that checks every byte of its own memory, in a quarter of it, whatever it does to that memory.
+
+use aquifer_tests_e2e::{Case, Cluster, build, compare};
+
+/// Under a quarter of this each test takes a few seconds; the limit is still far above what cannot be paged.
+const BYTES: &str = "128M";
+
+fn check(test: &str, options: &[&str], forks: bool) {
+    let checker = build::programs().join("checker");
+    let mut program = vec![checker.to_str().expect("a plain path"), test, "--bytes", BYTES];
+    program.extend(options);
+    let cluster = Cluster::up(3, "512M");
+    compare(&cluster, Case { program: &program, forks });
+}
+
+macro_rules! checks {
+    ($($name:ident: $test:literal $options:expr, forks: $forks:literal;)*) => {
+        $(
+            #[test]
+            fn $name() {
+                check($test, &$options, $forks);
+            }
+        )*
+    };
+}
+
+checks! {
+    pages_keep_their_bytes: "pages" [], forks: false;
+    pages_keep_their_bytes_with_more_threads_than_processors: "pages" ["--threads", "16", "--seed", "7"], forks: false;
+    pages_keep_their_bytes_with_one_thread: "pages" ["--threads", "1", "--seed", "8"], forks: false;
+    moved_pages_keep_their_bytes: "mremap" [], forks: false;
+    pages_moved_without_unmapping_keep_their_bytes: "dontunmap" [], forks: false;
+    the_heaps_end_moves: "brk" [], forks: false;
+    pages_given_up_read_as_zeros: "madvise" [], forks: false;
+    pages_mapped_anew_at_the_same_place_are_new: "remap" [], forks: false;
+    parent_and_child_have_their_own_pages: "fork" [], forks: true;
+    threads_come_and_go: "threads" [], forks: false;
+    the_kernel_reads_and_writes_missing_pages: "syscalls" [], forks: true;
+    protected_pages_keep_their_bytes: "protect" [], forks: false;
+    pages_that_the_kernel_holds_are_not_taken: "pinned" [], forks: false;
+}

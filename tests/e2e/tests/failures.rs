@@ -1,0 +1,191 @@
+//! What dies takes nobody else with it, gives everything back, and nobody ever reads a wrong byte.
+
+use std::os::unix::process::ExitStatusExt;
+use std::process::Command;
+
+use aquifer_tests_e2e::cluster::{find, text};
+use aquifer_tests_e2e::run::{Running, mempool_share, status};
+use aquifer_tests_e2e::{Cluster, build, eventually, processes};
+use rustix::process::Signal;
+
+const LIMIT: &str = "32M";
+
+/// A checker that goes on until it is ended.
+fn endless(cluster: &Cluster, limit: &str, bytes: &str) -> Running {
+    start_checker(cluster, limit, &["pages", "--bytes", bytes, "--rounds", "1000000"])
+}
+
+fn start_checker(cluster: &Cluster, limit: &str, arguments: &[&str]) -> Running {
+    let checker = build::programs().join("checker");
+    let mut program = vec![checker.to_str().expect("a plain path")];
+    program.extend(arguments);
+    Running::start(&mut cluster.run_command(limit, &program), false, mempool_share(cluster.agent_socket()))
+}
+
+/// Wait until so many bytes of the pool are taken.
+fn await_paging(cluster: &Cluster, bytes: u64) {
+    eventually("a program to be paged", || {
+        let status = status(cluster.agent_socket())?;
+        let runs = status["runs"].as_array()?;
+        let taken: u64 = runs.iter().filter_map(|run| run["remote_bytes"].as_u64()).sum();
+        (taken >= bytes).then_some(())
+    });
+}
+
+fn program_of(run: &Running) -> u32 {
+    eventually("the program to be there", || processes::descendants(run.pid()).first().copied())
+}
+
+/// The checker complains when a byte is wrong; ended by others it has nothing to say.
+fn assert_no_wrong_byte(stderr: &str) {
+    assert!(!stderr.contains("checker:"), "the program saw wrong memory: {stderr}");
+}
+
+#[test]
+fn a_killed_programs_memory_is_given_back() {
+    let cluster = Cluster::up(3, "128M");
+    let run = endless(&cluster, LIMIT, "128M");
+    await_paging(&cluster, 64 << 20);
+    processes::signal(program_of(&run), Signal::KILL);
+    let outcome = run.wait();
+    assert_eq!(
+        outcome.status.signal(),
+        Some(Signal::KILL.as_raw()),
+        "{}: {}",
+        outcome.status,
+        outcome.stderr
+    );
+    cluster.assert_all_free();
+}
+
+#[test]
+fn a_killed_run_leaves_its_program_under_its_limit_and_then_nothing() {
+    let cluster = Cluster::up(3, "128M");
+    let run = endless(&cluster, LIMIT, "128M");
+    await_paging(&cluster, 64 << 20);
+    let program = program_of(&run);
+    processes::signal(run.pid(), Signal::KILL);
+    assert!(processes::is_alive(program), "the program outlives who started it, as under a shell");
+    processes::signal(program, Signal::KILL);
+    let _ = run.wait();
+    cluster.assert_all_free();
+}
+
+#[test]
+fn two_runs_side_by_side_do_not_harm_each_other() {
+    let cluster = Cluster::up(3, "256M");
+    let doomed = endless(&cluster, LIMIT, "128M");
+    await_paging(&cluster, 32 << 20);
+    let steady = start_checker(&cluster, LIMIT, &["pages", "--bytes", "128M", "--seed", "5"]);
+    await_paging(&cluster, 96 << 20);
+    processes::signal(program_of(&doomed), Signal::SEGV);
+    let doomed = doomed.wait();
+    assert_eq!(doomed.status.signal(), Some(Signal::SEGV.as_raw()), "{}", doomed.stderr);
+    assert_no_wrong_byte(&doomed.stderr);
+    steady.wait().assert_success("the run beside a failing one");
+    cluster.assert_all_free();
+}
+
+#[test]
+fn a_full_pool_ends_who_filled_it_and_nobody_else() {
+    let cluster = Cluster::up(1, "32M");
+    // It fits into its limit and needs nothing of the pool.
+    let modest = endless(&cluster, "128M", "32M");
+    let modest_program = program_of(&modest);
+    let greedy = start_checker(&cluster, LIMIT, &["pages", "--bytes", "256M"]).wait();
+    assert!(!greedy.status.success());
+    assert!(greedy.stderr.contains("the pool is full"), "{}", greedy.stderr);
+    assert!(greedy.stderr.contains("aquifer up --memory"), "it should say what to do: {}", greedy.stderr);
+    assert_no_wrong_byte(&greedy.stderr);
+    assert!(processes::is_alive(modest_program), "the other program was harmed");
+    processes::signal(modest_program, Signal::KILL);
+    assert_no_wrong_byte(&modest.wait().stderr);
+    cluster.assert_all_free();
+}
+
+#[test]
+fn a_dead_node_costs_its_readers_a_message_and_no_wrong_byte() {
+    let cluster = Cluster::up(1, "256M");
+    let run = endless(&cluster, LIMIT, "128M");
+    await_paging(&cluster, 64 << 20);
+    processes::signal(cluster.part("node", None), Signal::KILL);
+    let outcome = run.wait();
+    assert!(!outcome.status.success());
+    assert!(outcome.stderr.contains("memory node"), "it should name the node: {}", outcome.stderr);
+    assert_no_wrong_byte(&outcome.stderr);
+    // What died is brought back, and works.
+    let up = cluster
+        .command()
+        .args(["up", "--nodes", "1", "--memory", "256M"])
+        .output()
+        .expect("aquifer can be started");
+    assert!(up.status.success(), "{}", text(&up.stderr));
+    start_checker(&cluster, LIMIT, &["pages", "--bytes", "64M"])
+        .wait()
+        .assert_success("a run on the node that came back");
+    cluster.assert_all_free();
+}
+
+#[test]
+fn without_its_agent_a_program_waits_and_ends_with_a_message() {
+    let cluster = Cluster::up_with(2, "128M", &["--grace", "1s"]);
+    let run = endless(&cluster, LIMIT, "128M");
+    await_paging(&cluster, 64 << 20);
+    let program = program_of(&run);
+    processes::signal(cluster.part("agent", None), Signal::KILL);
+    let outcome = run.wait();
+    assert!(!outcome.status.success());
+    assert!(outcome.stderr.contains("agent"), "it should say why: {}", outcome.stderr);
+    assert_no_wrong_byte(&outcome.stderr);
+    assert!(!processes::is_alive(program));
+    let up = cluster.command().arg("up").output().expect("aquifer can be started");
+    assert!(up.status.success(), "{}", text(&up.stderr));
+    let output = cluster.run("64M", &["true"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+}
+
+#[test]
+fn going_down_ends_programs_with_a_message() {
+    let cluster = Cluster::up(1, "256M");
+    let run = endless(&cluster, LIMIT, "128M");
+    await_paging(&cluster, 64 << 20);
+    let down = cluster.command().arg("down").output().expect("aquifer can be started");
+    assert!(down.status.success(), "{}", text(&down.stderr));
+    let outcome = run.wait();
+    assert!(!outcome.status.success());
+    assert!(outcome.stderr.contains("the agent is stopping"), "{}", outcome.stderr);
+    assert_no_wrong_byte(&outcome.stderr);
+    assert_eq!(cluster.parts(), Vec::<u32>::new());
+}
+
+#[test]
+fn a_restarted_keeper_is_given_everything_again() {
+    let cluster = Cluster::up(1, "256M");
+    let run = start_checker(&cluster, LIMIT, &["pages", "--bytes", "128M", "--rounds", "3"]);
+    await_paging(&cluster, 32 << 20);
+    processes::signal(cluster.part("keeper", None), Signal::KILL);
+    let up = cluster.command().arg("up").output().expect("aquifer can be started");
+    assert!(up.status.success(), "{}", text(&up.stderr));
+    run.wait().assert_success("a run whose keeper was replaced");
+    cluster.assert_all_free();
+}
+
+#[test]
+fn clusters_live_side_by_side() {
+    let cluster = Cluster::up(1, "64M");
+    let other = tempfile::TempDir::with_prefix("aquifer-e2e-other-").expect("a temporary folder can be made");
+    let aquifer = |words: &[&str]| {
+        let mut command = Command::new(build::binary());
+        command.arg("--state").arg(other.path()).args(words);
+        command.output().expect("aquifer can be started")
+    };
+    let up = aquifer(&["up", "--nodes", "2", "--memory", "32M"]);
+    assert!(up.status.success(), "{}", text(&up.stderr));
+    let status = aquifer(&["status", "--json"]);
+    let status: serde_json::Value = serde_json::from_slice(&status.stdout).expect("the status is JSON");
+    assert_eq!(find(&status, "nodes").and_then(|nodes| nodes.as_array()).map(Vec::len), Some(2));
+    assert!(aquifer(&["run", "--local", "64M", "--", "true"]).status.success());
+    assert!(aquifer(&["down"]).status.success());
+    assert!(!aquifer(&["run", "--local", "64M", "--", "true"]).status.success(), "that cluster is down");
+    assert!(cluster.run("64M", &["true"]).status.success(), "this one is not");
+}

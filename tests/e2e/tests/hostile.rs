@@ -1,0 +1,145 @@
+//! The agent's socket against those who speak nonsense, old versions and other people's tokens, while a program runs.
+
+use std::os::unix::process::ExitStatusExt;
+
+use aquifer_ipc::{FRAME_BYTES_MAX, Frame, Hello, OpenRun, Put, RUN_VARIABLE, Token};
+use aquifer_tests_e2e::agent::Connection;
+use aquifer_tests_e2e::cluster::text;
+use aquifer_tests_e2e::run::{Running, mempool_share, status};
+use aquifer_tests_e2e::{Cluster, build, eventually};
+
+fn hello(token: Token, is_child: bool) -> Frame {
+    Frame::Hello(Hello {
+        token,
+        is_child,
+        antechamber: 0x1000_0000,
+        staging: 0x2000_0000,
+        canary: 0x3000_0000,
+        private_start: 0x1000_0000,
+        private_end: 0x4000_0000,
+    })
+}
+
+fn bytes_of(frame: &Frame) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    frame.write(&mut bytes);
+    bytes
+}
+
+/// What the agent answers to one packet.
+fn answer(cluster: &Cluster, bytes: &[u8]) -> Option<Frame> {
+    let connection = Connection::open(cluster.agent_socket()).expect("the agent listens");
+    // An agent may hang up before it has read everything.
+    let _ = connection.send(bytes);
+    connection.receive().expect("an answer or an end")
+}
+
+fn refusal(cluster: &Cluster, bytes: &[u8]) -> String {
+    match answer(cluster, bytes) {
+        Some(Frame::Refused(reason)) => reason,
+        other => panic!("{bytes:02x?} was answered by {other:?}"),
+    }
+}
+
+fn assert_serves(cluster: &Cluster) {
+    assert!(status(cluster.agent_socket()).is_some(), "the agent answers no more");
+}
+
+/// A program that must not notice any of it.
+fn bystander(cluster: &Cluster) -> Running {
+    let checker = build::programs().join("checker");
+    let program = [checker.to_str().expect("a plain path"), "pages", "--bytes", "96M", "--rounds", "2"];
+    Running::start(&mut cluster.run_command("24M", &program), false, mempool_share(cluster.agent_socket()))
+}
+
+#[test]
+fn cut_changed_and_foreign_frames_are_refused_with_a_reason() {
+    let cluster = Cluster::up(1, "256M");
+    let program = bystander(&cluster);
+    let open = bytes_of(&Frame::OpenRun(OpenRun { limit_bytes: 1 << 30, name: "name".into() }));
+    for end in 1..open.len() {
+        refusal(&cluster, &open[..end]);
+    }
+    let mut old = open.clone();
+    old[4] = 99;
+    assert!(refusal(&cluster, &old).contains("version 99"), "{}", refusal(&cluster, &old));
+    let mut longer = open.clone();
+    longer.push(0);
+    refusal(&cluster, &longer);
+    assert!(refusal(&cluster, b"GET / HTTP/1.1\r\n\r\n").contains("not an Aquifer message"));
+    refusal(&cluster, &vec![b'A'; FRAME_BYTES_MAX + 1]);
+    for frame in [Frame::Welcome, Frame::CloseRun, Frame::Put(Put { program: 1, pid: 1 }), Frame::Drop(1)] {
+        assert!(refusal(&cluster, &bytes_of(&frame)).contains("not for an agent"));
+    }
+    assert_eq!(answer(&cluster, &[]), None, "an empty packet is an end");
+    program.wait().assert_success("the program beside it all");
+    cluster.assert_all_free();
+}
+
+#[test]
+fn the_corpus_of_the_parser_does_no_harm_to_the_agent() {
+    let cluster = Cluster::up(1, "64M");
+    let corpus = build::root().join("crates/ipc/corpus/frame");
+    let mut files = 0;
+    for entry in std::fs::read_dir(corpus).expect("the corpus is there") {
+        let path = entry.expect("an entry can be read").path();
+        let bytes = std::fs::read(path).expect("a file of the corpus can be read");
+        let connection = Connection::open(cluster.agent_socket()).expect("the agent listens");
+        let _ = connection.send(&bytes);
+        // A frame that opens a run is answered and then waited on: hanging up ends it.
+        drop(connection);
+        files += 1;
+    }
+    assert!(files > 10, "the corpus is there");
+    assert_serves(&cluster);
+    cluster.assert_all_free();
+}
+
+#[test]
+fn a_forged_token_opens_nothing() {
+    let cluster = Cluster::up(1, "64M");
+    for is_child in [false, true] {
+        let reason = refusal(&cluster, &bytes_of(&hello(Token([7; 16]), is_child)));
+        assert!(reason.contains("no such run"), "{reason}");
+    }
+    // A program that was given somebody's guess refuses to run unpaged.
+    let path = cluster.agent_socket().to_str().expect("a plain path");
+    let mut command = std::process::Command::new("true");
+    command.env("LD_PRELOAD", build::binary().with_file_name("libaquifer_shim.so"));
+    command.env(aquifer_ipc::SOCKET_VARIABLE, path);
+    for (token, words) in [("00".repeat(16), "no such run"), ("zz".repeat(16), "is not a run's token")] {
+        let output = command.env(RUN_VARIABLE, token).output().expect("true can be started");
+        assert_eq!(output.status.code(), Some(aquifer_ipc::EXIT_FAILED), "{:?}", output.status.signal());
+        assert!(text(&output.stderr).contains(words), "{}", text(&output.stderr));
+    }
+    cluster.assert_all_free();
+}
+
+#[test]
+fn a_programs_own_token_does_not_let_in_what_has_no_userfaultfd() {
+    let cluster = Cluster::up(1, "256M");
+    let connection = Connection::open(cluster.agent_socket()).expect("the agent listens");
+    connection
+        .send_frame(&Frame::OpenRun(OpenRun { limit_bytes: 64 << 20, name: "ours".into() }))
+        .expect("it is heard");
+    let Some(Frame::RunOpened(token)) = connection.receive().expect("an answer") else {
+        panic!("no run was opened")
+    };
+    let reason = refusal(&cluster, &bytes_of(&hello(token, false)));
+    assert!(reason.contains("userfaultfd"), "{reason}");
+    let reason = refusal(&cluster, &bytes_of(&hello(token, true)));
+    assert!(reason.contains("not forked"), "{reason}");
+    drop(connection);
+    cluster.assert_all_free();
+}
+
+#[test]
+fn those_who_connect_and_say_nothing_keep_nobody_waiting() {
+    let cluster = Cluster::up(1, "64M");
+    let silent: Vec<_> =
+        (0..200).map(|_| Connection::open(cluster.agent_socket()).expect("the agent listens")).collect();
+    assert_serves(&cluster);
+    assert!(cluster.run("64M", &["true"]).status.success());
+    drop(silent);
+    eventually("the agent to serve on", || status(cluster.agent_socket()));
+}
