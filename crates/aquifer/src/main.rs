@@ -1,2 +1,69 @@
-//! To be filled.
-fn main() {}
+//! `aquifer`: one binary that plays every role.
+//!
+//! `cluster` starts, stops and shows a cluster on this machine and is its parts in the foreground; `run` starts an unmodified
+//! program on the pool. A command fails with one sentence on stderr.
+
+mod cli;
+mod cluster;
+mod run;
+mod size;
+mod state;
+
+use std::error::Error;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use cli::{Cli, Command, RunArguments};
+use state::StateDir;
+
+/// What a command comes to: its exit code, or why it could not be done.
+type Outcome = Result<ExitCode, Box<dyn Error>>;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let outcome = match cli.command {
+        Command::Up(arguments) => state(&cli.state).and_then(|state| cluster::up(&state, &arguments)),
+        Command::Down => state(&cli.state).and_then(|state| cluster::down(&state)),
+        Command::Status(arguments) => state(&cli.state).and_then(|state| cluster::status(&state, &arguments)),
+        Command::Run(arguments) => Ok(run(&cli.state, arguments)),
+        Command::Part(part) => state(&cli.state).and_then(|state| cluster::be(&state, part)),
+    };
+    outcome.unwrap_or_else(|error| {
+        eprintln!("aquifer: {error}");
+        ExitCode::FAILURE
+    })
+}
+
+fn state(asked: &Option<PathBuf>) -> Result<StateDir, Box<dyn Error>> {
+    Ok(StateDir::locate(asked.as_deref())?)
+}
+
+/// The program's exit code, or one that says why there is none.
+fn run(state: &Option<PathBuf>, arguments: RunArguments) -> ExitCode {
+    let state = match StateDir::locate(state.as_deref()) {
+        Ok(state) => state,
+        Err(error) => return fail(&error, aquifer_ipc::EXIT_FAILED),
+    };
+    let options = run::RunOptions {
+        agent_socket: state.agent_socket(),
+        local_bytes: arguments.local,
+        stats: arguments.stats,
+        command: arguments.command,
+    };
+    match run::run(&options) {
+        Ok(code) => exit_code(code),
+        Err(error) => fail(&error, error.exit_code()),
+    }
+}
+
+fn fail(error: &dyn Error, code: i32) -> ExitCode {
+    eprintln!("aquifer: {error}");
+    exit_code(code)
+}
+
+/// A program's code has eight bits; other numbers come from nowhere.
+fn exit_code(code: i32) -> ExitCode {
+    ExitCode::from(u8::try_from(code).unwrap_or(u8::MAX))
+}

@@ -60,6 +60,13 @@ impl Areas {
         gaps
     }
 
+    /// Whether a page is in the set.
+    #[must_use]
+    pub fn contains(&self, page: PageNumber) -> bool {
+        let at = self.0.partition_point(|area| area.end <= page);
+        self.0.get(at).is_some_and(|area| area.start <= page)
+    }
+
     /// The ranges, in order.
     pub fn iter(&self) -> impl Iterator<Item = Area> + '_ {
         self.0.iter().copied()
@@ -97,6 +104,7 @@ mod tests {
                 .into_iter().flat_map(|area| area.start..area.end).collect();
             let expected: BTreeSet<u64> = (probe..probe + length).filter(|page| !model.contains(page)).collect();
             prop_assert_eq!(missing, expected);
+            prop_assert_eq!(areas.contains(probe), model.contains(&probe));
         }
     }
 }

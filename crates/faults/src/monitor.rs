@@ -60,6 +60,12 @@ pub struct Monitor<E: Edge> {
     budget: Arc<Budget>,
     stats: Arc<FaultStats>,
     areas: Areas,
+    /// Registered and not yet looked through.
+    adopting: Areas,
+    /// Given up by the program outside of `areas`: what is present there may be about to be dropped.
+    given_up: Areas,
+    /// Places that were moved away from, and of which the kernel is still to say that they are unmapped.
+    vacated: Vec<Area>,
     streams: Streams,
     inbox: Vec<Message<E::Child>>,
     waiting: Vec<Waiting>,
@@ -92,6 +98,9 @@ impl<E: Edge> Monitor<E> {
             budget,
             stats,
             areas,
+            adopting: Areas::default(),
+            given_up: Areas::default(),
+            vacated: Vec::new(),
             streams: Streams::default(),
             inbox: Vec::with_capacity(MESSAGES_MAX),
             waiting: Vec::with_capacity(MESSAGES_MAX),
@@ -177,11 +186,16 @@ impl<E: Edge> Monitor<E> {
             if !self.edge.register(gap.start, gap.end) {
                 continue;
             }
-            self.areas.insert(gap);
+            self.adopting.insert(gap);
             present.clear();
             self.edge.present(gap.start, gap.end, &mut present);
             for page in &present {
                 self.adopt_page(*page);
+            }
+            // What was unmapped meanwhile is not there any more.
+            for area in std::mem::take(&mut self.adopting).iter() {
+                self.areas.insert(area);
+                self.given_up.remove(area);
             }
         }
     }
@@ -192,12 +206,15 @@ impl<E: Edge> Monitor<E> {
     fn adopt_page(&mut self, page: PageNumber) {
         while !self.ended && self.volume.state(page) == PageState::Zero {
             if self.edge.mutation() == Mutation::AdoptUnproved {
-                self.volume.hold(page);
+                self.volume.hold(page, false);
                 return;
             }
             let filled = self.edge.fill(page, 1, Source::Zeros { private: false });
             match filled.stop {
-                None | Some(Stop::Exists) => self.volume.hold(page),
+                None | Some(Stop::Exists) => {
+                    self.nothing_outstanding();
+                    self.hold_present(page);
+                }
                 Some(Stop::Busy) => {
                     self.listen();
                     self.edge.pause();
@@ -205,6 +222,15 @@ impl<E: Edge> Monitor<E> {
                 Some(Stop::NoArea | Stop::NoMemory) => return,
                 Some(Stop::Ended) => self.ended = true,
             }
+        }
+    }
+
+    /// A page is there of which nothing was known. It can be taken, unless the kernel may be about to drop it.
+    fn hold_present(&mut self, page: PageNumber) {
+        if self.given_up.contains(page) && self.edge.mutation() != Mutation::TrustRemoveEvent {
+            self.volume.doubt(page);
+        } else {
+            self.volume.hold(page, false);
         }
     }
 
@@ -227,14 +253,41 @@ impl<E: Edge> Monitor<E> {
                 Message::Fault(fault) => self.waiting.push(Waiting { fault, since_ns: now_ns }),
                 Message::Fork(child) => self.fork(child),
                 Message::Remap { from, to, pages } => self.remap(from, to, pages),
-                Message::Remove { start, end } => self.volume.give_up(start, end),
-                Message::Unmap { start, end } => {
-                    self.volume.discard(start, end);
-                    self.areas.remove(Area { start, end });
-                }
+                Message::Remove { start, end } => self.give_up(Area { start, end }),
+                Message::Unmap { start, end } => self.unmap(Area { start, end }),
             }
         }
         self.inbox = inbox;
+    }
+
+    fn give_up(&mut self, area: Area) {
+        self.volume.give_up(area.start, area.end);
+        for part in self.areas.missing(area) {
+            self.given_up.insert(part);
+        }
+    }
+
+    fn unmap(&mut self, area: Area) {
+        if let Some(at) = self.vacated.iter().position(|other| *other == area)
+            && self.edge.mutation() != Mutation::HeedVacating
+        {
+            // What is there now, if anything, another thread has moved there since.
+            self.vacated.swap_remove(at);
+            return;
+        }
+        self.volume.discard(area.start, area.end);
+        self.forget_area(area);
+    }
+
+    /// The kernel has filled, or looked: so no event was outstanding.
+    fn nothing_outstanding(&mut self) {
+        self.vacated.clear();
+    }
+
+    fn forget_area(&mut self, area: Area) {
+        self.areas.remove(area);
+        self.adopting.remove(area);
+        self.given_up.remove(area);
     }
 
     fn collect(&mut self) {
@@ -295,7 +348,10 @@ impl<E: Edge> Monitor<E> {
             return;
         }
         self.volume.move_range(from, to, pages);
-        self.areas.remove(Area { start: from, end: from + pages });
+        let vacated = Area { start: from, end: from + pages };
+        self.forget_area(vacated);
+        self.vacated.push(vacated);
+        self.given_up.remove(Area { start: to, end: to + pages });
         self.areas.insert(Area { start: to, end: to + pages });
     }
 
@@ -323,8 +379,13 @@ impl<E: Edge> Monitor<E> {
             PageState::Lost => {
                 let filled = self.edge.poison(page);
                 match filled.stop {
-                    Some(Stop::Busy) => Served::Soon,
-                    _ => Served::Yes,
+                    Some(Stop::Busy | Stop::NoMemory) => Served::Soon,
+                    // It was poisoned for another thread, or is unmapped: whoever still waits finds out by trying again.
+                    Some(Stop::Exists | Stop::NoArea) => {
+                        self.edge.wake(page);
+                        Served::Yes
+                    }
+                    None | Some(Stop::Ended) => Served::Yes,
                 }
             }
         }
@@ -400,8 +461,11 @@ impl<E: Edge> Monitor<E> {
         filled: Filled,
         counter: Option<fn(&FaultStats) -> &std::sync::atomic::AtomicU64>,
     ) -> Served {
+        if !matches!(filled.stop, Some(Stop::Busy | Stop::NoMemory)) {
+            self.nothing_outstanding();
+        }
         for filled_page in page..page + filled.pages as u64 {
-            self.volume.hold(filled_page);
+            self.volume.hold(filled_page, filled_page == page);
         }
         if let Some(counter) = counter {
             FaultStats::add(counter(&self.stats), filled.pages);
@@ -414,7 +478,7 @@ impl<E: Edge> Monitor<E> {
             None | Some(Stop::NoArea) => self.edge.wake(page),
             Some(Stop::Exists) => {
                 if self.volume.state(page) == PageState::Zero {
-                    self.volume.hold(page);
+                    self.hold_present(page);
                 }
                 self.edge.wake(page);
             }
@@ -488,6 +552,7 @@ impl<E: Edge> Monitor<E> {
             }
             return true;
         }
+        self.nothing_outstanding();
         FaultStats::add(&self.stats.evictions, moved.len());
         self.volume.left(block, &moved);
         self.edge.submit(Job { block, buffer, positions });

@@ -47,11 +47,9 @@ impl Budget {
     /// Change the limit of a running program.
     pub fn set_limit(&self, limit_bytes: u64) {
         let pages = limit_bytes / PAGE_BYTES as u64;
-        let share =
-            (pages / SHARE_DIVISOR / BLOCK_PAGES as u64).clamp(SHARE_BLOCKS_MIN, SHARE_BLOCKS_MAX);
+        let share = (pages / SHARE_DIVISOR / BLOCK_PAGES as u64).clamp(SHARE_BLOCKS_MIN, SHARE_BLOCKS_MAX);
         self.blocks_max.store(share, Relaxed);
-        self.limit
-            .store(pages.saturating_sub(share * BLOCK_PAGES as u64), Relaxed);
+        self.limit.store(pages.saturating_sub(share * BLOCK_PAGES as u64), Relaxed);
     }
 
     /// Pages that may be resident.
@@ -86,8 +84,7 @@ impl Budget {
 
     /// Note what was sampled from outside: pages resident beyond the counted ones, and the whole.
     pub fn set_sample(&self, overhead: u64, resident: u64) {
-        self.overhead
-            .store(i64::try_from(overhead).unwrap_or(i64::MAX), Relaxed);
+        self.overhead.store(i64::try_from(overhead).unwrap_or(i64::MAX), Relaxed);
         self.peak.fetch_max(resident, Relaxed);
     }
 
@@ -101,11 +98,7 @@ impl Budget {
     #[must_use]
     pub fn try_add_block(&self) -> bool {
         let max = self.blocks_max.load(Relaxed);
-        self.blocks
-            .fetch_update(Relaxed, Relaxed, |blocks| {
-                (blocks < max).then_some(blocks + 1)
-            })
-            .is_ok()
+        self.blocks.fetch_update(Relaxed, Relaxed, |blocks| (blocks < max).then_some(blocks + 1)).is_ok()
     }
 
     /// Give a block's reservation back.

@@ -110,17 +110,12 @@ impl Fetcher {
     pub fn fetch(&mut self, slabs: &SlabSet, locations: &[Location]) -> Result<usize, FetchError> {
         assert!((1..=FETCH_PAGES_MAX).contains(&locations.len()));
         self.places.clear();
-        self.places
-            .extend(locations.iter().map(|location| slabs.place(*location)));
+        self.places.extend(locations.iter().map(|location| slabs.place(*location)));
         self.find_runs();
         for number in 0..self.runs.len() {
             let run = self.runs[number];
             if let Err(error) = self.read(run) {
-                return if run.first == 0 {
-                    Err(error)
-                } else {
-                    Ok(run.first)
-                };
+                return if run.first == 0 { Err(error) } else { Ok(run.first) };
             }
             for index in run.first..run.first + run.pages {
                 if let Err(error) = self.verify(index) {
@@ -143,26 +138,16 @@ impl Fetcher {
                     continue;
                 }
             }
-            self.runs.push(Run {
-                first: index,
-                pages: 1,
-            });
+            self.runs.push(Run { first: index, pages: 1 });
         }
     }
 
     fn read(&mut self, run: Run) -> Result<(), FetchError> {
         let Place { node, remote, .. } = self.places[run.first];
         self.reads += 1;
-        let port = self
-            .ports
-            .port(node)
-            .map_err(|cause| FetchError::NodeGone { node, cause })?;
+        let port = self.ports.port(node).map_err(|cause| FetchError::NodeGone { node, cause })?;
         let local = port.slice(run.first * PAGE_BYTES, run.pages * PAGE_BYTES);
-        let work = Work {
-            id: 0,
-            verb: Verb::Read { local, remote },
-            signalled: true,
-        };
+        let work = Work { id: 0, verb: Verb::Read { local, remote }, signalled: true };
         match port.endpoint.post(&[work]) {
             Ok(()) => {}
             Err(PostError::QueueFull { .. }) => unreachable!("one read is outstanding at a time"),
@@ -194,21 +179,13 @@ impl Fetcher {
         }
         let mut found = self.buffer_crc(index);
         if found != crc {
-            self.read(Run {
-                first: index,
-                pages: 1,
-            })?;
+            self.read(Run { first: index, pages: 1 })?;
             found = self.buffer_crc(index);
         }
         if found == crc {
             return Ok(());
         }
-        Err(FetchError::Damaged {
-            node,
-            address: remote.addr,
-            expected: crc,
-            found,
-        })
+        Err(FetchError::Damaged { node, address: remote.addr, expected: crc, found })
     }
 
     fn buffer_crc(&self, index: usize) -> u32 {

@@ -82,14 +82,8 @@ impl Filler {
                 let first = (open.cursor..open.pages).find(|index| self.slabs.is_free(at(*index)));
                 if let Some(first) = first {
                     let limit = open.pages.min(first + want);
-                    let end = (first..limit)
-                        .find(|index| !self.slabs.is_free(at(*index)))
-                        .unwrap_or(limit);
-                    let room = Room {
-                        first: at(first),
-                        pages: end - first,
-                        node: open.node,
-                    };
+                    let end = (first..limit).find(|index| !self.slabs.is_free(at(*index))).unwrap_or(limit);
+                    let room = Room { first: at(first), pages: end - first, node: open.node };
                     open.cursor = end;
                     return Ok(room);
                 }
@@ -104,11 +98,7 @@ impl Filler {
             self.open = None;
         }
         let slabs = &self.slabs;
-        self.in_use.retain(|slab| {
-            slabs
-                .extent(*slab)
-                .is_some_and(|extent| extent.node != node)
-        });
+        self.in_use.retain(|slab| slabs.extent(*slab).is_some_and(|extent| extent.node != node));
     }
 
     /// Give slabs that have become empty back to the pool. Returns how many.
@@ -163,12 +153,7 @@ impl Filler {
             })
             .min_by_key(|(fill, _, _)| *fill);
         if let Some((_, slab, extent)) = sparse {
-            return Ok(Open {
-                slab,
-                node: extent.node,
-                cursor: 0,
-                pages: extent.class.chunks(),
-            });
+            return Ok(Open { slab, node: extent.node, cursor: 0, pages: extent.class.chunks() });
         }
         self.fresh_slab(pool)
     }
@@ -186,12 +171,7 @@ impl Filler {
             Ok(extent) => {
                 self.slabs.publish(slab, extent);
                 self.in_use.push(slab);
-                Ok(Open {
-                    slab,
-                    node: extent.node,
-                    cursor: 0,
-                    pages: extent.class.chunks(),
-                })
+                Ok(Open { slab, node: extent.node, cursor: 0, pages: extent.class.chunks() })
             }
             Err(error) => {
                 self.free_numbers.push(slab);
@@ -212,8 +192,7 @@ impl Filler {
     fn allocate(&mut self, pool: &mut PoolClient) -> Result<aquifer_pool::Extent, NoRoom> {
         let wanted = self.wanted_class();
         let mut last_error = NoRoom::NoNodes;
-        for k in std::iter::once(wanted).chain(FALLBACK_CLASSES.into_iter().filter(|k| *k < wanted))
-        {
+        for k in std::iter::once(wanted).chain(FALLBACK_CLASSES.into_iter().filter(|k| *k < wanted)) {
             let class = SizeClass::new(k).expect("a valid class");
             for node in self.choices(pool) {
                 match pool.allocate(node, class) {

@@ -12,9 +12,7 @@ pub fn page_crc(bytes: &[u8]) -> u32 {
 #[must_use]
 pub fn is_zero(bytes: &[u8]) -> bool {
     let mut lines = bytes.chunks_exact(64);
-    lines
-        .by_ref()
-        .all(|line| line.iter().fold(0, |sum, byte| sum | byte) == 0)
+    lines.by_ref().all(|line| line.iter().fold(0, |sum, byte| sum | byte) == 0)
         && lines.remainder().iter().all(|byte| *byte == 0)
 }
 

@@ -34,10 +34,7 @@ impl Slot {
     /// The block that it belongs to, and which of its slots it is.
     #[must_use]
     pub fn block(self) -> (BlockId, usize) {
-        (
-            BlockId(self.0 / BLOCK_PAGES_U32),
-            (self.0 % BLOCK_PAGES_U32) as usize,
-        )
+        (BlockId(self.0 / BLOCK_PAGES_U32), (self.0 % BLOCK_PAGES_U32) as usize)
     }
 
     /// Where its bytes begin in the mempool's memory.
@@ -63,15 +60,9 @@ impl Mempool {
     pub fn new(bytes: usize) -> std::io::Result<Self> {
         let blocks = (bytes / (BLOCK_PAGES * PAGE_BYTES)).clamp(1, 1 << 20);
         let memory = Memory::create("aquifer-mempool", blocks * BLOCK_PAGES * PAGE_BYTES)?;
-        let free = (0..blocks)
-            .rev()
-            .map(|block| BlockId(u32::try_from(block).expect("at most 2^20")))
-            .collect();
-        Ok(Self {
-            memory: Arc::new(memory),
-            free: Mutex::new(free),
-            blocks,
-        })
+        let free =
+            (0..blocks).rev().map(|block| BlockId(u32::try_from(block).expect("at most 2^20"))).collect();
+        Ok(Self { memory: Arc::new(memory), free: Mutex::new(free), blocks })
     }
 
     /// The memory behind the slots, to be registered with endpoints.
@@ -83,10 +74,7 @@ impl Mempool {
     /// Take a free block, if there is one.
     #[must_use]
     pub fn take(&self) -> Option<BlockId> {
-        self.free
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .pop()
+        self.free.lock().unwrap_or_else(PoisonError::into_inner).pop()
     }
 
     /// Give a block back. None of its slots may be in use.
@@ -105,10 +93,7 @@ impl Mempool {
     /// How many blocks are free.
     #[must_use]
     pub fn free_blocks(&self) -> usize {
-        self.free
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .len()
+        self.free.lock().unwrap_or_else(PoisonError::into_inner).len()
     }
 }
 

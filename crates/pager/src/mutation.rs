@@ -30,6 +30,8 @@ pub enum Mutation {
     ForgetRelease,
     /// What is present in a newly registered area is held without a proof that it is registered.
     AdoptUnproved,
+    /// The unmapping that a move brings is taken for one of what was moved there since.
+    HeedVacating,
     /// Pages change their number while a batch is leaving.
     RemapWhileLeaving,
 }

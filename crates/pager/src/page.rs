@@ -4,7 +4,8 @@
 //!
 //! ```text
 //! bits 0..4   kind        bit 4   queued (it has an entry in the resident queue)
-//! bit 5       discarded   bits 32..64  payload: mempool slot or remote location
+//! bit 5       discarded   bits 8..32  when it left: the number of its batch, modulo 2^24
+//!                         bits 32..64 payload: mempool slot or remote location
 //! ```
 
 /// Bytes of a page.
@@ -50,6 +51,8 @@ pub struct PageWord(pub u64);
 const KIND_MASK: u64 = 0xf;
 const QUEUED: u64 = 1 << 4;
 const DISCARDED: u64 = 1 << 5;
+const EPOCH_SHIFT: u32 = 8;
+const EPOCH_MASK: u64 = 0xff_ffff;
 const PAYLOAD_SHIFT: u32 = 32;
 
 impl PageWord {
@@ -85,17 +88,31 @@ impl PageWord {
             5 => PageState::Remote(Location(payload)),
             6 => PageState::Doubtful,
             7 => PageState::Lost,
-            kind => panic!(
-                "the page table holds a word of unknown kind {kind}: {:#x}",
-                self.0
-            ),
+            kind => panic!("the page table holds a word of unknown kind {kind}: {:#x}", self.0),
         }
     }
 
-    /// The same flags with another state; `discarded` does not outlive the hand-over that it belongs to.
+    /// The same flags with another state; `discarded` does not outlive the hand-over that it belongs to, and a page that is nowhere or
+    /// with the program has not left.
     #[must_use]
     pub fn with_state(self, state: PageState) -> Self {
-        Self(Self::new(state).0 | self.0 & QUEUED)
+        let kept = match state {
+            PageState::Zero | PageState::Held | PageState::Doubtful | PageState::Lost => QUEUED,
+            _ => QUEUED | EPOCH_MASK << EPOCH_SHIFT,
+        };
+        Self(Self::new(state).0 | self.0 & kept)
+    }
+
+    /// Note which batch the page leaves with.
+    #[must_use]
+    pub fn with_epoch(self, batch: u64) -> Self {
+        Self(self.0 & !(EPOCH_MASK << EPOCH_SHIFT) | (batch & EPOCH_MASK) << EPOCH_SHIFT)
+    }
+
+    /// How many batches have left since this page did.
+    #[must_use]
+    pub fn batches_since(self, batch: u64) -> u64 {
+        batch.wrapping_sub(self.0 >> EPOCH_SHIFT) & EPOCH_MASK
     }
 
     /// Whether the resident queue has an entry for it.
@@ -107,11 +124,7 @@ impl PageWord {
     /// Set or clear the mark that the resident queue has an entry for it.
     #[must_use]
     pub fn with_queued(self, queued: bool) -> Self {
-        Self(if queued {
-            self.0 | QUEUED
-        } else {
-            self.0 & !QUEUED
-        })
+        Self(if queued { self.0 | QUEUED } else { self.0 & !QUEUED })
     }
 
     /// Whether its content was given up while it was [`PageState::Leaving`].
@@ -146,17 +159,8 @@ mod tests {
             let word = PageWord::new(state);
             assert_eq!(word.state(), state);
             assert_eq!(word.with_queued(true).with_discarded().state(), state);
-            assert!(
-                !word
-                    .with_discarded()
-                    .with_state(PageState::Held)
-                    .is_discarded()
-            );
-            assert!(
-                word.with_queued(true)
-                    .with_state(PageState::Held)
-                    .is_queued()
-            );
+            assert!(!word.with_discarded().with_state(PageState::Held).is_discarded());
+            assert!(word.with_queued(true).with_state(PageState::Held).is_queued());
         }
     }
 

@@ -47,11 +47,7 @@ impl Ports {
     /// No ports yet; they will move bytes from and to `memory`.
     #[must_use]
     pub fn new(connector: Arc<dyn Connector>, memory: Arc<Memory>) -> Self {
-        Self {
-            connector,
-            memory,
-            open: Vec::new(),
-        }
+        Self { connector, memory, open: Vec::new() }
     }
 
     /// The local memory.

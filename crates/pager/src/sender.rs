@@ -181,19 +181,8 @@ impl Sender {
         self.jobs.retain(|job| {
             let finished = job.unposted == 0 && (job.outstanding == 0 || early);
             if finished {
-                let Job {
-                    owner,
-                    block,
-                    count,
-                    locations,
-                    ..
-                } = *job;
-                done.push(Written {
-                    owner,
-                    block,
-                    count,
-                    locations,
-                });
+                let Job { owner, block, count, locations, .. } = *job;
+                done.push(Written { owner, block, count, locations });
             }
             !finished
         });
@@ -248,11 +237,7 @@ impl Sender {
         let local = port.slice(job.block.slot(first).offset(), pages * PAGE_BYTES);
         let remote = self.slabs.place(room.first).remote;
         let id = job.number << 16 | (first as u64) << 8 | pages as u64;
-        let work = Work {
-            id,
-            verb: Verb::Write { local, remote },
-            signalled: true,
-        };
+        let work = Work { id, verb: Verb::Write { local, remote }, signalled: true };
         if let Err(PostError::QueueFull { .. }) = port.endpoint.post(&[work]) {
             return false;
         }
@@ -301,11 +286,7 @@ impl Sender {
             return true;
         }
         for index in first..first + pages {
-            slabs.release(
-                job.locations[index]
-                    .take()
-                    .expect("it was posted to a location"),
-            );
+            slabs.release(job.locations[index].take().expect("it was posted to a location"));
             job.unposted |= 1 << index;
         }
         false

@@ -34,10 +34,7 @@ impl Location {
     /// If there is no such slab or page.
     #[must_use]
     pub fn new(slab: SlabId, index: u32) -> Self {
-        assert!(
-            slab.0 < SLABS_MAX && index < SLAB_PAGES_MAX,
-            "{slab:?} page {index}"
-        );
+        assert!(slab.0 < SLABS_MAX && index < SLAB_PAGES_MAX, "{slab:?} page {index}");
         Self(slab.0 * SLAB_PAGES_MAX + index)
     }
 
@@ -128,17 +125,11 @@ impl SlabSet {
     /// One volume fewer refers to the page; the last one frees it.
     pub fn release(&self, location: Location) {
         let before = self.references(location).fetch_sub(1, AcqRel);
-        assert!(
-            before > 0,
-            "{location:?} was released more often than it was referred to"
-        );
+        assert!(before > 0, "{location:?} was released more often than it was referred to");
         if before == 1 {
             self.pages.fetch_sub(1, Relaxed);
             if self.live(location.slab()).fetch_sub(1, AcqRel) == 1 {
-                self.emptied
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .push(location.slab());
+                self.emptied.lock().unwrap_or_else(PoisonError::into_inner).push(location.slab());
             }
         }
     }
@@ -151,19 +142,14 @@ impl SlabSet {
     /// Whether slabs have become empty.
     #[must_use]
     pub fn has_emptied(&self) -> bool {
-        !self
-            .emptied
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .is_empty()
+        !self.emptied.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
     /// Record a fresh extent under a free number.
     pub(crate) fn publish(&self, slab: SlabId, extent: Extent) {
         let entry = self.entry(slab);
-        let meta = u64::from(extent.key.0)
-            | u64::from(extent.node.0) << 32
-            | u64::from(extent.class.k() + 1) << 48;
+        let meta =
+            u64::from(extent.key.0) | u64::from(extent.node.0) << 32 | u64::from(extent.class.k() + 1) << 48;
         self.memory.atomic_u64(entry).store(extent.addr, Relaxed);
         self.memory.atomic_u64(entry + 8).store(meta, Release);
         let bytes = extent.class.bytes();
@@ -175,9 +161,7 @@ impl SlabSet {
     pub(crate) fn withdraw(&self, slab: SlabId) -> Option<Extent> {
         let extent = self.extent(slab)?;
         assert_eq!(self.live_pages(slab), 0, "{slab:?} still holds pages");
-        self.memory
-            .atomic_u64(self.entry(slab) + 8)
-            .store(0, Release);
+        self.memory.atomic_u64(self.entry(slab) + 8).store(0, Release);
         self.bytes.fetch_sub(extent.class.bytes(), Relaxed);
         Some(extent)
     }
@@ -186,9 +170,7 @@ impl SlabSet {
     pub(crate) fn extent(&self, slab: SlabId) -> Option<Extent> {
         let entry = self.entry(slab);
         let meta = self.memory.atomic_u64(entry + 8).load(Acquire);
-        let k = u8::try_from(meta >> 48 & 0xff)
-            .expect("8 bits")
-            .checked_sub(1)?;
+        let k = u8::try_from(meta >> 48 & 0xff).expect("8 bits").checked_sub(1)?;
         Some(Extent {
             node: NodeId(u16::try_from(meta >> 32 & 0xffff).expect("16 bits")),
             addr: self.memory.atomic_u64(entry).load(Relaxed),
@@ -225,13 +207,11 @@ impl SlabSet {
     }
 
     fn references(&self, location: Location) -> &AtomicU32 {
-        self.memory
-            .atomic_u32(PAGES_OFFSET + location.0 as usize * PAGE_RECORD_BYTES)
+        self.memory.atomic_u32(PAGES_OFFSET + location.0 as usize * PAGE_RECORD_BYTES)
     }
 
     fn crc(&self, location: Location) -> &AtomicU32 {
-        self.memory
-            .atomic_u32(PAGES_OFFSET + location.0 as usize * PAGE_RECORD_BYTES + 4)
+        self.memory.atomic_u32(PAGES_OFFSET + location.0 as usize * PAGE_RECORD_BYTES + 4)
     }
 }
 
@@ -240,12 +220,7 @@ mod tests {
     use super::*;
 
     fn extent(node: u16) -> Extent {
-        Extent {
-            node: NodeId(node),
-            addr: 0x20_0000,
-            class: SizeClass::new(5).unwrap(),
-            key: Key(77),
-        }
+        Extent { node: NodeId(node), addr: 0x20_0000, class: SizeClass::new(5).unwrap(), key: Key(77) }
     }
 
     #[test]
@@ -259,10 +234,7 @@ mod tests {
             slabs.place(location),
             Place {
                 node: NodeId(2),
-                remote: RemoteAddr {
-                    addr: 0x20_0000 + 31 * 4096,
-                    key: Key(77)
-                },
+                remote: RemoteAddr { addr: 0x20_0000 + 31 * 4096, key: Key(77) },
                 crc: 0xabcd
             }
         );

@@ -45,12 +45,7 @@ impl PageTable {
     /// If the system gives no address space for it.
     pub fn new() -> Result<Self, TableError> {
         let memory = Memory::create("aquifer-page-table", NODES_MAX as usize * NODE_BYTES)?;
-        Ok(Self {
-            memory: Arc::new(memory),
-            used: 1,
-            free: Vec::new(),
-            recent_leaf: (NO_LEAF, 0),
-        })
+        Ok(Self { memory: Arc::new(memory), used: 1, free: Vec::new(), recent_leaf: (NO_LEAF, 0) })
     }
 
     /// The word of a page.
@@ -114,15 +109,11 @@ impl PageTable {
     }
 
     fn load(&self, node: u32, index: u64) -> u64 {
-        self.memory
-            .atomic_u64(Self::offset(node, index))
-            .load(Relaxed)
+        self.memory.atomic_u64(Self::offset(node, index)).load(Relaxed)
     }
 
     fn store(&self, node: u32, index: u64, value: u64) {
-        self.memory
-            .atomic_u64(Self::offset(node, index))
-            .store(value, Relaxed);
+        self.memory.atomic_u64(Self::offset(node, index)).store(value, Relaxed);
     }
 
     fn offset(node: u32, index: u64) -> usize {
@@ -138,10 +129,7 @@ impl PageTable {
         if self.recent_leaf.0 == tag {
             return Some(self.recent_leaf.1);
         }
-        assert!(
-            page < PAGES_MAX,
-            "page {page:#x} is outside any address space"
-        );
+        assert!(page < PAGES_MAX, "page {page:#x} is outside any address space");
         let mut node = ROOT;
         for level in [3, 2, 1] {
             node = self.child(node, Self::index(page, level))?;
@@ -176,10 +164,7 @@ impl PageTable {
         if let Some(node) = self.free.pop() {
             return node;
         }
-        assert!(
-            self.used < NODES_MAX,
-            "a page table holds at most {NODES_MAX} nodes"
-        );
+        assert!(self.used < NODES_MAX, "a page table holds at most {NODES_MAX} nodes");
         self.used += 1;
         self.used - 1
     }
@@ -187,9 +172,7 @@ impl PageTable {
     fn release_leaf(&mut self, page: PageNumber, leaf: u32) {
         let mut node = ROOT;
         for level in [3, 2] {
-            node = self
-                .child(node, Self::index(page, level))
-                .expect("the leaf was reached through it");
+            node = self.child(node, Self::index(page, level)).expect("the leaf was reached through it");
         }
         self.store(node, Self::index(page, 1), 0);
         self.recent_leaf = (NO_LEAF, 0);
@@ -239,10 +222,7 @@ mod tests {
         let full = table.bytes();
         table.update_range(0, 1 << 30, |_, _| PageWord::default());
         assert!(table.bytes() < full);
-        assert!(
-            table.bytes() <= empty + 2 * NODE_BYTES,
-            "only inner nodes remain"
-        );
+        assert!(table.bytes() <= empty + 2 * NODE_BYTES, "only inner nodes remain");
         assert_eq!(table.get(77), PageWord::default());
     }
 

@@ -10,6 +10,7 @@ use crate::budget::Budget;
 use crate::mempool::{BLOCK_PAGES, BlockId, Mempool};
 use crate::mutation::Mutation;
 use crate::page::{Location, PageNumber, PageState, PageWord};
+use crate::resident::ResidentQueue;
 use crate::slabs::SlabSet;
 use crate::table::{PageTable, TableError};
 
@@ -53,11 +54,13 @@ pub struct Volume {
     slabs: Arc<SlabSet>,
     mempool: Arc<Mempool>,
     budget: Arc<Budget>,
-    /// Pages resident in the program, oldest first. An entry counts only while its page is held.
-    resident: VecDeque<PageNumber>,
+    /// Pages resident in the program: who goes first.
+    resident: ResidentQueue,
     /// Pages that were resident when this volume was cloned: still shared with the parent, so taken last.
     inherited: VecDeque<PageNumber>,
     held: u64,
+    /// Batches chosen so far: the clock by which it is told how long a page was away.
+    batches: u64,
     /// By block number; `None` where the block is not this volume's.
     blocks: Vec<Option<Block>>,
     reclaimable: VecDeque<BlockId>,
@@ -73,11 +76,7 @@ impl Volume {
     ///
     /// # Errors
     /// If there is no memory for its page table.
-    pub fn new(
-        slabs: Arc<SlabSet>,
-        mempool: Arc<Mempool>,
-        budget: Arc<Budget>,
-    ) -> Result<Self, TableError> {
+    pub fn new(slabs: Arc<SlabSet>, mempool: Arc<Mempool>, budget: Arc<Budget>) -> Result<Self, TableError> {
         let mut blocks = Vec::new();
         blocks.resize_with(mempool.blocks(), || None);
         Ok(Self {
@@ -85,9 +84,10 @@ impl Volume {
             slabs,
             mempool,
             budget,
-            resident: VecDeque::with_capacity(4096),
+            resident: ResidentQueue::default(),
             inherited: VecDeque::new(),
             held: 0,
+            batches: 0,
             blocks,
             reclaimable: VecDeque::new(),
             blocks_in_flight: 0,
@@ -134,31 +134,34 @@ impl Volume {
     /// Whether any batch has left the program without having reached the mempool.
     #[must_use]
     pub fn is_leaving(&self) -> bool {
-        self.blocks_in_flight > 0
-            && self
-                .blocks
-                .iter()
-                .flatten()
-                .any(|block| block.phase == Phase::Leaving)
+        self.blocks_in_flight > 0 && self.blocks.iter().flatten().any(|block| block.phase == Phase::Leaving)
     }
 
     /// The page is now resident in the program, filled with its newest content. Whatever copy there was elsewhere is dropped.
-    pub fn hold(&mut self, page: PageNumber) {
+    /// `is_wanted` if the program waited for it, not if it was filled ahead.
+    pub fn hold(&mut self, page: PageNumber, is_wanted: bool) {
         let word = self.table.get(page);
-        match word.state() {
+        let has_left = match word.state() {
             PageState::Held => return,
             PageState::Leaving => panic!("page {page:#x} was filled while it was leaving"),
-            PageState::Remote(_) if self.mutation == Mutation::ForgetRelease => {}
-            PageState::Remote(location) => self.slabs.release(location),
-            PageState::Reclaimable(slot) => self.drop_slot_location(slot.block()),
-            PageState::Zero | PageState::Staged(_) | PageState::Doubtful | PageState::Lost => {}
-        }
+            PageState::Remote(_) if self.mutation == Mutation::ForgetRelease => true,
+            PageState::Remote(location) => {
+                self.slabs.release(location);
+                true
+            }
+            PageState::Reclaimable(slot) => {
+                self.drop_slot_location(slot.block());
+                true
+            }
+            PageState::Staged(_) => true,
+            PageState::Zero | PageState::Doubtful | PageState::Lost => false,
+        };
         self.count_held(1);
         if !word.is_queued() {
-            self.resident.push_back(page);
+            let away_pages = word.batches_since(self.batches) * BLOCK_PAGES as u64;
+            self.resident.push(page, has_left && is_wanted && away_pages < self.held);
         }
-        self.table
-            .set(page, word.with_state(PageState::Held).with_queued(true));
+        self.table.set(page, word.with_state(PageState::Held).with_queued(true));
     }
 
     /// Choose up to `max` of the longest-held pages and mark them leaving; `pinned` ones stay. They are sorted by number,
@@ -171,10 +174,11 @@ impl Volume {
         out: &mut Batch,
     ) {
         let max = max.min(BLOCK_PAGES);
+        self.batches += 1;
         let mut looks = self.resident.len();
         while out.len() < max && looks > 0 {
             looks -= 1;
-            let Some(page) = self.resident.pop_front() else {
+            let Some(page) = self.resident.pop(self.held) else {
                 break;
             };
             let word = self.table.get(page);
@@ -182,9 +186,9 @@ impl Volume {
             if word.state() != PageState::Held || !word.is_queued() {
                 self.table.set(page, word.with_queued(false));
             } else if pinned(page) {
-                self.resident.push_back(page);
+                self.resident.push(page, true);
             } else {
-                self.table.set(page, PageWord::new(PageState::Leaving));
+                self.table.set(page, PageWord::new(PageState::Leaving).with_epoch(self.batches));
                 out.push(page);
             }
         }
@@ -195,7 +199,7 @@ impl Volume {
             let word = self.table.get(page);
             if word.state() == PageState::Held && !word.is_queued() && !pinned(page) {
                 self.count_held(1);
-                self.table.set(page, PageWord::new(PageState::Leaving));
+                self.table.set(page, PageWord::new(PageState::Leaving).with_epoch(self.batches));
                 out.push(page);
             }
         }
@@ -205,14 +209,9 @@ impl Volume {
     /// The program kept the page: it is pinned, locked or busy. It is tried again after all others.
     pub fn refused(&mut self, page: PageNumber) {
         let word = self.table.get(page);
-        assert_eq!(
-            word.state(),
-            PageState::Leaving,
-            "only a leaving page can be refused"
-        );
-        self.resident.push_back(page);
-        self.table
-            .set(page, PageWord::new(PageState::Held).with_queued(true));
+        assert_eq!(word.state(), PageState::Leaving, "only a leaving page can be refused");
+        self.resident.push(page, true);
+        self.table.set(page, PageWord::new(PageState::Held).with_queued(true));
     }
 
     /// The page was not there to be taken: the program had given it up.
@@ -263,19 +262,11 @@ impl Volume {
     /// The sender has taken the batch into the mempool.
     pub fn staged(&mut self, id: BlockId, found: &[Staged]) {
         let mut block = self.take_entry(id, Phase::Leaving);
-        assert_eq!(
-            found.len(),
-            block.pages.len(),
-            "the sender answers for every page"
-        );
+        assert_eq!(found.len(), block.pages.len(), "the sender answers for every page");
         for (index, what) in found.iter().enumerate() {
             let page = block.pages[index];
             let word = self.table.get(page);
-            assert_eq!(
-                word.state(),
-                PageState::Leaving,
-                "page {page:#x} left in {id:?}"
-            );
+            assert_eq!(word.state(), PageState::Leaving, "page {page:#x} left in {id:?}");
             self.count_held(-1);
             let keep_discarded = self.mutation == Mutation::KeepDiscarded;
             let state = match what {
@@ -284,7 +275,7 @@ impl Volume {
                 Staged::Zeros => PageState::Zero,
                 Staged::Unreadable => PageState::Lost,
             };
-            self.table.set(page, PageWord::new(state));
+            self.table.set(page, word.with_state(state));
         }
         block.phase = Phase::Staged;
         self.blocks[id.0 as usize] = Some(block);
@@ -301,16 +292,15 @@ impl Volume {
             let Some(location) = *location else { continue };
             let page = block.pages[index];
             let slot = id.slot(index);
-            let is_newest = self.table.get(page).state() == PageState::Staged(slot);
+            let word = self.table.get(page);
+            let is_newest = word.state() == PageState::Staged(slot);
             if is_newest {
                 block.locations[index] = Some(location);
-                self.table
-                    .set(page, PageWord::new(PageState::Reclaimable(slot)));
+                self.table.set(page, word.with_state(PageState::Reclaimable(slot)));
             } else if self.mutation == Mutation::DropUpdateFlag
-                && matches!(self.table.get(page).state(), PageState::Staged(_))
+                && matches!(word.state(), PageState::Staged(_))
             {
-                self.table
-                    .set(page, PageWord::new(PageState::Remote(location)));
+                self.table.set(page, PageWord::new(PageState::Remote(location)));
             } else {
                 self.slabs.release(location);
             }
@@ -324,20 +314,13 @@ impl Volume {
     /// Take the oldest acknowledged block out of the mempool; its pages are then remote only.
     fn reclaim_oldest(&mut self) -> Option<BlockId> {
         let id = if self.mutation == Mutation::ReclaimUnacknowledged {
-            let staged = self
-                .blocks
-                .iter()
-                .flatten()
-                .find(|block| block.phase != Phase::Leaving)?
-                .id;
+            let staged = self.blocks.iter().flatten().find(|block| block.phase != Phase::Leaving)?.id;
             self.reclaimable.retain(|other| *other != staged);
             staged
         } else {
             self.reclaimable.pop_front()?
         };
-        let block = self.blocks[id.0 as usize]
-            .take()
-            .expect("queued blocks are in use");
+        let block = self.blocks[id.0 as usize].take().expect("queued blocks are in use");
         if block.phase == Phase::Staged {
             self.blocks_in_flight -= 1;
         }
@@ -345,8 +328,7 @@ impl Volume {
             let word = self.table.get(*page);
             if word.state() == PageState::Reclaimable(id.slot(index)) {
                 let location = block.locations[index].expect("reclaimable pages have a location");
-                self.table
-                    .set(*page, PageWord::new(PageState::Remote(location)));
+                self.table.set(*page, word.with_state(PageState::Remote(location)));
             }
         }
         self.spare_blocks.push(block);
@@ -367,21 +349,21 @@ impl Volume {
 
     /// The program gave these pages up (`MADV_DONTNEED`), and the kernel is *about* to drop them.
     pub fn give_up(&mut self, start: PageNumber, end: PageNumber) {
-        let after = if self.mutation == Mutation::TrustRemoveEvent {
-            PageState::Held
-        } else {
-            PageState::Doubtful
-        };
+        let after =
+            if self.mutation == Mutation::TrustRemoveEvent { PageState::Held } else { PageState::Doubtful };
         self.forget(start, end, after);
     }
 
+    /// The page is there, but the program has given it up and the kernel may be about to drop it.
+    pub fn doubt(&mut self, page: PageNumber) {
+        let word = self.table.get(page);
+        if word.state() == PageState::Zero {
+            self.table.set(page, word.with_state(PageState::Doubtful));
+        }
+    }
+
     fn forget(&mut self, start: PageNumber, end: PageNumber, held_becomes: PageState) {
-        let Self {
-            table,
-            slabs,
-            blocks,
-            ..
-        } = self;
+        let Self { table, slabs, blocks, .. } = self;
         let mut dropped = 0;
         table.update_range(start, end, |_, word| match word.state() {
             PageState::Zero => word,
@@ -400,26 +382,17 @@ impl Volume {
             PageState::Reclaimable(slot) => {
                 let (id, index) = slot.block();
                 let block = blocks[id.0 as usize].as_mut().expect("its block is in use");
-                slabs.release(
-                    block.locations[index]
-                        .take()
-                        .expect("reclaimable pages have a location"),
-                );
+                slabs.release(block.locations[index].take().expect("reclaimable pages have a location"));
                 word.with_state(PageState::Zero)
             }
-            PageState::Staged(_) | PageState::Doubtful | PageState::Lost => {
-                word.with_state(PageState::Zero)
-            }
+            PageState::Staged(_) | PageState::Doubtful | PageState::Lost => word.with_state(PageState::Zero),
         });
         self.count_held(-i64::try_from(dropped).expect("fewer than 2^63 pages"));
     }
 
     /// The program moved pages to another address (`mremap`). No batch may be leaving.
     pub fn move_range(&mut self, from: PageNumber, to: PageNumber, pages: u64) {
-        assert!(
-            !self.is_leaving(),
-            "batches reach the mempool before pages change their number"
-        );
+        assert!(!self.is_leaving(), "batches reach the mempool before pages change their number");
         self.discard(to, to + pages);
         let mut moved = Vec::new();
         self.table.update_range(from, from + pages, |page, word| {
@@ -431,12 +404,9 @@ impl Volume {
             match word.state() {
                 PageState::Staged(slot) | PageState::Reclaimable(slot) => {
                     let (id, index) = slot.block();
-                    self.blocks[id.0 as usize]
-                        .as_mut()
-                        .expect("its block is in use")
-                        .pages[index] = page;
+                    self.blocks[id.0 as usize].as_mut().expect("its block is in use").pages[index] = page;
                 }
-                PageState::Held if word.is_queued() => self.resident.push_back(page),
+                PageState::Held if word.is_queued() => self.resident.push(page, false),
                 PageState::Held => self.inherited.push_back(page),
                 _ => {}
             }
@@ -451,36 +421,25 @@ impl Volume {
     /// # Errors
     /// If there is no memory for its page table.
     pub fn clone_for_fork(&mut self) -> Result<Self, TableError> {
-        assert!(
-            !self.is_in_flight() && self.reclaimable.is_empty(),
-            "the mempool is emptied before a fork"
-        );
-        let mut child = Self::new(
-            Arc::clone(&self.slabs),
-            Arc::clone(&self.mempool),
-            Arc::clone(&self.budget),
-        )?;
+        assert!(!self.is_in_flight() && self.reclaimable.is_empty(), "the mempool is emptied before a fork");
+        let mut child =
+            Self::new(Arc::clone(&self.slabs), Arc::clone(&self.mempool), Arc::clone(&self.budget))?;
         child.mutation = self.mutation;
         let (slabs, mutation) = (&self.slabs, self.mutation);
-        self.table
-            .update_range(0, crate::table::PAGES_MAX, |page, word| {
-                let state = word.state();
-                if let PageState::Remote(location) = state
-                    && mutation != Mutation::ForgetForkReference
-                {
-                    slabs.retain(location);
-                }
-                if state != PageState::Zero {
-                    child.table.set(page, PageWord::new(state));
-                }
-                word
-            });
-        child.inherited = self
-            .resident
-            .iter()
-            .chain(&self.inherited)
-            .copied()
-            .collect();
+        self.table.update_range(0, crate::table::PAGES_MAX, |page, word| {
+            let state = word.state();
+            if let PageState::Remote(location) = state
+                && mutation != Mutation::ForgetForkReference
+            {
+                slabs.retain(location);
+            }
+            if state != PageState::Zero {
+                child.table.set(page, word.with_queued(false));
+            }
+            word
+        });
+        child.batches = self.batches;
+        child.inherited = self.resident.iter().chain(self.inherited.iter().copied()).collect();
         Ok(child)
     }
 
@@ -506,28 +465,17 @@ impl Volume {
     }
 
     fn count_held(&mut self, change: i64) {
-        self.held = self
-            .held
-            .checked_add_signed(change)
-            .expect("no more pages leave than were held");
+        self.held = self.held.checked_add_signed(change).expect("no more pages leave than were held");
         self.budget.add_held(change);
     }
 
     fn drop_slot_location(&mut self, (id, index): (BlockId, usize)) {
-        let block = self.blocks[id.0 as usize]
-            .as_mut()
-            .expect("its block is in use");
-        self.slabs.release(
-            block.locations[index]
-                .take()
-                .expect("reclaimable pages have a location"),
-        );
+        let block = self.blocks[id.0 as usize].as_mut().expect("its block is in use");
+        self.slabs.release(block.locations[index].take().expect("reclaimable pages have a location"));
     }
 
     fn take_entry(&mut self, id: BlockId, phase: Phase) -> Block {
-        let block = self.blocks[id.0 as usize]
-            .take()
-            .expect("the block is in use");
+        let block = self.blocks[id.0 as usize].take().expect("the block is in use");
         assert_eq!(block.phase, phase, "{id:?} is answered for in order");
         block
     }

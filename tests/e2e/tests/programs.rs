@@ -40,7 +40,7 @@ impl Redis {
     fn start(mut command: Command, arguments: &[String], port: u16, share: Option<&Cluster>) -> Self {
         command.args(arguments);
         let mempool =
-            share.map_or_else(|| Box::new(|| 0) as _, |cluster| mempool_share(cluster.agent_socket()));
+            share.map_or_else(|| Box::new(|| 0u64) as _, |cluster| mempool_share(cluster.agent_socket()));
         let mut server = Running::start(&mut command, true, mempool);
         let answers = |server: &mut Running| {
             assert!(!server.has_ended(), "redis-server ended while it started");

@@ -43,7 +43,7 @@ pub enum BenchError {
         message: String,
     },
     /// A measured program said something else than a line of figures.
-    #[error("{program} printed no figures {way}: {text:?}")]
+    #[error("{program} printed no figures that hold ({way}): {text:?}")]
     Figures {
         /// The program.
         program: String,

@@ -69,7 +69,8 @@ pub(super) fn find(name: &OsStr) -> Result<PathBuf, ExecutableError> {
         return if given.exists() { Ok(given) } else { Err(NotFound { program: given }) };
     }
     let path = std::env::var_os("PATH").unwrap_or_else(|| "/usr/local/bin:/usr/bin:/bin".into());
-    let mut candidates = std::env::split_paths(&path).map(|folder| folder.join(name)).filter(|path| path.is_file());
+    let mut candidates =
+        std::env::split_paths(&path).map(|folder| folder.join(name)).filter(|path| path.is_file());
     candidates.find(|path| is_executable(path)).ok_or(NotFound { program: given })
 }
 

@@ -121,7 +121,9 @@ pub fn run(options: &RunOptions) -> Result<i32, RunError> {
     if let (Some((file, path)), Some(statistics)) = (&mut stats, &statistics) {
         writeln!(file, "{statistics}").map_err(|source| RunError::Stats { path: path.clone(), source })?;
     }
-    if let Some(reason) = link.reason().filter(|_| status.signal() == Some(rustix::process::Signal::KILL.as_raw())) {
+    if let Some(reason) =
+        link.reason().filter(|_| status.signal() == Some(rustix::process::Signal::KILL.as_raw()))
+    {
         return Err(RunError::Ended { program, reason });
     }
     Ok(pass_on(status))

@@ -19,11 +19,7 @@ struct SimConnector {
 
 impl Connector for SimConnector {
     fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
-        let who = Identity {
-            host: self.host,
-            epoch: 1,
-            tenant: Tenant(0),
-        };
+        let who = Identity { host: self.host, epoch: 1, tenant: Tenant(0) };
         self.fabric.connect(self.nodes[usize::from(node.0)], who)
     }
 }
@@ -43,11 +39,7 @@ pub struct Cluster {
 impl Cluster {
     pub fn new(seed: u64, rng: &mut Rng) -> Self {
         let slowest_ns = [2_000, 20_000, 200_000][rng.index(3)];
-        let options = SimOptions {
-            step_on_poll: true,
-            delay_ns: 500..slowest_ns,
-            ..SimOptions::default()
-        };
+        let options = SimOptions { step_on_poll: true, delay_ns: 500..slowest_ns, ..SimOptions::default() };
         let fabric = SimFabric::new(seed, options);
         let count = 2 + rng.index(2);
         let targets: Vec<_> = (0..count).map(|_| fabric.add_node()).collect();
@@ -69,11 +61,7 @@ impl Cluster {
     }
 
     pub fn connector(&self, host: u16) -> Arc<dyn Connector> {
-        Arc::new(SimConnector {
-            fabric: self.fabric.clone(),
-            nodes: self.nodes.clone(),
-            host: Host(host),
-        })
+        Arc::new(SimConnector { fabric: self.fabric.clone(), nodes: self.nodes.clone(), host: Host(host) })
     }
 
     /// A client of all nodes that live.
@@ -143,10 +131,7 @@ impl Cluster {
     pub fn relent(&mut self) {
         for extent in self.hogged.drain(..) {
             let freed = self.hog.free(extent);
-            assert!(
-                freed.is_ok() || !self.alive[usize::from(extent.node.0)],
-                "{freed:?}"
-            );
+            assert!(freed.is_ok() || !self.alive[usize::from(extent.node.0)], "{freed:?}");
         }
     }
 

@@ -5,9 +5,7 @@ use std::rc::Rc;
 
 use aquifer_faults::kernel::{Filled, Gone, Kernel, Message, Source, Stop, Taken};
 use aquifer_faults::{Areas, Done, Edge, Job};
-use aquifer_pager::{
-    FetchError, Fetcher, Location, Mutation, PAGE_BYTES, PageNumber, SlabSet, Volume,
-};
+use aquifer_pager::{FetchError, Fetcher, Location, Mutation, PAGE_BYTES, PageNumber, SlabSet, Volume};
 
 use super::memory::{Frame, decode, index, number};
 use super::process::Process;
@@ -75,10 +73,11 @@ impl SimEdge {
             }
             let place = &mut process.pages[index(page)];
             if is_private && place.mapped {
-                assert!(
-                    place.frame.is_some() || !place.registered,
-                    "the worker populates a missing page: it waits for the agent, which waits for it"
-                );
+                if place.registered && place.frame.is_none() {
+                    // The real worker would wait here: see "What is left" in docs/formats/paging.md.
+                    world.seen.stuck_workers += 1;
+                    return Ok((Taken::Kept, 0));
+                }
                 place.frame.get_or_insert(Frame::ZERO).exclusive = true;
             }
             let taken = match place.frame {
@@ -159,6 +158,7 @@ impl Kernel for SimEdge {
         world.seen.busy += u64::from(stop == Some(Stop::Busy));
         let first = index(page);
         world.processes[self.process].wake(first, first + filled);
+        world.run_woken(self.process);
         // What stopped a fill that had begun shows when the rest is tried.
         Filled { pages: filled, stop: stop.filter(|_| filled == 0) }
     }
@@ -207,23 +207,15 @@ impl Kernel for SimEdge {
 
     fn present(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) {
         for page in start..end {
-            let mut world = if (page - start).is_multiple_of(8) {
-                self.later()
-            } else {
-                self.world.borrow_mut()
-            };
+            let mut world =
+                if (page - start).is_multiple_of(8) { self.later() } else { self.world.borrow_mut() };
             if world.page(self.process, page).frame.is_some() {
                 out.push(page);
             }
         }
     }
 
-    fn take(
-        &mut self,
-        buffer: usize,
-        pages: &[PageNumber],
-        out: &mut Vec<Taken>,
-    ) -> Result<(), Gone> {
+    fn take(&mut self, buffer: usize, pages: &[PageNumber], out: &mut Vec<Taken>) -> Result<(), Gone> {
         let mut world = self.later();
         world.processes[self.process].staging[buffer].fill(None);
         drop(world);

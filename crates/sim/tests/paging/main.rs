@@ -57,11 +57,7 @@ fn quiet() {
 #[test]
 fn every_page_is_what_was_written_and_all_is_given_back() {
     let mut seen = Seen::default();
-    play_all(
-        SCHEDULES,
-        |seed| run(seed, Mutation::None),
-        |schedule| seen.add(&schedule),
-    );
+    play_all(SCHEDULES, |seed| run(seed, Mutation::None), |schedule| seen.add(&schedule));
     println!("{seen:?}");
     if asked_seed().is_none() {
         for (what, count) in seen.counts() {
@@ -105,5 +101,6 @@ mutants! {
     a_skipped_checksum_is_noticed: SkipChecksum,
     a_forgotten_release_is_noticed: ForgetRelease,
     adopting_without_proof_is_noticed: AdoptUnproved,
+    heeding_the_unmapping_of_a_move_is_noticed: HeedVacating,
     a_remap_without_waiting_is_noticed: RemapWhileLeaving,
 }

@@ -20,12 +20,7 @@ pub struct Frame {
 }
 
 impl Frame {
-    pub const ZERO: Self = Self {
-        stamp: 0,
-        exclusive: true,
-        pinned: false,
-        lazy: false,
-    };
+    pub const ZERO: Self = Self { stamp: 0, exclusive: true, pinned: false, lazy: false };
 }
 
 /// One page of the address space.
@@ -49,22 +44,13 @@ pub struct Page {
 
 impl Page {
     pub fn mapped_by(owner: usize, registered: bool) -> Self {
-        Self {
-            owner: Some(owner),
-            mapped: true,
-            registered,
-            ..Self::default()
-        }
+        Self { owner: Some(owner), mapped: true, registered, ..Self::default() }
     }
 
     /// What `MADV_DONTNEED` leaves.
     pub fn drop_content(&mut self) {
-        *self = Self {
-            owner: self.owner,
-            mapped: self.mapped,
-            registered: self.registered,
-            ..Self::default()
-        };
+        *self =
+            Self { owner: self.owner, mapped: self.mapped, registered: self.registered, ..Self::default() };
     }
 }
 
@@ -96,18 +82,9 @@ pub fn encode(stamp: u64) -> [u8; PAGE_BYTES] {
 
 /// The number that a page's bytes stand for; `None` if they were never made by [`encode`].
 pub fn decode(bytes: &[u8]) -> Option<u64> {
-    let mut words = bytes
-        .chunks_exact(8)
-        .map(|word| u64::from_le_bytes(word.try_into().expect("8 bytes")));
+    let mut words = bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().expect("8 bytes")));
     let stamp = words.next()?;
-    let good = (1..).zip(words).all(|(at, found)| {
-        found
-            == if stamp == 0 {
-                0
-            } else {
-                word(stamp, at)
-            }
-    });
+    let good = (1..).zip(words).all(|(at, found)| found == if stamp == 0 { 0 } else { word(stamp, at) });
     good.then_some(stamp)
 }
 

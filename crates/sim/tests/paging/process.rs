@@ -105,12 +105,7 @@ impl Process {
             alive: true,
             started: true,
             pages: vec![Page::default(); pages],
-            threads: (0..threads)
-                .map(|_| Thread {
-                    doing: Doing::Idle,
-                    last: 0,
-                })
-                .collect(),
+            threads: (0..threads).map(|_| Thread { doing: Doing::Idle, last: 0 }).collect(),
             changing: 0,
             faults: VecDeque::new(),
             events: VecDeque::new(),
@@ -156,20 +151,11 @@ impl Process {
     }
 
     pub fn is_idle(&self) -> bool {
-        !self.alive
-            || self
-                .threads
-                .iter()
-                .all(|thread| matches!(thread.doing, Doing::Idle))
+        !self.alive || self.threads.iter().all(|thread| matches!(thread.doing, Doing::Idle))
     }
 
     /// A thread touches a page. What it finds is held against what it must find.
-    pub fn touch(
-        &mut self,
-        thread: usize,
-        at: usize,
-        write: Option<u64>,
-    ) -> Result<(), String> {
+    pub fn touch(&mut self, thread: usize, at: usize, write: Option<u64>) -> Result<(), String> {
         let process = self.id;
         let page = &mut self.pages[at];
         tell!("{process}.{thread} touches {at}, write {write:?}, truth {}, {:?}", page.truth, page.frame);
@@ -188,15 +174,8 @@ impl Process {
         }
         let Some(frame) = &mut page.frame else {
             if page.registered {
-                self.threads[thread].doing = Doing::Blocked {
-                    page: at,
-                    write: write.is_some(),
-                };
-                let fault = Fault {
-                    page: number(at),
-                    write: write.is_some(),
-                    thread: 0,
-                };
+                self.threads[thread].doing = Doing::Blocked { page: at, write: write.is_some() };
+                let fault = Fault { page: number(at), write: write.is_some(), thread: 0 };
                 self.faults.push_back((thread, fault));
                 return Ok(());
             }
@@ -216,12 +195,7 @@ impl Process {
             page.truth = 0;
         }
         if let Some(stamp) = write {
-            *frame = Frame {
-                stamp,
-                exclusive: true,
-                lazy: false,
-                pinned: frame.pinned,
-            };
+            *frame = Frame { stamp, exclusive: true, lazy: false, pinned: frame.pinned };
             page.truth = stamp;
             page.maybe_zero = false;
         }
@@ -261,24 +235,15 @@ impl Process {
                 self.events.push_back((thread, *first));
             }
             let stage = if late { Stage::Raised } else { Stage::Queued };
-            self.threads[thread].doing = Doing::Telling {
-                events,
-                stage,
-                after,
-            };
+            self.threads[thread].doing = Doing::Telling { events, stage, after };
         } else {
             self.threads[thread].doing = after.into();
         }
     }
 
     /// A thread in the middle of telling runs, if it can.
-    pub fn go_on_telling(&mut self, thread: usize, late: bool) {
-        let Doing::Telling {
-            events,
-            stage,
-            after,
-        } = &mut self.threads[thread].doing
-        else {
+    pub fn go_on_telling(&mut self, thread: usize) {
+        let Doing::Telling { events, stage, after } = &mut self.threads[thread].doing else {
             return;
         };
         match *stage {
@@ -291,10 +256,8 @@ impl Process {
                 self.changing -= 1;
                 events.pop_front();
                 if let Some(next) = events.front() {
-                    *stage = if late { Stage::Raised } else { Stage::Queued };
-                    if !late {
-                        self.events.push_back((thread, *next));
-                    }
+                    *stage = Stage::Queued;
+                    self.events.push_back((thread, *next));
                 } else {
                     self.threads[thread].doing = (*after).into();
                 }
@@ -331,19 +294,9 @@ impl Process {
         }
         Some(match event {
             Event::Fork(child) => Message::Fork(child),
-            Event::Remap { from, to, pages } => Message::Remap {
-                from: number(from),
-                to: number(to),
-                pages,
-            },
-            Event::Remove { start, end } => Message::Remove {
-                start: number(start),
-                end: number(end),
-            },
-            Event::Unmap { start, end } => Message::Unmap {
-                start: number(start),
-                end: number(end),
-            },
+            Event::Remap { from, to, pages } => Message::Remap { from: number(from), to: number(to), pages },
+            Event::Remove { start, end } => Message::Remove { start: number(start), end: number(end) },
+            Event::Unmap { start, end } => Message::Unmap { start: number(start), end: number(end) },
         })
     }
 
@@ -377,10 +330,7 @@ impl Process {
             let kind = page.mapped.then_some(page.registered);
             match areas.last_mut() {
                 Some(area) if kind.is_some() && kind == last => area.end += 1,
-                _ if kind.is_some() => areas.push(Area {
-                    start: number(at),
-                    end: number(at) + 1,
-                }),
+                _ if kind.is_some() => areas.push(Area { start: number(at), end: number(at) + 1 }),
                 _ => {}
             }
             last = kind;
@@ -396,9 +346,7 @@ impl Process {
         };
         let (start, end) = super::memory::random_run(rng, self.pages.len(), max, fits)?;
         let kind = self.pages[start].registered;
-        let end = (start..end)
-            .find(|at| self.pages[*at].registered != kind)
-            .unwrap_or(end);
+        let end = (start..end).find(|at| self.pages[*at].registered != kind).unwrap_or(end);
         Some((start, end))
     }
 
@@ -413,14 +361,9 @@ impl Process {
         let mut at = start;
         while at < end {
             let kind = self.pages[at].registered;
-            let stop = (at..end)
-                .find(|other| self.pages[*other].registered != kind)
-                .unwrap_or(end);
+            let stop = (at..end).find(|other| self.pages[*other].registered != kind).unwrap_or(end);
             if kind {
-                events.push(Event::Unmap {
-                    start: at,
-                    end: stop,
-                });
+                events.push(Event::Unmap { start: at, end: stop });
             }
             at = stop;
         }
@@ -435,9 +378,7 @@ impl Process {
     pub fn is_fillable(&self, start: PageNumber, pages: usize) -> bool {
         let first = index(start);
         first + pages <= self.pages.len()
-            && self.pages[first..first + pages]
-                .iter()
-                .all(|page| page.mapped && page.registered)
+            && self.pages[first..first + pages].iter().all(|page| page.mapped && page.registered)
     }
 }
 

@@ -48,12 +48,8 @@ pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
     let pages = 24 + rng.index(170);
     let process = first_process(&mut world, pages, threads, buffers);
     world.processes.push(process);
-    let mut schedule = Schedule {
-        world: Rc::new(RefCell::new(world)),
-        monitors: Vec::new(),
-        buffers,
-        breaks,
-    };
+    let mut schedule =
+        Schedule { world: Rc::new(RefCell::new(world)), monitors: Vec::new(), buffers, breaks };
     schedule.play()?;
     let seen = schedule.world.borrow().seen;
     Ok(seen)
@@ -96,12 +92,7 @@ impl Schedule {
     fn adopt_first(&mut self) -> Result<(), String> {
         let (slabs, mempool, budget, mutation) = {
             let world = self.world.borrow();
-            (
-                Arc::clone(&world.slabs),
-                Arc::clone(&world.mempool),
-                Arc::clone(&world.budget),
-                world.mutation,
-            )
+            (Arc::clone(&world.slabs), Arc::clone(&world.mempool), Arc::clone(&world.budget), world.mutation)
         };
         let mut volume = Volume::new(slabs, mempool, budget).map_err(|error| error.to_string())?;
         volume.mutate(mutation);
@@ -257,15 +248,13 @@ impl Schedule {
 
     fn is_at_rest(&self) -> bool {
         let world = self.world.borrow();
-        let monitored = |process: &Process| {
-            self.monitors.get(process.id).is_some_and(Option::is_some) == process.alive
-        };
+        let monitored =
+            |process: &Process| self.monitors.get(process.id).is_some_and(Option::is_some) == process.alive;
         world.sender.is_idle()
             && !world.has_orders()
-            && world
-                .processes
-                .iter()
-                .all(|process| process.is_idle() && (!process.alive || !process.has_news()) && monitored(process))
+            && world.processes.iter().all(|process| {
+                process.is_idle() && (!process.alive || !process.has_news()) && monitored(process)
+            })
     }
 
     fn what_is_stuck(&self) -> String {
@@ -282,7 +271,11 @@ impl Schedule {
             let doing: Vec<&Doing> = process.threads.iter().map(|thread| &thread.doing).collect();
             text += &format!(
                 "; process {}: alive {}, started {}, changing {}, news {}, {doing:?}",
-                process.id, process.alive, process.started, process.changing, process.has_news()
+                process.id,
+                process.alive,
+                process.started,
+                process.changing,
+                process.has_news()
             );
         }
         text

@@ -29,6 +29,8 @@ pub struct Seen {
     pub damages: u64,
     pub lost: u64,
     pub full: u64,
+    /// A worker would have waited for ever.
+    pub stuck_workers: u64,
 }
 
 impl Seen {
@@ -68,6 +70,7 @@ impl Seen {
         self.damages += other.damages;
         self.lost += other.lost;
         self.full += other.full;
+        self.stuck_workers += other.stuck_workers;
     }
 }
 
@@ -100,7 +103,7 @@ pub struct World {
     pub operations: u32,
     /// Operations are drawn from this many kinds; the more, the more of them are touches.
     pub mix: u64,
-    /// Events may come into the queue some time after their change.
+    /// `madvise` may raise its event some time before the event is in the queue.
     pub late_events: bool,
     pub winding_down: bool,
     pub mutation: Mutation,
@@ -122,13 +125,8 @@ impl World {
         let resident_max = [rng.below(12), 100 + rng.below(40), 130 + rng.below(60)][rng.index(3)];
         let page = aquifer_pager::PAGE_BYTES as u64;
         let budget = Arc::new(Budget::new((4 * aquifer_pager::BLOCK_PAGES as u64 + resident_max) * page));
-        let mut sender = Sender::new(
-            Arc::clone(&slabs),
-            &mempool,
-            cluster.connector(1),
-            cluster.pool(1),
-            rng.next_u64(),
-        );
+        let mut sender =
+            Sender::new(Arc::clone(&slabs), &mempool, cluster.connector(1), cluster.pool(1), rng.next_u64());
         sender.mutate(mutation);
         Self {
             processes: Vec::new(),
@@ -146,7 +144,7 @@ impl World {
             stamps: 0,
             operations: 20 + u32::try_from(rng.below(180)).expect("small"),
             mix: [40, 60, 120][rng.index(3)],
-            late_events: false,
+            late_events: rng.chance(1, 3),
             winding_down: false,
             mutation,
             failure: None,
@@ -248,9 +246,7 @@ impl World {
 
     /// What is in a process' staging when it dies is lost to a child whose fork was served at that moment.
     fn note_unreadable(&mut self, process: usize) {
-        let leaving: Vec<u64> = (0..self.processes[process].pages.len())
-            .map(super::memory::number)
-            .collect();
+        let leaving: Vec<u64> = (0..self.processes[process].pages.len()).map(super::memory::number).collect();
         let is_parting = !self.orders.iter().all(|order| order.process != process);
         let mut family = vec![process];
         // A child comes after its parent.

@@ -46,7 +46,9 @@ pub fn cpu_us(pid: u32) -> u64 {
 }
 
 fn ticks_per_second() -> u64 {
-    rustix::param::clock_ticks_per_second().max(1)
+    // SAFETY: it takes a number and returns one.
+    let ticks = unsafe { libc::sysconf(libc::_SC_CLK_TCK) };
+    u64::try_from(ticks).unwrap_or(100).max(1)
 }
 
 /// The name in a stat line stands in parentheses and may hold anything, so the fields are counted from the last

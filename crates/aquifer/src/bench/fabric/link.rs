@@ -1,0 +1,141 @@
+//! This process's end: the other process, an endpoint to it, and own memory to compare with.
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+
+use aquifer_fabric::{
+    Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Tenant, Work, shm,
+};
+use tempfile::TempDir;
+
+use super::server::{self, REGION_BYTES};
+use crate::bench::BenchError;
+
+/// Room for the largest batch.
+const LOCAL_BYTES: usize = 1 << 20;
+
+/// The other process; it ends when its input does.
+#[derive(Debug)]
+struct Server {
+    child: Child,
+    _folder: TempDir,
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        drop(self.child.stdin.take());
+        // It has ended or is about to.
+        let _ = self.child.wait();
+    }
+}
+
+/// A connection to the other process.
+#[derive(Debug)]
+pub struct Link {
+    endpoint: Box<dyn Endpoint>,
+    region: Region,
+    local: Arc<Memory>,
+    key: LocalKey,
+    /// Own shared memory, as large as the other's.
+    pub bare: Arc<Memory>,
+    done: Vec<Completion>,
+    server: Option<Server>,
+}
+
+impl Link {
+    /// Starts the other process and connects to it.
+    ///
+    /// # Errors
+    /// If either fails.
+    pub fn start() -> Result<Self, BenchError> {
+        let folder = tempfile::tempdir().map_err(BenchError::io("make a folder in", &std::env::temp_dir()))?;
+        let path = folder.path().join("target");
+        let own = std::env::current_exe()
+            .map_err(BenchError::io("find the program of", Path::new("/proc/self/exe")))?;
+        let child = Command::new(&own)
+            .args(["bench", "fabric", "--serve-at"])
+            .arg(&path)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(BenchError::io("start", &own))?;
+        let mut server = Server { child, _folder: folder };
+        let mut ready = String::new();
+        if let Some(stdout) = server.child.stdout.take() {
+            BufReader::new(stdout).read_line(&mut ready).map_err(BenchError::io("hear from", &own))?;
+        }
+        if ready != "ready\n" {
+            return Err(BenchError::Fabric { reason: "the other process did not start; its message is above".into() });
+        }
+        let mut link = Self::connect(&path)?;
+        link.server = Some(server);
+        Ok(link)
+    }
+
+    /// Connects to whoever listens at `path`.
+    ///
+    /// # Errors
+    /// If nobody does.
+    pub fn connect(path: &Path) -> Result<Self, BenchError> {
+        let failed = |reason: String| BenchError::Fabric { reason };
+        let who = Identity { host: Host(1), epoch: 1, tenant: Tenant(0) };
+        let mut endpoint = shm::connect(path, who).map_err(|error| failed(error.to_string()))?;
+        let region = endpoint.regions().first().cloned();
+        let region = region.ok_or_else(|| failed("the other process lends no memory".into()))?;
+        let local = server::filled(LOCAL_BYTES)?;
+        let key = endpoint.register_local(Arc::clone(&local)).map_err(|error| failed(error.to_string()))?;
+        let bare = server::filled(REGION_BYTES)?;
+        Ok(Self { endpoint, region, local, key, bare, done: Vec::new(), server: None })
+    }
+
+    /// The other process's number.
+    pub fn server(&self) -> u32 {
+        self.server.as_ref().map_or(0, |server| server.child.id())
+    }
+
+    /// Own memory, where data arrives.
+    pub fn local(&self) -> &Memory {
+        &self.local
+    }
+
+    /// A range of own memory.
+    pub fn slice(&self, offset: u64, len: u32) -> LocalSlice {
+        LocalSlice { key: self.key, offset, len }
+    }
+
+    /// A place in the other's memory.
+    pub fn remote(&self, offset: usize) -> RemoteAddr {
+        RemoteAddr { addr: self.region.base + offset as u64, key: self.region.key }
+    }
+
+    /// Posts a batch and polls until all of it has ended; the outcome of the last.
+    ///
+    /// # Errors
+    /// If one fails.
+    #[inline]
+    pub fn all(&mut self, batch: &[Work]) -> Result<u64, BenchError> {
+        let failed = |reason: String| BenchError::Fabric { reason };
+        self.endpoint.post(batch).map_err(|error| failed(error.to_string()))?;
+        self.done.clear();
+        while self.done.len() < batch.len() {
+            self.endpoint.poll(&mut self.done, batch.len());
+        }
+        let mut last = 0;
+        for completion in &self.done {
+            last = completion.outcome.map_err(|error| failed(error.to_string()))?;
+        }
+        Ok(last)
+    }
+
+    /// Takes a message that has come, if any.
+    pub fn receive(&mut self, message: &mut Vec<u8>) -> bool {
+        self.endpoint.receive(message)
+    }
+
+    /// Whether the other process is gone.
+    pub fn is_broken(&self) -> bool {
+        self.endpoint.is_broken()
+    }
+}

@@ -1,0 +1,57 @@
+//! What the shim costs a program that stays well under its limit.
+
+use std::process::Command;
+
+use super::ways::Bench;
+use crate::bench::BenchError;
+use crate::bench::support::bytes::MIB;
+use crate::bench::support::child::Watched;
+
+/// The programs' limit: many times what they use.
+const LIMIT_BYTES: u64 = 512 * MIB;
+
+/// Times of one program, round by round.
+#[derive(Debug)]
+pub struct Calm {
+    /// What the program does.
+    pub name: &'static str,
+    /// Seconds from start to end, run plainly.
+    pub plain_s: Vec<f64>,
+    /// The same, on the pool.
+    pub pool_s: Vec<f64>,
+}
+
+/// Runs two programs plainly and on the pool, in alternation.
+///
+/// # Errors
+/// If one fails.
+pub fn measure(bench: &Bench) -> Result<Vec<Calm>, BenchError> {
+    let walk = ["--bytes", "64M", "--pattern", "random", "--op", "write", "--passes", "100", "--cpu", "0"];
+    let fresh = ["--bytes", "64M", "--mode", "plain", "--passes", "20", "--op", "write", "--cpu", "0"];
+    let programs = [
+        ("memory walked over", &bench.programs.faultbench, walk),
+        ("memory freed and taken anew", &bench.programs.zerofloor, fresh),
+    ];
+    let stats = bench.folder.path().join("stats.json");
+    let mut all = Vec::new();
+    for (name, program, args) in programs {
+        let mut calm = Calm { name, plain_s: Vec::new(), pool_s: Vec::new() };
+        for round in 0..bench.size.calm_rounds {
+            // Which goes first changes, so that neither always finds the caches as the other left them.
+            for pooled in [round % 2 == 0, round % 2 == 1] {
+                let mut command = if pooled {
+                    bench.cluster.pooled_command(LIMIT_BYTES, &stats, program)?
+                } else {
+                    Command::new(program)
+                };
+                command.args(args);
+                let watched = if pooled { Watched::Started } else { Watched::All };
+                let (outcome, _) = bench.measured(command, watched, name, "without pressure")?;
+                let times = if pooled { &mut calm.pool_s } else { &mut calm.plain_s };
+                times.push(outcome.elapsed.as_secs_f64());
+            }
+        }
+        all.push(calm);
+    }
+    Ok(all)
+}

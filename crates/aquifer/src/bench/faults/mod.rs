@@ -1,0 +1,155 @@
+//! `aquifer bench faults`: a program walks over three times its limit, on the pool and on kernel swap, beside
+//! what a fault costs with nothing behind it.
+
+mod calm;
+mod summary;
+mod ways;
+
+use std::collections::BTreeMap;
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use super::support::bytes::{MIB, show_bytes};
+use super::support::cluster::Cluster;
+use super::support::programs;
+use super::support::report::Report;
+use super::{BenchArgs, BenchError};
+use crate::peers::cleanup_stale;
+use ways::{Bench, Way};
+
+/// For `bench list`.
+pub const TARGETS: &str = "targets: random p50 ≤ 1.5× a bare userfaultfd and ≤ the swap file's, sequential MB/s ≥ \
+     the best kernel swap's, without pressure ≤ 1.03× the plain time";
+
+/// A way to walk over memory.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct Case {
+    random: bool,
+    write: bool,
+}
+
+impl Case {
+    const ALL: [Self; 4] = [
+        Self { random: false, write: false },
+        Self { random: false, write: true },
+        Self { random: true, write: false },
+        Self { random: true, write: true },
+    ];
+
+    fn pattern(self) -> &'static str {
+        if self.random { "random" } else { "seq" }
+    }
+
+    fn op(self) -> &'static str {
+        if self.write { "write" } else { "read" }
+    }
+
+    fn name(self) -> String {
+        format!("{} {}", if self.random { "random" } else { "sequential" }, self.op())
+    }
+}
+
+/// How much is done.
+#[derive(Clone, Copy, Debug)]
+pub struct Size {
+    limit_bytes: u64,
+    bytes: u64,
+    passes: u64,
+    /// An unmeasured pass before: without it a run begins with the last pages of the fill in memory.
+    warm: bool,
+    rounds: usize,
+    calm_rounds: usize,
+}
+
+impl Size {
+    const QUICK: Self =
+        Self { limit_bytes: 32 * MIB, bytes: 96 * MIB, passes: 1, warm: false, rounds: 2, calm_rounds: 5 };
+    const FULL: Self =
+        Self { limit_bytes: 256 * MIB, bytes: 768 * MIB, passes: 1, warm: true, rounds: 3, calm_rounds: 9 };
+
+    /// Walks over all pages in one run: the warm pass, the measured ones, and the check of every word at the end.
+    fn walks(self) -> u64 {
+        self.passes + u64::from(self.warm) + 1
+    }
+}
+
+/// The figures of one run, by name.
+pub type Sample = BTreeMap<&'static str, f64>;
+
+/// What was measured: for each case and way one sample a round, `None` where the kernel killed the program.
+pub type Samples = BTreeMap<(Case, Way), Vec<Option<Sample>>>;
+
+/// Measures.
+///
+/// # Errors
+/// If something could not be measured or a page was wrong.
+pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
+    let size = if args.quick { Size::QUICK } else { Size::FULL };
+    let folder = tempfile::tempdir().map_err(BenchError::io("make a folder in", &std::env::temp_dir()))?;
+    let programs = programs::build(folder.path())?;
+    let mut notes = vec![
+        format!(
+            "{} touched at a limit of {}, {} rounds in alternation, every page verified",
+            show_bytes(size.bytes),
+            show_bytes(size.limit_bytes),
+            size.rounds
+        ),
+        "the program's thread is pinned to processor 0 in every way; daemons and kernel threads are not".into(),
+        "latencies are the program's own, of touches that took over 1 µs; CPU is of program and daemons, beyond a plain run"
+            .into(),
+    ];
+    let ways = choose_ways(args.quick, &mut notes);
+    // Three nodes hold the working set twice over: what is freed late must not make them full.
+    let cluster = Cluster::up(size.bytes)?;
+    let mut bench = Bench { size, programs, cluster, folder, notes };
+    let samples = measure(&mut bench, &ways)?;
+    let calm = calm::measure(&bench)?;
+    let read_us = super::fabric::read_floor_us()?;
+    let mut report = Report::new("faults", args.quick, "p50 µs");
+    summary::fill(&mut report, size, &ways, &samples, &calm, read_us);
+    report.notes = bench.notes;
+    Ok(report)
+}
+
+/// All ways that this machine and user can do; the rest is noted.
+fn choose_ways(quick: bool, notes: &mut Vec<String>) -> Vec<Way> {
+    // What an earlier run left behind when it was killed would slow this one down.
+    if let Err(error) = cleanup_stale() {
+        notes.push(format!("left from an earlier run: {error}"));
+    }
+    let mut ways = Way::ALWAYS.to_vec();
+    for peer in Way::PEERS.into_iter().filter(|way| !quick || *way != Way::ZRAM_8) {
+        match peer.try_out() {
+            Ok(()) => ways.push(peer),
+            Err(error) => notes.push(format!("left out: {}: {error}", peer.name())),
+        }
+    }
+    ways
+}
+
+fn measure(bench: &mut Bench, ways: &[Way]) -> Result<Samples, BenchError> {
+    let rounds = bench.size.rounds;
+    let bar = progress(rounds * Case::ALL.len() * ways.len());
+    let mut samples = Samples::new();
+    for round in 1..=rounds {
+        for case in Case::ALL {
+            for &way in ways {
+                bar.set_message(format!("round {round}: {}, {}", case.name(), way.name()));
+                let sample = bench.run(case, way)?;
+                samples.entry((case, way)).or_default().push(sample);
+                bar.inc(1);
+            }
+        }
+    }
+    bar.finish_and_clear();
+    Ok(samples)
+}
+
+fn progress(steps: usize) -> ProgressBar {
+    let style = ProgressStyle::with_template("{elapsed} {wide_bar} {pos}/{len}  {msg}");
+    let bar = ProgressBar::new(steps as u64);
+    match style {
+        Ok(style) => bar.with_style(style),
+        Err(_) => bar,
+    }
+}

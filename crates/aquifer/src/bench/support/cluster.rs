@@ -1,0 +1,178 @@
+//! A cluster of one's own, in a folder that goes with it.
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use aquifer_agent::{AgentStatus, RunStatistics};
+use tempfile::TempDir;
+
+use super::procs;
+use crate::bench::BenchError;
+
+/// The start of a state folder's name; the owner's process number follows.
+const PREFIX: &str = "aquifer-own-";
+/// The programs of these have a folder of that name in the system's one for temporary files.
+const NODES: &str = "3";
+
+/// A private cluster: brought up by [`Cluster::up`], down when dropped.
+#[derive(Debug)]
+pub struct Cluster {
+    state: TempDir,
+    daemons: Vec<u32>,
+}
+
+impl Cluster {
+    /// Three memory nodes of `node_bytes` each, a keeper and an agent, as `aquifer up` starts them.
+    ///
+    /// # Errors
+    /// If `aquifer up` fails, or no temporary folder can be made.
+    pub fn up(node_bytes: u64) -> Result<Self, BenchError> {
+        take_down_stale();
+        let parent = std::env::temp_dir();
+        let state = tempfile::Builder::new()
+            .prefix(&format!("{PREFIX}{}-", std::process::id()))
+            .tempdir_in(&parent)
+            .map_err(BenchError::io("make a folder in", &parent))?;
+        let mut cluster = Self { state, daemons: Vec::new() };
+        let memory = format!("{}M", node_bytes.div_ceil(1 << 20));
+        cluster.control("up", &["--nodes", NODES, "--memory", &memory])?;
+        cluster.daemons = procs::with_argument(cluster.state());
+        Ok(cluster)
+    }
+
+    /// Its folder.
+    pub fn state(&self) -> &Path {
+        self.state.path()
+    }
+
+    /// Processor time that all its daemons have used until now.
+    pub fn cpu_us(&self) -> u64 {
+        self.daemons.iter().map(|&pid| procs::cpu_us(pid)).sum()
+    }
+
+    /// The command line of `aquifer run` for a program: within `limit_bytes`, with statistics in `stats`.
+    pub fn pooled_command(
+        &self,
+        limit_bytes: u64,
+        stats: &Path,
+        program: impl AsRef<OsStr>,
+    ) -> Result<Command, BenchError> {
+        let mut command = aquifer(self.state())?;
+        command.args(["run", "--local", &limit_bytes.to_string(), "--stats"]).arg(stats).arg("--");
+        command.arg(program);
+        Ok(command)
+    }
+
+    /// What the agent says of its runs; `None` if it does not answer just now.
+    pub fn status(&self) -> Option<AgentStatus> {
+        let output = aquifer(self.state()).ok()?.args(["status", "--json"]).output().ok()?;
+        find_agent(&serde_json::from_slice(&output.stdout).ok()?)
+    }
+
+    fn control(&self, what: &'static str, args: &[&str]) -> Result<(), BenchError> {
+        control(self.state(), what, args)
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        if let Err(error) = self.control("down", &[]) {
+            eprintln!("aquifer: {error}");
+        }
+    }
+}
+
+fn aquifer(state: &Path) -> Result<Command, BenchError> {
+    let own =
+        std::env::current_exe().map_err(BenchError::io("find the program of", Path::new("/proc/self/exe")))?;
+    let mut command = Command::new(own);
+    command.arg("--state").arg(state);
+    Ok(command)
+}
+
+/// Output goes to a file, not a pipe: daemons may inherit it, and a pipe would then never end.
+fn control(state: &Path, what: &'static str, args: &[&str]) -> Result<(), BenchError> {
+    let path = state.join(format!("own-{what}.log"));
+    let log = std::fs::File::create(&path).map_err(BenchError::io("create", &path))?;
+    let errors = log.try_clone().map_err(BenchError::io("share", &path))?;
+    let status = aquifer(state)?
+        .arg(what)
+        .args(args)
+        .stdin(Stdio::null())
+        .stdout(log)
+        .stderr(errors)
+        .status()
+        .map_err(BenchError::io("start aquifer for", &path))?;
+    if status.success() {
+        return Ok(());
+    }
+    let message = std::fs::read_to_string(&path).unwrap_or_default().trim().to_owned();
+    Err(BenchError::Cluster { what, status: status.to_string(), message })
+}
+
+/// Takes down clusters whose owner was killed before it could.
+fn take_down_stale() {
+    let Ok(entries) = std::fs::read_dir(std::env::temp_dir()) else {
+        return;
+    };
+    for path in entries.flatten().map(|entry| entry.path()) {
+        if owner(&path).is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists()) {
+            // Another user's cannot be taken down, and need not.
+            if control(&path, "down", &[]).is_ok() {
+                let _ = std::fs::remove_dir_all(&path);
+            }
+        }
+    }
+}
+
+fn owner(path: &Path) -> Option<u32> {
+    let (pid, _) = path.file_name()?.to_str()?.strip_prefix(PREFIX)?.split_once('-')?;
+    pid.parse().ok()
+}
+
+/// The agent's part of what `aquifer status --json` prints, wherever it stands.
+fn find_agent(value: &serde_json::Value) -> Option<AgentStatus> {
+    if value.get("runs").is_some()
+        && let Ok(status) = serde_json::from_value(value.clone())
+    {
+        return Some(status);
+    }
+    match value {
+        serde_json::Value::Object(fields) => fields.values().find_map(find_agent),
+        serde_json::Value::Array(items) => items.iter().find_map(find_agent),
+        _ => None,
+    }
+}
+
+/// What a run has written to its statistics file.
+///
+/// # Errors
+/// If there is none, or it is not what `aquifer run` writes.
+pub fn read_statistics(path: &PathBuf) -> Result<RunStatistics, BenchError> {
+    let text = std::fs::read_to_string(path).map_err(BenchError::io("read the statistics in", path))?;
+    serde_json::from_str(&text).map_err(|error| BenchError::io("understand the statistics in", path)(error.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_agent_is_found_wherever_it_stands() {
+        let agent = r#"{"host":1,"mempool_bytes":8,"mempool_used_bytes":4,"nodes":[],"runs":[]}"#;
+        for text in [agent.to_owned(), format!(r#"{{"state":"x","agent":{agent}}}"#), format!("[1,{agent}]")] {
+            let status = find_agent(&serde_json::from_str(&text).unwrap()).unwrap();
+            assert_eq!(status.mempool_used_bytes, 4);
+        }
+        assert!(find_agent(&serde_json::json!({"runs": 3, "agent": null})).is_none());
+    }
+
+    #[test]
+    fn only_own_folders_have_an_owner() {
+        assert_eq!(owner(Path::new("/tmp/aquifer-own-12-abc")), Some(12));
+        assert_eq!(owner(Path::new("/tmp/aquifer-own-x-abc")), None);
+        assert_eq!(owner(Path::new("/tmp/aquifer-own-12")), None);
+        assert_eq!(owner(Path::new("/tmp/other-12-abc")), None);
+    }
+}

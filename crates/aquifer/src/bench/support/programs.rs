@@ -1,0 +1,107 @@
+//! The measured programs. Their sources are in this binary, and the machine's C compiler builds them.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde::Deserialize;
+
+use crate::bench::BenchError;
+
+const SOURCES: [(&str, &str); 3] = [
+    ("bench_util.h", include_str!("../../../../../tests/e2e/programs/bench_util.h")),
+    ("faultbench.c", include_str!("../../../../../tests/e2e/programs/faultbench.c")),
+    ("zerofloor.c", include_str!("../../../../../tests/e2e/programs/zerofloor.c")),
+];
+
+/// Where the built programs are.
+#[derive(Clone, Debug)]
+pub struct Programs {
+    /// Walks over memory.
+    pub faultbench: PathBuf,
+    /// Measures floors.
+    pub zerofloor: PathBuf,
+}
+
+/// Builds the programs in `folder`.
+///
+/// # Errors
+/// If there is no compiler, or it fails.
+pub fn build(folder: &Path) -> Result<Programs, BenchError> {
+    for (name, text) in SOURCES {
+        let path = folder.join(name);
+        std::fs::write(&path, text).map_err(BenchError::io("write", &path))?;
+    }
+    Ok(Programs { faultbench: compile(folder, "faultbench")?, zerofloor: compile(folder, "zerofloor")? })
+}
+
+fn compile(folder: &Path, name: &str) -> Result<PathBuf, BenchError> {
+    let program = folder.join(name);
+    let output = Command::new("cc")
+        .args(["-std=c11", "-O2", "-pthread", "-o"])
+        .arg(&program)
+        .arg(folder.join(format!("{name}.c")))
+        .output()
+        .map_err(|error| BenchError::Build { reason: format!("cc: {error}") })?;
+    if output.status.success() {
+        Ok(program)
+    } else {
+        let reason = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+        Err(BenchError::Build { reason })
+    }
+}
+
+/// The line of figures that both programs print.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Figures {
+    /// Pages touched in the measured passes.
+    pub ops: u64,
+    /// The measured passes took this long.
+    pub seconds: f64,
+    /// So many bytes of pages were touched in that time.
+    pub mb_per_s: f64,
+    /// Of the touches that faulted.
+    pub faults: Latencies,
+    /// Pages looked at.
+    pub verified_pages: u64,
+    /// Wrong words.
+    pub errors: u64,
+}
+
+/// Quantiles in µs.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Latencies {
+    /// How many there were.
+    pub count: u64,
+    /// Median.
+    pub p50_us: f64,
+    /// 90th percentile.
+    pub p90_us: f64,
+    /// 99th percentile.
+    pub p99_us: f64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_programs_build_from_this_binary_alone_and_print_figures() {
+        let folder = tempfile::tempdir().unwrap();
+        let programs = build(folder.path()).unwrap();
+        for (program, args) in
+            [(programs.faultbench, ["--bytes", "1M", "--op", "write"]), (programs.zerofloor, ["--bytes", "1M", "--mode", "plain"])]
+        {
+            let output = Command::new(program).args(args).output().unwrap();
+            let figures: Figures = serde_json::from_slice(&output.stdout).unwrap();
+            assert_eq!((figures.verified_pages, figures.errors), (256, 0));
+        }
+    }
+
+    #[test]
+    fn a_compilers_complaint_is_passed_on() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("broken.c"), "int main( {").unwrap();
+        let error = compile(folder.path(), "broken").unwrap_err().to_string();
+        assert!(error.contains("broken.c") && error.contains("install-deps"), "{error}");
+    }
+}

@@ -1,0 +1,226 @@
+//! What a bench hands over: figures with their spreads, targets beside results, as text, JSON and picture.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::path::Path;
+
+use serde::Serialize;
+
+use super::draw::{self, Bar, BarGroup};
+use super::spread::{Spread, short};
+use crate::bench::BenchError;
+
+/// A finished bench.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// Which bench.
+    pub bench: &'static str,
+    /// Whether it was the quick one.
+    pub quick: bool,
+    /// Processors of the machine.
+    pub processors: usize,
+    /// The kernel's release.
+    pub kernel: String,
+    /// How it was measured, in sentences.
+    pub notes: Vec<String>,
+    /// The tables.
+    pub tables: Vec<Table>,
+    /// Targets and what became of them.
+    pub targets: Vec<Target>,
+    /// Which figure the picture shows.
+    #[serde(skip)]
+    pub pictured: &'static str,
+}
+
+/// Rows of one kind.
+#[derive(Clone, Debug, Serialize)]
+pub struct Table {
+    /// What it shows.
+    pub title: String,
+    /// Names of the figures, in the order to be printed; those that are not named are in the JSON only.
+    #[serde(skip)]
+    pub columns: Vec<Column>,
+    /// The rows.
+    pub rows: Vec<Row>,
+}
+
+/// A figure that is printed.
+#[derive(Clone, Copy, Debug)]
+pub struct Column {
+    name: &'static str,
+    with_spread: bool,
+}
+
+impl Column {
+    /// With its spread.
+    pub fn full(name: &'static str) -> Self {
+        Self { name, with_spread: true }
+    }
+
+    /// Only its middle.
+    pub fn middle(name: &'static str) -> Self {
+        Self { name, with_spread: false }
+    }
+
+    fn show(self, row: &Row) -> String {
+        match row.figures.get(self.name) {
+            Some(spread) if self.with_spread => spread.to_string(),
+            Some(spread) => short(spread.median),
+            None => "–".into(),
+        }
+    }
+}
+
+/// One thing, measured in several rounds.
+#[derive(Clone, Debug, Serialize)]
+pub struct Row {
+    /// What it is.
+    pub name: String,
+    /// Its figures, by name with unit.
+    pub figures: BTreeMap<&'static str, Spread>,
+}
+
+/// What a figure should be.
+#[derive(Clone, Debug, Serialize)]
+pub struct Target {
+    /// In words.
+    pub name: String,
+    /// What was measured.
+    pub value: Spread,
+    /// The bound.
+    pub bound: f64,
+    /// Whether the bound is an upper one.
+    pub at_most: bool,
+}
+
+impl Target {
+    /// Whether the median is within the bound.
+    pub fn is_met(&self) -> bool {
+        if self.at_most { self.value.median <= self.bound } else { self.value.median >= self.bound }
+    }
+
+    fn to_line(&self) -> String {
+        let verdict = if self.is_met() { "met   " } else { "MISSED" };
+        let bound = if self.at_most { "≤" } else { "≥" };
+        format!("  {verdict} {}: {}, target {bound} {}\n", self.name, self.value, short(self.bound))
+    }
+}
+
+impl Report {
+    /// A report without figures yet.
+    pub fn new(bench: &'static str, quick: bool, pictured: &'static str) -> Self {
+        let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+        Self {
+            bench,
+            quick,
+            processors: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+            kernel: kernel.trim().to_owned(),
+            notes: Vec::new(),
+            tables: Vec::new(),
+            targets: Vec::new(),
+            pictured,
+        }
+    }
+
+    /// For a terminal.
+    pub fn to_text(&self) -> String {
+        let quick = if self.quick { ", quick" } else { "" };
+        let mut text = format!(
+            "bench {}{quick}: {} processors, Linux {}\n",
+            self.bench, self.processors, self.kernel
+        );
+        for note in &self.notes {
+            let _ = writeln!(text, "  {note}");
+        }
+        for table in &self.tables {
+            let _ = writeln!(text, "\n{}", table.title);
+            text += &table.to_text();
+        }
+        text += "\ntargets\n";
+        text.extend(self.targets.iter().map(Target::to_line));
+        let missed = self.targets.iter().filter(|target| !target.is_met()).count();
+        let _ = writeln!(text, "  {missed} of {} targets missed", self.targets.len());
+        text
+    }
+
+    /// As bars of the pictured figure, a group for each table that has it.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub fn draw(&self, path: &Path) -> Result<(), BenchError> {
+        let groups: Vec<BarGroup> = self.tables.iter().filter_map(|table| table.bars(self.pictured)).collect();
+        draw::bars(path, &format!("aquifer bench {}: {}", self.bench, self.pictured), &groups)
+    }
+}
+
+impl Table {
+    fn to_text(&self) -> String {
+        let mut cells = vec![std::iter::once(String::new()).chain(self.columns.iter().map(|column| column.name.into())).collect()];
+        for row in &self.rows {
+            let figures = self.columns.iter().map(|column| column.show(row));
+            cells.push(std::iter::once(row.name.clone()).chain(figures).collect());
+        }
+        draw::table(&cells)
+    }
+
+    fn bars(&self, figure: &'static str) -> Option<BarGroup> {
+        let bars: Vec<Bar> = self
+            .rows
+            .iter()
+            .filter_map(|row| {
+                let spread = row.figures.get(figure)?;
+                Some(Bar { name: row.name.clone(), value: spread.median, text: spread.to_string() })
+            })
+            .collect();
+        (!bars.is_empty()).then(|| BarGroup { title: self.title.clone(), bars })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(value: f64) -> Report {
+        let spread = Spread::of(&[value]).unwrap();
+        let mut report = Report::new("faults", true, "p50 µs");
+        report.tables.push(Table {
+            title: "random read".into(),
+            columns: vec![Column::full("p50 µs"), Column::middle("p99 µs")],
+            rows: vec![Row { name: "pool".into(), figures: BTreeMap::from([("p50 µs", spread)]) }],
+        });
+        report.targets.push(Target { name: "p50".into(), value: spread, bound: 1.5, at_most: true });
+        report
+    }
+
+    #[test]
+    fn a_missed_target_is_printed_as_missed() {
+        assert!(report(1.5).to_text().contains("met    p50: 1.50, target ≤ 1.50"));
+        let text = report(1.51).to_text();
+        assert!(text.contains("MISSED p50: 1.51") && text.contains("1 of 1 targets missed"), "{text}");
+        let lower = Target { at_most: false, ..report(1.4).targets[0].clone() };
+        assert!(!lower.is_met());
+    }
+
+    #[test]
+    fn what_was_not_measured_is_a_dash() {
+        let text = report(2.0).to_text();
+        let row = text.lines().find(|line| line.starts_with("pool")).unwrap();
+        assert!(row.contains("2.00") && row.ends_with('–'), "{row}");
+    }
+
+    #[test]
+    fn json_has_spreads_and_targets() {
+        let json = serde_json::to_value(report(2.0)).unwrap();
+        assert_eq!(json["tables"][0]["rows"][0]["figures"]["p50 µs"]["median"], 2.0);
+        assert_eq!(json["targets"][0]["bound"], 1.5);
+    }
+
+    #[test]
+    fn the_picture_shows_name_and_value() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x.svg");
+        report(2.0).draw(&path).unwrap();
+        let svg = std::fs::read_to_string(path).unwrap();
+        assert!(svg.contains("pool") && svg.contains("2.00") && svg.contains("random read"), "{svg}");
+    }
+}

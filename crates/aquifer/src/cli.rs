@@ -1,0 +1,243 @@
+//! What can be typed.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::size;
+
+const HELP: &str = "\
+{about-with-newline}
+{usage-heading} {usage}
+
+A cluster on this machine:
+  up         Start memory nodes and an agent in the background
+  down       Stop them
+  status     What is up, how much memory is free, what runs
+
+Programs:
+  run        Run an unmodified program with a bound on its resident memory; the rest is in the cluster
+
+Parts of a cluster, in the foreground (aquifer up starts them for you):
+  directory  Serve the cluster's metadata
+  keeper     Hold what must outlive the agent
+  node       Lend memory
+  agent      Borrow memory for this machine's programs
+
+Options:
+{options}
+
+An example:
+  aquifer up --nodes 3 --memory 1G
+  aquifer run --local 256M -- python3 analysis.py
+  aquifer status
+  aquifer down
+";
+
+/// Aquifer pools the memory of a cluster's machines and lends it to the programs that need it.
+#[derive(Parser, Debug)]
+#[command(name = "aquifer", version, help_template = HELP, disable_help_subcommand = true)]
+pub struct Cli {
+    /// The cluster's folder; clusters with different ones live side by side [default: the user's runtime folder]
+    #[arg(long, global = true, value_name = "DIR", env = "AQUIFER_STATE", hide_env_values = true)]
+    pub state: Option<PathBuf>,
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The commands.
+#[derive(Subcommand, Debug)]
+pub enum Command {
+    /// Start a cluster on this machine in the background, or what of it is missing
+    Up(UpArguments),
+    /// Stop the cluster; programs that run on it are ended
+    Down,
+    /// Show what is up, how much memory is free, what runs
+    Status(StatusArguments),
+    /// Run an unmodified program with a bound on its resident memory; the rest is in the cluster
+    Run(RunArguments),
+    /// A part of a cluster.
+    #[command(flatten)]
+    Part(PartCommand),
+}
+
+/// `aquifer up`
+#[derive(Args, Clone, Debug)]
+pub struct UpArguments {
+    /// Memory nodes [default: 3]
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub nodes: Option<u16>,
+    /// Memory that each of them lends, such as 512M or 2G [default: 1G]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub memory: Option<u64>,
+    /// Most memory that the agent takes as the host's mempool [default: half of what is available, at most 4G]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub mempool: Option<u64>,
+    /// How long programs wait for an agent that died, before they are ended, such as 500ms or 2m [default: 30s]
+    #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
+    pub grace: Option<u64>,
+}
+
+/// `aquifer status`
+#[derive(Args, Clone, Debug)]
+pub struct StatusArguments {
+    /// As JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `aquifer run`
+#[derive(Args, Clone, Debug)]
+pub struct RunArguments {
+    /// Resident memory that the program may have, such as 512M
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub local: u64,
+    /// Write statistics there when the program ends, as JSON
+    #[arg(long, value_name = "FILE")]
+    pub stats: Option<PathBuf>,
+    /// The program and its arguments
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
+    pub command: Vec<OsString>,
+}
+
+/// The parts of a cluster.
+#[derive(Subcommand, Debug)]
+pub enum PartCommand {
+    /// Serve the cluster's metadata
+    Directory(DirectoryArguments),
+    /// Hold what must outlive the agent
+    Keeper(KeeperArguments),
+    /// Lend memory
+    Node(NodeArguments),
+    /// Borrow memory for this machine's programs
+    Agent(AgentArguments),
+}
+
+/// What every part takes.
+#[derive(Args, Clone, Debug)]
+pub struct Foreground {
+    /// Detach, and write `ready` to stdout when it serves; for `aquifer up`.
+    #[arg(long, hide = true)]
+    pub detached: bool,
+}
+
+/// `aquifer directory`
+#[derive(Args, Clone, Debug)]
+pub struct DirectoryArguments {
+    /// How it is started.
+    #[command(flatten)]
+    pub foreground: Foreground,
+}
+
+/// `aquifer keeper`
+#[derive(Args, Clone, Debug)]
+pub struct KeeperArguments {
+    /// How long programs wait for an agent that died, before they are ended, such as 500ms or 2m [default: 30s]
+    #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
+    pub grace: Option<u64>,
+    /// How it is started.
+    #[command(flatten)]
+    pub foreground: Foreground,
+}
+
+/// `aquifer node`
+#[derive(Args, Clone, Debug)]
+pub struct NodeArguments {
+    /// Its number in the cluster
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
+    pub id: u16,
+    /// Memory that it lends, such as 512M or 2G
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub memory: u64,
+    /// How it is started.
+    #[command(flatten)]
+    pub foreground: Foreground,
+}
+
+/// `aquifer agent`
+#[derive(Args, Clone, Debug)]
+pub struct AgentArguments {
+    /// Most memory that it takes as the host's mempool [default: half of what is available, at most 4G]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub mempool: Option<u64>,
+    /// How it is started.
+    #[command(flatten)]
+    pub foreground: Foreground,
+}
+
+/// How long programs wait for their agent as a rule.
+pub const GRACE_MS: u64 = 30_000;
+/// Nobody waits for longer than a day.
+const TIME_MS_MAX: u64 = 86_400_000;
+
+/// Read `500ms`, `30s`, `2m`, or seconds without a unit.
+fn parse_time_ms(text: &str) -> Result<u64, String> {
+    let wrong =
+        || format!("\"{text}\" is not a time: write seconds, or a number with ms, s or m, such as 500ms");
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let unit_ms = match unit {
+        "ms" => 1,
+        "" | "s" => 1000,
+        "m" => 60_000,
+        _ => return Err(wrong()),
+    };
+    if number.is_empty() {
+        return Err(wrong());
+    }
+    let time_ms = number.parse::<u64>().ok().and_then(|number| number.checked_mul(unit_ms));
+    time_ms
+        .filter(|time_ms| *time_ms <= TIME_MS_MAX)
+        .ok_or_else(|| format!("\"{text}\" is longer than a day"))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_definition_holds_together() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn the_help_names_every_command() {
+        let mut command = Cli::command();
+        let help = command.render_help().to_string();
+        for name in command.get_subcommands().map(clap::Command::get_name) {
+            let is_listed = help.lines().any(|line| line.trim_start().split(' ').next() == Some(name));
+            assert!(is_listed, "`{name}` is missing in the help:\n{help}");
+        }
+    }
+
+    #[test]
+    fn times_are_read_and_bounded() {
+        let known =
+            [("0", 0), ("1s", 1000), ("500ms", 500), ("2m", 120_000), ("30", 30_000), ("1440m", TIME_MS_MAX)];
+        for (text, time_ms) in known {
+            assert_eq!(parse_time_ms(text), Ok(time_ms), "{text}");
+        }
+        for text in ["", "s", "1h", "-1s", "1.5s", "1 s"] {
+            assert!(parse_time_ms(text).unwrap_err().contains("is not a time"), "{text}");
+        }
+        for text in ["1441m", "86401", "99999999999999999999", "18446744073709551615m"] {
+            assert!(parse_time_ms(text).unwrap_err().contains("longer than a day"), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_follows_the_program_is_the_programs() {
+        let words = "aquifer run --local 64M -- tar --state x -- y";
+        let cli = Cli::try_parse_from(words.split(' ')).unwrap();
+        assert_eq!(cli.state, None);
+        let Command::Run(arguments) = cli.command else { panic!("it is a run") };
+        assert_eq!(arguments.command, ["tar", "--state", "x", "--", "y"]);
+        assert_eq!(arguments.local, 64 << 20);
+        assert!(Cli::try_parse_from(["aquifer", "run", "--local", "64M"]).is_err(), "a program is needed");
+        assert!(Cli::try_parse_from(["aquifer", "run", "--", "true"]).is_err(), "a limit is needed");
+    }
+}

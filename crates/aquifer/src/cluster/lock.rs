@@ -1,0 +1,152 @@
+//! A part is alive while it holds its lock: the kernel releases it however the part ends, and no pid goes stale.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{self, Read, Seek, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+/// Those who look hold the lock shared for a moment; so often, at most, one lets them pass.
+const ATTEMPTS_MAX: u32 = 100_000;
+
+/// A lock that is held until it is dropped.
+#[derive(Debug)]
+pub struct Lock {
+    _file: File,
+}
+
+/// What the lock says about a part.
+#[derive(Debug)]
+pub enum Life {
+    /// Nobody holds it.
+    Dead,
+    /// Somebody does.
+    Alive(Process),
+}
+
+/// A living process: the descriptor stays its own even if the number is given to another.
+#[derive(Debug)]
+pub struct Process {
+    /// Its number.
+    pub pid: u32,
+    /// Its descriptor.
+    pub pidfd: OwnedFd,
+}
+
+fn open(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)
+}
+
+impl Lock {
+    /// Take it and write this process' number in it; `None` if another process holds it.
+    pub fn take(path: &Path) -> io::Result<Option<Self>> {
+        let mut file = open(path)?;
+        for _ in 0..ATTEMPTS_MAX {
+            match file.try_lock() {
+                Ok(()) => {
+                    file.set_len(0)?;
+                    file.rewind()?;
+                    writeln!(file, "{}", std::process::id())?;
+                    return Ok(Some(Self { _file: file }));
+                }
+                Err(TryLockError::Error(error)) => return Err(error),
+                Err(TryLockError::WouldBlock) if is_held(&file)? => return Ok(None),
+                Err(TryLockError::WouldBlock) => std::thread::yield_now(),
+            }
+        }
+        Ok(None)
+    }
+
+    /// Take it, after whoever holds it; `waiting` is called if that is somebody.
+    pub fn wait(path: &Path, waiting: impl FnOnce()) -> io::Result<Self> {
+        let file = open(path)?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::Error(error)) => return Err(error),
+            Err(TryLockError::WouldBlock) => {
+                waiting();
+                file.lock()?;
+            }
+        }
+        Ok(Self { _file: file })
+    }
+}
+
+/// Whether somebody holds it who does not just look.
+fn is_held(file: &File) -> io::Result<bool> {
+    match file.try_lock_shared() {
+        Ok(()) => file.unlock().map(|()| false),
+        Err(TryLockError::WouldBlock) => Ok(true),
+        Err(TryLockError::Error(error)) => Err(error),
+    }
+}
+
+/// Who holds the lock.
+pub fn life(path: &Path) -> io::Result<Life> {
+    let mut file = match OpenOptions::new().read(true).open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Life::Dead),
+        file => file?,
+    };
+    for _ in 0..ATTEMPTS_MAX {
+        if !is_held(&file)? {
+            return Ok(Life::Dead);
+        }
+        let mut text = String::new();
+        file.rewind()?;
+        file.read_to_string(&mut text)?;
+        // It takes the lock first and writes its number then.
+        let number = text.strip_suffix('\n').and_then(|text| text.parse::<u32>().ok());
+        let pid = number.and_then(|pid| i32::try_from(pid).ok()).and_then(Pid::from_raw);
+        if let (Some(number), Some(pid)) = (number, pid)
+            && let Ok(pidfd) = pidfd_open(pid, PidfdFlags::empty())
+            // Still held: so the number was its holder's when the descriptor was opened.
+            && is_held(&file)?
+        {
+            return Ok(Life::Alive(Process { pid: number, pidfd }));
+        }
+        std::thread::yield_now();
+    }
+    Err(io::Error::other("it is held by a process that does not say which"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_is_held_once_and_tells_by_whom() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("part.lock");
+        assert!(matches!(life(&path).unwrap(), Life::Dead));
+        let lock = Lock::take(&path).unwrap().unwrap();
+        assert!(Lock::take(&path).unwrap().is_none());
+        let Life::Alive(process) = life(&path).unwrap() else { panic!("we hold it") };
+        assert_eq!(process.pid, std::process::id());
+        drop(lock);
+        assert!(matches!(life(&path).unwrap(), Life::Dead), "the number in the file means nothing");
+        std::fs::write(&path, "no number").unwrap();
+        assert!(Lock::take(&path).unwrap().is_some());
+    }
+
+    #[test]
+    fn those_who_look_do_not_keep_a_part_from_its_lock() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("part.lock");
+        let done = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                        life(&path).unwrap();
+                    }
+                });
+            }
+            for _ in 0..200 {
+                assert!(Lock::take(&path).unwrap().is_some());
+            }
+            done.store(true, std::sync::atomic::Ordering::Relaxed);
+        });
+    }
+}

@@ -1,0 +1,19 @@
+//! A cluster on this machine: every part is a process of this same binary, alive as long as it holds its lock.
+//!
+//! There is no supervisor: `up` looks which parts are missing and starts those.
+
+mod down;
+mod launch;
+mod lock;
+mod memory;
+mod part;
+mod parts;
+mod shape;
+mod signals;
+mod status;
+mod up;
+
+pub use down::down;
+pub use parts::be;
+pub use status::status;
+pub use up::up;

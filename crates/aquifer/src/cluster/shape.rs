@@ -1,0 +1,180 @@
+//! What a cluster consists of, remembered so that `up` can bring back what died.
+
+use std::io;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::cli::{GRACE_MS, UpArguments};
+use crate::size::Size;
+use crate::state::StateDir;
+
+const VERSION: u32 = 1;
+/// Nothing sensible is longer.
+const FILE_BYTES_MAX: u64 = 64 << 10;
+
+/// Why the shape is of no use.
+#[derive(Debug, thiserror::Error)]
+pub enum ShapeError {
+    /// Unreadable.
+    #[error("{path} cannot be used: {why}; aquifer down removes it", path = path.display())]
+    Unusable {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        why: String,
+    },
+    /// Not written.
+    #[error("{path} cannot be written: {source}", path = path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Another one is up.
+    #[error("a cluster of another shape is up here, {is}: aquifer down first, or use another --state")]
+    Differs {
+        /// What is up.
+        is: String,
+    },
+}
+
+/// What a cluster consists of.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Shape {
+    version: u32,
+    /// Memory nodes.
+    pub nodes: u16,
+    /// What each lends.
+    pub memory_bytes: u64,
+    /// The mempool's bound, if it was given.
+    pub mempool_bytes: Option<u64>,
+    /// How long programs wait for an agent.
+    pub grace_ms: u64,
+}
+
+impl Shape {
+    /// What was asked for, and the usual where nothing was.
+    pub fn asked(arguments: &UpArguments) -> Self {
+        Self {
+            version: VERSION,
+            nodes: arguments.nodes.unwrap_or(3),
+            memory_bytes: arguments.memory.unwrap_or(1 << 30),
+            mempool_bytes: arguments.mempool,
+            grace_ms: arguments.grace.unwrap_or(GRACE_MS),
+        }
+    }
+
+    /// The cluster that is here, if one is.
+    pub fn load(state: &StateDir) -> Result<Option<Self>, ShapeError> {
+        let path = state.shape();
+        let unusable = |why: String| ShapeError::Unusable { path: path.clone(), why };
+        let length = match std::fs::metadata(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            metadata => metadata.map_err(|error| unusable(error.to_string()))?.len(),
+        };
+        if length > FILE_BYTES_MAX {
+            return Err(unusable(format!("it has {length} bytes")));
+        }
+        let text = std::fs::read(&path).map_err(|error| unusable(error.to_string()))?;
+        let shape: Self = serde_json::from_slice(&text).map_err(|error| unusable(error.to_string()))?;
+        if shape.version != VERSION {
+            return Err(unusable(format!(
+                "it has version {}, and this program knows {VERSION} only",
+                shape.version
+            )));
+        }
+        if !(1..=64).contains(&shape.nodes) || shape.memory_bytes == 0 {
+            return Err(unusable("its numbers make no sense".to_owned()));
+        }
+        Ok(Some(shape))
+    }
+
+    /// Remember it.
+    pub fn save(&self, state: &StateDir) -> Result<(), ShapeError> {
+        let path = state.shape();
+        let text = serde_json::to_string_pretty(self).expect("plain structs are JSON");
+        // Renamed into place, so that it is never half there.
+        let new = path.with_extension("new");
+        let written = std::fs::write(&new, text).and_then(|()| std::fs::rename(&new, &path));
+        written.map_err(|source| ShapeError::Write { path, source })
+    }
+
+    /// Whether what was asked for, as far as it was, is what this is.
+    pub fn check(&self, arguments: &UpArguments) -> Result<(), ShapeError> {
+        let agrees = arguments.nodes.is_none_or(|nodes| nodes == self.nodes)
+            && arguments.memory.is_none_or(|memory| memory == self.memory_bytes)
+            && arguments.mempool.is_none_or(|mempool| Some(mempool) == self.mempool_bytes)
+            && arguments.grace.is_none_or(|grace| grace == self.grace_ms);
+        if agrees { Ok(()) } else { Err(ShapeError::Differs { is: self.to_string() }) }
+    }
+}
+
+impl std::fmt::Display for Shape {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let plural = if self.nodes == 1 { "" } else { "s" };
+        write!(f, "{} node{plural} of {}", self.nodes, Size(self.memory_bytes))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn asked(nodes: Option<u16>, memory: Option<u64>) -> UpArguments {
+        UpArguments { nodes, memory, mempool: None, grace: None }
+    }
+
+    fn state() -> (tempfile::TempDir, StateDir) {
+        let folder = tempfile::tempdir().unwrap();
+        let state = StateDir::locate(Some(folder.path())).unwrap();
+        (folder, state)
+    }
+
+    #[test]
+    fn a_shape_is_remembered() {
+        let (_folder, state) = state();
+        assert_eq!(Shape::load(&state).unwrap(), None);
+        let shape = Shape::asked(&asked(Some(2), None));
+        shape.save(&state).unwrap();
+        assert_eq!(Shape::load(&state).unwrap(), Some(shape));
+    }
+
+    #[test]
+    fn only_what_is_said_must_agree() {
+        let shape = Shape::asked(&asked(Some(2), Some(1 << 30)));
+        for fine in [asked(None, None), asked(Some(2), None), asked(None, Some(1 << 30))] {
+            shape.check(&fine).unwrap();
+        }
+        for other in [asked(Some(3), None), asked(None, Some(2 << 30))] {
+            let error = shape.check(&other).unwrap_err().to_string();
+            assert!(error.contains("2 nodes of 1 GiB"), "{error}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_a_shape_is_refused() {
+        let (_folder, state) = state();
+        let good = serde_json::to_string(&Shape::asked(&asked(None, None))).unwrap();
+        let bad = [
+            String::new(),
+            "{".to_owned(),
+            "\u{0}".repeat(100),
+            " ".repeat(70_000),
+            good.replace("\"version\":1", "\"version\":2"),
+            good.replace("\"nodes\":3", "\"nodes\":0"),
+            good.replace("\"nodes\":3", "\"nodes\":65"),
+            good.replace("\"nodes\":3", "\"nodes\":-1"),
+            good.replace("\"nodes\":3", "\"nodes\":3,\"more\":1"),
+        ];
+        for text in bad {
+            std::fs::write(state.shape(), &text).unwrap();
+            let error = Shape::load(&state).unwrap_err();
+            assert!(matches!(error, ShapeError::Unusable { .. }), "{text}: {error}");
+        }
+        std::fs::write(state.shape(), good).unwrap();
+        assert!(Shape::load(&state).unwrap().is_some());
+    }
+}

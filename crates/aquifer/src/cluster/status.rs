@@ -1,0 +1,180 @@
+//! `aquifer status`: what is up, how much memory is free, what runs.
+
+use std::fmt::Write;
+use std::process::ExitCode;
+
+use aquifer_agent::report::AgentStatus;
+use aquifer_directory::names::{self, AgentRecord, NodeRecord};
+use serde::Serialize;
+
+use super::launch::{LaunchError, life_of};
+use super::part::Part;
+use super::parts::connect;
+use super::shape::Shape;
+use crate::Outcome;
+use crate::cli::StatusArguments;
+use crate::size::Size;
+use crate::state::StateDir;
+
+/// All there is to say.
+#[derive(Debug, Serialize)]
+struct Status {
+    state: String,
+    /// Whether every part is alive.
+    up: bool,
+    parts: Vec<PartStatus>,
+    nodes: Vec<NodeStatus>,
+    agents: Vec<AgentRecord>,
+    /// What this machine's agent says of itself and of the programs that it serves.
+    agent: Option<AgentStatus>,
+    /// What could not be found out, and why.
+    problems: Vec<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct PartStatus {
+    name: String,
+    alive: bool,
+    pid: Option<u32>,
+}
+
+#[derive(Debug, Serialize)]
+struct NodeStatus {
+    id: u16,
+    address: String,
+    memory_bytes: u64,
+    /// As the agent sees it.
+    free_bytes: Option<u64>,
+}
+
+/// Show it.
+pub fn status(state: &StateDir, arguments: &StatusArguments) -> Outcome {
+    let status = find_out(state)?;
+    if arguments.json {
+        println!("{}", serde_json::to_string_pretty(&status)?);
+    } else {
+        print!("{}", in_words(&status));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn find_out(state: &StateDir) -> Result<Status, Box<dyn std::error::Error>> {
+    let shape = Shape::load(state)?;
+    let mut parts = Vec::new();
+    for part in shape.iter().flat_map(|shape| Part::all(shape.nodes)) {
+        parts.push(part_status(state, part)?);
+    }
+    let mut problems = Vec::new();
+    let is_alive = |name: &str| parts.iter().any(|part: &PartStatus| part.name == name && part.alive);
+    let (nodes, agents) = if is_alive("directory") {
+        in_directory(state).unwrap_or_else(|error| {
+            problems.push(error);
+            (Vec::new(), Vec::new())
+        })
+    } else {
+        (Vec::new(), Vec::new())
+    };
+    let agent = if is_alive("agent") {
+        agent_status(state).unwrap_or_else(|error| {
+            problems.push(format!("the agent does not tell how it is: {error}"));
+            None
+        })
+    } else {
+        None
+    };
+    let free_bytes = |id| {
+        agent.iter().flat_map(|agent| &agent.nodes).find(|node| node.id == id).map(|node| node.free_bytes)
+    };
+    let node_status = |node: NodeRecord| NodeStatus {
+        id: node.id,
+        address: node.address,
+        memory_bytes: node.memory_bytes,
+        free_bytes: free_bytes(node.id),
+    };
+    let mut nodes: Vec<_> = nodes.into_iter().map(node_status).collect();
+    nodes.sort_by_key(|node| node.id);
+    Ok(Status {
+        state: state.path().display().to_string(),
+        up: !parts.is_empty() && parts.iter().all(|part| part.alive),
+        parts,
+        nodes,
+        agents,
+        agent,
+        problems,
+    })
+}
+
+fn part_status(state: &StateDir, part: Part) -> Result<PartStatus, LaunchError> {
+    let process = life_of(state, part)?;
+    Ok(PartStatus {
+        name: part.to_string(),
+        alive: process.is_some(),
+        pid: process.map(|process| process.pid),
+    })
+}
+
+fn in_directory(state: &StateDir) -> Result<(Vec<NodeRecord>, Vec<AgentRecord>), String> {
+    let directory = connect(state).map_err(|error| error.to_string())?;
+    let nodes = names::nodes(&*directory).map_err(|error| error.to_string())?;
+    let agents = names::agents(&*directory).map_err(|error| error.to_string())?;
+    Ok((nodes, agents))
+}
+
+fn agent_status(state: &StateDir) -> std::io::Result<Option<AgentStatus>> {
+    aquifer_agent::client::status(&state.agent_socket())
+}
+
+fn in_words(status: &Status) -> String {
+    let mut text = String::new();
+    // Writing to a String does not fail.
+    let _written = write_words(&mut text, status);
+    text
+}
+
+fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
+    if status.parts.iter().all(|part| !part.alive) {
+        writeln!(text, "No cluster is up in {}. Start one with: aquifer up", status.state)?;
+        return Ok(());
+    }
+    let missing = status.parts.iter().filter(|part| !part.alive).count();
+    match missing {
+        0 => writeln!(text, "The cluster is up, in {}", status.state)?,
+        _ => writeln!(
+            text,
+            "Parts of the cluster in {} are dead: {missing}. aquifer up brings them back",
+            status.state
+        )?,
+    }
+    for part in &status.parts {
+        match part.pid {
+            Some(pid) => write!(text, "  {:<10} alive  process {pid:<8}", part.name)?,
+            None => write!(text, "  {:<10} dead", part.name)?,
+        }
+        let node =
+            status.nodes.iter().find(|node| part.alive && part.name == Part::Node(node.id).to_string());
+        if let Some(node) = node {
+            write!(text, " lends {}", Size(node.memory_bytes))?;
+            if let Some(free) = node.free_bytes {
+                write!(text, ", {} free", Size(free))?;
+            }
+        }
+        if let (true, Some(agent)) = (part.name == Part::Agent.to_string(), &status.agent) {
+            write!(text, " mempool {} of {}", Size(agent.mempool_used_bytes), Size(agent.mempool_bytes))?;
+        }
+        writeln!(text)?;
+    }
+    for run in status.agent.iter().flat_map(|agent| &agent.runs) {
+        writeln!(
+            text,
+            "  run {}: {} of {} resident, {} in the mempool, {} on memory nodes, {} faults, processes: {}",
+            run.name,
+            Size(run.resident_bytes),
+            Size(run.limit_bytes),
+            Size(run.mempool_bytes),
+            Size(run.remote_bytes),
+            run.faults,
+            run.processes,
+        )?;
+    }
+    status.problems.iter().try_for_each(|problem| writeln!(text, "  {problem}"))
+}

@@ -1,0 +1,98 @@
+//! `aquifer up`: start what is missing.
+
+use std::process::ExitCode;
+
+use super::down::{CHANGING, stop_parts};
+use super::launch::{LaunchError, life_of, start};
+use super::lock::Lock;
+use super::memory::available_bytes;
+use super::part::{Part, names};
+use super::shape::Shape;
+use crate::Outcome;
+use crate::cli::UpArguments;
+use crate::size::Size;
+use crate::state::StateDir;
+
+/// Start the cluster, or what of it is missing, and return when it serves.
+pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
+    state.create()?;
+    let _lock = Lock::wait(&state.lock(CHANGING), || {
+        eprintln!("aquifer: another aquifer up or down is at work here; waiting for it");
+    })?;
+    let shape = shape(state, arguments)?;
+    let missing = missing(state, &shape)?;
+    if missing.is_empty() {
+        println!("The cluster is up already: {shape}, in {}", state.path().display());
+        return Ok(ExitCode::SUCCESS);
+    }
+    check_memory(&shape, &missing)?;
+    shape.save(state)?;
+    if let Err(error) = start_all(state, &shape, &missing) {
+        // What was there before stays; a cluster that never was leaves nothing behind.
+        stop_parts(state, &missing)?;
+        if missing.len() == Part::all(shape.nodes).len() {
+            let _left = std::fs::remove_file(state.shape());
+        }
+        return Err(error.into());
+    }
+    println!("Started {}", names(&missing));
+    println!("The cluster is up: {shape}, in {}", state.path().display());
+    println!("Try: aquifer run --local 64M -- PROGRAM ARGUMENTS");
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The shape that is up or was, else the one asked for.
+fn shape(state: &StateDir, arguments: &UpArguments) -> Result<Shape, Box<dyn std::error::Error>> {
+    let Some(known) = Shape::load(state)? else { return Ok(Shape::asked(arguments)) };
+    match known.check(arguments) {
+        Ok(()) => Ok(known),
+        // Nothing of it lives: what is asked for now counts.
+        Err(_) if missing(state, &known)?.len() == Part::all(known.nodes).len() => {
+            Ok(Shape::asked(arguments))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn missing(state: &StateDir, shape: &Shape) -> Result<Vec<Part>, LaunchError> {
+    let mut missing = Vec::new();
+    for part in Part::all(shape.nodes) {
+        if life_of(state, part)?.is_none() {
+            missing.push(part);
+        }
+    }
+    Ok(missing)
+}
+
+/// Said before anything is started: memory that is lent is promised, and a promise that cannot be kept kills programs later.
+fn check_memory(shape: &Shape, missing: &[Part]) -> Outcome {
+    let nodes = missing.iter().filter(|part| matches!(part, Part::Node(_))).count();
+    let needed = shape.memory_bytes.saturating_mul(u64::try_from(nodes)?);
+    let available = available_bytes()?;
+    if needed > available {
+        let (each, needed, available) = (Size(shape.memory_bytes), Size(needed), Size(available));
+        return Err(format!(
+            "{nodes} nodes of {each} are {needed}, and only {available} of memory are available: \
+             ask for less with --memory or --nodes"
+        )
+        .into());
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Directory and keeper first, then all nodes at once, then the agent.
+fn start_all(state: &StateDir, shape: &Shape, missing: &[Part]) -> Result<(), LaunchError> {
+    let is_node = |part: &&Part| matches!(part, Part::Node(_));
+    for part in missing.iter().filter(|part| matches!(part, Part::Directory | Part::Keeper)) {
+        start(state, shape, *part)?.wait()?;
+    }
+    let starting: Result<Vec<_>, _> =
+        missing.iter().filter(is_node).map(|part| start(state, shape, *part)).collect();
+    for node in starting? {
+        node.wait()?;
+    }
+    for part in missing.iter().filter(|part| matches!(part, Part::Agent)) {
+        start(state, shape, *part)?.wait()?;
+    }
+    Ok(())
+}
