@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
+use crate::bench::BenchArgs;
+use crate::demo::DemoArgs;
 use crate::size;
 
 const HELP: &str = "\
@@ -18,6 +20,10 @@ A cluster on this machine:
 
 Programs:
   run        Run an unmodified program with a bound on its resident memory; the rest is in the cluster
+
+Measure and show:
+  demo       A real program on a quarter of the memory that it needs, beside the same on kernel swap
+  bench      Measure; `aquifer bench list` names what
 
 Parts of a cluster, in the foreground (aquifer up starts them for you):
   directory  Serve the cluster's metadata
@@ -58,6 +64,10 @@ pub enum Command {
     Status(StatusArguments),
     /// Run an unmodified program with a bound on its resident memory; the rest is in the cluster
     Run(RunArguments),
+    /// A real program on a quarter of the memory that it needs, beside the same on kernel swap
+    Demo(DemoArgs),
+    /// Measure something, beside its peers; `list` names what
+    Bench(BenchArgs),
     /// A part of a cluster.
     #[command(flatten)]
     Part(PartCommand),

@@ -3,8 +3,11 @@
 //! `cluster` starts, stops and shows a cluster on this machine and is its parts in the foreground; `run` starts an unmodified
 //! program on the pool. A command fails with one sentence on stderr.
 
+mod bench;
 mod cli;
 mod cluster;
+mod demo;
+mod peers;
 mod run;
 mod size;
 mod state;
@@ -28,6 +31,8 @@ fn main() -> ExitCode {
         Command::Down => state(&cli.state).and_then(|state| cluster::down(&state)),
         Command::Status(arguments) => state(&cli.state).and_then(|state| cluster::status(&state, &arguments)),
         Command::Run(arguments) => Ok(run(&cli.state, arguments)),
+        Command::Demo(arguments) => demo::run(&arguments).map_err(Into::into),
+        Command::Bench(arguments) => bench::run(&arguments).map_err(Into::into),
         Command::Part(part) => state(&cli.state).and_then(|state| cluster::be(&state, part)),
     };
     outcome.unwrap_or_else(|error| {

@@ -16,7 +16,6 @@ pub mod mempool;
 pub mod mutation;
 pub mod page;
 pub mod ports;
-mod resident;
 pub mod sender;
 pub mod slabs;
 pub mod table;

@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! bits 0..4   kind        bit 4   queued (it has an entry in the resident queue)
-//! bit 5       discarded   bits 8..32  when it left: the number of its batch, modulo 2^24
+//! bit 5       discarded   bits 6..8  how hot it is   bits 8..12  rounds it may still stay
 //!                         bits 32..64 payload: mempool slot or remote location
 //! ```
 
@@ -51,8 +51,12 @@ pub struct PageWord(pub u64);
 const KIND_MASK: u64 = 0xf;
 const QUEUED: u64 = 1 << 4;
 const DISCARDED: u64 = 1 << 5;
-const EPOCH_SHIFT: u32 = 8;
-const EPOCH_MASK: u64 = 0xff_ffff;
+const HEAT_SHIFT: u32 = 6;
+const HEAT_MASK: u64 = 3 << HEAT_SHIFT;
+const ROUNDS_SHIFT: u32 = 8;
+const ROUNDS_MASK: u64 = 0xf << ROUNDS_SHIFT;
+/// The hottest pages stay for 2^HEAT_MAX - 1 rounds more than others.
+const HEAT_MAX: u64 = 3;
 const PAYLOAD_SHIFT: u32 = 32;
 
 impl PageWord {
@@ -92,27 +96,30 @@ impl PageWord {
         }
     }
 
-    /// The same flags with another state; `discarded` does not outlive the hand-over that it belongs to, and a page that is nowhere or
-    /// with the program has not left.
+    /// The same flags with another state; `discarded` does not outlive the hand-over that it belongs to, and only a page that is on its
+    /// way, or in the mempool, remembers how hot it was.
     #[must_use]
     pub fn with_state(self, state: PageState) -> Self {
         let kept = match state {
-            PageState::Zero | PageState::Held | PageState::Doubtful | PageState::Lost => QUEUED,
-            _ => QUEUED | EPOCH_MASK << EPOCH_SHIFT,
+            PageState::Leaving | PageState::Staged(_) | PageState::Reclaimable(_) => QUEUED | HEAT_MASK,
+            _ => QUEUED,
         };
         Self(Self::new(state).0 | self.0 & kept)
     }
 
-    /// Note which batch the page leaves with.
+    /// The page is held by the program (again). If it `came_back` before it had even left the mempool it is hot, hotter than
+    /// the last time, and may stay for more rounds of the resident queue.
     #[must_use]
-    pub fn with_epoch(self, batch: u64) -> Self {
-        Self(self.0 & !(EPOCH_MASK << EPOCH_SHIFT) | (batch & EPOCH_MASK) << EPOCH_SHIFT)
+    pub fn held(self, came_back: bool) -> Self {
+        let heat = if came_back { (((self.0 & HEAT_MASK) >> HEAT_SHIFT) + 1).min(HEAT_MAX) } else { 0 };
+        let rounds = (1 << heat) - 1;
+        Self(Self::new(PageState::Held).0 | QUEUED | heat << HEAT_SHIFT | rounds << ROUNDS_SHIFT)
     }
 
-    /// How many batches have left since this page did.
+    /// One round less to stay; `None` if it must leave.
     #[must_use]
-    pub fn batches_since(self, batch: u64) -> u64 {
-        batch.wrapping_sub(self.0 >> EPOCH_SHIFT) & EPOCH_MASK
+    pub fn stayed(self) -> Option<Self> {
+        (self.0 & ROUNDS_MASK != 0).then_some(Self(self.0.wrapping_sub(1 << ROUNDS_SHIFT)))
     }
 
     /// Whether the resident queue has an entry for it.
@@ -161,7 +168,29 @@ mod tests {
             assert_eq!(word.with_queued(true).with_discarded().state(), state);
             assert!(!word.with_discarded().with_state(PageState::Held).is_discarded());
             assert!(word.with_queued(true).with_state(PageState::Held).is_queued());
+            assert_eq!(word.held(true).with_state(state).with_queued(false).state(), state);
         }
+    }
+
+    #[test]
+    fn pages_that_keep_coming_back_stay_longer() {
+        let mut word = PageWord::default().held(false);
+        for rounds in [0, 1, 3, 7, 7] {
+            let mut stays = 0;
+            while let Some(next) = word.stayed() {
+                word = next;
+                stays += 1;
+            }
+            assert_eq!(stays, rounds);
+            word = word.with_state(PageState::Leaving).with_state(PageState::Staged(Slot(1))).held(true);
+        }
+        let cold = word.with_state(PageState::Remote(Location(1))).held(false);
+        assert_eq!(cold.stayed(), None, "one that had been gone begins anew");
+        assert_eq!(
+            word.with_state(PageState::Zero).with_queued(false),
+            PageWord::default(),
+            "a zero page costs nothing"
+        );
     }
 
     #[test]

@@ -10,9 +10,11 @@ use crate::budget::Budget;
 use crate::mempool::{BLOCK_PAGES, BlockId, Mempool};
 use crate::mutation::Mutation;
 use crate::page::{Location, PageNumber, PageState, PageWord};
-use crate::resident::ResidentQueue;
 use crate::slabs::SlabSet;
 use crate::table::{PageTable, TableError};
+
+/// A page that may stay for a while is passed over so often, at most (see [`PageWord::held`]).
+const LOOKS_PER_PAGE: usize = 8;
 
 /// Pages taken from the program together.
 pub type Batch = Vec<PageNumber>;
@@ -54,13 +56,11 @@ pub struct Volume {
     slabs: Arc<SlabSet>,
     mempool: Arc<Mempool>,
     budget: Arc<Budget>,
-    /// Pages resident in the program: who goes first.
-    resident: ResidentQueue,
+    /// Pages resident in the program, first in first out; hot ones go round again. An entry counts only while its page is held.
+    resident: VecDeque<PageNumber>,
     /// Pages that were resident when this volume was cloned: still shared with the parent, so taken last.
     inherited: VecDeque<PageNumber>,
     held: u64,
-    /// Batches chosen so far: the clock by which it is told how long a page was away.
-    batches: u64,
     /// By block number; `None` where the block is not this volume's.
     blocks: Vec<Option<Block>>,
     reclaimable: VecDeque<BlockId>,
@@ -84,10 +84,9 @@ impl Volume {
             slabs,
             mempool,
             budget,
-            resident: ResidentQueue::default(),
+            resident: VecDeque::with_capacity(4096),
             inherited: VecDeque::new(),
             held: 0,
-            batches: 0,
             blocks,
             reclaimable: VecDeque::new(),
             blocks_in_flight: 0,
@@ -141,13 +140,13 @@ impl Volume {
     /// `is_wanted` if the program waited for it, not if it was filled ahead.
     pub fn hold(&mut self, page: PageNumber, is_wanted: bool) {
         let word = self.table.get(page);
-        let has_left = match word.state() {
+        let came_back = match word.state() {
             PageState::Held => return,
             PageState::Leaving => panic!("page {page:#x} was filled while it was leaving"),
-            PageState::Remote(_) if self.mutation == Mutation::ForgetRelease => true,
+            PageState::Remote(_) if self.mutation == Mutation::ForgetRelease => false,
             PageState::Remote(location) => {
                 self.slabs.release(location);
-                true
+                false
             }
             PageState::Reclaimable(slot) => {
                 self.drop_slot_location(slot.block());
@@ -158,10 +157,9 @@ impl Volume {
         };
         self.count_held(1);
         if !word.is_queued() {
-            let away_pages = word.batches_since(self.batches) * BLOCK_PAGES as u64;
-            self.resident.push(page, has_left && is_wanted && away_pages < self.held);
+            self.resident.push_back(page);
         }
-        self.table.set(page, word.with_state(PageState::Held).with_queued(true));
+        self.table.set(page, word.held(came_back && is_wanted));
     }
 
     /// Choose up to `max` of the longest-held pages and mark them leaving; `pinned` ones stay. They are sorted by number,
@@ -174,11 +172,10 @@ impl Volume {
         out: &mut Batch,
     ) {
         let max = max.min(BLOCK_PAGES);
-        self.batches += 1;
-        let mut looks = self.resident.len();
+        let mut looks = self.resident.len() * LOOKS_PER_PAGE;
         while out.len() < max && looks > 0 {
             looks -= 1;
-            let Some(page) = self.resident.pop(self.held) else {
+            let Some(page) = self.resident.pop_front() else {
                 break;
             };
             let word = self.table.get(page);
@@ -186,9 +183,12 @@ impl Volume {
             if word.state() != PageState::Held || !word.is_queued() {
                 self.table.set(page, word.with_queued(false));
             } else if pinned(page) {
-                self.resident.push(page, true);
+                self.resident.push_back(page);
+            } else if let Some(stayed) = word.stayed() {
+                self.table.set(page, stayed);
+                self.resident.push_back(page);
             } else {
-                self.table.set(page, PageWord::new(PageState::Leaving).with_epoch(self.batches));
+                self.table.set(page, word.with_queued(false).with_state(PageState::Leaving));
                 out.push(page);
             }
         }
@@ -199,7 +199,7 @@ impl Volume {
             let word = self.table.get(page);
             if word.state() == PageState::Held && !word.is_queued() && !pinned(page) {
                 self.count_held(1);
-                self.table.set(page, PageWord::new(PageState::Leaving).with_epoch(self.batches));
+                self.table.set(page, PageWord::new(PageState::Leaving));
                 out.push(page);
             }
         }
@@ -210,7 +210,7 @@ impl Volume {
     pub fn refused(&mut self, page: PageNumber) {
         let word = self.table.get(page);
         assert_eq!(word.state(), PageState::Leaving, "only a leaving page can be refused");
-        self.resident.push(page, true);
+        self.resident.push_back(page);
         self.table.set(page, PageWord::new(PageState::Held).with_queued(true));
     }
 
@@ -406,7 +406,7 @@ impl Volume {
                     let (id, index) = slot.block();
                     self.blocks[id.0 as usize].as_mut().expect("its block is in use").pages[index] = page;
                 }
-                PageState::Held if word.is_queued() => self.resident.push(page, false),
+                PageState::Held if word.is_queued() => self.resident.push_back(page),
                 PageState::Held => self.inherited.push_back(page),
                 _ => {}
             }
@@ -438,8 +438,7 @@ impl Volume {
             }
             word
         });
-        child.batches = self.batches;
-        child.inherited = self.resident.iter().chain(self.inherited.iter().copied()).collect();
+        child.inherited = self.resident.iter().chain(&self.inherited).copied().collect();
         Ok(child)
     }
 

@@ -1,8 +1,124 @@
-//! demo
-use crate::bench::BenchError;
+//! `aquifer demo`: a real program three ways, plainly, on the pool with a quarter of the memory that it takes, and
+//! under the same limit on kernel swap; outputs compared byte for byte.
+
+mod picture;
+mod program;
+mod ways;
+
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-/// x
-#[derive(clap::Args, Clone, Debug)]
-pub struct DemoArgs {}
-/// x
-pub fn run(_: &DemoArgs) -> Result<ExitCode, BenchError> { Ok(ExitCode::SUCCESS) }
+
+use clap::Args;
+
+use crate::bench::BenchError;
+use crate::bench::support::bytes::{MIB, show_bytes};
+use crate::bench::support::cluster::Cluster;
+use crate::bench::support::interrupt;
+use crate::peers::cleanup_stale;
+use program::Program;
+use ways::{Stage, Way};
+
+/// The part of the plain run's peak that the others get.
+const LOCAL_SHARE: u64 = 4;
+/// What each memory node lends at least.
+const NODE_BYTES_MIN: u64 = 1 << 30;
+
+/// The arguments of `aquifer demo`.
+#[derive(Args, Clone, Debug)]
+pub struct DemoArgs {
+    /// Where to draw the picture
+    #[arg(long, value_name = "FILE", default_value = "aquifer-demo.svg")]
+    pub picture: PathBuf,
+}
+
+/// Plays the demo. Whatever it starts is stopped when it returns, for whatever reason.
+///
+/// # Errors
+/// If something is missing, a run fails, outputs differ, or a signal asks to stop.
+pub fn run(args: &DemoArgs) -> Result<ExitCode, BenchError> {
+    interrupt::install();
+    if let Err(error) = cleanup_stale() {
+        eprintln!("aquifer: left from an earlier demo: {error}");
+    }
+    let folder = tempfile::tempdir().map_err(BenchError::io("make a folder in", &std::env::temp_dir()))?;
+    let program = Program::find(folder.path())?;
+    println!("{}\n", program.about());
+    let mut stage = Stage::new(program, folder.path().to_owned());
+    let plain = stage.run(Way::Plain)?;
+    println!("{}", plain.line());
+    let limit_bytes = (plain.resident_peak_bytes / LOCAL_SHARE / MIB).max(8) * MIB;
+    println!("{:<12} {} of memory, a quarter of that peak, from here on", "", show_bytes(limit_bytes));
+    let mut played = vec![plain];
+
+    let cluster = Cluster::up(played[0].resident_peak_bytes.max(NODE_BYTES_MIN))?;
+    played.push(stage.run(Way::Pool { cluster: &cluster, limit_bytes })?);
+    drop(cluster);
+    println!("{}", played[1].line());
+    compare(folder.path(), Way::POOL, &played)?;
+
+    let swap_bytes = 2 * played[0].resident_peak_bytes;
+    let skipped = match stage.run(Way::Swap { limit_bytes, swap_bytes }) {
+        Ok(swap) => {
+            println!("{}", swap.line());
+            played.push(swap);
+            compare(folder.path(), Way::SWAP, &played)?;
+            None
+        }
+        Err(BenchError::Peer(error)) => Some(format!("{:<12} left out: {error}", Way::SWAP)),
+        Err(error) => return Err(error),
+    };
+    println!("\noutputs are equal, byte for byte: {}\n", show_bytes(played[0].output_bytes));
+    print!("{}", picture::table(&played));
+    if let Some(skipped) = &skipped {
+        println!("{skipped}");
+    }
+    print!("\n{}", picture::text(&played, limit_bytes));
+    picture::draw(&args.picture, &played, limit_bytes, stage.title())?;
+    println!("\npicture: {}", args.picture.display());
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Compares the last output with the plain one; if they differ both are kept beside the temporary folder.
+fn compare(folder: &Path, way: &str, played: &[ways::Played]) -> Result<(), BenchError> {
+    let path = |name: &str| folder.join(name);
+    let read = |path: &Path| std::fs::read(path).map_err(BenchError::io("read", path));
+    let (plain, other) = (path(Way::PLAIN), path(way));
+    if read(&plain)? == read(&other)? && played[0].output_bytes > 0 {
+        return Ok(());
+    }
+    let keep = |from: &Path, name: &str| {
+        let to = std::env::temp_dir().join(format!("aquifer-demo-{}-{name}.txt", std::process::id()));
+        std::fs::copy(from, &to).map_err(BenchError::io("keep", &to))?;
+        Ok::<_, BenchError>(to)
+    };
+    Err(BenchError::OutputDiffers {
+        way: way.into(),
+        plain: keep(&plain, "plain")?,
+        other: keep(&other, &way.replace(' ', "-"))?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_single_differing_byte_is_found_and_both_outputs_are_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let played = [ways::Played { output_bytes: 3, ..ways::Played::default() }];
+        let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+        write(Way::PLAIN, "abc");
+        write(Way::POOL, "abc");
+        assert!(compare(folder.path(), Way::POOL, &played).is_ok());
+        write(Way::POOL, "abd");
+        match compare(folder.path(), Way::POOL, &played) {
+            Err(BenchError::OutputDiffers { plain, other, .. }) => {
+                assert_eq!(std::fs::read_to_string(&plain).unwrap(), "abc");
+                assert_eq!(std::fs::read_to_string(&other).unwrap(), "abd");
+                std::fs::remove_file(plain).unwrap();
+                std::fs::remove_file(other).unwrap();
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}

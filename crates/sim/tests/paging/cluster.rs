@@ -10,6 +10,10 @@ use aquifer_pool::{Donation, Extent, NodeId, PoolClient, SizeClass, donate};
 /// Bytes of a node: one section. With more, where a client begins to look would depend on how many clients there were before.
 const NODE_BYTES: u64 = 2 << 20;
 
+/// The sender and the fetchers come as hosts of their own, so that one can be slow without the other.
+pub const SENDER: u16 = 1;
+pub const FETCHERS: u16 = 4;
+
 #[derive(Debug)]
 struct SimConnector {
     fabric: SimFabric,
@@ -41,6 +45,9 @@ impl Cluster {
         let slowest_ns = [2_000, 20_000, 200_000][rng.index(3)];
         let options = SimOptions { step_on_poll: true, delay_ns: 500..slowest_ns, ..SimOptions::default() };
         let fabric = SimFabric::new(seed, options);
+        if rng.chance(1, 4) {
+            fabric.slow(Host(SENDER), 100);
+        }
         let count = 2 + rng.index(2);
         let targets: Vec<_> = (0..count).map(|_| fabric.add_node()).collect();
         let donations = (0..)

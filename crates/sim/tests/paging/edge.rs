@@ -23,7 +23,8 @@ pub struct SimEdge {
 
 impl SimEdge {
     pub fn new(world: &Rc<RefCell<World>>, process: usize) -> Self {
-        let mut fetcher = Fetcher::new(world.borrow().cluster.connector(1)).expect("memory");
+        let mut fetcher =
+            Fetcher::new(world.borrow().cluster.connector(super::cluster::FETCHERS)).expect("memory");
         fetcher.mutate(world.borrow().mutation);
         Self { world: Rc::clone(world), process, fetcher }
     }

@@ -96,6 +96,8 @@ pub struct Process {
     pub done: VecDeque<Done>,
     pub mail: Vec<Vec<Area>>,
     pub nudged: bool,
+    /// The place that was moved away from last: the kernel likes to use it again.
+    pub vacated: (usize, usize),
 }
 
 impl Process {
@@ -117,6 +119,7 @@ impl Process {
             done: VecDeque::new(),
             mail: Vec::new(),
             nudged: false,
+            vacated: (0, 0),
         }
     }
 

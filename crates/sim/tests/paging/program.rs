@@ -177,8 +177,12 @@ fn remap(target: &mut Process, rng: &mut Rng, thread: usize) -> Option<()> {
     }
     let pages = end - start;
     let is_fixed = rng.chance(1, 3);
+    let vacated = target.vacated;
+    let is_free = target.pages[vacated.0..vacated.1].iter().all(|page| !page.mapped);
     let (to, stop) = if is_fixed {
         target.own_range(rng, thread, pages + 2)?
+    } else if is_free && vacated.1 - vacated.0 >= pages && rng.chance(2, 3) {
+        vacated
     } else {
         target.free_range(rng, pages + 2)?
     };
@@ -203,6 +207,7 @@ fn remap(target: &mut Process, rng: &mut Rng, thread: usize) -> Option<()> {
             fresh
         };
     }
+    target.vacated = (start, end);
     if registered {
         let event = Event::Remap { from: start, to, pages: pages as u64 };
         events.push(event);

@@ -7,7 +7,7 @@ use aquifer_fabric::sim::Rng;
 use aquifer_faults::{Areas, Done, Job};
 use aquifer_pager::{Budget, Mempool, Mutation, Sender, SlabSet, Staged, Volume, Written};
 
-use super::cluster::Cluster;
+use super::cluster::{Cluster, SENDER};
 use super::memory::{encode, index};
 use super::process::Process;
 
@@ -105,6 +105,8 @@ pub struct World {
     pub mix: u64,
     /// `madvise` may raise its event some time before the event is in the queue.
     pub late_events: bool,
+    /// What is posted stays under way for long.
+    is_fabric_lazy: bool,
     pub winding_down: bool,
     pub mutation: Mutation,
     pub failure: Option<String>,
@@ -125,8 +127,13 @@ impl World {
         let resident_max = [rng.below(12), 100 + rng.below(40), 130 + rng.below(60)][rng.index(3)];
         let page = aquifer_pager::PAGE_BYTES as u64;
         let budget = Arc::new(Budget::new((4 * aquifer_pager::BLOCK_PAGES as u64 + resident_max) * page));
-        let mut sender =
-            Sender::new(Arc::clone(&slabs), &mempool, cluster.connector(1), cluster.pool(1), rng.next_u64());
+        let mut sender = Sender::new(
+            Arc::clone(&slabs),
+            &mempool,
+            cluster.connector(SENDER),
+            cluster.pool(SENDER),
+            rng.next_u64(),
+        );
         sender.mutate(mutation);
         Self {
             processes: Vec::new(),
@@ -143,8 +150,9 @@ impl World {
             waits: 0,
             stamps: 0,
             operations: 20 + u32::try_from(rng.below(180)).expect("small"),
-            mix: [40, 60, 120][rng.index(3)],
+            mix: [30, 40, 60, 120][rng.index(4)],
             late_events: rng.chance(1, 3),
+            is_fabric_lazy: rng.chance(1, 3),
             winding_down: false,
             mutation,
             failure: None,
@@ -163,7 +171,9 @@ impl World {
                 0..10 => self.run_some_thread(),
                 10..12 => self.run_sender(),
                 12..15 => {
-                    self.cluster.fabric.step();
+                    if !self.is_fabric_lazy || self.rng.chance(1, 16) {
+                        self.cluster.fabric.step();
+                    }
                 }
                 _ => self.reclaim_lazy(),
             }

@@ -31,13 +31,15 @@ const FLOOR_ROUNDS: usize = 5;
 pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let volume = if args.quick { Volume::QUICK } else { Volume::FULL };
     let mut link = Link::start()?;
-    let mut report = Report::new("fabric", args.quick, "÷ bare");
+    let mut report = Report::new("fabric", args.quick);
     report.notes.push(format!(
         "the memory is another process's, {}; cold: a random order over all of it, hot: one place again and again",
         show_bytes(server::REGION_BYTES as u64)
     ));
     report.notes.push(
-        "bare: the same copy or atomic on own shared memory of the same size, in the same order, in alternation".into(),
+        "bare: the same copy or atomic on own shared memory of the same size, in the same order, in alternation; \
+         one at a time means that each waits for the data of the one before, as a polled verb does"
+            .into(),
     );
     let before_us = procs::cpu_us(link.server());
     let copies = copies(&mut link, volume)?;
@@ -54,6 +56,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let table = |title: &str, columns: &[Column], rows: Vec<Row>| Table {
         title: title.into(),
         columns: columns.to_vec(),
+        pictured: (columns.len() == 4).then_some("÷ bare"),
         rows,
     };
     report.tables = vec![

@@ -4,14 +4,14 @@ use std::process::Command;
 
 use super::ways::Bench;
 use crate::bench::BenchError;
-use crate::bench::support::bytes::MIB;
+use crate::bench::support::bytes::{MIB, float};
 use crate::bench::support::child::Watched;
 
 /// The programs' limit: many times what they use.
 const LIMIT_BYTES: u64 = 512 * MIB;
 
 /// Times of one program, round by round.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Calm {
     /// What the program does.
     pub name: &'static str,
@@ -19,6 +19,10 @@ pub struct Calm {
     pub plain_s: Vec<f64>,
     /// The same, on the pool.
     pub pool_s: Vec<f64>,
+    /// Processor time of the program, run plainly.
+    pub plain_cpu_us: Vec<f64>,
+    /// The same, on the pool, `aquifer run` included.
+    pub pool_cpu_us: Vec<f64>,
 }
 
 /// Runs two programs plainly and on the pool, in alternation.
@@ -35,7 +39,7 @@ pub fn measure(bench: &Bench) -> Result<Vec<Calm>, BenchError> {
     let stats = bench.folder.path().join("stats.json");
     let mut all = Vec::new();
     for (name, program, args) in programs {
-        let mut calm = Calm { name, plain_s: Vec::new(), pool_s: Vec::new() };
+        let mut calm = Calm { name, ..Calm::default() };
         for round in 0..bench.size.calm_rounds {
             // Which goes first changes, so that neither always finds the caches as the other left them.
             for pooled in [round % 2 == 0, round % 2 == 1] {
@@ -47,8 +51,13 @@ pub fn measure(bench: &Bench) -> Result<Vec<Calm>, BenchError> {
                 command.args(args);
                 let watched = if pooled { Watched::Started } else { Watched::All };
                 let (outcome, _) = bench.measured(command, watched, name, "without pressure")?;
-                let times = if pooled { &mut calm.pool_s } else { &mut calm.plain_s };
+                let (times, cpu) = if pooled {
+                    (&mut calm.pool_s, &mut calm.pool_cpu_us)
+                } else {
+                    (&mut calm.plain_s, &mut calm.plain_cpu_us)
+                };
                 times.push(outcome.elapsed.as_secs_f64());
+                cpu.push(float(outcome.cpu_us));
             }
         }
         all.push(calm);

@@ -63,7 +63,7 @@ pub struct Size {
 
 impl Size {
     const QUICK: Self =
-        Self { limit_bytes: 32 * MIB, bytes: 96 * MIB, passes: 1, warm: false, rounds: 2, calm_rounds: 5 };
+        Self { limit_bytes: 24 * MIB, bytes: 72 * MIB, passes: 1, warm: false, rounds: 2, calm_rounds: 5 };
     const FULL: Self =
         Self { limit_bytes: 256 * MIB, bytes: 768 * MIB, passes: 1, warm: true, rounds: 3, calm_rounds: 9 };
 
@@ -105,7 +105,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let samples = measure(&mut bench, &ways)?;
     let calm = calm::measure(&bench)?;
     let read_us = super::fabric::read_floor_us()?;
-    let mut report = Report::new("faults", args.quick, "p50 µs");
+    let mut report = Report::new("faults", args.quick);
     summary::fill(&mut report, size, &ways, &samples, &calm, read_us);
     report.notes = bench.notes;
     Ok(report)

@@ -104,6 +104,7 @@ impl View<'_> {
                 Column::full("pool's p50 ÷ this"),
                 Column::full("pool's MB/s ÷ this"),
             ],
+            pictured: Some(if self.case.random { "p50 µs" } else { "MB/s" }),
             rows: sorted.into_iter().map(|way| self.row(way)).collect(),
         }
     }
@@ -168,7 +169,7 @@ fn memory(views: &[View<'_>], ways: &[Way]) -> Table {
     let rows = views.iter().flat_map(|view| {
         ways.iter().filter(pages).map(|&way| {
             let row = view.row(way);
-            Row { name: format!("{}, {}", row.name, view.case.name()), figures: without_latency(row.figures) }
+            Row { name: format!("{}, {}", row.name, view.case.name()), figures: row.figures }
         })
     });
     let columns = [
@@ -183,20 +184,16 @@ fn memory(views: &[View<'_>], ways: &[Way]) -> Table {
     Table {
         title: "memory and round trips, over the whole run: fill, walks, check".into(),
         columns: columns.into_iter().map(Column::middle).collect(),
+        pictured: None,
         rows: rows.collect(),
     }
-}
-
-/// The picture shows latencies once, under their case.
-fn without_latency(mut figures: BTreeMap<&'static str, Spread>) -> BTreeMap<&'static str, Spread> {
-    figures.remove("p50 µs");
-    figures
 }
 
 fn floor(read_us: Spread) -> Table {
     Table {
         title: "floor: one READ of a 4 KiB page from another process's memory, posted and polled".into(),
         columns: vec![Column::full("READ µs")],
+        pictured: None,
         rows: vec![Row { name: "shm READ, cold".into(), figures: BTreeMap::from([("READ µs", read_us)]) }],
     }
 }
@@ -207,13 +204,15 @@ fn calm_table(calm: &[Calm]) -> Table {
             ("plain s", Spread::of(&calm.plain_s)),
             ("pool s", Spread::of(&calm.pool_s)),
             ("pool ÷ plain", Spread::of_ratios(&calm.pool_s, &calm.plain_s)),
+            ("CPU ÷ plain", Spread::of_ratios(&calm.pool_cpu_us, &calm.plain_cpu_us)),
         ];
         let figures = spreads.into_iter().filter_map(|(name, spread)| Some((name, spread?))).collect();
         Row { name: calm.name.into(), figures }
     };
     Table {
         title: "without pressure: 64 MiB used at a limit of 512 MiB, from start to end of the program".into(),
-        columns: ["plain s", "pool s", "pool ÷ plain"].into_iter().map(Column::full).collect(),
+        columns: ["plain s", "pool s", "pool ÷ plain", "CPU ÷ plain"].into_iter().map(Column::full).collect(),
+        pictured: None,
         rows: calm.iter().map(row).collect(),
     }
 }

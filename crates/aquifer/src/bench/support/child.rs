@@ -94,7 +94,7 @@ pub fn run(
         .stderr(create(&message_path)?)
         .process_group(0);
     let start = Instant::now();
-    #[expect(clippy::zombie_processes, reason = "`reap` waits for it, and learns its processor time")]
+    // `reap` waits for it, and learns its processor time.
     let child = command.spawn().map_err(BenchError::io("start", &program))?;
     let pid = child.id();
     let raw = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("a process has a positive number");

@@ -114,7 +114,7 @@ mod tests {
         assert!(with_argument(Path::new(&mark)).contains(&shell.id()));
         drop(shell.stdin.take());
         assert!(shell.wait().unwrap().success());
-        assert_eq!(descendants(shell.id()), []);
+        assert!(descendants(shell.id()).is_empty());
         assert_eq!(cpu_us(u32::MAX), 0);
     }
 }

@@ -27,9 +27,6 @@ pub struct Report {
     pub tables: Vec<Table>,
     /// Targets and what became of them.
     pub targets: Vec<Target>,
-    /// Which figure the picture shows.
-    #[serde(skip)]
-    pub pictured: &'static str,
 }
 
 /// Rows of one kind.
@@ -40,6 +37,9 @@ pub struct Table {
     /// Names of the figures, in the order to be printed; those that are not named are in the JSON only.
     #[serde(skip)]
     pub columns: Vec<Column>,
+    /// Which figure the picture shows, if any.
+    #[serde(skip)]
+    pub pictured: Option<&'static str>,
     /// The rows.
     pub rows: Vec<Row>,
 }
@@ -108,7 +108,7 @@ impl Target {
 
 impl Report {
     /// A report without figures yet.
-    pub fn new(bench: &'static str, quick: bool, pictured: &'static str) -> Self {
+    pub fn new(bench: &'static str, quick: bool) -> Self {
         let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
         Self {
             bench,
@@ -118,7 +118,6 @@ impl Report {
             notes: Vec::new(),
             tables: Vec::new(),
             targets: Vec::new(),
-            pictured,
         }
     }
 
@@ -143,13 +142,13 @@ impl Report {
         text
     }
 
-    /// As bars of the pictured figure, a group for each table that has it.
+    /// As bars, a group for each table that has a figure to be pictured.
     ///
     /// # Errors
     /// If the file cannot be written.
     pub fn draw(&self, path: &Path) -> Result<(), BenchError> {
-        let groups: Vec<BarGroup> = self.tables.iter().filter_map(|table| table.bars(self.pictured)).collect();
-        draw::bars(path, &format!("aquifer bench {}: {}", self.bench, self.pictured), &groups)
+        let groups: Vec<BarGroup> = self.tables.iter().filter_map(Table::bars).collect();
+        draw::bars(path, &format!("aquifer bench {}", self.bench), &groups)
     }
 }
 
@@ -163,7 +162,8 @@ impl Table {
         draw::table(&cells)
     }
 
-    fn bars(&self, figure: &'static str) -> Option<BarGroup> {
+    fn bars(&self) -> Option<BarGroup> {
+        let figure = self.pictured?;
         let bars: Vec<Bar> = self
             .rows
             .iter()
@@ -172,7 +172,7 @@ impl Table {
                 Some(Bar { name: row.name.clone(), value: spread.median, text: spread.to_string() })
             })
             .collect();
-        (!bars.is_empty()).then(|| BarGroup { title: self.title.clone(), bars })
+        (!bars.is_empty()).then(|| BarGroup { title: format!("{}: {figure}", self.title), bars })
     }
 }
 
@@ -182,10 +182,11 @@ mod tests {
 
     fn report(value: f64) -> Report {
         let spread = Spread::of(&[value]).unwrap();
-        let mut report = Report::new("faults", true, "p50 µs");
+        let mut report = Report::new("faults", true);
         report.tables.push(Table {
             title: "random read".into(),
             columns: vec![Column::full("p50 µs"), Column::middle("p99 µs")],
+            pictured: Some("p50 µs"),
             rows: vec![Row { name: "pool".into(), figures: BTreeMap::from([("p50 µs", spread)]) }],
         });
         report.targets.push(Target { name: "p50".into(), value: spread, bound: 1.5, at_most: true });

@@ -1,0 +1,287 @@
+//! The three ways, played one after the other.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use super::program::Program;
+use crate::bench::BenchError;
+use crate::bench::support::bytes::show_bytes;
+use crate::bench::support::child::{self, Moment, Outcome, Streams, Watched};
+use crate::bench::support::cluster::{Cluster, read_statistics};
+use crate::peers::{Peer, PeerSetup, ReadAhead};
+
+/// How often cluster or kernel are asked what they hold; asking costs processor time that the program wants.
+const ASK: Duration = Duration::from_millis(500);
+/// How often a point of the curve is kept.
+const POINT: Duration = Duration::from_millis(100);
+
+/// How the program gets its memory.
+#[derive(Clone, Copy, Debug)]
+pub enum Way<'a> {
+    /// As much as it wants.
+    Plain,
+    /// Within a limit, the rest on memory nodes.
+    Pool {
+        /// The cluster.
+        cluster: &'a Cluster,
+        /// The limit.
+        limit_bytes: u64,
+    },
+    /// Within a limit, the rest in a swap file.
+    Swap {
+        /// The limit.
+        limit_bytes: u64,
+        /// The file's size.
+        swap_bytes: u64,
+    },
+}
+
+impl Way<'_> {
+    /// The name of a way, which is also that of its output's file.
+    pub const PLAIN: &'static str = "plainly";
+    /// As above.
+    pub const POOL: &'static str = "on the pool";
+    /// As above.
+    pub const SWAP: &'static str = "on swap";
+
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Plain => Self::PLAIN,
+            Self::Pool { .. } => Self::POOL,
+            Self::Swap { .. } => Self::SWAP,
+        }
+    }
+}
+
+/// A point of a run's curve.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Point {
+    /// Since the start.
+    pub elapsed_s: f64,
+    /// Anonymous memory resident.
+    pub resident_bytes: u64,
+}
+
+/// How a run went.
+#[derive(Clone, Debug, Default)]
+pub struct Played {
+    /// Which way.
+    pub name: &'static str,
+    /// From start to end.
+    pub seconds: f64,
+    /// The most anonymous memory seen resident, from outside.
+    pub resident_peak_bytes: u64,
+    /// The most seen of that and of the mempool's blocks that are the run's, together.
+    pub local_peak_bytes: u64,
+    /// The most that was elsewhere: on memory nodes, or in the swap file.
+    pub elsewhere_peak_bytes: u64,
+    /// Faults that needed a page from elsewhere.
+    pub faults: Option<u64>,
+    /// Bytes printed.
+    pub output_bytes: u64,
+    /// Resident memory over time.
+    pub curve: Vec<Point>,
+}
+
+impl Played {
+    /// In a line.
+    pub fn line(&self) -> String {
+        format!(
+            "{:<12} {:.1} s, {} resident at the peak, {} elsewhere",
+            self.name,
+            self.seconds,
+            show_bytes(self.resident_peak_bytes),
+            show_bytes(self.elsewhere_peak_bytes)
+        )
+    }
+}
+
+/// The program and where its outputs go.
+#[derive(Debug)]
+pub struct Stage {
+    program: Program,
+    folder: PathBuf,
+}
+
+impl Stage {
+    /// Outputs go to files in `folder`, named as the way.
+    pub fn new(program: Program, folder: PathBuf) -> Self {
+        Self { program, folder }
+    }
+
+    /// For the picture.
+    pub fn title(&self) -> &'static str {
+        "sqlite3 indexes the Linux kernel's documentation in memory"
+    }
+
+    /// Plays one way, with progress on the terminal.
+    ///
+    /// # Errors
+    /// If it cannot be set up, fails, or a signal asks to stop.
+    pub fn run(&mut self, way: Way<'_>) -> Result<Played, BenchError> {
+        match way {
+            Way::Plain => {
+                let command = Command::new(self.program.executable());
+                self.play(&way, command, Watched::All, u64::MAX, || None)
+            }
+            Way::Pool { cluster, limit_bytes } => {
+                let stats = self.folder.join("stats.json");
+                let command = cluster.pooled_command(limit_bytes, &stats, self.program.executable())?;
+                let ask = || {
+                    let runs = cluster.status()?.runs;
+                    Some(runs.iter().map(|run| (run.mempool_bytes, run.remote_bytes)).fold((0, 0), add))
+                };
+                let mut played = self.play(&way, command, Watched::Started, limit_bytes, ask)?;
+                let stats = read_statistics(&stats)?;
+                played.elsewhere_peak_bytes = stats.remote_peak_bytes;
+                played.faults = Some(stats.faults);
+                Ok(played)
+            }
+            Way::Swap { limit_bytes, swap_bytes } => match self.swap(limit_bytes, swap_bytes)? {
+                Some(played) => Ok(played),
+                None => {
+                    println!("{:<12} the kernel killed it for want of memory; once more", way.name());
+                    self.swap(limit_bytes, swap_bytes)?.ok_or_else(|| BenchError::Program {
+                        program: self.program.executable().display().to_string(),
+                        way: way.name().into(),
+                        status: "killed by the kernel".into(),
+                        message: "it found no memory to swap out, twice".into(),
+                    })
+                }
+            },
+        }
+    }
+
+    /// `None` if the kernel killed it for want of memory.
+    fn swap(&self, limit_bytes: u64, swap_bytes: u64) -> Result<Option<Played>, BenchError> {
+        let mut setup = PeerSetup::new(Peer::SwapFile, limit_bytes, swap_bytes)?;
+        setup.set_read_ahead(ReadAhead::EightPages)?;
+        let command = setup.command(self.program.executable())?;
+        let way = Way::Swap { limit_bytes, swap_bytes };
+        let ask = || Some((0, setup.usage().ok()?.swap_bytes));
+        let played = self.play(&way, command, Watched::All, limit_bytes, ask);
+        let usage = setup.usage()?;
+        if usage.oom_kills > 0 {
+            return Ok(None);
+        }
+        let mut played = played?;
+        played.faults = Some(usage.major_faults);
+        if let Some(peak_bytes) = usage.swap_peak_bytes {
+            played.elsewhere_peak_bytes = played.elsewhere_peak_bytes.max(peak_bytes);
+        }
+        setup.close()?;
+        Ok(Some(played))
+    }
+
+    /// `ask` tells bytes that are local but not the program's own, and bytes elsewhere.
+    fn play(
+        &self,
+        way: &Way<'_>,
+        mut command: Command,
+        watched: Watched,
+        limit_bytes: u64,
+        ask: impl Fn() -> Option<(u64, u64)>,
+    ) -> Result<Played, BenchError> {
+        self.program.arrange(&mut command);
+        let output = self.folder.join(way.name());
+        let streams = Streams { input: Some(&self.program.script), output: &output };
+        let mut watcher = Watcher::new(way.name(), limit_bytes);
+        let outcome = child::run(command, &streams, watched, |moment| watcher.see(moment, &ask))?;
+        watcher.bar.finish_and_clear();
+        self.check(way, &outcome)?;
+        let mut played = watcher.played;
+        played.seconds = outcome.elapsed.as_secs_f64();
+        played.resident_peak_bytes = outcome.resident_peak_bytes;
+        played.local_peak_bytes = played.local_peak_bytes.max(outcome.resident_peak_bytes);
+        played.output_bytes = std::fs::metadata(&output).map_err(BenchError::io("read", &output))?.len();
+        Ok(played)
+    }
+
+    fn check(&self, way: &Way<'_>, outcome: &Outcome) -> Result<(), BenchError> {
+        if outcome.status.success() {
+            return Ok(());
+        }
+        Err(BenchError::Program {
+            program: self.program.executable().display().to_string(),
+            way: way.name().into(),
+            status: outcome.status.to_string(),
+            message: outcome.message.clone(),
+        })
+    }
+}
+
+fn add(sum: (u64, u64), next: (u64, u64)) -> (u64, u64) {
+    (sum.0 + next.0, sum.1 + next.1)
+}
+
+/// Follows a run: progress, curve, peaks.
+struct Watcher {
+    bar: ProgressBar,
+    limit_bytes: u64,
+    asked: Option<Instant>,
+    answer: (u64, u64),
+    played: Played,
+}
+
+impl Watcher {
+    fn new(name: &'static str, limit_bytes: u64) -> Self {
+        let bar = ProgressBar::new_spinner();
+        let bar = match ProgressStyle::with_template("{msg} {spinner}") {
+            Ok(style) => bar.with_style(style),
+            Err(_) => bar,
+        };
+        let played = Played { name, ..Played::default() };
+        Self { bar, limit_bytes, asked: None, answer: (0, 0), played }
+    }
+
+    fn see(&mut self, moment: Moment, ask: &impl Fn() -> Option<(u64, u64)>) {
+        let Moment { elapsed, resident_bytes } = moment;
+        let elapsed_s = elapsed.as_secs_f64();
+        if self.asked.is_none_or(|asked| asked.elapsed() >= ASK) {
+            self.asked = Some(Instant::now());
+            self.answer = ask().unwrap_or(self.answer);
+            // Both are of the same time only now.
+            let local_bytes = resident_bytes + self.answer.0;
+            self.played.local_peak_bytes = self.played.local_peak_bytes.max(local_bytes);
+        }
+        let elsewhere_bytes = self.answer.1;
+        self.played.elsewhere_peak_bytes = self.played.elsewhere_peak_bytes.max(elsewhere_bytes);
+        let last_s = self.played.curve.last().map_or(f64::NEG_INFINITY, |point| point.elapsed_s);
+        if elapsed_s - last_s >= POINT.as_secs_f64() {
+            self.played.curve.push(Point { elapsed_s, resident_bytes });
+        }
+        let limit = match self.limit_bytes {
+            u64::MAX => String::new(),
+            bytes => format!(" of {}", show_bytes(bytes)),
+        };
+        self.bar.set_message(format!(
+            "{:<12} {elapsed_s:5.1} s  {}{limit} resident, {} elsewhere",
+            self.played.name,
+            show_bytes(resident_bytes),
+            show_bytes(elsewhere_bytes)
+        ));
+        self.bar.tick();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn peaks_and_curve_are_kept() {
+        let mut watcher = Watcher::new(Way::POOL, 100);
+        let moment = |ms, resident_bytes| Moment { elapsed: Duration::from_millis(ms), resident_bytes };
+        watcher.see(moment(0, 70), &|| Some((20, 500)));
+        watcher.see(moment(10, 60), &|| Some((90, 400)));
+        watcher.see(moment(150, 80), &|| Some((90, 400)));
+        // It was asked only once, so that the second answer is never heard.
+        assert_eq!(watcher.played.local_peak_bytes, 90);
+        assert_eq!(watcher.played.elsewhere_peak_bytes, 500);
+        let residents: Vec<u64> = watcher.played.curve.iter().map(|point| point.resident_bytes).collect();
+        assert_eq!(residents, [70, 80]);
+    }
+}

@@ -1,0 +1,49 @@
+//! Rules of a volume that only show after several steps.
+
+use std::sync::Arc;
+
+use aquifer_pager::{Budget, Mempool, PageState, SlabSet, Volume};
+
+fn volume() -> (Volume, Arc<Budget>) {
+    let budget = Arc::new(Budget::new(16 << 20));
+    let slabs = Arc::new(SlabSet::new().unwrap());
+    let mempool = Arc::new(Mempool::new(1 << 20).unwrap());
+    (Volume::new(slabs, mempool, Arc::clone(&budget)).unwrap(), budget)
+}
+
+#[test]
+fn an_old_entry_of_the_queue_does_not_uncount_a_shared_page() {
+    let (mut parent, _) = volume();
+    parent.hold(7, true);
+    let mut child = parent.clone_for_fork().unwrap();
+    // Page 3 was the child's own and is gone; its entry in the queue remains. Then the shared page moves there.
+    child.hold(3, true);
+    child.discard(3, 4);
+    child.move_range(7, 3, 1);
+    assert_eq!(child.held(), 0, "shared pages are not counted");
+
+    let mut victims = Vec::new();
+    child.pick_victims(64, false, |_| false, &mut victims);
+    assert!(victims.is_empty(), "shared pages are taken last");
+    child.pick_victims(64, true, |_| false, &mut victims);
+    assert_eq!(victims, [3]);
+    child.vanished(3);
+    assert_eq!(child.held(), 0);
+}
+
+#[test]
+fn a_page_in_doubt_is_not_picked_before_it_is_held_again() {
+    let (mut volume, budget) = volume();
+    volume.doubt(5);
+    assert_eq!(volume.state(5), PageState::Doubtful);
+    let mut victims = Vec::new();
+    volume.pick_victims(64, true, |_| false, &mut victims);
+    assert!(victims.is_empty());
+    volume.hold(5, true);
+    volume.doubt(5);
+    assert_eq!(volume.state(5), PageState::Held, "what is held is not in doubt");
+    volume.pick_victims(64, true, |_| false, &mut victims);
+    assert_eq!(victims, [5]);
+    volume.vanished(5);
+    assert_eq!(budget.held(), 0);
+}
