@@ -101,34 +101,20 @@ impl Surroundings for Host {
 ///
 /// # Errors
 /// If something it needs is missing at the start.
-pub fn serve(
-    options: &AgentOptions,
-    stop: &AtomicBool,
-    ready: impl FnOnce(),
-) -> Result<(), AgentError> {
-    let keeper = KeeperPort::connect(&options.keeper).map_err(|source| AgentError::Keeper {
-        path: options.keeper.clone(),
-        source,
-    })?;
+pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) -> Result<(), AgentError> {
+    let keeper = KeeperPort::connect(&options.keeper)
+        .map_err(|source| AgentError::Keeper { path: options.keeper.clone(), source })?;
     let mut membership = Membership::join(Arc::clone(&options.directory), &options.socket)?;
     let tenant = Tenant(rustix::process::geteuid().as_raw());
-    let identity = Identity {
-        host: membership.host(),
-        epoch: membership.epoch(),
-        tenant,
-    };
+    let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
     let nodes = Nodes::new(identity);
     membership.watch_nodes(&nodes)?;
     let mempool = Arc::new(Mempool::new(options.mempool_bytes).map_err(AgentError::Mempool)?);
-    let host = Arc::new(Host {
-        nodes: Arc::clone(&nodes),
-        keeper,
-    });
-    let service = Service::new(Arc::clone(&host) as Arc<dyn Surroundings>, mempool).map_err(AgentError::Threads)?;
-    let listener = listen_at(&options.socket).map_err(|source| AgentError::Listen {
-        path: options.socket.clone(),
-        source,
-    })?;
+    let host = Arc::new(Host { nodes: Arc::clone(&nodes), keeper });
+    let service =
+        Service::new(Arc::clone(&host) as Arc<dyn Surroundings>, mempool).map_err(AgentError::Threads)?;
+    let listener = listen_at(&options.socket)
+        .map_err(|source| AgentError::Listen { path: options.socket.clone(), source })?;
     ready();
     let mut ticks = 0u32;
     while !stop.load(Relaxed) {
@@ -136,10 +122,7 @@ pub fn serve(
             accept(&listener, &service, &nodes, identity);
         }
         if membership.is_lost() {
-            end_runs(
-                &service,
-                "this host's lease has ended, and the memory nodes refuse it",
-            );
+            end_runs(&service, "this host's lease has ended, and the memory nodes refuse it");
             return Err(AgentError::LeaseLost);
         }
         ticks = ticks.wrapping_add(1);
@@ -147,7 +130,7 @@ pub fn serve(
             host.keeper.refresh();
         }
     }
-    end_runs(&service, "the agent was told to stop");
+    end_runs(&service, "the agent is stopping");
     let _ = std::fs::remove_file(&options.socket);
     membership.leave();
     Ok(())
@@ -215,7 +198,12 @@ fn refuse(socket: &OwnedFd, reason: &str) {
     }
 }
 
-fn open_run(socket: &OwnedFd, service: &Arc<Service>, nodes: &Nodes, open: &OpenRun) -> Result<Arc<Run>, String> {
+fn open_run(
+    socket: &OwnedFd,
+    service: &Arc<Service>,
+    nodes: &Nodes,
+    open: &OpenRun,
+) -> Result<Arc<Run>, String> {
     if nodes.count() == 0 {
         return Err("the cluster has no memory node: start one (aquifer node), or start the cluster anew (aquifer up)".into());
     }
@@ -239,11 +227,8 @@ fn attend(socket: &OwnedFd, service: &Arc<Service>, run: &Arc<Run>) {
             continue;
         }
         let is_closing = matches!(receive_frame(socket), Ok((Frame::CloseRun, _)));
-        let is_empty = run.wait_empty(if is_closing {
-            SETTLE.min(Duration::from_millis(500))
-        } else {
-            Duration::ZERO
-        });
+        let is_empty =
+            run.wait_empty(if is_closing { SETTLE.min(Duration::from_millis(500)) } else { Duration::ZERO });
         if is_closing {
             let _ = send_frame(socket, &Frame::Statistics(statistics(&run.report())), &[]);
         }

@@ -27,9 +27,7 @@ pub fn status(path: &Path) -> io::Result<Option<AgentStatus>> {
     };
     send_frame(&socket, &Frame::Status, &[])?;
     match receive_frame(&socket) {
-        Ok((Frame::StatusIs(text), _)) => serde_json::from_str(&text)
-            .map(Some)
-            .map_err(io::Error::other),
+        Ok((Frame::StatusIs(text), _)) => serde_json::from_str(&text).map(Some).map_err(io::Error::other),
         Ok((Frame::Refused(reason), _)) => Err(io::Error::other(reason)),
         Ok(_) => Err(io::Error::other("the agent answered something else")),
         Err(error) => Err(io::Error::other(error)),

@@ -10,6 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use aquifer_faults::serve::attach::{AttachError, receive_frame, send_frame};
@@ -46,6 +47,8 @@ type Programs = Arc<Mutex<HashMap<u64, Kept>>>;
 /// # Errors
 /// If it cannot listen.
 pub fn serve(options: &KeeperOptions, stop: &AtomicBool, ready: impl FnOnce()) -> io::Result<()> {
+    let stopping = Arc::new(AtomicBool::new(false));
+    let mut agents = Vec::new();
     let listener = listen_at(&options.socket)?;
     ready();
     while !stop.load(Relaxed) {
@@ -55,12 +58,21 @@ pub fn serve(options: &KeeperOptions, stop: &AtomicBool, ready: impl FnOnce()) -
         let Some((socket, pid)) = accept_own(&listener)? else {
             continue;
         };
-        let grace = options.grace;
+        let (grace, stopping) = (options.grace, Arc::clone(&stopping));
         let spawned = std::thread::Builder::new()
             .name(format!("agent-{pid}"))
-            .spawn(move || hold(&socket, grace));
-        if let Err(error) = spawned {
-            tracing::error!(%error, "an agent's programs cannot be held");
+            .spawn(move || hold(&socket, grace, &stopping));
+        match spawned {
+            Ok(thread) => agents.push(thread),
+            Err(error) => tracing::error!(%error, "an agent's programs cannot be held"),
+        }
+        agents.retain(|thread: &JoinHandle<()>| !thread.is_finished());
+    }
+    // Programs that no agent serves are ended before their descriptors close.
+    stopping.store(true, Relaxed);
+    for thread in agents {
+        if thread.join().is_err() {
+            tracing::error!("a thread that held programs has panicked");
         }
     }
     let _ = std::fs::remove_file(&options.socket);
@@ -68,20 +80,20 @@ pub fn serve(options: &KeeperOptions, stop: &AtomicBool, ready: impl FnOnce()) -
 }
 
 /// Hold what one agent gives, until it has gone and the grace time is over.
-fn hold(socket: &OwnedFd, grace: Duration) {
+fn hold(socket: &OwnedFd, grace: Duration, stopping: &AtomicBool) {
     let programs = Programs::default();
-    while listen_to(socket, &programs) {}
-    let mut programs =
-        std::mem::take(&mut *programs.lock().unwrap_or_else(PoisonError::into_inner));
+    while listen_to(socket, &programs) {
+        if stopping.load(Relaxed) {
+            // The agent lives and has descriptors of its own.
+            return;
+        }
+    }
+    let mut programs = std::mem::take(&mut *programs.lock().unwrap_or_else(PoisonError::into_inner));
     let deadline = Instant::now() + grace;
     if !programs.is_empty() {
-        tracing::warn!(
-            programs = programs.len(),
-            ?grace,
-            "the agent is gone; its programs wait"
-        );
+        tracing::warn!(programs = programs.len(), ?grace, "the agent is gone; its programs wait");
     }
-    while !programs.is_empty() && Instant::now() < deadline {
+    while !programs.is_empty() && Instant::now() < deadline && !stopping.load(Relaxed) {
         std::thread::sleep(TICK);
         programs.retain(|_, kept| kept.is_alive());
     }
@@ -93,14 +105,14 @@ fn hold(socket: &OwnedFd, grace: Duration) {
     while programs.values().any(Kept::is_alive) && Instant::now() < deadline {
         std::thread::sleep(TICK);
     }
-    programs
-        .drain()
-        .filter(|(_, kept)| kept.is_alive())
-        .for_each(|(_, kept)| std::mem::forget(kept));
+    programs.drain().filter(|(_, kept)| kept.is_alive()).for_each(|(_, kept)| std::mem::forget(kept));
 }
 
 /// One message of the agent; false when it has gone.
 fn listen_to(socket: &OwnedFd, programs: &Programs) -> bool {
+    if !wait_readable(&[socket], TICK).unwrap_or(true) {
+        return true;
+    }
     match receive_frame(socket) {
         Ok((Frame::Put(put), fds)) => {
             let mut programs = programs.lock().unwrap_or_else(PoisonError::into_inner);
@@ -110,10 +122,7 @@ fn listen_to(socket: &OwnedFd, programs: &Programs) -> bool {
             true
         }
         Ok((Frame::Drop(program), _)) => {
-            programs
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .remove(&program);
+            programs.lock().unwrap_or_else(PoisonError::into_inner).remove(&program);
             true
         }
         Err(AttachError::System(error)) if error.kind() == io::ErrorKind::WouldBlock => true,
@@ -176,10 +185,7 @@ impl KeeperPort {
     /// # Errors
     /// If there is no keeper: without one no program can be served safely.
     pub fn connect(path: &Path) -> io::Result<Self> {
-        Ok(Self {
-            path: path.to_owned(),
-            state: Mutex::new((connect_to(path)?, HashMap::new())),
-        })
+        Ok(Self { path: path.to_owned(), state: Mutex::new((connect_to(path)?, HashMap::new())) })
     }
 
     /// Give the keeper descriptors of a program.
@@ -187,9 +193,7 @@ impl KeeperPort {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let given = state.1.entry(program).or_default();
         given.pid = if pid == 0 { given.pid } else { pid };
-        given
-            .fds
-            .extend(fds.iter().filter_map(|fd| fd.try_clone_to_owned().ok()));
+        given.fds.extend(fds.iter().filter_map(|fd| fd.try_clone_to_owned().ok()));
         let frame = Frame::Put(Put { program, pid });
         if send_frame(&state.0, &frame, fds).is_err() {
             self.give_all_again(&mut state);
@@ -215,22 +219,15 @@ impl KeeperPort {
 
     fn give_all_again(&self, state: &mut (OwnedFd, HashMap<u64, Given>)) {
         let Ok(socket) = connect_to(&self.path) else {
-            tracing::error!(
-                "the keeper is gone: should the agent die too, its programs would be in danger"
-            );
+            tracing::error!("the keeper is gone: should the agent die too, its programs would be in danger");
             return;
         };
         state.0 = socket;
         for (program, given) in &state.1 {
             let fds: Vec<_> = given.fds.iter().take(4).map(AsFd::as_fd).collect();
-            if let Err(error) = send_frame(
-                &state.0,
-                &Frame::Put(Put {
-                    program: *program,
-                    pid: given.pid,
-                }),
-                &fds,
-            ) {
+            if let Err(error) =
+                send_frame(&state.0, &Frame::Put(Put { program: *program, pid: given.pid }), &fds)
+            {
                 tracing::error!(%error, "the new keeper is gone too");
             }
         }

@@ -51,24 +51,14 @@ impl Membership {
         let stop = Arc::new(AtomicBool::new(false));
         let is_lost = Arc::new(AtomicBool::new(false));
         let keeper = {
-            let (directory, stop, is_lost) = (
-                Arc::clone(&directory),
-                Arc::clone(&stop),
-                Arc::clone(&is_lost),
-            );
+            let (directory, stop, is_lost) =
+                (Arc::clone(&directory), Arc::clone(&stop), Arc::clone(&is_lost));
             std::thread::Builder::new()
                 .name("lease".into())
                 .spawn(move || keep_alive(&*directory, lease, &stop, &is_lost))
                 .map_err(MembershipError::Thread)?
         };
-        Ok(Self {
-            directory,
-            lease,
-            record,
-            stop,
-            is_lost,
-            threads: vec![keeper],
-        })
+        Ok(Self { directory, lease, record, stop, is_lost, threads: vec![keeper] })
     }
 
     /// This host's number.
@@ -95,11 +85,8 @@ impl Membership {
     /// The directory's.
     pub fn watch_nodes(&mut self, nodes: &Arc<Nodes>) -> Result<(), MembershipError> {
         let revision = list_nodes(&*self.directory, nodes)?;
-        let (directory, stop, nodes) = (
-            Arc::clone(&self.directory),
-            Arc::clone(&self.stop),
-            Arc::clone(nodes),
-        );
+        let (directory, stop, nodes) =
+            (Arc::clone(&self.directory), Arc::clone(&self.stop), Arc::clone(nodes));
         let thread = std::thread::Builder::new()
             .name("node-watch".into())
             .spawn(move || watch(&*directory, &nodes, &stop, revision))
@@ -186,11 +173,7 @@ fn follow(
 }
 
 fn heed(nodes: &Nodes, event: &Event) {
-    let Some(number) = event
-        .key
-        .strip_prefix(names::NODES)
-        .and_then(|number| number.parse().ok())
-    else {
+    let Some(number) = event.key.strip_prefix(names::NODES).and_then(|number| number.parse().ok()) else {
         return;
     };
     match &event.kind {

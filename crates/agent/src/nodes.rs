@@ -19,44 +19,27 @@ impl Nodes {
     /// No nodes yet.
     #[must_use]
     pub fn new(identity: Identity) -> Arc<Self> {
-        Arc::new(Self {
-            identity,
-            addresses: RwLock::new(BTreeMap::new()),
-        })
+        Arc::new(Self { identity, addresses: RwLock::new(BTreeMap::new()) })
     }
 
     /// A node is there, or has moved.
     pub fn put(&self, node: NodeId, address: PathBuf) {
-        self.addresses
-            .write()
-            .unwrap_or_else(PoisonError::into_inner)
-            .insert(node, address);
+        self.addresses.write().unwrap_or_else(PoisonError::into_inner).insert(node, address);
     }
 
     /// A node is gone.
     pub fn remove(&self, node: NodeId) {
-        self.addresses
-            .write()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(&node);
+        self.addresses.write().unwrap_or_else(PoisonError::into_inner).remove(&node);
     }
 
     /// How many there are.
     #[must_use]
     pub fn count(&self) -> usize {
-        self.addresses
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
-            .len()
+        self.addresses.read().unwrap_or_else(PoisonError::into_inner).len()
     }
 
     fn list(&self) -> Vec<NodeId> {
-        self.addresses
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
-            .keys()
-            .copied()
-            .collect()
+        self.addresses.read().unwrap_or_else(PoisonError::into_inner).keys().copied().collect()
     }
 
     /// A pool client connected to every node that answers.
@@ -81,10 +64,7 @@ impl Nodes {
 
 impl Connector for Nodes {
     fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
-        let addresses = self
-            .addresses
-            .read()
-            .unwrap_or_else(PoisonError::into_inner);
+        let addresses = self.addresses.read().unwrap_or_else(PoisonError::into_inner);
         let Some(address) = addresses.get(&node).cloned() else {
             return Err(EndpointError::Unreachable {
                 address: format!("memory node {}", node.0),

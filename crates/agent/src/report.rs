@@ -140,10 +140,6 @@ pub fn status(host: u16, service: &Service, nodes: &crate::nodes::Nodes) -> Agen
                 }
             })
             .collect(),
-        runs: service
-            .runs()
-            .iter()
-            .map(|run| run.report().into())
-            .collect(),
+        runs: service.runs().iter().map(|run| run.report().into()).collect(),
     }
 }

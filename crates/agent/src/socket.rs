@@ -7,8 +7,7 @@ use std::time::Duration;
 
 use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
 use rustix::net::{
-    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen,
-    socket_with,
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen, socket_with,
 };
 
 const BACKLOG: i32 = 256;
@@ -16,12 +15,7 @@ const BACKLOG: i32 = 256;
 const PATIENCE: Duration = Duration::from_secs(5);
 
 fn packet_socket() -> io::Result<OwnedFd> {
-    Ok(socket_with(
-        AddressFamily::UNIX,
-        SocketType::SEQPACKET,
-        SocketFlags::CLOEXEC,
-        None,
-    )?)
+    Ok(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
 }
 
 /// Listen at a path that only this user can reach. A socket left by a dead process is replaced.
@@ -50,10 +44,7 @@ pub(crate) fn accept_own(listener: &OwnedFd) -> io::Result<Option<(OwnedFd, u32)
     let socket = accept_with(listener, SocketFlags::CLOEXEC)?;
     let peer = socket_peercred(&socket)?;
     if peer.uid != rustix::process::geteuid() {
-        tracing::warn!(
-            uid = peer.uid.as_raw(),
-            "a connection of another user was turned away"
-        );
+        tracing::warn!(uid = peer.uid.as_raw(), "a connection of another user was turned away");
         return Ok(None);
     }
     set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE))?;
@@ -65,10 +56,7 @@ pub(crate) fn accept_own(listener: &OwnedFd) -> io::Result<Option<(OwnedFd, u32)
 /// Wait until there is something to read or the other end hangs up; false if neither within `patience`.
 pub(crate) fn wait_readable(fds: &[&OwnedFd], patience: Duration) -> io::Result<bool> {
     use rustix::event::{PollFd, PollFlags, poll};
-    let mut entries: Vec<_> = fds
-        .iter()
-        .map(|fd| PollFd::new(*fd, PollFlags::IN))
-        .collect();
+    let mut entries: Vec<_> = fds.iter().map(|fd| PollFd::new(*fd, PollFlags::IN)).collect();
     let patience = rustix::fs::Timespec {
         tv_sec: i64::try_from(patience.as_secs()).unwrap_or(i64::MAX),
         tv_nsec: i64::from(patience.subsec_nanos()),

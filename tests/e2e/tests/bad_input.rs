@@ -75,7 +75,7 @@ fn sizes_that_are_none() {
 
 #[test]
 fn limits_too_small() {
-    let cluster = Cluster::up(1, "64M");
+    let cluster = Cluster::up(1, "256M");
     let output = cluster.run("1M", &["true"]);
     assert_refused(&output, EXIT_FAILED, &["too small", "--local 8M"]);
     assert_eq!(cluster.run("8M", &["true"]).status.code(), Some(0), "the smallest limit is one");

@@ -28,7 +28,7 @@ use world::Seen;
 
 const SCHEDULES: u64 = 10_000;
 /// A fault must show within so many schedules.
-const MUTANT_SCHEDULES: u64 = 10_000;
+const MUTANT_SCHEDULES: u64 = 20_000;
 
 fn is_telling() -> bool {
     static TELLING: OnceLock<bool> = OnceLock::new();
