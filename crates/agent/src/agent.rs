@@ -18,7 +18,7 @@ use crate::keeper::KeeperPort;
 use crate::membership::{Membership, MembershipError};
 use crate::nodes::Nodes;
 use crate::report::{RunStatistics, status};
-use crate::socket::{accept_own, listen_at, wait_readable};
+use crate::socket::{accept_own, listen_at, raise_descriptor_limit, wait_readable};
 
 /// How often to look whether to stop.
 const TICK: Duration = Duration::from_millis(100);
@@ -102,6 +102,7 @@ impl Surroundings for Host {
 /// # Errors
 /// If something it needs is missing at the start.
 pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) -> Result<(), AgentError> {
+    raise_descriptor_limit();
     let keeper = KeeperPort::connect(&options.keeper)
         .map_err(|source| AgentError::Keeper { path: options.keeper.clone(), source })?;
     let mut membership = Membership::join(Arc::clone(&options.directory), &options.socket)?;

@@ -17,7 +17,7 @@ use aquifer_faults::serve::attach::{AttachError, receive_frame, send_frame};
 use aquifer_ipc::{Frame, Put};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
-use crate::socket::{accept_own, connect_to, listen_at, wait_readable};
+use crate::socket::{accept_own, connect_to, listen_at, raise_descriptor_limit, wait_readable};
 
 /// How often to look around.
 const TICK: Duration = Duration::from_millis(100);
@@ -47,6 +47,7 @@ type Programs = Arc<Mutex<HashMap<u64, Kept>>>;
 /// # Errors
 /// If it cannot listen.
 pub fn serve(options: &KeeperOptions, stop: &AtomicBool, ready: impl FnOnce()) -> io::Result<()> {
+    raise_descriptor_limit();
     let stopping = Arc::new(AtomicBool::new(false));
     let mut agents = Vec::new();
     let listener = listen_at(&options.socket)?;

@@ -32,6 +32,16 @@ pub(crate) fn listen_at(path: &Path) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
+/// Each paged program needs a dozen descriptors: allow as many as the system lets us.
+pub(crate) fn raise_descriptor_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    let wanted = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    if let Err(error) = setrlimit(Resource::Nofile, wanted) {
+        tracing::warn!(%error, ?limit, "the limit of open files stays: it bounds how many programs can be paged");
+    }
+}
+
 /// Connect to a path.
 pub(crate) fn connect_to(path: &Path) -> io::Result<OwnedFd> {
     let socket = packet_socket()?;

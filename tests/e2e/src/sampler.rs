@@ -44,7 +44,12 @@ impl Sampler {
             let tick = if forks { SHARED_TICK } else { TICK };
             while stopped.recv_timeout(tick) == Err(RecvTimeoutError::Timeout) {
                 let bytes = if forks { proportional_anonymous_bytes } else { resident_anonymous_bytes };
-                let anonymous = descendants(pid).into_iter().filter_map(bytes).sum();
+                let before = descendants(pid);
+                let anonymous = before.iter().copied().filter_map(bytes).sum();
+                // What a fork or an exit in between would count twice is no sample.
+                if forks && descendants(pid) != before {
+                    continue;
+                }
                 peak.anonymous_bytes = peak.anonymous_bytes.max(anonymous);
                 peak.total_bytes = peak.total_bytes.max(anonymous + mempool());
                 peak.samples += 1;
