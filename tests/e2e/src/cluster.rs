@@ -7,6 +7,7 @@ use std::process::{Command, Output};
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::run::Running;
 use crate::{build, eventually, processes};
 
 /// A cluster that is up, alone on this machine as far as tests go. It goes down when it is dropped.
@@ -68,13 +69,15 @@ impl Cluster {
         command
     }
 
-    /// Run a program to its end.
+    /// Run a program to its end, without input.
     ///
     /// # Panics
-    /// If `aquifer` cannot be started.
+    /// If `aquifer` cannot be started, or the program does not end.
     #[must_use]
     pub fn run(&self, limit: &str, program: &[&str]) -> Output {
-        self.run_command(limit, program).output().expect("aquifer can be started")
+        let mut command = self.run_command(limit, program);
+        let outcome = Running::start(&mut command, false, Box::new(|| 0)).wait();
+        Output { status: outcome.status, stdout: outcome.stdout, stderr: outcome.stderr.into_bytes() }
     }
 
     /// The folder of its state.

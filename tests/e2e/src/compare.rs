@@ -16,6 +16,8 @@ pub struct Case<'a> {
     pub program: &'a [&'a str],
     /// Whether it forks.
     pub forks: bool,
+    /// Why it cannot be held within its limit, if the kernel lets nobody do that.
+    pub unbounded: Option<&'a str>,
 }
 
 /// Run it plainly, then with a quarter of the peak that was seen, and compare. Returns the statistics of the paged run.
@@ -44,7 +46,10 @@ pub fn compare(cluster: &Cluster, case: Case<'_>) -> Value {
         text(&plain.stdout),
         text(&paged.stdout)
     );
-    assert_within_limit(&paged, limit);
+    match case.unbounded {
+        None => assert_within_limit(&paged, limit),
+        Some(reason) => println!("the limit is not judged: {reason}"),
+    }
     let stats = std::fs::read(&stats).expect("the statistics were written");
     let stats = serde_json::from_slice(&stats).expect("the statistics are JSON");
     assert_honest(&stats, plain.peak.anonymous_bytes, limit);

@@ -4,12 +4,19 @@ use std::io::Read;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use aquifer_ipc::Frame;
+use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::agent::Connection;
+use crate::eventually::eventually_within;
+use crate::processes;
 use crate::sampler::{MempoolShare, Peak, Sampler};
+
+/// No program here takes longer, unless it hangs.
+const RUN_TIME_MAX: Duration = Duration::from_secs(90);
 
 /// What became of a program.
 #[derive(Debug)]
@@ -79,10 +86,17 @@ impl Running {
     /// Wait for its end.
     ///
     /// # Panics
-    /// If it cannot be waited for.
+    /// If it does not end; then it is killed with all that it started.
     #[must_use]
     pub fn wait(mut self) -> Outcome {
-        let status = self.child.wait().expect("our own child can be waited for");
+        let status =
+            eventually_within(RUN_TIME_MAX, || self.child.try_wait().expect("our own child can be asked"));
+        let Some(status) = status else {
+            let processes = processes::descendants(self.child.id());
+            let all = processes.iter().copied().chain([self.child.id()]);
+            all.for_each(|pid| processes::signal(pid, Signal::KILL));
+            panic!("a program did not end within {RUN_TIME_MAX:?}; killed: {processes:?}");
+        };
         let peak = self.sampler.stop();
         Outcome {
             status,

@@ -5,12 +5,12 @@ use aquifer_tests_e2e::{Case, Cluster, build, compare};
 /// Under a quarter of this each test takes a few seconds; the limit is still far above what cannot be paged.
 const BYTES: &str = "128M";
 
-fn check(test: &str, options: &[&str], forks: bool) {
+fn check(test: &str, options: &[&str], forks: bool, unbounded: Option<&str>) {
     let checker = build::programs().join("checker");
     let mut program = vec![checker.to_str().expect("a plain path"), test, "--bytes", BYTES];
     program.extend(options);
     let cluster = Cluster::up(3, "512M");
-    compare(&cluster, Case { program: &program, forks });
+    compare(&cluster, Case { program: &program, forks, unbounded });
 }
 
 macro_rules! checks {
@@ -18,7 +18,7 @@ macro_rules! checks {
         $(
             #[test]
             fn $name() {
-                check($test, &$options, $forks);
+                check($test, &$options, $forks, None);
             }
         )*
     };
@@ -36,6 +36,11 @@ checks! {
     parent_and_child_have_their_own_pages: "fork" [], forks: true;
     threads_come_and_go: "threads" [], forks: false;
     the_kernel_reads_and_writes_missing_pages: "syscalls" [], forks: true;
-    protected_pages_keep_their_bytes: "protect" [], forks: false;
     pages_that_the_kernel_holds_are_not_taken: "pinned" [], forks: false;
+}
+
+#[test]
+fn protected_pages_keep_their_bytes() {
+    let reason = "pages that may only be read cannot be moved away, so what is read back of them stays";
+    check("protect", &[], false, Some(reason));
 }

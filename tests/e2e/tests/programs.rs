@@ -17,7 +17,7 @@ fn check_python(script: &str) {
     let script = build::sources().join(script);
     let cluster = Cluster::up(3, "512M");
     let program = [PYTHON, script.to_str().expect("a plain path")];
-    compare(&cluster, Case { program: &program, forks: false });
+    compare(&cluster, Case { program: &program, forks: false, unbounded: None });
 }
 
 #[test]

@@ -20,9 +20,7 @@ impl ProjectFile {
     /// Whether its name ends in one of these extensions.
     #[must_use]
     pub fn has_extension(&self, extensions: &[&str]) -> bool {
-        let extension = Path::new(&self.path)
-            .extension()
-            .and_then(|extension| extension.to_str());
+        let extension = Path::new(&self.path).extension().and_then(|extension| extension.to_str());
         extension.is_some_and(|extension| extensions.contains(&extension))
     }
 
@@ -67,9 +65,7 @@ pub fn files() -> Vec<ProjectFile> {
         for entry in entries.map(|entry| entry.expect("a folder's entry can be read")) {
             let path = folder.join(entry.file_name());
             let kind = entry.file_type().expect("an entry has a type");
-            let is_foreign = FOREIGN_FOLDERS
-                .iter()
-                .any(|name| entry.file_name() == *name);
+            let is_foreign = FOREIGN_FOLDERS.iter().any(|name| entry.file_name() == *name);
             // A worktree's `.git` is a file.
             if is_foreign {
                 continue;
@@ -90,8 +86,7 @@ pub fn files() -> Vec<ProjectFile> {
 /// The part of a Rust file before its unit tests.
 #[must_use]
 pub fn before_tests(text: &str) -> &str {
-    text.find("\n#[cfg(test)]\nmod tests")
-        .map_or(text, |at| &text[..at])
+    text.find("\n#[cfg(test)]\nmod tests").map_or(text, |at| &text[..at])
 }
 
 /// Whether `word` stands in `text` with no letter, digit or underscore beside it.
@@ -113,10 +108,7 @@ pub fn crates() -> BTreeSet<String> {
     files()
         .iter()
         .filter_map(|file| {
-            let name = file
-                .path
-                .strip_prefix("crates/")?
-                .strip_suffix("/Cargo.toml")?;
+            let name = file.path.strip_prefix("crates/")?.strip_suffix("/Cargo.toml")?;
             Some(name.to_owned())
         })
         .collect()
@@ -140,15 +132,9 @@ pub fn names_in_table(text: &str, table: &str) -> Vec<String> {
     let mut names = Vec::new();
     let mut is_inside = false;
     for line in text.lines().map(str::trim) {
-        if let Some(header) = line
-            .strip_prefix('[')
-            .and_then(|rest| rest.split(']').next())
-        {
+        if let Some(header) = line.strip_prefix('[').and_then(|rest| rest.split(']').next()) {
             is_inside = header == table;
-            if let Some(name) = header
-                .strip_prefix(table)
-                .and_then(|rest| rest.strip_prefix('.'))
-            {
+            if let Some(name) = header.strip_prefix(table).and_then(|rest| rest.strip_prefix('.')) {
                 names.push(name.to_owned());
             }
         } else if is_inside && !line.is_empty() && !line.starts_with('#') {
@@ -186,11 +172,7 @@ pub fn allowances() -> BTreeMap<String, Allowance> {
 #[must_use]
 pub fn parse_allowances(text: &str, all: &BTreeSet<String>) -> BTreeMap<String, Allowance> {
     let cells = |line: &str| -> Vec<String> {
-        line.trim()
-            .trim_matches('|')
-            .split('|')
-            .map(|cell| cell.trim().to_owned())
-            .collect()
+        line.trim().trim_matches('|').split('|').map(|cell| cell.trim().to_owned()).collect()
     };
     let rows: Vec<Vec<String>> = text
         .lines()
@@ -199,10 +181,7 @@ pub fn parse_allowances(text: &str, all: &BTreeSet<String>) -> BTreeMap<String, 
         .skip(2)
         .map(cells)
         .collect();
-    assert!(
-        !rows.is_empty(),
-        "ARCHITECTURE.md has no table with a third column 'may use'"
-    );
+    assert!(!rows.is_empty(), "ARCHITECTURE.md has no table with a third column 'may use'");
     rows.into_iter()
         .map(|row| {
             let [name, _, ours, others] = row.as_slice() else {

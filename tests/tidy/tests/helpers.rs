@@ -13,10 +13,7 @@ fn dependencies_are_read_in_all_their_forms() {
     let text = "[package]\nname = \"x\"\n[dependencies]\naquifer-pool.workspace = true\n# a remark\n\
                 libc = \"1\"\nrustix={ version = \"1\" }\n[dependencies.serde]\nversion = \"1\"\n\
                 [dev-dependencies]\nproptest.workspace = true\n";
-    assert_eq!(
-        names_in_table(text, "dependencies"),
-        ["aquifer-pool", "libc", "rustix", "serde"]
-    );
+    assert_eq!(names_in_table(text, "dependencies"), ["aquifer-pool", "libc", "rustix", "serde"]);
     assert_eq!(names_in_table(text, "dev-dependencies"), ["proptest"]);
 }
 

@@ -11,9 +11,7 @@ const FILE_BYTES_MAX: u64 = 500 << 10;
 /// Code that people write and read.
 const CODE: [&str; 6] = ["rs", "c", "h", "py", "sh", "sql"];
 /// Files in which words are looked for.
-const TEXT: [&str; 12] = [
-    "rs", "c", "h", "py", "sh", "sql", "md", "toml", "yml", "json", "html", "txt",
-];
+const TEXT: [&str; 12] = ["rs", "c", "h", "py", "sh", "sql", "md", "toml", "yml", "json", "html", "txt"];
 /// Cores: they decide, and leave files, clocks, threads and sockets to their edges.
 const PURE: [&str; 13] = [
     "crates/directory/src/core/",
@@ -51,9 +49,7 @@ fn offending_lines(file: &ProjectFile, text: &str, offends: impl Fn(&str) -> boo
 }
 
 fn rust_files() -> impl Iterator<Item = ProjectFile> {
-    files()
-        .into_iter()
-        .filter(|file| file.has_extension(&["rs"]))
+    files().into_iter().filter(|file| file.has_extension(&["rs"]))
 }
 
 /// This crate names what it bans.
@@ -73,47 +69,30 @@ fn crates_use_only_what_the_table_in_architecture_md_allows() {
         for name in cargo_table(&folder, "dependencies") {
             let is_allowed = match name.strip_prefix("aquifer-") {
                 Some(ours) => allowed.ours.contains(ours),
-                None => allowed
-                    .others
-                    .as_ref()
-                    .is_none_or(|others| others.contains(&name)),
+                None => allowed.others.as_ref().is_none_or(|others| others.contains(&name)),
             };
             if !is_allowed {
                 offences.push(format!("crates/{folder} must not use {name}"));
             }
         }
     }
-    complain(
-        "arrows point down only; see the table in ARCHITECTURE.md:",
-        &offences,
-    );
+    complain("arrows point down only; see the table in ARCHITECTURE.md:", &offences);
 }
 
 #[test]
 fn no_row_of_the_table_is_about_a_crate_that_is_not_there() {
     let there = crates();
-    let offences: Vec<String> = allowances()
-        .into_keys()
-        .filter(|name| !there.contains(name))
-        .collect();
-    complain(
-        "remove these rows from the table in ARCHITECTURE.md:",
-        &offences,
-    );
+    let offences: Vec<String> = allowances().into_keys().filter(|name| !there.contains(name)).collect();
+    complain("remove these rows from the table in ARCHITECTURE.md:", &offences);
 }
 
 #[test]
 fn every_crate_has_a_section_in_architecture_md() {
     let text = std::fs::read_to_string(aquifer_tests_tidy::root().join("ARCHITECTURE.md"))
         .expect("ARCHITECTURE.md is there");
-    let offences: Vec<String> = crates()
-        .into_iter()
-        .filter(|name| !text.contains(&format!("\n### `crates/{name}`")))
-        .collect();
-    complain(
-        "ARCHITECTURE.md needs a section '### `crates/NAME`' for each of:",
-        &offences,
-    );
+    let offences: Vec<String> =
+        crates().into_iter().filter(|name| !text.contains(&format!("\n### `crates/{name}`"))).collect();
+    complain("ARCHITECTURE.md needs a section '### `crates/NAME`' for each of:", &offences);
 }
 
 #[test]
@@ -125,10 +104,7 @@ fn no_file_of_code_is_too_long() {
         .filter(|(_, lines)| *lines > LINES_MAX)
         .map(|(file, lines)| format!("{}: {lines} lines", file.path))
         .collect();
-    complain(
-        "no file of code has more than 600 lines; divide these by what they know:",
-        &offences,
-    );
+    complain("no file of code has more than 600 lines; divide these by what they know:", &offences);
 }
 
 #[test]
@@ -138,10 +114,7 @@ fn no_file_is_too_large() {
         .filter(|file| file.bytes > FILE_BYTES_MAX)
         .map(|file| format!("{}: {} bytes", file.path, file.bytes))
         .collect();
-    complain(
-        "no file has more than 500 KiB; make it at build time, or fetch it:",
-        &offences,
-    );
+    complain("no file has more than 500 KiB; make it at build time, or fetch it:", &offences);
 }
 
 #[test]
@@ -149,9 +122,7 @@ fn nothing_is_left_to_be_written() {
     let mut offences = Vec::new();
     for file in rust_files().filter(|file| !is_tidy(file)) {
         offences.extend(offending_lines(&file, &file.text(), |line| {
-            ["todo!(", "unimplemented!(", "dbg!("]
-                .iter()
-                .any(|banned| line.contains(banned))
+            ["todo!(", "unimplemented!(", "dbg!("].iter().any(|banned| line.contains(banned))
         }));
     }
     complain("write it, or leave it out:", &offences);
@@ -161,27 +132,17 @@ fn nothing_is_left_to_be_written() {
 fn no_test_is_switched_off() {
     let mut offences = Vec::new();
     for file in rust_files().filter(|file| !is_tidy(file)) {
-        offences.extend(offending_lines(&file, &file.text(), |line| {
-            line.trim().starts_with("#[ignore")
-        }));
+        offences.extend(offending_lines(&file, &file.text(), |line| line.trim().starts_with("#[ignore")));
     }
-    complain(
-        "a test that is not run proves nothing; make it run, or remove it:",
-        &offences,
-    );
+    complain("a test that is not run proves nothing; make it run, or remove it:", &offences);
 }
 
 #[test]
 fn notes_to_oneself_are_issues_not_comments() {
     let mut offences = Vec::new();
-    for file in files()
-        .iter()
-        .filter(|file| file.has_extension(&TEXT) && !is_tidy(file))
-    {
+    for file in files().iter().filter(|file| file.has_extension(&TEXT) && !is_tidy(file)) {
         offences.extend(offending_lines(file, &file.text(), |line| {
-            ["TODO", "FIXME", "XXX"]
-                .iter()
-                .any(|word| has_word(line, word))
+            ["TODO", "FIXME", "XXX"].iter().any(|word| has_word(line, word))
         }));
     }
     complain("open an issue instead:", &offences);
@@ -195,18 +156,11 @@ fn tests_wait_for_conditions_not_for_time() {
             continue;
         }
         let text = file.text();
-        let tests = if file.is_test() {
-            &text
-        } else {
-            &text[before_tests(&text).len()..]
-        };
+        let tests = if file.is_test() { &text } else { &text[before_tests(&text).len()..] };
         let calls_sleep = |line: &str| has_word(line, "sleep") && line.contains("sleep(");
         offences.extend(offending_lines(file, tests, calls_sleep));
     }
-    complain(
-        "wait for what you wait for (a message, a lock, a pidfd, `eventually`):",
-        &offences,
-    );
+    complain("wait for what you wait for (a message, a lock, a pidfd, `eventually`):", &offences);
 }
 
 #[test]
@@ -218,10 +172,7 @@ fn product_code_does_not_unwrap() {
             line.contains(".unwrap()") && !line.trim_start().starts_with("//")
         }));
     }
-    complain(
-        "return an error, or say with `expect` why it cannot fail:",
-        &offences,
-    );
+    complain("return an error, or say with `expect` why it cannot fail:", &offences);
 }
 
 #[test]
@@ -245,18 +196,15 @@ fn cores_do_no_input_or_output() {
             "{path} is a core no more: correct the list in this test"
         );
     }
-    for file in rust_files()
-        .filter(|file| PURE.iter().any(|path| file.path.starts_with(path)) && !file.is_test())
+    for file in
+        rust_files().filter(|file| PURE.iter().any(|path| file.path.starts_with(path)) && !file.is_test())
     {
         let text = file.text();
         offences.extend(offending_lines(&file, before_tests(&text), |line| {
             !line.trim_start().starts_with("//") && banned.iter().any(|name| line.contains(name))
         }));
     }
-    complain(
-        "cores are pure; let the edge do it and tell the core:",
-        &offences,
-    );
+    complain("cores are pure; let the edge do it and tell the core:", &offences);
 }
 
 #[test]
@@ -276,37 +224,22 @@ fn every_mutation_is_named_in_the_document_of_its_protocol() {
             seen.insert(name);
         }
     }
-    assert!(
-        !seen.is_empty(),
-        "no enum Mutation was found: has it another form now?"
-    );
-    complain(
-        "docs/formats/*.md must name the step that each of these breaks:",
-        &offences,
-    );
+    assert!(!seen.is_empty(), "no enum Mutation was found: has it another form now?");
+    complain("docs/formats/*.md must name the step that each of these breaks:", &offences);
 }
 
 #[test]
 fn nothing_depends_on_one_machine() {
     // In two parts, so that this file does not name them.
-    let banned = [
-        concat!("/wo", "rk/"),
-        concat!("/ro", "ot/"),
-        concat!("/ho", "me/"),
-        concat!("/tmp/", "brief"),
-    ];
+    let banned =
+        [concat!("/wo", "rk/"), concat!("/ro", "ot/"), concat!("/ho", "me/"), concat!("/tmp/", "brief")];
     let mut offences = Vec::new();
-    for file in files()
-        .iter()
-        .filter(|file| file.has_extension(&TEXT) || !file.path.contains('.'))
-    {
+    for file in files().iter().filter(|file| file.has_extension(&TEXT) || !file.path.contains('.')) {
         offences.extend(offending_lines(file, &file.text(), |line| {
             banned.iter().any(|path| {
                 line.match_indices(path).any(|(at, _)| {
                     // A longer path or name may end like this.
-                    !line[..at].ends_with(|before: char| {
-                        before.is_alphanumeric() || "_-.}".contains(before)
-                    })
+                    !line[..at].ends_with(|before: char| before.is_alphanumeric() || "_-.}".contains(before))
                 })
             })
         }));

@@ -15,7 +15,9 @@ pub enum BenchError {
         name: String,
     },
     /// No compiler.
-    #[error("the bench's programs cannot be built: {reason}; install a C compiler (scripts/install-deps.sh bench)")]
+    #[error(
+        "the bench's programs cannot be built: {reason}; install a C compiler (scripts/install-deps.sh bench)"
+    )]
     Build {
         /// What the compiler said.
         reason: String,

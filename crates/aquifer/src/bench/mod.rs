@@ -77,6 +77,10 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
         return Ok(ExitCode::SUCCESS);
     }
     interrupt::install();
+    interrupt::outcome(measure(bench, args))
+}
+
+fn measure(bench: &Bench, args: &BenchArgs) -> Result<ExitCode, BenchError> {
     let report = (bench.run)(args)?;
     print!("{}", report.to_text());
     if let Some(path) = &args.json {
@@ -111,8 +115,7 @@ mod tests {
 
     #[test]
     fn an_unknown_bench_is_refused_by_name() {
-        let args =
-            BenchArgs { name: "fault".into(), quick: true, json: None, out: None, serve_at: None };
+        let args = BenchArgs { name: "fault".into(), quick: true, json: None, out: None, serve_at: None };
         let error = run(&args).unwrap_err().to_string();
         assert!(error.contains("\"fault\"") && error.contains("bench list"), "{error}");
     }

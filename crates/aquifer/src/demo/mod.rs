@@ -37,6 +37,10 @@ pub struct DemoArgs {
 /// If something is missing, a run fails, outputs differ, or a signal asks to stop.
 pub fn run(args: &DemoArgs) -> Result<ExitCode, BenchError> {
     interrupt::install();
+    interrupt::outcome(play(args))
+}
+
+fn play(args: &DemoArgs) -> Result<ExitCode, BenchError> {
     if let Err(error) = cleanup_stale() {
         eprintln!("aquifer: left from an earlier demo: {error}");
     }

@@ -101,7 +101,11 @@ fn panel<'a>(area: &Area<'a>, left: i32, title: &str, bars: &[(f64, String)]) ->
     Ok(())
 }
 
-fn curves<'a>(area: &DrawingArea<SVGBackend<'a>, Shift>, played: &[Played], limit_bytes: u64) -> DrawResult<'a, ()> {
+fn curves<'a>(
+    area: &DrawingArea<SVGBackend<'a>, Shift>,
+    played: &[Played],
+    limit_bytes: u64,
+) -> DrawResult<'a, ()> {
     let mib = |bytes: u64| float(bytes) / float(MIB);
     let end_s = played.iter().map(|run| run.seconds).fold(1.0, f64::max);
     let top = played.iter().map(|run| mib(run.resident_peak_bytes)).fold(1.0, f64::max) * 1.05;
@@ -110,9 +114,22 @@ fn curves<'a>(area: &DrawingArea<SVGBackend<'a>, Shift>, played: &[Played], limi
         .x_label_area_size(34)
         .y_label_area_size(52)
         .build_cartesian_2d(0.0..end_s, 0.0..top)?;
-    chart.configure_mesh().disable_mesh().x_desc("seconds").y_desc("MiB resident").draw()?;
+    chart
+        .configure_mesh()
+        .disable_mesh()
+        .x_desc("seconds")
+        .y_desc("MiB resident")
+        .x_label_formatter(&|seconds| format!("{seconds:.0}"))
+        .y_label_formatter(&|mib| format!("{mib:.0}"))
+        .draw()?;
     let limit = mib(limit_bytes);
-    chart.draw_series(LineSeries::new([(0.0, limit), (end_s, limit)], RGBColor(200, 40, 40).stroke_width(1)))?;
+    chart.draw_series(LineSeries::new(
+        [(0.0, limit), (end_s, limit)],
+        RGBColor(200, 40, 40).stroke_width(1),
+    ))?;
+    let label = format!("limit {}", show_bytes(limit_bytes));
+    let style = ("sans-serif", 13).into_font();
+    chart.draw_series([Text::new(label, (end_s * 0.88, limit + top * 0.08), style)])?;
     for (run, colour) in played.iter().zip(COLOURS) {
         let points = run.curve.iter().map(|point| (point.elapsed_s, mib(point.resident_bytes)));
         chart.draw_series(LineSeries::new(points, colour.stroke_width(2)))?;

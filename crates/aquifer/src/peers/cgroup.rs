@@ -28,54 +28,37 @@ pub(super) struct Cgroup {
 }
 
 impl Cgroup {
-    pub(super) fn create(
-        record: &mut Record,
-        limit_bytes: u64,
-        swap_bytes: u64,
-    ) -> Result<Self, PeerError> {
+    pub(super) fn create(record: &mut Record, limit_bytes: u64, swap_bytes: u64) -> Result<Self, PeerError> {
         let mountinfo = Path::new("/proc/self/mountinfo");
         let mounts = fs::read_to_string(mountinfo).map_err(PeerError::io("read", mountinfo))?;
         let (version, root) = find_controller(&mounts, |root| {
             fs::read_to_string(root.join("cgroup.controllers")).unwrap_or_default()
         })
         .ok_or(PeerError::NoMemoryController)?;
-        let cgroup = Self {
-            version,
-            path: root.join(record.name()),
-        };
+        let cgroup = Self { version, path: root.join(record.name()) };
         if version == Version::V2 {
             let file = root.join("cgroup.subtree_control");
-            fs::write(&file, "+memory")
-                .map_err(PeerError::io("turn on the memory controller in", &file))?;
+            fs::write(&file, "+memory").map_err(PeerError::io("turn on the memory controller in", &file))?;
         }
         record.add(Step::Cgroup(cgroup.path.clone()))?;
         fs::create_dir(&cgroup.path).map_err(PeerError::io("create the cgroup", &cgroup.path))?;
         // Where the machine has other swap, the program must not get more of it than was asked for.
         let (memory_file, swap_file, swap_limit) = match version {
-            Version::V1 => (
-                "memory.limit_in_bytes",
-                "memory.memsw.limit_in_bytes",
-                limit_bytes + swap_bytes,
-            ),
+            Version::V1 => ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", limit_bytes + swap_bytes),
             Version::V2 => ("memory.max", "memory.swap.max", swap_bytes),
         };
         let limit = cgroup.path.join(memory_file);
-        fs::write(&limit, limit_bytes.to_string())
-            .map_err(PeerError::io("set the limit in", &limit))?;
+        fs::write(&limit, limit_bytes.to_string()).map_err(PeerError::io("set the limit in", &limit))?;
         let limit = cgroup.path.join(swap_file);
         if limit.exists() {
-            fs::write(&limit, swap_limit.to_string())
-                .map_err(PeerError::io("set the limit in", &limit))?;
+            fs::write(&limit, swap_limit.to_string()).map_err(PeerError::io("set the limit in", &limit))?;
         }
         Ok(cgroup)
     }
 
     pub(super) fn command(&self, program: &OsStr) -> Result<Command, PeerError> {
         let path = self.path.join("cgroup.procs");
-        let procs: File = OpenOptions::new()
-            .write(true)
-            .open(&path)
-            .map_err(PeerError::io("open", &path))?;
+        let procs: File = OpenOptions::new().write(true).open(&path).map_err(PeerError::io("open", &path))?;
         let mut command = Command::new(program);
         // SAFETY: between fork and exec the closure makes one write system call on a descriptor that was
         // opened before, and neither allocates nor takes a lock.
@@ -137,10 +120,8 @@ pub(super) fn kill_all(path: &Path) -> Result<(), PeerError> {
             Err(error) => return Err(PeerError::io("read", &procs)(error)),
         };
         let mut empty = true;
-        for pid in pids
-            .lines()
-            .filter_map(|line| line.parse().ok())
-            .filter_map(rustix::process::Pid::from_raw)
+        for pid in
+            pids.lines().filter_map(|line| line.parse().ok()).filter_map(rustix::process::Pid::from_raw)
         {
             empty = false;
             // One that has just ended by itself is as good as killed.
@@ -151,9 +132,7 @@ pub(super) fn kill_all(path: &Path) -> Result<(), PeerError> {
         }
         std::thread::sleep(Duration::from_millis(10));
     }
-    Err(PeerError::StillRunning {
-        path: path.to_owned(),
-    })
+    Err(PeerError::StillRunning { path: path.to_owned() })
 }
 
 /// Removes the cgroup at `path`; that it is gone already is fine.
@@ -170,10 +149,7 @@ pub(super) fn remove(path: &Path) -> Result<(), PeerError> {
 
 /// Finds the root of the memory controller among the lines of `/proc/self/mountinfo`. `controllers` reads
 /// which ones a version 2 root has.
-fn find_controller(
-    mounts: &str,
-    controllers: impl Fn(&Path) -> String,
-) -> Option<(Version, PathBuf)> {
+fn find_controller(mounts: &str, controllers: impl Fn(&Path) -> String) -> Option<(Version, PathBuf)> {
     mounts.lines().find_map(|line| {
         // "31 23 0:28 / /mount/point rw shared:1 - cgroup2 source options"
         let (front, back) = line.split_once(" - ")?;
@@ -194,15 +170,7 @@ fn find_controller(
 
 /// The value of `name` in a memory.stat; 0 if this kernel does not count it.
 fn stat_field(stat: &str, name: &str) -> u64 {
-    stat.lines()
-        .find_map(|line| {
-            line.strip_prefix(name)?
-                .strip_prefix(' ')?
-                .trim()
-                .parse()
-                .ok()
-        })
-        .unwrap_or(0)
+    stat.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok()).unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -217,30 +185,17 @@ mod tests {
         let none = |_: &Path| String::from("hugetlb\n");
         let memory = |_: &Path| String::from("cpu memory\n");
         let v1_root = PathBuf::from("/sys/fs/cgroup/memory");
-        assert_eq!(
-            find_controller(V1, none),
-            Some((Version::V1, v1_root.clone()))
-        );
-        assert_eq!(
-            find_controller(V2, memory),
-            Some((Version::V2, PathBuf::from("/sys/fs/cgroup")))
-        );
+        assert_eq!(find_controller(V1, none), Some((Version::V1, v1_root.clone())));
+        assert_eq!(find_controller(V2, memory), Some((Version::V2, PathBuf::from("/sys/fs/cgroup"))));
         // A machine may mount both; the controller is where it is listed.
-        assert_eq!(
-            find_controller(&format!("{V2}{V1}"), none),
-            Some((Version::V1, v1_root))
-        );
+        assert_eq!(find_controller(&format!("{V2}{V1}"), none), Some((Version::V1, v1_root)));
         assert_eq!(find_controller(V2, none), None);
     }
 
     #[test]
     fn cut_lines_name_no_controller() {
         for end in 0..V1.len() - "memory\n".len() {
-            assert_eq!(
-                find_controller(&V1[..end], |_| String::from("memory")),
-                None,
-                "cut at {end}"
-            );
+            assert_eq!(find_controller(&V1[..end], |_| String::from("memory")), None, "cut at {end}");
         }
     }
 

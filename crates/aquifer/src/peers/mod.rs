@@ -169,11 +169,7 @@ impl PeerSetup {
             }
             Peer::Zram => Some(zram::create(&mut record, swap_bytes)?),
         };
-        Ok(Self {
-            cgroup,
-            zram,
-            record,
-        })
+        Ok(Self { cgroup, zram, record })
     }
 
     /// Sets the read-ahead of swap; the former setting comes back when the setup is dropped.

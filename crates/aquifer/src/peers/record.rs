@@ -32,14 +32,8 @@ impl Step {
         match self {
             Self::Cgroup(path) => format!("cgroup {}", path.display()),
             Self::SwapFile(path) => format!("swap-file {}", path.display()),
-            Self::Zram {
-                number,
-                added: true,
-            } => format!("zram-added {number}"),
-            Self::Zram {
-                number,
-                added: false,
-            } => format!("zram {number}"),
+            Self::Zram { number, added: true } => format!("zram-added {number}"),
+            Self::Zram { number, added: false } => format!("zram {number}"),
             Self::PageCluster(former) => format!("page-cluster {former}"),
         }
     }
@@ -55,14 +49,8 @@ impl Step {
         Some(match kind {
             "cgroup" => Self::Cgroup(own_path()?),
             "swap-file" => Self::SwapFile(own_path()?),
-            "zram-added" => Self::Zram {
-                number: value.parse().ok()?,
-                added: true,
-            },
-            "zram" => Self::Zram {
-                number: value.parse().ok()?,
-                added: false,
-            },
+            "zram-added" => Self::Zram { number: value.parse().ok()?, added: true },
+            "zram" => Self::Zram { number: value.parse().ok()?, added: false },
             "page-cluster" => Self::PageCluster(value.parse().ok()?),
             _ => return None,
         })
@@ -102,10 +90,7 @@ impl Record {
             path: PathBuf::from("/proc/self/stat"),
             source: io::Error::from(io::ErrorKind::InvalidData),
         })?;
-        let name = format!(
-            "{PREFIX}{pid}-{start}-{}",
-            NEXT.fetch_add(1, Ordering::Relaxed)
-        );
+        let name = format!("{PREFIX}{pid}-{start}-{}", NEXT.fetch_add(1, Ordering::Relaxed));
         let path = folder.join(&name);
         OpenOptions::new()
             .write(true)
@@ -113,11 +98,7 @@ impl Record {
             .mode(0o600)
             .open(&path)
             .map_err(PeerError::io("create the record", &path))?;
-        Ok(Self {
-            name,
-            path,
-            steps: Vec::new(),
-        })
+        Ok(Self { name, path, steps: Vec::new() })
     }
 
     pub(super) fn name(&self) -> &str {
@@ -130,9 +111,7 @@ impl Record {
     }
 
     pub(super) fn has_page_cluster(&self) -> bool {
-        self.steps
-            .iter()
-            .any(|step| matches!(step, Step::PageCluster(_)))
+        self.steps.iter().any(|step| matches!(step, Step::PageCluster(_)))
     }
 
     /// Writes `step` down; it must be done after, never before.
@@ -141,8 +120,7 @@ impl Record {
             .append(true)
             .open(&self.path)
             .map_err(PeerError::io("open the record", &self.path))?;
-        writeln!(file, "{}", step.to_line())
-            .map_err(PeerError::io("write the record", &self.path))?;
+        writeln!(file, "{}", step.to_line()).map_err(PeerError::io("write the record", &self.path))?;
         self.steps.push(step);
         Ok(())
     }
@@ -179,25 +157,14 @@ impl Record {
 
     fn load(name: &str) -> Result<Self, PeerError> {
         let path = Path::new(FOLDER).join(name);
-        let size = fs::metadata(&path)
-            .map_err(PeerError::io("read the record", &path))?
-            .len();
+        let size = fs::metadata(&path).map_err(PeerError::io("read the record", &path))?.len();
         if size > RECORD_BYTES_MAX {
-            return Err(PeerError::Record {
-                path,
-                line: format!("{size} bytes"),
-            });
+            return Err(PeerError::Record { path, line: format!("{size} bytes") });
         }
         let text = fs::read_to_string(&path).map_err(PeerError::io("read the record", &path))?;
-        let steps = parse_steps(&text, name).map_err(|line| PeerError::Record {
-            path: path.clone(),
-            line,
-        })?;
-        Ok(Self {
-            name: name.to_owned(),
-            path,
-            steps,
-        })
+        let steps =
+            parse_steps(&text, name).map_err(|line| PeerError::Record { path: path.clone(), line })?;
+        Ok(Self { name: name.to_owned(), path, steps })
     }
 }
 
@@ -274,32 +241,20 @@ mod tests {
         vec![
             Step::Cgroup(PathBuf::from(format!("/sys/fs/cgroup/memory/{NAME}"))),
             Step::SwapFile(PathBuf::from(format!("/var/tmp/{NAME}"))),
-            Step::Zram {
-                number: 3,
-                added: true,
-            },
-            Step::Zram {
-                number: 0,
-                added: false,
-            },
+            Step::Zram { number: 3, added: true },
+            Step::Zram { number: 0, added: false },
             Step::PageCluster(3),
         ]
     }
 
     #[test]
     fn steps_survive_the_file() {
-        let text: String = all_steps()
-            .iter()
-            .map(|step| step.to_line() + "\n")
-            .collect();
+        let text: String = all_steps().iter().map(|step| step.to_line() + "\n").collect();
         assert_eq!(parse_steps(&text, NAME), Ok(all_steps()));
         // Cut anywhere, it yields the whole steps before the cut.
         for end in 0..text.len() {
             let whole_lines = text[..end].matches('\n').count();
-            assert_eq!(
-                parse_steps(&text[..end], NAME),
-                Ok(all_steps()[..whole_lines].to_vec())
-            );
+            assert_eq!(parse_steps(&text[..end], NAME), Ok(all_steps()[..whole_lines].to_vec()));
         }
     }
 
@@ -317,38 +272,24 @@ mod tests {
             "page-cluster 99999999999999999999",
             "format-disk 1",
         ] {
-            assert_eq!(
-                parse_steps(&format!("{line}\n"), NAME),
-                Err(line.to_owned())
-            );
+            assert_eq!(parse_steps(&format!("{line}\n"), NAME), Err(line.to_owned()));
         }
     }
 
     #[test]
     fn owners_are_read_from_names() {
         assert_eq!(parse_owner(NAME), Some((12, 345)));
-        for name in [
-            "",
-            "aquifer-peer-",
-            "aquifer-peer-1-2",
-            "aquifer-peer-1-2-3-4",
-            "aquifer-peer-x-2-3",
-            "1-2-3",
-        ] {
+        for name in
+            ["", "aquifer-peer-", "aquifer-peer-1-2", "aquifer-peer-1-2-3-4", "aquifer-peer-x-2-3", "1-2-3"]
+        {
             assert_eq!(parse_owner(name), None, "{name}");
         }
     }
 
     #[test]
     fn start_time_ignores_a_hostile_command_name() {
-        let fields = (4..=21)
-            .map(|field| field.to_string())
-            .collect::<Vec<_>>()
-            .join(" ");
-        assert_eq!(
-            parse_start_time(&format!("7 (a) S 9 (b c)) R {fields} 777 23")),
-            Some(777)
-        );
+        let fields = (4..=21).map(|field| field.to_string()).collect::<Vec<_>>().join(" ");
+        assert_eq!(parse_start_time(&format!("7 (a) S 9 (b c)) R {fields} 777 23")), Some(777));
         assert_eq!(parse_start_time("7 (a) S 1 2"), None);
         assert_eq!(parse_start_time(""), None);
         assert!(start_time(std::process::id()).is_some());

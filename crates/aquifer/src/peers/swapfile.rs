@@ -20,25 +20,15 @@ const FOLDERS: [&str; 4] = ["/var/tmp", "/var/lib", "/tmp", "/root"];
 
 /// File systems that hold no swap files, by their magic numbers: tmpfs, ramfs, overlayfs, NFS, 9p, FUSE,
 /// squashfs, ZFS.
-const WITHOUT_SWAP: [i64; 8] = [
-    0x0102_1994,
-    0x8584_58f6,
-    0x794c_7630,
-    0x6969,
-    0x0102_1997,
-    0x6573_5546,
-    0x7371_7368,
-    0x2fc1_2fc1,
-];
+const WITHOUT_SWAP: [i64; 8] =
+    [0x0102_1994, 0x8584_58f6, 0x794c_7630, 0x6969, 0x0102_1997, 0x6573_5546, 0x7371_7368, 0x2fc1_2fc1];
 
 pub(super) fn create(record: &mut Record, bytes: u64) -> Result<(), PeerError> {
     let folder = FOLDERS
         .iter()
         .map(Path::new)
         .find(|folder| can_hold_swap(folder))
-        .ok_or_else(|| PeerError::NoSwapFolder {
-            tried: FOLDERS.join(", "),
-        })?;
+        .ok_or_else(|| PeerError::NoSwapFolder { tried: FOLDERS.join(", ") })?;
     let path = folder.join(record.name());
     record.add(Step::SwapFile(path.clone()))?;
     let file = OpenOptions::new()
@@ -48,14 +38,9 @@ pub(super) fn create(record: &mut Record, bytes: u64) -> Result<(), PeerError> {
         .open(&path)
         .map_err(PeerError::io("create the swap file", &path))?;
     let pages = bytes.div_ceil(PAGE_BYTES);
-    rustix::fs::fallocate(
-        &file,
-        rustix::fs::FallocateFlags::empty(),
-        0,
-        pages * PAGE_BYTES,
-    )
-    .map_err(io::Error::from)
-    .map_err(PeerError::io("allocate the swap file", &path))?;
+    rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, pages * PAGE_BYTES)
+        .map_err(io::Error::from)
+        .map_err(PeerError::io("allocate the swap file", &path))?;
     write_header(&file, pages).map_err(PeerError::io("write the swap file", &path))?;
     match swap_on(&path) {
         // Some file systems do not take space that was allocated but never written.
@@ -87,9 +72,7 @@ fn fill(file: &File, pages: u64) -> io::Result<()> {
     let mut left = pages * PAGE_BYTES;
     let mut writer: &File = file;
     while left > 0 {
-        let now = usize::try_from(left)
-            .unwrap_or(zeros.len())
-            .min(zeros.len());
+        let now = usize::try_from(left).unwrap_or(zeros.len()).min(zeros.len());
         writer.write_all(&zeros[..now])?;
         left -= now as u64;
     }
@@ -138,11 +121,7 @@ fn c_path(path: &Path) -> io::Result<CString> {
 }
 
 fn check(returned: libc::c_int) -> io::Result<()> {
-    if returned == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
+    if returned == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 #[cfg(test)]
@@ -154,10 +133,7 @@ mod tests {
         let page = header(256);
         assert_eq!(page.len(), 4096);
         assert_eq!(&page[4086..], b"SWAPSPACE2");
-        assert_eq!(
-            page[1024..1032],
-            [1u32.to_ne_bytes(), 255u32.to_ne_bytes()].concat()
-        );
+        assert_eq!(page[1024..1032], [1u32.to_ne_bytes(), 255u32.to_ne_bytes()].concat());
         assert!(page[..1024].iter().all(|&byte| byte == 0));
     }
 

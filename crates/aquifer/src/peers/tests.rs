@@ -17,24 +17,15 @@ fn turn() -> Option<MutexGuard<'static, ()>> {
     if rustix::process::geteuid().is_root() {
         return Some(guard);
     }
-    assert!(matches!(
-        PeerSetup::new(Peer::SwapFile, 64 * MIB, 64 * MIB),
-        Err(PeerError::NotRoot)
-    ));
+    assert!(matches!(PeerSetup::new(Peer::SwapFile, 64 * MIB, 64 * MIB), Err(PeerError::NotRoot)));
     eprintln!("not root: only the refusal was tested");
     None
 }
 
 fn build_faultbench(folder: &Path) -> PathBuf {
-    let source =
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/e2e/programs/faultbench.c");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/e2e/programs/faultbench.c");
     let program = folder.join("faultbench");
-    let built = Command::new("cc")
-        .args(["-O2", "-o"])
-        .arg(&program)
-        .arg(source)
-        .status()
-        .unwrap();
+    let built = Command::new("cc").args(["-O2", "-o"]).arg(&program).arg(source).status().unwrap();
     assert!(built.success());
     program
 }
@@ -49,24 +40,12 @@ fn run_faultbench(setup: &PeerSetup) -> PeerUsage {
     let output = setup
         .command(build_faultbench(folder.path()))
         .unwrap()
-        .args([
-            "--bytes",
-            "192M",
-            "--pattern",
-            "seq",
-            "--op",
-            "write",
-            "--passes",
-            "1",
-        ])
+        .args(["--bytes", "192M", "--pattern", "seq", "--op", "write", "--passes", "1"])
         .output()
         .unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success(), "{text}");
-    assert!(
-        text.contains("\"verified_pages\":49152,\"errors\":0"),
-        "{text}"
-    );
+    assert!(text.contains("\"verified_pages\":49152,\"errors\":0"), "{text}");
     setup.usage().unwrap()
 }
 
@@ -97,10 +76,7 @@ fn a_swap_file_holds_what_the_limit_does_not() {
 #[test]
 fn zram_holds_what_the_limit_does_not() {
     let Some(_turn) = turn() else { return };
-    if matches!(
-        PeerSetup::new(Peer::Zram, 64 * MIB, 64 * MIB),
-        Err(PeerError::NoZram)
-    ) {
+    if matches!(PeerSetup::new(Peer::Zram, 64 * MIB, 64 * MIB), Err(PeerError::NoZram)) {
         eprintln!("no zram here: only the refusal was tested");
         return;
     }
@@ -115,12 +91,7 @@ fn a_program_that_outgrows_memory_and_swap_is_seen_to_be_killed() {
     let folder = tempfile::tempdir().unwrap();
     let faultbench = build_faultbench(folder.path());
     let setup = PeerSetup::new(Peer::SwapFile, 32 * MIB, 32 * MIB).unwrap();
-    let status = setup
-        .command(faultbench)
-        .unwrap()
-        .args(["--bytes", "192M"])
-        .status()
-        .unwrap();
+    let status = setup.command(faultbench).unwrap().args(["--bytes", "192M"]).status().unwrap();
     assert!(!status.success());
     assert_eq!(setup.usage().unwrap().oom_kills, 1);
     setup.close().unwrap();
@@ -163,7 +134,11 @@ fn what_a_dead_owner_left_is_undone_once() {
     let stale = path.with_file_name("aquifer-peer-4294967295-1-0");
     let text = fs::read_to_string(&path).unwrap();
     assert!(text.contains(&name));
-    fs::write(&stale, "page-cluster 3\ncgroup /sys/fs/cgroup/memory/aquifer-peer-4294967295-1-0\nswap-file /var/tmp/aq").unwrap();
+    fs::write(
+        &stale,
+        "page-cluster 3\ncgroup /sys/fs/cgroup/memory/aquifer-peer-4294967295-1-0\nswap-file /var/tmp/aq",
+    )
+    .unwrap();
     assert_eq!(cleanup_stale().unwrap(), 1);
     assert!(!stale.exists());
     // The living owner's setup is untouched.
@@ -185,41 +160,22 @@ fn sizes_are_bounded() {
     for bytes in [0, MIB - 1, (1 << 40) + 1, u64::MAX] {
         assert!(matches!(
             PeerSetup::new(Peer::SwapFile, bytes, MIB),
-            Err(PeerError::Size {
-                what: "memory limit",
-                ..
-            })
+            Err(PeerError::Size { what: "memory limit", .. })
         ));
         assert!(matches!(
             PeerSetup::new(Peer::SwapFile, MIB, bytes),
-            Err(PeerError::Size {
-                what: "swap device",
-                ..
-            })
+            Err(PeerError::Size { what: "swap device", .. })
         ));
     }
     assert!(SIZE_BYTES.contains(&MIB) && SIZE_BYTES.contains(&(1 << 40)));
     let Some(_turn) = turn() else { return };
-    PeerSetup::new(Peer::SwapFile, MIB, MIB)
-        .unwrap()
-        .close()
-        .unwrap();
+    PeerSetup::new(Peer::SwapFile, MIB, MIB).unwrap().close().unwrap();
 }
 
 #[test]
 fn every_error_is_a_sentence() {
     let message =
-        PeerError::io("open", Path::new("/x"))(std::io::Error::from_raw_os_error(libc::ENOENT))
-            .to_string();
-    assert!(
-        message.starts_with("could not open /x: No such file"),
-        "{message}"
-    );
-    assert!(
-        PeerError::NoSwapFolder {
-            tried: "/tmp".into()
-        }
-        .to_string()
-        .contains("/tmp")
-    );
+        PeerError::io("open", Path::new("/x"))(std::io::Error::from_raw_os_error(libc::ENOENT)).to_string();
+    assert!(message.starts_with("could not open /x: No such file"), "{message}");
+    assert!(PeerError::NoSwapFolder { tried: "/tmp".into() }.to_string().contains("/tmp"));
 }

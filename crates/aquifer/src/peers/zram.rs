@@ -26,10 +26,8 @@ pub(super) fn create(record: &mut Record, bytes: u64) -> Result<u32, PeerError> 
     let pages = bytes.div_ceil(PAGE_BYTES);
     set(number, "disksize", &(pages * PAGE_BYTES).to_string())?;
     let device = device(number);
-    let file = OpenOptions::new()
-        .write(true)
-        .open(&device)
-        .map_err(PeerError::io("open the device", &device))?;
+    let file =
+        OpenOptions::new().write(true).open(&device).map_err(PeerError::io("open the device", &device))?;
     swapfile::write_header(&file, pages)
         .and_then(|()| file.sync_all())
         .map_err(PeerError::io("write the swap header to", &device))?;
@@ -48,8 +46,7 @@ pub(super) fn remove(number: u32, added: bool) -> Result<(), PeerError> {
     set(number, "reset", "1")?;
     if added {
         let path = Path::new(HOT_REMOVE);
-        fs::write(path, number.to_string())
-            .map_err(PeerError::io("remove the zram device by", path))?;
+        fs::write(path, number.to_string()).map_err(PeerError::io("remove the zram device by", path))?;
     }
     Ok(())
 }
@@ -59,9 +56,7 @@ pub(super) fn store_peak_bytes(number: u32) -> Result<u64, PeerError> {
     let path = attribute(number, "mm_stat");
     let stat = fs::read_to_string(&path).map_err(PeerError::io("read", &path))?;
     parse_store_peak(&stat).ok_or_else(|| {
-        PeerError::io("read the store's size from", &path)(io::Error::from(
-            io::ErrorKind::InvalidData,
-        ))
+        PeerError::io("read the store's size from", &path)(io::Error::from(io::ErrorKind::InvalidData))
     })
 }
 
@@ -72,10 +67,7 @@ fn claim() -> Option<(u32, bool)> {
         // It may be a module that nobody has loaded yet; if it is none, the next lines find out.
         let _ = std::process::Command::new("modprobe").arg("zram").output();
     }
-    if let Some(number) = fs::read_to_string(HOT_ADD)
-        .ok()
-        .and_then(|text| text.trim().parse().ok())
-    {
+    if let Some(number) = fs::read_to_string(HOT_ADD).ok().and_then(|text| text.trim().parse().ok()) {
         return Some((number, true));
     }
     (0..16)
@@ -87,19 +79,13 @@ fn claim() -> Option<(u32, bool)> {
 
 /// The best of the algorithms in a comp_algorithm such as `[lzo-rle] lzo lz4`.
 fn choose_algorithm(offered: &str) -> Option<&'static str> {
-    ALGORITHMS.into_iter().find(|wanted| {
-        offered
-            .split_whitespace()
-            .any(|name| name.trim_matches(['[', ']']) == *wanted)
-    })
+    ALGORITHMS
+        .into_iter()
+        .find(|wanted| offered.split_whitespace().any(|name| name.trim_matches(['[', ']']) == *wanted))
 }
 
 fn parse_store_peak(mm_stat: &str) -> Option<u64> {
-    mm_stat
-        .split_whitespace()
-        .nth(MEM_USED_MAX_FIELD)?
-        .parse()
-        .ok()
+    mm_stat.split_whitespace().nth(MEM_USED_MAX_FIELD)?.parse().ok()
 }
 
 fn set(number: u32, name: &str, value: &str) -> Result<(), PeerError> {
@@ -129,10 +115,7 @@ mod tests {
 
     #[test]
     fn reads_the_stores_peak() {
-        assert_eq!(
-            parse_store_peak("  8192 4096 16384 0 20480 1 2 3 4\n"),
-            Some(20480)
-        );
+        assert_eq!(parse_store_peak("  8192 4096 16384 0 20480 1 2 3 4\n"), Some(20480));
         assert_eq!(parse_store_peak("1 2 3 4"), None);
         assert_eq!(parse_store_peak("1 2 3 4 x"), None);
     }

@@ -50,7 +50,8 @@ impl Link {
     /// # Errors
     /// If either fails.
     pub fn start() -> Result<Self, BenchError> {
-        let folder = tempfile::tempdir().map_err(BenchError::io("make a folder in", &std::env::temp_dir()))?;
+        let folder =
+            tempfile::tempdir().map_err(BenchError::io("make a folder in", &std::env::temp_dir()))?;
         let path = folder.path().join("target");
         let own = std::env::current_exe()
             .map_err(BenchError::io("find the program of", Path::new("/proc/self/exe")))?;
@@ -67,7 +68,9 @@ impl Link {
             BufReader::new(stdout).read_line(&mut ready).map_err(BenchError::io("hear from", &own))?;
         }
         if ready != "ready\n" {
-            return Err(BenchError::Fabric { reason: "the other process did not start; its message is above".into() });
+            return Err(BenchError::Fabric {
+                reason: "the other process did not start; its message is above".into(),
+            });
         }
         let mut link = Self::connect(&path)?;
         link.server = Some(server);

@@ -17,7 +17,8 @@ use measure::{Kind, Pair, Place, Volume};
 pub use server::serve_at;
 
 /// For `bench list`.
-pub const TARGETS: &str = "targets: READ of 4 KiB ≤ 1.5× a cold memcpy, 64-byte READ and CAS ≤ 200 ns over a bare one";
+pub const TARGETS: &str =
+    "targets: READ of 4 KiB ≤ 1.5× a cold memcpy, 64-byte READ and CAS ≤ 200 ns over a bare one";
 
 const SIZES: [u32; 3] = [64, 4096, 65_536];
 const BATCHES: [usize; 3] = [1, 16, 64];
@@ -57,12 +58,17 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         title: title.into(),
         columns: columns.to_vec(),
         pictured: (columns.len() == 4).then_some("÷ bare"),
+        ratio: None,
         rows,
     };
     report.tables = vec![
         table("READ and WRITE beside memcpy", &columns, copies.iter().map(Pair::row).collect()),
         table("CAS and FAA beside a bare atomic", &columns, atomics.iter().map(Pair::row).collect()),
-        table("many READs for one doorbell, cold, per operation", &columns, batches.iter().map(Pair::row).collect()),
+        table(
+            "many READs for one doorbell, cold, per operation",
+            &columns,
+            batches.iter().map(Pair::row).collect(),
+        ),
         table(
             "messages of 64 bytes, there and back",
             &[Column::full("p50 µs"), Column::full("p99 µs"), Column::full("CPU µs")],
@@ -122,7 +128,12 @@ fn targets(copies: &[Pair], atomics: &[Pair]) -> Vec<Target> {
         let name = pair.name();
         let small = pair.kind == Kind::CompareSwap || (pair.kind == Kind::Read && pair.bytes == 64);
         if small && let Some(value) = pair.over_bare_ns() {
-            targets.push(Target { name: format!("{name}: ns over bare"), value, bound: 200.0, at_most: true });
+            targets.push(Target {
+                name: format!("{name}: ns over bare"),
+                value,
+                bound: 200.0,
+                at_most: true,
+            });
         }
         let page = pair.kind == Kind::Read && pair.bytes == 4096 && pair.place == Place::Cold;
         if page && let Some(value) = Spread::of_ratios(&pair.verb_ns, &pair.bare_ns) {

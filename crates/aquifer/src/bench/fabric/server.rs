@@ -60,9 +60,7 @@ pub fn lend(path: &Path) -> Result<ShmTarget, BenchError> {
     let failed = |error: String| BenchError::Fabric { reason: error };
     let target = ShmTarget::listen(path, Options::default()).map_err(|error| failed(error.to_string()))?;
     let memory = filled(REGION_BYTES)?;
-    target
-        .register(memory, Access::ALL, Scope::Anyone)
-        .map_err(|error| failed(error.to_string()))?;
+    target.register(memory, Access::ALL, Scope::Anyone).map_err(|error| failed(error.to_string()))?;
     Ok(target)
 }
 
@@ -71,7 +69,8 @@ pub fn lend(path: &Path) -> Result<ShmTarget, BenchError> {
 /// # Errors
 /// If there is none.
 pub fn filled(bytes: usize) -> Result<Arc<Memory>, BenchError> {
-    let memory = Memory::create("aquifer-bench", bytes).map_err(BenchError::io("make", Path::new("a memfd")))?;
+    let memory =
+        Memory::create("aquifer-bench", bytes).map_err(BenchError::io("make", Path::new("a memfd")))?;
     for offset in (0..bytes).step_by(4096) {
         memory.write(offset, &[1; 64]);
     }

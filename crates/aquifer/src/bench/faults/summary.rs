@@ -104,6 +104,7 @@ impl View<'_> {
                 Column::full("pool's p50 ÷ this"),
                 Column::full("pool's MB/s ÷ this"),
             ],
+            ratio: Some(if self.case.random { "pool's p50 ÷ this" } else { "pool's MB/s ÷ this" }),
             pictured: Some(if self.case.random { "p50 µs" } else { "MB/s" }),
             rows: sorted.into_iter().map(|way| self.row(way)).collect(),
         }
@@ -136,7 +137,12 @@ impl View<'_> {
         add(format!("{name}: peak bytes on memory nodes ÷ (working set − limit)"), remote, 1.0, false);
         let resident = self.spread(&of(Way::Pool, "resident MiB"));
         let allowed = mib(self.size.limit_bytes) * 1.1 + 16.0;
-        add(format!("{name}: resident peak in MiB, from outside (limit + 10 % + 16)"), resident, allowed, true);
+        add(
+            format!("{name}: resident peak in MiB, from outside (limit + 10 % + 16)"),
+            resident,
+            allowed,
+            true,
+        );
         targets
     }
 }
@@ -185,6 +191,7 @@ fn memory(views: &[View<'_>], ways: &[Way]) -> Table {
         title: "memory and round trips, over the whole run: fill, walks, check".into(),
         columns: columns.into_iter().map(Column::middle).collect(),
         pictured: None,
+        ratio: None,
         rows: rows.collect(),
     }
 }
@@ -194,6 +201,7 @@ fn floor(read_us: Spread) -> Table {
         title: "floor: one READ of a 4 KiB page from another process's memory, posted and polled".into(),
         columns: vec![Column::full("READ µs")],
         pictured: None,
+        ratio: None,
         rows: vec![Row { name: "shm READ, cold".into(), figures: BTreeMap::from([("READ µs", read_us)]) }],
     }
 }
@@ -213,6 +221,7 @@ fn calm_table(calm: &[Calm]) -> Table {
         title: "without pressure: 64 MiB used at a limit of 512 MiB, from start to end of the program".into(),
         columns: ["plain s", "pool s", "pool ÷ plain", "CPU ÷ plain"].into_iter().map(Column::full).collect(),
         pictured: None,
+        ratio: None,
         rows: calm.iter().map(row).collect(),
     }
 }

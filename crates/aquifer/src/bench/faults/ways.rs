@@ -16,7 +16,7 @@ use crate::bench::support::programs::{Figures, Programs};
 use crate::peers::{Peer, PeerError, PeerSetup, ReadAhead};
 
 /// Floors are measured over this much: they do not depend on it.
-const FLOOR_BYTES: u64 = 32 << 20;
+const FLOOR_BYTES: u64 = 24 << 20;
 const MIB: f64 = 1_048_576.0;
 
 /// Where the program's memory is.
@@ -194,12 +194,12 @@ impl Bench {
         let mut command = setup.command(&self.programs.faultbench)?;
         self.arguments(&mut command, case);
         let output = self.folder.path().join("output");
-        let outcome =
-            child::run(command, &Streams { input: None, output: &output }, Watched::All, |_| {})?;
+        let outcome = child::run(command, &Streams { input: None, output: &output }, Watched::All, |_| {})?;
         let usage = setup.usage()?;
         if usage.oom_kills > 0 {
             let name = case.name();
-            self.notes.push(format!("the kernel killed the program for want of memory: {name}, {}", way.name()));
+            self.notes
+                .push(format!("the kernel killed the program for want of memory: {name}, {}", way.name()));
             setup.close()?;
             return Ok(None);
         }

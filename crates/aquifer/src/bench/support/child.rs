@@ -88,11 +88,7 @@ pub fn run(
         Some(path) => Stdio::from(File::open(path).map_err(BenchError::io("open", path))?),
         None => Stdio::null(),
     };
-    command
-        .stdin(input)
-        .stdout(create(streams.output)?)
-        .stderr(create(&message_path)?)
-        .process_group(0);
+    command.stdin(input).stdout(create(streams.output)?).stderr(create(&message_path)?).process_group(0);
     let start = Instant::now();
     // `reap` waits for it, and learns its processor time.
     let child = command.spawn().map_err(BenchError::io("start", &program))?;

@@ -84,8 +84,8 @@ impl Drop for Cluster {
 }
 
 fn aquifer(state: &Path) -> Result<Command, BenchError> {
-    let own =
-        std::env::current_exe().map_err(BenchError::io("find the program of", Path::new("/proc/self/exe")))?;
+    let own = std::env::current_exe()
+        .map_err(BenchError::io("find the program of", Path::new("/proc/self/exe")))?;
     let mut command = Command::new(own);
     command.arg("--state").arg(state);
     Ok(command)
@@ -151,7 +151,8 @@ fn find_agent(value: &serde_json::Value) -> Option<AgentStatus> {
 /// If there is none, or it is not what `aquifer run` writes.
 pub fn read_statistics(path: &PathBuf) -> Result<RunStatistics, BenchError> {
     let text = std::fs::read_to_string(path).map_err(BenchError::io("read the statistics in", path))?;
-    serde_json::from_str(&text).map_err(|error| BenchError::io("understand the statistics in", path)(error.into()))
+    serde_json::from_str(&text)
+        .map_err(|error| BenchError::io("understand the statistics in", path)(error.into()))
 }
 
 #[cfg(test)]
@@ -161,7 +162,8 @@ mod tests {
     #[test]
     fn the_agent_is_found_wherever_it_stands() {
         let agent = r#"{"host":1,"mempool_bytes":8,"mempool_used_bytes":4,"nodes":[],"runs":[]}"#;
-        for text in [agent.to_owned(), format!(r#"{{"state":"x","agent":{agent}}}"#), format!("[1,{agent}]")] {
+        for text in [agent.to_owned(), format!(r#"{{"state":"x","agent":{agent}}}"#), format!("[1,{agent}]")]
+        {
             let status = find_agent(&serde_json::from_str(&text).unwrap()).unwrap();
             assert_eq!(status.mempool_used_bytes, 4);
         }

@@ -35,7 +35,7 @@ const ROW_PX: i32 = 24;
 const TITLE_PX: i32 = 34;
 const NAME_PX: i32 = 250;
 const BAR_PX: i32 = 360;
-const TEXT_PX: i32 = 190;
+const TEXT_PX: i32 = 280;
 /// Ours first, then the others'.
 const COLOURS: [RGBColor; 2] = [RGBColor(20, 110, 180), RGBColor(150, 160, 170)];
 
@@ -52,7 +52,8 @@ pub fn table(rows: &[Vec<String>]) -> String {
         let mut line = String::new();
         for (column, cell) in row.iter().enumerate() {
             let width = widths[column];
-            let _ = if column == 0 { write!(line, "{cell:<width$}") } else { write!(line, "  {cell:>width$}") };
+            let _ =
+                if column == 0 { write!(line, "{cell:<width$}") } else { write!(line, "  {cell:>width$}") };
         }
         text += line.trim_end();
         text.push('\n');

@@ -1,8 +1,12 @@
 //! Ctrl-C and its like set a flag; whoever waits looks at it, and leaves by the way that cleans up.
 
+use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::bench::BenchError;
+
+/// 128 and the number of SIGINT, as shells count.
+const EXIT_INTERRUPTED: u8 = 130;
 
 static ASKED: AtomicBool = AtomicBool::new(false);
 
@@ -28,8 +32,35 @@ pub fn asked() -> bool {
     ASKED.load(Ordering::SeqCst)
 }
 
+/// What a signal that asked to stop makes of an outcome: said on stderr, and the exit code that shells give it.
+///
+/// # Errors
+/// Every other one.
+pub fn outcome(result: Result<ExitCode, BenchError>) -> Result<ExitCode, BenchError> {
+    match result {
+        Err(error @ BenchError::Interrupted) => {
+            eprintln!("aquifer: {error}");
+            Ok(ExitCode::from(EXIT_INTERRUPTED))
+        }
+        other => other,
+    }
+}
+
 /// # Errors
 /// [`BenchError::Interrupted`], if a signal has come.
 pub fn check() -> Result<(), BenchError> {
     if asked() { Err(BenchError::Interrupted) } else { Ok(()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_an_interruption_becomes_an_exit_code() {
+        let code = outcome(Err(BenchError::Interrupted)).unwrap();
+        assert_eq!(format!("{code:?}"), format!("{:?}", ExitCode::from(130)));
+        assert!(outcome(Err(BenchError::Missing { what: "sqlite3" })).is_err());
+        assert!(outcome(Ok(ExitCode::SUCCESS)).is_ok());
+    }
 }

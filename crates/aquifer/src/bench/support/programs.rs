@@ -88,9 +88,10 @@ mod tests {
     fn the_programs_build_from_this_binary_alone_and_print_figures() {
         let folder = tempfile::tempdir().unwrap();
         let programs = build(folder.path()).unwrap();
-        for (program, args) in
-            [(programs.faultbench, ["--bytes", "1M", "--op", "write"]), (programs.zerofloor, ["--bytes", "1M", "--mode", "plain"])]
-        {
+        for (program, args) in [
+            (programs.faultbench, ["--bytes", "1M", "--op", "write"]),
+            (programs.zerofloor, ["--bytes", "1M", "--mode", "plain"]),
+        ] {
             let output = Command::new(program).args(args).output().unwrap();
             let figures: Figures = serde_json::from_slice(&output.stdout).unwrap();
             assert_eq!((figures.verified_pages, figures.errors), (256, 0));

@@ -40,6 +40,9 @@ pub struct Table {
     /// Which figure the picture shows, if any.
     #[serde(skip)]
     pub pictured: Option<&'static str>,
+    /// A ratio that the picture writes beside it, where a row has it.
+    #[serde(skip)]
+    pub ratio: Option<&'static str>,
     /// The rows.
     pub rows: Vec<Row>,
 }
@@ -124,10 +127,8 @@ impl Report {
     /// For a terminal.
     pub fn to_text(&self) -> String {
         let quick = if self.quick { ", quick" } else { "" };
-        let mut text = format!(
-            "bench {}{quick}: {} processors, Linux {}\n",
-            self.bench, self.processors, self.kernel
-        );
+        let mut text =
+            format!("bench {}{quick}: {} processors, Linux {}\n", self.bench, self.processors, self.kernel);
         for note in &self.notes {
             let _ = writeln!(text, "  {note}");
         }
@@ -154,7 +155,11 @@ impl Report {
 
 impl Table {
     fn to_text(&self) -> String {
-        let mut cells = vec![std::iter::once(String::new()).chain(self.columns.iter().map(|column| column.name.into())).collect()];
+        let mut cells = vec![
+            std::iter::once(String::new())
+                .chain(self.columns.iter().map(|column| column.name.into()))
+                .collect(),
+        ];
         for row in &self.rows {
             let figures = self.columns.iter().map(|column| column.show(row));
             cells.push(std::iter::once(row.name.clone()).chain(figures).collect());
@@ -169,7 +174,10 @@ impl Table {
             .iter()
             .filter_map(|row| {
                 let spread = row.figures.get(figure)?;
-                Some(Bar { name: row.name.clone(), value: spread.median, text: spread.to_string() })
+                let ratio = self.ratio.and_then(|name| Some((name, row.figures.get(name)?)));
+                let ratio =
+                    ratio.map_or(String::new(), |(name, ratio)| format!("; {name}: {}", short(ratio.median)));
+                Some(Bar { name: row.name.clone(), value: spread.median, text: format!("{spread}{ratio}") })
             })
             .collect();
         (!bars.is_empty()).then(|| BarGroup { title: format!("{}: {figure}", self.title), bars })
@@ -187,6 +195,7 @@ mod tests {
             title: "random read".into(),
             columns: vec![Column::full("p50 µs"), Column::middle("p99 µs")],
             pictured: Some("p50 µs"),
+            ratio: Some("p50 µs"),
             rows: vec![Row { name: "pool".into(), figures: BTreeMap::from([("p50 µs", spread)]) }],
         });
         report.targets.push(Target { name: "p50".into(), value: spread, bound: 1.5, at_most: true });
@@ -222,6 +231,9 @@ mod tests {
         let path = folder.path().join("x.svg");
         report(2.0).draw(&path).unwrap();
         let svg = std::fs::read_to_string(path).unwrap();
-        assert!(svg.contains("pool") && svg.contains("2.00") && svg.contains("random read"), "{svg}");
+        assert!(
+            svg.contains("pool") && svg.contains("2.00; p50 µs: 2.00") && svg.contains("random read"),
+            "{svg}"
+        );
     }
 }
