@@ -24,6 +24,8 @@ use crate::socket::{accept_own, listen_at, raise_descriptor_limit, wait_readable
 const TICK: Duration = Duration::from_millis(100);
 /// How soon a run's owner hears that it was ended.
 const NEWS_TICK: Duration = Duration::from_millis(50);
+/// How long a run's owner waits, at most, for figures that are complete.
+const CLOSE_PATIENCE: Duration = Duration::from_millis(500);
 /// After a program's end its monitor needs this long, at most, to give everything back.
 const SETTLE: Duration = Duration::from_secs(10);
 
@@ -209,37 +211,47 @@ fn open_run(
         return Err("the cluster has no memory node: start one (aquifer node), or start the cluster anew (aquifer up)".into());
     }
     let run = service.open_run(&open.name, open.limit_bytes)?;
-    send_frame(socket, &Frame::RunOpened(run.token()), &[]).map_err(|error| error.to_string())?;
-    Ok(run)
+    match send_frame(socket, &Frame::RunOpened(run.token()), &[]) {
+        Ok(()) => Ok(run),
+        Err(error) => {
+            service.close_run(&run);
+            Err(error.to_string())
+        }
+    }
 }
 
 /// Attend to a run until nobody is left in it.
 fn attend(socket: &OwnedFd, service: &Arc<Service>, run: &Arc<Run>) {
     let mut told_end = false;
     loop {
-        for news in run.take_news() {
-            let _ = send_frame(socket, &Frame::News(news), &[]);
-        }
-        if let Some(reason) = run.reason().filter(|_| !told_end) {
-            let _ = send_frame(socket, &Frame::Ended(reason), &[]);
-            told_end = true;
-        }
+        tell(socket, run, &mut told_end);
         if !wait_readable(&[socket], NEWS_TICK).unwrap_or(true) {
             continue;
         }
         let is_closing = matches!(receive_frame(socket), Ok((Frame::CloseRun, _)));
-        let is_empty =
-            run.wait_empty(if is_closing { SETTLE.min(Duration::from_millis(500)) } else { Duration::ZERO });
+        // The program's end is known before its monitor has given everything back.
+        let mut is_empty = run.wait_empty(if is_closing { CLOSE_PATIENCE } else { Duration::ZERO });
         if is_closing {
+            tell(socket, run, &mut told_end);
             let _ = send_frame(socket, &Frame::Statistics(statistics(&run.report())), &[]);
         }
         // Programs left in the background stay under their limit until they end.
-        let mut left = !is_empty;
-        while left {
-            left = !run.wait_empty(SETTLE);
+        while !is_empty {
+            is_empty = run.wait_empty(SETTLE);
         }
         service.close_run(run);
         return;
+    }
+}
+
+/// Tell the run's owner what there is to tell. Whether it still listens is its own affair.
+fn tell(socket: &OwnedFd, run: &Run, told_end: &mut bool) {
+    for news in run.take_news() {
+        let _ = send_frame(socket, &Frame::News(news), &[]);
+    }
+    if let Some(reason) = run.reason().filter(|_| !*told_end) {
+        let _ = send_frame(socket, &Frame::Ended(reason), &[]);
+        *told_end = true;
     }
 }
 

@@ -180,23 +180,22 @@ impl<E: Edge> Monitor<E> {
 
     /// Take newly found areas under control: from now on their missing pages are reported and their present ones may be taken.
     pub fn adopt(&mut self, found: &[Area]) {
+        let mut gaps: Vec<Area> = found.iter().flat_map(|area| self.areas.missing(*area)).collect();
+        // All are registered before any is looked at: from then on none of them grows unheard.
+        gaps.retain(|gap| self.edge.register(gap.start, gap.end));
+        gaps.iter().for_each(|gap| self.adopting.insert(*gap));
         let mut present = Vec::new();
-        let gaps: Vec<Area> = found.iter().flat_map(|area| self.areas.missing(*area)).collect();
         for gap in gaps {
-            if !self.edge.register(gap.start, gap.end) {
-                continue;
-            }
-            self.adopting.insert(gap);
             present.clear();
             self.edge.present(gap.start, gap.end, &mut present);
             for page in &present {
                 self.adopt_page(*page);
             }
-            // What was unmapped meanwhile is not there any more.
-            for area in std::mem::take(&mut self.adopting).iter() {
-                self.areas.insert(area);
-                self.given_up.remove(area);
-            }
+        }
+        // What was unmapped meanwhile is not there any more.
+        for area in std::mem::take(&mut self.adopting).iter() {
+            self.areas.insert(area);
+            self.given_up.remove(area);
         }
     }
 

@@ -17,7 +17,7 @@ use super::run::Run;
 use crate::maps;
 
 /// Areas are registered once this share of the limit is resident, in percent.
-const ARM_PERCENT: u64 = 55;
+const ARM_PERCENT: u64 = 50;
 /// Pages that a program can make resident in a millisecond, all cores together, without asking us.
 const PAGES_PER_MS: u64 = 1500;
 const TICK_MIN: Duration = Duration::from_millis(1);
@@ -31,7 +31,7 @@ const GROWTH_PAGES: u64 = 256;
 /// Room over the limit within which a run is left alone: 10 % and 16 MiB.
 const TOLERANCE_PAGES: u64 = (16 << 20) / PAGE_BYTES as u64;
 /// How long a run may stay over its limit with nothing left to take.
-const TOO_SMALL_AFTER: Duration = Duration::from_secs(3);
+const TOO_SMALL_AFTER: Duration = Duration::from_secs(10);
 /// How long evicted pages may wait for room in a full pool.
 const FULL_AFTER: Duration = Duration::from_secs(5);
 
@@ -124,7 +124,7 @@ impl Watch {
         if run.budget.excess(0) > 0 {
             programs.iter().for_each(|program| program.ring());
         }
-        self.judge(run, total, held);
+        self.judge(run, total);
         if shares {
             return SHARED_TICK;
         }
@@ -162,7 +162,7 @@ impl Watch {
     }
 
     /// End a run that cannot be kept within its limit, before it takes the host's memory.
-    fn judge(&mut self, run: &Run, total: u64, held: u64) {
+    fn judge(&mut self, run: &Run, total: u64) {
         let max = run.budget.resident_max();
         let page = PAGE_BYTES as u64;
         if let Some((since, reason)) = run.sender.starved()
@@ -173,15 +173,14 @@ impl Watch {
                 "{reason}. Give the pool more memory (aquifer up --memory), or the program a larger --local"
             ));
         }
-        let is_over = total.saturating_sub(held) > max + max / 10 + TOLERANCE_PAGES;
+        let is_over = total > max + max / 10 + TOLERANCE_PAGES;
         if !is_over {
             self.over_since = None;
         } else if self.over_since.get_or_insert_with(Instant::now).elapsed() > TOO_SMALL_AFTER {
-            let fixed_mb = ((total - held) * page) >> 20;
+            let kept_mb = (total * page) >> 20;
             run.end(&format!(
-                "it keeps {} MiB resident that cannot be paged (stacks, locked or shared memory), more than its limit allows: give at least --local {}M",
-                fixed_mb,
-                fixed_mb * 5 / 4 + 8,
+                "it keeps {kept_mb} MiB resident that cannot be paged (stacks, locked, read-only or small areas), more than its limit allows: give at least --local {}M",
+                kept_mb * 5 / 4 + 8,
             ));
         }
     }
