@@ -20,10 +20,7 @@ const REGION_ALIGN: u64 = 2 << 20;
 /// The slot and the tag of a key.
 #[inline]
 pub(crate) fn split(key: Key) -> (usize, u32) {
-    (
-        (key.0 & ((1 << INDEX_BITS) - 1)) as usize,
-        key.0 >> INDEX_BITS,
-    )
+    ((key.0 & ((1 << INDEX_BITS) - 1)) as usize, key.0 >> INDEX_BITS)
 }
 
 /// What an operation needs of a key.
@@ -54,14 +51,9 @@ impl Grant {
             Right::Atomic => self.access.atomic,
         };
         // Differences rather than sums: an address near 2^64 must not wrap into the range.
-        let inside = addr >= self.base
-            && addr - self.base <= self.len
-            && len <= self.len - (addr - self.base);
-        if allowed && inside && admits(self.scope, who) {
-            Ok(())
-        } else {
-            Err(WorkError::RemoteAccess)
-        }
+        let inside =
+            addr >= self.base && addr - self.base <= self.len && len <= self.len - (addr - self.base);
+        if allowed && inside && admits(self.scope, who) { Ok(()) } else { Err(WorkError::RemoteAccess) }
     }
 }
 
@@ -91,14 +83,8 @@ pub(crate) struct KeySlots {
 
 impl KeySlots {
     pub fn new(regions_max: usize, windows_max: usize, secret: u64) -> Self {
-        assert!(
-            regions_max <= REGIONS_LIMIT,
-            "at most {REGIONS_LIMIT} regions"
-        );
-        assert!(
-            windows_max <= WINDOWS_LIMIT,
-            "at most {WINDOWS_LIMIT} windows"
-        );
+        assert!(regions_max <= REGIONS_LIMIT, "at most {REGIONS_LIMIT} regions");
+        assert!(windows_max <= WINDOWS_LIMIT, "at most {WINDOWS_LIMIT} windows");
         Self {
             tags: vec![0; regions_max + windows_max],
             free_windows: (regions_max..regions_max + windows_max).collect(),
@@ -112,10 +98,7 @@ impl KeySlots {
     /// A fresh key for the next region.
     pub fn take_region(&mut self) -> Result<(usize, Key), TargetError> {
         if self.regions == self.regions_max {
-            return Err(TargetError::Full {
-                what: "regions",
-                limit: self.regions_max,
-            });
+            return Err(TargetError::Full { what: "regions", limit: self.regions_max });
         }
         self.regions += 1;
         Ok((self.regions - 1, self.fresh(self.regions - 1)))
@@ -123,10 +106,7 @@ impl KeySlots {
 
     /// A fresh key for a window.
     pub fn take_window(&mut self) -> Result<Key, TargetError> {
-        let full = TargetError::Full {
-            what: "windows",
-            limit: self.windows_max,
-        };
+        let full = TargetError::Full { what: "windows", limit: self.windows_max };
         let index = self.free_windows.pop_front().ok_or(full)?;
         Ok(self.fresh(index))
     }
@@ -144,10 +124,7 @@ impl KeySlots {
         let period = u64::from(TAG_MAX);
         // TAG_MAX is 7 * 31 * 151; a step that shares no factor with it visits every tag.
         let mut step = 1 + mix % (period - 1);
-        while [7, 31, 151]
-            .iter()
-            .any(|factor| step.is_multiple_of(*factor))
-        {
+        while [7, 31, 151].iter().any(|factor| step.is_multiple_of(*factor)) {
             step += 1;
         }
         let last = match self.tags[index] {
@@ -214,11 +191,7 @@ mod tests {
             for _ in 0..TAG_MAX {
                 let key = slots.take_window().unwrap();
                 assert!(key.0 != 0 && split(key).0 == 1 && split(key).1 != 0);
-                assert!(
-                    seen.insert(key),
-                    "{key:?} came again after {} binds",
-                    seen.len()
-                );
+                assert!(seen.insert(key), "{key:?} came again after {} binds", seen.len());
                 slots.give_back(1);
             }
             assert!(!seen.insert(slots.take_window().unwrap()));
@@ -228,18 +201,8 @@ mod tests {
     #[test]
     fn a_range_is_checked_without_wrapping() {
         let access = Access::READ;
-        let grant = Grant {
-            base: 100,
-            len: 50,
-            access,
-            scope: Scope::Anyone,
-            region: 0,
-        };
-        let who = Identity {
-            host: Host(1),
-            epoch: 1,
-            tenant: Tenant(1),
-        };
+        let grant = Grant { base: 100, len: 50, access, scope: Scope::Anyone, region: 0 };
+        let who = Identity { host: Host(1), epoch: 1, tenant: Tenant(1) };
         let check = |addr, len| grant.check(who, Right::Read, addr, len).is_ok();
         assert!(check(100, 50) && check(149, 1) && check(150, 0));
         assert!(!check(99, 1) && !check(100, 51) && !check(150, 1) && !check(151, 0));

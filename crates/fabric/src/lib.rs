@@ -18,6 +18,6 @@ pub use keys::{REGIONS_LIMIT, WINDOWS_LIMIT};
 pub use memory::Memory;
 pub use target::{Access, Host, Identity, Region, Scope, Target, TargetError, Tenant, WindowSpec};
 pub use work::{
-    Completion, Endpoint, EndpointError, Key, Limits, LocalKey, LocalSlice, PostError, RemoteAddr,
-    Verb, Work, WorkError,
+    Completion, Endpoint, EndpointError, Key, Limits, LocalKey, LocalSlice, PostError, RemoteAddr, Verb,
+    Work, WorkError,
 };

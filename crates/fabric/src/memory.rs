@@ -46,19 +46,14 @@ impl Memory {
     /// If the file is smaller than `len` or could become so (it is not sealed against shrinking),
     /// because touching what is missing would kill this process; or if the system refuses.
     pub fn from_fd(fd: OwnedFd, len: usize) -> io::Result<Self> {
-        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(|source| {
-            refused(format!(
-                "the descriptor is not a memfd with seals: {source}"
-            ))
-        })?;
+        let seals = rustix::fs::fcntl_get_seals(&fd)
+            .map_err(|source| refused(format!("the descriptor is not a memfd with seals: {source}")))?;
         if !seals.contains(SealFlags::SHRINK) {
             return Err(refused("the memfd is not sealed against shrinking".into()));
         }
         let size = u64::try_from(rustix::fs::fstat(&fd)?.st_size).unwrap_or(0);
         if size < u64_from(len) {
-            return Err(refused(format!(
-                "the memfd has {size} bytes, {len} are needed"
-            )));
+            return Err(refused(format!("the memfd has {size} bytes, {len} are needed")));
         }
         Self::map(fd, len)
     }
@@ -132,10 +127,7 @@ impl Memory {
     #[inline]
     #[must_use]
     pub fn atomic_u64(&self, offset: usize) -> &AtomicU64 {
-        assert!(
-            offset.is_multiple_of(8),
-            "offset {offset} is not a multiple of 8"
-        );
+        assert!(offset.is_multiple_of(8), "offset {offset} is not a multiple of 8");
         let word = self.range(offset, 8).cast::<u64>();
         // SAFETY: in range and aligned (mappings begin at a page), alive as long as `self`, and
         // everyone who touches shared words does so atomically or as raw bytes.
@@ -149,10 +141,7 @@ impl Memory {
     #[inline]
     #[must_use]
     pub fn atomic_u32(&self, offset: usize) -> &AtomicU32 {
-        assert!(
-            offset.is_multiple_of(4),
-            "offset {offset} is not a multiple of 4"
-        );
+        assert!(offset.is_multiple_of(4), "offset {offset} is not a multiple of 4");
         let word = self.range(offset, 4).cast::<u32>();
         // SAFETY: as in `atomic_u64`.
         unsafe { AtomicU32::from_ptr(word) }
@@ -168,23 +157,14 @@ impl Memory {
     pub fn punch(&self, offset: usize, len: usize) -> io::Result<()> {
         self.range(offset, len);
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        Ok(rustix::fs::fallocate(
-            &self.fd,
-            flags,
-            u64_from(offset),
-            u64_from(len),
-        )?)
+        Ok(rustix::fs::fallocate(&self.fd, flags, u64_from(offset), u64_from(len))?)
     }
 
     /// First byte of a range that is proved to be inside the memory.
     #[inline]
     fn range(&self, offset: usize, len: usize) -> *mut u8 {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
-        assert!(
-            inside,
-            "{len} bytes at {offset} are outside of memory of {} bytes",
-            self.len
-        );
+        assert!(inside, "{len} bytes at {offset} are outside of memory of {} bytes", self.len);
         // SAFETY: `offset` is at most `self.len`, so the result is in or one past the mapping.
         unsafe { self.as_ptr().add(offset) }
     }
@@ -200,10 +180,7 @@ impl Drop for Memory {
 
 impl std::fmt::Debug for Memory {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Memory")
-            .field("len", &self.len)
-            .field("fd", &self.fd)
-            .finish()
+        f.debug_struct("Memory").field("len", &self.len).field("fd", &self.fd).finish()
     }
 }
 
@@ -266,27 +243,12 @@ mod tests {
     fn memory_that_is_short_or_may_shrink_is_refused() {
         let sealed = Memory::create("test", 4096).unwrap();
         let too_long = Memory::from_fd(sealed.fd().try_clone_to_owned().unwrap(), 4097);
-        assert!(
-            too_long
-                .unwrap_err()
-                .to_string()
-                .contains("4097 are needed")
-        );
+        assert!(too_long.unwrap_err().to_string().contains("4097 are needed"));
         let open = rustix::fs::memfd_create("open", MemfdFlags::ALLOW_SEALING).unwrap();
         rustix::fs::ftruncate(&open, 4096).unwrap();
-        assert!(
-            Memory::from_fd(open, 4096)
-                .unwrap_err()
-                .to_string()
-                .contains("shrinking")
-        );
+        assert!(Memory::from_fd(open, 4096).unwrap_err().to_string().contains("shrinking"));
         let pipe = rustix::pipe::pipe().unwrap().0;
-        assert!(
-            Memory::from_fd(pipe, 4096)
-                .unwrap_err()
-                .to_string()
-                .contains("not a memfd")
-        );
+        assert!(Memory::from_fd(pipe, 4096).unwrap_err().to_string().contains("not a memfd"));
         assert!(Memory::create("empty", 0).is_err());
         assert!(rustix::fs::ftruncate(sealed.fd(), 1).is_err());
     }
@@ -294,9 +256,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "outside of memory")]
     fn an_overflowing_range_is_caught() {
-        Memory::create("test", 4096)
-            .unwrap()
-            .read(usize::MAX, &mut [0; 2]);
+        Memory::create("test", 4096).unwrap().read(usize::MAX, &mut [0; 2]);
     }
 
     #[test]

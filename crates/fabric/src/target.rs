@@ -38,23 +38,11 @@ pub struct Access {
 
 impl Access {
     /// READ only.
-    pub const READ: Self = Self {
-        read: true,
-        write: false,
-        atomic: false,
-    };
+    pub const READ: Self = Self { read: true, write: false, atomic: false };
     /// READ and WRITE.
-    pub const READ_WRITE: Self = Self {
-        read: true,
-        write: true,
-        atomic: false,
-    };
+    pub const READ_WRITE: Self = Self { read: true, write: true, atomic: false };
     /// Everything.
-    pub const ALL: Self = Self {
-        read: true,
-        write: true,
-        atomic: true,
-    };
+    pub const ALL: Self = Self { read: true, write: true, atomic: true };
 }
 
 /// Who may use a key.
@@ -128,12 +116,7 @@ pub trait Target: Send + Sync + std::fmt::Debug {
     ///
     /// # Errors
     /// At the limit of regions.
-    fn register(
-        &self,
-        memory: Arc<Memory>,
-        access: Access,
-        scope: Scope,
-    ) -> Result<Region, TargetError>;
+    fn register(&self, memory: Arc<Memory>, access: Access, scope: Scope) -> Result<Region, TargetError>;
 
     /// Bind a window and return its fresh key, random in its free bits.
     ///

@@ -16,18 +16,10 @@ use rustix::net::{
     SocketType,
 };
 
-const WHO: Identity = Identity {
-    host: Host(7),
-    epoch: 1 << 40,
-    tenant: Tenant(9),
-};
+const WHO: Identity = Identity { host: Host(7), epoch: 1 << 40, tenant: Tenant(9) };
 
 fn welcome() -> Welcome {
-    let region = |base| Region {
-        base,
-        len: 4096,
-        key: Key(77),
-    };
+    let region = |base| Region { base, len: 4096, key: Key(77) };
     Welcome {
         slot: 3,
         limits: Options::default().limits,
@@ -41,12 +33,7 @@ fn corpus() -> Vec<(String, Vec<u8>)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/handshake");
     let files = std::fs::read_dir(folder).unwrap().map(Result::unwrap);
     let mut corpus: Vec<_> = files
-        .map(|file| {
-            (
-                file.file_name().into_string().unwrap(),
-                std::fs::read(file.path()).unwrap(),
-            )
-        })
+        .map(|file| (file.file_name().into_string().unwrap(), std::fs::read(file.path()).unwrap()))
         .collect();
     corpus.sort();
     assert!(corpus.len() >= 20, "the corpus is missing");
@@ -55,16 +42,10 @@ fn corpus() -> Vec<(String, Vec<u8>)> {
 
 #[test]
 fn what_is_written_is_read_back() {
-    assert_eq!(
-        handshake::parse_hello(&handshake::encode_hello(WHO)),
-        Ok(WHO)
-    );
+    assert_eq!(handshake::parse_hello(&handshake::encode_hello(WHO)), Ok(WHO));
     let replies = [Reply::Welcome(welcome()), Reply::Refusal("go away".into())];
     for reply in replies {
-        assert_eq!(
-            handshake::parse_reply(&handshake::encode_reply(&reply)),
-            Ok(reply)
-        );
+        assert_eq!(handshake::parse_reply(&handshake::encode_reply(&reply)), Ok(reply));
     }
     let long = Reply::Refusal("é".repeat(300));
     let cut = handshake::parse_reply(&handshake::encode_reply(&long));
@@ -75,19 +56,12 @@ fn what_is_written_is_read_back() {
 #[test]
 fn the_corpus_is_judged_as_its_names_say() {
     for (name, bytes) in corpus() {
-        let (hello, reply) = (
-            handshake::parse_hello(&bytes),
-            handshake::parse_reply(&bytes),
-        );
+        let (hello, reply) = (handshake::parse_hello(&bytes), handshake::parse_reply(&bytes));
         let what = name.split_once('-').unwrap().0;
         assert_eq!(hello.is_ok(), what == "hello", "{name}: {hello:?}");
         assert_eq!(reply.is_ok(), what == "reply", "{name}: {reply:?}");
     }
-    let hello = corpus()
-        .into_iter()
-        .find(|(name, _)| name == "hello-plain.bin")
-        .unwrap()
-        .1;
+    let hello = corpus().into_iter().find(|(name, _)| name == "hello-plain.bin").unwrap().1;
     assert_eq!(hello, handshake::encode_hello(WHO));
 }
 
@@ -97,17 +71,11 @@ fn every_cut_and_every_extension_is_refused() {
     let reply = handshake::encode_reply(&Reply::Welcome(welcome()));
     for len in 0..hello.len() {
         let cut = handshake::parse_hello(&hello[..len]);
-        assert!(
-            matches!(cut, Err(HandshakeError::Length { .. })),
-            "{len} bytes: {cut:?}"
-        );
+        assert!(matches!(cut, Err(HandshakeError::Length { .. })), "{len} bytes: {cut:?}");
     }
     for len in 0..reply.len() {
         let cut = handshake::parse_reply(&reply[..len]);
-        assert!(
-            matches!(cut, Err(HandshakeError::Length { .. })),
-            "{len} bytes: {cut:?}"
-        );
+        assert!(matches!(cut, Err(HandshakeError::Length { .. })), "{len} bytes: {cut:?}");
     }
     assert!(handshake::parse_hello(&[hello, vec![0]].concat()).is_err());
     assert!(handshake::parse_reply(&[reply, vec![0]].concat()).is_err());
@@ -209,16 +177,10 @@ fn a_target_refuses_strangers_with_a_reason_and_goes_on() {
 #[test]
 fn another_user_is_refused() {
     let own = rustix::process::getuid().as_raw();
-    let (_folder, path, _target) = node(Options {
-        peer_uid: own + 1,
-        ..Options::default()
-    });
+    let (_folder, path, _target) = node(Options { peer_uid: own + 1, ..Options::default() });
     match shm::connect(&path, WHO) {
         Err(EndpointError::Refused { reason, .. }) => {
-            assert_eq!(
-                reason,
-                format!("user {own} may not connect, only user {}", own + 1)
-            );
+            assert_eq!(reason, format!("user {own} may not connect, only user {}", own + 1));
         }
         other => panic!("{other:?}"),
     }
@@ -245,10 +207,7 @@ fn a_path_is_taken_over_only_from_the_dead() {
     assert_eq!(std::fs::read(&path).unwrap(), b"precious");
     let long = folder.path().join("x".repeat(200));
     assert!(ShmTarget::listen(&long, Options::default()).is_err());
-    assert!(matches!(
-        shm::connect(&long, WHO),
-        Err(EndpointError::Unreachable { .. })
-    ));
+    assert!(matches!(shm::connect(&long, WHO), Err(EndpointError::Unreachable { .. })));
 }
 
 #[test]
@@ -257,43 +216,16 @@ fn options_out_of_bounds_are_refused() {
     let default = Options::default();
     let limits = default.limits;
     let faulty = [
-        Options {
-            endpoints_max: 257,
-            ..default.clone()
-        },
-        Options {
-            endpoints_max: 0,
-            ..default.clone()
-        },
-        Options {
-            regions_max: 65,
-            ..default.clone()
-        },
-        Options {
-            windows_max: usize::MAX,
-            ..default.clone()
-        },
-        Options {
-            limits: aquifer_fabric::Limits {
-                receive_depth: 4097,
-                ..limits
-            },
-            ..default.clone()
-        },
-        Options {
-            limits: aquifer_fabric::Limits {
-                queue_depth: 0,
-                ..limits
-            },
-            ..default
-        },
+        Options { endpoints_max: 257, ..default.clone() },
+        Options { endpoints_max: 0, ..default.clone() },
+        Options { regions_max: 65, ..default.clone() },
+        Options { windows_max: usize::MAX, ..default.clone() },
+        Options { limits: aquifer_fabric::Limits { receive_depth: 4097, ..limits }, ..default.clone() },
+        Options { limits: aquifer_fabric::Limits { queue_depth: 0, ..limits }, ..default },
     ];
     for options in faulty {
         let refused = ShmTarget::listen(&folder.path().join("node"), options).unwrap_err();
-        assert!(
-            refused.to_string().contains("it must be between 1 and"),
-            "{refused}"
-        );
+        assert!(refused.to_string().contains("it must be between 1 and"), "{refused}");
     }
 }
 
@@ -323,8 +255,7 @@ fn impostor(answer: &[u8], fds: &[BorrowedFd<'_>]) -> EndpointError {
             }
             if !answer.is_empty() {
                 let message = [IoSlice::new(answer)];
-                rustix::net::sendmsg(&socket, &message, &mut ancillary, SendFlags::NOSIGNAL)
-                    .unwrap();
+                rustix::net::sendmsg(&socket, &message, &mut ancillary, SendFlags::NOSIGNAL).unwrap();
             }
         });
         shm::connect(&path, WHO).map(|_| ()).unwrap_err()
@@ -357,23 +288,15 @@ fn an_initiator_refuses_impostors() {
             other => panic!("{expected}: {other}"),
         }
     }
-    assert!(matches!(
-        impostor(b"", &[]),
-        EndpointError::Unreachable { .. }
-    ));
+    assert!(matches!(impostor(b"", &[]), EndpointError::Unreachable { .. }));
 }
 
 #[test]
 fn scope_of_a_region_is_kept_in_what_is_announced() {
     let (_folder, path, target) = node(Options::default());
     let memory = std::sync::Arc::new(Memory::create("region", 4096).unwrap());
-    target
-        .register(memory, Access::READ, Scope::Host(Host(8)))
-        .unwrap();
+    target.register(memory, Access::READ, Scope::Host(Host(8))).unwrap();
     let endpoint = shm::connect(&path, WHO).unwrap();
-    assert_eq!(
-        (endpoint.regions().len(), endpoint.regions()[0].key),
-        (1, Key(0))
-    );
+    assert_eq!((endpoint.regions().len(), endpoint.regions()[0].key), (1, Key(0)));
     assert_eq!(target.endpoint_count(), 1);
 }

@@ -8,15 +8,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use aquifer_fabric::shm::{self, Options, ShmTarget};
 use aquifer_fabric::{
-    Access, Completion, Endpoint, Host, Identity, Key, LocalSlice, Memory, Region, RemoteAddr,
-    Scope, Target, Tenant, Verb, WindowSpec, Work, WorkError,
+    Access, Completion, Endpoint, Host, Identity, Key, LocalSlice, Memory, Region, RemoteAddr, Scope, Target,
+    Tenant, Verb, WindowSpec, Work, WorkError,
 };
 
-const WHO: Identity = Identity {
-    host: Host(7),
-    epoch: 1,
-    tenant: Tenant(9),
-};
+const WHO: Identity = Identity { host: Host(7), epoch: 1, tenant: Tenant(9) };
 const REGION_BYTES: usize = 4 << 20;
 const CHILD_ROLE: &str = "AQUIFER_FABRIC_TEST_ROLE";
 const CHILD_PATH: &str = "AQUIFER_FABRIC_TEST_PATH";
@@ -24,9 +20,7 @@ const CHILD_PATH: &str = "AQUIFER_FABRIC_TEST_PATH";
 fn node(path: &Path) -> (ShmTarget, Arc<Memory>, Region) {
     let target = ShmTarget::listen(path, Options::default()).unwrap();
     let memory = Arc::new(Memory::create("region", REGION_BYTES).unwrap());
-    let region = target
-        .register(Arc::clone(&memory), Access::ALL, Scope::Anyone)
-        .unwrap();
+    let region = target.register(Arc::clone(&memory), Access::ALL, Scope::Anyone).unwrap();
     (target, memory, region)
 }
 
@@ -35,26 +29,12 @@ fn client(path: &Path) -> (Box<dyn Endpoint>, Arc<Memory>, LocalSlice) {
     let mut endpoint = shm::connect(path, WHO).unwrap();
     let memory = Arc::new(Memory::create("local", REGION_BYTES).unwrap());
     let key = endpoint.register_local(Arc::clone(&memory)).unwrap();
-    (
-        endpoint,
-        memory,
-        LocalSlice {
-            key,
-            offset: 0,
-            len: 64 << 10,
-        },
-    )
+    (endpoint, memory, LocalSlice { key, offset: 0, len: 64 << 10 })
 }
 
 fn one(endpoint: &mut dyn Endpoint, verb: Verb) -> Result<u64, WorkError> {
     let mut done: Vec<Completion> = Vec::new();
-    endpoint
-        .post(&[Work {
-            id: 0,
-            verb,
-            signalled: true,
-        }])
-        .unwrap();
+    endpoint.post(&[Work { id: 0, verb, signalled: true }]).unwrap();
     assert_eq!(endpoint.poll(&mut done, 2), 1);
     done[0].outcome
 }
@@ -65,38 +45,21 @@ fn threads_lose_no_increment_and_see_no_torn_word() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("node");
     let (_target, memory, region) = node(&path);
-    let remote = |word: u64| RemoteAddr {
-        addr: region.base + word * 8,
-        key: region.key,
-    };
+    let remote = |word: u64| RemoteAddr { addr: region.base + word * 8, key: region.key };
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
                 let (mut endpoint, local, slice) = client(&path);
                 let mut swapped = 0;
                 while swapped < ROUNDS {
-                    let read = Verb::Read {
-                        local: LocalSlice { len: 16, ..slice },
-                        remote: remote(1),
-                    };
+                    let read = Verb::Read { local: LocalSlice { len: 16, ..slice }, remote: remote(1) };
                     one(&mut *endpoint, read).unwrap();
                     let expected = local.atomic_u64(0).load(Ordering::Relaxed);
-                    assert_eq!(
-                        expected >> 32,
-                        expected & 0xFFFF_FFFF,
-                        "a torn word was read"
-                    );
+                    assert_eq!(expected >> 32, expected & 0xFFFF_FFFF, "a torn word was read");
                     let desired = expected + (1 << 32) + 1;
-                    let swap = Verb::CompareSwap {
-                        remote: remote(1),
-                        expected,
-                        desired,
-                    };
+                    let swap = Verb::CompareSwap { remote: remote(1), expected, desired };
                     swapped += u64::from(one(&mut *endpoint, swap) == Ok(expected));
-                    let add = Verb::FetchAdd {
-                        remote: remote(0),
-                        add: 1,
-                    };
+                    let add = Verb::FetchAdd { remote: remote(0), add: 1 };
                     one(&mut *endpoint, add).unwrap();
                 }
             });
@@ -104,10 +67,7 @@ fn threads_lose_no_increment_and_see_no_torn_word() {
     });
     let swaps = 4 * ROUNDS;
     assert!(memory.atomic_u64(0).load(Ordering::SeqCst) >= swaps);
-    assert_eq!(
-        memory.atomic_u64(8).load(Ordering::SeqCst),
-        (swaps << 32) + swaps
-    );
+    assert_eq!(memory.atomic_u64(8).load(Ordering::SeqCst), (swaps << 32) + swaps);
 }
 
 /// The promise that recycling of memory stands on: once `invalidate` has returned, nobody reads
@@ -120,11 +80,7 @@ fn no_access_outlives_its_key() {
     let (target, memory, region) = node(&path);
     let bytes = 64 << 10;
     let range = region.base..region.base + bytes;
-    let window = WindowSpec {
-        range,
-        access: Access::READ_WRITE,
-        scope: Scope::Anyone,
-    };
+    let window = WindowSpec { range, access: Access::READ_WRITE, scope: Scope::Anyone };
     let key = AtomicU64::new(0);
     let dead = AtomicU64::new(0);
     let stop = AtomicBool::new(false);
@@ -142,15 +98,9 @@ fn no_access_outlives_its_key() {
                     let tried = key.load(Ordering::SeqCst);
                     let was_dead = dead.load(Ordering::SeqCst) == tried;
                     let remote_key = Key(u32::try_from(tried).unwrap());
-                    let remote = RemoteAddr {
-                        addr: region.base,
-                        key: remote_key,
-                    };
-                    let verb = if writes {
-                        Verb::Write { local, remote }
-                    } else {
-                        Verb::Read { local, remote }
-                    };
+                    let remote = RemoteAddr { addr: region.base, key: remote_key };
+                    let verb =
+                        if writes { Verb::Write { local, remote } } else { Verb::Read { local, remote } };
                     match one(&mut *endpoint, verb) {
                         Ok(_) => {
                             count(&faults.late, was_dead);
@@ -174,9 +124,7 @@ fn no_access_outlives_its_key() {
             target.invalidate(bound).unwrap();
             dead.store(u64::from(bound.0), Ordering::SeqCst);
             // The memory is another's now. What it holds must stay, and stay unseen.
-            memory
-                .atomic_u64((64 << 10) - 8)
-                .store(u64::MAX, Ordering::SeqCst);
+            memory.atomic_u64((64 << 10) - 8).store(u64::MAX, Ordering::SeqCst);
             memory.write(0, &vec![0xFF; 64 << 10]);
             let mut seen = vec![0; 64 << 10];
             for _ in 0..3 {
@@ -187,26 +135,10 @@ fn no_access_outlives_its_key() {
         }
         stop.store(true, Ordering::SeqCst);
     });
-    assert_eq!(
-        faults.late.into_inner(),
-        0,
-        "accesses began after their key was dead"
-    );
-    assert_eq!(
-        faults.peeked.into_inner(),
-        0,
-        "reads saw what came after their key"
-    );
-    assert_eq!(
-        faults.overwritten.into_inner(),
-        0,
-        "writes outlived their key"
-    );
-    assert_eq!(
-        faults.other.into_inner(),
-        0,
-        "accesses failed for other causes"
-    );
+    assert_eq!(faults.late.into_inner(), 0, "accesses began after their key was dead");
+    assert_eq!(faults.peeked.into_inner(), 0, "reads saw what came after their key");
+    assert_eq!(faults.overwritten.into_inner(), 0, "writes outlived their key");
+    assert_eq!(faults.other.into_inner(), 0, "accesses failed for other causes");
 }
 
 #[derive(Default)]
@@ -228,19 +160,12 @@ fn a_fence_stops_a_hammering_host() {
     for _ in 0..50 {
         let path = folder.path().join("node");
         let (target, memory, region) = node(&path);
-        let remote = RemoteAddr {
-            addr: region.base,
-            key: region.key,
-        };
+        let remote = RemoteAddr { addr: region.base, key: region.key };
         std::thread::scope(|scope| {
             let hammer = scope.spawn(|| {
                 let mut endpoint = shm::connect(&path, WHO).unwrap();
                 let verb = Verb::FetchAdd { remote, add: 1 };
-                let batch = [Work {
-                    id: 0,
-                    verb,
-                    signalled: false,
-                }; 100];
+                let batch = [Work { id: 0, verb, signalled: false }; 100];
                 let mut done = Vec::new();
                 while endpoint.poll(&mut done, 1) == 0 {
                     endpoint.post(&batch).unwrap();
@@ -288,26 +213,11 @@ fn as_child() {
         Ok("initiator") => {
             let (mut endpoint, _, local) = client(path);
             let region = endpoint.regions()[0].clone();
-            let remote = RemoteAddr {
-                addr: region.base,
-                key: region.key,
-            };
-            let hello = Verb::Send {
-                local: LocalSlice { len: 8, ..local },
-            };
+            let remote = RemoteAddr { addr: region.base, key: region.key };
+            let hello = Verb::Send { local: LocalSlice { len: 8, ..local } };
             one(&mut *endpoint, hello).unwrap();
-            let long = Verb::Read {
-                local: LocalSlice {
-                    len: 2 << 20,
-                    ..local
-                },
-                remote,
-            };
-            let batch = [Work {
-                id: 0,
-                verb: long,
-                signalled: false,
-            }; 64];
+            let long = Verb::Read { local: LocalSlice { len: 2 << 20, ..local }, remote };
+            let batch = [Work { id: 0, verb: long, signalled: false }; 64];
             while endpoint.post(&batch).is_ok() && !endpoint.is_broken() {}
         }
         _ => assert!(shm::connect(path, WHO).is_err()),
@@ -319,26 +229,13 @@ fn a_killed_target_process_is_noticed_under_load() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("node");
     let (mut child, output) = spawn("target", &path);
-    let ready = output
-        .lines()
-        .map(Result::unwrap)
-        .find(|line| line.contains("ready"))
-        .unwrap();
+    let ready = output.lines().map(Result::unwrap).find(|line| line.contains("ready")).unwrap();
     let words: Vec<&str> = ready.split_whitespace().collect();
-    let at = words
-        .iter()
-        .position(|word| word.ends_with("ready"))
-        .unwrap();
+    let at = words.iter().position(|word| word.ends_with("ready")).unwrap();
     let (mut endpoint, _, local) = client(&path);
     let region = endpoint.regions()[0].clone();
-    assert_eq!(
-        words[at + 1..],
-        [region.base.to_string(), region.key.0.to_string()]
-    );
-    let remote = RemoteAddr {
-        addr: region.base,
-        key: region.key,
-    };
+    assert_eq!(words[at + 1..], [region.base.to_string(), region.key.0.to_string()]);
+    let remote = RemoteAddr { addr: region.base, key: region.key };
     let idle = shm::connect(&path, WHO).unwrap();
     let mut outcomes = Vec::new();
     for round in 0_u64.. {
@@ -351,11 +248,7 @@ fn a_killed_target_process_is_noticed_under_load() {
             break;
         }
     }
-    assert!(
-        outcomes[..1000]
-            .iter()
-            .all(|outcome| *outcome == Ok(64 << 10))
-    );
+    assert!(outcomes[..1000].iter().all(|outcome| *outcome == Ok(64 << 10)));
     let failures: Vec<_> = outcomes.into_iter().filter(Result::is_err).collect();
     let flushed = Err(WorkError::Flushed);
     assert_eq!(failures, [Err(WorkError::PeerGone), flushed, flushed]);
@@ -371,11 +264,7 @@ fn a_killed_initiator_holds_up_nobody_and_leaves_its_place() {
     let path = folder.path().join("node");
     let (target, _, region) = node(&path);
     let range = region.base..region.base + 64;
-    let window = WindowSpec {
-        range,
-        access: Access::ALL,
-        scope: Scope::Anyone,
-    };
+    let window = WindowSpec { range, access: Access::ALL, scope: Scope::Anyone };
     for _ in 0..5 {
         let key = target.bind(&window).unwrap();
         let (mut child, _output) = spawn("initiator", &path);

@@ -6,8 +6,8 @@ use std::sync::atomic::Ordering;
 
 use aquifer_fabric::sim::{SimEndpoint, SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::{
-    Access, Completion, Endpoint, Host, Identity, LocalSlice, Memory, Region, RemoteAddr, Scope,
-    Target, Tenant, Verb, Work, WorkError,
+    Access, Completion, Endpoint, Host, Identity, LocalSlice, Memory, Region, RemoteAddr, Scope, Target,
+    Tenant, Verb, Work, WorkError,
 };
 
 const SEEDS: u64 = 200;
@@ -23,34 +23,18 @@ fn scene(seed: u64, options: SimOptions) -> Scene {
     let fabric = SimFabric::new(seed, options);
     let target = fabric.add_node();
     let memory = Arc::new(Memory::create("region", 4096).unwrap());
-    let region = target
-        .register(Arc::clone(&memory), Access::ALL, Scope::Anyone)
-        .unwrap();
-    Scene {
-        fabric,
-        target,
-        memory,
-        region,
-    }
+    let region = target.register(Arc::clone(&memory), Access::ALL, Scope::Anyone).unwrap();
+    Scene { fabric, target, memory, region }
 }
 
 impl Scene {
     fn endpoint(&self, host: u16) -> SimEndpoint {
-        let who = Identity {
-            host: Host(host),
-            epoch: 1,
-            tenant: Tenant(1),
-        };
-        self.fabric
-            .connect_endpoint(self.target.node(), who)
-            .unwrap()
+        let who = Identity { host: Host(host), epoch: 1, tenant: Tenant(1) };
+        self.fabric.connect_endpoint(self.target.node(), who).unwrap()
     }
 
     fn remote(&self, word: u64) -> RemoteAddr {
-        RemoteAddr {
-            addr: self.region.base + word * 8,
-            key: self.region.key,
-        }
+        RemoteAddr { addr: self.region.base + word * 8, key: self.region.key }
     }
 
     fn word(&self, word: usize) -> u64 {
@@ -59,17 +43,8 @@ impl Scene {
 
     /// Ten increments of one word.
     fn increments(&self, word: u64) -> Vec<Work> {
-        let verb = Verb::FetchAdd {
-            remote: self.remote(word),
-            add: 1,
-        };
-        (0..10)
-            .map(|id| Work {
-                id,
-                verb,
-                signalled: true,
-            })
-            .collect()
+        let verb = Verb::FetchAdd { remote: self.remote(word), add: 1 };
+        (0..10).map(|id| Work { id, verb, signalled: true }).collect()
     }
 }
 
@@ -87,10 +62,7 @@ fn history(seed: u64) -> (u64, Vec<u64>) {
         endpoint.post(&scene.increments(0)).unwrap();
     }
     scene.fabric.run();
-    let found = endpoints
-        .iter_mut()
-        .flat_map(drain)
-        .map(|done| done.outcome.unwrap());
+    let found = endpoints.iter_mut().flat_map(drain).map(|done| done.outcome.unwrap());
     (scene.fabric.now_ns(), found.collect())
 }
 
@@ -98,11 +70,7 @@ fn history(seed: u64) -> (u64, Vec<u64>) {
 fn a_seed_replays_exactly_and_seeds_differ() {
     let histories: HashSet<_> = (0..SEEDS).map(history).collect();
     assert!((0..SEEDS).all(|seed| histories.contains(&history(seed))));
-    assert!(
-        histories.len() as u64 > SEEDS * 9 / 10,
-        "{} histories",
-        histories.len()
-    );
+    assert!(histories.len() as u64 > SEEDS * 9 / 10, "{} histories", histories.len());
 }
 
 #[test]
@@ -111,17 +79,11 @@ fn endpoints_keep_their_order_and_overtake_each_other() {
     for seed in 0..SEEDS {
         let (_, found) = history(seed);
         for one in found.chunks(10) {
-            assert!(
-                one.is_sorted(),
-                "seed {seed}: an endpoint's own work was reordered: {one:?}"
-            );
+            assert!(one.is_sorted(), "seed {seed}: an endpoint's own work was reordered: {one:?}");
         }
         overtook += u64::from(found[0] > 0);
     }
-    assert!(
-        overtook > SEEDS / 10,
-        "the first to post came first in all but {overtook}"
-    );
+    assert!(overtook > SEEDS / 10, "the first to post came first in all but {overtook}");
 }
 
 #[test]
@@ -133,25 +95,12 @@ fn a_crashed_host_leaves_a_prefix_and_nothing_more() {
         let mut endpoint = scene.endpoint(1);
         let key = endpoint.register_local(Arc::clone(&local)).unwrap();
         let write = |id: u64| {
-            let local = LocalSlice {
-                key,
-                offset: id * 8,
-                len: 8,
-            };
-            let remote = RemoteAddr {
-                addr: scene.region.base + id * 8,
-                key: scene.region.key,
-            };
-            Work {
-                id,
-                verb: Verb::Write { local, remote },
-                signalled: true,
-            }
+            let local = LocalSlice { key, offset: id * 8, len: 8 };
+            let remote = RemoteAddr { addr: scene.region.base + id * 8, key: scene.region.key };
+            Work { id, verb: Verb::Write { local, remote }, signalled: true }
         };
         (0..10).for_each(|word| local.atomic_u64(word * 8).store(7, Ordering::SeqCst));
-        endpoint
-            .post(&(0..10).map(write).collect::<Vec<_>>())
-            .unwrap();
+        endpoint.post(&(0..10).map(write).collect::<Vec<_>>()).unwrap();
         for _ in 0..seed % 8 {
             scene.fabric.step();
         }
@@ -161,23 +110,14 @@ fn a_crashed_host_leaves_a_prefix_and_nothing_more() {
         scene.fabric.run();
         let log: Vec<u64> = (0..10).map(|word| scene.word(word)).collect();
         let written = log.iter().take_while(|&&word| word == 7).count();
-        assert!(
-            log[written..].iter().all(|&word| word == 0),
-            "seed {seed}: {log:?}"
-        );
+        assert!(log[written..].iter().all(|&word| word == 0), "seed {seed}: {log:?}");
         lengths.insert(written);
         assert_eq!(drain(&mut endpoint), []);
         endpoint.post(&[write(0), write(1)]).unwrap();
-        let ends: Vec<_> = drain(&mut endpoint)
-            .iter()
-            .map(|done| done.outcome)
-            .collect();
+        let ends: Vec<_> = drain(&mut endpoint).iter().map(|done| done.outcome).collect();
         assert_eq!(ends, [Err(WorkError::PeerGone), Err(WorkError::Flushed)]);
     }
-    assert!(
-        lengths.contains(&0) && lengths.contains(&10) && lengths.len() > 8,
-        "{lengths:?}"
-    );
+    assert!(lengths.contains(&0) && lengths.contains(&10) && lengths.len() > 8, "{lengths:?}");
 }
 
 #[test]
@@ -197,26 +137,16 @@ fn completions_never_claim_less_than_what_happened() {
         }
         scene.fabric.run();
         let done = drain(&mut endpoint);
-        assert_eq!(
-            done.len(),
-            10,
-            "seed {seed}: what was posted completes, come what may"
-        );
+        assert_eq!(done.len(), 10, "seed {seed}: what was posted completes, come what may");
         let is_unknown = |outcome| matches!(outcome, Err(WorkError::PeerGone | WorkError::Timeout));
         let succeeded = done.iter().filter(|done| done.outcome.is_ok()).count() as u64;
         let unknown = done.iter().filter(|done| is_unknown(done.outcome)).count() as u64;
         let happened = scene.word(0);
-        assert!(
-            succeeded <= happened && happened <= succeeded + unknown,
-            "seed {seed}: {done:?}"
-        );
+        assert!(succeeded <= happened && happened <= succeeded + unknown, "seed {seed}: {done:?}");
         unsure += u64::from(happened > succeeded);
         sure += u64::from(happened == succeeded);
     }
-    assert!(
-        unsure > 20 && sure > 20,
-        "lost answers {unsure}, lost requests {sure}"
-    );
+    assert!(unsure > 20 && sure > 20, "lost answers {unsure}, lost requests {sure}");
 }
 
 #[test]
@@ -225,11 +155,7 @@ fn a_mended_link_lets_new_endpoints_in_but_does_not_revive_old_ones() {
     let node = scene.target.node();
     let mut old = scene.endpoint(1);
     scene.fabric.partition(Host(1), node, true);
-    let who = Identity {
-        host: Host(1),
-        epoch: 1,
-        tenant: Tenant(1),
-    };
+    let who = Identity { host: Host(1), epoch: 1, tenant: Tenant(1) };
     assert!(scene.fabric.connect(node, who).is_err());
     assert_eq!(scene.target.send(Host(1), b"lost"), 0);
     old.post(&scene.increments(0)).unwrap();
@@ -247,10 +173,7 @@ fn a_mended_link_lets_new_endpoints_in_but_does_not_revive_old_ones() {
 
 #[test]
 fn slow_hosts_take_their_time() {
-    let options = SimOptions {
-        delay_ns: 1000..1001,
-        ..SimOptions::default()
-    };
+    let options = SimOptions { delay_ns: 1000..1001, ..SimOptions::default() };
     let scene = scene(1, options);
     let (mut fast, mut slow) = (scene.endpoint(1), scene.endpoint(2));
     scene.fabric.slow(Host(2), 50);
@@ -263,22 +186,13 @@ fn slow_hosts_take_their_time() {
     scene.fabric.advance_to(50_000);
     assert_eq!((scene.word(0), scene.fabric.now_ns()), (1, 50_000));
     scene.fabric.run();
-    assert_eq!(
-        (drain(&mut slow).len(), scene.fabric.now_ns()),
-        (1, 100_000)
-    );
+    assert_eq!((drain(&mut slow).len(), scene.fabric.now_ns()), (1, 100_000));
     assert!(!scene.fabric.step());
 }
 
 #[test]
 fn polling_moves_time_if_asked_to() {
-    let scene = scene(
-        1,
-        SimOptions {
-            step_on_poll: true,
-            ..SimOptions::default()
-        },
-    );
+    let scene = scene(1, SimOptions { step_on_poll: true, ..SimOptions::default() });
     let mut endpoint = scene.endpoint(1);
     endpoint.post(&scene.increments(0)).unwrap();
     let mut done = Vec::new();

@@ -61,17 +61,13 @@ impl Control {
     /// Whether it is what this version expects.
     #[must_use]
     pub fn is_valid(&self) -> bool {
-        self.magic.load(Acquire) == CONTROL_MAGIC
-            && self.version.load(Relaxed) == crate::VERSION.into()
+        self.magic.load(Acquire) == CONTROL_MAGIC && self.version.load(Relaxed) == crate::VERSION.into()
     }
 
     /// Ask that a page never be taken. Called by the program's threads, at once.
     pub fn pin(&self, page: u64) {
         let known = (self.pin_count.load(Acquire) as usize).min(PINS_MAX);
-        if self.pins[..known]
-            .iter()
-            .any(|pin| pin.load(Relaxed) == page)
-        {
+        if self.pins[..known].iter().any(|pin| pin.load(Relaxed) == page) {
             return;
         }
         let at = self.pin_count.fetch_add(1, Relaxed) as usize;
@@ -102,10 +98,7 @@ mod tests {
         }
         assert_eq!(control.pins_overflowed.load(Relaxed), 1);
         control.pin(8);
-        assert_eq!(
-            control.pins[PINS_MAX - 1].load(Relaxed),
-            1000 + PINS_MAX as u64 - 2
-        );
+        assert_eq!(control.pins[PINS_MAX - 1].load(Relaxed), 1000 + PINS_MAX as u64 - 2);
     }
 
     #[test]

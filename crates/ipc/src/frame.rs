@@ -176,9 +176,7 @@ impl<'a> Reader<'a> {
     fn text(&mut self) -> Result<String, FrameError> {
         let length = self.u32()? as usize;
         let bytes = self.take(length)?;
-        std::str::from_utf8(bytes)
-            .map(str::to_owned)
-            .map_err(|_| FrameError::BadField("text"))
+        std::str::from_utf8(bytes).map(str::to_owned).map_err(|_| FrameError::BadField("text"))
     }
 }
 
@@ -201,11 +199,7 @@ impl Frame {
         }
         let kind = reader.u16()?;
         let frame = Self::parse_body(kind, &mut reader)?;
-        if reader.0.is_empty() {
-            Ok(frame)
-        } else {
-            Err(FrameError::TooLong)
-        }
+        if reader.0.is_empty() { Ok(frame) } else { Err(FrameError::TooLong) }
     }
 
     fn parse_body(kind: u16, reader: &mut Reader<'_>) -> Result<Self, FrameError> {
@@ -213,20 +207,14 @@ impl Frame {
             1 => Self::Hello(parse_hello(reader)?),
             2 => Self::Welcome,
             3 => Self::Refused(reader.text()?),
-            4 => Self::OpenRun(OpenRun {
-                limit_bytes: reader.u64()?,
-                name: reader.text()?,
-            }),
+            4 => Self::OpenRun(OpenRun { limit_bytes: reader.u64()?, name: reader.text()? }),
             5 => Self::RunOpened(Token(reader.array()?)),
             6 => Self::CloseRun,
             7 => Self::Statistics(reader.text()?),
             8 => Self::Ended(reader.text()?),
             9 => Self::Status,
             10 => Self::StatusIs(reader.text()?),
-            11 => Self::Put(Put {
-                program: reader.u64()?,
-                pid: reader.u32()?,
-            }),
+            11 => Self::Put(Put { program: reader.u64()?, pid: reader.u32()? }),
             12 => Self::Drop(reader.u64()?),
             13 => Self::News(reader.text()?),
             kind => return Err(FrameError::UnknownKind(kind)),
@@ -264,9 +252,7 @@ impl Frame {
     /// # Panics
     /// If the frame is no [`Frame::Hello`], or the buffer is too small for it.
     pub fn write_fixed(&self, out: &mut [u8]) -> usize {
-        let Self::Hello(hello) = self else {
-            panic!("only a hello is written without allocating")
-        };
+        let Self::Hello(hello) = self else { panic!("only a hello is written without allocating") };
         let mut at = 0;
         let mut put = |bytes: &[u8]| {
             out[at..at + bytes.len()].copy_from_slice(bytes);
@@ -331,13 +317,7 @@ fn parse_hello(reader: &mut Reader<'_>) -> Result<Hello, FrameError> {
 fn hello_parts(hello: &Hello, mut put: impl FnMut(&[u8])) {
     put(&hello.token.0);
     put(&u32::from(hello.is_child).to_le_bytes());
-    for address in [
-        hello.antechamber,
-        hello.staging,
-        hello.canary,
-        hello.private_start,
-        hello.private_end,
-    ] {
+    for address in [hello.antechamber, hello.staging, hello.canary, hello.private_start, hello.private_end] {
         put(&address.to_le_bytes());
     }
 }
@@ -372,20 +352,14 @@ mod tests {
             Frame::Hello(hello),
             Frame::Welcome,
             Frame::Refused("no".into()),
-            Frame::OpenRun(OpenRun {
-                limit_bytes: 1 << 30,
-                name: "sort".into(),
-            }),
+            Frame::OpenRun(OpenRun { limit_bytes: 1 << 30, name: "sort".into() }),
             Frame::RunOpened(Token([9; 16])),
             Frame::CloseRun,
             Frame::Statistics("{}".into()),
             Frame::Ended("the pool is full".into()),
             Frame::Status,
             Frame::StatusIs("{}".into()),
-            Frame::Put(Put {
-                program: 3,
-                pid: 77,
-            }),
+            Frame::Put(Put { program: 3, pid: 77 }),
             Frame::Drop(3),
             Frame::News("a page is lost".into()),
         ]
@@ -436,10 +410,7 @@ mod tests {
         assert_eq!(Token::from_hex(token.to_hex().as_bytes()), Some(token));
         assert_eq!(Token::from_hex(b"a5"), None);
         assert_eq!(Token::from_hex(&[b'x'; 32]), None);
-        assert!(
-            !format!("{token:?}").contains("a5a5a5"),
-            "a log must not give a token away"
-        );
+        assert!(!format!("{token:?}").contains("a5a5a5"), "a log must not give a token away");
     }
 
     #[test]

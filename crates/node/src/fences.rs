@@ -38,19 +38,10 @@ impl Fences {
 
     /// These leases live, and no others: what was missed while nobody watched.
     pub fn listed(&mut self, present: &BTreeMap<Host, u64>) -> Vec<Fence> {
-        let missing: Vec<Host> = self
-            .alive
-            .keys()
-            .copied()
-            .filter(|host| !present.contains_key(host))
-            .collect();
-        let gone: Vec<Fence> = missing
-            .into_iter()
-            .filter_map(|host| self.gone(host))
-            .collect();
-        let renewed = present
-            .iter()
-            .filter_map(|(&host, &epoch)| self.present(host, epoch));
+        let missing: Vec<Host> =
+            self.alive.keys().copied().filter(|host| !present.contains_key(host)).collect();
+        let gone: Vec<Fence> = missing.into_iter().filter_map(|host| self.gone(host)).collect();
+        let renewed = present.iter().filter_map(|(&host, &epoch)| self.present(host, epoch));
         gone.into_iter().chain(renewed).collect()
     }
 }
@@ -60,10 +51,7 @@ mod tests {
     use super::*;
 
     fn fence(host: u16, epoch: u64) -> Fence {
-        Fence {
-            host: Host(host),
-            epoch,
-        }
+        Fence { host: Host(host), epoch }
     }
 
     #[test]

@@ -45,14 +45,7 @@ impl Member {
         record.epoch = lease.epoch;
         let fences = Fences::default();
         let kept_alive = Instant::now();
-        let mut member = Self {
-            directory,
-            record,
-            ttl,
-            lease,
-            kept_alive,
-            fences,
-        };
+        let mut member = Self { directory, record, ttl, lease, kept_alive, fences };
         if let Err(error) = member.put_record() {
             member.leave();
             return Err(error);
@@ -72,9 +65,7 @@ impl Member {
     pub fn reconnected(&mut self, directory: Arc<dyn Directory>) {
         self.directory = directory;
         // Whether the lease outlived the break is the first thing to find out.
-        self.kept_alive = Instant::now()
-            .checked_sub(self.ttl)
-            .unwrap_or(self.kept_alive);
+        self.kept_alive = Instant::now().checked_sub(self.ttl).unwrap_or(self.kept_alive);
     }
 
     /// End the lease, and with it the record.
@@ -94,18 +85,12 @@ impl Member {
                 Some(entry) => Compare::version(&key, self.replaceable(&entry)?),
             };
             let put = Operation::put(&key, value.clone(), Some(self.lease.id));
-            let transaction = Transaction {
-                compares: vec![compare],
-                operations: vec![put],
-            };
+            let transaction = Transaction { compares: vec![compare], operations: vec![put] };
             if self.directory.transaction(&transaction)?.is_committed() {
                 return Ok(());
             }
         }
-        Err(NodeError::Contended {
-            id: self.record.id,
-            attempts: JOIN_ATTEMPTS,
-        })
+        Err(NodeError::Contended { id: self.record.id, attempts: JOIN_ATTEMPTS })
     }
 
     /// The version of a record that we may replace: our own of an earlier life. Two cannot listen at one address, and we
@@ -116,10 +101,7 @@ impl Member {
             Ok(record) => record.address,
             Err(_) => "an address that cannot be read".to_owned(),
         };
-        Err(NodeError::IdTaken {
-            id: self.record.id,
-            address,
-        })
+        Err(NodeError::IdTaken { id: self.record.id, address })
     }
 
     /// Read all hosts' leases, and fence those that are over; returns the directory's revision.
@@ -154,12 +136,7 @@ impl Member {
         let key = event.key.clone();
         let fence = match event.kind.clone() {
             EventKind::Put { value, lease } => {
-                let entry = Entry {
-                    key,
-                    value,
-                    version: event.revision,
-                    lease,
-                };
+                let entry = Entry { key, value, version: event.revision, lease };
                 lease_of(&entry).and_then(|(host, epoch)| self.fences.present(host, epoch))
             }
             EventKind::Delete => names::host_of(&key).and_then(|host| self.fences.gone(Host(host))),

@@ -52,14 +52,7 @@ impl NodeOptions {
     /// A node with the usual lease and limits.
     #[must_use]
     pub fn new(id: u16, memory_bytes: u64, socket: PathBuf, connect: Connect) -> Self {
-        Self {
-            id,
-            memory_bytes,
-            socket,
-            connect,
-            lease_ttl: LEASE_TTL,
-            fabric: Options::default(),
-        }
+        Self { id, memory_bytes, socket, connect, lease_ttl: LEASE_TTL, fabric: Options::default() }
     }
 }
 
@@ -82,15 +75,11 @@ pub fn serve(
 ) -> Result<(), NodeError> {
     let available = available_bytes().map_err(NodeError::Unknown)?;
     if options.memory_bytes > available {
-        return Err(NodeError::NoMemory {
-            asked: options.memory_bytes,
-            available,
-        });
+        return Err(NodeError::NoMemory { asked: options.memory_bytes, available });
     }
     // Connected first: without a directory nobody would ever find the memory.
     let directory = (options.connect)()?;
-    let target =
-        ShmTarget::listen(&options.socket, options.fabric.clone()).map_err(NodeError::Listen)?;
+    let target = ShmTarget::listen(&options.socket, options.fabric.clone()).map_err(NodeError::Listen)?;
     let donation = donate(&target, NodeId(options.id), options.memory_bytes)?;
     let record = NodeRecord {
         id: options.id,
@@ -100,14 +89,8 @@ pub fn serve(
         epoch: 0,
     };
     let mut member = Member::join(directory, record, options.lease_ttl, &target)?;
-    tracing::info!(
-        node = options.id,
-        bytes = donation.layout.data_bytes(),
-        "memory is lent"
-    );
-    ready(&Ready {
-        record: member.record().clone(),
-    });
+    tracing::info!(node = options.id, bytes = donation.layout.data_bytes(), "memory is lent");
+    ready(&Ready { record: member.record().clone() });
     while !shutdown.is_requested() {
         let Err(error) = member.watch(&target, shutdown) else {
             break;

@@ -32,10 +32,7 @@ impl Shutdown {
     #[must_use]
     pub fn wait(&self, timeout: Duration) -> bool {
         let requested = self.shared.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = self
-            .shared
-            .1
-            .wait_timeout_while(requested, timeout, |requested| !*requested);
+        let waited = self.shared.1.wait_timeout_while(requested, timeout, |requested| !*requested);
         *waited.unwrap_or_else(PoisonError::into_inner).0
     }
 }

@@ -66,10 +66,7 @@ impl Directory for Wired {
     }
     fn watch(&self, prefix: &str, from_revision: u64) -> Result<Box<dyn Watch>, DirectoryError> {
         let inner = self.0.through()?.watch(prefix, from_revision)?;
-        Ok(Box::new(WiredWatch {
-            inner,
-            wire: Arc::clone(&self.0),
-        }))
+        Ok(Box::new(WiredWatch { inner, wire: Arc::clone(&self.0) }))
     }
 }
 
@@ -96,16 +93,12 @@ impl Bed {
     fn new() -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let clock = Arc::new(ManualClock::default());
-        let inner = Embedded::open_with_clock(&dir.path().join("db"), Arc::clone(&clock) as Arc<_>)
-            .expect("a file");
+        let inner =
+            Embedded::open_with_clock(&dir.path().join("db"), Arc::clone(&clock) as Arc<_>).expect("a file");
         Self {
             dir,
             clock,
-            wire: Arc::new(Wire {
-                inner,
-                cut: AtomicBool::new(false),
-                failed: AtomicU64::new(0),
-            }),
+            wire: Arc::new(Wire { inner, cut: AtomicBool::new(false), failed: AtomicU64::new(0) }),
         }
     }
 
@@ -129,10 +122,7 @@ impl Bed {
     }
 
     fn record(&self, id: u16) -> Option<NodeRecord> {
-        let entry = self
-            .directory()
-            .get(&names::node(id))
-            .expect("the directory answers")?;
+        let entry = self.directory().get(&names::node(id)).expect("the directory answers")?;
         Some(names::decode(&entry).expect("a record"))
     }
 
@@ -142,46 +132,25 @@ impl Bed {
         let theirs = shutdown.clone();
         let (tell, told) = mpsc::channel();
         let thread = std::thread::spawn(move || {
-            serve(&options, &theirs, |ready: &Ready| {
-                tell.send(ready.clone()).expect("the test waits")
-            })
+            serve(&options, &theirs, |ready: &Ready| tell.send(ready.clone()).expect("the test waits"))
         });
         let ready = told.recv().expect("it serves");
-        Serving {
-            shutdown,
-            thread,
-            ready,
-        }
+        Serving { shutdown, thread, ready }
     }
 
     /// A host with a lease.
     fn enrol(&self, host: u16) -> Lease {
-        let lease = self
-            .directory()
-            .lease_grant(Duration::from_secs(1000))
-            .expect("a lease");
-        let record = AgentRecord {
-            host,
-            address: "there".to_owned(),
-            epoch: lease.epoch,
-        };
-        self.directory()
-            .put(&names::agent(host), &names::encode(&record), Some(lease.id))
-            .expect("room");
+        let lease = self.directory().lease_grant(Duration::from_secs(1000)).expect("a lease");
+        let record = AgentRecord { host, address: "there".to_owned(), epoch: lease.epoch };
+        self.directory().put(&names::agent(host), &names::encode(&record), Some(lease.id)).expect("room");
         lease
     }
 
     fn client(&self, host: u16, epoch: u64) -> Result<PoolClient, String> {
-        let who = Identity {
-            host: Host(host),
-            epoch,
-            tenant: Tenant(0),
-        };
+        let who = Identity { host: Host(host), epoch, tenant: Tenant(0) };
         let endpoint = shm::connect(&self.socket(), who).map_err(|error| error.to_string())?;
         let mut client = PoolClient::new(Host(host));
-        client
-            .add_node(NodeId(1), endpoint)
-            .map_err(|error| error.to_string())?;
+        client.add_node(NodeId(1), endpoint).map_err(|error| error.to_string())?;
         Ok(client)
     }
 }
@@ -209,10 +178,7 @@ fn until_fenced(client: &mut PoolClient) {
     loop {
         match use_it(client) {
             Ok(()) => std::thread::yield_now(),
-            Err(PoolError::NodeGone {
-                cause: WorkError::Fenced,
-                ..
-            }) => return,
+            Err(PoolError::NodeGone { cause: WorkError::Fenced, .. }) => return,
             Err(error) => panic!("{error}"),
         }
     }
@@ -224,20 +190,14 @@ fn a_node_serves_its_memory_and_says_so() {
     let node = bed.start(1);
     let record = bed.record(1).expect("it is in the directory");
     assert_eq!(record, node.ready.record);
-    assert_eq!(
-        (record.id, record.memory_bytes, record.fabric.as_str()),
-        (1, BYTES, "shm")
-    );
+    assert_eq!((record.id, record.memory_bytes, record.fabric.as_str()), (1, BYTES, "shm"));
     assert_eq!(record.address, bed.socket().display().to_string());
     let mut client = bed.client(1, 1).expect("it listens");
     assert_eq!(client.total_bytes(NodeId(1)), BYTES);
     use_it(&mut client).expect("room");
     node.stop();
     assert_eq!(bed.record(1), None);
-    assert!(matches!(
-        use_it(&mut client),
-        Err(PoolError::NodeGone { .. })
-    ));
+    assert!(matches!(use_it(&mut client), Err(PoolError::NodeGone { .. })));
     assert!(bed.client(1, 1).is_err());
 }
 
@@ -252,10 +212,7 @@ fn a_host_whose_lease_ends_is_fenced() {
     use_it(&mut first).expect("room");
     bed.directory().lease_revoke(old.id).expect("it was alive");
     until_fenced(&mut first);
-    assert!(
-        bed.client(1, old.epoch).is_err(),
-        "the old epoch cannot come back"
-    );
+    assert!(bed.client(1, old.epoch).is_err(), "the old epoch cannot come back");
     let new = bed.enrol(1);
     use_it(&mut bed.client(1, new.epoch).expect("a new epoch can")).expect("room");
     use_it(&mut second).expect("others are not touched");
@@ -301,31 +258,17 @@ fn a_node_whose_lease_ended_takes_a_new_one_and_keeps_its_memory() {
     let node = bed.start(1);
     let mut client = bed.client(1, 1).expect("it listens");
     let extent = client.allocate(NodeId(1), SizeClass::CHUNK).expect("room");
-    let from = bed
-        .directory()
-        .list("nodes/")
-        .expect("the directory answers")
-        .revision
-        + 1;
+    let from = bed.directory().list("nodes/").expect("the directory answers").revision + 1;
     let mut watch = bed.directory().watch("nodes/", from).expect("a watch");
     bed.clock.advance(2 * TTL);
     bed.directory().tick().expect("room");
     let mut kinds = Vec::new();
     while kinds.len() < 2 {
-        kinds.extend(
-            watch
-                .next(TTL)
-                .expect("the watch goes on")
-                .map(|event| event.kind),
-        );
+        kinds.extend(watch.next(TTL).expect("the watch goes on").map(|event| event.kind));
     }
     assert_eq!(kinds[0], EventKind::Delete);
     assert!(matches!(kinds[1], EventKind::Put { .. }));
-    assert_eq!(
-        bed.record(1).expect("it is back"),
-        node.ready.record,
-        "with the epoch of its memory"
-    );
+    assert_eq!(bed.record(1).expect("it is back"), node.ready.record, "with the epoch of its memory");
     client.free(extent).expect("the memory is the same");
     node.stop();
 }
@@ -340,31 +283,18 @@ fn a_number_is_given_once() {
         memory_bytes: 1,
         epoch: 1,
     };
-    bed.directory()
-        .put(&names::node(1), &names::encode(&other), None)
-        .expect("room");
-    let taken = serve(&bed.options(1, BYTES), &Shutdown::new(), |_| {
-        panic!("it cannot serve")
-    });
+    bed.directory().put(&names::node(1), &names::encode(&other), None).expect("room");
+    let taken = serve(&bed.options(1, BYTES), &Shutdown::new(), |_| panic!("it cannot serve"));
     assert!(
         matches!(&taken, Err(NodeError::IdTaken { id: 1, address }) if address == "/elsewhere"),
         "{taken:?}"
     );
-    bed.directory()
-        .put(&names::node(1), b"{", None)
-        .expect("room");
-    let taken = serve(&bed.options(1, BYTES), &Shutdown::new(), |_| {
-        panic!("it cannot serve")
-    });
+    bed.directory().put(&names::node(1), b"{", None).expect("room");
+    let taken = serve(&bed.options(1, BYTES), &Shutdown::new(), |_| panic!("it cannot serve"));
     assert!(matches!(taken, Err(NodeError::IdTaken { .. })));
     // A record with our own address was left by a node that died there.
-    let dead = NodeRecord {
-        address: bed.socket().display().to_string(),
-        ..other
-    };
-    bed.directory()
-        .put(&names::node(1), &names::encode(&dead), None)
-        .expect("room");
+    let dead = NodeRecord { address: bed.socket().display().to_string(), ..other };
+    bed.directory().put(&names::node(1), &names::encode(&dead), None).expect("room");
     let node = bed.start(1);
     assert_eq!(bed.record(1).as_ref(), Some(&node.ready.record));
     node.stop();
@@ -373,39 +303,20 @@ fn a_number_is_given_once() {
 #[test]
 fn what_cannot_be_served_is_said() {
     let bed = Bed::new();
-    let refused = |options: NodeOptions| {
-        serve(&options, &Shutdown::new(), |_| panic!("it cannot serve")).unwrap_err()
-    };
-    assert!(matches!(
-        refused(bed.options(1, u64::MAX)),
-        NodeError::NoMemory {
-            asked: u64::MAX,
-            ..
-        }
-    ));
-    assert!(matches!(
-        refused(bed.options(1, (2 << 20) - 1)),
-        NodeError::Donate(_)
-    ));
+    let refused =
+        |options: NodeOptions| serve(&options, &Shutdown::new(), |_| panic!("it cannot serve")).unwrap_err();
+    assert!(matches!(refused(bed.options(1, u64::MAX)), NodeError::NoMemory { asked: u64::MAX, .. }));
+    assert!(matches!(refused(bed.options(1, (2 << 20) - 1)), NodeError::Donate(_)));
     let mut nowhere = bed.options(1, BYTES);
     nowhere.socket = bed.dir.path().join("no/such/dir");
     assert!(matches!(refused(nowhere), NodeError::Listen(_)));
     let node = bed.start(1);
-    assert!(
-        matches!(refused(bed.options(2, BYTES)), NodeError::Listen(_)),
-        "another listens there"
-    );
+    assert!(matches!(refused(bed.options(2, BYTES)), NodeError::Listen(_)), "another listens there");
     node.stop();
     bed.wire.cut.store(true, Ordering::SeqCst);
     let error = refused(bed.options(1, BYTES));
-    assert!(matches!(
-        error,
-        NodeError::Directory(DirectoryError::Unavailable { .. })
-    ));
-    assert!(
-        error.to_string().contains("cannot join the cluster"),
-        "{error}"
-    );
+    assert!(matches!(error, NodeError::Directory(DirectoryError::Unavailable { .. })));
+    assert!(error.to_string().contains("cannot join the cluster"), "{error}");
 }
 
 #[test]

@@ -67,11 +67,7 @@ impl NodeCache {
     }
 
     /// Remember a section's word.
-    pub(crate) fn set_section(
-        &mut self,
-        section: u32,
-        word: SectionWord,
-    ) -> Result<(), IllegalWord> {
+    pub(crate) fn set_section(&mut self, section: u32, word: SectionWord) -> Result<(), IllegalWord> {
         word.check()?;
         let before = self.free_of(section);
         self.sections[section as usize] = word;
@@ -83,10 +79,7 @@ impl NodeCache {
     pub(crate) fn set_span(&mut self, span: u32, word: SpanWord) -> Result<(), IllegalWord> {
         word.check()?;
         let index = span as usize;
-        if matches!(
-            self.state_of(span),
-            SpanState::Partial | SpanState::Contended
-        ) {
+        if matches!(self.state_of(span), SpanState::Partial | SpanState::Contended) {
             let (before, after) = (self.spans[index].free_chunks(), word.free_chunks());
             self.free_chunks = self.free_chunks + u64::from(after) - u64::from(before);
         }
@@ -96,20 +89,16 @@ impl NodeCache {
 
     /// A span's state in its section's word as last seen.
     pub(crate) fn state_of(&self, span: u32) -> SpanState {
-        self.section(span / SECTION_SPANS)
-            .state(place_in_section(span))
+        self.section(span / SECTION_SPANS).state(place_in_section(span))
     }
 
     fn free_of(&self, section: u32) -> u64 {
         let word = self.section(section);
         let first = section as usize * SPANS;
         let empty = word.spans_in(SpanState::Empty).count() as u64;
-        let open = word
-            .spans_in(SpanState::Partial)
-            .chain(word.spans_in(SpanState::Contended));
-        let partly: u64 = open
-            .map(|span| u64::from(self.spans[first + usize::from(span)].free_chunks()))
-            .sum();
+        let open = word.spans_in(SpanState::Partial).chain(word.spans_in(SpanState::Contended));
+        let partly: u64 =
+            open.map(|span| u64::from(self.spans[first + usize::from(span)].free_chunks())).sum();
         let free = empty * u64::from(SPAN_CHUNKS) + partly;
         debug_assert!(
             free <= u64::from(SECTION_CHUNKS),
@@ -140,14 +129,9 @@ impl NodeCache {
         let word = self.section(section);
         let first = section * SECTION_SPANS;
         if !class.is_within_span() {
-            return word
-                .find(class.order())
-                .map(|group| Candidate::Whole { group });
+            return word.find(class.order()).map(|group| Candidate::Whole { group });
         }
-        let more = contended
-            .then(|| word.spans_in(SpanState::Contended))
-            .into_iter()
-            .flatten();
+        let more = contended.then(|| word.spans_in(SpanState::Contended)).into_iter().flatten();
         for index in word.spans_in(SpanState::Partial).chain(more) {
             let span = first + u32::from(index);
             let word = self.span(span);
@@ -159,9 +143,7 @@ impl NodeCache {
                 return Some(Candidate::Chunks { span, run });
             }
         }
-        word.find(0).map(|group| Candidate::Empty {
-            span: first + u32::from(group.first()),
-        })
+        word.find(0).map(|group| Candidate::Empty { span: first + u32::from(group.first()) })
     }
 
     /// Whether a section has spans whose words decide what it has to give.
@@ -187,11 +169,7 @@ impl NodeCache {
         let mut outcome = Ok(());
         for (section, &word) in (first..).zip(words(read, count)) {
             if let Err(cause) = self.set_section(section, SectionWord(word)) {
-                outcome = Err(OpError::Damaged {
-                    at: WordAt::Section(section),
-                    word,
-                    cause: cause.into(),
-                });
+                outcome = Err(OpError::Damaged { at: WordAt::Section(section), word, cause: cause.into() });
             }
         }
         outcome
@@ -207,11 +185,7 @@ impl NodeCache {
         let mut outcome = Ok(());
         for (span, &word) in (first..).zip(words(read, count)) {
             if let Err(cause) = self.set_span(span, SpanWord(word)) {
-                outcome = Err(OpError::Damaged {
-                    at: WordAt::Span(span),
-                    word,
-                    cause: cause.into(),
-                });
+                outcome = Err(OpError::Damaged { at: WordAt::Span(span), word, cause: cause.into() });
             }
         }
         outcome

@@ -54,10 +54,7 @@ impl PoolClient {
     /// A client of this host, as yet without nodes.
     #[must_use]
     pub const fn new(host: Host) -> Self {
-        Self {
-            host,
-            nodes: BTreeMap::new(),
-        }
+        Self { host, nodes: BTreeMap::new() }
     }
 
     /// Use a node over this endpoint, which then is the pool's and its user's together (see [`PoolClient::endpoint`]).
@@ -117,9 +114,7 @@ impl PoolClient {
         let host = self.host;
         let node = self.node(id)?;
         let bytes = class.bytes();
-        let grant = node
-            .run(AllocOp::new(host, class))
-            .map_err(|failure| failure.of(id, 0, bytes))?;
+        let grant = node.run(AllocOp::new(host, class)).map_err(|failure| failure.of(id, 0, bytes))?;
         match node.extent(grant) {
             Ok(extent) => Ok(extent),
             Err(error) => {
@@ -138,17 +133,9 @@ impl PoolClient {
         let host = self.host;
         let node = self.node(extent.node)?;
         let (addr, bytes) = (extent.addr, extent.class.bytes());
-        let chunk = node.chunk_of(addr).ok_or(PoolError::NotAllocated {
-            node: extent.node,
-            addr,
-            bytes,
-        })?;
-        let grant = Grant {
-            chunk,
-            class: extent.class,
-        };
-        node.run(FreeOp::new(host, grant))
-            .map_err(|failure| failure.of(extent.node, addr, bytes))
+        let chunk = node.chunk_of(addr).ok_or(PoolError::NotAllocated { node: extent.node, addr, bytes })?;
+        let grant = Grant { chunk, class: extent.class };
+        node.run(FreeOp::new(host, grant)).map_err(|failure| failure.of(extent.node, addr, bytes))
     }
 
     /// The endpoint to a node, for the user's own READs and WRITEs. Its work ids must be below [`POOL_WORK_ID`];
@@ -158,8 +145,6 @@ impl PoolClient {
     }
 
     fn node(&mut self, id: NodeId) -> Result<&mut Node, PoolError> {
-        self.nodes
-            .get_mut(&id)
-            .ok_or(PoolError::NoSuchNode { node: id })
+        self.nodes.get_mut(&id).ok_or(PoolError::NoSuchNode { node: id })
     }
 }

@@ -50,14 +50,10 @@ pub enum DonateError {
 /// # Errors
 /// If the size is unfit, or there is no memory, or the target is at a limit.
 pub fn donate(target: &dyn Target, id: NodeId, data_bytes: u64) -> Result<Donation, DonateError> {
-    let size = |cause| DonateError::Size {
-        bytes: data_bytes,
-        cause,
-    };
+    let size = |cause| DonateError::Size { bytes: data_bytes, cause };
     let layout = Layout::for_bytes(id.0, data_bytes).map_err(size)?;
     let bytes = layout.region_bytes();
-    let len =
-        usize::try_from(bytes).map_err(|_| size(FormatError::Sections { sections: u64::MAX }))?;
+    let len = usize::try_from(bytes).map_err(|_| size(FormatError::Sections { sections: u64::MAX }))?;
     let memory = Memory::create("aquifer-pool", len)
         .map(Arc::new)
         .map_err(|cause| DonateError::Memory { bytes, cause })?;
@@ -65,22 +61,14 @@ pub fn donate(target: &dyn Target, id: NodeId, data_bytes: u64) -> Result<Donati
     for section in 0..layout.sections() {
         let start = region.base + layout.section_data_at(section);
         let range = start..start + SECTION_BYTES;
-        let key = target.bind(&WindowSpec {
-            range,
-            access: Access::READ_WRITE,
-            scope: Scope::Anyone,
-        })?;
+        let key = target.bind(&WindowSpec { range, access: Access::READ_WRITE, scope: Scope::Anyone })?;
         // Until windows come in full each entry of a section opens the section; the spare key is 0, none.
         for entry in layout.key_entries(section) {
             memory.write(offset(entry), &u64::from(key.0).to_le_bytes());
         }
     }
     memory.write(0, &layout.encode());
-    Ok(Donation {
-        layout,
-        memory,
-        region,
-    })
+    Ok(Donation { layout, memory, region })
 }
 
 /// An offset into memory that was created with a length that fits.

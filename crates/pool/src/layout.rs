@@ -5,9 +5,7 @@ use crate::op::WordAt;
 use crate::size::{CHUNK_BYTES, SECTION_BYTES, SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS};
 
 #[cfg(target_endian = "big")]
-compile_error!(
-    "the pool's words are little-endian, and are compared and swapped as they lie in memory"
-);
+compile_error!("the pool's words are little-endian, and are compared and swapped as they lie in memory");
 
 /// The first eight bytes of a region.
 pub const MAGIC: [u8; 8] = *b"AQFRPOOL";
@@ -42,9 +40,7 @@ impl Layout {
     /// No section, or more than [`SECTIONS_MAX`].
     pub fn new(node: u16, sections: u32) -> Result<Self, FormatError> {
         if sections == 0 || sections > SECTIONS_MAX {
-            return Err(FormatError::Sections {
-                sections: sections.into(),
-            });
+            return Err(FormatError::Sections { sections: sections.into() });
         }
         Ok(Self { node, sections })
     }
@@ -55,10 +51,7 @@ impl Layout {
     /// Less than one section, or more than [`SECTIONS_MAX`].
     pub fn for_bytes(node: u16, data_bytes: u64) -> Result<Self, FormatError> {
         let sections = data_bytes / SECTION_BYTES;
-        Self::new(
-            node,
-            u32::try_from(sections).map_err(|_| FormatError::Sections { sections })?,
-        )
+        Self::new(node, u32::try_from(sections).map_err(|_| FormatError::Sections { sections })?)
     }
 
     /// The node's number.
@@ -169,9 +162,7 @@ impl Layout {
         if inside % CHUNK_BYTES != 0 {
             return None;
         }
-        u32::try_from(inside / CHUNK_BYTES)
-            .ok()
-            .filter(|&chunk| chunk < self.chunks())
+        u32::try_from(inside / CHUNK_BYTES).ok().filter(|&chunk| chunk < self.chunks())
     }
 
     /// The header page.
@@ -185,22 +176,14 @@ impl Layout {
         };
         put(&MAGIC);
         put(&VERSION.to_le_bytes());
-        put(&u32::try_from(HEADER_BYTES)
-            .unwrap_or(u32::MAX)
-            .to_le_bytes());
+        put(&u32::try_from(HEADER_BYTES).unwrap_or(u32::MAX).to_le_bytes());
         put(&u32::from(self.node).to_le_bytes());
         put(&u32::try_from(CHUNK_BYTES).unwrap_or(u32::MAX).to_le_bytes());
         put(&SPAN_CHUNKS.to_le_bytes());
         put(&SECTION_SPANS.to_le_bytes());
         put(&self.sections.to_le_bytes());
         put(&[0; 4]);
-        for offset in [
-            self.sections_at(),
-            self.spans_at(),
-            self.keys_at(),
-            self.logs_at(),
-            self.data_at(),
-        ] {
+        for offset in [self.sections_at(), self.spans_at(), self.keys_at(), self.logs_at(), self.data_at()] {
             put(&offset.to_le_bytes());
         }
         let sum = checksum(&page);
@@ -231,12 +214,7 @@ impl Layout {
         let node = u16::try_from(node).map_err(|_| FormatError::Node { node })?;
         let layout = Self::new(node, u32_at(page, 32))?;
         // Sizes, offsets and the zeros after them are what this version prescribes, or it is another format.
-        match layout
-            .encode()
-            .iter()
-            .zip(page)
-            .position(|(right, found)| right != found)
-        {
+        match layout.encode().iter().zip(page).position(|(right, found)| right != found) {
             None => Ok(layout),
             Some(at) => Err(FormatError::Unknown { at }),
         }
@@ -265,28 +243,16 @@ mod tests {
 
     #[test]
     fn regions_hold_from_one_to_the_most_sections() {
-        assert!(matches!(
-            Layout::new(1, 0),
-            Err(FormatError::Sections { sections: 0 })
-        ));
+        assert!(matches!(Layout::new(1, 0), Err(FormatError::Sections { sections: 0 })));
         assert!(Layout::new(1, 1).is_ok());
         assert!(Layout::new(1, SECTIONS_MAX).is_ok());
-        assert!(matches!(
-            Layout::new(1, SECTIONS_MAX + 1),
-            Err(FormatError::Sections { .. })
-        ));
+        assert!(matches!(Layout::new(1, SECTIONS_MAX + 1), Err(FormatError::Sections { .. })));
         assert!(matches!(
             Layout::for_bytes(1, SECTION_BYTES - 1),
             Err(FormatError::Sections { sections: 0 })
         ));
-        assert!(matches!(
-            Layout::for_bytes(1, u64::MAX),
-            Err(FormatError::Sections { .. })
-        ));
-        assert_eq!(
-            Layout::for_bytes(1, 3 * SECTION_BYTES - 1),
-            Layout::new(1, 2)
-        );
+        assert!(matches!(Layout::for_bytes(1, u64::MAX), Err(FormatError::Sections { .. })));
+        assert_eq!(Layout::for_bytes(1, 3 * SECTION_BYTES - 1), Layout::new(1, 2));
     }
 
     #[test]
@@ -304,10 +270,7 @@ mod tests {
             );
             assert_eq!(layout.data_at() % SECTION_BYTES, 0);
             assert_eq!(layout.chunk_of(layout.data_at()), Some(0));
-            assert_eq!(
-                layout.chunk_of(layout.region_bytes() - CHUNK_BYTES),
-                Some(layout.chunks() - 1)
-            );
+            assert_eq!(layout.chunk_of(layout.region_bytes() - CHUNK_BYTES), Some(layout.chunks() - 1));
             assert_eq!(layout.chunk_of(layout.region_bytes()), None);
             assert_eq!(layout.chunk_of(layout.data_at() - CHUNK_BYTES), None);
             assert_eq!(layout.chunk_of(layout.data_at() + 1), None);

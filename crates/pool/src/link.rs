@@ -71,11 +71,7 @@ impl Endpoint for Link {
 
     fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
         let kept = self.kept.take(out, max);
-        if kept == max {
-            kept
-        } else {
-            kept + self.inner.poll(out, max - kept)
-        }
+        if kept == max { kept } else { kept + self.inner.poll(out, max - kept) }
     }
 
     fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {

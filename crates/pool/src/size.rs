@@ -39,9 +39,7 @@ impl SizeClass {
         if bytes == 0 {
             return None;
         }
-        (0..Self::COUNT)
-            .map(Self)
-            .find(|class| class.bytes() >= bytes)
+        (0..Self::COUNT).map(Self).find(|class| class.bytes() >= bytes)
     }
 
     /// The exponent k.
@@ -72,11 +70,7 @@ impl SizeClass {
     /// word, of spans in a section's.
     #[must_use]
     pub const fn order(self) -> u8 {
-        if self.is_within_span() {
-            self.0
-        } else {
-            self.0 - Self::SPAN.0
-        }
+        if self.is_within_span() { self.0 } else { self.0 - Self::SPAN.0 }
     }
 }
 

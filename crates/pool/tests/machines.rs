@@ -7,8 +7,8 @@ use aquifer_pool::cache::NodeCache;
 use aquifer_pool::client::NODES_MAX;
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{
-    ATTEMPTS_MAX, Action, AllocOp, CONTENDED_AFTER, FreeOp, Grant, Machine, OpError,
-    READ_WORDS_MAX, Step, StepResult, WordAt,
+    ATTEMPTS_MAX, Action, AllocOp, CONTENDED_AFTER, FreeOp, Grant, Machine, OpError, READ_WORDS_MAX, Step,
+    StepResult, WordAt,
 };
 use aquifer_pool::size::{SECTION_BYTES, SECTION_SPANS};
 use aquifer_pool::word::{Run, SectionWord, SpanState, SpanWord};
@@ -49,11 +49,7 @@ impl Words {
         action: Action,
     ) -> Step<M::Output> {
         match action {
-            Action::Cas {
-                at,
-                expected,
-                desired,
-            } => {
+            Action::Cas { at, expected, desired } => {
                 let word = &mut self.at(at, 1)[0];
                 let found = *word;
                 if found == expected {
@@ -69,11 +65,7 @@ impl Words {
         }
     }
 
-    fn run<M: Machine>(
-        &mut self,
-        cache: &mut NodeCache,
-        mut op: M,
-    ) -> (Result<M::Output, OpError>, u32) {
+    fn run<M: Machine>(&mut self, cache: &mut NodeCache, mut op: M) -> (Result<M::Output, OpError>, u32) {
         let mut actions = 0;
         let mut step = op.start(cache);
         loop {
@@ -94,32 +86,16 @@ fn an_operation_costs_as_few_actions_as_documented() {
     assert_eq!(actions, 2, "A2, A3");
     let (second, actions) = words.run(&mut cache, chunk);
     assert_eq!(actions, 1, "A1");
-    assert_eq!(
-        words.run(&mut cache, FreeOp::new(ME, first.expect("room"))),
-        (Ok(()), 1),
-        "F1"
-    );
-    assert_eq!(
-        words.run(&mut cache, FreeOp::new(ME, second.expect("room"))),
-        (Ok(()), 2),
-        "F3, F4"
-    );
+    assert_eq!(words.run(&mut cache, FreeOp::new(ME, first.expect("room"))), (Ok(()), 1), "F1");
+    assert_eq!(words.run(&mut cache, FreeOp::new(ME, second.expect("room"))), (Ok(()), 2), "F3, F4");
     let (whole, actions) = words.run(&mut cache, AllocOp::new(ME, SizeClass::SECTION));
     assert_eq!(actions, 1, "A7");
-    assert_eq!(
-        words.run(&mut cache, FreeOp::new(ME, whole.expect("room"))),
-        (Ok(()), 2),
-        "F5"
-    );
+    assert_eq!(words.run(&mut cache, FreeOp::new(ME, whole.expect("room"))), (Ok(()), 2), "F5");
     let half = || AllocOp::new(ME, SizeClass::new(4).expect("a class"));
     let (first, _) = words.run(&mut cache, half());
     let (_, actions) = words.run(&mut cache, half());
     assert_eq!(actions, 3, "A1, A4, A5");
-    assert_eq!(
-        words.run(&mut cache, FreeOp::new(ME, first.expect("room"))),
-        (Ok(()), 2),
-        "F1, F2"
-    );
+    assert_eq!(words.run(&mut cache, FreeOp::new(ME, first.expect("room"))), (Ok(()), 2), "F1, F2");
 }
 
 #[test]
@@ -132,16 +108,10 @@ fn an_operation_gives_up_after_so_many_lost_races() {
         let mut word = SectionWord::default();
         let last = Run::single(15);
         for _ in 0..lost {
-            while let Step::Post(Action::Read {
-                at: WordAt::Section(0),
-                count: 1,
-            }) = step
-            {
+            while let Step::Post(Action::Read { at: WordAt::Section(0), count: 1 }) = step {
                 step = op.step(&mut cache, StepResult::Words(&[word.0]));
             }
-            let Step::Post(Action::Cas { .. }) = step else {
-                panic!("{step:?}")
-            };
+            let Step::Post(Action::Cas { .. }) = step else { panic!("{step:?}") };
             word = if word.all(last, SpanState::Empty) {
                 word.take(last, OTHER)
             } else {
@@ -150,12 +120,7 @@ fn an_operation_gives_up_after_so_many_lost_races() {
             step = op.step(&mut cache, StepResult::Found(word.0));
         }
         if busy {
-            assert_eq!(
-                step,
-                Step::Done(Err(OpError::Busy {
-                    attempts: ATTEMPTS_MAX
-                }))
-            );
+            assert_eq!(step, Step::Done(Err(OpError::Busy { attempts: ATTEMPTS_MAX })));
         } else {
             assert!(
                 matches!(step, Step::Post(Action::Cas { expected, .. }) if expected == word.0),
@@ -168,66 +133,34 @@ fn an_operation_gives_up_after_so_many_lost_races() {
 #[test]
 fn a_span_is_marked_when_one_race_too_many_is_lost_there() {
     let (mut words, mut cache) = Words::new(1);
-    words
-        .run(&mut cache, AllocOp::new(ME, SizeClass::CHUNK))
-        .0
-        .expect("room");
+    words.run(&mut cache, AllocOp::new(ME, SizeClass::CHUNK)).0.expect("room");
     let mut op = AllocOp::new(ME, SizeClass::CHUNK);
     let mut step = op.start(&mut cache);
     let mut word = SpanWord(words.spans[0]);
     for lost in 0..=CONTENDED_AFTER {
         assert!(
-            matches!(
-                step,
-                Step::Post(Action::Cas {
-                    at: WordAt::Span(0),
-                    ..
-                })
-            ),
+            matches!(step, Step::Post(Action::Cas { at: WordAt::Span(0), .. })),
             "after {lost} lost races: {step:?}"
         );
         word = word.take(word.find(0).expect("free chunks"), OTHER);
         step = op.step(&mut cache, StepResult::Found(word.0));
     }
     words.spans[0] = word.0;
-    let Step::Post(
-        mark @ Action::Cas {
-            at: WordAt::Section(0),
-            desired,
-            ..
-        },
-    ) = step
-    else {
+    let Step::Post(mark @ Action::Cas { at: WordAt::Section(0), desired, .. }) = step else {
         panic!("{step:?}")
     };
     assert_eq!(SectionWord(desired).state(0), SpanState::Contended);
     // It goes elsewhere, and so do others, until nothing else is left.
     step = words.carry_out(&mut op, &mut cache, mark);
-    assert!(
-        matches!(
-            step,
-            Step::Post(Action::Cas {
-                at: WordAt::Section(0),
-                ..
-            })
-        ),
-        "A2: {step:?}"
-    );
-    let (mut theirs, mut taken) = (
-        NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0),
-        Vec::new(),
-    );
+    assert!(matches!(step, Step::Post(Action::Cas { at: WordAt::Section(0), .. })), "A2: {step:?}");
+    let (mut theirs, mut taken) = (NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0), Vec::new());
     while let (Ok(grant), _) = words.run(&mut theirs, AllocOp::new(OTHER, SizeClass::SPAN)) {
         taken.push(grant);
     }
     assert_eq!(taken.len(), 15);
     let (grant, _) = words.run(&mut theirs, AllocOp::new(OTHER, SizeClass::CHUNK));
     assert!(grant.expect("the contended span has room").chunk < 32);
-    assert_eq!(
-        SectionWord(words.sections[0]).state(0),
-        SpanState::Partial,
-        "C2: it went well at once"
-    );
+    assert_eq!(SectionWord(words.sections[0]).state(0), SpanState::Partial, "C2: it went well at once");
 }
 
 #[test]
@@ -248,36 +181,20 @@ fn a_search_reads_all_sections_in_bounded_pieces() {
     for free in [0, 1, READ_WORDS_MAX, count - 1] {
         words.sections[free as usize] = full.give(Run::new(0, 4).expect("all"), OTHER).0;
         let (result, _) = words.run(&mut cache, AllocOp::new(ME, SizeClass::SECTION));
-        assert_eq!(
-            result,
-            Ok(Grant {
-                chunk: free * 512,
-                class: SizeClass::SECTION
-            })
-        );
+        assert_eq!(result, Ok(Grant { chunk: free * 512, class: SizeClass::SECTION }));
     }
 }
 
 #[test]
 fn a_client_has_a_most_of_nodes() {
-    let options = SimOptions {
-        step_on_poll: true,
-        ..SimOptions::default()
-    };
+    let options = SimOptions { step_on_poll: true, ..SimOptions::default() };
     let fabric = SimFabric::new(1, options);
     let mut client = PoolClient::new(ME);
-    let who = Identity {
-        host: ME,
-        epoch: 1,
-        tenant: Tenant(0),
-    };
+    let who = Identity { host: ME, epoch: 1, tenant: Tenant(0) };
     for id in 0..=u16::try_from(NODES_MAX).expect("a small number") {
         let target = fabric.add_node();
         donate(&target, NodeId(id), SECTION_BYTES).expect("memory");
-        let added = client.add_node(
-            NodeId(id),
-            fabric.connect(target.node(), who).expect("it lives"),
-        );
+        let added = client.add_node(NodeId(id), fabric.connect(target.node(), who).expect("it lives"));
         match added {
             Ok(()) => assert!(usize::from(id) < NODES_MAX),
             Err(PoolError::TooManyNodes { limit: NODES_MAX }) => {

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use aquifer_fabric::shm::{self, Options, ShmTarget};
 use aquifer_fabric::{
-    Access, Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, RemoteAddr, Scope,
-    Target, Tenant, Verb, Work,
+    Access, Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, RemoteAddr, Scope, Target,
+    Tenant, Verb, Work,
 };
 use aquifer_pool::layout::Layout;
 use aquifer_pool::size::SECTION_BYTES;
@@ -25,11 +25,7 @@ fn bare() -> Bed {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("node");
     let target = ShmTarget::listen(&path, Options::default()).expect("a target");
-    Bed {
-        _dir: dir,
-        path,
-        target,
-    }
+    Bed { _dir: dir, path, target }
 }
 
 fn bed(sections: u64) -> Bed {
@@ -40,19 +36,13 @@ fn bed(sections: u64) -> Bed {
 
 impl Bed {
     fn endpoint(&self, host: u16) -> Box<dyn Endpoint> {
-        let who = Identity {
-            host: Host(host),
-            epoch: 1,
-            tenant: Tenant(0),
-        };
+        let who = Identity { host: Host(host), epoch: 1, tenant: Tenant(0) };
         shm::connect(&self.path, who).expect("the target listens")
     }
 
     fn client(&self, host: u16) -> PoolClient {
         let mut client = PoolClient::new(Host(host));
-        client
-            .add_node(NODE, self.endpoint(host))
-            .expect("a good node");
+        client.add_node(NODE, self.endpoint(host)).expect("a good node");
         client
     }
 }
@@ -64,13 +54,7 @@ fn class(k: u8) -> SizeClass {
 /// Do one thing at the extent's node and wait for its end.
 fn execute(client: &mut PoolClient, extent: &Extent, verb: Verb) -> u64 {
     let endpoint = client.endpoint(extent.node).expect("connected");
-    endpoint
-        .post(&[Work {
-            id: 5,
-            verb,
-            signalled: true,
-        }])
-        .expect("room");
+    endpoint.post(&[Work { id: 5, verb, signalled: true }]).expect("room");
     let mut done: Vec<Completion> = Vec::new();
     while endpoint.poll(&mut done, 1) == 0 {
         std::hint::spin_loop();
@@ -93,62 +77,30 @@ struct Stamper {
 impl Stamper {
     fn new(client: &mut PoolClient) -> Self {
         let memory = Arc::new(Memory::create("stamps", 2 << 20).expect("memory"));
-        let key = client
-            .endpoint(NODE)
-            .expect("connected")
-            .register_local(Arc::clone(&memory))
-            .expect("room");
+        let key =
+            client.endpoint(NODE).expect("connected").register_local(Arc::clone(&memory)).expect("room");
         Self { memory, key }
     }
 
     fn local(&self, extent: &Extent) -> LocalSlice {
-        LocalSlice {
-            key: self.key,
-            offset: 0,
-            len: u32::try_from(extent.class.bytes()).unwrap(),
-        }
+        LocalSlice { key: self.key, offset: 0, len: u32::try_from(extent.class.bytes()).unwrap() }
     }
 
     fn write(&self, client: &mut PoolClient, extent: &Extent, stamp: u64) {
         for at in stamps(extent) {
-            self.memory
-                .write(usize::try_from(at).unwrap(), &(stamp ^ at).to_le_bytes());
+            self.memory.write(usize::try_from(at).unwrap(), &(stamp ^ at).to_le_bytes());
         }
-        let remote = RemoteAddr {
-            addr: extent.addr,
-            key: extent.key,
-        };
-        execute(
-            client,
-            extent,
-            Verb::Write {
-                local: self.local(extent),
-                remote,
-            },
-        );
+        let remote = RemoteAddr { addr: extent.addr, key: extent.key };
+        execute(client, extent, Verb::Write { local: self.local(extent), remote });
     }
 
     fn verify(&self, client: &mut PoolClient, extent: &Extent, stamp: u64) {
-        let remote = RemoteAddr {
-            addr: extent.addr,
-            key: extent.key,
-        };
-        execute(
-            client,
-            extent,
-            Verb::Read {
-                local: self.local(extent),
-                remote,
-            },
-        );
+        let remote = RemoteAddr { addr: extent.addr, key: extent.key };
+        execute(client, extent, Verb::Read { local: self.local(extent), remote });
         for at in stamps(extent) {
             let mut word = [0; 8];
             self.memory.read(usize::try_from(at).unwrap(), &mut word);
-            assert_eq!(
-                u64::from_le_bytes(word),
-                stamp ^ at,
-                "{extent:?} was written by another"
-            );
+            assert_eq!(u64::from_le_bytes(word), stamp ^ at, "{extent:?} was written by another");
         }
     }
 }
@@ -204,23 +156,11 @@ fn share(sections: u64) {
     });
     let mut client = bed.client(9);
     assert_eq!(client.free_bytes(NODE), sections * SECTION_BYTES);
-    let taken: HashSet<u64> = (0..sections)
-        .map(|_| {
-            client
-                .allocate(NODE, SizeClass::SECTION)
-                .expect("all is free")
-                .addr
-        })
-        .collect();
+    let taken: HashSet<u64> =
+        (0..sections).map(|_| client.allocate(NODE, SizeClass::SECTION).expect("all is free").addr).collect();
     assert_eq!(taken.len() as u64, sections);
     let full = client.allocate(NODE, SizeClass::CHUNK);
-    assert!(matches!(
-        full,
-        Err(PoolError::Full {
-            node: NODE,
-            bytes: 4096
-        })
-    ));
+    assert!(matches!(full, Err(PoolError::Full { node: NODE, bytes: 4096 })));
 }
 
 #[test]
@@ -237,18 +177,12 @@ fn four_threads_never_get_the_same_memory_where_there_is_little() {
 fn every_size_is_aligned_opened_by_its_key_and_counted() {
     let bed = bed(2);
     let mut client = bed.client(1);
-    assert_eq!(
-        (client.free_bytes(NODE), client.total_bytes(NODE)),
-        (2 * SECTION_BYTES, 2 * SECTION_BYTES)
-    );
+    assert_eq!((client.free_bytes(NODE), client.total_bytes(NODE)), (2 * SECTION_BYTES, 2 * SECTION_BYTES));
     let stamper = Stamper::new(&mut client);
     for k in 0..SizeClass::COUNT {
         let extent = client.allocate(NODE, class(k)).expect("it is empty");
         assert_eq!(extent.addr % extent.class.bytes(), 0);
-        assert_eq!(
-            client.free_bytes(NODE),
-            2 * SECTION_BYTES - class(k).bytes()
-        );
+        assert_eq!(client.free_bytes(NODE), 2 * SECTION_BYTES - class(k).bytes());
         stamper.write(&mut client, &extent, k.into());
         stamper.verify(&mut client, &extent, k.into());
         client.free(extent).expect("it is ours");
@@ -260,36 +194,16 @@ fn every_size_is_aligned_opened_by_its_key_and_counted() {
 fn a_node_can_be_taken_to_the_last_chunk() {
     let bed = bed(1);
     let mut client = bed.client(1);
-    let extents: Vec<Extent> = (0..512)
-        .map(|_| client.allocate(NODE, SizeClass::CHUNK).expect("room"))
-        .collect();
-    assert_eq!(
-        extents
-            .iter()
-            .map(|extent| extent.addr)
-            .collect::<HashSet<_>>()
-            .len(),
-        512
-    );
+    let extents: Vec<Extent> =
+        (0..512).map(|_| client.allocate(NODE, SizeClass::CHUNK).expect("room")).collect();
+    assert_eq!(extents.iter().map(|extent| extent.addr).collect::<HashSet<_>>().len(), 512);
     assert_eq!(client.free_bytes(NODE), 0);
-    assert!(matches!(
-        client.allocate(NODE, SizeClass::CHUNK),
-        Err(PoolError::Full { .. })
-    ));
+    assert!(matches!(client.allocate(NODE, SizeClass::CHUNK), Err(PoolError::Full { .. })));
     // Another host finds what is given back, though it has seen the node full.
     let mut other = bed.client(2);
-    assert!(matches!(
-        other.allocate(NODE, SizeClass::CHUNK),
-        Err(PoolError::Full { .. })
-    ));
+    assert!(matches!(other.allocate(NODE, SizeClass::CHUNK), Err(PoolError::Full { .. })));
     client.free(extents[300]).expect("it is ours");
-    assert_eq!(
-        other
-            .allocate(NODE, SizeClass::CHUNK)
-            .expect("one is free")
-            .addr,
-        extents[300].addr
-    );
+    assert_eq!(other.allocate(NODE, SizeClass::CHUNK).expect("one is free").addr, extents[300].addr);
 }
 
 #[test]
@@ -298,49 +212,19 @@ fn what_is_not_ours_cannot_be_freed() {
     let (mut mine, mut other) = (bed.client(1), bed.client(2));
     for k in 0..SizeClass::COUNT {
         let extent = mine.allocate(NODE, class(k)).expect("room");
-        assert!(
-            matches!(
-                other.free(extent),
-                Err(PoolError::NotOurs { owner: Host(1), .. })
-            ),
-            "k = {k}"
-        );
-        let beyond = Extent {
-            addr: extent.addr + 4 * SECTION_BYTES,
-            ..extent
-        };
-        assert!(matches!(
-            mine.free(beyond),
-            Err(PoolError::NotAllocated { .. })
-        ));
-        let crooked = Extent {
-            addr: extent.addr + 1,
-            ..extent
-        };
-        assert!(matches!(
-            mine.free(crooked),
-            Err(PoolError::NotAllocated { .. })
-        ));
+        assert!(matches!(other.free(extent), Err(PoolError::NotOurs { owner: Host(1), .. })), "k = {k}");
+        let beyond = Extent { addr: extent.addr + 4 * SECTION_BYTES, ..extent };
+        assert!(matches!(mine.free(beyond), Err(PoolError::NotAllocated { .. })));
+        let crooked = Extent { addr: extent.addr + 1, ..extent };
+        assert!(matches!(mine.free(crooked), Err(PoolError::NotAllocated { .. })));
         let before = Extent { addr: 0, ..extent };
-        assert!(matches!(
-            mine.free(before),
-            Err(PoolError::NotAllocated { .. })
-        ));
+        assert!(matches!(mine.free(before), Err(PoolError::NotAllocated { .. })));
         if k > 0 {
-            let part = Extent {
-                class: class(k - 1),
-                ..extent
-            };
-            assert!(
-                matches!(mine.free(part), Err(PoolError::NotAllocated { .. })),
-                "k = {k}"
-            );
+            let part = Extent { class: class(k - 1), ..extent };
+            assert!(matches!(mine.free(part), Err(PoolError::NotAllocated { .. })), "k = {k}");
         }
         mine.free(extent).expect("it is ours");
-        assert!(
-            matches!(mine.free(extent), Err(PoolError::NotAllocated { .. })),
-            "twice, k = {k}"
-        );
+        assert!(matches!(mine.free(extent), Err(PoolError::NotAllocated { .. })), "twice, k = {k}");
     }
     other.refresh(NODE).expect("the node lives");
     assert_eq!(other.free_bytes(NODE), 2 * SECTION_BYTES);
@@ -350,20 +234,11 @@ fn what_is_not_ours_cannot_be_freed() {
 fn chunks_are_not_freed_as_a_whole_span() {
     let bed = bed(1);
     let mut client = bed.client(1);
-    let chunks: Vec<Extent> = (0..32)
-        .map(|_| client.allocate(NODE, SizeClass::CHUNK).expect("room"))
-        .collect();
-    let span = Extent {
-        class: SizeClass::SPAN,
-        ..chunks[0]
-    };
-    assert!(matches!(
-        client.free(span),
-        Err(PoolError::NotAllocated { .. })
-    ));
-    chunks
-        .into_iter()
-        .for_each(|chunk| client.free(chunk).expect("it is ours"));
+    let chunks: Vec<Extent> =
+        (0..32).map(|_| client.allocate(NODE, SizeClass::CHUNK).expect("room")).collect();
+    let span = Extent { class: SizeClass::SPAN, ..chunks[0] };
+    assert!(matches!(client.free(span), Err(PoolError::NotAllocated { .. })));
+    chunks.into_iter().for_each(|chunk| client.free(chunk).expect("it is ours"));
 }
 
 #[test]
@@ -372,32 +247,13 @@ fn the_users_completions_are_not_lost_in_the_pool() {
     let mut client = bed.client(1);
     let stamper = Stamper::new(&mut client);
     let extent = client.allocate(NODE, SizeClass::CHUNK).expect("room");
-    let remote = RemoteAddr {
-        addr: extent.addr,
-        key: extent.key,
-    };
-    let local = LocalSlice {
-        key: stamper.key,
-        offset: 0,
-        len: 4096,
-    };
-    let depth = client
-        .endpoint(NODE)
-        .expect("connected")
-        .limits()
-        .queue_depth;
+    let remote = RemoteAddr { addr: extent.addr, key: extent.key };
+    let local = LocalSlice { key: stamper.key, offset: 0, len: 4096 };
+    let depth = client.endpoint(NODE).expect("connected").limits().queue_depth;
     let batch: Vec<Work> = (0..depth as u64)
-        .map(|id| Work {
-            id,
-            verb: Verb::Read { local, remote },
-            signalled: true,
-        })
+        .map(|id| Work { id, verb: Verb::Read { local, remote }, signalled: true })
         .collect();
-    client
-        .endpoint(NODE)
-        .expect("connected")
-        .post(&batch)
-        .expect("the queue holds its depth");
+    client.endpoint(NODE).expect("connected").post(&batch).expect("the queue holds its depth");
     // The queue is full of the user's work, and yet the pool gets through.
     let second = client.allocate(NODE, SizeClass::SPAN).expect("room");
     client.free(second).expect("it is ours");
@@ -409,9 +265,7 @@ fn the_users_completions_are_not_lost_in_the_pool() {
         endpoint.poll(&mut done, 7);
     }
     assert_eq!(
-        done.iter()
-            .map(|completion| completion.id)
-            .collect::<Vec<_>>(),
+        done.iter().map(|completion| completion.id).collect::<Vec<_>>(),
         (0..depth as u64).collect::<Vec<_>>()
     );
     assert!(endpoint.post(&batch[..1]).is_ok());
@@ -423,24 +277,12 @@ fn a_dead_node_is_told_from_a_full_one() {
     let mut client = bed.client(1);
     let extent = client.allocate(NODE, SizeClass::CHUNK).expect("room");
     drop(bed);
-    assert!(matches!(
-        client.allocate(NODE, SizeClass::CHUNK),
-        Err(PoolError::NodeGone { node: NODE, .. })
-    ));
-    assert!(matches!(
-        client.free(extent),
-        Err(PoolError::NodeGone { .. })
-    ));
-    assert!(matches!(
-        client.refresh(NODE),
-        Err(PoolError::NodeGone { .. })
-    ));
+    assert!(matches!(client.allocate(NODE, SizeClass::CHUNK), Err(PoolError::NodeGone { node: NODE, .. })));
+    assert!(matches!(client.free(extent), Err(PoolError::NodeGone { .. })));
+    assert!(matches!(client.refresh(NODE), Err(PoolError::NodeGone { .. })));
     assert!(client.remove_node(NODE).is_some());
     assert!(client.remove_node(NODE).is_none());
-    assert!(matches!(
-        client.allocate(NODE, SizeClass::CHUNK),
-        Err(PoolError::NoSuchNode { .. })
-    ));
+    assert!(matches!(client.allocate(NODE, SizeClass::CHUNK), Err(PoolError::NoSuchNode { .. })));
 }
 
 #[test]
@@ -449,14 +291,8 @@ fn a_fenced_host_changes_nothing() {
     let (mut fenced, mut other) = (bed.client(1), bed.client(2));
     let extent = fenced.allocate(NODE, SizeClass::CHUNK).expect("room");
     bed.target.fence(Host(1), 1);
-    assert!(matches!(
-        fenced.free(extent),
-        Err(PoolError::NodeGone { .. })
-    ));
-    assert!(matches!(
-        fenced.allocate(NODE, SizeClass::SPAN),
-        Err(PoolError::NodeGone { .. })
-    ));
+    assert!(matches!(fenced.free(extent), Err(PoolError::NodeGone { .. })));
+    assert!(matches!(fenced.allocate(NODE, SizeClass::SPAN), Err(PoolError::NodeGone { .. })));
     other.refresh(NODE).expect("the node lives");
     assert_eq!(other.free_bytes(NODE), SECTION_BYTES - 4096);
 }
@@ -466,9 +302,7 @@ fn judged(len: usize, fill: impl FnOnce(&Memory)) -> Result<(), PoolError> {
     let bed = bare();
     let memory = Arc::new(Memory::create("odd", len).expect("memory"));
     fill(&memory);
-    bed.target
-        .register(memory, Access::ALL, Scope::Anyone)
-        .expect("room");
+    bed.target.register(memory, Access::ALL, Scope::Anyone).expect("room");
     PoolClient::new(Host(1)).add_node(NODE, bed.endpoint(1))
 }
 
@@ -486,10 +320,7 @@ fn memory_of_another_format_is_refused() {
         memory.write(0, &layout.encode());
         memory.write(8, &9_u32.to_le_bytes());
     };
-    assert_eq!(
-        cause(judged(len, future)),
-        FormatError::Version { version: 9 }
-    );
+    assert_eq!(cause(judged(len, future)), FormatError::Version { version: 9 });
     let foreign = Layout::new(NODE.0 + 1, 1).expect("a layout").encode();
     assert_eq!(
         cause(judged(len, |memory| memory.write(0, &foreign))),
@@ -506,39 +337,20 @@ fn memory_of_another_format_is_refused() {
 fn damaged_metadata_is_an_error_and_keys_must_be_there() {
     let layout = Layout::new(NODE.0, 1).expect("a layout");
     let bed = bare();
-    let memory = Arc::new(
-        Memory::create("odd", usize::try_from(layout.region_bytes()).unwrap()).expect("memory"),
-    );
+    let memory =
+        Arc::new(Memory::create("odd", usize::try_from(layout.region_bytes()).unwrap()).expect("memory"));
     memory.write(0, &layout.encode());
-    bed.target
-        .register(Arc::clone(&memory), Access::ALL, Scope::Anyone)
-        .expect("room");
+    bed.target.register(Arc::clone(&memory), Access::ALL, Scope::Anyone).expect("room");
     let mut client = PoolClient::new(Host(1));
     client.add_node(NODE, bed.endpoint(1)).expect("a good node");
-    assert!(matches!(
-        client.add_node(NODE, bed.endpoint(1)),
-        Err(PoolError::NodeExists { .. })
-    ));
+    assert!(matches!(client.add_node(NODE, bed.endpoint(1)), Err(PoolError::NodeExists { .. })));
     let keyless = client.allocate(NODE, SizeClass::SPAN);
     assert!(
-        matches!(
-            keyless,
-            Err(PoolError::Format {
-                cause: FormatError::NoKey { section: 0 },
-                ..
-            })
-        ),
+        matches!(keyless, Err(PoolError::Format { cause: FormatError::NoKey { section: 0 }, .. })),
         "{keyless:?}"
     );
-    assert_eq!(
-        client.free_bytes(NODE),
-        SECTION_BYTES,
-        "what has no key is given back"
-    );
+    assert_eq!(client.free_bytes(NODE), SECTION_BYTES, "what has no key is given back");
     memory.write(4096, &u64::MAX.to_le_bytes());
     let damaged = client.allocate(NODE, SizeClass::SPAN);
-    assert!(
-        matches!(damaged, Err(PoolError::Damaged { .. })),
-        "{damaged:?}"
-    );
+    assert!(matches!(damaged, Err(PoolError::Damaged { .. })), "{damaged:?}");
 }

@@ -21,44 +21,40 @@ fn groups() -> impl Strategy<Value = Run> {
 /// A span's word after some history.
 fn spans() -> impl Strategy<Value = SpanWord> {
     prop::collection::vec((runs(4), hosts(), any::<bool>()), 0..24).prop_map(|changes| {
-        changes
-            .into_iter()
-            .fold(SpanWord::default(), |word, (run, host, take)| {
-                if take && word.bits() & run.mask() == 0 {
-                    word.take(run, host)
-                } else if word.holds(run) {
-                    word.give(run, host)
-                } else {
-                    word
-                }
-            })
+        changes.into_iter().fold(SpanWord::default(), |word, (run, host, take)| {
+            if take && word.bits() & run.mask() == 0 {
+                word.take(run, host)
+            } else if word.holds(run) {
+                word.give(run, host)
+            } else {
+                word
+            }
+        })
     })
 }
 
 /// A section's word after some history.
 fn sections() -> impl Strategy<Value = SectionWord> {
     prop::collection::vec((groups(), hosts(), 0..5), 0..24).prop_map(|changes| {
-        changes
-            .into_iter()
-            .fold(SectionWord::default(), |word, (run, host, what)| {
-                let single = run.first();
-                match (what, word.state(single)) {
-                    (0, SpanState::Empty) => word.open(single, host),
-                    (1, SpanState::Partial | SpanState::Contended) => word.close(single, host),
-                    (2, SpanState::Partial) => word.hint(single, SpanState::Full),
-                    (3, SpanState::Partial) => word.hint(single, SpanState::Contended),
-                    _ if word.all(run, SpanState::Empty) => word.take(run, host),
-                    _ if word
-                        .log()
-                        .ok()
-                        .flatten()
-                        .is_some_and(|log| log.op == LogOp::Alloc && log.run == run) =>
-                    {
-                        word.give(run, host)
-                    }
-                    _ => word,
+        changes.into_iter().fold(SectionWord::default(), |word, (run, host, what)| {
+            let single = run.first();
+            match (what, word.state(single)) {
+                (0, SpanState::Empty) => word.open(single, host),
+                (1, SpanState::Partial | SpanState::Contended) => word.close(single, host),
+                (2, SpanState::Partial) => word.hint(single, SpanState::Full),
+                (3, SpanState::Partial) => word.hint(single, SpanState::Contended),
+                _ if word.all(run, SpanState::Empty) => word.take(run, host),
+                _ if word
+                    .log()
+                    .ok()
+                    .flatten()
+                    .is_some_and(|log| log.op == LogOp::Alloc && log.run == run) =>
+                {
+                    word.give(run, host)
                 }
-            })
+                _ => word,
+            }
+        })
     })
 }
 
@@ -144,11 +140,7 @@ fn the_stamp_goes_round() {
     let (run, host) = (Run::single(3), Host(4095));
     let mut word = SpanWord::default();
     for turn in 1..=u32::from(STAMPS) + 1 {
-        word = if word.is_closed() {
-            word.take(run, host)
-        } else {
-            word.give(run, host)
-        };
+        word = if word.is_closed() { word.take(run, host) } else { word.give(run, host) };
         let stamp = word.log().unwrap().unwrap().stamp;
         assert_eq!(u32::from(stamp), turn % u32::from(STAMPS));
         assert_eq!(word.check(), Ok(()));
@@ -159,18 +151,10 @@ fn the_stamp_goes_round() {
 fn the_layout_of_the_bits_is_the_documented_one() {
     let span = SpanWord::default().take(Run::new(4, 2).unwrap(), Host(0xabc));
     // op 2, run number 8 + 1, host 0xabc, stamp 1; chunks 4 to 7.
-    assert_eq!(
-        span.0,
-        (2 << 61) | (9 << 55) | (0xabc << 43) | (1 << 32) | 0xf0
-    );
-    let section = SectionWord::default()
-        .open(3, Host(1))
-        .take(Run::new(8, 3).unwrap(), Host(2));
+    assert_eq!(span.0, (2 << 61) | (9 << 55) | (0xabc << 43) | (1 << 32) | 0xf0);
+    let section = SectionWord::default().open(3, Host(1)).take(Run::new(8, 3).unwrap(), Host(2));
     // op 2, run number 2 + 1, host 2, stamp 2; span 3 is 01, spans 8 to 15 are 11.
-    assert_eq!(
-        section.0,
-        (2 << 61) | (3 << 55) | (2 << 43) | (2 << 32) | 0xffff_0040
-    );
+    assert_eq!(section.0, (2 << 61) | (3 << 55) | (2 << 43) | (2 << 32) | 0xffff_0040);
 }
 
 #[test]
@@ -180,24 +164,12 @@ fn impossible_words_are_refused() {
         ("bits without a log", 1),
         ("no host", (2 << 61) | (32 << 55) | (1 << 32) | 1),
         ("no run", (2 << 61) | (1 << 43) | (1 << 32) | 1),
-        (
-            "unknown operation 5",
-            (5 << 61) | (32 << 55) | (1 << 43) | 1,
-        ),
+        ("unknown operation 5", (5 << 61) | (32 << 55) | (1 << 43) | 1),
         ("no operation but a stamp", 1 << 32),
         ("taken, but the bit is clear", taken & !1),
-        (
-            "opened, which a section does",
-            (1 << 61) | (32 << 55) | (1 << 43) | 1,
-        ),
-        (
-            "all 32 taken at once",
-            (2 << 61) | (1 << 55) | (1 << 43) | 0xffff_ffff,
-        ),
-        (
-            "closed, but a bit is set",
-            (4 << 61) | (32 << 55) | (1 << 43) | 2,
-        ),
+        ("opened, which a section does", (1 << 61) | (32 << 55) | (1 << 43) | 1),
+        ("all 32 taken at once", (2 << 61) | (1 << 55) | (1 << 43) | 0xffff_ffff),
+        ("closed, but a bit is set", (4 << 61) | (32 << 55) | (1 << 43) | 2),
     ] {
         assert!(SpanWord(word).check().is_err(), "{what}");
     }
@@ -206,14 +178,8 @@ fn impossible_words_are_refused() {
         ("a run of 32 places", (2 << 61) | (63 << 55) | (1 << 43) | 3),
         ("taken, but partial", (2 << 61) | (16 << 55) | (1 << 43) | 1),
         ("opened, but empty", (1 << 61) | (16 << 55) | (1 << 43)),
-        (
-            "closed, but partial",
-            (4 << 61) | (16 << 55) | (1 << 43) | 1,
-        ),
-        (
-            "two spans opened at once",
-            (1 << 61) | (8 << 55) | (1 << 43) | 5,
-        ),
+        ("closed, but partial", (4 << 61) | (16 << 55) | (1 << 43) | 1),
+        ("two spans opened at once", (1 << 61) | (8 << 55) | (1 << 43) | 5),
     ] {
         assert!(SectionWord(word).check().is_err(), "{what}");
     }

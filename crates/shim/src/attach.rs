@@ -79,10 +79,7 @@ fn remember(path: &[u8], token: Token, canary: usize) {
     }
     ORIGIN.path_len.store(path.len(), Ordering::Relaxed);
     for (place, bytes) in ORIGIN.token.iter().zip(token.0.chunks_exact(8)) {
-        place.store(
-            u64::from_le_bytes(bytes.try_into().expect("8 bytes")),
-            Ordering::Relaxed,
-        );
+        place.store(u64::from_le_bytes(bytes.try_into().expect("8 bytes")), Ordering::Relaxed);
     }
     ORIGIN.canary.store(canary, Ordering::Relaxed);
 }
@@ -109,11 +106,7 @@ fn attach(paged: i32) {
     let staging = antechamber + ANTECHAMBER_BYTES;
     // SAFETY: our own fresh mapping. A child makes its own instead of inheriting this.
     unsafe {
-        libc::madvise(
-            private as *mut libc::c_void,
-            private_bytes,
-            libc::MADV_DONTFORK,
-        );
+        libc::madvise(private as *mut libc::c_void, private_bytes, libc::MADV_DONTFORK);
     }
     let result = uffd::register(staged, staging, STAGING_BYTES);
     if result < 0 {
@@ -145,15 +138,7 @@ fn attach(paged: i32) {
     pin_self();
     start_worker(
         private,
-        Worker {
-            ready: AtomicU32::new(0),
-            socket,
-            paged,
-            staged,
-            antechamber,
-            staging,
-            control,
-        },
+        Worker { ready: AtomicU32::new(0), socket, paged, staged, antechamber, staging, control },
     );
     for fd in [socket, paged, staged] {
         uffd::close(fd);
@@ -191,16 +176,7 @@ pub fn pin_self() {
 
 fn map(bytes: usize, flags: i32, fd: i32) -> usize {
     // SAFETY: a fresh mapping at an address of the kernel's choice.
-    let address = unsafe {
-        libc::mmap(
-            null_mut(),
-            bytes,
-            libc::PROT_READ | libc::PROT_WRITE,
-            flags,
-            fd,
-            0,
-        )
-    };
+    let address = unsafe { libc::mmap(null_mut(), bytes, libc::PROT_READ | libc::PROT_WRITE, flags, fd, 0) };
     if address == libc::MAP_FAILED {
         say::fail("no memory", errno());
     }
@@ -230,10 +206,7 @@ fn send_hello(socket: i32, hello: &Hello, paged: i32) {
     let length = Frame::Hello(*hello).write_fixed(&mut bytes);
     // SAFETY: all pointers are to locals that outlive the call; the control buffer is large enough for one descriptor.
     unsafe {
-        let mut part = libc::iovec {
-            iov_base: bytes.as_mut_ptr().cast(),
-            iov_len: length,
-        };
+        let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: length };
         let mut ancillary = [0u64; 8];
         let mut message: libc::msghdr = zeroed();
         message.msg_iov = &raw mut part;
@@ -260,10 +233,7 @@ fn receive_welcome(socket: i32, is_child: bool) -> (i32, i32) {
     let mut count = 0;
     // SAFETY: as in `send_hello`; the control buffer has room for two descriptors.
     let length = unsafe {
-        let mut part = libc::iovec {
-            iov_base: bytes.as_mut_ptr().cast(),
-            iov_len: bytes.len(),
-        };
+        let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
         let mut ancillary = [0u64; 8];
         let mut message: libc::msghdr = zeroed();
         message.msg_iov = &raw mut part;

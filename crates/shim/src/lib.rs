@@ -42,9 +42,6 @@ extern "C" fn start() {
     };
     match Token::from_hex(run) {
         Some(token) => attach::attach_program(path, token),
-        None => say::fail(
-            "AQUIFER_RUN is not a run's token: start programs with `aquifer run`",
-            0,
-        ),
+        None => say::fail("AQUIFER_RUN is not a run's token: start programs with `aquifer run`", 0),
     }
 }

@@ -22,19 +22,12 @@ impl Write for Line {
 
 /// Say why and end the program. Going on unpaged would break the promised limit.
 pub fn fail(reason: &str, error: isize) -> ! {
-    if error == 0 {
-        fail_with(&reason)
-    } else {
-        fail_with(&format_args!("{reason} (error {error})"))
-    }
+    if error == 0 { fail_with(&reason) } else { fail_with(&format_args!("{reason} (error {error})")) }
 }
 
 /// Say why and end the program.
 pub fn fail_with(reason: &dyn Display) -> ! {
-    let mut line = Line {
-        bytes: [0; 512],
-        used: 0,
-    };
+    let mut line = Line { bytes: [0; 512], used: 0 };
     // Writing into the buffer cannot fail: it cuts.
     let _ = writeln!(line, "aquifer: {reason}");
     // SAFETY: writes from a local buffer, then ends the process without running the program's exit handlers.

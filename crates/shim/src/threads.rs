@@ -8,12 +8,8 @@ use core::sync::atomic::{AtomicPtr, Ordering};
 use crate::attach::pin_self;
 
 type Routine = extern "C" fn(*mut c_void) -> *mut c_void;
-type Create = unsafe extern "C" fn(
-    *mut libc::pthread_t,
-    *const libc::pthread_attr_t,
-    Routine,
-    *mut c_void,
-) -> i32;
+type Create =
+    unsafe extern "C" fn(*mut libc::pthread_t, *const libc::pthread_attr_t, Routine, *mut c_void) -> i32;
 
 static NEXT: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
 

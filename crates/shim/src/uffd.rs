@@ -18,8 +18,7 @@ const POISON: u64 = 1 << 14;
 const MOVE: u64 = 1 << 16;
 
 /// What the agent needs to hear: everything that changes which pages there are.
-pub const PAGED: u64 =
-    EVENT_FORK | EVENT_REMAP | EVENT_REMOVE | EVENT_UNMAP | THREAD_ID | POISON | MOVE;
+pub const PAGED: u64 = EVENT_FORK | EVENT_REMAP | EVENT_REMOVE | EVENT_UNMAP | THREAD_ID | POISON | MOVE;
 /// For the staging area: no events, and whoever touches a missing page there gets an error instead of waiting for nobody.
 pub const STAGING: u64 = SIGBUS | MOVE;
 
@@ -58,20 +57,10 @@ pub fn open(features: u64) -> i32 {
             let path = c"/dev/userfaultfd".as_ptr();
             let device = syscall(
                 libc::SYS_openat,
-                [
-                    libc::AT_FDCWD as usize,
-                    path as usize,
-                    (libc::O_RDWR | libc::O_CLOEXEC) as usize,
-                    0,
-                    0,
-                    0,
-                ],
+                [libc::AT_FDCWD as usize, path as usize, (libc::O_RDWR | libc::O_CLOEXEC) as usize, 0, 0, 0],
             );
             if device >= 0 {
-                fd = syscall(
-                    libc::SYS_ioctl,
-                    [device as usize, DEVICE_NEW, flags, 0, 0, 0],
-                );
+                fd = syscall(libc::SYS_ioctl, [device as usize, DEVICE_NEW, flags, 0, 0, 0]);
                 syscall(libc::SYS_close, [device as usize, 0, 0, 0, 0, 0]);
             }
         }
@@ -79,18 +68,10 @@ pub fn open(features: u64) -> i32 {
     if fd < 0 {
         return fd as i32;
     }
-    let mut argument = ApiArgument {
-        api: API,
-        features,
-        ioctls: 0,
-    };
+    let mut argument = ApiArgument { api: API, features, ioctls: 0 };
     // SAFETY: the argument is of the layout that this request reads and writes.
-    let result = unsafe {
-        syscall(
-            libc::SYS_ioctl,
-            [fd as usize, UFFDIO_API, &raw mut argument as usize, 0, 0, 0],
-        )
-    };
+    let result =
+        unsafe { syscall(libc::SYS_ioctl, [fd as usize, UFFDIO_API, &raw mut argument as usize, 0, 0, 0]) };
     if result < 0 {
         close(fd as i32);
         return result as i32;
@@ -100,57 +81,19 @@ pub fn open(features: u64) -> i32 {
 
 /// Register `len` bytes at `start` for missing faults; 0 or negative errno.
 pub fn register(fd: i32, start: usize, len: usize) -> isize {
-    let mut argument = RegisterArgument {
-        start: start as u64,
-        len: len as u64,
-        mode: 1,
-        ioctls: 0,
-    };
+    let mut argument = RegisterArgument { start: start as u64, len: len as u64, mode: 1, ioctls: 0 };
     // SAFETY: the argument is of the layout that this request reads and writes.
-    unsafe {
-        syscall(
-            libc::SYS_ioctl,
-            [
-                fd as usize,
-                UFFDIO_REGISTER,
-                &raw mut argument as usize,
-                0,
-                0,
-                0,
-            ],
-        )
-    }
+    unsafe { syscall(libc::SYS_ioctl, [fd as usize, UFFDIO_REGISTER, &raw mut argument as usize, 0, 0, 0]) }
 }
 
 /// Move pages; returns how many bytes were moved, and 0 or the negative errno that ended it.
 pub fn move_pages(fd: i32, to: usize, from: usize, len: usize) -> (usize, isize) {
-    let mut argument = MoveArgument {
-        dst: to as u64,
-        src: from as u64,
-        len: len as u64,
-        mode: 0,
-        moved: 0,
-    };
+    let mut argument = MoveArgument { dst: to as u64, src: from as u64, len: len as u64, mode: 0, moved: 0 };
     // SAFETY: the argument is of the layout that this request reads and writes. Moving pages of the program keeps
     // every byte: the agent serves faults on the old place with the content at the new one.
-    let result = unsafe {
-        syscall(
-            libc::SYS_ioctl,
-            [
-                fd as usize,
-                UFFDIO_MOVE,
-                &raw mut argument as usize,
-                0,
-                0,
-                0,
-            ],
-        )
-    };
-    if result == 0 {
-        (len, 0)
-    } else {
-        (argument.moved.max(0) as usize, result)
-    }
+    let result =
+        unsafe { syscall(libc::SYS_ioctl, [fd as usize, UFFDIO_MOVE, &raw mut argument as usize, 0, 0, 0]) };
+    if result == 0 { (len, 0) } else { (argument.moved.max(0) as usize, result) }
 }
 
 /// Close a descriptor.

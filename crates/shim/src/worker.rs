@@ -74,24 +74,15 @@ fn own_descriptors(worker: &Worker) {
     }
     // SAFETY: unshare gives this thread its own table; closing is then seen by no other thread.
     unsafe {
-        syscall(
-            libc::SYS_unshare,
-            [libc::CLONE_FILES as usize, 0, 0, 0, 0, 0],
-        );
+        syscall(libc::SYS_unshare, [libc::CLONE_FILES as usize, 0, 0, 0, 0, 0]);
         let mut next = 0;
         for fd in kept {
             if fd > next {
-                syscall(
-                    libc::SYS_close_range,
-                    [next as usize, fd as usize - 1, 0, 0, 0, 0],
-                );
+                syscall(libc::SYS_close_range, [next as usize, fd as usize - 1, 0, 0, 0, 0]);
             }
             next = fd + 1;
         }
-        syscall(
-            libc::SYS_close_range,
-            [next as usize, u32::MAX as usize, 0, 0, 0, 0],
-        );
+        syscall(libc::SYS_close_range, [next as usize, u32::MAX as usize, 0, 0, 0, 0]);
     }
 }
 
@@ -100,20 +91,14 @@ fn hurry() {
     const PRIO_PROCESS: usize = 0;
     // SAFETY: changes the scheduling of this thread only.
     unsafe {
-        syscall(
-            libc::SYS_setpriority,
-            [PRIO_PROCESS, 0, NICENESS as usize, 0, 0, 0],
-        );
+        syscall(libc::SYS_setpriority, [PRIO_PROCESS, 0, NICENESS as usize, 0, 0, 0]);
     }
 }
 
 fn futex(word: &AtomicU32, operation: usize, value: u32) {
     // SAFETY: the word lives as long as the process.
     unsafe {
-        syscall(
-            libc::SYS_futex,
-            [word.as_ptr() as usize, operation, value as usize, 0, 0, 0],
-        );
+        syscall(libc::SYS_futex, [word.as_ptr() as usize, operation, value as usize, 0, 0, 0]);
     }
 }
 
@@ -124,17 +109,7 @@ fn obey(worker: &Worker, control: &Control) {
     // The agent has copied what was here.
     // SAFETY: the range is the worker's own buffer.
     unsafe {
-        syscall(
-            libc::SYS_madvise,
-            [
-                room,
-                TAKE_PAGES_MAX * PAGE,
-                libc::MADV_DONTNEED as usize,
-                0,
-                0,
-                0,
-            ],
-        );
+        syscall(libc::SYS_madvise, [room, TAKE_PAGES_MAX * PAGE, libc::MADV_DONTNEED as usize, 0, 0, 0]);
     }
     take(worker, control, count);
     stage(worker, control, count, room);
@@ -150,12 +125,8 @@ fn take(worker: &Worker, control: &Control, count: usize) {
         while at + run < count && address(at + run) == address(at) + run * PAGE {
             run += 1;
         }
-        let (bytes, mut error) = uffd::move_pages(
-            worker.paged,
-            worker.antechamber + at * PAGE,
-            address(at),
-            run * PAGE,
-        );
+        let (bytes, mut error) =
+            uffd::move_pages(worker.paged, worker.antechamber + at * PAGE, address(at), run * PAGE);
         let moved = bytes / PAGE;
         (at..at + moved).for_each(|page| set(page, 0));
         at += moved;
@@ -176,10 +147,7 @@ fn take(worker: &Worker, control: &Control, count: usize) {
 fn take_shared(worker: &Worker, at: usize, address: usize) -> isize {
     // SAFETY: populating for write changes no byte of the page.
     unsafe {
-        syscall(
-            libc::SYS_madvise,
-            [address, PAGE, MADV_POPULATE_WRITE, 0, 0, 0],
-        );
+        syscall(libc::SYS_madvise, [address, PAGE, MADV_POPULATE_WRITE, 0, 0, 0]);
     }
     uffd::move_pages(worker.paged, worker.antechamber + at * PAGE, address, PAGE).1
 }
@@ -198,12 +166,8 @@ fn stage(worker: &Worker, control: &Control, count: usize, room: usize) {
         while at + run < count && is_taken(at + run) {
             run += 1;
         }
-        let (bytes, error) = uffd::move_pages(
-            worker.staged,
-            room + at * PAGE,
-            worker.antechamber + at * PAGE,
-            run * PAGE,
-        );
+        let (bytes, error) =
+            uffd::move_pages(worker.staged, room + at * PAGE, worker.antechamber + at * PAGE, run * PAGE);
         at += bytes / PAGE;
         if error != 0 {
             retries += 1;
@@ -220,10 +184,7 @@ fn give_up() -> ! {
         // SAFETY: ends the process.
         unsafe {
             let pid = syscall(libc::SYS_getpid, [0; 6]);
-            syscall(
-                libc::SYS_kill,
-                [pid as usize, libc::SIGABRT as usize, 0, 0, 0, 0],
-            );
+            syscall(libc::SYS_kill, [pid as usize, libc::SIGABRT as usize, 0, 0, 0, 0]);
             syscall(libc::SYS_exit_group, [134, 0, 0, 0, 0, 0]);
         }
     }

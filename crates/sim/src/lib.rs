@@ -15,10 +15,7 @@ pub const SEED_VARIABLE: &str = "AQUIFER_SEED";
 #[must_use]
 pub fn asked_seed() -> Option<u64> {
     let text = std::env::var(SEED_VARIABLE).ok()?;
-    Some(
-        text.parse()
-            .unwrap_or_else(|_| panic!("{SEED_VARIABLE}={text} is not a number")),
-    )
+    Some(text.parse().unwrap_or_else(|_| panic!("{SEED_VARIABLE}={text} is not a number")))
 }
 
 /// Play one schedule; a panic in it counts as its failure.
@@ -37,11 +34,7 @@ pub fn play<T>(schedule: impl FnOnce() -> Result<T, String>) -> Result<T, String
 ///
 /// # Panics
 /// At the first that fails, with its seed and how to play it again.
-pub fn play_all<T>(
-    count: u64,
-    schedule: impl Fn(u64) -> Result<T, String>,
-    mut each: impl FnMut(T),
-) {
+pub fn play_all<T>(count: u64, schedule: impl Fn(u64) -> Result<T, String>, mut each: impl FnMut(T)) {
     let seeds = asked_seed().map_or(0..count, |seed| seed..seed + 1);
     for seed in seeds {
         match play(|| schedule(seed)) {
@@ -54,10 +47,7 @@ pub fn play_all<T>(
 }
 
 /// The first of `count` schedules that fails, and how.
-pub fn first_failure<T>(
-    count: u64,
-    schedule: impl Fn(u64) -> Result<T, String>,
-) -> Option<(u64, String)> {
+pub fn first_failure<T>(count: u64, schedule: impl Fn(u64) -> Result<T, String>) -> Option<(u64, String)> {
     (0..count).find_map(|seed| play(|| schedule(seed)).err().map(|error| (seed, error)))
 }
 

@@ -62,21 +62,12 @@ pub(super) struct Control {
 impl Control {
     pub fn create(endpoints: usize, keys: usize) -> io::Result<Self> {
         let memory = Memory::create("aquifer-control", bytes(endpoints, keys))?;
-        let control = Self {
-            memory,
-            endpoints,
-            keys,
-        };
-        control
-            .u32(ENDPOINTS_AT)
-            .store(short(endpoints), Ordering::Relaxed);
+        let control = Self { memory, endpoints, keys };
+        control.u32(ENDPOINTS_AT).store(short(endpoints), Ordering::Relaxed);
         control.u32(KEYS_AT).store(short(keys), Ordering::Relaxed);
         control.u32(VERSION_AT).store(VERSION, Ordering::Relaxed);
         control.u32(ALIVE_AT).store(1, Ordering::Relaxed);
-        control
-            .memory
-            .atomic_u64(MAGIC_AT)
-            .store(MAGIC, Ordering::Release);
+        control.memory.atomic_u64(MAGIC_AT).store(MAGIC, Ordering::Release);
         Ok(control)
     }
 
@@ -105,11 +96,7 @@ impl Control {
         if !possible {
             return Err("the control memory's tables do not fit its size".into());
         }
-        Ok(Self {
-            memory,
-            endpoints,
-            keys,
-        })
+        Ok(Self { memory, endpoints, keys })
     }
 
     pub fn fd(&self) -> BorrowedFd<'_> {
@@ -137,21 +124,15 @@ impl Control {
 
     /// Order of messages between endpoints.
     pub fn next_stamp(&self) -> u64 {
-        self.memory
-            .atomic_u64(STAMP_AT)
-            .fetch_add(1, Ordering::Relaxed)
+        self.memory.atomic_u64(STAMP_AT).fetch_add(1, Ordering::Relaxed)
     }
 
     /// Give a slot to a new endpoint. Its `active` word goes on from where the last one left it,
     /// so that no waiter takes the new one's batch for the old one's.
     pub fn occupy(&self, slot: usize, who: Identity) {
-        self.endpoint_u32(slot, HOST_IN)
-            .store(u32::from(who.host.0), Ordering::Relaxed);
-        self.endpoint_u32(slot, TENANT_IN)
-            .store(who.tenant.0, Ordering::Relaxed);
-        self.memory
-            .atomic_u64(endpoint_at(slot, EPOCH_IN))
-            .store(who.epoch, Ordering::Relaxed);
+        self.endpoint_u32(slot, HOST_IN).store(u32::from(who.host.0), Ordering::Relaxed);
+        self.endpoint_u32(slot, TENANT_IN).store(who.tenant.0, Ordering::Relaxed);
+        self.memory.atomic_u64(endpoint_at(slot, EPOCH_IN)).store(who.epoch, Ordering::Relaxed);
         self.set_state(slot, OPEN);
     }
 
@@ -164,8 +145,7 @@ impl Control {
     }
 
     pub fn set_state(&self, slot: usize, state: u32) {
-        self.endpoint_u32(slot, STATE_IN)
-            .store(state, Ordering::SeqCst);
+        self.endpoint_u32(slot, STATE_IN).store(state, Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
@@ -218,12 +198,8 @@ impl Control {
     pub fn bind(&self, key: Key, grant: &Grant) {
         let (index, tag) = split(key);
         let at = self.key_at(index);
-        self.memory
-            .atomic_u64(at + BASE_IN)
-            .store(grant.base, Ordering::Relaxed);
-        self.memory
-            .atomic_u64(at + LEN_IN)
-            .store(grant.len, Ordering::Relaxed);
+        self.memory.atomic_u64(at + BASE_IN).store(grant.base, Ordering::Relaxed);
+        self.memory.atomic_u64(at + LEN_IN).store(grant.len, Ordering::Relaxed);
         let (kind, value) = match grant.scope {
             Scope::Anyone => (0, 0),
             Scope::Tenant(tenant) => (1, tenant.0),
@@ -236,9 +212,7 @@ impl Control {
             | u64::from(grant.access.atomic) << 34
             | kind << 40
             | u64_from(grant.region) << 48;
-        self.memory
-            .atomic_u64(at + WORD_IN)
-            .store(word, Ordering::Release);
+        self.memory.atomic_u64(at + WORD_IN).store(word, Ordering::Release);
     }
 
     /// Clear a key; whether it was bound. Accesses may still be under way: drain.

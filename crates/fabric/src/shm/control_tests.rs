@@ -4,11 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-const WHO: Identity = Identity {
-    host: Host(9),
-    epoch: 3,
-    tenant: Tenant(4),
-};
+const WHO: Identity = Identity { host: Host(9), epoch: 3, tenant: Tenant(4) };
 
 fn reopen(control: &Control) -> Result<Control, String> {
     Control::open(control.fd().try_clone_to_owned().unwrap(), control.len())
@@ -20,10 +16,7 @@ fn whoever_is_inside_a_batch_is_waited_for_until_it_is_gone() {
     control.occupy(2, WHO);
     assert!(control.drain(2, None), "nobody is inside");
     control.active(2).fetch_add(1, Ordering::SeqCst);
-    assert!(
-        !control.drain(2, Some(Duration::from_millis(1))),
-        "a live one holds it up"
-    );
+    assert!(!control.drain(2, Some(Duration::from_millis(1))), "a live one holds it up");
     let waiter = std::thread::scope(|scope| {
         let waiter = scope.spawn(|| control.drain(2, None));
         control.vacate(2);
@@ -39,22 +32,9 @@ fn a_grant_survives_the_table() {
     let control = Control::create(1, 70).unwrap();
     let peer = reopen(&control).unwrap();
     let key = Key((5 << 17) | 69);
-    let scopes = [
-        Scope::Anyone,
-        Scope::Tenant(Tenant(u32::MAX)),
-        Scope::Host(Host(4095)),
-    ];
-    for (scope, access) in scopes
-        .into_iter()
-        .zip([Access::READ, Access::READ_WRITE, Access::ALL])
-    {
-        let grant = Grant {
-            base: 1 << 50,
-            len: u64::MAX,
-            access,
-            scope,
-            region: 63,
-        };
+    let scopes = [Scope::Anyone, Scope::Tenant(Tenant(u32::MAX)), Scope::Host(Host(4095))];
+    for (scope, access) in scopes.into_iter().zip([Access::READ, Access::READ_WRITE, Access::ALL]) {
+        let grant = Grant { base: 1 << 50, len: u64::MAX, access, scope, region: 63 };
         control.bind(key, &grant);
         assert_eq!(peer.lookup(key), Some(grant));
         assert_eq!(peer.lookup(Key((4 << 17) | 69)), None);
@@ -68,23 +48,12 @@ fn a_grant_survives_the_table() {
 fn another_version_and_other_sizes_are_refused() {
     let control = Control::create(4, 8).unwrap();
     let fd = || control.fd().try_clone_to_owned().unwrap();
-    for len in [
-        0,
-        1,
-        control.len() - 1,
-        control.len() + 1,
-        1 << 40,
-        u64::MAX,
-    ] {
+    for len in [0, 1, control.len() - 1, control.len() + 1, 1 << 40, u64::MAX] {
         assert!(Control::open(fd(), len).is_err(), "{len} bytes");
     }
     assert!(reopen(&control).is_ok());
     control.u32(VERSION_AT).store(2, Ordering::SeqCst);
-    assert!(
-        reopen(&control)
-            .unwrap_err()
-            .contains("has version 2, this program knows version 1")
-    );
+    assert!(reopen(&control).unwrap_err().contains("has version 2, this program knows version 1"));
 }
 
 proptest! {

@@ -19,10 +19,7 @@ use crate::target::{Identity, Region};
 use crate::work::Key;
 
 /// The control thread looks so often whether a connection has been silent for too long.
-const TICK: Timespec = Timespec {
-    tv_sec: 1,
-    tv_nsec: 0,
-};
+const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// The thread that lets endpoints in and notices when they leave.
 pub(super) struct Doorkeeper {
@@ -34,12 +31,7 @@ pub(super) struct Doorkeeper {
 
 impl Doorkeeper {
     pub fn new(shared: Arc<Shared>, listener: OwnedFd) -> Self {
-        Self {
-            shared,
-            listener,
-            pending: Vec::new(),
-            connected: Vec::new(),
-        }
+        Self { shared, listener, pending: Vec::new(), connected: Vec::new() }
     }
 
     pub fn run(mut self) {
@@ -62,8 +54,7 @@ impl Doorkeeper {
                     _ => self.depart(index - 1 - pending),
                 }
             }
-            self.pending
-                .retain(|(_, since)| since.elapsed() < HANDSHAKE_TIME);
+            self.pending.retain(|(_, since)| since.elapsed() < HANDSHAKE_TIME);
         }
     }
 
@@ -72,30 +63,15 @@ impl Doorkeeper {
         let mut polled = vec![PollFd::new(&self.shared.wake, PollFlags::IN)];
         // Who comes when too many have not yet said who they are waits in the backlog.
         let room = self.pending.len() < PENDING_LIMIT;
-        let accepting = if room {
-            PollFlags::IN
-        } else {
-            PollFlags::empty()
-        };
+        let accepting = if room { PollFlags::IN } else { PollFlags::empty() };
         polled.push(PollFd::new(&self.listener, accepting));
-        polled.extend(
-            self.pending
-                .iter()
-                .map(|(fd, _)| PollFd::new(fd, PollFlags::IN)),
-        );
+        polled.extend(self.pending.iter().map(|(fd, _)| PollFd::new(fd, PollFlags::IN)));
         // Endpoints say nothing over the socket, so whatever happens there is the end.
         let ending = PollFlags::IN | PollFlags::RDHUP;
-        polled.extend(
-            self.connected
-                .iter()
-                .map(|(_, fd)| PollFd::new(&**fd, ending)),
-        );
+        polled.extend(self.connected.iter().map(|(_, fd)| PollFd::new(&**fd, ending)));
         let patience = (!self.pending.is_empty()).then_some(&TICK);
         rustix::event::poll(&mut polled, patience)?;
-        let ready = polled[1..]
-            .iter()
-            .enumerate()
-            .filter(|(_, fd)| !fd.revents().is_empty());
+        let ready = polled[1..].iter().enumerate().filter(|(_, fd)| !fd.revents().is_empty());
         Ok(ready.map(|(index, _)| index).collect())
     }
 
@@ -128,11 +104,7 @@ impl Doorkeeper {
         if let Some((socket, reason)) = refused {
             tracing::info!(reason, "an endpoint was refused");
             // If it has left already nobody misses the answer.
-            let _ = socket::send(
-                &socket,
-                &handshake::encode_reply(&Reply::Refusal(reason)),
-                &[],
-            );
+            let _ = socket::send(&socket, &handshake::encode_reply(&Reply::Refusal(reason)), &[]);
         }
     }
 
@@ -148,31 +120,19 @@ impl Doorkeeper {
 
     /// Give it a slot, a mailbox and the regions.
     fn admit(&mut self, socket: OwnedFd, who: Identity) -> Result<(), (OwnedFd, String)> {
-        let Shared {
-            options, control, ..
-        } = &*self.shared;
+        let Shared { options, control, .. } = &*self.shared;
         let mailbox = match Memory::create("aquifer-mailbox", mailbox_bytes(&options.limits)) {
             Ok(mailbox) => Arc::new(mailbox),
             Err(error) => return Err((socket, format!("no memory for a mailbox: {error}"))),
         };
         let mut state = self.shared.lock();
-        if let Some(&fenced) = state
-            .fenced
-            .get(&who.host)
-            .filter(|&&epoch| who.epoch <= epoch)
-        {
+        if let Some(&fenced) = state.fenced.get(&who.host).filter(|&&epoch| who.epoch <= epoch) {
             let Identity { host, epoch, .. } = who;
-            let reason = format!(
-                "host {} is fenced up to epoch {fenced}, it has {epoch}",
-                host.0
-            );
+            let reason = format!("host {} is fenced up to epoch {fenced}, it has {epoch}", host.0);
             return Err((socket, reason));
         }
         let Some(slot) = state.peers.iter().position(Option::is_none) else {
-            return Err((
-                socket,
-                format!("{} endpoints are connected already", state.peers.len()),
-            ));
+            return Err((socket, format!("{} endpoints are connected already", state.peers.len())));
         };
         control.occupy(slot, who);
         let (reply, fds) = welcome(&self.shared, &state, slot, &mailbox, who);
@@ -219,15 +179,8 @@ fn welcome<'a>(
     who: Identity,
 ) -> (Reply, Vec<BorrowedFd<'a>>) {
     let announce = |registered: &Registered| {
-        let key = if admits(registered.scope, who) {
-            registered.region.key
-        } else {
-            Key(0)
-        };
-        Region {
-            key,
-            ..registered.region.clone()
-        }
+        let key = if admits(registered.scope, who) { registered.region.key } else { Key(0) };
+        Region { key, ..registered.region.clone() }
     };
     let welcome = Welcome {
         slot: u32::try_from(slot).unwrap_or(u32::MAX),
@@ -237,11 +190,6 @@ fn welcome<'a>(
         regions: state.regions.iter().map(announce).collect(),
     };
     let mut fds = vec![shared.control.fd(), mailbox.fd()];
-    fds.extend(
-        state
-            .regions
-            .iter()
-            .map(|registered| registered.memory.fd()),
-    );
+    fds.extend(state.regions.iter().map(|registered| registered.memory.fd()));
     (Reply::Welcome(welcome), fds)
 }

@@ -17,8 +17,8 @@ use crate::keys::Right;
 use crate::memory::{copy, u64_from};
 use crate::target::{Identity, Region};
 use crate::work::{
-    Completion, Endpoint, EndpointError, Limits, LocalKey, LocalSlice, PostError, RemoteAddr, Verb,
-    Work, WorkError,
+    Completion, Endpoint, EndpointError, Limits, LocalKey, LocalSlice, PostError, RemoteAddr, Verb, Work,
+    WorkError,
 };
 
 /// After so many bytes a batch pauses, so that whoever kills a key waits for one long copy and
@@ -58,22 +58,14 @@ impl ShmEndpoint {
     /// If nobody listens there, the target refuses, or it speaks another protocol.
     pub fn connect(path: &Path, who: Identity) -> Result<Self, EndpointError> {
         let address = path.display().to_string();
-        let unreachable = |source| EndpointError::Unreachable {
-            address: address.clone(),
-            source,
-        };
-        let protocol = |reason| EndpointError::Protocol {
-            address: address.clone(),
-            reason,
-        };
+        let unreachable = |source| EndpointError::Unreachable { address: address.clone(), source };
+        let protocol = |reason| EndpointError::Protocol { address: address.clone(), reason };
         let socket = socket::connect(path).map_err(unreachable)?;
         // A target that refuses may have hung up before it read this; its answer says why.
         let sent = socket::send(&socket, &handshake::encode_hello(who), &[]);
         let (bytes, fds) = socket::receive(&socket).map_err(unreachable)?;
         if bytes.is_empty() {
-            let cause = sent
-                .err()
-                .unwrap_or_else(|| io::ErrorKind::UnexpectedEof.into());
+            let cause = sent.err().unwrap_or_else(|| io::ErrorKind::UnexpectedEof.into());
             return Err(unreachable(cause));
         }
         match handshake::parse_reply(&bytes).map_err(|e| protocol(e.to_string()))? {
@@ -87,18 +79,10 @@ impl ShmEndpoint {
     }
 
     /// Map what a welcome brought. The reason of a failure is a sentence.
-    fn open(
-        socket: OwnedFd,
-        who: Identity,
-        welcome: Welcome,
-        fds: Vec<OwnedFd>,
-    ) -> Result<Self, String> {
+    fn open(socket: OwnedFd, who: Identity, welcome: Welcome, fds: Vec<OwnedFd>) -> Result<Self, String> {
         if fds.len() != 2 + welcome.regions.len() {
             let needed = 2 + welcome.regions.len();
-            return Err(format!(
-                "{} descriptors came, {needed} were announced",
-                fds.len()
-            ));
+            return Err(format!("{} descriptors came, {needed} were announced", fds.len()));
         }
         let map = |fd, len: u64, what: &str| {
             let len = usize::try_from(len).map_err(|_| format!("{what} is too long to map"))?;
@@ -141,9 +125,7 @@ impl ShmEndpoint {
     #[inline]
     fn begin(&mut self) {
         self.sequence = self.sequence.wrapping_add(1);
-        self.control
-            .active(self.slot)
-            .store(self.sequence, Ordering::Relaxed);
+        self.control.active(self.slot).store(self.sequence, Ordering::Relaxed);
         fence(Ordering::SeqCst);
     }
 
@@ -151,9 +133,7 @@ impl ShmEndpoint {
     #[inline]
     fn end(&mut self) {
         self.sequence = self.sequence.wrapping_add(1);
-        self.control
-            .active(self.slot)
-            .store(self.sequence, Ordering::Release);
+        self.control.active(self.slot).store(self.sequence, Ordering::Release);
     }
 
     /// What keeps this endpoint from working at all. The first operation that meets it learns
@@ -196,19 +176,12 @@ impl ShmEndpoint {
                 fence(Ordering::AcqRel);
                 Ok(u64::from(local.len))
             }
-            Verb::CompareSwap {
-                remote,
-                expected,
-                desired,
-            } => {
+            Verb::CompareSwap { remote, expected, desired } => {
                 let word = self.word(remote)?;
-                let swapped =
-                    word.compare_exchange(expected, desired, Ordering::SeqCst, Ordering::SeqCst);
+                let swapped = word.compare_exchange(expected, desired, Ordering::SeqCst, Ordering::SeqCst);
                 Ok(swapped.unwrap_or_else(|found| found))
             }
-            Verb::FetchAdd { remote, add } => {
-                Ok(self.word(remote)?.fetch_add(add, Ordering::SeqCst))
-            }
+            Verb::FetchAdd { remote, add } => Ok(self.word(remote)?.fetch_add(add, Ordering::SeqCst)),
             Verb::Send { local } => self.send(local),
         }
     }
@@ -250,25 +223,13 @@ impl ShmEndpoint {
 
     #[inline]
     fn remote(&self, remote: RemoteAddr, len: u64, right: Right) -> Result<*mut u8, WorkError> {
-        let grant = self
-            .control
-            .lookup(remote.key)
-            .ok_or(WorkError::RemoteAccess)?;
+        let grant = self.control.lookup(remote.key).ok_or(WorkError::RemoteAccess)?;
         grant.check(self.who, right, remote.addr, len)?;
         // A region that was registered after we connected is not mapped here.
-        let region = self
-            .regions
-            .get(grant.region)
-            .ok_or(WorkError::RemoteAccess)?;
-        let memory = self
-            .mapped
-            .get(grant.region)
-            .ok_or(WorkError::RemoteAccess)?;
+        let region = self.regions.get(grant.region).ok_or(WorkError::RemoteAccess)?;
+        let memory = self.mapped.get(grant.region).ok_or(WorkError::RemoteAccess)?;
         // The key table is shared memory: what it says is checked against our own mapping too.
-        let offset = remote
-            .addr
-            .checked_sub(region.base)
-            .ok_or(WorkError::RemoteAccess)?;
+        let offset = remote.addr.checked_sub(region.base).ok_or(WorkError::RemoteAccess)?;
         offset_in(memory, offset, len).ok_or(WorkError::RemoteAccess)
     }
 
@@ -307,10 +268,7 @@ impl Endpoint for ShmEndpoint {
             let outcome = self.execute(&work.verb);
             moved += *outcome.as_ref().unwrap_or(&0) * u64::from(moves_bytes(&work.verb));
             if work.signalled || outcome.is_err() {
-                self.done.push_back(Completion {
-                    id: work.id,
-                    outcome,
-                });
+                self.done.push_back(Completion { id: work.id, outcome });
             }
             if moved >= PAUSE_BYTES {
                 moved = 0;
@@ -319,11 +277,7 @@ impl Endpoint for ShmEndpoint {
             }
         }
         self.end();
-        if accepted == batch.len() {
-            Ok(())
-        } else {
-            Err(PostError::QueueFull { accepted })
-        }
+        if accepted == batch.len() { Ok(()) } else { Err(PostError::QueueFull { accepted }) }
     }
 
     fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
@@ -339,8 +293,7 @@ impl Endpoint for ShmEndpoint {
         }
         self.locals.push(memory);
         let key = u32::try_from(self.locals.len());
-        key.map(LocalKey)
-            .map_err(|_| EndpointError::TooManyLocal { limit })
+        key.map(LocalKey).map_err(|_| EndpointError::TooManyLocal { limit })
     }
 
     fn receive(&mut self, out: &mut Vec<u8>) -> bool {

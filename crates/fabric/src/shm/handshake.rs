@@ -142,11 +142,7 @@ pub fn parse_hello(bytes: &[u8]) -> Result<Identity, HandshakeError> {
     if host == 0 || host > HOST_MAX {
         return Err(HandshakeError::Field("the host number"));
     }
-    Ok(Identity {
-        host: Host(host),
-        epoch: hello.epoch.get(),
-        tenant: Tenant(hello.tenant.get()),
-    })
+    Ok(Identity { host: Host(host), epoch: hello.epoch.get(), tenant: Tenant(hello.tenant.get()) })
 }
 
 /// The bytes of an answer. A reason that is too long is cut.
@@ -201,9 +197,7 @@ pub fn parse_reply(bytes: &[u8]) -> Result<Reply, HandshakeError> {
         KIND_WELCOME => parse_welcome(bytes.len(), body).map(Reply::Welcome),
         KIND_REFUSAL => {
             let reason = &body[..body.len().min(REASON_BYTES_MAX)];
-            Ok(Reply::Refusal(
-                String::from_utf8_lossy(reason).escape_debug().to_string(),
-            ))
+            Ok(Reply::Refusal(String::from_utf8_lossy(reason).escape_debug().to_string()))
         }
         _ => Err(HandshakeError::Kind(kind)),
     }
@@ -220,21 +214,13 @@ fn parse_welcome(found: usize, body: &[u8]) -> Result<Welcome, HandshakeError> {
         return Err(length(expected));
     }
     let message_limit = usize::try_from(MESSAGE_BYTES_LIMIT).unwrap_or(usize::MAX);
-    bounded(
-        head.message_bytes_max,
-        message_limit,
-        "the size of messages",
-    )?;
+    bounded(head.message_bytes_max, message_limit, "the size of messages")?;
     let limits = Limits {
         queue_depth: bounded(head.queue_depth, QUEUE_DEPTH_LIMIT, "the queue depth")?,
         transfer_bytes_max: head.transfer_bytes_max.get(),
         message_bytes_max: head.message_bytes_max.get(),
         receive_depth: bounded(head.receive_depth, RECEIVE_DEPTH_LIMIT, "the receive depth")?,
-        local_regions_max: bounded(
-            head.local_regions_max,
-            LOCAL_REGIONS_LIMIT,
-            "the local regions",
-        )?,
+        local_regions_max: bounded(head.local_regions_max, LOCAL_REGIONS_LIMIT, "the local regions")?,
     };
     Ok(Welcome {
         slot: head.slot.get(),
@@ -250,35 +236,21 @@ fn parse_regions(entries: &[RegionBody]) -> Result<Vec<Region>, HandshakeError> 
     let mut free_from = 1;
     for entry in entries {
         let (base, len) = (entry.base.get(), entry.len.get());
-        let end = base
-            .checked_add(len)
-            .filter(|_| base >= free_from && len > 0);
+        let end = base.checked_add(len).filter(|_| base >= free_from && len > 0);
         free_from = end.ok_or(HandshakeError::Field("a region's address range"))?;
-        regions.push(Region {
-            base,
-            len,
-            key: Key(entry.key.get()),
-        });
+        regions.push(Region { base, len, key: Key(entry.key.get()) });
     }
     Ok(regions)
 }
 
 fn header(kind: u16) -> Header {
-    Header {
-        magic: MAGIC,
-        version: VERSION.into(),
-        kind: kind.into(),
-        reserved: 0.into(),
-    }
+    Header { magic: MAGIC, version: VERSION.into(), kind: kind.into(), reserved: 0.into() }
 }
 
 fn split_header(bytes: &[u8]) -> Result<(u16, &[u8]), HandshakeError> {
     // Magic and version stand first in every version there will be, so they are told apart
     // from a message that is merely cut.
-    let length = HandshakeError::Length {
-        found: bytes.len(),
-        expected: size_of::<Header>(),
-    };
+    let length = HandshakeError::Length { found: bytes.len(), expected: size_of::<Header>() };
     if bytes.len() >= 8 && bytes[..8] != MAGIC {
         return Err(HandshakeError::Magic);
     }

@@ -75,55 +75,27 @@ impl Ring {
     /// # Safety
     /// `len` bytes at `from` must be mapped, and `len` at most the limit.
     pub unsafe fn put(&mut self, stamp: u64, from: *const u8, len: u32) -> Result<bool, Corrupt> {
-        assert!(
-            len <= self.message_bytes_max,
-            "the caller checks the length"
-        );
-        let taken = self
-            .memory
-            .atomic_u64(self.at + TAKEN_IN)
-            .load(Ordering::Acquire);
-        let waiting = self
-            .count
-            .checked_sub(taken)
-            .filter(|&n| n <= self.depth)
-            .ok_or(Corrupt)?;
+        assert!(len <= self.message_bytes_max, "the caller checks the length");
+        let taken = self.memory.atomic_u64(self.at + TAKEN_IN).load(Ordering::Acquire);
+        let waiting = self.count.checked_sub(taken).filter(|&n| n <= self.depth).ok_or(Corrupt)?;
         if waiting == self.depth {
             return Ok(false);
         }
         let slot = self.slot(self.count);
-        self.memory
-            .atomic_u64(slot + STAMP_IN)
-            .store(stamp, Ordering::Relaxed);
-        self.memory
-            .atomic_u32(slot + LEN_IN)
-            .store(len, Ordering::Relaxed);
+        self.memory.atomic_u64(slot + STAMP_IN).store(stamp, Ordering::Relaxed);
+        self.memory.atomic_u32(slot + LEN_IN).store(len, Ordering::Relaxed);
         // SAFETY: the slot lies inside the mailbox, as `new` laid it out; the caller vouches
         // for the source.
-        unsafe {
-            copy(
-                self.memory.as_ptr().add(slot + BYTES_IN),
-                from,
-                len as usize,
-            )
-        };
+        unsafe { copy(self.memory.as_ptr().add(slot + BYTES_IN), from, len as usize) };
         self.count += 1;
-        self.memory
-            .atomic_u64(self.at + PUT_IN)
-            .store(self.count, Ordering::Release);
+        self.memory.atomic_u64(self.at + PUT_IN).store(self.count, Ordering::Release);
         Ok(true)
     }
 
     /// The stamp of the oldest message that waits.
     pub fn oldest(&self) -> Result<Option<u64>, Corrupt> {
-        let put = self
-            .memory
-            .atomic_u64(self.at + PUT_IN)
-            .load(Ordering::Acquire);
-        let waiting = put
-            .checked_sub(self.count)
-            .filter(|&n| n <= self.depth)
-            .ok_or(Corrupt)?;
+        let put = self.memory.atomic_u64(self.at + PUT_IN).load(Ordering::Acquire);
+        let waiting = put.checked_sub(self.count).filter(|&n| n <= self.depth).ok_or(Corrupt)?;
         if waiting == 0 {
             return Ok(None);
         }
@@ -144,22 +116,13 @@ impl Ring {
         out.resize(old_len + len as usize, 0);
         self.memory.read(slot + BYTES_IN, &mut out[old_len..]);
         self.count += 1;
-        self.memory
-            .atomic_u64(self.at + TAKEN_IN)
-            .store(self.count, Ordering::Release);
+        self.memory.atomic_u64(self.at + TAKEN_IN).store(self.count, Ordering::Release);
         Ok(true)
     }
 
     fn message_len(&self, slot: usize) -> Result<u32, Corrupt> {
-        let len = self
-            .memory
-            .atomic_u32(slot + LEN_IN)
-            .load(Ordering::Relaxed);
-        if len <= self.message_bytes_max {
-            Ok(len)
-        } else {
-            Err(Corrupt)
-        }
+        let len = self.memory.atomic_u32(slot + LEN_IN).load(Ordering::Relaxed);
+        if len <= self.message_bytes_max { Ok(len) } else { Err(Corrupt) }
     }
 
     fn slot(&self, count: u64) -> usize {
@@ -216,9 +179,7 @@ mod tests {
         memory.atomic_u64(PUT_IN).store(4, Ordering::Relaxed);
         assert_eq!(receiver.take(&mut Vec::new()), Err(Corrupt));
         memory.atomic_u64(PUT_IN).store(1, Ordering::Relaxed);
-        memory
-            .atomic_u32(SLOTS_IN + LEN_IN)
-            .store(101, Ordering::Relaxed);
+        memory.atomic_u32(SLOTS_IN + LEN_IN).store(101, Ordering::Relaxed);
         assert_eq!(receiver.oldest(), Err(Corrupt));
         assert_eq!(receiver.take(&mut Vec::new()), Err(Corrupt));
         memory.atomic_u64(TAKEN_IN).store(1, Ordering::Relaxed);

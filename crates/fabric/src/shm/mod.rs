@@ -86,17 +86,11 @@ impl Options {
             ("queue_depth", limits.queue_depth, QUEUE_DEPTH_LIMIT),
             ("message_bytes_max", message_bytes, message_limit),
             ("receive_depth", limits.receive_depth, RECEIVE_DEPTH_LIMIT),
-            (
-                "local_regions_max",
-                limits.local_regions_max,
-                LOCAL_REGIONS_LIMIT,
-            ),
+            ("local_regions_max", limits.local_regions_max, LOCAL_REGIONS_LIMIT),
         ];
         bounds
             .into_iter()
             .find(|&(_, value, limit)| value == 0 || value > limit)
-            .map(|(name, value, limit)| {
-                format!("{name} is {value}, it must be between 1 and {limit}")
-            })
+            .map(|(name, value, limit)| format!("{name} is {value}, it must be between 1 and {limit}"))
     }
 }

@@ -76,8 +76,7 @@ impl ShmTarget {
             let source = io::Error::new(io::ErrorKind::InvalidInput, fault);
             return Err(system("cannot set up a shared-memory target", source));
         }
-        let named =
-            |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+        let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
         let key_count = options.regions_max + options.windows_max;
         let control = Control::create(options.endpoints_max, key_count)
             .map_err(|e| system("cannot create control memory", e))?;
@@ -93,28 +92,16 @@ impl ShmTarget {
             keys: KeySlots::new(options.regions_max, options.windows_max, secret),
             fenced: HashMap::new(),
         };
-        let (listener, inode) =
-            socket::listen(path).map_err(|e| system("cannot listen", named(e)))?;
+        let (listener, inode) = socket::listen(path).map_err(|e| system("cannot listen", named(e)))?;
         let state = Mutex::new(state);
         let stop = AtomicBool::new(false);
-        let shared = Arc::new(Shared {
-            options,
-            control,
-            state,
-            wake,
-            stop,
-        });
+        let shared = Arc::new(Shared { options, control, state, wake, stop });
         let thread_shared = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name("fabric-target".into())
             .spawn(move || Doorkeeper::new(thread_shared, listener).run())
             .map_err(|e| system("cannot start the target's thread", e))?;
-        Ok(Self {
-            shared,
-            thread: Some(thread),
-            path: path.to_owned(),
-            inode,
-        })
+        Ok(Self { shared, thread: Some(thread), path: path.to_owned(), inode })
     }
 
     /// Endpoints that are connected now.
@@ -160,34 +147,15 @@ impl Shared {
 }
 
 impl Target for ShmTarget {
-    fn register(
-        &self,
-        memory: Arc<Memory>,
-        access: Access,
-        scope: Scope,
-    ) -> Result<Region, TargetError> {
+    fn register(&self, memory: Arc<Memory>, access: Access, scope: Scope) -> Result<Region, TargetError> {
         let mut state = self.shared.lock();
         let (index, key) = state.keys.take_region()?;
         let len = u64_from(memory.len());
         let range = state.space.place(len);
-        let region = Region {
-            base: range.start,
-            len,
-            key,
-        };
-        let grant = Grant {
-            base: region.base,
-            len,
-            access,
-            scope,
-            region: index,
-        };
+        let region = Region { base: range.start, len, key };
+        let grant = Grant { base: region.base, len, access, scope, region: index };
         self.shared.control.bind(key, &grant);
-        state.regions.push(Registered {
-            memory,
-            scope,
-            region: region.clone(),
-        });
+        state.regions.push(Registered { memory, scope, region: region.clone() });
         Ok(region)
     }
 
@@ -234,11 +202,7 @@ impl Target for ShmTarget {
         let mut state = self.shared.lock();
         let state = &mut *state;
         state.dismiss_corrupt();
-        let present = state
-            .peers
-            .iter_mut()
-            .flatten()
-            .map(|peer| (peer.who, &mut peer.inbox));
+        let present = state.peers.iter_mut().flatten().map(|peer| (peer.who, &mut peer.inbox));
         let departed = state.departed.iter_mut().map(|(who, inbox)| (*who, inbox));
         let oldest = departed
             .chain(present)
@@ -246,18 +210,13 @@ impl Target for ShmTarget {
             .min_by_key(|(stamp, _, _)| *stamp);
         let (_, who, inbox) = oldest?;
         let taken = inbox.take(out);
-        state
-            .departed
-            .retain(|(_, inbox)| matches!(inbox.oldest(), Ok(Some(_))));
+        state.departed.retain(|(_, inbox)| matches!(inbox.oldest(), Ok(Some(_))));
         (taken == Ok(true)).then_some(who)
     }
 
     fn send(&self, to: Host, message: &[u8]) -> usize {
         let limit = self.shared.options.limits.message_bytes_max;
-        let Some(len) = u32::try_from(message.len())
-            .ok()
-            .filter(|&len| len <= limit)
-        else {
+        let Some(len) = u32::try_from(message.len()).ok().filter(|&len| len <= limit) else {
             return 0;
         };
         let mut state = self.shared.lock();
@@ -277,12 +236,7 @@ impl Target for ShmTarget {
 impl State {
     /// Hang up on endpoints that wrote nonsense into their ring: they harm only themselves.
     fn dismiss_corrupt(&mut self) {
-        for peer in self
-            .peers
-            .iter()
-            .flatten()
-            .filter(|peer| peer.inbox.oldest().is_err())
-        {
+        for peer in self.peers.iter().flatten().filter(|peer| peer.inbox.oldest().is_err()) {
             tracing::warn!(who = ?peer.who, "an endpoint wrote nonsense; it is disconnected");
             let _ = rustix::net::shutdown(&*peer.socket, rustix::net::Shutdown::Both);
         }

@@ -16,10 +16,7 @@ pub(super) struct Link {
 
 impl Link {
     pub fn new(socket: OwnedFd) -> Arc<Self> {
-        Arc::new(Self {
-            socket,
-            gone: AtomicBool::new(false),
-        })
+        Arc::new(Self { socket, gone: AtomicBool::new(false) })
     }
 
     #[inline]
@@ -44,38 +41,23 @@ static WATCHER: OnceLock<Result<Arc<Watcher>, i32>> = OnceLock::new();
 /// Watch a link until it hangs up.
 pub(super) fn watch(link: &Arc<Link>) -> io::Result<()> {
     let watcher = WATCHER.get_or_init(|| start().map_err(|e| e.raw_os_error().unwrap_or(0)));
-    let watcher = watcher
-        .as_ref()
-        .map_err(|&errno| io::Error::from_raw_os_error(errno))?;
-    watcher
-        .links
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .push(Arc::clone(link));
+    let watcher = watcher.as_ref().map_err(|&errno| io::Error::from_raw_os_error(errno))?;
+    watcher.links.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(link));
     rustix::io::write(&watcher.wake, &1_u64.to_ne_bytes())?;
     Ok(())
 }
 
 fn start() -> io::Result<Arc<Watcher>> {
     let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-    let watcher = Arc::new(Watcher {
-        links: Mutex::default(),
-        wake,
-    });
+    let watcher = Arc::new(Watcher { links: Mutex::default(), wake });
     let thread_watcher = Arc::clone(&watcher);
-    std::thread::Builder::new()
-        .name("fabric-watch".into())
-        .spawn(move || run(&thread_watcher))?;
+    std::thread::Builder::new().name("fabric-watch".into()).spawn(move || run(&thread_watcher))?;
     Ok(watcher)
 }
 
 fn run(watcher: &Watcher) {
     loop {
-        let links = watcher
-            .links
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone();
+        let links = watcher.links.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let mut polled = vec![PollFd::new(&watcher.wake, PollFlags::IN)];
         // After the handshake the target sends nothing, so whatever happens is the end.
         let events = PollFlags::IN | PollFlags::RDHUP;

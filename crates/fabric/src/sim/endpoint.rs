@@ -42,15 +42,12 @@ impl Endpoint for SimEndpoint {
         }
         locals.push(memory);
         let key = u32::try_from(locals.len());
-        key.map(LocalKey)
-            .map_err(|_| EndpointError::TooManyLocal { limit })
+        key.map(LocalKey).map_err(|_| EndpointError::TooManyLocal { limit })
     }
 
     fn receive(&mut self, out: &mut Vec<u8>) -> bool {
         let message = lock(&self.world).links[self.id].inbox.pop_front();
-        message
-            .inspect(|message| out.extend_from_slice(message))
-            .is_some()
+        message.inspect(|message| out.extend_from_slice(message)).is_some()
     }
 
     fn regions(&self) -> &[Region] {

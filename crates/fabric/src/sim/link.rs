@@ -89,22 +89,14 @@ impl Link {
             let took_effect = matches!(flight.applied, Some(Ok(_)));
             let learns = first || took_effect;
             let outcome = Err(if learns { cause } else { WorkError::Flushed });
-            self.done.push_back(Completion {
-                id: flight.work.id,
-                outcome,
-            });
+            self.done.push_back(Completion { id: flight.work.id, outcome });
             first = false;
             self.broken = true;
         }
     }
 
     /// What a WRITE or SEND carries, into `data`; that of a closed link is there already.
-    pub fn payload(
-        &self,
-        local: LocalSlice,
-        bytes_max: u32,
-        data: &mut Vec<u8>,
-    ) -> Result<(), WorkError> {
+    pub fn payload(&self, local: LocalSlice, bytes_max: u32, data: &mut Vec<u8>) -> Result<(), WorkError> {
         let (memory, offset) = self.transfer(local, bytes_max)?;
         if !self.closed {
             data.resize(local.len as usize, 0);
@@ -113,11 +105,7 @@ impl Link {
         Ok(())
     }
 
-    pub fn transfer(
-        &self,
-        local: LocalSlice,
-        bytes_max: u32,
-    ) -> Result<(&Memory, usize), WorkError> {
+    pub fn transfer(&self, local: LocalSlice, bytes_max: u32) -> Result<(&Memory, usize), WorkError> {
         if local.len > bytes_max {
             return Err(WorkError::TooLong);
         }
@@ -125,9 +113,7 @@ impl Link {
     }
 
     pub fn local(&self, slice: LocalSlice) -> Result<(&Memory, usize), WorkError> {
-        let memory = (slice.key.0 as usize)
-            .checked_sub(1)
-            .and_then(|n| self.locals.get(n));
+        let memory = (slice.key.0 as usize).checked_sub(1).and_then(|n| self.locals.get(n));
         let memory = memory.ok_or(WorkError::LocalAccess)?;
         let end = slice.offset.checked_add(u64::from(slice.len));
         match (end, usize::try_from(slice.offset)) {

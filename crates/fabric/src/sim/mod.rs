@@ -76,18 +76,13 @@ impl SimFabric {
     /// A fabric without nodes, at time zero.
     #[must_use]
     pub fn new(seed: u64, options: SimOptions) -> Self {
-        Self {
-            world: Arc::new(Mutex::new(World::new(seed, options))),
-        }
+        Self { world: Arc::new(Mutex::new(World::new(seed, options))) }
     }
 
     /// Start a memory node.
     #[must_use]
     pub fn add_node(&self) -> SimTarget {
-        SimTarget {
-            world: Arc::clone(&self.world),
-            node: self.lock().add_node(),
-        }
+        SimTarget { world: Arc::clone(&self.world), node: self.lock().add_node() }
     }
 
     /// Connect to a node. It takes no time.
@@ -102,21 +97,12 @@ impl SimFabric {
     ///
     /// # Errors
     /// As [`Self::connect`].
-    pub fn connect_endpoint(
-        &self,
-        node: Node,
-        who: Identity,
-    ) -> Result<SimEndpoint, EndpointError> {
+    pub fn connect_endpoint(&self, node: Node, who: Identity) -> Result<SimEndpoint, EndpointError> {
         let mut world = self.lock();
         let (id, regions) = world.connect(node, who)?;
         let limits = world.options.limits;
         drop(world);
-        Ok(SimEndpoint {
-            world: Arc::clone(&self.world),
-            id,
-            regions,
-            limits,
-        })
+        Ok(SimEndpoint { world: Arc::clone(&self.world), id, regions, limits })
     }
 
     /// Let the next thing happen; false if nothing is under way.

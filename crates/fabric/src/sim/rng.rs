@@ -15,9 +15,7 @@ impl Rng {
     #[must_use]
     pub fn new(seed: u64) -> Self {
         let word = |n: u64| mix(seed.wrapping_add(n.wrapping_mul(0x9E37_79B9_7F4A_7C15)));
-        Self {
-            state: [word(1), word(2), word(3), word(4)],
-        }
+        Self { state: [word(1), word(2), word(3), word(4)] }
     }
 
     /// Any 64 bits.
@@ -77,9 +75,7 @@ mod tests {
     #[test]
     fn numbers_are_those_of_the_reference_implementation() {
         // xoshiro256** from the state 1, 2, 3, 4, as its authors' C code gives them.
-        let mut rng = Rng {
-            state: [1, 2, 3, 4],
-        };
+        let mut rng = Rng { state: [1, 2, 3, 4] };
         assert_eq!(rng.next_u64(), 11520);
         assert_eq!(rng.next_u64(), 0);
         assert_eq!(rng.next_u64(), 1_509_978_240);
@@ -93,10 +89,7 @@ mod tests {
         for _ in 0..5000 {
             seen[usize::try_from(rng.range(&(10..15)) - 10).unwrap()] += 1;
         }
-        assert!(
-            seen.iter().all(|&count| (800..1200).contains(&count)),
-            "{seen:?}"
-        );
+        assert!(seen.iter().all(|&count| (800..1200).contains(&count)), "{seen:?}");
         assert_eq!((rng.below(0), rng.range(&(9..9)), rng.index(1)), (0, 9, 0));
         assert_eq!(Rng::new(3), Rng::new(3));
         assert_ne!(rng.fork(), rng.fork());

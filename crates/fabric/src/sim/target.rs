@@ -31,34 +31,15 @@ impl SimTarget {
 }
 
 impl Target for SimTarget {
-    fn register(
-        &self,
-        memory: Arc<Memory>,
-        access: Access,
-        scope: Scope,
-    ) -> Result<Region, TargetError> {
+    fn register(&self, memory: Arc<Memory>, access: Access, scope: Scope) -> Result<Region, TargetError> {
         self.with(|node| {
             let (index, key) = node.keys.take_region()?;
             let len = u64_from(memory.len());
             let range = node.space.place(len);
-            let region = Region {
-                base: range.start,
-                len,
-                key,
-            };
-            let grant = Grant {
-                base: region.base,
-                len,
-                access,
-                scope,
-                region: index,
-            };
+            let region = Region { base: range.start, len, key };
+            let grant = Grant { base: region.base, len, access, scope, region: index };
             node.grants.insert(key, grant);
-            node.regions.push(Registered {
-                memory,
-                scope,
-                region: region.clone(),
-            });
+            node.regions.push(Registered { memory, scope, region: region.clone() });
             Ok(region)
         })
     }
@@ -74,9 +55,7 @@ impl Target for SimTarget {
 
     fn invalidate(&self, key: Key) -> Result<(), TargetError> {
         self.with(|node| {
-            node.grants
-                .remove(&key)
-                .ok_or(TargetError::NoSuchKey(key))?;
+            node.grants.remove(&key).ok_or(TargetError::NoSuchKey(key))?;
             node.keys.give_back(split(key).0);
             Ok(())
         })

@@ -9,9 +9,7 @@ use super::{Node, Rng, SimOptions};
 use crate::Memory;
 use crate::keys::{AddressSpace, Grant, KeySlots, Right, admits};
 use crate::target::{Host, Identity, Region, Scope};
-use crate::work::{
-    Completion, EndpointError, Key, LocalSlice, PostError, RemoteAddr, Verb, Work, WorkError,
-};
+use crate::work::{Completion, EndpointError, Key, LocalSlice, PostError, RemoteAddr, Verb, Work, WorkError};
 
 /// Everything there is.
 #[derive(Debug)]
@@ -104,41 +102,23 @@ impl World {
         Node(self.nodes.len() - 1)
     }
 
-    pub fn connect(
-        &mut self,
-        node: Node,
-        who: Identity,
-    ) -> Result<(usize, Vec<Region>), EndpointError> {
+    pub fn connect(&mut self, node: Node, who: Identity) -> Result<(usize, Vec<Region>), EndpointError> {
         let address = format!("simulated node {}", node.0);
         let state = self.nodes.get(node.0).filter(|state| state.alive);
         let Some(state) = state.filter(|_| !self.cuts.contains(&(who.host, node))) else {
             let source = std::io::ErrorKind::ConnectionRefused.into();
             return Err(EndpointError::Unreachable { address, source });
         };
-        let present = self
-            .links
-            .iter()
-            .filter(|link| link.node == node && !link.closed)
-            .count();
-        let fenced = state
-            .fenced
-            .get(&who.host)
-            .is_some_and(|&epoch| who.epoch <= epoch);
+        let present = self.links.iter().filter(|link| link.node == node && !link.closed).count();
+        let fenced = state.fenced.get(&who.host).is_some_and(|&epoch| who.epoch <= epoch);
         let reason = if fenced {
             format!("host {} is fenced, its epoch is {}", who.host.0, who.epoch)
         } else if present >= self.options.endpoints_max {
             format!("{present} endpoints are connected already")
         } else {
             let announce = |registered: &Registered| {
-                let key = if admits(registered.scope, who) {
-                    registered.region.key
-                } else {
-                    Key(0)
-                };
-                Region {
-                    key,
-                    ..registered.region.clone()
-                }
+                let key = if admits(registered.scope, who) { registered.region.key } else { Key(0) };
+                Region { key, ..registered.region.clone() }
             };
             let regions = state.regions.iter().map(announce).collect();
             self.links.push(Link::new(who, node, self.now_ns));
@@ -153,10 +133,7 @@ impl World {
 
     /// Let the next thing happen; false if there is none.
     pub fn step(&mut self) -> bool {
-        let Some(Reverse(Scheduled {
-            at_ns, link, event, ..
-        })) = self.events.pop()
-        else {
+        let Some(Reverse(Scheduled { at_ns, link, event, .. })) = self.events.pop() else {
             return false;
         };
         self.now_ns = self.now_ns.max(at_ns);
@@ -181,27 +158,15 @@ impl World {
             if link.flights.len() + link.done.len() >= depth {
                 return Err(PostError::QueueFull { accepted });
             }
-            let obstacle = if link.broken {
-                Some(WorkError::Flushed)
-            } else {
-                link.severed
-            };
+            let obstacle = if link.broken { Some(WorkError::Flushed) } else { link.severed };
             if let Some(cause) = obstacle {
                 link.broken = true;
-                link.done.push_back(Completion {
-                    id: work.id,
-                    outcome: Err(cause),
-                });
+                link.done.push_back(Completion { id: work.id, outcome: Err(cause) });
                 continue;
             }
             let serial = link.next_serial;
             link.next_serial += 1;
-            link.flights.push_back(Flight {
-                serial,
-                work: *work,
-                applied: None,
-                data: Vec::new(),
-            });
+            link.flights.push_back(Flight { serial, work: *work, applied: None, data: Vec::new() });
             let at_ns = (self.now_ns + self.delay_ns(id)).max(self.links[id].apply_after_ns + 1);
             self.links[id].apply_after_ns = at_ns;
             self.schedule(at_ns, id, Event::Apply(serial));
@@ -299,33 +264,19 @@ impl World {
     /// Serials of a random number of the oldest operations that have not reached the node.
     fn random_prefix(&mut self, id: usize) -> Vec<u64> {
         let flights = self.links[id].flights.iter();
-        let mut posted: Vec<u64> = flights
-            .filter(|f| f.applied.is_none())
-            .map(|f| f.serial)
-            .collect();
+        let mut posted: Vec<u64> = flights.filter(|f| f.applied.is_none()).map(|f| f.serial).collect();
         posted.truncate(self.rng.index(posted.len() + 1));
         posted
     }
 
     fn delay_ns(&mut self, id: usize) -> u64 {
-        let factor = self
-            .slowness
-            .get(&self.links[id].who.host)
-            .copied()
-            .unwrap_or(1);
-        self.rng
-            .range(&self.options.delay_ns)
-            .saturating_mul(factor)
+        let factor = self.slowness.get(&self.links[id].who.host).copied().unwrap_or(1);
+        self.rng.range(&self.options.delay_ns).saturating_mul(factor)
     }
 
     fn schedule(&mut self, at_ns: u64, link: usize, event: Event) {
         self.serial += 1;
-        self.events.push(Reverse(Scheduled {
-            at_ns,
-            serial: self.serial,
-            link,
-            event,
-        }));
+        self.events.push(Reverse(Scheduled { at_ns, serial: self.serial, link, event }));
     }
 
     /// An operation reaches the node.
@@ -333,11 +284,7 @@ impl World {
         let link = &self.links[id];
         let node = link.node;
         let cut = self.cuts.contains(&(link.who.host, node));
-        let Some(index) = link
-            .flights
-            .iter()
-            .position(|flight| flight.serial == serial)
-        else {
+        let Some(index) = link.flights.iter().position(|flight| flight.serial == serial) else {
             return;
         };
         if link.requests_lost || link.flights[index].applied.is_some() {
@@ -388,10 +335,7 @@ impl World {
             memory.write(offset, &flight.data);
         }
         if flight.work.signalled || outcome.is_err() {
-            link.done.push_back(Completion {
-                id: flight.work.id,
-                outcome,
-            });
+            link.done.push_back(Completion { id: flight.work.id, outcome });
         }
         if outcome == Err(WorkError::Fenced) {
             link.fail(WorkError::Fenced);
@@ -403,11 +347,7 @@ impl World {
     fn execute(&mut self, id: usize, verb: &Verb, data: &mut Vec<u8>) -> Result<u64, WorkError> {
         let link = &self.links[id];
         let node = &self.nodes[link.node.0];
-        if node
-            .fenced
-            .get(&link.who.host)
-            .is_some_and(|&epoch| link.who.epoch <= epoch)
-        {
+        if node.fenced.get(&link.who.host).is_some_and(|&epoch| link.who.epoch <= epoch) {
             return Err(WorkError::Fenced);
         }
         let transfer_max = self.options.limits.transfer_bytes_max;
@@ -427,17 +367,11 @@ impl World {
                 to.write(offset, data);
                 Ok(len)
             }
-            Verb::CompareSwap {
-                remote,
-                expected,
-                desired,
-            } => {
+            Verb::CompareSwap { remote, expected, desired } => {
                 let (memory, offset) = node.word(link.who, remote)?;
                 let word = memory.atomic_u64(offset);
                 let order = std::sync::atomic::Ordering::SeqCst;
-                Ok(word
-                    .compare_exchange(expected, desired, order, order)
-                    .unwrap_or_else(|w| w))
+                Ok(word.compare_exchange(expected, desired, order, order).unwrap_or_else(|w| w))
             }
             Verb::FetchAdd { remote, add } => {
                 let (memory, offset) = node.word(link.who, remote)?;
@@ -462,9 +396,7 @@ impl World {
         }
         link.waiting_at_node += 1;
         let node = link.node;
-        self.nodes[node.0]
-            .inbox
-            .push_back((id, std::mem::take(data)));
+        self.nodes[node.0].inbox.push_back((id, std::mem::take(data)));
         Ok(u64::from(local.len))
     }
 }
@@ -477,17 +409,11 @@ impl NodeState {
         len: u64,
         right: Right,
     ) -> Result<(&Memory, usize), WorkError> {
-        let grant = self
-            .grants
-            .get(&remote.key)
-            .ok_or(WorkError::RemoteAccess)?;
+        let grant = self.grants.get(&remote.key).ok_or(WorkError::RemoteAccess)?;
         grant.check(who, right, remote.addr, len)?;
         let registered = &self.regions[grant.region];
         let offset = usize::try_from(remote.addr - registered.region.base);
-        Ok((
-            &registered.memory,
-            offset.map_err(|_| WorkError::RemoteAccess)?,
-        ))
+        Ok((&registered.memory, offset.map_err(|_| WorkError::RemoteAccess)?))
     }
 
     fn word(&self, who: Identity, remote: RemoteAddr) -> Result<(&Memory, usize), WorkError> {

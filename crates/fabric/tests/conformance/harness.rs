@@ -6,16 +6,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::sim::{SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::{
-    Access, Completion, Endpoint, EndpointError, Host, Identity, Key, Limits, LocalKey, LocalSlice,
-    Memory, Region, RemoteAddr, Scope, Target, Tenant, Verb, Work, WorkError,
+    Access, Completion, Endpoint, EndpointError, Host, Identity, Key, Limits, LocalKey, LocalSlice, Memory,
+    Region, RemoteAddr, Scope, Target, Tenant, Verb, Work, WorkError,
 };
 
 pub const HOST: Host = Host(7);
-pub const WHO: Identity = Identity {
-    host: HOST,
-    epoch: 5,
-    tenant: Tenant(70),
-};
+pub const WHO: Identity = Identity { host: HOST, epoch: 5, tenant: Tenant(70) };
 pub const REGION_BYTES: usize = 1 << 20;
 
 /// Small enough that tests reach every limit.
@@ -41,10 +37,7 @@ pub trait Harness: Sized {
 
     fn region(&self, access: Access, scope: Scope) -> (Arc<Memory>, Region) {
         let memory = Arc::new(Memory::create("region", REGION_BYTES).unwrap());
-        let region = self
-            .target()
-            .register(Arc::clone(&memory), access, scope)
-            .unwrap();
+        let region = self.target().register(Arc::clone(&memory), access, scope).unwrap();
         (memory, region)
     }
 
@@ -55,12 +48,7 @@ pub trait Harness: Sized {
     fn client_of(&self, mut endpoint: Box<dyn Endpoint>) -> Client<'_, Self> {
         let memory = Arc::new(Memory::create("local", REGION_BYTES).unwrap());
         let local = endpoint.register_local(Arc::clone(&memory)).unwrap();
-        Client {
-            harness: self,
-            endpoint,
-            memory,
-            local,
-        }
+        Client { harness: self, endpoint, memory, local }
     }
 }
 
@@ -80,10 +68,7 @@ impl Harness for ShmHarness {
             ..shm::Options::default()
         };
         let target = ShmTarget::listen(&folder.path().join("node"), options).unwrap();
-        Self {
-            target: Some(target),
-            folder,
-        }
+        Self { target: Some(target), folder }
     }
 
     fn target(&self) -> &dyn Target {
@@ -168,53 +153,32 @@ impl<H: Harness> Client<'_, H> {
     }
 
     pub fn one(&mut self, verb: Verb) -> Result<u64, WorkError> {
-        let done = self.run(&[Work {
-            id: 99,
-            verb,
-            signalled: true,
-        }]);
+        let done = self.run(&[Work { id: 99, verb, signalled: true }]);
         assert_eq!((done.len(), done[0].id), (1, 99));
         done[0].outcome
     }
 
     pub fn slice(&self, offset: u64, len: u32) -> LocalSlice {
-        LocalSlice {
-            key: self.local,
-            offset,
-            len,
-        }
+        LocalSlice { key: self.local, offset, len }
     }
 
     pub fn read(&mut self, addr: u64, key: Key, len: u32) -> Result<u64, WorkError> {
         let local = self.slice(0, len);
-        self.one(Verb::Read {
-            local,
-            remote: RemoteAddr { addr, key },
-        })
+        self.one(Verb::Read { local, remote: RemoteAddr { addr, key } })
     }
 
     pub fn write(&mut self, addr: u64, key: Key, len: u32) -> Result<u64, WorkError> {
         let local = self.slice(0, len);
-        self.one(Verb::Write {
-            local,
-            remote: RemoteAddr { addr, key },
-        })
+        self.one(Verb::Write { local, remote: RemoteAddr { addr, key } })
     }
 
     pub fn add(&mut self, addr: u64, key: Key, add: u64) -> Result<u64, WorkError> {
-        self.one(Verb::FetchAdd {
-            remote: RemoteAddr { addr, key },
-            add,
-        })
+        self.one(Verb::FetchAdd { remote: RemoteAddr { addr, key }, add })
     }
 
     pub fn swap(&mut self, addr: u64, key: Key, old: u64, new: u64) -> Result<u64, WorkError> {
         let remote = RemoteAddr { addr, key };
-        self.one(Verb::CompareSwap {
-            remote,
-            expected: old,
-            desired: new,
-        })
+        self.one(Verb::CompareSwap { remote, expected: old, desired: new })
     }
 
     pub fn send(&mut self, message: &[u8]) -> Result<u64, WorkError> {
@@ -225,9 +189,5 @@ impl<H: Harness> Client<'_, H> {
 }
 
 pub fn signalled(id: u64, verb: Verb) -> Work {
-    Work {
-        id,
-        verb,
-        signalled: true,
-    }
+    Work { id, verb, signalled: true }
 }

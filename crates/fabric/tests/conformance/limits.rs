@@ -1,52 +1,30 @@
 use std::sync::Arc;
 
 use aquifer_fabric::{
-    Access, EndpointError, Memory, PostError, RemoteAddr, Scope, TargetError, Verb, WindowSpec,
-    WorkError,
+    Access, EndpointError, Memory, PostError, RemoteAddr, Scope, TargetError, Verb, WindowSpec, WorkError,
 };
 
-use crate::harness::{
-    Client, ENDPOINTS_MAX, Harness, LIMITS, REGIONS_MAX, WHO, WINDOWS_MAX, signalled,
-};
+use crate::harness::{Client, ENDPOINTS_MAX, Harness, LIMITS, REGIONS_MAX, WHO, WINDOWS_MAX, signalled};
 
 pub fn the_queue_is_bounded<H: Harness>() {
     let harness = H::start();
     let (memory, region) = harness.region(Access::ALL, Scope::Anyone);
     let mut client = harness.client(WHO);
-    let remote = RemoteAddr {
-        addr: region.base,
-        key: region.key,
-    };
+    let remote = RemoteAddr { addr: region.base, key: region.key };
     let depth = LIMITS.queue_depth;
-    let batch: Vec<_> = (0..depth as u64 + 5)
-        .map(|id| signalled(id, Verb::FetchAdd { remote, add: 1 }))
-        .collect();
+    let batch: Vec<_> =
+        (0..depth as u64 + 5).map(|id| signalled(id, Verb::FetchAdd { remote, add: 1 })).collect();
     assert_eq!(client.endpoint.limits(), LIMITS);
     assert_eq!(client.endpoint.post(&batch[..depth - 1]), Ok(()));
-    assert_eq!(
-        client.endpoint.post(&batch[..3]),
-        Err(PostError::QueueFull { accepted: 1 })
-    );
-    assert_eq!(
-        client.endpoint.post(&batch[..1]),
-        Err(PostError::QueueFull { accepted: 0 })
-    );
+    assert_eq!(client.endpoint.post(&batch[..3]), Err(PostError::QueueFull { accepted: 1 }));
+    assert_eq!(client.endpoint.post(&batch[..1]), Err(PostError::QueueFull { accepted: 0 }));
     assert_eq!(client.wait(2).len(), 2);
-    assert_eq!(
-        client.endpoint.post(&batch),
-        Err(PostError::QueueFull { accepted: 2 })
-    );
+    assert_eq!(client.endpoint.post(&batch), Err(PostError::QueueFull { accepted: 2 }));
     assert_eq!(client.wait(depth).len(), depth);
     assert_eq!(client.endpoint.post(&batch[..depth]), Ok(()));
     client.wait(depth);
-    let word = memory
-        .atomic_u64(0)
-        .load(std::sync::atomic::Ordering::SeqCst);
-    assert_eq!(
-        word,
-        2 * depth as u64 + 2,
-        "what was not accepted was not done"
-    );
+    let word = memory.atomic_u64(0).load(std::sync::atomic::Ordering::SeqCst);
+    assert_eq!(word, 2 * depth as u64 + 2, "what was not accepted was not done");
 }
 
 pub fn long_transfers_are_refused<H: Harness>() {
@@ -54,26 +32,11 @@ pub fn long_transfers_are_refused<H: Harness>() {
     let (_, region) = harness.region(Access::ALL, Scope::Anyone);
     let mut client = harness.client(WHO);
     let limit = LIMITS.transfer_bytes_max;
-    assert_eq!(
-        client.read(region.base, region.key, limit),
-        Ok(u64::from(limit))
-    );
-    assert_eq!(
-        client.read(region.base, region.key, limit + 1),
-        Err(WorkError::TooLong)
-    );
-    assert_eq!(
-        client.write(region.base, region.key, limit + 1),
-        Err(WorkError::TooLong)
-    );
-    assert_eq!(
-        client.write(region.base, region.key, u32::MAX),
-        Err(WorkError::TooLong)
-    );
-    assert_eq!(
-        client.write(region.base, region.key, limit),
-        Ok(u64::from(limit))
-    );
+    assert_eq!(client.read(region.base, region.key, limit), Ok(u64::from(limit)));
+    assert_eq!(client.read(region.base, region.key, limit + 1), Err(WorkError::TooLong));
+    assert_eq!(client.write(region.base, region.key, limit + 1), Err(WorkError::TooLong));
+    assert_eq!(client.write(region.base, region.key, u32::MAX), Err(WorkError::TooLong));
+    assert_eq!(client.write(region.base, region.key, limit), Ok(u64::from(limit)));
 }
 
 pub fn endpoints_are_bounded_and_their_places_reused<H: Harness>() {
@@ -82,10 +45,7 @@ pub fn endpoints_are_bounded_and_their_places_reused<H: Harness>() {
     let mut clients: Vec<_> = (0..ENDPOINTS_MAX).map(|_| harness.client(WHO)).collect();
     match harness.connect(WHO) {
         Err(EndpointError::Refused { reason, .. }) => {
-            assert!(
-                reason.contains(&format!("{ENDPOINTS_MAX} endpoints")),
-                "{reason}"
-            );
+            assert!(reason.contains(&format!("{ENDPOINTS_MAX} endpoints")), "{reason}");
         }
         other => panic!("one endpoint too many: {other:?}"),
     }
@@ -116,22 +76,10 @@ pub fn windows_are_bounded<H: Harness>() {
     let harness = H::start();
     let (_, region) = harness.region(Access::ALL, Scope::Anyone);
     let range = region.base..region.base + 64;
-    let window = WindowSpec {
-        range,
-        access: Access::ALL,
-        scope: Scope::Anyone,
-    };
-    let keys: Vec<_> = (0..WINDOWS_MAX)
-        .map(|_| harness.target().bind(&window).unwrap())
-        .collect();
+    let window = WindowSpec { range, access: Access::ALL, scope: Scope::Anyone };
+    let keys: Vec<_> = (0..WINDOWS_MAX).map(|_| harness.target().bind(&window).unwrap()).collect();
     let full = harness.target().bind(&window);
-    assert!(matches!(
-        full,
-        Err(TargetError::Full {
-            what: "windows",
-            limit: WINDOWS_MAX
-        })
-    ));
+    assert!(matches!(full, Err(TargetError::Full { what: "windows", limit: WINDOWS_MAX })));
     let mut client = harness.client(WHO);
     for &key in &keys {
         assert_eq!(client.read(region.base, key, 64), Ok(64));
@@ -144,20 +92,10 @@ pub fn windows_are_bounded<H: Harness>() {
 
 pub fn regions_are_bounded<H: Harness>() {
     let harness = H::start();
-    let regions: Vec<_> = (0..REGIONS_MAX)
-        .map(|_| harness.region(Access::ALL, Scope::Anyone).1)
-        .collect();
+    let regions: Vec<_> = (0..REGIONS_MAX).map(|_| harness.region(Access::ALL, Scope::Anyone).1).collect();
     let memory = Arc::new(Memory::create("too many", 4096).unwrap());
-    let full = harness
-        .target()
-        .register(memory, Access::ALL, Scope::Anyone);
-    assert!(matches!(
-        full,
-        Err(TargetError::Full {
-            what: "regions",
-            limit: REGIONS_MAX
-        })
-    ));
+    let full = harness.target().register(memory, Access::ALL, Scope::Anyone);
+    assert!(matches!(full, Err(TargetError::Full { what: "regions", limit: REGIONS_MAX })));
     let mut client = harness.client(WHO);
     assert_eq!(client.endpoint.regions(), regions);
     for region in &regions {
@@ -170,9 +108,8 @@ pub fn local_regions_are_bounded<H: Harness>() {
     let mut endpoint = harness.connect(WHO).unwrap();
     let memory = Arc::new(Memory::create("local", 4096).unwrap());
     let limit = LIMITS.local_regions_max;
-    let mut keys: Vec<_> = (0..limit)
-        .map(|_| endpoint.register_local(Arc::clone(&memory)).unwrap())
-        .collect();
+    let mut keys: Vec<_> =
+        (0..limit).map(|_| endpoint.register_local(Arc::clone(&memory)).unwrap()).collect();
     keys.dedup();
     assert_eq!(keys.len(), limit);
     let full = endpoint.register_local(memory).unwrap_err();

@@ -11,10 +11,7 @@ fn receive(target: &dyn Target) -> Option<(Identity, Vec<u8>)> {
 
 pub fn messages_go_both_ways_in_order<H: Harness>() {
     let harness = H::start();
-    let other = Identity {
-        host: Host(8),
-        ..WHO
-    };
+    let other = Identity { host: Host(8), ..WHO };
     let (mut one, mut two) = (harness.client(WHO), harness.client(other));
     assert_eq!(one.send(b"first"), Ok(5));
     assert_eq!(two.send(b"second"), Ok(6));
@@ -87,10 +84,7 @@ pub fn messages_outlive_their_sender<H: Harness>() {
     drop(client);
     let mut other = harness.client(WHO);
     assert_eq!(other.send(b"later"), Ok(5));
-    assert_eq!(
-        receive(harness.target()),
-        Some((WHO, b"last words".to_vec()))
-    );
+    assert_eq!(receive(harness.target()), Some((WHO, b"last words".to_vec())));
     assert_eq!(receive(harness.target()), Some((WHO, b"later".to_vec())));
     assert_eq!(receive(harness.target()), None);
 }

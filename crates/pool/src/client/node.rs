@@ -4,8 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use aquifer_fabric::{
-    Completion, Endpoint, Key, LocalKey, LocalSlice, Memory, PostError, RemoteAddr, Verb, Work,
-    WorkError,
+    Completion, Endpoint, Key, LocalKey, LocalSlice, Memory, PostError, RemoteAddr, Verb, Work, WorkError,
 };
 
 use super::{Extent, NodeId, POOL_WORK_ID};
@@ -68,37 +67,21 @@ impl Failure {
             Self::Op(OpError::NotAllocated) => PoolError::NotAllocated { node, addr, bytes },
             Self::Op(OpError::NotOurs(owner)) => PoolError::NotOurs { node, addr, owner },
             Self::Op(OpError::Busy { attempts }) => PoolError::Busy { node, attempts },
-            Self::Op(OpError::Damaged { at, word, cause }) => PoolError::Damaged {
-                node,
-                at,
-                word,
-                cause,
-            },
+            Self::Op(OpError::Damaged { at, word, cause }) => PoolError::Damaged { node, at, word, cause },
         }
     }
 }
 
 impl Node {
     /// Read the header and make sure that we understand it.
-    pub(super) fn open(
-        id: NodeId,
-        endpoint: Box<dyn Endpoint>,
-        salt: u64,
-    ) -> Result<Self, PoolError> {
+    pub(super) fn open(id: NodeId, endpoint: Box<dyn Endpoint>, salt: u64) -> Result<Self, PoolError> {
         let format = |cause| PoolError::Format { node: id, cause };
         let kept = Arc::new(Kept::default());
         let mut endpoint: Box<dyn Endpoint> = Box::new(Link::new(endpoint, Arc::clone(&kept)));
-        let region = endpoint
-            .regions()
-            .first()
-            .cloned()
-            .ok_or(format(FormatError::NoRegion))?;
+        let region = endpoint.regions().first().cloned().ok_or(format(FormatError::NoRegion))?;
         let header_bytes = HEADER_BYTES as u64;
         if region.len < header_bytes {
-            return Err(format(FormatError::TooShort {
-                needed: header_bytes,
-                found: region.len,
-            }));
+            return Err(format(FormatError::TooShort { needed: header_bytes, found: region.len }));
         }
         let reply = Memory::create("aquifer-pool-replies", REPLY_BYTES)
             .map(Arc::new)
@@ -122,25 +105,15 @@ impl Node {
         wire.layout = wire.read_header(id)?;
         let layout = wire.layout;
         if layout.node() != id.0 {
-            return Err(format(FormatError::OtherNode {
-                found: layout.node(),
-            }));
+            return Err(format(FormatError::OtherNode { found: layout.node() }));
         }
         if layout.region_bytes() > region.len {
-            return Err(format(FormatError::TooShort {
-                needed: layout.region_bytes(),
-                found: region.len,
-            }));
+            return Err(format(FormatError::TooShort { needed: layout.region_bytes(), found: region.len }));
         }
         let cache = NodeCache::new(&layout, salt);
         let section_keys = vec![0; layout.sections() as usize];
-        let mut node = Self {
-            id,
-            wire,
-            cache,
-            words: Vec::with_capacity(READ_WORDS_MAX as usize),
-            section_keys,
-        };
+        let mut node =
+            Self { id, wire, cache, words: Vec::with_capacity(READ_WORDS_MAX as usize), section_keys };
         node.refresh()?;
         Ok(node)
     }
@@ -171,10 +144,7 @@ impl Node {
         loop {
             let result = match step {
                 Step::Done(result) => return result.map_err(Failure::Op),
-                Step::Post(action) => self
-                    .wire
-                    .carry_out(action, &mut self.words)
-                    .map_err(Failure::Work)?,
+                Step::Post(action) => self.wire.carry_out(action, &mut self.words).map_err(Failure::Work)?,
             };
             let result = match result {
                 Some(found) => StepResult::Found(found),
@@ -191,28 +161,19 @@ impl Node {
             let count = READ_WORDS_MAX.min(layout.sections() - first);
             self.read(WordAt::Section(first), count)?;
             // A torn word is no damage; whoever wants to change it finds out.
-            self.cache
-                .learn_sections(first, count, StepResult::Words(&self.words))
-                .ok();
+            self.cache.learn_sections(first, count, StepResult::Words(&self.words)).ok();
         }
         for first in (0..layout.spans()).step_by(READ_WORDS_MAX as usize) {
             let count = READ_WORDS_MAX.min(layout.spans() - first);
             self.read(WordAt::Span(first), count)?;
-            self.cache
-                .learn_spans(first, count, StepResult::Words(&self.words))
-                .ok();
+            self.cache.learn_spans(first, count, StepResult::Words(&self.words)).ok();
         }
         Ok(())
     }
 
     fn read(&mut self, at: WordAt, count: u32) -> Result<(), PoolError> {
-        let done = self
-            .wire
-            .carry_out(Action::Read { at, count }, &mut self.words);
-        done.map(drop).map_err(|cause| PoolError::NodeGone {
-            node: self.id,
-            cause,
-        })
+        let done = self.wire.carry_out(Action::Read { at, count }, &mut self.words);
+        done.map(drop).map_err(|cause| PoolError::NodeGone { node: self.id, cause })
     }
 
     /// The extent that was granted, with its key.
@@ -220,37 +181,22 @@ impl Node {
         let section = grant.chunk / SECTION_CHUNKS;
         let remembered = &mut self.section_keys[section as usize];
         if *remembered == 0 {
-            let cause = |cause| PoolError::NodeGone {
-                node: self.id,
-                cause,
-            };
-            let entry = self
-                .wire
-                .read_word(self.wire.layout.section_key_at(section))
-                .map_err(cause)?;
+            let cause = |cause| PoolError::NodeGone { node: self.id, cause };
+            let entry = self.wire.read_word(self.wire.layout.section_key_at(section)).map_err(cause)?;
             *remembered = u32::try_from(entry & u64::from(u32::MAX)).unwrap_or(0);
         }
         if *remembered == 0 {
-            return Err(PoolError::Format {
-                node: self.id,
-                cause: FormatError::NoKey { section },
-            });
+            return Err(PoolError::Format { node: self.id, cause: FormatError::NoKey { section } });
         }
         let addr = self.wire.base + self.wire.layout.chunk_data_at(grant.chunk);
-        Ok(Extent {
-            node: self.id,
-            addr,
-            class: grant.class,
-            key: Key(*remembered),
-        })
+        Ok(Extent { node: self.id, addr, class: grant.class, key: Key(*remembered) })
     }
 }
 
 impl Wire {
     fn read_header(&mut self, id: NodeId) -> Result<Layout, PoolError> {
         let verb = self.read_verb(0, HEADER_LEN);
-        self.execute(verb)
-            .map_err(|cause| PoolError::NodeGone { node: id, cause })?;
+        self.execute(verb).map_err(|cause| PoolError::NodeGone { node: id, cause })?;
         let mut page = [0; HEADER_BYTES];
         self.reply.read(0, &mut page);
         Layout::open(&page).map_err(|cause| PoolError::Format { node: id, cause })
@@ -263,24 +209,11 @@ impl Wire {
     }
 
     /// What a CAS or probe found, or `None` and the words read in `words`.
-    fn carry_out(
-        &mut self,
-        action: Action,
-        words: &mut Vec<u64>,
-    ) -> Result<Option<u64>, WorkError> {
+    fn carry_out(&mut self, action: Action, words: &mut Vec<u64>) -> Result<Option<u64>, WorkError> {
         match action {
-            Action::Cas {
-                at,
-                expected,
-                desired,
-            } => {
+            Action::Cas { at, expected, desired } => {
                 let remote = self.remote(self.layout.word_at(at));
-                self.execute(Verb::CompareSwap {
-                    remote,
-                    expected,
-                    desired,
-                })
-                .map(Some)
+                self.execute(Verb::CompareSwap { remote, expected, desired }).map(Some)
             }
             Action::Probe { at } => {
                 let remote = self.remote(self.layout.word_at(at));
@@ -295,8 +228,7 @@ impl Wire {
                 self.execute(verb)?;
                 words.clear();
                 words.extend(
-                    (0..count as usize)
-                        .map(|i| self.reply.atomic_u64(i * 8).load(Ordering::Relaxed)),
+                    (0..count as usize).map(|i| self.reply.atomic_u64(i * 8).load(Ordering::Relaxed)),
                 );
                 Ok(None)
             }
@@ -304,21 +236,11 @@ impl Wire {
     }
 
     fn remote(&self, offset: u64) -> RemoteAddr {
-        RemoteAddr {
-            addr: self.base + offset,
-            key: self.key,
-        }
+        RemoteAddr { addr: self.base + offset, key: self.key }
     }
 
     fn read_verb(&self, offset: u64, len: u32) -> Verb {
-        Verb::Read {
-            local: LocalSlice {
-                key: self.reply_key,
-                offset: 0,
-                len,
-            },
-            remote: self.remote(offset),
-        }
+        Verb::Read { local: LocalSlice { key: self.reply_key, offset: 0, len }, remote: self.remote(offset) }
     }
 
     /// Post one operation and wait for its end. Completions of the user's work that come by are kept for it.
@@ -329,11 +251,7 @@ impl Wire {
         let mut spins = 0;
         let outcome = loop {
             if !posted {
-                posted = match self.endpoint.post(&[Work {
-                    id,
-                    verb,
-                    signalled: true,
-                }]) {
+                posted = match self.endpoint.post(&[Work { id, verb, signalled: true }]) {
                     Ok(()) => true,
                     Err(PostError::QueueFull { .. }) => false,
                 };

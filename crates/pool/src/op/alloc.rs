@@ -4,8 +4,8 @@ use aquifer_fabric::Host;
 
 use super::hint::Hint;
 use super::{
-    Action, CONTENDED_AFTER, Grant, Machine, Mutation, OpError, READ_WORDS_MAX, Step, StepResult,
-    WordAt, damaged, lose,
+    Action, CONTENDED_AFTER, Grant, Machine, Mutation, OpError, READ_WORDS_MAX, Step, StepResult, WordAt,
+    damaged, lose,
 };
 use crate::cache::{Candidate, NodeCache, place_in_section};
 use crate::error::Damage;
@@ -101,22 +101,8 @@ impl AllocOp {
     /// The same with a fault, for tests.
     #[must_use]
     pub const fn mutated(host: Host, class: SizeClass, mutation: Mutation) -> Self {
-        let search = Search {
-            pass: Pass::Remembered,
-            scanned: 0,
-            fresh: 0,
-            spans_read: None,
-            avoid: None,
-        };
-        Self {
-            host,
-            class,
-            mutation,
-            search,
-            lost: 0,
-            losing: None,
-            state: State::Idle,
-        }
+        let search = Search { pass: Pass::Remembered, scanned: 0, fresh: 0, spans_read: None, avoid: None };
+        Self { host, class, mutation, search, lost: 0, losing: None, state: State::Idle }
     }
 }
 
@@ -130,29 +116,16 @@ impl Machine for AllocOp {
     fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<Grant> {
         let next = match std::mem::replace(&mut self.state, State::Idle) {
             State::Idle => panic!("no action is under way"),
-            State::Taking {
-                span,
-                run,
-                expected,
-                desired,
-                ours,
-            } => self.taking(
-                cache,
-                (span, run, ours),
-                (expected, desired),
-                SpanWord(result.found()),
-            ),
+            State::Taking { span, run, expected, desired, ours } => {
+                self.taking(cache, (span, run, ours), (expected, desired), SpanWord(result.found()))
+            }
             State::Opening { span, expected } => {
                 self.opening(cache, span, expected, SectionWord(result.found()))
             }
-            State::TakingGroup {
-                section,
-                group,
-                expected,
-            } => self.taking_group(cache, section, group, expected, SectionWord(result.found())),
-            State::ReadingSections { first, count } => {
-                self.read_sections(cache, first, count, result)
+            State::TakingGroup { section, group, expected } => {
+                self.taking_group(cache, section, group, expected, SectionWord(result.found()))
             }
+            State::ReadingSections { first, count } => self.read_sections(cache, first, count, result),
             State::ReadingSpans { section } => self.read_spans(cache, section, result),
             State::Marking(mut hint) => Ok(match hint.step(cache, result.found()) {
                 Some(action) => self.post(State::Marking(hint), action),
@@ -185,20 +158,9 @@ impl AllocOp {
                 let section = (cache.start(self.class) + self.search.scanned) % count;
                 let fresh = self.search.pass == Pass::Fresh;
                 if fresh && self.search.scanned >= self.search.fresh {
-                    let many = READ_WORDS_MAX
-                        .min(count - section)
-                        .min(count - self.search.scanned);
-                    let action = Action::Read {
-                        at: WordAt::Section(section),
-                        count: many,
-                    };
-                    return self.post(
-                        State::ReadingSections {
-                            first: section,
-                            count: many,
-                        },
-                        action,
-                    );
+                    let many = READ_WORDS_MAX.min(count - section).min(count - self.search.scanned);
+                    let action = Action::Read { at: WordAt::Section(section), count: many };
+                    return self.post(State::ReadingSections { first: section, count: many }, action);
                 }
                 let crowded = self.search.pass == Pass::Contended;
                 let avoid = if crowded { None } else { self.search.avoid };
@@ -208,10 +170,8 @@ impl AllocOp {
                 let inside = self.class.is_within_span() && cache.has_open_spans(section);
                 if fresh && inside && self.search.spans_read != Some(section) {
                     self.search.spans_read = Some(section);
-                    let action = Action::Read {
-                        at: WordAt::Span(section * SECTION_SPANS),
-                        count: SECTION_SPANS,
-                    };
+                    let action =
+                        Action::Read { at: WordAt::Span(section * SECTION_SPANS), count: SECTION_SPANS };
                     return self.post(State::ReadingSpans { section }, action);
                 }
                 self.search.scanned += 1;
@@ -237,23 +197,16 @@ impl AllocOp {
     ) -> Option<Candidate> {
         let word = cache.section(section);
         if self.mutation == Mutation::EnterClosed && self.class.is_within_span() {
-            let entered = word
-                .spans_in(SpanState::Partial)
-                .map(|index| section * SECTION_SPANS + u32::from(index));
-            if let Some(span) = entered
-                .into_iter()
-                .find(|&span| cache.span(span).is_closed())
-            {
+            let entered =
+                word.spans_in(SpanState::Partial).map(|index| section * SECTION_SPANS + u32::from(index));
+            if let Some(span) = entered.into_iter().find(|&span| cache.span(span).is_closed()) {
                 let run = cache.span(span).find(self.class.order())?;
                 return Some(Candidate::Chunks { span, run });
             }
         }
         if self.mutation == Mutation::TakeHalfEmpty && !self.class.is_within_span() {
             let first = word.find(0)?.first();
-            let group = Run::new(
-                (first >> self.class.order()) << self.class.order(),
-                self.class.order(),
-            )?;
+            let group = Run::new((first >> self.class.order()) << self.class.order(), self.class.order())?;
             return Some(Candidate::Whole { group });
         }
         cache.candidate(section, self.class, avoid, crowded)
@@ -262,31 +215,18 @@ impl AllocOp {
     fn attempt(&mut self, cache: &NodeCache, section: u32, candidate: Candidate) -> Step<Grant> {
         match candidate {
             Candidate::Chunks { span, run } => self.take(span, run, cache.span(span), false),
-            Candidate::Empty { span } if self.mutation == Mutation::SkipOpen => {
-                self.take_first(cache, span)
-            }
+            Candidate::Empty { span } if self.mutation == Mutation::SkipOpen => self.take_first(cache, span),
             Candidate::Empty { span } => {
                 let expected = cache.section(section);
                 let desired = expected.open(place_in_section(span), self.host);
-                let action = self
-                    .mutation
-                    .commit(WordAt::Section(section), expected.0, desired.0);
+                let action = self.mutation.commit(WordAt::Section(section), expected.0, desired.0);
                 self.post(State::Opening { span, expected }, action)
             }
             Candidate::Whole { group } => {
                 let expected = cache.section(section);
                 let desired = expected.take(group, self.host);
-                let action = self
-                    .mutation
-                    .commit(WordAt::Section(section), expected.0, desired.0);
-                self.post(
-                    State::TakingGroup {
-                        section,
-                        group,
-                        expected,
-                    },
-                    action,
-                )
+                let action = self.mutation.commit(WordAt::Section(section), expected.0, desired.0);
+                self.post(State::TakingGroup { section, group, expected }, action)
             }
         }
     }
@@ -294,19 +234,8 @@ impl AllocOp {
     /// A1, A3: take the chunks and commit the log.
     fn take(&mut self, span: u32, run: Run, expected: SpanWord, ours: bool) -> Step<Grant> {
         let desired = expected.take(run, self.host);
-        let action = self
-            .mutation
-            .commit(WordAt::Span(span), expected.0, desired.0);
-        self.post(
-            State::Taking {
-                span,
-                run,
-                expected,
-                desired,
-                ours,
-            },
-            action,
-        )
+        let action = self.mutation.commit(WordAt::Span(span), expected.0, desired.0);
+        self.post(State::Taking { span, run, expected, desired, ours }, action)
     }
 
     /// A3: the span is ours to open. The word we remember may be that of an earlier life; then the CAS tells.
@@ -324,15 +253,11 @@ impl AllocOp {
     ) -> Next {
         let at = WordAt::Span(span);
         if found == expected {
-            cache
-                .set_span(span, desired)
-                .map_err(|cause| damaged(at, desired.0, cause))?;
+            cache.set_span(span, desired).map_err(|cause| damaged(at, desired.0, cause))?;
             return Ok(self.taken(cache, span, run));
         }
         lose(&mut self.lost)?;
-        cache
-            .set_span(span, found)
-            .map_err(|cause| damaged(at, found.0, cause))?;
+        cache.set_span(span, found).map_err(|cause| damaged(at, found.0, cause))?;
         if ours {
             // Between opening and this only we may change the word, so what we remembered was old.
             return if found.is_closed() {
@@ -343,16 +268,7 @@ impl AllocOp {
         }
         if self.mutation == Mutation::TakeFromStale {
             let action = self.mutation.commit(at, found.0, desired.0);
-            return Ok(self.post(
-                State::Taking {
-                    span,
-                    run,
-                    expected: found,
-                    desired,
-                    ours,
-                },
-                action,
-            ));
+            return Ok(self.post(State::Taking { span, run, expected: found, desired, ours }, action));
         }
         let times = match self.losing {
             Some((last, times)) if last == span => times + 1,
@@ -370,10 +286,7 @@ impl AllocOp {
 
     fn taken(&mut self, cache: &mut NodeCache, span: u32, run: Run) -> Step<Grant> {
         cache.set_start(self.class, span / SECTION_SPANS);
-        let grant = Grant {
-            chunk: span * SPAN_CHUNKS + u32::from(run.first()),
-            class: self.class,
-        };
+        let grant = Grant { chunk: span * SPAN_CHUNKS + u32::from(run.first()), class: self.class };
         let calm = self.losing.is_none_or(|(last, _)| last != span);
         let hint = if cache.span(span).is_full() {
             Hint::filled(span, cache, self.mutation)
@@ -397,14 +310,8 @@ impl AllocOp {
     ) -> Next {
         let section = span / SECTION_SPANS;
         let won = found == expected;
-        let now = if won {
-            expected.open(place_in_section(span), self.host)
-        } else {
-            found
-        };
-        cache
-            .set_section(section, now)
-            .map_err(|cause| damaged(WordAt::Section(section), now.0, cause))?;
+        let now = if won { expected.open(place_in_section(span), self.host) } else { found };
+        cache.set_section(section, now).map_err(|cause| damaged(WordAt::Section(section), now.0, cause))?;
         if won {
             return Ok(self.take_first(cache, span));
         }
@@ -421,21 +328,12 @@ impl AllocOp {
         found: SectionWord,
     ) -> Next {
         let won = found == expected;
-        let now = if won {
-            expected.take(group, self.host)
-        } else {
-            found
-        };
-        cache
-            .set_section(section, now)
-            .map_err(|cause| damaged(WordAt::Section(section), now.0, cause))?;
+        let now = if won { expected.take(group, self.host) } else { found };
+        cache.set_section(section, now).map_err(|cause| damaged(WordAt::Section(section), now.0, cause))?;
         if won {
             cache.set_start(self.class, section);
             let chunk = section * SECTION_CHUNKS + u32::from(group.first()) * SPAN_CHUNKS;
-            return Ok(Step::Done(Ok(Grant {
-                chunk,
-                class: self.class,
-            })));
+            return Ok(Step::Done(Ok(Grant { chunk, class: self.class })));
         }
         lose(&mut self.lost)?;
         Ok(self.search(cache))
@@ -455,9 +353,7 @@ impl AllocOp {
     }
 
     fn read_spans(&mut self, cache: &mut NodeCache, section: u32, result: StepResult<'_>) -> Next {
-        cache
-            .learn_spans(section * SECTION_SPANS, SECTION_SPANS, result)
-            .ok();
+        cache.learn_spans(section * SECTION_SPANS, SECTION_SPANS, result).ok();
         Ok(self.search(cache))
     }
 }

@@ -4,8 +4,7 @@ use aquifer_fabric::Host;
 
 use super::hint::Hint;
 use super::{
-    Action, CONTENDED_AFTER, Grant, Machine, Mutation, OpError, Step, StepResult, WordAt, damaged,
-    lose,
+    Action, CONTENDED_AFTER, Grant, Machine, Mutation, OpError, Step, StepResult, WordAt, damaged, lose,
 };
 use crate::cache::{NodeCache, place_in_section};
 use crate::error::Damage;
@@ -62,13 +61,7 @@ impl FreeOp {
     /// The same with a fault, for tests.
     #[must_use]
     pub const fn mutated(host: Host, grant: Grant, mutation: Mutation) -> Self {
-        Self {
-            host,
-            grant,
-            mutation,
-            lost: 0,
-            state: State::Idle,
-        }
+        Self { host, grant, mutation, lost: 0, state: State::Idle }
     }
 }
 
@@ -85,24 +78,14 @@ impl Machine for FreeOp {
             return if self.judge_section(seen).is_ok() {
                 self.read_group(seen)
             } else {
-                self.post(
-                    State::ProbingSection,
-                    Action::Probe {
-                        at: WordAt::Section(self.section()),
-                    },
-                )
+                self.post(State::ProbingSection, Action::Probe { at: WordAt::Section(self.section()) })
             };
         }
         let word = cache.span(self.span());
         if self.judge_span(word, run).is_ok() {
             self.give(cache, run, word)
         } else {
-            self.post(
-                State::ProbingSpan,
-                Action::Probe {
-                    at: WordAt::Span(self.span()),
-                },
-            )
+            self.post(State::ProbingSpan, Action::Probe { at: WordAt::Span(self.span()) })
         }
     }
 
@@ -111,13 +94,10 @@ impl Machine for FreeOp {
             State::Idle => panic!("no action is under way"),
             State::ProbingSpan => self.judged_give(cache, SpanWord(result.found())),
             State::ProbingSection => self.judged_read(cache, SectionWord(result.found())),
-            State::Giving { run, expected } => {
-                self.giving(cache, run, expected, SpanWord(result.found()))
+            State::Giving { run, expected } => self.giving(cache, run, expected, SpanWord(result.found())),
+            State::Closing { expected, give_after } => {
+                self.closing(cache, expected, give_after, SectionWord(result.found()))
             }
-            State::Closing {
-                expected,
-                give_after,
-            } => self.closing(cache, expected, give_after, SectionWord(result.found())),
             State::ReadingGroup { seen } => self.group_read(cache, seen, result),
             State::GivingGroup { expected } => {
                 self.giving_group(cache, expected, SectionWord(result.found()))
@@ -170,9 +150,7 @@ impl FreeOp {
                     Ok(())
                 }
             }
-            Some(log) if log.op == LogOp::Open && log.run.overlaps(run) => {
-                Err(OpError::NotAllocated)
-            }
+            Some(log) if log.op == LogOp::Open && log.run.overlaps(run) => Err(OpError::NotAllocated),
             _ => Ok(()),
         }
     }
@@ -184,11 +162,7 @@ impl FreeOp {
         if !word.holds(run) {
             return Err(OpError::NotAllocated);
         }
-        self.judge_log(
-            word.log()
-                .map_err(|cause| damaged(WordAt::Span(self.span()), word.0, cause))?,
-            run,
-        )
+        self.judge_log(word.log().map_err(|cause| damaged(WordAt::Span(self.span()), word.0, cause))?, run)
     }
 
     fn judge_section(&self, word: SectionWord) -> Result<(), OpError> {
@@ -202,8 +176,7 @@ impl FreeOp {
             return Err(OpError::NotAllocated);
         }
         self.judge_log(
-            word.log()
-                .map_err(|cause| damaged(WordAt::Section(self.section()), word.0, cause))?,
+            word.log().map_err(|cause| damaged(WordAt::Section(self.section()), word.0, cause))?,
             run,
         )
     }
@@ -214,9 +187,7 @@ impl FreeOp {
         if desired.is_closed() && self.mutation == Mutation::CloseFirst {
             return self.close(cache.section(self.section()), Some(run));
         }
-        let action = self
-            .mutation
-            .commit(WordAt::Span(self.span()), expected.0, desired.0);
+        let action = self.mutation.commit(WordAt::Span(self.span()), expected.0, desired.0);
         self.post(State::Giving { run, expected }, action)
     }
 
@@ -227,13 +198,7 @@ impl FreeOp {
         Ok(self.give(cache, run, found))
     }
 
-    fn giving(
-        &mut self,
-        cache: &mut NodeCache,
-        run: Run,
-        expected: SpanWord,
-        found: SpanWord,
-    ) -> Next {
+    fn giving(&mut self, cache: &mut NodeCache, run: Run, expected: SpanWord, found: SpanWord) -> Next {
         if found != expected {
             lose(&mut self.lost)?;
             return self.judged_give(cache, found);
@@ -249,12 +214,10 @@ impl FreeOp {
             });
         }
         let span = self.span();
-        let hint = Hint::opened(span, expected.is_full(), cache, self.mutation).or_else(|| {
-            match self.lost {
-                0 => Hint::calm(span, cache, self.mutation),
-                1..=CONTENDED_AFTER => None,
-                _ => Hint::mark(span, cache, self.mutation),
-            }
+        let hint = Hint::opened(span, expected.is_full(), cache, self.mutation).or_else(|| match self.lost {
+            0 => Hint::calm(span, cache, self.mutation),
+            1..=CONTENDED_AFTER => None,
+            _ => Hint::mark(span, cache, self.mutation),
         });
         Ok(match hint {
             Some((hint, action)) => self.post(State::Hinting(hint), action),
@@ -265,16 +228,8 @@ impl FreeOp {
     /// F4: only we may, since we emptied the span; hints that others set meanwhile are written over.
     fn close(&mut self, expected: SectionWord, give_after: Option<Run>) -> Step<()> {
         let desired = expected.close(place_in_section(self.span()), self.host);
-        let action = self
-            .mutation
-            .commit(WordAt::Section(self.section()), expected.0, desired.0);
-        self.post(
-            State::Closing {
-                expected,
-                give_after,
-            },
-            action,
-        )
+        let action = self.mutation.commit(WordAt::Section(self.section()), expected.0, desired.0);
+        self.post(State::Closing { expected, give_after }, action)
     }
 
     fn closing(
@@ -289,24 +244,12 @@ impl FreeOp {
             lose(&mut self.lost)?;
             self.learn_section(cache, found)?;
             if found.state(index) == SpanState::Empty {
-                return Err(damaged(
-                    WordAt::Section(self.section()),
-                    found.0,
-                    Damage::Intruder,
-                ));
+                return Err(damaged(WordAt::Section(self.section()), found.0, Damage::Intruder));
             }
             if self.mutation == Mutation::CloseFromStale {
                 let desired = expected.close(index, self.host);
-                let action =
-                    self.mutation
-                        .commit(WordAt::Section(self.section()), found.0, desired.0);
-                return Ok(self.post(
-                    State::Closing {
-                        expected: found,
-                        give_after,
-                    },
-                    action,
-                ));
+                let action = self.mutation.commit(WordAt::Section(self.section()), found.0, desired.0);
+                return Ok(self.post(State::Closing { expected: found, give_after }, action));
             }
             return Ok(self.close(found, give_after));
         }
@@ -314,18 +257,9 @@ impl FreeOp {
         Ok(match give_after {
             Some(run) => {
                 let word = cache.span(self.span());
-                let action = self.mutation.commit(
-                    WordAt::Span(self.span()),
-                    word.0,
-                    word.give(run, self.host).0,
-                );
-                self.post(
-                    State::Giving {
-                        run,
-                        expected: word,
-                    },
-                    action,
-                )
+                let action =
+                    self.mutation.commit(WordAt::Span(self.span()), word.0, word.give(run, self.host).0);
+                self.post(State::Giving { run, expected: word }, action)
             }
             None => Step::Done(Ok(())),
         })
@@ -339,19 +273,12 @@ impl FreeOp {
 
     /// F5: a section's 11 may be a hint of spans full of others' chunks; the spans themselves tell.
     fn read_group(&mut self, seen: SectionWord) -> Step<()> {
-        let action = Action::Read {
-            at: WordAt::Span(self.span()),
-            count: self.grant.class.chunks() / SPAN_CHUNKS,
-        };
+        let action =
+            Action::Read { at: WordAt::Span(self.span()), count: self.grant.class.chunks() / SPAN_CHUNKS };
         self.post(State::ReadingGroup { seen }, action)
     }
 
-    fn group_read(
-        &mut self,
-        cache: &mut NodeCache,
-        seen: SectionWord,
-        result: StepResult<'_>,
-    ) -> Next {
+    fn group_read(&mut self, cache: &mut NodeCache, seen: SectionWord, result: StepResult<'_>) -> Next {
         let (first, count) = (self.span(), self.grant.class.chunks() / SPAN_CHUNKS);
         cache.learn_spans(first, count, result)?;
         let closed = (first..first + count).all(|span| cache.span(span).is_closed());
@@ -360,20 +287,12 @@ impl FreeOp {
             Some(run) if closed || self.mutation == Mutation::GiveUnchecked => run,
             _ => return Err(OpError::NotAllocated),
         };
-        let action = self.mutation.commit(
-            WordAt::Section(self.section()),
-            seen.0,
-            seen.give(run, self.host).0,
-        );
+        let action =
+            self.mutation.commit(WordAt::Section(self.section()), seen.0, seen.give(run, self.host).0);
         Ok(self.post(State::GivingGroup { expected: seen }, action))
     }
 
-    fn giving_group(
-        &mut self,
-        cache: &mut NodeCache,
-        expected: SectionWord,
-        found: SectionWord,
-    ) -> Next {
+    fn giving_group(&mut self, cache: &mut NodeCache, expected: SectionWord, found: SectionWord) -> Next {
         if found != expected {
             lose(&mut self.lost)?;
             return self.judged_read(cache, found);
@@ -384,15 +303,11 @@ impl FreeOp {
     }
 
     fn learn_span(&self, cache: &mut NodeCache, word: SpanWord) -> Result<(), OpError> {
-        cache
-            .set_span(self.span(), word)
-            .map_err(|cause| damaged(WordAt::Span(self.span()), word.0, cause))
+        cache.set_span(self.span(), word).map_err(|cause| damaged(WordAt::Span(self.span()), word.0, cause))
     }
 
     fn learn_section(&self, cache: &mut NodeCache, word: SectionWord) -> Result<(), OpError> {
         let at = WordAt::Section(self.section());
-        cache
-            .set_section(self.section(), word)
-            .map_err(|cause| damaged(at, word.0, cause))
+        cache.set_section(self.section(), word).map_err(|cause| damaged(at, word.0, cause))
     }
 }

@@ -29,10 +29,7 @@ pub(super) struct Hint {
 #[derive(Clone, Copy, Debug)]
 enum State {
     /// A4, a CAS.
-    SetFull {
-        expected: SectionWord,
-        from: SectionWord,
-    },
+    SetFull { expected: SectionWord, from: SectionWord },
     /// A5: is the span still full, now that the hint is set?
     Recheck { set: SectionWord },
     /// A6, F2: a CAS.
@@ -42,34 +39,19 @@ enum State {
     /// A6, F2: is the span open with free chunks, now that the section is `seen`?
     StillOpen { seen: SectionWord },
     /// C1, C2: one CAS, and if it fails never mind.
-    Once {
-        from: SpanState,
-        to: SpanState,
-        expected: SectionWord,
-    },
+    Once { from: SpanState, to: SpanState, expected: SectionWord },
 }
 
 impl Hint {
     /// A4: this host has just filled the span.
-    pub(super) fn filled(
-        span: u32,
-        cache: &NodeCache,
-        mutation: Mutation,
-    ) -> Option<(Self, Action)> {
+    pub(super) fn filled(span: u32, cache: &NodeCache, mutation: Mutation) -> Option<(Self, Action)> {
         if cache.state_of(span) == SpanState::Full {
             return None;
         }
         // Rule H: what we took of the span is not told to anyone yet, so nobody can free it, and the span stays open
         // until all this is over.
         let expected = cache.section(span / SECTION_SPANS);
-        Some(Self::begin(
-            span,
-            mutation,
-            State::SetFull {
-                expected,
-                from: expected,
-            },
-        ))
+        Some(Self::begin(span, mutation, State::SetFull { expected, from: expected }))
     }
 
     /// F2: this host has just given back chunks, and the span is open still. `was_full`: it had no free one before.
@@ -87,9 +69,7 @@ impl Hint {
             return Some(Self::begin(
                 span,
                 mutation,
-                State::SetOpen {
-                    expected: cache.section(span / SECTION_SPANS),
-                },
+                State::SetOpen { expected: cache.section(span / SECTION_SPANS) },
             ));
         }
         was_full.then(|| Self::begin(span, mutation, State::LookForFull))
@@ -97,24 +77,12 @@ impl Hint {
 
     /// C1: too many races were lost at a span that was open at the last of them.
     pub(super) fn mark(span: u32, cache: &NodeCache, mutation: Mutation) -> Option<(Self, Action)> {
-        Self::once(
-            span,
-            SpanState::Partial,
-            SpanState::Contended,
-            cache,
-            mutation,
-        )
+        Self::once(span, SpanState::Partial, SpanState::Contended, cache, mutation)
     }
 
     /// C2: a change of an open span went through at once.
     pub(super) fn calm(span: u32, cache: &NodeCache, mutation: Mutation) -> Option<(Self, Action)> {
-        Self::once(
-            span,
-            SpanState::Contended,
-            SpanState::Partial,
-            cache,
-            mutation,
-        )
+        Self::once(span, SpanState::Contended, SpanState::Partial, cache, mutation)
     }
 
     fn once(
@@ -130,12 +98,7 @@ impl Hint {
     }
 
     fn begin(span: u32, mutation: Mutation, state: State) -> (Self, Action) {
-        let mut hint = Self {
-            span,
-            mutation,
-            lost: 0,
-            state,
-        };
+        let mut hint = Self { span, mutation, lost: 0, state };
         let action = hint.post(state);
         (hint, action)
     }
@@ -151,9 +114,7 @@ impl Hint {
     fn post(&mut self, state: State) -> Action {
         self.state = state;
         match state {
-            State::Recheck { .. } | State::StillOpen { .. } => Action::Probe {
-                at: WordAt::Span(self.span),
-            },
+            State::Recheck { .. } | State::StillOpen { .. } => Action::Probe { at: WordAt::Span(self.span) },
             State::LookForFull => Action::Probe { at: self.section() },
             State::SetFull { expected, from } => {
                 let desired = from.hint(place_in_section(self.span), SpanState::Full);
@@ -176,9 +137,7 @@ impl Hint {
             return None;
         }
         let next = match self.state {
-            State::Recheck { .. } | State::StillOpen { .. } => {
-                self.after_span(cache, SpanWord(found))
-            }
+            State::Recheck { .. } | State::StillOpen { .. } => self.after_span(cache, SpanWord(found)),
             _ => self.after_section(cache, SectionWord(found)),
         }?;
         Some(self.post(next))
@@ -199,12 +158,8 @@ impl Hint {
 
     fn after_section(&self, cache: &mut NodeCache, found: SectionWord) -> Option<State> {
         let won = match self.state {
-            State::SetFull { expected, .. } => {
-                (expected == found).then_some((expected, SpanState::Full))
-            }
-            State::SetOpen { expected } => {
-                (expected == found).then_some((expected, SpanState::Partial))
-            }
+            State::SetFull { expected, .. } => (expected == found).then_some((expected, SpanState::Full)),
+            State::SetOpen { expected } => (expected == found).then_some((expected, SpanState::Partial)),
             State::Once { to, expected, .. } => (expected == found).then_some((expected, to)),
             _ => None,
         };
@@ -221,39 +176,18 @@ impl Hint {
                 if matches!(now, SpanState::Partial | SpanState::Contended) =>
             {
                 let stale = mutation == Mutation::FullFromStale;
-                Some(State::SetFull {
-                    expected: found,
-                    from: if stale { expected } else { found },
-                })
+                Some(State::SetFull { expected: found, from: if stale { expected } else { found } })
             }
-            (State::SetOpen { .. } | State::LookForFull, Mutation::OpenBlind)
-                if now == SpanState::Full =>
-            {
+            (State::SetOpen { .. } | State::LookForFull, Mutation::OpenBlind) if now == SpanState::Full => {
                 Some(State::SetOpen { expected: found })
             }
             (State::SetOpen { .. } | State::LookForFull, _) if now == SpanState::Full => {
                 Some(State::StillOpen { seen: found })
             }
-            (
-                State::Once {
-                    from: SpanState::Partial,
-                    to,
-                    ..
-                },
-                Mutation::MarkBlind,
-            )
-            | (
-                State::Once {
-                    from: SpanState::Contended,
-                    to,
-                    ..
-                },
-                Mutation::CalmBlind,
-            ) => Some(State::Once {
-                from: now,
-                to,
-                expected: found,
-            }),
+            (State::Once { from: SpanState::Partial, to, .. }, Mutation::MarkBlind)
+            | (State::Once { from: SpanState::Contended, to, .. }, Mutation::CalmBlind) => {
+                Some(State::Once { from: now, to, expected: found })
+            }
             _ => None,
         }
     }

@@ -156,19 +156,9 @@ impl StepResult<'_> {
 /// Count a lost race.
 fn lose(lost: &mut u32) -> Result<(), OpError> {
     *lost += 1;
-    if *lost > ATTEMPTS_MAX {
-        Err(OpError::Busy {
-            attempts: ATTEMPTS_MAX,
-        })
-    } else {
-        Ok(())
-    }
+    if *lost > ATTEMPTS_MAX { Err(OpError::Busy { attempts: ATTEMPTS_MAX }) } else { Ok(()) }
 }
 
 fn damaged(at: WordAt, word: u64, cause: impl Into<Damage>) -> OpError {
-    OpError::Damaged {
-        at,
-        word,
-        cause: cause.into(),
-    }
+    OpError::Damaged { at, word, cause: cause.into() }
 }

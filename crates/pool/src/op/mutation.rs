@@ -79,10 +79,6 @@ impl Mutation {
             Self::KeepRecord => (desired & !(LOG & !STAMP)) | (expected & (LOG & !STAMP)),
             _ => desired,
         };
-        Action::Cas {
-            at,
-            expected,
-            desired,
-        }
+        Action::Cas { at, expected, desired }
     }
 }

@@ -73,12 +73,7 @@ impl InlineLog {
         let host = Host(((raw >> HOST_SHIFT) & HOST_MASK) as u16);
         let run = Run::from_number((raw >> RUN_SHIFT) & RUN_MASK, places);
         match run {
-            Some(run) if host.0 != 0 => Ok(Some(Self {
-                op,
-                run,
-                host,
-                stamp: stamp(raw),
-            })),
+            Some(run) if host.0 != 0 => Ok(Some(Self { op, run, host, stamp: stamp(raw) })),
             _ => Err(IllegalWord::Log(raw)),
         }
     }

@@ -55,11 +55,7 @@ impl Run {
     /// A bit for each of its places.
     #[must_use]
     pub const fn mask(self) -> u32 {
-        let ones = if self.order >= 5 {
-            u32::MAX
-        } else {
-            (1 << (1 << self.order)) - 1
-        };
+        let ones = if self.order >= 5 { u32::MAX } else { (1 << (1 << self.order)) - 1 };
         ones << self.first
     }
 

@@ -70,8 +70,7 @@ impl SectionWord {
     pub fn spans_in(self, state: SpanState) -> impl Iterator<Item = u8> {
         let mut left = self.spans(state);
         std::iter::from_fn(move || {
-            let index =
-                u8::try_from(left.checked_ilog2().map(|_| left.trailing_zeros())? / 2).ok()?;
+            let index = u8::try_from(left.checked_ilog2().map(|_| left.trailing_zeros())? / 2).ok()?;
             left &= left - 1;
             Some(index)
         })
@@ -132,10 +131,7 @@ impl SectionWord {
     /// goes on, so that whoever read the word before sees that it has changed.
     #[must_use]
     pub const fn hint(self, index: u8, state: SpanState) -> Self {
-        Self(join(
-            log::touched(high(self.0)),
-            self.replace(Run::single(index), state),
-        ))
+        Self(join(log::touched(high(self.0)), self.replace(Run::single(index), state)))
     }
 
     const fn replace(self, run: Run, state: SpanState) -> u32 {
@@ -144,12 +140,7 @@ impl SectionWord {
     }
 
     const fn with(self, run: Run, state: SpanState, op: LogOp, host: Host) -> Self {
-        let log = InlineLog {
-            op,
-            run,
-            host,
-            stamp: log::next_stamp(high(self.0)),
-        };
+        let log = InlineLog { op, run, host, stamp: log::next_stamp(high(self.0)) };
         Self(join(log.encode(PLACES), self.replace(run, state)))
     }
 
@@ -168,11 +159,7 @@ impl SectionWord {
     pub fn check(self) -> Result<(), IllegalWord> {
         let bits = self.bits();
         let Some(log) = self.log()? else {
-            return if bits == 0 {
-                Ok(())
-            } else {
-                Err(IllegalWord::Log(high(self.0)))
-            };
+            return if bits == 0 { Ok(()) } else { Err(IllegalWord::Log(high(self.0))) };
         };
         let right = match log.op {
             LogOp::Open => log.run.order() == 0 && self.state(log.run.first()) != SpanState::Empty,
@@ -180,11 +167,7 @@ impl SectionWord {
             LogOp::Free => self.all(log.run, SpanState::Empty),
             LogOp::Close => log.run.order() == 0 && self.all(log.run, SpanState::Empty),
         };
-        if right {
-            Ok(())
-        } else {
-            Err(IllegalWord::Contradiction { bits, log })
-        }
+        if right { Ok(()) } else { Err(IllegalWord::Contradiction { bits, log }) }
     }
 }
 

@@ -9,14 +9,7 @@ const PLACES: u8 = 32;
 const _: () = assert!(PLACES as u32 == SPAN_CHUNKS);
 
 /// Where a run of each order may begin.
-const ALIGNED: [u32; 6] = [
-    0xffff_ffff,
-    0x5555_5555,
-    0x1111_1111,
-    0x0101_0101,
-    0x0001_0001,
-    0x0000_0001,
-];
+const ALIGNED: [u32; 6] = [0xffff_ffff, 0x5555_5555, 0x1111_1111, 0x0101_0101, 0x0001_0001, 0x0000_0001];
 
 /// The state of a span. No bit set means *closed*: not open for chunks, whatever the section says.
 /// Opening writes the first bits and closing clears the last, each in one CAS.
@@ -45,11 +38,7 @@ impl SpanWord {
     /// Chunks that can be taken from the span as it is.
     #[must_use]
     pub const fn free_chunks(self) -> u32 {
-        if self.is_closed() {
-            0
-        } else {
-            self.bits().count_zeros()
-        }
+        if self.is_closed() { 0 } else { self.bits().count_zeros() }
     }
 
     /// The first aligned run of 2^`order` free chunks.
@@ -79,21 +68,11 @@ impl SpanWord {
     #[must_use]
     pub const fn give(self, run: Run, host: Host) -> Self {
         let bits = self.bits() & !run.mask();
-        self.with(
-            bits,
-            if bits == 0 { LogOp::Close } else { LogOp::Free },
-            run,
-            host,
-        )
+        self.with(bits, if bits == 0 { LogOp::Close } else { LogOp::Free }, run, host)
     }
 
     const fn with(self, bits: u32, op: LogOp, run: Run, host: Host) -> Self {
-        let log = InlineLog {
-            op,
-            run,
-            host,
-            stamp: log::next_stamp(high(self.0)),
-        };
+        let log = InlineLog { op, run, host, stamp: log::next_stamp(high(self.0)) };
         Self(join(log.encode(PLACES), bits))
     }
 
@@ -112,11 +91,7 @@ impl SpanWord {
     pub fn check(self) -> Result<(), IllegalWord> {
         let bits = self.bits();
         let Some(log) = self.log()? else {
-            return if bits == 0 {
-                Ok(())
-            } else {
-                Err(IllegalWord::Log(high(self.0)))
-            };
+            return if bits == 0 { Ok(()) } else { Err(IllegalWord::Log(high(self.0))) };
         };
         let right = log.run.order() < SizeClass::SPAN.k()
             && match log.op {
@@ -125,10 +100,6 @@ impl SpanWord {
                 LogOp::Free => bits & log.run.mask() == 0 && bits != 0,
                 LogOp::Close => bits == 0,
             };
-        if right {
-            Ok(())
-        } else {
-            Err(IllegalWord::Contradiction { bits, log })
-        }
+        if right { Ok(()) } else { Err(IllegalWord::Contradiction { bits, log }) }
     }
 }

@@ -5,14 +5,12 @@ use std::sync::atomic::Ordering;
 
 use aquifer_fabric::sim::{Node, SimFabric};
 use aquifer_fabric::{
-    Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Tenant,
-    Verb, Work,
+    Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Tenant, Verb,
+    Work,
 };
 use aquifer_pool::cache::NodeCache;
 use aquifer_pool::layout::Layout;
-use aquifer_pool::op::{
-    Action, AllocOp, FreeOp, Grant, Machine, Mutation, OpError, Step, StepResult,
-};
+use aquifer_pool::op::{Action, AllocOp, FreeOp, Grant, Machine, Mutation, OpError, Step, StepResult};
 
 const REPLY_WORDS: usize = 512;
 
@@ -51,23 +49,11 @@ pub struct Client {
 }
 
 impl Client {
-    pub fn new(
-        fabric: &SimFabric,
-        node: Node,
-        layout: Layout,
-        host: Host,
-        mutation: Mutation,
-    ) -> Self {
-        let who = Identity {
-            host,
-            epoch: 1,
-            tenant: Tenant(0),
-        };
+    pub fn new(fabric: &SimFabric, node: Node, layout: Layout, host: Host, mutation: Mutation) -> Self {
+        let who = Identity { host, epoch: 1, tenant: Tenant(0) };
         let mut endpoint = fabric.connect(node, who).expect("the node is alive");
         let reply = Arc::new(Memory::create("replies", REPLY_WORDS * 8).expect("memory"));
-        let reply_key = endpoint
-            .register_local(Arc::clone(&reply))
-            .expect("room for one");
+        let reply_key = endpoint.register_local(Arc::clone(&reply)).expect("room for one");
         let region = endpoint.regions()[0].clone();
         Self {
             host,
@@ -109,10 +95,7 @@ impl Client {
     pub fn poll(&mut self) -> Option<Ended> {
         let mut completions: Vec<Completion> = Vec::new();
         self.endpoint.poll(&mut completions, 1);
-        let found = completions
-            .pop()?
-            .outcome
-            .expect("the node lives and knows us");
+        let found = completions.pop()?.outcome.expect("the node lives and knows us");
         let mut words = Vec::new();
         let result = match self.posted.take().expect("something was posted") {
             Action::Read { count, .. } => {
@@ -153,40 +136,19 @@ impl Client {
     }
 
     fn post(&mut self, action: Action) {
-        let remote = |at| RemoteAddr {
-            addr: self.region.base + self.layout.word_at(at),
-            key: self.region.key,
-        };
+        let remote =
+            |at| RemoteAddr { addr: self.region.base + self.layout.word_at(at), key: self.region.key };
         let verb = match action {
-            Action::Cas {
-                at,
-                expected,
-                desired,
-            } => Verb::CompareSwap {
-                remote: remote(at),
-                expected,
-                desired,
-            },
-            Action::Probe { at } => Verb::FetchAdd {
-                remote: remote(at),
-                add: 0,
-            },
+            Action::Cas { at, expected, desired } => {
+                Verb::CompareSwap { remote: remote(at), expected, desired }
+            }
+            Action::Probe { at } => Verb::FetchAdd { remote: remote(at), add: 0 },
             Action::Read { at, count } => Verb::Read {
-                local: LocalSlice {
-                    key: self.reply_key,
-                    offset: 0,
-                    len: count * 8,
-                },
+                local: LocalSlice { key: self.reply_key, offset: 0, len: count * 8 },
                 remote: remote(at),
             },
         };
         self.posted = Some(action);
-        self.endpoint
-            .post(&[Work {
-                id: 1,
-                verb,
-                signalled: true,
-            }])
-            .expect("one at a time fits");
+        self.endpoint.post(&[Work { id: 1, verb, signalled: true }]).expect("one at a time fits");
     }
 }

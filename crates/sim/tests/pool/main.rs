@@ -16,11 +16,7 @@ const MUTANT_SCHEDULES: u64 = 12_000;
 #[test]
 fn no_chunk_is_owned_twice_and_none_is_lost() {
     let mut seen = Seen::default();
-    play_all(
-        SCHEDULES,
-        |seed| run(seed, Mutation::None),
-        |schedule| seen.add(&schedule),
-    );
+    play_all(SCHEDULES, |seed| run(seed, Mutation::None), |schedule| seen.add(&schedule));
     println!("{seen:?}");
     if asked_seed().is_none() {
         seen.assert_complete();
@@ -41,8 +37,5 @@ fn every_fault_is_caught() {
         }
     }
     drop(std::panic::take_hook());
-    assert!(
-        missed.is_empty(),
-        "not caught within {MUTANT_SCHEDULES} schedules: {missed:?}"
-    );
+    assert!(missed.is_empty(), "not caught within {MUTANT_SCHEDULES} schedules: {missed:?}");
 }

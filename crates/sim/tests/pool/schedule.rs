@@ -37,10 +37,7 @@ impl Seen {
     /// Everything that can happen did, and not by a rare accident.
     pub fn assert_complete(&self) {
         assert!(self.changes.iter().all(|&count| count >= 100), "{self:?}");
-        assert!(
-            self.crashed_in_operation >= 1000 && self.full >= 100,
-            "{self:?}"
-        );
+        assert!(self.crashed_in_operation >= 1000 && self.full >= 100, "{self:?}");
     }
 }
 
@@ -91,10 +88,7 @@ impl Schedule {
     fn new(seed: u64, mutation: Mutation) -> Self {
         let mut rng = Rng::new(seed);
         let spread = 1 + rng.below(30_000);
-        let options = SimOptions {
-            delay_ns: 100..100 + spread,
-            ..SimOptions::default()
-        };
+        let options = SimOptions { delay_ns: 100..100 + spread, ..SimOptions::default() };
         let fabric = SimFabric::new(rng.next_u64(), options);
         let target = fabric.add_node();
         let sections = 1 + rng.below(2);
@@ -158,10 +152,7 @@ impl Schedule {
                 self.crash();
             }
             steps += 1;
-            let waiting = left
-                .iter()
-                .zip(&self.clients)
-                .any(|(left, client)| client.alive && *left > 0);
+            let waiting = left.iter().zip(&self.clients).any(|(left, client)| client.alive && *left > 0);
             if !self.step()? && !waiting {
                 return Ok(());
             }
@@ -195,18 +186,13 @@ impl Schedule {
     }
 
     fn is_dead(&self, host: Host) -> bool {
-        self.clients
-            .iter()
-            .any(|client| client.host == host && !client.alive)
+        self.clients.iter().any(|client| client.host == host && !client.alive)
     }
 
     /// Let the next thing happen, and check it; false if nothing is under way.
     fn step(&mut self) -> Result<bool, String> {
-        let under_way: Vec<(Host, Action)> = self
-            .clients
-            .iter()
-            .filter_map(|client| Some((client.host, client.posted?)))
-            .collect();
+        let under_way: Vec<(Host, Action)> =
+            self.clients.iter().filter_map(|client| Some((client.host, client.posted?))).collect();
         if !self.fabric.step() {
             return Ok(false);
         }
@@ -234,14 +220,9 @@ impl Schedule {
             Ended::Alloc(Ok(grant)) => {
                 let host = self.clients[index].host;
                 let chunks = grant.chunk..grant.chunk + grant.class.chunks();
-                let ours = chunks
-                    .clone()
-                    .all(|c| self.shadow.owners[c as usize] == Some(host));
+                let ours = chunks.clone().all(|c| self.shadow.owners[c as usize] == Some(host));
                 ensure!(ours, "{host:?} is told of {grant:?} but does not own it");
-                let others = self
-                    .clients
-                    .iter()
-                    .flat_map(|client| client.owned.iter().chain(&client.kept));
+                let others = self.clients.iter().flat_map(|client| client.owned.iter().chain(&client.kept));
                 let twice = others.filter(|other| overlap(other, &grant)).count();
                 ensure!(twice == 0, "{grant:?} is owned twice");
                 self.clients[index].owned.push(grant);
@@ -288,10 +269,7 @@ impl Schedule {
                     self.ended(index, ended)?;
                 }
             }
-            let more = self
-                .clients
-                .iter()
-                .any(|client| client.alive && !client.owned.is_empty());
+            let more = self.clients.iter().any(|client| client.alive && !client.owned.is_empty());
             if !self.step()? && !more {
                 return Ok(());
             }
@@ -314,30 +292,20 @@ impl Schedule {
     fn nothing_is_lost(&self) -> Result<(), String> {
         for (chunk, owner) in self.shadow.owners.iter().enumerate() {
             if let Some(host) = owner {
-                ensure!(
-                    self.is_dead(*host),
-                    "chunk {chunk} is lost: {host:?} does not know that it owns it"
-                );
+                ensure!(self.is_dead(*host), "chunk {chunk} is lost: {host:?} does not know that it owns it");
             }
         }
         let anyone_dead = self.clients.iter().any(|client| !client.alive);
         for span in 0..self.donation.layout.spans() {
-            let (mode, state, word) = (
-                self.shadow.modes[span as usize],
-                self.shadow.state_of(span),
-                self.shadow.span(span),
-            );
+            let (mode, state, word) =
+                (self.shadow.modes[span as usize], self.shadow.state_of(span), self.shadow.span(span));
             let right = match mode {
                 Mode::Closed => state == SpanState::Empty && word.is_closed(),
                 Mode::Opening(host) | Mode::Closing(host) | Mode::Whole(host) => self.is_dead(host),
                 Mode::Chunks if state == SpanState::Full => anyone_dead || word.is_full(),
                 Mode::Chunks => anyone_dead && !word.is_closed(),
             };
-            ensure!(
-                right,
-                "at the end span {span} is {mode:?}, {state:?}, {:#010x}",
-                word.bits()
-            );
+            ensure!(right, "at the end span {span} is {mode:?}, {state:?}, {:#010x}", word.bits());
         }
         Ok(())
     }
@@ -355,44 +323,26 @@ impl Schedule {
             let owners = &self.shadow.owners[chunk as usize..(chunk + class.chunks()) as usize];
             // A span whose closer died can be left with a full hint, and then looks as if it were taken whole.
             let mut spans = chunk / SPAN_CHUNKS..(chunk + class.chunks()).div_ceil(SPAN_CHUNKS);
-            let half_closed =
-                |span: u32| matches!(self.shadow.modes[span as usize], Mode::Closing(_));
+            let half_closed = |span: u32| matches!(self.shadow.modes[span as usize], Mode::Closing(_));
             if owners.iter().all(Option::is_some) || spans.any(half_closed) {
                 continue;
             }
             let before = self.shadow.owners.clone();
             let ended = self.alone(index, |client| client.free(grant))?;
-            let refused = matches!(
-                ended,
-                Ended::Free(Err(OpError::NotAllocated | OpError::NotOurs(_)))
-            );
-            ensure!(
-                refused,
-                "{grant:?} was not taken, and yet it could be freed: {ended:?}"
-            );
-            ensure!(
-                self.shadow.owners == before,
-                "a refused free of {grant:?} changed something"
-            );
+            let refused = matches!(ended, Ended::Free(Err(OpError::NotAllocated | OpError::NotOurs(_))));
+            ensure!(refused, "{grant:?} was not taken, and yet it could be freed: {ended:?}");
+            ensure!(self.shadow.owners == before, "a refused free of {grant:?} changed something");
         }
         Ok(())
     }
 
     /// What is free can be taken, to the last span, by a client whose memory of the node is stale.
     fn all_can_be_taken_again(&mut self) -> Result<(), String> {
-        let alive: Vec<usize> = (0..self.clients.len())
-            .filter(|&index| self.clients[index].alive)
-            .collect();
+        let alive: Vec<usize> = (0..self.clients.len()).filter(|&index| self.clients[index].alive).collect();
         let crashed = alive.len() < self.clients.len();
-        let class = if crashed {
-            SizeClass::SPAN
-        } else {
-            SizeClass::SECTION
-        };
+        let class = if crashed { SizeClass::SPAN } else { SizeClass::SECTION };
         let spans = 0..self.donation.layout.spans();
-        let empty = spans
-            .filter(|&span| self.shadow.state_of(span) == SpanState::Empty)
-            .count();
+        let empty = spans.filter(|&span| self.shadow.state_of(span) == SpanState::Empty).count();
         let expected = u32::try_from(empty).unwrap() * SPAN_CHUNKS / class.chunks();
         for &index in &alive {
             let mut taken = Vec::new();
@@ -403,25 +353,15 @@ impl Schedule {
                     other => return Err(format!("client {index}: {other:?}")),
                 }
             }
-            ensure!(
-                taken.len() == expected as usize,
-                "{} of {expected} could be taken",
-                taken.len()
-            );
+            ensure!(taken.len() == expected as usize, "{} of {expected} could be taken", taken.len());
             // The others learn that all is full, and then it is not.
             for &other in &alive {
                 let full = self.alone(other, |client| client.alloc(class))?;
-                ensure!(
-                    matches!(full, Ended::Alloc(Err(OpError::Full))),
-                    "full, and yet {full:?}"
-                );
+                ensure!(matches!(full, Ended::Alloc(Err(OpError::Full))), "full, and yet {full:?}");
             }
             for grant in taken {
                 let ended = self.alone(index, |client| client.free(grant))?;
-                ensure!(
-                    matches!(ended, Ended::Free(Ok(()))),
-                    "{grant:?} could not be freed: {ended:?}"
-                );
+                ensure!(matches!(ended, Ended::Free(Ok(()))), "{grant:?} could not be freed: {ended:?}");
             }
         }
         Ok(())

@@ -76,11 +76,7 @@ impl Shadow {
     }
 
     /// Look at the words; one of them may have been changed, by one of the CASes that are under way.
-    pub fn observe(
-        &mut self,
-        memory: &Memory,
-        under_way: &[(Host, Action)],
-    ) -> Verdict<Option<Change>> {
+    pub fn observe(&mut self, memory: &Memory, under_way: &[(Host, Action)]) -> Verdict<Option<Change>> {
         let mut change = None;
         for section in 0..self.layout.sections() {
             let new = SectionWord(self.load(memory, WordAt::Section(section)));
@@ -88,12 +84,10 @@ impl Shadow {
             if old != new {
                 let by = author(under_way, WordAt::Section(section), old.0, new.0)?;
                 let told = self.section_changed(section, old, new, by);
-                change = Some(told.map_err(|why| {
-                    format!(
-                        "section {section} {:#018x} -> {:#018x}: {why}",
-                        old.0, new.0
-                    )
-                })?);
+                change =
+                    Some(told.map_err(|why| {
+                        format!("section {section} {:#018x} -> {:#018x}: {why}", old.0, new.0)
+                    })?);
             }
         }
         for span in 0..self.layout.spans() {
@@ -102,9 +96,9 @@ impl Shadow {
             if old != new {
                 let by = author(under_way, WordAt::Span(span), old.0, new.0)?;
                 let told = self.span_changed(span, old, new, by);
-                change = Some(told.map_err(|why| {
-                    format!("span {span} {:#018x} -> {:#018x}: {why}", old.0, new.0)
-                })?);
+                change = Some(
+                    told.map_err(|why| format!("span {span} {:#018x} -> {:#018x}: {why}", old.0, new.0))?,
+                );
             }
         }
         Ok(change)
@@ -124,10 +118,7 @@ impl Shadow {
     ) -> Verdict<Change> {
         new.check().map_err(|error| error.to_string())?;
         let before = old.log().map_err(|error| error.to_string())?;
-        let log = new
-            .log()
-            .map_err(|error| error.to_string())?
-            .ok_or("the log is gone")?;
+        let log = new.log().map_err(|error| error.to_string())?.ok_or("the log is gone")?;
         stamp_follows(before, log)?;
         let record = |log: InlineLog| (log.op, log.run, log.host);
         if before.map(record) == Some(record(log)) {
@@ -135,13 +126,8 @@ impl Shadow {
         }
         ensure!(log.host == by, "{by:?} signs as {:?}", log.host);
         let spans = log.run.first()..log.run.first() + log.run.len();
-        let same_elsewhere = (0..16)
-            .filter(|i| !spans.contains(i))
-            .all(|i| old.state(i) == new.state(i));
-        ensure!(
-            same_elsewhere,
-            "other spans than those of its log {log:?} changed"
-        );
+        let same_elsewhere = (0..16).filter(|i| !spans.contains(i)).all(|i| old.state(i) == new.state(i));
+        ensure!(same_elsewhere, "other spans than those of its log {log:?} changed");
         for index in spans.clone() {
             let span = section * SECTION_SPANS + u32::from(index);
             self.span_state_changed(span, log, (old.state(index), new.state(index)))?;
@@ -154,39 +140,23 @@ impl Shadow {
         })
     }
 
-    fn span_state_changed(
-        &mut self,
-        span: u32,
-        log: InlineLog,
-        states: (SpanState, SpanState),
-    ) -> Verdict {
+    fn span_state_changed(&mut self, span: u32, log: InlineLog, states: (SpanState, SpanState)) -> Verdict {
         let mode = self.modes[span as usize];
         let (right, after) = match log.op {
             LogOp::Open => (
                 mode == Mode::Closed && states == (SpanState::Empty, SpanState::Partial),
                 Mode::Opening(log.host),
             ),
-            LogOp::Close => (
-                mode == Mode::Closing(log.host) && states.1 == SpanState::Empty,
-                Mode::Closed,
-            ),
-            LogOp::Alloc => (
-                mode == Mode::Closed && states == (SpanState::Empty, SpanState::Full),
-                Mode::Whole(log.host),
-            ),
-            LogOp::Free => (
-                mode == Mode::Whole(log.host) && states == (SpanState::Full, SpanState::Empty),
-                Mode::Closed,
-            ),
+            LogOp::Close => (mode == Mode::Closing(log.host) && states.1 == SpanState::Empty, Mode::Closed),
+            LogOp::Alloc => {
+                (mode == Mode::Closed && states == (SpanState::Empty, SpanState::Full), Mode::Whole(log.host))
+            }
+            LogOp::Free => {
+                (mode == Mode::Whole(log.host) && states == (SpanState::Full, SpanState::Empty), Mode::Closed)
+            }
         };
-        ensure!(
-            right,
-            "{log:?} takes span {span} from {states:?}, but it is {mode:?}"
-        );
-        ensure!(
-            self.span(span).is_closed(),
-            "{log:?} while span {span} has chunks"
-        );
+        ensure!(right, "{log:?} takes span {span} from {states:?}, but it is {mode:?}");
+        ensure!(self.span(span).is_closed(), "{log:?} while span {span} has chunks");
         self.modes[span as usize] = after;
         match log.op {
             LogOp::Alloc => self.own(span, 0..32, None, Some(log.host)),
@@ -202,34 +172,20 @@ impl Shadow {
         };
         let mode = self.modes[(section * SECTION_SPANS + u32::from(index)) as usize];
         let right = matches!(mode, Mode::Chunks | Mode::Closing(_));
-        ensure!(
-            right,
-            "a change of hints on span {index} of the section, which is {mode:?}"
-        );
+        ensure!(right, "a change of hints on span {index} of the section, which is {mode:?}");
         match (old.state(index), new.state(index)) {
             (SpanState::Partial | SpanState::Contended, SpanState::Full) => Ok(Change::HintFull),
             (SpanState::Full, SpanState::Partial) => Ok(Change::HintOpen),
             (SpanState::Partial, SpanState::Contended) => Ok(Change::MarkContended),
             (SpanState::Contended, SpanState::Partial) => Ok(Change::Calm),
-            states => Err(format!(
-                "a change of hints takes span {index} from and to {states:?}"
-            )),
+            states => Err(format!("a change of hints takes span {index} from and to {states:?}")),
         }
     }
 
-    fn span_changed(
-        &mut self,
-        span: u32,
-        old: SpanWord,
-        new: SpanWord,
-        by: Host,
-    ) -> Verdict<Change> {
+    fn span_changed(&mut self, span: u32, old: SpanWord, new: SpanWord, by: Host) -> Verdict<Change> {
         new.check().map_err(|error| error.to_string())?;
         let before = old.log().map_err(|error| error.to_string())?;
-        let log = new
-            .log()
-            .map_err(|error| error.to_string())?
-            .ok_or("the log is gone")?;
+        let log = new.log().map_err(|error| error.to_string())?.ok_or("the log is gone")?;
         stamp_follows(before, log)?;
         ensure!(log.host == by, "{by:?} signs as {:?}", log.host);
         let mode = self.modes[span as usize];
@@ -238,16 +194,12 @@ impl Shadow {
             LogOp::Alloc if mode == Mode::Opening(by) => {
                 (new.bits() == mask, Mode::Chunks, Change::FirstChunks)
             }
-            LogOp::Alloc => (
-                mode == Mode::Chunks && new.bits() == old.bits() | mask,
-                Mode::Chunks,
-                Change::TakeChunks,
-            ),
-            LogOp::Free => (
-                mode == Mode::Chunks && new.bits() == old.bits() & !mask,
-                Mode::Chunks,
-                Change::GiveChunks,
-            ),
+            LogOp::Alloc => {
+                (mode == Mode::Chunks && new.bits() == old.bits() | mask, Mode::Chunks, Change::TakeChunks)
+            }
+            LogOp::Free => {
+                (mode == Mode::Chunks && new.bits() == old.bits() & !mask, Mode::Chunks, Change::GiveChunks)
+            }
             LogOp::Close => (
                 mode == Mode::Chunks && old.bits() == mask && new.bits() == 0,
                 Mode::Closing(by),
@@ -257,10 +209,7 @@ impl Shadow {
         };
         ensure!(right, "{log:?} on a span that is {mode:?}");
         let state = self.state_of(span);
-        ensure!(
-            state != SpanState::Empty,
-            "{log:?} on a span whose section says {state:?}"
-        );
+        ensure!(state != SpanState::Empty, "{log:?} on a span whose section says {state:?}");
         self.modes[span as usize] = after;
         let chunks = places(log.run);
         if log.op == LogOp::Alloc {
@@ -280,10 +229,7 @@ impl Shadow {
     ) -> Verdict {
         for chunk in chunks {
             let owner = &mut self.owners[(span * SPAN_CHUNKS + chunk) as usize];
-            ensure!(
-                *owner == from,
-                "chunk {chunk} of span {span} goes to {to:?} from {owner:?}"
-            );
+            ensure!(*owner == from, "chunk {chunk} of span {span} goes to {to:?} from {owner:?}");
             *owner = to;
         }
         Ok(())
@@ -296,23 +242,13 @@ fn places(run: Run) -> std::ops::Range<u32> {
 
 fn stamp_follows(before: Option<InlineLog>, log: InlineLog) -> Verdict {
     let expected = before.map_or(1, |before| (before.stamp + 1) % STAMPS);
-    ensure!(
-        log.stamp == expected,
-        "timestamp {} where {expected} is due",
-        log.stamp
-    );
+    ensure!(log.stamp == expected, "timestamp {} where {expected} is due", log.stamp);
     Ok(())
 }
 
 /// Whose CAS it was.
 fn author(under_way: &[(Host, Action)], at: WordAt, old: u64, new: u64) -> Verdict<Host> {
-    let action = Action::Cas {
-        at,
-        expected: old,
-        desired: new,
-    };
+    let action = Action::Cas { at, expected: old, desired: new };
     let author = under_way.iter().find(|(_, posted)| *posted == action);
-    author
-        .map(|(host, _)| *host)
-        .ok_or_else(|| format!("{at} changed, and nobody did it"))
+    author.map(|(host, _)| *host).ok_or_else(|| format!("{at} changed, and nobody did it"))
 }
