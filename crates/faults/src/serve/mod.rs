@@ -18,8 +18,9 @@ mod sender;
 use std::collections::HashMap;
 use std::fmt::Debug;
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread::Thread;
 
 use aquifer_ipc::Token;
 use aquifer_pager::{Connector, Mempool};
@@ -56,6 +57,9 @@ pub struct Service {
     pub(crate) obituary: Arc<obituary::Obituary>,
     runs: Mutex<HashMap<Token, Arc<Run>>>,
     next_program: AtomicU64,
+    sampler: OnceLock<Thread>,
+    /// Whether programs have come of which the sampler does not know.
+    has_newcomers: AtomicBool,
 }
 
 impl Service {
@@ -71,8 +75,11 @@ impl Service {
             runs: Mutex::new(HashMap::new()),
             // Numbers stay unique over restarts, as the keeper still knows those of before.
             next_program: AtomicU64::new(u64::from(std::process::id()) << 32),
+            sampler: OnceLock::new(),
+            has_newcomers: AtomicBool::new(false),
         });
-        sampler::start(&service)?;
+        let sampler = sampler::start(&service)?;
+        let _ = service.sampler.set(sampler);
         Ok(service)
     }
 
@@ -119,6 +126,14 @@ impl Service {
     #[must_use]
     pub fn mempool(&self) -> &Arc<Mempool> {
         &self.mempool
+    }
+
+    /// A program has come: a fresh one can fill its limit before the sampler would look by itself.
+    pub(crate) fn announce_program(&self) {
+        self.has_newcomers.store(true, Relaxed);
+        if let Some(sampler) = self.sampler.get() {
+            sampler.unpark();
+        }
     }
 
     pub(crate) fn next_program(&self) -> u64 {

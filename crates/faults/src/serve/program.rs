@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use aquifer_ipc::{BUFFERS, Hello};
 use aquifer_pager::Volume;
@@ -54,7 +54,10 @@ pub struct Program {
     rung: AtomicBool,
     asleep: AtomicBool,
     bell: OwnedFd,
+    uffd: OnceLock<Userfaultfd>,
     pidfd: Mutex<Option<OwnedFd>>,
+    /// Whether it was forked and has not yet executed another program: then its pages may be its parent's too.
+    pub(crate) is_forked: AtomicBool,
     killed: AtomicBool,
     gone: AtomicBool,
 }
@@ -75,7 +78,9 @@ impl Program {
             rung: AtomicBool::new(false),
             asleep: AtomicBool::new(false),
             bell: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            uffd: OnceLock::new(),
             pidfd: Mutex::new(None),
+            is_forked: AtomicBool::new(false),
             killed: AtomicBool::new(false),
             gone: AtomicBool::new(false),
         })
@@ -104,6 +109,20 @@ impl Program {
         {
             place.store(value, Relaxed);
         }
+    }
+
+    /// Stop an area from growing unheard, before its monitor has the time to adopt it. It may be gone: adoption will tell.
+    pub(crate) fn register_early(&self, area: Area) {
+        if let Some(uffd) = self.uffd.get()
+            && let Err(error) = uffd.register(area.start, area.end)
+        {
+            tracing::debug!(%error, ?area, "an area has changed since it was seen");
+        }
+    }
+
+    fn lend(&self, uffd: &Userfaultfd) -> io::Result<()> {
+        let _ = self.uffd.set(Userfaultfd::from(uffd.duplicate()?));
+        Ok(())
     }
 
     /// End it.
@@ -216,6 +235,7 @@ pub(crate) fn start_root(
     let volume = Volume::new(Arc::clone(&run.slabs), Arc::clone(&service.mempool), Arc::clone(&run.budget))
         .map_err(io::Error::other)?;
     run.keep(&program, pid, &[&uffd_fd(&uffd)?, &attachment.worker.fd()]);
+    program.lend(&uffd)?;
     let mut edge = ProcessEdge::new(run, &program, uffd)?;
     edge.register_canary(attachment.hello.canary);
     edge.attach(attachment)?;
@@ -235,8 +255,10 @@ pub(crate) fn start_child(
         place.store(value.load(Relaxed), Relaxed);
     }
     run.keep(&program, 0, &[&fd]);
-    run.set_shares();
-    let edge = ProcessEdge::new(run, &program, Userfaultfd::from(fd))?;
+    program.is_forked.store(true, Relaxed);
+    let uffd = Userfaultfd::from(fd);
+    program.lend(&uffd)?;
+    let edge = ProcessEdge::new(run, &program, uffd)?;
     spawn(Arc::clone(run), program, edge, volume, areas)
 }
 
@@ -250,6 +272,7 @@ fn new_program(run: &Arc<Run>) -> io::Result<Arc<Program>> {
     if !run.add(&program) {
         return Err(io::Error::other("the run has too many processes"));
     }
+    service.announce_program();
     Ok(program)
 }
 

@@ -1,7 +1,7 @@
 //! What the programs of one `aquifer run` share: the limit, the slabs, the sender, the statistics.
 
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
@@ -31,8 +31,6 @@ pub struct Run {
     ended_programs: FaultStats,
     reason: Mutex<Option<String>>,
     news: Mutex<Vec<String>>,
-    /// Whether a fork's two sides live, so that resident sizes overlap.
-    shares: AtomicBool,
     programs_seen: AtomicU64,
 }
 
@@ -98,7 +96,6 @@ impl Run {
             ended_programs: FaultStats::default(),
             reason: Mutex::new(None),
             news: Mutex::new(Vec::new()),
-            shares: AtomicBool::new(false),
             programs_seen: AtomicU64::new(0),
         }))
     }
@@ -135,19 +132,8 @@ impl Run {
         self.ended_programs.merge(&program.stats);
         let mut programs = self.lock();
         programs.retain(|other| other.id != program.id);
-        if programs.len() <= 1 {
-            self.shares.store(false, Relaxed);
-        }
         drop(programs);
         self.changed.notify_all();
-    }
-
-    pub(crate) fn set_shares(&self) {
-        self.shares.store(true, Relaxed);
-    }
-
-    pub(crate) fn shares(&self) -> bool {
-        self.shares.load(Relaxed)
     }
 
     /// Wake all programs but one: somebody else must make room.

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::sync::Weak;
 use std::sync::atomic::Ordering::Relaxed;
+use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use aquifer_pager::PAGE_BYTES;
@@ -14,10 +15,15 @@ use super::Service;
 use super::priority::{URGENT, set_niceness};
 use super::program::{Mail, Program};
 use super::run::Run;
+use crate::areas::Areas;
 use crate::maps;
 
-/// Areas are registered once this share of the limit is resident, in percent.
-const ARM_PERCENT: u64 = 50;
+/// Areas are registered once half of the limit is resident...
+const ARM_DIVISOR: u64 = 2;
+/// ...or, under a small limit, while a program still needs as long to fill the rest as a late look may take...
+const ARM_MARGIN_PAGES: u64 = (48 << 20) / PAGE_BYTES as u64;
+/// ...but not before this part of it is.
+const ARM_DIVISOR_MAX: u64 = 5;
 /// Pages that a program can make resident in a millisecond, all cores together, without asking us.
 const PAGES_PER_MS: u64 = 1500;
 const TICK_MIN: Duration = Duration::from_millis(1);
@@ -36,9 +42,10 @@ const TOO_SMALL_AFTER: Duration = Duration::from_secs(10);
 const FULL_AFTER: Duration = Duration::from_secs(5);
 
 /// Start the thread. It ends with the service.
-pub(crate) fn start(service: &Arc<Service>) -> std::io::Result<()> {
+pub(crate) fn start(service: &Arc<Service>) -> std::io::Result<Thread> {
     let weak = Arc::downgrade(service);
-    std::thread::Builder::new().name("sampler".into()).spawn(move || sample_all(&weak)).map(drop)
+    let thread = std::thread::Builder::new().name("sampler".into()).spawn(move || sample_all(&weak))?;
+    Ok(thread.thread().clone())
 }
 
 #[derive(Debug, Default)]
@@ -55,6 +62,7 @@ struct Seen {
     uncontrolled: u64,
     is_armed: bool,
     next_scan: Instant,
+    areas: Areas,
 }
 
 #[derive(Debug)]
@@ -63,6 +71,14 @@ struct Watch {
     programs: Vec<Seen>,
     next: Instant,
     over_since: Option<Instant>,
+    shared: Shared,
+}
+
+/// How much the resident sizes of relatives overlap, by the last costly look.
+#[derive(Debug)]
+struct Shared {
+    overlap: u64,
+    next: Instant,
 }
 
 fn sample_all(service: &Weak<Service>) {
@@ -76,12 +92,16 @@ fn sample_all(service: &Weak<Service>) {
                     programs: Vec::new(),
                     next: Instant::now(),
                     over_since: None,
+                    shared: Shared { overlap: 0, next: Instant::now() },
                 });
             }
         }
         watches.retain(|watch| watch.run.strong_count() > 0);
-        drop(service);
         let now = Instant::now();
+        if service.has_newcomers.swap(false, Relaxed) {
+            watches.iter_mut().for_each(|watch| watch.next = now);
+        }
+        drop(service);
         let mut next = now + TICK_MAX;
         for watch in &mut watches {
             if watch.next <= now
@@ -91,7 +111,7 @@ fn sample_all(service: &Weak<Service>) {
             }
             next = next.min(watch.next);
         }
-        std::thread::sleep(next.saturating_duration_since(Instant::now()).max(TICK_MIN));
+        std::thread::park_timeout(next.saturating_duration_since(Instant::now()).max(TICK_MIN));
     }
 }
 
@@ -100,24 +120,19 @@ impl Watch {
     fn sample(&mut self, run: &Run) -> Duration {
         let programs = run.programs();
         self.programs.retain(|seen| programs.iter().any(|program| program.id == seen.id));
-        let shares = run.shares();
         let mut total = 0;
         let mut held = 0;
         let mut looks = Vec::with_capacity(programs.len());
         for program in &programs {
-            let Some(mut look) = look(program) else {
-                continue;
-            };
-            if shares {
-                look.anonymous = shared_pages(program).unwrap_or(look.anonymous);
-            }
+            let Some(look) = look(program) else { continue };
             total += look.anonymous;
             held += program.held.load(Relaxed);
             looks.push((program, look));
         }
+        total = total.saturating_sub(self.shared.overlap(&programs, total));
         run.budget.set_sample(total.saturating_sub(held), total);
         let max = run.budget.resident_max();
-        let arm_at = max * ARM_PERCENT / 100;
+        let arm_at = (max / ARM_DIVISOR).min(max.saturating_sub(ARM_MARGIN_PAGES)).max(max / ARM_DIVISOR_MAX);
         for (program, look) in &looks {
             self.scan_if_needed(program, look, total > arm_at);
         }
@@ -125,9 +140,6 @@ impl Watch {
             programs.iter().for_each(|program| program.ring());
         }
         self.judge(run, total);
-        if shares {
-            return SHARED_TICK;
-        }
         Duration::from_millis(arm_at.saturating_sub(total) / PAGES_PER_MS).clamp(TICK_MIN, TICK_MAX)
     }
 
@@ -141,6 +153,7 @@ impl Watch {
                 uncontrolled: 0,
                 is_armed: false,
                 next_scan: now,
+                areas: Areas::default(),
             });
             self.programs.len() - 1
         });
@@ -154,7 +167,14 @@ impl Watch {
             return;
         };
         let [start, end, canary] = [0, 1, 2].map(|at| program.private[at].load(Relaxed));
-        program.post(Mail::Areas(maps::pageable(&text, start..end, canary)));
+        let found = maps::pageable(&text, start..end, canary);
+        let mut areas = Areas::default();
+        for area in &found {
+            seen.areas.missing(*area).into_iter().for_each(|new| program.register_early(new));
+            areas.insert(*area);
+        }
+        seen.areas = areas;
+        program.post(Mail::Areas(found));
         seen.is_armed = true;
         seen.size = look.size;
         seen.uncontrolled = uncontrolled;
@@ -183,6 +203,20 @@ impl Watch {
                 kept_mb * 5 / 4 + 8,
             ));
         }
+    }
+}
+
+impl Shared {
+    /// Pages that are in `total`, the sum over all programs, more than once: those that relatives share since a fork.
+    fn overlap(&mut self, programs: &[Arc<Program>], total: u64) -> u64 {
+        if !programs.iter().any(|program| program.is_forked.load(Relaxed)) {
+            self.overlap = 0;
+        } else if Instant::now() >= self.next {
+            let shares: Option<u64> = programs.iter().map(|program| shared_pages(program)).sum();
+            self.overlap = shares.map_or(0, |shares| total.saturating_sub(shares));
+            self.next = Instant::now() + SHARED_TICK;
+        }
+        self.overlap
     }
 }
 
