@@ -56,6 +56,9 @@ pub struct Program {
     bell: OwnedFd,
     uffd: OnceLock<Userfaultfd>,
     pidfd: Mutex<Option<OwnedFd>>,
+    /// Whether it has said where the shim's own memory is. Before that no area of it may be registered: one may be the
+    /// worker's stack, and a worker that waits for a page of its own waits for ever.
+    pub(crate) is_attached: AtomicBool,
     /// Whether it was forked and has not yet executed another program: then its pages may be its parent's too.
     pub(crate) is_forked: AtomicBool,
     killed: AtomicBool,
@@ -80,6 +83,7 @@ impl Program {
             bell: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             uffd: OnceLock::new(),
             pidfd: Mutex::new(None),
+            is_attached: AtomicBool::new(false),
             is_forked: AtomicBool::new(false),
             killed: AtomicBool::new(false),
             gone: AtomicBool::new(false),
@@ -109,6 +113,7 @@ impl Program {
         {
             place.store(value, Relaxed);
         }
+        self.is_attached.store(true, SeqCst);
     }
 
     /// Stop an area from growing unheard, before its monitor has the time to adopt it. It may be gone: adoption will tell.

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 use std::sync::Weak;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
@@ -160,7 +160,7 @@ impl Watch {
         let seen = &mut self.programs[at];
         let has_changed = seen.size != look.size || uncontrolled > seen.uncontrolled + GROWTH_PAGES;
         let is_wanted = is_near && (!seen.is_armed || has_changed);
-        if !is_wanted || now < seen.next_scan || program.thread.load(Relaxed) == 0 && program.pid() == 0 {
+        if !is_wanted || now < seen.next_scan || !program.is_attached.load(SeqCst) {
             return;
         }
         let Some(text) = read_proc(program, "maps") else {
