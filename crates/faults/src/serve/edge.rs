@@ -241,7 +241,6 @@ impl Kernel for ProcessEdge {
         let program = Arc::clone(&self.program);
         let attachment = self.attachment.as_mut().expect("the monitor asked whether there is a worker");
         attachment.worker.refresh_pins();
-        self.follow.bring(program.thread.load(Relaxed));
         let is_alive = || !program.is_killed() && !program.is_gone();
         if attachment.worker.take(buffer, pages, out, is_alive) { Ok(()) } else { Err(Gone) }
     }
