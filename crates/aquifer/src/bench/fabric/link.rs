@@ -12,6 +12,7 @@ use tempfile::TempDir;
 
 use super::server::{self, REGION_BYTES};
 use crate::bench::BenchError;
+use crate::bench::support::cluster::own_program;
 
 /// Room for the largest batch.
 const LOCAL_BYTES: usize = 1 << 20;
@@ -53,8 +54,7 @@ impl Link {
         let folder =
             tempfile::tempdir().map_err(BenchError::io("make a folder in", &std::env::temp_dir()))?;
         let path = folder.path().join("target");
-        let own = std::env::current_exe()
-            .map_err(BenchError::io("find the program of", Path::new("/proc/self/exe")))?;
+        let own = own_program()?;
         let child = Command::new(&own)
             .args(["bench", "fabric", "--serve-at"])
             .arg(&path)

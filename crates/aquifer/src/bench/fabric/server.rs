@@ -12,7 +12,9 @@ use crate::bench::BenchError;
 
 /// Many times what any processor caches.
 pub const REGION_BYTES: usize = 256 << 20;
-/// After so many looks in vain it sleeps between them: one-sided work needs nobody here.
+/// How long it sleeps when nobody writes: so seldom that one-sided work shows to need nobody here.
+const IDLE: Duration = Duration::from_millis(20);
+/// After so many looks in vain it sleeps between them.
 const LOOKS: u32 = 200_000;
 
 /// Serves at `path` until its input ends, as it does when whoever started it is gone.
@@ -37,7 +39,7 @@ pub fn serve_at(path: &Path) -> Result<(), BenchError> {
             looks += 1;
             std::hint::spin_loop();
         } else {
-            std::thread::sleep(Duration::from_millis(1));
+            std::thread::sleep(IDLE);
         }
     }
 }

@@ -84,11 +84,20 @@ impl Drop for Cluster {
 }
 
 fn aquifer(state: &Path) -> Result<Command, BenchError> {
-    let own = std::env::current_exe()
-        .map_err(BenchError::io("find the program of", Path::new("/proc/self/exe")))?;
-    let mut command = Command::new(own);
+    let mut command = Command::new(own_program()?);
     command.arg("--state").arg(state);
     Ok(command)
+}
+
+/// This program. If its file was replaced meanwhile, by a build, the running one is still to be had: what was brought up
+/// must be taken down.
+///
+/// # Errors
+/// If the system does not tell.
+pub fn own_program() -> Result<PathBuf, BenchError> {
+    let link = Path::new("/proc/self/exe");
+    let own = std::env::current_exe().map_err(BenchError::io("find the program of", link))?;
+    Ok(if own.exists() { own } else { link.to_owned() })
 }
 
 /// Output goes to a file, not a pipe: daemons may inherit it, and a pipe would then never end.
