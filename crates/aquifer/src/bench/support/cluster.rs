@@ -70,6 +70,17 @@ impl Cluster {
         find_agent(&serde_json::from_slice(&output.stdout).ok()?)
     }
 
+    /// When nothing else helps. A number may be another process's by now: what has this cluster's folder among its
+    /// arguments is not.
+    fn kill(&self) {
+        for pid in procs::with_argument(self.state()) {
+            if let Some(pid) = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw) {
+                // One that has just ended by itself is as good as killed.
+                let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+            }
+        }
+    }
+
     fn control(&self, what: &'static str, args: &[&str]) -> Result<(), BenchError> {
         control(self.state(), what, args)
     }
@@ -78,7 +89,8 @@ impl Cluster {
 impl Drop for Cluster {
     fn drop(&mut self) {
         if let Err(error) = self.control("down", &[]) {
-            eprintln!("aquifer: {error}");
+            eprintln!("aquifer: {error}; its daemons are killed instead");
+            self.kill();
         }
     }
 }
@@ -177,6 +189,27 @@ mod tests {
             assert_eq!(status.mempool_used_bytes, 4);
         }
         assert!(find_agent(&serde_json::json!({"runs": 3, "agent": null})).is_none());
+    }
+
+    #[test]
+    fn what_cannot_be_taken_down_is_killed() {
+        let state = tempfile::tempdir().unwrap();
+        let mut daemon = Command::new("sh")
+            .args(["-c", "read forever; true"])
+            .arg(state.path())
+            .stdin(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let cluster = Cluster { state, daemons: vec![daemon.id()] };
+        while procs::with_argument(cluster.state()).is_empty() {
+            std::thread::yield_now();
+        }
+        cluster.kill();
+        assert!(!daemon.wait().unwrap().success());
+        // Its folder goes, but there is no cluster in it that could be taken down.
+        let Cluster { state, .. } = &cluster;
+        assert!(state.path().exists());
+        std::mem::forget(cluster);
     }
 
     #[test]
