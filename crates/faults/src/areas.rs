@@ -60,6 +60,15 @@ impl Areas {
         gaps
     }
 
+    /// Remove a range; what of it was in the set.
+    pub fn extract(&mut self, area: Area) -> Vec<Area> {
+        let mut rest = Self::default();
+        rest.insert(area);
+        self.missing(area).into_iter().for_each(|gap| rest.remove(gap));
+        self.remove(area);
+        rest.0
+    }
+
     /// Whether a page is in the set.
     #[must_use]
     pub fn contains(&self, page: PageNumber) -> bool {
@@ -105,6 +114,13 @@ mod tests {
             let expected: BTreeSet<u64> = (probe..probe + length).filter(|page| !model.contains(page)).collect();
             prop_assert_eq!(missing, expected);
             prop_assert_eq!(areas.contains(probe), model.contains(&probe));
+            let range = probe..probe + length;
+            let extracted: BTreeSet<u64> = areas.extract(Area { start: probe, end: probe + length })
+                .into_iter().flat_map(|area| area.start..area.end).collect();
+            let (inside, outside): (BTreeSet<u64>, BTreeSet<u64>) = model.iter().partition(|page| range.contains(page));
+            prop_assert_eq!(extracted, inside);
+            let left: BTreeSet<u64> = areas.iter().flat_map(|area| area.start..area.end).collect();
+            prop_assert_eq!(left, outside);
         }
     }
 }

@@ -119,9 +119,6 @@ pub trait Kernel {
     /// Have missing pages of this range reported; false if there is no such memory.
     fn register(&mut self, start: PageNumber, end: PageNumber) -> bool;
 
-    /// Whether an event is unread, or was read so lately that fills would still be refused.
-    fn is_changing(&mut self) -> bool;
-
     /// Append the pages of the range that are present.
     fn present(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>);
 

@@ -4,6 +4,9 @@
 //! events are heeded before any fault that was read with them; a fill that the kernel refuses as busy is decided anew; pages are taken only
 //! while nothing is read; a page that was given up is not taken before the program has faulted on it again.
 
+mod adoption;
+mod eviction;
+
 use std::sync::Arc;
 
 use aquifer_pager::{
@@ -11,17 +14,13 @@ use aquifer_pager::{
 };
 
 use crate::areas::{Area, Areas};
-use crate::edge::{Done, Edge, Job};
+use crate::edge::{Done, Edge};
 use crate::kernel::{Fault, Filled, Message, Source, Stop, Taken};
 use crate::stats::FaultStats;
 use crate::stream::Streams;
 
-/// Pages kept free below the limit, so that faults seldom wait for room.
-const SPARE_PAGES: u64 = 2 * BLOCK_PAGES as u64;
 /// Pages filled at one fault of a walk.
 const WINDOW_MAX: usize = 32;
-/// After a batch of which nothing could be taken, no other is tried for this long.
-const STALL_NS: u64 = 4_000_000;
 /// Messages read in one go.
 const MESSAGES_MAX: usize = 64;
 
@@ -75,6 +74,7 @@ pub struct Monitor<E: Edge> {
     victims: Batch,
     taken: Vec<Taken>,
     locations: Vec<Location>,
+    present: Vec<PageNumber>,
     stalled_until_ns: u64,
     /// The others know that this program has nothing to give: told again and again they would answer again and again.
     has_nudged: bool,
@@ -110,6 +110,7 @@ impl<E: Edge> Monitor<E> {
             victims: Batch::with_capacity(BLOCK_PAGES),
             taken: Vec::with_capacity(BLOCK_PAGES),
             locations: Vec::with_capacity(FETCH_PAGES_MAX),
+            present: Vec::new(),
             stalled_until_ns: 0,
             has_nudged: false,
             ended: false,
@@ -140,6 +141,8 @@ impl<E: Edge> Monitor<E> {
     /// Do all that can be done now.
     pub fn turn(&mut self) -> Next {
         self.collect();
+        // Before the faults are served, for it may hear of some.
+        self.look_through();
         self.listen();
         std::mem::swap(&mut self.waiting, &mut self.serving);
         let mut soon = false;
@@ -167,6 +170,8 @@ impl<E: Edge> Monitor<E> {
         } else if soon {
             self.edge.pause();
             Next::Again
+        } else if self.adopting.iter().next().is_some() {
+            Next::Again
         } else {
             Next::Sleep
         }
@@ -176,52 +181,6 @@ impl<E: Edge> Monitor<E> {
     #[must_use]
     pub fn has_waiting(&self) -> bool {
         !self.waiting.is_empty()
-    }
-
-    /// Take newly found areas under control: from now on their missing pages are reported and their present ones may be taken.
-    pub fn adopt(&mut self, found: &[Area]) {
-        let mut gaps: Vec<Area> = found.iter().flat_map(|area| self.areas.missing(*area)).collect();
-        // All are registered before any is looked at: from then on none of them grows unheard.
-        gaps.retain(|gap| self.edge.register(gap.start, gap.end));
-        gaps.iter().for_each(|gap| self.adopting.insert(*gap));
-        let mut present = Vec::new();
-        for gap in gaps {
-            present.clear();
-            self.edge.present(gap.start, gap.end, &mut present);
-            for page in &present {
-                self.adopt_page(*page);
-            }
-        }
-        // What was unmapped meanwhile is not there any more.
-        for area in std::mem::take(&mut self.adopting).iter() {
-            self.areas.insert(area);
-            self.given_up.remove(area);
-        }
-    }
-
-    /// A page was seen present at a place that was registered a moment ago. Meanwhile it may have been unmapped and other,
-    /// unregistered memory mapped there, whose pages must never be taken: their faults would not be told. A fill that finds the page
-    /// there proves that it is registered, and that whatever happens to it later will be heard.
-    fn adopt_page(&mut self, page: PageNumber) {
-        while !self.ended && self.volume.state(page) == PageState::Zero {
-            if self.edge.mutation() == Mutation::AdoptUnproved {
-                self.volume.hold(page, false);
-                return;
-            }
-            let filled = self.edge.fill(page, 1, Source::Zeros { private: false });
-            match filled.stop {
-                None | Some(Stop::Exists) => {
-                    self.nothing_outstanding();
-                    self.hold_present(page);
-                }
-                Some(Stop::Busy) => {
-                    self.listen();
-                    self.edge.pause();
-                }
-                Some(Stop::NoArea | Stop::NoMemory) => return,
-                Some(Stop::Ended) => self.ended = true,
-            }
-        }
     }
 
     /// A page is there of which nothing was known. It can be taken, unless the kernel may be about to drop it.
@@ -485,76 +444,5 @@ impl<E: Edge> Monitor<E> {
             Some(Stop::Ended) => self.ended = true,
         }
         Served::Yes
-    }
-
-    /// Take pages out of the program while it is too close to its limit.
-    pub fn make_room(&mut self) {
-        while !self.ended
-            && self.budget.excess(SPARE_PAGES) > 0
-            && !self.free_buffers.is_empty()
-            && self.edge.has_worker()
-            && self.edge.now_ns() >= self.stalled_until_ns
-        {
-            if !self.take_batch() {
-                break;
-            }
-        }
-    }
-
-    fn take_batch(&mut self) -> bool {
-        let Some(block) = self.volume.take_block() else {
-            return false;
-        };
-        let over = self.budget.excess(0) > 0;
-        self.victims.clear();
-        let edge = &self.edge;
-        self.volume.pick_victims(BLOCK_PAGES, over, |page| edge.is_pinned(page), &mut self.victims);
-        if self.victims.is_empty() {
-            self.volume.return_block(block);
-            if over && !self.has_nudged {
-                self.has_nudged = true;
-                self.edge.nudge_others();
-            }
-            return false;
-        }
-        let buffer = self.free_buffers.pop().expect("the caller looked");
-        self.taken.clear();
-        if self.edge.take(buffer, &self.victims, &mut self.taken).is_err() {
-            self.volume.return_block(block);
-            self.ended = true;
-            return false;
-        }
-        self.book_batch(block, buffer)
-    }
-
-    fn book_batch(&mut self, block: aquifer_pager::BlockId, buffer: usize) -> bool {
-        let mut positions = Vec::with_capacity(BLOCK_PAGES);
-        let victims = std::mem::take(&mut self.victims);
-        let mut moved = Batch::with_capacity(BLOCK_PAGES);
-        for (position, (page, taken)) in victims.iter().zip(&self.taken).enumerate() {
-            match taken {
-                Taken::Moved => {
-                    positions.push(u8::try_from(position).expect("batches are small"));
-                    moved.push(*page);
-                }
-                Taken::Kept => self.volume.refused(*page),
-                Taken::Absent => self.volume.vanished(*page),
-            }
-        }
-        self.victims = victims;
-        if moved.is_empty() {
-            self.volume.return_block(block);
-            self.free_buffers.push(buffer);
-            if self.taken.contains(&Taken::Kept) {
-                self.stalled_until_ns = self.edge.now_ns() + STALL_NS;
-                return false;
-            }
-            return true;
-        }
-        self.nothing_outstanding();
-        FaultStats::add(&self.stats.evictions, moved.len());
-        self.volume.left(block, &moved);
-        self.edge.submit(Job { block, buffer, positions });
-        true
     }
 }

@@ -11,7 +11,6 @@ const UFFDIO_REGISTER: u64 = 0xc020_aa00;
 const UFFDIO_WAKE: u64 = 0x8010_aa02;
 const UFFDIO_COPY: u64 = 0xc028_aa03;
 const UFFDIO_ZEROPAGE: u64 = 0xc020_aa04;
-const UFFDIO_WRITEPROTECT: u64 = 0xc018_aa06;
 const UFFDIO_POISON: u64 = 0xc020_aa08;
 const REGISTER_MODE_MISSING: u64 = 1;
 const FLAG_WRITE: u64 = 1;
@@ -55,12 +54,6 @@ struct FillArgument {
     range: Range,
     mode: u64,
     filled: i64,
-}
-
-#[repr(C)]
-struct WriteProtectArgument {
-    range: Range,
-    mode: u64,
 }
 
 /// A program's userfaultfd.
@@ -147,13 +140,6 @@ impl Userfaultfd {
         if let Err(error) = self.request(UFFDIO_WAKE, &raw mut argument) {
             tracing::debug!(%error, page, "nobody to wake");
         }
-    }
-
-    /// Whether fills are refused because an event is unread: asked with a request that changes nothing.
-    pub fn is_changing(&self, page: PageNumber) -> bool {
-        let mut argument = WriteProtectArgument { range: range(page, page + 1), mode: 0 };
-        self.request(UFFDIO_WRITEPROTECT, &raw mut argument)
-            .is_err_and(|error| error.raw_os_error() == Some(libc::EAGAIN))
     }
 
     fn request<T>(&self, request: u64, argument: *mut T) -> io::Result<()> {

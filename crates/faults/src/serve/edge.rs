@@ -227,10 +227,6 @@ impl Kernel for ProcessEdge {
         }
     }
 
-    fn is_changing(&mut self) -> bool {
-        self.uffd.is_changing(self.program.private[2].load(Relaxed) / PAGE)
-    }
-
     fn present(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) {
         if let Err(error) = self.read_present(start, end, out) {
             tracing::debug!(%error, "pagemap cannot be read: the program is gone");
@@ -241,6 +237,7 @@ impl Kernel for ProcessEdge {
         let program = Arc::clone(&self.program);
         let attachment = self.attachment.as_mut().expect("the monitor asked whether there is a worker");
         attachment.worker.refresh_pins();
+        self.follow.bring(program.thread.load(Relaxed));
         let is_alive = || !program.is_killed() && !program.is_gone();
         if attachment.worker.take(buffer, pages, out, is_alive) { Ok(()) } else { Err(Gone) }
     }

@@ -26,6 +26,8 @@ pub(crate) struct Follow {
     pinned: Option<usize>,
     next_look: u64,
     stat: Option<(u32, File)>,
+    /// Where the worker was put: pages that it frees on this core are in this core's cache when the next fault needs one.
+    worker: Option<usize>,
     /// The thread that raised the last faults, and how many in a row.
     streak: (u32, u32),
     /// Hold the thread until so many faults were served.
@@ -42,6 +44,7 @@ impl Follow {
             pinned: None,
             next_look: FAULTS_PER_LOOK,
             stat: None,
+            worker: None,
             streak: (0, 0),
             hold_until: 0,
             faults: 0,
@@ -73,6 +76,17 @@ impl Follow {
             if sched_setaffinity(None, &set).is_ok() {
                 self.pinned = wanted;
             }
+        }
+    }
+
+    /// Have the program's worker run where its pages are needed again.
+    pub(crate) fn bring(&mut self, worker: u32) {
+        let pid = i32::try_from(worker).ok().and_then(Pid::from_raw);
+        let (Some(pid), Some(allowed)) = (pid, self.allowed) else { return };
+        if self.worker != self.pinned
+            && sched_setaffinity(Some(pid), &self.pinned.map_or(allowed, only)).is_ok()
+        {
+            self.worker = self.pinned;
         }
     }
 

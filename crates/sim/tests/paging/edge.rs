@@ -202,10 +202,6 @@ impl Kernel for SimEdge {
         any
     }
 
-    fn is_changing(&mut self) -> bool {
-        self.later().processes[self.process].changing > 0
-    }
-
     fn present(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) {
         for page in start..end {
             let mut world =

@@ -1,0 +1,95 @@
+//! New areas come under the monitor's control.
+
+use aquifer_pager::{Mutation, PageNumber, PageState};
+
+use super::Monitor;
+use crate::areas::Area;
+use crate::edge::Edge;
+use crate::kernel::{Source, Stop};
+
+/// Pages of new areas looked through in one turn.
+const ADOPT_PAGES_MAX: u64 = 4096;
+/// Pages proved registered by one fill.
+const PROVE_PAGES_MAX: usize = 512;
+
+impl<E: Edge> Monitor<E> {
+    /// Take newly found areas under control: from now on their missing pages are reported; the present ones are looked through by and by
+    /// and may then be taken.
+    pub fn adopt(&mut self, found: &[Area]) {
+        // All are registered before any is looked at: from then on none of them grows unheard.
+        let unknown = found.iter().flat_map(|area| self.areas.missing(*area));
+        let gaps: Vec<Area> = unknown.flat_map(|area| self.adopting.missing(area)).collect();
+        for gap in gaps {
+            if self.edge.register(gap.start, gap.end) {
+                self.adopting.insert(gap);
+            }
+        }
+    }
+
+    /// Look through a part of what was registered. The rest waits for the next turn, so that faults do not wait for it, and what was
+    /// found can be taken already: the program goes on writing into pages that it has.
+    pub(super) fn look_through(&mut self) {
+        let Some(area) = self.adopting.iter().next() else {
+            return;
+        };
+        let part = Area { start: area.start, end: area.end.min(area.start + ADOPT_PAGES_MAX) };
+        let mut present = std::mem::take(&mut self.present);
+        present.clear();
+        self.edge.present(part.start, part.end, &mut present);
+        for run in present.chunk_by(|one, next| one + 1 == *next).flat_map(|run| run.chunks(PROVE_PAGES_MAX))
+        {
+            self.adopt_run(run[0], run.len());
+        }
+        self.present = present;
+        // What was unmapped meanwhile is not there any more.
+        for area in self.adopting.extract(part) {
+            self.areas.insert(area);
+            self.given_up.remove(area);
+        }
+    }
+
+    /// Pages were seen present at a place that was registered a moment ago. Meanwhile they may have been unmapped and other,
+    /// unregistered memory mapped there, whose pages must never be taken: their faults would not be told. A fill looks first whether
+    /// all of its range is one registered area, and then finds the first page present: that proves that it is registered, and
+    /// that whatever happens to it later will be heard.
+    fn adopt_run(&mut self, first: PageNumber, pages: usize) {
+        let end = first + pages as u64;
+        let mut page = first;
+        while page < end && !self.ended {
+            if self.volume.state(page) != PageState::Zero {
+                page += 1;
+                continue;
+            }
+            let unknown = (page..end).take_while(|page| self.volume.state(*page) == PageState::Zero).count();
+            page += self.prove(page, unknown) as u64;
+        }
+    }
+
+    /// Prove pages registered, or decide that they are not; how many were decided, none if something happened meanwhile.
+    fn prove(&mut self, first: PageNumber, pages: usize) -> usize {
+        if self.edge.mutation() == Mutation::AdoptUnproved {
+            (first..first + pages as u64).for_each(|page| self.volume.hold(page, false));
+            return pages;
+        }
+        let filled = self.edge.fill(first, pages, Source::Zeros { private: false });
+        match filled.stop {
+            None | Some(Stop::Exists) => {
+                self.nothing_outstanding();
+                (first..first + pages as u64).for_each(|page| self.hold_present(page));
+                pages
+            }
+            Some(Stop::Busy) => {
+                self.listen();
+                self.edge.pause();
+                0
+            }
+            // It may be more than one area.
+            Some(Stop::NoArea) if pages > 1 => self.prove(first, pages / 2),
+            Some(Stop::NoArea | Stop::NoMemory) => 1,
+            Some(Stop::Ended) => {
+                self.ended = true;
+                pages
+            }
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! Pages leave the program while it is too close to its limit.
+
+use aquifer_pager::{BLOCK_PAGES, Batch, BlockId};
+
+use super::Monitor;
+use crate::edge::{Edge, Job};
+use crate::kernel::Taken;
+use crate::stats::FaultStats;
+
+/// Pages kept free below the limit, so that faults seldom wait for room.
+const SPARE_PAGES: u64 = 2 * BLOCK_PAGES as u64;
+/// After a batch of which nothing could be taken, no other is tried for this long.
+const STALL_NS: u64 = 4_000_000;
+
+impl<E: Edge> Monitor<E> {
+    /// Take pages out of the program while it is too close to its limit.
+    pub fn make_room(&mut self) {
+        while !self.ended
+            && self.budget.excess(SPARE_PAGES) > 0
+            && !self.free_buffers.is_empty()
+            && self.edge.has_worker()
+            && self.edge.now_ns() >= self.stalled_until_ns
+        {
+            if !self.take_batch() {
+                break;
+            }
+        }
+    }
+
+    fn take_batch(&mut self) -> bool {
+        let Some(block) = self.volume.take_block() else {
+            return false;
+        };
+        let over = self.budget.excess(0) > 0;
+        self.victims.clear();
+        let edge = &self.edge;
+        self.volume.pick_victims(BLOCK_PAGES, over, |page| edge.is_pinned(page), &mut self.victims);
+        if self.victims.is_empty() {
+            self.volume.return_block(block);
+            if over && !self.has_nudged {
+                self.has_nudged = true;
+                self.edge.nudge_others();
+            }
+            return false;
+        }
+        let buffer = self.free_buffers.pop().expect("the caller looked");
+        self.taken.clear();
+        if self.edge.take(buffer, &self.victims, &mut self.taken).is_err() {
+            self.volume.return_block(block);
+            self.ended = true;
+            return false;
+        }
+        self.book_batch(block, buffer)
+    }
+
+    fn book_batch(&mut self, block: BlockId, buffer: usize) -> bool {
+        let mut positions = Vec::with_capacity(BLOCK_PAGES);
+        let victims = std::mem::take(&mut self.victims);
+        let mut moved = Batch::with_capacity(BLOCK_PAGES);
+        for (position, (page, taken)) in victims.iter().zip(&self.taken).enumerate() {
+            match taken {
+                Taken::Moved => {
+                    positions.push(u8::try_from(position).expect("batches are small"));
+                    moved.push(*page);
+                }
+                Taken::Kept => self.volume.refused(*page),
+                Taken::Absent => self.volume.vanished(*page),
+            }
+        }
+        self.victims = victims;
+        if moved.is_empty() {
+            self.volume.return_block(block);
+            self.free_buffers.push(buffer);
+            if self.taken.contains(&Taken::Kept) {
+                self.stalled_until_ns = self.edge.now_ns() + STALL_NS;
+                return false;
+            }
+            return true;
+        }
+        self.nothing_outstanding();
+        FaultStats::add(&self.stats.evictions, moved.len());
+        self.volume.left(block, &moved);
+        self.edge.submit(Job { block, buffer, positions });
+        true
+    }
+}
