@@ -28,8 +28,8 @@ const ARM_DIVISOR_MAX: u64 = 5;
 const PAGES_PER_MS: u64 = 1500;
 const TICK_MIN: Duration = Duration::from_millis(1);
 const TICK_MAX: Duration = Duration::from_millis(50);
-/// Shared pages are counted by a costlier look.
-const SHARED_TICK: Duration = Duration::from_millis(25);
+/// Shared pages are counted by a costlier look, which may take this share of the time between two.
+const SHARED_REST: u32 = 4;
 /// A scan may take this share of the time between scans.
 const SCAN_REST: u32 = 4;
 /// Growth beyond what is controlled that makes a new scan worth while.
@@ -80,6 +80,8 @@ struct Watch {
 struct Shared {
     overlap: u64,
     next: Instant,
+    /// Programs seen at the last look: one that was just forked shares all it has.
+    programs: usize,
 }
 
 fn sample_all(service: &Weak<Service>) {
@@ -94,7 +96,7 @@ fn sample_all(service: &Weak<Service>) {
                     next: Instant::now(),
                     was_over: false,
                     over_since: None,
-                    shared: Shared { overlap: 0, next: Instant::now() },
+                    shared: Shared { overlap: 0, next: Instant::now(), programs: 0 },
                 });
             }
         }
@@ -131,7 +133,7 @@ impl Watch {
             held += program.held.load(Relaxed);
             looks.push((program, look));
         }
-        total = total.saturating_sub(self.shared.overlap(&programs, total));
+        total = total.saturating_sub(self.shared.overlap(&looks, total));
         run.budget.set_sample(total.saturating_sub(held), total);
         let max = run.budget.resident_max();
         let arm_at = (max / ARM_DIVISOR).min(max.saturating_sub(ARM_MARGIN_PAGES)).max(max / ARM_DIVISOR_MAX);
@@ -213,14 +215,16 @@ impl Watch {
 
 impl Shared {
     /// Pages that are in `total`, the sum over all programs, more than once: those that relatives share since a fork.
-    fn overlap(&mut self, programs: &[Arc<Program>], total: u64) -> u64 {
-        if !programs.iter().any(|program| program.is_forked.load(Relaxed)) {
+    fn overlap(&mut self, programs: &[(&Arc<Program>, Look)], total: u64) -> u64 {
+        if !programs.iter().any(|(program, _)| program.is_forked.load(Relaxed)) {
             self.overlap = 0;
-        } else if Instant::now() >= self.next {
-            let shares: Option<u64> = programs.iter().map(|program| shared_pages(program)).sum();
+        } else if Instant::now() >= self.next || programs.len() != self.programs {
+            let start = Instant::now();
+            let shares: Option<u64> = programs.iter().map(|(program, _)| shared_pages(program)).sum();
             self.overlap = shares.map_or(0, |shares| total.saturating_sub(shares));
-            self.next = Instant::now() + SHARED_TICK;
+            self.next = Instant::now() + start.elapsed() * SHARED_REST;
         }
+        self.programs = programs.len();
         self.overlap
     }
 }
