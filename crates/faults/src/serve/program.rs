@@ -53,6 +53,8 @@ pub struct Program {
     has_mail: AtomicBool,
     rung: AtomicBool,
     asleep: AtomicBool,
+    /// Whether faults of it wait: for the sender, or for room.
+    pub(crate) has_waiting: AtomicBool,
     bell: OwnedFd,
     uffd: OnceLock<Userfaultfd>,
     pidfd: Mutex<Option<OwnedFd>>,
@@ -80,6 +82,7 @@ impl Program {
             has_mail: AtomicBool::new(false),
             rung: AtomicBool::new(false),
             asleep: AtomicBool::new(false),
+            has_waiting: AtomicBool::new(false),
             bell: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             uffd: OnceLock::new(),
             pidfd: Mutex::new(None),
@@ -366,6 +369,7 @@ impl Loop {
 
     /// Sleep until the kernel, the sender or the program's end has something to say.
     fn sleep(&mut self) {
+        self.program.has_waiting.store(self.monitor.has_waiting(), SeqCst);
         if !self.program.lie_down() {
             if self.program.is_gone() {
                 self.monitor.end();

@@ -70,7 +70,6 @@ struct Watch {
     run: Weak<Run>,
     programs: Vec<Seen>,
     next: Instant,
-    was_over: bool,
     over_since: Option<Instant>,
     shared: Shared,
 }
@@ -94,7 +93,6 @@ fn sample_all(service: &Weak<Service>) {
                     run: Arc::downgrade(&run),
                     programs: Vec::new(),
                     next: Instant::now(),
-                    was_over: false,
                     over_since: None,
                     shared: Shared { overlap: 0, next: Instant::now(), programs: 0 },
                 });
@@ -142,10 +140,10 @@ impl Watch {
         }
         // Also when it is over no longer: faults that waited for room would wait on.
         let is_over = run.budget.excess(0) > 0;
-        if is_over || self.was_over {
-            programs.iter().for_each(|program| program.ring());
-        }
-        self.was_over = is_over;
+        programs
+            .iter()
+            .filter(|program| is_over || program.has_waiting.load(SeqCst))
+            .for_each(|program| program.ring());
         self.judge(run, total);
         Duration::from_millis(arm_at.saturating_sub(total) / PAGES_PER_MS).clamp(TICK_MIN, TICK_MAX)
     }
