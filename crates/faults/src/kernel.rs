@@ -119,8 +119,8 @@ pub trait Kernel {
     /// Have missing pages of this range reported; false if there is no such memory.
     fn register(&mut self, start: PageNumber, end: PageNumber) -> bool;
 
-    /// Append the pages of the range that are present.
-    fn present(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>);
+    /// Append the pages of the range that are present; only those that no other process shares, if `alone`.
+    fn present(&mut self, start: PageNumber, end: PageNumber, alone: bool, out: &mut Vec<PageNumber>);
 
     /// Have the worker move pages into a staging buffer, and wait until it has. One outcome for each page. While it waits it reads no
     /// messages: that is what makes taking safe against everything the program does to its address space.

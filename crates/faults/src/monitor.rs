@@ -76,6 +76,7 @@ pub struct Monitor<E: Edge> {
     locations: Vec<Location>,
     present: Vec<PageNumber>,
     stalled_until_ns: u64,
+    next_review_ns: u64,
     /// The others know that this program has nothing to give: told again and again they would answer again and again.
     has_nudged: bool,
     ended: bool,
@@ -112,6 +113,7 @@ impl<E: Edge> Monitor<E> {
             locations: Vec::with_capacity(FETCH_PAGES_MAX),
             present: Vec::new(),
             stalled_until_ns: 0,
+            next_review_ns: 0,
             has_nudged: false,
             ended: false,
         }

@@ -206,6 +206,32 @@ impl Volume {
         out.sort_unstable();
     }
 
+    /// Up to `max` of the pages that were shared with a relative when this volume was cloned, in their order, to see which still are. Each
+    /// must be given to [`Self::claim`] or [`Self::leave_shared`].
+    pub fn next_inherited(&mut self, max: usize, out: &mut Batch) {
+        while out.len() < max
+            && let Some(page) = self.inherited.pop_front()
+        {
+            let word = self.table.get(page);
+            if word.state() == PageState::Held && !word.is_queued() {
+                out.push(page);
+            }
+        }
+    }
+
+    /// The page is this volume's alone by now: it counts, and leaves in its turn.
+    pub fn claim(&mut self, page: PageNumber) {
+        self.count_held(1);
+        let word = self.table.get(page);
+        self.table.set(page, word.with_queued(true));
+        self.resident.push_back(page);
+    }
+
+    /// The page is still shared: taking it would free nothing.
+    pub fn leave_shared(&mut self, page: PageNumber) {
+        self.inherited.push_back(page);
+    }
+
     /// The program kept the page: it is pinned, locked or busy. It is tried again after all others.
     pub fn refused(&mut self, page: PageNumber) {
         let word = self.table.get(page);

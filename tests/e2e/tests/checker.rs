@@ -25,26 +25,23 @@ macro_rules! checks {
 }
 
 checks! {
+    pages_keep_their_bytes: "pages" [], forks: false;
     pages_keep_their_bytes_with_one_thread: "pages" ["--threads", "1", "--seed", "8"], forks: false;
+    pages_keep_their_bytes_with_more_threads_than_processors: "pages" ["--threads", "16", "--seed", "7"], forks: false;
     moved_pages_keep_their_bytes: "mremap" [], forks: false;
     pages_moved_without_unmapping_keep_their_bytes: "dontunmap" [], forks: false;
     the_heaps_end_moves: "brk" [], forks: false;
     pages_given_up_read_as_zeros: "madvise" [], forks: false;
     pages_mapped_anew_at_the_same_place_are_new: "remap" [], forks: false;
-    parent_and_child_have_their_own_pages: "fork" [], forks: true;
     threads_come_and_go: "threads" [], forks: false;
     the_kernel_reads_and_writes_missing_pages: "syscalls" [], forks: true;
     pages_that_the_kernel_holds_are_not_taken: "pinned" [], forks: false;
 }
 
 #[test]
-fn pages_keep_their_bytes() {
-    check("pages", &[], false, None);
-}
-
-#[test]
-fn pages_keep_their_bytes_with_more_threads_than_processors() {
-    check("pages", &["--threads", "16", "--seed", "7"], false, None);
+fn parent_and_child_have_their_own_pages() {
+    let reason = "what two processes write after a fork they have twice before anybody is asked";
+    check("fork", &[], true, Some(reason));
 }
 
 #[test]

@@ -35,7 +35,7 @@ impl<E: Edge> Monitor<E> {
         let part = Area { start: area.start, end: area.end.min(area.start + ADOPT_PAGES_MAX) };
         let mut present = std::mem::take(&mut self.present);
         present.clear();
-        self.edge.present(part.start, part.end, &mut present);
+        self.edge.present(part.start, part.end, false, &mut present);
         for run in present.chunk_by(|one, next| one + 1 == *next).flat_map(|run| run.chunks(PROVE_PAGES_MAX))
         {
             self.adopt_run(run[0], run.len());

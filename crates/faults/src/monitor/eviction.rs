@@ -11,10 +11,16 @@ use crate::stats::FaultStats;
 const SPARE_PAGES: u64 = 2 * BLOCK_PAGES as u64;
 /// After a batch of which nothing could be taken, no other is tried for this long.
 const STALL_NS: u64 = 4_000_000;
+/// Pages shared since a fork that are looked at together, and how long after a look the next may follow.
+const REVIEW_PAGES: usize = 1024;
+const REVIEW_NS: u64 = 1_000_000;
 
 impl<E: Edge> Monitor<E> {
     /// Take pages out of the program while it is too close to its limit.
     pub fn make_room(&mut self) {
+        if self.budget.excess(SPARE_PAGES) > 0 && self.edge.now_ns() >= self.next_review_ns {
+            self.review_inherited();
+        }
         while !self.ended
             && self.budget.excess(SPARE_PAGES) > 0
             && !self.free_buffers.is_empty()
@@ -25,6 +31,30 @@ impl<E: Edge> Monitor<E> {
                 break;
             }
         }
+    }
+
+    /// What a child shared with its parent it may have for itself by now: it or the parent wrote there, or one of them is gone.
+    fn review_inherited(&mut self) {
+        self.victims.clear();
+        self.volume.next_inherited(REVIEW_PAGES, &mut self.victims);
+        if self.victims.is_empty() {
+            return;
+        }
+        self.next_review_ns = self.edge.now_ns() + REVIEW_NS;
+        let mut alone = std::mem::take(&mut self.present);
+        alone.clear();
+        for run in self.victims.chunk_by(|one, next| one + 1 == *next) {
+            self.edge.present(run[0], run[0] + run.len() as u64, true, &mut alone);
+        }
+        let mut found = alone.iter().peekable();
+        for page in &self.victims {
+            if found.next_if_eq(&page).is_some() {
+                self.volume.claim(*page);
+            } else {
+                self.volume.leave_shared(*page);
+            }
+        }
+        self.present = alone;
     }
 
     fn take_batch(&mut self) -> bool {

@@ -31,6 +31,7 @@ const PATIENCE: rustix::fs::Timespec = rustix::fs::Timespec { tv_sec: 0, tv_nsec
 const PAGEMAP_ENTRIES: usize = 8192;
 const PAGEMAP_PRESENT: u64 = 1 << 63;
 const PAGEMAP_FILE: u64 = 1 << 61;
+const PAGEMAP_EXCLUSIVE: u64 = 1 << 56;
 
 /// A program that has said hello: its words, its socket, and the memory shared with its worker.
 #[derive(Debug)]
@@ -119,7 +120,13 @@ impl ProcessEdge {
         }
     }
 
-    fn read_present(&self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) -> io::Result<()> {
+    fn read_pagemap(
+        &self,
+        start: PageNumber,
+        end: PageNumber,
+        wanted: u64,
+        out: &mut Vec<PageNumber>,
+    ) -> io::Result<()> {
         let file = self.pagemap()?;
         let mut buffer = vec![0; PAGEMAP_ENTRIES * 8];
         let mut page = start;
@@ -131,7 +138,7 @@ impl ProcessEdge {
             }
             for entry in buffer[..length].chunks_exact(8) {
                 let entry = u64::from_ne_bytes(entry.try_into().expect("8 bytes"));
-                if entry & PAGEMAP_PRESENT != 0 && entry & PAGEMAP_FILE == 0 {
+                if entry & (wanted | PAGEMAP_FILE) == wanted {
                     out.push(page);
                 }
                 page += 1;
@@ -227,8 +234,9 @@ impl Kernel for ProcessEdge {
         }
     }
 
-    fn present(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) {
-        if let Err(error) = self.read_present(start, end, out) {
+    fn present(&mut self, start: PageNumber, end: PageNumber, alone: bool, out: &mut Vec<PageNumber>) {
+        let wanted = if alone { PAGEMAP_PRESENT | PAGEMAP_EXCLUSIVE } else { PAGEMAP_PRESENT };
+        if let Err(error) = self.read_pagemap(start, end, wanted, out) {
             tracing::debug!(%error, "pagemap cannot be read: the program is gone");
         }
     }

@@ -202,11 +202,11 @@ impl Kernel for SimEdge {
         any
     }
 
-    fn present(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) {
+    fn present(&mut self, start: PageNumber, end: PageNumber, alone: bool, out: &mut Vec<PageNumber>) {
         for page in start..end {
             let mut world =
                 if (page - start).is_multiple_of(8) { self.later() } else { self.world.borrow_mut() };
-            if world.page(self.process, page).frame.is_some() {
+            if world.page(self.process, page).frame.is_some_and(|frame| frame.exclusive || !alone) {
                 out.push(page);
             }
         }
