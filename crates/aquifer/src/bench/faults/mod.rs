@@ -65,7 +65,7 @@ impl Size {
     const QUICK: Self =
         Self { limit_bytes: 16 * MIB, bytes: 48 * MIB, passes: 1, warm: false, rounds: 2, calm_rounds: 5 };
     const FULL: Self =
-        Self { limit_bytes: 128 * MIB, bytes: 384 * MIB, passes: 1, warm: true, rounds: 3, calm_rounds: 9 };
+        Self { limit_bytes: 64 * MIB, bytes: 192 * MIB, passes: 1, warm: true, rounds: 3, calm_rounds: 9 };
 
     /// Walks over all pages in one run: the warm pass, the measured ones, and the check of every word at the end.
     fn walks(self) -> u64 {
