@@ -3,15 +3,18 @@
 //!
 //! The interface has the shape of RDMA verbs, so that a NIC can stand behind it: work is
 //! *posted* in batches, *completions* are polled, every error is a completion with a cause.
-//! Providers: [`shm`] (two processes of one machine) and [`sim`] (seeded virtual time).
+//! Providers: [`shm`] (two processes of one machine), [`tcp`] (a software RNIC over a network) and [`sim`] (seeded virtual time).
 //!
 //! This crate does not know what the memory is used for.
 
+mod control;
 mod keys;
 pub mod memory;
 pub mod shm;
 pub mod sim;
+mod tables;
 pub mod target;
+pub mod tcp;
 pub mod work;
 
 pub use keys::{REGIONS_LIMIT, WINDOWS_LIMIT};

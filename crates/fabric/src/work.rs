@@ -1,6 +1,8 @@
 //! What the initiator of work sees: verbs, batches, completions, and the [`Endpoint`].
 
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::Memory;
 use crate::target::Region;
@@ -199,6 +201,18 @@ pub trait Endpoint: Send + std::fmt::Debug {
 
     /// Append up to `max` completions to `out`, without waiting; returns how many.
     fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize;
+
+    /// Wait until [`Self::poll`] or [`Self::receive`] may find something, at most so long. Where everything is there as soon as it was
+    /// posted, this returns at once.
+    fn wait(&mut self, patience: Duration) {
+        let _ = patience;
+    }
+
+    /// A descriptor that is readable when [`Self::poll`] may find something, to wait for several endpoints at once; none where there
+    /// is nothing to wait for.
+    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
 
     /// Make local memory usable in [`LocalSlice`]s of this endpoint.
     ///

@@ -10,13 +10,11 @@ use rustix::net::SocketFlags;
 
 use super::handshake::{self, Reply, Welcome};
 use super::mailbox::{Direction, Ring, mailbox_bytes};
-use super::target::{Peer, Registered, Shared, State};
+use super::target::{Peer, Shared, State};
 use super::{HANDSHAKE_TIME, PENDING_LIMIT, socket};
 use crate::Memory;
-use crate::keys::admits;
 use crate::memory::u64_from;
-use crate::target::{Identity, Region};
-use crate::work::Key;
+use crate::target::Identity;
 
 /// The control thread looks so often whether a connection has been silent for too long.
 const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
@@ -126,9 +124,7 @@ impl Doorkeeper {
             Err(error) => return Err((socket, format!("no memory for a mailbox: {error}"))),
         };
         let mut state = self.shared.lock();
-        if let Some(&fenced) = state.fenced.get(&who.host).filter(|&&epoch| who.epoch <= epoch) {
-            let Identity { host, epoch, .. } = who;
-            let reason = format!("host {} is fenced up to epoch {fenced}, it has {epoch}", host.0);
+        if let Some(reason) = state.tables.refusal(who) {
             return Err((socket, reason));
         }
         let Some(slot) = state.peers.iter().position(Option::is_none) else {
@@ -178,18 +174,14 @@ fn welcome<'a>(
     mailbox: &'a Memory,
     who: Identity,
 ) -> (Reply, Vec<BorrowedFd<'a>>) {
-    let announce = |registered: &Registered| {
-        let key = if admits(registered.scope, who) { registered.region.key } else { Key(0) };
-        Region { key, ..registered.region.clone() }
-    };
     let welcome = Welcome {
         slot: u32::try_from(slot).unwrap_or(u32::MAX),
         limits: shared.options.limits,
         control_len: shared.control.len(),
         mailbox_len: u64_from(mailbox.len()),
-        regions: state.regions.iter().map(announce).collect(),
+        regions: state.tables.announce(who),
     };
     let mut fds = vec![shared.control.fd(), mailbox.fd()];
-    fds.extend(state.regions.iter().map(|registered| registered.memory.fd()));
+    fds.extend(state.tables.regions.iter().map(|registered| registered.memory.fd()));
     (Reply::Welcome(welcome), fds)
 }

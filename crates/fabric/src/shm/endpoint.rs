@@ -7,12 +7,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
-use super::control::{Control, FENCED, OPEN};
 use super::handshake::{self, Reply, Welcome};
 use super::mailbox::{Direction, Ring, mailbox_bytes};
 use super::socket;
 use super::watch::{Link, watch};
 use crate::Memory;
+use crate::control::{Control, FENCED, OPEN};
 use crate::keys::Right;
 use crate::memory::{copy, u64_from};
 use crate::target::{Identity, Region};

@@ -7,7 +7,6 @@
 //!
 //! An endpoint must not be used in a child after `fork`: parent and child would share its slot.
 
-mod control;
 mod door;
 mod endpoint;
 pub mod handshake;

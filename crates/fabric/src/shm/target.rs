@@ -1,6 +1,6 @@
 //! The target's end: it hands out its memory once per connection, then only changes keys.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -13,13 +13,12 @@ use std::time::Duration;
 
 use rustix::event::EventfdFlags;
 
-use super::control::{Control, FENCED};
 use super::door::Doorkeeper;
 use super::mailbox::Ring;
 use super::{Options, socket};
 use crate::Memory;
-use crate::keys::{AddressSpace, Grant, KeySlots, split};
-use crate::memory::u64_from;
+use crate::control::{Control, FENCED};
+use crate::tables::Tables;
 use crate::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
 use crate::work::Key;
 
@@ -46,10 +45,7 @@ pub(super) struct State {
     pub(super) peers: Vec<Option<Peer>>,
     /// Messages of endpoints that are gone; the oldest give way.
     pub(super) departed: VecDeque<(Identity, Ring)>,
-    pub(super) regions: Vec<Registered>,
-    pub(super) space: AddressSpace,
-    pub(super) keys: KeySlots,
-    pub(super) fenced: HashMap<Host, u64>,
+    pub(super) tables: Tables,
 }
 
 pub(super) struct Peer {
@@ -57,12 +53,6 @@ pub(super) struct Peer {
     pub(super) socket: Arc<OwnedFd>,
     pub(super) inbox: Ring,
     pub(super) outbox: Ring,
-}
-
-pub(super) struct Registered {
-    pub(super) memory: Arc<Memory>,
-    pub(super) scope: Scope,
-    pub(super) region: Region,
 }
 
 impl ShmTarget {
@@ -87,10 +77,7 @@ impl ShmTarget {
         let state = State {
             peers: (0..options.endpoints_max).map(|_| None).collect(),
             departed: VecDeque::new(),
-            regions: Vec::new(),
-            space: AddressSpace::default(),
-            keys: KeySlots::new(options.regions_max, options.windows_max, secret),
-            fenced: HashMap::new(),
+            tables: Tables::new(options.regions_max, options.windows_max, secret),
         };
         let (listener, inode) = socket::listen(path).map_err(|e| system("cannot listen", named(e)))?;
         let state = Mutex::new(state);
@@ -148,23 +135,11 @@ impl Shared {
 
 impl Target for ShmTarget {
     fn register(&self, memory: Arc<Memory>, access: Access, scope: Scope) -> Result<Region, TargetError> {
-        let mut state = self.shared.lock();
-        let (index, key) = state.keys.take_region()?;
-        let len = u64_from(memory.len());
-        let range = state.space.place(len);
-        let region = Region { base: range.start, len, key };
-        let grant = Grant { base: region.base, len, access, scope, region: index };
-        self.shared.control.bind(key, &grant);
-        state.regions.push(Registered { memory, scope, region: region.clone() });
-        Ok(region)
+        self.shared.lock().tables.register(&self.shared.control, memory, access, scope)
     }
 
     fn bind(&self, window: &WindowSpec) -> Result<Key, TargetError> {
-        let mut state = self.shared.lock();
-        let grant = state.space.grant(window)?;
-        let key = state.keys.take_window()?;
-        self.shared.control.bind(key, &grant);
-        Ok(key)
+        self.shared.lock().tables.bind(&self.shared.control, window)
     }
 
     fn invalidate(&self, key: Key) -> Result<(), TargetError> {
@@ -177,14 +152,13 @@ impl Target for ShmTarget {
         for slot in 0..self.shared.control.endpoints() {
             self.shared.control.drain(slot, None);
         }
-        self.shared.lock().keys.give_back(split(key).0);
+        self.shared.lock().tables.give_back(key);
         Ok(())
     }
 
     fn fence(&self, host: Host, epoch: u64) {
         let mut state = self.shared.lock();
-        let last = state.fenced.entry(host).or_insert(epoch);
-        *last = epoch.max(*last);
+        state.tables.fence(host, epoch);
         let is_fenced = |peer: &Peer| peer.who.host == host && peer.who.epoch <= epoch;
         let slots: Vec<usize> = (0..state.peers.len())
             .filter(|&slot| state.peers[slot].as_ref().is_some_and(is_fenced))
@@ -220,10 +194,10 @@ impl Target for ShmTarget {
             return 0;
         };
         let mut state = self.shared.lock();
-        let fenced = state.fenced.get(&to).copied();
+        let State { peers, tables, .. } = &mut *state;
         let mut taken = 0;
-        for peer in state.peers.iter_mut().flatten() {
-            if peer.who.host == to && fenced.is_none_or(|epoch| peer.who.epoch > epoch) {
+        for peer in peers.iter_mut().flatten() {
+            if peer.who.host == to && !tables.is_fenced(peer.who) {
                 // SAFETY: pointer and length of a slice, and its length is within the limit.
                 let put = unsafe { peer.outbox.put(0, message.as_ptr(), len) };
                 taken += usize::from(put == Ok(true));

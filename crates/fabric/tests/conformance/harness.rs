@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::sim::{SimFabric, SimOptions, SimTarget};
+use aquifer_fabric::tcp::{self, ClusterKey, ConnectOptions, TcpTarget};
 use aquifer_fabric::{
     Access, Completion, Endpoint, EndpointError, Host, Identity, Key, Limits, LocalKey, LocalSlice, Memory,
     Region, RemoteAddr, Scope, Target, Tenant, Verb, Work, WorkError,
@@ -77,6 +78,46 @@ impl Harness for ShmHarness {
 
     fn connect(&self, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
         shm::connect(&self.folder.path().join("node"), who)
+    }
+
+    fn settle(&self) {
+        std::thread::yield_now();
+    }
+
+    fn kill_target(&mut self) {
+        self.target = None;
+    }
+}
+
+/// Over TCP, as `SEALED` says: encrypted or not.
+pub struct TcpHarness<const SEALED: bool> {
+    target: Option<TcpTarget>,
+    address: std::net::SocketAddr,
+}
+
+const KEY: ClusterKey = ClusterKey([7; 32]);
+
+impl<const SEALED: bool> Harness for TcpHarness<SEALED> {
+    fn start() -> Self {
+        let options = tcp::Options {
+            endpoints_max: ENDPOINTS_MAX,
+            regions_max: REGIONS_MAX,
+            windows_max: WINDOWS_MAX,
+            limits: LIMITS,
+            threads: 2,
+            ..tcp::Options::default()
+        };
+        let target = TcpTarget::listen("127.0.0.1:0".parse().unwrap(), &KEY, options).unwrap();
+        Self { address: target.address(), target: Some(target) }
+    }
+
+    fn target(&self) -> &dyn Target {
+        self.target.as_ref().unwrap()
+    }
+
+    fn connect(&self, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
+        let options = ConnectOptions { encrypt: SEALED, ..ConnectOptions::default() };
+        tcp::connect(self.address, &KEY, who, options)
     }
 
     fn settle(&self) {

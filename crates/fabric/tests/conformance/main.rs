@@ -8,13 +8,21 @@ mod keys;
 mod limits;
 mod messages;
 
-use harness::{ShmHarness, SimHarness};
+use harness::{ShmHarness, SimHarness, TcpHarness};
 
 macro_rules! conformance {
     ($($module:ident :: $test:ident),* $(,)?) => {
         mod shm {
             use super::*;
             $(#[test] fn $test() { $module::$test::<ShmHarness>(); })*
+        }
+        mod tcp {
+            use super::*;
+            $(#[test] fn $test() { $module::$test::<TcpHarness<false>>(); })*
+        }
+        mod tcp_sealed {
+            use super::*;
+            $(#[test] fn $test() { $module::$test::<TcpHarness<true>>(); })*
         }
         mod sim {
             use super::*;

@@ -10,10 +10,10 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
-use super::ENDPOINTS_LIMIT;
 use crate::Memory;
 use crate::keys::{Grant, split};
 use crate::memory::u64_from;
+use crate::shm::ENDPOINTS_LIMIT;
 use crate::target::{Access, Host, Identity, Scope, Tenant};
 use crate::work::Key;
 
@@ -42,9 +42,9 @@ const LEN_IN: usize = 16;
 const SCOPE_IN: usize = 24;
 
 /// Slot states.
-pub(super) const FREE: u32 = 0;
-pub(super) const OPEN: u32 = 1;
-pub(super) const FENCED: u32 = 2;
+pub(crate) const FREE: u32 = 0;
+pub(crate) const OPEN: u32 = 1;
+pub(crate) const FENCED: u32 = 2;
 
 /// A waiter looks this often before it yields, and yields this often before it sleeps.
 const SPINS: u32 = 200;
@@ -53,7 +53,7 @@ const NAP: Duration = Duration::from_micros(50);
 
 /// The mapped control memory of one target.
 #[derive(Debug)]
-pub(super) struct Control {
+pub(crate) struct Control {
     memory: Memory,
     endpoints: usize,
     keys: usize,

@@ -1,0 +1,91 @@
+//! What a target with real memory keeps beside its control memory: regions, keys, fences.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::Memory;
+use crate::control::Control;
+use crate::keys::{AddressSpace, Grant, KeySlots, admits, split};
+use crate::memory::u64_from;
+use crate::target::{Access, Host, Identity, Region, Scope, TargetError, WindowSpec};
+use crate::work::Key;
+
+/// A registered region.
+#[derive(Debug)]
+pub(crate) struct Registered {
+    pub memory: Arc<Memory>,
+    scope: Scope,
+    region: Region,
+}
+
+/// The tables of one target. Its owner locks them.
+#[derive(Debug)]
+pub(crate) struct Tables {
+    pub regions: Vec<Registered>,
+    space: AddressSpace,
+    keys: KeySlots,
+    fenced: HashMap<Host, u64>,
+}
+
+impl Tables {
+    pub fn new(regions_max: usize, windows_max: usize, secret: u64) -> Self {
+        Self {
+            regions: Vec::new(),
+            space: AddressSpace::default(),
+            keys: KeySlots::new(regions_max, windows_max, secret),
+            fenced: HashMap::new(),
+        }
+    }
+
+    pub fn register(
+        &mut self,
+        control: &Control,
+        memory: Arc<Memory>,
+        access: Access,
+        scope: Scope,
+    ) -> Result<Region, TargetError> {
+        let (index, key) = self.keys.take_region()?;
+        let len = u64_from(memory.len());
+        let range = self.space.place(len);
+        let region = Region { base: range.start, len, key };
+        control.bind(key, &Grant { base: region.base, len, access, scope, region: index });
+        self.regions.push(Registered { memory, scope, region: region.clone() });
+        Ok(region)
+    }
+
+    pub fn bind(&mut self, control: &Control, window: &WindowSpec) -> Result<Key, TargetError> {
+        let grant = self.space.grant(window)?;
+        let key = self.keys.take_window()?;
+        control.bind(key, &grant);
+        Ok(key)
+    }
+
+    /// The key is dead and drained: its slot may be bound anew.
+    pub fn give_back(&mut self, key: Key) {
+        self.keys.give_back(split(key).0);
+    }
+
+    pub fn fence(&mut self, host: Host, epoch: u64) {
+        let last = self.fenced.entry(host).or_insert(epoch);
+        *last = epoch.max(*last);
+    }
+
+    pub fn is_fenced(&self, who: Identity) -> bool {
+        self.fenced.get(&who.host).is_some_and(|epoch| who.epoch <= *epoch)
+    }
+
+    /// Why this one may not connect, if it may not.
+    pub fn refusal(&self, who: Identity) -> Option<String> {
+        let fenced = self.fenced.get(&who.host).filter(|_| self.is_fenced(who))?;
+        Some(format!("host {} is fenced up to epoch {fenced}, it has {}", who.host.0, who.epoch))
+    }
+
+    /// The regions as one endpoint may know them: without the keys that are for others.
+    pub fn announce(&self, who: Identity) -> Vec<Region> {
+        let announced = |registered: &Registered| {
+            let key = if admits(registered.scope, who) { registered.region.key } else { Key(0) };
+            Region { key, ..registered.region.clone() }
+        };
+        self.regions.iter().map(announced).collect()
+    }
+}

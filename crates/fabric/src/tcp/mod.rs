@@ -1,0 +1,126 @@
+//! Provider for machines joined by a network: a software RNIC in the target. Its threads serve one-sided work from the wire with
+//! io_uring and never wake the application; keys are checked on every access, as a NIC would.
+//!
+//! Both ends prove that they have the cluster's key before anything else is said (Noise). The bytes are described in
+//! `docs/formats/fabric-tcp.md`.
+//!
+//! A connection that breaks is made anew and goes on where it was: the target remembers what it has done of each session, so the fate of
+//! every posted operation is known. Only if the target itself is gone is it unknown.
+//!
+//! - `endpoint`, `stream`: the initiator's end. `session`: the target's, a state machine over bytes that does no I/O.
+//! - `ring`: the threads that turn sessions. `door`: lets initiators in. `target`: what the memory's owner holds.
+//! - [`secure`], [`hello`], [`wire`]: the bytes.
+
+mod door;
+mod endpoint;
+pub mod hello;
+mod rate;
+mod ring;
+pub mod secure;
+mod session;
+mod stream;
+mod target;
+pub mod wire;
+
+pub use endpoint::{TcpEndpoint, connect};
+pub use secure::ClusterKey;
+pub use target::TcpTarget;
+
+use std::time::Duration;
+
+use crate::work::Limits;
+
+/// Endpoints of one target, at most.
+pub const ENDPOINTS_LIMIT: usize = 256;
+/// Threads of one target, at most.
+pub const THREADS_LIMIT: usize = 64;
+/// Connections that have not yet proved who they are, at most; more wait in the socket's backlog.
+pub const PENDING_LIMIT: usize = 64;
+/// A connection that has not proved who it is by then is closed.
+pub const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
+/// A target keeps the session of a broken connection for so long.
+pub const LINGER_TIME: Duration = Duration::from_secs(5);
+
+/// How a target is set up. Limits are told to endpoints when they connect.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Endpoints, at most [`ENDPOINTS_LIMIT`].
+    pub endpoints_max: usize,
+    /// Regions, at most [`crate::REGIONS_LIMIT`].
+    pub regions_max: usize,
+    /// Windows, at most [`crate::WINDOWS_LIMIT`].
+    pub windows_max: usize,
+    /// What one endpoint can bear.
+    pub limits: Limits,
+    /// Threads that serve, at most [`THREADS_LIMIT`].
+    pub threads: usize,
+    /// Whether everything is encrypted, whatever the endpoint wants.
+    pub encrypt: bool,
+    /// What each tenant may take.
+    pub rate: Rate,
+}
+
+/// What a tenant may take of one target, all its endpoints together; more waits. Bursts of a tenth of a second pass.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Rate {
+    /// Bytes read and written.
+    pub bytes_per_s: Option<u64>,
+    /// Operations.
+    pub operations_per_s: Option<u64>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            endpoints_max: ENDPOINTS_LIMIT,
+            regions_max: crate::REGIONS_LIMIT,
+            windows_max: 65_536,
+            limits: Limits {
+                queue_depth: 256,
+                transfer_bytes_max: 2 << 20,
+                message_bytes_max: 4096,
+                receive_depth: 64,
+                local_regions_max: 64,
+            },
+            threads: 1,
+            encrypt: false,
+            rate: Rate::default(),
+        }
+    }
+}
+
+impl Options {
+    /// The first number that is out of bounds, as a sentence.
+    fn fault(&self) -> Option<String> {
+        let bounds = [
+            ("endpoints_max", self.endpoints_max, ENDPOINTS_LIMIT),
+            ("regions_max", self.regions_max, crate::REGIONS_LIMIT),
+            ("windows_max", self.windows_max, crate::WINDOWS_LIMIT),
+            ("threads", self.threads, THREADS_LIMIT),
+        ];
+        let out = bounds.into_iter().find(|&(_, value, limit)| value == 0 || value > limit);
+        out.map(|(name, value, limit)| format!("{name} is {value}, it must be between 1 and {limit}"))
+            .or_else(|| hello::limits_fault(&self.limits).map(|name| format!("{name} is out of bounds")))
+    }
+}
+
+/// How an initiator connects.
+#[derive(Clone, Debug)]
+pub struct ConnectOptions {
+    /// Whether everything is encrypted, whatever the target wants.
+    pub encrypt: bool,
+    /// An operation that has no answer for so long breaks the endpoint.
+    pub operation_time: Duration,
+    /// A broken connection is tried again for so long. A target that refuses is gone at once.
+    pub reconnect_time: Duration,
+}
+
+impl Default for ConnectOptions {
+    fn default() -> Self {
+        Self {
+            encrypt: false,
+            operation_time: Duration::from_secs(10),
+            reconnect_time: Duration::from_secs(2),
+        }
+    }
+}

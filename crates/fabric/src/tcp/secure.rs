@@ -1,0 +1,300 @@
+//! Who is at the other end. Both prove with a Noise handshake that they have the cluster's key, and get fresh keys for this connection alone;
+//! with encryption on, everything later is sealed under those.
+
+use std::io::{self, Read, Write};
+
+use snow::{Builder, HandshakeState, TransportState};
+
+/// First bytes of a connection, both ways.
+pub const MAGIC: [u8; 6] = *b"AQFTCP";
+/// The only version there is.
+pub const VERSION: u16 = 1;
+/// Bytes of one sealed record or handshake message, at most.
+const RECORD_BYTES_MAX: usize = 65_535;
+/// What sealing adds.
+const TAG_BYTES: usize = 16;
+/// Bytes that one record can carry.
+const PLAIN_BYTES_MAX: usize = RECORD_BYTES_MAX - TAG_BYTES;
+/// Nobody at the other end needs more to say who it is.
+const HANDSHAKE_BYTES_MAX: usize = 4096;
+const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
+
+/// The secret that makes a cluster: who has it may lend and borrow.
+#[derive(Clone, PartialEq, Eq)]
+pub struct ClusterKey(pub [u8; 32]);
+
+impl std::fmt::Debug for ClusterKey {
+    /// Keys stay out of logs.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("ClusterKey(..)")
+    }
+}
+
+impl ClusterKey {
+    /// A fresh one.
+    ///
+    /// # Errors
+    /// If the system gives no random bytes.
+    pub fn generate() -> io::Result<Self> {
+        let mut key = [0; 32];
+        rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())?;
+        Ok(Self(key))
+    }
+}
+
+/// Why the other end could not prove who it is.
+#[derive(Debug, thiserror::Error)]
+pub enum SecureError {
+    /// The connection failed.
+    #[error("{0}")]
+    System(#[from] io::Error),
+    /// It speaks something else.
+    #[error("it does not begin as this protocol does")]
+    Magic,
+    /// Another version.
+    #[error("it speaks version {0} of the protocol, this program speaks version {VERSION}")]
+    Version(u16),
+    /// The proof failed.
+    #[error("it does not have this cluster's key")]
+    Stranger,
+    /// Longer than anything that may come here.
+    #[error("a message of {0} bytes is too long for a handshake")]
+    TooLong(usize),
+}
+
+impl From<snow::Error> for SecureError {
+    fn from(_: snow::Error) -> Self {
+        Self::Stranger
+    }
+}
+
+fn noise(key: &ClusterKey, initiator: bool) -> Result<HandshakeState, SecureError> {
+    let parameters = PATTERN.parse().expect("the pattern is a constant");
+    let builder = Builder::new(parameters).psk(0, &key.0)?.prologue(&MAGIC)?;
+    Ok(if initiator { builder.build_initiator()? } else { builder.build_responder()? })
+}
+
+/// A connection whose other end has proved itself, still speaking in sealed messages.
+#[derive(Debug)]
+pub struct Secured<S> {
+    stream: S,
+    seal: Seal,
+}
+
+/// The initiator's part.
+///
+/// # Errors
+/// If the connection fails or the other end cannot prove itself.
+pub fn initiate<S: Read + Write>(mut stream: S, key: &ClusterKey) -> Result<Secured<S>, SecureError> {
+    let mut noise = noise(key, true)?;
+    let mut buffer = [0; HANDSHAKE_BYTES_MAX];
+    let len = noise.write_message(&[], &mut buffer)?;
+    let mut first = preamble().to_vec();
+    frame(&mut first, &buffer[..len]);
+    stream.write_all(&first)?;
+    read_preamble(&mut stream)?;
+    let answer = read_frame(&mut stream)?;
+    noise.read_message(&answer, &mut buffer)?;
+    Ok(Secured { stream, seal: Seal(Box::new(noise.into_transport_mode()?)) })
+}
+
+/// The target's part.
+///
+/// # Errors
+/// If the connection fails or the other end cannot prove itself. Then it has been told which versions differ, or nothing.
+pub fn respond<S: Read + Write>(mut stream: S, key: &ClusterKey) -> Result<Secured<S>, SecureError> {
+    let mut noise = noise(key, false)?;
+    let mut buffer = [0; HANDSHAKE_BYTES_MAX];
+    let theirs = read_preamble(&mut stream);
+    stream.write_all(&preamble())?;
+    theirs?;
+    let question = read_frame(&mut stream)?;
+    if let Err(error) = noise.read_message(&question, &mut buffer) {
+        // An empty answer says: your key is not ours.
+        stream.write_all(&0_u16.to_le_bytes())?;
+        return Err(error.into());
+    }
+    let len = noise.write_message(&[], &mut buffer)?;
+    let mut answer = Vec::new();
+    frame(&mut answer, &buffer[..len]);
+    stream.write_all(&answer)?;
+    Ok(Secured { stream, seal: Seal(Box::new(noise.into_transport_mode()?)) })
+}
+
+impl<S: Read + Write> Secured<S> {
+    /// Say something, sealed.
+    ///
+    /// # Errors
+    /// If the connection fails.
+    pub fn say(&mut self, message: &[u8]) -> Result<(), SecureError> {
+        let mut record = Vec::new();
+        self.seal.close(message, &mut record);
+        Ok(self.stream.write_all(&record)?)
+    }
+
+    /// Hear what the other end says, opened.
+    ///
+    /// # Errors
+    /// If the connection fails, or somebody has meddled with it.
+    pub fn hear(&mut self) -> Result<Vec<u8>, SecureError> {
+        let record = read_frame(&mut self.stream)?;
+        let mut message = vec![0; record.len()];
+        let len = self.seal.0.read_message(&record, &mut message)?;
+        message.truncate(len);
+        Ok(message)
+    }
+
+    /// The connection, and what seals it.
+    pub fn into_parts(self) -> (S, Seal) {
+        (self.stream, self.seal)
+    }
+}
+
+fn preamble() -> [u8; 8] {
+    let mut bytes = [0; 8];
+    bytes[..6].copy_from_slice(&MAGIC);
+    bytes[6..].copy_from_slice(&VERSION.to_le_bytes());
+    bytes
+}
+
+fn read_preamble(stream: &mut impl Read) -> Result<(), SecureError> {
+    let mut bytes = [0; 8];
+    stream.read_exact(&mut bytes)?;
+    if bytes[..6] != MAGIC {
+        return Err(SecureError::Magic);
+    }
+    match u16::from_le_bytes([bytes[6], bytes[7]]) {
+        VERSION => Ok(()),
+        other => Err(SecureError::Version(other)),
+    }
+}
+
+fn frame(out: &mut Vec<u8>, message: &[u8]) {
+    let len = u16::try_from(message.len()).expect("handshake messages are short");
+    out.extend_from_slice(&len.to_le_bytes());
+    out.extend_from_slice(message);
+}
+
+fn read_frame(stream: &mut impl Read) -> Result<Vec<u8>, SecureError> {
+    let mut len = [0; 2];
+    stream.read_exact(&mut len)?;
+    let len = usize::from(u16::from_le_bytes(len));
+    if len > HANDSHAKE_BYTES_MAX {
+        return Err(SecureError::TooLong(len));
+    }
+    if len == 0 {
+        return Err(SecureError::Stranger);
+    }
+    let mut message = vec![0; len];
+    stream.read_exact(&mut message)?;
+    Ok(message)
+}
+
+/// Seals what is sent and opens what comes, in records of a u16 length and so many bytes.
+pub struct Seal(Box<TransportState>);
+
+impl std::fmt::Debug for Seal {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Seal(..)")
+    }
+}
+
+impl Seal {
+    /// Append `plain`, sealed, to `out`.
+    pub fn close(&mut self, plain: &[u8], out: &mut Vec<u8>) {
+        for part in plain.chunks(PLAIN_BYTES_MAX) {
+            let at = out.len();
+            out.resize(at + 2 + part.len() + TAG_BYTES, 0);
+            let len = self
+                .0
+                .write_message(part, &mut out[at + 2..])
+                .expect("the buffer fits, 2^64 records do not come");
+            let len = u16::try_from(len).expect("records are that short");
+            out[at..at + 2].copy_from_slice(&len.to_le_bytes());
+        }
+    }
+
+    /// Append to `plain` what the whole records in `sealed` carry; how many bytes of `sealed` those were.
+    ///
+    /// # Errors
+    /// If somebody has meddled with it.
+    pub fn open(&mut self, sealed: &[u8], plain: &mut Vec<u8>) -> Result<usize, SecureError> {
+        let mut at = 0;
+        while let Some(head) = sealed.get(at..at + 2) {
+            let len = usize::from(u16::from_le_bytes([head[0], head[1]]));
+            let Some(record) = sealed.get(at + 2..at + 2 + len) else {
+                break;
+            };
+            let end = plain.len();
+            plain.resize(end + len, 0);
+            let opened = self.0.read_message(record, &mut plain[end..])?;
+            plain.truncate(end + opened);
+            at += 2 + len;
+        }
+        Ok(at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    fn pair(
+        one: &ClusterKey,
+        other: &ClusterKey,
+    ) -> (Result<Secured<UnixStream>, SecureError>, Result<Secured<UnixStream>, SecureError>) {
+        let (left, right) = UnixStream::pair().unwrap();
+        std::thread::scope(|scope| {
+            let responder = scope.spawn(|| respond(right, other));
+            let initiator = initiate(left, one);
+            (initiator, responder.join().unwrap())
+        })
+    }
+
+    #[test]
+    fn who_has_the_key_is_heard() {
+        let key = ClusterKey::generate().unwrap();
+        let (one, other) = pair(&key, &key);
+        let (mut one, mut other) = (one.unwrap(), other.unwrap());
+        one.say(b"hello").unwrap();
+        assert_eq!(other.hear().unwrap(), b"hello");
+        let (mut left, mut right) = (one.into_parts().1, other.into_parts().1);
+        let plain: Vec<u8> = (0..200_000_u32).map(|at| at.to_le_bytes()[0]).collect();
+        let (mut sealed, mut opened) = (Vec::new(), Vec::new());
+        left.close(&plain, &mut sealed);
+        assert!(!sealed.windows(64).any(|window| window == &plain[..64]));
+        let first = right.open(&sealed[..100_000], &mut opened).unwrap();
+        assert_eq!(right.open(&sealed[first..], &mut opened).unwrap(), sealed.len() - first);
+        assert!(opened == plain);
+        left.close(b"secret", &mut sealed);
+        let last = sealed.len() - 1;
+        sealed[last] ^= 1;
+        let start = sealed.len() - 2 - 6 - TAG_BYTES;
+        assert!(right.open(&sealed[start..], &mut opened).is_err(), "meddling is noticed");
+    }
+
+    #[test]
+    fn strangers_are_told_so() {
+        let (one, other) = pair(&ClusterKey([1; 32]), &ClusterKey([2; 32]));
+        assert!(matches!(one, Err(SecureError::Stranger)), "{one:?}");
+        assert!(matches!(other, Err(SecureError::Stranger)), "{other:?}");
+    }
+
+    #[test]
+    fn other_protocols_and_versions_are_told_apart() {
+        let hear = |bytes: &[u8]| {
+            let (mut left, right) = UnixStream::pair().unwrap();
+            left.write_all(bytes).unwrap();
+            left.shutdown(std::net::Shutdown::Write).unwrap();
+            respond(right, &ClusterKey([0; 32])).unwrap_err()
+        };
+        assert!(matches!(hear(b"GET / HTTP/1.1\r\n"), SecureError::Magic));
+        assert!(matches!(hear(b"AQFTCP\x09\0...."), SecureError::Version(9)));
+        assert!(matches!(hear(b"AQFTCP\x01\0\xff\xff...."), SecureError::TooLong(65_535)));
+        assert!(matches!(hear(b"AQFTCP\x01\0\x05\0abcde"), SecureError::Stranger));
+        assert!(matches!(hear(b"AQFTC"), SecureError::System(_)));
+        assert!(!format!("{:?}", ClusterKey([7; 32])).contains('7'));
+    }
+}

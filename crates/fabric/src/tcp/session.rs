@@ -1,0 +1,339 @@
+//! The target's end of one session: a state machine that takes bytes, touches memory as they say and makes bytes. It does no I/O.
+//!
+//! It outlives its connection for a while: an initiator that comes back tells how many answers it has, and gets the rest.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::hello::Resume;
+use super::target::{Peer, Shared};
+use super::wire::{self, ANSWER_BYTES, Answer, REQUEST_BYTES, Request, padded};
+use crate::control::FENCED;
+use crate::keys::Right;
+use crate::memory::{copy, u64_from};
+use crate::target::Identity;
+use crate::work::{Key, WorkError};
+
+/// With so many bytes of answers not yet sent, no further request is looked at.
+pub(super) const ANSWERS_BYTES_MAX: usize = 512 << 10;
+
+/// The initiator said something that no initiator says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Nonsense(pub &'static str);
+
+/// An answer as it was given, to be given again.
+#[derive(Clone, Copy, Debug)]
+struct Given {
+    outcome: Result<u64, WorkError>,
+    /// The READ that it was, to be done again: it changes nothing.
+    read: Option<Request>,
+}
+
+/// What comes next.
+#[derive(Debug)]
+enum Next {
+    Request,
+    /// The rest of a WRITE's bytes.
+    Bytes {
+        request: Request,
+        taken: u32,
+        outcome: Result<u64, WorkError>,
+    },
+    /// The rest of a message.
+    Message {
+        len: u32,
+        bytes: Vec<u8>,
+    },
+    /// The word to store.
+    Word(Request),
+}
+
+/// One session.
+#[derive(Debug)]
+pub(super) struct Session {
+    pub who: Identity,
+    pub slot: usize,
+    pub peer: Arc<Peer>,
+    shared: Arc<Shared>,
+    next: Next,
+    /// Requests done.
+    done: u64,
+    /// The last answers, as many as an initiator can lack.
+    given: VecDeque<Given>,
+    /// It has left in good order.
+    pub has_left: bool,
+    /// Bytes moved and requests done since [`Self::take_work`].
+    work: (u64, u64),
+}
+
+impl Session {
+    pub fn new(shared: &Arc<Shared>, peer: &Arc<Peer>, slot: usize) -> Self {
+        Self {
+            who: peer.who,
+            slot,
+            peer: Arc::clone(peer),
+            shared: Arc::clone(shared),
+            next: Next::Request,
+            done: 0,
+            given: VecDeque::with_capacity(shared.options.limits.queue_depth),
+            has_left: false,
+            work: (0, 0),
+        }
+    }
+
+    /// Requests done.
+    pub fn done(&self) -> u64 {
+        self.done
+    }
+
+    /// What was done since the last call: bytes moved, requests.
+    pub fn take_work(&mut self) -> (u64, u64) {
+        std::mem::take(&mut self.work)
+    }
+
+    /// The connection broke: what had come in part never came.
+    pub fn forget_partial(&mut self) {
+        self.next = Next::Request;
+    }
+
+    /// The initiator is back: append the answers that it lacks. False if it cannot be.
+    pub fn resume(&mut self, resume: &Resume, out: &mut Vec<u8>) -> bool {
+        let Some(lacking) =
+            self.done.checked_sub(resume.answered).and_then(|lacking| usize::try_from(lacking).ok())
+        else {
+            return false;
+        };
+        if lacking > self.given.len() || !self.peer.resume(resume.heard, resume.taken) {
+            return false;
+        }
+        for at in self.given.len() - lacking..self.given.len() {
+            let Given { outcome, read } = self.given[at];
+            match read {
+                // It may fail now: its key may have died meanwhile.
+                Some(request) => drop(self.read(&request, out)),
+                None => out.extend_from_slice(Answer::new(wire::ANSWER, outcome, 0).as_bytes()),
+            }
+        }
+        true
+    }
+
+    /// Do what `input` asks, append the answers to `out`; how many bytes were used, a multiple of 8. The rest is to be offered again with
+    /// more behind it. Called with the slot's `active` word odd.
+    pub fn feed(&mut self, input: &[u8], out: &mut Vec<u8>) -> Result<usize, Nonsense> {
+        let mut at = 0;
+        while out.len() < ANSWERS_BYTES_MAX && !self.has_left {
+            let used = self.step(&input[at..], out)?;
+            if used == 0 {
+                break;
+            }
+            at += used;
+        }
+        Ok(at)
+    }
+
+    fn step(&mut self, input: &[u8], out: &mut Vec<u8>) -> Result<usize, Nonsense> {
+        match &mut self.next {
+            Next::Request => {
+                let Ok((request, _)) = Request::read_from_prefix(input) else {
+                    return Ok(0);
+                };
+                self.begin(request, out)?;
+                Ok(REQUEST_BYTES)
+            }
+            Next::Word(request) => {
+                let Ok((desired, _)) = u64::read_from_prefix(input) else {
+                    return Ok(0);
+                };
+                let request = *request;
+                let expected = request.value.get();
+                let outcome = self.word(&request).map(|word| {
+                    let swapped = word.compare_exchange(
+                        expected,
+                        u64::from_le(desired),
+                        Ordering::SeqCst,
+                        Ordering::SeqCst,
+                    );
+                    swapped.unwrap_or_else(|found| found)
+                });
+                self.next = Next::Request;
+                self.answer(outcome, out);
+                Ok(8)
+            }
+            Next::Message { len, bytes } => {
+                let left = padded(*len) - bytes.len();
+                let take = left.min(input.len() & !7);
+                bytes.extend_from_slice(&input[..take]);
+                if take == left {
+                    bytes.truncate(*len as usize);
+                    let message = std::mem::take(bytes);
+                    self.next = Next::Request;
+                    let outcome = self.deliver(message);
+                    self.answer(outcome, out);
+                }
+                Ok(take)
+            }
+            Next::Bytes { .. } => Ok(self.write_some(input, out)),
+        }
+    }
+
+    fn begin(&mut self, request: Request, out: &mut Vec<u8>) -> Result<(), Nonsense> {
+        let limits = &self.shared.options.limits;
+        let len = request.len.get();
+        match request.kind {
+            wire::READ if len <= limits.transfer_bytes_max => {
+                let outcome = self.read(&request, out);
+                self.count(Given { outcome, read: outcome.is_ok().then_some(request) });
+            }
+            wire::WRITE if len <= limits.transfer_bytes_max => {
+                self.next = Next::Bytes { request, taken: 0, outcome: Ok(u64::from(len)) };
+                self.write_some(&[], out);
+            }
+            wire::SWAP => self.next = Next::Word(request),
+            wire::ADD => {
+                let add = request.value.get();
+                let outcome = self.word(&request).map(|word| word.fetch_add(add, Ordering::SeqCst));
+                self.answer(outcome, out);
+            }
+            wire::SEND if len <= limits.message_bytes_max => {
+                if len == 0 {
+                    let outcome = self.deliver(Vec::new());
+                    self.answer(outcome, out);
+                } else {
+                    self.next = Next::Message { len, bytes: Vec::with_capacity(padded(len)) };
+                }
+            }
+            wire::CREDIT => {
+                if !self.peer.credit(len) {
+                    return Err(Nonsense("more messages were taken than were sent"));
+                }
+            }
+            wire::BYE => self.has_left = true,
+            wire::READ | wire::WRITE | wire::SEND => {
+                return Err(Nonsense("a request is longer than the limits"));
+            }
+            _ => return Err(Nonsense("a request has an unknown kind")),
+        }
+        Ok(())
+    }
+
+    /// Answer a READ; what was answered.
+    fn read(&mut self, request: &Request, out: &mut Vec<u8>) -> Result<u64, WorkError> {
+        let len = request.len.get();
+        let from = match self.locate(request, request.addr.get(), u64::from(len), Right::Read) {
+            Ok(from) => from,
+            Err(error) => {
+                out.extend_from_slice(Answer::new(wire::ANSWER, Err(error), 0).as_bytes());
+                return Err(error);
+            }
+        };
+        let outcome = Ok(u64::from(len));
+        self.work.0 += u64::from(len);
+        out.reserve(ANSWER_BYTES + padded(len));
+        out.extend_from_slice(Answer::new(wire::ANSWER, outcome, len).as_bytes());
+        let at = out.len();
+        // SAFETY: `locate` proved the source to be inside a mapping that `shared` holds; the destination was reserved and
+        // its padding is written too.
+        unsafe {
+            let to = out.as_mut_ptr().add(at);
+            to.add(len as usize).write_bytes(0, padded(len) - len as usize);
+            copy(to, from, len as usize);
+            out.set_len(at + padded(len));
+        }
+        // Later operations of this session come after this one.
+        fence(Ordering::AcqRel);
+        outcome
+    }
+
+    /// Write what has come of a WRITE. The key is asked anew for each part: it may have died in between.
+    fn write_some(&mut self, input: &[u8], out: &mut Vec<u8>) -> usize {
+        let Next::Bytes { request, taken, outcome } = &self.next else {
+            unreachable!("the caller looked");
+        };
+        let (request, taken, mut outcome) = (*request, *taken, *outcome);
+        let len = request.len.get();
+        let left = padded(len) - taken as usize;
+        let take = left.min(input.len() & !7);
+        let bytes = take.min((len - taken) as usize);
+        // The whole range is asked for, so that nothing is written if not all may be.
+        let to =
+            outcome.and_then(|_| self.locate(&request, request.addr.get(), u64::from(len), Right::Write));
+        match to {
+            Ok(to) => {
+                fence(Ordering::AcqRel);
+                // SAFETY: `locate` proved all `len` bytes to be inside a mapping that `shared` holds, and `taken + bytes` is at most `len`.
+                unsafe { copy(to.add(taken as usize), input.as_ptr(), bytes) };
+                fence(Ordering::AcqRel);
+                self.work.0 += u64_from(bytes);
+            }
+            Err(error) => outcome = Err(error),
+        }
+        if take == left {
+            self.next = Next::Request;
+            self.answer(outcome, out);
+        } else {
+            let taken = taken + u32::try_from(take).expect("below the request's length");
+            self.next = Next::Bytes { request, taken, outcome };
+        }
+        take
+    }
+
+    fn deliver(&self, message: Vec<u8>) -> Result<u64, WorkError> {
+        self.obstacle()?;
+        let len = u64_from(message.len());
+        let stamp = self.shared.control.next_stamp();
+        if self.peer.deliver(stamp, message, self.shared.options.limits.receive_depth) {
+            Ok(len)
+        } else {
+            Err(WorkError::ReceiverNotReady)
+        }
+    }
+
+    fn answer(&mut self, outcome: Result<u64, WorkError>, out: &mut Vec<u8>) {
+        out.extend_from_slice(Answer::new(wire::ANSWER, outcome, 0).as_bytes());
+        self.count(Given { outcome, read: None });
+    }
+
+    fn count(&mut self, given: Given) {
+        if self.given.len() == self.shared.options.limits.queue_depth {
+            self.given.pop_front();
+        }
+        self.work.1 += 1;
+        self.given.push_back(given);
+        self.done += 1;
+    }
+
+    fn obstacle(&self) -> Result<(), WorkError> {
+        if self.shared.control.state(self.slot) == FENCED { Err(WorkError::Fenced) } else { Ok(()) }
+    }
+
+    /// Where a remote range is, if the key opens it.
+    #[inline]
+    fn locate(&self, request: &Request, addr: u64, len: u64, right: Right) -> Result<*mut u8, WorkError> {
+        self.obstacle()?;
+        let grant = self.shared.control.lookup(Key(request.key.get())).ok_or(WorkError::RemoteAccess)?;
+        grant.check(self.who, right, addr, len)?;
+        let placed = self.shared.memories.get(grant.region).and_then(|placed| placed.get());
+        let (base, memory) = placed.ok_or(WorkError::RemoteAccess)?;
+        let offset = addr.checked_sub(*base).ok_or(WorkError::RemoteAccess)?;
+        let size = u64_from(memory.len());
+        if offset > size || len > size - offset {
+            return Err(WorkError::RemoteAccess);
+        }
+        // SAFETY: `offset` is at most the length of the mapping.
+        Ok(unsafe { memory.as_ptr().add(usize::try_from(offset).expect("inside a mapping")) })
+    }
+
+    #[inline]
+    fn word(&self, request: &Request) -> Result<&AtomicU64, WorkError> {
+        let addr = request.addr.get();
+        if !addr.is_multiple_of(8) {
+            return Err(WorkError::Misaligned);
+        }
+        let word = self.locate(request, addr, 8, Right::Atomic)?.cast::<u64>();
+        // SAFETY: inside a mapping that `shared` holds; aligned, because regions begin at multiples of 8 here and there.
+        Ok(unsafe { AtomicU64::from_ptr(word) })
+    }
+}

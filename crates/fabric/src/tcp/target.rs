@@ -1,0 +1,401 @@
+//! The target's end: it changes keys and fences; threads of its own serve.
+
+use std::collections::VecDeque;
+use std::hash::{BuildHasher, RandomState};
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::EventfdFlags;
+use zerocopy::IntoBytes;
+
+use super::door::Doorkeeper;
+use super::hello::SessionId;
+use super::ring::{Hand, RingThread};
+use super::session::Session;
+use super::wire::{self, Answer, padded};
+use super::{ClusterKey, LINGER_TIME, Options};
+use crate::Memory;
+use crate::control::{Control, FENCED};
+use crate::tables::Tables;
+use crate::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
+use crate::work::Key;
+
+/// A target that goes away waits so long for a request under way.
+const FAREWELL: Duration = Duration::from_secs(1);
+
+/// Memory offered over TCP.
+pub struct TcpTarget {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+    address: SocketAddr,
+}
+
+/// Where a region lies, and its memory.
+pub(super) type Placed = (u64, Arc<Memory>);
+
+pub(super) struct Shared {
+    pub options: Options,
+    pub key: ClusterKey,
+    pub control: Control,
+    /// By region number; read on every access without a lock.
+    pub memories: Box<[OnceLock<Placed>]>,
+    pub state: Mutex<State>,
+    pub hands: Vec<Hand>,
+    pub wake: OwnedFd,
+    pub stop: AtomicBool,
+}
+
+pub(super) struct State {
+    /// Which slots of control memory are taken.
+    pub slots: Vec<bool>,
+    /// Everyone connected, and who left messages behind.
+    pub peers: Vec<Arc<Peer>>,
+    /// Sessions whose connection broke.
+    pub lingering: Vec<(Session, Instant)>,
+    pub tables: Tables,
+}
+
+/// What target, door and ring know of one session.
+#[derive(Debug)]
+pub(super) struct Peer {
+    pub who: Identity,
+    pub id: SessionId,
+    /// Which thread serves it.
+    pub hand: usize,
+    pub slot: usize,
+    pub has_left: AtomicBool,
+    /// Set to have its connection closed: it has been replaced.
+    pub is_stale: AtomicBool,
+    inbox: Mutex<VecDeque<(u64, Vec<u8>)>>,
+    outbox: Mutex<Outbox>,
+}
+
+/// Messages to the initiator, kept until it has taken them: a connection that breaks loses none.
+#[derive(Debug, Default)]
+struct Outbox {
+    untaken: VecDeque<Vec<u8>>,
+    /// Messages taken since the session began.
+    taken: u64,
+    /// Messages put on the wire, those that were taken included.
+    sent: u64,
+}
+
+impl Peer {
+    pub fn new(who: Identity, id: SessionId, hand: usize, slot: usize) -> Arc<Self> {
+        Arc::new(Self {
+            who,
+            id,
+            hand,
+            slot,
+            has_left: AtomicBool::new(false),
+            is_stale: AtomicBool::new(false),
+            inbox: Mutex::new(VecDeque::new()),
+            outbox: Mutex::new(Outbox::default()),
+        })
+    }
+
+    /// A message from the initiator; false if there is no room.
+    pub fn deliver(&self, stamp: u64, message: Vec<u8>, depth: usize) -> bool {
+        let mut inbox = lock(&self.inbox);
+        let has_room = inbox.len() < depth;
+        if has_room {
+            inbox.push_back((stamp, message));
+        }
+        has_room
+    }
+
+    /// The initiator has taken messages; false if there were not so many.
+    pub fn credit(&self, count: u32) -> bool {
+        let mut outbox = lock(&self.outbox);
+        let count = u64::from(count);
+        if count > outbox.sent - outbox.taken {
+            return false;
+        }
+        outbox.taken += count;
+        outbox.untaken.drain(..usize::try_from(count).expect("fewer than there are"));
+        true
+    }
+
+    /// The initiator is back: so many messages have arrived there, and so many of those were taken. False if that cannot be.
+    pub fn resume(&self, heard: u64, taken: u64) -> bool {
+        let mut outbox = lock(&self.outbox);
+        let possible = outbox.taken <= taken && taken <= heard && heard <= outbox.sent;
+        if possible {
+            let newly = usize::try_from(taken - outbox.taken).expect("fewer than were sent");
+            outbox.untaken.drain(..newly);
+            outbox.taken = taken;
+            outbox.sent = heard;
+        }
+        possible
+    }
+
+    /// Put the next message that was not sent into `out`; false if there is none.
+    pub fn next_message(&self, out: &mut Vec<u8>) -> bool {
+        let mut outbox = lock(&self.outbox);
+        let at = usize::try_from(outbox.sent - outbox.taken).expect("bounded by the receive depth");
+        let Some(message) = outbox.untaken.get(at) else {
+            return false;
+        };
+        let len = u32::try_from(message.len()).expect("bounded by the limits");
+        out.extend_from_slice(Answer::new(wire::MESSAGE, Ok(0), len).as_bytes());
+        out.extend_from_slice(message);
+        out.resize(out.len() + padded(len) - message.len(), 0);
+        outbox.sent += 1;
+        true
+    }
+
+    fn post(&self, message: &[u8], depth: usize) -> bool {
+        let mut outbox = lock(&self.outbox);
+        let has_room = outbox.untaken.len() < depth;
+        if has_room {
+            outbox.untaken.push_back(message.to_vec());
+        }
+        has_room
+    }
+
+    fn oldest(&self) -> Option<u64> {
+        lock(&self.inbox).front().map(|(stamp, _)| *stamp)
+    }
+}
+
+impl TcpTarget {
+    /// Offer memory at an address, to whoever proves to have the cluster's key.
+    ///
+    /// # Errors
+    /// If an option is out of bounds, the address is taken, or the system refuses.
+    pub fn listen(address: SocketAddr, key: &ClusterKey, options: Options) -> Result<Self, TargetError> {
+        let system = |what, source| TargetError::System { what, source };
+        if let Some(fault) = options.fault() {
+            let source = io::Error::new(io::ErrorKind::InvalidInput, fault);
+            return Err(system("cannot set up a TCP target", source));
+        }
+        let named = |error: io::Error| io::Error::new(error.kind(), format!("{address}: {error}"));
+        let listener = TcpListener::bind(address).map_err(|e| system("cannot listen", named(e)))?;
+        let address = listener.local_addr().map_err(|e| system("cannot listen", e))?;
+        let control = Control::create(options.endpoints_max, options.regions_max + options.windows_max)
+            .map_err(|e| system("cannot create control memory", e))?;
+        let event = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let wake = event().map_err(|e| system("cannot create an eventfd", e.into()))?;
+        let hands: Result<Vec<Hand>, _> = (0..options.threads).map(|_| event().map(Hand::new)).collect();
+        let state = State {
+            slots: vec![false; options.endpoints_max],
+            peers: Vec::new(),
+            lingering: Vec::new(),
+            // Random in its free bits for every target; whoever may connect at all is of the cluster.
+            tables: Tables::new(
+                options.regions_max,
+                options.windows_max,
+                RandomState::new().hash_one(address),
+            ),
+        };
+        let shared = Arc::new(Shared {
+            key: key.clone(),
+            control,
+            memories: (0..options.regions_max).map(|_| OnceLock::new()).collect(),
+            state: Mutex::new(state),
+            hands: hands.map_err(|e| system("cannot create an eventfd", e.into()))?,
+            wake,
+            stop: AtomicBool::new(false),
+            options,
+        });
+        let mut target = Self { shared: Arc::clone(&shared), threads: Vec::new(), address };
+        for number in 0..shared.options.threads {
+            let ring = RingThread::new(&shared, number).map_err(|e| system("cannot set up io_uring", e))?;
+            target.spawn("fabric-ring", move || ring.run())?;
+        }
+        let door = Doorkeeper::new(shared, listener);
+        target.spawn("fabric-door", move || door.run())?;
+        Ok(target)
+    }
+
+    fn spawn(&mut self, name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), TargetError> {
+        let thread = std::thread::Builder::new().name(name.into()).spawn(run);
+        let what = "cannot start a thread of the target";
+        self.threads.push(thread.map_err(|source| TargetError::System { what, source })?);
+        Ok(())
+    }
+
+    /// Where it listens; if port 0 was asked for, which port it got.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Sessions there are now, those whose connection broke a moment ago included.
+    #[must_use]
+    pub fn endpoint_count(&self) -> usize {
+        self.shared.lock().slots.iter().filter(|taken| **taken).count()
+    }
+}
+
+impl Drop for TcpTarget {
+    fn drop(&mut self) {
+        self.shared.control.set_dead();
+        self.shared.stop.store(true, Ordering::SeqCst);
+        self.shared.hands.iter().for_each(Hand::wake);
+        // Writing to an eventfd fails only when its count is full, and then it is awake already.
+        let _ = rustix::io::write(&self.shared.wake, &1_u64.to_ne_bytes());
+        for slot in 0..self.shared.control.endpoints() {
+            self.shared.control.drain(slot, Some(FAREWELL));
+        }
+        for thread in self.threads.drain(..) {
+            let ended = thread.join();
+            debug_assert!(ended.is_ok(), "a thread of the target panicked");
+        }
+    }
+}
+
+impl std::fmt::Debug for TcpTarget {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TcpTarget").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Shared").field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+impl Shared {
+    pub fn lock(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    /// A session is over for good.
+    pub fn dismiss(&self, session: &Session) {
+        let mut state = self.lock();
+        state.release(&self.control, session);
+    }
+
+    /// Its connection broke: it may come back.
+    pub fn keep_for_a_while(&self, mut session: Session) {
+        session.forget_partial();
+        let mut state = self.lock();
+        state.lingering.push((session, Instant::now()));
+        drop(state);
+        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+    }
+
+    /// End the sessions that have lingered for long enough.
+    pub fn end_lingering(&self) {
+        let mut state = self.lock();
+        let (old, young) = std::mem::take(&mut state.lingering)
+            .into_iter()
+            .partition(|(_, since)| since.elapsed() >= LINGER_TIME);
+        state.lingering = young;
+        let old: Vec<(Session, Instant)> = old;
+        old.iter().for_each(|(session, _)| state.release(&self.control, session));
+    }
+}
+
+impl State {
+    fn release(&mut self, control: &Control, session: &Session) {
+        control.vacate(session.slot);
+        self.slots[session.slot] = false;
+        session.peer.has_left.store(true, Ordering::SeqCst);
+        self.forget_peers();
+    }
+
+    /// Those who left stay as long as their messages; of too many the oldest give way.
+    fn forget_peers(&mut self) {
+        let has_left = |peer: &Peer| peer.has_left.load(Ordering::SeqCst);
+        self.peers.retain(|peer| !has_left(peer) || peer.oldest().is_some());
+        let mut surplus =
+            self.peers.iter().filter(|peer| has_left(peer)).count().saturating_sub(self.slots.len());
+        self.peers.retain(|peer| {
+            let goes = surplus > 0 && has_left(peer);
+            surplus -= usize::from(goes);
+            !goes
+        });
+    }
+}
+
+impl Target for TcpTarget {
+    fn register(&self, memory: Arc<Memory>, access: Access, scope: Scope) -> Result<Region, TargetError> {
+        let mut state = self.shared.lock();
+        let index = state.tables.regions.len();
+        if let Some(place) = self.shared.memories.get(index) {
+            // The key is not known to anyone yet: the base follows below, under the same lock.
+            let region = state.tables.register(&self.shared.control, Arc::clone(&memory), access, scope)?;
+            let is_first = place.set((region.base, memory)).is_ok();
+            assert!(is_first, "regions are numbered once");
+            return Ok(region);
+        }
+        state.tables.register(&self.shared.control, memory, access, scope)
+    }
+
+    fn bind(&self, window: &WindowSpec) -> Result<Key, TargetError> {
+        self.shared.lock().tables.bind(&self.shared.control, window)
+    }
+
+    fn invalidate(&self, key: Key) -> Result<(), TargetError> {
+        // Only one of several callers may clear the key, and so give its slot back.
+        let state = self.shared.lock();
+        if !self.shared.control.unbind(key) {
+            return Err(TargetError::NoSuchKey(key));
+        }
+        drop(state);
+        for slot in 0..self.shared.control.endpoints() {
+            self.shared.control.drain(slot, None);
+        }
+        self.shared.lock().tables.give_back(key);
+        Ok(())
+    }
+
+    fn fence(&self, host: Host, epoch: u64) {
+        let mut state = self.shared.lock();
+        state.tables.fence(host, epoch);
+        let is_fenced = |peer: &&Arc<Peer>| {
+            peer.who.host == host && peer.who.epoch <= epoch && !peer.has_left.load(Ordering::SeqCst)
+        };
+        let slots: Vec<usize> = state.peers.iter().filter(is_fenced).map(|peer| peer.slot).collect();
+        for &slot in &slots {
+            self.shared.control.set_state(slot, FENCED);
+        }
+        drop(state);
+        for slot in slots {
+            self.shared.control.drain(slot, None);
+        }
+    }
+
+    fn receive(&self, out: &mut Vec<u8>) -> Option<Identity> {
+        let mut state = self.shared.lock();
+        let with_mail = state.peers.iter().filter_map(|peer| Some((peer.oldest()?, peer)));
+        let (_, peer) = with_mail.min_by_key(|(stamp, _)| *stamp)?;
+        let peer = Arc::clone(peer);
+        let (_, message) = lock(&peer.inbox).pop_front()?;
+        out.extend_from_slice(&message);
+        state.forget_peers();
+        Some(peer.who)
+    }
+
+    fn send(&self, to: Host, message: &[u8]) -> usize {
+        let limits = &self.shared.options.limits;
+        if message.len() > limits.message_bytes_max as usize {
+            return 0;
+        }
+        let state = self.shared.lock();
+        let mut taken = 0;
+        for peer in &state.peers {
+            let is_there = !peer.has_left.load(Ordering::SeqCst);
+            if is_there && peer.who.host == to && !state.tables.is_fenced(peer.who) {
+                let posted = peer.post(message, limits.receive_depth);
+                taken += usize::from(posted);
+                if posted {
+                    self.shared.hands[peer.hand].wake();
+                }
+            }
+        }
+        taken
+    }
+}
+
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
