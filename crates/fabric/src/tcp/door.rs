@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::hello::{self, Hello, Reply, Resume, SessionId, Welcome};
-use super::ring::Arrival;
+use super::ring::{Arrival, Hand};
 use super::secure::{SecureError, Secured, respond};
 use super::session::Session;
 use super::stream::{Deadlined, tune};
@@ -112,7 +112,14 @@ fn greet(shared: &Arc<Shared>, stream: TcpStream) -> Result<(), Turned> {
     let mut secured = respond(stream, &shared.key)?;
     let hello = hello::parse_hello(&secured.hear()?)?;
     match admit(shared, &hello) {
-        Ok((session, missing)) => welcome(shared, secured, &hello, session, missing),
+        Ok((session, missing)) => {
+            let result = welcome(shared, secured, &hello, session, missing);
+            shared.welcoming.fetch_sub(1, Ordering::SeqCst);
+            if shared.stop.load(Ordering::SeqCst) {
+                shared.hands.iter().for_each(Hand::wake);
+            }
+            result
+        }
         Err(reason) => {
             secured.say(&hello::encode_reply(&Reply::Refusal(reason.clone())))?;
             Err(Turned::Refused(reason))
@@ -157,10 +164,13 @@ fn admit(shared: &Arc<Shared>, hello: &Hello) -> Result<(Session, Vec<u8>), Stri
     if let Some(reason) = state.tables.refusal(hello.who) {
         return Err(reason);
     }
-    match hello.resume {
+    let admitted = match hello.resume {
         Some(resume) => go_on(shared, &mut state, hello.who, resume),
         None => begin(shared, &mut state, hello.who).map(|session| (session, Vec::new())),
-    }
+    };
+    // Under the same lock as the look at `stop`: a target that goes away waits for this one.
+    shared.welcoming.fetch_add(usize::from(admitted.is_ok()), Ordering::SeqCst);
+    admitted
 }
 
 fn begin(shared: &Arc<Shared>, state: &mut State, who: Identity) -> Result<Session, String> {

@@ -325,8 +325,12 @@ impl RingThread {
 
     /// The target goes away: tell everyone how far it came, then close. True when all is closed.
     fn take_leave(&mut self) -> bool {
+        if self.shared.welcoming.load(Ordering::SeqCst) > 0 {
+            return false;
+        }
         let now = Instant::now();
         if self.farewell_until.is_none() {
+            self.answer_bell();
             self.farewell_until = Some(now + FAREWELL_TIME);
             for at in 0..self.connections.len() {
                 if let Some(connection) = self.connections[at].as_mut()

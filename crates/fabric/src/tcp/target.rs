@@ -5,7 +5,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -48,6 +48,8 @@ pub(super) struct Shared {
     pub hands: Vec<Hand>,
     pub wake: OwnedFd,
     pub stop: AtomicBool,
+    /// Initiators that are being welcomed: let in, and not yet with their ring.
+    pub welcoming: AtomicUsize,
 }
 
 pub(super) struct State {
@@ -201,6 +203,7 @@ impl TcpTarget {
             hands: hands.map_err(|e| system("cannot create an eventfd", e.into()))?,
             wake,
             stop: AtomicBool::new(false),
+            welcoming: AtomicUsize::new(0),
             options,
         });
         let mut target = Self { shared: Arc::clone(&shared), threads: Vec::new(), address };
@@ -236,7 +239,9 @@ impl TcpTarget {
 impl Drop for TcpTarget {
     fn drop(&mut self) {
         self.shared.control.set_dead();
+        let state = self.shared.lock();
         self.shared.stop.store(true, Ordering::SeqCst);
+        drop(state);
         self.shared.hands.iter().for_each(Hand::wake);
         // Writing to an eventfd fails only when its count is full, and then it is awake already.
         let _ = rustix::io::write(&self.shared.wake, &1_u64.to_ne_bytes());
@@ -247,6 +252,9 @@ impl Drop for TcpTarget {
             let ended = thread.join();
             debug_assert!(ended.is_ok(), "a thread of the target panicked");
         }
+        // Sessions hold what holds them.
+        let lingering = std::mem::take(&mut self.shared.lock().lingering);
+        drop(lingering);
     }
 }
 
