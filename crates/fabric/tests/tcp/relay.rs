@@ -1,0 +1,142 @@
+//! A wire that breaks: connections through a relay are cut at random, and every operation's fate must still be known.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use aquifer_fabric::tcp::{Options, TcpTarget};
+use aquifer_fabric::{Completion, RemoteAddr, Target, Verb, Work, WorkError};
+
+use crate::{WHO, client, node};
+
+/// Forwards to an address. While it is rough, each connection is cut after some bytes.
+pub struct Relay {
+    pub address: SocketAddr,
+    rough: Arc<AtomicBool>,
+    pub cuts: Arc<AtomicU64>,
+}
+
+/// A connection is cut after up to so many bytes one way.
+const CUT_AFTER_MAX: u64 = 60_000;
+
+impl Relay {
+    pub fn start(to: SocketAddr) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let relay = Self {
+            address: listener.local_addr().unwrap(),
+            rough: Arc::new(AtomicBool::new(false)),
+            cuts: Arc::new(AtomicU64::new(0)),
+        };
+        let (rough, cuts) = (Arc::clone(&relay.rough), Arc::clone(&relay.cuts));
+        std::thread::spawn(move || {
+            let mut seed = 1_u64;
+            while let Ok((from, _)) = listener.accept() {
+                let Ok(onward) = TcpStream::connect(to) else { break };
+                for (mut source, mut sink) in [
+                    (from.try_clone().unwrap(), onward.try_clone().unwrap()),
+                    (onward.try_clone().unwrap(), from.try_clone().unwrap()),
+                ] {
+                    seed =
+                        seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                    let mut left = 2000 + (seed >> 33) % CUT_AFTER_MAX;
+                    let (rough, cuts) = (Arc::clone(&rough), Arc::clone(&cuts));
+                    std::thread::spawn(move || {
+                        let mut buffer = [0; 4096];
+                        while let Ok(bytes @ 1..) = source.read(&mut buffer) {
+                            let bytes = if rough.load(Ordering::SeqCst) {
+                                bytes.min(usize::try_from(left).unwrap())
+                            } else {
+                                bytes
+                            };
+                            if sink.write_all(&buffer[..bytes]).is_err() {
+                                break;
+                            }
+                            left = left.saturating_sub(bytes as u64);
+                            if left == 0 && rough.load(Ordering::SeqCst) {
+                                cuts.fetch_add(1, Ordering::SeqCst);
+                                break;
+                            }
+                        }
+                        let _ = source.shutdown(Shutdown::Both);
+                        let _ = sink.shutdown(Shutdown::Both);
+                    });
+                }
+            }
+        });
+        relay
+    }
+
+    pub fn set_rough(&self, rough: bool) {
+        self.rough.store(rough, Ordering::SeqCst);
+    }
+}
+
+/// Increments, writes, reads and messages while the wire breaks again and again: each is done exactly once.
+#[test]
+fn broken_connections_lose_and_double_nothing() {
+    const ROUNDS: u64 = 60;
+    let (target, memory, region) = node(Options::default());
+    let relay = Relay::start(target.address());
+    let mut client = client(relay.address);
+    relay.set_rough(true);
+    let remote = |addr: u64| RemoteAddr { addr: region.base + addr, key: region.key };
+    for round in 0..ROUNDS {
+        let mut batch: Vec<Work> = (0..20)
+            .map(|id| Work { id, verb: Verb::FetchAdd { remote: remote(0), add: 1 }, signalled: true })
+            .collect();
+        client.memory.write(0, &[u8::try_from(round % 256).unwrap(); 4096]);
+        let (written, read) = (client.slice(0, 4096), client.slice(4096, 4096));
+        batch.push(Work {
+            id: 20,
+            verb: Verb::Write { local: written, remote: remote(4096) },
+            signalled: true,
+        });
+        batch.push(Work { id: 21, verb: Verb::Read { local: read, remote: remote(4096) }, signalled: true });
+        let number = client.slice(8192, 8);
+        client.memory.write(8192, &round.to_le_bytes());
+        batch.push(Work { id: 22, verb: Verb::Send { local: number }, signalled: true });
+        client.endpoint.post(&batch).unwrap();
+        let done = client.wait(23);
+        for (at, done) in done[..20].iter().enumerate() {
+            assert_eq!(done.outcome, Ok(round * 20 + at as u64), "round {round}");
+        }
+        assert!(done.iter().zip(0..).all(|(done, id)| done.id == id && done.outcome.is_ok()), "{done:?}");
+        let mut seen = [0; 4096];
+        client.memory.read(4096, &mut seen);
+        assert!(seen.iter().all(|byte| u64::from(*byte) == round % 256));
+        exchange(&target, &mut client, round);
+    }
+    assert_eq!(memory.atomic_u64(0).load(Ordering::SeqCst), ROUNDS * 20);
+    assert!(relay.cuts.load(Ordering::SeqCst) > 10, "the wire hardly broke");
+    assert_eq!(target.endpoint_count(), 1, "it was one session all along");
+}
+
+/// The message that was sent arrives once, and an answer to it too.
+fn exchange(target: &TcpTarget, client: &mut crate::Client, round: u64) {
+    let mut message = Vec::new();
+    assert_eq!(target.receive(&mut message), Some(WHO));
+    assert_eq!(message, round.to_le_bytes());
+    assert_eq!(target.receive(&mut message), None);
+    assert_eq!(target.send(WHO.host, &message), 1);
+    let mut answer = Vec::new();
+    while !client.endpoint.receive(&mut answer) {
+        // An idle endpoint finds out that its wire broke when it is used.
+        let _ = client.endpoint.poll(&mut Vec::<Completion>::new(), 1);
+        std::thread::yield_now();
+    }
+    assert_eq!(answer, message);
+}
+
+/// A target that is gone is told from a wire that broke.
+#[test]
+fn a_target_that_is_gone_is_not_waited_for() {
+    let (target, _, region) = node(Options::default());
+    let mut client = client(target.address());
+    let remote = RemoteAddr { addr: region.base, key: region.key };
+    assert_eq!(client.one(Verb::FetchAdd { remote, add: 1 }), Ok(0));
+    drop(target);
+    assert_eq!(client.one(Verb::FetchAdd { remote, add: 1 }), Err(WorkError::PeerGone));
+    assert_eq!(client.one(Verb::FetchAdd { remote, add: 1 }), Err(WorkError::Flushed));
+    assert!(client.endpoint.is_broken());
+}
