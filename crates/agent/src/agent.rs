@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
+use aquifer_fabric::tcp::ClusterKey;
 use aquifer_fabric::{Identity, Tenant};
 use aquifer_faults::serve::attach::{AttachError, receive_frame, send_frame};
 use aquifer_faults::serve::{Run, RunReport, Service, Surroundings};
@@ -40,6 +41,8 @@ pub struct AgentOptions {
     pub directory: Arc<dyn aquifer_directory::Directory>,
     /// Most that the mempool may take, in bytes. It grows as it is used.
     pub mempool_bytes: usize,
+    /// The cluster's key, for nodes on other machines.
+    pub key: Option<ClusterKey>,
 }
 
 /// Why an agent cannot run.
@@ -110,7 +113,7 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
     let mut membership = Membership::join(Arc::clone(&options.directory), &options.socket)?;
     let tenant = Tenant(rustix::process::geteuid().as_raw());
     let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
-    let nodes = Nodes::new(identity);
+    let nodes = Nodes::new(identity, options.key.clone());
     membership.watch_nodes(&nodes)?;
     let mempool = Arc::new(Mempool::new(options.mempool_bytes).map_err(AgentError::Mempool)?);
     let host = Arc::new(Host { nodes: Arc::clone(&nodes), keeper });

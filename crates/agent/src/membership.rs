@@ -1,6 +1,6 @@
 //! The agent's place in the cluster: a host number under a lease, and an eye on the memory nodes.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use aquifer_directory::names::{self, AgentRecord, NodeRecord};
 use aquifer_directory::{Directory, DirectoryError, Event, EventKind, Lease};
-use aquifer_fabric::Host;
+use aquifer_fabric::{Host, Reach};
 use aquifer_pool::NodeId;
 
 use crate::nodes::Nodes;
@@ -134,7 +134,7 @@ fn list_nodes(directory: &dyn Directory, nodes: &Nodes) -> Result<u64, Directory
     let listing = directory.list(names::NODES)?;
     for entry in &listing.entries {
         match names::decode::<NodeRecord>(entry) {
-            Ok(record) => nodes.put(NodeId(record.id), PathBuf::from(record.address)),
+            Ok(record) => note(nodes, NodeId(record.id), &record),
             Err(error) => {
                 tracing::warn!(key = entry.key, %error, "the record of a node cannot be read")
             }
@@ -178,11 +178,18 @@ fn heed(nodes: &Nodes, event: &Event) {
     };
     match &event.kind {
         EventKind::Put { value, .. } => match serde_json::from_slice::<NodeRecord>(value) {
-            Ok(record) => nodes.put(NodeId(number), PathBuf::from(record.address)),
+            Ok(record) => note(nodes, NodeId(number), &record),
             Err(error) => {
                 tracing::warn!(key = event.key, %error, "the record of a node cannot be read")
             }
         },
         EventKind::Delete => nodes.remove(NodeId(number)),
+    }
+}
+
+fn note(nodes: &Nodes, node: NodeId, record: &NodeRecord) {
+    match Reach::parse(&record.fabric, &record.address) {
+        Ok(reach) => nodes.put(node, reach),
+        Err(reason) => tracing::warn!(node = node.0, reason, "a memory node cannot be used"),
     }
 }

@@ -1,10 +1,10 @@
 //! Which memory nodes there are, and how this host reaches them.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
 
-use aquifer_fabric::{Endpoint, EndpointError, Identity, shm};
+use aquifer_fabric::tcp::ClusterKey;
+use aquifer_fabric::{Endpoint, EndpointError, Identity, Reach};
 use aquifer_pager::Connector;
 use aquifer_pool::{NodeId, PoolClient};
 
@@ -12,18 +12,19 @@ use aquifer_pool::{NodeId, PoolClient};
 #[derive(Debug)]
 pub struct Nodes {
     identity: Identity,
-    addresses: RwLock<BTreeMap<NodeId, PathBuf>>,
+    key: Option<ClusterKey>,
+    addresses: RwLock<BTreeMap<NodeId, Reach>>,
 }
 
 impl Nodes {
-    /// No nodes yet.
+    /// No nodes yet; those that are reached over a network want the cluster's key.
     #[must_use]
-    pub fn new(identity: Identity) -> Arc<Self> {
-        Arc::new(Self { identity, addresses: RwLock::new(BTreeMap::new()) })
+    pub fn new(identity: Identity, key: Option<ClusterKey>) -> Arc<Self> {
+        Arc::new(Self { identity, key, addresses: RwLock::new(BTreeMap::new()) })
     }
 
     /// A node is there, or has moved.
-    pub fn put(&self, node: NodeId, address: PathBuf) {
+    pub fn put(&self, node: NodeId, address: Reach) {
         self.addresses.write().unwrap_or_else(PoisonError::into_inner).insert(node, address);
     }
 
@@ -75,6 +76,6 @@ impl Connector for Nodes {
             });
         };
         drop(addresses);
-        shm::connect(&address, self.identity)
+        address.connect(self.identity, self.key.as_ref())
     }
 }

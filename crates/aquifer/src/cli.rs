@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
+use serde::{Deserialize, Serialize};
 
 use crate::bench::BenchArgs;
 use crate::demo::DemoArgs;
@@ -82,12 +83,25 @@ pub struct UpArguments {
     /// Memory that each of them lends, such as 512M or 2G [default: 1G]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub memory: Option<u64>,
+    /// How nodes are reached: over this machine's shared memory, or over TCP as if they were elsewhere [default: shm]
+    #[arg(long, value_name = "FABRIC")]
+    pub fabric: Option<Fabric>,
     /// Most memory that the agent takes as the host's mempool [default: half of what is available, at most 4G]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub mempool: Option<u64>,
     /// How long programs wait for an agent that died, before they are ended, such as 500ms or 2m [default: 30s]
     #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
     pub grace: Option<u64>,
+}
+
+/// How memory nodes are reached.
+#[derive(clap::ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Fabric {
+    /// Shared memory
+    Shm,
+    /// TCP, proved by the cluster's key
+    Tcp,
 }
 
 /// `aquifer status`
@@ -161,6 +175,12 @@ pub struct NodeArguments {
     /// Memory that it lends, such as 512M or 2G
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub memory: u64,
+    /// Lend it over TCP at this address, such as 10.0.0.1:7400, to whoever has the cluster's key [default: to this machine, by shared memory]
+    #[arg(long, value_name = "ADDRESS")]
+    pub listen: Option<std::net::SocketAddr>,
+    /// The file with the cluster's key [default: cluster.key in the cluster's folder]
+    #[arg(long, value_name = "FILE")]
+    pub key: Option<PathBuf>,
     /// How it is started.
     #[command(flatten)]
     pub foreground: Foreground,
@@ -172,6 +192,9 @@ pub struct AgentArguments {
     /// Most memory that it takes as the host's mempool [default: half of what is available, at most 4G]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub mempool: Option<u64>,
+    /// The file with the cluster's key [default: cluster.key in the cluster's folder, if there is one]
+    #[arg(long, value_name = "FILE")]
+    pub key: Option<PathBuf>,
     /// How it is started.
     #[command(flatten)]
     pub foreground: Foreground,

@@ -131,6 +131,11 @@ impl StateDir {
         self.path.join("log").join(format!("{part}.log"))
     }
 
+    /// The key that proves who belongs to the cluster.
+    pub fn key_file(&self) -> PathBuf {
+        self.path.join("cluster.key")
+    }
+
     /// The cluster's shape.
     pub fn shape(&self) -> PathBuf {
         self.path.join("cluster.json")

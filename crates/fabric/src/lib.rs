@@ -10,6 +10,7 @@
 mod control;
 mod keys;
 pub mod memory;
+mod reach;
 pub mod shm;
 pub mod sim;
 mod tables;
@@ -19,6 +20,7 @@ pub mod work;
 
 pub use keys::{REGIONS_LIMIT, WINDOWS_LIMIT};
 pub use memory::Memory;
+pub use reach::Reach;
 pub use target::{Access, Host, Identity, Region, Scope, Target, TargetError, Tenant, WindowSpec};
 pub use work::{
     Completion, Endpoint, EndpointError, Key, Limits, LocalKey, LocalSlice, PostError, RemoteAddr, Verb,

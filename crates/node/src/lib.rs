@@ -17,5 +17,5 @@ mod shutdown;
 pub use error::NodeError;
 pub use fences::{Fence, Fences};
 pub use member::Member;
-pub use serve::{Connect, LEASE_TTL, NodeOptions, Ready, serve};
+pub use serve::{Connect, LEASE_TTL, Listen, NodeOptions, Ready, serve};
 pub use shutdown::Shutdown;

@@ -1,13 +1,16 @@
 //! The daemon's life, from the memory to the last keep-alive.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_directory::names::NodeRecord;
 use aquifer_directory::{Directory, DirectoryError};
-use aquifer_fabric::shm::{Options, ShmTarget};
+use aquifer_fabric::shm::{self, ShmTarget};
+use aquifer_fabric::tcp::{self, ClusterKey, TcpTarget};
+use aquifer_fabric::{Reach, Target, TargetError};
 use aquifer_pool::{NodeId, donate};
 
 use crate::error::NodeError;
@@ -28,13 +31,35 @@ pub struct NodeOptions {
     /// How much it lends, rounded down to 2 MiB; the metadata comes on top (0.6 %, and up to 2 MiB more).
     pub memory_bytes: u64,
     /// Where the fabric listens.
-    pub socket: PathBuf,
+    pub listen: Listen,
     /// The directory.
     pub connect: Connect,
     /// How long it counts as alive when it says nothing; [`LEASE_TTL`] as a rule.
     pub lease_ttl: Duration,
-    /// The fabric's limits.
-    pub fabric: Options,
+}
+
+/// How the fabric listens.
+#[derive(Clone, Debug)]
+pub enum Listen {
+    /// For this machine, at a Unix socket.
+    Shm(PathBuf, shm::Options),
+    /// For all who have the cluster's key, at an address of this machine.
+    Tcp(SocketAddr, ClusterKey, Box<tcp::Options>),
+}
+
+impl Listen {
+    fn start(&self) -> Result<(Box<dyn Target>, Reach), TargetError> {
+        Ok(match self {
+            Self::Shm(path, options) => {
+                (Box::new(ShmTarget::listen(path, options.clone())?), Reach::Shm(path.clone()))
+            }
+            Self::Tcp(address, key, options) => {
+                let target = TcpTarget::listen(*address, key, (**options).clone())?;
+                let reach = Reach::Tcp(target.address());
+                (Box::new(target), reach)
+            }
+        })
+    }
 }
 
 impl fmt::Debug for NodeOptions {
@@ -42,7 +67,7 @@ impl fmt::Debug for NodeOptions {
         f.debug_struct("NodeOptions")
             .field("id", &self.id)
             .field("memory_bytes", &self.memory_bytes)
-            .field("socket", &self.socket)
+            .field("listen", &self.listen)
             .field("lease_ttl", &self.lease_ttl)
             .finish_non_exhaustive()
     }
@@ -51,8 +76,8 @@ impl fmt::Debug for NodeOptions {
 impl NodeOptions {
     /// A node with the usual lease and limits.
     #[must_use]
-    pub fn new(id: u16, memory_bytes: u64, socket: PathBuf, connect: Connect) -> Self {
-        Self { id, memory_bytes, socket, connect, lease_ttl: LEASE_TTL, fabric: Options::default() }
+    pub fn new(id: u16, memory_bytes: u64, listen: Listen, connect: Connect) -> Self {
+        Self { id, memory_bytes, listen, connect, lease_ttl: LEASE_TTL }
     }
 }
 
@@ -79,20 +104,21 @@ pub fn serve(
     }
     // Connected first: without a directory nobody would ever find the memory.
     let directory = (options.connect)()?;
-    let target = ShmTarget::listen(&options.socket, options.fabric.clone()).map_err(NodeError::Listen)?;
-    let donation = donate(&target, NodeId(options.id), options.memory_bytes)?;
+    let (target, reach) = options.listen.start().map_err(NodeError::Listen)?;
+    let target = &*target;
+    let donation = donate(target, NodeId(options.id), options.memory_bytes)?;
     let record = NodeRecord {
         id: options.id,
-        fabric: "shm".to_owned(),
-        address: options.socket.display().to_string(),
+        fabric: reach.provider().to_owned(),
+        address: reach.address(),
         memory_bytes: donation.layout.data_bytes(),
         epoch: 0,
     };
-    let mut member = Member::join(directory, record, options.lease_ttl, &target)?;
+    let mut member = Member::join(directory, record, options.lease_ttl, target)?;
     tracing::info!(node = options.id, bytes = donation.layout.data_bytes(), "memory is lent");
     ready(&Ready { record: member.record().clone() });
     while !shutdown.is_requested() {
-        let Err(error) = member.watch(&target, shutdown) else {
+        let Err(error) = member.watch(target, shutdown) else {
             break;
         };
         tracing::warn!(node = options.id, %error, "lost the directory; trying again");

@@ -15,7 +15,7 @@ use aquifer_directory::{
     TransactionOutcome, Watch,
 };
 use aquifer_fabric::{Host, Identity, Tenant, WorkError, shm};
-use aquifer_node::{NodeError, NodeOptions, Ready, Shutdown, serve};
+use aquifer_node::{Listen, NodeError, NodeOptions, Ready, Shutdown, serve};
 use aquifer_pool::{NodeId, PoolClient, PoolError, SizeClass};
 
 const TTL: Duration = Duration::from_millis(300);
@@ -116,7 +116,8 @@ impl Bed {
             wire.through()?;
             Ok(Arc::new(Wired(Arc::clone(&wire))) as Arc<dyn Directory>)
         });
-        let mut options = NodeOptions::new(id, bytes, self.socket(), connect);
+        let mut options =
+            NodeOptions::new(id, bytes, Listen::Shm(self.socket(), shm::Options::default()), connect);
         options.lease_ttl = TTL;
         options
     }
@@ -308,7 +309,7 @@ fn what_cannot_be_served_is_said() {
     assert!(matches!(refused(bed.options(1, u64::MAX)), NodeError::NoMemory { asked: u64::MAX, .. }));
     assert!(matches!(refused(bed.options(1, (2 << 20) - 1)), NodeError::Donate(_)));
     let mut nowhere = bed.options(1, BYTES);
-    nowhere.socket = bed.dir.path().join("no/such/dir");
+    nowhere.listen = Listen::Shm(bed.dir.path().join("no/such/dir"), shm::Options::default());
     assert!(matches!(refused(nowhere), NodeError::Listen(_)));
     let node = bed.start(1);
     assert!(matches!(refused(bed.options(2, BYTES)), NodeError::Listen(_)), "another listens there");

@@ -1,6 +1,7 @@
 //! Reads pages back from the memory nodes, and lets none pass whose checksum is wrong.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use aquifer_fabric::{Completion, EndpointError, Memory, PostError, Verb, Work, WorkError};
 use aquifer_pool::NodeId;
@@ -14,8 +15,8 @@ use crate::view;
 
 /// Pages that are fetched at once, at most.
 pub const FETCH_PAGES_MAX: usize = 64;
-/// Empty polls before the thread lets others run.
-const POLLS_BEFORE_YIELD: u32 = 1000;
+/// An endpoint that has nothing to say is asked again after so long: it may have waited for long enough itself.
+const PATIENCE: Duration = Duration::from_millis(100);
 
 /// Why a page could not be read back.
 #[derive(Debug, thiserror::Error)]
@@ -153,12 +154,8 @@ impl Fetcher {
             Err(PostError::QueueFull { .. }) => unreachable!("one read is outstanding at a time"),
         }
         self.completions.clear();
-        let mut polls = 0;
         while port.endpoint.poll(&mut self.completions, 1) == 0 {
-            polls += 1;
-            if polls % POLLS_BEFORE_YIELD == 0 {
-                std::thread::yield_now();
-            }
+            port.endpoint.wait(PATIENCE);
         }
         match self.completions[0].outcome {
             Ok(_) => Ok(()),

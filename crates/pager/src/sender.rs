@@ -3,6 +3,7 @@
 //! The front end copies a batch into its block of the mempool; [`Sender::stage`] looks at what is there, and
 //! [`Sender::advance`] posts writes and collects acknowledgements without waiting.
 
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use aquifer_fabric::{Completion, PostError, Verb, Work};
@@ -194,6 +195,11 @@ impl Sender {
         for job in self.jobs.iter_mut().filter(|job| job.owner == owner) {
             job.unposted = 0;
         }
+    }
+
+    /// What to wait for when all batches wait for acknowledgements; `None` if a node answers at once.
+    pub fn event_fds(&mut self) -> Option<Vec<BorrowedFd<'_>>> {
+        self.ports.open_ports().map(|(_, port)| port.endpoint.event_fd()).collect()
     }
 
     /// A memory node has come (back): use it.

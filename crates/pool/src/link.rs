@@ -2,8 +2,10 @@
 //! under way at the same time: completions that one polls and the other expects are kept for it.
 
 use std::collections::VecDeque;
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use aquifer_fabric::{
     Completion, Endpoint, EndpointError, Limits, LocalKey, Memory, PostError, Region, Work,
@@ -72,6 +74,16 @@ impl Endpoint for Link {
     fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
         let kept = self.kept.take(out, max);
         if kept == max { kept } else { kept + self.inner.poll(out, max - kept) }
+    }
+
+    fn wait(&mut self, patience: Duration) {
+        if self.kept.len() == 0 {
+            self.inner.wait(patience);
+        }
+    }
+
+    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.inner.event_fd()
     }
 
     fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {

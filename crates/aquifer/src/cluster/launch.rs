@@ -101,7 +101,8 @@ pub fn start(state: &StateDir, shape: &Shape, part: Part) -> Result<Starting, La
         Part::Keeper => command.args(["keeper", "--grace", &format!("{}ms", shape.grace_ms)]),
         Part::Node(id) => command
             .args(["node", "--id", &id.to_string()])
-            .args(["--memory", &shape.memory_bytes.to_string()]),
+            .args(["--memory", &shape.memory_bytes.to_string()])
+            .args(shape.ports.get(usize::from(id) - 1).map(|port| format!("--listen=127.0.0.1:{port}"))),
         Part::Agent => {
             command.arg("agent").args(shape.mempool_bytes.map(|bytes| format!("--mempool={bytes}")))
         }

@@ -3,6 +3,7 @@
 //! There is no supervisor: `up` looks which parts are missing and starts those.
 
 mod down;
+mod key;
 mod launch;
 mod lock;
 mod memory;

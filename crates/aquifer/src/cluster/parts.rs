@@ -10,9 +10,11 @@ use std::time::Duration;
 use aquifer_agent::AgentOptions;
 use aquifer_agent::keeper::{self, KeeperOptions};
 use aquifer_directory::{Directory, DirectoryError, embedded};
-use aquifer_node::{NodeOptions, Shutdown};
+use aquifer_fabric::shm;
+use aquifer_node::{Listen, NodeOptions, Shutdown};
 use tracing_subscriber::EnvFilter;
 
+use super::key;
 use super::lock::Lock;
 use super::memory::available_bytes;
 use super::part::Part;
@@ -123,8 +125,14 @@ fn node(
     stop.on_stop(move || for_signal.request())?;
     let for_connect = state.clone();
     let connect = Box::new(move || connect(&for_connect));
-    let socket = state.socket(&Part::Node(arguments.id).to_string());
-    let options = NodeOptions::new(arguments.id, arguments.memory, socket, connect);
+    let listen = match arguments.listen {
+        None => Listen::Shm(state.socket(&Part::Node(arguments.id).to_string()), shm::Options::default()),
+        Some(address) => {
+            let path = arguments.key.clone().unwrap_or_else(|| state.key_file());
+            Listen::Tcp(address, key::load(&path)?, Box::default())
+        }
+    };
+    let options = NodeOptions::new(arguments.id, arguments.memory, listen, connect);
     Ok(aquifer_node::serve(&options, &shutdown, |_| ready.tell())?)
 }
 
@@ -151,6 +159,13 @@ fn agent(
         keeper: state.socket(&Part::Keeper.to_string()),
         directory: connect(state)?,
         mempool_bytes: usize::try_from(mempool)?,
+        key: match &arguments.key {
+            Some(path) => Some(key::load(path)?),
+            None => Some(state.key_file())
+                .filter(|path| path.exists())
+                .map(|path| key::load(&path))
+                .transpose()?,
+        },
     };
     let stopped = stop_flag(stop)?;
     Ok(aquifer_agent::serve(&options, &stopped, || ready.tell())?)

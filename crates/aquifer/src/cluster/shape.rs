@@ -1,15 +1,16 @@
 //! What a cluster consists of, remembered so that `up` can bring back what died.
 
 use std::io;
+use std::net::{Ipv4Addr, TcpListener};
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::cli::{GRACE_MS, UpArguments};
+use crate::cli::{Fabric, GRACE_MS, UpArguments};
 use crate::size::Size;
 use crate::state::StateDir;
 
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// Nothing sensible is longer.
 const FILE_BYTES_MAX: u64 = 64 << 10;
 
@@ -53,6 +54,10 @@ pub struct Shape {
     pub mempool_bytes: Option<u64>,
     /// How long programs wait for an agent.
     pub grace_ms: u64,
+    /// How nodes are reached.
+    pub fabric: Fabric,
+    /// Over TCP, the port of each node: one that is brought back listens where it did.
+    pub ports: Vec<u16>,
 }
 
 impl Shape {
@@ -64,7 +69,22 @@ impl Shape {
             memory_bytes: arguments.memory.unwrap_or(1 << 30),
             mempool_bytes: arguments.mempool,
             grace_ms: arguments.grace.unwrap_or(GRACE_MS),
+            fabric: arguments.fabric.unwrap_or(Fabric::Shm),
+            ports: Vec::new(),
         }
+    }
+
+    /// Choose a free port of this machine for each node, if they need any.
+    ///
+    /// # Errors
+    /// If the system has none.
+    pub fn choose_ports(&mut self) -> io::Result<()> {
+        if self.fabric == Fabric::Tcp {
+            let held: io::Result<Vec<TcpListener>> =
+                (0..self.nodes).map(|_| TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).collect();
+            self.ports = held?.iter().map(|held| Ok(held.local_addr()?.port())).collect::<io::Result<_>>()?;
+        }
+        Ok(())
     }
 
     /// The cluster that is here, if one is.
@@ -86,7 +106,8 @@ impl Shape {
                 shape.version
             )));
         }
-        if !(1..=64).contains(&shape.nodes) || shape.memory_bytes == 0 {
+        let ports = if shape.fabric == Fabric::Tcp { usize::from(shape.nodes) } else { 0 };
+        if !(1..=64).contains(&shape.nodes) || shape.memory_bytes == 0 || shape.ports.len() != ports {
             return Err(unusable("its numbers make no sense".to_owned()));
         }
         Ok(Some(shape))
@@ -107,7 +128,8 @@ impl Shape {
         let agrees = arguments.nodes.is_none_or(|nodes| nodes == self.nodes)
             && arguments.memory.is_none_or(|memory| memory == self.memory_bytes)
             && arguments.mempool.is_none_or(|mempool| Some(mempool) == self.mempool_bytes)
-            && arguments.grace.is_none_or(|grace| grace == self.grace_ms);
+            && arguments.grace.is_none_or(|grace| grace == self.grace_ms)
+            && arguments.fabric.is_none_or(|fabric| fabric == self.fabric);
         if agrees { Ok(()) } else { Err(ShapeError::Differs { is: self.to_string() }) }
     }
 }
@@ -115,7 +137,8 @@ impl Shape {
 impl std::fmt::Display for Shape {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let plural = if self.nodes == 1 { "" } else { "s" };
-        write!(f, "{} node{plural} of {}", self.nodes, Size(self.memory_bytes))
+        let fabric = if self.fabric == Fabric::Tcp { " over TCP" } else { "" };
+        write!(f, "{} node{plural} of {}{fabric}", self.nodes, Size(self.memory_bytes))
     }
 }
 
@@ -124,7 +147,7 @@ mod tests {
     use super::*;
 
     fn asked(nodes: Option<u16>, memory: Option<u64>) -> UpArguments {
-        UpArguments { nodes, memory, mempool: None, grace: None }
+        UpArguments { nodes, memory, fabric: None, mempool: None, grace: None }
     }
 
     fn state() -> (tempfile::TempDir, StateDir) {
@@ -163,11 +186,12 @@ mod tests {
             "{".to_owned(),
             "\u{0}".repeat(100),
             " ".repeat(70_000),
-            good.replace("\"version\":1", "\"version\":2"),
+            good.replace("\"version\":2", "\"version\":3"),
             good.replace("\"nodes\":3", "\"nodes\":0"),
             good.replace("\"nodes\":3", "\"nodes\":65"),
             good.replace("\"nodes\":3", "\"nodes\":-1"),
             good.replace("\"nodes\":3", "\"nodes\":3,\"more\":1"),
+            good.replace("\"shm\"", "\"tcp\""),
         ];
         for text in bad {
             std::fs::write(state.shape(), &text).unwrap();

@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use super::down::{CHANGING, stop_parts};
+use super::key;
 use super::launch::{LaunchError, life_of, start};
 use super::lock::Lock;
 use super::memory::available_bytes;
@@ -43,15 +44,20 @@ pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
 
 /// The shape that is up or was, else the one asked for.
 fn shape(state: &StateDir, arguments: &UpArguments) -> Result<Shape, Box<dyn std::error::Error>> {
-    let Some(known) = Shape::load(state)? else { return Ok(Shape::asked(arguments)) };
+    let Some(known) = Shape::load(state)? else { return fresh(state, arguments) };
     match known.check(arguments) {
         Ok(()) => Ok(known),
         // Nothing of it lives: what is asked for now counts.
-        Err(_) if missing(state, &known)?.len() == Part::all(known.nodes).len() => {
-            Ok(Shape::asked(arguments))
-        }
+        Err(_) if missing(state, &known)?.len() == Part::all(known.nodes).len() => fresh(state, arguments),
         Err(error) => Err(error.into()),
     }
+}
+
+fn fresh(state: &StateDir, arguments: &UpArguments) -> Result<Shape, Box<dyn std::error::Error>> {
+    let mut shape = Shape::asked(arguments);
+    shape.choose_ports()?;
+    key::ensure(&state.key_file())?;
+    Ok(shape)
 }
 
 fn missing(state: &StateDir, shape: &Shape) -> Result<Vec<Part>, LaunchError> {

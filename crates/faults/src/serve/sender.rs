@@ -2,12 +2,14 @@
 
 use std::collections::VecDeque;
 use std::io::IoSliceMut;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer_ipc::TAKE_PAGES_MAX;
 use aquifer_pager::{BLOCK_PAGES, Mempool, PAGE_BYTES, Sender, SenderStats, SlabSet, Staged};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::process::Pid;
 
 use super::Service;
@@ -16,7 +18,7 @@ use super::program::Program;
 use crate::edge::{Done, Job};
 
 /// How often to look for emptied slabs, and for room in a full pool.
-const IDLE_TICK: Duration = Duration::from_millis(50);
+const IDLE_TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 /// Acknowledgements are polled for this often before others may run.
 const POLLS_BEFORE_YIELD: u32 = 64;
 
@@ -37,10 +39,10 @@ struct Inbox {
     stop: bool,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Shared {
     inbox: Mutex<Inbox>,
-    bell: Condvar,
+    bell: OwnedFd,
     writes: AtomicU64,
     pages: AtomicU64,
     zero_pages: AtomicU64,
@@ -58,7 +60,7 @@ pub(crate) struct SenderThread {
 
 impl SenderThread {
     pub(crate) fn start(service: &Arc<Service>, slabs: Arc<SlabSet>, seed: u64) -> std::io::Result<Self> {
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(Shared::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?));
         let started = Instant::now();
         let mempool = Arc::clone(&service.mempool);
         let surroundings = Arc::clone(&service.surroundings);
@@ -72,18 +74,18 @@ impl SenderThread {
 
     pub(crate) fn submit(&self, program: &Arc<Program>, thread: u32, staging: u64, job: Job) {
         self.shared.lock().orders.push_back(Order { program: Arc::clone(program), job, staging, thread });
-        self.shared.bell.notify_one();
+        self.shared.ring();
     }
 
     /// A program has ended: do not wait for room for its pages.
     pub(crate) fn abandon(&self, program: u64) {
         self.shared.lock().abandoned.push(program);
-        self.shared.bell.notify_one();
+        self.shared.ring();
     }
 
     pub(crate) fn stop(&self) {
         self.shared.lock().stop = true;
-        self.shared.bell.notify_one();
+        self.shared.ring();
     }
 
     /// For how long the pool has had no room, and what it says.
@@ -106,6 +108,24 @@ impl SenderThread {
 }
 
 impl Shared {
+    fn new(bell: OwnedFd) -> Self {
+        Self {
+            inbox: Mutex::default(),
+            bell,
+            writes: AtomicU64::new(0),
+            pages: AtomicU64::new(0),
+            zero_pages: AtomicU64::new(0),
+            starved_since_ms: AtomicU64::new(0),
+            is_starved: AtomicBool::new(false),
+            starvation: Mutex::default(),
+        }
+    }
+
+    fn ring(&self) {
+        // Writing to an eventfd fails only when its count is full, and then it is awake already.
+        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+    }
+
     fn lock(&self) -> std::sync::MutexGuard<'_, Inbox> {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -126,15 +146,19 @@ impl Loop {
         let mut written = Vec::new();
         let mut found = Vec::with_capacity(BLOCK_PAGES);
         let mut polls = 0;
+        let mut is_stuck = false;
         loop {
-            let Some(order) = self.next_order() else {
+            let Some(order) = self.next_order(is_stuck) else {
                 break;
             };
+            let before = self.sender.stats();
+            is_stuck = order.is_none();
             if let Some(order) = order {
                 self.copy(order, &mut found);
             }
             let starved = self.sender.advance(&mut written).err().map(|error| error.to_string());
             self.note_starvation(starved);
+            is_stuck &= written.is_empty() && self.sender.stats() == before;
             for written in written.drain(..) {
                 self.deliver(written);
             }
@@ -148,12 +172,16 @@ impl Loop {
         self.publish();
     }
 
-    /// The next batch; `Some(None)` when it is time to look at acknowledgements, `None` when the run has ended.
-    fn next_order(&mut self) -> Option<Option<Order>> {
+    /// The next batch; `Some(None)` when it is time to look at acknowledgements, `None` when the run has ended. Waits if there is nothing to
+    /// do; if all there is to do is to wait for acknowledgements (`is_stuck`), for those too.
+    fn next_order(&mut self, is_stuck: bool) -> Option<Option<Order>> {
         let mut inbox = self.shared.lock();
         let is_starved = self.shared.is_starved.load(Relaxed);
-        if inbox.orders.is_empty() && !inbox.stop && (self.sender.is_idle() || is_starved) {
-            inbox = self.shared.bell.wait_timeout(inbox, IDLE_TICK).unwrap_or_else(PoisonError::into_inner).0;
+        let is_idle = self.sender.is_idle() || is_starved;
+        if inbox.orders.is_empty() && !inbox.stop && (is_idle || is_stuck) {
+            drop(inbox);
+            self.wait(is_idle);
+            inbox = self.shared.lock();
         }
         for owner in std::mem::take(&mut inbox.abandoned) {
             self.sender.abandon(owner);
@@ -162,6 +190,21 @@ impl Loop {
             return None;
         }
         Some(if self.sender.has_room() { inbox.orders.pop_front() } else { None })
+    }
+
+    /// Wait for orders, or for memory nodes to say something. Where those answer at once there is nothing to wait for.
+    fn wait(&mut self, is_idle: bool) {
+        let mut polled = vec![PollFd::new(&self.shared.bell, PollFlags::IN)];
+        if !is_idle {
+            let Some(fds) = self.sender.event_fds() else { return };
+            polled.extend(fds.into_iter().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
+        }
+        // Any outcome means: look.
+        let _ = poll(&mut polled, Some(&IDLE_TICK));
+        if polled[0].revents().contains(PollFlags::IN) {
+            // It only wakes: nothing is lost if it was read already.
+            let _ = rustix::io::read(&self.shared.bell, &mut [0; 8]);
+        }
     }
 
     /// Copy a batch into its block and tell the monitor what it was.

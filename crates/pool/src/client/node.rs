@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use aquifer_fabric::{
     Completion, Endpoint, Key, LocalKey, LocalSlice, Memory, PostError, RemoteAddr, Verb, Work, WorkError,
@@ -23,6 +24,8 @@ const _: () = assert!(HEADER_LEN as usize == HEADER_BYTES);
 const _: () = assert!(READ_WORDS_MAX as usize * 8 <= REPLY_BYTES);
 /// Polls before the processor is offered to others.
 const SPINS_MAX: u32 = 256;
+/// An endpoint over a network is asked again after so long.
+const PATIENCE: Duration = Duration::from_millis(20);
 /// Completions taken at a time.
 const POLL_MAX: usize = 32;
 
@@ -264,6 +267,7 @@ impl Wire {
             if broken && spins > SPINS_MAX {
                 break Err(WorkError::PeerGone);
             }
+            self.endpoint.wait(PATIENCE);
             spins = pause(spins);
         };
         self.kept.put_back(&mut self.others);

@@ -1,0 +1,86 @@
+//! Where a node's memory is reached, as the directory names it.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use crate::shm;
+use crate::target::Identity;
+use crate::tcp::{self, ClusterKey, ConnectOptions};
+use crate::work::{Endpoint, EndpointError};
+
+/// A provider and an address in its terms.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Reach {
+    /// A Unix socket of this machine.
+    Shm(PathBuf),
+    /// Any machine.
+    Tcp(SocketAddr),
+}
+
+impl Reach {
+    /// Read what [`Self::provider`] and [`Self::address`] gave.
+    ///
+    /// # Errors
+    /// A sentence, if this program knows no such provider or the address is none of its.
+    pub fn parse(provider: &str, address: &str) -> Result<Self, String> {
+        match provider {
+            "shm" => Ok(Self::Shm(address.into())),
+            "tcp" => match address.parse() {
+                Ok(address) => Ok(Self::Tcp(address)),
+                Err(_) => Err(format!("\"{address}\" is not an address such as 10.0.0.1:7400")),
+            },
+            _ => Err(format!("this program knows no fabric \"{provider}\"")),
+        }
+    }
+
+    /// The provider's name.
+    #[must_use]
+    pub fn provider(&self) -> &'static str {
+        match self {
+            Self::Shm(_) => "shm",
+            Self::Tcp(_) => "tcp",
+        }
+    }
+
+    /// The address in the provider's terms.
+    #[must_use]
+    pub fn address(&self) -> String {
+        match self {
+            Self::Shm(path) => path.display().to_string(),
+            Self::Tcp(address) => address.to_string(),
+        }
+    }
+
+    /// Connect. Over a network both ends need the cluster's key.
+    ///
+    /// # Errors
+    /// What the provider says; or that there is no key.
+    pub fn connect(
+        &self,
+        who: Identity,
+        key: Option<&ClusterKey>,
+    ) -> Result<Box<dyn Endpoint>, EndpointError> {
+        match (self, key) {
+            (Self::Shm(path), _) => shm::connect(path, who),
+            (Self::Tcp(address), Some(key)) => tcp::connect(*address, key, who, ConnectOptions::default()),
+            (Self::Tcp(address), None) => Err(EndpointError::Refused {
+                address: address.to_string(),
+                reason: "this host has no cluster key to prove itself with: give it --key FILE".into(),
+            }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_read() {
+        for reach in [Reach::Shm("/run/x/node-1.sock".into()), Reach::Tcp("[::1]:7400".parse().unwrap())] {
+            assert_eq!(Reach::parse(reach.provider(), &reach.address()), Ok(reach));
+        }
+        assert!(Reach::parse("tcp", "somewhere").unwrap_err().contains("somewhere"));
+        assert!(Reach::parse("pigeon", "x").unwrap_err().contains("pigeon"));
+    }
+}
