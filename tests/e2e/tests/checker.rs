@@ -6,10 +6,14 @@ use aquifer_tests_e2e::{Case, Cluster, build, compare};
 const BYTES: &str = "128M";
 
 fn check(test: &str, options: &[&str], forks: bool, unbounded: Option<&str>) {
+    check_on("shm", test, options, forks, unbounded);
+}
+
+fn check_on(fabric: &str, test: &str, options: &[&str], forks: bool, unbounded: Option<&str>) {
     let checker = build::programs().join("checker");
     let mut program = vec![checker.to_str().expect("a plain path"), test, "--bytes", BYTES];
     program.extend(options);
-    let cluster = Cluster::up(3, "512M");
+    let cluster = Cluster::up_with(3, "512M", &["--fabric", fabric]);
     compare(&cluster, Case { program: &program, forks, unbounded });
 }
 
@@ -38,10 +42,22 @@ checks! {
     pages_that_the_kernel_holds_are_not_taken: "pinned" [], forks: false;
 }
 
+/// Until what a fork shares is counted as it is written.
+const FORKED: &str = "what two processes write after a fork they have twice before anybody is asked";
+
 #[test]
 fn parent_and_child_have_their_own_pages() {
-    let reason = "what two processes write after a fork they have twice before anybody is asked";
-    check("fork", &[], true, Some(reason));
+    check("fork", &[], true, Some(FORKED));
+}
+
+#[test]
+fn pages_keep_their_bytes_over_tcp() {
+    check_on("tcp", "pages", &[], false, None);
+}
+
+#[test]
+fn parent_and_child_have_their_own_pages_over_tcp() {
+    check_on("tcp", "fork", &[], true, Some(FORKED));
 }
 
 #[test]

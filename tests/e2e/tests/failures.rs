@@ -105,7 +105,16 @@ fn a_full_pool_ends_who_filled_it_and_nobody_else() {
 
 #[test]
 fn a_dead_node_costs_its_readers_a_message_and_no_wrong_byte() {
-    let cluster = Cluster::up(1, "256M");
+    kill_the_node("shm");
+}
+
+#[test]
+fn a_dead_node_elsewhere_costs_its_readers_a_message_and_no_wrong_byte() {
+    kill_the_node("tcp");
+}
+
+fn kill_the_node(fabric: &str) {
+    let cluster = Cluster::up_with(1, "256M", &["--fabric", fabric]);
     let run = endless(&cluster, LIMIT, "128M");
     await_paging(&cluster, 64 << 20);
     processes::signal(cluster.part("node", None), Signal::KILL);
@@ -123,6 +132,25 @@ fn a_dead_node_costs_its_readers_a_message_and_no_wrong_byte() {
     start_checker(&cluster, LIMIT, &["pages", "--bytes", "64M"])
         .wait()
         .assert_success("a run on the node that came back");
+    cluster.assert_all_free();
+}
+
+/// A node that stands still is waited for, as long as its host acknowledges what it is sent.
+#[test]
+fn a_stopped_node_is_waited_for() {
+    const LOOKS: usize = 50;
+    let cluster = Cluster::up_with(2, "256M", &["--fabric", "tcp"]);
+    let run = start_checker(&cluster, LIMIT, &["pages", "--bytes", "128M", "--rounds", "3"]);
+    await_paging(&cluster, 64 << 20);
+    let node = cluster.part("node", Some(1));
+    processes::signal(node, Signal::STOP);
+    let program = program_of(&run);
+    for _ in 0..LOOKS {
+        assert!(processes::is_alive(program), "a node that only stands still has cost a program its life");
+        std::thread::yield_now();
+    }
+    processes::signal(node, Signal::CONT);
+    run.wait().assert_success("the run beside a node that stood still");
     cluster.assert_all_free();
 }
 
