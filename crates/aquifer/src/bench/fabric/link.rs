@@ -1,9 +1,11 @@
 //! This process's end: the other process, an endpoint to it, and own memory to compare with.
 
 use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
+use std::time::Duration;
 
 use aquifer_fabric::{
     Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Tenant, Work, shm,
@@ -43,6 +45,14 @@ pub struct Link {
     pub bare: Arc<Memory>,
     done: Vec<Completion>,
     server: Option<Server>,
+    /// Where the other process serves over TCP, and where it echoes.
+    pub elsewhere: Option<(SocketAddr, SocketAddr)>,
+}
+
+/// What the other process says when it serves: `ready`, and two addresses.
+fn parse_ready(line: &str) -> Option<(SocketAddr, SocketAddr)> {
+    let mut words = line.strip_prefix("ready ")?.split_ascii_whitespace();
+    Some((words.next()?.parse().ok()?, words.next()?.parse().ok()?))
 }
 
 impl Link {
@@ -67,13 +77,14 @@ impl Link {
         if let Some(stdout) = server.child.stdout.take() {
             BufReader::new(stdout).read_line(&mut ready).map_err(BenchError::io("hear from", &own))?;
         }
-        if ready != "ready\n" {
+        let Some(elsewhere) = parse_ready(&ready) else {
             return Err(BenchError::Fabric {
                 reason: "the other process did not start; its message is above".into(),
             });
-        }
+        };
         let mut link = Self::connect(&path)?;
         link.server = Some(server);
+        link.elsewhere = Some(elsewhere);
         Ok(link)
     }
 
@@ -84,13 +95,22 @@ impl Link {
     pub fn connect(path: &Path) -> Result<Self, BenchError> {
         let failed = |reason: String| BenchError::Fabric { reason };
         let who = Identity { host: Host(1), epoch: 1, tenant: Tenant(0) };
-        let mut endpoint = shm::connect(path, who).map_err(|error| failed(error.to_string()))?;
+        let endpoint = shm::connect(path, who).map_err(|error| failed(error.to_string()))?;
+        Self::over(endpoint, REGION_BYTES)
+    }
+
+    /// With own memory of `bare_bytes` to compare with.
+    ///
+    /// # Errors
+    /// If the other end lends nothing, or there is no memory.
+    pub fn over(mut endpoint: Box<dyn Endpoint>, bare_bytes: usize) -> Result<Self, BenchError> {
+        let failed = |reason: String| BenchError::Fabric { reason };
         let region = endpoint.regions().first().cloned();
         let region = region.ok_or_else(|| failed("the other process lends no memory".into()))?;
         let local = server::filled(LOCAL_BYTES)?;
         let key = endpoint.register_local(Arc::clone(&local)).map_err(|error| failed(error.to_string()))?;
-        let bare = server::filled(REGION_BYTES)?;
-        Ok(Self { endpoint, region, local, key, bare, done: Vec::new(), server: None })
+        let bare = server::filled(bare_bytes)?;
+        Ok(Self { endpoint, region, local, key, bare, done: Vec::new(), server: None, elsewhere: None })
     }
 
     /// The other process's number.
@@ -123,7 +143,9 @@ impl Link {
         self.endpoint.post(batch).map_err(|error| failed(error.to_string()))?;
         self.done.clear();
         while self.done.len() < batch.len() {
-            self.endpoint.poll(&mut self.done, batch.len());
+            if self.endpoint.poll(&mut self.done, batch.len()) == 0 {
+                self.endpoint.wait(Duration::from_secs(1));
+            }
         }
         let mut last = 0;
         for completion in &self.done {

@@ -3,6 +3,7 @@
 mod link;
 mod measure;
 mod server;
+mod wire;
 
 use std::collections::BTreeMap;
 
@@ -17,8 +18,7 @@ use measure::{Kind, Pair, Place, Volume};
 pub use server::serve_at;
 
 /// For `bench list`.
-pub const TARGETS: &str =
-    "targets: READ of 4 KiB ≤ 1.5× a cold memcpy, 64-byte READ and CAS ≤ 200 ns over a bare one";
+pub const TARGETS: &str = "targets: READ of 4 KiB ≤ 1.5× a cold memcpy, 64-byte READ and CAS ≤ 200 ns over a bare one; tcp READ of 4 KiB ≤ 1.2× a plain round trip, 32 at once ≥ 0.8× a plain echo";
 
 const SIZES: [u32; 3] = [64, 4096, 65_536];
 const BATCHES: [usize; 3] = [1, 16, 64];
@@ -52,7 +52,10 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         short(float(target_us) / 1e3)
     ));
     let messages = measure::messages(&mut link, volume)?;
+    let (verbs, plain) = link.elsewhere.expect("it was started just now");
+    let wire = wire::measure(link.server(), verbs, plain, volume)?;
     report.targets = targets(&copies, &atomics);
+    report.targets.extend(wire.targets);
     let columns = ["ns", "bare ns", "÷ bare", "ns over bare"].map(Column::full).to_vec();
     let table = |title: &str, columns: &[Column], rows: Vec<Row>| Table {
         title: title.into(),
@@ -73,6 +76,11 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
             "messages of 64 bytes, there and back",
             &[Column::full("p50 µs"), Column::full("p99 µs"), Column::full("CPU µs")],
             vec![Row { name: "both ends poll".into(), figures: messages }],
+        ),
+        table(
+            "4 KiB over TCP on this machine, beside plain sockets that move the same bytes",
+            &["µs", "1000/s", "÷ plain", "CPU µs there"].map(Column::full),
+            wire.rows,
         ),
     ];
     Ok(report)

@@ -6,8 +6,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_fabric::shm::{Options, ShmTarget};
+use aquifer_fabric::tcp::{self, TcpTarget};
 use aquifer_fabric::{Access, Memory, Scope, Target};
 
+use super::wire;
 use crate::bench::BenchError;
 
 /// Many times what any processor caches.
@@ -29,7 +31,17 @@ pub fn serve_at(path: &Path) -> Result<(), BenchError> {
         std::process::exit(0);
     });
     let mut out = std::io::stdout();
-    writeln!(out, "ready").and_then(|()| out.flush()).map_err(BenchError::io("say ready at", path))?;
+    let failed = |error: String| BenchError::Fabric { reason: error };
+    let anywhere = "127.0.0.1:0".parse().expect("a constant");
+    let elsewhere = TcpTarget::listen(anywhere, &wire::KEY, tcp::Options::default())
+        .map_err(|error| failed(error.to_string()))?;
+    elsewhere
+        .register(filled(REGION_BYTES)?, Access::ALL, Scope::Anyone)
+        .map_err(|error| failed(error.to_string()))?;
+    let echoes = wire::serve_echo().map_err(|error| failed(error.to_string()))?;
+    writeln!(out, "ready {} {echoes}", elsewhere.address())
+        .and_then(|()| out.flush())
+        .map_err(BenchError::io("say ready at", path))?;
     let mut message = Vec::new();
     let mut looks = 0;
     loop {

@@ -1,0 +1,208 @@
+//! READs over TCP beside the same bytes over a plain socket: one at a time against a blocking round trip, many at once against a
+//! pipelined echo. Both servers are in the same other process.
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::time::Instant;
+
+use aquifer_fabric::tcp::wire::{ANSWER_BYTES, REQUEST_BYTES};
+use aquifer_fabric::tcp::{self, ClusterKey, ConnectOptions};
+use aquifer_fabric::{Host, Identity, Tenant, Verb, Work};
+
+use super::link::Link;
+use super::measure::Volume;
+use super::server::REGION_BYTES;
+use crate::bench::BenchError;
+use crate::bench::support::bytes::float;
+use crate::bench::support::report::{Row, Target};
+use crate::bench::support::spread::Spread;
+use crate::bench::support::{interrupt, procs};
+
+/// Nobody but this bench's two processes needs it.
+pub const KEY: ClusterKey = ClusterKey([11; 32]);
+const PAGE_BYTES: u32 = 4096;
+const ANSWER: usize = ANSWER_BYTES + PAGE_BYTES as usize;
+/// Operations under way at once.
+pub const DEPTH: usize = 32;
+
+/// Answers each request-sized piece with an answer-sized one, for as long as the connection lasts.
+///
+/// # Errors
+/// If it cannot listen.
+pub fn serve_echo() -> std::io::Result<SocketAddr> {
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let address = listener.local_addr()?;
+    std::thread::spawn(move || {
+        while let Ok((stream, _)) = listener.accept() {
+            std::thread::spawn(move || echo(stream));
+        }
+    });
+    Ok(address)
+}
+
+fn echo(mut stream: TcpStream) -> std::io::Result<()> {
+    stream.set_nodelay(true)?;
+    let answers = vec![7; ANSWER * DEPTH];
+    let mut buffer = [0; REQUEST_BYTES * DEPTH];
+    let mut filled = 0;
+    loop {
+        match stream.read(&mut buffer[filled..])? {
+            0 => return Ok(()),
+            bytes => filled += bytes,
+        }
+        let whole = filled / REQUEST_BYTES;
+        stream.write_all(&answers[..whole * ANSWER])?;
+        buffer.copy_within(whole * REQUEST_BYTES..filled, 0);
+        filled -= whole * REQUEST_BYTES;
+    }
+}
+
+/// One way to get pages, with `depth` of them under way.
+struct Way {
+    name: &'static str,
+    depth: usize,
+    end: End,
+    us: Vec<f64>,
+    server_cpu_us: Vec<f64>,
+}
+
+enum End {
+    Plain(TcpStream, Vec<u8>),
+    Verbs(Box<Link>),
+}
+
+impl Way {
+    fn new(name: &'static str, depth: usize, end: End) -> Self {
+        Self { name, depth, end, us: Vec::new(), server_cpu_us: Vec::new() }
+    }
+
+    /// Get `operations` pages; µs for each.
+    fn measure(&mut self, operations: usize) -> Result<f64, BenchError> {
+        let failed = |error: std::io::Error| BenchError::Fabric { reason: error.to_string() };
+        let rounds = operations.div_ceil(self.depth);
+        let mut at = 0;
+        let start = Instant::now();
+        for _ in 0..rounds {
+            match &mut self.end {
+                End::Plain(stream, buffer) => {
+                    stream
+                        .write_all(&[1; REQUEST_BYTES * DEPTH][..REQUEST_BYTES * self.depth])
+                        .map_err(failed)?;
+                    stream.read_exact(&mut buffer[..ANSWER * self.depth]).map_err(failed)?;
+                }
+                End::Verbs(link) => {
+                    let read = |slot: usize, link: &Link, at: &mut usize| {
+                        *at = (*at + 0x9E37_7000) % REGION_BYTES;
+                        let local = link.slice(slot as u64 * u64::from(PAGE_BYTES), PAGE_BYTES);
+                        let verb = Verb::Read { local, remote: link.remote(*at) };
+                        Work { id: slot as u64, verb, signalled: true }
+                    };
+                    let batch: Vec<Work> = (0..self.depth).map(|slot| read(slot, link, &mut at)).collect();
+                    link.all(&batch)?;
+                }
+            }
+        }
+        Ok(start.elapsed().as_secs_f64() * 1e6 / float((rounds * self.depth) as u64))
+    }
+}
+
+/// What was measured.
+pub struct Wire {
+    /// For the table.
+    pub rows: Vec<Row>,
+    /// What is promised.
+    pub targets: Vec<Target>,
+}
+
+/// Measures all ways in alternation.
+///
+/// # Errors
+/// If a connection fails, or a signal asks to stop.
+pub fn measure(
+    server: u32,
+    verbs: SocketAddr,
+    plain: SocketAddr,
+    volume: Volume,
+) -> Result<Wire, BenchError> {
+    let mut ways = Vec::new();
+    for (depth, name) in [(1, "plain blocking round trip"), (DEPTH, "plain echo, 32 at once")] {
+        ways.push(Way::new(name, depth, connect_plain(plain)?));
+    }
+    for (depth, encrypt, name) in [
+        (1, false, "READ 4 KiB"),
+        (DEPTH, false, "READ 4 KiB, 32 at once"),
+        (1, true, "READ 4 KiB, encrypted"),
+        (DEPTH, true, "READ 4 KiB, 32 at once, encrypted"),
+    ] {
+        ways.push(Way::new(name, depth, End::Verbs(Box::new(connect_verbs(verbs, encrypt)?))));
+    }
+    // One round that does not count: it maps pages and opens windows.
+    for round in 0..=volume.rounds {
+        for way in &mut ways {
+            interrupt::check()?;
+            let operations = volume.operations / if way.depth == 1 { 20 } else { 5 };
+            let before_us = procs::cpu_us(server);
+            let us = way.measure(operations)?;
+            if round > 0 {
+                way.us.push(us);
+                way.server_cpu_us.push(float(procs::cpu_us(server) - before_us) / float(operations as u64));
+            }
+        }
+    }
+    Ok(Wire { targets: targets(&ways), rows: ways.iter().map(|way| row(way, &ways)).collect() })
+}
+
+fn connect_plain(address: SocketAddr) -> Result<End, BenchError> {
+    let failed = |error: std::io::Error| BenchError::Fabric { reason: error.to_string() };
+    let stream = TcpStream::connect(address).map_err(failed)?;
+    stream.set_nodelay(true).map_err(failed)?;
+    Ok(End::Plain(stream, vec![0; ANSWER * DEPTH]))
+}
+
+fn connect_verbs(address: SocketAddr, encrypt: bool) -> Result<Link, BenchError> {
+    let who = Identity { host: Host(1), epoch: 1, tenant: Tenant(0) };
+    let options = ConnectOptions { encrypt, ..ConnectOptions::default() };
+    let endpoint = tcp::connect(address, &KEY, who, options)
+        .map_err(|error| BenchError::Fabric { reason: error.to_string() })?;
+    Link::over(endpoint, 4096)
+}
+
+/// The plain way with as much under way.
+fn peer<'a>(way: &Way, ways: &'a [Way]) -> &'a Way {
+    let is_peer = |other: &&Way| other.depth == way.depth && matches!(other.end, End::Plain(..));
+    ways.iter().find(is_peer).expect("there is one for each depth")
+}
+
+fn row(way: &Way, ways: &[Way]) -> Row {
+    let per_s: Vec<f64> = way.us.iter().map(|us| 1e3 / us).collect();
+    let figures = [
+        ("µs", Spread::of(&way.us)),
+        ("1000/s", Spread::of(&per_s)),
+        ("÷ plain", Spread::of_ratios(&way.us, &peer(way, ways).us)),
+        ("CPU µs there", Spread::of(&way.server_cpu_us)),
+    ];
+    let figures: BTreeMap<_, _> =
+        figures.into_iter().filter_map(|(name, spread)| Some((name, spread?))).collect();
+    Row { name: way.name.into(), figures }
+}
+
+fn targets(ways: &[Way]) -> Vec<Target> {
+    let mut targets = Vec::new();
+    for way in ways.iter().filter(|way| way.name.starts_with("READ") && !way.name.contains("encrypted")) {
+        let plain = peer(way, ways);
+        if way.depth == 1
+            && let Some(value) = Spread::of_ratios(&way.us, &plain.us)
+        {
+            let name = "tcp READ 4 KiB ÷ plain blocking round trip".into();
+            targets.push(Target { name, value, bound: 1.2, at_most: true });
+        }
+        if way.depth > 1
+            && let Some(value) = Spread::of_ratios(&plain.us, &way.us)
+        {
+            let name = "tcp READs per second, 32 at once ÷ plain pipelined echo's".into();
+            targets.push(Target { name, value, bound: 0.8, at_most: false });
+        }
+    }
+    targets
+}
