@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use io_uring::types::{Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
+use rustix::net::SendFlags;
 use zerocopy::IntoBytes;
 
 use super::rate::Limiter;
@@ -286,6 +287,12 @@ impl RingThread {
         if connection.is_sending || !connection.prepare_sending() {
             return false;
         }
+        // Mostly the kernel takes it all at once, and nothing is left to wait for.
+        while connection.send_now() {
+            if !connection.prepare_sending() {
+                return true;
+            }
+        }
         let entry = connection.send_entry((at as u64) << KIND_BITS | SENT);
         self.push(&entry);
         true
@@ -445,6 +452,19 @@ impl Connection {
             }
         }
         !self.outgoing.is_empty()
+    }
+
+    /// Give the kernel what it takes without waiting; whether that was all.
+    fn send_now(&mut self) -> bool {
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        match rustix::net::send(&self.socket, &self.outgoing[self.sent..], flags) {
+            Ok(bytes) => {
+                self.sent += bytes;
+                self.sent == self.outgoing.len()
+            }
+            // What is wrong shows when the ring sends it.
+            Err(_) => false,
+        }
     }
 
     fn send_entry(&mut self, what: u64) -> squeue::Entry {

@@ -1,4 +1,4 @@
-//! READs over TCP beside the same bytes over a plain socket: one at a time against a blocking round trip, many at once against a
+//! READs over TCP, of as many pages as are under way at once, beside the same bytes over a plain socket: one at a time against a blocking round trip, many at once against a
 //! pipelined echo. Both servers are in the same other process.
 
 use std::collections::BTreeMap;
@@ -12,7 +12,6 @@ use aquifer_fabric::{Host, Identity, Tenant, Verb, Work};
 
 use super::link::Link;
 use super::measure::Volume;
-use super::server::REGION_BYTES;
 use crate::bench::BenchError;
 use crate::bench::support::bytes::float;
 use crate::bench::support::report::{Row, Target};
@@ -93,7 +92,7 @@ impl Way {
                 }
                 End::Verbs(link) => {
                     let read = |slot: usize, link: &Link, at: &mut usize| {
-                        *at = (*at + 0x9E37_7000) % REGION_BYTES;
+                        *at = (*at + PAGE_BYTES as usize) % (PAGE_BYTES as usize * DEPTH);
                         let local = link.slice(slot as u64 * u64::from(PAGE_BYTES), PAGE_BYTES);
                         let verb = Verb::Read { local, remote: link.remote(*at) };
                         Work { id: slot as u64, verb, signalled: true }
