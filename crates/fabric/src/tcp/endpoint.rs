@@ -1,21 +1,22 @@
 //! The initiator's end: requests go out in one call for a batch, answers come back in the same order.
 
+mod answers;
+mod recovery;
+
 use std::collections::VecDeque;
-use std::io;
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::net::{RecvFlags, SendFlags};
-use zerocopy::{FromBytes, IntoBytes};
+use rustix::net::SendFlags;
+use zerocopy::IntoBytes;
 
-use super::door::TRY_AGAIN;
-use super::hello::{self, Hello, Reply, Resume, SessionId, Welcome};
+use super::hello::{self, Hello, Reply, SessionId, Welcome};
 use super::secure::{Seal, SecureError, initiate};
 use super::stream::{Deadlined, tune};
-use super::wire::{self, ANSWER_BYTES, Answer, Request, padded};
+use super::wire::{self, Request, padded};
 use super::{ClusterKey, ConnectOptions, HANDSHAKE_TIME};
 use crate::Memory;
 use crate::memory::{copy, u64_from};
@@ -27,8 +28,6 @@ use crate::work::{
 
 /// Bytes taken from the connection in one call.
 const INPUT_BYTES: usize = 256 << 10;
-/// Between attempts to make a broken connection anew.
-const RETRY_EVERY: Duration = Duration::from_millis(20);
 
 /// A posted operation without outcome.
 #[derive(Clone, Copy, Debug)]
@@ -165,8 +164,6 @@ impl TcpEndpoint {
         })
     }
 
-    // ---- requests ----------------------------------------------------------------------------------
-
     /// What is wrong with a verb that need not be asked of the target.
     fn fault(&self, verb: &Verb) -> Option<WorkError> {
         match *verb {
@@ -266,233 +263,6 @@ impl TcpEndpoint {
                 Err(_) => return,
             }
         }
-    }
-
-    // ---- answers -----------------------------------------------------------------------------------
-
-    /// Take what has come. True if the connection is over.
-    fn receive_some(&mut self) -> bool {
-        loop {
-            let flags = RecvFlags::DONTWAIT;
-            match rustix::net::recv(&self.stream, &mut self.input[self.filled..], flags) {
-                Ok((_, 0)) => return true,
-                Ok((_, bytes)) => {
-                    self.filled += bytes;
-                    let is_full = self.filled == self.input.len();
-                    if self.take_input().is_err() {
-                        tracing::warn!(address = %self.address, "a target said nonsense");
-                        return true;
-                    }
-                    if !is_full {
-                        return false;
-                    }
-                }
-                Err(rustix::io::Errno::INTR) => {}
-                Err(rustix::io::Errno::AGAIN) => return false,
-                Err(_) => return true,
-            }
-        }
-    }
-
-    fn take_input(&mut self) -> Result<(), SecureError> {
-        let nonsense = || SecureError::Magic;
-        let Some(seal) = &mut self.seal else {
-            let input = std::mem::take(&mut self.input);
-            let used = self.take_answers(&input[..self.filled]);
-            self.input = input;
-            let used = used.ok_or_else(nonsense)?;
-            self.input.copy_within(used..self.filled, 0);
-            self.filled -= used;
-            return Ok(());
-        };
-        let used = seal.open(&self.input[..self.filled], &mut self.opened)?;
-        self.input.copy_within(used..self.filled, 0);
-        self.filled -= used;
-        let mut opened = std::mem::take(&mut self.opened);
-        let used = self.take_answers(&opened);
-        opened.drain(..used.unwrap_or(0));
-        self.opened = opened;
-        used.map(drop).ok_or_else(nonsense)
-    }
-
-    /// Book the answers in `bytes`; how many bytes were used, a multiple of 8; `None` if they are nonsense.
-    fn take_answers(&mut self, bytes: &[u8]) -> Option<usize> {
-        let mut at = 0;
-        loop {
-            if let Some((local, taken)) = self.reading {
-                let used = self.take_payload(local, taken, &bytes[at..])?;
-                at += used;
-                if self.reading.is_some() {
-                    return Some(at);
-                }
-            }
-            let Ok((answer, rest)) = Answer::read_from_prefix(&bytes[at..]) else {
-                return Some(at);
-            };
-            let len = answer.len.get();
-            match answer.kind {
-                wire::ANSWER => self.take_answer(&answer)?,
-                wire::MESSAGE => {
-                    if len > self.limits.message_bytes_max || self.messages.len() >= self.limits.receive_depth
-                    {
-                        return None;
-                    }
-                    let Some(message) = rest.get(..padded(len)) else {
-                        return Some(at);
-                    };
-                    self.messages.push_back(message[..len as usize].to_vec());
-                    self.heard += 1;
-                    at += padded(len);
-                }
-                wire::FAREWELL => self.has_farewell = answer.value.get() == self.answered,
-                _ => return None,
-            }
-            at += ANSWER_BYTES;
-        }
-    }
-
-    fn take_answer(&mut self, answer: &Answer) -> Option<()> {
-        self.settle_known();
-        let Pending { work, .. } = *self.pending.front()?;
-        let outcome = answer.outcome()?;
-        match work.verb {
-            Verb::Read { local, .. } if outcome.is_ok() => {
-                if answer.len.get() != local.len {
-                    return None;
-                }
-                self.reading = Some((local, 0));
-            }
-            _ if answer.len.get() != 0 => return None,
-            _ => self.settle(outcome),
-        }
-        Some(())
-    }
-
-    /// Copy what has come of a READ to its place; how many bytes were used.
-    fn take_payload(&mut self, local: LocalSlice, taken: u32, bytes: &[u8]) -> Option<usize> {
-        let left = padded(local.len) - taken as usize;
-        let take = left.min(bytes.len() & !7);
-        let len = take.min((local.len - taken.min(local.len)) as usize);
-        let to = self.local(local)?;
-        // SAFETY: `local` proved all of the destination, and `taken + len` is at most its length.
-        unsafe { copy(to.add(taken as usize), bytes.as_ptr(), len) };
-        if take == left {
-            self.reading = None;
-            self.settle(Ok(u64::from(local.len)));
-        } else {
-            self.reading = Some((local, taken + u32::try_from(take).expect("below the length")));
-        }
-        Some(take)
-    }
-
-    /// The oldest operation has its answer.
-    fn settle(&mut self, outcome: Result<u64, WorkError>) {
-        let Some(Pending { work, .. }) = self.pending.pop_front() else { return };
-        self.answered += 1;
-        self.since = Instant::now();
-        self.complete(work, outcome);
-        if outcome == Err(WorkError::Fenced) {
-            self.give_up(None);
-        }
-    }
-
-    fn complete(&mut self, work: Work, outcome: Result<u64, WorkError>) {
-        if work.signalled || outcome.is_err() {
-            self.done.push_back(Completion { id: work.id, outcome });
-        }
-    }
-
-    /// Tell the outcomes that were known at once, where it is their turn.
-    fn settle_known(&mut self) {
-        while let Some(Pending { work, outcome: Some(error) }) = self.pending.front().copied() {
-            self.pending.pop_front();
-            self.complete(work, Err(error));
-        }
-    }
-
-    // ---- the end, and what comes after -------------------------------------------------------------
-
-    /// Nothing more will be done. The first unanswered operation gets the cause; the later ones were not done, or nobody knows.
-    fn give_up(&mut self, cause: Option<WorkError>) {
-        self.broken = true;
-        let mut cause = cause;
-        let is_known = self.has_farewell || cause.is_none();
-        for Pending { work, outcome } in std::mem::take(&mut self.pending) {
-            let error = outcome.unwrap_or_else(|| {
-                if is_known {
-                    cause.take().unwrap_or(WorkError::Flushed)
-                } else {
-                    cause.unwrap_or(WorkError::Flushed)
-                }
-            });
-            self.complete(work, Err(error));
-        }
-        self.requests.clear();
-        self.outgoing.clear();
-        self.sent = 0;
-    }
-
-    /// The connection is over. Make it anew and go on, or say what became of everything.
-    fn recover(&mut self) {
-        let deadline = Instant::now() + self.options.reconnect_time;
-        while !self.has_farewell && !self.broken {
-            match self.reconnect(deadline) {
-                Ok(()) => return,
-                Err(error) => {
-                    let is_over = match &error {
-                        EndpointError::Unreachable { source, .. } => {
-                            source.kind() == io::ErrorKind::ConnectionRefused
-                        }
-                        EndpointError::Refused { reason, .. } => reason != TRY_AGAIN,
-                        _ => true,
-                    };
-                    if is_over || Instant::now() >= deadline {
-                        tracing::debug!(%error, "an endpoint cannot go on");
-                        break;
-                    }
-                    std::thread::sleep(RETRY_EVERY);
-                }
-            }
-        }
-        // Without anything under way the next operation is told.
-        let is_idle = self.pending.iter().all(|pending| pending.outcome.is_some());
-        if !self.broken && !is_idle {
-            self.give_up(Some(WorkError::PeerGone));
-        }
-        self.has_farewell = true;
-    }
-
-    fn reconnect(&mut self, deadline: Instant) -> Result<(), EndpointError> {
-        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        let resume =
-            Resume { session: self.session, answered: self.answered, heard: self.heard, taken: self.taken };
-        let hello = Hello { who: self.who, encrypt: self.options.encrypt, resume: Some(resume) };
-        let (stream, seal, welcome) = knock(self.address, &self.key, &hello, left.min(HANDSHAKE_TIME))?;
-        let unanswered = self.pending.iter().filter(|pending| pending.outcome.is_none()).count() as u64;
-        let done = welcome.done.checked_sub(self.answered).filter(|done| *done <= unanswered);
-        let Some(done) = done else {
-            let reason = "it says that it has done what was never asked".into();
-            return Err(EndpointError::Protocol { address: self.address.to_string(), reason });
-        };
-        self.stream = stream;
-        self.seal = welcome.encrypt.then_some(seal);
-        self.requests.clear();
-        self.outgoing.clear();
-        self.sent = 0;
-        self.filled = 0;
-        self.opened.clear();
-        self.reading = None;
-        let again: Vec<Verb> = self
-            .pending
-            .iter()
-            .filter(|pending| pending.outcome.is_none())
-            .skip(usize::try_from(done).expect("fewer than are pending"))
-            .map(|pending| pending.work.verb)
-            .collect();
-        again.iter().for_each(|verb| self.encode(verb));
-        self.since = Instant::now();
-        self.flush();
-        Ok(())
     }
 
     /// Look for answers once.

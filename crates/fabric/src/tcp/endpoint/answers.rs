@@ -1,0 +1,154 @@
+//! What the target says, booked in the order of the requests.
+
+use std::time::Instant;
+
+use rustix::net::RecvFlags;
+use zerocopy::FromBytes;
+
+use super::{Pending, TcpEndpoint};
+use crate::memory::copy;
+use crate::tcp::secure::SecureError;
+use crate::tcp::wire::{self, ANSWER_BYTES, Answer, padded};
+use crate::work::{Completion, LocalSlice, Verb, Work, WorkError};
+
+impl TcpEndpoint {
+    /// Take what has come. True if the connection is over.
+    pub(super) fn receive_some(&mut self) -> bool {
+        loop {
+            let flags = RecvFlags::DONTWAIT;
+            match rustix::net::recv(&self.stream, &mut self.input[self.filled..], flags) {
+                Ok((_, 0)) => return true,
+                Ok((_, bytes)) => {
+                    self.filled += bytes;
+                    let is_full = self.filled == self.input.len();
+                    if self.take_input().is_err() {
+                        tracing::warn!(address = %self.address, "a target said nonsense");
+                        return true;
+                    }
+                    if !is_full {
+                        return false;
+                    }
+                }
+                Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN) => return false,
+                Err(_) => return true,
+            }
+        }
+    }
+
+    fn take_input(&mut self) -> Result<(), SecureError> {
+        let nonsense = || SecureError::Magic;
+        let Some(seal) = &mut self.seal else {
+            let input = std::mem::take(&mut self.input);
+            let used = self.take_answers(&input[..self.filled]);
+            self.input = input;
+            let used = used.ok_or_else(nonsense)?;
+            self.input.copy_within(used..self.filled, 0);
+            self.filled -= used;
+            return Ok(());
+        };
+        let used = seal.open(&self.input[..self.filled], &mut self.opened)?;
+        self.input.copy_within(used..self.filled, 0);
+        self.filled -= used;
+        let mut opened = std::mem::take(&mut self.opened);
+        let used = self.take_answers(&opened);
+        opened.drain(..used.unwrap_or(0));
+        self.opened = opened;
+        used.map(drop).ok_or_else(nonsense)
+    }
+
+    /// Book the answers in `bytes`; how many bytes were used, a multiple of 8; `None` if they are nonsense.
+    fn take_answers(&mut self, bytes: &[u8]) -> Option<usize> {
+        let mut at = 0;
+        loop {
+            if let Some((local, taken)) = self.reading {
+                let used = self.take_payload(local, taken, &bytes[at..])?;
+                at += used;
+                if self.reading.is_some() {
+                    return Some(at);
+                }
+            }
+            let Ok((answer, rest)) = Answer::read_from_prefix(&bytes[at..]) else {
+                return Some(at);
+            };
+            let len = answer.len.get();
+            match answer.kind {
+                wire::ANSWER => self.take_answer(&answer)?,
+                wire::MESSAGE => {
+                    if len > self.limits.message_bytes_max || self.messages.len() >= self.limits.receive_depth
+                    {
+                        return None;
+                    }
+                    let Some(message) = rest.get(..padded(len)) else {
+                        return Some(at);
+                    };
+                    self.messages.push_back(message[..len as usize].to_vec());
+                    self.heard += 1;
+                    at += padded(len);
+                }
+                wire::FAREWELL => self.has_farewell = answer.value.get() == self.answered,
+                _ => return None,
+            }
+            at += ANSWER_BYTES;
+        }
+    }
+
+    fn take_answer(&mut self, answer: &Answer) -> Option<()> {
+        self.settle_known();
+        let Pending { work, .. } = *self.pending.front()?;
+        let outcome = answer.outcome()?;
+        match work.verb {
+            Verb::Read { local, .. } if outcome.is_ok() => {
+                if answer.len.get() != local.len {
+                    return None;
+                }
+                self.reading = Some((local, 0));
+            }
+            _ if answer.len.get() != 0 => return None,
+            _ => self.settle(outcome),
+        }
+        Some(())
+    }
+
+    /// Copy what has come of a READ to its place; how many bytes were used.
+    fn take_payload(&mut self, local: LocalSlice, taken: u32, bytes: &[u8]) -> Option<usize> {
+        let left = padded(local.len) - taken as usize;
+        let take = left.min(bytes.len() & !7);
+        let len = take.min((local.len - taken.min(local.len)) as usize);
+        let to = self.local(local)?;
+        // SAFETY: `local` proved all of the destination, and `taken + len` is at most its length.
+        unsafe { copy(to.add(taken as usize), bytes.as_ptr(), len) };
+        if take == left {
+            self.reading = None;
+            self.settle(Ok(u64::from(local.len)));
+        } else {
+            self.reading = Some((local, taken + u32::try_from(take).expect("below the length")));
+        }
+        Some(take)
+    }
+
+    /// The oldest operation has its answer.
+    fn settle(&mut self, outcome: Result<u64, WorkError>) {
+        let Some(Pending { work, .. }) = self.pending.pop_front() else { return };
+        self.answered += 1;
+        self.since = Instant::now();
+        self.complete(work, outcome);
+        if outcome == Err(WorkError::Fenced) {
+            self.give_up(None);
+        }
+    }
+
+    pub(super) fn complete(&mut self, work: Work, outcome: Result<u64, WorkError>) {
+        if work.signalled || outcome.is_err() {
+            self.done.push_back(Completion { id: work.id, outcome });
+        }
+    }
+
+    /// Tell the outcomes that were known at once, where it is their turn.
+    pub(super) fn settle_known(&mut self) {
+        while let Some(Pending { work, outcome: Some(error) }) = self.pending.front().copied() {
+            self.pending.pop_front();
+            self.complete(work, Err(error));
+        }
+    }
+}
