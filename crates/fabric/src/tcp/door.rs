@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::hello::{self, Hello, Reply, Resume, SessionId, Welcome};
-use super::ring::{Arrival, Hand};
 use super::secure::{SecureError, Secured, respond};
+use super::serve::{Arrival, Hand};
 use super::session::Session;
 use super::stream::{Deadlined, tune};
 use super::target::{Peer, Shared, State};

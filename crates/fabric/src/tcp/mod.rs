@@ -1,5 +1,5 @@
-//! Provider for machines joined by a network: a software RNIC in the target. Its threads serve one-sided work from the wire with
-//! io_uring and never wake the application; keys are checked on every access, as a NIC would.
+//! Provider for machines joined by a network: a software RNIC in the target. Its threads serve one-sided work from the wire and never
+//! wake the application; keys are checked on every access, as a NIC would.
 //!
 //! Both ends prove that they have the cluster's key before anything else is said (Noise). The bytes are described in
 //! `docs/formats/fabric-tcp.md`.
@@ -8,15 +8,15 @@
 //! every posted operation is known. Only if the target itself is gone is it unknown.
 //!
 //! - `endpoint`, `stream`: the initiator's end. `session`: the target's, a state machine over bytes that does no I/O.
-//! - `ring`: the threads that turn sessions. `door`: lets initiators in. `target`: what the memory's owner holds.
+//! - `serve`: the threads that turn sessions. `door`: lets initiators in. `target`: what the memory's owner holds.
 //! - [`secure`], [`hello`], [`wire`]: the bytes.
 
 mod door;
 mod endpoint;
 pub mod hello;
 mod rate;
-mod ring;
 pub mod secure;
+mod serve;
 mod session;
 mod stream;
 mod target;

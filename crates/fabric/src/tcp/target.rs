@@ -15,7 +15,7 @@ use zerocopy::IntoBytes;
 
 use super::door::Doorkeeper;
 use super::hello::SessionId;
-use super::ring::{Hand, RingThread};
+use super::serve::{Hand, ServeThread};
 use super::session::Session;
 use super::wire::{self, Answer, padded};
 use super::{ClusterKey, LINGER_TIME, Options};
@@ -48,7 +48,7 @@ pub(super) struct Shared {
     pub hands: Vec<Hand>,
     pub wake: OwnedFd,
     pub stop: AtomicBool,
-    /// Initiators that are being welcomed: let in, and not yet with their ring.
+    /// Initiators that are being welcomed: let in, and not yet with their thread.
     pub welcoming: AtomicUsize,
 }
 
@@ -62,7 +62,7 @@ pub(super) struct State {
     pub tables: Tables,
 }
 
-/// What target, door and ring know of one session.
+/// What target, door and threads know of one session.
 #[derive(Debug)]
 pub(super) struct Peer {
     pub who: Identity,
@@ -208,8 +208,9 @@ impl TcpTarget {
         });
         let mut target = Self { shared: Arc::clone(&shared), threads: Vec::new(), address };
         for number in 0..shared.options.threads {
-            let ring = RingThread::new(&shared, number).map_err(|e| system("cannot set up io_uring", e))?;
-            target.spawn("fabric-ring", move || ring.run())?;
+            let thread =
+                ServeThread::new(&shared, number).map_err(|e| system("cannot watch connections", e))?;
+            target.spawn("fabric-serve", move || thread.run())?;
         }
         let door = Doorkeeper::new(shared, listener);
         target.spawn("fabric-door", move || door.run())?;

@@ -1,0 +1,384 @@
+//! The threads that serve: each turns the sessions of its connections, and never wakes anybody else.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{Ordering, fence};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use rustix::buffer::spare_capacity;
+use rustix::event::Timespec;
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use rustix::net::{RecvFlags, SendFlags};
+use zerocopy::IntoBytes;
+
+use super::rate::Limiter;
+use super::secure::Seal;
+use super::session::{ANSWERS_BYTES_MAX, Nonsense, Session};
+use super::target::{Shared, lock};
+use super::wire::{self, Answer};
+
+/// Requests that arrive together are served together, up to so many bytes.
+const INPUT_BYTES: usize = 256 << 10;
+/// Connections looked at in one turn.
+const EVENTS_MAX: usize = 64;
+/// A target that goes away tries for so long to tell its initiators.
+const FAREWELL_TIME: Duration = Duration::from_millis(200);
+
+/// What the bell is called among the connections.
+const BELL: u64 = u64::MAX;
+
+/// The way to a thread.
+#[derive(Debug)]
+pub(super) struct Hand {
+    bell: OwnedFd,
+    arrivals: Mutex<Vec<Arrival>>,
+}
+
+/// A connection that was let in.
+#[derive(Debug)]
+pub(super) struct Arrival {
+    pub socket: OwnedFd,
+    pub session: Session,
+    pub seal: Option<Seal>,
+    /// What is to be said first.
+    pub answers: Vec<u8>,
+}
+
+impl Hand {
+    pub fn new(bell: OwnedFd) -> Self {
+        Self { bell, arrivals: Mutex::new(Vec::new()) }
+    }
+
+    pub fn wake(&self) {
+        // Writing to an eventfd fails only when its count is full, and then it is awake already.
+        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+    }
+
+    pub fn give(&self, arrival: Arrival) {
+        lock(&self.arrivals).push(arrival);
+        self.wake();
+    }
+}
+
+/// One connection.
+struct Connection {
+    socket: OwnedFd,
+    session: Session,
+    seal: Option<Seal>,
+    /// As it came.
+    input: Box<[u8]>,
+    filled: usize,
+    /// What a sealed connection said, opened.
+    opened: Vec<u8>,
+    /// To be sent next.
+    answers: Vec<u8>,
+    /// Being sent.
+    outgoing: Vec<u8>,
+    sent: usize,
+    /// What the kernel was asked to tell of it.
+    interest: EventFlags,
+    /// Its tenant has taken more than its share.
+    paused_until: Option<Instant>,
+}
+
+/// One thread's work.
+pub(super) struct ServeThread {
+    shared: Arc<Shared>,
+    number: usize,
+    epoll: OwnedFd,
+    connections: Vec<Option<Box<Connection>>>,
+    limiter: Limiter,
+    /// Set when the target goes away: no more is asked, only said.
+    farewell_until: Option<Instant>,
+}
+
+impl ServeThread {
+    pub fn new(shared: &Arc<Shared>, number: usize) -> std::io::Result<Self> {
+        let epoll = epoll::create(CreateFlags::CLOEXEC)?;
+        epoll::add(&epoll, &shared.hands[number].bell, EventData::new_u64(BELL), EventFlags::IN)?;
+        Ok(Self {
+            shared: Arc::clone(shared),
+            number,
+            epoll,
+            connections: Vec::new(),
+            limiter: Limiter::new(shared.options.rate),
+            farewell_until: None,
+        })
+    }
+
+    pub fn run(mut self) {
+        let mut events = Vec::with_capacity(EVENTS_MAX);
+        loop {
+            let timeout = self.timeout();
+            events.clear();
+            match epoll::wait(&self.epoll, spare_capacity(&mut events), timeout.as_ref()) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(error) => tracing::error!(%error, "the target cannot wait for its connections"),
+            }
+            for event in &events {
+                match event.data.u64() {
+                    BELL => self.answer_bell(),
+                    at => self.attend(usize::try_from(at).expect("our own number"), event.flags),
+                }
+            }
+            self.resume_paused();
+            if self.shared.stop.load(Ordering::SeqCst) && self.take_leave() {
+                return;
+            }
+        }
+    }
+
+    fn timeout(&self) -> Option<Timespec> {
+        let paused = self.connections.iter().flatten().filter_map(|connection| connection.paused_until);
+        let until = paused.chain(self.farewell_until).min()?;
+        let left = until.saturating_duration_since(Instant::now()).max(Duration::from_micros(10));
+        Timespec::try_from(left).ok()
+    }
+
+    /// Something has happened on a connection.
+    fn attend(&mut self, at: usize, flags: EventFlags) {
+        let Some(connection) = self.connections[at].as_mut() else { return };
+        let is_leaving = self.farewell_until.is_some();
+        let may_come = EventFlags::IN | EventFlags::HUP | EventFlags::ERR;
+        if flags.intersects(may_come) && !is_leaving && connection.receive() {
+            self.close(at);
+            return;
+        }
+        self.advance(at);
+    }
+
+    /// Somebody came, or has something to say to an initiator.
+    fn answer_bell(&mut self) {
+        // It only wakes: nothing is lost if it was read already.
+        let _ = rustix::io::read(&self.shared.hands[self.number].bell, &mut [0; 8]);
+        let arrivals = std::mem::take(&mut *lock(&self.shared.hands[self.number].arrivals));
+        for arrival in arrivals {
+            self.take_in(arrival);
+        }
+        for at in 0..self.connections.len() {
+            let Some(connection) = &self.connections[at] else { continue };
+            if connection.session.peer.is_stale.swap(false, Ordering::SeqCst) {
+                self.close(at);
+            } else {
+                self.advance(at);
+            }
+        }
+    }
+
+    fn take_in(&mut self, arrival: Arrival) {
+        let at = self.connections.iter().position(Option::is_none).unwrap_or(self.connections.len());
+        let data = EventData::new_u64(at as u64);
+        if let Err(error) = epoll::add(&self.epoll, &arrival.socket, data, EventFlags::IN) {
+            tracing::warn!(%error, "a connection cannot be watched; its endpoint will try again");
+            self.shared.keep_for_a_while(arrival.session);
+            return;
+        }
+        if at == self.connections.len() {
+            self.connections.push(None);
+        }
+        self.connections[at] = Some(Box::new(Connection::new(arrival)));
+    }
+
+    fn resume_paused(&mut self) {
+        if !self.limiter.is_on() {
+            return;
+        }
+        let now = Instant::now();
+        for at in 0..self.connections.len() {
+            if let Some(connection) = &mut self.connections[at]
+                && connection.paused_until.is_some_and(|until| until <= now)
+            {
+                connection.paused_until = None;
+                self.advance(at);
+            }
+        }
+    }
+
+    /// Do all that can be done for a connection now.
+    fn advance(&mut self, at: usize) {
+        let is_leaving = self.farewell_until.is_some();
+        let Some(connection) = self.connections[at].as_mut() else { return };
+        loop {
+            let may_serve = !is_leaving && connection.paused_until.is_none();
+            if may_serve && let Err(reason) = connection.serve(&self.shared) {
+                let who = connection.session.who;
+                tracing::warn!(?who, reason, "an endpoint said nonsense; its connection is closed");
+                self.close(at);
+                return;
+            }
+            if connection.session.has_left {
+                self.close(at);
+                return;
+            }
+            if may_serve && self.limiter.is_on() {
+                let (bytes, operations) = connection.session.take_work();
+                let now = Instant::now();
+                let wait = self.limiter.charge(connection.session.who.tenant, bytes, operations, now);
+                connection.paused_until = wait.map(|wait| now + wait);
+            }
+            while !is_leaving && connection.session.peer.next_message(&mut connection.answers) {}
+            let was_stalled = connection.answers.len() >= ANSWERS_BYTES_MAX;
+            if connection.send() {
+                self.close(at);
+                return;
+            }
+            let is_stalled = connection.answers.len() >= ANSWERS_BYTES_MAX;
+            // What had to wait for room is served now that there is some.
+            if !was_stalled || is_stalled || !may_serve {
+                break;
+            }
+        }
+        if let Err(error) = connection.show_interest(&self.epoll, at, is_leaving) {
+            tracing::warn!(%error, "a connection cannot be watched");
+            self.close(at);
+        }
+    }
+
+    /// The connection is over; its session may not be.
+    fn close(&mut self, at: usize) {
+        let Some(connection) = self.connections[at].take() else { return };
+        let Connection { socket, session, .. } = *connection;
+        drop(socket);
+        if session.has_left {
+            self.shared.dismiss(&session);
+        } else {
+            self.shared.keep_for_a_while(session);
+        }
+    }
+
+    /// The target goes away: tell everyone how far it came, then close. True when all is closed.
+    fn take_leave(&mut self) -> bool {
+        if self.shared.welcoming.load(Ordering::SeqCst) > 0 {
+            return false;
+        }
+        let now = Instant::now();
+        if self.farewell_until.is_none() {
+            self.answer_bell();
+            self.farewell_until = Some(now + FAREWELL_TIME);
+            for at in 0..self.connections.len() {
+                let Some(connection) = self.connections[at].as_mut() else { continue };
+                let farewell = Answer::new(wire::FAREWELL, Ok(connection.session.done()), 0);
+                connection.answers.extend_from_slice(farewell.as_bytes());
+                self.advance(at);
+            }
+        }
+        let is_late = self.farewell_until.is_some_and(|until| until <= now);
+        for at in 0..self.connections.len() {
+            if self.connections[at].as_ref().is_some_and(|connection| is_late || connection.has_sent_all()) {
+                self.close(at);
+            }
+        }
+        self.connections.iter().all(Option::is_none)
+    }
+}
+
+impl Connection {
+    fn new(arrival: Arrival) -> Self {
+        Self {
+            socket: arrival.socket,
+            session: arrival.session,
+            seal: arrival.seal,
+            input: vec![0; INPUT_BYTES].into_boxed_slice(),
+            filled: 0,
+            opened: Vec::new(),
+            answers: arrival.answers,
+            outgoing: Vec::new(),
+            sent: 0,
+            interest: EventFlags::IN,
+            paused_until: None,
+        }
+    }
+
+    /// Serve what has come; the reason if it was nonsense.
+    fn serve(&mut self, shared: &Shared) -> Result<(), &'static str> {
+        let session = &mut self.session;
+        // Whoever kills a key clears it, then waits until this word was seen even or changed.
+        let active = shared.control.active(session.slot);
+        let sequence = active.load(Ordering::Relaxed).wrapping_add(1);
+        active.store(sequence, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        let served = match &mut self.seal {
+            None => session.feed(&self.input[..self.filled], &mut self.answers).map(|used| (used, 0)),
+            Some(seal) => {
+                let used = if self.opened.len() < INPUT_BYTES {
+                    seal.open(&self.input[..self.filled], &mut self.opened)
+                } else {
+                    Ok(0)
+                };
+                match used {
+                    Ok(used) => session.feed(&self.opened, &mut self.answers).map(|fed| (used, fed)),
+                    Err(_) => Err(Nonsense("what came was not sealed by its initiator")),
+                }
+            }
+        };
+        active.store(sequence.wrapping_add(1), Ordering::Release);
+        let (used, fed) = served.map_err(|nonsense| nonsense.0)?;
+        self.input.copy_within(used..self.filled, 0);
+        self.filled -= used;
+        self.opened.drain(..fed);
+        Ok(())
+    }
+
+    /// Take what has come, as far as there is room; true if no more will.
+    fn receive(&mut self) -> bool {
+        let room = &mut self.input[self.filled..];
+        if room.is_empty() {
+            return false;
+        }
+        match rustix::net::recv(&self.socket, room, RecvFlags::DONTWAIT) {
+            Ok((_, 0)) => true,
+            Ok((_, bytes)) => {
+                self.filled += bytes;
+                false
+            }
+            Err(error) => !matches!(error, rustix::io::Errno::INTR | rustix::io::Errno::AGAIN),
+        }
+    }
+
+    /// Send what there is to send, as far as the kernel takes it; true if it takes no more ever.
+    fn send(&mut self) -> bool {
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        while self.prepare_sending() {
+            match rustix::net::send(&self.socket, &self.outgoing[self.sent..], flags) {
+                Ok(bytes) => self.sent += bytes,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return error != rustix::io::Errno::AGAIN,
+            }
+        }
+        false
+    }
+
+    fn has_sent_all(&self) -> bool {
+        self.sent == self.outgoing.len() && self.answers.is_empty()
+    }
+
+    /// Be told of what can be gone on with: nothing is received for which there is no room.
+    fn show_interest(&mut self, epoll: &OwnedFd, at: usize, is_leaving: bool) -> rustix::io::Result<()> {
+        let mut interest = EventFlags::empty();
+        let is_stalled = self.answers.len() >= ANSWERS_BYTES_MAX;
+        interest.set(EventFlags::IN, !is_leaving && !is_stalled && self.paused_until.is_none());
+        interest.set(EventFlags::OUT, !self.has_sent_all());
+        if interest != self.interest {
+            self.interest = interest;
+            epoll::modify(epoll, &self.socket, EventData::new_u64(at as u64), interest)?;
+        }
+        Ok(())
+    }
+
+    /// Whether there is something to send.
+    fn prepare_sending(&mut self) -> bool {
+        if self.sent < self.outgoing.len() {
+            return true;
+        }
+        self.outgoing.clear();
+        self.sent = 0;
+        match &mut self.seal {
+            None => std::mem::swap(&mut self.outgoing, &mut self.answers),
+            Some(seal) => {
+                seal.close(&self.answers, &mut self.outgoing);
+                self.answers.clear();
+            }
+        }
+        !self.outgoing.is_empty()
+    }
+}
