@@ -1,6 +1,7 @@
 //! The initiator's end: requests go out in one call for a batch, answers come back in the same order.
 
 mod answers;
+mod direct;
 mod recovery;
 
 use std::collections::VecDeque;
@@ -13,6 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::SendFlags;
 use zerocopy::IntoBytes;
 
+use self::direct::Plan;
 use super::hello::{self, Hello, Reply, SessionId, Welcome};
 use super::secure::{Seal, SecureError, initiate};
 use super::stream::{Deadlined, tune};
@@ -60,6 +62,7 @@ pub struct TcpEndpoint {
     filled: usize,
     /// What a sealed connection said, opened.
     opened: Vec<u8>,
+    plan: Plan,
     /// The READ whose bytes are coming, and how many of them came.
     reading: Option<(LocalSlice, u32)>,
     answered: u64,
@@ -153,6 +156,7 @@ impl TcpEndpoint {
             input: vec![0; INPUT_BYTES].into_boxed_slice(),
             filled: 0,
             opened: Vec::new(),
+            plan: Plan::new(),
             reading: None,
             answered: 0,
             heard: 0,

@@ -131,11 +131,13 @@ impl Placement {
         };
         let tasks = std::fs::read_dir(format!("/proc/{server}/task")).into_iter().flatten().flatten();
         let threads = tasks.filter_map(|task| Pid::from_raw(task.file_name().to_str()?.parse().ok()?));
-        let mut all_moved = true;
         for thread in threads {
-            all_moved &= sched_setaffinity(Some(thread), &only(self.target)).is_ok();
+            // One that has just ended need not be moved.
+            let _ = sched_setaffinity(Some(thread), &only(self.target));
         }
-        all_moved && sched_setaffinity(None, &only(self.initiator)).is_ok()
+        let process = i32::try_from(server).ok().and_then(Pid::from_raw);
+        sched_setaffinity(process, &only(self.target)).is_ok()
+            && sched_setaffinity(None, &only(self.initiator)).is_ok()
     }
 }
 

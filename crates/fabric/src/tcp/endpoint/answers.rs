@@ -5,6 +5,7 @@ use std::time::Instant;
 use rustix::net::RecvFlags;
 use zerocopy::FromBytes;
 
+use super::direct::Direct;
 use super::{Pending, TcpEndpoint};
 use crate::memory::copy;
 use crate::tcp::secure::SecureError;
@@ -15,6 +16,20 @@ impl TcpEndpoint {
     /// Take what has come. True if the connection is over.
     pub(super) fn receive_some(&mut self) -> bool {
         loop {
+            if self.plan() {
+                let direct = self.receive_directly();
+                if matches!(direct, Direct::Over | Direct::Nothing) {
+                    return direct == Direct::Over;
+                }
+                if self.filled > 0 && self.take_input().is_err() {
+                    tracing::warn!(address = %self.address, "a target said nonsense");
+                    return true;
+                }
+                if direct == Direct::Some {
+                    return false;
+                }
+                continue;
+            }
             let flags = RecvFlags::DONTWAIT;
             match rustix::net::recv(&self.stream, &mut self.input[self.filled..], flags) {
                 Ok((_, 0)) => return true,
@@ -128,7 +143,7 @@ impl TcpEndpoint {
     }
 
     /// The oldest operation has its answer.
-    fn settle(&mut self, outcome: Result<u64, WorkError>) {
+    pub(super) fn settle(&mut self, outcome: Result<u64, WorkError>) {
         let Some(Pending { work, .. }) = self.pending.pop_front() else { return };
         self.answered += 1;
         self.since = Instant::now();

@@ -1,0 +1,169 @@
+//! Answers to READs, received where they belong: one copy less for most of what an initiator receives.
+//!
+//! What the target will say is known from what was asked, if all goes well: a head and a READ's bytes, in the order of the requests. So
+//! the kernel is given those places to fill. Where the target says something else (an error, a message), what came is put together again and
+//! taken as any other input.
+
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::{INPUT_BYTES, TcpEndpoint};
+use crate::tcp::wire::{self, ANSWER_BYTES, Answer};
+use crate::work::{LocalSlice, Verb};
+
+/// Answers received by one call.
+const ANSWERS_MAX: usize = 64;
+
+/// Room for heads, and for whose they are; kept so that nothing is allocated.
+#[derive(Debug)]
+pub(super) struct Plan {
+    heads: Box<[[u8; ANSWER_BYTES]; ANSWERS_MAX]>,
+    /// The place of each READ's bytes; none for other requests.
+    reads: Vec<Option<LocalSlice>>,
+}
+
+impl Plan {
+    pub(super) fn new() -> Self {
+        Self { heads: Box::new([[0; ANSWER_BYTES]; ANSWERS_MAX]), reads: Vec::with_capacity(ANSWERS_MAX) }
+    }
+}
+
+/// What a direct receive has brought.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Direct {
+    /// All that there was room for: there may be more.
+    Full,
+    /// Something, and some of it may lie in the input.
+    Some,
+    /// Nothing yet.
+    Nothing,
+    /// The end.
+    Over,
+}
+
+impl TcpEndpoint {
+    /// Plan for what is awaited; false if there is nothing to gain.
+    pub(super) fn plan(&mut self) -> bool {
+        if self.seal.is_some() || self.filled > 0 || self.reading.is_some() {
+            return false;
+        }
+        self.settle_known();
+        self.plan.reads.clear();
+        let mut bytes = 0;
+        for pending in self.pending.iter().filter(|pending| pending.outcome.is_none()).take(ANSWERS_MAX) {
+            let read = match pending.work.verb {
+                Verb::Read { local, .. } => Some(local),
+                _ => None,
+            };
+            bytes += ANSWER_BYTES + read.map_or(0, |local| local.len as usize);
+            // What is padded, and what could not be put together again, comes the other way.
+            if read.is_some_and(|local| local.len % 8 != 0) || bytes > INPUT_BYTES {
+                break;
+            }
+            self.plan.reads.push(read);
+        }
+        self.plan.reads.iter().any(Option::is_some)
+    }
+
+    /// Receive by the plan.
+    pub(super) fn receive_directly(&mut self) -> Direct {
+        use std::os::fd::AsRawFd;
+        let mut places =
+            [const { libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 } }; 2 * ANSWERS_MAX];
+        let (mut used, mut room) = (0, 0);
+        for (at, read) in self.plan.reads.iter().enumerate() {
+            let head = self.plan.heads[at].as_mut_ptr();
+            places[used] = libc::iovec { iov_base: head.cast(), iov_len: ANSWER_BYTES };
+            used += 1;
+            room += ANSWER_BYTES;
+            if let Some(local) = *read {
+                let to = self.local(local).expect("it was checked when it was posted");
+                places[used] = libc::iovec { iov_base: to.cast(), iov_len: local.len as usize };
+                used += 1;
+                room += local.len as usize;
+            }
+        }
+        // SAFETY: all zeros are a message without anything.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        message.msg_iov = places.as_mut_ptr();
+        message.msg_iovlen = used;
+        // SAFETY: each place is a head of the plan or a range that `local` proved, all alive and ours to write during the call.
+        let received =
+            unsafe { libc::recvmsg(self.stream.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
+        match usize::try_from(received) {
+            Ok(0) => Direct::Over,
+            Ok(bytes) => {
+                self.take_planned(bytes);
+                if bytes == room { Direct::Full } else { Direct::Some }
+            }
+            Err(_) => match std::io::Error::last_os_error().kind() {
+                std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted => Direct::Nothing,
+                _ => Direct::Over,
+            },
+        }
+    }
+
+    /// Book so many received bytes; what is not as planned lies in the input afterwards.
+    fn take_planned(&mut self, mut left: usize) {
+        for at in 0..self.plan.reads.len() {
+            if left < ANSWER_BYTES {
+                self.input[..left].copy_from_slice(&self.plan.heads[at][..left]);
+                self.filled = left;
+                return;
+            }
+            self.settle_known();
+            let answer = Answer::read_from_bytes(&self.plan.heads[at]).expect("a head has that size");
+            let read = self.plan.reads[at];
+            let expected = read.map_or(0, |local| local.len);
+            let outcome =
+                answer.outcome().filter(|_| answer.kind == wire::ANSWER && answer.len.get() == expected);
+            let Some(outcome) = outcome.filter(|outcome| read.is_none() || outcome.is_ok()) else {
+                self.gather(at, left);
+                return;
+            };
+            left -= ANSWER_BYTES;
+            if let Some(local) = read
+                && left < local.len as usize
+            {
+                self.take_part(local, left);
+                return;
+            }
+            left -= expected as usize;
+            self.settle(outcome);
+            if self.broken || left == 0 {
+                return;
+            }
+        }
+    }
+
+    /// The last READ came in part: the next words follow, those that are whole are where they belong.
+    fn take_part(&mut self, local: LocalSlice, came: usize) {
+        let whole = came & !7;
+        let from = self.local(local).expect("it was checked when it was posted");
+        for at in whole..came {
+            // SAFETY: `came` is less than the range that `local` proved.
+            self.input[at - whole] = unsafe { from.add(at).read() };
+        }
+        self.filled = came - whole;
+        self.reading = Some((local, u32::try_from(whole).expect("below a READ's length")));
+    }
+
+    /// Put together what came from head `first` on, as if it had come into the input.
+    fn gather(&mut self, first: usize, left: usize) {
+        self.filled = 0;
+        for at in first..self.plan.reads.len() {
+            let head = self.plan.heads[at];
+            self.gather_some(head.as_bytes().as_ptr(), ANSWER_BYTES, left);
+            if let Some(local) = self.plan.reads[at] {
+                let from = self.local(local).expect("it was checked when it was posted");
+                self.gather_some(from, local.len as usize, left);
+            }
+        }
+    }
+
+    fn gather_some(&mut self, from: *const u8, len: usize, total: usize) {
+        let len = len.min(total - self.filled);
+        // SAFETY: both callers' ranges are `len` long or longer, and the plan is no longer than the input.
+        unsafe { from.copy_to_nonoverlapping(self.input.as_mut_ptr().add(self.filled), len) };
+        self.filled += len;
+    }
+}
