@@ -69,6 +69,8 @@ pub struct TcpEndpoint {
     heard: u64,
     taken: u64,
     messages: VecDeque<Vec<u8>>,
+    /// Posted a moment ago, with nothing under way before: no answer can be there yet.
+    is_fresh: bool,
     /// Since when an answer is awaited.
     since: Instant,
     /// The target went away in good order: what is unanswered was not done.
@@ -162,6 +164,7 @@ impl TcpEndpoint {
             heard: 0,
             taken: 0,
             messages: VecDeque::new(),
+            is_fresh: false,
             since: Instant::now(),
             has_farewell: false,
             broken: false,
@@ -289,6 +292,7 @@ impl Endpoint for TcpEndpoint {
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
         if self.pending.is_empty() {
             self.since = Instant::now();
+            self.is_fresh = true;
         }
         let mut accepted = 0;
         for work in batch {
@@ -316,7 +320,8 @@ impl Endpoint for TcpEndpoint {
     }
 
     fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
-        if self.done.len() < max && !self.pending.is_empty() {
+        let is_fresh = std::mem::take(&mut self.is_fresh);
+        if self.done.len() < max && !self.pending.is_empty() && !is_fresh {
             self.look();
         }
         let count = self.done.len().min(max);
