@@ -192,6 +192,19 @@ pub struct Limits {
     pub local_regions_max: usize,
 }
 
+impl Default for Limits {
+    /// What pages need: many operations at once, of up to the largest extent.
+    fn default() -> Self {
+        Self {
+            queue_depth: 256,
+            transfer_bytes_max: 2 << 20,
+            message_bytes_max: 4096,
+            receive_depth: 64,
+            local_regions_max: 64,
+        }
+    }
+}
+
 /// A reliable connected queue pair. Operations of one endpoint take effect in the order of posting.
 /// One thread uses an endpoint at a time; many endpoints work at once.
 pub trait Endpoint: Send + std::fmt::Debug {

@@ -58,7 +58,7 @@ pub struct Volume {
     budget: Arc<Budget>,
     /// Pages resident in the program, first in first out; hot ones go round again. An entry counts only while its page is held.
     resident: VecDeque<PageNumber>,
-    /// Pages that were resident when this volume was cloned: still shared with the parent, so taken last.
+    /// Pages that were resident when this volume was cloned: shared with the parent until they are claimed, so taken last.
     inherited: VecDeque<PageNumber>,
     held: u64,
     /// By block number; `None` where the block is not this volume's.

@@ -41,6 +41,16 @@ fn field_kib(text: &str, name: &str) -> Option<u64> {
     line.split_whitespace().next()?.parse().ok()
 }
 
+/// Faults of a process so far, all its threads together; 0 if it is gone.
+#[must_use]
+pub fn faults(pid: u32) -> u64 {
+    const MINOR_FAULTS_FIELD: usize = 7;
+    let text = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The name may hold anything; the fields are counted from behind it.
+    let fields = text.rsplit_once(')').map_or("", |(_, fields)| fields);
+    fields.split_whitespace().nth(MINOR_FAULTS_FIELD).and_then(|field| field.parse().ok()).unwrap_or(0)
+}
+
 /// The command line of a process.
 #[must_use]
 pub fn arguments(pid: u32) -> Vec<String> {

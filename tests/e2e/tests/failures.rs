@@ -138,17 +138,21 @@ fn kill_the_node(fabric: &str) {
 /// A node that stands still is waited for, as long as its host acknowledges what it is sent.
 #[test]
 fn a_stopped_node_is_waited_for() {
-    const LOOKS: usize = 50;
+    const LOOKS: usize = 40;
     let cluster = Cluster::up_with(2, "256M", &["--fabric", "tcp"]);
     let run = start_checker(&cluster, LIMIT, &["pages", "--bytes", "128M", "--rounds", "3"]);
     await_paging(&cluster, 64 << 20);
     let node = cluster.part("node", Some(1));
     processes::signal(node, Signal::STOP);
     let program = program_of(&run);
-    for _ in 0..LOOKS {
-        assert!(processes::is_alive(program), "a node that only stands still has cost a program its life");
-        std::thread::yield_now();
-    }
+    let (mut last, mut looks) = (0, 0);
+    eventually("the program to stand still too", || {
+        let faults = processes::faults(program);
+        looks = if faults == last { looks + 1 } else { 0 };
+        last = faults;
+        (looks >= LOOKS).then_some(())
+    });
+    assert!(processes::is_alive(program), "a node that only stands still has cost a program its life");
     processes::signal(node, Signal::CONT);
     run.wait().assert_success("the run beside a node that stood still");
     cluster.assert_all_free();

@@ -60,13 +60,7 @@ impl Default for Options {
             endpoints_max: ENDPOINTS_LIMIT,
             regions_max: REGIONS_LIMIT,
             windows_max: 65_536,
-            limits: Limits {
-                queue_depth: 256,
-                transfer_bytes_max: 2 << 20,
-                message_bytes_max: 4096,
-                receive_depth: 64,
-                local_regions_max: 64,
-            },
+            limits: Limits::default(),
             peer_uid: rustix::process::getuid().as_raw(),
         }
     }

@@ -55,13 +55,7 @@ impl Default for SimOptions {
             endpoints_max: 256,
             regions_max: 64,
             windows_max: 65_536,
-            limits: Limits {
-                queue_depth: 256,
-                transfer_bytes_max: 2 << 20,
-                message_bytes_max: 4096,
-                receive_depth: 64,
-                local_regions_max: 64,
-            },
+            limits: Limits::default(),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What each tenant has left of its share of a target's thread.
+//! What each tenant has left of its share of a target.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -26,10 +26,6 @@ pub(super) struct Limiter {
 impl Limiter {
     pub fn new(rate: Rate) -> Self {
         Self { rate, buckets: HashMap::new() }
-    }
-
-    pub fn is_on(&self) -> bool {
-        self.rate != Rate::default()
     }
 
     /// Take what was done off the tenant's share; how long it must now wait, if at all.

@@ -11,7 +11,7 @@ use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::net::{RecvFlags, SendFlags};
 use zerocopy::IntoBytes;
 
-use super::rate::Limiter;
+use super::Rate;
 use super::secure::Seal;
 use super::session::{ANSWERS_BYTES_MAX, Nonsense, Session};
 use super::target::{Shared, lock};
@@ -87,7 +87,6 @@ pub(super) struct ServeThread {
     number: usize,
     epoll: OwnedFd,
     connections: Vec<Option<Box<Connection>>>,
-    limiter: Limiter,
     /// Set when the target goes away: no more is asked, only said.
     farewell_until: Option<Instant>,
 }
@@ -96,14 +95,7 @@ impl ServeThread {
     pub fn new(shared: &Arc<Shared>, number: usize) -> std::io::Result<Self> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         epoll::add(&epoll, &shared.hands[number].bell, EventData::new_u64(BELL), EventFlags::IN)?;
-        Ok(Self {
-            shared: Arc::clone(shared),
-            number,
-            epoll,
-            connections: Vec::new(),
-            limiter: Limiter::new(shared.options.rate),
-            farewell_until: None,
-        })
+        Ok(Self { shared: Arc::clone(shared), number, epoll, connections: Vec::new(), farewell_until: None })
     }
 
     pub fn run(mut self) {
@@ -133,6 +125,10 @@ impl ServeThread {
         let until = paused.chain(self.farewell_until).min()?;
         let left = until.saturating_duration_since(Instant::now()).max(Duration::from_micros(10));
         Timespec::try_from(left).ok()
+    }
+
+    fn is_limited(&self) -> bool {
+        self.shared.options.rate != Rate::default()
     }
 
     /// Something has happened on a connection.
@@ -180,7 +176,7 @@ impl ServeThread {
     }
 
     fn resume_paused(&mut self) {
-        if !self.limiter.is_on() {
+        if !self.is_limited() {
             return;
         }
         let now = Instant::now();
@@ -196,7 +192,7 @@ impl ServeThread {
 
     /// Do all that can be done for a connection now.
     fn advance(&mut self, at: usize) {
-        let is_leaving = self.farewell_until.is_some();
+        let (is_leaving, is_limited) = (self.farewell_until.is_some(), self.is_limited());
         let Some(connection) = self.connections[at].as_mut() else { return };
         loop {
             let may_serve = !is_leaving && connection.paused_until.is_none();
@@ -210,10 +206,11 @@ impl ServeThread {
                 self.close(at);
                 return;
             }
-            if may_serve && self.limiter.is_on() {
+            if may_serve && is_limited {
                 let (bytes, operations) = connection.session.take_work();
                 let now = Instant::now();
-                let wait = self.limiter.charge(connection.session.who.tenant, bytes, operations, now);
+                let tenant = connection.session.who.tenant;
+                let wait = lock(&self.shared.limiter).charge(tenant, bytes, operations, now);
                 connection.paused_until = wait.map(|wait| now + wait);
             }
             while !is_leaving && connection.session.peer.next_message(&mut connection.answers) {}

@@ -15,6 +15,7 @@ use zerocopy::IntoBytes;
 
 use super::door::Doorkeeper;
 use super::hello::SessionId;
+use super::rate::Limiter;
 use super::serve::{Hand, ServeThread};
 use super::session::Session;
 use super::wire::{self, Answer, padded};
@@ -48,6 +49,8 @@ pub(super) struct Shared {
     pub hands: Vec<Hand>,
     pub wake: OwnedFd,
     pub stop: AtomicBool,
+    /// What tenants have left; of all threads together, and only asked if there is a rate.
+    pub limiter: Mutex<Limiter>,
     /// Initiators that are being welcomed: let in, and not yet with their thread.
     pub welcoming: AtomicUsize,
 }
@@ -203,6 +206,7 @@ impl TcpTarget {
             hands: hands.map_err(|e| system("cannot create an eventfd", e.into()))?,
             wake,
             stop: AtomicBool::new(false),
+            limiter: Mutex::new(Limiter::new(options.rate)),
             welcoming: AtomicUsize::new(0),
             options,
         });

@@ -166,7 +166,7 @@ fn deep_queues_of_long_transfers_arrive_whole() {
 #[test]
 fn a_tenant_gets_its_share_and_no_more() {
     let rate = Rate { bytes_per_s: None, operations_per_s: Some(2000) };
-    let (target, _, region) = node(Options { rate, ..Options::default() });
+    let (target, _, region) = node(Options { rate, threads: 2, ..Options::default() });
     let (mut greedy, mut modest) = (client(target.address()), None);
     let remote = RemoteAddr { addr: region.base, key: region.key };
     let add = |id| Work { id, verb: Verb::FetchAdd { remote, add: 1 }, signalled: true };
