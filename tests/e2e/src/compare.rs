@@ -16,7 +16,7 @@ pub struct Case<'a> {
     pub program: &'a [&'a str],
     /// Whether it forks.
     pub forks: bool,
-    /// Why it cannot be held within its limit, if the kernel lets nobody do that.
+    /// Why its limit is not judged, if it is not: README lists these among what is not done.
     pub unbounded: Option<&'a str>,
 }
 
