@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use aquifer_ipc::{Frame, Hello, TAKE_PAGES_MAX};
 use aquifer_pager::{
-    FETCH_PAGES_MAX, FetchError, Fetcher, Location, PAGE_BYTES, PageNumber, SlabSet, Volume,
+    BlockId, FETCH_PAGES_MAX, FetchError, Fetcher, Location, PAGE_BYTES, PageNumber, SlabSet, Volume,
 };
 
 use super::attach::send_frame;
@@ -20,6 +20,7 @@ use super::program::{self, Program};
 use super::run::Run;
 use crate::areas::Areas;
 use crate::edge::{Done, Edge, Job};
+use crate::journal::{Journal, Remembered};
 use crate::kernel::{Filled, Gone, Kernel, Message, Source, Taken};
 use crate::uffd::Userfaultfd;
 use crate::worker::WorkerPort;
@@ -54,10 +55,19 @@ pub(crate) struct ProcessEdge {
     lost_told: bool,
     follow: Follow,
     last_thread: u32,
+    journal: Journal,
+    messages: Vec<Message<RawFd>>,
+    /// What an agent before this one heard and did not heed.
+    again: Vec<Message<OwnedFd>>,
 }
 
 impl ProcessEdge {
-    pub(crate) fn new(run: &Arc<Run>, program: &Arc<Program>, uffd: Userfaultfd) -> io::Result<Self> {
+    pub(crate) fn new(
+        run: &Arc<Run>,
+        program: &Arc<Program>,
+        uffd: Userfaultfd,
+        journal: Journal,
+    ) -> io::Result<Self> {
         let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
         Ok(Self {
             run: Arc::clone(run),
@@ -70,6 +80,9 @@ impl ProcessEdge {
             lost_told: false,
             follow: Follow::new(),
             last_thread: 0,
+            journal,
+            messages: Vec::new(),
+            again: Vec::new(),
         })
     }
 
@@ -182,7 +195,17 @@ impl Kernel for ProcessEdge {
     type Child = OwnedFd;
 
     fn read(&mut self, out: &mut Vec<Message<OwnedFd>>) {
-        self.uffd.read(out);
+        if !self.again.is_empty() {
+            out.append(&mut self.again);
+            return;
+        }
+        let mut messages = std::mem::take(&mut self.messages);
+        self.journal.read(&self.uffd, &mut messages);
+        // SAFETY: the kernel made each descriptor for whoever reads the message; that is us, once.
+        out.extend(
+            messages.drain(..).map(|message| message.map_child(|fd| unsafe { OwnedFd::from_raw_fd(fd) })),
+        );
+        self.messages = messages;
         for message in out.iter() {
             if let Message::Fault(fault) = message {
                 self.last_thread = fault.thread;
@@ -196,6 +219,24 @@ impl Kernel for ProcessEdge {
             })
         {
             self.learn_pid(thread);
+        }
+    }
+
+    fn heeded(&mut self, index: usize, remembered: Remembered<'_>) {
+        self.journal.heeded(index, remembered);
+    }
+
+    fn remember(&mut self, remembered: Remembered<'_>) {
+        self.journal.remember(remembered);
+    }
+
+    fn moving(&mut self, index: usize) {
+        self.journal.moving(index);
+    }
+
+    fn emptied(&mut self, buffer: usize) {
+        if let Some(attachment) = &self.attachment {
+            attachment.worker.emptied(buffer);
         }
     }
 
@@ -268,6 +309,10 @@ impl Edge for ProcessEdge {
     fn submit(&mut self, job: Job) {
         let staging = self.attachment.as_ref().map_or(0, |attachment| attachment.hello.staging);
         self.run.sender.submit(&self.program, self.program.thread.load(Relaxed), staging, job);
+    }
+
+    fn submit_again(&mut self, block: BlockId, slots: u64) {
+        self.run.sender.submit_again(&self.program, block, slots);
     }
 
     fn collect(&mut self, out: &mut Vec<Done>) {

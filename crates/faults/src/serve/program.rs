@@ -17,6 +17,7 @@ use super::priority::{URGENT, set_niceness};
 use super::run::Run;
 use crate::areas::{Area, Areas};
 use crate::edge::{Done, Edge};
+use crate::journal::Journal;
 use crate::monitor::{Monitor, Next};
 use crate::stats::FaultStats;
 use crate::uffd::Userfaultfd;
@@ -244,7 +245,7 @@ pub(crate) fn start_root(
         .map_err(io::Error::other)?;
     run.keep(&program, pid, &[&uffd_fd(&uffd)?, &attachment.worker.fd()]);
     program.lend(&uffd)?;
-    let mut edge = ProcessEdge::new(run, &program, uffd)?;
+    let mut edge = ProcessEdge::new(run, &program, uffd, Journal::new()?)?;
     edge.register_canary(attachment.hello.canary);
     edge.attach(attachment)?;
     spawn(Arc::clone(run), program, edge, volume, Areas::default())
@@ -266,7 +267,7 @@ pub(crate) fn start_child(
     program.is_forked.store(true, Relaxed);
     let uffd = Userfaultfd::from(fd);
     program.lend(&uffd)?;
-    let edge = ProcessEdge::new(run, &program, uffd)?;
+    let edge = ProcessEdge::new(run, &program, uffd, Journal::new()?)?;
     spawn(Arc::clone(run), program, edge, volume, areas)
 }
 
