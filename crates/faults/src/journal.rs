@@ -131,11 +131,6 @@ impl Journal {
         Ok((journal, left))
     }
 
-    /// From now on this process reads: descriptors in messages are its own.
-    pub fn take_over(&self) {
-        self.word(READER_AT).store(std::process::id(), Release);
-    }
-
     /// The memory that it lies in.
     #[must_use]
     pub fn memory(&self) -> &Memory {
@@ -238,6 +233,8 @@ impl Journal {
             self.word(MESSAGES_AT + place * MESSAGE_BYTES).store(0, Release);
         }
         self.word(self.copy_at(self.good_copy()) + HEEDED_AT).store(0, Release);
+        // From now on descriptors in messages are numbers of this process.
+        self.word(READER_AT).store(std::process::id(), Release);
         self.written = 0;
     }
 

@@ -1,7 +1,7 @@
 //! The userfaultfd calls that the agent makes on a descriptor it was given. Debian's headers lack half of them.
 
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
 use aquifer_pager::{PAGE_BYTES, PageNumber};
 
@@ -64,6 +64,12 @@ pub struct Userfaultfd(OwnedFd);
 impl From<OwnedFd> for Userfaultfd {
     fn from(fd: OwnedFd) -> Self {
         Self(fd)
+    }
+}
+
+impl AsFd for Userfaultfd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
     }
 }
 

@@ -40,6 +40,4 @@ pub enum Mutation {
     ForgetFence,
     /// After a restart a page that was on its way out is taken for one that is in the program.
     ForgetLeaving,
-    /// After a restart a page that was filled, and not noted, is still taken for remote.
-    TrustTable,
 }

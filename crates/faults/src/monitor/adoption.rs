@@ -61,12 +61,8 @@ impl<E: Edge> Monitor<E> {
                     (page..end).take_while(|page| self.volume.state(*page) == PageState::Zero).count()
                 }
                 // Filled just before a restart.
-                PageState::Staged(_) | PageState::Reclaimable(_) | PageState::Remote(_)
-                    if self.edge.mutation() != Mutation::TrustTable =>
-                {
-                    1
-                }
-                _ => {
+                PageState::Staged(_) | PageState::Reclaimable(_) | PageState::Remote(_) => 1,
+                PageState::Held | PageState::Leaving | PageState::Doubtful | PageState::Lost => {
                     page += 1;
                     continue;
                 }

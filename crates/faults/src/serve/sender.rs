@@ -241,7 +241,11 @@ impl Loop {
     /// Copy a batch into its block.
     fn copy(&mut self, program: &Program, job: &Job, staging: u64, thread: u32, found: &mut Vec<Staged>) {
         let readable = self.read(job, staging, thread).unwrap_or_else(|error| {
-            tracing::debug!(%error, pid = program.pid(), "a batch could not be read: its program is gone");
+            if program.is_gone() || program.is_killed() {
+                tracing::debug!(%error, pid = program.pid(), "a batch could not be read: its program is gone");
+            } else {
+                tracing::warn!(%error, pid = program.pid(), "a batch could not be read; its program should be gone");
+            }
             0
         });
         self.sender.stage(program.id, job.block, job.positions.len(), |index| index < readable, found);

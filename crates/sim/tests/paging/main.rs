@@ -108,5 +108,4 @@ mutants! {
     heeding_twice_after_a_restart_is_noticed: ForgetHeeded,
     a_restart_without_a_fence_is_noticed: ForgetFence,
     a_restart_that_forgets_what_was_leaving_is_noticed: ForgetLeaving,
-    a_restart_that_trusts_the_table_is_noticed: TrustTable,
 }
