@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering::{AcqRel, Relaxed, Release};
 use std::sync::{Mutex, PoisonError};
 
 use aquifer_fabric::Memory;
+use aquifer_pool::{Extent, SizeClass};
 
 use super::{SLABS_MAX, SlabId, SlabSet};
 use crate::page::Location;
@@ -61,8 +62,13 @@ impl SlabSet {
         self.emptied.lock().unwrap_or_else(PoisonError::into_inner).extend(empty);
     }
 
+    /// What they have of the pool.
+    pub fn extents(&self) -> impl Iterator<Item = Extent> + '_ {
+        (0..SLABS_MAX).map(SlabId).filter_map(|slab| self.extent(slab))
+    }
+
     /// All slabs there are.
-    pub(crate) fn in_use(&self) -> impl Iterator<Item = (SlabId, aquifer_pool::SizeClass)> + '_ {
+    pub(crate) fn in_use(&self) -> impl Iterator<Item = (SlabId, SizeClass)> + '_ {
         (0..SLABS_MAX).map(SlabId).filter_map(|slab| self.extent(slab).map(|extent| (slab, extent.class)))
     }
 }
