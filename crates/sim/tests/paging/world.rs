@@ -253,9 +253,7 @@ impl World {
     pub fn finish_restart(&mut self, used: &HashSet<BlockId>) {
         self.mempool.finish_recovery(used);
         self.slabs.finish_recovery();
-        if self.mutation != Mutation::ForgetFence {
-            self.cluster.epoch = self.epoch;
-        }
+        self.cluster.epoch = self.epoch;
         self.sender = Sender::new(
             Arc::clone(&self.slabs),
             &self.mempool,
