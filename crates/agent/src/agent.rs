@@ -11,7 +11,7 @@ use aquifer_fabric::tcp::ClusterKey;
 use aquifer_fabric::{Identity, Tenant};
 use aquifer_faults::serve::attach::{AttachError, receive_frame, send_frame};
 use aquifer_faults::serve::{Restored, Run, RunReport, Service, Surroundings};
-use aquifer_ipc::{Frame, KeptKind, OpenRun, Put};
+use aquifer_ipc::{Frame, KeptKind, OpenRun, Put, SetLimit};
 use aquifer_pager::Connector;
 use aquifer_pool::PoolClient;
 
@@ -206,6 +206,7 @@ fn converse(socket: OwnedFd, pid: u32, service: &Arc<Service>, nodes: &Nodes, id
             let status = status(identity.host.0, service, nodes);
             Frame::StatusIs(serde_json::to_string(&status).expect("figures can be written"))
         }
+        Ok((Frame::SetLimit(set), _)) => set_limit(service, set),
         Ok(_) => Frame::Refused("that is not for an agent".into()),
         Err(AttachError::Closed) => return,
         Err(error) => Frame::Refused(error.to_string()),
@@ -213,6 +214,17 @@ fn converse(socket: OwnedFd, pid: u32, service: &Arc<Service>, nodes: &Nodes, id
     if let Err(error) = send_frame(&socket, &answer, &[]) {
         tracing::debug!(pid, %error, "nobody waited for an answer");
     }
+}
+
+fn set_limit(service: &Service, set: SetLimit) -> Frame {
+    let Some(run) = service.runs().into_iter().find(|run| run.has_process(set.pid)) else {
+        return Frame::Refused(format!(
+            "process {} does not run on the pool: aquifer status shows which do",
+            set.pid
+        ));
+    };
+    run.set_limit(set.limit_bytes);
+    Frame::Statistics(statistics(&run.report()))
 }
 
 fn refuse(socket: &OwnedFd, reason: &str) {

@@ -21,6 +21,7 @@ A cluster on this machine:
 
 Programs:
   run        Run an unmodified program with a bound on its resident memory; the rest is in the cluster
+  limit      Change that bound while the program runs
 
 Measure and show:
   demo       A real program on a quarter of the memory that it needs, beside the same on kernel swap
@@ -38,6 +39,7 @@ Options:
 An example:
   aquifer up --nodes 3 --memory 1G
   aquifer run --local 256M -- python3 analysis.py
+  aquifer limit 4711 128M
   aquifer status
   aquifer down
 ";
@@ -65,6 +67,8 @@ pub enum Command {
     Status(StatusArguments),
     /// Run an unmodified program with a bound on its resident memory; the rest is in the cluster
     Run(RunArguments),
+    /// Change the limit of a running program
+    Limit(LimitArguments),
     /// A real program on a quarter of the memory that it needs, beside the same on kernel swap
     Demo(DemoArgs),
     /// Measure something, beside its peers; `list` names what
@@ -124,6 +128,17 @@ pub struct RunArguments {
     /// The program and its arguments
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
     pub command: Vec<OsString>,
+}
+
+/// `aquifer limit`
+#[derive(Args, Clone, Debug)]
+pub struct LimitArguments {
+    /// A process of the run, or the `aquifer run` that started it
+    #[arg(value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
+    pub pid: u32,
+    /// Resident memory that the run may have from now on, such as 512M; a few pages will do, if slowly
+    #[arg(value_name = "SIZE", value_parser = size::parse)]
+    pub size: u64,
 }
 
 /// The parts of a cluster.

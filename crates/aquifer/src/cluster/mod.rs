@@ -5,6 +5,7 @@
 mod down;
 mod key;
 mod launch;
+mod limit;
 mod lock;
 mod memory;
 mod part;
@@ -15,6 +16,7 @@ mod status;
 mod up;
 
 pub use down::down;
+pub use limit::limit;
 pub use parts::be;
 pub use status::status;
 pub use up::up;

@@ -175,6 +175,17 @@ fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
             run.faults,
             run.processes,
         )?;
+        for program in &run.programs {
+            writeln!(
+                text,
+                "    process {:<8} {} held, {} faults, {} pages taken, {} read back",
+                program.pid,
+                Size(program.held_bytes),
+                program.faults,
+                program.evictions,
+                program.remote_reads,
+            )?;
+        }
     }
     status.problems.iter().try_for_each(|problem| writeln!(text, "  {problem}"))
 }
