@@ -4,6 +4,7 @@
 
 use std::fs::File;
 use std::net::{IpAddr, Ipv4Addr};
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -149,6 +150,7 @@ impl Machine {
 #[derive(Debug)]
 pub struct Part {
     process: Child,
+    log: PathBuf,
 }
 
 impl Part {
@@ -157,8 +159,9 @@ impl Part {
     /// # Panics
     /// If it does not.
     #[must_use]
-    pub fn start(machine: &Machine, state: &std::path::Path, arguments: &[&str]) -> Self {
+    pub fn start(machine: &Machine, state: &Path, arguments: &[&str]) -> Self {
         let wrapper = machine.wrapper();
+        let log = state.join(format!("{}.said", arguments[0]));
         let mut process = Command::new(&wrapper[0])
             .args(&wrapper[1..])
             .arg(crate::build::binary())
@@ -168,18 +171,13 @@ impl Part {
             .arg("--detached")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
+            .stderr(File::create(&log).expect("a temporary file can be written"))
             .spawn()
             .expect("ip is installed");
         let said = std::io::read_to_string(process.stdout.take().expect("it is piped"));
-        let part = Self { process };
+        let part = Self { process, log };
         assert_eq!(said.expect("a pipe can be read"), "ready\n", "{arguments:?} does not serve");
         part
-    }
-
-    /// Its process.
-    #[must_use]
-    pub fn pid(&self) -> u32 {
-        self.process.id()
     }
 }
 
@@ -192,6 +190,11 @@ impl Drop for Part {
         if ended.is_none() {
             let _killed = self.process.kill();
             let _waited = self.process.wait();
+        }
+        if std::thread::panicking() {
+            let said = std::fs::read_to_string(&self.log).unwrap_or_default();
+            let lines: Vec<&str> = said.lines().collect();
+            eprintln!("-- {}\n{}", self.log.display(), lines[lines.len().saturating_sub(20)..].join("\n"));
         }
     }
 }

@@ -19,17 +19,19 @@ const NODES: u8 = 3;
 
 /// A node, and the relays between it and the rest.
 struct Node {
+    // It ends while it can still say goodbye.
+    _part: Part,
     relay: Relay,
     to_etcd: Relay,
-    _part: Part,
+    _state: TempDir,
 }
 
 /// A host that borrows.
 struct Host {
-    state: TempDir,
     // The agent ends before its keeper.
     _agent: Part,
     _keeper: Part,
+    state: TempDir,
 }
 
 /// Dropped from the first to the last: the network goes when nobody is left in it.
@@ -89,7 +91,7 @@ impl Node {
         std::fs::write(&config, text).expect("a temporary file can be written");
         let config = config.to_str().expect("a plain path").to_owned();
         let part = Part::start(&machine, state.path(), &["node", "--config", &config]);
-        Self { relay: relay_to_node, to_etcd, _part: part }
+        Self { _part: part, relay: relay_to_node, to_etcd, _state: state }
     }
 
     /// Nothing comes through to it or from it, and nobody is told.
@@ -113,7 +115,7 @@ impl Host {
         let key = key.to_str().expect("a plain path");
         let words = ["agent", "--mempool", "8M", "--key", key, "--directory", &directory];
         let agent = Part::start(&machine, state.path(), &words);
-        Self { state, _agent: agent, _keeper: keeper }
+        Self { _agent: agent, _keeper: keeper, state }
     }
 
     /// Wait until its agent sees so many nodes that it can use.
