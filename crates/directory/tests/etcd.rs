@@ -112,10 +112,10 @@ fn number(value: &[u8]) -> u64 {
 /// A writer, a watcher and a lease, while `suffering` does its worst. In the end everything must add up.
 fn survives(address: &str, suffering: impl FnOnce(&dyn Fn(u64))) {
     let (writer, watcher, keeper) = (connect(address), connect(address), connect(address));
-    let lease = keeper.lease_grant(TTL).unwrap();
-    keeper.put("leased", b"", Some(lease.id)).unwrap();
+    let lease = until_available(|| keeper.lease_grant(TTL)).unwrap();
+    until_available(|| keeper.put("leased", b"", Some(lease.id))).unwrap();
     let counter = Counter::new();
-    let mut watch = watcher.watch("n/", 1).unwrap();
+    let mut watch = until_available(|| watcher.watch("n/", 1)).unwrap();
     std::thread::scope(|scope| {
         let count = scope.spawn(|| counter.run(&writer));
         // Waits for so many more steps to be acknowledged, as a change that is seen.
@@ -206,7 +206,7 @@ fn the_death_of_a_leader_of_three_is_survived() {
 fn a_minority_that_is_left_serves_nobody_and_says_so() {
     let mut etcd = Etcd::start_with(3, &Default::default());
     let directory = connect(&etcd.address());
-    directory.put("k", b"before", None).unwrap();
+    until_available(|| directory.put("k", b"before", None)).unwrap();
     etcd.member(0).kill();
     etcd.member(1).kill();
     let errors = [

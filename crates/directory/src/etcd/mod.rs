@@ -46,10 +46,33 @@ struct Inner {
     keys: Keys,
 }
 
+/// The thread that keeps the connections. When it goes, nobody waits for a name that is still being looked up.
+#[derive(Debug)]
+struct Threads(Option<Runtime>);
+
+impl Threads {
+    fn start() -> std::io::Result<Self> {
+        let mut builder = tokio::runtime::Builder::new_multi_thread();
+        builder.worker_threads(1).thread_name("etcd").enable_all().build().map(|runtime| Self(Some(runtime)))
+    }
+
+    fn block_on<F: Future>(&self, future: F) -> F::Output {
+        self.0.as_ref().expect("it goes last").block_on(future)
+    }
+}
+
+impl Drop for Threads {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.0.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
 /// A directory in an etcd.
 pub struct Etcd {
     inner: Arc<Inner>,
-    runtime: Arc<Runtime>,
+    runtime: Arc<Threads>,
 }
 
 impl fmt::Debug for Etcd {
@@ -63,15 +86,10 @@ impl fmt::Debug for Etcd {
 /// # Errors
 /// No member answers within seconds, or none serves us; a file of `tls` cannot be used.
 pub fn connect(address: &EtcdAddress, tls: &TlsFiles) -> Result<Etcd, DirectoryError> {
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(1)
-        .thread_name("etcd")
-        .enable_all()
-        .build()
-        .map_err(|error| DirectoryError::Unavailable {
-            address: address.to_string(),
-            cause: format!("no thread for its connections: {error}"),
-        })?;
+    let runtime = Threads::start().map_err(|error| DirectoryError::Unavailable {
+        address: address.to_string(),
+        cause: format!("no thread for its connections: {error}"),
+    })?;
     let keys = Keys::new(&address.cluster);
     let members = runtime.block_on(Members::new(address, tls, keys.epoch.clone()))?;
     let inner = Arc::new(Inner { members, keys });

@@ -11,12 +11,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use etcd_client::{Client, Error, EventType, GetOptions, WatchOptions, WatchResponse, WatchStream};
-use tokio::runtime::Runtime;
 use tokio::time::{Instant, timeout_at};
 
-use super::Inner;
 use super::keys::{end_of, lease_of, unsigned};
 use super::members::{Answer, Repeat};
+use super::{Inner, Threads};
 use crate::model::{Event, EventKind};
 use crate::{DirectoryError, Watch};
 
@@ -60,7 +59,7 @@ enum Wire {
 
 pub(super) struct EtcdWatch {
     inner: Arc<Inner>,
-    runtime: Arc<Runtime>,
+    runtime: Arc<Threads>,
     prefix: String,
     position: Position,
     wire: Wire,
@@ -81,7 +80,7 @@ impl EtcdWatch {
     /// Watch the keys that begin with `prefix`, as they are in etcd.
     pub fn start(
         inner: Arc<Inner>,
-        runtime: Arc<Runtime>,
+        runtime: Arc<Threads>,
         prefix: String,
         from_revision: u64,
     ) -> Result<Self, DirectoryError> {
