@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
-use aquifer_fabric::tcp::ClusterKey;
+use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
 use aquifer_fabric::{Identity, Tenant};
 use aquifer_faults::serve::attach::{AttachError, receive_frame, send_frame};
 use aquifer_faults::serve::{Restored, Run, RunReport, Service, Surroundings};
@@ -44,6 +44,10 @@ pub struct AgentOptions {
     pub mempool_bytes: usize,
     /// The cluster's key, for nodes on other machines.
     pub key: Option<ClusterKey>,
+    /// How those are connected to.
+    pub connect: ConnectOptions,
+    /// A socket that listens at `socket` already.
+    pub listener: Option<OwnedFd>,
 }
 
 /// Why an agent cannot run.
@@ -117,7 +121,7 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
         Membership::join(Arc::clone(&options.directory), &options.socket, place.before.as_ref())?;
     let tenant = Tenant(rustix::process::geteuid().as_raw());
     let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
-    let nodes = Nodes::new(identity, options.key.clone());
+    let nodes = Nodes::new(identity, options.key.clone(), options.connect.clone());
     membership.watch_nodes(&nodes)?;
     let Place { before, mempool, listener } = place;
     let record = serde_json::to_string(membership.record()).expect("plain structs are JSON");
@@ -153,7 +157,9 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
         }
     }
     end_runs(&service, "the agent is stopping");
-    let _ = std::fs::remove_file(&options.socket);
+    if options.listener.is_none() {
+        let _ = std::fs::remove_file(&options.socket);
+    }
     host.keeper.unkeep(KeptKind::Host, 0);
     membership.leave();
     Ok(())

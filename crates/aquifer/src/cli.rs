@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::bench::BenchArgs;
 use crate::demo::DemoArgs;
+use crate::settings::{AgentSettings, DirectorySettings, NodeSettings};
 use crate::size;
 
 const HELP: &str = "\
@@ -96,6 +97,9 @@ pub struct UpArguments {
     /// How long programs wait for an agent that died, before they are ended, such as 500ms or 2m [default: 30s]
     #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
     pub grace: Option<u64>,
+    /// The directory.
+    #[command(flatten)]
+    pub directory: DirectorySettings,
 }
 
 /// How memory nodes are reached.
@@ -184,18 +188,12 @@ pub struct KeeperArguments {
 /// `aquifer node`
 #[derive(Args, Clone, Debug)]
 pub struct NodeArguments {
-    /// Its number in the cluster
-    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
-    pub id: u16,
-    /// Memory that it lends, such as 512M or 2G
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
-    pub memory: u64,
-    /// Lend it over TCP at this address, such as 10.0.0.1:7400, to whoever has the cluster's key [default: to this machine, by shared memory]
-    #[arg(long, value_name = "ADDRESS")]
-    pub listen: Option<std::net::SocketAddr>,
-    /// The file with the cluster's key [default: cluster.key in the cluster's folder]
+    /// Read what is not said here from this file [default: /etc/aquifer/node.toml, if it is there]
     #[arg(long, value_name = "FILE")]
-    pub key: Option<PathBuf>,
+    pub config: Option<PathBuf>,
+    /// What it is told.
+    #[command(flatten)]
+    pub settings: NodeSettings,
     /// How it is started.
     #[command(flatten)]
     pub foreground: Foreground,
@@ -204,12 +202,12 @@ pub struct NodeArguments {
 /// `aquifer agent`
 #[derive(Args, Clone, Debug)]
 pub struct AgentArguments {
-    /// Most memory that it takes as the host's mempool [default: half of what is available, at most 4G]
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
-    pub mempool: Option<u64>,
-    /// The file with the cluster's key [default: cluster.key in the cluster's folder, if there is one]
+    /// Read what is not said here from this file [default: /etc/aquifer/agent.toml, if it is there]
     #[arg(long, value_name = "FILE")]
-    pub key: Option<PathBuf>,
+    pub config: Option<PathBuf>,
+    /// What it is told.
+    #[command(flatten)]
+    pub settings: AgentSettings,
     /// How it is started.
     #[command(flatten)]
     pub foreground: Foreground,

@@ -12,7 +12,9 @@ mod part;
 mod parts;
 mod shape;
 mod signals;
+mod source;
 mod status;
+mod systemd;
 mod up;
 
 pub use down::down;
