@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
-use aquifer_fabric::{Endpoint, EndpointError, Identity, Reach};
+use aquifer_fabric::{Endpoint, EndpointError, Identity, Reach, Tenant};
 use aquifer_pager::Connector;
 use aquifer_pool::{NodeId, PoolClient};
 
@@ -44,12 +44,18 @@ impl Nodes {
         self.addresses.read().unwrap_or_else(PoisonError::into_inner).keys().copied().collect()
     }
 
-    /// A pool client connected to every node that answers.
+    /// This host, on behalf of one of its users.
     #[must_use]
-    pub fn pool(&self) -> PoolClient {
+    pub fn of(self: &Arc<Self>, tenant: u32) -> Arc<dyn Connector> {
+        Arc::new(OfTenant { nodes: Arc::clone(self), tenant: Tenant(tenant) })
+    }
+
+    /// A pool client of that user connected to every node that answers.
+    #[must_use]
+    pub fn pool(&self, tenant: u32) -> PoolClient {
         let mut pool = PoolClient::new(self.identity.host);
         for node in self.list() {
-            match self.connect(node) {
+            match self.connect(node, Tenant(tenant)) {
                 Ok(endpoint) => {
                     if let Err(error) = pool.add_node(node, endpoint) {
                         tracing::warn!(node = node.0, %error, "a memory node cannot be used");
@@ -62,10 +68,8 @@ impl Nodes {
         }
         pool
     }
-}
 
-impl Connector for Nodes {
-    fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
+    fn connect(&self, node: NodeId, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {
         let addresses = self.addresses.read().unwrap_or_else(PoisonError::into_inner);
         let Some(address) = addresses.get(&node).cloned() else {
             return Err(EndpointError::Unreachable {
@@ -77,6 +81,19 @@ impl Connector for Nodes {
             });
         };
         drop(addresses);
-        address.connect(self.identity, self.key.as_ref(), &self.connect)
+        address.connect(Identity { tenant, ..self.identity }, self.key.as_ref(), &self.connect)
+    }
+}
+
+/// The nodes as one tenant reaches them.
+#[derive(Debug)]
+struct OfTenant {
+    nodes: Arc<Nodes>,
+    tenant: Tenant,
+}
+
+impl Connector for OfTenant {
+    fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
+        self.nodes.connect(node, self.tenant)
     }
 }

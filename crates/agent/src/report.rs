@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use aquifer_faults::serve::{ProgramReport, RunReport, Service};
+use aquifer_faults::serve::{ProgramReport, Run, RunReport, Service};
 use serde::{Deserialize, Serialize};
 
 /// Fault latency in microseconds, measured by the agent from hearing of a fault to its page's being there.
@@ -45,6 +45,8 @@ impl From<ProgramReport> for ProgramStatistics {
 pub struct RunStatistics {
     /// The program.
     pub name: String,
+    /// The user that it belongs to.
+    pub tenant: u32,
     /// `--local`.
     pub limit_bytes: u64,
     /// Processes of the run alive now.
@@ -93,6 +95,7 @@ impl From<RunReport> for RunStatistics {
         let [p50, p99, p999] = report.latency_ns.map(us);
         Self {
             name: report.name,
+            tenant: report.tenant,
             limit_bytes: report.limit_bytes,
             processes: report.programs.len(),
             programs: report.programs.into_iter().map(Into::into).collect(),
@@ -143,12 +146,17 @@ pub struct NodeStatus {
     pub free_bytes: u64,
 }
 
-/// The runs and the mempool.
+/// The runs, as far as they are for whoever asks, and the mempool.
 #[must_use]
-pub fn status(host: u16, service: &Service, nodes: &crate::nodes::Nodes) -> AgentStatus {
+pub fn status(
+    host: u16,
+    service: &Service,
+    nodes: &crate::nodes::Nodes,
+    may_see: impl Fn(&Run) -> bool,
+) -> AgentStatus {
     let block = (aquifer_pager::BLOCK_PAGES * aquifer_pager::PAGE_BYTES) as u64;
     let mempool = service.mempool();
-    let mut pool = nodes.pool();
+    let mut pool = nodes.pool(rustix::process::geteuid().as_raw());
     let numbers: Vec<_> = pool.nodes().collect();
     AgentStatus {
         host,
@@ -167,6 +175,6 @@ pub fn status(host: u16, service: &Service, nodes: &crate::nodes::Nodes) -> Agen
                 }
             })
             .collect(),
-        runs: service.runs().iter().map(|run| run.report().into()).collect(),
+        runs: service.runs().iter().filter(|run| may_see(run)).map(|run| run.report().into()).collect(),
     }
 }

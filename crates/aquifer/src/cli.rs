@@ -10,6 +10,10 @@ use crate::bench::BenchArgs;
 use crate::demo::DemoArgs;
 use crate::settings::{AgentSettings, DirectorySettings, NodeSettings};
 use crate::size;
+use crate::state::StateDir;
+
+/// Where a host has its agent for all users.
+const SHARED_AGENT: &str = "/run/aquifer/agent.sock";
 
 const HELP: &str = "\
 {about-with-newline}
@@ -94,6 +98,9 @@ pub struct UpArguments {
     /// Most memory that the agent takes as the host's mempool [default: half of what is available, at most 4G]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub mempool: Option<u64>,
+    /// Serve all users of this host, who find the agent at this socket; usual is /run/aquifer/agent.sock [default: only you]
+    #[arg(long, value_name = "PATH")]
+    pub shared_socket: Option<PathBuf>,
     /// How long programs wait for an agent that died, before they are ended, such as 500ms or 2m [default: 30s]
     #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
     pub grace: Option<u64>,
@@ -112,9 +119,33 @@ pub enum Fabric {
     Tcp,
 }
 
+/// Which host agent is meant.
+#[derive(Args, Clone, Debug)]
+pub struct AgentChoice {
+    /// The host agent's socket [default: that of the cluster in --state, else /run/aquifer/agent.sock]
+    #[arg(long, value_name = "PATH", env = "AQUIFER_AGENT", hide_env_values = true)]
+    pub agent: Option<PathBuf>,
+}
+
+impl AgentChoice {
+    /// The socket to use: the one asked for; else that of our own cluster, unless there is none and the host has one for all.
+    pub fn socket(&self, state: &StateDir) -> PathBuf {
+        let own = state.agent_socket();
+        let shared = PathBuf::from(SHARED_AGENT);
+        match &self.agent {
+            Some(asked) => asked.clone(),
+            None if !own.exists() && shared.exists() => shared,
+            None => own,
+        }
+    }
+}
+
 /// `aquifer status`
 #[derive(Args, Clone, Debug)]
 pub struct StatusArguments {
+    /// Which agent.
+    #[command(flatten)]
+    pub agent: AgentChoice,
     /// As JSON
     #[arg(long)]
     pub json: bool,
@@ -123,6 +154,9 @@ pub struct StatusArguments {
 /// `aquifer run`
 #[derive(Args, Clone, Debug)]
 pub struct RunArguments {
+    /// Which agent.
+    #[command(flatten)]
+    pub agent: AgentChoice,
     /// Resident memory that the program may have, such as 512M
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub local: u64,
@@ -137,6 +171,9 @@ pub struct RunArguments {
 /// `aquifer limit`
 #[derive(Args, Clone, Debug)]
 pub struct LimitArguments {
+    /// Which agent.
+    #[command(flatten)]
+    pub agent: AgentChoice,
     /// A process of the run, or the `aquifer run` that started it
     #[arg(value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
     pub pid: u32,

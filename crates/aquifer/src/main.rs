@@ -54,7 +54,7 @@ fn run(state: &Option<PathBuf>, arguments: RunArguments) -> ExitCode {
         Err(error) => return fail(&error, aquifer_ipc::EXIT_FAILED),
     };
     let options = run::RunOptions {
-        agent_socket: state.agent_socket(),
+        agent_socket: arguments.agent.socket(&state),
         local_bytes: arguments.local,
         stats: arguments.stats,
         command: arguments.command,

@@ -114,6 +114,9 @@ pub struct AgentSettings {
     /// The file with the cluster's key [default: cluster.key in the cluster's folder, if there is one]
     #[arg(long, value_name = "FILE")]
     pub key: Option<PathBuf>,
+    /// Serve all users of this host, who find the agent at this socket; usual is /run/aquifer/agent.sock [default: only its own user]
+    #[arg(long, value_name = "PATH")]
+    pub shared_socket: Option<PathBuf>,
     /// Encrypt everything to and from nodes over TCP, whatever they want
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub encrypt: Option<bool>,
@@ -165,6 +168,7 @@ impl Settings for AgentSettings {
         Self {
             mempool: self.mempool.or(other.mempool),
             key: self.key.or(other.key),
+            shared_socket: self.shared_socket.or(other.shared_socket),
             encrypt: self.encrypt.or(other.encrypt),
             directory: self.directory.or(other.directory),
         }

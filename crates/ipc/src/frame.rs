@@ -143,6 +143,10 @@ pub enum Frame {
     Taken,
     /// Anyone to agent: change the limit of the run that a process belongs to. Answered with the run's [`Frame::Statistics`].
     SetLimit(SetLimit),
+    /// Program to agent: I may not use userfaultfd, but you may.
+    WantDevice,
+    /// Agent to program: comes with `/dev/userfaultfd`, open.
+    Device,
     /// Agent to `aquifer run`: something that the user should know.
     News(String),
 }
@@ -259,6 +263,8 @@ impl Frame {
             14 => Self::Take,
             15 => Self::Taken,
             16 => Self::SetLimit(SetLimit { pid: reader.u32()?, limit_bytes: reader.u64()? }),
+            17 => Self::WantDevice,
+            18 => Self::Device,
             kind => return Err(FrameError::UnknownKind(kind)),
         })
     }
@@ -270,7 +276,13 @@ impl Frame {
         out.extend_from_slice(&self.kind().to_le_bytes());
         match self {
             Self::Hello(hello) => hello_parts(hello, |bytes| out.extend_from_slice(bytes)),
-            Self::Welcome | Self::CloseRun | Self::Status | Self::Take | Self::Taken => {}
+            Self::Welcome
+            | Self::CloseRun
+            | Self::Status
+            | Self::Take
+            | Self::Taken
+            | Self::WantDevice
+            | Self::Device => {}
             Self::Refused(text)
             | Self::Statistics(text)
             | Self::Ended(text)
@@ -301,9 +313,13 @@ impl Frame {
     /// Write a frame into a buffer on the stack; returns its length. For a forked child, which may not allocate.
     ///
     /// # Panics
-    /// If the frame is no [`Frame::Hello`], or the buffer is too small for it.
+    /// If the frame is neither [`Frame::Hello`] nor [`Frame::WantDevice`], or the buffer is too small for it.
     pub fn write_fixed(&self, out: &mut [u8]) -> usize {
-        let Self::Hello(hello) = self else { panic!("only a hello is written without allocating") };
+        let hello = match self {
+            Self::Hello(hello) => Some(hello),
+            Self::WantDevice => None,
+            _ => panic!("only what a program says is written without allocating"),
+        };
         let mut at = 0;
         let mut put = |bytes: &[u8]| {
             out[at..at + bytes.len()].copy_from_slice(bytes);
@@ -312,7 +328,9 @@ impl Frame {
         put(&MAGIC);
         put(&VERSION.to_le_bytes());
         put(&self.kind().to_le_bytes());
-        hello_parts(hello, put);
+        if let Some(hello) = hello {
+            hello_parts(hello, put);
+        }
         at
     }
 
@@ -334,6 +352,8 @@ impl Frame {
             Self::Take => 14,
             Self::Taken => 15,
             Self::SetLimit(_) => 16,
+            Self::WantDevice => 17,
+            Self::Device => 18,
         }
     }
 }
@@ -438,6 +458,8 @@ mod tests {
             Frame::Take,
             Frame::Taken,
             Frame::SetLimit(SetLimit { pid: 77, limit_bytes: 4096 }),
+            Frame::WantDevice,
+            Frame::Device,
         ]
     }
 
@@ -452,7 +474,7 @@ mod tests {
         for frame in samples() {
             let mut bytes = bytes_of(&frame);
             assert_eq!(Frame::parse(&bytes), Ok(frame.clone()));
-            if let Frame::Hello(_) = frame {
+            if let Frame::Hello(_) | Frame::WantDevice = frame {
                 let mut fixed = [0; 128];
                 let length = frame.write_fixed(&mut fixed);
                 assert_eq!(fixed[..length], bytes);
@@ -515,7 +537,7 @@ mod tests {
         }
 
         #[test]
-        fn damaged_frames_never_panic(which in 0usize..16, at in 0usize..120, value in any::<u8>(), cut in 0usize..120) {
+        fn damaged_frames_never_panic(which in 0usize..18, at in 0usize..120, value in any::<u8>(), cut in 0usize..120) {
             let mut bytes = bytes_of(&samples()[which]);
             if let Some(byte) = bytes.get_mut(at) {
                 *byte = value;

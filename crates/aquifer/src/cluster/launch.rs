@@ -107,6 +107,7 @@ pub fn start(state: &StateDir, shape: &Shape, part: Part) -> Result<Starting, La
         Part::Agent => command
             .arg("agent")
             .args(shape.mempool_bytes.map(|bytes| format!("--mempool={bytes}")))
+            .args(shape.shared_socket.as_ref().map(|path| format!("--shared-socket={}", path.display())))
             .args(shape.directory_flags()),
     };
     command.arg("--detached").stdin(Stdio::null()).stdout(input).stderr(file);

@@ -9,7 +9,7 @@ use crate::state::StateDir;
 
 /// Change it, and say what it is now.
 pub fn limit(state: &StateDir, arguments: &LimitArguments) -> Outcome {
-    let run = aquifer_agent::client::set_limit(&state.agent_socket(), arguments.pid, arguments.size)
+    let run = aquifer_agent::client::set_limit(&arguments.agent.socket(state), arguments.pid, arguments.size)
         .map_err(|error| format!("the limit of process {} stays: {error}", arguments.pid))?;
     println!(
         "{}: may have {} from now on, has {} resident",

@@ -212,6 +212,7 @@ fn agent(
     connect.encrypt = settings.encrypt.unwrap_or(connect.encrypt);
     let options = AgentOptions {
         socket: state.agent_socket(),
+        shared_socket: settings.shared_socket.clone(),
         keeper,
         directory: Source::new(&settings.directory)?.connect(state)?,
         mempool_bytes: usize::try_from(mempool)?,

@@ -56,6 +56,9 @@ pub struct Shape {
     pub memory_bytes: u64,
     /// The mempool's bound, if it was given.
     pub mempool_bytes: Option<u64>,
+    /// Where other users find the agent, if it serves them.
+    #[serde(default)]
+    pub shared_socket: Option<PathBuf>,
     /// How long programs wait for an agent.
     pub grace_ms: u64,
     /// How nodes are reached.
@@ -74,6 +77,7 @@ impl Shape {
             nodes: arguments.nodes.unwrap_or(3),
             memory_bytes: arguments.memory.unwrap_or(1 << 30),
             mempool_bytes: arguments.mempool,
+            shared_socket: arguments.shared_socket.clone(),
             grace_ms: arguments.grace.unwrap_or(GRACE_MS),
             fabric: arguments.fabric.unwrap_or(Fabric::Shm),
             ports: Vec::new(),
@@ -168,6 +172,7 @@ impl Shape {
         let agrees = arguments.nodes.is_none_or(|nodes| nodes == self.nodes)
             && arguments.memory.is_none_or(|memory| memory == self.memory_bytes)
             && arguments.mempool.is_none_or(|mempool| Some(mempool) == self.mempool_bytes)
+            && (arguments.shared_socket.is_none() || arguments.shared_socket == self.shared_socket)
             && arguments.grace.is_none_or(|grace| grace == self.grace_ms)
             && arguments.fabric.is_none_or(|fabric| fabric == self.fabric)
             && (arguments.directory.address.is_none() || arguments.directory == self.directory);
@@ -194,6 +199,7 @@ mod tests {
             memory,
             fabric: None,
             mempool: None,
+            shared_socket: None,
             grace: None,
             directory: DirectorySettings::default(),
         }

@@ -1,6 +1,7 @@
 //! `aquifer status`: what is up, how much memory is free, what runs.
 
 use std::fmt::Write;
+use std::path::Path;
 use std::process::ExitCode;
 
 use aquifer_agent::report::AgentStatus;
@@ -49,7 +50,7 @@ struct NodeStatus {
 
 /// Show it.
 pub fn status(state: &StateDir, arguments: &StatusArguments) -> Outcome {
-    let status = find_out(state)?;
+    let status = find_out(state, &arguments.agent.socket(state))?;
     if arguments.json {
         println!("{}", serde_json::to_string_pretty(&status)?);
     } else {
@@ -58,7 +59,7 @@ pub fn status(state: &StateDir, arguments: &StatusArguments) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-fn find_out(state: &StateDir) -> Result<Status, Box<dyn std::error::Error>> {
+fn find_out(state: &StateDir, agent_socket: &Path) -> Result<Status, Box<dyn std::error::Error>> {
     let shape = Shape::load(state)?;
     let mut parts = Vec::new();
     for part in shape.iter().flat_map(Shape::parts) {
@@ -79,8 +80,9 @@ fn find_out(state: &StateDir) -> Result<Status, Box<dyn std::error::Error>> {
             None
         })
         .unwrap_or_default();
-    let agent = if is_alive("agent") {
-        agent_status(state).unwrap_or_else(|error| {
+    let is_own = agent_socket == state.agent_socket();
+    let agent = if is_alive("agent") || !is_own {
+        agent_status(agent_socket).unwrap_or_else(|error| {
             problems.push(format!("the agent does not tell how it is: {error}"));
             None
         })
@@ -125,8 +127,8 @@ fn in_directory(state: &StateDir, source: &Source) -> Result<(Vec<NodeRecord>, V
     Ok((nodes, agents))
 }
 
-fn agent_status(state: &StateDir) -> std::io::Result<Option<AgentStatus>> {
-    aquifer_agent::client::status(&state.agent_socket())
+fn agent_status(socket: &Path) -> std::io::Result<Option<AgentStatus>> {
+    aquifer_agent::client::status(socket)
 }
 
 fn in_words(status: &Status) -> String {
@@ -137,12 +139,13 @@ fn in_words(status: &Status) -> String {
 }
 
 fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
-    if status.parts.iter().all(|part| !part.alive) {
+    if status.parts.iter().all(|part| !part.alive) && status.agent.is_none() {
         writeln!(text, "No cluster is up in {}. Start one with: aquifer up", status.state)?;
         return Ok(());
     }
     let missing = status.parts.iter().filter(|part| !part.alive).count();
     match missing {
+        0 if status.parts.is_empty() => writeln!(text, "This host's agent serves you")?,
         0 => writeln!(text, "The cluster is up, in {}", status.state)?,
         _ => writeln!(
             text,

@@ -113,7 +113,8 @@ impl Service {
         let place = |extent: &Extent| (extent.node, extent.addr);
         let noted: HashSet<_> =
             runs.values().flat_map(|run| run.slabs.extents()).map(|extent| place(&extent)).collect();
-        let mut pool = self.surroundings.pool();
+        // Control words are nobody's in particular.
+        let mut pool = self.surroundings.pool(rustix::process::geteuid().as_raw());
         for node in pool.nodes().collect::<Vec<_>>() {
             let freed = pool.taken_last(node).and_then(|taken| {
                 let mut unnoted = taken.into_iter().filter(|extent| !noted.contains(&place(extent)));

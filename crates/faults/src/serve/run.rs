@@ -23,6 +23,7 @@ pub struct Run {
     id: u64,
     token: Token,
     name: String,
+    tenant: u32,
     limit_bytes: AtomicU64,
     /// Whether the limit was set while it ran: then it may be less than what cannot be paged.
     is_limit_live: AtomicBool,
@@ -62,6 +63,8 @@ pub struct ProgramReport {
 pub struct RunReport {
     /// The program's name.
     pub name: String,
+    /// The user that it belongs to.
+    pub tenant: u32,
     /// The limit.
     pub limit_bytes: u64,
     /// Processes alive.
@@ -103,10 +106,11 @@ impl Run {
         name: &str,
         limit_bytes: u64,
         owner: BorrowedFd<'_>,
+        tenant: u32,
     ) -> std::io::Result<Arc<Self>> {
         let mut token = [0; 16];
         rustix::rand::getrandom(&mut token, rustix::rand::GetRandomFlags::empty())?;
-        let record = RunRecord { token: Token(token).to_hex(), name: name.to_owned(), limit_bytes };
+        let record = RunRecord { token: Token(token).to_hex(), name: name.to_owned(), limit_bytes, tenant };
         let budget = Arc::new(Budget::new(limit_bytes));
         let (id, slabs) = (service.next_program(), Arc::new(SlabSet::new()?));
         let run = Self::with(service, id, &record, slabs, budget, owner.try_clone_to_owned()?)?;
@@ -119,6 +123,7 @@ impl Run {
             token: self.token.to_hex(),
             name: self.name.clone(),
             limit_bytes: self.limit_bytes.load(Relaxed),
+            tenant: self.tenant,
         };
         self.keep(&record.put(self.id), &[self.slabs.memory().fd(), self.owner.as_fd()]);
     }
@@ -134,11 +139,12 @@ impl Run {
     ) -> std::io::Result<Arc<Self>> {
         let token = record.token()?;
         let seed = u64::from_le_bytes(token.0[..8].try_into().expect("8 bytes"));
-        let sender = SenderThread::start(service, Arc::clone(&slabs), seed)?;
+        let sender = SenderThread::start(service, Arc::clone(&slabs), record.tenant, seed)?;
         Ok(Arc::new(Self {
             id,
             token,
             name: record.name.clone(),
+            tenant: record.tenant,
             limit_bytes: AtomicU64::new(record.limit_bytes),
             is_limit_live: AtomicBool::new(record.limit_bytes < LIMIT_BYTES_MIN),
             owner,
@@ -158,6 +164,12 @@ impl Run {
     /// Its number, unique on this host.
     pub(crate) fn id(&self) -> u64 {
         self.id
+    }
+
+    /// The user that it belongs to.
+    #[must_use]
+    pub fn tenant(&self) -> u32 {
+        self.tenant
     }
 
     /// The secret that lets programs in.
@@ -289,6 +301,7 @@ impl Run {
         let sent = self.sender.stats();
         RunReport {
             name: self.name.clone(),
+            tenant: self.tenant,
             limit_bytes: self.limit_bytes.load(Relaxed),
             programs: programs.iter().map(|program| program.report()).collect(),
             resident_bytes: (self.budget.resident() * page, self.budget.peak() * page),
