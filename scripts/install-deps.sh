@@ -22,6 +22,9 @@ has() { command -v "$1"; }
 # The demo's corpus. Small images leave documentation out even when its package is installed.
 has_kernel_docs() { ls /usr/share/doc/linux-doc-*/html/index.html; }
 
+# Its programs are in no path.
+has_postgres() { ls /usr/lib/postgresql/*/bin/initdb /usr/lib/postgresql/*/bin/pgbench; }
+
 need_compiler() {
     need gcc has cc
     need libc6-dev test -e /usr/include/linux/userfaultfd.h
@@ -38,8 +41,13 @@ need_for_build() {
 need_for_test() {
     need_for_build
     need etcd-server has etcd
+    need gdb has gdb
+    need golang-go has go
     need iproute2 has ip
+    need libjemalloc2 test -e /usr/lib/x86_64-linux-gnu/libjemalloc.so.2
+    need openjdk-17-jdk-headless has javac
     need openssl has openssl # Certificates, to be let in by etcd.
+    need postgresql has_postgres
     need python3 test -x "$python"
     need python3-numpy "$python" -c 'import numpy'
     need redis-server has redis-server

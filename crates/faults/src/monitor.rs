@@ -8,6 +8,8 @@ mod adoption;
 mod eviction;
 mod recovery;
 
+pub(crate) use eviction::SPARE_PAGES;
+
 use std::sync::Arc;
 
 use aquifer_pager::{

@@ -1,7 +1,7 @@
 //! Messages over Unix sockets. Each is one packet: magic, version, kind, then a body that the kind defines.
 
 /// Version of everything in this crate. Both sides must have the same.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"AQFR";
 /// No frame is longer.
@@ -52,11 +52,13 @@ pub struct Hello {
     pub token: Token,
     /// Whether it was forked from a program that is paged already: the agent has its userfaultfd from the fork.
     pub is_child: bool,
+    /// What a forked child found in its canary page: the agent's number for it. Of no meaning in others.
+    pub number: u64,
     /// Where pages are moved first: [`crate::TAKE_PAGES_MAX`] pages under the program's userfaultfd.
     pub antechamber: u64,
     /// Where they wait to be copied: [`crate::BUFFERS`] buffers under an event-free userfaultfd.
     pub staging: u64,
-    /// A page that each child touches first, so that the agent learns which process a descriptor belongs to.
+    /// A page that is empty in each child, so that the agent can write there which one it is.
     pub canary: u64,
     /// The shim's own memory, from here...
     pub private_start: u64,
@@ -384,6 +386,7 @@ fn parse_hello(reader: &mut Reader<'_>) -> Result<Hello, FrameError> {
         1 => true,
         _ => return Err(FrameError::BadField("is_child")),
     };
+    let number = reader.u64()?;
     let mut address = |name| {
         let value = reader.u64()?;
         // User addresses, page-aligned.
@@ -395,6 +398,7 @@ fn parse_hello(reader: &mut Reader<'_>) -> Result<Hello, FrameError> {
     let hello = Hello {
         token,
         is_child,
+        number,
         antechamber: address("antechamber")?,
         staging: address("staging")?,
         canary: address("canary")?,
@@ -410,6 +414,7 @@ fn parse_hello(reader: &mut Reader<'_>) -> Result<Hello, FrameError> {
 fn hello_parts(hello: &Hello, mut put: impl FnMut(&[u8])) {
     put(&hello.token.0);
     put(&u32::from(hello.is_child).to_le_bytes());
+    put(&hello.number.to_le_bytes());
     for address in [hello.antechamber, hello.staging, hello.canary, hello.private_start, hello.private_end] {
         put(&address.to_le_bytes());
     }
@@ -435,6 +440,7 @@ mod tests {
         let hello = Hello {
             token: Token([7; 16]),
             is_child: true,
+            number: 5,
             antechamber: 0x1000,
             staging: 0x2000,
             canary: 0x3000,

@@ -33,12 +33,15 @@ static ORIGIN: Origin = Origin {
     path: [const { AtomicU32::new(0) }; PATH_BYTES],
 };
 static CONTROL: AtomicPtr<Control> = AtomicPtr::new(null_mut());
+/// Says 1 in a process that is attached. Its page is empty in each child that has a copy of the memory, however that was made.
+static MARK: AtomicPtr<AtomicU32> = AtomicPtr::new(null_mut());
 
 /// Ask that the page at `address` never be taken.
 pub fn pin(address: usize) {
+    attach_if_forked();
     let control = CONTROL.load(Ordering::Acquire);
     if !control.is_null() {
-        // SAFETY: once set it stays mapped for the life of the process (a child clears it before anything else).
+        // SAFETY: once set it stays mapped for the life of the process; a child has just got its own.
         unsafe { &*control }.pin((address / PAGE) as u64);
     }
 }
@@ -48,27 +51,57 @@ pub fn attach_program(path: &[u8], token: Token) {
     if path.len() >= PATH_BYTES {
         say::fail("the path of the agent's socket is too long", 0);
     }
-    let canary = map(PAGE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1);
-    // Each child finds the page missing, whatever its parent did there.
-    // SAFETY: our own fresh mapping.
-    unsafe {
-        libc::madvise(canary as *mut libc::c_void, PAGE, libc::MADV_WIPEONFORK);
-    }
+    let canary = map_wiped_by_fork();
     remember(path, token, canary);
-    attach(create_uffd());
-    // SAFETY: registers a function that lives as long as the library, which is never unloaded.
+    attach(create_uffd(), 0);
+    let mark = map_wiped_by_fork() as *mut AtomicU32;
+    // SAFETY: a page of our own that stays mapped.
+    unsafe { &*mark }.store(1, Ordering::Relaxed);
+    MARK.store(mark, Ordering::Release);
+    // SAFETY: registers a function that lives as long as the library, which is never unloaded. What is prepared is that a child that was
+    // made behind libc's back is no parent without being known.
     unsafe {
-        libc::pthread_atfork(None, None, Some(after_fork));
+        libc::pthread_atfork(Some(before_fork), None, Some(after_fork));
     }
 }
 
-/// In a forked child, before it goes on: tell the agent who we are by touching the canary, and attach.
+/// A page that each child finds missing, whatever its parent did there.
+fn map_wiped_by_fork() -> usize {
+    let page = map(PAGE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1);
+    // SAFETY: our own fresh mapping.
+    unsafe {
+        libc::madvise(page as *mut libc::c_void, PAGE, libc::MADV_WIPEONFORK);
+    }
+    page
+}
+
+/// Attach this process if it is a child that has not been: one that libc did not make.
+pub fn attach_if_forked() {
+    // SAFETY: null, or mapped for the life of the process.
+    if let Some(mark) = unsafe { MARK.load(Ordering::Acquire).as_ref() }
+        && mark.load(Ordering::Relaxed) == 0
+    {
+        mark.store(1, Ordering::Relaxed);
+        attach_child();
+    }
+}
+
+unsafe extern "C" fn before_fork() {
+    attach_if_forked();
+}
+
+/// In a forked child, before it goes on.
 unsafe extern "C" fn after_fork() {
+    attach_if_forked();
+}
+
+/// Attach under the number that the agent has written into the canary.
+fn attach_child() {
     CONTROL.store(null_mut(), Ordering::Release);
-    let canary = ORIGIN.canary.load(Ordering::Relaxed) as *const u8;
+    let canary = ORIGIN.canary.load(Ordering::Relaxed) as *const u64;
     // SAFETY: the page was mapped before the fork and belongs to the shim.
-    unsafe { ptr::read_volatile(canary) };
-    attach(-1);
+    let number = unsafe { ptr::read_volatile(canary) };
+    attach(-1, number);
 }
 
 fn remember(path: &[u8], token: Token, canary: usize) {
@@ -91,7 +124,7 @@ fn token() -> Token {
 }
 
 /// The common part: with a userfaultfd of our own (`paged >= 0`), or with the one that the agent got from the fork.
-fn attach(paged: i32) {
+fn attach(paged: i32, number: u64) {
     let is_child = paged < 0;
     let staged = create_uffd();
     let result = uffd::enable(staged, uffd::STAGING);
@@ -114,6 +147,7 @@ fn attach(paged: i32) {
     let hello = Hello {
         token: token(),
         is_child,
+        number,
         antechamber: antechamber as u64,
         staging: staging as u64,
         canary: ORIGIN.canary.load(Ordering::Relaxed) as u64,

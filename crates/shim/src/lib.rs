@@ -14,6 +14,7 @@
 )]
 
 mod attach;
+mod children;
 mod raw;
 mod say;
 mod threads;
@@ -24,6 +25,7 @@ use core::ffi::CStr;
 
 use aquifer_ipc::Token;
 
+pub use children::{_Fork, clone, syscall};
 pub use threads::pthread_create;
 
 /// Runs when the dynamic linker has loaded the library, before the program's own code.
@@ -41,7 +43,10 @@ extern "C" fn start() {
         return;
     };
     match Token::from_hex(run) {
-        Some(token) => attach::attach_program(path, token),
+        Some(token) => {
+            children::find_next();
+            attach::attach_program(path, token);
+        }
         None => say::fail("AQUIFER_RUN is not a run's token: start programs with `aquifer run`", 0),
     }
 }

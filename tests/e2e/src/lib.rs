@@ -7,7 +7,11 @@
 //! - [`compare`]: both, with equal output, within the limit.
 //! - [`sampler`], [`processes`]: `/proc`.
 //! - [`agent`]: the agent's socket, for what only a hostile program would send.
+//! - [`house`]: a cluster for all users.
+//! - [`postgres`]: a PostgreSQL on the pool.
+//! - [`redis`]: a redis-server, plainly and on the pool.
 //! - [`network`]: machines in network namespaces.
+//! - [`restart`]: agents that die under programs.
 //! - [`eventually`]: waiting for a condition.
 //!
 //! A cluster is up in one test at a time, over all test programs: limits and speeds of two would be each other's.
@@ -17,11 +21,16 @@ pub mod build;
 pub mod cluster;
 pub mod compare;
 pub mod eventually;
+pub mod house;
 pub mod network;
+pub mod postgres;
 pub mod processes;
+pub mod redis;
+pub mod restart;
 pub mod run;
 pub mod sampler;
 
 pub use cluster::Cluster;
 pub use compare::{Case, compare};
 pub use eventually::eventually;
+pub use house::House;

@@ -1,7 +1,8 @@
 //! The agent is killed, again and again, under programs that check every byte of their own memory. They wait, and go on.
 
 use aquifer_tests_e2e::cluster::text;
-use aquifer_tests_e2e::run::{Running, run_plainly, status};
+use aquifer_tests_e2e::restart::{await_time, figure, restart_agent};
+use aquifer_tests_e2e::run::{Running, run_plainly};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 
 /// The checker's memory and its limit: a quarter.
@@ -11,21 +12,6 @@ const LIMIT: &str = "34M";
 const RESTARTS_MAX: usize = 8;
 /// Faults that an agent serves before it is killed.
 const FAULTS: u64 = 300;
-
-/// Kill the agent and start another.
-fn restart_agent(cluster: &Cluster) {
-    let agent = cluster.part("agent", None);
-    processes::kill(agent);
-    let output = cluster.command().arg("up").output().expect("aquifer can be started");
-    assert!(output.status.success(), "aquifer up failed: {}", text(&output.stderr));
-    assert!(text(&output.stdout).contains("Started agent"), "{}", text(&output.stdout));
-}
-
-/// Faults served by the agent that runs now.
-fn faults(cluster: &Cluster) -> Option<u64> {
-    let status = status(cluster.agent_socket())?;
-    Some(status["runs"].as_array()?.iter().filter_map(|run| run["faults"].as_u64()).sum())
-}
 
 /// Run the checker while agents die under it, and compare with a plain run.
 fn check(fabric: &str, test: &str, options: &[&str]) {
@@ -38,13 +24,11 @@ fn check(fabric: &str, test: &str, options: &[&str]) {
     let mut run = Running::start(&mut cluster.run_command(LIMIT, &program), true, Box::new(|| 0));
     let mut restarts = 0;
     while restarts < RESTARTS_MAX {
-        let has_ended = eventually("faults to be served", || {
-            if run.has_ended() {
-                return Some(true);
-            }
-            (faults(&cluster)? >= FAULTS * (1 + restarts as u64 % 4)).then_some(false)
+        let wanted = FAULTS * (1 + restarts as u64 % 4);
+        let goes_on = await_time(&mut run, "faults to be served", || {
+            figure(&cluster, "faults").is_some_and(|faults| faults >= wanted)
         });
-        if has_ended {
+        if !goes_on {
             break;
         }
         restart_agent(&cluster);

@@ -12,6 +12,7 @@ fn hello(token: Token, is_child: bool) -> Frame {
     Frame::Hello(Hello {
         token,
         is_child,
+        number: 1,
         antechamber: 0x1000_0000,
         staging: 0x2000_0000,
         canary: 0x3000_0000,

@@ -8,7 +8,7 @@ use crate::kernel::Taken;
 use crate::stats::FaultStats;
 
 /// Pages kept free below the limit, so that faults seldom wait for room.
-const SPARE_PAGES: u64 = 2 * BLOCK_PAGES as u64;
+pub(crate) const SPARE_PAGES: u64 = 2 * BLOCK_PAGES as u64;
 /// After a batch of which nothing could be taken, no other is tried for this long.
 const STALL_NS: u64 = 4_000_000;
 /// Pages shared since a fork that are looked at together, and how long after a look the next may follow.

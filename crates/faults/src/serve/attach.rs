@@ -4,6 +4,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use aquifer_ipc::{FRAME_BYTES_MAX, Frame, FrameError, Hello};
 use rustix::net::{
@@ -13,7 +14,7 @@ use rustix::net::{
 
 use super::Service;
 use super::edge::Attachment;
-use super::program::{self, Mail};
+use super::program::{self, Mail, Program};
 use super::run::Run;
 use crate::uffd::Userfaultfd;
 use crate::worker::WorkerPort;
@@ -125,7 +126,7 @@ impl Service {
         }
         let attachment = Attachment { hello, socket, worker: WorkerPort::new()? };
         if hello.is_child {
-            return attach_child(&run, pid, attachment);
+            return self.attach_child(&run, pid, attachment);
         }
         let uffd = fds.into_iter().next().filter(is_userfaultfd).ok_or(AttachError::NoUserfaultfd)?;
         let uffd = Userfaultfd::from(uffd);
@@ -133,18 +134,21 @@ impl Service {
         program::start_root(&run, pid, uffd, attachment)?;
         Ok(())
     }
-}
 
-fn attach_child(run: &Arc<Run>, pid: u32, attachment: Attachment) -> Result<(), AttachError> {
-    let program = run
-        .programs()
-        .into_iter()
-        .find(|program| {
-            program.pid() == pid && program.thread.load(std::sync::atomic::Ordering::Relaxed) == 0
-        })
-        .ok_or(AttachError::UnknownChild)?;
-    program.post(Mail::Attach(Box::new(attachment)));
-    Ok(())
+    fn attach_child(&self, run: &Run, pid: u32, attachment: Attachment) -> Result<(), AttachError> {
+        let is_it = |program: &Arc<Program>| {
+            program.id == attachment.hello.number
+                && program.thread.load(Relaxed) == 0
+                && [0, pid].contains(&program.pid())
+        };
+        let program = run.programs().into_iter().find(is_it).ok_or(AttachError::UnknownChild)?;
+        // One in a name space of processes of its own is not recognised before it speaks.
+        if program.pid() == 0 {
+            program.set_pid(pid, &self.obituary);
+        }
+        program.post(Mail::Attach(Box::new(attachment)));
+        Ok(())
+    }
 }
 
 /// Reads on any other kind of descriptor could block or mislead the monitor.

@@ -180,8 +180,27 @@ impl ProcessEdge {
 
     /// Whether the program's memory still exists. Asked by an attempt to fill a page that is always there.
     pub(crate) fn is_alive(&mut self) -> bool {
-        let canary = self.program.private[2].load(Relaxed) / PAGE;
-        self.uffd.zero(canary, 1).stop != Some(crate::kernel::Stop::Ended)
+        self.fill_canary().stop != Some(crate::kernel::Stop::Ended)
+    }
+
+    fn canary(&self) -> PageNumber {
+        self.program.private[2].load(Relaxed) / PAGE
+    }
+
+    /// Write this program's number into its canary: its memory can be told from all others by that.
+    fn fill_canary(&self) -> Filled {
+        let mut bytes = [0; PAGE_BYTES];
+        bytes[..8].copy_from_slice(&self.program.id.to_ne_bytes());
+        // SAFETY: a page of bytes.
+        unsafe { self.uffd.copy(self.canary(), bytes.as_ptr(), 1) }
+    }
+
+    /// Whether a process has this program's memory.
+    fn is_memory_of(&self, pid: u32) -> bool {
+        let mut bytes = [0; 8];
+        let found = File::open(format!("/proc/{pid}/mem"))
+            .and_then(|memory| memory.read_exact_at(&mut bytes, self.canary() * PAGE));
+        found.is_ok() && bytes == self.program.id.to_ne_bytes()
     }
 
     fn pagemap(&self) -> io::Result<File> {
@@ -224,8 +243,12 @@ impl ProcessEdge {
         Ok(Arc::clone(&service.obituary))
     }
 
-    /// The first fault of a child tells which process it is.
+    /// A fault of a child tells which process it is: but its number is that of its own name space, where another process may have it here.
     fn learn_pid(&self, thread: u32) {
+        let _present_or_later = self.fill_canary();
+        if !self.is_memory_of(thread) {
+            return;
+        }
         if let Ok(obituary) = self.obituary() {
             self.program.set_pid(thread, &obituary);
         }
@@ -301,6 +324,7 @@ impl Kernel for ProcessEdge {
 
     fn fill(&mut self, page: PageNumber, pages: usize, source: Source) -> Filled {
         let bytes = match source {
+            Source::Zeros { .. } if page == self.canary() => return self.fill_canary(),
             Source::Zeros { private: false } => return self.uffd.zero(page, pages),
             Source::Zeros { private: true } => self.zeros.as_ptr(),
             Source::Slot(slot) => {
@@ -355,8 +379,8 @@ impl Kernel for ProcessEdge {
     }
 
     fn is_pinned(&self, page: PageNumber) -> bool {
-        let canary = self.program.private[2].load(Relaxed) / PAGE;
-        page == canary || self.attachment.as_ref().is_some_and(|attachment| attachment.worker.is_pinned(page))
+        page == self.canary()
+            || self.attachment.as_ref().is_some_and(|attachment| attachment.worker.is_pinned(page))
     }
 
     fn pause(&mut self) {

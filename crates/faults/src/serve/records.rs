@@ -68,7 +68,9 @@ impl ProgramRecord {
     pub fn hello(&self, token: Token) -> Option<Hello> {
         let HelloRecord { is_child, antechamber, staging } = self.hello?;
         let [private_start, private_end, canary] = self.private;
-        Some(Hello { token, is_child, antechamber, staging, canary, private_start, private_end })
+        // It has been recognised.
+        let number = 0;
+        Some(Hello { token, is_child, number, antechamber, staging, canary, private_start, private_end })
     }
 }
 

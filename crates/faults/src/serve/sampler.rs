@@ -17,6 +17,7 @@ use super::program::{Mail, Program};
 use super::run::Run;
 use crate::areas::Areas;
 use crate::maps;
+use crate::monitor::SPARE_PAGES;
 
 /// Areas are registered once half of the limit is resident...
 const ARM_DIVISOR: u64 = 2;
@@ -138,11 +139,15 @@ impl Watch {
         for (program, look) in &looks {
             self.scan_if_needed(program, look, total > arm_at);
         }
-        // Also when it is over no longer: faults that waited for room would wait on.
-        let is_over = run.budget.excess(0) > 0;
+        // Also when it is over no longer: faults that waited for room would wait on. And who sleeps on more than its share must give
+        // some of it to those who work, for they have no more than what they take from themselves.
+        let (is_over, is_near) = (run.budget.excess(0) > 0, run.budget.excess(SPARE_PAGES) > 0);
+        let share = max / (programs.len() as u64).max(1);
         programs
             .iter()
-            .filter(|program| is_over || program.has_waiting.load(SeqCst))
+            .filter(|program| {
+                is_over || program.has_waiting.load(SeqCst) || is_near && program.held.load(Relaxed) > share
+            })
             .for_each(|program| program.ring());
         self.judge(run, total);
         Duration::from_millis(arm_at.saturating_sub(total) / PAGES_PER_MS).clamp(TICK_MIN, TICK_MAX)

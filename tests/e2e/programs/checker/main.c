@@ -2,7 +2,7 @@
 // given to the kernel: the program that must not notice that it is paged.
 //
 //   cc -std=c11 -O2 -pthread -o checker checker/*.c
-//   checker pages|mremap|dontunmap|brk|madvise|remap|fork|threads|syscalls|protect|pinned|all
+//   checker pages|mremap|dontunmap|brk|madvise|remap|fork|threads|syscalls|protect|pinned|daemon|…|by-fork|…|all
 //           [--bytes 256M] [--threads 4] [--rounds 2] [--seed 1]
 //
 // Status 0: all right; 1: something was wrong, named on stderr; 2: the test could not run.
@@ -26,6 +26,15 @@ static const struct test tests[] = {
     {"protect", test_protect, true}, {"pinned", test_pinned, true},
     // Linux 5.7 and newer, and rarely used: by name only.
     {"dontunmap", test_dontunmap, false},
+    // What few programs do.
+    {"daemon", test_daemon, false},     {"setuid", test_setuid, false},
+    {"populate", test_populate, false}, {"direct", test_direct, false},
+    {"robust", test_robust, false},     {"signal-stack", test_signal_stack, false},
+    // Ways to make a child; these change how malloc works.
+    {"by-fork", test_by_fork, false},             {"by-fork-alone", test_by_fork_alone, false},
+    {"by-clone", test_by_clone, false},           {"by-raw-clone", test_by_raw_clone, false},
+    {"by-raw-clone3", test_by_raw_clone3, false}, {"by-vfork", test_by_vfork, false},
+    {"by-clone-vm", test_by_clone_vm, false},     {"by-spawn", test_by_spawn, false},
 };
 
 enum { TESTS = sizeof tests / sizeof tests[0] };

@@ -15,6 +15,24 @@ void test_syscalls(void);  // syscalls.c
 void test_protect(void);   // pinned.c
 void test_pinned(void);    // pinned.c
 
+// What few programs do: unusual.c
+void test_daemon(void);
+void test_setuid(void);
+void test_populate(void);
+void test_direct(void);
+void test_signal_stack(void);
+void test_robust(void);
+
+// Ways to make a child: children.c
+void test_by_fork(void);
+void test_by_fork_alone(void);
+void test_by_clone(void);
+void test_by_raw_clone(void);
+void test_by_raw_clone3(void);
+void test_by_vfork(void);
+void test_by_clone_vm(void);
+void test_by_spawn(void);
+
 // What the program does when the fork test has it run itself.
 int executed_child(int argc, char **argv); // processes.c
 

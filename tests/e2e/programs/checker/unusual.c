@@ -1,0 +1,198 @@
+// What few programs do, and some must: daemons, changes of user, memory that is populated at once, unbuffered files, signals on a
+// stack in the heap, mutexes that outlive their owner.
+#include "content.h"
+#include "tests.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <grp.h>
+#include <linux/close_range.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { NOBODY = 65534, PIECE_BYTES = 64 * PAGE_BYTES, STACK_BYTES = 1 << 20 };
+
+static void modify_every(struct area *area, struct numbers *numbers) {
+    for (uint64_t page = 0; page < area->pages; page++) modify_page(area, page, numbers);
+    verify_all(area);
+}
+
+static void expect_end(pid_t pid, const char *test) {
+    int status;
+    while (waitpid(pid, &status, 0) < 0)
+        if (errno != EINTR) die("waitpid");
+    if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) fail(test, "a child's memory was wrong");
+}
+
+static pid_t forked(void) {
+    pid_t pid = fork();
+    if (pid < 0) die("fork");
+    return pid;
+}
+
+static struct area half(const char *test) {
+    return area_new(test, options.bytes / PAGE_BYTES / 2);
+}
+
+static void finish(struct area *area) {
+    say(area->test, area->pages, digest(area));
+    area_free(area);
+}
+
+// ---- a daemon, which closes every descriptor, ours too if it could -------------------------------------
+
+void test_daemon(void) {
+    struct numbers numbers = numbers_new(3000);
+    struct area area = half("daemon");
+    modify_every(&area, &numbers);
+    pid_t daemon = forked();
+    if (daemon == 0) {
+        if (setsid() < 0 || syscall(SYS_close_range, 0, ~0u, 0) != 0) _exit(2);
+        modify_every(&area, &numbers);
+        pid_t worker = forked();
+        modify_every(&area, &numbers);
+        if (worker == 0) _exit(0);
+        expect_end(worker, "daemon");
+        _exit(0);
+    }
+    expect_end(daemon, "daemon");
+    verify_all(&area);
+    finish(&area);
+}
+
+// ---- a program of root's that becomes nobody's ---------------------------------------------------------
+
+void test_setuid(void) {
+    struct numbers numbers = numbers_new(3100);
+    struct area area = half("setuid");
+    modify_every(&area, &numbers);
+    if (setgroups(0, NULL) != 0 || setgid(NOBODY) != 0 || setuid(NOBODY) != 0) die("setuid");
+    modify_every(&area, &numbers);
+    pid_t child = forked();
+    modify_every(&area, &numbers);
+    if (child == 0) _exit(0);
+    expect_end(child, "setuid");
+    finish(&area);
+}
+
+// ---- populated at once, and given up again -------------------------------------------------------------
+
+void test_populate(void) {
+    struct numbers numbers = numbers_new(3200);
+    struct area other = half("populate");
+    uint64_t pages = other.pages / 4;
+    for (unsigned round = 0; round < options.rounds * 4; round++) {
+        modify_every(&other, &numbers);
+        int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE;
+        void *at = mmap(NULL, pages * PAGE_BYTES, PROT_READ | PROT_WRITE, flags, -1, 0);
+        if (at == MAP_FAILED) die("mmap with MAP_POPULATE");
+        struct area area = area_over("populate", at, pages);
+        verify_all(&area);
+        modify_every(&area, &numbers);
+        modify_every(&other, &numbers);
+        if (madvise(at, pages * PAGE_BYTES, MADV_POPULATE_WRITE) != 0 && errno != EINVAL) die("MADV_POPULATE_WRITE");
+        verify_all(&area);
+        area_free(&area);
+    }
+    finish(&other);
+}
+
+// ---- files without the page cache ----------------------------------------------------------------------
+
+static int open_direct(void) {
+    char path[4096];
+    const char *folder = getenv("TMPDIR");
+    int length = snprintf(path, sizeof path, "%s/checker-XXXXXX", folder == NULL ? "/tmp" : folder);
+    if (length < 0 || (size_t)length >= sizeof path) fail("direct", "TMPDIR is too long");
+    int fd = mkostemp(path, O_DIRECT);
+    if (fd < 0) die("a file with O_DIRECT in TMPDIR");
+    unlink(path);
+    return fd;
+}
+
+void test_direct(void) {
+    struct numbers numbers = numbers_new(3300);
+    struct area from = half("direct"), to = half("direct");
+    uint64_t bytes = from.pages * PAGE_BYTES / PIECE_BYTES * PIECE_BYTES;
+    int fd = open_direct();
+    for (unsigned round = 0; round < options.rounds; round++) {
+        modify_every(&from, &numbers);
+        modify_every(&to, &numbers); // `from` leaves meanwhile.
+        for (uint64_t done = 0; done < bytes; done += PIECE_BYTES)
+            if (pwrite(fd, from.at + done, PIECE_BYTES, (off_t)done) != PIECE_BYTES) die("a direct pwrite");
+        for (uint64_t done = 0; done < bytes; done += PIECE_BYTES)
+            if (pread(fd, to.at + done, PIECE_BYTES, (off_t)done) != PIECE_BYTES) die("a direct pread");
+        memcpy(to.versions, from.versions, bytes / PAGE_BYTES * sizeof *to.versions);
+        verify_all(&to);
+        verify_all(&from);
+    }
+    close(fd);
+    area_free(&to);
+    finish(&from);
+}
+
+// ---- signals on a stack that may have left -------------------------------------------------------------
+
+static struct area interrupted;
+static volatile sig_atomic_t signals;
+
+static void on_signal(int signal) {
+    (void)signal;
+    verify_page(&interrupted, (uint64_t)signals % interrupted.pages);
+    signals++;
+}
+
+void test_signal_stack(void) {
+    struct numbers numbers = numbers_new(3400);
+    interrupted = half("signal-stack");
+    stack_t stack = {.ss_sp = map_pages(STACK_BYTES / PAGE_BYTES), .ss_size = STACK_BYTES}, former;
+    struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_ONSTACK};
+    if (sigaltstack(&stack, &former) != 0 || sigaction(SIGUSR1, &action, NULL) != 0) die("sigaltstack");
+    for (unsigned round = 0; round < options.rounds * 4; round++) {
+        modify_every(&interrupted, &numbers);
+        raise(SIGUSR1);
+        if (signals != (sig_atomic_t)round + 1) fail("signal-stack", "the handler was not called once for each signal");
+    }
+    if (sigaltstack(&former, NULL) != 0) die("sigaltstack");
+    finish(&interrupted);
+}
+
+// ---- a mutex whose owner ends --------------------------------------------------------------------------
+
+static pthread_mutex_t *left_locked;
+
+static void *lock_and_end(void *argument) {
+    if (pthread_mutex_lock(left_locked) != 0) fail("robust", "the mutex could not be locked");
+    modify_every(argument, &(struct numbers){1});
+    return NULL;
+}
+
+void test_robust(void) {
+    struct numbers numbers = numbers_new(3500);
+    struct area pressure = half("robust");
+    // Between processes, as such mutexes mostly are.
+    left_locked = mmap(NULL, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (left_locked == MAP_FAILED) die("mmap of shared memory");
+    pthread_mutexattr_t attributes;
+    pthread_mutexattr_init(&attributes);
+    pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
+    pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
+    for (unsigned round = 0; round < options.rounds; round++) {
+        pthread_t owner;
+        pthread_mutex_init(left_locked, &attributes);
+        if (pthread_create(&owner, NULL, lock_and_end, &pressure) != 0) die("pthread_create");
+        pthread_join(owner, NULL);
+        if (pthread_mutex_lock(left_locked) != EOWNERDEAD) fail("robust", "the owner's end was not told");
+        if (pthread_mutex_consistent(left_locked) != 0) fail("robust", "the mutex could not be repaired");
+        pthread_mutex_unlock(left_locked);
+        pthread_mutex_destroy(left_locked);
+        modify_every(&pressure, &numbers);
+    }
+    finish(&pressure);
+}

@@ -1,0 +1,87 @@
+//! A cluster of root's for all users of this machine, and its programs where they can reach them.
+
+use std::fs::Permissions;
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use tempfile::TempDir;
+
+use crate::{Cluster, build};
+
+/// The cluster, and a folder that all may enter.
+#[derive(Debug)]
+pub struct House {
+    folder: TempDir,
+    /// Root's.
+    pub cluster: Cluster,
+}
+
+impl House {
+    /// Bring the cluster up, and copy the programs.
+    ///
+    /// # Panics
+    /// If that fails.
+    #[must_use]
+    pub fn build() -> Self {
+        Self::build_with(&[])
+    }
+
+    /// The same with further options of `aquifer up`.
+    ///
+    /// # Panics
+    /// If that fails.
+    #[must_use]
+    pub fn build_with(options: &[&str]) -> Self {
+        let folder = TempDir::with_prefix("aquifer-e2e-users-").expect("a temporary folder can be made");
+        std::fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("our own folder");
+        let checker = build::programs().join("checker");
+        let shim = build::binary().with_file_name("libaquifer_shim.so");
+        for file in [build::binary().to_owned(), shim, checker] {
+            let name = file.file_name().expect("a file");
+            std::fs::copy(&file, folder.path().join(name)).expect("a program can be copied");
+        }
+        let socket = folder.path().join("agent.sock");
+        let socket = socket.to_str().expect("a plain path").to_owned();
+        let mut words = vec!["--shared-socket", &socket];
+        words.extend(options);
+        let cluster = Cluster::up_with(2, "256M", &words);
+        Self { folder, cluster }
+    }
+
+    /// Something in the folder.
+    #[must_use]
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// A folder in the folder, for a user alone.
+    ///
+    /// # Panics
+    /// If it cannot be made.
+    #[must_use]
+    pub fn room(&self, name: &str, uid: u32) -> PathBuf {
+        let room = self.path(name);
+        std::fs::create_dir(&room).expect("our own folder");
+        chown(&room, Some(uid), Some(uid)).expect("root may");
+        room
+    }
+
+    /// A program as a user who has no rights of any kind.
+    #[must_use]
+    pub fn plain_command(&self, uid: u32, program: &Path) -> Command {
+        let mut command = Command::new("setpriv");
+        command.args(["--reuid", &uid.to_string(), "--regid", &uid.to_string(), "--clear-groups"]);
+        command.args(["--bounding-set=-all", "--no-new-privs"]).arg(program).current_dir(self.folder.path());
+        command
+    }
+
+    /// `aquifer …` as such a user.
+    #[must_use]
+    pub fn command(&self, uid: u32, words: &[&str]) -> Command {
+        let mut command = self.plain_command(uid, &self.path("aquifer"));
+        let state = format!("{}-{uid}", self.folder.path().display());
+        command.env("AQUIFER_AGENT", self.path("agent.sock")).arg("--state").arg(state).args(words);
+        command
+    }
+}

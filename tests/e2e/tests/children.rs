@@ -1,0 +1,105 @@
+//! Children made in every way, by a program whose memory is of every kind and was partly paged out: parent and child check and
+//! rewrite every page of theirs, while the agent lives, and while agents die at every stage of a child's coming.
+
+use aquifer_tests_e2e::cluster::text;
+use aquifer_tests_e2e::restart::{await_time, figure, restart_agent};
+use aquifer_tests_e2e::run::{Running, run_plainly};
+use aquifer_tests_e2e::{Cluster, build};
+
+/// The checker's memory and its limit. Three processes have it at times.
+const BYTES: &str = "32M";
+const LIMIT: &str = "12M";
+/// Agents that die under one program, where they die one after the other.
+const STORM_MAX: usize = 6;
+
+/// Children have memory of their own, as libc makes them and as libc does not.
+const FORKED: [&str; 5] = ["by-fork", "by-fork-alone", "by-clone", "by-raw-clone", "by-raw-clone3"];
+/// Children have their parent's memory, until they execute a program.
+const EXECUTED: [&str; 3] = ["by-vfork", "by-clone-vm", "by-spawn"];
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum AgentDies {
+    Never,
+    /// Pages have left, and there is no child.
+    BeforeTheChild,
+    /// Again and again, as soon as another is there.
+    AllTheTime,
+    /// A child is served.
+    AfterTheChild,
+}
+
+fn check(cluster: &Cluster, way: &str, dies: AgentDies) {
+    let checker = build::programs().join("checker");
+    let rounds = if dies == AgentDies::AllTheTime { "3" } else { "1" };
+    let program = [checker.to_str().expect("a plain path"), way, "--bytes", BYTES, "--rounds", rounds];
+    let plain = run_plainly(&program, true);
+    plain.assert_success("the plain run");
+    let mut run = Running::start(&mut cluster.run_command(LIMIT, &program), true, Box::new(|| 0));
+    let died = kill_agents(cluster, &mut run, way, dies);
+    let outcome = run.wait();
+    outcome.assert_success(&format!("{way}, under {died} agents that died ({dies:?}),"));
+    assert_eq!(text(&outcome.stdout), text(&plain.stdout), "{way}, {dies:?}");
+    assert!(died > 0 || dies == AgentDies::Never, "{way}: it had ended before its agent died");
+    println!("{way}, {dies:?}: {died} agents died");
+    cluster.assert_all_free();
+}
+
+/// Tells how many died.
+fn kill_agents(cluster: &Cluster, run: &mut Running, way: &str, dies: AgentDies) -> usize {
+    let figure = |name| figure(cluster, name).unwrap_or(0);
+    let has_child = || figure("processes") > 1;
+    let is_paged = || figure("evictions") > 0;
+    let is_time = || match dies {
+        AgentDies::Never => false,
+        AgentDies::BeforeTheChild => is_paged() && !has_child(),
+        AgentDies::AllTheTime => figure("faults") > 0,
+        AgentDies::AfterTheChild => is_paged() && (has_child() || EXECUTED.contains(&way)),
+    };
+    let times = match dies {
+        AgentDies::Never => 0,
+        AgentDies::AllTheTime => STORM_MAX,
+        AgentDies::BeforeTheChild | AgentDies::AfterTheChild => 1,
+    };
+    for died in 0..times {
+        if !await_time(run, "the time for an agent to die", is_time) {
+            return died;
+        }
+        restart_agent(cluster);
+    }
+    times
+}
+
+fn check_all(ways: &[&str], dies: AgentDies) {
+    let cluster = Cluster::up(2, "256M");
+    for way in ways {
+        check(&cluster, way, dies);
+    }
+}
+
+#[test]
+fn forked_children_have_pages_of_their_own() {
+    check_all(&FORKED, AgentDies::Never);
+}
+
+#[test]
+fn children_in_their_parents_memory_see_it_as_it_is() {
+    check_all(&EXECUTED, AgentDies::Never);
+}
+
+#[test]
+fn children_come_to_a_parent_whose_agent_has_died() {
+    check_all(&FORKED, AgentDies::BeforeTheChild);
+    check_all(&EXECUTED, AgentDies::BeforeTheChild);
+}
+
+#[test]
+fn children_come_while_agents_die() {
+    check_all(&FORKED, AgentDies::AllTheTime);
+    check_all(&EXECUTED, AgentDies::AllTheTime);
+}
+
+#[test]
+fn children_outlive_the_agent_that_took_them_in() {
+    check_all(&FORKED, AgentDies::AfterTheChild);
+    check_all(&EXECUTED, AgentDies::AfterTheChild);
+}

@@ -1,0 +1,111 @@
+//! What few programs do, and some must. The checker does it in a quarter of its memory; others look at it from outside.
+
+use std::path::Path;
+use std::process::Command;
+
+use aquifer_tests_e2e::cluster::text;
+use aquifer_tests_e2e::restart::{await_time, figure};
+use aquifer_tests_e2e::run::{Running, run_plainly};
+use aquifer_tests_e2e::{Cluster, build, eventually, processes};
+
+const BYTES: &str = "64M";
+const LIMIT: &str = "18M";
+const JEMALLOC: &str = "/usr/lib/x86_64-linux-gnu/libjemalloc.so.2";
+
+fn check(test: &str) {
+    check_with(test, None);
+}
+
+fn check_with(test: &str, preload: Option<&str>) {
+    let checker = build::programs().join("checker");
+    let program = [checker.to_str().expect("a plain path"), test, "--bytes", BYTES];
+    let plain = run_plainly(&program, true);
+    plain.assert_success("the plain run");
+    let cluster = Cluster::up(2, "256M");
+    let mut command = cluster.run_command(LIMIT, &program);
+    if let Some(library) = preload {
+        command.env("LD_PRELOAD", library);
+    }
+    let mut run = Running::start(&mut command, true, Box::new(|| 0));
+    let was_paged = await_time(&mut run, "pages to leave", || {
+        figure(&cluster, "evictions").is_some_and(|evictions| evictions > 0)
+    });
+    let outcome = run.wait();
+    outcome.assert_success(test);
+    assert!(was_paged, "nothing of it was paged");
+    assert_eq!(text(&outcome.stdout), text(&plain.stdout));
+    cluster.assert_all_free();
+}
+
+#[test]
+fn a_daemon_that_closes_all_descriptors_goes_on_being_paged() {
+    check("daemon");
+}
+
+#[test]
+fn memory_may_be_populated_at_once() {
+    check("populate");
+}
+
+#[test]
+fn unbuffered_files_are_written_from_and_read_to_pages_that_are_away() {
+    check("direct");
+}
+
+#[test]
+fn signals_are_handled_on_a_stack_that_may_be_away() {
+    check("signal-stack");
+}
+
+#[test]
+fn a_robust_mutex_outlives_its_owner() {
+    check("robust");
+}
+
+#[test]
+fn jemalloc_may_stand_in_for_malloc() {
+    assert!(Path::new(JEMALLOC).exists(), "there is no jemalloc: scripts/install-deps.sh test installs it");
+    check_with("pages", Some(JEMALLOC));
+    check_with("fork", Some(JEMALLOC));
+}
+
+#[test]
+fn a_static_program_is_left_alone_in_a_run_and_refused_as_one() {
+    let cluster = Cluster::up(1, "64M");
+    let source = "#include <stdio.h>\n#include <stdlib.h>\n#include <string.h>\n\
+                  int main(void) { char *p = malloc(64 << 20); memset(p, 7, 64 << 20); printf(\"%d\\n\", p[12345]); return 3; }\n";
+    let program = build::compile(cluster.state(), "static", source, &["-static"]);
+    let program = program.to_str().expect("a plain path");
+    let inside = cluster.run("16M", &["sh", "-c", &format!("{program}; echo $?")]);
+    assert_eq!(text(&inside.stdout), "7\n3\n", "{}", text(&inside.stderr));
+    let alone = cluster.run("16M", &[program]);
+    assert_eq!(alone.status.code(), Some(125));
+    assert!(text(&alone.stderr).contains("is statically linked"), "{}", text(&alone.stderr));
+    cluster.assert_all_free();
+}
+
+/// What gdb can do and what it cannot: it stops and continues, but does not see pages that are away.
+#[test]
+fn gdb_comes_and_goes() {
+    const VISITS: usize = 3;
+    let cluster = Cluster::up(2, "256M");
+    let checker = build::programs().join("checker");
+    let checker = checker.to_str().expect("a plain path");
+    let program = [checker, "pages", "--bytes", BYTES, "--rounds", "20"];
+    let mut run = Running::start(&mut cluster.run_command(LIMIT, &program), false, Box::new(|| 0));
+    for _ in 0..VISITS {
+        let before = figure(&cluster, "evictions").unwrap_or(0);
+        eventually("more pages to leave", || {
+            assert!(!run.has_ended(), "the program ended before gdb came");
+            (figure(&cluster, "evictions")? > before + 100).then_some(())
+        });
+        let pid = eventually("the program to be there", || processes::descendants(run.pid()).pop());
+        let gdb = Command::new("gdb")
+            .args(["-q", "-nx", "-batch", "-p", &pid.to_string(), "-ex", "info threads", "-ex", "detach"])
+            .output()
+            .expect("gdb is installed; scripts/install-deps.sh test does so");
+        assert!(text(&gdb.stdout).contains("detached"), "{} {}", text(&gdb.stdout), text(&gdb.stderr));
+    }
+    run.wait().assert_success("the program that gdb looked at");
+    cluster.assert_all_free();
+}
