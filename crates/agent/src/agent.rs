@@ -12,7 +12,7 @@ use aquifer_fabric::{Identity, Tenant};
 use aquifer_faults::serve::attach::{AttachError, receive_frame, send_frame};
 use aquifer_faults::serve::{Run, RunReport, Service, Surroundings};
 use aquifer_ipc::{Frame, OpenRun};
-use aquifer_pager::{Connector, Mempool};
+use aquifer_pager::{Connector, Mempool, REPLICAS_MAX};
 use aquifer_pool::PoolClient;
 
 use crate::keeper::KeeperPort;
@@ -213,7 +213,14 @@ fn open_run(
     if nodes.count() == 0 {
         return Err("the cluster has no memory node: start one (aquifer node), or start the cluster anew (aquifer up)".into());
     }
-    let run = service.open_run(&open.name, open.limit_bytes)?;
+    let replicas = usize::try_from(open.replicas).unwrap_or(usize::MAX);
+    if (2..=REPLICAS_MAX).contains(&replicas) && nodes.count() < replicas {
+        return Err(format!(
+            "--replicas {replicas} wants each page on {replicas} memory nodes, and the cluster has {}: start more (aquifer node, aquifer up --nodes), or ask for fewer replicas",
+            nodes.count()
+        ));
+    }
+    let run = service.open_run(&open.name, open.limit_bytes, replicas)?;
     match send_frame(socket, &Frame::RunOpened(run.token()), &[]) {
         Ok(()) => Ok(run),
         Err(error) => {

@@ -54,6 +54,7 @@ fn run(state: &Option<PathBuf>, arguments: RunArguments) -> ExitCode {
     let options = run::RunOptions {
         agent_socket: state.agent_socket(),
         local_bytes: arguments.local,
+        replicas: arguments.replicas,
         stats: arguments.stats,
         command: arguments.command,
     };

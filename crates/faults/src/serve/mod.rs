@@ -23,7 +23,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::Thread;
 
 use aquifer_ipc::Token;
-use aquifer_pager::{Connector, Mempool};
+use aquifer_pager::{Connector, Mempool, REPLICAS_MAX};
 use aquifer_pool::PoolClient;
 
 pub use attach::AttachError;
@@ -87,18 +87,26 @@ impl Service {
     ///
     /// # Errors
     /// A sentence for the user.
-    pub fn open_run(self: &Arc<Self>, name: &str, limit_bytes: u64) -> Result<Arc<Run>, String> {
+    pub fn open_run(
+        self: &Arc<Self>,
+        name: &str,
+        limit_bytes: u64,
+        replicas: usize,
+    ) -> Result<Arc<Run>, String> {
         if limit_bytes < aquifer_pager::LIMIT_BYTES_MIN {
             return Err(format!(
                 "a limit of {limit_bytes} bytes is too small for any program: give at least {} (--local 8M)",
                 aquifer_pager::LIMIT_BYTES_MIN
             ));
         }
+        if !(1..=REPLICAS_MAX).contains(&replicas) {
+            return Err(format!("--replicas {replicas} is not possible: give 1 to {REPLICAS_MAX}"));
+        }
         let mut runs = self.lock();
         if runs.len() >= RUNS_MAX {
             return Err(format!("this agent already serves {RUNS_MAX} runs: end some first"));
         }
-        let run = Run::open(self, name, limit_bytes)
+        let run = Run::open(self, name, limit_bytes, replicas)
             .map_err(|error| format!("no memory for another run: {error}"))?;
         runs.insert(run.token(), Arc::clone(&run));
         Ok(run)

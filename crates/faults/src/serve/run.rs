@@ -51,7 +51,15 @@ pub struct RunReport {
     pub remote_bytes: (u64, u64),
     /// Pages on memory nodes.
     pub remote_pages: u64,
-    /// WRITEs posted, and the pages in them.
+    /// Memory nodes that each page is to be on.
+    pub replicas: usize,
+    /// Slabs with fewer copies than that, now.
+    pub degraded_slabs: u64,
+    /// Slabs of which a missing copy was made.
+    pub copied_slabs: u64,
+    /// Damaged pages that were written anew from a good copy.
+    pub repaired_pages: u64,
+    /// WRITEs posted, and the pages in them, each copy counted.
     pub remote_writes: (u64, u64),
     /// Faults served.
     pub faults: u64,
@@ -74,10 +82,15 @@ pub struct RunReport {
 }
 
 impl Run {
-    pub(crate) fn open(service: &Arc<Service>, name: &str, limit_bytes: u64) -> std::io::Result<Arc<Self>> {
+    pub(crate) fn open(
+        service: &Arc<Service>,
+        name: &str,
+        limit_bytes: u64,
+        replicas: usize,
+    ) -> std::io::Result<Arc<Self>> {
         let mut token = [0; 16];
         rustix::rand::getrandom(&mut token, rustix::rand::GetRandomFlags::empty())?;
-        let slabs = Arc::new(SlabSet::new()?);
+        let slabs = Arc::new(SlabSet::with_replicas(replicas)?);
         let sender = SenderThread::start(
             service,
             Arc::clone(&slabs),
@@ -207,6 +220,10 @@ impl Run {
             mempool_bytes: self.budget.mempool_bytes(),
             remote_bytes: self.slabs.bytes(),
             remote_pages: self.slabs.pages(),
+            replicas: self.slabs.replicas(),
+            degraded_slabs: sent.degraded_slabs,
+            copied_slabs: sent.copied_slabs,
+            repaired_pages: sent.repaired_pages,
             remote_writes: (sent.writes, sent.pages),
             faults: load(&total.faults),
             zero_pages: load(&total.zero_pages),
