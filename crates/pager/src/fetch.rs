@@ -71,6 +71,7 @@ pub struct Fetcher {
     completions: Vec<Completion>,
     next_id: u64,
     reads: u64,
+    bad_copies: u64,
     mutation: Mutation,
 }
 
@@ -123,6 +124,7 @@ impl Fetcher {
             completions: Vec::with_capacity(FETCH_PAGES_MAX),
             next_id: 0,
             reads: 0,
+            bad_copies: 0,
             mutation: Mutation::None,
         })
     }
@@ -148,6 +150,12 @@ impl Fetcher {
     #[must_use]
     pub fn late(&self) -> usize {
         self.late.len()
+    }
+
+    /// Pages found so far that were not what was written, each time on one node.
+    #[must_use]
+    pub fn bad_copies(&self) -> u64 {
+        self.bad_copies
     }
 
     /// Read the pages into the buffer, in order. Returns how many of them, from the first, are whole; if that is
@@ -268,6 +276,7 @@ impl Fetcher {
         self.next_id += 1;
         self.reads += 1;
         let buffer = self.buffer;
+        let since = choice.has_alternative.then(|| self.ports.now());
         let port = self.ports.port(node).map_err(|cause| FetchError::NodeGone { node, cause })?;
         let local = port.slice_of(buffer, first * PAGE_BYTES, pages * PAGE_BYTES);
         let verb = Verb::Read { local, remote: page_of(&choice.copy, index) };
@@ -275,7 +284,6 @@ impl Fetcher {
             Ok(()) => {}
             Err(PostError::QueueFull { .. }) => unreachable!("few reads are outstanding at a time"),
         }
-        let mut since = None;
         loop {
             let port = self.ports.open_port(node).expect("it was used just now");
             self.completions.clear();
@@ -291,13 +299,12 @@ impl Fetcher {
                 }
                 return outcome.map(|_| Answer::Here).map_err(|cause| FetchError::Refused { node, cause });
             }
-            if !choice.has_alternative {
+            let Some(since) = since else {
                 port.endpoint.wait(PATIENCE);
                 continue;
-            }
+            };
             port.endpoint.wait(LATE_AFTER);
-            let now = self.ports.now();
-            if now.saturating_sub(*since.get_or_insert(now)) >= LATE_AFTER {
+            if self.ports.now().saturating_sub(since) >= LATE_AFTER {
                 tracing::debug!(node = node.0, "a memory node is late; another copy is read");
                 self.late.push(Late { node, id, buffer });
                 self.change_buffer();
@@ -380,6 +387,7 @@ impl Fetcher {
             return Ok(());
         }
         if outcome.is_ok() {
+            self.bad_copies += 1;
             let address = page_of(&copy, page).addr;
             outcome = Err(FetchError::Damaged { node: copy.node, address, expected, found });
         }

@@ -28,6 +28,8 @@ pub enum Mutation {
     AcknowledgeFirst,
     /// A slab is copied while it is filled.
     CopyWhileWriting,
+    /// A new copy is recorded before it is whole.
+    RecordUnfinished,
     /// A buffer is used again although a READ into it may still be answered.
     ReuseLateBuffer,
     /// What a memory node gives is not held against its checksum.

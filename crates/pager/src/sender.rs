@@ -76,7 +76,7 @@ pub struct SenderStats {
     pub pages: u64,
     /// Pages found to be all zeros.
     pub zero_pages: u64,
-    /// Slabs with fewer copies than they should have, now.
+    /// Slabs that hold pages and have fewer copies than they should have, now.
     pub degraded_slabs: u64,
     /// Slabs of which a missing copy was made.
     pub copied_slabs: u64,
@@ -133,7 +133,9 @@ impl Sender {
     /// What was written so far.
     #[must_use]
     pub fn stats(&self) -> SenderStats {
-        SenderStats { degraded_slabs: self.filler.degraded().len() as u64, ..self.stats }
+        let holds_pages = |slab: &&SlabId| self.slabs.live_pages(**slab) > 0;
+        let degraded = self.filler.degraded().iter().filter(holds_pages).count();
+        SenderStats { degraded_slabs: degraded as u64, ..self.stats }
     }
 
     /// The pool that slabs are taken from.

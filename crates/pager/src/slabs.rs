@@ -68,42 +68,42 @@ pub struct Copies {
 
 impl Copies {
     /// The copies with their places in the record.
-    pub fn placed(&self) -> impl Iterator<Item = (usize, Extent)> {
-        self.list.iter().enumerate().filter_map(|(place, copy)| copy.map(|copy| (place, copy)))
+    pub fn placed(self) -> impl Iterator<Item = (usize, Extent)> {
+        self.list.into_iter().enumerate().filter_map(|(place, copy)| copy.map(|copy| (place, copy)))
     }
 
     /// The copies.
-    pub fn iter(&self) -> impl Iterator<Item = Extent> {
-        self.list.iter().flatten().copied()
+    pub fn iter(self) -> impl Iterator<Item = Extent> {
+        self.list.into_iter().flatten()
     }
 
     /// How many there are.
     #[must_use]
-    pub fn len(&self) -> usize {
+    pub fn len(self) -> usize {
         self.iter().count()
     }
 
     /// Whether the slab is not in use.
     #[must_use]
-    pub fn is_empty(&self) -> bool {
+    pub fn is_empty(self) -> bool {
         self.len() == 0
     }
 
     /// The copy on a node.
     #[must_use]
-    pub fn on(&self, node: NodeId) -> Option<Extent> {
+    pub fn on(self, node: NodeId) -> Option<Extent> {
         self.iter().find(|copy| copy.node == node)
     }
 
     /// The copy at a place of the record.
     #[must_use]
-    pub fn at(&self, place: usize) -> Option<Extent> {
+    pub fn at(self, place: usize) -> Option<Extent> {
         self.list[place]
     }
 
     /// The size of each.
     #[must_use]
-    pub fn class(&self) -> Option<SizeClass> {
+    pub fn class(self) -> Option<SizeClass> {
         self.iter().next().map(|copy| copy.class)
     }
 }

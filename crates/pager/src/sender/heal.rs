@@ -185,6 +185,9 @@ impl Sender {
         if self.mutation != Mutation::CopyWhileWriting {
             self.filler.set_aside(task.slab);
         }
+        if self.mutation == Mutation::RecordUnfinished && task.is_copy {
+            self.slabs.add_copy(task.slab, task.to);
+        }
         self.healer.task = Some(task);
         true
     }
