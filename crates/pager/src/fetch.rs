@@ -175,9 +175,8 @@ impl Fetcher {
                 Ok(copy) => copy,
                 Err(error) => return if run.first == 0 { Err(error) } else { Ok(run.first) },
             };
-            for index in run.first..run.first + run.pages {
-                // A run that reaches into another slab was read from the copy that it names for both.
-                let page = run.index + u32::try_from(index - run.first).expect("few pages");
+            // A run that reaches into another slab was read from the copy that it names for both.
+            for (page, index) in (run.index..).zip(run.first..run.first + run.pages) {
                 if let Err(error) = self.verify(slabs, locations[index], index, copy, page) {
                     return if index == 0 { Err(error) } else { Ok(index) };
                 }

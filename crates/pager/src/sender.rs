@@ -316,9 +316,9 @@ impl Sender {
         let mut completions = std::mem::take(&mut self.completions);
         for (node, port) in self.ports.open_ports() {
             completions.clear();
-            while port.under_way > completions.len()
-                && port.endpoint.poll(&mut completions, BLOCK_PAGES) > 0
-            {}
+            while port.under_way > completions.len() && port.endpoint.poll(&mut completions, BLOCK_PAGES) > 0
+            {
+            }
             port.under_way -= completions.len();
             for completion in &completions {
                 let is_done = if completion.id >= HEAL_WORK_ID {
@@ -398,7 +398,10 @@ impl Sender {
         let was_whole = self.filler.degraded().is_empty();
         self.filler.forget_node(node);
         if self.pool.remove_node(node).is_some() {
-            tracing::warn!(node = node.0, "a memory node is lost; its pages are written elsewhere from now on");
+            tracing::warn!(
+                node = node.0,
+                "a memory node is lost; its pages are written elsewhere from now on"
+            );
         }
         let missing = self.filler.degraded().len();
         if was_whole && missing > 0 {

@@ -29,7 +29,8 @@ fn figure(cluster: &Cluster, name: &str) -> Option<u64> {
 /// Wait until the program was paged, each page to two nodes.
 fn await_paging(cluster: &Cluster) {
     eventually("a program to be paged", || {
-        (figure(cluster, "remote_bytes")? >= 96 << 20 && figure(cluster, "degraded_slabs")? == 0).then_some(())
+        (figure(cluster, "remote_bytes")? >= 96 << 20 && figure(cluster, "degraded_slabs")? == 0)
+            .then_some(())
     });
 }
 
