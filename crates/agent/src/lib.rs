@@ -2,6 +2,7 @@
 //!
 //! - [`serve`](agent::serve): listens for programs and `aquifer run`, and keeps the agent's place in the directory.
 //! - [`keeper`]: the small process that holds what must outlive the agent.
+//! - [`shadow`]: shares the agent's open files, so that none closes before the keeper has it.
 //! - [`nodes`]: which memory nodes there are and how to reach them.
 //! - [`report`]: what people and scripts get to read.
 
@@ -10,7 +11,9 @@ pub mod client;
 pub mod keeper;
 pub mod membership;
 pub mod nodes;
+mod place;
 pub mod report;
+pub mod shadow;
 mod socket;
 
 pub use agent::{AgentError, AgentOptions, serve};

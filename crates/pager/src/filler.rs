@@ -64,15 +64,25 @@ impl Filler {
     /// A filler for the slabs of one run; `seed` spreads runs over the nodes.
     #[must_use]
     pub fn new(slabs: Arc<SlabSet>, seed: u64) -> Self {
+        // Some may be there from before a restart.
+        let has_slabs = slabs.bytes().0 > 0;
+        let in_use: Vec<SlabId> =
+            if has_slabs { slabs.in_use().map(|(slab, _)| slab).collect() } else { Vec::new() };
+        let used_numbers = in_use.last().map_or(0, |slab| slab.0 + 1);
+        let mut known = in_use.iter().copied().peekable();
+        let free_numbers =
+            (0..used_numbers).map(SlabId).filter(|slab| known.next_if_eq(slab).is_none()).collect();
+        let wanted = slabs.replicas();
+        let degraded = in_use.iter().copied().filter(|slab| slabs.copies(*slab).len() < wanted).collect();
         Self {
             slabs,
             open: None,
-            in_use: Vec::new(),
-            degraded: Vec::new(),
+            in_use,
+            degraded,
             set_aside: None,
             gone: Vec::new(),
-            free_numbers: Vec::new(),
-            used_numbers: 0,
+            free_numbers,
+            used_numbers,
             random: seed | 1,
         }
     }
@@ -108,6 +118,23 @@ impl Filler {
         degraded.clear();
         let wanted = slabs.replicas();
         degraded.extend(in_use.iter().filter(|slab| slabs.copies(**slab).len() < wanted));
+    }
+
+    /// After a restart: what is on nodes that this client does not reach is as good as gone.
+    /// What was begun and is not whole goes back.
+    pub fn forget_all_but(&mut self, pool: &mut PoolClient) {
+        for extent in self.degraded.iter().filter_map(|slab| self.slabs.abandon_copy(*slab)) {
+            if pool.nodes().any(|node| node == extent.node) {
+                give_back(pool, extent);
+            }
+        }
+        let mut nodes: Vec<NodeId> = Vec::new();
+        for copy in self.in_use.iter().flat_map(|slab| self.slabs.copies(*slab).iter()) {
+            if !nodes.contains(&copy.node) && pool.nodes().all(|node| node != copy.node) {
+                nodes.push(copy.node);
+            }
+        }
+        nodes.into_iter().for_each(|node| self.forget_node(node));
     }
 
     /// Slabs with fewer copies than they should have.

@@ -22,6 +22,8 @@ pub mod table;
 pub mod view;
 pub mod volume;
 
+/// Memory that other processes may map, and that can outlive its maker.
+pub use aquifer_fabric::Memory;
 pub use budget::{Budget, LIMIT_BYTES_MIN};
 pub use fetch::{FETCH_PAGES_MAX, FetchError, Fetcher};
 pub use filler::NoRoom;
@@ -31,4 +33,4 @@ pub use page::{Location, PAGE_BYTES, PageNumber, PageState, Slot};
 pub use ports::Connector;
 pub use sender::{Sender, SenderStats, Written};
 pub use slabs::{REPLICAS_MAX, SlabSet};
-pub use volume::{Batch, Staged, Volume};
+pub use volume::{Batch, Recovered, Staged, Volume, finish_move};

@@ -107,11 +107,13 @@ impl Sender {
         slabs: Arc<SlabSet>,
         mempool: &Mempool,
         connector: Arc<dyn Connector>,
-        pool: PoolClient,
+        mut pool: PoolClient,
         seed: u64,
     ) -> Self {
+        let mut filler = Filler::new(Arc::clone(&slabs), seed);
+        filler.forget_all_but(&mut pool);
         Self {
-            filler: Filler::new(Arc::clone(&slabs), seed),
+            filler,
             slabs,
             ports: Ports::new(connector, Arc::clone(mempool.memory())),
             pool,

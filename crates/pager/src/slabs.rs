@@ -14,6 +14,8 @@ use aquifer_pool::{Extent, NodeId, SizeClass};
 
 use crate::page::{Location, PAGE_BYTES};
 
+mod recovery;
+
 /// Pages of the largest slab (2 MiB); a slab's number begins above the bits that count them.
 pub const SLAB_PAGES_MAX: u32 = 512;
 /// Slabs that one run may have: 128 GiB of the largest.
@@ -28,6 +30,8 @@ const LIVE_OFFSET: usize = REPLICAS_MAX * COPY_BYTES;
 const PAGES_OFFSET: usize = SLABS_MAX as usize * ENTRY_BYTES;
 const PAGE_RECORD_BYTES: usize = 8;
 const GENERATION_SHIFT: u32 = 56;
+/// The copy is not whole yet: its extent is taken, but nobody reads or writes pages there.
+const UNFINISHED: u64 = 1 << 55;
 /// Damaged pages that may wait for their repair; what is found beyond is found again.
 const DAMAGED_MAX: usize = 1024;
 
@@ -269,22 +273,46 @@ impl SlabSet {
 
     /// Record a copy that holds all that the others hold.
     pub(crate) fn add_copy(&self, slab: SlabId, copy: Extent) {
+        let place = self.begin_copy(slab, copy);
+        self.finish_copy(slab, place);
+    }
+
+    /// Note that an extent is taken for a copy that is not whole yet, so that another agent could give it back; returns its place.
+    pub(crate) fn begin_copy(&self, slab: SlabId, copy: Extent) -> usize {
         let copies = self.copies(slab);
         assert!(copies.on(copy.node).is_none(), "{slab:?} has a copy on node {} already", copy.node);
-        let place = (0..self.replicas).find(|place| copies.at(*place).is_none());
-        let entry = Self::copy_entry(slab, place.expect("no more copies than are wanted"));
+        let is_free = |place: &usize| copies.at(*place).is_none() && self.unfinished(slab, *place).is_none();
+        let place = (0..self.replicas).find(is_free).expect("no more copies than are wanted");
+        let entry = Self::copy_entry(slab, place);
         let meta = self.memory.atomic_u64(entry + 8);
         let generation = (meta.load(Relaxed) >> GENERATION_SHIFT).wrapping_add(1) << GENERATION_SHIFT;
         let described = u64::from(copy.key.0)
             | u64::from(copy.node.0) << 32
             | u64::from(copy.class.k() + 1) << 48
+            | UNFINISHED
             | generation;
         // Readers that see this address see that there was no copy, or the new one: never the old one with it.
         self.memory.atomic_u64(entry).store(copy.addr, Release);
         meta.store(described, Release);
+        place
+    }
+
+    /// The copy at a place holds all that the others hold.
+    pub(crate) fn finish_copy(&self, slab: SlabId, place: usize) {
+        let copy = self.unfinished(slab, place).expect("it was begun");
+        let meta = self.memory.atomic_u64(Self::copy_entry(slab, place) + 8);
+        meta.store(meta.load(Relaxed) & !UNFINISHED, Release);
         let bytes = copy.class.bytes();
         let now = self.bytes.fetch_add(bytes, Relaxed) + bytes;
         self.bytes_peak.fetch_max(now, Relaxed);
+    }
+
+    /// Forget a copy that was begun, and return its extent.
+    pub(crate) fn abandon_copy(&self, slab: SlabId) -> Option<Extent> {
+        let place = (0..self.replicas).find(|place| self.unfinished(slab, *place).is_some())?;
+        let copy = self.unfinished(slab, place);
+        self.clear_place(slab, place);
+        copy
     }
 
     /// The node is dead: forget the copy that was there. The last copy stays, so that its readers learn what became of it; then, and if
@@ -310,16 +338,32 @@ impl SlabSet {
     }
 
     fn forget_copy(&self, slab: SlabId, place: usize, copy: Extent) {
-        let meta = self.memory.atomic_u64(Self::copy_entry(slab, place) + 8);
-        meta.store(meta.load(Relaxed) & u64::MAX << GENERATION_SHIFT, Release);
+        self.clear_place(slab, place);
         self.bytes.fetch_sub(copy.class.bytes(), Relaxed);
     }
 
+    fn clear_place(&self, slab: SlabId, place: usize) {
+        let meta = self.memory.atomic_u64(Self::copy_entry(slab, place) + 8);
+        meta.store(meta.load(Relaxed) & u64::MAX << GENERATION_SHIFT, Release);
+    }
+
     fn copy(&self, slab: SlabId, place: usize) -> Option<Extent> {
+        self.extent_at(slab, place, 0)
+    }
+
+    fn unfinished(&self, slab: SlabId, place: usize) -> Option<Extent> {
+        self.extent_at(slab, place, UNFINISHED)
+    }
+
+    /// The copy at a place, if it is as far as asked.
+    fn extent_at(&self, slab: SlabId, place: usize, stage: u64) -> Option<Extent> {
         let entry = Self::copy_entry(slab, place);
         loop {
             let meta = self.memory.atomic_u64(entry + 8).load(Acquire);
-            let k = u8::try_from(meta >> 48 & 0xff).expect("8 bits").checked_sub(1)?;
+            let k = u8::try_from(meta >> 48 & 0x7f).expect("7 bits").checked_sub(1)?;
+            if meta & UNFINISHED != stage {
+                return None;
+            }
             let addr = self.memory.atomic_u64(entry).load(Acquire);
             if self.memory.atomic_u64(entry + 8).load(Relaxed) == meta {
                 return Some(Extent {
@@ -417,6 +461,22 @@ mod tests {
         slabs.add_copy(slab, extent(7));
         assert_eq!(nodes(&slabs, slab), [7, 2]);
         assert_eq!(slabs.copies(slab).at(0), Some(extent(7)));
+        assert_eq!(slabs.bytes().0, 2 * (128 << 10));
+    }
+
+    #[test]
+    fn a_copy_that_is_begun_is_no_copy_yet() {
+        let slabs = SlabSet::with_replicas(3).unwrap();
+        let slab = SlabId(0);
+        slabs.publish(slab, &[extent(1)]);
+        let place = slabs.begin_copy(slab, extent(2));
+        assert_eq!(nodes(&slabs, slab), [1]);
+        assert_eq!(slabs.abandon_copy(slab), Some(extent(2)));
+        assert_eq!(slabs.abandon_copy(slab), None);
+        assert_eq!(slabs.begin_copy(slab, extent(3)), place);
+        slabs.finish_copy(slab, place);
+        assert_eq!(nodes(&slabs, slab), [1, 3]);
+        assert_eq!(slabs.abandon_copy(slab), None, "it is whole");
         assert_eq!(slabs.bytes().0, 2 * (128 << 10));
     }
 

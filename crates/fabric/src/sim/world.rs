@@ -123,6 +123,10 @@ impl World {
                 Region { key, ..registered.region.clone() }
             };
             let regions = state.regions.iter().map(announce).collect();
+            if let Some(epoch) = who.epoch.checked_sub(1) {
+                let last = self.nodes[node.0].fenced.entry(who.host).or_insert(epoch);
+                *last = epoch.max(*last);
+            }
             self.links.push(Link::new(who, node, self.now_ns));
             return Ok((self.links.len() - 1, regions));
         };

@@ -47,8 +47,8 @@ pub(super) struct Healer {
 struct Task {
     slab: SlabId,
     to: Extent,
-    /// Whether `to` is a new copy, to be recorded when it is whole.
-    is_copy: bool,
+    /// Whether `to` is a new copy, to be read and written when it is whole; it has this place in the slab's record.
+    place: Option<usize>,
     /// The chunk: its first page, and how many.
     at: u32,
     pages: u32,
@@ -156,7 +156,7 @@ impl Sender {
             Step::Ready => self.is_writing_to(&task) || self.read_chunk(&mut task),
             Step::Read => self.write_chunk(&mut task),
             Step::Written => {
-                self.stats.repaired_pages += u64::from(!task.is_copy);
+                self.stats.repaired_pages += u64::from(task.place.is_none());
                 task.at += task.pages;
                 task.refused = 0;
                 self.read_chunk(&mut task)
@@ -185,8 +185,8 @@ impl Sender {
         if self.mutation != Mutation::CopyWhileWriting {
             self.filler.set_aside(task.slab);
         }
-        if self.mutation == Mutation::RecordUnfinished && task.is_copy {
-            self.slabs.add_copy(task.slab, task.to);
+        if let Some(place) = task.place.filter(|_| self.mutation == Mutation::RecordUnfinished) {
+            self.slabs.finish_copy(task.slab, place);
         }
         self.healer.task = Some(task);
         true
@@ -202,7 +202,7 @@ impl Sender {
                 let task = Task {
                     slab,
                     to,
-                    is_copy: false,
+                    place: None,
                     at,
                     pages: 1,
                     end: at + 1,
@@ -234,7 +234,8 @@ impl Sender {
         let to = to?;
         self.healer.fruitless = 0;
         let end = to.class.chunks();
-        Some(Task { slab, to, is_copy: true, at: 0, pages: 0, end, refused: 0, from: 0, step: Step::Ready })
+        let place = Some(self.slabs.begin_copy(slab, to));
+        Some(Task { slab, to, place, at: 0, pages: 0, end, refused: 0, from: 0, step: Step::Ready })
     }
 
     /// Ask a copy for the next chunk that has pages; false if there is none, or nobody to ask.
@@ -264,7 +265,7 @@ impl Sender {
                 return self.read_chunk(task);
             }
             // No copy is good. What is damaged stays so, and whoever reads it is told; the rest is worth copying.
-            if !task.is_copy {
+            if task.place.is_none() {
                 return false;
             }
             tracing::warn!(slab = task.slab.0, "a slab is copied with pages that are damaged everywhere");
@@ -315,12 +316,13 @@ impl Sender {
         let is_whole = task.at >= task.end;
         let copies = self.slabs.copies(task.slab);
         let is_known = self.pool.nodes().any(|node| node == task.to.node);
-        let has_room = copies.len() < self.slabs.replicas() && copies.on(task.to.node).is_none();
-        if !(task.is_copy && is_whole && is_known && has_room && !copies.is_empty()) {
+        let Some(place) = task.place.filter(|_| is_whole && is_known && !copies.is_empty()) else {
             self.abandon_task(task);
             return;
+        };
+        if self.mutation != Mutation::RecordUnfinished {
+            self.slabs.finish_copy(task.slab, place);
         }
-        self.slabs.add_copy(task.slab, task.to);
         self.stats.copied_slabs += 1;
         self.filler.take_back(&mut self.pool, task.slab);
         if self.filler.degraded().is_empty() {
@@ -329,8 +331,10 @@ impl Sender {
     }
 
     fn abandon_task(&mut self, task: &Task) {
-        if task.is_copy && self.pool.nodes().any(|node| node == task.to.node) {
-            give_back(&mut self.pool, task.to);
+        if let Some(extent) = task.place.and_then(|_| self.slabs.abandon_copy(task.slab))
+            && self.pool.nodes().any(|node| node == extent.node)
+        {
+            give_back(&mut self.pool, extent);
         }
         self.filler.take_back(&mut self.pool, task.slab);
     }

@@ -11,10 +11,12 @@ macro_rules! tell {
 }
 
 mod cluster;
+mod death;
 mod edge;
 mod memory;
 mod process;
 mod program;
+mod restart;
 mod schedule;
 mod world;
 
@@ -107,4 +109,7 @@ mutants! {
     adopting_without_proof_is_noticed: AdoptUnproved,
     heeding_the_unmapping_of_a_move_is_noticed: HeedVacating,
     a_remap_without_waiting_is_noticed: RemapWhileLeaving,
+    heeding_twice_after_a_restart_is_noticed: ForgetHeeded,
+    a_restart_without_a_fence_is_noticed: ForgetFence,
+    a_restart_that_forgets_what_was_leaving_is_noticed: ForgetLeaving,
 }
