@@ -120,9 +120,9 @@ impl Filler {
         degraded.extend(in_use.iter().filter(|slab| slabs.copies(**slab).len() < wanted));
     }
 
-    /// After a restart: what is on nodes that this client does not reach is as good as gone.
-    /// What was begun and is not whole goes back.
-    pub fn forget_all_but(&mut self, pool: &mut PoolClient) {
+    /// After a restart: what is on nodes that this client does not reach is as good as gone. What was begun and is not whole goes back.
+    /// Returns the nodes that slabs are on.
+    pub fn take_over(&mut self, pool: &mut PoolClient) -> Vec<NodeId> {
         for extent in self.degraded.iter().filter_map(|slab| self.slabs.abandon_copy(*slab)) {
             if pool.nodes().any(|node| node == extent.node) {
                 give_back(pool, extent);
@@ -130,11 +130,18 @@ impl Filler {
         }
         let mut nodes: Vec<NodeId> = Vec::new();
         for copy in self.in_use.iter().flat_map(|slab| self.slabs.copies(*slab).iter()) {
-            if !nodes.contains(&copy.node) && pool.nodes().all(|node| node != copy.node) {
+            if !nodes.contains(&copy.node) {
                 nodes.push(copy.node);
             }
         }
-        nodes.into_iter().for_each(|node| self.forget_node(node));
+        nodes.retain(|node| {
+            let is_known = pool.nodes().any(|other| other == *node);
+            if !is_known {
+                self.forget_node(*node);
+            }
+            is_known
+        });
+        nodes
     }
 
     /// Slabs with fewer copies than they should have.

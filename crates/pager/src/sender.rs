@@ -111,7 +111,7 @@ impl Sender {
         seed: u64,
     ) -> Self {
         let mut filler = Filler::new(Arc::clone(&slabs), seed);
-        filler.forget_all_but(&mut pool);
+        let nodes = filler.take_over(&mut pool);
         Self {
             filler,
             slabs,
@@ -121,7 +121,7 @@ impl Sender {
             next_job: 0,
             completions: Vec::with_capacity(BLOCK_PAGES),
             lost: Vec::new(),
-            healer: Healer::default(),
+            healer: Healer::new(nodes),
             stats: SenderStats::default(),
             mutation: Mutation::None,
         }

@@ -38,6 +38,8 @@ pub(super) struct Healer {
     is_stopped: bool,
     /// How often in a row there was no room for a copy; another slab is tried each time.
     fruitless: usize,
+    /// Nodes that slabs were on before a restart, and that were not spoken to since.
+    unvisited: Vec<NodeId>,
     /// Nodes that have not answered their last probe.
     probed: Vec<NodeId>,
 }
@@ -72,6 +74,10 @@ enum Step {
 }
 
 impl Healer {
+    pub(super) fn new(unvisited: Vec<NodeId>) -> Self {
+        Self { unvisited, ..Self::default() }
+    }
+
     /// Look for something to do at the next occasion.
     pub(super) fn hurry(&mut self) {
         self.is_eager = true;
@@ -107,6 +113,12 @@ impl Sender {
         }
         let Some(buffer) = self.buffer() else { return };
         self.healer.hurry();
+        for node in std::mem::take(&mut self.healer.unvisited) {
+            if let Err(error) = self.ports.port(node) {
+                tracing::warn!(node = node.0, %error, "a memory node cannot be reached any more");
+                self.lose_node(node);
+            }
+        }
         for (node, port) in self.ports.open_ports() {
             if !self.pool.nodes().any(|other| other == node) {
                 continue;

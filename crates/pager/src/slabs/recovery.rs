@@ -70,6 +70,7 @@ impl SlabSet {
 
     /// All slabs there are.
     pub(crate) fn in_use(&self) -> impl Iterator<Item = (SlabId, aquifer_pool::SizeClass)> + '_ {
-        (0..SLABS_MAX).map(SlabId).filter_map(|slab| self.copies(slab).class().map(|class| (slab, class)))
+        let copy = |slab| (0..self.replicas).find_map(|place| self.copy(slab, place));
+        (0..SLABS_MAX).map(SlabId).filter_map(move |slab| Some((slab, copy(slab)?.class)))
     }
 }
