@@ -38,6 +38,8 @@ pub enum Mutation {
     ForgetRelease,
     /// What is present in a newly registered area is held without a proof that it is registered.
     AdoptUnproved,
+    /// After a restart areas are proved registered before the events that were read and not heeded are.
+    AdoptBehind,
     /// The unmapping that a move brings is taken for one of what was moved there since.
     HeedVacating,
     /// Pages change their number while a batch is leaving.

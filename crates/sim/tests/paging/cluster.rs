@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use aquifer_fabric::sim::{Node, Rng, SimFabric, SimOptions};
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
-use aquifer_pager::{Connector, PAGE_BYTES};
+use aquifer_pager::{Connector, PAGE_BYTES, Sender};
 use aquifer_pool::{Donation, Extent, NodeId, PoolClient, SizeClass, donate};
 
 /// Bytes of a node: one section. With more, where a client begins to look would depend on how many clients there were before.
@@ -37,10 +37,14 @@ impl Connector for SimConnector {
 /// What a slow node does takes about so long: longer than anybody waits who has a choice.
 const SLOW_NS: u64 = 400_000_000;
 
+/// What a dead sender has left on the wire may be so many times slower than its other work.
+const STRAY_FACTORS: [u64; 3] = [1, 2, 8];
+
 /// Some memory nodes and what was done to them.
 #[derive(Debug)]
 pub struct Cluster {
     pub fabric: SimFabric,
+    sender_factor: u64,
     pub replicas: usize,
     nodes: Vec<Node>,
     slow: Option<Node>,
@@ -59,9 +63,8 @@ impl Cluster {
         let slowest_ns = [2_000, 20_000, 200_000][rng.index(3)];
         let options = SimOptions { step_on_poll: true, delay_ns: 500..slowest_ns, ..SimOptions::default() };
         let fabric = SimFabric::new(seed, options);
-        if rng.chance(1, 4) {
-            fabric.slow(Host(SENDER), 100);
-        }
+        let sender_factor = if rng.chance(1, 4) { 100 } else { 1 };
+        fabric.slow(Host(SENDER), sender_factor);
         let replicas = [1, 1, 1, 2, 2, 3][rng.index(6)];
         let count = (replicas + rng.index(3)).max(2);
         let targets: Vec<_> = (0..count).map(|_| fabric.add_node()).collect();
@@ -71,6 +74,7 @@ impl Cluster {
             .collect();
         let mut cluster = Self {
             fabric,
+            sender_factor,
             replicas,
             slow: None,
             slow_factor: SLOW_NS / slowest_ns,
@@ -114,6 +118,14 @@ impl Cluster {
             self.alive[victim] = false;
         }
         dies
+    }
+
+    /// The endpoints of a sender are closed; what they have on the wire may stay there for long.
+    pub fn close(&self, sender: Sender, rng: &mut Rng) {
+        let factor = STRAY_FACTORS[rng.index(STRAY_FACTORS.len())];
+        self.fabric.slow(Host(SENDER), self.sender_factor * factor);
+        drop(sender);
+        self.fabric.slow(Host(SENDER), self.sender_factor);
     }
 
     /// A node becomes slow, or the slow one is as fast as the others again.

@@ -107,6 +107,7 @@ mutants! {
     a_skipped_checksum_is_noticed: SkipChecksum,
     a_forgotten_release_is_noticed: ForgetRelease,
     adopting_without_proof_is_noticed: AdoptUnproved,
+    adopting_before_what_was_heard_is_noticed: AdoptBehind,
     heeding_the_unmapping_of_a_move_is_noticed: HeedVacating,
     a_remap_without_waiting_is_noticed: RemapWhileLeaving,
     heeding_twice_after_a_restart_is_noticed: ForgetHeeded,

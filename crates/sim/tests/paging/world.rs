@@ -280,13 +280,15 @@ impl World {
         if self.mutation != Mutation::ForgetFence {
             self.cluster.epoch = self.epoch;
         }
-        self.sender = Sender::new(
+        let sender = Sender::new(
             Arc::clone(&self.slabs),
             &self.mempool,
             self.cluster.connector(SENDER),
             self.cluster.pool(SENDER),
             self.rng.next_u64(),
         );
+        let dead = std::mem::replace(&mut self.sender, sender);
+        self.cluster.close(dead, &mut self.rng);
         self.sender.mutate(self.mutation);
     }
 
@@ -296,7 +298,7 @@ impl World {
             self.sender.abandon(owner);
         }
         if self.sender.has_room()
-            && let Some(order) = self.orders.pop_front()
+            && let Some(order) = self.next_order()
         {
             self.stage(&order);
         }
@@ -338,6 +340,16 @@ impl World {
                 self.seen.borne += dies;
                 self.seen.borne_again += if was_hurt { dies } else { 0 };
             }
+        }
+    }
+
+    /// Orders of several programs come as they come: after a restart not as they came before.
+    fn next_order(&mut self) -> Option<Order> {
+        let first = self.orders.front()?.process();
+        let other = self.orders.iter().position(|order| order.process() != first);
+        match other.filter(|_| self.epoch > 1 && self.rng.chance(1, 2)) {
+            Some(at) => self.orders.remove(at),
+            None => self.orders.pop_front(),
         }
     }
 
