@@ -13,7 +13,7 @@ use crate::size;
 use crate::state::StateDir;
 
 /// Where a host has its agent for all users.
-const SHARED_AGENT: &str = "/run/aquifer/agent.sock";
+const SHARED_AGENT: &str = "/run/aquifer.sock";
 
 const HELP: &str = "\
 {about-with-newline}
@@ -98,7 +98,7 @@ pub struct UpArguments {
     /// Most memory that the agent takes as the host's mempool [default: half of what is available, at most 4G]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub mempool: Option<u64>,
-    /// Serve all users of this host, who find the agent at this socket; usual is /run/aquifer/agent.sock [default: only you]
+    /// Serve all users of this host, who find the agent at this socket; usual is /run/aquifer.sock [default: only you]
     #[arg(long, value_name = "PATH")]
     pub shared_socket: Option<PathBuf>,
     /// How long programs wait for an agent that died, before they are ended, such as 500ms or 2m [default: 30s]
@@ -122,7 +122,7 @@ pub enum Fabric {
 /// Which host agent is meant.
 #[derive(Args, Clone, Debug)]
 pub struct AgentChoice {
-    /// The host agent's socket [default: that of the cluster in --state, else /run/aquifer/agent.sock]
+    /// The host agent's socket [default: that of the cluster in --state, else /run/aquifer.sock]
     #[arg(long, value_name = "PATH", env = "AQUIFER_AGENT", hide_env_values = true)]
     pub agent: Option<PathBuf>,
 }

@@ -114,7 +114,7 @@ pub struct AgentSettings {
     /// The file with the cluster's key [default: cluster.key in the cluster's folder, if there is one]
     #[arg(long, value_name = "FILE")]
     pub key: Option<PathBuf>,
-    /// Serve all users of this host, who find the agent at this socket; usual is /run/aquifer/agent.sock [default: only its own user]
+    /// Serve all users of this host, who find the agent at this socket; usual is /run/aquifer.sock [default: only its own user]
     #[arg(long, value_name = "PATH")]
     pub shared_socket: Option<PathBuf>,
     /// Encrypt everything to and from nodes over TCP, whatever they want
