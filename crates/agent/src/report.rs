@@ -49,6 +49,14 @@ pub struct RunStatistics {
     pub tenant: u32,
     /// `--local`.
     pub limit_bytes: u64,
+    /// `--replicas`.
+    pub replicas: usize,
+    /// Slabs with fewer copies than that, now: what is in them does not bear the death of as many nodes as it should.
+    pub degraded_slabs: u64,
+    /// Slabs of which a missing copy was made.
+    pub copied_slabs: u64,
+    /// Damaged pages that were written anew from a good copy.
+    pub repaired_pages: u64,
     /// Processes of the run alive now.
     pub processes: usize,
     /// Each of them.
@@ -67,7 +75,7 @@ pub struct RunStatistics {
     pub remote_read_trips: u64,
     /// Of `remote_reads`, those filled before they were asked for.
     pub prefetched: u64,
-    /// Pages written to memory nodes.
+    /// Pages written to memory nodes, each copy counted.
     pub remote_writes: u64,
     /// WRITEs posted for them.
     pub remote_write_trips: u64,
@@ -97,6 +105,10 @@ impl From<RunReport> for RunStatistics {
             name: report.name,
             tenant: report.tenant,
             limit_bytes: report.limit_bytes,
+            replicas: report.replicas,
+            degraded_slabs: report.degraded_slabs,
+            copied_slabs: report.copied_slabs,
+            repaired_pages: report.repaired_pages,
             processes: report.programs.len(),
             programs: report.programs.into_iter().map(Into::into).collect(),
             faults: report.faults,

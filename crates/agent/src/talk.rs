@@ -11,6 +11,7 @@ use std::time::Duration;
 use aquifer_faults::serve::attach::{AttachError, receive_frame, send_frame};
 use aquifer_faults::serve::{Run, RunReport, Service};
 use aquifer_ipc::{Frame, OpenRun, SetLimit};
+use aquifer_pager::REPLICAS_MAX;
 use rustix::fs::{Mode, OFlags};
 
 use crate::nodes::Nodes;
@@ -128,7 +129,14 @@ impl Talks {
         if self.nodes.count() == 0 {
             return Err("the cluster has no memory node: start one (aquifer node), or start the cluster anew (aquifer up)".into());
         }
-        let run = self.service.open_run(&open.name, open.limit_bytes, socket.as_fd(), uid)?;
+        let replicas = usize::try_from(open.replicas).unwrap_or(usize::MAX);
+        if (2..=REPLICAS_MAX).contains(&replicas) && self.nodes.count() < replicas {
+            return Err(format!(
+                "--replicas {replicas} wants each page on {replicas} memory nodes, and the cluster has {}: start more (aquifer node, aquifer up --nodes), or ask for fewer replicas",
+                self.nodes.count()
+            ));
+        }
+        let run = self.service.open_run(&open.name, open.limit_bytes, replicas, socket.as_fd(), uid)?;
         match send_frame(socket, &Frame::RunOpened(run.token()), &[]) {
             Ok(()) => Ok(run),
             Err(error) => {

@@ -160,6 +160,11 @@ pub struct RunArguments {
     /// Resident memory that the program may have, such as 512M
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub local: u64,
+    /// Keep each page on so many memory nodes, 1 to 3: with 2, a node may die without the program's noticing. Costs as many times the
+    /// pool's memory
+    #[arg(long, value_name = "COUNT", env = "AQUIFER_REPLICAS", hide_env_values = true, default_value_t = 1,
+        value_parser = clap::value_parser!(u32).range(1..=3))]
+    pub replicas: u32,
     /// Write statistics there when the program ends, as JSON
     #[arg(long, value_name = "FILE")]
     pub stats: Option<PathBuf>,
@@ -319,7 +324,11 @@ mod tests {
         assert_eq!(cli.state, None);
         let Command::Run(arguments) = cli.command else { panic!("it is a run") };
         assert_eq!(arguments.command, ["tar", "--state", "x", "--", "y"]);
-        assert_eq!(arguments.local, 64 << 20);
+        assert_eq!((arguments.local, arguments.replicas), (64 << 20, 1));
+        for count in ["0", "4", "two", "-1"] {
+            let words = ["aquifer", "run", "--local", "64M", "--replicas", count, "--", "true"];
+            assert!(Cli::try_parse_from(words).is_err(), "{count} replicas are impossible");
+        }
         assert!(Cli::try_parse_from(["aquifer", "run", "--local", "64M"]).is_err(), "a program is needed");
         assert!(Cli::try_parse_from(["aquifer", "run", "--", "true"]).is_err(), "a limit is needed");
     }

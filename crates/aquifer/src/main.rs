@@ -56,6 +56,7 @@ fn run(state: &Option<PathBuf>, arguments: RunArguments) -> ExitCode {
     let options = run::RunOptions {
         agent_socket: arguments.agent.socket(&state),
         local_bytes: arguments.local,
+        replicas: arguments.replicas,
         stats: arguments.stats,
         command: arguments.command,
     };

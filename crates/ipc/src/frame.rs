@@ -69,6 +69,8 @@ pub struct Hello {
 pub struct OpenRun {
     /// Resident pages and mempool share together, in bytes.
     pub limit_bytes: u64,
+    /// Memory nodes that each page is to be on, 1 to 3.
+    pub replicas: u32,
     /// The program's name, for people.
     pub name: String,
 }
@@ -245,7 +247,11 @@ impl Frame {
             1 => Self::Hello(parse_hello(reader)?),
             2 => Self::Welcome,
             3 => Self::Refused(reader.text()?),
-            4 => Self::OpenRun(OpenRun { limit_bytes: reader.u64()?, name: reader.text()? }),
+            4 => Self::OpenRun(OpenRun {
+                limit_bytes: reader.u64()?,
+                replicas: reader.u32()?,
+                name: reader.text()?,
+            }),
             5 => Self::RunOpened(Token(reader.array()?)),
             6 => Self::CloseRun,
             7 => Self::Statistics(reader.text()?),
@@ -290,6 +296,7 @@ impl Frame {
             | Self::News(text) => write_text(text, out),
             Self::OpenRun(open) => {
                 out.extend_from_slice(&open.limit_bytes.to_le_bytes());
+                out.extend_from_slice(&open.replicas.to_le_bytes());
                 write_text(&open.name, out);
             }
             Self::RunOpened(token) => out.extend_from_slice(&token.0),
@@ -445,7 +452,7 @@ mod tests {
             Frame::Hello(hello),
             Frame::Welcome,
             Frame::Refused("no".into()),
-            Frame::OpenRun(OpenRun { limit_bytes: 1 << 30, name: "sort".into() }),
+            Frame::OpenRun(OpenRun { limit_bytes: 1 << 30, replicas: 2, name: "sort".into() }),
             Frame::RunOpened(Token([9; 16])),
             Frame::CloseRun,
             Frame::Statistics("{}".into()),

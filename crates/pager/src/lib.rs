@@ -32,5 +32,5 @@ pub use mutation::Mutation;
 pub use page::{Location, PAGE_BYTES, PageNumber, PageState, Slot};
 pub use ports::Connector;
 pub use sender::{Sender, SenderStats, Written};
-pub use slabs::SlabSet;
+pub use slabs::{REPLICAS_MAX, SlabSet};
 pub use volume::{Batch, Recovered, Staged, Volume, finish_move};

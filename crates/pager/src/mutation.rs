@@ -24,6 +24,14 @@ pub enum Mutation {
     ForkWithoutFlush,
     /// The sender acknowledges before the memory node has.
     AcknowledgeEarly,
+    /// The sender acknowledges when the first copy has.
+    AcknowledgeFirst,
+    /// A slab is copied while it is filled.
+    CopyWhileWriting,
+    /// A new copy is recorded before it is whole.
+    RecordUnfinished,
+    /// A buffer is used again although a READ into it may still be answered.
+    ReuseLateBuffer,
     /// What a memory node gives is not held against its checksum.
     SkipChecksum,
     /// A page that comes back to the program keeps its place on the memory node.

@@ -194,6 +194,16 @@ fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
                 program.remote_reads,
             )?;
         }
+        if run.replicas > 1 {
+            match run.degraded_slabs {
+                0 => writeln!(text, "    each page on {} memory nodes", run.replicas)?,
+                slabs => writeln!(
+                    text,
+                    "    degraded: {slabs} slabs are on fewer than {} memory nodes",
+                    run.replicas
+                )?,
+            }
+        }
     }
     status.problems.iter().try_for_each(|problem| writeln!(text, "  {problem}"))
 }

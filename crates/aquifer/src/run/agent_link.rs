@@ -26,9 +26,9 @@ pub(super) struct AgentLink {
 }
 
 impl AgentLink {
-    pub(super) fn open(path: &Path, name: &str, limit_bytes: u64) -> Result<Self, RunError> {
+    pub(super) fn open(path: &Path, name: &str, limit_bytes: u64, replicas: u32) -> Result<Self, RunError> {
         let socket = client::connect(path).map_err(|_| RunError::NoCluster { path: path.to_owned() })?;
-        let open = Frame::OpenRun(OpenRun { limit_bytes, name: name.to_owned() });
+        let open = Frame::OpenRun(OpenRun { limit_bytes, replicas, name: name.to_owned() });
         send_frame(&socket, &open, &[]).map_err(RunError::Agent)?;
         match receive_frame(&socket) {
             Ok((Frame::RunOpened(token), _)) => {

@@ -30,6 +30,8 @@ pub struct RunOptions {
     pub agent_socket: PathBuf,
     /// Resident memory and mempool share together, in bytes.
     pub local_bytes: u64,
+    /// Memory nodes that each page is to be on.
+    pub replicas: u32,
     /// Where to write statistics.
     pub stats: Option<PathBuf>,
     /// The program and its arguments.
@@ -110,7 +112,7 @@ pub fn run(options: &RunOptions) -> Result<i32, RunError> {
     executable::check(&program)?;
     let mut stats = options.stats.as_deref().map(open_stats).transpose()?;
     let name = program.file_name().unwrap_or(program.as_os_str()).to_string_lossy().into_owned();
-    let mut link = AgentLink::open(&options.agent_socket, &name, options.local_bytes)?;
+    let mut link = AgentLink::open(&options.agent_socket, &name, options.local_bytes, options.replicas)?;
     signals::install();
     let mut child = start(options, &program, &shim, &link)?;
     signals::forward_to(child.id());

@@ -26,7 +26,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::Thread;
 
 use aquifer_ipc::{KeptKind, Put, Token};
-use aquifer_pager::{Connector, Mempool};
+use aquifer_pager::{Connector, Mempool, REPLICAS_MAX};
 use aquifer_pool::PoolClient;
 
 pub use attach::AttachError;
@@ -98,6 +98,7 @@ impl Service {
         self: &Arc<Self>,
         name: &str,
         limit_bytes: u64,
+        replicas: usize,
         owner: BorrowedFd<'_>,
         tenant: u32,
     ) -> Result<Arc<Run>, String> {
@@ -107,6 +108,9 @@ impl Service {
                 aquifer_pager::LIMIT_BYTES_MIN
             ));
         }
+        if !(1..=REPLICAS_MAX).contains(&replicas) {
+            return Err(format!("--replicas {replicas} is not possible: give 1 to {REPLICAS_MAX}"));
+        }
         let mut runs = self.lock();
         if runs.len() >= RUNS_MAX {
             return Err(format!("this agent already serves {RUNS_MAX} runs: end some first"));
@@ -114,7 +118,7 @@ impl Service {
         if runs.values().filter(|run| run.tenant() == tenant).count() >= RUNS_PER_TENANT_MAX {
             return Err(format!("user {tenant} has {RUNS_PER_TENANT_MAX} runs already: end some first"));
         }
-        let run = Run::open(self, name, limit_bytes, owner, tenant)
+        let run = Run::open(self, name, limit_bytes, replicas, owner, tenant)
             .map_err(|error| format!("no memory for another run: {error}"))?;
         runs.insert(run.token(), Arc::clone(&run));
         Ok(run)

@@ -315,7 +315,14 @@ impl Edge for SimEdge {
 
     fn fetch(&mut self, slabs: &SlabSet, locations: &[Location]) -> Result<usize, FetchError> {
         drop(self.later());
-        self.fetcher.fetch(slabs, locations)
+        let bad_copies = self.fetcher.bad_copies();
+        let outcome = self.fetcher.fetch(slabs, locations);
+        let mut world = self.world.borrow_mut();
+        world.seen.late += u64::from(self.fetcher.late() > 0);
+        if self.fetcher.bad_copies() > bad_copies && !world.cluster.damaged.contains(&true) {
+            world.failure = Some(format!("a copy among {locations:?} is not what was written"));
+        }
+        outcome
     }
 
     fn forked(&mut self, child: usize, volume: Volume, areas: Areas) {
@@ -339,7 +346,7 @@ impl Edge for SimEdge {
             }
             FetchError::Damaged { node, .. } => (node, world.cluster.damaged[usize::from(node.0)]),
         };
-        if !is_fault {
+        if !is_fault || world.cluster.replicas > 1 {
             world.failure = Some(format!("page {page:#x} was lost at {node:?} without cause: {error}"));
         }
         world.seen.lost += 1;

@@ -5,13 +5,18 @@ use std::sync::Arc;
 
 use aquifer_fabric::sim::Rng;
 use aquifer_faults::{Areas, Done, Job};
+use aquifer_pager::slabs::{Copies, SlabId};
 use aquifer_pager::{
     BLOCK_PAGES, BlockId, Budget, Memory, Mempool, Mutation, Sender, SlabSet, Staged, Volume, Written,
 };
+use aquifer_pool::Extent;
 
 use super::cluster::{Cluster, SENDER};
 use super::memory::{encode, index};
 use super::process::Process;
+
+/// More slabs than any schedule has.
+const SLABS_MAX: u32 = 256;
 
 /// What happened in a schedule, or in all: a simulator that never does a thing cannot find its faults.
 #[derive(Clone, Copy, Debug, Default)]
@@ -31,13 +36,20 @@ pub struct Seen {
     pub damages: u64,
     pub lost: u64,
     pub full: u64,
+    pub slow: u64,
+    pub late: u64,
+    pub copied: u64,
+    pub repaired: u64,
+    /// Nodes that died when all was on others too, and of these those after whose death copies had been made before.
+    pub borne: u64,
+    pub borne_again: u64,
     pub restarts: u64,
     /// A worker would have waited for ever.
     pub stuck_workers: u64,
 }
 
 impl Seen {
-    pub fn counts(&self) -> [(&'static str, u64); 16] {
+    pub fn counts(&self) -> [(&'static str, u64); 22] {
         [
             ("evictions", self.evictions),
             ("zero fills", self.zero_fills),
@@ -54,6 +66,12 @@ impl Seen {
             ("damaged pages", self.damages),
             ("lost pages", self.lost),
             ("times the pool was full", self.full),
+            ("slow nodes", self.slow),
+            ("fetches with late answers", self.late),
+            ("slabs copied", self.copied),
+            ("pages repaired", self.repaired),
+            ("deaths that cost nothing", self.borne),
+            ("deaths that cost nothing after another", self.borne_again),
             ("restarts of the agent", self.restarts),
         ]
     }
@@ -74,6 +92,12 @@ impl Seen {
         self.damages += other.damages;
         self.lost += other.lost;
         self.full += other.full;
+        self.slow += other.slow;
+        self.late += other.late;
+        self.copied += other.copied;
+        self.repaired += other.repaired;
+        self.borne += other.borne;
+        self.borne_again += other.borne_again;
         self.restarts += other.restarts;
         self.stuck_workers += other.stuck_workers;
     }
@@ -147,7 +171,7 @@ impl World {
         let blocks = 1 + rng.index(6);
         let mempool = Mempool::new(blocks * aquifer_pager::BLOCK_PAGES * aquifer_pager::PAGE_BYTES);
         let mempool = Arc::new(mempool.expect("memory"));
-        let slabs = Arc::new(SlabSet::new().expect("memory"));
+        let slabs = Arc::new(SlabSet::with_replicas(cluster.replicas).expect("memory"));
         // Four blocks are the mempool's share. The monitor keeps 128 pages free: most limits let some pages be resident all the same.
         let resident_max = [rng.below(12), 100 + rng.below(40), 130 + rng.below(60)][rng.index(3)];
         let page = aquifer_pager::PAGE_BYTES as u64;
@@ -243,7 +267,7 @@ impl World {
         self.abandoned.clear();
         self.newborn.clear();
         self.mempool = Arc::new(Mempool::recover(reopen(self.mempool.memory())));
-        self.slabs = Arc::new(SlabSet::recover(reopen(self.slabs.memory())));
+        self.slabs = Arc::new(SlabSet::recover(reopen(self.slabs.memory()), self.cluster.replicas));
         let blocks = 4 * aquifer_pager::BLOCK_PAGES as u64;
         let limit = (self.budget.resident_max() + blocks) * aquifer_pager::PAGE_BYTES as u64;
         self.budget = Arc::new(Budget::new(limit));
@@ -274,6 +298,9 @@ impl World {
         {
             self.stage(&order);
         }
+        if self.cluster.replicas > 1 && self.rng.chance(1, 8) {
+            self.sender.probe();
+        }
         let mut written = std::mem::take(&mut self.written);
         let result = self.sender.advance(&mut written);
         assert!(
@@ -285,6 +312,31 @@ impl World {
             self.processes[process].done.push_back(Done::Written(Box::new(written)));
         }
         self.written = written;
+    }
+
+    /// Whether every page is on as many nodes as it should be.
+    pub fn is_whole(&mut self) -> bool {
+        let lives = |copy: Extent| self.cluster.alive[usize::from(copy.node.0)];
+        let slabs = (0..SLABS_MAX).map(|slab| self.slabs.copies(SlabId(slab)));
+        self.sender.stats().degraded_slabs == 0 && slabs.flat_map(Copies::iter).all(lives)
+    }
+
+    /// Nodes die: one, or as many as the replicas bear, if nothing would be lost.
+    pub fn crash(&mut self) {
+        let replicas = self.cluster.replicas;
+        if replicas > 1 && !self.is_whole() {
+            return;
+        }
+        let most = 1.max(replicas - 1);
+        let was_hurt = self.cluster.alive.contains(&false);
+        for _ in 0..1 + self.rng.index(most) {
+            let dies = u64::from(self.cluster.crash(&mut self.rng));
+            self.seen.crashes += dies;
+            if replicas > 1 {
+                self.seen.borne += dies;
+                self.seen.borne_again += if was_hurt { dies } else { 0 };
+            }
+        }
     }
 
     fn stage(&mut self, order: &Order) {
