@@ -1,4 +1,4 @@
-//! The agent's life: a place in the directory, a socket for programs, a thread for each conversation.
+//! The agent's life: a place in the directory, sockets for programs.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -7,35 +7,30 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
-use aquifer_fabric::tcp::ClusterKey;
+use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
 use aquifer_fabric::{Identity, Tenant};
-use aquifer_faults::serve::attach::{AttachError, receive_frame, send_frame};
-use aquifer_faults::serve::{Restored, Run, RunReport, Service, Surroundings};
-use aquifer_ipc::{Frame, KeptKind, OpenRun, Put};
-use aquifer_pager::{Connector, REPLICAS_MAX};
+use aquifer_faults::serve::{Restored, Service, Surroundings};
+use aquifer_ipc::{KeptKind, Put};
+use aquifer_pager::Connector;
 use aquifer_pool::PoolClient;
 
 use crate::keeper::KeeperPort;
 use crate::membership::{Membership, MembershipError};
 use crate::nodes::Nodes;
 use crate::place::Place;
-use crate::report::{RunStatistics, status};
-use crate::socket::{accept_own, raise_descriptor_limit, wait_readable};
+use crate::socket::{raise_descriptor_limit, wait_readable};
+use crate::talk::{SETTLE, Talks, attend};
 
 /// How often to look whether to stop.
 const TICK: Duration = Duration::from_millis(100);
-/// How soon a run's owner hears that it was ended.
-const NEWS_TICK: Duration = Duration::from_millis(50);
-/// How long a run's owner waits, at most, for figures that are complete.
-const CLOSE_PATIENCE: Duration = Duration::from_millis(500);
-/// After a program's end its monitor needs this long, at most, to give everything back.
-const SETTLE: Duration = Duration::from_secs(10);
 
 /// How to run an agent.
 #[derive(Debug)]
 pub struct AgentOptions {
     /// Where programs and `aquifer run` find it.
     pub socket: PathBuf,
+    /// Where programs of other users find it, if it serves them.
+    pub shared_socket: Option<PathBuf>,
     /// Where the keeper listens.
     pub keeper: PathBuf,
     /// The cluster's directory.
@@ -44,6 +39,10 @@ pub struct AgentOptions {
     pub mempool_bytes: usize,
     /// The cluster's key, for nodes on other machines.
     pub key: Option<ClusterKey>,
+    /// How those are connected to.
+    pub connect: ConnectOptions,
+    /// A socket that listens at `socket` already.
+    pub listener: Option<OwnedFd>,
 }
 
 /// Why an agent cannot run.
@@ -86,12 +85,12 @@ struct Host {
 }
 
 impl Surroundings for Host {
-    fn connector(&self) -> Arc<dyn Connector> {
-        Arc::clone(&self.nodes) as Arc<dyn Connector>
+    fn connector(&self, tenant: u32) -> Arc<dyn Connector> {
+        self.nodes.of(tenant)
     }
 
-    fn pool(&self) -> PoolClient {
-        self.nodes.pool()
+    fn pool(&self, tenant: u32) -> PoolClient {
+        self.nodes.pool(tenant)
     }
 
     fn keep(&self, put: &Put, fds: &[BorrowedFd<'_>]) {
@@ -117,14 +116,15 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
         Membership::join(Arc::clone(&options.directory), &options.socket, place.before.as_ref())?;
     let tenant = Tenant(rustix::process::geteuid().as_raw());
     let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
-    let nodes = Nodes::new(identity, options.key.clone());
+    let nodes = Nodes::new(identity, options.key.clone(), options.connect.clone());
     membership.watch_nodes(&nodes)?;
-    let Place { before, mempool, listener } = place;
+    let Place { before, mempool, listener, shared } = place;
     let record = serde_json::to_string(membership.record()).expect("plain structs are JSON");
-    keeper.keep(
-        &Put { kind: KeptKind::Host, id: 0, pid: 0, record },
-        &[mempool.memory().fd(), listener.as_fd()],
-    );
+    let fds: Vec<_> = [mempool.memory().fd(), listener.as_fd()]
+        .into_iter()
+        .chain(shared.as_ref().map(AsFd::as_fd))
+        .collect();
+    keeper.keep(&Put { kind: KeptKind::Host, id: 0, pid: 0, record }, &fds);
     let mempool = Arc::new(mempool);
     let host = Arc::new(Host { nodes: Arc::clone(&nodes), keeper });
     let service =
@@ -137,11 +137,17 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
             .spawn(move || attend(&owner, &service, &run));
         spawned.map_err(AgentError::Threads)?;
     }
+    let talks = Talks::new(&service, &nodes, identity.host.0);
     ready();
     let mut ticks = 0u32;
     while !stop.load(Relaxed) {
-        if wait_readable(&[&listener], TICK).unwrap_or(false) {
-            accept(&listener, &service, &nodes, identity);
+        let listeners: Vec<&OwnedFd> = [&listener].into_iter().chain(&shared).collect();
+        if wait_readable(&listeners, TICK).unwrap_or(false) {
+            for (at, listener) in listeners.into_iter().enumerate() {
+                if wait_readable(&[listener], Duration::ZERO).unwrap_or(false) {
+                    talks.accept(listener, at > 0);
+                }
+            }
         }
         if membership.is_lost() {
             end_runs(&service, "this host's lease has ended, and the memory nodes refuse it");
@@ -153,7 +159,12 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
         }
     }
     end_runs(&service, "the agent is stopping");
-    let _ = std::fs::remove_file(&options.socket);
+    if options.listener.is_none() {
+        let _ = std::fs::remove_file(&options.socket);
+    }
+    if let Some(path) = &options.shared_socket {
+        let _ = std::fs::remove_file(path);
+    }
     host.keeper.unkeep(KeptKind::Host, 0);
     membership.leave();
     Ok(())
@@ -167,121 +178,4 @@ fn end_runs(service: &Service, reason: &str) {
         }
         service.close_run(&run);
     }
-}
-
-fn accept(listener: &OwnedFd, service: &Arc<Service>, nodes: &Arc<Nodes>, identity: Identity) {
-    let (socket, pid) = match accept_own(listener) {
-        Ok(Some(accepted)) => accepted,
-        Ok(None) => return,
-        Err(error) => {
-            tracing::warn!(%error, "a connection failed");
-            return;
-        }
-    };
-    let (service, nodes) = (Arc::clone(service), Arc::clone(nodes));
-    let spawned = std::thread::Builder::new()
-        .name(format!("talk-{pid}"))
-        .spawn(move || converse(socket, pid, &service, &nodes, identity));
-    if let Err(error) = spawned {
-        tracing::error!(%error, "no thread for a connection");
-    }
-}
-
-fn converse(socket: OwnedFd, pid: u32, service: &Arc<Service>, nodes: &Nodes, identity: Identity) {
-    let answer = match receive_frame(&socket) {
-        Ok((Frame::Hello(hello), fds)) => {
-            if let Err(error) = service.welcome(hello, fds, socket, pid) {
-                tracing::warn!(pid, %error, "a program was refused");
-            }
-            return;
-        }
-        Ok((Frame::OpenRun(open), _)) => {
-            match open_run(&socket, service, nodes, &open) {
-                Ok(run) => attend(&socket, service, &run),
-                Err(reason) => refuse(&socket, &reason),
-            }
-            return;
-        }
-        Ok((Frame::Status, _)) => {
-            let status = status(identity.host.0, service, nodes);
-            Frame::StatusIs(serde_json::to_string(&status).expect("figures can be written"))
-        }
-        Ok(_) => Frame::Refused("that is not for an agent".into()),
-        Err(AttachError::Closed) => return,
-        Err(error) => Frame::Refused(error.to_string()),
-    };
-    if let Err(error) = send_frame(&socket, &answer, &[]) {
-        tracing::debug!(pid, %error, "nobody waited for an answer");
-    }
-}
-
-fn refuse(socket: &OwnedFd, reason: &str) {
-    if let Err(error) = send_frame(socket, &Frame::Refused(reason.to_owned()), &[]) {
-        tracing::debug!(%error, "nobody waited for a refusal");
-    }
-}
-
-fn open_run(
-    socket: &OwnedFd,
-    service: &Arc<Service>,
-    nodes: &Nodes,
-    open: &OpenRun,
-) -> Result<Arc<Run>, String> {
-    if nodes.count() == 0 {
-        return Err("the cluster has no memory node: start one (aquifer node), or start the cluster anew (aquifer up)".into());
-    }
-    let replicas = usize::try_from(open.replicas).unwrap_or(usize::MAX);
-    if (2..=REPLICAS_MAX).contains(&replicas) && nodes.count() < replicas {
-        return Err(format!(
-            "--replicas {replicas} wants each page on {replicas} memory nodes, and the cluster has {}: start more (aquifer node, aquifer up --nodes), or ask for fewer replicas",
-            nodes.count()
-        ));
-    }
-    let run = service.open_run(&open.name, open.limit_bytes, replicas, socket.as_fd())?;
-    match send_frame(socket, &Frame::RunOpened(run.token()), &[]) {
-        Ok(()) => Ok(run),
-        Err(error) => {
-            service.close_run(&run);
-            Err(error.to_string())
-        }
-    }
-}
-
-/// Attend to a run until nobody is left in it.
-fn attend(socket: &OwnedFd, service: &Arc<Service>, run: &Arc<Run>) {
-    let mut told_end = false;
-    loop {
-        tell(socket, run, &mut told_end);
-        if !wait_readable(&[socket], NEWS_TICK).unwrap_or(true) {
-            continue;
-        }
-        let is_closing = matches!(receive_frame(socket), Ok((Frame::CloseRun, _)));
-        // The program's end is known before its monitor has given everything back.
-        let mut is_empty = run.wait_empty(if is_closing { CLOSE_PATIENCE } else { Duration::ZERO });
-        if is_closing {
-            tell(socket, run, &mut told_end);
-            let _ = send_frame(socket, &Frame::Statistics(statistics(&run.report())), &[]);
-        }
-        // Programs left in the background stay under their limit until they end.
-        while !is_empty {
-            is_empty = run.wait_empty(SETTLE);
-        }
-        service.close_run(run);
-        return;
-    }
-}
-
-/// Tell the run's owner what there is to tell. Whether it still listens is its own affair.
-fn tell(socket: &OwnedFd, run: &Run, told_end: &mut bool) {
-    for news in run.take_news() {
-        let _ = send_frame(socket, &Frame::News(news), &[]);
-    }
-    if let Some(reason) = run.reason().filter(|_| !*told_end) {
-        let _ = send_frame(socket, &Frame::Ended(reason), &[]);
-        *told_end = true;
-    }
-}
-
-fn statistics(report: &RunReport) -> String {
-    serde_json::to_string(&RunStatistics::from(report.clone())).expect("figures can be written")
 }

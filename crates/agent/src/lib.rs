@@ -15,6 +15,7 @@ mod place;
 pub mod report;
 pub mod shadow;
 mod socket;
+mod talk;
 
 pub use agent::{AgentError, AgentOptions, serve};
 pub use membership::MembershipError;

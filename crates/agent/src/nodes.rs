@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
-use aquifer_fabric::tcp::ClusterKey;
-use aquifer_fabric::{Endpoint, EndpointError, Identity, Reach};
+use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
+use aquifer_fabric::{Endpoint, EndpointError, Identity, Reach, Tenant};
 use aquifer_pager::Connector;
 use aquifer_pool::{NodeId, PoolClient};
 
@@ -13,14 +13,15 @@ use aquifer_pool::{NodeId, PoolClient};
 pub struct Nodes {
     identity: Identity,
     key: Option<ClusterKey>,
+    connect: ConnectOptions,
     addresses: RwLock<BTreeMap<NodeId, Reach>>,
 }
 
 impl Nodes {
     /// No nodes yet; those that are reached over a network want the cluster's key.
     #[must_use]
-    pub fn new(identity: Identity, key: Option<ClusterKey>) -> Arc<Self> {
-        Arc::new(Self { identity, key, addresses: RwLock::new(BTreeMap::new()) })
+    pub fn new(identity: Identity, key: Option<ClusterKey>, connect: ConnectOptions) -> Arc<Self> {
+        Arc::new(Self { identity, key, connect, addresses: RwLock::new(BTreeMap::new()) })
     }
 
     /// A node is there, or has moved.
@@ -43,12 +44,18 @@ impl Nodes {
         self.addresses.read().unwrap_or_else(PoisonError::into_inner).keys().copied().collect()
     }
 
-    /// A pool client connected to every node that answers.
+    /// This host, on behalf of one of its users.
     #[must_use]
-    pub fn pool(&self) -> PoolClient {
+    pub fn of(self: &Arc<Self>, tenant: u32) -> Arc<dyn Connector> {
+        Arc::new(OfTenant { nodes: Arc::clone(self), tenant: Tenant(tenant) })
+    }
+
+    /// A pool client of that user connected to every node that answers.
+    #[must_use]
+    pub fn pool(&self, tenant: u32) -> PoolClient {
         let mut pool = PoolClient::new(self.identity.host);
         for node in self.list() {
-            match self.connect(node) {
+            match self.connect(node, Tenant(tenant)) {
                 Ok(endpoint) => {
                     if let Err(error) = pool.add_node(node, endpoint) {
                         tracing::warn!(node = node.0, %error, "a memory node cannot be used");
@@ -61,10 +68,8 @@ impl Nodes {
         }
         pool
     }
-}
 
-impl Connector for Nodes {
-    fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
+    fn connect(&self, node: NodeId, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {
         let addresses = self.addresses.read().unwrap_or_else(PoisonError::into_inner);
         let Some(address) = addresses.get(&node).cloned() else {
             return Err(EndpointError::Unreachable {
@@ -76,6 +81,19 @@ impl Connector for Nodes {
             });
         };
         drop(addresses);
-        address.connect(self.identity, self.key.as_ref())
+        address.connect(Identity { tenant, ..self.identity }, self.key.as_ref(), &self.connect)
+    }
+}
+
+/// The nodes as one tenant reaches them.
+#[derive(Debug)]
+struct OfTenant {
+    nodes: Arc<Nodes>,
+    tenant: Tenant,
+}
+
+impl Connector for OfTenant {
+    fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
+        self.nodes.connect(node, self.tenant)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use aquifer_faults::serve::{RunReport, Service};
+use aquifer_faults::serve::{ProgramReport, Run, RunReport, Service};
 use serde::{Deserialize, Serialize};
 
 /// Fault latency in microseconds, measured by the agent from hearing of a fault to its page's being there.
@@ -16,11 +16,37 @@ pub struct LatencyUs {
     pub p999: f64,
 }
 
+/// A process of a run.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct ProgramStatistics {
+    /// Its process id; 0 while unknown.
+    pub pid: u32,
+    /// Pages of it that are resident and counted.
+    pub held_bytes: u64,
+    /// Faults served.
+    pub faults: u64,
+    /// Pages read from memory nodes.
+    pub remote_reads: u64,
+    /// Pages taken out of it.
+    pub evictions: u64,
+    /// Pages that could not be read back.
+    pub lost_pages: u64,
+}
+
+impl From<ProgramReport> for ProgramStatistics {
+    fn from(report: ProgramReport) -> Self {
+        let ProgramReport { pid, held_bytes, faults, remote_reads, evictions, lost_pages } = report;
+        Self { pid, held_bytes, faults, remote_reads, evictions, lost_pages }
+    }
+}
+
 /// What `aquifer run --stats` writes.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct RunStatistics {
     /// The program.
     pub name: String,
+    /// The user that it belongs to.
+    pub tenant: u32,
     /// `--local`.
     pub limit_bytes: u64,
     /// `--replicas`.
@@ -33,6 +59,8 @@ pub struct RunStatistics {
     pub repaired_pages: u64,
     /// Processes of the run alive now.
     pub processes: usize,
+    /// Each of them.
+    pub programs: Vec<ProgramStatistics>,
     /// Faults served.
     pub faults: u64,
     /// Pages filled with zeros.
@@ -75,12 +103,14 @@ impl From<RunReport> for RunStatistics {
         let [p50, p99, p999] = report.latency_ns.map(us);
         Self {
             name: report.name,
+            tenant: report.tenant,
             limit_bytes: report.limit_bytes,
             replicas: report.replicas,
             degraded_slabs: report.degraded_slabs,
             copied_slabs: report.copied_slabs,
             repaired_pages: report.repaired_pages,
-            processes: report.programs,
+            processes: report.programs.len(),
+            programs: report.programs.into_iter().map(Into::into).collect(),
             faults: report.faults,
             zero_pages: report.zero_pages,
             mempool_hits: report.mempool_hits,
@@ -128,12 +158,17 @@ pub struct NodeStatus {
     pub free_bytes: u64,
 }
 
-/// The runs and the mempool.
+/// The runs, as far as they are for whoever asks, and the mempool.
 #[must_use]
-pub fn status(host: u16, service: &Service, nodes: &crate::nodes::Nodes) -> AgentStatus {
+pub fn status(
+    host: u16,
+    service: &Service,
+    nodes: &crate::nodes::Nodes,
+    may_see: impl Fn(&Run) -> bool,
+) -> AgentStatus {
     let block = (aquifer_pager::BLOCK_PAGES * aquifer_pager::PAGE_BYTES) as u64;
     let mempool = service.mempool();
-    let mut pool = nodes.pool();
+    let mut pool = nodes.pool(rustix::process::geteuid().as_raw());
     let numbers: Vec<_> = pool.nodes().collect();
     AgentStatus {
         host,
@@ -152,6 +187,6 @@ pub fn status(host: u16, service: &Service, nodes: &crate::nodes::Nodes) -> Agen
                 }
             })
             .collect(),
-        runs: service.runs().iter().map(|run| run.report().into()).collect(),
+        runs: service.runs().iter().filter(|run| may_see(run)).map(|run| run.report().into()).collect(),
     }
 }

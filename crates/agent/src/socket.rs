@@ -18,8 +18,8 @@ fn packet_socket() -> io::Result<OwnedFd> {
     Ok(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
 }
 
-/// Listen at a path that only this user can reach. A socket left by a dead process is replaced.
-pub(crate) fn listen_at(path: &Path) -> io::Result<OwnedFd> {
+/// Listen at a path that only this user can reach, or everybody. A socket left by a dead process is replaced.
+fn listen_at(path: &Path, mode: u32) -> io::Result<OwnedFd> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
@@ -27,9 +27,19 @@ pub(crate) fn listen_at(path: &Path) -> io::Result<OwnedFd> {
     let socket = packet_socket()?;
     let address = SocketAddrUnix::new(path)?;
     bind(&socket, &address)?;
-    std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
+    std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode))?;
     listen(&socket, BACKLOG)?;
     Ok(socket)
+}
+
+/// Listen at a path, unless there is a socket that does so already.
+pub(crate) fn listen_or_take(path: &Path, given: Option<&OwnedFd>) -> io::Result<OwnedFd> {
+    given.map_or_else(|| listen_at(path, 0o600), OwnedFd::try_clone)
+}
+
+/// Listen at a path for all users of this host.
+pub(crate) fn listen_shared(path: &Path) -> io::Result<OwnedFd> {
+    listen_at(path, 0o666)
 }
 
 /// Each paged program needs a dozen descriptors: allow as many as the system lets us.
@@ -49,18 +59,31 @@ pub(crate) fn connect_to(path: &Path) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// The next connection and its process id. One of another user is turned away: `None`.
-pub(crate) fn accept_own(listener: &OwnedFd) -> io::Result<Option<(OwnedFd, u32)>> {
+/// Who is at the other end, as the kernel says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Peer {
+    pub pid: u32,
+    pub uid: u32,
+}
+
+/// The next connection.
+pub(crate) fn accept(listener: &OwnedFd) -> io::Result<(OwnedFd, Peer)> {
     let socket = accept_with(listener, SocketFlags::CLOEXEC)?;
     let peer = socket_peercred(&socket)?;
-    if peer.uid != rustix::process::geteuid() {
-        tracing::warn!(uid = peer.uid.as_raw(), "a connection of another user was turned away");
-        return Ok(None);
-    }
     set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE))?;
     set_socket_timeout(&socket, Timeout::Send, Some(PATIENCE))?;
     let pid = u32::try_from(peer.pid.as_raw_nonzero().get()).map_err(io::Error::other)?;
-    Ok(Some((socket, pid)))
+    Ok((socket, Peer { pid, uid: peer.uid.as_raw() }))
+}
+
+/// The next connection and its process id. One of another user is turned away: `None`.
+pub(crate) fn accept_own(listener: &OwnedFd) -> io::Result<Option<(OwnedFd, u32)>> {
+    let (socket, peer) = accept(listener)?;
+    if peer.uid != rustix::process::geteuid().as_raw() {
+        tracing::warn!(uid = peer.uid, "a connection of another user was turned away");
+        return Ok(None);
+    }
+    Ok(Some((socket, peer.pid)))
 }
 
 /// Wait until there is something to read or the other end hangs up; false if neither within `patience`.

@@ -9,6 +9,7 @@ mod cluster;
 mod demo;
 mod peers;
 mod run;
+mod settings;
 mod size;
 mod state;
 
@@ -30,6 +31,7 @@ fn main() -> ExitCode {
         Command::Up(arguments) => state(&cli.state).and_then(|state| cluster::up(&state, &arguments)),
         Command::Down => state(&cli.state).and_then(|state| cluster::down(&state)),
         Command::Status(arguments) => state(&cli.state).and_then(|state| cluster::status(&state, &arguments)),
+        Command::Limit(arguments) => state(&cli.state).and_then(|state| cluster::limit(&state, &arguments)),
         Command::Run(arguments) => Ok(run(&cli.state, arguments)),
         Command::Demo(arguments) => demo::run(&arguments).map_err(Into::into),
         Command::Bench(arguments) => bench::run(&arguments).map_err(Into::into),
@@ -52,7 +54,7 @@ fn run(state: &Option<PathBuf>, arguments: RunArguments) -> ExitCode {
         Err(error) => return fail(&error, aquifer_ipc::EXIT_FAILED),
     };
     let options = run::RunOptions {
-        agent_socket: state.agent_socket(),
+        agent_socket: arguments.agent.socket(&state),
         local_bytes: arguments.local,
         replicas: arguments.replicas,
         stats: arguments.stats,

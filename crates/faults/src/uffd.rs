@@ -5,8 +5,14 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
 use aquifer_pager::{PAGE_BYTES, PageNumber};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
 use crate::kernel::{Fault, Filled, Message, Stop};
 
+const UFFDIO_API: u64 = 0xc018_aa3f;
+const API: u64 = 0xaa;
+/// Everything that changes which pages there are, who faults, and ways to answer.
+const FEATURES: u64 = 1 << 1 | 1 << 2 | 1 << 3 | 1 << 6 | 1 << 8 | 1 << 14 | 1 << 16;
 const UFFDIO_REGISTER: u64 = 0xc020_aa00;
 const UFFDIO_WAKE: u64 = 0x8010_aa02;
 const UFFDIO_COPY: u64 = 0xc028_aa03;
@@ -26,6 +32,13 @@ pub const MESSAGE_BYTES: usize = 32;
 /// Where programs have their addresses.
 const USER_START: u64 = 1 << 16;
 const USER_END: u64 = (1 << 47) - 4096;
+
+#[repr(C)]
+struct ApiArgument {
+    api: u64,
+    features: u64,
+    ioctls: u64,
+}
 
 #[repr(C)]
 struct Range {
@@ -80,6 +93,22 @@ impl AsRawFd for Userfaultfd {
 }
 
 impl Userfaultfd {
+    /// Choose what it tells, before anything else, unless that was done. To hear of forks takes CAP_SYS_PTRACE, which the agent may have where
+    /// its programs have not.
+    ///
+    /// # Errors
+    /// What the kernel says: this process lacks that right, or the kernel such features.
+    pub fn enable(&self) -> io::Result<()> {
+        // Before it is enabled it tells of nothing but that error.
+        let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
+        poll(&mut fds, Some(&Timespec::default()))?;
+        if !fds[0].revents().contains(PollFlags::ERR) {
+            return Ok(());
+        }
+        let mut argument = ApiArgument { api: API, features: FEATURES, ioctls: 0 };
+        self.request(UFFDIO_API, &raw mut argument)
+    }
+
     /// Another descriptor of the same userfaultfd.
     ///
     /// # Errors

@@ -75,6 +75,15 @@ pub struct OpenRun {
     pub name: String,
 }
 
+/// A new limit for a run.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SetLimit {
+    /// A process of the run, or the `aquifer run` that started it.
+    pub pid: u32,
+    /// As [`OpenRun::limit_bytes`].
+    pub limit_bytes: u64,
+}
+
 /// What the keeper holds something for.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum KeptKind {
@@ -134,6 +143,12 @@ pub enum Frame {
     Take,
     /// Keeper to agent: that was all. Also the answer to itself: all that you sent is held.
     Taken,
+    /// Anyone to agent: change the limit of the run that a process belongs to. Answered with the run's [`Frame::Statistics`].
+    SetLimit(SetLimit),
+    /// Program to agent: I may not use userfaultfd, but you may.
+    WantDevice,
+    /// Agent to program: comes with `/dev/userfaultfd`, open.
+    Device,
     /// Agent to `aquifer run`: something that the user should know.
     News(String),
 }
@@ -253,6 +268,9 @@ impl Frame {
             13 => Self::News(reader.text()?),
             14 => Self::Take,
             15 => Self::Taken,
+            16 => Self::SetLimit(SetLimit { pid: reader.u32()?, limit_bytes: reader.u64()? }),
+            17 => Self::WantDevice,
+            18 => Self::Device,
             kind => return Err(FrameError::UnknownKind(kind)),
         })
     }
@@ -264,7 +282,13 @@ impl Frame {
         out.extend_from_slice(&self.kind().to_le_bytes());
         match self {
             Self::Hello(hello) => hello_parts(hello, |bytes| out.extend_from_slice(bytes)),
-            Self::Welcome | Self::CloseRun | Self::Status | Self::Take | Self::Taken => {}
+            Self::Welcome
+            | Self::CloseRun
+            | Self::Status
+            | Self::Take
+            | Self::Taken
+            | Self::WantDevice
+            | Self::Device => {}
             Self::Refused(text)
             | Self::Statistics(text)
             | Self::Ended(text)
@@ -282,6 +306,10 @@ impl Frame {
                 out.extend_from_slice(&put.pid.to_le_bytes());
                 write_text(&put.record, out);
             }
+            Self::SetLimit(set) => {
+                out.extend_from_slice(&set.pid.to_le_bytes());
+                out.extend_from_slice(&set.limit_bytes.to_le_bytes());
+            }
             Self::Drop(kind, id) => {
                 out.extend_from_slice(&kept_number(*kind).to_le_bytes());
                 out.extend_from_slice(&id.to_le_bytes());
@@ -292,9 +320,13 @@ impl Frame {
     /// Write a frame into a buffer on the stack; returns its length. For a forked child, which may not allocate.
     ///
     /// # Panics
-    /// If the frame is no [`Frame::Hello`], or the buffer is too small for it.
+    /// If the frame is neither [`Frame::Hello`] nor [`Frame::WantDevice`], or the buffer is too small for it.
     pub fn write_fixed(&self, out: &mut [u8]) -> usize {
-        let Self::Hello(hello) = self else { panic!("only a hello is written without allocating") };
+        let hello = match self {
+            Self::Hello(hello) => Some(hello),
+            Self::WantDevice => None,
+            _ => panic!("only what a program says is written without allocating"),
+        };
         let mut at = 0;
         let mut put = |bytes: &[u8]| {
             out[at..at + bytes.len()].copy_from_slice(bytes);
@@ -303,7 +335,9 @@ impl Frame {
         put(&MAGIC);
         put(&VERSION.to_le_bytes());
         put(&self.kind().to_le_bytes());
-        hello_parts(hello, put);
+        if let Some(hello) = hello {
+            hello_parts(hello, put);
+        }
         at
     }
 
@@ -324,6 +358,9 @@ impl Frame {
             Self::News(_) => 13,
             Self::Take => 14,
             Self::Taken => 15,
+            Self::SetLimit(_) => 16,
+            Self::WantDevice => 17,
+            Self::Device => 18,
         }
     }
 }
@@ -427,6 +464,9 @@ mod tests {
             Frame::News("a page is lost".into()),
             Frame::Take,
             Frame::Taken,
+            Frame::SetLimit(SetLimit { pid: 77, limit_bytes: 4096 }),
+            Frame::WantDevice,
+            Frame::Device,
         ]
     }
 
@@ -441,7 +481,7 @@ mod tests {
         for frame in samples() {
             let mut bytes = bytes_of(&frame);
             assert_eq!(Frame::parse(&bytes), Ok(frame.clone()));
-            if let Frame::Hello(_) = frame {
+            if let Frame::Hello(_) | Frame::WantDevice = frame {
                 let mut fixed = [0; 128];
                 let length = frame.write_fixed(&mut fixed);
                 assert_eq!(fixed[..length], bytes);
@@ -504,7 +544,7 @@ mod tests {
         }
 
         #[test]
-        fn damaged_frames_never_panic(which in 0usize..15, at in 0usize..120, value in any::<u8>(), cut in 0usize..120) {
+        fn damaged_frames_never_panic(which in 0usize..18, at in 0usize..120, value in any::<u8>(), cut in 0usize..120) {
             let mut bytes = bytes_of(&samples()[which]);
             if let Some(byte) = bytes.get_mut(at) {
                 *byte = value;

@@ -44,10 +44,8 @@ pub enum Mutation {
     HeedVacating,
     /// Pages change their number while a batch is leaving.
     RemapWhileLeaving,
-    /// Events that were heeded are heeded once more after a restart.
-    ForgetHeeded,
-    /// After a restart the nodes still do what the agent before had under way.
-    ForgetFence,
+    /// That a move of pages was begun is not known after a restart.
+    ForgetMoving,
     /// After a restart a page that was on its way out is taken for one that is in the program.
     ForgetLeaving,
 }

@@ -48,10 +48,6 @@ pub fn attach_program(path: &[u8], token: Token) {
     if path.len() >= PATH_BYTES {
         say::fail("the path of the agent's socket is too long", 0);
     }
-    let paged = uffd::open(uffd::PAGED);
-    if paged < 0 {
-        refuse_for_rights(paged);
-    }
     let canary = map(PAGE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1);
     // Each child finds the page missing, whatever its parent did there.
     // SAFETY: our own fresh mapping.
@@ -59,7 +55,7 @@ pub fn attach_program(path: &[u8], token: Token) {
         libc::madvise(canary as *mut libc::c_void, PAGE, libc::MADV_WIPEONFORK);
     }
     remember(path, token, canary);
-    attach(paged);
+    attach(create_uffd());
     // SAFETY: registers a function that lives as long as the library, which is never unloaded.
     unsafe {
         libc::pthread_atfork(None, None, Some(after_fork));
@@ -97,9 +93,10 @@ fn token() -> Token {
 /// The common part: with a userfaultfd of our own (`paged >= 0`), or with the one that the agent got from the fork.
 fn attach(paged: i32) {
     let is_child = paged < 0;
-    let staged = uffd::open(uffd::STAGING);
-    if staged < 0 {
-        refuse_for_rights(staged);
+    let staged = create_uffd();
+    let result = uffd::enable(staged, uffd::STAGING);
+    if result < 0 {
+        say::fail("this kernel's userfaultfd cannot move pages: Linux 6.8 or newer is needed", -result);
     }
     let anonymous = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     let private_bytes = STACK_BYTES + ANTECHAMBER_BYTES + STAGING_BYTES;
@@ -188,8 +185,9 @@ fn map(bytes: usize, flags: i32, fd: i32) -> usize {
 fn say_hello(hello: &Hello, paged: i32) -> (i32, i32, i32) {
     for _ in 0..HELLOS_MAX {
         let socket = connect();
-        if send_hello(socket, hello, paged)
-            && let Some((control, child_paged)) = receive_welcome(socket, hello.is_child)
+        if send(socket, &Frame::Hello(*hello), paged)
+            && let Some([control, child_paged]) =
+                receive(socket, &Frame::Welcome, if hello.is_child { 2 } else { 1 })
         {
             return (socket, control, child_paged);
         }
@@ -216,10 +214,10 @@ fn connect() -> i32 {
     }
 }
 
-/// False if the agent has gone.
-fn send_hello(socket: i32, hello: &Hello, paged: i32) -> bool {
+/// Say something, with a descriptor if it is one; false if the agent has gone.
+fn send(socket: i32, frame: &Frame, fd: i32) -> bool {
     let mut bytes = [0u8; 128];
-    let length = Frame::Hello(*hello).write_fixed(&mut bytes);
+    let length = frame.write_fixed(&mut bytes);
     // SAFETY: all pointers are to locals that outlive the call; the control buffer is large enough for one descriptor.
     unsafe {
         let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: length };
@@ -227,14 +225,14 @@ fn send_hello(socket: i32, hello: &Hello, paged: i32) -> bool {
         let mut message: libc::msghdr = zeroed();
         message.msg_iov = &raw mut part;
         message.msg_iovlen = 1;
-        if paged >= 0 {
+        if fd >= 0 {
             message.msg_control = ancillary.as_mut_ptr().cast();
             message.msg_controllen = libc::CMSG_SPACE(4) as usize;
             let header = libc::CMSG_FIRSTHDR(&raw const message);
             (*header).cmsg_level = libc::SOL_SOCKET;
             (*header).cmsg_type = libc::SCM_RIGHTS;
             (*header).cmsg_len = libc::CMSG_LEN(4) as usize;
-            ptr::write_unaligned(libc::CMSG_DATA(header).cast(), paged);
+            ptr::write_unaligned(libc::CMSG_DATA(header).cast(), fd);
         }
         if libc::sendmsg(socket, &raw const message, libc::MSG_NOSIGNAL) >= 0 {
             return true;
@@ -250,8 +248,8 @@ fn is_gone(error: isize) -> bool {
     error == libc::EPIPE as isize || error == libc::ECONNRESET as isize
 }
 
-/// The control memory's descriptor, and for a child its userfaultfd; `None` if the agent has gone.
-fn receive_welcome(socket: i32, is_child: bool) -> Option<(i32, i32)> {
+/// The descriptors, `wanted` of them, that come with the answer; `None` if the agent has gone.
+fn receive(socket: i32, answer: &Frame, wanted: usize) -> Option<[i32; 2]> {
     let mut bytes = [0u8; 1024];
     let mut fds = [-1i32; 2];
     let mut count = 0;
@@ -287,19 +285,38 @@ fn receive_welcome(socket: i32, is_child: bool) -> Option<(i32, i32)> {
         say::fail("the agent cannot be heard", errno());
     }
     match Frame::parse(&bytes[..length as usize]) {
-        Ok(Frame::Welcome) if count == if is_child { 2 } else { 1 } => Some((fds[0], fds[1])),
+        Ok(frame) if frame == *answer && count == wanted => Some(fds),
         Ok(Frame::Refused(reason)) => say::fail(&reason, 0),
         Err(error) => say::fail_with(&error),
         Ok(_) => say::fail("the agent's answer makes no sense", 0),
     }
 }
 
-fn refuse_for_rights(error: i32) -> ! {
-    say::fail(
-        "this user may not use userfaultfd: give access to /dev/userfaultfd, or set the sysctl \
-         vm.unprivileged_userfaultfd=1, or run as root",
-        -error as isize,
-    )
+/// A userfaultfd: by this user's rights, else by the agent's.
+fn create_uffd() -> i32 {
+    let own = uffd::create();
+    if own >= 0 {
+        return own;
+    }
+    let fd = uffd::create_from(ask_device());
+    if fd < 0 {
+        say::fail("no userfaultfd can be had from the agent's device", -fd as isize);
+    }
+    fd
+}
+
+/// `/dev/userfaultfd`, as the agent may open it.
+fn ask_device() -> i32 {
+    for _ in 0..HELLOS_MAX {
+        let socket = connect();
+        let answer =
+            if send(socket, &Frame::WantDevice, -1) { receive(socket, &Frame::Device, 1) } else { None };
+        uffd::close(socket);
+        if let Some([device, _]) = answer {
+            return device;
+        }
+    }
+    say::fail("the agent closes every connection", 0)
 }
 
 fn errno() -> isize {

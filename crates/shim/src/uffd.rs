@@ -7,18 +7,11 @@ const UFFDIO_API: usize = 0xc018_aa3f;
 const UFFDIO_REGISTER: usize = 0xc020_aa00;
 const UFFDIO_MOVE: usize = 0xc028_aa05;
 const DEVICE_NEW: usize = 0xaa00;
+const FLAGS: usize = (libc::O_CLOEXEC | libc::O_NONBLOCK) as usize;
 
-const EVENT_FORK: u64 = 1 << 1;
-const EVENT_REMAP: u64 = 1 << 2;
-const EVENT_REMOVE: u64 = 1 << 3;
-const EVENT_UNMAP: u64 = 1 << 6;
 const SIGBUS: u64 = 1 << 7;
-const THREAD_ID: u64 = 1 << 8;
-const POISON: u64 = 1 << 14;
 const MOVE: u64 = 1 << 16;
 
-/// What the agent needs to hear: everything that changes which pages there are.
-pub const PAGED: u64 = EVENT_FORK | EVENT_REMAP | EVENT_REMOVE | EVENT_UNMAP | THREAD_ID | POISON | MOVE;
 /// For the staging area: no events, and whoever touches a missing page there gets an error instead of waiting for nobody.
 pub const STAGING: u64 = SIGBUS | MOVE;
 
@@ -46,37 +39,37 @@ struct MoveArgument {
     moved: i64,
 }
 
-/// Open a userfaultfd with these features; negative errno if the kernel will not.
-pub fn open(features: u64) -> i32 {
-    let flags = (libc::O_CLOEXEC | libc::O_NONBLOCK) as usize;
+/// Make a userfaultfd, whose features are still to be chosen; negative errno if this user may not.
+pub fn create() -> i32 {
     // SAFETY: opens a descriptor and touches no memory.
-    let mut fd = unsafe { syscall(libc::SYS_userfaultfd, [flags, 0, 0, 0, 0, 0]) };
-    if fd < 0 {
-        // SAFETY: the path is a valid C string; opens descriptors only.
-        unsafe {
-            let path = c"/dev/userfaultfd".as_ptr();
-            let device = syscall(
-                libc::SYS_openat,
-                [libc::AT_FDCWD as usize, path as usize, (libc::O_RDWR | libc::O_CLOEXEC) as usize, 0, 0, 0],
-            );
-            if device >= 0 {
-                fd = syscall(libc::SYS_ioctl, [device as usize, DEVICE_NEW, flags, 0, 0, 0]);
-                syscall(libc::SYS_close, [device as usize, 0, 0, 0, 0, 0]);
-            }
-        }
-    }
-    if fd < 0 {
+    let fd = unsafe { syscall(libc::SYS_userfaultfd, [FLAGS, 0, 0, 0, 0, 0]) };
+    if fd >= 0 {
         return fd as i32;
     }
+    // SAFETY: the path is a valid C string; opens a descriptor only.
+    let device = unsafe {
+        let path = c"/dev/userfaultfd".as_ptr();
+        syscall(
+            libc::SYS_openat,
+            [libc::AT_FDCWD as usize, path as usize, (libc::O_RDWR | libc::O_CLOEXEC) as usize, 0, 0, 0],
+        )
+    };
+    if device < 0 { fd as i32 } else { create_from(device as i32) }
+}
+
+/// Make one from the open device, which is closed.
+pub fn create_from(device: i32) -> i32 {
+    // SAFETY: opens a descriptor and touches no memory.
+    let fd = unsafe { syscall(libc::SYS_ioctl, [device as usize, DEVICE_NEW, FLAGS, 0, 0, 0]) };
+    close(device);
+    fd as i32
+}
+
+/// Choose its features; 0 or negative errno. Those of the program's own are the agent's to choose: some take rights.
+pub fn enable(fd: i32, features: u64) -> isize {
     let mut argument = ApiArgument { api: API, features, ioctls: 0 };
     // SAFETY: the argument is of the layout that this request reads and writes.
-    let result =
-        unsafe { syscall(libc::SYS_ioctl, [fd as usize, UFFDIO_API, &raw mut argument as usize, 0, 0, 0]) };
-    if result < 0 {
-        close(fd as i32);
-        return result as i32;
-    }
-    fd as i32
+    unsafe { syscall(libc::SYS_ioctl, [fd as usize, UFFDIO_API, &raw mut argument as usize, 0, 0, 0]) }
 }
 
 /// Register `len` bytes at `start` for missing faults; 0 or negative errno.

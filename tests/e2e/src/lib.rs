@@ -7,6 +7,7 @@
 //! - [`compare`]: both, with equal output, within the limit.
 //! - [`sampler`], [`processes`]: `/proc`.
 //! - [`agent`]: the agent's socket, for what only a hostile program would send.
+//! - [`network`]: machines in network namespaces.
 //! - [`eventually`]: waiting for a condition.
 //!
 //! A cluster is up in one test at a time, over all test programs: limits and speeds of two would be each other's.
@@ -16,6 +17,7 @@ pub mod build;
 pub mod cluster;
 pub mod compare;
 pub mod eventually;
+pub mod network;
 pub mod processes;
 pub mod run;
 pub mod sampler;

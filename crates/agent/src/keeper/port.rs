@@ -17,11 +17,13 @@ use crate::socket::{connect_to, wait_readable};
 const TAKE_PATIENCE: Duration = Duration::from_secs(5);
 const TAKE_AGAIN: Duration = Duration::from_millis(10);
 
+/// What was given to the keeper, kept so that a new one can be given it, too.
+type Given = BTreeMap<(KeptKind, u64), (Put, Vec<OwnedFd>)>;
+
 #[derive(Debug)]
 struct State {
     socket: OwnedFd,
-    /// Kept so that a new keeper can be given it too.
-    given: BTreeMap<(KeptKind, u64), (Put, Vec<OwnedFd>)>,
+    given: Given,
 }
 
 /// The agent's connection to the keeper.
@@ -42,8 +44,7 @@ impl KeeperPort {
             let socket = connect_to(path)?;
             match take(&socket) {
                 Ok(kept) => {
-                    let given = kept.iter().map(note).collect::<io::Result<_>>()?;
-                    let state = Mutex::new(State { socket, given });
+                    let state = Mutex::new(State { socket, given: note(&kept)? });
                     return Ok((Self { path: path.to_owned(), state }, kept));
                 }
                 Err(error) if Instant::now() >= deadline => return Err(error),
@@ -113,10 +114,14 @@ fn take(socket: &OwnedFd) -> io::Result<Vec<Kept>> {
     }
 }
 
-/// The pidfd that comes back with a program was not put with it.
-fn note(kept: &Kept) -> io::Result<((KeptKind, u64), (Put, Vec<OwnedFd>))> {
-    let has_pidfd = kept.put.kind == KeptKind::Program && kept.put.pid != 0;
-    let count = kept.fds.len() - usize::from(has_pidfd && !kept.fds.is_empty());
-    let fds = kept.fds[..count].iter().map(OwnedFd::try_clone).collect::<io::Result<_>>()?;
-    Ok(((kept.put.kind, kept.put.id), (kept.put.clone(), fds)))
+/// What came back counts as given. The pidfd that comes back with a program was not put with it.
+fn note(kept: &[Kept]) -> io::Result<Given> {
+    let mut given = Given::new();
+    for Kept { put, fds } in kept {
+        let has_pidfd = put.kind == KeptKind::Program && put.pid != 0;
+        let own = &fds[..fds.len().saturating_sub(usize::from(has_pidfd))];
+        let own = own.iter().map(OwnedFd::try_clone).collect::<io::Result<_>>()?;
+        given.insert((put.kind, put.id), (put.clone(), own));
+    }
+    Ok(given)
 }

@@ -5,16 +5,20 @@
 mod down;
 mod key;
 mod launch;
+mod limit;
 mod lock;
 mod memory;
 mod part;
 mod parts;
 mod shape;
 mod signals;
+mod source;
 mod status;
+mod systemd;
 mod up;
 
 pub use down::down;
+pub use limit::limit;
 pub use parts::be;
 pub use status::status;
 pub use up::up;

@@ -1,6 +1,7 @@
 //! `aquifer status`: what is up, how much memory is free, what runs.
 
 use std::fmt::Write;
+use std::path::Path;
 use std::process::ExitCode;
 
 use aquifer_agent::report::AgentStatus;
@@ -9,8 +10,8 @@ use serde::Serialize;
 
 use super::launch::{LaunchError, life_of};
 use super::part::Part;
-use super::parts::connect;
 use super::shape::Shape;
+use super::source::Source;
 use crate::Outcome;
 use crate::cli::StatusArguments;
 use crate::size::Size;
@@ -49,7 +50,7 @@ struct NodeStatus {
 
 /// Show it.
 pub fn status(state: &StateDir, arguments: &StatusArguments) -> Outcome {
-    let status = find_out(state)?;
+    let status = find_out(state, &arguments.agent.socket(state))?;
     if arguments.json {
         println!("{}", serde_json::to_string_pretty(&status)?);
     } else {
@@ -58,24 +59,30 @@ pub fn status(state: &StateDir, arguments: &StatusArguments) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-fn find_out(state: &StateDir) -> Result<Status, Box<dyn std::error::Error>> {
+fn find_out(state: &StateDir, agent_socket: &Path) -> Result<Status, Box<dyn std::error::Error>> {
     let shape = Shape::load(state)?;
     let mut parts = Vec::new();
-    for part in shape.iter().flat_map(|shape| Part::all(shape.nodes)) {
+    for part in shape.iter().flat_map(Shape::parts) {
         parts.push(part_status(state, part)?);
     }
     let mut problems = Vec::new();
     let is_alive = |name: &str| parts.iter().any(|part: &PartStatus| part.name == name && part.alive);
-    let (nodes, agents) = if is_alive("directory") {
-        in_directory(state).unwrap_or_else(|error| {
-            problems.push(error);
-            (Vec::new(), Vec::new())
-        })
-    } else {
-        (Vec::new(), Vec::new())
+    let source = shape.as_ref().map(|shape| Source::new(&shape.directory)).transpose()?;
+    // One that is elsewhere is asked while there is anything that would use it.
+    let is_there = |source: &Source| {
+        if source.is_own() { is_alive("directory") } else { parts.iter().any(|part| part.alive) }
     };
-    let agent = if is_alive("agent") {
-        agent_status(state).unwrap_or_else(|error| {
+    let told = source.filter(is_there).map(|source| in_directory(state, &source));
+    let (nodes, agents) = told
+        .transpose()
+        .unwrap_or_else(|error| {
+            problems.push(error);
+            None
+        })
+        .unwrap_or_default();
+    let is_own = agent_socket == state.agent_socket();
+    let agent = if is_alive("agent") || !is_own {
+        agent_status(agent_socket).unwrap_or_else(|error| {
             problems.push(format!("the agent does not tell how it is: {error}"));
             None
         })
@@ -113,15 +120,15 @@ fn part_status(state: &StateDir, part: Part) -> Result<PartStatus, LaunchError> 
     })
 }
 
-fn in_directory(state: &StateDir) -> Result<(Vec<NodeRecord>, Vec<AgentRecord>), String> {
-    let directory = connect(state).map_err(|error| error.to_string())?;
+fn in_directory(state: &StateDir, source: &Source) -> Result<(Vec<NodeRecord>, Vec<AgentRecord>), String> {
+    let directory = source.connect(state).map_err(|error| error.to_string())?;
     let nodes = names::nodes(&*directory).map_err(|error| error.to_string())?;
     let agents = names::agents(&*directory).map_err(|error| error.to_string())?;
     Ok((nodes, agents))
 }
 
-fn agent_status(state: &StateDir) -> std::io::Result<Option<AgentStatus>> {
-    aquifer_agent::client::status(&state.agent_socket())
+fn agent_status(socket: &Path) -> std::io::Result<Option<AgentStatus>> {
+    aquifer_agent::client::status(socket)
 }
 
 fn in_words(status: &Status) -> String {
@@ -132,12 +139,13 @@ fn in_words(status: &Status) -> String {
 }
 
 fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
-    if status.parts.iter().all(|part| !part.alive) {
+    if status.parts.iter().all(|part| !part.alive) && status.agent.is_none() {
         writeln!(text, "No cluster is up in {}. Start one with: aquifer up", status.state)?;
         return Ok(());
     }
     let missing = status.parts.iter().filter(|part| !part.alive).count();
     match missing {
+        0 if status.parts.is_empty() => writeln!(text, "This host's agent serves you")?,
         0 => writeln!(text, "The cluster is up, in {}", status.state)?,
         _ => writeln!(
             text,
@@ -175,6 +183,17 @@ fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
             run.faults,
             run.processes,
         )?;
+        for program in &run.programs {
+            writeln!(
+                text,
+                "    process {:<8} {} held, {} faults, {} pages taken, {} read back",
+                program.pid,
+                Size(program.held_bytes),
+                program.faults,
+                program.evictions,
+                program.remote_reads,
+            )?;
+        }
         if run.replicas > 1 {
             match run.degraded_slabs {
                 0 => writeln!(text, "    each page on {} memory nodes", run.replicas)?,

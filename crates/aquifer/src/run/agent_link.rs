@@ -86,9 +86,6 @@ fn hear(socket: &OwnedFd, reason: &Mutex<Option<String>>, statistics: &Sender<St
             Err(_) => break,
         }
     }
-    eprintln!(
-        "aquifer: the agent is gone. {name} waits for it, and is ended if it does not come back for it"
-    );
-    let text = "the agent that paged it died and did not come back for it".to_owned();
+    let text = format!("the agent died, and none came for {name} in time");
     reason.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(text);
 }

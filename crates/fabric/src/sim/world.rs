@@ -12,6 +12,9 @@ use crate::target::{Host, Identity, Region, Scope};
 use crate::work::{Completion, EndpointError, Key, LocalSlice, PostError, RemoteAddr, Verb, Work, WorkError};
 
 /// Everything there is.
+/// What is on the wire when a host's end goes away may be so many times slower than usual.
+const STRAY_FACTOR_MAX: u64 = 64;
+
 #[derive(Debug)]
 pub(super) struct World {
     pub options: SimOptions,
@@ -249,10 +252,18 @@ impl World {
                 memory.read(offset, &mut flight.data);
             }
         }
-        link.flights = flights;
         link.closed = true;
         link.severed = Some(WorkError::PeerGone);
         link.done.clear();
+        // It may stay there for long: in a switch, in a buffer of the node.
+        let mut at_ns = self.now_ns;
+        for mut flight in flights {
+            at_ns += self.delay_ns(id) * self.rng.range(&(1..STRAY_FACTOR_MAX)) + 1;
+            flight.serial = self.links[id].next_serial;
+            self.links[id].next_serial += 1;
+            self.schedule(at_ns, id, Event::Apply(flight.serial));
+            self.links[id].flights.push_back(flight);
+        }
     }
 
     pub fn partition(&mut self, host: Host, node: Node, cut: bool) {

@@ -15,6 +15,7 @@ mod door;
 mod endpoint;
 pub mod hello;
 mod rate;
+mod reply;
 pub mod secure;
 mod serve;
 mod session;

@@ -12,6 +12,7 @@ use rustix::net::{RecvFlags, SendFlags};
 use zerocopy::IntoBytes;
 
 use super::Rate;
+use super::reply::Answers;
 use super::secure::Seal;
 use super::session::{ANSWERS_BYTES_MAX, Nonsense, Session};
 use super::target::{Shared, lock};
@@ -71,7 +72,7 @@ struct Connection {
     /// What a sealed connection said, opened.
     opened: Vec<u8>,
     /// To be sent next.
-    answers: Vec<u8>,
+    answers: Answers,
     /// Being sent.
     outgoing: Vec<u8>,
     sent: usize,
@@ -213,7 +214,7 @@ impl ServeThread {
                 let wait = lock(&self.shared.limiter).charge(tenant, bytes, operations, now);
                 connection.paused_until = wait.map(|wait| now + wait);
             }
-            while !is_leaving && connection.session.peer.next_message(&mut connection.answers) {}
+            while !is_leaving && connection.session.peer.next_message(connection.answers.bytes()) {}
             let was_stalled = connection.answers.len() >= ANSWERS_BYTES_MAX;
             if connection.send() {
                 self.close(at);
@@ -255,7 +256,7 @@ impl ServeThread {
             for at in 0..self.connections.len() {
                 let Some(connection) = self.connections[at].as_mut() else { continue };
                 let farewell = Answer::new(wire::FAREWELL, Ok(connection.session.done()), 0);
-                connection.answers.extend_from_slice(farewell.as_bytes());
+                connection.answers.put(farewell.as_bytes());
                 self.advance(at);
             }
         }
@@ -271,6 +272,8 @@ impl ServeThread {
 
 impl Connection {
     fn new(arrival: Arrival) -> Self {
+        let mut answers = Answers::default();
+        answers.put(&arrival.answers);
         Self {
             socket: arrival.socket,
             session: arrival.session,
@@ -278,7 +281,7 @@ impl Connection {
             input: vec![0; INPUT_BYTES].into_boxed_slice(),
             filled: 0,
             opened: Vec::new(),
-            answers: arrival.answers,
+            answers,
             outgoing: Vec::new(),
             sent: 0,
             interest: EventFlags::IN,
@@ -295,7 +298,7 @@ impl Connection {
         active.store(sequence, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         let served = match &mut self.seal {
-            None => session.feed(&self.input[..self.filled], &mut self.answers).map(|used| (used, 0)),
+            None => self.serve_plainly().map(|used| (used, 0)),
             Some(seal) => {
                 let used = if self.opened.len() < INPUT_BYTES {
                     seal.open(&self.input[..self.filled], &mut self.opened)
@@ -314,6 +317,23 @@ impl Connection {
         self.filled -= used;
         self.opened.drain(..fed);
         Ok(())
+    }
+
+    /// Serve a connection that says everything as it is; how many bytes were used. Called with `active` odd.
+    fn serve_plainly(&mut self) -> Result<usize, Nonsense> {
+        let mut at = 0;
+        loop {
+            // What comes after something that waits must wait, too.
+            self.answers.set_lending(self.sent == self.outgoing.len() && self.answers.is_empty());
+            at += self.session.feed(&self.input[at..self.filled], &mut self.answers)?;
+            if !self.answers.has_loans() {
+                return Ok(at);
+            }
+            self.outgoing.clear();
+            self.sent = 0;
+            // SAFETY: `active` has been odd since the regions lent: none of them has gone.
+            unsafe { self.answers.send_loans(&self.socket, &mut self.outgoing) };
+        }
     }
 
     /// Take what has come, as far as there is room; true if no more will.
@@ -370,10 +390,10 @@ impl Connection {
         self.outgoing.clear();
         self.sent = 0;
         match &mut self.seal {
-            None => std::mem::swap(&mut self.outgoing, &mut self.answers),
+            None => std::mem::swap(&mut self.outgoing, self.answers.bytes()),
             Some(seal) => {
-                seal.close(&self.answers, &mut self.outgoing);
-                self.answers.clear();
+                seal.close(self.answers.bytes(), &mut self.outgoing);
+                self.answers.bytes().clear();
             }
         }
         !self.outgoing.is_empty()

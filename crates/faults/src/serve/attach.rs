@@ -41,6 +41,11 @@ pub enum AttachError {
     /// The program sent no userfaultfd, or something else.
     #[error("a program's hello must come with its userfaultfd")]
     NoUserfaultfd,
+    /// The kernel does not let the agent hear what it must.
+    #[error(
+        "the agent cannot page programs: {0}. It takes Linux 6.8 or newer, and the right to hear of forks (CAP_SYS_PTRACE): start the agent as root"
+    )]
+    Features(io::Error),
     /// A child that no fork told of.
     #[error("this process was not forked from a program of the run")]
     UnknownChild,
@@ -123,7 +128,9 @@ impl Service {
             return attach_child(&run, pid, attachment);
         }
         let uffd = fds.into_iter().next().filter(is_userfaultfd).ok_or(AttachError::NoUserfaultfd)?;
-        program::start_root(&run, pid, Userfaultfd::from(uffd), attachment)?;
+        let uffd = Userfaultfd::from(uffd);
+        uffd.enable().map_err(AttachError::Features)?;
+        program::start_root(&run, pid, uffd, attachment)?;
         Ok(())
     }
 }

@@ -33,18 +33,20 @@ pub use attach::AttachError;
 pub use program::Program;
 pub use records::Kept;
 pub use restore::Restored;
-pub use run::{Run, RunReport};
+pub use run::{ProgramReport, Run, RunReport};
 
 /// Runs that one agent serves at once.
 pub const RUNS_MAX: usize = 1024;
+/// Runs that one user has at once.
+pub const RUNS_PER_TENANT_MAX: usize = 256;
 
 /// What the agent provides.
 pub trait Surroundings: Send + Sync + Debug {
-    /// How to reach memory nodes.
-    fn connector(&self) -> Arc<dyn Connector>;
+    /// How to reach memory nodes on behalf of a tenant.
+    fn connector(&self, tenant: u32) -> Arc<dyn Connector>;
 
-    /// A pool client with all nodes that can be reached now.
-    fn pool(&self) -> PoolClient;
+    /// A pool client of that tenant with all nodes that can be reached now.
+    fn pool(&self, tenant: u32) -> PoolClient;
 
     /// Hold this in a process that outlives this one, so that programs never read zeros and another agent can go on with them; in
     /// place of what was held under the same name.
@@ -98,6 +100,7 @@ impl Service {
         limit_bytes: u64,
         replicas: usize,
         owner: BorrowedFd<'_>,
+        tenant: u32,
     ) -> Result<Arc<Run>, String> {
         if limit_bytes < aquifer_pager::LIMIT_BYTES_MIN {
             return Err(format!(
@@ -112,7 +115,10 @@ impl Service {
         if runs.len() >= RUNS_MAX {
             return Err(format!("this agent already serves {RUNS_MAX} runs: end some first"));
         }
-        let run = Run::open(self, name, limit_bytes, replicas, owner)
+        if runs.values().filter(|run| run.tenant() == tenant).count() >= RUNS_PER_TENANT_MAX {
+            return Err(format!("user {tenant} has {RUNS_PER_TENANT_MAX} runs already: end some first"));
+        }
+        let run = Run::open(self, name, limit_bytes, replicas, owner, tenant)
             .map_err(|error| format!("no memory for another run: {error}"))?;
         runs.insert(run.token(), Arc::clone(&run));
         Ok(run)

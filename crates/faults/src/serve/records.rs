@@ -25,6 +25,8 @@ pub(crate) struct RunRecord {
     pub token: String,
     pub name: String,
     pub limit_bytes: u64,
+    /// The user that it belongs to.
+    pub tenant: u32,
     pub replicas: usize,
 }
 

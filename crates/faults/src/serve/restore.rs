@@ -11,6 +11,7 @@ use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use aquifer_ipc::{Frame, KeptKind};
 use aquifer_pager::{BlockId, Budget, Memory, REPLICAS_MAX, Recovered, SlabSet, Volume, finish_move};
+use aquifer_pool::Extent;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, pidfd_send_signal};
 
@@ -68,6 +69,7 @@ impl Service {
             run.recover(self, &mut orphans, &mut used);
         }
         self.mempool.finish_recovery(&used);
+        self.give_back_unnoted(&runs);
         for id in orphans.into_keys() {
             self.surroundings.unkeep(KeptKind::Orphan, id);
         }
@@ -106,11 +108,30 @@ impl Service {
         }
     }
 
+    /// An agent that was killed may have taken memory of the pool that it could not note any more. Nobody takes any meanwhile.
+    fn give_back_unnoted(&self, runs: &BTreeMap<u64, OpenRun>) {
+        let place = |extent: &Extent| (extent.node, extent.addr);
+        let noted: HashSet<_> =
+            runs.values().flat_map(|run| run.slabs.extents()).map(|extent| place(&extent)).collect();
+        // Control words are nobody's in particular.
+        let mut pool = self.surroundings.pool(rustix::process::geteuid().as_raw());
+        for node in pool.nodes().collect::<Vec<_>>() {
+            let freed = pool.taken_last(node).and_then(|taken| {
+                let mut unnoted = taken.into_iter().filter(|extent| !noted.contains(&place(extent)));
+                unnoted.try_for_each(|extent| pool.free(extent))
+            });
+            if let Err(error) = freed {
+                tracing::warn!(node = node.0, %error, "what was taken of it without a note stays taken");
+            }
+        }
+    }
+
     /// Start a run's threads.
     fn go_on(self: &Arc<Self>, open: OpenRun) -> Option<Restored> {
         let OpenRun { id, record, owner, slabs, budget, ready, doom, mut victims, .. } = open;
         slabs.finish_recovery();
-        let run = match Run::with(self, id, &record, slabs, budget) {
+        let again = owner.try_clone();
+        let run = match again.and_then(|owner| Run::with(self, id, &record, slabs, budget, owner)) {
             Ok(run) => run,
             Err(error) => {
                 tracing::error!(%error, run = record.name, "a run cannot be gone on with");

@@ -69,7 +69,12 @@ pub(crate) struct SenderThread {
 }
 
 impl SenderThread {
-    pub(crate) fn start(service: &Arc<Service>, slabs: Arc<SlabSet>, seed: u64) -> std::io::Result<Self> {
+    pub(crate) fn start(
+        service: &Arc<Service>,
+        slabs: Arc<SlabSet>,
+        tenant: u32,
+        seed: u64,
+    ) -> std::io::Result<Self> {
         let shared = Arc::new(Shared::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?));
         let started = Instant::now();
         let mempool = Arc::clone(&service.mempool);
@@ -77,7 +82,8 @@ impl SenderThread {
         let for_thread = Arc::clone(&shared);
         std::thread::Builder::new().name("sender".into()).spawn(move || {
             let probed = (slabs.replicas() > 1).then_some(started);
-            let sender = Sender::new(slabs, &mempool, surroundings.connector(), surroundings.pool(), seed);
+            let sender =
+                Sender::new(slabs, &mempool, surroundings.connector(tenant), surroundings.pool(tenant), seed);
             Loop { sender, mempool, shared: for_thread, programs: Vec::new(), probed, started }.run();
         })?;
         Ok(Self { shared, started })

@@ -142,12 +142,9 @@ impl Kernel for SimEdge {
 
     fn heeded(&mut self, index: usize, remembered: Remembered<'_>) {
         super::death::pass();
-        let forgets = self.world.borrow().mutation == Mutation::ForgetHeeded;
         let journal = &mut self.world.borrow_mut().processes[self.process].journal;
         assert!(journal.read.iter().any(|(place, _)| *place == index), "it is an event of the last read");
-        if !forgets {
-            journal.heeded = index + 1;
-        }
+        journal.heeded = index + 1;
         journal.vacated = remembered.vacated.to_vec();
         journal.given_up.clone_from(remembered.given_up);
     }
@@ -161,7 +158,10 @@ impl Kernel for SimEdge {
 
     fn moving(&mut self, index: usize) {
         super::death::pass();
-        self.world.borrow_mut().processes[self.process].journal.moving = Some(index);
+        let mut world = self.world.borrow_mut();
+        if world.mutation != Mutation::ForgetMoving {
+            world.processes[self.process].journal.moving = Some(index);
+        }
     }
 
     fn emptied(&mut self, buffer: usize) {

@@ -28,7 +28,7 @@ use aquifer_sim::{asked_seed, first_failure, play_all};
 use schedule::run;
 use world::Seen;
 
-const SCHEDULES: u64 = 10_000;
+const SCHEDULES: u64 = 20_000;
 /// A fault must show within so many schedules.
 const MUTANT_SCHEDULES: u64 = 20_000;
 
@@ -110,7 +110,6 @@ mutants! {
     adopting_before_what_was_heard_is_noticed: AdoptBehind,
     heeding_the_unmapping_of_a_move_is_noticed: HeedVacating,
     a_remap_without_waiting_is_noticed: RemapWhileLeaving,
-    heeding_twice_after_a_restart_is_noticed: ForgetHeeded,
-    a_restart_without_a_fence_is_noticed: ForgetFence,
+    forgetting_that_a_move_was_begun_is_noticed: ForgetMoving,
     a_restart_that_forgets_what_was_leaving_is_noticed: ForgetLeaving,
 }

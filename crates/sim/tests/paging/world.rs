@@ -277,9 +277,7 @@ impl World {
     pub fn finish_restart(&mut self, used: &HashSet<BlockId>) {
         self.mempool.finish_recovery(used);
         self.slabs.finish_recovery();
-        if self.mutation != Mutation::ForgetFence {
-            self.cluster.epoch = self.epoch;
-        }
+        self.cluster.epoch = self.epoch;
         let sender = Sender::new(
             Arc::clone(&self.slabs),
             &self.mempool,

@@ -1,0 +1,228 @@
+//! Conversations with programs, with `aquifer run` and with whoever asks, a thread for each.
+//!
+//! Every user of the host may come by the shared socket. One user's runs and figures are closed to another; the agent's own user, and
+//! root, see all.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use aquifer_faults::serve::attach::{AttachError, receive_frame, send_frame};
+use aquifer_faults::serve::{Run, RunReport, Service};
+use aquifer_ipc::{Frame, OpenRun, SetLimit};
+use aquifer_pager::REPLICAS_MAX;
+use rustix::fs::{Mode, OFlags};
+
+use crate::nodes::Nodes;
+use crate::report::{RunStatistics, status};
+use crate::socket::{Peer, accept, wait_readable};
+
+/// How soon a run's owner hears that it was ended.
+const NEWS_TICK: Duration = Duration::from_millis(50);
+/// How long a run's owner waits, at most, for figures that are complete.
+const CLOSE_PATIENCE: Duration = Duration::from_millis(500);
+/// After a program's end its monitor needs this long, at most, to give everything back.
+pub(crate) const SETTLE: Duration = Duration::from_secs(10);
+/// Conversations of one user at once; each run is one.
+const TALKS_PER_USER_MAX: usize = 512;
+
+/// What conversations are about.
+#[derive(Debug)]
+pub(crate) struct Talks {
+    pub service: Arc<Service>,
+    pub nodes: Arc<Nodes>,
+    /// This host's number.
+    pub host: u16,
+    /// By user, those under way.
+    talking: Mutex<HashMap<u32, usize>>,
+}
+
+impl Talks {
+    pub fn new(service: &Arc<Service>, nodes: &Arc<Nodes>, host: u16) -> Arc<Self> {
+        Arc::new(Self {
+            service: Arc::clone(service),
+            nodes: Arc::clone(nodes),
+            host,
+            talking: Mutex::default(),
+        })
+    }
+
+    /// Take in the next who comes, from any user or only from our own.
+    pub fn accept(self: &Arc<Self>, listener: &OwnedFd, is_shared: bool) {
+        let (socket, peer) = match accept(listener) {
+            Ok(accepted) => accepted,
+            Err(error) => {
+                tracing::warn!(%error, "a connection failed");
+                return;
+            }
+        };
+        if !is_shared && peer.uid != rustix::process::geteuid().as_raw() {
+            tracing::warn!(uid = peer.uid, "a connection of another user was turned away");
+            return;
+        }
+        if !self.begin(peer.uid) {
+            tracing::warn!(uid = peer.uid, "a user talks too much");
+            refuse(&socket, "you have too many programs and requests under way on this host");
+            return;
+        }
+        let talks = Arc::clone(self);
+        let spawned = std::thread::Builder::new().name(format!("talk-{}", peer.pid)).spawn(move || {
+            talks.converse(socket, peer);
+            talks.end(peer.uid);
+        });
+        if let Err(error) = spawned {
+            tracing::error!(%error, "no thread for a connection");
+            self.end(peer.uid);
+        }
+    }
+
+    fn begin(&self, uid: u32) -> bool {
+        let mut talking = self.talking.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = talking.entry(uid).or_default();
+        let has_room = *count < TALKS_PER_USER_MAX;
+        *count += usize::from(has_room);
+        has_room
+    }
+
+    fn end(&self, uid: u32) {
+        let mut talking = self.talking.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = talking.get_mut(&uid) {
+            *count -= 1;
+            if *count == 0 {
+                talking.remove(&uid);
+            }
+        }
+    }
+
+    fn converse(&self, socket: OwnedFd, peer: Peer) {
+        let answer = match receive_frame(&socket) {
+            Ok((Frame::Hello(hello), fds)) => {
+                if let Err(error) = self.service.welcome(hello, fds, socket, peer.pid) {
+                    tracing::warn!(pid = peer.pid, %error, "a program was refused");
+                }
+                return;
+            }
+            Ok((Frame::OpenRun(open), _)) => {
+                match self.open_run(&socket, &open, peer.uid) {
+                    Ok(run) => attend(&socket, &self.service, &run),
+                    Err(reason) => refuse(&socket, &reason),
+                }
+                return;
+            }
+            Ok((Frame::WantDevice, _)) => return lend_device(&socket),
+            Ok((Frame::Status, _)) => {
+                let status = status(self.host, &self.service, &self.nodes, |run| may_see(peer.uid, run));
+                Frame::StatusIs(serde_json::to_string(&status).expect("figures can be written"))
+            }
+            Ok((Frame::SetLimit(set), _)) => self.set_limit(set, peer.uid),
+            Ok(_) => Frame::Refused("that is not for an agent".into()),
+            Err(AttachError::Closed) => return,
+            Err(error) => Frame::Refused(error.to_string()),
+        };
+        if let Err(error) = send_frame(&socket, &answer, &[]) {
+            tracing::debug!(pid = peer.pid, %error, "nobody waited for an answer");
+        }
+    }
+
+    fn open_run(&self, socket: &OwnedFd, open: &OpenRun, uid: u32) -> Result<Arc<Run>, String> {
+        if self.nodes.count() == 0 {
+            return Err("the cluster has no memory node: start one (aquifer node), or start the cluster anew (aquifer up)".into());
+        }
+        let replicas = usize::try_from(open.replicas).unwrap_or(usize::MAX);
+        if (2..=REPLICAS_MAX).contains(&replicas) && self.nodes.count() < replicas {
+            return Err(format!(
+                "--replicas {replicas} wants each page on {replicas} memory nodes, and the cluster has {}: start more (aquifer node, aquifer up --nodes), or ask for fewer replicas",
+                self.nodes.count()
+            ));
+        }
+        let run = self.service.open_run(&open.name, open.limit_bytes, replicas, socket.as_fd(), uid)?;
+        match send_frame(socket, &Frame::RunOpened(run.token()), &[]) {
+            Ok(()) => Ok(run),
+            Err(error) => {
+                self.service.close_run(&run);
+                Err(error.to_string())
+            }
+        }
+    }
+
+    fn set_limit(&self, set: SetLimit, uid: u32) -> Frame {
+        let mut runs = self.service.runs().into_iter();
+        let Some(run) = runs.find(|run| may_see(uid, run) && run.has_process(set.pid)) else {
+            return Frame::Refused(format!(
+                "process {} does not run on the pool: aquifer status shows which do",
+                set.pid
+            ));
+        };
+        run.set_limit(set.limit_bytes);
+        Frame::Statistics(statistics(&run.report()))
+    }
+}
+
+/// One user's runs are closed to another.
+fn may_see(uid: u32, run: &Run) -> bool {
+    uid == run.tenant() || uid == 0 || uid == rustix::process::geteuid().as_raw()
+}
+
+/// Let a program without the right to it make a userfaultfd of its own memory.
+fn lend_device(socket: &OwnedFd) {
+    match rustix::fs::open("/dev/userfaultfd", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()) {
+        Ok(device) => {
+            if let Err(error) = send_frame(socket, &Frame::Device, &[device.as_fd()]) {
+                tracing::debug!(%error, "nobody waited for the device");
+            }
+        }
+        Err(error) => refuse(
+            socket,
+            &format!(
+                "this user may not use userfaultfd, nor may the agent ({error}): give access to /dev/userfaultfd, or \
+                 set the sysctl vm.unprivileged_userfaultfd=1, or use an agent that runs as root"
+            ),
+        ),
+    }
+}
+
+fn refuse(socket: &OwnedFd, reason: &str) {
+    if let Err(error) = send_frame(socket, &Frame::Refused(reason.to_owned()), &[]) {
+        tracing::debug!(%error, "nobody waited for a refusal");
+    }
+}
+
+/// Attend to a run until nobody is left in it.
+pub(crate) fn attend(socket: &OwnedFd, service: &Arc<Service>, run: &Arc<Run>) {
+    let mut told_end = false;
+    loop {
+        tell(socket, run, &mut told_end);
+        if !wait_readable(&[socket], NEWS_TICK).unwrap_or(true) {
+            continue;
+        }
+        let is_closing = matches!(receive_frame(socket), Ok((Frame::CloseRun, _)));
+        // The program's end is known before its monitor has given everything back.
+        let mut is_empty = run.wait_empty(if is_closing { CLOSE_PATIENCE } else { Duration::ZERO });
+        if is_closing {
+            tell(socket, run, &mut told_end);
+            let _ = send_frame(socket, &Frame::Statistics(statistics(&run.report())), &[]);
+        }
+        // Programs left in the background stay under their limit until they end.
+        while !is_empty {
+            is_empty = run.wait_empty(SETTLE);
+        }
+        service.close_run(run);
+        return;
+    }
+}
+
+/// Tell the run's owner what there is to tell. Whether it still listens is its own affair.
+fn tell(socket: &OwnedFd, run: &Run, told_end: &mut bool) {
+    for news in run.take_news() {
+        let _ = send_frame(socket, &Frame::News(news), &[]);
+    }
+    if let Some(reason) = run.reason().filter(|_| !*told_end) {
+        let _ = send_frame(socket, &Frame::Ended(reason), &[]);
+        *told_end = true;
+    }
+}
+
+fn statistics(report: &RunReport) -> String {
+    serde_json::to_string(&RunStatistics::from(report.clone())).expect("figures can be written")
+}

@@ -1,0 +1,136 @@
+//! Ordinary users on the agent of root: what the kernel denies them the agent obtains, and what one of them has is closed to the other.
+
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use aquifer_tests_e2e::cluster::text;
+use aquifer_tests_e2e::run::Running;
+use aquifer_tests_e2e::{Cluster, build, eventually, processes};
+use serde_json::Value;
+use tempfile::TempDir;
+
+const ANNE: u32 = 65_533;
+const BERT: u32 = 65_532;
+
+/// A cluster for all users, and what they need where they can reach it.
+struct House {
+    folder: TempDir,
+    cluster: Cluster,
+}
+
+impl House {
+    fn build() -> Self {
+        let folder = TempDir::with_prefix("aquifer-e2e-users-").expect("a temporary folder can be made");
+        std::fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("our own folder");
+        let checker = build::programs().join("checker");
+        let shim = build::binary().with_file_name("libaquifer_shim.so");
+        for file in [build::binary().to_owned(), shim, checker] {
+            let name = file.file_name().expect("a file");
+            std::fs::copy(&file, folder.path().join(name)).expect("a program can be copied");
+        }
+        let socket = folder.path().join("agent.sock");
+        let socket = socket.to_str().expect("a plain path").to_owned();
+        let cluster = Cluster::up_with(2, "256M", &["--shared-socket", &socket]);
+        Self { folder, cluster }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// `aquifer …` as a user who has no rights of any kind.
+    fn command(&self, uid: u32, words: &[&str]) -> Command {
+        let mut command = Command::new("setpriv");
+        command.args(["--reuid", &uid.to_string(), "--regid", &uid.to_string(), "--clear-groups"]);
+        command.args(["--bounding-set=-all", "--no-new-privs"]).arg(self.path("aquifer"));
+        command.env("AQUIFER_AGENT", self.path("agent.sock")).arg("--state").arg(self.state(uid)).args(words);
+        command
+    }
+
+    fn state(&self, uid: u32) -> String {
+        format!("{}-{uid}", self.folder.path().display())
+    }
+
+    fn start(&self, uid: u32, limit: &str, test: &[&str]) -> Running {
+        let checker = self.path("checker");
+        let mut words = vec!["run", "--local", limit, "--", checker.to_str().expect("a plain path")];
+        words.extend(test);
+        Running::start(&mut self.command(uid, &words), true, Box::new(|| 0))
+    }
+
+    fn runs(&self, uid: u32) -> Vec<Value> {
+        let output = self.command(uid, &["status", "--json"]).output().expect("setpriv can be started");
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let status: Value = serde_json::from_slice(&output.stdout).expect("it is JSON");
+        status["agent"]["runs"].as_array().expect("the agent tells of runs").clone()
+    }
+}
+
+/// Only root can be somebody else.
+fn can_be_others() -> bool {
+    let can = rustix::process::geteuid().is_root() && Path::new("/usr/bin/setpriv").exists();
+    if !can {
+        println!("skipped: only root can be another user");
+    }
+    can
+}
+
+#[test]
+fn users_without_rights_run_on_roots_agent_and_fork() {
+    if !can_be_others() {
+        return;
+    }
+    let house = House::build();
+    for test in ["pages", "fork"] {
+        let outcome = house.start(ANNE, "24M", &[test, "--bytes", "64M"]).wait();
+        outcome.assert_success("a user's run on root's agent");
+    }
+    house.cluster.assert_all_free();
+}
+
+#[test]
+fn what_one_user_runs_is_closed_to_another() {
+    if !can_be_others() {
+        return;
+    }
+    let house = House::build();
+    let run = house.start(ANNE, "24M", &["pages", "--bytes", "64M", "--rounds", "1000000"]);
+    eventually("Anne to see her run", || {
+        let runs = house.runs(ANNE);
+        (runs.len() == 1 && runs[0]["evictions"].as_u64()? > 0).then_some(())
+    });
+    assert_eq!(house.runs(BERT), Vec::<Value>::new(), "Bert sees nothing of it");
+    let pid = run.pid().to_string();
+    let refused = house.command(BERT, &["limit", &pid, "8M"]).output().expect("setpriv can be started");
+    assert!(!refused.status.success() && text(&refused.stderr).contains("does not run on the pool"));
+    let changed = house.command(ANNE, &["limit", &pid, "32M"]).output().expect("setpriv can be started");
+    assert!(changed.status.success(), "{}", text(&changed.stderr));
+    let program = processes::descendants(run.pid()).pop().expect("the program");
+    let environ = Command::new("setpriv")
+        .args(["--reuid", &BERT.to_string(), "--regid", &BERT.to_string(), "--clear-groups", "cat"])
+        .arg(format!("/proc/{program}/environ"))
+        .output()
+        .expect("setpriv can be started");
+    assert!(!environ.status.success(), "the run's token is Anne's secret");
+    processes::kill(program);
+    let outcome = run.wait();
+    assert!(!outcome.stderr.contains("checker:"), "the program saw wrong memory: {}", outcome.stderr);
+    house.cluster.assert_all_free();
+}
+
+#[test]
+fn an_agent_serves_only_its_own_user_unless_it_is_told() {
+    if !can_be_others() {
+        return;
+    }
+    let house = House::build();
+    let own = house.cluster.state().join("agent.sock");
+    std::fs::set_permissions(&own, Permissions::from_mode(0o666)).expect("our own socket");
+    std::fs::set_permissions(house.cluster.state(), Permissions::from_mode(0o755)).expect("our own folder");
+    let output =
+        house.command(ANNE, &["run", "--local", "24M", "--", "true"]).env("AQUIFER_AGENT", &own).output();
+    std::fs::set_permissions(house.cluster.state(), Permissions::from_mode(0o700)).expect("our own folder");
+    assert!(!output.expect("setpriv can be started").status.success(), "the private socket is no way in");
+}
