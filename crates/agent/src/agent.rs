@@ -16,6 +16,7 @@ use aquifer_pager::{Connector, Mempool};
 use aquifer_pool::PoolClient;
 
 use crate::keeper::KeeperPort;
+use crate::lent::Borrowers;
 use crate::membership::{Membership, MembershipError};
 use crate::nodes::Nodes;
 use crate::report::{RunStatistics, status};
@@ -82,6 +83,7 @@ pub enum AgentError {
 struct Host {
     nodes: Arc<Nodes>,
     keeper: KeeperPort,
+    borrowers: Borrowers,
 }
 
 impl Surroundings for Host {
@@ -116,7 +118,7 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
     let nodes = Nodes::new(identity, options.key.clone());
     membership.watch_nodes(&nodes)?;
     let mempool = Arc::new(Mempool::new(options.mempool_bytes).map_err(AgentError::Mempool)?);
-    let host = Arc::new(Host { nodes: Arc::clone(&nodes), keeper });
+    let host = Arc::new(Host { nodes: Arc::clone(&nodes), keeper, borrowers: Borrowers::default() });
     let service =
         Service::new(Arc::clone(&host) as Arc<dyn Surroundings>, mempool).map_err(AgentError::Threads)?;
     let listener = listen_at(&options.socket)
@@ -125,10 +127,12 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
     let mut ticks = 0u32;
     while !stop.load(Relaxed) {
         if wait_readable(&[&listener], TICK).unwrap_or(false) {
-            accept(&listener, &service, &nodes, identity);
+            accept(&listener, &service, &host, identity);
         }
         if membership.is_lost() {
-            end_runs(&service, "this host's lease has ended, and the memory nodes refuse it");
+            let reason = "this host's lease has ended, and the memory nodes refuse it";
+            end_runs(&service, reason);
+            host.borrowers.end(reason);
             return Err(AgentError::LeaseLost);
         }
         ticks = ticks.wrapping_add(1);
@@ -137,6 +141,7 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
         }
     }
     end_runs(&service, "the agent is stopping");
+    host.borrowers.end("the agent is stopping");
     let _ = std::fs::remove_file(&options.socket);
     membership.leave();
     Ok(())
@@ -152,7 +157,7 @@ fn end_runs(service: &Service, reason: &str) {
     }
 }
 
-fn accept(listener: &OwnedFd, service: &Arc<Service>, nodes: &Arc<Nodes>, identity: Identity) {
+fn accept(listener: &OwnedFd, service: &Arc<Service>, host: &Arc<Host>, identity: Identity) {
     let (socket, pid) = match accept_own(listener) {
         Ok(Some(accepted)) => accepted,
         Ok(None) => return,
@@ -161,16 +166,17 @@ fn accept(listener: &OwnedFd, service: &Arc<Service>, nodes: &Arc<Nodes>, identi
             return;
         }
     };
-    let (service, nodes) = (Arc::clone(service), Arc::clone(nodes));
+    let (service, host) = (Arc::clone(service), Arc::clone(host));
     let spawned = std::thread::Builder::new()
         .name(format!("talk-{pid}"))
-        .spawn(move || converse(socket, pid, &service, &nodes, identity));
+        .spawn(move || converse(socket, pid, &service, &host, identity));
     if let Err(error) = spawned {
         tracing::error!(%error, "no thread for a connection");
     }
 }
 
-fn converse(socket: OwnedFd, pid: u32, service: &Arc<Service>, nodes: &Nodes, identity: Identity) {
+fn converse(socket: OwnedFd, pid: u32, service: &Arc<Service>, host: &Host, identity: Identity) {
+    let nodes = &*host.nodes;
     let answer = match receive_frame(&socket) {
         Ok((Frame::Hello(hello), fds)) => {
             if let Err(error) = service.welcome(hello, fds, socket, pid) {
@@ -185,6 +191,7 @@ fn converse(socket: OwnedFd, pid: u32, service: &Arc<Service>, nodes: &Nodes, id
             }
             return;
         }
+        Ok((Frame::Borrow, _)) => return host.borrowers.attend(socket, nodes),
         Ok((Frame::Status, _)) => {
             let status = status(identity.host.0, service, nodes);
             Frame::StatusIs(serde_json::to_string(&status).expect("figures can be written"))

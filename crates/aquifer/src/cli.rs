@@ -69,6 +69,9 @@ pub enum Command {
     Demo(DemoArgs),
     /// Measure something, beside its peers; `list` names what
     Bench(BenchArgs),
+    /// Serve the swap device of a run; `aquifer run --swap` starts it.
+    #[command(hide = true)]
+    SwapServer(SwapServerArguments),
     /// A part of a cluster.
     #[command(flatten)]
     Part(PartCommand),
@@ -118,12 +121,32 @@ pub struct RunArguments {
     /// Resident memory that the program may have, such as 512M
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub local: u64,
+    /// Page it by kernel swap on a device of the cluster's memory: for static and set-user-ID programs, as root
+    #[arg(long)]
+    pub swap: bool,
+    /// Size of that device, such as 2G [default: four times --local, or what the cluster has free]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse, requires = "swap")]
+    pub swap_size: Option<u64>,
     /// Write statistics there when the program ends, as JSON
     #[arg(long, value_name = "FILE")]
     pub stats: Option<PathBuf>,
     /// The program and its arguments
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
     pub command: Vec<OsString>,
+}
+
+/// `aquifer swap-server`, on whose standard input is the run.
+#[derive(Args, Clone, Debug)]
+pub struct SwapServerArguments {
+    /// The run's limit.
+    #[arg(long, value_parser = size::parse)]
+    pub local: u64,
+    /// The device's size.
+    #[arg(long, value_parser = size::parse)]
+    pub swap_size: Option<u64>,
+    /// The program's name, for people.
+    #[arg(long)]
+    pub name: String,
 }
 
 /// The parts of a cluster.
@@ -241,7 +264,8 @@ mod tests {
     fn the_help_names_every_command() {
         let mut command = Cli::command();
         let help = command.render_help().to_string();
-        for name in command.get_subcommands().map(clap::Command::get_name) {
+        let shown = command.get_subcommands().filter(|command| !command.is_hide_set());
+        for name in shown.map(clap::Command::get_name) {
             let is_listed = help.lines().any(|line| line.trim_start().split(' ').next() == Some(name));
             assert!(is_listed, "`{name}` is missing in the help:\n{help}");
         }

@@ -111,6 +111,13 @@ pub enum Frame {
     Drop(u64),
     /// Agent to `aquifer run`: something that the user should know.
     News(String),
+    /// A server of blocks to agent: how does this host reach memory nodes?
+    Borrow,
+    /// Agent to a server of blocks: so, as JSON. The connection stays, for [`Frame::Ended`].
+    Lent(String),
+    /// A server of swap to `aquifer run`: it is there, and undone by the record of this name. Comes with the descriptor that lets
+    /// programs into its cgroup.
+    SwapOpened(String),
 }
 
 /// Why bytes are not a frame.
@@ -217,6 +224,9 @@ impl Frame {
             11 => Self::Put(Put { program: reader.u64()?, pid: reader.u32()? }),
             12 => Self::Drop(reader.u64()?),
             13 => Self::News(reader.text()?),
+            20 => Self::Borrow,
+            21 => Self::Lent(reader.text()?),
+            22 => Self::SwapOpened(reader.text()?),
             kind => return Err(FrameError::UnknownKind(kind)),
         })
     }
@@ -228,12 +238,14 @@ impl Frame {
         out.extend_from_slice(&self.kind().to_le_bytes());
         match self {
             Self::Hello(hello) => hello_parts(hello, |bytes| out.extend_from_slice(bytes)),
-            Self::Welcome | Self::CloseRun | Self::Status => {}
+            Self::Welcome | Self::CloseRun | Self::Status | Self::Borrow => {}
             Self::Refused(text)
             | Self::Statistics(text)
             | Self::Ended(text)
             | Self::StatusIs(text)
-            | Self::News(text) => write_text(text, out),
+            | Self::News(text)
+            | Self::Lent(text)
+            | Self::SwapOpened(text) => write_text(text, out),
             Self::OpenRun(open) => {
                 out.extend_from_slice(&open.limit_bytes.to_le_bytes());
                 write_text(&open.name, out);
@@ -280,6 +292,9 @@ impl Frame {
             Self::Put(_) => 11,
             Self::Drop(_) => 12,
             Self::News(_) => 13,
+            Self::Borrow => 20,
+            Self::Lent(_) => 21,
+            Self::SwapOpened(_) => 22,
         }
     }
 }
@@ -362,6 +377,9 @@ mod tests {
             Frame::Put(Put { program: 3, pid: 77 }),
             Frame::Drop(3),
             Frame::News("a page is lost".into()),
+            Frame::Borrow,
+            Frame::Lent("{}".into()),
+            Frame::SwapOpened("aquifer-setup-1-2-3".into()),
         ]
     }
 
@@ -439,7 +457,7 @@ mod tests {
         }
 
         #[test]
-        fn damaged_frames_never_panic(which in 0usize..13, at in 0usize..120, value in any::<u8>(), cut in 0usize..120) {
+        fn damaged_frames_never_panic(which in 0usize..16, at in 0usize..120, value in any::<u8>(), cut in 0usize..120) {
             let mut bytes = bytes_of(&samples()[which]);
             if let Some(byte) = bytes.get_mut(at) {
                 *byte = value;
