@@ -97,6 +97,7 @@ pub(crate) struct State {
     /// Since when the pool has had no room, and what it says.
     starved: Option<(Instant, String)>,
     is_closed: bool,
+    mutation: Mutation,
 }
 
 /// What one thread needs for reading.
@@ -106,6 +107,15 @@ pub struct Reader {
     latency: Arc<Latencies>,
     planned: Vec<Piece>,
     locations: Vec<Location>,
+    /// Those of `locations` that are referred to: all of them.
+    retained: Vec<Location>,
+}
+
+impl Reader {
+    /// Break one protocol step on purpose, for tests.
+    pub fn mutate(&mut self, mutation: Mutation) {
+        self.fetcher.mutate(mutation);
+    }
 }
 
 /// The part of one page that a request is about.
@@ -173,6 +183,7 @@ impl BlockVolume {
                 next_sealed: 0,
                 starved: None,
                 is_closed: false,
+                mutation: Mutation::None,
             }),
             changed: Condvar::new(),
             bell,
@@ -184,7 +195,9 @@ impl BlockVolume {
 
     /// Break one protocol step on purpose, for tests.
     pub fn mutate(&self, mutation: Mutation) {
-        self.lock().volume.mutate(mutation);
+        let mut state = self.lock();
+        state.volume.mutate(mutation);
+        state.mutation = mutation;
     }
 
     /// Its size in bytes.
@@ -205,6 +218,7 @@ impl BlockVolume {
             latency,
             planned: Vec::with_capacity(FETCH_PAGES_MAX),
             locations: Vec::with_capacity(FETCH_PAGES_MAX),
+            retained: Vec::with_capacity(FETCH_PAGES_MAX),
         })
     }
 
@@ -257,7 +271,7 @@ impl BlockVolume {
         }
         Counters::add(&self.counters.remote_reads, at as u64);
         Counters::add(&self.counters.remote_read_trips, reader.fetcher.reads() - trips);
-        for location in reader.locations.drain(..) {
+        for location in reader.retained.drain(..) {
             self.slabs.release(location);
         }
         self.ring_if_emptied();
@@ -287,7 +301,10 @@ impl BlockVolume {
                     mempool_hits += 1;
                 }
                 PageState::Remote(location) => {
-                    self.slabs.retain(location);
+                    if state.mutation != Mutation::FetchUnreferenced {
+                        self.slabs.retain(location);
+                        reader.retained.push(location);
+                    }
                     reader.planned.push(piece);
                     reader.locations.push(location);
                 }

@@ -34,4 +34,8 @@ pub enum Mutation {
     HeedVacating,
     /// Pages change their number while a batch is leaving.
     RemapWhileLeaving,
+    /// A page of a device that is written again is written in its place, though its block is the sender's by now.
+    AbsorbIntoSealed,
+    /// A device's reader does not refer to the place that it fetches from.
+    FetchUnreferenced,
 }

@@ -35,6 +35,7 @@ impl Volume {
     pub fn absorb(&mut self, open: BlockId, page: PageNumber) -> Slot {
         match self.table.get(page).state() {
             PageState::Staged(slot) if slot.block().0 == open => return slot,
+            PageState::Staged(slot) if self.mutation == Mutation::AbsorbIntoSealed => return slot,
             PageState::Remote(_) if self.mutation == Mutation::ForgetRelease => {}
             PageState::Remote(location) => self.slabs.release(location),
             PageState::Reclaimable(slot) => self.drop_slot_location(slot.block()),
