@@ -124,7 +124,7 @@ pub struct RunArguments {
     /// Page it by kernel swap on a device of the cluster's memory: for static and set-user-ID programs, as root
     #[arg(long)]
     pub swap: bool,
-    /// Size of that device, such as 2G [default: four times --local, or what the cluster has free]
+    /// Size of that device, such as 2G [default: eight times --local, at most twice what the cluster has free]
     #[arg(long, value_name = "SIZE", value_parser = size::parse, requires = "swap")]
     pub swap_size: Option<u64>,
     /// Write statistics there when the program ends, as JSON

@@ -43,8 +43,11 @@ const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 const WRITE_PATIENCE: Duration = Duration::from_secs(10);
 /// After its program's end the run waits so long for others that the program has left behind.
 const CLOSE_PATIENCE: Duration = Duration::from_millis(500);
-/// The device has this many times the limit, unless something else is asked for or the pool has less.
-const SIZE_PER_LIMIT: u64 = 4;
+/// The device has this many times the limit, unless something else is asked for.
+const SIZE_PER_LIMIT: u64 = 8;
+/// It has no more than this many times what the pool has free. Once: the pool would not be full before the device. Twice: while it is less
+/// than half full the kernel leaves on it what it has read back, and need not write it again.
+const SIZE_PER_FREE: u64 = 2;
 /// Less makes no swap device.
 pub const SIZE_BYTES_MIN: u64 = 1 << 20;
 
@@ -287,7 +290,8 @@ fn start_front(
 }
 
 fn device_bytes(arguments: &SwapServerArguments, free_bytes: u64) -> Result<u64, SwapError> {
-    let wanted = arguments.swap_size.unwrap_or(arguments.local.saturating_mul(SIZE_PER_LIMIT).min(free_bytes));
+    let (by_limit, by_pool) = (arguments.local.saturating_mul(SIZE_PER_LIMIT), free_bytes * SIZE_PER_FREE);
+    let wanted = arguments.swap_size.unwrap_or(by_limit.min(by_pool).min(VOLUME_BYTES_MAX));
     let bytes = wanted / PAGE_BYTES as u64 * PAGE_BYTES as u64;
     if (SIZE_BYTES_MIN..=VOLUME_BYTES_MAX).contains(&bytes) {
         return Ok(bytes);

@@ -3,6 +3,8 @@
 use std::fs;
 use std::io;
 
+use aquifer_faults::serve::priority::{URGENT, set_niceness};
+
 const OOM_SCORE: &str = "/proc/self/oom_score_adj";
 // linux/prctl.h
 const PR_SET_IO_FLUSHER: libc::c_int = 57;
@@ -24,6 +26,8 @@ pub fn protect() -> Result<(), ProtectError> {
     if let Err(error) = fs::write(OOM_SCORE, OOM_SCORE_MIN) {
         tracing::warn!(%error, "this process may be killed when the machine is short of memory ({OOM_SCORE})");
     }
+    // Threads that are started later inherit it.
+    set_niceness(URGENT);
     // SAFETY: takes flags only. Locked on fault: large sparse tables take no more than they did.
     if unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE | libc::MCL_ONFAULT) } != 0 {
         return Err(ProtectError::Lock(io::Error::last_os_error()));

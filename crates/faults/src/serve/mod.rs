@@ -9,7 +9,7 @@ pub mod attach;
 mod edge;
 mod follow;
 mod obituary;
-mod priority;
+pub mod priority;
 pub mod program;
 pub mod run;
 pub mod sampler;
