@@ -7,6 +7,7 @@
 //! - [`compare`]: both, with equal output, within the limit.
 //! - [`sampler`], [`processes`]: `/proc`.
 //! - [`agent`]: the agent's socket, for what only a hostile program would send.
+//! - [`swap`]: what `aquifer run --swap` has made on this machine.
 //! - [`eventually`]: waiting for a condition.
 //!
 //! A cluster is up in one test at a time, over all test programs: limits and speeds of two would be each other's.
@@ -19,6 +20,7 @@ pub mod eventually;
 pub mod processes;
 pub mod run;
 pub mod sampler;
+pub mod swap;
 
 pub use cluster::Cluster;
 pub use compare::{Case, compare};
