@@ -83,6 +83,8 @@ pub struct BlockVolume {
     pub(crate) counters: Counters,
     latencies: Mutex<Vec<Arc<Latencies>>>,
     news: Mutex<Vec<String>>,
+    /// Why a write found no room, the last time.
+    refusal: Mutex<Option<String>>,
 }
 
 #[derive(Debug)]
@@ -190,6 +192,7 @@ impl BlockVolume {
             counters: Counters::default(),
             latencies: Mutex::default(),
             news: Mutex::default(),
+            refusal: Mutex::default(),
         }))
     }
 
@@ -409,8 +412,14 @@ impl BlockVolume {
 
     fn no_room(&self, reason: Option<String>) -> BlockError {
         let reason = reason.unwrap_or_else(|| "the memory nodes do not answer".into());
+        let mut refusal = self.refusal.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_news = refusal.as_ref() != Some(&reason);
+        *refusal = Some(reason.clone());
+        drop(refusal);
         let error = BlockError::NoRoom { waited: self.patience, reason };
-        self.tell(&error.to_string());
+        if is_news {
+            self.tell(&error.to_string());
+        }
         error
     }
 
@@ -502,6 +511,12 @@ impl BlockVolume {
     #[must_use]
     pub fn take_news(&self) -> Vec<String> {
         std::mem::take(&mut *self.news.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Why a write found no room, if one did: the last time.
+    #[must_use]
+    pub fn refusal(&self) -> Option<String> {
+        self.refusal.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// The figures as they are now.

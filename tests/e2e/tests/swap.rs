@@ -202,10 +202,10 @@ fn a_dead_node_costs_its_readers_a_message_and_no_wrong_byte() {
     if !swap::is_possible() {
         return;
     }
-    let cluster = Cluster::up_with(1, "256M", &["--fabric", "tcp"]);
+    let cluster = Cluster::up_with(2, "256M", &["--fabric", "tcp"]);
     let run = endless(&cluster);
     let name = await_swapping(&cluster);
-    processes::signal(cluster.part("node", None), Signal::KILL);
+    processes::signal(cluster.part("node", Some(1)), Signal::KILL);
     let outcome = run.wait();
     assert!(!outcome.status.success());
     assert!(outcome.stderr.contains("cannot be read back: memory node 1"), "{}", outcome.stderr);
@@ -238,7 +238,9 @@ fn a_full_pool_ends_who_filled_it_and_says_so() {
     let checker = checker();
     let outcome = start(&cluster, &["--swap-size", "256M"], &[&checker, "pages", "--bytes", BYTES]).wait();
     assert!(!outcome.status.success());
-    assert!(outcome.stderr.contains("the pool is full"), "{}", outcome.stderr);
+    for word in ["the pool is full", "aquifer up --memory"] {
+        assert!(outcome.stderr.contains(word), "{word}: {}", outcome.stderr);
+    }
     assert_no_wrong_byte(&outcome.stderr);
     cluster.assert_all_free();
 }

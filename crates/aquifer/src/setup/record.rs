@@ -247,10 +247,13 @@ fn start_time(pid: u32) -> Option<u64> {
     parse_start_time(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// Field 22 of a process's stat. The command's name may hold anything, so count from its closing bracket.
+/// Field 22 of a process's stat. The command's name may hold anything, so count from its closing bracket. One that is dead and only waits
+/// for its parent to hear of it is gone.
 fn parse_start_time(stat: &str) -> Option<u64> {
     let (_, after_name) = stat.rsplit_once(')')?;
-    after_name.split_whitespace().nth(19)?.parse().ok()
+    let mut fields = after_name.split_whitespace();
+    let state = fields.next()?;
+    (!matches!(state, "Z" | "X")).then(|| fields.nth(18)?.parse().ok())?
 }
 
 #[cfg(test)]
@@ -316,6 +319,7 @@ mod tests {
     fn start_time_ignores_a_hostile_command_name() {
         let fields = (4..=21).map(|field| field.to_string()).collect::<Vec<_>>().join(" ");
         assert_eq!(parse_start_time(&format!("7 (a) S 9 (b c)) R {fields} 777 23")), Some(777));
+        assert_eq!(parse_start_time(&format!("7 (a) Z {fields} 777 23")), None, "a zombie owns nothing");
         assert_eq!(parse_start_time("7 (a) S 1 2"), None);
         assert_eq!(parse_start_time(""), None);
         assert!(start_time(std::process::id()).is_some());

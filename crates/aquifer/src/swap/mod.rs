@@ -224,11 +224,17 @@ impl Server {
     fn last_words(&self) -> Vec<Frame> {
         let mut words = Vec::new();
         if self.cgroup.usage().is_ok_and(|usage| usage.oom_kills > 0) {
-            words.push(Frame::Ended(format!(
-                "it needed more memory than its limit and its swap device of {} have, and the kernel killed it: give it a larger \
-                 --local or --swap-size, or the pool more memory (aquifer up --memory)",
-                Size(self.volume.bytes())
-            )));
+            words.push(Frame::Ended(match self.volume.refusal() {
+                Some(reason) => format!(
+                    "its swap device takes no more pages, and the kernel killed it for want of memory: {reason}. Give the pool more memory \
+                     (aquifer up --memory), or the program a larger --local"
+                ),
+                None => format!(
+                    "it needed more memory than its limit and its swap device of {} have, and the kernel killed it: give it a larger \
+                     --local or --swap-size",
+                    Size(self.volume.bytes())
+                ),
+            }));
         }
         let statistics = serde_json::to_string(&self.statistics()).expect("figures can be written");
         words.push(Frame::Statistics(statistics));
