@@ -96,8 +96,7 @@ impl Lent {
     /// A sentence, if the key is none.
     pub fn nodes(&self) -> Result<Arc<Nodes>, String> {
         let key = self.key.as_deref().map(parse_key).transpose()?;
-        let identity =
-            Identity { host: Host(self.host), epoch: self.epoch, tenant: Tenant(self.tenant) };
+        let identity = Identity { host: Host(self.host), epoch: self.epoch, tenant: Tenant(self.tenant) };
         let nodes = Nodes::new(identity, key);
         for node in &self.nodes {
             match Reach::parse(&node.fabric, &node.address) {

@@ -35,9 +35,7 @@ fn main() -> ExitCode {
         Command::Run(arguments) => Ok(run(&cli.state, arguments)),
         Command::Demo(arguments) => demo::run(&arguments).map_err(Into::into),
         Command::Bench(arguments) => bench::run(&arguments).map_err(Into::into),
-        Command::SwapServer(arguments) => {
-            state(&cli.state).and_then(|state| swap::serve(&state, &arguments))
-        }
+        Command::SwapServer(arguments) => state(&cli.state).and_then(|state| swap::serve(&state, &arguments)),
         Command::Part(part) => state(&cli.state).and_then(|state| cluster::be(&state, part)),
     };
     outcome.unwrap_or_else(|error| {

@@ -72,8 +72,7 @@ impl FuseServer {
         let device = OwnedFd::from(File::options().read(true).write(true).open("/dev/fuse")?);
         let user = rustix::process::geteuid().as_raw();
         let group = rustix::process::getegid().as_raw();
-        let options =
-            format!("fd={},rootmode=40000,user_id={user},group_id={group}", device.as_raw_fd());
+        let options = format!("fd={},rootmode=40000,user_id={user},group_id={group}", device.as_raw_fd());
         let options = std::ffi::CString::new(options).expect("numbers and words");
         let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
         rustix::mount::mount("aquifer", folder, "fuse.aquifer", flags, options.as_c_str())?;

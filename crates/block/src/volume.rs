@@ -170,7 +170,8 @@ impl BlockVolume {
         assert!(bytes.is_multiple_of(PAGE_BYTES as u64) && bytes <= VOLUME_BYTES_MAX, "{bytes} bytes");
         let slabs = Arc::new(SlabSet::new()?);
         let volume = Volume::new(Arc::clone(&slabs), Arc::clone(&mempool), Arc::clone(&budget))?;
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(std::io::Error::from)?;
+        let bell =
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(std::io::Error::from)?;
         Ok(Arc::new(Self {
             bytes,
             patience,
@@ -643,7 +644,9 @@ mod tests {
     #[test]
     fn requests_are_cut_at_pages() {
         let cut = |offset, len| {
-            pieces(offset, len).map(|piece| (piece.page, piece.within, piece.at, piece.len)).collect::<Vec<_>>()
+            pieces(offset, len)
+                .map(|piece| (piece.page, piece.within, piece.at, piece.len))
+                .collect::<Vec<_>>()
         };
         assert_eq!(cut(0, 4096), [(0, 0, 0, 4096)]);
         assert_eq!(cut(4000, 200), [(0, 4000, 0, 96), (1, 0, 96, 104)]);

@@ -126,14 +126,19 @@ fn readers_find_no_page_that_is_torn_stale_or_another() {
                 for _ in 0..3_000 {
                     let first = rng.below(PAGES - 16);
                     let range = usize::try_from(first).unwrap()..usize::try_from(first).unwrap() + 16;
-                    let before: Vec<u64> = written[range.clone()].iter().map(|page| page.load(SeqCst)).collect();
+                    let before: Vec<u64> =
+                        written[range.clone()].iter().map(|page| page.load(SeqCst)).collect();
                     let mut bytes = vec![0xee; 16 * PAGE_BYTES];
                     let read = setup.volume.read(&mut reader, first * PAGE_BYTES as u64, &mut bytes).unwrap();
                     assert_eq!(read, bytes.len());
                     for ((page, bytes), before) in (first..).zip(bytes.chunks_exact(PAGE_BYTES)).zip(before) {
-                        let version = version_of(page, bytes).unwrap_or_else(|| panic!("page {page} is another's or torn"));
+                        let version = version_of(page, bytes)
+                            .unwrap_or_else(|| panic!("page {page} is another's or torn"));
                         let after = begun[usize::try_from(page).unwrap()].load(SeqCst);
-                        assert!((before..=after).contains(&version), "page {page}: {before} <= {version} <= {after}");
+                        assert!(
+                            (before..=after).contains(&version),
+                            "page {page}: {before} <= {version} <= {after}"
+                        );
                     }
                 }
             });

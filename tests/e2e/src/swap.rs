@@ -24,7 +24,10 @@ pub fn is_possible() -> bool {
 #[must_use]
 pub fn devices(cluster: &Cluster) -> Vec<String> {
     let entries = fs::read_dir(cluster.state()).into_iter().flatten().flatten();
-    entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name.starts_with(PREFIX)).collect()
+    entries
+        .filter_map(|entry| entry.file_name().into_string().ok())
+        .filter(|name| name.starts_with(PREFIX))
+        .collect()
 }
 
 /// Everything on this machine that belongs to the record of this name.

@@ -51,7 +51,8 @@ fn assert_no_wrong_byte(stderr: &str) {
 }
 
 fn program_of(run: &Running) -> u32 {
-    let is_program = |pid: &u32| processes::arguments(*pid).first().is_some_and(|word| word.ends_with("checker-static"));
+    let is_program =
+        |pid: &u32| processes::arguments(*pid).first().is_some_and(|word| word.ends_with("checker-static"));
     eventually("the program to be there", || processes::descendants(run.pid()).into_iter().find(is_program))
 }
 
@@ -294,7 +295,8 @@ fn what_cannot_be_is_refused_with_the_reason() {
 #[test]
 fn without_swap_a_static_program_is_told_of_it() {
     let cluster = Cluster::up(1, "64M");
-    let outcome = Running::start(&mut cluster.run_command(LIMIT, &[&checker()]), false, Box::new(|| 0)).wait();
+    let outcome =
+        Running::start(&mut cluster.run_command(LIMIT, &[&checker()]), false, Box::new(|| 0)).wait();
     assert_eq!(outcome.status.code(), Some(EXIT_NOT_EXECUTABLE));
     assert!(outcome.stderr.contains("aquifer run --swap"), "{}", outcome.stderr);
 }

@@ -16,7 +16,7 @@ use std::process::Command;
 
 use crate::setup::cgroup::{self, Cgroup};
 use crate::setup::record::{Record, Step};
-use crate::setup::{PAGE_CLUSTER, SetupError, Usage, SIZE_BYTES, read_number, swapfile, zram};
+use crate::setup::{PAGE_CLUSTER, SIZE_BYTES, SetupError, Usage, read_number, swapfile, zram};
 
 /// Where the kernel swaps to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,4 +108,3 @@ impl PeerSetup {
         self.record.undo()
     }
 }
-

@@ -184,7 +184,8 @@ fn end(
         writeln!(file, "{statistics}").map_err(|source| RunError::Stats { path, source })?;
     }
     // What was swapped and cannot be had raises SIGBUS, when it is touched before the program is ended.
-    let ends = [rustix::process::Signal::KILL, rustix::process::Signal::BUS].map(|signal| Some(signal.as_raw()));
+    let ends =
+        [rustix::process::Signal::KILL, rustix::process::Signal::BUS].map(|signal| Some(signal.as_raw()));
     if let Some(reason) = link.reason().filter(|_| ends.contains(&status.signal())) {
         return Err(RunError::Ended { program, reason });
     }

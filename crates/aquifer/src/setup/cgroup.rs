@@ -73,6 +73,24 @@ impl Cgroup {
         kill_all(&self.path)
     }
 
+    /// Whether its programs, in want of memory, shall wait, and not be killed by the kernel. They try again whenever this is said. Version 2
+    /// knows no such thing, and nothing is changed there.
+    pub fn set_waits_in_want(&self, waits: bool) -> Result<(), SetupError> {
+        if self.version == Version::V2 {
+            return Ok(());
+        }
+        let path = self.path.join("memory.oom_control");
+        // Those who wait are woken by the first; it takes them long to find out that there still is no memory.
+        let words: &[&str] = if waits { &["0", "1"] } else { &["0"] };
+        words.iter().try_for_each(|word| fs::write(&path, word)).map_err(SetupError::io("set", &path))
+    }
+
+    /// Whether programs wait because there is no memory.
+    pub fn is_in_want(&self) -> bool {
+        let control = fs::read_to_string(self.path.join("memory.oom_control")).unwrap_or_default();
+        self.version == Version::V1 && stat_field(&control, "under_oom") > 0
+    }
+
     pub fn usage(&self) -> Result<Usage, SetupError> {
         let path = self.path.join("memory.stat");
         let stat = fs::read_to_string(&path).map_err(SetupError::io("read", &path))?;

@@ -93,8 +93,9 @@ fn attach(file: &File) -> Result<(u32, File), SetupError> {
     for _ in 0..CLAIMS_MAX {
         // SAFETY: this ioctl takes no argument and returns a number.
         let number = unsafe { libc::ioctl(controller.as_raw_fd(), LOOP_CTL_GET_FREE) };
-        let number = u32::try_from(number)
-            .map_err(|_| SetupError::io("get a free loop device from", control)(io::Error::last_os_error()))?;
+        let number = u32::try_from(number).map_err(|_| {
+            SetupError::io("get a free loop device from", control)(io::Error::last_os_error())
+        })?;
         let path = path(number);
         let device = OpenOptions::new()
             .read(true)

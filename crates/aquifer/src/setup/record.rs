@@ -23,7 +23,10 @@ static NEXT: AtomicU32 = AtomicU32::new(0);
 pub enum Step {
     Cgroup(PathBuf),
     SwapFile(PathBuf),
-    Zram { number: u32, added: bool },
+    Zram {
+        number: u32,
+        added: bool,
+    },
     PageCluster(u64),
     /// A folder with a volume's file.
     Mount(PathBuf),
@@ -308,9 +311,14 @@ mod tests {
     #[test]
     fn owners_are_read_from_names() {
         assert_eq!(parse_owner(NAME), Some((12, 345)));
-        for name in
-            ["", "aquifer-setup-", "aquifer-setup-1-2", "aquifer-setup-1-2-3-4", "aquifer-setup-x-2-3", "1-2-3"]
-        {
+        for name in [
+            "",
+            "aquifer-setup-",
+            "aquifer-setup-1-2",
+            "aquifer-setup-1-2-3-4",
+            "aquifer-setup-x-2-3",
+            "1-2-3",
+        ] {
             assert_eq!(parse_owner(name), None, "{name}");
         }
     }

@@ -67,7 +67,8 @@ impl AgentWatch {
         let (socket, lent) = borrow(&self.path).ok()?;
         if (lent.host, lent.epoch) != (self.host, self.epoch) {
             return Some(
-                "the agent was started anew as another host, and the memory nodes know this one no longer".into(),
+                "the agent was started anew as another host, and the memory nodes know this one no longer"
+                    .into(),
             );
         }
         tracing::info!("the agent is back");

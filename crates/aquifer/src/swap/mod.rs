@@ -43,6 +43,8 @@ const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 const WRITE_PATIENCE: Duration = Duration::from_secs(10);
 /// After its program's end the run waits so long for others that the program has left behind.
 const CLOSE_PATIENCE: Duration = Duration::from_millis(500);
+/// Programs in want of memory try again for so long, before the kernel may kill one.
+const WANT_PATIENCE: Duration = Duration::from_secs(5);
 /// The device has this many times the limit, unless something else is asked for.
 const SIZE_PER_LIMIT: u64 = 8;
 /// It has no more than this many times what the pool has free. Once: the pool would not be full before the device. Twice: while it is less
@@ -54,13 +56,19 @@ pub const SIZE_BYTES_MIN: u64 = 1 << 20;
 /// Why there is no swap device.
 #[derive(Debug, thiserror::Error)]
 enum SwapError {
-    #[error("a limit of {limit_bytes} bytes is too small for any program: give at least {LIMIT_BYTES_MIN} (--local 8M)")]
+    #[error(
+        "a limit of {limit_bytes} bytes is too small for any program: give at least {LIMIT_BYTES_MIN} (--local 8M)"
+    )]
     TooSmall { limit_bytes: u64 },
     #[error("a swap device of {0} is not between {min} and {max}: choose another --swap-size", min = Size(SIZE_BYTES_MIN), max = Size(VOLUME_BYTES_MAX))]
     Size(Size),
-    #[error("the pool is full: {0} are free on all memory nodes together. Give the pool more memory (aquifer up --memory)")]
+    #[error(
+        "the pool is full: {0} are free on all memory nodes together. Give the pool more memory (aquifer up --memory)"
+    )]
     Full(Size),
-    #[error("the cluster has no memory node: start one (aquifer node), or start the cluster anew (aquifer up)")]
+    #[error(
+        "the cluster has no memory node: start one (aquifer node), or start the cluster anew (aquifer up)"
+    )]
     NoNodes,
     #[error("the cluster's key cannot be used: {0}")]
     Key(String),
@@ -108,6 +116,8 @@ struct Server {
     cgroup: Cgroup,
     record: Record,
     agent: AgentWatch,
+    /// Since when its programs have been in want of memory; `Err` when it is the kernel's affair.
+    want: Result<Option<Instant>, ()>,
 }
 
 impl Server {
@@ -134,6 +144,7 @@ impl Server {
         // From here on an early return drops the record, and that undoes what it holds.
         let mut record = Record::create()?;
         let cgroup = Cgroup::create(&mut record, resident_bytes, bytes)?;
+        cgroup.set_waits_in_want(true)?;
         let folder = mount::create(&mut record, state.path())?;
         let front = start_front(&volume, &connector, &folder)?;
         let pump = PumpThread::start(Pump::new(Arc::clone(&volume), connector, pool, seed()?))?;
@@ -148,6 +159,7 @@ impl Server {
             cgroup,
             record,
             agent: AgentWatch::new(path, socket, &lent),
+            want: Ok(None),
         })
     }
 
@@ -159,6 +171,7 @@ impl Server {
         loop {
             self.wait(run.as_ref());
             self.tell_news(run.as_ref());
+            self.heed_want();
             if let Some(reason) = self.agent.look().or_else(|| self.front_failure()).filter(|_| !is_ended) {
                 is_ended = true;
                 self.end(run.as_ref(), &reason);
@@ -191,6 +204,22 @@ impl Server {
             .collect();
         // Any outcome means: look.
         let _ = poll(&mut polled, Some(&TICK));
+    }
+
+    /// When all that is resident is in use at the moment, the kernel finds nothing to swap out, and would kill a program though the device has
+    /// room. So they wait and try again, for a while.
+    fn heed_want(&mut self) {
+        let Ok(since) = self.want else { return };
+        if !self.cgroup.is_in_want() {
+            self.want = Ok(None);
+            return;
+        }
+        let since = since.unwrap_or_else(Instant::now);
+        let is_hopeless = since.elapsed() > WANT_PATIENCE || self.volume.refusal().is_some();
+        self.want = if is_hopeless { Err(()) } else { Ok(Some(since)) };
+        if let Err(error) = self.cgroup.set_waits_in_want(!is_hopeless) {
+            tracing::error!(%error, "programs in want of memory may wait for ever");
+        }
     }
 
     fn is_empty(&self) -> bool {

@@ -15,7 +15,9 @@ const OOM_SCORE_MIN: &str = "-1000";
 #[derive(Debug, thiserror::Error)]
 pub enum ProtectError {
     /// Locked memory.
-    #[error("the server of a swap device could not lock its memory (mlockall: {0}): run as root, or allow it with ulimit -l unlimited")]
+    #[error(
+        "the server of a swap device could not lock its memory (mlockall: {0}): run as root, or allow it with ulimit -l unlimited"
+    )]
     Lock(io::Error),
 }
 

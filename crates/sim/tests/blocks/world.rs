@@ -191,7 +191,11 @@ impl World {
     fn ragged_range(&mut self, pages_max: usize) -> (usize, usize) {
         let (offset, len) = self.range(pages_max);
         let (cut_front, cut_back) = (self.rng.index(PAGE_BYTES), self.rng.index(PAGE_BYTES));
-        if cut_front + cut_back < len { (offset + cut_front, len - cut_front - cut_back) } else { (offset, len) }
+        if cut_front + cut_back < len {
+            (offset + cut_front, len - cut_front - cut_back)
+        } else {
+            (offset, len)
+        }
     }
 
     /// Others act while a reader waits.
@@ -222,7 +226,9 @@ impl World {
                 let _ = self.volume.flush();
             }
             37 if self.rng.chance(1, 25) => self.seen.crashes += u64::from(self.cluster.crash(&mut self.rng)),
-            38 if self.rng.chance(1, 25) => self.seen.damages += u64::from(self.cluster.damage(&mut self.rng)),
+            38 if self.rng.chance(1, 25) => {
+                self.seen.damages += u64::from(self.cluster.damage(&mut self.rng))
+            }
             39 if self.cluster.is_full() => self.cluster.relent(),
             39 if self.rng.chance(1, 20) => {
                 self.cluster.fill_up();
@@ -280,7 +286,9 @@ impl World {
         let is_harmed = self.is_harmed();
         match &result {
             Ok(()) => {}
-            Err(BlockError::NoRoom { .. }) if self.cluster.is_full() || is_harmed => self.seen.failed_writes += 1,
+            Err(BlockError::NoRoom { .. }) if self.cluster.is_full() || is_harmed => {
+                self.seen.failed_writes += 1
+            }
             Err(BlockError::Lost { .. } | BlockError::StillLost { .. }) if is_harmed => {
                 self.seen.failed_writes += 1;
             }
