@@ -90,7 +90,7 @@ fn a_static_program_keeps_its_bytes_over_tcp() {
 }
 
 #[test]
-fn children_and_tmpfs_are_swapped_too() {
+fn children_are_swapped_too() {
     if !swap::is_possible() {
         return;
     }

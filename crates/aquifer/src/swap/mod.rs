@@ -116,8 +116,17 @@ struct Server {
     cgroup: Cgroup,
     record: Record,
     agent: AgentWatch,
-    /// Since when its programs have been in want of memory; `Err` when it is the kernel's affair.
-    want: Result<Option<Instant>, ()>,
+    want: Want,
+}
+
+/// Whether its programs are in want of memory.
+#[derive(Clone, Copy)]
+enum Want {
+    None,
+    /// They wait and try again, since then.
+    Since(Instant),
+    /// It is the kernel's affair now.
+    Hopeless,
 }
 
 impl Server {
@@ -159,7 +168,7 @@ impl Server {
             cgroup,
             record,
             agent: AgentWatch::new(path, socket, &lent),
-            want: Ok(None),
+            want: Want::None,
         })
     }
 
@@ -176,7 +185,7 @@ impl Server {
                 is_ended = true;
                 self.end(run.as_ref(), &reason);
             }
-            if closing.is_none() && run.as_ref().is_some_and(|run| is_readable(run)) {
+            if closing.is_none() && run.as_ref().is_some_and(is_readable) {
                 if !matches!(run.as_ref().map(receive_frame), Some(Ok((Frame::CloseRun, _)))) {
                     // Whoever started the run is gone; its programs go on until they end.
                     run = None;
@@ -209,14 +218,17 @@ impl Server {
     /// When all that is resident is in use at the moment, the kernel finds nothing to swap out, and would kill a program though the device has
     /// room. So they wait and try again, for a while.
     fn heed_want(&mut self) {
-        let Ok(since) = self.want else { return };
-        if !self.cgroup.is_in_want() {
-            self.want = Ok(None);
-            return;
-        }
-        let since = since.unwrap_or_else(Instant::now);
+        let since = match self.want {
+            Want::Hopeless => return,
+            _ if !self.cgroup.is_in_want() => {
+                self.want = Want::None;
+                return;
+            }
+            Want::None => Instant::now(),
+            Want::Since(since) => since,
+        };
         let is_hopeless = since.elapsed() > WANT_PATIENCE || self.volume.refusal().is_some();
-        self.want = if is_hopeless { Err(()) } else { Ok(Some(since)) };
+        self.want = if is_hopeless { Want::Hopeless } else { Want::Since(since) };
         if let Err(error) = self.cgroup.set_waits_in_want(!is_hopeless) {
             tracing::error!(%error, "programs in want of memory may wait for ever");
         }
