@@ -1,7 +1,7 @@
 //! The agent's life: a place in the directory, a socket for programs, a thread for each conversation.
 
 use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -10,17 +10,18 @@ use std::time::Duration;
 use aquifer_fabric::tcp::ClusterKey;
 use aquifer_fabric::{Identity, Tenant};
 use aquifer_faults::serve::attach::{AttachError, receive_frame, send_frame};
-use aquifer_faults::serve::{Run, RunReport, Service, Surroundings};
-use aquifer_ipc::{Frame, OpenRun};
-use aquifer_pager::{Connector, Mempool};
+use aquifer_faults::serve::{Restored, Run, RunReport, Service, Surroundings};
+use aquifer_ipc::{Frame, KeptKind, OpenRun, Put};
+use aquifer_pager::Connector;
 use aquifer_pool::PoolClient;
 
 use crate::keeper::KeeperPort;
 use crate::lent::Borrowers;
 use crate::membership::{Membership, MembershipError};
 use crate::nodes::Nodes;
+use crate::place::Place;
 use crate::report::{RunStatistics, status};
-use crate::socket::{accept_own, listen_at, raise_descriptor_limit, wait_readable};
+use crate::socket::{accept_own, raise_descriptor_limit, wait_readable};
 
 /// How often to look whether to stop.
 const TICK: Duration = Duration::from_millis(100);
@@ -95,34 +96,49 @@ impl Surroundings for Host {
         self.nodes.pool()
     }
 
-    fn keep(&self, program: u64, pid: u32, fds: &[BorrowedFd<'_>]) {
-        self.keeper.keep(program, pid, fds);
+    fn keep(&self, put: &Put, fds: &[BorrowedFd<'_>]) {
+        self.keeper.keep(put, fds);
     }
 
-    fn unkeep(&self, program: u64) {
-        self.keeper.unkeep(program);
+    fn unkeep(&self, kind: KeptKind, id: u64) {
+        self.keeper.unkeep(kind, id);
     }
 }
 
-/// Serve programs until `stop`; then end them, with a message, and give all memory back.
+/// Serve programs until `stop`; then end them, with a message, and give all memory back. If an agent before this one was killed, go on
+/// with its programs.
 ///
 /// # Errors
 /// If something it needs is missing at the start.
 pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) -> Result<(), AgentError> {
     raise_descriptor_limit();
-    let keeper = KeeperPort::connect(&options.keeper)
+    let (keeper, kept) = KeeperPort::connect(&options.keeper)
         .map_err(|source| AgentError::Keeper { path: options.keeper.clone(), source })?;
-    let mut membership = Membership::join(Arc::clone(&options.directory), &options.socket)?;
+    let place = Place::find(options, &kept)?;
+    let mut membership =
+        Membership::join(Arc::clone(&options.directory), &options.socket, place.before.as_ref())?;
     let tenant = Tenant(rustix::process::geteuid().as_raw());
     let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
     let nodes = Nodes::new(identity, options.key.clone());
     membership.watch_nodes(&nodes)?;
-    let mempool = Arc::new(Mempool::new(options.mempool_bytes).map_err(AgentError::Mempool)?);
+    let Place { before, mempool, listener } = place;
+    let record = serde_json::to_string(membership.record()).expect("plain structs are JSON");
+    keeper.keep(
+        &Put { kind: KeptKind::Host, id: 0, pid: 0, record },
+        &[mempool.memory().fd(), listener.as_fd()],
+    );
+    let mempool = Arc::new(mempool);
     let host = Arc::new(Host { nodes: Arc::clone(&nodes), keeper, borrowers: Borrowers::default() });
     let service =
         Service::new(Arc::clone(&host) as Arc<dyn Surroundings>, mempool).map_err(AgentError::Threads)?;
-    let listener = listen_at(&options.socket)
-        .map_err(|source| AgentError::Listen { path: options.socket.clone(), source })?;
+    let restored = if before.is_some() { service.restore(kept) } else { service.refuse(kept) };
+    for Restored { run, owner } in restored {
+        let service = Arc::clone(&service);
+        let spawned = std::thread::Builder::new()
+            .name("talk-again".into())
+            .spawn(move || attend(&owner, &service, &run));
+        spawned.map_err(AgentError::Threads)?;
+    }
     ready();
     let mut ticks = 0u32;
     while !stop.load(Relaxed) {
@@ -143,6 +159,7 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
     end_runs(&service, "the agent is stopping");
     host.borrowers.end("the agent is stopping");
     let _ = std::fs::remove_file(&options.socket);
+    host.keeper.unkeep(KeptKind::Host, 0);
     membership.leave();
     Ok(())
 }
@@ -191,7 +208,7 @@ fn converse(socket: OwnedFd, pid: u32, service: &Arc<Service>, host: &Host, iden
             }
             return;
         }
-        Ok((Frame::Borrow, _)) => return host.borrowers.attend(socket, nodes),
+        Ok((Frame::Borrow, _)) => return host.borrowers.attend(socket, nodes.key()),
         Ok((Frame::Status, _)) => {
             let status = status(identity.host.0, service, nodes);
             Frame::StatusIs(serde_json::to_string(&status).expect("figures can be written"))
@@ -220,7 +237,7 @@ fn open_run(
     if nodes.count() == 0 {
         return Err("the cluster has no memory node: start one (aquifer node), or start the cluster anew (aquifer up)".into());
     }
-    let run = service.open_run(&open.name, open.limit_bytes)?;
+    let run = service.open_run(&open.name, open.limit_bytes, socket.as_fd())?;
     match send_frame(socket, &Frame::RunOpened(run.token()), &[]) {
         Ok(()) => Ok(run),
         Err(error) => {

@@ -1,4 +1,5 @@
-//! Servers of blocks on this host: processes of their own, which reach the memory nodes as the host that the agent holds the lease of.
+//! Servers of blocks on this host: processes of their own, with a host number and a lease of their own, so that they and the agent cannot harm
+//! each other, nor need each other while they live. From the agent they have the cluster's key, and its word when the cluster goes down.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -6,13 +7,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer_fabric::tcp::ClusterKey;
-use aquifer_fabric::{Host, Identity, Reach, Tenant};
 use aquifer_faults::serve::attach::{receive_frame, send_frame};
 use aquifer_ipc::Frame;
-use aquifer_pool::NodeId;
 use serde::{Deserialize, Serialize};
 
-use crate::nodes::Nodes;
 use crate::socket::{connect_to, wait_readable};
 
 /// Borrowers at once.
@@ -20,37 +18,18 @@ const BORROWERS_MAX: usize = 1024;
 /// When the agent stops, borrowers have so long to end and give everything back.
 const END_PATIENCE: Duration = Duration::from_secs(10);
 
-/// A host's place in the cluster, for another process of the host.
+/// What another process of this host needs to reach the memory nodes.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lent {
-    /// The host's number.
-    pub host: u16,
-    /// The fencing epoch of its lease.
-    pub epoch: u64,
-    /// The tenant.
-    pub tenant: u32,
-    /// The memory nodes there are.
-    pub nodes: Vec<LentNode>,
     /// The cluster's key in hexadecimal, if there is one.
-    pub key: Option<String>,
+    key: Option<String>,
 }
 
 impl std::fmt::Debug for Lent {
     /// Without the key: it is a secret.
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(formatter, "Lent(host {}, epoch {}, {} nodes)", self.host, self.epoch, self.nodes.len())
+        write!(formatter, "Lent({} key)", if self.key.is_some() { "with a" } else { "no" })
     }
-}
-
-/// A memory node as the directory has it.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct LentNode {
-    /// Its number.
-    pub id: u16,
-    /// The provider.
-    pub fabric: String,
-    /// Where it is, in the provider's terms.
-    pub address: String,
 }
 
 /// Why a borrower got nothing.
@@ -90,21 +69,16 @@ pub fn borrow(path: &Path) -> Result<(OwnedFd, Lent), BorrowError> {
 }
 
 impl Lent {
-    /// The nodes, to be connected to.
+    fn new(key: Option<&ClusterKey>) -> Self {
+        Self { key: key.map(|key| key.0.iter().map(|byte| format!("{byte:02x}")).collect()) }
+    }
+
+    /// The cluster's key, if there is one.
     ///
     /// # Errors
-    /// A sentence, if the key is none.
-    pub fn nodes(&self) -> Result<Arc<Nodes>, String> {
-        let key = self.key.as_deref().map(parse_key).transpose()?;
-        let identity = Identity { host: Host(self.host), epoch: self.epoch, tenant: Tenant(self.tenant) };
-        let nodes = Nodes::new(identity, key);
-        for node in &self.nodes {
-            match Reach::parse(&node.fabric, &node.address) {
-                Ok(reach) => nodes.put(NodeId(node.id), reach),
-                Err(reason) => tracing::warn!(node = node.id, reason, "a memory node cannot be used"),
-            }
-        }
-        Ok(nodes)
+    /// A sentence, if it is none.
+    pub fn key(&self) -> Result<Option<ClusterKey>, String> {
+        self.key.as_deref().map(parse_key).transpose()
     }
 }
 
@@ -129,9 +103,9 @@ pub(crate) struct Borrowers {
 
 impl Borrowers {
     /// Lend to who asks at `socket`, and stay until it has gone.
-    pub(crate) fn attend(&self, socket: OwnedFd, nodes: &Nodes) {
+    pub(crate) fn attend(&self, socket: OwnedFd, key: Option<&ClusterKey>) {
         let socket = Arc::new(socket);
-        let answer = self.take_in(&socket, nodes);
+        let answer = self.take_in(&socket, key);
         if let Err(error) = send_frame(&*socket, &answer, &[]) {
             tracing::debug!(%error, "a borrower did not wait for its answer");
         }
@@ -140,13 +114,13 @@ impl Borrowers {
         self.lock().retain(|other| !Arc::ptr_eq(other, &socket));
     }
 
-    fn take_in(&self, socket: &Arc<OwnedFd>, nodes: &Nodes) -> Frame {
+    fn take_in(&self, socket: &Arc<OwnedFd>, key: Option<&ClusterKey>) -> Frame {
         let mut sockets = self.lock();
         if sockets.len() >= BORROWERS_MAX {
             return Frame::Refused(format!("this agent already lends to {BORROWERS_MAX}: end some first"));
         }
         sockets.push(Arc::clone(socket));
-        Frame::Lent(serde_json::to_string(&nodes.lent()).expect("numbers and texts can be written"))
+        Frame::Lent(serde_json::to_string(&Lent::new(key)).expect("numbers and texts can be written"))
     }
 
     /// Tell all that the agent stops, and wait until they have given everything back.
@@ -174,25 +148,20 @@ impl Borrowers {
 mod tests {
     use super::*;
 
-    fn lent(key: Option<&str>) -> Lent {
-        let node = LentNode { id: 3, fabric: "tcp".into(), address: "127.0.0.1:7400".into() };
-        Lent { host: 4, epoch: 9, tenant: 0, nodes: vec![node], key: key.map(str::to_owned) }
-    }
-
     #[test]
-    fn what_is_lent_is_usable_elsewhere() {
-        let key = "0f".repeat(32);
-        let nodes = lent(Some(&key)).nodes().unwrap();
-        assert_eq!(nodes.count(), 1);
-        assert_eq!(nodes.lent(), lent(Some(&key)));
-        assert!(!format!("{:?}", nodes.lent()).contains("0f0f"), "a log must not give the key away");
-        assert_eq!(lent(None).nodes().unwrap().lent(), lent(None));
+    fn a_key_survives_the_way_and_no_log_gives_it_away() {
+        let lent = Lent::new(Some(&ClusterKey([0x5a; 32])));
+        let text = serde_json::to_string(&lent).unwrap();
+        let again: Lent = serde_json::from_str(&text).unwrap();
+        assert_eq!(again.key().unwrap().unwrap().0, [0x5a; 32]);
+        assert!(!format!("{again:?}").contains("5a5a"));
+        assert!(Lent::new(None).key().unwrap().is_none());
     }
 
     #[test]
     fn a_key_that_is_none_is_refused() {
         for key in ["", "0f", &"0g".repeat(32), &"+f".repeat(32), &"0f".repeat(33)] {
-            assert!(lent(Some(key)).nodes().is_err(), "{key}");
+            assert!(Lent { key: Some(key.to_owned()) }.key().is_err(), "{key}");
         }
     }
 }

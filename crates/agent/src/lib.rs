@@ -2,7 +2,8 @@
 //!
 //! - [`serve`](agent::serve): listens for programs and `aquifer run`, and keeps the agent's place in the directory.
 //! - [`keeper`]: the small process that holds what must outlive the agent.
-//! - [`lent`]: what other processes of this host need to reach the nodes as the host does.
+//! - [`shadow`]: shares the agent's open files, so that none closes before the keeper has it.
+//! - [`lent`]: what servers of blocks on this host have from the agent.
 //! - [`nodes`]: which memory nodes there are and how to reach them.
 //! - [`report`]: what people and scripts get to read.
 
@@ -12,7 +13,9 @@ pub mod keeper;
 pub mod lent;
 pub mod membership;
 pub mod nodes;
+mod place;
 pub mod report;
+pub mod shadow;
 mod socket;
 
 pub use agent::{AgentError, AgentOptions, serve};

@@ -41,13 +41,20 @@ pub struct Membership {
 }
 
 impl Membership {
-    /// Take a host number and announce the agent.
+    /// Take a host number, or that of an agent `before` this one, and announce the agent.
     ///
     /// # Errors
     /// The directory's.
-    pub fn join(directory: Arc<dyn Directory>, socket: &Path) -> Result<Self, MembershipError> {
+    pub fn join(
+        directory: Arc<dyn Directory>,
+        socket: &Path,
+        before: Option<&AgentRecord>,
+    ) -> Result<Self, MembershipError> {
         let lease = directory.lease_grant(LEASE_TTL)?;
-        let record = names::claim_host(&*directory, lease, &socket.display().to_string())?;
+        let record = match before {
+            Some(before) => names::reclaim_host(&*directory, lease, before)?,
+            None => names::claim_host(&*directory, lease, &socket.display().to_string())?,
+        };
         let stop = Arc::new(AtomicBool::new(false));
         let is_lost = Arc::new(AtomicBool::new(false));
         let keeper = {
@@ -59,6 +66,12 @@ impl Membership {
                 .map_err(MembershipError::Thread)?
         };
         Ok(Self { directory, lease, record, stop, is_lost, threads: vec![keeper] })
+    }
+
+    /// What the directory has of this agent.
+    #[must_use]
+    pub fn record(&self) -> &AgentRecord {
+        &self.record
     }
 
     /// This host's number.

@@ -8,8 +8,6 @@ use aquifer_fabric::{Endpoint, EndpointError, Identity, Reach};
 use aquifer_pager::Connector;
 use aquifer_pool::{NodeId, PoolClient};
 
-use crate::lent::{Lent, LentNode};
-
 /// The memory nodes as the directory names them.
 #[derive(Debug)]
 pub struct Nodes {
@@ -41,24 +39,10 @@ impl Nodes {
         self.addresses.read().unwrap_or_else(PoisonError::into_inner).len()
     }
 
-    /// What another process of this host needs to reach them as this one does.
+    /// The cluster's key, if there is one.
     #[must_use]
-    pub fn lent(&self) -> Lent {
-        let addresses = self.addresses.read().unwrap_or_else(PoisonError::into_inner);
-        Lent {
-            host: self.identity.host.0,
-            epoch: self.identity.epoch,
-            tenant: self.identity.tenant.0,
-            nodes: addresses
-                .iter()
-                .map(|(node, reach)| LentNode {
-                    id: node.0,
-                    fabric: reach.provider().to_owned(),
-                    address: reach.address(),
-                })
-                .collect(),
-            key: self.key.as_ref().map(|key| key.0.iter().map(|byte| format!("{byte:02x}")).collect()),
-        }
+    pub(crate) fn key(&self) -> Option<&ClusterKey> {
+        self.key.as_ref()
     }
 
     fn list(&self) -> Vec<NodeId> {

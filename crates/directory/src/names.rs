@@ -116,6 +116,34 @@ pub fn register_node(
     }
 }
 
+/// Take a host number again, under a new lease: an agent goes on where one before it, with this record, was stopped. What that one
+/// still has under way is refused from now on, for its epoch is over.
+///
+/// # Errors
+/// [`DirectoryError::Taken`] if another host has the number meanwhile; the directory's.
+pub fn reclaim_host(
+    directory: &dyn Directory,
+    lease: Lease,
+    before: &AgentRecord,
+) -> Result<AgentRecord, DirectoryError> {
+    let key = agent(before.host);
+    let record = AgentRecord { epoch: lease.epoch, ..before.clone() };
+    let compare = match directory.get(&key)? {
+        // The lease of before has ended, and nobody has taken the number since.
+        None => Compare::absent(&key),
+        Some(entry) if decode::<AgentRecord>(&entry)?.epoch == before.epoch => {
+            Compare::version(&key, entry.version)
+        }
+        Some(_) => return Err(DirectoryError::Taken { key }),
+    };
+    let put = Operation::put(&key, encode(&record), Some(lease.id));
+    let transaction = Transaction { compares: vec![compare], operations: vec![put] };
+    match directory.transaction(&transaction)? {
+        TransactionOutcome::Committed { .. } => Ok(record),
+        TransactionOutcome::Conflict { .. } => Err(DirectoryError::Taken { key }),
+    }
+}
+
 /// Take a free host number for as long as the lease lives, and announce its agent.
 ///
 /// Numbers are given out in turn, so that a dead host's number, under which the pool's logs know what it

@@ -58,6 +58,15 @@ impl Memory {
         Self::map(fd, len)
     }
 
+    /// Map all of a memfd that came from elsewhere.
+    ///
+    /// # Errors
+    /// As [`Self::from_fd`].
+    pub fn whole(fd: OwnedFd) -> io::Result<Self> {
+        let len = usize::try_from(rustix::fs::fstat(&fd)?.st_size).unwrap_or(0);
+        Self::from_fd(fd, len)
+    }
+
     fn map(fd: OwnedFd, len: usize) -> io::Result<Self> {
         if len == 0 {
             return Err(refused("memory of zero bytes cannot be mapped".into()));

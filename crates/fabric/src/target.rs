@@ -131,7 +131,8 @@ pub trait Target: Send + Sync + std::fmt::Debug {
     fn invalidate(&self, key: Key) -> Result<(), TargetError>;
 
     /// Fence a host: when this returns no operation of its endpoints of `epoch` or earlier is under way and none will
-    /// begin; they get [`crate::WorkError::Fenced`], and cannot connect again.
+    /// begin; they get [`crate::WorkError::Fenced`], and cannot connect again. An endpoint that connects fences all earlier epochs of its
+    /// host by that: there is one agent on a host, and it is the newest.
     fn fence(&self, host: Host, epoch: u64);
 
     /// Take the oldest message from any endpoint: who sent it, and its bytes appended to `out`.

@@ -37,6 +37,9 @@ pub trait Edge: Kernel {
     /// Hand a batch to the sender.
     fn submit(&mut self, job: Job);
 
+    /// Hand a block to the sender whose pages, bit `i` of `slots` for slot `i`, wait to be written since before a restart.
+    fn submit_again(&mut self, block: BlockId, slots: u64);
+
     /// Append what the sender has done since.
     fn collect(&mut self, out: &mut Vec<Done>);
 

@@ -3,6 +3,8 @@
 
 use aquifer_pager::{PageNumber, Slot};
 
+use crate::journal::Remembered;
+
 /// A thread of the program waits for a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Fault {
@@ -44,6 +46,19 @@ pub enum Message<C> {
         /// Page after the last.
         end: PageNumber,
     },
+}
+
+impl<C> Message<C> {
+    /// The same, with another kind of descriptor.
+    pub fn map_child<D>(self, make: impl FnOnce(C) -> D) -> Message<D> {
+        match self {
+            Self::Fault(fault) => Message::Fault(fault),
+            Self::Fork(child) => Message::Fork(make(child)),
+            Self::Remap { from, to, pages } => Message::Remap { from, to, pages },
+            Self::Remove { start, end } => Message::Remove { start, end },
+            Self::Unmap { start, end } => Message::Unmap { start, end },
+        }
+    }
 }
 
 /// Where the bytes of filled pages come from.
@@ -104,8 +119,18 @@ pub trait Kernel {
     /// The descriptor of a forked child.
     type Child;
 
-    /// Append what there is to hear, without waiting.
+    /// Append what there is to hear, without waiting. What was read before has been heeded.
     fn read(&mut self, out: &mut Vec<Message<Self::Child>>);
+
+    /// Message `index` of the last read, an event, has been heeded: after a restart it is not told again, and this is remembered. Of
+    /// messages that were not heeded, events are read again after a restart; faults come again by themselves.
+    fn heeded(&mut self, index: usize, remembered: Remembered<'_>);
+
+    /// What there is to remember over a restart has changed.
+    fn remember(&mut self, remembered: Remembered<'_>);
+
+    /// Message `index` of the last read is about to move pages. After a restart in the middle of it the move is finished first.
+    fn moving(&mut self, index: usize);
 
     /// Fill missing pages and wake who waits for them.
     fn fill(&mut self, page: PageNumber, pages: usize, source: Source) -> Filled;
@@ -128,6 +153,9 @@ pub trait Kernel {
     /// # Errors
     /// If the program has ended.
     fn take(&mut self, buffer: usize, pages: &[PageNumber], out: &mut Vec<Taken>) -> Result<(), Gone>;
+
+    /// What waited in a staging buffer is in the mempool.
+    fn emptied(&mut self, buffer: usize);
 
     /// Whether there is a worker: a child has none until it has attached.
     fn has_worker(&self) -> bool;

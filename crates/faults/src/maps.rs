@@ -43,6 +43,23 @@ pub fn pageable(text: &[u8], private: std::ops::Range<u64>, canary: u64) -> Vec<
     areas
 }
 
+/// The areas whose missing pages a userfaultfd reports, in the text of `/proc/PID/smaps`.
+#[must_use]
+pub fn registered(text: &[u8]) -> Vec<Area> {
+    let mut areas = Vec::new();
+    let mut last = None;
+    for line in text.split(|byte| *byte == b'\n') {
+        if let Some(flags) = line.strip_prefix(b"VmFlags:") {
+            let is_registered = flags.split(|byte| *byte == b' ').any(|flag| flag == b"um");
+            areas.extend(last.take().filter(|_| is_registered));
+        } else if let Some(line) = parse(line) {
+            let page = PAGE_BYTES as u64;
+            last = Some(Area { start: line.start / page, end: line.end / page });
+        }
+    }
+    areas
+}
+
 fn is_pageable(line: &Line<'_>, below: Option<&Line<'_>>) -> bool {
     let bytes = line.end - line.start;
     let is_heap = line.name == b"[heap]";
@@ -104,6 +121,15 @@ mod tests {
     #[test]
     fn only_private_anonymous_areas_that_are_no_stacks() {
         assert_eq!(starts(0..0), [0x55d0_c000_0000, 0x7f00_0000_0000, 0x7f00_0500_0000]);
+    }
+
+    #[test]
+    fn registered_areas_are_told_by_their_flags() {
+        let text = b"7f0000000000-7f0000100000 rw-p 00000000 00:00 0 \nSize: 1024 kB\nVmFlags: rd wr mr mw me ac sd um \n\
+                     7f0000200000-7f0000300000 rw-p 00000000 00:00 0 \nVmFlags: rd wr um2 sd\n\
+                     VmFlags: um\n7f0000400000-7f0000401000 r--p 00000000 fe:00 9 /x-1 um\nVmFlags: rd um\n";
+        let starts: Vec<u64> = registered(text).iter().map(|area| area.start * 4096).collect();
+        assert_eq!(starts, [0x7f00_0000_0000, 0x7f00_0040_0000]);
     }
 
     #[test]

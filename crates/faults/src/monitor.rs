@@ -6,6 +6,7 @@
 
 mod adoption;
 mod eviction;
+mod recovery;
 
 use std::sync::Arc;
 
@@ -15,9 +16,12 @@ use aquifer_pager::{
 
 use crate::areas::{Area, Areas};
 use crate::edge::{Done, Edge};
+use crate::journal::Remembered;
 use crate::kernel::{Fault, Filled, Message, Source, Stop, Taken};
 use crate::stats::FaultStats;
 use crate::stream::Streams;
+
+pub use recovery::Before;
 
 /// Pages filled at one fault of a walk.
 const WINDOW_MAX: usize = 32;
@@ -185,9 +189,12 @@ impl<E: Edge> Monitor<E> {
         !self.waiting.is_empty()
     }
 
-    /// A page is there of which nothing was known. It can be taken, unless the kernel may be about to drop it.
+    /// A page is there of which nothing was known, or which was thought to be elsewhere because it was filled just before a restart. It
+    /// can be taken, unless the kernel may be about to drop it.
     fn hold_present(&mut self, page: PageNumber) {
-        if self.given_up.contains(page) && self.edge.mutation() != Mutation::TrustRemoveEvent {
+        if self.volume.state(page) != PageState::Zero {
+            self.volume.hold_found(page);
+        } else if self.given_up.contains(page) && self.edge.mutation() != Mutation::TrustRemoveEvent {
             self.volume.doubt(page);
         } else {
             self.volume.hold(page, false);
@@ -208,14 +215,22 @@ impl<E: Edge> Monitor<E> {
             });
         }
         let now_ns = self.edge.now_ns();
-        for message in inbox.drain(..) {
+        for (index, message) in inbox.drain(..).enumerate() {
             match message {
-                Message::Fault(fault) => self.waiting.push(Waiting { fault, since_ns: now_ns }),
+                Message::Fault(fault) => {
+                    self.waiting.push(Waiting { fault, since_ns: now_ns });
+                    continue;
+                }
                 Message::Fork(child) => self.fork(child),
-                Message::Remap { from, to, pages } => self.remap(from, to, pages),
+                Message::Remap { from, to, pages } => self.remap(index, from, to, pages),
                 Message::Remove { start, end } => self.give_up(Area { start, end }),
                 Message::Unmap { start, end } => self.unmap(Area { start, end }),
             }
+            if self.ended {
+                break;
+            }
+            let remembered = Remembered { vacated: &self.vacated, given_up: &self.given_up };
+            self.edge.heeded(index, remembered);
         }
         self.inbox = inbox;
     }
@@ -241,7 +256,10 @@ impl<E: Edge> Monitor<E> {
 
     /// The kernel has filled, or looked: so no event was outstanding.
     fn nothing_outstanding(&mut self) {
-        self.vacated.clear();
+        if !self.vacated.is_empty() {
+            self.vacated.clear();
+            self.edge.remember(Remembered { vacated: &[], given_up: &self.given_up });
+        }
     }
 
     fn forget_area(&mut self, area: Area) {
@@ -263,6 +281,7 @@ impl<E: Edge> Monitor<E> {
             match what {
                 Done::Staged { block, buffer, found } => {
                     self.volume.staged(block, &found);
+                    self.edge.emptied(buffer);
                     self.free_buffers.push(buffer);
                 }
                 Done::Written(written) => {
@@ -299,7 +318,7 @@ impl<E: Edge> Monitor<E> {
         }
     }
 
-    fn remap(&mut self, from: PageNumber, to: PageNumber, pages: u64) {
+    fn remap(&mut self, index: usize, from: PageNumber, to: PageNumber, pages: u64) {
         // Staging knows pages by the number they had when they left.
         if self.edge.mutation() != Mutation::RemapWhileLeaving {
             self.wait_while(Volume::is_leaving);
@@ -307,6 +326,8 @@ impl<E: Edge> Monitor<E> {
         if self.ended {
             return;
         }
+        self.volume.discard(to, to + pages);
+        self.edge.moving(index);
         self.volume.move_range(from, to, pages);
         let vacated = Area { start: from, end: from + pages };
         self.forget_area(vacated);
@@ -437,9 +458,7 @@ impl<E: Edge> Monitor<E> {
         match filled.stop {
             None | Some(Stop::NoArea) => self.edge.wake(page),
             Some(Stop::Exists) => {
-                if self.volume.state(page) == PageState::Zero {
-                    self.hold_present(page);
-                }
+                self.hold_present(page);
                 self.edge.wake(page);
             }
             Some(Stop::Busy | Stop::NoMemory) => return Served::Soon,

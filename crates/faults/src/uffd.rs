@@ -1,7 +1,7 @@
 //! The userfaultfd calls that the agent makes on a descriptor it was given. Debian's headers lack half of them.
 
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
 use aquifer_pager::{PAGE_BYTES, PageNumber};
 
@@ -22,9 +22,10 @@ const EVENT_REMOVE: u8 = 0x15;
 const EVENT_UNMAP: u8 = 0x16;
 
 /// Bytes of one message of the kernel.
-const MESSAGE_BYTES: usize = 32;
-/// Messages taken in one read.
-const MESSAGES_MAX: usize = 16;
+pub const MESSAGE_BYTES: usize = 32;
+/// Where programs have their addresses.
+const USER_START: u64 = 1 << 16;
+const USER_END: u64 = (1 << 47) - 4096;
 
 #[repr(C)]
 struct Range {
@@ -66,6 +67,12 @@ impl From<OwnedFd> for Userfaultfd {
     }
 }
 
+impl AsFd for Userfaultfd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
 impl AsRawFd for Userfaultfd {
     fn as_raw_fd(&self) -> RawFd {
         self.0.as_raw_fd()
@@ -81,17 +88,14 @@ impl Userfaultfd {
         self.0.try_clone()
     }
 
-    /// Append the messages there are; at most [`MESSAGES_MAX`] at a time, without waiting (the descriptor does not block).
-    pub fn read(&self, out: &mut Vec<Message<OwnedFd>>) {
-        let mut buffer = [0u8; MESSAGE_BYTES * MESSAGES_MAX];
-        // SAFETY: the kernel writes at most the buffer's length.
-        let length = unsafe { libc::read(self.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len()) };
-        let length = usize::try_from(length).unwrap_or(0);
-        for message in buffer[..length].chunks_exact(MESSAGE_BYTES) {
-            if let Some(message) = parse(message) {
-                out.push(message);
-            }
-        }
+    /// Have the kernel write the messages there are, without waiting (the descriptor does not block). How many bytes it wrote.
+    ///
+    /// # Safety
+    /// `length` bytes at `buffer` must be writable, and nobody may look at them meanwhile.
+    pub unsafe fn read(&self, buffer: *mut u8, length: usize) -> usize {
+        // SAFETY: the kernel writes at most `length` bytes, as the caller allows.
+        let length = unsafe { libc::read(self.as_raw_fd(), buffer.cast(), length) };
+        usize::try_from(length).unwrap_or(0)
     }
 
     /// Have missing pages reported.
@@ -142,6 +146,14 @@ impl Userfaultfd {
         }
     }
 
+    /// Wake all who wait for any page, to try again.
+    pub fn wake_all(&self) {
+        let mut argument = Range { start: USER_START, len: USER_END - USER_START };
+        if let Err(error) = self.request(UFFDIO_WAKE, &raw mut argument) {
+            tracing::warn!(%error, "a program's threads cannot be woken");
+        }
+    }
+
     fn request<T>(&self, request: u64, argument: *mut T) -> io::Result<()> {
         // SAFETY: each caller passes the argument type that its request reads and writes, alive for the call; what the requests
         // do to the program's memory is their purpose.
@@ -177,7 +189,15 @@ fn outcome(result: io::Result<()>, done: i64, pages: usize) -> Filled {
     Filled { pages: filled, stop: Some(stop) }
 }
 
-fn parse(bytes: &[u8]) -> Option<Message<OwnedFd>> {
+/// Whether a message tells of a change of the address space, not of a fault.
+#[must_use]
+pub fn is_event(bytes: &[u8; MESSAGE_BYTES]) -> bool {
+    matches!(bytes[0], EVENT_FORK | EVENT_REMAP | EVENT_REMOVE | EVENT_UNMAP)
+}
+
+/// A message as the kernel wrote it. A fork's descriptor is a number in the process that read it.
+#[must_use]
+pub fn parse(bytes: &[u8; MESSAGE_BYTES]) -> Option<Message<RawFd>> {
     let word = |at: usize| u64::from_ne_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
     let page = |at: usize| word(at) / PAGE_BYTES as u64;
     Some(match bytes[0] {
@@ -186,11 +206,7 @@ fn parse(bytes: &[u8]) -> Option<Message<OwnedFd>> {
             write: word(8) & FLAG_WRITE != 0,
             thread: u32::from_ne_bytes(bytes[24..28].try_into().expect("4 bytes")),
         }),
-        EVENT_FORK => {
-            let fd = RawFd::from_ne_bytes(bytes[8..12].try_into().expect("4 bytes"));
-            // SAFETY: the kernel made this descriptor for whoever reads the message; that is us, once.
-            Message::Fork(unsafe { OwnedFd::from_raw_fd(fd) })
-        }
+        EVENT_FORK => Message::Fork(RawFd::from_ne_bytes(bytes[8..12].try_into().expect("4 bytes"))),
         EVENT_REMAP => Message::Remap { from: page(8), to: page(16), pages: page(24) },
         EVENT_REMOVE => Message::Remove { start: page(8), end: page(16) },
         EVENT_UNMAP => Message::Unmap { start: page(8), end: page(16) },

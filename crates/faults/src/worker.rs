@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::Duration;
 
-use aquifer_ipc::control::CONTROL_BYTES;
+use aquifer_ipc::control::{BatchRecord, CONTROL_BYTES, STATUS_PENDING};
 use aquifer_ipc::{Control, TAKE_PAGES_MAX};
 use aquifer_pager::{PAGE_BYTES, PageNumber};
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -43,6 +43,28 @@ impl WorkerPort {
             &fd,
             rustix::fs::SealFlags::SHRINK | rustix::fs::SealFlags::GROW | rustix::fs::SealFlags::SEAL,
         )?;
+        let port = Self::map(fd)?;
+        port.control().initialise();
+        Ok(port)
+    }
+
+    /// The control memory that an agent before this one made.
+    ///
+    /// # Errors
+    /// If it is none.
+    pub fn recover(fd: std::os::fd::OwnedFd) -> io::Result<Self> {
+        let mut port = Self::map(fd)?;
+        if !port.control().is_valid() {
+            return Err(io::Error::other("it was made by another version of the agent"));
+        }
+        port.command = port.control().command.load(Acquire);
+        Ok(port)
+    }
+
+    fn map(fd: std::os::fd::OwnedFd) -> io::Result<Self> {
+        if rustix::fs::fstat(&fd)?.st_size < i64::try_from(CONTROL_BYTES).expect("a few pages") {
+            return Err(io::Error::other("the control memory is too small"));
+        }
         // SAFETY: a fresh shared mapping at an address of the kernel's choice, of a sealed file of that length.
         let control = unsafe {
             mmap(
@@ -54,9 +76,7 @@ impl WorkerPort {
                 0,
             )?
         };
-        let port = Self { control: control.cast(), fd, command: 0, pins: Vec::new(), pins_seen: 0 };
-        port.control().initialise();
-        Ok(port)
+        Ok(Self { control: control.cast(), fd, command: 0, pins: Vec::new(), pins_seen: 0 })
     }
 
     /// The memory's descriptor.
@@ -105,32 +125,66 @@ impl WorkerPort {
     ) -> bool {
         assert!(pages.len() <= TAKE_PAGES_MAX);
         let control = self.control();
-        for (place, page) in control.addresses.iter().zip(pages) {
+        let batch = &control.batches[buffer];
+        // Whoever takes over from us must not take the outcome of an older command for that of this one.
+        batch.count.store(0, Release);
+        for ((status, place), page) in batch.statuses.iter().zip(&batch.addresses).zip(pages) {
+            status.store(STATUS_PENDING, Relaxed);
             place.store(page * PAGE_BYTES as u64, Relaxed);
         }
-        control.count.store(u32::try_from(pages.len()).expect("at most 64"), Relaxed);
+        batch.count.store(u32::try_from(pages.len()).expect("at most 64"), Release);
         control.buffer.store(u32::try_from(buffer).expect("a few buffers"), Relaxed);
         let command = self.command.wrapping_add(1);
         control.command.store(command, Release);
-        let flags = futex::Flags::empty();
-        if let Err(error) = futex::wake(&control.command, flags, 1) {
+        if let Err(error) = futex::wake(&control.command, futex::Flags::empty(), 1) {
             tracing::warn!(%error, "a worker cannot be woken");
         }
+        if !self.wait_for(command, &mut is_alive) {
+            return false;
+        }
+        out.extend(batch.statuses[..pages.len()].iter().map(|status| outcome(status.load(Relaxed))));
+        self.command = command;
+        true
+    }
+
+    /// Wait until a command is done; false if the program has ended.
+    fn wait_for(&self, command: u32, is_alive: &mut impl FnMut() -> bool) -> bool {
+        let control = self.control();
         loop {
             let done = control.done.load(Acquire);
             if done == command {
-                break;
+                return true;
             }
             let patience = rustix::fs::Timespec { tv_sec: 0, tv_nsec: i64::from(PATIENCE.subsec_nanos()) };
             // Any outcome means: look again.
-            let _ = futex::wait(&control.done, flags, done, Some(&patience));
+            let _ = futex::wait(&control.done, futex::Flags::empty(), done, Some(&patience));
             if control.done.load(Acquire) != command && !is_alive() {
                 return false;
             }
         }
-        out.extend(control.statuses[..pages.len()].iter().map(|status| outcome(status.load(Relaxed))));
-        self.command = command;
-        true
+    }
+
+    /// The pages of a buffer have been copied.
+    pub fn emptied(&self, buffer: usize) {
+        self.control().batches[buffer].count.store(0, Release);
+    }
+
+    /// By buffer, what an agent before this one had the worker take and had not copied yet, place by place. Waits for the last command;
+    /// `None` if the program ends meanwhile.
+    pub fn batches(&self, mut is_alive: impl FnMut() -> bool) -> Option<Vec<Vec<(PageNumber, Taken)>>> {
+        if !self.wait_for(self.command, &mut is_alive) {
+            return None;
+        }
+        let of = |batch: &BatchRecord| {
+            let count = (batch.count.load(Acquire) as usize).min(TAKE_PAGES_MAX);
+            let places = batch.addresses[..count].iter().zip(&batch.statuses);
+            places
+                .map(|(address, status)| {
+                    (address.load(Relaxed) / PAGE_BYTES as u64, outcome(status.load(Relaxed)))
+                })
+                .collect()
+        };
+        Some(self.control().batches.iter().map(of).collect())
     }
 }
 

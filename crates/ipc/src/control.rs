@@ -14,6 +14,10 @@ pub const TAKE_PAGES_MAX: usize = 64;
 pub const BUFFERS: usize = 4;
 /// Pages that a program can ask never to be taken.
 pub const PINS_MAX: usize = 8192;
+/// The page waits in the buffer.
+pub const STATUS_MOVED: u32 = 0;
+/// The worker has not come to the page.
+pub const STATUS_PENDING: u32 = u32::MAX;
 /// First word of the memory.
 pub const CONTROL_MAGIC: u32 = 0x4151_4354;
 /// Bytes of the memory.
@@ -37,18 +41,31 @@ pub struct Control {
     pub reserved: AtomicU32,
     /// Which staging buffer the command fills.
     pub buffer: AtomicU32,
-    /// Pages in the command.
-    pub count: AtomicU32,
-    /// Their addresses.
-    pub addresses: [AtomicU64; TAKE_PAGES_MAX],
-    /// What became of each: 0 moved, else an errno.
-    pub statuses: [AtomicU32; TAKE_PAGES_MAX],
+    /// Keeps the 8-byte fields aligned.
+    pub reserved_too: AtomicU32,
+    /// What each buffer was last filled with. It stays until the agent has copied it and empties the buffer, so that
+    /// an agent that takes over knows which pages wait there.
+    pub batches: [BatchRecord; BUFFERS],
     /// Entries of `pins` in use, raised by the program only.
     pub pin_count: AtomicU32,
     /// Whether the program had more to pin than there is room for.
     pub pins_overflowed: AtomicU32,
     /// Page numbers that must stay resident: the kernel writes there when a thread has ended and can no longer fault.
     pub pins: [AtomicU64; PINS_MAX],
+}
+
+/// The pages of one buffer, and what became of each.
+#[repr(C)]
+#[derive(Debug)]
+pub struct BatchRecord {
+    /// Pages of the command; 0 when the buffer is empty.
+    pub count: AtomicU32,
+    /// Keeps the 8-byte fields aligned.
+    pub reserved: AtomicU32,
+    /// Their addresses.
+    pub addresses: [AtomicU64; TAKE_PAGES_MAX],
+    /// What became of each: [`STATUS_MOVED`], [`STATUS_PENDING`], else an errno.
+    pub statuses: [AtomicU32; TAKE_PAGES_MAX],
 }
 
 impl Control {

@@ -1,7 +1,7 @@
 //! Messages over Unix sockets. Each is one packet: magic, version, kind, then a body that the kind defines.
 
 /// Version of everything in this crate. Both sides must have the same.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"AQFR";
 /// No frame is longer.
@@ -73,13 +73,31 @@ pub struct OpenRun {
     pub name: String,
 }
 
-/// The agent gives the keeper descriptors to hold.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+/// What the keeper holds something for.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum KeptKind {
+    /// The host: its mempool, its place in the cluster, the socket that programs connect to.
+    Host,
+    /// A run.
+    Run,
+    /// A program.
+    Program,
+    /// A userfaultfd of a forked child that the agent had not yet given a name when it died.
+    Orphan,
+}
+
+/// Something that the keeper holds, with descriptors, so that it outlives the agent.
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Put {
-    /// The agent's number for the program.
-    pub program: u64,
-    /// Its process id; 0 while unknown.
+    /// What it is for.
+    pub kind: KeptKind,
+    /// The agent's number for it. For an orphan: the process id of the agent that it is of, shifted left by 32, and the descriptor's
+    /// number there.
+    pub id: u64,
+    /// A program's process id; 0 for others, and while unknown.
     pub pid: u32,
+    /// What the agent must know to go on with it. Only agents read it.
+    pub record: String,
 }
 
 /// Every message there is.
@@ -105,15 +123,20 @@ pub enum Frame {
     Status,
     /// Agent: so, as JSON.
     StatusIs(String),
-    /// Agent to keeper: hold these descriptors. With a userfaultfd, then the control memory.
+    /// Agent to keeper: hold this, with the descriptors that come with it, in place of what you held under this name. Also keeper to
+    /// agent: I hold this, after [`Frame::Take`].
     Put(Put),
-    /// Agent to keeper: the program has ended.
-    Drop(u64),
+    /// Agent to keeper: hold it no longer.
+    Drop(KeptKind, u64),
+    /// Agent to keeper: all that you hold is mine now; tell me what it is.
+    Take,
+    /// Keeper to agent: that was all. Also the answer to itself: all that you sent is held.
+    Taken,
     /// Agent to `aquifer run`: something that the user should know.
     News(String),
-    /// A server of blocks to agent: how does this host reach memory nodes?
+    /// A server of blocks to agent: what do I need to reach memory nodes?
     Borrow,
-    /// Agent to a server of blocks: so, as JSON. The connection stays, for [`Frame::Ended`].
+    /// Agent to a server of blocks: this, as JSON. The connection stays, for [`Frame::Ended`].
     Lent(String),
     /// A server of swap to `aquifer run`: it is there, and undone by the record of this name. Comes with the descriptor that lets
     /// programs into its cgroup.
@@ -221,9 +244,16 @@ impl Frame {
             8 => Self::Ended(reader.text()?),
             9 => Self::Status,
             10 => Self::StatusIs(reader.text()?),
-            11 => Self::Put(Put { program: reader.u64()?, pid: reader.u32()? }),
-            12 => Self::Drop(reader.u64()?),
+            11 => Self::Put(Put {
+                kind: kept_kind(reader.u32()?)?,
+                id: reader.u64()?,
+                pid: reader.u32()?,
+                record: reader.text()?,
+            }),
+            12 => Self::Drop(kept_kind(reader.u32()?)?, reader.u64()?),
             13 => Self::News(reader.text()?),
+            14 => Self::Take,
+            15 => Self::Taken,
             20 => Self::Borrow,
             21 => Self::Lent(reader.text()?),
             22 => Self::SwapOpened(reader.text()?),
@@ -238,7 +268,7 @@ impl Frame {
         out.extend_from_slice(&self.kind().to_le_bytes());
         match self {
             Self::Hello(hello) => hello_parts(hello, |bytes| out.extend_from_slice(bytes)),
-            Self::Welcome | Self::CloseRun | Self::Status | Self::Borrow => {}
+            Self::Welcome | Self::CloseRun | Self::Status | Self::Borrow | Self::Take | Self::Taken => {}
             Self::Refused(text)
             | Self::Statistics(text)
             | Self::Ended(text)
@@ -252,10 +282,15 @@ impl Frame {
             }
             Self::RunOpened(token) => out.extend_from_slice(&token.0),
             Self::Put(put) => {
-                out.extend_from_slice(&put.program.to_le_bytes());
+                out.extend_from_slice(&kept_number(put.kind).to_le_bytes());
+                out.extend_from_slice(&put.id.to_le_bytes());
                 out.extend_from_slice(&put.pid.to_le_bytes());
+                write_text(&put.record, out);
             }
-            Self::Drop(program) => out.extend_from_slice(&program.to_le_bytes()),
+            Self::Drop(kind, id) => {
+                out.extend_from_slice(&kept_number(*kind).to_le_bytes());
+                out.extend_from_slice(&id.to_le_bytes());
+            }
         }
     }
 
@@ -290,12 +325,33 @@ impl Frame {
             Self::Status => 9,
             Self::StatusIs(_) => 10,
             Self::Put(_) => 11,
-            Self::Drop(_) => 12,
+            Self::Drop(..) => 12,
             Self::News(_) => 13,
+            Self::Take => 14,
+            Self::Taken => 15,
             Self::Borrow => 20,
             Self::Lent(_) => 21,
             Self::SwapOpened(_) => 22,
         }
+    }
+}
+
+fn kept_kind(number: u32) -> Result<KeptKind, FrameError> {
+    Ok(match number {
+        1 => KeptKind::Host,
+        2 => KeptKind::Run,
+        3 => KeptKind::Program,
+        4 => KeptKind::Orphan,
+        _ => return Err(FrameError::BadField("kind")),
+    })
+}
+
+fn kept_number(kind: KeptKind) -> u32 {
+    match kind {
+        KeptKind::Host => 1,
+        KeptKind::Run => 2,
+        KeptKind::Program => 3,
+        KeptKind::Orphan => 4,
     }
 }
 
@@ -374,9 +430,11 @@ mod tests {
             Frame::Ended("the pool is full".into()),
             Frame::Status,
             Frame::StatusIs("{}".into()),
-            Frame::Put(Put { program: 3, pid: 77 }),
-            Frame::Drop(3),
+            Frame::Put(Put { kind: KeptKind::Program, id: 3, pid: 77, record: "{}".into() }),
+            Frame::Drop(KeptKind::Run, 3),
             Frame::News("a page is lost".into()),
+            Frame::Take,
+            Frame::Taken,
             Frame::Borrow,
             Frame::Lent("{}".into()),
             Frame::SwapOpened("aquifer-setup-1-2-3".into()),
@@ -457,7 +515,7 @@ mod tests {
         }
 
         #[test]
-        fn damaged_frames_never_panic(which in 0usize..16, at in 0usize..120, value in any::<u8>(), cut in 0usize..120) {
+        fn damaged_frames_never_panic(which in 0usize..18, at in 0usize..120, value in any::<u8>(), cut in 0usize..120) {
             let mut bytes = bytes_of(&samples()[which]);
             if let Some(byte) = bytes.get_mut(at) {
                 *byte = value;

@@ -101,6 +101,11 @@ impl Budget {
         self.blocks.fetch_update(Relaxed, Relaxed, |blocks| (blocks < max).then_some(blocks + 1)).is_ok()
     }
 
+    /// Count a block that the run has had since before a restart.
+    pub fn recover_block(&self) {
+        self.blocks.fetch_add(1, Relaxed);
+    }
+
     /// Give a block's reservation back.
     pub fn remove_block(&self) {
         let before = self.blocks.fetch_sub(1, Relaxed);

@@ -61,14 +61,15 @@ impl Filler {
     /// A filler for the slabs of one run; `seed` spreads runs over the nodes.
     #[must_use]
     pub fn new(slabs: Arc<SlabSet>, seed: u64) -> Self {
-        Self {
-            slabs,
-            open: None,
-            in_use: Vec::new(),
-            free_numbers: Vec::new(),
-            used_numbers: 0,
-            random: seed | 1,
-        }
+        // Some may be there from before a restart.
+        let has_slabs = slabs.bytes().0 > 0;
+        let in_use: Vec<SlabId> =
+            if has_slabs { slabs.in_use().map(|(slab, _)| slab).collect() } else { Vec::new() };
+        let used_numbers = in_use.last().map_or(0, |slab| slab.0 + 1);
+        let mut known = in_use.iter().copied().peekable();
+        let free_numbers =
+            (0..used_numbers).map(SlabId).filter(|slab| known.next_if_eq(slab).is_none()).collect();
+        Self { slabs, open: None, in_use, free_numbers, used_numbers, random: seed | 1 }
     }
 
     /// Up to `want` consecutive free pages. The caller occupies them before it asks again.

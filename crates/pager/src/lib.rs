@@ -24,6 +24,8 @@ pub mod table;
 pub mod view;
 pub mod volume;
 
+/// Memory that other processes may map, and that can outlive its maker.
+pub use aquifer_fabric::Memory;
 pub use budget::{Budget, LIMIT_BYTES_MIN};
 pub use fetch::{FETCH_PAGES_MAX, FetchError, Fetcher};
 pub use filler::NoRoom;
@@ -33,4 +35,4 @@ pub use page::{Location, PAGE_BYTES, PageNumber, PageState, Slot};
 pub use ports::Connector;
 pub use sender::{Sender, SenderStats, Written};
 pub use slabs::SlabSet;
-pub use volume::{Batch, Sealed, Staged, Volume};
+pub use volume::{Batch, Recovered, Sealed, Staged, Volume, finish_move};

@@ -3,6 +3,7 @@
 //! A block holds the pages of one eviction batch side by side, so that a batch is written to a memory node in few
 //! large messages. Blocks come and go once per batch; the lock is never on the path of a fault.
 
+use std::collections::HashSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use aquifer_fabric::Memory;
@@ -63,6 +64,20 @@ impl Mempool {
         let free =
             (0..blocks).rev().map(|block| BlockId(u32::try_from(block).expect("at most 2^20"))).collect();
         Ok(Self { memory: Arc::new(memory), free: Mutex::new(free), blocks })
+    }
+
+    /// The mempool that an agent before this one left in `memory`. Nothing is free before [`Self::finish_recovery`].
+    #[must_use]
+    pub fn recover(memory: Memory) -> Self {
+        let blocks = memory.len() / (BLOCK_PAGES * PAGE_BYTES);
+        Self { memory: Arc::new(memory), free: Mutex::new(Vec::new()), blocks }
+    }
+
+    /// All volumes are recovered, and have these blocks: the others are free.
+    pub fn finish_recovery(&self, used: &HashSet<BlockId>) {
+        let blocks = (0..self.blocks).map(|block| BlockId(u32::try_from(block).expect("at most 2^20")));
+        let free = blocks.rev().filter(|block| !used.contains(block)).collect();
+        *self.free.lock().unwrap_or_else(PoisonError::into_inner) = free;
     }
 
     /// The memory behind the slots, to be registered with endpoints.

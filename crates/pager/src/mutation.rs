@@ -34,6 +34,10 @@ pub enum Mutation {
     HeedVacating,
     /// Pages change their number while a batch is leaving.
     RemapWhileLeaving,
+    /// That a move of pages was begun is not known after a restart.
+    ForgetMoving,
+    /// After a restart a page that was on its way out is taken for one that is in the program.
+    ForgetLeaving,
     /// A page of a device that is written again is written in its place, though its block is the sender's by now.
     AbsorbIntoSealed,
     /// A device's reader does not refer to the place that it fetches from.

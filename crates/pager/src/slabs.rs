@@ -14,6 +14,8 @@ use aquifer_pool::{Extent, NodeId, SizeClass};
 
 use crate::page::{Location, PAGE_BYTES};
 
+mod recovery;
+
 /// Pages of the largest slab (2 MiB); a slab's number begins above the bits that count them.
 pub const SLAB_PAGES_MAX: u32 = 512;
 /// Slabs that one run may have: 128 GiB of the largest.

@@ -12,9 +12,10 @@ use crate::page::{PageNumber, PageWord};
 
 const ENTRIES: u64 = 512;
 const LEVEL_BITS: u32 = 9;
+const LEVELS: u32 = 4;
 const NODE_BYTES: usize = 4096;
 /// Page numbers must be below this.
-pub const PAGES_MAX: u64 = 1 << (4 * LEVEL_BITS);
+pub const PAGES_MAX: u64 = 1 << (LEVELS * LEVEL_BITS);
 /// Nodes one table may have: enough for the words of 2 TiB of pages.
 const NODES_MAX: u32 = 1 << 20;
 const ROOT: u32 = 0;
@@ -26,6 +27,12 @@ pub enum TableError {
     /// The system gave no memory.
     #[error("no memory for a page table: {0}")]
     System(#[from] std::io::Error),
+    /// What was kept is not a page table.
+    #[error("a page table that was kept over a restart is damaged: node {node} is linked where it cannot be")]
+    Damaged {
+        /// The node that a link names.
+        node: u64,
+    },
 }
 
 /// The page table of one volume. One thread uses it at a time.
@@ -36,6 +43,7 @@ pub struct PageTable {
     free: Vec<u32>,
     /// The leaf looked up last: faults come close together.
     recent_leaf: (u64, u32),
+    before_store: Option<fn()>,
 }
 
 impl PageTable {
@@ -45,7 +53,55 @@ impl PageTable {
     /// If the system gives no address space for it.
     pub fn new() -> Result<Self, TableError> {
         let memory = Memory::create("aquifer-page-table", NODES_MAX as usize * NODE_BYTES)?;
-        Ok(Self { memory: Arc::new(memory), used: 1, free: Vec::new(), recent_leaf: (NO_LEAF, 0) })
+        Ok(Self::over(memory))
+    }
+
+    /// The table that an agent before this one left in `memory`: which of its nodes are in use shows in the links.
+    ///
+    /// # Errors
+    /// If the links make no tree.
+    pub fn recover(memory: Memory) -> Result<Self, TableError> {
+        let mut table = Self::over(memory);
+        let mut seen = vec![ROOT];
+        let mut level = vec![ROOT];
+        for _ in 0..LEVELS - 1 {
+            let mut next = Vec::new();
+            for link in level.iter().flat_map(|node| (0..ENTRIES).map(|index| table.load(*node, index))) {
+                if link != 0 {
+                    let node = u32::try_from(link).ok().filter(|node| *node < NODES_MAX);
+                    next.push(node.ok_or(TableError::Damaged { node: link })?);
+                }
+            }
+            if next.len() > NODES_MAX as usize {
+                return Err(TableError::Damaged { node: ROOT.into() });
+            }
+            seen.extend(&next);
+            level = next;
+        }
+        seen.sort_unstable();
+        if let Some(twice) = seen.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(TableError::Damaged { node: twice[0].into() });
+        }
+        table.used = seen.last().expect("the root") + 1;
+        let mut known = seen.iter().copied().peekable();
+        table.free = (0..table.used).filter(|node| known.next_if_eq(node).is_none()).collect();
+        Ok(table)
+    }
+
+    fn over(memory: Memory) -> Self {
+        let memory = Arc::new(memory);
+        Self { memory, used: 1, free: Vec::new(), recent_leaf: (NO_LEAF, 0), before_store: None }
+    }
+
+    /// Have `hook` called before each change, so that a test can stop the agent between any two.
+    pub fn before_store(&mut self, hook: fn()) {
+        self.before_store = Some(hook);
+    }
+
+    /// The memory that it lies in: whoever has it can recover the table.
+    #[must_use]
+    pub fn memory(&self) -> &Memory {
+        &self.memory
     }
 
     /// The word of a page.
@@ -102,6 +158,16 @@ impl PageTable {
         }
     }
 
+    /// The pages of `start..end` whose word is not zero, in order.
+    pub fn words(&mut self, start: PageNumber, end: PageNumber) -> Vec<(PageNumber, PageWord)> {
+        let mut words = Vec::new();
+        self.update_range(start, end, |page, word| {
+            words.push((page, word));
+            word
+        });
+        words
+    }
+
     /// Bytes of memory that the table's nodes take.
     #[must_use]
     pub fn bytes(&self) -> usize {
@@ -113,6 +179,9 @@ impl PageTable {
     }
 
     fn store(&self, node: u32, index: u64, value: u64) {
+        if let Some(hook) = self.before_store {
+            hook();
+        }
         self.memory.atomic_u64(Self::offset(node, index)).store(value, Relaxed);
     }
 
@@ -224,6 +293,39 @@ mod tests {
         assert!(table.bytes() < full);
         assert!(table.bytes() <= empty + 2 * NODE_BYTES, "only inner nodes remain");
         assert_eq!(table.get(77), PageWord::default());
+    }
+
+    fn reopened(table: &PageTable) -> Result<PageTable, TableError> {
+        let fd = table.memory().fd().try_clone_to_owned().unwrap();
+        PageTable::recover(Memory::from_fd(fd, table.memory().len()).unwrap())
+    }
+
+    #[test]
+    fn a_table_survives_its_owner() {
+        let mut table = PageTable::new().unwrap();
+        for page in [0, 511, 512, 1 << 20, PAGES_MAX - 1] {
+            table.set(page, staged(u32::try_from(page & 0xff).unwrap() + 1));
+        }
+        table.update_range(512, 1024, |_, _| PageWord::default());
+        let mut again = reopened(&table).unwrap();
+        assert_eq!(again.bytes(), table.bytes(), "what was free is free");
+        assert_eq!(
+            again.words(0, PAGES_MAX),
+            [(0, staged(1)), (511, staged(256)), (1 << 20, staged(1)), (PAGES_MAX - 1, staged(256))]
+        );
+        again.set(600, staged(9));
+        assert_eq!(again.get(600), staged(9));
+        assert_eq!(again.get(PAGES_MAX - 1), staged(256), "no node is given out twice");
+    }
+
+    #[test]
+    fn links_that_make_no_tree_are_noticed() {
+        for link in [u64::from(ROOT), u64::from(NODES_MAX), u64::MAX] {
+            let mut table = PageTable::new().unwrap();
+            table.set(0, staged(1));
+            table.store(1, 3, if link == 0 { 2 } else { link });
+            assert!(matches!(reopened(&table), Err(TableError::Damaged { .. })), "link {link}");
+        }
     }
 
     proptest! {

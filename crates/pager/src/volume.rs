@@ -4,9 +4,12 @@
 //! of them. The steps of a page are listed in `docs/formats/paging.md`; each is one method here.
 
 mod absorb;
+mod recovery;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+
+use aquifer_fabric::Memory;
 
 use crate::budget::Budget;
 use crate::mempool::{BLOCK_PAGES, BlockId, Mempool};
@@ -19,6 +22,8 @@ pub use absorb::Sealed;
 
 /// A page that may stay for a while is passed over so often, at most (see [`PageWord::held`]).
 const LOOKS_PER_PAGE: usize = 8;
+
+pub use recovery::{Recovered, finish_move};
 
 /// Pages taken from the program together.
 pub type Batch = Vec<PageNumber>;
@@ -73,6 +78,7 @@ pub struct Volume {
     /// Emptied blocks, kept so that no batch allocates.
     spare_blocks: Vec<Block>,
     mutation: Mutation,
+    before_store: Option<fn()>,
 }
 
 impl Volume {
@@ -96,12 +102,19 @@ impl Volume {
             blocks_in_flight: 0,
             spare_blocks: Vec::new(),
             mutation: Mutation::None,
+            before_store: None,
         })
     }
 
     /// Break one protocol step on purpose, so that a test can show that it would be noticed.
     pub fn mutate(&mut self, mutation: Mutation) {
         self.mutation = mutation;
+    }
+
+    /// See [`PageTable::before_store`]; volumes cloned from this one have it too.
+    pub fn before_store(&mut self, hook: fn()) {
+        self.before_store = Some(hook);
+        self.table.before_store(hook);
     }
 
     /// Where a page is.
@@ -114,6 +127,12 @@ impl Volume {
     #[must_use]
     pub fn held(&self) -> u64 {
         self.held
+    }
+
+    /// The memory that its page table lies in: with it the volume can be recovered.
+    #[must_use]
+    pub fn table_memory(&self) -> &Memory {
+        self.table.memory()
     }
 
     /// The slabs behind it.
@@ -420,17 +439,13 @@ impl Volume {
         self.count_held(-i64::try_from(dropped).expect("fewer than 2^63 pages"));
     }
 
-    /// The program moved pages to another address (`mremap`). No batch may be leaving.
+    /// The program moved pages to another address (`mremap`), where nothing is any more. No batch may be leaving.
+    ///
+    /// Every page is at its new number before the first is taken from its old one, so that half a move can be done again.
     pub fn move_range(&mut self, from: PageNumber, to: PageNumber, pages: u64) {
         assert!(!self.is_leaving(), "batches reach the mempool before pages change their number");
-        self.discard(to, to + pages);
-        let mut moved = Vec::new();
-        self.table.update_range(from, from + pages, |page, word| {
-            moved.push((page - from + to, word));
-            // A stale entry of the resident queue may remain for the old number.
-            PageWord::default().with_queued(word.is_queued())
-        });
-        for (page, word) in moved {
+        for (page, word) in self.table.words(from, from + pages) {
+            let page = page - from + to;
             match word.state() {
                 PageState::Staged(slot) | PageState::Reclaimable(slot) => {
                     let (id, index) = slot.block();
@@ -443,6 +458,9 @@ impl Volume {
             let queued = word.is_queued() && word.state() == PageState::Held;
             self.table.set(page, word.with_queued(queued));
         }
+        // A stale entry of the resident queue may remain for the old number.
+        let is_queued = |word: PageWord| PageWord::default().with_queued(word.is_queued());
+        self.table.update_range(from, from + pages, |_, word| is_queued(word));
     }
 
     /// A volume with the same pages for a forked child. Nothing may be in the mempool: see [`Self::is_in_flight`] and
@@ -455,6 +473,9 @@ impl Volume {
         let mut child =
             Self::new(Arc::clone(&self.slabs), Arc::clone(&self.mempool), Arc::clone(&self.budget))?;
         child.mutation = self.mutation;
+        if let Some(hook) = self.before_store {
+            child.before_store(hook);
+        }
         let (slabs, mutation) = (&self.slabs, self.mutation);
         self.table.update_range(0, crate::table::PAGES_MAX, |page, word| {
             let state = word.state();

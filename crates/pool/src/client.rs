@@ -105,6 +105,18 @@ impl PoolClient {
         self.node(id)?.refresh()
     }
 
+    /// Extents whose taking by this host is the last thing that happened to their control words. Of what an agent took just before it was
+    /// killed and could not note anywhere, this is what can be found.
+    ///
+    /// # Errors
+    /// If the node is gone.
+    pub fn taken_last(&mut self, id: NodeId) -> Result<Vec<Extent>, PoolError> {
+        let host = self.host;
+        let node = self.node(id)?;
+        let grants = node.taken_last(host)?;
+        grants.into_iter().map(|grant| node.extent(grant)).collect()
+    }
+
     /// Take an extent of a node.
     ///
     /// # Errors

@@ -354,3 +354,27 @@ fn damaged_metadata_is_an_error_and_keys_must_be_there() {
     let damaged = client.allocate(NODE, SizeClass::SPAN);
     assert!(matches!(damaged, Err(PoolError::Damaged { .. })), "{damaged:?}");
 }
+
+#[test]
+fn what_was_taken_last_is_found_again() {
+    let bed = bed(8);
+    let mut before = bed.client(3);
+    let section = before.allocate(NODE, class(9)).expect("room");
+    let spans = before.allocate(NODE, class(6)).expect("room");
+    let first = before.allocate(NODE, class(2)).expect("room");
+    let second = before.allocate(NODE, class(2)).expect("room");
+    let mut other = bed.client(4);
+    let foreign = other.allocate(NODE, class(9)).expect("room");
+    drop(before);
+    let mut after = bed.client(3);
+    let found = after.taken_last(NODE).expect("the node lives");
+    assert!(found.contains(&section) && found.contains(&second), "{found:?}");
+    assert!(!found.contains(&first), "another was taken in its span since");
+    assert!(!found.contains(&foreign));
+    // Opening a span in its section may have been the last change there.
+    assert!(found.iter().all(|extent| [section, spans, second].contains(extent)), "{found:?}");
+    for extent in found {
+        after.free(extent).expect("it is ours");
+    }
+    assert_eq!(after.taken_last(NODE).expect("the node lives"), []);
+}

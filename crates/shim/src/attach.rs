@@ -15,6 +15,8 @@ const STACK_BYTES: usize = 16 * PAGE;
 const ANTECHAMBER_BYTES: usize = TAKE_PAGES_MAX * PAGE;
 const STAGING_BYTES: usize = BUFFERS * TAKE_PAGES_MAX * PAGE;
 const PATH_BYTES: usize = 108;
+/// Agents that may die one after the other while a program says hello.
+const HELLOS_MAX: u32 = 64;
 
 /// What a forked child needs to attach itself: it may allocate nothing, and another thread may have held any lock.
 struct Origin {
@@ -121,9 +123,7 @@ fn attach(paged: i32) {
         private_start: private as u64,
         private_end: (private + private_bytes) as u64,
     };
-    let socket = connect();
-    send_hello(socket, &hello, paged);
-    let (control_fd, child_paged) = receive_welcome(socket, is_child);
+    let (socket, control_fd, child_paged) = say_hello(&hello, paged);
     let paged = if is_child { child_paged } else { paged };
     let control = map(CONTROL_BYTES, libc::MAP_SHARED, control_fd) as *mut Control;
     // SAFETY: as above; the mapping is CONTROL_BYTES long.
@@ -183,6 +183,21 @@ fn map(bytes: usize, flags: i32, fd: i32) -> usize {
     address as usize
 }
 
+/// The socket, the control memory's descriptor, and for a child its userfaultfd. An agent that dies before it has answered is not the last
+/// one: the socket is kept open for the next.
+fn say_hello(hello: &Hello, paged: i32) -> (i32, i32, i32) {
+    for _ in 0..HELLOS_MAX {
+        let socket = connect();
+        if send_hello(socket, hello, paged)
+            && let Some((control, child_paged)) = receive_welcome(socket, hello.is_child)
+        {
+            return (socket, control, child_paged);
+        }
+        uffd::close(socket);
+    }
+    say::fail("the agent closes every connection", 0)
+}
+
 fn connect() -> i32 {
     // SAFETY: plain socket calls on a zeroed address of the right type.
     unsafe {
@@ -201,7 +216,8 @@ fn connect() -> i32 {
     }
 }
 
-fn send_hello(socket: i32, hello: &Hello, paged: i32) {
+/// False if the agent has gone.
+fn send_hello(socket: i32, hello: &Hello, paged: i32) -> bool {
     let mut bytes = [0u8; 128];
     let length = Frame::Hello(*hello).write_fixed(&mut bytes);
     // SAFETY: all pointers are to locals that outlive the call; the control buffer is large enough for one descriptor.
@@ -220,14 +236,22 @@ fn send_hello(socket: i32, hello: &Hello, paged: i32) {
             (*header).cmsg_len = libc::CMSG_LEN(4) as usize;
             ptr::write_unaligned(libc::CMSG_DATA(header).cast(), paged);
         }
-        if libc::sendmsg(socket, &raw const message, libc::MSG_NOSIGNAL) < 0 {
+        if libc::sendmsg(socket, &raw const message, libc::MSG_NOSIGNAL) >= 0 {
+            return true;
+        }
+        if !is_gone(errno()) {
             say::fail("the agent cannot be told about this program", errno());
         }
+        false
     }
 }
 
-/// The control memory's descriptor, and for a child its userfaultfd.
-fn receive_welcome(socket: i32, is_child: bool) -> (i32, i32) {
+fn is_gone(error: isize) -> bool {
+    error == libc::EPIPE as isize || error == libc::ECONNRESET as isize
+}
+
+/// The control memory's descriptor, and for a child its userfaultfd; `None` if the agent has gone.
+fn receive_welcome(socket: i32, is_child: bool) -> Option<(i32, i32)> {
     let mut bytes = [0u8; 1024];
     let mut fds = [-1i32; 2];
     let mut count = 0;
@@ -256,11 +280,14 @@ fn receive_welcome(socket: i32, is_child: bool) -> (i32, i32) {
         }
         length
     };
-    if length <= 0 {
-        say::fail("the agent closed the connection", errno());
+    if length == 0 || length < 0 && is_gone(errno()) {
+        return None;
+    }
+    if length < 0 {
+        say::fail("the agent cannot be heard", errno());
     }
     match Frame::parse(&bytes[..length as usize]) {
-        Ok(Frame::Welcome) if count == if is_child { 2 } else { 1 } => (fds[0], fds[1]),
+        Ok(Frame::Welcome) if count == if is_child { 2 } else { 1 } => Some((fds[0], fds[1])),
         Ok(Frame::Refused(reason)) => say::fail(&reason, 0),
         Err(error) => say::fail_with(&error),
         Ok(_) => say::fail("the agent's answer makes no sense", 0),

@@ -5,6 +5,7 @@
 
 use core::sync::atomic::{AtomicU32, Ordering};
 
+use aquifer_ipc::control::{BatchRecord, STATUS_MOVED};
 use aquifer_ipc::{BUFFERS, Control, TAKE_PAGES_MAX};
 
 use crate::raw::syscall;
@@ -103,22 +104,23 @@ fn futex(word: &AtomicU32, operation: usize, value: u32) {
 }
 
 fn obey(worker: &Worker, control: &Control) {
-    let count = (control.count.load(Ordering::Relaxed) as usize).min(TAKE_PAGES_MAX);
     let buffer = control.buffer.load(Ordering::Relaxed) as usize % BUFFERS;
+    let batch = &control.batches[buffer];
+    let count = (batch.count.load(Ordering::Relaxed) as usize).min(TAKE_PAGES_MAX);
     let room = worker.staging + buffer * TAKE_PAGES_MAX * PAGE;
     // The agent has copied what was here.
     // SAFETY: the range is the worker's own buffer.
     unsafe {
         syscall(libc::SYS_madvise, [room, TAKE_PAGES_MAX * PAGE, libc::MADV_DONTNEED as usize, 0, 0, 0]);
     }
-    take(worker, control, count);
-    stage(worker, control, count, room);
+    take(worker, batch, count);
+    stage(worker, batch, count, room);
 }
 
 /// Move the pages out of the program into the antechamber. Neighbours go in one call.
-fn take(worker: &Worker, control: &Control, count: usize) {
-    let address = |at: usize| control.addresses[at].load(Ordering::Relaxed) as usize;
-    let set = |at: usize, status: u32| control.statuses[at].store(status, Ordering::Relaxed);
+fn take(worker: &Worker, batch: &BatchRecord, count: usize) {
+    let address = |at: usize| batch.addresses[at].load(Ordering::Relaxed) as usize;
+    let set = |at: usize, status: u32| batch.statuses[at].store(status, Ordering::Relaxed);
     let mut at = 0;
     while at < count {
         let mut run = 1;
@@ -128,7 +130,7 @@ fn take(worker: &Worker, control: &Control, count: usize) {
         let (bytes, mut error) =
             uffd::move_pages(worker.paged, worker.antechamber + at * PAGE, address(at), run * PAGE);
         let moved = bytes / PAGE;
-        (at..at + moved).for_each(|page| set(page, 0));
+        (at..at + moved).for_each(|page| set(page, STATUS_MOVED));
         at += moved;
         if moved == run {
             continue;
@@ -153,8 +155,8 @@ fn take_shared(worker: &Worker, at: usize, address: usize) -> isize {
 }
 
 /// Move what was taken from the antechamber to staging, whose pages can be dropped without an event.
-fn stage(worker: &Worker, control: &Control, count: usize, room: usize) {
-    let is_taken = |at: usize| control.statuses[at].load(Ordering::Relaxed) == 0;
+fn stage(worker: &Worker, batch: &BatchRecord, count: usize, room: usize) {
+    let is_taken = |at: usize| batch.statuses[at].load(Ordering::Relaxed) == STATUS_MOVED;
     let mut retries = 0;
     let mut at = 0;
     while at < count {

@@ -2,6 +2,7 @@
 
 use std::fs;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 
 /// The children of a process, over all its threads, and theirs.
@@ -75,6 +76,19 @@ pub fn is_alive(pid: u32) -> bool {
     let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
     // The name in brackets may hold anything.
     stat.rsplit(')').next().is_some_and(|rest| !rest.trim_start().starts_with(['Z', 'X']))
+}
+
+/// Kill a process of ours, and wait until nothing of it is left.
+///
+/// # Panics
+/// If there is no such process, or it does not end.
+pub fn kill(pid: u32) {
+    let number = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("a process number");
+    let pidfd = pidfd_open(number, PidfdFlags::empty()).expect("the process is there");
+    kill_process(number, Signal::KILL).expect("the process is ours");
+    let patience = Timespec { tv_sec: 30, tv_nsec: 0 };
+    let ended = poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&patience));
+    assert_eq!(ended, Ok(1), "process {pid} does not end");
 }
 
 /// Send a signal to a process of ours.

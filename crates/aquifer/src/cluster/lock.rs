@@ -5,11 +5,15 @@ use std::io::{self, Read, Seek, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// Those who look hold the lock shared for a moment; so often, at most, one lets them pass.
 const ATTEMPTS_MAX: u32 = 100_000;
+/// Between looks at a lock whose holder comes or goes.
+const LOOK: Duration = Duration::from_micros(50);
 
 /// A lock that is held until it is dropped.
 #[derive(Debug)]
@@ -103,12 +107,19 @@ pub fn life(path: &Path) -> io::Result<Life> {
             && let Ok(pidfd) = pidfd_open(pid, PidfdFlags::empty())
             // Still held: so the number was its holder's when the descriptor was opened.
             && is_held(&file)?
+            // One that was killed a moment ago has its lock until the last of it is gone.
+            && !has_ended(&pidfd)
         {
             return Ok(Life::Alive(Process { pid: number, pidfd }));
         }
-        std::thread::yield_now();
+        std::thread::sleep(LOOK);
     }
     Err(io::Error::other("it is held by a process that does not say which"))
+}
+
+fn has_ended(pidfd: &OwnedFd) -> bool {
+    let mut fds = [PollFd::new(pidfd, PollFlags::IN)];
+    rustix::event::poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
 }
 
 #[cfg(test)]

@@ -15,6 +15,6 @@ mod status;
 mod up;
 
 pub use down::down;
-pub use parts::be;
+pub use parts::{be, connect};
 pub use status::status;
 pub use up::up;

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use aquifer_agent::AgentOptions;
 use aquifer_agent::keeper::{self, KeeperOptions};
+use aquifer_agent::{AgentOptions, shadow};
 use aquifer_directory::{Directory, DirectoryError, embedded};
 use aquifer_fabric::shm;
 use aquifer_node::{Listen, NodeOptions, Shutdown};
@@ -142,6 +142,9 @@ fn agent(
     stop: StopSignal,
     ready: Ready,
 ) -> Result<(), Box<dyn Error>> {
+    let keeper = state.socket(&Part::Keeper.to_string());
+    let shadow =
+        shadow::start(&keeper).map_err(|error| format!("the agent cannot have a shadow: {error}"))?;
     let available = available_bytes()?;
     let mempool = match arguments.mempool {
         Some(asked) if asked > available => {
@@ -156,7 +159,7 @@ fn agent(
     };
     let options = AgentOptions {
         socket: state.agent_socket(),
-        keeper: state.socket(&Part::Keeper.to_string()),
+        keeper,
         directory: connect(state)?,
         mempool_bytes: usize::try_from(mempool)?,
         key: match &arguments.key {
@@ -168,7 +171,9 @@ fn agent(
         },
     };
     let stopped = stop_flag(stop)?;
-    Ok(aquifer_agent::serve(&options, &stopped, || ready.tell())?)
+    aquifer_agent::serve(&options, &stopped, || ready.tell())?;
+    shadow.dismiss();
+    Ok(())
 }
 
 /// The cluster's directory.

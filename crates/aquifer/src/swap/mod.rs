@@ -14,12 +14,16 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use aquifer_agent::RunStatistics;
 use aquifer_agent::lent::{BorrowError, borrow};
+use aquifer_agent::membership::Membership;
+use aquifer_agent::nodes::Nodes;
 use aquifer_agent::report::LatencyUs;
+use aquifer_agent::{MembershipError, RunStatistics};
 use aquifer_block::fuse::{FILE, FuseServer};
 use aquifer_block::volume::VOLUME_BYTES_MAX;
 use aquifer_block::{BlockVolume, Pump, PumpThread};
+use aquifer_directory::DirectoryError;
+use aquifer_fabric::{Identity, Tenant};
 use aquifer_faults::serve::attach::{receive_frame, send_frame};
 use aquifer_ipc::Frame;
 use aquifer_pager::{Budget, Connector, LIMIT_BYTES_MIN, Mempool, PAGE_BYTES};
@@ -29,6 +33,7 @@ use tracing_subscriber::EnvFilter;
 
 use crate::Outcome;
 use crate::cli::SwapServerArguments;
+use crate::cluster;
 use crate::setup::cgroup::Cgroup;
 use crate::setup::record::Record;
 use crate::setup::{SetupError, loop_device, mount};
@@ -74,6 +79,10 @@ enum SwapError {
     Key(String),
     #[error(transparent)]
     Borrow(#[from] BorrowError),
+    #[error("the cluster's directory cannot be reached: {0}")]
+    Directory(#[from] DirectoryError),
+    #[error(transparent)]
+    Membership(#[from] MembershipError),
     #[error(transparent)]
     Protect(#[from] ProtectError),
     #[error(transparent)]
@@ -115,6 +124,8 @@ struct Server {
     front: JoinHandle<io::Result<()>>,
     cgroup: Cgroup,
     record: Record,
+    /// Extents are this host's: a number of its own, which ends with the device.
+    membership: Membership,
     agent: AgentWatch,
     want: Want,
 }
@@ -137,7 +148,12 @@ impl Server {
         protect()?;
         let path = state.agent_socket();
         let (socket, lent) = borrow(&path)?;
-        let nodes = lent.nodes().map_err(SwapError::Key)?;
+        let name = format!("swap of {}", arguments.name);
+        let mut membership = Membership::join(cluster::connect(state)?, Path::new(&name), None)?;
+        let tenant = Tenant(rustix::process::geteuid().as_raw());
+        let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
+        let nodes = Nodes::new(identity, lent.key().map_err(SwapError::Key)?);
+        membership.watch_nodes(&nodes)?;
         if nodes.count() == 0 {
             return Err(SwapError::NoNodes);
         }
@@ -167,7 +183,8 @@ impl Server {
             front,
             cgroup,
             record,
-            agent: AgentWatch::new(path, socket, &lent),
+            membership,
+            agent: AgentWatch::new(path, socket),
             want: Want::None,
         })
     }
@@ -181,7 +198,7 @@ impl Server {
             self.wait(run.as_ref());
             self.tell_news(run.as_ref());
             self.heed_want();
-            if let Some(reason) = self.agent.look().or_else(|| self.front_failure()).filter(|_| !is_ended) {
+            if let Some(reason) = self.agent.look().or_else(|| self.failure()).filter(|_| !is_ended) {
                 is_ended = true;
                 self.end(run.as_ref(), &reason);
             }
@@ -241,8 +258,12 @@ impl Server {
         })
     }
 
-    /// The file is served until it is unmounted, and that is done here and after the last look.
-    fn front_failure(&self) -> Option<String> {
+    /// What the run cannot go on without.
+    fn failure(&self) -> Option<String> {
+        if self.membership.is_lost() {
+            return Some("the lease of its swap device has ended, and the memory nodes refuse it".into());
+        }
+        // The file is unmounted only when no program is left.
         self.front.is_finished().then(|| "its swap device has failed: nobody serves it any more".into())
     }
 
@@ -294,6 +315,7 @@ impl Server {
             tracing::debug!(%error, "the file was unmounted while it was in use");
         }
         self.pump.stop();
+        self.membership.leave();
         last_words.iter().for_each(|word| tell(run, word));
     }
 

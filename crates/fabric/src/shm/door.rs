@@ -19,6 +19,9 @@ use crate::target::Identity;
 /// The control thread looks so often whether a connection has been silent for too long.
 const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
+/// How long an access of before is waited for between looks whether its process has died.
+const DRAIN_LOOK: Duration = Duration::from_millis(5);
+
 /// The thread that lets endpoints in and notices when they leave.
 pub(super) struct Doorkeeper {
     shared: Arc<Shared>,
@@ -116,6 +119,25 @@ impl Doorkeeper {
         handshake::parse_hello(hello).map_err(|error| error.to_string())
     }
 
+    /// What the host's agent before this one still has under way must not be done any more. One that is dead does nothing more, and one
+    /// that stands still in the middle of an access keeps its successor out.
+    fn shut_out_earlier(&self, who: Identity) -> Result<(), String> {
+        let Some(epoch) = who.epoch.checked_sub(1) else { return Ok(()) };
+        let has_hung_up = |socket: &OwnedFd| {
+            let mut polled = [PollFd::new(socket, PollFlags::IN | PollFlags::RDHUP)];
+            rustix::event::poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+        };
+        for (slot, socket) in self.shared.begin_fence(who.host, epoch) {
+            let begun = Instant::now();
+            while !self.shared.control.drain(slot, Some(DRAIN_LOOK)) && !has_hung_up(&socket) {
+                if begun.elapsed() > HANDSHAKE_TIME {
+                    return Err(format!("host {} is still in the middle of an access of before", who.host.0));
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Give it a slot, a mailbox and the regions.
     fn admit(&mut self, socket: OwnedFd, who: Identity) -> Result<(), (OwnedFd, String)> {
         let Shared { options, control, .. } = &*self.shared;
@@ -123,6 +145,10 @@ impl Doorkeeper {
             Ok(mailbox) => Arc::new(mailbox),
             Err(error) => return Err((socket, format!("no memory for a mailbox: {error}"))),
         };
+        let refusal = self.shared.lock().tables.refusal(who);
+        if let Some(reason) = refusal.or_else(|| self.shut_out_earlier(who).err()) {
+            return Err((socket, reason));
+        }
         let mut state = self.shared.lock();
         if let Some(reason) = state.tables.refusal(who) {
             return Err((socket, reason));

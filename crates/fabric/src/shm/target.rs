@@ -128,6 +128,22 @@ impl std::fmt::Debug for ShmTarget {
 }
 
 impl Shared {
+    /// Nothing begins any more at endpoints of this host up to this epoch; those at which something may still be under way.
+    pub(super) fn begin_fence(&self, host: Host, epoch: u64) -> Vec<(usize, Arc<OwnedFd>)> {
+        let mut state = self.lock();
+        state.tables.fence(host, epoch);
+        let is_fenced = |peer: &Peer| peer.who.host == host && peer.who.epoch <= epoch;
+        let peers = state.peers.iter().enumerate();
+        let fenced = peers.filter_map(|(slot, peer)| {
+            peer.as_ref().filter(|peer| is_fenced(peer)).map(|peer| (slot, Arc::clone(&peer.socket)))
+        });
+        let fenced: Vec<_> = fenced.collect();
+        for (slot, _) in &fenced {
+            self.control.set_state(*slot, FENCED);
+        }
+        fenced
+    }
+
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -157,17 +173,7 @@ impl Target for ShmTarget {
     }
 
     fn fence(&self, host: Host, epoch: u64) {
-        let mut state = self.shared.lock();
-        state.tables.fence(host, epoch);
-        let is_fenced = |peer: &Peer| peer.who.host == host && peer.who.epoch <= epoch;
-        let slots: Vec<usize> = (0..state.peers.len())
-            .filter(|&slot| state.peers[slot].as_ref().is_some_and(is_fenced))
-            .collect();
-        for &slot in &slots {
-            self.shared.control.set_state(slot, FENCED);
-        }
-        drop(state);
-        for slot in slots {
+        for (slot, _) in self.shared.begin_fence(host, epoch) {
             self.shared.control.drain(slot, None);
         }
     }

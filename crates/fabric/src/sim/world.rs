@@ -12,6 +12,9 @@ use crate::target::{Host, Identity, Region, Scope};
 use crate::work::{Completion, EndpointError, Key, LocalSlice, PostError, RemoteAddr, Verb, Work, WorkError};
 
 /// Everything there is.
+/// What is on the wire when a host's end goes away may be so many times slower than usual.
+const STRAY_FACTOR_MAX: u64 = 64;
+
 #[derive(Debug)]
 pub(super) struct World {
     pub options: SimOptions,
@@ -121,6 +124,10 @@ impl World {
                 Region { key, ..registered.region.clone() }
             };
             let regions = state.regions.iter().map(announce).collect();
+            if let Some(epoch) = who.epoch.checked_sub(1) {
+                let last = self.nodes[node.0].fenced.entry(who.host).or_insert(epoch);
+                *last = epoch.max(*last);
+            }
             self.links.push(Link::new(who, node, self.now_ns));
             return Ok((self.links.len() - 1, regions));
         };
@@ -243,10 +250,18 @@ impl World {
                 memory.read(offset, &mut flight.data);
             }
         }
-        link.flights = flights;
         link.closed = true;
         link.severed = Some(WorkError::PeerGone);
         link.done.clear();
+        // It may stay there for long: in a switch, in a buffer of the node.
+        let mut at_ns = self.now_ns;
+        for mut flight in flights {
+            at_ns += self.delay_ns(id) * self.rng.range(&(1..STRAY_FACTOR_MAX)) + 1;
+            flight.serial = self.links[id].next_serial;
+            self.links[id].next_serial += 1;
+            self.schedule(at_ns, id, Event::Apply(flight.serial));
+            self.links[id].flights.push_back(flight);
+        }
     }
 
     pub fn partition(&mut self, host: Host, node: Node, cut: bool) {

@@ -157,6 +157,12 @@ fn welcome(
 
 /// A new session, or the one that it goes on with and the answers that it lacks.
 fn admit(shared: &Arc<Shared>, hello: &Hello) -> Result<(Session, Vec<u8>), String> {
+    if let Some(epoch) = hello.who.epoch.checked_sub(1)
+        && shared.lock().tables.refusal(hello.who).is_none()
+    {
+        // What the host's agent before this one still had under way must not be done any more.
+        shared.fence(hello.who.host, epoch);
+    }
     let mut state = shared.lock();
     if shared.stop.load(Ordering::SeqCst) {
         return Err("the target is going away".into());

@@ -280,6 +280,23 @@ impl Shared {
         lock(&self.state)
     }
 
+    /// See [`Target::fence`].
+    pub fn fence(&self, host: Host, epoch: u64) {
+        let mut state = self.lock();
+        state.tables.fence(host, epoch);
+        let is_fenced = |peer: &&Arc<Peer>| {
+            peer.who.host == host && peer.who.epoch <= epoch && !peer.has_left.load(Ordering::SeqCst)
+        };
+        let slots: Vec<usize> = state.peers.iter().filter(is_fenced).map(|peer| peer.slot).collect();
+        for &slot in &slots {
+            self.control.set_state(slot, FENCED);
+        }
+        drop(state);
+        for slot in slots {
+            self.control.drain(slot, None);
+        }
+    }
+
     /// A session is over for good.
     pub fn dismiss(&self, session: &Session) {
         let mut state = self.lock();
@@ -362,19 +379,7 @@ impl Target for TcpTarget {
     }
 
     fn fence(&self, host: Host, epoch: u64) {
-        let mut state = self.shared.lock();
-        state.tables.fence(host, epoch);
-        let is_fenced = |peer: &&Arc<Peer>| {
-            peer.who.host == host && peer.who.epoch <= epoch && !peer.has_left.load(Ordering::SeqCst)
-        };
-        let slots: Vec<usize> = state.peers.iter().filter(is_fenced).map(|peer| peer.slot).collect();
-        for &slot in &slots {
-            self.shared.control.set_state(slot, FENCED);
-        }
-        drop(state);
-        for slot in slots {
-            self.shared.control.drain(slot, None);
-        }
+        self.shared.fence(host, epoch);
     }
 
     fn receive(&self, out: &mut Vec<u8>) -> Option<Identity> {

@@ -82,6 +82,26 @@ pub fn a_fenced_host_is_stopped_and_kept_out<H: Harness>() {
     assert_eq!(renewed.add(remote.addr, remote.key, 1), Ok(at_fence + 1));
 }
 
+pub fn a_newer_epoch_of_a_host_shuts_the_older_out<H: Harness>() {
+    let harness = H::start();
+    let (memory, region) = harness.region(Access::ALL, Scope::Anyone);
+    let remote = RemoteAddr { addr: region.base, key: region.key };
+    let word = || memory.atomic_u64(0).load(std::sync::atomic::Ordering::SeqCst);
+    let mut old = harness.client(WHO);
+    let mut in_flight = harness.client(WHO);
+    in_flight.endpoint.post(&increments(remote)).unwrap();
+    let mut other = harness.client(Identity { host: Host(8), ..WHO });
+    let mut new = harness.client(Identity { epoch: WHO.epoch + 1, ..WHO });
+    let at_takeover = word();
+    let outcomes: Vec<_> = in_flight.wait(4).iter().map(|done| done.outcome).collect();
+    let done = outcomes.iter().filter(|outcome| outcome.is_ok()).count();
+    assert_eq!((done as u64, word()), (at_takeover, at_takeover), "nothing of before takes effect later");
+    assert_eq!(old.add(remote.addr, remote.key, 1), Err(WorkError::Fenced));
+    assert!(harness.connect(WHO).is_err());
+    assert_eq!(other.add(remote.addr, remote.key, 1), Ok(at_takeover), "other hosts go on");
+    assert_eq!(new.add(remote.addr, remote.key, 1), Ok(at_takeover + 1));
+}
+
 pub fn a_fence_stops_earlier_epochs_only<H: Harness>() {
     let harness = H::start();
     let (_, region) = harness.region(Access::ALL, Scope::Anyone);

@@ -60,5 +60,6 @@ conformance! {
     death::work_after_the_death_of_the_target_is_told_then_flushed,
     death::a_dead_target_cannot_be_connected_to,
     death::a_fenced_host_is_stopped_and_kept_out,
+    death::a_newer_epoch_of_a_host_shuts_the_older_out,
     death::a_fence_stops_earlier_epochs_only,
 }

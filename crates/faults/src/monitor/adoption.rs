@@ -56,12 +56,18 @@ impl<E: Edge> Monitor<E> {
         let end = first + pages as u64;
         let mut page = first;
         while page < end && !self.ended {
-            if self.volume.state(page) != PageState::Zero {
-                page += 1;
-                continue;
-            }
-            let unknown = (page..end).take_while(|page| self.volume.state(*page) == PageState::Zero).count();
-            page += self.prove(page, unknown) as u64;
+            let pages = match self.volume.state(page) {
+                PageState::Zero => {
+                    (page..end).take_while(|page| self.volume.state(*page) == PageState::Zero).count()
+                }
+                // Filled just before a restart.
+                PageState::Staged(_) | PageState::Reclaimable(_) | PageState::Remote(_) => 1,
+                PageState::Held | PageState::Leaving | PageState::Doubtful | PageState::Lost => {
+                    page += 1;
+                    continue;
+                }
+            };
+            page += self.prove(page, pages) as u64;
         }
     }
 
@@ -72,6 +78,8 @@ impl<E: Edge> Monitor<E> {
             return pages;
         }
         let filled = self.edge.fill(first, pages, Source::Zeros { private: false });
+        let is_known_elsewhere = !matches!(self.volume.state(first), PageState::Zero);
+        assert!(filled.pages == 0 || !is_known_elsewhere, "page {first:#x} was seen present, and was not");
         match filled.stop {
             None | Some(Stop::Exists) => {
                 self.nothing_outstanding();

@@ -100,6 +100,7 @@ impl<E: Edge> Monitor<E> {
         self.victims = victims;
         if moved.is_empty() {
             self.volume.return_block(block);
+            self.edge.emptied(buffer);
             self.free_buffers.push(buffer);
             if self.taken.contains(&Taken::Kept) {
                 self.stalled_until_ns = self.edge.now_ns() + STALL_NS;

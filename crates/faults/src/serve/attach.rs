@@ -19,7 +19,7 @@ use crate::uffd::Userfaultfd;
 use crate::worker::WorkerPort;
 
 /// Descriptors that may come with a frame.
-const FDS_MAX: usize = 4;
+const FDS_MAX: usize = 8;
 
 /// Why a program was not taken in.
 #[derive(Debug, thiserror::Error)]

@@ -2,25 +2,28 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
-use aquifer_ipc::{Frame, Hello, TAKE_PAGES_MAX};
+use aquifer_ipc::{BUFFERS, Frame, Hello, TAKE_PAGES_MAX};
 use aquifer_pager::{
-    FETCH_PAGES_MAX, FetchError, Fetcher, Location, PAGE_BYTES, PageNumber, SlabSet, Volume,
+    BlockId, FETCH_PAGES_MAX, FetchError, Fetcher, Location, PAGE_BYTES, PageNumber, SlabSet, Volume,
 };
 
 use super::attach::send_frame;
 use super::follow::Follow;
 use super::obituary::Obituary;
 use super::program::{self, Program};
+use super::records::{HelloRecord, ProgramRecord};
 use super::run::Run;
-use crate::areas::Areas;
+use crate::areas::{Area, Areas};
 use crate::edge::{Done, Edge, Job};
+use crate::journal::{Journal, Remembered};
 use crate::kernel::{Filled, Gone, Kernel, Message, Source, Taken};
+use crate::maps;
 use crate::uffd::Userfaultfd;
 use crate::worker::WorkerPort;
 
@@ -47,6 +50,10 @@ pub(crate) struct ProcessEdge {
     run: Arc<Run>,
     program: Arc<Program>,
     uffd: Userfaultfd,
+    /// The page table's memory.
+    table: OwnedFd,
+    /// See [`ProgramRecord::origin`].
+    origin: Option<(u64, u64)>,
     fetcher: Fetcher,
     zeros: Box<[u8]>,
     attachment: Option<Attachment>,
@@ -54,15 +61,28 @@ pub(crate) struct ProcessEdge {
     lost_told: bool,
     follow: Follow,
     last_thread: u32,
+    journal: Journal,
+    messages: Vec<Message<RawFd>>,
+    /// What an agent before this one heard and did not heed.
+    again: Vec<Message<OwnedFd>>,
 }
 
 impl ProcessEdge {
-    pub(crate) fn new(run: &Arc<Run>, program: &Arc<Program>, uffd: Userfaultfd) -> io::Result<Self> {
+    pub(crate) fn new(
+        run: &Arc<Run>,
+        program: &Arc<Program>,
+        uffd: Userfaultfd,
+        volume: &Volume,
+        journal: Journal,
+        origin: Option<(u64, u64)>,
+    ) -> io::Result<Self> {
         let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
         Ok(Self {
             run: Arc::clone(run),
             program: Arc::clone(program),
             uffd,
+            table: volume.table_memory().fd().try_clone_to_owned()?,
+            origin,
             fetcher: Fetcher::new(service.surroundings.connector())?,
             zeros: vec![0; FETCH_PAGES_MAX * PAGE_BYTES].into_boxed_slice(),
             attachment: None,
@@ -70,6 +90,9 @@ impl ProcessEdge {
             lost_told: false,
             follow: Follow::new(),
             last_thread: 0,
+            journal,
+            messages: Vec::new(),
+            again: Vec::new(),
         })
     }
 
@@ -88,22 +111,71 @@ impl ProcessEdge {
         }
     }
 
-    /// A worker is there: answer it, and take pages through it from now on.
+    /// A worker is there: answer it, and take pages through it from now on. The keeper holds all before the program goes on.
     pub(crate) fn attach(&mut self, attachment: Attachment) -> io::Result<()> {
-        let hello = &attachment.hello;
-        let first = hello.antechamber / PAGE;
+        let first = attachment.hello.antechamber / PAGE;
         self.uffd.register(first, first + TAKE_PAGES_MAX as u64)?;
-        let control = attachment.worker.fd();
-        if hello.is_child {
-            let uffd = self.uffd.duplicate()?;
-            send_frame(&attachment.socket, &Frame::Welcome, &[control, std::os::fd::AsFd::as_fd(&uffd)])?;
-            self.run.keep(&self.program, self.program.pid(), &[&uffd, &control]);
-        } else {
-            send_frame(&attachment.socket, &Frame::Welcome, &[control])?;
-        }
         self.obituary()?.watch(&self.program, &attachment.socket);
         self.attachment = Some(attachment);
-        Ok(())
+        self.keep();
+        self.welcome()
+    }
+
+    /// A worker was there before the agent was. Whether its program had been answered is not known: one that had does not read on.
+    pub(crate) fn attach_again(&mut self, attachment: Attachment) -> io::Result<()> {
+        self.obituary()?.watch(&self.program, &attachment.socket);
+        let is_running = attachment.worker.thread() != 0;
+        self.attachment = Some(attachment);
+        if is_running { Ok(()) } else { self.welcome() }
+    }
+
+    fn welcome(&self) -> io::Result<()> {
+        let Some(Attachment { hello, socket, worker }) = &self.attachment else { return Ok(()) };
+        if hello.is_child {
+            send_frame(socket, &Frame::Welcome, &[worker.fd(), self.uffd.as_fd()])
+        } else {
+            send_frame(socket, &Frame::Welcome, &[worker.fd()])
+        }
+    }
+
+    /// Have the keeper hold what another agent would need to go on.
+    pub(crate) fn keep(&self) {
+        let record = ProgramRecord {
+            run: self.run.id(),
+            origin: self.origin,
+            private: [0, 1, 2].map(|at| self.program.private[at].load(Relaxed)),
+            hello: self.attachment.as_ref().map(|attachment| HelloRecord::from(&attachment.hello)),
+        };
+        let mut fds = vec![self.uffd.as_fd(), self.table.as_fd(), self.journal.memory().fd()];
+        if let Some(Attachment { socket, worker, .. }) = &self.attachment {
+            fds.extend([worker.fd(), socket.as_fd()]);
+        }
+        self.run.keep(&record.put(self.program.id, self.program.pid()), &fds);
+    }
+
+    /// What an agent before this one heard and did not heed is to be read first.
+    pub(crate) fn read_again(&mut self, messages: Vec<Message<OwnedFd>>) {
+        self.again = messages;
+    }
+
+    /// By staging buffer, what an agent before this one had taken; `None` if the program has ended.
+    pub(crate) fn batches(&self) -> Option<Vec<Vec<(PageNumber, Taken)>>> {
+        let Some(attachment) = &self.attachment else { return Some(vec![Vec::new(); BUFFERS]) };
+        // Its staging is read, and its maps are, by this thread.
+        self.learn_thread();
+        attachment.worker.batches(|| !self.program.is_killed() && !self.program.is_gone())
+    }
+
+    /// What the kernel says is registered, but for the shim's own memory.
+    pub(crate) fn registered(&self) -> Areas {
+        let mut areas = Areas::default();
+        if let Some(text) = self.program.read_proc("smaps") {
+            maps::registered(&text).into_iter().for_each(|area| areas.insert(area));
+        }
+        let [start, end, canary] = [0, 1, 2].map(|at| self.program.private[at].load(Relaxed) / PAGE);
+        areas.remove(Area { start, end });
+        areas.remove(Area { start: canary, end: canary + 1 });
+        areas
     }
 
     /// Whether the program's memory still exists. Asked by an attempt to fill a page that is always there.
@@ -157,7 +229,7 @@ impl ProcessEdge {
         if let Ok(obituary) = self.obituary() {
             self.program.set_pid(thread, &obituary);
         }
-        self.run.keep(&self.program, thread, &[]);
+        self.keep();
     }
 
     /// The worker's thread, once it is verified to be one of this process.
@@ -182,7 +254,17 @@ impl Kernel for ProcessEdge {
     type Child = OwnedFd;
 
     fn read(&mut self, out: &mut Vec<Message<OwnedFd>>) {
-        self.uffd.read(out);
+        if !self.again.is_empty() {
+            out.append(&mut self.again);
+            return;
+        }
+        let mut messages = std::mem::take(&mut self.messages);
+        self.journal.read(&self.uffd, &mut messages);
+        // SAFETY: the kernel made each descriptor for whoever reads the message; that is us, once.
+        out.extend(
+            messages.drain(..).map(|message| message.map_child(|fd| unsafe { OwnedFd::from_raw_fd(fd) })),
+        );
+        self.messages = messages;
         for message in out.iter() {
             if let Message::Fault(fault) = message {
                 self.last_thread = fault.thread;
@@ -196,6 +278,24 @@ impl Kernel for ProcessEdge {
             })
         {
             self.learn_pid(thread);
+        }
+    }
+
+    fn heeded(&mut self, index: usize, remembered: Remembered<'_>) {
+        self.journal.heeded(index, remembered);
+    }
+
+    fn remember(&mut self, remembered: Remembered<'_>) {
+        self.journal.remember(remembered);
+    }
+
+    fn moving(&mut self, index: usize) {
+        self.journal.moving(index);
+    }
+
+    fn emptied(&mut self, buffer: usize) {
+        if let Some(attachment) = &self.attachment {
+            attachment.worker.emptied(buffer);
         }
     }
 
@@ -270,6 +370,10 @@ impl Edge for ProcessEdge {
         self.run.sender.submit(&self.program, self.program.thread.load(Relaxed), staging, job);
     }
 
+    fn submit_again(&mut self, block: BlockId, slots: u64) {
+        self.run.sender.submit_again(&self.program, block, slots);
+    }
+
     fn collect(&mut self, out: &mut Vec<Done>) {
         self.program.take_done(out);
     }
@@ -284,7 +388,8 @@ impl Edge for ProcessEdge {
     }
 
     fn forked(&mut self, child: OwnedFd, volume: Volume, areas: Areas) {
-        if let Err(error) = program::start_child(&self.run, &self.program, child, volume, areas) {
+        let origin = (self.program.id, self.journal.sequence());
+        if let Err(error) = program::start_child(&self.run, &self.program, child, volume, areas, origin) {
             self.run.end(&format!("a forked child cannot be served: {error}"));
         }
     }

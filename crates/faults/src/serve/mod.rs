@@ -3,6 +3,7 @@
 //! - [`attach`]: a program's first words, and its child's.
 //! - [`program`]: one program's thread. `edge` is what its monitor acts through.
 //! - [`run`]: what the programs of one `aquifer run` share. `sender` is its thread.
+//! - [`restore`]: another agent goes on with what the keeper holds, whose `records` say what it is.
 //! - [`sampler`]: looks from outside at how much is resident, and finds new areas.
 
 pub mod attach;
@@ -11,6 +12,8 @@ mod follow;
 mod obituary;
 pub mod priority;
 pub mod program;
+mod records;
+mod restore;
 pub mod run;
 pub mod sampler;
 mod sender;
@@ -22,12 +25,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::Thread;
 
-use aquifer_ipc::Token;
+use aquifer_ipc::{KeptKind, Put, Token};
 use aquifer_pager::{Connector, Mempool};
 use aquifer_pool::PoolClient;
 
 pub use attach::AttachError;
 pub use program::Program;
+pub use records::Kept;
+pub use restore::Restored;
 pub use run::{Run, RunReport};
 
 /// Runs that one agent serves at once.
@@ -41,12 +46,12 @@ pub trait Surroundings: Send + Sync + Debug {
     /// A pool client with all nodes that can be reached now.
     fn pool(&self) -> PoolClient;
 
-    /// Hold a program's descriptors in a process that outlives this one, so that the program never reads zeros. Its process
-    /// id is 0 while unknown; a later call tells it.
-    fn keep(&self, program: u64, pid: u32, fds: &[BorrowedFd<'_>]);
+    /// Hold this in a process that outlives this one, so that programs never read zeros and another agent can go on with them; in
+    /// place of what was held under the same name.
+    fn keep(&self, put: &Put, fds: &[BorrowedFd<'_>]);
 
-    /// The program has ended.
-    fn unkeep(&self, program: u64);
+    /// It is over.
+    fn unkeep(&self, kind: KeptKind, id: u64);
 }
 
 /// All programs that one agent pages.
@@ -87,7 +92,12 @@ impl Service {
     ///
     /// # Errors
     /// A sentence for the user.
-    pub fn open_run(self: &Arc<Self>, name: &str, limit_bytes: u64) -> Result<Arc<Run>, String> {
+    pub fn open_run(
+        self: &Arc<Self>,
+        name: &str,
+        limit_bytes: u64,
+        owner: BorrowedFd<'_>,
+    ) -> Result<Arc<Run>, String> {
         if limit_bytes < aquifer_pager::LIMIT_BYTES_MIN {
             return Err(format!(
                 "a limit of {limit_bytes} bytes is too small for any program: give at least {} (--local 8M)",
@@ -98,7 +108,7 @@ impl Service {
         if runs.len() >= RUNS_MAX {
             return Err(format!("this agent already serves {RUNS_MAX} runs: end some first"));
         }
-        let run = Run::open(self, name, limit_bytes)
+        let run = Run::open(self, name, limit_bytes, owner)
             .map_err(|error| format!("no memory for another run: {error}"))?;
         runs.insert(run.token(), Arc::clone(&run));
         Ok(run)

@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use aquifer_ipc::{BUFFERS, Hello};
+use aquifer_ipc::{BUFFERS, Hello, KeptKind};
 use aquifer_pager::Volume;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -17,6 +17,7 @@ use super::priority::{URGENT, set_niceness};
 use super::run::Run;
 use crate::areas::{Area, Areas};
 use crate::edge::{Done, Edge};
+use crate::journal::Journal;
 use crate::monitor::{Monitor, Next};
 use crate::stats::FaultStats;
 use crate::uffd::Userfaultfd;
@@ -128,9 +129,19 @@ impl Program {
         }
     }
 
-    fn lend(&self, uffd: &Userfaultfd) -> io::Result<()> {
+    pub(crate) fn lend(&self, uffd: &Userfaultfd) -> io::Result<()> {
         let _ = self.uffd.set(Userfaultfd::from(uffd.duplicate()?));
         Ok(())
+    }
+
+    /// A file of its directory in `/proc`, by the thread that lives as long as it does.
+    pub(crate) fn read_proc(&self, file: &str) -> Option<Vec<u8>> {
+        let pid = self.pid();
+        let path = match self.thread.load(Relaxed) {
+            0 => format!("/proc/{pid}/{file}"),
+            thread => format!("/proc/{pid}/task/{thread}/{file}"),
+        };
+        std::fs::read(path).ok()
     }
 
     /// End it.
@@ -236,18 +247,22 @@ pub(crate) fn start_root(
     uffd: Userfaultfd,
     attachment: Attachment,
 ) -> io::Result<()> {
-    let program = new_program(run)?;
     let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
-    program.set_pid(pid, &service.obituary);
-    program.set_private(&attachment.hello);
-    let volume = Volume::new(Arc::clone(&run.slabs), Arc::clone(&service.mempool), Arc::clone(&run.budget))
-        .map_err(io::Error::other)?;
-    run.keep(&program, pid, &[&uffd_fd(&uffd)?, &attachment.worker.fd()]);
-    program.lend(&uffd)?;
-    let mut edge = ProcessEdge::new(run, &program, uffd)?;
-    edge.register_canary(attachment.hello.canary);
-    edge.attach(attachment)?;
-    spawn(Arc::clone(run), program, edge, volume, Areas::default())
+    let program = new_program(run, service.next_program())?;
+    or_forget(run, &program, || {
+        program.set_pid(pid, &service.obituary);
+        program.set_private(&attachment.hello);
+        let mempool = Arc::clone(&service.mempool);
+        let volume = Volume::new(Arc::clone(&run.slabs), mempool, Arc::clone(&run.budget))
+            .map_err(io::Error::other)?;
+        program.lend(&uffd)?;
+        let mut edge = ProcessEdge::new(run, &program, uffd, &volume, Journal::new()?, None)?;
+        edge.register_canary(attachment.hello.canary);
+        edge.attach(attachment)?;
+        spawn(run, &program, edge, |run, program, edge| {
+            Some(monitor(run, program, edge, volume, Areas::default()))
+        })
+    })
 }
 
 /// Begin to serve a forked child, before it has said anything.
@@ -257,26 +272,26 @@ pub(crate) fn start_child(
     fd: OwnedFd,
     volume: Volume,
     areas: Areas,
+    origin: (u64, u64),
 ) -> io::Result<()> {
-    let program = new_program(run)?;
-    for (place, value) in program.private.iter().zip(&parent.private) {
-        place.store(value.load(Relaxed), Relaxed);
-    }
-    run.keep(&program, 0, &[&fd]);
-    program.is_forked.store(true, Relaxed);
-    let uffd = Userfaultfd::from(fd);
-    program.lend(&uffd)?;
-    let edge = ProcessEdge::new(run, &program, uffd)?;
-    spawn(Arc::clone(run), program, edge, volume, areas)
-}
-
-fn uffd_fd(uffd: &Userfaultfd) -> io::Result<OwnedFd> {
-    uffd.duplicate()
-}
-
-fn new_program(run: &Arc<Run>) -> io::Result<Arc<Program>> {
     let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
-    let program = Arc::new(Program::new(service.next_program())?);
+    let program = new_program(run, service.next_program())?;
+    or_forget(run, &program, || {
+        for (place, value) in program.private.iter().zip(&parent.private) {
+            place.store(value.load(Relaxed), Relaxed);
+        }
+        program.is_forked.store(true, Relaxed);
+        let uffd = Userfaultfd::from(fd);
+        program.lend(&uffd)?;
+        let edge = ProcessEdge::new(run, &program, uffd, &volume, Journal::new()?, Some(origin))?;
+        edge.keep();
+        spawn(run, &program, edge, |run, program, edge| Some(monitor(run, program, edge, volume, areas)))
+    })
+}
+
+pub(crate) fn new_program(run: &Arc<Run>, id: u64) -> io::Result<Arc<Program>> {
+    let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
+    let program = Arc::new(Program::new(id)?);
     if !run.add(&program) {
         return Err(io::Error::other("the run has too many processes"));
     }
@@ -284,36 +299,50 @@ fn new_program(run: &Arc<Run>) -> io::Result<Arc<Program>> {
     Ok(program)
 }
 
-fn spawn(
-    run: Arc<Run>,
-    program: Arc<Program>,
+/// A program that could not be started is not one of its run.
+pub(crate) fn or_forget(
+    run: &Arc<Run>,
+    program: &Arc<Program>,
+    start: impl FnOnce() -> io::Result<()>,
+) -> io::Result<()> {
+    start().inspect_err(|_| forget(run, program))
+}
+
+fn forget(run: &Run, program: &Program) {
+    if let Some(service) = run.service.upgrade() {
+        service.obituary.forget(program.id);
+        service.surroundings.unkeep(KeptKind::Program, program.id);
+    }
+    run.remove(program);
+}
+
+fn monitor(
+    run: &Run,
+    program: &Program,
     edge: ProcessEdge,
     volume: Volume,
     areas: Areas,
+) -> Monitor<ProcessEdge> {
+    Monitor::new(edge, volume, Arc::clone(&run.budget), Arc::clone(&program.stats), areas, BUFFERS)
+}
+
+/// Start the program's thread, which makes its monitor first; `None` if the program has ended meanwhile.
+pub(crate) fn spawn(
+    run: &Arc<Run>,
+    program: &Arc<Program>,
+    edge: ProcessEdge,
+    make: impl FnOnce(&Arc<Run>, &Arc<Program>, ProcessEdge) -> Option<Monitor<ProcessEdge>> + Send + 'static,
 ) -> io::Result<()> {
     let name = format!("faults-{}", program.pid());
-    let for_thread = Arc::clone(&program);
-    let for_run = Arc::clone(&run);
-    let started = std::thread::Builder::new().name(name).spawn(move || {
-        let monitor = Monitor::new(
-            edge,
-            volume,
-            Arc::clone(&run.budget),
-            Arc::clone(&for_thread.stats),
-            areas,
-            BUFFERS,
-        );
-        Loop { monitor, program: Arc::clone(&for_thread) }.run();
-        if let Some(service) = run.service.upgrade() {
-            service.obituary.forget(for_thread.id);
-            service.surroundings.unkeep(for_thread.id);
+    let (run, program) = (Arc::clone(run), Arc::clone(program));
+    let serve = move || {
+        set_niceness(URGENT);
+        if let Some(monitor) = make(&run, &program, edge) {
+            Loop { monitor, program: Arc::clone(&program) }.run();
         }
-        run.remove(&for_thread);
-    });
-    if started.is_err() {
-        for_run.remove(&program);
-    }
-    started.map(drop)
+        forget(&run, &program);
+    };
+    std::thread::Builder::new().name(name).spawn(serve).map(drop)
 }
 
 struct Loop {
@@ -323,7 +352,6 @@ struct Loop {
 
 impl Loop {
     fn run(mut self) {
-        set_niceness(URGENT);
         let mut served = 0;
         let mut yields = 0;
         loop {

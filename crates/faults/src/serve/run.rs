@@ -1,15 +1,16 @@
 //! What the programs of one `aquifer run` share: the limit, the slabs, the sender, the statistics.
 
-use std::os::fd::AsFd;
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-use aquifer_ipc::Token;
+use aquifer_ipc::{KeptKind, Put, Token};
 use aquifer_pager::{Budget, PAGE_BYTES, SlabSet};
 
 use super::Service;
 use super::program::Program;
+use super::records::RunRecord;
 use super::sender::SenderThread;
 use crate::stats::FaultStats;
 
@@ -19,6 +20,7 @@ pub const PROGRAMS_MAX: usize = 4096;
 /// One run.
 #[derive(Debug)]
 pub struct Run {
+    id: u64,
     token: Token,
     name: String,
     limit_bytes: u64,
@@ -74,21 +76,40 @@ pub struct RunReport {
 }
 
 impl Run {
-    pub(crate) fn open(service: &Arc<Service>, name: &str, limit_bytes: u64) -> std::io::Result<Arc<Self>> {
+    /// A fresh run, started by whoever is at the other end of `owner`, which the keeper holds, too.
+    pub(crate) fn open(
+        service: &Arc<Service>,
+        name: &str,
+        limit_bytes: u64,
+        owner: BorrowedFd<'_>,
+    ) -> std::io::Result<Arc<Self>> {
         let mut token = [0; 16];
         rustix::rand::getrandom(&mut token, rustix::rand::GetRandomFlags::empty())?;
-        let slabs = Arc::new(SlabSet::new()?);
-        let sender = SenderThread::start(
-            service,
-            Arc::clone(&slabs),
-            u64::from_le_bytes(token[..8].try_into().expect("8 bytes")),
-        )?;
+        let record = RunRecord { token: Token(token).to_hex(), name: name.to_owned(), limit_bytes };
+        let budget = Arc::new(Budget::new(limit_bytes));
+        let run = Self::with(service, service.next_program(), &record, Arc::new(SlabSet::new()?), budget)?;
+        run.keep(&record.put(run.id), &[run.slabs.memory().fd(), owner]);
+        Ok(run)
+    }
+
+    /// A run with the slabs that it has.
+    pub(crate) fn with(
+        service: &Arc<Service>,
+        id: u64,
+        record: &RunRecord,
+        slabs: Arc<SlabSet>,
+        budget: Arc<Budget>,
+    ) -> std::io::Result<Arc<Self>> {
+        let token = record.token()?;
+        let seed = u64::from_le_bytes(token.0[..8].try_into().expect("8 bytes"));
+        let sender = SenderThread::start(service, Arc::clone(&slabs), seed)?;
         Ok(Arc::new(Self {
-            token: Token(token),
-            name: name.to_owned(),
-            limit_bytes,
+            id,
+            token,
+            name: record.name.clone(),
+            limit_bytes: record.limit_bytes,
             service: Arc::downgrade(service),
-            budget: Arc::new(Budget::new(limit_bytes)),
+            budget,
             slabs,
             sender,
             programs: Mutex::new(Vec::new()),
@@ -98,6 +119,11 @@ impl Run {
             news: Mutex::new(Vec::new()),
             programs_seen: AtomicU64::new(0),
         }))
+    }
+
+    /// Its number, unique on this host.
+    pub(crate) fn id(&self) -> u64 {
+        self.id
     }
 
     /// The secret that lets programs in.
@@ -187,6 +213,9 @@ impl Run {
 
     pub(crate) fn close(&self) {
         self.sender.stop();
+        if let Some(service) = self.service.upgrade() {
+            service.surroundings.unkeep(KeptKind::Run, self.id);
+        }
     }
 
     /// The figures as they are now.
@@ -220,10 +249,9 @@ impl Run {
         }
     }
 
-    pub(crate) fn keep(&self, program: &Program, pid: u32, fds: &[&dyn AsFd]) {
+    pub(crate) fn keep(&self, put: &Put, fds: &[BorrowedFd<'_>]) {
         if let Some(service) = self.service.upgrade() {
-            let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
-            service.surroundings.keep(program.id, pid, &fds);
+            service.surroundings.keep(put, fds);
         }
     }
 

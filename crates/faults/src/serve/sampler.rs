@@ -168,7 +168,7 @@ impl Watch {
         if !is_wanted || now < seen.next_scan || !program.is_attached.load(SeqCst) {
             return;
         }
-        let Some(text) = read_proc(program, "maps") else {
+        let Some(text) = program.read_proc("maps") else {
             return;
         };
         let [start, end, canary] = [0, 1, 2].map(|at| program.private[at].load(Relaxed));
@@ -227,17 +227,8 @@ impl Shared {
     }
 }
 
-fn read_proc(program: &Program, file: &str) -> Option<Vec<u8>> {
-    let pid = program.pid();
-    let path = match program.thread.load(Relaxed) {
-        0 => format!("/proc/{pid}/{file}"),
-        thread => format!("/proc/{pid}/task/{thread}/{file}"),
-    };
-    std::fs::read(path).ok()
-}
-
 fn look(program: &Program) -> Option<Look> {
-    let text = read_proc(program, "statm")?;
+    let text = program.read_proc("statm")?;
     let mut numbers =
         std::str::from_utf8(&text).ok()?.split_ascii_whitespace().filter_map(|word| word.parse::<u64>().ok());
     let (size, resident, shared) = (numbers.next()?, numbers.next()?, numbers.next()?);
@@ -246,7 +237,7 @@ fn look(program: &Program) -> Option<Look> {
 
 /// Anonymous pages, those shared with relatives counted in part, so that the sum over a run is right.
 fn shared_pages(program: &Program) -> Option<u64> {
-    let text = read_proc(program, "smaps_rollup")?;
+    let text = program.read_proc("smaps_rollup")?;
     let text = std::str::from_utf8(&text).ok()?;
     let line = text.lines().find(|line| line.starts_with("Pss_Anon:"))?;
     let kilobytes: u64 = line.split_ascii_whitespace().nth(1)?.parse().ok()?;

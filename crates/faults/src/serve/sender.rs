@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer_ipc::TAKE_PAGES_MAX;
-use aquifer_pager::{BLOCK_PAGES, Mempool, PAGE_BYTES, Sender, SenderStats, SlabSet, Staged};
+use aquifer_pager::{BLOCK_PAGES, BlockId, Mempool, PAGE_BYTES, Sender, SenderStats, SlabSet, Staged};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::process::Pid;
 
@@ -22,14 +22,19 @@ const IDLE_TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 /// Acknowledgements are polled for this often before others may run.
 const POLLS_BEFORE_YIELD: u32 = 64;
 
-/// A batch with what is needed to read it.
+/// What is to be written.
 #[derive(Debug)]
 struct Order {
     program: Arc<Program>,
-    job: Job,
-    /// Where the buffer is in the program.
-    staging: u64,
-    thread: u32,
+    what: What,
+}
+
+#[derive(Debug)]
+enum What {
+    /// A batch, with what is needed to read it: where its buffer is in the program, and a thread of that.
+    Batch { job: Job, staging: u64, thread: u32 },
+    /// Slots of a block that wait there since before a restart.
+    Block { block: BlockId, slots: u64 },
 }
 
 #[derive(Debug, Default)]
@@ -73,7 +78,15 @@ impl SenderThread {
     }
 
     pub(crate) fn submit(&self, program: &Arc<Program>, thread: u32, staging: u64, job: Job) {
-        self.shared.lock().orders.push_back(Order { program: Arc::clone(program), job, staging, thread });
+        self.order(program, What::Batch { job, staging, thread });
+    }
+
+    pub(crate) fn submit_again(&self, program: &Arc<Program>, block: BlockId, slots: u64) {
+        self.order(program, What::Block { block, slots });
+    }
+
+    fn order(&self, program: &Arc<Program>, what: What) {
+        self.shared.lock().orders.push_back(Order { program: Arc::clone(program), what });
         self.shared.ring();
     }
 
@@ -154,7 +167,7 @@ impl Loop {
             let before = self.sender.stats();
             is_stuck = order.is_none();
             if let Some(order) = order {
-                self.copy(order, &mut found);
+                self.stage(&order, &mut found);
             }
             let starved = self.sender.advance(&mut written).err().map(|error| error.to_string());
             self.note_starvation(starved);
@@ -207,32 +220,43 @@ impl Loop {
         }
     }
 
-    /// Copy a batch into its block and tell the monitor what it was.
-    fn copy(&mut self, order: Order, found: &mut Vec<Staged>) {
-        let count = order.job.positions.len();
-        let readable = self.read(&order).unwrap_or_else(|error| {
-            tracing::debug!(%error, pid = order.program.pid(), "a batch could not be read: its program is gone");
-            0
-        });
-        self.sender.stage(order.program.id, order.job.block, count, |index| index < readable, found);
+    fn stage(&mut self, order: &Order, found: &mut Vec<Staged>) {
+        match &order.what {
+            What::Batch { job, staging, thread } => {
+                self.copy(&order.program, job, *staging, *thread, found);
+                let (block, buffer) = (job.block, job.buffer);
+                order.program.deliver(Done::Staged { block, buffer, found: found.clone() });
+            }
+            What::Block { block, slots } => {
+                let is_wanted = |index: usize| slots >> index & 1 == 1;
+                self.sender.stage(order.program.id, *block, BLOCK_PAGES, is_wanted, found);
+            }
+        }
         match self.programs.iter_mut().find(|(program, _)| program.id == order.program.id) {
             Some((_, jobs)) => *jobs += 1,
             None => self.programs.push((Arc::clone(&order.program), 1)),
         }
-        order.program.deliver(Done::Staged {
-            block: order.job.block,
-            buffer: order.job.buffer,
-            found: found.clone(),
+    }
+
+    /// Copy a batch into its block.
+    fn copy(&mut self, program: &Program, job: &Job, staging: u64, thread: u32, found: &mut Vec<Staged>) {
+        let readable = self.read(job, staging, thread).unwrap_or_else(|error| {
+            if program.is_gone() || program.is_killed() {
+                tracing::debug!(%error, pid = program.pid(), "a batch could not be read: its program is gone");
+            } else {
+                tracing::warn!(%error, pid = program.pid(), "a batch could not be read; its program should be gone");
+            }
+            0
         });
+        self.sender.stage(program.id, job.block, job.positions.len(), |index| index < readable, found);
     }
 
     /// Copy the pages from the program's staging buffer; how many arrived, from the first.
-    fn read(&self, order: &Order) -> std::io::Result<usize> {
-        let pid =
-            i32::try_from(order.thread).ok().and_then(Pid::from_raw).ok_or(std::io::ErrorKind::NotFound)?;
-        let base = order.staging + (order.job.buffer * TAKE_PAGES_MAX * PAGE_BYTES) as u64;
+    fn read(&self, job: &Job, staging: u64, thread: u32) -> std::io::Result<usize> {
+        let pid = i32::try_from(thread).ok().and_then(Pid::from_raw).ok_or(std::io::ErrorKind::NotFound)?;
+        let base = staging + (job.buffer * TAKE_PAGES_MAX * PAGE_BYTES) as u64;
         let mut remote = Vec::with_capacity(BLOCK_PAGES);
-        for position in &order.job.positions {
+        for position in &job.positions {
             let start = base + u64::from(*position) * PAGE_BYTES as u64;
             match remote.last_mut() {
                 Some(libc::iovec { iov_base, iov_len }) if *iov_base as u64 + *iov_len as u64 == start => {
@@ -241,8 +265,8 @@ impl Loop {
                 _ => remote.push(libc::iovec { iov_base: start as *mut libc::c_void, iov_len: PAGE_BYTES }),
             }
         }
-        let offset = order.job.block.slot(0).offset();
-        let bytes = order.job.positions.len() * PAGE_BYTES;
+        let offset = job.block.slot(0).offset();
+        let bytes = job.positions.len() * PAGE_BYTES;
         // SAFETY: the block is this job's until it is written, and inside the mempool's mapping.
         let block =
             unsafe { std::slice::from_raw_parts_mut(self.mempool.memory().as_ptr().add(offset), bytes) };

@@ -5,7 +5,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use aquifer_fabric::{
-    Completion, Endpoint, Key, LocalKey, LocalSlice, Memory, PostError, RemoteAddr, Verb, Work, WorkError,
+    Completion, Endpoint, Host, Key, LocalKey, LocalSlice, Memory, PostError, RemoteAddr, Verb, Work,
+    WorkError,
 };
 
 use super::{Extent, NodeId, POOL_WORK_ID};
@@ -14,7 +15,8 @@ use crate::error::{FormatError, PoolError};
 use crate::layout::{HEADER_BYTES, Layout};
 use crate::link::{Kept, Link};
 use crate::op::{Action, Grant, Machine, OpError, READ_WORDS_MAX, Step, StepResult, WordAt};
-use crate::size::{CHUNK_BYTES, SECTION_CHUNKS};
+use crate::size::{CHUNK_BYTES, SECTION_CHUNKS, SPAN_CHUNKS, SizeClass};
+use crate::word::{IllegalWord, InlineLog, LogOp, Run, SectionWord, SpanState, SpanWord};
 
 /// Room for the largest reply: a header, or [`READ_WORDS_MAX`] words.
 const REPLY_BYTES: usize = HEADER_BYTES;
@@ -174,6 +176,34 @@ impl Node {
         Ok(())
     }
 
+    /// What this host has taken as the last change of a word.
+    pub(super) fn taken_last(&mut self, host: Host) -> Result<Vec<Grant>, PoolError> {
+        let layout = self.wire.layout;
+        let mut grants = Vec::new();
+        for first in (0..layout.sections()).step_by(READ_WORDS_MAX as usize) {
+            self.read(WordAt::Section(first), READ_WORDS_MAX.min(layout.sections() - first))?;
+            for (section, word) in (first..).zip(&self.words) {
+                let run = taken_by(host, SectionWord(*word).log());
+                let run = run.filter(|run| SectionWord(*word).all(*run, SpanState::Full));
+                grants.extend(run.and_then(|run| {
+                    let chunk = section * SECTION_CHUNKS + u32::from(run.first()) * SPAN_CHUNKS;
+                    Some(Grant { chunk, class: SizeClass::new(run.order() + SizeClass::SPAN.k())? })
+                }));
+            }
+        }
+        for first in (0..layout.spans()).step_by(READ_WORDS_MAX as usize) {
+            self.read(WordAt::Span(first), READ_WORDS_MAX.min(layout.spans() - first))?;
+            for (span, word) in (first..).zip(&self.words) {
+                let run = taken_by(host, SpanWord(*word).log());
+                grants.extend(run.and_then(|run| {
+                    let chunk = span * SPAN_CHUNKS + u32::from(run.first());
+                    Some(Grant { chunk, class: SizeClass::new(run.order())? })
+                }));
+            }
+        }
+        Ok(grants)
+    }
+
     fn read(&mut self, at: WordAt, count: u32) -> Result<(), PoolError> {
         let done = self.wire.carry_out(Action::Read { at, count }, &mut self.words);
         done.map(drop).map_err(|cause| PoolError::NodeGone { node: self.id, cause })
@@ -194,6 +224,12 @@ impl Node {
         let addr = self.wire.base + self.wire.layout.chunk_data_at(grant.chunk);
         Ok(Extent { node: self.id, addr, class: grant.class, key: Key(*remembered) })
     }
+}
+
+/// The run that the host took, if that is what a log tells.
+fn taken_by(host: Host, log: Result<Option<InlineLog>, IllegalWord>) -> Option<Run> {
+    let log = log.ok().flatten()?;
+    (log.op == LogOp::Alloc && log.host == host).then_some(log.run)
 }
 
 impl Wire {

@@ -19,11 +19,12 @@ struct SimConnector {
     fabric: SimFabric,
     nodes: Vec<Node>,
     host: Host,
+    epoch: u64,
 }
 
 impl Connector for SimConnector {
     fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
-        let who = Identity { host: self.host, epoch: 1, tenant: Tenant(0) };
+        let who = Identity { host: self.host, epoch: self.epoch, tenant: Tenant(0) };
         self.fabric.connect(self.nodes[usize::from(node.0)], who)
     }
 }
@@ -36,6 +37,8 @@ pub struct Cluster {
     donations: Vec<Donation>,
     pub alive: Vec<bool>,
     pub damaged: Vec<bool>,
+    /// Of the agent that connects.
+    pub epoch: u64,
     hog: PoolClient,
     hogged: Vec<Extent>,
 }
@@ -60,6 +63,7 @@ impl Cluster {
             donations,
             alive: vec![true; count],
             damaged: vec![false; count],
+            epoch: 1,
             hog: PoolClient::new(Host(2)),
             hogged: Vec::new(),
         };
@@ -68,7 +72,8 @@ impl Cluster {
     }
 
     pub fn connector(&self, host: u16) -> Arc<dyn Connector> {
-        Arc::new(SimConnector { fabric: self.fabric.clone(), nodes: self.nodes.clone(), host: Host(host) })
+        let (fabric, nodes, epoch) = (self.fabric.clone(), self.nodes.clone(), self.epoch);
+        Arc::new(SimConnector { fabric, nodes, host: Host(host), epoch })
     }
 
     /// A client of all nodes that live.

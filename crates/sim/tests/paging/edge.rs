@@ -3,16 +3,19 @@
 use std::cell::{RefCell, RefMut};
 use std::rc::Rc;
 
+use aquifer_faults::journal::Remembered;
 use aquifer_faults::kernel::{Filled, Gone, Kernel, Message, Source, Stop, Taken};
 use aquifer_faults::{Areas, Done, Edge, Job};
-use aquifer_pager::{FetchError, Fetcher, Location, Mutation, PAGE_BYTES, PageNumber, SlabSet, Volume};
+use aquifer_pager::{
+    BlockId, FetchError, Fetcher, Location, Mutation, PAGE_BYTES, PageNumber, SlabSet, Volume,
+};
 
 use super::memory::{Frame, decode, index, number};
 use super::process::Process;
 use super::world::World;
 
 /// Most messages of one read.
-const MESSAGES_MAX: u64 = 16;
+const MESSAGES_MAX: usize = 16;
 
 #[derive(Debug)]
 pub struct SimEdge {
@@ -29,8 +32,14 @@ impl SimEdge {
         Self { world: Rc::clone(world), process, fetcher }
     }
 
-    /// The world, after it has gone on for a while.
+    /// The world, after it has gone on for a while; if the agent lives to see it.
     fn later(&self) -> RefMut<'_, World> {
+        super::death::pass();
+        self.meanwhile()
+    }
+
+    /// The world goes on, and the agent lives.
+    fn meanwhile(&self) -> RefMut<'_, World> {
         let mut world = self.world.borrow_mut();
         let pace = world.pace;
         world.bustle(pace);
@@ -66,7 +75,7 @@ impl SimEdge {
     fn take_one(&self, page: PageNumber) -> Result<(Taken, u64), Gone> {
         let mut is_private = false;
         loop {
-            let mut world = self.later();
+            let mut world = self.meanwhile();
             let ignores_events = world.mutation == Mutation::TakeDuringEvents;
             let process = &mut world.processes[self.process];
             if !process.alive {
@@ -113,8 +122,11 @@ impl Kernel for SimEdge {
 
     fn read(&mut self, out: &mut Vec<Message<usize>>) {
         let mut world = self.later();
-        for _ in 0..MESSAGES_MAX {
-            let Some(message) = world.processes[self.process].next_message() else {
+        let journal = &mut world.processes[self.process].journal;
+        journal.read.clear();
+        (journal.heeded, journal.moving) = (0, None);
+        for index in 0..MESSAGES_MAX {
+            let Some(message) = world.processes[self.process].next_message(index) else {
                 break;
             };
             if let Message::Fork(child) = message {
@@ -126,6 +138,35 @@ impl Kernel for SimEdge {
                 world.bustle(1);
             }
         }
+    }
+
+    fn heeded(&mut self, index: usize, remembered: Remembered<'_>) {
+        super::death::pass();
+        let journal = &mut self.world.borrow_mut().processes[self.process].journal;
+        assert!(journal.read.iter().any(|(place, _)| *place == index), "it is an event of the last read");
+        journal.heeded = index + 1;
+        journal.vacated = remembered.vacated.to_vec();
+        journal.given_up.clone_from(remembered.given_up);
+    }
+
+    fn remember(&mut self, remembered: Remembered<'_>) {
+        super::death::pass();
+        let journal = &mut self.world.borrow_mut().processes[self.process].journal;
+        journal.vacated = remembered.vacated.to_vec();
+        journal.given_up.clone_from(remembered.given_up);
+    }
+
+    fn moving(&mut self, index: usize) {
+        super::death::pass();
+        let mut world = self.world.borrow_mut();
+        if world.mutation != Mutation::ForgetMoving {
+            world.processes[self.process].journal.moving = Some(index);
+        }
+    }
+
+    fn emptied(&mut self, buffer: usize) {
+        super::death::pass();
+        self.world.borrow_mut().processes[self.process].batches[buffer].clear();
     }
 
     fn fill(&mut self, page: PageNumber, pages: usize, source: Source) -> Filled {
@@ -214,16 +255,22 @@ impl Kernel for SimEdge {
 
     fn take(&mut self, buffer: usize, pages: &[PageNumber], out: &mut Vec<Taken>) -> Result<(), Gone> {
         let mut world = self.later();
-        world.processes[self.process].staging[buffer].fill(None);
+        let process = &mut world.processes[self.process];
+        process.batches[buffer] = pages.iter().map(|page| (*page, Taken::Kept)).collect();
         drop(world);
+        super::death::pass();
+        self.world.borrow_mut().processes[self.process].staging[buffer].fill(None);
         for (position, page) in pages.iter().enumerate() {
             let (taken, stamp) = self.take_one(*page)?;
+            let process = &mut self.world.borrow_mut().processes[self.process];
+            process.batches[buffer][position].1 = taken;
             if taken == Taken::Moved {
-                let process = &mut self.world.borrow_mut().processes[self.process];
                 process.staging[buffer][position] = Some(stamp);
             }
             out.push(taken);
         }
+        // The worker goes on to the end of its command, whether or not the agent sees that.
+        super::death::pass();
         Ok(())
     }
 
@@ -247,6 +294,10 @@ impl Edge for SimEdge {
         self.later().submit(self.process, job);
     }
 
+    fn submit_again(&mut self, block: BlockId, slots: u64) {
+        self.later().submit_again(self.process, block, slots);
+    }
+
     fn collect(&mut self, out: &mut Vec<Done>) {
         out.extend(self.later().processes[self.process].done.drain(..));
     }
@@ -268,7 +319,9 @@ impl Edge for SimEdge {
     }
 
     fn forked(&mut self, child: usize, volume: Volume, areas: Areas) {
-        self.later().newborn.push((child, volume, areas));
+        let mut world = self.later();
+        world.keep(child, volume.table_memory());
+        world.newborn.push((child, volume, areas));
     }
 
     fn nudge_others(&mut self) {

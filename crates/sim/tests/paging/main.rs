@@ -11,10 +11,12 @@ macro_rules! tell {
 }
 
 mod cluster;
+mod death;
 mod edge;
 mod memory;
 mod process;
 mod program;
+mod restart;
 mod schedule;
 mod world;
 
@@ -26,7 +28,7 @@ use aquifer_sim::{asked_seed, first_failure, play_all};
 use schedule::run;
 use world::Seen;
 
-const SCHEDULES: u64 = 10_000;
+const SCHEDULES: u64 = 20_000;
 /// A fault must show within so many schedules.
 const MUTANT_SCHEDULES: u64 = 20_000;
 
@@ -103,4 +105,6 @@ mutants! {
     adopting_without_proof_is_noticed: AdoptUnproved,
     heeding_the_unmapping_of_a_move_is_noticed: HeedVacating,
     a_remap_without_waiting_is_noticed: RemapWhileLeaving,
+    forgetting_that_a_move_was_begun_is_noticed: ForgetMoving,
+    a_restart_that_forgets_what_was_leaving_is_noticed: ForgetLeaving,
 }

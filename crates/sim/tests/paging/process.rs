@@ -3,8 +3,8 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use aquifer_fabric::sim::Rng;
-use aquifer_faults::kernel::{Fault, Message};
-use aquifer_faults::{Area, Done};
+use aquifer_faults::kernel::{Fault, Message, Taken};
+use aquifer_faults::{Area, Areas, Done};
 use aquifer_pager::PageNumber;
 
 use super::memory::{Frame, Page, index, number};
@@ -73,6 +73,19 @@ pub enum Event {
     Unmap { start: usize, end: usize },
 }
 
+/// What the agent has heard of a process and not heeded, and what it remembers, in memory that outlives it.
+#[derive(Debug, Default)]
+pub struct Journal {
+    /// Events of the last read, by their place among its messages.
+    pub read: Vec<(usize, Event)>,
+    pub heeded: usize,
+    pub moving: Option<usize>,
+    pub vacated: Vec<Area>,
+    pub given_up: Areas,
+    /// To be read again after a restart.
+    pub again: VecDeque<Event>,
+}
+
 #[derive(Debug)]
 pub struct Process {
     pub id: usize,
@@ -86,6 +99,9 @@ pub struct Process {
     pub events: VecDeque<(usize, Event)>,
     /// By buffer, the pages moved there.
     pub staging: Vec<Vec<Option<u64>>>,
+    /// By buffer, what the worker was told to take, and what became of it.
+    pub batches: Vec<Vec<(PageNumber, Taken)>>,
+    pub journal: Journal,
     /// A child's worker is there after so many looks.
     pub worker_in: u32,
     /// Pages that the program asked to be left alone.
@@ -112,6 +128,8 @@ impl Process {
             faults: VecDeque::new(),
             events: VecDeque::new(),
             staging: vec![vec![None; 64]; buffers],
+            batches: vec![Vec::new(); buffers],
+            journal: Journal::default(),
             worker_in: 0,
             kept: BTreeSet::new(),
             lost: BTreeSet::new(),
@@ -148,6 +166,7 @@ impl Process {
     pub fn has_news(&self) -> bool {
         !self.faults.is_empty()
             || !self.events.is_empty()
+            || !self.journal.again.is_empty()
             || !self.done.is_empty()
             || !self.mail.is_empty()
             || self.nudged
@@ -286,21 +305,60 @@ impl Process {
         }
     }
 
-    /// The descriptor is read: faults first, then events.
-    pub fn next_message(&mut self) -> Option<Message<usize>> {
-        if let Some((_, fault)) = self.faults.pop_front() {
-            return Some(Message::Fault(fault));
+    /// The descriptor is read, as message `index` of this time: what is told again first, then faults, then events.
+    pub fn next_message(&mut self, index: usize) -> Option<Message<usize>> {
+        let event = match self.journal.again.pop_front() {
+            Some(event) => event,
+            None => {
+                if let Some((_, fault)) = self.faults.pop_front() {
+                    return Some(Message::Fault(fault));
+                }
+                let (thread, event) = self.events.pop_front()?;
+                if let Doing::Telling { stage, .. } = &mut self.threads[thread].doing {
+                    *stage = Stage::Read;
+                }
+                event
+            }
+        };
+        self.journal.read.push((index, event));
+        Some(event.into())
+    }
+
+    /// The agent has died: what it had read comes again, but for forks that were served, and who waits asks again. Returns the move that
+    /// it was in the middle of.
+    pub fn agent_died(&mut self, is_served: impl Fn(usize) -> bool) -> Option<(PageNumber, PageNumber, u64)> {
+        self.done.clear();
+        self.mail.clear();
+        self.nudged = true;
+        let journal = &mut self.journal;
+        journal.read.retain(|(index, _)| *index >= journal.heeded);
+        let moving = match (journal.moving, journal.read.first()) {
+            (Some(index), Some((first, Event::Remap { from, to, pages }))) if index == *first => {
+                Some((number(*from), number(*to), *pages))
+            }
+            _ => None,
+        };
+        let unheeded = journal.read.drain(..).map(|(_, event)| event).chain(journal.again.drain(..));
+        journal.again =
+            unheeded.filter(|event| !matches!(event, Event::Fork(child) if is_served(*child))).collect();
+        moving
+    }
+
+    /// Children whose fork was read, and nobody has served.
+    pub fn unserved_children(&mut self) -> Vec<usize> {
+        let again = self.journal.again.drain(..);
+        again.filter_map(|event| if let Event::Fork(child) = event { Some(child) } else { None }).collect()
+    }
+
+    /// What is registered, as the kernel knows it.
+    pub fn registered(&self) -> Areas {
+        let mut areas = Areas::default();
+        for (at, page) in self.pages.iter().enumerate() {
+            if page.mapped && page.registered {
+                areas.insert(Area { start: number(at), end: number(at) + 1 });
+            }
         }
-        let (thread, event) = self.events.pop_front()?;
-        if let Doing::Telling { stage, .. } = &mut self.threads[thread].doing {
-            *stage = Stage::Read;
-        }
-        Some(match event {
-            Event::Fork(child) => Message::Fork(child),
-            Event::Remap { from, to, pages } => Message::Remap { from: number(from), to: number(to), pages },
-            Event::Remove { start, end } => Message::Remove { start: number(start), end: number(end) },
-            Event::Unmap { start, end } => Message::Unmap { start: number(start), end: number(end) },
-        })
+        areas
     }
 
     /// The process is gone, and all it had. Returns the children that will never be.
@@ -382,6 +440,17 @@ impl Process {
         let first = index(start);
         first + pages <= self.pages.len()
             && self.pages[first..first + pages].iter().all(|page| page.mapped && page.registered)
+    }
+}
+
+impl From<Event> for Message<usize> {
+    fn from(event: Event) -> Self {
+        match event {
+            Event::Fork(child) => Self::Fork(child),
+            Event::Remap { from, to, pages } => Self::Remap { from: number(from), to: number(to), pages },
+            Event::Remove { start, end } => Self::Remove { start: number(start), end: number(end) },
+            Event::Unmap { start, end } => Self::Unmap { start: number(start), end: number(end) },
+        }
     }
 }
 

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use aquifer_faults::{Areas, FaultStats, Monitor, Next};
 use aquifer_pager::{Mutation, Volume};
 
+use super::death;
 use super::edge::SimEdge;
 use super::memory::{Page, number};
 use super::process::{Doing, Process};
@@ -15,10 +16,10 @@ use super::world::{Seen, World};
 /// More rounds than any schedule needs to come to rest.
 const ROUNDS_MAX: u32 = 60_000;
 
-struct Schedule {
-    world: Rc<RefCell<World>>,
+pub struct Schedule {
+    pub world: Rc<RefCell<World>>,
     /// By process; `None` before its fork was served and after its end.
-    monitors: Vec<Option<Monitor<SimEdge>>>,
+    pub monitors: Vec<Option<Monitor<SimEdge>>>,
     buffers: usize,
     /// Whether a pass over all monitors found something to do.
     breaks: Breaks,
@@ -31,6 +32,7 @@ struct Breaks {
     damage: bool,
     full: bool,
     kills: bool,
+    restarts: bool,
 }
 
 /// Play a schedule with one protocol step broken.
@@ -43,6 +45,7 @@ pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
         damage: rng.chance(1, 8),
         full: rng.chance(1, 6),
         kills: rng.chance(1, 3),
+        restarts: rng.chance(1, 2),
     };
     let threads = 1 + rng.index(3);
     let pages = 24 + rng.index(170);
@@ -50,7 +53,10 @@ pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
     world.processes.push(process);
     let mut schedule =
         Schedule { world: Rc::new(RefCell::new(world)), monitors: Vec::new(), buffers, breaks };
-    schedule.play()?;
+    death::set(0);
+    let played = schedule.play();
+    death::set(0);
+    played?;
     let seen = schedule.world.borrow().seen;
     Ok(seen)
 }
@@ -96,6 +102,7 @@ impl Schedule {
         };
         let mut volume = Volume::new(slabs, mempool, budget).map_err(|error| error.to_string())?;
         volume.mutate(mutation);
+        volume.before_store(death::pass);
         self.add_monitor(0, volume, Areas::default());
         if self.world.borrow_mut().rng.chance(3, 4) {
             self.scan(0);
@@ -104,10 +111,15 @@ impl Schedule {
     }
 
     fn add_monitor(&mut self, process: usize, volume: Volume, areas: Areas) {
+        self.world.borrow_mut().keep(process, volume.table_memory());
         let edge = SimEdge::new(&self.world, process);
         let budget = Arc::clone(&self.world.borrow().budget);
         let stats = Arc::new(FaultStats::default());
         let monitor = Monitor::new(edge, volume, budget, stats, areas, self.buffers);
+        self.put_monitor(process, monitor);
+    }
+
+    pub fn put_monitor(&mut self, process: usize, monitor: Monitor<SimEdge>) {
         while self.monitors.len() <= process {
             self.monitors.push(None);
         }
@@ -130,6 +142,10 @@ impl Schedule {
             0..30 => self.turn(process),
             30..34 => self.scan(process),
             34 => self.break_something(process),
+            35 if self.breaks.restarts => {
+                let steps = self.world.borrow_mut().rng.below(400);
+                death::set(u32::try_from(steps).expect("small"));
+            }
             _ => self.world.borrow_mut().bustle(4),
         }
         self.welcome_children();
@@ -179,8 +195,16 @@ impl Schedule {
         }
     }
 
-    /// A monitor turns, if there is a reason to.
+    /// A monitor turns, if the agent lives through that; else another agent takes over.
     fn turn(&mut self, process: usize) {
+        let mut is_alive = death::survives(|| self.turn_alive(process));
+        while !is_alive {
+            is_alive = death::survives(|| self.restart());
+        }
+    }
+
+    /// A monitor turns, if there is a reason to.
+    fn turn_alive(&mut self, process: usize) {
         let Some(monitor) = self.monitors.get_mut(process).and_then(Option::as_mut) else {
             return;
         };
@@ -305,6 +329,7 @@ impl Schedule {
     }
 
     fn end_all(&mut self) -> Result<(), String> {
+        death::set(0);
         let count = self.monitors.len();
         for process in 0..count {
             self.world.borrow_mut().kill(process);

@@ -1,11 +1,13 @@
 //! Everything of one schedule beside the monitors: processes, sender, cluster, and the chance that moves them.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
 
 use aquifer_fabric::sim::Rng;
 use aquifer_faults::{Areas, Done, Job};
-use aquifer_pager::{Budget, Mempool, Mutation, Sender, SlabSet, Staged, Volume, Written};
+use aquifer_pager::{
+    BLOCK_PAGES, BlockId, Budget, Memory, Mempool, Mutation, Sender, SlabSet, Staged, Volume, Written,
+};
 
 use super::cluster::{Cluster, SENDER};
 use super::memory::{encode, index};
@@ -29,12 +31,13 @@ pub struct Seen {
     pub damages: u64,
     pub lost: u64,
     pub full: u64,
+    pub restarts: u64,
     /// A worker would have waited for ever.
     pub stuck_workers: u64,
 }
 
 impl Seen {
-    pub fn counts(&self) -> [(&'static str, u64); 15] {
+    pub fn counts(&self) -> [(&'static str, u64); 16] {
         [
             ("evictions", self.evictions),
             ("zero fills", self.zero_fills),
@@ -51,6 +54,7 @@ impl Seen {
             ("damaged pages", self.damages),
             ("lost pages", self.lost),
             ("times the pool was full", self.full),
+            ("restarts of the agent", self.restarts),
         ]
     }
 
@@ -70,14 +74,31 @@ impl Seen {
         self.damages += other.damages;
         self.lost += other.lost;
         self.full += other.full;
+        self.restarts += other.restarts;
         self.stuck_workers += other.stuck_workers;
     }
 }
 
 #[derive(Debug)]
-struct Order {
-    process: usize,
-    job: Job,
+enum Order {
+    /// A batch waits in staging.
+    Copy { process: usize, job: Job },
+    /// A block waits since before a restart.
+    Again { process: usize, block: BlockId, slots: u64 },
+}
+
+impl Order {
+    fn process(&self) -> usize {
+        match self {
+            Self::Copy { process, .. } | Self::Again { process, .. } => *process,
+        }
+    }
+}
+
+/// The same memory, for another who maps it.
+pub fn reopen(memory: &Memory) -> Memory {
+    let fd = memory.fd().try_clone_to_owned().expect("a descriptor");
+    Memory::from_fd(fd, memory.len()).expect("it is sealed")
 }
 
 #[derive(Debug)]
@@ -93,6 +114,10 @@ pub struct World {
     pub abandoned: Vec<u64>,
     /// Children whose event the parent's monitor has served.
     pub newborn: Vec<(usize, Volume, Areas)>,
+    /// By process, what the keeper has of its page table.
+    pub kept: Vec<Option<Memory>>,
+    /// Which agent it is.
+    pub epoch: u64,
     pub clock_ns: u64,
     /// Most things that happen between two calls of a monitor.
     pub pace: u64,
@@ -145,6 +170,8 @@ impl World {
             orders: VecDeque::new(),
             abandoned: Vec::new(),
             newborn: Vec::new(),
+            kept: Vec::new(),
+            epoch: 1,
             clock_ns: 0,
             pace: 1 + rng.below(5),
             waits: 0,
@@ -193,7 +220,48 @@ impl World {
 
     pub fn submit(&mut self, process: usize, job: Job) {
         self.seen.evictions += job.positions.len() as u64;
-        self.orders.push_back(Order { process, job });
+        self.orders.push_back(Order::Copy { process, job });
+    }
+
+    pub fn submit_again(&mut self, process: usize, block: BlockId, slots: u64) {
+        self.orders.push_back(Order::Again { process, block, slots });
+    }
+
+    /// The keeper holds a page table from now on.
+    pub fn keep(&mut self, process: usize, table: &Memory) {
+        if self.kept.len() <= process {
+            self.kept.resize_with(process + 1, || None);
+        }
+        self.kept[process] = Some(reopen(table));
+    }
+
+    /// Another agent begins, with what the one before has left. Its volumes are recovered before [`Self::finish_restart`].
+    pub fn restart(&mut self) {
+        self.seen.restarts += 1;
+        self.epoch += 1;
+        self.orders.clear();
+        self.abandoned.clear();
+        self.newborn.clear();
+        self.mempool = Arc::new(Mempool::recover(reopen(self.mempool.memory())));
+        self.slabs = Arc::new(SlabSet::recover(reopen(self.slabs.memory())));
+        let blocks = 4 * aquifer_pager::BLOCK_PAGES as u64;
+        let limit = (self.budget.resident_max() + blocks) * aquifer_pager::PAGE_BYTES as u64;
+        self.budget = Arc::new(Budget::new(limit));
+    }
+
+    /// All volumes are recovered, and have these blocks.
+    pub fn finish_restart(&mut self, used: &HashSet<BlockId>) {
+        self.mempool.finish_recovery(used);
+        self.slabs.finish_recovery();
+        self.cluster.epoch = self.epoch;
+        self.sender = Sender::new(
+            Arc::clone(&self.slabs),
+            &self.mempool,
+            self.cluster.connector(SENDER),
+            self.cluster.pool(SENDER),
+            self.rng.next_u64(),
+        );
+        self.sender.mutate(self.mutation);
     }
 
     /// The sender's thread goes round once.
@@ -204,7 +272,7 @@ impl World {
         if self.sender.has_room()
             && let Some(order) = self.orders.pop_front()
         {
-            self.copy(&order);
+            self.stage(&order);
         }
         let mut written = std::mem::take(&mut self.written);
         let result = self.sender.advance(&mut written);
@@ -219,10 +287,23 @@ impl World {
         self.written = written;
     }
 
+    fn stage(&mut self, order: &Order) {
+        match order {
+            Order::Copy { process, job } => self.copy(*process, job),
+            Order::Again { process, block, slots } => {
+                let mut found = std::mem::take(&mut self.found);
+                let is_wanted = |index: usize| slots >> index & 1 == 1;
+                self.sender.stage(*process as u64, *block, BLOCK_PAGES, is_wanted, &mut found);
+                self.found = found;
+            }
+        }
+    }
+
     /// A batch is copied from staging into its block.
-    fn copy(&mut self, order: &Order) {
-        let Job { block, buffer, positions } = &order.job;
-        let process = &self.processes[order.process];
+    fn copy(&mut self, process: usize, job: &Job) {
+        let Job { block, buffer, positions } = job;
+        let number = process;
+        let process = &self.processes[number];
         let alive = process.alive;
         if alive {
             for (slot, position) in positions.iter().enumerate() {
@@ -231,10 +312,10 @@ impl World {
                 self.mempool.memory().write(block.slot(slot).offset(), &encode(stamp));
             }
         }
-        let owner = order.process as u64;
+        let owner = number as u64;
         let mut found = std::mem::take(&mut self.found);
         self.sender.stage(owner, *block, positions.len(), |_| alive, &mut found);
-        self.processes[order.process].done.push_back(Done::Staged {
+        self.processes[number].done.push_back(Done::Staged {
             block: *block,
             buffer: *buffer,
             found: found.clone(),
@@ -257,7 +338,7 @@ impl World {
     /// What is in a process' staging when it dies is lost to a child whose fork was served at that moment.
     fn note_unreadable(&mut self, process: usize) {
         let leaving: Vec<u64> = (0..self.processes[process].pages.len()).map(super::memory::number).collect();
-        let is_parting = !self.orders.iter().all(|order| order.process != process);
+        let is_parting = !self.orders.iter().all(|order| order.process() != process);
         let mut family = vec![process];
         // A child comes after its parent.
         for child in process..self.processes.len() {

@@ -1,0 +1,127 @@
+//! The agent's connection to the keeper.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use aquifer_faults::serve::Kept;
+use aquifer_faults::serve::attach::{receive_frame, send_frame};
+use aquifer_ipc::{Frame, KeptKind, Put};
+
+use crate::socket::{connect_to, wait_readable};
+
+/// How long an agent that has just died may still be in the way.
+const TAKE_PATIENCE: Duration = Duration::from_secs(5);
+const TAKE_AGAIN: Duration = Duration::from_millis(10);
+
+/// What was given to the keeper, kept so that a new one can be given it, too.
+type Given = BTreeMap<(KeptKind, u64), (Put, Vec<OwnedFd>)>;
+
+#[derive(Debug)]
+struct State {
+    socket: OwnedFd,
+    given: Given,
+}
+
+/// The agent's connection to the keeper.
+#[derive(Debug)]
+pub(crate) struct KeeperPort {
+    path: PathBuf,
+    state: Mutex<State>,
+}
+
+impl KeeperPort {
+    /// Connect, and take what an agent before this one has left.
+    ///
+    /// # Errors
+    /// If there is no keeper: without one no program can be served safely. If another agent lives.
+    pub fn connect(path: &Path) -> io::Result<(Self, Vec<Kept>)> {
+        let deadline = Instant::now() + TAKE_PATIENCE;
+        loop {
+            let socket = connect_to(path)?;
+            match take(&socket) {
+                Ok(kept) => {
+                    let state = Mutex::new(State { socket, given: note(&kept)? });
+                    return Ok((Self { path: path.to_owned(), state }, kept));
+                }
+                Err(error) if Instant::now() >= deadline => return Err(error),
+                Err(_) => std::thread::sleep(TAKE_AGAIN),
+            }
+        }
+    }
+
+    /// Have the keeper hold something.
+    pub fn keep(&self, put: &Put, fds: &[BorrowedFd<'_>]) {
+        let mut state = self.lock();
+        let own = fds.iter().filter_map(|fd| fd.try_clone_to_owned().ok()).collect();
+        state.given.insert((put.kind, put.id), (put.clone(), own));
+        if send_frame(&state.socket, &Frame::Put(put.clone()), fds).is_err() {
+            self.give_all_again(&mut state);
+        }
+    }
+
+    /// It is over.
+    pub fn unkeep(&self, kind: KeptKind, id: u64) {
+        let mut state = self.lock();
+        if state.given.remove(&(kind, id)).is_some()
+            && send_frame(&state.socket, &Frame::Drop(kind, id), &[]).is_err()
+        {
+            self.give_all_again(&mut state);
+        }
+    }
+
+    /// If the keeper has died and another is there, give it everything.
+    pub fn refresh(&self) {
+        let mut state = self.lock();
+        if wait_readable(&[&state.socket], Duration::ZERO).unwrap_or(true) {
+            self.give_all_again(&mut state);
+        }
+    }
+
+    fn give_all_again(&self, state: &mut State) {
+        let again = connect_to(&self.path).and_then(|socket| take(&socket).map(|_| socket));
+        let Ok(socket) = again else {
+            tracing::error!("the keeper is gone: should the agent die too, its programs would be in danger");
+            return;
+        };
+        state.socket = socket;
+        for (put, fds) in state.given.values() {
+            let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+            if let Err(error) = send_frame(&state.socket, &Frame::Put(put.clone()), &fds) {
+                tracing::error!(%error, "the new keeper is gone too");
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn take(socket: &OwnedFd) -> io::Result<Vec<Kept>> {
+    send_frame(socket, &Frame::Take, &[])?;
+    let mut kept = Vec::new();
+    loop {
+        match receive_frame(socket).map_err(io::Error::other)? {
+            (Frame::Put(put), fds) => kept.push(Kept { put, fds }),
+            (Frame::Taken, _) => return Ok(kept),
+            (Frame::Refused(reason), _) => return Err(io::Error::other(reason)),
+            _ => return Err(io::Error::other("the keeper answered something else")),
+        }
+    }
+}
+
+/// What came back counts as given. The pidfd that comes back with a program was not put with it.
+fn note(kept: &[Kept]) -> io::Result<Given> {
+    let mut given = Given::new();
+    for Kept { put, fds } in kept {
+        let has_pidfd = put.kind == KeptKind::Program && put.pid != 0;
+        let own = &fds[..fds.len().saturating_sub(usize::from(has_pidfd))];
+        let own = own.iter().map(OwnedFd::try_clone).collect::<io::Result<_>>()?;
+        given.insert((put.kind, put.id), (put.clone(), own));
+    }
+    Ok(given)
+}

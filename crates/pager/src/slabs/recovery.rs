@@ -1,0 +1,74 @@
+//! The slabs of a run after a restart of the agent.
+//!
+//! What must be right lies in the page tables: a page on a memory node is one that a page table refers to. So references are counted
+//! anew, and what an agent that was killed had begun, to write or to give back, is forgotten by that.
+
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::{AcqRel, Relaxed, Release};
+use std::sync::{Mutex, PoisonError};
+
+use aquifer_fabric::Memory;
+use aquifer_pool::{Extent, SizeClass};
+
+use super::{SLABS_MAX, SlabId, SlabSet};
+use crate::page::Location;
+
+impl SlabSet {
+    /// The memory that the records lie in: whoever has it can recover them.
+    #[must_use]
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    /// The slabs that an agent before this one left in `memory`, none of their pages referred to yet. All volumes must be recovered
+    /// before [`Self::finish_recovery`].
+    #[must_use]
+    pub fn recover(memory: Memory) -> Self {
+        let slabs = Self {
+            memory,
+            emptied: Mutex::default(),
+            pages: AtomicU64::new(0),
+            bytes: AtomicU64::new(0),
+            bytes_peak: AtomicU64::new(0),
+        };
+        let mut bytes = 0;
+        for (slab, class) in slabs.in_use() {
+            bytes += class.bytes();
+            slabs.live(slab).store(0, Relaxed);
+            for index in 0..class.chunks() {
+                slabs.references(Location::new(slab, index)).store(0, Relaxed);
+            }
+        }
+        slabs.bytes.store(bytes, Relaxed);
+        slabs.bytes_peak.store(bytes, Relaxed);
+        slabs
+    }
+
+    /// A page table refers to the page.
+    ///
+    /// # Panics
+    /// If there is no such slab: page table and slabs are not of one run, and nothing can be trusted.
+    pub(crate) fn recover_reference(&self, location: Location) {
+        assert!(self.extent(location.slab()).is_some(), "{location:?} is in no slab");
+        if self.references(location).fetch_add(1, AcqRel) == 0 {
+            self.live(location.slab()).fetch_add(1, Release);
+            self.pages.fetch_add(1, Relaxed);
+        }
+    }
+
+    /// All volumes are recovered: slabs to which nothing refers go back to the pool when the sender next looks.
+    pub fn finish_recovery(&self) {
+        let empty = self.in_use().map(|(slab, _)| slab).filter(|slab| self.live_pages(*slab) == 0);
+        self.emptied.lock().unwrap_or_else(PoisonError::into_inner).extend(empty);
+    }
+
+    /// What they have of the pool.
+    pub fn extents(&self) -> impl Iterator<Item = Extent> + '_ {
+        (0..SLABS_MAX).map(SlabId).filter_map(|slab| self.extent(slab))
+    }
+
+    /// All slabs there are.
+    pub(crate) fn in_use(&self) -> impl Iterator<Item = (SlabId, SizeClass)> + '_ {
+        (0..SLABS_MAX).map(SlabId).filter_map(|slab| self.extent(slab).map(|extent| (slab, extent.class)))
+    }
+}

@@ -1,0 +1,155 @@
+//! A volume after a restart of the agent: everything that counts is in its page table.
+//!
+//! - What was in the mempool is written to memory nodes once more, whether or not that had been acknowledged: the slots are the newest
+//!   copies, and what was written before is forgotten (see `slabs/recovery`).
+//! - What was leaving is in the program or in its staging buffers; the front end knows.
+//! - The order in which pages came is lost, and so is which were hot.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+use aquifer_fabric::Memory;
+
+use super::{Block, Phase, Volume};
+use crate::budget::Budget;
+use crate::mempool::{BLOCK_PAGES, BlockId, Mempool};
+use crate::mutation::Mutation;
+use crate::page::{PageNumber, PageState, PageWord};
+use crate::slabs::SlabSet;
+use crate::table::{PAGES_MAX, PageTable, TableError};
+
+/// Stands in a block where nothing is to be written. No page of a program is the first of its address space.
+const NO_PAGE: PageNumber = 0;
+
+/// A volume as it was found.
+#[derive(Debug)]
+pub struct Recovered {
+    /// The volume.
+    pub volume: Volume,
+    /// Pages that had been told to leave, or had left, and did not reach the mempool: each must become [`Volume::left`],
+    /// [`Volume::refused`] or [`Volume::vanished`].
+    pub leaving: Vec<PageNumber>,
+    /// Blocks in which pages wait to be written, and which of their slots: bit `i` for slot `i`. They are in flight.
+    pub staged: Vec<(BlockId, u64)>,
+}
+
+impl Volume {
+    /// The volume whose page table an agent before this one left in `memory`.
+    ///
+    /// # Errors
+    /// If it is no page table.
+    pub fn recover(
+        memory: Memory,
+        slabs: Arc<SlabSet>,
+        mempool: Arc<Mempool>,
+        budget: Arc<Budget>,
+    ) -> Result<Recovered, TableError> {
+        let mut volume = Self {
+            table: PageTable::recover(memory)?,
+            slabs,
+            mempool: Arc::clone(&mempool),
+            budget,
+            resident: VecDeque::with_capacity(4096),
+            inherited: VecDeque::new(),
+            held: 0,
+            blocks: Vec::new(),
+            reclaimable: VecDeque::new(),
+            blocks_in_flight: 0,
+            spare_blocks: Vec::new(),
+            mutation: Mutation::None,
+            before_store: None,
+        };
+        volume.blocks.resize_with(mempool.blocks(), || None);
+        let mut leaving = Vec::new();
+        let mut staged = BTreeMap::<u32, [PageNumber; BLOCK_PAGES]>::new();
+        for (page, word) in volume.table.words(0, PAGES_MAX) {
+            volume.recover_page(page, word, &mut leaving, &mut staged);
+        }
+        let staged =
+            staged.into_iter().map(|(id, pages)| (BlockId(id), volume.recover_block(BlockId(id), pages)));
+        let staged = staged.collect();
+        Ok(Recovered { volume, leaving, staged })
+    }
+
+    fn recover_page(
+        &mut self,
+        page: PageNumber,
+        word: PageWord,
+        leaving: &mut Vec<PageNumber>,
+        staged: &mut BTreeMap<u32, [PageNumber; BLOCK_PAGES]>,
+    ) {
+        let mut unqueued = word.with_queued(false);
+        match word.state() {
+            PageState::Held if word.is_queued() => {
+                self.claim(page);
+                return;
+            }
+            PageState::Held => self.inherited.push_back(page),
+            PageState::Leaving => {
+                self.count_held(1);
+                leaving.push(page);
+            }
+            PageState::Staged(slot) | PageState::Reclaimable(slot) => {
+                let (id, index) = slot.block();
+                staged.entry(id.0).or_insert([NO_PAGE; BLOCK_PAGES])[index] = page;
+                unqueued = unqueued.with_state(PageState::Staged(slot));
+            }
+            PageState::Remote(location) => self.slabs.recover_reference(location),
+            PageState::Zero | PageState::Doubtful | PageState::Lost => {}
+        }
+        self.table.set(page, unqueued);
+    }
+
+    /// Take a block into use again; which slots hold pages.
+    fn recover_block(&mut self, id: BlockId, pages: [PageNumber; BLOCK_PAGES]) -> u64 {
+        let locations = vec![None; BLOCK_PAGES];
+        self.blocks[id.0 as usize] =
+            Some(Block { id, pages: pages.to_vec(), locations, phase: Phase::Staged });
+        self.blocks_in_flight += 1;
+        self.budget.recover_block();
+        pages.iter().enumerate().filter(|(_, page)| **page != NO_PAGE).fold(0, |mask, (at, _)| mask | 1 << at)
+    }
+
+    /// A batch was being noted as staged when the agent died: what of it was noted is leaving again, so that the batch can be taken into
+    /// the same block once more.
+    pub fn unstage(&mut self, id: BlockId) {
+        let block = self.take_entry(id, Phase::Staged);
+        self.blocks_in_flight -= 1;
+        for (index, page) in block.pages.iter().enumerate() {
+            let word = self.table.get(*page);
+            if word.state() == PageState::Staged(id.slot(index)) {
+                self.count_held(1);
+                self.table.set(*page, word.with_state(PageState::Leaving));
+            }
+        }
+        self.spare_blocks.push(block);
+    }
+
+    /// Blocks of the mempool that this volume has.
+    pub fn blocks_in_use(&self) -> impl Iterator<Item = BlockId> + '_ {
+        self.blocks.iter().flatten().map(|block| block.id)
+    }
+
+    /// The page is resident in the program, though its word says that it is elsewhere: it was filled, and the agent died before it
+    /// noted that.
+    pub fn hold_found(&mut self, page: PageNumber) {
+        let state = self.state(page);
+        if matches!(state, PageState::Staged(_) | PageState::Reclaimable(_) | PageState::Remote(_)) {
+            self.hold(page, false);
+        }
+    }
+}
+
+/// Finish a move of pages that an agent before this one had begun in the page table in `memory`: all that was at the new place before is
+/// gone already.
+///
+/// # Errors
+/// If it is no page table.
+pub fn finish_move(memory: Memory, from: PageNumber, to: PageNumber, pages: u64) -> Result<(), TableError> {
+    let mut table = PageTable::recover(memory)?;
+    for (page, word) in table.words(from, from + pages) {
+        table.set(page - from + to, word);
+    }
+    table.update_range(from, from + pages, |_, _| PageWord::default());
+    Ok(())
+}

@@ -1,0 +1,85 @@
+//! Another agent takes over from one that has died, as the real one does: `serve/restore`.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use aquifer_faults::monitor::Before;
+use aquifer_faults::{Area, FaultStats, Monitor};
+use aquifer_pager::{Mutation, Volume, finish_move};
+
+use super::death;
+use super::edge::SimEdge;
+use super::schedule::Schedule;
+use super::world::reopen;
+
+impl Schedule {
+    /// What the dead agent has left is taken over. This agent may die in the middle of it, too.
+    pub fn restart(&mut self) {
+        tell!("the agent has died");
+        self.monitors.iter_mut().for_each(|monitor| *monitor = None);
+        self.world.borrow_mut().restart();
+        let count = self.world.borrow().processes.len();
+        let mut used = HashSet::new();
+        let mut found = Vec::new();
+        for process in 0..count {
+            if let Some(before) = self.recover(process) {
+                used.extend(before.recovered.volume.blocks_in_use());
+                found.push((process, before));
+            }
+        }
+        self.world.borrow_mut().finish_restart(&used);
+        for (process, before) in found {
+            let edge = SimEdge::new(&self.world, process);
+            let budget = Arc::clone(&self.world.borrow().budget);
+            let monitor = Monitor::resume(edge, before, budget, Arc::new(FaultStats::default()));
+            self.put_monitor(process, monitor);
+        }
+    }
+
+    fn recover(&self, process: usize) -> Option<Before> {
+        let mut world = self.world.borrow_mut();
+        let world = &mut *world;
+        let kept: Vec<bool> = world.kept.iter().map(Option::is_some).collect();
+        let is_served = |child: usize| kept.get(child) == Some(&true);
+        let target = &mut world.processes[process];
+        let moving = target.agent_died(is_served);
+        if !target.alive {
+            // A child whose fork nobody has served would read zeros: it is ended.
+            let unserved = target.unserved_children();
+            unserved.into_iter().for_each(|child| world.kill(child));
+            return None;
+        }
+        let table = world.kept.get(process)?.as_ref()?;
+        if let Some((from, to, pages)) = moving {
+            finish_move(reopen(table), from, to, pages).expect("a page table");
+            let journal = &mut target.journal;
+            journal.again.pop_front();
+            journal.vacated.push(Area { start: from, end: from + pages });
+            journal.given_up.remove(Area { start: to, end: to + pages });
+        }
+        let (slabs, mempool) = (Arc::clone(&world.slabs), Arc::clone(&world.mempool));
+        let recovered = Volume::recover(reopen(table), slabs, mempool, Arc::clone(&world.budget));
+        let mut recovered = recovered.expect("a page table");
+        recovered.volume.mutate(world.mutation);
+        recovered.volume.before_store(death::pass);
+        let target = &mut world.processes[process];
+        // Faults that were read and not served come again only so.
+        target.wake(0, target.pages.len());
+        let mut batches = target.batches.clone();
+        if world.mutation == Mutation::ForgetLeaving {
+            batches.iter_mut().for_each(Vec::clear);
+        }
+        tell!(
+            "{process} has batches {batches:?}, leaving {:?}, staged {:?}",
+            recovered.leaving,
+            recovered.staged
+        );
+        Some(Before {
+            recovered,
+            registered: target.registered(),
+            vacated: target.journal.vacated.clone(),
+            given_up: target.journal.given_up.clone(),
+            batches,
+        })
+    }
+}
