@@ -413,13 +413,10 @@ impl BlockVolume {
 
     fn no_room(&self, reason: Option<String>) -> BlockError {
         let reason = reason.unwrap_or_else(|| "the memory nodes do not answer".into());
-        let mut refusal = self.refusal.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_news = refusal.as_ref() != Some(&reason);
-        *refusal = Some(reason.clone());
-        drop(refusal);
-        let error = BlockError::NoRoom { waited: self.patience, reason };
-        if is_news {
-            self.tell(&error.to_string());
+        let error = BlockError::NoRoom { waited: self.patience, reason: reason.clone() };
+        let before = self.refusal.lock().unwrap_or_else(PoisonError::into_inner).replace(reason);
+        if before.is_none() {
+            tracing::error!(%error, "writes are refused");
         }
         error
     }
@@ -514,7 +511,7 @@ impl BlockVolume {
         std::mem::take(&mut *self.news.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Why a write found no room, if one did: the last time.
+    /// Why a write found no room, if one did: the last time. Whoever wrote may not be able to say so.
     #[must_use]
     pub fn refusal(&self) -> Option<String> {
         self.refusal.lock().unwrap_or_else(PoisonError::into_inner).clone()

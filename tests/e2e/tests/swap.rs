@@ -238,7 +238,7 @@ fn a_full_pool_ends_who_filled_it_and_says_so() {
     let cluster = Cluster::up(1, "32M");
     let checker = checker();
     let outcome = start(&cluster, &["--swap-size", "256M"], &[&checker, "pages", "--bytes", BYTES]).wait();
-    assert!(!outcome.status.success());
+    assert_eq!(outcome.status.code(), Some(EXIT_FAILED), "{}", outcome.stderr);
     for word in ["the pool is full", "aquifer up --memory"] {
         assert!(outcome.stderr.contains(word), "{word}: {}", outcome.stderr);
     }
@@ -261,6 +261,23 @@ fn the_end_of_the_cluster_ends_its_programs_with_a_message() {
     assert!(outcome.stderr.contains("the agent is stopping"), "{}", outcome.stderr);
     assert_no_wrong_byte(&outcome.stderr);
     assert_nothing_left(&cluster, &name);
+}
+
+#[test]
+fn an_agent_that_dies_and_comes_back_costs_nothing() {
+    if !swap::is_possible() {
+        return;
+    }
+    let cluster = Cluster::up(3, "256M");
+    let checker = checker();
+    let run = start(&cluster, &[], &[&checker, "pages", "--bytes", BYTES, "--rounds", "4"]);
+    let name = await_swapping(&cluster);
+    processes::kill(cluster.part("agent", None));
+    let up = cluster.command().arg("up").output().expect("aquifer can be started");
+    assert!(up.status.success(), "{}", text(&up.stderr));
+    run.wait().assert_success("a program whose agent was killed");
+    assert_nothing_left(&cluster, &name);
+    cluster.assert_all_free();
 }
 
 #[test]

@@ -244,7 +244,7 @@ impl Server {
             Want::None => Instant::now(),
             Want::Since(since) => since,
         };
-        let is_hopeless = since.elapsed() > WANT_PATIENCE || self.volume.refusal().is_some();
+        let is_hopeless = since.elapsed() > WANT_PATIENCE;
         self.want = if is_hopeless { Want::Hopeless } else { Want::Since(since) };
         if let Err(error) = self.cgroup.set_waits_in_want(!is_hopeless) {
             tracing::error!(%error, "programs in want of memory may wait for ever");
@@ -262,6 +262,12 @@ impl Server {
     fn failure(&self) -> Option<String> {
         if self.membership.is_lost() {
             return Some("the lease of its swap device has ended, and the memory nodes refuse it".into());
+        }
+        if let Some(reason) = self.volume.refusal() {
+            // The kernel keeps a page that it cannot write, so the program would do little but try.
+            return Some(format!(
+                "{reason}. Give the pool more memory (aquifer up --memory), or the program a larger --local"
+            ));
         }
         // The file is unmounted only when no program is left.
         self.front.is_finished().then(|| "its swap device has failed: nobody serves it any more".into())
@@ -286,17 +292,11 @@ impl Server {
     fn last_words(&self) -> Vec<Frame> {
         let mut words = Vec::new();
         if self.cgroup.usage().is_ok_and(|usage| usage.oom_kills > 0) {
-            words.push(Frame::Ended(match self.volume.refusal() {
-                Some(reason) => format!(
-                    "its swap device takes no more pages, and the kernel killed it for want of memory: {reason}. Give the pool more memory \
-                     (aquifer up --memory), or the program a larger --local"
-                ),
-                None => format!(
-                    "it needed more memory than its limit and its swap device of {} have, and the kernel killed it: give it a larger \
-                     --local or --swap-size",
-                    Size(self.volume.bytes())
-                ),
-            }));
+            words.push(Frame::Ended(format!(
+                "it needed more memory than its limit and its swap device of {} have, and the kernel killed it: give it a larger \
+                 --local or --swap-size",
+                Size(self.volume.bytes())
+            )));
         }
         let statistics = serde_json::to_string(&self.statistics()).expect("figures can be written");
         words.push(Frame::Statistics(statistics));
