@@ -16,6 +16,7 @@ help:
 	@echo 'make clean      removes what was built'
 
 build:
+	scripts/install-deps.sh build
 	cargo build --release
 
 demo:

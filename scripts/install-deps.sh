@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Installs what tests, demo and benches need and this machine lacks. Safe to run again: when nothing is
+# Installs what the build, tests, demo and benches need and this machine lacks. Safe to run again: when nothing is
 # missing it does nothing, says nothing, and needs no rights.
 #
-#   scripts/install-deps.sh [test] [demo] [bench]     all three, if none is named
+#   scripts/install-deps.sh [build] [test] [demo] [bench]     all of them, if none is named; each includes build
 #
 # Knows Debian and what descends from it. Elsewhere it says what to install by hand.
 set -euo pipefail
@@ -28,8 +28,18 @@ need_compiler() {
     need make has make
 }
 
-need_for_test() {
+need_for_build() {
     need_compiler
+    # The client of etcd is made from etcd's own description of its protocol.
+    need protobuf-compiler has protoc
+    need libprotobuf-dev test -e /usr/include/google/protobuf/descriptor.proto
+}
+
+need_for_test() {
+    need_for_build
+    need etcd-server has etcd
+    need iproute2 has ip
+    need openssl has openssl # Certificates, to be let in by etcd.
     need python3 test -x "$python"
     need python3-numpy "$python" -c 'import numpy'
     need redis-server has redis-server
@@ -37,12 +47,13 @@ need_for_test() {
 }
 
 need_for_demo() {
+    need_for_build
     need sqlite3 has sqlite3
     need linux-doc has_kernel_docs
 }
 
 need_for_bench() {
-    need_compiler
+    need_for_build
     need kmod has modprobe # For zram, where it is a module.
 }
 
@@ -72,14 +83,14 @@ forbid_services() {
     trap 'exit 130' INT TERM HUP
 }
 
-lists=${*:-test demo bench}
+lists=${*:-build test demo bench}
 collect() {
     missing=
     for list in $lists; do
         case $list in
-        test | demo | bench) "need_for_$list" ;;
+        build | test | demo | bench) "need_for_$list" ;;
         *)
-            echo "install-deps: there is no list '$list'; name test, demo or bench" >&2
+            echo "install-deps: there is no list '$list'; name build, test, demo or bench" >&2
             exit 2
             ;;
         esac

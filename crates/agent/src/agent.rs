@@ -7,16 +7,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
-use aquifer_fabric::tcp::ClusterKey;
+use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
 use aquifer_fabric::{Identity, Tenant};
 use aquifer_faults::serve::attach::{AttachError, receive_frame, send_frame};
 use aquifer_faults::serve::{Restored, Run, RunReport, Service, Surroundings};
-use aquifer_ipc::{Frame, KeptKind, OpenRun, Put};
+use aquifer_ipc::{Frame, KeptKind, OpenRun, Put, SetLimit};
 use aquifer_pager::Connector;
 use aquifer_pool::PoolClient;
 
 use crate::keeper::KeeperPort;
-use crate::lent::Borrowers;
+use crate::lent::{Borrowers, Lent};
 use crate::membership::{Membership, MembershipError};
 use crate::nodes::Nodes;
 use crate::place::Place;
@@ -41,10 +41,16 @@ pub struct AgentOptions {
     pub keeper: PathBuf,
     /// The cluster's directory.
     pub directory: Arc<dyn aquifer_directory::Directory>,
+    /// Where that is, for servers of blocks on this host: told to them as it is.
+    pub directory_place: String,
     /// Most that the mempool may take, in bytes. It grows as it is used.
     pub mempool_bytes: usize,
     /// The cluster's key, for nodes on other machines.
     pub key: Option<ClusterKey>,
+    /// How those are connected to.
+    pub connect: ConnectOptions,
+    /// A socket that listens at `socket` already.
+    pub listener: Option<OwnedFd>,
 }
 
 /// Why an agent cannot run.
@@ -85,6 +91,7 @@ struct Host {
     nodes: Arc<Nodes>,
     keeper: KeeperPort,
     borrowers: Borrowers,
+    lent: Lent,
 }
 
 impl Surroundings for Host {
@@ -119,7 +126,7 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
         Membership::join(Arc::clone(&options.directory), &options.socket, place.before.as_ref())?;
     let tenant = Tenant(rustix::process::geteuid().as_raw());
     let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
-    let nodes = Nodes::new(identity, options.key.clone());
+    let nodes = Nodes::new(identity, options.key.clone(), options.connect.clone());
     membership.watch_nodes(&nodes)?;
     let Place { before, mempool, listener } = place;
     let record = serde_json::to_string(membership.record()).expect("plain structs are JSON");
@@ -128,7 +135,12 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
         &[mempool.memory().fd(), listener.as_fd()],
     );
     let mempool = Arc::new(mempool);
-    let host = Arc::new(Host { nodes: Arc::clone(&nodes), keeper, borrowers: Borrowers::default() });
+    let host = Arc::new(Host {
+        nodes: Arc::clone(&nodes),
+        keeper,
+        borrowers: Borrowers::default(),
+        lent: Lent::new(&options.directory_place, options.connect.encrypt, options.key.as_ref()),
+    });
     let service =
         Service::new(Arc::clone(&host) as Arc<dyn Surroundings>, mempool).map_err(AgentError::Threads)?;
     let restored = if before.is_some() { service.restore(kept) } else { service.refuse(kept) };
@@ -158,7 +170,9 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
     }
     end_runs(&service, "the agent is stopping");
     host.borrowers.end("the agent is stopping");
-    let _ = std::fs::remove_file(&options.socket);
+    if options.listener.is_none() {
+        let _ = std::fs::remove_file(&options.socket);
+    }
     host.keeper.unkeep(KeptKind::Host, 0);
     membership.leave();
     Ok(())
@@ -208,11 +222,12 @@ fn converse(socket: OwnedFd, pid: u32, service: &Arc<Service>, host: &Host, iden
             }
             return;
         }
-        Ok((Frame::Borrow, _)) => return host.borrowers.attend(socket, nodes.key()),
+        Ok((Frame::Borrow, _)) => return host.borrowers.attend(socket, &host.lent),
         Ok((Frame::Status, _)) => {
             let status = status(identity.host.0, service, nodes);
             Frame::StatusIs(serde_json::to_string(&status).expect("figures can be written"))
         }
+        Ok((Frame::SetLimit(set), _)) => set_limit(service, set),
         Ok(_) => Frame::Refused("that is not for an agent".into()),
         Err(AttachError::Closed) => return,
         Err(error) => Frame::Refused(error.to_string()),
@@ -220,6 +235,17 @@ fn converse(socket: OwnedFd, pid: u32, service: &Arc<Service>, host: &Host, iden
     if let Err(error) = send_frame(&socket, &answer, &[]) {
         tracing::debug!(pid, %error, "nobody waited for an answer");
     }
+}
+
+fn set_limit(service: &Service, set: SetLimit) -> Frame {
+    let Some(run) = service.runs().into_iter().find(|run| run.has_process(set.pid)) else {
+        return Frame::Refused(format!(
+            "process {} does not run on the pool: aquifer status shows which do",
+            set.pid
+        ));
+    };
+    run.set_limit(set.limit_bytes);
+    Frame::Statistics(statistics(&run.report()))
 }
 
 fn refuse(socket: &OwnedFd, reason: &str) {

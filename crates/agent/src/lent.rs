@@ -1,5 +1,6 @@
 //! Servers of blocks on this host: processes of their own, with a host number and a lease of their own, so that they and the agent cannot harm
-//! each other, nor need each other while they live. From the agent they have the cluster's key, and its word when the cluster goes down.
+//! each other, nor need each other while they live. From the agent they have where the directory is, the cluster's key, and its word when the
+//! cluster goes down.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -21,6 +22,10 @@ const END_PATIENCE: Duration = Duration::from_secs(10);
 /// What another process of this host needs to reach the memory nodes.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lent {
+    /// Where the directory is, in the words of whoever started the agent.
+    pub directory: String,
+    /// Whether what goes to nodes on other machines is encrypted.
+    pub encrypt: bool,
     /// The cluster's key in hexadecimal, if there is one.
     key: Option<String>,
 }
@@ -28,7 +33,7 @@ pub struct Lent {
 impl std::fmt::Debug for Lent {
     /// Without the key: it is a secret.
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(formatter, "Lent({} key)", if self.key.is_some() { "with a" } else { "no" })
+        write!(formatter, "Lent({}, {} key)", self.directory, if self.key.is_some() { "a" } else { "no" })
     }
 }
 
@@ -69,8 +74,10 @@ pub fn borrow(path: &Path) -> Result<(OwnedFd, Lent), BorrowError> {
 }
 
 impl Lent {
-    fn new(key: Option<&ClusterKey>) -> Self {
-        Self { key: key.map(|key| key.0.iter().map(|byte| format!("{byte:02x}")).collect()) }
+    /// What an agent with these options lends.
+    pub(crate) fn new(directory: &str, encrypt: bool, key: Option<&ClusterKey>) -> Self {
+        let key = key.map(|key| key.0.iter().map(|byte| format!("{byte:02x}")).collect());
+        Self { directory: directory.to_owned(), encrypt, key }
     }
 
     /// The cluster's key, if there is one.
@@ -103,9 +110,9 @@ pub(crate) struct Borrowers {
 
 impl Borrowers {
     /// Lend to who asks at `socket`, and stay until it has gone.
-    pub(crate) fn attend(&self, socket: OwnedFd, key: Option<&ClusterKey>) {
+    pub(crate) fn attend(&self, socket: OwnedFd, lent: &Lent) {
         let socket = Arc::new(socket);
-        let answer = self.take_in(&socket, key);
+        let answer = self.take_in(&socket, lent);
         if let Err(error) = send_frame(&*socket, &answer, &[]) {
             tracing::debug!(%error, "a borrower did not wait for its answer");
         }
@@ -114,13 +121,13 @@ impl Borrowers {
         self.lock().retain(|other| !Arc::ptr_eq(other, &socket));
     }
 
-    fn take_in(&self, socket: &Arc<OwnedFd>, key: Option<&ClusterKey>) -> Frame {
+    fn take_in(&self, socket: &Arc<OwnedFd>, lent: &Lent) -> Frame {
         let mut sockets = self.lock();
         if sockets.len() >= BORROWERS_MAX {
             return Frame::Refused(format!("this agent already lends to {BORROWERS_MAX}: end some first"));
         }
         sockets.push(Arc::clone(socket));
-        Frame::Lent(serde_json::to_string(&Lent::new(key)).expect("numbers and texts can be written"))
+        Frame::Lent(serde_json::to_string(lent).expect("numbers and texts can be written"))
     }
 
     /// Tell all that the agent stops, and wait until they have given everything back.
@@ -150,18 +157,19 @@ mod tests {
 
     #[test]
     fn a_key_survives_the_way_and_no_log_gives_it_away() {
-        let lent = Lent::new(Some(&ClusterKey([0x5a; 32])));
+        let lent = Lent::new("{}", true, Some(&ClusterKey([0x5a; 32])));
         let text = serde_json::to_string(&lent).unwrap();
         let again: Lent = serde_json::from_str(&text).unwrap();
+        assert_eq!(again, lent);
         assert_eq!(again.key().unwrap().unwrap().0, [0x5a; 32]);
         assert!(!format!("{again:?}").contains("5a5a"));
-        assert!(Lent::new(None).key().unwrap().is_none());
+        assert!(Lent::new("", false, None).key().unwrap().is_none());
     }
 
     #[test]
     fn a_key_that_is_none_is_refused() {
         for key in ["", "0f", &"0g".repeat(32), &"+f".repeat(32), &"0f".repeat(33)] {
-            assert!(Lent { key: Some(key.to_owned()) }.key().is_err(), "{key}");
+            assert!(Lent { key: Some(key.to_owned()), ..Lent::new("", false, None) }.key().is_err(), "{key}");
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
-use aquifer_fabric::tcp::ClusterKey;
+use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
 use aquifer_fabric::{Endpoint, EndpointError, Identity, Reach};
 use aquifer_pager::Connector;
 use aquifer_pool::{NodeId, PoolClient};
@@ -13,14 +13,15 @@ use aquifer_pool::{NodeId, PoolClient};
 pub struct Nodes {
     identity: Identity,
     key: Option<ClusterKey>,
+    connect: ConnectOptions,
     addresses: RwLock<BTreeMap<NodeId, Reach>>,
 }
 
 impl Nodes {
     /// No nodes yet; those that are reached over a network want the cluster's key.
     #[must_use]
-    pub fn new(identity: Identity, key: Option<ClusterKey>) -> Arc<Self> {
-        Arc::new(Self { identity, key, addresses: RwLock::new(BTreeMap::new()) })
+    pub fn new(identity: Identity, key: Option<ClusterKey>, connect: ConnectOptions) -> Arc<Self> {
+        Arc::new(Self { identity, key, connect, addresses: RwLock::new(BTreeMap::new()) })
     }
 
     /// A node is there, or has moved.
@@ -37,12 +38,6 @@ impl Nodes {
     #[must_use]
     pub fn count(&self) -> usize {
         self.addresses.read().unwrap_or_else(PoisonError::into_inner).len()
-    }
-
-    /// The cluster's key, if there is one.
-    #[must_use]
-    pub(crate) fn key(&self) -> Option<&ClusterKey> {
-        self.key.as_ref()
     }
 
     fn list(&self) -> Vec<NodeId> {
@@ -82,6 +77,6 @@ impl Connector for Nodes {
             });
         };
         drop(addresses);
-        address.connect(self.identity, self.key.as_ref())
+        address.connect(self.identity, self.key.as_ref(), &self.connect)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use aquifer_faults::serve::{RunReport, Service};
+use aquifer_faults::serve::{ProgramReport, RunReport, Service};
 use serde::{Deserialize, Serialize};
 
 /// Fault latency in microseconds, measured by the agent from hearing of a fault to its page's being there.
@@ -16,6 +16,30 @@ pub struct LatencyUs {
     pub p999: f64,
 }
 
+/// A process of a run.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct ProgramStatistics {
+    /// Its process id; 0 while unknown.
+    pub pid: u32,
+    /// Pages of it that are resident and counted.
+    pub held_bytes: u64,
+    /// Faults served.
+    pub faults: u64,
+    /// Pages read from memory nodes.
+    pub remote_reads: u64,
+    /// Pages taken out of it.
+    pub evictions: u64,
+    /// Pages that could not be read back.
+    pub lost_pages: u64,
+}
+
+impl From<ProgramReport> for ProgramStatistics {
+    fn from(report: ProgramReport) -> Self {
+        let ProgramReport { pid, held_bytes, faults, remote_reads, evictions, lost_pages } = report;
+        Self { pid, held_bytes, faults, remote_reads, evictions, lost_pages }
+    }
+}
+
 /// What `aquifer run --stats` writes.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct RunStatistics {
@@ -25,6 +49,8 @@ pub struct RunStatistics {
     pub limit_bytes: u64,
     /// Processes of the run alive now.
     pub processes: usize,
+    /// Each of them.
+    pub programs: Vec<ProgramStatistics>,
     /// Faults served.
     pub faults: u64,
     /// Pages filled with zeros.
@@ -68,7 +94,8 @@ impl From<RunReport> for RunStatistics {
         Self {
             name: report.name,
             limit_bytes: report.limit_bytes,
-            processes: report.programs,
+            processes: report.programs.len(),
+            programs: report.programs.into_iter().map(Into::into).collect(),
             faults: report.faults,
             zero_pages: report.zero_pages,
             mempool_hits: report.mempool_hits,

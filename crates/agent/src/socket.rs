@@ -19,7 +19,7 @@ fn packet_socket() -> io::Result<OwnedFd> {
 }
 
 /// Listen at a path that only this user can reach. A socket left by a dead process is replaced.
-pub(crate) fn listen_at(path: &Path) -> io::Result<OwnedFd> {
+fn listen_at(path: &Path) -> io::Result<OwnedFd> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
@@ -30,6 +30,11 @@ pub(crate) fn listen_at(path: &Path) -> io::Result<OwnedFd> {
     std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
     listen(&socket, BACKLOG)?;
     Ok(socket)
+}
+
+/// Listen at a path, unless there is a socket that does so already.
+pub(crate) fn listen_or_take(path: &Path, given: Option<&OwnedFd>) -> io::Result<OwnedFd> {
+    given.map_or_else(|| listen_at(path), OwnedFd::try_clone)
 }
 
 /// Each paged program needs a dozen descriptors: allow as many as the system lets us.

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::bench::BenchArgs;
 use crate::demo::DemoArgs;
+use crate::settings::{AgentSettings, DirectorySettings, NodeSettings};
 use crate::size;
 
 const HELP: &str = "\
@@ -21,6 +22,7 @@ A cluster on this machine:
 
 Programs:
   run        Run an unmodified program with a bound on its resident memory; the rest is in the cluster
+  limit      Change that bound while the program runs
 
 Measure and show:
   demo       A real program on a quarter of the memory that it needs, beside the same on kernel swap
@@ -38,6 +40,7 @@ Options:
 An example:
   aquifer up --nodes 3 --memory 1G
   aquifer run --local 256M -- python3 analysis.py
+  aquifer limit 4711 128M
   aquifer status
   aquifer down
 ";
@@ -65,6 +68,8 @@ pub enum Command {
     Status(StatusArguments),
     /// Run an unmodified program with a bound on its resident memory; the rest is in the cluster
     Run(RunArguments),
+    /// Change the limit of a running program
+    Limit(LimitArguments),
     /// A real program on a quarter of the memory that it needs, beside the same on kernel swap
     Demo(DemoArgs),
     /// Measure something, beside its peers; `list` names what
@@ -95,6 +100,9 @@ pub struct UpArguments {
     /// How long programs wait for an agent that died, before they are ended, such as 500ms or 2m [default: 30s]
     #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
     pub grace: Option<u64>,
+    /// The directory.
+    #[command(flatten)]
+    pub directory: DirectorySettings,
 }
 
 /// How memory nodes are reached.
@@ -133,6 +141,17 @@ pub struct RunArguments {
     /// The program and its arguments
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
     pub command: Vec<OsString>,
+}
+
+/// `aquifer limit`
+#[derive(Args, Clone, Debug)]
+pub struct LimitArguments {
+    /// A process of the run, or the `aquifer run` that started it
+    #[arg(value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
+    pub pid: u32,
+    /// Resident memory that the run may have from now on, such as 512M; a few pages will do, if slowly
+    #[arg(value_name = "SIZE", value_parser = size::parse)]
+    pub size: u64,
 }
 
 /// `aquifer swap-server`, on whose standard input is the run.
@@ -192,18 +211,12 @@ pub struct KeeperArguments {
 /// `aquifer node`
 #[derive(Args, Clone, Debug)]
 pub struct NodeArguments {
-    /// Its number in the cluster
-    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
-    pub id: u16,
-    /// Memory that it lends, such as 512M or 2G
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
-    pub memory: u64,
-    /// Lend it over TCP at this address, such as 10.0.0.1:7400, to whoever has the cluster's key [default: to this machine, by shared memory]
-    #[arg(long, value_name = "ADDRESS")]
-    pub listen: Option<std::net::SocketAddr>,
-    /// The file with the cluster's key [default: cluster.key in the cluster's folder]
+    /// Read what is not said here from this file [default: /etc/aquifer/node.toml, if it is there]
     #[arg(long, value_name = "FILE")]
-    pub key: Option<PathBuf>,
+    pub config: Option<PathBuf>,
+    /// What it is told.
+    #[command(flatten)]
+    pub settings: NodeSettings,
     /// How it is started.
     #[command(flatten)]
     pub foreground: Foreground,
@@ -212,12 +225,12 @@ pub struct NodeArguments {
 /// `aquifer agent`
 #[derive(Args, Clone, Debug)]
 pub struct AgentArguments {
-    /// Most memory that it takes as the host's mempool [default: half of what is available, at most 4G]
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
-    pub mempool: Option<u64>,
-    /// The file with the cluster's key [default: cluster.key in the cluster's folder, if there is one]
+    /// Read what is not said here from this file [default: /etc/aquifer/agent.toml, if it is there]
     #[arg(long, value_name = "FILE")]
-    pub key: Option<PathBuf>,
+    pub config: Option<PathBuf>,
+    /// What it is told.
+    #[command(flatten)]
+    pub settings: AgentSettings,
     /// How it is started.
     #[command(flatten)]
     pub foreground: Foreground,

@@ -9,6 +9,7 @@ mod cluster;
 mod demo;
 mod peers;
 mod run;
+mod settings;
 mod setup;
 mod size;
 mod state;
@@ -32,6 +33,7 @@ fn main() -> ExitCode {
         Command::Up(arguments) => state(&cli.state).and_then(|state| cluster::up(&state, &arguments)),
         Command::Down => state(&cli.state).and_then(|state| cluster::down(&state)),
         Command::Status(arguments) => state(&cli.state).and_then(|state| cluster::status(&state, &arguments)),
+        Command::Limit(arguments) => state(&cli.state).and_then(|state| cluster::limit(&state, &arguments)),
         Command::Run(arguments) => Ok(run(&cli.state, arguments)),
         Command::Demo(arguments) => demo::run(&arguments).map_err(Into::into),
         Command::Bench(arguments) => bench::run(&arguments).map_err(Into::into),

@@ -5,13 +5,14 @@ mod harness;
 #[path = "conformance/suite.rs"]
 mod suite;
 
-use harness::{InProcess, OverSocket, Simulated};
+use harness::{InEtcd, InProcess, OverSocket, Simulated};
 
 /// Runs every function of the suite over every implementation.
 macro_rules! conformance {
     ($($test:ident),* $(,)?) => {
         mod in_process { $(#[test] fn $test() { super::suite::$test(&super::InProcess::start()); })* }
         mod over_socket { $(#[test] fn $test() { super::suite::$test(&super::OverSocket::start()); })* }
+        mod in_etcd { $(#[test] fn $test() { super::suite::$test(&super::InEtcd::start()); })* }
         mod simulated { $(#[test] fn $test() { super::suite::$test(&super::Simulated::start()); })* }
     };
 }
@@ -36,6 +37,9 @@ conformance!(
     a_listing_and_a_watch_leave_no_gap,
     a_watch_sees_what_threads_do_complete_and_in_order,
     a_watch_that_is_too_old_is_refused,
+    a_watch_begins_after_what_was_forgotten,
+    the_lease_that_is_gone_is_named,
+    a_long_listing_is_of_one_revision,
     key_limits,
     value_limits,
     list_limits,

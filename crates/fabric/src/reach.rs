@@ -51,7 +51,7 @@ impl Reach {
         }
     }
 
-    /// Connect. Over a network both ends need the cluster's key.
+    /// Connect. Over a network both ends need the cluster's key, and `options` count.
     ///
     /// # Errors
     /// What the provider says; or that there is no key.
@@ -59,10 +59,11 @@ impl Reach {
         &self,
         who: Identity,
         key: Option<&ClusterKey>,
+        options: &ConnectOptions,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
         match (self, key) {
             (Self::Shm(path), _) => shm::connect(path, who),
-            (Self::Tcp(address), Some(key)) => tcp::connect(*address, key, who, ConnectOptions::default()),
+            (Self::Tcp(address), Some(key)) => tcp::connect(*address, key, who, options.clone()),
             (Self::Tcp(address), None) => Err(EndpointError::Refused {
                 address: address.to_string(),
                 reason: "this host has no cluster key to prove itself with: give it --key FILE".into(),

@@ -73,6 +73,15 @@ pub struct OpenRun {
     pub name: String,
 }
 
+/// A new limit for a run.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SetLimit {
+    /// A process of the run, or the `aquifer run` that started it.
+    pub pid: u32,
+    /// As [`OpenRun::limit_bytes`].
+    pub limit_bytes: u64,
+}
+
 /// What the keeper holds something for.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum KeptKind {
@@ -132,6 +141,8 @@ pub enum Frame {
     Take,
     /// Keeper to agent: that was all. Also the answer to itself: all that you sent is held.
     Taken,
+    /// Anyone to agent: change the limit of the run that a process belongs to. Answered with the run's [`Frame::Statistics`].
+    SetLimit(SetLimit),
     /// Agent to `aquifer run`: something that the user should know.
     News(String),
     /// A server of blocks to agent: what do I need to reach memory nodes?
@@ -254,6 +265,7 @@ impl Frame {
             13 => Self::News(reader.text()?),
             14 => Self::Take,
             15 => Self::Taken,
+            16 => Self::SetLimit(SetLimit { pid: reader.u32()?, limit_bytes: reader.u64()? }),
             20 => Self::Borrow,
             21 => Self::Lent(reader.text()?),
             22 => Self::SwapOpened(reader.text()?),
@@ -286,6 +298,10 @@ impl Frame {
                 out.extend_from_slice(&put.id.to_le_bytes());
                 out.extend_from_slice(&put.pid.to_le_bytes());
                 write_text(&put.record, out);
+            }
+            Self::SetLimit(set) => {
+                out.extend_from_slice(&set.pid.to_le_bytes());
+                out.extend_from_slice(&set.limit_bytes.to_le_bytes());
             }
             Self::Drop(kind, id) => {
                 out.extend_from_slice(&kept_number(*kind).to_le_bytes());
@@ -329,6 +345,7 @@ impl Frame {
             Self::News(_) => 13,
             Self::Take => 14,
             Self::Taken => 15,
+            Self::SetLimit(_) => 16,
             Self::Borrow => 20,
             Self::Lent(_) => 21,
             Self::SwapOpened(_) => 22,
@@ -435,6 +452,7 @@ mod tests {
             Frame::News("a page is lost".into()),
             Frame::Take,
             Frame::Taken,
+            Frame::SetLimit(SetLimit { pid: 77, limit_bytes: 4096 }),
             Frame::Borrow,
             Frame::Lent("{}".into()),
             Frame::SwapOpened("aquifer-setup-1-2-3".into()),
@@ -515,7 +533,7 @@ mod tests {
         }
 
         #[test]
-        fn damaged_frames_never_panic(which in 0usize..18, at in 0usize..120, value in any::<u8>(), cut in 0usize..120) {
+        fn damaged_frames_never_panic(which in 0usize..19, at in 0usize..120, value in any::<u8>(), cut in 0usize..120) {
             let mut bytes = bytes_of(&samples()[which]);
             if let Some(byte) = bytes.get_mut(at) {
                 *byte = value;

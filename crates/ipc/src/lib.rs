@@ -9,7 +9,9 @@ pub mod control;
 pub mod frame;
 
 pub use control::{BUFFERS, Control, TAKE_PAGES_MAX};
-pub use frame::{FRAME_BYTES_MAX, Frame, FrameError, Hello, KeptKind, OpenRun, Put, Token, VERSION};
+pub use frame::{
+    FRAME_BYTES_MAX, Frame, FrameError, Hello, KeptKind, OpenRun, Put, SetLimit, Token, VERSION,
+};
 
 /// Environment variable that tells a program where the agent listens.
 pub const SOCKET_VARIABLE: &str = "AQUIFER_SOCKET";

@@ -1,7 +1,7 @@
 //! The daemon's life, from the memory to the last keep-alive.
 
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,6 +32,8 @@ pub struct NodeOptions {
     pub memory_bytes: u64,
     /// Where the fabric listens.
     pub listen: Listen,
+    /// Where others reach it over TCP, if that is not where it listens: behind a relay, or listening at every address.
+    pub advertise: Option<SocketAddr>,
     /// The directory.
     pub connect: Connect,
     /// How long it counts as alive when it says nothing; [`LEASE_TTL`] as a rule.
@@ -45,6 +47,8 @@ pub enum Listen {
     Shm(PathBuf, shm::Options),
     /// For all who have the cluster's key, at an address of this machine.
     Tcp(SocketAddr, ClusterKey, Box<tcp::Options>),
+    /// The same, on a socket that listens already.
+    TcpOn(Arc<TcpListener>, ClusterKey, Box<tcp::Options>),
 }
 
 impl Listen {
@@ -54,12 +58,21 @@ impl Listen {
                 (Box::new(ShmTarget::listen(path, options.clone())?), Reach::Shm(path.clone()))
             }
             Self::Tcp(address, key, options) => {
-                let target = TcpTarget::listen(*address, key, (**options).clone())?;
-                let reach = Reach::Tcp(target.address());
-                (Box::new(target), reach)
+                reached(TcpTarget::listen(*address, key, (**options).clone())?)
+            }
+            Self::TcpOn(listener, key, options) => {
+                let listener = listener
+                    .try_clone()
+                    .map_err(|source| TargetError::System { what: "cannot listen", source })?;
+                reached(TcpTarget::listen_on(listener, key, (**options).clone())?)
             }
         })
     }
+}
+
+fn reached(target: TcpTarget) -> (Box<dyn Target>, Reach) {
+    let reach = Reach::Tcp(target.address());
+    (Box::new(target), reach)
 }
 
 impl fmt::Debug for NodeOptions {
@@ -68,6 +81,7 @@ impl fmt::Debug for NodeOptions {
             .field("id", &self.id)
             .field("memory_bytes", &self.memory_bytes)
             .field("listen", &self.listen)
+            .field("advertise", &self.advertise)
             .field("lease_ttl", &self.lease_ttl)
             .finish_non_exhaustive()
     }
@@ -77,7 +91,7 @@ impl NodeOptions {
     /// A node with the usual lease and limits.
     #[must_use]
     pub fn new(id: u16, memory_bytes: u64, listen: Listen, connect: Connect) -> Self {
-        Self { id, memory_bytes, listen, connect, lease_ttl: LEASE_TTL }
+        Self { id, memory_bytes, listen, advertise: None, connect, lease_ttl: LEASE_TTL }
     }
 }
 
@@ -105,6 +119,7 @@ pub fn serve(
     // Connected first: without a directory nobody would ever find the memory.
     let directory = (options.connect)()?;
     let (target, reach) = options.listen.start().map_err(NodeError::Listen)?;
+    let reach = options.advertise.map_or(reach, Reach::Tcp);
     let target = &*target;
     let donation = donate(target, NodeId(options.id), options.memory_bytes)?;
     let record = NodeRecord {

@@ -106,6 +106,12 @@ impl Budget {
         self.blocks.fetch_add(1, Relaxed);
     }
 
+    /// Whether the run has more blocks than its share: the limit was lowered.
+    #[must_use]
+    pub fn has_surplus_blocks(&self) -> bool {
+        self.blocks.load(Relaxed) > self.blocks_max.load(Relaxed)
+    }
+
     /// Give a block's reservation back.
     pub fn remove_block(&self) {
         let before = self.blocks.fetch_sub(1, Relaxed);

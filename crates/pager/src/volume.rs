@@ -273,6 +273,11 @@ impl Volume {
     /// Get a block for the next batch: a fresh one within the run's share, else the oldest reclaimable one.
     /// `None` while everything waits for acknowledgements.
     pub fn take_block(&mut self) -> Option<BlockId> {
+        while self.budget.has_surplus_blocks()
+            && let Some(block) = self.reclaim_oldest()
+        {
+            self.return_block(block);
+        }
         if self.budget.try_add_block() {
             if let Some(block) = self.mempool.take() {
                 return Some(block);

@@ -7,6 +7,7 @@
 //! - [`compare`]: both, with equal output, within the limit.
 //! - [`sampler`], [`processes`]: `/proc`.
 //! - [`agent`]: the agent's socket, for what only a hostile program would send.
+//! - [`network`]: machines in network namespaces.
 //! - [`swap`]: what `aquifer run --swap` has made on this machine.
 //! - [`eventually`]: waiting for a condition.
 //!
@@ -17,6 +18,7 @@ pub mod build;
 pub mod cluster;
 pub mod compare;
 pub mod eventually;
+pub mod network;
 pub mod processes;
 pub mod run;
 pub mod sampler;

@@ -20,7 +20,7 @@ use aquifer_faults::serve::attach::{AttachError, receive_frame, send_frame};
 use aquifer_ipc::{Frame, KeptKind};
 
 use self::held::Held;
-use crate::socket::{accept_own, listen_at, raise_descriptor_limit, wait_readable};
+use crate::socket::{accept_own, listen_or_take, raise_descriptor_limit, wait_readable};
 
 pub(crate) use port::KeeperPort;
 
@@ -30,12 +30,14 @@ const TICK: Duration = Duration::from_millis(100);
 const CONNECTIONS_MAX: usize = 16;
 
 /// How to run a keeper.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct KeeperOptions {
     /// Where it listens.
     pub socket: PathBuf,
     /// How long programs wait for an agent that died.
     pub grace: Duration,
+    /// A socket that listens at `socket` already.
+    pub listener: Option<OwnedFd>,
 }
 
 #[derive(Debug)]
@@ -61,7 +63,7 @@ struct Keeper {
 /// If it cannot listen.
 pub fn serve(options: &KeeperOptions, stop: &AtomicBool, ready: impl FnOnce()) -> io::Result<()> {
     raise_descriptor_limit();
-    let listener = listen_at(&options.socket)?;
+    let listener = listen_or_take(&options.socket, options.listener.as_ref())?;
     let mut keeper = Keeper {
         grace: options.grace,
         connections: Vec::new(),
@@ -77,7 +79,9 @@ pub fn serve(options: &KeeperOptions, stop: &AtomicBool, ready: impl FnOnce()) -
     if keeper.owner.is_none() {
         keeper.held.end_all(options.grace);
     }
-    let _ = std::fs::remove_file(&options.socket);
+    if options.listener.is_none() {
+        let _ = std::fs::remove_file(&options.socket);
+    }
     Ok(())
 }
 

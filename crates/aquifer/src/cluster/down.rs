@@ -13,8 +13,8 @@ use crate::state::StateDir;
 /// Name of the lock that `up` and `down` hold, so that they do not work against each other.
 pub const CHANGING: &str = ".cluster";
 
-/// The agent ends its programs first, and gives their memory back.
-const AGENT_PATIENCE: Duration = Duration::from_secs(15);
+/// The agent ends its programs first, and gives their memory back; it and nodes say goodbye to a directory that may not answer.
+const LONG_PATIENCE: Duration = Duration::from_secs(15);
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Stop the cluster and remove its traces, but for the logs and the directory's file.
@@ -61,7 +61,7 @@ fn known_parts(state: &StateDir) -> io::Result<Vec<Part>> {
 /// Stop those that are alive: the agent first, as it needs all others to give memory back; the directory last, as all others
 /// say goodbye there. What a part leaves behind is removed only when it is dead.
 pub fn stop_parts(state: &StateDir, parts: &[Part]) -> Result<Vec<(Part, End)>, LaunchError> {
-    const TURNS: [Duration; 4] = [AGENT_PATIENCE, PATIENCE, PATIENCE, PATIENCE];
+    const TURNS: [Duration; 4] = [LONG_PATIENCE, LONG_PATIENCE, PATIENCE, PATIENCE];
     let mut ended = Vec::new();
     for (turn, patience) in TURNS.into_iter().enumerate() {
         let group: Vec<_> = parts.iter().copied().filter(|part| turn_of(*part) == turn).collect();

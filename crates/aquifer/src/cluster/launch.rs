@@ -102,10 +102,12 @@ pub fn start(state: &StateDir, shape: &Shape, part: Part) -> Result<Starting, La
         Part::Node(id) => command
             .args(["node", "--id", &id.to_string()])
             .args(["--memory", &shape.memory_bytes.to_string()])
-            .args(shape.ports.get(usize::from(id) - 1).map(|port| format!("--listen=127.0.0.1:{port}"))),
-        Part::Agent => {
-            command.arg("agent").args(shape.mempool_bytes.map(|bytes| format!("--mempool={bytes}")))
-        }
+            .args(shape.ports.get(usize::from(id) - 1).map(|port| format!("--listen=127.0.0.1:{port}")))
+            .args(shape.directory_flags()),
+        Part::Agent => command
+            .arg("agent")
+            .args(shape.mempool_bytes.map(|bytes| format!("--mempool={bytes}")))
+            .args(shape.directory_flags()),
     };
     command.arg("--detached").stdin(Stdio::null()).stdout(input).stderr(file);
     let child = command.spawn().map_err(error("its program"))?;

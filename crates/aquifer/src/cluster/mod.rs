@@ -5,16 +5,21 @@
 mod down;
 mod key;
 mod launch;
+mod limit;
 mod lock;
 mod memory;
 mod part;
 mod parts;
 mod shape;
 mod signals;
+mod source;
 mod status;
+mod systemd;
 mod up;
 
 pub use down::down;
-pub use parts::{be, connect};
+pub use limit::limit;
+pub use parts::be;
+pub use source::{Source, SourceError};
 pub use status::status;
 pub use up::up;

@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::io::Write;
+use std::net::TcpListener;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,9 +10,11 @@ use std::time::Duration;
 
 use aquifer_agent::keeper::{self, KeeperOptions};
 use aquifer_agent::{AgentOptions, shadow};
-use aquifer_directory::{Directory, DirectoryError, embedded};
-use aquifer_fabric::shm;
+use aquifer_directory::embedded;
+use aquifer_fabric::tcp::ConnectOptions;
+use aquifer_fabric::{shm, tcp};
 use aquifer_node::{Listen, NodeOptions, Shutdown};
+use rustix::net::SocketType;
 use tracing_subscriber::EnvFilter;
 
 use super::key;
@@ -19,8 +22,11 @@ use super::lock::Lock;
 use super::memory::available_bytes;
 use super::part::Part;
 use super::signals::StopSignal;
+use super::source::Source;
+use super::systemd;
 use crate::Outcome;
 use crate::cli::{AgentArguments, Foreground, GRACE_MS, KeeperArguments, NodeArguments, PartCommand};
+use crate::settings::{AgentSettings, NodeSettings, complete};
 use crate::size::Size;
 use crate::state::StateDir;
 
@@ -40,14 +46,21 @@ pub fn be(state: &StateDir, command: PartCommand) -> Outcome {
         PartCommand::Keeper(arguments) => begin(state, Part::Keeper, &arguments.foreground, |stop, ready| {
             keeper(state, &arguments, stop, ready)
         }),
-        PartCommand::Node(arguments) => {
-            let part = Part::Node(arguments.id);
-            begin(state, part, &arguments.foreground, |stop, ready| node(state, &arguments, stop, ready))
+        PartCommand::Node(NodeArguments { config, settings, foreground }) => {
+            let settings = complete(settings, config.as_deref(), usual(&foreground, "node.toml"))?;
+            let id = settings.id.ok_or("a node must be told its number in the cluster: --id NUMBER")?;
+            begin(state, Part::Node(id), &foreground, |stop, ready| node(state, &settings, id, stop, ready))
         }
-        PartCommand::Agent(arguments) => begin(state, Part::Agent, &arguments.foreground, |stop, ready| {
-            agent(state, &arguments, stop, ready)
-        }),
+        PartCommand::Agent(AgentArguments { config, settings, foreground }) => {
+            let settings = complete(settings, config.as_deref(), usual(&foreground, "agent.toml"))?;
+            begin(state, Part::Agent, &foreground, |stop, ready| agent(state, &settings, stop, ready))
+        }
     }
+}
+
+/// The machine's own file is for the machine's own parts, not for those of a cluster that `aquifer up` tells all they need.
+fn usual<'a>(foreground: &Foreground, name: &'a str) -> Option<&'a str> {
+    (!foreground.detached).then_some(name)
 }
 
 /// Tells that the part serves.
@@ -59,6 +72,9 @@ struct Ready {
 impl Ready {
     fn tell(self) {
         tracing::info!(pid = std::process::id(), "{} serves", self.part);
+        if let Err(error) = systemd::tell_ready() {
+            tracing::warn!(%error, "systemd cannot be told that {} serves", self.part);
+        }
         if self.detached {
             let mut stdout = std::io::stdout();
             // Whoever started us may be gone; that is no reason to stop.
@@ -108,7 +124,8 @@ fn keeper(
     ready: Ready,
 ) -> Result<(), Box<dyn Error>> {
     let grace = Duration::from_millis(arguments.grace.unwrap_or(GRACE_MS));
-    let options = KeeperOptions { socket: state.socket(&Part::Keeper.to_string()), grace };
+    let listener = systemd::listener("keeper", SocketType::SEQPACKET)?;
+    let options = KeeperOptions { socket: state.socket(&Part::Keeper.to_string()), grace, listener };
     let stopped = stop_flag(stop)?;
     keeper::serve(&options, &stopped, || ready.tell())
         .map_err(|error| format!("the keeper cannot serve at {}: {error}", options.socket.display()).into())
@@ -116,29 +133,63 @@ fn keeper(
 
 fn node(
     state: &StateDir,
-    arguments: &NodeArguments,
+    settings: &NodeSettings,
+    id: u16,
     stop: StopSignal,
     ready: Ready,
 ) -> Result<(), Box<dyn Error>> {
+    let memory = settings.memory.ok_or("a node must be told how much it lends: --memory SIZE")?;
     let shutdown = Shutdown::new();
     let for_signal = shutdown.clone();
     stop.on_stop(move || for_signal.request())?;
-    let for_connect = state.clone();
-    let connect = Box::new(move || connect(&for_connect));
-    let listen = match arguments.listen {
-        None => Listen::Shm(state.socket(&Part::Node(arguments.id).to_string()), shm::Options::default()),
-        Some(address) => {
-            let path = arguments.key.clone().unwrap_or_else(|| state.key_file());
-            Listen::Tcp(address, key::load(&path)?, Box::default())
-        }
-    };
-    let options = NodeOptions::new(arguments.id, arguments.memory, listen, connect);
+    let (source, for_connect) = (Source::new(&settings.directory)?, state.clone());
+    let connect = Box::new(move || source.connect(&for_connect));
+    let mut options = NodeOptions::new(id, memory, listen(state, settings, id)?, connect);
+    options.advertise = settings.advertise;
     Ok(aquifer_node::serve(&options, &shutdown, |_| ready.tell())?)
+}
+
+/// Where a node listens: on the socket that systemd has for it, at an address, or for this machine.
+fn listen(state: &StateDir, settings: &NodeSettings, id: u16) -> Result<Listen, Box<dyn Error>> {
+    let NodeSettings { encrypt, threads, rate_bytes, rate_operations, .. } = settings;
+    let given = systemd::listener("node", SocketType::STREAM)?.map(TcpListener::from);
+    if given.is_none() && settings.listen.is_none() {
+        if settings.advertise.is_some()
+            || encrypt.is_some()
+            || threads.is_some()
+            || rate_bytes.is_some()
+            || rate_operations.is_some()
+        {
+            let why = "encryption, threads, rates and another address are for nodes that lend over TCP: say where, with --listen ADDRESS";
+            return Err(why.into());
+        }
+        let socket = state.socket(&Part::Node(id).to_string());
+        return Ok(Listen::Shm(socket, shm::Options::default()));
+    }
+    let mut options = tcp::Options::default();
+    options.encrypt = encrypt.unwrap_or(options.encrypt);
+    options.threads = threads.map_or(options.threads, usize::from);
+    options.rate = tcp::Rate { bytes_per_s: *rate_bytes, operations_per_s: rate_operations.map(u64::from) };
+    let key = key::load(&settings.key.clone().unwrap_or_else(|| state.key_file()))?;
+    let address = match &given {
+        Some(listener) => listener.local_addr()?,
+        None => settings.listen.expect("one of the two is there"),
+    };
+    if settings.advertise.unwrap_or(address).ip().is_unspecified() {
+        let why = format!(
+            "{address} is every address of this machine and none that others can go to: say with --advertise by which they reach it"
+        );
+        return Err(why.into());
+    }
+    Ok(match given {
+        Some(listener) => Listen::TcpOn(Arc::new(listener), key, Box::new(options)),
+        None => Listen::Tcp(address, key, Box::new(options)),
+    })
 }
 
 fn agent(
     state: &StateDir,
-    arguments: &AgentArguments,
+    settings: &AgentSettings,
     stop: StopSignal,
     ready: Ready,
 ) -> Result<(), Box<dyn Error>> {
@@ -146,7 +197,7 @@ fn agent(
     let shadow =
         shadow::start(&keeper).map_err(|error| format!("the agent cannot have a shadow: {error}"))?;
     let available = available_bytes()?;
-    let mempool = match arguments.mempool {
+    let mempool = match settings.mempool {
         Some(asked) if asked > available => {
             let (asked, available) = (Size(asked), Size(available));
             return Err(format!(
@@ -157,29 +208,28 @@ fn agent(
         Some(asked) => asked,
         None => (available / 2).min(MEMPOOL_BYTES_MAX),
     };
+    let mut connect = ConnectOptions::default();
+    connect.encrypt = settings.encrypt.unwrap_or(connect.encrypt);
     let options = AgentOptions {
         socket: state.agent_socket(),
         keeper,
-        directory: connect(state)?,
+        directory: Source::new(&settings.directory)?.connect(state)?,
+        directory_place: serde_json::to_string(&settings.directory)?,
         mempool_bytes: usize::try_from(mempool)?,
-        key: match &arguments.key {
+        key: match &settings.key {
             Some(path) => Some(key::load(path)?),
             None => Some(state.key_file())
                 .filter(|path| path.exists())
                 .map(|path| key::load(&path))
                 .transpose()?,
         },
+        connect,
+        listener: systemd::listener("agent", SocketType::SEQPACKET)?,
     };
     let stopped = stop_flag(stop)?;
     aquifer_agent::serve(&options, &stopped, || ready.tell())?;
     shadow.dismiss();
     Ok(())
-}
-
-/// The cluster's directory.
-pub fn connect(state: &StateDir) -> Result<Arc<dyn Directory>, DirectoryError> {
-    let client = embedded::connect(&state.socket(&Part::Directory.to_string()))?;
-    Ok(Arc::new(client))
 }
 
 fn stop_flag(stop: StopSignal) -> std::io::Result<Arc<AtomicBool>> {

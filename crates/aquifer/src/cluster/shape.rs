@@ -1,16 +1,20 @@
 //! What a cluster consists of, remembered so that `up` can bring back what died.
 
+use std::ffi::OsString;
 use std::io;
 use std::net::{Ipv4Addr, TcpListener};
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use super::part::Part;
+use super::source::Source;
 use crate::cli::{Fabric, GRACE_MS, UpArguments};
+use crate::settings::DirectorySettings;
 use crate::size::Size;
 use crate::state::StateDir;
 
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 /// Nothing sensible is longer.
 const FILE_BYTES_MAX: u64 = 64 << 10;
 
@@ -58,6 +62,8 @@ pub struct Shape {
     pub fabric: Fabric,
     /// Over TCP, the port of each node: one that is brought back listens where it did.
     pub ports: Vec<u16>,
+    /// Where the directory is.
+    pub directory: DirectorySettings,
 }
 
 impl Shape {
@@ -71,7 +77,40 @@ impl Shape {
             grace_ms: arguments.grace.unwrap_or(GRACE_MS),
             fabric: arguments.fabric.unwrap_or(Fabric::Shm),
             ports: Vec::new(),
+            directory: arguments.directory.clone(),
         }
+    }
+
+    /// Files are found from wherever parts run.
+    ///
+    /// # Errors
+    /// If this process is nowhere.
+    pub fn make_paths_absolute(&mut self) -> io::Result<()> {
+        let DirectorySettings { ca, cert, key, .. } = &mut self.directory;
+        for path in [ca, cert, key].into_iter().flatten() {
+            *path = std::path::absolute(&path)?;
+        }
+        Ok(())
+    }
+
+    /// What the cluster consists of: a directory of its own only if it is not elsewhere.
+    pub fn parts(&self) -> Vec<Part> {
+        let is_own = Source::new(&self.directory).is_ok_and(|source| source.is_own());
+        Part::all(self.nodes).into_iter().filter(|part| is_own || *part != Part::Directory).collect()
+    }
+
+    /// What parts are told of the directory.
+    pub fn directory_flags(&self) -> Vec<OsString> {
+        let DirectorySettings { address, ca, cert, key } = &self.directory;
+        let path = |flag: &str, path: &Option<PathBuf>| {
+            path.as_ref().map(|path| {
+                let mut flag = OsString::from(format!("--directory-{flag}="));
+                flag.push(path);
+                flag
+            })
+        };
+        let place = address.as_ref().map(|address| format!("--directory={address}").into());
+        [place, path("ca", ca), path("cert", cert), path("key", key)].into_iter().flatten().collect()
     }
 
     /// Choose a free port of this machine for each node, if they need any.
@@ -107,6 +146,7 @@ impl Shape {
             )));
         }
         let ports = if shape.fabric == Fabric::Tcp { usize::from(shape.nodes) } else { 0 };
+        Source::new(&shape.directory).map_err(|error| unusable(error.to_string()))?;
         if !(1..=64).contains(&shape.nodes) || shape.memory_bytes == 0 || shape.ports.len() != ports {
             return Err(unusable("its numbers make no sense".to_owned()));
         }
@@ -129,7 +169,8 @@ impl Shape {
             && arguments.memory.is_none_or(|memory| memory == self.memory_bytes)
             && arguments.mempool.is_none_or(|mempool| Some(mempool) == self.mempool_bytes)
             && arguments.grace.is_none_or(|grace| grace == self.grace_ms)
-            && arguments.fabric.is_none_or(|fabric| fabric == self.fabric);
+            && arguments.fabric.is_none_or(|fabric| fabric == self.fabric)
+            && (arguments.directory.address.is_none() || arguments.directory == self.directory);
         if agrees { Ok(()) } else { Err(ShapeError::Differs { is: self.to_string() }) }
     }
 }
@@ -138,7 +179,8 @@ impl std::fmt::Display for Shape {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let plural = if self.nodes == 1 { "" } else { "s" };
         let fabric = if self.fabric == Fabric::Tcp { " over TCP" } else { "" };
-        write!(f, "{} node{plural} of {}{fabric}", self.nodes, Size(self.memory_bytes))
+        write!(f, "{} node{plural} of {}{fabric}", self.nodes, Size(self.memory_bytes))?;
+        self.directory.address.iter().try_for_each(|address| write!(f, ", directory {address}"))
     }
 }
 
@@ -147,7 +189,14 @@ mod tests {
     use super::*;
 
     fn asked(nodes: Option<u16>, memory: Option<u64>) -> UpArguments {
-        UpArguments { nodes, memory, fabric: None, mempool: None, grace: None }
+        UpArguments {
+            nodes,
+            memory,
+            fabric: None,
+            mempool: None,
+            grace: None,
+            directory: DirectorySettings::default(),
+        }
     }
 
     fn state() -> (tempfile::TempDir, StateDir) {
@@ -163,6 +212,20 @@ mod tests {
         let shape = Shape::asked(&asked(Some(2), None));
         shape.save(&state).unwrap();
         assert_eq!(Shape::load(&state).unwrap(), Some(shape));
+    }
+
+    #[test]
+    fn a_directory_elsewhere_is_no_part_and_is_told_to_those_that_are() {
+        let mut arguments = asked(Some(1), None);
+        assert_eq!(Shape::asked(&arguments).parts().len(), 4);
+        arguments.directory.address = Some("etcds://h:1/c".to_owned());
+        arguments.directory.ca = Some("/ca.pem".into());
+        let shape = Shape::asked(&arguments);
+        assert_eq!(shape.parts(), [Part::Keeper, Part::Node(1), Part::Agent]);
+        assert_eq!(shape.directory_flags(), ["--directory=etcds://h:1/c", "--directory-ca=/ca.pem"]);
+        shape.check(&asked(None, None)).unwrap();
+        arguments.directory.address = Some("etcds://h:2/c".to_owned());
+        assert!(shape.check(&arguments).unwrap_err().to_string().contains("etcds://h:1/c"));
     }
 
     #[test]
@@ -186,7 +249,7 @@ mod tests {
             "{".to_owned(),
             "\u{0}".repeat(100),
             " ".repeat(70_000),
-            good.replace("\"version\":2", "\"version\":3"),
+            good.replace("\"version\":3", "\"version\":2"),
             good.replace("\"nodes\":3", "\"nodes\":0"),
             good.replace("\"nodes\":3", "\"nodes\":65"),
             good.replace("\"nodes\":3", "\"nodes\":-1"),

@@ -9,8 +9,8 @@ use serde::Serialize;
 
 use super::launch::{LaunchError, life_of};
 use super::part::Part;
-use super::parts::connect;
 use super::shape::Shape;
+use super::source::Source;
 use crate::Outcome;
 use crate::cli::StatusArguments;
 use crate::size::Size;
@@ -61,19 +61,24 @@ pub fn status(state: &StateDir, arguments: &StatusArguments) -> Outcome {
 fn find_out(state: &StateDir) -> Result<Status, Box<dyn std::error::Error>> {
     let shape = Shape::load(state)?;
     let mut parts = Vec::new();
-    for part in shape.iter().flat_map(|shape| Part::all(shape.nodes)) {
+    for part in shape.iter().flat_map(Shape::parts) {
         parts.push(part_status(state, part)?);
     }
     let mut problems = Vec::new();
     let is_alive = |name: &str| parts.iter().any(|part: &PartStatus| part.name == name && part.alive);
-    let (nodes, agents) = if is_alive("directory") {
-        in_directory(state).unwrap_or_else(|error| {
-            problems.push(error);
-            (Vec::new(), Vec::new())
-        })
-    } else {
-        (Vec::new(), Vec::new())
+    let source = shape.as_ref().map(|shape| Source::new(&shape.directory)).transpose()?;
+    // One that is elsewhere is asked while there is anything that would use it.
+    let is_there = |source: &Source| {
+        if source.is_own() { is_alive("directory") } else { parts.iter().any(|part| part.alive) }
     };
+    let told = source.filter(is_there).map(|source| in_directory(state, &source));
+    let (nodes, agents) = told
+        .transpose()
+        .unwrap_or_else(|error| {
+            problems.push(error);
+            None
+        })
+        .unwrap_or_default();
     let agent = if is_alive("agent") {
         agent_status(state).unwrap_or_else(|error| {
             problems.push(format!("the agent does not tell how it is: {error}"));
@@ -113,8 +118,8 @@ fn part_status(state: &StateDir, part: Part) -> Result<PartStatus, LaunchError> 
     })
 }
 
-fn in_directory(state: &StateDir) -> Result<(Vec<NodeRecord>, Vec<AgentRecord>), String> {
-    let directory = connect(state).map_err(|error| error.to_string())?;
+fn in_directory(state: &StateDir, source: &Source) -> Result<(Vec<NodeRecord>, Vec<AgentRecord>), String> {
+    let directory = source.connect(state).map_err(|error| error.to_string())?;
     let nodes = names::nodes(&*directory).map_err(|error| error.to_string())?;
     let agents = names::agents(&*directory).map_err(|error| error.to_string())?;
     Ok((nodes, agents))
@@ -175,6 +180,17 @@ fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
             run.faults,
             run.processes,
         )?;
+        for program in &run.programs {
+            writeln!(
+                text,
+                "    process {:<8} {} held, {} faults, {} pages taken, {} read back",
+                program.pid,
+                Size(program.held_bytes),
+                program.faults,
+                program.evictions,
+                program.remote_reads,
+            )?;
+        }
     }
     status.problems.iter().try_for_each(|problem| writeln!(text, "  {problem}"))
 }

@@ -9,6 +9,7 @@ use super::lock::Lock;
 use super::memory::available_bytes;
 use super::part::{Part, names};
 use super::shape::Shape;
+use super::source::Source;
 use crate::Outcome;
 use crate::cli::UpArguments;
 use crate::size::Size;
@@ -27,11 +28,16 @@ pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
         return Ok(ExitCode::SUCCESS);
     }
     check_memory(&shape, &missing)?;
+    let source = Source::new(&shape.directory)?;
+    if !source.is_own() {
+        // Else each part would say so in its log.
+        source.connect(state)?;
+    }
     shape.save(state)?;
     if let Err(error) = start_all(state, &shape, &missing) {
         // What was there before stays; a cluster that never was leaves nothing behind.
         stop_parts(state, &missing)?;
-        if missing.len() == Part::all(shape.nodes).len() {
+        if missing.len() == shape.parts().len() {
             let _left = std::fs::remove_file(state.shape());
         }
         return Err(error.into());
@@ -48,13 +54,14 @@ fn shape(state: &StateDir, arguments: &UpArguments) -> Result<Shape, Box<dyn std
     match known.check(arguments) {
         Ok(()) => Ok(known),
         // Nothing of it lives: what is asked for now counts.
-        Err(_) if missing(state, &known)?.len() == Part::all(known.nodes).len() => fresh(state, arguments),
+        Err(_) if missing(state, &known)?.len() == known.parts().len() => fresh(state, arguments),
         Err(error) => Err(error.into()),
     }
 }
 
 fn fresh(state: &StateDir, arguments: &UpArguments) -> Result<Shape, Box<dyn std::error::Error>> {
     let mut shape = Shape::asked(arguments);
+    shape.make_paths_absolute()?;
     shape.choose_ports()?;
     key::ensure(&state.key_file())?;
     Ok(shape)
@@ -62,7 +69,7 @@ fn fresh(state: &StateDir, arguments: &UpArguments) -> Result<Shape, Box<dyn std
 
 fn missing(state: &StateDir, shape: &Shape) -> Result<Vec<Part>, LaunchError> {
     let mut missing = Vec::new();
-    for part in Part::all(shape.nodes) {
+    for part in shape.parts() {
         if life_of(state, part)?.is_none() {
             missing.push(part);
         }

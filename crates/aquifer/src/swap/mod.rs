@@ -23,6 +23,7 @@ use aquifer_block::fuse::{FILE, FuseServer};
 use aquifer_block::volume::VOLUME_BYTES_MAX;
 use aquifer_block::{BlockVolume, Pump, PumpThread};
 use aquifer_directory::DirectoryError;
+use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Identity, Tenant};
 use aquifer_faults::serve::attach::{receive_frame, send_frame};
 use aquifer_ipc::Frame;
@@ -33,7 +34,8 @@ use tracing_subscriber::EnvFilter;
 
 use crate::Outcome;
 use crate::cli::SwapServerArguments;
-use crate::cluster;
+use crate::cluster::{Source, SourceError};
+use crate::settings::DirectorySettings;
 use crate::setup::cgroup::Cgroup;
 use crate::setup::record::Record;
 use crate::setup::{SetupError, loop_device, mount};
@@ -79,6 +81,10 @@ enum SwapError {
     Key(String),
     #[error(transparent)]
     Borrow(#[from] BorrowError),
+    #[error("the agent does not tell where the cluster's directory is: {0}")]
+    Place(#[from] serde_json::Error),
+    #[error(transparent)]
+    Source(#[from] SourceError),
     #[error("the cluster's directory cannot be reached: {0}")]
     Directory(#[from] DirectoryError),
     #[error(transparent)]
@@ -149,10 +155,13 @@ impl Server {
         let path = state.agent_socket();
         let (socket, lent) = borrow(&path)?;
         let name = format!("swap of {}", arguments.name);
-        let mut membership = Membership::join(cluster::connect(state)?, Path::new(&name), None)?;
+        let place: DirectorySettings = serde_json::from_str(&lent.directory)?;
+        let directory = Source::new(&place)?.connect(state)?;
+        let mut membership = Membership::join(directory, Path::new(&name), None)?;
         let tenant = Tenant(rustix::process::geteuid().as_raw());
         let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
-        let nodes = Nodes::new(identity, lent.key().map_err(SwapError::Key)?);
+        let connect = ConnectOptions { encrypt: lent.encrypt, ..ConnectOptions::default() };
+        let nodes = Nodes::new(identity, lent.key().map_err(SwapError::Key)?, connect);
         membership.watch_nodes(&nodes)?;
         if nodes.count() == 0 {
             return Err(SwapError::NoNodes);
@@ -328,6 +337,7 @@ impl Server {
             name: self.name.clone(),
             limit_bytes: self.limit_bytes,
             processes: 0,
+            programs: Vec::new(),
             faults: usage.major_faults,
             zero_pages: figures.zero_pages,
             mempool_hits: figures.mempool_hits,

@@ -336,7 +336,8 @@ pub fn a_watch_sees_what_threads_do_complete_and_in_order(harness: &dyn Harness)
 
 pub fn a_watch_that_is_too_old_is_refused(harness: &dyn Harness) {
     let directory = harness.directory();
-    let mut slow = directory.watch("", 1).unwrap();
+    let first = directory.put("0", b"", None).unwrap();
+    let mut slow = directory.watch("", first).unwrap();
     // 64 KiB × 256 is all the history there is; a transaction carries seven.
     let value = vec![0; limits::VALUE_BYTES_MAX];
     for _ in 0..40 {
@@ -346,19 +347,22 @@ pub fn a_watch_that_is_too_old_is_refused(harness: &dyn Harness) {
             directory.transaction(&Transaction { compares: Vec::new(), operations }).unwrap().is_committed()
         );
     }
-    let Err(DirectoryError::Compacted { asked: 1, oldest }) = directory.watch("", 1) else {
-        panic!("revision 1 is long gone");
+    let end = first + 40;
+    harness.forget(end - 4);
+    let Err(DirectoryError::Compacted { asked, oldest }) = directory.watch("", first) else {
+        panic!("that revision is long gone");
     };
+    assert_eq!(asked, first);
     assert_eq!(directory.watch("", oldest).unwrap().next(PATIENCE).unwrap().unwrap().revision, oldest);
 
     // The one that was there all the time gets all in order, or is told: never a gap.
-    let mut last = 0;
+    let mut last = first;
     loop {
         match slow.next(PATIENCE) {
             Ok(Some(event)) => {
                 assert!(event.revision == last || event.revision == last + 1, "{last} → {}", event.revision);
                 last = event.revision;
-                if last == 40 {
+                if last == end {
                     break;
                 }
             }
@@ -367,6 +371,71 @@ pub fn a_watch_that_is_too_old_is_refused(harness: &dyn Harness) {
             Err(other) => panic!("{other}"),
         }
     }
+}
+
+/// What was forgotten last is not begun with either: the deletion of a key at that very revision is not known any more.
+pub fn a_watch_begins_after_what_was_forgotten(harness: &dyn Harness) {
+    let directory = harness.directory();
+    directory.put("k", b"", None).unwrap();
+    let deleted = directory.delete("k").unwrap();
+    let last = directory.put("other", b"", None).unwrap();
+    harness.forget(deleted);
+    match directory.watch("", deleted) {
+        Ok(mut watch) => assert_eq!(event(&mut *watch).kind, EventKind::Delete),
+        Err(error) => assert_eq!(error, DirectoryError::Compacted { asked: deleted, oldest: last }),
+    }
+    assert_eq!(event(&mut *directory.watch("", last).unwrap()).key, "other");
+}
+
+/// A transaction's leases are told apart.
+pub fn the_lease_that_is_gone_is_named(harness: &dyn Harness) {
+    let directory = harness.directory();
+    let [living, gone] = [(); 2].map(|()| directory.lease_grant(TTL).unwrap().id);
+    directory.lease_revoke(gone).unwrap();
+    for id in [gone, LeaseId(0), LeaseId(u64::MAX)] {
+        let operations = vec![Operation::put("a", "", Some(living)), Operation::put("b", "", Some(id))];
+        let refused = directory.transaction(&Transaction { compares: Vec::new(), operations });
+        assert_eq!(refused, Err(DirectoryError::LeaseGone(id)));
+        assert_eq!(directory.lease_keep_alive(id), Err(DirectoryError::LeaseGone(id)));
+        assert_eq!(directory.lease_revoke(id), Err(DirectoryError::LeaseGone(id)));
+    }
+    assert_eq!(directory.get("a").unwrap(), None);
+    // A compare is looked at first.
+    let operations = vec![Operation::put("b", "", Some(gone))];
+    let compares = vec![Compare::version("b", 7)];
+    let outcome = directory.transaction(&Transaction { compares, operations }).unwrap();
+    assert_eq!(outcome, TransactionOutcome::Conflict { key: "b".to_owned(), version: 0 });
+}
+
+/// A listing of several pages is of one revision, however much changes meanwhile.
+pub fn a_long_listing_is_of_one_revision(harness: &dyn Harness) {
+    const KEYS: usize = 600;
+    let directory = harness.directory();
+    let write = |value: u32| {
+        for chunk in (0..KEYS).collect::<Vec<_>>().chunks(limits::TRANSACTION_PARTS_MAX) {
+            let put = |number: &usize| Operation::put(format!("n/{number}"), value.to_string(), None);
+            let operations = chunk.iter().map(put).collect();
+            directory.transaction(&Transaction { compares: Vec::new(), operations }).unwrap();
+        }
+    };
+    write(0);
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| (1..20).for_each(write));
+        while !writer.is_finished() {
+            let listing = directory.list("n/").unwrap();
+            assert_eq!(listing.entries.len(), KEYS);
+            assert!(listing.entries.iter().all(|entry| entry.version <= listing.revision));
+            // Keys of one transaction have one value.
+            let value = |number: usize| {
+                let key = format!("n/{number}");
+                listing.entries.iter().find(|entry| entry.key == key).unwrap().value.clone()
+            };
+            for first in (0..KEYS).step_by(limits::TRANSACTION_PARTS_MAX) {
+                let last = (first + limits::TRANSACTION_PARTS_MAX).min(KEYS) - 1;
+                assert_eq!(value(first), value(last), "keys {first} to {last}");
+            }
+        }
+    });
 }
 
 pub fn key_limits(harness: &dyn Harness) {

@@ -174,13 +174,22 @@ impl TcpTarget {
     /// # Errors
     /// If an option is out of bounds, the address is taken, or the system refuses.
     pub fn listen(address: SocketAddr, key: &ClusterKey, options: Options) -> Result<Self, TargetError> {
+        let named = |error: io::Error| io::Error::new(error.kind(), format!("{address}: {error}"));
+        let listener = TcpListener::bind(address)
+            .map_err(|error| TargetError::System { what: "cannot listen", source: named(error) })?;
+        Self::listen_on(listener, key, options)
+    }
+
+    /// Offer memory on a socket that listens already.
+    ///
+    /// # Errors
+    /// As [`TcpTarget::listen`].
+    pub fn listen_on(listener: TcpListener, key: &ClusterKey, options: Options) -> Result<Self, TargetError> {
         let system = |what, source| TargetError::System { what, source };
         if let Some(fault) = options.fault() {
             let source = io::Error::new(io::ErrorKind::InvalidInput, fault);
             return Err(system("cannot set up a TCP target", source));
         }
-        let named = |error: io::Error| io::Error::new(error.kind(), format!("{address}: {error}"));
-        let listener = TcpListener::bind(address).map_err(|e| system("cannot listen", named(e)))?;
         let address = listener.local_addr().map_err(|e| system("cannot listen", e))?;
         let control = Control::create(options.endpoints_max, options.regions_max + options.windows_max)
             .map_err(|e| system("cannot create control memory", e))?;

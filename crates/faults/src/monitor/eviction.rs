@@ -14,6 +14,8 @@ const STALL_NS: u64 = 4_000_000;
 /// Pages shared since a fork that are looked at together, and how long after a look the next may follow.
 const REVIEW_PAGES: usize = 1024;
 const REVIEW_NS: u64 = 1_000_000;
+/// A program keeps so many pages under any limit: more than one instruction of a thread can need at once.
+const FLOOR_PAGES: u64 = 8;
 
 impl<E: Edge> Monitor<E> {
     /// Take pages out of the program while it is too close to its limit.
@@ -24,6 +26,7 @@ impl<E: Edge> Monitor<E> {
         while !self.ended
             && self.budget.excess(SPARE_PAGES) > 0
             && !self.free_buffers.is_empty()
+            && self.volume.held() > FLOOR_PAGES
             && self.edge.has_worker()
             && self.edge.now_ns() >= self.stalled_until_ns
         {
@@ -64,7 +67,9 @@ impl<E: Edge> Monitor<E> {
         let over = self.budget.excess(0) > 0;
         self.victims.clear();
         let edge = &self.edge;
-        self.volume.pick_victims(BLOCK_PAGES, over, |page| edge.is_pinned(page), &mut self.victims);
+        let surplus = self.volume.held().saturating_sub(FLOOR_PAGES);
+        let max = usize::try_from(surplus).unwrap_or(usize::MAX).min(BLOCK_PAGES);
+        self.volume.pick_victims(max, over, |page| edge.is_pinned(page), &mut self.victims);
         if self.victims.is_empty() {
             self.volume.return_block(block);
             if over && !self.has_nudged {

@@ -33,7 +33,7 @@ pub use attach::AttachError;
 pub use program::Program;
 pub use records::Kept;
 pub use restore::Restored;
-pub use run::{Run, RunReport};
+pub use run::{ProgramReport, Run, RunReport};
 
 /// Runs that one agent serves at once.
 pub const RUNS_MAX: usize = 1024;

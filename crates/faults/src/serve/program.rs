@@ -7,14 +7,14 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ord
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use aquifer_ipc::{BUFFERS, Hello, KeptKind};
-use aquifer_pager::Volume;
+use aquifer_pager::{PAGE_BYTES, Volume};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::edge::{Attachment, ProcessEdge};
 use super::obituary::Obituary;
 use super::priority::{URGENT, set_niceness};
-use super::run::Run;
+use super::run::{ProgramReport, Run};
 use crate::areas::{Area, Areas};
 use crate::edge::{Done, Edge};
 use crate::journal::Journal;
@@ -142,6 +142,18 @@ impl Program {
             thread => format!("/proc/{pid}/task/{thread}/{file}"),
         };
         std::fs::read(path).ok()
+    }
+
+    pub(crate) fn report(&self) -> ProgramReport {
+        let load = |counter: &AtomicU64| counter.load(Relaxed);
+        ProgramReport {
+            pid: self.pid(),
+            held_bytes: load(&self.held) * PAGE_BYTES as u64,
+            faults: load(&self.stats.faults),
+            remote_reads: load(&self.stats.remote_reads),
+            evictions: load(&self.stats.evictions),
+            lost_pages: load(&self.stats.lost_pages),
+        }
     }
 
     /// End it.

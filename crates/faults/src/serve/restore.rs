@@ -129,7 +129,8 @@ impl Service {
     fn go_on(self: &Arc<Self>, open: OpenRun) -> Option<Restored> {
         let OpenRun { id, record, owner, slabs, budget, ready, doom, mut victims, .. } = open;
         slabs.finish_recovery();
-        let run = match Run::with(self, id, &record, slabs, budget) {
+        let again = owner.try_clone();
+        let run = match again.and_then(|owner| Run::with(self, id, &record, slabs, budget, owner)) {
             Ok(run) => run,
             Err(error) => {
                 tracing::error!(%error, run = record.name, "a run cannot be gone on with");

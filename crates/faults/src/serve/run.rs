@@ -1,12 +1,12 @@
 //! What the programs of one `aquifer run` share: the limit, the slabs, the sender, the statistics.
 
-use std::os::fd::BorrowedFd;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use aquifer_ipc::{KeptKind, Put, Token};
-use aquifer_pager::{Budget, PAGE_BYTES, SlabSet};
+use aquifer_pager::{Budget, LIMIT_BYTES_MIN, PAGE_BYTES, SlabSet};
 
 use super::Service;
 use super::program::Program;
@@ -23,7 +23,11 @@ pub struct Run {
     id: u64,
     token: Token,
     name: String,
-    limit_bytes: u64,
+    limit_bytes: AtomicU64,
+    /// Whether the limit was set while it ran: then it may be less than what cannot be paged.
+    is_limit_live: AtomicBool,
+    /// Whoever started it.
+    owner: OwnedFd,
     pub(crate) service: Weak<Service>,
     pub(crate) budget: Arc<Budget>,
     pub(crate) slabs: Arc<SlabSet>,
@@ -36,6 +40,23 @@ pub struct Run {
     programs_seen: AtomicU64,
 }
 
+/// A process' figures.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ProgramReport {
+    /// Its process id; 0 while unknown.
+    pub pid: u32,
+    /// Pages of it that are resident and counted, in bytes.
+    pub held_bytes: u64,
+    /// Faults served.
+    pub faults: u64,
+    /// Pages read from memory nodes.
+    pub remote_reads: u64,
+    /// Pages taken out of it.
+    pub evictions: u64,
+    /// Pages that could not be read back.
+    pub lost_pages: u64,
+}
+
 /// A run's figures, for people and for `--stats`.
 #[derive(Clone, PartialEq, Debug)]
 pub struct RunReport {
@@ -44,7 +65,7 @@ pub struct RunReport {
     /// The limit.
     pub limit_bytes: u64,
     /// Processes alive.
-    pub programs: usize,
+    pub programs: Vec<ProgramReport>,
     /// Resident now, and the most that was sampled.
     pub resident_bytes: (u64, u64),
     /// The mempool's blocks in use.
@@ -87,9 +108,19 @@ impl Run {
         rustix::rand::getrandom(&mut token, rustix::rand::GetRandomFlags::empty())?;
         let record = RunRecord { token: Token(token).to_hex(), name: name.to_owned(), limit_bytes };
         let budget = Arc::new(Budget::new(limit_bytes));
-        let run = Self::with(service, service.next_program(), &record, Arc::new(SlabSet::new()?), budget)?;
-        run.keep(&record.put(run.id), &[run.slabs.memory().fd(), owner]);
+        let (id, slabs) = (service.next_program(), Arc::new(SlabSet::new()?));
+        let run = Self::with(service, id, &record, slabs, budget, owner.try_clone_to_owned()?)?;
+        run.keep_self();
         Ok(run)
+    }
+
+    fn keep_self(&self) {
+        let record = RunRecord {
+            token: self.token.to_hex(),
+            name: self.name.clone(),
+            limit_bytes: self.limit_bytes.load(Relaxed),
+        };
+        self.keep(&record.put(self.id), &[self.slabs.memory().fd(), self.owner.as_fd()]);
     }
 
     /// A run with the slabs that it has.
@@ -99,6 +130,7 @@ impl Run {
         record: &RunRecord,
         slabs: Arc<SlabSet>,
         budget: Arc<Budget>,
+        owner: OwnedFd,
     ) -> std::io::Result<Arc<Self>> {
         let token = record.token()?;
         let seed = u64::from_le_bytes(token.0[..8].try_into().expect("8 bytes"));
@@ -107,7 +139,9 @@ impl Run {
             id,
             token,
             name: record.name.clone(),
-            limit_bytes: record.limit_bytes,
+            limit_bytes: AtomicU64::new(record.limit_bytes),
+            is_limit_live: AtomicBool::new(record.limit_bytes < LIMIT_BYTES_MIN),
+            owner,
             service: Arc::downgrade(service),
             budget,
             slabs,
@@ -130,6 +164,31 @@ impl Run {
     #[must_use]
     pub fn token(&self) -> Token {
         self.token
+    }
+
+    /// Change the limit while it runs. What is too much leaves at once, or as soon as the pool takes it.
+    pub fn set_limit(&self, limit_bytes: u64) {
+        tracing::info!(run = self.name, limit_bytes, "the limit is changed");
+        self.limit_bytes.store(limit_bytes, Relaxed);
+        self.is_limit_live.store(true, Relaxed);
+        self.budget.set_limit(limit_bytes);
+        self.keep_self();
+        for program in self.programs() {
+            program.ring();
+        }
+    }
+
+    /// Whether [`Self::set_limit`] was used: whoever did that is not to be punished for asking too much.
+    pub(crate) fn is_limit_live(&self) -> bool {
+        self.is_limit_live.load(Relaxed)
+    }
+
+    /// Whether a process is one of the run, or the one that started it.
+    #[must_use]
+    pub fn has_process(&self, pid: u32) -> bool {
+        let owner = rustix::net::sockopt::socket_peercred(&self.owner);
+        let is_owner = owner.is_ok_and(|owner| u32::try_from(owner.pid.as_raw_nonzero().get()) == Ok(pid));
+        is_owner || self.lock().iter().any(|program| program.pid() == pid)
     }
 
     /// The processes that are alive.
@@ -230,8 +289,8 @@ impl Run {
         let sent = self.sender.stats();
         RunReport {
             name: self.name.clone(),
-            limit_bytes: self.limit_bytes,
-            programs: programs.len(),
+            limit_bytes: self.limit_bytes.load(Relaxed),
+            programs: programs.iter().map(|program| program.report()).collect(),
             resident_bytes: (self.budget.resident() * page, self.budget.peak() * page),
             mempool_bytes: self.budget.mempool_bytes(),
             remote_bytes: self.slabs.bytes(),

@@ -203,10 +203,16 @@ impl Watch {
             self.over_since = None;
         } else if self.over_since.get_or_insert_with(Instant::now).elapsed() > TOO_SMALL_AFTER {
             let kept_mb = (total * page) >> 20;
-            run.end(&format!(
-                "it keeps {kept_mb} MiB resident that cannot be paged (stacks, locked, read-only or small areas), more than its limit allows: give at least --local {}M",
-                kept_mb * 5 / 4 + 8,
-            ));
+            let wanted_mb = kept_mb * 5 / 4 + 8;
+            let what = format!(
+                "it keeps {kept_mb} MiB resident that cannot be paged (stacks, locked, read-only or small areas), more than its limit allows"
+            );
+            if run.is_limit_live() {
+                tracing::warn!(run = ?run.token(), "{what}");
+                self.over_since = None;
+            } else {
+                run.end(&format!("{what}: give at least --local {wanted_mb}M"));
+            }
         }
     }
 }

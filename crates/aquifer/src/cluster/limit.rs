@@ -1,0 +1,21 @@
+//! `aquifer limit`: change what a running program may have.
+
+use std::process::ExitCode;
+
+use crate::Outcome;
+use crate::cli::LimitArguments;
+use crate::size::Size;
+use crate::state::StateDir;
+
+/// Change it, and say what it is now.
+pub fn limit(state: &StateDir, arguments: &LimitArguments) -> Outcome {
+    let run = aquifer_agent::client::set_limit(&state.agent_socket(), arguments.pid, arguments.size)
+        .map_err(|error| format!("the limit of process {} stays: {error}", arguments.pid))?;
+    println!(
+        "{}: may have {} from now on, has {} resident",
+        run.name,
+        Size(run.limit_bytes),
+        Size(run.resident_bytes)
+    );
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,160 @@
+//! Where an etcd is: `etcd://HOST:PORT[,HOST:PORT…][/CLUSTER]`, or `etcds://…` for TLS.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+/// The cluster's name where none is given.
+const CLUSTER: &str = "default";
+const CLUSTER_BYTES_MAX: usize = 64;
+/// Nobody has more members; etcd itself advises at most seven.
+const MEMBERS_MAX: usize = 16;
+
+/// Where an etcd is, and the name under which this cluster's keys are in it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct EtcdAddress {
+    /// Whether the members speak TLS.
+    pub tls: bool,
+    /// `HOST:PORT` of each known member, at least one.
+    pub members: Vec<String>,
+    /// The name that sets this cluster's keys apart from all others in the same etcd.
+    pub cluster: String,
+}
+
+/// The files that prove who we are, and by which we know etcd, where it speaks TLS.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct TlsFiles {
+    /// Certificates of the authorities that signed the members' certificates, PEM.
+    pub ca: Option<PathBuf>,
+    /// Our certificate, PEM.
+    pub certificate: Option<PathBuf>,
+    /// Its key, PEM.
+    pub key: Option<PathBuf>,
+}
+
+/// Why a text is no address of an etcd.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("\"{text}\" is not an address of an etcd: {why}; write etcd://HOST:PORT[,HOST:PORT...][/CLUSTER]")]
+pub struct AddressError {
+    /// The text.
+    text: String,
+    /// What is wrong with it.
+    why: String,
+}
+
+impl FromStr for EtcdAddress {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Self, AddressError> {
+        parse(text).map_err(|why| AddressError { text: text.to_owned(), why })
+    }
+}
+
+impl fmt::Display for EtcdAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let scheme = if self.tls { "etcds" } else { "etcd" };
+        write!(f, "{scheme}://{}", self.members.join(","))?;
+        if self.cluster == CLUSTER { Ok(()) } else { write!(f, "/{}", self.cluster) }
+    }
+}
+
+fn parse(text: &str) -> Result<EtcdAddress, String> {
+    let (tls, rest) = match (text.strip_prefix("etcd://"), text.strip_prefix("etcds://")) {
+        (Some(rest), _) => (false, rest),
+        (_, Some(rest)) => (true, rest),
+        _ => return Err("it does not begin with etcd:// or etcds://".to_owned()),
+    };
+    let (members, cluster) = rest.split_once('/').unwrap_or((rest, CLUSTER));
+    let members: Vec<String> = members.split(',').map(str::to_owned).collect();
+    if members.len() > MEMBERS_MAX {
+        return Err(format!("it names {} members, and {MEMBERS_MAX} are the most", members.len()));
+    }
+    for member in &members {
+        check_member(member)?;
+    }
+    check_cluster(cluster)?;
+    Ok(EtcdAddress { tls, members, cluster: cluster.to_owned() })
+}
+
+fn check_member(member: &str) -> Result<(), String> {
+    let (host, port) = member.rsplit_once(':').ok_or_else(|| format!("\"{member}\" has no port"))?;
+    // A sign is no digit, whatever the standard library thinks.
+    let is_port =
+        port.bytes().all(|byte| byte.is_ascii_digit()) && port.parse::<u16>().is_ok_and(|port| port > 0);
+    if !is_port {
+        return Err(format!("\"{port}\" is not a port"));
+    }
+    let is_v6 = host
+        .strip_prefix('[')
+        .and_then(|host| host.strip_suffix(']'))
+        .is_some_and(|host| host.parse::<std::net::Ipv6Addr>().is_ok());
+    let is_name =
+        !host.is_empty() && host.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".-_".contains(&byte));
+    if is_v6 || is_name { Ok(()) } else { Err(format!("\"{host}\" is not a host")) }
+}
+
+fn check_cluster(cluster: &str) -> Result<(), String> {
+    let is_plain = cluster.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".-_".contains(&byte));
+    if cluster.is_empty() || cluster.len() > CLUSTER_BYTES_MAX || !is_plain {
+        return Err(format!(
+            "a cluster's name has 1 to {CLUSTER_BYTES_MAX} letters, digits, dots, dashes and underscores"
+        ));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn addresses_are_read_and_written() {
+        for text in [
+            "etcd://127.0.0.1:2379",
+            "etcd://a.example:2379,b-2:1/x_1",
+            "etcds://[::1]:65535/c",
+            "etcd://h:2379,h:2380,h:2381",
+        ] {
+            assert_eq!(text.parse::<EtcdAddress>().unwrap().to_string(), text);
+        }
+        let named = "etcd://h:1/default".parse::<EtcdAddress>().unwrap();
+        assert_eq!(named, "etcd://h:1".parse().unwrap());
+        assert!("etcds://h:1".parse::<EtcdAddress>().unwrap().tls);
+    }
+
+    #[test]
+    fn what_is_no_address_is_refused_with_a_reason() {
+        let many = format!("etcd://{}", vec!["h:1"; MEMBERS_MAX + 1].join(","));
+        for (text, why) in [
+            ("", "does not begin"),
+            ("http://h:1", "does not begin"),
+            ("etcd://", "no port"),
+            ("etcd://h", "no port"),
+            ("etcd://h:", "not a port"),
+            ("etcd://h:0", "not a port"),
+            ("etcd://h:+1", "not a port"),
+            ("etcd://h:65536", "not a port"),
+            ("etcd://:1", "not a host"),
+            ("etcd://h:1,", "no port"),
+            ("etcd://u@h:1", "not a host"),
+            ("etcd://::1:1", "not a host"),
+            ("etcd://h:1/", "a cluster's name"),
+            ("etcd://h:1/a/b", "a cluster's name"),
+            (many.as_str(), "17 members"),
+        ] {
+            let error = text.parse::<EtcdAddress>().unwrap_err().to_string();
+            assert!(error.contains(why), "{text}: {error}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_refused_or_comes_back(text in "(etcds?://)?[a-z0-9:,./\\[\\]@ -]{0,40}") {
+            if let Ok(address) = text.parse::<EtcdAddress>() {
+                prop_assert_eq!(address.to_string().parse::<EtcdAddress>().unwrap(), address);
+            }
+        }
+    }
+}

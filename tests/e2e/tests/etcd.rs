@@ -1,0 +1,102 @@
+//! Clusters whose directory is a real etcd, which dies under them.
+
+use aquifer_tests_e2e::cluster::{find, text};
+use aquifer_tests_e2e::run::{Running, mempool_share, status};
+use aquifer_tests_e2e::{Cluster, build, eventually};
+use aquifer_tests_support::Etcd;
+use serde_json::Value;
+
+const LIMIT: &str = "32M";
+
+fn up(etcd: &Etcd) -> Cluster {
+    Cluster::up_with(3, "128M", &["--fabric", "tcp", "--directory", &etcd.address()])
+}
+
+fn checker(cluster: &Cluster, rounds: &str) -> Running {
+    let checker = build::programs().join("checker");
+    let program = [checker.to_str().expect("a plain path"), "pages", "--bytes", "128M", "--rounds", rounds];
+    Running::start(&mut cluster.run_command(LIMIT, &program), false, mempool_share(cluster.agent_socket()))
+}
+
+/// Wait until much of the program is on memory nodes.
+fn await_paging(cluster: &Cluster) {
+    eventually("a program to be paged", || {
+        let status = status(cluster.agent_socket())?;
+        let runs = status["runs"].as_array()?;
+        let remote: u64 = runs.iter().filter_map(|run| run["remote_bytes"].as_u64()).sum();
+        (remote >= 64 << 20).then_some(())
+    });
+}
+
+/// Who is in the directory: the agent's number and epoch, and the nodes.
+fn members(cluster: &Cluster) -> (Value, Vec<u64>) {
+    let status = cluster.status();
+    let nodes = status["nodes"].as_array().cloned().unwrap_or_default();
+    (status["agents"].clone(), nodes.iter().filter_map(|node| node["id"].as_u64()).collect())
+}
+
+#[test]
+fn an_etcd_that_is_killed_and_started_again_costs_a_program_nothing() {
+    let mut etcd = Etcd::start();
+    let cluster = up(&etcd);
+    let status = cluster.status();
+    let parts = status["parts"].as_array().expect("parts are listed");
+    assert!(parts.iter().all(|part| part["name"] != "directory"), "the directory is elsewhere: {parts:?}");
+    let before = members(&cluster);
+    assert_eq!(before.1, [1, 2, 3]);
+
+    let run = checker(&cluster, "12");
+    await_paging(&cluster);
+    etcd.member(0).kill();
+    // Without a directory nothing is missed: another program begins and ends meanwhile.
+    let other = build::programs().join("checker");
+    let other = cluster.run(LIMIT, &[other.to_str().expect("a plain path"), "pages", "--bytes", "64M"]);
+    assert!(other.status.success(), "{}", text(&other.stderr));
+    let told = cluster.status();
+    let problems = find(&told, "problems").and_then(Value::as_array).cloned().unwrap_or_default();
+    assert!(
+        problems.iter().any(|problem| problem.as_str().is_some_and(|problem| problem.contains("etcd://")))
+    );
+    etcd.member(0).restart();
+
+    run.wait().assert_success("the checker, while etcd died and came back");
+    cluster.assert_all_free();
+    // Nobody lost its lease: the same agent, of the same epoch.
+    eventually("everyone to be in the directory", || (members(&cluster) == before).then_some(()));
+    // The shape is remembered.
+    let again = cluster.command().arg("up").output().expect("aquifer can be started");
+    assert!(again.status.success() && text(&again.stdout).contains("up already"), "{}", text(&again.stdout));
+}
+
+#[test]
+fn nodes_and_agent_give_their_places_back_when_they_go() {
+    let etcd = Etcd::start();
+    drop(up(&etcd));
+    // The same numbers are free at once, and the next agent has a greater epoch.
+    let second = up(&etcd);
+    let (agents, nodes) = members(&second);
+    assert_eq!(nodes, [1, 2, 3]);
+    assert_eq!(agents.as_array().map(Vec::len), Some(1));
+}
+
+#[test]
+fn an_etcd_that_is_not_there_is_said_before_anything_starts() {
+    let held = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let address = format!("etcd://{}", held.local_addr().expect("it is bound"));
+    drop(held);
+    let state = tempfile::TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
+    let mut command = std::process::Command::new(build::binary());
+    command.arg("--state").arg(state.path()).args([
+        "up",
+        "--nodes",
+        "1",
+        "--memory",
+        "8M",
+        "--directory",
+        &address,
+    ]);
+    let output = command.output().expect("aquifer can be started");
+    assert!(!output.status.success());
+    let said = text(&output.stderr);
+    assert!(said.contains(&address) && said.contains("cannot be reached"), "{said}");
+}

@@ -1,0 +1,184 @@
+//! A cluster as on real hosts: each part in a network namespace with an address of its own, wires with delays, a real etcd.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use aquifer_tests_e2e::network::{Machine, Network, Part};
+use aquifer_tests_e2e::run::{Outcome, Running, mempool_share, status};
+use aquifer_tests_e2e::{build, eventually};
+use aquifer_tests_support::{Etcd, Relay, etcd};
+use tempfile::TempDir;
+
+/// One way, to a node and to etcd.
+const DELAY: Duration = Duration::from_micros(200);
+const LIMIT: &str = "8M";
+const BYTES: &str = "32M";
+const NODES: u8 = 3;
+
+/// A node, and the relays between it and the rest.
+struct Node {
+    // It ends while it can still say goodbye.
+    _part: Part,
+    relay: Relay,
+    to_etcd: Relay,
+    _state: TempDir,
+}
+
+/// A host that borrows.
+struct Host {
+    // The agent ends before its keeper.
+    _agent: Part,
+    _keeper: Part,
+    state: TempDir,
+}
+
+/// Dropped from the first to the last: the network goes when nobody is left in it.
+struct Cluster {
+    hosts: Vec<Host>,
+    nodes: Vec<Node>,
+    _etcd: Etcd,
+    _network: Network,
+    _key: TempDir,
+    _alone: std::fs::File,
+}
+
+impl Cluster {
+    fn up() -> Self {
+        let alone = build::lock("e2e-cluster.lock");
+        let key = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
+        let key_file = key.path().join("cluster.key");
+        write_private(&key_file, &"5a".repeat(32));
+        let mut network = Network::new();
+        let place = network.add("etcd", 2);
+        let options = etcd::Options { host: place.address, wrapper: place.wrapper(), tls: None };
+        let etcd = Etcd::start_with(1, &options);
+        let nodes = (1..=NODES).map(|id| Node::start(&mut network, id, &etcd, &key_file)).collect();
+        let hosts = (1..=2).map(|number| Host::start(&mut network, number, &etcd, &key_file)).collect();
+        let cluster = Self { hosts, nodes, _etcd: etcd, _network: network, _key: key, _alone: alone };
+        cluster.hosts.iter().for_each(|host| host.await_nodes(usize::from(NODES)));
+        cluster
+    }
+}
+
+fn write_private(path: &Path, text: &str) {
+    std::fs::write(path, text).expect("a temporary file can be written");
+    std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600)).expect("it is ours");
+}
+
+/// A relay at the hub, for which nobody stands in the way.
+fn relay(hub: &Machine, to: SocketAddr) -> Relay {
+    hub.inside(|| Relay::start(SocketAddr::new(hub.address, 0), to, DELAY)).expect("the hub has free ports")
+}
+
+impl Node {
+    fn start(network: &mut Network, id: u8, etcd: &Etcd, key: &Path) -> Self {
+        let machine = network.add(&format!("node{id}"), 10 + id);
+        let hub = network.hub();
+        let listen = SocketAddr::new(machine.address, 7400);
+        let relay_to_node = relay(&hub, listen);
+        let to_etcd = relay(&hub, etcd.members()[0].client());
+        let state = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
+        let config = state.path().join("node.toml");
+        let text = format!(
+            "id = {id}\nmemory = \"64M\"\nlisten = \"{listen}\"\nadvertise = \"{}\"\nkey = \"{}\"\nencrypt = true\n\
+             [directory]\naddress = \"etcd://{}/net\"\n",
+            relay_to_node.address(),
+            key.display(),
+            to_etcd.address(),
+        );
+        std::fs::write(&config, text).expect("a temporary file can be written");
+        let config = config.to_str().expect("a plain path").to_owned();
+        let part = Part::start(&machine, state.path(), &["node", "--config", &config]);
+        Self { _part: part, relay: relay_to_node, to_etcd, _state: state }
+    }
+
+    /// Nothing comes through to it or from it, and nobody is told.
+    fn cut_off(&self) {
+        self.relay.stop();
+        self.to_etcd.stop();
+    }
+
+    fn let_back(&self) {
+        self.relay.resume();
+        self.to_etcd.resume();
+    }
+}
+
+impl Host {
+    fn start(network: &mut Network, number: u8, etcd: &Etcd, key: &Path) -> Self {
+        let machine = network.add(&format!("host{number}"), 20 + number);
+        let state = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
+        let keeper = Part::start(&machine, state.path(), &["keeper"]);
+        let directory = format!("{}/net", etcd.address());
+        let key = key.to_str().expect("a plain path");
+        let words = ["agent", "--mempool", "8M", "--key", key, "--directory", &directory];
+        let agent = Part::start(&machine, state.path(), &words);
+        Self { _agent: agent, _keeper: keeper, state }
+    }
+
+    /// Wait until its agent sees so many nodes that it can use.
+    fn await_nodes(&self, count: usize) {
+        eventually(&format!("the agent to see {count} nodes"), || {
+            let nodes = status(&self.state.path().join("agent.sock"))?["nodes"].as_array()?.len();
+            (nodes == count).then_some(())
+        });
+    }
+
+    fn checker(&self, rounds: &str) -> Running {
+        let checker = build::programs().join("checker");
+        let mut command = Command::new(build::binary());
+        command.arg("--state").arg(self.state.path()).args(["run", "--local", LIMIT, "--"]);
+        command.arg(checker).args(["pages", "--bytes", BYTES, "--rounds", rounds]);
+        Running::start(&mut command, false, mempool_share(&self.state.path().join("agent.sock")))
+    }
+
+    fn await_paging(&self) {
+        eventually("a program to be paged", || {
+            let status = status(&self.state.path().join("agent.sock"))?;
+            let remote: u64 =
+                status["runs"].as_array()?.iter().filter_map(|run| run["remote_bytes"].as_u64()).sum();
+            (remote >= 16 << 20).then_some(())
+        });
+    }
+}
+
+fn assert_no_wrong_byte(outcome: &Outcome) {
+    assert!(!outcome.stderr.contains("checker:"), "the program saw wrong memory: {}", outcome.stderr);
+}
+
+#[test]
+fn hosts_and_nodes_on_a_network_of_their_own() {
+    let cluster = Cluster::up();
+    // Both hosts at once, in a quarter of the memory.
+    let runs: Vec<_> = cluster.hosts.iter().map(|host| host.checker("1")).collect();
+    for run in runs {
+        run.wait().assert_success("the checker on a host of its own");
+    }
+    // An etcd that is out of reach of one node for a while costs nothing but its place in the directory.
+    cluster.nodes[0].to_etcd.stop();
+    cluster.hosts.iter().for_each(|host| host.await_nodes(usize::from(NODES) - 1));
+    cluster.nodes[0].to_etcd.resume();
+    cluster.hosts.iter().for_each(|host| host.await_nodes(usize::from(NODES)));
+    cluster.hosts[1].checker("1").wait().assert_success("the checker after a node has come back");
+}
+
+/// As docs/guide/cluster.md has it: its lease ends, who reads a page of it is told, and never gets a wrong one; others go on without it.
+#[test]
+fn a_node_that_is_cut_off_costs_its_readers_a_message_and_no_wrong_byte() {
+    let cluster = Cluster::up();
+    let [first, second] = &cluster.hosts[..] else { panic!("there are two hosts") };
+    let run = first.checker("1000000");
+    first.await_paging();
+    cluster.nodes[2].cut_off();
+    let outcome = run.wait();
+    assert!(!outcome.status.success(), "pages on that node are lost");
+    assert_no_wrong_byte(&outcome);
+    first.await_nodes(usize::from(NODES) - 1);
+    second.await_nodes(usize::from(NODES) - 1);
+    second.checker("1").wait().assert_success("the checker on the nodes that are left");
+    cluster.nodes[2].let_back();
+    first.await_nodes(usize::from(NODES));
+    first.checker("1").wait().assert_success("the checker when the node is back");
+}

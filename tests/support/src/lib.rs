@@ -1,0 +1,10 @@
+//! What tests of several crates share.
+//!
+//! - [`etcd`]: a real etcd of one or more members, that can be killed and started again.
+//! - [`relay`]: a relay in user space that delays, stops and cuts what goes through it.
+
+pub mod etcd;
+pub mod relay;
+
+pub use etcd::{Etcd, Member};
+pub use relay::Relay;
