@@ -15,6 +15,7 @@ use aquifer_pager::Connector;
 use aquifer_pool::PoolClient;
 
 use crate::keeper::KeeperPort;
+use crate::lent::Lent;
 use crate::membership::{Membership, MembershipError};
 use crate::nodes::Nodes;
 use crate::place::Place;
@@ -35,6 +36,8 @@ pub struct AgentOptions {
     pub keeper: PathBuf,
     /// The cluster's directory.
     pub directory: Arc<dyn aquifer_directory::Directory>,
+    /// Where that is, for servers of blocks on this host: told to them as it is.
+    pub directory_place: String,
     /// Most that the mempool may take, in bytes. It grows as it is used.
     pub mempool_bytes: usize,
     /// The cluster's key, for nodes on other machines.
@@ -137,7 +140,8 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
             .spawn(move || attend(&owner, &service, &run));
         spawned.map_err(AgentError::Threads)?;
     }
-    let talks = Talks::new(&service, &nodes, identity.host.0);
+    let lent = Lent::new(&options.directory_place, options.connect.encrypt, options.key.as_ref());
+    let talks = Talks::new(&service, &nodes, identity.host.0, lent);
     ready();
     let mut ticks = 0u32;
     while !stop.load(Relaxed) {
@@ -150,7 +154,9 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
             }
         }
         if membership.is_lost() {
-            end_runs(&service, "this host's lease has ended, and the memory nodes refuse it");
+            let reason = "this host's lease has ended, and the memory nodes refuse it";
+            end_runs(&service, reason);
+            talks.borrowers.end(reason);
             return Err(AgentError::LeaseLost);
         }
         ticks = ticks.wrapping_add(1);
@@ -159,6 +165,7 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
         }
     }
     end_runs(&service, "the agent is stopping");
+    talks.borrowers.end("the agent is stopping");
     if options.listener.is_none() {
         let _ = std::fs::remove_file(&options.socket);
     }

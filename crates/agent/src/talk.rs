@@ -14,6 +14,7 @@ use aquifer_ipc::{Frame, OpenRun, SetLimit};
 use aquifer_pager::REPLICAS_MAX;
 use rustix::fs::{Mode, OFlags};
 
+use crate::lent::{Borrowers, Lent};
 use crate::nodes::Nodes;
 use crate::report::{RunStatistics, status};
 use crate::socket::{Peer, accept, wait_readable};
@@ -34,16 +35,21 @@ pub(crate) struct Talks {
     pub nodes: Arc<Nodes>,
     /// This host's number.
     pub host: u16,
+    /// Servers of blocks on this host, and what they are told.
+    pub borrowers: Borrowers,
+    lent: Lent,
     /// By user, those under way.
     talking: Mutex<HashMap<u32, usize>>,
 }
 
 impl Talks {
-    pub fn new(service: &Arc<Service>, nodes: &Arc<Nodes>, host: u16) -> Arc<Self> {
+    pub fn new(service: &Arc<Service>, nodes: &Arc<Nodes>, host: u16, lent: Lent) -> Arc<Self> {
         Arc::new(Self {
             service: Arc::clone(service),
             nodes: Arc::clone(nodes),
             host,
+            borrowers: Borrowers::default(),
+            lent,
             talking: Mutex::default(),
         })
     }
@@ -110,6 +116,10 @@ impl Talks {
                 }
                 return;
             }
+            // What they are told opens the whole pool.
+            Ok((Frame::Borrow, _)) if is_trusted(peer.uid) => {
+                return self.borrowers.attend(socket, &self.lent);
+            }
             Ok((Frame::WantDevice, _)) => return lend_device(&socket),
             Ok((Frame::Status, _)) => {
                 let status = status(self.host, &self.service, &self.nodes, |run| may_see(peer.uid, run));
@@ -161,7 +171,12 @@ impl Talks {
 
 /// One user's runs are closed to another.
 fn may_see(uid: u32, run: &Run) -> bool {
-    uid == run.tenant() || uid == 0 || uid == rustix::process::geteuid().as_raw()
+    uid == run.tenant() || is_trusted(uid)
+}
+
+/// Our own user, and root.
+fn is_trusted(uid: u32) -> bool {
+    uid == 0 || uid == rustix::process::geteuid().as_raw()
 }
 
 /// Let a program without the right to it make a userfaultfd of its own memory.

@@ -78,6 +78,9 @@ pub enum Command {
     Demo(DemoArgs),
     /// Measure something, beside its peers; `list` names what
     Bench(BenchArgs),
+    /// Serve the swap device of a run; `aquifer run --swap` starts it.
+    #[command(hide = true)]
+    SwapServer(SwapServerArguments),
     /// A part of a cluster.
     #[command(flatten)]
     Part(PartCommand),
@@ -165,6 +168,12 @@ pub struct RunArguments {
     #[arg(long, value_name = "COUNT", env = "AQUIFER_REPLICAS", hide_env_values = true, default_value_t = 1,
         value_parser = clap::value_parser!(u32).range(1..=3))]
     pub replicas: u32,
+    /// Page it by kernel swap on a device of the cluster's memory: for static and set-user-ID programs, as root
+    #[arg(long)]
+    pub swap: bool,
+    /// Size of that device, such as 2G [default: eight times --local, at most twice what the cluster has free]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse, requires = "swap")]
+    pub swap_size: Option<u64>,
     /// Write statistics there when the program ends, as JSON
     #[arg(long, value_name = "FILE")]
     pub stats: Option<PathBuf>,
@@ -185,6 +194,20 @@ pub struct LimitArguments {
     /// Resident memory that the run may have from now on, such as 512M; a few pages will do, if slowly
     #[arg(value_name = "SIZE", value_parser = size::parse)]
     pub size: u64,
+}
+
+/// `aquifer swap-server`, on whose standard input is the run.
+#[derive(Args, Clone, Debug)]
+pub struct SwapServerArguments {
+    /// The run's limit.
+    #[arg(long, value_parser = size::parse)]
+    pub local: u64,
+    /// The device's size.
+    #[arg(long, value_parser = size::parse)]
+    pub swap_size: Option<u64>,
+    /// The program's name, for people.
+    #[arg(long)]
+    pub name: String,
 }
 
 /// The parts of a cluster.
@@ -296,7 +319,8 @@ mod tests {
     fn the_help_names_every_command() {
         let mut command = Cli::command();
         let help = command.render_help().to_string();
-        for name in command.get_subcommands().map(clap::Command::get_name) {
+        let shown = command.get_subcommands().filter(|command| !command.is_hide_set());
+        for name in shown.map(clap::Command::get_name) {
             let is_listed = help.lines().any(|line| line.trim_start().split(' ').next() == Some(name));
             assert!(is_listed, "`{name}` is missing in the help:\n{help}");
         }

@@ -151,6 +151,13 @@ pub enum Frame {
     Device,
     /// Agent to `aquifer run`: something that the user should know.
     News(String),
+    /// A server of blocks to agent: what do I need to reach memory nodes?
+    Borrow,
+    /// Agent to a server of blocks: this, as JSON. The connection stays, for [`Frame::Ended`].
+    Lent(String),
+    /// A server of swap to `aquifer run`: it is there, and undone by the record of this name. Comes with the descriptor that lets
+    /// programs into its cgroup.
+    SwapOpened(String),
 }
 
 /// Why bytes are not a frame.
@@ -271,6 +278,9 @@ impl Frame {
             16 => Self::SetLimit(SetLimit { pid: reader.u32()?, limit_bytes: reader.u64()? }),
             17 => Self::WantDevice,
             18 => Self::Device,
+            20 => Self::Borrow,
+            21 => Self::Lent(reader.text()?),
+            22 => Self::SwapOpened(reader.text()?),
             kind => return Err(FrameError::UnknownKind(kind)),
         })
     }
@@ -285,6 +295,7 @@ impl Frame {
             Self::Welcome
             | Self::CloseRun
             | Self::Status
+            | Self::Borrow
             | Self::Take
             | Self::Taken
             | Self::WantDevice
@@ -293,7 +304,9 @@ impl Frame {
             | Self::Statistics(text)
             | Self::Ended(text)
             | Self::StatusIs(text)
-            | Self::News(text) => write_text(text, out),
+            | Self::News(text)
+            | Self::Lent(text)
+            | Self::SwapOpened(text) => write_text(text, out),
             Self::OpenRun(open) => {
                 out.extend_from_slice(&open.limit_bytes.to_le_bytes());
                 out.extend_from_slice(&open.replicas.to_le_bytes());
@@ -361,6 +374,9 @@ impl Frame {
             Self::SetLimit(_) => 16,
             Self::WantDevice => 17,
             Self::Device => 18,
+            Self::Borrow => 20,
+            Self::Lent(_) => 21,
+            Self::SwapOpened(_) => 22,
         }
     }
 }
@@ -467,6 +483,9 @@ mod tests {
             Frame::SetLimit(SetLimit { pid: 77, limit_bytes: 4096 }),
             Frame::WantDevice,
             Frame::Device,
+            Frame::Borrow,
+            Frame::Lent("{}".into()),
+            Frame::SwapOpened("aquifer-setup-1-2-3".into()),
         ]
     }
 
@@ -544,7 +563,7 @@ mod tests {
         }
 
         #[test]
-        fn damaged_frames_never_panic(which in 0usize..18, at in 0usize..120, value in any::<u8>(), cut in 0usize..120) {
+        fn damaged_frames_never_panic(which in 0usize..21, at in 0usize..120, value in any::<u8>(), cut in 0usize..120) {
             let mut bytes = bytes_of(&samples()[which]);
             if let Some(byte) = bytes.get_mut(at) {
                 *byte = value;

@@ -48,4 +48,8 @@ pub enum Mutation {
     ForgetMoving,
     /// After a restart a page that was on its way out is taken for one that is in the program.
     ForgetLeaving,
+    /// A page of a device that is written again is written in its place, though its block is the sender's by now.
+    AbsorbIntoSealed,
+    /// A device's reader does not refer to the place that it fetches from.
+    FetchUnreferenced,
 }

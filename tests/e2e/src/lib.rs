@@ -8,6 +8,7 @@
 //! - [`sampler`], [`processes`]: `/proc`.
 //! - [`agent`]: the agent's socket, for what only a hostile program would send.
 //! - [`network`]: machines in network namespaces.
+//! - [`swap`]: what `aquifer run --swap` has made on this machine.
 //! - [`eventually`]: waiting for a condition.
 //!
 //! A cluster is up in one test at a time, over all test programs: limits and speeds of two would be each other's.
@@ -21,6 +22,7 @@ pub mod network;
 pub mod processes;
 pub mod run;
 pub mod sampler;
+pub mod swap;
 
 pub use cluster::Cluster;
 pub use compare::{Case, compare};

@@ -215,6 +215,7 @@ fn agent(
         shared_socket: settings.shared_socket.clone(),
         keeper,
         directory: Source::new(&settings.directory)?.connect(state)?,
+        directory_place: serde_json::to_string(&settings.directory)?,
         mempool_bytes: usize::try_from(mempool)?,
         key: match &settings.key {
             Some(path) => Some(key::load(path)?),

@@ -10,7 +10,7 @@ pub mod attach;
 mod edge;
 mod follow;
 mod obituary;
-mod priority;
+pub mod priority;
 pub mod program;
 mod records;
 mod restore;
