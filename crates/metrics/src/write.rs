@@ -70,6 +70,19 @@ pub fn gauges(
     rows_of(encoder, family, MetricType::Gauge, rows, |row, value| row.encode_gauge(value))
 }
 
+/// Write what is known by its labels alone.
+///
+/// # Errors
+/// The encoder's.
+pub fn info(
+    encoder: &mut DescriptorEncoder<'_>,
+    family: Family<'_>,
+    labels: &[(&'static str, String)],
+) -> fmt::Result {
+    let mut metric = encoder.encode_descriptor(family.name, family.help, family.unit, MetricType::Info)?;
+    metric.encode_info(&labels.to_vec())
+}
+
 /// Write a family of histograms.
 ///
 /// # Errors

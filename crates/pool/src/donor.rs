@@ -7,7 +7,8 @@ use aquifer_fabric::{Access, Memory, Region, Scope, Target, TargetError, WindowS
 
 use crate::client::NodeId;
 use crate::error::FormatError;
-use crate::layout::{Layout, WordAt};
+use crate::layout::Layout;
+use crate::op::WordAt;
 use crate::size::{CHUNK_BYTES, SECTION_BYTES, SECTION_SPANS, SPAN_CHUNKS};
 use crate::word::{SectionWord, SpanState, SpanWord};
 
