@@ -4,12 +4,13 @@
 //! - [`keeper`]: the small process that holds what must outlive the agent.
 //! - [`shadow`]: shares the agent's open files, so that none closes before the keeper has it.
 //! - [`nodes`]: which memory nodes there are and how to reach them.
-//! - [`report`]: what people and scripts get to read.
+//! - [`report`]: what people and scripts get to read; `metrics` what Prometheus does.
 
 pub mod agent;
 pub mod client;
 pub mod keeper;
 pub mod membership;
+mod metrics;
 pub mod nodes;
 mod place;
 pub mod report;

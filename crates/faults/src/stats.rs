@@ -40,7 +40,7 @@ impl FaultStats {
     /// Add everything that `other` counted.
     pub fn merge(&self, other: &Self) {
         for (mine, theirs) in self.counters().into_iter().zip(other.counters()) {
-            mine.fetch_add(theirs.load(Relaxed), Relaxed);
+            merge(mine, theirs);
         }
         self.latency.merge(&other.latency);
     }
@@ -108,8 +108,37 @@ impl Latencies {
 
     fn merge(&self, other: &Self) {
         for (mine, theirs) in self.0.iter().zip(other.0.iter()) {
-            mine.fetch_add(theirs.load(Relaxed), Relaxed);
+            merge(mine, theirs);
         }
+    }
+
+    /// For each of some bounds in nanoseconds, in order, how many were above the one before and not above it, to 6 %, and last how many
+    /// were above them all.
+    #[must_use]
+    pub fn between(&self, bounds_ns: &[u64]) -> Vec<u64> {
+        let mut counts = vec![0; bounds_ns.len() + 1];
+        for (number, bucket) in self.0.iter().enumerate() {
+            counts[bounds_ns.partition_point(|bound| *bound < Self::lower_bound(number))] +=
+                bucket.load(Relaxed);
+        }
+        counts
+    }
+
+    /// The sum of all, in nanoseconds, to 6 %.
+    #[must_use]
+    pub fn sum(&self) -> u128 {
+        let of = |(number, bucket): (usize, &AtomicU64)| {
+            u128::from(Self::lower_bound(number)) * u128::from(bucket.load(Relaxed))
+        };
+        self.0.iter().enumerate().map(of).sum()
+    }
+}
+
+/// Add what another counted. Most of it is nothing.
+fn merge(mine: &AtomicU64, theirs: &AtomicU64) {
+    let count = theirs.load(Relaxed);
+    if count > 0 {
+        mine.fetch_add(count, Relaxed);
     }
 }
 
@@ -128,6 +157,20 @@ mod tests {
             last = bucket;
         }
         assert_eq!(Latencies::bucket(u64::MAX), BUCKETS - 1);
+    }
+
+    #[test]
+    fn counts_between_bounds_and_their_sum() {
+        let latencies = Latencies::default();
+        assert_eq!((latencies.between(&[1, 10]), latencies.sum()), (vec![0, 0, 0], 0));
+        for value in [1, 2, 15, 16, 1 << 20, u64::MAX] {
+            latencies.record(value);
+        }
+        assert_eq!(latencies.between(&[0, 2, 15, 16, 1 << 20]), [0, 2, 1, 1, 1, 1]);
+        assert_eq!(latencies.between(&[]), [6]);
+        let whole = latencies.sum();
+        latencies.record(1000);
+        assert!((941..=1000).contains(&(latencies.sum() - whole)));
     }
 
     #[test]

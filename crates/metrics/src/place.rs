@@ -72,7 +72,8 @@ mod tests {
 
     #[test]
     fn what_others_can_reach_is_refused_with_a_way_out() {
-        for text in ["0.0.0.0:7480", "10.0.0.7:7480", "[::]:7480", "[2001:db8::1]:1", "[::ffff:127.0.0.1]:1"] {
+        for text in ["0.0.0.0:7480", "10.0.0.7:7480", "[::]:7480", "[2001:db8::1]:1", "[::ffff:127.0.0.1]:1"]
+        {
             let why = text.parse::<Place>().expect_err(text).to_string();
             assert!(why.contains("unix:PATH") && why.contains("TLS") && why.contains("127.0.0.1"), "{why}");
         }
@@ -80,7 +81,8 @@ mod tests {
 
     #[test]
     fn nonsense_is_refused() {
-        for text in ["", "7480", "localhost:7480", "127.0.0.1", "127.0.0.1:70000", "unix:/", "http://127.0.0.1:1/"]
+        for text in
+            ["", "7480", "localhost:7480", "127.0.0.1", "127.0.0.1:70000", "unix:/", "http://127.0.0.1:1/"]
         {
             assert_eq!(text.parse::<Place>(), Err(PlaceError::Unfit(text.into())));
         }

@@ -55,7 +55,9 @@ pub fn counters(
     family: Family<'_>,
     rows: impl IntoIterator<Item = (Labels, u64)>,
 ) -> fmt::Result {
-    rows_of(encoder, family, MetricType::Counter, rows, |row, value| row.encode_counter::<Labels, _, f64>(value, None))
+    rows_of(encoder, family, MetricType::Counter, rows, |row, value| {
+        row.encode_counter::<Labels, _, f64>(value, None)
+    })
 }
 
 /// Write a family of gauges: they are what is now.

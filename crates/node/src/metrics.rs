@@ -78,8 +78,8 @@ impl Collector for Figures {
                 &self.events.renewal_failures,
             ),
         ];
-        events
-            .into_iter()
-            .try_for_each(|(name, help, counter)| counters(encoder, about(name, help), one(counter.load(Relaxed))))
+        events.into_iter().try_for_each(|(name, help, counter)| {
+            counters(encoder, about(name, help), one(counter.load(Relaxed)))
+        })
     }
 }

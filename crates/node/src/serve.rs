@@ -136,7 +136,8 @@ pub fn serve(
     };
     let mut member = Member::join(directory, record, options.lease_ttl, &*target)?;
     tracing::info!(node = options.id, bytes = donation.layout.data_bytes(), "memory is lent");
-    let figures = |listener| metrics::serve(listener, donation, Arc::clone(&target), Arc::clone(member.events()));
+    let figures =
+        |listener| metrics::serve(listener, donation, Arc::clone(&target), Arc::clone(member.events()));
     let served = listener.map(figures).transpose();
     let _metrics = served.inspect_err(|_| member.leave())?;
     ready(&Ready { record: member.record().clone() });

@@ -15,8 +15,8 @@ use aquifer_directory::{
     TransactionOutcome, Watch,
 };
 use aquifer_fabric::{Host, Identity, Tenant, WorkError, shm};
-use aquifer_node::{Listen, NodeError, NodeOptions, Ready, Shutdown, serve};
 use aquifer_metrics::MetricsError;
+use aquifer_node::{Listen, NodeError, NodeOptions, Ready, Shutdown, serve};
 use aquifer_pool::{NodeId, PoolClient, PoolError, SizeClass};
 use aquifer_tests_support::openmetrics::scrape;
 

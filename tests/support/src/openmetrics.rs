@@ -27,7 +27,11 @@ pub struct Samples(pub Vec<Sample>);
 
 impl Samples {
     /// The figures of a name that have all of these labels.
-    pub fn of<'a>(&'a self, name: &'a str, labels: &'a [(&'a str, &'a str)]) -> impl Iterator<Item = &'a Sample> {
+    pub fn of<'a>(
+        &'a self,
+        name: &'a str,
+        labels: &'a [(&'a str, &'a str)],
+    ) -> impl Iterator<Item = &'a Sample> {
         self.0.iter().filter(move |sample| {
             let has = |(key, value): &(&str, &str)| sample.labels.get(*key).is_some_and(|is| is == value);
             sample.name == name && labels.iter().all(has)
@@ -283,7 +287,8 @@ mod tests {
             head("# UNIT a bytes\n"),
             "a_total 1\n# EOF\n".to_owned(),
             "# HELP h H.\n# TYPE h histogram\nh_sum 1\nh_count 2\nh_bucket{le=\"1.0\"} 2\n# EOF\n".to_owned(),
-            "# HELP h H.\n# TYPE h histogram\nh_sum 1\nh_count 2\nh_bucket{le=\"+Inf\"} 1\n# EOF\n".to_owned(),
+            "# HELP h H.\n# TYPE h histogram\nh_sum 1\nh_count 2\nh_bucket{le=\"+Inf\"} 1\n# EOF\n"
+                .to_owned(),
         ] {
             assert!(parse(&text).is_err(), "{text}");
         }
