@@ -165,13 +165,16 @@ fn parse_value(text: &str) -> Result<(String, &str), String> {
     Err("a label without an end".into())
 }
 
+/// A histogram's name, and what tells it apart from others of the name.
+type Series = (String, BTreeMap<String, String>);
+
 /// Each histogram's buckets grow, and the last has all.
 fn check_histograms(samples: &Samples) -> Result<(), String> {
-    let mut last: BTreeMap<(String, Vec<(String, String)>), (f64, f64)> = BTreeMap::new();
+    let mut last: BTreeMap<Series, (f64, f64)> = BTreeMap::new();
     for sample in &samples.0 {
         let Some(name) = sample.name.strip_suffix("_bucket") else { continue };
-        let mut labels: Vec<_> = sample.labels.clone().into_iter().collect();
-        labels.retain(|(label, _)| label != "le");
+        let mut labels = sample.labels.clone();
+        labels.remove("le");
         let bound = sample.labels.get("le").ok_or("a bucket without a bound")?.replace("+Inf", "inf");
         let bound: f64 = bound.parse().map_err(|_| "a bucket's bound is no number")?;
         let before = last.insert((name.to_owned(), labels), (bound, sample.value));
