@@ -5,13 +5,14 @@
 //! - [`shadow`]: shares the agent's open files, so that none closes before the keeper has it.
 //! - [`lent`]: what servers of blocks on this host have from the agent.
 //! - [`nodes`]: which memory nodes there are and how to reach them.
-//! - [`report`]: what people and scripts get to read.
+//! - [`report`]: what people and scripts get to read; `metrics` what Prometheus does.
 
 pub mod agent;
 pub mod client;
 pub mod keeper;
 pub mod lent;
 pub mod membership;
+mod metrics;
 pub mod nodes;
 mod place;
 pub mod report;

@@ -122,7 +122,8 @@ impl Talks {
             }
             Ok((Frame::WantDevice, _)) => return lend_device(&socket),
             Ok((Frame::Status, _)) => {
-                let status = status(self.host, &self.service, &self.nodes, |run| may_see(peer.uid, run));
+                let status =
+                    status(self.host, &self.service, &self.nodes, |tenant| may_see(peer.uid, tenant));
                 Frame::StatusIs(serde_json::to_string(&status).expect("figures can be written"))
             }
             Ok((Frame::SetLimit(set), _)) => self.set_limit(set, peer.uid),
@@ -158,7 +159,7 @@ impl Talks {
 
     fn set_limit(&self, set: SetLimit, uid: u32) -> Frame {
         let mut runs = self.service.runs().into_iter();
-        let Some(run) = runs.find(|run| may_see(uid, run) && run.has_process(set.pid)) else {
+        let Some(run) = runs.find(|run| may_see(uid, run.tenant()) && run.has_process(set.pid)) else {
             return Frame::Refused(format!(
                 "process {} does not run on the pool: aquifer status shows which do",
                 set.pid
@@ -170,8 +171,8 @@ impl Talks {
 }
 
 /// One user's runs are closed to another.
-fn may_see(uid: u32, run: &Run) -> bool {
-    uid == run.tenant() || is_trusted(uid)
+fn may_see(uid: u32, tenant: u32) -> bool {
+    uid == tenant || is_trusted(uid)
 }
 
 /// Our own user, and root.

@@ -53,17 +53,55 @@ impl Latencies {
         0
     }
 
-    /// Add everything that `other` counted.
+    /// Add everything that `other` counted. Most of it is nothing.
     pub fn merge(&self, other: &Self) {
         for (mine, theirs) in self.0.iter().zip(other.0.iter()) {
-            mine.fetch_add(theirs.load(Relaxed), Relaxed);
+            let count = theirs.load(Relaxed);
+            if count > 0 {
+                mine.fetch_add(count, Relaxed);
+            }
         }
+    }
+
+    /// For each of some bounds in nanoseconds, in order, how many were above the one before and not above it, to 6 %, and last how many
+    /// were above them all.
+    #[must_use]
+    pub fn between(&self, bounds_ns: &[u64]) -> Vec<u64> {
+        let mut counts = vec![0; bounds_ns.len() + 1];
+        for (number, bucket) in self.0.iter().enumerate() {
+            counts[bounds_ns.partition_point(|bound| *bound < Self::lower_bound(number))] +=
+                bucket.load(Relaxed);
+        }
+        counts
+    }
+
+    /// The sum of all, in nanoseconds, to 6 %.
+    #[must_use]
+    pub fn sum(&self) -> u128 {
+        let of = |(number, bucket): (usize, &AtomicU64)| {
+            u128::from(Self::lower_bound(number)) * u128::from(bucket.load(Relaxed))
+        };
+        self.0.iter().enumerate().map(of).sum()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn counts_between_bounds_and_their_sum() {
+        let latencies = Latencies::default();
+        assert_eq!((latencies.between(&[1, 10]), latencies.sum()), (vec![0, 0, 0], 0));
+        for value in [1, 2, 15, 16, 1 << 20, u64::MAX] {
+            latencies.record(value);
+        }
+        assert_eq!(latencies.between(&[0, 2, 15, 16, 1 << 20]), [0, 2, 1, 1, 1, 1]);
+        assert_eq!(latencies.between(&[]), [6]);
+        let whole = latencies.sum();
+        latencies.record(1000);
+        assert!((941..=1000).contains(&(latencies.sum() - whole)));
+    }
 
     #[test]
     fn buckets_are_close_and_in_order() {

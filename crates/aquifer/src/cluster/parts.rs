@@ -146,6 +146,7 @@ fn node(
     let connect = Box::new(move || source.connect(&for_connect));
     let mut options = NodeOptions::new(id, memory, listen(state, settings, id)?, connect);
     options.advertise = settings.advertise;
+    options.metrics.clone_from(&settings.metrics);
     Ok(aquifer_node::serve(&options, &shutdown, |_| ready.tell())?)
 }
 
@@ -226,6 +227,7 @@ fn agent(
         },
         connect,
         listener: systemd::listener("agent", SocketType::SEQPACKET)?,
+        metrics: settings.metrics.clone(),
     };
     let stopped = stop_flag(stop)?;
     aquifer_agent::serve(&options, &stopped, || ready.tell())?;

@@ -20,6 +20,7 @@ pub mod secure;
 mod serve;
 mod session;
 mod stream;
+mod tally;
 mod target;
 pub mod wire;
 

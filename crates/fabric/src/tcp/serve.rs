@@ -197,18 +197,21 @@ impl ServeThread {
         let Some(connection) = self.connections[at].as_mut() else { return };
         loop {
             let may_serve = !is_leaving && connection.paused_until.is_none();
-            if may_serve && let Err(reason) = connection.serve(&self.shared) {
-                let who = connection.session.who;
-                tracing::warn!(?who, reason, "an endpoint said nonsense; its connection is closed");
-                self.close(at);
-                return;
-            }
+            let served = if may_serve { connection.serve(&self.shared) } else { Ok((0, 0)) };
+            let (bytes, operations) = match served {
+                Ok(work) => work,
+                Err(reason) => {
+                    let who = connection.session.who;
+                    tracing::warn!(?who, reason, "an endpoint said nonsense; its connection is closed");
+                    self.close(at);
+                    return;
+                }
+            };
             if connection.session.has_left {
                 self.close(at);
                 return;
             }
             if may_serve && is_limited {
-                let (bytes, operations) = connection.session.take_work();
                 let now = Instant::now();
                 let tenant = connection.session.who.tenant;
                 let wait = lock(&self.shared.limiter).charge(tenant, bytes, operations, now);
@@ -289,8 +292,8 @@ impl Connection {
         }
     }
 
-    /// Serve what has come; the reason if it was nonsense.
-    fn serve(&mut self, shared: &Shared) -> Result<(), &'static str> {
+    /// Serve what has come; the bytes and operations that it was, or the reason if it was nonsense.
+    fn serve(&mut self, shared: &Shared) -> Result<(u64, u64), &'static str> {
         let session = &mut self.session;
         // Whoever kills a key clears it, then waits until this word was seen even or changed.
         let active = shared.control.active(session.slot);
@@ -312,11 +315,12 @@ impl Connection {
             }
         };
         active.store(sequence.wrapping_add(1), Ordering::Release);
+        let work = self.session.take_work();
         let (used, fed) = served.map_err(|nonsense| nonsense.0)?;
         self.input.copy_within(used..self.filled, 0);
         self.filled -= used;
         self.opened.drain(..fed);
-        Ok(())
+        Ok(work)
     }
 
     /// Serve a connection that says everything as it is; how many bytes were used. Called with `active` odd.

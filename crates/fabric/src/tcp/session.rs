@@ -90,9 +90,11 @@ impl Session {
         self.done
     }
 
-    /// What was done since the last call: bytes moved, requests.
+    /// Count what was done since the last call, for the tenant: bytes moved, requests.
     pub fn take_work(&mut self) -> (u64, u64) {
-        std::mem::take(&mut self.work)
+        let (bytes, operations) = std::mem::take(&mut self.work);
+        self.peer.tally.add(bytes, operations);
+        (bytes, operations)
     }
 
     /// The connection broke: what had come in part never came.

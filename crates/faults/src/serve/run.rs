@@ -172,8 +172,9 @@ impl Run {
         }))
     }
 
-    /// Its number, unique on this host.
-    pub(crate) fn id(&self) -> u64 {
+    /// Its number, unique on this host, after a restart of the agent too.
+    #[must_use]
+    pub fn id(&self) -> u64 {
         self.id
     }
 
@@ -237,8 +238,9 @@ impl Run {
     }
 
     pub(crate) fn remove(&self, program: &Program) {
-        self.ended_programs.merge(&program.stats);
         let mut programs = self.lock();
+        // Under the lock, so that nobody counts it twice or not at all.
+        self.ended_programs.merge(&program.stats);
         programs.retain(|other| other.id != program.id);
         drop(programs);
         self.changed.notify_all();
@@ -300,13 +302,26 @@ impl Run {
         }
     }
 
+    /// What its processes counted, those that have ended included.
+    #[must_use]
+    pub fn stats(&self) -> FaultStats {
+        let total = FaultStats::default();
+        let programs = self.lock();
+        total.merge(&self.ended_programs);
+        programs.iter().for_each(|program| total.merge(&program.stats));
+        total
+    }
+
     /// The figures as they are now.
     #[must_use]
     pub fn report(&self) -> RunReport {
+        self.report_with(&self.stats())
+    }
+
+    /// The figures as they are now, with what was counted.
+    #[must_use]
+    pub fn report_with(&self, total: &FaultStats) -> RunReport {
         let programs = self.programs();
-        let total = FaultStats::default();
-        total.merge(&self.ended_programs);
-        programs.iter().for_each(|program| total.merge(&program.stats));
         let load = |counter: &AtomicU64| counter.load(Relaxed);
         let page = PAGE_BYTES as u64;
         let sent = self.sender.stats();
