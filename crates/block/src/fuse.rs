@@ -19,7 +19,8 @@ use fuser::{
 use rustix::fs::FallocateFlags;
 use rustix::mount::MountFlags;
 
-use crate::volume::{BlockError, BlockVolume, Reader};
+use crate::error::BlockError;
+use crate::volume::{BlockVolume, Reader};
 
 /// The file's name.
 pub const FILE: &str = "volume";

@@ -7,11 +7,14 @@
 //!
 //! A volume is scratch: it ends with the process that serves it.
 
+mod error;
 pub mod figures;
 pub mod fuse;
+mod pieces;
 pub mod pump;
 pub mod volume;
 
+pub use error::BlockError;
 pub use figures::Figures;
 pub use pump::{Pump, PumpThread};
-pub use volume::{BlockError, BlockVolume, Reader};
+pub use volume::{BlockVolume, Reader};

@@ -20,52 +20,14 @@ use aquifer_pager::{
 };
 use rustix::event::{EventfdFlags, eventfd};
 
+use crate::error::BlockError;
 use crate::figures::{Counters, Figures};
+use crate::pieces::{Piece, pieces};
 
 /// Largest volume: what the slabs of one run can hold.
 pub const VOLUME_BYTES_MAX: u64 = 128 << 30;
 /// Things to tell that nobody has asked for yet; further ones are only logged.
 const NEWS_MAX: usize = 64;
-
-/// Why a volume did not do what it was asked to.
-#[derive(Debug, thiserror::Error)]
-pub enum BlockError {
-    /// Outside.
-    #[error("bytes {offset} to {offset} + {len} are not all within the volume's {bytes}")]
-    OutOfRange {
-        /// The first byte.
-        offset: u64,
-        /// How many.
-        len: usize,
-        /// The volume's size.
-        bytes: u64,
-    },
-    /// The only copy of a page is gone.
-    #[error("the page at byte {offset} of the volume cannot be read back: {cause}")]
-    Lost {
-        /// Where the page begins.
-        offset: u64,
-        /// Why.
-        cause: FetchError,
-    },
-    /// It had been lost before.
-    #[error("the page at byte {offset} of the volume is lost")]
-    StillLost {
-        /// Where the page begins.
-        offset: u64,
-    },
-    /// Memory nodes take nothing any more.
-    #[error("a write found no room for {waited_s} s: {reason}", waited_s = waited.as_secs())]
-    NoRoom {
-        /// For how long.
-        waited: Duration,
-        /// What the pool said last.
-        reason: String,
-    },
-    /// The volume has ended.
-    #[error("the volume has ended")]
-    Closed,
-}
 
 /// A volume of blocks. Any number of threads use it, each with a [`Reader`] of its own.
 #[derive(Debug)]
@@ -118,30 +80,6 @@ impl Reader {
     pub fn mutate(&mut self, mutation: Mutation) {
         self.fetcher.mutate(mutation);
     }
-}
-
-/// The part of one page that a request is about.
-#[derive(Clone, Copy, Debug)]
-struct Piece {
-    page: PageNumber,
-    /// Where it begins within the page,
-    within: usize,
-    /// and within the request.
-    at: usize,
-    len: usize,
-}
-
-fn pieces(offset: u64, len: usize) -> impl Iterator<Item = Piece> {
-    let page_bytes = PAGE_BYTES as u64;
-    let mut at = 0;
-    std::iter::from_fn(move || {
-        let here = offset + at as u64;
-        let within = usize::try_from(here % page_bytes).expect("below a page");
-        let part = (PAGE_BYTES - within).min(len - at);
-        let piece = Piece { page: here / page_bytes, within, at, len: part };
-        at += part;
-        (part > 0).then_some(piece)
-    })
 }
 
 /// A reference to a place on a memory node, for as long as this lives.
@@ -632,22 +570,4 @@ impl BlockVolume {
 
 fn no_program_here() -> ! {
     panic!("a device's page is held by a program: the page table is corrupt")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn requests_are_cut_at_pages() {
-        let cut = |offset, len| {
-            pieces(offset, len)
-                .map(|piece| (piece.page, piece.within, piece.at, piece.len))
-                .collect::<Vec<_>>()
-        };
-        assert_eq!(cut(0, 4096), [(0, 0, 0, 4096)]);
-        assert_eq!(cut(4000, 200), [(0, 4000, 0, 96), (1, 0, 96, 104)]);
-        assert_eq!(cut(8192, 9000), [(2, 0, 0, 4096), (3, 0, 4096, 4096), (4, 0, 8192, 808)]);
-        assert_eq!(cut(77, 0), []);
-    }
 }
