@@ -3,7 +3,7 @@
 AQUIFER := target/release/aquifer
 BENCHES := fabric faults
 # A soak lasts so long; `make test-long SOAK_S=36000` lasts ten hours.
-SOAK_S := 1800
+SOAK_S := 600
 
 .PHONY: help build demo test test-long bench clean
 
