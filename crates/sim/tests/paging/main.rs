@@ -28,9 +28,15 @@ use aquifer_sim::{asked_seed, first_failure, play_all};
 use schedule::run;
 use world::Seen;
 
-const SCHEDULES: u64 = 20_000;
+/// `make test-long` plays more: AQUIFER_SCHEDULES says how many.
+const SCHEDULES: u64 = 10_000;
 /// A fault must show within so many schedules.
 const MUTANT_SCHEDULES: u64 = 20_000;
+
+fn schedules() -> u64 {
+    std::env::var("AQUIFER_SCHEDULES")
+        .map_or(SCHEDULES, |text| text.parse().expect("AQUIFER_SCHEDULES is a number"))
+}
 
 fn is_telling() -> bool {
     static TELLING: OnceLock<bool> = OnceLock::new();
@@ -59,7 +65,7 @@ fn quiet() {
 #[test]
 fn every_page_is_what_was_written_and_all_is_given_back() {
     let mut seen = Seen::default();
-    play_all(SCHEDULES, |seed| run(seed, Mutation::None), |schedule| seen.add(&schedule));
+    play_all(schedules(), |seed| run(seed, Mutation::None), |schedule| seen.add(&schedule));
     println!("{seen:?}");
     if asked_seed().is_none() {
         for (what, count) in seen.counts() {
