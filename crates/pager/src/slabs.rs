@@ -29,6 +29,9 @@ const COPY_BYTES: usize = 16;
 const LIVE_OFFSET: usize = REPLICAS_MAX * COPY_BYTES;
 const PAGES_OFFSET: usize = SLABS_MAX as usize * ENTRY_BYTES;
 const PAGE_RECORD_BYTES: usize = 8;
+/// One more than the highest slab that ever had a copy; behind everything else.
+const USED_OFFSET: usize = PAGES_OFFSET + SLABS_MAX as usize * SLAB_PAGES_MAX as usize * PAGE_RECORD_BYTES;
+const MEMORY_BYTES: usize = USED_OFFSET + 8;
 const GENERATION_SHIFT: u32 = 56;
 /// The copy is not whole yet: its extent is taken, but nobody reads or writes pages there.
 const UNFINISHED: u64 = 1 << 55;
@@ -150,9 +153,8 @@ impl SlabSet {
     /// If there are none, or more than [`REPLICAS_MAX`].
     pub fn with_replicas(replicas: usize) -> std::io::Result<Self> {
         assert!((1..=REPLICAS_MAX).contains(&replicas), "{replicas} replicas");
-        let pages = SLABS_MAX as usize * SLAB_PAGES_MAX as usize;
         Ok(Self {
-            memory: Memory::create("aquifer-slabs", PAGES_OFFSET + pages * PAGE_RECORD_BYTES)?,
+            memory: Memory::create("aquifer-slabs", MEMORY_BYTES)?,
             replicas,
             emptied: Mutex::new(Vec::new()),
             damaged: Mutex::new(Vec::new()),
@@ -291,6 +293,7 @@ impl SlabSet {
             | u64::from(copy.class.k() + 1) << 48
             | UNFINISHED
             | generation;
+        self.memory.atomic_u32(USED_OFFSET).fetch_max(slab.0 + 1, Relaxed);
         // Readers that see this address see that there was no copy, or the new one: never the old one with it.
         self.memory.atomic_u64(entry).store(copy.addr, Release);
         meta.store(described, Release);
@@ -394,6 +397,11 @@ impl SlabSet {
         self.pages.fetch_add(1, Relaxed);
         let before = self.references(location).swap(1, AcqRel);
         assert_eq!(before, 0, "{location:?} was in use");
+    }
+
+    /// The slabs that may have copies: whoever recovers them need not look at, and thereby get, the memory of all others.
+    fn numbers(&self) -> impl Iterator<Item = SlabId> + use<> {
+        (0..self.memory.atomic_u32(USED_OFFSET).load(Relaxed).min(SLABS_MAX)).map(SlabId)
     }
 
     fn copy_entry(slab: SlabId, place: usize) -> usize {

@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 use aquifer_fabric::Memory;
 use aquifer_pool::{Extent, SizeClass};
 
-use super::{REPLICAS_MAX, SLABS_MAX, SlabId, SlabSet};
+use super::{REPLICAS_MAX, SlabId, SlabSet};
 use crate::page::Location;
 
 impl SlabSet {
@@ -72,14 +72,12 @@ impl SlabSet {
     /// What they have of the pool, copies that are not whole yet included.
     pub fn extents(&self) -> impl Iterator<Item = Extent> + '_ {
         let at = |slab, place| self.copy(slab, place).or_else(|| self.unfinished(slab, place));
-        (0..SLABS_MAX)
-            .map(SlabId)
-            .flat_map(move |slab| (0..self.replicas).filter_map(move |place| at(slab, place)))
+        self.numbers().flat_map(move |slab| (0..self.replicas).filter_map(move |place| at(slab, place)))
     }
 
     /// All slabs there are.
     pub(crate) fn in_use(&self) -> impl Iterator<Item = (SlabId, SizeClass)> + '_ {
         let copy = |slab| (0..self.replicas).find_map(|place| self.copy(slab, place));
-        (0..SLABS_MAX).map(SlabId).filter_map(move |slab| Some((slab, copy(slab)?.class)))
+        self.numbers().filter_map(move |slab| Some((slab, copy(slab)?.class)))
     }
 }

@@ -29,9 +29,9 @@ use schedule::run;
 use world::Seen;
 
 /// `make test-long` plays more: AQUIFER_SCHEDULES says how many.
-const SCHEDULES: u64 = 10_000;
+const SCHEDULES: u64 = 20_000;
 /// A fault must show within so many schedules.
-const MUTANT_SCHEDULES: u64 = 20_000;
+const MUTANT_SCHEDULES: u64 = 40_000;
 
 fn schedules() -> u64 {
     std::env::var("AQUIFER_SCHEDULES")

@@ -16,6 +16,9 @@ use super::world::{Seen, World};
 /// More rounds than any schedule needs to come to rest.
 const ROUNDS_MAX: u32 = 60_000;
 
+/// The agent dies within so many steps: at once, in what it does next, or later.
+const DEATH_STEPS: [u64; 3] = [10, 60, 400];
+
 pub struct Schedule {
     pub world: Rc<RefCell<World>>,
     /// By process; `None` before its fork was served and after its end.
@@ -51,11 +54,13 @@ pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
     };
     if world.cluster.replicas > 1 {
         // A copy may be lost or damaged, but not all of a page: nothing is excused then.
-        breaks.damage = rng.chance(1, 4);
+        breaks.damage = rng.chance(1, 3);
         breaks.crashes = !breaks.damage && rng.chance(2, 3);
         breaks.full = !breaks.damage && rng.chance(1, 2);
         breaks.slow |= rng.chance(1, 3);
     }
+    world.agent_may_die = breaks.restarts;
+    let rng = &mut world.rng;
     let threads = 1 + rng.index(3);
     let pages = 24 + rng.index(170);
     let process = first_process(&mut world, pages, threads, buffers);
@@ -183,9 +188,14 @@ impl Schedule {
             0..30 => self.turn(process),
             30..34 => self.scan(process),
             34 => self.break_something(process),
-            35 if self.breaks.restarts => {
-                let steps = self.world.borrow_mut().rng.below(400);
-                death::set(u32::try_from(steps).expect("small"));
+            35..37 if self.breaks.restarts => {
+                let rng = &mut self.world.borrow_mut().rng;
+                if rng.chance(1, 3) {
+                    death::set_at_events(1 + u32::try_from(rng.below(4)).expect("small"));
+                    return;
+                }
+                let within = DEATH_STEPS[rng.index(DEATH_STEPS.len())];
+                death::set(u32::try_from(rng.below(within)).expect("small"));
             }
             _ => self.world.borrow_mut().bustle(4),
         }
@@ -381,9 +391,7 @@ impl Schedule {
         let mut world = self.world.borrow_mut();
         let world = &mut *world;
         world.sender.close();
-        let sent = world.sender.stats();
-        world.seen.copied = sent.copied_slabs;
-        world.seen.repaired = sent.repaired_pages;
+        world.note_sent();
         let pages = world.slabs.pages();
         let held = world.budget.held();
         let mempool_bytes = world.budget.mempool_bytes();

@@ -7,7 +7,8 @@ use aquifer_fabric::sim::Rng;
 use aquifer_faults::{Areas, Done, Job};
 use aquifer_pager::slabs::{Copies, SlabId};
 use aquifer_pager::{
-    BLOCK_PAGES, BlockId, Budget, Memory, Mempool, Mutation, Sender, SlabSet, Staged, Volume, Written,
+    BLOCK_PAGES, BlockId, Budget, Memory, Mempool, Mutation, PageNumber, Sender, SlabSet, Staged, Volume,
+    Written,
 };
 use aquifer_pool::Extent;
 
@@ -152,11 +153,14 @@ pub struct World {
     pub operations: u32,
     /// Operations are drawn from this many kinds; the more, the more of them are touches.
     pub mix: u64,
+    /// Programs that often move what they have.
+    pub moves_often: bool,
     /// `madvise` may raise its event some time before the event is in the queue.
     pub late_events: bool,
     /// What is posted stays under way for long.
     is_fabric_lazy: bool,
     pub winding_down: bool,
+    pub agent_may_die: bool,
     pub mutation: Mutation,
     pub failure: Option<String>,
     pub seen: Seen,
@@ -202,9 +206,11 @@ impl World {
             stamps: 0,
             operations: 20 + u32::try_from(rng.below(180)).expect("small"),
             mix: [30, 40, 60, 120][rng.index(4)],
+            moves_often: rng.chance(1, 6),
             late_events: rng.chance(1, 3),
             is_fabric_lazy: rng.chance(1, 3),
             winding_down: false,
+            agent_may_die: false,
             mutation,
             failure: None,
             seen: Seen::default(),
@@ -259,8 +265,23 @@ impl World {
         self.kept[process] = Some(reopen(table));
     }
 
+    /// A page of a process is lost, and of children that have branched off it and not been served: they get what their parent has.
+    pub fn note_lost(&mut self, process: usize, page: PageNumber) {
+        if index(page) >= self.processes[process].pages.len() {
+            return;
+        }
+        self.processes[process].lost.insert(page);
+        for child in process + 1..self.processes.len() {
+            let is_served = self.kept.get(child).is_some_and(Option::is_some);
+            if self.processes[child].parent == Some(process) && !is_served {
+                self.note_lost(child, page);
+            }
+        }
+    }
+
     /// Another agent begins, with what the one before has left. Its volumes are recovered before [`Self::finish_restart`].
     pub fn restart(&mut self) {
+        self.note_sent();
         self.seen.restarts += 1;
         self.epoch += 1;
         self.orders.clear();
@@ -288,6 +309,13 @@ impl World {
         let dead = std::mem::replace(&mut self.sender, sender);
         self.cluster.close(dead, &mut self.rng);
         self.sender.mutate(self.mutation);
+    }
+
+    /// What a sender has done is seen when it ends.
+    pub fn note_sent(&mut self) {
+        let sent = self.sender.stats();
+        self.seen.copied += sent.copied_slabs;
+        self.seen.repaired += sent.repaired_pages;
     }
 
     /// The sender's thread goes round once.
