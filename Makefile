@@ -30,6 +30,7 @@ test:
 test-long:
 	scripts/install-deps.sh test
 	cargo build --release
+	AQUIFER_SCHEDULES=100000 cargo test -p aquifer-sim --test paging
 	AQUIFER_SOAK_S=$$(($(SOAK_S) / 2)) cargo test -p aquifer-tests-e2e --test soak --test chaos -- --nocapture
 
 bench:

@@ -11,11 +11,14 @@ use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
 use aquifer_fabric::{Identity, Tenant};
 use aquifer_faults::serve::{Restored, Service, Surroundings};
 use aquifer_ipc::{KeptKind, Put};
+use aquifer_metrics::{MetricsError, Place as MetricsPlace};
 use aquifer_pager::Connector;
 use aquifer_pool::PoolClient;
 
 use crate::keeper::KeeperPort;
+use crate::lent::Lent;
 use crate::membership::{Membership, MembershipError};
+use crate::metrics;
 use crate::nodes::Nodes;
 use crate::place::Place;
 use crate::socket::{raise_descriptor_limit, wait_readable};
@@ -35,6 +38,8 @@ pub struct AgentOptions {
     pub keeper: PathBuf,
     /// The cluster's directory.
     pub directory: Arc<dyn aquifer_directory::Directory>,
+    /// Where that is, for servers of blocks on this host: told to them as it is.
+    pub directory_place: String,
     /// Most that the mempool may take, in bytes. It grows as it is used.
     pub mempool_bytes: usize,
     /// The cluster's key, for nodes on other machines.
@@ -43,6 +48,8 @@ pub struct AgentOptions {
     pub connect: ConnectOptions,
     /// A socket that listens at `socket` already.
     pub listener: Option<OwnedFd>,
+    /// Where its figures are served, if anywhere.
+    pub metrics: Option<MetricsPlace>,
 }
 
 /// Why an agent cannot run.
@@ -73,6 +80,9 @@ pub enum AgentError {
     /// The directory could not be reached for too long.
     #[error("this host's lease has ended: start the agent again")]
     LeaseLost,
+    /// Its figures cannot be served.
+    #[error(transparent)]
+    Metrics(#[from] MetricsError),
     /// The directory.
     #[error(transparent)]
     Membership(#[from] MembershipError),
@@ -112,6 +122,7 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
     let (keeper, kept) = KeeperPort::connect(&options.keeper)
         .map_err(|source| AgentError::Keeper { path: options.keeper.clone(), source })?;
     let place = Place::find(options, &kept)?;
+    let metrics = metrics::listen(options.metrics.as_ref(), place.before.is_some())?;
     let mut membership =
         Membership::join(Arc::clone(&options.directory), &options.socket, place.before.as_ref())?;
     let tenant = Tenant(rustix::process::geteuid().as_raw());
@@ -137,7 +148,10 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
             .spawn(move || attend(&owner, &service, &run));
         spawned.map_err(AgentError::Threads)?;
     }
-    let talks = Talks::new(&service, &nodes, identity.host.0);
+    let figures = |listener| metrics::serve(listener, &service, &nodes, membership.lease_events());
+    let _metrics = metrics.map(figures).transpose()?;
+    let lent = Lent::new(&options.directory_place, options.connect.encrypt, options.key.as_ref());
+    let talks = Talks::new(&service, &nodes, identity.host.0, lent);
     ready();
     let mut ticks = 0u32;
     while !stop.load(Relaxed) {
@@ -150,7 +164,9 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
             }
         }
         if membership.is_lost() {
-            end_runs(&service, "this host's lease has ended, and the memory nodes refuse it");
+            let reason = "this host's lease has ended, and the memory nodes refuse it";
+            end_runs(&service, reason);
+            talks.borrowers.end(reason);
             return Err(AgentError::LeaseLost);
         }
         ticks = ticks.wrapping_add(1);
@@ -159,6 +175,7 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
         }
     }
     end_runs(&service, "the agent is stopping");
+    talks.borrowers.end("the agent is stopping");
     if options.listener.is_none() {
         let _ = std::fs::remove_file(&options.socket);
     }

@@ -3,13 +3,16 @@
 //! - [`serve`](agent::serve): listens for programs and `aquifer run`, and keeps the agent's place in the directory.
 //! - [`keeper`]: the small process that holds what must outlive the agent.
 //! - [`shadow`]: shares the agent's open files, so that none closes before the keeper has it.
+//! - [`lent`]: what servers of blocks on this host have from the agent.
 //! - [`nodes`]: which memory nodes there are and how to reach them.
-//! - [`report`]: what people and scripts get to read.
+//! - [`report`]: what people and scripts get to read; `metrics` what Prometheus does.
 
 pub mod agent;
 pub mod client;
 pub mod keeper;
+pub mod lent;
 pub mod membership;
+mod metrics;
 pub mod nodes;
 mod place;
 pub mod report;

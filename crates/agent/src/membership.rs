@@ -11,6 +11,7 @@ use aquifer_directory::{Directory, DirectoryError, Event, EventKind, Lease};
 use aquifer_fabric::{Host, Reach};
 use aquifer_pool::NodeId;
 
+use crate::metrics::LeaseEvents;
 use crate::nodes::Nodes;
 
 /// How long a host that says nothing keeps its memory. Its programs' pages are lost after that, so it is not short.
@@ -37,6 +38,7 @@ pub struct Membership {
     record: AgentRecord,
     stop: Arc<AtomicBool>,
     is_lost: Arc<AtomicBool>,
+    lease_events: Arc<LeaseEvents>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -57,15 +59,17 @@ impl Membership {
         };
         let stop = Arc::new(AtomicBool::new(false));
         let is_lost = Arc::new(AtomicBool::new(false));
+        let lease_events = Arc::new(LeaseEvents::default());
         let keeper = {
             let (directory, stop, is_lost) =
                 (Arc::clone(&directory), Arc::clone(&stop), Arc::clone(&is_lost));
+            let events = Arc::clone(&lease_events);
             std::thread::Builder::new()
                 .name("lease".into())
-                .spawn(move || keep_alive(&*directory, lease, &stop, &is_lost))
+                .spawn(move || keep_alive(&*directory, lease, &stop, &is_lost, &events))
                 .map_err(MembershipError::Thread)?
         };
-        Ok(Self { directory, lease, record, stop, is_lost, threads: vec![keeper] })
+        Ok(Self { directory, lease, record, stop, is_lost, lease_events, threads: vec![keeper] })
     }
 
     /// What the directory has of this agent.
@@ -90,6 +94,11 @@ impl Membership {
     #[must_use]
     pub fn is_lost(&self) -> bool {
         self.is_lost.load(Relaxed)
+    }
+
+    /// How its lease fares.
+    pub(crate) fn lease_events(&self) -> &Arc<LeaseEvents> {
+        &self.lease_events
     }
 
     /// Learn the memory nodes there are, and from now on of those that come and go.
@@ -122,7 +131,13 @@ impl Membership {
     }
 }
 
-fn keep_alive(directory: &dyn Directory, lease: Lease, stop: &AtomicBool, is_lost: &AtomicBool) {
+fn keep_alive(
+    directory: &dyn Directory,
+    lease: Lease,
+    stop: &AtomicBool,
+    is_lost: &AtomicBool,
+    events: &LeaseEvents,
+) {
     let mut waited = Duration::ZERO;
     while !stop.load(Relaxed) {
         std::thread::sleep(TICK);
@@ -131,7 +146,10 @@ fn keep_alive(directory: &dyn Directory, lease: Lease, stop: &AtomicBool, is_los
             continue;
         }
         waited = Duration::ZERO;
-        match directory.lease_keep_alive(lease.id) {
+        let kept = directory.lease_keep_alive(lease.id);
+        let counter = if kept.is_ok() { &events.renewals } else { &events.failures };
+        counter.fetch_add(1, Relaxed);
+        match kept {
             Ok(()) => {}
             Err(DirectoryError::LeaseGone { .. }) => {
                 tracing::error!("this host's lease has ended: memory nodes refuse it from now on");

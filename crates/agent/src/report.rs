@@ -2,8 +2,11 @@
 
 use std::time::Duration;
 
-use aquifer_faults::serve::{ProgramReport, Run, RunReport, Service};
+use aquifer_faults::serve::{ProgramReport, RunReport, Service, TenantReport};
 use serde::{Deserialize, Serialize};
+
+/// Tenants that are told of at once, at most: an answer is one frame.
+const STATUS_TENANTS_MAX: usize = 64;
 
 /// Fault latency in microseconds, measured by the agent from hearing of a fault to its page's being there.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
@@ -49,6 +52,14 @@ pub struct RunStatistics {
     pub tenant: u32,
     /// `--local`.
     pub limit_bytes: u64,
+    /// `--replicas`.
+    pub replicas: usize,
+    /// Slabs with fewer copies than that, now: what is in them does not bear the death of as many nodes as it should.
+    pub degraded_slabs: u64,
+    /// Slabs of which a missing copy was made.
+    pub copied_slabs: u64,
+    /// Damaged pages that were written anew from a good copy.
+    pub repaired_pages: u64,
     /// Processes of the run alive now.
     pub processes: usize,
     /// Each of them.
@@ -67,7 +78,7 @@ pub struct RunStatistics {
     pub remote_read_trips: u64,
     /// Of `remote_reads`, those filled before they were asked for.
     pub prefetched: u64,
-    /// Pages written to memory nodes.
+    /// Pages written to memory nodes, each copy counted.
     pub remote_writes: u64,
     /// WRITEs posted for them.
     pub remote_write_trips: u64,
@@ -97,6 +108,10 @@ impl From<RunReport> for RunStatistics {
             name: report.name,
             tenant: report.tenant,
             limit_bytes: report.limit_bytes,
+            replicas: report.replicas,
+            degraded_slabs: report.degraded_slabs,
+            copied_slabs: report.copied_slabs,
+            repaired_pages: report.repaired_pages,
             processes: report.programs.len(),
             programs: report.programs.into_iter().map(Into::into).collect(),
             faults: report.faults,
@@ -120,6 +135,48 @@ impl From<RunReport> for RunStatistics {
     }
 }
 
+/// A tenant: the user that its runs belong to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct TenantStatistics {
+    /// The user's number.
+    pub tenant: u32,
+    /// Its runs.
+    pub runs: usize,
+    /// Processes in them.
+    pub processes: usize,
+    /// Resident memory of those, as sampled.
+    pub resident_bytes: u64,
+    /// The mempool's blocks that they have.
+    pub mempool_bytes: u64,
+    /// What they have of memory nodes.
+    pub remote_bytes: u64,
+    /// Faults served, of runs that are over too, as all that follows.
+    pub faults: u64,
+    /// Pages read from memory nodes.
+    pub remote_reads: u64,
+    /// Pages taken out of programs.
+    pub evictions: u64,
+    /// Pages that could not be read back.
+    pub lost_pages: u64,
+}
+
+impl From<TenantReport> for TenantStatistics {
+    fn from(report: TenantReport) -> Self {
+        Self {
+            tenant: report.tenant,
+            runs: report.runs,
+            processes: report.processes,
+            resident_bytes: report.resident_bytes,
+            mempool_bytes: report.mempool_bytes,
+            remote_bytes: report.remote_bytes,
+            faults: report.faults,
+            remote_reads: report.remote_reads,
+            evictions: report.evictions,
+            lost_pages: report.lost_pages,
+        }
+    }
+}
+
 /// What `aquifer status` asks an agent for.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct AgentStatus {
@@ -131,6 +188,8 @@ pub struct AgentStatus {
     pub mempool_used_bytes: u64,
     /// Memory nodes that it knows.
     pub nodes: Vec<NodeStatus>,
+    /// Tenants that have runs or had some, at most 64.
+    pub tenants: Vec<TenantStatistics>,
     /// Runs.
     pub runs: Vec<RunStatistics>,
 }
@@ -146,22 +205,37 @@ pub struct NodeStatus {
     pub free_bytes: u64,
 }
 
-/// The runs, as far as they are for whoever asks, and the mempool.
+/// Bytes of the mempool, and of them in use.
+pub(crate) fn mempool_bytes(service: &Service) -> (u64, u64) {
+    let block = (aquifer_pager::BLOCK_PAGES * aquifer_pager::PAGE_BYTES) as u64;
+    let mempool = service.mempool();
+    (mempool.blocks() as u64 * block, (mempool.blocks() - mempool.free_blocks()) as u64 * block)
+}
+
+/// Tenants, those with most runs and faults first, as many as an answer holds.
+fn tenants(service: &Service, may_see: impl Fn(u32) -> bool) -> Vec<TenantStatistics> {
+    let mut tenants = service.tenants();
+    tenants.retain(|tenant| may_see(tenant.tenant));
+    tenants.sort_by_key(|tenant| std::cmp::Reverse((tenant.runs, tenant.faults)));
+    tenants.truncate(STATUS_TENANTS_MAX);
+    tenants.into_iter().map(Into::into).collect()
+}
+
+/// The tenants and their runs, as far as they are for whoever asks, and the mempool.
 #[must_use]
 pub fn status(
     host: u16,
     service: &Service,
     nodes: &crate::nodes::Nodes,
-    may_see: impl Fn(&Run) -> bool,
+    may_see: impl Fn(u32) -> bool,
 ) -> AgentStatus {
-    let block = (aquifer_pager::BLOCK_PAGES * aquifer_pager::PAGE_BYTES) as u64;
-    let mempool = service.mempool();
+    let (mempool_bytes, mempool_used_bytes) = mempool_bytes(service);
     let mut pool = nodes.pool(rustix::process::geteuid().as_raw());
     let numbers: Vec<_> = pool.nodes().collect();
     AgentStatus {
         host,
-        mempool_bytes: mempool.blocks() as u64 * block,
-        mempool_used_bytes: (mempool.blocks() - mempool.free_blocks()) as u64 * block,
+        mempool_bytes,
+        mempool_used_bytes,
         nodes: numbers
             .into_iter()
             .map(|node| {
@@ -175,6 +249,12 @@ pub fn status(
                 }
             })
             .collect(),
-        runs: service.runs().iter().filter(|run| may_see(run)).map(|run| run.report().into()).collect(),
+        tenants: tenants(service, &may_see),
+        runs: service
+            .runs()
+            .iter()
+            .filter(|run| may_see(run.tenant()))
+            .map(|run| run.report().into())
+            .collect(),
     }
 }

@@ -11,8 +11,10 @@ use std::time::Duration;
 use aquifer_faults::serve::attach::{AttachError, receive_frame, send_frame};
 use aquifer_faults::serve::{Run, RunReport, Service};
 use aquifer_ipc::{Frame, OpenRun, SetLimit};
+use aquifer_pager::REPLICAS_MAX;
 use rustix::fs::{Mode, OFlags};
 
+use crate::lent::{Borrowers, Lent};
 use crate::nodes::Nodes;
 use crate::report::{RunStatistics, status};
 use crate::socket::{Peer, accept, wait_readable};
@@ -33,16 +35,21 @@ pub(crate) struct Talks {
     pub nodes: Arc<Nodes>,
     /// This host's number.
     pub host: u16,
+    /// Servers of blocks on this host, and what they are told.
+    pub borrowers: Borrowers,
+    lent: Lent,
     /// By user, those under way.
     talking: Mutex<HashMap<u32, usize>>,
 }
 
 impl Talks {
-    pub fn new(service: &Arc<Service>, nodes: &Arc<Nodes>, host: u16) -> Arc<Self> {
+    pub fn new(service: &Arc<Service>, nodes: &Arc<Nodes>, host: u16, lent: Lent) -> Arc<Self> {
         Arc::new(Self {
             service: Arc::clone(service),
             nodes: Arc::clone(nodes),
             host,
+            borrowers: Borrowers::default(),
+            lent,
             talking: Mutex::default(),
         })
     }
@@ -109,9 +116,14 @@ impl Talks {
                 }
                 return;
             }
+            // What they are told opens the whole pool.
+            Ok((Frame::Borrow, _)) if is_trusted(peer.uid) => {
+                return self.borrowers.attend(socket, &self.lent);
+            }
             Ok((Frame::WantDevice, _)) => return lend_device(&socket),
             Ok((Frame::Status, _)) => {
-                let status = status(self.host, &self.service, &self.nodes, |run| may_see(peer.uid, run));
+                let status =
+                    status(self.host, &self.service, &self.nodes, |tenant| may_see(peer.uid, tenant));
                 Frame::StatusIs(serde_json::to_string(&status).expect("figures can be written"))
             }
             Ok((Frame::SetLimit(set), _)) => self.set_limit(set, peer.uid),
@@ -128,7 +140,14 @@ impl Talks {
         if self.nodes.count() == 0 {
             return Err("the cluster has no memory node: start one (aquifer node), or start the cluster anew (aquifer up)".into());
         }
-        let run = self.service.open_run(&open.name, open.limit_bytes, socket.as_fd(), uid)?;
+        let replicas = usize::try_from(open.replicas).unwrap_or(usize::MAX);
+        if (2..=REPLICAS_MAX).contains(&replicas) && self.nodes.count() < replicas {
+            return Err(format!(
+                "--replicas {replicas} wants each page on {replicas} memory nodes, and the cluster has {}: start more (aquifer node, aquifer up --nodes), or ask for fewer replicas",
+                self.nodes.count()
+            ));
+        }
+        let run = self.service.open_run(&open.name, open.limit_bytes, replicas, socket.as_fd(), uid)?;
         match send_frame(socket, &Frame::RunOpened(run.token()), &[]) {
             Ok(()) => Ok(run),
             Err(error) => {
@@ -140,7 +159,7 @@ impl Talks {
 
     fn set_limit(&self, set: SetLimit, uid: u32) -> Frame {
         let mut runs = self.service.runs().into_iter();
-        let Some(run) = runs.find(|run| may_see(uid, run) && run.has_process(set.pid)) else {
+        let Some(run) = runs.find(|run| may_see(uid, run.tenant()) && run.has_process(set.pid)) else {
             return Frame::Refused(format!(
                 "process {} does not run on the pool: aquifer status shows which do",
                 set.pid
@@ -152,8 +171,13 @@ impl Talks {
 }
 
 /// One user's runs are closed to another.
-fn may_see(uid: u32, run: &Run) -> bool {
-    uid == run.tenant() || uid == 0 || uid == rustix::process::geteuid().as_raw()
+fn may_see(uid: u32, tenant: u32) -> bool {
+    uid == tenant || is_trusted(uid)
+}
+
+/// Our own user, and root.
+fn is_trusted(uid: u32) -> bool {
+    uid == 0 || uid == rustix::process::geteuid().as_raw()
 }
 
 /// Let a program without the right to it make a userfaultfd of its own memory.

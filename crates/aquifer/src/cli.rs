@@ -13,7 +13,7 @@ use crate::size;
 use crate::state::StateDir;
 
 /// Where a host has its agent for all users.
-const SHARED_AGENT: &str = "/run/aquifer/agent.sock";
+const SHARED_AGENT: &str = "/run/aquifer.sock";
 
 const HELP: &str = "\
 {about-with-newline}
@@ -78,6 +78,9 @@ pub enum Command {
     Demo(DemoArgs),
     /// Measure something, beside its peers; `list` names what
     Bench(BenchArgs),
+    /// Serve the swap device of a run; `aquifer run --swap` starts it.
+    #[command(hide = true)]
+    SwapServer(SwapServerArguments),
     /// A part of a cluster.
     #[command(flatten)]
     Part(PartCommand),
@@ -98,7 +101,7 @@ pub struct UpArguments {
     /// Most memory that the agent takes as the host's mempool [default: half of what is available, at most 4G]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub mempool: Option<u64>,
-    /// Serve all users of this host, who find the agent at this socket; usual is /run/aquifer/agent.sock [default: only you]
+    /// Serve all users of this host, who find the agent at this socket; usual is /run/aquifer.sock [default: only you]
     #[arg(long, value_name = "PATH")]
     pub shared_socket: Option<PathBuf>,
     /// How long programs wait for an agent that died, before they are ended, such as 500ms or 2m [default: 30s]
@@ -122,7 +125,7 @@ pub enum Fabric {
 /// Which host agent is meant.
 #[derive(Args, Clone, Debug)]
 pub struct AgentChoice {
-    /// The host agent's socket [default: that of the cluster in --state, else /run/aquifer/agent.sock]
+    /// The host agent's socket [default: that of the cluster in --state, else /run/aquifer.sock]
     #[arg(long, value_name = "PATH", env = "AQUIFER_AGENT", hide_env_values = true)]
     pub agent: Option<PathBuf>,
 }
@@ -160,6 +163,17 @@ pub struct RunArguments {
     /// Resident memory that the program may have, such as 512M
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub local: u64,
+    /// Keep each page on so many memory nodes, 1 to 3: with 2, a node may die without the program's noticing. Costs as many times the
+    /// pool's memory
+    #[arg(long, value_name = "COUNT", env = "AQUIFER_REPLICAS", hide_env_values = true, default_value_t = 1,
+        value_parser = clap::value_parser!(u32).range(1..=3))]
+    pub replicas: u32,
+    /// Page it by kernel swap on a device of the cluster's memory: for static and set-user-ID programs, as root
+    #[arg(long)]
+    pub swap: bool,
+    /// Size of that device, such as 2G [default: eight times --local, at most twice what the cluster has free]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse, requires = "swap")]
+    pub swap_size: Option<u64>,
     /// Write statistics there when the program ends, as JSON
     #[arg(long, value_name = "FILE")]
     pub stats: Option<PathBuf>,
@@ -180,6 +194,20 @@ pub struct LimitArguments {
     /// Resident memory that the run may have from now on, such as 512M; a few pages will do, if slowly
     #[arg(value_name = "SIZE", value_parser = size::parse)]
     pub size: u64,
+}
+
+/// `aquifer swap-server`, on whose standard input is the run.
+#[derive(Args, Clone, Debug)]
+pub struct SwapServerArguments {
+    /// The run's limit.
+    #[arg(long, value_parser = size::parse)]
+    pub local: u64,
+    /// The device's size.
+    #[arg(long, value_parser = size::parse)]
+    pub swap_size: Option<u64>,
+    /// The program's name, for people.
+    #[arg(long)]
+    pub name: String,
 }
 
 /// The parts of a cluster.
@@ -291,7 +319,8 @@ mod tests {
     fn the_help_names_every_command() {
         let mut command = Cli::command();
         let help = command.render_help().to_string();
-        for name in command.get_subcommands().map(clap::Command::get_name) {
+        let shown = command.get_subcommands().filter(|command| !command.is_hide_set());
+        for name in shown.map(clap::Command::get_name) {
             let is_listed = help.lines().any(|line| line.trim_start().split(' ').next() == Some(name));
             assert!(is_listed, "`{name}` is missing in the help:\n{help}");
         }
@@ -319,7 +348,11 @@ mod tests {
         assert_eq!(cli.state, None);
         let Command::Run(arguments) = cli.command else { panic!("it is a run") };
         assert_eq!(arguments.command, ["tar", "--state", "x", "--", "y"]);
-        assert_eq!(arguments.local, 64 << 20);
+        assert_eq!((arguments.local, arguments.replicas), (64 << 20, 1));
+        for count in ["0", "4", "two", "-1"] {
+            let words = ["aquifer", "run", "--local", "64M", "--replicas", count, "--", "true"];
+            assert!(Cli::try_parse_from(words).is_err(), "{count} replicas are impossible");
+        }
         assert!(Cli::try_parse_from(["aquifer", "run", "--local", "64M"]).is_err(), "a program is needed");
         assert!(Cli::try_parse_from(["aquifer", "run", "--", "true"]).is_err(), "a limit is needed");
     }

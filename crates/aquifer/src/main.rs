@@ -10,8 +10,10 @@ mod demo;
 mod peers;
 mod run;
 mod settings;
+mod setup;
 mod size;
 mod state;
+mod swap;
 
 use std::error::Error;
 use std::path::PathBuf;
@@ -35,6 +37,7 @@ fn main() -> ExitCode {
         Command::Run(arguments) => Ok(run(&cli.state, arguments)),
         Command::Demo(arguments) => demo::run(&arguments).map_err(Into::into),
         Command::Bench(arguments) => bench::run(&arguments).map_err(Into::into),
+        Command::SwapServer(arguments) => state(&cli.state).and_then(|state| swap::serve(&state, &arguments)),
         Command::Part(part) => state(&cli.state).and_then(|state| cluster::be(&state, part)),
     };
     outcome.unwrap_or_else(|error| {
@@ -56,6 +59,12 @@ fn run(state: &Option<PathBuf>, arguments: RunArguments) -> ExitCode {
     let options = run::RunOptions {
         agent_socket: arguments.agent.socket(&state),
         local_bytes: arguments.local,
+        replicas: arguments.replicas,
+        swap: arguments.swap.then(|| run::SwapOptions {
+            log: state.log("swap"),
+            state: state.path().to_owned(),
+            bytes: arguments.swap_size,
+        }),
         stats: arguments.stats,
         command: arguments.command,
     };

@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
+use aquifer_metrics::Place;
 use clap::Args;
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -98,6 +99,10 @@ pub struct NodeSettings {
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
     #[serde(deserialize_with = "operations")]
     pub rate_operations: Option<u32>,
+    /// Serve figures for Prometheus at this address of this machine, such as 127.0.0.1:7480, or unix:PATH [default: nowhere]
+    #[arg(long, value_name = "ADDRESS")]
+    #[serde(deserialize_with = "place")]
+    pub metrics: Option<Place>,
     /// The directory.
     #[command(flatten)]
     pub directory: DirectorySettings,
@@ -114,12 +119,16 @@ pub struct AgentSettings {
     /// The file with the cluster's key [default: cluster.key in the cluster's folder, if there is one]
     #[arg(long, value_name = "FILE")]
     pub key: Option<PathBuf>,
-    /// Serve all users of this host, who find the agent at this socket; usual is /run/aquifer/agent.sock [default: only its own user]
+    /// Serve all users of this host, who find the agent at this socket; usual is /run/aquifer.sock [default: only its own user]
     #[arg(long, value_name = "PATH")]
     pub shared_socket: Option<PathBuf>,
     /// Encrypt everything to and from nodes over TCP, whatever they want
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub encrypt: Option<bool>,
+    /// Serve figures for Prometheus at this address of this machine, such as 127.0.0.1:7481, or unix:PATH [default: nowhere]
+    #[arg(long, value_name = "ADDRESS")]
+    #[serde(deserialize_with = "place")]
+    pub metrics: Option<Place>,
     /// The directory.
     #[command(flatten)]
     pub directory: DirectorySettings,
@@ -158,6 +167,7 @@ impl Settings for NodeSettings {
             threads: self.threads.or(other.threads),
             rate_bytes: self.rate_bytes.or(other.rate_bytes),
             rate_operations: self.rate_operations.or(other.rate_operations),
+            metrics: self.metrics.or(other.metrics),
             directory: self.directory.or(other.directory),
         }
     }
@@ -170,6 +180,7 @@ impl Settings for AgentSettings {
             key: self.key.or(other.key),
             shared_socket: self.shared_socket.or(other.shared_socket),
             encrypt: self.encrypt.or(other.encrypt),
+            metrics: self.metrics.or(other.metrics),
             directory: self.directory.or(other.directory),
         }
     }
@@ -208,6 +219,10 @@ fn parse<T: DeserializeOwned>(text: &str) -> Result<T, String> {
 
 fn bytes<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
     size::parse(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
+}
+
+fn place<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Place>, D::Error> {
+    String::deserialize(from)?.parse().map(Some).map_err(D::Error::custom)
 }
 
 fn within<'de, T, D>(from: D, least: T, most: T) -> Result<Option<T>, D::Error>
@@ -250,6 +265,7 @@ encrypt = true
 threads = 4
 rate-bytes = "500M"
 rate-operations = 100000
+metrics = "127.0.0.1:7480"
 
 [directory]
 address = "etcds://a:2379,b:2379/blue"
@@ -266,8 +282,11 @@ key = "/etc/aquifer/own.key"
         assert_eq!(node.listen, Some("0.0.0.0:7400".parse().unwrap()));
         assert_eq!(node.advertise, Some("10.0.0.1:7400".parse().unwrap()));
         assert_eq!(node.encrypt, Some(true));
+        assert_eq!(node.metrics, Some("127.0.0.1:7480".parse().unwrap()));
         assert_eq!(node.directory.address.as_deref(), Some("etcds://a:2379,b:2379/blue"));
-        let agent: AgentSettings = parse("mempool = \"1G\"\nencrypt = false\n[directory]\n").unwrap();
+        let agent: AgentSettings =
+            parse("mempool = \"1G\"\nencrypt = false\nmetrics = \"unix:/x\"\n[directory]\n").unwrap();
+        assert_eq!(agent.metrics, Some("unix:/x".parse().unwrap()));
         assert_eq!((agent.mempool, agent.encrypt), (Some(1 << 30), Some(false)));
         assert_eq!(parse::<NodeSettings>("").unwrap(), NodeSettings::default());
     }
@@ -294,6 +313,8 @@ key = "/etc/aquifer/own.key"
             ("memory = \"lots\"\n", "line 1", "not a size"),
             ("threads = 65\n", "line 1", "not in 1..=64"),
             ("rate-operations = 0\n", "line 1", "not in 1..="),
+            ("id = 1\nmetrics = \"0.0.0.0:7480\"\n", "line 2", "proxy that speaks TLS"),
+            ("metrics = 7480\n", "line 1", "string"),
             ("listen = \"somewhere\"\n", "line 1", "address"),
             ("id = 1\nid = 2\n", "line 2", "duplicate"),
             ("id = \n", "line 1", ""),

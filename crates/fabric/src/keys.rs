@@ -86,8 +86,8 @@ impl KeySlots {
         assert!(regions_max <= REGIONS_LIMIT, "at most {REGIONS_LIMIT} regions");
         assert!(windows_max <= WINDOWS_LIMIT, "at most {WINDOWS_LIMIT} windows");
         Self {
-            tags: vec![0; regions_max + windows_max],
-            free_windows: (regions_max..regions_max + windows_max).collect(),
+            tags: vec![0; regions_max],
+            free_windows: VecDeque::new(),
             regions: 0,
             regions_max,
             windows_max,
@@ -107,7 +107,13 @@ impl KeySlots {
     /// A fresh key for a window.
     pub fn take_window(&mut self) -> Result<Key, TargetError> {
         let full = TargetError::Full { what: "windows", limit: self.windows_max };
-        let index = self.free_windows.pop_front().ok_or(full)?;
+        let unused = self.tags.len();
+        let index = if unused < self.regions_max + self.windows_max {
+            self.tags.push(0);
+            unused
+        } else {
+            self.free_windows.pop_front().ok_or(full)?
+        };
         Ok(self.fresh(index))
     }
 

@@ -21,7 +21,7 @@ pub mod work;
 pub use keys::{REGIONS_LIMIT, WINDOWS_LIMIT};
 pub use memory::Memory;
 pub use reach::Reach;
-pub use target::{Access, Host, Identity, Region, Scope, Target, TargetError, Tenant, WindowSpec};
+pub use target::{Access, Host, Identity, Region, Scope, Served, Target, TargetError, Tenant, WindowSpec};
 pub use work::{
     Completion, Endpoint, EndpointError, Key, Limits, LocalKey, LocalSlice, PostError, RemoteAddr, Verb,
     Work, WorkError,

@@ -110,6 +110,15 @@ pub enum TargetError {
     },
 }
 
+/// What a target has done for a tenant.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Served {
+    /// Operations carried out, those included that were refused.
+    pub operations: u64,
+    /// Bytes read and written.
+    pub bytes: u64,
+}
+
 /// The owner's side: registers memory, binds and invalidates keys, fences hosts, answers messages.
 pub trait Target: Send + Sync + std::fmt::Debug {
     /// Register memory. Its [`Region`] is announced to endpoints that connect later; `scope` says who may use the region's own key.
@@ -140,4 +149,12 @@ pub trait Target: Send + Sync + std::fmt::Debug {
 
     /// Send a message to every endpoint of a host; returns how many took it.
     fn send(&self, to: Host, message: &[u8]) -> usize;
+
+    /// Endpoints that are connected now, and those whose connection broke a moment ago.
+    fn endpoints(&self) -> usize;
+
+    /// What was done for each tenant since the target began, as far as it knows: endpoints that reach the memory by themselves do not tell.
+    fn served(&self) -> Vec<(Tenant, Served)> {
+        Vec::new()
+    }
 }

@@ -298,5 +298,5 @@ fn scope_of_a_region_is_kept_in_what_is_announced() {
     target.register(memory, Access::READ, Scope::Host(Host(8))).unwrap();
     let endpoint = shm::connect(&path, WHO).unwrap();
     assert_eq!((endpoint.regions().len(), endpoint.regions()[0].key), (1, Key(0)));
-    assert_eq!(target.endpoint_count(), 1);
+    assert_eq!(target.endpoints(), 1);
 }

@@ -272,13 +272,13 @@ fn a_killed_initiator_holds_up_nobody_and_leaves_its_place() {
         while target.receive(&mut message).is_none() {
             std::thread::yield_now();
         }
-        assert_eq!(target.endpoint_count(), 1);
+        assert_eq!(target.endpoints(), 1);
         child.kill().unwrap();
         // It died inside a batch, or nearly always did.
         target.invalidate(key).unwrap();
         target.fence(Host(6), 1);
         child.wait().unwrap();
-        while target.endpoint_count() > 0 {
+        while target.endpoints() > 0 {
             std::thread::yield_now();
         }
     }

@@ -65,6 +65,8 @@ pub struct Monitor<E: Edge> {
     budget: Arc<Budget>,
     stats: Arc<FaultStats>,
     areas: Areas,
+    /// Events that were read before a restart are to be heeded before anything else.
+    is_behind: bool,
     /// Registered and not yet looked through.
     adopting: Areas,
     /// Given up by the program outside of `areas`: what is present there may be about to be dropped.
@@ -105,6 +107,7 @@ impl<E: Edge> Monitor<E> {
             budget,
             stats,
             areas,
+            is_behind: false,
             adopting: Areas::default(),
             given_up: Areas::default(),
             vacated: Vec::new(),
@@ -149,6 +152,10 @@ impl<E: Edge> Monitor<E> {
     /// Do all that can be done now.
     pub fn turn(&mut self) -> Next {
         self.collect();
+        if std::mem::take(&mut self.is_behind) && self.edge.mutation() != Mutation::AdoptBehind {
+            // Of what a monitor before this one had heard and not heeded the kernel says nothing any more: no proof would fail for it.
+            self.listen();
+        }
         // Before the faults are served, for it may hear of some.
         self.look_through();
         self.listen();

@@ -2,9 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Sub-buckets per power of two: quantiles are exact to 6 %.
-const FINE: u64 = 16;
-const BUCKETS: usize = 40 * 16;
+use aquifer_pager::latency::Latencies;
 
 /// What happened so far.
 #[derive(Debug, Default)]
@@ -60,75 +58,9 @@ impl FaultStats {
     }
 }
 
-/// A histogram of durations, in nanoseconds, to 6 %.
-#[derive(Debug)]
-pub struct Latencies(Box<[AtomicU64; BUCKETS]>);
-
-impl Default for Latencies {
-    fn default() -> Self {
-        Self(Box::new([const { AtomicU64::new(0) }; BUCKETS]))
-    }
-}
-
-impl Latencies {
-    /// Count one. Only one thread does.
-    pub fn record(&self, nanoseconds: u64) {
-        FaultStats::add(&self.0[Self::bucket(nanoseconds)], 1);
-    }
-
-    fn bucket(nanoseconds: u64) -> usize {
-        let value = nanoseconds.max(1);
-        let power = u64::from(value.ilog2());
-        let fine = if power < 4 { value } else { value >> (power - 4) } - if power < 4 { 0 } else { FINE };
-        let bucket = if power < 4 { fine } else { (power - 3) * FINE + fine };
-        usize::try_from(bucket).unwrap_or(usize::MAX).min(BUCKETS - 1)
-    }
-
-    fn lower_bound(bucket: usize) -> u64 {
-        let bucket = bucket as u64;
-        let (power, fine) = (bucket / FINE, bucket % FINE);
-        if power == 0 { fine } else { (FINE + fine) << (power - 1) }
-    }
-
-    /// The duration that the given share of all (0 to 1) do not exceed, in nanoseconds; 0 if none was counted.
-    #[must_use]
-    #[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
-    pub fn quantile(&self, share: f64) -> u64 {
-        let total: u64 = self.0.iter().map(|bucket| bucket.load(Relaxed)).sum();
-        let wanted = (total as f64 * share).ceil() as u64;
-        let mut seen = 0;
-        for (number, bucket) in self.0.iter().enumerate() {
-            seen += bucket.load(Relaxed);
-            if seen >= wanted && seen > 0 {
-                return Self::lower_bound(number);
-            }
-        }
-        0
-    }
-
-    fn merge(&self, other: &Self) {
-        for (mine, theirs) in self.0.iter().zip(other.0.iter()) {
-            mine.fetch_add(theirs.load(Relaxed), Relaxed);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn buckets_are_close_and_in_order() {
-        let mut last = 0;
-        for value in (1..5000u64).chain((0..1000).map(|step| 5000 + step * 977_131)) {
-            let bucket = Latencies::bucket(value);
-            let low = Latencies::lower_bound(bucket);
-            assert!(low <= value && value - low <= value / 16, "{value} in bucket from {low}");
-            assert!(bucket >= last);
-            last = bucket;
-        }
-        assert_eq!(Latencies::bucket(u64::MAX), BUCKETS - 1);
-    }
 
     #[test]
     fn quantiles_and_merging() {

@@ -71,6 +71,8 @@ pub struct Hello {
 pub struct OpenRun {
     /// Resident pages and mempool share together, in bytes.
     pub limit_bytes: u64,
+    /// Memory nodes that each page is to be on, 1 to 3.
+    pub replicas: u32,
     /// The program's name, for people.
     pub name: String,
 }
@@ -151,6 +153,13 @@ pub enum Frame {
     Device,
     /// Agent to `aquifer run`: something that the user should know.
     News(String),
+    /// A server of blocks to agent: what do I need to reach memory nodes?
+    Borrow,
+    /// Agent to a server of blocks: this, as JSON. The connection stays, for [`Frame::Ended`].
+    Lent(String),
+    /// A server of swap to `aquifer run`: it is there, and undone by the record of this name. Comes with the descriptor that lets
+    /// programs into its cgroup.
+    SwapOpened(String),
 }
 
 /// Why bytes are not a frame.
@@ -247,7 +256,11 @@ impl Frame {
             1 => Self::Hello(parse_hello(reader)?),
             2 => Self::Welcome,
             3 => Self::Refused(reader.text()?),
-            4 => Self::OpenRun(OpenRun { limit_bytes: reader.u64()?, name: reader.text()? }),
+            4 => Self::OpenRun(OpenRun {
+                limit_bytes: reader.u64()?,
+                replicas: reader.u32()?,
+                name: reader.text()?,
+            }),
             5 => Self::RunOpened(Token(reader.array()?)),
             6 => Self::CloseRun,
             7 => Self::Statistics(reader.text()?),
@@ -267,6 +280,9 @@ impl Frame {
             16 => Self::SetLimit(SetLimit { pid: reader.u32()?, limit_bytes: reader.u64()? }),
             17 => Self::WantDevice,
             18 => Self::Device,
+            20 => Self::Borrow,
+            21 => Self::Lent(reader.text()?),
+            22 => Self::SwapOpened(reader.text()?),
             kind => return Err(FrameError::UnknownKind(kind)),
         })
     }
@@ -281,6 +297,7 @@ impl Frame {
             Self::Welcome
             | Self::CloseRun
             | Self::Status
+            | Self::Borrow
             | Self::Take
             | Self::Taken
             | Self::WantDevice
@@ -289,9 +306,12 @@ impl Frame {
             | Self::Statistics(text)
             | Self::Ended(text)
             | Self::StatusIs(text)
-            | Self::News(text) => write_text(text, out),
+            | Self::News(text)
+            | Self::Lent(text)
+            | Self::SwapOpened(text) => write_text(text, out),
             Self::OpenRun(open) => {
                 out.extend_from_slice(&open.limit_bytes.to_le_bytes());
+                out.extend_from_slice(&open.replicas.to_le_bytes());
                 write_text(&open.name, out);
             }
             Self::RunOpened(token) => out.extend_from_slice(&token.0),
@@ -356,6 +376,9 @@ impl Frame {
             Self::SetLimit(_) => 16,
             Self::WantDevice => 17,
             Self::Device => 18,
+            Self::Borrow => 20,
+            Self::Lent(_) => 21,
+            Self::SwapOpened(_) => 22,
         }
     }
 }
@@ -451,7 +474,7 @@ mod tests {
             Frame::Hello(hello),
             Frame::Welcome,
             Frame::Refused("no".into()),
-            Frame::OpenRun(OpenRun { limit_bytes: 1 << 30, name: "sort".into() }),
+            Frame::OpenRun(OpenRun { limit_bytes: 1 << 30, replicas: 2, name: "sort".into() }),
             Frame::RunOpened(Token([9; 16])),
             Frame::CloseRun,
             Frame::Statistics("{}".into()),
@@ -466,6 +489,9 @@ mod tests {
             Frame::SetLimit(SetLimit { pid: 77, limit_bytes: 4096 }),
             Frame::WantDevice,
             Frame::Device,
+            Frame::Borrow,
+            Frame::Lent("{}".into()),
+            Frame::SwapOpened("aquifer-setup-1-2-3".into()),
         ]
     }
 
@@ -543,7 +569,7 @@ mod tests {
         }
 
         #[test]
-        fn damaged_frames_never_panic(which in 0usize..18, at in 0usize..120, value in any::<u8>(), cut in 0usize..120) {
+        fn damaged_frames_never_panic(which in 0usize..21, at in 0usize..120, value in any::<u8>(), cut in 0usize..120) {
             let mut bytes = bytes_of(&samples()[which]);
             if let Some(byte) = bytes.get_mut(at) {
                 *byte = value;

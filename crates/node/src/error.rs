@@ -2,6 +2,7 @@
 
 use aquifer_directory::DirectoryError;
 use aquifer_fabric::TargetError;
+use aquifer_metrics::MetricsError;
 use aquifer_pool::donor::DonateError;
 
 /// Why a node cannot serve.
@@ -26,6 +27,9 @@ pub enum NodeError {
     /// The memory could not be lent.
     #[error(transparent)]
     Donate(#[from] DonateError),
+    /// Its figures cannot be served.
+    #[error(transparent)]
+    Metrics(#[from] MetricsError),
     /// The directory failed while the node joined.
     #[error("cannot join the cluster: {0}")]
     Directory(#[from] DirectoryError),

@@ -11,6 +11,7 @@ mod error;
 mod fences;
 mod member;
 mod memory;
+mod metrics;
 mod serve;
 mod shutdown;
 

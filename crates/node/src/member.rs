@@ -12,6 +12,7 @@ use aquifer_fabric::{Host, Target};
 
 use crate::error::NodeError;
 use crate::fences::{Fence, Fences};
+use crate::metrics::Events;
 use crate::shutdown::Shutdown;
 
 /// How often the record may change under us while we join.
@@ -28,6 +29,7 @@ pub struct Member {
     lease: Lease,
     kept_alive: Instant,
     fences: Fences,
+    events: Arc<Events>,
 }
 
 impl Member {
@@ -45,7 +47,8 @@ impl Member {
         record.epoch = lease.epoch;
         let fences = Fences::default();
         let kept_alive = Instant::now();
-        let mut member = Self { directory, record, ttl, lease, kept_alive, fences };
+        let events = Arc::default();
+        let mut member = Self { directory, record, ttl, lease, kept_alive, fences, events };
         if let Err(error) = member.put_record() {
             member.leave();
             return Err(error);
@@ -59,6 +62,11 @@ impl Member {
     #[must_use]
     pub const fn record(&self) -> &NodeRecord {
         &self.record
+    }
+
+    /// What happened so far.
+    pub(crate) fn events(&self) -> &Arc<Events> {
+        &self.events
     }
 
     /// Go on with another connection to the directory.
@@ -109,7 +117,7 @@ impl Member {
         let listing = self.directory.list(names::AGENTS)?;
         let alive: BTreeMap<Host, u64> = listing.entries.iter().filter_map(lease_of).collect();
         for fence in self.fences.listed(&alive) {
-            shut_out(target, fence);
+            self.shut_out(target, fence);
         }
         Ok(listing.revision)
     }
@@ -142,7 +150,7 @@ impl Member {
             EventKind::Delete => names::host_of(&key).and_then(|host| self.fences.gone(Host(host))),
         };
         if let Some(fence) = fence {
-            shut_out(target, fence);
+            self.shut_out(target, fence);
         }
     }
 
@@ -153,22 +161,27 @@ impl Member {
             return Ok(());
         }
         match self.directory.lease_keep_alive(self.lease.id) {
-            Ok(()) => (),
+            Ok(()) => Events::add(&self.events.renewals),
             Err(DirectoryError::LeaseGone(_)) => {
+                Events::add(&self.events.renewal_failures);
                 tracing::warn!(node = self.record.id, "the lease ended; taking a new one");
                 self.lease = self.directory.lease_grant(self.ttl)?;
                 self.put_record()?;
             }
-            Err(error) => return Err(error.into()),
+            Err(error) => {
+                Events::add(&self.events.renewal_failures);
+                return Err(error.into());
+            }
         }
         self.kept_alive = Instant::now();
         Ok(())
     }
-}
 
-fn shut_out(target: &dyn Target, fence: Fence) {
-    tracing::debug!(host = fence.host.0, epoch = fence.epoch, "fenced");
-    target.fence(fence.host, fence.epoch);
+    fn shut_out(&self, target: &dyn Target, fence: Fence) {
+        tracing::debug!(host = fence.host.0, epoch = fence.epoch, "fenced");
+        target.fence(fence.host, fence.epoch);
+        Events::add(&self.events.fences);
+    }
 }
 
 /// The host whose lease a record tells of, and its epoch; `None` for what is no such record.

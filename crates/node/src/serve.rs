@@ -11,11 +11,13 @@ use aquifer_directory::{Directory, DirectoryError};
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::tcp::{self, ClusterKey, TcpTarget};
 use aquifer_fabric::{Reach, Target, TargetError};
+use aquifer_metrics::{Listener, Place};
 use aquifer_pool::{NodeId, donate};
 
 use crate::error::NodeError;
 use crate::member::Member;
 use crate::memory::available_bytes;
+use crate::metrics;
 use crate::shutdown::Shutdown;
 
 /// How long a node that says nothing counts as alive.
@@ -38,6 +40,8 @@ pub struct NodeOptions {
     pub connect: Connect,
     /// How long it counts as alive when it says nothing; [`LEASE_TTL`] as a rule.
     pub lease_ttl: Duration,
+    /// Where its figures are served, if anywhere.
+    pub metrics: Option<Place>,
 }
 
 /// How the fabric listens.
@@ -52,10 +56,10 @@ pub enum Listen {
 }
 
 impl Listen {
-    fn start(&self) -> Result<(Box<dyn Target>, Reach), TargetError> {
+    fn start(&self) -> Result<(Arc<dyn Target>, Reach), TargetError> {
         Ok(match self {
             Self::Shm(path, options) => {
-                (Box::new(ShmTarget::listen(path, options.clone())?), Reach::Shm(path.clone()))
+                (Arc::new(ShmTarget::listen(path, options.clone())?), Reach::Shm(path.clone()))
             }
             Self::Tcp(address, key, options) => {
                 reached(TcpTarget::listen(*address, key, (**options).clone())?)
@@ -70,9 +74,9 @@ impl Listen {
     }
 }
 
-fn reached(target: TcpTarget) -> (Box<dyn Target>, Reach) {
+fn reached(target: TcpTarget) -> (Arc<dyn Target>, Reach) {
     let reach = Reach::Tcp(target.address());
-    (Box::new(target), reach)
+    (Arc::new(target), reach)
 }
 
 impl fmt::Debug for NodeOptions {
@@ -83,6 +87,7 @@ impl fmt::Debug for NodeOptions {
             .field("listen", &self.listen)
             .field("advertise", &self.advertise)
             .field("lease_ttl", &self.lease_ttl)
+            .field("metrics", &self.metrics)
             .finish_non_exhaustive()
     }
 }
@@ -91,7 +96,7 @@ impl NodeOptions {
     /// A node with the usual lease and limits.
     #[must_use]
     pub fn new(id: u16, memory_bytes: u64, listen: Listen, connect: Connect) -> Self {
-        Self { id, memory_bytes, listen, advertise: None, connect, lease_ttl: LEASE_TTL }
+        Self { id, memory_bytes, listen, advertise: None, connect, lease_ttl: LEASE_TTL, metrics: None }
     }
 }
 
@@ -116,12 +121,12 @@ pub fn serve(
     if options.memory_bytes > available {
         return Err(NodeError::NoMemory { asked: options.memory_bytes, available });
     }
+    let listener = options.metrics.as_ref().map(Listener::bind).transpose()?;
     // Connected first: without a directory nobody would ever find the memory.
     let directory = (options.connect)()?;
     let (target, reach) = options.listen.start().map_err(NodeError::Listen)?;
     let reach = options.advertise.map_or(reach, Reach::Tcp);
-    let target = &*target;
-    let donation = donate(target, NodeId(options.id), options.memory_bytes)?;
+    let donation = donate(&*target, NodeId(options.id), options.memory_bytes)?;
     let record = NodeRecord {
         id: options.id,
         fabric: reach.provider().to_owned(),
@@ -129,11 +134,15 @@ pub fn serve(
         memory_bytes: donation.layout.data_bytes(),
         epoch: 0,
     };
-    let mut member = Member::join(directory, record, options.lease_ttl, target)?;
+    let mut member = Member::join(directory, record, options.lease_ttl, &*target)?;
     tracing::info!(node = options.id, bytes = donation.layout.data_bytes(), "memory is lent");
+    let figures =
+        |listener| metrics::serve(listener, donation, Arc::clone(&target), Arc::clone(member.events()));
+    let served = listener.map(figures).transpose();
+    let _metrics = served.inspect_err(|_| member.leave())?;
     ready(&Ready { record: member.record().clone() });
     while !shutdown.is_requested() {
-        let Err(error) = member.watch(target, shutdown) else {
+        let Err(error) = member.watch(&*target, shutdown) else {
             break;
         };
         tracing::warn!(node = options.id, %error, "lost the directory; trying again");

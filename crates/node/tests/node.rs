@@ -15,8 +15,10 @@ use aquifer_directory::{
     TransactionOutcome, Watch,
 };
 use aquifer_fabric::{Host, Identity, Tenant, WorkError, shm};
+use aquifer_metrics::MetricsError;
 use aquifer_node::{Listen, NodeError, NodeOptions, Ready, Shutdown, serve};
 use aquifer_pool::{NodeId, PoolClient, PoolError, SizeClass};
+use aquifer_tests_support::openmetrics::scrape;
 
 const TTL: Duration = Duration::from_millis(300);
 const BYTES: u64 = 4 << 20;
@@ -128,7 +130,10 @@ impl Bed {
     }
 
     fn start(&self, id: u16) -> Serving {
-        let options = self.options(id, BYTES);
+        Self::start_with(self.options(id, BYTES))
+    }
+
+    fn start_with(options: NodeOptions) -> Serving {
         let shutdown = Shutdown::new();
         let theirs = shutdown.clone();
         let (tell, told) = mpsc::channel();
@@ -339,4 +344,42 @@ fn odd_records_of_hosts_are_passed_over() {
     let mut client = bed.client(9, 1).expect("nobody was fenced");
     use_it(&mut client).expect("room");
     node.stop();
+}
+
+#[test]
+fn figures_tell_of_memory_endpoints_and_leases() {
+    let bed = Bed::new();
+    let place = format!("unix:{}", bed.dir.path().join("metrics").display());
+    let mut options = bed.options(1, BYTES);
+    options.metrics = Some(place.parse().expect("a fit place"));
+    let host = bed.enrol(1);
+    let node = Bed::start_with(options);
+    let sum = |name: &str| scrape(&place).expect("they are right").sum(name, &[]).expect(name);
+    assert_eq!(sum("aquifer_node_memory_bytes"), BYTES as f64);
+    assert_eq!(sum("aquifer_node_free_bytes"), BYTES as f64);
+    assert_eq!(sum("aquifer_node_endpoints"), 0.0);
+    assert_eq!(sum("aquifer_node_build_info"), 1.0);
+    let mut client = bed.client(1, host.epoch).expect("it listens");
+    let _taken = client.allocate(NodeId(1), SizeClass::SPAN).expect("room");
+    assert_eq!(sum("aquifer_node_free_bytes"), (BYTES - SizeClass::SPAN.bytes()) as f64);
+    assert_eq!(sum("aquifer_node_endpoints"), 1.0);
+    let fences = sum("aquifer_node_fences_total");
+    bed.directory().lease_revoke(host.id).expect("it was alive");
+    until_fenced(&mut client);
+    while sum("aquifer_node_fences_total") < fences + 1.0 || sum("aquifer_node_lease_renewals_total") < 1.0 {
+        std::thread::yield_now();
+    }
+    let failures = sum("aquifer_node_lease_renewal_failures_total");
+    bed.clock.advance(2 * TTL);
+    bed.directory().tick().expect("room");
+    while sum("aquifer_node_lease_renewal_failures_total") < failures + 1.0 {
+        std::thread::yield_now();
+    }
+    // The place is taken, and that is said before the memory is.
+    let mut second = bed.options(2, BYTES);
+    second.metrics = Some(place.parse().expect("a fit place"));
+    let taken = serve(&second, &Shutdown::new(), |_| panic!("it cannot serve"));
+    assert!(matches!(taken, Err(NodeError::Metrics(MetricsError::Listen { .. }))), "{taken:?}");
+    node.stop();
+    assert!(scrape(&place).is_err());
 }

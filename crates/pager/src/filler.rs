@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use aquifer_pool::{NodeId, PoolClient, PoolError, SizeClass};
+use aquifer_pool::{Extent, NodeId, PoolClient, PoolError, SizeClass};
 
 use crate::page::Location;
 use crate::slabs::{SLABS_MAX, SlabId, SlabSet};
@@ -34,14 +34,11 @@ pub struct Room {
     pub first: Location,
     /// How many.
     pub pages: u32,
-    /// The node they are on.
-    pub node: NodeId,
 }
 
 #[derive(Debug)]
 struct Open {
     slab: SlabId,
-    node: NodeId,
     cursor: u32,
     pages: u32,
 }
@@ -52,6 +49,12 @@ pub struct Filler {
     slabs: Arc<SlabSet>,
     open: Option<Open>,
     in_use: Vec<SlabId>,
+    /// Those in use with fewer copies than they should have.
+    degraded: Vec<SlabId>,
+    /// Not to be filled, nor given back, while it is copied.
+    set_aside: Option<SlabId>,
+    /// Nodes that turned out to be gone.
+    gone: Vec<NodeId>,
     free_numbers: Vec<SlabId>,
     used_numbers: u32,
     random: u64,
@@ -69,7 +72,19 @@ impl Filler {
         let mut known = in_use.iter().copied().peekable();
         let free_numbers =
             (0..used_numbers).map(SlabId).filter(|slab| known.next_if_eq(slab).is_none()).collect();
-        Self { slabs, open: None, in_use, free_numbers, used_numbers, random: seed | 1 }
+        let wanted = slabs.replicas();
+        let degraded = in_use.iter().copied().filter(|slab| slabs.copies(*slab).len() < wanted).collect();
+        Self {
+            slabs,
+            open: None,
+            in_use,
+            degraded,
+            set_aside: None,
+            gone: Vec::new(),
+            free_numbers,
+            used_numbers,
+            random: seed | 1,
+        }
     }
 
     /// Up to `want` consecutive free pages. The caller occupies them before it asks again.
@@ -84,7 +99,7 @@ impl Filler {
                 if let Some(first) = first {
                     let limit = open.pages.min(first + want);
                     let end = (first..limit).find(|index| !self.slabs.is_free(at(*index))).unwrap_or(limit);
-                    let room = Room { first: at(first), pages: end - first, node: open.node };
+                    let room = Room { first: at(first), pages: end - first };
                     open.cursor = end;
                     return Ok(room);
                 }
@@ -93,13 +108,77 @@ impl Filler {
         }
     }
 
-    /// A node is gone: nothing more is written there.
+    /// A node is gone: nothing more is written there. Slabs that were nowhere else are left to those who look for their pages.
     pub fn forget_node(&mut self, node: NodeId) {
-        if self.open.as_ref().is_some_and(|open| open.node == node) {
-            self.open = None;
+        let Self { slabs, open, in_use, degraded, .. } = self;
+        if open.as_ref().is_some_and(|open| slabs.copies(open.slab).on(node).is_some()) {
+            *open = None;
         }
-        let slabs = &self.slabs;
-        self.in_use.retain(|slab| slabs.extent(*slab).is_some_and(|extent| extent.node != node));
+        in_use.retain(|slab| slabs.copies(*slab).on(node).is_none() || slabs.strike(*slab, node));
+        degraded.clear();
+        let wanted = slabs.replicas();
+        degraded.extend(in_use.iter().filter(|slab| slabs.copies(**slab).len() < wanted));
+    }
+
+    /// After a restart: what is on nodes that this client does not reach is as good as gone. What was begun and is not whole goes back.
+    /// Returns the nodes that slabs are on.
+    pub fn take_over(&mut self, pool: &mut PoolClient) -> Vec<NodeId> {
+        for extent in self.degraded.iter().filter_map(|slab| self.slabs.abandon_copy(*slab)) {
+            if pool.nodes().any(|node| node == extent.node) {
+                give_back(pool, extent);
+            }
+        }
+        let mut nodes: Vec<NodeId> = Vec::new();
+        for copy in self.in_use.iter().flat_map(|slab| self.slabs.copies(*slab).iter()) {
+            if !nodes.contains(&copy.node) {
+                nodes.push(copy.node);
+            }
+        }
+        nodes.retain(|node| {
+            let is_known = pool.nodes().any(|other| other == *node);
+            if !is_known {
+                self.forget_node(*node);
+            }
+            is_known
+        });
+        nodes
+    }
+
+    /// Slabs with fewer copies than they should have.
+    #[must_use]
+    pub fn degraded(&self) -> &[SlabId] {
+        &self.degraded
+    }
+
+    /// Nodes that turned out to be gone since the last call.
+    pub fn take_gone(&mut self) -> Vec<NodeId> {
+        std::mem::take(&mut self.gone)
+    }
+
+    /// From now on the slab is neither filled nor given back.
+    pub fn set_aside(&mut self, slab: SlabId) {
+        self.open.take_if(|open| open.slab == slab);
+        self.set_aside = Some(slab);
+    }
+
+    /// The slab that was set aside has all the copies that it will have for now.
+    pub fn take_back(&mut self, pool: &mut PoolClient, slab: SlabId) {
+        self.set_aside = None;
+        if self.slabs.copies(slab).len() == self.slabs.replicas() {
+            self.degraded.retain(|other| *other != slab);
+        }
+        if self.slabs.live_pages(slab) == 0 {
+            self.return_slab(pool, slab);
+        }
+    }
+
+    /// An extent for one more copy of a slab, on a node that has none.
+    pub fn room_for_copy(&mut self, pool: &mut PoolClient, slab: SlabId) -> Option<Extent> {
+        let copies = self.slabs.copies(slab);
+        let mut taken = Vec::with_capacity(1);
+        let mut refused = NoRoom::NoNodes;
+        self.take(pool, copies.class()?, 1, |node| copies.on(node).is_none(), &mut taken, &mut refused);
+        taken.pop()
     }
 
     /// Give slabs that have become empty back to the pool. Returns how many.
@@ -107,7 +186,7 @@ impl Filler {
         let mut returned = 0;
         for slab in self.slabs.take_emptied() {
             let is_open = self.open.as_ref().is_some_and(|open| open.slab == slab);
-            if self.slabs.live_pages(slab) == 0 && !is_open {
+            if self.slabs.live_pages(slab) == 0 && !is_open && self.set_aside != Some(slab) {
                 returned += usize::from(self.return_slab(pool, slab));
             }
         }
@@ -125,41 +204,57 @@ impl Filler {
     }
 
     fn return_slab(&mut self, pool: &mut PoolClient, slab: SlabId) -> bool {
-        let Some(extent) = self.slabs.withdraw(slab) else {
+        let copies = self.slabs.withdraw(slab);
+        if copies.is_empty() {
             return false;
-        };
-        self.in_use.retain(|other| *other != slab);
-        self.free_numbers.push(slab);
-        if let Err(error) = pool.free(extent) {
-            tracing::warn!(%error, ?extent, "a slab could not be given back; its node's recovery will find it");
         }
+        self.in_use.retain(|other| *other != slab);
+        self.degraded.retain(|other| *other != slab);
+        self.free_numbers.push(slab);
+        copies.iter().for_each(|copy| give_back(pool, copy));
         true
     }
 
-    /// The emptiest slab that is at most half full, else a fresh one.
+    /// The emptiest slab that is at most half full, else a fresh one; with as many copies as there are nodes for. If there is no room for all
+    /// of them, what there is: programs go on, and the copies are made when there is room.
     fn next_slab(&mut self, pool: &mut PoolClient) -> Result<Open, NoRoom> {
         let previous = self.open.take().map(|open| open.slab);
+        let copies = self.slabs.replicas().min(pool.nodes().count()).max(1);
+        if let Some(open) = self.sparse_slab(previous, copies) {
+            return Ok(open);
+        }
+        let refused = match self.fresh_slab(pool, copies, copies) {
+            Err(refused) if copies > 1 => refused,
+            outcome => return outcome,
+        };
+        match self.sparse_slab(previous, 1) {
+            Some(open) => Ok(open),
+            None => self.fresh_slab(pool, copies, 1).map_err(|_| refused),
+        }
+    }
+
+    fn sparse_slab(&self, previous: Option<SlabId>, copies_min: usize) -> Option<Open> {
         let sparse = self
             .in_use
             .iter()
-            .filter(|slab| Some(**slab) != previous)
+            .filter(|slab| Some(**slab) != previous && Some(**slab) != self.set_aside)
             .filter_map(|slab| {
-                let extent = self.slabs.extent(*slab)?;
+                let copies = self.slabs.copies(*slab);
+                let pages = copies.class()?.chunks();
                 let live = self.slabs.live_pages(*slab);
-                (live * 2 <= extent.class.chunks()).then_some((
-                    live * 1024 / extent.class.chunks(),
-                    *slab,
-                    extent,
-                ))
+                let fits = live * 2 <= pages && copies.len() >= copies_min;
+                fits.then_some((live * 1024 / pages, *slab, pages))
             })
             .min_by_key(|(fill, _, _)| *fill);
-        if let Some((_, slab, extent)) = sparse {
-            return Ok(Open { slab, node: extent.node, cursor: 0, pages: extent.class.chunks() });
-        }
-        self.fresh_slab(pool)
+        sparse.map(|(_, slab, pages)| Open { slab, cursor: 0, pages })
     }
 
-    fn fresh_slab(&mut self, pool: &mut PoolClient) -> Result<Open, NoRoom> {
+    fn fresh_slab(
+        &mut self,
+        pool: &mut PoolClient,
+        copies: usize,
+        copies_min: usize,
+    ) -> Result<Open, NoRoom> {
         let slab = match self.free_numbers.pop() {
             Some(slab) => slab,
             None if self.used_numbers < SLABS_MAX => {
@@ -168,11 +263,14 @@ impl Filler {
             }
             None => return Err(NoRoom::TooManySlabs),
         };
-        match self.allocate(pool) {
-            Ok(extent) => {
-                self.slabs.publish(slab, extent);
+        match self.allocate(pool, copies, copies_min) {
+            Ok(extents) => {
+                self.slabs.publish(slab, &extents);
                 self.in_use.push(slab);
-                Ok(Open { slab, node: extent.node, cursor: 0, pages: extent.class.chunks() })
+                if extents.len() < self.slabs.replicas() {
+                    self.degraded.push(slab);
+                }
+                Ok(Open { slab, cursor: 0, pages: extents[0].class.chunks() })
             }
             Err(error) => {
                 self.free_numbers.push(slab);
@@ -182,39 +280,71 @@ impl Filler {
     }
 
     fn wanted_class(&self) -> u8 {
-        match self.slabs.bytes().0 {
+        match self.slabs.bytes().0 / self.slabs.replicas() as u64 {
             0..SMALL_SLAB_UNTIL_BYTES => 5,
             SMALL_SLAB_UNTIL_BYTES..MIDDLE_SLAB_UNTIL_BYTES => 7,
             _ => 9,
         }
     }
 
-    /// Power of two choices on free memory; if the chosen node is full, the others in the order of what they have.
-    fn allocate(&mut self, pool: &mut PoolClient) -> Result<aquifer_pool::Extent, NoRoom> {
+    /// Extents of one size on distinct nodes: as many as wanted, of the largest size for which there are at least `copies_min`.
+    fn allocate(
+        &mut self,
+        pool: &mut PoolClient,
+        copies: usize,
+        copies_min: usize,
+    ) -> Result<Vec<Extent>, NoRoom> {
         let wanted = self.wanted_class();
-        let mut last_error = NoRoom::NoNodes;
+        let mut refused = NoRoom::NoNodes;
+        let mut taken = Vec::with_capacity(copies);
         for k in std::iter::once(wanted).chain(FALLBACK_CLASSES.into_iter().filter(|k| *k < wanted)) {
             let class = SizeClass::new(k).expect("a valid class");
-            for node in self.choices(pool) {
-                match pool.allocate(node, class) {
-                    Ok(extent) => return Ok(extent),
-                    Err(error) => last_error = error.into(),
+            self.take(pool, class, copies, |_| true, &mut taken, &mut refused);
+            if taken.len() >= copies_min {
+                return Ok(taken);
+            }
+            taken.drain(..).for_each(|extent| give_back(pool, extent));
+        }
+        Err(refused)
+    }
+
+    /// Power of two choices on free memory, for each copy anew; if the chosen node is full, the others in the order of what they have, those
+    /// that are slow just now last.
+    fn take(
+        &mut self,
+        pool: &mut PoolClient,
+        class: SizeClass,
+        copies: usize,
+        may_be_on: impl Fn(NodeId) -> bool,
+        taken: &mut Vec<Extent>,
+        refused: &mut NoRoom,
+    ) {
+        let mut nodes: Vec<NodeId> = pool.nodes().filter(|node| may_be_on(*node)).collect();
+        nodes.sort_unstable_by_key(|node| {
+            (self.slabs.is_slow(*node), std::cmp::Reverse(pool.free_bytes(*node)))
+        });
+        let mut is_first_choice = true;
+        while taken.len() < copies && !nodes.is_empty() {
+            let mut at = 0;
+            if is_first_choice && nodes.len() > 2 {
+                // Sorted by free memory, so the better of the two is the earlier.
+                at = self.draw(nodes.len()).min(self.draw(nodes.len()));
+            }
+            let node = nodes.remove(at);
+            is_first_choice = false;
+            match pool.allocate(node, class) {
+                Ok(extent) => {
+                    taken.push(extent);
+                    is_first_choice = true;
+                }
+                Err(error) => {
+                    if let PoolError::NodeGone { node, .. } = error {
+                        self.gone.push(node);
+                    }
+                    *refused = error.into();
                 }
             }
         }
-        Err(last_error)
-    }
-
-    fn choices(&mut self, pool: &mut PoolClient) -> Vec<NodeId> {
-        let mut nodes: Vec<NodeId> = pool.nodes().collect();
-        nodes.sort_unstable_by_key(|node| std::cmp::Reverse(pool.free_bytes(*node)));
-        if nodes.len() > 2 {
-            let (one, other) = (self.draw(nodes.len()), self.draw(nodes.len()));
-            // Sorted by free memory, so the better of the two is the earlier.
-            let chosen = nodes.remove(one.min(other));
-            nodes.insert(0, chosen);
-        }
-        nodes
     }
 
     fn draw(&mut self, below: usize) -> usize {
@@ -222,5 +352,12 @@ impl Filler {
         self.random ^= self.random >> 7;
         self.random ^= self.random << 17;
         usize::try_from(self.random >> 33).expect("31 bits") % below
+    }
+}
+
+/// Give an extent back to its node.
+pub(crate) fn give_back(pool: &mut PoolClient, extent: Extent) {
+    if let Err(error) = pool.free(extent) {
+        tracing::warn!(%error, ?extent, "a slab could not be given back; its node's recovery will find it");
     }
 }

@@ -5,13 +5,15 @@
 //! - [`mempool`], [`budget`]: the host's cache in blocks, and each run's share of it and of resident memory.
 //! - [`slabs`], [`filler`]: extents of the pool that hold pages, shared by the volumes of a run, and which is filled next.
 //! - [`sender`], [`fetch`]: the way to the memory nodes and back, over [`ports`].
+//! - [`latency`]: how long front ends took, for their figures.
 //!
-//! This crate does not know how pages get in and out of a program: its front ends do (`faults`, later `block`).
+//! This crate does not know how pages get in and out of a program: its front ends do (`faults`, `block`).
 
 pub mod budget;
 pub mod fetch;
 pub mod filler;
 pub mod integrity;
+pub mod latency;
 pub mod mempool;
 pub mod mutation;
 pub mod page;
@@ -32,5 +34,5 @@ pub use mutation::Mutation;
 pub use page::{Location, PAGE_BYTES, PageNumber, PageState, Slot};
 pub use ports::Connector;
 pub use sender::{Sender, SenderStats, Written};
-pub use slabs::SlabSet;
-pub use volume::{Batch, Recovered, Staged, Volume, finish_move};
+pub use slabs::{REPLICAS_MAX, SlabSet};
+pub use volume::{Batch, Recovered, Sealed, Staged, Volume, finish_move};

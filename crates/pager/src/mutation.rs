@@ -24,12 +24,22 @@ pub enum Mutation {
     ForkWithoutFlush,
     /// The sender acknowledges before the memory node has.
     AcknowledgeEarly,
+    /// The sender acknowledges when the first copy has.
+    AcknowledgeFirst,
+    /// A slab is copied while it is filled.
+    CopyWhileWriting,
+    /// A new copy is recorded before it is whole.
+    RecordUnfinished,
+    /// A buffer is used again although a READ into it may still be answered.
+    ReuseLateBuffer,
     /// What a memory node gives is not held against its checksum.
     SkipChecksum,
     /// A page that comes back to the program keeps its place on the memory node.
     ForgetRelease,
     /// What is present in a newly registered area is held without a proof that it is registered.
     AdoptUnproved,
+    /// After a restart areas are proved registered before the events that were read and not heeded are.
+    AdoptBehind,
     /// The unmapping that a move brings is taken for one of what was moved there since.
     HeedVacating,
     /// Pages change their number while a batch is leaving.
@@ -38,4 +48,8 @@ pub enum Mutation {
     ForgetMoving,
     /// After a restart a page that was on its way out is taken for one that is in the program.
     ForgetLeaving,
+    /// A page of a device that is written again is written in its place, though its block is the sender's by now.
+    AbsorbIntoSealed,
+    /// A device's reader does not refer to the place that it fetches from.
+    FetchUnreferenced,
 }

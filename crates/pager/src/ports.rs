@@ -2,6 +2,7 @@
 
 use std::fmt::Debug;
 use std::sync::Arc;
+use std::time::Duration;
 
 use aquifer_fabric::{Endpoint, EndpointError, LocalKey, LocalSlice, Memory};
 use aquifer_pool::NodeId;
@@ -13,25 +14,46 @@ pub trait Connector: Send + Sync + Debug {
     /// # Errors
     /// If it cannot be reached, or refuses.
     fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError>;
+
+    /// A clock, to know when a node has been silent for too long.
+    fn now(&self) -> Duration {
+        static START: std::sync::LazyLock<std::time::Instant> =
+            std::sync::LazyLock::new(std::time::Instant::now);
+        START.elapsed()
+    }
 }
 
-/// An endpoint with the local memory that it moves pages from or to.
+/// An endpoint with the local memories that it moves pages from or to.
 #[derive(Debug)]
 pub struct Port {
     /// The endpoint.
     pub endpoint: Box<dyn Endpoint>,
-    local: LocalKey,
+    locals: Vec<LocalKey>,
+    /// Operations posted and not yet polled, as its user counts them.
+    pub under_way: usize,
 }
 
 impl Port {
-    /// A range of the local memory.
+    /// A range of the first local memory.
     #[must_use]
     pub fn slice(&self, offset: usize, len: usize) -> LocalSlice {
+        self.slice_of(0, offset, len)
+    }
+
+    /// A range of one of the local memories.
+    #[must_use]
+    pub fn slice_of(&self, memory: usize, offset: usize, len: usize) -> LocalSlice {
         LocalSlice {
-            key: self.local,
+            key: self.locals[memory],
             offset: offset as u64,
             len: u32::try_from(len).expect("transfers are far below 4 GiB"),
         }
+    }
+
+    /// Whether one more operation can be posted.
+    #[must_use]
+    pub fn has_room(&self) -> bool {
+        self.under_way < self.endpoint.limits().queue_depth
     }
 }
 
@@ -39,21 +61,49 @@ impl Port {
 #[derive(Debug)]
 pub struct Ports {
     connector: Arc<dyn Connector>,
-    memory: Arc<Memory>,
+    memories: Vec<Arc<Memory>>,
     open: Vec<(NodeId, Port)>,
 }
 
 impl Ports {
-    /// No ports yet; they will move bytes from and to `memory`.
+    /// No ports yet; they will move bytes from and to `memory`, which is number 0.
     #[must_use]
     pub fn new(connector: Arc<dyn Connector>, memory: Arc<Memory>) -> Self {
-        Self { connector, memory, open: Vec::new() }
+        Self { connector, memories: vec![memory], open: Vec::new() }
     }
 
-    /// The local memory.
+    /// One more memory to move bytes from and to; returns its number. There should be few.
+    ///
+    /// # Errors
+    /// If an endpoint does not take it.
+    pub fn add_memory(&mut self, memory: Arc<Memory>) -> Result<usize, EndpointError> {
+        let mut keys = Vec::with_capacity(self.open.len());
+        for (_, port) in &mut self.open {
+            keys.push(port.endpoint.register_local(Arc::clone(&memory))?);
+        }
+        for ((_, port), key) in self.open.iter_mut().zip(keys) {
+            port.locals.push(key);
+        }
+        self.memories.push(memory);
+        Ok(self.memories.len() - 1)
+    }
+
+    /// A local memory.
     #[must_use]
-    pub fn memory(&self) -> &Arc<Memory> {
-        &self.memory
+    pub fn memory(&self, number: usize) -> &Arc<Memory> {
+        &self.memories[number]
+    }
+
+    /// How many local memories there are.
+    #[must_use]
+    pub fn memories(&self) -> usize {
+        self.memories.len()
+    }
+
+    /// The connector's clock.
+    #[must_use]
+    pub fn now(&self) -> Duration {
+        self.connector.now()
     }
 
     /// The port to a node.
@@ -65,12 +115,20 @@ impl Ports {
             Some(at) => at,
             None => {
                 let mut endpoint = self.connector.connect(node)?;
-                let local = endpoint.register_local(Arc::clone(&self.memory))?;
-                self.open.push((node, Port { endpoint, local }));
+                let mut locals = Vec::with_capacity(self.memories.len());
+                for memory in &self.memories {
+                    locals.push(endpoint.register_local(Arc::clone(memory))?);
+                }
+                self.open.push((node, Port { endpoint, locals, under_way: 0 }));
                 self.open.len() - 1
             }
         };
         Ok(&mut self.open[at].1)
+    }
+
+    /// The port to a node, if it is open.
+    pub fn open_port(&mut self, node: NodeId) -> Option<&mut Port> {
+        self.open.iter_mut().find(|(number, _)| *number == node).map(|(_, port)| port)
     }
 
     /// All open ports.

@@ -1,12 +1,15 @@
-//! Writes evicted pages to the memory nodes: coalesced, several batches at once, and again elsewhere if a node fails.
+//! Writes evicted pages to the memory nodes: coalesced, several batches at once, to every copy of a slab, and again elsewhere if
+//! no copy is left.
 //!
 //! The front end copies a batch into its block of the mempool; [`Sender::stage`] looks at what is there, and
-//! [`Sender::advance`] posts writes and collects acknowledgements without waiting.
+//! [`Sender::advance`] posts writes and collects acknowledgements without waiting. `heal` makes copies that are missing.
+
+mod heal;
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use aquifer_fabric::{Completion, PostError, Verb, Work};
+use aquifer_fabric::{Completion, Verb, Work};
 use aquifer_pool::{NodeId, PoolClient};
 
 use crate::filler::{Filler, NoRoom, Room};
@@ -15,14 +18,20 @@ use crate::mempool::{BLOCK_PAGES, BlockId, Mempool};
 use crate::mutation::Mutation;
 use crate::page::{Location, PAGE_BYTES};
 use crate::ports::{Connector, Ports};
-use crate::slabs::SlabSet;
+use crate::slabs::{SlabId, SlabSet, page_of};
 use crate::view;
 use crate::volume::Staged;
+use heal::Healer;
 
 /// Batches that may await acknowledgement at once.
 pub const JOBS_MAX: usize = 64;
 
-/// A batch on its way.
+/// Work ids from this one on are the healer's.
+const HEAL_WORK_ID: u64 = 1 << 62;
+/// The mempool, among the local memories of the ports.
+const MEMPOOL: usize = 0;
+
+/// A batch on its way. Consecutive pages that go to consecutive places are a *run*, known by its first page.
 #[derive(Debug)]
 struct Job {
     number: u64,
@@ -33,7 +42,16 @@ struct Job {
     locations: [Option<Location>; BLOCK_PAGES],
     /// Pages with data that are not posted yet.
     unposted: u64,
+    /// WRITEs under way.
     outstanding: usize,
+    /// By run: its pages, its WRITEs under way, and the copies that have acknowledged it (a bit for each place in the slab's record).
+    run_pages: [u8; BLOCK_PAGES],
+    run_outstanding: [u8; BLOCK_PAGES],
+    run_acknowledged: [u8; BLOCK_PAGES],
+    /// Runs of which no WRITE is under way any more, but at least one has failed.
+    doubtful_runs: u64,
+    /// Runs that no copy has acknowledged yet.
+    awaited_runs: u64,
 }
 
 /// A batch that all memory nodes have acknowledged.
@@ -54,10 +72,16 @@ pub struct Written {
 pub struct SenderStats {
     /// WRITEs posted.
     pub writes: u64,
-    /// Pages written.
+    /// Pages written, each copy counted.
     pub pages: u64,
     /// Pages found to be all zeros.
     pub zero_pages: u64,
+    /// Slabs that hold pages and have fewer copies than they should have, now.
+    pub degraded_slabs: u64,
+    /// Slabs of which a missing copy was made.
+    pub copied_slabs: u64,
+    /// Damaged pages that were written anew from a good copy.
+    pub repaired_pages: u64,
 }
 
 /// The sender of one run. One thread uses it.
@@ -70,6 +94,8 @@ pub struct Sender {
     jobs: Vec<Job>,
     next_job: u64,
     completions: Vec<Completion>,
+    lost: Vec<NodeId>,
+    healer: Healer,
     stats: SenderStats,
     mutation: Mutation,
 }
@@ -81,17 +107,21 @@ impl Sender {
         slabs: Arc<SlabSet>,
         mempool: &Mempool,
         connector: Arc<dyn Connector>,
-        pool: PoolClient,
+        mut pool: PoolClient,
         seed: u64,
     ) -> Self {
+        let mut filler = Filler::new(Arc::clone(&slabs), seed);
+        let nodes = filler.take_over(&mut pool);
         Self {
-            filler: Filler::new(Arc::clone(&slabs), seed),
+            filler,
             slabs,
             ports: Ports::new(connector, Arc::clone(mempool.memory())),
             pool,
             jobs: Vec::with_capacity(JOBS_MAX),
             next_job: 0,
             completions: Vec::with_capacity(BLOCK_PAGES),
+            lost: Vec::new(),
+            healer: Healer::new(nodes),
             stats: SenderStats::default(),
             mutation: Mutation::None,
         }
@@ -105,7 +135,9 @@ impl Sender {
     /// What was written so far.
     #[must_use]
     pub fn stats(&self) -> SenderStats {
-        self.stats
+        let holds_pages = |slab: &&SlabId| self.slabs.live_pages(**slab) > 0;
+        let degraded = self.filler.degraded().iter().filter(holds_pages).count();
+        SenderStats { degraded_slabs: degraded as u64, ..self.stats }
     }
 
     /// The pool that slabs are taken from.
@@ -119,10 +151,10 @@ impl Sender {
         self.jobs.len() < JOBS_MAX
     }
 
-    /// Whether any batch awaits acknowledgement.
+    /// Whether nothing awaits acknowledgement.
     #[must_use]
     pub fn is_idle(&self) -> bool {
-        self.jobs.is_empty()
+        self.jobs.is_empty() && !self.healer.is_waiting()
     }
 
     /// Look at a batch that now lies in its block: which pages are zero, which need writing (and are from now on, until
@@ -145,12 +177,17 @@ impl Sender {
             locations: [None; BLOCK_PAGES],
             unposted: 0,
             outstanding: 0,
+            run_pages: [0; BLOCK_PAGES],
+            run_outstanding: [0; BLOCK_PAGES],
+            run_acknowledged: [0; BLOCK_PAGES],
+            doubtful_runs: 0,
+            awaited_runs: 0,
         };
         self.next_job += 1;
         found.clear();
         for index in 0..count {
             let what = if readable(index) {
-                let bytes = view::page(self.ports.memory(), block.slot(index).offset());
+                let bytes = view::page(self.ports.memory(MEMPOOL), block.slot(index).offset());
                 if is_zero(bytes) {
                     self.stats.zero_pages += 1;
                     Staged::Zeros
@@ -178,9 +215,12 @@ impl Sender {
         self.collect();
         let result = self.post_all();
         self.collect();
-        let early = self.mutation == Mutation::AcknowledgeEarly;
+        self.heal(result.is_err());
+        let (early, first) =
+            (self.mutation == Mutation::AcknowledgeEarly, self.mutation == Mutation::AcknowledgeFirst);
         self.jobs.retain(|job| {
-            let finished = job.unposted == 0 && (job.outstanding == 0 || early);
+            let is_acknowledged = job.outstanding == 0 || early || first && job.awaited_runs == 0;
+            let finished = job.unposted == 0 && is_acknowledged;
             if finished {
                 let Job { owner, block, count, locations, .. } = *job;
                 done.push(Written { owner, block, count, locations });
@@ -207,9 +247,10 @@ impl Sender {
         self.ports.close(node);
     }
 
-    /// The run has ended: all slabs go back.
+    /// The run has ended: all slabs go back. Nothing may be under way: see [`Self::stop_healing`], [`Self::is_idle`].
     pub fn close(&mut self) {
         self.jobs.clear();
+        self.end_healing();
         self.filler.close(&mut self.pool);
     }
 
@@ -218,8 +259,11 @@ impl Sender {
             while self.jobs[at].unposted != 0 {
                 let first = self.jobs[at].unposted.trailing_zeros();
                 let want = (self.jobs[at].unposted >> first).trailing_ones();
-                let room = self.filler.room(&mut self.pool, want)?;
-                if !self.post(at, first as usize, room) {
+                let room = self.filler.room(&mut self.pool, want);
+                for node in self.filler.take_gone() {
+                    self.lose_node(node);
+                }
+                if !self.post(at, first as usize, room?) {
                     break;
                 }
             }
@@ -227,25 +271,35 @@ impl Sender {
         Ok(())
     }
 
-    /// Post one WRITE; false if the node's queue is full.
+    /// Post a run to every copy of its slab; false if a node's queue is full.
     fn post(&mut self, at: usize, first: usize, room: Room) -> bool {
+        let copies = self.slabs.copies(room.first.slab());
+        for copy in copies.iter() {
+            match self.ports.port(copy.node) {
+                Ok(port) if port.has_room() => {}
+                Ok(_) => return false,
+                Err(error) => {
+                    tracing::warn!(node = copy.node.0, %error, "a memory node cannot be reached any more");
+                    self.lose_node(copy.node);
+                    return true;
+                }
+            }
+        }
         let job = &mut self.jobs[at];
         let pages = room.pages as usize;
         let mask = (u64::MAX >> (BLOCK_PAGES - pages)) << first;
-        let port = match self.ports.port(room.node) {
-            Ok(port) => port,
-            Err(error) => {
-                tracing::warn!(node = room.node.0, %error, "memory node lost; its pages go elsewhere");
-                self.lose_node(room.node);
-                return true;
-            }
-        };
-        let local = port.slice(job.block.slot(first).offset(), pages * PAGE_BYTES);
-        let remote = self.slabs.place(room.first).remote;
-        let id = job.number << 16 | (first as u64) << 8 | pages as u64;
-        let work = Work { id, verb: Verb::Write { local, remote }, signalled: true };
-        if let Err(PostError::QueueFull { .. }) = port.endpoint.post(&[work]) {
-            return false;
+        for (place, copy) in copies.placed() {
+            let port = self.ports.open_port(copy.node).expect("it was opened just now");
+            let local = port.slice(job.block.slot(first).offset(), pages * PAGE_BYTES);
+            let remote = page_of(&copy, room.first.index());
+            let id = job.number << 16 | (place as u64) << 8 | first as u64;
+            let work = Work { id, verb: Verb::Write { local, remote }, signalled: true };
+            port.endpoint.post(&[work]).expect("there was room for one more");
+            port.under_way += 1;
+            job.run_outstanding[first] += 1;
+            job.outstanding += 1;
+            self.stats.writes += 1;
+            self.stats.pages += pages as u64;
         }
         for offset in 0..room.pages {
             let index = first + offset as usize;
@@ -254,53 +308,108 @@ impl Sender {
             job.locations[index] = Some(location);
         }
         job.unposted &= !mask;
-        job.outstanding += 1;
-        self.stats.writes += 1;
-        self.stats.pages += pages as u64;
+        job.run_pages[first] = u8::try_from(pages).expect("at most a block");
+        job.run_acknowledged[first] = 0;
+        job.awaited_runs |= 1 << first;
         true
     }
 
     fn collect(&mut self) {
-        let mut lost = Vec::new();
         let mut completions = std::mem::take(&mut self.completions);
         for (node, port) in self.ports.open_ports() {
             completions.clear();
-            while port.endpoint.poll(&mut completions, BLOCK_PAGES) > 0 {}
+            while port.under_way > completions.len() && port.endpoint.poll(&mut completions, BLOCK_PAGES) > 0
+            {
+            }
+            port.under_way -= completions.len();
             for completion in &completions {
-                if !Self::settle(&mut self.jobs, &self.slabs, completion) {
-                    lost.push(node);
+                let is_done = if completion.id >= HEAL_WORK_ID {
+                    self.healer.settle(&self.slabs, node, completion)
+                } else {
+                    Self::settle(&mut self.jobs, completion)
+                };
+                if !is_done && !self.lost.contains(&node) {
+                    self.lost.push(node);
                 }
             }
         }
         self.completions = completions;
-        lost.dedup();
-        for node in lost {
+        for node in std::mem::take(&mut self.lost) {
             self.lose_node(node);
         }
+        self.judge();
     }
 
     /// Book one completion; false if its write failed.
-    fn settle(jobs: &mut [Job], slabs: &SlabSet, completion: &Completion) -> bool {
+    fn settle(jobs: &mut [Job], completion: &Completion) -> bool {
         let number = completion.id >> 16;
-        let first = usize::try_from(completion.id >> 8 & 0xff).expect("8 bits");
-        let pages = usize::try_from(completion.id & 0xff).expect("8 bits");
+        let place = completion.id >> 8 & 0xff;
+        let first = usize::try_from(completion.id & 0xff).expect("8 bits");
+        let is_done = completion.outcome.is_ok();
         let Some(job) = jobs.iter_mut().find(|job| job.number == number) else {
-            return completion.outcome.is_ok();
+            return is_done;
         };
         job.outstanding -= 1;
-        if completion.outcome.is_ok() {
-            return true;
+        job.run_outstanding[first] -= 1;
+        if is_done {
+            job.run_acknowledged[first] |= 1 << place;
+            job.awaited_runs &= !(1 << first);
+        } else {
+            job.doubtful_runs |= 1 << first;
         }
-        for index in first..first + pages {
-            slabs.release(job.locations[index].take().expect("it was posted to a location"));
-            job.unposted |= 1 << index;
+        is_done
+    }
+
+    /// A run that failed somewhere, and of which no copy is left that has acknowledged it, is written anew.
+    fn judge(&mut self) {
+        for job in &mut self.jobs {
+            let mut runs = job.doubtful_runs;
+            while runs != 0 {
+                let first = runs.trailing_zeros() as usize;
+                runs &= runs - 1;
+                if job.run_outstanding[first] > 0 {
+                    continue;
+                }
+                job.doubtful_runs &= !(1 << first);
+                job.awaited_runs &= !(1 << first);
+                let slab = job.locations[first].expect("it was posted to a location").slab();
+                let acknowledged = job.run_acknowledged[first];
+                if self.slabs.copies(slab).placed().any(|(place, _)| acknowledged & 1 << place != 0) {
+                    continue;
+                }
+                for index in first..first + usize::from(job.run_pages[first]) {
+                    self.slabs.release(job.locations[index].take().expect("it was posted to a location"));
+                    job.unposted |= 1 << index;
+                }
+            }
         }
-        false
+    }
+
+    /// Whether WRITEs to a slab are under way.
+    fn is_writing(&self, slab: SlabId) -> bool {
+        self.jobs.iter().any(|job| {
+            (0..job.count).any(|first| {
+                job.run_outstanding[first] > 0
+                    && job.locations[first].is_some_and(|location| location.slab() == slab)
+            })
+        })
     }
 
     fn lose_node(&mut self, node: NodeId) {
-        // The port stays: what it still has under way comes back as failed and is written elsewhere.
+        // The port stays: what it still has under way comes back as failed.
+        let was_whole = self.filler.degraded().is_empty();
         self.filler.forget_node(node);
-        self.pool.remove_node(node);
+        if self.pool.remove_node(node).is_some() {
+            tracing::warn!(
+                node = node.0,
+                "a memory node is lost; its pages are written elsewhere from now on"
+            );
+        }
+        let missing = self.filler.degraded().len();
+        if was_whole && missing > 0 {
+            tracing::warn!(slabs = missing, "slabs have fewer copies than they should have; making new ones");
+        }
+        self.slabs.set_slow(node, false);
+        self.healer.hurry();
     }
 }

@@ -1,8 +1,8 @@
 //! Slabs: extents of the pool that hold evicted pages, shared by the volumes of one run.
 //!
 //! A [`Location`] is a slab's number and a page in it. Each has a count of the volumes that refer to it (a fork shares them)
-//! and the CRC32C of what was written there. One sender fills slabs, in the order of eviction; anyone may release.
-//! The records lie in memory that can outlive the daemon.
+//! and the CRC32C of what was written there. A slab has one to three copies, on distinct nodes. One sender fills slabs, in the
+//! order of eviction, and says which copies there are; anyone may release. The records lie in memory that can outlive the daemon.
 
 use std::sync::atomic::{
     AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
@@ -20,10 +20,23 @@ mod recovery;
 pub const SLAB_PAGES_MAX: u32 = 512;
 /// Slabs that one run may have: 128 GiB of the largest.
 pub const SLABS_MAX: u32 = 1 << 16;
+/// Copies that a slab may have.
+pub const REPLICAS_MAX: usize = 3;
 
-const ENTRY_BYTES: usize = 32;
+const ENTRY_BYTES: usize = 64;
+/// Address and description of one copy.
+const COPY_BYTES: usize = 16;
+const LIVE_OFFSET: usize = REPLICAS_MAX * COPY_BYTES;
 const PAGES_OFFSET: usize = SLABS_MAX as usize * ENTRY_BYTES;
 const PAGE_RECORD_BYTES: usize = 8;
+/// One more than the highest slab that ever had a copy; behind everything else.
+const USED_OFFSET: usize = PAGES_OFFSET + SLABS_MAX as usize * SLAB_PAGES_MAX as usize * PAGE_RECORD_BYTES;
+const MEMORY_BYTES: usize = USED_OFFSET + 8;
+const GENERATION_SHIFT: u32 = 56;
+/// The copy is not whole yet: its extent is taken, but nobody reads or writes pages there.
+const UNFINISHED: u64 = 1 << 55;
+/// Damaged pages that may wait for their repair; what is found beyond is found again.
+const DAMAGED_MAX: usize = 1024;
 
 /// A slab's number.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -53,41 +66,109 @@ impl Location {
     }
 }
 
-/// Where a page's bytes are, and what they must sum to.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Place {
-    /// The memory node.
-    pub node: NodeId,
-    /// Address and key there.
-    pub remote: RemoteAddr,
-    /// CRC32C of the page.
-    pub crc: u32,
+/// The copies of a slab that hold all of its pages.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Copies {
+    /// By their place in the slab's record, which does not change while a copy is there.
+    list: [Option<Extent>; REPLICAS_MAX],
+}
+
+impl Copies {
+    /// The copies with their places in the record.
+    pub fn placed(self) -> impl Iterator<Item = (usize, Extent)> {
+        self.list.into_iter().enumerate().filter_map(|(place, copy)| copy.map(|copy| (place, copy)))
+    }
+
+    /// The copies.
+    pub fn iter(self) -> impl Iterator<Item = Extent> {
+        self.list.into_iter().flatten()
+    }
+
+    /// How many there are.
+    #[must_use]
+    pub fn len(self) -> usize {
+        self.iter().count()
+    }
+
+    /// Whether the slab is not in use.
+    #[must_use]
+    pub fn is_empty(self) -> bool {
+        self.len() == 0
+    }
+
+    /// The copy on a node.
+    #[must_use]
+    pub fn on(self, node: NodeId) -> Option<Extent> {
+        self.iter().find(|copy| copy.node == node)
+    }
+
+    /// The copy at a place of the record.
+    #[must_use]
+    pub fn at(self, place: usize) -> Option<Extent> {
+        self.list[place]
+    }
+
+    /// The size of each.
+    #[must_use]
+    pub fn class(self) -> Option<SizeClass> {
+        self.iter().next().map(|copy| copy.class)
+    }
+}
+
+/// Where page `index` of a copy is.
+#[must_use]
+pub fn page_of(copy: &Extent, index: u32) -> RemoteAddr {
+    RemoteAddr { addr: copy.addr + u64::from(index) * PAGE_BYTES as u64, key: copy.key }
 }
 
 /// The slabs of one run.
 #[derive(Debug)]
 pub struct SlabSet {
     memory: Memory,
+    replicas: usize,
     emptied: Mutex<Vec<SlabId>>,
+    damaged: Mutex<Vec<(Location, NodeId)>>,
+    /// A bit for every 64th node: it is slow to answer just now. A hint.
+    slow: AtomicU64,
     pages: AtomicU64,
     bytes: AtomicU64,
     bytes_peak: AtomicU64,
 }
 
 impl SlabSet {
-    /// No slabs yet.
+    /// No slabs yet; each will have one copy.
     ///
     /// # Errors
     /// If the system gives no address space for the records.
     pub fn new() -> std::io::Result<Self> {
-        let pages = SLABS_MAX as usize * SLAB_PAGES_MAX as usize;
+        Self::with_replicas(1)
+    }
+
+    /// No slabs yet; each is to have so many copies.
+    ///
+    /// # Errors
+    /// If the system gives no address space for the records.
+    ///
+    /// # Panics
+    /// If there are none, or more than [`REPLICAS_MAX`].
+    pub fn with_replicas(replicas: usize) -> std::io::Result<Self> {
+        assert!((1..=REPLICAS_MAX).contains(&replicas), "{replicas} replicas");
         Ok(Self {
-            memory: Memory::create("aquifer-slabs", PAGES_OFFSET + pages * PAGE_RECORD_BYTES)?,
+            memory: Memory::create("aquifer-slabs", MEMORY_BYTES)?,
+            replicas,
             emptied: Mutex::new(Vec::new()),
+            damaged: Mutex::new(Vec::new()),
+            slow: AtomicU64::new(0),
             pages: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             bytes_peak: AtomicU64::new(0),
         })
+    }
+
+    /// Copies that each slab is to have.
+    #[must_use]
+    pub fn replicas(&self) -> usize {
+        self.replicas
     }
 
     /// Pages that are on memory nodes and referred to.
@@ -96,26 +177,63 @@ impl SlabSet {
         self.pages.load(Relaxed)
     }
 
-    /// Bytes of pool memory taken by slabs: now, and the most there ever were.
+    /// Bytes of pool memory taken by all copies of slabs: now, and the most there ever were.
     #[must_use]
     pub fn bytes(&self) -> (u64, u64) {
         (self.bytes.load(Relaxed), self.bytes_peak.load(Relaxed))
     }
 
-    /// Where a page is. The caller must refer to it.
+    /// The copies of a slab that hold all of its pages, as far as anybody knows. Who refers to a page of it finds at least one.
     #[must_use]
-    pub fn place(&self, location: Location) -> Place {
-        let entry = self.entry(location.slab());
-        let addr = self.memory.atomic_u64(entry).load(Relaxed);
-        let meta = self.memory.atomic_u64(entry + 8).load(Relaxed);
-        Place {
-            node: NodeId(u16::try_from(meta >> 32 & 0xffff).expect("16 bits")),
-            remote: RemoteAddr {
-                addr: addr + u64::from(location.index()) * PAGE_BYTES as u64,
-                key: Key(u32::try_from(meta & 0xffff_ffff).expect("32 bits")),
-            },
-            crc: self.crc(location).load(Acquire),
+    pub fn copies(&self, slab: SlabId) -> Copies {
+        let mut copies = Copies::default();
+        // If one copy comes and another goes while they are looked at, one by one, both may be missed: then they are looked at again.
+        for _ in 0..self.replicas {
+            for (place, copy) in copies.list.iter_mut().enumerate().take(self.replicas) {
+                *copy = self.copy(slab, place);
+            }
+            if !copies.is_empty() {
+                break;
+            }
         }
+        copies
+    }
+
+    /// What a page's bytes must sum to. The caller must refer to it.
+    #[must_use]
+    pub fn crc(&self, location: Location) -> u32 {
+        self.crc_word(location).load(Acquire)
+    }
+
+    /// The copy on that node is not what was written: the sender should repair it.
+    pub fn report_damage(&self, location: Location, node: NodeId) {
+        let mut damaged = self.damaged.lock().unwrap_or_else(PoisonError::into_inner);
+        if damaged.len() < DAMAGED_MAX && !damaged.contains(&(location, node)) {
+            damaged.push((location, node));
+        }
+    }
+
+    /// A reported page that was not repaired yet.
+    pub(crate) fn take_damaged(&self) -> Option<(Location, NodeId)> {
+        self.damaged.lock().unwrap_or_else(PoisonError::into_inner).pop()
+    }
+
+    /// Whether a node is slow to answer just now: others are to be asked first.
+    #[must_use]
+    pub fn is_slow(&self, node: NodeId) -> bool {
+        self.slow.load(Relaxed) & Self::slow_bit(node) != 0
+    }
+
+    pub(crate) fn set_slow(&self, node: NodeId, is_slow: bool) {
+        if is_slow {
+            self.slow.fetch_or(Self::slow_bit(node), Relaxed);
+        } else {
+            self.slow.fetch_and(!Self::slow_bit(node), Relaxed);
+        }
+    }
+
+    fn slow_bit(node: NodeId) -> u64 {
+        1 << (node.0 % 64)
     }
 
     /// One more volume refers to the page.
@@ -147,38 +265,119 @@ impl SlabSet {
         !self.emptied.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
-    /// Record a fresh extent under a free number.
-    pub(crate) fn publish(&self, slab: SlabId, extent: Extent) {
-        let entry = self.entry(slab);
-        let meta =
-            u64::from(extent.key.0) | u64::from(extent.node.0) << 32 | u64::from(extent.class.k() + 1) << 48;
-        self.memory.atomic_u64(entry).store(extent.addr, Relaxed);
-        self.memory.atomic_u64(entry + 8).store(meta, Release);
-        let bytes = extent.class.bytes();
+    /// Record fresh extents, of one size, under a free number.
+    pub(crate) fn publish(&self, slab: SlabId, copies: &[Extent]) {
+        assert!((1..=self.replicas).contains(&copies.len()), "{} copies", copies.len());
+        for copy in copies {
+            self.add_copy(slab, *copy);
+        }
+    }
+
+    /// Record a copy that holds all that the others hold.
+    pub(crate) fn add_copy(&self, slab: SlabId, copy: Extent) {
+        let place = self.begin_copy(slab, copy);
+        self.finish_copy(slab, place);
+    }
+
+    /// Note that an extent is taken for a copy that is not whole yet, so that another agent could give it back; returns its place.
+    pub(crate) fn begin_copy(&self, slab: SlabId, copy: Extent) -> usize {
+        let copies = self.copies(slab);
+        assert!(copies.on(copy.node).is_none(), "{slab:?} has a copy on node {} already", copy.node);
+        let is_free = |place: &usize| copies.at(*place).is_none() && self.unfinished(slab, *place).is_none();
+        let place = (0..self.replicas).find(is_free).expect("no more copies than are wanted");
+        let entry = Self::copy_entry(slab, place);
+        let meta = self.memory.atomic_u64(entry + 8);
+        let generation = (meta.load(Relaxed) >> GENERATION_SHIFT).wrapping_add(1) << GENERATION_SHIFT;
+        let described = u64::from(copy.key.0)
+            | u64::from(copy.node.0) << 32
+            | u64::from(copy.class.k() + 1) << 48
+            | UNFINISHED
+            | generation;
+        self.memory.atomic_u32(USED_OFFSET).fetch_max(slab.0 + 1, Relaxed);
+        // Readers that see this address see that there was no copy, or the new one: never the old one with it.
+        self.memory.atomic_u64(entry).store(copy.addr, Release);
+        meta.store(described, Release);
+        place
+    }
+
+    /// The copy at a place holds all that the others hold.
+    pub(crate) fn finish_copy(&self, slab: SlabId, place: usize) {
+        let copy = self.unfinished(slab, place).expect("it was begun");
+        let meta = self.memory.atomic_u64(Self::copy_entry(slab, place) + 8);
+        meta.store(meta.load(Relaxed) & !UNFINISHED, Release);
+        let bytes = copy.class.bytes();
         let now = self.bytes.fetch_add(bytes, Relaxed) + bytes;
         self.bytes_peak.fetch_max(now, Relaxed);
     }
 
-    /// Forget a slab and return its extent; `None` if it is not in use.
-    pub(crate) fn withdraw(&self, slab: SlabId) -> Option<Extent> {
-        let extent = self.extent(slab)?;
-        assert_eq!(self.live_pages(slab), 0, "{slab:?} still holds pages");
-        self.memory.atomic_u64(self.entry(slab) + 8).store(0, Release);
-        self.bytes.fetch_sub(extent.class.bytes(), Relaxed);
-        Some(extent)
+    /// Forget a copy that was begun, and return its extent.
+    pub(crate) fn abandon_copy(&self, slab: SlabId) -> Option<Extent> {
+        let place = (0..self.replicas).find(|place| self.unfinished(slab, *place).is_some())?;
+        let copy = self.unfinished(slab, place);
+        self.clear_place(slab, place);
+        copy
     }
 
-    /// The extent of a slab, if it is in use.
-    pub(crate) fn extent(&self, slab: SlabId) -> Option<Extent> {
-        let entry = self.entry(slab);
-        let meta = self.memory.atomic_u64(entry + 8).load(Acquire);
-        let k = u8::try_from(meta >> 48 & 0xff).expect("8 bits").checked_sub(1)?;
-        Some(Extent {
-            node: NodeId(u16::try_from(meta >> 32 & 0xffff).expect("16 bits")),
-            addr: self.memory.atomic_u64(entry).load(Relaxed),
-            class: SizeClass::new(k).expect("published classes are valid"),
-            key: Key(u32::try_from(meta & 0xffff_ffff).expect("32 bits")),
-        })
+    /// The node is dead: forget the copy that was there. The last copy stays, so that its readers learn what became of it; then, and if
+    /// there was none, this is false.
+    pub(crate) fn strike(&self, slab: SlabId, node: NodeId) -> bool {
+        let copies = self.copies(slab);
+        let found = copies.placed().find(|(_, copy)| copy.node == node);
+        let Some((place, copy)) = found.filter(|_| copies.len() > 1) else {
+            return false;
+        };
+        self.forget_copy(slab, place, copy);
+        true
+    }
+
+    /// Forget a slab and return its copies.
+    pub(crate) fn withdraw(&self, slab: SlabId) -> Copies {
+        let copies = self.copies(slab);
+        assert!(copies.is_empty() || self.live_pages(slab) == 0, "{slab:?} still holds pages");
+        for (place, copy) in copies.placed() {
+            self.forget_copy(slab, place, copy);
+        }
+        copies
+    }
+
+    fn forget_copy(&self, slab: SlabId, place: usize, copy: Extent) {
+        self.clear_place(slab, place);
+        self.bytes.fetch_sub(copy.class.bytes(), Relaxed);
+    }
+
+    fn clear_place(&self, slab: SlabId, place: usize) {
+        let meta = self.memory.atomic_u64(Self::copy_entry(slab, place) + 8);
+        meta.store(meta.load(Relaxed) & u64::MAX << GENERATION_SHIFT, Release);
+    }
+
+    fn copy(&self, slab: SlabId, place: usize) -> Option<Extent> {
+        self.extent_at(slab, place, 0)
+    }
+
+    fn unfinished(&self, slab: SlabId, place: usize) -> Option<Extent> {
+        self.extent_at(slab, place, UNFINISHED)
+    }
+
+    /// The copy at a place, if it is as far as asked.
+    fn extent_at(&self, slab: SlabId, place: usize, stage: u64) -> Option<Extent> {
+        let entry = Self::copy_entry(slab, place);
+        loop {
+            let meta = self.memory.atomic_u64(entry + 8).load(Acquire);
+            let k = u8::try_from(meta >> 48 & 0x7f).expect("7 bits").checked_sub(1)?;
+            if meta & UNFINISHED != stage {
+                return None;
+            }
+            let addr = self.memory.atomic_u64(entry).load(Acquire);
+            if self.memory.atomic_u64(entry + 8).load(Relaxed) == meta {
+                return Some(Extent {
+                    node: NodeId(u16::try_from(meta >> 32 & 0xffff).expect("16 bits")),
+                    addr,
+                    class: SizeClass::new(k).expect("published classes are valid"),
+                    key: Key(u32::try_from(meta & 0xffff_ffff).expect("32 bits")),
+                });
+            }
+            // A new copy has come to this place meanwhile.
+        }
     }
 
     /// Pages of the slab that are referred to.
@@ -193,26 +392,31 @@ impl SlabSet {
 
     /// The sender takes a free page for one volume.
     pub(crate) fn occupy(&self, location: Location, crc: u32) {
-        self.crc(location).store(crc, Release);
+        self.crc_word(location).store(crc, Release);
         self.live(location.slab()).fetch_add(1, AcqRel);
         self.pages.fetch_add(1, Relaxed);
         let before = self.references(location).swap(1, AcqRel);
         assert_eq!(before, 0, "{location:?} was in use");
     }
 
-    fn entry(&self, slab: SlabId) -> usize {
-        slab.0 as usize * ENTRY_BYTES
+    /// The slabs that may have copies: whoever recovers them need not look at, and thereby get, the memory of all others.
+    fn numbers(&self) -> impl Iterator<Item = SlabId> + use<> {
+        (0..self.memory.atomic_u32(USED_OFFSET).load(Relaxed).min(SLABS_MAX)).map(SlabId)
+    }
+
+    fn copy_entry(slab: SlabId, place: usize) -> usize {
+        slab.0 as usize * ENTRY_BYTES + place * COPY_BYTES
     }
 
     fn live(&self, slab: SlabId) -> &AtomicU32 {
-        self.memory.atomic_u32(self.entry(slab) + 16)
+        self.memory.atomic_u32(slab.0 as usize * ENTRY_BYTES + LIVE_OFFSET)
     }
 
     fn references(&self, location: Location) -> &AtomicU32 {
         self.memory.atomic_u32(PAGES_OFFSET + location.0 as usize * PAGE_RECORD_BYTES)
     }
 
-    fn crc(&self, location: Location) -> &AtomicU32 {
+    fn crc_word(&self, location: Location) -> &AtomicU32 {
         self.memory.atomic_u32(PAGES_OFFSET + location.0 as usize * PAGE_RECORD_BYTES + 4)
     }
 }
@@ -222,31 +426,105 @@ mod tests {
     use super::*;
 
     fn extent(node: u16) -> Extent {
-        Extent { node: NodeId(node), addr: 0x20_0000, class: SizeClass::new(5).unwrap(), key: Key(77) }
+        let addr = 0x20_0000 * u64::from(node);
+        Extent { node: NodeId(node), addr, class: SizeClass::new(5).unwrap(), key: Key(77) }
+    }
+
+    fn nodes(slabs: &SlabSet, slab: SlabId) -> Vec<u16> {
+        slabs.copies(slab).iter().map(|copy| copy.node.0).collect()
     }
 
     #[test]
     fn a_slab_comes_and_goes_with_its_pages() {
         let slabs = SlabSet::new().unwrap();
-        slabs.publish(SlabId(3), extent(2));
-        let location = Location::new(SlabId(3), 31);
+        let slab = SlabId(3);
+        slabs.publish(slab, &[extent(2)]);
+        let location = Location::new(slab, 31);
         slabs.occupy(location, 0xabcd);
         slabs.retain(location);
-        assert_eq!(
-            slabs.place(location),
-            Place {
-                node: NodeId(2),
-                remote: RemoteAddr { addr: 0x20_0000 + 31 * 4096, key: Key(77) },
-                crc: 0xabcd
-            }
-        );
+        assert_eq!(slabs.crc(location), 0xabcd);
+        let copy = slabs.copies(slab).iter().next().unwrap();
+        assert_eq!(copy, extent(2));
+        assert_eq!(page_of(&copy, 31), RemoteAddr { addr: 0x40_0000 + 31 * 4096, key: Key(77) });
         slabs.release(location);
         assert!(!slabs.has_emptied(), "the other volume still refers to it");
         slabs.release(location);
-        assert_eq!(slabs.take_emptied(), vec![SlabId(3)]);
-        assert_eq!(slabs.withdraw(SlabId(3)), Some(extent(2)));
-        assert_eq!(slabs.withdraw(SlabId(3)), None);
+        assert_eq!(slabs.take_emptied(), vec![slab]);
+        assert_eq!(slabs.withdraw(slab).iter().collect::<Vec<_>>(), [extent(2)]);
+        assert!(slabs.withdraw(slab).is_empty());
         assert_eq!(slabs.bytes(), (0, 128 << 10));
+    }
+
+    #[test]
+    fn copies_die_one_by_one_but_never_the_last() {
+        let slabs = SlabSet::with_replicas(3).unwrap();
+        let slab = SlabId(0);
+        slabs.publish(slab, &[extent(1), extent(2), extent(3)]);
+        assert_eq!(slabs.bytes().0, 3 * (128 << 10));
+        assert!(!slabs.strike(slab, NodeId(9)), "it has nothing there");
+        assert!(slabs.strike(slab, NodeId(1)));
+        assert!(slabs.strike(slab, NodeId(3)));
+        assert!(!slabs.strike(slab, NodeId(2)));
+        assert_eq!(nodes(&slabs, slab), [2]);
+        slabs.add_copy(slab, extent(7));
+        assert_eq!(nodes(&slabs, slab), [7, 2]);
+        assert_eq!(slabs.copies(slab).at(0), Some(extent(7)));
+        assert_eq!(slabs.bytes().0, 2 * (128 << 10));
+    }
+
+    #[test]
+    fn a_copy_that_is_begun_is_no_copy_yet() {
+        let slabs = SlabSet::with_replicas(3).unwrap();
+        let slab = SlabId(0);
+        slabs.publish(slab, &[extent(1)]);
+        let place = slabs.begin_copy(slab, extent(2));
+        assert_eq!(nodes(&slabs, slab), [1]);
+        assert_eq!(slabs.abandon_copy(slab), Some(extent(2)));
+        assert_eq!(slabs.abandon_copy(slab), None);
+        assert_eq!(slabs.begin_copy(slab, extent(3)), place);
+        slabs.finish_copy(slab, place);
+        assert_eq!(nodes(&slabs, slab), [1, 3]);
+        assert_eq!(slabs.abandon_copy(slab), None, "it is whole");
+        assert_eq!(slabs.bytes().0, 2 * (128 << 10));
+    }
+
+    #[test]
+    fn readers_never_see_an_old_address_with_a_new_node() {
+        let slabs = SlabSet::with_replicas(2).unwrap();
+        let slab = SlabId(5);
+        slabs.publish(slab, &[extent(1), extent(2)]);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for round in 0..20_000u16 {
+                    let old = slabs.copies(slab).at(1).unwrap().node;
+                    assert!(slabs.strike(slab, old));
+                    slabs.add_copy(slab, extent(2 + round % 7));
+                }
+            });
+            for _ in 0..20_000 {
+                for copy in slabs.copies(slab).iter() {
+                    assert_eq!(copy, extent(copy.node.0));
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn reports_of_damage_are_bounded_and_told_once() {
+        let slabs = SlabSet::with_replicas(2).unwrap();
+        for _ in 0..2 {
+            (0..5000).for_each(|index| slabs.report_damage(Location(index), NodeId(1)));
+        }
+        assert_eq!(std::iter::from_fn(|| slabs.take_damaged()).count(), DAMAGED_MAX);
+    }
+
+    #[test]
+    fn a_slow_node_is_slow_until_it_answers() {
+        let slabs = SlabSet::with_replicas(2).unwrap();
+        slabs.set_slow(NodeId(3), true);
+        assert!(slabs.is_slow(NodeId(3)) && !slabs.is_slow(NodeId(4)));
+        slabs.set_slow(NodeId(3), false);
+        assert!(!slabs.is_slow(NodeId(3)));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! The owner (one thread) asks it what a fault needs, which pages to take from the program, and tells it what became
 //! of them. The steps of a page are listed in `docs/formats/paging.md`; each is one method here.
 
+mod absorb;
 mod recovery;
 
 use std::collections::VecDeque;
@@ -16,6 +17,8 @@ use crate::mutation::Mutation;
 use crate::page::{Location, PageNumber, PageState, PageWord};
 use crate::slabs::SlabSet;
 use crate::table::{PageTable, TableError};
+
+pub use absorb::Sealed;
 
 /// A page that may stay for a while is passed over so often, at most (see [`PageWord::held`]).
 const LOOKS_PER_PAGE: usize = 8;

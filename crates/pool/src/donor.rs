@@ -1,13 +1,16 @@
 //! The owner's side: memory laid out as a pool and opened to the cluster.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use aquifer_fabric::{Access, Memory, Region, Scope, Target, TargetError, WindowSpec};
 
 use crate::client::NodeId;
 use crate::error::FormatError;
 use crate::layout::Layout;
-use crate::size::SECTION_BYTES;
+use crate::op::WordAt;
+use crate::size::{CHUNK_BYTES, SECTION_BYTES, SECTION_SPANS, SPAN_CHUNKS};
+use crate::word::{SectionWord, SpanState, SpanWord};
 
 /// A node's memory, lent.
 #[derive(Debug)]
@@ -18,6 +21,23 @@ pub struct Donation {
     pub memory: Arc<Memory>,
     /// As its peers know it.
     pub region: Region,
+}
+
+impl Donation {
+    /// Bytes that nobody has, as a client would find them: those of spans that are being opened or closed do not count. It reads a word
+    /// for each section, and one for each span that is open, while hosts change them: a figure, and no promise.
+    #[must_use]
+    pub fn free_bytes(&self) -> u64 {
+        let word = |at| self.memory.atomic_u64(offset(self.layout.word_at(at))).load(Relaxed);
+        let free_of = |section: u32| {
+            let states = SectionWord(word(WordAt::Section(section)));
+            let empty: u64 = states.spans_in(SpanState::Empty).map(|_| u64::from(SPAN_CHUNKS)).sum();
+            let open = states.spans_in(SpanState::Partial).chain(states.spans_in(SpanState::Contended));
+            let span = |index: u8| SpanWord(word(WordAt::Span(section * SECTION_SPANS + u32::from(index))));
+            empty + open.map(|index| u64::from(span(index).free_chunks())).sum::<u64>()
+        };
+        (0..self.layout.sections()).map(free_of).sum::<u64>() * CHUNK_BYTES
+    }
 }
 
 /// Why memory could not be lent.

@@ -11,7 +11,7 @@ use aquifer_fabric::{
 };
 use aquifer_pool::layout::Layout;
 use aquifer_pool::size::SECTION_BYTES;
-use aquifer_pool::{Extent, FormatError, NodeId, PoolClient, PoolError, SizeClass, donate};
+use aquifer_pool::{Donation, Extent, FormatError, NodeId, PoolClient, PoolError, SizeClass, donate};
 
 const NODE: NodeId = NodeId(7);
 
@@ -28,9 +28,13 @@ fn bare() -> Bed {
     Bed { _dir: dir, path, target }
 }
 
+fn lend(bed: &Bed, sections: u64) -> Donation {
+    donate(&bed.target, NODE, sections * SECTION_BYTES).expect("memory")
+}
+
 fn bed(sections: u64) -> Bed {
     let bed = bare();
-    donate(&bed.target, NODE, sections * SECTION_BYTES).expect("memory");
+    lend(&bed, sections);
     bed
 }
 
@@ -377,4 +381,23 @@ fn what_was_taken_last_is_found_again() {
         after.free(extent).expect("it is ours");
     }
     assert_eq!(after.taken_last(NODE).expect("the node lives"), []);
+}
+
+#[test]
+fn the_owner_sees_what_is_free_as_a_client_does() {
+    let bed = bare();
+    let donation = lend(&bed, 3);
+    let mut client = bed.client(1);
+    assert_eq!(donation.free_bytes(), 3 * SECTION_BYTES);
+    let mut taken = Vec::new();
+    let mut expected = 3 * SECTION_BYTES;
+    for k in [0, 9, 5, 1, 0, 4, 7] {
+        taken.push(client.allocate(NODE, class(k)).expect("room"));
+        expected -= class(k).bytes();
+        assert_eq!(donation.free_bytes(), expected);
+        client.refresh(NODE).expect("it answers");
+        assert_eq!(client.free_bytes(NODE), expected);
+    }
+    taken.into_iter().for_each(|extent| client.free(extent).expect("ours"));
+    assert_eq!(donation.free_bytes(), 3 * SECTION_BYTES);
 }

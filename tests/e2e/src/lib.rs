@@ -12,6 +12,7 @@
 //! - [`redis`]: a redis-server, plainly and on the pool.
 //! - [`network`]: machines in network namespaces.
 //! - [`restart`]: agents that die under programs.
+//! - [`swap`]: what `aquifer run --swap` has made on this machine.
 //! - [`eventually`]: waiting for a condition.
 //!
 //! A cluster is up in one test at a time, over all test programs: limits and speeds of two would be each other's.
@@ -29,6 +30,7 @@ pub mod redis;
 pub mod restart;
 pub mod run;
 pub mod sampler;
+pub mod swap;
 
 pub use cluster::Cluster;
 pub use compare::{Case, compare};

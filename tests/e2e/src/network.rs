@@ -146,7 +146,7 @@ impl Machine {
     }
 }
 
-/// A part of a cluster, on one of the machines. It ends when it is dropped.
+/// A part of a cluster, on one of the machines or on this one. It ends when it is dropped.
 #[derive(Debug)]
 pub struct Part {
     process: Child,
@@ -161,10 +161,23 @@ impl Part {
     #[must_use]
     pub fn start(machine: &Machine, state: &Path, arguments: &[&str]) -> Self {
         let wrapper = machine.wrapper();
+        let mut command = Command::new(&wrapper[0]);
+        command.args(&wrapper[1..]).arg(crate::build::binary());
+        Self::start_by(command, state, arguments)
+    }
+
+    /// The same, on this machine.
+    ///
+    /// # Panics
+    /// If it does not serve.
+    #[must_use]
+    pub fn start_here(state: &Path, arguments: &[&str]) -> Self {
+        Self::start_by(Command::new(crate::build::binary()), state, arguments)
+    }
+
+    fn start_by(mut command: Command, state: &Path, arguments: &[&str]) -> Self {
         let log = state.join(format!("{}.said", arguments[0]));
-        let mut process = Command::new(&wrapper[0])
-            .args(&wrapper[1..])
-            .arg(crate::build::binary())
+        let mut process = command
             .arg("--state")
             .arg(state)
             .args(arguments)
@@ -173,11 +186,22 @@ impl Part {
             .stdout(Stdio::piped())
             .stderr(File::create(&log).expect("a temporary file can be written"))
             .spawn()
-            .expect("ip is installed");
+            .expect("it can be started");
         let said = std::io::read_to_string(process.stdout.take().expect("it is piped"));
         let part = Self { process, log };
         assert_eq!(said.expect("a pipe can be read"), "ready\n", "{arguments:?} does not serve");
         part
+    }
+}
+
+impl Part {
+    /// Kill it, and wait until it is gone.
+    ///
+    /// # Panics
+    /// If it cannot be.
+    pub fn kill(mut self) {
+        self.process.kill().expect("it is ours");
+        self.process.wait().expect("it is ours");
     }
 }
 

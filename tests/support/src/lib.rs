@@ -1,9 +1,11 @@
 //! What tests of several crates share.
 //!
 //! - [`etcd`]: a real etcd of one or more members, that can be killed and started again.
+//! - [`openmetrics`]: what a daemon counts, fetched and read as strictly as the format is defined.
 //! - [`relay`]: a relay in user space that delays, stops and cuts what goes through it.
 
 pub mod etcd;
+pub mod openmetrics;
 pub mod relay;
 
 pub use etcd::{Etcd, Member};

@@ -13,7 +13,7 @@ const CODE: [&str; 6] = ["rs", "c", "h", "py", "sh", "sql"];
 /// Files in which words are looked for.
 const TEXT: [&str; 12] = ["rs", "c", "h", "py", "sh", "sql", "md", "toml", "yml", "json", "html", "txt"];
 /// Cores: they decide, and leave files, clocks, threads and sockets to their edges.
-const PURE: [&str; 13] = [
+const PURE: [&str; 14] = [
     "crates/directory/src/core/",
     "crates/faults/src/areas.rs",
     "crates/faults/src/edge.rs",
@@ -24,6 +24,7 @@ const PURE: [&str; 13] = [
     "crates/ipc/src/",
     "crates/pager/src/page.rs",
     "crates/pager/src/volume.rs",
+    "crates/pager/src/volume/",
     "crates/pool/src/op/",
     "crates/pool/src/word/",
     "crates/pool/src/size.rs",

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::peers::PeerError;
+use crate::setup::SetupError;
 
 /// Why a bench or the demo could not do its work.
 #[derive(Debug, thiserror::Error)]
@@ -90,7 +90,7 @@ pub enum BenchError {
     Interrupted,
     /// Kernel swap.
     #[error(transparent)]
-    Peer(#[from] PeerError),
+    Peer(#[from] SetupError),
     /// The system refused.
     #[error("cannot {what} {path}: {source}", path = path.display())]
     Io {

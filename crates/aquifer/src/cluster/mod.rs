@@ -20,5 +20,6 @@ mod up;
 pub use down::down;
 pub use limit::limit;
 pub use parts::be;
+pub use source::{Source, SourceError};
 pub use status::status;
 pub use up::up;

@@ -146,6 +146,7 @@ fn node(
     let connect = Box::new(move || source.connect(&for_connect));
     let mut options = NodeOptions::new(id, memory, listen(state, settings, id)?, connect);
     options.advertise = settings.advertise;
+    options.metrics.clone_from(&settings.metrics);
     Ok(aquifer_node::serve(&options, &shutdown, |_| ready.tell())?)
 }
 
@@ -215,6 +216,7 @@ fn agent(
         shared_socket: settings.shared_socket.clone(),
         keeper,
         directory: Source::new(&settings.directory)?.connect(state)?,
+        directory_place: serde_json::to_string(&settings.directory)?,
         mempool_bytes: usize::try_from(mempool)?,
         key: match &settings.key {
             Some(path) => Some(key::load(path)?),
@@ -225,6 +227,7 @@ fn agent(
         },
         connect,
         listener: systemd::listener("agent", SocketType::SEQPACKET)?,
+        metrics: settings.metrics.clone(),
     };
     let stopped = stop_flag(stop)?;
     aquifer_agent::serve(&options, &stopped, || ready.tell())?;

@@ -171,6 +171,19 @@ fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
         }
         writeln!(text)?;
     }
+    for tenant in status.agent.iter().flat_map(|agent| &agent.tenants) {
+        writeln!(
+            text,
+            "  user {}: runs: {}, processes: {}, {} resident, {} in the mempool, {} on memory nodes, {} faults",
+            tenant.tenant,
+            tenant.runs,
+            tenant.processes,
+            Size(tenant.resident_bytes),
+            Size(tenant.mempool_bytes),
+            Size(tenant.remote_bytes),
+            tenant.faults,
+        )?;
+    }
     for run in status.agent.iter().flat_map(|agent| &agent.runs) {
         writeln!(
             text,
@@ -193,6 +206,16 @@ fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
                 program.evictions,
                 program.remote_reads,
             )?;
+        }
+        if run.replicas > 1 {
+            match run.degraded_slabs {
+                0 => writeln!(text, "    each page on {} memory nodes", run.replicas)?,
+                slabs => writeln!(
+                    text,
+                    "    degraded: {slabs} slabs are on fewer than {} memory nodes",
+                    run.replicas
+                )?,
+            }
         }
     }
     status.problems.iter().try_for_each(|problem| writeln!(text, "  {problem}"))

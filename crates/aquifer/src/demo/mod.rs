@@ -14,7 +14,7 @@ use crate::bench::BenchError;
 use crate::bench::support::bytes::{MIB, show_bytes};
 use crate::bench::support::cluster::Cluster;
 use crate::bench::support::interrupt;
-use crate::peers::cleanup_stale;
+use crate::setup::cleanup_stale;
 use program::Program;
 use ways::{Stage, Way};
 

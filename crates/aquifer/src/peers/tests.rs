@@ -1,11 +1,12 @@
 //! Setups as a whole. They change the machine, so they take turns, and only root can run them.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::*;
+use crate::setup::cleanup_stale;
 
 const MIB: u64 = 1 << 20;
 
@@ -17,7 +18,7 @@ fn turn() -> Option<MutexGuard<'static, ()>> {
     if rustix::process::geteuid().is_root() {
         return Some(guard);
     }
-    assert!(matches!(PeerSetup::new(Peer::SwapFile, 64 * MIB, 64 * MIB), Err(PeerError::NotRoot)));
+    assert!(matches!(PeerSetup::new(Peer::SwapFile, 64 * MIB, 64 * MIB), Err(SetupError::NotRoot)));
     eprintln!("not root: only the refusal was tested");
     None
 }
@@ -35,7 +36,7 @@ fn swaps() -> String {
 }
 
 /// Runs faultbench over three times the limit, and returns what was used.
-fn run_faultbench(setup: &PeerSetup) -> PeerUsage {
+fn run_faultbench(setup: &PeerSetup) -> Usage {
     let folder = tempfile::tempdir().unwrap();
     let output = setup
         .command(build_faultbench(folder.path()))
@@ -49,7 +50,7 @@ fn run_faultbench(setup: &PeerSetup) -> PeerUsage {
     setup.usage().unwrap()
 }
 
-fn swaps_and_verifies(peer: Peer) -> PeerUsage {
+fn swaps_and_verifies(peer: Peer) -> Usage {
     let before = swaps();
     let mut setup = PeerSetup::new(peer, 64 * MIB, 256 * MIB).unwrap();
     setup.set_read_ahead(ReadAhead::EightPages).unwrap();
@@ -76,7 +77,7 @@ fn a_swap_file_holds_what_the_limit_does_not() {
 #[test]
 fn zram_holds_what_the_limit_does_not() {
     let Some(_turn) = turn() else { return };
-    if matches!(PeerSetup::new(Peer::Zram, 64 * MIB, 64 * MIB), Err(PeerError::NoZram)) {
+    if matches!(PeerSetup::new(Peer::Zram, 64 * MIB, 64 * MIB), Err(SetupError::NoZram)) {
         eprintln!("no zram here: only the refusal was tested");
         return;
     }
@@ -131,12 +132,12 @@ fn what_a_dead_owner_left_is_undone_once() {
     let setup = PeerSetup::new(Peer::SwapFile, 16 * MIB, 16 * MIB).unwrap();
     let (name, path) = setup.record.name_and_path();
     // No pid is that large: the owner of this record is gone.
-    let stale = path.with_file_name("aquifer-peer-4294967295-1-0");
+    let stale = path.with_file_name("aquifer-setup-4294967295-1-0");
     let text = fs::read_to_string(&path).unwrap();
     assert!(text.contains(&name));
     fs::write(
         &stale,
-        "page-cluster 3\ncgroup /sys/fs/cgroup/memory/aquifer-peer-4294967295-1-0\nswap-file /var/tmp/aq",
+        "page-cluster 3\ncgroup /sys/fs/cgroup/memory/aquifer-setup-4294967295-1-0\nswap-file /var/tmp/aq",
     )
     .unwrap();
     assert_eq!(cleanup_stale().unwrap(), 1);
@@ -150,7 +151,7 @@ fn what_a_dead_owner_left_is_undone_once() {
 
     // A record that cannot be trusted is refused, and left for a person to look at.
     fs::write(&stale, "swap-file /etc/passwd\n").unwrap();
-    assert!(matches!(cleanup_stale(), Err(PeerError::Record { .. })));
+    assert!(matches!(cleanup_stale(), Err(SetupError::Record { .. })));
     assert!(Path::new("/etc/passwd").exists());
     fs::remove_file(&stale).unwrap();
 }
@@ -160,11 +161,11 @@ fn sizes_are_bounded() {
     for bytes in [0, MIB - 1, (1 << 40) + 1, u64::MAX] {
         assert!(matches!(
             PeerSetup::new(Peer::SwapFile, bytes, MIB),
-            Err(PeerError::Size { what: "memory limit", .. })
+            Err(SetupError::Size { what: "memory limit", .. })
         ));
         assert!(matches!(
             PeerSetup::new(Peer::SwapFile, MIB, bytes),
-            Err(PeerError::Size { what: "swap device", .. })
+            Err(SetupError::Size { what: "swap device", .. })
         ));
     }
     assert!(SIZE_BYTES.contains(&MIB) && SIZE_BYTES.contains(&(1 << 40)));
@@ -175,7 +176,7 @@ fn sizes_are_bounded() {
 #[test]
 fn every_error_is_a_sentence() {
     let message =
-        PeerError::io("open", Path::new("/x"))(std::io::Error::from_raw_os_error(libc::ENOENT)).to_string();
+        SetupError::io("open", Path::new("/x"))(std::io::Error::from_raw_os_error(libc::ENOENT)).to_string();
     assert!(message.starts_with("could not open /x: No such file"), "{message}");
-    assert!(PeerError::NoSwapFolder { tried: "/tmp".into() }.to_string().contains("/tmp"));
+    assert!(SetupError::NoSwapFolder { tried: "/tmp".into() }.to_string().contains("/tmp"));
 }

@@ -40,7 +40,7 @@ pub enum ExecutableError {
     /// It has no dynamic linker.
     #[error("{0} is statically linked, so nothing can be loaded into it: use a dynamically linked build of it \
              (for Go: CGO_ENABLED=1 and -linkmode external; for Rust: a gnu target; for C: without -static), \
-             or give it a kernel swap device instead", program.display())]
+             or page it by kernel swap: aquifer run --swap", program.display())]
     Static {
         /// The file.
         program: PathBuf,
@@ -53,7 +53,7 @@ pub enum ExecutableError {
     },
     /// The dynamic linker ignores what we ask in such programs.
     #[error("{0} changes its user when it starts (set-user-ID or set-group-ID), and such programs load nothing on request: \
-             run it as that user directly", program.display())]
+             run it as that user directly, or page it by kernel swap: aquifer run --swap, as root", program.display())]
     SetId {
         /// The file.
         program: PathBuf,
@@ -77,6 +77,11 @@ pub(super) fn find(name: &OsStr) -> Result<PathBuf, ExecutableError> {
 /// Whether it can be paged, and if not, why.
 pub(super) fn check(program: &Path) -> Result<(), ExecutableError> {
     check_file(program, program, SCRIPT_DEPTH_MAX)
+}
+
+/// Whether it can be started at all. The kernel knows best; it is asked for what would else be found out too late.
+pub(super) fn check_startable(program: &Path) -> Result<(), ExecutableError> {
+    if is_executable(program) { Ok(()) } else { Err(NotExecutable { program: program.to_owned() }) }
 }
 
 fn check_file(program: &Path, file: &Path, depth: u32) -> Result<(), ExecutableError> {

@@ -4,6 +4,7 @@
 mod agent_link;
 mod executable;
 mod signals;
+mod swap;
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -12,10 +13,12 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus};
 
-use aquifer_ipc::{EXIT_FAILED, RUN_VARIABLE, SOCKET_VARIABLE};
+use aquifer_ipc::{EXIT_FAILED, RUN_VARIABLE, SOCKET_VARIABLE, Token};
 
-use agent_link::AgentLink;
+use agent_link::{AgentLink, agent_is_gone};
 pub use executable::ExecutableError;
+pub use swap::SwapOptions;
+use swap::SwapServer;
 
 /// The program cannot be executed, as of `env`.
 const EXIT_NOT_EXECUTABLE: i32 = 126;
@@ -30,6 +33,10 @@ pub struct RunOptions {
     pub agent_socket: PathBuf,
     /// Resident memory and mempool share together, in bytes.
     pub local_bytes: u64,
+    /// Memory nodes that each page is to be on.
+    pub replicas: u32,
+    /// Kernel swap on a device of ours, for what nothing can be loaded into.
+    pub swap: Option<SwapOptions>,
     /// Where to write statistics.
     pub stats: Option<PathBuf>,
     /// The program and its arguments.
@@ -60,6 +67,14 @@ pub enum RunError {
         /// Where it should be.
         path: PathBuf,
     },
+    /// Not root.
+    #[error(
+        "--swap makes a cgroup and a swap device, which is for root only: run as root, or without --swap if the program is dynamically linked"
+    )]
+    SwapIsRoots,
+    /// No device.
+    #[error("the server of the swap device does not work: {0}")]
+    SwapServer(std::io::Error),
     /// The statistics cannot be written.
     #[error("cannot write statistics to {path}: {source}", path = path.display())]
     Stats {
@@ -105,28 +120,82 @@ impl RunError {
 /// # Errors
 /// If it could not be run on the pool, or was ended because the pool could not go on.
 pub fn run(options: &RunOptions) -> Result<i32, RunError> {
-    let shim = shim_path()?;
     let program = executable::find(&options.command[0])?;
+    match &options.swap {
+        None => run_on_agent(options, program),
+        Some(swap) => run_on_swap(options, swap, program),
+    }
+}
+
+fn run_on_agent(options: &RunOptions, program: PathBuf) -> Result<i32, RunError> {
+    let shim = shim_path()?;
     executable::check(&program)?;
-    let mut stats = options.stats.as_deref().map(open_stats).transpose()?;
-    let name = program.file_name().unwrap_or(program.as_os_str()).to_string_lossy().into_owned();
-    let mut link = AgentLink::open(&options.agent_socket, &name, options.local_bytes)?;
+    let stats = options.stats.as_deref().map(open_stats).transpose()?;
+    let name = name_of(&program);
+    let mut link = AgentLink::open(&options.agent_socket, &name, options.local_bytes, options.replicas)?;
     signals::install();
-    let mut child = start(options, &program, &shim, &link)?;
+    let mut command = Command::new(&program);
+    prepare(&mut command, options, &shim, &link);
+    let status = attend(options, &program, command, &mut link, agent_is_gone(name))?;
+    let statistics = link.close();
+    end(program, status, &link, statistics, stats)
+}
+
+fn run_on_swap(options: &RunOptions, swap: &SwapOptions, program: PathBuf) -> Result<i32, RunError> {
+    executable::check_startable(&program)?;
+    let stats = options.stats.as_deref().map(open_stats).transpose()?;
+    let (server, socket) = SwapServer::start(options, swap, &name_of(&program))?;
+    let mut link = AgentLink::over(socket, Token([0; 16]));
+    signals::install();
+    let command = server.command(&program)?;
+    let status = attend(options, &program, command, &mut link, server.on_gone())?;
+    let statistics = link.close();
+    if statistics.is_none() {
+        link.settle();
+    }
+    server.reap();
+    end(program, status, &link, statistics, stats)
+}
+
+/// Start the program and wait for its end; signals go to it.
+fn attend(
+    options: &RunOptions,
+    program: &Path,
+    mut command: Command,
+    link: &mut AgentLink,
+    on_gone: impl FnOnce() -> String + Send + 'static,
+) -> Result<ExitStatus, RunError> {
+    let started = command.arg0(&options.command[0]).args(&options.command[1..]).spawn();
+    let mut child = started.map_err(|source| RunError::Start { program: program.to_owned(), source })?;
     signals::forward_to(child.id());
-    link.listen(&name);
+    link.listen(on_gone);
     let status = wait(&mut child);
     signals::forward_to(0);
-    let statistics = link.close();
-    if let (Some((file, path)), Some(statistics)) = (&mut stats, &statistics) {
-        writeln!(file, "{statistics}").map_err(|source| RunError::Stats { path: path.clone(), source })?;
+    Ok(status)
+}
+
+/// What the program's end is to whoever started it.
+fn end(
+    program: PathBuf,
+    status: ExitStatus,
+    link: &AgentLink,
+    statistics: Option<String>,
+    stats: Option<(File, PathBuf)>,
+) -> Result<i32, RunError> {
+    if let (Some((mut file, path)), Some(statistics)) = (stats, statistics) {
+        writeln!(file, "{statistics}").map_err(|source| RunError::Stats { path, source })?;
     }
-    if let Some(reason) =
-        link.reason().filter(|_| status.signal() == Some(rustix::process::Signal::KILL.as_raw()))
-    {
+    // What was swapped and cannot be had raises SIGBUS, when it is touched before the program is ended.
+    let ends =
+        [rustix::process::Signal::KILL, rustix::process::Signal::BUS].map(|signal| Some(signal.as_raw()));
+    if let Some(reason) = link.reason().filter(|_| ends.contains(&status.signal())) {
         return Err(RunError::Ended { program, reason });
     }
     Ok(pass_on(status))
+}
+
+fn name_of(program: &Path) -> String {
+    program.file_name().unwrap_or(program.as_os_str()).to_string_lossy().into_owned()
 }
 
 fn shim_path() -> Result<PathBuf, RunError> {
@@ -140,20 +209,16 @@ fn open_stats(path: &Path) -> Result<(File, PathBuf), RunError> {
     Ok((file, path.to_owned()))
 }
 
-fn start(options: &RunOptions, program: &Path, shim: &Path, link: &AgentLink) -> Result<Child, RunError> {
+fn prepare(command: &mut Command, options: &RunOptions, shim: &Path, link: &AgentLink) {
     let mut preload = shim.as_os_str().to_owned();
     if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
         preload.push(":");
         preload.push(others);
     }
-    Command::new(program)
-        .arg0(&options.command[0])
-        .args(&options.command[1..])
+    command
         .env("LD_PRELOAD", preload)
         .env(SOCKET_VARIABLE, &options.agent_socket)
-        .env(RUN_VARIABLE, link.token().to_hex())
-        .spawn()
-        .map_err(|source| RunError::Start { program: program.to_owned(), source })
+        .env(RUN_VARIABLE, link.token().to_hex());
 }
 
 fn wait(child: &mut Child) -> ExitStatus {

@@ -90,12 +90,6 @@ impl ShmTarget {
             .map_err(|e| system("cannot start the target's thread", e))?;
         Ok(Self { shared, thread: Some(thread), path: path.to_owned(), inode })
     }
-
-    /// Endpoints that are connected now.
-    #[must_use]
-    pub fn endpoint_count(&self) -> usize {
-        self.shared.lock().peers.iter().flatten().count()
-    }
 }
 
 impl Drop for ShmTarget {
@@ -210,6 +204,10 @@ impl Target for ShmTarget {
             }
         }
         taken
+    }
+
+    fn endpoints(&self) -> usize {
+        self.shared.lock().peers.iter().flatten().count()
     }
 }
 

@@ -153,6 +153,11 @@ impl SimFabric {
         self.lock().slow(host, factor);
     }
 
+    /// From now on everything that is posted to a node takes `factor` times as long; 1 is normal.
+    pub fn slow_node(&self, node: Node, factor: u64) {
+        self.lock().slow_node(node, factor);
+    }
+
     fn lock(&self) -> MutexGuard<'_, World> {
         lock(&self.world)
     }

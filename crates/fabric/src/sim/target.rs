@@ -80,4 +80,8 @@ impl Target for SimTarget {
     fn send(&self, to: Host, message: &[u8]) -> usize {
         lock(&self.world).send(self.node, to, message)
     }
+
+    fn endpoints(&self) -> usize {
+        lock(&self.world).links.iter().filter(|link| link.node == self.node && !link.closed).count()
+    }
 }

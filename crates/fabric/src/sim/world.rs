@@ -26,6 +26,7 @@ pub(super) struct World {
     pub links: Vec<Link>,
     cuts: HashSet<(Host, Node)>,
     slowness: HashMap<Host, u64>,
+    slow_nodes: HashMap<Node, u64>,
 }
 
 /// An event; the earliest first, then in order of scheduling.
@@ -88,6 +89,7 @@ impl World {
             links: Vec::new(),
             cuts: HashSet::new(),
             slowness: HashMap::new(),
+            slow_nodes: HashMap::new(),
         }
     }
 
@@ -276,6 +278,10 @@ impl World {
         self.slowness.insert(host, factor.max(1));
     }
 
+    pub fn slow_node(&mut self, node: Node, factor: u64) {
+        self.slow_nodes.insert(node, factor.max(1));
+    }
+
     /// Serials of a random number of the oldest operations that have not reached the node.
     fn random_prefix(&mut self, id: usize) -> Vec<u64> {
         let flights = self.links[id].flights.iter();
@@ -285,8 +291,10 @@ impl World {
     }
 
     fn delay_ns(&mut self, id: usize) -> u64 {
-        let factor = self.slowness.get(&self.links[id].who.host).copied().unwrap_or(1);
-        self.rng.range(&self.options.delay_ns).saturating_mul(factor)
+        let Link { who, node, .. } = &self.links[id];
+        let host = self.slowness.get(&who.host).copied().unwrap_or(1);
+        let node = self.slow_nodes.get(node).copied().unwrap_or(1);
+        self.rng.range(&self.options.delay_ns).saturating_mul(host).saturating_mul(node)
     }
 
     fn schedule(&mut self, at_ns: u64, link: usize, event: Event) {

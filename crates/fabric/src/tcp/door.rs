@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::hello::{self, Hello, Reply, Resume, SessionId, Welcome};
+use super::reply::Answers;
 use super::secure::{SecureError, Secured, respond};
 use super::serve::{Arrival, Hand};
 use super::session::Session;
@@ -202,9 +203,9 @@ fn go_on(
     let is_it = |peer: &Peer| peer.id == resume.session && peer.who == who;
     if let Some(at) = state.lingering.iter().position(|(session, _)| is_it(&session.peer)) {
         let (mut session, _) = state.lingering.swap_remove(at);
-        let mut answers = Vec::new();
+        let mut answers = Answers::default();
         if session.resume(&resume, &mut answers) {
-            return Ok((session, answers));
+            return Ok((session, std::mem::take(answers.bytes())));
         }
         state.lingering.push((session, Instant::now()));
         return Err("the session has gone on without you".into());

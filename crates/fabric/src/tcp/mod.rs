@@ -15,10 +15,12 @@ mod door;
 mod endpoint;
 pub mod hello;
 mod rate;
+mod reply;
 pub mod secure;
 mod serve;
 mod session;
 mod stream;
+mod tally;
 mod target;
 pub mod wire;
 

@@ -12,6 +12,7 @@ use rustix::net::{RecvFlags, SendFlags};
 use zerocopy::IntoBytes;
 
 use super::Rate;
+use super::reply::Answers;
 use super::secure::Seal;
 use super::session::{ANSWERS_BYTES_MAX, Nonsense, Session};
 use super::target::{Shared, lock};
@@ -71,7 +72,7 @@ struct Connection {
     /// What a sealed connection said, opened.
     opened: Vec<u8>,
     /// To be sent next.
-    answers: Vec<u8>,
+    answers: Answers,
     /// Being sent.
     outgoing: Vec<u8>,
     sent: usize,
@@ -196,24 +197,27 @@ impl ServeThread {
         let Some(connection) = self.connections[at].as_mut() else { return };
         loop {
             let may_serve = !is_leaving && connection.paused_until.is_none();
-            if may_serve && let Err(reason) = connection.serve(&self.shared) {
-                let who = connection.session.who;
-                tracing::warn!(?who, reason, "an endpoint said nonsense; its connection is closed");
-                self.close(at);
-                return;
-            }
+            let served = if may_serve { connection.serve(&self.shared) } else { Ok((0, 0)) };
+            let (bytes, operations) = match served {
+                Ok(work) => work,
+                Err(reason) => {
+                    let who = connection.session.who;
+                    tracing::warn!(?who, reason, "an endpoint said nonsense; its connection is closed");
+                    self.close(at);
+                    return;
+                }
+            };
             if connection.session.has_left {
                 self.close(at);
                 return;
             }
             if may_serve && is_limited {
-                let (bytes, operations) = connection.session.take_work();
                 let now = Instant::now();
                 let tenant = connection.session.who.tenant;
                 let wait = lock(&self.shared.limiter).charge(tenant, bytes, operations, now);
                 connection.paused_until = wait.map(|wait| now + wait);
             }
-            while !is_leaving && connection.session.peer.next_message(&mut connection.answers) {}
+            while !is_leaving && connection.session.peer.next_message(connection.answers.bytes()) {}
             let was_stalled = connection.answers.len() >= ANSWERS_BYTES_MAX;
             if connection.send() {
                 self.close(at);
@@ -255,7 +259,7 @@ impl ServeThread {
             for at in 0..self.connections.len() {
                 let Some(connection) = self.connections[at].as_mut() else { continue };
                 let farewell = Answer::new(wire::FAREWELL, Ok(connection.session.done()), 0);
-                connection.answers.extend_from_slice(farewell.as_bytes());
+                connection.answers.put(farewell.as_bytes());
                 self.advance(at);
             }
         }
@@ -271,6 +275,8 @@ impl ServeThread {
 
 impl Connection {
     fn new(arrival: Arrival) -> Self {
+        let mut answers = Answers::default();
+        answers.put(&arrival.answers);
         Self {
             socket: arrival.socket,
             session: arrival.session,
@@ -278,7 +284,7 @@ impl Connection {
             input: vec![0; INPUT_BYTES].into_boxed_slice(),
             filled: 0,
             opened: Vec::new(),
-            answers: arrival.answers,
+            answers,
             outgoing: Vec::new(),
             sent: 0,
             interest: EventFlags::IN,
@@ -286,8 +292,8 @@ impl Connection {
         }
     }
 
-    /// Serve what has come; the reason if it was nonsense.
-    fn serve(&mut self, shared: &Shared) -> Result<(), &'static str> {
+    /// Serve what has come; the bytes and operations that it was, or the reason if it was nonsense.
+    fn serve(&mut self, shared: &Shared) -> Result<(u64, u64), &'static str> {
         let session = &mut self.session;
         // Whoever kills a key clears it, then waits until this word was seen even or changed.
         let active = shared.control.active(session.slot);
@@ -295,7 +301,7 @@ impl Connection {
         active.store(sequence, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         let served = match &mut self.seal {
-            None => session.feed(&self.input[..self.filled], &mut self.answers).map(|used| (used, 0)),
+            None => self.serve_plainly().map(|used| (used, 0)),
             Some(seal) => {
                 let used = if self.opened.len() < INPUT_BYTES {
                     seal.open(&self.input[..self.filled], &mut self.opened)
@@ -309,11 +315,29 @@ impl Connection {
             }
         };
         active.store(sequence.wrapping_add(1), Ordering::Release);
+        let work = self.session.take_work();
         let (used, fed) = served.map_err(|nonsense| nonsense.0)?;
         self.input.copy_within(used..self.filled, 0);
         self.filled -= used;
         self.opened.drain(..fed);
-        Ok(())
+        Ok(work)
+    }
+
+    /// Serve a connection that says everything as it is; how many bytes were used. Called with `active` odd.
+    fn serve_plainly(&mut self) -> Result<usize, Nonsense> {
+        let mut at = 0;
+        loop {
+            // What comes after something that waits must wait, too.
+            self.answers.set_lending(self.sent == self.outgoing.len() && self.answers.is_empty());
+            at += self.session.feed(&self.input[at..self.filled], &mut self.answers)?;
+            if !self.answers.has_loans() {
+                return Ok(at);
+            }
+            self.outgoing.clear();
+            self.sent = 0;
+            // SAFETY: `active` has been odd since the regions lent: none of them has gone.
+            unsafe { self.answers.send_loans(&self.socket, &mut self.outgoing) };
+        }
     }
 
     /// Take what has come, as far as there is room; true if no more will.
@@ -370,10 +394,10 @@ impl Connection {
         self.outgoing.clear();
         self.sent = 0;
         match &mut self.seal {
-            None => std::mem::swap(&mut self.outgoing, &mut self.answers),
+            None => std::mem::swap(&mut self.outgoing, self.answers.bytes()),
             Some(seal) => {
-                seal.close(&self.answers, &mut self.outgoing);
-                self.answers.clear();
+                seal.close(self.answers.bytes(), &mut self.outgoing);
+                self.answers.bytes().clear();
             }
         }
         !self.outgoing.is_empty()

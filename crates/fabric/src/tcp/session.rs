@@ -9,8 +9,9 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::hello::Resume;
+use super::reply::Answers;
 use super::target::{Peer, Shared};
-use super::wire::{self, ANSWER_BYTES, Answer, REQUEST_BYTES, Request, padded};
+use super::wire::{self, Answer, REQUEST_BYTES, Request, padded};
 use crate::control::FENCED;
 use crate::keys::Right;
 use crate::memory::{copy, u64_from};
@@ -89,9 +90,11 @@ impl Session {
         self.done
     }
 
-    /// What was done since the last call: bytes moved, requests.
+    /// Count what was done since the last call, for the tenant: bytes moved, requests.
     pub fn take_work(&mut self) -> (u64, u64) {
-        std::mem::take(&mut self.work)
+        let (bytes, operations) = std::mem::take(&mut self.work);
+        self.peer.tally.add(bytes, operations);
+        (bytes, operations)
     }
 
     /// The connection broke: what had come in part never came.
@@ -100,7 +103,7 @@ impl Session {
     }
 
     /// The initiator is back: append the answers that it lacks. False if it cannot be.
-    pub fn resume(&mut self, resume: &Resume, out: &mut Vec<u8>) -> bool {
+    pub fn resume(&mut self, resume: &Resume, out: &mut Answers) -> bool {
         let Some(lacking) =
             self.done.checked_sub(resume.answered).and_then(|lacking| usize::try_from(lacking).ok())
         else {
@@ -114,15 +117,15 @@ impl Session {
             match read {
                 // It may fail now: its key may have died meanwhile.
                 Some(request) => drop(self.read(&request, out)),
-                None => out.extend_from_slice(Answer::new(wire::ANSWER, outcome, 0).as_bytes()),
+                None => out.put(Answer::new(wire::ANSWER, outcome, 0).as_bytes()),
             }
         }
         true
     }
 
-    /// Do what `input` asks, append the answers to `out`; how many bytes were used, a multiple of 8. The rest is to be offered again with
-    /// more behind it. Called with the slot's `active` word odd.
-    pub fn feed(&mut self, input: &[u8], out: &mut Vec<u8>) -> Result<usize, Nonsense> {
+    /// Do what `input` asks, append the answers to `out`; how many bytes were used, a multiple of 8. The rest is to be offered again: with
+    /// more behind it, or, if `out` has loans now, when those have ended. Called with the slot's `active` word odd, which it must stay until then.
+    pub fn feed(&mut self, input: &[u8], out: &mut Answers) -> Result<usize, Nonsense> {
         let mut at = 0;
         while out.len() < ANSWERS_BYTES_MAX && !self.has_left {
             let used = self.step(&input[at..], out)?;
@@ -134,12 +137,16 @@ impl Session {
         Ok(at)
     }
 
-    fn step(&mut self, input: &[u8], out: &mut Vec<u8>) -> Result<usize, Nonsense> {
+    fn step(&mut self, input: &[u8], out: &mut Answers) -> Result<usize, Nonsense> {
         match &mut self.next {
             Next::Request => {
                 let Ok((request, _)) = Request::read_from_prefix(input) else {
                     return Ok(0);
                 };
+                // Whatever changes memory, or tells somebody who may, comes after the READs before it.
+                if request.kind != wire::READ && out.has_loans() {
+                    return Ok(0);
+                }
                 self.begin(request, out)?;
                 Ok(REQUEST_BYTES)
             }
@@ -179,7 +186,7 @@ impl Session {
         }
     }
 
-    fn begin(&mut self, request: Request, out: &mut Vec<u8>) -> Result<(), Nonsense> {
+    fn begin(&mut self, request: Request, out: &mut Answers) -> Result<(), Nonsense> {
         let limits = &self.shared.options.limits;
         let len = request.len.get();
         match request.kind {
@@ -220,35 +227,27 @@ impl Session {
     }
 
     /// Answer a READ; what was answered.
-    fn read(&mut self, request: &Request, out: &mut Vec<u8>) -> Result<u64, WorkError> {
+    fn read(&mut self, request: &Request, out: &mut Answers) -> Result<u64, WorkError> {
         let len = request.len.get();
         let from = match self.locate(request, request.addr.get(), u64::from(len), Right::Read) {
             Ok(from) => from,
             Err(error) => {
-                out.extend_from_slice(Answer::new(wire::ANSWER, Err(error), 0).as_bytes());
+                out.put(Answer::new(wire::ANSWER, Err(error), 0).as_bytes());
                 return Err(error);
             }
         };
         let outcome = Ok(u64::from(len));
         self.work.0 += u64::from(len);
-        out.reserve(ANSWER_BYTES + padded(len));
-        out.extend_from_slice(Answer::new(wire::ANSWER, outcome, len).as_bytes());
-        let at = out.len();
-        // SAFETY: `locate` proved the source to be inside a mapping that `shared` holds; the destination was reserved and
-        // its padding is written too.
-        unsafe {
-            let to = out.as_mut_ptr().add(at);
-            to.add(len as usize).write_bytes(0, padded(len) - len as usize);
-            copy(to, from, len as usize);
-            out.set_len(at + padded(len));
-        }
+        out.put(Answer::new(wire::ANSWER, outcome, len).as_bytes());
+        // SAFETY: `locate` proved the source to be inside a mapping that `shared` holds; loans end before `active` is even again.
+        unsafe { out.read(from, len as usize, padded(len)) };
         // Later operations of this session come after this one.
         fence(Ordering::AcqRel);
         outcome
     }
 
     /// Write what has come of a WRITE. The key is asked anew for each part: it may have died in between.
-    fn write_some(&mut self, input: &[u8], out: &mut Vec<u8>) -> usize {
+    fn write_some(&mut self, input: &[u8], out: &mut Answers) -> usize {
         let Next::Bytes { request, taken, outcome } = &self.next else {
             unreachable!("the caller looked");
         };
@@ -291,8 +290,8 @@ impl Session {
         }
     }
 
-    fn answer(&mut self, outcome: Result<u64, WorkError>, out: &mut Vec<u8>) {
-        out.extend_from_slice(Answer::new(wire::ANSWER, outcome, 0).as_bytes());
+    fn answer(&mut self, outcome: Result<u64, WorkError>, out: &mut Answers) {
+        out.put(Answer::new(wire::ANSWER, outcome, 0).as_bytes());
         self.count(Given { outcome, read: None });
     }
 

@@ -18,12 +18,13 @@ use super::hello::SessionId;
 use super::rate::Limiter;
 use super::serve::{Hand, ServeThread};
 use super::session::Session;
+use super::tally::{Tally, Tenants};
 use super::wire::{self, Answer, padded};
 use super::{ClusterKey, LINGER_TIME, Options};
 use crate::Memory;
 use crate::control::{Control, FENCED};
 use crate::tables::Tables;
-use crate::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
+use crate::target::{Access, Host, Identity, Region, Scope, Served, Target, TargetError, Tenant, WindowSpec};
 use crate::work::Key;
 
 /// A target that goes away waits so long for a request under way.
@@ -63,6 +64,8 @@ pub(super) struct State {
     /// Sessions whose connection broke.
     pub lingering: Vec<(Session, Instant)>,
     pub tables: Tables,
+    /// What those had who are forgotten.
+    pub served: Tenants,
 }
 
 /// What target, door and threads know of one session.
@@ -76,6 +79,7 @@ pub(super) struct Peer {
     pub has_left: AtomicBool,
     /// Set to have its connection closed: it has been replaced.
     pub is_stale: AtomicBool,
+    pub tally: Tally,
     inbox: Mutex<VecDeque<(u64, Vec<u8>)>>,
     outbox: Mutex<Outbox>,
 }
@@ -99,6 +103,7 @@ impl Peer {
             slot,
             has_left: AtomicBool::new(false),
             is_stale: AtomicBool::new(false),
+            tally: Tally::default(),
             inbox: Mutex::new(VecDeque::new()),
             outbox: Mutex::new(Outbox::default()),
         })
@@ -200,6 +205,7 @@ impl TcpTarget {
             slots: vec![false; options.endpoints_max],
             peers: Vec::new(),
             lingering: Vec::new(),
+            served: Tenants::default(),
             // Random in its free bits for every target; whoever may connect at all is of the cluster.
             tables: Tables::new(
                 options.regions_max,
@@ -241,12 +247,6 @@ impl TcpTarget {
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
-    }
-
-    /// Sessions there are now, those whose connection broke a moment ago included.
-    #[must_use]
-    pub fn endpoint_count(&self) -> usize {
-        self.shared.lock().slots.iter().filter(|taken| **taken).count()
     }
 }
 
@@ -344,13 +344,20 @@ impl State {
     /// Those who left stay as long as their messages; of too many the oldest give way.
     fn forget_peers(&mut self) {
         let has_left = |peer: &Peer| peer.has_left.load(Ordering::SeqCst);
-        self.peers.retain(|peer| !has_left(peer) || peer.oldest().is_some());
+        let served = &mut self.served;
+        let mut stays = |peer: &Peer, stays: bool| {
+            if !stays {
+                served.add(peer.who.tenant, peer.tally.served());
+            }
+            stays
+        };
+        self.peers.retain(|peer| stays(peer, !has_left(peer) || peer.oldest().is_some()));
         let mut surplus =
             self.peers.iter().filter(|peer| has_left(peer)).count().saturating_sub(self.slots.len());
         self.peers.retain(|peer| {
             let goes = surplus > 0 && has_left(peer);
             surplus -= usize::from(goes);
-            !goes
+            stays(peer, !goes)
         });
     }
 }
@@ -420,6 +427,17 @@ impl Target for TcpTarget {
             }
         }
         taken
+    }
+
+    fn endpoints(&self) -> usize {
+        self.shared.lock().slots.iter().filter(|taken| **taken).count()
+    }
+
+    fn served(&self) -> Vec<(Tenant, Served)> {
+        let state = self.shared.lock();
+        let mut served = state.served.clone();
+        state.peers.iter().for_each(|peer| served.add(peer.who.tenant, peer.tally.served()));
+        served.into_vec()
     }
 }
 

@@ -51,6 +51,35 @@ pub fn a_batch_takes_effect_in_order<H: Harness>() {
     }
 }
 
+pub fn a_read_has_what_was_there_before_what_comes_after_it<H: Harness>() {
+    let harness = H::start();
+    let (memory, region) = harness.region(Access::ALL, Scope::Anyone);
+    let mut client = harness.client(WHO);
+    let at = |offset| RemoteAddr { addr: region.base + offset, key: region.key };
+    // As long as the memories allow with room for two, and a few words beside.
+    let len = u32::try_from(memory.len().min(client.memory.len()) / 2 - 64).unwrap().min(4096) & !7;
+    let (first, second) = (0, u64::from(len));
+    for round in 1..40_u8 {
+        memory.write(0, &vec![round; len as usize]);
+        client.memory.write(0, &vec![0; 2 * len as usize]);
+        let done = client.run(&[
+            signalled(1, Verb::Read { local: client.slice(first, len), remote: at(0) }),
+            signalled(2, Verb::FetchAdd { remote: at(8), add: 1 }),
+            signalled(3, Verb::Read { local: client.slice(second, len), remote: at(0) }),
+            signalled(4, Verb::CompareSwap { remote: at(16), expected: 0, desired: 1 }),
+            signalled(5, Verb::FetchAdd { remote: at(8), add: 1 }),
+        ]);
+        assert_eq!(done.iter().map(|done| done.id).collect::<Vec<_>>(), [1, 2, 3, 4, 5]);
+        let word = u64::from_le_bytes([round; 8]);
+        let read = |offset: u64| {
+            let mut bytes = [0; 8];
+            client.memory.read(usize::try_from(offset).unwrap() + 8, &mut bytes);
+            u64::from_le_bytes(bytes)
+        };
+        assert_eq!((read(first), read(second)), (word, word + 1), "each READ at its place");
+    }
+}
+
 pub fn only_signalled_work_completes_unless_it_fails<H: Harness>() {
     let harness = H::start();
     let (memory, region) = harness.region(Access::ALL, Scope::Anyone);

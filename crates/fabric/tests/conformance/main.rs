@@ -34,6 +34,7 @@ macro_rules! conformance {
 conformance! {
     data::every_size_and_alignment_arrives,
     data::a_batch_takes_effect_in_order,
+    data::a_read_has_what_was_there_before_what_comes_after_it,
     data::only_signalled_work_completes_unless_it_fails,
     data::empty_transfers_succeed,
     data::regions_are_announced_and_apart,

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use aquifer_fabric::tcp::{self, ClusterKey, ConnectOptions, Options, Rate, TcpTarget};
 use aquifer_fabric::{
     Access, Completion, Endpoint, EndpointError, Host, Identity, Key, LocalKey, LocalSlice, Memory, Region,
-    RemoteAddr, Scope, Target, Tenant, Verb, WindowSpec, Work, WorkError,
+    RemoteAddr, Scope, Served, Target, Tenant, Verb, WindowSpec, Work, WorkError,
 };
 
 const KEY: ClusterKey = ClusterKey([3; 32]);
@@ -184,6 +184,35 @@ fn a_tenant_gets_its_share_and_no_more() {
 }
 
 #[test]
+fn what_was_done_is_counted_for_each_tenant() {
+    let (target, _, region) = node(Options { threads: 2, ..Options::default() });
+    assert_eq!((target.endpoints(), target.served()), (0, vec![]));
+    let remote = RemoteAddr { addr: region.base, key: region.key };
+    let outside = RemoteAddr { addr: region.base + REGION_BYTES as u64, key: region.key };
+    let mut first = client(target.address());
+    let local = first.slice(0, 5000);
+    first.one(Verb::Write { local, remote }).unwrap();
+    first.one(Verb::Read { local, remote }).unwrap();
+    first.one(Verb::FetchAdd { remote, add: 1 }).unwrap();
+    first.one(Verb::Read { local, remote: outside }).unwrap_err();
+    let mine = (WHO.tenant, Served { operations: 4, bytes: 10_000 });
+    assert_eq!((target.endpoints(), target.served()), (1, vec![mine]));
+    let mut other = try_client(target.address(), Identity { tenant: Tenant(3), ..WHO }).unwrap();
+    other.one(Verb::FetchAdd { remote, add: 1 }).unwrap();
+    let others = (Tenant(3), Served { operations: 1, bytes: 0 });
+    assert_eq!((target.endpoints(), target.served()), (2, vec![others, mine]));
+    // What is counted stays when they are gone, and grows when they are back.
+    drop((first, other));
+    while target.endpoints() > 0 {
+        std::thread::yield_now();
+    }
+    assert_eq!(target.served(), [others, mine]);
+    client(target.address()).one(Verb::FetchAdd { remote, add: 1 }).unwrap();
+    let grown = (WHO.tenant, Served { operations: 5, bytes: 10_000 });
+    assert_eq!(target.served(), [others, grown]);
+}
+
+#[test]
 fn who_has_another_key_is_kept_out() {
     let (target, _, _) = node(Options::default());
     let other = ClusterKey([4; 32]);
@@ -192,5 +221,5 @@ fn who_has_another_key_is_kept_out() {
         Err(EndpointError::Refused { reason, .. }) => assert!(reason.contains("keys differ"), "{reason}"),
         other => panic!("{other:?}"),
     }
-    assert_eq!(target.endpoint_count(), 0);
+    assert_eq!(target.endpoints(), 0);
 }

@@ -109,7 +109,7 @@ fn broken_connections_lose_and_double_nothing() {
     }
     assert_eq!(memory.atomic_u64(0).load(Ordering::SeqCst), ROUNDS * 20);
     assert!(relay.cuts.load(Ordering::SeqCst) > 10, "the wire hardly broke");
-    assert_eq!(target.endpoint_count(), 1, "it was one session all along");
+    assert_eq!(target.endpoints(), 1, "it was one session all along");
 }
 
 /// The message that was sent arrives once, and an answer to it too.

@@ -8,7 +8,7 @@ use aquifer_fabric::tcp::hello::{Hello, encode_hello, parse_reply};
 use aquifer_fabric::tcp::secure::initiate;
 use aquifer_fabric::tcp::wire::{self, Request};
 use aquifer_fabric::tcp::{Options, PENDING_LIMIT};
-use aquifer_fabric::{RemoteAddr, Verb};
+use aquifer_fabric::{RemoteAddr, Target, Verb};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use zerocopy::IntoBytes;
@@ -121,14 +121,14 @@ fn silent_and_half_open_connections_hold_up_nobody() {
 fn a_replayed_handshake_gets_nowhere() {
     let (target, _, _) = node(Options::default());
     let recorded = record(target.address());
-    let before = target.endpoint_count();
+    let before = target.endpoints();
     let mut stream = TcpStream::connect(target.address()).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
     stream.write_all(&recorded).unwrap();
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer);
     assert!(answer.len() < 200, "it was answered with {} bytes", answer.len());
-    assert_eq!(target.endpoint_count(), before);
+    assert_eq!(target.endpoints(), before);
 }
 
 /// All that an initiator says up to its welcome.

@@ -9,6 +9,8 @@ use crate::kernel::{Source, Stop};
 
 /// Pages of new areas looked through in one turn.
 const ADOPT_PAGES_MAX: u64 = 4096;
+/// And areas.
+const ADOPT_AREAS_MAX: usize = 16;
 /// Pages proved registered by one fill.
 const PROVE_PAGES_MAX: usize = 512;
 
@@ -29,10 +31,18 @@ impl<E: Edge> Monitor<E> {
     /// Look through a part of what was registered. The rest waits for the next turn, so that faults do not wait for it, and what was
     /// found can be taken already: the program goes on writing into pages that it has.
     pub(super) fn look_through(&mut self) {
-        let Some(area) = self.adopting.iter().next() else {
-            return;
-        };
-        let part = Area { start: area.start, end: area.end.min(area.start + ADOPT_PAGES_MAX) };
+        let mut pages = 0;
+        for _ in 0..ADOPT_AREAS_MAX {
+            let Some(area) = self.adopting.iter().next().filter(|_| pages < ADOPT_PAGES_MAX) else {
+                return;
+            };
+            let part = Area { start: area.start, end: area.end.min(area.start + ADOPT_PAGES_MAX - pages) };
+            self.look_through_part(part);
+            pages += part.end - part.start;
+        }
+    }
+
+    fn look_through_part(&mut self, part: Area) {
         let mut present = std::mem::take(&mut self.present);
         present.clear();
         self.edge.present(part.start, part.end, false, &mut present);

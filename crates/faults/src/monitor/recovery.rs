@@ -36,6 +36,7 @@ impl<E: Edge> Monitor<E> {
         let Before { recovered, registered, vacated, given_up, batches } = before;
         let Recovered { volume, leaving, staged } = recovered;
         let mut monitor = Self::new(edge, volume, budget, stats, Areas::default(), batches.len());
+        monitor.is_behind = true;
         monitor.adopting = registered;
         monitor.vacated = vacated;
         monitor.given_up = given_up;

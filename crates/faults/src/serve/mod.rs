@@ -4,19 +4,21 @@
 //! - [`program`]: one program's thread. `edge` is what its monitor acts through.
 //! - [`run`]: what the programs of one `aquifer run` share. `sender` is its thread.
 //! - [`restore`]: another agent goes on with what the keeper holds, whose `records` say what it is.
+//! - `tenants`: what each of them has, all runs together.
 //! - [`sampler`]: looks from outside at how much is resident, and finds new areas.
 
 pub mod attach;
 mod edge;
 mod follow;
 mod obituary;
-mod priority;
+pub mod priority;
 pub mod program;
 mod records;
 mod restore;
 pub mod run;
 pub mod sampler;
 mod sender;
+mod tenants;
 
 use std::collections::HashMap;
 use std::fmt::Debug;
@@ -26,7 +28,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::Thread;
 
 use aquifer_ipc::{KeptKind, Put, Token};
-use aquifer_pager::{Connector, Mempool};
+use aquifer_pager::{Connector, Mempool, REPLICAS_MAX};
 use aquifer_pool::PoolClient;
 
 pub use attach::AttachError;
@@ -34,6 +36,7 @@ pub use program::Program;
 pub use records::Kept;
 pub use restore::Restored;
 pub use run::{ProgramReport, Run, RunReport};
+pub use tenants::TenantReport;
 
 /// Runs that one agent serves at once.
 pub const RUNS_MAX: usize = 1024;
@@ -63,6 +66,7 @@ pub struct Service {
     pub(crate) mempool: Arc<Mempool>,
     pub(crate) obituary: Arc<obituary::Obituary>,
     runs: Mutex<HashMap<Token, Arc<Run>>>,
+    ended: tenants::EndedRuns,
     next_program: AtomicU64,
     sampler: OnceLock<Thread>,
     /// Whether programs have come of which the sampler does not know.
@@ -80,6 +84,7 @@ impl Service {
             mempool,
             obituary: obituary::Obituary::start()?,
             runs: Mutex::new(HashMap::new()),
+            ended: tenants::EndedRuns::default(),
             // Numbers stay unique over restarts, as the keeper still knows those of before.
             next_program: AtomicU64::new(u64::from(std::process::id()) << 32),
             sampler: OnceLock::new(),
@@ -98,6 +103,7 @@ impl Service {
         self: &Arc<Self>,
         name: &str,
         limit_bytes: u64,
+        replicas: usize,
         owner: BorrowedFd<'_>,
         tenant: u32,
     ) -> Result<Arc<Run>, String> {
@@ -107,6 +113,9 @@ impl Service {
                 aquifer_pager::LIMIT_BYTES_MIN
             ));
         }
+        if !(1..=REPLICAS_MAX).contains(&replicas) {
+            return Err(format!("--replicas {replicas} is not possible: give 1 to {REPLICAS_MAX}"));
+        }
         let mut runs = self.lock();
         if runs.len() >= RUNS_MAX {
             return Err(format!("this agent already serves {RUNS_MAX} runs: end some first"));
@@ -114,7 +123,7 @@ impl Service {
         if runs.values().filter(|run| run.tenant() == tenant).count() >= RUNS_PER_TENANT_MAX {
             return Err(format!("user {tenant} has {RUNS_PER_TENANT_MAX} runs already: end some first"));
         }
-        let run = Run::open(self, name, limit_bytes, owner, tenant)
+        let run = Run::open(self, name, limit_bytes, replicas, owner, tenant)
             .map_err(|error| format!("no memory for another run: {error}"))?;
         runs.insert(run.token(), Arc::clone(&run));
         Ok(run)
@@ -134,8 +143,20 @@ impl Service {
 
     /// Forget a run that has ended.
     pub fn close_run(&self, run: &Run) {
-        self.lock().remove(&run.token());
+        let mut runs = self.lock();
+        if runs.remove(&run.token()).is_some() {
+            // Under the lock, so that nobody counts it twice or not at all.
+            self.ended.add(run);
+        }
+        drop(runs);
         run.close();
+    }
+
+    /// What each tenant has and had.
+    #[must_use]
+    pub fn tenants(&self) -> Vec<TenantReport> {
+        let runs = self.lock();
+        self.ended.with(runs.values())
     }
 
     /// The host's mempool.

@@ -1,9 +1,9 @@
 //! Threads that others wait for run before those that merely compute.
 
 /// For threads that a faulting thread waits for, and for the sampler, on whose punctuality limits depend.
-pub(crate) const URGENT: i32 = -15;
+pub const URGENT: i32 = -15;
 /// For threads that only make room.
-pub(crate) const BUSY: i32 = -5;
+pub const BUSY: i32 = -5;
 
 /// A thread that asks for so short a slice need not wait until the running one has used up its own (Linux 6.12).
 const SHORT_SLICE_NS: u64 = 100_000;
@@ -22,7 +22,7 @@ struct Attributes {
 }
 
 /// Change the calling thread's niceness, and let it run at once when it wakes. Without the right to, it stays as it is: slower, not wrong.
-pub(crate) fn set_niceness(niceness: i32) {
+pub fn set_niceness(niceness: i32) {
     let attributes = Attributes {
         size: 48,
         policy: 0,

@@ -27,6 +27,7 @@ pub(crate) struct RunRecord {
     pub limit_bytes: u64,
     /// The user that it belongs to.
     pub tenant: u32,
+    pub replicas: usize,
 }
 
 /// A program. With its userfaultfd, its page table and its journal; if it has said hello, with the control memory and its socket, too.

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use aquifer_ipc::{Frame, KeptKind};
-use aquifer_pager::{BlockId, Budget, Memory, Recovered, SlabSet, Volume, finish_move};
+use aquifer_pager::{BlockId, Budget, Memory, REPLICAS_MAX, Recovered, SlabSet, Volume, finish_move};
 use aquifer_pool::Extent;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, pidfd_send_signal};
@@ -195,10 +195,13 @@ impl OpenRun {
         let (Some(slabs), Some(owner)) = (fds.next(), fds.next()) else {
             return Err(io::Error::other("the keeper lacks descriptors of it"));
         };
+        if !(1..=REPLICAS_MAX).contains(&record.replicas) {
+            return Err(io::Error::other(format!("its record names {} replicas", record.replicas)));
+        }
         Ok(Self {
             id: kept.put.id,
             owner,
-            slabs: Arc::new(SlabSet::recover(Memory::whole(slabs)?)),
+            slabs: Arc::new(SlabSet::recover(Memory::whole(slabs)?, record.replicas)),
             budget: Arc::new(Budget::new(record.limit_bytes)),
             record,
             found: Vec::new(),

@@ -77,7 +77,15 @@ pub struct RunReport {
     pub remote_bytes: (u64, u64),
     /// Pages on memory nodes.
     pub remote_pages: u64,
-    /// WRITEs posted, and the pages in them.
+    /// Memory nodes that each page is to be on.
+    pub replicas: usize,
+    /// Slabs with fewer copies than that, now.
+    pub degraded_slabs: u64,
+    /// Slabs of which a missing copy was made.
+    pub copied_slabs: u64,
+    /// Damaged pages that were written anew from a good copy.
+    pub repaired_pages: u64,
+    /// WRITEs posted, and the pages in them, each copy counted.
     pub remote_writes: (u64, u64),
     /// Faults served.
     pub faults: u64,
@@ -105,14 +113,16 @@ impl Run {
         service: &Arc<Service>,
         name: &str,
         limit_bytes: u64,
+        replicas: usize,
         owner: BorrowedFd<'_>,
         tenant: u32,
     ) -> std::io::Result<Arc<Self>> {
         let mut token = [0; 16];
         rustix::rand::getrandom(&mut token, rustix::rand::GetRandomFlags::empty())?;
-        let record = RunRecord { token: Token(token).to_hex(), name: name.to_owned(), limit_bytes, tenant };
+        let record =
+            RunRecord { token: Token(token).to_hex(), name: name.to_owned(), limit_bytes, tenant, replicas };
         let budget = Arc::new(Budget::new(limit_bytes));
-        let (id, slabs) = (service.next_program(), Arc::new(SlabSet::new()?));
+        let (id, slabs) = (service.next_program(), Arc::new(SlabSet::with_replicas(replicas)?));
         let run = Self::with(service, id, &record, slabs, budget, owner.try_clone_to_owned()?)?;
         run.keep_self();
         Ok(run)
@@ -124,6 +134,7 @@ impl Run {
             name: self.name.clone(),
             limit_bytes: self.limit_bytes.load(Relaxed),
             tenant: self.tenant,
+            replicas: self.slabs.replicas(),
         };
         self.keep(&record.put(self.id), &[self.slabs.memory().fd(), self.owner.as_fd()]);
     }
@@ -161,8 +172,9 @@ impl Run {
         }))
     }
 
-    /// Its number, unique on this host.
-    pub(crate) fn id(&self) -> u64 {
+    /// Its number, unique on this host, after a restart of the agent too.
+    #[must_use]
+    pub fn id(&self) -> u64 {
         self.id
     }
 
@@ -226,8 +238,9 @@ impl Run {
     }
 
     pub(crate) fn remove(&self, program: &Program) {
-        self.ended_programs.merge(&program.stats);
         let mut programs = self.lock();
+        // Under the lock, so that nobody counts it twice or not at all.
+        self.ended_programs.merge(&program.stats);
         programs.retain(|other| other.id != program.id);
         drop(programs);
         self.changed.notify_all();
@@ -289,13 +302,26 @@ impl Run {
         }
     }
 
+    /// What its processes counted, those that have ended included.
+    #[must_use]
+    pub fn stats(&self) -> FaultStats {
+        let total = FaultStats::default();
+        let programs = self.lock();
+        total.merge(&self.ended_programs);
+        programs.iter().for_each(|program| total.merge(&program.stats));
+        total
+    }
+
     /// The figures as they are now.
     #[must_use]
     pub fn report(&self) -> RunReport {
+        self.report_with(&self.stats())
+    }
+
+    /// The figures as they are now, with what was counted.
+    #[must_use]
+    pub fn report_with(&self, total: &FaultStats) -> RunReport {
         let programs = self.programs();
-        let total = FaultStats::default();
-        total.merge(&self.ended_programs);
-        programs.iter().for_each(|program| total.merge(&program.stats));
         let load = |counter: &AtomicU64| counter.load(Relaxed);
         let page = PAGE_BYTES as u64;
         let sent = self.sender.stats();
@@ -308,6 +334,10 @@ impl Run {
             mempool_bytes: self.budget.mempool_bytes(),
             remote_bytes: self.slabs.bytes(),
             remote_pages: self.slabs.pages(),
+            replicas: self.slabs.replicas(),
+            degraded_slabs: sent.degraded_slabs,
+            copied_slabs: sent.copied_slabs,
+            repaired_pages: sent.repaired_pages,
             remote_writes: (sent.writes, sent.pages),
             faults: load(&total.faults),
             zero_pages: load(&total.zero_pages),

@@ -19,6 +19,8 @@ use crate::edge::{Done, Job};
 
 /// How often to look for emptied slabs, and for room in a full pool.
 const IDLE_TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+/// How often to ask memory nodes whether they live, and to look for slabs that lack copies.
+const PROBE_EVERY: Duration = Duration::from_millis(250);
 /// Acknowledgements are polled for this often before others may run.
 const POLLS_BEFORE_YIELD: u32 = 64;
 
@@ -51,6 +53,9 @@ struct Shared {
     writes: AtomicU64,
     pages: AtomicU64,
     zero_pages: AtomicU64,
+    degraded_slabs: AtomicU64,
+    copied_slabs: AtomicU64,
+    repaired_pages: AtomicU64,
     starved_since_ms: AtomicU64,
     is_starved: AtomicBool,
     starvation: Mutex<String>,
@@ -76,9 +81,10 @@ impl SenderThread {
         let surroundings = Arc::clone(&service.surroundings);
         let for_thread = Arc::clone(&shared);
         std::thread::Builder::new().name("sender".into()).spawn(move || {
+            let probed = (slabs.replicas() > 1).then_some(started);
             let sender =
                 Sender::new(slabs, &mempool, surroundings.connector(tenant), surroundings.pool(tenant), seed);
-            Loop { sender, mempool, shared: for_thread, programs: Vec::new(), started }.run();
+            Loop { sender, mempool, shared: for_thread, programs: Vec::new(), probed, started }.run();
         })?;
         Ok(Self { shared, started })
     }
@@ -122,6 +128,9 @@ impl SenderThread {
             writes: self.shared.writes.load(Relaxed),
             pages: self.shared.pages.load(Relaxed),
             zero_pages: self.shared.zero_pages.load(Relaxed),
+            degraded_slabs: self.shared.degraded_slabs.load(Relaxed),
+            copied_slabs: self.shared.copied_slabs.load(Relaxed),
+            repaired_pages: self.shared.repaired_pages.load(Relaxed),
         }
     }
 }
@@ -134,6 +143,9 @@ impl Shared {
             writes: AtomicU64::new(0),
             pages: AtomicU64::new(0),
             zero_pages: AtomicU64::new(0),
+            degraded_slabs: AtomicU64::new(0),
+            copied_slabs: AtomicU64::new(0),
+            repaired_pages: AtomicU64::new(0),
             starved_since_ms: AtomicU64::new(0),
             is_starved: AtomicBool::new(false),
             starvation: Mutex::default(),
@@ -156,6 +168,8 @@ struct Loop {
     shared: Arc<Shared>,
     /// Programs with batches under way.
     programs: Vec<(Arc<Program>, usize)>,
+    /// When memory nodes were asked last whether they live; `None` if that would be of no use.
+    probed: Option<Instant>,
     started: Instant,
 }
 
@@ -175,6 +189,7 @@ impl Loop {
             if let Some(order) = order {
                 self.stage(&order, &mut found);
             }
+            self.probe();
             let starved = self.sender.advance(&mut written).err().map(|error| error.to_string());
             self.note_starvation(starved);
             is_stuck &= written.is_empty() && self.sender.stats() == before;
@@ -196,7 +211,7 @@ impl Loop {
     fn next_order(&mut self, is_stuck: bool) -> Option<Option<Order>> {
         let mut inbox = self.shared.lock();
         let is_starved = self.shared.is_starved.load(Relaxed);
-        let is_idle = self.sender.is_idle() || is_starved;
+        let is_idle = (self.sender.is_idle() || is_starved) && !self.sender.is_healing();
         if inbox.orders.is_empty() && !inbox.stop && (is_idle || is_stuck) {
             drop(inbox);
             self.wait(is_idle);
@@ -204,6 +219,9 @@ impl Loop {
         }
         for owner in std::mem::take(&mut inbox.abandoned) {
             self.sender.abandon(owner);
+        }
+        if inbox.stop {
+            self.sender.stop_healing();
         }
         if inbox.stop && inbox.orders.is_empty() && self.sender.is_idle() {
             return None;
@@ -223,6 +241,13 @@ impl Loop {
         if polled[0].revents().contains(PollFlags::IN) {
             // It only wakes: nothing is lost if it was read already.
             let _ = rustix::io::read(&self.shared.bell, &mut [0; 8]);
+        }
+    }
+
+    fn probe(&mut self) {
+        if self.probed.is_some_and(|probed| probed.elapsed() >= PROBE_EVERY) {
+            self.probed = Some(Instant::now());
+            self.sender.probe();
         }
     }
 
@@ -318,5 +343,8 @@ impl Loop {
         self.shared.writes.store(stats.writes, Relaxed);
         self.shared.pages.store(stats.pages, Relaxed);
         self.shared.zero_pages.store(stats.zero_pages, Relaxed);
+        self.shared.degraded_slabs.store(stats.degraded_slabs, Relaxed);
+        self.shared.copied_slabs.store(stats.copied_slabs, Relaxed);
+        self.shared.repaired_pages.store(stats.repaired_pages, Relaxed);
     }
 }

@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 use aquifer_fabric::Memory;
 use aquifer_pool::{Extent, SizeClass};
 
-use super::{SLABS_MAX, SlabId, SlabSet};
+use super::{REPLICAS_MAX, SlabId, SlabSet};
 use crate::page::Location;
 
 impl SlabSet {
@@ -20,20 +20,27 @@ impl SlabSet {
         &self.memory
     }
 
-    /// The slabs that an agent before this one left in `memory`, none of their pages referred to yet. All volumes must be recovered
-    /// before [`Self::finish_recovery`].
+    /// The slabs that an agent before this one left in `memory`, each of which was to have so many copies; none of their pages is referred
+    /// to yet. All volumes must be recovered before [`Self::finish_recovery`].
+    ///
+    /// # Panics
+    /// If there can be no such number of copies.
     #[must_use]
-    pub fn recover(memory: Memory) -> Self {
+    pub fn recover(memory: Memory, replicas: usize) -> Self {
+        assert!((1..=REPLICAS_MAX).contains(&replicas), "{replicas} replicas");
         let slabs = Self {
             memory,
+            replicas,
             emptied: Mutex::default(),
+            damaged: Mutex::default(),
+            slow: AtomicU64::new(0),
             pages: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             bytes_peak: AtomicU64::new(0),
         };
         let mut bytes = 0;
         for (slab, class) in slabs.in_use() {
-            bytes += class.bytes();
+            bytes += class.bytes() * slabs.copies(slab).len() as u64;
             slabs.live(slab).store(0, Relaxed);
             for index in 0..class.chunks() {
                 slabs.references(Location::new(slab, index)).store(0, Relaxed);
@@ -49,7 +56,7 @@ impl SlabSet {
     /// # Panics
     /// If there is no such slab: page table and slabs are not of one run, and nothing can be trusted.
     pub(crate) fn recover_reference(&self, location: Location) {
-        assert!(self.extent(location.slab()).is_some(), "{location:?} is in no slab");
+        assert!(!self.copies(location.slab()).is_empty(), "{location:?} is in no slab");
         if self.references(location).fetch_add(1, AcqRel) == 0 {
             self.live(location.slab()).fetch_add(1, Release);
             self.pages.fetch_add(1, Relaxed);
@@ -62,13 +69,15 @@ impl SlabSet {
         self.emptied.lock().unwrap_or_else(PoisonError::into_inner).extend(empty);
     }
 
-    /// What they have of the pool.
+    /// What they have of the pool, copies that are not whole yet included.
     pub fn extents(&self) -> impl Iterator<Item = Extent> + '_ {
-        (0..SLABS_MAX).map(SlabId).filter_map(|slab| self.extent(slab))
+        let at = |slab, place| self.copy(slab, place).or_else(|| self.unfinished(slab, place));
+        self.numbers().flat_map(move |slab| (0..self.replicas).filter_map(move |place| at(slab, place)))
     }
 
     /// All slabs there are.
     pub(crate) fn in_use(&self) -> impl Iterator<Item = (SlabId, SizeClass)> + '_ {
-        (0..SLABS_MAX).map(SlabId).filter_map(|slab| self.extent(slab).map(|extent| (slab, extent.class)))
+        let copy = |slab| (0..self.replicas).find_map(|place| self.copy(slab, place));
+        self.numbers().filter_map(move |slab| Some((slab, copy(slab)?.class)))
     }
 }

@@ -1,10 +1,11 @@
 //! The memory nodes, over the simulated fabric.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use aquifer_fabric::sim::{Node, Rng, SimFabric, SimOptions};
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
-use aquifer_pager::{Connector, PAGE_BYTES};
+use aquifer_pager::{Connector, PAGE_BYTES, Sender};
 use aquifer_pool::{Donation, Extent, NodeId, PoolClient, SizeClass, donate};
 
 /// Bytes of a node: one section. With more, where a client begins to look would depend on how many clients there were before.
@@ -27,13 +28,27 @@ impl Connector for SimConnector {
         let who = Identity { host: self.host, epoch: self.epoch, tenant: Tenant(0) };
         self.fabric.connect(self.nodes[usize::from(node.0)], who)
     }
+
+    fn now(&self) -> Duration {
+        Duration::from_nanos(self.fabric.now_ns())
+    }
 }
+
+/// What a slow node does takes about so long: longer than anybody waits who has a choice.
+const SLOW_NS: u64 = 400_000_000;
+
+/// What a dead sender has left on the wire may be so many times slower than its other work.
+const STRAY_FACTORS: [u64; 3] = [1, 2, 8];
 
 /// Some memory nodes and what was done to them.
 #[derive(Debug)]
 pub struct Cluster {
     pub fabric: SimFabric,
+    sender_factor: u64,
+    pub replicas: usize,
     nodes: Vec<Node>,
+    slow: Option<Node>,
+    slow_factor: u64,
     donations: Vec<Donation>,
     pub alive: Vec<bool>,
     pub damaged: Vec<bool>,
@@ -48,10 +63,10 @@ impl Cluster {
         let slowest_ns = [2_000, 20_000, 200_000][rng.index(3)];
         let options = SimOptions { step_on_poll: true, delay_ns: 500..slowest_ns, ..SimOptions::default() };
         let fabric = SimFabric::new(seed, options);
-        if rng.chance(1, 4) {
-            fabric.slow(Host(SENDER), 100);
-        }
-        let count = 2 + rng.index(2);
+        let sender_factor = if rng.chance(1, 4) { 100 } else { 1 };
+        fabric.slow(Host(SENDER), sender_factor);
+        let replicas = [1, 1, 1, 2, 2, 3][rng.index(6)];
+        let count = (replicas + rng.index(3)).max(2);
         let targets: Vec<_> = (0..count).map(|_| fabric.add_node()).collect();
         let donations = (0..)
             .zip(&targets)
@@ -59,6 +74,10 @@ impl Cluster {
             .collect();
         let mut cluster = Self {
             fabric,
+            sender_factor,
+            replicas,
+            slow: None,
+            slow_factor: SLOW_NS / slowest_ns,
             nodes: targets.iter().map(aquifer_fabric::sim::SimTarget::node).collect(),
             donations,
             alive: vec![true; count],
@@ -101,9 +120,30 @@ impl Cluster {
         dies
     }
 
-    /// A byte of what is stored somewhere changes.
+    /// The endpoints of a sender are closed; what they have on the wire may stay there for long.
+    pub fn close(&self, sender: Sender, rng: &mut Rng) {
+        let factor = STRAY_FACTORS[rng.index(STRAY_FACTORS.len())];
+        self.fabric.slow(Host(SENDER), self.sender_factor * factor);
+        drop(sender);
+        self.fabric.slow(Host(SENDER), self.sender_factor);
+    }
+
+    /// A node becomes slow, or the slow one is as fast as the others again.
+    pub fn slow(&mut self, rng: &mut Rng) -> bool {
+        if let Some(node) = self.slow.take() {
+            self.fabric.slow_node(node, 1);
+            return false;
+        }
+        let node = self.nodes[rng.index(self.nodes.len())];
+        self.fabric.slow_node(node, self.slow_factor);
+        self.slow = Some(node);
+        true
+    }
+
+    /// A byte of what is stored somewhere changes; with replicas always on the same node, so that the others are good.
     pub fn damage(&mut self, rng: &mut Rng) -> bool {
-        let node = rng.index(self.donations.len());
+        let before = self.damaged.iter().position(|damaged| *damaged).filter(|_| self.replicas > 1);
+        let node = before.unwrap_or_else(|| rng.index(self.donations.len()));
         let donation = &self.donations[node];
         let data = usize::try_from(donation.layout.data_at()).expect("small");
         let used = |at: usize| {
@@ -123,9 +163,13 @@ impl Cluster {
         true
     }
 
-    /// Another host takes all that is free.
-    pub fn fill_up(&mut self) {
-        for node in self.hog.nodes().collect::<Vec<_>>() {
+    /// Another host takes all that is free; with replicas, often not on all nodes, so that some copies find room.
+    pub fn fill_up(&mut self, rng: &mut Rng) {
+        let mut nodes: Vec<_> = self.hog.nodes().collect();
+        if self.replicas > 1 && rng.chance(3, 4) {
+            nodes.remove(rng.index(nodes.len()));
+        }
+        for node in nodes {
             for k in [9, 7, 5, 2, 0] {
                 let class = SizeClass::new(k).expect("a valid class");
                 while let Ok(extent) = self.hog.allocate(node, class) {

@@ -10,8 +10,8 @@ use aquifer_pager::{
     BlockId, FetchError, Fetcher, Location, Mutation, PAGE_BYTES, PageNumber, SlabSet, Volume,
 };
 
-use super::memory::{Frame, decode, index, number};
-use super::process::Process;
+use super::memory::{Frame, decode, index};
+use super::process::{Event, Process};
 use super::world::World;
 
 /// Most messages of one read.
@@ -136,12 +136,20 @@ impl Kernel for SimEdge {
             tell!("{} reads {:?}", self.process, out.last());
             if world.rng.chance(1, 8) {
                 world.bustle(1);
+            } else if world.moves_often {
+                // So that a read brings several moves, of the same place too.
+                world.bustle(6);
             }
+        }
+        let is_move = |(_, event): &&(usize, Event)| matches!(event, Event::Remap { .. });
+        let moves = world.processes[self.process].journal.read.iter().filter(is_move).count();
+        if moves > 1 && world.agent_may_die && world.rng.chance(1, 4) {
+            super::death::set_at_events(1);
         }
     }
 
     fn heeded(&mut self, index: usize, remembered: Remembered<'_>) {
-        super::death::pass();
+        super::death::pass_event();
         let journal = &mut self.world.borrow_mut().processes[self.process].journal;
         assert!(journal.read.iter().any(|(place, _)| *place == index), "it is an event of the last read");
         journal.heeded = index + 1;
@@ -157,7 +165,7 @@ impl Kernel for SimEdge {
     }
 
     fn moving(&mut self, index: usize) {
-        super::death::pass();
+        super::death::pass_event();
         let mut world = self.world.borrow_mut();
         if world.mutation != Mutation::ForgetMoving {
             world.processes[self.process].journal.moving = Some(index);
@@ -315,7 +323,14 @@ impl Edge for SimEdge {
 
     fn fetch(&mut self, slabs: &SlabSet, locations: &[Location]) -> Result<usize, FetchError> {
         drop(self.later());
-        self.fetcher.fetch(slabs, locations)
+        let bad_copies = self.fetcher.bad_copies();
+        let outcome = self.fetcher.fetch(slabs, locations);
+        let mut world = self.world.borrow_mut();
+        world.seen.late += u64::from(self.fetcher.late() > 0);
+        if self.fetcher.bad_copies() > bad_copies && !world.cluster.damaged.contains(&true) {
+            world.failure = Some(format!("a copy among {locations:?} is not what was written"));
+        }
+        outcome
     }
 
     fn forked(&mut self, child: usize, volume: Volume, areas: Areas) {
@@ -339,14 +354,11 @@ impl Edge for SimEdge {
             }
             FetchError::Damaged { node, .. } => (node, world.cluster.damaged[usize::from(node.0)]),
         };
-        if !is_fault {
+        if !is_fault || world.cluster.replicas > 1 {
             world.failure = Some(format!("page {page:#x} was lost at {node:?} without cause: {error}"));
         }
         world.seen.lost += 1;
-        let process = &mut world.processes[self.process];
-        if index(page) < process.pages.len() && number(index(page)) == page {
-            process.lost.insert(page);
-        }
+        world.note_lost(self.process, page);
     }
 
     fn now_ns(&self) -> u64 {

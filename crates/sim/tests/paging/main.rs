@@ -28,9 +28,15 @@ use aquifer_sim::{asked_seed, first_failure, play_all};
 use schedule::run;
 use world::Seen;
 
+/// `make test-long` plays more: AQUIFER_SCHEDULES says how many.
 const SCHEDULES: u64 = 20_000;
 /// A fault must show within so many schedules.
-const MUTANT_SCHEDULES: u64 = 20_000;
+const MUTANT_SCHEDULES: u64 = 40_000;
+
+fn schedules() -> u64 {
+    std::env::var("AQUIFER_SCHEDULES")
+        .map_or(SCHEDULES, |text| text.parse().expect("AQUIFER_SCHEDULES is a number"))
+}
 
 fn is_telling() -> bool {
     static TELLING: OnceLock<bool> = OnceLock::new();
@@ -59,7 +65,7 @@ fn quiet() {
 #[test]
 fn every_page_is_what_was_written_and_all_is_given_back() {
     let mut seen = Seen::default();
-    play_all(SCHEDULES, |seed| run(seed, Mutation::None), |schedule| seen.add(&schedule));
+    play_all(schedules(), |seed| run(seed, Mutation::None), |schedule| seen.add(&schedule));
     println!("{seen:?}");
     if asked_seed().is_none() {
         for (what, count) in seen.counts() {
@@ -100,9 +106,14 @@ mutants! {
     taking_during_events_is_noticed: TakeDuringEvents,
     a_fork_without_a_flush_is_noticed: ForkWithoutFlush,
     an_early_acknowledgement_is_noticed: AcknowledgeEarly,
+    acknowledging_after_the_first_copy_is_noticed: AcknowledgeFirst,
+    copying_what_is_written_is_noticed: CopyWhileWriting,
+    an_unfinished_copy_is_noticed: RecordUnfinished,
+    a_buffer_with_a_late_answer_is_noticed: ReuseLateBuffer,
     a_skipped_checksum_is_noticed: SkipChecksum,
     a_forgotten_release_is_noticed: ForgetRelease,
     adopting_without_proof_is_noticed: AdoptUnproved,
+    adopting_before_what_was_heard_is_noticed: AdoptBehind,
     heeding_the_unmapping_of_a_move_is_noticed: HeedVacating,
     a_remap_without_waiting_is_noticed: RemapWhileLeaving,
     forgetting_that_a_move_was_begun_is_noticed: ForgetMoving,

@@ -8,6 +8,8 @@ use super::world::World;
 
 /// Most processes of a schedule.
 const PROCESSES_MAX: usize = 4;
+/// The first of the numbers that stand for a move.
+const MOVE: u64 = 16;
 
 impl World {
     /// A random thread of a random process runs for a moment.
@@ -72,7 +74,7 @@ impl World {
             return Ok(());
         }
         self.operations -= 1;
-        let what = self.rng.below(self.mix);
+        let what = if self.moves_often && self.rng.chance(1, 4) { MOVE } else { self.rng.below(self.mix) };
         let rng = &mut self.rng;
         let target = &mut self.processes[process];
         let late = self.late_events && rng.chance(1, 2);
@@ -82,7 +84,7 @@ impl World {
             10..16 => {
                 map(target, rng, thread);
             }
-            16..22 => {
+            MOVE..22 => {
                 if remap(target, rng, thread).is_some() {
                     self.seen.remaps += 1;
                 }
@@ -167,7 +169,11 @@ fn map(target: &mut Process, rng: &mut Rng, thread: usize) {
 
 /// Grow in place, or move to a free or an own place, and perhaps grow there.
 fn remap(target: &mut Process, rng: &mut Rng, thread: usize) -> Option<()> {
-    let (start, end) = target.own_range(rng, thread, 8)?;
+    let (mut start, mut end) = target.own_range(rng, thread, 8)?;
+    if rng.chance(1, 2) && target.pages[start].frame.is_none() {
+        // Programs like to move what they have just used.
+        (start, end) = target.own_range(rng, thread, 8)?;
+    }
     let registered = target.pages[start].registered;
     if rng.chance(1, 4) {
         let room = (end..target.pages.len()).take_while(|at| !target.pages[*at].mapped).count();

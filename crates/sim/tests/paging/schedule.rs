@@ -16,6 +16,9 @@ use super::world::{Seen, World};
 /// More rounds than any schedule needs to come to rest.
 const ROUNDS_MAX: u32 = 60_000;
 
+/// The agent dies within so many steps: at once, in what it does next, or later.
+const DEATH_STEPS: [u64; 3] = [10, 60, 400];
+
 pub struct Schedule {
     pub world: Rc<RefCell<World>>,
     /// By process; `None` before its fork was served and after its end.
@@ -32,6 +35,7 @@ struct Breaks {
     damage: bool,
     full: bool,
     kills: bool,
+    slow: bool,
     restarts: bool,
 }
 
@@ -40,13 +44,23 @@ pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
     let mut world = World::new(seed, mutation);
     let rng = &mut world.rng;
     let buffers = 1 + rng.index(3);
-    let breaks = Breaks {
+    let mut breaks = Breaks {
         crashes: rng.chance(1, 5),
         damage: rng.chance(1, 8),
         full: rng.chance(1, 6),
         kills: rng.chance(1, 3),
+        slow: rng.chance(1, 4),
         restarts: rng.chance(1, 2),
     };
+    if world.cluster.replicas > 1 {
+        // A copy may be lost or damaged, but not all of a page: nothing is excused then.
+        breaks.damage = rng.chance(1, 3);
+        breaks.crashes = !breaks.damage && rng.chance(2, 3);
+        breaks.full = !breaks.damage && rng.chance(1, 2);
+        breaks.slow |= rng.chance(1, 3);
+    }
+    world.agent_may_die = breaks.restarts;
+    let rng = &mut world.rng;
     let threads = 1 + rng.index(3);
     let pages = 24 + rng.index(170);
     let process = first_process(&mut world, pages, threads, buffers);
@@ -91,8 +105,40 @@ impl Schedule {
             }
         }
         self.rest()?;
+        self.heal()?;
+        self.hurt();
         self.read_back()?;
         self.end_all()
+    }
+
+    /// With replicas: what is read last is read from a hurt cluster.
+    fn hurt(&mut self) {
+        let mut world = self.world.borrow_mut();
+        let world = &mut *world;
+        if world.cluster.replicas > 1 && self.breaks.slow {
+            world.seen.slow += u64::from(world.cluster.slow(&mut world.rng));
+        }
+        for _ in 0..if world.cluster.replicas > 1 && self.breaks.damage { 8 } else { 0 } {
+            world.seen.damages += u64::from(world.cluster.damage(&mut world.rng));
+        }
+    }
+
+    /// With replicas: copies are made of what lacks them, and then nodes die once more before everything is read.
+    fn heal(&mut self) -> Result<(), String> {
+        if !self.breaks.crashes || self.world.borrow().cluster.replicas == 1 {
+            return Ok(());
+        }
+        for _ in 0..ROUNDS_MAX {
+            let mut world = self.world.borrow_mut();
+            let living = world.cluster.alive.iter().filter(|alive| **alive).count();
+            if world.is_whole() || living < world.cluster.replicas {
+                world.crash();
+                return Ok(());
+            }
+            world.run_sender();
+            world.cluster.fabric.step();
+        }
+        Err("copies that lack are not made, although there are nodes for them".into())
     }
 
     fn adopt_first(&mut self) -> Result<(), String> {
@@ -142,9 +188,14 @@ impl Schedule {
             0..30 => self.turn(process),
             30..34 => self.scan(process),
             34 => self.break_something(process),
-            35 if self.breaks.restarts => {
-                let steps = self.world.borrow_mut().rng.below(400);
-                death::set(u32::try_from(steps).expect("small"));
+            35..37 if self.breaks.restarts => {
+                let rng = &mut self.world.borrow_mut().rng;
+                if rng.chance(1, 3) {
+                    death::set_at_events(1 + u32::try_from(rng.below(4)).expect("small"));
+                    return;
+                }
+                let within = DEATH_STEPS[rng.index(DEATH_STEPS.len())];
+                death::set(u32::try_from(rng.below(within)).expect("small"));
             }
             _ => self.world.borrow_mut().bustle(4),
         }
@@ -178,15 +229,14 @@ impl Schedule {
         let breaks = self.breaks;
         let mut world = self.world.borrow_mut();
         let world = &mut *world;
-        match world.rng.below(5) {
-            0 if breaks.crashes && world.rng.chance(1, 2) => {
-                world.seen.crashes += u64::from(world.cluster.crash(&mut world.rng));
-            }
+        match world.rng.below(6) {
+            0 if breaks.crashes && world.rng.chance(1, 2) => world.crash(),
+            5 if breaks.slow => world.seen.slow += u64::from(world.cluster.slow(&mut world.rng)),
             1 if breaks.damage => {
                 world.seen.damages += u64::from(world.cluster.damage(&mut world.rng));
             }
             2 if breaks.full && !world.cluster.is_full() => {
-                world.cluster.fill_up();
+                world.cluster.fill_up(&mut world.rng);
                 world.seen.full += 1;
             }
             3 => world.cluster.relent(),
@@ -275,6 +325,7 @@ impl Schedule {
         let monitored =
             |process: &Process| self.monitors.get(process.id).is_some_and(Option::is_some) == process.alive;
         world.sender.is_idle()
+            && !world.sender.is_healing()
             && !world.has_orders()
             && world.processes.iter().all(|process| {
                 process.is_idle() && (!process.alive || !process.has_news()) && monitored(process)
@@ -335,10 +386,12 @@ impl Schedule {
             self.world.borrow_mut().kill(process);
             self.end(process);
         }
+        self.world.borrow_mut().sender.stop_healing();
         self.rest()?;
         let mut world = self.world.borrow_mut();
         let world = &mut *world;
         world.sender.close();
+        world.note_sent();
         let pages = world.slabs.pages();
         let held = world.budget.held();
         let mempool_bytes = world.budget.mempool_bytes();

@@ -5,13 +5,19 @@ use std::sync::Arc;
 
 use aquifer_fabric::sim::Rng;
 use aquifer_faults::{Areas, Done, Job};
+use aquifer_pager::slabs::{Copies, SlabId};
 use aquifer_pager::{
-    BLOCK_PAGES, BlockId, Budget, Memory, Mempool, Mutation, Sender, SlabSet, Staged, Volume, Written,
+    BLOCK_PAGES, BlockId, Budget, Memory, Mempool, Mutation, PageNumber, Sender, SlabSet, Staged, Volume,
+    Written,
 };
+use aquifer_pool::Extent;
 
 use super::cluster::{Cluster, SENDER};
 use super::memory::{encode, index};
 use super::process::Process;
+
+/// More slabs than any schedule has.
+const SLABS_MAX: u32 = 256;
 
 /// What happened in a schedule, or in all: a simulator that never does a thing cannot find its faults.
 #[derive(Clone, Copy, Debug, Default)]
@@ -31,13 +37,20 @@ pub struct Seen {
     pub damages: u64,
     pub lost: u64,
     pub full: u64,
+    pub slow: u64,
+    pub late: u64,
+    pub copied: u64,
+    pub repaired: u64,
+    /// Nodes that died when all was on others too, and of these those after whose death copies had been made before.
+    pub borne: u64,
+    pub borne_again: u64,
     pub restarts: u64,
     /// A worker would have waited for ever.
     pub stuck_workers: u64,
 }
 
 impl Seen {
-    pub fn counts(&self) -> [(&'static str, u64); 16] {
+    pub fn counts(&self) -> [(&'static str, u64); 22] {
         [
             ("evictions", self.evictions),
             ("zero fills", self.zero_fills),
@@ -54,6 +67,12 @@ impl Seen {
             ("damaged pages", self.damages),
             ("lost pages", self.lost),
             ("times the pool was full", self.full),
+            ("slow nodes", self.slow),
+            ("fetches with late answers", self.late),
+            ("slabs copied", self.copied),
+            ("pages repaired", self.repaired),
+            ("deaths that cost nothing", self.borne),
+            ("deaths that cost nothing after another", self.borne_again),
             ("restarts of the agent", self.restarts),
         ]
     }
@@ -74,6 +93,12 @@ impl Seen {
         self.damages += other.damages;
         self.lost += other.lost;
         self.full += other.full;
+        self.slow += other.slow;
+        self.late += other.late;
+        self.copied += other.copied;
+        self.repaired += other.repaired;
+        self.borne += other.borne;
+        self.borne_again += other.borne_again;
         self.restarts += other.restarts;
         self.stuck_workers += other.stuck_workers;
     }
@@ -128,11 +153,14 @@ pub struct World {
     pub operations: u32,
     /// Operations are drawn from this many kinds; the more, the more of them are touches.
     pub mix: u64,
+    /// Programs that often move what they have.
+    pub moves_often: bool,
     /// `madvise` may raise its event some time before the event is in the queue.
     pub late_events: bool,
     /// What is posted stays under way for long.
     is_fabric_lazy: bool,
     pub winding_down: bool,
+    pub agent_may_die: bool,
     pub mutation: Mutation,
     pub failure: Option<String>,
     pub seen: Seen,
@@ -147,7 +175,7 @@ impl World {
         let blocks = 1 + rng.index(6);
         let mempool = Mempool::new(blocks * aquifer_pager::BLOCK_PAGES * aquifer_pager::PAGE_BYTES);
         let mempool = Arc::new(mempool.expect("memory"));
-        let slabs = Arc::new(SlabSet::new().expect("memory"));
+        let slabs = Arc::new(SlabSet::with_replicas(cluster.replicas).expect("memory"));
         // Four blocks are the mempool's share. The monitor keeps 128 pages free: most limits let some pages be resident all the same.
         let resident_max = [rng.below(12), 100 + rng.below(40), 130 + rng.below(60)][rng.index(3)];
         let page = aquifer_pager::PAGE_BYTES as u64;
@@ -178,9 +206,11 @@ impl World {
             stamps: 0,
             operations: 20 + u32::try_from(rng.below(180)).expect("small"),
             mix: [30, 40, 60, 120][rng.index(4)],
+            moves_often: rng.chance(1, 6),
             late_events: rng.chance(1, 3),
             is_fabric_lazy: rng.chance(1, 3),
             winding_down: false,
+            agent_may_die: false,
             mutation,
             failure: None,
             seen: Seen::default(),
@@ -235,15 +265,30 @@ impl World {
         self.kept[process] = Some(reopen(table));
     }
 
+    /// A page of a process is lost, and of children that have branched off it and not been served: they get what their parent has.
+    pub fn note_lost(&mut self, process: usize, page: PageNumber) {
+        if index(page) >= self.processes[process].pages.len() {
+            return;
+        }
+        self.processes[process].lost.insert(page);
+        for child in process + 1..self.processes.len() {
+            let is_served = self.kept.get(child).is_some_and(Option::is_some);
+            if self.processes[child].parent == Some(process) && !is_served {
+                self.note_lost(child, page);
+            }
+        }
+    }
+
     /// Another agent begins, with what the one before has left. Its volumes are recovered before [`Self::finish_restart`].
     pub fn restart(&mut self) {
+        self.note_sent();
         self.seen.restarts += 1;
         self.epoch += 1;
         self.orders.clear();
         self.abandoned.clear();
         self.newborn.clear();
         self.mempool = Arc::new(Mempool::recover(reopen(self.mempool.memory())));
-        self.slabs = Arc::new(SlabSet::recover(reopen(self.slabs.memory())));
+        self.slabs = Arc::new(SlabSet::recover(reopen(self.slabs.memory()), self.cluster.replicas));
         let blocks = 4 * aquifer_pager::BLOCK_PAGES as u64;
         let limit = (self.budget.resident_max() + blocks) * aquifer_pager::PAGE_BYTES as u64;
         self.budget = Arc::new(Budget::new(limit));
@@ -254,14 +299,23 @@ impl World {
         self.mempool.finish_recovery(used);
         self.slabs.finish_recovery();
         self.cluster.epoch = self.epoch;
-        self.sender = Sender::new(
+        let sender = Sender::new(
             Arc::clone(&self.slabs),
             &self.mempool,
             self.cluster.connector(SENDER),
             self.cluster.pool(SENDER),
             self.rng.next_u64(),
         );
+        let dead = std::mem::replace(&mut self.sender, sender);
+        self.cluster.close(dead, &mut self.rng);
         self.sender.mutate(self.mutation);
+    }
+
+    /// What a sender has done is seen when it ends.
+    pub fn note_sent(&mut self) {
+        let sent = self.sender.stats();
+        self.seen.copied += sent.copied_slabs;
+        self.seen.repaired += sent.repaired_pages;
     }
 
     /// The sender's thread goes round once.
@@ -270,9 +324,12 @@ impl World {
             self.sender.abandon(owner);
         }
         if self.sender.has_room()
-            && let Some(order) = self.orders.pop_front()
+            && let Some(order) = self.next_order()
         {
             self.stage(&order);
+        }
+        if self.cluster.replicas > 1 && self.rng.chance(1, 8) {
+            self.sender.probe();
         }
         let mut written = std::mem::take(&mut self.written);
         let result = self.sender.advance(&mut written);
@@ -285,6 +342,41 @@ impl World {
             self.processes[process].done.push_back(Done::Written(Box::new(written)));
         }
         self.written = written;
+    }
+
+    /// Whether every page is on as many nodes as it should be.
+    pub fn is_whole(&mut self) -> bool {
+        let lives = |copy: Extent| self.cluster.alive[usize::from(copy.node.0)];
+        let slabs = (0..SLABS_MAX).map(|slab| self.slabs.copies(SlabId(slab)));
+        self.sender.stats().degraded_slabs == 0 && slabs.flat_map(Copies::iter).all(lives)
+    }
+
+    /// Nodes die: one, or as many as the replicas bear, if nothing would be lost.
+    pub fn crash(&mut self) {
+        let replicas = self.cluster.replicas;
+        if replicas > 1 && !self.is_whole() {
+            return;
+        }
+        let most = 1.max(replicas - 1);
+        let was_hurt = self.cluster.alive.contains(&false);
+        for _ in 0..1 + self.rng.index(most) {
+            let dies = u64::from(self.cluster.crash(&mut self.rng));
+            self.seen.crashes += dies;
+            if replicas > 1 {
+                self.seen.borne += dies;
+                self.seen.borne_again += if was_hurt { dies } else { 0 };
+            }
+        }
+    }
+
+    /// Orders of several programs come as they come: after a restart not as they came before.
+    fn next_order(&mut self) -> Option<Order> {
+        let first = self.orders.front()?.process();
+        let other = self.orders.iter().position(|order| order.process() != first);
+        match other.filter(|_| self.epoch > 1 && self.rng.chance(1, 2)) {
+            Some(at) => self.orders.remove(at),
+            None => self.orders.pop_front(),
+        }
     }
 
     fn stage(&mut self, order: &Order) {

@@ -14,7 +14,7 @@ use super::support::cluster::Cluster;
 use super::support::programs;
 use super::support::report::Report;
 use super::{BenchArgs, BenchError};
-use crate::peers::cleanup_stale;
+use crate::setup::cleanup_stale;
 use ways::{Bench, Way};
 
 /// For `bench list`.

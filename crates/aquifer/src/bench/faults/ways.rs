@@ -13,7 +13,8 @@ use crate::bench::support::bytes::float;
 use crate::bench::support::child::{self, Outcome, Streams, Watched};
 use crate::bench::support::cluster::{Cluster, read_statistics};
 use crate::bench::support::programs::{Figures, Programs};
-use crate::peers::{Peer, PeerError, PeerSetup, ReadAhead};
+use crate::peers::{Peer, PeerSetup, ReadAhead};
+use crate::setup::SetupError;
 
 /// Floors are measured over this much: they do not depend on it.
 const FLOOR_BYTES: u64 = 24 << 20;
@@ -76,7 +77,7 @@ impl Way {
         matches!(self, Self::Swap { .. })
     }
 
-    fn setup(self, limit_bytes: u64, swap_bytes: u64) -> Result<Option<PeerSetup>, PeerError> {
+    fn setup(self, limit_bytes: u64, swap_bytes: u64) -> Result<Option<PeerSetup>, SetupError> {
         let Self::Swap { zram, eight } = self else {
             return Ok(None);
         };
@@ -90,7 +91,7 @@ impl Way {
     ///
     /// # Errors
     /// If this machine or user cannot have it.
-    pub fn try_out(self) -> Result<(), PeerError> {
+    pub fn try_out(self) -> Result<(), SetupError> {
         self.setup(4 << 20, 4 << 20)?.map_or(Ok(()), PeerSetup::close)
     }
 }

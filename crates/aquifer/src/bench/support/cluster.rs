@@ -182,7 +182,8 @@ mod tests {
 
     #[test]
     fn the_agent_is_found_wherever_it_stands() {
-        let agent = r#"{"host":1,"mempool_bytes":8,"mempool_used_bytes":4,"nodes":[],"runs":[]}"#;
+        let agent =
+            r#"{"host":1,"mempool_bytes":8,"mempool_used_bytes":4,"nodes":[],"tenants":[],"runs":[]}"#;
         for text in [agent.to_owned(), format!(r#"{{"state":"x","agent":{agent}}}"#), format!("[1,{agent}]")]
         {
             let status = find_agent(&serde_json::from_str(&text).unwrap()).unwrap();

@@ -9,7 +9,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use super::record::{Record, Step};
-use super::{PeerError, PeerUsage, read_number};
+use super::{SetupError, Usage, read_number};
 
 /// Killed programs are waited for this many times, 10 ms each.
 const KILL_WAITS: u32 = 500;
@@ -22,70 +22,89 @@ enum Version {
 
 /// A cgroup with a memory limit. Its [`Record`] removes it.
 #[derive(Debug)]
-pub(super) struct Cgroup {
+pub struct Cgroup {
     version: Version,
     path: PathBuf,
 }
 
 impl Cgroup {
-    pub(super) fn create(record: &mut Record, limit_bytes: u64, swap_bytes: u64) -> Result<Self, PeerError> {
+    pub fn create(record: &mut Record, limit_bytes: u64, swap_bytes: u64) -> Result<Self, SetupError> {
         let mountinfo = Path::new("/proc/self/mountinfo");
-        let mounts = fs::read_to_string(mountinfo).map_err(PeerError::io("read", mountinfo))?;
+        let mounts = fs::read_to_string(mountinfo).map_err(SetupError::io("read", mountinfo))?;
         let (version, root) = find_controller(&mounts, |root| {
             fs::read_to_string(root.join("cgroup.controllers")).unwrap_or_default()
         })
-        .ok_or(PeerError::NoMemoryController)?;
+        .ok_or(SetupError::NoMemoryController)?;
         let cgroup = Self { version, path: root.join(record.name()) };
         if version == Version::V2 {
             let file = root.join("cgroup.subtree_control");
-            fs::write(&file, "+memory").map_err(PeerError::io("turn on the memory controller in", &file))?;
+            fs::write(&file, "+memory").map_err(SetupError::io("turn on the memory controller in", &file))?;
         }
         record.add(Step::Cgroup(cgroup.path.clone()))?;
-        fs::create_dir(&cgroup.path).map_err(PeerError::io("create the cgroup", &cgroup.path))?;
+        fs::create_dir(&cgroup.path).map_err(SetupError::io("create the cgroup", &cgroup.path))?;
         // Where the machine has other swap, the program must not get more of it than was asked for.
         let (memory_file, swap_file, swap_limit) = match version {
             Version::V1 => ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", limit_bytes + swap_bytes),
             Version::V2 => ("memory.max", "memory.swap.max", swap_bytes),
         };
         let limit = cgroup.path.join(memory_file);
-        fs::write(&limit, limit_bytes.to_string()).map_err(PeerError::io("set the limit in", &limit))?;
+        fs::write(&limit, limit_bytes.to_string()).map_err(SetupError::io("set the limit in", &limit))?;
         let limit = cgroup.path.join(swap_file);
         if limit.exists() {
-            fs::write(&limit, swap_limit.to_string()).map_err(PeerError::io("set the limit in", &limit))?;
+            fs::write(&limit, swap_limit.to_string()).map_err(SetupError::io("set the limit in", &limit))?;
         }
         Ok(cgroup)
     }
 
-    pub(super) fn command(&self, program: &OsStr) -> Result<Command, PeerError> {
+    /// What lets processes in that write `0` to it.
+    pub fn procs(&self) -> Result<File, SetupError> {
         let path = self.path.join("cgroup.procs");
-        let procs: File = OpenOptions::new().write(true).open(&path).map_err(PeerError::io("open", &path))?;
-        let mut command = Command::new(program);
-        // SAFETY: between fork and exec the closure makes one write system call on a descriptor that was
-        // opened before, and neither allocates nor takes a lock.
-        unsafe {
-            command.pre_exec(move || {
-                // "0" stands for the process that writes it.
-                rustix::io::write(&procs, b"0")?;
-                Ok(())
-            });
-        }
-        Ok(command)
+        OpenOptions::new().write(true).open(&path).map_err(SetupError::io("open", &path))
     }
 
-    pub(super) fn usage(&self) -> Result<PeerUsage, PeerError> {
+    /// Whether nothing runs in it.
+    pub fn is_empty(&self) -> Result<bool, SetupError> {
+        let path = self.path.join("cgroup.procs");
+        fs::read_to_string(&path).map(|pids| pids.is_empty()).map_err(SetupError::io("read", &path))
+    }
+
+    /// Kills whatever runs in it, and waits until it is gone.
+    pub fn kill_all(&self) -> Result<(), SetupError> {
+        kill_all(&self.path)
+    }
+
+    /// Whether its programs, in want of memory, shall wait, and not be killed by the kernel. They try again whenever this is said. Version 2
+    /// knows no such thing, and nothing is changed there.
+    pub fn set_waits_in_want(&self, waits: bool) -> Result<(), SetupError> {
+        if self.version == Version::V2 {
+            return Ok(());
+        }
+        let path = self.path.join("memory.oom_control");
+        // Those who wait are woken by the first; it takes them long to find out that there still is no memory.
+        let words: &[&str] = if waits { &["0", "1"] } else { &["0"] };
+        words.iter().try_for_each(|word| fs::write(&path, word)).map_err(SetupError::io("set", &path))
+    }
+
+    /// Whether programs wait because there is no memory.
+    pub fn is_in_want(&self) -> bool {
+        let control = fs::read_to_string(self.path.join("memory.oom_control")).unwrap_or_default();
+        self.version == Version::V1 && stat_field(&control, "under_oom") > 0
+    }
+
+    pub fn usage(&self) -> Result<Usage, SetupError> {
         let path = self.path.join("memory.stat");
-        let stat = fs::read_to_string(&path).map_err(PeerError::io("read", &path))?;
+        let stat = fs::read_to_string(&path).map_err(SetupError::io("read", &path))?;
         let number = |name: &str| read_number(&self.path.join(name));
         let events = self.path.join(match self.version {
             Version::V1 => "memory.oom_control",
             Version::V2 => "memory.events",
         });
-        let events = fs::read_to_string(&events).map_err(PeerError::io("read", &events))?;
+        let events = fs::read_to_string(&events).map_err(SetupError::io("read", &events))?;
         let oom_kills = stat_field(&events, "oom_kill");
         Ok(match self.version {
             Version::V1 => {
                 let memory_peak_bytes = number("memory.max_usage_in_bytes")?;
-                PeerUsage {
+                Usage {
                     anonymous_bytes: stat_field(&stat, "rss"),
                     memory_peak_bytes,
                     swap_bytes: stat_field(&stat, "swap"),
@@ -97,7 +116,7 @@ impl Cgroup {
                     store_peak_bytes: 0,
                 }
             }
-            Version::V2 => PeerUsage {
+            Version::V2 => Usage {
                 anonymous_bytes: stat_field(&stat, "anon"),
                 memory_peak_bytes: number("memory.peak").or_else(|_| number("memory.current"))?,
                 swap_bytes: number("memory.swap.current").unwrap_or(0),
@@ -110,14 +129,29 @@ impl Cgroup {
     }
 }
 
+/// A command whose program runs in the cgroup of these [`Cgroup::procs`], from before its first instruction.
+pub fn command(program: &OsStr, procs: File) -> Command {
+    let mut command = Command::new(program);
+    // SAFETY: between fork and exec the closure makes one write system call on a descriptor that was
+    // opened before, and neither allocates nor takes a lock.
+    unsafe {
+        command.pre_exec(move || {
+            // "0" stands for the process that writes it.
+            rustix::io::write(&procs, b"0")?;
+            Ok(())
+        });
+    }
+    command
+}
+
 /// Kills whatever still runs in the cgroup at `path`, and waits until it is gone.
-pub(super) fn kill_all(path: &Path) -> Result<(), PeerError> {
+pub fn kill_all(path: &Path) -> Result<(), SetupError> {
     let procs = path.join("cgroup.procs");
     for _ in 0..KILL_WAITS {
         let pids = match fs::read_to_string(&procs) {
             Ok(pids) => pids,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-            Err(error) => return Err(PeerError::io("read", &procs)(error)),
+            Err(error) => return Err(SetupError::io("read", &procs)(error)),
         };
         let mut empty = true;
         for pid in
@@ -132,16 +166,16 @@ pub(super) fn kill_all(path: &Path) -> Result<(), PeerError> {
         }
         std::thread::sleep(Duration::from_millis(10));
     }
-    Err(PeerError::StillRunning { path: path.to_owned() })
+    Err(SetupError::StillRunning { path: path.to_owned() })
 }
 
 /// Removes the cgroup at `path`; that it is gone already is fine.
-pub(super) fn remove(path: &Path) -> Result<(), PeerError> {
+pub fn remove(path: &Path) -> Result<(), SetupError> {
     // Version 1 keeps a removed cgroup alive while page cache is charged to it: let go of that first.
     let _ = fs::write(path.join("memory.force_empty"), "0");
     match fs::remove_dir(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            Err(PeerError::io("remove the cgroup", path)(error))
+            Err(SetupError::io("remove the cgroup", path)(error))
         }
         _ => Ok(()),
     }

@@ -1,6 +1,6 @@
 //! What a setup has done, written down before it is done, so that anyone can undo it.
 //!
-//! A record is a file of root's, `/run/aquifer-peers/NAME`, with one step a line. NAME holds the owner's pid
+//! A record is a file of root's, `/run/aquifer-setups/NAME`, with one step a line. NAME holds the owner's pid
 //! and the time it started (pids are used again), so that a record tells by itself whether its owner lives.
 
 use std::fs::{self, File, OpenOptions};
@@ -9,10 +9,10 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::{PAGE_CLUSTER, PeerError, cgroup, swapfile, zram};
+use super::{PAGE_CLUSTER, SetupError, cgroup, loop_device, mount, swapfile, zram};
 
-const FOLDER: &str = "/run/aquifer-peers";
-const PREFIX: &str = "aquifer-peer-";
+const FOLDER: &str = "/run/aquifer-setups";
+const PREFIX: &str = "aquifer-setup-";
 /// A record has at most a line for each kind of step.
 const RECORD_BYTES_MAX: u64 = 16 << 10;
 
@@ -20,11 +20,18 @@ static NEXT: AtomicU32 = AtomicU32::new(0);
 
 /// One thing that was done, with what is needed to undo it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Step {
+pub enum Step {
     Cgroup(PathBuf),
     SwapFile(PathBuf),
-    Zram { number: u32, added: bool },
+    Zram {
+        number: u32,
+        added: bool,
+    },
     PageCluster(u64),
+    /// A folder with a volume's file.
+    Mount(PathBuf),
+    /// Swap on this loop device, if it stands on a file of the record's.
+    LoopSwap(u32),
 }
 
 impl Step {
@@ -35,6 +42,8 @@ impl Step {
             Self::Zram { number, added: true } => format!("zram-added {number}"),
             Self::Zram { number, added: false } => format!("zram {number}"),
             Self::PageCluster(former) => format!("page-cluster {former}"),
+            Self::Mount(path) => format!("mount {}", path.display()),
+            Self::LoopSwap(number) => format!("loop-swap {number}"),
         }
     }
 
@@ -52,40 +61,44 @@ impl Step {
             "zram-added" => Self::Zram { number: value.parse().ok()?, added: true },
             "zram" => Self::Zram { number: value.parse().ok()?, added: false },
             "page-cluster" => Self::PageCluster(value.parse().ok()?),
+            "mount" => Self::Mount(own_path()?),
+            "loop-swap" => Self::LoopSwap(value.parse().ok()?),
             _ => return None,
         })
     }
 
-    fn undo(&self) -> Result<(), PeerError> {
+    fn undo(&self, name: &str) -> Result<(), SetupError> {
         match self {
             Self::Cgroup(path) => cgroup::remove(path),
             Self::SwapFile(path) => swapfile::remove(path),
             Self::Zram { number, added } => zram::remove(*number, *added),
             Self::PageCluster(former) => fs::write(PAGE_CLUSTER, former.to_string())
-                .map_err(PeerError::io("restore", Path::new(PAGE_CLUSTER))),
+                .map_err(SetupError::io("restore", Path::new(PAGE_CLUSTER))),
+            Self::Mount(path) => mount::remove(path),
+            Self::LoopSwap(number) => loop_device::swap_off(*number, name),
         }
     }
 }
 
 /// The steps of one setup, in memory and in a file; undone when dropped.
 #[derive(Debug)]
-pub(super) struct Record {
+pub struct Record {
     name: String,
     path: PathBuf,
     steps: Vec<Step>,
 }
 
 impl Record {
-    pub(super) fn create() -> Result<Self, PeerError> {
+    pub fn create() -> Result<Self, SetupError> {
         let folder = Path::new(FOLDER);
         match fs::DirBuilder::new().mode(0o700).create(folder) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-                return Err(PeerError::io("create the folder", folder)(error));
+                return Err(SetupError::io("create the folder", folder)(error));
             }
             _ => {}
         }
         let pid = std::process::id();
-        let start = start_time(pid).ok_or_else(|| PeerError::Io {
+        let start = start_time(pid).ok_or_else(|| SetupError::Io {
             what: "read this process's start time from",
             path: PathBuf::from("/proc/self/stat"),
             source: io::Error::from(io::ErrorKind::InvalidData),
@@ -97,37 +110,37 @@ impl Record {
             .create_new(true)
             .mode(0o600)
             .open(&path)
-            .map_err(PeerError::io("create the record", &path))?;
+            .map_err(SetupError::io("create the record", &path))?;
         Ok(Self { name, path, steps: Vec::new() })
     }
 
-    pub(super) fn name(&self) -> &str {
+    pub fn name(&self) -> &str {
         &self.name
     }
 
     #[cfg(test)]
-    pub(super) fn name_and_path(&self) -> (String, PathBuf) {
+    pub fn name_and_path(&self) -> (String, PathBuf) {
         (self.name.clone(), self.path.clone())
     }
 
-    pub(super) fn has_page_cluster(&self) -> bool {
+    pub fn has_page_cluster(&self) -> bool {
         self.steps.iter().any(|step| matches!(step, Step::PageCluster(_)))
     }
 
     /// Writes `step` down; it must be done after, never before.
-    pub(super) fn add(&mut self, step: Step) -> Result<(), PeerError> {
+    pub fn add(&mut self, step: Step) -> Result<(), SetupError> {
         let mut file: File = OpenOptions::new()
             .append(true)
             .open(&self.path)
-            .map_err(PeerError::io("open the record", &self.path))?;
-        writeln!(file, "{}", step.to_line()).map_err(PeerError::io("write the record", &self.path))?;
+            .map_err(SetupError::io("open the record", &self.path))?;
+        writeln!(file, "{}", step.to_line()).map_err(SetupError::io("write the record", &self.path))?;
         self.steps.push(step);
         Ok(())
     }
 
     /// Undoes every step, the last first. Goes on past a failure, and returns the first one; then the record
     /// stays for another try.
-    pub(super) fn undo(&mut self) -> Result<(), PeerError> {
+    pub fn undo(&mut self) -> Result<(), SetupError> {
         let mut result = Ok(());
         // Programs first: no swap device goes while pages on it are being used.
         for step in &self.steps {
@@ -136,8 +149,8 @@ impl Record {
             }
         }
         let mut left = Vec::new();
-        for step in self.steps.drain(..).rev() {
-            if let Err(error) = step.undo() {
+        for step in std::mem::take(&mut self.steps).into_iter().rev() {
+            if let Err(error) = step.undo(&self.name) {
                 left.push(step);
                 result = result.and(Err(error));
             }
@@ -147,7 +160,7 @@ impl Record {
         if self.steps.is_empty() {
             match fs::remove_file(&self.path) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    result = result.and(Err(PeerError::io("remove the record", &self.path)(error)));
+                    result = result.and(Err(SetupError::io("remove the record", &self.path)(error)));
                 }
                 _ => {}
             }
@@ -155,15 +168,15 @@ impl Record {
         result
     }
 
-    fn load(name: &str) -> Result<Self, PeerError> {
+    fn load(name: &str) -> Result<Self, SetupError> {
         let path = Path::new(FOLDER).join(name);
-        let size = fs::metadata(&path).map_err(PeerError::io("read the record", &path))?.len();
+        let size = fs::metadata(&path).map_err(SetupError::io("read the record", &path))?.len();
         if size > RECORD_BYTES_MAX {
-            return Err(PeerError::Record { path, line: format!("{size} bytes") });
+            return Err(SetupError::Record { path, line: format!("{size} bytes") });
         }
-        let text = fs::read_to_string(&path).map_err(PeerError::io("read the record", &path))?;
+        let text = fs::read_to_string(&path).map_err(SetupError::io("read the record", &path))?;
         let steps =
-            parse_steps(&text, name).map_err(|line| PeerError::Record { path: path.clone(), line })?;
+            parse_steps(&text, name).map_err(|line| SetupError::Record { path: path.clone(), line })?;
         Ok(Self { name: name.to_owned(), path, steps })
     }
 }
@@ -175,15 +188,27 @@ impl Drop for Record {
     }
 }
 
+/// Undoes what an owner that is gone has left, by the name of its record: kills the programs in its cgroup first. That it is undone already
+/// is fine.
+pub fn undo_abandoned(name: &str) -> Result<(), SetupError> {
+    if parse_owner(name).is_none() {
+        return Err(SetupError::Record { path: Path::new(FOLDER).to_owned(), line: name.to_owned() });
+    }
+    if !Path::new(FOLDER).join(name).exists() {
+        return Ok(());
+    }
+    Record::load(name)?.undo()
+}
+
 /// Undoes the setups whose owners are gone, and returns how many there were.
 ///
 /// Call it before making a setup: a run that was killed cannot have cleaned up after itself.
-pub fn cleanup_stale() -> Result<usize, PeerError> {
+pub fn cleanup_stale() -> Result<usize, SetupError> {
     let folder = Path::new(FOLDER);
     let entries = match fs::read_dir(folder) {
         Ok(entries) => entries,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(0),
-        Err(error) => return Err(PeerError::io("list", folder)(error)),
+        Err(error) => return Err(SetupError::io("list", folder)(error)),
     };
     let mut undone = 0;
     let mut result = Ok(());
@@ -225,17 +250,20 @@ fn start_time(pid: u32) -> Option<u64> {
     parse_start_time(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// Field 22 of a process's stat. The command's name may hold anything, so count from its closing bracket.
+/// Field 22 of a process's stat. The command's name may hold anything, so count from its closing bracket. One that is dead and only waits
+/// for its parent to hear of it is gone.
 fn parse_start_time(stat: &str) -> Option<u64> {
     let (_, after_name) = stat.rsplit_once(')')?;
-    after_name.split_whitespace().nth(19)?.parse().ok()
+    let mut fields = after_name.split_whitespace();
+    let state = fields.next()?;
+    (!matches!(state, "Z" | "X")).then(|| fields.nth(18)?.parse().ok())?
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const NAME: &str = "aquifer-peer-12-345-0";
+    const NAME: &str = "aquifer-setup-12-345-0";
 
     fn all_steps() -> Vec<Step> {
         vec![
@@ -244,6 +272,8 @@ mod tests {
             Step::Zram { number: 3, added: true },
             Step::Zram { number: 0, added: false },
             Step::PageCluster(3),
+            Step::Mount(PathBuf::from(format!("/run/aquifer/{NAME}"))),
+            Step::LoopSwap(7),
         ]
     }
 
@@ -265,11 +295,13 @@ mod tests {
             "cgroup",
             "cgroup /sys/fs/cgroup/memory/other",
             "swap-file /etc/passwd",
-            "swap-file aquifer-peer-12-345-0",
-            "swap-file /aquifer-peer-12-345-0/..",
+            "swap-file aquifer-setup-12-345-0",
+            "swap-file /aquifer-setup-12-345-0/..",
             "zram x",
             "zram-added -1",
             "page-cluster 99999999999999999999",
+            "mount /",
+            "loop-swap -1",
             "format-disk 1",
         ] {
             assert_eq!(parse_steps(&format!("{line}\n"), NAME), Err(line.to_owned()));
@@ -279,9 +311,14 @@ mod tests {
     #[test]
     fn owners_are_read_from_names() {
         assert_eq!(parse_owner(NAME), Some((12, 345)));
-        for name in
-            ["", "aquifer-peer-", "aquifer-peer-1-2", "aquifer-peer-1-2-3-4", "aquifer-peer-x-2-3", "1-2-3"]
-        {
+        for name in [
+            "",
+            "aquifer-setup-",
+            "aquifer-setup-1-2",
+            "aquifer-setup-1-2-3-4",
+            "aquifer-setup-x-2-3",
+            "1-2-3",
+        ] {
             assert_eq!(parse_owner(name), None, "{name}");
         }
     }
@@ -290,6 +327,7 @@ mod tests {
     fn start_time_ignores_a_hostile_command_name() {
         let fields = (4..=21).map(|field| field.to_string()).collect::<Vec<_>>().join(" ");
         assert_eq!(parse_start_time(&format!("7 (a) S 9 (b c)) R {fields} 777 23")), Some(777));
+        assert_eq!(parse_start_time(&format!("7 (a) Z {fields} 777 23")), None, "a zombie owns nothing");
         assert_eq!(parse_start_time("7 (a) S 1 2"), None);
         assert_eq!(parse_start_time(""), None);
         assert!(start_time(std::process::id()).is_some());

@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::record::{Record, Step};
-use super::{PeerError, swapfile};
+use super::{SetupError, area};
 
 const PAGE_BYTES: u64 = 4096;
 const HOT_ADD: &str = "/sys/class/zram-control/hot_add";
@@ -16,8 +16,8 @@ const ALGORITHMS: [&str; 3] = ["lz4", "lzo-rle", "lzo"];
 const MEM_USED_MAX_FIELD: usize = 4;
 
 /// Makes a device of `bytes`, and swaps on it. Returns its number.
-pub(super) fn create(record: &mut Record, bytes: u64) -> Result<u32, PeerError> {
-    let (number, added) = claim().ok_or(PeerError::NoZram)?;
+pub fn create(record: &mut Record, bytes: u64) -> Result<u32, SetupError> {
+    let (number, added) = claim().ok_or(SetupError::NoZram)?;
     record.add(Step::Zram { number, added })?;
     let offered = fs::read_to_string(attribute(number, "comp_algorithm")).unwrap_or_default();
     if let Some(algorithm) = choose_algorithm(&offered) {
@@ -27,36 +27,36 @@ pub(super) fn create(record: &mut Record, bytes: u64) -> Result<u32, PeerError> 
     set(number, "disksize", &(pages * PAGE_BYTES).to_string())?;
     let device = device(number);
     let file =
-        OpenOptions::new().write(true).open(&device).map_err(PeerError::io("open the device", &device))?;
-    swapfile::write_header(&file, pages)
+        OpenOptions::new().write(true).open(&device).map_err(SetupError::io("open the device", &device))?;
+    area::write_header(&file, pages)
         .and_then(|()| file.sync_all())
-        .map_err(PeerError::io("write the swap header to", &device))?;
+        .map_err(SetupError::io("write the swap header to", &device))?;
     drop(file);
-    swapfile::swap_on(&device).map_err(PeerError::io("swap on", &device))?;
+    area::swap_on(&device, false).map_err(SetupError::io("swap on", &device))?;
     Ok(number)
 }
 
 /// Takes a device out of use; that it is gone already is fine.
-pub(super) fn remove(number: u32, added: bool) -> Result<(), PeerError> {
+pub fn remove(number: u32, added: bool) -> Result<(), SetupError> {
     let device = device(number);
-    swapfile::swap_off(&device).map_err(PeerError::io("stop swapping on", &device))?;
+    area::swap_off(&device).map_err(SetupError::io("stop swapping on", &device))?;
     if !device.exists() {
         return Ok(());
     }
     set(number, "reset", "1")?;
     if added {
         let path = Path::new(HOT_REMOVE);
-        fs::write(path, number.to_string()).map_err(PeerError::io("remove the zram device by", path))?;
+        fs::write(path, number.to_string()).map_err(SetupError::io("remove the zram device by", path))?;
     }
     Ok(())
 }
 
 /// The most memory that the device's compressed pages have taken.
-pub(super) fn store_peak_bytes(number: u32) -> Result<u64, PeerError> {
+pub fn store_peak_bytes(number: u32) -> Result<u64, SetupError> {
     let path = attribute(number, "mm_stat");
-    let stat = fs::read_to_string(&path).map_err(PeerError::io("read", &path))?;
+    let stat = fs::read_to_string(&path).map_err(SetupError::io("read", &path))?;
     parse_store_peak(&stat).ok_or_else(|| {
-        PeerError::io("read the store's size from", &path)(io::Error::from(io::ErrorKind::InvalidData))
+        SetupError::io("read the store's size from", &path)(io::Error::from(io::ErrorKind::InvalidData))
     })
 }
 
@@ -88,9 +88,9 @@ fn parse_store_peak(mm_stat: &str) -> Option<u64> {
     mm_stat.split_whitespace().nth(MEM_USED_MAX_FIELD)?.parse().ok()
 }
 
-fn set(number: u32, name: &str, value: &str) -> Result<(), PeerError> {
+fn set(number: u32, name: &str, value: &str) -> Result<(), SetupError> {
     let path = attribute(number, name);
-    fs::write(&path, value).map_err(PeerError::io("set", &path))
+    fs::write(&path, value).map_err(SetupError::io("set", &path))
 }
 
 fn attribute(number: u32, name: &str) -> PathBuf {

@@ -1,0 +1,218 @@
+//! What an agent counts, for whoever fetches it. It asks nobody else for that: no node, no directory.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use aquifer_faults::FaultStats;
+use aquifer_faults::serve::{RunReport, Service, TenantReport};
+use aquifer_metrics::write::{Family, Histogram, Labels, counters, gauges, histograms, info, label};
+use aquifer_metrics::{Collector, DescriptorEncoder, Listener, MetricsError, Place, Registry, Server, Unit};
+
+use crate::nodes::Nodes;
+use crate::report::mempool_bytes;
+
+/// Fault latencies are counted up to each of these, in nanoseconds.
+const BOUNDS_NS: [u64; 16] = [
+    5_000,
+    10_000,
+    20_000,
+    50_000,
+    100_000,
+    200_000,
+    500_000,
+    1_000_000,
+    2_000_000,
+    5_000_000,
+    10_000_000,
+    50_000_000,
+    100_000_000,
+    500_000_000,
+    1_000_000_000,
+    10_000_000_000,
+];
+
+/// What happened between the agent and the directory.
+#[derive(Debug, Default)]
+pub(crate) struct LeaseEvents {
+    /// Times that the lease was kept.
+    pub renewals: AtomicU64,
+    /// Times that it could not be.
+    pub failures: AtomicU64,
+}
+
+/// Where figures are to be served. An agent that goes on with another's programs goes on without figures, if need be: they wait for it.
+///
+/// # Errors
+/// If the place cannot be had.
+pub(crate) fn listen(place: Option<&Place>, goes_on: bool) -> Result<Option<Listener>, MetricsError> {
+    match place.map(Listener::bind).transpose() {
+        Err(error) if goes_on => {
+            tracing::error!(%error, "the agent goes on without figures");
+            Ok(None)
+        }
+        listener => listener,
+    }
+}
+
+/// Answer whoever asks at `listener`.
+///
+/// # Errors
+/// If there is no thread for it.
+pub(crate) fn serve(
+    listener: Listener,
+    service: &Arc<Service>,
+    nodes: &Arc<Nodes>,
+    lease: &Arc<LeaseEvents>,
+) -> Result<Server, MetricsError> {
+    let figures =
+        Figures { service: Arc::clone(service), nodes: Arc::clone(nodes), lease: Arc::clone(lease) };
+    let mut registry = Registry::with_prefix("aquifer_agent");
+    registry.register_collector(Box::new(figures));
+    Server::start(listener, registry)
+}
+
+/// What is looked at when somebody asks.
+#[derive(Debug)]
+struct Figures {
+    service: Arc<Service>,
+    nodes: Arc<Nodes>,
+    lease: Arc<LeaseEvents>,
+}
+
+/// A figure of each row: its name, its sentence, and where it is.
+type Figure<T> = (&'static str, &'static str, fn(&T) -> u64);
+
+const RUN_BYTES: [Figure<RunReport>; 5] = [
+    ("limit", "Resident memory that the run may have.", |run| run.limit_bytes),
+    ("resident", "Resident memory of the run, as sampled.", |run| run.resident_bytes.0),
+    ("resident_peak", "The most that was sampled.", |run| run.resident_bytes.1),
+    ("mempool_blocks", "Blocks of the mempool that the run has.", |run| run.mempool_bytes),
+    ("remote", "What the run has of memory nodes.", |run| run.remote_bytes.0),
+];
+
+const RUN_COUNTERS: [Figure<RunReport>; 11] = [
+    ("faults", "Page faults served.", |run| run.faults),
+    ("zero_pages", "Pages filled with zeros.", |run| run.zero_pages),
+    ("mempool_hits", "Pages filled from the mempool's reclaimable queue.", |run| run.mempool_hits),
+    ("staging_hits", "Pages filled from the mempool's staging queue.", |run| run.staging_hits),
+    ("remote_reads", "Pages read from memory nodes.", |run| run.remote_reads.0),
+    ("remote_read_trips", "READs posted for them.", |run| run.remote_reads.1),
+    ("prefetched", "Pages read before they were asked for.", |run| run.prefetched),
+    ("remote_writes", "Pages written to memory nodes.", |run| run.remote_writes.1),
+    ("remote_write_trips", "WRITEs posted for them.", |run| run.remote_writes.0),
+    ("evictions", "Pages taken out of programs.", |run| run.evictions),
+    ("lost_pages", "Pages that could not be read back.", |run| run.lost_pages),
+];
+
+const TENANT_GAUGES: [Figure<TenantReport>; 2] = [
+    ("tenant_runs", "Runs of the tenant.", |tenant| figure(tenant.runs)),
+    ("tenant_processes", "Processes in them.", |tenant| figure(tenant.processes)),
+];
+
+const TENANT_BYTES: [Figure<TenantReport>; 3] = [
+    ("tenant_resident", "Resident memory of its runs, as sampled.", |tenant| tenant.resident_bytes),
+    ("tenant_mempool_blocks", "Blocks of the mempool that its runs have.", |tenant| tenant.mempool_bytes),
+    ("tenant_remote", "What its runs have of memory nodes.", |tenant| tenant.remote_bytes),
+];
+
+const TENANT_COUNTERS: [Figure<TenantReport>; 4] = [
+    ("tenant_faults", "Page faults served, of runs that are over too.", |tenant| tenant.faults),
+    ("tenant_remote_reads", "Pages read from memory nodes, of runs that are over too.", |tenant| {
+        tenant.remote_reads
+    }),
+    ("tenant_evictions", "Pages taken out of programs, of runs that are over too.", |tenant| {
+        tenant.evictions
+    }),
+    ("tenant_lost_pages", "Pages that could not be read back, of runs that are over too.", |tenant| {
+        tenant.lost_pages
+    }),
+];
+
+impl Collector for Figures {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let encoder = &mut encoder;
+        self.encode_host(encoder)?;
+        let tenants: Vec<_> =
+            self.service.tenants().into_iter().map(|of| (vec![label("tenant", of.tenant)], of)).collect();
+        encode_all(encoder, &tenants, None, &TENANT_GAUGES, gauges)?;
+        encode_all(encoder, &tenants, Some(&Unit::Bytes), &TENANT_BYTES, gauges)?;
+        encode_all(encoder, &tenants, None, &TENANT_COUNTERS, counters)?;
+        let runs = self.service.runs();
+        let stats: Vec<FaultStats> = runs.iter().map(|run| run.stats()).collect();
+        let labels = runs.iter().map(|run| vec![label("run", run.id()), label("tenant", run.tenant())]);
+        let labels: Vec<Labels> = labels.collect();
+        let reports = runs.iter().zip(&stats).map(|(run, stats)| run.report_with(stats));
+        let rows: Vec<_> = labels.iter().cloned().zip(reports).collect();
+        encode_runs(encoder, &rows)?;
+        let latency = Family {
+            name: "fault_latency",
+            help: "From hearing of a fault to its page's being there.",
+            unit: Some(&Unit::Seconds),
+        };
+        histograms(encoder, latency, labels.into_iter().zip(stats.iter().map(histogram)))
+    }
+}
+
+impl Figures {
+    /// What is the host's, of no tenant alone.
+    fn encode_host(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let about = |name, help| Family { name, help, unit: None };
+        let bytes = |name, help| Family { name, help, unit: Some(&Unit::Bytes) };
+        let one = |value: u64| [(Labels::new(), value)];
+        let version = [label("version", env!("CARGO_PKG_VERSION"))];
+        info(encoder, about("build", "Which Aquifer it is."), &version)?;
+        let (whole, used) = mempool_bytes(&self.service);
+        gauges(encoder, bytes("mempool", "Most that the mempool may take."), one(whole))?;
+        gauges(encoder, bytes("mempool_used", "Blocks of the mempool in use."), one(used))?;
+        gauges(encoder, about("nodes", "Memory nodes in the directory."), one(figure(self.nodes.count())))?;
+        let (renewals, failures) = (self.lease.renewals.load(Relaxed), self.lease.failures.load(Relaxed));
+        counters(encoder, about("lease_renewals", "Times that the host's lease was kept."), one(renewals))?;
+        let help = "Times that the host's lease could not be kept.";
+        counters(encoder, about("lease_renewal_failures", help), one(failures))
+    }
+}
+
+fn encode_runs(encoder: &mut DescriptorEncoder<'_>, rows: &[(Labels, RunReport)]) -> fmt::Result {
+    // What a run is called is said once: `group_left(name)` brings it to the other figures.
+    let named = rows.iter().map(|(labels, run)| {
+        let name = label("name", &run.name);
+        (labels.iter().cloned().chain([name]).collect(), 1)
+    });
+    let family = Family { name: "run_name", help: "What the run's program is called.", unit: None };
+    gauges(encoder, family, named)?;
+    let processes: [Figure<RunReport>; 1] =
+        [("processes", "Processes of the run.", |run| figure(run.programs.len()))];
+    encode_all(encoder, rows, None, &processes, gauges)?;
+    encode_all(encoder, rows, Some(&Unit::Bytes), &RUN_BYTES, gauges)?;
+    encode_all(encoder, rows, None, &RUN_COUNTERS, counters)
+}
+
+/// A family for each figure, with a row for each of `rows`.
+fn encode_all<T>(
+    encoder: &mut DescriptorEncoder<'_>,
+    rows: &[(Labels, T)],
+    unit: Option<&Unit>,
+    figures: &[Figure<T>],
+    write: fn(&mut DescriptorEncoder<'_>, Family<'_>, Vec<(Labels, u64)>) -> fmt::Result,
+) -> fmt::Result {
+    figures.iter().try_for_each(|&(name, help, of)| {
+        let values = rows.iter().map(|(labels, row)| (labels.clone(), of(row))).collect();
+        write(encoder, Family { name, help, unit }, values)
+    })
+}
+
+fn histogram(stats: &FaultStats) -> Histogram {
+    let seconds = |ns: u64| std::time::Duration::from_nanos(ns).as_secs_f64();
+    let counts = stats.latency.between(&BOUNDS_NS);
+    let bounds = BOUNDS_NS.iter().map(|bound| seconds(*bound)).chain([f64::MAX]);
+    Histogram {
+        sum: seconds(u64::try_from(stats.latency.sum()).unwrap_or(u64::MAX)),
+        count: counts.iter().sum(),
+        buckets: bounds.zip(counts).collect(),
+    }
+}
+
+fn figure(count: usize) -> u64 {
+    u64::try_from(count).unwrap_or(u64::MAX)
+}

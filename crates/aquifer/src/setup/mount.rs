@@ -1,0 +1,28 @@
+//! The folder that a volume's file is mounted at.
+
+use std::fs::{self, DirBuilder};
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+
+use super::SetupError;
+use super::record::{Record, Step};
+
+/// Makes a folder below `parent`, for this user alone. The record unmounts what is mounted there, and removes it.
+pub fn create(record: &mut Record, parent: &Path) -> Result<PathBuf, SetupError> {
+    let path = parent.join(record.name());
+    record.add(Step::Mount(path.clone()))?;
+    DirBuilder::new().mode(0o700).create(&path).map_err(SetupError::io("create the folder", &path))?;
+    Ok(path)
+}
+
+/// Unmounts and removes the folder; that it is gone already is fine.
+pub fn remove(path: &Path) -> Result<(), SetupError> {
+    aquifer_block::fuse::unmount(path).map_err(SetupError::io("unmount", path))?;
+    match fs::remove_dir(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(SetupError::io("remove the folder", path)(error))
+        }
+        _ => Ok(()),
+    }
+}

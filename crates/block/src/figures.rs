@@ -1,0 +1,77 @@
+//! What a block volume has done.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// Counters that any thread adds to.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    pub(crate) zero_pages: AtomicU64,
+    pub(crate) mempool_hits: AtomicU64,
+    pub(crate) staging_hits: AtomicU64,
+    pub(crate) remote_reads: AtomicU64,
+    pub(crate) remote_read_trips: AtomicU64,
+    pub(crate) remote_writes: AtomicU64,
+    pub(crate) remote_write_trips: AtomicU64,
+    pub(crate) written_pages: AtomicU64,
+    pub(crate) discarded_pages: AtomicU64,
+    pub(crate) lost_pages: AtomicU64,
+}
+
+impl Counters {
+    pub(crate) fn add(counter: &AtomicU64, count: u64) {
+        counter.fetch_add(count, Relaxed);
+    }
+}
+
+/// The figures of one volume.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Figures {
+    /// Pages read or written that were all zeros.
+    pub zero_pages: u64,
+    /// Pages read from the reclaimable queue of the mempool.
+    pub mempool_hits: u64,
+    /// Pages read that were still on their way to a memory node.
+    pub staging_hits: u64,
+    /// Pages read from memory nodes.
+    pub remote_reads: u64,
+    /// READs that took.
+    pub remote_read_trips: u64,
+    /// Pages written to memory nodes.
+    pub remote_writes: u64,
+    /// WRITEs that took.
+    pub remote_write_trips: u64,
+    /// Pages that the front end wrote.
+    pub written_pages: u64,
+    /// Pages that the front end gave up.
+    pub discarded_pages: u64,
+    /// Pages that could not be read back.
+    pub lost_pages: u64,
+    /// Bytes of the mempool in use now.
+    pub mempool_bytes: u64,
+    /// Bytes taken from memory nodes now.
+    pub remote_bytes: u64,
+    /// The most there ever were.
+    pub remote_peak_bytes: u64,
+    /// How long a read took, in nanoseconds: p50, p99, p999.
+    pub read_latency_ns: [u64; 3],
+}
+
+impl Counters {
+    /// As they are now; what is not counted here is zero.
+    pub(crate) fn figures(&self) -> Figures {
+        let load = |counter: &AtomicU64| counter.load(Relaxed);
+        Figures {
+            zero_pages: load(&self.zero_pages),
+            mempool_hits: load(&self.mempool_hits),
+            staging_hits: load(&self.staging_hits),
+            remote_reads: load(&self.remote_reads),
+            remote_read_trips: load(&self.remote_read_trips),
+            remote_writes: load(&self.remote_writes),
+            remote_write_trips: load(&self.remote_write_trips),
+            written_pages: load(&self.written_pages),
+            discarded_pages: load(&self.discarded_pages),
+            lost_pages: load(&self.lost_pages),
+            ..Figures::default()
+        }
+    }
+}

@@ -1,0 +1,274 @@
+//! A file system of one file, the volume, for a loop device to stand on.
+//!
+//! The kernel gets the file's bytes only by direct I/O: it caches none of them.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use aquifer_pager::{Connector, PAGE_BYTES};
+use fuser::{
+    Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, InitFlags,
+    KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty, ReplyEntry, ReplyOpen, ReplyWrite,
+    Request, Session, SessionACL, WriteFlags,
+};
+use rustix::fs::FallocateFlags;
+use rustix::mount::MountFlags;
+
+use crate::error::BlockError;
+use crate::volume::{BlockVolume, Reader};
+
+/// The file's name.
+pub const FILE: &str = "volume";
+const ROOT: INodeNo = INodeNo(1);
+const VOLUME: INodeNo = INodeNo(2);
+/// Threads that serve requests, at once.
+const THREADS: usize = 4;
+/// Requests that the kernel has under way; more wait there.
+const BACKGROUND_MAX: u16 = 64;
+/// Bytes of one request, at most.
+const REQUEST_BYTES_MAX: u32 = 1 << 20;
+/// Nothing about the file ever changes.
+const FOREVER: Duration = Duration::from_secs(1 << 30);
+
+/// What is in a read's buffer and who fetches into it, for one request at a time.
+#[derive(Debug)]
+struct Hand {
+    reader: Reader,
+    buffer: Vec<u8>,
+}
+
+/// The file system.
+#[derive(Debug)]
+struct VolumeFile {
+    volume: Arc<BlockVolume>,
+    hands: Mutex<Vec<Hand>>,
+}
+
+/// Serves a volume until it is unmounted.
+#[derive(Debug)]
+pub struct FuseServer {
+    session: Session<VolumeFile>,
+}
+
+impl FuseServer {
+    /// Mount the volume's file at `folder`, for this user alone. It is served when [`Self::serve`] runs.
+    ///
+    /// # Errors
+    /// If there is no FUSE, or the mount is refused.
+    pub fn mount(
+        volume: Arc<BlockVolume>,
+        connector: &Arc<dyn Connector>,
+        folder: &Path,
+    ) -> io::Result<Self> {
+        let mut hands = Vec::new();
+        for _ in 0..THREADS {
+            let reader = volume.reader(Arc::clone(connector))?;
+            hands.push(Hand { reader, buffer: vec![0; REQUEST_BYTES_MAX as usize] });
+        }
+        let device = OwnedFd::from(File::options().read(true).write(true).open("/dev/fuse")?);
+        let user = rustix::process::geteuid().as_raw();
+        let group = rustix::process::getegid().as_raw();
+        let options = format!("fd={},rootmode=40000,user_id={user},group_id={group}", device.as_raw_fd());
+        let options = std::ffi::CString::new(options).expect("numbers and words");
+        let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
+        rustix::mount::mount("aquifer", folder, "fuse.aquifer", flags, options.as_c_str())?;
+        let file = VolumeFile { volume, hands: Mutex::new(hands) };
+        let mut config = Config::default();
+        config.n_threads = Some(THREADS);
+        config.clone_fd = true;
+        let session = Session::from_fd(file, device, SessionACL::Owner, config).inspect_err(|_| {
+            // Whoever looks there would wait for ever.
+            let _ = unmount(folder);
+        })?;
+        Ok(Self { session })
+    }
+
+    /// Serve until it is unmounted.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn serve(self) -> io::Result<()> {
+        self.session.run()
+    }
+}
+
+/// Unmount a volume's file, whether it is served or not; requests that are under way fail. That nothing is mounted there is fine.
+///
+/// # Errors
+/// What the kernel says.
+pub fn unmount(folder: &Path) -> io::Result<()> {
+    use rustix::mount::{UnmountFlags, unmount};
+    // Forced, the kernel first fails what waits for a server that does not answer.
+    for flags in [UnmountFlags::FORCE, UnmountFlags::DETACH] {
+        match unmount(folder, flags | UnmountFlags::NOFOLLOW) {
+            Ok(()) | Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOENT) => return Ok(()),
+            Err(rustix::io::Errno::BUSY) if flags == UnmountFlags::FORCE => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
+impl VolumeFile {
+    fn attributes(&self, ino: INodeNo) -> Option<FileAttr> {
+        let (kind, perm, size) = match ino {
+            ROOT => (FileType::Directory, 0o500, 0),
+            VOLUME => (FileType::RegularFile, 0o600, self.volume.bytes()),
+            _ => return None,
+        };
+        let time = SystemTime::UNIX_EPOCH;
+        Some(FileAttr {
+            ino,
+            size,
+            blocks: size / 512,
+            atime: time,
+            mtime: time,
+            ctime: time,
+            crtime: time,
+            kind,
+            perm,
+            nlink: 1,
+            uid: rustix::process::geteuid().as_raw(),
+            gid: rustix::process::getegid().as_raw(),
+            rdev: 0,
+            blksize: u32::try_from(PAGE_BYTES).expect("a page is small"),
+            flags: 0,
+        })
+    }
+
+    /// Do something with a hand; there are as many as threads.
+    fn with_hand<T>(&self, act: impl FnOnce(&mut Hand) -> T) -> T {
+        let lock = || self.hands.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut hand = lock().pop().expect("a hand for each thread");
+        let result = act(&mut hand);
+        lock().push(hand);
+        result
+    }
+}
+
+fn errno(error: &BlockError) -> Errno {
+    match error {
+        BlockError::OutOfRange { .. } => Errno::EINVAL,
+        // No ENOSPC: whoever writes to a device knows of no such thing.
+        BlockError::Lost { .. }
+        | BlockError::StillLost { .. }
+        | BlockError::NoRoom { .. }
+        | BlockError::Closed => Errno::EIO,
+    }
+}
+
+impl Filesystem for VolumeFile {
+    fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
+        // What this kernel does not know it does without.
+        for flag in [InitFlags::FUSE_ASYNC_READ, InitFlags::FUSE_ASYNC_DIO, InitFlags::FUSE_MAX_PAGES] {
+            let _ = config.add_capabilities(flag);
+        }
+        let _ = config.set_max_write(REQUEST_BYTES_MAX);
+        let _ = config.set_max_background(BACKGROUND_MAX);
+        let _ = config.set_congestion_threshold(BACKGROUND_MAX);
+        Ok(())
+    }
+
+    fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        match self.attributes(VOLUME) {
+            Some(attributes) if parent == ROOT && name == FILE => {
+                reply.entry(&FOREVER, &attributes, Generation(0));
+            }
+            _ => reply.error(Errno::ENOENT),
+        }
+    }
+
+    fn getattr(&self, _request: &Request, ino: INodeNo, _handle: Option<FileHandle>, reply: ReplyAttr) {
+        match self.attributes(ino) {
+            Some(attributes) => reply.attr(&FOREVER, &attributes),
+            None => reply.error(Errno::ENOENT),
+        }
+    }
+
+    fn open(&self, _request: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
+        if ino == VOLUME {
+            let flags = FopenFlags::FOPEN_DIRECT_IO | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES;
+            reply.opened(FileHandle(0), flags);
+        } else {
+            reply.error(Errno::EISDIR);
+        }
+    }
+
+    fn read(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        _handle: FileHandle,
+        offset: u64,
+        size: u32,
+        _flags: OpenFlags,
+        _owner: Option<LockOwner>,
+        reply: ReplyData,
+    ) {
+        let left = self.volume.bytes().saturating_sub(offset);
+        let len = usize::try_from(u64::from(size.min(REQUEST_BYTES_MAX)).min(left)).expect("bounded");
+        self.with_hand(|hand| {
+            let buffer = &mut hand.buffer[..len];
+            match self.volume.read(&mut hand.reader, offset.min(self.volume.bytes()), buffer) {
+                Ok(read) => reply.data(&buffer[..read]),
+                Err(error) => reply.error(errno(&error)),
+            }
+        });
+    }
+
+    fn write(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        _handle: FileHandle,
+        offset: u64,
+        data: &[u8],
+        _write_flags: WriteFlags,
+        _flags: OpenFlags,
+        _owner: Option<LockOwner>,
+        reply: ReplyWrite,
+    ) {
+        match self.with_hand(|hand| self.volume.write(&mut hand.reader, offset, data)) {
+            Ok(()) => reply.written(u32::try_from(data.len()).expect("requests are bounded")),
+            Err(error) => reply.error(errno(&error)),
+        }
+    }
+
+    fn fallocate(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        _handle: FileHandle,
+        offset: u64,
+        length: u64,
+        mode: i32,
+        reply: ReplyEmpty,
+    ) {
+        let mode = FallocateFlags::from_bits_retain(mode.cast_unsigned());
+        let empties = FallocateFlags::PUNCH_HOLE | FallocateFlags::ZERO_RANGE;
+        if !mode.intersects(empties) {
+            // Space is taken when it is written.
+            return reply.error(Errno::EOPNOTSUPP);
+        }
+        match self.with_hand(|hand| self.volume.discard(&mut hand.reader, offset, length)) {
+            Ok(()) => reply.ok(),
+            Err(error) => reply.error(errno(&error)),
+        }
+    }
+
+    fn flush(&self, _: &Request, _: INodeNo, _: FileHandle, _: LockOwner, reply: ReplyEmpty) {
+        reply.ok();
+    }
+
+    fn fsync(&self, _: &Request, _: INodeNo, _: FileHandle, _datasync: bool, reply: ReplyEmpty) {
+        match self.volume.flush() {
+            Ok(()) => reply.ok(),
+            Err(error) => reply.error(errno(&error)),
+        }
+    }
+}

@@ -1,0 +1,168 @@
+//! Takes full blocks to the memory nodes, and what they answer back to the volume.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use aquifer_pager::{BLOCK_PAGES, Connector, Mutation, Sender, Staged, Written};
+use aquifer_pool::PoolClient;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::volume::BlockVolume;
+
+/// A volume is one owner to its sender.
+const OWNER: u64 = 0;
+/// How often to look for emptied slabs, and for room in a full pool.
+const IDLE_TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+/// Acknowledgements are polled for this often before others may run.
+const POLLS_BEFORE_YIELD: u32 = 64;
+/// At the end, acknowledgements are waited for this long.
+const END_PATIENCE: Duration = Duration::from_secs(5);
+
+/// The writing half of a volume. One thread uses it.
+#[derive(Debug)]
+pub struct Pump {
+    volume: Arc<BlockVolume>,
+    sender: Sender,
+    found: Vec<Staged>,
+    done: Vec<Written>,
+    is_starved: bool,
+}
+
+impl Pump {
+    /// A pump that takes slabs from `pool`; `seed` spreads volumes over the nodes.
+    #[must_use]
+    pub fn new(volume: Arc<BlockVolume>, connector: Arc<dyn Connector>, pool: PoolClient, seed: u64) -> Self {
+        let sender = Sender::new(Arc::clone(&volume.slabs), &volume.mempool, connector, pool, seed);
+        Self {
+            volume,
+            sender,
+            found: Vec::with_capacity(BLOCK_PAGES),
+            done: Vec::with_capacity(BLOCK_PAGES),
+            is_starved: false,
+        }
+    }
+
+    /// Break one protocol step on purpose, for tests.
+    pub fn mutate(&mut self, mutation: Mutation) {
+        self.sender.mutate(mutation);
+    }
+
+    /// Do what can be done without waiting. Returns whether that was anything.
+    ///
+    /// # Panics
+    /// If a page in a block has become zeros since it was written there: memory is corrupt, and nothing may be served from it.
+    pub fn turn(&mut self) -> bool {
+        let before = self.sender.stats();
+        let mut has_moved = false;
+        while self.sender.has_room()
+            && let Some(sealed) = self.volume.take_sealed()
+        {
+            let is_newest = |index: usize| sealed.newest >> index & 1 == 1;
+            self.sender.stage(OWNER, sealed.block, sealed.count, is_newest, &mut self.found);
+            let is_data = |index: usize| !is_newest(index) || self.found[index] == Staged::Data;
+            assert!((0..sealed.count).all(is_data), "a page of {:?} has changed", sealed.block);
+            has_moved = true;
+        }
+        let starved = self.sender.advance(&mut self.done).err().map(|error| error.to_string());
+        if self.is_starved || starved.is_some() {
+            self.is_starved = starved.is_some();
+            self.volume.note_starvation(starved);
+        }
+        if !self.done.is_empty() {
+            self.volume.written(&self.done);
+            self.done.clear();
+            has_moved = true;
+        }
+        let stats = self.sender.stats();
+        self.volume.counters.remote_writes.store(stats.pages, Relaxed);
+        self.volume.counters.remote_write_trips.store(stats.writes, Relaxed);
+        has_moved || stats != before
+    }
+
+    /// Whether nothing is under way.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        self.sender.is_idle() && !self.volume.has_sealed()
+    }
+
+    /// The volume has ended, nobody reads it any more: give everything back.
+    pub fn close(mut self) {
+        self.volume.close();
+        let deadline = Instant::now() + END_PATIENCE;
+        while self.volume.take_sealed().is_some() {}
+        while !self.sender.is_idle() && Instant::now() < deadline {
+            self.sender.abandon(OWNER);
+            // A full pool is no matter any more.
+            let _ = self.sender.advance(&mut self.done);
+            for written in self.done.drain(..) {
+                self.volume.written(&[written]);
+            }
+            std::thread::yield_now();
+        }
+        self.volume.end();
+        self.sender.close();
+    }
+
+    /// Wait for the bell, and if something is under way for memory nodes. Where those answer at once there is nothing to wait for.
+    fn wait(&mut self) {
+        let is_idle = self.sender.is_idle() || self.is_starved;
+        let bell = self.volume.bell();
+        let mut polled = vec![PollFd::from_borrowed_fd(bell, PollFlags::IN)];
+        if !is_idle {
+            let Some(fds) = self.sender.event_fds() else { return };
+            polled.extend(fds.into_iter().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
+        }
+        // Any outcome means: look.
+        let _ = poll(&mut polled, Some(&IDLE_TICK));
+        if polled[0].revents().contains(PollFlags::IN) {
+            // It only wakes: nothing is lost if it was read already.
+            let _ = rustix::io::read(bell.as_fd(), &mut [0; 8]);
+        }
+    }
+}
+
+/// A pump in a thread of its own.
+#[derive(Debug)]
+pub struct PumpThread {
+    volume: Arc<BlockVolume>,
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<()>,
+}
+
+impl PumpThread {
+    /// Start it.
+    ///
+    /// # Errors
+    /// If there is no thread.
+    pub fn start(mut pump: Pump) -> std::io::Result<Self> {
+        let volume = Arc::clone(&pump.volume);
+        let stop = Arc::new(AtomicBool::new(false));
+        let asked = Arc::clone(&stop);
+        let thread = std::thread::Builder::new().name("pump".into()).spawn(move || {
+            let mut turns = 0u32;
+            while !asked.load(Relaxed) {
+                if !pump.turn() {
+                    pump.wait();
+                }
+                turns = turns.wrapping_add(1);
+                if turns.is_multiple_of(POLLS_BEFORE_YIELD) {
+                    std::thread::yield_now();
+                }
+            }
+            pump.close();
+        })?;
+        Ok(Self { volume, stop, thread })
+    }
+
+    /// End the volume and give everything back. Nobody may read it any more.
+    pub fn stop(self) {
+        self.stop.store(true, Relaxed);
+        self.volume.ring();
+        if self.thread.join().is_err() {
+            tracing::error!("the pump has panicked");
+        }
+    }
+}

@@ -1,0 +1,573 @@
+//! The block volume: bytes at offsets, kept as pages by the pager.
+//!
+//! A write ends when its pages are in the mempool; [`crate::pump`] takes full blocks on to the memory nodes. A read finds the newest bytes:
+//! in the mempool, else on a node, held against their checksum. One lock guards which page is where; it is never held while a node
+//! is asked. What a reader is fetching it keeps a reference to, so that the place is not filled with another page meanwhile.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use aquifer_pager::integrity::is_zero;
+use aquifer_pager::latency::Latencies;
+use aquifer_pager::page::Location;
+use aquifer_pager::table::TableError;
+use aquifer_pager::{
+    BlockId, Budget, Connector, FETCH_PAGES_MAX, FetchError, Fetcher, Mempool, Mutation, PAGE_BYTES,
+    PageNumber, PageState, Sealed, SlabSet, Volume, Written,
+};
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::error::BlockError;
+use crate::figures::{Counters, Figures};
+use crate::pieces::{Piece, pieces};
+
+/// Largest volume: what the slabs of one run can hold.
+pub const VOLUME_BYTES_MAX: u64 = 128 << 30;
+/// Things to tell that nobody has asked for yet; further ones are only logged.
+const NEWS_MAX: usize = 64;
+
+/// A volume of blocks. Any number of threads use it, each with a [`Reader`] of its own.
+#[derive(Debug)]
+pub struct BlockVolume {
+    bytes: u64,
+    patience: Duration,
+    pub(crate) slabs: Arc<SlabSet>,
+    pub(crate) mempool: Arc<Mempool>,
+    budget: Arc<Budget>,
+    state: Mutex<State>,
+    /// Blocks were acknowledged, or the volume has ended.
+    changed: Condvar,
+    /// Wakes the pump.
+    bell: OwnedFd,
+    pub(crate) counters: Counters,
+    latencies: Mutex<Vec<Arc<Latencies>>>,
+    news: Mutex<Vec<String>>,
+    /// Why a write found no room, the last time.
+    refusal: Mutex<Option<String>>,
+}
+
+#[derive(Debug)]
+pub(crate) struct State {
+    volume: Volume,
+    open: Option<BlockId>,
+    /// For the pump, the oldest first.
+    sealed: VecDeque<Sealed>,
+    /// Blocks that are not acknowledged yet, numbered in the order in which they were sealed.
+    unwritten: Vec<(u64, BlockId)>,
+    next_sealed: u64,
+    /// Since when the pool has had no room, and what it says.
+    starved: Option<(Instant, String)>,
+    is_closed: bool,
+    mutation: Mutation,
+}
+
+/// What one thread needs for reading.
+#[derive(Debug)]
+pub struct Reader {
+    fetcher: Fetcher,
+    latency: Arc<Latencies>,
+    planned: Vec<Piece>,
+    locations: Vec<Location>,
+    /// Those of `locations` that are referred to: all of them.
+    retained: Vec<Location>,
+}
+
+impl Reader {
+    /// Break one protocol step on purpose, for tests.
+    pub fn mutate(&mut self, mutation: Mutation) {
+        self.fetcher.mutate(mutation);
+    }
+}
+
+/// A reference to a place on a memory node, for as long as this lives.
+struct Retained<'a>(&'a SlabSet, Location);
+
+impl Drop for Retained<'_> {
+    fn drop(&mut self) {
+        self.0.release(self.1);
+    }
+}
+
+impl BlockVolume {
+    /// A volume of zeros. Its share of the mempool is the budget's; a write that finds no room for `patience` fails.
+    ///
+    /// # Errors
+    /// If there is no memory for its tables.
+    ///
+    /// # Panics
+    /// If the size is not a multiple of a page, or more than [`VOLUME_BYTES_MAX`].
+    pub fn new(
+        bytes: u64,
+        mempool: Arc<Mempool>,
+        budget: Arc<Budget>,
+        patience: Duration,
+    ) -> Result<Arc<Self>, TableError> {
+        assert!(bytes.is_multiple_of(PAGE_BYTES as u64) && bytes <= VOLUME_BYTES_MAX, "{bytes} bytes");
+        let slabs = Arc::new(SlabSet::new()?);
+        let volume = Volume::new(Arc::clone(&slabs), Arc::clone(&mempool), Arc::clone(&budget))?;
+        let bell =
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(std::io::Error::from)?;
+        Ok(Arc::new(Self {
+            bytes,
+            patience,
+            slabs,
+            mempool,
+            budget,
+            state: Mutex::new(State {
+                volume,
+                open: None,
+                sealed: VecDeque::new(),
+                unwritten: Vec::new(),
+                next_sealed: 0,
+                starved: None,
+                is_closed: false,
+                mutation: Mutation::None,
+            }),
+            changed: Condvar::new(),
+            bell,
+            counters: Counters::default(),
+            latencies: Mutex::default(),
+            news: Mutex::default(),
+            refusal: Mutex::default(),
+        }))
+    }
+
+    /// Break one protocol step on purpose, for tests.
+    pub fn mutate(&self, mutation: Mutation) {
+        let mut state = self.lock();
+        state.volume.mutate(mutation);
+        state.mutation = mutation;
+    }
+
+    /// Its size in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// A reader over `connector`.
+    ///
+    /// # Errors
+    /// If there is no memory for its buffer.
+    pub fn reader(&self, connector: Arc<dyn Connector>) -> std::io::Result<Reader> {
+        let latency = Arc::new(Latencies::default());
+        self.latencies.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&latency));
+        Ok(Reader {
+            fetcher: Fetcher::new(connector)?,
+            latency,
+            planned: Vec::with_capacity(FETCH_PAGES_MAX),
+            locations: Vec::with_capacity(FETCH_PAGES_MAX),
+            retained: Vec::with_capacity(FETCH_PAGES_MAX),
+        })
+    }
+
+    /// Read bytes; returns how many of them, from the first, could be read. If that is none, why.
+    ///
+    /// # Errors
+    /// If not even the first page can be had, or the range is not within the volume.
+    pub fn read(&self, reader: &mut Reader, offset: u64, out: &mut [u8]) -> Result<usize, BlockError> {
+        self.check(offset, out.len())?;
+        let started = Instant::now();
+        let mut done = 0;
+        while done < out.len() {
+            let here = offset + done as u64;
+            let within = usize::try_from(here % PAGE_BYTES as u64).expect("below a page");
+            let len = (FETCH_PAGES_MAX * PAGE_BYTES - within).min(out.len() - done);
+            let (whole, error) = self.read_some(reader, here, &mut out[done..done + len]);
+            done += whole;
+            match error {
+                Some(error) if done == 0 => return Err(error),
+                Some(_) => break,
+                None => {}
+            }
+        }
+        let nanoseconds = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        reader.latency.record(nanoseconds);
+        Ok(done)
+    }
+
+    /// At most [`FETCH_PAGES_MAX`] pages: how many bytes are whole from the first, and why no more are.
+    fn read_some(&self, reader: &mut Reader, offset: u64, out: &mut [u8]) -> (usize, Option<BlockError>) {
+        let (mut whole, mut error) = self.plan(reader, offset, out);
+        let trips = reader.fetcher.reads();
+        let mut at = 0;
+        while at < reader.locations.len() {
+            match reader.fetcher.fetch(&self.slabs, &reader.locations[at..]) {
+                Ok(fetched) => {
+                    for (number, piece) in reader.planned[at..at + fetched].iter().enumerate() {
+                        let from = number * PAGE_BYTES + piece.within;
+                        reader.fetcher.buffer().read(from, &mut out[piece.at..piece.at + piece.len]);
+                    }
+                    at += fetched;
+                }
+                Err(cause) => {
+                    let Piece { page, at: bad, .. } = reader.planned[at];
+                    whole = bad;
+                    error = Some(self.lose(page, reader.locations[at], cause));
+                    break;
+                }
+            }
+        }
+        Counters::add(&self.counters.remote_reads, at as u64);
+        Counters::add(&self.counters.remote_read_trips, reader.fetcher.reads() - trips);
+        for location in reader.retained.drain(..) {
+            self.slabs.release(location);
+        }
+        self.ring_if_emptied();
+        (whole, error)
+    }
+
+    /// Copy what the mempool has; what is on memory nodes is planned, and referred to until it is released.
+    fn plan(&self, reader: &mut Reader, offset: u64, out: &mut [u8]) -> (usize, Option<BlockError>) {
+        reader.planned.clear();
+        reader.locations.clear();
+        let (mut zero_pages, mut mempool_hits, mut staging_hits) = (0, 0, 0);
+        let mut lost = None;
+        let mut state = self.lock();
+        for piece in pieces(offset, out.len()) {
+            let part = &mut out[piece.at..piece.at + piece.len];
+            match state.volume.state(piece.page) {
+                PageState::Zero => {
+                    part.fill(0);
+                    zero_pages += 1;
+                }
+                PageState::Staged(slot) => {
+                    self.mempool.memory().read(slot.offset() + piece.within, part);
+                    staging_hits += 1;
+                }
+                PageState::Reclaimable(slot) => {
+                    self.mempool.memory().read(slot.offset() + piece.within, part);
+                    mempool_hits += 1;
+                }
+                PageState::Remote(location) => {
+                    if state.mutation != Mutation::FetchUnreferenced {
+                        self.slabs.retain(location);
+                        reader.retained.push(location);
+                    }
+                    reader.planned.push(piece);
+                    reader.locations.push(location);
+                }
+                PageState::Lost => {
+                    lost = Some(piece);
+                    break;
+                }
+                PageState::Held | PageState::Leaving | PageState::Doubtful => no_program_here(),
+            }
+        }
+        drop(state);
+        Counters::add(&self.counters.zero_pages, zero_pages);
+        Counters::add(&self.counters.mempool_hits, mempool_hits);
+        Counters::add(&self.counters.staging_hits, staging_hits);
+        let error = lost.map(|piece| BlockError::StillLost { offset: piece.page * PAGE_BYTES as u64 });
+        (lost.map_or(out.len(), |piece| piece.at), error)
+    }
+
+    /// Write bytes. When this returns they are in the mempool, and whoever reads finds them.
+    ///
+    /// # Errors
+    /// If there was no room for too long, or the rest of a page that is written in part cannot be read. Then some of the pages have the new
+    /// bytes and some the old ones.
+    pub fn write(&self, reader: &mut Reader, offset: u64, data: &[u8]) -> Result<(), BlockError> {
+        self.check(offset, data.len())?;
+        let mut state = self.lock();
+        for piece in pieces(offset, data.len()) {
+            let bytes = &data[piece.at..piece.at + piece.len];
+            if piece.len == PAGE_BYTES {
+                state = self.with_room(state)?;
+                self.store(&mut state, piece.page, bytes);
+            } else {
+                drop(state);
+                self.modify(reader, piece, bytes)?;
+                state = self.lock();
+            }
+        }
+        Ok(())
+    }
+
+    /// Write a part of a page. The rest is read first; if another write comes between, again.
+    fn modify(&self, reader: &mut Reader, piece: Piece, bytes: &[u8]) -> Result<(), BlockError> {
+        let mut page = [0; PAGE_BYTES];
+        // What `page` was read from. As long as it is referred to, it is the place of no other page.
+        let mut fetched: Option<Retained<'_>> = None;
+        let mut state = self.lock();
+        loop {
+            state = self.with_room(state)?;
+            match state.volume.state(piece.page) {
+                PageState::Zero => page.fill(0),
+                PageState::Staged(slot) | PageState::Reclaimable(slot) => {
+                    self.mempool.memory().read(slot.offset(), &mut page);
+                }
+                PageState::Remote(location) if fetched.as_ref().is_some_and(|read| read.1 == location) => {}
+                PageState::Remote(location) => {
+                    self.slabs.retain(location);
+                    fetched = Some(Retained(&self.slabs, location));
+                    drop(state);
+                    if let Err(cause) = reader.fetcher.fetch(&self.slabs, &[location]) {
+                        return Err(self.lose(piece.page, location, cause));
+                    }
+                    reader.fetcher.buffer().read(0, &mut page);
+                    state = self.lock();
+                    continue;
+                }
+                PageState::Lost => {
+                    return Err(BlockError::StillLost { offset: piece.page * PAGE_BYTES as u64 });
+                }
+                PageState::Held | PageState::Leaving | PageState::Doubtful => no_program_here(),
+            }
+            page[piece.within..piece.within + piece.len].copy_from_slice(bytes);
+            self.store(&mut state, piece.page, &page);
+            return Ok(());
+        }
+    }
+
+    /// Wait until a block is open.
+    fn with_room<'a>(&self, mut state: MutexGuard<'a, State>) -> Result<MutexGuard<'a, State>, BlockError> {
+        let mut deadline = None;
+        loop {
+            if state.is_closed {
+                return Err(BlockError::Closed);
+            }
+            if state.open.is_none() {
+                state.open = state.volume.open();
+            }
+            if state.open.is_some() {
+                return Ok(state);
+            }
+            let now = Instant::now();
+            let since = state.starved.as_ref().map(|(since, _)| *since);
+            // When the pool has been full for so long already, nobody waits once more.
+            let until = *deadline.get_or_insert_with(|| since.unwrap_or(now) + self.patience);
+            if now >= until {
+                let reason = state.starved.as_ref().map(|(_, reason)| reason.clone());
+                drop(state);
+                return Err(self.no_room(reason));
+            }
+            state = self.changed.wait_timeout(state, until - now).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn no_room(&self, reason: Option<String>) -> BlockError {
+        let reason = reason.unwrap_or_else(|| "the memory nodes do not answer".into());
+        let error = BlockError::NoRoom { waited: self.patience, reason: reason.clone() };
+        let before = self.refusal.lock().unwrap_or_else(PoisonError::into_inner).replace(reason);
+        if before.is_none() {
+            tracing::error!(%error, "writes are refused");
+        }
+        error
+    }
+
+    /// Take a page in. A block must be open.
+    fn store(&self, state: &mut State, page: PageNumber, bytes: &[u8]) {
+        Counters::add(&self.counters.written_pages, 1);
+        if is_zero(bytes) {
+            Counters::add(&self.counters.zero_pages, 1);
+            state.volume.discard(page, page + 1);
+            self.ring_if_emptied();
+            return;
+        }
+        let open = state.open.expect("the caller has seen to it");
+        let slot = state.volume.absorb(open, page);
+        self.mempool.memory().write(slot.offset(), bytes);
+        if state.volume.is_full(open) {
+            self.seal(state);
+        }
+    }
+
+    fn seal(&self, state: &mut State) {
+        let Some(open) = state.open.take() else { return };
+        let sealed = state.volume.seal(open);
+        state.sealed.push_back(sealed);
+        let number = state.next_sealed;
+        state.unwritten.push((number, open));
+        state.next_sealed += 1;
+        self.ring();
+    }
+
+    /// The bytes are not needed any more: they read as zeros, and their memory goes back to the pool.
+    ///
+    /// # Errors
+    /// As [`Self::write`], if the range begins or ends within a page.
+    pub fn discard(&self, reader: &mut Reader, offset: u64, len: u64) -> Result<(), BlockError> {
+        let length = usize::try_from(len).unwrap_or(usize::MAX);
+        self.check(offset, length)?;
+        let page_bytes = PAGE_BYTES as u64;
+        let end = offset + len;
+        let (first, last) = (offset.div_ceil(page_bytes), end / page_bytes);
+        if first < last {
+            self.lock().volume.discard(first, last);
+            Counters::add(&self.counters.discarded_pages, last - first);
+            self.ring_if_emptied();
+        }
+        let edges = if first <= last {
+            [(offset, first * page_bytes), (last * page_bytes, end)]
+        } else {
+            [(offset, end), (end, end)]
+        };
+        for (start, end) in edges {
+            let len = usize::try_from(end - start).expect("less than a page");
+            self.write(reader, start, &[0; PAGE_BYTES][..len])?;
+        }
+        Ok(())
+    }
+
+    /// Wait until everything that was written before is on memory nodes.
+    ///
+    /// # Errors
+    /// If they took it not, for too long.
+    pub fn flush(&self) -> Result<(), BlockError> {
+        let mut state = self.lock();
+        self.seal(&mut state);
+        let before = state.next_sealed;
+        let deadline = Instant::now() + self.patience;
+        while state.unwritten.iter().any(|(number, _)| *number < before) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if state.is_closed {
+                return Err(BlockError::Closed);
+            }
+            if left.is_zero() {
+                let reason = state.starved.as_ref().map(|(_, reason)| reason.clone());
+                drop(state);
+                return Err(self.no_room(reason));
+            }
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Ok(())
+    }
+
+    /// No more writes: those that wait fail.
+    pub fn close(&self) {
+        self.lock().is_closed = true;
+        self.changed.notify_all();
+    }
+
+    /// What people should know, since the last call.
+    #[must_use]
+    pub fn take_news(&self) -> Vec<String> {
+        std::mem::take(&mut *self.news.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Why a write found no room, if one did: the last time. Whoever wrote may not be able to say so.
+    #[must_use]
+    pub fn refusal(&self) -> Option<String> {
+        self.refusal.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The figures as they are now.
+    #[must_use]
+    pub fn figures(&self) -> Figures {
+        let latency = Latencies::default();
+        for one in self.latencies.lock().unwrap_or_else(PoisonError::into_inner).iter() {
+            latency.merge(one);
+        }
+        let (remote_bytes, remote_peak_bytes) = self.slabs.bytes();
+        Figures {
+            mempool_bytes: self.budget.mempool_bytes(),
+            remote_bytes,
+            remote_peak_bytes,
+            read_latency_ns: [0.5, 0.99, 0.999].map(|share| latency.quantile(share)),
+            ..self.counters.figures()
+        }
+    }
+
+    /// The next sealed block for the pump.
+    pub(crate) fn take_sealed(&self) -> Option<Sealed> {
+        self.lock().sealed.pop_front()
+    }
+
+    pub(crate) fn has_sealed(&self) -> bool {
+        !self.lock().sealed.is_empty()
+    }
+
+    /// Memory nodes have acknowledged these blocks.
+    pub(crate) fn written(&self, done: &[Written]) {
+        let mut state = self.lock();
+        for written in done {
+            state.volume.written(written.block, &written.locations[..written.count]);
+            state.unwritten.retain(|(_, block)| *block != written.block);
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Whether the pool has room, as the pump finds it.
+    pub(crate) fn note_starvation(&self, reason: Option<String>) {
+        let mut state = self.lock();
+        match (reason, &mut state.starved) {
+            (Some(reason), None) => {
+                tracing::warn!(reason, "written pages find no room");
+                state.starved = Some((Instant::now(), reason));
+            }
+            (Some(reason), Some((_, last))) => *last = reason,
+            (None, starved) => *starved = None,
+        }
+    }
+
+    /// Everything that was written is forgotten. The pump has no block any more.
+    pub(crate) fn end(&self) {
+        let mut state = self.lock();
+        state.open = None;
+        state.sealed.clear();
+        state.unwritten.clear();
+        state.volume.end();
+    }
+
+    pub(crate) fn bell(&self) -> BorrowedFd<'_> {
+        self.bell.as_fd()
+    }
+
+    pub(crate) fn ring(&self) {
+        // Writing to an eventfd fails only when its count is full, and then it is awake already.
+        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+    }
+
+    fn ring_if_emptied(&self) {
+        if self.slabs.has_emptied() {
+            self.ring();
+        }
+    }
+
+    /// A page could not be read back, unless it was written again meanwhile.
+    fn lose(&self, page: PageNumber, location: Location, cause: FetchError) -> BlockError {
+        let offset = page * PAGE_BYTES as u64;
+        let mut state = self.lock();
+        let is_still_there = state.volume.state(page) == PageState::Remote(location);
+        if is_still_there {
+            state.volume.lose(page);
+        }
+        drop(state);
+        let error = BlockError::Lost { offset, cause };
+        if is_still_there {
+            self.counters.lost_pages.fetch_add(1, Relaxed);
+            self.tell(&error.to_string());
+        }
+        error
+    }
+
+    fn tell(&self, text: &str) {
+        tracing::error!("{text}");
+        let mut news = self.news.lock().unwrap_or_else(PoisonError::into_inner);
+        if news.len() < NEWS_MAX {
+            news.push(text.to_owned());
+        }
+    }
+
+    fn check(&self, offset: u64, len: usize) -> Result<(), BlockError> {
+        let end = offset.checked_add(len as u64);
+        if end.is_some_and(|end| end <= self.bytes) {
+            Ok(())
+        } else {
+            Err(BlockError::OutOfRange { offset, len, bytes: self.bytes })
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn no_program_here() -> ! {
+    panic!("a device's page is held by a program: the page table is corrupt")
+}

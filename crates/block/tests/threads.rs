@@ -1,0 +1,252 @@
+//! Many threads on one volume, over a fabric, with the pump in a thread of its own.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::time::Duration;
+
+use aquifer_block::{BlockError, BlockVolume, Pump, PumpThread};
+use aquifer_fabric::sim::{Node, Rng, SimFabric, SimOptions, SimTarget};
+use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
+use aquifer_pager::{BLOCK_PAGES, Budget, Connector, Mempool, PAGE_BYTES};
+use aquifer_pool::{NodeId, PoolClient, donate};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+const NODE_BYTES: u64 = 16 << 20;
+
+#[derive(Debug)]
+struct Nodes {
+    fabric: SimFabric,
+    nodes: Vec<Node>,
+}
+
+impl Connector for Nodes {
+    fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
+        let who = Identity { host: Host(1), epoch: 1, tenant: Tenant(0) };
+        self.fabric.connect(self.nodes[usize::from(node.0)], who)
+    }
+}
+
+struct Setup {
+    nodes: Arc<Nodes>,
+    volume: Arc<BlockVolume>,
+    mempool: Arc<Mempool>,
+}
+
+impl Setup {
+    fn new(bytes: u64, blocks: usize, patience: Duration) -> Self {
+        let fabric = SimFabric::new(7, SimOptions { step_on_poll: true, ..SimOptions::default() });
+        let targets: Vec<SimTarget> = (0..2).map(|_| fabric.add_node()).collect();
+        for (id, target) in (0..).zip(&targets) {
+            donate(target, NodeId(id), NODE_BYTES).unwrap();
+        }
+        let nodes = Arc::new(Nodes { fabric, nodes: targets.iter().map(SimTarget::node).collect() });
+        let mempool = Arc::new(Mempool::new(blocks * BLOCK_PAGES * PAGE_BYTES).unwrap());
+        let budget = Arc::new(Budget::new(64 << 20));
+        let volume = BlockVolume::new(bytes, Arc::clone(&mempool), budget, patience).unwrap();
+        Self { nodes, volume, mempool }
+    }
+
+    fn pool(&self) -> PoolClient {
+        let mut pool = PoolClient::new(Host(1));
+        for node in [NodeId(0), NodeId(1)] {
+            pool.add_node(node, self.nodes.connect(node).unwrap()).unwrap();
+        }
+        pool
+    }
+
+    fn pump(&self) -> Pump {
+        Pump::new(Arc::clone(&self.volume), self.connector(), self.pool(), 3)
+    }
+
+    fn connector(&self) -> Arc<dyn Connector> {
+        Arc::clone(&self.nodes) as Arc<dyn Connector>
+    }
+
+    fn taken_bytes(&self) -> u64 {
+        let mut pool = self.pool();
+        let mut taken = 0;
+        for node in [NodeId(0), NodeId(1)] {
+            pool.refresh(node).unwrap();
+            taken += pool.total_bytes(node) - pool.free_bytes(node);
+        }
+        taken
+    }
+}
+
+/// Every word of a page tells which page and which version of it this is.
+fn fill(page: u64, version: u64, out: &mut [u8]) {
+    for (at, word) in (0u64..).zip(out.chunks_exact_mut(8)) {
+        word.copy_from_slice(&(page << 40 | version << 16 | at).to_le_bytes());
+    }
+}
+
+/// The version of a page; zeros are the version zero.
+fn version_of(page: u64, bytes: &[u8]) -> Option<u64> {
+    let word = |at: usize| u64::from_le_bytes(bytes[at * 8..at * 8 + 8].try_into().unwrap());
+    if bytes.iter().all(|byte| *byte == 0) {
+        return Some(0);
+    }
+    let version = word(0) >> 16 & 0xff_ffff;
+    let mut expected = vec![0; bytes.len()];
+    fill(page, version, &mut expected);
+    (expected == bytes).then_some(version)
+}
+
+#[test]
+fn readers_find_no_page_that_is_torn_stale_or_another() {
+    const PAGES: u64 = 600;
+    const WRITERS: u64 = 2;
+    let setup = Setup::new(PAGES * PAGE_BYTES as u64, 3, PATIENCE);
+    let pump = PumpThread::start(setup.pump()).unwrap();
+    // Of each page: the newest version that is certainly there, and the newest that may be.
+    let written: Vec<AtomicU64> = (0..PAGES).map(|_| AtomicU64::new(0)).collect();
+    let begun: Vec<AtomicU64> = (0..PAGES).map(|_| AtomicU64::new(0)).collect();
+    std::thread::scope(|scope| {
+        for writer in 0..WRITERS {
+            let (setup, written, begun) = (&setup, &written, &begun);
+            scope.spawn(move || {
+                let mut rng = Rng::new(writer);
+                let mut reader = setup.volume.reader(setup.connector()).unwrap();
+                let mut bytes = vec![0; PAGE_BYTES];
+                for version in 1..=8_000 {
+                    let page = rng.below(PAGES / WRITERS) * WRITERS + writer;
+                    fill(page, version, &mut bytes);
+                    let at = usize::try_from(page).unwrap();
+                    begun[at].store(version, SeqCst);
+                    setup.volume.write(&mut reader, page * PAGE_BYTES as u64, &bytes).unwrap();
+                    written[at].store(version, SeqCst);
+                }
+            });
+        }
+        for number in 0..2 {
+            let (setup, written, begun) = (&setup, &written, &begun);
+            scope.spawn(move || {
+                let mut rng = Rng::new(100 + number);
+                let mut reader = setup.volume.reader(setup.connector()).unwrap();
+                for _ in 0..3_000 {
+                    let first = rng.below(PAGES - 16);
+                    let range = usize::try_from(first).unwrap()..usize::try_from(first).unwrap() + 16;
+                    let before: Vec<u64> =
+                        written[range.clone()].iter().map(|page| page.load(SeqCst)).collect();
+                    let mut bytes = vec![0xee; 16 * PAGE_BYTES];
+                    let read = setup.volume.read(&mut reader, first * PAGE_BYTES as u64, &mut bytes).unwrap();
+                    assert_eq!(read, bytes.len());
+                    for ((page, bytes), before) in (first..).zip(bytes.chunks_exact(PAGE_BYTES)).zip(before) {
+                        let version = version_of(page, bytes)
+                            .unwrap_or_else(|| panic!("page {page} is another's or torn"));
+                        let after = begun[usize::try_from(page).unwrap()].load(SeqCst);
+                        assert!(
+                            (before..=after).contains(&version),
+                            "page {page}: {before} <= {version} <= {after}"
+                        );
+                    }
+                }
+            });
+        }
+    });
+    let figures = setup.volume.figures();
+    assert!(figures.remote_reads > 0 && figures.remote_writes > 0, "{figures:?}");
+    pump.stop();
+    assert_eq!((setup.taken_bytes(), setup.mempool.free_blocks()), (0, setup.mempool.blocks()));
+}
+
+#[test]
+fn parts_of_pages_that_are_written_at_once_do_not_undo_each_other() {
+    const PAGES: u64 = 300;
+    const PART: usize = PAGE_BYTES / 4;
+    let setup = Setup::new(PAGES * PAGE_BYTES as u64, 2, PATIENCE);
+    let pump = PumpThread::start(setup.pump()).unwrap();
+    std::thread::scope(|scope| {
+        for part in 0..4u8 {
+            let setup = &setup;
+            scope.spawn(move || {
+                let mut reader = setup.volume.reader(setup.connector()).unwrap();
+                for round in 0..3u8 {
+                    for page in 0..PAGES {
+                        let offset = page * PAGE_BYTES as u64 + u64::from(part) * PART as u64;
+                        setup.volume.write(&mut reader, offset, &[part * 16 + round + 1; PART]).unwrap();
+                    }
+                }
+            });
+        }
+    });
+    setup.volume.flush().unwrap();
+    let mut reader = setup.volume.reader(setup.connector()).unwrap();
+    let mut bytes = vec![0; PAGE_BYTES];
+    for page in 0..PAGES {
+        setup.volume.read(&mut reader, page * PAGE_BYTES as u64, &mut bytes).unwrap();
+        for (part, found) in (0..4u8).zip(bytes.chunks_exact(PART)) {
+            assert!(found.iter().all(|byte| *byte == part * 16 + 3), "page {page}, part {part}");
+        }
+    }
+    pump.stop();
+    assert_eq!(setup.taken_bytes(), 0);
+}
+
+#[test]
+fn ranges_outside_are_refused_and_those_at_the_end_are_not() {
+    let setup = Setup::new(16 * PAGE_BYTES as u64, 2, PATIENCE);
+    let mut reader = setup.volume.reader(setup.connector()).unwrap();
+    let bytes = setup.volume.bytes();
+    let mut out = [0xee; 100];
+    assert_eq!(setup.volume.read(&mut reader, bytes - 100, &mut out).unwrap(), 100);
+    assert_eq!(out, [0; 100]);
+    setup.volume.write(&mut reader, bytes - 100, &[1; 100]).unwrap();
+    setup.volume.discard(&mut reader, bytes - 50, 50).unwrap();
+    assert_eq!(setup.volume.read(&mut reader, bytes - 100, &mut out).unwrap(), 100);
+    assert_eq!((out[49], out[50]), (1, 0), "a part of a page is given up as well");
+    for (offset, len) in [(bytes - 99, 100), (bytes, 1), (u64::MAX, 1), (u64::MAX - 50, 100)] {
+        let mut out = vec![0; len];
+        let refused = |result: Result<(), BlockError>| matches!(result, Err(BlockError::OutOfRange { .. }));
+        assert!(refused(setup.volume.read(&mut reader, offset, &mut out).map(drop)), "{offset}");
+        assert!(refused(setup.volume.write(&mut reader, offset, &out)), "{offset}");
+        assert!(refused(setup.volume.discard(&mut reader, offset, len as u64)), "{offset}");
+    }
+    assert!(setup.volume.discard(&mut reader, 4096, u64::MAX).is_err());
+    setup.pump().close();
+}
+
+#[test]
+fn pages_of_zeros_and_pages_given_up_cost_nothing() {
+    let setup = Setup::new(512 * PAGE_BYTES as u64, 2, PATIENCE);
+    let pump = PumpThread::start(setup.pump()).unwrap();
+    let mut reader = setup.volume.reader(setup.connector()).unwrap();
+    setup.volume.write(&mut reader, 0, &vec![0; 512 * PAGE_BYTES]).unwrap();
+    setup.volume.flush().unwrap();
+    assert_eq!(setup.taken_bytes(), 0);
+    setup.volume.write(&mut reader, 0, &vec![7; 512 * PAGE_BYTES]).unwrap();
+    setup.volume.flush().unwrap();
+    assert!(setup.taken_bytes() >= 512 * PAGE_BYTES as u64);
+    assert_eq!(setup.volume.figures().remote_writes, 512);
+    setup.volume.discard(&mut reader, 0, 512 * PAGE_BYTES as u64).unwrap();
+    let mut out = vec![1; 512 * PAGE_BYTES];
+    setup.volume.read(&mut reader, 0, &mut out).unwrap();
+    assert!(out.iter().all(|byte| *byte == 0));
+    pump.stop();
+    assert_eq!(setup.taken_bytes(), 0);
+}
+
+#[test]
+fn a_write_that_finds_no_room_fails_in_the_end_and_harms_nothing() {
+    // Nobody pumps: the mempool is all there is.
+    let setup = Setup::new(512 * PAGE_BYTES as u64, 2, Duration::ZERO);
+    let mut reader = setup.volume.reader(setup.connector()).unwrap();
+    let room = 2 * BLOCK_PAGES;
+    let mut page = vec![0; PAGE_BYTES];
+    for number in 0..room as u64 {
+        fill(number, 1, &mut page);
+        setup.volume.write(&mut reader, number * PAGE_BYTES as u64, &page).unwrap();
+    }
+    let beyond = room as u64 * PAGE_BYTES as u64;
+    let error = setup.volume.write(&mut reader, beyond, &page).unwrap_err();
+    assert!(error.to_string().contains("no room"), "{error}");
+    assert!(matches!(setup.volume.write(&mut reader, 5, &[1]), Err(BlockError::NoRoom { .. })));
+    for number in 0..room as u64 {
+        setup.volume.read(&mut reader, number * PAGE_BYTES as u64, &mut page).unwrap();
+        assert_eq!(version_of(number, &page), Some(1));
+    }
+    assert!(setup.volume.refusal().is_some(), "who wrote may not be able to say so");
+    setup.pump().close();
+    assert!(matches!(setup.volume.write(&mut reader, 0, &page), Err(BlockError::Closed)));
+    assert_eq!(setup.mempool.free_blocks(), 2);
+}

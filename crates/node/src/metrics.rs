@@ -1,0 +1,85 @@
+//! What a node counts, for whoever fetches it.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use aquifer_fabric::Target;
+use aquifer_metrics::write::{Family, Labels, counters, gauges, info, label};
+use aquifer_metrics::{Collector, DescriptorEncoder, Listener, MetricsError, Registry, Server, Unit};
+use aquifer_pool::Donation;
+
+/// What happened between the node and the directory.
+#[derive(Debug, Default)]
+pub(crate) struct Events {
+    /// Epochs of hosts that were shut out.
+    pub fences: AtomicU64,
+    /// Times that the lease was kept.
+    pub renewals: AtomicU64,
+    /// Times that it could not be.
+    pub renewal_failures: AtomicU64,
+}
+
+impl Events {
+    /// Count one.
+    pub fn add(counter: &AtomicU64) {
+        counter.fetch_add(1, Relaxed);
+    }
+}
+
+/// What is looked at when somebody asks.
+#[derive(Debug)]
+struct Figures {
+    donation: Donation,
+    target: Arc<dyn Target>,
+    events: Arc<Events>,
+}
+
+/// Answer whoever asks at `listener`.
+///
+/// # Errors
+/// If there is no thread for it.
+pub(crate) fn serve(
+    listener: Listener,
+    donation: Donation,
+    target: Arc<dyn Target>,
+    events: Arc<Events>,
+) -> Result<Server, MetricsError> {
+    let mut registry = Registry::with_prefix("aquifer_node");
+    registry.register_collector(Box::new(Figures { donation, target, events }));
+    Server::start(listener, registry)
+}
+
+impl Collector for Figures {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let encoder = &mut encoder;
+        let about = |name, help| Family { name, help, unit: None };
+        let bytes = |name, help| Family { name, help, unit: Some(&Unit::Bytes) };
+        let one = |value: u64| [(Labels::new(), value)];
+        let version = [label("version", env!("CARGO_PKG_VERSION"))];
+        info(encoder, about("build", "Which Aquifer it is."), &version)?;
+        let lent = self.donation.layout.data_bytes();
+        gauges(encoder, bytes("memory", "Memory that the node lends."), one(lent))?;
+        gauges(encoder, bytes("free", "Of it, what nobody has taken."), one(self.donation.free_bytes()))?;
+        let endpoints = u64::try_from(self.target.endpoints()).unwrap_or(u64::MAX);
+        gauges(encoder, about("endpoints", "Endpoints that are connected."), one(endpoints))?;
+        let served = self.target.served();
+        let operations =
+            served.iter().map(|(tenant, served)| (vec![label("tenant", tenant.0)], served.operations));
+        counters(encoder, about("operations", "One-sided operations done over TCP."), operations)?;
+        let moved = served.iter().map(|(tenant, served)| (vec![label("tenant", tenant.0)], served.bytes));
+        counters(encoder, bytes("served", "Bytes read and written over TCP."), moved)?;
+        let events = [
+            ("fences", "Epochs of hosts that were shut out.", &self.events.fences),
+            ("lease_renewals", "Times that the node's lease was kept.", &self.events.renewals),
+            (
+                "lease_renewal_failures",
+                "Times that the node's lease could not be kept.",
+                &self.events.renewal_failures,
+            ),
+        ];
+        events.into_iter().try_for_each(|(name, help, counter)| {
+            counters(encoder, about(name, help), one(counter.load(Relaxed)))
+        })
+    }
+}

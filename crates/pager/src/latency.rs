@@ -1,0 +1,118 @@
+//! How long things took: a histogram that one thread writes and any may read.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// Sub-buckets per power of two: quantiles are exact to 6 %.
+const FINE: u64 = 16;
+const BUCKETS: usize = 40 * 16;
+
+/// A histogram of durations, in nanoseconds, to 6 %.
+#[derive(Debug)]
+pub struct Latencies(Box<[AtomicU64; BUCKETS]>);
+
+impl Default for Latencies {
+    fn default() -> Self {
+        Self(Box::new([const { AtomicU64::new(0) }; BUCKETS]))
+    }
+}
+
+impl Latencies {
+    /// Count one. Only one thread does.
+    pub fn record(&self, nanoseconds: u64) {
+        let count = &self.0[Self::bucket(nanoseconds)];
+        count.store(count.load(Relaxed) + 1, Relaxed);
+    }
+
+    fn bucket(nanoseconds: u64) -> usize {
+        let value = nanoseconds.max(1);
+        let power = u64::from(value.ilog2());
+        let fine = if power < 4 { value } else { value >> (power - 4) } - if power < 4 { 0 } else { FINE };
+        let bucket = if power < 4 { fine } else { (power - 3) * FINE + fine };
+        usize::try_from(bucket).unwrap_or(usize::MAX).min(BUCKETS - 1)
+    }
+
+    fn lower_bound(bucket: usize) -> u64 {
+        let bucket = bucket as u64;
+        let (power, fine) = (bucket / FINE, bucket % FINE);
+        if power == 0 { fine } else { (FINE + fine) << (power - 1) }
+    }
+
+    /// The duration that the given share of all (0 to 1) do not exceed, in nanoseconds; 0 if none was counted.
+    #[must_use]
+    #[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+    pub fn quantile(&self, share: f64) -> u64 {
+        let total: u64 = self.0.iter().map(|bucket| bucket.load(Relaxed)).sum();
+        let wanted = (total as f64 * share).ceil() as u64;
+        let mut seen = 0;
+        for (number, bucket) in self.0.iter().enumerate() {
+            seen += bucket.load(Relaxed);
+            if seen >= wanted && seen > 0 {
+                return Self::lower_bound(number);
+            }
+        }
+        0
+    }
+
+    /// Add everything that `other` counted. Most of it is nothing.
+    pub fn merge(&self, other: &Self) {
+        for (mine, theirs) in self.0.iter().zip(other.0.iter()) {
+            let count = theirs.load(Relaxed);
+            if count > 0 {
+                mine.fetch_add(count, Relaxed);
+            }
+        }
+    }
+
+    /// For each of some bounds in nanoseconds, in order, how many were above the one before and not above it, to 6 %, and last how many
+    /// were above them all.
+    #[must_use]
+    pub fn between(&self, bounds_ns: &[u64]) -> Vec<u64> {
+        let mut counts = vec![0; bounds_ns.len() + 1];
+        for (number, bucket) in self.0.iter().enumerate() {
+            counts[bounds_ns.partition_point(|bound| *bound < Self::lower_bound(number))] +=
+                bucket.load(Relaxed);
+        }
+        counts
+    }
+
+    /// The sum of all, in nanoseconds, to 6 %.
+    #[must_use]
+    pub fn sum(&self) -> u128 {
+        let of = |(number, bucket): (usize, &AtomicU64)| {
+            u128::from(Self::lower_bound(number)) * u128::from(bucket.load(Relaxed))
+        };
+        self.0.iter().enumerate().map(of).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_between_bounds_and_their_sum() {
+        let latencies = Latencies::default();
+        assert_eq!((latencies.between(&[1, 10]), latencies.sum()), (vec![0, 0, 0], 0));
+        for value in [1, 2, 15, 16, 1 << 20, u64::MAX] {
+            latencies.record(value);
+        }
+        assert_eq!(latencies.between(&[0, 2, 15, 16, 1 << 20]), [0, 2, 1, 1, 1, 1]);
+        assert_eq!(latencies.between(&[]), [6]);
+        let whole = latencies.sum();
+        latencies.record(1000);
+        assert!((941..=1000).contains(&(latencies.sum() - whole)));
+    }
+
+    #[test]
+    fn buckets_are_close_and_in_order() {
+        let mut last = 0;
+        for value in (1..5000u64).chain((0..1000).map(|step| 5000 + step * 977_131)) {
+            let bucket = Latencies::bucket(value);
+            let low = Latencies::lower_bound(bucket);
+            assert!(low <= value && value - low <= value / 16, "{value} in bucket from {low}");
+            assert!(bucket >= last);
+            last = bucket;
+        }
+        assert_eq!(Latencies::bucket(u64::MAX), BUCKETS - 1);
+    }
+}

@@ -1,0 +1,369 @@
+//! Makes copies of slabs that have too few, repairs damaged pages from a good copy, and asks silent nodes whether they live.
+//!
+//! One slab at a time, one message at a time, and only when no batch waits to be posted. A slab that is copied is *set aside*: it is not filled
+//! meanwhile, and the copying begins when none of its WRITEs is under way. So what is read is what was written, and pages that are
+//! released meanwhile do no harm: nobody looks for them. The new copy is recorded when it is whole, and only then read or written.
+
+use std::sync::Arc;
+
+use aquifer_fabric::{Completion, Memory, RemoteAddr, Verb, Work};
+use aquifer_pool::{Extent, NodeId};
+
+use super::{HEAL_WORK_ID, Sender};
+use crate::filler::give_back;
+use crate::integrity::page_crc;
+use crate::mempool::BLOCK_PAGES;
+use crate::mutation::Mutation;
+use crate::page::{Location, PAGE_BYTES};
+use crate::slabs::{SlabId, SlabSet, page_of};
+use crate::view;
+
+/// Pages that are copied by one message.
+const CHUNK_PAGES: u32 = 64;
+const _: () = assert!(CHUNK_PAGES as usize == BLOCK_PAGES);
+/// Where answers to probes go, behind the pages.
+const PROBE_OFFSET: usize = BLOCK_PAGES * PAGE_BYTES;
+const PROBE_BYTES: usize = 8;
+/// The work id of probes; those of copying are below.
+const PROBE_WORK_ID: u64 = HEAL_WORK_ID | 1 << 61;
+
+/// What the healer is at.
+#[derive(Debug, Default)]
+pub(super) struct Healer {
+    task: Option<Task>,
+    /// The buffer's number among the local memories; made when it is first needed.
+    buffer: Option<usize>,
+    /// Whether to look for something to do.
+    is_eager: bool,
+    is_stopped: bool,
+    /// How often in a row there was no room for a copy; another slab is tried each time.
+    fruitless: usize,
+    /// Nodes that slabs were on before a restart, and that were not spoken to since.
+    unvisited: Vec<NodeId>,
+    /// Nodes that have not answered their last probe.
+    probed: Vec<NodeId>,
+}
+
+/// One slab in the making, or one page.
+#[derive(Debug)]
+struct Task {
+    slab: SlabId,
+    to: Extent,
+    /// Whether `to` is a new copy, to be read and written when it is whole; it has this place in the slab's record.
+    place: Option<usize>,
+    /// The chunk: its first page, and how many.
+    at: u32,
+    pages: u32,
+    end: u32,
+    /// Places in the slab's record that did not give the chunk.
+    refused: u8,
+    from: usize,
+    step: Step,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Step {
+    /// To be read, when none of the slab's WRITEs is under way.
+    Ready,
+    Reading,
+    Read,
+    Writing,
+    Written,
+    /// A node has failed.
+    Failed,
+}
+
+impl Healer {
+    pub(super) fn new(unvisited: Vec<NodeId>) -> Self {
+        Self { unvisited, ..Self::default() }
+    }
+
+    /// Look for something to do at the next occasion.
+    pub(super) fn hurry(&mut self) {
+        self.is_eager = true;
+    }
+
+    pub(super) fn is_waiting(&self) -> bool {
+        self.task.as_ref().is_some_and(|task| matches!(task.step, Step::Reading | Step::Writing))
+    }
+
+    /// Book one completion; false if its node is to be given up.
+    pub(super) fn settle(&mut self, slabs: &SlabSet, node: NodeId, completion: &Completion) -> bool {
+        let is_done = completion.outcome.is_ok();
+        if completion.id == PROBE_WORK_ID {
+            self.probed.retain(|other| *other != node);
+            slabs.set_slow(node, false);
+        } else if let Some(task) = &mut self.task {
+            task.step = match (task.step, is_done) {
+                (Step::Reading, true) => Step::Read,
+                (Step::Writing, true) => Step::Written,
+                _ => Step::Failed,
+            };
+        }
+        is_done
+    }
+}
+
+impl Sender {
+    /// Ask nodes whether they live, and look for slabs that lack copies. To be called a few times a second, so that a dead node is noticed when
+    /// nothing is evicted.
+    pub fn probe(&mut self) {
+        if self.slabs.replicas() == 1 || self.healer.is_stopped {
+            return;
+        }
+        let Some(buffer) = self.buffer() else { return };
+        self.healer.hurry();
+        for node in std::mem::take(&mut self.healer.unvisited) {
+            if let Err(error) = self.ports.port(node) {
+                tracing::warn!(node = node.0, %error, "a memory node cannot be reached any more");
+                self.lose_node(node);
+            }
+        }
+        for (node, port) in self.ports.open_ports() {
+            if !self.pool.nodes().any(|other| other == node) {
+                continue;
+            }
+            if self.healer.probed.contains(&node) {
+                self.slabs.set_slow(node, true);
+                continue;
+            }
+            let region = port.endpoint.regions().first().map(|region| (region.base, region.key));
+            if let Some((addr, key)) = region.filter(|_| port.has_room()) {
+                let local = port.slice_of(buffer, PROBE_OFFSET, PROBE_BYTES);
+                let verb = Verb::Read { local, remote: RemoteAddr { addr, key } };
+                let work = Work { id: PROBE_WORK_ID, verb, signalled: true };
+                port.endpoint.post(&[work]).expect("there was room for one more");
+                port.under_way += 1;
+                self.healer.probed.push(node);
+            }
+        }
+    }
+
+    /// Whether a copy or a repair is in the making.
+    #[must_use]
+    pub fn is_healing(&self) -> bool {
+        self.healer.task.is_some()
+    }
+
+    /// Begin no further copy; what is under way ends.
+    pub fn stop_healing(&mut self) {
+        self.healer.is_stopped = true;
+    }
+
+    pub(super) fn end_healing(&mut self) {
+        if let Some(task) = self.healer.task.take() {
+            self.abandon_task(&task);
+        }
+    }
+
+    /// One step, if no batch waits to be posted; or if all wait for room, which the healer may have taken.
+    pub(super) fn heal(&mut self, is_starved: bool) {
+        let is_busy = !is_starved && self.jobs.iter().any(|job| job.unposted != 0);
+        if is_busy || self.healer.is_waiting() || self.healer.task.is_none() && !self.begin_task(is_starved) {
+            return;
+        }
+        let Some(mut task) = self.healer.task.take() else { return };
+        let goes_on = match task.step {
+            _ if self.healer.is_stopped => false,
+            Step::Ready => self.is_writing_to(&task) || self.read_chunk(&mut task),
+            Step::Read => self.write_chunk(&mut task),
+            Step::Written => {
+                self.stats.repaired_pages += u64::from(task.place.is_none());
+                task.at += task.pages;
+                task.refused = 0;
+                self.read_chunk(&mut task)
+            }
+            Step::Reading | Step::Writing => true,
+            Step::Failed => false,
+        };
+        if goes_on {
+            self.healer.task = Some(task);
+        } else {
+            self.end_task(&task);
+        }
+    }
+
+    fn is_writing_to(&self, task: &Task) -> bool {
+        self.mutation != Mutation::CopyWhileWriting && self.is_writing(task.slab)
+    }
+
+    fn begin_task(&mut self, is_starved: bool) -> bool {
+        if !self.healer.is_eager || self.healer.is_stopped || is_starved {
+            return false;
+        }
+        let task = self.next_repair().or_else(|| self.next_copy());
+        self.healer.is_eager = task.is_some();
+        let Some(task) = task else { return false };
+        if self.mutation != Mutation::CopyWhileWriting {
+            self.filler.set_aside(task.slab);
+        }
+        if let Some(place) = task.place.filter(|_| self.mutation == Mutation::RecordUnfinished) {
+            self.slabs.finish_copy(task.slab, place);
+        }
+        self.healer.task = Some(task);
+        true
+    }
+
+    fn next_repair(&mut self) -> Option<Task> {
+        while let Some((location, node)) = self.slabs.take_damaged() {
+            let copies = self.slabs.copies(location.slab());
+            if let Some(to) = copies.on(node).filter(|_| copies.len() > 1 && !self.slabs.is_free(location)) {
+                let (slab, at) = (location.slab(), location.index());
+                let refused = copies.placed().filter(|(_, copy)| copy.node == node);
+                let refused = refused.fold(0, |bits, (place, _)| bits | 1 << place);
+                let task = Task {
+                    slab,
+                    to,
+                    place: None,
+                    at,
+                    pages: 1,
+                    end: at + 1,
+                    refused,
+                    from: 0,
+                    step: Step::Ready,
+                };
+                return Some(task);
+            }
+        }
+        None
+    }
+
+    /// The slab with the fewest copies for which there is a node with room.
+    fn next_copy(&mut self) -> Option<Task> {
+        let Self { filler, slabs, pool, .. } = self;
+        let can_be_copied = |slab: &SlabId| {
+            let copies = slabs.copies(*slab);
+            slabs.live_pages(*slab) > 0 && pool.nodes().any(|node| copies.on(node).is_none())
+        };
+        let mut candidates: Vec<SlabId> = filler.degraded().iter().copied().filter(can_be_copied).collect();
+        candidates.sort_by_key(|slab| slabs.copies(*slab).len());
+        let slab = *candidates.get(self.healer.fruitless % candidates.len().max(1))?;
+        self.healer.fruitless += 1;
+        let to = self.filler.room_for_copy(&mut self.pool, slab);
+        for node in self.filler.take_gone() {
+            self.lose_node(node);
+        }
+        let to = to?;
+        self.healer.fruitless = 0;
+        let end = to.class.chunks();
+        let place = Some(self.slabs.begin_copy(slab, to));
+        Some(Task { slab, to, place, at: 0, pages: 0, end, refused: 0, from: 0, step: Step::Ready })
+    }
+
+    /// Ask a copy for the next chunk that has pages; false if there is none, or nobody to ask.
+    fn read_chunk(&mut self, task: &mut Task) -> bool {
+        let is_used = |index: &u32| !self.slabs.is_free(Location::new(task.slab, *index));
+        let Some(at) = (task.at..task.end).find(is_used) else {
+            task.at = task.end;
+            return false;
+        };
+        task.at = at;
+        task.pages = CHUNK_PAGES.min(task.end - at);
+        let copies = self.slabs.copies(task.slab);
+        let Some((place, from)) = copies.placed().find(|(place, _)| task.refused & 1 << place == 0) else {
+            return false;
+        };
+        task.from = place;
+        task.step = Step::Reading;
+        self.move_chunk(task, &from)
+    }
+
+    /// What was read is good, and goes to the new copy; else another copy is asked.
+    fn write_chunk(&mut self, task: &mut Task) -> bool {
+        if !self.is_chunk_good(task) {
+            task.refused |= 1 << task.from;
+            let others = self.slabs.copies(task.slab);
+            if others.placed().any(|(place, _)| task.refused & 1 << place == 0) {
+                return self.read_chunk(task);
+            }
+            // No copy is good. What is damaged stays so, and whoever reads it is told; the rest is worth copying.
+            if task.place.is_none() {
+                return false;
+            }
+            tracing::warn!(slab = task.slab.0, "a slab is copied with pages that are damaged everywhere");
+        }
+        task.step = Step::Writing;
+        let to = task.to;
+        self.move_chunk(task, &to)
+    }
+
+    fn is_chunk_good(&self, task: &Task) -> bool {
+        let Some(buffer) = self.healer.buffer else { return false };
+        (task.at..task.at + task.pages).enumerate().all(|(position, index)| {
+            let location = Location::new(task.slab, index);
+            let bytes = view::page(self.ports.memory(buffer), position * PAGE_BYTES);
+            self.slabs.is_free(location) || page_crc(bytes) == self.slabs.crc(location)
+        })
+    }
+
+    /// Post the READ or the WRITE of a chunk.
+    fn move_chunk(&mut self, task: &mut Task, copy: &Extent) -> bool {
+        let Some(buffer) = self.buffer() else { return false };
+        let port = match self.ports.port(copy.node) {
+            Ok(port) => port,
+            Err(error) => {
+                tracing::warn!(node = copy.node.0, %error, "a memory node cannot be reached any more");
+                self.lose_node(copy.node);
+                return false;
+            }
+        };
+        if !port.has_room() {
+            // Its queue is full: this is tried again as if the last step had just ended.
+            task.step = if task.step == Step::Reading { Step::Ready } else { Step::Read };
+            return true;
+        }
+        let local = port.slice_of(buffer, 0, task.pages as usize * PAGE_BYTES);
+        let remote = page_of(copy, task.at);
+        let verb = if task.step == Step::Reading {
+            Verb::Read { local, remote }
+        } else {
+            Verb::Write { local, remote }
+        };
+        port.endpoint.post(&[Work { id: HEAL_WORK_ID, verb, signalled: true }]).expect("there was room");
+        port.under_way += 1;
+        true
+    }
+
+    fn end_task(&mut self, task: &Task) {
+        let is_whole = task.at >= task.end;
+        let copies = self.slabs.copies(task.slab);
+        let is_known = self.pool.nodes().any(|node| node == task.to.node);
+        let Some(place) = task.place.filter(|_| is_whole && is_known && !copies.is_empty()) else {
+            self.abandon_task(task);
+            return;
+        };
+        if self.mutation != Mutation::RecordUnfinished {
+            self.slabs.finish_copy(task.slab, place);
+        }
+        self.stats.copied_slabs += 1;
+        self.filler.take_back(&mut self.pool, task.slab);
+        if self.filler.degraded().is_empty() {
+            tracing::info!("all slabs have all their copies again");
+        }
+    }
+
+    fn abandon_task(&mut self, task: &Task) {
+        if let Some(extent) = task.place.and_then(|_| self.slabs.abandon_copy(task.slab))
+            && self.pool.nodes().any(|node| node == extent.node)
+        {
+            give_back(&mut self.pool, extent);
+        }
+        self.filler.take_back(&mut self.pool, task.slab);
+    }
+
+    /// The number of the buffer; `None` if there is no memory for it, and then nothing is copied yet.
+    fn buffer(&mut self) -> Option<usize> {
+        if self.healer.buffer.is_none() {
+            let made = Memory::create("aquifer-heal", PROBE_OFFSET + PAGE_BYTES)
+                .map_err(|error| error.to_string())
+                .and_then(|memory| {
+                    self.ports.add_memory(Arc::new(memory)).map_err(|error| error.to_string())
+                });
+            match made {
+                Ok(number) => self.healer.buffer = Some(number),
+                Err(error) => tracing::warn!(error, "no buffer to copy slabs through; trying again later"),
+            }
+        }
+        self.healer.buffer
+    }
+}

@@ -1,0 +1,290 @@
+//! Slabs on several nodes, over the simulated fabric: what is written, what dies, what is read then.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use aquifer_fabric::sim::{Node, SimFabric, SimOptions};
+use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
+use aquifer_pager::slabs::{SlabId, page_of};
+use aquifer_pager::{
+    BLOCK_PAGES, Connector, FETCH_PAGES_MAX, FetchError, Fetcher, Location, Mempool, PAGE_BYTES, Sender,
+    SlabSet, Written,
+};
+use aquifer_pool::{Donation, NodeId, PoolClient, SizeClass, donate};
+
+const NODE_BYTES: u64 = 2 << 20;
+/// More rounds than anything here takes.
+const ROUNDS_MAX: usize = 10_000;
+
+#[derive(Clone, Debug)]
+struct Cluster {
+    fabric: SimFabric,
+    nodes: Vec<Node>,
+}
+
+impl Connector for Cluster {
+    fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
+        self.connect_as(node, 1)
+    }
+
+    fn now(&self) -> Duration {
+        Duration::from_nanos(self.fabric.now_ns())
+    }
+}
+
+impl Cluster {
+    fn connect_as(&self, node: NodeId, host: u16) -> Result<Box<dyn Endpoint>, EndpointError> {
+        let who = Identity { host: Host(host), epoch: 1, tenant: Tenant(0) };
+        self.fabric.connect(self.nodes[usize::from(node.0)], who)
+    }
+
+    fn pool(&self, host: u16) -> PoolClient {
+        let mut pool = PoolClient::new(Host(host));
+        for id in (0..).take(self.nodes.len()).map(NodeId) {
+            pool.add_node(id, self.connect_as(id, host).unwrap()).unwrap();
+        }
+        pool
+    }
+}
+
+struct World {
+    cluster: Cluster,
+    donations: Vec<Donation>,
+    slabs: Arc<SlabSet>,
+    mempool: Mempool,
+    sender: Sender,
+    fetcher: Fetcher,
+}
+
+fn world(replicas: usize, nodes: u16) -> World {
+    let options = SimOptions { step_on_poll: true, ..SimOptions::default() };
+    let fabric = SimFabric::new(7, options);
+    let targets: Vec<_> = (0..nodes).map(|_| fabric.add_node()).collect();
+    let donations = (0..).map(NodeId).zip(&targets);
+    let donations = donations.map(|(id, target)| donate(target, id, NODE_BYTES).unwrap()).collect();
+    let nodes = targets.iter().map(aquifer_fabric::sim::SimTarget::node).collect();
+    let cluster = Cluster { fabric, nodes };
+    let slabs = Arc::new(SlabSet::with_replicas(replicas).unwrap());
+    let mempool = Mempool::new(8 * BLOCK_PAGES * PAGE_BYTES).unwrap();
+    let connector: Arc<dyn Connector> = Arc::new(cluster.clone());
+    let sender = Sender::new(Arc::clone(&slabs), &mempool, Arc::clone(&connector), cluster.pool(1), 3);
+    let fetcher = Fetcher::new(connector).unwrap();
+    World { cluster, donations, slabs, mempool, sender, fetcher }
+}
+
+fn content(page: usize) -> [u8; PAGE_BYTES] {
+    let mut bytes = [u8::try_from(page % 251).unwrap() + 1; PAGE_BYTES];
+    bytes[..8].copy_from_slice(&(page as u64).to_le_bytes());
+    bytes
+}
+
+impl World {
+    /// Hand a batch of `pages` to the sender.
+    fn stage(&mut self, pages: usize) {
+        let block = self.mempool.take().unwrap();
+        for page in 0..pages {
+            self.mempool.memory().write(block.slot(page).offset(), &content(page));
+        }
+        self.sender.stage(0, block, pages, |_| true, &mut Vec::new());
+    }
+
+    /// Until the batch is acknowledged; where its pages are.
+    fn finish(&mut self) -> Vec<Location> {
+        let mut done: Vec<Written> = Vec::new();
+        for _ in 0..ROUNDS_MAX {
+            self.sender.advance(&mut done).unwrap();
+            self.cluster.fabric.step();
+            if let Some(written) = done.pop() {
+                return written.locations.iter().flatten().copied().collect();
+            }
+        }
+        panic!("the batch is never acknowledged");
+    }
+
+    fn write(&mut self, pages: usize) -> Vec<Location> {
+        self.stage(pages);
+        self.finish()
+    }
+
+    /// Look after copies until nothing is left to do.
+    fn heal(&mut self) {
+        for _ in 0..ROUNDS_MAX {
+            self.sender.probe();
+            self.sender.advance(&mut Vec::new()).unwrap();
+            self.cluster.fabric.step();
+        }
+        assert!(!self.sender.is_healing(), "copying never ends");
+    }
+
+    fn crash(&self, node: NodeId) {
+        self.cluster.fabric.crash_node(self.cluster.nodes[usize::from(node.0)]);
+    }
+
+    fn nodes_of(&self, location: Location) -> Vec<NodeId> {
+        self.slabs.copies(location.slab()).iter().map(|copy| copy.node).collect()
+    }
+
+    fn assert_fetched(&self, pages: usize) {
+        for page in 0..pages {
+            let mut found = [0; PAGE_BYTES];
+            self.fetcher.buffer().read(page * PAGE_BYTES, &mut found);
+            assert_eq!(found, content(page), "page {page}");
+        }
+    }
+
+    fn assert_readable(&mut self, locations: &[Location]) {
+        let whole = self.fetcher.fetch(&self.slabs, locations).expect("it is there");
+        assert_eq!(whole, locations.len());
+        self.assert_fetched(whole);
+    }
+
+    /// Flip a bit of a page on one node.
+    fn damage(&self, location: Location, node: NodeId) {
+        let copy = self.slabs.copies(location.slab()).on(node).expect("it has a copy");
+        let donation = &self.donations[usize::from(node.0)];
+        let base = self.cluster.connect_as(node, 9).unwrap().regions()[0].base;
+        let at = usize::try_from(page_of(&copy, location.index()).addr - base).unwrap() + 100;
+        let mut byte = [0];
+        donation.memory.read(at, &mut byte);
+        donation.memory.write(at, &[byte[0] ^ 4]);
+    }
+}
+
+#[test]
+fn each_page_is_on_as_many_nodes_as_asked_and_bears_all_but_one_deaths() {
+    for replicas in 1..=3 {
+        let mut world = world(replicas, 4);
+        let locations = world.write(BLOCK_PAGES);
+        let mut nodes = world.nodes_of(locations[0]);
+        nodes.sort_unstable();
+        nodes.dedup();
+        assert_eq!(nodes.len(), replicas, "on distinct nodes");
+        assert_eq!(world.sender.stats().pages, (BLOCK_PAGES * replicas) as u64);
+        for node in &nodes[1..] {
+            world.crash(*node);
+        }
+        world.assert_readable(&locations);
+        world.crash(nodes[0]);
+        let error = world.fetcher.fetch(&world.slabs, &locations).unwrap_err();
+        assert!(matches!(error, FetchError::NodeGone { .. } | FetchError::Refused { .. }), "{error}");
+    }
+}
+
+#[test]
+fn a_death_in_the_middle_of_a_write_leaves_the_other_copy_and_a_new_one_is_made() {
+    let mut world = world(2, 3);
+    world.stage(BLOCK_PAGES);
+    world.sender.advance(&mut Vec::new()).unwrap();
+    let first = world.nodes_of(Location::new(SlabId(0), 0))[0];
+    world.crash(first);
+    let locations = world.finish();
+    world.assert_readable(&locations);
+    world.heal();
+    let stats = world.sender.stats();
+    assert_eq!(stats.degraded_slabs, 0);
+    assert!(stats.copied_slabs > 0);
+    let second = world.nodes_of(locations[0]);
+    assert!(second.len() == 2 && !second.contains(&first));
+    world.crash(second[0]);
+    world.assert_readable(&locations);
+}
+
+#[test]
+fn without_another_node_it_goes_on_with_fewer_copies() {
+    let mut world = world(2, 2);
+    let before = world.write(8);
+    world.crash(NodeId(1));
+    world.heal();
+    assert!(world.sender.stats().degraded_slabs > 0);
+    let after = world.write(BLOCK_PAGES);
+    assert_eq!(world.nodes_of(after[0]), [NodeId(0)]);
+    world.assert_readable(&before);
+    world.assert_readable(&after);
+}
+
+#[test]
+fn a_copy_that_finds_no_room_is_made_when_there_is() {
+    let mut world = world(2, 2);
+    let mut hog = world.cluster.pool(5);
+    let class = SizeClass::new(0).unwrap();
+    let taken: Vec<_> = std::iter::from_fn(|| hog.allocate(NodeId(1), class).ok()).collect();
+    let locations = world.write(BLOCK_PAGES);
+    assert_eq!(world.nodes_of(locations[0]), [NodeId(0)]);
+    assert!(world.sender.stats().degraded_slabs > 0);
+    world.heal();
+    assert!(world.sender.stats().degraded_slabs > 0, "there is still no room");
+    taken.into_iter().for_each(|extent| hog.free(extent).unwrap());
+    world.sender.pool().refresh(NodeId(1)).unwrap();
+    world.heal();
+    assert_eq!(world.sender.stats().degraded_slabs, 0);
+    world.crash(NodeId(0));
+    world.assert_readable(&locations);
+}
+
+#[test]
+fn a_damaged_copy_is_passed_over_and_repaired() {
+    let mut world = world(2, 2);
+    let locations = world.write(BLOCK_PAGES);
+    let nodes = world.nodes_of(locations[5]);
+    let asked = nodes[locations[5].slab().0 as usize % 2];
+    world.damage(locations[5], asked);
+    world.assert_readable(&locations);
+    assert_eq!(world.fetcher.bad_copies(), 1);
+    world.heal();
+    assert_eq!(world.sender.stats().repaired_pages, 1);
+    nodes.iter().filter(|node| **node != asked).for_each(|node| world.crash(*node));
+    world.assert_readable(&locations);
+    assert_eq!(world.fetcher.bad_copies(), 1, "it is as good as the other was");
+}
+
+#[test]
+fn a_page_damaged_everywhere_is_lost_and_named() {
+    let mut world = world(2, 2);
+    let locations = world.write(4);
+    world.damage(locations[2], NodeId(0));
+    world.damage(locations[2], NodeId(1));
+    assert_eq!(world.fetcher.fetch(&world.slabs, &locations).unwrap(), 2, "those before it are whole");
+    let error = world.fetcher.fetch(&world.slabs, &locations[2..]).unwrap_err();
+    assert!(matches!(error, FetchError::Damaged { .. }), "{error}");
+}
+
+#[test]
+fn a_slow_node_is_not_waited_for_and_its_late_answer_harms_nobody() {
+    let mut world = world(2, 2);
+    let locations = world.write(FETCH_PAGES_MAX);
+    world.assert_readable(&locations);
+    for node in world.cluster.nodes.clone() {
+        world.cluster.fabric.slow_node(node, 100_000);
+        let buffer = Arc::clone(world.fetcher.buffer());
+        world.assert_readable(&locations);
+        if world.fetcher.late() > 0 {
+            assert!(!Arc::ptr_eq(&buffer, world.fetcher.buffer()), "the buffer is left to the late answer");
+        }
+        world.cluster.fabric.slow_node(node, 1);
+        let others: Vec<_> = locations.iter().rev().copied().collect();
+        world.fetcher.fetch(&world.slabs, &others).unwrap();
+        world.cluster.fabric.run();
+        let mut found = [0; PAGE_BYTES];
+        world.fetcher.buffer().read(0, &mut found);
+        assert_eq!(found, content(FETCH_PAGES_MAX - 1), "a late answer came into a buffer in use");
+        world.assert_readable(&locations);
+        assert_eq!(world.fetcher.late(), 0, "it has answered");
+    }
+}
+
+#[test]
+fn all_copies_are_given_back() {
+    let mut world = world(3, 3);
+    let locations = world.write(BLOCK_PAGES);
+    assert_eq!(world.slabs.bytes().0 % 3, 0);
+    locations.into_iter().for_each(|location| world.slabs.release(location));
+    world.heal();
+    world.sender.stop_healing();
+    world.sender.close();
+    assert_eq!(world.slabs.bytes().0, 0);
+    let mut pool = world.cluster.pool(6);
+    for node in (0..3).map(NodeId) {
+        pool.refresh(node).unwrap();
+        assert_eq!(pool.free_bytes(node), pool.total_bytes(node));
+    }
+}

@@ -1,0 +1,416 @@
+//! One schedule.
+
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
+
+use aquifer_block::{BlockError, BlockVolume, Pump, Reader};
+use aquifer_fabric::sim::Rng;
+use aquifer_fabric::{
+    Completion, Endpoint, EndpointError, Limits, LocalKey, Memory, PostError, Region, Work,
+};
+use aquifer_pager::{BLOCK_PAGES, Budget, Connector, Mempool, Mutation, PAGE_BYTES};
+use aquifer_pool::NodeId;
+
+use crate::cluster::{Cluster, FETCHERS, SENDER};
+use crate::memory::encode;
+use crate::model::Page;
+
+/// Turns after which a write has found no room.
+const TURNS_MAX: u32 = 400;
+
+/// What happened in a schedule, or in all.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Seen {
+    reads: u64,
+    writes: u64,
+    partial_writes: u64,
+    failed_writes: u64,
+    discards: u64,
+    flushes: u64,
+    crashes: u64,
+    damages: u64,
+    full: u64,
+    lost: u64,
+    meddled: u64,
+    remote_reads: u64,
+}
+
+impl Seen {
+    pub fn counts(&self) -> [(&'static str, u64); 12] {
+        [
+            ("reads", self.reads),
+            ("writes", self.writes),
+            ("writes of parts of pages", self.partial_writes),
+            ("writes that failed", self.failed_writes),
+            ("discards", self.discards),
+            ("flushes", self.flushes),
+            ("crashed nodes", self.crashes),
+            ("damaged pages", self.damages),
+            ("times the pool was full", self.full),
+            ("reads of lost pages", self.lost),
+            ("changes in the middle of a read", self.meddled),
+            ("pages from memory nodes", self.remote_reads),
+        ]
+    }
+
+    pub fn add(&mut self, other: &Self) {
+        self.reads += other.reads;
+        self.writes += other.writes;
+        self.partial_writes += other.partial_writes;
+        self.failed_writes += other.failed_writes;
+        self.discards += other.discards;
+        self.flushes += other.flushes;
+        self.crashes += other.crashes;
+        self.damages += other.damages;
+        self.full += other.full;
+        self.lost += other.lost;
+        self.meddled += other.meddled;
+        self.remote_reads += other.remote_reads;
+    }
+}
+
+#[derive(Debug)]
+struct World {
+    rng: Rng,
+    cluster: Cluster,
+    volume: Arc<BlockVolume>,
+    pump: Pump,
+    /// For what is read to write a part of a page.
+    reader: Reader,
+    pages: Vec<Page>,
+    stamps: u64,
+    seen: Seen,
+    failure: Option<String>,
+}
+
+/// Lets others act while a reader waits for a node.
+#[derive(Debug)]
+struct Meddling {
+    inner: Arc<dyn Connector>,
+    world: Weak<Mutex<World>>,
+}
+
+impl Connector for Meddling {
+    fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
+        let inner = self.inner.connect(node)?;
+        Ok(Box::new(MeddledEndpoint { inner, world: self.world.clone() }))
+    }
+}
+
+#[derive(Debug)]
+struct MeddledEndpoint {
+    inner: Box<dyn Endpoint>,
+    world: Weak<Mutex<World>>,
+}
+
+impl Endpoint for MeddledEndpoint {
+    fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
+        self.inner.post(batch)
+    }
+
+    fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
+        if let Some(world) = self.world.upgrade() {
+            lock(&world).meddle();
+        }
+        self.inner.poll(out, max)
+    }
+
+    fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {
+        self.inner.register_local(memory)
+    }
+
+    fn receive(&mut self, out: &mut Vec<u8>) -> bool {
+        self.inner.receive(out)
+    }
+
+    fn regions(&self) -> &[Region] {
+        self.inner.regions()
+    }
+
+    fn limits(&self) -> Limits {
+        self.inner.limits()
+    }
+
+    fn is_broken(&self) -> bool {
+        self.inner.is_broken()
+    }
+}
+
+fn lock(world: &Mutex<World>) -> std::sync::MutexGuard<'_, World> {
+    world.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The pages of a range, as (page, first byte within, first byte of the range, bytes).
+fn parts(offset: usize, len: usize) -> Vec<(usize, usize, usize, usize)> {
+    let mut parts = Vec::new();
+    let mut at = 0;
+    while at < len {
+        let here = offset + at;
+        let part = (PAGE_BYTES - here % PAGE_BYTES).min(len - at);
+        parts.push((here / PAGE_BYTES, here % PAGE_BYTES, at, part));
+        at += part;
+    }
+    parts
+}
+
+impl World {
+    fn new(seed: u64, mutation: Mutation) -> Self {
+        let mut rng = Rng::new(seed);
+        let cluster = Cluster::new(rng.next_u64(), &mut rng);
+        let pages = 40 + rng.index(300);
+        let blocks = 1 + rng.index(5);
+        let mempool = Arc::new(Mempool::new(blocks * BLOCK_PAGES * PAGE_BYTES).expect("memory"));
+        let budget = Arc::new(Budget::new(16 << 20));
+        let bytes = (pages * PAGE_BYTES) as u64;
+        let volume = BlockVolume::new(bytes, mempool, budget, Duration::ZERO).expect("memory");
+        let (connector, pool) = (cluster.connector(SENDER), cluster.pool(SENDER));
+        let mut pump = Pump::new(Arc::clone(&volume), connector, pool, rng.next_u64());
+        let mut reader = volume.reader(cluster.connector(FETCHERS)).expect("memory");
+        volume.mutate(mutation);
+        pump.mutate(mutation);
+        reader.mutate(mutation);
+        Self {
+            rng,
+            cluster,
+            volume,
+            pump,
+            reader,
+            pages: vec![Page::new(); pages],
+            stamps: 0,
+            seen: Seen::default(),
+            failure: None,
+        }
+    }
+
+    fn range(&mut self, pages_max: usize) -> (usize, usize) {
+        let first = self.rng.index(self.pages.len());
+        let pages = (1 + self.rng.index(pages_max)).min(self.pages.len() - first);
+        (first * PAGE_BYTES, pages * PAGE_BYTES)
+    }
+
+    fn ragged_range(&mut self, pages_max: usize) -> (usize, usize) {
+        let (offset, len) = self.range(pages_max);
+        let (cut_front, cut_back) = (self.rng.index(PAGE_BYTES), self.rng.index(PAGE_BYTES));
+        if cut_front + cut_back < len {
+            (offset + cut_front, len - cut_front - cut_back)
+        } else {
+            (offset, len)
+        }
+    }
+
+    /// Others act while a reader waits.
+    fn meddle(&mut self) {
+        if self.rng.chance(1, 3) {
+            self.seen.meddled += 1;
+            for _ in 0..=self.rng.index(3) {
+                self.act();
+            }
+        }
+    }
+
+    /// Anything but a read.
+    fn act(&mut self) {
+        match self.rng.below(40) {
+            0..12 => self.write_pages(),
+            12..15 => self.write_part(),
+            15..18 => self.discard(),
+            18..30 => {
+                self.pump.turn();
+            }
+            30..36 => {
+                self.cluster.fabric.step();
+            }
+            36 if self.rng.chance(1, 2) => {
+                self.seen.flushes += 1;
+                // It cannot wait here: it only seals.
+                let _ = self.volume.flush();
+            }
+            37 if self.rng.chance(1, 25) => self.seen.crashes += u64::from(self.cluster.crash(&mut self.rng)),
+            38 if self.rng.chance(1, 25) => {
+                self.seen.damages += u64::from(self.cluster.damage(&mut self.rng))
+            }
+            39 if self.cluster.is_full() => self.cluster.relent(),
+            39 if self.rng.chance(1, 20) => {
+                self.cluster.fill_up(&mut self.rng);
+                self.seen.full += 1;
+            }
+            _ => {}
+        }
+    }
+
+    fn write_pages(&mut self) {
+        // A write that finds no room is begun again from the start: it must fit into one block.
+        let (offset, len) = self.range(60);
+        let mut bytes = Vec::with_capacity(len);
+        while bytes.len() < len {
+            self.stamps += 1;
+            let stamp = if self.rng.chance(1, 8) { 0 } else { self.stamps };
+            bytes.extend_from_slice(&encode(stamp));
+        }
+        self.write(offset, &bytes);
+    }
+
+    fn write_part(&mut self) {
+        let (offset, len) = self.ragged_range(4);
+        self.stamps += 1;
+        let fill = u8::try_from(self.stamps % 5 * 51).expect("a byte");
+        self.seen.partial_writes += 1;
+        self.write(offset, &vec![fill; len]);
+    }
+
+    fn write(&mut self, offset: usize, bytes: &[u8]) {
+        let result = self.with_room(|volume, reader| volume.write(reader, offset as u64, bytes));
+        self.seen.writes += 1;
+        self.settle_write(offset, bytes, result);
+    }
+
+    /// Do something that wants room, and see to it that there is some.
+    fn with_room(
+        &mut self,
+        act: impl Fn(&BlockVolume, &mut Reader) -> Result<(), BlockError>,
+    ) -> Result<(), BlockError> {
+        let mut turns = 0;
+        loop {
+            match act(&self.volume, &mut self.reader) {
+                Err(BlockError::NoRoom { .. }) if turns < TURNS_MAX => {
+                    turns += 1;
+                    self.pump.turn();
+                    self.cluster.fabric.step();
+                }
+                result => return result,
+            }
+        }
+    }
+
+    fn settle_write(&mut self, offset: usize, bytes: &[u8], result: Result<(), BlockError>) {
+        let is_harmed = self.is_harmed();
+        match &result {
+            Ok(()) => {}
+            Err(BlockError::NoRoom { .. }) if self.cluster.is_full() || is_harmed => {
+                self.seen.failed_writes += 1
+            }
+            Err(BlockError::Lost { .. } | BlockError::StillLost { .. }) if is_harmed => {
+                self.seen.failed_writes += 1;
+            }
+            Err(error) => self.fail(&format!("a write failed: {error}")),
+        }
+        let lost_page = match result {
+            Err(BlockError::Lost { offset, .. } | BlockError::StillLost { offset }) => {
+                usize::try_from(offset).ok().map(|offset| offset / PAGE_BYTES)
+            }
+            _ => None,
+        };
+        for (page, within, at, len) in parts(offset, bytes.len()) {
+            if lost_page == Some(page) {
+                self.pages[page].begin_read();
+                self.pages[page].not_found();
+            } else {
+                self.pages[page].write(within, &bytes[at..at + len], result.is_ok());
+            }
+        }
+    }
+
+    fn discard(&mut self) {
+        let (offset, len) = if self.rng.chance(1, 2) { self.range(100) } else { self.ragged_range(6) };
+        let result = self.with_room(|volume, reader| volume.discard(reader, offset as u64, len as u64));
+        self.seen.discards += 1;
+        self.settle_write(offset, &vec![0; len], result);
+    }
+
+    /// Whether anything has happened that may cost pages.
+    fn is_harmed(&self) -> bool {
+        self.cluster.alive.contains(&false) || self.cluster.damaged.contains(&true)
+    }
+
+    fn fail(&mut self, what: &str) {
+        self.failure.get_or_insert_with(|| what.to_owned());
+    }
+
+    fn check_read(&mut self, offset: usize, bytes: &[u8], result: Result<usize, BlockError>) {
+        self.seen.reads += 1;
+        let whole = match result {
+            Ok(whole) => whole,
+            Err(error) => {
+                if !self.is_harmed() {
+                    self.fail(&format!("a read failed: {error}"));
+                }
+                0
+            }
+        };
+        for (page, within, at, len) in parts(offset, bytes.len()) {
+            if at >= whole {
+                if !self.is_harmed() {
+                    self.fail("a read was cut short");
+                }
+                self.seen.lost += 1;
+                self.pages[page].not_found();
+                return;
+            }
+            if let Err(error) = self.pages[page].found(within, &bytes[at..at + len]) {
+                self.fail(&format!("page {page}: {error}"));
+            }
+        }
+    }
+
+    fn check_end(mut self) -> Result<Seen, String> {
+        self.cluster.relent();
+        self.seen.remote_reads = self.volume.figures().remote_reads;
+        let volume = Arc::clone(&self.volume);
+        self.pump.close();
+        let figures = volume.figures();
+        let taken = self.cluster.taken_bytes();
+        if figures.mempool_bytes != 0 {
+            return Err(format!("{} bytes of the mempool were not given back", figures.mempool_bytes));
+        }
+        if taken != 0 {
+            return Err(format!("{taken} bytes of memory nodes were not given back"));
+        }
+        Ok(self.seen)
+    }
+}
+
+/// Play a schedule.
+pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
+    let world = Arc::new(Mutex::new(World::new(seed, mutation)));
+    let (volume, mut reader, operations) = {
+        let mut world = lock(&world);
+        let volume = Arc::clone(&world.volume);
+        let operations = 20 + world.rng.below(150);
+        (volume, None::<Reader>, operations)
+    };
+    let mut buffer = Vec::new();
+    for _ in 0..operations {
+        let read = {
+            let mut world = lock(&world);
+            if world.rng.chance(2, 3) {
+                world.act();
+                None
+            } else {
+                let range = if world.rng.chance(3, 4) { world.range(100) } else { world.ragged_range(4) };
+                for (page, ..) in parts(range.0, range.1) {
+                    world.pages[page].begin_read();
+                }
+                Some(range)
+            }
+        };
+        if let Some((offset, len)) = read {
+            let reader = reader.get_or_insert_with(|| {
+                let inner = lock(&world).cluster.connector(FETCHERS + 1);
+                let connector = Meddling { inner, world: Arc::downgrade(&world) };
+                let mut reader = volume.reader(Arc::new(connector)).expect("memory");
+                reader.mutate(mutation);
+                reader
+            });
+            buffer.clear();
+            buffer.resize(len, 0xee);
+            let result = volume.read(reader, offset as u64, &mut buffer);
+            lock(&world).check_read(offset, &buffer, result);
+        }
+        if let Some(failure) = lock(&world).failure.take() {
+            return Err(failure);
+        }
+    }
+    drop(reader);
+    let world = Arc::into_inner(world).expect("no reader is left").into_inner();
+    world.unwrap_or_else(PoisonError::into_inner).check_end()
+}

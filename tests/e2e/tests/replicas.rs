@@ -1,0 +1,118 @@
+//! With replicas a memory node may die, or stand still, and no program notices.
+
+use aquifer_tests_e2e::cluster::text;
+use aquifer_tests_e2e::run::{Running, mempool_share, status};
+use aquifer_tests_e2e::{Cluster, build, eventually, processes};
+use rustix::process::Signal;
+use serde_json::Value;
+
+const LIMIT: &str = "32M";
+const BYTES: &str = "96M";
+
+fn start_checker(cluster: &Cluster, rounds: &str) -> Running {
+    let checker = build::programs().join("checker");
+    let mut command = cluster.command();
+    command.args(["run", "--replicas", "2", "--local", LIMIT, "--"]).arg(checker);
+    command.args(["pages", "--bytes", BYTES, "--rounds", rounds]);
+    Running::start(&mut command, false, mempool_share(cluster.agent_socket()))
+}
+
+/// The figures of the one run there is.
+fn figures(cluster: &Cluster) -> Option<Value> {
+    status(cluster.agent_socket())?["runs"].as_array()?.first().cloned()
+}
+
+fn figure(cluster: &Cluster, name: &str) -> Option<u64> {
+    figures(cluster)?[name].as_u64()
+}
+
+/// Wait until the program was paged, each page to two nodes.
+fn await_paging(cluster: &Cluster) {
+    eventually("a program to be paged", || {
+        (figure(cluster, "remote_bytes")? >= 96 << 20 && figure(cluster, "degraded_slabs")? == 0)
+            .then_some(())
+    });
+}
+
+/// Wait until the program has had so many more faults served.
+fn await_faults(cluster: &Cluster, more: u64) {
+    let before = figure(cluster, "faults").expect("the program runs");
+    eventually("the program to go on", || (figure(cluster, "faults")? >= before + more).then_some(()));
+}
+
+fn end(cluster: &Cluster, run: Running) {
+    let program = processes::descendants(run.pid()).first().copied().expect("the program still runs");
+    assert_eq!(figure(cluster, "lost_pages"), Some(0));
+    processes::signal(program, Signal::KILL);
+    let outcome = run.wait();
+    assert!(!outcome.stderr.contains("checker:"), "the program saw wrong memory: {}", outcome.stderr);
+    assert!(!outcome.stderr.contains("SIGBUS"), "a page was lost: {}", outcome.stderr);
+}
+
+#[test]
+fn a_dead_node_is_not_noticed() {
+    kill_a_node("shm", "12");
+}
+
+#[test]
+fn a_dead_node_elsewhere_is_not_noticed() {
+    kill_a_node("tcp", "4");
+}
+
+fn kill_a_node(fabric: &str, rounds: &str) {
+    let cluster = Cluster::up_with(3, "256M", &["--fabric", fabric]);
+    let run = start_checker(&cluster, rounds);
+    await_paging(&cluster);
+    processes::signal(cluster.part("node", Some(2)), Signal::KILL);
+    let outcome = run.wait();
+    outcome.assert_success("the run beside a node that died");
+    assert_eq!(outcome.stderr, "", "it should not have noticed");
+}
+
+#[test]
+fn copies_are_made_anew_so_that_another_node_may_die() {
+    let cluster = Cluster::up(3, "256M");
+    let run = start_checker(&cluster, "1000000");
+    await_paging(&cluster);
+    processes::signal(cluster.part("node", Some(3)), Signal::KILL);
+    eventually("all pages to be on two nodes again", || {
+        (figure(&cluster, "copied_slabs")? > 0 && figure(&cluster, "degraded_slabs")? == 0).then_some(())
+    });
+    processes::signal(cluster.part("node", Some(1)), Signal::KILL);
+    eventually("the second death to be seen", || (figure(&cluster, "degraded_slabs")? > 0).then_some(()));
+    let said = text(&cluster.command().arg("status").output().expect("aquifer can be started").stdout);
+    assert!(said.contains("degraded"), "people should see it: {said}");
+    await_faults(&cluster, 50_000);
+    end(&cluster, run);
+}
+
+/// Reads go to the other copies at once; writes wait until the node is given up.
+#[test]
+fn a_stopped_node_is_waited_for_no_longer_than_it_must() {
+    let cluster = Cluster::up_with(3, "256M", &["--fabric", "tcp"]);
+    let run = start_checker(&cluster, "1000000");
+    await_paging(&cluster);
+    let node = cluster.part("node", Some(2));
+    processes::signal(node, Signal::STOP);
+    eventually("the node to be given up", || (figure(&cluster, "copied_slabs")? > 0).then_some(()));
+    await_faults(&cluster, 20_000);
+    // What it still has of the run is old, and never read again.
+    processes::signal(node, Signal::CONT);
+    await_faults(&cluster, 20_000);
+    end(&cluster, run);
+}
+
+#[test]
+fn more_replicas_than_nodes_are_refused() {
+    let cluster = Cluster::up(1, "64M");
+    let run = |replicas: &str| {
+        let mut command = cluster.command();
+        command.args(["run", "--replicas", replicas, "--local", "64M", "--", "true"]);
+        command.output().expect("aquifer can be started")
+    };
+    let output = run("2");
+    assert_eq!(output.status.code(), Some(125));
+    let said = text(&output.stderr);
+    assert!(said.contains("--replicas 2") && said.contains("the cluster has 1"), "{said}");
+    assert!(run("1").status.success());
+}
