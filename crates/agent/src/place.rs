@@ -8,7 +8,7 @@ use aquifer_ipc::KeptKind;
 use aquifer_pager::{Memory, Mempool};
 
 use crate::agent::{AgentError, AgentOptions};
-use crate::socket::{listen_or_take, listen_shared};
+use crate::socket::{listen_for_programs, listen_shared};
 
 /// See above.
 #[derive(Debug)]
@@ -34,7 +34,7 @@ impl Place {
         Ok(Self {
             before: None,
             mempool: Mempool::new(options.mempool_bytes).map_err(AgentError::Mempool)?,
-            listener: listen_or_take(&options.socket, options.listener.as_ref())
+            listener: listen_for_programs(&options.socket, options.listener.as_ref())
                 .map_err(|source| AgentError::Listen { path: options.socket.clone(), source })?,
             shared: shared(options).map_err(|source| AgentError::Listen {
                 path: options.shared_socket.clone().unwrap_or_default(),

@@ -1,4 +1,4 @@
-//! Unix sockets that keep message boundaries, for this user only.
+//! Unix sockets that keep message boundaries, for this user only or for all.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -32,9 +32,15 @@ fn listen_at(path: &Path, mode: u32) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Listen at a path, unless there is a socket that does so already.
+/// Listen at a path for this user, unless there is a socket that does so already.
 pub(crate) fn listen_or_take(path: &Path, given: Option<&OwnedFd>) -> io::Result<OwnedFd> {
     given.map_or_else(|| listen_at(path, 0o600), OwnedFd::try_clone)
+}
+
+/// The same for programs of this user's, which may have become somebody else if the user is root.
+pub(crate) fn listen_for_programs(path: &Path, given: Option<&OwnedFd>) -> io::Result<OwnedFd> {
+    let mode = if rustix::process::geteuid().is_root() { 0o666 } else { 0o600 };
+    given.map_or_else(|| listen_at(path, mode), OwnedFd::try_clone)
 }
 
 /// Listen at a path for all users of this host.

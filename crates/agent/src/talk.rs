@@ -25,6 +25,7 @@ const NEWS_TICK: Duration = Duration::from_millis(50);
 const CLOSE_PATIENCE: Duration = Duration::from_millis(500);
 /// After a program's end its monitor needs this long, at most, to give everything back.
 pub(crate) const SETTLE: Duration = Duration::from_secs(10);
+const NOT_YOURS: &str = "this agent is another user's";
 /// Conversations of one user at once; each run is one.
 const TALKS_PER_USER_MAX: usize = 512;
 
@@ -63,10 +64,6 @@ impl Talks {
                 return;
             }
         };
-        if !is_shared && peer.uid != rustix::process::geteuid().as_raw() {
-            tracing::warn!(uid = peer.uid, "a connection of another user was turned away");
-            return;
-        }
         if !self.begin(peer.uid) {
             tracing::warn!(uid = peer.uid, "a user talks too much");
             refuse(&socket, "you have too many programs and requests under way on this host");
@@ -74,7 +71,7 @@ impl Talks {
         }
         let talks = Arc::clone(self);
         let spawned = std::thread::Builder::new().name(format!("talk-{}", peer.pid)).spawn(move || {
-            talks.converse(socket, peer);
+            talks.converse(socket, peer, is_shared || is_own(peer.uid));
             talks.end(peer.uid);
         });
         if let Err(error) = spawned {
@@ -101,8 +98,13 @@ impl Talks {
         }
     }
 
-    fn converse(&self, socket: OwnedFd, peer: Peer) {
+    /// Another user who comes by our own socket is a program of a run that has become somebody else, or has no business here.
+    fn converse(&self, socket: OwnedFd, peer: Peer, is_at_home: bool) {
         let answer = match receive_frame(&socket) {
+            Ok((frame, _)) if !is_at_home && !matches!(frame, Frame::Hello(_) | Frame::WantDevice(_)) => {
+                tracing::warn!(uid = peer.uid, "another user was turned away");
+                Frame::Refused(NOT_YOURS.into())
+            }
             Ok((Frame::Hello(hello), fds)) => {
                 if let Err(error) = self.service.welcome(hello, fds, socket, peer.pid) {
                     tracing::warn!(pid = peer.pid, %error, "a program was refused");
@@ -120,7 +122,13 @@ impl Talks {
             Ok((Frame::Borrow, _)) if is_trusted(peer.uid) => {
                 return self.borrowers.attend(socket, &self.lent);
             }
-            Ok((Frame::WantDevice, _)) => return lend_device(&socket),
+            Ok((Frame::WantDevice(token), _)) => {
+                return if self.service.run(token).is_some() {
+                    lend_device(&socket)
+                } else {
+                    refuse(&socket, NOT_YOURS)
+                };
+            }
             Ok((Frame::Status, _)) => {
                 let status =
                     status(self.host, &self.service, &self.nodes, |tenant| may_see(peer.uid, tenant));
@@ -177,7 +185,11 @@ fn may_see(uid: u32, tenant: u32) -> bool {
 
 /// Our own user, and root.
 fn is_trusted(uid: u32) -> bool {
-    uid == 0 || uid == rustix::process::geteuid().as_raw()
+    uid == 0 || is_own(uid)
+}
+
+fn is_own(uid: u32) -> bool {
+    uid == rustix::process::geteuid().as_raw()
 }
 
 /// Let a program without the right to it make a userfaultfd of its own memory.

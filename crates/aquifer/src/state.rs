@@ -83,22 +83,26 @@ impl StateDir {
         Ok(state)
     }
 
-    /// Create it if it is not there, for this user alone.
+    /// Create it if it is not there, for this user alone. Programs of root's that become somebody else still have to reach their agent,
+    /// so all may pass through root's; what lies there is closed by modes of its own.
     ///
     /// # Errors
     /// It cannot be created, or somebody else was quicker.
     pub fn create(&self) -> Result<(), StateError> {
         let mut builder = DirBuilder::new();
-        builder.mode(0o700);
-        match builder.create(&self.path) {
+        match builder.mode(Self::mode()).create(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             created => created.map_err(|source| self.error("created", source))?,
         }
-        match builder.create(self.path.join("log")) {
+        match builder.mode(0o700).create(self.path.join("log")) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             created => created.map_err(|source| self.error("written to", source))?,
         }
         self.check()
+    }
+
+    fn mode() -> u32 {
+        if rustix::process::geteuid().is_root() { 0o711 } else { 0o700 }
     }
 
     /// The folder.
@@ -215,7 +219,8 @@ mod tests {
         assert!(!path.exists(), "looking for it does not create it");
         state.create().unwrap();
         state.create().expect("twice is fine");
-        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o700);
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, StateDir::mode());
+        assert_eq!(fs::metadata(path.join("log")).unwrap().mode() & 0o777, 0o700);
         assert!(StateDir::locate(Some(&path)).is_ok());
     }
 

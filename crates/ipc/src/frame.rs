@@ -147,8 +147,8 @@ pub enum Frame {
     Taken,
     /// Anyone to agent: change the limit of the run that a process belongs to. Answered with the run's [`Frame::Statistics`].
     SetLimit(SetLimit),
-    /// Program to agent: I may not use userfaultfd, but you may.
-    WantDevice,
+    /// Program of a run to agent: I may not use userfaultfd, but you may.
+    WantDevice(Token),
     /// Agent to program: comes with `/dev/userfaultfd`, open.
     Device,
     /// Agent to `aquifer run`: something that the user should know.
@@ -278,7 +278,7 @@ impl Frame {
             14 => Self::Take,
             15 => Self::Taken,
             16 => Self::SetLimit(SetLimit { pid: reader.u32()?, limit_bytes: reader.u64()? }),
-            17 => Self::WantDevice,
+            17 => Self::WantDevice(Token(reader.array()?)),
             18 => Self::Device,
             20 => Self::Borrow,
             21 => Self::Lent(reader.text()?),
@@ -300,7 +300,6 @@ impl Frame {
             | Self::Borrow
             | Self::Take
             | Self::Taken
-            | Self::WantDevice
             | Self::Device => {}
             Self::Refused(text)
             | Self::Statistics(text)
@@ -314,7 +313,7 @@ impl Frame {
                 out.extend_from_slice(&open.replicas.to_le_bytes());
                 write_text(&open.name, out);
             }
-            Self::RunOpened(token) => out.extend_from_slice(&token.0),
+            Self::RunOpened(token) | Self::WantDevice(token) => out.extend_from_slice(&token.0),
             Self::Put(put) => {
                 out.extend_from_slice(&kept_number(put.kind).to_le_bytes());
                 out.extend_from_slice(&put.id.to_le_bytes());
@@ -337,11 +336,6 @@ impl Frame {
     /// # Panics
     /// If the frame is neither [`Frame::Hello`] nor [`Frame::WantDevice`], or the buffer is too small for it.
     pub fn write_fixed(&self, out: &mut [u8]) -> usize {
-        let hello = match self {
-            Self::Hello(hello) => Some(hello),
-            Self::WantDevice => None,
-            _ => panic!("only what a program says is written without allocating"),
-        };
         let mut at = 0;
         let mut put = |bytes: &[u8]| {
             out[at..at + bytes.len()].copy_from_slice(bytes);
@@ -350,8 +344,10 @@ impl Frame {
         put(&MAGIC);
         put(&VERSION.to_le_bytes());
         put(&self.kind().to_le_bytes());
-        if let Some(hello) = hello {
-            hello_parts(hello, put);
+        match self {
+            Self::Hello(hello) => hello_parts(hello, put),
+            Self::WantDevice(token) => put(&token.0),
+            _ => panic!("only what a program says is written without allocating"),
         }
         at
     }
@@ -374,7 +370,7 @@ impl Frame {
             Self::Take => 14,
             Self::Taken => 15,
             Self::SetLimit(_) => 16,
-            Self::WantDevice => 17,
+            Self::WantDevice(_) => 17,
             Self::Device => 18,
             Self::Borrow => 20,
             Self::Lent(_) => 21,
@@ -487,7 +483,7 @@ mod tests {
             Frame::Take,
             Frame::Taken,
             Frame::SetLimit(SetLimit { pid: 77, limit_bytes: 4096 }),
-            Frame::WantDevice,
+            Frame::WantDevice(Token([9; 16])),
             Frame::Device,
             Frame::Borrow,
             Frame::Lent("{}".into()),
@@ -506,7 +502,7 @@ mod tests {
         for frame in samples() {
             let mut bytes = bytes_of(&frame);
             assert_eq!(Frame::parse(&bytes), Ok(frame.clone()));
-            if let Frame::Hello(_) | Frame::WantDevice = frame {
+            if let Frame::Hello(_) | Frame::WantDevice(_) = frame {
                 let mut fixed = [0; 128];
                 let length = frame.write_fixed(&mut fixed);
                 assert_eq!(fixed[..length], bytes);

@@ -1,11 +1,13 @@
 //! How a program, and each child it forks, comes under the agent's care.
 
+use core::cell::UnsafeCell;
 use core::mem::{offset_of, zeroed};
 use core::ptr::{self, null_mut};
-use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicIsize, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use aquifer_ipc::{BUFFERS, Control, Frame, Hello, TAKE_PAGES_MAX, Token, control::CONTROL_BYTES};
 
+use crate::credentials::Credentials;
 use crate::say;
 use crate::uffd;
 use crate::worker::{self, Worker};
@@ -33,6 +35,9 @@ static ORIGIN: Origin = Origin {
     path: [const { AtomicU32::new(0) }; PATH_BYTES],
 };
 static CONTROL: AtomicPtr<Control> = AtomicPtr::new(null_mut());
+static WORKER: AtomicPtr<Worker> = AtomicPtr::new(null_mut());
+/// The process whose worker that is.
+static OWNER: AtomicIsize = AtomicIsize::new(0);
 /// Says 1 in a process that is attached. Its page is empty in each child that has a copy of the memory, however that was made.
 static MARK: AtomicPtr<AtomicU32> = AtomicPtr::new(null_mut());
 
@@ -98,6 +103,7 @@ unsafe extern "C" fn after_fork() {
 /// Attach under the number that the agent has written into the canary.
 fn attach_child() {
     CONTROL.store(null_mut(), Ordering::Release);
+    WORKER.store(null_mut(), Ordering::Release);
     let canary = ORIGIN.canary.load(Ordering::Relaxed) as *const u64;
     // SAFETY: the page was mapped before the fork and belongs to the shim.
     let number = unsafe { ptr::read_volatile(canary) };
@@ -169,10 +175,32 @@ fn attach(paged: i32, number: u64) {
     pin_self();
     start_worker(
         private,
-        Worker { ready: AtomicU32::new(0), socket, paged, staged, antechamber, staging, control },
+        Worker {
+            ready: AtomicU32::new(0),
+            socket,
+            paged,
+            staged,
+            antechamber,
+            staging,
+            control,
+            assumed: UnsafeCell::new(Credentials::NONE),
+            assuming: AtomicU32::new(0),
+        },
     );
     for fd in [socket, paged, staged] {
         uffd::close(fd);
+    }
+}
+
+/// Have this process' worker be who the caller is now.
+pub fn have_worker_assume(credentials: Credentials) {
+    attach_if_forked();
+    // SAFETY: null, or the bottom of the worker's stack, which stays. A child has just got its own.
+    let worker = unsafe { WORKER.load(Ordering::Acquire).as_ref() };
+    // SAFETY: tells the process. One that shares this memory until it executes something must not speak for the worker's.
+    let is_ours = unsafe { crate::raw::syscall(libc::SYS_getpid, [0; 6]) } == OWNER.load(Ordering::Relaxed);
+    if let Some(worker) = worker.filter(|_| is_ours) {
+        worker.have_assume(credentials);
     }
 }
 
@@ -194,7 +222,9 @@ fn start_worker(private: usize, worker: Worker) {
         while (*place).ready.load(Ordering::Acquire) == 0 {
             libc::sched_yield();
         }
+        OWNER.store(crate::raw::syscall(libc::SYS_getpid, [0; 6]), Ordering::Relaxed);
     }
+    WORKER.store(place, Ordering::Release);
 }
 
 /// The kernel clears a word in a thread's control block when the thread ends, at a time when it cannot wait for a page.
@@ -343,8 +373,11 @@ fn create_uffd() -> i32 {
 fn ask_device() -> i32 {
     for _ in 0..HELLOS_MAX {
         let socket = connect();
-        let answer =
-            if send(socket, &Frame::WantDevice, -1) { receive(socket, &Frame::Device, 1) } else { None };
+        let answer = if send(socket, &Frame::WantDevice(token()), -1) {
+            receive(socket, &Frame::Device, 1)
+        } else {
+            None
+        };
         uffd::close(socket);
         if let Some([device, _]) = answer {
             return device;

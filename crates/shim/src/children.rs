@@ -5,33 +5,22 @@
 
 use core::ffi::{c_int, c_long, c_void};
 use core::mem::transmute;
-use core::ptr::null_mut;
-use core::sync::atomic::{AtomicPtr, Ordering};
 
 use crate::attach::attach_if_forked;
+use crate::next::{Next, fail};
 
 type Work = extern "C" fn(*mut c_void) -> c_int;
 type Clone =
     unsafe extern "C" fn(Work, *mut c_void, c_int, *mut c_void, *mut c_int, *mut c_void, *mut c_int) -> c_int;
 type Fork = unsafe extern "C" fn() -> libc::pid_t;
 
-static NEXT_CLONE: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
-static NEXT_FORK: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
+static NEXT_CLONE: Next = Next::new(c"clone");
+static NEXT_FORK: Next = Next::new(c"_Fork");
 
 /// Look libc's functions up while that is allowed: a signal handler may be what calls them.
 pub fn find_next() {
-    // SAFETY: looks names up.
-    unsafe {
-        NEXT_CLONE.store(libc::dlsym(libc::RTLD_NEXT, c"clone".as_ptr()), Ordering::Release);
-        NEXT_FORK.store(libc::dlsym(libc::RTLD_NEXT, c"_Fork".as_ptr()), Ordering::Release);
-    }
-}
-
-fn next(function: &AtomicPtr<c_void>) -> *mut c_void {
-    if function.load(Ordering::Acquire).is_null() {
-        find_next();
-    }
-    function.load(Ordering::Acquire)
+    NEXT_CLONE.address();
+    NEXT_FORK.address();
 }
 
 /// What a child of `clone` does, in the copy of its parent's memory.
@@ -63,7 +52,7 @@ pub unsafe extern "C" fn clone(
     tls: *mut c_void,
     child: *mut c_int,
 ) -> c_int {
-    let next = next(&NEXT_CLONE);
+    let next = NEXT_CLONE.address();
     if next.is_null() {
         return fail(libc::ENOSYS);
     }
@@ -85,7 +74,7 @@ pub unsafe extern "C" fn clone(
 /// As of libc's `_Fork`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn _Fork() -> libc::pid_t {
-    let next = next(&NEXT_FORK);
+    let next = NEXT_FORK.address();
     if next.is_null() {
         return fail(libc::ENOSYS);
     }
@@ -117,11 +106,4 @@ pub unsafe extern "C" fn syscall(
         attach_if_forked();
     }
     if (-4095..0).contains(&result) { c_long::from(fail(-result as c_int)) } else { result as c_long }
-}
-
-/// As libc's functions do.
-fn fail(error: c_int) -> c_int {
-    // SAFETY: libc's errno is always there.
-    unsafe { *libc::__errno_location() = error };
-    -1
 }

@@ -15,6 +15,8 @@
 
 mod attach;
 mod children;
+mod credentials;
+mod next;
 mod raw;
 mod say;
 mod threads;
@@ -26,6 +28,9 @@ use core::ffi::CStr;
 use aquifer_ipc::Token;
 
 pub use children::{_Fork, clone, syscall};
+pub use credentials::{
+    setegid, seteuid, setgid, setgroups, setregid, setresgid, setresuid, setreuid, setuid,
+};
 pub use threads::pthread_create;
 
 /// Runs when the dynamic linker has loaded the library, before the program's own code.

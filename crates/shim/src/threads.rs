@@ -2,16 +2,15 @@
 
 use core::ffi::c_void;
 use core::mem::transmute;
-use core::ptr::null_mut;
-use core::sync::atomic::{AtomicPtr, Ordering};
 
 use crate::attach::pin_self;
+use crate::next::Next;
 
 type Routine = extern "C" fn(*mut c_void) -> *mut c_void;
 type Create =
     unsafe extern "C" fn(*mut libc::pthread_t, *const libc::pthread_attr_t, Routine, *mut c_void) -> i32;
 
-static NEXT: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
+static NEXT: Next = Next::new(c"pthread_create");
 
 #[repr(C)]
 struct Start {
@@ -42,13 +41,9 @@ pub unsafe extern "C" fn pthread_create(
 ) -> i32 {
     // SAFETY: the next definition of this name is libc's, which has the type `Create`; the rest is passed on as it came.
     unsafe {
-        let mut next = NEXT.load(Ordering::Acquire);
+        let next = NEXT.address();
         if next.is_null() {
-            next = libc::dlsym(libc::RTLD_NEXT, c"pthread_create".as_ptr());
-            if next.is_null() {
-                return libc::EAGAIN;
-            }
-            NEXT.store(next, Ordering::Release);
+            return libc::EAGAIN;
         }
         let create: Create = transmute::<*mut c_void, Create>(next);
         let start: *mut Start = libc::malloc(size_of::<Start>()).cast();

@@ -3,11 +3,13 @@
 //! It depends on none of the program's memory: raw system calls, its own stack, its own table of open files, no
 //! thread-local storage. When the agent is gone it waits for ever and harms nothing.
 
+use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicU32, Ordering};
 
 use aquifer_ipc::control::{BatchRecord, STATUS_MOVED};
 use aquifer_ipc::{BUFFERS, Control, TAKE_PAGES_MAX};
 
+use crate::credentials::Credentials;
 use crate::raw::syscall;
 use crate::uffd;
 
@@ -36,6 +38,38 @@ pub struct Worker {
     pub staging: usize,
     /// The memory shared with the agent.
     pub control: *const Control,
+    /// Who the worker is to be. Here, and not in the program's memory: that may have left, and would not come back while the agent waits
+    /// for the worker.
+    pub assumed: UnsafeCell<Credentials>,
+    /// 1 while a thread waits until the worker is that.
+    pub assuming: AtomicU32,
+}
+
+impl Worker {
+    /// Have the worker assume credentials, and wait until it has. Called by one of the program's threads at a time.
+    pub fn have_assume(&self, credentials: Credentials) {
+        // SAFETY: the worker looks at it only while `assuming` is 1, which the thread that was here before waited for the end of.
+        unsafe { *self.assumed.get() = credentials };
+        self.assuming.store(1, Ordering::Release);
+        // SAFETY: the control memory is mapped for the life of the process.
+        let command = unsafe { &(*self.control).command };
+        while self.assuming.load(Ordering::Acquire) == 1 {
+            // Again and again: the worker may be just about to sleep.
+            futex(command, FUTEX_WAKE, 1);
+            // SAFETY: only lets others run.
+            unsafe { syscall(libc::SYS_sched_yield, [0; 6]) };
+        }
+    }
+
+    fn assume(&self) {
+        if self.assuming.load(Ordering::Acquire) == 1 {
+            // SAFETY: whoever has written it waits until it is taken back.
+            if !unsafe { &*self.assumed.get() }.assume() {
+                give_up();
+            }
+            self.assuming.store(0, Ordering::Release);
+        }
+    }
 }
 
 /// The thread's entry.
@@ -50,6 +84,7 @@ pub extern "C" fn main(argument: usize) -> ! {
     worker.ready.store(1, Ordering::Release);
     let mut last = 0;
     loop {
+        worker.assume();
         let command = control.command.load(Ordering::Acquire);
         if command == last {
             futex(&control.command, FUTEX_WAIT, last);
@@ -180,7 +215,8 @@ fn stage(worker: &Worker, batch: &BatchRecord, count: usize, room: usize) {
     }
 }
 
-/// A taken page can neither go on nor back. It is better that the program ends than that it reads zeros.
+/// A taken page can neither go on nor back, or rights cannot be given up: it is better that the program ends than that it reads zeros, or
+/// keeps a thread that may do what it may not.
 fn give_up() -> ! {
     loop {
         // SAFETY: ends the process.

@@ -1,6 +1,7 @@
 //! A cluster of the built program, in a folder of its own.
 
-use std::fs::File;
+use std::fs::{File, Permissions};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -37,6 +38,8 @@ impl Cluster {
     pub fn up_with(nodes: usize, memory: &str, options: &[&str]) -> Self {
         let alone = build::lock("e2e-cluster.lock");
         let state = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
+        // As `aquifer up` would make it for root: programs that become somebody else still reach their agent.
+        std::fs::set_permissions(state.path(), Permissions::from_mode(0o711)).expect("our own folder");
         let mut cluster = Self { state, nodes, agent_socket: PathBuf::new(), _alone: alone };
         let mut up = cluster.command();
         up.args(["up", "--nodes", &nodes.to_string(), "--memory", memory]).args(options);

@@ -43,6 +43,15 @@ fn a_daemon_that_closes_all_descriptors_goes_on_being_paged() {
 }
 
 #[test]
+fn a_program_that_becomes_another_user_keeps_no_rights_and_may_fork() {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root can become another user");
+        return;
+    }
+    check("setuid");
+}
+
+#[test]
 fn memory_may_be_populated_at_once() {
     check("populate");
 }

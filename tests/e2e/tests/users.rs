@@ -98,3 +98,19 @@ fn an_agent_serves_only_its_own_user_unless_it_is_told() {
     std::fs::set_permissions(house.0.cluster.state(), Permissions::from_mode(0o700)).expect("our own folder");
     assert!(!output.expect("setpriv can be started").status.success(), "the private socket is no way in");
 }
+
+/// Programs of root's may come by it as somebody else, so others can reach it.
+#[test]
+fn roots_own_door_is_for_programs_of_its_runs() {
+    if !can_be_others() {
+        return;
+    }
+    let house = Guests(House::build());
+    for words in [&["status"][..], &["limit", "1", "64M"], &["run", "--local", "64M", "--", "true"]] {
+        let mut command = house.0.command(ANNE, words);
+        command.env("AQUIFER_AGENT", house.0.cluster.agent_socket());
+        let output = command.output().expect("setpriv can be started");
+        assert!(!output.status.success(), "{words:?}");
+        assert!(text(&output.stderr).contains("another user's"), "{words:?}: {}", text(&output.stderr));
+    }
+}

@@ -2,6 +2,7 @@
 // stack in the heap, mutexes that outlive their owner.
 #include "content.h"
 #include "tests.h"
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <grp.h>
@@ -68,15 +69,46 @@ void test_daemon(void) {
 
 // ---- a program of root's that becomes nobody's ---------------------------------------------------------
 
+// No thread may keep what the program has given up, not even one that it does not know of.
+static void verify_threads_are_nobody(void) {
+    DIR *tasks = opendir("/proc/self/task");
+    if (tasks == NULL) die("/proc/self/task");
+    for (struct dirent *entry; (entry = readdir(tasks)) != NULL;) {
+        char path[300], line[200];
+        unsigned ids[4];
+        int checked = 0;
+        if (entry->d_name[0] == '.') continue;
+        snprintf(path, sizeof path, "/proc/self/task/%s/status", entry->d_name);
+        FILE *status = fopen(path, "r");
+        if (status == NULL) die(path);
+        while (fgets(line, sizeof line, status) != NULL) {
+            if (strncmp(line, "Groups:", 7) == 0 && strspn(line + 7, " \t\n") != strlen(line + 7)) fail("setuid", line);
+            if (sscanf(line, "Uid: %u %u %u %u", ids, ids + 1, ids + 2, ids + 3) != 4
+                && sscanf(line, "Gid: %u %u %u %u", ids, ids + 1, ids + 2, ids + 3) != 4)
+                continue;
+            for (unsigned i = 0; i < 4; i++)
+                if (ids[i] != NOBODY) fail("setuid", "a thread kept its rights");
+            checked++;
+        }
+        if (checked != 2) fail("setuid", "a thread could not be looked at");
+        fclose(status);
+    }
+    closedir(tasks);
+}
+
 void test_setuid(void) {
     struct numbers numbers = numbers_new(3100);
     struct area area = half("setuid");
     modify_every(&area, &numbers);
     if (setgroups(0, NULL) != 0 || setgid(NOBODY) != 0 || setuid(NOBODY) != 0) die("setuid");
+    verify_threads_are_nobody();
     modify_every(&area, &numbers);
     pid_t child = forked();
     modify_every(&area, &numbers);
-    if (child == 0) _exit(0);
+    if (child == 0) {
+        verify_threads_are_nobody();
+        _exit(0);
+    }
     expect_end(child, "setuid");
     finish(&area);
 }
