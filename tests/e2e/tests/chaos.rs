@@ -61,8 +61,9 @@ fn make_one_fault(cluster: &Cluster, etcd: &mut Etcd, number: usize) {
         }
         _ => {
             etcd.member(0).kill();
-            restart_agent(cluster);
+            await_service(cluster);
             etcd.member(0).restart();
+            restart_agent(cluster);
         }
     }
 }

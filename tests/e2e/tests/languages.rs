@@ -58,7 +58,7 @@ fn go_that_is_static_is_refused_with_the_way_out() {
     let cluster = Cluster::up(1, "64M");
     let program = build_go(cluster.state(), "check-static", "0", &["check.go"]);
     let output = cluster.run("64M", &[program.to_str().expect("a plain path"), "16"]);
-    assert_eq!(output.status.code(), Some(125));
+    assert_eq!(output.status.code(), Some(126));
     let said = text(&output.stderr);
     assert!(said.contains("is statically linked") && said.contains("CGO_ENABLED=1"), "{said}");
 }

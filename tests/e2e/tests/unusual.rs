@@ -1,11 +1,12 @@
 //! What few programs do, and some must. The checker does it in a quarter of its memory; others look at it from outside.
 
+use std::collections::HashSet;
 use std::path::Path;
 use std::process::Command;
 
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::restart::{await_time, figure};
-use aquifer_tests_e2e::run::{Running, run_plainly};
+use aquifer_tests_e2e::run::{Running, run_plainly, status};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 
 const BYTES: &str = "64M";
@@ -88,8 +89,42 @@ fn a_static_program_is_left_alone_in_a_run_and_refused_as_one() {
     let inside = cluster.run("16M", &["sh", "-c", &format!("{program}; echo $?")]);
     assert_eq!(text(&inside.stdout), "7\n3\n", "{}", text(&inside.stderr));
     let alone = cluster.run("16M", &[program]);
-    assert_eq!(alone.status.code(), Some(125));
+    assert_eq!(alone.status.code(), Some(126));
     assert!(text(&alone.stderr).contains("is statically linked"), "{}", text(&alone.stderr));
+    cluster.assert_all_free();
+}
+
+/// The processes of all runs, as the agent knows them; 0 for those that it does not know yet.
+fn pids(cluster: &Cluster) -> Vec<u64> {
+    let Some(status) = status(cluster.agent_socket()) else { return Vec::new() };
+    let runs = status["runs"].as_array().into_iter().flatten();
+    let programs = runs.flat_map(|run| run["programs"].as_array().into_iter().flatten());
+    programs.filter_map(|program| program["pid"].as_u64()).collect()
+}
+
+/// Numbers that such a program's kernel gives are not those of the agent's.
+#[test]
+fn children_in_a_name_space_of_processes_are_known_by_the_numbers_outside() {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root can make name spaces");
+        return;
+    }
+    let cluster = Cluster::up(2, "256M");
+    let checker = build::programs().join("checker");
+    let words = ["by-fork", "--bytes", "32M", "--rounds", "3"];
+    let mut program = vec!["unshare", "--pid", "--fork", checker.to_str().expect("a plain path")];
+    program.extend(words);
+    let mut run = Running::start(&mut cluster.run_command("12M", &program), true, Box::new(|| 0));
+    let mut seen = HashSet::new();
+    while !run.has_ended() {
+        let known = pids(&cluster);
+        // Those of a new name space begin with 1.
+        let mistaken = known.iter().filter(|pid| (1..u64::from(run.pid())).contains(*pid)).count();
+        assert_eq!(mistaken, 0, "{known:?}");
+        seen.extend(known);
+    }
+    run.wait().assert_success("the checker in a name space of its own");
+    assert!(seen.len() > 2, "its children were never seen: {seen:?}");
     cluster.assert_all_free();
 }
 

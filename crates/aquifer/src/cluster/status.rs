@@ -141,7 +141,7 @@ fn in_words(status: &Status) -> String {
 fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
     if status.parts.iter().all(|part| !part.alive) && status.agent.is_none() {
         writeln!(text, "No cluster is up in {}. Start one with: aquifer up", status.state)?;
-        return Ok(());
+        return status.problems.iter().try_for_each(|problem| writeln!(text, "{problem}"));
     }
     let missing = status.parts.iter().filter(|part| !part.alive).count();
     match missing {
