@@ -3,11 +3,16 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::time::Duration;
 
-use aquifer_faults::serve::attach::{receive_frame, send_frame};
+use aquifer_faults::serve::attach::{AttachError, receive_frame, send_frame};
 use aquifer_ipc::{Frame, SetLimit};
 
 use crate::report::{AgentStatus, RunStatistics};
+
+/// An agent that asks its nodes before it answers waits up to 5 s for one that stands still.
+const PATIENCE: Duration = Duration::from_secs(8);
+const ANSWERED_ELSE: &str = "the agent answered something else";
 
 /// Connect to the agent that listens at `path`.
 ///
@@ -23,12 +28,9 @@ pub fn connect(path: &Path) -> io::Result<OwnedFd> {
 /// If no agent listens there, or it refuses.
 pub fn set_limit(path: &Path, pid: u32, limit_bytes: u64) -> io::Result<RunStatistics> {
     let socket = connect(path)?;
-    send_frame(&socket, &Frame::SetLimit(SetLimit { pid, limit_bytes }), &[])?;
-    match receive_frame(&socket) {
-        Ok((Frame::Statistics(text), _)) => serde_json::from_str(&text).map_err(io::Error::other),
-        Ok((Frame::Refused(reason), _)) => Err(io::Error::other(reason)),
-        Ok(_) => Err(io::Error::other("the agent answered something else")),
-        Err(error) => Err(io::Error::other(error)),
+    match ask(&socket, &Frame::SetLimit(SetLimit { pid, limit_bytes }))? {
+        Frame::Statistics(text) => serde_json::from_str(&text).map_err(io::Error::other),
+        _ => Err(io::Error::other(ANSWERED_ELSE)),
     }
 }
 
@@ -40,11 +42,23 @@ pub fn status(path: &Path) -> io::Result<Option<AgentStatus>> {
     let Ok(socket) = connect(path) else {
         return Ok(None);
     };
-    send_frame(&socket, &Frame::Status, &[])?;
-    match receive_frame(&socket) {
-        Ok((Frame::StatusIs(text), _)) => serde_json::from_str(&text).map(Some).map_err(io::Error::other),
+    match ask(&socket, &Frame::Status)? {
+        Frame::StatusIs(text) => serde_json::from_str(&text).map(Some).map_err(io::Error::other),
+        _ => Err(io::Error::other(ANSWERED_ELSE)),
+    }
+}
+
+/// Ask, and wait for the answer, but not for ever: an agent that stands still listens on.
+fn ask(socket: &OwnedFd, question: &Frame) -> io::Result<Frame> {
+    rustix::net::sockopt::set_socket_timeout(socket, rustix::net::sockopt::Timeout::Recv, Some(PATIENCE))?;
+    send_frame(socket, question, &[])?;
+    match receive_frame(socket) {
         Ok((Frame::Refused(reason), _)) => Err(io::Error::other(reason)),
-        Ok(_) => Err(io::Error::other("the agent answered something else")),
+        Ok((answer, _)) => Ok(answer),
+        Err(AttachError::System(error)) if error.kind() == io::ErrorKind::WouldBlock => {
+            let seconds = PATIENCE.as_secs();
+            Err(io::Error::other(format!("the agent does not answer within {seconds} s; is it stopped?")))
+        }
         Err(error) => Err(io::Error::other(error)),
     }
 }

@@ -9,6 +9,7 @@ mod cluster;
 mod demo;
 mod peers;
 mod run;
+mod say;
 mod settings;
 mod setup;
 mod size;

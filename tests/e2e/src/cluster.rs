@@ -15,6 +15,7 @@ use crate::{build, eventually, processes};
 #[derive(Debug)]
 pub struct Cluster {
     state: TempDir,
+    run_options: Vec<String>,
     nodes: usize,
     agent_socket: PathBuf,
     _alone: File,
@@ -40,7 +41,8 @@ impl Cluster {
         let state = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
         // As `aquifer up` would make it for root: programs that become somebody else still reach their agent.
         std::fs::set_permissions(state.path(), Permissions::from_mode(0o711)).expect("our own folder");
-        let mut cluster = Self { state, nodes, agent_socket: PathBuf::new(), _alone: alone };
+        let mut cluster =
+            Self { state, run_options: Vec::new(), nodes, agent_socket: PathBuf::new(), _alone: alone };
         let mut up = cluster.command();
         up.args(["up", "--nodes", &nodes.to_string(), "--memory", memory]).args(options);
         let output = up.output().expect("aquifer can be started");
@@ -68,8 +70,19 @@ impl Cluster {
     #[must_use]
     pub fn run_command(&self, limit: &str, program: &[&str]) -> Command {
         let mut command = self.command();
-        command.args(["run", "--local", limit, "--"]).args(program);
+        command.arg("run").args(&self.run_options).args(["--local", limit, "--"]).args(program);
         command
+    }
+
+    /// What every `aquifer run` is told from now on.
+    pub fn set_run_options(&mut self, options: &[&str]) {
+        self.run_options = options.iter().map(ToString::to_string).collect();
+    }
+
+    /// See [`Self::set_run_options`].
+    #[must_use]
+    pub fn run_options(&self) -> &[String] {
+        &self.run_options
     }
 
     /// Run a program to its end, without input.

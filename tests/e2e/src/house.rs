@@ -24,15 +24,15 @@ impl House {
     /// If that fails.
     #[must_use]
     pub fn build() -> Self {
-        Self::build_with(&[])
+        Self::build_with(2, &[])
     }
 
-    /// The same with further options of `aquifer up`.
+    /// The same with so many nodes and further options of `aquifer up`.
     ///
     /// # Panics
     /// If that fails.
     #[must_use]
-    pub fn build_with(options: &[&str]) -> Self {
+    pub fn build_with(nodes: usize, options: &[&str]) -> Self {
         let folder = TempDir::with_prefix("aquifer-e2e-users-").expect("a temporary folder can be made");
         std::fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("our own folder");
         let checker = build::programs().join("checker");
@@ -45,7 +45,7 @@ impl House {
         let socket = socket.to_str().expect("a plain path").to_owned();
         let mut words = vec!["--shared-socket", &socket];
         words.extend(options);
-        let cluster = Cluster::up_with(2, "256M", &words);
+        let cluster = Cluster::up_with(nodes, "256M", &words);
         Self { folder, cluster }
     }
 

@@ -42,8 +42,9 @@ impl Postgres {
         let made = made.expect("setpriv can be started");
         assert!(made.status.success(), "initdb: {}", text(&made.stderr));
         let server = tool("postgres");
-        let words = [
-            "run",
+        let mut words = vec!["run"];
+        words.extend(house.cluster.run_options().iter().map(String::as_str));
+        words.extend([
             "--local",
             limit,
             "--",
@@ -62,7 +63,7 @@ impl Postgres {
             "fsync=off",
             "-c",
             "max_parallel_workers_per_gather=0",
-        ];
+        ]);
         let mut command = house.command(NOBODY, &words);
         command.env_remove("PGDATA");
         let mut postgres = Self { server: Running::start(&mut command, true, Box::new(|| 0)), folder };

@@ -133,3 +133,18 @@ fn a_user_without_rights_to_userfaultfd_is_told_how_to_get_them() {
     assert_refused(&output, EXIT_FAILED, &["/dev/userfaultfd", "vm.unprivileged_userfaultfd"]);
     assert!(down.status.success(), "{}", text(&down.stderr));
 }
+
+/// `aquifer status | true`.
+#[test]
+fn nobody_reads_what_is_said() {
+    let folder = TempDir::new().expect("a temporary folder can be made");
+    for words in [&["status"][..], &["status", "--json"], &["bench", "list"]] {
+        let (reader, writer) = std::io::pipe().expect("a pipe can be made");
+        drop(reader);
+        let mut command = Command::new(build::binary());
+        let output = command.arg("--state").arg(folder.path()).args(words).stdout(writer).output();
+        let output = output.expect("aquifer can be started");
+        assert!(output.status.success(), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
+        assert_eq!(String::from_utf8_lossy(&output.stderr), "", "{words:?}");
+    }
+}

@@ -4,6 +4,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::postgres::Postgres;
 use aquifer_tests_e2e::redis::Redis;
 use aquifer_tests_e2e::restart::{figure, restart_agent};
@@ -12,6 +13,8 @@ use aquifer_tests_support::Etcd;
 use rustix::process::Signal;
 
 const SECONDS_VARIABLE: &str = "AQUIFER_SOAK_S";
+/// One more than there are copies, so that a missing one can be made anew.
+const NODES: usize = 3;
 const REDIS_BYTES: &str = "32M";
 const REDIS_LIMIT: u64 = 12 << 20;
 const TRANSACTIONS: usize = 50;
@@ -49,23 +52,58 @@ fn await_service(cluster: &Cluster) {
     });
 }
 
-fn make_one_fault(cluster: &Cluster, etcd: &mut Etcd, number: usize) {
-    match number % 4 {
-        0 => restart_agent(cluster),
-        1 | 3 => {
-            let node = cluster.part("node", Some(number % 4 / 2 + 1));
-            processes::signal(node, Signal::STOP);
-            let stopped = cluster.status();
-            processes::signal(node, Signal::CONT);
-            assert!(stopped.is_object());
-        }
-        _ => {
-            etcd.member(0).kill();
-            await_service(cluster);
-            etcd.member(0).restart();
-            restart_agent(cluster);
-        }
+/// What happens, one after the other.
+const FAULTS: [fn(&Cluster, &mut Etcd, usize); 6] =
+    [kill_agent, stop_node, kill_node, kill_etcd, stop_agent, kill_node];
+
+fn kill_agent(cluster: &Cluster, _: &mut Etcd, _: usize) {
+    restart_agent(cluster);
+}
+
+/// What is stopped goes on when this is dropped.
+struct Stopped(u32);
+
+impl Stopped {
+    fn new(pid: u32) -> Self {
+        processes::signal(pid, Signal::STOP);
+        Self(pid)
     }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        processes::signal(self.0, Signal::CONT);
+    }
+}
+
+fn stop_node(cluster: &Cluster, _: &mut Etcd, time: usize) {
+    let _stopped = Stopped::new(cluster.part("node", Some(time % NODES + 1)));
+    await_service(cluster);
+}
+
+/// Nobody is served meanwhile; whoever asks for a status waits in vain.
+fn stop_agent(cluster: &Cluster, _: &mut Etcd, _: usize) {
+    let _stopped = Stopped::new(cluster.part("agent", None));
+    assert!(cluster.status().is_object());
+}
+
+fn kill_node(cluster: &Cluster, _: &mut Etcd, time: usize) {
+    // Each page must be on another node, too.
+    let is_whole = || (figure(cluster, "degraded_slabs")? == 0).then_some(());
+    eventually("all pages to be on two nodes", is_whole);
+    let node = time % NODES + 1;
+    processes::kill(cluster.part("node", Some(node)));
+    await_service(cluster);
+    let output = cluster.command().arg("up").output().expect("aquifer can be started");
+    assert!(output.status.success(), "aquifer up failed: {}", text(&output.stderr));
+    eventually("all pages to be on two nodes again", is_whole);
+}
+
+fn kill_etcd(cluster: &Cluster, etcd: &mut Etcd, _: usize) {
+    etcd.member(0).kill();
+    await_service(cluster);
+    etcd.member(0).restart();
+    restart_agent(cluster);
 }
 
 #[test]
@@ -74,7 +112,8 @@ fn nothing_is_lost_while_parts_die_and_stop() {
     let seconds =
         std::env::var(SECONDS_VARIABLE).map_or(0, |text| text.parse().expect("a number of seconds"));
     let mut etcd = Etcd::start();
-    let house = House::build_with(&["--fabric", "tcp", "--directory", &etcd.address()]);
+    let mut house = House::build_with(NODES, &["--fabric", "tcp", "--directory", &etcd.address()]);
+    house.cluster.set_run_options(&["--replicas", "2"]);
     let cluster = &house.cluster;
     let postgres = Postgres::start(&house, "24M");
     postgres.open_books();
@@ -95,9 +134,9 @@ fn nothing_is_lost_while_parts_die_and_stop() {
         let started = Instant::now();
         let mut faults = 0;
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            while faults < 4 || started.elapsed() < Duration::from_secs(seconds) {
+            while faults < FAULTS.len() || started.elapsed() < Duration::from_secs(seconds) {
                 await_service(cluster);
-                make_one_fault(cluster, &mut etcd, faults);
+                FAULTS[faults % FAULTS.len()](cluster, &mut etcd, faults);
                 faults += 1;
             }
         }));

@@ -14,6 +14,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 
+use crate::say::{say, say_line};
 pub use error::BenchError;
 use support::interrupt;
 use support::report::Report;
@@ -65,7 +66,7 @@ const BENCHES: [Bench; 2] = [
 /// If there is no such bench, or it could not measure what it should.
 pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
     if args.name == "list" {
-        print!("{}", list());
+        say!("{}", list());
         return Ok(ExitCode::SUCCESS);
     }
     let bench = BENCHES
@@ -82,17 +83,17 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
 
 fn measure(bench: &Bench, args: &BenchArgs) -> Result<ExitCode, BenchError> {
     let report = (bench.run)(args)?;
-    print!("{}", report.to_text());
+    say!("{}", report.to_text());
     if let Some(path) = &args.json {
         let text = serde_json::to_string_pretty(&report).expect("figures can be written");
         std::fs::write(path, text + "\n").map_err(BenchError::io("write", path))?;
-        println!("figures: {}", path.display());
+        say_line!("figures: {}", path.display());
     }
     if let Some(folder) = &args.out {
         std::fs::create_dir_all(folder).map_err(BenchError::io("create the folder", folder))?;
         let path = folder.join(format!("{}.svg", bench.name));
         report.draw(&path)?;
-        println!("picture: {}", path.display());
+        say_line!("picture: {}", path.display());
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -8,6 +8,7 @@ use super::launch::{End, LaunchError, life_of, stop};
 use super::lock::Lock;
 use super::part::{Part, names};
 use crate::Outcome;
+use crate::say::say_line;
 use crate::state::StateDir;
 
 /// Name of the lock that `up` and `down` hold, so that they do not work against each other.
@@ -20,7 +21,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// Stop the cluster and remove its traces, but for the logs and the directory's file.
 pub fn down(state: &StateDir) -> Outcome {
     if !state.path().exists() {
-        println!("No cluster is up in {}", state.path().display());
+        say_line!("No cluster is up in {}", state.path().display());
         return Ok(ExitCode::SUCCESS);
     }
     state.create()?;
@@ -35,14 +36,14 @@ pub fn down(state: &StateDir) -> Outcome {
         _ => {}
     }
     if ended.is_empty() {
-        println!("No cluster is up in {}", state.path().display());
+        say_line!("No cluster is up in {}", state.path().display());
         return Ok(ExitCode::SUCCESS);
     }
     let stopped: Vec<_> = ended.iter().map(|(part, _)| *part).collect();
-    println!("Stopped {}", names(&stopped));
+    say_line!("Stopped {}", names(&stopped));
     let killed: Vec<_> = ended.iter().filter(|(_, end)| *end == End::Killed).map(|(part, _)| *part).collect();
     if !killed.is_empty() {
-        println!("These did not end when asked, and were killed: {}", names(&killed));
+        say_line!("These did not end when asked, and were killed: {}", names(&killed));
     }
     Ok(ExitCode::SUCCESS)
 }

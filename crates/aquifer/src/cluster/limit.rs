@@ -4,6 +4,7 @@ use std::process::ExitCode;
 
 use crate::Outcome;
 use crate::cli::LimitArguments;
+use crate::say::say_line;
 use crate::size::Size;
 use crate::state::StateDir;
 
@@ -11,7 +12,7 @@ use crate::state::StateDir;
 pub fn limit(state: &StateDir, arguments: &LimitArguments) -> Outcome {
     let run = aquifer_agent::client::set_limit(&arguments.agent.socket(state), arguments.pid, arguments.size)
         .map_err(|error| format!("the limit of process {} stays: {error}", arguments.pid))?;
-    println!(
+    say_line!(
         "{}: may have {} from now on, has {} resident",
         run.name,
         Size(run.limit_bytes),

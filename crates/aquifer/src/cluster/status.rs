@@ -14,6 +14,7 @@ use super::shape::Shape;
 use super::source::Source;
 use crate::Outcome;
 use crate::cli::StatusArguments;
+use crate::say::{say, say_line};
 use crate::size::Size;
 use crate::state::StateDir;
 
@@ -52,9 +53,9 @@ struct NodeStatus {
 pub fn status(state: &StateDir, arguments: &StatusArguments) -> Outcome {
     let status = find_out(state, &arguments.agent.socket(state))?;
     if arguments.json {
-        println!("{}", serde_json::to_string_pretty(&status)?);
+        say_line!("{}", serde_json::to_string_pretty(&status)?);
     } else {
-        print!("{}", in_words(&status));
+        say!("{}", in_words(&status));
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -12,6 +12,7 @@ use super::shape::Shape;
 use super::source::Source;
 use crate::Outcome;
 use crate::cli::UpArguments;
+use crate::say::say_line;
 use crate::size::Size;
 use crate::state::StateDir;
 
@@ -24,7 +25,7 @@ pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
     let shape = shape(state, arguments)?;
     let missing = missing(state, &shape)?;
     if missing.is_empty() {
-        println!("The cluster is up already: {shape}, in {}", state.path().display());
+        say_line!("The cluster is up already: {shape}, in {}", state.path().display());
         return Ok(ExitCode::SUCCESS);
     }
     check_memory(&shape, &missing)?;
@@ -42,9 +43,9 @@ pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
         }
         return Err(error.into());
     }
-    println!("Started {}", names(&missing));
-    println!("The cluster is up: {shape}, in {}", state.path().display());
-    println!("Try: aquifer run --local 64M -- PROGRAM ARGUMENTS");
+    say_line!("Started {}", names(&missing));
+    say_line!("The cluster is up: {shape}, in {}", state.path().display());
+    say_line!("Try: aquifer run --local 64M -- PROGRAM ARGUMENTS");
     Ok(ExitCode::SUCCESS)
 }
 

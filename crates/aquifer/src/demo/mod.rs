@@ -14,6 +14,7 @@ use crate::bench::BenchError;
 use crate::bench::support::bytes::{MIB, show_bytes};
 use crate::bench::support::cluster::Cluster;
 use crate::bench::support::interrupt;
+use crate::say::{say, say_line};
 use crate::setup::cleanup_stale;
 use program::Program;
 use ways::{Stage, Way};
@@ -46,24 +47,24 @@ fn play(args: &DemoArgs) -> Result<ExitCode, BenchError> {
     }
     let folder = tempfile::tempdir().map_err(BenchError::io("make a folder in", &std::env::temp_dir()))?;
     let program = Program::find(folder.path())?;
-    println!("{}\n", program.about());
+    say_line!("{}\n", program.about());
     let mut stage = Stage::new(program, folder.path().to_owned());
     let plain = stage.run(Way::Plain)?;
-    println!("{}", plain.line());
+    say_line!("{}", plain.line());
     let limit_bytes = (plain.resident_peak_bytes / LOCAL_SHARE / MIB).max(8) * MIB;
-    println!("{:<12} {} of memory, a quarter of that peak, from here on", "", show_bytes(limit_bytes));
+    say_line!("{:<12} {} of memory, a quarter of that peak, from here on", "", show_bytes(limit_bytes));
     let mut played = vec![plain];
 
     let cluster = Cluster::up(played[0].resident_peak_bytes.max(NODE_BYTES_MIN))?;
     played.push(stage.run(Way::Pool { cluster: &cluster, limit_bytes })?);
     drop(cluster);
-    println!("{}", played[1].line());
+    say_line!("{}", played[1].line());
     compare(folder.path(), Way::POOL, &played)?;
 
     let swap_bytes = 2 * played[0].resident_peak_bytes;
     let skipped = match stage.run(Way::Swap { limit_bytes, swap_bytes }) {
         Ok(swap) => {
-            println!("{}", swap.line());
+            say_line!("{}", swap.line());
             played.push(swap);
             compare(folder.path(), Way::SWAP, &played)?;
             None
@@ -71,14 +72,14 @@ fn play(args: &DemoArgs) -> Result<ExitCode, BenchError> {
         Err(BenchError::Peer(error)) => Some(format!("{:<12} left out: {error}", Way::SWAP)),
         Err(error) => return Err(error),
     };
-    println!("\noutputs are equal, byte for byte: {}\n", show_bytes(played[0].output_bytes));
-    print!("{}", picture::table(&played));
+    say_line!("\noutputs are equal, byte for byte: {}\n", show_bytes(played[0].output_bytes));
+    say!("{}", picture::table(&played));
     if let Some(skipped) = &skipped {
-        println!("{skipped}");
+        say_line!("{skipped}");
     }
-    print!("\n{}", picture::text(&played, limit_bytes));
+    say!("\n{}", picture::text(&played, limit_bytes));
     picture::draw(&args.picture, &played, limit_bytes, stage.title())?;
-    println!("\npicture: {}", args.picture.display());
+    say_line!("\npicture: {}", args.picture.display());
     Ok(ExitCode::SUCCESS)
 }
 

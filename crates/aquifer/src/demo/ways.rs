@@ -12,6 +12,7 @@ use crate::bench::support::bytes::show_bytes;
 use crate::bench::support::child::{self, Moment, Outcome, Streams, Watched};
 use crate::bench::support::cluster::{Cluster, read_statistics};
 use crate::peers::{Peer, PeerSetup, ReadAhead};
+use crate::say::say_line;
 
 /// How often cluster or kernel are asked what they hold; asking costs processor time that the program wants.
 const ASK: Duration = Duration::from_millis(500);
@@ -143,7 +144,7 @@ impl Stage {
             Way::Swap { limit_bytes, swap_bytes } => match self.swap(limit_bytes, swap_bytes)? {
                 Some(played) => Ok(played),
                 None => {
-                    println!("{:<12} the kernel killed it for want of memory; once more", way.name());
+                    say_line!("{:<12} the kernel killed it for want of memory; once more", way.name());
                     self.swap(limit_bytes, swap_bytes)?.ok_or_else(|| BenchError::Program {
                         program: self.program.executable().display().to_string(),
                         way: way.name().into(),

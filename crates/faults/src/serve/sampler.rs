@@ -71,8 +71,23 @@ struct Watch {
     run: Weak<Run>,
     programs: Vec<Seen>,
     next: Instant,
-    over_since: Option<Instant>,
+    over: Option<Over>,
     shared: Shared,
+}
+
+/// A run is over its limit.
+#[derive(Clone, Copy, Debug)]
+struct Over {
+    since: Instant,
+    /// Pages that had been taken out of its programs by then.
+    evictions: u64,
+}
+
+impl Over {
+    /// Whether that will not change: what cannot be taken is too much, or nothing was taken all the time.
+    fn is_for_good(self, evictions: u64, untakable: u64, max: u64) -> bool {
+        untakable > max || evictions == self.evictions
+    }
 }
 
 /// How much the resident sizes of relatives overlap, by the last costly look.
@@ -94,7 +109,7 @@ fn sample_all(service: &Weak<Service>) {
                     run: Arc::downgrade(&run),
                     programs: Vec::new(),
                     next: Instant::now(),
-                    over_since: None,
+                    over: None,
                     shared: Shared { overlap: 0, next: Instant::now(), programs: 0 },
                 });
             }
@@ -149,7 +164,7 @@ impl Watch {
                 is_over || program.has_waiting.load(SeqCst) || is_near && program.held.load(Relaxed) > share
             })
             .for_each(|program| program.ring());
-        self.judge(run, total);
+        self.judge(run, &programs, total, held);
         Duration::from_millis(arm_at.saturating_sub(total) / PAGES_PER_MS).clamp(TICK_MIN, TICK_MAX)
     }
 
@@ -192,7 +207,7 @@ impl Watch {
     }
 
     /// End a run that cannot be kept within its limit, before it takes the host's memory.
-    fn judge(&mut self, run: &Run, total: u64) {
+    fn judge(&mut self, run: &Run, programs: &[Arc<Program>], total: u64, held: u64) {
         let max = run.budget.resident_max();
         let page = PAGE_BYTES as u64;
         if let Some((since, reason)) = run.sender.starved()
@@ -205,8 +220,16 @@ impl Watch {
         }
         let is_over = total > max + max / 10 + TOLERANCE_PAGES;
         if !is_over {
-            self.over_since = None;
-        } else if self.over_since.get_or_insert_with(Instant::now).elapsed() > TOO_SMALL_AFTER {
+            self.over = None;
+            return;
+        }
+        let evictions = programs.iter().map(|program| program.stats.evictions.load(Relaxed)).sum();
+        let over = *self.over.get_or_insert_with(|| Over { since: Instant::now(), evictions });
+        if over.since.elapsed() <= TOO_SMALL_AFTER {
+            return;
+        }
+        self.over = None;
+        if over.is_for_good(evictions, total.saturating_sub(held), max) {
             let kept_mb = (total * page) >> 20;
             let wanted_mb = kept_mb * 5 / 4 + 8;
             let what = format!(
@@ -214,7 +237,6 @@ impl Watch {
             );
             if run.is_limit_live() {
                 tracing::warn!(run = ?run.token(), "{what}");
-                self.over_since = None;
             } else {
                 run.end(&format!("{what}: give at least --local {wanted_mb}M"));
             }
@@ -253,4 +275,17 @@ fn shared_pages(program: &Program) -> Option<u64> {
     let line = text.lines().find(|line| line.starts_with("Pss_Anon:"))?;
     let kilobytes: u64 = line.split_ascii_whitespace().nth(1)?.parse().ok()?;
     Some(kilobytes / 4)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_that_still_gives_pages_away_is_only_slow() {
+        let over = Over { since: Instant::now(), evictions: 100 };
+        assert!(!over.is_for_good(101, 900, 1000));
+        assert!(over.is_for_good(100, 900, 1000), "nothing leaves");
+        assert!(over.is_for_good(5000, 1001, 1000), "what cannot leave is too much");
+    }
 }
