@@ -52,6 +52,9 @@ pub struct Cluster {
     donations: Vec<Donation>,
     pub alive: Vec<bool>,
     pub damaged: Vec<bool>,
+    /// The node that our hosts do not reach now, and the one that they at times do not.
+    cut: Option<usize>,
+    once_cut: Option<usize>,
     /// Of the agent that connects.
     pub epoch: u64,
     hog: PoolClient,
@@ -82,6 +85,8 @@ impl Cluster {
             donations,
             alive: vec![true; count],
             damaged: vec![false; count],
+            cut: None,
+            once_cut: None,
             epoch: 1,
             hog: PoolClient::new(Host(2)),
             hogged: Vec::new(),
@@ -95,12 +100,34 @@ impl Cluster {
         Arc::new(SimConnector { fabric, nodes, host: Host(host), epoch })
     }
 
+    /// Our hosts and a node do not reach each other, from now on, or no longer. It is always the same node, so that the others have all there is
+    /// if there are replicas. Whether it was cut off.
+    pub fn cut(&mut self, rng: &mut Rng) -> bool {
+        let node = *self.once_cut.get_or_insert_with(|| rng.index(self.nodes.len()));
+        self.cut = if self.cut.is_none() { Some(node) } else { None };
+        for host in [SENDER, FETCHERS] {
+            self.fabric.partition(Host(host), self.nodes[node], self.cut.is_some());
+        }
+        self.cut.is_some()
+    }
+
+    /// Whether what was on a node may have been given up without its fault.
+    pub fn was_cut(&self, node: NodeId) -> bool {
+        self.once_cut == Some(usize::from(node.0))
+    }
+
+    /// Whether something may be wrong with any node.
+    pub fn is_hurt(&self) -> bool {
+        self.once_cut.is_some() || self.alive.contains(&false)
+    }
+
     /// A client of all nodes that live.
     pub fn pool(&self, host: u16) -> PoolClient {
         let connector = self.connector(host);
         let mut pool = PoolClient::new(Host(host));
         for (id, alive) in (0..).zip(&self.alive) {
-            if *alive {
+            let is_cut = self.cut == Some(usize::from(id)) && [SENDER, FETCHERS].contains(&host);
+            if *alive && !is_cut {
                 let endpoint = connector.connect(NodeId(id)).expect("it is alive");
                 pool.add_node(NodeId(id), endpoint).expect("a good node");
             }
@@ -191,12 +218,13 @@ impl Cluster {
         }
     }
 
-    /// Bytes that are taken on living nodes.
+    /// Bytes that are taken on living nodes. What was on a node that was out of reach is given back when its host is recovered, not here.
     pub fn taken_bytes(&self) -> u64 {
         let mut pool = self.pool(3);
         let nodes: Vec<NodeId> = pool.nodes().collect();
         nodes
             .into_iter()
+            .filter(|node| !self.was_cut(*node))
             .map(|node| {
                 pool.refresh(node).expect("it is alive");
                 pool.total_bytes(node) - pool.free_bytes(node)

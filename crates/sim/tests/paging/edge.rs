@@ -141,9 +141,16 @@ impl Kernel for SimEdge {
                 world.bustle(6);
             }
         }
-        let is_move = |(_, event): &&(usize, Event)| matches!(event, Event::Remap { .. });
-        let moves = world.processes[self.process].journal.read.iter().filter(is_move).count();
-        if moves > 1 && world.agent_may_die && world.rng.chance(1, 4) {
+        // Moves to a place that was just moved away from: whoever takes them up in the wrong order mixes pages up.
+        let read = &world.processes[self.process].journal.read;
+        let moves = read.iter().filter_map(|(_, event)| match event {
+            Event::Remap { from, to, pages } => Some((*from, *to, usize::try_from(*pages).expect("few"))),
+            _ => None,
+        });
+        let is_chain = |(first, (from, _, pages)): (usize, (usize, usize, usize))| {
+            moves.clone().skip(first + 1).any(|(_, to, _)| (from..from + pages).contains(&to))
+        };
+        if moves.clone().enumerate().any(is_chain) && world.agent_may_die && world.rng.chance(3, 4) {
             super::death::set_at_events(1);
         }
     }
@@ -350,7 +357,7 @@ impl Edge for SimEdge {
         let mut world = self.later();
         let (node, is_fault) = match error {
             FetchError::NodeGone { node, .. } | FetchError::Refused { node, .. } => {
-                (node, !world.cluster.alive[usize::from(node.0)])
+                (node, !world.cluster.alive[usize::from(node.0)] || world.cluster.was_cut(*node))
             }
             FetchError::Damaged { node, .. } => (node, world.cluster.damaged[usize::from(node.0)]),
         };

@@ -170,9 +170,18 @@ fn map(target: &mut Process, rng: &mut Rng, thread: usize) {
 /// Grow in place, or move to a free or an own place, and perhaps grow there.
 fn remap(target: &mut Process, rng: &mut Rng, thread: usize) -> Option<()> {
     let (mut start, mut end) = target.own_range(rng, thread, 8)?;
-    if rng.chance(1, 2) && target.pages[start].frame.is_none() {
+    let last = target.threads[thread].last;
+    let used = &target.pages[last.min(target.pages.len() - 1)];
+    if rng.chance(1, 2) && used.owner == Some(thread) && used.mapped && !used.unstable {
         // Programs like to move what they have just used.
-        (start, end) = target.own_range(rng, thread, 8)?;
+        let kind = used.registered;
+        let fits = |at: &usize| {
+            let page = &target.pages[*at];
+            page.owner == Some(thread) && page.mapped && !page.unstable && page.registered == kind
+        };
+        start = last;
+        end = (last..target.pages.len().min(last + 1 + rng.index(8))).take_while(fits).last().unwrap_or(last)
+            + 1;
     }
     let registered = target.pages[start].registered;
     if rng.chance(1, 4) {
@@ -187,7 +196,7 @@ fn remap(target: &mut Process, rng: &mut Rng, thread: usize) -> Option<()> {
     let is_free = target.pages[vacated.0..vacated.1].iter().all(|page| !page.mapped);
     let (to, stop) = if is_fixed {
         target.own_range(rng, thread, pages + 2)?
-    } else if is_free && vacated.1 - vacated.0 >= pages && rng.chance(2, 3) {
+    } else if is_free && vacated.1 - vacated.0 >= pages && rng.chance(7, 8) {
         vacated
     } else {
         target.free_range(rng, pages + 2)?
@@ -202,23 +211,26 @@ fn remap(target: &mut Process, rng: &mut Rng, thread: usize) -> Option<()> {
         return None;
     }
     let mut events = target.unmap(to, stop);
+    // `MREMAP_DONTUNMAP` leaves the old place mapped, and empty.
+    let is_left = stop - to == pages && rng.chance(1, 4);
     for offset in 0..stop - to {
         let fresh = Page::mapped_by(thread, registered);
         target.pages[to + offset] = if offset < pages {
             if target.lost.remove(&number(start + offset)) {
                 target.lost.insert(number(to + offset));
             }
-            std::mem::take(&mut target.pages[start + offset])
+            let left = if is_left { fresh } else { Page::default() };
+            std::mem::replace(&mut target.pages[start + offset], left)
         } else {
             fresh
         };
     }
-    target.vacated = (start, end);
+    if !is_left {
+        target.vacated = (start, end);
+    }
     if registered {
-        let event = Event::Remap { from: start, to, pages: pages as u64 };
-        events.push(event);
-        // Some kernels tell of the old place too.
-        if rng.chance(1, 2) {
+        events.push(Event::Remap { from: start, to, pages: pages as u64 });
+        if !is_left {
             events.push(Event::Unmap { start, end });
         }
     }

@@ -37,6 +37,7 @@ struct Breaks {
     kills: bool,
     slow: bool,
     restarts: bool,
+    cuts: bool,
 }
 
 /// Play a schedule with one protocol step broken.
@@ -51,6 +52,7 @@ pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
         kills: rng.chance(1, 3),
         slow: rng.chance(1, 4),
         restarts: rng.chance(1, 2),
+        cuts: false,
     };
     if world.cluster.replicas > 1 {
         // A copy may be lost or damaged, but not all of a page: nothing is excused then.
@@ -59,9 +61,10 @@ pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
         breaks.full = !breaks.damage && rng.chance(1, 2);
         breaks.slow |= rng.chance(1, 3);
     }
+    breaks.cuts = !breaks.crashes && !breaks.damage && rng.chance(1, 3);
     world.agent_may_die = breaks.restarts;
     let rng = &mut world.rng;
-    let threads = 1 + rng.index(3);
+    let threads = if world.moves_often { 2 + rng.index(2) } else { 1 + rng.index(3) };
     let pages = 24 + rng.index(170);
     let process = first_process(&mut world, pages, threads, buffers);
     world.processes.push(process);
@@ -229,7 +232,8 @@ impl Schedule {
         let breaks = self.breaks;
         let mut world = self.world.borrow_mut();
         let world = &mut *world;
-        match world.rng.below(6) {
+        match world.rng.below(7) {
+            6 if breaks.cuts => world.seen.cuts += u64::from(world.cluster.cut(&mut world.rng)),
             0 if breaks.crashes && world.rng.chance(1, 2) => world.crash(),
             5 if breaks.slow => world.seen.slow += u64::from(world.cluster.slow(&mut world.rng)),
             1 if breaks.damage => {
