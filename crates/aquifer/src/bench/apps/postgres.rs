@@ -19,7 +19,7 @@ const PROGRAM: &str = "postgres";
 /// Where Debian has its versions.
 const VERSIONS: &str = "/usr/lib/postgresql";
 const USER: &str = "bench";
-const SHARED_BUFFERS_BYTES: u64 = 16 << 20;
+const SHARED_BUFFERS_BYTES: u64 = 4 << 20;
 /// More than a sort takes: it shall not go to files.
 const WORK_MEM: &str = "work_mem=512MB";
 const CLIENTS: &str = "2";
@@ -112,6 +112,7 @@ impl Postgres {
             "listen_addresses=",
             &buffers,
             WORK_MEM,
+            "max_connections=10",
             "max_parallel_workers_per_gather=0",
             "huge_pages=off",
             "jit=off",

@@ -5,6 +5,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use rustix::process::Signal;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::random::{Access, Draw, Random};
 use super::resp::{Answer, Client};
@@ -37,6 +38,11 @@ impl Redis {
     }
 
     fn work(&self, server: &server::Server) -> Result<Played, BenchError> {
+        // Redis takes the same processor for its main thread, and leaves the worker of Aquifer's alone.
+        let processor = first_processor();
+        let mut only = CpuSet::new();
+        only.set(processor);
+        sched_setaffinity(None, &only).map_err(|error| failed(error.into()))?;
         let client = server.reach(PROGRAM, || Client::connect(&self.socket).ok())?;
         let mut store = Store { client, versions: vec![0; self.size.redis_keys], found: Vec::new() };
         store.fill()?;
@@ -76,10 +82,16 @@ impl App for Redis {
         watched: Watched,
         output: &Path,
     ) -> Result<(Outcome, Result<Played, BenchError>), BenchError> {
+        command.args(["--server_cpulist", &first_processor().to_string()]);
         command.args(["--port", "0", "--save", "", "--appendonly", "no", "--unixsocket"]).arg(&self.socket);
         let streams = Streams { input: None, output };
         server::beside(command, &streams, watched, Signal::TERM, |server| self.work(server))
     }
+}
+
+/// The first that this process may use.
+fn first_processor() -> usize {
+    sched_getaffinity(None).ok().and_then(|set| (0..CpuSet::MAX_CPU).find(|&at| set.is_set(at))).unwrap_or(0)
 }
 
 /// The server's keys, and what they should hold.

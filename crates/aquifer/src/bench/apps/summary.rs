@@ -78,13 +78,22 @@ impl View<'_> {
         }
     }
 
+    /// Resident memory as a run on the pool promises it.
+    fn limit_holds(&self, way: Way) -> Option<Target> {
+        let figure = |name, round| self.figure(way, name, round);
+        let over = |round| Some(figure("resident MiB", round)? - 1.1 * figure("limit MiB", round)?);
+        let name =
+            format!("{}, {} % fit: resident MiB over limit + 10 %, {}", self.name, self.percent, way.name());
+        Some(Target { name, value: self.spread(over)?, bound: 16.0, at_most: true })
+    }
+
     fn targets(&self, ways: &[Way]) -> Vec<Target> {
         let pools = ways.iter().filter(|way| way.fabric().is_some() && self.percent == JUDGED_PERCENT);
         let target = |&way: &Way| {
             let name = format!("{}, {} % fit: swap file's s ÷ {}'s", self.name, self.percent, way.name());
             Some(Target { name, value: self.ahead_of(Way::SwapFile, way)?, bound: 1.0, at_most: false })
         };
-        pools.filter_map(target).collect()
+        pools.clone().filter_map(target).chain(pools.filter_map(|&way| self.limit_holds(way))).collect()
     }
 }
 
@@ -109,7 +118,16 @@ mod tests {
         let of = |seconds: &[f64]| -> Vec<Option<Sample>> {
             seconds
                 .iter()
-                .map(|&s| (s > 0.0).then(|| Sample::from([("s", s), ("p50 µs", 10.0 * s)])))
+                .map(|&s| {
+                    (s > 0.0).then(|| {
+                        Sample::from([
+                            ("s", s),
+                            ("p50 µs", 10.0 * s),
+                            ("resident MiB", 30.0),
+                            ("limit MiB", 10.0),
+                        ])
+                    })
+                })
                 .collect()
         };
         Samples::from([
@@ -152,6 +170,8 @@ mod tests {
             [
                 ("redis, 25 % fit: swap file's s ÷ pool over shm's".to_owned(), true),
                 ("redis, 25 % fit: swap file's s ÷ pool over tcp's".to_owned(), false),
+                ("redis, 25 % fit: resident MiB over limit + 10 %, pool over shm".to_owned(), false),
+                ("redis, 25 % fit: resident MiB over limit + 10 %, pool over tcp".to_owned(), false),
             ]
         );
     }

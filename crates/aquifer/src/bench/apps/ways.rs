@@ -18,6 +18,10 @@ use crate::setup::{SetupError, Usage};
 
 /// What a zram leaves of a limit must be this part of it at least, or nothing could run there.
 const LEFT_PART: u64 = 4;
+/// Up to this part of a limit a store is mostly the device's own books, and does not tell how well pages compress.
+const SMALL_PART: u64 = 10;
+/// The kernel kills a program now and then that it would not kill the next time.
+const TRIES: usize = 4;
 
 /// Where the program's memory is.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -141,7 +145,7 @@ impl Stage {
         Ok((sample(&outcome, &played, 0), played, outcome.resident_peak_bytes))
     }
 
-    /// Plays a program within a limit. `None` if the kernel killed it for want of memory, twice.
+    /// Plays a program within a limit. `None` if the kernel killed it for want of memory, each time.
     ///
     /// # Errors
     /// If it fails otherwise, or a signal asks to stop.
@@ -154,7 +158,7 @@ impl Stage {
         match way {
             Way::Plain => self.plain(app).map(|(sample, played, _)| Some((sample, played))),
             Way::PoolShm | Way::PoolTcp => self.pool(app, way, fit).map(Some),
-            Way::SwapFile => self.swap_twice(app, way, fit, fit.limit_bytes()),
+            Way::SwapFile => self.swap_until_done(app, way, fit, fit.limit_bytes()),
             Way::Zram => self.zram(app, fit),
         }
     }
@@ -206,6 +210,7 @@ impl Stage {
         let mut sample = sample(&outcome, &played, cluster.cpu_us().saturating_sub(before_us));
         let stats = read_statistics(&stats)?;
         sample.insert("elsewhere MiB", float(stats.remote_peak_bytes) / float(MIB));
+        sample.insert("limit MiB", float(fit.limit_bytes()) / float(MIB));
         sample.insert("faults", float(stats.faults));
         sample.insert("prefetched", float(stats.prefetched));
         sample.insert("lost pages", float(stats.lost_pages));
@@ -228,15 +233,15 @@ impl Stage {
         Ok((cluster.pooled_command(limit_bytes, &stats, app.program())?, stats))
     }
 
-    /// The kernel now and then finds nothing to swap out and kills; then it is tried once more.
-    fn swap_twice(
+    /// The kernel now and then finds nothing to swap out and kills; then it is tried again.
+    fn swap_until_done(
         &mut self,
         app: &dyn App,
         way: Way,
         fit: Fit,
         limit_bytes: u64,
     ) -> Result<Option<(Sample, Played)>, BenchError> {
-        for _ in 0..2 {
+        for _ in 0..TRIES {
             if let Some((mut sample, played, usage)) = self.swap(app, way, fit, limit_bytes)? {
                 let taken_bytes = limit_bytes + usage.store_peak_bytes;
                 let beyond = float(taken_bytes.saturating_sub(fit.limit_bytes())) / float(MIB);
@@ -301,7 +306,7 @@ impl Stage {
             self.beside_zram.insert(key, left);
         }
         let left = self.beside_zram[&key].unwrap_or(fit.limit_bytes());
-        self.swap_twice(app, Way::Zram, fit, left)
+        self.swap_until_done(app, Way::Zram, fit, left)
     }
 }
 
@@ -309,7 +314,8 @@ impl Stage {
 /// makes the store larger by what a swapped byte takes there.
 fn beside_store(limit_bytes: u64, usage: &Usage) -> Option<u64> {
     let store_bytes = usage.store_peak_bytes;
-    let taken_bytes = match usage.swap_peak_bytes.filter(|&swapped_bytes| swapped_bytes > 0) {
+    let swapped_bytes = usage.swap_peak_bytes.filter(|_| store_bytes > limit_bytes / SMALL_PART);
+    let taken_bytes = match swapped_bytes {
         Some(swapped_bytes) => {
             let saved_bytes =
                 swapped_bytes.checked_sub(store_bytes).filter(|&saved_bytes| saved_bytes > 0)?;
@@ -360,6 +366,8 @@ mod tests {
         assert!(left + store <= 40 * MIB + 4096, "{left} {store}");
         assert_eq!(beside_store(40 * MIB, &usage(MIB, None)), Some(39 * MIB));
         assert_eq!(beside_store(40 * MIB, &usage(0, Some(0))), Some(40 * MIB));
+        // Hardly anything was swapped.
+        assert_eq!(beside_store(40 * MIB, &usage(2 * MIB, Some(MIB))), Some(38 * MIB));
     }
 
     #[test]
