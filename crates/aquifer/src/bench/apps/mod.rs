@@ -166,7 +166,10 @@ fn notes(size: Size) -> Vec<String> {
         "redis' main thread and its client are on one processor in every way, as the scheduler would choose: an answer across \
          processors takes several times as long"
             .into(),
-        "swap file and zram with the kernel's usual read-ahead of eight pages".into(),
+        "swap file and zram with the kernel's usual read-ahead of eight pages; where the kernel would kill a program because all that \
+         is resident is in use, it waits up to 5 ms and tries again (cgroup v1), and where it is killed nonetheless, the run is \
+         repeated"
+            .into(),
     ]
 }
 

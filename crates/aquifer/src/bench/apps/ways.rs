@@ -263,7 +263,7 @@ impl Stage {
     ) -> Result<Option<(Sample, Played, Usage)>, BenchError> {
         let setup = way.setup(limit_bytes + app.shared_bytes(), 2 * (fit.peak_bytes + app.shared_bytes()))?;
         let command = self.command(app, |program| setup.command(program))?;
-        let result = self.play(app, way, command, Watched::All);
+        let result = setup.patiently(|| self.play(app, way, command, Watched::All))?;
         let usage = setup.usage()?;
         setup.close()?;
         if usage.oom_kills > 0 {
