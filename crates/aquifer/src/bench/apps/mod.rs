@@ -51,20 +51,20 @@ impl Size {
         fits: &[100, 25],
         redis_keys: 30_000,
         redis_requests: 20_000,
-        postgres_scale: 1,
-        postgres_transactions: 2,
+        postgres_scale: 2,
+        postgres_transactions: 1,
         kmeans_bytes: 96 * MIB,
         kmeans_iterations: 4,
     };
     const FULL: Self = Self {
         rounds: 3,
         fits: &[100, 75, 50, 25],
-        redis_keys: 150_000,
-        redis_requests: 60_000,
+        redis_keys: 100_000,
+        redis_requests: 40_000,
         postgres_scale: 2,
-        postgres_transactions: 4,
-        kmeans_bytes: 192 * MIB,
-        kmeans_iterations: 5,
+        postgres_transactions: 3,
+        kmeans_bytes: 128 * MIB,
+        kmeans_iterations: 4,
     };
 }
 
