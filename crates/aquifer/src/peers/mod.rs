@@ -101,23 +101,27 @@ impl PeerSetup {
     }
 
     /// Runs `work`, and meanwhile lets programs that find no memory wait and try again, for which the kernel else kills them, even with
-    /// swap left. If they cannot wait here, it still does.
-    pub fn patiently<T>(&self, work: impl FnOnce() -> T) -> Result<T, SetupError> {
+    /// swap left. If they cannot wait here, it still does. Says whether they were in want: then a program may have failed because of it, in a
+    /// system call that got no memory.
+    pub fn patiently<T>(&self, work: impl FnOnce() -> T) -> Result<(T, bool), SetupError> {
         self.cgroup.set_waits_in_want(true)?;
         let (done, is_done) = mpsc::channel::<()>();
         std::thread::scope(|scope| {
             let attendant = scope.spawn(move || {
                 let mut want = Want::default();
+                let mut was_in_want = false;
                 while let Err(RecvTimeoutError::Timeout) = is_done.recv_timeout(TRY_AGAIN) {
                     want.heed(&self.cgroup)?;
+                    was_in_want |= !matches!(want, Want::None);
                 }
                 // What is left may be killed.
-                self.cgroup.set_waits_in_want(false)
+                self.cgroup.set_waits_in_want(false)?;
+                Ok(was_in_want)
             });
             let result = work();
             drop(done);
-            attendant.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-            Ok(result)
+            let was_in_want = attendant.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            Ok((result, was_in_want))
         })
     }
 

@@ -39,7 +39,6 @@ pub struct Size {
     redis_requests: usize,
     /// 100,000 accounts each.
     postgres_scale: u64,
-    /// Of each of two clients.
     postgres_transactions: u64,
     kmeans_bytes: u64,
     kmeans_iterations: u64,
@@ -52,7 +51,7 @@ impl Size {
         redis_keys: 30_000,
         redis_requests: 20_000,
         postgres_scale: 2,
-        postgres_transactions: 1,
+        postgres_transactions: 2,
         kmeans_bytes: 96 * MIB,
         kmeans_iterations: 4,
     };
@@ -61,8 +60,8 @@ impl Size {
         fits: &[100, 75, 50, 25],
         redis_keys: 100_000,
         redis_requests: 40_000,
-        postgres_scale: 2,
-        postgres_transactions: 3,
+        postgres_scale: 3,
+        postgres_transactions: 4,
         kmeans_bytes: 128 * MIB,
         kmeans_iterations: 4,
     };

@@ -249,7 +249,8 @@ impl Stage {
                 return Ok(Some((sample, played)));
             }
             let (name, way) = (app.name(), way.name());
-            self.notes.push(format!("the kernel killed {name} for want of memory: {way}, {} %", fit.percent));
+            self.notes
+                .push(format!("{name} was killed or failed for want of memory: {way}, {} %", fit.percent));
         }
         Ok(None)
     }
@@ -263,10 +264,11 @@ impl Stage {
     ) -> Result<Option<(Sample, Played, Usage)>, BenchError> {
         let setup = way.setup(limit_bytes + app.shared_bytes(), 2 * (fit.peak_bytes + app.shared_bytes()))?;
         let command = self.command(app, |program| setup.command(program))?;
-        let result = setup.patiently(|| self.play(app, way, command, Watched::All))?;
+        let (result, was_in_want) = setup.patiently(|| self.play(app, way, command, Watched::All))?;
         let usage = setup.usage()?;
         setup.close()?;
-        if usage.oom_kills > 0 {
+        let has_failed = matches!(result, Err(BenchError::Program { .. } | BenchError::Server { .. }));
+        if usage.oom_kills > 0 || (was_in_want && has_failed) {
             return Ok(None);
         }
         let (outcome, played) = result?;
@@ -281,10 +283,10 @@ impl Stage {
     /// Its store is this machine's memory, and is counted against the limit, where that leaves anything.
     fn zram(&mut self, app: &dyn App, fit: Fit) -> Result<Option<(Sample, Played)>, BenchError> {
         let key = (app.name(), fit.percent);
-        if !self.beside_zram.contains_key(&key) {
-            let Some((_, _, usage)) = self.swap(app, Way::Zram, fit, fit.limit_bytes())? else {
-                return Ok(None);
-            };
+        // If it does not end well, it is not known, and tried with all of the limit.
+        if !self.beside_zram.contains_key(&key)
+            && let Some((_, _, usage)) = self.swap(app, Way::Zram, fit, fit.limit_bytes())?
+        {
             let left = beside_store(fit.limit_bytes(), &usage);
             self.notes.push(match left {
                 Some(left) => format!(
@@ -305,7 +307,7 @@ impl Stage {
             });
             self.beside_zram.insert(key, left);
         }
-        let left = self.beside_zram[&key].unwrap_or(fit.limit_bytes());
+        let left = self.beside_zram.get(&key).copied().flatten().unwrap_or(fit.limit_bytes());
         self.swap_until_done(app, Way::Zram, fit, left)
     }
 }
