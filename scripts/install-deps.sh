@@ -22,7 +22,7 @@ has() { command -v "$1"; }
 # The demo's corpus. Small images leave documentation out even when its package is installed.
 has_kernel_docs() { ls /usr/share/doc/linux-doc-*/html/index.html; }
 
-# Its programs are in no path.
+# Debian's versions stand side by side, and their servers are in nobody's PATH.
 has_postgres() { ls /usr/lib/postgresql/*/bin/initdb /usr/lib/postgresql/*/bin/pgbench; }
 
 need_compiler() {
@@ -63,6 +63,11 @@ need_for_demo() {
 need_for_bench() {
     need_for_build
     need kmod has modprobe # For zram, where it is a module.
+    need redis-server has redis-server
+    need postgresql has_postgres
+    need python3 test -x "$python"
+    need python3-numpy "$python" -c 'import numpy'
+    need python3-sklearn "$python" -c 'import sklearn.cluster'
 }
 
 as_root() {

@@ -122,6 +122,17 @@ pub enum Fabric {
     Tcp,
 }
 
+impl Fabric {
+    /// As it is written on command lines.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Shm => "shm",
+            Self::Tcp => "tcp",
+        }
+    }
+}
+
 /// Which host agent is meant.
 #[derive(Args, Clone, Debug)]
 pub struct AgentChoice {

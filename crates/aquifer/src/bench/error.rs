@@ -14,6 +14,14 @@ pub enum BenchError {
         /// What was asked for.
         name: String,
     },
+    /// It measures all fabrics, or none.
+    #[error(
+        "`aquifer bench {name}` takes no --fabric: only `aquifer bench faults` is of one fabric at a time"
+    )]
+    NoFabric {
+        /// Which bench.
+        name: &'static str,
+    },
     /// No compiler.
     #[error(
         "the bench's programs cannot be built: {reason}; install a C compiler (scripts/install-deps.sh bench)"
@@ -54,6 +62,29 @@ pub enum BenchError {
         /// What it printed.
         text: String,
     },
+    /// A measured server cannot be worked with.
+    #[error("cannot work with {program}: {reason}")]
+    Server {
+        /// The server's program.
+        program: String,
+        /// What happened.
+        reason: String,
+    },
+    /// A measured program computed or kept something wrong.
+    #[error("{program} gave a wrong result ({way}): {what}")]
+    Wrong {
+        /// The program.
+        program: String,
+        /// How it was run.
+        way: String,
+        /// What was found, and what should have been.
+        what: String,
+    },
+    /// No program to be measured.
+    #[error(
+        "none of the programs of `aquifer bench apps` is installed; scripts/install-deps.sh bench installs them"
+    )]
+    NoApps,
     /// The demo's program or its corpus.
     #[error("the demo needs {what}, which is not installed; run scripts/install-deps.sh demo")]
     Missing {

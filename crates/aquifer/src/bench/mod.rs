@@ -4,6 +4,7 @@
 //! says how far they spread over the rounds. A missed target is printed as missed, and is no failure of the
 //! command: it ends with 0 when everything could be measured and every page was right.
 
+mod apps;
 mod error;
 mod fabric;
 mod faults;
@@ -19,6 +20,8 @@ pub use error::BenchError;
 use support::interrupt;
 use support::report::Report;
 
+use crate::cli::Fabric;
+
 /// The arguments of `aquifer bench`.
 #[derive(Args, Clone, Debug)]
 pub struct BenchArgs {
@@ -33,6 +36,9 @@ pub struct BenchArgs {
     /// Draw pictures into this folder
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
+    /// How the memory nodes of `bench faults` are reached [default: shm]
+    #[arg(long, value_name = "FABRIC")]
+    pub fabric: Option<Fabric>,
     /// Where the other process of `bench fabric` listens; it is that process, if this is given
     #[arg(long, hide = true)]
     pub serve_at: Option<PathBuf>,
@@ -42,20 +48,30 @@ struct Bench {
     name: &'static str,
     about: &'static str,
     targets: &'static str,
+    takes_fabric: bool,
     run: fn(&BenchArgs) -> Result<Report, BenchError>,
 }
 
-const BENCHES: [Bench; 2] = [
+const BENCHES: [Bench; 3] = [
+    Bench {
+        name: "apps",
+        about: "redis, PostgreSQL and k-means in a part of their memory, on the pool and on kernel swap",
+        targets: apps::TARGETS,
+        takes_fabric: false,
+        run: apps::run,
+    },
     Bench {
         name: "faults",
         about: "a program's memory on the pool, beside kernel swap and a bare userfaultfd",
         targets: faults::TARGETS,
+        takes_fabric: true,
         run: faults::run,
     },
     Bench {
         name: "fabric",
         about: "shared-memory READ, WRITE, atomics and messages, beside memcpy and bare atomics",
         targets: fabric::TARGETS,
+        takes_fabric: false,
         run: fabric::run,
     },
 ];
@@ -73,6 +89,9 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
         .iter()
         .find(|bench| bench.name == args.name)
         .ok_or_else(|| BenchError::NoSuchBench { name: args.name.clone() })?;
+    if args.fabric.is_some() && !bench.takes_fabric {
+        return Err(BenchError::NoFabric { name: bench.name });
+    }
     if let Some(path) = &args.serve_at {
         fabric::serve_at(path)?;
         return Ok(ExitCode::SUCCESS);
@@ -91,7 +110,7 @@ fn measure(bench: &Bench, args: &BenchArgs) -> Result<ExitCode, BenchError> {
     }
     if let Some(folder) = &args.out {
         std::fs::create_dir_all(folder).map_err(BenchError::io("create the folder", folder))?;
-        let path = folder.join(format!("{}.svg", bench.name));
+        let path = folder.join(format!("{}.svg", report.bench));
         report.draw(&path)?;
         say_line!("picture: {}", path.display());
     }
@@ -107,6 +126,10 @@ fn list() -> String {
 mod tests {
     use super::*;
 
+    fn args(name: &str, fabric: Option<Fabric>) -> BenchArgs {
+        BenchArgs { name: name.into(), quick: true, json: None, out: None, fabric, serve_at: None }
+    }
+
     #[test]
     fn every_bench_is_listed_with_its_targets() {
         let list = list();
@@ -116,8 +139,13 @@ mod tests {
 
     #[test]
     fn an_unknown_bench_is_refused_by_name() {
-        let args = BenchArgs { name: "fault".into(), quick: true, json: None, out: None, serve_at: None };
-        let error = run(&args).unwrap_err().to_string();
+        let error = run(&args("fault", None)).unwrap_err().to_string();
         assert!(error.contains("\"fault\"") && error.contains("bench list"), "{error}");
+    }
+
+    #[test]
+    fn a_bench_of_all_fabrics_takes_none() {
+        let error = run(&args("fabric", Some(Fabric::Tcp))).unwrap_err().to_string();
+        assert!(error.contains("bench fabric") && error.contains("--fabric"), "{error}");
     }
 }

@@ -14,6 +14,7 @@ use crate::bench::BenchError;
 use crate::bench::support::bytes::{MIB, show_bytes};
 use crate::bench::support::cluster::Cluster;
 use crate::bench::support::interrupt;
+use crate::cli::Fabric;
 use crate::say::{say, say_line};
 use crate::setup::cleanup_stale;
 use program::Program;
@@ -55,7 +56,7 @@ fn play(args: &DemoArgs) -> Result<ExitCode, BenchError> {
     say_line!("{:<12} {} of memory, a quarter of that peak, from here on", "", show_bytes(limit_bytes));
     let mut played = vec![plain];
 
-    let cluster = Cluster::up(played[0].resident_peak_bytes.max(NODE_BYTES_MIN))?;
+    let cluster = Cluster::up(played[0].resident_peak_bytes.max(NODE_BYTES_MIN), Fabric::Shm, None)?;
     played.push(stage.run(Way::Pool { cluster: &cluster, limit_bytes })?);
     drop(cluster);
     say_line!("{}", played[1].line());

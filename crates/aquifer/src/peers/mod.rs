@@ -13,10 +13,16 @@ use std::ffi::OsStr;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
 
 use crate::setup::cgroup::{self, Cgroup};
 use crate::setup::record::{Record, Step};
+use crate::setup::want::Want;
 use crate::setup::{PAGE_CLUSTER, SIZE_BYTES, SetupError, Usage, read_number, swapfile, zram};
+
+/// Programs in want of memory wait so long between two tries.
+const TRY_AGAIN: Duration = Duration::from_millis(5);
 
 /// Where the kernel swaps to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,6 +98,31 @@ impl PeerSetup {
     /// A command whose program runs within the limit, from before its first instruction.
     pub fn command(&self, program: impl AsRef<OsStr>) -> Result<Command, SetupError> {
         Ok(cgroup::command(program.as_ref(), self.cgroup.procs()?))
+    }
+
+    /// Runs `work`, and meanwhile lets programs that find no memory wait and try again, for which the kernel else kills them, even with
+    /// swap left. If they cannot wait here, it still does. Says whether they were in want: then a program may have failed because of it, in a
+    /// system call that got no memory.
+    pub fn patiently<T>(&self, work: impl FnOnce() -> T) -> Result<(T, bool), SetupError> {
+        self.cgroup.set_waits_in_want(true)?;
+        let (done, is_done) = mpsc::channel::<()>();
+        std::thread::scope(|scope| {
+            let attendant = scope.spawn(move || {
+                let mut want = Want::default();
+                let mut was_in_want = false;
+                while let Err(RecvTimeoutError::Timeout) = is_done.recv_timeout(TRY_AGAIN) {
+                    want.heed(&self.cgroup)?;
+                    was_in_want |= !matches!(want, Want::None);
+                }
+                // What is left may be killed.
+                self.cgroup.set_waits_in_want(false)?;
+                Ok(was_in_want)
+            });
+            let result = work();
+            drop(done);
+            let was_in_want = attendant.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            Ok((result, was_in_want))
+        })
     }
 
     /// What has been used until now.

@@ -99,6 +99,19 @@ fn a_program_that_outgrows_memory_and_swap_is_seen_to_be_killed() {
 }
 
 #[test]
+fn who_is_in_want_for_good_is_killed_though_it_waits() {
+    let Some(_turn) = turn() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let faultbench = build_faultbench(folder.path());
+    let setup = PeerSetup::new(Peer::SwapFile, 32 * MIB, 32 * MIB).unwrap();
+    let mut command = setup.command(faultbench).unwrap();
+    let (status, was_in_want) = setup.patiently(|| command.args(["--bytes", "192M"]).status()).unwrap();
+    assert!(!status.unwrap().success() && was_in_want);
+    assert_eq!(setup.usage().unwrap().oom_kills, 1);
+    setup.close().unwrap();
+}
+
+#[test]
 fn read_ahead_comes_back_and_programs_are_ended() {
     let Some(_turn) = turn() else { return };
     let former = read_number(Path::new(PAGE_CLUSTER)).unwrap();

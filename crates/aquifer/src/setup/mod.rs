@@ -9,6 +9,7 @@ pub mod loop_device;
 pub mod mount;
 pub mod record;
 pub mod swapfile;
+pub mod want;
 pub mod zram;
 
 use std::fs;

@@ -38,6 +38,7 @@ use crate::cluster::{Source, SourceError};
 use crate::settings::DirectorySettings;
 use crate::setup::cgroup::Cgroup;
 use crate::setup::record::Record;
+use crate::setup::want::Want;
 use crate::setup::{SetupError, loop_device, mount};
 use crate::size::Size;
 use crate::state::StateDir;
@@ -50,8 +51,6 @@ const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 const WRITE_PATIENCE: Duration = Duration::from_secs(10);
 /// After its program's end the run waits so long for others that the program has left behind.
 const CLOSE_PATIENCE: Duration = Duration::from_millis(500);
-/// Programs in want of memory try again for so long, before the kernel may kill one.
-const WANT_PATIENCE: Duration = Duration::from_secs(5);
 /// The device has this many times the limit, unless something else is asked for.
 const SIZE_PER_LIMIT: u64 = 8;
 /// It has no more than this many times what the pool has free. Once: the pool would not be full before the device. Twice: while it is less
@@ -136,16 +135,6 @@ struct Server {
     want: Want,
 }
 
-/// Whether its programs are in want of memory.
-#[derive(Clone, Copy)]
-enum Want {
-    None,
-    /// They wait and try again, since then.
-    Since(Instant),
-    /// It is the kernel's affair now.
-    Hopeless,
-}
-
 impl Server {
     fn start(state: &StateDir, arguments: &SwapServerArguments) -> Result<Self, SwapError> {
         if arguments.local < LIMIT_BYTES_MIN {
@@ -194,7 +183,7 @@ impl Server {
             record,
             membership,
             agent: AgentWatch::new(path, socket),
-            want: Want::None,
+            want: Want::default(),
         })
     }
 
@@ -241,21 +230,8 @@ impl Server {
         let _ = poll(&mut polled, Some(&TICK));
     }
 
-    /// When all that is resident is in use at the moment, the kernel finds nothing to swap out, and would kill a program though the device has
-    /// room. So they wait and try again, for a while.
     fn heed_want(&mut self) {
-        let since = match self.want {
-            Want::Hopeless => return,
-            _ if !self.cgroup.is_in_want() => {
-                self.want = Want::None;
-                return;
-            }
-            Want::None => Instant::now(),
-            Want::Since(since) => since,
-        };
-        let is_hopeless = since.elapsed() > WANT_PATIENCE;
-        self.want = if is_hopeless { Want::Hopeless } else { Want::Since(since) };
-        if let Err(error) = self.cgroup.set_waits_in_want(!is_hopeless) {
+        if let Err(error) = self.want.heed(&self.cgroup) {
             tracing::error!(%error, "programs in want of memory may wait for ever");
         }
     }

@@ -1,5 +1,6 @@
 //! `aquifer bench fabric`: what shared-memory verbs cost over the bare copy and the bare atomic.
 
+mod floor;
 mod link;
 mod measure;
 mod server;
@@ -15,6 +16,7 @@ use super::{BenchArgs, BenchError};
 use link::Link;
 use measure::{Kind, Pair, Place, Volume};
 
+pub use floor::ReadFloor;
 pub use server::serve_at;
 
 /// For `bench list`.
@@ -22,8 +24,6 @@ pub const TARGETS: &str = "targets: READ of 4 KiB ≤ 1.5× a cold memcpy, 64-by
 
 const SIZES: [u32; 3] = [64, 4096, 65_536];
 const BATCHES: [usize; 3] = [1, 16, 64];
-/// READs in the floor that `bench faults` shows.
-const FLOOR_ROUNDS: usize = 5;
 
 /// Measures.
 ///
@@ -84,18 +84,6 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         ),
     ];
     Ok(report)
-}
-
-/// One cold READ of 4 KiB, in µs: the floor for whoever reads pages.
-///
-/// # Errors
-/// As [`run`].
-pub fn read_floor_us() -> Result<Spread, BenchError> {
-    let mut link = Link::start()?;
-    let volume = Volume { rounds: FLOOR_ROUNDS, ..Volume::QUICK };
-    let pair = measure::pair(&mut link, volume, Kind::Read, 4096, Place::Cold, 1)?;
-    Spread::of(&pair.verb_ns.iter().map(|ns| ns / 1000.0).collect::<Vec<_>>())
-        .ok_or_else(|| BenchError::Fabric { reason: "no READ could be timed".into() })
 }
 
 fn copies(link: &mut Link, volume: Volume) -> Result<Vec<Pair>, BenchError> {

@@ -14,6 +14,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::link::Link;
 use super::measure::Volume;
+use super::server::REGION_BYTES;
 use crate::bench::BenchError;
 use crate::bench::support::bytes::float;
 use crate::bench::support::report::{Row, Target};
@@ -24,6 +25,10 @@ use crate::bench::support::{interrupt, procs};
 pub const KEY: ClusterKey = ClusterKey([11; 32]);
 const PAGE_BYTES: u32 = 4096;
 const ANSWER: usize = ANSWER_BYTES + PAGE_BYTES as usize;
+/// READs in a floor.
+const READS: usize = 2000;
+/// From one READ of a floor to the next: an odd number of pages, so that all are visited in turn.
+const FAR_BYTES: usize = 4096 * 0x9E37;
 /// Operations under way at once.
 pub const DEPTH: usize = 32;
 
@@ -225,6 +230,46 @@ fn connect_verbs(address: SocketAddr, encrypt: bool) -> Result<Link, BenchError>
     let endpoint = tcp::connect(address, &KEY, who, options)
         .map_err(|error| BenchError::Fabric { reason: error.to_string() })?;
     Link::over(endpoint, 4096)
+}
+
+/// The median of READs of a page, one at a time and all over the memory, in µs, with both ends where that is least.
+///
+/// # Errors
+/// As [`measure`].
+pub fn read_p50_us(server: u32, verbs: SocketAddr) -> Result<f64, BenchError> {
+    let before = sched_getaffinity(None).ok();
+    let mut best_us = f64::INFINITY;
+    for placement in PLACEMENTS {
+        if placement.take(server) {
+            let link = connect_verbs(verbs, false);
+            placement.take(server);
+            let p50_us = link.and_then(|mut link| p50_us(&mut link));
+            if let Some(before) = &before {
+                // What is measured next must find its processors as it left them.
+                let _ = sched_setaffinity(None, before);
+            }
+            best_us = best_us.min(p50_us?);
+        }
+    }
+    Ok(best_us)
+}
+
+fn p50_us(link: &mut Link) -> Result<f64, BenchError> {
+    let mut times_us = Vec::with_capacity(READS);
+    let mut at = 0;
+    for operation in 0..2 * READS {
+        interrupt::check()?;
+        at = (at + FAR_BYTES) % REGION_BYTES;
+        let verb = Verb::Read { local: link.slice(0, PAGE_BYTES), remote: link.remote(at) };
+        let start = Instant::now();
+        link.all(&[Work { id: 0, verb, signalled: true }])?;
+        // The first half opens windows and wakes processors.
+        if operation >= READS {
+            times_us.push(start.elapsed().as_secs_f64() * 1e6);
+        }
+    }
+    times_us.sort_by(f64::total_cmp);
+    Ok(times_us[READS / 2])
 }
 
 /// The plain way with as much under way.

@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 
 use super::calm::Calm;
 use super::ways::Way;
-use super::{Case, Sample, Samples, Size};
+use super::{Case, Reads, Sample, Samples, Size};
 use crate::bench::support::bytes::{MIB, float};
 use crate::bench::support::report::{Column, Report, Row, Table, Target};
 use crate::bench::support::spread::Spread;
+use crate::cli::Fabric;
 
 const PAGE_BYTES: u64 = 4096;
 
@@ -19,6 +20,7 @@ struct View<'a> {
     size: Size,
     case: Case,
     samples: &'a Samples,
+    reads: &'a Reads,
 }
 
 impl View<'_> {
@@ -42,6 +44,11 @@ impl View<'_> {
     fn floor_us(&self, round: usize) -> Option<f64> {
         let place = |other| self.figure(Way::Bare { other }, "p50 µs", round);
         [place(false), place(true)].into_iter().flatten().reduce(f64::min)
+    }
+
+    /// The same and one READ: what a page from a memory node costs at the least.
+    fn floor_with_read_us(&self, round: usize) -> Option<f64> {
+        Some(self.floor_us(round)? + self.reads.us.get(round)?)
     }
 
     fn best(&self, ways: &[Way], name: &str, round: usize, better: fn(f64, f64) -> f64) -> Option<f64> {
@@ -72,6 +79,7 @@ impl View<'_> {
         if way == Way::Pool || way.is_peer() {
             put("CPU µs/page", self.spread(&|round| self.cpu_us_per_page(way, round)));
             put("p50 ÷ floor", self.ratio(&p50(way), &|round| self.floor_us(round)));
+            put("p50 ÷ (floor + READ)", self.ratio(&p50(way), &|round| self.floor_with_read_us(round)));
         }
         if way.is_peer() {
             put("pool's p50 ÷ this", self.ratio(&p50(Way::Pool), &p50(way)));
@@ -101,6 +109,7 @@ impl View<'_> {
                 Column::full("MB/s"),
                 Column::middle("CPU µs/page"),
                 Column::full("p50 ÷ floor"),
+                Column::full("p50 ÷ (floor + READ)"),
                 Column::full("pool's p50 ÷ this"),
                 Column::full("pool's MB/s ÷ this"),
             ],
@@ -122,14 +131,20 @@ impl View<'_> {
         let swaps: Vec<Way> = ways.iter().copied().filter(|way| way.is_peer()).collect();
         let p50 = of(Way::Pool, "p50 µs");
         if self.case.random {
-            let floor = self.ratio(&p50, &|round| self.floor_us(round));
-            add(format!("{name}: p50 ÷ cheapest bare userfaultfd"), floor, 1.5, true);
+            if self.reads.fabric == Fabric::Shm {
+                let floor = self.ratio(&p50, &|round| self.floor_us(round));
+                add(format!("{name}: p50 ÷ cheapest bare userfaultfd"), floor, 1.5, true);
+            } else if !self.case.write {
+                let floor = self.ratio(&p50, &|round| self.floor_with_read_us(round));
+                add(format!("{name}: p50 ÷ (cheapest bare userfaultfd + raw tcp READ)"), floor, 1.4, true);
+            }
             let file = self.ratio(&p50, &|round| self.best(&files, "p50 µs", round, f64::min));
             add(format!("{name}: p50 ÷ the swap file's (better read-ahead)"), file, 1.0, true);
         } else {
             let best = |round| self.best(&swaps, "MB/s", round, f64::max);
+            let bound = if self.reads.fabric == Fabric::Shm { 1.5 } else { 1.0 };
             let speed = self.ratio(&of(Way::Pool, "MB/s"), &best);
-            add(format!("{name}: MB/s ÷ the best kernel swap's"), speed, 1.0, false);
+            add(format!("{name}: MB/s ÷ the best kernel swap's"), speed, bound, false);
         }
         let mib = |bytes: u64| float(bytes) / float(MIB);
         let beyond = mib(self.size.bytes - self.size.limit_bytes);
@@ -148,18 +163,11 @@ impl View<'_> {
 }
 
 /// Fills tables and targets.
-pub fn fill(
-    report: &mut Report,
-    size: Size,
-    ways: &[Way],
-    samples: &Samples,
-    calm: &[Calm],
-    read_us: Spread,
-) {
-    let views = Case::ALL.map(|case| View { size, case, samples });
+pub fn fill(report: &mut Report, size: Size, ways: &[Way], samples: &Samples, calm: &[Calm], reads: &Reads) {
+    let views = Case::ALL.map(|case| View { size, case, samples, reads });
     report.tables.extend(views.iter().map(|view| view.table(ways)));
     report.tables.push(memory(&views, ways));
-    report.tables.push(floor(read_us));
+    report.tables.extend(floor(reads));
     report.tables.push(calm_table(calm));
     report.targets.extend(views.iter().flat_map(|view| view.targets(ways)));
     for calm in calm {
@@ -196,14 +204,17 @@ fn memory(views: &[View<'_>], ways: &[Way]) -> Table {
     }
 }
 
-fn floor(read_us: Spread) -> Table {
-    Table {
+fn floor(reads: &Reads) -> Option<Table> {
+    let name =
+        if reads.fabric == Fabric::Shm { "shm READ, cold" } else { "tcp READ, cold, ends placed best" };
+    let figures = BTreeMap::from([("READ µs", Spread::of(&reads.us)?)]);
+    Some(Table {
         title: "floor: one READ of a 4 KiB page from another process's memory, posted and polled".into(),
         columns: vec![Column::full("READ µs")],
         pictured: None,
         ratio: None,
-        rows: vec![Row { name: "shm READ, cold".into(), figures: BTreeMap::from([("READ µs", read_us)]) }],
-    }
+        rows: vec![Row { name: name.into(), figures }],
+    })
 }
 
 fn calm_table(calm: &[Calm]) -> Table {
@@ -247,13 +258,22 @@ mod tests {
         ])
     }
 
+    fn targets(case: Case, fabric: Fabric) -> Vec<Target> {
+        let samples = samples(case);
+        let reads = Reads { fabric, us: vec![5.0, 20.0] };
+        let size = Size { rounds: 2, ..Size::QUICK };
+        View { size, case, samples: &samples, reads: &reads }.targets(&[Way::Pool, SWAP])
+    }
+
     #[test]
     fn the_floor_is_the_cheapest_of_its_round_and_lost_rounds_do_not_count() {
         let case = Case { random: true, write: false };
         let samples = samples(case);
-        let view = View { size: Size { rounds: 2, ..Size::QUICK }, case, samples: &samples };
+        let reads = Reads { fabric: Fabric::Shm, us: vec![5.0, 20.0] };
+        let view = View { size: Size { rounds: 2, ..Size::QUICK }, case, samples: &samples, reads: &reads };
         let pool = view.row(Way::Pool).figures;
         assert_eq!(pool["p50 ÷ floor"], Spread { min: 1.0, median: 1.5, max: 2.0 });
+        assert_eq!(pool["p50 ÷ (floor + READ)"], Spread { min: 0.5, median: 0.75, max: 1.0 });
         let swap = view.row(SWAP).figures;
         assert_eq!(swap["pool's p50 ÷ this"], Spread { min: 0.5, median: 0.5, max: 0.5 });
         assert_eq!(swap["pool's MB/s ÷ this"].median, 0.5);
@@ -263,18 +283,27 @@ mod tests {
 
     #[test]
     fn random_is_judged_by_latency_and_sequential_by_speed() {
-        let names = |random| {
-            let case = Case { random, write: true };
-            let samples = samples(case);
-            let view = View { size: Size { rounds: 2, ..Size::QUICK }, case, samples: &samples };
-            let targets = view.targets(&[Way::Pool, SWAP]);
-            targets.into_iter().map(|target| (target.name.clone(), target.is_met())).collect::<Vec<_>>()
+        let random = targets(Case { random: true, write: true }, Fabric::Shm);
+        assert!(random[0].name.contains("p50 ÷ cheapest bare") && random[0].is_met());
+        assert!(random[1].name.contains("swap file") && random[1].is_met());
+        let sequential = targets(Case { random: false, write: true }, Fabric::Shm);
+        assert!(sequential[0].name.contains("MB/s ÷ the best") && !sequential[0].is_met());
+        assert!(sequential[1].name.contains("memory nodes") && sequential[1].is_met());
+    }
+
+    #[test]
+    fn each_fabric_has_targets_of_its_own() {
+        let bound = |case, fabric| {
+            let first = targets(case, fabric).swap_remove(0);
+            (first.bound, first.name)
         };
-        let random = names(true);
-        assert!(random[0].0.contains("p50 ÷ cheapest bare") && random[0].1);
-        assert!(random[1].0.contains("swap file") && random[1].1);
-        let sequential = names(false);
-        assert!(sequential[0].0.contains("MB/s ÷ the best") && !sequential[0].1);
-        assert!(sequential[1].0.contains("memory nodes") && sequential[1].1);
+        let sequential = Case { random: false, write: false };
+        assert_eq!(bound(sequential, Fabric::Shm).0, 1.5);
+        assert_eq!(bound(sequential, Fabric::Tcp).0, 1.0);
+        let (most, name) = bound(Case { random: true, write: false }, Fabric::Tcp);
+        assert!(most == 1.4 && name.contains("userfaultfd + raw tcp READ"), "{name}");
+        // Where only reading is promised, writing is judged beside the peer alone.
+        let (most, name) = bound(Case { random: true, write: true }, Fabric::Tcp);
+        assert!(most == 1.0 && name.contains("swap file"), "{name}");
     }
 }

@@ -75,10 +75,23 @@ impl Drop for Group {
 /// If it cannot be started, or a signal asks to stop: then it and all that it started are killed. That the
 /// program fails is no error here.
 pub fn run(
-    mut command: Command,
+    command: Command,
     streams: &Streams<'_>,
     watched: Watched,
     mut on_moment: impl FnMut(Moment),
+) -> Result<Outcome, BenchError> {
+    attend(command, streams, watched, |_, moment| on_moment(moment))
+}
+
+/// As [`run`]; `on_moment` is told, too, whom it may send signals to.
+///
+/// # Errors
+/// As [`run`].
+pub fn attend(
+    mut command: Command,
+    streams: &Streams<'_>,
+    watched: Watched,
+    mut on_moment: impl FnMut(Pid, Moment),
 ) -> Result<Outcome, BenchError> {
     interrupt::check()?;
     let program = PathBuf::from(command.get_program());
@@ -110,7 +123,7 @@ pub fn run(
         }
         let resident_bytes = resident(pid, watched);
         resident_peak_bytes = resident_peak_bytes.max(resident_bytes);
-        on_moment(Moment { elapsed: start.elapsed(), resident_bytes });
+        on_moment(raw, Moment { elapsed: start.elapsed(), resident_bytes });
     }
     let elapsed = start.elapsed();
     let (status, cpu_us) = reap(raw).map_err(BenchError::io("wait for", &program))?;

@@ -9,6 +9,7 @@ use tempfile::TempDir;
 
 use super::procs;
 use crate::bench::BenchError;
+use crate::cli::Fabric;
 
 /// The start of a state folder's name; the owner's process number follows.
 const PREFIX: &str = "aquifer-own-";
@@ -23,11 +24,12 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Three memory nodes of `node_bytes` each, a keeper and an agent, as `aquifer up` starts them.
+    /// Three memory nodes of `node_bytes` each over `fabric`, a keeper and an agent, as `aquifer up` starts them. All
+    /// users find the agent at `shared_socket`, if there is one.
     ///
     /// # Errors
     /// If `aquifer up` fails, or no temporary folder can be made.
-    pub fn up(node_bytes: u64) -> Result<Self, BenchError> {
+    pub fn up(node_bytes: u64, fabric: Fabric, shared_socket: Option<&Path>) -> Result<Self, BenchError> {
         take_down_stale();
         let parent = std::env::temp_dir();
         let state = tempfile::Builder::new()
@@ -36,7 +38,12 @@ impl Cluster {
             .map_err(BenchError::io("make a folder in", &parent))?;
         let mut cluster = Self { state, daemons: Vec::new() };
         let memory = format!("{}M", node_bytes.div_ceil(1 << 20));
-        cluster.control("up", &["--nodes", NODES, "--memory", &memory])?;
+        let mut args: Vec<&OsStr> =
+            ["--nodes", NODES, "--memory", &memory, "--fabric", fabric.name()].map(OsStr::new).to_vec();
+        if let Some(socket) = shared_socket {
+            args.extend([OsStr::new("--shared-socket"), socket.as_os_str()]);
+        }
+        cluster.control("up", &args)?;
         cluster.daemons = procs::with_argument(cluster.state());
         Ok(cluster)
     }
@@ -81,7 +88,7 @@ impl Cluster {
         }
     }
 
-    fn control(&self, what: &'static str, args: &[&str]) -> Result<(), BenchError> {
+    fn control(&self, what: &'static str, args: &[&OsStr]) -> Result<(), BenchError> {
         control(self.state(), what, args)
     }
 }
@@ -113,7 +120,7 @@ pub fn own_program() -> Result<PathBuf, BenchError> {
 }
 
 /// Output goes to a file, not a pipe: daemons may inherit it, and a pipe would then never end.
-fn control(state: &Path, what: &'static str, args: &[&str]) -> Result<(), BenchError> {
+fn control(state: &Path, what: &'static str, args: &[&OsStr]) -> Result<(), BenchError> {
     let path = state.join(format!("own-{what}.log"));
     let log = std::fs::File::create(&path).map_err(BenchError::io("create", &path))?;
     let errors = log.try_clone().map_err(BenchError::io("share", &path))?;

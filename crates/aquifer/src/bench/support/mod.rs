@@ -8,4 +8,5 @@ pub mod interrupt;
 pub mod procs;
 pub mod programs;
 pub mod report;
+pub mod server;
 pub mod spread;

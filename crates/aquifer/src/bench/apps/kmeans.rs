@@ -1,0 +1,63 @@
+//! scikit-learn's k-means: walks over one large array again and again.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use super::{App, Played, Size};
+use crate::bench::BenchError;
+use crate::bench::support::child::{self, Outcome, Streams, Watched};
+
+/// Debian's own, for which its packages are.
+const PYTHON: &str = "/usr/bin/python3";
+const SCRIPT: &str = include_str!("kmeans.py");
+
+/// The script, and how much it does.
+#[derive(Debug)]
+pub struct KMeans {
+    script: PathBuf,
+    size: Size,
+}
+
+impl KMeans {
+    /// If it is installed; the script is written to `folder`.
+    ///
+    /// # Errors
+    /// If the script cannot be written.
+    pub fn find(size: Size, folder: &Path) -> Result<Option<Self>, BenchError> {
+        let import = Command::new(PYTHON)
+            .args(["-c", "import numpy, sklearn.cluster"])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .status();
+        if !import.is_ok_and(|status| status.success()) {
+            return Ok(None);
+        }
+        let script = folder.join("kmeans.py");
+        std::fs::write(&script, SCRIPT).map_err(BenchError::io("write", &script))?;
+        Ok(Some(Self { script, size }))
+    }
+}
+
+impl App for KMeans {
+    fn name(&self) -> &'static str {
+        "scikit-learn k-means"
+    }
+
+    fn program(&self) -> &Path {
+        Path::new(PYTHON)
+    }
+
+    fn play(
+        &self,
+        mut command: Command,
+        watched: Watched,
+        output: &Path,
+    ) -> Result<(Outcome, Result<Played, BenchError>), BenchError> {
+        command.arg(&self.script).arg("--bytes").arg(self.size.kmeans_bytes.to_string());
+        command.arg("--iterations").arg(self.size.kmeans_iterations.to_string());
+        let outcome = child::run(command, &Streams { input: None, output }, watched, |_| {})?;
+        let digest = std::fs::read_to_string(output).map_err(BenchError::io("read", output))?;
+        let played = Played::new(outcome.elapsed.as_secs_f64(), Vec::new(), digest);
+        Ok((outcome, Ok(played)))
+    }
+}

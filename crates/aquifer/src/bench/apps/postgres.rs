@@ -1,0 +1,279 @@
+//! PostgreSQL under pgbench: each transaction sorts a table in its backend's private memory, and then does what TPC-B does.
+//!
+//! Shared buffers are shared memory, which Aquifer leaves alone: they are small here, and kernel swap's programs get as much
+//! beside their limit.
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use rustix::process::Signal;
+
+use super::nobody::Nobody;
+use super::{App, Played, Size, float};
+use crate::bench::BenchError;
+use crate::bench::support::child::{self, Outcome, Streams, Watched};
+use crate::bench::support::server;
+
+const PROGRAM: &str = "postgres";
+/// Where Debian has its versions.
+const VERSIONS: &str = "/usr/lib/postgresql";
+const USER: &str = "bench";
+const SHARED_BUFFERS_BYTES: u64 = 4 << 20;
+/// More than a sort takes: it shall not go to files.
+const WORK_MEM: &str = "work_mem=512MB";
+/// With several the kernel finds nothing to swap out so often that hardly any run on swap ends well.
+const CLIENTS: &str = "1";
+
+/// The report reads what the rest does not change, so that it is the same whenever it is made.
+const SCRIPT: &str = r"\set aid random(1, 100000 * :scale)
+\set tid random(1, 10 * :scale)
+\set bid random(1, :scale)
+\set delta random(-5000, 5000)
+BEGIN;
+INSERT INTO reports SELECT :aid, md5(string_agg(aid || filler, ','))
+  FROM (SELECT aid, filler FROM pgbench_accounts ORDER BY md5(aid::text || :aid)) AS sorted;
+UPDATE pgbench_accounts SET abalance = abalance + :delta WHERE aid = :aid;
+SELECT abalance FROM pgbench_accounts WHERE aid = :aid;
+UPDATE pgbench_tellers SET tbalance = tbalance + :delta WHERE tid = :tid;
+UPDATE pgbench_branches SET bbalance = bbalance + :delta WHERE bid = :bid;
+INSERT INTO pgbench_history (tid, bid, aid, delta, mtime) VALUES (:tid, :bid, :aid, :delta, CURRENT_TIMESTAMP);
+END;
+";
+
+/// What must be true, and what must be the same in each run.
+const CHECK: &str = "SELECT (SELECT sum(abalance) FROM pgbench_accounts) = (SELECT sum(delta) FROM pgbench_history) \
+     AND (SELECT sum(bbalance) FROM pgbench_branches) = (SELECT sum(tbalance) FROM pgbench_tellers), \
+     (SELECT count(*) FROM pgbench_history), \
+     (SELECT md5(string_agg(aid || ':' || abalance, ',' ORDER BY aid)) FROM pgbench_accounts WHERE abalance <> 0), \
+     (SELECT md5(string_agg(aid || digest, ',' ORDER BY aid, digest)) FROM reports)";
+
+/// Its programs, and its data as they are before each run.
+#[derive(Debug)]
+pub struct Postgres {
+    programs: PathBuf,
+    program: PathBuf,
+    size: Size,
+    home: PathBuf,
+    folder: PathBuf,
+}
+
+impl Postgres {
+    /// If it is installed: makes its data in the home of `nobody`; `folder` gets what its clients write.
+    ///
+    /// # Errors
+    /// If the data cannot be made.
+    pub fn find(size: Size, nobody: &Nobody, folder: &Path) -> Result<Option<Self>, BenchError> {
+        let Some(programs) = find_programs(Path::new(VERSIONS)) else {
+            return Ok(None);
+        };
+        let program = programs.join(PROGRAM);
+        let postgres = Self { programs, program, size, home: nobody.home(), folder: folder.to_owned() };
+        postgres.prepare(nobody)?;
+        Ok(Some(postgres))
+    }
+
+    fn prepare(&self, nobody: &Nobody) -> Result<(), BenchError> {
+        let plain =
+            |program: &Path| nobody.command(program, |first| Ok::<_, BenchError>(Command::new(first)));
+        let mut initdb = plain(&self.programs.join("initdb"))?;
+        initdb.args(["--auth=trust", "--no-sync", "--locale=C", "--encoding=UTF8", "--username", USER]);
+        initdb.arg("--pgdata").arg(self.template());
+        self.client(initdb)?;
+        let script = self.script();
+        std::fs::write(&script, SCRIPT).map_err(BenchError::io("write", &script))?;
+        let mut command = plain(&self.program)?;
+        self.arrange(&mut command, &self.template());
+        let output = self.folder.join("server");
+        let streams = Streams { input: None, output: &output };
+        let (outcome, done) = server::beside(command, &streams, Watched::All, Signal::INT, |server| {
+            self.reach(server)?;
+            let scale = self.size.postgres_scale.to_string();
+            self.client(self.on_socket("pgbench", &["--initialize", "--quiet", "--scale", &scale]))?;
+            let table = "CREATE TABLE reports (aid int, digest text)";
+            self.client(self.on_socket("psql", &["--quiet", "--command", table]))
+        })?;
+        done.map(drop).map_err(|error| explain(error, &outcome))
+    }
+
+    /// Each run begins with the same data.
+    fn template(&self) -> PathBuf {
+        self.home.join("template")
+    }
+
+    fn script(&self) -> PathBuf {
+        self.folder.join("transaction.sql")
+    }
+
+    /// The server's arguments. What a disk would add is not measured here.
+    fn arrange(&self, command: &mut Command, data: &Path) {
+        command.arg("-D").arg(data).arg("-k").arg(&self.home);
+        let buffers = format!("shared_buffers={}MB", SHARED_BUFFERS_BYTES >> 20);
+        for setting in [
+            "listen_addresses=",
+            &buffers,
+            WORK_MEM,
+            "max_connections=10",
+            "max_parallel_workers_per_gather=0",
+            "huge_pages=off",
+            "jit=off",
+            "autovacuum=off",
+            "fsync=off",
+            "synchronous_commit=off",
+            "full_page_writes=off",
+        ] {
+            command.args(["-c", setting]);
+        }
+    }
+
+    fn reach(&self, server: &server::Server) -> Result<(), BenchError> {
+        let asks =
+            || self.on_socket("pg_isready", &["--quiet"]).status().is_ok_and(|status| status.success());
+        server.reach(PROGRAM, || asks().then_some(()))
+    }
+
+    fn on_socket(&self, program: &str, words: &[&str]) -> Command {
+        let mut command = Command::new(self.programs.join(program));
+        command.arg("--host").arg(&self.home).args(["--username", USER]).args(words);
+        command.env("PGDATABASE", "postgres");
+        command
+    }
+
+    /// Runs a client that must end well; what it printed, and how long it took.
+    fn client(&self, command: Command) -> Result<(String, f64), BenchError> {
+        let program = PathBuf::from(command.get_program()).display().to_string();
+        let output = self.folder.join("client");
+        let outcome = child::run(command, &Streams { input: None, output: &output }, Watched::All, |_| {})?;
+        let text = std::fs::read_to_string(&output).map_err(BenchError::io("read", &output))?;
+        if !outcome.status.success() {
+            return Err(BenchError::Server {
+                program,
+                reason: format!("{}: {}{}", outcome.status, outcome.message, text.trim_end()),
+            });
+        }
+        Ok((text, outcome.elapsed.as_secs_f64()))
+    }
+
+    fn work(&self, server: &server::Server) -> Result<Played, BenchError> {
+        self.reach(server)?;
+        let log =
+            tempfile::tempdir_in(&self.folder).map_err(BenchError::io("make a folder in", &self.folder))?;
+        let mut prefix = std::ffi::OsString::from("--log-prefix=");
+        prefix.push(log.path().join("latency"));
+        let words = ["--no-vacuum", "--log", "--random-seed=1", "--client", CLIENTS];
+        let mut pgbench = self.on_socket("pgbench", &words);
+        pgbench.arg(prefix).arg("--transactions").arg(self.size.postgres_transactions.to_string());
+        pgbench
+            .args(["--define", &format!("scale={}", self.size.postgres_scale), "--file"])
+            .arg(self.script());
+        let (_, seconds) = self.client(pgbench)?;
+        let mut latencies_us = Vec::new();
+        for entry in std::fs::read_dir(log.path()).map_err(BenchError::io("list", log.path()))?.flatten() {
+            let text = std::fs::read_to_string(entry.path()).map_err(BenchError::io("read", log.path()))?;
+            latencies_us.extend(text.lines().filter_map(parse_latency_us));
+        }
+        let words = ["--no-align", "--tuples-only", "--command", CHECK];
+        let (digest, _) = self.client(self.on_socket("psql", &words))?;
+        if !digest.starts_with("t|") || latencies_us.is_empty() {
+            return Err(BenchError::Wrong {
+                program: PROGRAM.into(),
+                way: "its tables after pgbench".into(),
+                what: format!("accounts, tellers, branches and history do not sum up: {digest}"),
+            });
+        }
+        Ok(Played::new(seconds, latencies_us, digest))
+    }
+}
+
+impl App for Postgres {
+    fn name(&self) -> &'static str {
+        "PostgreSQL, pgbench"
+    }
+
+    fn program(&self) -> &Path {
+        &self.program
+    }
+
+    fn refuses_root(&self) -> bool {
+        true
+    }
+
+    fn shared_bytes(&self) -> u64 {
+        SHARED_BUFFERS_BYTES
+    }
+
+    fn play(
+        &self,
+        mut command: Command,
+        watched: Watched,
+        output: &Path,
+    ) -> Result<(Outcome, Result<Played, BenchError>), BenchError> {
+        let data = self.home.join("data");
+        if data.exists() {
+            std::fs::remove_dir_all(&data).map_err(BenchError::io("remove", &data))?;
+        }
+        let mut copy = Command::new("cp");
+        copy.arg("-a").arg(self.template()).arg(&data);
+        self.client(copy)?;
+        self.arrange(&mut command, &data);
+        let streams = Streams { input: None, output };
+        server::beside(command, &streams, watched, Signal::INT, |server| self.work(server))
+    }
+}
+
+/// A client's error with what the server said.
+fn explain(error: BenchError, outcome: &Outcome) -> BenchError {
+    match error {
+        BenchError::Server { program, reason } => {
+            BenchError::Server { program, reason: format!("{reason}; the server said: {}", outcome.message) }
+        }
+        other => other,
+    }
+}
+
+/// The newest version's.
+fn find_programs(versions: &Path) -> Option<PathBuf> {
+    let folders = std::fs::read_dir(versions).ok()?.flatten();
+    let version = |name: &OsStr| name.to_str()?.parse::<u32>().ok();
+    let known = folders.filter_map(|entry| Some((version(&entry.file_name())?, entry.path().join("bin"))));
+    let whole = |programs: &Path| {
+        ["initdb", "pgbench", "psql", PROGRAM].iter().all(|name| programs.join(name).exists())
+    };
+    known.filter(|(_, programs)| whole(programs)).max().map(|(_, programs)| programs)
+}
+
+/// The third word of a line of pgbench's log.
+fn parse_latency_us(line: &str) -> Option<f64> {
+    line.split_ascii_whitespace().nth(2)?.parse().ok().map(float)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn latencies_stand_third_in_the_log() {
+        assert_eq!(parse_latency_us("0 1 4821 0 1499414498 34501"), Some(4821.0));
+        for line in ["", "0 1", "0 1 skipped 0 1 2", "0 1 failed 0 1 2"] {
+            assert_eq!(parse_latency_us(line), None, "{line}");
+        }
+    }
+
+    #[test]
+    fn the_newest_whole_version_is_taken() {
+        let folder = tempfile::tempdir().unwrap();
+        for (version, programs) in [
+            ("9", &["initdb", "pgbench", "psql", "postgres"][..]),
+            ("15", &["initdb", "pgbench", "psql", "postgres"]),
+            ("17", &["psql"]),
+        ] {
+            let bin = folder.path().join(version).join("bin");
+            std::fs::create_dir_all(&bin).unwrap();
+            for program in programs {
+                std::fs::write(bin.join(program), "").unwrap();
+            }
+        }
+        assert_eq!(find_programs(folder.path()), Some(folder.path().join("15").join("bin")));
+        assert_eq!(find_programs(&folder.path().join("none")), None);
+    }
+}

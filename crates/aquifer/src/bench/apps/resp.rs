@@ -1,0 +1,180 @@
+//! Just enough of redis's protocol, RESP, to SET and GET: one connection, with as many commands under way as the caller likes.
+
+use std::io::{self, BufRead, BufReader, Error, ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+/// A server that answers nothing for so long never will.
+const ANSWER: Duration = Duration::from_secs(120);
+/// A line of the protocol; values are no lines.
+const LINE_BYTES_MAX: u64 = 512;
+/// A value.
+const VALUE_BYTES_MAX: usize = 1 << 20;
+
+/// A connection.
+#[derive(Debug)]
+pub struct Client<S: Read + Write = UnixStream> {
+    stream: BufReader<S>,
+    request: Vec<u8>,
+    line: Vec<u8>,
+}
+
+/// What is answered.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Answer {
+    /// It is done.
+    Done,
+    /// A value; the buffer has it.
+    Value,
+    /// No such key.
+    Nothing,
+}
+
+impl Client {
+    /// To a server's Unix socket.
+    ///
+    /// # Errors
+    /// If nobody listens there.
+    pub fn connect(path: &Path) -> io::Result<Self> {
+        let stream = UnixStream::connect(path)?;
+        stream.set_read_timeout(Some(ANSWER))?;
+        stream.set_write_timeout(Some(ANSWER))?;
+        Ok(Self::over(stream))
+    }
+}
+
+impl<S: Read + Write> Client<S> {
+    fn over(stream: S) -> Self {
+        Self { stream: BufReader::with_capacity(1 << 16, stream), request: Vec::new(), line: Vec::new() }
+    }
+
+    /// Adds a command to what is sent next.
+    pub fn add(&mut self, words: &[&[u8]]) {
+        let vector = &mut self.request;
+        // Writing to a vector cannot fail.
+        let _ = write!(vector, "*{}\r\n", words.len());
+        for word in words {
+            let _ = write!(vector, "${}\r\n", word.len());
+            vector.extend_from_slice(word);
+            vector.extend_from_slice(b"\r\n");
+        }
+    }
+
+    /// Sends what was added.
+    ///
+    /// # Errors
+    /// If the connection is broken.
+    pub fn send(&mut self) -> io::Result<()> {
+        let sent = self.stream.get_mut().write_all(&self.request);
+        self.request.clear();
+        sent
+    }
+
+    /// The next answer; a value's bytes are in `value`, without what was there before.
+    ///
+    /// # Errors
+    /// If the connection is broken, the server refuses, or says what is not of the protocol.
+    pub fn receive(&mut self, value: &mut Vec<u8>) -> io::Result<Answer> {
+        self.line.clear();
+        (&mut self.stream).take(LINE_BYTES_MAX).read_until(b'\n', &mut self.line)?;
+        let Some(line) = self.line.strip_suffix(b"\r\n") else {
+            return Err(Error::new(
+                ErrorKind::UnexpectedEof,
+                "the server closed the connection, or a line has no end",
+            ));
+        };
+        let text = String::from_utf8_lossy(line.get(1..).unwrap_or_default());
+        match line.first() {
+            Some(b'+' | b':') => Ok(Answer::Done),
+            Some(b'$') if text == "-1" => Ok(Answer::Nothing),
+            Some(b'$') => match text.parse() {
+                Ok(bytes) if bytes <= VALUE_BYTES_MAX => self.read_value(bytes, value),
+                _ => Err(Error::new(ErrorKind::InvalidData, format!("a value of {text} bytes"))),
+            },
+            Some(b'-') => Err(Error::other(format!("the server refused: {text}"))),
+            _ => Err(Error::new(
+                ErrorKind::InvalidData,
+                format!("an answer that is not of the protocol: {text:?}"),
+            )),
+        }
+    }
+
+    fn read_value(&mut self, bytes: usize, value: &mut Vec<u8>) -> io::Result<Answer> {
+        value.resize(bytes, 0);
+        self.stream.read_exact(value)?;
+        let mut end = [0; 2];
+        self.stream.read_exact(&mut end)?;
+        if end != *b"\r\n" {
+            return Err(Error::new(ErrorKind::InvalidData, "a value that is longer than was said"));
+        }
+        Ok(Answer::Value)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Cursor;
+
+    use super::*;
+
+    /// Says what it was given, and remembers what it was told.
+    struct Talk {
+        says: Cursor<Vec<u8>>,
+        told: Vec<u8>,
+    }
+
+    impl Read for Talk {
+        fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+            self.says.read(buffer)
+        }
+    }
+
+    impl Write for Talk {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.told.write(bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    fn client(says: &[u8]) -> Client<Talk> {
+        Client::over(Talk { says: Cursor::new(says.to_vec()), told: Vec::new() })
+    }
+
+    #[test]
+    fn commands_are_written_as_arrays_of_words() {
+        let mut client = client(b"");
+        client.add(&[b"SET", b"k", b"a\r\nb"]);
+        client.add(&[b"GET", b"k"]);
+        client.send().unwrap();
+        let told = &client.stream.get_ref().told;
+        assert_eq!(told, b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$4\r\na\r\nb\r\n*2\r\n$3\r\nGET\r\n$1\r\nk\r\n");
+    }
+
+    #[test]
+    fn answers_are_told_apart() {
+        let mut client = client(b"+OK\r\n$4\r\na\r\nb\r\n$-1\r\n:7\r\n$0\r\n\r\n-ERR no\r\n");
+        let mut value = b"before".to_vec();
+        assert_eq!(client.receive(&mut value).unwrap(), Answer::Done);
+        assert_eq!(client.receive(&mut value).unwrap(), Answer::Value);
+        assert_eq!(value, b"a\r\nb");
+        assert_eq!(client.receive(&mut value).unwrap(), Answer::Nothing);
+        assert_eq!(client.receive(&mut value).unwrap(), Answer::Done);
+        assert_eq!(client.receive(&mut value).unwrap(), Answer::Value);
+        assert!(value.is_empty());
+        assert!(client.receive(&mut value).unwrap_err().to_string().contains("ERR no"));
+    }
+
+    #[test]
+    fn hostile_answers_are_errors() {
+        let long = [b'+'; 4096];
+        let cases: [&[u8]; 8] =
+            [b"", b"\r\n", b"+OK", b"$9999999999\r\n", b"$-2\r\n", b"$5\r\nab\r\n", b"$1\r\nabc\r\n", &long];
+        for says in cases {
+            assert!(client(says).receive(&mut Vec::new()).is_err(), "{says:?}");
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! From samples to tables and targets.
+
+use std::collections::BTreeMap;
+
+use super::ways::Way;
+use super::{Sample, Samples, Size};
+use crate::bench::support::report::{Column, Report, Row, Table, Target};
+use crate::bench::support::spread::Spread;
+
+/// Per cent that fit where the pool is to be ahead.
+const JUDGED_PERCENT: u64 = 25;
+
+/// The samples of one program with a part of its memory.
+struct View<'a> {
+    rounds: usize,
+    app: usize,
+    name: &'static str,
+    percent: u64,
+    samples: &'a Samples,
+}
+
+impl View<'_> {
+    fn sample(&self, way: Way, round: usize) -> Option<&Sample> {
+        // A plain run has all of its memory, whatever the others have.
+        let percent = if way == Way::Plain { 100 } else { self.percent };
+        self.samples.get(&(self.app, percent, way))?.get(round)?.as_ref()
+    }
+
+    fn figure(&self, way: Way, name: &str, round: usize) -> Option<f64> {
+        self.sample(way, round)?.get(name).copied()
+    }
+
+    fn spread(&self, pick: impl Fn(usize) -> Option<f64>) -> Option<Spread> {
+        Spread::of(&(0..self.rounds).filter_map(pick).collect::<Vec<_>>())
+    }
+
+    /// How many times as long another way took as this one, in the same round.
+    fn ahead_of(&self, other: Way, way: Way) -> Option<Spread> {
+        self.spread(|round| Some(self.figure(other, "s", round)? / self.figure(way, "s", round)?))
+    }
+
+    fn row(&self, way: Way) -> Row {
+        let names = (0..self.rounds).filter_map(|round| self.sample(way, round)).flat_map(BTreeMap::keys);
+        let mut figures: BTreeMap<&'static str, Spread> = names
+            .filter_map(|&name| Some((name, self.spread(|round| self.figure(way, name, round))?)))
+            .collect();
+        let mut put = |name, spread: Option<Spread>| figures.extend(spread.map(|spread| (name, spread)));
+        if way != Way::Plain {
+            put(
+                "s ÷ plain",
+                self.spread(|round| {
+                    Some(self.figure(way, "s", round)? / self.figure(Way::Plain, "s", round)?)
+                }),
+            );
+        }
+        if way != Way::SwapFile {
+            put("swap file's s ÷ this", self.ahead_of(Way::SwapFile, way));
+        }
+        Row { name: way.name().into(), figures }
+    }
+
+    fn table(&self, ways: &[Way]) -> Table {
+        Table {
+            title: format!("{}, {} % fit", self.name, self.percent),
+            columns: vec![
+                Column::full("s"),
+                Column::middle("p50 µs"),
+                Column::middle("p99 µs"),
+                Column::middle("CPU s"),
+                Column::middle("resident MiB"),
+                Column::middle("beyond limit MiB"),
+                Column::full("s ÷ plain"),
+                Column::full("swap file's s ÷ this"),
+            ],
+            pictured: Some("s"),
+            ratio: Some("swap file's s ÷ this"),
+            rows: ways.iter().chain([&Way::Plain]).map(|&way| self.row(way)).collect(),
+        }
+    }
+
+    /// Resident memory as a run on the pool promises it.
+    fn limit_holds(&self, way: Way) -> Option<Target> {
+        let figure = |name, round| self.figure(way, name, round);
+        let over = |round| Some(figure("resident MiB", round)? - 1.1 * figure("limit MiB", round)?);
+        let name =
+            format!("{}, {} % fit: resident MiB over limit + 10 %, {}", self.name, self.percent, way.name());
+        Some(Target { name, value: self.spread(over)?, bound: 16.0, at_most: true })
+    }
+
+    fn targets(&self, ways: &[Way]) -> Vec<Target> {
+        let pools = ways.iter().filter(|way| way.fabric().is_some() && self.percent == JUDGED_PERCENT);
+        let target = |&way: &Way| {
+            let name = format!("{}, {} % fit: swap file's s ÷ {}'s", self.name, self.percent, way.name());
+            Some(Target { name, value: self.ahead_of(Way::SwapFile, way)?, bound: 1.0, at_most: false })
+        };
+        pools.clone().filter_map(target).chain(pools.filter_map(|&way| self.limit_holds(way))).collect()
+    }
+}
+
+/// Fills tables and targets.
+pub fn fill(report: &mut Report, size: Size, names: &[&'static str], ways: &[Way], samples: &Samples) {
+    for (app, &name) in names.iter().enumerate() {
+        for &percent in size.fits {
+            let view = View { rounds: size.rounds, app, name, percent, samples };
+            report.tables.push(view.table(ways));
+            report.targets.extend(view.targets(ways));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WAYS: [Way; 3] = [Way::PoolShm, Way::PoolTcp, Way::SwapFile];
+
+    fn samples() -> Samples {
+        let of = |seconds: &[f64]| -> Vec<Option<Sample>> {
+            seconds
+                .iter()
+                .map(|&s| {
+                    (s > 0.0).then(|| {
+                        Sample::from([
+                            ("s", s),
+                            ("p50 µs", 10.0 * s),
+                            ("resident MiB", 30.0),
+                            ("limit MiB", 10.0),
+                        ])
+                    })
+                })
+                .collect()
+        };
+        Samples::from([
+            ((0, 100, Way::Plain), of(&[1.0, 2.0])),
+            ((0, 100, Way::PoolShm), of(&[1.0, 2.0])),
+            ((0, 25, Way::PoolShm), of(&[2.0, 4.0])),
+            ((0, 25, Way::PoolTcp), of(&[8.0, 8.0])),
+            // In the second round the kernel killed it.
+            ((0, 25, Way::SwapFile), of(&[4.0, 0.0])),
+        ])
+    }
+
+    fn report() -> Report {
+        let mut report = Report::new("apps", true);
+        let size = Size { rounds: 2, ..Size::QUICK };
+        fill(&mut report, size, &["redis"], &WAYS, &samples());
+        report
+    }
+
+    #[test]
+    fn ratios_are_of_rounds_in_which_both_were_measured() {
+        let report = report();
+        let table = report.tables.iter().find(|table| table.title == "redis, 25 % fit").unwrap();
+        let names: Vec<_> = table.rows.iter().map(|row| row.name.as_str()).collect();
+        assert_eq!(names, ["pool over shm", "pool over tcp", "swap file", "plain, all resident"]);
+        let shm = &table.rows[0].figures;
+        assert_eq!(shm["swap file's s ÷ this"], Spread { min: 2.0, median: 2.0, max: 2.0 });
+        assert_eq!(shm["s ÷ plain"], Spread { min: 2.0, median: 2.0, max: 2.0 });
+        assert_eq!(shm["p50 µs"].median, 30.0);
+        assert!(!table.rows[2].figures.contains_key("swap file's s ÷ this"));
+        assert_eq!(table.rows[3].figures["s"].median, 1.5);
+    }
+
+    #[test]
+    fn the_pool_must_be_ahead_where_a_quarter_fits_over_both_fabrics() {
+        let judged: Vec<_> =
+            report().targets.iter().map(|target| (target.name.clone(), target.is_met())).collect();
+        assert_eq!(
+            judged,
+            [
+                ("redis, 25 % fit: swap file's s ÷ pool over shm's".to_owned(), true),
+                ("redis, 25 % fit: swap file's s ÷ pool over tcp's".to_owned(), false),
+                ("redis, 25 % fit: resident MiB over limit + 10 %, pool over shm".to_owned(), false),
+                ("redis, 25 % fit: resident MiB over limit + 10 %, pool over tcp".to_owned(), false),
+            ]
+        );
+    }
+}
