@@ -163,6 +163,9 @@ pub trait Kernel {
     /// Whether the program asked that a page stay.
     fn is_pinned(&self, page: PageNumber) -> bool;
 
+    /// Whether the kernel has told of all changes that were begun, as it says by letting pages be filled.
+    fn is_quiet(&mut self) -> bool;
+
     /// Let others run for a moment: something will change soon.
     fn pause(&mut self);
 }

@@ -37,9 +37,23 @@ impl<E: Edge> Monitor<E> {
                 return;
             };
             let part = Area { start: area.start, end: area.end.min(area.start + ADOPT_PAGES_MAX - pages) };
+            if !self.is_settled(part) {
+                return;
+            }
             self.look_through_part(part);
             pages += part.end - part.start;
         }
+    }
+
+    /// Whether an Unmap of the part that is heard from now on is of what is there now. It may be of what was moved away, and would be passed over, as long
+    /// as something is outstanding.
+    fn is_settled(&mut self, part: Area) -> bool {
+        let is_touched = self.vacated.iter().any(|area| area.start < part.end && part.start < area.end);
+        if is_touched && self.edge.is_quiet() {
+            self.nothing_outstanding();
+            return true;
+        }
+        !is_touched
     }
 
     fn look_through_part(&mut self, part: Area) {

@@ -383,6 +383,10 @@ impl Kernel for ProcessEdge {
             || self.attachment.as_ref().is_some_and(|attachment| attachment.worker.is_pinned(page))
     }
 
+    fn is_quiet(&mut self) -> bool {
+        self.fill_canary().stop != Some(crate::kernel::Stop::Busy)
+    }
+
     fn pause(&mut self) {
         std::thread::yield_now();
     }

@@ -299,6 +299,10 @@ impl Kernel for SimEdge {
         self.world.borrow().processes[self.process].kept.contains(&page)
     }
 
+    fn is_quiet(&mut self) -> bool {
+        self.later().processes[self.process].changing == 0
+    }
+
     fn pause(&mut self) {
         self.later().run_some_thread();
     }
