@@ -111,6 +111,11 @@ impl Cluster {
         self.cut.is_some()
     }
 
+    /// Whether a node is out of reach now.
+    pub fn is_cut(&self) -> bool {
+        self.cut.is_some()
+    }
+
     /// Whether what was on a node may have been given up without its fault.
     pub fn was_cut(&self, node: NodeId) -> bool {
         self.once_cut == Some(usize::from(node.0))

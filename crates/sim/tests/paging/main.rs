@@ -31,7 +31,7 @@ use world::Seen;
 /// `make test-long` plays more: AQUIFER_SCHEDULES says how many.
 const SCHEDULES: u64 = 20_000;
 /// A fault must show within so many schedules.
-const MUTANT_SCHEDULES: u64 = 40_000;
+const MUTANT_SCHEDULES: u64 = 80_000;
 
 fn schedules() -> u64 {
     std::env::var("AQUIFER_SCHEDULES")

@@ -233,7 +233,7 @@ impl Schedule {
         let mut world = self.world.borrow_mut();
         let world = &mut *world;
         match world.rng.below(7) {
-            6 if breaks.cuts => world.seen.cuts += u64::from(world.cluster.cut(&mut world.rng)),
+            6 if breaks.cuts => world.cut(),
             0 if breaks.crashes && world.rng.chance(1, 2) => world.crash(),
             5 if breaks.slow => world.seen.slow += u64::from(world.cluster.slow(&mut world.rng)),
             1 if breaks.damage => {

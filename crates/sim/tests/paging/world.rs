@@ -372,6 +372,13 @@ impl World {
         }
     }
 
+    /// A node is out of reach from now on, if nothing is lost by that with replicas, or no longer.
+    pub fn cut(&mut self) {
+        if self.cluster.is_cut() || self.cluster.replicas == 1 || self.is_whole() {
+            self.seen.cuts += u64::from(self.cluster.cut(&mut self.rng));
+        }
+    }
+
     /// Orders of several programs come as they come: after a restart not as they came before.
     fn next_order(&mut self) -> Option<Order> {
         let first = self.orders.front()?.process();
