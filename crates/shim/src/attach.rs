@@ -7,7 +7,7 @@ use core::sync::atomic::{AtomicIsize, AtomicPtr, AtomicU32, AtomicU64, AtomicUsi
 
 use aquifer_ipc::{BUFFERS, Control, Frame, Hello, TAKE_PAGES_MAX, Token, control::CONTROL_BYTES};
 
-use crate::credentials::Credentials;
+use crate::credentials::{self, Credentials};
 use crate::say;
 use crate::uffd;
 use crate::worker::{self, Worker};
@@ -104,6 +104,7 @@ unsafe extern "C" fn after_fork() {
 fn attach_child() {
     CONTROL.store(null_mut(), Ordering::Release);
     WORKER.store(null_mut(), Ordering::Release);
+    credentials::forget_others();
     let canary = ORIGIN.canary.load(Ordering::Relaxed) as *const u64;
     // SAFETY: the page was mapped before the fork and belongs to the shim.
     let number = unsafe { ptr::read_volatile(canary) };
@@ -194,7 +195,6 @@ fn attach(paged: i32, number: u64) {
 
 /// Have this process' worker be who the caller is now.
 pub fn have_worker_assume(credentials: Credentials) {
-    attach_if_forked();
     // SAFETY: null, or the bottom of the worker's stack, which stays. A child has just got its own.
     let worker = unsafe { WORKER.load(Ordering::Acquire).as_ref() };
     // SAFETY: tells the process. One that shares this memory until it executes something must not speak for the worker's.

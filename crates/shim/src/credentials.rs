@@ -9,6 +9,7 @@ use libc::{gid_t, size_t, uid_t};
 use crate::attach;
 use crate::next::{Next, fail};
 use crate::raw::syscall;
+use crate::say;
 
 /// Groups that are passed on; the kernel allows more, nobody has them.
 const GROUPS_MAX: usize = 1024;
@@ -55,17 +56,25 @@ impl Credentials {
     }
 }
 
+/// 1 while a thread has the worker follow: one at a time.
+static BUSY: AtomicU32 = AtomicU32::new(0);
+
+/// In a child: the thread that the worker was following, if there was one, stayed in the parent.
+pub fn forget_others() {
+    BUSY.store(0, Ordering::Release);
+}
+
 /// Have the worker be who the calling thread is now.
 fn follow() {
-    /// One thread at a time.
-    static BUSY: AtomicU32 = AtomicU32::new(0);
+    let Some(credentials) = Credentials::of_this_thread() else {
+        say::fail("this program has more groups than its worker can take over", 0)
+    };
+    attach::attach_if_forked();
     while BUSY.swap(1, Ordering::Acquire) == 1 {
         // SAFETY: only lets others run.
         unsafe { libc::sched_yield() };
     }
-    if let Some(credentials) = Credentials::of_this_thread() {
-        attach::have_worker_assume(credentials);
-    }
+    attach::have_worker_assume(credentials);
     BUSY.store(0, Ordering::Release);
 }
 

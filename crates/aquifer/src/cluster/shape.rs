@@ -1,8 +1,9 @@
 //! What a cluster consists of, remembered so that `up` can bring back what died.
 
 use std::ffi::OsString;
-use std::io;
+use std::io::{self, Write};
 use std::net::{Ipv4Addr, TcpListener};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -163,7 +164,11 @@ impl Shape {
         let text = serde_json::to_string_pretty(self).expect("plain structs are JSON");
         // Renamed into place, so that it is never half there.
         let new = path.with_extension("new");
-        let written = std::fs::write(&new, text).and_then(|()| std::fs::rename(&new, &path));
+        // Others may pass through root's folder, and must not say what its cluster is.
+        let mut options = std::fs::OpenOptions::new();
+        let file = options.write(true).create(true).truncate(true).mode(0o600).open(&new);
+        let written = file.and_then(|mut file| file.write_all(text.as_bytes()));
+        let written = written.and_then(|()| std::fs::rename(&new, &path));
         written.map_err(|source| ShapeError::Write { path, source })
     }
 
@@ -218,6 +223,8 @@ mod tests {
         let shape = Shape::asked(&asked(Some(2), None));
         shape.save(&state).unwrap();
         assert_eq!(Shape::load(&state).unwrap(), Some(shape));
+        let mode = std::os::unix::fs::MetadataExt::mode(&std::fs::metadata(state.shape()).unwrap());
+        assert_eq!(mode & 0o777, 0o600, "nobody else may say, or see, what the cluster is");
     }
 
     #[test]

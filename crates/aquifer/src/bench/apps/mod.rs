@@ -13,10 +13,11 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 
 use super::support::bytes::{MIB, float, show_bytes};
 use super::support::child::{Outcome, Watched};
+use super::support::progress;
 use super::support::report::Report;
 use super::{BenchArgs, BenchError};
 use crate::setup::cleanup_stale;
@@ -166,7 +167,7 @@ fn notes(size: Size) -> Vec<String> {
          processors takes several times as long"
             .into(),
         "swap file and zram with the kernel's usual read-ahead of eight pages; where the kernel would kill a program because all that \
-         is resident is in use, it waits up to 5 ms and tries again (cgroup v1), and where it is killed nonetheless, the run is \
+         is resident is in use, it waits up to 5 ms and tries again (cgroup v1; in want: 1 if that happened, which costs it time), and where it is killed nonetheless, the run is \
          repeated"
             .into(),
     ]
@@ -227,7 +228,7 @@ impl Bench {
     /// Returns each program's peak.
     fn measure(&mut self, ways: &[Way]) -> Result<Vec<u64>, BenchError> {
         let Size { rounds, fits, .. } = self.size;
-        let bar = progress(rounds * self.apps.len() * (1 + fits.len() * ways.len()));
+        let bar = progress::bar(rounds * self.apps.len() * (1 + fits.len() * ways.len()));
         let mut peaks = Vec::new();
         for at in 0..self.apps.len() {
             peaks.push(self.plain(at, 1, &bar)?);
@@ -293,14 +294,5 @@ impl Bench {
         };
         self.samples.entry(key).or_default().push(sample);
         Ok(())
-    }
-}
-
-fn progress(steps: usize) -> ProgressBar {
-    let style = ProgressStyle::with_template("{elapsed} {wide_bar} {pos}/{len}  {msg}");
-    let bar = ProgressBar::new(steps as u64);
-    match style {
-        Ok(style) => bar.with_style(style),
-        Err(_) => bar,
     }
 }

@@ -69,6 +69,7 @@ impl View<'_> {
                 Column::middle("CPU s"),
                 Column::middle("resident MiB"),
                 Column::middle("beyond limit MiB"),
+                Column::middle("in want"),
                 Column::full("s ÷ plain"),
                 Column::full("swap file's s ÷ this"),
             ],

@@ -277,6 +277,7 @@ impl Stage {
             sample.insert("elsewhere MiB", float(peak_bytes) / float(MIB));
         }
         sample.insert("faults", float(usage.major_faults));
+        sample.insert("in want", f64::from(was_in_want));
         Ok(Some((sample, played, usage)))
     }
 

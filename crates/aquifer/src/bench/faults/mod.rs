@@ -7,12 +7,11 @@ mod ways;
 
 use std::collections::BTreeMap;
 
-use indicatif::{ProgressBar, ProgressStyle};
-
 use super::fabric::ReadFloor;
 use super::support::bytes::{MIB, show_bytes};
 use super::support::cluster::Cluster;
 use super::support::programs;
+use super::support::progress;
 use super::support::report::Report;
 use super::{BenchArgs, BenchError};
 use crate::cli::Fabric;
@@ -145,7 +144,7 @@ fn choose_ways(quick: bool, notes: &mut Vec<String>) -> Vec<Way> {
 fn measure(bench: &mut Bench, ways: &[Way], reads: &mut Reads) -> Result<Samples, BenchError> {
     let rounds = bench.size.rounds;
     let mut floor = ReadFloor::start(reads.fabric)?;
-    let bar = progress(rounds * Case::ALL.len() * ways.len());
+    let bar = progress::bar(rounds * Case::ALL.len() * ways.len());
     let mut samples = Samples::new();
     for round in 1..=rounds {
         bar.set_message(format!("round {round}: one READ"));
@@ -161,13 +160,4 @@ fn measure(bench: &mut Bench, ways: &[Way], reads: &mut Reads) -> Result<Samples
     }
     bar.finish_and_clear();
     Ok(samples)
-}
-
-fn progress(steps: usize) -> ProgressBar {
-    let style = ProgressStyle::with_template("{elapsed} {wide_bar} {pos}/{len}  {msg}");
-    let bar = ProgressBar::new(steps as u64);
-    match style {
-        Ok(style) => bar.with_style(style),
-        Err(_) => bar,
-    }
 }

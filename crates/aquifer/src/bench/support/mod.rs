@@ -7,6 +7,7 @@ pub mod draw;
 pub mod interrupt;
 pub mod procs;
 pub mod programs;
+pub mod progress;
 pub mod report;
 pub mod server;
 pub mod spread;
