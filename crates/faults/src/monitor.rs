@@ -87,6 +87,8 @@ pub struct Monitor<E: Edge> {
     next_review_ns: u64,
     /// The others know that this program has nothing to give: told again and again they would answer again and again.
     has_nudged: bool,
+    /// Room could be made if a relative passed a block on.
+    lacks_block: bool,
     ended: bool,
 }
 
@@ -124,6 +126,7 @@ impl<E: Edge> Monitor<E> {
             stalled_until_ns: 0,
             next_review_ns: 0,
             has_nudged: false,
+            lacks_block: false,
             ended: false,
         }
     }
@@ -147,6 +150,16 @@ impl<E: Edge> Monitor<E> {
     /// The program is known to be gone.
     pub fn end(&mut self) {
         self.ended = true;
+    }
+
+    /// Give everything back that the program had. Nobody waits any more for the pages that it has under way.
+    pub fn close(mut self) {
+        while self.volume.is_in_flight() {
+            self.edge.wait();
+            self.collect();
+        }
+        self.volume.end();
+        self.tell_of_block();
     }
 
     /// Do all that can be done now.
@@ -280,22 +293,22 @@ impl<E: Edge> Monitor<E> {
     fn collect(&mut self) {
         let mut done = std::mem::take(&mut self.done);
         self.edge.collect(&mut done);
-        self.book(&mut done);
+        for what in done.drain(..) {
+            self.book(what);
+        }
         self.done = done;
     }
 
     /// Book what the sender has done.
-    pub fn book(&mut self, done: &mut Vec<Done>) {
-        for what in done.drain(..) {
-            match what {
-                Done::Staged { block, buffer, found } => {
-                    self.volume.staged(block, &found);
-                    self.edge.emptied(buffer);
-                    self.free_buffers.push(buffer);
-                }
-                Done::Written(written) => {
-                    self.volume.written(written.block, &written.locations[..written.count]);
-                }
+    fn book(&mut self, what: Done) {
+        match what {
+            Done::Staged { block, buffer, found } => {
+                self.volume.staged(block, &found);
+                self.edge.emptied(buffer);
+                self.free_buffers.push(buffer);
+            }
+            Done::Written(written) => {
+                self.volume.written(written.block, &written.locations[..written.count]);
             }
         }
     }
@@ -319,7 +332,10 @@ impl<E: Edge> Monitor<E> {
             return;
         }
         self.volume.reclaim_all();
-        match self.volume.clone_for_fork() {
+        let child_volume = self.volume.clone_for_fork();
+        // Also because each may count on less now that there is one more.
+        self.tell_of_block();
+        match child_volume {
             Ok(volume) => self.edge.forked(child, volume, self.areas.clone()),
             Err(error) => {
                 tracing::error!(%error, "a forked program cannot be served: it will wait for ever")
@@ -387,7 +403,7 @@ impl<E: Edge> Monitor<E> {
         if self.budget.excess(0) == 0 {
             return false;
         }
-        if self.volume.is_in_flight() {
+        if self.volume.is_in_flight() || self.lacks_block {
             return true;
         }
         self.edge.nudge_others();

@@ -3,7 +3,9 @@
 //! A run's limit covers its resident pages *and* its share of the mempool. What is resident but cannot be taken (stacks,
 //! small areas, code's private data) is sampled and subtracted.
 
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
+use std::ops::Deref;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 
 use crate::mempool::BLOCK_PAGES;
 use crate::page::PAGE_BYTES;
@@ -26,6 +28,8 @@ pub struct Budget {
     peak: AtomicU64,
     blocks: AtomicU64,
     blocks_max: AtomicU64,
+    members: AtomicU64,
+    is_block_asked: AtomicBool,
 }
 
 impl Budget {
@@ -39,6 +43,8 @@ impl Budget {
             peak: AtomicU64::new(0),
             blocks: AtomicU64::new(0),
             blocks_max: AtomicU64::new(0),
+            members: AtomicU64::new(0),
+            is_block_asked: AtomicBool::new(false),
         };
         budget.set_limit(limit_bytes);
         budget
@@ -114,14 +120,70 @@ impl Budget {
 
     /// Give a block's reservation back.
     pub fn remove_block(&self) {
-        let before = self.blocks.fetch_sub(1, Relaxed);
+        let before = self.blocks.fetch_sub(1, SeqCst);
         assert!(before > 0, "a block was given back that was never reserved");
+    }
+
+    /// Blocks that each member may count on; 0 if there are more members than blocks.
+    fn blocks_each(&self) -> u64 {
+        self.blocks_max.load(Relaxed) / self.members.load(Relaxed).max(1)
+    }
+
+    /// A member that has so many blocks gets no other: the others are asked for one, if that is less than its part. Whether they had not
+    /// been asked already.
+    pub(crate) fn ask_for_block(&self, has: u64) -> bool {
+        has < self.blocks_each().max(1) && !self.is_block_asked.swap(true, SeqCst)
+    }
+
+    /// Whether members have all blocks of the share. Whoever gives one back after this was seen also sees what was asked before it.
+    pub(crate) fn is_share_used(&self) -> bool {
+        self.blocks.load(SeqCst) >= self.blocks_max.load(Relaxed)
+    }
+
+    /// Whether a member lacks a block and one that has so many should pass one on.
+    pub(crate) fn is_block_asked_of(&self, has: u64) -> bool {
+        self.is_block_asked.load(Relaxed) && has > self.blocks_each()
+    }
+
+    /// Whether a member lacked a block until now, when one was given back: it is to be told, and asks again if it comes too late.
+    #[must_use]
+    pub fn was_block_asked(&self) -> bool {
+        self.is_block_asked.load(SeqCst) && self.is_block_asked.swap(false, SeqCst)
     }
 
     /// Bytes of the mempool that the run has now.
     #[must_use]
     pub fn mempool_bytes(&self) -> u64 {
         self.blocks.load(Relaxed) * (BLOCK_PAGES * PAGE_BYTES) as u64
+    }
+}
+
+/// A volume's part in a budget.
+#[derive(Debug)]
+pub(crate) struct Member(Arc<Budget>);
+
+impl Member {
+    pub(crate) fn new(budget: Arc<Budget>) -> Self {
+        budget.members.fetch_add(1, Relaxed);
+        Self(budget)
+    }
+
+    pub(crate) fn budget(&self) -> &Arc<Budget> {
+        &self.0
+    }
+}
+
+impl Deref for Member {
+    type Target = Budget;
+
+    fn deref(&self) -> &Budget {
+        &self.0
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        self.0.members.fetch_sub(1, Relaxed);
     }
 }
 

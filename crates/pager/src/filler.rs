@@ -108,13 +108,22 @@ impl Filler {
         }
     }
 
-    /// A node is gone: nothing more is written there. Slabs that were nowhere else are left to those who look for their pages.
+    /// A node is gone: nothing more is written there. Slabs that were nowhere else are left to those who look for their pages, if there are
+    /// any.
     pub fn forget_node(&mut self, node: NodeId) {
-        let Self { slabs, open, in_use, degraded, .. } = self;
+        let Self { slabs, open, in_use, degraded, free_numbers, .. } = self;
         if open.as_ref().is_some_and(|open| slabs.copies(open.slab).on(node).is_some()) {
             *open = None;
         }
-        in_use.retain(|slab| slabs.copies(*slab).on(node).is_none() || slabs.strike(*slab, node));
+        let set_aside = self.set_aside;
+        in_use.retain(|slab| {
+            let stays = slabs.copies(*slab).on(node).is_none() || slabs.strike(*slab, node);
+            if !stays && slabs.live_pages(*slab) == 0 && set_aside != Some(*slab) {
+                slabs.withdraw(*slab);
+                free_numbers.push(*slab);
+            }
+            stays
+        });
         degraded.clear();
         let wanted = slabs.replicas();
         degraded.extend(in_use.iter().filter(|slab| slabs.copies(**slab).len() < wanted));

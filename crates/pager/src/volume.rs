@@ -4,6 +4,7 @@
 //! of them. The steps of a page are listed in `docs/formats/paging.md`; each is one method here.
 
 mod absorb;
+mod blocks;
 mod recovery;
 
 use std::collections::VecDeque;
@@ -11,7 +12,7 @@ use std::sync::Arc;
 
 use aquifer_fabric::Memory;
 
-use crate::budget::Budget;
+use crate::budget::{Budget, Member};
 use crate::mempool::{BLOCK_PAGES, BlockId, Mempool};
 use crate::mutation::Mutation;
 use crate::page::{Location, PageNumber, PageState, PageWord};
@@ -64,7 +65,7 @@ pub struct Volume {
     table: PageTable,
     slabs: Arc<SlabSet>,
     mempool: Arc<Mempool>,
-    budget: Arc<Budget>,
+    budget: Member,
     /// Pages resident in the program, first in first out; hot ones go round again. An entry counts only while its page is held.
     resident: VecDeque<PageNumber>,
     /// Pages that were resident when this volume was cloned: shared with the parent until they are claimed, so taken last.
@@ -93,7 +94,7 @@ impl Volume {
             table: PageTable::new()?,
             slabs,
             mempool,
-            budget,
+            budget: Member::new(budget),
             resident: VecDeque::with_capacity(4096),
             inherited: VecDeque::new(),
             held: 0,
@@ -270,29 +271,6 @@ impl Volume {
         self.table.set(page, PageWord::default());
     }
 
-    /// Get a block for the next batch: a fresh one within the run's share, else the oldest reclaimable one.
-    /// `None` while everything waits for acknowledgements.
-    pub fn take_block(&mut self) -> Option<BlockId> {
-        while self.budget.has_surplus_blocks()
-            && let Some(block) = self.reclaim_oldest()
-        {
-            self.return_block(block);
-        }
-        if self.budget.try_add_block() {
-            if let Some(block) = self.mempool.take() {
-                return Some(block);
-            }
-            self.budget.remove_block();
-        }
-        self.reclaim_oldest()
-    }
-
-    /// Give back a block that [`Self::take_block`] gave and no batch used.
-    pub fn return_block(&mut self, block: BlockId) {
-        self.mempool.give_back(block);
-        self.budget.remove_block();
-    }
-
     /// The pages have left the program for `block`, in this order.
     pub fn left(&mut self, id: BlockId, pages: &[PageNumber]) {
         let mut block = self.spare_blocks.pop().unwrap_or_else(|| Block {
@@ -363,37 +341,6 @@ impl Volume {
         self.blocks_in_flight -= 1;
         self.blocks[id.0 as usize] = Some(block);
         self.reclaimable.push_back(id);
-    }
-
-    /// Take the oldest acknowledged block out of the mempool; its pages are then remote only.
-    fn reclaim_oldest(&mut self) -> Option<BlockId> {
-        let id = if self.mutation == Mutation::ReclaimUnacknowledged {
-            let staged = self.blocks.iter().flatten().find(|block| block.phase != Phase::Leaving)?.id;
-            self.reclaimable.retain(|other| *other != staged);
-            staged
-        } else {
-            self.reclaimable.pop_front()?
-        };
-        let block = self.blocks[id.0 as usize].take().expect("queued blocks are in use");
-        if block.phase == Phase::Staged {
-            self.blocks_in_flight -= 1;
-        }
-        for (index, page) in block.pages.iter().enumerate() {
-            let word = self.table.get(*page);
-            if word.state() == PageState::Reclaimable(id.slot(index)) {
-                let location = block.locations[index].expect("reclaimable pages have a location");
-                self.table.set(*page, word.with_state(PageState::Remote(location)));
-            }
-        }
-        self.spare_blocks.push(block);
-        Some(id)
-    }
-
-    /// Empty the mempool of this volume as far as it is acknowledged.
-    pub fn reclaim_all(&mut self) {
-        while let Some(id) = self.reclaim_oldest() {
-            self.return_block(id);
-        }
     }
 
     /// The program unmapped these pages: nothing of them is left anywhere.
@@ -476,7 +423,7 @@ impl Volume {
     pub fn clone_for_fork(&mut self) -> Result<Self, TableError> {
         assert!(!self.is_in_flight() && self.reclaimable.is_empty(), "the mempool is emptied before a fork");
         let mut child =
-            Self::new(Arc::clone(&self.slabs), Arc::clone(&self.mempool), Arc::clone(&self.budget))?;
+            Self::new(Arc::clone(&self.slabs), Arc::clone(&self.mempool), Arc::clone(self.budget.budget()))?;
         child.mutation = self.mutation;
         if let Some(hook) = self.before_store {
             child.before_store(hook);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use aquifer_pager::{Budget, Mempool, PageState, SlabSet, Volume};
+use aquifer_pager::{Budget, Mempool, PageState, SlabSet, Staged, Volume};
 
 fn volume() -> (Volume, Arc<Budget>) {
     let budget = Arc::new(Budget::new(16 << 20));
@@ -46,4 +46,33 @@ fn a_page_in_doubt_is_not_picked_before_it_is_held_again() {
     assert_eq!(victims, [5]);
     volume.vanished(5);
     assert_eq!(budget.held(), 0);
+}
+
+#[test]
+fn a_program_that_sleeps_passes_blocks_to_one_that_lacks_them() {
+    let (mut parent, budget) = volume();
+    parent.hold(1, true);
+    let mut child = parent.clone_for_fork().unwrap();
+    for page in 1..=4 {
+        parent.hold(page, true);
+        let mut victims = Vec::new();
+        parent.pick_victims(1, false, |_| false, &mut victims);
+        let block = parent.take_block().unwrap();
+        parent.left(block, &victims);
+        parent.staged(block, &[Staged::Zeros]);
+        parent.written(block, &[None]);
+    }
+    assert!(!parent.pass_block(), "nobody has asked");
+    assert!(child.take_block().is_none() && child.ask_for_block() && child.lacks_block());
+    assert!(!child.ask_for_block(), "they are told once");
+    assert!(parent.pass_block() && budget.was_block_asked());
+    assert!(!parent.pass_block(), "one is passed for one that was asked for");
+    let first = child.take_block().expect("the parent's");
+    // Each now counts on two of four. The parent has three, and passes one more, but no other.
+    assert!(child.take_block().is_none() && child.ask_for_block() && parent.pass_block());
+    assert!(budget.was_block_asked());
+    let second = child.take_block().expect("the parent's");
+    assert!(child.take_block().is_none() && child.ask_for_block() && !parent.pass_block());
+    [first, second].into_iter().for_each(|block| child.return_block(block));
+    assert!(!child.lacks_block() && budget.was_block_asked());
 }

@@ -11,18 +11,26 @@ use crate::stats::FaultStats;
 pub(crate) const SPARE_PAGES: u64 = 2 * BLOCK_PAGES as u64;
 /// After a batch of which nothing could be taken, no other is tried for this long.
 const STALL_NS: u64 = 4_000_000;
-/// Pages shared since a fork that are looked at together, and how long after a look the next may follow.
+/// Pages shared since a fork that are looked at together, and how long after a look the next may follow: at least so long, and a
+/// multiple of what the look took.
 const REVIEW_PAGES: usize = 1024;
 const REVIEW_NS: u64 = 1_000_000;
+const REVIEW_REST: u64 = 4;
+/// What lies so close together is looked at in one go, with what lies between.
+const REVIEW_GAP_PAGES: u64 = 256;
 /// A program keeps so many pages under any limit: more than one instruction of a thread can need at once.
 const FLOOR_PAGES: u64 = 8;
 
 impl<E: Edge> Monitor<E> {
     /// Take pages out of the program while it is too close to its limit.
     pub fn make_room(&mut self) {
+        if self.volume.pass_block() {
+            self.tell_of_block();
+        }
         if self.budget.excess(SPARE_PAGES) > 0 && self.edge.now_ns() >= self.next_review_ns {
             self.review_inherited();
         }
+        self.lacks_block = false;
         while !self.ended
             && self.budget.excess(SPARE_PAGES) > 0
             && !self.free_buffers.is_empty()
@@ -43,25 +51,33 @@ impl<E: Edge> Monitor<E> {
         if self.victims.is_empty() {
             return;
         }
-        self.next_review_ns = self.edge.now_ns() + REVIEW_NS;
+        let start_ns = self.edge.now_ns();
+        self.victims.sort_unstable();
         let mut alone = std::mem::take(&mut self.present);
         alone.clear();
-        for run in self.victims.chunk_by(|one, next| one + 1 == *next) {
-            self.edge.present(run[0], run[0] + run.len() as u64, true, &mut alone);
+        for span in self.victims.chunk_by(|one, next| next - one <= REVIEW_GAP_PAGES) {
+            self.edge.present(span[0], span[span.len() - 1] + 1, true, &mut alone);
         }
         let mut found = alone.iter().peekable();
         for page in &self.victims {
+            while found.next_if(|other| *other < page).is_some() {}
             if found.next_if_eq(&page).is_some() {
                 self.volume.claim(*page);
             } else {
                 self.volume.leave_shared(*page);
             }
         }
+        let now_ns = self.edge.now_ns();
+        self.next_review_ns = now_ns + REVIEW_NS.max((now_ns - start_ns) * REVIEW_REST);
         self.present = alone;
     }
 
     fn take_batch(&mut self) -> bool {
         let Some(block) = self.volume.take_block() else {
+            if self.volume.ask_for_block() {
+                self.edge.nudge_others();
+            }
+            self.lacks_block = self.volume.lacks_block();
             return false;
         };
         let over = self.budget.excess(0) > 0;
@@ -71,9 +87,8 @@ impl<E: Edge> Monitor<E> {
         let max = usize::try_from(surplus).unwrap_or(usize::MAX).min(BLOCK_PAGES);
         self.volume.pick_victims(max, over, |page| edge.is_pinned(page), &mut self.victims);
         if self.victims.is_empty() {
-            self.volume.return_block(block);
-            if over && !self.has_nudged {
-                self.has_nudged = true;
+            self.return_block(block);
+            if over && !std::mem::replace(&mut self.has_nudged, true) {
                 self.edge.nudge_others();
             }
             return false;
@@ -81,11 +96,23 @@ impl<E: Edge> Monitor<E> {
         let buffer = self.free_buffers.pop().expect("the caller looked");
         self.taken.clear();
         if self.edge.take(buffer, &self.victims, &mut self.taken).is_err() {
-            self.volume.return_block(block);
+            self.return_block(block);
             self.ended = true;
             return false;
         }
         self.book_batch(block, buffer)
+    }
+
+    fn return_block(&mut self, block: BlockId) {
+        self.volume.return_block(block);
+        self.tell_of_block();
+    }
+
+    /// A block was given back.
+    pub(super) fn tell_of_block(&mut self) {
+        if self.budget.was_block_asked() {
+            self.edge.nudge_others();
+        }
     }
 
     fn book_batch(&mut self, block: BlockId, buffer: usize) -> bool {
@@ -104,7 +131,7 @@ impl<E: Edge> Monitor<E> {
         }
         self.victims = victims;
         if moved.is_empty() {
-            self.volume.return_block(block);
+            self.return_block(block);
             self.edge.emptied(buffer);
             self.free_buffers.push(buffer);
             if self.taken.contains(&Taken::Kept) {

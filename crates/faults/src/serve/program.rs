@@ -16,7 +16,7 @@ use super::obituary::Obituary;
 use super::priority::{URGENT, set_niceness};
 use super::run::{ProgramReport, Run};
 use crate::areas::{Area, Areas};
-use crate::edge::{Done, Edge};
+use crate::edge::Done;
 use crate::journal::Journal;
 use crate::monitor::{Monitor, Next};
 use crate::stats::FaultStats;
@@ -437,13 +437,7 @@ impl Loop {
     fn end(mut self) {
         let id = self.program.id;
         self.monitor.edge().run().sender.abandon(id);
-        let mut done = Vec::new();
-        while self.monitor.volume().is_in_flight() {
-            self.monitor.edge().wait();
-            self.monitor.edge().collect(&mut done);
-            self.monitor.book(&mut done);
-        }
-        self.monitor.volume().end();
+        self.monitor.close();
         self.program.held.store(0, Relaxed);
     }
 }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use aquifer_fabric::Memory;
 
 use super::{Block, Phase, Volume};
-use crate::budget::Budget;
+use crate::budget::{Budget, Member};
 use crate::mempool::{BLOCK_PAGES, BlockId, Mempool};
 use crate::mutation::Mutation;
 use crate::page::{PageNumber, PageState, PageWord};
@@ -48,7 +48,7 @@ impl Volume {
             table: PageTable::recover(memory)?,
             slabs,
             mempool: Arc::clone(&mempool),
-            budget,
+            budget: Member::new(budget),
             resident: VecDeque::with_capacity(4096),
             inherited: VecDeque::new(),
             held: 0,

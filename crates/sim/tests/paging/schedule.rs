@@ -292,14 +292,7 @@ impl Schedule {
         };
         monitor.end();
         self.world.borrow_mut().abandoned.push(process as u64);
-        let mut done = Vec::new();
-        while monitor.volume().is_in_flight() {
-            use aquifer_faults::Edge;
-            monitor.edge().wait();
-            monitor.edge().collect(&mut done);
-            monitor.book(&mut done);
-        }
-        monitor.volume().end();
+        monitor.close();
     }
 
     /// No new operations; until nothing is under way any more.
@@ -339,12 +332,11 @@ impl Schedule {
     fn what_is_stuck(&self) -> String {
         let world = self.world.borrow();
         let mut text = format!(
-            "orders {}, sender idle {}, resident {} of {}, blocks free {}",
+            "orders {}, sender idle {}, blocks free {}, {:?}",
             world.has_orders(),
             world.sender.is_idle(),
-            world.budget.resident(),
-            world.budget.resident_max(),
             world.mempool.free_blocks(),
+            world.budget,
         );
         for process in &world.processes {
             let doing: Vec<&Doing> = process.threads.iter().map(|thread| &thread.doing).collect();
