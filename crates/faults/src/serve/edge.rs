@@ -60,7 +60,6 @@ pub(crate) struct ProcessEdge {
     started: Instant,
     lost_told: bool,
     follow: Follow,
-    last_thread: u32,
     journal: Journal,
     messages: Vec<Message<RawFd>>,
     /// What an agent before this one heard and did not heed.
@@ -89,7 +88,6 @@ impl ProcessEdge {
             started: Instant::now(),
             lost_told: false,
             follow: Follow::new(),
-            last_thread: 0,
             journal,
             messages: Vec::new(),
             again: Vec::new(),
@@ -290,7 +288,6 @@ impl Kernel for ProcessEdge {
         self.messages = messages;
         for message in out.iter() {
             if let Message::Fault(fault) = message {
-                self.last_thread = fault.thread;
                 self.follow.faulted(fault.thread);
             }
         }
@@ -337,7 +334,7 @@ impl Kernel for ProcessEdge {
         };
         assert!(pages <= FETCH_PAGES_MAX);
         // SAFETY: each source is at least `pages` long: windows are below FETCH_PAGES_MAX, and a slot serves one page.
-        self.follow.hold_while(self.last_thread, || unsafe { self.uffd.copy(page, bytes, pages) })
+        unsafe { self.uffd.copy(page, bytes, pages) }
     }
 
     fn wake(&mut self, page: PageNumber) {

@@ -1,7 +1,8 @@
 //! Keeps a monitor's thread on the core where its program faults.
 //!
 //! A wake-up on the same core costs a third of one across cores. The kernel cannot know that two threads take turns, so the
-//! monitor looks now and then where the last faulting thread ran, and moves there if it finds it at the same place twice.
+//! monitor looks now and then where the last faulting thread ran, and moves there if it finds it at the same place twice. The program's
+//! own threads are left where they are: a set of cores that was narrowed for a moment would be inherited by a child of that moment.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -11,10 +12,6 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 /// Faults between looks: a look costs as much as two faults.
 const FAULTS_PER_LOOK: u64 = 256;
-/// Faults in a row by one thread, after which it is worth holding.
-const FAULTS_TO_HOLD: u32 = 64;
-/// A thread that was seen to drift to another core is held for so many faults; then it is tried again without, for holding costs.
-const FAULTS_HELD: u64 = 65_536;
 /// Field of `/proc/TID/stat` that names the core, counted from the one behind the name's closing parenthesis.
 const PROCESSOR_FIELD: usize = 36;
 
@@ -28,10 +25,6 @@ pub(crate) struct Follow {
     stat: Option<(u32, File)>,
     /// Where the worker was put: pages that it frees on this core are in this core's cache when the next fault needs one.
     worker: Option<usize>,
-    /// The thread that raised the last faults, and how many in a row.
-    streak: (u32, u32),
-    /// Hold the thread until so many faults were served.
-    hold_until: u64,
     faults: u64,
 }
 
@@ -45,16 +38,12 @@ impl Follow {
             next_look: FAULTS_PER_LOOK,
             stat: None,
             worker: None,
-            streak: (0, 0),
-            hold_until: 0,
             faults: 0,
         }
     }
 
     /// A thread raised a fault.
     pub(crate) fn faulted(&mut self, thread: u32) {
-        let in_row = if self.streak.0 == thread { self.streak.1.saturating_add(1) } else { 1 };
-        self.streak = (thread, in_row);
         self.faults += 1;
         if self.faults >= self.next_look && thread != 0 {
             self.next_look = self.faults + FAULTS_PER_LOOK;
@@ -66,9 +55,6 @@ impl Follow {
         let (Some(allowed), Some(core)) = (self.allowed, self.core_of(thread)) else {
             return;
         };
-        if self.pinned.is_some_and(|pinned| pinned != core) {
-            self.hold_until = self.faults + FAULTS_HELD;
-        }
         let is_steady = self.seen.replace(core) == Some(core);
         let wanted = (is_steady && allowed.is_set(core)).then_some(core);
         if wanted != self.pinned {
@@ -88,29 +74,6 @@ impl Follow {
         {
             self.worker = self.pinned;
         }
-    }
-
-    /// Wake a thread by `fill`, so that it goes on where it was, on this core, if it alone faults.
-    ///
-    /// The scheduler would rather wake it on an idle core: a migration, and from then on two wake-ups across cores for each fault. So
-    /// it is allowed no other core just while it is woken. It is blocked all that time and cannot notice.
-    pub(crate) fn hold_while<T>(&self, thread: u32, fill: impl FnOnce() -> T) -> T {
-        let is_wanted =
-            self.faults < self.hold_until && self.streak.0 == thread && self.streak.1 >= FAULTS_TO_HOLD;
-        let held = self.pinned.filter(|_| is_wanted);
-        let pid = i32::try_from(thread).ok().and_then(Pid::from_raw);
-        let (Some(core), Some(pid)) = (held, pid) else { return fill() };
-        let Some(allowed) =
-            sched_getaffinity(Some(pid)).ok().filter(|set| set.count() > 1 && set.is_set(core))
-        else {
-            return fill();
-        };
-        let is_held = sched_setaffinity(Some(pid), &only(core)).is_ok();
-        let result = fill();
-        if is_held && let Err(error) = sched_setaffinity(Some(pid), &allowed) {
-            tracing::debug!(%error, thread, "the thread has ended");
-        }
-        result
     }
 
     fn core_of(&mut self, thread: u32) -> Option<usize> {
