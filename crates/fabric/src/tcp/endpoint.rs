@@ -17,6 +17,7 @@ use zerocopy::IntoBytes;
 use self::direct::Plan;
 use super::hello::{self, Hello, Reply, SessionId, Welcome};
 use super::secure::{Seal, SecureError, initiate};
+use super::spin::Spin;
 use super::stream::{Deadlined, tune};
 use super::wire::{self, Request, padded};
 use super::{ClusterKey, ConnectOptions, HANDSHAKE_TIME};
@@ -28,6 +29,7 @@ use crate::work::{
     WorkError,
 };
 
+const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 /// Bytes taken from the connection in one call.
 const INPUT_BYTES: usize = 256 << 10;
 
@@ -71,6 +73,7 @@ pub struct TcpEndpoint {
     messages: VecDeque<Vec<u8>>,
     /// Posted a moment ago, with nothing under way before: no answer can be there yet.
     is_fresh: bool,
+    spin: Spin,
     /// Since when an answer is awaited.
     since: Instant,
     /// The target went away in good order: what is unanswered was not done.
@@ -142,6 +145,7 @@ impl TcpEndpoint {
         Ok(Self {
             address,
             key: key.clone(),
+            spin: Spin::new(options.spin_time),
             options,
             who,
             stream,
@@ -336,6 +340,10 @@ impl Endpoint for TcpEndpoint {
         let mut polled = [PollFd::new(&self.stream, PollFlags::IN)];
         if self.sent < self.outgoing.len() {
             polled[0] = PollFd::new(&self.stream, PollFlags::IN | PollFlags::OUT);
+        }
+        let mut is_there = || rustix::event::poll(&mut polled, Some(&NOW)).is_ok_and(|count| count > 0);
+        if !patience.is_zero() && self.spin.look(&mut is_there) {
+            return;
         }
         let timeout = Timespec::try_from(patience).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
         // Any outcome means: look.

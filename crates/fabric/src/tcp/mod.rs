@@ -9,6 +9,7 @@
 //!
 //! - `endpoint`, `stream`: the initiator's end. `session`: the target's, a state machine over bytes that does no I/O.
 //! - `serve`: the threads that turn sessions. `door`: lets initiators in. `target`: what the memory's owner holds.
+//! - `spin`: both ends go on looking for a moment before they sleep.
 //! - [`secure`], [`hello`], [`wire`]: the bytes.
 
 mod door;
@@ -19,6 +20,7 @@ mod reply;
 pub mod secure;
 mod serve;
 mod session;
+mod spin;
 mod stream;
 mod tally;
 mod target;
@@ -43,6 +45,9 @@ pub const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
 /// A target keeps the session of a broken connection for so long.
 pub const LINGER_TIME: Duration = Duration::from_secs(5);
 
+/// Within this time an answer or the next request comes, where looking for it pays: a few round trips of a fast network.
+pub const SPIN_TIME: Duration = Duration::from_micros(100);
+
 /// How a target is set up. Limits are told to endpoints when they connect.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -60,6 +65,8 @@ pub struct Options {
     pub encrypt: bool,
     /// What each tenant may take.
     pub rate: Rate,
+    /// How long a thread looks for the next request before it sleeps, while that pays. Takes a processor under load; zero takes none.
+    pub spin_time: Duration,
 }
 
 /// What a tenant may take of one target, all its endpoints together; more waits. Bursts of a tenth of a second pass.
@@ -81,6 +88,7 @@ impl Default for Options {
             threads: 1,
             encrypt: false,
             rate: Rate::default(),
+            spin_time: SPIN_TIME,
         }
     }
 }
@@ -109,6 +117,8 @@ pub struct ConnectOptions {
     pub operation_time: Duration,
     /// A broken connection is tried again for so long. A target that refuses is gone at once.
     pub reconnect_time: Duration,
+    /// How long a wait looks for the answer before it sleeps, while that pays.
+    pub spin_time: Duration,
 }
 
 impl Default for ConnectOptions {
@@ -117,6 +127,7 @@ impl Default for ConnectOptions {
             encrypt: false,
             operation_time: Duration::from_secs(10),
             reconnect_time: Duration::from_secs(2),
+            spin_time: SPIN_TIME,
         }
     }
 }

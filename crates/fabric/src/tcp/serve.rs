@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use rustix::buffer::spare_capacity;
 use rustix::event::Timespec;
-use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::net::{RecvFlags, SendFlags};
 use zerocopy::IntoBytes;
 
@@ -15,9 +15,11 @@ use super::Rate;
 use super::reply::Answers;
 use super::secure::Seal;
 use super::session::{ANSWERS_BYTES_MAX, Nonsense, Session};
+use super::spin::Spin;
 use super::target::{Shared, lock};
 use super::wire::{self, Answer};
 
+const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 /// Requests that arrive together are served together, up to so many bytes.
 const INPUT_BYTES: usize = 256 << 10;
 /// Connections looked at in one turn.
@@ -88,6 +90,7 @@ pub(super) struct ServeThread {
     number: usize,
     epoll: OwnedFd,
     connections: Vec<Option<Box<Connection>>>,
+    spin: Spin,
     /// Set when the target goes away: no more is asked, only said.
     farewell_until: Option<Instant>,
 }
@@ -96,18 +99,15 @@ impl ServeThread {
     pub fn new(shared: &Arc<Shared>, number: usize) -> std::io::Result<Self> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         epoll::add(&epoll, &shared.hands[number].bell, EventData::new_u64(BELL), EventFlags::IN)?;
-        Ok(Self { shared: Arc::clone(shared), number, epoll, connections: Vec::new(), farewell_until: None })
+        let spin = Spin::new(shared.options.spin_time);
+        let connections = Vec::new();
+        Ok(Self { shared: Arc::clone(shared), number, epoll, connections, spin, farewell_until: None })
     }
 
     pub fn run(mut self) {
         let mut events = Vec::with_capacity(EVENTS_MAX);
         loop {
-            let timeout = self.timeout();
-            events.clear();
-            match epoll::wait(&self.epoll, spare_capacity(&mut events), timeout.as_ref()) {
-                Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                Err(error) => tracing::error!(%error, "the target cannot wait for its connections"),
-            }
+            self.wait(&mut events);
             for event in &events {
                 match event.data.u64() {
                     BELL => self.answer_bell(),
@@ -118,6 +118,21 @@ impl ServeThread {
             if self.shared.stop.load(Ordering::SeqCst) && self.take_leave() {
                 return;
             }
+        }
+    }
+
+    fn wait(&mut self, events: &mut Vec<Event>) {
+        let timeout = self.timeout();
+        let mut look = |timeout| {
+            events.clear();
+            epoll::wait(&self.epoll, spare_capacity(events), timeout)
+        };
+        if self.spin.look(|| look(Some(&NOW)).is_ok_and(|count| count > 0)) {
+            return;
+        }
+        match look(timeout.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => tracing::error!(%error, "the target cannot wait for its connections"),
         }
     }
 
