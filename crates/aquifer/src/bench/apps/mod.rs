@@ -233,8 +233,8 @@ impl Bench {
         for at in 0..self.apps.len() {
             peaks.push(self.plain(at, 1, &bar)?);
         }
-        // Three nodes hold the largest program three times: what is freed late must not make them full.
-        self.stage.bring_up(peaks.iter().copied().max().unwrap_or(0).max(MIB))?;
+        // Two nodes hold the largest program three times: what is freed late must not make them full.
+        self.stage.bring_up(peaks.iter().copied().max().unwrap_or(0).max(MIB) * 3 / 2)?;
         for round in 1..=rounds {
             for (at, &peak_bytes) in peaks.iter().enumerate() {
                 if round > 1 {

@@ -111,8 +111,8 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
             .into(),
     ];
     let ways = choose_ways(args.quick, &mut notes);
-    // Three nodes hold the working set twice over: what is freed late must not make them full.
-    let cluster = Cluster::up(size.bytes, fabric, None)?;
+    // Two nodes hold the working set thrice over: what is freed late must not make them full.
+    let cluster = Cluster::up(size.bytes * 3 / 2, fabric, None)?;
     let mut bench = Bench { size, programs, cluster, folder, notes };
     let mut reads = Reads { fabric, us: Vec::new() };
     let samples = measure(&mut bench, &ways, &mut reads)?;

@@ -13,8 +13,8 @@ use crate::cli::Fabric;
 
 /// The start of a state folder's name; the owner's process number follows.
 const PREFIX: &str = "aquifer-own-";
-/// The programs of these have a folder of that name in the system's one for temporary files.
-const NODES: &str = "3";
+/// With more, daemons that would each have a machine of their own take turns on this one.
+const NODES: &str = "2";
 
 /// A private cluster: brought up by [`Cluster::up`], down when dropped.
 #[derive(Debug)]
@@ -24,7 +24,7 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Three memory nodes of `node_bytes` each over `fabric`, a keeper and an agent, as `aquifer up` starts them. All
+    /// Two memory nodes of `node_bytes` each over `fabric`, a keeper and an agent, as `aquifer up` starts them. All
     /// users find the agent at `shared_socket`, if there is one.
     ///
     /// # Errors
