@@ -15,6 +15,7 @@ use rustix::net::SendFlags;
 use zerocopy::IntoBytes;
 
 use self::direct::Plan;
+use self::recovery::Rescue;
 use super::hello::{self, Hello, Reply, SessionId, Welcome};
 use super::secure::{Seal, SecureError, initiate};
 use super::spin::Spin;
@@ -74,6 +75,8 @@ pub struct TcpEndpoint {
     /// Posted a moment ago, with nothing under way before: no answer can be there yet.
     is_fresh: bool,
     spin: Spin,
+    /// While the connection is made anew nothing is sent or received.
+    rescue: Option<Rescue>,
     /// Since when an answer is awaited.
     since: Instant,
     /// The target went away in good order: what is unanswered was not done.
@@ -169,6 +172,7 @@ impl TcpEndpoint {
             taken: 0,
             messages: VecDeque::new(),
             is_fresh: false,
+            rescue: None,
             since: Instant::now(),
             has_farewell: false,
             broken: false,
@@ -252,7 +256,7 @@ impl TcpEndpoint {
 
     /// Give the kernel what it takes. An error shows when answers are looked for.
     fn flush(&mut self) {
-        loop {
+        while self.rescue.is_none() {
             if self.sent == self.outgoing.len() {
                 self.outgoing.clear();
                 self.sent = 0;
@@ -282,6 +286,9 @@ impl TcpEndpoint {
             return;
         }
         self.settle_known();
+        if self.is_being_rescued() || self.broken {
+            return;
+        }
         self.flush();
         if self.receive_some() {
             self.recover();
@@ -338,7 +345,9 @@ impl Endpoint for TcpEndpoint {
             return;
         }
         let mut polled = [PollFd::new(&self.stream, PollFlags::IN)];
-        if self.sent < self.outgoing.len() {
+        if let Some(rescue) = &self.rescue {
+            polled[0] = PollFd::from_borrowed_fd(rescue.bell(), PollFlags::IN);
+        } else if self.sent < self.outgoing.len() {
             polled[0] = PollFd::new(&self.stream, PollFlags::IN | PollFlags::OUT);
         }
         let mut is_there = || rustix::event::poll(&mut polled, Some(&NOW)).is_ok_and(|count| count > 0);
@@ -351,7 +360,7 @@ impl Endpoint for TcpEndpoint {
     }
 
     fn event_fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.stream.as_fd())
+        Some(self.rescue.as_ref().map_or_else(|| self.stream.as_fd(), Rescue::bell))
     }
 
     fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {
@@ -395,7 +404,7 @@ impl Endpoint for TcpEndpoint {
 
 impl Drop for TcpEndpoint {
     fn drop(&mut self) {
-        if !self.broken && !self.has_farewell {
+        if !self.broken && !self.has_farewell && self.rescue.is_none() {
             self.put(Request::new(wire::BYE, 0));
             self.flush();
         }

@@ -183,6 +183,46 @@ fn a_tenant_gets_its_share_and_no_more() {
     assert!(start.elapsed() >= Duration::from_millis(100), "{:?}", start.elapsed());
 }
 
+/// While one endpoint keeps the target as busy as it can, another's operations wait for no more than what is before them.
+#[test]
+fn a_flood_passes_others_by() {
+    const OPERATIONS: usize = 200;
+    let (target, _, region) = node(Options::default());
+    let mut modest = try_client(target.address(), Identity { tenant: Tenant(10), ..WHO }).unwrap();
+    let remote = RemoteAddr { addr: region.base, key: region.key };
+    let stop = AtomicBool::new(false);
+    let served_of_flood = || {
+        let served = target.served();
+        served.iter().find(|(tenant, _)| *tenant == WHO.tenant).map_or(0, |(_, served)| served.operations)
+    };
+    let depth = u64::try_from(modest.endpoint.limits().queue_depth).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut greedy = client(target.address());
+            let verb = Verb::Read { local: greedy.slice(0, 16 << 10), remote };
+            let reads: Vec<Work> = (0..depth).map(|id| Work { id, verb, signalled: true }).collect();
+            greedy.endpoint.post(&reads).unwrap();
+            while !stop.load(Ordering::SeqCst) {
+                let done = greedy.wait(1).len();
+                greedy.endpoint.post(&reads[..done]).unwrap();
+            }
+            greedy.wait(reads.len());
+        });
+        while served_of_flood() < depth {
+            std::thread::yield_now();
+        }
+        let passed = (0..OPERATIONS).filter(|_| {
+            let before = served_of_flood();
+            assert!(modest.one(Verb::FetchAdd { remote, add: 1 }).is_ok());
+            served_of_flood() - before <= 2 * depth
+        });
+        let passed = passed.count();
+        stop.store(true, Ordering::SeqCst);
+        // Threads of this test may be kept from running now and then.
+        assert!(passed >= OPERATIONS / 2, "{passed} of {OPERATIONS} passed in time");
+    });
+}
+
 #[test]
 fn what_was_done_is_counted_for_each_tenant() {
     let (target, _, region) = node(Options { threads: 2, ..Options::default() });

@@ -140,3 +140,49 @@ fn a_target_that_is_gone_is_not_waited_for() {
     assert_eq!(client.one(Verb::FetchAdd { remote, add: 1 }), Err(WorkError::Flushed));
     assert!(client.endpoint.is_broken());
 }
+
+/// A machine that vanished does not even refuse. While it is knocked at, the thread that has the endpoint can do other things.
+#[test]
+fn a_target_that_says_nothing_keeps_no_thread() {
+    const POLLS_MIN: u32 = 20;
+    let (target, _, region) = node(Options::default());
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let onward = TcpStream::connect(target.address()).unwrap();
+    let cut = Arc::new(AtomicBool::new(false));
+    let wire = std::thread::spawn({
+        let cut = Arc::clone(&cut);
+        move || {
+            let (from, _) = listener.accept().unwrap();
+            let pumps = [(&from, &onward), (&onward, &from)].map(|(source, sink)| {
+                let (mut source, mut sink) = (source.try_clone().unwrap(), sink.try_clone().unwrap());
+                std::thread::spawn(move || std::io::copy(&mut source, &mut sink))
+            });
+            while !cut.load(Ordering::SeqCst) {
+                std::thread::park();
+            }
+            for end in [&from, &onward] {
+                let _ = end.shutdown(Shutdown::Both);
+            }
+            let _ends = pumps.map(|pump| pump.join());
+            // It listens on, and answers nobody.
+            listener
+        }
+    });
+    let mut client = client(address);
+    let remote = RemoteAddr { addr: region.base, key: region.key };
+    let add = Verb::FetchAdd { remote, add: 1 };
+    assert_eq!(client.one(add), Ok(0));
+    cut.store(true, Ordering::SeqCst);
+    wire.thread().unpark();
+    let _listener = wire.join().unwrap();
+    client.endpoint.post(&[Work { id: 0, verb: add, signalled: true }]).unwrap();
+    let (mut polls, mut done) = (0, Vec::new());
+    while client.endpoint.poll(&mut done, 1) == 0 {
+        polls += 1;
+        client.endpoint.wait(std::time::Duration::from_millis(5));
+    }
+    assert_eq!(done[0].outcome, Err(WorkError::PeerGone));
+    assert!(polls >= POLLS_MIN, "the thread was kept: {polls} polls");
+    assert!(client.endpoint.is_broken());
+}

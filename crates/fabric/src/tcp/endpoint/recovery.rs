@@ -1,12 +1,19 @@
 //! The end of a connection, and what comes after: the session goes on over another one, or everything is told its fate.
 
 use std::io;
+use std::net::{SocketAddr, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use rustix::event::{EventfdFlags, eventfd};
+
 use super::{Pending, TcpEndpoint, knock};
-use crate::tcp::HANDSHAKE_TIME;
 use crate::tcp::door::TRY_AGAIN;
-use crate::tcp::hello::{Hello, Resume};
+use crate::tcp::hello::{Hello, Resume, Welcome};
+use crate::tcp::secure::Seal;
+use crate::tcp::wire::{self, Request};
+use crate::tcp::{ClusterKey, HANDSHAKE_TIME};
 use crate::work::{EndpointError, Verb, WorkError};
 
 /// Between attempts to make a broken connection anew.
@@ -16,6 +23,7 @@ impl TcpEndpoint {
     /// Nothing more will be done. The first unanswered operation gets the cause; the later ones were not done, or nobody knows.
     pub(super) fn give_up(&mut self, cause: Option<WorkError>) {
         self.broken = true;
+        self.rescue = None;
         let mut cause = cause;
         let is_known = self.has_farewell || cause.is_none();
         for Pending { work, outcome } in std::mem::take(&mut self.pending) {
@@ -33,28 +41,44 @@ impl TcpEndpoint {
         self.sent = 0;
     }
 
-    /// The connection is over. Make it anew and go on, or say what became of everything.
+    /// The connection is over. Another is made, or everything is told its fate; meanwhile the caller's thread goes on with other things.
     pub(super) fn recover(&mut self) {
+        if self.has_farewell || self.broken {
+            self.go_without();
+            return;
+        }
+        let resume =
+            Resume { session: self.session, answered: self.answered, heard: self.heard, taken: self.taken };
+        let hello = Hello { who: self.who, encrypt: self.options.encrypt, resume: Some(resume) };
         let deadline = Instant::now() + self.options.reconnect_time;
-        while !self.has_farewell && !self.broken {
-            match self.reconnect(deadline) {
-                Ok(()) => return,
-                Err(error) => {
-                    let is_over = match &error {
-                        EndpointError::Unreachable { source, .. } => {
-                            source.kind() == io::ErrorKind::ConnectionRefused
-                        }
-                        EndpointError::Refused { reason, .. } => reason != TRY_AGAIN,
-                        _ => true,
-                    };
-                    if is_over || Instant::now() >= deadline {
-                        tracing::debug!(%error, "an endpoint cannot go on");
-                        break;
-                    }
-                    std::thread::sleep(RETRY_EVERY);
-                }
+        match Rescue::start(self.address, self.key.clone(), hello, deadline) {
+            Ok(rescue) => self.rescue = Some(rescue),
+            Err(error) => {
+                tracing::warn!(%error, "no thread to make a broken connection anew");
+                self.go_without();
             }
         }
+    }
+
+    /// Whether the connection that broke is still being made anew.
+    pub(super) fn is_being_rescued(&mut self) -> bool {
+        let Some(rescue) = &self.rescue else { return false };
+        let Some(outcome) = rescue.outcome() else { return true };
+        let taken_then = rescue.taken;
+        self.rescue = None;
+        let outcome = outcome.and_then(|(stream, seal, welcome)| self.resume(stream, seal, &welcome));
+        match outcome {
+            Ok(()) => self.credit_since(taken_then),
+            Err(error) => {
+                tracing::debug!(%error, "an endpoint cannot go on");
+                self.go_without();
+            }
+        }
+        false
+    }
+
+    /// There is no other connection.
+    fn go_without(&mut self) {
         // Without anything under way the next operation is told.
         let is_idle = self.pending.iter().all(|pending| pending.outcome.is_some());
         if !self.broken && !is_idle {
@@ -63,12 +87,16 @@ impl TcpEndpoint {
         self.has_farewell = true;
     }
 
-    fn reconnect(&mut self, deadline: Instant) -> Result<(), EndpointError> {
-        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        let resume =
-            Resume { session: self.session, answered: self.answered, heard: self.heard, taken: self.taken };
-        let hello = Hello { who: self.who, encrypt: self.options.encrypt, resume: Some(resume) };
-        let (stream, seal, welcome) = knock(self.address, &self.key, &hello, left.min(HANDSHAKE_TIME))?;
+    /// The target knows of the messages that had been taken when the connection broke.
+    fn credit_since(&mut self, taken_then: u64) {
+        let newly = u32::try_from(self.taken - taken_then).expect("bounded by the receive depth");
+        if newly > 0 {
+            self.put(Request::new(wire::CREDIT, newly));
+        }
+        self.flush();
+    }
+
+    fn resume(&mut self, stream: TcpStream, seal: Seal, welcome: &Welcome) -> Result<(), EndpointError> {
         let unanswered = self.pending.iter().filter(|pending| pending.outcome.is_none()).count() as u64;
         let done = welcome.done.checked_sub(self.answered).filter(|done| *done <= unanswered);
         let Some(done) = done else {
@@ -92,7 +120,69 @@ impl TcpEndpoint {
             .collect();
         again.iter().for_each(|verb| self.encode(verb));
         self.since = Instant::now();
-        self.flush();
         Ok(())
+    }
+}
+
+/// What a target answered to a knock.
+type Found = Result<(TcpStream, Seal, Welcome), EndpointError>;
+
+/// A connection that is being made anew, by a thread that may take its time: the target's machine may not even answer.
+#[derive(Debug)]
+pub(super) struct Rescue {
+    found: Arc<Mutex<Option<Found>>>,
+    /// Readable when there is an outcome.
+    bell: Arc<OwnedFd>,
+    /// Messages that had been taken when it began.
+    taken: u64,
+}
+
+impl Rescue {
+    fn start(address: SocketAddr, key: ClusterKey, hello: Hello, deadline: Instant) -> io::Result<Self> {
+        let found = Arc::new(Mutex::new(None));
+        let bell = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+        let taken = hello.resume.as_ref().map_or(0, |resume| resume.taken);
+        let rescue = Self { found: Arc::clone(&found), bell: Arc::clone(&bell), taken };
+        std::thread::Builder::new().name("fabric-again".into()).spawn(move || {
+            let outcome = knock_until(address, &key, &hello, deadline, &bell);
+            *found.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
+            // Writing to an eventfd fails only when its count is full, and then it is readable already.
+            let _ = rustix::io::write(&*bell, &1_u64.to_ne_bytes());
+        })?;
+        Ok(rescue)
+    }
+
+    pub(super) fn bell(&self) -> BorrowedFd<'_> {
+        self.bell.as_fd()
+    }
+
+    fn outcome(&self) -> Option<Found> {
+        self.found.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+/// Knock again and again. In vain if the target is gone, or if nobody waits for it any more: then `bell` has no other owner.
+fn knock_until(
+    address: SocketAddr,
+    key: &ClusterKey,
+    hello: &Hello,
+    deadline: Instant,
+    bell: &Arc<OwnedFd>,
+) -> Found {
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        let error = match knock(address, key, hello, left.min(HANDSHAKE_TIME)) {
+            Ok(found) => return Ok(found),
+            Err(error) => error,
+        };
+        let is_over = match &error {
+            EndpointError::Unreachable { source, .. } => source.kind() == io::ErrorKind::ConnectionRefused,
+            EndpointError::Refused { reason, .. } => reason != TRY_AGAIN,
+            _ => true,
+        };
+        if is_over || Instant::now() >= deadline || Arc::strong_count(bell) == 1 {
+            return Err(error);
+        }
+        std::thread::sleep(RETRY_EVERY);
     }
 }
