@@ -69,11 +69,17 @@ impl Areas {
         rest.0
     }
 
+    /// The end of the range that a page is in.
+    #[must_use]
+    pub fn end_of(&self, page: PageNumber) -> Option<PageNumber> {
+        let at = self.0.partition_point(|area| area.end <= page);
+        self.0.get(at).filter(|area| area.start <= page).map(|area| area.end)
+    }
+
     /// Whether a page is in the set.
     #[must_use]
     pub fn contains(&self, page: PageNumber) -> bool {
-        let at = self.0.partition_point(|area| area.end <= page);
-        self.0.get(at).is_some_and(|area| area.start <= page)
+        self.end_of(page).is_some()
     }
 
     /// The ranges, in order.

@@ -3,6 +3,7 @@
 
 use aquifer_pager::{PageNumber, Slot};
 
+use crate::areas::Areas;
 use crate::journal::Remembered;
 
 /// A thread of the program waits for a page.
@@ -12,6 +13,8 @@ pub struct Fault {
     pub page: PageNumber,
     /// Whether it wants to write.
     pub write: bool,
+    /// The page is there, and may not be written yet: see [`Kernel::protect`].
+    pub protected: bool,
     /// The waiting thread, as the kernel numbers it.
     pub thread: u32,
 }
@@ -140,6 +143,15 @@ pub trait Kernel {
 
     /// Whoever touches the missing page from now on gets SIGBUS.
     fn poison(&mut self, page: PageNumber) -> Filled;
+
+    /// Have the first write to each present page reported before it is done. False if that cannot be done yet, for a change is under way.
+    fn protect(&mut self, areas: &Areas) -> bool;
+
+    /// The same in a child that was just forked.
+    fn protect_child(&mut self, child: &Self::Child, areas: &Areas);
+
+    /// Let pages be written again, and wake who waits for that.
+    fn unprotect(&mut self, page: PageNumber, pages: usize) -> Filled;
 
     /// Have missing pages of this range reported; false if there is no such memory.
     fn register(&mut self, start: PageNumber, end: PageNumber) -> bool;

@@ -27,6 +27,10 @@ pub use recovery::Before;
 
 /// Pages filled at one fault of a walk.
 const WINDOW_MAX: usize = 32;
+/// Pages that may be written again at one fault on a protected one.
+const UNPROTECT_MAX: usize = 64;
+/// Attempts to protect pages, one after the other.
+const PROTECT_TRIES: u32 = 64;
 /// Messages read in one go.
 const MESSAGES_MAX: usize = 64;
 
@@ -89,6 +93,8 @@ pub struct Monitor<E: Edge> {
     has_nudged: bool,
     /// Room could be made if a relative passed a block on.
     lacks_block: bool,
+    /// Since a fork, until the kernel allows it.
+    is_to_protect: bool,
     ended: bool,
 }
 
@@ -127,6 +133,7 @@ impl<E: Edge> Monitor<E> {
             next_review_ns: 0,
             has_nudged: false,
             lacks_block: false,
+            is_to_protect: false,
             ended: false,
         }
     }
@@ -172,8 +179,9 @@ impl<E: Edge> Monitor<E> {
         // Before the faults are served, for it may hear of some.
         self.look_through();
         self.listen();
+        self.protect();
         std::mem::swap(&mut self.waiting, &mut self.serving);
-        let mut soon = false;
+        let mut soon = self.is_to_protect;
         let mut serving = std::mem::take(&mut self.serving);
         for waiting in serving.drain(..) {
             if self.ended {
@@ -323,6 +331,12 @@ impl<E: Edge> Monitor<E> {
     }
 
     fn fork(&mut self, child: E::Child) {
+        // What both sides write they will have twice. Where that does not fit they ask before they write; and both run already.
+        if self.budget.resident() + self.volume.held() > self.budget.resident_max() {
+            self.edge.protect_child(&child, &self.areas);
+            self.is_to_protect = true;
+            self.protect();
+        }
         if self.edge.mutation() == Mutation::ForkWithoutFlush {
             self.wait_while(|volume| volume.is_in_flight() && !volume.is_leaving());
         } else {
@@ -366,6 +380,9 @@ impl<E: Edge> Monitor<E> {
             return Served::Later;
         }
         let page = fault.page;
+        if fault.protected {
+            return self.serve_protected(page);
+        }
         match self.volume.state(page) {
             PageState::Zero => self.serve_zero(fault),
             PageState::Held | PageState::Doubtful => {
@@ -408,6 +425,44 @@ impl<E: Edge> Monitor<E> {
         }
         self.edge.nudge_others();
         false
+    }
+
+    /// Protect what there is, as soon as the kernel lets us: the thread that forked must have run first. It does so just now; but other
+    /// changes may be unread, and are heard before the next attempt.
+    fn protect(&mut self) {
+        for _ in 0..PROTECT_TRIES {
+            if !self.is_to_protect || self.edge.protect(&self.areas) {
+                self.is_to_protect = false;
+                return;
+            }
+            self.edge.pause();
+        }
+    }
+
+    /// A page that was shared when the program forked is about to be written: there will be one more. Its neighbours are let go with it, as
+    /// far as there is room.
+    fn serve_protected(&mut self, page: PageNumber) -> Served {
+        if self.edge.mutation() == Mutation::WakeProtected {
+            self.edge.wake(page);
+            return Served::Yes;
+        }
+        let area_end = self.areas.end_of(page).unwrap_or(page + 1);
+        let max = usize::try_from(area_end - page).unwrap_or(usize::MAX).min(UNPROTECT_MAX);
+        let pages = self.room_ahead().clamp(1, max);
+        let mut freed = self.edge.unprotect(page, pages);
+        if pages > 1 && freed.stop == Some(Stop::NoArea) {
+            freed = self.edge.unprotect(page, 1);
+        }
+        match freed.stop {
+            None => {
+                self.has_nudged = false;
+                self.budget.grant(freed.pages as u64);
+            }
+            Some(Stop::Busy | Stop::NoMemory) => return Served::Soon,
+            Some(Stop::NoArea | Stop::Exists) => self.edge.wake(page),
+            Some(Stop::Ended) => self.ended = true,
+        }
+        Served::Yes
     }
 
     fn serve_zero(&mut self, fault: Fault) -> Served {
@@ -455,9 +510,13 @@ impl<E: Edge> Monitor<E> {
 
     /// How many pages to fill at a fault; ahead of the program only if there is room.
     fn window(&mut self, page: PageNumber) -> usize {
-        let room = self.budget.resident_max().saturating_sub(self.budget.resident()) / 2;
-        let max = usize::try_from(room).unwrap_or(usize::MAX).clamp(1, WINDOW_MAX);
+        let max = self.room_ahead().clamp(1, WINDOW_MAX);
         self.streams.window(page, max)
+    }
+
+    fn room_ahead(&self) -> usize {
+        let room = self.budget.resident_max().saturating_sub(self.budget.resident()) / 2;
+        usize::try_from(room).unwrap_or(usize::MAX)
     }
 
     /// Book a fill: what was filled is held by the program now.

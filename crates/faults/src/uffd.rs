@@ -12,14 +12,18 @@ use crate::kernel::{Fault, Filled, Message, Stop};
 const UFFDIO_API: u64 = 0xc018_aa3f;
 const API: u64 = 0xaa;
 /// Everything that changes which pages there are, who faults, and ways to answer.
-const FEATURES: u64 = 1 << 1 | 1 << 2 | 1 << 3 | 1 << 6 | 1 << 8 | 1 << 14 | 1 << 16;
+const FEATURES: u64 = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 3 | 1 << 6 | 1 << 8 | 1 << 14 | 1 << 16;
 const UFFDIO_REGISTER: u64 = 0xc020_aa00;
 const UFFDIO_WAKE: u64 = 0x8010_aa02;
 const UFFDIO_COPY: u64 = 0xc028_aa03;
 const UFFDIO_ZEROPAGE: u64 = 0xc020_aa04;
+const UFFDIO_WRITEPROTECT: u64 = 0xc018_aa06;
 const UFFDIO_POISON: u64 = 0xc020_aa08;
 const REGISTER_MODE_MISSING: u64 = 1;
+const REGISTER_MODE_PROTECTED: u64 = 2;
+const PROTECT: u64 = 1;
 const FLAG_WRITE: u64 = 1;
+const FLAG_PROTECTED: u64 = 2;
 
 const EVENT_PAGEFAULT: u8 = 0x12;
 const EVENT_FORK: u8 = 0x13;
@@ -68,6 +72,12 @@ struct FillArgument {
     range: Range,
     mode: u64,
     filled: i64,
+}
+
+#[repr(C)]
+struct ProtectArgument {
+    range: Range,
+    mode: u64,
 }
 
 /// A program's userfaultfd.
@@ -127,13 +137,16 @@ impl Userfaultfd {
         usize::try_from(length).unwrap_or(0)
     }
 
-    /// Have missing pages reported.
+    /// Have missing pages reported, and writes to those that are protected.
     ///
     /// # Errors
     /// What the kernel says.
     pub fn register(&self, start: PageNumber, end: PageNumber) -> io::Result<()> {
-        let mut argument =
-            RegisterArgument { range: range(start, end), mode: REGISTER_MODE_MISSING, ioctls: 0 };
+        let mut argument = RegisterArgument {
+            range: range(start, end),
+            mode: REGISTER_MODE_MISSING | REGISTER_MODE_PROTECTED,
+            ioctls: 0,
+        };
         self.request(UFFDIO_REGISTER, &raw mut argument)
     }
 
@@ -167,6 +180,12 @@ impl Userfaultfd {
         outcome(result, argument.filled, 1)
     }
 
+    /// Let pages be written again, and wake who waits for that.
+    pub fn unprotect(&self, page: PageNumber, pages: usize) -> Filled {
+        let mut argument = ProtectArgument { range: range(page, page + pages as u64), mode: 0 };
+        outcome(self.request(UFFDIO_WRITEPROTECT, &raw mut argument), 0, pages)
+    }
+
     /// Wake who waits for a page.
     pub fn wake(&self, page: PageNumber) {
         let mut argument = range(page, page + 1);
@@ -184,11 +203,24 @@ impl Userfaultfd {
     }
 
     fn request<T>(&self, request: u64, argument: *mut T) -> io::Result<()> {
-        // SAFETY: each caller passes the argument type that its request reads and writes, alive for the call; what the requests
-        // do to the program's memory is their purpose.
-        let result = unsafe { libc::ioctl(self.as_raw_fd(), request, argument) };
-        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+        ask(self.as_fd(), request, argument)
     }
+}
+
+/// Have the first write to each present page of a range reported, in the program whose userfaultfd this is.
+///
+/// # Errors
+/// What the kernel says: that changes are under way, or that not all of it is registered.
+pub fn protect(uffd: BorrowedFd<'_>, start: PageNumber, end: PageNumber) -> io::Result<()> {
+    let mut argument = ProtectArgument { range: range(start, end), mode: PROTECT };
+    ask(uffd, UFFDIO_WRITEPROTECT, &raw mut argument)
+}
+
+fn ask<T>(uffd: BorrowedFd<'_>, request: u64, argument: *mut T) -> io::Result<()> {
+    // SAFETY: each caller passes the argument type that its request reads and writes, alive for the call; what the requests
+    // do to the program's memory is their purpose.
+    let result = unsafe { libc::ioctl(uffd.as_raw_fd(), request, argument) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 fn address(page: PageNumber) -> u64 {
@@ -233,6 +265,7 @@ pub fn parse(bytes: &[u8; MESSAGE_BYTES]) -> Option<Message<RawFd>> {
         EVENT_PAGEFAULT => Message::Fault(Fault {
             page: page(16),
             write: word(8) & FLAG_WRITE != 0,
+            protected: word(8) & FLAG_PROTECTED != 0,
             thread: u32::from_ne_bytes(bytes[24..28].try_into().expect("4 bytes")),
         }),
         EVENT_FORK => Message::Fork(RawFd::from_ne_bytes(bytes[8..12].try_into().expect("4 bytes"))),

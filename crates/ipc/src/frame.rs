@@ -1,7 +1,7 @@
 //! Messages over Unix sockets. Each is one packet: magic, version, kind, then a body that the kind defines.
 
 /// Version of everything in this crate. Both sides must have the same.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"AQFR";
 /// No frame is longer.

@@ -30,6 +30,7 @@ pub struct Budget {
     blocks_max: AtomicU64,
     members: AtomicU64,
     is_block_asked: AtomicBool,
+    granted: AtomicU64,
 }
 
 impl Budget {
@@ -45,6 +46,7 @@ impl Budget {
             blocks_max: AtomicU64::new(0),
             members: AtomicU64::new(0),
             is_block_asked: AtomicBool::new(false),
+            granted: AtomicU64::new(0),
         };
         budget.set_limit(limit_bytes);
         budget
@@ -92,6 +94,21 @@ impl Budget {
     pub fn set_sample(&self, overhead: u64, resident: u64) {
         self.overhead.store(i64::try_from(overhead).unwrap_or(i64::MAX), Relaxed);
         self.peak.fetch_max(resident, Relaxed);
+    }
+
+    /// A member may write so many pages that it shared with relatives: those become more, by so many. The next sample that was taken after
+    /// that counts them.
+    pub fn grant(&self, pages: u64) {
+        if self.members.load(Relaxed) > 1 {
+            self.granted.fetch_add(pages, Relaxed);
+            self.overhead.fetch_add(i64::try_from(pages).expect("few"), Relaxed);
+        }
+    }
+
+    /// Pages that were ever granted.
+    #[must_use]
+    pub fn granted(&self) -> u64 {
+        self.granted.load(Relaxed)
     }
 
     /// Most pages that were ever seen resident.

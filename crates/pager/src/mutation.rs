@@ -42,6 +42,8 @@ pub enum Mutation {
     AdoptBehind,
     /// The unmapping that a move brings is taken for one of what was moved there since.
     HeedVacating,
+    /// Who asks to write a page that was protected at a fork is woken, and not allowed to.
+    WakeProtected,
     /// Pages change their number while a batch is leaving.
     RemapWhileLeaving,
     /// That a move of pages was begun is not known after a restart.

@@ -5,6 +5,7 @@ use crate::raw::syscall;
 const API: u64 = 0xaa;
 const UFFDIO_API: usize = 0xc018_aa3f;
 const UFFDIO_REGISTER: usize = 0xc020_aa00;
+const UFFDIO_WRITEPROTECT: usize = 0xc018_aa06;
 const UFFDIO_MOVE: usize = 0xc028_aa05;
 const DEVICE_NEW: usize = 0xaa00;
 const FLAGS: usize = (libc::O_CLOEXEC | libc::O_NONBLOCK) as usize;
@@ -37,6 +38,13 @@ struct MoveArgument {
     len: u64,
     mode: u64,
     moved: i64,
+}
+
+#[repr(C)]
+struct ProtectArgument {
+    start: u64,
+    len: u64,
+    mode: u64,
 }
 
 /// Make a userfaultfd, whose features are still to be chosen; negative errno if this user may not.
@@ -87,6 +95,15 @@ pub fn move_pages(fd: i32, to: usize, from: usize, len: usize) -> (usize, isize)
     let result =
         unsafe { syscall(libc::SYS_ioctl, [fd as usize, UFFDIO_MOVE, &raw mut argument as usize, 0, 0, 0]) };
     if result == 0 { (len, 0) } else { (argument.moved.max(0) as usize, result) }
+}
+
+/// Let pages be written that were protected, and wake who waits for that; 0 or negative errno.
+pub fn unprotect(fd: i32, start: usize, len: usize) -> isize {
+    let mut argument = ProtectArgument { start: start as u64, len: len as u64, mode: 0 };
+    // SAFETY: the argument is of the layout that this request reads; no byte of the program's is changed.
+    unsafe {
+        syscall(libc::SYS_ioctl, [fd as usize, UFFDIO_WRITEPROTECT, &raw mut argument as usize, 0, 0, 0])
+    }
 }
 
 /// Close a descriptor.

@@ -182,6 +182,11 @@ fn take(worker: &Worker, batch: &BatchRecord, count: usize) {
 /// there (a missing one would not be busy), and cannot go before the agent has read the event, which it does
 /// not while it waits for us; so this never faults.
 fn take_shared(worker: &Worker, at: usize, address: usize) -> isize {
+    // Whoever writes a protected page waits until the agent allows it, and the agent waits for us. While it has an event unread the kernel
+    // does not lift that.
+    if uffd::unprotect(worker.paged, address, PAGE) == -(libc::EAGAIN as isize) {
+        return -(libc::EBUSY as isize);
+    }
     // SAFETY: populating for write changes no byte of the page.
     unsafe {
         syscall(libc::SYS_madvise, [address, PAGE, MADV_POPULATE_WRITE, 0, 0, 0]);

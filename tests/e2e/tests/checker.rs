@@ -48,6 +48,11 @@ fn parent_and_child_have_their_own_pages() {
 }
 
 #[test]
+fn parent_and_child_write_all_that_they_share_within_their_limit() {
+    check("fork-storm", &["--rounds", "1"], true, None);
+}
+
+#[test]
 fn pages_keep_their_bytes_over_tcp() {
     check_on("tcp", "pages", &[], false, None);
 }

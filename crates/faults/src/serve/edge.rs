@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -24,7 +24,7 @@ use crate::edge::{Done, Edge, Job};
 use crate::journal::{Journal, Remembered};
 use crate::kernel::{Filled, Gone, Kernel, Message, Source, Taken};
 use crate::maps;
-use crate::uffd::Userfaultfd;
+use crate::uffd::{self, Userfaultfd};
 use crate::worker::WorkerPort;
 
 const PAGE: u64 = PAGE_BYTES as u64;
@@ -271,6 +271,19 @@ impl ProcessEdge {
     }
 }
 
+/// False if a change is under way.
+fn protect_all(uffd: BorrowedFd<'_>, areas: &Areas) -> bool {
+    for area in areas.iter() {
+        let Err(error) = uffd::protect(uffd, area.start, area.end) else { continue };
+        if error.kind() == io::ErrorKind::WouldBlock {
+            return false;
+        }
+        // It is being unmapped, or the program has ended.
+        tracing::debug!(%error, ?area, "what is written here after the fork is not foreseen");
+    }
+    true
+}
+
 impl Kernel for ProcessEdge {
     type Child = OwnedFd;
 
@@ -343,6 +356,18 @@ impl Kernel for ProcessEdge {
 
     fn poison(&mut self, page: PageNumber) -> Filled {
         self.uffd.poison(page)
+    }
+
+    fn protect(&mut self, areas: &Areas) -> bool {
+        protect_all(self.uffd.as_fd(), areas)
+    }
+
+    fn protect_child(&mut self, child: &OwnedFd, areas: &Areas) {
+        protect_all(child.as_fd(), areas);
+    }
+
+    fn unprotect(&mut self, page: PageNumber, pages: usize) -> Filled {
+        self.uffd.unprotect(page, pages)
     }
 
     fn register(&mut self, start: PageNumber, end: PageNumber) -> bool {

@@ -94,6 +94,8 @@ impl Over {
 #[derive(Debug)]
 struct Shared {
     overlap: u64,
+    /// Pages granted until then: what was granted since is shared no longer.
+    granted: u64,
     next: Instant,
     /// Programs seen at the last look: one that was just forked shares all it has.
     programs: usize,
@@ -110,7 +112,7 @@ fn sample_all(service: &Weak<Service>) {
                     programs: Vec::new(),
                     next: Instant::now(),
                     over: None,
-                    shared: Shared { overlap: 0, next: Instant::now(), programs: 0 },
+                    shared: Shared { overlap: 0, granted: 0, next: Instant::now(), programs: 0 },
                 });
             }
         }
@@ -147,7 +149,7 @@ impl Watch {
             held += program.held.load(Relaxed);
             looks.push((program, look));
         }
-        total = total.saturating_sub(self.shared.overlap(&looks, total));
+        total = total.saturating_sub(self.shared.overlap(&looks, total, run.budget.granted()));
         run.budget.set_sample(total.saturating_sub(held), total);
         let max = run.budget.resident_max();
         let arm_at = (max / ARM_DIVISOR).min(max.saturating_sub(ARM_MARGIN_PAGES)).max(max / ARM_DIVISOR_MAX);
@@ -246,17 +248,18 @@ impl Watch {
 
 impl Shared {
     /// Pages that are in `total`, the sum over all programs, more than once: those that relatives share since a fork.
-    fn overlap(&mut self, programs: &[(&Arc<Program>, Look)], total: u64) -> u64 {
+    fn overlap(&mut self, programs: &[(&Arc<Program>, Look)], total: u64, granted: u64) -> u64 {
         if !programs.iter().any(|(program, _)| program.is_forked.load(Relaxed)) {
             self.overlap = 0;
         } else if Instant::now() >= self.next || programs.len() != self.programs {
             let start = Instant::now();
             let shares: Option<u64> = programs.iter().map(|(program, _)| shared_pages(program)).sum();
             self.overlap = shares.map_or(0, |shares| total.saturating_sub(shares));
+            self.granted = granted;
             self.next = Instant::now() + start.elapsed() * SHARED_REST;
         }
         self.programs = programs.len();
-        self.overlap
+        self.overlap.saturating_sub(granted - self.granted)
     }
 }
 

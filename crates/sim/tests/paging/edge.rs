@@ -88,7 +88,13 @@ impl SimEdge {
                     world.seen.stuck_workers += 1;
                     return Ok((Taken::Kept, 0));
                 }
-                place.frame.get_or_insert(Frame::ZERO).exclusive = true;
+                let frame = place.frame.get_or_insert(Frame::ZERO);
+                if frame.protected {
+                    world.failure =
+                        Some(format!("the worker waits for page {page:#x}, and the agent for the worker"));
+                    return Err(Gone);
+                }
+                frame.exclusive = true;
             }
             let taken = match place.frame {
                 _ if process.changing > 0 && !ignores_events => Taken::Kept,
@@ -96,6 +102,7 @@ impl SimEdge {
                 None => Taken::Absent,
                 Some(Frame { pinned: true, .. }) => Taken::Kept,
                 Some(Frame { exclusive: false, .. }) => {
+                    process.unprotect(index(page), index(page) + 1);
                     is_private = true;
                     world.seen.privatised += 1;
                     continue;
@@ -243,6 +250,30 @@ impl Kernel for SimEdge {
         let at = index(page);
         world.processes[self.process].wake(at, at + 1);
         Filled { pages: 1, stop }
+    }
+
+    fn protect(&mut self, areas: &Areas) -> bool {
+        let mut world = self.later();
+        world.seen.protections += 1;
+        world.processes[self.process].protect(areas)
+    }
+
+    fn protect_child(&mut self, child: &usize, areas: &Areas) {
+        let mut world = self.later();
+        world.processes[*child].protect(areas);
+    }
+
+    fn unprotect(&mut self, page: PageNumber, pages: usize) -> Filled {
+        let mut world = self.later();
+        let process = &mut world.processes[self.process];
+        let stop = Self::obstacle(process, page, pages);
+        if stop.is_none() {
+            process.unprotect(index(page), index(page) + pages);
+            world.seen.unprotected += 1;
+            tell!("{} unprotects {}+{pages}", self.process, index(page));
+            world.run_woken(self.process);
+        }
+        Filled { pages: if stop.is_none() { pages } else { 0 }, stop }
     }
 
     fn register(&mut self, start: PageNumber, end: PageNumber) -> bool {

@@ -115,6 +115,7 @@ mutants! {
     adopting_without_proof_is_noticed: AdoptUnproved,
     adopting_before_what_was_heard_is_noticed: AdoptBehind,
     heeding_the_unmapping_of_a_move_is_noticed: HeedVacating,
+    waking_without_allowing_is_noticed: WakeProtected,
     a_remap_without_waiting_is_noticed: RemapWhileLeaving,
     forgetting_that_a_move_was_begun_is_noticed: ForgetMoving,
     a_restart_that_forgets_what_was_leaving_is_noticed: ForgetLeaving,

@@ -17,10 +17,12 @@ pub struct Frame {
     pub pinned: bool,
     /// `MADV_FREE`: the kernel may drop it until it is written.
     pub lazy: bool,
+    /// Whoever writes it asks first.
+    pub protected: bool,
 }
 
 impl Frame {
-    pub const ZERO: Self = Self { stamp: 0, exclusive: true, pinned: false, lazy: false };
+    pub const ZERO: Self = Self { stamp: 0, exclusive: true, pinned: false, lazy: false, protected: false };
 }
 
 /// One page of the address space.

@@ -197,7 +197,7 @@ impl Process {
         let Some(frame) = &mut page.frame else {
             if page.registered {
                 self.threads[thread].doing = Doing::Blocked { page: at, write: write.is_some() };
-                let fault = Fault { page: number(at), write: write.is_some(), thread: 0 };
+                let fault = Fault { page: number(at), write: write.is_some(), protected: false, thread: 0 };
                 self.faults.push_back((thread, fault));
                 return Ok(());
             }
@@ -216,8 +216,14 @@ impl Process {
             }
             page.truth = 0;
         }
+        if write.is_some() && frame.protected {
+            self.threads[thread].doing = Doing::Blocked { page: at, write: true };
+            self.faults
+                .push_back((thread, Fault { page: number(at), write: true, protected: true, thread: 0 }));
+            return Ok(());
+        }
         if let Some(stamp) = write {
-            *frame = Frame { stamp, exclusive: true, lazy: false, pinned: frame.pinned };
+            *frame = Frame { stamp, pinned: frame.pinned, ..Frame::ZERO };
             page.truth = stamp;
             page.maybe_zero = false;
         }
@@ -433,6 +439,25 @@ impl Process {
             self.lost.remove(&number(at));
         }
         events
+    }
+
+    /// The present pages of these areas are written no more before the agent was asked; false while there are changes to tell of.
+    pub fn protect(&mut self, areas: &Areas) -> bool {
+        if self.changing > 0 {
+            return false;
+        }
+        let is_meant = |at: usize, page: &Page| page.registered && areas.contains(number(at));
+        let pages = self.pages.iter_mut().enumerate().filter(|(at, page)| is_meant(*at, page));
+        pages.filter_map(|(_, page)| page.frame.as_mut()).for_each(|frame| frame.protected = true);
+        true
+    }
+
+    /// Pages may be written again; who waits for that tries again.
+    pub fn unprotect(&mut self, start: usize, end: usize) {
+        self.pages[start..end].iter_mut().filter_map(|page| page.frame.as_mut()).for_each(|frame| {
+            frame.protected = false;
+        });
+        self.wake(start, end);
     }
 
     /// Whether a range is inside one registered area, as the kernel requires of a fill.

@@ -47,12 +47,15 @@ pub struct Seen {
     pub restarts: u64,
     /// Times that a node was out of reach.
     pub cuts: u64,
+    /// Forks after which writes were asked for first, and pages that were allowed to be written.
+    pub protections: u64,
+    pub unprotected: u64,
     /// A worker would have waited for ever.
     pub stuck_workers: u64,
 }
 
 impl Seen {
-    pub fn counts(&self) -> [(&'static str, u64); 23] {
+    pub fn counts(&self) -> [(&'static str, u64); 25] {
         [
             ("evictions", self.evictions),
             ("zero fills", self.zero_fills),
@@ -77,6 +80,8 @@ impl Seen {
             ("deaths that cost nothing after another", self.borne_again),
             ("restarts of the agent", self.restarts),
             ("nodes out of reach", self.cuts),
+            ("forks that were protected", self.protections),
+            ("protected pages written", self.unprotected),
         ]
     }
 
@@ -104,6 +109,8 @@ impl Seen {
         self.borne_again += other.borne_again;
         self.restarts += other.restarts;
         self.cuts += other.cuts;
+        self.protections += other.protections;
+        self.unprotected += other.unprotected;
         self.stuck_workers += other.stuck_workers;
     }
 }

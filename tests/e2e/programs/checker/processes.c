@@ -139,3 +139,32 @@ void test_fork(void) {
     say(shared.test, shared.pages, digest(&shared));
     area_free(&shared);
 }
+
+// ---- both sides of a fork write what they share ---------------------------------------------------------
+
+enum { STORMS = 10 };
+
+static void write_hot(struct area *area, uint64_t pages, uint32_t version) {
+    for (uint64_t page = 0; page < pages; page++) write_page(area, page, version);
+}
+
+// As fast as they can: whoever looks from outside sees what became of it only afterwards.
+void test_fork_storm(void) {
+    struct area area = area_new("fork storm", options.bytes / PAGE_BYTES);
+    uint64_t hot = area.pages / 5;
+    write_hot(&area, area.pages, 1);
+    for (uint32_t storm = 0; storm < STORMS * options.rounds; storm++) {
+        write_hot(&area, hot, 3 * storm + 2);
+        pid_t child = forked();
+        if (child == 0) {
+            write_hot(&area, hot, 3 * storm + 4);
+            for (uint64_t page = 0; page < hot; page++) verify_page(&area, page);
+            _exit(0);
+        }
+        write_hot(&area, hot, 3 * storm + 3);
+        expect_success(child, "the storming child's memory was wrong");
+        for (uint64_t page = 0; page < hot; page++) verify_page(&area, page);
+    }
+    verify_all(&area);
+    area_free(&area);
+}
