@@ -13,7 +13,7 @@ use aquifer_faults::serve::{Restored, Service, Surroundings};
 use aquifer_ipc::{KeptKind, Put};
 use aquifer_metrics::{MetricsError, Place as MetricsPlace};
 use aquifer_pager::Connector;
-use aquifer_pool::PoolClient;
+use aquifer_pool::{NodeId, PoolClient};
 
 use crate::keeper::KeeperPort;
 use crate::lent::Lent;
@@ -101,6 +101,10 @@ impl Surroundings for Host {
 
     fn pool(&self, tenant: u32) -> PoolClient {
         self.nodes.pool(tenant)
+    }
+
+    fn nodes(&self) -> Vec<NodeId> {
+        self.nodes.list()
     }
 
     fn keep(&self, put: &Put, fds: &[BorrowedFd<'_>]) {

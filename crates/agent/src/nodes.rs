@@ -40,7 +40,9 @@ impl Nodes {
         self.addresses.read().unwrap_or_else(PoisonError::into_inner).len()
     }
 
-    fn list(&self) -> Vec<NodeId> {
+    /// Their numbers.
+    #[must_use]
+    pub fn list(&self) -> Vec<NodeId> {
         self.addresses.read().unwrap_or_else(PoisonError::into_inner).keys().copied().collect()
     }
 

@@ -217,10 +217,14 @@ impl Filler {
         if copies.is_empty() {
             return false;
         }
+        // What was left on a lost node stays taken there: another memory may answer to its number now.
+        let is_lost = !self.in_use.contains(&slab);
         self.in_use.retain(|other| *other != slab);
         self.degraded.retain(|other| *other != slab);
         self.free_numbers.push(slab);
-        copies.iter().for_each(|copy| give_back(pool, copy));
+        if !is_lost {
+            copies.iter().for_each(|copy| give_back(pool, copy));
+        }
         true
     }
 

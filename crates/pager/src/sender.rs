@@ -9,8 +9,8 @@ mod heal;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use aquifer_fabric::{Completion, Verb, Work};
-use aquifer_pool::{NodeId, PoolClient};
+use aquifer_fabric::{Completion, Endpoint, Verb, Work};
+use aquifer_pool::{NodeId, PoolClient, PoolError};
 
 use crate::filler::{Filler, NoRoom, Room};
 use crate::integrity::{is_zero, page_crc};
@@ -242,9 +242,29 @@ impl Sender {
         self.ports.open_ports().map(|(_, port)| port.endpoint.event_fd()).collect()
     }
 
-    /// A memory node has come (back): use it.
-    pub fn rejoin(&mut self, node: NodeId) {
+    /// Whether a memory node is in use.
+    #[must_use]
+    pub fn knows(&self, node: NodeId) -> bool {
+        self.pool.nodes().any(|other| other == node)
+    }
+
+    /// A memory node has come, or has come back: write to it from now on. Not yet, if something is under way to what it was before; the
+    /// endpoint is dropped then.
+    ///
+    /// What was on it is not touched: places that were taken there stay taken, for a WRITE of before may still be on its way to them.
+    ///
+    /// # Errors
+    /// If it is not a memory node, or there are too many.
+    pub fn take_in(&mut self, node: NodeId, endpoint: Box<dyn Endpoint>) -> Result<(), PoolError> {
+        let is_busy = self.ports.open_port(node).is_some_and(|port| port.under_way > 0);
+        if is_busy || self.is_healing() || self.knows(node) {
+            return Ok(());
+        }
         self.ports.close(node);
+        self.pool.add_node(node, endpoint)?;
+        tracing::info!(node = node.0, "a memory node is taken in");
+        self.healer.meet(node);
+        Ok(())
     }
 
     /// The run has ended: all slabs go back. Nothing may be under way: see [`Self::stop_healing`], [`Self::is_idle`].

@@ -147,6 +147,10 @@ impl PoolClient {
         let (addr, bytes) = (extent.addr, extent.class.bytes());
         let chunk = node.chunk_of(addr).ok_or(PoolError::NotAllocated { node: extent.node, addr, bytes })?;
         let grant = Grant { chunk, class: extent.class };
+        if node.extent(grant)?.key != extent.key {
+            // The node came back without its memory, and this place is another's, or free.
+            return Err(PoolError::NotAllocated { node: extent.node, addr, bytes });
+        }
         node.run(FreeOp::new(host, grant)).map_err(|failure| failure.of(extent.node, addr, bytes))
     }
 

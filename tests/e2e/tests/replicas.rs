@@ -86,6 +86,29 @@ fn copies_are_made_anew_so_that_another_node_may_die() {
     end(&cluster, run);
 }
 
+/// Nodes are replaced one after the other, as at an upgrade: whoever comes back is used again, by runs that began before.
+#[test]
+fn all_nodes_may_be_replaced_under_a_program() {
+    for fabric in ["shm", "tcp"] {
+        let cluster = Cluster::up_with(3, "256M", &["--fabric", fabric]);
+        let run = start_checker(&cluster, "1000000");
+        await_paging(&cluster);
+        for node in [3, 1, 2] {
+            let before = figure(&cluster, "copied_slabs").expect("the program runs");
+            processes::kill(cluster.part("node", Some(node)));
+            let output = cluster.command().arg("up").output().expect("aquifer can be started");
+            assert!(output.status.success(), "aquifer up failed: {}", text(&output.stderr));
+            eventually("all pages to be on two nodes again", || {
+                let is_whole =
+                    figure(&cluster, "copied_slabs")? > before && figure(&cluster, "degraded_slabs")? == 0;
+                is_whole.then_some(())
+            });
+        }
+        await_faults(&cluster, 20_000);
+        end(&cluster, run);
+    }
+}
+
 /// Reads go to the other copies at once; writes wait until the node is given up.
 #[test]
 fn a_stopped_node_is_waited_for_no_longer_than_it_must() {

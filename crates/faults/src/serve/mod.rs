@@ -29,7 +29,7 @@ use std::thread::Thread;
 
 use aquifer_ipc::{KeptKind, Put, Token};
 use aquifer_pager::{Connector, Mempool, REPLICAS_MAX};
-use aquifer_pool::PoolClient;
+use aquifer_pool::{NodeId, PoolClient};
 
 pub use attach::AttachError;
 pub use program::Program;
@@ -50,6 +50,9 @@ pub trait Surroundings: Send + Sync + Debug {
 
     /// A pool client of that tenant with all nodes that can be reached now.
     fn pool(&self, tenant: u32) -> PoolClient;
+
+    /// The nodes that there are now.
+    fn nodes(&self) -> Vec<NodeId>;
 
     /// Hold this in a process that outlives this one, so that programs never read zeros and another agent can go on with them; in
     /// place of what was held under the same name.

@@ -8,13 +8,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer_ipc::TAKE_PAGES_MAX;
-use aquifer_pager::{BLOCK_PAGES, BlockId, Mempool, PAGE_BYTES, Sender, SenderStats, SlabSet, Staged};
+use aquifer_pager::{
+    BLOCK_PAGES, BlockId, Mempool, Newcomers, PAGE_BYTES, Sender, SenderStats, SlabSet, Staged,
+};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::process::Pid;
 
-use super::Service;
 use super::priority::{BUSY, set_niceness};
 use super::program::Program;
+use super::{Service, Surroundings};
 use crate::edge::{Done, Job};
 
 /// How often to look for emptied slabs, and for room in a full pool.
@@ -82,9 +84,20 @@ impl SenderThread {
         let for_thread = Arc::clone(&shared);
         std::thread::Builder::new().name("sender".into()).spawn(move || {
             let probed = (slabs.replicas() > 1).then_some(started);
+            let newcomers = Newcomers::new(surroundings.connector(tenant));
             let sender =
                 Sender::new(slabs, &mempool, surroundings.connector(tenant), surroundings.pool(tenant), seed);
-            Loop { sender, mempool, shared: for_thread, programs: Vec::new(), probed, started }.run();
+            Loop {
+                sender,
+                mempool,
+                shared: for_thread,
+                programs: Vec::new(),
+                probed,
+                newcomers,
+                surroundings,
+                started,
+            }
+            .run();
         })?;
         Ok(Self { shared, started })
     }
@@ -170,6 +183,8 @@ struct Loop {
     programs: Vec<(Arc<Program>, usize)>,
     /// When memory nodes were asked last whether they live; `None` if that would be of no use.
     probed: Option<Instant>,
+    newcomers: Newcomers,
+    surroundings: Arc<dyn Surroundings>,
     started: Instant,
 }
 
@@ -190,6 +205,7 @@ impl Loop {
                 self.stage(&order, &mut found);
             }
             self.probe();
+            self.newcomers.take_in(&mut self.sender, || self.surroundings.nodes());
             let starved = self.sender.advance(&mut written).err().map(|error| error.to_string());
             self.note_starvation(starved);
             is_stuck &= written.is_empty() && self.sender.stats() == before;

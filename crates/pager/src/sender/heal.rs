@@ -83,6 +83,13 @@ impl Healer {
         self.is_eager = true;
     }
 
+    /// A node is new, whatever was known of another under its number.
+    pub(super) fn meet(&mut self, node: NodeId) {
+        self.probed.retain(|other| *other != node);
+        self.unvisited.retain(|other| *other != node);
+        self.is_eager = true;
+    }
+
     pub(super) fn is_waiting(&self) -> bool {
         self.task.as_ref().is_some_and(|task| matches!(task.step, Step::Reading | Step::Writing))
     }
