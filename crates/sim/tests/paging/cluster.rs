@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use aquifer_fabric::sim::{Node, Rng, SimFabric, SimOptions};
-use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
+use aquifer_fabric::sim::{Node, Rng, SimFabric, SimOptions, SimTarget};
+use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Target, Tenant};
 use aquifer_pager::{Connector, PAGE_BYTES, Sender};
 use aquifer_pool::{Donation, Extent, NodeId, PoolClient, SizeClass, donate};
 
@@ -49,12 +49,15 @@ pub struct Cluster {
     nodes: Vec<Node>,
     slow: Option<Node>,
     slow_factor: u64,
+    targets: Vec<SimTarget>,
     donations: Vec<Donation>,
     pub alive: Vec<bool>,
     pub damaged: Vec<bool>,
     /// The node that our hosts do not reach now, and the one that they at times do not.
     cut: Option<usize>,
     once_cut: Option<usize>,
+    /// Nodes that have heard that our lease is over.
+    refusing: Vec<bool>,
     /// Of the agent that connects.
     pub epoch: u64,
     hog: PoolClient,
@@ -81,12 +84,14 @@ impl Cluster {
             replicas,
             slow: None,
             slow_factor: SLOW_NS / slowest_ns,
-            nodes: targets.iter().map(aquifer_fabric::sim::SimTarget::node).collect(),
+            nodes: targets.iter().map(SimTarget::node).collect(),
+            targets,
             donations,
             alive: vec![true; count],
             damaged: vec![false; count],
             cut: None,
             once_cut: None,
+            refusing: vec![false; count],
             epoch: 1,
             hog: PoolClient::new(Host(2)),
             hogged: Vec::new(),
@@ -116,14 +121,32 @@ impl Cluster {
         self.cut.is_some()
     }
 
+    /// Our lease is over, and another node hears of it: it refuses us, until we come with a new one. Whether there was one left.
+    pub fn expire(&mut self, rng: &mut Rng) -> bool {
+        let first = rng.index(self.refusing.len());
+        let others = (0..self.refusing.len()).map(|turn| (first + turn) % self.refusing.len());
+        let Some(node) = others.into_iter().find(|node| !self.refusing[*node]) else { return false };
+        for host in [SENDER, FETCHERS] {
+            self.targets[node].fence(Host(host), self.epoch);
+        }
+        self.refusing[node] = true;
+        true
+    }
+
+    /// Whether no node lets us in.
+    pub fn is_out_of_reach(&self) -> bool {
+        self.refusing.iter().all(|refuses| *refuses)
+    }
+
     /// Whether what was on a node may have been given up without its fault.
     pub fn was_cut(&self, node: NodeId) -> bool {
-        self.once_cut == Some(usize::from(node.0))
+        let node = usize::from(node.0);
+        self.once_cut == Some(node) || self.refusing[node]
     }
 
     /// Whether something may be wrong with any node.
     pub fn is_hurt(&self) -> bool {
-        self.once_cut.is_some() || self.alive.contains(&false)
+        self.once_cut.is_some() || self.refusing.contains(&true) || self.alive.contains(&false)
     }
 
     /// A client of all nodes that live.

@@ -38,6 +38,7 @@ struct Breaks {
     slow: bool,
     restarts: bool,
     cuts: bool,
+    expiry: bool,
 }
 
 /// Play a schedule with one protocol step broken.
@@ -53,6 +54,7 @@ pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
         slow: rng.chance(1, 4),
         restarts: rng.chance(1, 2),
         cuts: false,
+        expiry: false,
     };
     if world.cluster.replicas > 1 {
         // A copy may be lost or damaged, but not all of a page: nothing is excused then.
@@ -62,6 +64,7 @@ pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
         breaks.slow |= rng.chance(1, 3);
     }
     breaks.cuts = !breaks.crashes && !breaks.damage && rng.chance(1, 3);
+    breaks.expiry = !breaks.crashes && !breaks.damage && !breaks.cuts && rng.chance(1, 3);
     world.agent_may_die = breaks.restarts;
     let rng = &mut world.rng;
     let threads = if world.moves_often { 2 + rng.index(2) } else { 1 + rng.index(3) };
@@ -234,6 +237,7 @@ impl Schedule {
         let world = &mut *world;
         match world.rng.below(7) {
             6 if breaks.cuts => world.cut(),
+            6 if breaks.expiry => world.expire(),
             0 if breaks.crashes && world.rng.chance(1, 2) => world.crash(),
             5 if breaks.slow => world.seen.slow += u64::from(world.cluster.slow(&mut world.rng)),
             1 if breaks.damage => {

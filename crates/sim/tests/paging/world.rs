@@ -47,6 +47,8 @@ pub struct Seen {
     pub restarts: u64,
     /// Times that a node was out of reach.
     pub cuts: u64,
+    /// Nodes that heard that our lease was over.
+    pub expiries: u64,
     /// Forks after which writes were asked for first, and pages that were allowed to be written.
     pub protections: u64,
     pub unprotected: u64,
@@ -55,7 +57,7 @@ pub struct Seen {
 }
 
 impl Seen {
-    pub fn counts(&self) -> [(&'static str, u64); 25] {
+    pub fn counts(&self) -> [(&'static str, u64); 26] {
         [
             ("evictions", self.evictions),
             ("zero fills", self.zero_fills),
@@ -80,6 +82,7 @@ impl Seen {
             ("deaths that cost nothing after another", self.borne_again),
             ("restarts of the agent", self.restarts),
             ("nodes out of reach", self.cuts),
+            ("nodes that refused us", self.expiries),
             ("forks that were protected", self.protections),
             ("protected pages written", self.unprotected),
         ]
@@ -109,6 +112,7 @@ impl Seen {
         self.borne_again += other.borne_again;
         self.restarts += other.restarts;
         self.cuts += other.cuts;
+        self.expiries += other.expiries;
         self.protections += other.protections;
         self.unprotected += other.unprotected;
         self.stuck_workers += other.stuck_workers;
@@ -376,6 +380,15 @@ impl World {
                 self.seen.borne += dies;
                 self.seen.borne_again += if was_hurt { dies } else { 0 };
             }
+        }
+    }
+
+    /// The agent's lease is over: nodes hear of it one by one. What is on them is out of its reach from then on, whatever the replicas; and when
+    /// none is left it ends its programs.
+    pub fn expire(&mut self) {
+        self.seen.expiries += u64::from(self.cluster.expire(&mut self.rng));
+        if self.cluster.is_out_of_reach() {
+            (0..self.processes.len()).for_each(|process| self.kill(process));
         }
     }
 
