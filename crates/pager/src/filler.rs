@@ -111,7 +111,7 @@ impl Filler {
     /// A node is gone: nothing more is written there. Slabs that were nowhere else are left to those who look for their pages, if there are
     /// any.
     pub fn forget_node(&mut self, node: NodeId) {
-        let Self { slabs, open, in_use, degraded, free_numbers, .. } = self;
+        let Self { slabs, open, in_use, free_numbers, .. } = self;
         if open.as_ref().is_some_and(|open| slabs.copies(open.slab).on(node).is_some()) {
             *open = None;
         }
@@ -124,9 +124,7 @@ impl Filler {
             }
             stays
         });
-        degraded.clear();
-        let wanted = slabs.replicas();
-        degraded.extend(in_use.iter().filter(|slab| slabs.copies(**slab).len() < wanted));
+        self.find_degraded();
     }
 
     /// After a restart: what is on nodes that this client does not reach is as good as gone. What was begun and is not whole goes back.
@@ -137,6 +135,7 @@ impl Filler {
                 give_back(pool, extent);
             }
         }
+        self.forget_stale(pool);
         let mut nodes: Vec<NodeId> = Vec::new();
         for copy in self.in_use.iter().flat_map(|slab| self.slabs.copies(*slab).iter()) {
             if !nodes.contains(&copy.node) {
@@ -151,6 +150,23 @@ impl Filler {
             is_known
         });
         nodes
+    }
+
+    /// Copies that are not in the memory that their nodes have now are gone.
+    fn forget_stale(&mut self, pool: &mut PoolClient) {
+        let slabs = &self.slabs;
+        // Of a node that does not answer nothing is known, which is not the same.
+        self.in_use.retain(|slab| {
+            let mut copies = slabs.copies(*slab).iter();
+            copies.all(|copy| pool.is_current(copy).unwrap_or(true) || slabs.strike(*slab, copy.node))
+        });
+        self.find_degraded();
+    }
+
+    fn find_degraded(&mut self) {
+        let wanted = self.slabs.replicas();
+        self.degraded.clear();
+        self.degraded.extend(self.in_use.iter().filter(|slab| self.slabs.copies(**slab).len() < wanted));
     }
 
     /// Slabs with fewer copies than they should have.

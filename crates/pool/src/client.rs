@@ -137,6 +137,16 @@ impl PoolClient {
         }
     }
 
+    /// Whether an extent is in the memory that its node has now. A node that came back without its memory has other keys.
+    ///
+    /// # Errors
+    /// If the node is not known, or is gone.
+    pub fn is_current(&mut self, extent: Extent) -> Result<bool, PoolError> {
+        let node = self.node(extent.node)?;
+        let Some(chunk) = node.chunk_of(extent.addr) else { return Ok(false) };
+        Ok(node.extent(Grant { chunk, class: extent.class })?.key == extent.key)
+    }
+
     /// Give an extent back.
     ///
     /// # Errors
@@ -148,7 +158,7 @@ impl PoolClient {
         let chunk = node.chunk_of(addr).ok_or(PoolError::NotAllocated { node: extent.node, addr, bytes })?;
         let grant = Grant { chunk, class: extent.class };
         if node.extent(grant)?.key != extent.key {
-            // The node came back without its memory, and this place is another's, or free.
+            // This place is another's by now, or free: see `is_current`.
             return Err(PoolError::NotAllocated { node: extent.node, addr, bytes });
         }
         node.run(FreeOp::new(host, grant)).map_err(|failure| failure.of(extent.node, addr, bytes))

@@ -109,6 +109,24 @@ fn all_nodes_may_be_replaced_under_a_program() {
     }
 }
 
+/// The next agent finds a node under the old number that has nothing of what was there.
+#[test]
+fn a_node_may_be_replaced_while_there_is_no_agent() {
+    let cluster = Cluster::up(3, "256M");
+    let run = start_checker(&cluster, "1000000");
+    await_paging(&cluster);
+    processes::kill(cluster.part("agent", None));
+    processes::kill(cluster.part("node", Some(2)));
+    let output = cluster.command().arg("up").output().expect("aquifer can be started");
+    assert!(output.status.success(), "aquifer up failed: {}", text(&output.stderr));
+    eventually("all pages to be on two nodes again", || {
+        (figure(&cluster, "copied_slabs")? > 0 && figure(&cluster, "degraded_slabs")? == 0).then_some(())
+    });
+    processes::kill(cluster.part("node", Some(1)));
+    await_faults(&cluster, 50_000);
+    end(&cluster, run);
+}
+
 /// Reads go to the other copies at once; writes wait until the node is given up.
 #[test]
 fn a_stopped_node_is_waited_for_no_longer_than_it_must() {
