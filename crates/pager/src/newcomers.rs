@@ -10,8 +10,9 @@ use aquifer_pool::NodeId;
 use crate::ports::Connector;
 use crate::sender::Sender;
 
-/// How often to look for nodes. One that did not let us in is asked again at the next look but some.
+/// How often to look for nodes.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
+/// One that did not let us in is left alone for so long.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
 /// A thread that connects to a node: one that stands still would keep the sender.

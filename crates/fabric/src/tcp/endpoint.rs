@@ -30,7 +30,6 @@ use crate::work::{
     WorkError,
 };
 
-const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 /// Bytes taken from the connection in one call.
 const INPUT_BYTES: usize = 256 << 10;
 
@@ -332,7 +331,8 @@ impl Endpoint for TcpEndpoint {
 
     fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
         let is_fresh = std::mem::take(&mut self.is_fresh);
-        if self.done.len() < max && !self.pending.is_empty() && !is_fresh {
+        let is_waiting = !self.pending.is_empty() || self.rescue.is_some();
+        if self.done.len() < max && is_waiting && !is_fresh {
             self.look();
         }
         let count = self.done.len().min(max);
@@ -350,7 +350,8 @@ impl Endpoint for TcpEndpoint {
         } else if self.sent < self.outgoing.len() {
             polled[0] = PollFd::new(&self.stream, PollFlags::IN | PollFlags::OUT);
         }
-        let mut is_there = || rustix::event::poll(&mut polled, Some(&NOW)).is_ok_and(|count| count > 0);
+        let mut is_there =
+            || rustix::event::poll(&mut polled, Some(&Timespec::default())).is_ok_and(|count| count > 0);
         if !patience.is_zero() && self.spin.look(&mut is_there) {
             return;
         }

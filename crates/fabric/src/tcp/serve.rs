@@ -19,7 +19,6 @@ use super::spin::Spin;
 use super::target::{Shared, lock};
 use super::wire::{self, Answer};
 
-const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 /// Requests that arrive together are served together, up to so many bytes.
 const INPUT_BYTES: usize = 256 << 10;
 /// Connections looked at in one turn.
@@ -123,11 +122,12 @@ impl ServeThread {
 
     fn wait(&mut self, events: &mut Vec<Event>) {
         let timeout = self.timeout();
+        let now = Timespec::default();
         let mut look = |timeout| {
             events.clear();
             epoll::wait(&self.epoll, spare_capacity(events), timeout)
         };
-        if self.spin.look(|| look(Some(&NOW)).is_ok_and(|count| count > 0)) {
+        if self.spin.look(|| look(Some(&now)).is_ok_and(|count| count > 0)) {
             return;
         }
         match look(timeout.as_ref()) {

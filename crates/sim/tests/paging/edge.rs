@@ -254,8 +254,9 @@ impl Kernel for SimEdge {
 
     fn protect(&mut self, areas: &Areas) -> bool {
         let mut world = self.later();
-        world.seen.protections += 1;
-        world.processes[self.process].protect(areas)
+        let is_done = world.processes[self.process].protect(areas);
+        world.seen.protections += u64::from(is_done);
+        is_done
     }
 
     fn protect_child(&mut self, child: &usize, areas: &Areas) {

@@ -49,7 +49,7 @@ pub struct Seen {
     pub cuts: u64,
     /// Nodes that heard that our lease was over.
     pub expiries: u64,
-    /// Forks after which writes were asked for first, and pages that were allowed to be written.
+    /// Forks after which writes were asked for first, and answers that allowed some.
     pub protections: u64,
     pub unprotected: u64,
     /// A worker would have waited for ever.
@@ -84,7 +84,7 @@ impl Seen {
             ("nodes out of reach", self.cuts),
             ("nodes that refused us", self.expiries),
             ("forks that were protected", self.protections),
-            ("protected pages written", self.unprotected),
+            ("writes to protected pages", self.unprotected),
         ]
     }
 

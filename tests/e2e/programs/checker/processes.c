@@ -166,5 +166,6 @@ void test_fork_storm(void) {
         for (uint64_t page = 0; page < hot; page++) verify_page(&area, page);
     }
     verify_all(&area);
+    say(area.test, area.pages, digest(&area));
     area_free(&area);
 }
