@@ -16,7 +16,7 @@ use crate::processes;
 use crate::sampler::{MempoolShare, Peak, Sampler};
 
 /// No program here takes longer, unless it hangs.
-const RUN_TIME_MAX: Duration = Duration::from_secs(90);
+const RUN_TIME_MAX: Duration = Duration::from_secs(300);
 
 /// What became of a program.
 #[derive(Debug)]

@@ -10,6 +10,7 @@
 pub mod attach;
 mod edge;
 mod follow;
+mod hold;
 mod obituary;
 pub mod priority;
 pub mod program;
@@ -18,6 +19,7 @@ mod restore;
 pub mod run;
 pub mod sampler;
 mod sender;
+mod stat;
 mod tenants;
 
 use std::collections::HashMap;

@@ -1,0 +1,33 @@
+//! Fields of `/proc/.../stat`.
+
+/// The process that made this one.
+pub(super) const PARENT: usize = 1;
+/// When it began, in clock ticks since the machine did.
+pub(super) const START_TICKS: usize = 19;
+/// The core where it ran last.
+pub(super) const PROCESSOR: usize = 36;
+
+/// A field, counted from the one behind the name's closing parenthesis. The name may hold anything, parentheses and spaces too.
+pub(super) fn field(text: &[u8], index: usize) -> Option<u64> {
+    let end = text.iter().rposition(|byte| *byte == b')')?;
+    let rest = std::str::from_utf8(&text[end + 1..]).ok()?;
+    rest.split_ascii_whitespace().nth(index)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_are_found_whatever_the_name() {
+        let text = b"7 (a ) b (c) S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 5 37";
+        assert_eq!(field(text, PROCESSOR), Some(5));
+        assert_eq!(field(text, PARENT), Some(1));
+        assert_eq!(field(text, START_TICKS), Some(19));
+        assert_eq!(field(b"7 (a", PARENT), None);
+        assert_eq!(field(b"7 (a) S 1", PROCESSOR), None);
+        let own = std::fs::read("/proc/thread-self/stat").unwrap();
+        assert!(field(&own, PROCESSOR).is_some());
+        assert_eq!(field(&own, PARENT), Some(u64::from(std::os::unix::process::parent_id())));
+    }
+}
