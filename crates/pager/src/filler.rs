@@ -111,14 +111,17 @@ impl Filler {
     /// A node is gone: nothing more is written there. Slabs that were nowhere else are left to those who look for their pages, if there are
     /// any.
     pub fn forget_node(&mut self, node: NodeId) {
-        let Self { slabs, open, in_use, free_numbers, .. } = self;
-        if open.as_ref().is_some_and(|open| slabs.copies(open.slab).on(node).is_some()) {
-            *open = None;
-        }
-        let set_aside = self.set_aside;
+        self.open.take_if(|open| self.slabs.copies(open.slab).on(node).is_some());
+        self.forget_copies(|copy| copy.node == node);
+    }
+
+    /// Copies that are lost are read no more. An empty slab that has no other is forgotten.
+    fn forget_copies(&mut self, mut is_lost: impl FnMut(Extent) -> bool) {
+        let Self { slabs, in_use, free_numbers, set_aside, .. } = self;
         in_use.retain(|slab| {
-            let stays = slabs.copies(*slab).on(node).is_none() || slabs.strike(*slab, node);
-            if !stays && slabs.live_pages(*slab) == 0 && set_aside != Some(*slab) {
+            let mut copies = slabs.copies(*slab).iter();
+            let stays = copies.all(|copy| !is_lost(copy) || slabs.strike(*slab, copy.node));
+            if !stays && slabs.live_pages(*slab) == 0 && *set_aside != Some(*slab) {
                 slabs.withdraw(*slab);
                 free_numbers.push(*slab);
             }
@@ -135,7 +138,9 @@ impl Filler {
                 give_back(pool, extent);
             }
         }
-        self.forget_stale(pool);
+        // Copies that are not in the memory that their nodes have now are gone. Of a node that does not answer nothing is known, which is not
+        // the same.
+        self.forget_copies(|copy| !pool.is_current(copy).unwrap_or(true));
         let mut nodes: Vec<NodeId> = Vec::new();
         for copy in self.in_use.iter().flat_map(|slab| self.slabs.copies(*slab).iter()) {
             if !nodes.contains(&copy.node) {
@@ -150,17 +155,6 @@ impl Filler {
             is_known
         });
         nodes
-    }
-
-    /// Copies that are not in the memory that their nodes have now are gone.
-    fn forget_stale(&mut self, pool: &mut PoolClient) {
-        let slabs = &self.slabs;
-        // Of a node that does not answer nothing is known, which is not the same.
-        self.in_use.retain(|slab| {
-            let mut copies = slabs.copies(*slab).iter();
-            copies.all(|copy| pool.is_current(copy).unwrap_or(true) || slabs.strike(*slab, copy.node))
-        });
-        self.find_degraded();
     }
 
     fn find_degraded(&mut self) {

@@ -1,6 +1,6 @@
 //! The memory nodes, over the simulated fabric.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use aquifer_fabric::sim::{Node, Rng, SimFabric, SimOptions, SimTarget};
@@ -18,15 +18,22 @@ pub const FETCHERS: u16 = 4;
 #[derive(Debug)]
 struct SimConnector {
     fabric: SimFabric,
-    nodes: Vec<Node>,
+    nodes: Nodes,
     host: Host,
     epoch: u64,
+}
+
+/// By number, who answers to it now.
+type Nodes = Arc<Mutex<Vec<Node>>>;
+
+fn node_of(nodes: &Nodes, number: usize) -> Node {
+    nodes.lock().unwrap_or_else(PoisonError::into_inner)[number]
 }
 
 impl Connector for SimConnector {
     fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
         let who = Identity { host: self.host, epoch: self.epoch, tenant: Tenant(0) };
-        self.fabric.connect(self.nodes[usize::from(node.0)], who)
+        self.fabric.connect(node_of(&self.nodes, usize::from(node.0)), who)
     }
 
     fn now(&self) -> Duration {
@@ -46,12 +53,14 @@ pub struct Cluster {
     pub fabric: SimFabric,
     sender_factor: u64,
     pub replicas: usize,
-    nodes: Vec<Node>,
+    nodes: Nodes,
     slow: Option<Node>,
     slow_factor: u64,
     targets: Vec<SimTarget>,
     donations: Vec<Donation>,
-    pub alive: Vec<bool>,
+    alive: Vec<bool>,
+    /// Whether a node has died so far.
+    pub has_mourned: bool,
     pub damaged: Vec<bool>,
     /// The node that our hosts do not reach now, and the one that they at times do not.
     cut: Option<usize>,
@@ -84,10 +93,11 @@ impl Cluster {
             replicas,
             slow: None,
             slow_factor: SLOW_NS / slowest_ns,
-            nodes: targets.iter().map(SimTarget::node).collect(),
+            nodes: Arc::new(Mutex::new(targets.iter().map(SimTarget::node).collect())),
             targets,
             donations,
             alive: vec![true; count],
+            has_mourned: false,
             damaged: vec![false; count],
             cut: None,
             once_cut: None,
@@ -101,17 +111,17 @@ impl Cluster {
     }
 
     pub fn connector(&self, host: u16) -> Arc<dyn Connector> {
-        let (fabric, nodes, epoch) = (self.fabric.clone(), self.nodes.clone(), self.epoch);
+        let (fabric, nodes, epoch) = (self.fabric.clone(), Arc::clone(&self.nodes), self.epoch);
         Arc::new(SimConnector { fabric, nodes, host: Host(host), epoch })
     }
 
     /// Our hosts and a node do not reach each other, from now on, or no longer. It is always the same node, so that the others have all there is
     /// if there are replicas. Whether it was cut off.
     pub fn cut(&mut self, rng: &mut Rng) -> bool {
-        let node = *self.once_cut.get_or_insert_with(|| rng.index(self.nodes.len()));
+        let node = *self.once_cut.get_or_insert_with(|| rng.index(self.targets.len()));
         self.cut = if self.cut.is_none() { Some(node) } else { None };
         for host in [SENDER, FETCHERS] {
-            self.fabric.partition(Host(host), self.nodes[node], self.cut.is_some());
+            self.fabric.partition(Host(host), node_of(&self.nodes, node), self.cut.is_some());
         }
         self.cut.is_some()
     }
@@ -133,6 +143,11 @@ impl Cluster {
         true
     }
 
+    /// Whether a node has heard that our lease is over.
+    pub fn refuses(&self, node: NodeId) -> bool {
+        self.refusing[usize::from(node.0)]
+    }
+
     /// Whether no node lets us in.
     pub fn is_out_of_reach(&self) -> bool {
         self.refusing.iter().all(|refuses| *refuses)
@@ -140,13 +155,12 @@ impl Cluster {
 
     /// Whether what was on a node may have been given up without its fault.
     pub fn was_cut(&self, node: NodeId) -> bool {
-        let node = usize::from(node.0);
-        self.once_cut == Some(node) || self.refusing[node]
+        self.once_cut == Some(usize::from(node.0)) || self.refuses(node)
     }
 
     /// Whether something may be wrong with any node.
     pub fn is_hurt(&self) -> bool {
-        self.once_cut.is_some() || self.refusing.contains(&true) || self.alive.contains(&false)
+        self.once_cut.is_some() || self.refusing.contains(&true) || self.has_mourned
     }
 
     /// A client of all nodes that live.
@@ -165,14 +179,49 @@ impl Cluster {
 
     /// A node dies, unless it is the last.
     pub fn crash(&mut self, rng: &mut Rng) -> bool {
-        let living = self.alive.iter().filter(|alive| **alive).count();
         let victim = rng.index(self.alive.len());
-        let dies = living > 1 && self.alive[victim];
+        let dies = self.living() > 1 && self.alive[victim];
         if dies {
-            self.fabric.crash_node(self.nodes[victim]);
+            self.fabric.crash_node(node_of(&self.nodes, victim));
             self.alive[victim] = false;
+            self.has_mourned = true;
         }
         dies
+    }
+
+    /// Nodes that live.
+    pub fn living(&self) -> usize {
+        self.alive.iter().filter(|alive| **alive).count()
+    }
+
+    /// A node that has died comes back, without its memory, if there is one.
+    pub fn come_back(&mut self, rng: &mut Rng) -> bool {
+        let dead: Vec<_> = (0..self.alive.len()).filter(|node| !self.alive[*node]).collect();
+        if dead.is_empty() {
+            return false;
+        }
+        let number = dead[rng.index(dead.len())];
+        let target = self.fabric.add_node();
+        self.nodes.lock().unwrap_or_else(PoisonError::into_inner)[number] = target.node();
+        let id = NodeId(u16::try_from(number).expect("few nodes"));
+        self.donations[number] = donate(&target, id, NODE_BYTES).expect("memory");
+        self.targets[number] = target;
+        self.alive[number] = true;
+        true
+    }
+
+    /// The nodes that live.
+    pub fn nodes(&self) -> impl Iterator<Item = NodeId> {
+        (0..).zip(&self.alive).filter(|(_, alive)| **alive).map(|(id, _)| NodeId(id))
+    }
+
+    /// Whether a node has what was written to an extent: it has not died since.
+    pub fn holds(&self, extent: &Extent) -> bool {
+        let node = usize::from(extent.node.0);
+        let donation = &self.donations[node];
+        let mut entry = [0; 8];
+        donation.memory.read(usize::try_from(donation.layout.section_key_at(0)).expect("small"), &mut entry);
+        self.alive[node] && u64::from_le_bytes(entry) == u64::from(extent.key.0)
     }
 
     /// The endpoints of a sender are closed; what they have on the wire may stay there for long.
@@ -189,7 +238,7 @@ impl Cluster {
             self.fabric.slow_node(node, 1);
             return false;
         }
-        let node = self.nodes[rng.index(self.nodes.len())];
+        let node = node_of(&self.nodes, rng.index(self.targets.len()));
         self.fabric.slow_node(node, self.slow_factor);
         self.slow = Some(node);
         true
@@ -240,9 +289,10 @@ impl Cluster {
 
     /// And gives it back.
     pub fn relent(&mut self) {
-        for extent in self.hogged.drain(..) {
+        for extent in std::mem::take(&mut self.hogged) {
+            let held = self.holds(&extent);
             let freed = self.hog.free(extent);
-            assert!(freed.is_ok() || !self.alive[usize::from(extent.node.0)], "{freed:?}");
+            assert!(freed.is_ok() || !held, "{freed:?}");
         }
     }
 

@@ -22,6 +22,10 @@ pub struct SimEdge {
     world: Rc<RefCell<World>>,
     process: usize,
     fetcher: Fetcher,
+    /// Whether a node had what was fetched last.
+    is_held: bool,
+    /// Whether all nodes that should have it have heard that our lease is over.
+    is_refused: bool,
 }
 
 impl SimEdge {
@@ -29,7 +33,7 @@ impl SimEdge {
         let mut fetcher =
             Fetcher::new(world.borrow().cluster.connector(super::cluster::FETCHERS)).expect("memory");
         fetcher.mutate(world.borrow().mutation);
-        Self { world: Rc::clone(world), process, fetcher }
+        Self { world: Rc::clone(world), process, fetcher, is_held: false, is_refused: false }
     }
 
     /// The world, after it has gone on for a while; if the agent lives to see it.
@@ -369,6 +373,9 @@ impl Edge for SimEdge {
         let bad_copies = self.fetcher.bad_copies();
         let outcome = self.fetcher.fetch(slabs, locations);
         let mut world = self.world.borrow_mut();
+        let copies = slabs.copies(locations[0].slab());
+        self.is_held = copies.iter().any(|copy| world.cluster.holds(&copy));
+        self.is_refused = copies.iter().all(|copy| world.cluster.refuses(copy.node));
         world.seen.late += u64::from(self.fetcher.late() > 0);
         if self.fetcher.bad_copies() > bad_copies && !world.cluster.damaged.contains(&true) {
             world.failure = Some(format!("a copy among {locations:?} is not what was written"));
@@ -393,11 +400,12 @@ impl Edge for SimEdge {
         let mut world = self.later();
         let (node, is_fault) = match error {
             FetchError::NodeGone { node, .. } | FetchError::Refused { node, .. } => {
-                (node, !world.cluster.alive[usize::from(node.0)] || world.cluster.was_cut(*node))
+                (node, !self.is_held || world.cluster.was_cut(*node))
             }
             FetchError::Damaged { node, .. } => (node, world.cluster.damaged[usize::from(node.0)]),
         };
-        if !is_fault || world.cluster.replicas > 1 {
+        let is_excused = if world.cluster.replicas == 1 { is_fault } else { self.is_refused };
+        if !is_excused {
             world.failure = Some(format!("page {page:#x} was lost at {node:?} without cause: {error}"));
         }
         world.seen.lost += 1;

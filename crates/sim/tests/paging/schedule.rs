@@ -136,15 +136,18 @@ impl Schedule {
         }
         for _ in 0..ROUNDS_MAX {
             let mut world = self.world.borrow_mut();
-            let living = world.cluster.alive.iter().filter(|alive| **alive).count();
-            if world.is_whole() || living < world.cluster.replicas {
+            if world.is_whole() || world.cluster.living() < world.cluster.replicas {
                 world.crash();
                 return Ok(());
             }
             world.run_sender();
             world.cluster.fabric.step();
         }
-        Err("copies that lack are not made, although there are nodes for them".into())
+        let world = self.world.borrow();
+        Err(format!(
+            "copies that lack are not made, although there are nodes for them: {}",
+            world.what_lacks()
+        ))
     }
 
     fn adopt_first(&mut self) -> Result<(), String> {

@@ -3,6 +3,7 @@
 use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
 
+use aquifer_fabric::Endpoint;
 use aquifer_fabric::sim::Rng;
 use aquifer_faults::{Areas, Done, Job};
 use aquifer_pager::slabs::{Copies, SlabId};
@@ -10,7 +11,7 @@ use aquifer_pager::{
     BLOCK_PAGES, BlockId, Budget, Memory, Mempool, Mutation, PageNumber, Sender, SlabSet, Staged, Volume,
     Written,
 };
-use aquifer_pool::Extent;
+use aquifer_pool::{Extent, NodeId};
 
 use super::cluster::{Cluster, SENDER};
 use super::memory::{encode, index};
@@ -34,6 +35,9 @@ pub struct Seen {
     pub remaps: u64,
     pub kills: u64,
     pub crashes: u64,
+    /// Nodes that came back without their memory, and those of them that were taken in.
+    pub returns: u64,
+    pub taken_in: u64,
     pub damages: u64,
     pub lost: u64,
     pub full: u64,
@@ -57,7 +61,7 @@ pub struct Seen {
 }
 
 impl Seen {
-    pub fn counts(&self) -> [(&'static str, u64); 26] {
+    pub fn counts(&self) -> [(&'static str, u64); 28] {
         [
             ("evictions", self.evictions),
             ("zero fills", self.zero_fills),
@@ -71,6 +75,8 @@ impl Seen {
             ("remaps", self.remaps),
             ("kills", self.kills),
             ("crashed nodes", self.crashes),
+            ("nodes that came back", self.returns),
+            ("nodes that were taken in", self.taken_in),
             ("damaged pages", self.damages),
             ("lost pages", self.lost),
             ("times the pool was full", self.full),
@@ -101,6 +107,8 @@ impl Seen {
         self.remaps += other.remaps;
         self.kills += other.kills;
         self.crashes += other.crashes;
+        self.returns += other.returns;
+        self.taken_in += other.taken_in;
         self.damages += other.damages;
         self.lost += other.lost;
         self.full += other.full;
@@ -179,6 +187,8 @@ pub struct World {
     pub mutation: Mutation,
     pub failure: Option<String>,
     pub seen: Seen,
+    /// A node that the sender does not know, and that has let us in.
+    knocked: Option<(NodeId, Box<dyn Endpoint>)>,
     written: Vec<Written>,
     found: Vec<Staged>,
 }
@@ -231,6 +241,7 @@ impl World {
             mutation,
             failure: None,
             seen: Seen::default(),
+            knocked: None,
             written: Vec::new(),
             found: Vec::new(),
             rng,
@@ -304,6 +315,7 @@ impl World {
         self.orders.clear();
         self.abandoned.clear();
         self.newborn.clear();
+        self.knocked = None;
         self.mempool = Arc::new(Mempool::recover(reopen(self.mempool.memory())));
         self.slabs = Arc::new(SlabSet::recover(reopen(self.slabs.memory()), self.cluster.replicas));
         let blocks = 4 * aquifer_pager::BLOCK_PAGES as u64;
@@ -348,6 +360,9 @@ impl World {
         if self.cluster.replicas > 1 && self.rng.chance(1, 8) {
             self.sender.probe();
         }
+        if self.cluster.has_mourned && self.rng.chance(1, 4) {
+            self.take_in();
+        }
         let mut written = std::mem::take(&mut self.written);
         let result = self.sender.advance(&mut written);
         assert!(result.is_ok() || self.cluster.is_full() || self.cluster.is_hurt(), "{result:?}");
@@ -358,11 +373,34 @@ impl World {
         self.written = written;
     }
 
+    /// Dead nodes come back, at times. Who has let us in is taken in; then the next node that the sender does not know is asked.
+    fn take_in(&mut self) {
+        if self.rng.chance(1, 8) {
+            self.seen.returns += u64::from(self.cluster.come_back(&mut self.rng));
+        }
+        if let Some((node, endpoint)) = self.knocked.take() {
+            let taken = self.sender.take_in(node, endpoint);
+            tell!("node {node:?} is taken in: {taken:?}, known {}", self.sender.knows(node));
+            self.seen.taken_in += u64::from(taken.is_ok() && self.sender.knows(node));
+        }
+        let Some(node) = self.cluster.nodes().find(|node| !self.sender.knows(*node)) else { return };
+        self.knocked = self.cluster.connector(SENDER).connect(node).ok().map(|endpoint| (node, endpoint));
+    }
+
     /// Whether every page is on as many nodes as it should be.
     pub fn is_whole(&mut self) -> bool {
-        let lives = |copy: Extent| self.cluster.alive[usize::from(copy.node.0)];
+        let lives = |copy: Extent| self.cluster.holds(&copy);
         let slabs = (0..SLABS_MAX).map(|slab| self.slabs.copies(SlabId(slab)));
         self.sender.stats().degraded_slabs == 0 && slabs.flat_map(Copies::iter).all(lives)
+    }
+
+    /// Copies that are where nobody has them any more, and whom the sender knows.
+    pub fn what_lacks(&self) -> String {
+        let slabs = (0..SLABS_MAX)
+            .flat_map(|slab| self.slabs.copies(SlabId(slab)).iter().map(move |copy| (slab, copy)));
+        let gone: Vec<_> = slabs.filter(|(_, copy)| !self.cluster.holds(copy)).collect();
+        let known: Vec<_> = self.cluster.nodes().filter(|node| self.sender.knows(*node)).collect();
+        format!("{gone:?} are gone, {known:?} are known, {:?}", self.sender.stats())
     }
 
     /// Nodes die: one, or as many as the replicas bear, if nothing would be lost.
@@ -372,7 +410,7 @@ impl World {
             return;
         }
         let most = 1.max(replicas - 1);
-        let was_hurt = self.cluster.alive.contains(&false);
+        let was_hurt = self.cluster.has_mourned;
         for _ in 0..1 + self.rng.index(most) {
             let dies = u64::from(self.cluster.crash(&mut self.rng));
             self.seen.crashes += dies;
