@@ -251,7 +251,7 @@ impl Fetcher {
         let mut is_first = true;
         loop {
             let node = choice.copy.node;
-            let was_open = self.ports.open_port(node).is_some();
+            let was_open = self.ports.open_port(node).is_some() && self.mutation != Mutation::TryOnce;
             let error = match self.read(&choice, run.index, run.first, run.pages) {
                 Ok(Answer::Here) => return Ok(choice.copy),
                 Ok(Answer::Late) => FetchError::Refused { node, cause: WorkError::Timeout },

@@ -52,6 +52,10 @@ pub enum Mutation {
     ForgetLeaving,
     /// A page of a device that is written again is written in its place, though its block is the sender's by now.
     AbsorbIntoSealed,
+    /// A READ over an endpoint of before its node came back is not tried once more.
+    TryOnce,
+    /// A node that came back is taken in though something is under way to what it was before.
+    TakeInBusy,
     /// A device's reader does not refer to the place that it fetches from.
     FetchUnreferenced,
 }

@@ -257,7 +257,8 @@ impl Sender {
     /// If it is not a memory node, or there are too many.
     pub fn take_in(&mut self, node: NodeId, endpoint: Box<dyn Endpoint>) -> Result<(), PoolError> {
         let is_busy = self.ports.open_port(node).is_some_and(|port| port.under_way > 0);
-        if is_busy || self.is_healing() || self.knows(node) {
+        let is_busy = (is_busy || self.is_healing()) && self.mutation != Mutation::TakeInBusy;
+        if is_busy || self.knows(node) {
             return Ok(());
         }
         self.ports.close(node);
@@ -280,8 +281,11 @@ impl Sender {
                 let first = self.jobs[at].unposted.trailing_zeros();
                 let want = (self.jobs[at].unposted >> first).trailing_ones();
                 let room = self.filler.room(&mut self.pool, want);
-                for node in self.filler.take_gone() {
-                    self.lose_node(node);
+                let gone = self.filler.take_gone();
+                if !gone.is_empty() {
+                    // The room may be on one of them.
+                    gone.into_iter().for_each(|node| self.lose_node(node));
+                    continue;
                 }
                 if !self.post(at, first as usize, room?) {
                     break;
@@ -294,6 +298,7 @@ impl Sender {
     /// Post a run to every copy of its slab; false if a node's queue is full.
     fn post(&mut self, at: usize, first: usize, room: Room) -> bool {
         let copies = self.slabs.copies(room.first.slab());
+        assert!(!copies.is_empty(), "room is on some node");
         for copy in copies.iter() {
             match self.ports.port(copy.node) {
                 Ok(port) if port.has_room() => {}

@@ -203,6 +203,21 @@ fn without_another_node_it_goes_on_with_fewer_copies() {
 }
 
 #[test]
+fn a_slab_is_not_written_to_once_its_last_node_was_found_gone() {
+    let mut world = world(2, 3);
+    let location = world.write(1)[0];
+    let nodes = world.nodes_of(location);
+    world.slabs.release(location);
+    world.crash(nodes[0]);
+    world.heal();
+    assert_eq!(world.nodes_of(location), nodes[1..], "it is empty, and needs no copy");
+    // This is found out while room is looked for: by then the slab has been chosen, for want of two nodes.
+    world.crash(nodes[1]);
+    let locations = world.write(1);
+    world.assert_readable(&locations);
+}
+
+#[test]
 fn a_copy_that_finds_no_room_is_made_when_there_is() {
     let mut world = world(2, 2);
     let mut hog = world.cluster.pool(5);

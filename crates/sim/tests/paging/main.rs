@@ -118,5 +118,7 @@ mutants! {
     waking_without_allowing_is_noticed: WakeProtected,
     a_remap_without_waiting_is_noticed: RemapWhileLeaving,
     forgetting_that_a_move_was_begun_is_noticed: ForgetMoving,
+    reading_only_once_is_noticed: TryOnce,
+    taking_in_while_something_is_under_way_is_noticed: TakeInBusy,
     a_restart_that_forgets_what_was_leaving_is_noticed: ForgetLeaving,
 }
