@@ -319,7 +319,7 @@ impl World {
 
     /// Whether anything has happened that may cost pages.
     fn is_harmed(&self) -> bool {
-        self.cluster.alive.contains(&false) || self.cluster.damaged.contains(&true)
+        self.cluster.has_mourned || self.cluster.damaged.contains(&true)
     }
 
     fn fail(&mut self, what: &str) {

@@ -360,7 +360,7 @@ impl World {
         if self.cluster.replicas > 1 && self.rng.chance(1, 8) {
             self.sender.probe();
         }
-        if self.cluster.has_mourned && self.rng.chance(1, 4) {
+        if self.cluster.is_hurt() && self.rng.chance(1, 4) {
             self.take_in();
         }
         let mut written = std::mem::take(&mut self.written);
