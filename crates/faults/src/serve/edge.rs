@@ -247,7 +247,9 @@ impl ProcessEdge {
     /// Fill pages; a thread that is known to wait for one of them is woken by it.
     fn wake_by(&mut self, page: PageNumber, pages: usize, fill: impl FnOnce(&Self) -> Filled) -> Filled {
         match self.blocked.take_if(|(_, at)| (page..page + pages as u64).contains(at)) {
-            Some((thread, _)) => self.follow.wake_by(self.program.pid(), thread, || fill(self)),
+            Some((thread, _)) => {
+                self.follow.wake_by(&self.journal, self.program.pid(), thread, || fill(self))
+            }
             None => fill(self),
         }
     }

@@ -12,6 +12,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::hold::{hold_while, only};
 use super::stat::{PROCESSOR, field};
+use crate::journal::Journal;
 
 /// Faults between looks: a look costs as much as two faults.
 const FAULTS_PER_LOOK: u64 = 256;
@@ -93,14 +94,20 @@ impl Follow {
     }
 
     /// Wake `thread`, which waits for this, by `fill`: so that it goes on on this core, if it alone faults and was seen to drift.
-    pub(crate) fn wake_by<T>(&self, process: u32, thread: u32, fill: impl FnOnce() -> T) -> T {
+    pub(crate) fn wake_by<T>(
+        &self,
+        journal: &Journal,
+        process: u32,
+        thread: u32,
+        fill: impl FnOnce() -> T,
+    ) -> T {
         let is_known = self.stat.as_ref().is_some_and(|(known, _)| *known == thread);
         let is_wanted = is_known
             && self.faults < self.hold_until
             && self.streak.0 == thread
             && self.streak.1 >= FAULTS_TO_HOLD;
         match self.pinned.filter(|_| is_wanted) {
-            Some(core) => hold_while(process, thread, core, fill),
+            Some(core) => hold_while(journal, process, thread, core, fill),
             None => fill(),
         }
     }

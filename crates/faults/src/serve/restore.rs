@@ -18,6 +18,7 @@ use rustix::process::{Signal, pidfd_send_signal};
 use super::Service;
 use super::attach::send_frame;
 use super::edge::{Attachment, ProcessEdge};
+use super::hold::release;
 use super::program::{Program, new_program, or_forget, spawn};
 use super::records::{Kept, ProgramRecord, RunRecord, decode};
 use super::run::Run;
@@ -354,6 +355,10 @@ impl Ready {
         or_forget(run, &program, || {
             if pid != 0 {
                 program.set_pid(pid, &service.obituary);
+            }
+            if let Some(held) = &left.held {
+                release(pid, held);
+                journal.let_go();
             }
             for (place, value) in program.private.iter().zip(record.private) {
                 place.store(value, Relaxed);
