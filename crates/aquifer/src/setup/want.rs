@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use super::SetupError;
 use super::cgroup::Cgroup;
 
-/// They try again for so long, before the kernel may kill one.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// They try again for so long, before the kernel may kill one. After five seconds a forking program was once killed that else goes on.
+const PATIENCE: Duration = Duration::from_secs(15);
 
 /// Whether a cgroup's programs are in want of memory.
 #[derive(Clone, Copy, Debug, Default)]
