@@ -14,7 +14,7 @@ use super::hold::{hold_while, only};
 use super::stat::{PROCESSOR, field};
 use crate::journal::Journal;
 
-/// Faults between looks: a look costs as much as two faults.
+/// Faults between looks; a look costs some microseconds.
 const FAULTS_PER_LOOK: u64 = 256;
 /// Faults in a row by one thread, after which it is worth holding.
 const FAULTS_TO_HOLD: u32 = 64;

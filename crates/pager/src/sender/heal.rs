@@ -247,8 +247,14 @@ impl Sender {
         let slab = *candidates.get(self.healer.fruitless % candidates.len().max(1))?;
         self.healer.fruitless += 1;
         let to = self.filler.room_for_copy(&mut self.pool, slab);
-        for node in self.filler.take_gone() {
-            self.lose_node(node);
+        let gone = self.filler.take_gone();
+        if !gone.is_empty() {
+            // By this the slab may have lost its last copy, or be forgotten: what lacks a copy is looked for anew.
+            gone.into_iter().for_each(|node| self.lose_node(node));
+            if let Some(to) = to {
+                give_back(&mut self.pool, to);
+            }
+            return None;
         }
         let to = to?;
         self.healer.fruitless = 0;
