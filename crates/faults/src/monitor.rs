@@ -11,9 +11,10 @@ mod recovery;
 pub(crate) use eviction::SPARE_PAGES;
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use aquifer_pager::{
-    BLOCK_PAGES, Batch, Budget, FETCH_PAGES_MAX, Location, Mutation, PageNumber, PageState, Volume,
+    BLOCK_PAGES, Batch, Budget, FETCH_PAGES_MAX, Location, Mutation, PageNumber, PageState, Slot, Volume,
 };
 
 use crate::areas::{Area, Areas};
@@ -387,16 +388,14 @@ impl<E: Edge> Monitor<E> {
             PageState::Zero => self.serve_zero(fault),
             PageState::Held | PageState::Doubtful => {
                 let filled = self.edge.fill(page, 1, Source::Zeros { private: fault.write });
-                self.settle(page, filled, None)
+                self.settle(page, filled, 1, None)
             }
             PageState::Leaving => Served::Later,
             PageState::Staged(slot) => {
-                let filled = self.edge.fill(page, 1, Source::Slot(slot));
-                self.settle(page, filled, Some(|stats| &stats.staging_hits))
+                self.serve_slots(page, slot, PageState::Staged, |stats| &stats.staging_hits)
             }
             PageState::Reclaimable(slot) => {
-                let filled = self.edge.fill(page, 1, Source::Slot(slot));
-                self.settle(page, filled, Some(|stats| &stats.mempool_hits))
+                self.serve_slots(page, slot, PageState::Reclaimable, |stats| &stats.mempool_hits)
             }
             PageState::Remote(_) => self.serve_remote(page),
             PageState::Lost => {
@@ -471,13 +470,28 @@ impl<E: Edge> Monitor<E> {
         while pages < window && self.volume.state(fault.page + pages as u64) == PageState::Zero {
             pages += 1;
         }
-        let source = Source::Zeros { private: fault.write };
-        let mut filled = self.edge.fill(fault.page, pages, source);
-        if pages > 1 && filled == (Filled { pages: 0, stop: Some(Stop::NoArea) }) {
-            filled = self.edge.fill(fault.page, 1, source);
-        }
+        let filled = self.fill(fault.page, pages, Source::Zeros { private: fault.write });
         self.streams.filled(fault.page, window, filled.pages);
-        self.settle(fault.page, filled, Some(|stats| &stats.zero_pages))
+        self.settle(fault.page, filled, window, Some(|stats| &stats.zero_pages))
+    }
+
+    /// Pages that left side by side are side by side in the mempool, too.
+    fn serve_slots(
+        &mut self,
+        page: PageNumber,
+        slot: Slot,
+        state: fn(Slot) -> PageState,
+        counter: fn(&FaultStats) -> &AtomicU64,
+    ) -> Served {
+        let window = self.window(page);
+        let is_next = |volume: &mut Volume, offset: u32| {
+            volume.state(page + u64::from(offset)) == state(Slot(slot.0 + offset))
+        };
+        let pages =
+            (1..).take(window - 1).take_while(|offset| is_next(&mut self.volume, *offset)).count() + 1;
+        let filled = self.fill(page, pages, Source::Slot(slot));
+        self.streams.filled(page, window, filled.pages);
+        self.settle(page, filled, window, Some(counter))
     }
 
     fn serve_remote(&mut self, page: PageNumber) -> Served {
@@ -498,14 +512,20 @@ impl<E: Edge> Monitor<E> {
                 return Served::Soon;
             }
         };
-        let mut filled = self.edge.fill(page, fetched, Source::Fetched(0));
-        if fetched > 1 && filled == (Filled { pages: 0, stop: Some(Stop::NoArea) }) {
-            filled = self.edge.fill(page, 1, Source::Fetched(0));
-        }
+        let filled = self.fill(page, fetched, Source::Fetched(0));
         FaultStats::add(&self.stats.remote_read_trips, 1);
         FaultStats::add(&self.stats.prefetched, filled.pages.saturating_sub(1));
         self.streams.filled(page, window, filled.pages);
-        self.settle(page, filled, Some(|stats| &stats.remote_reads))
+        self.settle(page, filled, window, Some(|stats| &stats.remote_reads))
+    }
+
+    /// Fill so many pages; one, if the area ends before.
+    fn fill(&mut self, page: PageNumber, pages: usize, source: Source) -> Filled {
+        let filled = self.edge.fill(page, pages, source);
+        if pages > 1 && filled == (Filled { pages: 0, stop: Some(Stop::NoArea) }) {
+            return self.edge.fill(page, 1, source);
+        }
+        filled
     }
 
     /// How many pages to fill at a fault; ahead of the program only if there is room.
@@ -519,18 +539,20 @@ impl<E: Edge> Monitor<E> {
         usize::try_from(room).unwrap_or(usize::MAX)
     }
 
-    /// Book a fill: what was filled is held by the program now.
+    /// Book a fill: what was filled is held by the program now. A page that a walk comes by, with a window of several, is not wanted for
+    /// itself.
     fn settle(
         &mut self,
         page: PageNumber,
         filled: Filled,
-        counter: Option<fn(&FaultStats) -> &std::sync::atomic::AtomicU64>,
+        window: usize,
+        counter: Option<fn(&FaultStats) -> &AtomicU64>,
     ) -> Served {
         if !matches!(filled.stop, Some(Stop::Busy | Stop::NoMemory)) {
             self.nothing_outstanding();
         }
         for filled_page in page..page + filled.pages as u64 {
-            self.volume.hold(filled_page, filled_page == page);
+            self.volume.hold(filled_page, filled_page == page && window == 1);
         }
         if let Some(counter) = counter {
             FaultStats::add(counter(&self.stats), filled.pages);

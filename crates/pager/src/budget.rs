@@ -15,7 +15,7 @@ pub const LIMIT_BYTES_MIN: u64 = 8 << 20;
 /// Blocks that a run may always have: fewer would make eviction and write-back wait for each other.
 const SHARE_BLOCKS_MIN: u64 = 4;
 /// The mempool's share of the limit is one part in this many.
-const SHARE_DIVISOR: u64 = 16;
+const SHARE_DIVISOR: u64 = 32;
 /// A larger share than this buys nothing for write-back.
 const SHARE_BLOCKS_MAX: u64 = 256;
 
@@ -211,8 +211,8 @@ mod tests {
     #[test]
     fn the_mempools_share_comes_out_of_the_limit() {
         let budget = Budget::new(64 << 20);
-        assert_eq!(budget.resident_max() * 4096, (64 << 20) - 16 * 256 * 1024);
-        for _ in 0..16 {
+        assert_eq!(budget.resident_max() * 4096, (64 << 20) - 8 * 256 * 1024);
+        for _ in 0..8 {
             assert!(budget.try_add_block());
         }
         assert!(!budget.try_add_block(), "the share is a bound");

@@ -5,8 +5,10 @@
 //! ```text
 //! bits 0..4   kind        bit 4   queued (it has an entry in the resident queue)
 //! bit 5       discarded   bits 6..8  how hot it is   bits 8..12  rounds it may still stay
-//!                         bits 32..64 payload: mempool slot or remote location
+//! bits 12..32 when it left                  bits 32..64 payload: mempool slot or remote location
 //! ```
+
+use crate::mempool::BLOCK_PAGES;
 
 /// Bytes of a page.
 pub const PAGE_BYTES: usize = 4096;
@@ -57,6 +59,10 @@ const ROUNDS_SHIFT: u32 = 8;
 const ROUNDS_MASK: u64 = 0xf << ROUNDS_SHIFT;
 /// The hottest pages stay for 2^HEAT_MAX - 1 rounds more than others.
 const HEAT_MAX: u64 = 3;
+const LEFT_SHIFT: u32 = 12;
+const LEFT_MASK: u64 = 0xf_ffff << LEFT_SHIFT;
+/// Departures that [`PageWord`] does not tell apart.
+const LEFT_GRAIN: u64 = BLOCK_PAGES as u64;
 const PAYLOAD_SHIFT: u32 = 32;
 
 impl PageWord {
@@ -96,19 +102,35 @@ impl PageWord {
         }
     }
 
-    /// The same flags with another state; `discarded` does not outlive the hand-over that it belongs to, and only a page that is on its
-    /// way, or in the mempool, remembers how hot it was.
+    /// The same flags with another state; `discarded` does not outlive the hand-over that it belongs to, and only a page that is
+    /// elsewhere remembers how hot it was, and when it left.
     #[must_use]
     pub fn with_state(self, state: PageState) -> Self {
         let kept = match state {
-            PageState::Leaving | PageState::Staged(_) | PageState::Reclaimable(_) => QUEUED | HEAT_MASK,
+            PageState::Leaving | PageState::Staged(_) | PageState::Reclaimable(_) | PageState::Remote(_) => {
+                QUEUED | HEAT_MASK | LEFT_MASK
+            }
             _ => QUEUED,
         };
         Self(Self::new(state).0 | self.0 & kept)
     }
 
-    /// The page is held by the program (again). If it `came_back` before it had even left the mempool it is hot, hotter than
-    /// the last time, and may stay for more rounds of the resident queue.
+    /// The page leaves, after so many others of its volume.
+    #[must_use]
+    pub fn leaving(self, departures: u64) -> Self {
+        let left = (departures / LEFT_GRAIN) << LEFT_SHIFT & LEFT_MASK;
+        Self(self.with_state(PageState::Leaving).0 & !LEFT_MASK | left)
+    }
+
+    /// How many pages have left since this one did, about; far too few if they are more than 2^26.
+    #[must_use]
+    pub fn left_since(self, departures: u64) -> u64 {
+        let left = (self.0 & LEFT_MASK) >> LEFT_SHIFT;
+        ((departures / LEFT_GRAIN).wrapping_sub(left) & (LEFT_MASK >> LEFT_SHIFT)) * LEFT_GRAIN
+    }
+
+    /// The page is held by the program (again). If it `came_back` soon it is hot, hotter than the last time, and may stay for more
+    /// rounds of the resident queue.
     #[must_use]
     pub fn held(self, came_back: bool) -> Self {
         let heat = if came_back { (((self.0 & HEAT_MASK) >> HEAT_SHIFT) + 1).min(HEAT_MAX) } else { 0 };
@@ -185,12 +207,27 @@ mod tests {
             word = word.with_state(PageState::Leaving).with_state(PageState::Staged(Slot(1))).held(true);
         }
         let cold = word.with_state(PageState::Remote(Location(1))).held(false);
-        assert_eq!(cold.stayed(), None, "one that had been gone begins anew");
+        assert_eq!(cold.stayed(), None, "one that had been gone for long begins anew");
         assert_eq!(
             word.with_state(PageState::Zero).with_queued(false),
             PageWord::default(),
             "a zero page costs nothing"
         );
+    }
+
+    #[test]
+    fn a_page_that_is_elsewhere_remembers_when_it_left() {
+        let grain = LEFT_GRAIN;
+        for before in [0, 5 * grain, (1 << 20) * grain - grain, 7 << 40] {
+            let word = PageWord::default().held(false).leaving(before);
+            let word =
+                word.with_state(PageState::Staged(Slot(1))).with_state(PageState::Remote(Location(u32::MAX)));
+            assert_eq!(word.state(), PageState::Remote(Location(u32::MAX)));
+            assert_eq!(word.left_since(before), 0);
+            assert_eq!(word.left_since(before + 3 * grain), 3 * grain);
+            let again = word.held(true).leaving(before + 9 * grain);
+            assert_eq!(again.left_since(before + 9 * grain), 0, "the last time counts");
+        }
     }
 
     #[test]

@@ -24,6 +24,9 @@ pub use absorb::Sealed;
 /// A page that may stay for a while is passed over so often, at most (see [`PageWord::held`]).
 const LOOKS_PER_PAGE: usize = 8;
 
+/// A page came back soon if no more others have left since than this part of those that are resident.
+const SOON_DIVISOR: u64 = 2;
+
 pub use recovery::{Recovered, finish_move};
 
 /// Pages taken from the program together.
@@ -71,6 +74,8 @@ pub struct Volume {
     /// Pages that were resident when this volume was cloned: shared with the parent until they are claimed, so taken last.
     inherited: VecDeque<PageNumber>,
     held: u64,
+    /// Pages that were told to leave so far.
+    departures: u64,
     /// By block number; `None` where the block is not this volume's.
     blocks: Vec<Option<Block>>,
     reclaimable: VecDeque<BlockId>,
@@ -98,6 +103,7 @@ impl Volume {
             resident: VecDeque::with_capacity(4096),
             inherited: VecDeque::new(),
             held: 0,
+            departures: 0,
             blocks,
             reclaimable: VecDeque::new(),
             blocks_in_flight: 0,
@@ -161,16 +167,16 @@ impl Volume {
     }
 
     /// The page is now resident in the program, filled with its newest content. Whatever copy there was elsewhere is dropped.
-    /// `is_wanted` if the program waited for it, not if it was filled ahead.
+    /// `is_wanted` if the program waited for it alone, not if it was filled ahead, or if a walk through many came by.
     pub fn hold(&mut self, page: PageNumber, is_wanted: bool) {
         let word = self.table.get(page);
-        let came_back = match word.state() {
+        let was_elsewhere = match word.state() {
             PageState::Held => return,
             PageState::Leaving => panic!("page {page:#x} was filled while it was leaving"),
-            PageState::Remote(_) if self.mutation == Mutation::ForgetRelease => false,
+            PageState::Remote(_) if self.mutation == Mutation::ForgetRelease => true,
             PageState::Remote(location) => {
                 self.slabs.release(location);
-                false
+                true
             }
             PageState::Reclaimable(slot) => {
                 self.drop_slot_location(slot.block());
@@ -179,6 +185,7 @@ impl Volume {
             PageState::Staged(_) => true,
             PageState::Zero | PageState::Doubtful | PageState::Lost => false,
         };
+        let came_back = was_elsewhere && word.left_since(self.departures) <= self.held / SOON_DIVISOR;
         self.count_held(1);
         if !word.is_queued() {
             self.resident.push_back(page);
@@ -212,7 +219,7 @@ impl Volume {
                 self.table.set(page, stayed);
                 self.resident.push_back(page);
             } else {
-                self.table.set(page, word.with_queued(false).with_state(PageState::Leaving));
+                self.table.set(page, word.with_queued(false).leaving(self.departures));
                 out.push(page);
             }
         }
@@ -223,11 +230,12 @@ impl Volume {
             let word = self.table.get(page);
             if word.state() == PageState::Held && !word.is_queued() && !pinned(page) {
                 self.count_held(1);
-                self.table.set(page, PageWord::new(PageState::Leaving));
+                self.table.set(page, word.leaving(self.departures));
                 out.push(page);
             }
         }
         out.sort_unstable();
+        self.departures += out.len() as u64;
     }
 
     /// Up to `max` of the pages that were shared with a relative when this volume was cloned, in their order, to see which still are. Each
@@ -425,6 +433,7 @@ impl Volume {
         let mut child =
             Self::new(Arc::clone(&self.slabs), Arc::clone(&self.mempool), Arc::clone(self.budget.budget()))?;
         child.mutation = self.mutation;
+        child.departures = self.departures;
         if let Some(hook) = self.before_store {
             child.before_store(hook);
         }

@@ -48,6 +48,47 @@ fn a_page_in_doubt_is_not_picked_before_it_is_held_again() {
     assert_eq!(budget.held(), 0);
 }
 
+/// The first page of the queue leaves, as far as into the mempool.
+fn stage_one(volume: &mut Volume) -> u64 {
+    let mut victims = Vec::new();
+    volume.pick_victims(1, false, |_| false, &mut victims);
+    let block = volume.take_block().unwrap();
+    volume.left(block, &victims);
+    volume.staged(block, &[Staged::Data]);
+    victims[0]
+}
+
+/// So many pages of the queue leave, and are no more.
+fn drop_pages(volume: &mut Volume, count: usize) {
+    let mut victims = Vec::new();
+    while victims.len() < count {
+        let mut batch = Vec::new();
+        volume.pick_victims(count - victims.len(), false, |_| false, &mut batch);
+        batch.iter().for_each(|page| volume.vanished(*page));
+        victims.append(&mut batch);
+    }
+}
+
+#[test]
+fn a_page_that_is_wanted_again_soon_stays_longer_than_one_that_is_late_or_only_passed_by() {
+    let (mut volume, _) = volume();
+    (0..1000).for_each(|page| volume.hold(page, true));
+    assert_eq!([stage_one(&mut volume), stage_one(&mut volume), stage_one(&mut volume)], [0, 1, 2]);
+    volume.hold(0, true);
+    volume.hold(1, false);
+    drop_pages(&mut volume, 600);
+    volume.hold(2, true);
+    drop_pages(&mut volume, 397);
+    let mut order = Vec::new();
+    while volume.held() > 0 {
+        let mut next = Vec::new();
+        volume.pick_victims(1, false, |_| false, &mut next);
+        volume.vanished(next[0]);
+        order.append(&mut next);
+    }
+    assert_eq!(order, [1, 2, 0]);
+}
+
 #[test]
 fn a_program_that_sleeps_passes_blocks_to_one_that_lacks_them() {
     let (mut parent, budget) = volume();

@@ -362,7 +362,7 @@ impl Kernel for ProcessEdge {
             Source::Fetched(index) => unsafe { self.fetcher.buffer().as_ptr().add(index * PAGE_BYTES) },
         };
         assert!(pages <= FETCH_PAGES_MAX);
-        // SAFETY: each source is at least `pages` long: windows are below FETCH_PAGES_MAX, and a slot serves one page.
+        // SAFETY: each source is at least `pages` long: windows are below FETCH_PAGES_MAX, and slots are asked for that hold pages.
         self.wake_by(page, pages, |edge| unsafe { edge.uffd.copy(page, bytes, pages) })
     }
 

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
-use aquifer_pager::PAGE_BYTES;
+use aquifer_pager::{Budget, PAGE_BYTES};
 
 use super::Service;
 use super::priority::{URGENT, set_niceness};
@@ -29,8 +29,13 @@ const ARM_DIVISOR_MAX: u64 = 5;
 const PAGES_PER_MS: u64 = 1500;
 const TICK_MIN: Duration = Duration::from_millis(1);
 const TICK_MAX: Duration = Duration::from_millis(50);
-/// Shared pages are counted by a costlier look, which may take this share of the time between two.
+/// Shared pages are counted by a costlier look, which may take this share of the time between two; less and less, as long as what is shared
+/// hardly changes: by less than this share of the limit.
 const SHARED_REST: u32 = 4;
+const SHARED_REST_MAX: u32 = 128;
+const SHARED_CHANGE_DIVISOR: u64 = 256;
+/// However costly a look is, the next is not later than this.
+const SHARED_WAIT_MAX: Duration = Duration::from_millis(200);
 /// A scan may take this share of the time between scans.
 const SCAN_REST: u32 = 4;
 /// Growth beyond what is controlled that makes a new scan worth while.
@@ -97,6 +102,8 @@ struct Shared {
     /// Pages granted until then: what was granted since is shared no longer.
     granted: u64,
     next: Instant,
+    /// How many times as long as a look took it is until the next.
+    rest: u32,
     /// Programs seen at the last look: one that was just forked shares all it has.
     programs: usize,
 }
@@ -112,7 +119,7 @@ fn sample_all(service: &Weak<Service>) {
                     programs: Vec::new(),
                     next: Instant::now(),
                     over: None,
-                    shared: Shared { overlap: 0, granted: 0, next: Instant::now(), programs: 0 },
+                    shared: Shared::new(),
                 });
             }
         }
@@ -149,7 +156,7 @@ impl Watch {
             held += program.held.load(Relaxed);
             looks.push((program, look));
         }
-        total = total.saturating_sub(self.shared.overlap(&looks, total, run.budget.granted()));
+        total = total.saturating_sub(self.shared.overlap(&looks, total, &run.budget));
         run.budget.set_sample(total.saturating_sub(held), total);
         let max = run.budget.resident_max();
         let arm_at = (max / ARM_DIVISOR).min(max.saturating_sub(ARM_MARGIN_PAGES)).max(max / ARM_DIVISOR_MAX);
@@ -247,16 +254,25 @@ impl Watch {
 }
 
 impl Shared {
+    fn new() -> Self {
+        Self { overlap: 0, granted: 0, next: Instant::now(), rest: SHARED_REST, programs: 0 }
+    }
+
     /// Pages that are in `total`, the sum over all programs, more than once: those that relatives share since a fork.
-    fn overlap(&mut self, programs: &[(&Arc<Program>, Look)], total: u64, granted: u64) -> u64 {
+    fn overlap(&mut self, programs: &[(&Arc<Program>, Look)], total: u64, budget: &Budget) -> u64 {
+        let granted = budget.granted();
         if !programs.iter().any(|(program, _)| program.is_forked.load(Relaxed)) {
             self.overlap = 0;
         } else if Instant::now() >= self.next || programs.len() != self.programs {
             let start = Instant::now();
             let shares: Option<u64> = programs.iter().map(|(program, _)| shared_pages(program)).sum();
-            self.overlap = shares.map_or(0, |shares| total.saturating_sub(shares));
+            let overlap = shares.map_or(0, |shares| total.saturating_sub(shares));
+            let is_steady = programs.len() == self.programs
+                && overlap.abs_diff(self.overlap) < budget.resident_max() / SHARED_CHANGE_DIVISOR;
+            self.rest = if is_steady { (self.rest * 2).min(SHARED_REST_MAX) } else { SHARED_REST };
+            self.overlap = overlap;
             self.granted = granted;
-            self.next = Instant::now() + start.elapsed() * SHARED_REST;
+            self.next = Instant::now() + (start.elapsed() * self.rest).min(SHARED_WAIT_MAX);
         }
         self.programs = programs.len();
         self.overlap.saturating_sub(granted - self.granted)

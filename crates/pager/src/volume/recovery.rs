@@ -52,6 +52,7 @@ impl Volume {
             resident: VecDeque::with_capacity(4096),
             inherited: VecDeque::new(),
             held: 0,
+            departures: 0,
             blocks: Vec::new(),
             reclaimable: VecDeque::new(),
             blocks_in_flight: 0,

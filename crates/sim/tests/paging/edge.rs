@@ -54,7 +54,9 @@ impl SimEdge {
         let mut bytes = [0; PAGE_BYTES];
         match source {
             Source::Zeros { .. } => {}
-            Source::Slot(slot) => world.mempool.memory().read(slot.offset(), &mut bytes),
+            Source::Slot(slot) => {
+                world.mempool.memory().read(slot.offset() + offset * PAGE_BYTES, &mut bytes);
+            }
             Source::Fetched(first) => {
                 self.fetcher.buffer().read((first + offset) * PAGE_BYTES, &mut bytes);
             }

@@ -88,13 +88,34 @@ impl View<'_> {
         Some(Target { name, value: self.spread(over)?, bound: 16.0, at_most: true })
     }
 
+    fn pools(&self, ways: &[Way]) -> impl Iterator<Item = Way> + Clone {
+        let is_judged = self.percent == JUDGED_PERCENT;
+        ways.iter().copied().filter(move |way| way.fabric().is_some() && is_judged)
+    }
+
     fn targets(&self, ways: &[Way]) -> Vec<Target> {
-        let pools = ways.iter().filter(|way| way.fabric().is_some() && self.percent == JUDGED_PERCENT);
-        let target = |&way: &Way| {
+        let pools = self.pools(ways);
+        let target = |way: Way| {
             let name = format!("{}, {} % fit: swap file's s ÷ {}'s", self.name, self.percent, way.name());
             Some(Target { name, value: self.ahead_of(Way::SwapFile, way)?, bound: 1.0, at_most: false })
         };
-        pools.clone().filter_map(target).chain(pools.filter_map(|&way| self.limit_holds(way))).collect()
+        pools.clone().filter_map(target).chain(pools.filter_map(|way| self.limit_holds(way))).collect()
+    }
+
+    /// Who cannot be judged, as the kernel killed the peer in each round.
+    fn unjudged(&self, ways: &[Way]) -> Vec<String> {
+        let without_peer = self
+            .pools(ways)
+            .filter(|way| ways.contains(&Way::SwapFile) && self.ahead_of(Way::SwapFile, *way).is_none());
+        let note = |way: Way| {
+            format!(
+                "not judged: {}, {} % fit, {}: no run on the swap file ended well",
+                self.name,
+                self.percent,
+                way.name()
+            )
+        };
+        without_peer.map(note).collect()
     }
 }
 
@@ -105,6 +126,7 @@ pub fn fill(report: &mut Report, size: Size, names: &[&'static str], ways: &[Way
             let view = View { rounds: size.rounds, app, name, percent, samples };
             report.tables.push(view.table(ways));
             report.targets.extend(view.targets(ways));
+            report.notes.extend(view.unjudged(ways));
         }
     }
 }
@@ -173,6 +195,22 @@ mod tests {
                 ("redis, 25 % fit: swap file's s ÷ pool over tcp's".to_owned(), false),
                 ("redis, 25 % fit: resident MiB over limit + 10 %, pool over shm".to_owned(), false),
                 ("redis, 25 % fit: resident MiB over limit + 10 %, pool over tcp".to_owned(), false),
+            ]
+        );
+    }
+
+    #[test]
+    fn who_has_no_peer_left_is_said_not_to_be_judged() {
+        let mut samples = samples();
+        samples.insert((0, 25, Way::SwapFile), vec![None, None]);
+        let mut report = Report::new("apps", true);
+        fill(&mut report, Size { rounds: 2, ..Size::QUICK }, &["redis"], &WAYS, &samples);
+        assert_eq!(report.targets.len(), 2, "that limits hold");
+        assert_eq!(
+            report.notes,
+            [
+                "not judged: redis, 25 % fit, pool over shm: no run on the swap file ended well",
+                "not judged: redis, 25 % fit, pool over tcp: no run on the swap file ended well",
             ]
         );
     }

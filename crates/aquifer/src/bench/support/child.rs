@@ -111,6 +111,7 @@ pub fn attend(
     let end = pidfd_open(raw, PidfdFlags::empty())
         .map_err(|source| BenchError::io("watch", &program)(source.into()))?;
     let mut resident_peak_bytes = 0;
+    let mut known = Vec::new();
     let mut stopped = false;
     loop {
         let mut fds = [PollFd::new(&end, PollFlags::IN)];
@@ -121,7 +122,7 @@ pub fn attend(
             stopped = true;
             let _ = rustix::process::kill_process_group(raw, Signal::KILL);
         }
-        let resident_bytes = resident(pid, watched);
+        let resident_bytes = resident(pid, watched, &mut known);
         resident_peak_bytes = resident_peak_bytes.max(resident_bytes);
         on_moment(raw, Moment { elapsed: start.elapsed(), resident_bytes });
     }
@@ -135,9 +136,15 @@ pub fn attend(
     Ok(Outcome { status, elapsed, cpu_us, resident_peak_bytes, message })
 }
 
-fn resident(pid: u32, watched: Watched) -> u64 {
+/// Of what was started those are counted that were there at the last look, `known`, too: a process that is about to become another
+/// program seems to have all that its parent has.
+fn resident(pid: u32, watched: Watched, known: &mut Vec<u32>) -> u64 {
     let own = if watched == Watched::All { procs::anonymous_bytes(pid) } else { 0 };
-    own + procs::descendants(pid).into_iter().map(procs::anonymous_bytes).sum::<u64>()
+    let started = procs::descendants(pid);
+    let counted = started.iter().filter(|pid| known.contains(pid));
+    let bytes = own + counted.map(|pid| procs::anonymous_bytes(*pid)).sum::<u64>();
+    *known = started;
+    bytes
 }
 
 fn reap(pid: Pid) -> std::io::Result<(ExitStatus, u64)> {
