@@ -104,8 +104,8 @@ struct Shared {
     next: Instant,
     /// How many times as long as a look took it is until the next.
     rest: u32,
-    /// Programs seen at the last look: one that was just forked shares all it has.
-    programs: usize,
+    /// How many programs there were at the last look, and the newest: one that was just forked shares all it has.
+    programs: (usize, u64),
 }
 
 fn sample_all(service: &Weak<Service>) {
@@ -255,26 +255,28 @@ impl Watch {
 
 impl Shared {
     fn new() -> Self {
-        Self { overlap: 0, granted: 0, next: Instant::now(), rest: SHARED_REST, programs: 0 }
+        Self { overlap: 0, granted: 0, next: Instant::now(), rest: SHARED_REST, programs: (0, 0) }
     }
 
     /// Pages that are in `total`, the sum over all programs, more than once: those that relatives share since a fork.
     fn overlap(&mut self, programs: &[(&Arc<Program>, Look)], total: u64, budget: &Budget) -> u64 {
         let granted = budget.granted();
+        let newest = programs.iter().map(|(program, _)| program.id).max().unwrap_or(0);
+        let are_others = (programs.len(), newest) != self.programs;
         if !programs.iter().any(|(program, _)| program.is_forked.load(Relaxed)) {
             self.overlap = 0;
-        } else if Instant::now() >= self.next || programs.len() != self.programs {
+        } else if Instant::now() >= self.next || are_others {
             let start = Instant::now();
             let shares: Option<u64> = programs.iter().map(|(program, _)| shared_pages(program)).sum();
             let overlap = shares.map_or(0, |shares| total.saturating_sub(shares));
-            let is_steady = programs.len() == self.programs
-                && overlap.abs_diff(self.overlap) < budget.resident_max() / SHARED_CHANGE_DIVISOR;
+            let is_steady =
+                !are_others && overlap.abs_diff(self.overlap) < budget.resident_max() / SHARED_CHANGE_DIVISOR;
             self.rest = if is_steady { (self.rest * 2).min(SHARED_REST_MAX) } else { SHARED_REST };
             self.overlap = overlap;
             self.granted = granted;
             self.next = Instant::now() + (start.elapsed() * self.rest).min(SHARED_WAIT_MAX);
         }
-        self.programs = programs.len();
+        self.programs = (programs.len(), newest);
         self.overlap.saturating_sub(granted - self.granted)
     }
 }
