@@ -112,6 +112,28 @@ fn who_is_in_want_for_good_is_killed_though_it_waits() {
 }
 
 #[test]
+fn who_is_woken_to_try_again_is_not_killed_by_that() {
+    const TIMES: usize = 500;
+    let Some(_turn) = turn() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let faultbench = build_faultbench(folder.path());
+    let setup = PeerSetup::new(Peer::SwapFile, 32 * MIB, 32 * MIB).unwrap();
+    setup.cgroup.set_waits_in_want(true).unwrap();
+    let mut child = setup.command(faultbench).unwrap().args(["--bytes", "192M"]).spawn().unwrap();
+    let mut woken = 0;
+    while woken < TIMES && child.try_wait().unwrap().is_none() {
+        if setup.cgroup.is_in_want() {
+            setup.cgroup.set_waits_in_want(true).unwrap();
+            woken += 1;
+        }
+        std::thread::yield_now();
+    }
+    assert_eq!(setup.usage().unwrap().oom_kills, 0, "woken {woken} times");
+    setup.close().unwrap();
+    assert!(!child.wait().unwrap().success());
+}
+
+#[test]
 fn read_ahead_comes_back_and_programs_are_ended() {
     let Some(_turn) = turn() else { return };
     let former = read_number(Path::new(PAGE_CLUSTER)).unwrap();

@@ -11,6 +11,10 @@ use std::time::Duration;
 use super::record::{Record, Step};
 use super::{SetupError, Usage, read_number};
 
+/// What memory and swap together may be, in version 1.
+const MEMSW_LIMIT: &str = "memory.memsw.limit_in_bytes";
+/// The least by which a limit can grow.
+const PAGE_BYTES: u64 = 4096;
 /// Killed programs are waited for this many times, 10 ms each.
 const KILL_WAITS: u32 = 500;
 
@@ -44,7 +48,7 @@ impl Cgroup {
         fs::create_dir(&cgroup.path).map_err(SetupError::io("create the cgroup", &cgroup.path))?;
         // Where the machine has other swap, the program must not get more of it than was asked for.
         let (memory_file, swap_file, swap_limit) = match version {
-            Version::V1 => ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", limit_bytes + swap_bytes),
+            Version::V1 => ("memory.limit_in_bytes", MEMSW_LIMIT, limit_bytes + swap_bytes),
             Version::V2 => ("memory.max", "memory.swap.max", swap_bytes),
         };
         let limit = cgroup.path.join(memory_file);
@@ -80,15 +84,32 @@ impl Cgroup {
             return Ok(());
         }
         let path = self.path.join("memory.oom_control");
-        // Those who wait are woken by the first; it takes them long to find out that there still is no memory.
-        let words: &[&str] = if waits { &["0", "1"] } else { &["0"] };
-        words.iter().try_for_each(|word| fs::write(&path, word)).map_err(SetupError::io("set", &path))
+        fs::write(&path, if waits { "1" } else { "0" }).map_err(SetupError::io("set", &path))?;
+        if waits { self.wake_waiting() } else { Ok(()) }
+    }
+
+    /// A limit that grows wakes those who wait. That of memory and swap together may: the device is the bound. (Forbidding the kernel to kill
+    /// anew would wake them, too, but whoever finds in that very moment that there still is no memory is killed.)
+    fn wake_waiting(&self) -> Result<(), SetupError> {
+        let path = self.path.join(MEMSW_LIMIT);
+        if !path.exists() {
+            // Without this limit those who wait are woken by what others give back.
+            return Ok(());
+        }
+        let limit_bytes = read_number(&path)? + PAGE_BYTES;
+        fs::write(&path, limit_bytes.to_string()).map_err(SetupError::io("set the limit in", &path))
     }
 
     /// Whether programs wait because there is no memory.
     pub fn is_in_want(&self) -> bool {
         let control = fs::read_to_string(self.path.join("memory.oom_control")).unwrap_or_default();
         self.version == Version::V1 && stat_field(&control, "under_oom") > 0
+    }
+
+    /// Pages that its programs have got so far.
+    pub fn pages_got(&self) -> u64 {
+        let stat = fs::read_to_string(self.path.join("memory.stat")).unwrap_or_default();
+        stat_field(&stat, "pgpgin")
     }
 
     pub fn usage(&self) -> Result<Usage, SetupError> {

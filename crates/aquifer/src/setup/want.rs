@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use super::SetupError;
 use super::cgroup::Cgroup;
 
-/// They try again for so long, before the kernel may kill one. After five seconds a forking program was once killed that else goes on.
-const PATIENCE: Duration = Duration::from_secs(15);
+/// They try again for so long without getting a page, before the kernel may kill one.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Whether a cgroup's programs are in want of memory.
 #[derive(Clone, Copy, Debug, Default)]
@@ -14,8 +14,13 @@ pub enum Want {
     /// They are not.
     #[default]
     None,
-    /// They wait and try again, since then.
-    Since(Instant),
+    /// They wait and try again.
+    Since {
+        /// When they last got a page.
+        since: Instant,
+        /// Pages that they had got by then.
+        pages: u64,
+    },
     /// It is the kernel's affair now.
     Hopeless,
 }
@@ -24,17 +29,26 @@ impl Want {
     /// When all that is resident is in use at the moment, the kernel finds nothing to swap out, and would kill a program though the
     /// device has room. So they wait, and try again whenever this is called, for a while.
     pub fn heed(&mut self, cgroup: &Cgroup) -> Result<(), SetupError> {
-        let since = match *self {
+        let is_in_want = cgroup.is_in_want();
+        match *self {
             Self::Hopeless => return Ok(()),
-            _ if !cgroup.is_in_want() => {
-                *self = Self::None;
-                return Ok(());
+            Self::None if !is_in_want => return Ok(()),
+            Self::None => *self = Self::Since { since: Instant::now(), pages: cgroup.pages_got() },
+            Self::Since { since, pages } => {
+                // Who is just trying again waits for nothing: only a page ends the want.
+                let got = cgroup.pages_got();
+                *self = match (got == pages, is_in_want) {
+                    (true, _) if since.elapsed() > PATIENCE => Self::Hopeless,
+                    (true, _) => *self,
+                    (false, true) => Self::Since { since: Instant::now(), pages: got },
+                    (false, false) => Self::None,
+                };
             }
-            Self::None => Instant::now(),
-            Self::Since(since) => since,
-        };
-        let is_hopeless = since.elapsed() > PATIENCE;
-        *self = if is_hopeless { Self::Hopeless } else { Self::Since(since) };
-        cgroup.set_waits_in_want(!is_hopeless)
+        }
+        match self {
+            Self::Hopeless => cgroup.set_waits_in_want(false),
+            Self::Since { .. } if is_in_want => cgroup.set_waits_in_want(true),
+            _ => Ok(()),
+        }
     }
 }
