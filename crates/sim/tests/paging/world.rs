@@ -360,7 +360,7 @@ impl World {
         if self.cluster.replicas > 1 && self.rng.chance(1, 8) {
             self.sender.probe();
         }
-        if self.cluster.is_hurt() && self.rng.chance(1, 4) {
+        if self.cluster.is_hurt() && self.rng.chance(1, 2) {
             self.take_in();
         }
         let mut written = std::mem::take(&mut self.written);
@@ -373,18 +373,21 @@ impl World {
         self.written = written;
     }
 
-    /// Dead nodes come back, at times. Who has let us in is taken in; then the next node that the sender does not know is asked.
+    /// Dead nodes come back, at times. The next node that the sender does not know is asked; who has let us in is taken in, at once or later.
     fn take_in(&mut self) {
         if self.rng.chance(1, 8) {
             self.seen.returns += u64::from(self.cluster.come_back(&mut self.rng));
         }
-        if let Some((node, endpoint)) = self.knocked.take() {
+        if self.knocked.is_none()
+            && let Some(node) = self.cluster.nodes().find(|node| !self.sender.knows(*node))
+        {
+            self.knocked = self.cluster.connector(SENDER).connect(node).ok().map(|endpoint| (node, endpoint));
+        }
+        if let Some((node, endpoint)) = self.knocked.take_if(|_| self.rng.chance(1, 2)) {
             let taken = self.sender.take_in(node, endpoint);
             tell!("node {node:?} is taken in: {taken:?}, known {}", self.sender.knows(node));
             self.seen.taken_in += u64::from(taken.is_ok() && self.sender.knows(node));
         }
-        let Some(node) = self.cluster.nodes().find(|node| !self.sender.knows(*node)) else { return };
-        self.knocked = self.cluster.connector(SENDER).connect(node).ok().map(|endpoint| (node, endpoint));
     }
 
     /// Whether every page is on as many nodes as it should be.
