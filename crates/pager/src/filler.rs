@@ -163,6 +163,12 @@ impl Filler {
         self.degraded.extend(self.in_use.iter().filter(|slab| self.slabs.copies(**slab).len() < wanted));
     }
 
+    /// Any copy that is on a node.
+    #[must_use]
+    pub fn copy_on(&self, node: NodeId) -> Option<Extent> {
+        self.in_use.iter().find_map(|slab| self.slabs.copies(*slab).on(node))
+    }
+
     /// Slabs with fewer copies than they should have.
     #[must_use]
     pub fn degraded(&self) -> &[SlabId] {

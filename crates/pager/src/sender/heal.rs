@@ -134,8 +134,10 @@ impl Sender {
                 self.slabs.set_slow(node, true);
                 continue;
             }
-            let region = port.endpoint.regions().first().map(|region| (region.base, region.key));
-            if let Some((addr, key)) = region.filter(|_| port.has_room()) {
+            // Of a slab, if there is one: a node that has come back without its memory does not know its key.
+            let region = || port.endpoint.regions().first().map(|region| (region.base, region.key));
+            let place = self.filler.copy_on(node).map(|copy| (copy.addr, copy.key)).or_else(region);
+            if let Some((addr, key)) = place.filter(|_| port.has_room()) {
                 let local = port.slice_of(buffer, PROBE_OFFSET, PROBE_BYTES);
                 let verb = Verb::Read { local, remote: RemoteAddr { addr, key } };
                 let work = Work { id: PROBE_WORK_ID, verb, signalled: true };
