@@ -261,10 +261,6 @@ impl Sender {
         if is_busy || self.knows(node) {
             return Ok(());
         }
-        // That a node was gone may have turned out just now, where nothing depended on it.
-        for gone in self.filler.take_gone() {
-            self.lose_node(gone);
-        }
         self.ports.close(node);
         self.pool.add_node(node, endpoint)?;
         tracing::info!(node = node.0, "a memory node is taken in");

@@ -112,22 +112,28 @@ fn who_is_in_want_for_good_is_killed_though_it_waits() {
 }
 
 #[test]
-fn who_is_woken_to_try_again_is_not_killed_by_that() {
+fn who_is_in_want_is_woken_to_try_again_and_not_killed_by_that() {
     const TIMES: usize = 500;
+    const TIMES_MAX: usize = 1_000_000;
     let Some(_turn) = turn() else { return };
     let folder = tempfile::tempdir().unwrap();
     let faultbench = build_faultbench(folder.path());
     let setup = PeerSetup::new(Peer::SwapFile, 32 * MIB, 32 * MIB).unwrap();
     setup.cgroup.set_waits_in_want(true).unwrap();
     let mut child = setup.command(faultbench).unwrap().args(["--bytes", "192M"]).spawn().unwrap();
-    let mut woken = 0;
-    while woken < TIMES && child.try_wait().unwrap().is_none() {
-        if setup.cgroup.is_in_want() {
-            setup.cgroup.set_waits_in_want(true).unwrap();
-            woken += 1;
-        }
+    while !setup.cgroup.is_in_want() {
+        assert!(child.try_wait().unwrap().is_none(), "it ended before it was in want");
         std::thread::yield_now();
     }
+    // Nobody gives anything back: without being woken it would not try again.
+    let tries = || setup.cgroup.times_refused().unwrap();
+    let before = tries();
+    let mut woken = 0;
+    while (woken < TIMES || tries() < before + 10) && woken < TIMES_MAX {
+        setup.cgroup.set_waits_in_want(true).unwrap();
+        woken += 1;
+    }
+    assert!(tries() >= before + 10, "woken {woken} times");
     assert_eq!(setup.usage().unwrap().oom_kills, 0, "woken {woken} times");
     setup.close().unwrap();
     assert!(!child.wait().unwrap().success());

@@ -8,13 +8,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use super::area::PAGE_BYTES;
 use super::record::{Record, Step};
 use super::{SetupError, Usage, read_number};
 
 /// What memory and swap together may be, in version 1.
 const MEMSW_LIMIT: &str = "memory.memsw.limit_in_bytes";
-/// The least by which a limit can grow.
-const PAGE_BYTES: u64 = 4096;
 /// Killed programs are waited for this many times, 10 ms each.
 const KILL_WAITS: u32 = 500;
 
@@ -88,16 +87,20 @@ impl Cgroup {
         if waits { self.wake_waiting() } else { Ok(()) }
     }
 
-    /// A limit that grows wakes those who wait. That of memory and swap together may: the device is the bound. (Forbidding the kernel to kill
-    /// anew would wake them, too, but whoever finds in that very moment that there still is no memory is killed.)
+    /// A limit that grows wakes those who wait; so that of memory and swap together grows by a page, and shrinks again. (To allow the kernel to
+    /// kill for a moment would wake them, too, but whoever finds in that very moment that there still is no memory is killed.)
     fn wake_waiting(&self) -> Result<(), SetupError> {
         let path = self.path.join(MEMSW_LIMIT);
         if !path.exists() {
             // Without this limit those who wait are woken by what others give back.
             return Ok(());
         }
-        let limit_bytes = read_number(&path)? + PAGE_BYTES;
-        fs::write(&path, limit_bytes.to_string()).map_err(SetupError::io("set the limit in", &path))
+        let limit_bytes = read_number(&path)?;
+        let larger_bytes = limit_bytes + PAGE_BYTES;
+        fs::write(&path, larger_bytes.to_string()).map_err(SetupError::io("set the limit in", &path))?;
+        // If the page is in use by now, they have it.
+        let _ = fs::write(&path, limit_bytes.to_string());
+        Ok(())
     }
 
     /// Whether programs wait because there is no memory.
@@ -110,6 +113,12 @@ impl Cgroup {
     pub fn pages_got(&self) -> u64 {
         let stat = fs::read_to_string(self.path.join("memory.stat")).unwrap_or_default();
         stat_field(&stat, "pgpgin")
+    }
+
+    /// How often its programs were refused a page so far.
+    #[cfg(test)]
+    pub fn times_refused(&self) -> Result<u64, SetupError> {
+        read_number(&self.path.join("memory.failcnt"))
     }
 
     pub fn usage(&self) -> Result<Usage, SetupError> {
