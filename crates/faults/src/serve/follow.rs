@@ -2,24 +2,24 @@
 //!
 //! A wake-up on the same core costs a third of one across cores. The kernel cannot know that two threads take turns, so the
 //! monitor looks now and then where the last faulting thread ran, and moves there if it finds it at the same place twice. A thread that
-//! the scheduler keeps taking away again is held.
+//! the scheduler keeps taking away again is held, if that pays.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::time::Instant;
 
 use rustix::process::Pid;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::hold::{hold_while, only};
 use super::stat::{PROCESSOR, field};
+use super::trial::Trial;
 use crate::journal::Journal;
 
 /// Faults between looks; a look costs some microseconds.
 const FAULTS_PER_LOOK: u64 = 256;
 /// Faults in a row by one thread, after which it is worth holding.
 const FAULTS_TO_HOLD: u32 = 64;
-/// A thread that was seen to drift to another core is held for so many faults; then it is tried again without, for holding costs.
-const FAULTS_HELD: u64 = 65_536;
 
 /// Where a monitor's thread runs.
 #[derive(Debug)]
@@ -33,8 +33,9 @@ pub(crate) struct Follow {
     worker: Option<usize>,
     /// The thread that raised the last faults, and how many in a row.
     streak: (u32, u32),
-    /// Hold the thread until so many faults were served.
-    hold_until: u64,
+    /// Whether the thread is held.
+    trial: Trial,
+    began: Instant,
     faults: u64,
 }
 
@@ -49,7 +50,8 @@ impl Follow {
             stat: None,
             worker: None,
             streak: (0, 0),
-            hold_until: 0,
+            trial: Trial::default(),
+            began: Instant::now(),
             faults: 0,
         }
     }
@@ -59,6 +61,8 @@ impl Follow {
         let in_row = if self.streak.0 == thread { self.streak.1.saturating_add(1) } else { 1 };
         self.streak = (thread, in_row);
         self.faults += 1;
+        let began = self.began;
+        self.trial.faulted(|| began.elapsed());
         if self.faults >= self.next_look && process != 0 && thread != 0 {
             self.next_look = self.faults + FAULTS_PER_LOOK;
             self.look(process, thread);
@@ -70,7 +74,7 @@ impl Follow {
             return;
         };
         if self.pinned.is_some_and(|pinned| pinned != core) {
-            self.hold_until = self.faults + FAULTS_HELD;
+            self.trial.drifted(self.began.elapsed());
         }
         let is_steady = self.seen.replace(core) == Some(core);
         let wanted = (is_steady && allowed.is_set(core)).then_some(core);
@@ -102,10 +106,8 @@ impl Follow {
         fill: impl FnOnce() -> T,
     ) -> T {
         let is_known = self.stat.as_ref().is_some_and(|(known, _)| *known == thread);
-        let is_wanted = is_known
-            && self.faults < self.hold_until
-            && self.streak.0 == thread
-            && self.streak.1 >= FAULTS_TO_HOLD;
+        let is_wanted =
+            is_known && self.trial.holds() && self.streak.0 == thread && self.streak.1 >= FAULTS_TO_HOLD;
         match self.pinned.filter(|_| is_wanted) {
             Some(core) => hold_while(journal, process, thread, core, fill),
             None => fill(),
@@ -115,6 +117,7 @@ impl Follow {
     /// Nothing where the process has no such thread: the number is that of the thread's own name space, and may be anybody's here.
     fn core_of(&mut self, process: u32, thread: u32) -> Option<usize> {
         if self.stat.as_ref().is_none_or(|(known, _)| *known != thread) {
+            self.trial.forget();
             self.stat = Some((thread, File::open(format!("/proc/{process}/task/{thread}/stat")).ok()?));
         }
         let mut buffer = [0; 1024];

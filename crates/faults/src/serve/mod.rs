@@ -21,6 +21,7 @@ pub mod sampler;
 mod sender;
 mod stat;
 mod tenants;
+mod trial;
 
 use std::collections::HashMap;
 use std::fmt::Debug;

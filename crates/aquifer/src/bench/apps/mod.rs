@@ -17,6 +17,7 @@ use indicatif::ProgressBar;
 
 use super::support::bytes::{MIB, float, show_bytes};
 use super::support::child::{Outcome, Watched};
+use super::support::cluster;
 use super::support::progress;
 use super::support::report::Report;
 use super::{BenchArgs, BenchError};
@@ -153,6 +154,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
 fn notes(size: Size) -> Vec<String> {
     vec![
         format!("{} rounds in alternation; every value was checked, and results are the same in every run", size.rounds),
+        format!("memory nodes of each pool: {}, beside the programs on this one machine", cluster::nodes()),
         "a limit is a part of the program's own peak of anonymous resident memory, run plainly; 100 % is all of it".into(),
         "a cgroup counts page cache and kernel memory, too; Aquifer counts private memory and the run's part of the host's \
          cache. Shared memory (PostgreSQL's buffers) is granted to cgroups beside the limit"
@@ -233,8 +235,8 @@ impl Bench {
         for at in 0..self.apps.len() {
             peaks.push(self.plain(at, 1, &bar)?);
         }
-        // Two nodes hold the largest program three times: what is freed late must not make them full.
-        self.stage.bring_up(peaks.iter().copied().max().unwrap_or(0).max(MIB) * 3 / 2)?;
+        // The largest program three times: what is freed late must not make the nodes full.
+        self.stage.bring_up(peaks.iter().copied().max().unwrap_or(0).max(MIB) * 3)?;
         for round in 1..=rounds {
             for (at, &peak_bytes) in peaks.iter().enumerate() {
                 if round > 1 {

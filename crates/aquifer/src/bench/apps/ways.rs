@@ -127,10 +127,10 @@ impl Stage {
     ///
     /// # Errors
     /// If one does not come up.
-    pub fn bring_up(&mut self, node_bytes: u64) -> Result<(), BenchError> {
+    pub fn bring_up(&mut self, memory_bytes: u64) -> Result<(), BenchError> {
         for fabric in [Fabric::Shm, Fabric::Tcp] {
             let socket = self.nobody.socket(fabric.name());
-            self.clusters.push((fabric, Cluster::up(node_bytes, fabric, socket.as_deref())?));
+            self.clusters.push((fabric, Cluster::up(memory_bytes, fabric, socket.as_deref())?));
         }
         Ok(())
     }

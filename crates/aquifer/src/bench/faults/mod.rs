@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 use super::fabric::ReadFloor;
 use super::support::bytes::{MIB, show_bytes};
-use super::support::cluster::Cluster;
+use super::support::cluster::{self, Cluster};
 use super::support::programs;
 use super::support::progress;
 use super::support::report::Report;
@@ -105,14 +105,14 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
             show_bytes(size.limit_bytes),
             size.rounds
         ),
-        format!("the pool's nodes are reached over {}", fabric.name()),
+        format!("memory nodes of the pool: {}, reached over {}", cluster::nodes(), fabric.name()),
         "the program's thread is pinned to processor 0 in every way; daemons and kernel threads are not".into(),
         "latencies are the program's own, of touches that took over 1 µs; CPU is of program and daemons, beyond a plain run"
             .into(),
     ];
     let ways = choose_ways(args.quick, &mut notes);
-    // Two nodes hold the working set thrice over: what is freed late must not make them full.
-    let cluster = Cluster::up(size.bytes * 3 / 2, fabric, None)?;
+    // The working set thrice over: what is freed late must not make the nodes full.
+    let cluster = Cluster::up(size.bytes * 3, fabric, None)?;
     let mut bench = Bench { size, programs, cluster, folder, notes };
     let mut reads = Reads { fabric, us: Vec::new() };
     let samples = measure(&mut bench, &ways, &mut reads)?;

@@ -13,8 +13,14 @@ use crate::cli::Fabric;
 
 /// The start of a state folder's name; the owner's process number follows.
 const PREFIX: &str = "aquifer-own-";
-/// With more, daemons that would each have a machine of their own take turns on this one.
-const NODES: &str = "2";
+/// Where there are processors for them.
+const NODES_MAX: usize = 2;
+
+/// Memory nodes that leave a processor to the program. Each would have a machine of its own; with more of them than processors, they take turns.
+pub fn nodes() -> usize {
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    (processors - 1).clamp(1, NODES_MAX)
+}
 
 /// A private cluster: brought up by [`Cluster::up`], down when dropped.
 #[derive(Debug)]
@@ -24,12 +30,12 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Two memory nodes of `node_bytes` each over `fabric`, a keeper and an agent, as `aquifer up` starts them. All
+    /// [`nodes`] memory nodes over `fabric` that lend `memory_bytes` together, a keeper and an agent, as `aquifer up` starts them. All
     /// users find the agent at `shared_socket`, if there is one.
     ///
     /// # Errors
     /// If `aquifer up` fails, or no temporary folder can be made.
-    pub fn up(node_bytes: u64, fabric: Fabric, shared_socket: Option<&Path>) -> Result<Self, BenchError> {
+    pub fn up(memory_bytes: u64, fabric: Fabric, shared_socket: Option<&Path>) -> Result<Self, BenchError> {
         take_down_stale();
         let parent = std::env::temp_dir();
         let state = tempfile::Builder::new()
@@ -37,9 +43,10 @@ impl Cluster {
             .tempdir_in(&parent)
             .map_err(BenchError::io("make a folder in", &parent))?;
         let mut cluster = Self { state, daemons: Vec::new() };
-        let memory = format!("{}M", node_bytes.div_ceil(1 << 20));
+        let memory = format!("{}M", memory_bytes.div_ceil(nodes() as u64).div_ceil(1 << 20));
+        let nodes = nodes().to_string();
         let mut args: Vec<&OsStr> =
-            ["--nodes", NODES, "--memory", &memory, "--fabric", fabric.name()].map(OsStr::new).to_vec();
+            ["--nodes", &nodes, "--memory", &memory, "--fabric", fabric.name()].map(OsStr::new).to_vec();
         if let Some(socket) = shared_socket {
             args.extend([OsStr::new("--shared-socket"), socket.as_os_str()]);
         }
