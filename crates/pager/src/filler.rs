@@ -5,7 +5,7 @@ use std::sync::Arc;
 use aquifer_pool::{Extent, NodeId, PoolClient, PoolError, SizeClass};
 
 use crate::page::Location;
-use crate::slabs::{SLABS_MAX, SlabId, SlabSet};
+use crate::slabs::{LeftOver, SLABS_MAX, SlabId, SlabSet};
 
 /// A run small as this takes small slabs, so that it wastes little; a large one takes large slabs.
 const SMALL_SLAB_UNTIL_BYTES: u64 = 4 << 20;
@@ -133,11 +133,7 @@ impl Filler {
     /// After a restart: what is on nodes that this client does not reach is as good as gone. What was begun and is not whole goes back.
     /// Returns the nodes that slabs are on.
     pub fn take_over(&mut self, pool: &mut PoolClient) -> Vec<NodeId> {
-        for extent in self.degraded.iter().filter_map(|slab| self.slabs.abandon_copy(*slab)) {
-            if pool.nodes().any(|node| node == extent.node) {
-                give_back(pool, extent);
-            }
-        }
+        self.slabs.left_over().for_each(|left| self.give_back_left(pool, left));
         // Copies that are not in the memory that their nodes have now are gone. Of a node that does not answer nothing is known, which is not
         // the same.
         self.forget_copies(|copy| !pool.is_current(copy).unwrap_or(true));
@@ -155,6 +151,22 @@ impl Filler {
             is_known
         });
         nodes
+    }
+
+    fn give_back_left(&self, pool: &mut PoolClient, left: LeftOver) {
+        let LeftOver { slab, place, extent, record } = left;
+        if record == 0 {
+            give_back_noted(&self.slabs, pool, slab, place, extent);
+            return;
+        }
+        match pool.free_unless_changed(extent, record) {
+            Ok(true) => {}
+            Ok(false) => tracing::info!(?extent, "a slab was given back, as far as anybody knows"),
+            Err(error) => {
+                tracing::warn!(%error, ?extent, "a slab could not be given back; its node's recovery will find it")
+            }
+        }
+        self.slabs.clear(slab, place);
     }
 
     fn find_degraded(&mut self) {
@@ -229,18 +241,20 @@ impl Filler {
     }
 
     fn return_slab(&mut self, pool: &mut PoolClient, slab: SlabId) -> bool {
-        let copies = self.slabs.withdraw(slab);
+        let copies = self.slabs.copies(slab);
         if copies.is_empty() {
             return false;
         }
-        // What was left on a lost node stays taken there: another memory may answer to its number now.
-        let is_lost = !self.in_use.contains(&slab);
+        if self.in_use.contains(&slab) {
+            assert_eq!(self.slabs.live_pages(slab), 0, "{slab:?} still holds pages");
+            copies.placed().for_each(|(place, copy)| give_back_noted(&self.slabs, pool, slab, place, copy));
+        } else {
+            // What was left on a lost node stays taken there: another memory may answer to its number now.
+            self.slabs.withdraw(slab);
+        }
         self.in_use.retain(|other| *other != slab);
         self.degraded.retain(|other| *other != slab);
         self.free_numbers.push(slab);
-        if !is_lost {
-            copies.iter().for_each(|copy| give_back(pool, copy));
-        }
         true
     }
 
@@ -382,6 +396,21 @@ impl Filler {
         self.random ^= self.random << 17;
         usize::try_from(self.random >> 33).expect("31 bits") % below
     }
+}
+
+/// Give back what is noted at a place of a slab, and forget it there. It stays noted while that is under way.
+pub(crate) fn give_back_noted(
+    slabs: &SlabSet,
+    pool: &mut PoolClient,
+    slab: SlabId,
+    place: usize,
+    extent: Extent,
+) {
+    if pool.nodes().any(|node| node == extent.node) {
+        slabs.begin_return(slab, place, pool.last_record(extent));
+        give_back(pool, extent);
+    }
+    slabs.clear(slab, place);
 }
 
 /// Give an extent back to its node.

@@ -16,6 +16,9 @@ use crate::page::{Location, PAGE_BYTES};
 
 mod recovery;
 
+pub(crate) use recovery::LeftOver;
+pub use recovery::give_back_unnoted;
+
 /// Pages of the largest slab (2 MiB); a slab's number begins above the bits that count them.
 pub const SLAB_PAGES_MAX: u32 = 512;
 /// Slabs that one run may have: 128 GiB of the largest.
@@ -27,13 +30,15 @@ const ENTRY_BYTES: usize = 64;
 /// Address and description of one copy.
 const COPY_BYTES: usize = 16;
 const LIVE_OFFSET: usize = REPLICAS_MAX * COPY_BYTES;
+const RECORDS_OFFSET: usize = LIVE_OFFSET + 4;
+const _: () = assert!(RECORDS_OFFSET + REPLICAS_MAX * 4 == ENTRY_BYTES);
 const PAGES_OFFSET: usize = SLABS_MAX as usize * ENTRY_BYTES;
 const PAGE_RECORD_BYTES: usize = 8;
 /// One more than the highest slab that ever had a copy; behind everything else.
 const USED_OFFSET: usize = PAGES_OFFSET + SLABS_MAX as usize * SLAB_PAGES_MAX as usize * PAGE_RECORD_BYTES;
 const MEMORY_BYTES: usize = USED_OFFSET + 8;
 const GENERATION_SHIFT: u32 = 56;
-/// The copy is not whole yet: its extent is taken, but nobody reads or writes pages there.
+/// It is no copy yet, or none any more: its extent is taken, but nobody reads or writes pages there.
 const UNFINISHED: u64 = 1 << 55;
 /// Damaged pages that may wait for their repair; what is found beyond is found again.
 const DAMAGED_MAX: usize = 1024;
@@ -294,6 +299,7 @@ impl SlabSet {
             | UNFINISHED
             | generation;
         self.memory.atomic_u32(USED_OFFSET).fetch_max(slab.0 + 1, Relaxed);
+        self.record(slab, place).store(0, Relaxed);
         // Readers that see this address see that there was no copy, or the new one: never the old one with it.
         self.memory.atomic_u64(entry).store(copy.addr, Release);
         meta.store(described, Release);
@@ -310,12 +316,19 @@ impl SlabSet {
         self.bytes_peak.fetch_max(now, Relaxed);
     }
 
-    /// Forget a copy that was begun, and return its extent.
-    pub(crate) fn abandon_copy(&self, slab: SlabId) -> Option<Extent> {
-        let place = (0..self.replicas).find(|place| self.unfinished(slab, *place).is_some())?;
-        let copy = self.unfinished(slab, place);
-        self.clear_place(slab, place);
-        copy
+    /// The copy that was begun, if one was, and its place.
+    pub(crate) fn begun_copy(&self, slab: SlabId) -> Option<(usize, Extent)> {
+        (0..self.replicas).find_map(|place| Some((place, self.unfinished(slab, place)?)))
+    }
+
+    /// What is at a place goes back to the pool: it is no copy from now on, but noted until [`Self::clear`], so that another agent could go on. `record` is what
+    /// [`PoolClient::last_record`](aquifer_pool::PoolClient::last_record) says.
+    pub(crate) fn begin_return(&self, slab: SlabId, place: usize, record: u32) {
+        self.record(slab, place).store(record, Relaxed);
+        if let Some(copy) = self.copy(slab, place) {
+            self.memory.atomic_u64(Self::copy_entry(slab, place) + 8).fetch_or(UNFINISHED, Release);
+            self.bytes.fetch_sub(copy.class.bytes(), Relaxed);
+        }
     }
 
     /// The node is dead: forget the copy that was there. The last copy stays, so that its readers learn what became of it; then, and if
@@ -330,22 +343,22 @@ impl SlabSet {
         true
     }
 
-    /// Forget a slab and return its copies.
-    pub(crate) fn withdraw(&self, slab: SlabId) -> Copies {
+    /// Forget a slab that holds no pages.
+    pub(crate) fn withdraw(&self, slab: SlabId) {
         let copies = self.copies(slab);
         assert!(copies.is_empty() || self.live_pages(slab) == 0, "{slab:?} still holds pages");
         for (place, copy) in copies.placed() {
             self.forget_copy(slab, place, copy);
         }
-        copies
     }
 
     fn forget_copy(&self, slab: SlabId, place: usize, copy: Extent) {
-        self.clear_place(slab, place);
+        self.clear(slab, place);
         self.bytes.fetch_sub(copy.class.bytes(), Relaxed);
     }
 
-    fn clear_place(&self, slab: SlabId, place: usize) {
+    /// Forget what is at a place.
+    pub(crate) fn clear(&self, slab: SlabId, place: usize) {
         let meta = self.memory.atomic_u64(Self::copy_entry(slab, place) + 8);
         meta.store(meta.load(Relaxed) & u64::MAX << GENERATION_SHIFT, Release);
     }
@@ -412,6 +425,11 @@ impl SlabSet {
         self.memory.atomic_u32(slab.0 as usize * ENTRY_BYTES + LIVE_OFFSET)
     }
 
+    /// What an extent's control word said when its return was begun; 0: that was not begun.
+    fn record(&self, slab: SlabId, place: usize) -> &AtomicU32 {
+        self.memory.atomic_u32(slab.0 as usize * ENTRY_BYTES + RECORDS_OFFSET + place * 4)
+    }
+
     fn references(&self, location: Location) -> &AtomicU32 {
         self.memory.atomic_u32(PAGES_OFFSET + location.0 as usize * PAGE_RECORD_BYTES)
     }
@@ -450,8 +468,8 @@ mod tests {
         assert!(!slabs.has_emptied(), "the other volume still refers to it");
         slabs.release(location);
         assert_eq!(slabs.take_emptied(), vec![slab]);
-        assert_eq!(slabs.withdraw(slab).iter().collect::<Vec<_>>(), [extent(2)]);
-        assert!(slabs.withdraw(slab).is_empty());
+        slabs.withdraw(slab);
+        assert!(slabs.copies(slab).is_empty());
         assert_eq!(slabs.bytes(), (0, 128 << 10));
     }
 
@@ -479,13 +497,23 @@ mod tests {
         slabs.publish(slab, &[extent(1)]);
         let place = slabs.begin_copy(slab, extent(2));
         assert_eq!(nodes(&slabs, slab), [1]);
-        assert_eq!(slabs.abandon_copy(slab), Some(extent(2)));
-        assert_eq!(slabs.abandon_copy(slab), None);
+        assert_eq!(slabs.begun_copy(slab), Some((place, extent(2))));
+        slabs.clear(slab, place);
+        assert_eq!(slabs.begun_copy(slab), None);
         assert_eq!(slabs.begin_copy(slab, extent(3)), place);
         slabs.finish_copy(slab, place);
         assert_eq!(nodes(&slabs, slab), [1, 3]);
-        assert_eq!(slabs.abandon_copy(slab), None, "it is whole");
+        assert_eq!(slabs.begun_copy(slab), None, "it is whole");
         assert_eq!(slabs.bytes().0, 2 * (128 << 10));
+        slabs.begin_return(slab, place, 5);
+        assert_eq!(nodes(&slabs, slab), [1]);
+        assert_eq!(slabs.bytes().0, 128 << 10);
+        assert_eq!(
+            slabs.left_over().collect::<Vec<_>>(),
+            [LeftOver { slab, place, extent: extent(3), record: 5 }]
+        );
+        slabs.clear(slab, place);
+        assert_eq!(slabs.left_over().count(), 0);
     }
 
     #[test]

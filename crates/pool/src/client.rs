@@ -17,6 +17,8 @@ use node::Node;
 pub const POOL_WORK_ID: u64 = 1 << 63;
 /// Most nodes of one client.
 pub const NODES_MAX: usize = 256;
+/// No word has such a record: nothing is known.
+const NO_RECORD: u32 = u32::MAX;
 
 /// A node of the cluster, as the directory numbers it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
@@ -162,6 +164,34 @@ impl PoolClient {
             return Err(PoolError::NotAllocated { node: extent.node, addr, bytes });
         }
         node.run(FreeOp::new(host, grant)).map_err(|failure| failure.of(extent.node, addr, bytes))
+    }
+
+    /// The record in an extent's control word, as far as this client has seen: for [`Self::free_unless_changed`]. Never 0.
+    #[must_use]
+    pub fn last_record(&self, extent: Extent) -> u32 {
+        let record = |node: &Node| {
+            let chunk = node.chunk_of(extent.addr)?;
+            Some(node.seen_record(Grant { chunk, class: extent.class }))
+        };
+        self.nodes.get(&extent.node).and_then(record).filter(|record| *record != 0).unwrap_or(NO_RECORD)
+    }
+
+    /// Give an extent back if its control word still has that record. Who was killed while it gave back leaves open whether that was done, and whose the place is by
+    /// now; this tells. Returns whether it was given back; if not, it was before, or others have changed the word since, and nobody knows.
+    ///
+    /// # Errors
+    /// As for [`Self::free`].
+    pub fn free_unless_changed(&mut self, extent: Extent, record: u32) -> Result<bool, PoolError> {
+        let node = self.node(extent.node)?;
+        let chunk = node.chunk_of(extent.addr);
+        let is_unchanged = match chunk {
+            Some(chunk) => node.record(Grant { chunk, class: extent.class })? == record,
+            None => true,
+        };
+        if is_unchanged {
+            self.free(extent)?;
+        }
+        Ok(is_unchanged)
     }
 
     /// The endpoint to a node, for the user's own READs and WRITEs. Its work ids must be below [`POOL_WORK_ID`];

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use aquifer_ipc::{Frame, KeptKind};
+use aquifer_pager::slabs::give_back_unnoted;
 use aquifer_pager::{BlockId, Budget, Memory, REPLICAS_MAX, Recovered, SlabSet, Volume, finish_move};
-use aquifer_pool::Extent;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, pidfd_send_signal};
 
@@ -70,7 +70,9 @@ impl Service {
             run.recover(self, &mut orphans, &mut used);
         }
         self.mempool.finish_recovery(&used);
-        self.give_back_unnoted(&runs);
+        // Control words are nobody's in particular.
+        let mut pool = self.surroundings.pool(rustix::process::geteuid().as_raw());
+        give_back_unnoted(&mut pool, runs.values().map(|run| &*run.slabs));
         for id in orphans.into_keys() {
             self.surroundings.unkeep(KeptKind::Orphan, id);
         }
@@ -105,24 +107,6 @@ impl Service {
             Err(error) => {
                 run.doom(format!("a program of it cannot be gone on with: {error}"));
                 run.victims.push((id, pidfd));
-            }
-        }
-    }
-
-    /// An agent that was killed may have taken memory of the pool that it could not note any more. Nobody takes any meanwhile.
-    fn give_back_unnoted(&self, runs: &BTreeMap<u64, OpenRun>) {
-        let place = |extent: &Extent| (extent.node, extent.addr);
-        let noted: HashSet<_> =
-            runs.values().flat_map(|run| run.slabs.extents()).map(|extent| place(&extent)).collect();
-        // Control words are nobody's in particular.
-        let mut pool = self.surroundings.pool(rustix::process::geteuid().as_raw());
-        for node in pool.nodes().collect::<Vec<_>>() {
-            let freed = pool.taken_last(node).and_then(|taken| {
-                let mut unnoted = taken.into_iter().filter(|extent| !noted.contains(&place(extent)));
-                unnoted.try_for_each(|extent| pool.free(extent))
-            });
-            if let Err(error) = freed {
-                tracing::warn!(node = node.0, %error, "what was taken of it without a note stays taken");
             }
         }
     }

@@ -10,7 +10,7 @@ use aquifer_fabric::{Completion, Memory, RemoteAddr, Verb, Work};
 use aquifer_pool::{Extent, NodeId};
 
 use super::{HEAL_WORK_ID, Sender};
-use crate::filler::give_back;
+use crate::filler::{give_back, give_back_noted};
 use crate::integrity::page_crc;
 use crate::mempool::BLOCK_PAGES;
 use crate::mutation::Mutation;
@@ -358,10 +358,8 @@ impl Sender {
     }
 
     fn abandon_task(&mut self, task: &Task) {
-        if let Some(extent) = task.place.and_then(|_| self.slabs.abandon_copy(task.slab))
-            && self.pool.nodes().any(|node| node == extent.node)
-        {
-            give_back(&mut self.pool, extent);
+        if let Some((place, extent)) = task.place.and_then(|_| self.slabs.begun_copy(task.slab)) {
+            give_back_noted(&self.slabs, &mut self.pool, task.slab, place, extent);
         }
         self.filler.take_back(&mut self.pool, task.slab);
     }

@@ -3,15 +3,42 @@
 //! What must be right lies in the page tables: a page on a memory node is one that a page table refers to. So references are counted
 //! anew, and what an agent that was killed had begun, to write or to give back, is forgotten by that.
 
+use std::collections::HashSet;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{AcqRel, Relaxed, Release};
 use std::sync::{Mutex, PoisonError};
 
 use aquifer_fabric::Memory;
-use aquifer_pool::{Extent, SizeClass};
+use aquifer_pool::{Extent, PoolClient, SizeClass};
 
 use super::{REPLICAS_MAX, SlabId, SlabSet};
 use crate::page::Location;
+
+/// An extent that an agent before this one took for a slab, and that is not part of it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct LeftOver {
+    pub slab: SlabId,
+    pub place: usize,
+    pub extent: Extent,
+    /// What its control word said when its return was begun; 0: that was not begun.
+    pub record: u32,
+}
+
+/// An agent that was killed may have taken extents that it could not note any more: as far as the control words tell, they go back. `noted` are the
+/// slabs of all runs of this host, and nobody takes any meanwhile.
+pub fn give_back_unnoted<'a>(pool: &mut PoolClient, noted: impl Iterator<Item = &'a SlabSet>) {
+    let place = |extent: &Extent| (extent.node, extent.addr);
+    let noted: HashSet<_> = noted.flat_map(SlabSet::extents).map(|extent| place(&extent)).collect();
+    for node in pool.nodes().collect::<Vec<_>>() {
+        let freed = pool.taken_last(node).and_then(|taken| {
+            let mut unnoted = taken.into_iter().filter(|extent| !noted.contains(&place(extent)));
+            unnoted.try_for_each(|extent| pool.free(extent))
+        });
+        if let Err(error) = freed {
+            tracing::warn!(node = node.0, %error, "what was taken of it without a note stays taken");
+        }
+    }
+}
 
 impl SlabSet {
     /// The memory that the records lie in: whoever has it can recover them.
@@ -70,8 +97,17 @@ impl SlabSet {
     }
 
     /// What they have of the pool, copies that are not whole yet included.
-    pub fn extents(&self) -> impl Iterator<Item = Extent> + '_ {
+    fn extents(&self) -> impl Iterator<Item = Extent> + '_ {
         let at = |slab, place| self.copy(slab, place).or_else(|| self.unfinished(slab, place));
+        self.numbers().flat_map(move |slab| (0..self.replicas).filter_map(move |place| at(slab, place)))
+    }
+
+    /// What is noted and is no copy: it was begun, or begun to be given back.
+    pub(crate) fn left_over(&self) -> impl Iterator<Item = LeftOver> + '_ {
+        let at = |slab, place| {
+            let record = self.record(slab, place).load(Relaxed);
+            Some(LeftOver { slab, place, extent: self.unfinished(slab, place)?, record })
+        };
         self.numbers().flat_map(move |slab| (0..self.replicas).filter_map(move |place| at(slab, place)))
     }
 

@@ -204,6 +204,21 @@ impl Node {
         Ok(grants)
     }
 
+    /// The record in the word that an extent is taken in, as last seen.
+    pub(super) fn seen_record(&self, grant: Grant) -> u32 {
+        record(match word_of(grant) {
+            WordAt::Span(span) => self.cache.span(span).0,
+            WordAt::Section(section) => self.cache.section(section).0,
+        })
+    }
+
+    /// The same, as it is now.
+    pub(super) fn record(&mut self, grant: Grant) -> Result<u32, PoolError> {
+        let found = self.wire.carry_out(Action::Probe { at: word_of(grant) }, &mut self.words);
+        let found = found.map_err(|cause| PoolError::NodeGone { node: self.id, cause })?;
+        Ok(record(found.unwrap_or_default()))
+    }
+
     fn read(&mut self, at: WordAt, count: u32) -> Result<(), PoolError> {
         let done = self.wire.carry_out(Action::Read { at, count }, &mut self.words);
         done.map(drop).map_err(|cause| PoolError::NodeGone { node: self.id, cause })
@@ -224,6 +239,20 @@ impl Node {
         let addr = self.wire.base + self.wire.layout.chunk_data_at(grant.chunk);
         Ok(Extent { node: self.id, addr, class: grant.class, key: Key(*remembered) })
     }
+}
+
+/// The word that an extent is taken in.
+fn word_of(grant: Grant) -> WordAt {
+    if grant.class.is_within_span() {
+        WordAt::Span(grant.chunk / SPAN_CHUNKS)
+    } else {
+        WordAt::Section(grant.chunk / SECTION_CHUNKS)
+    }
+}
+
+/// The inline log of a control word, as it stands there.
+fn record(word: u64) -> u32 {
+    u32::try_from(word >> 32).expect("32 bits")
 }
 
 /// The run that the host took, if that is what a log tells.

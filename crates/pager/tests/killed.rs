@@ -1,0 +1,252 @@
+//! An agent is killed before and after every single operation of its sender, and another takes over: nothing of the pool stays taken.
+
+use std::os::fd::BorrowedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind, panic_any};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use aquifer_fabric::sim::{Node, SimFabric, SimOptions};
+use aquifer_fabric::{
+    Completion, Endpoint, EndpointError, Host, Identity, Limits, LocalKey, PostError, Region, Tenant, Work,
+};
+use aquifer_pager::slabs::give_back_unnoted;
+use aquifer_pager::{BLOCK_PAGES, Connector, Memory, Mempool, PAGE_BYTES, Sender, SlabSet, Written};
+use aquifer_pool::{Extent, NodeId, PoolClient, SizeClass, donate};
+
+const HOST: Host = Host(1);
+const NODES: u16 = 3;
+const REPLICAS: usize = 2;
+const NODE_BYTES: u64 = 4 << 20;
+const ROUNDS: usize = 200;
+
+/// What the killed panics with.
+struct Killed;
+
+/// An agent that is killed when it has used its endpoints so often.
+#[derive(Debug)]
+struct Agent {
+    fabric: SimFabric,
+    nodes: Vec<Node>,
+    epoch: AtomicU64,
+    /// Uses that it still has.
+    left: AtomicU64,
+}
+
+#[derive(Debug)]
+struct Used {
+    inner: Box<dyn Endpoint>,
+    agent: Arc<Agent>,
+}
+
+impl Agent {
+    fn use_once(&self) {
+        if self.left.fetch_sub(1, Relaxed) == 1 {
+            panic_any(Killed);
+        }
+    }
+
+    fn pool(self: &Arc<Self>) -> PoolClient {
+        self.pool_of(HOST)
+    }
+
+    fn pool_of(self: &Arc<Self>, host: Host) -> PoolClient {
+        let mut pool = PoolClient::new(host);
+        for node in (0..NODES).map(NodeId) {
+            if let Ok(endpoint) = self.connect_as(host, node) {
+                pool.add_node(node, endpoint).unwrap();
+            }
+        }
+        pool
+    }
+
+    fn connect_as(self: &Arc<Self>, host: Host, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
+        let who = Identity { host, epoch: self.epoch.load(Relaxed), tenant: Tenant(0) };
+        let inner = self.fabric.connect(self.nodes[usize::from(node.0)], who)?;
+        Ok(Box::new(Used { inner, agent: Arc::clone(self) }))
+    }
+
+    /// An agent that was killed never uses its endpoints again; the next one is let live.
+    fn next(&self) {
+        self.epoch.fetch_add(1, Relaxed);
+        self.left.store(u64::MAX, Relaxed);
+    }
+}
+
+#[derive(Debug)]
+struct Way(Arc<Agent>);
+
+impl Connector for Way {
+    fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
+        self.0.connect_as(HOST, node)
+    }
+
+    fn now(&self) -> Duration {
+        Duration::from_nanos(self.0.fabric.now_ns())
+    }
+}
+
+impl Endpoint for Used {
+    fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
+        self.agent.use_once();
+        self.inner.post(batch)
+    }
+
+    fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
+        let before = out.len();
+        let polled = self.inner.poll(out, max);
+        if out.len() > before {
+            // Done, and nobody has heard of it yet.
+            self.agent.use_once();
+        }
+        polled
+    }
+
+    fn wait(&mut self, patience: Duration) {
+        self.inner.wait(patience);
+    }
+
+    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.inner.event_fd()
+    }
+
+    fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {
+        self.inner.register_local(memory)
+    }
+
+    fn receive(&mut self, out: &mut Vec<u8>) -> bool {
+        self.inner.receive(out)
+    }
+
+    fn regions(&self) -> &[Region] {
+        self.inner.regions()
+    }
+
+    fn limits(&self) -> Limits {
+        self.inner.limits()
+    }
+
+    fn is_broken(&self) -> bool {
+        self.inner.is_broken()
+    }
+}
+
+fn run(sender: &mut Sender, agent: &Agent) -> Vec<Written> {
+    let mut done = Vec::new();
+    for _ in 0..ROUNDS {
+        sender.probe();
+        sender.advance(&mut done).unwrap();
+        agent.fabric.step();
+    }
+    done
+}
+
+/// A run that writes, gives pages back, loses a node, makes copies anew, and ends.
+fn live(agent: &Arc<Agent>, slabs: &Arc<SlabSet>, mempool: &Mempool) {
+    let way: Arc<dyn Connector> = Arc::new(Way(Arc::clone(agent)));
+    let mut sender = Sender::new(Arc::clone(slabs), mempool, way, agent.pool(), 3);
+    let block = mempool.take().unwrap();
+    for page in 0..BLOCK_PAGES {
+        mempool.memory().write(block.slot(page).offset(), &[7; PAGE_BYTES]);
+    }
+    for _ in 0..2 {
+        sender.stage(0, block, BLOCK_PAGES, |_| true, &mut Vec::new());
+    }
+    let locations: Vec<_> =
+        run(&mut sender, agent).iter().flat_map(|written| written.locations).flatten().collect();
+    assert_eq!(locations.len(), 2 * BLOCK_PAGES);
+    let (early, late) = locations.split_at(BLOCK_PAGES);
+    early.iter().for_each(|location| slabs.release(*location));
+    run(&mut sender, agent);
+    agent.fabric.crash_node(agent.nodes[0]);
+    run(&mut sender, agent);
+    assert!(sender.stats().copied_slabs > 0);
+    late.iter().for_each(|location| slabs.release(*location));
+    sender.stop_healing();
+    sender.close();
+}
+
+/// Takes over what was left, and ends it. No page table refers to anything.
+fn take_over(agent: &Arc<Agent>, slabs: &SlabSet, mempool: &Mempool) {
+    let fd = slabs.memory().fd().try_clone_to_owned().unwrap();
+    let memory = Memory::from_fd(fd, slabs.memory().len()).unwrap();
+    let slabs = Arc::new(SlabSet::recover(memory, REPLICAS));
+    give_back_unnoted(&mut agent.pool(), std::iter::once(&*slabs));
+    slabs.finish_recovery();
+    let way: Arc<dyn Connector> = Arc::new(Way(Arc::clone(agent)));
+    let mut sender = Sender::new(Arc::clone(&slabs), mempool, way, agent.pool(), 4);
+    run(&mut sender, agent);
+    sender.stop_healing();
+    sender.close();
+    assert_eq!(slabs.bytes().0, 0);
+}
+
+/// All that is free, in extents of a span each, for another host.
+fn take_rest(agent: &Arc<Agent>) -> (PoolClient, Vec<Extent>) {
+    let mut pool = agent.pool_of(Host(2));
+    let class = SizeClass::SPAN;
+    let mut taken = Vec::new();
+    for node in pool.nodes().collect::<Vec<_>>() {
+        taken.extend(std::iter::from_fn(|| pool.allocate(node, class).ok()));
+    }
+    (pool, taken)
+}
+
+/// What is left of a run that was killed after so many uses of its endpoints; whether it lived to its end.
+fn killed_after(uses: u64) -> (Arc<Agent>, Arc<SlabSet>, Mempool, bool) {
+    let fabric = SimFabric::new(7, SimOptions { step_on_poll: true, ..SimOptions::default() });
+    let targets: Vec<_> = (0..NODES).map(|_| fabric.add_node()).collect();
+    for (id, target) in (0..).map(NodeId).zip(&targets) {
+        donate(target, id, NODE_BYTES).unwrap();
+    }
+    let nodes = targets.iter().map(aquifer_fabric::sim::SimTarget::node).collect();
+    let agent = Arc::new(Agent { fabric, nodes, epoch: AtomicU64::new(1), left: AtomicU64::new(uses) });
+    let slabs = Arc::new(SlabSet::with_replicas(REPLICAS).unwrap());
+    let mempool = Mempool::new(8 * BLOCK_PAGES * PAGE_BYTES).unwrap();
+    let lived = match catch_unwind(AssertUnwindSafe(|| live(&agent, &slabs, &mempool))) {
+        Ok(()) => true,
+        Err(panic) if panic.is::<Killed>() => false,
+        Err(panic) => std::panic::resume_unwind(panic),
+    };
+    agent.next();
+    (agent, slabs, mempool, lived)
+}
+
+/// For every moment at which it can be killed.
+fn at_each_moment(check: impl Fn(&Arc<Agent>, &SlabSet, &Mempool)) {
+    std::panic::set_hook(Box::new(|info| {
+        if !info.payload().is::<Killed>() {
+            eprintln!("{info}");
+        }
+    }));
+    for uses in 1.. {
+        let (agent, slabs, mempool, lived) = killed_after(uses);
+        check(&agent, &slabs, &mempool);
+        if lived {
+            assert!(uses > 100, "only {uses} moments");
+            return;
+        }
+    }
+}
+
+#[test]
+fn nothing_of_the_pool_stays_taken() {
+    at_each_moment(|agent, slabs, mempool| {
+        take_over(agent, slabs, mempool);
+        let pool = agent.pool();
+        for node in pool.nodes() {
+            assert_eq!(pool.free_bytes(node), pool.total_bytes(node));
+        }
+    });
+}
+
+#[test]
+fn what_others_took_meanwhile_stays_theirs() {
+    at_each_moment(|agent, slabs, mempool| {
+        let (mut other, taken) = take_rest(agent);
+        take_over(agent, slabs, mempool);
+        for extent in taken {
+            other.free(extent).unwrap();
+        }
+    });
+}
