@@ -145,7 +145,7 @@ impl Stage {
         Ok((sample(&outcome, &played, 0), played, outcome.resident_peak_bytes))
     }
 
-    /// Plays a program within a limit. `None` if the kernel killed it for want of memory, each time.
+    /// Plays a program within a limit. `None` if it failed each time, on a peer of ours; the notes say how.
     ///
     /// # Errors
     /// If it fails otherwise, or a signal asks to stop.
@@ -186,8 +186,7 @@ impl Stage {
         let is_well = outcome.status.success();
         match done {
             Ok(played) if is_well => Ok((outcome, played)),
-            // It was killed because of this.
-            Err(error) if is_well || outcome.message.is_empty() => Err(error),
+            Err(error) if is_well => Err(error),
             // Whoever works with a server that died only sees that it is gone.
             done => Err(BenchError::Program {
                 program: app.name().into(),
@@ -233,7 +232,7 @@ impl Stage {
         Ok((cluster.pooled_command(limit_bytes, &stats, app.program())?, stats))
     }
 
-    /// The kernel now and then finds nothing to swap out and kills; then it is tried again.
+    /// The kernel now and then finds nothing to swap out: it kills, or lets a system call of the program fail, which it counts nowhere. Then it is tried again.
     fn swap_until_done(
         &mut self,
         app: &dyn App,
@@ -242,15 +241,18 @@ impl Stage {
         limit_bytes: u64,
     ) -> Result<Option<(Sample, Played)>, BenchError> {
         for _ in 0..TRIES {
-            if let Some((mut sample, played, usage)) = self.swap(app, way, fit, limit_bytes)? {
-                let taken_bytes = limit_bytes + usage.store_peak_bytes;
-                let beyond = float(taken_bytes.saturating_sub(fit.limit_bytes())) / float(MIB);
-                sample.insert("beyond limit MiB", beyond);
-                return Ok(Some((sample, played)));
+            match self.swap(app, way, fit, limit_bytes)? {
+                Ok((mut sample, played, usage)) => {
+                    let taken_bytes = limit_bytes + usage.store_peak_bytes;
+                    let beyond = float(taken_bytes.saturating_sub(fit.limit_bytes())) / float(MIB);
+                    sample.insert("beyond limit MiB", beyond);
+                    return Ok(Some((sample, played)));
+                }
+                Err(reason) => {
+                    let (name, way) = (app.name(), way.name());
+                    self.notes.push(format!("{name} on {way} at {} %: {reason}", fit.percent));
+                }
             }
-            let (name, way) = (app.name(), way.name());
-            self.notes
-                .push(format!("{name} was killed or failed for want of memory: {way}, {} %", fit.percent));
         }
         Ok(None)
     }
@@ -261,24 +263,26 @@ impl Stage {
         way: Way,
         fit: Fit,
         limit_bytes: u64,
-    ) -> Result<Option<(Sample, Played, Usage)>, BenchError> {
+    ) -> Result<Result<(Sample, Played, Usage), String>, BenchError> {
         let setup = way.setup(limit_bytes + app.shared_bytes(), 2 * (fit.peak_bytes + app.shared_bytes()))?;
         let command = self.command(app, |program| setup.command(program))?;
         let (result, was_in_want) = setup.patiently(|| self.play(app, way, command, Watched::All))?;
         let usage = setup.usage()?;
         setup.close()?;
-        let has_failed = matches!(result, Err(BenchError::Program { .. } | BenchError::Server { .. }));
-        if usage.oom_kills > 0 || (was_in_want && has_failed) {
-            return Ok(None);
-        }
-        let (outcome, played) = result?;
+        let (outcome, played) = match result {
+            _ if usage.oom_kills > 0 => return Ok(Err("killed for want of memory".into())),
+            Err(error @ (BenchError::Program { .. } | BenchError::Server { .. })) => {
+                return Ok(Err(error.to_string()));
+            }
+            result => result?,
+        };
         let mut sample = sample(&outcome, &played, 0);
         if let Some(peak_bytes) = usage.swap_peak_bytes {
             sample.insert("elsewhere MiB", float(peak_bytes) / float(MIB));
         }
         sample.insert("faults", float(usage.major_faults));
         sample.insert("in want", f64::from(was_in_want));
-        Ok(Some((sample, played, usage)))
+        Ok(Ok((sample, played, usage)))
     }
 
     /// Its store is this machine's memory, and is counted against the limit, where that leaves anything.
@@ -286,7 +290,7 @@ impl Stage {
         let key = (app.name(), fit.percent);
         // If it does not end well, it is not known, and tried with all of the limit.
         if !self.beside_zram.contains_key(&key)
-            && let Some((_, _, usage)) = self.swap(app, Way::Zram, fit, fit.limit_bytes())?
+            && let Ok((_, _, usage)) = self.swap(app, Way::Zram, fit, fit.limit_bytes())?
         {
             let left = beside_store(fit.limit_bytes(), &usage);
             self.notes.push(match left {
