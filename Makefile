@@ -5,13 +5,14 @@ BENCHES := fabric faults 'faults --fabric tcp' apps
 # Half of it are random programs, half is chaos; `make test-long SOAK_S=36000` lasts ten hours.
 SOAK_S := 600
 
-.PHONY: help build demo test test-long bench clean
+.PHONY: help build demo test test-long test-guests bench clean
 
 help:
 	@echo 'make demo       a real program in a quarter of the memory it needs, beside kernel swap (3 minutes)'
 	@echo 'make build      target/release/aquifer and the library beside it'
 	@echo 'make test       formatting, lints, all tests'
 	@echo 'make test-long  random programs under random limits, then real ones while parts of the cluster die, for SOAK_S=$(SOAK_S) seconds'
+	@echo 'make test-guests  all that runs in virtual machines with Soft-RoCE; `make test` runs some of it'
 	@echo 'make bench      all benches, each beside its peers'
 	@echo 'make clean      removes what was built'
 
@@ -32,6 +33,11 @@ test-long:
 	cargo build --release
 	AQUIFER_SCHEDULES=100000 cargo test -p aquifer-sim --test paging
 	AQUIFER_SOAK_S=$$(($(SOAK_S) / 2)) cargo test -p aquifer-tests-e2e --test soak --test chaos -- --nocapture
+
+test-guests:
+	scripts/install-deps.sh test guests
+	cargo build --release
+	cargo test -p aquifer-tests-guests --test runner --test verbs --test long -- --test-threads=1
 
 bench:
 	scripts/install-deps.sh bench

@@ -2,7 +2,7 @@
 # Installs what the build, tests, demo and benches need and this machine lacks. Safe to run again: when nothing is
 # missing it does nothing, says nothing, and needs no rights.
 #
-#   scripts/install-deps.sh [build] [test] [demo] [bench]     all of them, if none is named; each includes build
+#   scripts/install-deps.sh [build] [test] [guests] [demo] [bench]     all of them, if none is named; each includes build
 #
 # Knows Debian and what descends from it. Elsewhere it says what to install by hand.
 set -euo pipefail
@@ -25,6 +25,13 @@ has_kernel_docs() { ls /usr/share/doc/linux-doc-*/html/index.html; }
 # Debian's versions stand side by side, and their servers are in nobody's PATH.
 has_postgres() { ls /usr/lib/postgresql/*/bin/initdb /usr/lib/postgresql/*/bin/pgbench; }
 
+has_clang_library() { ls /usr/lib/llvm-*/lib/libclang*.so && ls /usr/lib/llvm-*/lib/clang/*/include/stddef.h; }
+
+# A dynamic one finds no libraries in an initramfs.
+busybox_is_static() { has busybox && ! ldd "$(command -v busybox)"; }
+
+has_rdma_providers() { ls /usr/lib/*/libibverbs/librxe-rdmav*.so; }
+
 need_compiler() {
     need gcc has cc
     need libc6-dev test -e /usr/include/linux/userfaultfd.h
@@ -36,6 +43,9 @@ need_for_build() {
     # The client of etcd is made from etcd's own description of its protocol.
     need protobuf-compiler has protoc
     need libprotobuf-dev test -e /usr/include/google/protobuf/descriptor.proto
+    # The bindings of libibverbs are made from its headers, which come with them.
+    need cmake has cmake
+    need libclang-dev has_clang_library
 }
 
 need_for_test() {
@@ -52,6 +62,20 @@ need_for_test() {
     need python3-numpy "$python" -c 'import numpy'
     need redis-server has redis-server
     need redis-tools has redis-cli
+}
+
+# Virtual machines, and what they boot from Debian's packages (tests/guests).
+need_for_guests() {
+    need_for_build
+    need busybox-static busybox_is_static
+    need cpio has cpio
+    need ibverbs-providers has_rdma_providers
+    need ibverbs-utils has ibv_rc_pingpong
+    need iproute2 has rdma
+    need kmod has depmod
+    need qemu-system-x86 has qemu-system-x86_64
+    need xz-utils has xz
+    need zstd has zstd
 }
 
 need_for_demo() {
@@ -96,14 +120,14 @@ forbid_services() {
     trap 'exit 130' INT TERM HUP
 }
 
-lists=${*:-build test demo bench}
+lists=${*:-build test guests demo bench}
 collect() {
     missing=
     for list in $lists; do
         case $list in
-        build | test | demo | bench) "need_for_$list" ;;
+        build | test | guests | demo | bench) "need_for_$list" ;;
         *)
-            echo "install-deps: there is no list '$list'; name build, test, demo or bench" >&2
+            echo "install-deps: there is no list '$list'; name build, test, guests, demo or bench" >&2
             exit 2
             ;;
         esac

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that must hold: formatting, lints, unit tests, simulators, tidy, then the end-to-end tests on the release build.
+# All that must hold: formatting, lints, unit tests, simulators, tidy, then the end-to-end tests on the release build, and a few of those in guests.
 # The last lines are cargo's own results, one for each test program. What ran before a failure is shown too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -21,7 +21,10 @@ step() {
 }
 
 step "what is missing is installed"
-scripts/install-deps.sh test
+guests=guests
+[ "${AQUIFER_GUESTS:-}" != skip ] || guests=
+# shellcheck disable=SC2086 # A list, or nothing.
+scripts/install-deps.sh test $guests
 
 step "formatting"
 cargo fmt --all --check
@@ -33,10 +36,13 @@ if command -v shellcheck >/dev/null 2>&1; then
 fi
 
 step "unit tests, conformance suites, simulators, tidy"
-cargo test --workspace --exclude aquifer-tests-e2e 2>&1 | tee -a "$log"
+cargo test --workspace --exclude aquifer-tests-e2e --exclude aquifer-tests-guests 2>&1 | tee -a "$log"
 
 step "release build"
 cargo build --release
 
 step "end to end"
 AQUIFER_BIN=$PWD/target/release/aquifer cargo test -p aquifer-tests-e2e -- --test-threads=1 2>&1 | tee -a "$log"
+
+step "in guests (AQUIFER_GUESTS=skip goes on without)"
+cargo test -p aquifer-tests-guests -- --test-threads=1 2>&1 | tee -a "$log"

@@ -31,6 +31,7 @@ Programs:
 Measure and show:
   demo       A real program on a quarter of the memory that it needs, beside the same on kernel swap
   bench      Measure; `aquifer bench list` names what
+  fabric     What this machine's RDMA devices can do
 
 Parts of a cluster, in the foreground (aquifer up starts them for you):
   directory  Serve the cluster's metadata
@@ -78,6 +79,9 @@ pub enum Command {
     Demo(DemoArgs),
     /// Measure something, beside its peers; `list` names what
     Bench(BenchArgs),
+    /// What this machine's RDMA devices can do, or why there are none
+    #[command(subcommand)]
+    Fabric(FabricCommand),
     /// Serve the swap device of a run; `aquifer run --swap` starts it.
     #[command(hide = true)]
     SwapServer(SwapServerArguments),
@@ -205,6 +209,13 @@ pub struct LimitArguments {
     /// Resident memory that the run may have from now on, such as 512M; a few pages will do, if slowly
     #[arg(value_name = "SIZE", value_parser = size::parse)]
     pub size: u64,
+}
+
+/// `aquifer fabric`
+#[derive(Subcommand, Clone, Debug)]
+pub enum FabricCommand {
+    /// List the RDMA devices of this machine and what they can bear; or say why memory cannot be lent over RDMA here
+    Info,
 }
 
 /// `aquifer swap-server`, on whose standard input is the run.

@@ -63,6 +63,17 @@ pub struct DirectorySettings {
     pub key: Option<PathBuf>,
 }
 
+/// How others reach a node, if not by shared memory.
+#[derive(clap::ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Network {
+    /// TCP
+    #[default]
+    Tcp,
+    /// RDMA verbs, by the device that has the address; `aquifer fabric info` lists devices
+    Verbs,
+}
+
 /// What a node is told.
 #[derive(Args, Clone, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
@@ -75,10 +86,13 @@ pub struct NodeSettings {
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub memory: Option<u64>,
-    /// Lend it over TCP at this address, such as 10.0.0.1:7400, to whoever has the cluster's key [default: to this machine, by shared memory]
+    /// Lend it over a network at this address, such as 10.0.0.1:7400, to whoever has the cluster's key [default: to this machine, by shared memory]
     #[arg(long, value_name = "ADDRESS")]
     pub listen: Option<SocketAddr>,
-    /// Over TCP, where others reach it, if that is not where it listens
+    /// Over which network, with --listen [default: tcp]
+    #[arg(long, value_name = "NETWORK")]
+    pub fabric: Option<Network>,
+    /// Over a network, where others reach it, if that is not where it listens
     #[arg(long, value_name = "ADDRESS")]
     pub advertise: Option<SocketAddr>,
     /// The file with the cluster's key [default: cluster.key in the cluster's folder]
@@ -161,6 +175,7 @@ impl Settings for NodeSettings {
             id: self.id.or(other.id),
             memory: self.memory.or(other.memory),
             listen: self.listen.or(other.listen),
+            fabric: self.fabric.or(other.fabric),
             advertise: self.advertise.or(other.advertise),
             key: self.key.or(other.key),
             encrypt: self.encrypt.or(other.encrypt),
@@ -259,6 +274,7 @@ mod tests {
 id = 7
 memory = "8G"
 listen = "0.0.0.0:7400"
+fabric = "tcp"
 advertise = "10.0.0.1:7400"
 key = "/etc/aquifer/cluster.key"
 encrypt = true
@@ -281,7 +297,7 @@ key = "/etc/aquifer/own.key"
         assert_eq!((node.rate_bytes, node.rate_operations), (Some(500 << 20), Some(100_000)));
         assert_eq!(node.listen, Some("0.0.0.0:7400".parse().unwrap()));
         assert_eq!(node.advertise, Some("10.0.0.1:7400".parse().unwrap()));
-        assert_eq!(node.encrypt, Some(true));
+        assert_eq!((node.encrypt, node.fabric), (Some(true), Some(Network::Tcp)));
         assert_eq!(node.metrics, Some("127.0.0.1:7480".parse().unwrap()));
         assert_eq!(node.directory.address.as_deref(), Some("etcds://a:2379,b:2379/blue"));
         let agent: AgentSettings =
@@ -316,6 +332,7 @@ key = "/etc/aquifer/own.key"
             ("id = 1\nmetrics = \"0.0.0.0:7480\"\n", "line 2", "proxy that speaks TLS"),
             ("metrics = 7480\n", "line 1", "string"),
             ("listen = \"somewhere\"\n", "line 1", "address"),
+            ("fabric = \"pigeon\"\n", "line 1", "verbs"),
             ("id = 1\nid = 2\n", "line 2", "duplicate"),
             ("id = \n", "line 1", ""),
         ] {

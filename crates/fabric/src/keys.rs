@@ -45,16 +45,31 @@ impl Grant {
     /// Whether `who` may do this to `len` bytes at `addr`.
     #[inline]
     pub fn check(&self, who: Identity, right: Right, addr: u64, len: u64) -> Result<(), WorkError> {
-        let allowed = match right {
-            Right::Read => self.access.read,
-            Right::Write => self.access.write,
-            Right::Atomic => self.access.atomic,
-        };
-        // Differences rather than sums: an address near 2^64 must not wrap into the range.
-        let inside =
-            addr >= self.base && addr - self.base <= self.len && len <= self.len - (addr - self.base);
-        if allowed && inside && admits(self.scope, who) { Ok(()) } else { Err(WorkError::RemoteAccess) }
+        if admits(self.scope, who) {
+            covers((self.base, self.len), self.access, right, addr, len)
+        } else {
+            Err(WorkError::RemoteAccess)
+        }
     }
+}
+
+/// Whether a range of so many bytes from `base` on, with these rights, allows this to `len` bytes at `addr`.
+#[inline]
+pub(crate) fn covers(
+    (base, bytes): (u64, u64),
+    access: Access,
+    right: Right,
+    addr: u64,
+    len: u64,
+) -> Result<(), WorkError> {
+    let allowed = match right {
+        Right::Read => access.read,
+        Right::Write => access.write,
+        Right::Atomic => access.atomic,
+    };
+    // Differences rather than sums: an address near 2^64 must not wrap into the range.
+    let inside = addr >= base && addr - base <= bytes && len <= bytes - (addr - base);
+    if allowed && inside { Ok(()) } else { Err(WorkError::RemoteAccess) }
 }
 
 /// Whether a key of this scope is for `who`.

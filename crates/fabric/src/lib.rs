@@ -3,7 +3,7 @@
 //!
 //! The interface has the shape of RDMA verbs, so that a NIC can stand behind it: work is
 //! *posted* in batches, *completions* are polled, every error is a completion with a cause.
-//! Providers: [`shm`] (two processes of one machine), [`tcp`] (a software RNIC over a network) and [`sim`] (seeded virtual time).
+//! Providers: [`shm`] (two processes of one machine), [`tcp`] (a software RNIC over a network), [`verbs`] (RDMA devices) and [`sim`] (seeded virtual time).
 //!
 //! This crate does not know what the memory is used for.
 
@@ -11,11 +11,13 @@ mod control;
 mod keys;
 pub mod memory;
 mod reach;
+mod rescue;
 pub mod shm;
 pub mod sim;
 mod tables;
 pub mod target;
 pub mod tcp;
+pub mod verbs;
 pub mod work;
 
 pub use keys::{REGIONS_LIMIT, WINDOWS_LIMIT};

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use crate::shm;
 use crate::target::Identity;
 use crate::tcp::{self, ClusterKey, ConnectOptions};
+use crate::verbs;
 use crate::work::{Endpoint, EndpointError};
 
 /// A provider and an address in its terms.
@@ -15,6 +16,8 @@ pub enum Reach {
     Shm(PathBuf),
     /// Any machine.
     Tcp(SocketAddr),
+    /// A machine with an RDMA device, which has this address.
+    Verbs(SocketAddr),
 }
 
 impl Reach {
@@ -25,8 +28,9 @@ impl Reach {
     pub fn parse(provider: &str, address: &str) -> Result<Self, String> {
         match provider {
             "shm" => Ok(Self::Shm(address.into())),
-            "tcp" => match address.parse() {
-                Ok(address) => Ok(Self::Tcp(address)),
+            "tcp" | "verbs" => match address.parse() {
+                Ok(address) if provider == "tcp" => Ok(Self::Tcp(address)),
+                Ok(address) => Ok(Self::Verbs(address)),
                 Err(_) => Err(format!("\"{address}\" is not an address such as 10.0.0.1:7400")),
             },
             _ => Err(format!("this program knows no fabric \"{provider}\"")),
@@ -39,6 +43,7 @@ impl Reach {
         match self {
             Self::Shm(_) => "shm",
             Self::Tcp(_) => "tcp",
+            Self::Verbs(_) => "verbs",
         }
     }
 
@@ -47,7 +52,17 @@ impl Reach {
     pub fn address(&self) -> String {
         match self {
             Self::Shm(path) => path.display().to_string(),
-            Self::Tcp(address) => address.to_string(),
+            Self::Tcp(address) | Self::Verbs(address) => address.to_string(),
+        }
+    }
+
+    /// The same, at another address.
+    #[must_use]
+    pub fn at(self, address: SocketAddr) -> Self {
+        match self {
+            Self::Shm(path) => Self::Shm(path),
+            Self::Tcp(_) => Self::Tcp(address),
+            Self::Verbs(_) => Self::Verbs(address),
         }
     }
 
@@ -64,7 +79,8 @@ impl Reach {
         match (self, key) {
             (Self::Shm(path), _) => shm::connect(path, who),
             (Self::Tcp(address), Some(key)) => tcp::connect(*address, key, who, options.clone()),
-            (Self::Tcp(address), None) => Err(EndpointError::Refused {
+            (Self::Verbs(address), Some(key)) => verbs::connect(*address, key, who),
+            (Self::Tcp(address) | Self::Verbs(address), None) => Err(EndpointError::Refused {
                 address: address.to_string(),
                 reason: "this host has no cluster key to prove itself with: give it --key FILE".into(),
             }),
@@ -78,7 +94,8 @@ mod tests {
 
     #[test]
     fn what_is_written_is_read() {
-        for reach in [Reach::Shm("/run/x/node-1.sock".into()), Reach::Tcp("[::1]:7400".parse().unwrap())] {
+        let address = "[::1]:7400".parse().unwrap();
+        for reach in [Reach::Shm("/run/x/node-1.sock".into()), Reach::Tcp(address), Reach::Verbs(address)] {
             assert_eq!(Reach::parse(reach.provider(), &reach.address()), Ok(reach));
         }
         assert!(Reach::parse("tcp", "somewhere").unwrap_err().contains("somewhere"));

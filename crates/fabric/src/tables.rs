@@ -10,6 +10,14 @@ use crate::memory::u64_from;
 use crate::target::{Access, Host, Identity, Region, Scope, TargetError, WindowSpec};
 use crate::work::Key;
 
+/// What a refusal of the fenced says.
+const FENCED: &str = "is fenced up to epoch";
+
+/// Whether a target refused somebody because it is fenced.
+pub(crate) fn is_fence(refusal: &str) -> bool {
+    refusal.contains(FENCED)
+}
+
 /// A registered region.
 #[derive(Debug)]
 pub(crate) struct Registered {
@@ -77,7 +85,7 @@ impl Tables {
     /// Why this one may not connect, if it may not.
     pub fn refusal(&self, who: Identity) -> Option<String> {
         let fenced = self.fenced.get(&who.host).filter(|_| self.is_fenced(who))?;
-        Some(format!("host {} is fenced up to epoch {fenced}, it has {}", who.host.0, who.epoch))
+        Some(format!("host {} {FENCED} {fenced}, it has {}", who.host.0, who.epoch))
     }
 
     /// The regions as one endpoint may know them: without the keys that are for others.

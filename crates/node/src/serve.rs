@@ -10,6 +10,7 @@ use aquifer_directory::names::NodeRecord;
 use aquifer_directory::{Directory, DirectoryError};
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::tcp::{self, ClusterKey, TcpTarget};
+use aquifer_fabric::verbs::{self, VerbsTarget};
 use aquifer_fabric::{Reach, Target, TargetError};
 use aquifer_metrics::{Listener, Place};
 use aquifer_pool::{NodeId, donate};
@@ -53,6 +54,8 @@ pub enum Listen {
     Tcp(SocketAddr, ClusterKey, Box<tcp::Options>),
     /// The same, on a socket that listens already.
     TcpOn(Arc<TcpListener>, ClusterKey, Box<tcp::Options>),
+    /// For all who have the cluster's key, over the RDMA device with that address.
+    Verbs(SocketAddr, ClusterKey, Box<verbs::Options>),
 }
 
 impl Listen {
@@ -69,6 +72,11 @@ impl Listen {
                     .try_clone()
                     .map_err(|source| TargetError::System { what: "cannot listen", source })?;
                 reached(TcpTarget::listen_on(listener, key, (**options).clone())?)
+            }
+            Self::Verbs(address, key, options) => {
+                let target = VerbsTarget::listen(*address, key, (**options).clone())?;
+                let reach = Reach::Verbs(target.address());
+                (Arc::new(target), reach)
             }
         })
     }
@@ -125,7 +133,10 @@ pub fn serve(
     // Connected first: without a directory nobody would ever find the memory.
     let directory = (options.connect)()?;
     let (target, reach) = options.listen.start().map_err(NodeError::Listen)?;
-    let reach = options.advertise.map_or(reach, Reach::Tcp);
+    let reach = match options.advertise {
+        Some(address) => reach.at(address),
+        None => reach,
+    };
     let donation = donate(&*target, NodeId(options.id), options.memory_bytes)?;
     let record = NodeRecord {
         id: options.id,

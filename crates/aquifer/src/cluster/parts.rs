@@ -26,7 +26,7 @@ use super::source::Source;
 use super::systemd;
 use crate::Outcome;
 use crate::cli::{AgentArguments, Foreground, GRACE_MS, KeeperArguments, NodeArguments, PartCommand};
-use crate::settings::{AgentSettings, NodeSettings, complete};
+use crate::settings::{AgentSettings, Network, NodeSettings, complete};
 use crate::size::Size;
 use crate::state::StateDir;
 
@@ -156,17 +156,19 @@ fn listen(state: &StateDir, settings: &NodeSettings, id: u16) -> Result<Listen, 
     let given = systemd::listener("node", SocketType::STREAM)?.map(TcpListener::from);
     if given.is_none() && settings.listen.is_none() {
         if settings.advertise.is_some()
+            || settings.fabric.is_some()
             || encrypt.is_some()
             || threads.is_some()
             || rate_bytes.is_some()
             || rate_operations.is_some()
         {
-            let why = "encryption, threads, rates and another address are for nodes that lend over TCP: say where, with --listen ADDRESS";
+            let why = "a fabric, encryption, threads, rates and another address are for nodes that lend over a network: say where, with --listen ADDRESS";
             return Err(why.into());
         }
         let socket = state.socket(&Part::Node(id).to_string());
         return Ok(Listen::Shm(socket, shm::Options::default()));
     }
+    let is_over_verbs = settings.fabric == Some(Network::Verbs);
     let mut options = tcp::Options::default();
     options.encrypt = encrypt.unwrap_or(options.encrypt);
     options.threads = threads.map_or(options.threads, usize::from);
@@ -181,6 +183,17 @@ fn listen(state: &StateDir, settings: &NodeSettings, id: u16) -> Result<Listen, 
             "{address} is every address of this machine and none that others can go to: say with --advertise by which they reach it"
         );
         return Err(why.into());
+    }
+    if is_over_verbs {
+        let is_asked = encrypt.unwrap_or(false)
+            || threads.is_some()
+            || rate_bytes.is_some()
+            || rate_operations.is_some();
+        if is_asked || given.is_some() {
+            let why = "over verbs the devices do all the work: they do not encrypt, have no threads and no rates, and take no socket from systemd";
+            return Err(why.into());
+        }
+        return Ok(Listen::Verbs(address, key, Box::default()));
     }
     Ok(match given {
         Some(listener) => Listen::TcpOn(Arc::new(listener), key, Box::new(options)),

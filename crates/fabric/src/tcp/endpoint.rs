@@ -15,7 +15,7 @@ use rustix::net::SendFlags;
 use zerocopy::IntoBytes;
 
 use self::direct::Plan;
-use self::recovery::Rescue;
+use self::recovery::Found;
 use super::hello::{self, Hello, Reply, SessionId, Welcome};
 use super::secure::{Seal, SecureError, initiate};
 use super::spin::Spin;
@@ -24,6 +24,7 @@ use super::wire::{self, Request, padded};
 use super::{ClusterKey, ConnectOptions, HANDSHAKE_TIME};
 use crate::Memory;
 use crate::memory::{copy, u64_from};
+use crate::rescue::Rescue;
 use crate::target::{Identity, Region};
 use crate::work::{
     Completion, Endpoint, EndpointError, Limits, LocalKey, LocalSlice, PostError, RemoteAddr, Verb, Work,
@@ -75,7 +76,9 @@ pub struct TcpEndpoint {
     is_fresh: bool,
     spin: Spin,
     /// While the connection is made anew nothing is sent or received.
-    rescue: Option<Rescue>,
+    rescue: Option<Rescue<Found>>,
+    /// Messages that had been taken when the connection broke.
+    taken_then: u64,
     /// Since when an answer is awaited.
     since: Instant,
     /// The target went away in good order: what is unanswered was not done.
@@ -172,6 +175,7 @@ impl TcpEndpoint {
             messages: VecDeque::new(),
             is_fresh: false,
             rescue: None,
+            taken_then: 0,
             since: Instant::now(),
             has_farewell: false,
             broken: false,

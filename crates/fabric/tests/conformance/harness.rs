@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::sim::{SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::tcp::{self, ClusterKey, ConnectOptions, TcpTarget};
+use aquifer_fabric::verbs::{self, VerbsTarget};
 use aquifer_fabric::{
     Access, Completion, Endpoint, EndpointError, Host, Identity, Key, Limits, LocalKey, LocalSlice, Memory,
     Region, RemoteAddr, Scope, Target, Tenant, Verb, Work, WorkError,
@@ -118,6 +119,44 @@ impl<const SEALED: bool> Harness for TcpHarness<SEALED> {
     fn connect(&self, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
         let options = ConnectOptions { encrypt: SEALED, ..ConnectOptions::default() };
         tcp::connect(self.address, &KEY, who, options)
+    }
+
+    fn settle(&self) {
+        std::thread::yield_now();
+    }
+
+    fn kill_target(&mut self) {
+        self.target = None;
+    }
+}
+
+/// Over the RDMA device with the address that the environment names.
+pub struct VerbsHarness {
+    target: Option<VerbsTarget>,
+    address: std::net::SocketAddr,
+}
+
+impl Harness for VerbsHarness {
+    fn start() -> Self {
+        let options = verbs::Options {
+            endpoints_max: ENDPOINTS_MAX,
+            regions_max: REGIONS_MAX,
+            windows_max: WINDOWS_MAX,
+            limits: LIMITS,
+        };
+        let address =
+            std::env::var("AQUIFER_VERBS_ADDRESS").expect("AQUIFER_VERBS_ADDRESS is that of an RDMA device");
+        let address = std::net::SocketAddr::new(address.parse().expect("an IP address"), 0);
+        let target = VerbsTarget::listen(address, &KEY, options).unwrap();
+        Self { address: target.address(), target: Some(target) }
+    }
+
+    fn target(&self) -> &dyn Target {
+        self.target.as_ref().unwrap()
+    }
+
+    fn connect(&self, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
+        verbs::connect(self.address, &KEY, who)
     }
 
     fn settle(&self) {

@@ -8,7 +8,7 @@ mod keys;
 mod limits;
 mod messages;
 
-use harness::{ShmHarness, SimHarness, TcpHarness};
+use harness::{ShmHarness, SimHarness, TcpHarness, VerbsHarness};
 
 macro_rules! conformance {
     ($($module:ident :: $test:ident),* $(,)?) => {
@@ -27,6 +27,12 @@ macro_rules! conformance {
         mod sim {
             use super::*;
             $(#[test] fn $test() { $module::$test::<SimHarness>(); })*
+        }
+        mod verbs {
+            use super::*;
+            $(#[test] #[ignore = "it takes an RDMA device: AQUIFER_VERBS_ADDRESS=ITS.IP.ADDRESS"] fn $test() {
+                $module::$test::<VerbsHarness>();
+            })*
         }
     };
 }

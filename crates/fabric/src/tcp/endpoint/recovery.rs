@@ -2,13 +2,10 @@
 
 use std::io;
 use std::net::{SocketAddr, TcpStream};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, eventfd};
-
 use super::{Pending, TcpEndpoint, knock};
+use crate::rescue::Rescue;
 use crate::tcp::door::TRY_AGAIN;
 use crate::tcp::hello::{Hello, Resume, Welcome};
 use crate::tcp::secure::Seal;
@@ -51,8 +48,15 @@ impl TcpEndpoint {
             Resume { session: self.session, answered: self.answered, heard: self.heard, taken: self.taken };
         let hello = Hello { who: self.who, encrypt: self.options.encrypt, resume: Some(resume) };
         let deadline = Instant::now() + self.options.reconnect_time;
-        match Rescue::start(self.address, self.key.clone(), hello, deadline) {
-            Ok(rescue) => self.rescue = Some(rescue),
+        let (address, key) = (self.address, self.key.clone());
+        let knocking = Rescue::start("fabric-again", move |is_awaited| {
+            knock_until(address, &key, &hello, deadline, is_awaited)
+        });
+        match knocking {
+            Ok(rescue) => {
+                self.rescue = Some(rescue);
+                self.taken_then = self.taken;
+            }
             Err(error) => {
                 tracing::warn!(%error, "no thread to make a broken connection anew");
                 self.go_without();
@@ -64,11 +68,10 @@ impl TcpEndpoint {
     pub(super) fn is_being_rescued(&mut self) -> bool {
         let Some(rescue) = &self.rescue else { return false };
         let Some(outcome) = rescue.outcome() else { return true };
-        let taken_then = rescue.taken;
         self.rescue = None;
         let outcome = outcome.and_then(|(stream, seal, welcome)| self.resume(stream, seal, &welcome));
         match outcome {
-            Ok(()) => self.credit_since(taken_then),
+            Ok(()) => self.credit_since(self.taken_then),
             Err(error) => {
                 tracing::debug!(%error, "an endpoint cannot go on");
                 self.go_without();
@@ -125,49 +128,15 @@ impl TcpEndpoint {
 }
 
 /// What a target answered to a knock.
-type Found = Result<(TcpStream, Seal, Welcome), EndpointError>;
+pub(super) type Found = Result<(TcpStream, Seal, Welcome), EndpointError>;
 
-/// A connection that is being made anew, by a thread that may take its time: the target's machine may not even answer.
-#[derive(Debug)]
-pub(super) struct Rescue {
-    found: Arc<Mutex<Option<Found>>>,
-    /// Readable when there is an outcome.
-    bell: Arc<OwnedFd>,
-    /// Messages that had been taken when it began.
-    taken: u64,
-}
-
-impl Rescue {
-    fn start(address: SocketAddr, key: ClusterKey, hello: Hello, deadline: Instant) -> io::Result<Self> {
-        let found = Arc::new(Mutex::new(None));
-        let bell = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
-        let taken = hello.resume.as_ref().map_or(0, |resume| resume.taken);
-        let rescue = Self { found: Arc::clone(&found), bell: Arc::clone(&bell), taken };
-        std::thread::Builder::new().name("fabric-again".into()).spawn(move || {
-            let outcome = knock_until(address, &key, &hello, deadline, &bell);
-            *found.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
-            // Writing to an eventfd fails only when its count is full, and then it is readable already.
-            let _ = rustix::io::write(&*bell, &1_u64.to_ne_bytes());
-        })?;
-        Ok(rescue)
-    }
-
-    pub(super) fn bell(&self) -> BorrowedFd<'_> {
-        self.bell.as_fd()
-    }
-
-    fn outcome(&self) -> Option<Found> {
-        self.found.lock().unwrap_or_else(PoisonError::into_inner).take()
-    }
-}
-
-/// Knock again and again. In vain if the target is gone, or if nobody waits for it any more: then `bell` has no other owner.
+/// Knock again and again. In vain if the target is gone, or if nobody waits for it any more.
 fn knock_until(
     address: SocketAddr,
     key: &ClusterKey,
     hello: &Hello,
     deadline: Instant,
-    bell: &Arc<OwnedFd>,
+    is_awaited: &dyn Fn() -> bool,
 ) -> Found {
     loop {
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
@@ -180,7 +149,7 @@ fn knock_until(
             EndpointError::Refused { reason, .. } => reason != TRY_AGAIN,
             _ => true,
         };
-        if is_over || Instant::now() >= deadline || Arc::strong_count(bell) == 1 {
+        if is_over || Instant::now() >= deadline || !is_awaited() {
             return Err(error);
         }
         std::thread::sleep(RETRY_EVERY);

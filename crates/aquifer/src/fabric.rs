@@ -1,0 +1,66 @@
+//! `aquifer fabric`: what this machine's RDMA devices can do.
+
+use std::process::ExitCode;
+
+use aquifer_fabric::verbs::{Caps, devices};
+
+use crate::size::Size;
+
+/// Lists the devices; 1 if there are none, with the reason.
+pub fn info() -> ExitCode {
+    match devices() {
+        Ok(found) => {
+            found.iter().for_each(|caps| print!("{}", describe(caps)));
+            ExitCode::SUCCESS
+        }
+        Err(reason) => {
+            eprintln!("aquifer: verbs is off here: {reason}; shared memory and TCP work without");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn describe(caps: &Caps) -> String {
+    let yes = |is_so: bool| if is_so { "yes" } else { "no" };
+    let fit = if caps.has_bound_windows && caps.has_atomics && caps.shared_receives > 0 {
+        "can lend and borrow"
+    } else {
+        "can borrow; to lend it lacks windows of type 2, atomics or shared receive queues"
+    };
+    let registration = if caps.registration_bytes < 1 << 56 {
+        Size(caps.registration_bytes).to_string()
+    } else {
+        "no bound".into()
+    };
+    let mut text = format!("{}: {fit}\n", caps.name);
+    for (what, value) in [
+        ("queue pairs", caps.pairs.to_string()),
+        ("operations under way on each", caps.queue_depth.to_string()),
+        (
+            "READs and atomics under way, as initiator and as target",
+            format!("{} and {}", caps.reads_begun, caps.reads_served),
+        ),
+        ("shared receives", caps.shared_receives.to_string()),
+        ("windows", format!("{}, bound to one queue pair: {}", caps.windows, yes(caps.has_bound_windows))),
+        ("largest registration", registration),
+        ("atomics", yes(caps.has_atomics).into()),
+        ("pages fetched on demand (ODP)", yes(caps.has_odp).into()),
+    ] {
+        text += &format!("  {what}: {value}\n");
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_is_described_with_what_it_lacks() {
+        let caps = Caps { name: "rxe0".into(), windows: 16_384, has_atomics: true, ..Caps::default() };
+        let text = describe(&caps);
+        assert!(text.starts_with("rxe0: can borrow; to lend it lacks") && text.contains("16384"), "{text}");
+        let caps = Caps { has_bound_windows: true, shared_receives: 100, ..caps };
+        assert!(describe(&caps).starts_with("rxe0: can lend and borrow\n"));
+    }
+}

@@ -1,0 +1,101 @@
+//! The end of a connection, and what comes after.
+//!
+//! A device that was refused does nothing more, and neither does its peer: what was posted behind is posted again over another connection. After any
+//! other end nobody knows what was done, and the endpoint is over; why, the target tells, if it lives.
+
+use super::{Life, VerbsEndpoint};
+use crate::rescue::Rescue;
+use crate::tables::is_fence;
+use crate::tcp::hello::{Hello, Resume, Welcome};
+use crate::verbs::HANDSHAKE_TIME;
+use crate::verbs::link::{Link, knock};
+use crate::work::{EndpointError, Verb, WorkError};
+
+/// What a target answered.
+#[derive(Debug)]
+pub(super) struct Attempt {
+    found: Result<(Link, Welcome), EndpointError>,
+    /// Whether the session goes on.
+    is_for_good: bool,
+}
+
+impl VerbsEndpoint {
+    /// The connection is over: because the device was refused for the work with that number, or else.
+    pub(super) fn lose(&mut self, refused: Option<u64>) {
+        if let Some(number) = refused {
+            if let Some(key) = self.queue.work(number).and_then(|work| key_of(&work.verb)) {
+                self.keys.forget(key);
+            }
+            self.queue.settle(number, Err(WorkError::RemoteAccess));
+        }
+        // With it goes what is under way; nothing of ours is touched after this.
+        drop(self.link.take());
+        self.is_armed = false;
+        if self.life != Life::Open || self.rescue.is_some() {
+            return;
+        }
+        let (address, key) = (self.address, self.cluster_key.clone());
+        let resume = Resume { session: self.session, answered: 0, heard: self.heard, taken: self.taken };
+        let hello = Hello { who: self.who, encrypt: false, resume: Some(resume) };
+        let is_for_good = refused.is_some();
+        let started = Rescue::start("fabric-again", move |_| Attempt {
+            found: knock(address, &key, &hello, HANDSHAKE_TIME),
+            is_for_good,
+        });
+        match started {
+            Ok(rescue) => {
+                if let Err(error) = self.watch(rescue.bell()) {
+                    tracing::warn!(%error, "a rescue cannot be waited for");
+                }
+                self.rescue = Some(rescue);
+            }
+            Err(error) => {
+                tracing::warn!(%error, "no thread to make a broken connection anew");
+                self.end(WorkError::PeerGone);
+            }
+        }
+    }
+
+    pub(super) fn look_after_rescue(&mut self) {
+        let Some(Attempt { found, is_for_good }) = self.rescue.as_ref().and_then(Rescue::outcome) else {
+            return;
+        };
+        self.rescue = None;
+        match found {
+            Ok((link, _)) if is_for_good => self.go_on(link),
+            Ok(_) => self.end(WorkError::PeerGone),
+            Err(EndpointError::Refused { reason, .. }) if is_fence(&reason) => self.end(WorkError::Fenced),
+            Err(error) => {
+                tracing::debug!(address = %self.address, %error, "an endpoint cannot go on");
+                self.end(WorkError::PeerGone);
+            }
+        }
+    }
+
+    fn go_on(&mut self, link: Link) {
+        let watched = self.watch(link.completions().fd()).and_then(|()| self.watch(link.events_fd()));
+        if let Err(error) = watched {
+            tracing::warn!(%error, "a connection cannot be waited for");
+        }
+        self.link = Some(link);
+        self.keys.clear();
+        // Messages are numbered: what the target has had already it only answers.
+        self.unsaid.clear();
+        self.queue.take_back();
+    }
+
+    fn end(&mut self, cause: WorkError) {
+        let was_told = self.queue.give_up(cause);
+        self.life = Life::Over((!was_told).then_some(cause));
+    }
+}
+
+fn key_of(verb: &Verb) -> Option<crate::work::Key> {
+    match verb {
+        Verb::Read { remote, .. }
+        | Verb::Write { remote, .. }
+        | Verb::CompareSwap { remote, .. }
+        | Verb::FetchAdd { remote, .. } => Some(remote.key),
+        Verb::Send { .. } => None,
+    }
+}

@@ -1,0 +1,237 @@
+//! The target's end: it changes keys and fences; a thread of its own lets initiators in and binds windows for them. Their READs and WRITEs it never sees.
+
+use std::hash::{BuildHasher, RandomState};
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use rustix::event::EventfdFlags;
+
+use super::Options;
+use super::peer::Peer;
+use super::serve::Server;
+use super::sys::device::Device;
+use super::sys::registration::{Registration, Use};
+use crate::Memory;
+use crate::control::Control;
+use crate::tables::Tables;
+use crate::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
+use crate::tcp::ClusterKey;
+use crate::work::Key;
+
+/// Memory offered over verbs.
+pub struct VerbsTarget {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+    address: SocketAddr,
+}
+
+/// What the thread is asked; it tells when it is done.
+pub(super) enum Command {
+    /// No window is bound for that key any more.
+    Invalidate(Key, Sender<()>),
+    /// Nothing of that host's is served any more.
+    Fence(Host, u64, Sender<()>),
+}
+
+pub(super) struct Shared {
+    pub options: Options,
+    pub key: ClusterKey,
+    pub control: Control,
+    pub device: &'static Device,
+    pub state: Mutex<State>,
+    pub wake: OwnedFd,
+    pub stop: AtomicBool,
+}
+
+pub(super) struct State {
+    pub slots: Vec<bool>,
+    /// Everyone connected, those whose connection broke a moment ago, and who left messages behind.
+    pub peers: Vec<Arc<Peer>>,
+    pub tables: Tables,
+    /// By region number.
+    pub regions: Vec<Registration>,
+    pub commands: Vec<Command>,
+}
+
+impl State {
+    /// A session is over for good.
+    pub fn release(&mut self, peer: &Peer) {
+        if !peer.has_left.swap(true, Ordering::SeqCst) {
+            self.slots[peer.slot] = false;
+        }
+        self.forget_peers();
+    }
+
+    /// Those who left stay as long as their messages; of too many the oldest give way.
+    pub fn forget_peers(&mut self) {
+        let has_left = |peer: &Peer| peer.has_left.load(Ordering::SeqCst);
+        self.peers.retain(|peer| !has_left(peer) || peer.oldest().is_some());
+        let gone = self.peers.iter().filter(|peer| has_left(peer)).count();
+        let mut surplus = gone.saturating_sub(self.slots.len());
+        self.peers.retain(|peer| {
+            let goes = surplus > 0 && has_left(peer);
+            surplus -= usize::from(goes);
+            !goes
+        });
+    }
+}
+
+impl Shared {
+    pub fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ring(&self) {
+        // Writing to an eventfd fails only when its count is full, and then it is awake already.
+        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+    }
+
+    /// Have the thread do something, and wait until it is done.
+    fn command(&self, make: impl FnOnce(Sender<()>) -> Command) {
+        let (done, is_done) = channel();
+        self.lock().commands.push(make(done));
+        self.ring();
+        // A thread that has ended serves nobody any more, which is as good.
+        let _over = is_done.recv();
+    }
+}
+
+impl VerbsTarget {
+    /// Offer memory at the address of an RDMA device, to whoever proves to have the cluster's key.
+    ///
+    /// # Errors
+    /// If an option is out of bounds, the address is no device's or taken, or the system refuses.
+    pub fn listen(address: SocketAddr, key: &ClusterKey, options: Options) -> Result<Self, TargetError> {
+        let system = |what| move |source| TargetError::System { what, source };
+        if let Some(fault) = options.fault() {
+            let source = io::Error::new(io::ErrorKind::InvalidInput, fault);
+            return Err(system("cannot set up a verbs target")(source));
+        }
+        let (server, device, address) =
+            Server::listen(address, &options).map_err(system("cannot listen over RDMA"))?;
+        let control = Control::create(options.endpoints_max, options.regions_max + options.windows_max)
+            .map_err(system("cannot create control memory"))?;
+        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|error| system("cannot create an eventfd")(error.into()))?;
+        let secret = RandomState::new().hash_one(address);
+        let state = State {
+            slots: vec![false; options.endpoints_max],
+            peers: Vec::new(),
+            tables: Tables::new(options.regions_max, options.windows_max, secret),
+            regions: Vec::new(),
+            commands: Vec::new(),
+        };
+        let shared = Arc::new(Shared {
+            key: key.clone(),
+            control,
+            device,
+            state: Mutex::new(state),
+            wake,
+            stop: AtomicBool::new(false),
+            options,
+        });
+        let thread = std::thread::Builder::new().name("fabric-verbs".into());
+        let own = Arc::clone(&shared);
+        let thread =
+            thread.spawn(move || server.run(&own)).map_err(system("cannot start the target's thread"))?;
+        Ok(Self { shared, thread: Some(thread), address })
+    }
+
+    /// Where it listens; if port 0 was asked for, which port it got.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+impl Drop for VerbsTarget {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        self.shared.ring();
+        if let Some(thread) = self.thread.take() {
+            let ended = thread.join();
+            debug_assert!(ended.is_ok(), "the target's thread panicked");
+        }
+    }
+}
+
+impl std::fmt::Debug for VerbsTarget {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("VerbsTarget").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+impl Target for VerbsTarget {
+    fn register(&self, memory: Arc<Memory>, access: Access, scope: Scope) -> Result<Region, TargetError> {
+        let mut state = self.shared.lock();
+        let region = state.tables.register(&self.shared.control, Arc::clone(&memory), access, scope)?;
+        let whole = 0..memory.len();
+        let registered = Registration::new(self.shared.device, memory, whole, region.base, Use::Windows);
+        let registered = registered.map_err(|source| TargetError::System {
+            what: "cannot register memory with the device (see ulimit -l)",
+            source,
+        })?;
+        state.regions.push(registered);
+        Ok(region)
+    }
+
+    fn bind(&self, window: &WindowSpec) -> Result<Key, TargetError> {
+        self.shared.lock().tables.bind(&self.shared.control, window)
+    }
+
+    fn invalidate(&self, key: Key) -> Result<(), TargetError> {
+        // Only one of several callers may clear the key, and so give its slot back.
+        let state = self.shared.lock();
+        if !self.shared.control.unbind(key) {
+            return Err(TargetError::NoSuchKey(key));
+        }
+        drop(state);
+        self.shared.command(|done| Command::Invalidate(key, done));
+        self.shared.lock().tables.give_back(key);
+        Ok(())
+    }
+
+    fn fence(&self, host: Host, epoch: u64) {
+        self.shared.lock().tables.fence(host, epoch);
+        self.shared.command(|done| Command::Fence(host, epoch, done));
+    }
+
+    fn receive(&self, out: &mut Vec<u8>) -> Option<Identity> {
+        let mut state = self.shared.lock();
+        let with_mail = state.peers.iter().filter_map(|peer| Some((peer.oldest()?, peer)));
+        let (_, peer) = with_mail.min_by_key(|(stamp, _)| *stamp)?;
+        let peer = Arc::clone(peer);
+        out.extend_from_slice(&peer.take()?);
+        state.forget_peers();
+        Some(peer.who)
+    }
+
+    fn send(&self, to: Host, message: &[u8]) -> usize {
+        let limits = &self.shared.options.limits;
+        if message.len() > limits.message_bytes_max as usize {
+            return 0;
+        }
+        let state = self.shared.lock();
+        let is_there = |peer: &&Arc<Peer>| {
+            peer.who.host == to && !peer.has_left.load(Ordering::SeqCst) && !state.tables.is_fenced(peer.who)
+        };
+        let taken = state
+            .peers
+            .iter()
+            .filter(is_there)
+            .filter(|peer| peer.post(message, limits.receive_depth))
+            .count();
+        drop(state);
+        self.shared.ring();
+        taken
+    }
+
+    fn endpoints(&self) -> usize {
+        self.shared.lock().slots.iter().filter(|taken| **taken).count()
+    }
+}
