@@ -169,6 +169,16 @@ pub enum EndpointError {
         /// What was wrong.
         reason: String,
     },
+    /// The device does not take local memory.
+    #[error(
+        "{bytes} bytes of local memory cannot be registered with the RDMA device: {source} (is the limit of locked memory, ulimit -l, too low?)"
+    )]
+    Local {
+        /// How long the memory is.
+        bytes: usize,
+        /// What the system said.
+        source: std::io::Error,
+    },
     /// Too many pieces of local memory.
     #[error("at most {limit} pieces of local memory can be registered with an endpoint")]
     TooManyLocal {

@@ -120,6 +120,18 @@ impl Guest {
 }
 
 impl Outcome {
+    /// The statistics of a run, which it wrote last.
+    ///
+    /// # Panics
+    /// If there are none.
+    #[must_use]
+    pub fn statistics(&self) -> serde_json::Value {
+        let at = self.stdout.find('{').unwrap_or_else(|| panic!("no statistics: {self}"));
+        let mut values = serde_json::Deserializer::from_str(&self.stdout[at..]).into_iter();
+        let value = values.next().unwrap_or_else(|| panic!("no statistics: {self}"));
+        value.unwrap_or_else(|error| panic!("{error}: {self}"))
+    }
+
     /// It must have ended well.
     ///
     /// # Panics
@@ -155,6 +167,12 @@ impl std::fmt::Display for GuestError {
 }
 
 impl std::error::Error for GuestError {}
+
+/// One of `tests/guests/scripts`.
+#[must_use]
+pub fn script(name: &str) -> PathBuf {
+    workspace().join("tests/guests/scripts").join(name)
+}
 
 /// Where the sources are.
 #[must_use]

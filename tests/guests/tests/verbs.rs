@@ -1,7 +1,7 @@
 //! The verbs provider over Soft-RoCE: by itself, and under programs.
 
 use aquifer_tests_e2e::build;
-use aquifer_tests_guests::{Guest, Kernel, Outcome, kernel, test_program, workspace};
+use aquifer_tests_guests::{Guest, Kernel, Outcome, kernel, script, test_program};
 
 /// Where conformance tests of verbs listen.
 const VARIABLE: &str = "AQUIFER_VERBS_ADDRESS=10.9.0.1";
@@ -10,16 +10,6 @@ const CONFORMANCE: &str = "31 passed";
 
 fn run(kernel: &Kernel, command: &[&str]) -> Outcome {
     Guest::default().run(kernel, command).unwrap_or_else(|error| panic!("{error}")).success()
-}
-
-/// A command on a pool whose one node is reached over verbs; and its statistics.
-fn run_on_pool(kernel: &Kernel, limit: &str, command: &[&str]) -> serde_json::Value {
-    let script = workspace().join("tests/guests/pool-over-verbs.sh");
-    let words = [script.as_path(), build::binary()].map(|path| path.to_str().expect("a plain path"));
-    let outcome = run(kernel, &[&words[..], &[limit], command].concat());
-    let at = outcome.stdout.find('{').unwrap_or_else(|| panic!("no statistics: {outcome}"));
-    let mut values = serde_json::Deserializer::from_str(&outcome.stdout[at..]).into_iter();
-    values.next().expect("an object").expect("it is whole")
 }
 
 #[test]
@@ -34,11 +24,12 @@ fn the_conformance_suite_passes() {
 #[test]
 fn a_program_that_checks_its_memory_is_paged_over_verbs() {
     let Some(kernel) = kernel() else { return };
-    let checker = build::programs().join("checker");
-    let checker = checker.to_str().expect("a plain path");
-    let statistics = run_on_pool(&kernel, "12M", &[checker, "fork", "--bytes", "32M", "--rounds", "1"]);
-    assert!(statistics["remote_reads"].as_u64().is_some_and(|reads| reads > 1000), "{statistics}");
-    assert_eq!(statistics["lost_pages"], 0, "{statistics}");
+    let paths = [script("on-pool.sh"), build::binary().to_owned(), build::programs().join("checker")];
+    let [on_pool, binary, checker] = paths.each_ref().map(|path| path.to_str().expect("a plain path"));
+    let outcome = run(&kernel, &[on_pool, binary, "12M", checker, "fork", "--bytes", "32M", "--rounds", "1"]);
+    let statistics = outcome.statistics();
+    assert!(statistics["remote_reads"].as_u64().is_some_and(|reads| reads > 1000), "{outcome}");
+    assert_eq!(statistics["lost_pages"], 0, "{outcome}");
 }
 
 #[test]

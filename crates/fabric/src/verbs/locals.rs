@@ -1,7 +1,7 @@
 //! Local memory, registered as it is used.
 //!
 //! What is registered is pinned: it takes memory, touched or not. A host's mempool may be much larger than what is in use of it, so each part of a memory is
-//! registered when work first names it.
+//! registered when work first names it. Whether there may be so much is found out beforehand: work that fails for want of it would look as if its node had.
 
 use std::io;
 use std::sync::Arc;
@@ -40,7 +40,16 @@ impl Locals {
         if self.list.len() >= limit {
             return Err(EndpointError::TooManyLocal { limit });
         }
-        let parts = (0..memory.len().div_ceil(PART_BYTES)).map(|_| None).collect();
+        let bytes = memory.len();
+        let refused = |source| EndpointError::Local { bytes, source };
+        let others: usize = self.list.iter().map(|local| local.memory.len()).sum();
+        if !may_lock(others + bytes) {
+            return Err(refused(io::ErrorKind::OutOfMemory.into()));
+        }
+        let mut parts: Vec<_> = (0..bytes.div_ceil(PART_BYTES)).map(|_| None).collect();
+        if let [only] = &mut parts[..] {
+            *only = Some(register(self.device, &memory, 0, 0).map_err(refused)?);
+        }
         self.list.push(Local { memory, parts });
         Ok(LocalKey(u32::try_from(self.list.len()).expect("bounded by the limit")))
     }
@@ -85,6 +94,14 @@ impl Locals {
         let key = local.parts[part].as_ref().map_or(0, Registration::local_key);
         Ok(Piece { addr, len: slice.len, key })
     }
+}
+
+/// Whether this process may have so much locked memory.
+fn may_lock(bytes: usize) -> bool {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
+    let is_free = rustix::thread::capabilities(None)
+        .is_ok_and(|sets| sets.effective.contains(rustix::thread::CapabilitySet::IPC_LOCK));
+    is_free || limit.is_none_or(|limit| u64_from(bytes) <= limit)
 }
 
 fn register(

@@ -1,0 +1,18 @@
+# shellcheck shell=bash
+# Parts of a cluster in a guest, for the scripts beside this. Whoever uses it has set `aquifer`, the program under test.
+state=$(mktemp -d)
+export AQUIFER_STATE="$state"
+umask 077
+# Two guests must have the same, and it guards nothing here.
+printf '%064d\n' 1 >"$state/cluster.key"
+
+# part NAME ARGUMENTS…: start a part in the background, and wait until it serves; `last` is its process.
+part() {
+    mkfifo "$state/$1.ready"
+    "$aquifer" "${@:2}" --detached >"$state/$1.ready" 2>"$state/$1.log" &
+    last=$!
+    read -r _ <"$state/$1.ready"
+}
+
+# Whatever happened, say what the parts said last.
+trap 'tail -n 5 "$state"/*.log >&2' EXIT
