@@ -8,6 +8,11 @@ use crate::run::{Outcome, Running, mempool_share, run_plainly};
 const MIB: u64 = 1 << 20;
 /// The promise: the limit, 10 % and 16 MiB.
 const SLACK_BYTES: u64 = 16 * MIB;
+/// In this time a program grows by all that it may be over: while the agent's processor is taken away and the program's is not, nobody can keep it to its limit. Such
+/// a run is not judged, and repeated.
+const STOLEN_TICKS: u64 = 1;
+/// A program that is over its limit each time is, whatever the machine did.
+const TRIES: u32 = 3;
 
 /// A program to compare.
 #[derive(Clone, Copy, Debug)]
@@ -38,8 +43,24 @@ pub fn compare(cluster: &Cluster, case: Case<'_>) -> Value {
         .arg(&stats)
         .arg("--")
         .args(case.program);
-    let paged = Running::start(&mut command, case.forks, mempool_share(cluster.agent_socket())).wait();
-    paged.assert_success("the paged run");
+    let mut tries = 0;
+    let paged = loop {
+        let stolen_before = stolen_ticks();
+        let paged = Running::start(&mut command, case.forks, mempool_share(cluster.agent_socket())).wait();
+        paged.assert_success("the paged run");
+        tries += 1;
+        let stolen = stolen_ticks() - stolen_before;
+        if case.unbounded.is_some()
+            || is_within_limit(&paged, limit)
+            || stolen < STOLEN_TICKS
+            || tries == TRIES
+        {
+            break paged;
+        }
+        println!(
+            "over its limit while the machine's processors were taken away for {stolen} ticks: once more"
+        );
+    };
     assert!(
         paged.stdout == plain.stdout,
         "the outputs differ; plainly:\n{}\non the pool:\n{}",
@@ -66,15 +87,25 @@ pub fn compare(cluster: &Cluster, case: Case<'_>) -> Value {
     stats
 }
 
+/// For how long others on the same hardware have had this machine's processors, in ticks of 10 ms, all processors together.
+fn stolen_ticks() -> u64 {
+    let stat = std::fs::read_to_string("/proc/stat").unwrap_or_default();
+    let total = stat.lines().next().and_then(|line| line.split_whitespace().nth(8));
+    total.and_then(|ticks| ticks.parse().ok()).unwrap_or(0)
+}
+
+fn is_within_limit(outcome: &Outcome, limit: u64) -> bool {
+    outcome.peak.total_bytes <= limit + limit / 10 + SLACK_BYTES
+}
+
 /// Fails if a run was seen with more than it may have.
 ///
 /// # Panics
 /// If it was.
 pub fn assert_within_limit(outcome: &Outcome, limit: u64) {
     assert!(outcome.peak.samples > 0, "nothing was sampled");
-    let allowed = limit + limit / 10 + SLACK_BYTES;
     assert!(
-        outcome.peak.total_bytes <= allowed,
+        is_within_limit(outcome, limit),
         "resident {} MiB, with the mempool {} MiB, over the limit of {} MiB (+ 10 % + 16 MiB)",
         outcome.peak.anonymous_bytes / MIB,
         outcome.peak.total_bytes / MIB,
