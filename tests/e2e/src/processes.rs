@@ -61,13 +61,15 @@ pub fn arguments(pid: u32) -> Vec<String> {
 }
 
 /// All processes.
-///
-/// # Panics
-/// If there is no `/proc`.
 #[must_use]
 pub fn all() -> Vec<u32> {
-    let entries = fs::read_dir("/proc").expect("there is a /proc");
-    entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+    numbers("/proc")
+}
+
+/// The entries of a directory that are numbers; none, if it is gone.
+fn numbers(directory: &str) -> Vec<u32> {
+    let entries = fs::read_dir(directory).ok().into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
 /// Whether it runs still: a zombie does not.
@@ -100,4 +102,27 @@ pub fn signal(pid: u32, signal: Signal) {
     // Opened first: the number is then not another's.
     let _held = pidfd_open(pid, PidfdFlags::empty()).expect("the process is there");
     kill_process(pid, signal).expect("the process is ours");
+}
+
+/// What each thread of a process does, for people who look why it does not end: its state, its system call, where it is in the kernel, and how many
+/// faults wait at the descriptors that it has for them.
+#[must_use]
+pub fn report(pid: u32) -> String {
+    let read = |path: String| fs::read_to_string(path).unwrap_or_default();
+    let mut report = format!("process {pid}: {}\n", arguments(pid).join(" "));
+    for thread in numbers(&format!("/proc/{pid}/task")) {
+        let folder = format!("/proc/{pid}/task/{thread}");
+        let state = read(format!("{folder}/status"));
+        let state = state.lines().find(|line| line.starts_with("State:")).unwrap_or_default();
+        let name = read(format!("{folder}/comm"));
+        let call = read(format!("{folder}/syscall"));
+        report += &format!("  thread {thread} {}: {state}; system call {}\n", name.trim(), call.trim());
+        read(format!("{folder}/stack")).lines().take(6).for_each(|line| report += &format!("    {line}\n"));
+    }
+    for descriptor in numbers(&format!("/proc/{pid}/fdinfo")) {
+        let info = read(format!("/proc/{pid}/fdinfo/{descriptor}"));
+        let waiting = info.lines().filter(|line| line.starts_with("pending:") || line.starts_with("total:"));
+        waiting.for_each(|line| report += &format!("  descriptor {descriptor}: {line}\n"));
+    }
+    report
 }

@@ -92,10 +92,15 @@ impl Running {
         let status =
             eventually_within(RUN_TIME_MAX, || self.child.try_wait().expect("our own child can be asked"));
         let Some(status) = status else {
-            let processes = processes::descendants(self.child.id());
-            let all = processes.iter().copied().chain([self.child.id()]);
-            all.for_each(|pid| processes::signal(pid, Signal::KILL));
-            panic!("a program did not end within {RUN_TIME_MAX:?}; killed: {processes:?}");
+            let of_it: Vec<u32> =
+                [self.child.id()].into_iter().chain(processes::descendants(self.child.id())).collect();
+            let is_agent = |pid: &u32| processes::arguments(*pid).iter().any(|word| word == "agent");
+            let agents = processes::all().into_iter().filter(is_agent);
+            let reports: String = of_it.iter().copied().chain(agents).map(processes::report).collect();
+            of_it.iter().for_each(|pid| processes::signal(*pid, Signal::KILL));
+            panic!(
+                "a program did not end within {RUN_TIME_MAX:?} and was killed; it, and the agents, were:\n{reports}"
+            );
         };
         let peak = self.sampler.stop();
         Outcome {
