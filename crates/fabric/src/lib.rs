@@ -9,6 +9,7 @@
 
 mod control;
 mod keys;
+mod mail;
 pub mod memory;
 mod reach;
 mod rescue;

@@ -3,14 +3,13 @@
 state=$(mktemp -d)
 export AQUIFER_STATE="$state"
 umask 077
-# Two guests must have the same, and it guards nothing here.
+# It guards nothing here.
 printf '%064d\n' 1 >"$state/cluster.key"
 
-# part NAME ARGUMENTS…: start a part in the background, and wait until it serves; `last` is its process.
+# part NAME ARGUMENTS…: start a part in the background, and wait until it serves.
 part() {
     mkfifo "$state/$1.ready"
     "$aquifer" "${@:2}" --detached >"$state/$1.ready" 2>"$state/$1.log" &
-    last=$!
     read -r _ <"$state/$1.ready"
 }
 

@@ -109,7 +109,7 @@ impl Session {
         else {
             return false;
         };
-        if lacking > self.given.len() || !self.peer.resume(resume.heard, resume.taken) {
+        if lacking > self.given.len() || !self.peer.mailbox.resume(resume.heard, resume.taken) {
             return false;
         }
         for at in self.given.len() - lacking..self.given.len() {
@@ -213,7 +213,7 @@ impl Session {
                 }
             }
             wire::CREDIT => {
-                if !self.peer.credit(len) {
+                if !self.peer.mailbox.credit(u64::from(len)) {
                     return Err(Nonsense("more messages were taken than were sent"));
                 }
             }
@@ -283,7 +283,7 @@ impl Session {
         self.obstacle()?;
         let len = u64_from(message.len());
         let stamp = self.shared.control.next_stamp();
-        if self.peer.deliver(stamp, message, self.shared.options.limits.receive_depth) {
+        if self.peer.mailbox.deliver(stamp, message, self.shared.options.limits.receive_depth) {
             Ok(len)
         } else {
             Err(WorkError::ReceiverNotReady)

@@ -1,6 +1,5 @@
 //! The target's end: it changes keys and fences; threads of its own serve.
 
-use std::collections::VecDeque;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -23,6 +22,7 @@ use super::wire::{self, Answer, padded};
 use super::{ClusterKey, LINGER_TIME, Options};
 use crate::Memory;
 use crate::control::{Control, FENCED};
+use crate::mail::{self, Correspondent, Mailbox};
 use crate::tables::Tables;
 use crate::target::{Access, Host, Identity, Region, Scope, Served, Target, TargetError, Tenant, WindowSpec};
 use crate::work::Key;
@@ -80,18 +80,17 @@ pub(super) struct Peer {
     /// Set to have its connection closed: it has been replaced.
     pub is_stale: AtomicBool,
     pub tally: Tally,
-    inbox: Mutex<VecDeque<(u64, Vec<u8>)>>,
-    outbox: Mutex<Outbox>,
+    pub mailbox: Mailbox,
 }
 
-/// Messages to the initiator, kept until it has taken them: a connection that breaks loses none.
-#[derive(Debug, Default)]
-struct Outbox {
-    untaken: VecDeque<Vec<u8>>,
-    /// Messages taken since the session began.
-    taken: u64,
-    /// Messages put on the wire, those that were taken included.
-    sent: u64,
+impl Correspondent for Peer {
+    fn mailbox(&self) -> &Mailbox {
+        &self.mailbox
+    }
+
+    fn has_left(&self) -> bool {
+        self.has_left.load(Ordering::SeqCst)
+    }
 }
 
 impl Peer {
@@ -104,72 +103,18 @@ impl Peer {
             has_left: AtomicBool::new(false),
             is_stale: AtomicBool::new(false),
             tally: Tally::default(),
-            inbox: Mutex::new(VecDeque::new()),
-            outbox: Mutex::new(Outbox::default()),
+            mailbox: Mailbox::default(),
         })
-    }
-
-    /// A message from the initiator; false if there is no room.
-    pub fn deliver(&self, stamp: u64, message: Vec<u8>, depth: usize) -> bool {
-        let mut inbox = lock(&self.inbox);
-        let has_room = inbox.len() < depth;
-        if has_room {
-            inbox.push_back((stamp, message));
-        }
-        has_room
-    }
-
-    /// The initiator has taken messages; false if there were not so many.
-    pub fn credit(&self, count: u32) -> bool {
-        let mut outbox = lock(&self.outbox);
-        let count = u64::from(count);
-        if count > outbox.sent - outbox.taken {
-            return false;
-        }
-        outbox.taken += count;
-        outbox.untaken.drain(..usize::try_from(count).expect("fewer than there are"));
-        true
-    }
-
-    /// The initiator is back: so many messages have arrived there, and so many of those were taken. False if that cannot be.
-    pub fn resume(&self, heard: u64, taken: u64) -> bool {
-        let mut outbox = lock(&self.outbox);
-        let possible = outbox.taken <= taken && taken <= heard && heard <= outbox.sent;
-        if possible {
-            let newly = usize::try_from(taken - outbox.taken).expect("fewer than were sent");
-            outbox.untaken.drain(..newly);
-            outbox.taken = taken;
-            outbox.sent = heard;
-        }
-        possible
     }
 
     /// Put the next message that was not sent into `out`; false if there is none.
     pub fn next_message(&self, out: &mut Vec<u8>) -> bool {
-        let mut outbox = lock(&self.outbox);
-        let at = usize::try_from(outbox.sent - outbox.taken).expect("bounded by the receive depth");
-        let Some(message) = outbox.untaken.get(at) else {
-            return false;
-        };
-        let len = u32::try_from(message.len()).expect("bounded by the limits");
-        out.extend_from_slice(Answer::new(wire::MESSAGE, Ok(0), len).as_bytes());
-        out.extend_from_slice(message);
-        out.resize(out.len() + padded(len) - message.len(), 0);
-        outbox.sent += 1;
-        true
-    }
-
-    fn post(&self, message: &[u8], depth: usize) -> bool {
-        let mut outbox = lock(&self.outbox);
-        let has_room = outbox.untaken.len() < depth;
-        if has_room {
-            outbox.untaken.push_back(message.to_vec());
-        }
-        has_room
-    }
-
-    fn oldest(&self) -> Option<u64> {
-        lock(&self.inbox).front().map(|(stamp, _)| *stamp)
+        self.mailbox.send_next(|_, message| {
+            let len = u32::try_from(message.len()).expect("bounded by the limits");
+            out.extend_from_slice(Answer::new(wire::MESSAGE, Ok(0), len).as_bytes());
+            out.extend_from_slice(message);
+            out.resize(out.len() + padded(len) - message.len(), 0);
+        })
     }
 }
 
@@ -293,9 +238,8 @@ impl Shared {
     pub fn fence(&self, host: Host, epoch: u64) {
         let mut state = self.lock();
         state.tables.fence(host, epoch);
-        let is_fenced = |peer: &&Arc<Peer>| {
-            peer.who.host == host && peer.who.epoch <= epoch && !peer.has_left.load(Ordering::SeqCst)
-        };
+        let is_fenced =
+            |peer: &&Arc<Peer>| peer.who.host == host && peer.who.epoch <= epoch && !peer.has_left();
         let slots: Vec<usize> = state.peers.iter().filter(is_fenced).map(|peer| peer.slot).collect();
         for &slot in &slots {
             self.control.set_state(slot, FENCED);
@@ -338,27 +282,12 @@ impl State {
         control.vacate(session.slot);
         self.slots[session.slot] = false;
         session.peer.has_left.store(true, Ordering::SeqCst);
-        self.forget_peers();
+        self.forget_departed();
     }
 
-    /// Those who left stay as long as their messages; of too many the oldest give way.
-    fn forget_peers(&mut self) {
-        let has_left = |peer: &Peer| peer.has_left.load(Ordering::SeqCst);
-        let served = &mut self.served;
-        let mut stays = |peer: &Peer, stays: bool| {
-            if !stays {
-                served.add(peer.who.tenant, peer.tally.served());
-            }
-            stays
-        };
-        self.peers.retain(|peer| stays(peer, !has_left(peer) || peer.oldest().is_some()));
-        let mut surplus =
-            self.peers.iter().filter(|peer| has_left(peer)).count().saturating_sub(self.slots.len());
-        self.peers.retain(|peer| {
-            let goes = surplus > 0 && has_left(peer);
-            surplus -= usize::from(goes);
-            stays(peer, !goes)
-        });
+    fn forget_departed(&mut self) {
+        let Self { peers, slots, served, .. } = self;
+        mail::forget_departed(peers, slots.len(), |peer| served.add(peer.who.tenant, peer.tally.served()));
     }
 }
 
@@ -400,12 +329,8 @@ impl Target for TcpTarget {
 
     fn receive(&self, out: &mut Vec<u8>) -> Option<Identity> {
         let mut state = self.shared.lock();
-        let with_mail = state.peers.iter().filter_map(|peer| Some((peer.oldest()?, peer)));
-        let (_, peer) = with_mail.min_by_key(|(stamp, _)| *stamp)?;
-        let peer = Arc::clone(peer);
-        let (_, message) = lock(&peer.inbox).pop_front()?;
-        out.extend_from_slice(&message);
-        state.forget_peers();
+        let peer = mail::receive_oldest(&state.peers, out)?;
+        state.forget_departed();
         Some(peer.who)
     }
 
@@ -417,9 +342,8 @@ impl Target for TcpTarget {
         let state = self.shared.lock();
         let mut taken = 0;
         for peer in &state.peers {
-            let is_there = !peer.has_left.load(Ordering::SeqCst);
-            if is_there && peer.who.host == to && !state.tables.is_fenced(peer.who) {
-                let posted = peer.post(message, limits.receive_depth);
+            if !peer.has_left() && peer.who.host == to && !state.tables.is_fenced(peer.who) {
+                let posted = peer.mailbox.post(message, limits.receive_depth);
                 taken += usize::from(posted);
                 if posted {
                     self.shared.hands[peer.hand].wake();

@@ -16,10 +16,10 @@ use self::recovery::Attempt;
 use super::HANDSHAKE_TIME;
 use super::keys::Keys;
 use super::letters::{Answer, Request};
-use super::link::{CAME, Link, WENT, knock};
+use super::link::{Link, knock};
 use super::locals::Locals;
 use super::queue::Queue;
-use super::slots::Slots;
+use super::slots::{CAME, Slots, WENT};
 use super::sys::completions::{Ended, Outcome};
 use super::sys::pair::Order;
 use crate::Memory;
@@ -34,6 +34,8 @@ use crate::work::{Completion, Endpoint, EndpointError, Limits, LocalKey, PostErr
 const POLL_MAX: usize = 64;
 /// Empty looks at the device between two looks whether the other end is still there.
 const LOOKS: u32 = 256;
+/// The same where somebody waits for the bell, which librdmacm rings, too: it should not ring in vain for long.
+const LOOKS_WATCHED: u32 = 8;
 
 /// What became of an endpoint.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -76,6 +78,8 @@ pub struct VerbsEndpoint {
     kick: OwnedFd,
     /// Somebody waits for the bell.
     is_watched: AtomicBool,
+    /// `kick` is to be read.
+    is_kicked: AtomicBool,
     is_armed: bool,
 }
 
@@ -130,6 +134,7 @@ impl VerbsEndpoint {
             bell,
             kick: event().map_err(|error| unreachable(error.into()))?,
             is_watched: AtomicBool::new(false),
+            is_kicked: AtomicBool::new(false),
             is_armed: false,
         };
         endpoint.watch(endpoint.kick.as_fd()).map_err(unreachable)?;
@@ -145,6 +150,11 @@ impl VerbsEndpoint {
     /// Hear what the device has to tell, and give it what it can take.
     fn turn(&mut self) {
         self.look_after_rescue();
+        if self.is_kicked.swap(false, Ordering::Relaxed) {
+            // Only the first caller for the bell needed it.
+            let _ = rustix::io::read(&self.kick, &mut [0; 8]);
+        }
+        let is_watched = self.is_watched.load(Ordering::Relaxed);
         let mut ended = std::mem::take(&mut self.ended);
         while let Some(link) = &self.link {
             ended.clear();
@@ -162,13 +172,14 @@ impl VerbsEndpoint {
             }
             self.looks += 1;
             let Some(link) = &self.link else { break };
-            if self.is_watched.load(Ordering::Relaxed) && !self.is_armed {
+            if is_watched && !self.is_armed {
                 link.completions().arm();
                 self.is_armed = true;
                 // What came before that is not told: look once more.
                 continue;
             }
-            if self.looks.is_multiple_of(LOOKS) && link.is_over() {
+            let looks = if is_watched { LOOKS_WATCHED } else { LOOKS };
+            if self.looks.is_multiple_of(looks) && link.is_over() {
                 self.lose(None);
             }
             break;
@@ -230,6 +241,12 @@ impl VerbsEndpoint {
                     self.queue.settle_next(Err(WorkError::RemoteAccess));
                 }
             }
+            Some(Answer::Full(key)) => {
+                if !self.keys.full(key) {
+                    tracing::warn!(address = %self.address, "a target opens nothing at all: its device has no windows left");
+                    self.lose(None);
+                }
+            }
             Some(Answer::Delivered(number, had_room)) => self.queue.answered(number, had_room),
             // What was sent before the connection broke and arrived comes again.
             Some(Answer::Message(number, _)) if number < self.heard => {}
@@ -248,7 +265,9 @@ impl VerbsEndpoint {
     fn say(&mut self, request: Request<'_>) {
         request.write(&mut self.letter);
         let Some(link) = &mut self.link else { return };
-        match link.say(&self.letter) {
+        // None overtakes another.
+        let outcome = if self.unsaid.is_empty() { link.say(&self.letter) } else { Ok(false) };
+        match outcome {
             Ok(true) => {}
             Ok(false) => self.unsaid.push_back(self.letter.clone()),
             Err(_) => self.lose(None),
@@ -295,6 +314,7 @@ impl Endpoint for VerbsEndpoint {
     fn event_fd(&self) -> Option<BorrowedFd<'_>> {
         if !self.is_watched.swap(true, Ordering::Relaxed) {
             // Something may have come since the last look, and was not armed for: let the caller look.
+            self.is_kicked.store(true, Ordering::Relaxed);
             let _ = rustix::io::write(&self.kick, &1_u64.to_ne_bytes());
         }
         Some(self.bell.as_fd())

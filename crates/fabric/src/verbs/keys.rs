@@ -23,7 +23,7 @@ struct Known {
 #[derive(Debug)]
 pub(super) struct Keys {
     known: HashMap<Key, Known>,
-    /// What the target allows.
+    /// What the target allows, as far as is known.
     max: usize,
     clock: u64,
     asked: Option<Key>,
@@ -92,6 +92,13 @@ impl Keys {
         was_asked
     }
 
+    /// The target opens no more keys at a time; false if it was not asked, or none is open at all.
+    pub fn full(&mut self, key: Key) -> bool {
+        let was_asked = self.asked.take_if(|asked| *asked == key).is_some();
+        self.max = self.known.len().max(1);
+        was_asked && !self.known.is_empty()
+    }
+
     /// The device refused it: it may be dead.
     pub fn forget(&mut self, key: Key) {
         self.known.remove(&key);
@@ -155,5 +162,20 @@ mod tests {
             Verdict::Replace(Key(3)),
             "2 is still in use"
         );
+    }
+
+    #[test]
+    fn a_target_that_opens_fewer_is_believed() {
+        let mut keys = Keys::new(4);
+        known(&mut keys, Key(1), 0);
+        known(&mut keys, Key(2), 1);
+        assert_eq!(keys.judge(Key(3), Right::Read, WHOLE, 2, 2), Verdict::Ask);
+        assert!(!keys.full(Key(4)), "it was not asked");
+        assert!(keys.full(Key(3)));
+        assert_eq!(keys.judge(Key(3), Right::Read, WHOLE, 2, 2), Verdict::Replace(Key(1)));
+        assert!(keys.told(Key(3), Some(opened(4))));
+        keys.clear();
+        assert_eq!(keys.judge(Key(3), Right::Read, WHOLE, 3, 3), Verdict::Ask);
+        assert!(!keys.full(Key(3)), "not even one");
     }
 }

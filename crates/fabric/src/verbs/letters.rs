@@ -27,6 +27,8 @@ pub(super) enum Request<'a> {
 pub(super) enum Answer<'a> {
     /// What a key opens; nothing, if it is not for this one.
     Told(Key, Option<Opened>),
+    /// No more keys can be open for this one at a time: it has to forget one before it asks for this one again.
+    Full(Key),
     /// Whether the message with that number found room.
     Delivered(u64, bool),
     /// A message of the user, by its number.
@@ -63,6 +65,7 @@ const MESSAGE: u8 = 3;
 const TAKEN: u8 = 4;
 const TOLD: u8 = 5;
 const DELIVERED: u8 = 6;
+const FULL: u8 = 7;
 
 fn put(out: &mut Vec<u8>, head: &Head, message: &[u8]) {
     out.clear();
@@ -122,6 +125,7 @@ impl<'a> Answer<'a> {
                 }
                 put(out, &head, &[]);
             }
+            Self::Full(key) => put(out, &head(FULL, key, 0), &[]),
             Self::Delivered(number, had_room) => {
                 let mut head = head(DELIVERED, Key(0), number);
                 head.flags = had_room.into();
@@ -150,6 +154,7 @@ impl<'a> Answer<'a> {
                 let is_open = access != Access { read: false, write: false, atomic: false };
                 Some(Self::Told(Key(head.key.get()), is_open.then_some(opened)))
             }
+            FULL => Some(Self::Full(Key(head.key.get()))),
             DELIVERED => Some(Self::Delivered(head.number.get(), head.flags != 0)),
             MESSAGE => Some(Self::Message(head.number.get(), message)),
             _ => None,
@@ -180,6 +185,7 @@ mod tests {
         for answer in [
             Answer::Told(Key(9), Some(opened)),
             Answer::Told(Key(9), None),
+            Answer::Full(Key(3)),
             Answer::Delivered(4, true),
             Answer::Delivered(4, false),
             Answer::Message(1, b""),

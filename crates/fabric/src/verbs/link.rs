@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use super::slots::Slots;
+use super::slots::{CAME, Slots, WENT, slot_of};
 use super::sys::completions::{Completions, Ended, Outcome};
 use super::sys::connection::{Connection, EventKind, Events};
 use super::sys::device::Device;
@@ -16,11 +16,6 @@ use super::{INLINE_BYTES, LETTER_BYTES, LETTERS_MAX, QUEUE_DEPTH_LIMIT};
 use crate::tcp::hello::{self, Hello, Reply, Welcome};
 use crate::tcp::secure::{ClusterKey, SecureError, initiate};
 use crate::work::EndpointError;
-
-/// Ids of completions: places of messages that came, and of those that went. Those of work are below.
-pub(super) const CAME: u64 = 1 << 62;
-pub(super) const WENT: u64 = 1 << 63;
-const SLOT_MASK: u64 = u32::MAX as u64;
 
 /// One connection with all that belongs to it.
 #[derive(Debug)]
@@ -141,10 +136,6 @@ impl Drop for Link {
     fn drop(&mut self) {
         self.connection.disconnect();
     }
-}
-
-fn slot_of(id: u64) -> u32 {
-    u32::try_from(id & SLOT_MASK).expect("32 bits")
 }
 
 fn left_ms(deadline: Instant) -> i32 {

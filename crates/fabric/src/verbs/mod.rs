@@ -5,7 +5,7 @@
 //! cluster's key; until then nothing else is said. No memory is open to peers as such: the target binds a window of type 2, for one queue pair alone,
 //! for each key that an initiator asks about. `docs/formats/fabric-verbs.md` has the messages.
 //!
-//! - [`sys`]: safe handles of what the libraries give; all calls into them, and all unsafe code but two posts, are there.
+//! - [`sys`]: safe handles of what the libraries give; all calls into them are there, and all unsafe code but where work is posted.
 //! - [`queue`], [`keys`], [`letters`]: pure parts of the initiator, and the bytes of messages.
 //! - [`link`], [`endpoint`], [`locals`]: the initiator's end. [`target`], [`serve`], [`session`], [`peer`]: the target's.
 

@@ -5,6 +5,7 @@ use std::io::{self, Read, Write};
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::letters::{Answer, Opened};
 use super::peer::Peer;
 use super::sys::connection::Connection;
 use super::sys::pair::Pair;
@@ -24,17 +25,40 @@ pub(super) enum Phase {
     Refused(Instant),
 }
 
+/// A window that is being bound.
+#[derive(Debug)]
+pub(super) struct Binding {
+    pub key: Key,
+    pub window: Window,
+    pub opened: Opened,
+    /// Its key was invalidated meanwhile.
+    pub is_dead: bool,
+}
+
+/// What the device has to do for a session.
+#[derive(Debug)]
+pub(super) enum UnderWay {
+    /// The letter in that place of the outbox.
+    Letter(u32),
+    Bind(Binding),
+}
+
+/// What is to be done for a session when the device can take it.
+#[derive(Debug)]
+pub(super) enum Waiting {
+    Letter(Vec<u8>),
+    Bind(Key),
+}
+
 #[derive(Debug)]
 pub(super) struct Session {
-    // Windows go before the queue pair that they are bound to: devices may wait for that for long.
     pub windows: HashMap<Key, Window>,
+    /// By the ids of their completions.
+    pub under_way: HashMap<u64, UnderWay>,
     pub connection: Connection,
     pub pair: Pair,
     pub phase: Phase,
-    /// Letters for which there was no place.
-    pub unsaid: VecDeque<Vec<u8>>,
-    /// Letters and binds that the device has.
-    pub under_way: usize,
+    pub waiting: VecDeque<Waiting>,
 }
 
 impl Session {
@@ -44,8 +68,8 @@ impl Session {
             connection,
             pair,
             phase: Phase::Proving(deadline),
-            unsaid: VecDeque::new(),
-            under_way: 0,
+            under_way: HashMap::new(),
+            waiting: VecDeque::new(),
         }
     }
 
@@ -53,6 +77,41 @@ impl Session {
         match &self.phase {
             Phase::Open(peer) => Some(peer),
             _ => None,
+        }
+    }
+
+    fn bindings(&self) -> impl Iterator<Item = &Binding> {
+        self.under_way.values().filter_map(|what| match what {
+            UnderWay::Bind(binding) => Some(binding),
+            UnderWay::Letter(_) => None,
+        })
+    }
+
+    /// Windows that are bound or being bound.
+    pub fn windows_taken(&self) -> usize {
+        self.windows.len() + self.bindings().count()
+    }
+
+    /// Whether one is bound or being bound for that key.
+    pub fn has_window(&self, key: Key) -> bool {
+        self.windows.contains_key(&key) || self.bindings().any(|binding| binding.key == key)
+    }
+
+    /// Say something when its turn comes.
+    pub fn tell(&mut self, answer: &Answer<'_>) {
+        let mut letter = Vec::new();
+        answer.write(&mut letter);
+        self.waiting.push_back(Waiting::Letter(letter));
+    }
+
+    /// Nothing is served by that key any more.
+    pub fn invalidate(&mut self, key: Key) {
+        // A window that is freed opens nothing any more when this returns.
+        self.windows.remove(&key);
+        for what in self.under_way.values_mut() {
+            if let UnderWay::Bind(binding) = what {
+                binding.is_dead |= binding.key == key;
+            }
         }
     }
 
@@ -70,7 +129,9 @@ impl Session {
 impl Drop for Session {
     fn drop(&mut self) {
         self.pair.stop();
+        // Windows go before the queue pair that they are bound to: devices may wait for that for long.
         self.windows.clear();
+        self.under_way.clear();
         self.connection.disconnect();
     }
 }

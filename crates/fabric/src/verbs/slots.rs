@@ -9,6 +9,15 @@ use super::sys::registration::{Registration, Use};
 use crate::Memory;
 use crate::memory::u64_from;
 
+/// Ids of completions: of messages that came, with the place where they are, and of those that went. Those of other work have neither bit.
+pub(super) const CAME: u64 = 1 << 62;
+pub(super) const WENT: u64 = 1 << 63;
+
+/// The place that an id tells of.
+pub(super) fn slot_of(id: u64) -> u32 {
+    u32::try_from(id & u64::from(u32::MAX)).expect("32 bits")
+}
+
 /// Places of one size. Which are in use, their owner knows, or [`Slots::take`].
 #[derive(Debug)]
 pub(super) struct Slots {

@@ -18,6 +18,7 @@ use super::sys::device::Device;
 use super::sys::registration::{Registration, Use};
 use crate::Memory;
 use crate::control::Control;
+use crate::mail::{self, Correspondent};
 use crate::tables::Tables;
 use crate::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
 use crate::tcp::ClusterKey;
@@ -56,6 +57,8 @@ pub(super) struct State {
     /// By region number.
     pub regions: Vec<Registration>,
     pub commands: Vec<Command>,
+    /// There is a thread that obeys them.
+    pub is_served: bool,
 }
 
 impl State {
@@ -64,20 +67,11 @@ impl State {
         if !peer.has_left.swap(true, Ordering::SeqCst) {
             self.slots[peer.slot] = false;
         }
-        self.forget_peers();
+        self.forget_departed();
     }
 
-    /// Those who left stay as long as their messages; of too many the oldest give way.
-    pub fn forget_peers(&mut self) {
-        let has_left = |peer: &Peer| peer.has_left.load(Ordering::SeqCst);
-        self.peers.retain(|peer| !has_left(peer) || peer.oldest().is_some());
-        let gone = self.peers.iter().filter(|peer| has_left(peer)).count();
-        let mut surplus = gone.saturating_sub(self.slots.len());
-        self.peers.retain(|peer| {
-            let goes = surplus > 0 && has_left(peer);
-            surplus -= usize::from(goes);
-            !goes
-        });
+    pub fn forget_departed(&mut self) {
+        mail::forget_departed(&mut self.peers, self.slots.len(), |_| ());
     }
 }
 
@@ -94,10 +88,14 @@ impl Shared {
     /// Have the thread do something, and wait until it is done.
     fn command(&self, make: impl FnOnce(Sender<()>) -> Command) {
         let (done, is_done) = channel();
-        self.lock().commands.push(make(done));
-        self.ring();
+        let mut state = self.lock();
         // A thread that has ended serves nobody any more, which is as good.
-        let _over = is_done.recv();
+        if state.is_served {
+            state.commands.push(make(done));
+            drop(state);
+            self.ring();
+            let _over = is_done.recv();
+        }
     }
 }
 
@@ -125,6 +123,7 @@ impl VerbsTarget {
             tables: Tables::new(options.regions_max, options.windows_max, secret),
             regions: Vec::new(),
             commands: Vec::new(),
+            is_served: true,
         };
         let shared = Arc::new(Shared {
             key: key.clone(),
@@ -203,11 +202,8 @@ impl Target for VerbsTarget {
 
     fn receive(&self, out: &mut Vec<u8>) -> Option<Identity> {
         let mut state = self.shared.lock();
-        let with_mail = state.peers.iter().filter_map(|peer| Some((peer.oldest()?, peer)));
-        let (_, peer) = with_mail.min_by_key(|(stamp, _)| *stamp)?;
-        let peer = Arc::clone(peer);
-        out.extend_from_slice(&peer.take()?);
-        state.forget_peers();
+        let peer = mail::receive_oldest(&state.peers, out)?;
+        state.forget_departed();
         Some(peer.who)
     }
 
@@ -217,14 +213,13 @@ impl Target for VerbsTarget {
             return 0;
         }
         let state = self.shared.lock();
-        let is_there = |peer: &&Arc<Peer>| {
-            peer.who.host == to && !peer.has_left.load(Ordering::SeqCst) && !state.tables.is_fenced(peer.who)
-        };
+        let is_there =
+            |peer: &&Arc<Peer>| peer.who.host == to && !peer.has_left() && !state.tables.is_fenced(peer.who);
         let taken = state
             .peers
             .iter()
             .filter(is_there)
-            .filter(|peer| peer.post(message, limits.receive_depth))
+            .filter(|peer| peer.mailbox.post(message, limits.receive_depth))
             .count();
         drop(state);
         self.shared.ring();

@@ -1,0 +1,123 @@
+//! The providers that need no device.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use aquifer_fabric::shm::{self, ShmTarget};
+use aquifer_fabric::sim::{SimFabric, SimOptions, SimTarget};
+use aquifer_fabric::tcp::{self, ConnectOptions, TcpTarget};
+use aquifer_fabric::{Endpoint, EndpointError, Identity, Target};
+
+use crate::harness::{ENDPOINTS_MAX, Harness, KEY, LIMITS, REGIONS_MAX, WINDOWS_MAX};
+
+pub struct ShmHarness {
+    target: Option<ShmTarget>,
+    folder: tempfile::TempDir,
+}
+
+impl Harness for ShmHarness {
+    fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let options = shm::Options {
+            endpoints_max: ENDPOINTS_MAX,
+            regions_max: REGIONS_MAX,
+            windows_max: WINDOWS_MAX,
+            limits: LIMITS,
+            ..shm::Options::default()
+        };
+        let target = ShmTarget::listen(&folder.path().join("node"), options).unwrap();
+        Self { target: Some(target), folder }
+    }
+
+    fn target(&self) -> &dyn Target {
+        self.target.as_ref().unwrap()
+    }
+
+    fn connect(&self, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
+        shm::connect(&self.folder.path().join("node"), who)
+    }
+
+    fn settle(&self) {
+        std::thread::yield_now();
+    }
+
+    fn kill_target(&mut self) {
+        self.target = None;
+    }
+}
+
+/// Over TCP, as `SEALED` says: encrypted or not.
+pub struct TcpHarness<const SEALED: bool> {
+    target: Option<TcpTarget>,
+    address: std::net::SocketAddr,
+}
+
+impl<const SEALED: bool> Harness for TcpHarness<SEALED> {
+    fn start() -> Self {
+        let options = tcp::Options {
+            endpoints_max: ENDPOINTS_MAX,
+            regions_max: REGIONS_MAX,
+            windows_max: WINDOWS_MAX,
+            limits: LIMITS,
+            threads: 2,
+            ..tcp::Options::default()
+        };
+        let target = TcpTarget::listen("127.0.0.1:0".parse().unwrap(), &KEY, options).unwrap();
+        Self { address: target.address(), target: Some(target) }
+    }
+
+    fn target(&self) -> &dyn Target {
+        self.target.as_ref().unwrap()
+    }
+
+    fn connect(&self, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
+        let options = ConnectOptions { encrypt: SEALED, ..ConnectOptions::default() };
+        tcp::connect(self.address, &KEY, who, options)
+    }
+
+    fn settle(&self) {
+        std::thread::yield_now();
+    }
+
+    fn kill_target(&mut self) {
+        self.target = None;
+    }
+}
+
+pub struct SimHarness {
+    fabric: SimFabric,
+    target: SimTarget,
+}
+
+/// Each test of the simulation runs under a seed of its own.
+static NEXT_SEED: AtomicU64 = AtomicU64::new(1);
+
+impl Harness for SimHarness {
+    fn start() -> Self {
+        let options = SimOptions {
+            endpoints_max: ENDPOINTS_MAX,
+            regions_max: REGIONS_MAX,
+            windows_max: WINDOWS_MAX,
+            limits: LIMITS,
+            ..SimOptions::default()
+        };
+        let fabric = SimFabric::new(NEXT_SEED.fetch_add(1, Ordering::Relaxed), options);
+        let target = fabric.add_node();
+        Self { fabric, target }
+    }
+
+    fn target(&self) -> &dyn Target {
+        &self.target
+    }
+
+    fn connect(&self, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
+        self.fabric.connect(self.target.node(), who)
+    }
+
+    fn settle(&self) {
+        self.fabric.step();
+    }
+
+    fn kill_target(&mut self) {
+        self.fabric.crash_node(self.target.node());
+    }
+}
