@@ -25,6 +25,7 @@ use crate::stats::FaultStats;
 use crate::stream::Streams;
 
 pub use recovery::Before;
+use recovery::Unplaced;
 
 /// Pages filled at one fault of a walk.
 const WINDOW_MAX: usize = 32;
@@ -94,6 +95,10 @@ pub struct Monitor<E: Edge> {
     has_nudged: bool,
     /// Room could be made if a relative passed a block on.
     lacks_block: bool,
+    /// It waits for a block.
+    wants_block: bool,
+    /// Batches that had left the program before a restart, and wait for their blocks.
+    unplaced: Vec<Unplaced>,
     /// Since a fork, until the kernel allows it.
     is_to_protect: bool,
     ended: bool,
@@ -134,6 +139,8 @@ impl<E: Edge> Monitor<E> {
             next_review_ns: 0,
             has_nudged: false,
             lacks_block: false,
+            wants_block: false,
+            unplaced: Vec::new(),
             is_to_protect: false,
             ended: false,
         }
@@ -173,6 +180,11 @@ impl<E: Edge> Monitor<E> {
     /// Do all that can be done now.
     pub fn turn(&mut self) -> Next {
         self.collect();
+        if !self.ended && !self.place_unplaced() {
+            // Nobody tells when the host's mempool has a block again: it is asked now and then.
+            self.ended = !self.edge.wait();
+            return if self.ended { Next::Ended } else { Next::Again };
+        }
         if std::mem::take(&mut self.is_behind) && self.edge.mutation() != Mutation::AdoptBehind {
             // Of what a monitor before this one had heard and not heeded the kernel says nothing any more: no proof would fail for it.
             self.listen();

@@ -169,6 +169,17 @@ impl WorkerPort {
         self.control().batches[buffer].count.store(0, Release);
     }
 
+    /// How many buffers an agent before this one had not emptied, with pages that are leaving. Does not wait.
+    pub fn unemptied(&self, is_leaving: impl Fn(PageNumber) -> bool) -> usize {
+        let is_unemptied = |batch: &&BatchRecord| {
+            let count = (batch.count.load(Acquire) as usize).min(TAKE_PAGES_MAX);
+            let pages =
+                batch.addresses[..count].iter().map(|address| address.load(Relaxed) / PAGE_BYTES as u64);
+            pages.into_iter().any(&is_leaving)
+        };
+        self.control().batches.iter().filter(is_unemptied).count()
+    }
+
     /// By buffer, what an agent before this one had the worker take and had not copied yet, place by place. Waits for the last command;
     /// `None` if the program ends meanwhile.
     pub fn batches(&self, mut is_alive: impl FnMut() -> bool) -> Option<Vec<Vec<(PageNumber, Taken)>>> {

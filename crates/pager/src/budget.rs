@@ -5,10 +5,11 @@
 
 use std::ops::Deref;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
 
 use crate::mempool::BLOCK_PAGES;
 use crate::page::PAGE_BYTES;
+use crate::share::Share;
 
 /// The smallest limit: below it a dynamically linked program cannot even start.
 pub const LIMIT_BYTES_MIN: u64 = 8 << 20;
@@ -26,10 +27,7 @@ pub struct Budget {
     held: AtomicI64,
     overhead: AtomicI64,
     peak: AtomicU64,
-    blocks: AtomicU64,
-    blocks_max: AtomicU64,
-    members: AtomicU64,
-    is_block_asked: AtomicBool,
+    share: Share,
     granted: AtomicU64,
 }
 
@@ -42,10 +40,7 @@ impl Budget {
             held: AtomicI64::new(0),
             overhead: AtomicI64::new(0),
             peak: AtomicU64::new(0),
-            blocks: AtomicU64::new(0),
-            blocks_max: AtomicU64::new(0),
-            members: AtomicU64::new(0),
-            is_block_asked: AtomicBool::new(false),
+            share: Share::default(),
             granted: AtomicU64::new(0),
         };
         budget.set_limit(limit_bytes);
@@ -56,7 +51,7 @@ impl Budget {
     pub fn set_limit(&self, limit_bytes: u64) {
         let pages = limit_bytes / PAGE_BYTES as u64;
         let share = (pages / SHARE_DIVISOR / BLOCK_PAGES as u64).clamp(SHARE_BLOCKS_MIN, SHARE_BLOCKS_MAX);
-        self.blocks_max.store(share, Relaxed);
+        self.share.set_max(share);
         self.limit.store(pages.saturating_sub(share * BLOCK_PAGES as u64), Relaxed);
     }
 
@@ -99,7 +94,7 @@ impl Budget {
     /// A member may write so many pages that it shared with relatives: those become more, by so many. The next sample that was taken after
     /// that counts them.
     pub fn grant(&self, pages: u64) {
-        if self.members.load(Relaxed) > 1 {
+        if self.share.members() > 1 {
             self.granted.fetch_add(pages, Relaxed);
             self.overhead.fetch_add(i64::try_from(pages).expect("few"), Relaxed);
         }
@@ -117,76 +112,84 @@ impl Budget {
         self.peak.load(Relaxed)
     }
 
-    /// Reserve one more block of the mempool, if the share allows it.
+    /// Whether a block was given back for one that lacks it, and nobody has told it. The caller does.
     #[must_use]
-    pub fn try_add_block(&self) -> bool {
-        let max = self.blocks_max.load(Relaxed);
-        self.blocks.fetch_update(Relaxed, Relaxed, |blocks| (blocks < max).then_some(blocks + 1)).is_ok()
-    }
-
-    /// Count a block that the run has had since before a restart.
-    pub fn recover_block(&self) {
-        self.blocks.fetch_add(1, Relaxed);
-    }
-
-    /// Whether the run has more blocks than its share: the limit was lowered.
-    #[must_use]
-    pub fn has_surplus_blocks(&self) -> bool {
-        self.blocks.load(Relaxed) > self.blocks_max.load(Relaxed)
-    }
-
-    /// Give a block's reservation back.
-    pub fn remove_block(&self) {
-        let before = self.blocks.fetch_sub(1, SeqCst);
-        assert!(before > 0, "a block was given back that was never reserved");
-    }
-
-    /// Blocks that each member may count on; 0 if there are more members than blocks.
-    fn blocks_each(&self) -> u64 {
-        self.blocks_max.load(Relaxed) / self.members.load(Relaxed).max(1)
-    }
-
-    /// A member that has so many blocks gets no other: the others are asked for one, if that is less than its part. Whether they had not
-    /// been asked already.
-    pub(crate) fn ask_for_block(&self, has: u64) -> bool {
-        has < self.blocks_each().max(1) && !self.is_block_asked.swap(true, SeqCst)
-    }
-
-    /// Whether members have all blocks of the share. Whoever gives one back after this was seen also sees what was asked before it.
-    pub(crate) fn is_share_used(&self) -> bool {
-        self.blocks.load(SeqCst) >= self.blocks_max.load(Relaxed)
-    }
-
-    /// Whether a member lacks a block and one that has so many should pass one on.
-    pub(crate) fn is_block_asked_of(&self, has: u64) -> bool {
-        self.is_block_asked.load(Relaxed) && has > self.blocks_each()
-    }
-
-    /// Whether a member lacked a block until now, when one was given back: it is to be told, and asks again if it comes too late.
-    #[must_use]
-    pub fn was_block_asked(&self) -> bool {
-        self.is_block_asked.load(SeqCst) && self.is_block_asked.swap(false, SeqCst)
+    pub fn is_block_to_tell(&self) -> bool {
+        self.share.is_to_tell()
     }
 
     /// Bytes of the mempool that the run has now.
     #[must_use]
     pub fn mempool_bytes(&self) -> u64 {
-        self.blocks.load(Relaxed) * (BLOCK_PAGES * PAGE_BYTES) as u64
+        self.share.blocks() * (BLOCK_PAGES * PAGE_BYTES) as u64
     }
 }
 
 /// A volume's part in a budget.
 #[derive(Debug)]
-pub(crate) struct Member(Arc<Budget>);
+pub(crate) struct Member {
+    budget: Arc<Budget>,
+    number: u64,
+}
 
 impl Member {
-    pub(crate) fn new(budget: Arc<Budget>) -> Self {
-        budget.members.fetch_add(1, Relaxed);
-        Self(budget)
+    pub fn new(budget: Arc<Budget>) -> Self {
+        let number = budget.share.join();
+        Self { budget, number }
     }
 
-    pub(crate) fn budget(&self) -> &Arc<Budget> {
-        &self.0
+    pub fn budget(&self) -> &Arc<Budget> {
+        &self.budget
+    }
+
+    /// Reserve one more block of the mempool, if the share allows it.
+    #[must_use]
+    pub fn try_add_block(&self) -> bool {
+        self.budget.share.take(self.number)
+    }
+
+    /// Count a block that this one has had since before a restart.
+    pub fn recover_block(&self) {
+        self.budget.share.recover();
+    }
+
+    /// Whether the run has more blocks than its share: the limit was lowered.
+    #[must_use]
+    pub fn has_surplus_blocks(&self) -> bool {
+        self.budget.share.has_surplus()
+    }
+
+    /// Give a block's reservation back.
+    pub fn remove_block(&self) {
+        self.budget.share.give();
+    }
+
+    /// Give a reservation back that came to nothing, and to nobody.
+    pub fn forgo_block(&self) {
+        self.budget.share.forgo();
+    }
+
+    /// This one has so many blocks and gets no other. It waits for one from now on, if that is less than its part; whether it did not before.
+    #[must_use]
+    pub fn ask_for_block(&self, has: u64) -> bool {
+        self.budget.share.ask(self.number, has)
+    }
+
+    /// This one needs no block just now, nor one that it was promised.
+    pub fn need_no_block(&self) {
+        self.budget.share.withdraw(self.number);
+    }
+
+    /// Whether members have all blocks of the share. Whoever gives one back after this was seen also sees what was asked before it.
+    #[must_use]
+    pub fn is_share_used(&self) -> bool {
+        self.budget.share.is_used()
+    }
+
+    /// Whether a member lacks a block and one that has so many should pass one on.
+    #[must_use]
+    pub fn is_block_asked_of(&self, has: u64) -> bool {
+        self.budget.share.is_asked_of(has)
     }
 }
 
@@ -194,13 +197,13 @@ impl Deref for Member {
     type Target = Budget;
 
     fn deref(&self) -> &Budget {
-        &self.0
+        &self.budget
     }
 }
 
 impl Drop for Member {
     fn drop(&mut self) {
-        self.0.members.fetch_sub(1, Relaxed);
+        self.budget.share.leave(self.number);
     }
 }
 
@@ -212,12 +215,13 @@ mod tests {
     fn the_mempools_share_comes_out_of_the_limit() {
         let budget = Budget::new(64 << 20);
         assert_eq!(budget.resident_max() * 4096, (64 << 20) - 8 * 256 * 1024);
+        let member = Member::new(Arc::new(budget));
         for _ in 0..8 {
-            assert!(budget.try_add_block());
+            assert!(member.try_add_block());
         }
-        assert!(!budget.try_add_block(), "the share is a bound");
-        budget.remove_block();
-        assert!(budget.try_add_block());
+        assert!(!member.try_add_block(), "the share is a bound");
+        member.remove_block();
+        assert!(member.try_add_block());
     }
 
     #[test]

@@ -20,6 +20,7 @@ mod newcomers;
 pub mod page;
 pub mod ports;
 pub mod sender;
+mod share;
 pub mod slabs;
 pub mod table;
 pub mod view;

@@ -50,6 +50,8 @@ pub enum Mutation {
     ForgetMoving,
     /// After a restart a page that was on its way out is taken for one that is in the program.
     ForgetLeaving,
+    /// After a restart no blocks of the mempool are set aside for what is on its way there.
+    ReserveNothing,
     /// A page of a device that is written again is written in its place, though its block is the sender's by now.
     AbsorbIntoSealed,
     /// A READ over an endpoint of before its node came back is not tried once more.

@@ -79,6 +79,8 @@ pub struct Volume {
     /// By block number; `None` where the block is not this volume's.
     blocks: Vec<Option<Block>>,
     reclaimable: VecDeque<BlockId>,
+    /// Blocks for batches that had left before a restart.
+    reserved: Vec<BlockId>,
     /// Blocks that are leaving or staged.
     blocks_in_flight: usize,
     /// Emptied blocks, kept so that no batch allocates.
@@ -106,6 +108,7 @@ impl Volume {
             departures: 0,
             blocks,
             reclaimable: VecDeque::new(),
+            reserved: Vec::new(),
             blocks_in_flight: 0,
             spare_blocks: Vec::new(),
             mutation: Mutation::None,
@@ -469,6 +472,8 @@ impl Volume {
             self.mempool.give_back(block.id);
             self.budget.remove_block();
         }
+        self.return_reserved();
+        self.need_no_block();
         self.reclaimable.clear();
         self.blocks_in_flight = 0;
         self.resident.clear();

@@ -106,14 +106,14 @@ fn a_program_that_sleeps_passes_blocks_to_one_that_lacks_them() {
     assert!(!parent.pass_block(), "nobody has asked");
     assert!(child.take_block().is_none() && child.ask_for_block() && child.lacks_block());
     assert!(!child.ask_for_block(), "they are told once");
-    assert!(parent.pass_block() && budget.was_block_asked());
+    assert!(parent.pass_block() && budget.is_block_to_tell());
     assert!(!parent.pass_block(), "one is passed for one that was asked for");
     let first = child.take_block().expect("the parent's");
     // Each now counts on two of four. The parent has three, and passes one more, but no other.
     assert!(child.take_block().is_none() && child.ask_for_block() && parent.pass_block());
-    assert!(budget.was_block_asked());
+    assert!(budget.is_block_to_tell());
     let second = child.take_block().expect("the parent's");
     assert!(child.take_block().is_none() && child.ask_for_block() && !parent.pass_block());
     [first, second].into_iter().for_each(|block| child.return_block(block));
-    assert!(!child.lacks_block() && budget.was_block_asked());
+    assert!(!child.lacks_block() && budget.is_block_to_tell());
 }

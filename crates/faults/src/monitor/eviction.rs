@@ -24,13 +24,14 @@ const FLOOR_PAGES: u64 = 8;
 impl<E: Edge> Monitor<E> {
     /// Take pages out of the program while it is too close to its limit.
     pub fn make_room(&mut self) {
-        if self.volume.pass_block() {
+        while self.volume.pass_block() {
             self.tell_of_block();
         }
         if self.budget.excess(SPARE_PAGES) > 0 && self.edge.now_ns() >= self.next_review_ns {
             self.review_inherited();
         }
         self.lacks_block = false;
+        self.wants_block = false;
         while !self.ended
             && self.budget.excess(SPARE_PAGES) > 0
             && !self.free_buffers.is_empty()
@@ -42,6 +43,10 @@ impl<E: Edge> Monitor<E> {
                 break;
             }
         }
+        if !self.wants_block {
+            self.volume.need_no_block();
+        }
+        self.tell_of_block();
     }
 
     /// What a child shared with its parent it may have for itself by now: it or the parent wrote there, or one of them is gone.
@@ -73,10 +78,8 @@ impl<E: Edge> Monitor<E> {
     }
 
     fn take_batch(&mut self) -> bool {
-        let Some(block) = self.volume.take_block() else {
-            if self.volume.ask_for_block() {
-                self.edge.nudge_others();
-            }
+        let Some(block) = self.take_block() else {
+            self.wants_block = true;
             self.lacks_block = self.volume.lacks_block();
             return false;
         };
@@ -103,6 +106,17 @@ impl<E: Edge> Monitor<E> {
         self.book_batch(block, buffer)
     }
 
+    /// A block for a batch; if there is none, its turn comes, and this monitor is told.
+    pub(super) fn take_block(&mut self) -> Option<BlockId> {
+        self.volume.take_block().or_else(|| {
+            if self.volume.ask_for_block() {
+                self.edge.nudge_others();
+            }
+            // It may have been given back before it was asked for.
+            self.volume.take_block()
+        })
+    }
+
     fn return_block(&mut self, block: BlockId) {
         self.volume.return_block(block);
         self.tell_of_block();
@@ -110,7 +124,7 @@ impl<E: Edge> Monitor<E> {
 
     /// A block was given back.
     pub(super) fn tell_of_block(&mut self) {
-        if self.budget.was_block_asked() {
+        if self.budget.is_block_to_tell() {
             self.edge.nudge_others();
         }
     }

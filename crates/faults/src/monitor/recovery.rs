@@ -29,6 +29,15 @@ pub struct Before {
     pub batches: Vec<Vec<(PageNumber, Taken)>>,
 }
 
+/// A batch in a staging buffer that has no block of the mempool yet.
+#[derive(Debug)]
+pub(super) struct Unplaced {
+    buffer: usize,
+    pages: Batch,
+    /// Where in the buffer they are.
+    positions: Vec<u8>,
+}
+
 impl<E: Edge> Monitor<E> {
     /// Go on where a monitor before this one was stopped, at whatever it did. Events that it did not heed are read again first.
     #[must_use]
@@ -90,13 +99,15 @@ impl<E: Edge> Monitor<E> {
                     positions.push(u8::try_from(position).expect("batches are small"));
                 }
             }
-            if !pages.is_empty() {
-                self.free_buffers.retain(|free| *free != buffer);
-                let Some(block) = torn.or_else(|| self.wait_for_block()) else { return };
-                self.volume.left(block, &pages);
-                self.edge.submit(Job { block, buffer, positions });
-            } else {
+            if pages.is_empty() {
                 self.edge.emptied(buffer);
+                continue;
+            }
+            self.free_buffers.retain(|free| *free != buffer);
+            let unplaced = Unplaced { buffer, pages, positions };
+            match torn {
+                Some(block) => self.place(*block, unplaced),
+                None => self.unplaced.push(unplaced),
             }
         }
         for page in leaving {
@@ -104,16 +115,22 @@ impl<E: Edge> Monitor<E> {
         }
     }
 
-    fn wait_for_block(&mut self) -> Option<BlockId> {
-        loop {
-            if let Some(block) = self.volume.take_block() {
-                return Some(block);
-            }
-            if !self.edge.wait() {
-                self.ended = true;
-                return None;
-            }
-            self.collect();
+    fn place(&mut self, block: BlockId, Unplaced { buffer, pages, positions }: Unplaced) {
+        self.volume.left(block, &pages);
+        self.edge.submit(Job { block, buffer, positions });
+    }
+
+    /// Find blocks for what had left before the restart. As long as there are none nothing else is done: pages on their way change neither
+    /// number nor owner. Whether all have theirs.
+    pub(super) fn place_unplaced(&mut self) -> bool {
+        while let Some(unplaced) = self.unplaced.pop() {
+            let Some(block) = self.take_block() else {
+                self.unplaced.push(unplaced);
+                return false;
+            };
+            self.place(block, unplaced);
         }
+        self.volume.return_reserved();
+        true
     }
 }

@@ -70,6 +70,8 @@ impl Service {
             run.recover(self, &mut orphans, &mut used);
         }
         self.mempool.finish_recovery(&used);
+        // Before anybody else can take them.
+        runs.values_mut().flat_map(|run| &mut run.ready).for_each(Ready::reserve_blocks);
         // Control words are nobody's in particular.
         let mut pool = self.surroundings.pool(rustix::process::geteuid().as_raw());
         give_back_unnoted(&mut pool, runs.values().map(|run| &*run.slabs));
@@ -332,6 +334,15 @@ struct Ready {
 }
 
 impl Ready {
+    /// Each batch that had left the program has a block of the mempool from now on, as it had when it left.
+    fn reserve_blocks(&mut self) {
+        if let Some((worker, _)) = &self.found.worker {
+            let leaving: HashSet<_> = self.recovered.leaving.iter().copied().collect();
+            let batches = worker.unemptied(|page| leaving.contains(&page));
+            self.recovered.volume.reserve_blocks(batches);
+        }
+    }
+
     fn start(self, service: &Service, run: &Arc<Run>) -> io::Result<()> {
         let Self { found, recovered, again } = self;
         let Found { id, pid, record, uffd, journal, left, worker, .. } = found;

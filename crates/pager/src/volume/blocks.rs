@@ -9,6 +9,9 @@ impl Volume {
     /// Get a block for the next batch: a fresh one within the run's share, else the oldest reclaimable one.
     /// `None` while everything waits for acknowledgements, or a relative has it: see [`Self::pass_block`].
     pub fn take_block(&mut self) -> Option<BlockId> {
+        if let Some(block) = self.reserved.pop() {
+            return Some(block);
+        }
         while self.budget.has_surplus_blocks()
             && let Some(block) = self.reclaim_oldest()
         {
@@ -18,15 +21,21 @@ impl Volume {
             if let Some(block) = self.mempool.take() {
                 return Some(block);
             }
-            self.budget.remove_block();
+            // It is the host's mempool that has none: relatives could not use it either.
+            self.budget.forgo_block();
         }
         self.reclaim_oldest()
     }
 
-    /// Ask relatives for a block, if this volume has less than its part; whether they are to be told of that.
+    /// Ask relatives for a block, if this volume has less than its part, and wait for it; whether they are to be told of that.
     #[must_use]
     pub fn ask_for_block(&mut self) -> bool {
         self.budget.ask_for_block(self.blocks_in_flight as u64)
+    }
+
+    /// This volume does not need the block that it may have asked for. Who comes next is to be told: [`crate::Budget::is_block_to_tell`].
+    pub fn need_no_block(&mut self) {
+        self.budget.need_no_block();
     }
 
     /// Whether relatives have all blocks. To be looked at after asking: they pass one on as soon as they can, and tell.
@@ -35,7 +44,7 @@ impl Volume {
         self.blocks_in_flight == 0 && self.reclaimable.is_empty() && self.budget.is_share_used()
     }
 
-    /// Give back a block that [`Self::take_block`] gave and no batch used. Who lacks one is to be told: [`crate::Budget::was_block_asked`].
+    /// Give back a block that [`Self::take_block`] gave and no batch used. Who waits for one is to be told: [`crate::Budget::is_block_to_tell`].
     pub fn return_block(&mut self, block: BlockId) {
         self.mempool.give_back(block);
         self.budget.remove_block();

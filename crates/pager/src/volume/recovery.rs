@@ -55,6 +55,7 @@ impl Volume {
             departures: 0,
             blocks: Vec::new(),
             reclaimable: VecDeque::new(),
+            reserved: Vec::new(),
             blocks_in_flight: 0,
             spare_blocks: Vec::new(),
             mutation: Mutation::None,
@@ -124,6 +125,22 @@ impl Volume {
             }
         }
         self.spare_blocks.push(block);
+    }
+
+    /// Set blocks aside for batches that had left the program and did not reach the mempool. To be called when all volumes are recovered and before any
+    /// goes on: then there are as many as when the batches left.
+    pub fn reserve_blocks(&mut self, batches: usize) {
+        for block in std::iter::repeat_with(|| self.mempool.take()).take(batches).flatten() {
+            self.budget.recover_block();
+            self.reserved.push(block);
+        }
+    }
+
+    /// All batches have their blocks: those that are left over are anybody's.
+    pub fn return_reserved(&mut self) {
+        while let Some(block) = self.reserved.pop() {
+            self.return_block(block);
+        }
     }
 
     /// Blocks of the mempool that this volume has.

@@ -121,4 +121,5 @@ mutants! {
     reading_only_once_is_noticed: TryOnce,
     taking_in_while_something_is_under_way_is_noticed: TakeInBusy,
     a_restart_that_forgets_what_was_leaving_is_noticed: ForgetLeaving,
+    a_restart_that_sets_no_blocks_aside_is_noticed: ReserveNothing,
 }

@@ -28,6 +28,9 @@ impl Schedule {
             }
         }
         self.world.borrow_mut().finish_restart(&used);
+        if self.world.borrow().mutation != Mutation::ReserveNothing {
+            found.iter_mut().for_each(|(_, before)| reserve_blocks(before));
+        }
         for (process, before) in found {
             let edge = SimEdge::new(&self.world, process);
             let budget = Arc::clone(&self.world.borrow().budget);
@@ -82,4 +85,10 @@ impl Schedule {
             batches,
         })
     }
+}
+
+fn reserve_blocks(Before { recovered, batches, .. }: &mut Before) {
+    let leaving = &recovered.leaving;
+    let unemptied = batches.iter().filter(|batch| batch.iter().any(|(page, _)| leaving.contains(page)));
+    recovered.volume.reserve_blocks(unemptied.count());
 }
