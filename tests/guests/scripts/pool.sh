@@ -6,11 +6,17 @@ umask 077
 # It guards nothing here.
 printf '%064d\n' 1 >"$state/cluster.key"
 
-# part NAME ARGUMENTS…: start a part in the background, and wait until it serves.
+# part NAME ARGUMENTS…: start a part in the background, and wait until it serves; `part` is its process.
 part() {
     mkfifo "$state/$1.ready"
     "$aquifer" "${@:2}" --detached >"$state/$1.ready" 2>"$state/$1.log" &
+    part=$!
     read -r _ <"$state/$1.ready"
+}
+
+# await_port ADDRESS PORT: wait until somebody listens there; whoever does is called by this.
+await_port() {
+    until (: >"/dev/tcp/$1/$2") 2>/dev/null; do sleep 0.2; done
 }
 
 # Whatever happened, say what the parts said last.

@@ -1,8 +1,24 @@
 //! What takes longer than `make test` may; `make test-guests` runs it.
 
+use std::path::Path;
 use std::time::Duration;
 
-use aquifer_tests_guests::{Guest, GuestError, kernel};
+use aquifer_tests_e2e::build;
+use aquifer_tests_guests::{Guest, GuestError, Outcome, kernel, script};
+
+/// For redis, and for two guests at a time on a machine of two processors.
+const TIME_LIMIT: Duration = Duration::from_secs(600);
+
+/// A path as an argument.
+fn word(path: &Path) -> &str {
+    path.to_str().expect("a plain path")
+}
+
+fn assert_paged(outcome: &Outcome) {
+    let statistics = outcome.statistics();
+    assert!(statistics["remote_reads"].as_u64().is_some_and(|reads| reads > 100), "{outcome}");
+    assert_eq!(statistics["lost_pages"], 0, "{outcome}");
+}
 
 #[test]
 fn time_is_up_at_the_limit() {
@@ -22,4 +38,34 @@ fn two_guests_share_a_network() {
     let client = two.run(&kernel, &["timeout", "120", "sh", "-c", script]).unwrap().success();
     let server = server.wait().unwrap().success();
     assert!(client.stdout.contains("100 iters") && server.stdout.contains("100 iters"), "{client}{server}");
+}
+
+#[test]
+fn redis_is_paged_over_verbs() {
+    let Some(kernel) = kernel() else { return };
+    let guest = Guest { time_limit: TIME_LIMIT, ..Guest::default() };
+    let (redis, check) = (script("redis.sh"), build::sources().join("redis_check.py"));
+    let outcome = guest.run(&kernel, &[word(&redis), word(build::binary()), "9M", "6M", word(&check)]);
+    let outcome = outcome.unwrap_or_else(|error| panic!("{error}")).success();
+    assert!(outcome.stdout.contains("digest "), "{outcome}");
+    assert_paged(&outcome);
+}
+
+#[test]
+fn a_node_in_another_guest_is_killed_and_the_program_goes_on() {
+    let Some(kernel) = kernel() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let [mut lender, mut borrower] = Guest::pair(folder.path());
+    (lender.time_limit, borrower.time_limit) = (TIME_LIMIT, TIME_LIMIT);
+    let [lend, borrow] = ["lender.sh", "borrower.sh"].map(script);
+    let checker = build::programs().join("checker");
+    let lender = lender.start(&kernel, &[word(&lend), word(build::binary())]).unwrap();
+    let program = [word(&checker), "pages", "--bytes", "20M", "--rounds", "3"];
+    let command = [&[word(&borrow), word(build::binary()), "9M"][..], &program].concat();
+    let borrowed = borrower.run(&kernel, &command).unwrap_or_else(|error| panic!("{error}"));
+    let lent = lender.wait().unwrap_or_else(|error| panic!("{error}{borrowed}"));
+    let (borrowed, lent) = (borrowed.success(), lent.success());
+    assert!(borrowed.stdout.contains("it runs, and a node is killed"), "{borrowed}");
+    assert!(lent.stdout.contains("a node ended with 137"), "{lent}");
+    assert_paged(&borrowed);
 }

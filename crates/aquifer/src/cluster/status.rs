@@ -81,8 +81,9 @@ fn find_out(state: &StateDir, agent_socket: &Path) -> Result<Status, Box<dyn std
             None
         })
         .unwrap_or_default();
-    let is_own = agent_socket == state.agent_socket();
-    let agent = if is_alive("agent") || !is_own {
+    // Somebody else's, or one that was not started by `aquifer up`: by itself, or as a service.
+    let is_single = agent_socket != state.agent_socket() || shape.is_none() && agent_socket.exists();
+    let agent = if is_alive("agent") || is_single {
         agent_status(agent_socket).unwrap_or_else(|error| {
             problems.push(format!("the agent does not tell how it is: {error}"));
             None
