@@ -162,6 +162,11 @@ fn hosts_and_nodes_on_a_network_of_their_own() {
     cluster.nodes[0].to_etcd.resume();
     cluster.hosts.iter().for_each(|host| host.await_nodes(usize::from(NODES)));
     cluster.hosts[1].checker("1").wait().assert_success("the checker after a node has come back");
+    // Nobody ran `aquifer up` there.
+    let mut status = Command::new(build::binary());
+    let told = status.arg("--state").arg(cluster.hosts[0].state.path()).arg("status").output();
+    let told = String::from_utf8(told.expect("aquifer can be started").stdout).expect("text");
+    assert!(told.contains("This host's agent serves you"), "{told}");
 }
 
 /// As docs/guide/cluster.md has it: its lease ends, who reads a page of it is told, and never gets a wrong one; others go on without it.
