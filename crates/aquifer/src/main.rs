@@ -23,7 +23,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-use cli::{Cli, Command, FabricCommand, RunArguments};
+use cli::{Cli, Command, RunArguments};
 use state::StateDir;
 
 /// What a command comes to: its exit code, or why it could not be done.
@@ -39,7 +39,7 @@ fn main() -> ExitCode {
         Command::Run(arguments) => Ok(run(&cli.state, arguments)),
         Command::Demo(arguments) => demo::run(&arguments).map_err(Into::into),
         Command::Bench(arguments) => bench::run(&arguments).map_err(Into::into),
-        Command::Fabric(FabricCommand::Info) => Ok(fabric::info()),
+        Command::Fabric(command) => fabric::run(&cli.state, command),
         Command::SwapServer(arguments) => state(&cli.state).and_then(|state| swap::serve(&state, &arguments)),
         Command::Part(part) => state(&cli.state).and_then(|state| cluster::be(&state, part)),
     };

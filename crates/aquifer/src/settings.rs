@@ -74,6 +74,17 @@ pub enum Network {
     Verbs,
 }
 
+impl Network {
+    /// As it is written on command lines.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Tcp => "tcp",
+            Self::Verbs => "verbs",
+        }
+    }
+}
+
 /// What a node is told.
 #[derive(Args, Clone, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case", default)]

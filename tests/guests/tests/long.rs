@@ -69,3 +69,17 @@ fn a_node_in_another_guest_is_killed_and_the_program_goes_on() {
     assert!(lent.stdout.contains("a node ended with 137"), "{lent}");
     assert_paged(&borrowed);
 }
+
+#[test]
+fn a_pair_of_hosts_is_checked_and_what_soft_roce_lacks_is_found() {
+    let Some(kernel) = kernel() else { return };
+    let command = script("check.sh");
+    let outcome = Guest::default().run(&kernel, &[word(&command), word(build::binary())]);
+    let outcome = outcome.unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(outcome.exit_code, 1, "{outcome}");
+    for found in
+        ["READ of 4 KiB", "a window is held to its rights", "Soft-RoCE is known for this", "Found wanting: 1"]
+    {
+        assert!(outcome.stdout.contains(found), "{found}: {outcome}");
+    }
+}

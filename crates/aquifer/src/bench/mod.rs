@@ -6,7 +6,7 @@
 
 mod apps;
 mod error;
-mod fabric;
+pub mod fabric;
 mod faults;
 pub mod support;
 

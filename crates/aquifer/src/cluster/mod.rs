@@ -3,7 +3,7 @@
 //! There is no supervisor: `up` looks which parts are missing and starts those.
 
 mod down;
-mod key;
+pub mod key;
 mod launch;
 mod limit;
 mod lock;

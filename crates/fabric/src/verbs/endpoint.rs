@@ -143,6 +143,12 @@ impl VerbsEndpoint {
         Ok(Self { link: Some(link), ..endpoint })
     }
 
+    /// For who checks devices: from now on work is posted that is known to be beyond its window, or not among its rights, as an initiator might that is
+    /// not honest. The target's device must refuse it. (Soft-RoCE does not look at the bounds of windows.)
+    pub fn leave_refusals_to_the_device(&mut self) {
+        self.keys.leave_to_the_device();
+    }
+
     fn watch(&self, fd: BorrowedFd<'_>) -> std::io::Result<()> {
         Ok(epoll::add(&self.bell, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?)
     }

@@ -27,6 +27,8 @@ pub(super) struct Keys {
     max: usize,
     clock: u64,
     asked: Option<Key>,
+    /// Whether what a key does not open is refused here; the target's device refuses it, too.
+    refuses: bool,
 }
 
 /// What is to be done about a key.
@@ -45,7 +47,12 @@ pub(super) enum Verdict {
 
 impl Keys {
     pub fn new(max: usize) -> Self {
-        Self { known: HashMap::new(), max: max.max(1), clock: 0, asked: None }
+        Self { known: HashMap::new(), max: max.max(1), clock: 0, asked: None, refuses: true }
+    }
+
+    /// From now on refuse nothing: what a key does not open is the device's to refuse.
+    pub fn leave_to_the_device(&mut self) {
+        self.refuses = false;
     }
 
     /// What is to be done for work with that number, of `len` bytes at `addr`. Work before `done` has ended.
@@ -60,7 +67,9 @@ impl Keys {
         self.clock += 1;
         if let Some(known) = self.known.get_mut(&key) {
             let Opened { addr: base, len: bytes, access, .. } = known.opened;
-            if let Err(error) = covers((base, bytes), access, right, addr, len) {
+            if self.refuses
+                && let Err(error) = covers((base, bytes), access, right, addr, len)
+            {
                 return Verdict::Refused(error);
             }
             known.used = self.clock;

@@ -13,9 +13,9 @@ mod messages;
 
 use std::net::SocketAddr;
 
-use aquifer_fabric::verbs::{self, VerbsTarget};
-use aquifer_fabric::{Endpoint, EndpointError, Identity, Target};
-use harness::{ENDPOINTS_MAX, Harness, KEY, LIMITS, REGIONS_MAX, WINDOWS_MAX};
+use aquifer_fabric::verbs::{self, VerbsEndpoint, VerbsTarget};
+use aquifer_fabric::{Access, Endpoint, EndpointError, Identity, Scope, Target, WindowSpec, WorkError};
+use harness::{ENDPOINTS_MAX, Harness, KEY, LIMITS, REGIONS_MAX, WHO, WINDOWS_MAX};
 
 conformance!(VerbsHarness);
 
@@ -54,5 +54,33 @@ impl Harness for VerbsHarness {
 
     fn kill_target(&mut self) {
         self.target = None;
+    }
+}
+
+/// Devices by this name are Soft-RoCE.
+const SOFT: &str = "rxe";
+
+/// Rights and bounds against an initiator that is not honest. Soft-RoCE is known not to look at bounds: there the second half is expected to fail.
+#[test]
+fn a_device_holds_dishonest_initiators_to_their_windows() {
+    let harness = VerbsHarness::start();
+    let (_memory, region) = harness.region(Access::ALL, Scope::Anyone);
+    let range = region.base + 4096..region.base + 8192;
+    let window = WindowSpec { range: range.clone(), access: Access::READ, scope: Scope::Anyone };
+    let key = harness.target().bind(&window).unwrap();
+    let mut endpoint = VerbsEndpoint::connect(harness.address, &KEY, WHO).unwrap();
+    endpoint.leave_refusals_to_the_device();
+    let mut client = harness.client_of(Box::new(endpoint));
+    assert_eq!(client.read(range.start, key, 64), Ok(64));
+    assert_eq!(client.write(range.start, key, 64), Err(WorkError::RemoteAccess), "it may only be read");
+    assert_eq!(client.read(range.start, key, 64), Ok(64));
+    let is_soft = verbs::devices().is_ok_and(|found| found.iter().any(|caps| caps.name.starts_with(SOFT)));
+    for addr in [range.end, range.start - 64, range.end - 32] {
+        let outcome = client.read(addr, key, 64);
+        if is_soft && outcome == Ok(64) {
+            println!("expected to fail on Soft-RoCE, and failed: a READ beyond its window was served");
+        } else {
+            assert_eq!(outcome, Err(WorkError::RemoteAccess), "a READ beyond its window");
+        }
     }
 }

@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_fabric::{
-    Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Tenant, Work, shm,
+    Completion, Endpoint, Host, Identity, Limits, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Tenant,
+    Work, shm,
 };
 use tempfile::TempDir;
 
@@ -133,12 +134,30 @@ impl Link {
         RemoteAddr { addr: self.region.base + offset as u64, key: self.region.key }
     }
 
+    /// What the other end grants.
+    pub fn limits(&self) -> Limits {
+        self.endpoint.limits()
+    }
+
     /// Posts a batch and polls until all of it has ended; the outcome of the last.
     ///
     /// # Errors
     /// If one fails.
     #[inline]
     pub fn all(&mut self, batch: &[Work]) -> Result<u64, BenchError> {
+        let mut last = 0;
+        for completion in self.outcomes(batch)? {
+            last = completion.outcome.map_err(|error| BenchError::Fabric { reason: error.to_string() })?;
+        }
+        Ok(last)
+    }
+
+    /// Posts a batch and polls until all of it has ended.
+    ///
+    /// # Errors
+    /// If it cannot be posted.
+    #[inline]
+    pub fn outcomes(&mut self, batch: &[Work]) -> Result<&[Completion], BenchError> {
         let failed = |reason: String| BenchError::Fabric { reason };
         self.endpoint.post(batch).map_err(|error| failed(error.to_string()))?;
         self.done.clear();
@@ -147,11 +166,7 @@ impl Link {
                 self.endpoint.wait(Duration::from_secs(1));
             }
         }
-        let mut last = 0;
-        for completion in &self.done {
-            last = completion.outcome.map_err(|error| failed(error.to_string()))?;
-        }
-        Ok(last)
+        Ok(&self.done)
     }
 
     /// Takes a message that has come, if any.

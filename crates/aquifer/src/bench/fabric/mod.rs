@@ -1,7 +1,7 @@
 //! `aquifer bench fabric`: what shared-memory verbs cost over the bare copy and the bare atomic.
 
 mod floor;
-mod link;
+pub mod link;
 mod measure;
 mod server;
 mod wire;

@@ -1,4 +1,4 @@
-//! `aquifer fabric`: what this machine's RDMA devices can do.
+//! What this machine's RDMA devices can do.
 
 use std::process::ExitCode;
 
@@ -20,7 +20,8 @@ pub fn info() -> ExitCode {
     }
 }
 
-fn describe(caps: &Caps) -> String {
+/// A device, for people.
+pub fn describe(caps: &Caps) -> String {
     let yes = |is_so: bool| if is_so { "yes" } else { "no" };
     let fit = if caps.has_bound_windows && caps.has_atomics && caps.shared_receives > 0 {
         "can lend and borrow"

@@ -1,0 +1,91 @@
+//! What the ends of a check say in messages, beside what they do by one-sided operations. Parsed as bytes from a stranger.
+
+use aquifer_fabric::Key;
+
+/// What is asked of the other end.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Request {
+    /// Say something back.
+    Echo,
+    /// Bind a window that may only be read.
+    Open,
+    /// Let nothing be read by it any more.
+    Close(Key),
+}
+
+/// A window that was bound; of a key 0, none could be.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Opened {
+    /// Its key.
+    pub key: Key,
+    /// Where it begins.
+    pub addr: u64,
+    /// Bytes.
+    pub len: u64,
+}
+
+/// Bytes of every message: a byte for the kind, and a window.
+pub const MESSAGE_BYTES: usize = 32;
+const ECHO: u8 = 1;
+const OPEN: u8 = 2;
+const CLOSE: u8 = 3;
+
+impl Request {
+    /// As a message.
+    pub fn bytes(self) -> [u8; MESSAGE_BYTES] {
+        let (kind, key) = match self {
+            Self::Echo => (ECHO, Key(0)),
+            Self::Open => (OPEN, Key(0)),
+            Self::Close(key) => (CLOSE, key),
+        };
+        let mut bytes = Opened { key, addr: 0, len: 0 }.bytes();
+        bytes[0] = kind;
+        bytes
+    }
+
+    /// What was asked; `None` if it is nothing of this.
+    pub fn parse(bytes: &[u8]) -> Option<Self> {
+        let window = Opened::parse(bytes)?;
+        match bytes[0] {
+            ECHO => Some(Self::Echo),
+            OPEN => Some(Self::Open),
+            CLOSE => Some(Self::Close(window.key)),
+            _ => None,
+        }
+    }
+}
+
+impl Opened {
+    /// As a message.
+    pub fn bytes(self) -> [u8; MESSAGE_BYTES] {
+        let mut bytes = [0; MESSAGE_BYTES];
+        bytes[4..8].copy_from_slice(&self.key.0.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.addr.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.len.to_le_bytes());
+        bytes
+    }
+
+    /// What was told.
+    pub fn parse(bytes: &[u8]) -> Option<Self> {
+        let word = |at: usize| Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?));
+        let key = u32::from_le_bytes(bytes.get(4..8)?.try_into().ok()?);
+        Some(Self { key: Key(key), addr: word(8)?, len: word(16)? }).filter(|_| bytes.len() == MESSAGE_BYTES)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_said_is_heard_and_anything_else_is_not() {
+        for request in [Request::Echo, Request::Open, Request::Close(Key(0x1234_5678))] {
+            assert_eq!(Request::parse(&request.bytes()), Some(request));
+        }
+        let opened = Opened { key: Key(7), addr: 1 << 40, len: 4096 };
+        assert_eq!(Opened::parse(&opened.bytes()), Some(opened));
+        for bytes in [&[][..], &[1; 7], &[9; MESSAGE_BYTES], &[1; MESSAGE_BYTES + 1]] {
+            assert_eq!(Request::parse(bytes), None);
+        }
+    }
+}
