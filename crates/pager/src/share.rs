@@ -16,8 +16,9 @@ pub(crate) struct Share {
     max: AtomicU64,
     next_member: AtomicU64,
     members: AtomicU64,
+    /// Held by whoever changes `blocks` or who waits.
     waiting: Mutex<Waiting>,
-    /// Whether anybody is in `waiting`, so that few need the lock.
+    /// Whether anybody is in `waiting`: who only looks in passing needs no lock.
     has_waiting: AtomicBool,
     /// A promise was made of which nobody was told.
     is_untold: AtomicBool,
@@ -71,17 +72,16 @@ impl Share {
 
     /// Reserve a block for a member: what it was promised, or one that nobody has. It waits for none any more then.
     pub fn take(&self, member: u64) -> bool {
-        if !self.has_waiting.load(SeqCst) {
-            return self.add_one();
-        }
         let mut waiting = self.lock();
-        let is_promised = waiting.forget_promise(member);
-        let has_one = is_promised || self.add_one();
-        if has_one {
-            waiting.asked.retain(|other| *other != member);
+        if !waiting.forget_promise(member) {
+            if self.is_used() {
+                return false;
+            }
+            self.blocks.fetch_add(1, Relaxed);
         }
+        waiting.asked.retain(|other| *other != member);
         self.note_waiting(&waiting);
-        has_one
+        true
     }
 
     /// A member needs no block just now: it waits for none, and whoever comes next gets what it was promised.
@@ -96,13 +96,9 @@ impl Share {
         }
     }
 
-    fn add_one(&self) -> bool {
-        let max = self.max.load(Relaxed);
-        self.blocks.fetch_update(SeqCst, Relaxed, |blocks| (blocks < max).then_some(blocks + 1)).is_ok()
-    }
-
     /// Count a block that a member has had since before a restart.
     pub fn recover(&self) {
+        let _changing = self.lock();
         self.blocks.fetch_add(1, Relaxed);
     }
 
@@ -113,13 +109,9 @@ impl Share {
 
     /// Give a reservation back: to whoever has waited longest.
     pub fn give(&self) {
-        if self.has_waiting.load(SeqCst) {
-            let mut waiting = self.lock();
-            self.hand_on(&mut waiting);
-            self.note_waiting(&waiting);
-        } else {
-            self.forgo();
-        }
+        let mut waiting = self.lock();
+        self.hand_on(&mut waiting);
+        self.note_waiting(&waiting);
     }
 
     fn hand_on(&self, waiting: &mut Waiting) {
@@ -129,16 +121,20 @@ impl Share {
             waiting.promised.push(member);
             self.is_untold.store(true, SeqCst);
         } else {
-            self.forgo();
+            self.drop_one(waiting);
         }
     }
 
     /// Give a reservation back, to nobody in particular.
     pub fn forgo(&self) {
-        let before = self.blocks.fetch_sub(1, SeqCst);
+        self.drop_one(&self.lock());
+    }
+
+    fn drop_one(&self, waiting: &Waiting) {
+        let before = self.blocks.fetch_sub(1, Relaxed);
         assert!(before > 0, "a block was given back that was never reserved");
-        // Whoever asked in between found the share used up, and is to look again.
-        if self.has_waiting.load(SeqCst) {
+        // Whoever found the share used up is to look again.
+        if !waiting.asked.is_empty() {
             self.is_untold.store(true, SeqCst);
         }
     }
@@ -151,11 +147,9 @@ impl Share {
     /// A member that has so many blocks gets no other. If others have them, and that is less than its part, it waits for one from now on; whether it
     /// did not before.
     pub fn ask(&self, member: u64, has: u64) -> bool {
-        if has >= self.each().max(1) || !self.is_used() {
-            return false;
-        }
         let mut waiting = self.lock();
-        if waiting.asked.contains(&member) || waiting.promised.contains(&member) {
+        let has_its_part = has >= self.each().max(1) || !self.is_used();
+        if has_its_part || waiting.asked.contains(&member) || waiting.promised.contains(&member) {
             return false;
         }
         waiting.asked.push_back(member);
@@ -165,7 +159,7 @@ impl Share {
 
     /// Whether all blocks are taken or promised.
     pub fn is_used(&self) -> bool {
-        self.blocks.load(SeqCst) >= self.max.load(Relaxed)
+        self.blocks.load(Relaxed) >= self.max.load(Relaxed)
     }
 
     /// Whether a member lacks a block, and one that has so many should pass one on.

@@ -14,6 +14,14 @@ part() {
     read -r _ <"$state/$1.ready"
 }
 
+# cluster: a cluster of one node over the RDMA device.
+cluster() {
+    part directory directory
+    part keeper keeper
+    part node node --id 1 --memory 128M --fabric verbs --listen 10.9.0.1:7400
+    part agent agent --mempool 32M
+}
+
 # await_port ADDRESS PORT: wait until somebody listens there; whoever does is called by this.
 await_port() {
     until (: >"/dev/tcp/$1/$2") 2>/dev/null; do sleep 0.2; done

@@ -7,10 +7,7 @@
 aquifer=$1
 # shellcheck source=tests/guests/scripts/pool.sh
 . "$(dirname "$0")/pool.sh"
-part directory directory
-part keeper keeper
-part node node --id 1 --memory 128M --fabric verbs --listen 10.9.0.1:7400
-part agent agent --mempool 32M
+cluster
 "$aquifer" run --local "$2" --stats "$state/stats.json" -- redis-server --port 7777 --bind 127.0.0.1 --dir "$state" \
     --save '' --appendonly no --daemonize no --enable-debug-command local >"$state/redis.log" 2>&1 &
 run=$!

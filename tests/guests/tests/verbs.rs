@@ -1,5 +1,7 @@
 //! The verbs provider over Soft-RoCE: by itself, and under programs.
 
+use std::io::Write;
+
 use aquifer_tests_e2e::build;
 use aquifer_tests_guests::{Guest, Kernel, Outcome, kernel, script, test_program};
 
@@ -9,6 +11,9 @@ const VARIABLE: &str = "AQUIFER_VERBS_ADDRESS=10.9.0.1";
 fn run(kernel: &Kernel, command: &[&str]) -> Outcome {
     Guest::default().run(kernel, command).unwrap_or_else(|error| panic!("{error}")).success()
 }
+
+/// Tests of the conformance suite, and the one of devices alone.
+const CONFORMANCE: &str = "32 passed";
 
 /// The lines of a text that have these words.
 fn lines_with(text: &str, words: &str) -> String {
@@ -21,9 +26,14 @@ fn the_conformance_suite_passes() {
     let suite = test_program("aquifer-fabric", "conformance-verbs");
     let suite = suite.to_str().expect("a plain path");
     let outcome = run(&kernel, &["env", VARIABLE, suite, "--nocapture"]);
-    assert!(outcome.stdout.contains("test result: ok."), "{outcome}");
-    assert!(!outcome.stdout.contains(" 0 passed"), "{outcome}");
-    print!("{}", lines_with(&outcome.stdout, "expected to fail"));
+    assert!(outcome.stdout.contains(CONFORMANCE), "{outcome}");
+    let failed = lines_with(&outcome.stdout, "expected to fail");
+    assert!(
+        !failed.is_empty(),
+        "Soft-RoCE looks at the bounds of windows by now: let the test demand it. {outcome}"
+    );
+    // Not held back as what a test prints is.
+    std::io::stderr().write_all(failed.as_bytes()).expect("there is a place for messages");
 }
 
 #[test]

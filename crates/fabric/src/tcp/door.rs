@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use super::hello::{self, Hello, Reply, Resume, SessionId, Welcome};
+use super::hello::{self, Hello, Reply, Resume, Welcome};
 use super::reply::Answers;
 use super::secure::{SecureError, Secured, respond};
 use super::serve::{Arrival, Hand};
@@ -184,9 +184,7 @@ fn begin(shared: &Arc<Shared>, state: &mut State, who: Identity) -> Result<Sessi
     let Some(slot) = state.slots.iter().position(|taken| !taken) else {
         return Err(format!("{} endpoints are connected already", state.slots.len()));
     };
-    let mut id: SessionId = [0; 16];
-    rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
-        .map_err(|error| format!("the target has no random bytes: {error}"))?;
+    let id = hello::new_session()?;
     state.slots[slot] = true;
     shared.control.occupy(slot, who);
     let peer = Peer::new(who, id, slot % shared.hands.len(), slot);

@@ -25,6 +25,14 @@ const KIND_REFUSAL: u16 = 3;
 /// Names a session; who knows it may go on with it.
 pub type SessionId = [u8; 16];
 
+/// One that nobody can guess; or why there is none, as a sentence.
+pub(crate) fn new_session() -> Result<SessionId, String> {
+    let mut id: SessionId = [0; 16];
+    rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
+        .map_err(|error| format!("the target has no random bytes: {error}"))?;
+    Ok(id)
+}
+
 /// Why bytes are not what they should be.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum HelloError {

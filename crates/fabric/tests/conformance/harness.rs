@@ -31,7 +31,9 @@ pub trait Harness: Sized {
     fn target(&self) -> &dyn Target;
     fn connect(&self, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError>;
     /// Let time pass.
-    fn settle(&self);
+    fn settle(&self) {
+        std::thread::yield_now();
+    }
     fn kill_target(&mut self);
 
     fn region(&self, access: Access, scope: Scope) -> (Arc<Memory>, Region) {

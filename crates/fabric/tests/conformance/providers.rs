@@ -36,10 +36,6 @@ impl Harness for ShmHarness {
         shm::connect(&self.folder.path().join("node"), who)
     }
 
-    fn settle(&self) {
-        std::thread::yield_now();
-    }
-
     fn kill_target(&mut self) {
         self.target = None;
     }
@@ -72,10 +68,6 @@ impl<const SEALED: bool> Harness for TcpHarness<SEALED> {
     fn connect(&self, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
         let options = ConnectOptions { encrypt: SEALED, ..ConnectOptions::default() };
         tcp::connect(self.address, &KEY, who, options)
-    }
-
-    fn settle(&self) {
-        std::thread::yield_now();
     }
 
     fn kill_target(&mut self) {

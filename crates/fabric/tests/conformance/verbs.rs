@@ -48,10 +48,6 @@ impl Harness for VerbsHarness {
         verbs::connect(self.address, &KEY, who)
     }
 
-    fn settle(&self) {
-        std::thread::yield_now();
-    }
-
     fn kill_target(&mut self) {
         self.target = None;
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::Server;
 use crate::target::Identity;
-use crate::tcp::hello::{self, Hello, Reply, SessionId, Welcome};
+use crate::tcp::hello::{self, Hello, Reply, Welcome};
 use crate::verbs::peer::Peer;
 use crate::verbs::session::{Phase, prove};
 use crate::verbs::target::{Shared, State};
@@ -111,9 +111,7 @@ impl Server {
         let Some(slot) = state.slots.iter().position(|taken| !taken) else {
             return Err(format!("{} endpoints are connected already", state.slots.len()));
         };
-        let mut id: SessionId = [0; 16];
-        rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
-            .map_err(|error| format!("the target has no random bytes: {error}"))?;
+        let id = hello::new_session()?;
         state.slots[slot] = true;
         let peer = Arc::new(Peer::new(who, id, slot));
         state.peers.push(Arc::clone(&peer));

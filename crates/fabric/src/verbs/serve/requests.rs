@@ -4,6 +4,7 @@ use std::io;
 
 use super::{SESSION_DEPTH, Server};
 use crate::keys::{Grant, admits};
+use crate::verbs::LETTERS_MAX;
 use crate::verbs::letters::{Answer, Opened, Request};
 use crate::verbs::peer::Peer;
 use crate::verbs::session::{Binding, UnderWay, Waiting};
@@ -13,10 +14,17 @@ use crate::verbs::sys::window::Window;
 use crate::verbs::target::Shared;
 use crate::work::Key;
 
+/// Answers and messages that one session may leave waiting: twice what an initiator can have said that is not answered.
+const WAITING_MAX: usize = 2 * LETTERS_MAX as usize;
+
 impl Server {
     pub(super) fn hear_request(&mut self, shared: &Shared, name: usize, peer: &Peer, letter: &[u8]) {
         let Some(session) = self.sessions.get_mut(&name) else { return };
         let host = peer.who.host.0;
+        if session.waiting.len() >= WAITING_MAX {
+            tracing::warn!(host, "an endpoint says more than it listens to");
+            return self.close(name);
+        }
         match Request::parse(letter) {
             Some(Request::Ask(key)) => session.waiting.push_back(Waiting::Bind(key)),
             Some(Request::Forget(key)) => drop(session.windows.remove(&key)),
