@@ -14,6 +14,7 @@
 )]
 
 mod attach;
+mod batch;
 mod children;
 mod credentials;
 mod next;

@@ -2,6 +2,7 @@
 
 use crate::raw::syscall;
 
+const PAGE: u64 = 4096;
 const API: u64 = 0xaa;
 const UFFDIO_API: usize = 0xc018_aa3f;
 const UFFDIO_REGISTER: usize = 0xc020_aa00;
@@ -87,14 +88,16 @@ pub fn register(fd: i32, start: usize, len: usize) -> isize {
     unsafe { syscall(libc::SYS_ioctl, [fd as usize, UFFDIO_REGISTER, &raw mut argument as usize, 0, 0, 0]) }
 }
 
-/// Move pages; returns how many bytes were moved, and 0 or the negative errno that ended it.
-pub fn move_pages(fd: i32, to: usize, from: usize, len: usize) -> (usize, isize) {
-    let mut argument = MoveArgument { dst: to as u64, src: from as u64, len: len as u64, mode: 0, moved: 0 };
+/// Move pages; returns how many the kernel counted (it may have moved more, see [`crate::batch`]), and 0 or the negative errno that ended it.
+pub fn move_pages(fd: i32, to: usize, from: usize, pages: usize) -> (usize, isize) {
+    let len = pages as u64 * PAGE;
+    let mut argument = MoveArgument { dst: to as u64, src: from as u64, len, mode: 0, moved: 0 };
     // SAFETY: the argument is of the layout that this request reads and writes. Moving pages of the program keeps
     // every byte: the agent serves faults on the old place with the content at the new one.
     let result =
         unsafe { syscall(libc::SYS_ioctl, [fd as usize, UFFDIO_MOVE, &raw mut argument as usize, 0, 0, 0]) };
-    if result == 0 { (len, 0) } else { (argument.moved.max(0) as usize, result) }
+    let moved = if result == 0 { len } else { argument.moved.max(0) as u64 };
+    ((moved / PAGE) as usize, result)
 }
 
 /// Let pages be written that were protected, and wake who waits for that; 0 or negative errno.

@@ -9,6 +9,7 @@ use core::sync::atomic::{AtomicU32, Ordering};
 use aquifer_ipc::control::{BatchRecord, STATUS_MOVED};
 use aquifer_ipc::{BUFFERS, Control, TAKE_PAGES_MAX};
 
+use crate::batch::{self, Batch, Pages};
 use crate::credentials::Credentials;
 use crate::raw::syscall;
 use crate::uffd;
@@ -18,8 +19,6 @@ const NICENESS: isize = -15;
 const FUTEX_WAIT: usize = 0;
 const FUTEX_WAKE: usize = 1;
 const MADV_POPULATE_WRITE: usize = 23;
-/// How often a move from the antechamber to staging is tried again: it can only be briefly contended.
-const STAGE_RETRIES_MAX: u32 = 1_000_000;
 
 /// What the worker knows. It lies at the bottom of the worker's own stack.
 #[repr(C)]
@@ -140,82 +139,90 @@ fn futex(word: &AtomicU32, operation: usize, value: u32) {
 
 fn obey(worker: &Worker, control: &Control) {
     let buffer = control.buffer.load(Ordering::Relaxed) as usize % BUFFERS;
-    let batch = &control.batches[buffer];
-    let count = (batch.count.load(Ordering::Relaxed) as usize).min(TAKE_PAGES_MAX);
+    let record = &control.batches[buffer];
+    let count = (record.count.load(Ordering::Relaxed) as usize).min(TAKE_PAGES_MAX);
     let room = worker.staging + buffer * TAKE_PAGES_MAX * PAGE;
-    // The agent has copied what was here.
-    // SAFETY: the range is the worker's own buffer.
-    unsafe {
-        syscall(libc::SYS_madvise, [room, TAKE_PAGES_MAX * PAGE, libc::MADV_DONTNEED as usize, 0, 0, 0]);
-    }
-    take(worker, batch, count);
-    stage(worker, batch, count, room);
-}
-
-/// Move the pages out of the program into the antechamber. Neighbours go in one call.
-fn take(worker: &Worker, batch: &BatchRecord, count: usize) {
-    let address = |at: usize| batch.addresses[at].load(Ordering::Relaxed) as usize;
-    let set = |at: usize, status: u32| batch.statuses[at].store(status, Ordering::Relaxed);
-    let mut at = 0;
-    while at < count {
-        let mut run = 1;
-        while at + run < count && address(at + run) == address(at) + run * PAGE {
-            run += 1;
-        }
-        let (bytes, mut error) =
-            uffd::move_pages(worker.paged, worker.antechamber + at * PAGE, address(at), run * PAGE);
-        let moved = bytes / PAGE;
-        (at..at + moved).for_each(|page| set(page, STATUS_MOVED));
-        at += moved;
-        if moved == run {
-            continue;
-        }
-        if -error == libc::EBUSY as isize {
-            error = take_shared(worker, at, address(at));
-        }
-        set(at, u32::try_from(-error).unwrap_or(u32::MAX));
-        at += 1;
+    if batch::obey(&mut Memory { worker, room }, &Command { record, count }).is_err() {
+        give_up();
     }
 }
 
-/// A page shared since a fork cannot be moved until it is written: have the kernel make the program its own copy. The page is
-/// there (a missing one would not be busy), and cannot go before the agent has read the event, which it does
-/// not while it waits for us; so this never faults.
-fn take_shared(worker: &Worker, at: usize, address: usize) -> isize {
-    // Whoever writes a protected page waits until the agent allows it, and the agent waits for us. While it has an event unread the kernel
-    // does not lift that.
-    if uffd::unprotect(worker.paged, address, PAGE) == -(libc::EAGAIN as isize) {
-        return -(libc::EBUSY as isize);
-    }
-    // SAFETY: populating for write changes no byte of the page.
-    unsafe {
-        syscall(libc::SYS_madvise, [address, PAGE, MADV_POPULATE_WRITE, 0, 0, 0]);
-    }
-    uffd::move_pages(worker.paged, worker.antechamber + at * PAGE, address, PAGE).1
+/// A command, as the agent wrote it.
+struct Command<'a> {
+    record: &'a BatchRecord,
+    count: usize,
 }
 
-/// Move what was taken from the antechamber to staging, whose pages can be dropped without an event.
-fn stage(worker: &Worker, batch: &BatchRecord, count: usize, room: usize) {
-    let is_taken = |at: usize| batch.statuses[at].load(Ordering::Relaxed) == STATUS_MOVED;
-    let mut retries = 0;
-    let mut at = 0;
-    while at < count {
-        if !is_taken(at) {
-            at += 1;
-            continue;
+impl Batch for Command<'_> {
+    fn len(&self) -> usize {
+        self.count
+    }
+
+    fn address(&self, place: usize) -> usize {
+        self.record.addresses[place].load(Ordering::Relaxed) as usize
+    }
+
+    fn set(&self, place: usize, status: u32) {
+        self.record.statuses[place].store(status, Ordering::Relaxed);
+    }
+
+    fn is_moved(&self, place: usize) -> bool {
+        self.record.statuses[place].load(Ordering::Relaxed) == STATUS_MOVED
+    }
+}
+
+/// The program's memory, and a buffer of staging at `room`.
+struct Memory<'a> {
+    worker: &'a Worker,
+    room: usize,
+}
+
+impl Memory<'_> {
+    fn antechamber(&self, place: usize) -> usize {
+        self.worker.antechamber + place * PAGE
+    }
+}
+
+impl Pages for Memory<'_> {
+    fn occupied(&mut self, places: &mut [bool]) {
+        let mut present = [0u8; TAKE_PAGES_MAX];
+        // SAFETY: the kernel writes a byte for each page of the antechamber.
+        unsafe {
+            let bytes = TAKE_PAGES_MAX * PAGE;
+            syscall(libc::SYS_mincore, [self.antechamber(0), bytes, (&raw mut present) as usize, 0, 0, 0]);
         }
-        let mut run = 1;
-        while at + run < count && is_taken(at + run) {
-            run += 1;
+        places.iter_mut().zip(present).for_each(|(place, present)| *place = present & 1 == 1);
+    }
+
+    fn take(&mut self, address: usize, place: usize, pages: usize) -> (usize, isize) {
+        uffd::move_pages(self.worker.paged, self.antechamber(place), address, pages)
+    }
+
+    /// A page shared since a fork cannot be moved until it is written: have the kernel make the program its own copy. The page is
+    /// there (a missing one would not be busy), and cannot go before the agent has read the event, which it does
+    /// not while it waits for us; so this never faults.
+    fn make_own(&mut self, address: usize) -> isize {
+        // Whoever writes a protected page waits until the agent allows it, and the agent waits for us. While it has an event unread the
+        // kernel does not lift that.
+        if uffd::unprotect(self.worker.paged, address, PAGE) == -(libc::EAGAIN as isize) {
+            return -(libc::EBUSY as isize);
         }
-        let (bytes, error) =
-            uffd::move_pages(worker.staged, room + at * PAGE, worker.antechamber + at * PAGE, run * PAGE);
-        at += bytes / PAGE;
-        if error != 0 {
-            retries += 1;
-            if error != -(libc::EAGAIN as isize) || retries > STAGE_RETRIES_MAX {
-                give_up();
-            }
+        // SAFETY: populating for write changes no byte of the page.
+        unsafe {
+            syscall(libc::SYS_madvise, [address, PAGE, MADV_POPULATE_WRITE, 0, 0, 0]);
+        }
+        0
+    }
+
+    fn stage(&mut self, place: usize, pages: usize) -> (usize, isize) {
+        uffd::move_pages(self.worker.staged, self.room + place * PAGE, self.antechamber(place), pages)
+    }
+
+    fn empty_staging(&mut self) {
+        // SAFETY: the range is the worker's own buffer, and the agent has copied what was there.
+        unsafe {
+            let bytes = TAKE_PAGES_MAX * PAGE;
+            syscall(libc::SYS_madvise, [self.room, bytes, libc::MADV_DONTNEED as usize, 0, 0, 0]);
         }
     }
 }

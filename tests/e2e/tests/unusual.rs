@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::path::Path;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::restart::{await_time, figure};
@@ -77,6 +78,41 @@ fn jemalloc_may_stand_in_for_malloc() {
     assert!(Path::new(JEMALLOC).exists(), "there is no jemalloc: scripts/install-deps.sh test installs it");
     check_with("pages", Some(JEMALLOC));
     check_with("fork", Some(JEMALLOC));
+}
+
+/// The kernel moves pages about in memory to have large pieces of it free. One that is taken just then is taken or kept, not lost.
+#[test]
+fn pages_that_the_kernel_migrates_meanwhile_are_kept() {
+    const COMPACT: &str = "/proc/sys/vm/compact_memory";
+    const RUNS: usize = 3;
+    const TIMES: usize = 8;
+    if !rustix::process::geteuid().is_root() || !Path::new(COMPACT).exists() {
+        println!("skipped: memory is compacted for root only, and not by every kernel");
+        return;
+    }
+    let cluster = Cluster::up(2, "512M");
+    let checker = build::programs().join("checker");
+    let program = [checker.to_str().expect("a plain path"), "daemon", "--bytes", BYTES];
+    let has_ended = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let compacting = scope.spawn(|| {
+            let mut times = 0;
+            while !has_ended.load(Ordering::Relaxed) && std::fs::write(COMPACT, "1").is_ok() {
+                times += 1;
+            }
+            times
+        });
+        let again = || (0..TIMES).map(|_| cluster.run(LIMIT, &program)).collect::<Vec<_>>();
+        let runs: Vec<_> = (0..RUNS).map(|_| scope.spawn(again)).collect();
+        let outcomes: Vec<_> = runs.into_iter().map(|run| run.join().expect("a run is waited for")).collect();
+        has_ended.store(true, Ordering::Relaxed);
+        assert_ne!(compacting.join().expect("it writes to a file"), 0, "nothing was compacted");
+        outcomes
+            .iter()
+            .flatten()
+            .for_each(|outcome| assert!(outcome.status.success(), "{}", text(&outcome.stderr)));
+    });
+    cluster.assert_all_free();
 }
 
 #[test]

@@ -288,7 +288,9 @@ impl Loop {
     /// Copy a batch into its block.
     fn copy(&mut self, program: &Program, job: &Job, staging: u64, thread: u32, found: &mut Vec<Staged>) {
         let readable = self.read(job, staging, thread).unwrap_or_else(|error| {
-            if program.is_gone() || program.is_killed() {
+            // Its threads end before the kernel tells of its end.
+            let has_ended = error.raw_os_error() == Some(libc::ESRCH);
+            if has_ended || program.is_gone() || program.is_killed() {
                 tracing::debug!(%error, pid = program.pid(), "a batch could not be read: its program is gone");
             } else {
                 tracing::warn!(%error, pid = program.pid(), "a batch could not be read; its program should be gone");
