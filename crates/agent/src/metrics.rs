@@ -91,7 +91,7 @@ const RUN_BYTES: [Figure<RunReport>; 5] = [
     ("remote", "What the run has of memory nodes.", |run| run.remote_bytes.0),
 ];
 
-const RUN_COUNTERS: [Figure<RunReport>; 11] = [
+const RUN_COUNTERS: [Figure<RunReport>; 12] = [
     ("faults", "Page faults served.", |run| run.faults),
     ("zero_pages", "Pages filled with zeros.", |run| run.zero_pages),
     ("mempool_hits", "Pages filled from the mempool's reclaimable queue.", |run| run.mempool_hits),
@@ -99,6 +99,9 @@ const RUN_COUNTERS: [Figure<RunReport>; 11] = [
     ("remote_reads", "Pages read from memory nodes.", |run| run.remote_reads.0),
     ("remote_read_trips", "READs posted for them.", |run| run.remote_reads.1),
     ("prefetched", "Pages read before they were asked for.", |run| run.prefetched),
+    ("unchanged_pages", "Pages that left as they had come, and were not written again.", |run| {
+        run.unchanged_pages
+    }),
     ("remote_writes", "Pages written to memory nodes.", |run| run.remote_writes.1),
     ("remote_write_trips", "WRITEs posted for them.", |run| run.remote_writes.0),
     ("evictions", "Pages taken out of programs.", |run| run.evictions),

@@ -60,6 +60,8 @@ pub struct RunStatistics {
     pub copied_slabs: u64,
     /// Damaged pages that were written anew from a good copy.
     pub repaired_pages: u64,
+    /// Pages that left as they had come from memory nodes, and were not written again.
+    pub unchanged_pages: u64,
     /// Processes of the run alive now.
     pub processes: usize,
     /// Each of them.
@@ -112,6 +114,7 @@ impl From<RunReport> for RunStatistics {
             degraded_slabs: report.degraded_slabs,
             copied_slabs: report.copied_slabs,
             repaired_pages: report.repaired_pages,
+            unchanged_pages: report.unchanged_pages,
             processes: report.programs.len(),
             programs: report.programs.into_iter().map(Into::into).collect(),
             faults: report.faults,

@@ -14,6 +14,8 @@ pub struct Job {
     pub buffer: usize,
     /// Page `i` of the batch waits at `positions[i]` of the buffer.
     pub positions: Vec<u8>,
+    /// Where page `i` came from, if it still refers to that; empty if none does.
+    pub copies: Vec<Option<Location>>,
 }
 
 /// What the sender has done.

@@ -55,6 +55,8 @@ pub struct Filler {
     set_aside: Option<SlabId>,
     /// Nodes that turned out to be gone.
     gone: Vec<NodeId>,
+    /// Slabs of which no copy is left.
+    unreachable: Vec<SlabId>,
     free_numbers: Vec<SlabId>,
     used_numbers: u32,
     random: u64,
@@ -81,6 +83,7 @@ impl Filler {
             degraded,
             set_aside: None,
             gone: Vec::new(),
+            unreachable: Vec::new(),
             free_numbers,
             used_numbers,
             random: seed | 1,
@@ -117,10 +120,13 @@ impl Filler {
 
     /// Copies that are lost are read no more. An empty slab that has no other is forgotten.
     fn forget_copies(&mut self, mut is_lost: impl FnMut(Extent) -> bool) {
-        let Self { slabs, in_use, free_numbers, set_aside, .. } = self;
+        let Self { slabs, in_use, free_numbers, set_aside, unreachable, .. } = self;
         in_use.retain(|slab| {
             let mut copies = slabs.copies(*slab).iter();
             let stays = copies.all(|copy| !is_lost(copy) || slabs.strike(*slab, copy.node));
+            if !stays {
+                unreachable.push(*slab);
+            }
             if !stays && slabs.live_pages(*slab) == 0 && *set_aside != Some(*slab) {
                 slabs.withdraw(*slab);
                 free_numbers.push(*slab);
@@ -190,6 +196,11 @@ impl Filler {
     /// Nodes that turned out to be gone since the last call.
     pub fn take_gone(&mut self) -> Vec<NodeId> {
         std::mem::take(&mut self.gone)
+    }
+
+    /// Slabs of which no copy is left since the last call.
+    pub fn take_unreachable(&mut self) -> Vec<SlabId> {
+        std::mem::take(&mut self.unreachable)
     }
 
     /// From now on the slab is neither filled nor given back.

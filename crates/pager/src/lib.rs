@@ -10,6 +10,7 @@
 //! This crate does not know how pages get in and out of a program: its front ends do (`faults`, `block`).
 
 pub mod budget;
+mod digest;
 pub mod fetch;
 pub mod filler;
 pub mod integrity;

@@ -4,6 +4,7 @@
 //! large messages. Blocks come and go once per batch; the lock is never on the path of a fault.
 
 use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use aquifer_fabric::Memory;
@@ -51,6 +52,7 @@ pub struct Mempool {
     memory: Arc<Memory>,
     free: Mutex<Vec<BlockId>>,
     blocks: usize,
+    is_pool_short: Arc<AtomicBool>,
 }
 
 impl Mempool {
@@ -63,14 +65,15 @@ impl Mempool {
         let memory = Memory::create("aquifer-mempool", blocks * BLOCK_PAGES * PAGE_BYTES)?;
         let free =
             (0..blocks).rev().map(|block| BlockId(u32::try_from(block).expect("at most 2^20"))).collect();
-        Ok(Self { memory: Arc::new(memory), free: Mutex::new(free), blocks })
+        Ok(Self { memory: Arc::new(memory), free: Mutex::new(free), blocks, is_pool_short: Arc::default() })
     }
 
     /// The mempool that an agent before this one left in `memory`. Nothing is free before [`Self::finish_recovery`].
     #[must_use]
     pub fn recover(memory: Memory) -> Self {
         let blocks = memory.len() / (BLOCK_PAGES * PAGE_BYTES);
-        Self { memory: Arc::new(memory), free: Mutex::new(Vec::new()), blocks }
+        let is_pool_short = Arc::default();
+        Self { memory: Arc::new(memory), free: Mutex::new(Vec::new()), blocks, is_pool_short }
     }
 
     /// All volumes are recovered, and have these blocks: the others are free.
@@ -97,6 +100,17 @@ impl Mempool {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         debug_assert!(!free.contains(&block), "{block:?} was given back twice");
         free.push(block);
+    }
+
+    /// Whether the pool has little memory left: then programs of this host keep no copies there of what they have themselves.
+    #[must_use]
+    pub fn is_pool_short(&self) -> bool {
+        self.is_pool_short.load(Relaxed)
+    }
+
+    /// Where senders say so.
+    pub(crate) fn pool_shortage(&self) -> &Arc<AtomicBool> {
+        &self.is_pool_short
     }
 
     /// How many blocks there are.

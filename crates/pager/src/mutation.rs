@@ -34,8 +34,10 @@ pub enum Mutation {
     ReuseLateBuffer,
     /// What a memory node gives is not held against its checksum.
     SkipChecksum,
-    /// A page that comes back to the program keeps its place on the memory node.
+    /// A page that has changed since it came back keeps its old place on the memory node, too.
     ForgetRelease,
+    /// A page that came back from a memory node is taken to be unchanged when it leaves again.
+    TrustCopy,
     /// What is present in a newly registered area is held without a proof that it is registered.
     AdoptUnproved,
     /// After a restart areas are proved registered before the events that were read and not heeded are.

@@ -51,6 +51,11 @@ pub enum PageState {
 pub struct PageWord(pub u64);
 
 const KIND_MASK: u64 = 0xf;
+const HELD: u64 = 1;
+const LEAVING: u64 = 2;
+/// Held or leaving, and the payload is the location that the page came from.
+const HELD_COPIED: u64 = 8;
+const LEAVING_COPIED: u64 = 9;
 const QUEUED: u64 = 1 << 4;
 const DISCARDED: u64 = 1 << 5;
 const HEAT_SHIFT: u32 = 6;
@@ -71,8 +76,8 @@ impl PageWord {
     pub fn new(state: PageState) -> Self {
         let (kind, payload) = match state {
             PageState::Zero => (0, 0),
-            PageState::Held => (1, 0),
-            PageState::Leaving => (2, 0),
+            PageState::Held => (HELD, 0),
+            PageState::Leaving => (LEAVING, 0),
             PageState::Staged(slot) => (3, slot.0),
             PageState::Reclaimable(slot) => (4, slot.0),
             PageState::Remote(location) => (5, location.0),
@@ -91,8 +96,8 @@ impl PageWord {
         let payload = u32::try_from(self.0 >> PAYLOAD_SHIFT).expect("32 bits remain");
         match self.0 & KIND_MASK {
             0 => PageState::Zero,
-            1 => PageState::Held,
-            2 => PageState::Leaving,
+            HELD | HELD_COPIED => PageState::Held,
+            LEAVING | LEAVING_COPIED => PageState::Leaving,
             3 => PageState::Staged(Slot(payload)),
             4 => PageState::Reclaimable(Slot(payload)),
             5 => PageState::Remote(Location(payload)),
@@ -102,8 +107,29 @@ impl PageWord {
         }
     }
 
+    /// The location that a held or leaving page came from, and still refers to. Whether the same bytes are there is for the sender to find out.
+    #[must_use]
+    pub fn copy(self) -> Option<Location> {
+        let location = Location(u32::try_from(self.0 >> PAYLOAD_SHIFT).expect("32 bits remain"));
+        matches!(self.0 & KIND_MASK, HELD_COPIED | LEAVING_COPIED).then_some(location)
+    }
+
+    /// The word of a page, held or leaving, that refers to the location that it came from, or to none.
+    #[must_use]
+    pub fn with_copy(self, copy: Option<Location>) -> Self {
+        let kind = match (self.0 & KIND_MASK, copy.is_some()) {
+            (HELD | HELD_COPIED, false) => HELD,
+            (HELD | HELD_COPIED, true) => HELD_COPIED,
+            (LEAVING | LEAVING_COPIED, false) => LEAVING,
+            (LEAVING | LEAVING_COPIED, true) => LEAVING_COPIED,
+            (kind, _) => panic!("a page of kind {kind} has no copy beside it"),
+        };
+        let flags = self.0 & !(u64::MAX << PAYLOAD_SHIFT | KIND_MASK);
+        Self(kind | flags | copy.map_or(0, |location| u64::from(location.0) << PAYLOAD_SHIFT))
+    }
+
     /// The same flags with another state; `discarded` does not outlive the hand-over that it belongs to, and only a page that is
-    /// elsewhere remembers how hot it was, and when it left.
+    /// elsewhere remembers how hot it was, and when it left. It refers to no copy.
     #[must_use]
     pub fn with_state(self, state: PageState) -> Self {
         let kept = match state {
@@ -119,7 +145,7 @@ impl PageWord {
     #[must_use]
     pub fn leaving(self, departures: u64) -> Self {
         let left = (departures / LEFT_GRAIN) << LEFT_SHIFT & LEFT_MASK;
-        Self(self.with_state(PageState::Leaving).0 & !LEFT_MASK | left)
+        Self(self.with_state(PageState::Leaving).0 & !LEFT_MASK | left).with_copy(self.copy())
     }
 
     /// How many pages have left since this one did, about; far too few if they are more than 2^26.
@@ -191,6 +217,25 @@ mod tests {
             assert!(!word.with_discarded().with_state(PageState::Held).is_discarded());
             assert!(word.with_queued(true).with_state(PageState::Held).is_queued());
             assert_eq!(word.held(true).with_state(state).with_queued(false).state(), state);
+        }
+    }
+
+    #[test]
+    fn a_held_page_may_refer_to_where_it_came_from() {
+        let word = PageWord::default().held(true);
+        assert_eq!(word.copy(), None);
+        for location in [Location(0), Location(u32::MAX)] {
+            let held = word.with_copy(Some(location));
+            assert_eq!(
+                (held.state(), held.copy(), held.is_queued()),
+                (PageState::Held, Some(location), true)
+            );
+            assert_eq!(held.stayed().map(PageWord::copy), Some(Some(location)));
+            let leaving = held.with_queued(false).leaving(64);
+            assert_eq!((leaving.state(), leaving.copy()), (PageState::Leaving, Some(location)));
+            assert_eq!(leaving.with_discarded().copy(), Some(location));
+            assert_eq!(leaving.with_state(PageState::Staged(Slot(3))).copy(), None);
+            assert_eq!(held.with_copy(None), word);
         }
     }
 

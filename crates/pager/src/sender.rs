@@ -2,16 +2,20 @@
 //! no copy is left.
 //!
 //! The front end copies a batch into its block of the mempool; [`Sender::stage`] looks at what is there, and
-//! [`Sender::advance`] posts writes and collects acknowledgements without waiting. `heal` makes copies that are missing.
+//! [`Sender::advance`] posts writes and collects acknowledgements without waiting. `confirm` asks for the copies of what needs no writing,
+//! for it is unchanged; `heal` makes copies that are missing.
 
+mod confirm;
 mod heal;
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use aquifer_fabric::{Completion, Endpoint, Verb, Work};
 use aquifer_pool::{NodeId, PoolClient, PoolError};
 
+use crate::digest::{Digest, Digester, Digests};
 use crate::filler::{Filler, NoRoom, Room};
 use crate::integrity::{is_zero, page_crc};
 use crate::mempool::{BLOCK_PAGES, BlockId, Mempool};
@@ -28,10 +32,13 @@ pub const JOBS_MAX: usize = 64;
 
 /// Work ids from this one on are the healer's.
 const HEAL_WORK_ID: u64 = 1 << 62;
+/// The pool is short of memory if less than this part of it is free.
+const FREE_DIVISOR: u64 = 4;
 /// The mempool, among the local memories of the ports.
 const MEMPOOL: usize = 0;
 
-/// A batch on its way. Consecutive pages that go to consecutive places are a *run*, known by its first page.
+/// A batch on its way. Consecutive pages that go to consecutive places are a *run*, known by its first page; so are pages whose copies are
+/// asked for together.
 #[derive(Debug)]
 struct Job {
     number: u64,
@@ -39,19 +46,61 @@ struct Job {
     block: BlockId,
     count: usize,
     crcs: [u32; BLOCK_PAGES],
+    digests: [Digest; BLOCK_PAGES],
     locations: [Option<Location>; BLOCK_PAGES],
+    /// Its program has ended: nothing more of it need be written.
+    is_abandoned: bool,
     /// Pages with data that are not posted yet.
     unposted: u64,
-    /// WRITEs under way.
+    /// Pages that are what they were, and whose copies have not been asked for yet.
+    unchanged: u64,
+    /// WRITEs and READs under way.
     outstanding: usize,
-    /// By run: its pages, its WRITEs under way, and the copies that have acknowledged it (a bit for each place in the slab's record).
-    run_pages: [u8; BLOCK_PAGES],
+    /// By run: its pages, what of it is under way, and the copies that have acknowledged it (a bit for each place in the slab's record).
+    run_pages: [u64; BLOCK_PAGES],
     run_outstanding: [u8; BLOCK_PAGES],
     run_acknowledged: [u8; BLOCK_PAGES],
-    /// Runs of which no WRITE is under way any more, but at least one has failed.
+    /// Runs of which at least one WRITE, or READ, has failed.
     doubtful_runs: u64,
     /// Runs that no copy has acknowledged yet.
     awaited_runs: u64,
+}
+
+impl Job {
+    /// A run is on its way to some copies.
+    fn begin_run(&mut self, first: usize, pages: u64) {
+        self.run_pages[first] = pages;
+        self.run_acknowledged[first] = 0;
+        self.awaited_runs |= 1 << first;
+    }
+
+    fn posted(&mut self, first: usize) {
+        self.run_outstanding[first] += 1;
+        self.outstanding += 1;
+    }
+
+    fn id(&self, place: usize, first: usize) -> u64 {
+        self.number << 16 | (place as u64) << 8 | first as u64
+    }
+
+    /// The places of these pages are worth nothing: they are written to others, if anybody wants them.
+    fn write_anew(&mut self, slabs: &SlabSet, pages: u64) {
+        for index in bits(pages) {
+            slabs.release(self.locations[index].take().expect("it has a location"));
+        }
+        if !self.is_abandoned {
+            self.unposted |= pages;
+        }
+    }
+}
+
+/// The numbers of the bits that are set.
+fn bits(mut mask: u64) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let bit = (mask != 0).then(|| mask.trailing_zeros() as usize)?;
+        mask &= mask - 1;
+        Some(bit)
+    })
 }
 
 /// A batch that all memory nodes have acknowledged.
@@ -63,7 +112,7 @@ pub struct Written {
     pub block: BlockId,
     /// Pages of the batch.
     pub count: usize,
-    /// Where each page is now; `None` for those that needed no writing.
+    /// Where each page is now; `None` for those that needed no place.
     pub locations: [Option<Location>; BLOCK_PAGES],
 }
 
@@ -76,6 +125,8 @@ pub struct SenderStats {
     pub pages: u64,
     /// Pages found to be all zeros.
     pub zero_pages: u64,
+    /// Pages found to be what they were when they came from memory nodes: they are not written again.
+    pub unchanged_pages: u64,
     /// Slabs that hold pages and have fewer copies than they should have, now.
     pub degraded_slabs: u64,
     /// Slabs of which a missing copy was made.
@@ -96,6 +147,11 @@ pub struct Sender {
     completions: Vec<Completion>,
     lost: Vec<NodeId>,
     healer: Healer,
+    digester: Digester,
+    digests: Digests,
+    is_pool_short: Arc<AtomicBool>,
+    /// Bytes of the pool that the run had when its free memory was last looked at.
+    bytes_seen: u64,
     stats: SenderStats,
     mutation: Mutation,
 }
@@ -122,6 +178,10 @@ impl Sender {
             completions: Vec::with_capacity(BLOCK_PAGES),
             lost: Vec::new(),
             healer: Healer::new(nodes),
+            digester: Digester::new(),
+            digests: Digests::default(),
+            is_pool_short: Arc::clone(mempool.pool_shortage()),
+            bytes_seen: 0,
             stats: SenderStats::default(),
             mutation: Mutation::None,
         }
@@ -167,6 +227,32 @@ impl Sender {
         readable: impl Fn(usize) -> bool,
         found: &mut Vec<Staged>,
     ) {
+        self.stage_pages(owner, block, count, readable, None, found);
+    }
+
+    /// As [`Self::stage`], for pages that may come back and leave again: page `i` came from `copies[i]`, if there is one, to which the caller
+    /// refers. What is [`Staged::Unchanged`] the sender refers to from now on.
+    pub fn stage_with_copies(
+        &mut self,
+        owner: u64,
+        block: BlockId,
+        count: usize,
+        readable: impl Fn(usize) -> bool,
+        copies: &[Option<Location>],
+        found: &mut Vec<Staged>,
+    ) {
+        self.stage_pages(owner, block, count, readable, Some(copies), found);
+    }
+
+    fn stage_pages(
+        &mut self,
+        owner: u64,
+        block: BlockId,
+        count: usize,
+        readable: impl Fn(usize) -> bool,
+        copies: Option<&[Option<Location>]>,
+        found: &mut Vec<Staged>,
+    ) {
         assert!(count <= BLOCK_PAGES && self.has_room());
         let mut job = Job {
             number: self.next_job,
@@ -174,8 +260,11 @@ impl Sender {
             block,
             count,
             crcs: [0; BLOCK_PAGES],
+            digests: [0; BLOCK_PAGES],
             locations: [None; BLOCK_PAGES],
+            is_abandoned: false,
             unposted: 0,
+            unchanged: 0,
             outstanding: 0,
             run_pages: [0; BLOCK_PAGES],
             run_outstanding: [0; BLOCK_PAGES],
@@ -193,8 +282,19 @@ impl Sender {
                     Staged::Zeros
                 } else {
                     job.crcs[index] = page_crc(bytes);
-                    job.unposted |= 1 << index;
-                    Staged::Data
+                    if copies.is_some() {
+                        job.digests[index] = self.digester.digest(bytes);
+                    }
+                    let copy = copies.and_then(|copies| copies.get(index).copied().flatten());
+                    job.locations[index] = copy.filter(|copy| self.is_at(*copy, job.digests[index]));
+                    if job.locations[index].is_some() {
+                        self.stats.unchanged_pages += 1;
+                        job.unchanged |= 1 << index;
+                        Staged::Unchanged
+                    } else {
+                        job.unposted |= 1 << index;
+                        Staged::Data
+                    }
                 }
             } else {
                 Staged::Unreadable
@@ -213,14 +313,16 @@ impl Sender {
             self.filler.return_empty(&mut self.pool);
         }
         self.collect();
+        self.confirm_all();
         let result = self.post_all();
+        self.look_at_room(result.is_err());
         self.collect();
         self.heal(result.is_err());
         let (early, first) =
             (self.mutation == Mutation::AcknowledgeEarly, self.mutation == Mutation::AcknowledgeFirst);
         self.jobs.retain(|job| {
             let is_acknowledged = job.outstanding == 0 || early || first && job.awaited_runs == 0;
-            let finished = job.unposted == 0 && is_acknowledged;
+            let finished = job.unposted | job.unchanged == 0 && is_acknowledged;
             if finished {
                 let Job { owner, block, count, locations, .. } = *job;
                 done.push(Written { owner, block, count, locations });
@@ -233,7 +335,9 @@ impl Sender {
     /// A program has ended: what of its pages is not posted yet need not be. Its batches are still reported as written.
     pub fn abandon(&mut self, owner: u64) {
         for job in self.jobs.iter_mut().filter(|job| job.owner == owner) {
+            job.is_abandoned = true;
             job.unposted = 0;
+            job.unchanged = 0;
         }
     }
 
@@ -317,12 +421,11 @@ impl Sender {
             let port = self.ports.open_port(copy.node).expect("it was opened just now");
             let local = port.slice(job.block.slot(first).offset(), pages * PAGE_BYTES);
             let remote = page_of(&copy, room.first.index());
-            let id = job.number << 16 | (place as u64) << 8 | first as u64;
+            let id = job.id(place, first);
             let work = Work { id, verb: Verb::Write { local, remote }, signalled: true };
             port.endpoint.post(&[work]).expect("there was room for one more");
             port.under_way += 1;
-            job.run_outstanding[first] += 1;
-            job.outstanding += 1;
+            job.posted(first);
             self.stats.writes += 1;
             self.stats.pages += pages as u64;
         }
@@ -330,13 +433,28 @@ impl Sender {
             let index = first + offset as usize;
             let location = Location(room.first.0 + offset);
             self.slabs.occupy(location, job.crcs[index]);
+            self.digests.set(location, job.digests[index]);
             job.locations[index] = Some(location);
         }
         job.unposted &= !mask;
-        job.run_pages[first] = u8::try_from(pages).expect("at most a block");
-        job.run_acknowledged[first] = 0;
-        job.awaited_runs |= 1 << first;
+        job.begin_run(first, mask);
         true
+    }
+
+    /// While the pool has little memory left, nobody here is to keep copies there of what is resident.
+    fn look_at_room(&mut self, is_full: bool) {
+        let bytes = self.slabs.bytes().0;
+        if is_full {
+            self.is_pool_short.store(true, Relaxed);
+            self.bytes_seen = bytes;
+        } else if bytes != self.bytes_seen {
+            self.bytes_seen = bytes;
+            let sum = |of: fn(&PoolClient, NodeId) -> u64| -> u64 {
+                self.pool.nodes().map(|node| of(&self.pool, node)).sum()
+            };
+            let is_short = sum(PoolClient::free_bytes) < sum(PoolClient::total_bytes) / FREE_DIVISOR;
+            self.is_pool_short.store(is_short, Relaxed);
+        }
     }
 
     fn collect(&mut self) {
@@ -388,10 +506,7 @@ impl Sender {
     /// A run that failed somewhere, and of which no copy is left that has acknowledged it, is written anew.
     fn judge(&mut self) {
         for job in &mut self.jobs {
-            let mut runs = job.doubtful_runs;
-            while runs != 0 {
-                let first = runs.trailing_zeros() as usize;
-                runs &= runs - 1;
+            for first in bits(job.doubtful_runs) {
                 if job.run_outstanding[first] > 0 {
                     continue;
                 }
@@ -402,10 +517,7 @@ impl Sender {
                 if self.slabs.copies(slab).placed().any(|(place, _)| acknowledged & 1 << place != 0) {
                     continue;
                 }
-                for index in first..first + usize::from(job.run_pages[first]) {
-                    self.slabs.release(job.locations[index].take().expect("it was posted to a location"));
-                    job.unposted |= 1 << index;
-                }
+                job.write_anew(&self.slabs, job.run_pages[first]);
             }
         }
     }
@@ -424,6 +536,9 @@ impl Sender {
         // The port stays: what it still has under way comes back as failed.
         let was_whole = self.filler.degraded().is_empty();
         self.filler.forget_node(node);
+        for slab in self.filler.take_unreachable() {
+            self.digests.forget(slab);
+        }
         if self.pool.remove_node(node).is_some() {
             tracing::warn!(
                 node = node.0,

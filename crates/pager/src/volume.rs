@@ -37,6 +37,9 @@ pub type Batch = Vec<PageNumber>;
 pub enum Staged {
     /// Its bytes are in the block's slot.
     Data,
+    /// As [`Staged::Data`]; and they are the bytes of the copy that the page still refers to. The sender has that from now on, and tells of it in
+    /// [`Volume::written`].
+    Unchanged,
     /// It is all zeros: nothing needs keeping.
     Zeros,
     /// It could not be read; the program's memory is gone, because the program is.
@@ -85,6 +88,8 @@ pub struct Volume {
     blocks_in_flight: usize,
     /// Emptied blocks, kept so that no batch allocates.
     spare_blocks: Vec<Block>,
+    /// Held pages may refer to where they came from.
+    has_copies: bool,
     mutation: Mutation,
     before_store: Option<fn()>,
 }
@@ -111,6 +116,7 @@ impl Volume {
             reserved: Vec::new(),
             blocks_in_flight: 0,
             spare_blocks: Vec::new(),
+            has_copies: false,
             mutation: Mutation::None,
             before_store: None,
         })
@@ -169,31 +175,31 @@ impl Volume {
         self.blocks_in_flight > 0 && self.blocks.iter().flatten().any(|block| block.phase == Phase::Leaving)
     }
 
-    /// The page is now resident in the program, filled with its newest content. Whatever copy there was elsewhere is dropped.
+    /// The page is now resident in the program, filled with its newest content. A copy on a memory node is kept, in case that the page leaves
+    /// unchanged, as long as the pool has room.
     /// `is_wanted` if the program waited for it alone, not if it was filled ahead, or if a walk through many came by.
     pub fn hold(&mut self, page: PageNumber, is_wanted: bool) {
         let word = self.table.get(page);
-        let was_elsewhere = match word.state() {
+        let (was_elsewhere, copy) = match word.state() {
             PageState::Held => return,
             PageState::Leaving => panic!("page {page:#x} was filled while it was leaving"),
-            PageState::Remote(_) if self.mutation == Mutation::ForgetRelease => true,
-            PageState::Remote(location) => {
-                self.slabs.release(location);
-                true
-            }
-            PageState::Reclaimable(slot) => {
-                self.drop_slot_location(slot.block());
-                true
-            }
-            PageState::Staged(_) => true,
-            PageState::Zero | PageState::Doubtful | PageState::Lost => false,
+            PageState::Remote(location) => (true, Some(location)),
+            PageState::Reclaimable(slot) => (true, Some(self.take_slot_location(slot.block()))),
+            PageState::Staged(_) => (true, None),
+            PageState::Zero | PageState::Doubtful | PageState::Lost => (false, None),
         };
+        let is_kept = !self.mempool.is_pool_short();
+        if let Some(location) = copy.filter(|_| !is_kept) {
+            self.slabs.release(location);
+        }
+        let copy = copy.filter(|_| is_kept);
+        self.has_copies |= copy.is_some();
         let came_back = was_elsewhere && word.left_since(self.departures) <= self.held / SOON_DIVISOR;
         self.count_held(1);
         if !word.is_queued() {
             self.resident.push_back(page);
         }
-        self.table.set(page, word.held(came_back && is_wanted));
+        self.table.set(page, word.held(came_back && is_wanted).with_copy(copy));
     }
 
     /// Choose up to `max` of the longest-held pages and mark them leaving; `pinned` ones stay. They are sorted by number,
@@ -272,12 +278,16 @@ impl Volume {
         let word = self.table.get(page);
         assert_eq!(word.state(), PageState::Leaving, "only a leaving page can be refused");
         self.resident.push_back(page);
-        self.table.set(page, PageWord::new(PageState::Held).with_queued(true));
+        self.table.set(page, PageWord::new(PageState::Held).with_queued(true).with_copy(word.copy()));
     }
 
     /// The page was not there to be taken: the program had given it up.
     pub fn vanished(&mut self, page: PageNumber) {
-        assert_eq!(self.table.get(page).state(), PageState::Leaving);
+        let word = self.table.get(page);
+        assert_eq!(word.state(), PageState::Leaving);
+        if let Some(copy) = word.copy() {
+            self.slabs.release(copy);
+        }
         self.count_held(-1);
         self.table.set(page, PageWord::default());
     }
@@ -311,10 +321,16 @@ impl Volume {
             let word = self.table.get(page);
             assert_eq!(word.state(), PageState::Leaving, "page {page:#x} left in {id:?}");
             self.count_held(-1);
+            if let Some(copy) = word.copy()
+                && *what != Staged::Unchanged
+                && self.mutation != Mutation::ForgetRelease
+            {
+                self.slabs.release(copy);
+            }
             let keep_discarded = self.mutation == Mutation::KeepDiscarded;
             let state = match what {
                 _ if word.is_discarded() && !keep_discarded => PageState::Zero,
-                Staged::Data => PageState::Staged(id.slot(index)),
+                Staged::Data | Staged::Unchanged => PageState::Staged(id.slot(index)),
                 Staged::Zeros => PageState::Zero,
                 Staged::Unreadable => PageState::Lost,
             };
@@ -383,6 +399,9 @@ impl Volume {
                 if held_becomes != PageState::Held {
                     dropped += u64::from(word.is_queued());
                 }
+                if let Some(copy) = word.copy() {
+                    slabs.release(copy);
+                }
                 word.with_state(held_becomes)
             }
             PageState::Doubtful if held_becomes != PageState::Zero => word,
@@ -437,15 +456,15 @@ impl Volume {
             Self::new(Arc::clone(&self.slabs), Arc::clone(&self.mempool), Arc::clone(self.budget.budget()))?;
         child.mutation = self.mutation;
         child.departures = self.departures;
+        child.has_copies = self.has_copies;
         if let Some(hook) = self.before_store {
             child.before_store(hook);
         }
         let (slabs, mutation) = (&self.slabs, self.mutation);
         self.table.update_range(0, crate::table::PAGES_MAX, |page, word| {
             let state = word.state();
-            if let PageState::Remote(location) = state
-                && mutation != Mutation::ForgetForkReference
-            {
+            let remote = if let PageState::Remote(location) = state { Some(location) } else { word.copy() };
+            if let Some(location) = remote.filter(|_| mutation != Mutation::ForgetForkReference) {
                 slabs.retain(location);
             }
             if state != PageState::Zero {
@@ -455,6 +474,28 @@ impl Volume {
         });
         child.inherited = self.resident.iter().chain(&self.inherited).copied().collect();
         Ok(child)
+    }
+
+    /// The location that a held or leaving page came from, if it still refers to that.
+    #[must_use]
+    pub fn copy(&mut self, page: PageNumber) -> Option<Location> {
+        self.table.get(page).copy()
+    }
+
+    /// While the pool is short of memory, held pages give up the places that they came from.
+    pub fn give_up_copies_if_short(&mut self) {
+        if !self.has_copies || !self.mempool.is_pool_short() {
+            return;
+        }
+        self.has_copies = false;
+        let Self { table, slabs, .. } = self;
+        table.update_range(0, crate::table::PAGES_MAX, |_, word| match (word.state(), word.copy()) {
+            (PageState::Held, Some(copy)) => {
+                slabs.release(copy);
+                word.with_copy(None)
+            }
+            _ => word,
+        });
     }
 
     /// Page `page` cannot be had any more: its memory node is gone or its bytes are damaged.
@@ -485,9 +526,9 @@ impl Volume {
         self.budget.add_held(change);
     }
 
-    fn drop_slot_location(&mut self, (id, index): (BlockId, usize)) {
+    fn take_slot_location(&mut self, (id, index): (BlockId, usize)) -> Location {
         let block = self.blocks[id.0 as usize].as_mut().expect("its block is in use");
-        self.slabs.release(block.locations[index].take().expect("reclaimable pages have a location"));
+        block.locations[index].take().expect("reclaimable pages have a location")
     }
 
     fn take_entry(&mut self, id: BlockId, phase: Phase) -> Block {

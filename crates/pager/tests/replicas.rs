@@ -8,7 +8,7 @@ use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
 use aquifer_pager::slabs::{SlabId, page_of};
 use aquifer_pager::{
     BLOCK_PAGES, Connector, FETCH_PAGES_MAX, FetchError, Fetcher, Location, Mempool, PAGE_BYTES, Sender,
-    SlabSet, Written,
+    SlabSet, Staged, Written,
 };
 use aquifer_pool::{Donation, NodeId, PoolClient, SizeClass, donate};
 
@@ -81,11 +81,21 @@ fn content(page: usize) -> [u8; PAGE_BYTES] {
 impl World {
     /// Hand a batch of `pages` to the sender.
     fn stage(&mut self, pages: usize) {
+        self.stage_again(pages, &[], None);
+    }
+
+    /// Hand a batch of pages to the sender that came from `copies`, and of which one may have changed; how many the sender calls unchanged.
+    fn stage_again(&mut self, pages: usize, copies: &[Location], changed: Option<usize>) -> usize {
         let block = self.mempool.take().unwrap();
         for page in 0..pages {
-            self.mempool.memory().write(block.slot(page).offset(), &content(page));
+            let mut bytes = content(page);
+            bytes[PAGE_BYTES - 1] ^= u8::from(changed == Some(page));
+            self.mempool.memory().write(block.slot(page).offset(), &bytes);
         }
-        self.sender.stage(0, block, pages, |_| true, &mut Vec::new());
+        let copies: Vec<_> = copies.iter().copied().map(Some).collect();
+        let mut found = Vec::new();
+        self.sender.stage_with_copies(0, block, pages, |_| true, &copies, &mut found);
+        found.into_iter().filter(|what| *what == Staged::Unchanged).count()
     }
 
     /// Until the batch is acknowledged; where its pages are.
@@ -167,6 +177,45 @@ fn each_page_is_on_as_many_nodes_as_asked_and_bears_all_but_one_deaths() {
         world.crash(nodes[0]);
         let error = world.fetcher.fetch(&world.slabs, &locations).unwrap_err();
         assert!(matches!(error, FetchError::NodeGone { .. } | FetchError::Refused { .. }), "{error}");
+    }
+}
+
+#[test]
+fn what_leaves_as_it_came_is_not_written_again() {
+    const CHANGED: usize = 7;
+    let mut world = world(2, 3);
+    let before = world.write(BLOCK_PAGES);
+    let written = world.sender.stats().pages;
+    assert_eq!(world.stage_again(BLOCK_PAGES, &before, None), BLOCK_PAGES);
+    assert_eq!(world.finish(), before);
+    assert_eq!(world.sender.stats().pages, written);
+    assert_eq!(world.stage_again(BLOCK_PAGES, &before, Some(CHANGED)), BLOCK_PAGES - 1);
+    let after = world.finish();
+    assert_eq!(world.sender.stats().pages, written + 2);
+    for page in 0..BLOCK_PAGES {
+        assert_eq!(after[page] == before[page], page != CHANGED, "page {page}");
+    }
+    assert_eq!(world.slabs.pages(), BLOCK_PAGES as u64 + 1, "the old place is its volume's to release");
+}
+
+#[test]
+fn what_leaves_as_it_came_is_written_anew_where_nothing_is_left_of_it() {
+    for replicas in [1, 2] {
+        for is_noticed in [false, true] {
+            let mut world = world(replicas, 3);
+            let before = world.write(BLOCK_PAGES);
+            let homes = world.nodes_of(before[0]);
+            world.crash(homes[0]);
+            if is_noticed {
+                world.write(BLOCK_PAGES);
+            }
+            world.stage_again(BLOCK_PAGES, &before, None);
+            let after = world.finish();
+            world.assert_readable(&after);
+            let is_elsewhere = after.iter().all(|location| !world.nodes_of(*location).contains(&homes[0]));
+            assert!(is_elsewhere, "{replicas} replicas");
+            assert!(replicas == 1 || after == before, "one copy is enough");
+        }
     }
 }
 

@@ -1,5 +1,7 @@
 //! A program that checks every byte of its own memory, in a quarter of it, whatever it does to that memory.
 
+use aquifer_tests_e2e::restart::{await_time, figure};
+use aquifer_tests_e2e::run::Running;
 use aquifer_tests_e2e::{Case, Cluster, build, compare};
 
 /// Under a quarter of this each test takes a few seconds; the limit is still far above what cannot be paged.
@@ -15,6 +17,21 @@ fn check_on(fabric: &str, test: &str, options: &[&str], forks: bool, unbounded: 
     program.extend(options);
     let cluster = Cluster::up_with(3, "512M", &["--fabric", fabric]);
     compare(&cluster, Case { program: &program, forks, unbounded });
+}
+
+/// A copy that is kept is worth something only if the page is as it was: the program changes pages, too, and finds each as it left it.
+#[test]
+fn what_is_only_read_is_not_written_again() {
+    let checker = build::programs().join("checker");
+    let program = [checker.to_str().expect("a plain path"), "pages", "--bytes", BYTES, "--rounds", "4"];
+    let cluster = Cluster::up(3, "512M");
+    let mut run = Running::start(&mut cluster.run_command("32M", &program), false, Box::new(|| 0));
+    let was_spared = await_time(&mut run, "pages that leave unchanged", || {
+        figure(&cluster, "unchanged_pages").is_some_and(|pages| pages > 0)
+    });
+    run.wait().assert_success("the checker");
+    assert!(was_spared, "all was written again and again");
+    cluster.assert_all_free();
 }
 
 macro_rules! checks {

@@ -317,6 +317,7 @@ impl Server {
             degraded_slabs: 0,
             copied_slabs: 0,
             repaired_pages: 0,
+            unchanged_pages: 0,
             processes: 0,
             programs: Vec::new(),
             faults: usage.major_faults,

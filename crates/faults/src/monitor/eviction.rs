@@ -24,6 +24,7 @@ const FLOOR_PAGES: u64 = 8;
 impl<E: Edge> Monitor<E> {
     /// Take pages out of the program while it is too close to its limit.
     pub fn make_room(&mut self) {
+        self.volume.give_up_copies_if_short();
         while self.volume.pass_block() {
             self.tell_of_block();
         }
@@ -99,6 +100,8 @@ impl<E: Edge> Monitor<E> {
         let buffer = self.free_buffers.pop().expect("the caller looked");
         self.taken.clear();
         if self.edge.take(buffer, &self.victims, &mut self.taken).is_err() {
+            // What had left is gone with the program.
+            self.victims.iter().for_each(|page| self.volume.refused(*page));
             self.return_block(block);
             self.ended = true;
             return false;
@@ -157,7 +160,8 @@ impl<E: Edge> Monitor<E> {
         self.nothing_outstanding();
         FaultStats::add(&self.stats.evictions, moved.len());
         self.volume.left(block, &moved);
-        self.edge.submit(Job { block, buffer, positions });
+        let copies = moved.iter().map(|page| self.volume.copy(*page)).collect();
+        self.edge.submit(Job { block, buffer, positions, copies });
         true
     }
 }

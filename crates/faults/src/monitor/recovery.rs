@@ -117,7 +117,7 @@ impl<E: Edge> Monitor<E> {
 
     fn place(&mut self, block: BlockId, Unplaced { buffer, pages, positions }: Unplaced) {
         self.volume.left(block, &pages);
-        self.edge.submit(Job { block, buffer, positions });
+        self.edge.submit(Job { block, buffer, positions, copies: Vec::new() });
     }
 
     /// Find blocks for what had left before the restart. As long as there are none nothing else is done: pages on their way change neither

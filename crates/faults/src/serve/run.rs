@@ -85,6 +85,8 @@ pub struct RunReport {
     pub copied_slabs: u64,
     /// Damaged pages that were written anew from a good copy.
     pub repaired_pages: u64,
+    /// Pages that left as they had come from memory nodes, and were not written again.
+    pub unchanged_pages: u64,
     /// WRITEs posted, and the pages in them, each copy counted.
     pub remote_writes: (u64, u64),
     /// Faults served.
@@ -338,6 +340,7 @@ impl Run {
             degraded_slabs: sent.degraded_slabs,
             copied_slabs: sent.copied_slabs,
             repaired_pages: sent.repaired_pages,
+            unchanged_pages: sent.unchanged_pages,
             remote_writes: (sent.writes, sent.pages),
             faults: load(&total.faults),
             zero_pages: load(&total.zero_pages),

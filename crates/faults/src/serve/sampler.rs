@@ -164,13 +164,17 @@ impl Watch {
             self.scan_if_needed(program, look, total > arm_at);
         }
         // Also when it is over no longer: faults that waited for room would wait on. And who sleeps on more than its share must give
-        // some of it to those who work, for they have no more than what they take from themselves.
+        // some of it to those who work, for they have no more than what they take from themselves. And all give up copies while the pool is short.
         let (is_over, is_near) = (run.budget.excess(0) > 0, run.budget.excess(SPARE_PAGES) > 0);
+        let is_short = run.service.upgrade().is_some_and(|service| service.mempool.is_pool_short());
         let share = max / (programs.len() as u64).max(1);
         programs
             .iter()
             .filter(|program| {
-                is_over || program.has_waiting.load(SeqCst) || is_near && program.held.load(Relaxed) > share
+                is_over
+                    || is_short
+                    || program.has_waiting.load(SeqCst)
+                    || is_near && program.held.load(Relaxed) > share
             })
             .for_each(|program| program.ring());
         self.judge(run, &programs, total, held);

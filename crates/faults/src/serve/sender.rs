@@ -55,6 +55,7 @@ struct Shared {
     writes: AtomicU64,
     pages: AtomicU64,
     zero_pages: AtomicU64,
+    unchanged_pages: AtomicU64,
     degraded_slabs: AtomicU64,
     copied_slabs: AtomicU64,
     repaired_pages: AtomicU64,
@@ -141,6 +142,7 @@ impl SenderThread {
             writes: self.shared.writes.load(Relaxed),
             pages: self.shared.pages.load(Relaxed),
             zero_pages: self.shared.zero_pages.load(Relaxed),
+            unchanged_pages: self.shared.unchanged_pages.load(Relaxed),
             degraded_slabs: self.shared.degraded_slabs.load(Relaxed),
             copied_slabs: self.shared.copied_slabs.load(Relaxed),
             repaired_pages: self.shared.repaired_pages.load(Relaxed),
@@ -156,6 +158,7 @@ impl Shared {
             writes: AtomicU64::new(0),
             pages: AtomicU64::new(0),
             zero_pages: AtomicU64::new(0),
+            unchanged_pages: AtomicU64::new(0),
             degraded_slabs: AtomicU64::new(0),
             copied_slabs: AtomicU64::new(0),
             repaired_pages: AtomicU64::new(0),
@@ -297,7 +300,8 @@ impl Loop {
             }
             0
         });
-        self.sender.stage(program.id, job.block, job.positions.len(), |index| index < readable, found);
+        let (block, count) = (job.block, job.positions.len());
+        self.sender.stage_with_copies(program.id, block, count, |index| index < readable, &job.copies, found);
     }
 
     /// Copy the pages from the program's staging buffer; how many arrived, from the first.
@@ -361,6 +365,7 @@ impl Loop {
         self.shared.writes.store(stats.writes, Relaxed);
         self.shared.pages.store(stats.pages, Relaxed);
         self.shared.zero_pages.store(stats.zero_pages, Relaxed);
+        self.shared.unchanged_pages.store(stats.unchanged_pages, Relaxed);
         self.shared.degraded_slabs.store(stats.degraded_slabs, Relaxed);
         self.shared.copied_slabs.store(stats.copied_slabs, Relaxed);
         self.shared.repaired_pages.store(stats.repaired_pages, Relaxed);

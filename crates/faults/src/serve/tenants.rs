@@ -99,6 +99,7 @@ mod tests {
             degraded_slabs: 0,
             copied_slabs: 0,
             repaired_pages: 0,
+            unchanged_pages: 0,
             programs: Vec::new(),
             resident_bytes: (2, 200),
             mempool_bytes: 3,

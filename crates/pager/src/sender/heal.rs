@@ -22,8 +22,8 @@ use crate::view;
 const CHUNK_PAGES: u32 = 64;
 const _: () = assert!(CHUNK_PAGES as usize == BLOCK_PAGES);
 /// Where answers to probes go, behind the pages.
-const PROBE_OFFSET: usize = BLOCK_PAGES * PAGE_BYTES;
-const PROBE_BYTES: usize = 8;
+pub(super) const PROBE_OFFSET: usize = BLOCK_PAGES * PAGE_BYTES;
+pub(super) const PROBE_BYTES: usize = 8;
 /// The work id of probes; those of copying are below.
 const PROBE_WORK_ID: u64 = HEAL_WORK_ID | 1 << 61;
 
@@ -365,7 +365,7 @@ impl Sender {
     }
 
     /// The number of the buffer; `None` if there is no memory for it, and then nothing is copied yet.
-    fn buffer(&mut self) -> Option<usize> {
+    pub(super) fn buffer(&mut self) -> Option<usize> {
         if self.healer.buffer.is_none() {
             let made = Memory::create("aquifer-heal", PROBE_OFFSET + PAGE_BYTES)
                 .map_err(|error| error.to_string())

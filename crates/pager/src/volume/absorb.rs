@@ -38,7 +38,10 @@ impl Volume {
             PageState::Staged(slot) if self.mutation == Mutation::AbsorbIntoSealed => return slot,
             PageState::Remote(_) if self.mutation == Mutation::ForgetRelease => {}
             PageState::Remote(location) => self.slabs.release(location),
-            PageState::Reclaimable(slot) => self.drop_slot_location(slot.block()),
+            PageState::Reclaimable(slot) => {
+                let location = self.take_slot_location(slot.block());
+                self.slabs.release(location);
+            }
             PageState::Zero | PageState::Staged(_) | PageState::Lost => {}
             state @ (PageState::Held | PageState::Leaving | PageState::Doubtful) => {
                 panic!("page {page:#x} of a device is {state:?}")

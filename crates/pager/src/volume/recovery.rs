@@ -3,7 +3,7 @@
 //! - What was in the mempool is written to memory nodes once more, whether or not that had been acknowledged: the slots are the newest
 //!   copies, and what was written before is forgotten (see `slabs/recovery`).
 //! - What was leaving is in the program or in its staging buffers; the front end knows.
-//! - The order in which pages came is lost, and so is which were hot.
+//! - The order in which pages came is lost, and so is which were hot. Where held pages came from is forgotten.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -58,6 +58,7 @@ impl Volume {
             reserved: Vec::new(),
             blocks_in_flight: 0,
             spare_blocks: Vec::new(),
+            has_copies: false,
             mutation: Mutation::None,
             before_store: None,
         };
@@ -80,9 +81,11 @@ impl Volume {
         leaving: &mut Vec<PageNumber>,
         staged: &mut BTreeMap<u32, [PageNumber; BLOCK_PAGES]>,
     ) {
+        let word = if word.copy().is_some() { word.with_copy(None) } else { word };
         let mut unqueued = word.with_queued(false);
         match word.state() {
             PageState::Held if word.is_queued() => {
+                self.table.set(page, word);
                 self.claim(page);
                 return;
             }

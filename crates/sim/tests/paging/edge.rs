@@ -310,6 +310,9 @@ impl Kernel for SimEdge {
         let mut world = self.later();
         let process = &mut world.processes[self.process];
         process.batches[buffer] = pages.iter().map(|page| (*page, Taken::Kept)).collect();
+        if world.rng.chance(1, 2048) {
+            world.kill(self.process);
+        }
         drop(world);
         super::death::pass();
         self.world.borrow_mut().processes[self.process].staging[buffer].fill(None);

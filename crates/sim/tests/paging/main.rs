@@ -112,6 +112,7 @@ mutants! {
     a_buffer_with_a_late_answer_is_noticed: ReuseLateBuffer,
     a_skipped_checksum_is_noticed: SkipChecksum,
     a_forgotten_release_is_noticed: ForgetRelease,
+    trusting_a_copy_is_noticed: TrustCopy,
     adopting_without_proof_is_noticed: AdoptUnproved,
     adopting_before_what_was_heard_is_noticed: AdoptBehind,
     heeding_the_unmapping_of_a_move_is_noticed: HeedVacating,

@@ -43,6 +43,7 @@ pub struct Seen {
     pub full: u64,
     pub slow: u64,
     pub late: u64,
+    pub unchanged: u64,
     pub copied: u64,
     pub repaired: u64,
     /// Nodes that died when all was on others too, and of these those after whose death copies had been made before.
@@ -61,7 +62,7 @@ pub struct Seen {
 }
 
 impl Seen {
-    pub fn counts(&self) -> [(&'static str, u64); 28] {
+    pub fn counts(&self) -> [(&'static str, u64); 29] {
         [
             ("evictions", self.evictions),
             ("zero fills", self.zero_fills),
@@ -82,6 +83,7 @@ impl Seen {
             ("times the pool was full", self.full),
             ("slow nodes", self.slow),
             ("fetches with late answers", self.late),
+            ("pages that left unchanged", self.unchanged),
             ("slabs copied", self.copied),
             ("pages repaired", self.repaired),
             ("deaths that cost nothing", self.borne),
@@ -114,6 +116,7 @@ impl Seen {
         self.full += other.full;
         self.slow += other.slow;
         self.late += other.late;
+        self.unchanged += other.unchanged;
         self.copied += other.copied;
         self.repaired += other.repaired;
         self.borne += other.borne;
@@ -343,6 +346,7 @@ impl World {
     /// What a sender has done is seen when it ends.
     pub fn note_sent(&mut self) {
         let sent = self.sender.stats();
+        self.seen.unchanged += sent.unchanged_pages;
         self.seen.copied += sent.copied_slabs;
         self.seen.repaired += sent.repaired_pages;
     }
@@ -464,7 +468,7 @@ impl World {
 
     /// A batch is copied from staging into its block.
     fn copy(&mut self, process: usize, job: &Job) {
-        let Job { block, buffer, positions } = job;
+        let Job { block, buffer, positions, copies } = job;
         let number = process;
         let process = &self.processes[number];
         let alive = process.alive;
@@ -477,7 +481,7 @@ impl World {
         }
         let owner = number as u64;
         let mut found = std::mem::take(&mut self.found);
-        self.sender.stage(owner, *block, positions.len(), |_| alive, &mut found);
+        self.sender.stage_with_copies(owner, *block, positions.len(), |_| alive, copies, &mut found);
         self.processes[number].done.push_back(Done::Staged {
             block: *block,
             buffer: *buffer,

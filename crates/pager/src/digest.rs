@@ -1,0 +1,111 @@
+//! What was written where, as far as this sender knows: a page that left unchanged need not be written again.
+//!
+//! A checksum does not do: of two versions of a page that have the same one, the newer would be lost. A digest is a universal hash under a
+//! random key that never leaves this process. Two pages that differ have the same one with a probability below 2^-90, whoever made them.
+
+use std::hash::{BuildHasher, Hasher, RandomState};
+
+use poly1305::Poly1305;
+use poly1305::universal_hash::KeyInit;
+
+use crate::page::Location;
+use crate::slabs::SlabId;
+
+/// The digest of a page; 0 stands for none.
+pub(crate) type Digest = u128;
+
+/// Makes digests under one random key.
+pub(crate) struct Digester(Poly1305);
+
+impl std::fmt::Debug for Digester {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str("Digester")
+    }
+}
+
+impl Digester {
+    pub fn new() -> Self {
+        let mut key = poly1305::Key::default();
+        // The keys of a `RandomState` come from the system.
+        for part in key.chunks_exact_mut(8) {
+            part.copy_from_slice(&RandomState::new().build_hasher().finish().to_ne_bytes());
+        }
+        Self(Poly1305::new(&key))
+    }
+
+    pub fn digest(&self, page: &[u8]) -> Digest {
+        u128::from_ne_bytes(self.0.clone().compute_unpadded(page).into())
+    }
+}
+
+/// The digests of the pages on memory nodes. They do not outlive the agent: of what was written before, nothing is known.
+#[derive(Debug, Default)]
+pub(crate) struct Digests {
+    /// By slab, and page in it.
+    slabs: Vec<Vec<Digest>>,
+}
+
+impl Digests {
+    /// What was written to a location, if that is known, and if it can still be read as far as anybody knows.
+    pub fn get(&self, location: Location) -> Option<Digest> {
+        let digests = self.slabs.get(location.slab().0 as usize)?;
+        digests.get(location.index() as usize).copied().filter(|digest| *digest != 0)
+    }
+
+    /// This is written to a location; 0 if its digest is not known.
+    pub fn set(&mut self, location: Location, digest: Digest) {
+        let (slab, index) = (location.slab().0 as usize, location.index() as usize);
+        if digest == 0 && self.get(location).is_none() {
+            return;
+        }
+        if self.slabs.len() <= slab {
+            self.slabs.resize_with(slab + 1, Vec::new);
+        }
+        let digests = &mut self.slabs[slab];
+        if digests.len() <= index {
+            digests.resize(index + 1, 0);
+        }
+        digests[index] = digest;
+    }
+
+    /// A slab cannot be read any more.
+    pub fn forget(&mut self, slab: SlabId) {
+        if let Some(digests) = self.slabs.get_mut(slab.0 as usize) {
+            digests.clear();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_that_differ_anywhere_have_other_digests() {
+        let digester = Digester::new();
+        let mut page = vec![7u8; 4096];
+        let digest = digester.digest(&page);
+        assert_eq!(digester.digest(&page), digest);
+        for at in [0, 1, 15, 16, 2047, 4095] {
+            page[at] ^= 1;
+            assert_ne!(digester.digest(&page), digest, "byte {at}");
+            page[at] ^= 1;
+        }
+        assert_ne!(Digester::new().digest(&page), digest, "each process has its own key");
+    }
+
+    #[test]
+    fn what_is_forgotten_or_overwritten_is_not_known() {
+        let mut digests = Digests::default();
+        let (one, other) = (Location::new(SlabId(2), 5), Location::new(SlabId(2), 6));
+        assert_eq!(digests.get(one), None);
+        digests.set(other, 0);
+        digests.set(one, 77);
+        assert_eq!((digests.get(one), digests.get(other)), (Some(77), None));
+        digests.set(one, 0);
+        assert_eq!(digests.get(one), None);
+        digests.set(other, 78);
+        digests.forget(SlabId(2));
+        assert_eq!(digests.get(other), None);
+    }
+}

@@ -1,0 +1,84 @@
+//! Pages that leave as they came are not written: their copies are asked for. A memory node that answers a READ by the slab's key has what was
+//! written there before, as one that acknowledges a WRITE has what was written just now; of one that does not, pages are written anew.
+
+use aquifer_fabric::{Verb, Work};
+
+use super::heal::{PROBE_BYTES, PROBE_OFFSET};
+use super::{Digest, Sender, bits};
+use crate::mutation::Mutation;
+use crate::page::Location;
+use crate::slabs::{Copies, page_of};
+
+impl Sender {
+    /// Whether these bytes are at a location, as far as is known.
+    pub(super) fn is_at(&self, location: Location, digest: Digest) -> bool {
+        self.mutation == Mutation::TrustCopy || self.digests.get(location) == Some(digest)
+    }
+
+    /// Ask for the copies of all that is unchanged, as far as the nodes' queues have room.
+    pub(super) fn confirm_all(&mut self) {
+        for at in 0..self.jobs.len() {
+            while self.jobs[at].unchanged != 0 && self.confirm(at) {}
+        }
+    }
+
+    /// Ask for copies that are on the same nodes, all by one READ for each node; false if a node's queue is full.
+    fn confirm(&mut self, at: usize) -> bool {
+        let job = &mut self.jobs[at];
+        let first = job.unchanged.trailing_zeros() as usize;
+        let location = job.locations[first].expect("it came from there");
+        let copies = self.slabs.copies(location.slab());
+        let mut pages = 0;
+        let mut lost = 0;
+        for index in bits(job.unchanged) {
+            let location = job.locations[index].expect("it came from there");
+            if self.mutation != Mutation::TrustCopy && self.digests.get(location).is_none() {
+                lost |= 1 << index;
+            } else if are_together(self.slabs.copies(location.slab()), copies) {
+                pages |= 1 << index;
+            }
+        }
+        if lost != 0 {
+            // Meanwhile the last node that had them was.
+            job.unchanged &= !lost;
+            job.write_anew(&self.slabs, lost);
+            return true;
+        }
+        let Some(buffer) = self.buffer() else {
+            let job = &mut self.jobs[at];
+            job.unchanged &= !pages;
+            job.write_anew(&self.slabs, pages);
+            return true;
+        };
+        for copy in copies.iter() {
+            match self.ports.port(copy.node) {
+                Ok(port) if port.has_room() => {}
+                Ok(_) => return false,
+                Err(error) => {
+                    tracing::warn!(node = copy.node.0, %error, "a memory node cannot be reached any more");
+                    self.lose_node(copy.node);
+                    return true;
+                }
+            }
+        }
+        let job = &mut self.jobs[at];
+        for (place, copy) in copies.placed() {
+            let port = self.ports.open_port(copy.node).expect("it was opened just now");
+            let local = port.slice_of(buffer, PROBE_OFFSET, PROBE_BYTES);
+            let verb = Verb::Read { local, remote: page_of(&copy, location.index()) };
+            let work = Work { id: job.id(place, first), verb, signalled: true };
+            port.endpoint.post(&[work]).expect("there was room for one more");
+            port.under_way += 1;
+            job.posted(first);
+        }
+        job.unchanged &= !pages;
+        job.begin_run(first, pages);
+        true
+    }
+}
+
+/// Whether copies of two slabs are on the same nodes, and have the same places in their records.
+fn are_together(one: Copies, other: Copies) -> bool {
+    let nodes = |copies: Copies| copies.placed().map(|(place, copy)| (place, copy.node));
+    nodes(one).eq(nodes(other))
+}
