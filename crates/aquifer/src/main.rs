@@ -7,6 +7,7 @@ mod bench;
 mod cli;
 mod cluster;
 mod demo;
+mod ending;
 mod fabric;
 mod peers;
 mod run;

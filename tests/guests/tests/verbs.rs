@@ -15,6 +15,9 @@ fn run(kernel: &Kernel, command: &[&str]) -> Outcome {
 /// Tests of the conformance suite, and the one of devices alone.
 const CONFORMANCE: &str = "32 passed";
 
+/// Tests of the pool's client.
+const POOL: &str = "13 passed";
+
 /// The lines of a text that have these words.
 fn lines_with(text: &str, words: &str) -> String {
     text.split_inclusive('\n').filter(|line| line.contains(words)).collect()
@@ -34,6 +37,14 @@ fn the_conformance_suite_passes() {
     );
     // Not held back as what a test prints is.
     std::io::stderr().write_all(failed.as_bytes()).expect("there is a place for messages");
+}
+
+#[test]
+fn a_pools_clients_do_over_verbs_what_they_do_over_shared_memory() {
+    let Some(kernel) = kernel() else { return };
+    let suite = test_program("aquifer-pool", "client-verbs");
+    let outcome = run(&kernel, &["env", VARIABLE, suite.to_str().expect("a plain path")]);
+    assert!(outcome.stdout.contains(POOL), "{outcome}");
 }
 
 #[test]

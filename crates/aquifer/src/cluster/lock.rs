@@ -10,6 +10,8 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
+use crate::ending::is_ending;
+
 /// Those who look hold the lock shared for a moment; so often, at most, one lets them pass.
 const ATTEMPTS_MAX: u32 = 100_000;
 /// Between looks at a lock whose holder comes or goes.
@@ -116,6 +118,7 @@ pub fn life(path: &Path) -> io::Result<Life> {
             && is_held(&file)?
             // One that was killed a moment ago has its lock until the last of it is gone.
             && !has_ended(&pidfd)
+            && !is_ending(number)
         {
             return Ok(Life::Alive(Process { pid: number, pidfd }));
         }

@@ -9,6 +9,8 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use crate::ending::await_ending;
+
 use super::{PAGE_CLUSTER, SetupError, cgroup, loop_device, mount, swapfile, zram};
 
 const FOLDER: &str = "/run/aquifer-setups";
@@ -218,7 +220,11 @@ pub fn cleanup_stale() -> Result<usize, SetupError> {
             continue;
         };
         if start_time(pid) == Some(start) {
-            continue;
+            // One that was killed a moment ago sees to nothing any more.
+            await_ending(pid);
+            if start_time(pid) == Some(start) {
+                continue;
+            }
         }
         match Record::load(&name).and_then(|mut record| record.undo()) {
             Ok(()) => undone += 1,

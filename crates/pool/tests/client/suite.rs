@@ -1,39 +1,26 @@
-//! The client over shared memory: many threads at one node, and everything that a client must refuse.
+//! What a client must do over any fabric: many threads at one node, and everything that it must refuse.
 
 use std::collections::HashSet;
-use std::path::PathBuf;
 use std::sync::Arc;
 
-use aquifer_fabric::shm::{self, Options, ShmTarget};
 use aquifer_fabric::{
-    Access, Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, RemoteAddr, Scope, Target,
-    Tenant, Verb, Work,
+    Access, Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, RemoteAddr, Scope, Tenant,
+    Verb, Work,
 };
 use aquifer_pool::layout::Layout;
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::{Donation, Extent, FormatError, NodeId, PoolClient, PoolError, SizeClass, donate};
 
+use crate::Bed;
+
 const NODE: NodeId = NodeId(7);
 
-struct Bed {
-    _dir: tempfile::TempDir,
-    path: PathBuf,
-    target: ShmTarget,
-}
-
-fn bare() -> Bed {
-    let dir = tempfile::tempdir().expect("a directory");
-    let path = dir.path().join("node");
-    let target = ShmTarget::listen(&path, Options::default()).expect("a target");
-    Bed { _dir: dir, path, target }
-}
-
 fn lend(bed: &Bed, sections: u64) -> Donation {
-    donate(&bed.target, NODE, sections * SECTION_BYTES).expect("memory")
+    donate(bed.target(), NODE, sections * SECTION_BYTES).expect("memory")
 }
 
 fn bed(sections: u64) -> Bed {
-    let bed = bare();
+    let bed = Bed::bare();
     lend(&bed, sections);
     bed
 }
@@ -41,7 +28,7 @@ fn bed(sections: u64) -> Bed {
 impl Bed {
     fn endpoint(&self, host: u16) -> Box<dyn Endpoint> {
         let who = Identity { host: Host(host), epoch: 1, tenant: Tenant(0) };
-        shm::connect(&self.path, who).expect("the target listens")
+        self.connect(who).expect("the target listens")
     }
 
     fn client(&self, host: u16) -> PoolClient {
@@ -61,7 +48,7 @@ fn execute(client: &mut PoolClient, extent: &Extent, verb: Verb) -> u64 {
     endpoint.post(&[Work { id: 5, verb, signalled: true }]).expect("room");
     let mut done: Vec<Completion> = Vec::new();
     while endpoint.poll(&mut done, 1) == 0 {
-        std::hint::spin_loop();
+        std::thread::yield_now();
     }
     assert_eq!(done[0].id, 5);
     done[0].outcome.expect("the extent's key opens it")
@@ -122,7 +109,7 @@ fn worker(bed: &Bed, host: u16) {
     };
     let mut owned: Vec<(Extent, u64)> = Vec::new();
     let mut full = 0;
-    for turn in 0..3000_u64 {
+    for turn in 0..Bed::TURNS {
         let stamp = (u64::from(host) << 48) | (turn << 8);
         // Small extents most of the time, the largest now and then.
         let k = u8::try_from(next(10).min(next(10))).unwrap();
@@ -142,7 +129,7 @@ fn worker(bed: &Bed, host: u16) {
             client.free(extent).expect("it is ours");
         }
     }
-    assert!(full < 3000);
+    assert!(full < Bed::TURNS);
     for (extent, stamp) in owned {
         stamper.verify(&mut client, &extent, stamp);
         client.free(extent).expect("it is ours");
@@ -294,7 +281,7 @@ fn a_fenced_host_changes_nothing() {
     let bed = bed(1);
     let (mut fenced, mut other) = (bed.client(1), bed.client(2));
     let extent = fenced.allocate(NODE, SizeClass::CHUNK).expect("room");
-    bed.target.fence(Host(1), 1);
+    bed.target().fence(Host(1), 1);
     assert!(matches!(fenced.free(extent), Err(PoolError::NodeGone { .. })));
     assert!(matches!(fenced.allocate(NODE, SizeClass::SPAN), Err(PoolError::NodeGone { .. })));
     other.refresh(NODE).expect("the node lives");
@@ -303,10 +290,10 @@ fn a_fenced_host_changes_nothing() {
 
 /// What a client says to memory that a node has filled like this.
 fn judged(len: usize, fill: impl FnOnce(&Memory)) -> Result<(), PoolError> {
-    let bed = bare();
+    let bed = Bed::bare();
     let memory = Arc::new(Memory::create("odd", len).expect("memory"));
     fill(&memory);
-    bed.target.register(memory, Access::ALL, Scope::Anyone).expect("room");
+    bed.target().register(memory, Access::ALL, Scope::Anyone).expect("room");
     PoolClient::new(Host(1)).add_node(NODE, bed.endpoint(1))
 }
 
@@ -332,7 +319,7 @@ fn memory_of_another_format_is_refused() {
     );
     let short = judged(len - 4096, |memory| memory.write(0, &layout.encode()));
     assert!(matches!(cause(short), FormatError::TooShort { .. }));
-    let bed = bare();
+    let bed = Bed::bare();
     let none = PoolClient::new(Host(1)).add_node(NODE, bed.endpoint(1));
     assert_eq!(cause(none), FormatError::NoRegion);
 }
@@ -340,11 +327,11 @@ fn memory_of_another_format_is_refused() {
 #[test]
 fn damaged_metadata_is_an_error_and_keys_must_be_there() {
     let layout = Layout::new(NODE.0, 1).expect("a layout");
-    let bed = bare();
+    let bed = Bed::bare();
     let memory =
         Arc::new(Memory::create("odd", usize::try_from(layout.region_bytes()).unwrap()).expect("memory"));
     memory.write(0, &layout.encode());
-    bed.target.register(Arc::clone(&memory), Access::ALL, Scope::Anyone).expect("room");
+    bed.target().register(Arc::clone(&memory), Access::ALL, Scope::Anyone).expect("room");
     let mut client = PoolClient::new(Host(1));
     client.add_node(NODE, bed.endpoint(1)).expect("a good node");
     assert!(matches!(client.add_node(NODE, bed.endpoint(1)), Err(PoolError::NodeExists { .. })));
@@ -385,7 +372,7 @@ fn what_was_taken_last_is_found_again() {
 
 #[test]
 fn the_owner_sees_what_is_free_as_a_client_does() {
-    let bed = bare();
+    let bed = Bed::bare();
     let donation = lend(&bed, 3);
     let mut client = bed.client(1);
     assert_eq!(donation.free_bytes(), 3 * SECTION_BYTES);

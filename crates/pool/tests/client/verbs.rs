@@ -1,0 +1,38 @@
+//! The client over an RDMA device: that with the IP address in `AQUIFER_VERBS_ADDRESS`.
+
+mod suite;
+
+use std::net::SocketAddr;
+
+use aquifer_fabric::tcp::ClusterKey;
+use aquifer_fabric::verbs::{self, Options, VerbsTarget};
+use aquifer_fabric::{Endpoint, EndpointError, Identity, Target};
+
+const KEY: ClusterKey = ClusterKey([3; 32]);
+
+/// A node's target.
+struct Bed {
+    address: SocketAddr,
+    target: VerbsTarget,
+}
+
+impl Bed {
+    /// What runs the device may be an emulator.
+    const TURNS: u64 = 100;
+
+    fn bare() -> Self {
+        let address =
+            std::env::var("AQUIFER_VERBS_ADDRESS").expect("AQUIFER_VERBS_ADDRESS is that of an RDMA device");
+        let address = SocketAddr::new(address.parse().expect("an IP address"), 0);
+        let target = VerbsTarget::listen(address, &KEY, Options::default()).expect("a target");
+        Self { address: target.address(), target }
+    }
+
+    fn target(&self) -> &dyn Target {
+        &self.target
+    }
+
+    fn connect(&self, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
+        verbs::connect(self.address, &KEY, who)
+    }
+}
