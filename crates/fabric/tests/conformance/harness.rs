@@ -72,7 +72,8 @@ impl<H: Harness> Client<'_, H> {
     pub fn wait(&mut self, count: usize) -> Vec<Completion> {
         let mut done = Vec::new();
         while done.len() < count {
-            self.endpoint.poll(&mut done, count);
+            let wanted = count - done.len();
+            self.endpoint.poll(&mut done, wanted);
             self.harness.settle();
         }
         done
