@@ -51,7 +51,8 @@ impl Client {
     fn wait(&mut self, count: usize) -> Vec<Completion> {
         let mut done = Vec::new();
         while done.len() < count {
-            if self.endpoint.poll(&mut done, count) == 0 {
+            let wanted = count - done.len();
+            if self.endpoint.poll(&mut done, wanted) == 0 {
                 self.endpoint.wait(Duration::from_millis(50));
             }
         }
