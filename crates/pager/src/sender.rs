@@ -22,7 +22,7 @@ use crate::mempool::{BLOCK_PAGES, BlockId, Mempool};
 use crate::mutation::Mutation;
 use crate::page::{Location, PAGE_BYTES};
 use crate::ports::{Connector, Ports};
-use crate::slabs::{SlabId, SlabSet, page_of};
+use crate::slabs::{Copies, SlabId, SlabSet, page_of};
 use crate::view;
 use crate::volume::Staged;
 use heal::Healer;
@@ -101,6 +101,14 @@ fn bits(mut mask: u64) -> impl Iterator<Item = usize> {
         mask &= mask - 1;
         Some(bit)
     })
+}
+
+/// What is to be known of the ways to copies before anything is posted to them.
+enum Queues {
+    Open,
+    Full,
+    /// A node is lost: there are other copies than there were.
+    Gone,
 }
 
 /// A batch that all memory nodes have acknowledged.
@@ -403,16 +411,10 @@ impl Sender {
     fn post(&mut self, at: usize, first: usize, room: Room) -> bool {
         let copies = self.slabs.copies(room.first.slab());
         assert!(!copies.is_empty(), "room is on some node");
-        for copy in copies.iter() {
-            match self.ports.port(copy.node) {
-                Ok(port) if port.has_room() => {}
-                Ok(_) => return false,
-                Err(error) => {
-                    tracing::warn!(node = copy.node.0, %error, "a memory node cannot be reached any more");
-                    self.lose_node(copy.node);
-                    return true;
-                }
-            }
+        match self.queues(copies) {
+            Queues::Open => {}
+            Queues::Full => return false,
+            Queues::Gone => return true,
         }
         let job = &mut self.jobs[at];
         let pages = room.pages as usize;
@@ -455,6 +457,22 @@ impl Sender {
             let is_short = sum(PoolClient::free_bytes) < sum(PoolClient::total_bytes) / FREE_DIVISOR;
             self.is_pool_short.store(is_short, Relaxed);
         }
+    }
+
+    /// Whether one more message can be posted to each copy. A node that cannot be reached is lost by that.
+    fn queues(&mut self, copies: Copies) -> Queues {
+        for copy in copies.iter() {
+            match self.ports.port(copy.node) {
+                Ok(port) if port.has_room() => {}
+                Ok(_) => return Queues::Full,
+                Err(error) => {
+                    tracing::warn!(node = copy.node.0, %error, "a memory node cannot be reached any more");
+                    self.lose_node(copy.node);
+                    return Queues::Gone;
+                }
+            }
+        }
+        Queues::Open
     }
 
     fn collect(&mut self) {

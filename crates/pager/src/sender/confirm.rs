@@ -4,7 +4,7 @@
 use aquifer_fabric::{Verb, Work};
 
 use super::heal::{PROBE_BYTES, PROBE_OFFSET};
-use super::{Digest, Sender, bits};
+use super::{Digest, Queues, Sender, bits};
 use crate::mutation::Mutation;
 use crate::page::Location;
 use crate::slabs::{Copies, page_of};
@@ -50,16 +50,11 @@ impl Sender {
             job.write_anew(&self.slabs, pages);
             return true;
         };
-        for copy in copies.iter() {
-            match self.ports.port(copy.node) {
-                Ok(port) if port.has_room() => {}
-                Ok(_) => return false,
-                Err(error) => {
-                    tracing::warn!(node = copy.node.0, %error, "a memory node cannot be reached any more");
-                    self.lose_node(copy.node);
-                    return true;
-                }
-            }
+        assert!(!copies.is_empty(), "what is referred to and known is on some node");
+        match self.queues(copies) {
+            Queues::Open => {}
+            Queues::Full => return false,
+            Queues::Gone => return true,
         }
         let job = &mut self.jobs[at];
         for (place, copy) in copies.placed() {
