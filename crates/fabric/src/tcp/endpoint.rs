@@ -19,7 +19,7 @@ use self::recovery::Found;
 use super::hello::{self, Hello, Reply, SessionId, Welcome};
 use super::secure::{Seal, SecureError, initiate};
 use super::spin::Spin;
-use super::stream::{Deadlined, tune};
+use super::stream::{Deadlined, connect_unpaced, tune};
 use super::wire::{self, Request, padded};
 use super::{ClusterKey, ConnectOptions, HANDSHAKE_TIME};
 use crate::Memory;
@@ -116,7 +116,7 @@ fn knock(
         },
         other => EndpointError::Protocol { address: name.clone(), reason: other.to_string() },
     };
-    let stream = TcpStream::connect_timeout(&address, patience).map_err(unreachable)?;
+    let stream = connect_unpaced(address, patience).map_err(unreachable)?;
     tune(&stream).map_err(unreachable)?;
     let mut secured = initiate(Deadlined::new(stream, Instant::now() + patience), key).map_err(failed)?;
     secured.say(&hello::encode_hello(hello)).map_err(failed)?;
@@ -300,6 +300,22 @@ impl TcpEndpoint {
             self.give_up(Some(WorkError::Timeout));
         }
     }
+
+    /// Look again and again, for as long as that pays; false if it is time to sleep.
+    fn spin(&mut self) -> bool {
+        if self.rescue.is_some() {
+            return false;
+        }
+        let mut spin = std::mem::take(&mut self.spin);
+        let heard = self.heard;
+        // To receive costs no more than to ask whether there is something.
+        let is_over = spin.look(|| {
+            self.look();
+            !self.done.is_empty() || self.heard != heard || self.is_broken() || self.rescue.is_some()
+        });
+        self.spin = spin;
+        is_over
+    }
 }
 
 impl Endpoint for TcpEndpoint {
@@ -348,16 +364,14 @@ impl Endpoint for TcpEndpoint {
         if !self.done.is_empty() || self.broken {
             return;
         }
+        if !patience.is_zero() && self.spin() {
+            return;
+        }
         let mut polled = [PollFd::new(&self.stream, PollFlags::IN)];
         if let Some(rescue) = &self.rescue {
             polled[0] = PollFd::from_borrowed_fd(rescue.bell(), PollFlags::IN);
         } else if self.sent < self.outgoing.len() {
             polled[0] = PollFd::new(&self.stream, PollFlags::IN | PollFlags::OUT);
-        }
-        let mut is_there =
-            || rustix::event::poll(&mut polled, Some(&Timespec::default())).is_ok_and(|count| count > 0);
-        if !patience.is_zero() && self.spin.look(&mut is_there) {
-            return;
         }
         let timeout = Timespec::try_from(patience).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
         // Any outcome means: look.

@@ -28,6 +28,7 @@ pub mod wire;
 
 pub use endpoint::{TcpEndpoint, connect};
 pub use secure::ClusterKey;
+pub use stream::{avoid_pacing, connect_unpaced};
 pub use target::TcpTarget;
 
 use std::time::Duration;

@@ -26,6 +26,9 @@ const EVENTS_MAX: usize = 64;
 /// A target that goes away tries for so long to tell its initiators.
 const FAREWELL_TIME: Duration = Duration::from_millis(200);
 
+/// What the connection that spoke last says is served so many times before others are looked at.
+const FAVOURS_MAX: u32 = 8;
+
 /// What the bell is called among the connections.
 const BELL: u64 = u64::MAX;
 
@@ -62,6 +65,14 @@ impl Hand {
     }
 }
 
+/// A connection was heard.
+#[derive(Clone, Copy)]
+struct Word {
+    at: usize,
+    /// And it will say no more.
+    is_last: bool,
+}
+
 /// One connection.
 struct Connection {
     socket: OwnedFd,
@@ -90,6 +101,9 @@ pub(super) struct ServeThread {
     epoll: OwnedFd,
     connections: Vec<Option<Box<Connection>>>,
     spin: Spin,
+    /// The connection that spoke last, and how many times it has been preferred since others were looked at.
+    last: Option<usize>,
+    favours: u32,
     /// Set when the target goes away: no more is asked, only said.
     farewell_until: Option<Instant>,
 }
@@ -100,18 +114,25 @@ impl ServeThread {
         epoll::add(&epoll, &shared.hands[number].bell, EventData::new_u64(BELL), EventFlags::IN)?;
         let spin = Spin::new(shared.options.spin_time);
         let connections = Vec::new();
-        Ok(Self { shared: Arc::clone(shared), number, epoll, connections, spin, farewell_until: None })
+        Ok(Self {
+            shared: Arc::clone(shared),
+            number,
+            epoll,
+            connections,
+            spin,
+            last: None,
+            favours: 0,
+            farewell_until: None,
+        })
     }
 
     pub fn run(mut self) {
         let mut events = Vec::with_capacity(EVENTS_MAX);
         loop {
-            self.wait(&mut events);
-            for event in &events {
-                match event.data.u64() {
-                    BELL => self.answer_bell(),
-                    at => self.attend(usize::try_from(at).expect("our own number"), event.flags),
-                }
+            match self.wait(&mut events) {
+                Some(Word { at, is_last: true }) => self.close(at),
+                Some(Word { at, .. }) => self.advance(at),
+                None => self.attend_all(&events),
             }
             self.resume_paused();
             if self.shared.stop.load(Ordering::SeqCst) && self.take_leave() {
@@ -120,19 +141,49 @@ impl ServeThread {
         }
     }
 
-    fn wait(&mut self, events: &mut Vec<Event>) {
+    /// Wait for something to do: what the connection that spoke last has said, or else what has happened to any of them.
+    fn wait(&mut self, events: &mut Vec<Event>) -> Option<Word> {
+        events.clear();
         let timeout = self.timeout();
         let now = Timespec::default();
+        let (epoll, favours) = (&self.epoll, &mut self.favours);
+        let mut last = self.last.and_then(|at| Some((at, self.connections.get_mut(at)?.as_mut()?)));
+        let mut word = None;
         let mut look = |timeout| {
             events.clear();
-            epoll::wait(&self.epoll, spare_capacity(events), timeout)
+            epoll::wait(epoll, spare_capacity(events), timeout)
         };
-        if self.spin.look(|| look(Some(&now)).is_ok_and(|count| count > 0)) {
-            return;
+        // To receive costs no more than to ask whether there is something.
+        let is_there = self.spin.look(|| {
+            if *favours < FAVOURS_MAX
+                && let Some((at, connection)) = &mut last
+            {
+                word = connection.hear().map(|is_last| Word { at: *at, is_last });
+                if word.is_some() {
+                    *favours += 1;
+                    return true;
+                }
+            }
+            *favours = 0;
+            look(Some(&now)).is_ok_and(|count| count > 0)
+        });
+        if is_there {
+            return word;
         }
+        self.favours = 0;
         match look(timeout.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => tracing::error!(%error, "the target cannot wait for its connections"),
+        }
+        None
+    }
+
+    fn attend_all(&mut self, events: &[Event]) {
+        for event in events {
+            match event.data.u64() {
+                BELL => self.answer_bell(),
+                at => self.attend(usize::try_from(at).expect("our own number"), event.flags),
+            }
         }
     }
 
@@ -156,6 +207,7 @@ impl ServeThread {
             self.close(at);
             return;
         }
+        self.last = Some(at);
         self.advance(at);
     }
 
@@ -353,6 +405,13 @@ impl Connection {
             // SAFETY: `active` has been odd since the regions lent: none of them has gone.
             unsafe { self.answers.send_loans(&self.socket, &mut self.outgoing) };
         }
+    }
+
+    /// Take what has come, if it may be served now; whether no more will, or nothing if there is nothing.
+    fn hear(&mut self) -> Option<bool> {
+        let filled = self.filled;
+        let is_last = self.interest.contains(EventFlags::IN) && self.receive();
+        (is_last || self.filled > filled).then_some(is_last)
     }
 
     /// Take what has come, as far as there is room; true if no more will.

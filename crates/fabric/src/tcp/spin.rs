@@ -12,8 +12,8 @@ const OTHERS_RAN: Duration = Duration::from_micros(50);
 /// After many in vain, one in two to this power is tried.
 const MISSES_MAX: u32 = 6;
 
-/// When to go on looking, as one waiting thread has found.
-#[derive(Debug)]
+/// When to go on looking, as one waiting thread has found. By default, never.
+#[derive(Debug, Default)]
 pub(super) struct Spin {
     limit: Duration,
     misses: u32,

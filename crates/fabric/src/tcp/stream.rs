@@ -1,11 +1,12 @@
 //! A connection as both ends see it.
 
 use std::io::{self, Read, Write};
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use rustix::net::sockopt;
+use socket2::{Domain, Protocol, Socket, Type};
 
 /// Data that the other end does not acknowledge for so long breaks the connection.
 const SILENCE_MAX: Duration = Duration::from_secs(5);
@@ -13,6 +14,31 @@ const SILENCE_MAX: Duration = Duration::from_secs(5);
 const PROBE_EVERY: Duration = Duration::from_secs(2);
 /// Room for a few large transfers in the kernel.
 const KERNEL_BUFFER_BYTES: usize = 1 << 20;
+
+/// Ways to avoid congestion that hold data back by a timer begin with this.
+const PACING: &str = "bbr";
+/// What is used in their stead, if the system allows it.
+const UNPACED: [&str; 2] = ["cubic", "reno"];
+
+/// Connect without pacing.
+///
+/// # Errors
+/// If nobody answers within `patience`, or the system refuses.
+pub fn connect_unpaced(address: SocketAddr, patience: Duration) -> io::Result<TcpStream> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    avoid_pacing(&socket);
+    socket.connect_timeout(&address.into(), patience)?;
+    Ok(socket.into())
+}
+
+/// Have what is sent on this socket leave at once, and on whatever a listening one accepts. A timer costs more time than a page over a fast
+/// network does (decision 9). Only before it is connected: what paces once does so for good.
+pub fn avoid_pacing(socket: impl AsFd) {
+    let paces = sockopt::tcp_congestion(&socket).is_ok_and(|name| name.starts_with(PACING));
+    if paces && !UNPACED.iter().any(|name| sockopt::set_tcp_congestion(&socket, name).is_ok()) {
+        tracing::warn!("TCP connections are paced ({PACING}), and that cannot be changed: answers come late");
+    }
+}
 
 /// What every connection wants: no delay, and an end to silence.
 pub(super) fn tune(stream: &TcpStream) -> io::Result<()> {
@@ -76,5 +102,35 @@ impl Write for Deadlined {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    /// On a host that paces by default (as some are set up) this fails without the mend; elsewhere it can only pass.
+    #[test]
+    fn neither_end_is_paced_whatever_the_host_does_by_default() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        // Only where it may be chosen can it be avoided.
+        let _ = sockopt::set_tcp_congestion(&listener, "bbr");
+        avoid_pacing(&listener);
+        let ours = connect_unpaced(listener.local_addr().unwrap(), SILENCE_MAX).unwrap();
+        let (theirs, _) = listener.accept().unwrap();
+        for end in [&ours, &theirs] {
+            let name = sockopt::tcp_congestion(end).unwrap();
+            assert!(!name.starts_with(PACING), "{name}");
+        }
+    }
+
+    #[test]
+    fn what_the_host_chose_stays_if_it_does_not_pace() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        sockopt::set_tcp_congestion(&listener, "reno").unwrap();
+        avoid_pacing(&listener);
+        assert_eq!(sockopt::tcp_congestion(&listener).unwrap(), "reno");
     }
 }

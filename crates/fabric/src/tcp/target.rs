@@ -17,6 +17,7 @@ use super::hello::SessionId;
 use super::rate::Limiter;
 use super::serve::{Hand, ServeThread};
 use super::session::Session;
+use super::stream::avoid_pacing;
 use super::tally::{Tally, Tenants};
 use super::wire::{self, Answer, padded};
 use super::{ClusterKey, LINGER_TIME, Options};
@@ -141,6 +142,7 @@ impl TcpTarget {
             return Err(system("cannot set up a TCP target", source));
         }
         let address = listener.local_addr().map_err(|e| system("cannot listen", e))?;
+        avoid_pacing(&listener);
         let control = Control::create(options.endpoints_max, options.regions_max + options.windows_max)
             .map_err(|e| system("cannot create control memory", e))?;
         let event = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);

@@ -33,7 +33,7 @@ const TICK_MAX: Duration = Duration::from_millis(50);
 /// hardly changes: by less than this share of the limit.
 const SHARED_REST: u32 = 4;
 const SHARED_REST_MAX: u32 = 128;
-const SHARED_CHANGE_DIVISOR: u64 = 256;
+const SHARED_CHANGE_DIVISOR: u64 = 64;
 /// However costly a look is, the next is not later than this.
 const SHARED_WAIT_MAX: Duration = Duration::from_millis(200);
 /// A scan may take this share of the time between scans.

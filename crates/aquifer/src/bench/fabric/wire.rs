@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use aquifer_fabric::tcp::wire::{ANSWER_BYTES, REQUEST_BYTES};
 use aquifer_fabric::tcp::{self, ClusterKey, ConnectOptions};
@@ -23,6 +23,7 @@ use crate::bench::support::{interrupt, procs};
 
 /// Nobody but this bench's two processes needs it.
 pub const KEY: ClusterKey = ClusterKey([11; 32]);
+const PATIENCE: Duration = Duration::from_secs(5);
 const PAGE_BYTES: u32 = 4096;
 const ANSWER: usize = ANSWER_BYTES + PAGE_BYTES as usize;
 /// READs in a floor.
@@ -38,6 +39,7 @@ pub const DEPTH: usize = 32;
 /// If it cannot listen.
 pub fn serve_echo() -> std::io::Result<SocketAddr> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
+    tcp::avoid_pacing(&listener);
     let address = listener.local_addr()?;
     std::thread::spawn(move || {
         while let Ok((stream, _)) = listener.accept() {
@@ -219,7 +221,7 @@ fn measure_at(
 
 fn connect_plain(address: SocketAddr) -> Result<End, BenchError> {
     let failed = |error: std::io::Error| BenchError::Fabric { reason: error.to_string() };
-    let stream = TcpStream::connect(address).map_err(failed)?;
+    let stream = tcp::connect_unpaced(address, PATIENCE).map_err(failed)?;
     stream.set_nodelay(true).map_err(failed)?;
     Ok(End::Plain(stream, vec![0; ANSWER * DEPTH]))
 }
