@@ -1,15 +1,27 @@
 #!/usr/bin/env bash
 # A kernel with Soft-RoCE, nbd and ublk out of Debian's packages, and an initramfs with which it boots into this machine's own files.
 #
-#   kernel.sh FOLDER    makes FOLDER/PACKAGE, if it is not there, and prints its name: vmlinuz, initrd, package/
+#   kernel.sh FOLDER            makes FOLDER/PACKAGE, if it is not there, and prints its name: vmlinuz, initrd, package/
+#   kernel.sh FOLDER SUITE      FOLDER/SUITE/PACKAGE, of that suite of Debian's (trixie-backports, say), whatever this machine's sources are
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-mkdir -p "$1"
-cache=$(cd "$1" && pwd)
+mkdir -p "$1/${2:-}"
+cache=$(cd "$1/${2:-}" && pwd)
+
+# A suite's lists are kept beside its kernels, and nothing of the machine's own is changed.
+apt=()
+if [ -n "${2:-}" ]; then
+    lists=$cache/lists
+    mkdir -p "$lists"/{state/lists/partial,cache/archives/partial}
+    keys=/usr/share/keyrings/debian-archive-keyring.gpg
+    echo "deb [signed-by=$keys] http://deb.debian.org/debian $2 main" >"$lists/sources.list"
+    apt=(-o "Dir::Etc::sourcelist=$lists/sources.list" -o Dir::Etc::sourceparts=- -o "Dir::State=$lists/state" -o "Dir::Cache=$lists/cache")
+    apt-get -qq "${apt[@]}" -o Acquire::Retries=3 -o APT::Sandbox::User=root update >&2 || true
+fi
 
 # The newest that Debian has; those for clouds have no Soft-RoCE. Versions come and go, so none is named here.
 newest_package() {
-    apt-cache --names-only search '^linux-image-[0-9]+\.[0-9]+\.[0-9]+.*-amd64$' | cut -d' ' -f1 |
+    apt-cache "${apt[@]}" --names-only search '^linux-image-[0-9]+\.[0-9]+\.[0-9]+.*-amd64$' | cut -d' ' -f1 |
         grep -Ev -- '-(cloud|rt|dbg|unsigned)' | sort -V | tail -n 1
 }
 
@@ -29,15 +41,20 @@ fi
 work=$(mktemp -d "$cache/making-XXXXXX")
 trap 'rm -rf "$work"' EXIT
 chmod 755 "$work"
-(cd "$work" && apt-get -qq -o Acquire::Retries=3 -o APT::Sandbox::User=root download "$package" >&2)
-dpkg-deb -x "$work"/*.deb "$work/package"
-rm "$work"/*.deb
+# Newer releases have the kernel, its modules and their lists in packages of their own, and the kernel among the modules.
+parts=$(apt-cache "${apt[@]}" depends --important "$package" | awk '$1 == "Depends:" && $2 ~ /^linux-(base|binary|modules)-[0-9]/ { print $2 }')
+# shellcheck disable=SC2086
+(cd "$work" && apt-get -qq "${apt[@]}" -o Acquire::Retries=3 -o APT::Sandbox::User=root download "$package" $parts >&2)
+for file in "$work"/*.deb; do
+    dpkg-deb -x "$file" "$work/package"
+    rm "$file"
+done
 # Some releases have everything below usr.
 base=$work/package
 [ -d "$base/lib/modules" ] || base=$work/package/usr
 version=$(basename "$base"/lib/modules/*)
 depmod -b "$base" "$version"
-cp "$work"/package/boot/vmlinuz-* "$work/vmlinuz"
+cp "$(ls "$work"/package/boot/vmlinuz-* "$base/lib/modules/$version/vmlinuz" 2>/dev/null | head -n 1)" "$work/vmlinuz"
 
 # The initramfs: busybox, and what it takes to mount the host's files, in the order in which it is loaded.
 tree=$work/tree

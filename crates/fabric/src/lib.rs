@@ -19,12 +19,14 @@ mod tables;
 pub mod target;
 pub mod tcp;
 pub mod verbs;
+pub mod view;
 pub mod work;
 
 pub use keys::{REGIONS_LIMIT, WINDOWS_LIMIT};
 pub use memory::Memory;
 pub use reach::Reach;
 pub use target::{Access, Host, Identity, Region, Scope, Served, Target, TargetError, Tenant, WindowSpec};
+pub use view::View;
 pub use work::{
     Completion, Endpoint, EndpointError, Key, Limits, LocalKey, LocalSlice, PostError, RemoteAddr, Verb,
     Work, WorkError,

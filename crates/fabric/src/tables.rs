@@ -61,6 +61,16 @@ impl Tables {
         Ok(region)
     }
 
+    /// The number of the region that holds a range, and where it begins.
+    pub fn region_of(&self, addr: u64, len: u64) -> Option<(usize, u64)> {
+        let holds = |registered: &Registered| {
+            let Region { base, len: bytes, .. } = registered.region;
+            addr >= base && addr - base <= bytes && len <= bytes - (addr - base)
+        };
+        let region = self.regions.iter().position(holds)?;
+        Some((region, self.regions[region].region.base))
+    }
+
     pub fn bind(&mut self, control: &Control, window: &WindowSpec) -> Result<Key, TargetError> {
         let grant = self.space.grant(window)?;
         let key = self.keys.take_window()?;

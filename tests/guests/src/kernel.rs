@@ -23,6 +23,14 @@ impl Kernel {
     /// # Errors
     /// If a program is missing, or there is no such package.
     pub fn prepare() -> Result<Self, GuestError> {
+        Self::prepare_of(None)
+    }
+
+    /// The newest that a certain suite of Debian's has, whatever this machine's sources are.
+    ///
+    /// # Errors
+    /// As [`Self::prepare`].
+    pub fn prepare_of(suite: Option<&str>) -> Result<Self, GuestError> {
         for program in PROGRAMS {
             let mut found = Command::new("sh");
             found.args(["-c", &format!("command -v {program}")]).stdout(Stdio::null());
@@ -38,8 +46,8 @@ impl Kernel {
         flock(&lock, FlockOperation::LockExclusive)
             .map_err(|error| GuestError::System("lock target/guests", error.into()))?;
         let mut script = Command::new(workspace().join("tests/guests/kernel.sh"));
-        let output =
-            script.arg(&cache).output().map_err(|error| GuestError::System("run kernel.sh", error))?;
+        script.arg(&cache).args(suite);
+        let output = script.output().map_err(|error| GuestError::System("run kernel.sh", error))?;
         if !output.status.success() {
             return Err(GuestError::Lacking(format!(
                 "no kernel: {}",

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use aquifer_tests_e2e::build;
-use aquifer_tests_guests::{Guest, GuestError, Outcome, kernel, script};
+use aquifer_tests_guests::{Guest, GuestError, Kernel, Outcome, kernel, script, test_program};
 
 /// For redis, and for two guests at a time on a machine of two processors.
 const TIME_LIMIT: Duration = Duration::from_secs(600);
@@ -77,9 +77,31 @@ fn a_pair_of_hosts_is_checked_and_what_soft_roce_lacks_is_found() {
     let outcome = Guest::default().run(&kernel, &[word(&command), word(build::binary())]);
     let outcome = outcome.unwrap_or_else(|error| panic!("{error}"));
     assert_eq!(outcome.exit_code, 1, "{outcome}");
-    for found in
-        ["READ of 4 KiB", "a window is held to its rights", "Soft-RoCE is known for this", "Found wanting: 1"]
-    {
+    for found in [
+        "READ of 4 KiB",
+        "a window is held to its rights",
+        "Soft-RoCE is known for this",
+        "it is remapped by",
+        "Found wanting: 1",
+    ] {
         assert!(outcome.stdout.contains(found), "{found}: {outcome}");
     }
+}
+
+/// A suite of Debian's whose kernel pages on demand over Soft-RoCE.
+const PAGING: &str = "trixie-backports";
+
+#[test]
+fn memory_is_remapped_by_on_demand_paging_where_the_kernel_has_it() {
+    // As elsewhere: told to skip guests, this one is skipped, too.
+    if kernel().is_none() {
+        return;
+    }
+    let kernel = Kernel::prepare_of(Some(PAGING)).unwrap_or_else(|error| panic!("{error}"));
+    let suite = test_program("aquifer-fabric", "conformance-verbs");
+    let guest = Guest { time_limit: TIME_LIMIT, ..Guest::default() };
+    let command = ["env", "AQUIFER_VERBS_ADDRESS=10.9.0.1", word(&suite), "--nocapture"];
+    let outcome = guest.run(&kernel, &command).unwrap_or_else(|error| panic!("{error}")).success();
+    let how = outcome.stdout.lines().find(|line| line.contains("memory is remapped by on-demand paging"));
+    eprintln!("{}", how.unwrap_or_else(|| panic!("{outcome}")));
 }

@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use aquifer_fabric::verbs::{VerbsEndpoint, devices};
+use aquifer_fabric::verbs::{Remap, VerbsEndpoint, devices};
 use aquifer_fabric::{
     Completion, Endpoint, EndpointError, Host, Identity, Limits, RemoteAddr, Tenant, Verb, Work, WorkError,
     tcp,
@@ -12,7 +12,7 @@ use aquifer_fabric::{
 
 use super::End;
 use super::info::describe;
-use super::talk::{MESSAGE_BYTES, Opened, Request};
+use super::talk::{MESSAGE_BYTES, Moved, Opened, Request};
 use crate::Outcome;
 use crate::bench::BenchError;
 use crate::bench::fabric::link::Link;
@@ -27,6 +27,9 @@ const OPERATIONS_MAX: usize = 20_000;
 const DEPTH: usize = 32;
 /// An answer in words may take so long.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
+/// Memory is remapped so many times.
+const REMAPS: usize = 9;
+const PAGE_BYTES: u64 = 4096;
 /// Where the lent memory is written, away from its window.
 const SCRATCH: usize = 1 << 20;
 const PATTERN_BYTES: u32 = 64 << 10;
@@ -67,6 +70,9 @@ pub fn check(end: &End) -> Outcome {
     bandwidths(&mut findings, &mut link)?;
     bytes_arrive(&mut findings, &mut link)?;
     windows(&mut findings, &mut link, end.network)?;
+    if end.network == Network::Verbs {
+        remap(&mut findings, end)?;
+    }
     if findings.faults > 0 {
         let _ = writeln!(findings.text, "Found wanting: {}", findings.faults);
     }
@@ -74,11 +80,15 @@ pub fn check(end: &End) -> Outcome {
     Ok(if findings.faults == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// An endpoint that is not honest, where it is the device that must notice.
-fn connect(end: &End) -> Result<Box<dyn Endpoint>, EndpointError> {
+fn who(epoch: u64) -> Identity {
     // Of several who check at once each hears its own answers.
     let host = u16::try_from(std::process::id() % u32::from(HOST_MAX)).expect("below 4095") + 1;
-    let who = Identity { host: Host(host), epoch: 1, tenant: Tenant(0) };
+    Identity { host: Host(host), epoch, tenant: Tenant(0) }
+}
+
+/// An endpoint that is not honest, where it is the device that must notice.
+fn connect(end: &End) -> Result<Box<dyn Endpoint>, EndpointError> {
+    let who = who(1);
     match end.network {
         Network::Tcp => tcp::connect(end.address, &end.key, who, tcp::ConnectOptions::default()),
         Network::Verbs => {
@@ -217,6 +227,41 @@ fn windows(findings: &mut Findings, link: &mut Link, network: Network) -> Result
     Ok(())
 }
 
+/// Other pages lie under the same addresses and key, and are found there at once. By an honest endpoint: where the device does not notice by itself, its
+/// windows are closed meanwhile, and it asks for the key again.
+fn remap(findings: &mut Findings, end: &End) -> Result<(), BenchError> {
+    // The later epoch shuts out the endpoint of before, which has done its work.
+    let endpoint = VerbsEndpoint::connect(end.address, &end.key, who(2))
+        .map_err(|error| BenchError::Fabric { reason: error.to_string() })?;
+    let mut link = Link::over(Box::new(endpoint), 4096)?;
+    let mut is_sound = true;
+    let mut how = None;
+    let mut times_us = Vec::with_capacity(REMAPS);
+    for _ in 0..REMAPS {
+        let start = Instant::now();
+        let moved = Moved::parse(&say_and_hear(&mut link, Request::Move)?);
+        let Some(moved) = moved.filter(|moved| moved.key.0 != 0) else {
+            findings.holds("memory can be remapped", false, "NO: the other end says why");
+            return Ok(());
+        };
+        link.local().write(0, &[0; 64]);
+        let remote = RemoteAddr { addr: moved.addr + PAGE_BYTES, key: moved.key };
+        let local = link.slice(0, 64);
+        is_sound &= one(&mut link, Verb::Read { local, remote })? == Ok(64);
+        times_us.push(start.elapsed().as_secs_f64() * 1e6);
+        let mut found = [0; 64];
+        link.local().read(0, &mut found);
+        is_sound &= found == [moved.byte; 64];
+        how = Remap::ALL.get(usize::from(moved.how)).copied();
+    }
+    findings.holds("remapped memory is found at once", is_sound, "NO: other bytes came back");
+    times_us.sort_by(f64::total_cmp);
+    let how = how.map_or_else(|| "in a way that is not known here".into(), |how| how.to_string());
+    findings.line("it is remapped by", &how);
+    findings.line("asked for, done, and read, µs (median)", &short(times_us[REMAPS / 2]));
+    Ok(())
+}
+
 /// The outcome of one operation, whatever it is.
 fn one(link: &mut Link, verb: Verb) -> Result<Result<u64, WorkError>, BenchError> {
     let done: &[Completion] = link.outcomes(&[Work { id: 0, verb, signalled: true }])?;
@@ -227,8 +272,13 @@ fn one(link: &mut Link, verb: Verb) -> Result<Result<u64, WorkError>, BenchError
     Ok(outcome)
 }
 
-/// Ask the other end, and hear its answer.
+/// Ask the other end for a window, and hear its answer.
 fn ask(link: &mut Link, request: Request) -> Result<Opened, BenchError> {
+    Opened::parse(&say_and_hear(link, request)?)
+        .ok_or_else(|| BenchError::Fabric { reason: "the other end answers what is not of a check".into() })
+}
+
+fn say_and_hear(link: &mut Link, request: Request) -> Result<Vec<u8>, BenchError> {
     let failed = |reason: &str| BenchError::Fabric { reason: reason.into() };
     link.local().write(0, &request.bytes());
     let local = link.slice(0, u32::try_from(MESSAGE_BYTES).expect("a few bytes"));
@@ -243,5 +293,5 @@ fn ask(link: &mut Link, request: Request) -> Result<Opened, BenchError> {
         }
         std::hint::spin_loop();
     }
-    Opened::parse(&answer).ok_or_else(|| failed("the other end answers what is not of a check"))
+    Ok(answer)
 }

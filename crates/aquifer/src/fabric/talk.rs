@@ -1,6 +1,8 @@
 //! What the ends of a check say in messages, beside what they do by one-sided operations. Parsed as bytes from a stranger.
 
 use aquifer_fabric::Key;
+#[cfg(doc)]
+use aquifer_fabric::verbs::Remap;
 
 /// What is asked of the other end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -11,6 +13,21 @@ pub enum Request {
     Open,
     /// Let nothing be read by it any more.
     Close(Key),
+    /// Put other pages under the addresses of the movable region.
+    Move,
+}
+
+/// Where pages have moved; of a key 0, none do here.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Moved {
+    /// Opens what moved.
+    pub key: Key,
+    /// Where that begins.
+    pub addr: u64,
+    /// What each byte there is now.
+    pub byte: u8,
+    /// How the device learned of it: its place in [`Remap::ALL`].
+    pub how: u8,
 }
 
 /// A window that was bound; of a key 0, none could be.
@@ -29,6 +46,7 @@ pub const MESSAGE_BYTES: usize = 32;
 const ECHO: u8 = 1;
 const OPEN: u8 = 2;
 const CLOSE: u8 = 3;
+const MOVE: u8 = 4;
 
 impl Request {
     /// As a message.
@@ -37,6 +55,7 @@ impl Request {
             Self::Echo => (ECHO, Key(0)),
             Self::Open => (OPEN, Key(0)),
             Self::Close(key) => (CLOSE, key),
+            Self::Move => (MOVE, Key(0)),
         };
         let mut bytes = Opened { key, addr: 0, len: 0 }.bytes();
         bytes[0] = kind;
@@ -50,6 +69,7 @@ impl Request {
             ECHO => Some(Self::Echo),
             OPEN => Some(Self::Open),
             CLOSE => Some(Self::Close(window.key)),
+            MOVE => Some(Self::Move),
             _ => None,
         }
     }
@@ -73,17 +93,34 @@ impl Opened {
     }
 }
 
+impl Moved {
+    /// As a message.
+    pub fn bytes(self) -> [u8; MESSAGE_BYTES] {
+        let mut bytes = Opened { key: self.key, addr: self.addr, len: 0 }.bytes();
+        (bytes[0], bytes[1]) = (self.how, self.byte);
+        bytes
+    }
+
+    /// What was told.
+    pub fn parse(bytes: &[u8]) -> Option<Self> {
+        let Opened { key, addr, .. } = Opened::parse(bytes)?;
+        Some(Self { key, addr, byte: bytes[1], how: bytes[0] })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn what_is_said_is_heard_and_anything_else_is_not() {
-        for request in [Request::Echo, Request::Open, Request::Close(Key(0x1234_5678))] {
+        for request in [Request::Echo, Request::Open, Request::Close(Key(0x1234_5678)), Request::Move] {
             assert_eq!(Request::parse(&request.bytes()), Some(request));
         }
         let opened = Opened { key: Key(7), addr: 1 << 40, len: 4096 };
         assert_eq!(Opened::parse(&opened.bytes()), Some(opened));
+        let moved = Moved { key: Key(8), addr: 1 << 41, byte: 2, how: 1 };
+        assert_eq!(Moved::parse(&moved.bytes()), Some(moved));
         for bytes in [&[][..], &[1; 7], &[9; MESSAGE_BYTES], &[1; MESSAGE_BYTES + 1]] {
             assert_eq!(Request::parse(bytes), None);
         }

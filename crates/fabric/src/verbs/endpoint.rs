@@ -73,6 +73,8 @@ pub struct VerbsEndpoint {
     ended: Vec<Ended>,
     letter: Vec<u8>,
     looks: u32,
+    /// The work that the device was refused for last, and how many times.
+    refused: (u64, u32),
     /// Tells of the device, of librdmacm, of rescues, and of `kick`.
     bell: OwnedFd,
     kick: OwnedFd,
@@ -131,6 +133,7 @@ impl VerbsEndpoint {
             ended: Vec::with_capacity(POLL_MAX),
             letter: Vec::new(),
             looks: 0,
+            refused: (0, 0),
             bell,
             kick: event().map_err(|error| unreachable(error.into()))?,
             is_watched: AtomicBool::new(false),

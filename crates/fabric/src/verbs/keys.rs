@@ -55,6 +55,11 @@ impl Keys {
         self.refuses = false;
     }
 
+    /// Whether what a key does not open is refused here.
+    pub fn refuses(&self) -> bool {
+        self.refuses
+    }
+
     /// What is to be done for work with that number, of `len` bytes at `addr`. Work before `done` has ended.
     pub fn judge(
         &mut self,

@@ -7,6 +7,7 @@
 //!
 //! - [`sys`]: safe handles of what the libraries give; all calls into them are there, and all unsafe code but where work is posted.
 //! - [`queue`], [`keys`], [`letters`]: pure parts of the initiator, and the bytes of messages.
+//! - [`remap`]: what a target lends, and how pages change under it.
 //! - [`link`], [`endpoint`], [`locals`]: the initiator's end. [`target`], [`serve`], [`session`], [`peer`]: the target's.
 
 mod endpoint;
@@ -16,6 +17,7 @@ mod link;
 mod locals;
 mod peer;
 mod queue;
+mod remap;
 mod serve;
 mod session;
 mod slots;
@@ -23,6 +25,7 @@ mod sys;
 mod target;
 
 pub use endpoint::{VerbsEndpoint, connect};
+pub use remap::Remap;
 pub use sys::device::{Caps, devices};
 pub use target::VerbsTarget;
 

@@ -2,8 +2,10 @@
 //!
 //! - [`admission`]: strangers prove who they are, and begin a session or go on with one.
 //! - [`requests`]: what those who are in ask for, and what they are told.
+//! - [`remap`]: pages are moved with nobody looking.
 
 mod admission;
+mod remap;
 mod requests;
 
 use std::collections::HashMap;
@@ -56,6 +58,8 @@ pub(super) struct Server {
     by_pair: HashMap<u32, usize>,
     /// Somebody found no place in the outbox.
     is_short_of_places: bool,
+    /// Nothing new is bound or said for the moment.
+    is_held: bool,
     lingering: Vec<(Arc<Peer>, Instant)>,
     windows_each: usize,
     letter: Vec<u8>,
@@ -89,6 +93,7 @@ impl Server {
             next_id: 0,
             by_pair: HashMap::new(),
             is_short_of_places: false,
+            is_held: false,
             lingering: Vec::new(),
             // Each has its share, so that nobody can take the others'.
             windows_each: (device.caps.windows / options.endpoints_max).clamp(1, WINDOWS_EACH),
@@ -156,6 +161,10 @@ impl Server {
             Command::Fence(host, epoch, done) => {
                 self.fence(shared, host, epoch);
                 let _nobody_waits = done.send(());
+            }
+            Command::Remap(order, done) => {
+                let outcome = self.remap(shared, &order);
+                let _nobody_waits = done.send(outcome);
             }
         }
     }

@@ -29,10 +29,28 @@ pub(super) enum Phase {
 #[derive(Debug)]
 pub(super) struct Binding {
     pub key: Key,
-    pub window: Window,
+    pub bound: Bound,
     pub opened: Opened,
+    pub fate: Fate,
+}
+
+/// What is to become of a window when it is bound.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Fate {
+    Opens,
     /// Its key was invalidated meanwhile.
-    pub is_dead: bool,
+    Dead,
+    /// Its region's pages move: it must be bound once more.
+    Again,
+}
+
+/// A window and the number of the region that it opens.
+#[derive(Debug)]
+pub(super) struct Bound {
+    /// Only kept: it is open until it is dropped.
+    #[expect(dead_code, reason = "it is open for as long as it is kept")]
+    pub window: Window,
+    pub region: usize,
 }
 
 /// What the device has to do for a session.
@@ -52,7 +70,7 @@ pub(super) enum Waiting {
 
 #[derive(Debug)]
 pub(super) struct Session {
-    pub windows: HashMap<Key, Window>,
+    pub windows: HashMap<Key, Bound>,
     /// By the ids of their completions.
     pub under_way: HashMap<u64, UnderWay>,
     pub connection: Connection,
@@ -108,11 +126,30 @@ impl Session {
     pub fn invalidate(&mut self, key: Key) {
         // A window that is freed opens nothing any more when this returns.
         self.windows.remove(&key);
-        for what in self.under_way.values_mut() {
-            if let UnderWay::Bind(binding) = what {
-                binding.is_dead |= binding.key == key;
-            }
+        for binding in self.bindings_mut().filter(|binding| binding.key == key) {
+            binding.fate = Fate::Dead;
         }
+    }
+
+    /// Nothing of that region is served any more, until windows are bound once more.
+    pub fn close_windows(&mut self, region: usize) {
+        self.windows.retain(|_, bound| bound.region != region);
+        let opens = |binding: &&mut Binding| binding.bound.region == region && binding.fate == Fate::Opens;
+        for binding in self.bindings_mut().filter(opens) {
+            binding.fate = Fate::Again;
+        }
+    }
+
+    /// Whether the device is still to bind a window of that region.
+    pub fn is_binding(&self, region: usize) -> bool {
+        self.bindings().any(|binding| binding.bound.region == region)
+    }
+
+    fn bindings_mut(&mut self) -> impl Iterator<Item = &mut Binding> {
+        self.under_way.values_mut().filter_map(|what| match what {
+            UnderWay::Bind(binding) => Some(binding),
+            UnderWay::Letter(_) => None,
+        })
     }
 
     /// Whether it took too long to say who it is.

@@ -13,6 +13,7 @@ use rustix::event::EventfdFlags;
 
 use super::Options;
 use super::peer::Peer;
+use super::remap::{Lent, Move, Moving, Remap};
 use super::serve::Server;
 use super::sys::device::Device;
 use super::sys::registration::{Registration, Use};
@@ -37,6 +38,8 @@ pub(super) enum Command {
     Invalidate(Key, Sender<()>),
     /// Nothing of that host's is served any more.
     Fence(Host, u64, Sender<()>),
+    /// Other pages lie under these addresses.
+    Remap(Move, Sender<io::Result<()>>),
 }
 
 pub(super) struct Shared {
@@ -55,7 +58,7 @@ pub(super) struct State {
     pub peers: Vec<Arc<Peer>>,
     pub tables: Tables,
     /// By region number.
-    pub regions: Vec<Registration>,
+    pub regions: Vec<Lent>,
     pub commands: Vec<Command>,
     /// There is a thread that obeys them.
     pub is_served: bool,
@@ -68,6 +71,23 @@ impl State {
             self.slots[peer.slot] = false;
         }
         self.forget_departed();
+    }
+
+    /// Keep a region that was just put into the tables, and say if there is none.
+    fn keep(&mut self, lent: io::Result<Lent>) -> Result<(), TargetError> {
+        let (lent, outcome) = match lent {
+            Ok(lent) => (lent, Ok(())),
+            Err(source) => (
+                Lent::Nothing,
+                Err(TargetError::System {
+                    what: "cannot register memory with the device (see ulimit -l)",
+                    source,
+                }),
+            ),
+        };
+        // In either case: regions are known by their numbers.
+        self.regions.push(lent);
+        outcome
     }
 
     pub fn forget_departed(&mut self) {
@@ -85,17 +105,18 @@ impl Shared {
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 
-    /// Have the thread do something, and wait until it is done.
-    fn command(&self, make: impl FnOnce(Sender<()>) -> Command) {
+    /// Have the thread do something, and wait until it is done; nothing if there is no thread any more.
+    fn command<T>(&self, make: impl FnOnce(Sender<T>) -> Command) -> Option<T> {
         let (done, is_done) = channel();
         let mut state = self.lock();
         // A thread that has ended serves nobody any more, which is as good.
-        if state.is_served {
-            state.commands.push(make(done));
-            drop(state);
-            self.ring();
-            let _over = is_done.recv();
+        if !state.is_served {
+            return None;
         }
+        state.commands.push(make(done));
+        drop(state);
+        self.ring();
+        is_done.recv().ok()
     }
 }
 
@@ -141,6 +162,56 @@ impl VerbsTarget {
         Ok(Self { shared, thread: Some(thread), address })
     }
 
+    /// As [`Target::register`], under addresses that may be given other pages of the memory by [`Self::remap`]. At first each has its own.
+    ///
+    /// # Errors
+    /// As [`Target::register`].
+    pub fn register_movable(
+        &self,
+        memory: Arc<Memory>,
+        access: Access,
+        scope: Scope,
+    ) -> Result<Region, TargetError> {
+        let mut state = self.shared.lock();
+        let region = state.tables.register(&self.shared.control, Arc::clone(&memory), access, scope)?;
+        let made = Moving::new(self.shared.device, memory, region.base).map(Lent::Moving);
+        state.keep(made)?;
+        Ok(region)
+    }
+
+    /// Put the `len` bytes at `from` of a movable region's memory under the addresses from `addr` on (CoRM §3.5). Keys stay as they are; who reads or
+    /// writes meanwhile finds the old pages or the new ones. What the old pages are used for next is the caller's to care for: work that was under way may
+    /// still have reached them until this returns.
+    ///
+    /// # Errors
+    /// If the range is not inside one movable region, or the numbers are not multiples of a page; if the device does not take the new pages: then its windows stay
+    /// closed.
+    pub fn remap(&self, addr: u64, from: u64, len: u64) -> Result<Remap, TargetError> {
+        let out_of_range = TargetError::OutOfRange { start: addr, end: addr.saturating_add(len) };
+        let failed = |source| TargetError::System { what: "cannot remap memory", source };
+        let mut state = self.shared.lock();
+        let Some((region, base)) = state.tables.region_of(addr, len) else { return Err(out_of_range) };
+        let Some(Lent::Moving(moving)) = state.regions.get_mut(region) else { return Err(out_of_range) };
+        let (Ok(at), Ok(from), Ok(len)) =
+            (usize::try_from(addr - base), usize::try_from(from), usize::try_from(len))
+        else {
+            return Err(out_of_range);
+        };
+        let order = Move { region, at, from, len };
+        if moving.how().is_live() {
+            moving.remap_live(&order).map_err(failed)?;
+            return Ok(moving.how());
+        }
+        drop(state);
+        let gone = || io::Error::other("the target's thread has ended");
+        let moved = self.shared.command(|done| Command::Remap(order, done));
+        moved.unwrap_or_else(|| Err(gone())).map_err(failed)?;
+        match self.shared.lock().regions.get(region) {
+            Some(Lent::Moving(moving)) => Ok(moving.how()),
+            _ => Err(out_of_range),
+        }
+    }
+
     /// Where it listens; if port 0 was asked for, which port it got.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
@@ -170,12 +241,9 @@ impl Target for VerbsTarget {
         let mut state = self.shared.lock();
         let region = state.tables.register(&self.shared.control, Arc::clone(&memory), access, scope)?;
         let whole = 0..memory.len();
-        let registered = Registration::new(self.shared.device, memory, whole, region.base, Use::Windows);
-        let registered = registered.map_err(|source| TargetError::System {
-            what: "cannot register memory with the device (see ulimit -l)",
-            source,
-        })?;
-        state.regions.push(registered);
+        let device = self.shared.device;
+        let made = Registration::new(device, memory, whole, region.base, Use::Windows).map(Lent::Fixed);
+        state.keep(made)?;
         Ok(region)
     }
 

@@ -10,11 +10,16 @@ mod harness;
 mod keys;
 mod limits;
 mod messages;
+mod remap;
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 
 use aquifer_fabric::verbs::{self, VerbsEndpoint, VerbsTarget};
-use aquifer_fabric::{Access, Endpoint, EndpointError, Identity, Scope, Target, WindowSpec, WorkError};
+use aquifer_fabric::{
+    Access, Endpoint, EndpointError, Identity, Key, Memory, Region, Scope, Target, TargetError, WindowSpec,
+    WorkError,
+};
 use harness::{ENDPOINTS_MAX, Harness, KEY, LIMITS, REGIONS_MAX, WHO, WINDOWS_MAX};
 
 conformance!(VerbsHarness);

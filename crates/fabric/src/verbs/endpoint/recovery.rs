@@ -2,6 +2,8 @@
 //!
 //! A device that was refused does nothing more, and neither does its peer: what was posted behind is posted again over another connection. After any
 //! other end nobody knows what was done, and the endpoint is over; why, the target tells, if it lives.
+//!
+//! What was refused is itself posted again if the target, asked anew, opens the key for it.
 
 use super::{Life, VerbsEndpoint};
 use crate::rescue::Rescue;
@@ -10,6 +12,9 @@ use crate::tcp::hello::{Hello, Resume, Welcome};
 use crate::verbs::HANDSHAKE_TIME;
 use crate::verbs::link::{Link, knock};
 use crate::work::{EndpointError, Verb, WorkError};
+
+/// So many times in a row work is posted once more that a device was refused for though the target opens its key.
+const REFUSALS_MAX: u32 = 16;
 
 /// What a target answered.
 #[derive(Debug)]
@@ -26,7 +31,9 @@ impl VerbsEndpoint {
             if let Some(key) = self.queue.work(number).and_then(|work| key_of(&work.verb)) {
                 self.keys.forget(key);
             }
-            self.queue.settle(number, Err(WorkError::RemoteAccess));
+            if !self.may_repeat(number) {
+                self.queue.settle(number, Err(WorkError::RemoteAccess));
+            }
         }
         // With it goes what is under way; nothing of ours is touched after this.
         drop(self.link.take());
@@ -54,6 +61,14 @@ impl VerbsEndpoint {
                 self.end(WorkError::PeerGone);
             }
         }
+    }
+
+    /// Whether to ask the target whether it meant the refusal: windows are closed while pages move under them, and it opens the key again. What was refused was not
+    /// done.
+    fn may_repeat(&mut self, number: u64) -> bool {
+        let (last, times) = self.refused;
+        self.refused = (number, if last == number { times + 1 } else { 1 });
+        self.keys.refuses() && self.refused.1 <= REFUSALS_MAX
     }
 
     pub(super) fn look_after_rescue(&mut self) {

@@ -7,7 +7,8 @@ use crate::keys::{Grant, admits};
 use crate::verbs::LETTERS_MAX;
 use crate::verbs::letters::{Answer, Opened, Request};
 use crate::verbs::peer::Peer;
-use crate::verbs::session::{Binding, UnderWay, Waiting};
+use crate::verbs::remap::Lent;
+use crate::verbs::session::{Binding, Bound, Fate, UnderWay, Waiting};
 use crate::verbs::slots::WENT;
 use crate::verbs::sys::pair::{Kind, Opening, Order};
 use crate::verbs::sys::window::Window;
@@ -58,7 +59,8 @@ impl Server {
 
     /// Give the device what waits for it, in order.
     pub(super) fn advance(&mut self, shared: &Shared, name: usize) {
-        while let Some(session) = self.sessions.get_mut(&name)
+        while !self.is_held
+            && let Some(session) = self.sessions.get_mut(&name)
             && session.under_way.len() < SESSION_DEPTH
             && let Some(first) = session.waiting.pop_front()
         {
@@ -95,6 +97,11 @@ impl Server {
             session.tell(&Answer::Told(key, None));
             return Ok(());
         };
+        let lends = shared.lock().regions.get(grant.region).is_some_and(|lent| lent.registration().is_some());
+        if !lends {
+            session.tell(&Answer::Told(key, None));
+            return Ok(());
+        }
         let window = if session.windows_taken() < self.windows_each {
             let made = Window::new(self.device);
             made.inspect_err(|error| tracing::warn!(%error, "the device makes no more windows")).ok()
@@ -108,12 +115,14 @@ impl Server {
         let device_key = window.fresh_key();
         let opening = {
             let state = shared.lock();
-            let region = state.regions.get(grant.region).ok_or(io::ErrorKind::NotFound)?;
+            let lent = state.regions.get(grant.region).and_then(Lent::registration);
+            let region = lent.ok_or(io::ErrorKind::NotFound)?;
             let Grant { base: addr, len, access, .. } = grant;
             Opening { window: window.raw(), region: region.raw(), key: device_key, addr, len, access }
         };
         let opened = Opened { addr: grant.base, len: grant.len, access: grant.access, device_key };
-        let binding = Binding { key, window, opened, is_dead: false };
+        let bound = Bound { window, region: grant.region };
+        let binding = Binding { key, bound, opened, fate: Fate::Opens };
         self.give(name, 0, UnderWay::Bind(binding), Kind::Bind(opening))
     }
 
@@ -132,11 +141,14 @@ impl Server {
 
     pub(super) fn bound(&mut self, name: usize, binding: Binding, is_done: bool) {
         let Some(session) = self.sessions.get_mut(&name) else { return };
-        let Binding { key, window, opened, is_dead } = binding;
-        let is_bound = is_done && !is_dead;
-        if is_bound {
-            session.windows.insert(key, window);
+        let Binding { key, bound, opened, fate } = binding;
+        match fate {
+            Fate::Opens if is_done => {
+                session.windows.insert(key, bound);
+                session.tell(&Answer::Told(key, Some(opened)));
+            }
+            Fate::Opens | Fate::Dead => session.tell(&Answer::Told(key, None)),
+            Fate::Again => session.waiting.push_front(Waiting::Bind(key)),
         }
-        session.tell(&Answer::Told(key, is_bound.then_some(opened)));
     }
 }

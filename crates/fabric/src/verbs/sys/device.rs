@@ -30,7 +30,7 @@ pub struct Caps {
     pub windows: usize,
     /// Whether windows are of type 2: bound to one queue pair, by work that is posted there.
     pub has_bound_windows: bool,
-    /// Whether memory need not be pinned: pages are fetched when they are touched, and may be remapped.
+    /// Whether memory that peers read, write and do atomics on need not be pinned: pages are fetched when they are touched, and may be remapped.
     pub has_odp: bool,
     /// Whether compare-and-swap and fetch-and-add are atomic.
     pub has_atomics: bool,
@@ -140,6 +140,9 @@ unsafe fn caps_of(context: *mut sys::ibv_context) -> io::Result<Caps> {
     let device = &found.orig_attr;
     let has = |flag: sys::ibv_device_cap_flags| device.device_cap_flags & flag.0 != 0;
     let odp = u64::from(sys::ibv_odp_general_caps::IBV_ODP_SUPPORT.0);
+    let served = sys::ibv_odp_transport_cap_bits::IBV_ODP_SUPPORT_READ.0
+        | sys::ibv_odp_transport_cap_bits::IBV_ODP_SUPPORT_WRITE.0
+        | sys::ibv_odp_transport_cap_bits::IBV_ODP_SUPPORT_ATOMIC.0;
     Ok(Caps {
         name: name.to_string_lossy().into_owned(),
         pairs: number(device.max_qp),
@@ -152,7 +155,8 @@ unsafe fn caps_of(context: *mut sys::ibv_context) -> io::Result<Caps> {
         windows: number(device.max_mw),
         has_bound_windows: has(sys::ibv_device_cap_flags::IBV_DEVICE_MEM_WINDOW_TYPE_2A)
             || has(sys::ibv_device_cap_flags::IBV_DEVICE_MEM_WINDOW_TYPE_2B),
-        has_odp: found.odp_caps.general_caps & odp != 0,
+        has_odp: found.odp_caps.general_caps & odp != 0
+            && found.odp_caps.per_transport_caps.rc_odp_caps & served == served,
         has_atomics: device.atomic_cap != sys::ibv_atomic_cap::IBV_ATOMIC_NONE,
     })
 }

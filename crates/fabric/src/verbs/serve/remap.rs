@@ -1,0 +1,47 @@
+//! Pages are put under other addresses for a device that does not notice by itself: nobody may look meanwhile.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use super::Server;
+use crate::verbs::remap::{Lent, Move};
+use crate::verbs::target::Shared;
+
+/// A device tells the end of a bind within this time.
+const BINDS_TIME: Duration = Duration::from_secs(5);
+
+impl Server {
+    /// Close all windows of a region, move its pages, and let windows be bound again. Who reads or writes meanwhile is refused by the device, asks for
+    /// the key once more, and repeats what was refused.
+    pub(super) fn remap(&mut self, shared: &Shared, order: &Move) -> io::Result<()> {
+        self.is_held = true;
+        self.close_windows(shared, order.region);
+        let outcome = match shared.lock().regions.get_mut(order.region) {
+            Some(Lent::Moving(moving)) => moving.remap_closed(order),
+            _ => Err(io::ErrorKind::NotFound.into()),
+        };
+        self.is_held = false;
+        let names: Vec<usize> = self.sessions.keys().copied().collect();
+        names.into_iter().for_each(|name| self.advance(shared, name));
+        outcome
+    }
+
+    fn close_windows(&mut self, shared: &Shared, region: usize) {
+        self.sessions.values_mut().for_each(|session| session.close_windows(region));
+        let deadline = Instant::now() + BINDS_TIME;
+        loop {
+            let binding = self.sessions.iter().filter(|(_, session)| session.is_binding(region));
+            let names: Vec<usize> = binding.map(|(name, _)| *name).collect();
+            if names.is_empty() {
+                return;
+            }
+            if Instant::now() >= deadline {
+                tracing::warn!("a device does not end its binds; their endpoints are closed");
+                names.into_iter().for_each(|name| self.close(name));
+                return;
+            }
+            self.heed_all(shared);
+            std::thread::yield_now();
+        }
+    }
+}
