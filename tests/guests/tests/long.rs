@@ -41,6 +41,25 @@ fn two_guests_share_a_network() {
 }
 
 #[test]
+fn the_conformance_suite_passes_between_two_guests() {
+    let Some(kernel) = kernel() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let [mut tests, mut initiators] = Guest::pair(folder.path());
+    (tests.time_limit, initiators.time_limit) = (TIME_LIMIT, TIME_LIMIT);
+    let suite = test_program("aquifer-fabric", "conformance-verbs");
+    let where_they_are = "AQUIFER_INITIATORS=10.9.0.2:9000";
+    // It serves until somebody who has heard the end of the tests says so.
+    let serve = script("initiators.sh");
+    let served = initiators.start(&kernel, &["env", where_they_are, word(&serve), word(&suite)]).unwrap();
+    let run = script("afar.sh");
+    let address = "AQUIFER_VERBS_ADDRESS=10.9.0.1";
+    let outcome = tests.run(&kernel, &["env", where_they_are, address, word(&run), word(&suite)]);
+    let served = served.wait().unwrap_or_else(|error| panic!("{error}"));
+    let outcome = outcome.unwrap_or_else(|error| panic!("{error}{served}")).success();
+    assert!(outcome.stdout.contains("35 passed"), "{outcome}{served}");
+}
+
+#[test]
 fn redis_is_paged_over_verbs() {
     let Some(kernel) = kernel() else { return };
     let guest = Guest { time_limit: TIME_LIMIT, ..Guest::default() };

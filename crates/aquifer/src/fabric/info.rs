@@ -23,10 +23,11 @@ pub fn info() -> ExitCode {
 /// A device, for people.
 pub fn describe(caps: &Caps) -> String {
     let yes = |is_so: bool| if is_so { "yes" } else { "no" };
-    let fit = if caps.has_bound_windows && caps.has_atomics && caps.shared_receives > 0 {
-        "can lend and borrow"
+    let lacks = caps.lacks();
+    let fit = if lacks.is_empty() {
+        "can lend and borrow".into()
     } else {
-        "can borrow; to lend it lacks windows of type 2, atomics or shared receive queues"
+        format!("can borrow; to lend it lacks {}", lacks.join(", "))
     };
     let registration = if caps.registration_bytes < 1 << 56 {
         Size(caps.registration_bytes).to_string()
@@ -60,7 +61,8 @@ mod tests {
     fn a_device_is_described_with_what_it_lacks() {
         let caps = Caps { name: "rxe0".into(), windows: 16_384, has_atomics: true, ..Caps::default() };
         let text = describe(&caps);
-        assert!(text.starts_with("rxe0: can borrow; to lend it lacks") && text.contains("16384"), "{text}");
+        let lacks = "rxe0: can borrow; to lend it lacks windows of type 2, shared receive queues\n";
+        assert!(text.starts_with(lacks) && text.contains("16384"), "{text}");
         let caps = Caps { has_bound_windows: true, shared_receives: 100, ..caps };
         assert!(describe(&caps).starts_with("rxe0: can lend and borrow\n"));
     }

@@ -77,6 +77,11 @@ impl Server {
         let none =
             |_| io::Error::new(io::ErrorKind::NotFound, format!("{address} is not an RDMA device's address"));
         let device = listener.device().map_err(none)?;
+        let lacks = device.caps.lacks();
+        if !lacks.is_empty() {
+            let what = format!("{} cannot lend memory: it lacks {}", device.caps.name, lacks.join(", "));
+            return Err(io::Error::new(io::ErrorKind::Unsupported, what));
+        }
         let letters = u32::try_from(options.endpoints_max * 8).unwrap_or(u32::MAX).max(LETTERS_MAX);
         let letters = letters.min(u32::try_from(device.caps.shared_receives).unwrap_or(u32::MAX));
         let receives = SharedReceives::new(device, letters as usize)?;

@@ -1,8 +1,10 @@
-//! The suite over an RDMA device: that with the IP address in `AQUIFER_VERBS_ADDRESS`.
+//! The suite over an RDMA device: that with the IP address in `AQUIFER_VERBS_ADDRESS`. Where `AQUIFER_INITIATORS` has the address of another machine that runs
+//! this program as `serve_initiators` (an ignored test), the suite's endpoints are there, and what they do goes from machine to machine.
 
 #[macro_use]
 mod suite;
 
+mod afar;
 mod atomics;
 mod data;
 mod death;
@@ -12,7 +14,7 @@ mod limits;
 mod messages;
 mod remap;
 
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 
 use aquifer_fabric::verbs::{self, VerbsEndpoint, VerbsTarget};
@@ -50,7 +52,10 @@ impl Harness for VerbsHarness {
     }
 
     fn connect(&self, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
-        verbs::connect(self.address, &KEY, who)
+        match std::env::var("AQUIFER_INITIATORS") {
+            Ok(initiators) => afar::connect(initiators.parse().expect("an address"), self.address, who),
+            Err(_) => verbs::connect(self.address, &KEY, who),
+        }
     }
 
     fn kill_target(&mut self) {
@@ -84,4 +89,12 @@ fn a_device_holds_dishonest_initiators_to_their_windows() {
             assert_eq!(outcome, Err(WorkError::RemoteAccess), "a READ beyond its window");
         }
     }
+}
+
+/// The other machine's part, for as long as it is left to run: `AQUIFER_INITIATORS` is where it listens.
+#[test]
+#[ignore = "serves until it is killed"]
+fn serve_initiators() {
+    let listener = TcpListener::bind(std::env::var("AQUIFER_INITIATORS").expect("an address")).unwrap();
+    afar::initiator::serve(&listener, |address, who| verbs::connect(address, &KEY, who));
 }

@@ -36,6 +36,19 @@ pub struct Caps {
     pub has_atomics: bool,
 }
 
+impl Caps {
+    /// What a device lacks to lend memory, in words; nothing if it can. To borrow takes none of it.
+    #[must_use]
+    pub fn lacks(&self) -> Vec<&'static str> {
+        let needs = [
+            (self.has_bound_windows, "windows of type 2"),
+            (self.has_atomics, "atomics"),
+            (self.shared_receives > 0, "shared receive queues"),
+        ];
+        needs.into_iter().filter(|(has, _)| !has).map(|(_, what)| what).collect()
+    }
+}
+
 /// A device in use: its context is librdmacm's, its protection domain ours. It stays for as long as the process does.
 #[derive(Debug)]
 pub(in crate::verbs) struct Device {

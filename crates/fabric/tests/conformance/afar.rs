@@ -1,0 +1,128 @@
+//! Endpoints in another machine, so that the suite runs between two: the tests and the target are here, the initiators there.
+//!
+//! Each endpoint is one TCP connection. A call is a message and an answer; local memory is there, and what of it matters goes along.
+
+pub mod initiator;
+mod words;
+
+use std::cell::RefCell;
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+
+use aquifer_fabric::{
+    Completion, Endpoint, EndpointError, Identity, Limits, LocalKey, LocalSlice, Memory, PostError, Region,
+    Verb, Work,
+};
+use words::{Message, call};
+
+/// The first word of each call.
+const CONNECT: u64 = 0;
+const REGISTER: u64 = 1;
+const POST: u64 = 2;
+const POLL: u64 = 3;
+const RECEIVE: u64 = 4;
+const IS_BROKEN: u64 = 5;
+
+/// An endpoint that another machine holds for us.
+#[derive(Debug)]
+pub struct Afar {
+    stream: RefCell<TcpStream>,
+    limits: Limits,
+    regions: Vec<Region>,
+    /// By local key; the other machine has as much of its own.
+    locals: Vec<(LocalKey, Arc<Memory>)>,
+}
+
+/// Have the machine at `initiators` connect to the target at `address`.
+pub fn connect(
+    initiators: SocketAddr,
+    address: SocketAddr,
+    who: Identity,
+) -> Result<Box<dyn Endpoint>, EndpointError> {
+    let stream = TcpStream::connect(initiators).expect("the other machine listens");
+    stream.set_nodelay(true).expect("a socket");
+    let mut ask = Message::of(CONNECT);
+    ask.text(&address.to_string());
+    ask.identity(who);
+    let stream = RefCell::new(stream);
+    let mut answer = call(&stream, &ask);
+    answer.outcome()?;
+    let limits = answer.take_limits();
+    let regions = (0..answer.take()).map(|_| answer.take_region()).collect();
+    Ok(Box::new(Afar { stream, limits, regions, locals: Vec::new() }))
+}
+
+impl Afar {
+    /// The bytes that a slice names, if it names any.
+    fn local(&self, slice: LocalSlice) -> Option<&Arc<Memory>> {
+        let (_, memory) = self.locals.iter().find(|(key, _)| *key == slice.key)?;
+        let end = slice.offset.checked_add(u64::from(slice.len))?;
+        (end <= memory.len() as u64).then_some(memory)
+    }
+
+    fn source(&self, verb: &Verb) -> Vec<u8> {
+        let (Verb::Write { local, .. } | Verb::Send { local }) = *verb else { return Vec::new() };
+        let Some(memory) = self.local(local) else { return Vec::new() };
+        let mut bytes = vec![0; local.len as usize];
+        memory.read(usize::try_from(local.offset).expect("inside"), &mut bytes);
+        bytes
+    }
+}
+
+impl Endpoint for Afar {
+    fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
+        let mut ask = Message::of(POST);
+        ask.put(batch.len() as u64);
+        for work in batch {
+            ask.work(work);
+            ask.bytes(&self.source(&work.verb));
+        }
+        let accepted = usize::try_from(call(&self.stream, &ask).take()).expect("a number of works");
+        if accepted == batch.len() { Ok(()) } else { Err(PostError::QueueFull { accepted }) }
+    }
+
+    fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
+        let mut ask = Message::of(POLL);
+        ask.put(max as u64);
+        let mut answer = call(&self.stream, &ask);
+        for _ in 0..answer.take() {
+            let slice = answer.take_slice();
+            let bytes = answer.take_bytes();
+            if let Some(memory) = self.local(slice) {
+                memory.write(usize::try_from(slice.offset).expect("inside"), bytes);
+            }
+        }
+        let count = usize::try_from(answer.take()).expect("a number of completions");
+        out.extend((0..count).map(|_| answer.take_completion()));
+        count
+    }
+
+    fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {
+        let mut ask = Message::of(REGISTER);
+        ask.put(memory.len() as u64);
+        let mut answer = call(&self.stream, &ask);
+        answer.outcome()?;
+        let key = LocalKey(u32::try_from(answer.take()).expect("a local key"));
+        self.locals.push((key, memory));
+        Ok(key)
+    }
+
+    fn receive(&mut self, out: &mut Vec<u8>) -> bool {
+        let mut answer = call(&self.stream, &Message::of(RECEIVE));
+        let is_there = answer.take() != 0;
+        out.extend_from_slice(answer.take_bytes());
+        is_there
+    }
+
+    fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
+    fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    fn is_broken(&self) -> bool {
+        call(&self.stream, &Message::of(IS_BROKEN)).take() != 0
+    }
+}
