@@ -32,7 +32,7 @@ cargo fmt --all --check
 step "lints"
 cargo clippy --workspace --all-targets --quiet -- -D warnings
 # What is no part of `cargo test`.
-cargo clippy --quiet -p aquifer-fabric --test conformance-verbs -p aquifer-pool --test client-verbs -p aquifer-tests-guests --test long -- -D warnings
+cargo clippy --quiet -p aquifer-fabric --test conformance-verbs --test initiators-verbs -p aquifer-pool --test client-verbs -p aquifer-tests-guests --test long -- -D warnings
 if command -v shellcheck >/dev/null 2>&1; then
     shellcheck scripts/*.sh .ci/run
 fi

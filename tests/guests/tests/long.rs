@@ -50,7 +50,8 @@ fn the_conformance_suite_passes_between_two_guests() {
     let where_they_are = "AQUIFER_INITIATORS=10.9.0.2:9000";
     // It serves until somebody who has heard the end of the tests says so.
     let serve = script("initiators.sh");
-    let served = initiators.start(&kernel, &["env", where_they_are, word(&serve), word(&suite)]).unwrap();
+    let holder = test_program("aquifer-fabric", "initiators-verbs");
+    let served = initiators.start(&kernel, &["env", where_they_are, word(&serve), word(&holder)]).unwrap();
     let run = script("afar.sh");
     let address = "AQUIFER_VERBS_ADDRESS=10.9.0.1";
     let outcome = tests.run(&kernel, &["env", where_they_are, address, word(&run), word(&suite)]);

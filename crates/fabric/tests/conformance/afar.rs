@@ -2,7 +2,8 @@
 //!
 //! Each endpoint is one TCP connection. A call is a message and an answer; local memory is there, and what of it matters goes along.
 
-pub mod initiator;
+mod calls;
+#[expect(dead_code, reason = "what is answered is written in the other program, `initiators`")]
 mod words;
 
 use std::cell::RefCell;
@@ -13,15 +14,8 @@ use aquifer_fabric::{
     Completion, Endpoint, EndpointError, Identity, Limits, LocalKey, LocalSlice, Memory, PostError, Region,
     Verb, Work,
 };
+use calls::{CONNECT, IS_BROKEN, POLL, POST, RECEIVE, REGISTER};
 use words::{Message, call};
-
-/// The first word of each call.
-const CONNECT: u64 = 0;
-const REGISTER: u64 = 1;
-const POST: u64 = 2;
-const POLL: u64 = 3;
-const RECEIVE: u64 = 4;
-const IS_BROKEN: u64 = 5;
 
 /// An endpoint that another machine holds for us.
 #[derive(Debug)]

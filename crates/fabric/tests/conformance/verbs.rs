@@ -1,5 +1,5 @@
-//! The suite over an RDMA device: that with the IP address in `AQUIFER_VERBS_ADDRESS`. Where `AQUIFER_INITIATORS` has the address of another machine that runs
-//! this program as `serve_initiators` (an ignored test), the suite's endpoints are there, and what they do goes from machine to machine.
+//! The suite over an RDMA device: that with the IP address in `AQUIFER_VERBS_ADDRESS`. Where `AQUIFER_INITIATORS` is where
+//! `initiators-verbs` listens on another machine, the suite's endpoints are there, and what they do goes from machine to machine.
 
 #[macro_use]
 mod suite;
@@ -14,7 +14,7 @@ mod limits;
 mod messages;
 mod remap;
 
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use aquifer_fabric::verbs::{self, VerbsEndpoint, VerbsTarget};
@@ -89,12 +89,4 @@ fn a_device_holds_dishonest_initiators_to_their_windows() {
             assert_eq!(outcome, Err(WorkError::RemoteAccess), "a READ beyond its window");
         }
     }
-}
-
-/// The other machine's part, for as long as it is left to run: `AQUIFER_INITIATORS` is where it listens.
-#[test]
-#[ignore = "serves until it is killed"]
-fn serve_initiators() {
-    let listener = TcpListener::bind(std::env::var("AQUIFER_INITIATORS").expect("an address")).unwrap();
-    afar::initiator::serve(&listener, |address, who| verbs::connect(address, &KEY, who));
 }

@@ -9,8 +9,8 @@ use aquifer_fabric::{
     Completion, Endpoint, EndpointError, Identity, LocalKey, LocalSlice, Memory, PostError, Verb, Work,
 };
 
+use super::calls::{CONNECT, IS_BROKEN, POLL, POST, RECEIVE, REGISTER};
 use super::words::Message;
-use super::{CONNECT, IS_BROKEN, POLL, POST, RECEIVE, REGISTER};
 
 type Connect = fn(SocketAddr, Identity) -> Result<Box<dyn Endpoint>, EndpointError>;
 

@@ -1,0 +1,22 @@
+//! Holds endpoints for the suite on another machine, until it is killed: listens at `AQUIFER_INITIATORS`.
+
+mod afar {
+    pub mod calls;
+    pub mod initiator;
+    #[expect(dead_code, reason = "what the caller says is written in its program")]
+    pub mod words;
+}
+
+use std::net::TcpListener;
+
+use aquifer_fabric::tcp::ClusterKey;
+use aquifer_fabric::verbs;
+
+/// As in the suite's harness.
+const KEY: ClusterKey = ClusterKey([7; 32]);
+
+fn main() {
+    let listener =
+        TcpListener::bind(std::env::var("AQUIFER_INITIATORS").expect("an address")).expect("it is free");
+    afar::initiator::serve(&listener, |address, who| verbs::connect(address, &KEY, who));
+}
