@@ -1,0 +1,428 @@
+//! What a host does, one operation on the node's memory at a time.
+
+use crate::memory::{
+    CHUNK_NUMBERS, CHUNKS, Code, Entry, Group, HOSTS, Holding, Host, Memory, SPAN_NUMBERS, SPANS, Section,
+    Span, SpanLog,
+};
+use crate::truth::Truth;
+
+/// A rule that is left out, to see that it is needed.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Fault {
+    None,
+    /// A record is written over without having been copied to the log.
+    SkipFlush,
+    /// A record is copied by a WRITE, however late that comes.
+    BlindFlush,
+    /// A span is opened or taken whole without looking whether it was marked as ready.
+    SkipMark,
+    /// A span is marked as ready by what was remembered of its section.
+    MarkFromMemory,
+    /// Whoever recovers looks at the section after it has looked at the spans.
+    SectionLast,
+    /// An extent is handed out before its own record is in the log.
+    SkipRecord,
+}
+
+/// A change of a word that commits something.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Goal {
+    /// A1; A3 if the span is ours to open.
+    Take { span: u8, chunk: u8, is_ours: bool },
+    /// A2, and then A3 for a chunk.
+    Open { span: u8, chunk: u8 },
+    /// A7.
+    TakeWhole(Group),
+    /// F1, F3.
+    Give { span: u8, chunk: u8 },
+    /// F4.
+    Close { span: u8 },
+    /// F5.
+    GiveWhole(Group),
+}
+
+/// What a host is about to do.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum At {
+    Idle,
+    /// The record that the goal will write over goes to the log first.
+    ReadEntry(Goal),
+    ProbeAgain(Goal, Seen),
+    WriteEntry(Goal, Seen),
+    /// The CAS itself.
+    Commit(Goal),
+    /// Our own record, after A1, A3 or A7.
+    Record(Goal),
+    /// Is the span ready for a new life? For A2 or A7; of a group the span with this place is next.
+    ProbeReady(Goal, u8),
+    /// It is not marked. Is its last life over?
+    ProbeSection(Goal, u8),
+    Mark(Goal, u8),
+    /// After F4 of our own.
+    MarkOwn(u8),
+    /// Recovery begins with the section.
+    LookAtSection,
+    LookAtSpan(u8),
+    LookAtChunkLog(u8, u8),
+    LookAtSpanLog(u8),
+}
+
+/// What an entry of the log was.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Seen {
+    Chunk(Entry<Host>),
+    Span(Entry<Holding>),
+}
+
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct Actor {
+    pub host: Host,
+    pub at: At,
+    /// What it remembers.
+    pub section: Section,
+    pub spans: [Span; SPANS],
+    pub chunks: [[bool; CHUNKS]; SPANS],
+    pub groups: [Option<Group>; SPANS],
+    /// Operations that it may still begin.
+    pub left: u8,
+    pub recovering: Option<Host>,
+    pub recovered: [bool; HOSTS],
+    pub fault: Fault,
+}
+
+/// The world, as one host's operation changes it.
+pub struct World<'a> {
+    pub memory: &'a mut Memory,
+    pub truth: &'a mut Truth,
+}
+
+impl Actor {
+    pub fn new(host: Host, left: u8, fault: Fault) -> Self {
+        Self {
+            host,
+            at: At::Idle,
+            section: Memory::NEW.section,
+            spans: Memory::NEW.spans,
+            chunks: [[false; CHUNKS]; SPANS],
+            groups: [None; SPANS],
+            left,
+            recovering: None,
+            recovered: [false; HOSTS],
+            fault,
+        }
+    }
+
+    /// What it could begin, by what it remembers and has.
+    pub fn wishes(&self) -> Vec<Goal> {
+        let mut goals = Vec::new();
+        for span in SPAN_NUMBERS {
+            let word = self.spans[usize::from(span)];
+            let group = |is_pair| Group { first: span, is_pair };
+            let free = CHUNK_NUMBERS.into_iter().find(|chunk| !word.has(*chunk));
+            match (self.section.codes[usize::from(span)], free) {
+                (Code::Open, Some(chunk)) if !word.is_closed() => {
+                    goals.push(Goal::Take { span, chunk, is_ours: false });
+                }
+                (Code::Empty, _) => {
+                    goals.push(Goal::Open { span, chunk: 0 });
+                    goals.push(Goal::TakeWhole(group(false)));
+                    if span == 0 && self.section.is_empty(group(true)) {
+                        goals.push(Goal::TakeWhole(group(true)));
+                    }
+                }
+                _ => {}
+            }
+            let ours =
+                CHUNK_NUMBERS.into_iter().filter(|chunk| self.chunks[usize::from(span)][usize::from(*chunk)]);
+            goals.extend(ours.map(|chunk| Goal::Give { span, chunk }));
+            goals.extend(self.groups[usize::from(span)].map(Goal::GiveWhole));
+        }
+        goals
+    }
+
+    /// The first step towards a goal.
+    pub fn begin(&mut self, goal: Goal) {
+        self.at = match goal {
+            Goal::Open { .. } | Goal::TakeWhole(_) if self.fault != Fault::SkipMark => {
+                At::ProbeReady(goal, first_span(goal))
+            }
+            _ => self.before(goal),
+        };
+    }
+
+    /// Its CAS, or first the record that this would write over.
+    fn before(&self, goal: Goal) -> At {
+        let is_known = match target(goal) {
+            // Our own records of extents are in the log since these were handed out.
+            Some(span) => match self.spans[usize::from(span)].log {
+                SpanLog::Alloc(host, _) => host == self.host,
+                _ => true,
+            },
+            None => match self.section.log {
+                Some(Holding::Alloc(host, _)) => host == self.host,
+                Some(Holding::Open(..)) => false,
+                None => true,
+            },
+        };
+        if is_known || self.fault == Fault::SkipFlush { At::Commit(goal) } else { At::ReadEntry(goal) }
+    }
+
+    /// It came to nothing.
+    fn give_up(&mut self) {
+        self.at = if self.recovering.is_some() { At::LookAtSection } else { At::Idle };
+    }
+
+    /// Do what is next.
+    pub fn step(&mut self, world: &mut World<'_>) {
+        match self.at {
+            At::Idle => {}
+            At::ReadEntry(goal) => self.read_entry(goal, world),
+            At::ProbeAgain(goal, seen) => {
+                if self.probe_again(goal, world) {
+                    self.at = At::WriteEntry(goal, seen);
+                } else {
+                    self.lost(goal, world);
+                }
+            }
+            At::WriteEntry(goal, seen) => self.write_entry(goal, seen, world),
+            At::Commit(goal) => self.commit(goal, world),
+            At::Record(goal) => self.record(goal, world),
+            At::ProbeReady(goal, span) => self.probe_ready(goal, span, world),
+            At::ProbeSection(goal, span) => {
+                let section = world.memory.section;
+                let is_as_before = section == self.section;
+                self.section = section;
+                if is_as_before { self.at = At::Mark(goal, span) } else { self.give_up() }
+            }
+            At::Mark(goal, span) => self.mark(goal, span, world),
+            At::MarkOwn(span) => {
+                let at = usize::from(span);
+                if world.memory.spans[at] == self.spans[at] {
+                    world.memory.spans[at] = self.spans[at].mark();
+                }
+                self.spans[at] = world.memory.spans[at];
+                self.give_up();
+            }
+            At::LookAtSection => self.look_at_section(world),
+            At::LookAtSpan(span) => self.look_at_span(span, world),
+            At::LookAtChunkLog(span, chunk) => self.look_at_chunk_log(span, chunk, world),
+            At::LookAtSpanLog(span) => {
+                let found = world.memory.span_logs[usize::from(span)].what;
+                self.judge_span(span, found);
+            }
+        }
+    }
+
+    fn read_entry(&mut self, goal: Goal, world: &World<'_>) {
+        let (seen, is_there) = match target(goal) {
+            Some(span) => {
+                let SpanLog::Alloc(host, chunk) = self.spans[usize::from(span)].log else { return };
+                let entry = world.memory.chunk_logs[usize::from(span)][usize::from(chunk)];
+                (Seen::Chunk(entry), entry.what == Some(host))
+            }
+            None => {
+                let Some(log) = self.section.log else { return };
+                let entry = world.memory.span_logs[log.first()];
+                (Seen::Span(entry), entry.what == Some(log))
+            }
+        };
+        self.at = match self.fault {
+            _ if is_there => At::Commit(goal),
+            Fault::BlindFlush => At::WriteEntry(goal, seen),
+            _ => At::ProbeAgain(goal, seen),
+        };
+    }
+
+    /// Whether the word is still what we remember: then no record that is newer was in the log when we read it.
+    fn probe_again(&mut self, goal: Goal, world: &World<'_>) -> bool {
+        match target(goal) {
+            Some(span) => self.spans[usize::from(span)] == world.memory.spans[usize::from(span)],
+            None => self.section == world.memory.section,
+        }
+    }
+
+    fn write_entry(&mut self, goal: Goal, seen: Seen, world: &mut World<'_>) {
+        let is_blind = self.fault == Fault::BlindFlush;
+        let written = match (target(goal), seen) {
+            (Some(span), Seen::Chunk(before)) => {
+                let SpanLog::Alloc(host, chunk) = self.spans[usize::from(span)].log else { return };
+                let entry = &mut world.memory.chunk_logs[usize::from(span)][usize::from(chunk)];
+                let may = is_blind || *entry == before;
+                if may {
+                    entry.write(host);
+                }
+                may
+            }
+            (None, Seen::Span(before)) => {
+                let Some(log) = self.section.log else { return };
+                let entry = &mut world.memory.span_logs[log.first()];
+                let may = is_blind || *entry == before;
+                if may {
+                    entry.write(log);
+                }
+                may
+            }
+            _ => return,
+        };
+        self.at = if written { At::Commit(goal) } else { At::ReadEntry(goal) };
+    }
+
+    /// The goal's word has changed: learn it, and try again what must be done.
+    fn lost(&mut self, goal: Goal, world: &mut World<'_>) {
+        match target(goal) {
+            Some(span) => self.spans[usize::from(span)] = world.memory.spans[usize::from(span)],
+            None => self.section = world.memory.section,
+        }
+        match goal {
+            _ if self.recovering.is_some() => self.give_up(),
+            Goal::Take { is_ours: true, .. }
+            | Goal::Give { .. }
+            | Goal::Close { .. }
+            | Goal::GiveWhole(_) => {
+                self.at = self.before(goal);
+            }
+            _ => self.give_up(),
+        }
+    }
+
+    fn commit(&mut self, goal: Goal, world: &mut World<'_>) {
+        if !self.probe_again(goal, world) {
+            return self.lost(goal, world);
+        }
+        let host = self.host;
+        let whole = |span| Group { first: span, is_pair: false };
+        match goal {
+            Goal::Take { span, chunk, .. } => {
+                world.truth.take(span.into(), chunk, host);
+                self.set_span(world, span, |word| word.take(chunk, host));
+                self.at = At::Record(goal);
+            }
+            Goal::Open { span, chunk } => {
+                world.truth.open(span.into(), host);
+                let log = Some(Holding::Open(host, span));
+                self.set_section(world, |word| word.with(whole(span), Code::Open, log));
+                self.at = self.before(Goal::Take { span, chunk, is_ours: true });
+            }
+            Goal::TakeWhole(group) => {
+                world.truth.take_whole(group, host);
+                let log = Some(Holding::Alloc(host, group));
+                self.set_section(world, |word| word.with(group, Code::Whole, log));
+                self.at = At::Record(goal);
+            }
+            Goal::Give { span, chunk } => {
+                world.truth.give(span.into(), chunk, host);
+                self.chunks[usize::from(span)][usize::from(chunk)] = false;
+                self.set_span(world, span, |word| word.give(chunk, host));
+                if self.spans[usize::from(span)].is_closed() {
+                    self.at = self.before(Goal::Close { span });
+                } else {
+                    self.give_up();
+                }
+            }
+            Goal::Close { span } => {
+                world.truth.close(span.into(), host);
+                self.set_section(world, |word| word.with(whole(span), Code::Empty, None));
+                let is_unmarked = matches!(self.spans[usize::from(span)].log, SpanLog::Close(_));
+                if is_unmarked && self.fault != Fault::SkipMark {
+                    self.at = At::MarkOwn(span);
+                } else {
+                    self.give_up();
+                }
+            }
+            Goal::GiveWhole(group) => {
+                world.truth.give_whole(group, host);
+                self.groups[usize::from(group.first)] = None;
+                self.set_section(world, |word| word.with(group, Code::Empty, None));
+                self.give_up();
+            }
+        }
+    }
+
+    fn set_span(&mut self, world: &mut World<'_>, span: u8, change: impl Fn(Span) -> Span) {
+        let word = &mut world.memory.spans[usize::from(span)];
+        *word = change(*word);
+        self.spans[usize::from(span)] = *word;
+    }
+
+    fn set_section(&mut self, world: &mut World<'_>, change: impl Fn(Section) -> Section) {
+        world.memory.section = change(world.memory.section);
+        self.section = world.memory.section;
+    }
+
+    /// The extent is handed out when its record is in the log: by a WRITE, since nobody else can have taken it meanwhile.
+    fn record(&mut self, goal: Goal, world: &mut World<'_>) {
+        let is_recorded = self.fault != Fault::SkipRecord;
+        match goal {
+            Goal::Take { span, chunk, .. } => {
+                if is_recorded {
+                    world.memory.chunk_logs[usize::from(span)][usize::from(chunk)].write(self.host);
+                }
+                self.chunks[usize::from(span)][usize::from(chunk)] = true;
+            }
+            Goal::TakeWhole(group) => {
+                if is_recorded {
+                    let log = Holding::Alloc(self.host, group);
+                    world.memory.span_logs[usize::from(group.first)].write(log);
+                }
+                self.groups[usize::from(group.first)] = Some(group);
+            }
+            _ => {}
+        }
+        self.at = At::Idle;
+    }
+
+    /// Before A2 and A7, when the section is remembered already.
+    fn probe_ready(&mut self, goal: Goal, span: u8, world: &World<'_>) {
+        let word = world.memory.spans[usize::from(span)];
+        self.spans[usize::from(span)] = word;
+        if !word.is_closed() {
+            // What we remember of the section is old.
+            self.section = world.memory.section;
+            return self.give_up();
+        }
+        self.at = match word.log {
+            SpanLog::Close(_) if self.fault == Fault::MarkFromMemory => At::Mark(goal, span),
+            SpanLog::Close(_) => At::ProbeSection(goal, span),
+            _ => self.after_ready(goal, span),
+        };
+    }
+
+    fn after_ready(&self, goal: Goal, span: u8) -> At {
+        match goal {
+            Goal::TakeWhole(group) if usize::from(span) + 1 < group.spans().end => {
+                At::ProbeReady(goal, span + 1)
+            }
+            _ => self.before(goal),
+        }
+    }
+
+    fn mark(&mut self, goal: Goal, span: u8, world: &mut World<'_>) {
+        let at = usize::from(span);
+        if world.memory.spans[at] == self.spans[at] {
+            world.memory.spans[at] = self.spans[at].mark();
+            self.spans[at] = world.memory.spans[at];
+            self.at = self.after_ready(goal, span);
+        } else {
+            self.spans[at] = world.memory.spans[at];
+            self.give_up();
+        }
+    }
+}
+
+/// The span whose word a goal changes; none for the section's.
+fn target(goal: Goal) -> Option<u8> {
+    match goal {
+        Goal::Take { span, .. } | Goal::Give { span, .. } => Some(span),
+        Goal::Open { .. } | Goal::TakeWhole(_) | Goal::Close { .. } | Goal::GiveWhole(_) => None,
+    }
+}
+
+fn first_span(goal: Goal) -> u8 {
+    match goal {
+        Goal::Take { span, .. }
+        | Goal::Open { span, .. }
+        | Goal::Give { span, .. }
+        | Goal::Close { span } => span,
+        Goal::TakeWhole(group) | Goal::GiveWhole(group) => group.first,
+    }
+}
