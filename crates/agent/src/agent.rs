@@ -131,7 +131,8 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
         Membership::join(Arc::clone(&options.directory), &options.socket, place.before.as_ref())?;
     let tenant = Tenant(rustix::process::geteuid().as_raw());
     let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
-    let nodes = Nodes::new(identity, options.key.clone(), options.connect.clone());
+    let nodes =
+        Nodes::new(Arc::clone(&options.directory), identity, options.key.clone(), options.connect.clone());
     membership.watch_nodes(&nodes)?;
     let Place { before, mempool, listener, shared } = place;
     let record = serde_json::to_string(membership.record()).expect("plain structs are JSON");

@@ -6,10 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use aquifer_directory::names::{self, AgentRecord, NodeRecord};
-use aquifer_directory::{Directory, DirectoryError, Event, EventKind, Lease};
-use aquifer_fabric::{Host, Reach};
-use aquifer_pool::NodeId;
+use aquifer_directory::names::{self, AgentRecord};
+use aquifer_directory::{Directory, DirectoryError, Lease};
+use aquifer_fabric::Host;
 
 use crate::metrics::LeaseEvents;
 use crate::nodes::Nodes;
@@ -106,7 +105,7 @@ impl Membership {
     /// # Errors
     /// The directory's.
     pub fn watch_nodes(&mut self, nodes: &Arc<Nodes>) -> Result<(), MembershipError> {
-        let revision = list_nodes(&*self.directory, nodes)?;
+        let revision = nodes.list_anew()?;
         let (directory, stop, nodes) =
             (Arc::clone(&self.directory), Arc::clone(&self.stop), Arc::clone(nodes));
         let thread = std::thread::Builder::new()
@@ -161,25 +160,12 @@ fn keep_alive(
     }
 }
 
-fn list_nodes(directory: &dyn Directory, nodes: &Nodes) -> Result<u64, DirectoryError> {
-    let listing = directory.list(names::NODES)?;
-    for entry in &listing.entries {
-        match names::decode::<NodeRecord>(entry) {
-            Ok(record) => note(nodes, NodeId(record.id), &record),
-            Err(error) => {
-                tracing::warn!(key = entry.key, %error, "the record of a node cannot be read")
-            }
-        }
-    }
-    Ok(listing.revision)
-}
-
 fn watch(directory: &dyn Directory, nodes: &Nodes, stop: &AtomicBool, mut revision: u64) {
     while !stop.load(Relaxed) {
         if let Err(error) = follow(directory, nodes, stop, &mut revision) {
             tracing::warn!(%error, "the watch over memory nodes broke; listing them again");
             std::thread::sleep(TICK);
-            match list_nodes(directory, nodes) {
+            match nodes.list_anew() {
                 Ok(at) => revision = at,
                 Err(error) => tracing::warn!(%error, "the directory cannot be reached"),
             }
@@ -196,31 +182,9 @@ fn follow(
     let mut watch = directory.watch(names::NODES, *revision + 1)?;
     while !stop.load(Relaxed) {
         if let Some(event) = watch.next(TICK)? {
-            heed(nodes, &event);
+            nodes.heed(&event);
             *revision = event.revision;
         }
     }
     Ok(())
-}
-
-fn heed(nodes: &Nodes, event: &Event) {
-    let Some(number) = event.key.strip_prefix(names::NODES).and_then(|number| number.parse().ok()) else {
-        return;
-    };
-    match &event.kind {
-        EventKind::Put { value, .. } => match serde_json::from_slice::<NodeRecord>(value) {
-            Ok(record) => note(nodes, NodeId(number), &record),
-            Err(error) => {
-                tracing::warn!(key = event.key, %error, "the record of a node cannot be read")
-            }
-        },
-        EventKind::Delete => nodes.remove(NodeId(number)),
-    }
-}
-
-fn note(nodes: &Nodes, node: NodeId, record: &NodeRecord) {
-    match Reach::parse(&record.fabric, &record.address) {
-        Ok(reach) => nodes.put(node, reach),
-        Err(reason) => tracing::warn!(node = node.0, reason, "a memory node cannot be used"),
-    }
 }

@@ -145,14 +145,15 @@ impl Talks {
     }
 
     fn open_run(&self, socket: &OwnedFd, open: &OpenRun, uid: u32) -> Result<Arc<Run>, String> {
-        if self.nodes.count() == 0 {
+        if self.nodes.at_least(1).is_err() {
             return Err("the cluster has no memory node: start one (aquifer node), or start the cluster anew (aquifer up)".into());
         }
         let replicas = usize::try_from(open.replicas).unwrap_or(usize::MAX);
-        if (2..=REPLICAS_MAX).contains(&replicas) && self.nodes.count() < replicas {
+        if (2..=REPLICAS_MAX).contains(&replicas)
+            && let Err(there_are) = self.nodes.at_least(replicas)
+        {
             return Err(format!(
-                "--replicas {replicas} wants each page on {replicas} memory nodes, and the cluster has {}: start more (aquifer node, aquifer up --nodes), or ask for fewer replicas",
-                self.nodes.count()
+                "--replicas {replicas} wants each page on {replicas} memory nodes, and the cluster has {there_are}: start more (aquifer node, aquifer up --nodes), or ask for fewer replicas"
             ));
         }
         let run = self.service.open_run(&open.name, open.limit_bytes, replicas, socket.as_fd(), uid)?;

@@ -146,13 +146,13 @@ impl Server {
         let name = format!("swap of {}", arguments.name);
         let place: DirectorySettings = serde_json::from_str(&lent.directory)?;
         let directory = Source::new(&place)?.connect(state)?;
-        let mut membership = Membership::join(directory, Path::new(&name), None)?;
+        let mut membership = Membership::join(Arc::clone(&directory), Path::new(&name), None)?;
         let tenant = Tenant(rustix::process::geteuid().as_raw());
         let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
         let connect = ConnectOptions { encrypt: lent.encrypt, ..ConnectOptions::default() };
-        let nodes = Nodes::new(identity, lent.key().map_err(SwapError::Key)?, connect);
+        let nodes = Nodes::new(directory, identity, lent.key().map_err(SwapError::Key)?, connect);
         membership.watch_nodes(&nodes)?;
-        if nodes.count() == 0 {
+        if nodes.at_least(1).is_err() {
             return Err(SwapError::NoNodes);
         }
         let mut pool = nodes.pool(tenant.0);
