@@ -21,6 +21,7 @@ use crate::membership::{Membership, MembershipError};
 use crate::metrics;
 use crate::nodes::Nodes;
 use crate::place::Place;
+use crate::recovery::Recovery;
 use crate::socket::{raise_descriptor_limit, wait_readable};
 use crate::talk::{SETTLE, Talks, attend};
 
@@ -155,6 +156,13 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
     }
     let figures = |listener| metrics::serve(listener, &service, &nodes, membership.lease_events());
     let _metrics = metrics.map(figures).transpose()?;
+    let recovery = Recovery::start(
+        Arc::clone(&options.directory),
+        Arc::clone(&nodes),
+        membership.record().clone(),
+        tenant,
+    )
+    .map_err(AgentError::Threads)?;
     let lent = Lent::new(&options.directory_place, options.connect.encrypt, options.key.as_ref());
     let talks = Talks::new(&service, &nodes, identity.host.0, lent);
     ready();
@@ -188,6 +196,7 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
         let _ = std::fs::remove_file(path);
     }
     host.keeper.unkeep(KeptKind::Host, 0);
+    drop(recovery);
     membership.leave();
     Ok(())
 }

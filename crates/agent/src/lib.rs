@@ -5,6 +5,7 @@
 //! - [`shadow`]: shares the agent's open files, so that none closes before the keeper has it.
 //! - [`lent`]: what servers of blocks on this host have from the agent.
 //! - [`nodes`]: which memory nodes there are and how to reach them.
+//! - [`recovery`]: gives back what dead hosts held.
 //! - [`report`]: what people and scripts get to read; `metrics` what Prometheus does.
 
 pub mod agent;
@@ -15,6 +16,7 @@ pub mod membership;
 mod metrics;
 pub mod nodes;
 mod place;
+pub mod recovery;
 pub mod report;
 pub mod shadow;
 mod socket;

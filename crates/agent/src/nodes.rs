@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use aquifer_directory::names::{self, NodeRecord};
-use aquifer_directory::{Directory, DirectoryError, Event, EventKind};
+use aquifer_directory::{Directory, DirectoryError, Event, EventKind, Listing};
 use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
 use aquifer_fabric::{Endpoint, EndpointError, Identity, Reach, Tenant};
 use aquifer_pager::Connector;
@@ -23,8 +23,10 @@ pub struct Nodes {
 #[derive(Debug, Default)]
 struct Known {
     addresses: BTreeMap<NodeId, Reach>,
-    /// What the directory has told up to this revision is in here: an older change that a watch brings late is not heeded.
+    /// The revision of the last listing that was taken in: an older change that a watch brings late is not heeded.
     listed_at: u64,
+    /// The revision of the last change that was heeded: an older listing that comes late is not taken in.
+    heard_at: u64,
 }
 
 impl Nodes {
@@ -45,6 +47,11 @@ impl Nodes {
     /// The directory's.
     pub(crate) fn list_anew(&self) -> Result<u64, DirectoryError> {
         let listing = self.directory.list(names::NODES)?;
+        self.take_in(&listing);
+        Ok(listing.revision)
+    }
+
+    fn take_in(&self, listing: &Listing) {
         let mut addresses = BTreeMap::new();
         for entry in &listing.entries {
             match names::decode::<NodeRecord>(entry) {
@@ -55,10 +62,10 @@ impl Nodes {
             }
         }
         let mut known = self.known.write().unwrap_or_else(PoisonError::into_inner);
-        if known.listed_at <= listing.revision {
-            *known = Known { addresses, listed_at: listing.revision };
+        if known.listed_at.max(known.heard_at) <= listing.revision {
+            known.addresses = addresses;
+            known.listed_at = listing.revision;
         }
-        Ok(listing.revision)
     }
 
     /// A node is there, has moved, or is gone.
@@ -70,6 +77,7 @@ impl Nodes {
         if event.revision <= known.listed_at {
             return;
         }
+        known.heard_at = known.heard_at.max(event.revision);
         match &event.kind {
             EventKind::Put { value, .. } => match serde_json::from_slice::<NodeRecord>(value) {
                 Ok(record) => known.addresses.extend(reach(&record)),
@@ -137,6 +145,11 @@ impl Nodes {
     }
 
     fn connect(&self, node: NodeId, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {
+        self.connect_as(node, Identity { tenant, ..self.identity })
+    }
+
+    /// As another host than this one.
+    pub(crate) fn connect_as(&self, node: NodeId, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
         let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
         let Some(address) = known.addresses.get(&node).cloned() else {
             return Err(EndpointError::Unreachable {
@@ -148,7 +161,7 @@ impl Nodes {
             });
         };
         drop(known);
-        address.connect(Identity { tenant, ..self.identity }, self.key.as_ref(), &self.connect)
+        address.connect(who, self.key.as_ref(), &self.connect)
     }
 }
 
@@ -223,6 +236,22 @@ mod tests {
         directory.delete(&names::node(1)).expect("delete");
         nodes.heed(&watch.next(Duration::ZERO).expect("an event").expect("of the deletion"));
         assert_eq!(nodes.count(), 0);
+    }
+
+    #[test]
+    fn a_listing_that_comes_late_undoes_nothing_that_a_watch_brought() {
+        let directory: Arc<dyn Directory> = Arc::new(World::new(1).host(1));
+        let nodes = nodes(&directory);
+        let mut watch = directory.watch(names::NODES, 1).expect("watch");
+        register(&*directory, 1);
+        let listing = directory.list(names::NODES).expect("list");
+        register(&*directory, 2);
+        directory.delete(&names::node(1)).expect("delete");
+        while let Some(event) = watch.next(Duration::ZERO).expect("an event") {
+            nodes.heed(&event);
+        }
+        nodes.take_in(&listing);
+        assert_eq!(nodes.list(), [NodeId(2)]);
     }
 
     #[test]

@@ -10,6 +10,10 @@ use crate::{Directory, DirectoryError};
 pub const NODES: &str = "nodes/";
 /// Prefix of the host agents' keys.
 pub const AGENTS: &str = "agents/";
+/// Prefix of the hosts that may hold memory, alive or dead: the record stays until nothing of theirs is left.
+pub const HOLDERS: &str = "holders/";
+/// Prefix of the memory nodes whose memory exists, present or not: the record stays until the memory is gone.
+pub const LIVES: &str = "lives/";
 /// Where the search for a free host number goes on.
 const NEXT_HOST: &str = "hosts/next";
 
@@ -29,6 +33,18 @@ pub fn node(id: u16) -> String {
 #[must_use]
 pub fn agent(host: u16) -> String {
     format!("{AGENTS}{host}")
+}
+
+/// The key of a host that may hold memory.
+#[must_use]
+pub fn holder(host: u16) -> String {
+    format!("{HOLDERS}{host}")
+}
+
+/// The key of a node's memory.
+#[must_use]
+pub fn life(node: u16) -> String {
+    format!("{LIVES}{node}")
 }
 
 /// The host number in an agent's key; `None` if it is no such key.
@@ -51,6 +67,26 @@ pub struct NodeRecord {
     pub memory_bytes: u64,
     /// Fencing epoch of its lease.
     pub epoch: u64,
+}
+
+/// A node's memory from one start to its end, at `lives/{node}`. A node that is out of reach for a while comes back with it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Life {
+    /// The node's number.
+    pub node: u16,
+    /// That of [`NodeRecord::epoch`].
+    pub epoch: u64,
+}
+
+/// A host that may hold memory, at `holders/{host}`.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct HolderRecord {
+    /// Its number.
+    pub host: u16,
+    /// Fencing epoch of the lease under which the number was taken last.
+    pub epoch: u64,
+    /// It is dead, and only in these lives may something of it be left; absent: in any.
+    pub left_in: Option<Vec<Life>>,
 }
 
 /// A host agent, at `agents/{host}` while it lives.
@@ -88,6 +124,14 @@ pub fn nodes(directory: &dyn Directory) -> Result<Vec<NodeRecord>, DirectoryErro
     directory.list(NODES)?.entries.iter().map(decode).collect()
 }
 
+/// All memory that exists, of nodes that are there and of nodes that may come back.
+///
+/// # Errors
+/// The directory's; a record that makes no sense.
+pub fn lives(directory: &dyn Directory) -> Result<Vec<Life>, DirectoryError> {
+    directory.list(LIVES)?.entries.iter().map(decode).collect()
+}
+
 /// All living host agents.
 ///
 /// # Errors
@@ -120,15 +164,21 @@ pub fn register_node(
 /// still has under way is refused from now on, for its epoch is over.
 ///
 /// # Errors
-/// [`DirectoryError::Taken`] if another host has the number meanwhile; the directory's.
+/// [`DirectoryError::Taken`] if another has the number meanwhile, or has given back what it held; the directory's.
 pub fn reclaim_host(
     directory: &dyn Directory,
     lease: Lease,
     before: &AgentRecord,
 ) -> Result<AgentRecord, DirectoryError> {
-    let key = agent(before.host);
+    let (key, holder) = (agent(before.host), holder(before.host));
     let record = AgentRecord { epoch: lease.epoch, ..before.clone() };
-    let compare = match directory.get(&key)? {
+    let held = match directory.get(&holder)? {
+        Some(entry) if decode::<HolderRecord>(&entry)?.epoch == before.epoch => {
+            Compare::version(&holder, entry.version)
+        }
+        _ => return Err(DirectoryError::Taken { key: holder }),
+    };
+    let alive = match directory.get(&key)? {
         // The lease of before has ended, and nobody has taken the number since.
         None => Compare::absent(&key),
         Some(entry) if decode::<AgentRecord>(&entry)?.epoch == before.epoch => {
@@ -136,18 +186,96 @@ pub fn reclaim_host(
         }
         Some(_) => return Err(DirectoryError::Taken { key }),
     };
-    let put = Operation::put(&key, encode(&record), Some(lease.id));
-    let transaction = Transaction { compares: vec![compare], operations: vec![put] };
-    match directory.transaction(&transaction)? {
+    take_number(directory, lease, record, None, vec![held, alive])
+}
+
+/// Announce a host's agent under its lease, and for good that the host may hold memory.
+fn take_number(
+    directory: &dyn Directory,
+    lease: Lease,
+    record: AgentRecord,
+    left_in: Option<Vec<Life>>,
+    compares: Vec<Compare>,
+) -> Result<AgentRecord, DirectoryError> {
+    let key = agent(record.host);
+    let held = HolderRecord { host: record.host, epoch: record.epoch, left_in };
+    let operations = vec![
+        Operation::put(&key, encode(&record), Some(lease.id)),
+        Operation::put(holder(record.host), encode(&held), None),
+    ];
+    match directory.transaction(&Transaction { compares, operations })? {
         TransactionOutcome::Committed { .. } => Ok(record),
         TransactionOutcome::Conflict { .. } => Err(DirectoryError::Taken { key }),
     }
 }
 
+/// Hosts that may hold memory and whose leases are gone.
+///
+/// # Errors
+/// The directory's; a record that makes no sense.
+pub fn dead_hosts(directory: &dyn Directory) -> Result<Vec<HolderRecord>, DirectoryError> {
+    // In this order: who comes in between is in the second.
+    let holders = directory.list(HOLDERS)?;
+    let alive: Vec<u16> =
+        directory.list(AGENTS)?.entries.iter().filter_map(|entry| host_of(&entry.key)).collect();
+    let records = holders.entries.iter().map(decode::<HolderRecord>);
+    records.filter(|record| record.as_ref().map_or(true, |record| !alive.contains(&record.host))).collect()
+}
+
+/// Take a dead host's number, under a new lease, to give back what it held: whatever it still has under way is refused wherever its
+/// number comes with the new epoch. Nobody else can do so as long as the lease lives.
+///
+/// # Errors
+/// [`DirectoryError::Taken`] if it is not dead, or another was faster; the directory's.
+pub fn succeed_host(
+    directory: &dyn Directory,
+    lease: Lease,
+    dead: &HolderRecord,
+    address: &str,
+) -> Result<AgentRecord, DirectoryError> {
+    let holder = holder(dead.host);
+    let held = match directory.get(&holder)? {
+        Some(entry) if decode::<HolderRecord>(&entry)? == *dead => Compare::version(&holder, entry.version),
+        _ => return Err(DirectoryError::Taken { key: holder }),
+    };
+    let record = AgentRecord { host: dead.host, address: address.to_owned(), epoch: lease.epoch };
+    let compares = vec![held, Compare::absent(agent(dead.host))];
+    take_number(directory, lease, record, dead.left_in.clone(), compares)
+}
+
+/// A dead host holds nothing any more but in these lives; if there are none its number may be given to another. Whoever says so has the number under its lease, and loses it.
+///
+/// # Errors
+/// [`DirectoryError::Taken`] if another has it meanwhile; the directory's.
+pub fn forget_host(
+    directory: &dyn Directory,
+    record: &AgentRecord,
+    left_in: Vec<Life>,
+) -> Result<(), DirectoryError> {
+    let (key, holder) = (agent(record.host), holder(record.host));
+    let taken = || DirectoryError::Taken { key: key.clone() };
+    let entry = directory.get(&key)?.ok_or_else(taken)?;
+    if decode::<AgentRecord>(&entry)?.epoch != record.epoch {
+        return Err(taken());
+    }
+    let compares = vec![Compare::version(&key, entry.version)];
+    let rest = if left_in.is_empty() {
+        Operation::delete(&holder)
+    } else {
+        let held = HolderRecord { host: record.host, epoch: record.epoch, left_in: Some(left_in) };
+        Operation::put(&holder, encode(&held), None)
+    };
+    let operations = vec![rest, Operation::delete(&key)];
+    match directory.transaction(&Transaction { compares, operations })? {
+        TransactionOutcome::Committed { .. } => Ok(()),
+        TransactionOutcome::Conflict { .. } => Err(taken()),
+    }
+}
+
 /// Take a free host number for as long as the lease lives, and announce its agent.
 ///
-/// Numbers are given out in turn, so that a dead host's number, under which the pool's logs know what it
-/// held, comes back as late as can be.
+/// A dead host's number, under which the pool's logs know what it holds, is not given out before that was given back. Numbers are given out in turn, so that
+/// one comes back as late as can be.
 ///
 /// # Errors
 /// [`DirectoryError::Taken`] if none of the 4095 is free; the directory's.
@@ -162,15 +290,19 @@ pub fn claim_host(
             Some(entry) => (decode::<u16>(entry)?.clamp(1, HOST_MAX), entry.version),
             None => (1, 0),
         };
-        let taken: Vec<_> =
-            directory.list(AGENTS)?.entries.iter().filter_map(|entry| host_of(&entry.key)).collect();
+        let mut taken: Vec<u16> = Vec::new();
+        for entry in directory.list(HOLDERS)?.entries {
+            taken.push(decode::<HolderRecord>(&entry)?.host);
+        }
         let Some(host) = (start..=HOST_MAX).chain(1..start).find(|host| !taken.contains(host)) else { break };
         let record = AgentRecord { host, address: address.to_owned(), epoch: lease.epoch };
+        let held = HolderRecord { host, epoch: lease.epoch, left_in: None };
         let following = if host == HOST_MAX { 1 } else { host + 1 };
         let transaction = Transaction {
-            compares: vec![Compare::version(NEXT_HOST, version), Compare::absent(agent(host))],
+            compares: vec![Compare::version(NEXT_HOST, version), Compare::absent(holder(host))],
             operations: vec![
                 Operation::put(agent(host), encode(&record), Some(lease.id)),
+                Operation::put(holder(host), encode(&held), None),
                 Operation::put(NEXT_HOST, encode(&following), None),
             ],
         };

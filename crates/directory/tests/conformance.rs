@@ -46,5 +46,7 @@ conformance!(
     transaction_limits,
     hosts_are_claimed_in_turn,
     hosts_claimed_at_once_differ,
+    a_dead_hosts_number_rests_until_it_holds_nothing,
+    a_host_that_comes_back_in_time_keeps_its_number,
     a_node_number_is_taken_once,
 );

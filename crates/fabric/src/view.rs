@@ -60,16 +60,7 @@ impl View {
     /// If a number is not a multiple of the system's page or a range not inside, or the system refuses (it has a limit of mappings,
     /// `vm.max_map_count`); then nothing has changed.
     pub fn remap(&self, at: usize, from: usize, len: usize) -> io::Result<()> {
-        let page = rustix::param::page_size();
-        let is_inside = |start: usize| start.checked_add(len).is_some_and(|end| end <= self.memory.len());
-        if len == 0 || [at, from, len].iter().any(|number| !number.is_multiple_of(page)) {
-            let what = format!("{len} bytes from {from} to {at} are not whole pages of {page} bytes");
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
-        }
-        if !is_inside(at) || !is_inside(from) {
-            let what = format!("{len} bytes from {from} to {at} are not inside of {}", self.memory.len());
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
-        }
+        self.can_remap(at, from, len)?;
         // SAFETY: it replaces a part of this mapping, to which nobody has references; the memory cannot shrink below it.
         unsafe {
             rustix::mm::mmap(
@@ -80,6 +71,24 @@ impl View {
                 self.memory.fd(),
                 u64_from(from),
             )?;
+        }
+        Ok(())
+    }
+
+    /// Whether the numbers are such that it could be.
+    ///
+    /// # Errors
+    /// If a number is not a multiple of the system's page, or a range not inside.
+    pub fn can_remap(&self, at: usize, from: usize, len: usize) -> io::Result<()> {
+        let page = rustix::param::page_size();
+        let is_inside = |start: usize| start.checked_add(len).is_some_and(|end| end <= self.memory.len());
+        if len == 0 || [at, from, len].iter().any(|number| !number.is_multiple_of(page)) {
+            let what = format!("{len} bytes from {from} to {at} are not whole pages of {page} bytes");
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+        }
+        if !is_inside(at) || !is_inside(from) {
+            let what = format!("{len} bytes from {from} to {at} are not inside of {}", self.memory.len());
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
         }
         Ok(())
     }

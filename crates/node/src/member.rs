@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use aquifer_directory::names::{self, AgentRecord, NodeRecord};
+use aquifer_directory::names::{self, AgentRecord, Life, NodeRecord};
 use aquifer_directory::{
     Compare, Directory, DirectoryError, Entry, Event, EventKind, Lease, Operation, Transaction,
 };
@@ -76,12 +76,29 @@ impl Member {
         self.kept_alive = Instant::now().checked_sub(self.ttl).unwrap_or(self.kept_alive);
     }
 
-    /// End the lease, and with it the record.
+    /// End the lease, and with it the record: the memory is gone.
     pub fn leave(&self) {
+        if let Err(error) = self.forget_life() {
+            tracing::debug!(%error, "it stays in the directory that this memory may come back");
+        }
         // If the directory is gone the lease ends by itself.
         if let Err(error) = self.directory.lease_revoke(self.lease.id) {
             tracing::debug!(%error, "the lease could not be ended");
         }
+    }
+
+    /// Unless a later one is written down already.
+    fn forget_life(&self) -> Result<(), DirectoryError> {
+        let key = names::life(self.record.id);
+        let life = Life { node: self.record.id, epoch: self.record.epoch };
+        if let Some(entry) = self.directory.get(&key)?
+            && names::decode::<Life>(&entry)? == life
+        {
+            let compares = vec![Compare::version(&key, entry.version)];
+            let operations = vec![Operation::delete(&key)];
+            self.directory.transaction(&Transaction { compares, operations })?;
+        }
+        Ok(())
     }
 
     fn put_record(&self) -> Result<(), NodeError> {
@@ -92,8 +109,12 @@ impl Member {
                 None => Compare::absent(&key),
                 Some(entry) => Compare::version(&key, self.replaceable(&entry)?),
             };
-            let put = Operation::put(&key, value.clone(), Some(self.lease.id));
-            let transaction = Transaction { compares: vec![compare], operations: vec![put] };
+            let life = Life { node: self.record.id, epoch: self.record.epoch };
+            let operations = vec![
+                Operation::put(&key, value.clone(), Some(self.lease.id)),
+                Operation::put(names::life(self.record.id), names::encode(&life), None),
+            ];
+            let transaction = Transaction { compares: vec![compare], operations };
             if self.directory.transaction(&transaction)?.is_committed() {
                 return Ok(());
             }

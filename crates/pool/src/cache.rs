@@ -1,18 +1,34 @@
 //! What a client remembers of a node's control words. They go stale at any moment: every use of
 //! them ends in a CAS that fails if they have.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use aquifer_fabric::Host;
+
 use crate::layout::Layout;
-use crate::op::{OpError, StepResult, WordAt};
+use crate::op::{OpError, StepResult, WordAt, damaged};
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
-use crate::word::{IllegalWord, Run, SectionWord, SpanState, SpanWord};
+use crate::word::{IllegalWord, Run, SectionWord, SpanState, SpanWord, record_of};
 
 const SPANS: usize = SECTION_SPANS as usize;
+
+/// Numbers for log entries, none twice: all clients of a host share one.
+pub type Nonces = Arc<AtomicU32>;
 
 /// The remembered words of one node.
 #[derive(Clone, Debug)]
 pub struct NodeCache {
     sections: Vec<SectionWord>,
     spans: Vec<SpanWord>,
+    /// For each section a bit for each span that was seen to be ready for a new life when the section was as remembered.
+    ready: Vec<u16>,
+    /// Records of the words that may be written over: they are in the full log, or are not needed any more. 0: none.
+    settled_sections: Vec<u32>,
+    settled_spans: Vec<u32>,
+    nonces: Nonces,
+    /// How often a section was found to be other than remembered.
+    surprises: u64,
     free_chunks: u64,
     /// Where to look first, for extents within a span and for larger ones.
     start: [u32; 2],
@@ -30,15 +46,20 @@ pub(crate) enum Candidate {
 }
 
 impl NodeCache {
-    /// Remember a node as empty. `salt` decides where its searches begin, so that clients spread.
+    /// Remember a node as empty, and nothing as certain. `salt` decides where its searches begin, so that clients spread.
     #[must_use]
-    pub fn new(layout: &Layout, salt: u64) -> Self {
+    pub fn new(layout: &Layout, salt: u64, nonces: Nonces) -> Self {
         // Fibonacci hashing: the high half of the product is well mixed for small salts.
         let hash = salt.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
         let start = u32::try_from(hash % u64::from(layout.sections())).unwrap_or(0);
         Self {
             sections: vec![SectionWord::default(); layout.sections() as usize],
             spans: vec![SpanWord::default(); layout.spans() as usize],
+            ready: vec![0; layout.sections() as usize],
+            settled_sections: vec![0; layout.sections() as usize],
+            settled_spans: vec![0; layout.spans() as usize],
+            nonces,
+            surprises: 0,
             free_chunks: u64::from(layout.chunks()),
             start: [start; 2],
         }
@@ -66,13 +87,35 @@ impl NodeCache {
         self.spans[span as usize]
     }
 
-    /// Remember a section's word.
+    /// Remember a section's word, as it was found.
     pub(crate) fn set_section(&mut self, section: u32, word: SectionWord) -> Result<(), IllegalWord> {
         word.check()?;
+        if word != self.section(section) {
+            // Others have been at it: what was seen of its spans is of before that.
+            self.ready[section as usize] = 0;
+            self.surprises += 1;
+            self.put_section(section, word);
+        }
+        Ok(())
+    }
+
+    /// Remember a section's word after a change of ours, which expected it as it was remembered.
+    pub(crate) fn change_section(&mut self, section: u32, word: SectionWord) -> Result<(), IllegalWord> {
+        word.check()?;
+        let index = section as usize;
+        let before = record_of(self.section(section).0);
+        if self.settled_sections[index] == before && word.has_record_of(self.section(section)) {
+            self.settled_sections[index] = record_of(word.0);
+        }
+        self.put_section(section, word);
+        self.ready[index] &= word.empty_spans();
+        Ok(())
+    }
+
+    fn put_section(&mut self, section: u32, word: SectionWord) {
         let before = self.free_of(section);
         self.sections[section as usize] = word;
         self.free_chunks = self.free_chunks + self.free_of(section) - before;
-        Ok(())
     }
 
     /// Remember a span's word.
@@ -84,7 +127,66 @@ impl NodeCache {
             self.free_chunks = self.free_chunks + u64::from(after) - u64::from(before);
         }
         self.spans[index] = word;
+        let place = 1 << place_in_section(span);
+        let ready = &mut self.ready[(span / SECTION_SPANS) as usize];
+        *ready = if word.is_ready() { *ready | place } else { *ready & !place };
         Ok(())
+    }
+
+    /// Remember a word as it was found.
+    pub(crate) fn learn(&mut self, at: WordAt, found: u64) -> Result<(), OpError> {
+        match at {
+            WordAt::Section(section) => self.set_section(section, SectionWord(found)),
+            WordAt::Span(span) => self.set_span(span, SpanWord(found)),
+            WordAt::Log(_) => Ok(()),
+        }
+        .map_err(|cause| damaged(at, found, cause))
+    }
+
+    /// A word as last seen.
+    pub(crate) fn word(&self, at: WordAt) -> u64 {
+        match at {
+            WordAt::Section(section) => self.section(section).0,
+            WordAt::Span(span) => self.span(span).0,
+            WordAt::Log(_) => 0,
+        }
+    }
+
+    /// The spans of a group that were not seen to be ready for a new life since the section has been as remembered.
+    pub(crate) fn unready(&self, section: u32, group: Run) -> u32 {
+        group.mask() & !u32::from(self.ready[section as usize])
+    }
+
+    /// How often a section was found to be other than remembered: what was judged by it before is old.
+    pub(crate) const fn surprises(&self) -> u64 {
+        self.surprises
+    }
+
+    /// The record that the word has now may be written over.
+    pub(crate) fn settle(&mut self, at: WordAt) {
+        match at {
+            WordAt::Section(section) => {
+                self.settled_sections[section as usize] = record_of(self.section(section).0);
+            }
+            WordAt::Span(span) => self.settled_spans[span as usize] = record_of(self.span(span).0),
+            WordAt::Log(_) => {}
+        }
+    }
+
+    /// Whether the record that the word has now may be written over.
+    pub(crate) fn is_settled(&self, at: WordAt) -> bool {
+        match at {
+            WordAt::Section(section) => {
+                self.settled_sections[section as usize] == record_of(self.section(section).0)
+            }
+            WordAt::Span(span) => self.settled_spans[span as usize] == record_of(self.span(span).0),
+            WordAt::Log(_) => true,
+        }
+    }
+
+    /// A number that `host` has not used before in an entry of the log (within a million).
+    pub(crate) fn nonce(&self, host: Host) -> u32 {
+        (u32::from(host.0) << 20) | (self.nonces.fetch_add(1, Ordering::Relaxed) & 0xf_ffff)
     }
 
     /// A span's state in its section's word as last seen.

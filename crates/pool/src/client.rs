@@ -4,12 +4,15 @@ mod node;
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::hash::{BuildHasher, RandomState};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock};
 
 use aquifer_fabric::{Endpoint, Host, Key};
 
+use crate::cache::Nonces;
 use crate::error::PoolError;
-use crate::op::{AllocOp, FreeOp, Grant};
+use crate::op::{AllocOp, FreeOp, Grant, RecoverOp, Recovered};
 use crate::size::SizeClass;
 use node::Node;
 
@@ -66,6 +69,11 @@ impl PoolClient {
     pub fn add_node(&mut self, id: NodeId, endpoint: Box<dyn Endpoint>) -> Result<(), PoolError> {
         /// Tells clients of one host apart, so that they too begin at different places.
         static CLIENTS: AtomicU64 = AtomicU64::new(0);
+        /// All clients here are of one host, most often; one that was started again shall not begin where it began before.
+        static NONCES: LazyLock<Nonces> = LazyLock::new(|| {
+            let [_, _, _, _, random @ ..] = RandomState::new().hash_one(0).to_le_bytes();
+            Arc::new(AtomicU32::new(u32::from_le_bytes(random)))
+        });
         if self.nodes.contains_key(&id) {
             return Err(PoolError::NodeExists { node: id });
         }
@@ -73,7 +81,7 @@ impl PoolClient {
             return Err(PoolError::TooManyNodes { limit: NODES_MAX });
         }
         let salt = (u64::from(self.host.0) << 32) ^ CLIENTS.fetch_add(1, Ordering::Relaxed);
-        self.nodes.insert(id, Node::open(id, endpoint, salt)?);
+        self.nodes.insert(id, Node::open(id, endpoint, salt, Arc::clone(&NONCES))?);
         Ok(())
     }
 
@@ -164,6 +172,17 @@ impl PoolClient {
             return Err(PoolError::NotAllocated { node: extent.node, addr, bytes });
         }
         node.run(FreeOp::new(host, grant)).map_err(|failure| failure.of(extent.node, addr, bytes))
+    }
+
+    /// Give back all that a dead host held of a node, for anyone to take. Two that do it at once, or one after another that died over it, do no harm.
+    ///
+    /// The host must be fenced at the node: what it may yet have under way must not arrive.
+    ///
+    /// # Errors
+    /// [`PoolError::NodeGone`]; [`PoolError::Busy`], and then some is not given back yet; [`PoolError::Damaged`].
+    pub fn recover(&mut self, id: NodeId, dead: Host) -> Result<Recovered, PoolError> {
+        let host = self.host;
+        self.node(id)?.run(RecoverOp::new(host, dead)).map_err(|failure| failure.of(id, 0, 0))
     }
 
     /// The record in an extent's control word, as far as this client has seen: for [`Self::free_unless_changed`]. Never 0.

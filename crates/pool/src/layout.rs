@@ -10,17 +10,19 @@ compile_error!("the pool's words are little-endian, and are compared and swapped
 /// The first eight bytes of a region.
 pub const MAGIC: [u8; 8] = *b"AQFRPOOL";
 /// The version of the format that this code writes, and the only one that it reads.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Bytes of the header page.
 pub const HEADER_BYTES: usize = 4096;
 /// Most sections of a region: 64 GiB of data. Each needs a window of its own.
 pub const SECTIONS_MAX: u32 = 32_768;
 /// Entries that a section has in `keys[]` and in `logs[]`: its own, 15 unused, 16 spans', 512 chunks'.
-pub const SECTION_ENTRIES: u64 = 16 + SECTION_SPANS as u64 + SECTION_CHUNKS as u64;
+pub const SECTION_ENTRIES: u32 = 16 + SECTION_SPANS + SECTION_CHUNKS;
+const KEYS_BYTES: u64 = SECTION_ENTRIES as u64 * KEY_ENTRY_BYTES;
+const LOGS_BYTES: u64 = SECTION_ENTRIES as u64 * LOG_ENTRY_BYTES;
 /// Bytes of an entry in `keys[]`: the main and the spare key.
 pub const KEY_ENTRY_BYTES: u64 = 8;
-/// Bytes of an entry in `logs[]`: a full log record.
-pub const LOG_ENTRY_BYTES: u64 = 16;
+/// Bytes of an entry in `logs[]`: a record that was kept.
+pub const LOG_ENTRY_BYTES: u64 = 8;
 
 /// Bytes of the header that are in use; the rest is zero.
 const USED: usize = 84;
@@ -99,13 +101,13 @@ impl Layout {
     /// Offset of `logs[]`.
     #[must_use]
     pub const fn logs_at(&self) -> u64 {
-        page_up(self.keys_at() + self.sections as u64 * SECTION_ENTRIES * KEY_ENTRY_BYTES)
+        page_up(self.keys_at() + self.sections as u64 * KEYS_BYTES)
     }
 
     /// Offset of the data, a multiple of a section.
     #[must_use]
     pub const fn data_at(&self) -> u64 {
-        let end = self.logs_at() + self.sections as u64 * SECTION_ENTRIES * LOG_ENTRY_BYTES;
+        let end = self.logs_at() + self.sections as u64 * LOGS_BYTES;
         end.next_multiple_of(SECTION_BYTES)
     }
 
@@ -121,26 +123,27 @@ impl Layout {
         self.sections as u64 * SECTION_BYTES
     }
 
-    /// Offset of a control word.
+    /// Offset of a control word, or of an entry of the log.
     #[must_use]
     pub const fn word_at(&self, at: WordAt) -> u64 {
         match at {
             WordAt::Section(index) => self.sections_at() + index as u64 * 8,
             WordAt::Span(index) => self.spans_at() + index as u64 * 8,
+            WordAt::Log(index) => self.logs_at() + index as u64 * LOG_ENTRY_BYTES,
         }
     }
 
     /// Offset of a section's own entry in `keys[]`.
     #[must_use]
     pub const fn section_key_at(&self, section: u32) -> u64 {
-        self.keys_at() + section as u64 * SECTION_ENTRIES * KEY_ENTRY_BYTES
+        self.keys_at() + section as u64 * KEYS_BYTES
     }
 
     /// Offsets of all entries in `keys[]` of a section that are in use: its own, its spans', its chunks'.
     pub fn key_entries(&self, section: u32) -> impl Iterator<Item = u64> {
         let first = self.section_key_at(section);
         let numbers = std::iter::once(0).chain(16..SECTION_ENTRIES);
-        numbers.map(move |number| first + number * KEY_ENTRY_BYTES)
+        numbers.map(move |number| first + u64::from(number) * KEY_ENTRY_BYTES)
     }
 
     /// Offset of a section's data.
@@ -261,13 +264,10 @@ mod tests {
             let layout = Layout::new(7, sections).expect("a fit number of sections");
             let last_section = layout.word_at(WordAt::Section(sections - 1)) + 8;
             let last_span = layout.word_at(WordAt::Span(layout.spans() - 1)) + 8;
-            let last_key = layout.section_key_at(sections - 1) + SECTION_ENTRIES * KEY_ENTRY_BYTES;
+            let last_key = layout.section_key_at(sections - 1) + KEYS_BYTES;
             assert!(layout.sections_at() >= 4096 && last_section <= layout.spans_at());
             assert!(last_span <= layout.keys_at() && last_key <= layout.logs_at());
-            assert!(
-                layout.logs_at() + u64::from(sections) * SECTION_ENTRIES * LOG_ENTRY_BYTES
-                    <= layout.data_at()
-            );
+            assert!(layout.logs_at() + u64::from(sections) * LOGS_BYTES <= layout.data_at());
             assert_eq!(layout.data_at() % SECTION_BYTES, 0);
             assert_eq!(layout.chunk_of(layout.data_at()), Some(0));
             assert_eq!(layout.chunk_of(layout.region_bytes() - CHUNK_BYTES), Some(layout.chunks() - 1));

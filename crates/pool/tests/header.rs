@@ -45,8 +45,8 @@ fn a_format_of_the_future_is_refused_by_name() {
     let mut page = Layout::new(1, 1).unwrap().encode();
     page[8..12].copy_from_slice(&(VERSION + 1).to_le_bytes());
     let error = Layout::open(&page).unwrap_err();
-    assert_eq!(error, FormatError::Version { version: 2 });
-    assert!(error.to_string().contains("version 2"), "{error}");
+    assert_eq!(error, FormatError::Version { version: VERSION + 1 });
+    assert!(error.to_string().contains("version 3"), "{error}");
 }
 
 proptest! {

@@ -176,6 +176,27 @@ fn without_its_agent_a_program_waits_and_ends_with_a_message() {
     assert!(output.status.success(), "{}", text(&output.stderr));
 }
 
+/// Nobody is left who knows what the host held, but the memory nodes' logs: the next agent reads it there, when the lease is over.
+#[test]
+fn what_a_host_held_that_died_for_good_is_given_back() {
+    let cluster = Cluster::up_with(2, "128M", &["--grace", "1s"]);
+    let run = endless(&cluster, LIMIT, "128M");
+    await_paging(&cluster, 64 << 20);
+    for part in ["keeper", "agent"] {
+        processes::signal(cluster.part(part, None), Signal::KILL);
+    }
+    let outcome = run.wait();
+    assert!(!outcome.status.success());
+    assert_no_wrong_byte(&outcome.stderr);
+    let up = cluster.command().arg("up").output().expect("aquifer can be started");
+    assert!(up.status.success(), "{}", text(&up.stderr));
+    cluster.assert_all_free();
+    start_checker(&cluster, LIMIT, &["pages", "--bytes", "128M"])
+        .wait()
+        .assert_success("a run in the memory that was given back");
+    cluster.assert_all_free();
+}
+
 #[test]
 fn going_down_ends_programs_with_a_message() {
     let cluster = Cluster::up(1, "256M");

@@ -1,8 +1,9 @@
 //! The end of a check that tries everything, measures, and reports.
 
 use std::fmt::Write;
+use std::hash::{BuildHasher, RandomState};
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use aquifer_fabric::verbs::{Remap, VerbsEndpoint, devices};
 use aquifer_fabric::{
@@ -58,7 +59,8 @@ impl Findings {
 
 /// Check the way to another host; 1 if something is not as it must be.
 pub fn check(end: &End) -> Outcome {
-    let mut link = Link::over(connect(end)?, 4096)?;
+    let who = who();
+    let mut link = Link::over(connect(end, who)?, 4096)?;
     let mut findings = Findings { text: format!("{} over {}\n", end.address, end.network.name()), faults: 0 };
     if end.network == Network::Verbs
         && let Ok(found) = devices()
@@ -71,7 +73,7 @@ pub fn check(end: &End) -> Outcome {
     bytes_arrive(&mut findings, &mut link)?;
     windows(&mut findings, &mut link, end.network)?;
     if end.network == Network::Verbs {
-        remap(&mut findings, end)?;
+        remap(&mut findings, end, who)?;
     }
     if findings.faults > 0 {
         let _ = writeln!(findings.text, "Found wanting: {}", findings.faults);
@@ -80,15 +82,16 @@ pub fn check(end: &End) -> Outcome {
     Ok(if findings.faults == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn who(epoch: u64) -> Identity {
-    // Of several who check at once each hears its own answers.
-    let host = u16::try_from(std::process::id() % u32::from(HOST_MAX)).expect("below 4095") + 1;
-    Identity { host: Host(host), epoch, tenant: Tenant(0) }
+/// Of several who check at once each hears its own answers. An epoch shuts out those before it for as long as the other end lives, so each check has a later one.
+fn who() -> Identity {
+    let host = RandomState::new().hash_one(0) % u64::from(HOST_MAX) + 1;
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let epoch = u64::try_from(since.as_millis()).unwrap_or(1);
+    Identity { host: Host(u16::try_from(host).expect("at most 4095")), epoch, tenant: Tenant(0) }
 }
 
 /// An endpoint that is not honest, where it is the device that must notice.
-fn connect(end: &End) -> Result<Box<dyn Endpoint>, EndpointError> {
-    let who = who(1);
+fn connect(end: &End, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
     match end.network {
         Network::Tcp => tcp::connect(end.address, &end.key, who, tcp::ConnectOptions::default()),
         Network::Verbs => {
@@ -229,9 +232,10 @@ fn windows(findings: &mut Findings, link: &mut Link, network: Network) -> Result
 
 /// Other pages lie under the same addresses and key, and are found there at once. By an honest endpoint: where the device does not notice by itself, its
 /// windows are closed meanwhile, and it asks for the key again.
-fn remap(findings: &mut Findings, end: &End) -> Result<(), BenchError> {
+fn remap(findings: &mut Findings, end: &End, who: Identity) -> Result<(), BenchError> {
     // The later epoch shuts out the endpoint of before, which has done its work.
-    let endpoint = VerbsEndpoint::connect(end.address, &end.key, who(2))
+    let later = Identity { epoch: who.epoch + 1, ..who };
+    let endpoint = VerbsEndpoint::connect(end.address, &end.key, later)
         .map_err(|error| BenchError::Fabric { reason: error.to_string() })?;
     let mut link = Link::over(Box::new(endpoint), 4096)?;
     let mut is_sound = true;

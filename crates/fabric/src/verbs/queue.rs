@@ -45,13 +45,25 @@ impl Queue {
     /// It is known without the device.
     pub fn settle_next(&mut self, outcome: Result<u64, WorkError>) {
         self.settle(self.next, outcome);
+        self.go_on();
+    }
+
+    /// To the next that is not known: when work is taken back, some behind a message that nobody has answered yet may be done.
+    fn go_on(&mut self) {
         self.next += 1;
+        self.skip_known();
+    }
+
+    fn skip_known(&mut self) {
+        let behind = self.place(self.next).unwrap_or(self.entries.len());
+        let known = self.entries.iter().skip(behind).take_while(|entry| entry.outcome.is_some()).count();
+        self.next += known as u64;
     }
 
     /// The device gets it; whether it must be fenced.
     pub fn give_next(&mut self) -> bool {
         let Some((number, work)) = self.next() else { return false };
-        self.next += 1;
+        self.go_on();
         let is_read = matches!(work.verb, Verb::Read { .. });
         let is_atomic = matches!(work.verb, Verb::CompareSwap { .. } | Verb::FetchAdd { .. });
         let must_wait =
@@ -89,8 +101,8 @@ impl Queue {
 
     /// The device has done nothing of what is not known: it must be given all of it again.
     pub fn take_back(&mut self) {
-        let done = self.entries.iter().take_while(|entry| entry.outcome.is_some()).count();
-        self.next = self.first + done as u64;
+        self.next = self.first;
+        self.skip_known();
         self.reads_until = 0;
         self.atomics_until = 0;
     }
@@ -216,6 +228,23 @@ mod tests {
         assert_eq!(told(&mut queue), [(0, Ok(8)), (1, Err(WorkError::RemoteAccess))]);
         assert!(!queue.give_next());
         assert!(queue.give_next(), "the WRITE waits for the atomic");
+    }
+
+    #[test]
+    fn what_is_done_behind_an_unanswered_message_is_not_given_again() {
+        let mut queue = queue(&[SEND, ADD, READ, WRITE]);
+        while queue.next().is_some() {
+            queue.give_next();
+        }
+        queue.done_through(1, |_, work| (work.verb == ADD).then_some(8));
+        queue.settle(2, Err(WorkError::RemoteAccess));
+        queue.take_back();
+        let mut again = Vec::new();
+        while let Some((number, _)) = queue.next() {
+            queue.give_next();
+            again.push(number);
+        }
+        assert_eq!(again, [0, 3]);
     }
 
     #[test]

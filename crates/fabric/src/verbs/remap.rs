@@ -117,6 +117,11 @@ impl Moving {
         self.how
     }
 
+    /// Whether the order can be carried out, as far as that is known before windows are closed for it.
+    pub fn can_remap(&self, order: &Move) -> io::Result<()> {
+        self.view.can_remap(order.at, order.from, order.len)
+    }
+
     /// Move pages while windows are open. Only if [`Remap::is_live`].
     pub fn remap_live(&mut self, order: &Move) -> io::Result<()> {
         debug_assert!(self.how.is_live());

@@ -198,6 +198,7 @@ impl VerbsTarget {
             return Err(out_of_range);
         };
         let order = Move { region, at, from, len };
+        moving.can_remap(&order).map_err(failed)?;
         if moving.how().is_live() {
             moving.remap_live(&order).map_err(failed)?;
             return Ok(moving.how());

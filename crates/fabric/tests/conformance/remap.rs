@@ -1,6 +1,6 @@
 //! Memory that is given other addresses while devices know it.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::*;
 use crate::harness::REGION_BYTES;
@@ -72,6 +72,7 @@ fn who_reads_and_writes_while_pages_move_is_never_refused() {
     let (memory, region, key) = halves(&harness);
     let target = harness.target.as_ref().unwrap();
     let is_over = AtomicBool::new(false);
+    let read_so_far = AtomicU64::new(0);
     let (reads, adds) = std::thread::scope(|scope| {
         let worker = scope.spawn(|| {
             let mut client = harness.client(WHO);
@@ -80,12 +81,19 @@ fn who_reads_and_writes_while_pages_move_is_never_refused() {
                 assert_eq!(client.read(region.base, key, PIECE), Ok(64));
                 assert!(matches!(first_byte(&client), 1 | 2));
                 reads += 1;
+                read_so_far.store(reads, Ordering::SeqCst);
                 client.add(region.base + 8192, key, 1).unwrap();
                 adds += 1;
             }
             (reads, adds)
         });
+        let mut before = 0;
         for round in 0..10 {
+            // It is at it, and was at it in each state of the pages.
+            while read_so_far.load(Ordering::SeqCst) <= before && !worker.is_finished() {
+                std::thread::yield_now();
+            }
+            before = read_so_far.load(Ordering::SeqCst);
             let from = if round % 2 == 0 { HALF } else { 0 };
             target.remap(region.base, from, HALF).unwrap();
         }

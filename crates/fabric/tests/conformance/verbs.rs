@@ -66,7 +66,7 @@ impl Harness for VerbsHarness {
 /// Devices by this name are Soft-RoCE.
 const SOFT: &str = "rxe";
 
-/// Rights and bounds against an initiator that is not honest. Soft-RoCE is known not to look at bounds: there the second half is expected to fail.
+/// Rights and bounds against an initiator that is not honest, always on this machine. Soft-RoCE is known not to look at bounds: there the second half is expected to fail.
 #[test]
 fn a_device_holds_dishonest_initiators_to_their_windows() {
     let harness = VerbsHarness::start();

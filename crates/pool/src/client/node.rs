@@ -10,16 +10,18 @@ use aquifer_fabric::{
 };
 
 use super::{Extent, NodeId, POOL_WORK_ID};
-use crate::cache::NodeCache;
+use crate::cache::{NodeCache, Nonces};
 use crate::error::{FormatError, PoolError};
 use crate::layout::{HEADER_BYTES, Layout};
 use crate::link::{Kept, Link};
-use crate::op::{Action, Grant, Machine, OpError, READ_WORDS_MAX, Step, StepResult, WordAt};
+use crate::op::{Action, Grant, Machine, OpError, READ_WORDS_MAX, Step, StepResult, WordAt, word_of};
 use crate::size::{CHUNK_BYTES, SECTION_CHUNKS, SPAN_CHUNKS, SizeClass};
-use crate::word::{IllegalWord, InlineLog, LogOp, Run, SectionWord, SpanState, SpanWord};
+use crate::word::{IllegalWord, InlineLog, LogOp, Run, SectionWord, SpanState, SpanWord, record_of};
 
 /// Room for the largest reply: a header, or [`READ_WORDS_MAX`] words.
 const REPLY_BYTES: usize = HEADER_BYTES;
+/// Room for replies, and after it for a word that is written.
+const WORDS_BYTES: usize = 2 * REPLY_BYTES;
 /// As the length of a READ.
 const HEADER_LEN: u32 = 4096;
 const _: () = assert!(HEADER_LEN as usize == HEADER_BYTES);
@@ -79,7 +81,12 @@ impl Failure {
 
 impl Node {
     /// Read the header and make sure that we understand it.
-    pub(super) fn open(id: NodeId, endpoint: Box<dyn Endpoint>, salt: u64) -> Result<Self, PoolError> {
+    pub(super) fn open(
+        id: NodeId,
+        endpoint: Box<dyn Endpoint>,
+        salt: u64,
+        nonces: Nonces,
+    ) -> Result<Self, PoolError> {
         let format = |cause| PoolError::Format { node: id, cause };
         let kept = Arc::new(Kept::default());
         let mut endpoint: Box<dyn Endpoint> = Box::new(Link::new(endpoint, Arc::clone(&kept)));
@@ -88,7 +95,7 @@ impl Node {
         if region.len < header_bytes {
             return Err(format(FormatError::TooShort { needed: header_bytes, found: region.len }));
         }
-        let reply = Memory::create("aquifer-pool-replies", REPLY_BYTES)
+        let reply = Memory::create("aquifer-pool-words", WORDS_BYTES)
             .map(Arc::new)
             .map_err(|cause| PoolError::LocalMemory { node: id, cause })?;
         let reply_key = endpoint
@@ -115,7 +122,7 @@ impl Node {
         if layout.region_bytes() > region.len {
             return Err(format(FormatError::TooShort { needed: layout.region_bytes(), found: region.len }));
         }
-        let cache = NodeCache::new(&layout, salt);
+        let cache = NodeCache::new(&layout, salt, nonces);
         let section_keys = vec![0; layout.sections() as usize];
         let mut node =
             Self { id, wire, cache, words: Vec::with_capacity(READ_WORDS_MAX as usize), section_keys };
@@ -147,14 +154,11 @@ impl Node {
     pub(super) fn run<M: Machine>(&mut self, mut machine: M) -> Result<M::Output, Failure> {
         let mut step = machine.start(&mut self.cache);
         loop {
-            let result = match step {
+            let action = match step {
                 Step::Done(result) => return result.map_err(Failure::Op),
-                Step::Post(action) => self.wire.carry_out(action, &mut self.words).map_err(Failure::Work)?,
+                Step::Post(action) => action,
             };
-            let result = match result {
-                Some(found) => StepResult::Found(found),
-                None => StepResult::Words(&self.words),
-            };
+            let result = self.wire.carry_out(action, &mut self.words).map_err(Failure::Work)?;
             step = machine.step(&mut self.cache, result);
         }
     }
@@ -206,17 +210,14 @@ impl Node {
 
     /// The record in the word that an extent is taken in, as last seen.
     pub(super) fn seen_record(&self, grant: Grant) -> u32 {
-        record(match word_of(grant) {
-            WordAt::Span(span) => self.cache.span(span).0,
-            WordAt::Section(section) => self.cache.section(section).0,
-        })
+        record_of(self.cache.word(word_of(grant)))
     }
 
     /// The same, as it is now.
     pub(super) fn record(&mut self, grant: Grant) -> Result<u32, PoolError> {
         let found = self.wire.carry_out(Action::Probe { at: word_of(grant) }, &mut self.words);
         let found = found.map_err(|cause| PoolError::NodeGone { node: self.id, cause })?;
-        Ok(record(found.unwrap_or_default()))
+        Ok(record_of(found.found()))
     }
 
     fn read(&mut self, at: WordAt, count: u32) -> Result<(), PoolError> {
@@ -241,20 +242,6 @@ impl Node {
     }
 }
 
-/// The word that an extent is taken in.
-fn word_of(grant: Grant) -> WordAt {
-    if grant.class.is_within_span() {
-        WordAt::Span(grant.chunk / SPAN_CHUNKS)
-    } else {
-        WordAt::Section(grant.chunk / SECTION_CHUNKS)
-    }
-}
-
-/// The inline log of a control word, as it stands there.
-fn record(word: u64) -> u32 {
-    u32::try_from(word >> 32).expect("32 bits")
-}
-
 /// The run that the host took, if that is what a log tells.
 fn taken_by(host: Host, log: Result<Option<InlineLog>, IllegalWord>) -> Option<Run> {
     let log = log.ok().flatten()?;
@@ -276,16 +263,20 @@ impl Wire {
         Ok(self.reply.atomic_u64(0).load(Ordering::Relaxed))
     }
 
-    /// What a CAS or probe found, or `None` and the words read in `words`.
-    fn carry_out(&mut self, action: Action, words: &mut Vec<u64>) -> Result<Option<u64>, WorkError> {
+    /// Do what a machine wants done; words that it reads go into `words`.
+    fn carry_out<'a>(
+        &mut self,
+        action: Action,
+        words: &'a mut Vec<u64>,
+    ) -> Result<StepResult<'a>, WorkError> {
         match action {
             Action::Cas { at, expected, desired } => {
                 let remote = self.remote(self.layout.word_at(at));
-                self.execute(Verb::CompareSwap { remote, expected, desired }).map(Some)
+                self.execute(Verb::CompareSwap { remote, expected, desired }).map(StepResult::Found)
             }
             Action::Probe { at } => {
                 let remote = self.remote(self.layout.word_at(at));
-                self.execute(Verb::FetchAdd { remote, add: 0 }).map(Some)
+                self.execute(Verb::FetchAdd { remote, add: 0 }).map(StepResult::Found)
             }
             Action::Read { at, count } => {
                 assert!(
@@ -298,7 +289,13 @@ impl Wire {
                 words.extend(
                     (0..count as usize).map(|i| self.reply.atomic_u64(i * 8).load(Ordering::Relaxed)),
                 );
-                Ok(None)
+                Ok(StepResult::Words(words))
+            }
+            Action::Write { at, value } => {
+                self.reply.write(REPLY_BYTES, &value.to_le_bytes());
+                let local = LocalSlice { key: self.reply_key, offset: REPLY_BYTES as u64, len: 8 };
+                let remote = self.remote(self.layout.word_at(at));
+                self.execute(Verb::Write { local, remote }).map(|_| StepResult::Written)
             }
         }
     }

@@ -2,15 +2,17 @@
 
 use aquifer_fabric::Host;
 
+use super::flush::{Flush, Flushed};
 use super::hint::Hint;
+use super::ready::{Readied, Ready};
 use super::{
     Action, CONTENDED_AFTER, Grant, Machine, Mutation, OpError, READ_WORDS_MAX, Step, StepResult, WordAt,
-    damaged, lose,
+    damaged, lose, word_of,
 };
 use crate::cache::{Candidate, NodeCache, place_in_section};
 use crate::error::Damage;
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
-use crate::word::{Run, SectionWord, SpanState, SpanWord};
+use crate::word::{LogEntry, LogOp, Run, SectionWord, SpanState, SpanWord};
 
 /// Races lost after which what is remembered counts as stale, and is read anew.
 const STALE_AFTER: u32 = 8;
@@ -52,28 +54,51 @@ enum Pass {
     Contended,
 }
 
+/// The CAS that takes something.
+#[derive(Clone, Copy, Debug)]
+enum Commit {
+    /// A1, or A3 if we opened the span.
+    Take { span: u32, run: Run, ours: bool },
+    /// A2.
+    Open { span: u32 },
+    /// A7.
+    TakeWhole { section: u32, group: Run },
+}
+
+impl Commit {
+    fn at(self) -> WordAt {
+        match self {
+            Self::Take { span, .. } => WordAt::Span(span),
+            Self::Open { span } => WordAt::Section(span / SECTION_SPANS),
+            Self::TakeWhole { section, .. } => WordAt::Section(section),
+        }
+    }
+
+    /// The word as it is remembered after that.
+    fn desired(self, cache: &NodeCache, host: Host) -> u64 {
+        match self {
+            Self::Take { span, run, .. } => cache.span(span).take(run, host).0,
+            Self::Open { span } => cache.section(span / SECTION_SPANS).open(place_in_section(span), host).0,
+            Self::TakeWhole { section, group } => cache.section(section).take(group, host).0,
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 enum State {
     Idle,
-    /// A1, or A3 if we opened the span.
-    Taking {
-        span: u32,
-        run: Run,
-        expected: SpanWord,
-        desired: SpanWord,
-        ours: bool,
+    /// A0.
+    Readying(Ready, Commit),
+    /// The record that the commit writes over goes to the log.
+    Flushing(Flush, Commit),
+    /// The word is expected as it was when this was posted.
+    Committing {
+        commit: Commit,
+        expected: u64,
+        desired: u64,
     },
-    /// A2.
-    Opening {
-        span: u32,
-        expected: SectionWord,
-    },
-    /// A7.
-    TakingGroup {
-        section: u32,
-        group: Run,
-        expected: SectionWord,
-    },
+    /// A8: our own record.
+    Recording(Grant),
     /// R.
     ReadingSections {
         first: u32,
@@ -116,14 +141,14 @@ impl Machine for AllocOp {
     fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<Grant> {
         let next = match std::mem::replace(&mut self.state, State::Idle) {
             State::Idle => panic!("no action is under way"),
-            State::Taking { span, run, expected, desired, ours } => {
-                self.taking(cache, (span, run, ours), (expected, desired), SpanWord(result.found()))
+            State::Readying(ready, commit) => self.readying(cache, ready, commit, result),
+            State::Flushing(flush, commit) => self.flushing(cache, flush, commit, result),
+            State::Committing { commit, expected, desired } => {
+                self.committing(cache, commit, (expected, desired), result.found())
             }
-            State::Opening { span, expected } => {
-                self.opening(cache, span, expected, SectionWord(result.found()))
-            }
-            State::TakingGroup { section, group, expected } => {
-                self.taking_group(cache, section, group, expected, SectionWord(result.found()))
+            State::Recording(grant) => {
+                cache.settle(word_of(grant));
+                Ok(self.recorded(cache, grant))
             }
             State::ReadingSections { first, count } => self.read_sections(cache, first, count, result),
             State::ReadingSpans { section } => self.read_spans(cache, section, result),
@@ -214,68 +239,170 @@ impl AllocOp {
 
     fn attempt(&mut self, cache: &NodeCache, section: u32, candidate: Candidate) -> Step<Grant> {
         match candidate {
-            Candidate::Chunks { span, run } => self.take(span, run, cache.span(span), false),
+            Candidate::Chunks { span, run } => self.begin(cache, Commit::Take { span, run, ours: false }),
             Candidate::Empty { span } if self.mutation == Mutation::SkipOpen => self.take_first(cache, span),
             Candidate::Empty { span } => {
-                let expected = cache.section(section);
-                let desired = expected.open(place_in_section(span), self.host);
-                let action = self.mutation.commit(WordAt::Section(section), expected.0, desired.0);
-                self.post(State::Opening { span, expected }, action)
+                let group = Run::single(place_in_section(span));
+                self.begin_life(cache, section, group, Commit::Open { span })
             }
             Candidate::Whole { group } => {
-                let expected = cache.section(section);
-                let desired = expected.take(group, self.host);
-                let action = self.mutation.commit(WordAt::Section(section), expected.0, desired.0);
-                self.post(State::TakingGroup { section, group, expected }, action)
+                self.begin_life(cache, section, group, Commit::TakeWhole { section, group })
             }
         }
     }
 
-    /// A1, A3: take the chunks and commit the log.
-    fn take(&mut self, span: u32, run: Run, expected: SpanWord, ours: bool) -> Step<Grant> {
-        let desired = expected.take(run, self.host);
-        let action = self.mutation.commit(WordAt::Span(span), expected.0, desired.0);
-        self.post(State::Taking { span, run, expected, desired, ours }, action)
+    /// A0, before A2 and A7.
+    fn begin_life(&mut self, cache: &NodeCache, section: u32, group: Run, commit: Commit) -> Step<Grant> {
+        match Ready::begin(self.host, section, group, cache, self.mutation) {
+            Some((ready, action)) => self.post(State::Readying(ready, commit), action),
+            None => self.begin(cache, commit),
+        }
+    }
+
+    fn readying(
+        &mut self,
+        cache: &mut NodeCache,
+        mut ready: Ready,
+        commit: Commit,
+        result: StepResult<'_>,
+    ) -> Next {
+        match ready.step(cache, result)? {
+            Readied::Post(action) => Ok(self.post(State::Readying(ready, commit), action)),
+            Readied::Done => Ok(self.begin(cache, commit)),
+            Readied::Overtaken => self.overtaken(cache),
+        }
+    }
+
+    /// L: the record of before goes to the log, if it must; then the commit.
+    fn begin(&mut self, cache: &NodeCache, commit: Commit) -> Step<Grant> {
+        match Flush::begin(self.host, commit.at(), cache, self.mutation) {
+            Some((flush, action)) => self.post(State::Flushing(flush, commit), action),
+            None => self.commit(cache, commit),
+        }
+    }
+
+    fn flushing(
+        &mut self,
+        cache: &mut NodeCache,
+        mut flush: Flush,
+        commit: Commit,
+        result: StepResult<'_>,
+    ) -> Next {
+        match flush.step(cache, result)? {
+            Flushed::Post(action) => Ok(self.post(State::Flushing(flush, commit), action)),
+            Flushed::Done => Ok(self.commit(cache, commit)),
+            Flushed::Overtaken => self.overtaken(cache),
+        }
+    }
+
+    /// What was remembered is old, and was learnt.
+    fn overtaken(&mut self, cache: &NodeCache) -> Next {
+        lose(&mut self.lost)?;
+        Ok(self.search(cache))
+    }
+
+    fn commit(&mut self, cache: &NodeCache, commit: Commit) -> Step<Grant> {
+        let (expected, desired) = (cache.word(commit.at()), commit.desired(cache, self.host));
+        let action = self.mutation.commit(commit.at(), expected, desired);
+        self.post(State::Committing { commit, expected, desired }, action)
+    }
+
+    fn committing(
+        &mut self,
+        cache: &mut NodeCache,
+        commit: Commit,
+        (expected, desired): (u64, u64),
+        found: u64,
+    ) -> Next {
+        let won = found == expected;
+        match commit {
+            Commit::Take { span, run, ours } if won => {
+                cache.learn(commit.at(), desired)?;
+                self.settle_opening(cache, span, ours);
+                Ok(self.record(cache, self.granted(span, run)))
+            }
+            Commit::Take { span, run, ours } => self.taking_lost(cache, (span, run, ours), desired, found),
+            Commit::Open { span } => {
+                self.learn_section(cache, commit.at(), won, desired, found)?;
+                if won { Ok(self.take_first(cache, span)) } else { self.overtaken(cache) }
+            }
+            Commit::TakeWhole { section, group } => {
+                self.learn_section(cache, commit.at(), won, desired, found)?;
+                let chunk = section * SECTION_CHUNKS + u32::from(group.first()) * SPAN_CHUNKS;
+                let grant = Grant { chunk, class: self.class };
+                if won { Ok(self.record(cache, grant)) } else { self.overtaken(cache) }
+            }
+        }
+    }
+
+    fn learn_section(
+        &self,
+        cache: &mut NodeCache,
+        at: WordAt,
+        won: bool,
+        desired: u64,
+        found: u64,
+    ) -> Result<(), OpError> {
+        match at {
+            WordAt::Section(section) if won => cache
+                .change_section(section, SectionWord(desired))
+                .map_err(|cause| damaged(at, desired, cause)),
+            _ => cache.learn(at, found),
+        }
+    }
+
+    fn granted(&self, span: u32, run: Run) -> Grant {
+        Grant { chunk: span * SPAN_CHUNKS + u32::from(run.first()), class: self.class }
     }
 
     /// A3: the span is ours to open. The word we remember may be that of an earlier life; then the CAS tells.
     fn take_first(&mut self, cache: &NodeCache, span: u32) -> Step<Grant> {
         let run = Run::new(0, self.class.order()).unwrap_or(Run::single(0));
-        self.take(span, run, cache.span(span), true)
+        self.commit(cache, Commit::Take { span, run, ours: true })
     }
 
-    fn taking(
+    /// Who opened a span is needed only until its first chunk is taken.
+    fn settle_opening(&self, cache: &mut NodeCache, span: u32, ours: bool) {
+        let section = span / SECTION_SPANS;
+        let log = cache.section(section).log().ok().flatten();
+        let is_of_it = log.is_some_and(|log| {
+            log.op == LogOp::Open && log.host == self.host && log.run == Run::single(place_in_section(span))
+        });
+        if ours && is_of_it {
+            cache.settle(WordAt::Section(section));
+        }
+    }
+
+    fn taking_lost(
         &mut self,
         cache: &mut NodeCache,
         (span, run, ours): (u32, Run, bool),
-        (expected, desired): (SpanWord, SpanWord),
-        found: SpanWord,
+        desired: u64,
+        found: u64,
     ) -> Next {
         let at = WordAt::Span(span);
-        if found == expected {
-            cache.set_span(span, desired).map_err(|cause| damaged(at, desired.0, cause))?;
-            return Ok(self.taken(cache, span, run));
-        }
         lose(&mut self.lost)?;
-        cache.set_span(span, found).map_err(|cause| damaged(at, found.0, cause))?;
+        cache.learn(at, found)?;
+        let is_closed = SpanWord(found).is_closed();
         if ours {
             // Between opening and this only we may change the word, so what we remembered was old.
-            return if found.is_closed() {
-                Ok(self.take(span, run, found, true))
+            return if is_closed {
+                Ok(self.take_first(cache, span))
             } else {
-                Err(damaged(at, found.0, Damage::Intruder))
+                Err(damaged(at, found, Damage::Intruder))
             };
         }
         if self.mutation == Mutation::TakeFromStale {
-            let action = self.mutation.commit(at, found.0, desired.0);
-            return Ok(self.post(State::Taking { span, run, expected: found, desired, ours }, action));
+            let action = self.mutation.commit(at, found, desired);
+            let commit = Commit::Take { span, run, ours };
+            return Ok(self.post(State::Committing { commit, expected: found, desired }, action));
         }
         let times = match self.losing {
             Some((last, times)) if last == span => times + 1,
             _ => 1,
         };
         self.losing = Some((span, times));
-        if times > CONTENDED_AFTER && self.search.avoid != Some(span) && !found.is_closed() {
+        if times > CONTENDED_AFTER && self.search.avoid != Some(span) && !is_closed {
             self.search.avoid = Some(span);
             if let Some((hint, action)) = Hint::mark(span, cache, self.mutation) {
                 return Ok(self.post(State::Marking(hint), action));
@@ -284,9 +411,27 @@ impl AllocOp {
         Ok(self.search(cache))
     }
 
-    fn taken(&mut self, cache: &mut NodeCache, span: u32, run: Run) -> Step<Grant> {
-        cache.set_start(self.class, span / SECTION_SPANS);
-        let grant = Grant { chunk: span * SPAN_CHUNKS + u32::from(run.first()), class: self.class };
+    /// A8: nobody else can give back what is not handed out yet, so this WRITE needs no care.
+    fn record(&mut self, cache: &mut NodeCache, grant: Grant) -> Step<Grant> {
+        if self.mutation == Mutation::SkipRecord {
+            cache.settle(word_of(grant));
+            return self.recorded(cache, grant);
+        }
+        let value = LogEntry::of(cache.word(word_of(grant)), cache.nonce(self.host)).0;
+        let at = match word_of(grant) {
+            WordAt::Span(_) => WordAt::chunk_entry(grant.chunk),
+            _ => WordAt::span_entry(grant.chunk / SPAN_CHUNKS),
+        };
+        self.post(State::Recording(grant), Action::Write { at, value })
+    }
+
+    /// The extent is ours, and the log knows it.
+    fn recorded(&mut self, cache: &mut NodeCache, grant: Grant) -> Step<Grant> {
+        cache.set_start(self.class, grant.chunk / SECTION_CHUNKS);
+        if !self.class.is_within_span() {
+            return Step::Done(Ok(grant));
+        }
+        let span = grant.chunk / SPAN_CHUNKS;
         let calm = self.losing.is_none_or(|(last, _)| last != span);
         let hint = if cache.span(span).is_full() {
             Hint::filled(span, cache, self.mutation)
@@ -299,44 +444,6 @@ impl AllocOp {
             Some((hint, action)) => self.post(State::Hinting(hint, grant), action),
             None => Step::Done(Ok(grant)),
         }
-    }
-
-    fn opening(
-        &mut self,
-        cache: &mut NodeCache,
-        span: u32,
-        expected: SectionWord,
-        found: SectionWord,
-    ) -> Next {
-        let section = span / SECTION_SPANS;
-        let won = found == expected;
-        let now = if won { expected.open(place_in_section(span), self.host) } else { found };
-        cache.set_section(section, now).map_err(|cause| damaged(WordAt::Section(section), now.0, cause))?;
-        if won {
-            return Ok(self.take_first(cache, span));
-        }
-        lose(&mut self.lost)?;
-        Ok(self.search(cache))
-    }
-
-    fn taking_group(
-        &mut self,
-        cache: &mut NodeCache,
-        section: u32,
-        group: Run,
-        expected: SectionWord,
-        found: SectionWord,
-    ) -> Next {
-        let won = found == expected;
-        let now = if won { expected.take(group, self.host) } else { found };
-        cache.set_section(section, now).map_err(|cause| damaged(WordAt::Section(section), now.0, cause))?;
-        if won {
-            cache.set_start(self.class, section);
-            let chunk = section * SECTION_CHUNKS + u32::from(group.first()) * SPAN_CHUNKS;
-            return Ok(Step::Done(Ok(Grant { chunk, class: self.class })));
-        }
-        lose(&mut self.lost)?;
-        Ok(self.search(cache))
     }
 
     fn read_sections(

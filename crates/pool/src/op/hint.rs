@@ -165,7 +165,7 @@ impl Hint {
         };
         if let Some((before, to)) = won {
             let set = before.hint(place_in_section(self.span), to);
-            cache.set_section(self.span / SECTION_SPANS, set).ok()?;
+            cache.change_section(self.span / SECTION_SPANS, set).ok()?;
             let recheck = to == SpanState::Full && self.mutation != Mutation::SkipRecheck;
             return recheck.then_some(State::Recheck { set });
         }

@@ -1,13 +1,17 @@
-//! The state machines of the pool: [`AllocOp`] takes an extent, [`FreeOp`] gives one back.
+//! The state machines of the pool: [`AllocOp`] takes an extent, [`FreeOp`] gives one back, [`RecoverOp`] gives back what a dead host held.
 //!
 //! They do no I/O. `start` and `step` return the next [`Action`] on the node's memory; whoever drives
 //! them carries it out and comes back with a [`StepResult`]. The steps are named in `docs/formats/pool.md`
 //! (A1, F2 …), and the code names them where it takes them.
 
 mod alloc;
+mod flush;
 mod free;
+mod give;
 mod hint;
 mod mutation;
+mod ready;
+mod recover;
 
 use std::fmt;
 
@@ -16,10 +20,12 @@ use aquifer_fabric::Host;
 pub use alloc::AllocOp;
 pub use free::FreeOp;
 pub use mutation::Mutation;
+pub use recover::{RecoverOp, Recovered};
 
 use crate::cache::NodeCache;
 use crate::error::Damage;
-use crate::size::SizeClass;
+use crate::layout::SECTION_ENTRIES;
+use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 
 /// How often one operation may lose a race before it gives up.
 pub const ATTEMPTS_MAX: u32 = 4096;
@@ -28,13 +34,34 @@ pub const CONTENDED_AFTER: u32 = 3;
 /// Most words of one [`Action::Read`].
 pub const READ_WORDS_MAX: u32 = 512;
 
-/// Names a control word.
+/// Names a control word, or an entry of the full log.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum WordAt {
     /// That of the section with this index.
     Section(u32),
     /// That of the span with this index, counted over all sections.
     Span(u32),
+    /// The entry of `logs[]` with this index, counted over all sections.
+    Log(u32),
+}
+
+impl WordAt {
+    /// A section's entries before those of its spans.
+    const SPAN_ENTRIES: u32 = 16;
+    /// A section's entries before those of its chunks.
+    const CHUNK_ENTRIES: u32 = Self::SPAN_ENTRIES + SECTION_SPANS;
+
+    /// The entry of a span, for the record of a group that begins with it.
+    #[must_use]
+    pub const fn span_entry(span: u32) -> Self {
+        Self::Log(span / SECTION_SPANS * SECTION_ENTRIES + Self::SPAN_ENTRIES + span % SECTION_SPANS)
+    }
+
+    /// The entry of a chunk, for the record of an extent that begins with it.
+    #[must_use]
+    pub const fn chunk_entry(chunk: u32) -> Self {
+        Self::Log(chunk / SECTION_CHUNKS * SECTION_ENTRIES + Self::CHUNK_ENTRIES + chunk % SECTION_CHUNKS)
+    }
 }
 
 impl fmt::Display for WordAt {
@@ -42,6 +69,7 @@ impl fmt::Display for WordAt {
         match self {
             Self::Section(index) => write!(f, "the word of section {index}"),
             Self::Span(index) => write!(f, "the word of span {index}"),
+            Self::Log(index) => write!(f, "log entry {index}"),
         }
     }
 }
@@ -71,6 +99,13 @@ pub enum Action {
         /// How many; at most [`READ_WORDS_MAX`].
         count: u32,
     },
+    /// Write an entry of the log. Answered by [`StepResult::Written`].
+    Write {
+        /// The entry.
+        at: WordAt,
+        /// What it becomes.
+        value: u64,
+    },
 }
 
 /// What came of an action.
@@ -80,6 +115,8 @@ pub enum StepResult<'a> {
     Found(u64),
     /// The words that were read.
     Words(&'a [u64]),
+    /// It is there.
+    Written,
 }
 
 /// What comes next.
@@ -145,10 +182,23 @@ impl StepResult<'_> {
     ///
     /// # Panics
     /// If the driver answered another action than it was given.
-    fn found(self) -> u64 {
+    pub(crate) fn found(self) -> u64 {
         match self {
             Self::Found(word) => word,
-            Self::Words(_) => panic!("the driver answered a CAS or probe with words"),
+            other => panic!("the driver answered a CAS or probe with {other:?}"),
+        }
+    }
+}
+
+impl<'a> StepResult<'a> {
+    /// The answer to a READ.
+    ///
+    /// # Panics
+    /// If the driver answered another action than it was given.
+    fn words(self) -> &'a [u64] {
+        match self {
+            Self::Words(words) => words,
+            other => panic!("the driver answered a READ with {other:?}"),
         }
     }
 }
@@ -159,6 +209,15 @@ fn lose(lost: &mut u32) -> Result<(), OpError> {
     if *lost > ATTEMPTS_MAX { Err(OpError::Busy { attempts: ATTEMPTS_MAX }) } else { Ok(()) }
 }
 
-fn damaged(at: WordAt, word: u64, cause: impl Into<Damage>) -> OpError {
+pub(crate) fn damaged(at: WordAt, word: u64, cause: impl Into<Damage>) -> OpError {
     OpError::Damaged { at, word, cause: cause.into() }
+}
+
+/// The word that an extent is taken in.
+pub(crate) const fn word_of(grant: Grant) -> WordAt {
+    if grant.class.is_within_span() {
+        WordAt::Span(grant.chunk / SPAN_CHUNKS)
+    } else {
+        WordAt::Section(grant.chunk / SECTION_CHUNKS)
+    }
 }

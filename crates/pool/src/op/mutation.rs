@@ -44,11 +44,25 @@ pub enum Mutation {
     KeepRecord,
     /// R: believe the cache that nothing is free.
     TrustCache,
+    /// A0: open a span, or take it whole, without looking whether it is ready.
+    SkipReady,
+    /// A0: mark a span as ready by what is remembered of its section.
+    ReadyFromMemory,
+    /// A8: hand out an extent whose record is not in the log.
+    SkipRecord,
+    /// L: write over a record that is not in the log.
+    SkipFlush,
+    /// L: copy a record to the log whatever is there by now.
+    BlindFlush,
+    /// V2: look at the section after its spans.
+    SectionLast,
+    /// V3: give back what was judged, even if the word has changed since.
+    RecoverBlind,
 }
 
 impl Mutation {
     /// All faults.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 25] = [
         Self::TakeFromStale,
         Self::SkipOpen,
         Self::EnterClosed,
@@ -67,6 +81,13 @@ impl Mutation {
         Self::KeepStamp,
         Self::KeepRecord,
         Self::TrustCache,
+        Self::SkipReady,
+        Self::ReadyFromMemory,
+        Self::SkipRecord,
+        Self::SkipFlush,
+        Self::BlindFlush,
+        Self::SectionLast,
+        Self::RecoverBlind,
     ];
 
     /// The CAS that commits a change (L).

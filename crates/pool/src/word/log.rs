@@ -28,6 +28,8 @@ pub enum LogOp {
     Free,
     /// In a section: the span is empty again. In a span: the run was given back and was the last.
     Close,
+    /// The span is closed and its section knows it: a new life of it may begin (spans only).
+    Ready,
 }
 
 /// The record of a word's last change.
@@ -51,6 +53,7 @@ impl InlineLog {
             LogOp::Alloc => 2,
             LogOp::Free => 3,
             LogOp::Close => 4,
+            LogOp::Ready => 5,
         };
         (op << OP_SHIFT)
             | (self.run.number(places) << RUN_SHIFT)
@@ -68,6 +71,7 @@ impl InlineLog {
             2 => LogOp::Alloc,
             3 => LogOp::Free,
             4 => LogOp::Close,
+            5 => LogOp::Ready,
             _ => return Err(IllegalWord::Log(raw)),
         };
         let host = Host(((raw >> HOST_SHIFT) & HOST_MASK) as u16);
@@ -87,6 +91,11 @@ pub(super) const fn stamp(raw: u32) -> u16 {
 /// The timestamp after this one.
 pub(super) const fn next_stamp(raw: u32) -> u16 {
     (stamp(raw) + 1) % STAMPS
+}
+
+/// The record without its timestamp.
+pub(super) const fn untimed(raw: u32) -> u32 {
+    raw & !STAMP_MASK
 }
 
 /// The same record with the next timestamp.

@@ -4,11 +4,13 @@
 //! All functions are pure and total: a word comes out of memory that others write, so any 64 bits
 //! may arrive, and [`SectionWord::check`] and [`SpanWord::check`] say whether they can be right.
 
+mod entry;
 mod log;
 mod run;
 mod section;
 mod span;
 
+pub use entry::LogEntry;
 pub use log::{InlineLog, LogOp, STAMPS};
 pub use run::Run;
 pub use section::{SectionWord, SpanState};
@@ -28,6 +30,12 @@ pub enum IllegalWord {
         /// The log half.
         log: InlineLog,
     },
+}
+
+/// The inline log of a control word, as it stands there.
+#[must_use]
+pub const fn record_of(word: u64) -> u32 {
+    high(word)
 }
 
 /// The low half of a word.

@@ -5,7 +5,7 @@ use aquifer_fabric::Host;
 use super::{IllegalWord, InlineLog, LogOp, Run, high, join, log, low};
 use crate::size::SECTION_SPANS;
 
-const PLACES: u8 = 16;
+pub(super) const PLACES: u8 = 16;
 const _: () = assert!(PLACES as u32 == SECTION_SPANS);
 const EVEN: u32 = 0x5555_5555;
 
@@ -74,6 +74,23 @@ impl SectionWord {
             left &= left - 1;
             Some(index)
         })
+    }
+
+    /// A bit for each empty span.
+    #[must_use]
+    pub const fn empty_spans(self) -> u16 {
+        let empty = self.spans(SpanState::Empty);
+        // The even bits, moved together.
+        let pairs = (empty | (empty >> 1)) & 0x3333_3333;
+        let fours = (pairs | (pairs >> 2)) & 0x0f0f_0f0f;
+        let eights = (fours | (fours >> 4)) & 0x00ff_00ff;
+        ((eights | (eights >> 8)) & 0xffff) as u16
+    }
+
+    /// Whether the record is the same, timestamps aside.
+    #[must_use]
+    pub const fn has_record_of(self, other: Self) -> bool {
+        log::untimed(high(self.0)) == log::untimed(high(other.0))
     }
 
     /// Whether any span is in this state.
@@ -166,6 +183,7 @@ impl SectionWord {
             LogOp::Alloc => self.all(log.run, SpanState::Full),
             LogOp::Free => self.all(log.run, SpanState::Empty),
             LogOp::Close => log.run.order() == 0 && self.all(log.run, SpanState::Empty),
+            LogOp::Ready => false,
         };
         if right { Ok(()) } else { Err(IllegalWord::Contradiction { bits, log }) }
     }

@@ -5,7 +5,7 @@ use aquifer_fabric::Host;
 use super::{IllegalWord, InlineLog, LogOp, Run, high, join, log, low};
 use crate::size::{SPAN_CHUNKS, SizeClass};
 
-const PLACES: u8 = 32;
+pub(super) const PLACES: u8 = 32;
 const _: () = assert!(PLACES as u32 == SPAN_CHUNKS);
 
 /// Where a run of each order may begin.
@@ -67,8 +67,26 @@ impl SpanWord {
     /// The word after `host` has given a run back; closed if it was the last.
     #[must_use]
     pub const fn give(self, run: Run, host: Host) -> Self {
-        let bits = self.bits() & !run.mask();
+        self.give_all(run.mask(), run, host)
+    }
+
+    /// The word after `host` has given back the chunks of `mask`, of which `run` is some: what a dead host held in the span.
+    #[must_use]
+    pub const fn give_all(self, mask: u32, run: Run, host: Host) -> Self {
+        let bits = self.bits() & !mask;
         self.with(bits, if bits == 0 { LogOp::Close } else { LogOp::Free }, run, host)
+    }
+
+    /// The word after `host` has marked a closed span as ready for a new life.
+    #[must_use]
+    pub const fn mark_ready(self, host: Host) -> Self {
+        self.with(0, LogOp::Ready, Run::single(0), host)
+    }
+
+    /// Whether a new life may begin: closed, and marked so or never changed.
+    #[must_use]
+    pub fn is_ready(self) -> bool {
+        self.is_closed() && matches!(self.log(), Ok(None | Some(InlineLog { op: LogOp::Ready, .. })))
     }
 
     const fn with(self, bits: u32, op: LogOp, run: Run, host: Host) -> Self {
@@ -98,7 +116,7 @@ impl SpanWord {
                 LogOp::Open => false,
                 LogOp::Alloc => self.holds(log.run),
                 LogOp::Free => bits & log.run.mask() == 0 && bits != 0,
-                LogOp::Close => bits == 0,
+                LogOp::Close | LogOp::Ready => bits == 0,
             };
         if right { Ok(()) } else { Err(IllegalWord::Contradiction { bits, log }) }
     }

@@ -8,17 +8,22 @@ use aquifer_fabric::{
     Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Tenant, Verb,
     Work,
 };
-use aquifer_pool::cache::NodeCache;
+use aquifer_pool::cache::{NodeCache, Nonces};
 use aquifer_pool::layout::Layout;
-use aquifer_pool::op::{Action, AllocOp, FreeOp, Grant, Machine, Mutation, OpError, Step, StepResult};
+use aquifer_pool::op::{
+    Action, AllocOp, FreeOp, Grant, Machine, Mutation, OpError, RecoverOp, Recovered, Step, StepResult,
+};
 
 const REPLY_WORDS: usize = 512;
+/// After the replies, a word that is written.
+const WRITTEN_AT: usize = REPLY_WORDS * 8;
 
 /// An operation under way.
 #[derive(Debug)]
 enum Running {
     Alloc(AllocOp),
     Free(FreeOp),
+    Recover(Box<RecoverOp>),
 }
 
 /// How an operation ended.
@@ -26,6 +31,8 @@ enum Running {
 pub enum Ended {
     Alloc(Result<Grant, OpError>),
     Free(Result<(), OpError>),
+    /// Of this dead host.
+    Recover(Host, Result<Recovered, OpError>),
 }
 
 #[derive(Debug)]
@@ -43,16 +50,23 @@ pub struct Client {
     layout: Layout,
     cache: NodeCache,
     running: Option<Running>,
+    /// Which dead host it recovers.
+    recovering: Option<Host>,
     /// What was posted last, if its answer has not been heard.
     pub posted: Option<Action>,
     mutation: Mutation,
 }
 
 impl Client {
-    pub fn new(fabric: &SimFabric, node: Node, layout: Layout, host: Host, mutation: Mutation) -> Self {
+    pub fn new(
+        (fabric, node): (&SimFabric, Node),
+        layout: Layout,
+        (host, nonces): (Host, Nonces),
+        mutation: Mutation,
+    ) -> Self {
         let who = Identity { host, epoch: 1, tenant: Tenant(0) };
         let mut endpoint = fabric.connect(node, who).expect("the node is alive");
-        let reply = Arc::new(Memory::create("replies", REPLY_WORDS * 8).expect("memory"));
+        let reply = Arc::new(Memory::create("replies", WRITTEN_AT + 8).expect("memory"));
         let reply_key = endpoint.register_local(Arc::clone(&reply)).expect("room for one");
         let region = endpoint.regions()[0].clone();
         Self {
@@ -66,8 +80,9 @@ impl Client {
             region,
             layout,
             // All begin at one place: the more they meet the better.
-            cache: NodeCache::new(&layout, 0),
+            cache: NodeCache::new(&layout, 0, nonces),
             running: None,
+            recovering: None,
             posted: None,
             mutation,
         }
@@ -75,6 +90,10 @@ impl Client {
 
     pub fn is_idle(&self) -> bool {
         self.running.is_none()
+    }
+
+    pub fn is_recovering(&self) -> bool {
+        matches!(self.running, Some(Running::Recover(_)))
     }
 
     pub fn alloc(&mut self, class: aquifer_pool::SizeClass) -> Option<Ended> {
@@ -91,6 +110,14 @@ impl Client {
         self.follow(step).map(Ended::Free)
     }
 
+    pub fn recover(&mut self, dead: Host) -> Option<Ended> {
+        let mut op = Box::new(RecoverOp::mutated(self.host, dead, self.mutation));
+        let step = op.start(&mut self.cache);
+        self.running = Some(Running::Recover(op));
+        self.recovering = Some(dead);
+        self.follow(step).map(|result| Ended::Recover(dead, result))
+    }
+
     /// Take in an answer if one is there.
     pub fn poll(&mut self) -> Option<Ended> {
         let mut completions: Vec<Completion> = Vec::new();
@@ -102,6 +129,7 @@ impl Client {
                 words.extend((0..count as usize).map(|i| self.word(i)));
                 StepResult::Words(&words)
             }
+            Action::Write { .. } => StepResult::Written,
             _ => StepResult::Found(found),
         };
         match self.running.take().expect("an operation is under way") {
@@ -114,6 +142,12 @@ impl Client {
                 let step = op.step(&mut self.cache, result);
                 self.running = Some(Running::Free(op));
                 self.follow(step).map(Ended::Free)
+            }
+            Running::Recover(mut op) => {
+                let step = op.step(&mut self.cache, result);
+                self.running = Some(Running::Recover(op));
+                let dead = self.recovering.expect("a host is being recovered");
+                self.follow(step).map(|result| Ended::Recover(dead, result))
             }
         }
     }
@@ -147,6 +181,11 @@ impl Client {
                 local: LocalSlice { key: self.reply_key, offset: 0, len: count * 8 },
                 remote: remote(at),
             },
+            Action::Write { at, value } => {
+                self.reply.write(WRITTEN_AT, &value.to_le_bytes());
+                let local = LocalSlice { key: self.reply_key, offset: WRITTEN_AT as u64, len: 8 };
+                Verb::Write { local, remote: remote(at) }
+            }
         };
         self.posted = Some(action);
         self.endpoint.post(&[Work { id: 1, verb, signalled: true }]).expect("one at a time fits");

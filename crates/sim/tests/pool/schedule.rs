@@ -1,10 +1,11 @@
 //! One schedule: some hosts, some sections, many operations, perhaps a crash; then everything is given
 //! back, and nothing may be missing.
 
-use aquifer_fabric::Host;
-use aquifer_fabric::sim::{Rng, SimFabric, SimOptions};
+use aquifer_fabric::sim::{Rng, SimFabric, SimOptions, SimTarget};
+use aquifer_fabric::{Host, Target};
+use aquifer_pool::cache::Nonces;
 use aquifer_pool::op::{Action, Grant, Mutation, OpError};
-use aquifer_pool::size::{SECTION_BYTES, SPAN_CHUNKS};
+use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::word::SpanState;
 use aquifer_pool::{Donation, NodeId, SizeClass, donate};
 
@@ -16,11 +17,15 @@ use crate::shadow::{Change, Mode, Shadow, ensure};
 /// How often each change came to pass, over many schedules.
 #[derive(Default, Debug)]
 pub struct Seen {
-    changes: [u64; 12],
+    changes: [u64; 14],
     schedules: u64,
     crashes: u64,
     crashed_in_operation: u64,
     full: u64,
+    /// Dead hosts that were recovered while others went on.
+    recovered: u64,
+    /// Crashes of hosts that were recovering another.
+    crashed_recovering: u64,
 }
 
 impl Seen {
@@ -32,18 +37,22 @@ impl Seen {
         self.crashes += other.crashes;
         self.crashed_in_operation += other.crashed_in_operation;
         self.full += other.full;
+        self.recovered += other.recovered;
+        self.crashed_recovering += other.crashed_recovering;
     }
 
     /// Everything that can happen did, and not by a rare accident.
     pub fn assert_complete(&self) {
         assert!(self.changes.iter().all(|&count| count >= 100), "{self:?}");
         assert!(self.crashed_in_operation >= 1000 && self.full >= 100, "{self:?}");
+        assert!(self.recovered >= 1000 && self.crashed_recovering >= 20, "{self:?}");
     }
 }
 
 struct Schedule {
     rng: Rng,
     fabric: SimFabric,
+    target: SimTarget,
     donation: Donation,
     shadow: Shadow,
     clients: Vec<Client>,
@@ -70,14 +79,15 @@ pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
     let mut schedule = Schedule::new(seed, mutation);
     schedule.crowd()?;
     let bursts = 1 + schedule.rng.below(4);
-    let crash_in = schedule.rng.below(2 * bursts);
+    let crashes = [(); 2].map(|()| schedule.rng.below(2 * bursts));
     for burst in 0..bursts {
         let rounds = 2 + schedule.rng.below(14);
-        let crash_after = (burst == crash_in).then(|| schedule.rng.below(rounds * 12));
-        schedule.play(rounds, crash_after)?;
+        let crashes = crashes.map(|at| (at == burst).then(|| schedule.rng.below(rounds * 12)));
+        schedule.play(rounds, crashes)?;
         schedule.hints_are_right()?;
     }
     schedule.give_all_back()?;
+    schedule.recover_all()?;
     schedule.nothing_is_lost()?;
     schedule.wrong_frees_are_refused()?;
     schedule.all_can_be_taken_again()?;
@@ -96,9 +106,11 @@ impl Schedule {
         // Sometimes two clients, as two threads, are of one host.
         let per_host = 1 + rng.below(2);
         let count = (2 + rng.below(3)) * per_host;
+        let nonces: Vec<Nonces> = (0..=count / per_host).map(|_| Nonces::default()).collect();
         let client = |i| {
             let host = Host(u16::try_from(1 + i / per_host).unwrap());
-            Client::new(&fabric, target.node(), donation.layout, host, mutation)
+            let nonces = nonces[usize::from(host.0)].clone();
+            Client::new((&fabric, target.node()), donation.layout, (host, nonces), mutation)
         };
         let clients: Vec<Client> = (0..count).map(client).collect();
         if rng.chance(1, 2) {
@@ -111,6 +123,7 @@ impl Schedule {
         Self {
             rng,
             fabric,
+            target,
             donation,
             shadow,
             clients,
@@ -137,7 +150,7 @@ impl Schedule {
     }
 
     /// Everyone allocates and frees at random, at once.
-    fn play(&mut self, rounds: u64, crash_after: Option<u64>) -> Result<(), String> {
+    fn play(&mut self, rounds: u64, crashes: [Option<u64>; 2]) -> Result<(), String> {
         let mut left = vec![rounds; self.clients.len()];
         let mut steps = 0;
         loop {
@@ -148,7 +161,7 @@ impl Schedule {
                     self.begin_something(index)?;
                 }
             }
-            if crash_after == Some(steps) {
+            if crashes.contains(&Some(steps)) {
                 self.crash();
             }
             steps += 1;
@@ -160,6 +173,10 @@ impl Schedule {
     }
 
     fn begin_something(&mut self, index: usize) -> Result<(), String> {
+        if let Some(dead) = self.someone_to_recover(index) {
+            let ended = self.clients[index].recover(dead);
+            return ended.map_or(Ok(()), |ended| self.ended(index, ended));
+        }
         let owned = self.clients[index].owned.len();
         let ended = if owned > 0 && (owned > 8 || self.rng.chance(1, 2)) {
             let which = self.rng.index(owned);
@@ -174,7 +191,7 @@ impl Schedule {
 
     fn crash(&mut self) {
         let host = self.clients[self.rng.index(self.clients.len())].host;
-        if self.clients.iter().all(|client| client.host == host) {
+        if self.is_dead(host) || self.clients.iter().all(|client| client.host == host || !client.alive) {
             return;
         }
         self.fabric.crash_host(host);
@@ -182,6 +199,26 @@ impl Schedule {
         for client in self.clients.iter_mut().filter(|client| client.host == host) {
             client.alive = false;
             self.seen.crashed_in_operation += u64::from(!client.is_idle());
+            self.seen.crashed_recovering += u64::from(client.is_recovering());
+        }
+    }
+
+    /// Now and then, a host that is dead. It is fenced first: what it had under way arrives no more.
+    fn someone_to_recover(&mut self, index: usize) -> Option<Host> {
+        let dead: Vec<Host> =
+            self.clients.iter().filter(|client| !client.alive).map(|client| client.host).collect();
+        if dead.is_empty() || !self.rng.chance(1, 4) {
+            return None;
+        }
+        let host = dead[self.rng.index(dead.len())];
+        self.fence(host);
+        (host != self.clients[index].host).then_some(host)
+    }
+
+    fn fence(&mut self, host: Host) {
+        if !self.shadow.dead.contains(&host) {
+            self.target.fence(host, 1);
+            self.shadow.dead.push(host);
         }
     }
 
@@ -222,13 +259,22 @@ impl Schedule {
                 let chunks = grant.chunk..grant.chunk + grant.class.chunks();
                 let ours = chunks.clone().all(|c| self.shadow.owners[c as usize] == Some(host));
                 ensure!(ours, "{host:?} is told of {grant:?} but does not own it");
-                let others = self.clients.iter().flat_map(|client| client.owned.iter().chain(&client.kept));
+                let alive = self.clients.iter().filter(|client| client.alive);
+                let others = alive.flat_map(|client| client.owned.iter().chain(&client.kept));
                 let twice = others.filter(|other| overlap(other, &grant)).count();
                 ensure!(twice == 0, "{grant:?} is owned twice");
                 self.clients[index].owned.push(grant);
             }
             Ended::Alloc(Err(OpError::Full)) => self.seen.full += 1,
             Ended::Free(Ok(())) => (),
+            Ended::Recover(dead, Ok(recovered)) => {
+                ensure!(
+                    !self.shadow.has_traces_of(dead),
+                    "something of {dead:?} is left after {recovered:?}"
+                );
+                ensure!(recovered.unknown == 0, "nothing tells whose some chunks are: {recovered:?}");
+                self.seen.recovered += u64::from(recovered.extents > 0);
+            }
             other => return Err(format!("client {index}: {other:?}")),
         }
         Ok(())
@@ -276,6 +322,20 @@ impl Schedule {
         }
     }
 
+    /// Whoever died is recovered, by whoever is alive, with nothing else going on.
+    fn recover_all(&mut self) -> Result<(), String> {
+        let Some(alive) = self.clients.iter().position(|client| client.alive) else { return Ok(()) };
+        for index in 0..self.clients.len() {
+            let dead = self.clients[index].host;
+            if self.is_dead(dead) {
+                self.fence(dead);
+                let ended = self.alone(alive, |client| client.recover(dead))?;
+                self.ended(alive, ended)?;
+            }
+        }
+        Ok(())
+    }
+
     /// When all is quiet a span that is said to be full is full, or who should have said otherwise is dead.
     fn hints_are_right(&self) -> Result<(), String> {
         let anyone_dead = self.clients.iter().any(|client| !client.alive);
@@ -288,24 +348,15 @@ impl Schedule {
         Ok(())
     }
 
-    /// All live hosts have given all back: what is not free must be a dead host's, by the logs.
+    /// All live hosts have given all back, and what was the dead ones' was given back for them.
     fn nothing_is_lost(&self) -> Result<(), String> {
-        for (chunk, owner) in self.shadow.owners.iter().enumerate() {
-            if let Some(host) = owner {
-                ensure!(self.is_dead(*host), "chunk {chunk} is lost: {host:?} does not know that it owns it");
-            }
-        }
-        let anyone_dead = self.clients.iter().any(|client| !client.alive);
+        let owned = self.shadow.owners.iter().position(Option::is_some);
+        ensure!(owned.is_none(), "chunk {owned:?} is lost");
         for span in 0..self.donation.layout.spans() {
-            let (mode, state, word) =
-                (self.shadow.modes[span as usize], self.shadow.state_of(span), self.shadow.span(span));
-            let right = match mode {
-                Mode::Closed => state == SpanState::Empty && word.is_closed(),
-                Mode::Opening(host) | Mode::Closing(host) | Mode::Whole(host) => self.is_dead(host),
-                Mode::Chunks if state == SpanState::Full => anyone_dead || word.is_full(),
-                Mode::Chunks => anyone_dead && !word.is_closed(),
-            };
-            ensure!(right, "at the end span {span} is {mode:?}, {state:?}, {:#010x}", word.bits());
+            let (mode, state) = (self.shadow.modes[span as usize], self.shadow.state_of(span));
+            let right =
+                mode == Mode::Closed && state == SpanState::Empty && self.shadow.span(span).is_closed();
+            ensure!(right, "at the end span {span} is {mode:?}, {state:?}");
         }
         Ok(())
     }
@@ -321,10 +372,7 @@ impl Schedule {
             let chunk = u32::try_from(self.rng.below(places.into())).unwrap() * class.chunks();
             let grant = Grant { chunk, class };
             let owners = &self.shadow.owners[chunk as usize..(chunk + class.chunks()) as usize];
-            // A span whose closer died can be left with a full hint, and then looks as if it were taken whole.
-            let mut spans = chunk / SPAN_CHUNKS..(chunk + class.chunks()).div_ceil(SPAN_CHUNKS);
-            let half_closed = |span: u32| matches!(self.shadow.modes[span as usize], Mode::Closing(_));
-            if owners.iter().all(Option::is_some) || spans.any(half_closed) {
+            if owners.iter().all(Option::is_some) {
                 continue;
             }
             let before = self.shadow.owners.clone();
@@ -339,11 +387,8 @@ impl Schedule {
     /// What is free can be taken, to the last span, by a client whose memory of the node is stale.
     fn all_can_be_taken_again(&mut self) -> Result<(), String> {
         let alive: Vec<usize> = (0..self.clients.len()).filter(|&index| self.clients[index].alive).collect();
-        let crashed = alive.len() < self.clients.len();
-        let class = if crashed { SizeClass::SPAN } else { SizeClass::SECTION };
-        let spans = 0..self.donation.layout.spans();
-        let empty = spans.filter(|&span| self.shadow.state_of(span) == SpanState::Empty).count();
-        let expected = u32::try_from(empty).unwrap() * SPAN_CHUNKS / class.chunks();
+        let class = SizeClass::SECTION;
+        let expected = self.donation.layout.sections();
         for &index in &alive {
             let mut taken = Vec::new();
             loop {
@@ -373,4 +418,4 @@ fn overlap(a: &Grant, b: &Grant) -> bool {
 }
 
 /// The array of counts has a place for each.
-const _: () = assert!(Change::Calm as usize == 11);
+const _: () = assert!(Change::Recover as usize == 13);

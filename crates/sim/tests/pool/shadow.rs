@@ -1,11 +1,13 @@
-//! The model: what the control words must mean, derived from their inline logs alone, as a host that
-//! recovers would.
+//! The model: what the control words must mean, derived from their inline logs alone; and whether words and full log together tell at
+//! every moment who holds what, as a host that recovers must find it.
+
+use std::collections::BTreeMap;
 
 use aquifer_fabric::{Host, Memory};
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{Action, WordAt};
-use aquifer_pool::size::{SECTION_SPANS, SPAN_CHUNKS};
-use aquifer_pool::word::{InlineLog, LogOp, Run, STAMPS, SectionWord, SpanState, SpanWord};
+use aquifer_pool::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS};
+use aquifer_pool::word::{InlineLog, LogEntry, LogOp, Run, STAMPS, SectionWord, SpanState, SpanWord};
 use std::sync::atomic::Ordering;
 
 /// What a span is, at one moment.
@@ -33,6 +35,9 @@ pub enum Change {
     HintOpen,
     MarkContended,
     Calm,
+    Ready,
+    /// What a dead host held, given back by another.
+    Recover,
 }
 
 #[derive(Debug)]
@@ -42,6 +47,17 @@ pub struct Shadow {
     spans: Vec<SpanWord>,
     pub modes: Vec<Mode>,
     pub owners: Vec<Option<Host>>,
+    /// Who holds which extent, by its first chunk.
+    extents: BTreeMap<u32, (Host, Extent)>,
+    /// Hosts that are dead and fenced: others may act for them.
+    pub dead: Vec<Host>,
+}
+
+/// How an extent was taken.
+#[derive(Clone, Copy, Debug)]
+enum Extent {
+    Chunks(Run),
+    Whole(Run),
 }
 
 type Verdict<T = ()> = Result<T, String>;
@@ -63,6 +79,8 @@ impl Shadow {
             spans: vec![SpanWord::default(); layout.spans() as usize],
             modes: vec![Mode::Closed; layout.spans() as usize],
             owners: vec![None; layout.chunks() as usize],
+            extents: BTreeMap::new(),
+            dead: Vec::new(),
         }
     }
 
@@ -101,7 +119,42 @@ impl Shadow {
                 );
             }
         }
+        self.holders_are_known(memory)?;
         Ok(change)
+    }
+
+    /// The holder of each extent is in its word's inline log or in its entry of the full log.
+    fn holders_are_known(&self, memory: &Memory) -> Verdict {
+        for (&chunk, &(host, extent)) in &self.extents {
+            let (inline, kept, run) = match extent {
+                Extent::Chunks(run) => {
+                    let entry = LogEntry(self.load(memory, WordAt::chunk_entry(chunk)));
+                    (self.span(chunk / SPAN_CHUNKS).log(), entry.of_span(), run)
+                }
+                Extent::Whole(run) => {
+                    let entry = LogEntry(self.load(memory, WordAt::span_entry(chunk / SPAN_CHUNKS)));
+                    (self.sections[(chunk / SECTION_CHUNKS) as usize].log(), entry.of_section(), run)
+                }
+            };
+            let tells = |log: Option<InlineLog>| log.filter(|log| log.op == LogOp::Alloc && log.run == run);
+            let told = tells(inline.unwrap_or(None)).or_else(|| tells(kept.unwrap_or(None)));
+            let holder = told.map(|log| log.host);
+            ensure!(
+                holder == Some(host),
+                "{host:?} holds {extent:?} at chunk {chunk}, but the logs say {holder:?}"
+            );
+        }
+        Ok(())
+    }
+
+    /// Whether anything of that host's is left.
+    pub fn has_traces_of(&self, host: Host) -> bool {
+        let is_of_it = |mode: &Mode| matches!(mode, Mode::Opening(of) | Mode::Closing(of) | Mode::Whole(of) if *of == host);
+        self.modes.iter().any(is_of_it) || self.owners.contains(&Some(host))
+    }
+
+    fn may_act(&self, by: Host, of: Host) -> bool {
+        by == of || self.dead.contains(&of)
     }
 
     fn load(&self, memory: &Memory, at: WordAt) -> u64 {
@@ -132,35 +185,61 @@ impl Shadow {
             let span = section * SECTION_SPANS + u32::from(index);
             self.span_state_changed(span, log, (old.state(index), new.state(index)))?;
         }
+        let chunk = section * SECTION_CHUNKS + u32::from(log.run.first()) * SPAN_CHUNKS;
         Ok(match log.op {
+            LogOp::Ready => return Err("a section is no span".to_owned()),
             LogOp::Open => Change::Open,
             LogOp::Close => Change::Close,
-            LogOp::Alloc => Change::TakeWhole,
-            LogOp::Free => Change::GiveWhole,
+            LogOp::Alloc => {
+                self.extents.insert(chunk, (log.host, Extent::Whole(log.run)));
+                Change::TakeWhole
+            }
+            LogOp::Free => match self.extents.remove(&chunk) {
+                Some((of, Extent::Whole(run))) if run == log.run => {
+                    if of == by {
+                        Change::GiveWhole
+                    } else {
+                        Change::Recover
+                    }
+                }
+                other => return Err(format!("{log:?} gives back {other:?}")),
+            },
         })
     }
 
     fn span_state_changed(&mut self, span: u32, log: InlineLog, states: (SpanState, SpanState)) -> Verdict {
         let mode = self.modes[span as usize];
         let (right, after) = match log.op {
+            LogOp::Ready => (false, mode),
             LogOp::Open => (
                 mode == Mode::Closed && states == (SpanState::Empty, SpanState::Partial),
                 Mode::Opening(log.host),
             ),
-            LogOp::Close => (mode == Mode::Closing(log.host) && states.1 == SpanState::Empty, Mode::Closed),
+            LogOp::Close => {
+                let may = match mode {
+                    Mode::Closing(of) => self.may_act(log.host, of),
+                    Mode::Opening(of) => of != log.host && self.may_act(log.host, of),
+                    _ => false,
+                };
+                (may && states.1 == SpanState::Empty, Mode::Closed)
+            }
             LogOp::Alloc => {
                 (mode == Mode::Closed && states == (SpanState::Empty, SpanState::Full), Mode::Whole(log.host))
             }
             LogOp::Free => {
-                (mode == Mode::Whole(log.host) && states == (SpanState::Full, SpanState::Empty), Mode::Closed)
+                let may = matches!(mode, Mode::Whole(of) if self.may_act(log.host, of));
+                (may && states == (SpanState::Full, SpanState::Empty), Mode::Closed)
             }
         };
         ensure!(right, "{log:?} takes span {span} from {states:?}, but it is {mode:?}");
         ensure!(self.span(span).is_closed(), "{log:?} while span {span} has chunks");
         self.modes[span as usize] = after;
         match log.op {
-            LogOp::Alloc => self.own(span, 0..32, None, Some(log.host)),
-            LogOp::Free => self.own(span, 0..32, Some(log.host), None),
+            LogOp::Open | LogOp::Alloc if !self.span(span).is_ready() => {
+                Err(format!("{log:?} begins a new life of span {span}, which is not ready"))
+            }
+            LogOp::Alloc => self.take(span, u32::MAX, log.host),
+            LogOp::Free => self.give(span, u32::MAX, log.host),
             _ => Ok(()),
         }
     }
@@ -189,7 +268,7 @@ impl Shadow {
         stamp_follows(before, log)?;
         ensure!(log.host == by, "{by:?} signs as {:?}", log.host);
         let mode = self.modes[span as usize];
-        let mask = log.run.mask();
+        let (mask, gone) = (log.run.mask(), old.bits() & !new.bits());
         let (right, after, change) = match log.op {
             LogOp::Alloc if mode == Mode::Opening(by) => {
                 (new.bits() == mask, Mode::Chunks, Change::FirstChunks)
@@ -197,47 +276,71 @@ impl Shadow {
             LogOp::Alloc => {
                 (mode == Mode::Chunks && new.bits() == old.bits() | mask, Mode::Chunks, Change::TakeChunks)
             }
-            LogOp::Free => {
-                (mode == Mode::Chunks && new.bits() == old.bits() & !mask, Mode::Chunks, Change::GiveChunks)
+            LogOp::Free => (mode == Mode::Chunks && gone & mask == mask, Mode::Chunks, Change::GiveChunks),
+            LogOp::Close => {
+                let is_last = gone == old.bits() && gone & mask == mask;
+                (mode == Mode::Chunks && is_last, Mode::Closing(by), Change::GiveLast)
             }
-            LogOp::Close => (
-                mode == Mode::Chunks && old.bits() == mask && new.bits() == 0,
-                Mode::Closing(by),
-                Change::GiveLast,
-            ),
+            LogOp::Ready => (mode == Mode::Closed && old.is_closed(), mode, Change::Ready),
             LogOp::Open => (false, mode, Change::Open),
         };
         ensure!(right, "{log:?} on a span that is {mode:?}");
         let state = self.state_of(span);
-        ensure!(state != SpanState::Empty, "{log:?} on a span whose section says {state:?}");
+        let is_right = state != SpanState::Empty || log.op == LogOp::Ready;
+        ensure!(is_right, "{log:?} on a span whose section says {state:?}");
         self.modes[span as usize] = after;
-        let chunks = places(log.run);
-        if log.op == LogOp::Alloc {
-            self.own(span, chunks, None, Some(by))?;
-        } else {
-            self.own(span, chunks, Some(by), None)?;
+        let first = span * SPAN_CHUNKS + u32::from(log.run.first());
+        match log.op {
+            LogOp::Alloc => {
+                self.take(span, mask, by)?;
+                self.extents.insert(first, (by, Extent::Chunks(log.run)));
+            }
+            LogOp::Free | LogOp::Close => return self.chunks_given(span, gone, log, change),
+            LogOp::Open | LogOp::Ready => {}
         }
         Ok(change)
     }
 
-    fn own(
-        &mut self,
-        span: u32,
-        chunks: std::ops::Range<u32>,
-        from: Option<Host>,
-        to: Option<Host>,
-    ) -> Verdict {
-        for chunk in chunks {
-            let owner = &mut self.owners[(span * SPAN_CHUNKS + chunk) as usize];
-            ensure!(*owner == from, "chunk {chunk} of span {span} goes to {to:?} from {owner:?}");
-            *owner = to;
+    /// One extent of the host itself, or all that a dead one had in the span.
+    fn chunks_given(&mut self, span: u32, gone: u32, log: InlineLog, change: Change) -> Verdict<Change> {
+        let by = log.host;
+        self.give(span, gone, by)?;
+        let first = span * SPAN_CHUNKS;
+        let mut given = 0;
+        let mut others = false;
+        self.extents.retain(|&chunk, &mut (of, extent)| match extent {
+            Extent::Chunks(run) if chunk / SPAN_CHUNKS * SPAN_CHUNKS == first && run.mask() & gone != 0 => {
+                given |= run.mask();
+                others |= of != by;
+                false
+            }
+            _ => true,
+        });
+        ensure!(given == gone, "{log:?} gives back {gone:#010x} of extents {given:#010x}");
+        ensure!(others || gone == log.run.mask(), "{log:?} gives back {gone:#010x}");
+        Ok(if others { Change::Recover } else { change })
+    }
+
+    fn take(&mut self, span: u32, mask: u32, by: Host) -> Verdict {
+        for chunk in places(mask) {
+            let owner = self.owners[(span * SPAN_CHUNKS + chunk) as usize].replace(by);
+            ensure!(owner.is_none(), "chunk {chunk} of span {span} goes to {by:?} from {owner:?}");
+        }
+        Ok(())
+    }
+
+    fn give(&mut self, span: u32, mask: u32, by: Host) -> Verdict {
+        for chunk in places(mask) {
+            let owner = self.owners[(span * SPAN_CHUNKS + chunk) as usize].take();
+            let may = owner.is_some_and(|of| self.may_act(by, of));
+            ensure!(may, "chunk {chunk} of span {span}, of {owner:?}, is given back by {by:?}");
         }
         Ok(())
     }
 }
 
-fn places(run: Run) -> std::ops::Range<u32> {
-    u32::from(run.first())..u32::from(run.first()) + u32::from(run.len())
+fn places(mask: u32) -> impl Iterator<Item = u32> {
+    (0..SPAN_CHUNKS).filter(move |chunk| mask >> chunk & 1 == 1)
 }
 
 fn stamp_follows(before: Option<InlineLog>, log: InlineLog) -> Verdict {

@@ -22,6 +22,29 @@ pub enum Fault {
     SectionLast,
     /// An extent is handed out before its own record is in the log.
     SkipRecord,
+    /// A record of the own host is taken to be in the log, though another thread of it may be about to put it there.
+    OwnIsKnown,
+    /// A record is copied without a second look at its word.
+    SkipLookAgain,
+    /// The section is read once more after a span was seen to be ready, and what begins the span's new life expects that.
+    ReadyFirst,
+    /// Whoever recovers does not look at the section again after a span.
+    SkipSectionAgain,
+}
+
+impl Fault {
+    pub const ALL: [Self; 10] = [
+        Self::SkipFlush,
+        Self::BlindFlush,
+        Self::SkipMark,
+        Self::MarkFromMemory,
+        Self::SectionLast,
+        Self::SkipRecord,
+        Self::OwnIsKnown,
+        Self::SkipLookAgain,
+        Self::ReadyFirst,
+        Self::SkipSectionAgain,
+    ];
 }
 
 /// A change of a word that commits something.
@@ -58,11 +81,14 @@ pub enum At {
     /// It is not marked. Is its last life over?
     ProbeSection(Goal, u8),
     Mark(Goal, u8),
+    /// A fault: the section is read only now.
+    ReadSection(Goal, u8),
     /// After F4 of our own.
     MarkOwn(u8),
     /// Recovery begins with the section.
     LookAtSection,
     LookAtSpan(u8),
+    LookAtSectionAgain(u8),
     LookAtChunkLog(u8, u8),
     LookAtSpanLog(u8),
 }
@@ -83,6 +109,9 @@ pub struct Actor {
     pub spans: [Span; SPANS],
     pub chunks: [[bool; CHUNKS]; SPANS],
     pub groups: [Option<Group>; SPANS],
+    /// The words, by their stamps, whose records it may write over: it has seen them in the log, or put them there.
+    settled_spans: [u8; SPANS],
+    settled_section: u8,
     /// Operations that it may still begin.
     pub left: u8,
     pub recovering: Option<Host>,
@@ -105,6 +134,8 @@ impl Actor {
             spans: Memory::NEW.spans,
             chunks: [[false; CHUNKS]; SPANS],
             groups: [None; SPANS],
+            settled_spans: [0; SPANS],
+            settled_section: 0,
             left,
             recovering: None,
             recovered: [false; HOSTS],
@@ -152,15 +183,18 @@ impl Actor {
 
     /// Its CAS, or first the record that this would write over.
     fn before(&self, goal: Goal) -> At {
+        let is_own = |host: Host| host == self.host && self.fault == Fault::OwnIsKnown;
         let is_known = match target(goal) {
-            // Our own records of extents are in the log since these were handed out.
-            Some(span) => match self.spans[usize::from(span)].log {
-                SpanLog::Alloc(host, _) => host == self.host,
-                _ => true,
-            },
+            Some(span) => {
+                let (word, settled) = (self.spans[usize::from(span)], self.settled_spans[usize::from(span)]);
+                match word.log {
+                    SpanLog::Alloc(host, _) => word.stamp == settled || is_own(host),
+                    _ => true,
+                }
+            }
             None => match self.section.log {
-                Some(Holding::Alloc(host, _)) => host == self.host,
-                Some(Holding::Open(..)) => false,
+                Some(Holding::Alloc(host, _)) => self.section.stamp == self.settled_section || is_own(host),
+                Some(Holding::Open(..)) => self.section.stamp == self.settled_section,
                 None => true,
             },
         };
@@ -195,6 +229,14 @@ impl Actor {
                 if is_as_before { self.at = At::Mark(goal, span) } else { self.give_up() }
             }
             At::Mark(goal, span) => self.mark(goal, span, world),
+            At::ReadSection(goal, span) => {
+                self.section = world.memory.section;
+                let is_empty = match goal {
+                    Goal::TakeWhole(group) => self.section.is_empty(group),
+                    _ => self.section.codes[usize::from(span)] == Code::Empty,
+                };
+                if is_empty { self.at = self.after_ready(goal, span) } else { self.give_up() }
+            }
             At::MarkOwn(span) => {
                 let at = usize::from(span);
                 if world.memory.spans[at] == self.spans[at] {
@@ -205,6 +247,7 @@ impl Actor {
             }
             At::LookAtSection => self.look_at_section(world),
             At::LookAtSpan(span) => self.look_at_span(span, world),
+            At::LookAtSectionAgain(span) => self.look_at_section_again(span, world),
             At::LookAtChunkLog(span, chunk) => self.look_at_chunk_log(span, chunk, world),
             At::LookAtSpanLog(span) => {
                 let found = world.memory.span_logs[usize::from(span)].what;
@@ -226,11 +269,24 @@ impl Actor {
                 (Seen::Span(entry), entry.what == Some(log))
             }
         };
+        if is_there {
+            self.settle(target(goal));
+        }
         self.at = match self.fault {
             _ if is_there => At::Commit(goal),
-            Fault::BlindFlush => At::WriteEntry(goal, seen),
+            Fault::BlindFlush | Fault::SkipLookAgain => At::WriteEntry(goal, seen),
             _ => At::ProbeAgain(goal, seen),
         };
+    }
+
+    /// The record that a word has now may be written over.
+    fn settle(&mut self, span: Option<u8>) {
+        match span {
+            Some(span) => {
+                self.settled_spans[usize::from(span)] = self.spans[usize::from(span)].stamp;
+            }
+            None => self.settled_section = self.section.stamp,
+        }
     }
 
     /// Whether the word is still what we remember: then no record that is newer was in the log when we read it.
@@ -264,6 +320,9 @@ impl Actor {
             }
             _ => return,
         };
+        if written {
+            self.settle(target(goal));
+        }
         self.at = if written { At::Commit(goal) } else { At::ReadEntry(goal) };
     }
 
@@ -292,9 +351,13 @@ impl Actor {
         let host = self.host;
         let whole = |span| Group { first: span, is_pair: false };
         match goal {
-            Goal::Take { span, chunk, .. } => {
+            Goal::Take { span, chunk, is_ours } => {
                 world.truth.take(span.into(), chunk, host);
                 self.set_span(world, span, |word| word.take(chunk, host));
+                // Who opened a span is needed only until its first chunk is taken.
+                if is_ours && self.section.log == Some(Holding::Open(host, span)) {
+                    self.settle(None);
+                }
                 self.at = At::Record(goal);
             }
             Goal::Open { span, chunk } => {
@@ -357,6 +420,7 @@ impl Actor {
                 if is_recorded {
                     world.memory.chunk_logs[usize::from(span)][usize::from(chunk)].write(self.host);
                 }
+                self.settle(Some(span));
                 self.chunks[usize::from(span)][usize::from(chunk)] = true;
             }
             Goal::TakeWhole(group) => {
@@ -364,6 +428,7 @@ impl Actor {
                     let log = Holding::Alloc(self.host, group);
                     world.memory.span_logs[usize::from(group.first)].write(log);
                 }
+                self.settle(None);
                 self.groups[usize::from(group.first)] = Some(group);
             }
             _ => {}
@@ -383,6 +448,7 @@ impl Actor {
         self.at = match word.log {
             SpanLog::Close(_) if self.fault == Fault::MarkFromMemory => At::Mark(goal, span),
             SpanLog::Close(_) => At::ProbeSection(goal, span),
+            _ if self.fault == Fault::ReadyFirst => At::ReadSection(goal, span),
             _ => self.after_ready(goal, span),
         };
     }

@@ -2,6 +2,7 @@
 
 pub const SPANS: usize = 2;
 pub const CHUNKS: usize = 2;
+/// Hosts, and also threads of hosts.
 pub const HOSTS: usize = 3;
 
 pub const SPAN_NUMBERS: [u8; SPANS] = [0, 1];

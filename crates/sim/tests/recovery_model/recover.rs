@@ -32,10 +32,24 @@ impl Actor {
             (SpanLog::Close(host), _) if Some(host) == dead => self.begin(Goal::Close { span }),
             // Whoever it was will tell the section, or is recovered, too.
             (SpanLog::Close(_), _) => self.go_on(span + 1),
-            _ => match self.section.log {
-                Some(log) if log.first() == at => self.judge_span(span, Some(log)),
-                _ => self.at = At::LookAtSpanLog(span),
-            },
+            _ if self.fault == Fault::SkipSectionAgain => self.look_up_span(span),
+            _ => self.at = At::LookAtSectionAgain(span),
+        }
+    }
+
+    /// Section and span must have been so at one time: else an entry that nobody needs any more would count.
+    pub(crate) fn look_at_section_again(&mut self, span: u8, world: &World<'_>) {
+        if world.memory.section == self.section {
+            self.look_up_span(span);
+        } else {
+            self.at = At::LookAtSection;
+        }
+    }
+
+    fn look_up_span(&mut self, span: u8) {
+        match self.section.log {
+            Some(log) if log.first() == usize::from(span) => self.judge_span(span, Some(log)),
+            _ => self.at = At::LookAtSpanLog(span),
         }
     }
 

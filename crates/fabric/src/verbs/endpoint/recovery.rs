@@ -5,16 +5,25 @@
 //!
 //! What was refused is itself posted again if the target, asked anew, opens the key for it.
 
+use std::io;
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
 use super::{Life, VerbsEndpoint};
 use crate::rescue::Rescue;
 use crate::tables::is_fence;
+use crate::tcp::ClusterKey;
 use crate::tcp::hello::{Hello, Resume, Welcome};
 use crate::verbs::HANDSHAKE_TIME;
+use crate::verbs::letters::Request;
 use crate::verbs::link::{Link, knock};
 use crate::work::{EndpointError, Verb, WorkError};
 
 /// So many times in a row work is posted once more that a device was refused for though the target opens its key.
 const REFUSALS_MAX: u32 = 16;
+
+/// A target that puts many pages under other addresses hears nobody meanwhile.
+const REMAP_TIME: Duration = Duration::from_secs(60);
 
 /// What a target answered.
 #[derive(Debug)]
@@ -45,8 +54,9 @@ impl VerbsEndpoint {
         let resume = Resume { session: self.session, answered: 0, heard: self.heard, taken: self.taken };
         let hello = Hello { who: self.who, encrypt: false, resume: Some(resume) };
         let is_for_good = refused.is_some();
-        let started = Rescue::start("fabric-again", move |_| Attempt {
-            found: knock(address, &key, &hello, HANDSHAKE_TIME),
+        let deadline = Instant::now() + if is_for_good { REMAP_TIME } else { HANDSHAKE_TIME };
+        let started = Rescue::start("fabric-again", move |is_awaited| Attempt {
+            found: knock_until(address, &key, &hello, deadline, is_awaited),
             is_for_good,
         });
         match started {
@@ -97,11 +107,36 @@ impl VerbsEndpoint {
         // Messages are numbered: what the target has had already it only answers.
         self.unsaid.clear();
         self.queue.take_back();
+        // Some may have been taken since the connection was lost.
+        self.say(Request::Taken(self.taken));
     }
 
     fn end(&mut self, cause: WorkError) {
         let was_told = self.queue.give_up(cause);
         self.life = Life::Over((!was_told).then_some(cause));
+    }
+}
+
+/// Knock again while there is no answer. In vain if nobody waits for it any more.
+fn knock_until(
+    address: SocketAddr,
+    key: &ClusterKey,
+    hello: &Hello,
+    deadline: Instant,
+    is_awaited: &dyn Fn() -> bool,
+) -> Result<(Link, Welcome), EndpointError> {
+    loop {
+        let error = match knock(address, key, hello, HANDSHAKE_TIME) {
+            Ok(found) => return Ok(found),
+            Err(error) => error,
+        };
+        let was_silent = matches!(
+            &error,
+            EndpointError::Unreachable { source, .. } if source.kind() == io::ErrorKind::TimedOut
+        );
+        if !was_silent || Instant::now() >= deadline || !is_awaited() {
+            return Err(error);
+        }
     }
 }
 

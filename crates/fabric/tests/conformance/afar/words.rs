@@ -1,4 +1,4 @@
-//! What is said between the two machines: words of 8 bytes, and bytes with their length. Both ends are the same program.
+//! What is said between the two machines: words of 8 bytes, and bytes with their length. Both ends are built from this.
 
 use std::cell::RefCell;
 use std::io::{self, Read, Write};

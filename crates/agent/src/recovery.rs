@@ -1,0 +1,220 @@
+//! Gives back what dead hosts held, whichever host notices first (FineMem §4.4).
+//!
+//! A host is dead when its lease is gone. Whoever recovers it takes its number under a lease of its own: so nobody else does at the same time, memory nodes refuse whatever the
+//! dead one still has under way, and if the recoverer dies too, the number is free to be recovered again.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use aquifer_directory::names::{self, AgentRecord, HolderRecord, Life};
+use aquifer_directory::{Directory, DirectoryError, Lease};
+use aquifer_fabric::{Host, Identity, Tenant};
+use aquifer_pool::op::Recovered;
+use aquifer_pool::{NodeId, PoolClient, PoolError};
+
+use crate::nodes::Nodes;
+
+/// How long a recoverer that says nothing keeps others from recovering.
+const LEASE_TTL: Duration = Duration::from_secs(15);
+/// How often the directory is asked who is dead.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+const TICK: Duration = Duration::from_millis(100);
+
+/// A thread that looks for dead hosts, until this is dropped. What it has begun then is left for others to finish.
+#[derive(Debug)]
+pub struct Recovery {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Recovery {
+    /// Look for dead hosts from now on; `tenant` is who this agent works for.
+    ///
+    /// # Errors
+    /// If there is no thread.
+    pub fn start(
+        directory: Arc<dyn Directory>,
+        nodes: Arc<Nodes>,
+        by: AgentRecord,
+        tenant: Tenant,
+    ) -> std::io::Result<Self> {
+        let stop = Arc::new(AtomicBool::new(false));
+        let recoverer = Recoverer { directory, nodes, by, tenant, stop: Arc::clone(&stop) };
+        let thread = std::thread::Builder::new().name("recovery".into()).spawn(move || recoverer.watch())?;
+        Ok(Self { stop, thread: Some(thread) })
+    }
+}
+
+impl Drop for Recovery {
+    fn drop(&mut self) {
+        self.stop.store(true, Relaxed);
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            tracing::error!("the thread of recovery has panicked");
+        }
+    }
+}
+
+struct Recoverer {
+    directory: Arc<dyn Directory>,
+    nodes: Arc<Nodes>,
+    by: AgentRecord,
+    tenant: Tenant,
+    stop: Arc<AtomicBool>,
+}
+
+/// Why a host is not recovered yet.
+#[derive(Debug, thiserror::Error)]
+enum RecoverError {
+    #[error(transparent)]
+    Directory(#[from] DirectoryError),
+    #[error("memory node {0} cannot be reached: {1}")]
+    Unreachable(u16, aquifer_fabric::EndpointError),
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+}
+
+/// Memory that a dead host may hold.
+#[derive(Default)]
+struct Whereabouts {
+    present: Vec<Life>,
+    /// Of nodes that are not there.
+    absent: Vec<Life>,
+    /// In how many lives it may be, if others have given back what was elsewhere.
+    was_known: Option<usize>,
+}
+
+impl Whereabouts {
+    /// Whether there is something to be done.
+    fn is_hopeful(&self) -> bool {
+        !self.present.is_empty() || self.was_known.is_none_or(|count| count > self.absent.len())
+    }
+}
+
+impl Recoverer {
+    fn watch(&self) {
+        let mut is_silent = false;
+        let mut failed = BTreeSet::new();
+        while !self.stop.load(Relaxed) {
+            match names::dead_hosts(&*self.directory) {
+                Ok(dead) => {
+                    is_silent = false;
+                    failed.retain(|host| dead.iter().any(|dead| dead.host == *host));
+                    dead.iter().for_each(|dead| self.try_recover(dead, &mut failed));
+                }
+                Err(error) if !is_silent => {
+                    tracing::warn!(%error, "the directory does not say which hosts are dead; trying again");
+                    is_silent = true;
+                }
+                Err(_) => {}
+            }
+            let mut waited = Duration::ZERO;
+            while waited < LOOK_EVERY && !self.stop.load(Relaxed) {
+                std::thread::sleep(TICK);
+                waited += TICK;
+            }
+        }
+    }
+
+    /// `failed`: of these it was told already.
+    fn try_recover(&self, dead: &HolderRecord, failed: &mut BTreeSet<u16>) {
+        if self.stop.load(Relaxed) {
+            return;
+        }
+        match self.recover(dead) {
+            Ok(found) if found == Recovered::default() => {
+                tracing::debug!(host = dead.host, "a host has ended, and held nothing");
+            }
+            Ok(Recovered { extents, chunks, spans, unknown }) => {
+                tracing::info!(
+                    host = dead.host,
+                    extents,
+                    chunks,
+                    spans,
+                    "what a dead host held was given back"
+                );
+                if unknown > 0 {
+                    tracing::error!(
+                        host = dead.host,
+                        unknown,
+                        "nothing tells whose some memory is: the nodes' logs are damaged"
+                    );
+                }
+            }
+            // Another was faster, or it has come back.
+            Err(RecoverError::Directory(DirectoryError::Taken { .. })) => {}
+            Err(error) if failed.insert(dead.host) => {
+                tracing::warn!(host = dead.host, %error, "a dead host is not recovered yet; trying again");
+            }
+            Err(error) => tracing::debug!(host = dead.host, %error, "a dead host is not recovered yet"),
+        }
+    }
+
+    fn recover(&self, dead: &HolderRecord) -> Result<Recovered, RecoverError> {
+        if !self.whereabouts(dead)?.is_hopeful() {
+            return Err(DirectoryError::Taken { key: names::holder(dead.host) }.into());
+        }
+        let lease = self.directory.lease_grant(LEASE_TTL)?;
+        let outcome = self.recover_under(lease, dead);
+        // If it went well there is nothing under the lease any more; if not, the next may try at once.
+        if let Err(error) = self.directory.lease_revoke(lease.id) {
+            tracing::debug!(%error, "a lease ends by itself");
+        }
+        outcome
+    }
+
+    fn recover_under(&self, lease: Lease, dead: &HolderRecord) -> Result<Recovered, RecoverError> {
+        let address = format!("recovered by host {}", self.by.host);
+        let record = names::succeed_host(&*self.directory, lease, dead, &address)?;
+        let who = Identity { host: Host(record.host), epoch: record.epoch, tenant: self.tenant };
+        let Whereabouts { present, absent, .. } = self.whereabouts(dead)?;
+        self.nodes.list_anew()?;
+        let mut found = Recovered::default();
+        for life in present {
+            found.add(self.recover_at(NodeId(life.node), who)?);
+            self.directory.lease_keep_alive(lease.id)?;
+        }
+        if !absent.is_empty() {
+            let nodes: Vec<u16> = absent.iter().map(|life| life.node).collect();
+            tracing::warn!(
+                host = dead.host,
+                ?nodes,
+                "what a dead host held of nodes that are not there is given back if they return"
+            );
+        }
+        names::forget_host(&*self.directory, &record, absent)?;
+        Ok(found)
+    }
+
+    /// Where something of a dead host may be left.
+    fn whereabouts(&self, dead: &HolderRecord) -> Result<Whereabouts, DirectoryError> {
+        let lives = names::lives(&*self.directory)?;
+        // In this order: a node that is there has written down its memory before.
+        let there = names::nodes(&*self.directory)?;
+        let mut places =
+            Whereabouts { was_known: dead.left_in.as_ref().map(Vec::len), ..Whereabouts::default() };
+        for life in lives {
+            if dead.left_in.as_ref().is_some_and(|left_in| !left_in.contains(&life)) {
+                continue;
+            }
+            match there.iter().find(|node| node.id == life.node) {
+                Some(node) if node.epoch == life.epoch => places.present.push(life),
+                // Its memory of then is gone.
+                Some(_) => {}
+                None => places.absent.push(life),
+            }
+        }
+        Ok(places)
+    }
+
+    /// The new epoch fences the dead host as soon as the node hears of it, which is before the node answers.
+    fn recover_at(&self, node: NodeId, who: Identity) -> Result<Recovered, RecoverError> {
+        let unreachable = |error| RecoverError::Unreachable(node.0, error);
+        let endpoint = self.nodes.connect_as(node, who).map_err(unreachable)?;
+        let mut pool = PoolClient::new(who.host);
+        pool.add_node(node, endpoint)?;
+        Ok(pool.recover(node, who.host)?)
+    }
+}

@@ -1,0 +1,262 @@
+//! What giving back does once it is judged that it may: a CAS on the very words that were judged, and what follows from it.
+
+use aquifer_fabric::Host;
+
+use super::flush::{Flush, Flushed};
+use super::hint::Hint;
+use super::{ATTEMPTS_MAX, Action, CONTENDED_AFTER, Mutation, OpError, StepResult, WordAt, damaged};
+use crate::cache::{NodeCache, place_in_section};
+use crate::error::Damage;
+use crate::size::SECTION_SPANS;
+use crate::word::{Run, SpanState, SpanWord};
+
+/// What is given back.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Gift {
+    /// Chunks of an open span, of which `run` is some.
+    Chunks { span: u32, mask: u32, run: Run },
+    /// A group that was taken whole.
+    Whole { section: u32, group: Run },
+    /// A span that a dead host was about to open, or to close.
+    Span { span: u32 },
+}
+
+/// Something being given back.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Give {
+    host: Host,
+    gift: Gift,
+    mutation: Mutation,
+    /// Races lost so far.
+    lost: u32,
+    state: State,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum State {
+    /// F1, F3, F5, or F4 of another: the record before goes to the log first.
+    Flushing(Flush),
+    /// F1, F3.
+    GivingChunks,
+    /// F5.
+    GivingGroup,
+    /// F4, first the record, then the change.
+    FlushingClose(Flush),
+    Closing,
+    /// F6.
+    Marking,
+    /// F2, C1, C2; all is given back already.
+    Hinting(Hint),
+}
+
+/// What a step led to.
+#[derive(Debug)]
+pub(super) enum Given {
+    Post(Action),
+    Done,
+    /// The word that was judged has changed. It is remembered as it is now, and nothing was done.
+    Overtaken,
+}
+
+type Next = Result<Given, OpError>;
+
+impl Give {
+    /// Give back what was judged by the words as they are remembered. `lost`: races lost for it before.
+    pub(super) fn begin(
+        host: Host,
+        gift: Gift,
+        lost: u32,
+        cache: &NodeCache,
+        mutation: Mutation,
+    ) -> (Self, Action) {
+        let mut give = Self { host, gift, mutation, lost, state: State::Closing };
+        let action = match Flush::begin(host, give.at(), cache, mutation) {
+            Some((flush, action)) => {
+                give.state = State::Flushing(flush);
+                action
+            }
+            None => give.commit(cache),
+        };
+        (give, action)
+    }
+
+    pub(super) fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Next {
+        match self.state {
+            State::Flushing(mut flush) => Ok(match flush.step(cache, result)? {
+                Flushed::Post(action) => self.post(State::Flushing(flush), action),
+                Flushed::Done => Given::Post(self.commit(cache)),
+                Flushed::Overtaken => Given::Overtaken,
+            }),
+            State::GivingChunks => self.chunks_given(cache, result.found()),
+            State::GivingGroup => self.group_given(cache, result.found()),
+            State::FlushingClose(mut flush) => match flush.step(cache, result)? {
+                Flushed::Post(action) => Ok(self.post(State::FlushingClose(flush), action)),
+                Flushed::Done => Ok(self.post_close(cache)),
+                Flushed::Overtaken => self.close_again(cache),
+            },
+            State::Closing => self.closed(cache, result.found()),
+            State::Marking => self.marked(cache, result.found()),
+            State::Hinting(mut hint) => Ok(match hint.step(cache, result.found()) {
+                Some(action) => self.post(State::Hinting(hint), action),
+                None => Given::Done,
+            }),
+        }
+    }
+
+    fn post(&mut self, state: State, action: Action) -> Given {
+        self.state = state;
+        Given::Post(action)
+    }
+
+    /// What is given back.
+    pub(super) const fn gift(&self) -> Gift {
+        self.gift
+    }
+
+    /// The word whose change gives it back.
+    fn at(&self) -> WordAt {
+        match self.gift {
+            Gift::Chunks { span, .. } => WordAt::Span(span),
+            Gift::Whole { section, .. } => WordAt::Section(section),
+            Gift::Span { span } => WordAt::Section(span / SECTION_SPANS),
+        }
+    }
+
+    fn commit(&mut self, cache: &NodeCache) -> Action {
+        let at = self.at();
+        let expected = cache.word(at);
+        let (state, desired) = match self.gift {
+            Gift::Chunks { span, mask, run } => {
+                let desired = cache.span(span).give_all(mask, run, self.host);
+                if desired.is_closed() && self.mutation == Mutation::CloseFirst {
+                    return self.close(cache, span);
+                }
+                (State::GivingChunks, desired.0)
+            }
+            Gift::Whole { section, group } => {
+                (State::GivingGroup, cache.section(section).give(group, self.host).0)
+            }
+            Gift::Span { span } => return self.close(cache, span),
+        };
+        self.state = state;
+        self.mutation.commit(at, expected, desired)
+    }
+
+    fn chunks_given(&mut self, cache: &mut NodeCache, found: u64) -> Next {
+        let Gift::Chunks { span, mask, run } = self.gift else { return Ok(Given::Done) };
+        let before = cache.span(span);
+        if found != before.0 {
+            cache.learn(WordAt::Span(span), found)?;
+            return Ok(Given::Overtaken);
+        }
+        let now = before.give_all(mask, run, self.host);
+        cache.learn(WordAt::Span(span), now.0)?;
+        if now.is_closed() {
+            let skip = matches!(self.mutation, Mutation::SkipClose | Mutation::CloseFirst);
+            return Ok(if skip { Given::Done } else { self.begin_close(cache) });
+        }
+        let hint = Hint::opened(span, before.is_full(), cache, self.mutation).or_else(|| match self.lost {
+            0 => Hint::calm(span, cache, self.mutation),
+            1..=CONTENDED_AFTER => None,
+            _ => Hint::mark(span, cache, self.mutation),
+        });
+        Ok(match hint {
+            Some((hint, action)) => self.post(State::Hinting(hint), action),
+            None => Given::Done,
+        })
+    }
+
+    fn group_given(&mut self, cache: &mut NodeCache, found: u64) -> Next {
+        let Gift::Whole { section, group } = self.gift else { return Ok(Given::Done) };
+        let (at, before) = (WordAt::Section(section), cache.section(section));
+        if found != before.0 {
+            cache.learn(at, found)?;
+            return Ok(Given::Overtaken);
+        }
+        let now = before.give(group, self.host);
+        cache.change_section(section, now).map_err(|cause| damaged(at, now.0, cause))?;
+        Ok(Given::Done)
+    }
+
+    fn span(&self) -> u32 {
+        match self.gift {
+            Gift::Chunks { span, .. } | Gift::Span { span } => span,
+            Gift::Whole { section, group } => section * SECTION_SPANS + u32::from(group.first()),
+        }
+    }
+
+    /// F4: only we may, since we emptied the span; hints that others set meanwhile are written over.
+    fn begin_close(&mut self, cache: &NodeCache) -> Given {
+        let section = WordAt::Section(self.span() / SECTION_SPANS);
+        match Flush::begin(self.host, section, cache, self.mutation) {
+            Some((flush, action)) => self.post(State::FlushingClose(flush), action),
+            None => self.post_close(cache),
+        }
+    }
+
+    fn post_close(&mut self, cache: &NodeCache) -> Given {
+        let action = self.close(cache, self.span());
+        Given::Post(action)
+    }
+
+    fn close(&mut self, cache: &NodeCache, span: u32) -> Action {
+        self.state = State::Closing;
+        let section = span / SECTION_SPANS;
+        let expected = cache.section(section);
+        let desired = expected.close(place_in_section(span), self.host);
+        self.mutation.commit(WordAt::Section(section), expected.0, desired.0)
+    }
+
+    /// The section has changed before it was told that the span is closed.
+    fn close_again(&mut self, cache: &NodeCache) -> Next {
+        if matches!(self.gift, Gift::Span { .. }) {
+            return Ok(Given::Overtaken);
+        }
+        self.lost += 1;
+        if self.lost > ATTEMPTS_MAX {
+            return Err(OpError::Busy { attempts: ATTEMPTS_MAX });
+        }
+        let (section, index) = (self.span() / SECTION_SPANS, place_in_section(self.span()));
+        let word = cache.section(section);
+        if word.state(index) == SpanState::Empty {
+            return Err(damaged(WordAt::Section(section), word.0, Damage::Intruder));
+        }
+        Ok(self.begin_close(cache))
+    }
+
+    fn closed(&mut self, cache: &mut NodeCache, found: u64) -> Next {
+        let (span, section) = (self.span(), self.span() / SECTION_SPANS);
+        let (at, before) = (WordAt::Section(section), cache.section(section));
+        if found != before.0 {
+            cache.learn(at, found)?;
+            if self.mutation == Mutation::CloseFromStale && !matches!(self.gift, Gift::Span { .. }) {
+                let desired = before.close(place_in_section(span), self.host);
+                return Ok(self.post(State::Closing, self.mutation.commit(at, found, desired.0)));
+            }
+            return self.close_again(cache);
+        }
+        let now = before.close(place_in_section(span), self.host);
+        cache.change_section(section, now).map_err(|cause| damaged(at, now.0, cause))?;
+        if let (Gift::Chunks { mask, run, .. }, Mutation::CloseFirst) = (self.gift, self.mutation) {
+            let word = cache.span(span);
+            let desired = word.give_all(mask, run, self.host);
+            return Ok(
+                self.post(State::GivingChunks, self.mutation.commit(WordAt::Span(span), word.0, desired.0))
+            );
+        }
+        let word = cache.span(span);
+        if word.is_ready() {
+            return Ok(Given::Done);
+        }
+        let action = self.mutation.commit(WordAt::Span(span), word.0, word.mark_ready(self.host).0);
+        Ok(self.post(State::Marking, action))
+    }
+
+    /// F6. If it fails somebody was faster.
+    fn marked(&self, cache: &mut NodeCache, found: u64) -> Next {
+        let before = cache.span(self.span());
+        let now = if found == before.0 { before.mark_ready(self.host) } else { SpanWord(found) };
+        cache.learn(WordAt::Span(self.span()), now.0)?;
+        Ok(Given::Done)
+    }
+}

@@ -1,0 +1,441 @@
+//! What a live host does for a dead one: find all that it held, by the words and the full log, and give it back.
+//!
+//! The dead host must be fenced at the node. Each change is a CAS on the word by which it was judged, and a section's word was read
+//! before those of its spans; what is lost to a race is judged anew.
+
+use aquifer_fabric::Host;
+
+use super::give::{Gift, Give, Given};
+use super::hint::Hint;
+use super::{Action, Machine, Mutation, OpError, READ_WORDS_MAX, Step, StepResult, WordAt, lose};
+use crate::cache::NodeCache;
+use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS};
+use crate::word::{InlineLog, LogEntry, LogOp, Run, SectionWord, SpanState, SpanWord};
+
+const SPANS: usize = SECTION_SPANS as usize;
+const CHUNKS: usize = SPAN_CHUNKS as usize;
+
+/// What was found of a dead host.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Recovered {
+    /// Extents that it held.
+    pub extents: u64,
+    /// Their chunks.
+    pub chunks: u64,
+    /// Spans that it was about to open, or to close.
+    pub spans: u64,
+    /// Chunks of which nothing tells whose they are. There are none unless the metadata is damaged.
+    pub unknown: u64,
+}
+
+/// Gives back all that a dead host held of a node. If it is dropped before it is done another takes it up from the beginning.
+#[derive(Clone, Debug)]
+pub struct RecoverOp {
+    host: Host,
+    dead: Host,
+    mutation: Mutation,
+    recovered: Recovered,
+    /// The sections from here on are not looked at yet.
+    next: u32,
+    /// Those before this one were, as far as to see that something is in them.
+    seen: u32,
+    /// A bit for each of the last [`READ_WORDS_MAX`] that were seen and have something in them.
+    used: Vec<bool>,
+    section: u32,
+    lost: u32,
+    /// Of this section.
+    unknown: u64,
+    /// Its word was still the same after the log was read.
+    certain: Option<u8>,
+    /// How often the client had been surprised by a section when this one was looked at.
+    surprises: u64,
+    /// The section's record when its log was read; what we do writes over it.
+    record: Option<InlineLog>,
+    spans: [u64; SPANS],
+    chunk_log: Vec<u64>,
+    span_log: Vec<u64>,
+    state: State,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum State {
+    Idle,
+    /// V1: which sections have something in them?
+    Surveying,
+    /// V2.
+    ProbingSection,
+    ReadingSpans,
+    /// The same again: what was read twice was not torn.
+    ReadingSpansAgain,
+    /// And the section again: it and its spans were so at one time.
+    ProbingSectionAgain,
+    ReadingChunkLog,
+    ReadingSpanLog,
+    /// Is a span still as it was when its log was read?
+    ProbingSpan(u8),
+    /// V3, what is given back by it, and the span that is next.
+    Giving(Give, Recovered, u8),
+    Hinting(Hint, u8),
+}
+
+/// What a span of the dead host, or of another, calls for.
+#[derive(Debug)]
+enum Verdict {
+    /// Nothing; the span after it is next.
+    Pass(u8),
+    Return(Gift, Recovered),
+    /// It is said to be full, and is not.
+    Unhint,
+    /// Nothing tells whose something is; the log may be of later.
+    Doubt,
+}
+
+type Next = Result<Step<Recovered>, OpError>;
+
+impl RecoverOp {
+    /// An operation by which `host` gives back what `dead` held.
+    #[must_use]
+    pub const fn new(host: Host, dead: Host) -> Self {
+        Self::mutated(host, dead, Mutation::None)
+    }
+
+    /// The same with a fault, for tests.
+    #[must_use]
+    pub const fn mutated(host: Host, dead: Host, mutation: Mutation) -> Self {
+        Self {
+            host,
+            dead,
+            mutation,
+            recovered: Recovered { extents: 0, chunks: 0, spans: 0, unknown: 0 },
+            next: 0,
+            seen: 0,
+            used: Vec::new(),
+            section: 0,
+            lost: 0,
+            unknown: 0,
+            certain: None,
+            surprises: 0,
+            record: None,
+            spans: [0; SPANS],
+            chunk_log: Vec::new(),
+            span_log: Vec::new(),
+            state: State::Idle,
+        }
+    }
+}
+
+impl Machine for RecoverOp {
+    type Output = Recovered;
+
+    fn start(&mut self, cache: &mut NodeCache) -> Step<Recovered> {
+        self.go_on(cache)
+    }
+
+    fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<Recovered> {
+        let next = match std::mem::replace(&mut self.state, State::Idle) {
+            State::Idle => panic!("no action is under way"),
+            State::Surveying => Ok(self.surveyed(cache, result.words())),
+            State::ProbingSection => self.section_found(cache, result.found()),
+            State::ReadingSpans => {
+                self.spans.copy_from_slice(result.words());
+                Ok(self.read_spans(State::ReadingSpansAgain))
+            }
+            State::ReadingSpansAgain => self.spans_read(cache, result.words()),
+            State::ProbingSectionAgain => self.section_found_again(cache, result.found()),
+            State::ReadingChunkLog => {
+                self.chunk_log.extend_from_slice(result.words());
+                Ok(self.read_span_log(cache))
+            }
+            State::ReadingSpanLog => {
+                self.span_log.extend_from_slice(result.words());
+                Ok(self.judge_from(cache, 0))
+            }
+            State::ProbingSpan(place) => self.probed(cache, place, result.found()),
+            State::Giving(give, found, span) => self.giving(cache, (give, found, span), result),
+            State::Hinting(mut hint, span) => Ok(match hint.step(cache, result.found()) {
+                Some(action) => self.post(State::Hinting(hint, span), action),
+                None => self.judge_from(cache, span),
+            }),
+        };
+        next.unwrap_or_else(|error| Step::Done(Err(error)))
+    }
+}
+
+impl RecoverOp {
+    fn post(&mut self, state: State, action: Action) -> Step<Recovered> {
+        self.state = state;
+        Step::Post(action)
+    }
+
+    /// The next section that has something in it. What the dead host held stands still, so that no torn READ hides it.
+    fn go_on(&mut self, cache: &NodeCache) -> Step<Recovered> {
+        let count = cache.section_count();
+        while self.next < self.seen {
+            let first = self.seen - u32::try_from(self.used.len()).unwrap_or(0);
+            let section = self.next;
+            self.next += 1;
+            if self.used[(section - first) as usize] {
+                self.section = section;
+                self.lost = 0;
+                return self.begin_section(cache);
+            }
+        }
+        if self.seen == count {
+            return Step::Done(Ok(self.recovered));
+        }
+        let many = READ_WORDS_MAX.min(count - self.seen);
+        self.post(State::Surveying, Action::Read { at: WordAt::Section(self.seen), count: many })
+    }
+
+    fn surveyed(&mut self, cache: &NodeCache, words: &[u64]) -> Step<Recovered> {
+        self.used.clear();
+        self.used.extend(words.iter().map(|word| SectionWord(*word).bits() != 0));
+        self.seen += u32::try_from(words.len()).unwrap_or(0);
+        self.go_on(cache)
+    }
+
+    /// V2: the section first, then its spans, then the log.
+    fn begin_section(&mut self, cache: &NodeCache) -> Step<Recovered> {
+        self.unknown = 0;
+        self.certain = None;
+        self.surprises = cache.surprises();
+        if self.mutation == Mutation::SectionLast {
+            return self.read_spans(State::ReadingSpans);
+        }
+        self.post(State::ProbingSection, Action::Probe { at: WordAt::Section(self.section) })
+    }
+
+    fn section_found(&mut self, cache: &mut NodeCache, found: u64) -> Next {
+        cache.learn(WordAt::Section(self.section), found)?;
+        self.surprises = cache.surprises();
+        self.record = SectionWord(found).log().ok().flatten();
+        if self.mutation == Mutation::SectionLast {
+            return Ok(self.read_chunk_log(cache));
+        }
+        if SectionWord(found).bits() == 0 {
+            return Ok(self.go_on(cache));
+        }
+        Ok(self.read_spans(State::ReadingSpans))
+    }
+
+    fn read_spans(&mut self, state: State) -> Step<Recovered> {
+        let at = WordAt::Span(self.section * SECTION_SPANS);
+        self.post(state, Action::Read { at, count: SECTION_SPANS })
+    }
+
+    fn spans_read(&mut self, cache: &mut NodeCache, words: &[u64]) -> Next {
+        if words != self.spans {
+            lose(&mut self.lost)?;
+            self.spans.copy_from_slice(words);
+            return Ok(self.read_spans(State::ReadingSpansAgain));
+        }
+        for (span, word) in (self.section * SECTION_SPANS..).zip(words) {
+            cache.learn(WordAt::Span(span), *word)?;
+        }
+        let at = WordAt::Section(self.section);
+        let is_last = self.mutation == Mutation::SectionLast;
+        let state = if is_last { State::ProbingSection } else { State::ProbingSectionAgain };
+        Ok(self.post(state, Action::Probe { at }))
+    }
+
+    fn section_found_again(&mut self, cache: &mut NodeCache, found: u64) -> Next {
+        if found != cache.section(self.section).0 {
+            lose(&mut self.lost)?;
+            return Ok(self.begin_section(cache));
+        }
+        Ok(self.read_chunk_log(cache))
+    }
+
+    fn read_chunk_log(&mut self, cache: &NodeCache) -> Step<Recovered> {
+        self.chunk_log.clear();
+        self.span_log.clear();
+        if self.words().iter().all(|word| word.is_closed()) {
+            return self.read_span_log(cache);
+        }
+        let at = WordAt::chunk_entry(self.section * SECTION_CHUNKS);
+        self.post(State::ReadingChunkLog, Action::Read { at, count: SECTION_CHUNKS })
+    }
+
+    fn read_span_log(&mut self, cache: &NodeCache) -> Step<Recovered> {
+        let section = cache.section(self.section);
+        let is_held =
+            |(place, word): (u8, &SpanWord)| word.is_closed() && section.state(place) != SpanState::Empty;
+        if !(0..).zip(self.words().iter()).any(is_held) {
+            return self.judge_from(cache, 0);
+        }
+        let at = WordAt::span_entry(self.section * SECTION_SPANS);
+        self.post(State::ReadingSpanLog, Action::Read { at, count: SECTION_SPANS })
+    }
+
+    fn words(&self) -> [SpanWord; SPANS] {
+        self.spans.map(SpanWord)
+    }
+
+    /// V3: give back what is the dead host's, from the span with this place on.
+    fn judge_from(&mut self, cache: &NodeCache, mut place: u8) -> Step<Recovered> {
+        if self.surprises != cache.surprises() && self.mutation != Mutation::SectionLast {
+            // Others have changed the section since its spans were looked at.
+            return self.begin_section(cache);
+        }
+        while u32::from(place) < SECTION_SPANS {
+            match self.judge(cache, place) {
+                Verdict::Pass(next) => place = next,
+                Verdict::Return(gift, found) => {
+                    let (give, action) = Give::begin(self.host, gift, self.lost, cache, self.mutation);
+                    let next = place + Self::places(gift);
+                    return self.post(State::Giving(give, found, next), action);
+                }
+                Verdict::Doubt => {
+                    let at = WordAt::Span(self.section * SECTION_SPANS + u32::from(place));
+                    return self.post(State::ProbingSpan(place), Action::Probe { at });
+                }
+                Verdict::Unhint => {
+                    let span = self.section * SECTION_SPANS + u32::from(place);
+                    place += 1;
+                    // Rule H: the section's word is older than the look that found the span open.
+                    if let Some((hint, action)) = Hint::opened(span, false, cache, self.mutation) {
+                        return self.post(State::Hinting(hint, place), action);
+                    }
+                }
+            }
+        }
+        self.recovered.unknown += self.unknown;
+        self.go_on(cache)
+    }
+
+    fn places(gift: Gift) -> u8 {
+        match gift {
+            Gift::Whole { group, .. } => group.len(),
+            Gift::Chunks { .. } | Gift::Span { .. } => 1,
+        }
+    }
+
+    fn judge(&mut self, cache: &NodeCache, place: u8) -> Verdict {
+        let span = self.section * SECTION_SPANS + u32::from(place);
+        let section = cache.section(self.section);
+        let word = SpanWord(self.spans[usize::from(place)]);
+        let state = section.state(place);
+        if !word.is_closed() {
+            let (dead, unknown) = self.chunks_of_dead(word, place);
+            if unknown > 0 && self.certain != Some(place) {
+                return Verdict::Doubt;
+            }
+            self.unknown += unknown;
+            return match dead {
+                Some((mask, run, found)) => Verdict::Return(Gift::Chunks { span, mask, run }, found),
+                None if state == SpanState::Full && !word.is_full() => Verdict::Unhint,
+                None => Verdict::Pass(place + 1),
+            };
+        }
+        let found = Recovered { spans: 1, ..Recovered::default() };
+        match word.log() {
+            _ if state == SpanState::Empty => Verdict::Pass(place + 1),
+            Ok(Some(InlineLog { op: LogOp::Close, host, .. })) if host == self.dead => {
+                Verdict::Return(Gift::Span { span }, found)
+            }
+            // Whoever it was will tell the section, or is recovered, too.
+            Ok(Some(InlineLog { op: LogOp::Close, .. })) => Verdict::Pass(place + 1),
+            _ => self.judge_ready(section, place),
+        }
+    }
+
+    /// A closed span that is ready, and yet not empty: about to be opened, or taken whole.
+    fn judge_ready(&self, section: SectionWord, place: u8) -> Verdict {
+        let is_of_it =
+            |log: &InlineLog| log.run.first() == place && matches!(log.op, LogOp::Open | LogOp::Alloc);
+        let kept = || {
+            let entry = self.span_log.get(usize::from(place)).map(|entry| LogEntry(*entry))?;
+            entry.of_section().ok().flatten().filter(is_of_it)
+        };
+        let Some(log) = self.record.filter(is_of_it).or_else(kept) else { return Verdict::Pass(place + 1) };
+        let group = log.run;
+        match log.op {
+            LogOp::Alloc if log.host != self.dead => Verdict::Pass(place + group.len()),
+            LogOp::Alloc if section.all(group, SpanState::Full) => {
+                let chunks = u64::from(group.len()) * u64::from(SPAN_CHUNKS);
+                let found = Recovered { extents: 1, chunks, ..Recovered::default() };
+                Verdict::Return(Gift::Whole { section: self.section, group }, found)
+            }
+            LogOp::Open if log.host == self.dead => {
+                let span = self.section * SECTION_SPANS + u32::from(place);
+                Verdict::Return(Gift::Span { span }, Recovered { spans: 1, ..Recovered::default() })
+            }
+            _ => Verdict::Pass(place + 1),
+        }
+    }
+
+    fn probed(&mut self, cache: &mut NodeCache, place: u8, found: u64) -> Next {
+        if found != self.spans[usize::from(place)] {
+            lose(&mut self.lost)?;
+            return Ok(self.begin_section(cache));
+        }
+        self.certain = Some(place);
+        Ok(self.judge_from(cache, place))
+    }
+
+    /// The dead host's chunks of an open span, the first of its extents there, and how many; and of how many chunks nothing tells whose they are.
+    fn chunks_of_dead(&self, word: SpanWord, place: u8) -> (Option<(u32, Run, Recovered)>, u64) {
+        let entries = self.chunk_log.get(usize::from(place) * CHUNKS..).unwrap_or_default();
+        let last = word.log().ok().flatten().filter(|log| log.op == LogOp::Alloc);
+        let (mut mask, mut first, mut found, mut unknown) = (0, None, Recovered::default(), 0);
+        let mut chunk = 0_u8;
+        while u32::from(chunk) < SPAN_CHUNKS {
+            if word.bits() >> chunk & 1 == 0 {
+                chunk += 1;
+                continue;
+            }
+            let is_of_it =
+                |log: &InlineLog| log.op == LogOp::Alloc && log.run.first() == chunk && word.holds(log.run);
+            let kept = || {
+                let entry = LogEntry(*entries.get(usize::from(chunk))?);
+                entry.of_span().ok().flatten().filter(is_of_it)
+            };
+            let Some(log) = last.filter(is_of_it).or_else(kept) else {
+                unknown += 1;
+                chunk += 1;
+                continue;
+            };
+            if log.host == self.dead {
+                mask |= log.run.mask();
+                first.get_or_insert(log.run);
+                found.extents += 1;
+                found.chunks += u64::from(log.run.len());
+            }
+            chunk += log.run.len();
+        }
+        (first.map(|run| (mask, run, found)), unknown)
+    }
+
+    fn giving(
+        &mut self,
+        cache: &mut NodeCache,
+        (mut give, found, next): (Give, Recovered, u8),
+        result: StepResult<'_>,
+    ) -> Next {
+        match give.step(cache, result)? {
+            Given::Post(action) => Ok(self.post(State::Giving(give, found, next), action)),
+            Given::Done => {
+                self.recovered.add(found);
+                Ok(self.judge_from(cache, next))
+            }
+            Given::Overtaken => {
+                lose(&mut self.lost)?;
+                if self.mutation == Mutation::RecoverBlind {
+                    let (give, action) = Give::begin(self.host, give.gift(), self.lost, cache, self.mutation);
+                    return Ok(self.post(State::Giving(give, found, next), action));
+                }
+                Ok(self.begin_section(cache))
+            }
+        }
+    }
+}
+
+impl Recovered {
+    /// Count what was found elsewhere, too.
+    pub const fn add(&mut self, other: Self) {
+        self.extents += other.extents;
+        self.chunks += other.chunks;
+        self.spans += other.spans;
+        self.unknown += other.unknown;
+    }
+}
