@@ -2,6 +2,8 @@
 
 #[path = "conformance/harness.rs"]
 mod harness;
+#[path = "conformance/numbers.rs"]
+mod numbers;
 #[path = "conformance/suite.rs"]
 mod suite;
 
