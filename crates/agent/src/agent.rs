@@ -7,12 +7,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
+use aquifer_directory::DirectoryError;
+use aquifer_directory::names::AgentRecord;
 use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
 use aquifer_fabric::{Identity, Tenant};
 use aquifer_faults::serve::{Restored, Service, Surroundings};
 use aquifer_ipc::{KeptKind, Put};
 use aquifer_metrics::{MetricsError, Place as MetricsPlace};
-use aquifer_pager::Connector;
+use aquifer_pager::{Connector, Mempool};
 use aquifer_pool::{NodeId, PoolClient};
 
 use crate::keeper::KeeperPort;
@@ -43,6 +45,8 @@ pub struct AgentOptions {
     pub directory_place: String,
     /// Most that the mempool may take, in bytes. It grows as it is used.
     pub mempool_bytes: usize,
+    /// How long programs wait for another agent, by their keeper: for so long other hosts leave alone what this one holds.
+    pub grace: Duration,
     /// The cluster's key, for nodes on other machines.
     pub key: Option<ClusterKey>,
     /// How those are connected to.
@@ -126,10 +130,9 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
     raise_descriptor_limit();
     let (keeper, kept) = KeeperPort::connect(&options.keeper)
         .map_err(|source| AgentError::Keeper { path: options.keeper.clone(), source })?;
-    let place = Place::find(options, &kept)?;
+    let mut place = Place::find(options, &kept)?;
     let metrics = metrics::listen(options.metrics.as_ref(), place.before.is_some())?;
-    let mut membership =
-        Membership::join(Arc::clone(&options.directory), &options.socket, place.before.as_ref())?;
+    let mut membership = join(options, &mut place)?;
     let tenant = Tenant(rustix::process::geteuid().as_raw());
     let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
     let nodes =
@@ -199,6 +202,24 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
     drop(recovery);
     membership.leave();
     Ok(())
+}
+
+/// As the agent before this one; if others have given back meanwhile what it held, as a new one.
+fn join(options: &AgentOptions, place: &mut Place) -> Result<Membership, AgentError> {
+    let join = |before: Option<&AgentRecord>| {
+        Membership::join(Arc::clone(&options.directory), &options.socket, before, options.grace)
+    };
+    match join(place.before.as_ref()) {
+        Err(MembershipError::Directory(DirectoryError::Taken { .. })) if place.before.is_some() => {
+            tracing::error!(
+                "this host was away for too long, and its memory was given to others: its programs are ended"
+            );
+            place.before = None;
+            place.mempool = Mempool::new(options.mempool_bytes).map_err(AgentError::Mempool)?;
+            Ok(join(None)?)
+        }
+        joined => Ok(joined?),
+    }
 }
 
 fn end_runs(service: &Service, reason: &str) {

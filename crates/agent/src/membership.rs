@@ -42,7 +42,7 @@ pub struct Membership {
 }
 
 impl Membership {
-    /// Take a host number, or that of an agent `before` this one, and announce the agent.
+    /// Take a host number, or that of an agent `before` this one, and announce the agent. For `grace` after the lease ends another agent may go on under the number.
     ///
     /// # Errors
     /// The directory's.
@@ -50,11 +50,13 @@ impl Membership {
         directory: Arc<dyn Directory>,
         socket: &Path,
         before: Option<&AgentRecord>,
+        grace: Duration,
     ) -> Result<Self, MembershipError> {
+        let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
         let lease = directory.lease_grant(LEASE_TTL)?;
         let record = match before {
-            Some(before) => names::reclaim_host(&*directory, lease, before)?,
-            None => names::claim_host(&*directory, lease, &socket.display().to_string())?,
+            Some(before) => names::reclaim_host(&*directory, lease, before, grace_ms)?,
+            None => names::claim_host(&*directory, lease, &socket.display().to_string(), grace_ms)?,
         };
         let stop = Arc::new(AtomicBool::new(false));
         let is_lost = Arc::new(AtomicBool::new(false));

@@ -3,11 +3,11 @@
 //! A host is dead when its lease is gone. Whoever recovers it takes its number under a lease of its own: so nobody else does at the same time, memory nodes refuse whatever the
 //! dead one still has under way, and if the recoverer dies too, the number is free to be recovered again.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use aquifer_directory::names::{self, AgentRecord, HolderRecord, Life};
 use aquifer_directory::{Directory, DirectoryError, Lease};
@@ -21,9 +21,11 @@ use crate::nodes::Nodes;
 const LEASE_TTL: Duration = Duration::from_secs(15);
 /// How often the directory is asked who is dead.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// After a try that failed: each takes a lease, and is written down.
+const RETRY_EVERY: Duration = Duration::from_secs(10);
 const TICK: Duration = Duration::from_millis(100);
 
-/// A thread that looks for dead hosts, until this is dropped. What it has begun then is left for others to finish.
+/// A thread that looks for dead hosts, until this is dropped. The node that it is at then is finished, the rest is left for others.
 #[derive(Debug)]
 pub struct Recovery {
     stop: Arc<AtomicBool>,
@@ -65,6 +67,14 @@ struct Recoverer {
     stop: Arc<AtomicBool>,
 }
 
+/// A dead host, as long as it is not recovered.
+struct Seen {
+    claimed: u64,
+    since: Instant,
+    /// When it was tried last, in vain.
+    failed: Option<Instant>,
+}
+
 /// Why a host is not recovered yet.
 #[derive(Debug, thiserror::Error)]
 enum RecoverError {
@@ -74,6 +84,8 @@ enum RecoverError {
     Unreachable(u16, aquifer_fabric::EndpointError),
     #[error(transparent)]
     Pool(#[from] PoolError),
+    #[error("this agent is stopping")]
+    Stopped,
 }
 
 /// Memory that a dead host may hold.
@@ -96,13 +108,16 @@ impl Whereabouts {
 impl Recoverer {
     fn watch(&self) {
         let mut is_silent = false;
-        let mut failed = BTreeSet::new();
+        let mut seen = BTreeMap::new();
         while !self.stop.load(Relaxed) {
             match names::dead_hosts(&*self.directory) {
                 Ok(dead) => {
                     is_silent = false;
-                    failed.retain(|host| dead.iter().any(|dead| dead.host == *host));
-                    dead.iter().for_each(|dead| self.try_recover(dead, &mut failed));
+                    seen.retain(|host, _| dead.iter().any(|dead| dead.host == *host));
+                    for dead in &dead {
+                        let new = || Seen { claimed: dead.claimed, since: Instant::now(), failed: None };
+                        self.try_recover(dead, seen.entry(dead.host).or_insert_with(new));
+                    }
                 }
                 Err(error) if !is_silent => {
                     tracing::warn!(%error, "the directory does not say which hosts are dead; trying again");
@@ -118,9 +133,15 @@ impl Recoverer {
         }
     }
 
-    /// `failed`: of these it was told already.
-    fn try_recover(&self, dead: &HolderRecord, failed: &mut BTreeSet<u16>) {
-        if self.stop.load(Relaxed) {
+    fn try_recover(&self, dead: &HolderRecord, seen: &mut Seen) {
+        if seen.claimed != dead.claimed {
+            // It is another's death.
+            (seen.claimed, seen.since) = (dead.claimed, Instant::now());
+        }
+        // Another agent may still come for what it holds.
+        let is_awaited = seen.since.elapsed() < Duration::from_millis(dead.grace_ms);
+        let is_hopeless = seen.failed.is_some_and(|failed| failed.elapsed() < RETRY_EVERY);
+        if is_awaited || is_hopeless || self.stop.load(Relaxed) {
             return;
         }
         match self.recover(dead) {
@@ -145,7 +166,7 @@ impl Recoverer {
             }
             // Another was faster, or it has come back.
             Err(RecoverError::Directory(DirectoryError::Taken { .. })) => {}
-            Err(error) if failed.insert(dead.host) => {
+            Err(error) if seen.failed.replace(Instant::now()).is_none() => {
                 tracing::warn!(host = dead.host, %error, "a dead host is not recovered yet; trying again");
             }
             Err(error) => tracing::debug!(host = dead.host, %error, "a dead host is not recovered yet"),
@@ -172,9 +193,22 @@ impl Recoverer {
         let Whereabouts { present, absent, .. } = self.whereabouts(dead)?;
         self.nodes.list_anew()?;
         let mut found = Recovered::default();
-        for life in present {
-            found.add(self.recover_at(NodeId(life.node), who)?);
-            self.directory.lease_keep_alive(lease.id)?;
+        let mut failed = None;
+        self.while_alive(lease, || {
+            for life in present {
+                match self.recover_at(NodeId(life.node), who) {
+                    Ok(there) => found.add(there),
+                    // The others' first.
+                    Err(error) => failed = failed.take().or(Some(error)),
+                }
+                if self.stop.load(Relaxed) {
+                    failed = failed.take().or(Some(RecoverError::Stopped));
+                    return;
+                }
+            }
+        });
+        if let Some(error) = failed {
+            return Err(error);
         }
         if !absent.is_empty() {
             let nodes: Vec<u16> = absent.iter().map(|life| life.node).collect();
@@ -186,6 +220,27 @@ impl Recoverer {
         }
         names::forget_host(&*self.directory, &record, absent)?;
         Ok(found)
+    }
+
+    /// Do something, however long it takes, while the lease is kept.
+    fn while_alive(&self, lease: Lease, work: impl FnOnce()) {
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut kept = Instant::now();
+                while !is_over.load(Relaxed) {
+                    std::thread::sleep(TICK);
+                    if kept.elapsed() >= LEASE_TTL / 5 {
+                        kept = Instant::now();
+                        if let Err(error) = self.directory.lease_keep_alive(lease.id) {
+                            tracing::debug!(%error, "the lease of a recovery is not kept");
+                        }
+                    }
+                }
+            });
+            work();
+            is_over.store(true, Relaxed);
+        });
     }
 
     /// Where something of a dead host may be left.

@@ -326,7 +326,7 @@ pub const GRACE_MS: u64 = 30_000;
 const TIME_MS_MAX: u64 = 86_400_000;
 
 /// Read `500ms`, `30s`, `2m`, or seconds without a unit.
-fn parse_time_ms(text: &str) -> Result<u64, String> {
+pub fn parse_time_ms(text: &str) -> Result<u64, String> {
     let wrong =
         || format!("\"{text}\" is not a time: write seconds, or a number with ms, s or m, such as 500ms");
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());

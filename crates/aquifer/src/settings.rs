@@ -8,6 +8,7 @@ use clap::Args;
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize};
 
+use crate::cli::parse_time_ms;
 use crate::size;
 
 /// Where files are looked for that are not named.
@@ -150,6 +151,10 @@ pub struct AgentSettings {
     /// Encrypt everything to and from nodes over TCP, whatever they want
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub encrypt: Option<bool>,
+    /// When this agent dies, other hosts leave its memory alone for so long after its lease; as long as that of the keeper [default: 30s]
+    #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
+    #[serde(deserialize_with = "time_ms")]
+    pub grace: Option<u64>,
     /// Serve figures for Prometheus at this address of this machine, such as 127.0.0.1:7481, or unix:PATH [default: nowhere]
     #[arg(long, value_name = "ADDRESS")]
     #[serde(deserialize_with = "place")]
@@ -203,6 +208,7 @@ impl Settings for AgentSettings {
     fn or(self, other: Self) -> Self {
         Self {
             mempool: self.mempool.or(other.mempool),
+            grace: self.grace.or(other.grace),
             key: self.key.or(other.key),
             shared_socket: self.shared_socket.or(other.shared_socket),
             encrypt: self.encrypt.or(other.encrypt),
@@ -245,6 +251,10 @@ fn parse<T: DeserializeOwned>(text: &str) -> Result<T, String> {
 
 fn bytes<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
     size::parse(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
+}
+
+fn time_ms<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
+    parse_time_ms(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
 }
 
 fn place<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Place>, D::Error> {
@@ -312,9 +322,10 @@ key = "/etc/aquifer/own.key"
         assert_eq!(node.metrics, Some("127.0.0.1:7480".parse().unwrap()));
         assert_eq!(node.directory.address.as_deref(), Some("etcds://a:2379,b:2379/blue"));
         let agent: AgentSettings =
-            parse("mempool = \"1G\"\nencrypt = false\nmetrics = \"unix:/x\"\n[directory]\n").unwrap();
+            parse("mempool = \"1G\"\ngrace = \"2m\"\nencrypt = false\nmetrics = \"unix:/x\"\n[directory]\n")
+                .unwrap();
         assert_eq!(agent.metrics, Some("unix:/x".parse().unwrap()));
-        assert_eq!((agent.mempool, agent.encrypt), (Some(1 << 30), Some(false)));
+        assert_eq!((agent.mempool, agent.encrypt, agent.grace), (Some(1 << 30), Some(false), Some(120_000)));
         assert_eq!(parse::<NodeSettings>("").unwrap(), NodeSettings::default());
     }
 

@@ -83,8 +83,10 @@ pub struct Life {
 pub struct HolderRecord {
     /// Its number.
     pub host: u16,
-    /// Fencing epoch of the lease under which the number was taken last.
-    pub epoch: u64,
+    /// That of [`AgentRecord::claimed`].
+    pub claimed: u64,
+    /// For so long after its lease it may still come back for what it holds, in milliseconds.
+    pub grace_ms: u64,
     /// It is dead, and only in these lives may something of it be left; absent: in any.
     pub left_in: Option<Vec<Life>>,
 }
@@ -98,6 +100,10 @@ pub struct AgentRecord {
     pub address: String,
     /// Fencing epoch of its lease.
     pub epoch: u64,
+    /// The epoch under which the number was claimed: agents that go on one after another under the number share it.
+    pub claimed: u64,
+    /// It is no agent, but gives back what a dead one held.
+    pub is_successor: bool,
 }
 
 /// Read a record.
@@ -137,7 +143,9 @@ pub fn lives(directory: &dyn Directory) -> Result<Vec<Life>, DirectoryError> {
 /// # Errors
 /// The directory's; a record that makes no sense.
 pub fn agents(directory: &dyn Directory) -> Result<Vec<AgentRecord>, DirectoryError> {
-    directory.list(AGENTS)?.entries.iter().map(decode).collect()
+    let records = directory.list(AGENTS)?;
+    let records = records.entries.iter().map(decode::<AgentRecord>);
+    records.filter(|record| !record.as_ref().is_ok_and(|record| record.is_successor)).collect()
 }
 
 /// Announce a memory node for as long as its lease lives.
@@ -169,24 +177,33 @@ pub fn reclaim_host(
     directory: &dyn Directory,
     lease: Lease,
     before: &AgentRecord,
+    grace_ms: u64,
 ) -> Result<AgentRecord, DirectoryError> {
     let (key, holder) = (agent(before.host), holder(before.host));
     let record = AgentRecord { epoch: lease.epoch, ..before.clone() };
-    let held = match directory.get(&holder)? {
-        Some(entry) if decode::<HolderRecord>(&entry)?.epoch == before.epoch => {
-            Compare::version(&holder, entry.version)
+    let mut attempts = 0;
+    loop {
+        let held = match directory.get(&holder)? {
+            Some(entry) if decode::<HolderRecord>(&entry)?.claimed == before.claimed => {
+                Compare::version(&holder, entry.version)
+            }
+            _ => return Err(DirectoryError::Taken { key: holder }),
+        };
+        let alive = match directory.get(&key)? {
+            // The lease of before has ended, and nobody has taken the number since.
+            None => Compare::absent(&key),
+            Some(entry) if decode::<AgentRecord>(&entry)?.claimed == before.claimed => {
+                Compare::version(&key, entry.version)
+            }
+            Some(_) => return Err(DirectoryError::Taken { key }),
+        };
+        let taken = take_number(directory, lease, record.clone(), (grace_ms, None), vec![held, alive]);
+        attempts += 1;
+        // Its lease may have ended in between: that is nobody's taking it.
+        if !matches!(taken, Err(DirectoryError::Taken { .. })) || attempts == CLAIM_ATTEMPTS_MAX {
+            return taken;
         }
-        _ => return Err(DirectoryError::Taken { key: holder }),
-    };
-    let alive = match directory.get(&key)? {
-        // The lease of before has ended, and nobody has taken the number since.
-        None => Compare::absent(&key),
-        Some(entry) if decode::<AgentRecord>(&entry)?.epoch == before.epoch => {
-            Compare::version(&key, entry.version)
-        }
-        Some(_) => return Err(DirectoryError::Taken { key }),
-    };
-    take_number(directory, lease, record, None, vec![held, alive])
+    }
 }
 
 /// Announce a host's agent under its lease, and for good that the host may hold memory.
@@ -194,11 +211,11 @@ fn take_number(
     directory: &dyn Directory,
     lease: Lease,
     record: AgentRecord,
-    left_in: Option<Vec<Life>>,
+    (grace_ms, left_in): (u64, Option<Vec<Life>>),
     compares: Vec<Compare>,
 ) -> Result<AgentRecord, DirectoryError> {
     let key = agent(record.host);
-    let held = HolderRecord { host: record.host, epoch: record.epoch, left_in };
+    let held = HolderRecord { host: record.host, claimed: record.claimed, grace_ms, left_in };
     let operations = vec![
         Operation::put(&key, encode(&record), Some(lease.id)),
         Operation::put(holder(record.host), encode(&held), None),
@@ -238,9 +255,15 @@ pub fn succeed_host(
         Some(entry) if decode::<HolderRecord>(&entry)? == *dead => Compare::version(&holder, entry.version),
         _ => return Err(DirectoryError::Taken { key: holder }),
     };
-    let record = AgentRecord { host: dead.host, address: address.to_owned(), epoch: lease.epoch };
+    let record = AgentRecord {
+        host: dead.host,
+        address: address.to_owned(),
+        epoch: lease.epoch,
+        claimed: lease.epoch,
+        is_successor: true,
+    };
     let compares = vec![held, Compare::absent(agent(dead.host))];
-    take_number(directory, lease, record, dead.left_in.clone(), compares)
+    take_number(directory, lease, record, (0, dead.left_in.clone()), compares)
 }
 
 /// A dead host holds nothing any more but in these lives; if there are none its number may be given to another. Whoever says so has the number under its lease, and loses it.
@@ -262,7 +285,8 @@ pub fn forget_host(
     let rest = if left_in.is_empty() {
         Operation::delete(&holder)
     } else {
-        let held = HolderRecord { host: record.host, epoch: record.epoch, left_in: Some(left_in) };
+        let left_in = Some(left_in);
+        let held = HolderRecord { host: record.host, claimed: record.claimed, grace_ms: 0, left_in };
         Operation::put(&holder, encode(&held), None)
     };
     let operations = vec![rest, Operation::delete(&key)];
@@ -272,7 +296,7 @@ pub fn forget_host(
     }
 }
 
-/// Take a free host number for as long as the lease lives, and announce its agent.
+/// Take a free host number for as long as the lease lives, and announce its agent. For `grace_ms` after that it may be reclaimed.
 ///
 /// A dead host's number, under which the pool's logs know what it holds, is not given out before that was given back. Numbers are given out in turn, so that
 /// one comes back as late as can be.
@@ -283,6 +307,7 @@ pub fn claim_host(
     directory: &dyn Directory,
     lease: Lease,
     address: &str,
+    grace_ms: u64,
 ) -> Result<AgentRecord, DirectoryError> {
     for _ in 0..CLAIM_ATTEMPTS_MAX {
         let next = directory.get(NEXT_HOST)?;
@@ -295,8 +320,14 @@ pub fn claim_host(
             taken.push(decode::<HolderRecord>(&entry)?.host);
         }
         let Some(host) = (start..=HOST_MAX).chain(1..start).find(|host| !taken.contains(host)) else { break };
-        let record = AgentRecord { host, address: address.to_owned(), epoch: lease.epoch };
-        let held = HolderRecord { host, epoch: lease.epoch, left_in: None };
+        let record = AgentRecord {
+            host,
+            address: address.to_owned(),
+            epoch: lease.epoch,
+            claimed: lease.epoch,
+            is_successor: false,
+        };
+        let held = HolderRecord { host, claimed: lease.epoch, grace_ms, left_in: None };
         let following = if host == HOST_MAX { 1 } else { host + 1 };
         let transaction = Transaction {
             compares: vec![Compare::version(NEXT_HOST, version), Compare::absent(holder(host))],

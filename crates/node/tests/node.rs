@@ -147,7 +147,13 @@ impl Bed {
     /// A host with a lease.
     fn enrol(&self, host: u16) -> Lease {
         let lease = self.directory().lease_grant(Duration::from_secs(1000)).expect("a lease");
-        let record = AgentRecord { host, address: "there".to_owned(), epoch: lease.epoch };
+        let record = AgentRecord {
+            host,
+            address: "there".to_owned(),
+            epoch: lease.epoch,
+            claimed: lease.epoch,
+            is_successor: false,
+        };
         self.directory().put(&names::agent(host), &names::encode(&record), Some(lease.id)).expect("room");
         lease
     }

@@ -105,7 +105,7 @@ pub fn start(state: &StateDir, shape: &Shape, part: Part) -> Result<Starting, La
             .args(shape.ports.get(usize::from(id) - 1).map(|port| format!("--listen=127.0.0.1:{port}")))
             .args(shape.directory_flags()),
         Part::Agent => command
-            .arg("agent")
+            .args(["agent", "--grace", &format!("{}ms", shape.grace_ms)])
             .args(shape.mempool_bytes.map(|bytes| format!("--mempool={bytes}")))
             .args(shape.shared_socket.as_ref().map(|path| format!("--shared-socket={}", path.display())))
             .args(shape.directory_flags()),

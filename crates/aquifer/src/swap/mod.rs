@@ -146,7 +146,8 @@ impl Server {
         let name = format!("swap of {}", arguments.name);
         let place: DirectorySettings = serde_json::from_str(&lent.directory)?;
         let directory = Source::new(&place)?.connect(state)?;
-        let mut membership = Membership::join(Arc::clone(&directory), Path::new(&name), None)?;
+        let mut membership =
+            Membership::join(Arc::clone(&directory), Path::new(&name), None, Duration::ZERO)?;
         let tenant = Tenant(rustix::process::geteuid().as_raw());
         let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
         let connect = ConnectOptions { encrypt: lent.encrypt, ..ConnectOptions::default() };

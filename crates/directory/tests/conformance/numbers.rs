@@ -9,7 +9,7 @@ pub fn hosts_are_claimed_in_turn(harness: &dyn Harness) {
     let directory = harness.directory();
     let claim = || {
         let lease = directory.lease_grant(TTL).unwrap();
-        let record = names::claim_host(&*directory, lease, "socket").unwrap();
+        let record = names::claim_host(&*directory, lease, "socket", 0).unwrap();
         assert_eq!(record.epoch, lease.epoch);
         (lease, record.host)
     };
@@ -35,12 +35,13 @@ pub fn a_dead_hosts_number_rests_until_it_holds_nothing(harness: &dyn Harness) {
     let dead = || names::dead_hosts(&*directory).unwrap();
     let is_taken = |outcome: Result<_, DirectoryError>| matches!(outcome, Err(DirectoryError::Taken { .. }));
     let (first, second) = (lease(), lease());
-    let record = names::claim_host(&*directory, first, "socket").unwrap();
-    names::claim_host(&*directory, second, "another").unwrap();
+    let record = names::claim_host(&*directory, first, "socket", 0).unwrap();
+    names::claim_host(&*directory, second, "another", 0).unwrap();
     assert_eq!(dead(), []);
     let held = |record: &names::AgentRecord, left_in| names::HolderRecord {
         host: record.host,
-        epoch: record.epoch,
+        claimed: record.claimed,
+        grace_ms: 0,
         left_in,
     };
     let of_first = held(&record, None);
@@ -53,7 +54,7 @@ pub fn a_dead_hosts_number_rests_until_it_holds_nothing(harness: &dyn Harness) {
     assert_eq!((successor.host, successor.epoch), (record.host, third.epoch));
     assert_eq!(dead(), []);
     assert!(is_taken(names::succeed_host(&*directory, lease(), &of_first, "late")));
-    assert!(is_taken(names::reclaim_host(&*directory, lease(), &record)));
+    assert!(is_taken(names::reclaim_host(&*directory, lease(), &record, 0)));
     // It dies over it.
     directory.lease_revoke(third.id).unwrap();
     assert_eq!(dead(), [held(&successor, None)]);
@@ -70,20 +71,26 @@ pub fn a_dead_hosts_number_rests_until_it_holds_nothing(harness: &dyn Harness) {
     names::forget_host(&*directory, &last, Vec::new()).unwrap();
     assert_eq!(dead(), []);
     assert_eq!(names::agents(&*directory).unwrap().len(), 1);
-    assert!(is_taken(names::reclaim_host(&*directory, lease(), &record)), "what it held is others' by now");
+    assert!(
+        is_taken(names::reclaim_host(&*directory, lease(), &record, 0)),
+        "what it held is others' by now"
+    );
     directory.put("hosts/next", b"1", None).unwrap();
-    assert_eq!(names::claim_host(&*directory, lease(), "new").unwrap().host, record.host);
+    assert_eq!(names::claim_host(&*directory, lease(), "new", 0).unwrap().host, record.host);
 }
 
 pub fn a_host_that_comes_back_in_time_keeps_its_number(harness: &dyn Harness) {
     let directory = harness.directory();
     let lease = || directory.lease_grant(TTL).unwrap();
     let first = lease();
-    let record = names::claim_host(&*directory, first, "socket").unwrap();
+    let record = names::claim_host(&*directory, first, "socket", 0).unwrap();
     directory.lease_revoke(first.id).unwrap();
-    let again = names::reclaim_host(&*directory, lease(), &record).unwrap();
+    let again = names::reclaim_host(&*directory, lease(), &record, 0).unwrap();
     assert_eq!(again.host, record.host);
     assert!(again.epoch > record.epoch);
+    // It dies before it has written down that it went on: the next goes on all the same, while its lease lives too.
+    let third = names::reclaim_host(&*directory, lease(), &record, 0).unwrap();
+    assert!(third.epoch > again.epoch);
     assert_eq!(names::dead_hosts(&*directory).unwrap(), []);
 }
 
@@ -93,7 +100,7 @@ pub fn hosts_claimed_at_once_differ(harness: &dyn Harness) {
             let directory = harness.directory();
             std::thread::spawn(move || {
                 let lease = directory.lease_grant(TTL).unwrap();
-                names::claim_host(&*directory, lease, "socket").unwrap().host
+                names::claim_host(&*directory, lease, "socket", 0).unwrap().host
             })
         })
         .collect();

@@ -90,6 +90,8 @@ impl Service {
                 }
                 // Its process is unknown: it waits, for ever if need be.
                 KeptKind::Program => {}
+                // By now that is this agent itself.
+                KeptKind::Host => {}
                 kind => self.surroundings.unkeep(kind, kept.put.id),
             }
         }

@@ -9,7 +9,7 @@ use super::give::{Gift, Give, Given};
 use super::hint::Hint;
 use super::{Action, Machine, Mutation, OpError, READ_WORDS_MAX, Step, StepResult, WordAt, lose};
 use crate::cache::NodeCache;
-use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS};
+use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 use crate::word::{InlineLog, LogEntry, LogOp, Run, SectionWord, SpanState, SpanWord};
 
 const SPANS: usize = SECTION_SPANS as usize;
@@ -384,8 +384,10 @@ impl RecoverOp {
                 chunk += 1;
                 continue;
             }
-            let is_of_it =
-                |log: &InlineLog| log.op == LogOp::Alloc && log.run.first() == chunk && word.holds(log.run);
+            let is_of_it = |log: &InlineLog| {
+                let is_within = log.run.order() < SizeClass::SPAN.k() && word.holds(log.run);
+                log.op == LogOp::Alloc && log.run.first() == chunk && is_within
+            };
             let kept = || {
                 let entry = LogEntry(*entries.get(usize::from(chunk))?);
                 entry.of_span().ok().flatten().filter(is_of_it)
