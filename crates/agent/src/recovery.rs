@@ -1,7 +1,8 @@
-//! Gives back what dead hosts held, whichever host notices first (FineMem §4.4).
+//! Gives back what dead hosts held, whichever host notices first.
 //!
-//! A host is dead when its lease is gone. Whoever recovers it takes its number under a lease of its own: so nobody else does at the same time, memory nodes refuse whatever the
-//! dead one still has under way, and if the recoverer dies too, the number is free to be recovered again.
+//! A host is dead when its lease is gone. Whoever recovers it takes its number under a lease of its own: so nobody else does at
+//! the same time, memory nodes refuse whatever the dead one still has under way, and if the recoverer dies too, the number is
+//! free to be recovered again.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

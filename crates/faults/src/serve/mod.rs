@@ -12,6 +12,7 @@ mod edge;
 mod follow;
 mod hold;
 mod obituary;
+mod patience;
 pub mod priority;
 pub mod program;
 mod records;

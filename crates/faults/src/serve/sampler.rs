@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use aquifer_pager::{Budget, PAGE_BYTES};
 
 use super::Service;
+use super::patience::Patience;
 use super::priority::{URGENT, set_niceness};
 use super::program::{Mail, Program};
 use super::run::Run;
@@ -42,9 +43,9 @@ const SCAN_REST: u32 = 4;
 const GROWTH_PAGES: u64 = 256;
 /// Room over the limit within which a run is left alone: 10 % and 16 MiB.
 const TOLERANCE_PAGES: u64 = (16 << 20) / PAGE_BYTES as u64;
-/// How long a run may stay over its limit with nothing left to take.
+/// How long a run may stay over its limit, while we watch, with nothing left to take.
 const TOO_SMALL_AFTER: Duration = Duration::from_secs(10);
-/// How long evicted pages may wait for room in a full pool.
+/// How long evicted pages may wait, while we watch, for room in a full pool.
 const FULL_AFTER: Duration = Duration::from_secs(5);
 
 /// Start the thread. It ends with the service.
@@ -77,13 +78,22 @@ struct Watch {
     programs: Vec<Seen>,
     next: Instant,
     over: Option<Over>,
+    hungry: Option<Hungry>,
     shared: Shared,
+}
+
+/// A run's pages wait for room in the pool.
+#[derive(Debug)]
+struct Hungry {
+    /// Which of the times that the pool had no room: it may have had some between two looks.
+    starvation: u64,
+    patience: Patience,
 }
 
 /// A run is over its limit.
 #[derive(Clone, Copy, Debug)]
 struct Over {
-    since: Instant,
+    patience: Patience,
     /// Pages that had been taken out of its programs by then.
     evictions: u64,
 }
@@ -119,6 +129,7 @@ fn sample_all(service: &Weak<Service>) {
                     programs: Vec::new(),
                     next: Instant::now(),
                     over: None,
+                    hungry: None,
                     shared: Shared::new(),
                 });
             }
@@ -219,12 +230,23 @@ impl Watch {
         seen.next_scan = Instant::now() + now.elapsed() * SCAN_REST;
     }
 
+    /// Why the pool has no room for the run's pages, when it has had none for too long.
+    fn starved_for_good(&mut self, run: &Run) -> Option<String> {
+        let Some((starvation, reason)) = run.sender.starved() else {
+            self.hungry = None;
+            return None;
+        };
+        let now = Instant::now();
+        self.hungry.take_if(|hungry| hungry.starvation != starvation);
+        let hungry = self.hungry.get_or_insert_with(|| Hungry { starvation, patience: Patience::begin(now) });
+        (hungry.patience.look(now) > FULL_AFTER).then_some(reason)
+    }
+
     /// End a run that cannot be kept within its limit, before it takes the host's memory.
     fn judge(&mut self, run: &Run, programs: &[Arc<Program>], total: u64, held: u64) {
         let max = run.budget.resident_max();
         let page = PAGE_BYTES as u64;
-        if let Some((since, reason)) = run.sender.starved()
-            && since > FULL_AFTER
+        if let Some(reason) = self.starved_for_good(run)
             && run.budget.excess(0) > 0
         {
             run.end(&format!(
@@ -237,10 +259,12 @@ impl Watch {
             return;
         }
         let evictions = programs.iter().map(|program| program.stats.evictions.load(Relaxed)).sum();
-        let over = *self.over.get_or_insert_with(|| Over { since: Instant::now(), evictions });
-        if over.since.elapsed() <= TOO_SMALL_AFTER {
+        let now = Instant::now();
+        let over = self.over.get_or_insert_with(|| Over { patience: Patience::begin(now), evictions });
+        if over.patience.look(now) <= TOO_SMALL_AFTER {
             return;
         }
+        let over = *over;
         self.over = None;
         if over.is_for_good(evictions, total.saturating_sub(held), max) {
             let kept_mb = (total * page) >> 20;
@@ -308,7 +332,7 @@ mod tests {
 
     #[test]
     fn a_run_that_still_gives_pages_away_is_only_slow() {
-        let over = Over { since: Instant::now(), evictions: 100 };
+        let over = Over { patience: Patience::begin(Instant::now()), evictions: 100 };
         assert!(!over.is_for_good(101, 900, 1000));
         assert!(over.is_for_good(100, 900, 1000), "nothing leaves");
         assert!(over.is_for_good(5000, 1001, 1000), "what cannot leave is too much");

@@ -59,7 +59,8 @@ struct Shared {
     degraded_slabs: AtomicU64,
     copied_slabs: AtomicU64,
     repaired_pages: AtomicU64,
-    starved_since_ms: AtomicU64,
+    /// How often the pool has begun to have no room.
+    starvations: AtomicU64,
     is_starved: AtomicBool,
     starvation: Mutex<String>,
 }
@@ -68,7 +69,6 @@ struct Shared {
 #[derive(Debug)]
 pub(crate) struct SenderThread {
     shared: Arc<Shared>,
-    started: Instant,
 }
 
 impl SenderThread {
@@ -79,12 +79,11 @@ impl SenderThread {
         seed: u64,
     ) -> std::io::Result<Self> {
         let shared = Arc::new(Shared::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?));
-        let started = Instant::now();
         let mempool = Arc::clone(&service.mempool);
         let surroundings = Arc::clone(&service.surroundings);
         let for_thread = Arc::clone(&shared);
         std::thread::Builder::new().name("sender".into()).spawn(move || {
-            let probed = (slabs.replicas() > 1).then_some(started);
+            let probed = (slabs.replicas() > 1).then(Instant::now);
             let newcomers = Newcomers::new(surroundings.connector(tenant));
             let sender =
                 Sender::new(slabs, &mempool, surroundings.connector(tenant), surroundings.pool(tenant), seed);
@@ -96,11 +95,10 @@ impl SenderThread {
                 probed,
                 newcomers,
                 surroundings,
-                started,
             }
             .run();
         })?;
-        Ok(Self { shared, started })
+        Ok(Self { shared })
     }
 
     pub(crate) fn submit(&self, program: &Arc<Program>, thread: u32, staging: u64, job: Job) {
@@ -127,14 +125,13 @@ impl SenderThread {
         self.shared.ring();
     }
 
-    /// For how long the pool has had no room, and what it says.
-    pub(crate) fn starved(&self) -> Option<(Duration, String)> {
+    /// While the pool has no room: how often that has begun, and what it says.
+    pub(crate) fn starved(&self) -> Option<(u64, String)> {
         if !self.shared.is_starved.load(Relaxed) {
             return None;
         }
-        let since = Duration::from_millis(self.shared.starved_since_ms.load(Relaxed));
         let text = self.shared.starvation.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        Some((self.started.elapsed().saturating_sub(since), text))
+        Some((self.shared.starvations.load(Relaxed), text))
     }
 
     pub(crate) fn stats(&self) -> SenderStats {
@@ -162,7 +159,7 @@ impl Shared {
             degraded_slabs: AtomicU64::new(0),
             copied_slabs: AtomicU64::new(0),
             repaired_pages: AtomicU64::new(0),
-            starved_since_ms: AtomicU64::new(0),
+            starvations: AtomicU64::new(0),
             is_starved: AtomicBool::new(false),
             starvation: Mutex::default(),
         }
@@ -188,7 +185,6 @@ struct Loop {
     probed: Option<Instant>,
     newcomers: Newcomers,
     surroundings: Arc<dyn Surroundings>,
-    started: Instant,
 }
 
 impl Loop {
@@ -354,8 +350,7 @@ impl Loop {
         let Some(text) = starved else { return };
         if !was {
             tracing::warn!(text, "evicted pages find no room");
-            let now = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
-            self.shared.starved_since_ms.store(now, Relaxed);
+            self.shared.starvations.fetch_add(1, Relaxed);
         }
         *self.shared.starvation.lock().unwrap_or_else(PoisonError::into_inner) = text;
     }
