@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
 use crate::Memory;
+use crate::key_table::KeyTable;
 use crate::keys::{Grant, split};
 use crate::memory::u64_from;
 use crate::shm::ENDPOINTS_LIMIT;
@@ -26,6 +27,10 @@ const ALIVE_AT: usize = 12;
 const ENDPOINTS_AT: usize = 16;
 const KEYS_AT: usize = 20;
 const STAMP_AT: usize = 64;
+/// For each region its table of keys: where its entries are, where its data begins and ends, as offsets in the region; zeros if it has none.
+const TABLES_AT: usize = 1024;
+const TABLE_BYTES: usize = 24;
+const _: () = assert!(TABLES_AT + crate::REGIONS_LIMIT * TABLE_BYTES <= ENDPOINT_TABLE_AT);
 
 const ENDPOINT_TABLE_AT: usize = 4096;
 const ENDPOINT_BYTES: usize = 128;
@@ -192,6 +197,31 @@ impl Control {
             }
         }
         true
+    }
+
+    /// Let endpoints that connect from now on know of a region's table of keys.
+    pub fn tell_table(&self, region: usize, table: &KeyTable) {
+        let words = [table.entries_at, table.data.start, table.data.end];
+        for (at, word) in (TABLES_AT + region * TABLE_BYTES..).step_by(8).zip(words) {
+            self.memory.atomic_u64(at).store(word, Ordering::Release);
+        }
+    }
+
+    /// A region's table of keys, as its target told it.
+    pub fn table(&self, region: usize) -> Option<KeyTable> {
+        let word = |number: usize| {
+            self.memory.atomic_u64(TABLES_AT + region * TABLE_BYTES + number * 8).load(Ordering::Acquire)
+        };
+        let data = word(1)..word(2);
+        (data.end != 0).then(|| KeyTable { entries_at: word(0), data })
+    }
+
+    /// Wait for whatever is under way at any endpoint. What the caller has changed before, all see that begin after this.
+    pub fn drain_all(&self) {
+        fence(Ordering::SeqCst);
+        for slot in 0..self.endpoints {
+            self.drain(slot, None);
+        }
     }
 
     /// Make a key valid. Its slot is free: nobody is reading it.

@@ -8,8 +8,8 @@ use crate::work::{Key, WorkError};
 
 /// Low bits of a key: which slot of the key table.
 const INDEX_BITS: u32 = 17;
-/// High bits of a key: the slot's tag, 1..=TAG_MAX, so that no key is zero.
-const TAG_MAX: u32 = (1 << (32 - INDEX_BITS)) - 1;
+/// High bits of a key but the highest, which tables' keys have: the slot's tag, 1..=TAG_MAX, so that no key is zero.
+const TAG_MAX: u32 = (1 << (31 - INDEX_BITS)) - 1;
 /// Regions of one target.
 pub const REGIONS_LIMIT: usize = 64;
 /// Windows of one target.
@@ -21,6 +21,21 @@ const REGION_ALIGN: u64 = 2 << 20;
 #[inline]
 pub(crate) fn split(key: Key) -> (usize, u32) {
     ((key.0 & ((1 << INDEX_BITS) - 1)) as usize, key.0 >> INDEX_BITS)
+}
+
+/// A key as one run of memory knows it: two runs may have the same key in their table.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(crate) struct KeyName {
+    pub key: Key,
+    /// The first address of the run that a table's key opens; 0 for other keys.
+    pub start: u64,
+}
+
+impl KeyName {
+    /// The key as it is used at an address.
+    pub fn at(key: Key, addr: u64) -> Self {
+        Self { key, start: key.run(addr).map_or(0, |run| run.start) }
+    }
 }
 
 /// What an operation needs of a key.
@@ -143,9 +158,9 @@ impl KeySlots {
     fn fresh(&mut self, index: usize) -> Key {
         let mix = mix(self.secret ^ (index as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15));
         let period = u64::from(TAG_MAX);
-        // TAG_MAX is 7 * 31 * 151; a step that shares no factor with it visits every tag.
+        // TAG_MAX is 3 * 43 * 127; a step that shares no factor with it visits every tag.
         let mut step = 1 + mix % (period - 1);
-        while [7, 31, 151].iter().any(|factor| step.is_multiple_of(*factor)) {
+        while [3, 43, 127].iter().any(|factor| step.is_multiple_of(*factor)) {
             step += 1;
         }
         let last = match self.tags[index] {

@@ -8,6 +8,7 @@
 //! This crate does not know what the memory is used for.
 
 mod control;
+pub mod key_table;
 mod keys;
 mod mail;
 pub mod memory;
@@ -22,6 +23,7 @@ pub mod verbs;
 pub mod view;
 pub mod work;
 
+pub use key_table::{KeyEntry, KeyTable};
 pub use keys::{REGIONS_LIMIT, WINDOWS_LIMIT};
 pub use memory::Memory;
 pub use reach::Reach;

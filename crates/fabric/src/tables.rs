@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::Memory;
 use crate::control::Control;
+use crate::key_table::{KeyTable, PlacedTable};
 use crate::keys::{AddressSpace, Grant, KeySlots, admits, split};
 use crate::memory::u64_from;
 use crate::target::{Access, Host, Identity, Region, Scope, TargetError, WindowSpec};
@@ -24,6 +25,7 @@ pub(crate) struct Registered {
     pub memory: Arc<Memory>,
     scope: Scope,
     region: Region,
+    pub table: Option<PlacedTable>,
 }
 
 /// The tables of one target. Its owner locks them.
@@ -51,14 +53,30 @@ impl Tables {
         memory: Arc<Memory>,
         access: Access,
         scope: Scope,
+        table: Option<KeyTable>,
     ) -> Result<Region, TargetError> {
-        let (index, key) = self.keys.take_region()?;
         let len = u64_from(memory.len());
+        if let Some(table) = &table {
+            PlacedTable::at(0, 0, table).check(len)?;
+        }
+        let (index, key) = self.keys.take_region()?;
         let range = self.space.place(len);
         let region = Region { base: range.start, len, key };
         control.bind(key, &Grant { base: region.base, len, access, scope, region: index });
-        self.regions.push(Registered { memory, scope, region: region.clone() });
+        let table = table.map(|table| {
+            control.tell_table(index, &table);
+            PlacedTable::at(index, region.base, &table)
+        });
+        self.regions.push(Registered { memory, scope, region: region.clone(), table });
         Ok(region)
+    }
+
+    /// What a table's key opens to `who` at an address.
+    pub fn grant_of_table(&self, who: Identity, key: Key, addr: u64) -> Option<Grant> {
+        let is_of_it =
+            |registered: &&Registered| registered.table.as_ref().is_some_and(|table| table.holds(addr));
+        let registered = self.regions.iter().find(is_of_it)?;
+        registered.table.as_ref()?.grant(&registered.memory, who, key, addr)
     }
 
     /// The number of the region that holds a range, and where it begins.

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::Memory;
+use crate::key_table::KeyTable;
 use crate::work::Key;
 
 /// A host of the cluster, as the directory numbers it: 1..=4095 (12 bits in the pool's logs). Zero is nobody.
@@ -97,6 +98,16 @@ pub enum TargetError {
         /// End address.
         end: u64,
     },
+    /// A table of keys does not fit its region, or opens what is not aligned.
+    #[error(
+        "a table of keys for {start:#x}..{end:#x} of a region does not fit it: the range must be of whole 2 MiB, and have 544 entries for each"
+    )]
+    BadTable {
+        /// First offset that it opens.
+        start: u64,
+        /// End offset.
+        end: u64,
+    },
     /// The key is not bound.
     #[error("key {0:?} is not bound")]
     NoSuchKey(Key),
@@ -125,7 +136,25 @@ pub trait Target: Send + Sync + std::fmt::Debug {
     ///
     /// # Errors
     /// At the limit of regions.
-    fn register(&self, memory: Arc<Memory>, access: Access, scope: Scope) -> Result<Region, TargetError>;
+    fn register(&self, memory: Arc<Memory>, access: Access, scope: Scope) -> Result<Region, TargetError> {
+        self.register_with(memory, access, scope, None)
+    }
+
+    /// As [`Target::register`], of memory that holds a table of keys for a part of itself.
+    ///
+    /// # Errors
+    /// As [`Target::register`]; if the table is not inside.
+    fn register_with(
+        &self,
+        memory: Arc<Memory>,
+        access: Access,
+        scope: Scope,
+        table: Option<KeyTable>,
+    ) -> Result<Region, TargetError>;
+
+    /// Whoever got at these addresses by a key that a table no longer has when this is called, is out when this returns: no access of
+    /// theirs is under way, and none will begin.
+    fn expel(&self, range: Range<u64>);
 
     /// Bind a window and return its fresh key, random in its free bits.
     ///

@@ -13,6 +13,7 @@ use super::socket;
 use super::watch::{Link, watch};
 use crate::Memory;
 use crate::control::{Control, FENCED, OPEN};
+use crate::key_table::PlacedTable;
 use crate::keys::Right;
 use crate::memory::{copy, u64_from};
 use crate::target::{Identity, Region};
@@ -35,6 +36,8 @@ pub struct ShmEndpoint {
     link: Arc<Link>,
     limits: Limits,
     regions: Vec<Region>,
+    /// Tables of keys of regions.
+    tables: Vec<PlacedTable>,
     mapped: Vec<Memory>,
     locals: Vec<Arc<Memory>>,
     outbox: Ring,
@@ -103,6 +106,14 @@ impl ShmEndpoint {
         for region in &welcome.regions {
             mapped.push(map(next()?, region.len, "region")?);
         }
+        let mut tables = Vec::new();
+        for (number, region) in welcome.regions.iter().enumerate() {
+            if let Some(table) = control.table(number) {
+                let placed = PlacedTable::at(number, region.base, &table);
+                placed.check(region.len).map_err(|error| error.to_string())?;
+                tables.push(placed);
+            }
+        }
         let limits = welcome.limits;
         Ok(Self {
             who,
@@ -112,6 +123,7 @@ impl ShmEndpoint {
             link: Link::new(socket),
             limits,
             regions: welcome.regions,
+            tables,
             mapped,
             locals: Vec::new(),
             outbox: Ring::new(&mailbox, &limits, Direction::ToTarget),
@@ -223,7 +235,15 @@ impl ShmEndpoint {
 
     #[inline]
     fn remote(&self, remote: RemoteAddr, len: u64, right: Right) -> Result<*mut u8, WorkError> {
-        let grant = self.control.lookup(remote.key).ok_or(WorkError::RemoteAccess)?;
+        let grant = if remote.key.is_of_table() {
+            let table = self.tables.iter().find(|table| table.holds(remote.addr));
+            table.and_then(|table| {
+                table.grant(self.mapped.get(table.region)?, self.who, remote.key, remote.addr)
+            })
+        } else {
+            self.control.lookup(remote.key)
+        };
+        let grant = grant.ok_or(WorkError::RemoteAccess)?;
         grant.check(self.who, right, remote.addr, len)?;
         // A region that was registered after we connected is not mapped here.
         let region = self.regions.get(grant.region).ok_or(WorkError::RemoteAccess)?;

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -18,6 +19,7 @@ use super::mailbox::Ring;
 use super::{Options, socket};
 use crate::Memory;
 use crate::control::{Control, FENCED};
+use crate::key_table::KeyTable;
 use crate::tables::Tables;
 use crate::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
 use crate::work::Key;
@@ -144,8 +146,14 @@ impl Shared {
 }
 
 impl Target for ShmTarget {
-    fn register(&self, memory: Arc<Memory>, access: Access, scope: Scope) -> Result<Region, TargetError> {
-        self.shared.lock().tables.register(&self.shared.control, memory, access, scope)
+    fn register_with(
+        &self,
+        memory: Arc<Memory>,
+        access: Access,
+        scope: Scope,
+        table: Option<KeyTable>,
+    ) -> Result<Region, TargetError> {
+        self.shared.lock().tables.register(&self.shared.control, memory, access, scope, table)
     }
 
     fn bind(&self, window: &WindowSpec) -> Result<Key, TargetError> {
@@ -159,11 +167,13 @@ impl Target for ShmTarget {
             return Err(TargetError::NoSuchKey(key));
         }
         drop(state);
-        for slot in 0..self.shared.control.endpoints() {
-            self.shared.control.drain(slot, None);
-        }
+        self.shared.control.drain_all();
         self.shared.lock().tables.give_back(key);
         Ok(())
+    }
+
+    fn expel(&self, _range: Range<u64>) {
+        self.shared.control.drain_all();
     }
 
     fn fence(&self, host: Host, epoch: u64) {

@@ -1,10 +1,12 @@
 //! The owner's end of a simulated node.
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::world::{NodeState, Registered, World};
 use super::{Node, lock};
 use crate::Memory;
+use crate::key_table::{KeyTable, PlacedTable};
 use crate::keys::{Grant, split};
 use crate::memory::u64_from;
 use crate::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
@@ -31,15 +33,25 @@ impl SimTarget {
 }
 
 impl Target for SimTarget {
-    fn register(&self, memory: Arc<Memory>, access: Access, scope: Scope) -> Result<Region, TargetError> {
+    fn register_with(
+        &self,
+        memory: Arc<Memory>,
+        access: Access,
+        scope: Scope,
+        table: Option<KeyTable>,
+    ) -> Result<Region, TargetError> {
         self.with(|node| {
-            let (index, key) = node.keys.take_region()?;
             let len = u64_from(memory.len());
+            if let Some(table) = &table {
+                PlacedTable::at(0, 0, table).check(len)?;
+            }
+            let (index, key) = node.keys.take_region()?;
             let range = node.space.place(len);
             let region = Region { base: range.start, len, key };
             let grant = Grant { base: region.base, len, access, scope, region: index };
             node.grants.insert(key, grant);
-            node.regions.push(Registered { memory, scope, region: region.clone() });
+            let table = table.map(|table| PlacedTable::at(index, region.base, &table));
+            node.regions.push(Registered { memory, scope, region: region.clone(), table });
             Ok(region)
         })
     }
@@ -60,6 +72,9 @@ impl Target for SimTarget {
             Ok(())
         })
     }
+
+    /// Whatever reaches a simulated node is done at once.
+    fn expel(&self, _range: Range<u64>) {}
 
     fn fence(&self, host: Host, epoch: u64) {
         self.with(|node| {

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use super::link::{Flight, Link};
 use super::{Node, Rng, SimOptions};
 use crate::Memory;
+use crate::key_table::PlacedTable;
 use crate::keys::{AddressSpace, Grant, KeySlots, Right, admits};
 use crate::target::{Host, Identity, Region, Scope};
 use crate::work::{Completion, EndpointError, Key, LocalSlice, PostError, RemoteAddr, Verb, Work, WorkError};
@@ -75,6 +76,7 @@ pub(super) struct Registered {
     pub memory: Arc<Memory>,
     pub scope: Scope,
     pub region: Region,
+    pub table: Option<PlacedTable>,
 }
 
 impl World {
@@ -432,7 +434,13 @@ impl NodeState {
         len: u64,
         right: Right,
     ) -> Result<(&Memory, usize), WorkError> {
-        let grant = self.grants.get(&remote.key).ok_or(WorkError::RemoteAccess)?;
+        let of_table = |registered: &Registered| {
+            let table = registered.table.as_ref().filter(|table| table.holds(remote.addr))?;
+            table.grant(&registered.memory, who, remote.key, remote.addr)
+        };
+        let grant = self.grants.get(&remote.key).copied();
+        let grant =
+            grant.or_else(|| self.regions.iter().find_map(of_table)).ok_or(WorkError::RemoteAccess)?;
         grant.check(who, right, remote.addr, len)?;
         let registered = &self.regions[grant.region];
         let offset = usize::try_from(remote.addr - registered.region.base);

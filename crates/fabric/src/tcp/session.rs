@@ -3,17 +3,17 @@
 //! It outlives its connection for a while: an initiator that comes back tells how many answers it has, and gets the rest.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::{Arc, OnceLock};
 
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::hello::Resume;
 use super::reply::Answers;
-use super::target::{Peer, Shared};
+use super::target::{Peer, Placed, Shared};
 use super::wire::{self, Answer, REQUEST_BYTES, Request, padded};
 use crate::control::FENCED;
-use crate::keys::Right;
+use crate::keys::{Grant, Right};
 use crate::memory::{copy, u64_from};
 use crate::target::Identity;
 use crate::work::{Key, WorkError};
@@ -312,10 +312,10 @@ impl Session {
     #[inline]
     fn locate(&self, request: &Request, addr: u64, len: u64, right: Right) -> Result<*mut u8, WorkError> {
         self.obstacle()?;
-        let grant = self.shared.control.lookup(Key(request.key.get())).ok_or(WorkError::RemoteAccess)?;
+        let grant = self.grant(Key(request.key.get()), addr).ok_or(WorkError::RemoteAccess)?;
         grant.check(self.who, right, addr, len)?;
         let placed = self.shared.memories.get(grant.region).and_then(|placed| placed.get());
-        let (base, memory) = placed.ok_or(WorkError::RemoteAccess)?;
+        let Placed { base, memory, .. } = placed.ok_or(WorkError::RemoteAccess)?;
         let offset = addr.checked_sub(*base).ok_or(WorkError::RemoteAccess)?;
         let size = u64_from(memory.len());
         if offset > size || len > size - offset {
@@ -323,6 +323,17 @@ impl Session {
         }
         // SAFETY: `offset` is at most the length of the mapping.
         Ok(unsafe { memory.as_ptr().add(usize::try_from(offset).expect("inside a mapping")) })
+    }
+
+    /// What the key opens at that address.
+    #[inline]
+    fn grant(&self, key: Key, addr: u64) -> Option<Grant> {
+        if !key.is_of_table() {
+            return self.shared.control.lookup(key);
+        }
+        let holds = |placed: &&Placed| placed.table.as_ref().is_some_and(|table| table.holds(addr));
+        let placed = self.shared.memories.iter().map_while(OnceLock::get).find(holds)?;
+        placed.table.as_ref()?.grant(&placed.memory, self.who, key, addr)
     }
 
     #[inline]

@@ -3,6 +3,7 @@
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::{SocketAddr, TcpListener};
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -23,6 +24,7 @@ use super::wire::{self, Answer, padded};
 use super::{ClusterKey, LINGER_TIME, Options};
 use crate::Memory;
 use crate::control::{Control, FENCED};
+use crate::key_table::{KeyTable, PlacedTable};
 use crate::mail::{self, Correspondent, Mailbox};
 use crate::tables::Tables;
 use crate::target::{Access, Host, Identity, Region, Scope, Served, Target, TargetError, Tenant, WindowSpec};
@@ -38,8 +40,13 @@ pub struct TcpTarget {
     address: SocketAddr,
 }
 
-/// Where a region lies, and its memory.
-pub(super) type Placed = (u64, Arc<Memory>);
+/// Where a region lies, its memory, and its table of keys.
+#[derive(Debug)]
+pub(super) struct Placed {
+    pub base: u64,
+    pub memory: Arc<Memory>,
+    pub table: Option<PlacedTable>,
+}
 
 pub(super) struct Shared {
     pub options: Options,
@@ -294,17 +301,25 @@ impl State {
 }
 
 impl Target for TcpTarget {
-    fn register(&self, memory: Arc<Memory>, access: Access, scope: Scope) -> Result<Region, TargetError> {
+    fn register_with(
+        &self,
+        memory: Arc<Memory>,
+        access: Access,
+        scope: Scope,
+        table: Option<KeyTable>,
+    ) -> Result<Region, TargetError> {
         let mut state = self.shared.lock();
         let index = state.tables.regions.len();
         if let Some(place) = self.shared.memories.get(index) {
             // The key is not known to anyone yet: the base follows below, under the same lock.
-            let region = state.tables.register(&self.shared.control, Arc::clone(&memory), access, scope)?;
-            let is_first = place.set((region.base, memory)).is_ok();
+            let region =
+                state.tables.register(&self.shared.control, Arc::clone(&memory), access, scope, table)?;
+            let table = state.tables.regions[index].table.clone();
+            let is_first = place.set(Placed { base: region.base, memory, table }).is_ok();
             assert!(is_first, "regions are numbered once");
             return Ok(region);
         }
-        state.tables.register(&self.shared.control, memory, access, scope)
+        state.tables.register(&self.shared.control, memory, access, scope, table)
     }
 
     fn bind(&self, window: &WindowSpec) -> Result<Key, TargetError> {
@@ -318,11 +333,13 @@ impl Target for TcpTarget {
             return Err(TargetError::NoSuchKey(key));
         }
         drop(state);
-        for slot in 0..self.shared.control.endpoints() {
-            self.shared.control.drain(slot, None);
-        }
+        self.shared.control.drain_all();
         self.shared.lock().tables.give_back(key);
         Ok(())
+    }
+
+    fn expel(&self, _range: Range<u64>) {
+        self.shared.control.drain_all();
     }
 
     fn fence(&self, host: Host, epoch: u64) {

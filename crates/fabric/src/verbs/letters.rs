@@ -3,6 +3,7 @@
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
+use crate::keys::KeyName;
 use crate::target::Access;
 use crate::work::Key;
 
@@ -13,9 +14,9 @@ pub(super) const HEAD_BYTES: usize = 32;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Request<'a> {
     /// What does this key open for me?
-    Ask(Key),
+    Ask(KeyName),
     /// I use this key no more.
-    Forget(Key),
+    Forget(KeyName),
     /// A message of the user, by its number; to be answered.
     Message(u64, &'a [u8]),
     /// So many messages of the target were taken since the session began.
@@ -26,9 +27,9 @@ pub(super) enum Request<'a> {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Answer<'a> {
     /// What a key opens; nothing, if it is not for this one.
-    Told(Key, Option<Opened>),
+    Told(KeyName, Option<Opened>),
     /// No more keys can be open for this one at a time: it has to forget one before it asks for this one again.
-    Full(Key),
+    Full(KeyName),
     /// Whether the message with that number found room.
     Delivered(u64, bool),
     /// A message of the user, by its number.
@@ -90,8 +91,8 @@ impl<'a> Request<'a> {
     /// Write its bytes to `out`, in place of what is there.
     pub fn write(&self, out: &mut Vec<u8>) {
         match *self {
-            Self::Ask(key) => put(out, &head(ASK, key, 0), &[]),
-            Self::Forget(key) => put(out, &head(FORGET, key, 0), &[]),
+            Self::Ask(name) => put(out, &head(ASK, name.key, name.start), &[]),
+            Self::Forget(name) => put(out, &head(FORGET, name.key, name.start), &[]),
             Self::Message(number, bytes) => put(out, &head(MESSAGE, Key(0), number), bytes),
             Self::Taken(count) => put(out, &head(TAKEN, Key(0), count), &[]),
         }
@@ -100,10 +101,10 @@ impl<'a> Request<'a> {
     /// What was said; `None` if it is nothing that an initiator says.
     pub fn parse(bytes: &'a [u8]) -> Option<Self> {
         let (head, message) = Head::ref_from_prefix(bytes).ok()?;
-        let key = Key(head.key.get());
+        let name = KeyName::at(Key(head.key.get()), head.number.get());
         match head.kind {
-            ASK => Some(Self::Ask(key)),
-            FORGET => Some(Self::Forget(key)),
+            ASK => Some(Self::Ask(name)),
+            FORGET => Some(Self::Forget(name)),
             MESSAGE => Some(Self::Message(head.number.get(), message)),
             TAKEN => Some(Self::Taken(head.number.get())),
             _ => None,
@@ -115,8 +116,8 @@ impl<'a> Answer<'a> {
     /// Write its bytes to `out`, in place of what is there.
     pub fn write(&self, out: &mut Vec<u8>) {
         match *self {
-            Self::Told(key, opened) => {
-                let mut head = head(TOLD, key, opened.map_or(0, |opened| opened.addr));
+            Self::Told(name, opened) => {
+                let mut head = head(TOLD, name.key, opened.map_or(name.start, |opened| opened.addr));
                 if let Some(Opened { len, access, device_key, .. }) = opened {
                     head.len = len.into();
                     head.device_key = device_key.into();
@@ -125,7 +126,7 @@ impl<'a> Answer<'a> {
                 }
                 put(out, &head, &[]);
             }
-            Self::Full(key) => put(out, &head(FULL, key, 0), &[]),
+            Self::Full(name) => put(out, &head(FULL, name.key, name.start), &[]),
             Self::Delivered(number, had_room) => {
                 let mut head = head(DELIVERED, Key(0), number);
                 head.flags = had_room.into();
@@ -138,6 +139,7 @@ impl<'a> Answer<'a> {
     /// What was said; `None` if it is nothing that a target says.
     pub fn parse(bytes: &'a [u8]) -> Option<Self> {
         let (head, message) = Head::ref_from_prefix(bytes).ok()?;
+        let name = KeyName::at(Key(head.key.get()), head.number.get());
         match head.kind {
             TOLD => {
                 let access = Access {
@@ -152,9 +154,9 @@ impl<'a> Answer<'a> {
                     device_key: head.device_key.get(),
                 };
                 let is_open = access != Access { read: false, write: false, atomic: false };
-                Some(Self::Told(Key(head.key.get()), is_open.then_some(opened)))
+                Some(Self::Told(name, is_open.then_some(opened)))
             }
-            FULL => Some(Self::Full(Key(head.key.get()))),
+            FULL => Some(Self::Full(name)),
             DELIVERED => Some(Self::Delivered(head.number.get(), head.flags != 0)),
             MESSAGE => Some(Self::Message(head.number.get(), message)),
             _ => None,
@@ -168,13 +170,18 @@ mod tests {
 
     use super::*;
 
+    fn name(key: u32) -> KeyName {
+        KeyName::at(Key(key), 0)
+    }
+
     #[test]
     fn what_is_written_is_read() {
         let opened = Opened { addr: 7 << 40, len: 4096, access: Access::READ_WRITE, device_key: 0x1234_5678 };
         let mut bytes = Vec::new();
         for request in [
-            Request::Ask(Key(9)),
-            Request::Forget(Key(8)),
+            Request::Ask(name(9)),
+            Request::Ask(KeyName::at(Key::of_run(3, 5), 77 << 20)),
+            Request::Forget(name(8)),
             Request::Message(3, b"hello"),
             Request::Taken(u64::MAX),
         ] {
@@ -183,9 +190,10 @@ mod tests {
             assert_eq!(Request::parse(&bytes[..HEAD_BYTES - 1]), None);
         }
         for answer in [
-            Answer::Told(Key(9), Some(opened)),
-            Answer::Told(Key(9), None),
-            Answer::Full(Key(3)),
+            Answer::Told(name(9), Some(opened)),
+            Answer::Told(name(9), None),
+            Answer::Full(name(3)),
+            Answer::Full(KeyName::at(Key::of_run(9, 5), 77 << 20)),
             Answer::Delivered(4, true),
             Answer::Delivered(4, false),
             Answer::Message(1, b""),

@@ -163,6 +163,10 @@ impl Server {
                 self.sessions.values_mut().for_each(|session| session.invalidate(key));
                 let _nobody_waits = done.send(());
             }
+            Command::Expel(range, done) => {
+                self.sessions.values_mut().for_each(|session| session.expel(&range));
+                let _nobody_waits = done.send(());
+            }
             Command::Fence(host, epoch, done) => {
                 self.fence(shared, host, epoch);
                 let _nobody_waits = done.send(());

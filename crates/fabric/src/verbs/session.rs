@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, Read, Write};
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -10,6 +11,7 @@ use super::peer::Peer;
 use super::sys::connection::Connection;
 use super::sys::pair::Pair;
 use super::sys::window::Window;
+use crate::keys::KeyName;
 use crate::tcp::secure::{ClusterKey, Seal, SecureError, respond};
 use crate::work::Key;
 
@@ -28,7 +30,7 @@ pub(super) enum Phase {
 /// A window that is being bound.
 #[derive(Debug)]
 pub(super) struct Binding {
-    pub key: Key,
+    pub name: KeyName,
     pub bound: Bound,
     pub opened: Opened,
     pub fate: Fate,
@@ -51,6 +53,8 @@ pub(super) struct Bound {
     #[expect(dead_code, reason = "it is open for as long as it is kept")]
     pub window: Window,
     pub region: usize,
+    /// The addresses that it opens.
+    pub range: Range<u64>,
 }
 
 /// What the device has to do for a session.
@@ -65,12 +69,12 @@ pub(super) enum UnderWay {
 #[derive(Debug)]
 pub(super) enum Waiting {
     Letter(Vec<u8>),
-    Bind(Key),
+    Bind(KeyName),
 }
 
 #[derive(Debug)]
 pub(super) struct Session {
-    pub windows: HashMap<Key, Bound>,
+    pub windows: HashMap<KeyName, Bound>,
     /// By the ids of their completions.
     pub under_way: HashMap<u64, UnderWay>,
     pub connection: Connection,
@@ -111,8 +115,8 @@ impl Session {
     }
 
     /// Whether one is bound or being bound for that key.
-    pub fn has_window(&self, key: Key) -> bool {
-        self.windows.contains_key(&key) || self.bindings().any(|binding| binding.key == key)
+    pub fn has_window(&self, name: KeyName) -> bool {
+        self.windows.contains_key(&name) || self.bindings().any(|binding| binding.name == name)
     }
 
     /// Say something when its turn comes.
@@ -125,8 +129,19 @@ impl Session {
     /// Nothing is served by that key any more.
     pub fn invalidate(&mut self, key: Key) {
         // A window that is freed opens nothing any more when this returns.
-        self.windows.remove(&key);
-        for binding in self.bindings_mut().filter(|binding| binding.key == key) {
+        self.windows.remove(&KeyName::at(key, 0));
+        for binding in self.bindings_mut().filter(|binding| binding.name.key == key) {
+            binding.fate = Fate::Dead;
+        }
+    }
+
+    /// Nothing of that range is served any more by keys of a table; who asks again is told what the table says then.
+    pub fn expel(&mut self, range: &Range<u64>) {
+        let is_in_it = |name: &KeyName, bound: &Bound| {
+            name.key.is_of_table() && bound.range.start < range.end && range.start < bound.range.end
+        };
+        self.windows.retain(|name, bound| !is_in_it(name, bound));
+        for binding in self.bindings_mut().filter(|binding| is_in_it(&binding.name, &binding.bound)) {
             binding.fate = Fate::Dead;
         }
     }

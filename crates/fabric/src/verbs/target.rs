@@ -3,6 +3,7 @@
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::SocketAddr;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
@@ -19,6 +20,7 @@ use super::sys::device::Device;
 use super::sys::registration::{Registration, Use};
 use crate::Memory;
 use crate::control::Control;
+use crate::key_table::KeyTable;
 use crate::mail::{self, Correspondent};
 use crate::tables::Tables;
 use crate::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
@@ -36,6 +38,8 @@ pub struct VerbsTarget {
 pub(super) enum Command {
     /// No window is bound for that key any more.
     Invalidate(Key, Sender<()>),
+    /// No window is bound by a table's key in that range any more.
+    Expel(Range<u64>, Sender<()>),
     /// Nothing of that host's is served any more.
     Fence(Host, u64, Sender<()>),
     /// Other pages lie under these addresses.
@@ -173,7 +177,8 @@ impl VerbsTarget {
         scope: Scope,
     ) -> Result<Region, TargetError> {
         let mut state = self.shared.lock();
-        let region = state.tables.register(&self.shared.control, Arc::clone(&memory), access, scope)?;
+        let own = Arc::clone(&memory);
+        let region = state.tables.register(&self.shared.control, own, access, scope, None)?;
         let made = Moving::new(self.shared.device, memory, region.base).map(Lent::Moving);
         state.keep(made)?;
         Ok(region)
@@ -238,9 +243,16 @@ impl std::fmt::Debug for VerbsTarget {
 }
 
 impl Target for VerbsTarget {
-    fn register(&self, memory: Arc<Memory>, access: Access, scope: Scope) -> Result<Region, TargetError> {
+    fn register_with(
+        &self,
+        memory: Arc<Memory>,
+        access: Access,
+        scope: Scope,
+        table: Option<KeyTable>,
+    ) -> Result<Region, TargetError> {
         let mut state = self.shared.lock();
-        let region = state.tables.register(&self.shared.control, Arc::clone(&memory), access, scope)?;
+        let lent = Arc::clone(&memory);
+        let region = state.tables.register(&self.shared.control, lent, access, scope, table)?;
         let whole = 0..memory.len();
         let device = self.shared.device;
         let made = Registration::new(device, memory, whole, region.base, Use::Windows).map(Lent::Fixed);
@@ -262,6 +274,10 @@ impl Target for VerbsTarget {
         self.shared.command(|done| Command::Invalidate(key, done));
         self.shared.lock().tables.give_back(key);
         Ok(())
+    }
+
+    fn expel(&self, range: Range<u64>) {
+        self.shared.command(|done| Command::Expel(range, done));
     }
 
     fn fence(&self, host: Host, epoch: u64) {

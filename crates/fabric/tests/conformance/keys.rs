@@ -1,9 +1,12 @@
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
 use aquifer_fabric::{
-    Access, Host, Identity, Key, LocalKey, LocalSlice, RemoteAddr, Scope, TargetError, Tenant, Verb,
-    WindowSpec, WorkError,
+    Access, Host, Identity, Key, KeyEntry, KeyTable, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Scope,
+    TargetError, Tenant, Verb, WindowSpec, Work, WorkError,
 };
 
-use crate::harness::{Harness, REGION_BYTES, WHO};
+use crate::harness::{Harness, REGION_BYTES, WHO, signalled};
 
 const REFUSED: Result<u64, WorkError> = Err(WorkError::RemoteAccess);
 
@@ -136,6 +139,125 @@ pub fn windows_lie_inside_one_region<H: Harness>() {
         let refused = harness.target().bind(&window);
         assert!(matches!(refused, Err(TargetError::OutOfRange { .. })), "{window:?}");
     }
+}
+
+const ROW: u64 = 2 << 20;
+const ENTRIES_AT: u64 = 4096;
+
+/// Memory with a table of keys: a row of entries, then at the next multiple of 2 MiB what they open.
+fn keyed<H: Harness>(harness: &H) -> (Arc<Memory>, Region) {
+    let memory = Arc::new(Memory::create("keyed", 4 << 20).unwrap());
+    let table = KeyTable { entries_at: ENTRIES_AT, data: ROW..2 * ROW };
+    let registered =
+        harness.target().register_with(Arc::clone(&memory), Access::ALL, Scope::Host(WHO.host), Some(table));
+    (memory, registered.unwrap())
+}
+
+/// The address of an entry.
+fn entry(region: &Region, number: u64) -> u64 {
+    region.base + ENTRIES_AT + number * 8
+}
+
+/// Whoever may write the table binds keys and strikes them with one-sided operations.
+pub fn a_table_opens_runs_to_tenants<H: Harness>() {
+    let harness = H::start();
+    let (memory, region) = keyed(&harness);
+    let mut own = harness.client(WHO);
+    let mut friend = harness.client(Identity { host: Host(8), ..WHO });
+    let mut foreign = harness.client(Identity { host: Host(9), tenant: Tenant(71), ..WHO });
+    let data = region.base + ROW;
+    // A page, 64 KiB, 256 KiB, all; with the number of the entry that speaks for it.
+    for (class, offset, number) in
+        [(0, 5 << 12, 32 + 5), (4, 7 << 16, 32 + 7 * 16), (6, 1 << 18, 16 + 2), (9, 0, 0)]
+    {
+        let (key, bytes) = (Key::of_run(class, 0x5a5_a5a5), 4096 << class);
+        let addr = data + offset;
+        assert_eq!(friend.read(addr, key, 8), REFUSED, "not bound yet");
+        let bound = KeyEntry::opened(key, WHO.tenant).0;
+        assert_eq!(own.swap(entry(&region, number), region.key, 0, bound), Ok(0));
+        let last = addr + bytes - 8;
+        memory.write(usize::try_from(last - region.base).unwrap(), b"the last");
+        for client in [&mut own, &mut friend] {
+            assert_eq!(client.read(last, key, 8), Ok(8));
+            let mut found = [0; 8];
+            client.memory.read(0, &mut found);
+            assert_eq!(&found, b"the last");
+            assert_eq!(client.write(addr, key, 64), Ok(64));
+            assert_eq!(client.read(last, key, 9), REFUSED, "beyond the run");
+            assert_eq!(client.add(addr, key, 0), REFUSED, "no atomics");
+            assert_eq!(client.read(addr, Key(key.0 ^ 1), 8), REFUSED, "another key");
+            assert_eq!(client.read(addr, Key::of_run(class ^ 1, 0x5a5_a5a5), 8), REFUSED, "another length");
+            assert_eq!(client.read(region.base, key, 8), REFUSED, "the table itself");
+            assert_eq!(client.read(data + 2 * ROW, key, 8), REFUSED);
+        }
+        if class < 9 {
+            assert_eq!(friend.read(addr - 8, key, 8), REFUSED, "a neighbour");
+            assert_eq!(friend.read(addr + bytes, key, 8), REFUSED, "a neighbour");
+        }
+        assert_eq!(foreign.read(addr, key, 8), REFUSED, "another tenant");
+        assert_eq!(foreign.read(entry(&region, number), region.key, 8), REFUSED, "the table is not for all");
+        assert_eq!(own.swap(entry(&region, number), region.key, bound, 0), Ok(bound));
+        harness.target().expel(addr..addr + bytes);
+        assert_eq!(own.write(addr, key, 8), REFUSED, "struck");
+        assert_eq!(friend.read(addr, key, 8), REFUSED, "struck");
+    }
+}
+
+/// When a run goes from one tenant to another, what the first had under way is over.
+pub fn who_is_expelled_is_out<H: Harness>() {
+    let harness = H::start();
+    let (memory, region) = keyed(&harness);
+    let mut old = harness.client(WHO);
+    let mut new = harness.client(Identity { host: Host(8), tenant: Tenant(71), ..WHO });
+    let (addr, offset) = (region.base + ROW, usize::try_from(ROW).unwrap());
+    let place = memory.atomic_u64(usize::try_from(ENTRIES_AT).unwrap());
+    for turn in 0..50 {
+        let mine = Key::of_run(9, turn);
+        place.store(KeyEntry::opened(mine, WHO.tenant).0, Ordering::SeqCst);
+        old.memory.write(0, &[1; 4096]);
+        let (local, remote) = (old.slice(0, 4096), RemoteAddr { addr, key: mine });
+        let works: Vec<Work> = (0..8).map(|id| signalled(id, Verb::Write { local, remote })).collect();
+        old.endpoint.post(&works).unwrap();
+        // Some may have been done, some not: it does not matter which.
+        place.store(KeyEntry::shut(WHO.tenant).0, Ordering::SeqCst);
+        harness.target().expel(addr..addr + ROW);
+        memory.write(offset, &[0; 4096]);
+        let theirs = Key::of_run(9, turn + 1000);
+        place.store(KeyEntry::opened(theirs, Tenant(71)).0, Ordering::SeqCst);
+        for done in old.wait(works.len()) {
+            assert!(matches!(done.outcome, Ok(4096) | Err(WorkError::RemoteAccess)), "{done:?}");
+        }
+        assert_eq!(old.write(addr, mine, 4096), REFUSED);
+        assert_eq!(new.read(addr, theirs, 4096), Ok(4096));
+        let mut found = [9; 4096];
+        new.memory.read(0, &mut found);
+        assert!(found == [0; 4096], "turn {turn}: what the old owner wrote is seen by the new one");
+        place.store(0, Ordering::SeqCst);
+        harness.target().expel(addr..addr + ROW);
+    }
+}
+
+pub fn a_table_must_fit_its_region<H: Harness>() {
+    let harness = H::start();
+    let memory = Arc::new(Memory::create("keyed", 4 << 20).unwrap());
+    let outside = [
+        (4096, ROW..3 * ROW),
+        (4096, 0..0),
+        (4096, 4096..ROW),
+        (4097, ROW..2 * ROW),
+        (u64::MAX - 7, ROW..2 * ROW),
+    ];
+    for (entries_at, data) in outside {
+        let table = KeyTable { entries_at, data };
+        let refused = harness.target().register_with(
+            Arc::clone(&memory),
+            Access::ALL,
+            Scope::Anyone,
+            Some(table.clone()),
+        );
+        assert!(matches!(refused, Err(TargetError::BadTable { .. })), "{table:?}");
+    }
+    assert!(harness.target().register(memory, Access::ALL, Scope::Anyone).is_ok(), "nothing was taken up");
 }
 
 pub fn unregistered_local_memory_is_refused<H: Harness>() {

@@ -1,11 +1,11 @@
 //! What goes to the device, and what must wait.
 
 use super::{Life, VerbsEndpoint, place_of};
-use crate::keys::Right;
+use crate::keys::{KeyName, Right};
 use crate::verbs::keys::Verdict;
 use crate::verbs::letters::Request;
 use crate::verbs::sys::pair::{Kind, Order, Piece, Remote};
-use crate::work::{Key, RemoteAddr, Verb, Work, WorkError};
+use crate::work::{RemoteAddr, Verb, Work, WorkError};
 
 /// What is to be done with work.
 enum Plan {
@@ -118,21 +118,22 @@ impl VerbsEndpoint {
         number: u64,
     ) -> Result<Option<u32>, WorkError> {
         let done = self.queue.done();
-        match self.keys.judge(remote.key, right, (remote.addr, u64::from(len)), number, done) {
+        let name = KeyName::at(remote.key, remote.addr);
+        match self.keys.judge(name, right, (remote.addr, u64::from(len)), number, done) {
             Verdict::Open(key) => return Ok(Some(key)),
             Verdict::Refused(error) => return Err(error),
             Verdict::Wait => {}
-            Verdict::Ask => self.ask(remote.key, None),
-            Verdict::Replace(old) => self.ask(remote.key, Some(old)),
+            Verdict::Ask => self.ask(name, None),
+            Verdict::Replace(old) => self.ask(name, Some(old)),
         }
         Ok(None)
     }
 
-    fn ask(&mut self, key: Key, instead_of: Option<Key>) {
+    fn ask(&mut self, name: KeyName, instead_of: Option<KeyName>) {
         if let Some(old) = instead_of {
             self.say(Request::Forget(old));
         }
-        self.say(Request::Ask(key));
+        self.say(Request::Ask(name));
     }
 }
 

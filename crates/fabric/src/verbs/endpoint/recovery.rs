@@ -10,6 +10,7 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use super::{Life, VerbsEndpoint};
+use crate::keys::KeyName;
 use crate::rescue::Rescue;
 use crate::tables::is_fence;
 use crate::tcp::ClusterKey;
@@ -140,12 +141,12 @@ fn knock_until(
     }
 }
 
-fn key_of(verb: &Verb) -> Option<crate::work::Key> {
+fn key_of(verb: &Verb) -> Option<KeyName> {
     match verb {
         Verb::Read { remote, .. }
         | Verb::Write { remote, .. }
         | Verb::CompareSwap { remote, .. }
-        | Verb::FetchAdd { remote, .. } => Some(remote.key),
+        | Verb::FetchAdd { remote, .. } => Some(KeyName::at(remote.key, remote.addr)),
         Verb::Send { .. } => None,
     }
 }

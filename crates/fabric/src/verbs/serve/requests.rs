@@ -3,7 +3,7 @@
 use std::io;
 
 use super::{SESSION_DEPTH, Server};
-use crate::keys::{Grant, admits};
+use crate::keys::{Grant, KeyName, admits};
 use crate::verbs::LETTERS_MAX;
 use crate::verbs::letters::{Answer, Opened, Request};
 use crate::verbs::peer::Peer;
@@ -13,7 +13,6 @@ use crate::verbs::slots::WENT;
 use crate::verbs::sys::pair::{Kind, Opening, Order};
 use crate::verbs::sys::window::Window;
 use crate::verbs::target::Shared;
-use crate::work::Key;
 
 /// Answers and messages that one session may leave waiting: twice what an initiator can have said that is not answered.
 const WAITING_MAX: usize = 2 * LETTERS_MAX as usize;
@@ -27,8 +26,8 @@ impl Server {
             return self.close(name);
         }
         match Request::parse(letter) {
-            Some(Request::Ask(key)) => session.waiting.push_back(Waiting::Bind(key)),
-            Some(Request::Forget(key)) => drop(session.windows.remove(&key)),
+            Some(Request::Ask(name)) => session.waiting.push_back(Waiting::Bind(name)),
+            Some(Request::Forget(name)) => drop(session.windows.remove(&name)),
             Some(Request::Message(number, message)) => {
                 let limits = &shared.options.limits;
                 let is_short = message.len() <= limits.message_bytes_max as usize;
@@ -65,7 +64,7 @@ impl Server {
             && let Some(first) = session.waiting.pop_front()
         {
             let given = match first {
-                Waiting::Bind(key) => self.open(shared, name, key),
+                Waiting::Bind(wanted) => self.open(shared, name, wanted),
                 Waiting::Letter(letter) => match self.outbox.take() {
                     Some(place) => self.send(name, place, &letter),
                     None => {
@@ -89,17 +88,22 @@ impl Server {
     }
 
     /// Bind a window for a key, if the key is for this one.
-    fn open(&mut self, shared: &Shared, name: usize, key: Key) -> io::Result<()> {
+    fn open(&mut self, shared: &Shared, name: usize, wanted: KeyName) -> io::Result<()> {
         let Some(session) = self.sessions.get_mut(&name) else { return Ok(()) };
         let Some(who) = session.peer().map(|peer| peer.who) else { return Ok(()) };
-        let grant = shared.control.lookup(key).filter(|grant| admits(grant.scope, who));
-        let Some(grant) = grant.filter(|_| !session.has_window(key)) else {
-            session.tell(&Answer::Told(key, None));
+        let KeyName { key, start } = wanted;
+        let grant = if key.is_of_table() {
+            shared.lock().tables.grant_of_table(who, key, start)
+        } else {
+            shared.control.lookup(key).filter(|grant| admits(grant.scope, who))
+        };
+        let Some(grant) = grant.filter(|_| !session.has_window(wanted)) else {
+            session.tell(&Answer::Told(wanted, None));
             return Ok(());
         };
         let lends = shared.lock().regions.get(grant.region).is_some_and(|lent| lent.registration().is_some());
         if !lends {
-            session.tell(&Answer::Told(key, None));
+            session.tell(&Answer::Told(wanted, None));
             return Ok(());
         }
         let window = if session.windows_taken() < self.windows_each {
@@ -109,7 +113,7 @@ impl Server {
             None
         };
         let Some(window) = window else {
-            session.tell(&Answer::Full(key));
+            session.tell(&Answer::Full(wanted));
             return Ok(());
         };
         let device_key = window.fresh_key();
@@ -121,8 +125,8 @@ impl Server {
             Opening { window: window.raw(), region: region.raw(), key: device_key, addr, len, access }
         };
         let opened = Opened { addr: grant.base, len: grant.len, access: grant.access, device_key };
-        let bound = Bound { window, region: grant.region };
-        let binding = Binding { key, bound, opened, fate: Fate::Opens };
+        let bound = Bound { window, region: grant.region, range: grant.base..grant.base + grant.len };
+        let binding = Binding { name: wanted, bound, opened, fate: Fate::Opens };
         self.give(name, 0, UnderWay::Bind(binding), Kind::Bind(opening))
     }
 
@@ -141,14 +145,14 @@ impl Server {
 
     pub(super) fn bound(&mut self, name: usize, binding: Binding, is_done: bool) {
         let Some(session) = self.sessions.get_mut(&name) else { return };
-        let Binding { key, bound, opened, fate } = binding;
+        let Binding { name: wanted, bound, opened, fate } = binding;
         match fate {
             Fate::Opens if is_done => {
-                session.windows.insert(key, bound);
-                session.tell(&Answer::Told(key, Some(opened)));
+                session.windows.insert(wanted, bound);
+                session.tell(&Answer::Told(wanted, Some(opened)));
             }
-            Fate::Opens | Fate::Dead => session.tell(&Answer::Told(key, None)),
-            Fate::Again => session.waiting.push_front(Waiting::Bind(key)),
+            Fate::Opens | Fate::Dead => session.tell(&Answer::Told(wanted, None)),
+            Fate::Again => session.waiting.push_front(Waiting::Bind(wanted)),
         }
     }
 }
