@@ -53,7 +53,7 @@ fn open(path: &Path) -> io::Result<File> {
 }
 
 impl Lock {
-    /// Take it and write this process' number in it; `None` if another process holds it.
+    /// Take it and write this process' number in it; `None` if another process, that lives, holds it.
     pub fn take(path: &Path) -> io::Result<Option<Self>> {
         let mut file = open(path)?;
         for _ in 0..ATTEMPTS_MAX {
@@ -65,7 +65,8 @@ impl Lock {
                     return Ok(Some(Self { file }));
                 }
                 Err(TryLockError::Error(error)) => return Err(error),
-                Err(TryLockError::WouldBlock) if is_held(&file)? => return Ok(None),
+                // One that has just ended may have it for a moment still: then it is waited for.
+                Err(TryLockError::WouldBlock) if matches!(life(path)?, Life::Alive(_)) => return Ok(None),
                 Err(TryLockError::WouldBlock) => std::thread::sleep(LOOK),
             }
         }
@@ -149,6 +150,24 @@ mod tests {
         assert!(matches!(life(&path).unwrap(), Life::Dead), "the number in the file means nothing");
         std::fs::write(&path, "no number").unwrap();
         assert!(Lock::take(&path).unwrap().is_some());
+    }
+
+    #[test]
+    fn the_lock_of_one_that_has_just_ended_is_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("part.lock");
+        let mut ended = std::process::Command::new("true").spawn().unwrap();
+        ended.wait().unwrap();
+        std::fs::write(&path, format!("{}\n", ended.id())).unwrap();
+        let held = open(&path).unwrap();
+        held.lock().unwrap();
+        std::thread::scope(|scope| {
+            let taker = scope.spawn(|| Lock::take(&path).unwrap());
+            // As long as it takes to find the lock held, many times over.
+            (0..100_000).for_each(|_| std::thread::yield_now());
+            held.unlock().unwrap();
+            assert!(taker.join().unwrap().is_some());
+        });
     }
 
     #[test]
