@@ -128,7 +128,7 @@ impl Nodes {
     /// A pool client of that user connected to every node that answers.
     #[must_use]
     pub fn pool(&self, tenant: u32) -> PoolClient {
-        let mut pool = PoolClient::new(self.identity.host);
+        let mut pool = PoolClient::new(self.identity.host, Tenant(tenant));
         for node in self.list() {
             match self.connect(node, Tenant(tenant)) {
                 Ok(endpoint) => {

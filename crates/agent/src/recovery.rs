@@ -269,7 +269,7 @@ impl Recoverer {
     fn recover_at(&self, node: NodeId, who: Identity) -> Result<Recovered, RecoverError> {
         let unreachable = |error| RecoverError::Unreachable(node.0, error);
         let endpoint = self.nodes.connect_as(node, who).map_err(unreachable)?;
-        let mut pool = PoolClient::new(who.host);
+        let mut pool = PoolClient::new(who.host, who.tenant);
         pool.add_node(node, endpoint)?;
         Ok(pool.recover(node, who.host)?)
     }

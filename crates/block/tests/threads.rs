@@ -47,7 +47,7 @@ impl Setup {
     }
 
     fn pool(&self) -> PoolClient {
-        let mut pool = PoolClient::new(Host(1));
+        let mut pool = PoolClient::new(Host(1), Tenant(0));
         for node in [NodeId(0), NodeId(1)] {
             pool.add_node(node, self.nodes.connect(node).unwrap()).unwrap();
         }

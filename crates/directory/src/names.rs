@@ -18,7 +18,7 @@ pub const LIVES: &str = "lives/";
 const NEXT_HOST: &str = "hosts/next";
 
 /// The greatest host number: the pool's logs give it 12 bits.
-pub const HOST_MAX: u16 = 4095;
+pub const HOST_MAX: u16 = 4094;
 
 /// How often a host number is tried for, against others who take one at the same time.
 const CLAIM_ATTEMPTS_MAX: u32 = 256;
@@ -302,7 +302,7 @@ pub fn forget_host(
 /// one comes back as late as can be.
 ///
 /// # Errors
-/// [`DirectoryError::Taken`] if none of the 4095 is free; the directory's.
+/// [`DirectoryError::Taken`] if none of the 4094 is free; the directory's.
 pub fn claim_host(
     directory: &dyn Directory,
     lease: Lease,

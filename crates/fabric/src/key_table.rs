@@ -66,6 +66,12 @@ impl KeyEntry {
         Key(self.0 as u32)
     }
 
+    /// The same memory, which no key opens.
+    #[must_use]
+    pub const fn without_key(self) -> Self {
+        Self(self.0 >> 32 << 32)
+    }
+
     /// Whether it is nobody's: clean.
     #[must_use]
     pub const fn is_nobodys(self) -> bool {
@@ -91,6 +97,13 @@ impl Key {
         Self(TABLE_BIT | (class as u32) << CLASS_SHIFT | (random & RANDOM_MASK))
     }
 
+    /// The class of the run that it opens; `None` if it is no key of a table.
+    #[must_use]
+    pub fn class(self) -> Option<u8> {
+        let class = u8::try_from((self.0 & !TABLE_BIT) >> CLASS_SHIFT).ok()?;
+        (self.is_of_table() && class <= CLASS_MAX).then_some(class)
+    }
+
     /// Whether a table names it, and not the target.
     #[must_use]
     pub const fn is_of_table(self) -> bool {
@@ -100,11 +113,7 @@ impl Key {
     /// The run that it opens at an address; `None` if it is no key of a table.
     #[inline]
     pub(crate) fn run(self, addr: u64) -> Option<Range<u64>> {
-        let class = u8::try_from((self.0 & !TABLE_BIT) >> CLASS_SHIFT).ok()?;
-        if !self.is_of_table() || class > CLASS_MAX {
-            return None;
-        }
-        let bytes = PAGE_BYTES << class;
+        let bytes = PAGE_BYTES << self.class()?;
         let start = addr & !(bytes - 1);
         Some(start..start.checked_add(bytes)?)
     }

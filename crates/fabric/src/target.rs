@@ -11,6 +11,11 @@ use crate::work::Key;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub struct Host(pub u16);
 
+impl Host {
+    /// A memory node, at its own memory. The directory gives this number to nobody.
+    pub const NODE: Self = Self(4095);
+}
+
 /// A tenant: whose memory it is.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub struct Tenant(pub u32);

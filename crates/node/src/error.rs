@@ -27,6 +27,9 @@ pub enum NodeError {
     /// The memory could not be lent.
     #[error(transparent)]
     Donate(#[from] DonateError),
+    /// There is no thread to clear memory.
+    #[error("cannot start a thread that clears memory: {0}")]
+    Clearer(#[source] std::io::Error),
     /// Its figures cannot be served.
     #[error(transparent)]
     Metrics(#[from] MetricsError),

@@ -3,10 +3,11 @@
 //! It creates the memory, lays it out as a pool, opens it to its peers through the fabric and
 //! says so in the directory, under a lease. After that the hosts do everything by themselves, with
 //! one-sided operations; the node only watches their leases, and fences a host whose lease is gone,
-//! so that it cannot change metadata any more.
+//! so that it cannot change metadata any more, and clears what goes from one tenant to another.
 //!
 //! This crate does not know which extents are taken, nor what is in them.
 
+mod clearer;
 mod error;
 mod fences;
 mod member;

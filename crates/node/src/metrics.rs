@@ -18,6 +18,8 @@ pub(crate) struct Events {
     pub renewals: AtomicU64,
     /// Times that it could not be.
     pub renewal_failures: AtomicU64,
+    /// Bytes that were cleared for another tenant.
+    pub cleared_bytes: Arc<AtomicU64>,
 }
 
 impl Events {
@@ -69,6 +71,8 @@ impl Collector for Figures {
         counters(encoder, about("operations", "One-sided operations done over TCP."), operations)?;
         let moved = served.iter().map(|(tenant, served)| (vec![label("tenant", tenant.0)], served.bytes));
         counters(encoder, bytes("served", "Bytes read and written over TCP."), moved)?;
+        let cleared = self.events.cleared_bytes.load(Relaxed);
+        counters(encoder, bytes("cleared", "Memory that was cleared for whoever is next."), one(cleared))?;
         let events = [
             ("fences", "Epochs of hosts that were shut out.", &self.events.fences),
             ("lease_renewals", "Times that the node's lease was kept.", &self.events.renewals),

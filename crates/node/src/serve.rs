@@ -15,6 +15,7 @@ use aquifer_fabric::{Reach, Target, TargetError};
 use aquifer_metrics::{Listener, Place};
 use aquifer_pool::{NodeId, donate};
 
+use crate::clearer::{Clearer, Own};
 use crate::error::NodeError;
 use crate::member::Member;
 use crate::memory::available_bytes;
@@ -82,6 +83,16 @@ impl Listen {
     }
 }
 
+impl Listen {
+    /// What whoever connects must prove to have.
+    const fn key(&self) -> Option<&ClusterKey> {
+        match self {
+            Self::Shm(..) => None,
+            Self::Tcp(_, key, _) | Self::TcpOn(_, key, _) | Self::Verbs(_, key, _) => Some(key),
+        }
+    }
+}
+
 fn reached(target: TcpTarget) -> (Arc<dyn Target>, Reach) {
     let reach = Reach::Tcp(target.address());
     (Arc::new(target), reach)
@@ -133,6 +144,7 @@ pub fn serve(
     // Connected first: without a directory nobody would ever find the memory.
     let directory = (options.connect)()?;
     let (target, reach) = options.listen.start().map_err(NodeError::Listen)?;
+    let own = Own { reach: reach.clone(), key: options.listen.key().cloned() };
     let reach = match options.advertise {
         Some(address) => reach.at(address),
         None => reach,
@@ -147,6 +159,10 @@ pub fn serve(
     };
     let mut member = Member::join(directory, record, options.lease_ttl, &*target)?;
     tracing::info!(node = options.id, bytes = donation.layout.data_bytes(), "memory is lent");
+    let cleared_bytes = Arc::clone(&member.events().cleared_bytes);
+    let _clearer = Clearer::start(own, donation.clone(), Arc::clone(&target), cleared_bytes)
+        .map_err(NodeError::Clearer)
+        .inspect_err(|_| member.leave())?;
     let figures =
         |listener| metrics::serve(listener, donation, Arc::clone(&target), Arc::clone(member.events()));
     let served = listener.map(figures).transpose();

@@ -14,7 +14,7 @@ use aquifer_directory::{
     Directory, DirectoryError, Entry, Event, EventKind, Lease, LeaseId, Listing, Transaction,
     TransactionOutcome, Watch,
 };
-use aquifer_fabric::{Host, Identity, Tenant, WorkError, shm};
+use aquifer_fabric::{Host, Identity, LocalSlice, Memory, RemoteAddr, Tenant, Verb, Work, WorkError, shm};
 use aquifer_metrics::MetricsError;
 use aquifer_node::{Listen, NodeError, NodeOptions, Ready, Shutdown, serve};
 use aquifer_pool::{NodeId, PoolClient, PoolError, SizeClass};
@@ -159,9 +159,13 @@ impl Bed {
     }
 
     fn client(&self, host: u16, epoch: u64) -> Result<PoolClient, String> {
-        let who = Identity { host: Host(host), epoch, tenant: Tenant(0) };
+        self.client_of(host, epoch, Tenant(0))
+    }
+
+    fn client_of(&self, host: u16, epoch: u64, tenant: Tenant) -> Result<PoolClient, String> {
+        let who = Identity { host: Host(host), epoch, tenant };
         let endpoint = shm::connect(&self.socket(), who).map_err(|error| error.to_string())?;
-        let mut client = PoolClient::new(Host(host));
+        let mut client = PoolClient::new(Host(host), tenant);
         client.add_node(NodeId(1), endpoint).map_err(|error| error.to_string())?;
         Ok(client)
     }
@@ -211,6 +215,52 @@ fn a_node_serves_its_memory_and_says_so() {
     assert_eq!(bed.record(1), None);
     assert!(matches!(use_it(&mut client), Err(PoolError::NodeGone { .. })));
     assert!(bed.client(1, 1).is_err());
+}
+
+/// All of the memory goes from one tenant to another and back, and each finds it cleared.
+#[test]
+fn what_one_tenant_has_used_another_gets_cleared() {
+    let bed = Bed::new();
+    let node = bed.start(1);
+    let mut clients = [1, 2].map(|host| bed.client_of(host, 1, Tenant(u32::from(host))).expect("it listens"));
+    let stamps = Arc::new(Memory::create("stamps", 2 << 20).expect("memory"));
+    let keys = [0, 1].map(|user: usize| {
+        let endpoint = clients[user].endpoint(NodeId(1)).expect("it is connected");
+        endpoint.register_local(Arc::clone(&stamps)).expect("room")
+    });
+    for turn in 0..6_usize {
+        let (client, key) = (&mut clients[turn % 2], keys[turn % 2]);
+        let mut extents = Vec::new();
+        while extents.len() < 2 {
+            match client.allocate(NodeId(1), SizeClass::SECTION) {
+                Ok(extent) => extents.push(extent),
+                // It is being cleared.
+                Err(PoolError::Full { .. }) => std::thread::yield_now(),
+                Err(error) => panic!("{error}"),
+            }
+        }
+        for extent in &extents {
+            let local = LocalSlice { key, offset: 0, len: 2 << 20 };
+            let remote = RemoteAddr { addr: extent.addr, key: extent.key };
+            let endpoint = client.endpoint(NodeId(1)).expect("it is connected");
+            let mut done = Vec::new();
+            for verb in [Verb::Read { local, remote }, Verb::Write { local, remote }] {
+                stamps.write(2 << 19, &[7; 64]);
+                endpoint.post(&[Work { id: 1, verb, signalled: true }]).expect("room");
+                while endpoint.poll(&mut done, 1) == 0 {
+                    std::thread::yield_now();
+                }
+                assert_eq!(done.pop().map(|done| done.outcome), Some(Ok(2 << 20)));
+                if let Verb::Read { .. } = verb {
+                    let mut found = vec![1; 2 << 20];
+                    stamps.read(0, &mut found);
+                    assert!(found.iter().all(|byte| *byte == 0), "turn {turn}");
+                }
+            }
+        }
+        extents.into_iter().for_each(|extent| client.free(extent).expect("it is ours"));
+    }
+    node.stop();
 }
 
 #[test]

@@ -51,7 +51,7 @@ impl Agent {
     }
 
     fn pool_of(self: &Arc<Self>, host: Host) -> PoolClient {
-        let mut pool = PoolClient::new(host);
+        let mut pool = PoolClient::new(host, Tenant(0));
         for node in (0..NODES).map(NodeId) {
             if let Ok(endpoint) = self.connect_as(host, node) {
                 pool.add_node(node, endpoint).unwrap();

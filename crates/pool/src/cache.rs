@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use aquifer_fabric::Host;
+use aquifer_fabric::{Host, Key, KeyEntry, Tenant};
 
 use crate::layout::Layout;
 use crate::op::{OpError, StepResult, WordAt, damaged};
@@ -26,12 +26,48 @@ pub struct NodeCache {
     /// Records of the words that may be written over: they are in the full log, or are not needed any more. 0: none.
     settled_sections: Vec<u32>,
     settled_spans: Vec<u32>,
+    /// For each section a bit for each span of which is known whose it is: as long as its word is as remembered, if it is open, else that of its section.
+    known: Vec<u16>,
+    /// Among those, the ones that another tenant has used, and that were not cleared since.
+    foreign: Vec<u16>,
+    tenant: Tenant,
+    keys: KeySource,
     nonces: Nonces,
     /// How often a section was found to be other than remembered.
     surprises: u64,
     free_chunks: u64,
     /// Where to look first, for extents within a span and for larger ones.
     start: [u32; 2],
+}
+
+/// Random bits for keys, from the system, some at a time.
+#[derive(Clone, Default)]
+struct KeySource {
+    bits: Vec<u32>,
+}
+
+impl std::fmt::Debug for KeySource {
+    /// Keys stay out of logs.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("KeySource")
+    }
+}
+
+impl KeySource {
+    const BATCH: usize = 64;
+
+    fn draw(&mut self) -> u32 {
+        if let Some(bits) = self.bits.pop() {
+            return bits;
+        }
+        let mut bytes = [0; Self::BATCH * 4];
+        let got = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
+        // So few bytes come at once or not at all.
+        assert_eq!(got, Ok(bytes.len()), "the system has random bytes");
+        let (words, _) = bytes.as_chunks::<4>();
+        self.bits.extend(words.iter().map(|word| u32::from_ne_bytes(*word)));
+        self.draw()
+    }
 }
 
 /// Something that a client could take, as far as it remembers.
@@ -46,9 +82,9 @@ pub(crate) enum Candidate {
 }
 
 impl NodeCache {
-    /// Remember a node as empty, and nothing as certain. `salt` decides where its searches begin, so that clients spread.
+    /// Remember a node as empty, and nothing as certain, for a client of `tenant`. `salt` decides where its searches begin, so that clients spread.
     #[must_use]
-    pub fn new(layout: &Layout, salt: u64, nonces: Nonces) -> Self {
+    pub fn new(layout: &Layout, salt: u64, tenant: Tenant, nonces: Nonces) -> Self {
         // Fibonacci hashing: the high half of the product is well mixed for small salts.
         let hash = salt.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
         let start = u32::try_from(hash % u64::from(layout.sections())).unwrap_or(0);
@@ -58,6 +94,10 @@ impl NodeCache {
             ready: vec![0; layout.sections() as usize],
             settled_sections: vec![0; layout.sections() as usize],
             settled_spans: vec![0; layout.spans() as usize],
+            known: vec![0; layout.sections() as usize],
+            foreign: vec![0; layout.sections() as usize],
+            tenant,
+            keys: KeySource::default(),
             nonces,
             surprises: 0,
             free_chunks: u64::from(layout.chunks()),
@@ -93,6 +133,14 @@ impl NodeCache {
         if word != self.section(section) {
             // Others have been at it: what was seen of its spans is of before that.
             self.ready[section as usize] = 0;
+            let first = section * SECTION_SPANS;
+            for span in first..first + SECTION_SPANS {
+                // That of an open one is as sure as its word.
+                let is_empty = word.state(place_in_section(span)) == SpanState::Empty;
+                if is_empty || self.span(span).is_closed() {
+                    self.forget_owner(span);
+                }
+            }
             self.surprises += 1;
             self.put_section(section, word);
         }
@@ -118,8 +166,16 @@ impl NodeCache {
         self.free_chunks = self.free_chunks + self.free_of(section) - before;
     }
 
-    /// Remember a span's word.
+    /// Remember a span's word, as it was found.
     pub(crate) fn set_span(&mut self, span: u32, word: SpanWord) -> Result<(), IllegalWord> {
+        if word != self.span(span) {
+            self.forget_owner(span);
+        }
+        self.change_span(span, word)
+    }
+
+    /// Remember a span's word after a change of ours, which expected it as it was remembered.
+    pub(crate) fn change_span(&mut self, span: u32, word: SpanWord) -> Result<(), IllegalWord> {
         word.check()?;
         let index = span as usize;
         if matches!(self.state_of(span), SpanState::Partial | SpanState::Contended) {
@@ -138,7 +194,7 @@ impl NodeCache {
         match at {
             WordAt::Section(section) => self.set_section(section, SectionWord(found)),
             WordAt::Span(span) => self.set_span(span, SpanWord(found)),
-            WordAt::Log(_) => Ok(()),
+            WordAt::Log(_) | WordAt::Key(_) => Ok(()),
         }
         .map_err(|cause| damaged(at, found, cause))
     }
@@ -148,13 +204,56 @@ impl NodeCache {
         match at {
             WordAt::Section(section) => self.section(section).0,
             WordAt::Span(span) => self.span(span).0,
-            WordAt::Log(_) => 0,
+            WordAt::Log(_) | WordAt::Key(_) => 0,
         }
     }
 
-    /// The spans of a group that were not seen to be ready for a new life since the section has been as remembered.
+    /// The spans of a group that were not seen to be ready for a new life, and whose they are, since the section has been as remembered.
     pub(crate) fn unready(&self, section: u32, group: Run) -> u32 {
-        group.mask() & !u32::from(self.ready[section as usize])
+        let section = section as usize;
+        group.mask() & !u32::from(self.ready[section] & self.known[section])
+    }
+
+    /// Whether it is known whose a span is.
+    pub(crate) fn is_known(&self, span: u32) -> bool {
+        self.known[(span / SECTION_SPANS) as usize] & place_of(span) != 0
+    }
+
+    /// Whether a span is known to be another tenant's.
+    pub(crate) fn is_foreign(&self, span: u32) -> bool {
+        self.foreign[(span / SECTION_SPANS) as usize] & place_of(span) != 0
+    }
+
+    /// Whether some span of a group is.
+    pub(crate) fn has_foreign(&self, section: u32, group: Run) -> bool {
+        u32::from(self.foreign[section as usize]) & group.mask() != 0
+    }
+
+    /// Remember whose a span is, by its entry in `keys[]`.
+    pub(crate) fn learn_owner(&mut self, span: u32, entry: KeyEntry) {
+        let (section, place) = ((span / SECTION_SPANS) as usize, place_of(span));
+        self.known[section] |= place;
+        if entry.is_nobodys() || entry.is_of(self.tenant) {
+            self.foreign[section] &= !place;
+        } else {
+            self.foreign[section] |= place;
+        }
+    }
+
+    fn forget_owner(&mut self, span: u32) {
+        let (section, place) = ((span / SECTION_SPANS) as usize, place_of(span));
+        self.known[section] &= !place;
+        self.foreign[section] &= !place;
+    }
+
+    /// For whom this client takes memory.
+    pub(crate) const fn tenant(&self) -> Tenant {
+        self.tenant
+    }
+
+    /// A key for an extent of this size, that nobody can guess.
+    pub(crate) fn fresh_key(&mut self, class: SizeClass) -> Key {
+        Key::of_run(class.k(), self.keys.draw())
     }
 
     /// How often a section was found to be other than remembered: what was judged by it before is old.
@@ -169,7 +268,7 @@ impl NodeCache {
                 self.settled_sections[section as usize] = record_of(self.section(section).0);
             }
             WordAt::Span(span) => self.settled_spans[span as usize] = record_of(self.span(span).0),
-            WordAt::Log(_) => {}
+            WordAt::Log(_) | WordAt::Key(_) => {}
         }
     }
 
@@ -180,7 +279,7 @@ impl NodeCache {
                 self.settled_sections[section as usize] == record_of(self.section(section).0)
             }
             WordAt::Span(span) => self.settled_spans[span as usize] == record_of(self.span(span).0),
-            WordAt::Log(_) => true,
+            WordAt::Log(_) | WordAt::Key(_) => true,
         }
     }
 
@@ -231,7 +330,8 @@ impl NodeCache {
         let word = self.section(section);
         let first = section * SECTION_SPANS;
         if !class.is_within_span() {
-            return word.find(class.order()).map(|group| Candidate::Whole { group });
+            let group = word.find_among(class.order(), !self.foreign[section as usize]);
+            return group.map(|group| Candidate::Whole { group });
         }
         let more = contended.then(|| word.spans_in(SpanState::Contended)).into_iter().flatten();
         for index in word.spans_in(SpanState::Partial).chain(more) {
@@ -240,12 +340,14 @@ impl NodeCache {
             // A closed one is being opened or closed by another host: only that one may touch it.
             if Some(span) != avoid
                 && !word.is_closed()
+                && !self.is_foreign(span)
                 && let Some(run) = word.find(class.order())
             {
                 return Some(Candidate::Chunks { span, run });
             }
         }
-        word.find(0).map(|group| Candidate::Empty { span: first + u32::from(group.first()) })
+        let empty = word.find_among(0, !self.foreign[section as usize]);
+        empty.map(|group| Candidate::Empty { span: first + u32::from(group.first()) })
     }
 
     /// Whether a section has spans whose words decide what it has to give.
@@ -253,6 +355,10 @@ impl NodeCache {
         let word = self.section(section);
         word.has(SpanState::Partial) || word.has(SpanState::Contended)
     }
+}
+
+fn place_of(span: u32) -> u16 {
+    1 << place_in_section(span)
 }
 
 /// The place of a span within its section.
@@ -272,6 +378,19 @@ impl NodeCache {
         for (section, &word) in (first..).zip(words(read, count)) {
             if let Err(cause) = self.set_section(section, SectionWord(word)) {
                 outcome = Err(OpError::Damaged { at: WordAt::Section(section), word, cause: cause.into() });
+            }
+        }
+        outcome
+    }
+
+    /// Remember what a survey of a section read: its spans' words, likewise, and whose they are.
+    pub(crate) fn learn_survey(&mut self, section: u32, read: StepResult<'_>) -> Result<(), OpError> {
+        let (spans, keys) = words(read, 2 * SECTION_SPANS).split_at(SPANS);
+        let first = section * SECTION_SPANS;
+        let outcome = self.learn_spans(first, SECTION_SPANS, StepResult::Words(spans));
+        for (span, (word, entry)) in (first..).zip(spans.iter().zip(keys)) {
+            if self.span(span).0 == *word {
+                self.learn_owner(span, KeyEntry(*entry));
             }
         }
         outcome

@@ -8,13 +8,14 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
 
-use aquifer_fabric::{Endpoint, Host, Key};
+use aquifer_fabric::{Endpoint, Host, Key, Tenant};
 
 use crate::cache::Nonces;
 use crate::error::PoolError;
-use crate::op::{AllocOp, FreeOp, Grant, RecoverOp, Recovered};
+use crate::op::{AllocOp, FreeOp, Grant, OpError, RecoverOp, Recovered};
 use crate::size::SizeClass;
-use node::Node;
+use crate::word::Run;
+use node::{Failure, Node};
 
 /// Work ids from this one on are the pool's; who shares its endpoints uses smaller ones.
 pub const POOL_WORK_ID: u64 = 1 << 63;
@@ -52,14 +53,15 @@ pub struct Extent {
 #[derive(Debug)]
 pub struct PoolClient {
     host: Host,
+    tenant: Tenant,
     nodes: BTreeMap<NodeId, Node>,
 }
 
 impl PoolClient {
-    /// A client of this host, as yet without nodes.
+    /// A client of this host, as yet without nodes, that takes memory for a tenant. It is opened to endpoints of that tenant.
     #[must_use]
-    pub const fn new(host: Host) -> Self {
-        Self { host, nodes: BTreeMap::new() }
+    pub const fn new(host: Host, tenant: Tenant) -> Self {
+        Self { host, tenant, nodes: BTreeMap::new() }
     }
 
     /// Use a node over this endpoint, which then is the pool's and its user's together (see [`PoolClient::endpoint`]).
@@ -81,7 +83,7 @@ impl PoolClient {
             return Err(PoolError::TooManyNodes { limit: NODES_MAX });
         }
         let salt = (u64::from(self.host.0) << 32) ^ CLIENTS.fetch_add(1, Ordering::Relaxed);
-        self.nodes.insert(id, Node::open(id, endpoint, salt, Arc::clone(&NONCES))?);
+        self.nodes.insert(id, Node::open(id, endpoint, salt, (self.tenant, Arc::clone(&NONCES)))?);
         Ok(())
     }
 
@@ -124,7 +126,7 @@ impl PoolClient {
         let host = self.host;
         let node = self.node(id)?;
         let grants = node.taken_last(host)?;
-        grants.into_iter().map(|grant| node.extent(grant)).collect()
+        grants.into_iter().map(|grant| node.with_key(grant).map(|grant| node.extent(grant))).collect()
     }
 
     /// Take an extent of a node.
@@ -137,13 +139,25 @@ impl PoolClient {
         let node = self.node(id)?;
         let bytes = class.bytes();
         let grant = node.run(AllocOp::new(host, class)).map_err(|failure| failure.of(id, 0, bytes))?;
-        match node.extent(grant) {
-            Ok(extent) => Ok(extent),
-            Err(error) => {
-                // Without its key it is of no use; if this fails too the node is gone, and all with it.
-                node.run(FreeOp::new(host, grant)).ok();
-                Err(error)
-            }
+        Ok(node.extent(grant))
+    }
+
+    /// Take this group of a section's spans, whoever had them last, to clear them: for the node itself. No key opens it. `None` if it is not free.
+    ///
+    /// # Errors
+    /// As for [`Self::allocate`].
+    pub fn take_to_clear(
+        &mut self,
+        id: NodeId,
+        section: u32,
+        group: Run,
+    ) -> Result<Option<Extent>, PoolError> {
+        let host = self.host;
+        let node = self.node(id)?;
+        match node.run(AllocOp::clearing(host, section, group)) {
+            Ok(grant) => Ok(Some(node.extent(grant))),
+            Err(Failure::Op(OpError::Full)) => Ok(None),
+            Err(failure) => Err(failure.of(id, 0, 0)),
         }
     }
 
@@ -154,7 +168,8 @@ impl PoolClient {
     pub fn is_current(&mut self, extent: Extent) -> Result<bool, PoolError> {
         let node = self.node(extent.node)?;
         let Some(chunk) = node.chunk_of(extent.addr) else { return Ok(false) };
-        Ok(node.extent(Grant { chunk, class: extent.class })?.key == extent.key)
+        let grant = Grant { chunk, class: extent.class, key: Key(0) };
+        Ok(node.with_key(grant)?.key == extent.key)
     }
 
     /// Give an extent back.
@@ -162,16 +177,16 @@ impl PoolClient {
     /// # Errors
     /// [`PoolError::NotAllocated`] or [`PoolError::NotOurs`], as far as the node's words tell, and nothing was changed.
     pub fn free(&mut self, extent: Extent) -> Result<(), PoolError> {
+        self.give_back(extent, |op| op)
+    }
+
+    fn give_back(&mut self, extent: Extent, how: impl FnOnce(FreeOp) -> FreeOp) -> Result<(), PoolError> {
         let host = self.host;
         let node = self.node(extent.node)?;
         let (addr, bytes) = (extent.addr, extent.class.bytes());
         let chunk = node.chunk_of(addr).ok_or(PoolError::NotAllocated { node: extent.node, addr, bytes })?;
-        let grant = Grant { chunk, class: extent.class };
-        if node.extent(grant)?.key != extent.key {
-            // This place is another's by now, or free: see `is_current`.
-            return Err(PoolError::NotAllocated { node: extent.node, addr, bytes });
-        }
-        node.run(FreeOp::new(host, grant)).map_err(|failure| failure.of(extent.node, addr, bytes))
+        let grant = Grant { chunk, class: extent.class, key: extent.key };
+        node.run(how(FreeOp::new(host, grant))).map_err(|failure| failure.of(extent.node, addr, bytes))
     }
 
     /// Give back all that a dead host held of a node, for anyone to take. Two that do it at once, or one after another that died over it, do no harm.
@@ -190,7 +205,7 @@ impl PoolClient {
     pub fn last_record(&self, extent: Extent) -> u32 {
         let record = |node: &Node| {
             let chunk = node.chunk_of(extent.addr)?;
-            Some(node.seen_record(Grant { chunk, class: extent.class }))
+            Some(node.seen_record(Grant { chunk, class: extent.class, key: extent.key }))
         };
         self.nodes.get(&extent.node).and_then(record).filter(|record| *record != 0).unwrap_or(NO_RECORD)
     }
@@ -204,11 +219,11 @@ impl PoolClient {
         let node = self.node(extent.node)?;
         let chunk = node.chunk_of(extent.addr);
         let is_unchanged = match chunk {
-            Some(chunk) => node.record(Grant { chunk, class: extent.class })? == record,
+            Some(chunk) => node.record(Grant { chunk, class: extent.class, key: extent.key })? == record,
             None => true,
         };
         if is_unchanged {
-            self.free(extent)?;
+            self.give_back(extent, FreeOp::resumed)?;
         }
         Ok(is_unchanged)
     }

@@ -42,7 +42,7 @@ pub enum FormatError {
         /// The number found.
         node: u32,
     },
-    /// Something that version 1 does not have.
+    /// Something that this version does not have.
     #[error("byte {at} of its header is not what version {VERSION} prescribes")]
     Unknown {
         /// Offset of the first such byte.
@@ -57,12 +57,6 @@ pub enum FormatError {
     /// The node opened no region to us.
     #[error("the node opens no memory to this host")]
     NoRegion,
-    /// A section has no key.
-    #[error("section {section} has no key")]
-    NoKey {
-        /// The section.
-        section: u32,
-    },
     /// The registered memory is shorter than the header says.
     #[error("its header speaks of {needed} bytes, but only {found} are registered")]
     TooShort {

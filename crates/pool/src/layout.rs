@@ -1,5 +1,8 @@
 //! Where everything lies in a node's region, and the header page that says so.
 
+use aquifer_fabric::KeyTable;
+use aquifer_fabric::key_table::{ROW_BYTES, ROW_ENTRIES};
+
 use crate::error::FormatError;
 use crate::op::WordAt;
 use crate::size::{CHUNK_BYTES, SECTION_BYTES, SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS};
@@ -10,16 +13,17 @@ compile_error!("the pool's words are little-endian, and are compared and swapped
 /// The first eight bytes of a region.
 pub const MAGIC: [u8; 8] = *b"AQFRPOOL";
 /// The version of the format that this code writes, and the only one that it reads.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// Bytes of the header page.
 pub const HEADER_BYTES: usize = 4096;
-/// Most sections of a region: 64 GiB of data. Each needs a window of its own.
-pub const SECTIONS_MAX: u32 = 32_768;
+/// Most sections of a region: 1 TiB of data.
+pub const SECTIONS_MAX: u32 = 1 << 19;
 /// Entries that a section has in `keys[]` and in `logs[]`: its own, 15 unused, 16 spans', 512 chunks'.
 pub const SECTION_ENTRIES: u32 = 16 + SECTION_SPANS + SECTION_CHUNKS;
 const KEYS_BYTES: u64 = SECTION_ENTRIES as u64 * KEY_ENTRY_BYTES;
 const LOGS_BYTES: u64 = SECTION_ENTRIES as u64 * LOG_ENTRY_BYTES;
-/// Bytes of an entry in `keys[]`: the main and the spare key.
+const _: () = assert!(SECTION_ENTRIES as u64 == ROW_ENTRIES && SECTION_BYTES == ROW_BYTES);
+/// Bytes of an entry in `keys[]`: a key, and whose memory it is.
 pub const KEY_ENTRY_BYTES: u64 = 8;
 /// Bytes of an entry in `logs[]`: a record that was kept.
 pub const LOG_ENTRY_BYTES: u64 = 8;
@@ -123,27 +127,21 @@ impl Layout {
         self.sections as u64 * SECTION_BYTES
     }
 
-    /// Offset of a control word, or of an entry of the log.
+    /// Offset of a control word, or of an entry of the log or of the keys.
     #[must_use]
     pub const fn word_at(&self, at: WordAt) -> u64 {
         match at {
             WordAt::Section(index) => self.sections_at() + index as u64 * 8,
             WordAt::Span(index) => self.spans_at() + index as u64 * 8,
             WordAt::Log(index) => self.logs_at() + index as u64 * LOG_ENTRY_BYTES,
+            WordAt::Key(index) => self.keys_at() + index as u64 * KEY_ENTRY_BYTES,
         }
     }
 
-    /// Offset of a section's own entry in `keys[]`.
+    /// The keys, as the fabric has to know them.
     #[must_use]
-    pub const fn section_key_at(&self, section: u32) -> u64 {
-        self.keys_at() + section as u64 * KEYS_BYTES
-    }
-
-    /// Offsets of all entries in `keys[]` of a section that are in use: its own, its spans', its chunks'.
-    pub fn key_entries(&self, section: u32) -> impl Iterator<Item = u64> {
-        let first = self.section_key_at(section);
-        let numbers = std::iter::once(0).chain(16..SECTION_ENTRIES);
-        numbers.map(move |number| first + u64::from(number) * KEY_ENTRY_BYTES)
+    pub const fn key_table(&self) -> KeyTable {
+        KeyTable { entries_at: self.keys_at(), data: self.data_at()..self.region_bytes() }
     }
 
     /// Offset of a section's data.
@@ -264,7 +262,7 @@ mod tests {
             let layout = Layout::new(7, sections).expect("a fit number of sections");
             let last_section = layout.word_at(WordAt::Section(sections - 1)) + 8;
             let last_span = layout.word_at(WordAt::Span(layout.spans() - 1)) + 8;
-            let last_key = layout.section_key_at(sections - 1) + KEYS_BYTES;
+            let last_key = layout.word_at(WordAt::section_key(sections - 1)) + KEYS_BYTES;
             assert!(layout.sections_at() >= 4096 && last_section <= layout.spans_at());
             assert!(last_span <= layout.keys_at() && last_key <= layout.logs_at());
             assert!(layout.logs_at() + u64::from(sections) * LOGS_BYTES <= layout.data_at());

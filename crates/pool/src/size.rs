@@ -33,6 +33,12 @@ impl SizeClass {
         if k < Self::COUNT { Some(Self(k)) } else { None }
     }
 
+    /// The class of 2^`order` whole spans, at most a section.
+    #[must_use]
+    pub(crate) const fn of_spans(order: u8) -> Self {
+        if order < Self::SECTION.0 - Self::SPAN.0 { Self(Self::SPAN.0 + order) } else { Self::SECTION }
+    }
+
     /// The smallest class that holds `bytes`; `None` for zero bytes and for more than 2 MiB.
     #[must_use]
     pub fn from_bytes(bytes: u64) -> Option<Self> {

@@ -46,7 +46,7 @@ fn a_format_of_the_future_is_refused_by_name() {
     page[8..12].copy_from_slice(&(VERSION + 1).to_le_bytes());
     let error = Layout::open(&page).unwrap_err();
     assert_eq!(error, FormatError::Version { version: VERSION + 1 });
-    assert!(error.to_string().contains("version 3"), "{error}");
+    assert!(error.to_string().contains("version 4"), "{error}");
 }
 
 proptest! {

@@ -22,6 +22,7 @@ struct Words {
     sections: Vec<u64>,
     spans: Vec<u64>,
     log: Vec<u64>,
+    keys: Vec<u64>,
     longest_read: u32,
 }
 
@@ -32,9 +33,10 @@ impl Words {
             sections: vec![0; sections as usize],
             spans: vec![0; (sections * SECTION_SPANS) as usize],
             log: vec![0; (sections * SECTION_ENTRIES) as usize],
+            keys: vec![0; (sections * SECTION_ENTRIES) as usize],
             longest_read: 0,
         };
-        (words, NodeCache::new(&layout, 0, Nonces::default()))
+        (words, NodeCache::new(&layout, 0, Tenant(0), Nonces::default()))
     }
 
     fn at(&mut self, at: WordAt, count: u32) -> &mut [u64] {
@@ -42,6 +44,7 @@ impl Words {
             WordAt::Section(index) => &mut self.sections[index as usize..][..count as usize],
             WordAt::Span(index) => &mut self.spans[index as usize..][..count as usize],
             WordAt::Log(index) => &mut self.log[index as usize..][..count as usize],
+            WordAt::Key(index) => &mut self.keys[index as usize..][..count as usize],
         }
     }
 
@@ -53,23 +56,45 @@ impl Words {
     ) -> Step<M::Output> {
         match action {
             Action::Cas { at, expected, desired } => {
-                let word = &mut self.at(at, 1)[0];
-                let found = *word;
-                if found == expected {
-                    *word = desired;
-                }
-                op.step(cache, StepResult::Found(found))
+                op.step(cache, StepResult::Found(self.swap(at, expected, desired)))
+            }
+            Action::CasThen { at, expected, desired, then } => {
+                let found = self.swap(at, expected, desired);
+                op.step(cache, StepResult::FoundThen(found, self.at(then, 1)[0]))
+            }
+            Action::WriteThen { entry, value, at, expected, desired } => {
+                self.at(entry, 1)[0] = value;
+                op.step(cache, StepResult::Found(self.swap(at, expected, desired)))
+            }
+            Action::Survey { section } => {
+                let first = section * SECTION_SPANS;
+                let mut words = self.at(WordAt::Span(first), SECTION_SPANS).to_vec();
+                words.extend_from_slice(self.at(WordAt::span_key(first), SECTION_SPANS));
+                op.step(cache, StepResult::Words(&words))
             }
             Action::Probe { at } => op.step(cache, StepResult::Found(self.at(at, 1)[0])),
             Action::Read { at, count } => {
                 self.longest_read = self.longest_read.max(count);
                 op.step(cache, StepResult::Words(self.at(at, count)))
             }
-            Action::Write { at, value } => {
-                self.at(at, 1)[0] = value;
+            Action::Write(writes) => {
+                for part in writes.parts() {
+                    let count = u32::try_from(part.count()).expect("few words");
+                    let words = part.words();
+                    self.at(part.at, count).iter_mut().zip(words).for_each(|(word, value)| *word = value);
+                }
                 op.step(cache, StepResult::Written)
             }
         }
+    }
+
+    fn swap(&mut self, at: WordAt, expected: u64, desired: u64) -> u64 {
+        let word = &mut self.at(at, 1)[0];
+        let found = *word;
+        if found == expected {
+            *word = desired;
+        }
+        found
     }
 
     fn run<M: Machine>(&mut self, cache: &mut NodeCache, mut op: M) -> (Result<M::Output, OpError>, u32) {
@@ -93,19 +118,19 @@ fn an_operation_costs_as_few_actions_as_documented() {
     assert_eq!(actions, 4, "A0, A2, A3, A8");
     let (second, actions) = words.run(&mut cache, chunk);
     assert_eq!(actions, 2, "A1, A8");
-    assert_eq!(words.run(&mut cache, FreeOp::new(ME, first.expect("room"))), (Ok(()), 1), "F1");
-    assert_eq!(words.run(&mut cache, FreeOp::new(ME, second.expect("room"))), (Ok(()), 3), "F3, F4, F6");
+    assert_eq!(words.run(&mut cache, FreeOp::new(ME, first.expect("room"))), (Ok(()), 2), "K, F1");
+    assert_eq!(words.run(&mut cache, FreeOp::new(ME, second.expect("room"))), (Ok(()), 4), "K, F3, F4, F6");
     let (whole, actions) = words.run(&mut cache, AllocOp::new(ME, SizeClass::SECTION));
-    assert_eq!(actions, 3, "A0, A7, A8");
-    assert_eq!(words.run(&mut cache, FreeOp::new(ME, whole.expect("room"))), (Ok(()), 2), "F5");
+    assert_eq!(actions, 2, "A7, A8: A0 has surveyed the whole section");
+    assert_eq!(words.run(&mut cache, FreeOp::new(ME, whole.expect("room"))), (Ok(()), 3), "K, F5");
     let (whole, actions) = words.run(&mut cache, AllocOp::new(ME, SizeClass::SECTION));
-    assert_eq!(actions, 2, "A7, A8: F5 has seen that the spans are ready");
-    assert_eq!(words.run(&mut cache, FreeOp::new(ME, whole.expect("room"))), (Ok(()), 2), "F5");
+    assert_eq!(actions, 2, "A7, A8: nobody else has changed the section");
+    assert_eq!(words.run(&mut cache, FreeOp::new(ME, whole.expect("room"))), (Ok(()), 3), "K, F5");
     let half = || AllocOp::new(ME, SizeClass::new(4).expect("a class"));
     let (first, _) = words.run(&mut cache, half());
     let (_, actions) = words.run(&mut cache, half());
     assert_eq!(actions, 4, "A1, A8, A4, A5");
-    assert_eq!(words.run(&mut cache, FreeOp::new(ME, first.expect("room"))), (Ok(()), 2), "F1, F2");
+    assert_eq!(words.run(&mut cache, FreeOp::new(ME, first.expect("room"))), (Ok(()), 3), "K, F1, F2");
 }
 
 /// Answer what comes before the next CAS: all spans are ready, and the record is in the log.
@@ -117,7 +142,7 @@ fn until_cas(
 ) -> Step<Grant> {
     let result = match step {
         Step::Post(Action::Read { at: WordAt::Section(0), count: 1 }) => StepResult::Words(&[section.0]),
-        Step::Post(Action::Read { at: WordAt::Span(_), count: 1 }) => StepResult::Words(&[0]),
+        Step::Post(Action::Survey { .. }) => StepResult::Words(&[0; 2 * SECTION_SPANS as usize]),
         Step::Post(Action::Probe { at: WordAt::Log(_) }) => StepResult::Found(LogEntry::of(section.0, 1).0),
         _ => return step,
     };
@@ -168,7 +193,12 @@ fn a_span_is_marked_when_one_race_too_many_is_lost_there() {
             step = op.step(&mut cache, StepResult::Found(LogEntry::of(word.0, 1).0));
         }
         assert!(
-            matches!(step, Step::Post(Action::Cas { at: WordAt::Span(0), .. })),
+            matches!(
+                step,
+                Step::Post(
+                    Action::Cas { at: WordAt::Span(0), .. } | Action::CasThen { at: WordAt::Span(0), .. }
+                )
+            ),
             "after {lost} lost races: {step:?}"
         );
         word = word.take(word.find(0).expect("free chunks"), OTHER);
@@ -184,7 +214,7 @@ fn a_span_is_marked_when_one_race_too_many_is_lost_there() {
     step = until_cas(&mut op, &mut cache, step, SectionWord(words.sections[0]));
     assert!(matches!(step, Step::Post(Action::Cas { at: WordAt::Section(0), .. })), "A2: {step:?}");
     let (mut theirs, mut taken) =
-        (NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Nonces::default()), Vec::new());
+        (NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Nonces::default()), Vec::new());
     while let (Ok(grant), _) = words.run(&mut theirs, AllocOp::new(OTHER, SizeClass::SPAN)) {
         taken.push(grant);
     }
@@ -212,7 +242,8 @@ fn a_search_reads_all_sections_in_bounded_pieces() {
     for free in [0, 1, READ_WORDS_MAX, count - 1] {
         words.sections[free as usize] = full.give(Run::new(0, 4).expect("all"), OTHER).0;
         let (result, _) = words.run(&mut cache, AllocOp::new(ME, SizeClass::SECTION));
-        assert_eq!(result, Ok(Grant { chunk: free * 512, class: SizeClass::SECTION }));
+        let found = result.map(|Grant { chunk, class, .. }| (chunk, class));
+        assert_eq!(found, Ok((free * 512, SizeClass::SECTION)));
     }
 }
 
@@ -220,7 +251,7 @@ fn a_search_reads_all_sections_in_bounded_pieces() {
 fn a_client_has_a_most_of_nodes() {
     let options = SimOptions { step_on_poll: true, ..SimOptions::default() };
     let fabric = SimFabric::new(1, options);
-    let mut client = PoolClient::new(ME);
+    let mut client = PoolClient::new(ME, Tenant(0));
     let who = Identity { host: ME, epoch: 1, tenant: Tenant(0) };
     for id in 0..=u16::try_from(NODES_MAX).expect("a small number") {
         let target = fabric.add_node();

@@ -35,7 +35,7 @@ const PAGE_BYTES: u64 = 4096;
 const SCRATCH: usize = 1 << 20;
 const PATTERN_BYTES: u32 = 64 << 10;
 /// See [`Host`].
-const HOST_MAX: u16 = 4095;
+const HOST_MAX: u16 = 4094;
 
 /// What was found.
 #[derive(Debug, Default)]
@@ -87,7 +87,7 @@ fn who() -> Identity {
     let host = RandomState::new().hash_one(0) % u64::from(HOST_MAX) + 1;
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let epoch = u64::try_from(since.as_millis()).unwrap_or(1);
-    Identity { host: Host(u16::try_from(host).expect("at most 4095")), epoch, tenant: Tenant(0) }
+    Identity { host: Host(u16::try_from(host).expect("at most 4094")), epoch, tenant: Tenant(0) }
 }
 
 /// An endpoint that is not honest, where it is the device that must notice.

@@ -5,8 +5,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use aquifer_fabric::{
-    Completion, Endpoint, Host, Key, LocalKey, LocalSlice, Memory, PostError, RemoteAddr, Verb, Work,
-    WorkError,
+    Completion, Endpoint, Host, Key, KeyEntry, LocalKey, LocalSlice, Memory, PostError, RemoteAddr, Tenant,
+    Verb, Work, WorkError,
 };
 
 use super::{Extent, NodeId, POOL_WORK_ID};
@@ -14,8 +14,8 @@ use crate::cache::{NodeCache, Nonces};
 use crate::error::{FormatError, PoolError};
 use crate::layout::{HEADER_BYTES, Layout};
 use crate::link::{Kept, Link};
-use crate::op::{Action, Grant, Machine, OpError, READ_WORDS_MAX, Step, StepResult, WordAt, word_of};
-use crate::size::{CHUNK_BYTES, SECTION_CHUNKS, SPAN_CHUNKS, SizeClass};
+use crate::op::{Action, Grant, Machine, OpError, READ_WORDS_MAX, Step, StepResult, WordAt, Writes, word_of};
+use crate::size::{CHUNK_BYTES, SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 use crate::word::{IllegalWord, InlineLog, LogOp, Run, SectionWord, SpanState, SpanWord, record_of};
 
 /// Room for the largest reply: a header, or [`READ_WORDS_MAX`] words.
@@ -39,8 +39,6 @@ pub(super) struct Node {
     wire: Wire,
     cache: NodeCache,
     words: Vec<u64>,
-    /// The keys of the sections as far as they were needed; 0: not yet.
-    section_keys: Vec<u32>,
 }
 
 /// The way to the node's memory.
@@ -54,6 +52,8 @@ struct Wire {
     reply: Arc<Memory>,
     reply_key: LocalKey,
     next_id: u64,
+    batch: Vec<Work>,
+    outcomes: [u64; Writes::PARTS_MAX],
     polled: Vec<Completion>,
     others: Vec<Completion>,
 }
@@ -85,7 +85,7 @@ impl Node {
         id: NodeId,
         endpoint: Box<dyn Endpoint>,
         salt: u64,
-        nonces: Nonces,
+        (tenant, nonces): (Tenant, Nonces),
     ) -> Result<Self, PoolError> {
         let format = |cause| PoolError::Format { node: id, cause };
         let kept = Arc::new(Kept::default());
@@ -111,6 +111,8 @@ impl Node {
             reply,
             reply_key,
             next_id: 0,
+            batch: Vec::with_capacity(Writes::PARTS_MAX),
+            outcomes: [0; Writes::PARTS_MAX],
             polled: Vec::with_capacity(POLL_MAX),
             others: Vec::new(),
         };
@@ -122,10 +124,8 @@ impl Node {
         if layout.region_bytes() > region.len {
             return Err(format(FormatError::TooShort { needed: layout.region_bytes(), found: region.len }));
         }
-        let cache = NodeCache::new(&layout, salt, nonces);
-        let section_keys = vec![0; layout.sections() as usize];
-        let mut node =
-            Self { id, wire, cache, words: Vec::with_capacity(READ_WORDS_MAX as usize), section_keys };
+        let cache = NodeCache::new(&layout, salt, tenant, nonces);
+        let mut node = Self { id, wire, cache, words: Vec::with_capacity(READ_WORDS_MAX as usize) };
         node.refresh()?;
         Ok(node)
     }
@@ -191,7 +191,11 @@ impl Node {
                 let run = run.filter(|run| SectionWord(*word).all(*run, SpanState::Full));
                 grants.extend(run.and_then(|run| {
                     let chunk = section * SECTION_CHUNKS + u32::from(run.first()) * SPAN_CHUNKS;
-                    Some(Grant { chunk, class: SizeClass::new(run.order() + SizeClass::SPAN.k())? })
+                    Some(Grant {
+                        chunk,
+                        class: SizeClass::new(run.order() + SizeClass::SPAN.k())?,
+                        key: Key(0),
+                    })
                 }));
             }
         }
@@ -201,7 +205,7 @@ impl Node {
                 let run = taken_by(host, SpanWord(*word).log());
                 grants.extend(run.and_then(|run| {
                     let chunk = span * SPAN_CHUNKS + u32::from(run.first());
-                    Some(Grant { chunk, class: SizeClass::new(run.order())? })
+                    Some(Grant { chunk, class: SizeClass::new(run.order())?, key: Key(0) })
                 }));
             }
         }
@@ -225,20 +229,17 @@ impl Node {
         done.map(drop).map_err(|cause| PoolError::NodeGone { node: self.id, cause })
     }
 
-    /// The extent that was granted, with its key.
-    pub(super) fn extent(&mut self, grant: Grant) -> Result<Extent, PoolError> {
-        let section = grant.chunk / SECTION_CHUNKS;
-        let remembered = &mut self.section_keys[section as usize];
-        if *remembered == 0 {
-            let cause = |cause| PoolError::NodeGone { node: self.id, cause };
-            let entry = self.wire.read_word(self.wire.layout.section_key_at(section)).map_err(cause)?;
-            *remembered = u32::try_from(entry & u64::from(u32::MAX)).unwrap_or(0);
-        }
-        if *remembered == 0 {
-            return Err(PoolError::Format { node: self.id, cause: FormatError::NoKey { section } });
-        }
+    /// What was granted there, with the key that it has now.
+    pub(super) fn with_key(&mut self, grant: Grant) -> Result<Grant, PoolError> {
+        self.read(WordAt::key_of(grant), 1)?;
+        let key = self.words.first().map_or(Key(0), |entry| KeyEntry(*entry).key());
+        Ok(Grant { key, ..grant })
+    }
+
+    /// What was granted, as users know it.
+    pub(super) fn extent(&self, grant: Grant) -> Extent {
         let addr = self.wire.base + self.wire.layout.chunk_data_at(grant.chunk);
-        Ok(Extent { node: self.id, addr, class: grant.class, key: Key(*remembered) })
+        Extent { node: self.id, addr, class: grant.class, key: grant.key }
     }
 }
 
@@ -257,12 +258,6 @@ impl Wire {
         Layout::open(&page).map_err(|cause| PoolError::Format { node: id, cause })
     }
 
-    fn read_word(&mut self, offset: u64) -> Result<u64, WorkError> {
-        let verb = self.read_verb(offset, 8);
-        self.execute(verb)?;
-        Ok(self.reply.atomic_u64(0).load(Ordering::Relaxed))
-    }
-
     /// Do what a machine wants done; words that it reads go into `words`.
     fn carry_out<'a>(
         &mut self,
@@ -271,8 +266,19 @@ impl Wire {
     ) -> Result<StepResult<'a>, WorkError> {
         match action {
             Action::Cas { at, expected, desired } => {
-                let remote = self.remote(self.layout.word_at(at));
-                self.execute(Verb::CompareSwap { remote, expected, desired }).map(StepResult::Found)
+                self.execute(self.swap_verb(at, expected, desired)).map(StepResult::Found)
+            }
+            Action::CasThen { at, expected, desired, then } => {
+                let swap = self.swap_verb(at, expected, desired);
+                let read = self.read_verb(self.layout.word_at(then), 8);
+                self.execute_all(&[swap, read])?;
+                Ok(StepResult::FoundThen(self.outcomes[0], self.replied(0)))
+            }
+            Action::WriteThen { entry, value, at, expected, desired } => {
+                let write = self.write_verb(0, entry, &mut std::iter::once(value));
+                let swap = self.swap_verb(at, expected, desired);
+                self.execute_all(&[write, swap])?;
+                Ok(StepResult::Found(self.outcomes[1]))
             }
             Action::Probe { at } => {
                 let remote = self.remote(self.layout.word_at(at));
@@ -283,21 +289,58 @@ impl Wire {
                     count <= READ_WORDS_MAX,
                     "a READ of {count} words is longer than the room for replies"
                 );
-                let verb = self.read_verb(self.layout.word_at(at), count * 8);
-                self.execute(verb)?;
-                words.clear();
-                words.extend(
-                    (0..count as usize).map(|i| self.reply.atomic_u64(i * 8).load(Ordering::Relaxed)),
-                );
-                Ok(StepResult::Words(words))
+                self.execute(self.read_verb(self.layout.word_at(at), count * 8))?;
+                Ok(self.replies(count, words))
             }
-            Action::Write { at, value } => {
-                self.reply.write(REPLY_BYTES, &value.to_le_bytes());
-                let local = LocalSlice { key: self.reply_key, offset: REPLY_BYTES as u64, len: 8 };
-                let remote = self.remote(self.layout.word_at(at));
-                self.execute(Verb::Write { local, remote }).map(|_| StepResult::Written)
+            Action::Survey { section } => {
+                let first = section * SECTION_SPANS;
+                let spans = self.read_verb(self.layout.word_at(WordAt::Span(first)), SECTION_SPANS * 8);
+                let keys = self.layout.word_at(WordAt::span_key(first));
+                let keys = self.read_verb_to(u64::from(SECTION_SPANS) * 8, keys, SECTION_SPANS * 8);
+                self.execute_all(&[spans, keys])?;
+                Ok(self.replies(2 * SECTION_SPANS, words))
+            }
+            Action::Write(writes) => {
+                let mut verbs = [None; Writes::PARTS_MAX];
+                let mut at = 0;
+                for (verb, part) in verbs.iter_mut().zip(writes.parts()) {
+                    *verb = Some(self.write_verb(at, part.at, &mut part.words()));
+                    at += part.count() * 8;
+                }
+                match verbs {
+                    [Some(first), Some(second), Some(third)] => self.execute_all(&[first, second, third])?,
+                    [Some(first), Some(second), None] => self.execute_all(&[first, second])?,
+                    [Some(first), None, None] => self.execute_all(&[first])?,
+                    _ => {}
+                }
+                Ok(StepResult::Written)
             }
         }
+    }
+
+    fn replied(&self, number: usize) -> u64 {
+        self.reply.atomic_u64(number * 8).load(Ordering::Relaxed)
+    }
+
+    fn replies<'a>(&self, count: u32, words: &'a mut Vec<u64>) -> StepResult<'a> {
+        words.clear();
+        words.extend((0..count as usize).map(|number| self.replied(number)));
+        StepResult::Words(words)
+    }
+
+    fn swap_verb(&self, at: WordAt, expected: u64, desired: u64) -> Verb {
+        Verb::CompareSwap { remote: self.remote(self.layout.word_at(at)), expected, desired }
+    }
+
+    /// A WRITE of words, which wait at this place behind the replies.
+    fn write_verb(&self, place: usize, to: WordAt, words: &mut dyn Iterator<Item = u64>) -> Verb {
+        let mut len = 0;
+        for (number, word) in words.enumerate() {
+            self.reply.write(REPLY_BYTES + place + number * 8, &word.to_le_bytes());
+            len += 8;
+        }
+        let local = LocalSlice { key: self.reply_key, offset: (REPLY_BYTES + place) as u64, len };
+        Verb::Write { local, remote: self.remote(self.layout.word_at(to)) }
     }
 
     fn remote(&self, offset: u64) -> RemoteAddr {
@@ -305,49 +348,76 @@ impl Wire {
     }
 
     fn read_verb(&self, offset: u64, len: u32) -> Verb {
-        Verb::Read { local: LocalSlice { key: self.reply_key, offset: 0, len }, remote: self.remote(offset) }
+        self.read_verb_to(0, offset, len)
     }
 
-    /// Post one operation and wait for its end. Completions of the user's work that come by are kept for it.
+    fn read_verb_to(&self, place: u64, offset: u64, len: u32) -> Verb {
+        let local = LocalSlice { key: self.reply_key, offset: place, len };
+        Verb::Read { local, remote: self.remote(offset) }
+    }
+
+    /// Post one operation and wait for its end.
     fn execute(&mut self, verb: Verb) -> Result<u64, WorkError> {
-        let id = POOL_WORK_ID | self.next_id;
-        self.next_id = (self.next_id + 1) % POOL_WORK_ID;
-        let mut posted = false;
+        self.execute_all(&[verb])?;
+        Ok(self.outcomes[0])
+    }
+
+    /// Post operations, in order, and wait for the end of all; what came of them is in `outcomes`. Completions of the user's work that come by are kept for it.
+    fn execute_all(&mut self, verbs: &[Verb]) -> Result<(), WorkError> {
+        let first = self.next_id;
+        let count = verbs.len() as u64;
+        // Ids of one batch are neighbours.
+        self.next_id = if first + 2 * count < POOL_WORK_ID { first + count } else { 0 };
+        self.batch.clear();
+        let work = |(verb, id)| Work { id: POOL_WORK_ID | id, verb, signalled: true };
+        self.batch.extend(verbs.iter().copied().zip(first..).map(work));
+        let (mut posted, mut ended, mut failed) = (0, 0, None);
         let mut spins = 0;
-        let outcome = loop {
-            if !posted {
-                posted = match self.endpoint.post(&[Work { id, verb, signalled: true }]) {
-                    Ok(()) => true,
-                    Err(PostError::QueueFull { .. }) => false,
+        while ended < verbs.len() {
+            if posted < verbs.len() {
+                posted += match self.endpoint.post(&self.batch[posted..]) {
+                    Ok(()) => verbs.len() - posted,
+                    Err(PostError::QueueFull { accepted }) => accepted,
                 };
             }
             let broken = self.endpoint.is_broken();
-            if let Some(outcome) = self.poll_for(id) {
-                break outcome;
+            let before = ended;
+            ended += self.poll_for(first, verbs.len(), &mut failed);
+            if ended > before {
+                continue;
             }
             // What is accepted completes, come what may; a broken endpoint that says nothing more never will.
             if broken && spins > SPINS_MAX {
-                break Err(WorkError::PeerGone);
+                failed = failed.or(Some(WorkError::PeerGone));
+                break;
             }
             self.endpoint.wait(PATIENCE);
             spins = pause(spins);
-        };
+        }
         self.kept.put_back(&mut self.others);
-        outcome
+        failed.map_or(Ok(()), Err)
     }
 
-    fn poll_for(&mut self, id: u64) -> Option<Result<u64, WorkError>> {
+    /// Take completions; how many were of these ids. The first failure is noted.
+    fn poll_for(&mut self, first: u64, count: usize, failed: &mut Option<WorkError>) -> usize {
         self.polled.clear();
         self.endpoint.poll(&mut self.polled, POLL_MAX);
-        let mut outcome = None;
+        let mut ended = 0;
         for completion in self.polled.drain(..) {
-            if completion.id == id {
-                outcome = Some(completion.outcome);
-            } else if completion.id < POOL_WORK_ID {
+            let Some(id) = completion.id.checked_sub(POOL_WORK_ID) else {
                 self.others.push(completion);
+                continue;
+            };
+            let number = id.checked_sub(first).and_then(|number| usize::try_from(number).ok());
+            // Others are of a batch that was given up.
+            let Some(number) = number.filter(|number| *number < count) else { continue };
+            ended += 1;
+            match completion.outcome {
+                Ok(found) => self.outcomes[number] = found,
+                Err(error) => *failed = failed.or(Some(error)),
             }
         }
-        outcome
+        ended
     }
 }
 

@@ -1,13 +1,14 @@
 //! Taking an extent.
 
-use aquifer_fabric::Host;
+use aquifer_fabric::{Host, Key, KeyEntry};
 
 use super::flush::{Flush, Flushed};
+use super::give::{Gift, Give, Given};
 use super::hint::Hint;
 use super::ready::{Readied, Ready};
 use super::{
-    Action, CONTENDED_AFTER, Grant, Machine, Mutation, OpError, READ_WORDS_MAX, Step, StepResult, WordAt,
-    damaged, lose, word_of,
+    Action, CONTENDED_AFTER, Grant, Machine, Mutation, OpError, Part, READ_WORDS_MAX, Step, StepResult,
+    WordAt, Writes, damaged, lose, word_of,
 };
 use crate::cache::{Candidate, NodeCache, place_in_section};
 use crate::error::Damage;
@@ -24,6 +25,8 @@ pub struct AllocOp {
     class: SizeClass,
     mutation: Mutation,
     search: Search,
+    /// The only group to be taken: to be cleared, not to be used.
+    only: Option<(u32, Run)>,
     lost: u32,
     /// The span at which races were lost last, and how many.
     losing: Option<(u32, u32)>,
@@ -97,8 +100,10 @@ enum State {
         expected: u64,
         desired: u64,
     },
-    /// A8: our own record.
+    /// A8: our own record, and the key.
     Recording(Grant),
+    /// What was taken is of a span that is another tenant's by now: it goes back.
+    Returning(Give),
     /// R.
     ReadingSections {
         first: u32,
@@ -127,7 +132,14 @@ impl AllocOp {
     #[must_use]
     pub const fn mutated(host: Host, class: SizeClass, mutation: Mutation) -> Self {
         let search = Search { pass: Pass::Remembered, scanned: 0, fresh: 0, spans_read: None, avoid: None };
-        Self { host, class, mutation, search, lost: 0, losing: None, state: State::Idle }
+        Self { host, class, mutation, search, only: None, lost: 0, losing: None, state: State::Idle }
+    }
+
+    /// An operation by which a node takes this group of empty spans, whoever had them, to clear them. It gets no key.
+    #[must_use]
+    pub const fn clearing(host: Host, section: u32, group: Run) -> Self {
+        let class = SizeClass::of_spans(group.order());
+        Self { only: Some((section, group)), ..Self::new(host, class) }
     }
 }
 
@@ -144,12 +156,13 @@ impl Machine for AllocOp {
             State::Readying(ready, commit) => self.readying(cache, ready, commit, result),
             State::Flushing(flush, commit) => self.flushing(cache, flush, commit, result),
             State::Committing { commit, expected, desired } => {
-                self.committing(cache, commit, (expected, desired), result.found())
+                self.committing(cache, commit, (expected, desired), result)
             }
             State::Recording(grant) => {
                 cache.settle(word_of(grant));
                 Ok(self.recorded(cache, grant))
             }
+            State::Returning(give) => self.returning(cache, give, result),
             State::ReadingSections { first, count } => self.read_sections(cache, first, count, result),
             State::ReadingSpans { section } => self.read_spans(cache, section, result),
             State::Marking(mut hint) => Ok(match hint.step(cache, result.found()) {
@@ -173,6 +186,9 @@ impl AllocOp {
 
     /// Find something to take, in what we remember, then in what there is, then where it is crowded.
     fn search(&mut self, cache: &NodeCache) -> Step<Grant> {
+        if let Some((section, group)) = self.only {
+            return self.search_only(cache, section, group);
+        }
         let count = cache.section_count();
         if self.search.pass == Pass::Remembered && self.lost >= STALE_AFTER {
             self.search.pass = Pass::Fresh;
@@ -211,6 +227,19 @@ impl AllocOp {
                 Pass::Contended => return Step::Done(Err(OpError::Full)),
             };
         }
+    }
+
+    /// The group that is to be cleared, if it is empty by what is remembered, or else by what there is.
+    fn search_only(&mut self, cache: &NodeCache, section: u32, group: Run) -> Step<Grant> {
+        if cache.section(section).all(group, SpanState::Empty) {
+            return self.begin_life(cache, section, group, Commit::TakeWhole { section, group });
+        }
+        if self.search.pass == Pass::Fresh {
+            return Step::Done(Err(OpError::Full));
+        }
+        self.search.pass = Pass::Fresh;
+        let action = Action::Read { at: WordAt::Section(section), count: 1 };
+        self.post(State::ReadingSections { first: section, count: 1 }, action)
     }
 
     fn candidate(
@@ -253,7 +282,8 @@ impl AllocOp {
 
     /// A0, before A2 and A7.
     fn begin_life(&mut self, cache: &NodeCache, section: u32, group: Run, commit: Commit) -> Step<Grant> {
-        match Ready::begin(self.host, section, group, cache, self.mutation) {
+        let takes_foreign = self.only.is_some() || self.mutation == Mutation::TakeForeign;
+        match Ready::begin(self.host, section, group, takes_foreign, cache, self.mutation) {
             Some((ready, action)) => self.post(State::Readying(ready, commit), action),
             None => self.begin(cache, commit),
         }
@@ -304,6 +334,20 @@ impl AllocOp {
     fn commit(&mut self, cache: &NodeCache, commit: Commit) -> Step<Grant> {
         let (expected, desired) = (cache.word(commit.at()), commit.desired(cache, self.host));
         let action = self.mutation.commit(commit.at(), expected, desired);
+        let action = match (commit, action) {
+            (Commit::Take { span, ours: true, .. }, Action::Cas { at, expected, desired })
+                if self.mutation != Mutation::SkipOwner =>
+            {
+                let (entry, value) = (WordAt::span_key(span), KeyEntry::shut(cache.tenant()).0);
+                Action::WriteThen { entry, value, at, expected, desired }
+            }
+            (Commit::Take { span, ours: false, .. }, Action::Cas { at, expected, desired })
+                if !cache.is_known(span) && self.mutation != Mutation::TakeForeign =>
+            {
+                Action::CasThen { at, expected, desired, then: WordAt::span_key(span) }
+            }
+            (_, action) => action,
+        };
         self.post(State::Committing { commit, expected, desired }, action)
     }
 
@@ -312,14 +356,27 @@ impl AllocOp {
         cache: &mut NodeCache,
         commit: Commit,
         (expected, desired): (u64, u64),
-        found: u64,
+        result: StepResult<'_>,
     ) -> Next {
+        let found = result.found();
         let won = found == expected;
         match commit {
             Commit::Take { span, run, ours } if won => {
-                cache.learn(commit.at(), desired)?;
+                let changed = cache.change_span(span, SpanWord(desired));
+                changed.map_err(|cause| damaged(commit.at(), desired, cause))?;
                 self.settle_opening(cache, span, ours);
-                Ok(self.record(cache, self.granted(span, run)))
+                if ours {
+                    cache.learn_owner(span, KeyEntry::shut(cache.tenant()));
+                }
+                // As long as we have something of the span, it stays its owner's.
+                if let StepResult::FoundThen(_, entry) = result {
+                    cache.learn_owner(span, KeyEntry(entry));
+                    if !KeyEntry(entry).is_of(cache.tenant()) {
+                        return Ok(self.give_up(cache, span, run));
+                    }
+                }
+                let grant = self.granted(cache, span, run);
+                Ok(self.record(cache, grant))
             }
             Commit::Take { span, run, ours } => self.taking_lost(cache, (span, run, ours), desired, found),
             Commit::Open { span } => {
@@ -329,8 +386,11 @@ impl AllocOp {
             Commit::TakeWhole { section, group } => {
                 self.learn_section(cache, commit.at(), won, desired, found)?;
                 let chunk = section * SECTION_CHUNKS + u32::from(group.first()) * SPAN_CHUNKS;
-                let grant = Grant { chunk, class: self.class };
-                if won { Ok(self.record(cache, grant)) } else { self.overtaken(cache) }
+                if !won {
+                    return self.overtaken(cache);
+                }
+                let key = if self.only.is_some() { Key(0) } else { cache.fresh_key(self.class) };
+                Ok(self.record(cache, Grant { chunk, class: self.class, key }))
             }
         }
     }
@@ -351,8 +411,28 @@ impl AllocOp {
         }
     }
 
-    fn granted(&self, span: u32, run: Run) -> Grant {
-        Grant { chunk: span * SPAN_CHUNKS + u32::from(run.first()), class: self.class }
+    fn granted(&self, cache: &mut NodeCache, span: u32, run: Run) -> Grant {
+        let chunk = span * SPAN_CHUNKS + u32::from(run.first());
+        Grant { chunk, class: self.class, key: cache.fresh_key(self.class) }
+    }
+
+    /// Chunks of a span that is another tenant's go back; nobody was told of them.
+    fn give_up(&mut self, cache: &NodeCache, span: u32, run: Run) -> Step<Grant> {
+        let gift = Gift::Chunks { span, mask: run.mask(), run };
+        let (give, action) = Give::begin(self.host, gift, self.lost, cache, self.mutation);
+        self.post(State::Returning(give), action)
+    }
+
+    fn returning(&mut self, cache: &mut NodeCache, mut give: Give, result: StepResult<'_>) -> Next {
+        match give.step(cache, result)? {
+            Given::Post(action) => Ok(self.post(State::Returning(give), action)),
+            Given::Done => self.overtaken(cache),
+            Given::Overtaken => {
+                lose(&mut self.lost)?;
+                let (give, action) = Give::begin(self.host, give.gift(), self.lost, cache, self.mutation);
+                Ok(self.post(State::Returning(give), action))
+            }
+        }
     }
 
     /// A3: the span is ours to open. The word we remember may be that of an earlier life; then the CAS tells.
@@ -411,18 +491,41 @@ impl AllocOp {
         Ok(self.search(cache))
     }
 
-    /// A8: nobody else can give back what is not handed out yet, so this WRITE needs no care.
+    /// A8: nobody else can give back what is not handed out yet, so these WRITEs need no care.
     fn record(&mut self, cache: &mut NodeCache, grant: Grant) -> Step<Grant> {
-        if self.mutation == Mutation::SkipRecord {
-            cache.settle(word_of(grant));
-            return self.recorded(cache, grant);
+        let mut writes = self.keys(cache, grant);
+        if self.mutation != Mutation::SkipRecord {
+            let value = LogEntry::of(cache.word(word_of(grant)), cache.nonce(self.host)).0;
+            let at = match word_of(grant) {
+                WordAt::Span(_) => WordAt::chunk_entry(grant.chunk),
+                _ => WordAt::span_entry(grant.chunk / SPAN_CHUNKS),
+            };
+            writes = writes.and(at, value);
         }
-        let value = LogEntry::of(cache.word(word_of(grant)), cache.nonce(self.host)).0;
-        let at = match word_of(grant) {
-            WordAt::Span(_) => WordAt::chunk_entry(grant.chunk),
-            _ => WordAt::span_entry(grant.chunk / SPAN_CHUNKS),
-        };
-        self.post(State::Recording(grant), Action::Write { at, value })
+        self.post(State::Recording(grant), Action::Write(writes))
+    }
+
+    /// The key of what was taken; and whose the spans are, if it is whole spans.
+    fn keys(&self, cache: &mut NodeCache, grant: Grant) -> Writes {
+        if self.only.is_some() {
+            return Writes::default();
+        }
+        let (opened, shut) =
+            (KeyEntry::opened(grant.key, cache.tenant()).0, KeyEntry::shut(cache.tenant()).0);
+        if grant.class.is_within_span() {
+            return Writes::default().and(WordAt::key_of(grant), opened);
+        }
+        let first = grant.chunk / SPAN_CHUNKS;
+        let more = u8::try_from(grant.class.chunks() / SPAN_CHUNKS - 1).unwrap_or(u8::MAX);
+        if self.mutation == Mutation::SkipOwners {
+            return Writes::default().and(WordAt::key_of(grant), opened);
+        }
+        (first..=first + u32::from(more)).for_each(|span| cache.learn_owner(span, KeyEntry(shut)));
+        let spans = |value| Part { at: WordAt::span_key(first), value, more, rest: shut };
+        if grant.class == SizeClass::SECTION {
+            return Writes::default().and(WordAt::key_of(grant), opened).and_run(spans(shut));
+        }
+        Writes::default().and_run(spans(opened))
     }
 
     /// The extent is ours, and the log knows it.

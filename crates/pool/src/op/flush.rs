@@ -4,7 +4,7 @@
 
 use aquifer_fabric::Host;
 
-use super::{ATTEMPTS_MAX, Action, Mutation, OpError, StepResult, WordAt};
+use super::{ATTEMPTS_MAX, Action, Mutation, OpError, StepResult, WordAt, Writes};
 use crate::cache::NodeCache;
 use crate::size::{SECTION_SPANS, SPAN_CHUNKS};
 use crate::word::{InlineLog, LogEntry, LogOp, SectionWord, SpanWord};
@@ -89,7 +89,7 @@ impl Flush {
         let desired = LogEntry::of(cache.word(self.at), cache.nonce(self.host)).0;
         self.state = State::Put { entry };
         Flushed::Post(match self.mutation {
-            Mutation::BlindFlush => Action::Write { at: self.entry, value: desired },
+            Mutation::BlindFlush => Action::Write(Writes::default().and(self.entry, desired)),
             _ => Action::Cas { at: self.entry, expected: entry, desired },
         })
     }
@@ -115,6 +115,6 @@ fn entry_of(at: WordAt, word: u64) -> Option<WordAt> {
             }
             _ => None,
         },
-        WordAt::Log(_) => None,
+        WordAt::Log(_) | WordAt::Key(_) => None,
     }
 }

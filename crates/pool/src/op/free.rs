@@ -1,6 +1,6 @@
 //! Giving an extent back.
 
-use aquifer_fabric::Host;
+use aquifer_fabric::{Host, Key, KeyEntry};
 
 use super::give::{Gift, Give, Given};
 use super::{Action, Grant, Machine, Mutation, OpError, Step, StepResult, WordAt, damaged, lose, word_of};
@@ -15,6 +15,10 @@ pub struct FreeOp {
     grant: Grant,
     mutation: Mutation,
     lost: u32,
+    /// No key opens it any more.
+    is_shut: bool,
+    /// It may have been begun before, by one that was killed over it.
+    is_resumed: bool,
     state: State,
 }
 
@@ -25,6 +29,11 @@ enum State {
     Probing,
     /// F5: are the group's spans closed, now that the section is as remembered?
     ReadingGroup,
+    /// K: is the key still the one that opens it? Then it is struck out.
+    Striking {
+        gift: Gift,
+        expected: u64,
+    },
     /// F1 to F6.
     Giving(Give),
 }
@@ -41,7 +50,13 @@ impl FreeOp {
     /// The same with a fault, for tests.
     #[must_use]
     pub const fn mutated(host: Host, grant: Grant, mutation: Mutation) -> Self {
-        Self { host, grant, mutation, lost: 0, state: State::Idle }
+        Self { host, grant, mutation, lost: 0, is_shut: false, is_resumed: false, state: State::Idle }
+    }
+
+    /// The same of what may be given back in part: its key may be struck out already.
+    #[must_use]
+    pub const fn resumed(self) -> Self {
+        Self { is_resumed: true, ..self }
     }
 }
 
@@ -49,7 +64,9 @@ impl Machine for FreeOp {
     type Output = ();
 
     fn start(&mut self, cache: &mut NodeCache) -> Step<()> {
-        if self.run().is_none() || self.grant.chunk / SECTION_CHUNKS >= cache.section_count() {
+        let is_of_class = self.grant.key == Key(0) || self.grant.key.class() == Some(self.grant.class.k());
+        let is_possible = self.run().is_some() && is_of_class;
+        if !is_possible || self.grant.chunk / SECTION_CHUNKS >= cache.section_count() {
             return Step::Done(Err(OpError::NotAllocated));
         }
         match self.judged(cache) {
@@ -66,6 +83,7 @@ impl Machine for FreeOp {
                 cache.learn(word_of(self.grant), result.found()).and_then(|()| self.judged(cache))
             }
             State::ReadingGroup => self.group_read(cache, result),
+            State::Striking { gift, expected } => self.struck(cache, gift, expected, result.found()),
             State::Giving(give) => self.giving(cache, give, result),
         };
         next.unwrap_or_else(|error| Step::Done(Err(error)))
@@ -164,7 +182,45 @@ impl FreeOp {
         Ok(self.give(cache, Gift::Whole { section: self.section(), group }))
     }
 
+    /// K: nobody gets at it any more by the key that it had. Who gives back what is not there any more finds another key, or none.
     fn give(&mut self, cache: &NodeCache, gift: Gift) -> Step<()> {
+        let has_key = self.grant.key != Key(0) && self.mutation != Mutation::SkipStrike;
+        if self.is_shut || !has_key {
+            return self.give_shut(cache, gift);
+        }
+        let expected = KeyEntry::opened(self.grant.key, cache.tenant()).0;
+        self.strike(gift, expected)
+    }
+
+    fn strike(&mut self, gift: Gift, expected: u64) -> Step<()> {
+        let (at, desired) = (WordAt::key_of(self.grant), self.shut(expected));
+        self.post(State::Striking { gift, expected }, Action::Cas { at, expected, desired })
+    }
+
+    /// The entry when the key is struck out of it. That of a span still says whose it is.
+    fn shut(&self, entry: u64) -> u64 {
+        match WordAt::key_of(self.grant) {
+            at if at == WordAt::span_key(self.span()) => KeyEntry(entry).without_key().0,
+            _ => 0,
+        }
+    }
+
+    fn struck(&mut self, cache: &NodeCache, gift: Gift, expected: u64, found: u64) -> Next {
+        let is_done = found == expected
+            || self.mutation == Mutation::GiveUnchecked
+            || self.is_resumed && KeyEntry(found).key() == Key(0);
+        if !is_done && KeyEntry(found).key() == self.grant.key {
+            // The client that took it was another tenant's.
+            return Ok(self.strike(gift, found));
+        }
+        if !is_done {
+            return Err(OpError::NotAllocated);
+        }
+        self.is_shut = true;
+        Ok(self.give_shut(cache, gift))
+    }
+
+    fn give_shut(&mut self, cache: &NodeCache, gift: Gift) -> Step<()> {
         let (give, action) = Give::begin(self.host, gift, self.lost, cache, self.mutation);
         self.post(State::Giving(give), action)
     }

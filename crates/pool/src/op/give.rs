@@ -150,7 +150,7 @@ impl Give {
             return Ok(Given::Overtaken);
         }
         let now = before.give_all(mask, run, self.host);
-        cache.learn(WordAt::Span(span), now.0)?;
+        cache.change_span(span, now).map_err(|cause| damaged(WordAt::Span(span), now.0, cause))?;
         if now.is_closed() {
             let skip = matches!(self.mutation, Mutation::SkipClose | Mutation::CloseFirst);
             return Ok(if skip { Given::Done } else { self.begin_close(cache) });
@@ -254,9 +254,13 @@ impl Give {
 
     /// F6. If it fails somebody was faster.
     fn marked(&self, cache: &mut NodeCache, found: u64) -> Next {
-        let before = cache.span(self.span());
-        let now = if found == before.0 { before.mark_ready(self.host) } else { SpanWord(found) };
-        cache.learn(WordAt::Span(self.span()), now.0)?;
+        let (span, before) = (self.span(), cache.span(self.span()));
+        let told = if found == before.0 {
+            cache.change_span(span, before.mark_ready(self.host))
+        } else {
+            cache.set_span(span, SpanWord(found))
+        };
+        told.map_err(|cause| damaged(WordAt::Span(span), found, cause))?;
         Ok(Given::Done)
     }
 }

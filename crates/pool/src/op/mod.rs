@@ -15,7 +15,7 @@ mod recover;
 
 use std::fmt;
 
-use aquifer_fabric::Host;
+use aquifer_fabric::{Host, Key};
 
 pub use alloc::AllocOp;
 pub use free::FreeOp;
@@ -43,6 +43,8 @@ pub enum WordAt {
     Span(u32),
     /// The entry of `logs[]` with this index, counted over all sections.
     Log(u32),
+    /// The entry of `keys[]` with this index, likewise.
+    Key(u32),
 }
 
 impl WordAt {
@@ -62,6 +64,36 @@ impl WordAt {
     pub const fn chunk_entry(chunk: u32) -> Self {
         Self::Log(chunk / SECTION_CHUNKS * SECTION_ENTRIES + Self::CHUNK_ENTRIES + chunk % SECTION_CHUNKS)
     }
+
+    /// The key of a section that is one extent.
+    #[must_use]
+    pub const fn section_key(section: u32) -> Self {
+        Self::Key(section * SECTION_ENTRIES)
+    }
+
+    /// The key of an extent that begins with this span; and whose the span is, whether or not it is one.
+    #[must_use]
+    pub const fn span_key(span: u32) -> Self {
+        Self::Key(span / SECTION_SPANS * SECTION_ENTRIES + Self::SPAN_ENTRIES + span % SECTION_SPANS)
+    }
+
+    /// The key of an extent that begins with this chunk.
+    #[must_use]
+    pub const fn chunk_key(chunk: u32) -> Self {
+        Self::Key(chunk / SECTION_CHUNKS * SECTION_ENTRIES + Self::CHUNK_ENTRIES + chunk % SECTION_CHUNKS)
+    }
+
+    /// The entry of an extent's key.
+    #[must_use]
+    pub const fn key_of(grant: Grant) -> Self {
+        if grant.class.is_within_span() {
+            Self::chunk_key(grant.chunk)
+        } else if grant.class.k() < SizeClass::SECTION.k() {
+            Self::span_key(grant.chunk / SPAN_CHUNKS)
+        } else {
+            Self::section_key(grant.chunk / SECTION_CHUNKS)
+        }
+    }
 }
 
 impl fmt::Display for WordAt {
@@ -70,6 +102,7 @@ impl fmt::Display for WordAt {
             Self::Section(index) => write!(f, "the word of section {index}"),
             Self::Span(index) => write!(f, "the word of span {index}"),
             Self::Log(index) => write!(f, "log entry {index}"),
+            Self::Key(index) => write!(f, "key entry {index}"),
         }
     }
 }
@@ -99,13 +132,92 @@ pub enum Action {
         /// How many; at most [`READ_WORDS_MAX`].
         count: u32,
     },
-    /// Write an entry of the log. Answered by [`StepResult::Written`].
-    Write {
-        /// The entry.
+    /// Compare and swap, then read a word. Answered by [`StepResult::FoundThen`].
+    CasThen {
+        /// The word.
         at: WordAt,
+        /// What it must be.
+        expected: u64,
+        /// What it becomes.
+        desired: u64,
+        /// The word to be read after that.
+        then: WordAt,
+    },
+    /// Write a word, then compare and swap. Answered by [`StepResult::Found`].
+    WriteThen {
+        /// The entry that is written.
+        entry: WordAt,
         /// What it becomes.
         value: u64,
+        /// The word that is swapped after that.
+        at: WordAt,
+        /// What it must be.
+        expected: u64,
+        /// What it becomes.
+        desired: u64,
     },
+    /// Read the words of a section's spans, then the spans' keys. Answered by [`StepResult::Words`]: 16 and 16.
+    Survey {
+        /// The section.
+        section: u32,
+    },
+    /// Write entries of the log and of the keys. Answered by [`StepResult::Written`].
+    Write(Writes),
+}
+
+/// What is written at once.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Writes {
+    parts: [Option<Part>; Self::PARTS_MAX],
+}
+
+/// Neighbouring words that are written.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Part {
+    /// The first.
+    pub at: WordAt,
+    /// What it becomes.
+    pub value: u64,
+    /// How many others follow it.
+    pub more: u8,
+    /// What these become.
+    pub rest: u64,
+}
+
+impl Writes {
+    /// Most parts of one action.
+    pub const PARTS_MAX: usize = 3;
+
+    /// The parts.
+    pub fn parts(&self) -> impl Iterator<Item = Part> {
+        self.parts.iter().flatten().copied()
+    }
+
+    /// One word more.
+    #[must_use]
+    pub(crate) fn and(self, at: WordAt, value: u64) -> Self {
+        self.and_run(Part { at, value, more: 0, rest: 0 })
+    }
+
+    #[must_use]
+    pub(crate) fn and_run(mut self, part: Part) -> Self {
+        let free = self.parts.iter_mut().find(|part| part.is_none());
+        *free.expect("no action writes more parts") = Some(part);
+        self
+    }
+}
+
+impl Part {
+    /// How many words.
+    #[must_use]
+    pub const fn count(self) -> usize {
+        self.more as usize + 1
+    }
+
+    /// The words.
+    pub fn words(self) -> impl Iterator<Item = u64> {
+        std::iter::once(self.value).chain(std::iter::repeat_n(self.rest, self.more.into()))
+    }
 }
 
 /// What came of an action.
@@ -113,6 +225,8 @@ pub enum Action {
 pub enum StepResult<'a> {
     /// The value that a CAS or probe found.
     Found(u64),
+    /// The same, and the word that was read after it.
+    FoundThen(u64, u64),
     /// The words that were read.
     Words(&'a [u64]),
     /// It is there.
@@ -150,6 +264,8 @@ pub struct Grant {
     pub chunk: u32,
     /// Its size.
     pub class: SizeClass,
+    /// Its key; [`Key`] zero if it has none.
+    pub key: Key,
 }
 
 /// Why an operation did nothing.
@@ -184,7 +300,7 @@ impl StepResult<'_> {
     /// If the driver answered another action than it was given.
     pub(crate) fn found(self) -> u64 {
         match self {
-            Self::Found(word) => word,
+            Self::Found(word) | Self::FoundThen(word, _) => word,
             other => panic!("the driver answered a CAS or probe with {other:?}"),
         }
     }

@@ -26,7 +26,7 @@ pub enum Mutation {
     MarkBlind,
     /// C2: calm a span whatever it is by now.
     CalmBlind,
-    /// F1: give back without asking whether it was taken.
+    /// K, F1: give back without asking whether it was taken, by that key.
     GiveUnchecked,
     /// F2: do not look for a full hint after giving back of a full span.
     SkipUnhint,
@@ -58,11 +58,19 @@ pub enum Mutation {
     SectionLast,
     /// V3: give back what was judged, even if the word has changed since.
     RecoverBlind,
+    /// A0, A1: take what is another tenant's.
+    TakeForeign,
+    /// A3: do not say whose the span is.
+    SkipOwner,
+    /// A8: do not say whose the spans of a group are.
+    SkipOwners,
+    /// K: give back without striking out the key.
+    SkipStrike,
 }
 
 impl Mutation {
     /// All faults.
-    pub const ALL: [Self; 25] = [
+    pub const ALL: [Self; 29] = [
         Self::TakeFromStale,
         Self::SkipOpen,
         Self::EnterClosed,
@@ -88,6 +96,10 @@ impl Mutation {
         Self::BlindFlush,
         Self::SectionLast,
         Self::RecoverBlind,
+        Self::TakeForeign,
+        Self::SkipOwner,
+        Self::SkipOwners,
+        Self::SkipStrike,
     ];
 
     /// The CAS that commits a change (L).

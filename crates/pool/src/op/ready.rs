@@ -1,10 +1,10 @@
-//! A0: spans are ready for a new life before they are opened or taken whole.
+//! A0: spans are ready for a new life, and nobody else's, before they are opened or taken whole.
 //!
 //! So a closed span with the record *close*, of which its section says that it is not empty, is one whose closing is not finished.
 
 use aquifer_fabric::Host;
 
-use super::{Action, Mutation, OpError, StepResult, WordAt};
+use super::{Action, Mutation, OpError, StepResult, WordAt, damaged};
 use crate::cache::NodeCache;
 use crate::size::SECTION_SPANS;
 use crate::word::Run;
@@ -15,6 +15,8 @@ pub(super) struct Ready {
     host: Host,
     section: u32,
     group: Run,
+    /// Whether it may be another tenant's.
+    takes_foreign: bool,
     mutation: Mutation,
     state: State,
 }
@@ -44,24 +46,26 @@ impl Ready {
         host: Host,
         section: u32,
         group: Run,
+        takes_foreign: bool,
         cache: &NodeCache,
         mutation: Mutation,
     ) -> Option<(Self, Action)> {
         if cache.unready(section, group) == 0 || mutation == Mutation::SkipReady {
             return None;
         }
-        let ready = Self { host, section, group, mutation, state: State::Spans };
-        let first = section * SECTION_SPANS + u32::from(group.first());
-        Some((ready, Action::Read { at: WordAt::Span(first), count: group.len().into() }))
+        let ready = Self { host, section, group, takes_foreign, mutation, state: State::Spans };
+        Some((ready, Action::Survey { section }))
     }
 
     pub(super) fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Result<Readied, OpError> {
         let section = WordAt::Section(self.section);
         match self.state {
             State::Spans => {
-                let first = self.section * SECTION_SPANS + u32::from(self.group.first());
                 // A READ may tear a word. What looks impossible is not ready, and is left to the CAS, which does not tear.
-                cache.learn_spans(first, self.group.len().into(), result).ok();
+                cache.learn_survey(self.section, result).ok();
+                if cache.has_foreign(self.section, self.group) && !self.takes_foreign {
+                    return Ok(Readied::Overtaken);
+                }
                 if cache.unready(self.section, self.group) == 0 {
                     return Ok(Readied::Done);
                 }
@@ -86,7 +90,8 @@ impl Ready {
                     cache.learn(at, found)?;
                     return Ok(Readied::Overtaken);
                 }
-                cache.learn(at, before.mark_ready(self.host).0)?;
+                let now = before.mark_ready(self.host);
+                cache.change_span(span, now).map_err(|cause| damaged(at, now.0, cause))?;
                 Ok(self.mark(cache))
             }
         }

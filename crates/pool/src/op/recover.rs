@@ -3,12 +3,12 @@
 //! The dead host must be fenced at the node. Each change is a CAS on the word by which it was judged, and a section's word was read
 //! before those of its spans; what is lost to a race is judged anew.
 
-use aquifer_fabric::Host;
+use aquifer_fabric::{Host, Key, KeyEntry};
 
 use super::give::{Gift, Give, Given};
 use super::hint::Hint;
 use super::{Action, Machine, Mutation, OpError, READ_WORDS_MAX, Step, StepResult, WordAt, lose};
-use crate::cache::NodeCache;
+use crate::cache::{NodeCache, place_in_section};
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 use crate::word::{InlineLog, LogEntry, LogOp, Run, SectionWord, SpanState, SpanWord};
 
@@ -54,6 +54,11 @@ pub struct RecoverOp {
     spans: [u64; SPANS],
     chunk_log: Vec<u64>,
     span_log: Vec<u64>,
+    chunk_keys: Vec<u64>,
+    /// The section's own, 15 that are unused, and its spans'.
+    other_keys: Vec<u64>,
+    /// Keys that are still to be struck out: where, and what the entry is.
+    strikes: Vec<(WordAt, u64)>,
     state: State,
 }
 
@@ -62,6 +67,9 @@ enum State {
     Idle,
     /// V1: which sections have something in them?
     Surveying,
+    /// V2: the keys first: what is the dead host's when its word is looked at after that, has no other.
+    ReadingChunkKeys,
+    ReadingSpanKeys,
     /// V2.
     ProbingSection,
     ReadingSpans,
@@ -73,6 +81,8 @@ enum State {
     ReadingSpanLog,
     /// Is a span still as it was when its log was read?
     ProbingSpan(u8),
+    /// V3: its keys are struck out.
+    Striking(Gift, Recovered),
     /// V3, what is given back by it, and the span that is next.
     Giving(Give, Recovered, u8),
     Hinting(Hint, u8),
@@ -119,6 +129,9 @@ impl RecoverOp {
             spans: [0; SPANS],
             chunk_log: Vec::new(),
             span_log: Vec::new(),
+            chunk_keys: Vec::new(),
+            other_keys: Vec::new(),
+            strikes: Vec::new(),
             state: State::Idle,
         }
     }
@@ -135,6 +148,18 @@ impl Machine for RecoverOp {
         let next = match std::mem::replace(&mut self.state, State::Idle) {
             State::Idle => panic!("no action is under way"),
             State::Surveying => Ok(self.surveyed(cache, result.words())),
+            State::ReadingChunkKeys => {
+                self.chunk_keys.clear();
+                self.chunk_keys.extend_from_slice(result.words());
+                let (at, count) = (WordAt::section_key(self.section), 2 * SECTION_SPANS);
+                Ok(self.post(State::ReadingSpanKeys, Action::Read { at, count }))
+            }
+            State::ReadingSpanKeys => {
+                self.other_keys.clear();
+                self.other_keys.extend_from_slice(result.words());
+                Ok(self.look_at_section(cache))
+            }
+            State::Striking(gift, found) => Ok(self.strike_next(cache, gift, found)),
             State::ProbingSection => self.section_found(cache, result.found()),
             State::ReadingSpans => {
                 self.spans.copy_from_slice(result.words());
@@ -177,7 +202,7 @@ impl RecoverOp {
             if self.used[(section - first) as usize] {
                 self.section = section;
                 self.lost = 0;
-                return self.begin_section(cache);
+                return self.begin_section();
             }
         }
         if self.seen == count {
@@ -195,9 +220,14 @@ impl RecoverOp {
     }
 
     /// V2: the section first, then its spans, then the log.
-    fn begin_section(&mut self, cache: &NodeCache) -> Step<Recovered> {
+    fn begin_section(&mut self) -> Step<Recovered> {
         self.unknown = 0;
         self.certain = None;
+        let at = WordAt::chunk_key(self.section * SECTION_CHUNKS);
+        self.post(State::ReadingChunkKeys, Action::Read { at, count: SECTION_CHUNKS })
+    }
+
+    fn look_at_section(&mut self, cache: &NodeCache) -> Step<Recovered> {
         self.surprises = cache.surprises();
         if self.mutation == Mutation::SectionLast {
             return self.read_spans(State::ReadingSpans);
@@ -241,7 +271,7 @@ impl RecoverOp {
     fn section_found_again(&mut self, cache: &mut NodeCache, found: u64) -> Next {
         if found != cache.section(self.section).0 {
             lose(&mut self.lost)?;
-            return Ok(self.begin_section(cache));
+            return Ok(self.begin_section());
         }
         Ok(self.read_chunk_log(cache))
     }
@@ -275,15 +305,14 @@ impl RecoverOp {
     fn judge_from(&mut self, cache: &NodeCache, mut place: u8) -> Step<Recovered> {
         if self.surprises != cache.surprises() && self.mutation != Mutation::SectionLast {
             // Others have changed the section since its spans were looked at.
-            return self.begin_section(cache);
+            return self.begin_section();
         }
         while u32::from(place) < SECTION_SPANS {
             match self.judge(cache, place) {
                 Verdict::Pass(next) => place = next,
                 Verdict::Return(gift, found) => {
-                    let (give, action) = Give::begin(self.host, gift, self.lost, cache, self.mutation);
-                    let next = place + Self::places(gift);
-                    return self.post(State::Giving(give, found, next), action);
+                    self.find_strikes(gift);
+                    return self.strike_next(cache, gift, found);
                 }
                 Verdict::Doubt => {
                     let at = WordAt::Span(self.section * SECTION_SPANS + u32::from(place));
@@ -301,6 +330,47 @@ impl RecoverOp {
         }
         self.recovered.unknown += self.unknown;
         self.go_on(cache)
+    }
+
+    /// The keys of what is given back, as they were before it was judged. Who strikes them out by a CAS harms nobody who comes later.
+    fn find_strikes(&mut self, gift: Gift) {
+        let first = self.section * SECTION_SPANS;
+        self.strikes.clear();
+        let mut add = |at, entry: Option<&u64>| {
+            let entry = entry.copied().filter(|entry| KeyEntry(*entry).key() != Key(0));
+            self.strikes.extend(entry.map(|entry| (at, entry)));
+        };
+        match gift {
+            _ if self.mutation == Mutation::SkipStrike => {}
+            Gift::Span { .. } => {}
+            Gift::Whole { section, group } if u32::from(group.len()) == SECTION_SPANS => {
+                add(WordAt::section_key(section), self.other_keys.first());
+            }
+            Gift::Whole { group, .. } => {
+                let place = u32::from(group.first());
+                add(WordAt::span_key(first + place), self.other_keys.get(SPANS + place as usize));
+            }
+            Gift::Chunks { span, mask, .. } => {
+                for chunk in (0..SPAN_CHUNKS).filter(|chunk| mask >> chunk & 1 == 1) {
+                    let entry = self.chunk_keys.get((span - first) as usize * CHUNKS + chunk as usize);
+                    add(WordAt::chunk_key(span * SPAN_CHUNKS + chunk), entry);
+                }
+            }
+        }
+    }
+
+    /// Strike out the next key; then give back.
+    fn strike_next(&mut self, cache: &NodeCache, gift: Gift, found: Recovered) -> Step<Recovered> {
+        if let Some((at, expected)) = self.strikes.pop() {
+            let desired = KeyEntry(expected).without_key().0;
+            return self.post(State::Striking(gift, found), Action::Cas { at, expected, desired });
+        }
+        let (give, action) = Give::begin(self.host, gift, self.lost, cache, self.mutation);
+        let place = match gift {
+            Gift::Whole { group, .. } => group.first(),
+            Gift::Chunks { span, .. } | Gift::Span { span } => place_in_section(span),
+        };
+        self.post(State::Giving(give, found, place + Self::places(gift)), action)
     }
 
     fn places(gift: Gift) -> u8 {
@@ -367,7 +437,7 @@ impl RecoverOp {
     fn probed(&mut self, cache: &mut NodeCache, place: u8, found: u64) -> Next {
         if found != self.spans[usize::from(place)] {
             lose(&mut self.lost)?;
-            return Ok(self.begin_section(cache));
+            return Ok(self.begin_section());
         }
         self.certain = Some(place);
         Ok(self.judge_from(cache, place))
@@ -426,7 +496,7 @@ impl RecoverOp {
                     let (give, action) = Give::begin(self.host, give.gift(), self.lost, cache, self.mutation);
                     return Ok(self.post(State::Giving(give, found, next), action));
                 }
-                Ok(self.begin_section(cache))
+                Ok(self.begin_section())
             }
         }
     }

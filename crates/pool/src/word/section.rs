@@ -102,7 +102,13 @@ impl SectionWord {
     /// The first aligned group of 2^`order` empty spans.
     #[must_use]
     pub fn find(self, order: u8) -> Option<Run> {
-        let mut empty = self.spans(SpanState::Empty);
+        self.find_among(order, u16::MAX)
+    }
+
+    /// The first of those whose spans are all among these, a bit for each.
+    #[must_use]
+    pub fn find_among(self, order: u8, among: u16) -> Option<Run> {
+        let mut empty = self.spans(SpanState::Empty) & spread(among.into());
         for step in 0..order {
             empty &= empty >> (2_u32 << step);
         }

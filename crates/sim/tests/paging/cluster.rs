@@ -4,8 +4,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use aquifer_fabric::sim::{Node, Rng, SimFabric, SimOptions, SimTarget};
-use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Target, Tenant};
+use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, KeyEntry, Target, Tenant};
 use aquifer_pager::{Connector, PAGE_BYTES, Sender};
+use aquifer_pool::op::{Grant, WordAt};
 use aquifer_pool::{Donation, Extent, NodeId, PoolClient, SizeClass, donate};
 
 /// Bytes of a node: one section. With more, where a client begins to look would depend on how many clients there were before.
@@ -103,7 +104,7 @@ impl Cluster {
             once_cut: None,
             refusing: vec![false; count],
             epoch: 1,
-            hog: PoolClient::new(Host(2)),
+            hog: PoolClient::new(Host(2), Tenant(0)),
             hogged: Vec::new(),
         };
         cluster.hog = cluster.pool(2);
@@ -166,7 +167,7 @@ impl Cluster {
     /// A client of all nodes that live.
     pub fn pool(&self, host: u16) -> PoolClient {
         let connector = self.connector(host);
-        let mut pool = PoolClient::new(Host(host));
+        let mut pool = PoolClient::new(Host(host), Tenant(0));
         for (id, alive) in (0..).zip(&self.alive) {
             let is_cut = self.cut == Some(usize::from(id)) && [SENDER, FETCHERS].contains(&host);
             if *alive && !is_cut {
@@ -220,8 +221,11 @@ impl Cluster {
         let node = usize::from(extent.node.0);
         let donation = &self.donations[node];
         let mut entry = [0; 8];
-        donation.memory.read(usize::try_from(donation.layout.section_key_at(0)).expect("small"), &mut entry);
-        self.alive[node] && u64::from_le_bytes(entry) == u64::from(extent.key.0)
+        let chunk = donation.layout.chunk_of(extent.addr - donation.region.base).expect("it is of a pool");
+        let grant = Grant { chunk, class: extent.class, key: extent.key };
+        let at = donation.layout.word_at(WordAt::key_of(grant));
+        donation.memory.read(usize::try_from(at).expect("small"), &mut entry);
+        self.alive[node] && KeyEntry(u64::from_le_bytes(entry)).key() == extent.key
     }
 
     /// The endpoints of a sender are closed; what they have on the wire may stay there for long.

@@ -12,7 +12,10 @@ use aquifer_pool::cache::{NodeCache, Nonces};
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{
     Action, AllocOp, FreeOp, Grant, Machine, Mutation, OpError, RecoverOp, Recovered, Step, StepResult,
+    WordAt,
 };
+use aquifer_pool::size::SECTION_SPANS;
+use aquifer_pool::word::Run;
 
 const REPLY_WORDS: usize = 512;
 /// After the replies, a word that is written.
@@ -38,6 +41,7 @@ pub enum Ended {
 #[derive(Debug)]
 pub struct Client {
     pub host: Host,
+    pub tenant: Tenant,
     pub alive: bool,
     /// What it was granted and has not begun to free.
     pub owned: Vec<Grant>,
@@ -50,6 +54,9 @@ pub struct Client {
     layout: Layout,
     cache: NodeCache,
     running: Option<Running>,
+    /// Answers to what was posted last that have not been heard, and those that have.
+    awaited: usize,
+    outcomes: Vec<u64>,
     /// Which dead host it recovers.
     recovering: Option<Host>,
     /// What was posted last, if its answer has not been heard.
@@ -61,16 +68,17 @@ impl Client {
     pub fn new(
         (fabric, node): (&SimFabric, Node),
         layout: Layout,
-        (host, nonces): (Host, Nonces),
+        (host, tenant, nonces): (Host, Tenant, Nonces),
         mutation: Mutation,
     ) -> Self {
-        let who = Identity { host, epoch: 1, tenant: Tenant(0) };
+        let who = Identity { host, epoch: 1, tenant };
         let mut endpoint = fabric.connect(node, who).expect("the node is alive");
-        let reply = Arc::new(Memory::create("replies", WRITTEN_AT + 8).expect("memory"));
+        let reply = Arc::new(Memory::create("replies", WRITTEN_AT + 40 * 8).expect("memory"));
         let reply_key = endpoint.register_local(Arc::clone(&reply)).expect("room for one");
         let region = endpoint.regions()[0].clone();
         Self {
             host,
+            tenant,
             alive: true,
             owned: Vec::new(),
             kept: Vec::new(),
@@ -80,8 +88,10 @@ impl Client {
             region,
             layout,
             // All begin at one place: the more they meet the better.
-            cache: NodeCache::new(&layout, 0, nonces),
+            cache: NodeCache::new(&layout, 0, tenant, nonces),
             running: None,
+            awaited: 0,
+            outcomes: Vec::new(),
             recovering: None,
             posted: None,
             mutation,
@@ -118,19 +128,39 @@ impl Client {
         self.follow(step).map(|result| Ended::Recover(dead, result))
     }
 
-    /// Take in an answer if one is there.
+    /// As the node: take a group of spans to clear them.
+    pub fn clear(&mut self, section: u32, group: Run) -> Option<Ended> {
+        let mut op = AllocOp::clearing(self.host, section, group);
+        let step = op.start(&mut self.cache);
+        self.running = Some(Running::Alloc(op));
+        self.follow(step).map(Ended::Alloc)
+    }
+
+    /// Take in an answer if all of it is there.
     pub fn poll(&mut self) -> Option<Ended> {
         let mut completions: Vec<Completion> = Vec::new();
-        self.endpoint.poll(&mut completions, 1);
-        let found = completions.pop()?.outcome.expect("the node lives and knows us");
+        self.endpoint.poll(&mut completions, 8);
+        for completion in completions {
+            self.awaited -= 1;
+            self.outcomes.push(completion.outcome.expect("the node lives and knows us"));
+        }
+        if self.awaited > 0 || self.posted.is_none() {
+            return None;
+        }
         let mut words = Vec::new();
         let result = match self.posted.take().expect("something was posted") {
             Action::Read { count, .. } => {
                 words.extend((0..count as usize).map(|i| self.word(i)));
                 StepResult::Words(&words)
             }
-            Action::Write { .. } => StepResult::Written,
-            _ => StepResult::Found(found),
+            Action::Survey { .. } => {
+                words.extend((0..32).map(|i| self.word(i)));
+                StepResult::Words(&words)
+            }
+            Action::Write(_) => StepResult::Written,
+            Action::CasThen { .. } => StepResult::FoundThen(self.outcomes[0], self.word(0)),
+            Action::WriteThen { .. } => StepResult::Found(self.outcomes[1]),
+            Action::Cas { .. } | Action::Probe { .. } => StepResult::Found(self.outcomes[0]),
         };
         match self.running.take().expect("an operation is under way") {
             Running::Alloc(mut op) => {
@@ -170,24 +200,59 @@ impl Client {
     }
 
     fn post(&mut self, action: Action) {
-        let remote =
-            |at| RemoteAddr { addr: self.region.base + self.layout.word_at(at), key: self.region.key };
-        let verb = match action {
-            Action::Cas { at, expected, desired } => {
-                Verb::CompareSwap { remote: remote(at), expected, desired }
+        let verbs = match action {
+            Action::Cas { at, expected, desired } => vec![self.swap(at, expected, desired)],
+            Action::CasThen { at, expected, desired, then } => {
+                vec![self.swap(at, expected, desired), self.read(0, then, 1)]
             }
-            Action::Probe { at } => Verb::FetchAdd { remote: remote(at), add: 0 },
-            Action::Read { at, count } => Verb::Read {
-                local: LocalSlice { key: self.reply_key, offset: 0, len: count * 8 },
-                remote: remote(at),
-            },
-            Action::Write { at, value } => {
-                self.reply.write(WRITTEN_AT, &value.to_le_bytes());
-                let local = LocalSlice { key: self.reply_key, offset: WRITTEN_AT as u64, len: 8 };
-                Verb::Write { local, remote: remote(at) }
+            Action::WriteThen { entry, value, at, expected, desired } => {
+                vec![self.write(0, entry, &[value]), self.swap(at, expected, desired)]
+            }
+            Action::Probe { at } => vec![Verb::FetchAdd { remote: self.remote(at), add: 0 }],
+            Action::Read { at, count } => vec![self.read(0, at, count)],
+            Action::Survey { section } => {
+                let first = section * SECTION_SPANS;
+                let spans = self.read(0, WordAt::Span(first), SECTION_SPANS);
+                vec![spans, self.read(SECTION_SPANS, WordAt::span_key(first), SECTION_SPANS)]
+            }
+            Action::Write(writes) => {
+                let mut place = 0;
+                let parts = writes.parts().map(|part| {
+                    let words: Vec<u64> = part.words().collect();
+                    let verb = self.write(place, part.at, &words);
+                    place += words.len();
+                    verb
+                });
+                parts.collect()
             }
         };
         self.posted = Some(action);
-        self.endpoint.post(&[Work { id: 1, verb, signalled: true }]).expect("one at a time fits");
+        self.outcomes.clear();
+        self.awaited = verbs.len();
+        for verb in verbs {
+            self.endpoint.post(&[Work { id: 1, verb, signalled: true }]).expect("so few fit");
+        }
+    }
+
+    fn remote(&self, at: WordAt) -> RemoteAddr {
+        RemoteAddr { addr: self.region.base + self.layout.word_at(at), key: self.region.key }
+    }
+
+    fn swap(&self, at: WordAt, expected: u64, desired: u64) -> Verb {
+        Verb::CompareSwap { remote: self.remote(at), expected, desired }
+    }
+
+    fn read(&self, place: u32, at: WordAt, count: u32) -> Verb {
+        let local = LocalSlice { key: self.reply_key, offset: u64::from(place) * 8, len: count * 8 };
+        Verb::Read { local, remote: self.remote(at) }
+    }
+
+    fn write(&self, place: usize, at: WordAt, words: &[u64]) -> Verb {
+        for (number, word) in words.iter().enumerate() {
+            self.reply.write(WRITTEN_AT + (place + number) * 8, &word.to_le_bytes());
+        }
+        let offset = (WRITTEN_AT + place * 8) as u64;
+        let len = u32::try_from(words.len() * 8).expect("few words");
+        Verb::Write { local: LocalSlice { key: self.reply_key, offset, len }, remote: self.remote(at) }
     }
 }

@@ -2,7 +2,7 @@
 //! back, and nothing may be missing.
 
 use aquifer_fabric::sim::{Rng, SimFabric, SimOptions, SimTarget};
-use aquifer_fabric::{Host, Target};
+use aquifer_fabric::{Host, Key, Target, Tenant};
 use aquifer_pool::cache::Nonces;
 use aquifer_pool::op::{Action, Grant, Mutation, OpError};
 use aquifer_pool::size::SECTION_BYTES;
@@ -26,6 +26,8 @@ pub struct Seen {
     recovered: u64,
     /// Crashes of hosts that were recovering another.
     crashed_recovering: u64,
+    /// Groups that the node has cleared while others went on.
+    cleared: u64,
 }
 
 impl Seen {
@@ -39,6 +41,7 @@ impl Seen {
         self.full += other.full;
         self.recovered += other.recovered;
         self.crashed_recovering += other.crashed_recovering;
+        self.cleared += other.cleared;
     }
 
     /// Everything that can happen did, and not by a rare accident.
@@ -46,6 +49,7 @@ impl Seen {
         assert!(self.changes.iter().all(|&count| count >= 100), "{self:?}");
         assert!(self.crashed_in_operation >= 1000 && self.full >= 100, "{self:?}");
         assert!(self.recovered >= 1000 && self.crashed_recovering >= 20, "{self:?}");
+        assert!(self.cleared >= 1000, "{self:?}");
     }
 }
 
@@ -56,6 +60,8 @@ struct Schedule {
     donation: Donation,
     shadow: Shadow,
     clients: Vec<Client>,
+    /// The node's own.
+    cleaner: Client,
     classes: &'static [u8],
     seen: Seen,
     /// Whether to tell everything: when one schedule is played alone.
@@ -107,11 +113,15 @@ impl Schedule {
         let per_host = 1 + rng.below(2);
         let count = (2 + rng.below(3)) * per_host;
         let nonces: Vec<Nonces> = (0..=count / per_host).map(|_| Nonces::default()).collect();
+        let tenants = 1 + u32::try_from(rng.below(2)).unwrap();
         let client = |i| {
             let host = Host(u16::try_from(1 + i / per_host).unwrap());
             let nonces = nonces[usize::from(host.0)].clone();
-            Client::new((&fabric, target.node()), donation.layout, (host, nonces), mutation)
+            let tenant = Tenant(u32::from(host.0) % tenants);
+            Client::new((&fabric, target.node()), donation.layout, (host, tenant, nonces), mutation)
         };
+        let who = (Host::NODE, Tenant(u32::MAX), Nonces::default());
+        let cleaner = Client::new((&fabric, target.node()), donation.layout, who, Mutation::None);
         let clients: Vec<Client> = (0..count).map(client).collect();
         if rng.chance(1, 2) {
             let slowness_max = if rng.chance(1, 2) { 4 } else { 30 };
@@ -127,6 +137,7 @@ impl Schedule {
             donation,
             shadow,
             clients,
+            cleaner,
             classes,
             seen: Seen::default(),
             trace: asked_seed().is_some(),
@@ -161,6 +172,7 @@ impl Schedule {
                     self.begin_something(index)?;
                 }
             }
+            self.begin_to_clear()?;
             if crashes.contains(&Some(steps)) {
                 self.crash();
             }
@@ -187,6 +199,59 @@ impl Schedule {
             self.clients[index].alloc(SizeClass::new(k).unwrap())
         };
         ended.map_or(Ok(()), |ended| self.ended(index, ended))
+    }
+
+    /// The node clears a group that has been used, now and then.
+    fn begin_to_clear(&mut self) -> Result<(), String> {
+        if !self.cleaner.is_idle() || !self.rng.chance(1, 20) {
+            return Ok(());
+        }
+        let section = u32::try_from(self.rng.below(self.donation.layout.sections().into())).unwrap();
+        if let Some(group) = self.donation.uncleared(section)
+            && let Some(ended) = self.cleaner.clear(section, group)
+        {
+            self.clearing_went_on(ended)?;
+        }
+        Ok(())
+    }
+
+    fn clearing_went_on(&mut self, ended: Ended) -> Result<(), String> {
+        match ended {
+            Ended::Alloc(Ok(grant)) => {
+                let chunks = grant.chunk..grant.chunk + grant.class.chunks();
+                // There is no data here to be cleared.
+                self.donation.disown(grant.chunk, grant.class);
+                chunks.for_each(|chunk| self.shadow.used_by[chunk as usize] = None);
+                self.seen.cleared += 1;
+                let ended = self.cleaner.free(grant);
+                ended.map_or(Ok(()), |ended| self.clearing_went_on(ended))
+            }
+            Ended::Alloc(Err(OpError::Full)) | Ended::Free(Ok(())) => Ok(()),
+            other => Err(format!("the node: {other:?}")),
+        }
+    }
+
+    /// The node clears all that is free, with nothing else going on.
+    fn clear_all(&mut self) -> Result<(), String> {
+        for section in 0..self.donation.layout.sections() {
+            while let Some(group) = self.donation.uncleared(section) {
+                let mut ended = self.cleaner.clear(section, group);
+                loop {
+                    if let Some(ended) = ended.take() {
+                        self.clearing_went_on(ended)?;
+                    }
+                    let under_way: Vec<_> =
+                        self.cleaner.posted.map(|action| (Host::NODE, action)).into_iter().collect();
+                    if under_way.is_empty() {
+                        break;
+                    }
+                    ensure!(self.fabric.step(), "the node waits for nothing");
+                    self.shadow.observe(&self.donation.memory, &under_way)?;
+                    ended = self.cleaner.poll();
+                }
+            }
+        }
+        Ok(())
     }
 
     fn crash(&mut self) {
@@ -228,8 +293,9 @@ impl Schedule {
 
     /// Let the next thing happen, and check it; false if nothing is under way.
     fn step(&mut self) -> Result<bool, String> {
+        let all = self.clients.iter().chain(std::iter::once(&self.cleaner));
         let under_way: Vec<(Host, Action)> =
-            self.clients.iter().filter_map(|client| Some((client.host, client.posted?))).collect();
+            all.filter_map(|client| Some((client.host, client.posted?))).collect();
         if !self.fabric.step() {
             return Ok(false);
         }
@@ -238,6 +304,9 @@ impl Schedule {
                 println!("{:>9} ns: {change:?}", self.fabric.now_ns());
             }
             self.seen.changes[change as usize] += 1;
+        }
+        if let Some(ended) = self.cleaner.poll() {
+            self.clearing_went_on(ended)?;
         }
         for index in 0..self.clients.len() {
             if self.clients[index].alive
@@ -263,6 +332,8 @@ impl Schedule {
                 let others = alive.flat_map(|client| client.owned.iter().chain(&client.kept));
                 let twice = others.filter(|other| overlap(other, &grant)).count();
                 ensure!(twice == 0, "{grant:?} is owned twice");
+                let tenant = self.clients[index].tenant;
+                self.shadow.handed_out(&self.donation.memory, &grant, tenant)?;
                 self.clients[index].owned.push(grant);
             }
             Ended::Alloc(Err(OpError::Full)) => self.seen.full += 1,
@@ -370,7 +441,7 @@ impl Schedule {
             let class = SizeClass::new(k).unwrap();
             let places = self.donation.layout.chunks() / class.chunks();
             let chunk = u32::try_from(self.rng.below(places.into())).unwrap() * class.chunks();
-            let grant = Grant { chunk, class };
+            let grant = Grant { chunk, class, key: Key::of_run(k, 7) };
             let owners = &self.shadow.owners[chunk as usize..(chunk + class.chunks()) as usize];
             if owners.iter().all(Option::is_some) {
                 continue;
@@ -390,6 +461,7 @@ impl Schedule {
         let class = SizeClass::SECTION;
         let expected = self.donation.layout.sections();
         for &index in &alive {
+            self.clear_all()?;
             let mut taken = Vec::new();
             loop {
                 match self.alone(index, |client| client.alloc(class))? {

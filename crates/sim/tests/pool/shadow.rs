@@ -3,9 +3,10 @@
 
 use std::collections::BTreeMap;
 
-use aquifer_fabric::{Host, Memory};
+use aquifer_fabric::{Host, Key, KeyEntry, Memory, Tenant};
+use aquifer_pool::SizeClass;
 use aquifer_pool::layout::Layout;
-use aquifer_pool::op::{Action, WordAt};
+use aquifer_pool::op::{Action, Grant, WordAt};
 use aquifer_pool::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS};
 use aquifer_pool::word::{InlineLog, LogEntry, LogOp, Run, STAMPS, SectionWord, SpanState, SpanWord};
 use std::sync::atomic::Ordering;
@@ -51,6 +52,8 @@ pub struct Shadow {
     extents: BTreeMap<u32, (Host, Extent)>,
     /// Hosts that are dead and fenced: others may act for them.
     pub dead: Vec<Host>,
+    /// Whose data a chunk may have in it; nobody's if it was cleared since.
+    pub used_by: Vec<Option<Tenant>>,
 }
 
 /// How an extent was taken.
@@ -81,6 +84,7 @@ impl Shadow {
             owners: vec![None; layout.chunks() as usize],
             extents: BTreeMap::new(),
             dead: Vec::new(),
+            used_by: vec![None; layout.chunks() as usize],
         }
     }
 
@@ -120,7 +124,50 @@ impl Shadow {
             }
         }
         self.holders_are_known(memory)?;
+        // A key that was written wrongly is found at the next change.
+        if change.is_some() {
+            self.keys_are_of_extents(memory)?;
+        }
         Ok(change)
+    }
+
+    /// No key opens what nobody holds, or more or less than an extent.
+    fn keys_are_of_extents(&self, memory: &Memory) -> Verdict {
+        for section in 0..self.layout.sections() {
+            let first = section * SECTION_CHUNKS;
+            let chunks = (first..first + SECTION_CHUNKS).map(|chunk| (WordAt::chunk_key(chunk), chunk));
+            let spans = (0..SECTION_SPANS).map(|span| first + span * SPAN_CHUNKS);
+            let spans = spans.map(|chunk| (WordAt::span_key(chunk / SPAN_CHUNKS), chunk));
+            let whole = std::iter::once((WordAt::section_key(section), first));
+            for (at, chunk) in chunks.chain(spans).chain(whole) {
+                let key = KeyEntry(self.load(memory, at)).key();
+                if key == Key(0) {
+                    continue;
+                }
+                let class = match self.extents.get(&chunk) {
+                    Some((_, Extent::Chunks(run))) => run.order(),
+                    Some((_, Extent::Whole(run))) => run.order() + SizeClass::SPAN.k(),
+                    None => return Err(format!("{at} opens chunk {chunk}, which begins no extent")),
+                };
+                ensure!(key.class() == Some(class), "{at} has {key:?} for an extent of class {class}");
+            }
+        }
+        Ok(())
+    }
+
+    /// An extent is handed out to a client of this tenant.
+    pub fn handed_out(&mut self, memory: &Memory, grant: &Grant, tenant: Tenant) -> Verdict {
+        let entry = KeyEntry(self.load(memory, WordAt::key_of(*grant)));
+        ensure!(
+            entry == KeyEntry::opened(grant.key, tenant),
+            "{grant:?} is not opened by its key: {entry:?}"
+        );
+        for chunk in grant.chunk..grant.chunk + grant.class.chunks() {
+            let used_by = self.used_by[chunk as usize].replace(tenant);
+            let may = used_by.is_none_or(|user| user == tenant);
+            ensure!(may, "{tenant:?} gets chunk {chunk} with what {used_by:?} left in it");
+        }
+        Ok(())
     }
 
     /// The holder of each extent is in its word's inline log or in its entry of the full log.
@@ -351,7 +398,14 @@ fn stamp_follows(before: Option<InlineLog>, log: InlineLog) -> Verdict {
 
 /// Whose CAS it was.
 fn author(under_way: &[(Host, Action)], at: WordAt, old: u64, new: u64) -> Verdict<Host> {
-    let action = Action::Cas { at, expected: old, desired: new };
-    let author = under_way.iter().find(|(_, posted)| *posted == action);
+    let is_it = |posted: &Action| match *posted {
+        Action::Cas { at: word, expected, desired }
+        | Action::CasThen { at: word, expected, desired, .. }
+        | Action::WriteThen { at: word, expected, desired, .. } => {
+            (word, expected, desired) == (at, old, new)
+        }
+        _ => false,
+    };
+    let author = under_way.iter().find(|(_, posted)| is_it(posted));
     author.map(|(host, _)| *host).ok_or_else(|| format!("{at} changed, and nobody did it"))
 }
