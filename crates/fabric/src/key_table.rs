@@ -36,7 +36,7 @@ const RANDOM_MASK: u32 = (1 << CLASS_SHIFT) - 1;
 /// Where a region has its table, as offsets in the region.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct KeyTable {
-    /// The first row: [`ROW_ENTRIES`] words of 8 bytes for each [`ROW_BYTES`] of data.
+    /// The first row, before the data: [`ROW_ENTRIES`] words of 8 bytes for each [`ROW_BYTES`] of it.
     pub entries_at: u64,
     /// What its keys open: from a multiple of [`ROW_BYTES`] to another.
     pub data: Range<u64>,
@@ -160,7 +160,7 @@ impl PlacedTable {
             && rows > 0
             && data.end <= len
             && entries_at.is_multiple_of(8)
-            && end.is_some_and(|end| end <= len)
+            && end.is_some_and(|end| end <= data.start)
     }
 
     /// Whether an address is of its data.

@@ -62,7 +62,9 @@ impl Tables {
         let (index, key) = self.keys.take_region()?;
         let range = self.space.place(len);
         let region = Region { base: range.start, len, key };
-        control.bind(key, &Grant { base: region.base, len, access, scope, region: index });
+        // What the table is of only its keys open.
+        let opened = table.as_ref().map_or(len, |table| table.data.start);
+        control.bind(key, &Grant { base: region.base, len: opened, access, scope, region: index });
         let table = table.map(|table| {
             control.tell_table(index, &table);
             PlacedTable::at(index, region.base, &table)

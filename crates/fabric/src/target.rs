@@ -69,7 +69,7 @@ pub struct Region {
     pub base: u64,
     /// Bytes.
     pub len: u64,
-    /// Opens the whole region.
+    /// Opens the whole region, or what comes before the data of its table of keys.
     pub key: Key,
 }
 
@@ -145,7 +145,7 @@ pub trait Target: Send + Sync + std::fmt::Debug {
         self.register_with(memory, access, scope, None)
     }
 
-    /// As [`Target::register`], of memory that holds a table of keys for a part of itself.
+    /// As [`Target::register`], of memory that holds a table of keys for its last part. The region's own key opens what comes before that part.
     ///
     /// # Errors
     /// As [`Target::register`]; if the table is not inside.

@@ -48,6 +48,8 @@ impl Clearer {
             donation,
             target,
             pool: None,
+            connections: 0,
+            has_failed: false,
             cleared_bytes,
         };
         let asked = stop.clone();
@@ -80,6 +82,9 @@ struct Clearing {
     donation: Donation,
     target: Arc<dyn Target>,
     pool: Option<PoolClient>,
+    /// Connections made so far.
+    connections: u64,
+    has_failed: bool,
     seen: Vec<Seen>,
     cleared_bytes: Arc<AtomicU64>,
 }
@@ -87,28 +92,49 @@ struct Clearing {
 impl Clearing {
     fn run(mut self, stop: &Shutdown) {
         while !stop.wait(LOOK_EVERY) {
-            if let Err(error) = self.look(stop) {
-                // It is done with another connection, at the next look.
-                tracing::debug!(%error, "memory is not cleared");
-                self.pool = None;
+            // If the connection was lost something may have been taken over it: so it is made anew at once.
+            let is_connected = self.connections == 0 || self.note(|own| own.pool().map(drop));
+            if is_connected {
+                self.look(stop);
             }
         }
     }
 
-    fn look(&mut self, stop: &Shutdown) -> Result<(), ClearError> {
+    fn look(&mut self, stop: &Shutdown) {
         for section in 0..self.donation.layout.sections() {
+            if stop.is_requested() {
+                return;
+            }
             let word = self.donation.section_word(section);
             let seen = &mut self.seen[section as usize];
             if seen.word != word {
                 *seen = Seen { word, is_clear: false };
-                continue;
+            } else if !seen.is_clear && !self.note(|own| own.clear_section(section, stop)) {
+                // Whatever is wrong there, others shall not wait for it.
+                self.seen[section as usize].is_clear = true;
+                return;
             }
-            if seen.is_clear {
-                continue;
-            }
-            seen.is_clear = self.donation.uncleared(section).is_none();
-            while self.clear_some(section)? && !stop.is_requested() {}
         }
+    }
+
+    /// Do something; whether it went well. If not it is told, once in a row, and the connection is given up.
+    fn note(&mut self, work: impl FnOnce(&mut Self) -> Result<(), ClearError>) -> bool {
+        let outcome = work(self);
+        if let Err(error) = &outcome {
+            self.pool = None;
+            if !std::mem::replace(&mut self.has_failed, true) {
+                tracing::warn!(%error, "memory that was given back is not cleared for other users; trying again");
+            }
+        } else {
+            self.has_failed = false;
+        }
+        outcome.is_ok()
+    }
+
+    fn clear_section(&mut self, section: u32, stop: &Shutdown) -> Result<(), ClearError> {
+        while self.clear_some(section)? && !stop.is_requested() {}
+        let is_clear = self.donation.uncleared(section).is_none();
+        self.seen[section as usize].is_clear = is_clear;
         Ok(())
     }
 
@@ -116,24 +142,37 @@ impl Clearing {
     fn clear_some(&mut self, section: u32) -> Result<bool, ClearError> {
         let Some(group) = self.donation.uncleared(section) else { return Ok(false) };
         let node = NodeId(self.donation.layout.node());
-        let pool = match &mut self.pool {
-            Some(pool) => pool,
-            none => none.insert(connect(&self.own, node)?),
-        };
-        let Some(taken) = pool.take_to_clear(node, section, group)? else { return Ok(false) };
+        let Some(taken) = self.pool()?.take_to_clear(node, section, group)? else { return Ok(false) };
+        self.donation.shut(&taken);
         self.target.expel(taken.addr..taken.addr + taken.class.bytes());
         self.donation.clear(&taken);
-        pool.free(taken)?;
+        self.pool()?.free(taken)?;
         self.cleared_bytes.fetch_add(taken.class.bytes(), Relaxed);
         Ok(true)
     }
+
+    fn pool(&mut self) -> Result<&mut PoolClient, ClearError> {
+        match &mut self.pool {
+            Some(pool) => Ok(pool),
+            none => {
+                self.connections += 1;
+                let node = NodeId(self.donation.layout.node());
+                Ok(none.insert(connect(&self.own, node, self.connections)?))
+            }
+        }
+    }
 }
 
-fn connect(own: &Own, node: NodeId) -> Result<PoolClient, ClearError> {
-    let who = Identity { host: Host::NODE, epoch: 1, tenant: NOBODY };
+/// Connect to ourselves. What we had taken when an earlier connection broke is given back first: it is as it was, or clear.
+fn connect(own: &Own, node: NodeId, epoch: u64) -> Result<PoolClient, ClearError> {
+    let who = Identity { host: Host::NODE, epoch, tenant: NOBODY };
     let endpoint = own.reach.connect(who, own.key.as_ref(), &ConnectOptions::default())?;
     let mut pool = PoolClient::new(who.host, who.tenant);
     pool.add_node(node, endpoint)?;
+    if epoch > 1 {
+        // The new epoch has fenced the one before.
+        pool.recover(node, who.host)?;
+    }
     Ok(pool)
 }
 

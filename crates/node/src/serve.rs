@@ -32,7 +32,7 @@ pub type Connect = Box<dyn Fn() -> Result<Arc<dyn Directory>, DirectoryError> + 
 pub struct NodeOptions {
     /// Its number in the cluster.
     pub id: u16,
-    /// How much it lends, rounded down to 2 MiB; the metadata comes on top (0.6 %, and up to 2 MiB more).
+    /// How much it lends, rounded down to 2 MiB; the metadata comes on top (0.5 %, and up to 2 MiB more).
     pub memory_bytes: u64,
     /// Where the fabric listens.
     pub listen: Listen,

@@ -485,7 +485,7 @@ impl Sender {
             port.under_way -= completions.len();
             for completion in &completions {
                 let is_done = if completion.id >= HEAL_WORK_ID {
-                    self.healer.settle(&self.slabs, node, completion)
+                    self.healer.settle(&self.slabs, node, self.filler.copy_on(node), completion)
                 } else {
                     Self::settle(&mut self.jobs, completion)
                 };

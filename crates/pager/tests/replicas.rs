@@ -57,11 +57,15 @@ struct World {
 }
 
 fn world(replicas: usize, nodes: u16) -> World {
+    world_of(replicas, nodes, NODE_BYTES)
+}
+
+fn world_of(replicas: usize, nodes: u16, node_bytes: u64) -> World {
     let options = SimOptions { step_on_poll: true, ..SimOptions::default() };
     let fabric = SimFabric::new(7, options);
     let targets: Vec<_> = (0..nodes).map(|_| fabric.add_node()).collect();
     let donations = (0..).map(NodeId).zip(&targets);
-    let donations = donations.map(|(id, target)| donate(target, id, NODE_BYTES).unwrap()).collect();
+    let donations = donations.map(|(id, target)| donate(target, id, node_bytes).unwrap()).collect();
     let nodes = targets.iter().map(aquifer_fabric::sim::SimTarget::node).collect();
     let cluster = Cluster { fabric, nodes };
     let slabs = Arc::new(SlabSet::with_replicas(replicas).unwrap());
@@ -105,6 +109,7 @@ impl World {
             self.sender.advance(&mut done).unwrap();
             self.cluster.fabric.step();
             if let Some(written) = done.pop() {
+                self.mempool.give_back(written.block);
                 return written.locations.iter().flatten().copied().collect();
             }
         }
@@ -350,5 +355,30 @@ fn all_copies_are_given_back() {
     for node in (0..3).map(NodeId) {
         pool.refresh(node).unwrap();
         assert_eq!(pool.free_bytes(node), pool.total_bytes(node));
+    }
+}
+
+/// Whether a node lives is asked by a slab's key, which is dead as soon as the slab is given back.
+#[test]
+fn a_slab_that_is_given_back_while_its_node_is_asked_costs_no_node() {
+    let mut world = world_of(2, 2, 4 * NODE_BYTES);
+    let mut held = world.write(BLOCK_PAGES);
+    let mut given_back = 0;
+    while given_back < 50 {
+        let locations = world.write(BLOCK_PAGES);
+        let is_new = locations[0].slab() != held[0].slab();
+        if is_new {
+            world.sender.probe();
+            held.drain(..).for_each(|location| world.slabs.release(location));
+            given_back += 1;
+        }
+        held.extend(locations);
+        for location in &held {
+            assert_eq!(world.nodes_of(*location).len(), 2, "after {given_back} slabs");
+        }
+        for _ in 0..10 {
+            world.sender.advance(&mut Vec::new()).unwrap();
+            world.cluster.fabric.step();
+        }
     }
 }

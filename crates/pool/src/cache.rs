@@ -389,7 +389,9 @@ impl NodeCache {
         let first = section * SECTION_SPANS;
         let outcome = self.learn_spans(first, SECTION_SPANS, StepResult::Words(spans));
         for (span, (word, entry)) in (first..).zip(spans.iter().zip(keys)) {
-            if self.span(span).0 == *word {
+            // One that is closed and not empty is somebody's to open or to use, who may be about to say whose it is.
+            let is_settled = !SpanWord(*word).is_closed() || self.state_of(span) == SpanState::Empty;
+            if self.span(span).0 == *word && is_settled {
                 self.learn_owner(span, KeyEntry(*entry));
             }
         }

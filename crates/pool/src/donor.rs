@@ -5,7 +5,6 @@ use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use aquifer_fabric::{Access, KeyEntry, Memory, Region, Scope, Target, TargetError};
 
-use crate::cache::place_in_section;
 use crate::client::{Extent, NodeId};
 use crate::error::FormatError;
 use crate::layout::Layout;
@@ -46,18 +45,16 @@ impl Donation {
 }
 
 impl Donation {
-    /// The largest group of a section's spans that are all free and of which some were used since they were cleared. Hosts may change them
+    /// The largest group of a section's spans that are all free, and were all used since they were cleared. Hosts may change them
     /// meanwhile: a guess, to be taken by [`crate::op::AllocOp::clearing`].
     #[must_use]
     pub fn uncleared(&self, section: u32) -> Option<Run> {
         let states = SectionWord(self.word(WordAt::Section(section)));
         let first = section * SECTION_SPANS;
-        let is_used = |span: &u32| !KeyEntry(self.word(WordAt::span_key(*span))).is_nobodys();
-        let mut used =
-            (first..first + SECTION_SPANS).filter(is_used).map(|span| Run::single(place_in_section(span)));
-        let used = used.rfind(|span| states.all(*span, SpanState::Empty))?;
-        let around = |order: u8| Run::new(used.first() >> order << order, order);
-        (0..=4).rev().filter_map(around).find(|group| states.all(*group, SpanState::Empty))
+        let is_used = |place: u32| !KeyEntry(self.word(WordAt::span_key(first + place))).is_nobodys();
+        let used =
+            (0..SECTION_SPANS).filter(|place| is_used(*place)).fold(0, |used, place| used | 1 << place);
+        (0..=4).rev().find_map(|order| states.find_among(order, used))
     }
 
     /// A section's word, as it is now.
@@ -66,13 +63,25 @@ impl Donation {
         self.word(WordAt::Section(section))
     }
 
-    /// Clear what the node has taken for that: nobody else may have it. Who had got at it by a key must be out before ([`Target::expel`]).
+    /// Of what the node has taken to clear it, strike out all keys that may be left. Then who got at it by one must be expelled ([`Target::expel`]).
+    ///
+    /// # Panics
+    /// If it is no extent of this memory.
+    pub fn shut(&self, taken: &Extent) {
+        let (chunk, class) = (self.chunk_of(taken), taken.class);
+        let strike = |at| {
+            let entry = KeyEntry(self.word(at)).without_key();
+            self.memory.atomic_u64(offset(self.layout.word_at(at))).store(entry.0, SeqCst);
+        };
+        Self::entries_of(chunk, class).for_each(strike);
+    }
+
+    /// Clear that. Nobody may have got in since.
     ///
     /// # Panics
     /// If it is no extent of this memory.
     pub fn clear(&self, taken: &Extent) {
-        let chunk = taken.addr.checked_sub(self.region.base).and_then(|offset| self.layout.chunk_of(offset));
-        let (chunk, class) = (chunk.expect("an extent of this memory"), taken.class);
+        let (chunk, class) = (self.chunk_of(taken), taken.class);
         // Written, not punched out: devices keep the pages that they once were given.
         for chunk in chunk..chunk + class.chunks() {
             self.memory.write(offset(self.layout.chunk_data_at(chunk)), &ZEROS);
@@ -80,15 +89,23 @@ impl Donation {
         self.disown(chunk, class);
     }
 
+    fn chunk_of(&self, extent: &Extent) -> u32 {
+        let chunk = extent.addr.checked_sub(self.region.base).and_then(|offset| self.layout.chunk_of(offset));
+        chunk.expect("an extent of this memory")
+    }
+
+    /// The entries of all extents that could begin in whole spans.
+    fn entries_of(chunk: u32, class: SizeClass) -> impl Iterator<Item = WordAt> {
+        let chunks = (chunk..chunk + class.chunks()).map(WordAt::chunk_key);
+        let spans = (chunk / SPAN_CHUNKS..(chunk + class.chunks()) / SPAN_CHUNKS).map(WordAt::span_key);
+        let section = (class == SizeClass::SECTION).then_some(WordAt::section_key(chunk / SECTION_CHUNKS));
+        chunks.chain(spans).chain(section)
+    }
+
     /// Of that, the part in the metadata: it is nobody's, and no key opens it.
     pub fn disown(&self, chunk: u32, class: SizeClass) {
         let put = |at| self.memory.atomic_u64(offset(self.layout.word_at(at))).store(0, SeqCst);
-        (chunk..chunk + class.chunks()).for_each(|chunk| put(WordAt::chunk_key(chunk)));
-        let spans = chunk / SPAN_CHUNKS..(chunk + class.chunks()) / SPAN_CHUNKS;
-        spans.for_each(|span| put(WordAt::span_key(span)));
-        if class == SizeClass::SECTION {
-            put(WordAt::section_key(chunk / SECTION_CHUNKS));
-        }
+        Self::entries_of(chunk, class).for_each(put);
     }
 
     fn word(&self, at: WordAt) -> u64 {

@@ -94,6 +94,8 @@ fn figures_of_a_program_grow_at_the_agent_and_at_the_node() {
     });
     assert!(after.sum("aquifer_agent_tenant_faults_total", &[("tenant", &own)]).is_some_and(|sum| sum > 0.0));
     assert_eq!(after.sum("aquifer_agent_tenant_runs", &[]), Some(0.0));
+    // What it had is cleared by its node, over its own fabric.
+    until_more(&node_place, "aquifer_node_cleared_bytes_total", 0.0);
     let status = cluster.status();
     let tenant = &status["agent"]["tenants"][0];
     assert_eq!(tenant["tenant"].as_u64().map(|tenant| tenant.to_string()), Some(own));

@@ -48,7 +48,8 @@ impl Target for SimTarget {
             let (index, key) = node.keys.take_region()?;
             let range = node.space.place(len);
             let region = Region { base: range.start, len, key };
-            let grant = Grant { base: region.base, len, access, scope, region: index };
+            let opened = table.as_ref().map_or(len, |table| table.data.start);
+            let grant = Grant { base: region.base, len: opened, access, scope, region: index };
             node.grants.insert(key, grant);
             let table = table.map(|table| PlacedTable::at(index, region.base, &table));
             node.regions.push(Registered { memory, scope, region: region.clone(), table });

@@ -339,6 +339,8 @@ impl Target for TcpTarget {
     }
 
     fn expel(&self, _range: Range<u64>) {
+        // Sessions that come back are given what they lack under this lock.
+        drop(self.shared.lock());
         self.shared.control.drain_all();
     }
 

@@ -164,7 +164,7 @@ impl Server {
                 let _nobody_waits = done.send(());
             }
             Command::Expel(range, done) => {
-                self.sessions.values_mut().for_each(|session| session.expel(&range));
+                self.expel(shared, &range);
                 let _nobody_waits = done.send(());
             }
             Command::Fence(host, epoch, done) => {

@@ -57,6 +57,13 @@ pub(super) struct Bound {
     pub range: Range<u64>,
 }
 
+impl Bound {
+    /// Whether it is for a key of a table, and opens something of the range.
+    fn is_of_table_in(&self, name: KeyName, range: &Range<u64>) -> bool {
+        name.key.is_of_table() && self.range.start < range.end && range.start < self.range.end
+    }
+}
+
 /// What the device has to do for a session.
 #[derive(Debug)]
 pub(super) enum UnderWay {
@@ -137,13 +144,16 @@ impl Session {
 
     /// Nothing of that range is served any more by keys of a table; who asks again is told what the table says then.
     pub fn expel(&mut self, range: &Range<u64>) {
-        let is_in_it = |name: &KeyName, bound: &Bound| {
-            name.key.is_of_table() && bound.range.start < range.end && range.start < bound.range.end
-        };
-        self.windows.retain(|name, bound| !is_in_it(name, bound));
-        for binding in self.bindings_mut().filter(|binding| is_in_it(&binding.name, &binding.bound)) {
+        self.windows.retain(|name, bound| !bound.is_of_table_in(*name, range));
+        for binding in self.bindings_mut().filter(|binding| binding.bound.is_of_table_in(binding.name, range))
+        {
             binding.fate = Fate::Dead;
         }
+    }
+
+    /// Whether the device is still to bind a window for such a key there.
+    pub fn is_binding_in(&self, range: &Range<u64>) -> bool {
+        self.bindings().any(|binding| binding.bound.is_of_table_in(binding.name, range))
     }
 
     /// Nothing of that region is served any more, until windows are bound once more.

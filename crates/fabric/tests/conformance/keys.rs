@@ -188,6 +188,7 @@ pub fn a_table_opens_runs_to_tenants<H: Harness>() {
             assert_eq!(client.read(addr, Key(key.0 ^ 1), 8), REFUSED, "another key");
             assert_eq!(client.read(addr, Key::of_run(class ^ 1, 0x5a5_a5a5), 8), REFUSED, "another length");
             assert_eq!(client.read(region.base, key, 8), REFUSED, "the table itself");
+            assert_eq!(client.read(addr, region.key, 8), REFUSED, "the region's key opens what is before");
             assert_eq!(client.read(data + 2 * ROW, key, 8), REFUSED);
         }
         if class < 9 {

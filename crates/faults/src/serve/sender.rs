@@ -346,12 +346,13 @@ impl Loop {
     }
 
     fn note_starvation(&self, starved: Option<String>) {
-        let was = self.shared.is_starved.swap(starved.is_some(), Relaxed);
-        let Some(text) = starved else { return };
-        if !was {
-            tracing::warn!(text, "evicted pages find no room");
+        if starved.is_some() && !self.shared.is_starved.load(Relaxed) {
+            // Before it shows: it is another starvation than the one before.
             self.shared.starvations.fetch_add(1, Relaxed);
+            tracing::warn!(text = starved, "evicted pages find no room");
         }
+        self.shared.is_starved.store(starved.is_some(), Relaxed);
+        let Some(text) = starved else { return };
         *self.shared.starvation.lock().unwrap_or_else(PoisonError::into_inner) = text;
     }
 

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use aquifer_fabric::{Completion, Memory, RemoteAddr, Verb, Work};
+use aquifer_fabric::{Completion, Memory, RemoteAddr, Verb, Work, WorkError};
 use aquifer_pool::{Extent, NodeId};
 
 use super::{HEAL_WORK_ID, Sender};
@@ -40,8 +40,8 @@ pub(super) struct Healer {
     fruitless: usize,
     /// Nodes that slabs were on before a restart, and that were not spoken to since.
     unvisited: Vec<NodeId>,
-    /// Nodes that have not answered their last probe.
-    probed: Vec<NodeId>,
+    /// Nodes that have not answered their last probe, and what was read for it: a slab, or the node's own beginning.
+    probed: Vec<(NodeId, Option<Extent>)>,
 }
 
 /// One slab in the making, or one page.
@@ -85,7 +85,7 @@ impl Healer {
 
     /// A node is new, whatever was known of another under its number.
     pub(super) fn meet(&mut self, node: NodeId) {
-        self.probed.retain(|other| *other != node);
+        self.probed.retain(|(other, _)| *other != node);
         self.unvisited.retain(|other| *other != node);
         self.is_eager = true;
     }
@@ -94,12 +94,22 @@ impl Healer {
         self.task.as_ref().is_some_and(|task| matches!(task.step, Step::Reading | Step::Writing))
     }
 
-    /// Book one completion; false if its node is to be given up.
-    pub(super) fn settle(&mut self, slabs: &SlabSet, node: NodeId, completion: &Completion) -> bool {
+    /// Book one completion; false if its node is to be given up. `copy` is what would be read for a probe of the node now.
+    pub(super) fn settle(
+        &mut self,
+        slabs: &SlabSet,
+        node: NodeId,
+        copy: Option<Extent>,
+        completion: &Completion,
+    ) -> bool {
         let is_done = completion.outcome.is_ok();
         if completion.id == PROBE_WORK_ID {
-            self.probed.retain(|other| *other != node);
+            let read = self.probed.extract_if(.., |(other, _)| *other == node).last();
+            let read = read.and_then(|(_, read)| read);
             slabs.set_slow(node, false);
+            // The slab was given back meanwhile, and its key is dead: that says nothing of the node.
+            let was_given_back = completion.outcome == Err(WorkError::RemoteAccess) && read != copy;
+            return is_done || was_given_back;
         } else if let Some(task) = &mut self.task {
             task.step = match (task.step, is_done) {
                 (Step::Reading, true) => Step::Read,
@@ -130,20 +140,21 @@ impl Sender {
             if !self.pool.nodes().any(|other| other == node) {
                 continue;
             }
-            if self.healer.probed.contains(&node) {
+            if self.healer.probed.iter().any(|(other, _)| *other == node) {
                 self.slabs.set_slow(node, true);
                 continue;
             }
             // Of a slab, if there is one: a node that has come back without its memory does not know its key.
             let region = || port.endpoint.regions().first().map(|region| (region.base, region.key));
-            let place = self.filler.copy_on(node).map(|copy| (copy.addr, copy.key)).or_else(region);
+            let copy = self.filler.copy_on(node);
+            let place = copy.map(|copy| (copy.addr, copy.key)).or_else(region);
             if let Some((addr, key)) = place.filter(|_| port.has_room()) {
                 let local = port.slice_of(buffer, PROBE_OFFSET, PROBE_BYTES);
                 let verb = Verb::Read { local, remote: RemoteAddr { addr, key } };
                 let work = Work { id: PROBE_WORK_ID, verb, signalled: true };
                 port.endpoint.post(&[work]).expect("there was room for one more");
                 port.under_way += 1;
-                self.healer.probed.push(node);
+                self.healer.probed.push((node, copy));
             }
         }
     }

@@ -110,7 +110,7 @@ enum State {
         count: u32,
     },
     /// R.
-    ReadingSpans {
+    Surveying {
         section: u32,
     },
     /// C1.
@@ -164,7 +164,7 @@ impl Machine for AllocOp {
             }
             State::Returning(give) => self.returning(cache, give, result),
             State::ReadingSections { first, count } => self.read_sections(cache, first, count, result),
-            State::ReadingSpans { section } => self.read_spans(cache, section, result),
+            State::Surveying { section } => self.surveyed(cache, section, result),
             State::Marking(mut hint) => Ok(match hint.step(cache, result.found()) {
                 Some(action) => self.post(State::Marking(hint), action),
                 None => self.search(cache),
@@ -211,9 +211,7 @@ impl AllocOp {
                 let inside = self.class.is_within_span() && cache.has_open_spans(section);
                 if fresh && inside && self.search.spans_read != Some(section) {
                     self.search.spans_read = Some(section);
-                    let action =
-                        Action::Read { at: WordAt::Span(section * SECTION_SPANS), count: SECTION_SPANS };
-                    return self.post(State::ReadingSpans { section }, action);
+                    return self.post(State::Surveying { section }, Action::Survey { section });
                 }
                 self.search.scanned += 1;
             }
@@ -300,6 +298,7 @@ impl AllocOp {
             Readied::Post(action) => Ok(self.post(State::Readying(ready, commit), action)),
             Readied::Done => Ok(self.begin(cache, commit)),
             Readied::Overtaken => self.overtaken(cache),
+            Readied::Foreign => Ok(self.search(cache)),
         }
     }
 
@@ -426,7 +425,7 @@ impl AllocOp {
     fn returning(&mut self, cache: &mut NodeCache, mut give: Give, result: StepResult<'_>) -> Next {
         match give.step(cache, result)? {
             Given::Post(action) => Ok(self.post(State::Returning(give), action)),
-            Given::Done => self.overtaken(cache),
+            Given::Done => Ok(self.search(cache)),
             Given::Overtaken => {
                 lose(&mut self.lost)?;
                 let (give, action) = Give::begin(self.host, give.gift(), self.lost, cache, self.mutation);
@@ -562,8 +561,8 @@ impl AllocOp {
         Ok(self.search(cache))
     }
 
-    fn read_spans(&mut self, cache: &mut NodeCache, section: u32, result: StepResult<'_>) -> Next {
-        cache.learn_spans(section * SECTION_SPANS, SECTION_SPANS, result).ok();
+    fn surveyed(&mut self, cache: &mut NodeCache, section: u32, result: StepResult<'_>) -> Next {
+        cache.learn_survey(section, result).ok();
         Ok(self.search(cache))
     }
 }

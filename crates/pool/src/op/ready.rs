@@ -38,6 +38,8 @@ pub(super) enum Readied {
     Done,
     /// What was remembered is old.
     Overtaken,
+    /// Some are another tenant's, which was not known.
+    Foreign,
 }
 
 impl Ready {
@@ -64,7 +66,7 @@ impl Ready {
                 // A READ may tear a word. What looks impossible is not ready, and is left to the CAS, which does not tear.
                 cache.learn_survey(self.section, result).ok();
                 if cache.has_foreign(self.section, self.group) && !self.takes_foreign {
-                    return Ok(Readied::Overtaken);
+                    return Ok(Readied::Foreign);
                 }
                 if cache.unready(self.section, self.group) == 0 {
                     return Ok(Readied::Done);

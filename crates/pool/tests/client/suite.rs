@@ -306,6 +306,7 @@ fn memory_goes_to_another_tenant_only_cleared() {
         assert_eq!(group.len(), 16);
         let taken = node.take_to_clear(NODE, 0, group).expect("it answers").expect("it is free");
         assert!(matches!(first.allocate(NODE, class(k)), Err(PoolError::Full { .. })), "it is being cleared");
+        donation.shut(&taken);
         bed.target().expel(taken.addr..taken.addr + taken.class.bytes());
         donation.clear(&taken);
         node.free(taken).expect("it is the node's");

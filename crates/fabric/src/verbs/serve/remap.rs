@@ -1,10 +1,12 @@
 //! Pages are put under other addresses for a device that does not notice by itself: nobody may look meanwhile.
 
 use std::io;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use super::Server;
 use crate::verbs::remap::{Lent, Move};
+use crate::verbs::session::Session;
 use crate::verbs::target::Shared;
 
 /// A device tells the end of a bind within this time.
@@ -28,9 +30,19 @@ impl Server {
 
     fn close_windows(&mut self, shared: &Shared, region: usize) {
         self.sessions.values_mut().for_each(|session| session.close_windows(region));
+        self.await_binds(shared, |session| session.is_binding(region));
+    }
+
+    /// Close what was opened in that range by keys of a table, and wait for what the device is still to open.
+    pub(super) fn expel(&mut self, shared: &Shared, range: &Range<u64>) {
+        self.sessions.values_mut().for_each(|session| session.expel(range));
+        self.await_binds(shared, |session| session.is_binding_in(range));
+    }
+
+    fn await_binds(&mut self, shared: &Shared, is_binding: impl Fn(&Session) -> bool) {
         let deadline = Instant::now() + BINDS_TIME;
         loop {
-            let binding = self.sessions.iter().filter(|(_, session)| session.is_binding(region));
+            let binding = self.sessions.iter().filter(|(_, session)| is_binding(session));
             let names: Vec<usize> = binding.map(|(name, _)| *name).collect();
             if names.is_empty() {
                 return;
