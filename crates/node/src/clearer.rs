@@ -110,8 +110,6 @@ impl Clearing {
             if seen.word != word {
                 *seen = Seen { word, is_clear: false };
             } else if !seen.is_clear && !self.note(|own| own.clear_section(section, stop)) {
-                // Whatever is wrong there, others shall not wait for it.
-                self.seen[section as usize].is_clear = true;
                 return;
             }
         }
@@ -132,9 +130,15 @@ impl Clearing {
     }
 
     fn clear_section(&mut self, section: u32, stop: &Shutdown) -> Result<(), ClearError> {
+        let outcome = self.clear_free_groups(section, stop);
+        // What is wrong in the memory itself stays so until somebody changes it: other sections shall not wait for that one.
+        let is_damaged = matches!(outcome, Err(ClearError::Pool(PoolError::Damaged { .. })));
+        self.seen[section as usize].is_clear = is_damaged || self.donation.uncleared(section).is_none();
+        outcome
+    }
+
+    fn clear_free_groups(&mut self, section: u32, stop: &Shutdown) -> Result<(), ClearError> {
         while self.clear_some(section)? && !stop.is_requested() {}
-        let is_clear = self.donation.uncleared(section).is_none();
-        self.seen[section as usize].is_clear = is_clear;
         Ok(())
     }
 

@@ -5,7 +5,7 @@
 //! one-sided operations; the node only watches their leases, and fences a host whose lease is gone,
 //! so that it cannot change metadata any more, and clears what goes from one tenant to another.
 //!
-//! This crate does not know which extents are taken, nor what is in them.
+//! It takes no part in taking and giving back: what it clears it takes as a host does. This crate does not know what is in an extent.
 
 mod clearer;
 mod error;

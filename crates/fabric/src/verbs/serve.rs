@@ -2,10 +2,10 @@
 //!
 //! - [`admission`]: strangers prove who they are, and begin a session or go on with one.
 //! - [`requests`]: what those who are in ask for, and what they are told.
-//! - [`remap`]: pages are moved with nobody looking.
+//! - [`closing`]: windows are closed, with nobody looking.
 
 mod admission;
-mod remap;
+mod closing;
 mod requests;
 
 use std::collections::HashMap;

@@ -1,4 +1,5 @@
-//! Pages are put under other addresses for a device that does not notice by itself: nobody may look meanwhile.
+//! Windows are closed that others have open: because pages are put under other addresses and the device does not notice by
+//! itself, or because the key was struck out. Nobody may look before the device has ended the binds that were under way.
 
 use std::io;
 use std::ops::Range;
