@@ -171,7 +171,7 @@ fn take_over(agent: &Arc<Agent>, slabs: &SlabSet, mempool: &Mempool) {
     let fd = slabs.memory().fd().try_clone_to_owned().unwrap();
     let memory = Memory::from_fd(fd, slabs.memory().len()).unwrap();
     let slabs = Arc::new(SlabSet::recover(memory, REPLICAS));
-    give_back_unnoted(&mut agent.pool(), std::iter::once(&*slabs));
+    give_back_unnoted(&mut agent.pool(), slabs.extents());
     slabs.finish_recovery();
     let way: Arc<dyn Connector> = Arc::new(Way(Arc::clone(agent)));
     let mut sender = Sender::new(Arc::clone(&slabs), mempool, way, agent.pool(), 4);

@@ -26,6 +26,8 @@ pub struct NodeCache {
     /// Records of the words that may be written over: they are in the full log, or are not needed any more. 0: none.
     settled_sections: Vec<u32>,
     settled_spans: Vec<u32>,
+    /// For each section a bit for each span that this client filled, and that the section may not call full, as long as nobody else has changed the section's word.
+    filled: Vec<u16>,
     /// For each section a bit for each span of which is known whose it is: as long as its word is as remembered, if it is open, else that of its section.
     known: Vec<u16>,
     /// Among those, the ones that another tenant has used, and that were not cleared since.
@@ -94,6 +96,7 @@ impl NodeCache {
             ready: vec![0; layout.sections() as usize],
             settled_sections: vec![0; layout.sections() as usize],
             settled_spans: vec![0; layout.spans() as usize],
+            filled: vec![0; layout.sections() as usize],
             known: vec![0; layout.sections() as usize],
             foreign: vec![0; layout.sections() as usize],
             tenant,
@@ -133,6 +136,7 @@ impl NodeCache {
         if word != self.section(section) {
             // Others have been at it: what was seen of its spans is of before that.
             self.ready[section as usize] = 0;
+            self.filled[section as usize] = 0;
             let first = section * SECTION_SPANS;
             for span in first..first + SECTION_SPANS {
                 // That of an open one is as sure as its word.
@@ -184,9 +188,34 @@ impl NodeCache {
         }
         self.spans[index] = word;
         let place = 1 << place_in_section(span);
-        let ready = &mut self.ready[(span / SECTION_SPANS) as usize];
+        let section = (span / SECTION_SPANS) as usize;
+        if !word.is_full() {
+            self.filled[section] &= !place;
+        }
+        let ready = &mut self.ready[section];
         *ready = if word.is_ready() { *ready | place } else { *ready & !place };
         Ok(())
+    }
+
+    /// This client has filled a span, and not said so in the section.
+    pub(crate) fn note_filled(&mut self, span: u32) {
+        self.filled[(span / SECTION_SPANS) as usize] |= place_of(span);
+    }
+
+    /// A span of this section that it filled, and has not said so. Nobody else has changed the section's word since the span was seen full.
+    pub(crate) fn take_filled(&mut self, section: u32) -> Option<u32> {
+        let filled = &mut self.filled[section as usize];
+        let place = filled.trailing_zeros();
+        *filled &= filled.wrapping_sub(1);
+        (place < SECTION_SPANS).then_some(section * SECTION_SPANS + place)
+    }
+
+    /// A span of this section that a survey has found full, and that is not said to be.
+    pub(crate) fn unsaid_full(&self, section: u32, survey: StepResult<'_>) -> Option<u32> {
+        let found = words(survey, 2 * SECTION_SPANS);
+        let spans = self.section(section).spans_in(SpanState::Partial);
+        let mut full = spans.filter(|place| SpanWord(found[usize::from(*place)]).is_full());
+        full.next().map(|place| section * SECTION_SPANS + u32::from(place))
     }
 
     /// Remember a word as it was found.
@@ -316,6 +345,14 @@ impl NodeCache {
     /// Begin the next search where this one succeeded.
     pub(crate) fn set_start(&mut self, class: SizeClass, section: u32) {
         self.start[usize::from(!class.is_within_span())] = section;
+    }
+
+    /// Begin the next search somewhere else, where other hosts do not.
+    pub(crate) fn scatter_start(&mut self, class: SizeClass, host: Host) {
+        let start = u64::from(self.start(class));
+        let mixed = (start << 12 | u64::from(host.0)).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+        let section = mixed % u64::from(self.section_count()).max(1);
+        self.set_start(class, u32::try_from(section).unwrap_or(0));
     }
 
     /// What to take of a section; `avoid` is a span at which the caller lost too many races. Contended spans are

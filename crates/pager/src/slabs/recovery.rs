@@ -24,11 +24,11 @@ pub(crate) struct LeftOver {
     pub record: u32,
 }
 
-/// An agent that was killed may have taken extents that it could not note any more: as far as the control words tell, they go back. `noted` are the
-/// slabs of all runs of this host, and nobody takes any meanwhile.
-pub fn give_back_unnoted<'a>(pool: &mut PoolClient, noted: impl Iterator<Item = &'a SlabSet>) {
+/// An agent that was killed may have taken extents that it could not note any more: as far as the control words tell, they go back. `noted` is what this host
+/// has, and nobody takes any meanwhile.
+pub fn give_back_unnoted(pool: &mut PoolClient, noted: impl Iterator<Item = Extent>) {
     let place = |extent: &Extent| (extent.node, extent.addr);
-    let noted: HashSet<_> = noted.flat_map(SlabSet::extents).map(|extent| place(&extent)).collect();
+    let noted: HashSet<_> = noted.map(|extent| place(&extent)).collect();
     for node in pool.nodes().collect::<Vec<_>>() {
         let freed = pool.taken_last(node).and_then(|taken| {
             let mut unnoted = taken.into_iter().filter(|extent| !noted.contains(&place(extent)));
@@ -97,7 +97,7 @@ impl SlabSet {
     }
 
     /// What they have of the pool, copies that are not whole yet included.
-    fn extents(&self) -> impl Iterator<Item = Extent> + '_ {
+    pub fn extents(&self) -> impl Iterator<Item = Extent> + '_ {
         let at = |slab, place| self.copy(slab, place).or_else(|| self.unfinished(slab, place));
         self.numbers().flat_map(move |slab| (0..self.replicas).filter_map(move |place| at(slab, place)))
     }

@@ -17,6 +17,8 @@ use crate::word::{LogEntry, LogOp, Run, SectionWord, SpanState, SpanWord};
 
 /// Races lost after which what is remembered counts as stale, and is read anew.
 const STALE_AFTER: u32 = 8;
+/// The same where whole spans are taken: one READ brings the words of many sections, so that the next race is seldom lost.
+const STALE_AFTER_WHOLE: u32 = 1;
 
 /// Takes one extent of a node. Dropped before it is done it may have taken one (the inline log says so).
 #[derive(Clone, Debug)]
@@ -30,6 +32,8 @@ pub struct AllocOp {
     lost: u32,
     /// The span at which races were lost last, and how many.
     losing: Option<(u32, u32)>,
+    /// What is taken is the first of a span.
+    has_opened: bool,
     state: State,
 }
 
@@ -113,7 +117,7 @@ enum State {
     Surveying {
         section: u32,
     },
-    /// C1.
+    /// C1, A4–A6 of a span that others filled.
     Marking(Hint),
     /// A4–A6, C2; the extent is ours already.
     Hinting(Hint, Grant),
@@ -132,7 +136,17 @@ impl AllocOp {
     #[must_use]
     pub const fn mutated(host: Host, class: SizeClass, mutation: Mutation) -> Self {
         let search = Search { pass: Pass::Remembered, scanned: 0, fresh: 0, spans_read: None, avoid: None };
-        Self { host, class, mutation, search, only: None, lost: 0, losing: None, state: State::Idle }
+        Self {
+            host,
+            class,
+            mutation,
+            search,
+            only: None,
+            lost: 0,
+            losing: None,
+            has_opened: false,
+            state: State::Idle,
+        }
     }
 
     /// An operation by which a node takes this group of empty spans, whoever had them, to clear them. It gets no key.
@@ -190,7 +204,8 @@ impl AllocOp {
             return self.search_only(cache, section, group);
         }
         let count = cache.section_count();
-        if self.search.pass == Pass::Remembered && self.lost >= STALE_AFTER {
+        let is_stale = self.lost >= if self.class.is_within_span() { STALE_AFTER } else { STALE_AFTER_WHOLE };
+        if self.search.pass == Pass::Remembered && is_stale {
             self.search.pass = Pass::Fresh;
             self.search.scanned = 0;
         }
@@ -325,8 +340,12 @@ impl AllocOp {
     }
 
     /// What was remembered is old, and was learnt.
-    fn overtaken(&mut self, cache: &NodeCache) -> Next {
+    fn overtaken(&mut self, cache: &mut NodeCache) -> Next {
         lose(&mut self.lost)?;
+        if !self.class.is_within_span() && self.search.pass == Pass::Remembered {
+            // Who lost against somebody that searches from the same place would lose again.
+            cache.scatter_start(self.class, self.host);
+        }
         Ok(self.search(cache))
     }
 
@@ -364,6 +383,7 @@ impl AllocOp {
                 let changed = cache.change_span(span, SpanWord(desired));
                 changed.map_err(|cause| damaged(commit.at(), desired, cause))?;
                 self.settle_opening(cache, span, ours);
+                self.has_opened = ours;
                 if ours {
                     cache.learn_owner(span, KeyEntry::shut(cache.tenant()));
                 }
@@ -529,18 +549,22 @@ impl AllocOp {
 
     /// The extent is ours, and the log knows it.
     fn recorded(&mut self, cache: &mut NodeCache, grant: Grant) -> Step<Grant> {
+        let before = cache.start(self.class);
         cache.set_start(self.class, grant.chunk / SECTION_CHUNKS);
         if !self.class.is_within_span() {
             return Step::Done(Ok(grant));
         }
         let span = grant.chunk / SPAN_CHUNKS;
+        // A span that was filled may have room again soon. That it is full is said when another had to be opened in its place.
+        if cache.span(span).is_full() && cache.state_of(span) != SpanState::Full {
+            cache.note_filled(span);
+        }
+        let filled = if self.has_opened { cache.take_filled(before) } else { None };
         let calm = self.losing.is_none_or(|(last, _)| last != span);
-        let hint = if cache.span(span).is_full() {
-            Hint::filled(span, cache, self.mutation)
-        } else if calm {
-            Hint::calm(span, cache, self.mutation)
-        } else {
-            None
+        let hint = match filled {
+            Some(filled) => Hint::filled(filled, cache, self.mutation),
+            None if calm => Hint::calm(span, cache, self.mutation),
+            None => None,
         };
         match hint {
             Some((hint, action)) => self.post(State::Hinting(hint, grant), action),
@@ -563,6 +587,12 @@ impl AllocOp {
 
     fn surveyed(&mut self, cache: &mut NodeCache, section: u32, result: StepResult<'_>) -> Next {
         cache.learn_survey(section, result).ok();
-        Ok(self.search(cache))
+        // Rule H: the section's word was read before that. Whoever filled the span may never say so.
+        let filled =
+            cache.unsaid_full(section, result).and_then(|span| Hint::filled(span, cache, self.mutation));
+        Ok(match filled {
+            Some((hint, action)) => self.post(State::Marking(hint), action),
+            None => self.search(cache),
+        })
     }
 }

@@ -30,6 +30,8 @@ pub(super) struct Hint {
 enum State {
     /// A4, a CAS.
     SetFull { expected: SectionWord, from: SectionWord },
+    /// A4: is the span still full, now that the section is `seen`?
+    StillFull { seen: SectionWord, from: SectionWord },
     /// A5: is the span still full, now that the hint is set?
     Recheck { set: SectionWord },
     /// A6, F2: a CAS.
@@ -43,13 +45,12 @@ enum State {
 }
 
 impl Hint {
-    /// A4: this host has just filled the span.
+    /// A4: the span was seen full, and nobody else has changed the section's word since.
     pub(super) fn filled(span: u32, cache: &NodeCache, mutation: Mutation) -> Option<(Self, Action)> {
         if cache.state_of(span) == SpanState::Full {
             return None;
         }
-        // Rule H: what we took of the span is not told to anyone yet, so nobody can free it, and the span stays open
-        // until all this is over.
+        // Rule H: the word was that, but for changes of our own, from before the span was seen full until now.
         let expected = cache.section(span / SECTION_SPANS);
         Some(Self::begin(span, mutation, State::SetFull { expected, from: expected }))
     }
@@ -114,7 +115,9 @@ impl Hint {
     fn post(&mut self, state: State) -> Action {
         self.state = state;
         match state {
-            State::Recheck { .. } | State::StillOpen { .. } => Action::Probe { at: WordAt::Span(self.span) },
+            State::Recheck { .. } | State::StillOpen { .. } | State::StillFull { .. } => {
+                Action::Probe { at: WordAt::Span(self.span) }
+            }
             State::LookForFull => Action::Probe { at: self.section() },
             State::SetFull { expected, from } => {
                 let desired = from.hint(place_in_section(self.span), SpanState::Full);
@@ -137,7 +140,9 @@ impl Hint {
             return None;
         }
         let next = match self.state {
-            State::Recheck { .. } | State::StillOpen { .. } => self.after_span(cache, SpanWord(found)),
+            State::Recheck { .. } | State::StillOpen { .. } | State::StillFull { .. } => {
+                self.after_span(cache, SpanWord(found))
+            }
             _ => self.after_section(cache, SectionWord(found)),
         }?;
         Some(self.post(next))
@@ -146,6 +151,9 @@ impl Hint {
     fn after_span(&self, cache: &mut NodeCache, span: SpanWord) -> Option<State> {
         cache.set_span(self.span, span).ok()?;
         match self.state {
+            State::StillFull { seen, from } if span.is_full() => {
+                Some(State::SetFull { expected: seen, from })
+            }
             // A closed span is its closer's, who writes 00 over any hint.
             State::Recheck { set: seen } | State::StillOpen { seen }
                 if !span.is_full() && !span.is_closed() =>
@@ -176,7 +184,7 @@ impl Hint {
                 if matches!(now, SpanState::Partial | SpanState::Contended) =>
             {
                 let stale = mutation == Mutation::FullFromStale;
-                Some(State::SetFull { expected: found, from: if stale { expected } else { found } })
+                Some(State::StillFull { seen: found, from: if stale { expected } else { found } })
             }
             (State::SetOpen { .. } | State::LookForFull, Mutation::OpenBlind) if now == SpanState::Full => {
                 Some(State::SetOpen { expected: found })
