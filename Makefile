@@ -1,7 +1,7 @@
 # The few commands that people type. What they do is in scripts/ and in the binary itself.
 
 AQUIFER := target/release/aquifer
-BENCHES := fabric faults 'faults --fabric tcp' apps
+BENCHES := alloc fabric faults 'faults --fabric tcp' apps
 # Half of it are random programs, half is chaos; `make test-long SOAK_S=36000` lasts ten hours.
 SOAK_S := 600
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that must hold: formatting, lints, unit tests, simulators, tidy, then the end-to-end tests on the release build, and a few of those in guests.
+# All that must hold: formatting, tidy, lints, unit tests, simulators, then the end-to-end tests on the release build, and a few of those in guests.
 # The last lines are cargo's own results, one for each test program. What ran before a failure is shown too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -29,6 +29,10 @@ scripts/install-deps.sh test $guests
 step "formatting"
 cargo fmt --all --check
 
+# Before what takes long.
+step "tidy"
+cargo test -p aquifer-tests-tidy 2>&1 | tee -a "$log"
+
 step "lints"
 cargo clippy --workspace --all-targets --quiet -- -D warnings
 # What is no part of `cargo test`.
@@ -37,8 +41,8 @@ if command -v shellcheck >/dev/null 2>&1; then
     shellcheck scripts/*.sh .ci/run
 fi
 
-step "unit tests, conformance suites, simulators, tidy"
-cargo test --workspace --exclude aquifer-tests-e2e --exclude aquifer-tests-guests 2>&1 | tee -a "$log"
+step "unit tests, conformance suites, simulators"
+cargo test --workspace --exclude aquifer-tests-{tidy,e2e,guests} 2>&1 | tee -a "$log"
 
 step "release build"
 cargo build --release
@@ -47,4 +51,4 @@ step "end to end"
 AQUIFER_BIN=$PWD/target/release/aquifer cargo test -p aquifer-tests-e2e -- --test-threads=1 2>&1 | tee -a "$log"
 
 step "in guests (AQUIFER_GUESTS=skip goes on without)"
-cargo test -p aquifer-tests-guests -- --test-threads=1 2>&1 | tee -a "$log"
+AQUIFER_BIN=$PWD/target/release/aquifer cargo test -p aquifer-tests-guests -- --test-threads=1 2>&1 | tee -a "$log"

@@ -9,9 +9,10 @@ use std::time::Duration;
 
 use aquifer_directory::DirectoryError;
 use aquifer_directory::names::AgentRecord;
+use aquifer_extents::{Keep, Left, Reach, Sessions};
 use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
 use aquifer_fabric::{Identity, Tenant};
-use aquifer_faults::serve::{Restored, Service, Surroundings};
+use aquifer_faults::serve::{Kept, Restored, Service, Surroundings};
 use aquifer_ipc::{KeptKind, Put};
 use aquifer_metrics::{MetricsError, Place as MetricsPlace};
 use aquifer_pager::{Connector, Mempool};
@@ -45,6 +46,8 @@ pub struct AgentOptions {
     pub directory_place: String,
     /// Most that the mempool may take, in bytes. It grows as it is used.
     pub mempool_bytes: usize,
+    /// Most that one user's sessions may have of the pool, in bytes; half of what nodes lend, if nothing is said.
+    pub extents_per_user: Option<u64>,
     /// How long programs wait for another agent, by their keeper: for so long other hosts leave alone what this one holds.
     pub grace: Duration,
     /// The cluster's key, for nodes on other machines.
@@ -121,6 +124,16 @@ impl Surroundings for Host {
     }
 }
 
+impl Keep for Host {
+    fn keep(&self, put: &Put, fds: &[BorrowedFd<'_>]) {
+        self.keeper.keep(put, fds);
+    }
+
+    fn unkeep(&self, kind: KeptKind, id: u64) {
+        self.keeper.unkeep(kind, id);
+    }
+}
+
 /// Serve programs until `stop`; then end them, with a message, and give all memory back. If an agent before this one was killed, go on
 /// with its programs.
 ///
@@ -149,7 +162,20 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
     let host = Arc::new(Host { nodes: Arc::clone(&nodes), keeper });
     let service =
         Service::new(Arc::clone(&host) as Arc<dyn Surroundings>, mempool).map_err(AgentError::Threads)?;
-    let restored = if before.is_some() { service.restore(kept) } else { service.refuse(kept) };
+    let (kept_sessions, kept): (Vec<_>, Vec<_>) =
+        kept.into_iter().partition(|kept| kept.put.kind == KeptKind::Session);
+    let left = left_sessions(kept_sessions, before.is_some(), &host.keeper);
+    let sessions = Sessions::new(
+        Arc::clone(&nodes) as Arc<dyn Reach>,
+        Arc::clone(&host) as Arc<dyn Keep>,
+        options.extents_per_user,
+    );
+    let restored = if before.is_some() {
+        service.restore(kept, left.iter().flat_map(Left::extents))
+    } else {
+        service.refuse(kept)
+    };
+    sessions.restore(left);
     for Restored { run, owner } in restored {
         let service = Arc::clone(&service);
         let spawned = std::thread::Builder::new()
@@ -157,7 +183,7 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
             .spawn(move || attend(&owner, &service, &run));
         spawned.map_err(AgentError::Threads)?;
     }
-    let figures = |listener| metrics::serve(listener, &service, &nodes, membership.lease_events());
+    let figures = |listener| metrics::serve(listener, &service, &sessions, &nodes, membership.lease_events());
     let _metrics = metrics.map(figures).transpose()?;
     let recovery = Recovery::start(
         Arc::clone(&options.directory),
@@ -167,7 +193,7 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
     )
     .map_err(AgentError::Threads)?;
     let lent = Lent::new(&options.directory_place, options.connect.encrypt, options.key.as_ref());
-    let talks = Talks::new(&service, &nodes, identity.host.0, lent);
+    let talks = Talks::new(&service, &sessions, &nodes, lent);
     ready();
     let mut ticks = 0u32;
     while !stop.load(Relaxed) {
@@ -182,6 +208,7 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
         if membership.is_lost() {
             let reason = "this host's lease has ended, and the memory nodes refuse it";
             end_runs(&service, reason);
+            sessions.end(reason);
             talks.borrowers.end(reason);
             return Err(AgentError::LeaseLost);
         }
@@ -191,6 +218,7 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
         }
     }
     end_runs(&service, "the agent is stopping");
+    sessions.end("the agent is stopping");
     talks.borrowers.end("the agent is stopping");
     if options.listener.is_none() {
         let _ = std::fs::remove_file(&options.socket);
@@ -202,6 +230,22 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
     drop(recovery);
     membership.leave();
     Ok(())
+}
+
+/// Sessions that the agent before this one had. Those that cannot be gone on with end; none can if what this host held was given to others.
+fn left_sessions(kept: Vec<Kept>, has_memory: bool, keeper: &KeeperPort) -> Vec<Left> {
+    let mut all = Vec::new();
+    for Kept { put, fds } in kept {
+        match Left::open(&put, fds) {
+            Ok(left) if has_memory => all.push(left),
+            Ok(_) => keeper.unkeep(put.kind, put.id),
+            Err(error) => {
+                tracing::error!(%error, "a session cannot be gone on with");
+                keeper.unkeep(put.kind, put.id);
+            }
+        }
+    }
+    all
 }
 
 /// As the agent before this one; if others have given back meanwhile what it held, as a new one.

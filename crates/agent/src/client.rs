@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::Duration;
 
-use aquifer_faults::serve::attach::{AttachError, receive_frame, send_frame};
+use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_ipc::{Frame, SetLimit};
 
 use crate::report::{AgentStatus, RunStatistics};
@@ -19,7 +19,7 @@ const ANSWERED_ELSE: &str = "the agent answered something else";
 /// # Errors
 /// If none does.
 pub fn connect(path: &Path) -> io::Result<OwnedFd> {
-    crate::socket::connect_to(path)
+    aquifer_channel::connect(path)
 }
 
 /// Change the limit of the run that a process belongs to; the run's figures afterwards.
@@ -55,7 +55,7 @@ fn ask(socket: &OwnedFd, question: &Frame) -> io::Result<Frame> {
     match receive_frame(socket) {
         Ok((Frame::Refused(reason), _)) => Err(io::Error::other(reason)),
         Ok((answer, _)) => Ok(answer),
-        Err(AttachError::System(error)) if error.kind() == io::ErrorKind::WouldBlock => {
+        Err(ReceiveError::System(error)) if error.kind() == io::ErrorKind::WouldBlock => {
             let seconds = PATIENCE.as_secs();
             Err(io::Error::other(format!("the agent does not answer within {seconds} s; is it stopped?")))
         }

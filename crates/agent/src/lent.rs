@@ -7,12 +7,12 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use aquifer_channel::{connect, receive_frame, send_frame};
 use aquifer_fabric::tcp::ClusterKey;
-use aquifer_faults::serve::attach::{receive_frame, send_frame};
 use aquifer_ipc::Frame;
 use serde::{Deserialize, Serialize};
 
-use crate::socket::{connect_to, wait_readable};
+use crate::socket::wait_readable;
 
 /// Borrowers at once.
 const BORROWERS_MAX: usize = 1024;
@@ -59,7 +59,7 @@ pub enum BorrowError {
 /// # Errors
 /// If there is no agent, or it gives nothing.
 pub fn borrow(path: &Path) -> Result<(OwnedFd, Lent), BorrowError> {
-    let socket = connect_to(path).map_err(|_| BorrowError::NoAgent { path: path.to_owned() })?;
+    let socket = connect(path).map_err(|_| BorrowError::NoAgent { path: path.to_owned() })?;
     let answer = |error: &dyn std::fmt::Display| BorrowError::Answer(error.to_string());
     send_frame(&socket, &Frame::Borrow, &[]).map_err(|error| answer(&error))?;
     match receive_frame(&socket) {

@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use aquifer_extents::{Sessions, UserReport};
 use aquifer_faults::FaultStats;
 use aquifer_faults::serve::{RunReport, Service, TenantReport};
 use aquifer_metrics::write::{Family, Histogram, Labels, counters, gauges, histograms, info, label};
@@ -62,11 +63,16 @@ pub(crate) fn listen(place: Option<&Place>, goes_on: bool) -> Result<Option<List
 pub(crate) fn serve(
     listener: Listener,
     service: &Arc<Service>,
+    sessions: &Arc<Sessions>,
     nodes: &Arc<Nodes>,
     lease: &Arc<LeaseEvents>,
 ) -> Result<Server, MetricsError> {
-    let figures =
-        Figures { service: Arc::clone(service), nodes: Arc::clone(nodes), lease: Arc::clone(lease) };
+    let figures = Figures {
+        service: Arc::clone(service),
+        sessions: Arc::clone(sessions),
+        nodes: Arc::clone(nodes),
+        lease: Arc::clone(lease),
+    };
     let mut registry = Registry::with_prefix("aquifer_agent");
     registry.register_collector(Box::new(figures));
     Server::start(listener, registry)
@@ -76,6 +82,7 @@ pub(crate) fn serve(
 #[derive(Debug)]
 struct Figures {
     service: Arc<Service>,
+    sessions: Arc<Sessions>,
     nodes: Arc<Nodes>,
     lease: Arc<LeaseEvents>,
 }
@@ -107,6 +114,12 @@ const RUN_COUNTERS: [Figure<RunReport>; 12] = [
     ("evictions", "Pages taken out of programs.", |run| run.evictions),
     ("lost_pages", "Pages that could not be read back.", |run| run.lost_pages),
 ];
+
+const USER_BYTES: [Figure<UserReport>; 1] =
+    [("tenant_extents", "What the tenant's sessions have of the pool.", |tenant| tenant.taken_bytes)];
+
+const USER_COUNTERS: [Figure<UserReport>; 1] =
+    [("tenant_extents_refused", "Requests refused because a key opens nothing.", |tenant| tenant.refused)];
 
 const TENANT_GAUGES: [Figure<TenantReport>; 2] = [
     ("tenant_runs", "Runs of the tenant.", |tenant| figure(tenant.runs)),
@@ -141,6 +154,7 @@ impl Collector for Figures {
         encode_all(encoder, &tenants, None, &TENANT_GAUGES, gauges)?;
         encode_all(encoder, &tenants, Some(&Unit::Bytes), &TENANT_BYTES, gauges)?;
         encode_all(encoder, &tenants, None, &TENANT_COUNTERS, counters)?;
+        self.encode_extents(encoder)?;
         let runs = self.service.runs();
         let stats: Vec<FaultStats> = runs.iter().map(|run| run.stats()).collect();
         let labels = runs.iter().map(|run| vec![label("run", run.id()), label("tenant", run.tenant())]);
@@ -173,6 +187,16 @@ impl Figures {
         counters(encoder, about("lease_renewals", "Times that the host's lease was kept."), one(renewals))?;
         let help = "Times that the host's lease could not be kept.";
         counters(encoder, about("lease_renewal_failures", help), one(failures))
+    }
+}
+
+impl Figures {
+    /// What programs have as extents.
+    fn encode_extents(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let users = self.sessions.users();
+        let users: Vec<_> = users.into_iter().map(|of| (vec![label("tenant", of.tenant)], of)).collect();
+        encode_all(encoder, &users, Some(&Unit::Bytes), &USER_BYTES, gauges)?;
+        encode_all(encoder, &users, None, &USER_COUNTERS, counters)
     }
 }
 

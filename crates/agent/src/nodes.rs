@@ -6,7 +6,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use aquifer_directory::names::{self, NodeRecord};
 use aquifer_directory::{Directory, DirectoryError, Event, EventKind, Listing};
 use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
-use aquifer_fabric::{Endpoint, EndpointError, Identity, Reach, Tenant};
+use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Reach, Tenant};
 use aquifer_pager::Connector;
 use aquifer_pool::{NodeId, PoolClient};
 
@@ -165,6 +165,20 @@ impl Nodes {
     }
 }
 
+impl aquifer_extents::Reach for Nodes {
+    fn nodes(&self) -> Vec<NodeId> {
+        self.list()
+    }
+
+    fn host(&self) -> Host {
+        self.identity.host
+    }
+
+    fn connect(&self, node: NodeId, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {
+        Self::connect(self, node, tenant)
+    }
+}
+
 /// The nodes as one tenant reaches them.
 #[derive(Debug)]
 struct OfTenant {
@@ -192,10 +206,8 @@ fn reach(record: &NodeRecord) -> Option<(NodeId, Reach)> {
 mod tests {
     use std::time::Duration;
 
-    use aquifer_directory::sim::World;
-    use aquifer_fabric::Host;
-
     use super::*;
+    use aquifer_directory::sim::World;
 
     fn nodes(directory: &Arc<dyn Directory>) -> Arc<Nodes> {
         let identity = Identity { host: Host(1), epoch: 1, tenant: Tenant(0) };

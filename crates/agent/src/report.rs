@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use aquifer_extents::{Reach, SessionReport, Sessions, UserReport};
 use aquifer_faults::serve::{ProgramReport, RunReport, Service, TenantReport};
 use serde::{Deserialize, Serialize};
 
@@ -193,8 +194,42 @@ pub struct AgentStatus {
     pub nodes: Vec<NodeStatus>,
     /// Tenants that have runs or had some, at most 64.
     pub tenants: Vec<TenantStatistics>,
+    /// Users of extents, at most 64.
+    #[serde(default)]
+    pub users: Vec<UserStatistics>,
+    /// Sessions, those with most extents first, at most 64.
+    #[serde(default)]
+    pub sessions: Vec<SessionStatistics>,
     /// Runs.
     pub runs: Vec<RunStatistics>,
+}
+
+/// A program that has extents.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct SessionStatistics {
+    /// The user's number.
+    pub tenant: u32,
+    /// Its process.
+    pub pid: u32,
+    /// Extents that it has.
+    pub extents: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Bytes that are kept ready for it.
+    pub stocked_bytes: u64,
+    /// Requests that were answered.
+    pub requests: u64,
+}
+
+/// What a user's sessions have together.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct UserStatistics {
+    /// The user's number.
+    pub tenant: u32,
+    /// Bytes of the pool, what is kept ready included.
+    pub taken_bytes: u64,
+    /// Requests that were refused because a key opens nothing.
+    pub refused: u64,
 }
 
 /// A memory node as an agent sees it.
@@ -224,11 +259,32 @@ fn tenants(service: &Service, may_see: impl Fn(u32) -> bool) -> Vec<TenantStatis
     tenants.into_iter().map(Into::into).collect()
 }
 
+fn session_statistics(sessions: &Sessions, may_see: impl Fn(u32) -> bool) -> Vec<SessionStatistics> {
+    let mut reports = sessions.sessions();
+    reports.retain(|session| may_see(session.tenant));
+    reports.sort_by_key(|session| std::cmp::Reverse(session.bytes));
+    reports.truncate(STATUS_TENANTS_MAX);
+    let statistics = |SessionReport { tenant, pid, extents, bytes, stocked_bytes, requests }| {
+        SessionStatistics { tenant, pid, extents, bytes, stocked_bytes, requests }
+    };
+    reports.into_iter().map(statistics).collect()
+}
+
+fn users(sessions: &Sessions, may_see: impl Fn(u32) -> bool) -> Vec<UserStatistics> {
+    let mut users = sessions.users();
+    users.retain(|user| may_see(user.tenant));
+    users.sort_by_key(|user| std::cmp::Reverse(user.taken_bytes));
+    users.truncate(STATUS_TENANTS_MAX);
+    let statistics =
+        |UserReport { tenant, taken_bytes, refused }| UserStatistics { tenant, taken_bytes, refused };
+    users.into_iter().map(statistics).collect()
+}
+
 /// The tenants and their runs, as far as they are for whoever asks, and the mempool.
 #[must_use]
 pub fn status(
-    host: u16,
     service: &Service,
+    sessions: &Sessions,
     nodes: &crate::nodes::Nodes,
     may_see: impl Fn(u32) -> bool,
 ) -> AgentStatus {
@@ -236,7 +292,7 @@ pub fn status(
     let mut pool = nodes.pool(rustix::process::geteuid().as_raw());
     let numbers: Vec<_> = pool.nodes().collect();
     AgentStatus {
-        host,
+        host: nodes.host().0,
         mempool_bytes,
         mempool_used_bytes,
         nodes: numbers
@@ -253,6 +309,8 @@ pub fn status(
             })
             .collect(),
         tenants: tenants(service, &may_see),
+        sessions: session_statistics(sessions, &may_see),
+        users: users(sessions, &may_see),
         runs: service
             .runs()
             .iter()

@@ -9,11 +9,11 @@ use std::os::fd::{BorrowedFd, RawFd};
 use std::path::Path;
 use std::time::Duration;
 
-use aquifer_faults::serve::attach::{receive_frame, send_frame};
+use aquifer_channel::{connect, receive_frame, send_frame};
 use aquifer_ipc::{Frame, KeptKind, Put};
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, getpid, kill_process, pidfd_open, waitpid};
 
-use crate::socket::{connect_to, wait_readable};
+use crate::socket::wait_readable;
 
 const LONG: Duration = Duration::from_secs(3600);
 
@@ -63,7 +63,7 @@ fn follow(agent: Pid, keeper: &Path) -> io::Result<()> {
     if own.is_empty() {
         return Ok(());
     }
-    let socket = connect_to(keeper)?;
+    let socket = connect(keeper)?;
     for fd in own {
         let number = u64::try_from(fd).map_err(io::Error::other)?;
         let agent = u64::try_from(agent.as_raw_nonzero().get()).map_err(io::Error::other)?;

@@ -5,18 +5,13 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::Duration;
 
+use aquifer_channel::frames::frame_socket;
 use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
-use rustix::net::{
-    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect, listen, socket_with,
-};
+use rustix::net::{SocketAddrUnix, SocketFlags, accept_with, bind, listen};
 
 const BACKLOG: i32 = 256;
 /// A peer that says nothing for so long is not waited for.
 const PATIENCE: Duration = Duration::from_secs(5);
-
-fn packet_socket() -> io::Result<OwnedFd> {
-    Ok(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
-}
 
 /// Listen at a path that only this user can reach, or everybody. A socket left by a dead process is replaced.
 fn listen_at(path: &Path, mode: u32) -> io::Result<OwnedFd> {
@@ -24,7 +19,7 @@ fn listen_at(path: &Path, mode: u32) -> io::Result<OwnedFd> {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
-    let socket = packet_socket()?;
+    let socket = frame_socket()?;
     let address = SocketAddrUnix::new(path)?;
     bind(&socket, &address)?;
     std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode))?;
@@ -56,13 +51,6 @@ pub(crate) fn raise_descriptor_limit() {
     if let Err(error) = setrlimit(Resource::Nofile, wanted) {
         tracing::warn!(%error, ?limit, "the limit of open files stays: it bounds how many programs can be paged");
     }
-}
-
-/// Connect to a path.
-pub(crate) fn connect_to(path: &Path) -> io::Result<OwnedFd> {
-    let socket = packet_socket()?;
-    connect(&socket, &SocketAddrUnix::new(path)?)?;
-    Ok(socket)
 }
 
 /// Who is at the other end, as the kernel says.

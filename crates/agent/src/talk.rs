@@ -8,7 +8,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use aquifer_faults::serve::attach::{AttachError, receive_frame, send_frame};
+use aquifer_channel::{ReceiveError, receive_frame, send_frame};
+use aquifer_extents::Sessions;
 use aquifer_faults::serve::{Run, RunReport, Service};
 use aquifer_ipc::{Frame, OpenRun, SetLimit};
 use aquifer_pager::REPLICAS_MAX;
@@ -33,9 +34,8 @@ const TALKS_PER_USER_MAX: usize = 512;
 #[derive(Debug)]
 pub(crate) struct Talks {
     pub service: Arc<Service>,
+    pub sessions: Arc<Sessions>,
     pub nodes: Arc<Nodes>,
-    /// This host's number.
-    pub host: u16,
     /// Servers of blocks on this host, and what they are told.
     pub borrowers: Borrowers,
     lent: Lent,
@@ -44,11 +44,16 @@ pub(crate) struct Talks {
 }
 
 impl Talks {
-    pub fn new(service: &Arc<Service>, nodes: &Arc<Nodes>, host: u16, lent: Lent) -> Arc<Self> {
+    pub fn new(
+        service: &Arc<Service>,
+        sessions: &Arc<Sessions>,
+        nodes: &Arc<Nodes>,
+        lent: Lent,
+    ) -> Arc<Self> {
         Arc::new(Self {
             service: Arc::clone(service),
+            sessions: Arc::clone(sessions),
             nodes: Arc::clone(nodes),
-            host,
             borrowers: Borrowers::default(),
             lent,
             talking: Mutex::default(),
@@ -118,6 +123,12 @@ impl Talks {
                 }
                 return;
             }
+            Ok((Frame::OpenSession, _)) => {
+                if let Err(reason) = self.sessions.open(&socket, peer.uid, peer.pid) {
+                    refuse(&socket, &reason);
+                }
+                return;
+            }
             // What they are told opens the whole pool.
             Ok((Frame::Borrow, _)) if is_trusted(peer.uid) => {
                 return self.borrowers.attend(socket, &self.lent);
@@ -131,12 +142,12 @@ impl Talks {
             }
             Ok((Frame::Status, _)) => {
                 let status =
-                    status(self.host, &self.service, &self.nodes, |tenant| may_see(peer.uid, tenant));
+                    status(&self.service, &self.sessions, &self.nodes, |tenant| may_see(peer.uid, tenant));
                 Frame::StatusIs(serde_json::to_string(&status).expect("figures can be written"))
             }
             Ok((Frame::SetLimit(set), _)) => self.set_limit(set, peer.uid),
             Ok(_) => Frame::Refused("that is not for an agent".into()),
-            Err(AttachError::Closed) => return,
+            Err(ReceiveError::Closed) => return,
             Err(error) => Frame::Refused(error.to_string()),
         };
         if let Err(error) = send_frame(&socket, &answer, &[]) {

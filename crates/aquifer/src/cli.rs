@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use aquifer_channel::place::own_or_shared;
 use clap::{Args, Parser, Subcommand};
 use serde::{Deserialize, Serialize};
 
@@ -12,9 +13,6 @@ use crate::demo::DemoArgs;
 use crate::settings::{AgentSettings, DirectorySettings, Network, NodeSettings};
 use crate::size;
 use crate::state::StateDir;
-
-/// Where a host has its agent for all users.
-const SHARED_AGENT: &str = "/run/aquifer.sock";
 
 const HELP: &str = "\
 {about-with-newline}
@@ -109,6 +107,9 @@ pub struct UpArguments {
     /// Serve all users of this host, who find the agent at this socket; usual is /run/aquifer.sock [default: only you]
     #[arg(long, value_name = "PATH")]
     pub shared_socket: Option<PathBuf>,
+    /// Most that one user's programs may have as extents [default: half of what the memory nodes lend]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub extents_per_user: Option<u64>,
     /// How long programs wait for an agent that died, before they are ended, such as 500ms or 2m [default: 30s]
     #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
     pub grace: Option<u64>,
@@ -149,13 +150,7 @@ pub struct AgentChoice {
 impl AgentChoice {
     /// The socket to use: the one asked for; else that of our own cluster, unless there is none and the host has one for all.
     pub fn socket(&self, state: &StateDir) -> PathBuf {
-        let own = state.agent_socket();
-        let shared = PathBuf::from(SHARED_AGENT);
-        match &self.agent {
-            Some(asked) => asked.clone(),
-            None if !own.exists() && shared.exists() => shared,
-            None => own,
-        }
+        self.agent.clone().unwrap_or_else(|| own_or_shared(state.agent_socket()))
     }
 }
 

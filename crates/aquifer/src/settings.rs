@@ -142,6 +142,10 @@ pub struct AgentSettings {
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub mempool: Option<u64>,
+    /// Most that one user's programs may have as extents [default: half of what the memory nodes lend]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    #[serde(deserialize_with = "bytes")]
+    pub extents_per_user: Option<u64>,
     /// The file with the cluster's key [default: cluster.key in the cluster's folder, if there is one]
     #[arg(long, value_name = "FILE")]
     pub key: Option<PathBuf>,
@@ -208,6 +212,7 @@ impl Settings for AgentSettings {
     fn or(self, other: Self) -> Self {
         Self {
             mempool: self.mempool.or(other.mempool),
+            extents_per_user: self.extents_per_user.or(other.extents_per_user),
             grace: self.grace.or(other.grace),
             key: self.key.or(other.key),
             shared_socket: self.shared_socket.or(other.shared_socket),

@@ -6,6 +6,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+use aquifer_channel::place::cluster_folder;
+
 /// A socket's path has at most 107 bytes; the longest name in the folder is `/node-65535.sock`.
 const PATH_BYTES_MAX: usize = 107 - 16;
 
@@ -70,9 +72,7 @@ impl StateDir {
     pub fn locate(asked: Option<&Path>) -> Result<Self, StateError> {
         let path = match asked {
             Some(asked) => absolute(asked)?,
-            None => {
-                default_path(std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from), Path::new("/run/user"))
-            }
+            None => cluster_folder(),
         };
         let bytes = path.as_os_str().as_bytes().len();
         if bytes > PATH_BYTES_MAX {
@@ -187,19 +187,6 @@ fn absolute(asked: &Path) -> Result<PathBuf, StateError> {
     }
 }
 
-/// The user's runtime folder, which ends with the session as a cluster's memory does; else one in /tmp.
-fn default_path(runtime: Option<PathBuf>, runtimes: &Path) -> PathBuf {
-    if let Some(runtime) = runtime.filter(|path| path.is_absolute()) {
-        return runtime.join("aquifer");
-    }
-    let user = rustix::process::geteuid().as_raw();
-    let runtime = runtimes.join(user.to_string());
-    if runtime.is_dir() {
-        return runtime.join("aquifer");
-    }
-    std::env::temp_dir().join(format!("aquifer-{user}"))
-}
-
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt;
@@ -259,19 +246,5 @@ mod tests {
         assert_eq!(state.socket("node-65535").as_os_str().len(), 107);
         let over = PathBuf::from(format!("/{}", "d".repeat(PATH_BYTES_MAX)));
         assert!(matches!(StateDir::locate(Some(&over)), Err(StateError::TooLong { .. })));
-    }
-
-    #[test]
-    fn the_default_is_the_runtime_folder() {
-        let (folder, _) = in_folder();
-        let user = rustix::process::geteuid().as_raw();
-        let set = default_path(Some("/somewhere".into()), folder.path());
-        assert_eq!(set, Path::new("/somewhere/aquifer"));
-        let fallback = std::env::temp_dir().join(format!("aquifer-{user}"));
-        assert_eq!(default_path(None, folder.path()), fallback);
-        assert_eq!(default_path(Some("relative".into()), folder.path()), fallback);
-        let own = folder.path().join(user.to_string());
-        fs::create_dir(&own).unwrap();
-        assert_eq!(default_path(None, folder.path()), own.join("aquifer"));
     }
 }

@@ -17,7 +17,7 @@ pub const LIVES: &str = "lives/";
 /// Where the search for a free host number goes on.
 const NEXT_HOST: &str = "hosts/next";
 
-/// The greatest host number: the pool's logs give it 12 bits.
+/// The greatest host number: the pool's logs give it 12 bits, and the one above is a node's own (`Host::NODE`).
 pub const HOST_MAX: u16 = 4094;
 
 /// How often a host number is tried for, against others who take one at the same time.

@@ -1,7 +1,7 @@
 //! Messages over Unix sockets. Each is one packet: magic, version, kind, then a body that the kind defines.
 
 /// Version of everything in this crate. Both sides must have the same.
-pub const VERSION: u16 = 4;
+pub const VERSION: u16 = 5;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"AQFR";
 /// No frame is longer.
@@ -97,6 +97,8 @@ pub enum KeptKind {
     Program,
     /// A userfaultfd of a forked child that the agent had not yet given a name when it died.
     Orphan,
+    /// A session: a program that has extents.
+    Session,
 }
 
 /// Something that the keeper holds, with descriptors, so that it outlives the agent.
@@ -160,6 +162,10 @@ pub enum Frame {
     /// A server of swap to `aquifer run`: it is there, and undone by the record of this name. Comes with the descriptor that lets
     /// programs into its cgroup.
     SwapOpened(String),
+    /// A program that wants extents to agent.
+    OpenSession,
+    /// Agent to that program: comes with the memory of the session's ring. From now on a packet of one byte on this socket, either way, wakes who sleeps.
+    SessionOpened,
 }
 
 /// Why bytes are not a frame.
@@ -283,6 +289,8 @@ impl Frame {
             20 => Self::Borrow,
             21 => Self::Lent(reader.text()?),
             22 => Self::SwapOpened(reader.text()?),
+            23 => Self::OpenSession,
+            24 => Self::SessionOpened,
             kind => return Err(FrameError::UnknownKind(kind)),
         })
     }
@@ -300,7 +308,9 @@ impl Frame {
             | Self::Borrow
             | Self::Take
             | Self::Taken
-            | Self::Device => {}
+            | Self::Device
+            | Self::OpenSession
+            | Self::SessionOpened => {}
             Self::Refused(text)
             | Self::Statistics(text)
             | Self::Ended(text)
@@ -375,6 +385,8 @@ impl Frame {
             Self::Borrow => 20,
             Self::Lent(_) => 21,
             Self::SwapOpened(_) => 22,
+            Self::OpenSession => 23,
+            Self::SessionOpened => 24,
         }
     }
 }
@@ -385,6 +397,7 @@ fn kept_kind(number: u32) -> Result<KeptKind, FrameError> {
         2 => KeptKind::Run,
         3 => KeptKind::Program,
         4 => KeptKind::Orphan,
+        5 => KeptKind::Session,
         _ => return Err(FrameError::BadField("kind")),
     })
 }
@@ -395,6 +408,7 @@ fn kept_number(kind: KeptKind) -> u32 {
         KeptKind::Run => 2,
         KeptKind::Program => 3,
         KeptKind::Orphan => 4,
+        KeptKind::Session => 5,
     }
 }
 
@@ -488,6 +502,8 @@ mod tests {
             Frame::Borrow,
             Frame::Lent("{}".into()),
             Frame::SwapOpened("aquifer-setup-1-2-3".into()),
+            Frame::OpenSession,
+            Frame::SessionOpened,
         ]
     }
 

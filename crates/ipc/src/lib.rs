@@ -2,11 +2,13 @@
 //!
 //! - [`frame`]: messages over Unix sockets, parsed as hostile.
 //! - [`control`]: the memory that an agent and a program's worker share.
+//! - [`ring`]: the memory through which a program asks for extents, and reads and writes them.
 //!
 //! This crate does no I/O and uses nothing but `core`'s part of the standard library, for it is linked into every program.
 
 pub mod control;
 pub mod frame;
+pub mod ring;
 
 pub use control::{BUFFERS, Control, TAKE_PAGES_MAX};
 pub use frame::{

@@ -13,8 +13,10 @@ const CODE: [&str; 6] = ["rs", "c", "h", "py", "sh", "sql"];
 /// Files in which words are looked for.
 const TEXT: [&str; 12] = ["rs", "c", "h", "py", "sh", "sql", "md", "toml", "yml", "json", "html", "txt"];
 /// Cores: they decide, and leave files, clocks, threads and sockets to their edges.
-const PURE: [&str; 14] = [
+const PURE: [&str; 16] = [
     "crates/directory/src/core/",
+    "crates/extents/src/session.rs",
+    "crates/extents/src/stock.rs",
     "crates/faults/src/areas.rs",
     "crates/faults/src/edge.rs",
     "crates/faults/src/kernel.rs",

@@ -91,7 +91,7 @@ impl Thing {
             None => match self.put.kind {
                 KeptKind::Program => self.put.pid == 0,
                 KeptKind::Orphan => true,
-                KeptKind::Host | KeptKind::Run => false,
+                KeptKind::Host | KeptKind::Run | KeptKind::Session => false,
             },
         }
     }

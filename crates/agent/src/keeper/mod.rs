@@ -16,7 +16,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use aquifer_faults::serve::attach::{AttachError, receive_frame, send_frame};
+use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_ipc::{Frame, KeptKind};
 
 use self::held::Held;
@@ -130,7 +130,7 @@ impl Keeper {
             Ok((Frame::Drop(kind, id), _)) if is_owner => self.held.drop(kind, id),
             Ok((Frame::Take, _)) => return self.give(connection),
             Ok((Frame::Taken, _)) => return send_frame(&connection.socket, &Frame::Taken, &[]).is_ok(),
-            Err(AttachError::System(error)) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(ReceiveError::System(error)) if error.kind() == io::ErrorKind::WouldBlock => {}
             Ok((frame, _)) => {
                 tracing::warn!(
                     pid = connection.pid,
@@ -138,7 +138,7 @@ impl Keeper {
                     "this is not for a keeper, or not from its agent"
                 );
             }
-            Err(AttachError::Frame(error)) => {
+            Err(ReceiveError::Frame(error)) => {
                 tracing::warn!(pid = connection.pid, %error, "a message is unintelligible");
             }
             Err(_) => return false,

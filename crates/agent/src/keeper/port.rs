@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use aquifer_channel::{connect, receive_frame, send_frame};
 use aquifer_faults::serve::Kept;
-use aquifer_faults::serve::attach::{receive_frame, send_frame};
 use aquifer_ipc::{Frame, KeptKind, Put};
 
-use crate::socket::{connect_to, wait_readable};
+use crate::socket::wait_readable;
 
 /// How long an agent that has just died may still be in the way.
 const TAKE_PATIENCE: Duration = Duration::from_secs(5);
@@ -41,7 +41,7 @@ impl KeeperPort {
     pub fn connect(path: &Path) -> io::Result<(Self, Vec<Kept>)> {
         let deadline = Instant::now() + TAKE_PATIENCE;
         loop {
-            let socket = connect_to(path)?;
+            let socket = connect(path)?;
             match take(&socket) {
                 Ok(kept) => {
                     let state = Mutex::new(State { socket, given: note(&kept)? });
@@ -82,7 +82,7 @@ impl KeeperPort {
     }
 
     fn give_all_again(&self, state: &mut State) {
-        let again = connect_to(&self.path).and_then(|socket| take(&socket).map(|_| socket));
+        let again = connect(&self.path).and_then(|socket| take(&socket).map(|_| socket));
         let Ok(socket) = again else {
             tracing::error!("the keeper is gone: should the agent die too, its programs would be in danger");
             return;

@@ -102,6 +102,15 @@ pub enum BenchError {
         /// The other.
         other: PathBuf,
     },
+    /// An allocator that is compared.
+    #[error("an allocator of the model failed: {reason}")]
+    Allocator {
+        /// How.
+        reason: String,
+    },
+    /// The allocation service.
+    #[error("the allocation service failed: {0}")]
+    Service(#[from] aquifer_client::Error),
     /// The fabric.
     #[error("the fabric bench failed: {reason}")]
     Fabric {

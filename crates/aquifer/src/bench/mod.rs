@@ -4,6 +4,7 @@
 //! says how far they spread over the rounds. A missed target is printed as missed, and is no failure of the
 //! command: it ends with 0 when everything could be measured and every page was right.
 
+mod alloc;
 mod apps;
 mod error;
 pub mod fabric;
@@ -52,7 +53,14 @@ struct Bench {
     run: fn(&BenchArgs) -> Result<Report, BenchError>,
 }
 
-const BENCHES: [Bench; 3] = [
+const BENCHES: [Bench; 4] = [
+    Bench {
+        name: "alloc",
+        about: "taking extents, beside RPC and a one-sided array: under a cost model of RDMA, over TCP and shared memory",
+        targets: alloc::TARGETS,
+        takes_fabric: false,
+        run: alloc::run,
+    },
     Bench {
         name: "apps",
         about: "redis, PostgreSQL and k-means in a part of their memory, on the pool and on kernel swap",

@@ -107,6 +107,7 @@ pub fn start(state: &StateDir, shape: &Shape, part: Part) -> Result<Starting, La
         Part::Agent => command
             .args(["agent", "--grace", &format!("{}ms", shape.grace_ms)])
             .args(shape.mempool_bytes.map(|bytes| format!("--mempool={bytes}")))
+            .args(shape.extents_per_user.map(|bytes| format!("--extents-per-user={bytes}")))
             .args(shape.shared_socket.as_ref().map(|path| format!("--shared-socket={}", path.display())))
             .args(shape.directory_flags()),
     };

@@ -231,6 +231,7 @@ fn agent(
         directory: Source::new(&settings.directory)?.connect(state)?,
         directory_place: serde_json::to_string(&settings.directory)?,
         mempool_bytes: usize::try_from(mempool)?,
+        extents_per_user: settings.extents_per_user,
         grace: Duration::from_millis(settings.grace.unwrap_or(GRACE_MS)),
         key: match &settings.key {
             Some(path) => Some(key::load(path)?),

@@ -57,6 +57,9 @@ pub struct Shape {
     pub memory_bytes: u64,
     /// The mempool's bound, if it was given.
     pub mempool_bytes: Option<u64>,
+    /// What one user's programs may have as extents, if it was given.
+    #[serde(default)]
+    pub extents_per_user: Option<u64>,
     /// Where other users find the agent, if it serves them.
     #[serde(default)]
     pub shared_socket: Option<PathBuf>,
@@ -78,6 +81,7 @@ impl Shape {
             nodes: arguments.nodes.unwrap_or(3),
             memory_bytes: arguments.memory.unwrap_or(1 << 30),
             mempool_bytes: arguments.mempool,
+            extents_per_user: arguments.extents_per_user,
             shared_socket: arguments.shared_socket.clone(),
             grace_ms: arguments.grace.unwrap_or(GRACE_MS),
             fabric: arguments.fabric.unwrap_or(Fabric::Shm),
@@ -177,6 +181,7 @@ impl Shape {
         let agrees = arguments.nodes.is_none_or(|nodes| nodes == self.nodes)
             && arguments.memory.is_none_or(|memory| memory == self.memory_bytes)
             && arguments.mempool.is_none_or(|mempool| Some(mempool) == self.mempool_bytes)
+            && arguments.extents_per_user.is_none_or(|quota| Some(quota) == self.extents_per_user)
             && (arguments.shared_socket.is_none() || arguments.shared_socket == self.shared_socket)
             && arguments.grace.is_none_or(|grace| grace == self.grace_ms)
             && arguments.fabric.is_none_or(|fabric| fabric == self.fabric)
@@ -204,6 +209,7 @@ mod tests {
             memory,
             fabric: None,
             mempool: None,
+            extents_per_user: None,
             shared_socket: None,
             grace: None,
             directory: DirectorySettings::default(),

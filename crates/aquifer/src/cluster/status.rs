@@ -186,6 +186,26 @@ fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
             tenant.faults,
         )?;
     }
+    for user in status.agent.iter().flat_map(|agent| &agent.users) {
+        writeln!(
+            text,
+            "  user {}: {} as extents, {} requests refused for their keys",
+            user.tenant,
+            Size(user.taken_bytes),
+            user.refused
+        )?;
+    }
+    for session in status.agent.iter().flat_map(|agent| &agent.sessions) {
+        writeln!(
+            text,
+            "  process {:<8} {} in {} extents, {} kept ready, {} requests",
+            session.pid,
+            Size(session.bytes),
+            session.extents,
+            Size(session.stocked_bytes),
+            session.requests
+        )?;
+    }
     for run in status.agent.iter().flat_map(|agent| &agent.runs) {
         writeln!(
             text,

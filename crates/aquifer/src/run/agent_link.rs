@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use aquifer_agent::client;
-use aquifer_faults::serve::attach::{AttachError, receive_frame, send_frame};
+use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_ipc::{Frame, OpenRun, Token};
 
 use super::RunError;
@@ -113,7 +113,7 @@ fn hear(
                 return;
             }
             Ok(_) => {}
-            Err(AttachError::System(error)) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(ReceiveError::System(error)) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(_) => break,
         }
     }

@@ -9,7 +9,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use aquifer_faults::serve::attach::{AttachError, receive_frame};
+use aquifer_channel::{ReceiveError, receive_frame};
 use aquifer_ipc::Frame;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
@@ -69,7 +69,7 @@ impl SwapServer {
                 if let Err(error) = cleanup_stale() {
                     eprintln!("aquifer: {error}");
                 }
-                let answer = answer.err().unwrap_or(AttachError::Closed).to_string();
+                let answer = answer.err().unwrap_or(ReceiveError::Closed).to_string();
                 let error = format!("{answer}; its log is {}", swap.log.display());
                 Err(RunError::SwapServer(io::Error::other(error)))
             }

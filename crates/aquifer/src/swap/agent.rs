@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use aquifer_agent::lent::borrow;
-use aquifer_faults::serve::attach::receive_frame;
+use aquifer_channel::receive_frame;
 use aquifer_ipc::Frame;
 
 /// How often to look for an agent that died.

@@ -1,16 +1,12 @@
 //! A program's first words to the agent. Everything it says is checked; what cannot be is refused with the reason.
 
-use std::io::{self, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use aquifer_ipc::{FRAME_BYTES_MAX, Frame, FrameError, Hello};
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, recvmsg, sendmsg,
-};
+use aquifer_channel::send_frame;
+use aquifer_ipc::{Frame, Hello};
 
 use super::Service;
 use super::edge::Attachment;
@@ -19,21 +15,12 @@ use super::run::Run;
 use crate::uffd::Userfaultfd;
 use crate::worker::WorkerPort;
 
-/// Descriptors that may come with a frame.
-const FDS_MAX: usize = 8;
-
 /// Why a program was not taken in.
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
     /// The socket failed.
     #[error("the connection failed: {0}")]
     System(#[from] io::Error),
-    /// What came is not a frame.
-    #[error("{0}")]
-    Frame(#[from] FrameError),
-    /// The other end has closed.
-    #[error("the other end has closed the connection")]
-    Closed,
     /// The token is nobody's.
     #[error(
         "no such run: the agent has been restarted, or the run has ended; start the program again with `aquifer run`"
@@ -53,48 +40,6 @@ pub enum AttachError {
     /// The run was ended.
     #[error("the run has been ended: {0}")]
     Ended(String),
-}
-
-/// Send one frame with descriptors.
-///
-/// # Errors
-/// If the other end is gone.
-pub fn send_frame(socket: impl AsFd, frame: &Frame, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-    let mut bytes = Vec::new();
-    frame.write(&mut bytes);
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    if !fds.is_empty() {
-        ancillary.push(SendAncillaryMessage::ScmRights(fds));
-    }
-    sendmsg(socket, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL)?;
-    Ok(())
-}
-
-/// Receive one frame with its descriptors.
-///
-/// # Errors
-/// If the other end is gone or sends anything but a frame.
-pub fn receive_frame(socket: impl AsFd) -> Result<(Frame, Vec<OwnedFd>), AttachError> {
-    let mut bytes = vec![0; FRAME_BYTES_MAX + 1];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let received = loop {
-        match recvmsg(&socket, &mut [IoSliceMut::new(&mut bytes)], &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
-            Err(rustix::io::Errno::INTR) => {}
-            other => break other.map_err(io::Error::from)?,
-        }
-    };
-    if received.bytes == 0 {
-        return Err(AttachError::Closed);
-    }
-    let mut fds = Vec::new();
-    for message in ancillary.drain() {
-        if let RecvAncillaryMessage::ScmRights(rights) = message {
-            fds.extend(rights);
-        }
-    }
-    Ok((Frame::parse(&bytes[..received.bytes])?, fds))
 }
 
 impl Service {

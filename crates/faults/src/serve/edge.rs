@@ -8,12 +8,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
+use aquifer_channel::send_frame;
 use aquifer_ipc::{BUFFERS, Frame, Hello, TAKE_PAGES_MAX};
 use aquifer_pager::{
     BlockId, FETCH_PAGES_MAX, FetchError, Fetcher, Location, PAGE_BYTES, PageNumber, SlabSet, Volume,
 };
 
-use super::attach::send_frame;
 use super::follow::Follow;
 use super::obituary::Obituary;
 use super::program::{self, Program};

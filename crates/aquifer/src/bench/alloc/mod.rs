@@ -1,0 +1,229 @@
+//! `aquifer bench alloc`: what it costs to take an extent, beside the ways that others have (FineMem's evaluation).
+
+mod model;
+mod service;
+mod ways;
+
+use std::collections::BTreeMap;
+
+use super::support::progress;
+use super::support::report::{Column, Report, Row, Table, Target};
+use super::support::spread::Spread;
+use super::{BenchArgs, BenchError};
+use model::{Outcome, Scene, play};
+use ways::Way;
+
+/// For `bench list`.
+pub const TARGETS: &str = "targets: under the cost model, at 16 clients and more, below every peer, and ≤ 0.05 of registration on demand; CASes per allocation ≤ 1.1 (4 KiB), ≤ 1.6 (32 KiB), ≤ 2.1 (64 KiB), retries ≤ 1.33 at 512 clients; metadata ≤ 0.45 %; the service ≤ 2 µs from an extent that is kept ready";
+
+/// 4 KiB, 32 KiB, 64 KiB, 128 KiB, 512 KiB, 2 MiB.
+const CLASSES: [u8; 6] = [0, 3, 4, 5, 7, 9];
+const CLIENTS: [usize; 5] = [1, 4, 16, 64, 128];
+const NODES: [usize; 4] = [1, 2, 4, 6];
+/// Clients at the nodes.
+const CLIENTS_AT_NODES: usize = 64;
+const CROWD: usize = 512;
+/// 3 GiB: as much on 1, 2, 4 or 6 nodes.
+const SECTIONS: u32 = 1536;
+
+/// How much is played.
+#[derive(Clone, Copy, Debug)]
+struct Volume {
+    allocations: usize,
+    seeds: u64,
+    rounds: usize,
+    requests: usize,
+}
+
+/// Measures.
+///
+/// # Errors
+/// If an allocator fails.
+pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
+    let volume = if args.quick {
+        Volume { allocations: 4_000, seeds: 1, rounds: 1, requests: 5_000 }
+    } else {
+        Volume { allocations: 20_000, seeds: 3, rounds: 5, requests: 20_000 }
+    };
+    let mut report = Report::new("alloc", args.quick);
+    report.notes.push(
+        "the cost model: a READ, WRITE or atomic takes 1.7 µs there and back, each further one of the same doorbell 0.1 µs more; an RPC takes 4 µs, 2.3 of \
+         them on its node's one core, for which RPCs queue; there registration takes 450 µs for 4 MiB, in proportion, and a window 1.3 µs"
+            .into(),
+    );
+    report.notes.push(
+        "under the model clients take extents, and give one back at random when they have enough, without a pause; half of the memory is taken at most. A node's card does any number of one-sided operations at once, and to give back costs a node's core as much as to take. \
+         Ours are the machines that the product drives, with keys and logs; the peers' have neither, but where a window is named. The spread is over seeds"
+            .into(),
+    );
+    let mut scenes = Scenes { volume, played: Vec::new() };
+    scenes.play_all()?;
+    let (tables, targets) = service::measure(volume.rounds, volume.requests)?;
+    report.notes.push(
+        "the service is measured in the program, call by call, on this machine: program, agent and node share its processors"
+            .into(),
+    );
+    report.tables = scenes.tables();
+    report.tables.extend(tables);
+    report.targets = scenes.targets();
+    report.targets.extend(targets);
+    Ok(report)
+}
+
+/// What is compared in a table.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Case {
+    k: u8,
+    clients: usize,
+    nodes: usize,
+}
+
+#[derive(Debug)]
+struct Played {
+    way: Way,
+    case: Case,
+    outcomes: Vec<Outcome>,
+}
+
+#[derive(Debug)]
+struct Scenes {
+    volume: Volume,
+    played: Vec<Played>,
+}
+
+fn cases() -> Vec<Case> {
+    let by_size = CLASSES.into_iter().map(|k| Case { k, clients: 16, nodes: 1 });
+    let by_clients = CLIENTS.into_iter().map(|clients| Case { k: 0, clients, nodes: 1 });
+    let by_nodes = NODES.into_iter().map(|nodes| Case { k: 0, clients: CLIENTS_AT_NODES, nodes });
+    let crowds = [0, 3, 4].into_iter().map(|k| Case { k, clients: CROWD, nodes: 1 });
+    let large = [(9, 1), (9, 128), (5, 128)].into_iter().map(|(k, clients)| Case { k, clients, nodes: 1 });
+    let mut all: Vec<Case> = Vec::new();
+    for case in by_size.chain(by_clients).chain(by_nodes).chain(crowds).chain(large) {
+        if !all.contains(&case) {
+            all.push(case);
+        }
+    }
+    all
+}
+
+impl Scenes {
+    fn play_all(&mut self) -> Result<(), BenchError> {
+        let cases = cases();
+        let bar = progress::bar(cases.len() * Way::ALL.len());
+        for case in cases {
+            for way in Way::ALL {
+                bar.set_message(format!("{}, {}", way.name(), case.name()));
+                let Case { k, clients, nodes } = case;
+                let allocations = self.volume.allocations;
+                let scene = Scene { way, k, clients, nodes, sections: SECTIONS, allocations };
+                let outcomes = (0..self.volume.seeds).map(|seed| play(&scene, seed));
+                let outcomes: Result<_, _> = outcomes.collect();
+                let outcomes = outcomes.map_err(|reason| BenchError::Allocator { reason })?;
+                self.played.push(Played { way, case, outcomes });
+                bar.inc(1);
+            }
+        }
+        bar.finish_and_clear();
+        Ok(())
+    }
+
+    fn of(&self, way: Way, case: Case) -> Option<&Played> {
+        self.played.iter().find(|played| played.way == way && played.case == case)
+    }
+
+    fn tables(&self) -> Vec<Table> {
+        cases().into_iter().map(|case| self.table(case)).collect()
+    }
+
+    fn table(&self, case: Case) -> Table {
+        let rows = Way::ALL.iter().rev().filter_map(|way| Some(self.of(*way, case)?.row())).collect();
+        let columns =
+            ["mean µs", "p50 µs", "p99 µs", "trips", "CASes", "CASes in vain", "node's CPU µs", "free µs"]
+                .map(Column::middle);
+        Table {
+            title: format!("the model: {}", case.name()),
+            columns: columns.to_vec(),
+            pictured: Some("mean µs"),
+            ratio: None,
+            rows,
+        }
+    }
+
+    fn targets(&self) -> Vec<Target> {
+        let mut targets = Vec::new();
+        for case in cases().into_iter().filter(|case| case.clients >= 16) {
+            let Some(ours) = self.of(Way::Ours, case) else { continue };
+            let ratio = |way| Spread::of_ratios(&ours.means(), &self.of(way, case)?.means());
+            let mut target = |name: String, value: Option<Spread>, bound| {
+                targets.extend(value.map(|value| Target { name, value, bound, at_most: true }));
+            };
+            let name = case.name();
+            target(format!("{name}: ÷ registered on demand"), ratio(Way::OnDemandRpc), 0.05);
+            let peers = [Way::Rpc, Way::RpcWindow, Way::Array].into_iter().filter_map(ratio);
+            let closest = peers.max_by(|one, other| one.median.total_cmp(&other.median));
+            target(format!("{name}: ÷ the best peer"), closest, 1.0);
+            if case.clients == CROWD {
+                let bound = match case.k {
+                    0 => 1.1,
+                    3 => 1.6,
+                    _ => 2.1,
+                };
+                target(format!("{name}: CASes for each"), ours.figure(|of| of.each(of.swaps)), bound);
+                target(format!("{name}: CASes in vain for each"), ours.figure(|of| of.each(of.lost)), 1.33);
+            }
+        }
+        let metadata = Spread::of(&[metadata_percent()]);
+        targets.extend(metadata.map(|value| Target {
+            name: "metadata, % of the memory".into(),
+            value,
+            bound: 0.45,
+            at_most: true,
+        }));
+        targets
+    }
+}
+
+/// Of a node's memory of 64 GiB.
+#[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
+fn metadata_percent() -> f64 {
+    let layout = aquifer_pool::layout::Layout::new(1, 32_768).expect("64 GiB fit");
+    let data = layout.data_bytes();
+    (layout.region_bytes() - data) as f64 / data as f64 * 100.0
+}
+
+impl Case {
+    fn name(&self) -> String {
+        let size = match 4u64 << self.k {
+            kib if kib < 1024 => format!("{kib} KiB"),
+            kib => format!("{} MiB", kib / 1024),
+        };
+        let plural = |count: usize, one: &str| format!("{count} {one}{}", if count == 1 { "" } else { "s" });
+        format!("{size}, {}, {}", plural(self.clients, "client"), plural(self.nodes, "node"))
+    }
+}
+
+impl Played {
+    fn figure(&self, of: impl Fn(&Outcome) -> f64) -> Option<Spread> {
+        Spread::of(&self.outcomes.iter().map(of).collect::<Vec<f64>>())
+    }
+
+    fn means(&self) -> Vec<f64> {
+        self.outcomes.iter().map(Outcome::mean_us).collect()
+    }
+
+    fn row(&self) -> Row {
+        let figures = [
+            ("mean µs", self.figure(Outcome::mean_us)),
+            ("p50 µs", self.figure(|of| of.permille_us(500))),
+            ("p99 µs", self.figure(|of| of.permille_us(990))),
+            ("trips", self.figure(|of| of.each(of.trips))),
+            ("CASes", self.figure(|of| of.each(of.swaps))),
+            ("CASes in vain", self.figure(|of| of.each(of.lost))),
+            ("node's CPU µs", self.figure(|of| of.each(of.node_cpu_ns) / 1e3)),
+            ("free µs", self.figure(Outcome::free_us)),
+        ];
+        let figures: BTreeMap<_, _> =
+            figures.into_iter().filter_map(|(name, spread)| Some((name, spread?))).collect();
+        Row { name: self.way.name().into(), figures }
+    }
+}

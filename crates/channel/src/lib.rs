@@ -1,0 +1,16 @@
+//! The way between a program and the agent of its host.
+//!
+//! - [`frames`]: messages over Unix sockets that keep their boundaries, with descriptors.
+//! - [`Mapping`]: the memory of a session's ring, where a program has it mapped.
+//! - [`place`]: where the agent is found.
+//! - [`bell`]: waiting for the other side of a ring, and waking it.
+//!
+//! This crate does not know what is said.
+
+pub mod bell;
+pub mod frames;
+mod mapping;
+pub mod place;
+
+pub use frames::{ReceiveError, connect, receive_frame, send_frame, try_send_frame};
+pub use mapping::Mapping;

@@ -1,0 +1,365 @@
+//! A session with the agent: extents, and what is in them.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::time::Duration;
+
+use aquifer_channel::bell::{self, Heard};
+use aquifer_channel::place::agent_socket;
+use aquifer_channel::{Mapping, ReceiveError, connect, receive_frame, send_frame};
+use aquifer_ipc::Frame;
+use aquifer_ipc::ring::{Answer, ExtentName, Request, Ring, SLOTS};
+
+use crate::error::Error;
+use crate::jobs::{Data, Job, run_jobs};
+
+/// Bytes of the smallest extent.
+const MIN_EXTENT_BYTES: u64 = 4 << 10;
+/// Bytes of the largest extent: 2 MiB.
+pub const MAX_EXTENT_BYTES: u64 = 2 << 20;
+/// An answer is looked for so long before this thread sleeps.
+const LOOK: Duration = Duration::from_micros(50);
+/// How often an agent may be killed while a session is opened.
+const OPEN_AGAIN_MAX: u32 = 8;
+/// Who sleeps looks around now and then.
+const SLEEP_MAX: Duration = Duration::from_secs(1);
+
+/// Memory of the cluster. It holds what its last owner, of the same user, left there; else zeros.
+///
+/// To be copied, told to other programs of the same user, and used in any session of theirs; given back by the session that allocated it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Extent {
+    name: ExtentName,
+}
+
+impl Extent {
+    /// An extent by its address and key, as another program of the same user tells them. Whether it is one shows when it is used.
+    ///
+    /// # Errors
+    /// If there is no extent of so many bytes.
+    pub fn named(node: u16, addr: u64, key: u32, bytes: u64) -> Result<Self, Error> {
+        let class = class_of(bytes)?;
+        let extent = Self { name: ExtentName { node, class, key, addr } };
+        if extent.bytes() == bytes { Ok(extent) } else { Err(Error::Size { bytes }) }
+    }
+
+    /// The memory node that it is on.
+    #[must_use]
+    pub const fn node(&self) -> u16 {
+        self.name.node
+    }
+
+    /// Its address in the node's memory.
+    #[must_use]
+    pub const fn addr(&self) -> u64 {
+        self.name.addr
+    }
+
+    /// Opens it to programs of its user.
+    #[must_use]
+    pub const fn key(&self) -> u32 {
+        self.name.key
+    }
+
+    /// Its size: 4 KiB · 2^k.
+    #[must_use]
+    pub const fn bytes(&self) -> u64 {
+        MIN_EXTENT_BYTES << (self.name.class % 32)
+    }
+
+    pub(crate) const fn name(&self) -> ExtentName {
+        self.name
+    }
+}
+
+/// Reading a part of an extent.
+#[derive(Debug)]
+pub struct ReadJob<'a> {
+    /// Of which extent.
+    pub extent: Extent,
+    /// From this byte on.
+    pub offset: u64,
+    /// Into this.
+    pub out: &'a mut [u8],
+}
+
+/// Writing a part of an extent.
+#[derive(Clone, Copy, Debug)]
+pub struct WriteJob<'a> {
+    /// Of which extent.
+    pub extent: Extent,
+    /// From this byte on.
+    pub offset: u64,
+    /// This.
+    pub bytes: &'a [u8],
+}
+
+/// A session with the agent of this host. One thread uses it at a time; a process may have several.
+#[derive(Debug)]
+pub struct Session {
+    socket: OwnedFd,
+    ring: Ring<Mapping>,
+    /// Requests made and answered.
+    next: u32,
+    /// Why the session is over, if it is.
+    end: Option<End>,
+}
+
+#[derive(Clone, Debug)]
+enum End {
+    Ended(String),
+    AgentGone,
+}
+
+impl From<&End> for Error {
+    fn from(end: &End) -> Self {
+        match end {
+            End::Ended(reason) => Self::Ended(reason.clone()),
+            End::AgentGone => Self::AgentGone,
+        }
+    }
+}
+
+impl Session {
+    /// Open a session with the agent that `AQUIFER_AGENT` names, or that of the user's own cluster.
+    ///
+    /// # Errors
+    /// If there is none, or it refuses.
+    pub fn open() -> Result<Self, Error> {
+        Self::open_at(&agent_socket())
+    }
+
+    /// Open a session with the agent that listens at a path.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_at(path: &Path) -> Result<Self, Error> {
+        let mut again = 0;
+        let (socket, ring) = loop {
+            let socket = connect(path).map_err(|source| Error::NoAgent { path: path.to_owned(), source })?;
+            send_frame(&socket, &Frame::OpenSession, &[])?;
+            match receive_frame(&socket) {
+                Ok((Frame::SessionOpened, fds)) => break (socket, fds.into_iter().next()),
+                Ok((Frame::Refused(reason) | Frame::Ended(reason), _)) => return Err(Error::Refused(reason)),
+                Ok(_) => break (socket, None),
+                // The agent was killed just now: the next one listens at the same place.
+                Err(ReceiveError::Closed) if again < OPEN_AGAIN_MAX => again += 1,
+                Err(error) => return Err(error.into()),
+            }
+        };
+        let ring = ring.ok_or_else(|| Error::Refused("it sent no memory for a session".into()))?;
+        let ring = Ring::open(Mapping::new(&ring)?)?;
+        Ok(Self { socket, ring, next: 0, end: None })
+    }
+
+    /// Take an extent of at least `bytes` bytes, 1 to [`MAX_EXTENT_BYTES`]: the next size of 4 KiB · 2^k.
+    ///
+    /// # Errors
+    /// [`Error::Full`], [`Error::Quota`], [`Error::TooMany`], [`Error::Size`]; those of a session that is over.
+    pub fn allocate(&mut self, bytes: u64) -> Result<Extent, Error> {
+        let request = Request::Allocate(class_of(bytes)?);
+        let mut answer = None;
+        self.ask(std::iter::once(request), |_, given| answer = Some(given))?;
+        extent_of(answer.unwrap_or(Answer::of(aquifer_ipc::ring::Status::Failed)))
+    }
+
+    /// Take several of one size, all or none: faster than one by one.
+    ///
+    /// # Errors
+    /// As [`Self::allocate`].
+    pub fn allocate_many(&mut self, bytes: u64, count: usize) -> Result<Vec<Extent>, Error> {
+        let request = Request::Allocate(class_of(bytes)?);
+        let mut extents = Vec::with_capacity(count.min(1 << 20));
+        let mut refused = None;
+        self.ask(std::iter::repeat_n(request, count), |_, answer| match extent_of(answer) {
+            Ok(extent) => extents.push(extent),
+            Err(error) => refused = Some(error),
+        })?;
+        match refused {
+            None => Ok(extents),
+            Some(error) => {
+                self.free_many(&extents)?;
+                Err(error)
+            }
+        }
+    }
+
+    /// Give an extent back. Its data is gone.
+    ///
+    /// # Errors
+    /// [`Error::NotYours`] if this session did not allocate it, or has given it back before.
+    pub fn free(&mut self, extent: Extent) -> Result<(), Error> {
+        self.free_many(&[extent])
+    }
+
+    /// Give several back: faster than one by one. The first error is told; the others are given back all the same.
+    ///
+    /// # Errors
+    /// As [`Self::free`].
+    pub fn free_many(&mut self, extents: &[Extent]) -> Result<(), Error> {
+        let mut failed = None;
+        let requests = extents.iter().map(|extent| Request::Free(extent.name()));
+        self.ask(requests, |_, answer| failed = failed.take().or(Error::of(answer.status)))?;
+        failed.map_or(Ok(()), Err)
+    }
+
+    /// Read from `offset` of an extent.
+    ///
+    /// # Errors
+    /// [`Error::Lost`], [`Error::NotYours`], [`Error::OutOfRange`]; what `out` then holds is not to be used.
+    pub fn read(&mut self, extent: &Extent, offset: u64, out: &mut [u8]) -> Result<(), Error> {
+        self.read_many(&mut [ReadJob { extent: *extent, offset, out }])
+    }
+
+    /// Read several parts of any extents at once. The first error is told.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub fn read_many(&mut self, jobs: &mut [ReadJob<'_>]) -> Result<(), Error> {
+        let jobs = jobs.iter_mut();
+        let jobs = jobs.map(|job| Job { extent: job.extent, offset: job.offset, data: Data::Out(job.out) });
+        run_jobs(self, jobs)
+    }
+
+    /// Write at `offset` of an extent. When this returns everybody who reads there sees it.
+    ///
+    /// # Errors
+    /// [`Error::Lost`], [`Error::NotYours`], [`Error::OutOfRange`]; what the extent then holds there is not known.
+    pub fn write(&mut self, extent: &Extent, offset: u64, bytes: &[u8]) -> Result<(), Error> {
+        self.write_many(&[WriteJob { extent: *extent, offset, bytes }])
+    }
+
+    /// Write several parts of any extents at once, each node's in this order. The first error is told.
+    ///
+    /// # Errors
+    /// As [`Self::write`].
+    pub fn write_many(&mut self, jobs: &[WriteJob<'_>]) -> Result<(), Error> {
+        let jobs = jobs.iter();
+        let jobs = jobs.map(|job| Job { extent: job.extent, offset: job.offset, data: Data::In(job.bytes) });
+        run_jobs(self, jobs)
+    }
+
+    /// The ring's data area, between requests.
+    pub(crate) fn data(&self) -> &Mapping {
+        self.ring.words()
+    }
+
+    /// Make requests, wait for all answers, and hand those over with their numbers.
+    pub(crate) fn ask(
+        &mut self,
+        mut requests: impl Iterator<Item = Request>,
+        mut heed: impl FnMut(usize, Answer),
+    ) -> Result<(), Error> {
+        self.check()?;
+        let (mut number, mut heeded) = (0, 0);
+        let mut made = self.next;
+        let mut pending = requests.next();
+        while pending.is_some() || made != self.next {
+            let before = made;
+            while let Some(request) = pending.filter(|_| made.wrapping_sub(self.next) < SLOTS) {
+                self.ring.put_request(made, &request);
+                made = made.wrapping_add(1);
+                number += 1;
+                pending = requests.next();
+            }
+            if made != before && self.ring.publish_requests(made) {
+                bell::ring(&self.socket);
+            }
+            let answered = self.await_answers(made)?;
+            while self.next != answered {
+                match self.ring.answer(self.next) {
+                    Ok(answer) => heed(heeded, answer),
+                    Err(broken) => return Err(self.over(End::Ended(broken.to_string()))),
+                }
+                heeded += 1;
+                self.next = self.next.wrapping_add(1);
+            }
+        }
+        debug_assert_eq!(number, heeded, "each request has one answer");
+        Ok(())
+    }
+
+    /// How many are answered, at least one more than we know of `made`.
+    fn await_answers(&mut self, made: u32) -> Result<u32, Error> {
+        loop {
+            let answered = self.ring.answered();
+            if answered.wrapping_sub(self.next) > made.wrapping_sub(self.next) {
+                return Err(self.over(End::Ended("its counters are impossible".into())));
+            }
+            if answered != self.next {
+                return Ok(answered);
+            }
+            if bell::look(LOOK, || self.ring.answered() != self.next)
+                || !self.ring.program_may_sleep(self.next)
+            {
+                continue;
+            }
+            bell::sleep(self.socket.as_fd(), None, SLEEP_MAX);
+            match bell::hear(&self.socket) {
+                Heard::Stroke | Heard::Nothing => {}
+                Heard::Packet(bytes) => {
+                    let reason = match Frame::parse(&bytes) {
+                        Ok(Frame::Ended(reason)) => reason,
+                        // By an agent that took over, and could not know that this was heard.
+                        Ok(Frame::SessionOpened) => continue,
+                        _ => "it said something else".to_owned(),
+                    };
+                    return Err(self.over(End::Ended(reason)));
+                }
+                Heard::End => return Err(self.over(End::AgentGone)),
+            }
+        }
+    }
+
+    pub(crate) fn check(&self) -> Result<(), Error> {
+        if !self.ring.words().is_here() {
+            return Err(Error::Forked);
+        }
+        self.end.as_ref().map_or(Ok(()), |end| Err(end.into()))
+    }
+
+    fn over(&mut self, end: End) -> Error {
+        let error = Error::from(&end);
+        self.end = Some(end);
+        error
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        // A forked child may have the socket still, and shall not keep the session alive; nor end it, if this is the child.
+        if self.ring.words().is_here() {
+            let _gone = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+        }
+    }
+}
+
+fn extent_of(answer: Answer) -> Result<Extent, Error> {
+    Error::of(answer.status).map_or(Ok(Extent { name: answer.extent }), Err)
+}
+
+fn class_of(bytes: u64) -> Result<u8, Error> {
+    let classes = 0..=9;
+    let class = classes.into_iter().find(|class| MIN_EXTENT_BYTES << class >= bytes);
+    class.filter(|_| bytes > 0).ok_or(Error::Size { bytes })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_round_up() {
+        let class = |bytes| class_of(bytes).ok();
+        assert_eq!([class(0), class(1), class(4096), class(4097)], [None, Some(0), Some(0), Some(1)]);
+        assert_eq!([class(MAX_EXTENT_BYTES), class(MAX_EXTENT_BYTES + 1)], [Some(9), None]);
+        assert_eq!(Extent::named(1, 0, 1, 8192).map(|extent| extent.bytes()).ok(), Some(8192));
+        assert!(Extent::named(1, 0, 1, 8193).is_err());
+    }
+
+    #[test]
+    fn where_nobody_listens_there_is_no_session() {
+        let error = Session::open_at(Path::new("/nonexistent/agent.sock")).expect_err("nobody is there");
+        assert!(error.to_string().contains("aquifer up"), "{error}");
+    }
+}

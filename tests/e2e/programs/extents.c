@@ -1,0 +1,152 @@
+/* A program with extents: extents check | hold COUNT BYTES | fill BYTES | read NODE ADDR KEY BYTES | guess COUNT */
+#include <aquifer.h>
+
+#include <err.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static aquifer_session *session;
+
+static void must(int outcome) {
+    if (outcome)
+        errx(1, "%s", aquifer_error());
+}
+
+static void must_be(int outcome, int wanted) {
+    if (outcome != wanted)
+        errx(1, "%d instead of %d: %s", outcome, wanted, outcome ? aquifer_error() : "");
+}
+
+static void fill(unsigned char *bytes, size_t count, unsigned seed) {
+    for (size_t at = 0; at < count; at++)
+        bytes[at] = (unsigned char)(seed * 31 + at * 7 + at / 251);
+}
+
+static void check_sizes(void) {
+    unsigned char *out = malloc(AQUIFER_EXTENT_BYTES_MAX), *in = malloc(AQUIFER_EXTENT_BYTES_MAX);
+    aquifer_extent extents[10];
+    for (unsigned k = 0; k < 10; k++) {
+        must(aquifer_allocate(session, (4096u << k) - (k > 0), &extents[k]));
+        if (extents[k].bytes != 4096u << k)
+            errx(1, "%llu bytes of class %u", (unsigned long long)extents[k].bytes, k);
+        fill(out, extents[k].bytes, k);
+        must(aquifer_write(session, &extents[k], 0, out, extents[k].bytes));
+    }
+    for (unsigned k = 0; k < 10; k++) {
+        fill(out, extents[k].bytes, k);
+        must(aquifer_read(session, &extents[k], 0, in, extents[k].bytes));
+        if (memcmp(in, out, extents[k].bytes))
+            errx(1, "class %u is not what was written", k);
+        must(aquifer_read(session, &extents[k], 4093, in, 3));
+        if (memcmp(in, out + 4093, 3))
+            errx(1, "the last bytes of the first page of class %u", k);
+    }
+    must(aquifer_free_many(session, extents, 10));
+    must_be(aquifer_free(session, &extents[3]), -EACCES);
+    must_be(aquifer_write(session, &extents[3], 1, out, extents[3].bytes), -EINVAL);
+    must_be(aquifer_allocate(session, AQUIFER_EXTENT_BYTES_MAX + 1, extents), -EINVAL);
+    must_be(aquifer_allocate(session, 0, extents), -EINVAL);
+    must_be(aquifer_allocate(NULL, 1, extents), -EINVAL);
+    must_be(aquifer_read(session, NULL, 0, in, 1), -EINVAL);
+    free(out);
+    free(in);
+}
+
+/* A child is no part of the session, and does it no harm. */
+static void check_fork(void) {
+    aquifer_extent extent;
+    must(aquifer_allocate(session, 4096, &extent));
+    must(aquifer_write(session, &extent, 0, "parent", 6));
+    fflush(NULL);
+    pid_t child = fork();
+    if (child == 0) {
+        must_be(aquifer_free(session, &extent), -ECHILD);
+        aquifer_close(session);
+        session = aquifer_open(NULL);
+        if (!session)
+            errx(1, "%s", aquifer_error());
+        must_be(aquifer_free(session, &extent), -EACCES);
+        char bytes[6];
+        must(aquifer_read(session, &extent, 0, bytes, 6));
+        must_be(memcmp(bytes, "parent", 6), 0);
+        must(aquifer_write(session, &extent, 0, "child!", 6));
+        _exit(0);
+    }
+    int status;
+    if (waitpid(child, &status, 0) < 0 || status)
+        errx(1, "the child ended with %#x", status);
+    char bytes[6];
+    must(aquifer_read(session, &extent, 0, bytes, 6));
+    must_be(memcmp(bytes, "child!", 6), 0);
+    must(aquifer_free(session, &extent));
+}
+
+static void hold(size_t count, size_t bytes) {
+    aquifer_extent *extents = calloc(count, sizeof *extents);
+    must(aquifer_allocate_many(session, bytes, count, extents));
+    printf("%u %llu %u %llu\n", extents[0].node, (unsigned long long)extents[0].addr, extents[0].key,
+           (unsigned long long)extents[0].bytes);
+    fflush(stdout);
+    pause();
+}
+
+/* Take until there is no more; then say how much it was, and why it ended. */
+static void take_all(size_t bytes) {
+    aquifer_extent extent;
+    unsigned long long taken = 0;
+    int outcome;
+    while (!(outcome = aquifer_allocate(session, bytes, &extent)))
+        taken += bytes;
+    printf("%llu %d\n", taken, -outcome);
+    fflush(stdout);
+    pause();
+}
+
+static void guess(unsigned count) {
+    aquifer_extent extent;
+    char byte;
+    must(aquifer_allocate(session, 4096, &extent));
+    aquifer_extent other = extent;
+    for (unsigned at = 0; at < count; at++) {
+        other.addr = extent.addr ^ 4096;
+        other.key = extent.key ^ (at + 1);
+        must_be(aquifer_read(session, &other, 0, &byte, 1), -EACCES);
+        must(aquifer_read(session, &extent, 0, &byte, 1));
+    }
+}
+
+static unsigned long long number(const char *text) {
+    return strtoull(text, NULL, 0);
+}
+
+int main(int argc, char **argv) {
+    session = aquifer_open(NULL);
+    if (!session)
+        errx(1, "%s", aquifer_error());
+    if (argc == 2 && !strcmp(argv[1], "check")) {
+        check_sizes();
+        check_fork();
+        puts("fine");
+    } else if (argc == 4 && !strcmp(argv[1], "hold")) {
+        hold(number(argv[2]), number(argv[3]));
+    } else if (argc == 3 && !strcmp(argv[1], "fill")) {
+        take_all(number(argv[2]));
+    } else if (argc == 6 && !strcmp(argv[1], "read")) {
+        aquifer_extent extent = {.node = (uint16_t)number(argv[2]),
+                                 .addr = number(argv[3]),
+                                 .key = (uint32_t)number(argv[4]),
+                                 .bytes = number(argv[5])};
+        char byte;
+        printf("%d\n", -aquifer_read(session, &extent, 0, &byte, 1));
+    } else if (argc == 3 && !strcmp(argv[1], "guess")) {
+        guess((unsigned)number(argv[2]));
+        puts("fine");
+    } else {
+        errx(2, "check | hold COUNT BYTES | fill BYTES | read NODE ADDR KEY BYTES | guess COUNT");
+    }
+    aquifer_close(session);
+}

@@ -1,0 +1,443 @@
+//! Programs with extents of the pool: every size, over each fabric; agents, nodes and programs that die; users that try what they may not.
+
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use aquifer_channel::{Mapping, connect, receive_frame, send_frame};
+use aquifer_client::{Error, Extent, ReadJob, Session, WriteJob};
+use aquifer_ipc::Frame;
+use aquifer_ipc::ring::{DATA_AT, Request, Ring, Words};
+use aquifer_tests_e2e::cluster::text;
+use aquifer_tests_e2e::restart::restart_agent;
+use aquifer_tests_e2e::{Cluster, House, build, eventually, processes};
+use tempfile::TempDir;
+
+const ANNE: u32 = 65_533;
+const BERT: u32 = 65_532;
+const EDQUOT: &str = "122";
+const EACCES: &str = "13";
+
+/// The program in C, in a folder where everybody finds it.
+fn program(folder: &Path) -> PathBuf {
+    let library = build::binary().with_file_name("libaquifer.so");
+    std::fs::copy(&library, folder.join("libaquifer.so")).expect("the library can be copied");
+    let source = std::fs::read_to_string(build::sources().join("extents.c")).expect("its source");
+    let header = format!("-I{}", build::root().join("bindings/c").display());
+    let folder_flag = format!("-L{}", folder.display());
+    let flags = ["-Wall", "-Wextra", "-Werror", &header, "-Wl,--no-as-needed", &folder_flag, "-laquifer"];
+    let program = build::compile(folder, "extents", &source, &[&flags[..], &["-Wl,-rpath,$ORIGIN"]].concat());
+    std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).expect("our own file");
+    program
+}
+
+/// A program that waits for its end after it has said something.
+struct Holder {
+    child: Child,
+    said: String,
+}
+
+impl Holder {
+    fn start(command: &mut Command) -> Self {
+        let mut child =
+            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it can be started");
+        let mut said = String::new();
+        let stdout = child.stdout.as_mut().expect("it is a pipe");
+        BufReader::new(stdout).read_line(&mut said).expect("it says something");
+        if said.is_empty() {
+            let mut error = String::new();
+            child.stderr.as_mut().expect("it is a pipe").read_to_string(&mut error).expect("text");
+            panic!("it said nothing but: {error}");
+        }
+        Self { child, said: said.trim().to_owned() }
+    }
+
+    fn kill(mut self) {
+        self.child.kill().expect("it lives");
+        self.child.wait().expect("it has ended");
+    }
+}
+
+fn output(command: &mut Command) -> String {
+    let output = command.output().expect("it can be started");
+    assert!(output.status.success(), "{command:?}: {}", text(&output.stderr));
+    text(&output.stdout).trim().to_owned()
+}
+
+/// Numbers that look random.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        usize::try_from(self.0 >> 33).expect("31 bits") % bound
+    }
+}
+
+/// What an extent holds: a stamp at the start of each of its pages, and at its end.
+fn stamped(extent: &Extent, stamp: u64) -> Vec<u8> {
+    let mut bytes = vec![0; usize::try_from(extent.bytes()).expect("small")];
+    for (page, chunk) in (0u64..).zip(bytes.chunks_mut(4096)) {
+        let word = (stamp << 20 ^ page).to_le_bytes();
+        chunk[..8].copy_from_slice(&word);
+        chunk[4088..].copy_from_slice(&word);
+    }
+    bytes
+}
+
+/// A session with what it must have.
+struct Checked {
+    session: Session,
+    held: HashMap<Extent, u64>,
+    random: Random,
+    stamp: u64,
+}
+
+impl Checked {
+    fn open(cluster: &Cluster, seed: u64) -> Self {
+        let session = Session::open_at(cluster.agent_socket()).expect("a session");
+        Self { session, held: HashMap::new(), random: Random(seed | 1), stamp: seed << 10 }
+    }
+
+    fn turn(&mut self) {
+        match self.random.below(8) {
+            0..=3 if self.held.len() < 40 => {
+                let bytes = 4096 << self.random.below(10);
+                let count = 1 + self.random.below(3);
+                for extent in self.session.allocate_many(bytes, count).expect("there is room") {
+                    assert!(!self.held.contains_key(&extent), "{extent:?} was given twice");
+                    self.write(extent);
+                }
+            }
+            4 => {
+                let chosen = self.random.below(self.held.len().max(1));
+                if let Some(extent) = self.held.keys().nth(chosen).copied() {
+                    self.write(extent);
+                }
+            }
+            _ => {
+                let chosen = self.random.below(self.held.len().max(1));
+                let Some((extent, stamp)) = self.held.iter().nth(chosen).map(|(at, stamp)| (*at, *stamp))
+                else {
+                    return;
+                };
+                self.verify(extent, stamp);
+                if self.random.below(2) == 0 {
+                    self.held.remove(&extent);
+                    self.session.free(extent).expect("it is ours");
+                }
+            }
+        }
+    }
+
+    fn write(&mut self, extent: Extent) {
+        self.stamp += 1;
+        self.session.write(&extent, 0, &stamped(&extent, self.stamp)).expect("it is ours");
+        self.held.insert(extent, self.stamp);
+    }
+
+    fn verify(&mut self, extent: Extent, stamp: u64) {
+        let mut bytes = vec![0; usize::try_from(extent.bytes()).expect("small")];
+        self.session.read(&extent, 0, &mut bytes).expect("it is ours");
+        assert!(bytes == stamped(&extent, stamp), "{extent:?} is not what was written last");
+    }
+
+    fn verify_all(&mut self) {
+        for (extent, stamp) in self.held.clone() {
+            self.verify(extent, stamp);
+        }
+    }
+}
+
+fn sessions_side_by_side(fabric: &str) {
+    let cluster = Cluster::up_with(2, "512M", &["--fabric", fabric]);
+    std::thread::scope(|scope| {
+        for seed in 1..=3 {
+            let cluster = &cluster;
+            scope.spawn(move || {
+                let mut checked = Checked::open(cluster, seed);
+                (0..600).for_each(|_| checked.turn());
+                checked.verify_all();
+            });
+        }
+    });
+    cluster.assert_all_free();
+}
+
+#[test]
+fn sessions_keep_what_is_theirs() {
+    sessions_side_by_side("shm");
+}
+
+#[test]
+fn sessions_keep_what_is_theirs_over_tcp() {
+    sessions_side_by_side("tcp");
+}
+
+fn sessions_outlive_agents(fabric: &str) {
+    let cluster = Cluster::up_with(2, "512M", &["--fabric", fabric]);
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    let turns = [const { std::sync::atomic::AtomicU64::new(0) }; 2];
+    std::thread::scope(|scope| {
+        for (seed, turns) in (5..).zip(&turns) {
+            let (cluster, stop) = (&cluster, &stop);
+            scope.spawn(move || {
+                let mut checked = Checked::open(cluster, seed);
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    checked.turn();
+                    turns.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                }
+                checked.verify_all();
+            });
+        }
+        for _ in 0..6 {
+            let count = || turns.each_ref().map(|turns| turns.load(std::sync::atomic::Ordering::Relaxed));
+            let before = count();
+            eventually("both sessions to go on", || {
+                count().iter().zip(before).all(|(now, before)| *now > before + 20).then_some(())
+            });
+            restart_agent(&cluster);
+        }
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+    cluster.assert_all_free();
+}
+
+#[test]
+fn sessions_go_on_when_the_agent_is_killed() {
+    sessions_outlive_agents("shm");
+}
+
+#[test]
+fn sessions_go_on_when_the_agent_is_killed_over_tcp() {
+    sessions_outlive_agents("tcp");
+}
+
+#[test]
+fn a_program_in_c_has_every_size_and_forks() {
+    let cluster = Cluster::up(2, "256M");
+    let folder = TempDir::new().expect("a folder");
+    let mut command = Command::new(program(folder.path()));
+    assert_eq!(output(command.arg("check").env("AQUIFER_AGENT", cluster.agent_socket())), "fine");
+    cluster.assert_all_free();
+}
+
+#[test]
+fn what_a_killed_program_had_comes_back() {
+    let cluster = Cluster::up(2, "256M");
+    let folder = TempDir::new().expect("a folder");
+    let program = program(folder.path());
+    let hold = |count: &str, bytes: &str| {
+        let mut command = Command::new(&program);
+        Holder::start(command.args(["hold", count, bytes]).env("AQUIFER_AGENT", cluster.agent_socket()))
+    };
+    let holders = [hold("5000", "4096"), hold("50", "2097152"), hold("300", "16384")];
+    let sessions = cluster.status()["agent"]["sessions"].as_array().map_or(0, Vec::len);
+    assert_eq!(sessions, 3);
+    holders.into_iter().for_each(Holder::kill);
+    cluster.assert_all_free();
+}
+
+#[test]
+fn what_a_program_had_comes_back_though_it_was_killed_while_there_was_no_agent() {
+    let cluster = Cluster::up(2, "256M");
+    let folder = TempDir::new().expect("a folder");
+    let mut command = Command::new(program(folder.path()));
+    let command = command.args(["hold", "3000", "4096"]).env("AQUIFER_AGENT", cluster.agent_socket());
+    let holder = Holder::start(command);
+    processes::kill(cluster.part("agent", None));
+    holder.kill();
+    let up = cluster.command().arg("up").output().expect("aquifer can be started");
+    assert!(up.status.success(), "{}", text(&up.stderr));
+    cluster.assert_all_free();
+}
+
+#[test]
+fn a_dead_node_takes_what_was_on_it_and_nothing_else() {
+    let cluster = Cluster::up(2, "256M");
+    let mut session = Session::open_at(cluster.agent_socket()).expect("a session");
+    let extents = session.allocate_many(64 << 10, 64).expect("there is room");
+    for (extent, stamp) in extents.iter().zip(0..) {
+        session.write(extent, 0, &stamped(extent, stamp)).expect("it is ours");
+    }
+    processes::kill(cluster.part("node", Some(1)));
+    let mut counts = [0, 0];
+    for (extent, stamp) in extents.iter().zip(0..) {
+        let mut bytes = vec![0; 64 << 10];
+        let outcome = session.read(extent, 0, &mut bytes);
+        match (extent.node(), outcome) {
+            (1, Err(Error::Lost)) => counts[0] += 1,
+            (2, Ok(())) => {
+                assert!(bytes == stamped(extent, stamp), "what is on a node that lives is right");
+                counts[1] += 1;
+            }
+            (node, outcome) => panic!("{outcome:?} of node {node}"),
+        }
+    }
+    assert!(counts.iter().all(|count| *count > 0), "both nodes were used: {counts:?}");
+    session.free_many(&extents).expect("what is lost can be given back, too");
+    let more = session.allocate_many(64 << 10, 8).expect("the other node has room");
+    assert!(more.iter().all(|extent| extent.node() == 2));
+    // It comes back without what it had.
+    let up = cluster.command().arg("up").output().expect("aquifer can be started");
+    assert!(up.status.success(), "{}", text(&up.stderr));
+    eventually("the node to be used again", || {
+        let some = session.allocate_many(2 << 20, 8).ok()?;
+        let is_there = some.iter().any(|extent| extent.node() == 1);
+        session.free_many(&some).expect("they are ours");
+        is_there.then_some(())
+    });
+    drop(session);
+    cluster.assert_all_free();
+}
+
+#[test]
+fn many_pieces_go_at_once_and_errors_name_what_is_wrong() {
+    let cluster = Cluster::up(2, "256M");
+    let mut session = Session::open_at(cluster.agent_socket()).expect("a session");
+    let extents = session.allocate_many(8 << 10, 1000).expect("there is room");
+    let pages: Vec<Vec<u8>> = extents.iter().zip(7..).map(|(at, stamp)| stamped(at, stamp)).collect();
+    let jobs: Vec<WriteJob<'_>> = extents
+        .iter()
+        .zip(&pages)
+        .map(|(extent, bytes)| WriteJob { extent: *extent, offset: 0, bytes })
+        .collect();
+    session.write_many(&jobs).expect("they are ours");
+    let mut found = vec![vec![0; 100]; extents.len()];
+    let mut jobs: Vec<ReadJob<'_>> = extents
+        .iter()
+        .zip(&mut found)
+        .map(|(extent, out)| ReadJob { extent: *extent, offset: 8092, out })
+        .collect();
+    session.read_many(&mut jobs).expect("they are ours");
+    for (found, page) in found.iter().zip(&pages) {
+        assert_eq!(found[..], page[8092..]);
+    }
+    assert!(matches!(session.read(&extents[0], 8000, &mut [0; 200]), Err(Error::OutOfRange { .. })));
+    assert!(matches!(session.allocate(3 << 20), Err(Error::Size { .. })));
+    assert!(matches!(session.allocate_many(2 << 20, 1000), Err(Error::Quota | Error::Full)));
+    session.free_many(&extents).expect("they are ours");
+    assert!(matches!(session.free(extents[5]), Err(Error::NotYours)));
+    let again = session.allocate(4096).expect("the session is as it was");
+    session.free(again).expect("it is ours");
+    drop(session);
+    cluster.assert_all_free();
+}
+
+#[test]
+fn a_session_ends_with_a_sentence_when_the_agent_stops() {
+    let cluster = Cluster::up(1, "64M");
+    let mut session = Session::open_at(cluster.agent_socket()).expect("a session");
+    let extent = session.allocate(4096).expect("there is room");
+    let down = cluster.command().arg("down").output().expect("aquifer can be started");
+    assert!(down.status.success(), "{}", text(&down.stderr));
+    match session.read(&extent, 0, &mut [0; 8]) {
+        Err(Error::Ended(reason)) => assert!(reason.contains("stopping"), "{reason}"),
+        outcome => panic!("{outcome:?}"),
+    }
+    assert!(session.allocate(4096).is_err());
+    assert!(Session::open_at(cluster.agent_socket()).is_err());
+}
+
+/// Whatever a program writes into its ring, it ends its own session at most.
+#[test]
+fn a_ring_of_noise_disturbs_nobody_else() {
+    let cluster = Cluster::up(2, "256M");
+    let mut checked = Checked::open(&cluster, 77);
+    let mut random = Random(99);
+    for round in 0..60 {
+        let socket = connect(cluster.agent_socket()).expect("the agent listens");
+        send_frame(&socket, &Frame::OpenSession, &[]).expect("it hears");
+        let (frame, fds) = receive_frame(&socket).expect("it answers");
+        assert_eq!(frame, Frame::SessionOpened);
+        let ring = Mapping::new(&fds[0]).expect("memory");
+        for _ in 0..200 {
+            // Requests whose kind is possible, and a counter that is believed now and then.
+            let at = 64 + random.below(DATA_AT / 8 - 8) * 8;
+            let noise = (random.below(1 << 31) as u64) << 33 ^ random.below(1 << 31) as u64;
+            ring.word_u64(at).store(noise & !0xf8, std::sync::atomic::Ordering::Relaxed);
+            let requested = ring.word_u32(64);
+            let answered = ring.word_u32(128).load(std::sync::atomic::Ordering::Relaxed);
+            let count = u32::try_from(random.below(if round % 2 == 0 { 20 } else { 400 })).expect("small");
+            requested.store(answered.wrapping_add(count), std::sync::atomic::Ordering::Release);
+            aquifer_channel::bell::ring(&socket);
+        }
+        checked.turn();
+    }
+    checked.verify_all();
+    drop(checked);
+    cluster.assert_all_free();
+}
+
+/// What a program has is written down where it cannot write.
+#[test]
+fn a_damaged_ring_loses_nothing_when_the_agent_is_killed() {
+    let cluster = Cluster::up(2, "256M");
+    let socket = connect(cluster.agent_socket()).expect("the agent listens");
+    send_frame(&socket, &Frame::OpenSession, &[]).expect("it hears");
+    let (_, fds) = receive_frame(&socket).expect("it answers");
+    let ring = Ring::open(Mapping::new(&fds[0]).expect("memory")).expect("a ring");
+    for number in 0..100 {
+        ring.put_request(number, &Request::Allocate(u8::try_from(number % 10).expect("small")));
+    }
+    ring.publish_requests(100);
+    aquifer_channel::bell::ring(&socket);
+    eventually("all to be answered", || (ring.answered() == 100).then_some(()));
+    for offset in (0..DATA_AT).step_by(8) {
+        ring.words().word_u64(offset).store(0, std::sync::atomic::Ordering::Relaxed);
+    }
+    restart_agent(&cluster);
+    drop(socket);
+    cluster.assert_all_free();
+}
+
+/// Only root can be somebody else.
+fn can_be_others() -> bool {
+    let can = rustix::process::geteuid().is_root() && Path::new("/usr/bin/setpriv").exists();
+    if !can {
+        println!("skipped: only root can be another user");
+    }
+    can
+}
+
+#[test]
+fn one_users_extents_are_closed_to_another_and_its_quota_is_its_own() {
+    if !can_be_others() {
+        return;
+    }
+    let house = House::build_with(2, &["--extents-per-user", "96M"]);
+    let folder = house.path("");
+    program(&folder);
+    let command = |uid: u32, words: &[&str]| {
+        let mut command = house.plain_command(uid, &folder.join("extents"));
+        command.args(words).env("AQUIFER_AGENT", house.path("agent.sock"));
+        command
+    };
+    let anne = Holder::start(&mut command(ANNE, &["hold", "10", "65536"]));
+    let named: Vec<&str> = anne.said.split(' ').collect();
+    let read = [&["read"], &named[..]].concat();
+    assert_eq!(output(&mut command(ANNE, &read)), "0", "another program of hers reads it");
+    assert_eq!(output(&mut command(BERT, &read)), EACCES, "he has the key, and it is not his");
+    assert_eq!(output(&mut command(BERT, &["guess", "200"])), "fine");
+    // Bert takes all that he may have. Anne has hers all the same.
+    let bert = Holder::start(&mut command(BERT, &["fill", "1048576"]));
+    let (taken, why) = bert.said.split_once(' ').expect("two numbers");
+    assert_eq!(why, EDQUOT);
+    let taken: u64 = taken.parse().expect("a number");
+    assert!((80 << 20..=96 << 20).contains(&taken), "{taken} of 96M");
+    let more = Holder::start(&mut command(BERT, &["fill", "1048576"]));
+    assert!(more.said.ends_with(EDQUOT), "sessions of one user count together: {}", more.said);
+    let hers = Holder::start(&mut command(ANNE, &["hold", "40", "2097152"]));
+    let status = house.command(ANNE, &["status", "--json"]).output().expect("setpriv can be started");
+    let status: serde_json::Value = serde_json::from_slice(&status.stdout).expect("it is JSON");
+    let sessions = status["agent"]["sessions"].as_array().expect("sessions");
+    assert!(sessions.len() == 2 && sessions.iter().all(|of| of["tenant"] == ANNE), "{sessions:?}");
+    for holder in [anne, bert, more, hers] {
+        holder.kill();
+    }
+    house.cluster.assert_all_free();
+}
