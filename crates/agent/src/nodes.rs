@@ -216,8 +216,15 @@ mod tests {
 
     fn register(directory: &dyn Directory, id: u16) {
         let fabric = "shm".into();
-        let record =
-            NodeRecord { id, fabric, address: format!("/node-{id}"), memory_bytes: 1 << 20, epoch: 1 };
+        let record = NodeRecord {
+            id,
+            fabric,
+            address: format!("/node-{id}"),
+            memory_bytes: 1 << 20,
+            memory_bytes_max: 1 << 20,
+            held_up: None,
+            epoch: 1,
+        };
         directory.put(&names::node(id), &names::encode(&record), None).expect("put");
     }
 

@@ -14,6 +14,8 @@ pub const AGENTS: &str = "agents/";
 pub const HOLDERS: &str = "holders/";
 /// Prefix of the memory nodes whose memory exists, present or not: the record stays until the memory is gone.
 pub const LIVES: &str = "lives/";
+/// Prefix of what memory nodes are asked to lend.
+pub const WANTED: &str = "wanted/";
 /// Where the search for a free host number goes on.
 const NEXT_HOST: &str = "hosts/next";
 
@@ -47,6 +49,12 @@ pub fn life(node: u16) -> String {
     format!("{LIVES}{node}")
 }
 
+/// The key of what a memory node is asked to lend.
+#[must_use]
+pub fn wanted(node: u16) -> String {
+    format!("{WANTED}{node}")
+}
+
 /// The host number in an agent's key; `None` if it is no such key.
 #[must_use]
 pub fn host_of(key: &str) -> Option<u16> {
@@ -65,8 +73,25 @@ pub struct NodeRecord {
     pub address: String,
     /// How much it lends.
     pub memory_bytes: u64,
+    /// The most that it could be asked to lend.
+    #[serde(default)]
+    pub memory_bytes_max: u64,
+    /// Why it lends less or more than it was asked to, for people.
+    #[serde(default)]
+    pub held_up: Option<String>,
     /// Fencing epoch of its lease.
     pub epoch: u64,
+}
+
+/// What a memory node is asked to lend, at `wanted/{node}`. It holds for one life of the node.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct WantedRecord {
+    /// The node's number.
+    pub node: u16,
+    /// That of [`NodeRecord::epoch`].
+    pub epoch: u64,
+    /// How much.
+    pub memory_bytes: u64,
 }
 
 /// A node's memory from one start to its end, at `lives/{node}`. A node that is out of reach for a while comes back with it.

@@ -169,6 +169,15 @@ impl Memory {
         Ok(rustix::fs::fallocate(&self.fd, flags, u64_from(offset), u64_from(len))?)
     }
 
+    /// Bytes that the system has given it so far: of pages that were touched.
+    ///
+    /// # Errors
+    /// If the system does not tell.
+    pub fn allocated_bytes(&self) -> io::Result<u64> {
+        // Counted by the system in blocks of 512 bytes, whatever the file system's are.
+        Ok(u64::try_from(rustix::fs::fstat(&self.fd)?.st_blocks).unwrap_or(0) * 512)
+    }
+
     /// First byte of a range that is proved to be inside the memory.
     #[inline]
     fn range(&self, offset: usize, len: usize) -> *mut u8 {

@@ -27,9 +27,21 @@ pub enum NodeError {
     /// The memory could not be lent.
     #[error(transparent)]
     Donate(#[from] DonateError),
-    /// There is no thread to clear memory.
-    #[error("cannot start a thread that clears memory: {0}")]
-    Clearer(#[source] std::io::Error),
+    /// There is no thread for it.
+    #[error("cannot start a thread that looks after the memory: {0}")]
+    Caretaker(#[source] std::io::Error),
+    /// It was to lend more or less at run time.
+    #[error(
+        "over {fabric} memory is pinned for good: what a node may lend ({bytes_max} bytes) is what it lends ({bytes} bytes)"
+    )]
+    Pinned {
+        /// Over which fabric.
+        fabric: &'static str,
+        /// What it lends.
+        bytes: u64,
+        /// What it was to lend at most.
+        bytes_max: u64,
+    },
     /// Its figures cannot be served.
     #[error(transparent)]
     Metrics(#[from] MetricsError),

@@ -3,21 +3,24 @@
 //! It creates the memory, lays it out as a pool, opens it to its peers through the fabric and
 //! says so in the directory, under a lease. After that the hosts do everything by themselves, with
 //! one-sided operations; the node only watches their leases, and fences a host whose lease is gone,
-//! so that it cannot change metadata any more, and clears what goes from one tenant to another.
+//! so that it cannot change metadata any more, clears what goes from one tenant to another, and lends more or less when it is asked to.
 //!
-//! It takes no part in taking and giving back: what it clears it takes as a host does. This crate does not know what is in an extent.
+//! It takes no part in taking and giving back: what it clears or withdraws it takes as a host does. This crate does not know what is in an extent.
 
+mod caretaker;
 mod clearer;
 mod error;
 mod fences;
+mod lending;
 mod member;
 mod memory;
 mod metrics;
+mod own;
+mod resizer;
 mod serve;
 mod shutdown;
 
 pub use error::NodeError;
 pub use fences::{Fence, Fences};
-pub use member::Member;
 pub use serve::{Connect, LEASE_TTL, Listen, NodeOptions, Ready, serve};
 pub use shutdown::Shutdown;

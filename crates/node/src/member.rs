@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use aquifer_directory::names::{self, AgentRecord, Life, NodeRecord};
+use aquifer_directory::names::{self, AgentRecord, Life, NodeRecord, WantedRecord};
 use aquifer_directory::{
     Compare, Directory, DirectoryError, Entry, Event, EventKind, Lease, Operation, Transaction,
 };
@@ -12,6 +12,7 @@ use aquifer_fabric::{Host, Target};
 
 use crate::error::NodeError;
 use crate::fences::{Fence, Fences};
+use crate::lending::Lending;
 use crate::metrics::Events;
 use crate::shutdown::Shutdown;
 
@@ -22,13 +23,14 @@ const TICK: Duration = Duration::from_millis(100);
 
 /// A node's membership.
 #[derive(Debug)]
-pub struct Member {
+pub(crate) struct Member {
     directory: Arc<dyn Directory>,
     record: NodeRecord,
     ttl: Duration,
     lease: Lease,
     kept_alive: Instant,
     fences: Fences,
+    lending: Arc<Lending>,
     events: Arc<Events>,
 }
 
@@ -42,13 +44,14 @@ impl Member {
         mut record: NodeRecord,
         ttl: Duration,
         target: &dyn Target,
+        lending: Arc<Lending>,
     ) -> Result<Self, NodeError> {
         let lease = directory.lease_grant(ttl)?;
         record.epoch = lease.epoch;
         let fences = Fences::default();
         let kept_alive = Instant::now();
         let events = Arc::default();
-        let mut member = Self { directory, record, ttl, lease, kept_alive, fences, events };
+        let mut member = Self { directory, record, ttl, lease, kept_alive, fences, lending, events };
         if let Err(error) = member.put_record() {
             member.leave();
             return Err(error);
@@ -143,7 +146,43 @@ impl Member {
         Ok(listing.revision)
     }
 
-    /// Keep the lease alive and fence hosts whose leases end, until the end is asked for.
+    /// Whatever was asked for while nobody listened.
+    fn learn_wanted(&self) -> Result<(), DirectoryError> {
+        if let Some(entry) = self.directory.get(&names::wanted(self.record.id))? {
+            self.heed_wanted(&entry);
+        }
+        Ok(())
+    }
+
+    /// Somebody wants more or less to be lent.
+    fn heed_wanted(&self, entry: &Entry) {
+        match names::decode::<WantedRecord>(entry) {
+            Ok(wanted) if wanted.node == self.record.id && wanted.epoch == self.record.epoch => {
+                let bytes = wanted.memory_bytes.min(self.record.memory_bytes_max);
+                if self.lending.wanted_bytes() != bytes {
+                    tracing::info!(node = self.record.id, bytes, "asked to lend so much");
+                    self.lending.want(bytes);
+                }
+            }
+            Ok(_) => {}
+            Err(error) => tracing::warn!(key = entry.key, %error, "a wish cannot be read"),
+        }
+    }
+
+    /// Say in the directory how much is lent by now.
+    fn tell_lent(&mut self) -> Result<(), NodeError> {
+        let memory_bytes = self.lending.lent_bytes();
+        let held_up = self.lending.held_up().map(|held_up| held_up.to_string());
+        if memory_bytes != self.record.memory_bytes || held_up != self.record.held_up {
+            let told = NodeRecord { memory_bytes, held_up, ..self.record.clone() };
+            let before = std::mem::replace(&mut self.record, told);
+            // What could not be said is said with the next connection.
+            self.put_record().inspect_err(|_| self.record = before)?;
+        }
+        Ok(())
+    }
+
+    /// Keep the lease alive, fence hosts whose leases end, and heed how much is to be lent, until the end is asked for.
     ///
     /// # Errors
     /// If the directory fails, or we fell behind it; to be called again, with a new connection if need be.
@@ -151,12 +190,21 @@ impl Member {
         self.keep_alive()?;
         let revision = self.learn_hosts(target)?;
         let mut watch = self.directory.watch(names::AGENTS, revision + 1)?;
+        self.learn_wanted()?;
+        let wanted_key = names::wanted(self.record.id);
+        let mut wanted = self.directory.watch(&wanted_key, revision + 1)?;
         let tick = TICK.min(self.ttl / 8);
         while !shutdown.is_requested() {
             self.keep_alive()?;
             if let Some(event) = watch.next(tick)? {
                 self.take_in(&event, target);
             }
+            while let Some(Event { key, kind, revision: version }) = wanted.next(Duration::ZERO)? {
+                if let (true, EventKind::Put { value, lease }) = (key == wanted_key, kind) {
+                    self.heed_wanted(&Entry { key, value, version, lease });
+                }
+            }
+            self.tell_lent()?;
         }
         Ok(())
     }

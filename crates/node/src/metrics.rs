@@ -9,6 +9,8 @@ use aquifer_metrics::write::{Family, Labels, counters, gauges, info, label};
 use aquifer_metrics::{Collector, DescriptorEncoder, Listener, MetricsError, Registry, Server, Unit};
 use aquifer_pool::Donation;
 
+use crate::lending::Lending;
+
 /// What happened between the node and the directory.
 #[derive(Debug, Default)]
 pub(crate) struct Events {
@@ -34,6 +36,7 @@ impl Events {
 struct Figures {
     donation: Donation,
     target: Arc<dyn Target>,
+    lending: Arc<Lending>,
     events: Arc<Events>,
 }
 
@@ -45,10 +48,11 @@ pub(crate) fn serve(
     listener: Listener,
     donation: Donation,
     target: Arc<dyn Target>,
+    lending: Arc<Lending>,
     events: Arc<Events>,
 ) -> Result<Server, MetricsError> {
     let mut registry = Registry::with_prefix("aquifer_node");
-    registry.register_collector(Box::new(Figures { donation, target, events }));
+    registry.register_collector(Box::new(Figures { donation, target, lending, events }));
     Server::start(listener, registry)
 }
 
@@ -60,8 +64,9 @@ impl Collector for Figures {
         let one = |value: u64| [(Labels::new(), value)];
         let version = [label("version", env!("CARGO_PKG_VERSION"))];
         info(encoder, about("build", "Which Aquifer it is."), &version)?;
-        let lent = self.donation.layout.data_bytes();
-        gauges(encoder, bytes("memory", "Memory that the node lends."), one(lent))?;
+        gauges(encoder, bytes("memory", "Memory that the node lends."), one(self.lending.lent_bytes()))?;
+        let wanted = self.lending.wanted_bytes();
+        gauges(encoder, bytes("memory_wanted", "Memory that it is asked to lend."), one(wanted))?;
         gauges(encoder, bytes("free", "Of it, what nobody has taken."), one(self.donation.free_bytes()))?;
         let endpoints = u64::try_from(self.target.endpoints()).unwrap_or(u64::MAX);
         gauges(encoder, about("endpoints", "Endpoints that are connected."), one(endpoints))?;

@@ -13,13 +13,18 @@ use aquifer_fabric::tcp::{self, ClusterKey, TcpTarget};
 use aquifer_fabric::verbs::{self, VerbsTarget};
 use aquifer_fabric::{Reach, Target, TargetError};
 use aquifer_metrics::{Listener, Place};
-use aquifer_pool::{NodeId, donate};
+use aquifer_pool::size::SECTION_BYTES;
+use aquifer_pool::{NodeId, donate_of};
 
-use crate::clearer::{Clearer, Own};
+use crate::caretaker::Caretaker;
+use crate::clearer::Clearer;
 use crate::error::NodeError;
+use crate::lending::Lending;
 use crate::member::Member;
 use crate::memory::available_bytes;
 use crate::metrics;
+use crate::own::{Own, OwnPool};
+use crate::resizer::Resizer;
 use crate::shutdown::Shutdown;
 
 /// How long a node that says nothing counts as alive.
@@ -34,6 +39,8 @@ pub struct NodeOptions {
     pub id: u16,
     /// How much it lends, rounded down to 2 MiB; the metadata comes on top (0.5 %, and up to 2 MiB more).
     pub memory_bytes: u64,
+    /// The most that it may be asked to lend at run time. Over verbs all memory is pinned: it lends what it lends.
+    pub memory_bytes_max: u64,
     /// Where the fabric listens.
     pub listen: Listen,
     /// Where others reach it over TCP, if that is not where it listens: behind a relay, or listening at every address.
@@ -103,6 +110,7 @@ impl fmt::Debug for NodeOptions {
         f.debug_struct("NodeOptions")
             .field("id", &self.id)
             .field("memory_bytes", &self.memory_bytes)
+            .field("memory_bytes_max", &self.memory_bytes_max)
             .field("listen", &self.listen)
             .field("advertise", &self.advertise)
             .field("lease_ttl", &self.lease_ttl)
@@ -115,7 +123,17 @@ impl NodeOptions {
     /// A node with the usual lease and limits.
     #[must_use]
     pub fn new(id: u16, memory_bytes: u64, listen: Listen, connect: Connect) -> Self {
-        Self { id, memory_bytes, listen, advertise: None, connect, lease_ttl: LEASE_TTL, metrics: None }
+        let memory_bytes_max = memory_bytes;
+        Self {
+            id,
+            memory_bytes,
+            memory_bytes_max,
+            listen,
+            advertise: None,
+            connect,
+            lease_ttl: LEASE_TTL,
+            metrics: None,
+        }
     }
 }
 
@@ -140,6 +158,11 @@ pub fn serve(
     if options.memory_bytes > available {
         return Err(NodeError::NoMemory { asked: options.memory_bytes, available });
     }
+    let is_pinned = matches!(options.listen, Listen::Verbs(..));
+    if is_pinned && options.memory_bytes_max != options.memory_bytes {
+        let (bytes, bytes_max) = (options.memory_bytes, options.memory_bytes_max);
+        return Err(NodeError::Pinned { fabric: "verbs", bytes, bytes_max });
+    }
     let listener = options.metrics.as_ref().map(Listener::bind).transpose()?;
     // Connected first: without a directory nobody would ever find the memory.
     let directory = (options.connect)()?;
@@ -149,22 +172,30 @@ pub fn serve(
         Some(address) => reach.at(address),
         None => reach,
     };
-    let donation = donate(&*target, NodeId(options.id), options.memory_bytes)?;
+    let node = NodeId(options.id);
+    let donation = donate_of(&*target, node, options.memory_bytes, options.memory_bytes_max)?;
+    let lent_bytes = options.memory_bytes / SECTION_BYTES * SECTION_BYTES;
     let record = NodeRecord {
         id: options.id,
         fabric: reach.provider().to_owned(),
         address: reach.address(),
-        memory_bytes: donation.layout.data_bytes(),
+        memory_bytes: lent_bytes,
+        memory_bytes_max: donation.layout.data_bytes(),
+        held_up: None,
         epoch: 0,
     };
-    let mut member = Member::join(directory, record, options.lease_ttl, &*target)?;
-    tracing::info!(node = options.id, bytes = donation.layout.data_bytes(), "memory is lent");
+    let lending = Arc::new(Lending::new(lent_bytes));
+    let mut member = Member::join(directory, record, options.lease_ttl, &*target, Arc::clone(&lending))?;
+    tracing::info!(node = options.id, bytes = lent_bytes, "memory is lent");
     let cleared_bytes = Arc::clone(&member.events().cleared_bytes);
-    let _clearer = Clearer::start(own, donation.clone(), Arc::clone(&target), cleared_bytes)
-        .map_err(NodeError::Clearer)
+    let clearer = Clearer::new(donation.clone(), Arc::clone(&target), cleared_bytes);
+    let resizer = Resizer::new(donation.clone(), Arc::clone(&target), Arc::clone(&lending), is_pinned);
+    let _caretaker = Caretaker::start(OwnPool::new(own, node), clearer, resizer)
+        .map_err(NodeError::Caretaker)
         .inspect_err(|_| member.leave())?;
-    let figures =
-        |listener| metrics::serve(listener, donation, Arc::clone(&target), Arc::clone(member.events()));
+    let figures = |listener| {
+        metrics::serve(listener, donation, Arc::clone(&target), lending, Arc::clone(member.events()))
+    };
     let served = listener.map(figures).transpose();
     let _metrics = served.inspect_err(|_| member.leave())?;
     ready(&Ready { record: member.record().clone() });

@@ -38,6 +38,8 @@ pub struct NodeCache {
     /// How often a section was found to be other than remembered.
     surprises: u64,
     free_chunks: u64,
+    /// Sections that the node keeps to itself.
+    withheld: u32,
     /// Where to look first, for extents within a span and for larger ones.
     start: [u32; 2],
 }
@@ -104,6 +106,7 @@ impl NodeCache {
             nonces,
             surprises: 0,
             free_chunks: u64::from(layout.chunks()),
+            withheld: 0,
             start: [start; 2],
         }
     }
@@ -118,6 +121,11 @@ impl NodeCache {
     #[must_use]
     pub const fn free_chunks(&self) -> u64 {
         self.free_chunks
+    }
+
+    /// Chunks that the node lent when its sections were last seen.
+    pub(crate) fn lent_chunks(&self) -> u64 {
+        u64::from(self.section_count() - self.withheld) * u64::from(SECTION_CHUNKS)
     }
 
     /// A section's word as last seen.
@@ -166,6 +174,8 @@ impl NodeCache {
 
     fn put_section(&mut self, section: u32, word: SectionWord) {
         let before = self.free_of(section);
+        let was_withheld = self.section(section).is_withheld();
+        self.withheld = self.withheld + u32::from(word.is_withheld()) - u32::from(was_withheld);
         self.sections[section as usize] = word;
         self.free_chunks = self.free_chunks + self.free_of(section) - before;
     }

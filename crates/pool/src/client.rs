@@ -103,7 +103,7 @@ impl PoolClient {
         self.nodes.get(&id).map_or(0, Node::free_bytes)
     }
 
-    /// Bytes that a node lends in all; 0 for a node that is not in use.
+    /// Bytes that a node lends in all, by what this client has seen last; 0 for a node that is not in use.
     #[must_use]
     pub fn total_bytes(&self, id: NodeId) -> u64 {
         self.nodes.get(&id).map_or(0, Node::total_bytes)
@@ -142,19 +142,15 @@ impl PoolClient {
         Ok(node.extent(grant))
     }
 
-    /// Take this group of a section's spans, whoever had them last, to clear them: for the node itself. No key opens it. `None` if it is not free.
+    /// Take this group of a section's spans, whoever had them last: for the node itself, which clears them or lends them no more. No key opens it. `None` if it
+    /// is not free.
     ///
     /// # Errors
     /// As for [`Self::allocate`].
-    pub fn take_to_clear(
-        &mut self,
-        id: NodeId,
-        section: u32,
-        group: Run,
-    ) -> Result<Option<Extent>, PoolError> {
+    pub fn take_group(&mut self, id: NodeId, section: u32, group: Run) -> Result<Option<Extent>, PoolError> {
         let host = self.host;
         let node = self.node(id)?;
-        match node.run(AllocOp::clearing(host, section, group)) {
+        match node.run(AllocOp::of_group(host, section, group)) {
             Ok(grant) => Ok(Some(node.extent(grant))),
             Err(Failure::Op(OpError::Full)) => Ok(None),
             Err(failure) => Err(failure.of(id, 0, 0)),
@@ -198,6 +194,15 @@ impl PoolClient {
     pub fn recover(&mut self, id: NodeId, dead: Host) -> Result<Recovered, PoolError> {
         let host = self.host;
         self.node(id)?.run(RecoverOp::new(host, dead)).map_err(|failure| failure.of(id, 0, 0))
+    }
+
+    /// The same for what is in one section.
+    ///
+    /// # Errors
+    /// As for [`Self::recover`].
+    pub fn recover_section(&mut self, id: NodeId, dead: Host, section: u32) -> Result<Recovered, PoolError> {
+        let op = RecoverOp::new(self.host, dead).within(section..section.saturating_add(1));
+        self.node(id)?.run(op).map_err(|failure| failure.of(id, 0, 0))
     }
 
     /// The record in an extent's control word, as far as this client has seen: for [`Self::free_unless_changed`]. Never 0.

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
-use aquifer_fabric::{Access, KeyEntry, Memory, Region, Scope, Target, TargetError};
+use aquifer_fabric::{Access, Key, KeyEntry, Memory, Region, Scope, Target, TargetError};
 
 use crate::client::{Extent, NodeId};
 use crate::error::FormatError;
 use crate::layout::Layout;
 use crate::op::WordAt;
-use crate::size::{CHUNK_BYTES, SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
+use crate::size::{CHUNK_BYTES, SECTION_BYTES, SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 use crate::word::{Run, SectionWord, SpanState, SpanWord};
 
 /// A chunk that is clear.
@@ -46,7 +46,7 @@ impl Donation {
 
 impl Donation {
     /// The largest group of a section's spans that are all free, and were all used since they were cleared. Hosts may change them
-    /// meanwhile: a guess, to be taken by [`crate::op::AllocOp::clearing`].
+    /// meanwhile: a guess, to be taken by [`crate::op::AllocOp::of_group`].
     #[must_use]
     pub fn uncleared(&self, section: u32) -> Option<Run> {
         let states = SectionWord(self.word(WordAt::Section(section)));
@@ -89,6 +89,40 @@ impl Donation {
         self.disown(chunk, class);
     }
 
+    /// Give the pages of a section that the node has taken back to the system: it is clear when it is touched again. Nobody may have got in since it was shut.
+    ///
+    /// # Errors
+    /// If the system refuses; nothing has changed then.
+    ///
+    /// # Panics
+    /// If it is no section of this memory.
+    pub fn release(&self, taken: &Extent) -> std::io::Result<()> {
+        let chunk = self.chunk_of(taken);
+        assert_eq!(taken.class, SizeClass::SECTION, "only whole sections are not lent");
+        self.memory.punch(offset(self.layout.chunk_data_at(chunk)), offset(SECTION_BYTES))?;
+        self.disown(chunk, taken.class);
+        Ok(())
+    }
+
+    /// A section of which the node has taken everything, as it was granted it.
+    #[must_use]
+    pub fn section(&self, section: u32) -> Extent {
+        let addr = self.region.base + self.layout.chunk_data_at(section * SECTION_CHUNKS);
+        Extent { node: NodeId(self.layout.node()), addr, class: SizeClass::SECTION, key: Key(0) }
+    }
+
+    /// Whether nobody has anything in that section, by a look while hosts change it.
+    #[must_use]
+    pub fn is_free(&self, section: u32) -> bool {
+        SectionWord(self.section_word(section)).bits() == 0
+    }
+
+    /// Whether the node keeps that section to itself.
+    #[must_use]
+    pub fn is_withheld(&self, section: u32) -> bool {
+        SectionWord(self.section_word(section)).is_withheld()
+    }
+
     fn chunk_of(&self, extent: &Extent) -> u32 {
         let chunk = extent.addr.checked_sub(self.region.base).and_then(|offset| self.layout.chunk_of(offset));
         chunk.expect("an extent of this memory")
@@ -124,6 +158,14 @@ pub enum DonateError {
         /// Why not.
         cause: FormatError,
     },
+    /// More than all.
+    #[error("{bytes} bytes cannot be lent of at most {bytes_max}")]
+    Beyond {
+        /// What was asked for.
+        bytes: u64,
+        /// The most that this node will lend.
+        bytes_max: u64,
+    },
     /// The system has none.
     #[error("cannot have {bytes} bytes of memory: {cause}: lend less, or stop something else")]
     Memory {
@@ -143,15 +185,37 @@ pub enum DonateError {
 /// # Errors
 /// If the size is unfit, or there is no memory, or the target is at a limit.
 pub fn donate(target: &dyn Target, id: NodeId, data_bytes: u64) -> Result<Donation, DonateError> {
+    donate_of(target, id, data_bytes, data_bytes)
+}
+
+/// Lend `data_bytes` of `bytes_max`: the sections after them are withheld, and may be lent later. They take no memory until then, but for the metadata of those that
+/// somebody has used.
+///
+/// # Errors
+/// As for [`donate`]; more than `bytes_max` cannot be lent.
+pub fn donate_of(
+    target: &dyn Target,
+    id: NodeId,
+    data_bytes: u64,
+    bytes_max: u64,
+) -> Result<Donation, DonateError> {
     let size = |cause| DonateError::Size { bytes: data_bytes, cause };
-    let layout = Layout::for_bytes(id.0, data_bytes).map_err(size)?;
+    let layout = Layout::for_bytes(id.0, bytes_max).map_err(size)?;
+    let lent = Layout::for_bytes(id.0, data_bytes).map_err(size)?.sections();
+    if lent > layout.sections() {
+        return Err(DonateError::Beyond { bytes: data_bytes, bytes_max });
+    }
     let bytes = layout.region_bytes();
     let len = usize::try_from(bytes).map_err(|_| size(FormatError::Sections { sections: u64::MAX }))?;
     let memory = Memory::create("aquifer-pool", len)
         .map(Arc::new)
         .map_err(|cause| DonateError::Memory { bytes, cause })?;
-    let lent = Arc::clone(&memory);
-    let region = target.register_with(lent, Access::ALL, Scope::Anyone, Some(layout.key_table()))?;
+    let shared = Arc::clone(&memory);
+    let region = target.register_with(shared, Access::ALL, Scope::Anyone, Some(layout.key_table()))?;
+    for section in lent..layout.sections() {
+        let at = layout.word_at(WordAt::Section(section));
+        memory.atomic_u64(offset(at)).store(SectionWord::WITHHELD.0, SeqCst);
+    }
     memory.write(0, &layout.encode());
     Ok(Donation { layout, memory, region })
 }

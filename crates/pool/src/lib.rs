@@ -21,6 +21,6 @@ pub mod size;
 pub mod word;
 
 pub use client::{Extent, NodeId, POOL_WORK_ID, PoolClient};
-pub use donor::{Donation, donate};
+pub use donor::{Donation, donate, donate_of};
 pub use error::{FormatError, PoolError};
 pub use size::SizeClass;

@@ -46,9 +46,12 @@ pub fn play_all<T>(count: u64, schedule: impl Fn(u64) -> Result<T, String>, mut 
     }
 }
 
-/// The first of `count` schedules that fails, and how.
-pub fn first_failure<T>(count: u64, schedule: impl Fn(u64) -> Result<T, String>) -> Option<(u64, String)> {
-    (0..count).find_map(|seed| play(|| schedule(seed)).err().map(|error| (seed, error)))
+/// The first of these schedules that fails, and how.
+pub fn first_failure<T>(
+    seeds: impl IntoIterator<Item = u64>,
+    schedule: impl Fn(u64) -> Result<T, String>,
+) -> Option<(u64, String)> {
+    seeds.into_iter().find_map(|seed| play(|| schedule(seed)).err().map(|error| (seed, error)))
 }
 
 #[cfg(test)]
@@ -61,8 +64,8 @@ mod tests {
             7 => Err("broken".to_owned()),
             _ => Ok(()),
         };
-        assert_eq!(first_failure(8, schedule), Some((7, "broken".to_owned())));
-        assert_eq!(first_failure(7, schedule), None);
+        assert_eq!(first_failure(0..8, schedule), Some((7, "broken".to_owned())));
+        assert_eq!(first_failure(0..7, schedule), None);
         let panics = play(|| -> Result<(), String> { panic!("seven {}", 7) });
         assert_eq!(panics, Err("panicked: seven 7".to_owned()));
     }

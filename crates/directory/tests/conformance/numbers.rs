@@ -114,7 +114,15 @@ pub fn a_node_number_is_taken_once(harness: &dyn Harness) {
     let register = || {
         let lease = directory.lease_grant(TTL).unwrap();
         let (fabric, address) = ("shm".to_owned(), "node-7.sock".to_owned());
-        let record = names::NodeRecord { id: 7, fabric, address, memory_bytes: 1 << 30, epoch: lease.epoch };
+        let record = names::NodeRecord {
+            id: 7,
+            fabric,
+            address,
+            memory_bytes: 1 << 30,
+            memory_bytes_max: 1 << 30,
+            held_up: None,
+            epoch: lease.epoch,
+        };
         names::register_node(&*directory, lease, &record).map(|()| record)
     };
     let record = register().unwrap();

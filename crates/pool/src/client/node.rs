@@ -143,7 +143,7 @@ impl Node {
     }
 
     pub(super) fn total_bytes(&self) -> u64 {
-        self.wire.layout.data_bytes()
+        self.cache.lent_chunks() * CHUNK_BYTES
     }
 
     pub(super) fn chunk_of(&self, addr: u64) -> Option<u32> {

@@ -149,9 +149,9 @@ impl AllocOp {
         }
     }
 
-    /// An operation by which a node takes this group of empty spans, whoever had them, to clear them. It gets no key.
+    /// An operation by which a node takes this group of empty spans, whoever had them. It gets no key.
     #[must_use]
-    pub const fn clearing(host: Host, section: u32, group: Run) -> Self {
+    pub const fn of_group(host: Host, section: u32, group: Run) -> Self {
         let class = SizeClass::of_spans(group.order());
         Self { only: Some((section, group)), ..Self::new(host, class) }
     }

@@ -3,6 +3,8 @@
 //! The dead host must be fenced at the node. Each change is a CAS on the word by which it was judged, and a section's word was read
 //! before those of its spans; what is lost to a race is judged anew.
 
+use std::ops::Range;
+
 use aquifer_fabric::{Host, Key, KeyEntry};
 
 use super::give::{Gift, Give, Given};
@@ -37,6 +39,8 @@ pub struct RecoverOp {
     recovered: Recovered,
     /// The sections from here on are not looked at yet.
     next: u32,
+    /// Those from here on need not be.
+    end: u32,
     /// Those before this one were, as far as to see that something is in them.
     seen: u32,
     /// A bit for each of the last [`READ_WORDS_MAX`] that were seen and have something in them.
@@ -118,6 +122,7 @@ impl RecoverOp {
             mutation,
             recovered: Recovered { extents: 0, chunks: 0, spans: 0, unknown: 0 },
             next: 0,
+            end: u32::MAX,
             seen: 0,
             used: Vec::new(),
             section: 0,
@@ -134,6 +139,12 @@ impl RecoverOp {
             strikes: Vec::new(),
             state: State::Idle,
         }
+    }
+
+    /// The same, of these sections only.
+    #[must_use]
+    pub fn within(self, sections: Range<u32>) -> Self {
+        Self { next: sections.start, seen: sections.start, end: sections.end, ..self }
     }
 }
 
@@ -194,7 +205,7 @@ impl RecoverOp {
 
     /// The next section that has something in it. What the dead host held stands still, so that no torn READ hides it.
     fn go_on(&mut self, cache: &NodeCache) -> Step<Recovered> {
-        let count = cache.section_count();
+        let end = self.end.min(cache.section_count());
         while self.next < self.seen {
             let first = self.seen - u32::try_from(self.used.len()).unwrap_or(0);
             let section = self.next;
@@ -205,10 +216,10 @@ impl RecoverOp {
                 return self.begin_section();
             }
         }
-        if self.seen == count {
+        if self.seen >= end {
             return Step::Done(Ok(self.recovered));
         }
-        let many = READ_WORDS_MAX.min(count - self.seen);
+        let many = READ_WORDS_MAX.min(end - self.seen);
         self.post(State::Surveying, Action::Read { at: WordAt::Section(self.seen), count: many })
     }
 

@@ -8,6 +8,9 @@ pub struct Run {
 }
 
 impl Run {
+    /// All spans of a section.
+    pub const SECTION: Self = Self { first: 0, order: 4 };
+
     /// The run of 2^`order` from `first` on; `None` if it is not aligned or leaves a word of 32.
     #[must_use]
     pub const fn new(first: u8, order: u8) -> Option<Self> {

@@ -41,6 +41,15 @@ impl SpanState {
 pub struct SectionWord(pub u64);
 
 impl SectionWord {
+    /// That of a section which its node has never lent: it has taken all of it.
+    pub const WITHHELD: Self = Self(0).take(Run::SECTION, Host::NODE);
+
+    /// Whether the node keeps all of it to itself: it does not lend it, or clears it.
+    #[must_use]
+    pub const fn is_withheld(self) -> bool {
+        self.bits() == u32::MAX && self.has_record_of(Self::WITHHELD)
+    }
+
     /// The 16 codes.
     #[must_use]
     pub const fn bits(self) -> u32 {

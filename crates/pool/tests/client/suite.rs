@@ -304,7 +304,7 @@ fn memory_goes_to_another_tenant_only_cleared() {
 
         let group = donation.uncleared(0).expect("all of it was used");
         assert_eq!(group.len(), 16);
-        let taken = node.take_to_clear(NODE, 0, group).expect("it answers").expect("it is free");
+        let taken = node.take_group(NODE, 0, group).expect("it answers").expect("it is free");
         assert!(matches!(first.allocate(NODE, class(k)), Err(PoolError::Full { .. })), "it is being cleared");
         donation.shut(&taken);
         bed.target().expel(taken.addr..taken.addr + taken.class.bytes());
@@ -320,7 +320,7 @@ fn memory_goes_to_another_tenant_only_cleared() {
         assert!(found.iter().all(|byte| *byte == 0), "k = {k}");
         second.free(fresh).expect("it is ours");
         let group = donation.uncleared(0).expect("it was used");
-        let taken = node.take_to_clear(NODE, 0, group).expect("it answers").expect("it is free");
+        let taken = node.take_group(NODE, 0, group).expect("it answers").expect("it is free");
         donation.clear(&taken);
         node.free(taken).expect("it is the node's");
     }

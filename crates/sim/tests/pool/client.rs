@@ -128,9 +128,9 @@ impl Client {
         self.follow(step).map(|result| Ended::Recover(dead, result))
     }
 
-    /// As the node: take a group of spans to clear them.
-    pub fn clear(&mut self, section: u32, group: Run) -> Option<Ended> {
-        let mut op = AllocOp::clearing(self.host, section, group);
+    /// As the node: take a group of spans.
+    pub fn take_group(&mut self, section: u32, group: Run) -> Option<Ended> {
+        let mut op = AllocOp::of_group(self.host, section, group);
         let step = op.start(&mut self.cache);
         self.running = Some(Running::Alloc(op));
         self.follow(step).map(Ended::Alloc)

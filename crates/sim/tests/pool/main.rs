@@ -31,7 +31,7 @@ fn every_fault_is_caught() {
     std::panic::set_hook(Box::new(|_| ()));
     let mut missed = Vec::new();
     for mutation in Mutation::ALL {
-        match first_failure(MUTANT_SCHEDULES, |seed| run(seed, mutation)) {
+        match first_failure(0..MUTANT_SCHEDULES, |seed| run(seed, mutation)) {
             Some((seed, error)) => println!("{mutation:?}: schedule {seed}: {error}"),
             None => missed.push(mutation),
         }

@@ -1,15 +1,18 @@
 //! One schedule: some hosts, some sections, many operations, perhaps a crash; then everything is given
 //! back, and nothing may be missing.
 
+mod node;
+
 use aquifer_fabric::sim::{Rng, SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::{Host, Key, Target, Tenant};
 use aquifer_pool::cache::Nonces;
 use aquifer_pool::op::{Action, Grant, Mutation, OpError};
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::word::SpanState;
-use aquifer_pool::{Donation, NodeId, SizeClass, donate};
+use aquifer_pool::{Donation, NodeId, SizeClass, donate_of};
 
 use aquifer_sim::asked_seed;
+use node::Own;
 
 use crate::client::{Client, Ended};
 use crate::shadow::{Change, Mode, Shadow, ensure};
@@ -28,6 +31,9 @@ pub struct Seen {
     crashed_recovering: u64,
     /// Groups that the node has cleared while others went on.
     cleared: u64,
+    /// Sections that it has withdrawn while others went on, and lent again.
+    withdrawn: u64,
+    lent: u64,
 }
 
 impl Seen {
@@ -42,6 +48,8 @@ impl Seen {
         self.recovered += other.recovered;
         self.crashed_recovering += other.crashed_recovering;
         self.cleared += other.cleared;
+        self.withdrawn += other.withdrawn;
+        self.lent += other.lent;
     }
 
     /// Everything that can happen did, and not by a rare accident.
@@ -49,7 +57,7 @@ impl Seen {
         assert!(self.changes.iter().all(|&count| count >= 100), "{self:?}");
         assert!(self.crashed_in_operation >= 1000 && self.full >= 100, "{self:?}");
         assert!(self.recovered >= 1000 && self.crashed_recovering >= 20, "{self:?}");
-        assert!(self.cleared >= 1000, "{self:?}");
+        assert!(self.cleared >= 1000 && self.withdrawn >= 1000 && self.lent >= 1000, "{self:?}");
     }
 }
 
@@ -60,8 +68,7 @@ struct Schedule {
     donation: Donation,
     shadow: Shadow,
     clients: Vec<Client>,
-    /// The node's own.
-    cleaner: Client,
+    own: Own,
     classes: &'static [u8],
     seen: Seen,
     /// Whether to tell everything: when one schedule is played alone.
@@ -94,6 +101,7 @@ pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
     }
     schedule.give_all_back()?;
     schedule.recover_all()?;
+    schedule.lend_all()?;
     schedule.nothing_is_lost()?;
     schedule.wrong_frees_are_refused()?;
     schedule.all_can_be_taken_again()?;
@@ -108,7 +116,9 @@ impl Schedule {
         let fabric = SimFabric::new(rng.next_u64(), options);
         let target = fabric.add_node();
         let sections = 1 + rng.below(2);
-        let donation = donate(&target, NodeId(1), sections * SECTION_BYTES).expect("a small pool");
+        let lent = 1 + rng.below(sections);
+        let donation = donate_of(&target, NodeId(1), lent * SECTION_BYTES, sections * SECTION_BYTES);
+        let donation = donation.expect("a small pool");
         // Sometimes two clients, as two threads, are of one host.
         let per_host = 1 + rng.below(2);
         let count = (2 + rng.below(3)) * per_host;
@@ -121,7 +131,8 @@ impl Schedule {
             Client::new((&fabric, target.node()), donation.layout, (host, tenant, nonces), mutation)
         };
         let who = (Host::NODE, Tenant(u32::MAX), Nonces::default());
-        let cleaner = Client::new((&fabric, target.node()), donation.layout, who, Mutation::None);
+        let own = Client::new((&fabric, target.node()), donation.layout, who, Mutation::None);
+        let own = Own::new(own, &donation);
         let clients: Vec<Client> = (0..count).map(client).collect();
         if rng.chance(1, 2) {
             let slowness_max = if rng.chance(1, 2) { 4 } else { 30 };
@@ -129,7 +140,7 @@ impl Schedule {
             fabric.slow(slow, 2 + rng.below(slowness_max));
         }
         let classes = MIXES[rng.index(MIXES.len())];
-        let shadow = Shadow::new(donation.layout);
+        let shadow = Shadow::new(&donation);
         Self {
             rng,
             fabric,
@@ -137,7 +148,7 @@ impl Schedule {
             donation,
             shadow,
             clients,
-            cleaner,
+            own,
             classes,
             seen: Seen::default(),
             trace: asked_seed().is_some(),
@@ -172,7 +183,7 @@ impl Schedule {
                     self.begin_something(index)?;
                 }
             }
-            self.begin_to_clear()?;
+            self.node_begins()?;
             if crashes.contains(&Some(steps)) {
                 self.crash();
             }
@@ -199,59 +210,6 @@ impl Schedule {
             self.clients[index].alloc(SizeClass::new(k).unwrap())
         };
         ended.map_or(Ok(()), |ended| self.ended(index, ended))
-    }
-
-    /// The node clears a group that has been used, now and then.
-    fn begin_to_clear(&mut self) -> Result<(), String> {
-        if !self.cleaner.is_idle() || !self.rng.chance(1, 20) {
-            return Ok(());
-        }
-        let section = u32::try_from(self.rng.below(self.donation.layout.sections().into())).unwrap();
-        if let Some(group) = self.donation.uncleared(section)
-            && let Some(ended) = self.cleaner.clear(section, group)
-        {
-            self.clearing_went_on(ended)?;
-        }
-        Ok(())
-    }
-
-    fn clearing_went_on(&mut self, ended: Ended) -> Result<(), String> {
-        match ended {
-            Ended::Alloc(Ok(grant)) => {
-                let chunks = grant.chunk..grant.chunk + grant.class.chunks();
-                // There is no data here to be cleared.
-                self.donation.disown(grant.chunk, grant.class);
-                chunks.for_each(|chunk| self.shadow.used_by[chunk as usize] = None);
-                self.seen.cleared += 1;
-                let ended = self.cleaner.free(grant);
-                ended.map_or(Ok(()), |ended| self.clearing_went_on(ended))
-            }
-            Ended::Alloc(Err(OpError::Full)) | Ended::Free(Ok(())) => Ok(()),
-            other => Err(format!("the node: {other:?}")),
-        }
-    }
-
-    /// The node clears all that is free, with nothing else going on.
-    fn clear_all(&mut self) -> Result<(), String> {
-        for section in 0..self.donation.layout.sections() {
-            while let Some(group) = self.donation.uncleared(section) {
-                let mut ended = self.cleaner.clear(section, group);
-                loop {
-                    if let Some(ended) = ended.take() {
-                        self.clearing_went_on(ended)?;
-                    }
-                    let under_way: Vec<_> =
-                        self.cleaner.posted.map(|action| (Host::NODE, action)).into_iter().collect();
-                    if under_way.is_empty() {
-                        break;
-                    }
-                    ensure!(self.fabric.step(), "the node waits for nothing");
-                    self.shadow.observe(&self.donation.memory, &under_way)?;
-                    ended = self.cleaner.poll();
-                }
-            }
-        }
-        Ok(())
     }
 
     fn crash(&mut self) {
@@ -293,7 +251,7 @@ impl Schedule {
 
     /// Let the next thing happen, and check it; false if nothing is under way.
     fn step(&mut self) -> Result<bool, String> {
-        let all = self.clients.iter().chain(std::iter::once(&self.cleaner));
+        let all = self.clients.iter().chain(std::iter::once(&self.own.client));
         let under_way: Vec<(Host, Action)> =
             all.filter_map(|client| Some((client.host, client.posted?))).collect();
         if !self.fabric.step() {
@@ -305,8 +263,8 @@ impl Schedule {
             }
             self.seen.changes[change as usize] += 1;
         }
-        if let Some(ended) = self.cleaner.poll() {
-            self.clearing_went_on(ended)?;
+        if let Some(ended) = self.own.client.poll() {
+            self.node_went_on(ended)?;
         }
         for index in 0..self.clients.len() {
             if self.clients[index].alive

@@ -4,11 +4,11 @@
 use std::collections::BTreeMap;
 
 use aquifer_fabric::{Host, Key, KeyEntry, Memory, Tenant};
-use aquifer_pool::SizeClass;
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{Action, Grant, WordAt};
 use aquifer_pool::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS};
 use aquifer_pool::word::{InlineLog, LogEntry, LogOp, Run, STAMPS, SectionWord, SpanState, SpanWord};
+use aquifer_pool::{Donation, SizeClass};
 use std::sync::atomic::Ordering;
 
 /// What a span is, at one moment.
@@ -75,7 +75,19 @@ macro_rules! ensure {
 pub(crate) use ensure;
 
 impl Shadow {
-    pub fn new(layout: Layout) -> Self {
+    /// What a node begins with: some sections may be withheld.
+    pub fn new(donation: &Donation) -> Self {
+        let mut shadow = Self::of(donation.layout);
+        for section in (0..donation.layout.sections()).filter(|section| donation.is_withheld(*section)) {
+            let (before, after) = (SectionWord::default(), SectionWord::WITHHELD);
+            let taken = shadow.section_changed(section, before, after, Host::NODE);
+            assert_eq!(taken, Ok(Change::TakeWhole), "the node takes it");
+            shadow.sections[section as usize] = after;
+        }
+        shadow
+    }
+
+    fn of(layout: Layout) -> Self {
         Self {
             layout,
             sections: vec![SectionWord::default(); layout.sections() as usize],

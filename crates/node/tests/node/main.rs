@@ -1,204 +1,21 @@
 //! A whole node over shared memory and an embedded directory whose clock the test moves.
 
-use std::path::PathBuf;
+mod bed;
+mod lending;
+
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc;
-use std::thread::JoinHandle;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use aquifer_directory::clock::ManualClock;
-use aquifer_directory::embedded::Embedded;
-use aquifer_directory::names::{self, AgentRecord, NodeRecord};
-use aquifer_directory::{
-    Directory, DirectoryError, Entry, Event, EventKind, Lease, LeaseId, Listing, Transaction,
-    TransactionOutcome, Watch,
-};
-use aquifer_fabric::{Host, Identity, LocalSlice, Memory, RemoteAddr, Tenant, Verb, Work, WorkError, shm};
+use aquifer_directory::names::{self, NodeRecord};
+use aquifer_directory::{Directory, DirectoryError, EventKind};
+use aquifer_fabric::{LocalSlice, Memory, RemoteAddr, Tenant, Verb, Work, shm};
 use aquifer_metrics::MetricsError;
-use aquifer_node::{Listen, NodeError, NodeOptions, Ready, Shutdown, serve};
-use aquifer_pool::{NodeId, PoolClient, PoolError, SizeClass};
+use aquifer_node::{Listen, NodeError, NodeOptions, Shutdown, serve};
+use aquifer_pool::{NodeId, PoolError, SizeClass};
 use aquifer_tests_support::openmetrics::scrape;
 
-const TTL: Duration = Duration::from_millis(300);
-const BYTES: u64 = 4 << 20;
-
-/// A directory whose connection can be cut.
-#[derive(Debug)]
-struct Wire {
-    inner: Embedded,
-    cut: AtomicBool,
-    /// Calls that the cut has failed.
-    failed: AtomicU64,
-}
-
-impl Wire {
-    fn through(&self) -> Result<&Embedded, DirectoryError> {
-        if self.cut.load(Ordering::SeqCst) {
-            self.failed.fetch_add(1, Ordering::SeqCst);
-            let (address, cause) = ("here".to_owned(), "cut by the test".to_owned());
-            return Err(DirectoryError::Unavailable { address, cause });
-        }
-        Ok(&self.inner)
-    }
-}
-
-/// A handle to it, as the node gets one.
-#[derive(Clone, Debug)]
-struct Wired(Arc<Wire>);
-
-impl Directory for Wired {
-    fn get(&self, key: &str) -> Result<Option<Entry>, DirectoryError> {
-        self.0.through()?.get(key)
-    }
-    fn list(&self, prefix: &str) -> Result<Listing, DirectoryError> {
-        self.0.through()?.list(prefix)
-    }
-    fn transaction(&self, transaction: &Transaction) -> Result<TransactionOutcome, DirectoryError> {
-        self.0.through()?.transaction(transaction)
-    }
-    fn lease_grant(&self, ttl: Duration) -> Result<Lease, DirectoryError> {
-        self.0.through()?.lease_grant(ttl)
-    }
-    fn lease_keep_alive(&self, id: LeaseId) -> Result<(), DirectoryError> {
-        self.0.through()?.lease_keep_alive(id)
-    }
-    fn lease_revoke(&self, id: LeaseId) -> Result<(), DirectoryError> {
-        self.0.through()?.lease_revoke(id)
-    }
-    fn watch(&self, prefix: &str, from_revision: u64) -> Result<Box<dyn Watch>, DirectoryError> {
-        let inner = self.0.through()?.watch(prefix, from_revision)?;
-        Ok(Box::new(WiredWatch { inner, wire: Arc::clone(&self.0) }))
-    }
-}
-
-#[derive(Debug)]
-struct WiredWatch {
-    inner: Box<dyn Watch>,
-    wire: Arc<Wire>,
-}
-
-impl Watch for WiredWatch {
-    fn next(&mut self, timeout: Duration) -> Result<Option<Event>, DirectoryError> {
-        self.wire.through()?;
-        self.inner.next(timeout)
-    }
-}
-
-struct Bed {
-    dir: tempfile::TempDir,
-    clock: Arc<ManualClock>,
-    wire: Arc<Wire>,
-}
-
-impl Bed {
-    fn new() -> Self {
-        let dir = tempfile::tempdir().expect("a directory");
-        let clock = Arc::new(ManualClock::default());
-        let inner =
-            Embedded::open_with_clock(&dir.path().join("db"), Arc::clone(&clock) as Arc<_>).expect("a file");
-        Self {
-            dir,
-            clock,
-            wire: Arc::new(Wire { inner, cut: AtomicBool::new(false), failed: AtomicU64::new(0) }),
-        }
-    }
-
-    fn directory(&self) -> &Embedded {
-        &self.wire.inner
-    }
-
-    fn socket(&self) -> PathBuf {
-        self.dir.path().join("node")
-    }
-
-    fn options(&self, id: u16, bytes: u64) -> NodeOptions {
-        let wire = Arc::clone(&self.wire);
-        let connect = Box::new(move || {
-            wire.through()?;
-            Ok(Arc::new(Wired(Arc::clone(&wire))) as Arc<dyn Directory>)
-        });
-        let mut options =
-            NodeOptions::new(id, bytes, Listen::Shm(self.socket(), shm::Options::default()), connect);
-        options.lease_ttl = TTL;
-        options
-    }
-
-    fn record(&self, id: u16) -> Option<NodeRecord> {
-        let entry = self.directory().get(&names::node(id)).expect("the directory answers")?;
-        Some(names::decode(&entry).expect("a record"))
-    }
-
-    fn start(&self, id: u16) -> Serving {
-        Self::start_with(self.options(id, BYTES))
-    }
-
-    fn start_with(options: NodeOptions) -> Serving {
-        let shutdown = Shutdown::new();
-        let theirs = shutdown.clone();
-        let (tell, told) = mpsc::channel();
-        let thread = std::thread::spawn(move || {
-            serve(&options, &theirs, |ready: &Ready| tell.send(ready.clone()).expect("the test waits"))
-        });
-        let ready = told.recv().expect("it serves");
-        Serving { shutdown, thread, ready }
-    }
-
-    /// A host with a lease.
-    fn enrol(&self, host: u16) -> Lease {
-        let lease = self.directory().lease_grant(Duration::from_secs(1000)).expect("a lease");
-        let record = AgentRecord {
-            host,
-            address: "there".to_owned(),
-            epoch: lease.epoch,
-            claimed: lease.epoch,
-            is_successor: false,
-        };
-        self.directory().put(&names::agent(host), &names::encode(&record), Some(lease.id)).expect("room");
-        lease
-    }
-
-    fn client(&self, host: u16, epoch: u64) -> Result<PoolClient, String> {
-        self.client_of(host, epoch, Tenant(0))
-    }
-
-    fn client_of(&self, host: u16, epoch: u64, tenant: Tenant) -> Result<PoolClient, String> {
-        let who = Identity { host: Host(host), epoch, tenant };
-        let endpoint = shm::connect(&self.socket(), who).map_err(|error| error.to_string())?;
-        let mut client = PoolClient::new(Host(host), tenant);
-        client.add_node(NodeId(1), endpoint).map_err(|error| error.to_string())?;
-        Ok(client)
-    }
-}
-
-struct Serving {
-    shutdown: Shutdown,
-    thread: JoinHandle<Result<(), NodeError>>,
-    ready: Ready,
-}
-
-impl Serving {
-    fn stop(self) {
-        self.shutdown.request();
-        self.thread.join().expect("no panic").expect("a clean end");
-    }
-}
-
-fn use_it(client: &mut PoolClient) -> Result<(), PoolError> {
-    let extent = client.allocate(NodeId(1), SizeClass::SPAN)?;
-    client.free(extent)
-}
-
-/// Use the node until it shuts us out.
-fn until_fenced(client: &mut PoolClient) {
-    loop {
-        match use_it(client) {
-            Ok(()) => std::thread::yield_now(),
-            Err(PoolError::NodeGone { cause: WorkError::Fenced, .. }) => return,
-            Err(error) => panic!("{error}"),
-        }
-    }
-}
+use bed::{BYTES, Bed, TTL, until_fenced, use_it};
 
 #[test]
 fn a_node_serves_its_memory_and_says_so() {
@@ -343,6 +160,8 @@ fn a_number_is_given_once() {
         fabric: "shm".to_owned(),
         address: "/elsewhere".to_owned(),
         memory_bytes: 1,
+        memory_bytes_max: 1,
+        held_up: None,
         epoch: 1,
     };
     bed.directory().put(&names::node(1), &names::encode(&other), None).expect("room");

@@ -1,0 +1,109 @@
+//! The node as a host at its own memory: it takes and gives back by the same operations over the same fabric as any other.
+
+use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
+use aquifer_fabric::{EndpointError, Host, Identity, Reach, Tenant};
+use aquifer_pool::{NodeId, PoolClient, PoolError};
+
+/// Nobody's user id.
+const NOBODY: Tenant = Tenant(u32::MAX);
+
+/// Where the node reaches itself.
+#[derive(Debug)]
+pub(crate) struct Own {
+    pub reach: Reach,
+    pub key: Option<ClusterKey>,
+}
+
+/// A connection to itself that is made anew when it broke.
+#[derive(Debug)]
+pub(crate) struct OwnPool {
+    own: Own,
+    node: NodeId,
+    pool: Option<PoolClient>,
+    /// Connections made so far; each is an epoch.
+    connections: u64,
+    /// The section that is being changed. If the connection breaks meanwhile nobody knows how far that went.
+    changing: Option<u32>,
+}
+
+impl OwnPool {
+    /// Not connected yet.
+    pub const fn new(own: Own, node: NodeId) -> Self {
+        Self { own, node, pool: None, connections: 0, changing: None }
+    }
+
+    /// Whether a connection broke: what was being changed then is to be set right.
+    pub const fn is_broken(&self) -> bool {
+        self.pool.is_none() && self.connections > 0
+    }
+
+    /// Something failed: connect anew, for what comes next.
+    pub fn give_up(&mut self) {
+        self.pool = None;
+    }
+
+    /// Connect, if it is not connected. What it was about to take or give back in a section when an earlier connection broke is given back: it is as it was, or clear.
+    ///
+    /// # Errors
+    /// If it cannot.
+    pub fn connect(&mut self) -> Result<&mut PoolClient, OwnError> {
+        if self.pool.is_none() {
+            self.connections += 1;
+            // The new epoch fences the one before.
+            let who = Identity { host: Host::NODE, epoch: self.connections, tenant: NOBODY };
+            let endpoint = self.own.reach.connect(who, self.own.key.as_ref(), &ConnectOptions::default())?;
+            let mut pool = PoolClient::new(who.host, who.tenant);
+            pool.add_node(self.node, endpoint)?;
+            if let Some(section) = self.changing {
+                match pool.recover_section(self.node, who.host, section) {
+                    // It stays so: other sections shall not wait for it.
+                    Err(error @ PoolError::Damaged { .. }) => {
+                        tracing::warn!(%error, "a section is not used any more");
+                    }
+                    outcome => drop(outcome?),
+                }
+                self.changing = None;
+            }
+            self.pool = Some(pool);
+        }
+        Ok(self.pool.as_mut().expect("it is connected"))
+    }
+
+    /// Take or give back something in a section, and whatever belongs to it: if that breaks, what the node has of the section is given back.
+    ///
+    /// # Errors
+    /// Those of the change.
+    pub fn change<T>(
+        &mut self,
+        section: u32,
+        change: impl FnOnce(&mut PoolClient, NodeId) -> Result<T, OwnError>,
+    ) -> Result<T, OwnError> {
+        let node = self.node;
+        self.connect()?;
+        self.changing = Some(section);
+        let changed = change(self.pool.as_mut().expect("it is connected"), node);
+        if changed.as_ref().map_or_else(OwnError::is_damage, |_| true) {
+            self.changing = None;
+        }
+        changed
+    }
+}
+
+/// Why the node cannot do what it wants to.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum OwnError {
+    #[error(transparent)]
+    Endpoint(#[from] EndpointError),
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+    /// The system did not take pages back.
+    #[error("the system does not take memory back: {0}")]
+    System(#[from] std::io::Error),
+}
+
+impl OwnError {
+    /// Whether something is wrong in the memory itself: it stays so until somebody changes it.
+    pub const fn is_damage(&self) -> bool {
+        matches!(self, Self::Pool(PoolError::Damaged { .. }))
+    }
+}

@@ -1,0 +1,114 @@
+//! Lends more or less while hosts use the memory: sections are withdrawn when nobody has anything in them, and lent again.
+
+use std::sync::Arc;
+
+use aquifer_fabric::Target;
+use aquifer_pool::Donation;
+use aquifer_pool::size::SECTION_BYTES;
+use aquifer_pool::word::Run;
+
+use crate::lending::{HeldUp, Lending};
+use crate::memory::available_bytes;
+use crate::own::{OwnError, OwnPool};
+use crate::shutdown::Shutdown;
+
+/// What a node does for those who change how much it lends.
+pub(crate) struct Resizer {
+    donation: Donation,
+    target: Arc<dyn Target>,
+    lending: Arc<Lending>,
+    is_pinned: bool,
+}
+
+impl Resizer {
+    /// It begins with what is lent. Memory that is pinned stays as it is.
+    pub const fn new(
+        donation: Donation,
+        target: Arc<dyn Target>,
+        lending: Arc<Lending>,
+        is_pinned: bool,
+    ) -> Self {
+        Self { donation, target, lending, is_pinned }
+    }
+
+    /// Lend as much as is wanted, as far as that is possible now.
+    ///
+    /// # Errors
+    /// If the node cannot get at its memory, or the system takes nothing back.
+    pub fn look(&self, own: &mut OwnPool, stop: &Shutdown) -> Result<(), OwnError> {
+        let wanted = self.lending.wanted_bytes() / SECTION_BYTES;
+        if wanted == self.lending.lent_bytes() / SECTION_BYTES {
+            self.lending.tell(wanted * SECTION_BYTES, None);
+            return Ok(());
+        }
+        if self.is_pinned {
+            self.lending.tell(self.lending.lent_bytes(), Some(HeldUp::Pinned));
+            return Ok(());
+        }
+        let outcome = if wanted < self.lent() {
+            self.withdraw(wanted, own, stop)
+        } else {
+            self.lend(wanted, own, stop)
+        };
+        // Said also of what was done before it failed.
+        let held_up = outcome.as_ref().map_or(None, |held_up| *held_up);
+        self.lending.tell(self.lent() * SECTION_BYTES, held_up);
+        outcome.map(drop)
+    }
+
+    /// Sections that are lent, by their words.
+    fn lent(&self) -> u64 {
+        let lent =
+            (0..self.donation.layout.sections()).filter(|section| !self.donation.is_withheld(*section));
+        lent.count() as u64
+    }
+
+    /// From the end, so that what is lent stays together.
+    fn withdraw(&self, wanted: u64, own: &mut OwnPool, stop: &Shutdown) -> Result<Option<HeldUp>, OwnError> {
+        let mut left = self.lent().saturating_sub(wanted);
+        for section in (0..self.donation.layout.sections()).rev() {
+            if left == 0 || stop.is_requested() {
+                return Ok(None);
+            }
+            if self.donation.is_free(section) {
+                match self.withdraw_section(section, own) {
+                    Ok(is_withdrawn) => left -= u64::from(is_withdrawn),
+                    Err(error) if error.is_damage() => {}
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        Ok((left > 0).then_some(HeldUp::InUse))
+    }
+
+    /// Whether it was free still.
+    fn withdraw_section(&self, section: u32, own: &mut OwnPool) -> Result<bool, OwnError> {
+        own.change(section, |pool, node| {
+            let Some(taken) = pool.take_group(node, section, Run::SECTION)? else { return Ok(false) };
+            self.donation.shut(&taken);
+            self.target.expel(taken.addr..taken.addr + taken.class.bytes());
+            self.donation.release(&taken)?;
+            Ok(true)
+        })
+    }
+
+    fn lend(&self, wanted: u64, own: &mut OwnPool, stop: &Shutdown) -> Result<Option<HeldUp>, OwnError> {
+        let affordable = self.affordable_sections()?;
+        let mut left = wanted.min(affordable).saturating_sub(self.lent());
+        for section in 0..self.donation.layout.sections() {
+            if left == 0 || stop.is_requested() {
+                break;
+            }
+            if self.donation.is_withheld(section) {
+                own.change(section, |pool, _| Ok(pool.free(self.donation.section(section))?))?;
+                left -= 1;
+            }
+        }
+        Ok((wanted > affordable).then_some(HeldUp::NoMemory))
+    }
+
+    /// Memory that is lent is promised: what was not touched yet must be there when it is.
+    fn affordable_sections(&self) -> std::io::Result<u64> {
+        Ok((self.donation.memory.allocated_bytes()? + available_bytes()?) / SECTION_BYTES)
+    }
+}

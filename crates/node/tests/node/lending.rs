@@ -1,0 +1,118 @@
+//! The node lends more or less while hosts use its memory.
+
+use aquifer_directory::Directory;
+use aquifer_directory::names::{self, NodeRecord, WantedRecord};
+use aquifer_fabric::Tenant;
+use aquifer_node::NodeOptions;
+use aquifer_pool::size::SECTION_BYTES;
+use aquifer_pool::{NodeId, SizeClass};
+
+use crate::bed::{BYTES, Bed, Serving};
+
+const NODE: NodeId = NodeId(1);
+
+fn start(bed: &Bed) -> Serving {
+    Bed::start_with(NodeOptions { memory_bytes_max: 2 * BYTES, ..bed.options(1, BYTES) })
+}
+
+fn want(bed: &Bed, node: &Serving, memory_bytes: u64) {
+    let wanted = WantedRecord { node: 1, epoch: node.ready.record.epoch, memory_bytes };
+    bed.directory().put(&names::wanted(1), &names::encode(&wanted), None).expect("room");
+}
+
+/// Wait until the node says something that is so.
+fn until(bed: &Bed, is_so: impl Fn(&NodeRecord) -> bool) -> NodeRecord {
+    loop {
+        let record = bed.record(1).expect("it lives");
+        if is_so(&record) {
+            return record;
+        }
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_node_lends_more_and_less() {
+    let bed = Bed::new();
+    let node = start(&bed);
+    assert_eq!((node.ready.record.memory_bytes, node.ready.record.memory_bytes_max), (BYTES, 2 * BYTES));
+    let mut client = bed.client(1, 1).expect("it listens");
+    let mut extents = Vec::new();
+    let mut take = |extents: &mut Vec<_>| {
+        while let Ok(extent) = client.allocate(NODE, SizeClass::SECTION) {
+            extents.push(extent);
+        }
+        client.refresh(NODE).expect("it answers");
+        client.total_bytes(NODE)
+    };
+    assert_eq!(take(&mut extents), BYTES);
+    assert_eq!(extents.len() as u64, BYTES / SECTION_BYTES);
+
+    want(&bed, &node, 2 * BYTES);
+    until(&bed, |record| record.memory_bytes == 2 * BYTES);
+    assert_eq!(take(&mut extents), 2 * BYTES);
+    assert_eq!(extents.len() as u64, 2 * BYTES / SECTION_BYTES);
+
+    // Nothing is taken from those who use it.
+    want(&bed, &node, SECTION_BYTES);
+    let record = until(&bed, |record| record.held_up.is_some());
+    assert_eq!(record.memory_bytes, 2 * BYTES);
+    assert!(record.held_up.expect("it is").contains("in use"));
+    let last = extents.pop().expect("many");
+    client.free(last).expect("it is ours");
+    until(&bed, |record| record.memory_bytes == 2 * BYTES - SECTION_BYTES);
+    assert!(client.allocate(NODE, SizeClass::CHUNK).is_err(), "it is withdrawn");
+    extents.drain(..).for_each(|extent| client.free(extent).expect("it is ours"));
+    let record = until(&bed, |record| record.memory_bytes == SECTION_BYTES);
+    assert_eq!(record.held_up, None);
+    let only = client.allocate(NODE, SizeClass::SECTION).expect("one is left");
+    assert!(client.allocate(NODE, SizeClass::CHUNK).is_err(), "all others are withdrawn");
+    client.free(only).expect("it is ours");
+    node.stop();
+}
+
+/// What comes back is nobody's, and clear.
+#[test]
+fn another_tenant_finds_nothing_in_what_was_withdrawn() {
+    let bed = Bed::new();
+    let node = start(&bed);
+    let (mut first, mut second) = (
+        bed.client_of(1, 1, Tenant(1)).expect("it listens"),
+        bed.client_of(2, 1, Tenant(2)).expect("it listens"),
+    );
+    for _ in 0..3 {
+        let held: Vec<_> = std::iter::from_fn(|| first.allocate(NODE, SizeClass::SECTION).ok()).collect();
+        held.iter().for_each(|extent| first.free(*extent).expect("it is ours"));
+        want(&bed, &node, SECTION_BYTES);
+        until(&bed, |record| record.memory_bytes == SECTION_BYTES);
+        want(&bed, &node, BYTES);
+        until(&bed, |record| record.memory_bytes == BYTES);
+        let extent = loop {
+            // The one that was never withdrawn is cleared in a while.
+            if let Ok(extent) = second.allocate(NODE, SizeClass::SECTION) {
+                break extent;
+            }
+        };
+        second.free(extent).expect("it is ours");
+    }
+    node.stop();
+}
+
+#[test]
+fn a_wish_of_another_life_is_not_heeded() {
+    let bed = Bed::new();
+    let node = start(&bed);
+    want(&bed, &node, SECTION_BYTES);
+    until(&bed, |record| record.memory_bytes == SECTION_BYTES);
+    node.stop();
+    let node = start(&bed);
+    assert_eq!(node.ready.record.memory_bytes, BYTES);
+    let absurd = [b"{".to_vec(), b"null".to_vec()];
+    for value in absurd {
+        bed.directory().put(&names::wanted(1), &value, None).expect("room");
+    }
+    // More than the most is the most.
+    want(&bed, &node, u64::MAX);
+    until(&bed, |record| record.memory_bytes == 2 * BYTES);
+    node.stop();
+}
