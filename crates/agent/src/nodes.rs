@@ -222,6 +222,7 @@ mod tests {
             address: format!("/node-{id}"),
             memory_bytes: 1 << 20,
             memory_bytes_max: 1 << 20,
+            memory_bytes_wanted: 1 << 20,
             held_up: None,
             epoch: 1,
         };

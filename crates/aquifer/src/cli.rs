@@ -22,6 +22,7 @@ A cluster on this machine:
   up         Start memory nodes and an agent in the background
   down       Stop them
   status     What is up, how much memory is free, what runs
+  lend       Change how much a memory node lends, while it is used
 
 Programs:
   run        Run an unmodified program with a bound on its resident memory; the rest is in the cluster
@@ -70,6 +71,8 @@ pub enum Command {
     Down,
     /// Show what is up, how much memory is free, what runs
     Status(StatusArguments),
+    /// Change how much a memory node lends, while it is used
+    Lend(LendArguments),
     /// Run an unmodified program with a bound on its resident memory; the rest is in the cluster
     Run(RunArguments),
     /// Change the limit of a running program
@@ -98,6 +101,9 @@ pub struct UpArguments {
     /// Memory that each of them lends, such as 512M or 2G [default: 1G]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub memory: Option<u64>,
+    /// The most that `aquifer lend` may make each of them lend [default: the same]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub memory_max: Option<u64>,
     /// How nodes are reached: over this machine's shared memory, or over TCP as if they were elsewhere [default: shm]
     #[arg(long, value_name = "FABRIC")]
     pub fabric: Option<Fabric>,
@@ -163,6 +169,23 @@ pub struct StatusArguments {
     /// As JSON
     #[arg(long)]
     pub json: bool,
+}
+
+/// `aquifer lend`
+#[derive(Args, Clone, Debug)]
+pub struct LendArguments {
+    /// What the node shall lend from now on, such as 512M; 0 to empty it. What is in use is not taken away: that follows when it is given back
+    #[arg(value_name = "SIZE", value_parser = size::parse_or_zero)]
+    pub size: u64,
+    /// Which node [default: the only one]
+    #[arg(long, value_name = "NUMBER")]
+    pub node: Option<u16>,
+    /// Do not wait until it is so
+    #[arg(long)]
+    pub no_wait: bool,
+    /// The directory, if it is not that of the cluster in --state.
+    #[command(flatten)]
+    pub directory: DirectorySettings,
 }
 
 /// `aquifer run`

@@ -37,6 +37,7 @@ fn main() -> ExitCode {
         Command::Down => state(&cli.state).and_then(|state| cluster::down(&state)),
         Command::Status(arguments) => state(&cli.state).and_then(|state| cluster::status(&state, &arguments)),
         Command::Limit(arguments) => state(&cli.state).and_then(|state| cluster::limit(&state, &arguments)),
+        Command::Lend(arguments) => state(&cli.state).and_then(|state| cluster::lend(&state, &arguments)),
         Command::Run(arguments) => Ok(run(&cli.state, arguments)),
         Command::Demo(arguments) => demo::run(&arguments).map_err(Into::into),
         Command::Bench(arguments) => bench::run(&arguments).map_err(Into::into),

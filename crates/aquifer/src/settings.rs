@@ -98,6 +98,10 @@ pub struct NodeSettings {
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub memory: Option<u64>,
+    /// The most that `aquifer lend` may make it lend [default: what --memory says]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    #[serde(deserialize_with = "bytes")]
+    pub memory_max: Option<u64>,
     /// Lend it over a network at this address, such as 10.0.0.1:7400, to whoever has the cluster's key [default: to this machine, by shared memory]
     #[arg(long, value_name = "ADDRESS")]
     pub listen: Option<SocketAddr>,
@@ -194,6 +198,7 @@ impl Settings for NodeSettings {
         Self {
             id: self.id.or(other.id),
             memory: self.memory.or(other.memory),
+            memory_max: self.memory_max.or(other.memory_max),
             listen: self.listen.or(other.listen),
             fabric: self.fabric.or(other.fabric),
             advertise: self.advertise.or(other.advertise),

@@ -32,6 +32,14 @@ pub fn parse(text: &str) -> Result<u64, String> {
     }
 }
 
+/// The same, or 0.
+///
+/// # Errors
+/// As [`parse`].
+pub fn parse_or_zero(text: &str) -> Result<u64, String> {
+    if text == "0" { Ok(0) } else { parse(text) }
+}
+
 fn shift_of(unit: &str) -> Option<u32> {
     let unit = unit.to_ascii_uppercase();
     if unit.is_empty() {

@@ -102,6 +102,32 @@ const SMALL: [&str; 5] = ["up", "--nodes", "2", "--memory", "16M"];
 const PARTS: [&str; 5] = ["directory", "keeper", "node-1", "node-2", "agent"];
 
 #[test]
+fn a_node_lends_more_and_less_while_it_is_up() {
+    let place = Place::new();
+    succeed(&place.aquifer(&["up", "--nodes", "2", "--memory", "16M", "--memory-max", "32M"]));
+    let lends = |index: usize| place.status()["nodes"][index]["memory_bytes"].as_u64().unwrap() >> 20;
+    assert_eq!((lends(0), lends(1)), (16, 16));
+    let said = succeed(&place.aquifer(&["lend", "32M", "--node", "2"]));
+    assert_eq!(said, "node 2 lends 32 MiB\n");
+    assert_eq!((lends(0), lends(1)), (16, 32));
+    assert_eq!(place.status()["nodes"][1]["free_bytes"], 32 << 20);
+    succeed(&place.aquifer(&["lend", "0", "--node", "2"]));
+    assert_eq!(place.status()["nodes"][1]["free_bytes"], 0);
+    let refused = [
+        (&["lend", "64M", "--node", "2"][..], "node 2 can lend 32 MiB at most"),
+        (&["lend", "8M"], "say which memory node, with --node NUMBER; there are: 1, 2"),
+        (&["lend", "8M", "--node", "9"], "no memory node has the number 9; there are: 1, 2"),
+    ];
+    for (words, why) in refused {
+        let output = place.aquifer(words);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && said.contains(why), "{words:?}: {said}");
+    }
+    succeed(&place.aquifer(&["lend", "8M", "--node", "1", "--no-wait"]));
+    succeed(&place.aquifer(&["down"]));
+}
+
+#[test]
 fn a_cluster_comes_up_tells_of_itself_and_goes_down() {
     let place = Place::new();
     let said = succeed(&place.aquifer(&SMALL));

@@ -76,11 +76,33 @@ pub struct NodeRecord {
     /// The most that it could be asked to lend.
     #[serde(default)]
     pub memory_bytes_max: u64,
-    /// Why it lends less or more than it was asked to, for people.
+    /// What it was asked to lend when it said so.
     #[serde(default)]
-    pub held_up: Option<String>,
+    pub memory_bytes_wanted: u64,
+    /// Why that is not the same, if it is known.
+    #[serde(default)]
+    pub held_up: Option<HeldUp>,
     /// Fencing epoch of its lease.
     pub epoch: u64,
+}
+
+/// Why a memory node does not lend what it was asked to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum HeldUp {
+    /// Memory is never taken from those who use it.
+    #[error("the rest is in use, and follows when it is given back")]
+    InUse,
+    /// The machine has no more.
+    #[error("its machine has no more memory to spare; it goes on when there is")]
+    NoMemory,
+    /// The RDMA device keeps what it was once given.
+    #[error("over verbs memory is pinned for good: start the node anew with another --memory")]
+    Pinned,
+    /// Something that later versions know.
+    #[error("it does not say why in words that this version knows")]
+    #[serde(other)]
+    Other,
 }
 
 /// What a memory node is asked to lend, at `wanted/{node}`. It holds for one life of the node.

@@ -3,33 +3,31 @@
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
+use aquifer_directory::names::HeldUp;
+
 /// Shared by who is asked, who does it, and who tells of it.
 #[derive(Debug)]
 pub(crate) struct Lending {
     wanted_bytes: AtomicU64,
-    lent_bytes: AtomicU64,
-    held_up: Mutex<Option<HeldUp>>,
+    told: Mutex<Told>,
 }
 
-/// Why it does not lend what is wanted.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-pub(crate) enum HeldUp {
-    /// Sections are never taken from those who use them.
-    #[error("the rest is in use, and follows when it is given back")]
-    InUse,
-    /// The RDMA device keeps what it was once given.
-    #[error("over verbs memory is pinned for good: start the node anew with another --memory")]
-    Pinned,
-    /// This machine has no more.
-    #[error("the machine has no more memory to spare")]
-    NoMemory,
+/// What is so.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Told {
+    /// What is lent.
+    pub lent_bytes: u64,
+    /// What was asked for when that was done.
+    pub wanted_bytes: u64,
+    /// Why it is not the same, if that is known.
+    pub held_up: Option<HeldUp>,
 }
 
 impl Lending {
     /// So much is lent, and nothing else is wanted.
     pub const fn new(bytes: u64) -> Self {
-        let (wanted_bytes, lent_bytes) = (AtomicU64::new(bytes), AtomicU64::new(bytes));
-        Self { wanted_bytes, lent_bytes, held_up: Mutex::new(None) }
+        let told = Told { lent_bytes: bytes, wanted_bytes: bytes, held_up: None };
+        Self { wanted_bytes: AtomicU64::new(bytes), told: Mutex::new(told) }
     }
 
     /// Ask for so much.
@@ -42,19 +40,13 @@ impl Lending {
         self.wanted_bytes.load(Relaxed)
     }
 
-    /// What is lent.
-    pub fn lent_bytes(&self) -> u64 {
-        self.lent_bytes.load(Relaxed)
+    /// What was done.
+    pub fn told(&self) -> Told {
+        *self.told.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Why it is not what is asked for, if that is known.
-    pub fn held_up(&self) -> Option<HeldUp> {
-        *self.held_up.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Say what came of it.
-    pub fn tell(&self, lent_bytes: u64, held_up: Option<HeldUp>) {
-        *self.held_up.lock().unwrap_or_else(PoisonError::into_inner) = held_up;
-        self.lent_bytes.store(lent_bytes, Relaxed);
+    /// Say what was done.
+    pub fn tell(&self, told: Told) {
+        *self.told.lock().unwrap_or_else(PoisonError::into_inner) = told;
     }
 }

@@ -12,7 +12,7 @@ use aquifer_fabric::{Host, Target};
 
 use crate::error::NodeError;
 use crate::fences::{Fence, Fences};
-use crate::lending::Lending;
+use crate::lending::{Lending, Told};
 use crate::metrics::Events;
 use crate::shutdown::Shutdown;
 
@@ -171,10 +171,10 @@ impl Member {
 
     /// Say in the directory how much is lent by now.
     fn tell_lent(&mut self) -> Result<(), NodeError> {
-        let memory_bytes = self.lending.lent_bytes();
-        let held_up = self.lending.held_up().map(|held_up| held_up.to_string());
-        if memory_bytes != self.record.memory_bytes || held_up != self.record.held_up {
-            let told = NodeRecord { memory_bytes, held_up, ..self.record.clone() };
+        let Told { lent_bytes: memory_bytes, wanted_bytes: memory_bytes_wanted, held_up } =
+            self.lending.told();
+        let told = NodeRecord { memory_bytes, memory_bytes_wanted, held_up, ..self.record.clone() };
+        if told != self.record {
             let before = std::mem::replace(&mut self.record, told);
             // What could not be said is said with the next connection.
             self.put_record().inspect_err(|_| self.record = before)?;

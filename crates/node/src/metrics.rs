@@ -64,7 +64,7 @@ impl Collector for Figures {
         let one = |value: u64| [(Labels::new(), value)];
         let version = [label("version", env!("CARGO_PKG_VERSION"))];
         info(encoder, about("build", "Which Aquifer it is."), &version)?;
-        gauges(encoder, bytes("memory", "Memory that the node lends."), one(self.lending.lent_bytes()))?;
+        gauges(encoder, bytes("memory", "Memory that the node lends."), one(self.lending.told().lent_bytes))?;
         let wanted = self.lending.wanted_bytes();
         gauges(encoder, bytes("memory_wanted", "Memory that it is asked to lend."), one(wanted))?;
         gauges(encoder, bytes("free", "Of it, what nobody has taken."), one(self.donation.free_bytes()))?;

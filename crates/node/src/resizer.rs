@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
+use aquifer_directory::names::HeldUp;
 use aquifer_fabric::Target;
 use aquifer_pool::Donation;
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::word::Run;
 
-use crate::lending::{HeldUp, Lending};
+use crate::lending::{Lending, Told};
 use crate::memory::available_bytes;
 use crate::own::{OwnError, OwnPool};
 use crate::shutdown::Shutdown;
@@ -36,13 +37,12 @@ impl Resizer {
     /// # Errors
     /// If the node cannot get at its memory, or the system takes nothing back.
     pub fn look(&self, own: &mut OwnPool, stop: &Shutdown) -> Result<(), OwnError> {
-        let wanted = self.lending.wanted_bytes() / SECTION_BYTES;
-        if wanted == self.lending.lent_bytes() / SECTION_BYTES {
-            self.lending.tell(wanted * SECTION_BYTES, None);
-            return Ok(());
-        }
-        if self.is_pinned {
-            self.lending.tell(self.lending.lent_bytes(), Some(HeldUp::Pinned));
+        let wanted_bytes = self.lending.wanted_bytes();
+        let wanted = wanted_bytes / SECTION_BYTES;
+        let before = self.lending.told();
+        if self.is_pinned || wanted == before.lent_bytes / SECTION_BYTES {
+            let held_up = (wanted != before.lent_bytes / SECTION_BYTES).then_some(HeldUp::Pinned);
+            self.lending.tell(Told { wanted_bytes, held_up, ..before });
             return Ok(());
         }
         let outcome = if wanted < self.lent() {
@@ -52,7 +52,7 @@ impl Resizer {
         };
         // Said also of what was done before it failed.
         let held_up = outcome.as_ref().map_or(None, |held_up| *held_up);
-        self.lending.tell(self.lent() * SECTION_BYTES, held_up);
+        self.lending.tell(Told { lent_bytes: self.lent() * SECTION_BYTES, wanted_bytes, held_up });
         outcome.map(drop)
     }
 

@@ -181,6 +181,7 @@ pub fn serve(
         address: reach.address(),
         memory_bytes: lent_bytes,
         memory_bytes_max: donation.layout.data_bytes(),
+        memory_bytes_wanted: lent_bytes,
         held_up: None,
         epoch: 0,
     };

@@ -5,6 +5,7 @@
 mod down;
 pub mod key;
 mod launch;
+mod lend;
 mod limit;
 mod lock;
 mod memory;
@@ -18,6 +19,7 @@ mod systemd;
 mod up;
 
 pub use down::down;
+pub use lend::lend;
 pub use limit::limit;
 pub use parts::be;
 pub use source::{Source, SourceError};

@@ -55,6 +55,9 @@ pub struct Shape {
     pub nodes: u16,
     /// What each lends.
     pub memory_bytes: u64,
+    /// The most that each may be asked to lend, if it was given.
+    #[serde(default)]
+    pub memory_bytes_max: Option<u64>,
     /// The mempool's bound, if it was given.
     pub mempool_bytes: Option<u64>,
     /// What one user's programs may have as extents, if it was given.
@@ -80,6 +83,7 @@ impl Shape {
             version: VERSION,
             nodes: arguments.nodes.unwrap_or(3),
             memory_bytes: arguments.memory.unwrap_or(1 << 30),
+            memory_bytes_max: arguments.memory_max,
             mempool_bytes: arguments.mempool,
             extents_per_user: arguments.extents_per_user,
             shared_socket: arguments.shared_socket.clone(),
@@ -180,6 +184,7 @@ impl Shape {
     pub fn check(&self, arguments: &UpArguments) -> Result<(), ShapeError> {
         let agrees = arguments.nodes.is_none_or(|nodes| nodes == self.nodes)
             && arguments.memory.is_none_or(|memory| memory == self.memory_bytes)
+            && arguments.memory_max.is_none_or(|most| Some(most) == self.memory_bytes_max)
             && arguments.mempool.is_none_or(|mempool| Some(mempool) == self.mempool_bytes)
             && arguments.extents_per_user.is_none_or(|quota| Some(quota) == self.extents_per_user)
             && (arguments.shared_socket.is_none() || arguments.shared_socket == self.shared_socket)
@@ -207,6 +212,7 @@ mod tests {
         UpArguments {
             nodes,
             memory,
+            memory_max: None,
             fabric: None,
             mempool: None,
             extents_per_user: None,

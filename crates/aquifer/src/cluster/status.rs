@@ -45,6 +45,10 @@ struct NodeStatus {
     id: u16,
     address: String,
     memory_bytes: u64,
+    /// What it is asked to lend.
+    memory_bytes_wanted: u64,
+    /// The most that it could be asked to lend.
+    memory_bytes_max: u64,
     /// As the agent sees it.
     free_bytes: Option<u64>,
 }
@@ -98,6 +102,8 @@ fn find_out(state: &StateDir, agent_socket: &Path) -> Result<Status, Box<dyn std
         id: node.id,
         address: node.address,
         memory_bytes: node.memory_bytes,
+        memory_bytes_wanted: node.memory_bytes_wanted,
+        memory_bytes_max: node.memory_bytes_max,
         free_bytes: free_bytes(node.id),
     };
     let mut nodes: Vec<_> = nodes.into_iter().map(node_status).collect();
@@ -164,6 +170,9 @@ fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
             status.nodes.iter().find(|node| part.alive && part.name == Part::Node(node.id).to_string());
         if let Some(node) = node {
             write!(text, " lends {}", Size(node.memory_bytes))?;
+            if node.memory_bytes != node.memory_bytes_wanted {
+                write!(text, " (asked for {})", Size(node.memory_bytes_wanted))?;
+            }
             if let Some(free) = node.free_bytes {
                 write!(text, ", {} free", Size(free))?;
             }

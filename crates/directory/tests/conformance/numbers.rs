@@ -120,6 +120,7 @@ pub fn a_node_number_is_taken_once(harness: &dyn Harness) {
             address,
             memory_bytes: 1 << 30,
             memory_bytes_max: 1 << 30,
+            memory_bytes_wanted: 1 << 30,
             held_up: None,
             epoch: lease.epoch,
         };

@@ -161,6 +161,7 @@ fn a_number_is_given_once() {
         address: "/elsewhere".to_owned(),
         memory_bytes: 1,
         memory_bytes_max: 1,
+        memory_bytes_wanted: 1,
         held_up: None,
         epoch: 1,
     };
