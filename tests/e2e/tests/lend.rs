@@ -47,7 +47,9 @@ fn a_program_goes_on_while_its_node_changes(fabric: &str) {
     });
     lend(&cluster, &["2M", "--no-wait"]);
     // It takes what is free, and nothing else.
-    eventually("it to have taken what is free", || (node(&cluster, "memory_bytes") < 128 * MIB).then_some(()));
+    eventually("it to have taken what is free", || {
+        (node(&cluster, "memory_bytes") < 128 * MIB).then_some(())
+    });
     lend(&cluster, &["256M"]);
     assert_eq!(node(&cluster, "memory_bytes"), 256 * MIB);
     let mut faults = None;
@@ -57,7 +59,9 @@ fn a_program_goes_on_while_its_node_changes(fabric: &str) {
     });
     assert!(allocated_bytes(&cluster) >= 60 * MIB);
     lend(&cluster, &["0", "--no-wait"]);
-    eventually("it to have taken what is free", || (node(&cluster, "memory_bytes") < 200 * MIB).then_some(()));
+    eventually("it to have taken what is free", || {
+        (node(&cluster, "memory_bytes") < 200 * MIB).then_some(())
+    });
     assert!(node(&cluster, "memory_bytes") > 0, "a program uses it");
     let program = eventually("the program", || processes::descendants(run.pid()).first().copied());
     processes::kill(program);

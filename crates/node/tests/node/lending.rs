@@ -70,6 +70,25 @@ fn a_node_lends_more_and_less() {
     node.stop();
 }
 
+/// Memory that is lent is promised.
+#[test]
+fn a_node_lends_no_more_than_its_machine_has() {
+    let bed = Bed::new();
+    let meminfo = std::fs::read_to_string("/proc/meminfo").expect("the system tells");
+    let total_kib =
+        meminfo.split_whitespace().nth(1).and_then(|kib| kib.parse::<u64>().ok()).expect("MemTotal");
+    let most = 2 * total_kib * 1024 / SECTION_BYTES * SECTION_BYTES;
+    let node = Bed::start_with(NodeOptions { memory_bytes_max: most, ..bed.options(1, BYTES) });
+    want(&bed, &node, most);
+    let record = until(&bed, |record| record.held_up.is_some());
+    assert_eq!((record.held_up, record.memory_bytes_wanted), (Some(HeldUp::NoMemory), most));
+    assert!((BYTES..most).contains(&record.memory_bytes), "{record:?}");
+    want(&bed, &node, BYTES);
+    let record = until(&bed, |record| record.memory_bytes == BYTES);
+    assert_eq!(record.held_up, None);
+    node.stop();
+}
+
 /// What comes back is nobody's, and clear.
 #[test]
 fn another_tenant_finds_nothing_in_what_was_withdrawn() {

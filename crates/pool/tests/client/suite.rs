@@ -9,6 +9,7 @@ use aquifer_fabric::{
 };
 use aquifer_pool::layout::Layout;
 use aquifer_pool::size::SECTION_BYTES;
+use aquifer_pool::word::Run;
 use aquifer_pool::{Donation, Extent, FormatError, NodeId, PoolClient, PoolError, SizeClass, donate};
 
 use crate::Bed;
@@ -324,6 +325,26 @@ fn memory_goes_to_another_tenant_only_cleared() {
         donation.clear(&taken);
         node.free(taken).expect("it is the node's");
     }
+}
+
+/// A node whose connection broke sets right what it was changing, and keeps the sections that it does not lend.
+#[test]
+fn what_is_recovered_of_one_section_leaves_others_alone() {
+    let bed = Bed::bare();
+    let donation = lend(&bed, 3);
+    let mut node = bed.client_of(4095, u32::MAX);
+    let taken =
+        [0, 2].map(|section| node.take_group(NODE, section, Run::SECTION).unwrap().expect("it is free"));
+    drop(node);
+    let mut node = bed.client_of(4095, u32::MAX);
+    let recovered = node.recover_section(NODE, Host::NODE, 0).expect("it answers");
+    assert_eq!((recovered.extents, recovered.chunks), (1, 512));
+    assert_eq!([0, 1, 2].map(|section| donation.is_withheld(section)), [false, false, true]);
+    assert_eq!(node.total_bytes(NODE), 2 * SECTION_BYTES);
+    assert_eq!(donation.section(2), taken[1]);
+    node.free(taken[1]).expect("it is the node's");
+    node.refresh(NODE).expect("it answers");
+    assert_eq!((node.total_bytes(NODE), node.free_bytes(NODE)), (3 * SECTION_BYTES, 3 * SECTION_BYTES));
 }
 
 #[test]
