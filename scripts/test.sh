@@ -36,13 +36,13 @@ cargo test -p aquifer-tests-tidy 2>&1 | tee -a "$log"
 step "lints"
 cargo clippy --workspace --all-targets --quiet -- -D warnings
 # What is no part of `cargo test`.
-cargo clippy --quiet -p aquifer-fabric --test conformance-verbs --test initiators-verbs -p aquifer-pool --test client-verbs -p aquifer-tests-guests --test long -- -D warnings
+cargo clippy --workspace --quiet --test conformance-verbs --test initiators-verbs --test client-verbs --test long -- -D warnings
 if command -v shellcheck >/dev/null 2>&1; then
     shellcheck scripts/*.sh .ci/run
 fi
 
 step "unit tests, conformance suites, simulators"
-cargo test --workspace --exclude aquifer-tests-{tidy,e2e,guests} 2>&1 | tee -a "$log"
+cargo test --workspace --exclude=aquifer-tests-{tidy,e2e,guests} 2>&1 | tee -a "$log"
 
 step "release build"
 cargo build --release

@@ -14,7 +14,7 @@ use aquifer_directory::names::{self, AgentRecord, HolderRecord, Life};
 use aquifer_directory::{Directory, DirectoryError, Lease};
 use aquifer_fabric::{Host, Identity, Tenant};
 use aquifer_pool::op::Recovered;
-use aquifer_pool::{NodeId, PoolClient, PoolError};
+use aquifer_pool::{NodeId, PoolError, recover_node};
 
 use crate::nodes::Nodes;
 
@@ -267,10 +267,8 @@ impl Recoverer {
 
     /// The new epoch fences the dead host as soon as the node hears of it, which is before the node answers.
     fn recover_at(&self, node: NodeId, who: Identity) -> Result<Recovered, RecoverError> {
-        let unreachable = |error| RecoverError::Unreachable(node.0, error);
-        let endpoint = self.nodes.connect_as(node, who).map_err(unreachable)?;
-        let mut pool = PoolClient::new(who.host, who.tenant);
-        pool.add_node(node, endpoint)?;
-        Ok(pool.recover(node, who.host)?)
+        recover_node(node, who.host, who.tenant, &|| {
+            self.nodes.connect_as(node, who).map_err(|error| RecoverError::Unreachable(node.0, error))
+        })
     }
 }

@@ -55,7 +55,7 @@ impl OwnPool {
             let mut pool = PoolClient::new(who.host, who.tenant);
             pool.add_node(self.node, endpoint)?;
             if let Some(section) = self.changing {
-                match pool.recover_section(self.node, who.host, section) {
+                match pool.recover_within(self.node, who.host, section..section + 1) {
                     // It stays so: other sections shall not wait for it.
                     Err(error @ PoolError::Damaged { .. }) => {
                         tracing::warn!(%error, "a section is not used any more");

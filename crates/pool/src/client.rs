@@ -1,10 +1,12 @@
 //! The edge: runs the machines over fabric endpoints.
 
 mod node;
+mod recovery;
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
+use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
 
@@ -16,6 +18,7 @@ use crate::op::{AllocOp, FreeOp, Grant, OpError, RecoverOp, Recovered};
 use crate::size::SizeClass;
 use crate::word::Run;
 use node::{Failure, Node};
+pub use recovery::recover_node;
 
 /// Work ids from this one on are the pool's; who shares its endpoints uses smaller ones.
 pub const POOL_WORK_ID: u64 = 1 << 63;
@@ -95,6 +98,12 @@ impl PoolClient {
     /// The nodes in use.
     pub fn nodes(&self) -> impl Iterator<Item = NodeId> {
         self.nodes.keys().copied()
+    }
+
+    /// How many sections a node has, lent or not; 0 for a node that is not in use.
+    #[must_use]
+    pub fn sections(&self, id: NodeId) -> u32 {
+        self.nodes.get(&id).map_or(0, Node::sections)
     }
 
     /// Bytes that a node has free, by what this client has seen last; 0 for a node that is not in use.
@@ -196,12 +205,17 @@ impl PoolClient {
         self.node(id)?.run(RecoverOp::new(host, dead)).map_err(|failure| failure.of(id, 0, 0))
     }
 
-    /// The same for what is in one section.
+    /// The same for what is in these sections.
     ///
     /// # Errors
     /// As for [`Self::recover`].
-    pub fn recover_section(&mut self, id: NodeId, dead: Host, section: u32) -> Result<Recovered, PoolError> {
-        let op = RecoverOp::new(self.host, dead).within(section..section.saturating_add(1));
+    pub fn recover_within(
+        &mut self,
+        id: NodeId,
+        dead: Host,
+        sections: Range<u32>,
+    ) -> Result<Recovered, PoolError> {
+        let op = RecoverOp::new(self.host, dead).within(sections);
         self.node(id)?.run(op).map_err(|failure| failure.of(id, 0, 0))
     }
 

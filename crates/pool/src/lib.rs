@@ -20,7 +20,7 @@ pub mod op;
 pub mod size;
 pub mod word;
 
-pub use client::{Extent, NodeId, POOL_WORK_ID, PoolClient};
+pub use client::{Extent, NodeId, POOL_WORK_ID, PoolClient, recover_node};
 pub use donor::{Donation, donate, donate_of};
 pub use error::{FormatError, PoolError};
 pub use size::SizeClass;

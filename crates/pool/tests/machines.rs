@@ -85,6 +85,12 @@ impl Words {
                 }
                 op.step(cache, StepResult::Written)
             }
+            Action::Strike(strikes) => {
+                for (at, expected, desired) in strikes.swaps() {
+                    self.swap(at, expected, desired);
+                }
+                op.step(cache, StepResult::Written)
+            }
         }
     }
 

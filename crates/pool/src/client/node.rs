@@ -14,7 +14,9 @@ use crate::cache::{NodeCache, Nonces};
 use crate::error::{FormatError, PoolError};
 use crate::layout::{HEADER_BYTES, Layout};
 use crate::link::{Kept, Link};
-use crate::op::{Action, Grant, Machine, OpError, READ_WORDS_MAX, Step, StepResult, WordAt, Writes, word_of};
+use crate::op::{
+    Action, Grant, Machine, OpError, READ_WORDS_MAX, Step, StepResult, Strikes, WordAt, Writes, word_of,
+};
 use crate::size::{CHUNK_BYTES, SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 use crate::word::{IllegalWord, InlineLog, LogOp, Run, SectionWord, SpanState, SpanWord, record_of};
 
@@ -30,6 +32,9 @@ const _: () = assert!(READ_WORDS_MAX as usize * 8 <= REPLY_BYTES);
 const SPINS_MAX: u32 = 256;
 /// An endpoint over a network is asked again after so long.
 const PATIENCE: Duration = Duration::from_millis(20);
+/// Most operations of one action.
+const BATCH_MAX: usize = Strikes::MAX;
+const _: () = assert!(BATCH_MAX >= Writes::PARTS_MAX);
 /// Completions taken at a time.
 const POLL_MAX: usize = 32;
 
@@ -53,7 +58,7 @@ struct Wire {
     reply_key: LocalKey,
     next_id: u64,
     batch: Vec<Work>,
-    outcomes: [u64; Writes::PARTS_MAX],
+    outcomes: [u64; BATCH_MAX],
     polled: Vec<Completion>,
     others: Vec<Completion>,
 }
@@ -111,8 +116,8 @@ impl Node {
             reply,
             reply_key,
             next_id: 0,
-            batch: Vec::with_capacity(Writes::PARTS_MAX),
-            outcomes: [0; Writes::PARTS_MAX],
+            batch: Vec::with_capacity(BATCH_MAX),
+            outcomes: [0; BATCH_MAX],
             polled: Vec::with_capacity(POLL_MAX),
             others: Vec::new(),
         };
@@ -144,6 +149,10 @@ impl Node {
 
     pub(super) fn total_bytes(&self) -> u64 {
         self.cache.lent_chunks() * CHUNK_BYTES
+    }
+
+    pub(super) const fn sections(&self) -> u32 {
+        self.wire.layout.sections()
     }
 
     pub(super) fn chunk_of(&self, addr: u64) -> Option<u32> {
@@ -313,6 +322,16 @@ impl Wire {
                     [Some(first), None, None] => self.execute_all(&[first])?,
                     _ => {}
                 }
+                Ok(StepResult::Written)
+            }
+            Action::Strike(strikes) => {
+                let mut verbs = [Verb::FetchAdd { remote: self.remote(0), add: 0 }; Strikes::MAX];
+                let mut count = 0;
+                for (at, expected, desired) in strikes.swaps() {
+                    verbs[count] = self.swap_verb(at, expected, desired);
+                    count += 1;
+                }
+                self.execute_all(&verbs[..count])?;
                 Ok(StepResult::Written)
             }
         }

@@ -15,7 +15,7 @@ mod recover;
 
 use std::fmt;
 
-use aquifer_fabric::{Host, Key};
+use aquifer_fabric::{Host, Key, KeyEntry};
 
 pub use alloc::AllocOp;
 pub use free::FreeOp;
@@ -163,6 +163,39 @@ pub enum Action {
     },
     /// Write entries of the log and of the keys. Answered by [`StepResult::Written`].
     Write(Writes),
+    /// Compare and swap entries of the keys. Answered by [`StepResult::Written`]: those that have changed stay as they are.
+    Strike(Strikes),
+}
+
+/// Keys that are struck out at once, of neighbouring entries.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Strikes {
+    first: u32,
+    /// What the entries are; zero for those that are left alone.
+    entries: [u64; Self::MAX],
+}
+
+impl Strikes {
+    /// Most entries of one action.
+    pub const MAX: usize = 16;
+
+    /// The keys that are among these entries; `None` if there are none. At most [`Strikes::MAX`] are looked at.
+    pub(crate) fn among(first: WordAt, entries: &[u64]) -> Option<Self> {
+        let WordAt::Key(first) = first else { panic!("{first} is no key entry") };
+        let mut strikes = Self { first, entries: [0; Self::MAX] };
+        for (strike, entry) in strikes.entries.iter_mut().zip(entries) {
+            if KeyEntry(*entry).key() != Key(0) {
+                *strike = *entry;
+            }
+        }
+        (strikes.entries != [0; Self::MAX]).then_some(strikes)
+    }
+
+    /// The words, what each must be, and what it becomes.
+    pub fn swaps(self) -> impl Iterator<Item = (WordAt, u64, u64)> {
+        let swap = |(at, entry)| (WordAt::Key(at), entry, KeyEntry(entry).without_key().0);
+        (self.first..).zip(self.entries).filter(|(_, entry)| *entry != 0).map(swap)
+    }
 }
 
 /// What is written at once.

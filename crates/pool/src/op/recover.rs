@@ -5,11 +5,11 @@
 
 use std::ops::Range;
 
-use aquifer_fabric::{Host, Key, KeyEntry};
+use aquifer_fabric::Host;
 
 use super::give::{Gift, Give, Given};
 use super::hint::Hint;
-use super::{Action, Machine, Mutation, OpError, READ_WORDS_MAX, Step, StepResult, WordAt, lose};
+use super::{Action, Machine, Mutation, OpError, READ_WORDS_MAX, Step, StepResult, Strikes, WordAt, lose};
 use crate::cache::{NodeCache, place_in_section};
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 use crate::word::{InlineLog, LogEntry, LogOp, Run, SectionWord, SpanState, SpanWord};
@@ -61,8 +61,8 @@ pub struct RecoverOp {
     chunk_keys: Vec<u64>,
     /// The section's own, 15 that are unused, and its spans'.
     other_keys: Vec<u64>,
-    /// Keys that are still to be struck out: where, and what the entry is.
-    strikes: Vec<(WordAt, u64)>,
+    /// Keys that are still to be struck out.
+    strikes: Vec<Strikes>,
     state: State,
 }
 
@@ -346,35 +346,38 @@ impl RecoverOp {
     /// The keys of what is given back, as they were before it was judged. Who strikes them out by a CAS harms nobody who comes later.
     fn find_strikes(&mut self, gift: Gift) {
         let first = self.section * SECTION_SPANS;
+        let (chunk_keys, other_keys) = (&self.chunk_keys, &self.other_keys);
         self.strikes.clear();
-        let mut add = |at, entry: Option<&u64>| {
-            let entry = entry.copied().filter(|entry| KeyEntry(*entry).key() != Key(0));
-            self.strikes.extend(entry.map(|entry| (at, entry)));
-        };
+        let mut add = |at, entries: &[u64]| self.strikes.extend(Strikes::among(at, entries));
         match gift {
             _ if self.mutation == Mutation::SkipStrike => {}
             Gift::Span { .. } => {}
             Gift::Whole { section, group } if u32::from(group.len()) == SECTION_SPANS => {
-                add(WordAt::section_key(section), self.other_keys.first());
+                add(WordAt::section_key(section), &other_keys[..1]);
             }
             Gift::Whole { group, .. } => {
-                let place = u32::from(group.first());
-                add(WordAt::span_key(first + place), self.other_keys.get(SPANS + place as usize));
+                let place = usize::from(group.first());
+                let entry = &other_keys[SPANS + place..][..1];
+                add(WordAt::span_key(first + u32::from(group.first())), entry);
             }
             Gift::Chunks { span, mask, .. } => {
-                for chunk in (0..SPAN_CHUNKS).filter(|chunk| mask >> chunk & 1 == 1) {
-                    let entry = self.chunk_keys.get((span - first) as usize * CHUNKS + chunk as usize);
-                    add(WordAt::chunk_key(span * SPAN_CHUNKS + chunk), entry);
+                let mut entries = [0; CHUNKS];
+                entries.copy_from_slice(&chunk_keys[(span - first) as usize * CHUNKS..][..CHUNKS]);
+                for (chunk, entry) in entries.iter_mut().enumerate() {
+                    *entry *= u64::from(mask >> chunk & 1);
+                }
+                let firsts = (span * SPAN_CHUNKS..).step_by(Strikes::MAX);
+                for (chunk, entries) in firsts.zip(entries.chunks(Strikes::MAX)) {
+                    add(WordAt::chunk_key(chunk), entries);
                 }
             }
         }
     }
 
-    /// Strike out the next key; then give back.
+    /// Strike out the next keys; then give back.
     fn strike_next(&mut self, cache: &NodeCache, gift: Gift, found: Recovered) -> Step<Recovered> {
-        if let Some((at, expected)) = self.strikes.pop() {
-            let desired = KeyEntry(expected).without_key().0;
-            return self.post(State::Striking(gift, found), Action::Cas { at, expected, desired });
+        if let Some(strikes) = self.strikes.pop() {
+            return self.post(State::Striking(gift, found), Action::Strike(strikes));
         }
         let (give, action) = Give::begin(self.host, gift, self.lost, cache, self.mutation);
         let place = match gift {

@@ -337,7 +337,7 @@ fn what_is_recovered_of_one_section_leaves_others_alone() {
         [0, 2].map(|section| node.take_group(NODE, section, Run::SECTION).unwrap().expect("it is free"));
     drop(node);
     let mut node = bed.client_of(4095, u32::MAX);
-    let recovered = node.recover_section(NODE, Host::NODE, 0).expect("it answers");
+    let recovered = node.recover_within(NODE, Host::NODE, 0..1).expect("it answers");
     assert_eq!((recovered.extents, recovered.chunks), (1, 512));
     assert_eq!([0, 1, 2].map(|section| donation.is_withheld(section)), [false, false, true]);
     assert_eq!(node.total_bytes(NODE), 2 * SECTION_BYTES);

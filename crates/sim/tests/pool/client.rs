@@ -157,7 +157,7 @@ impl Client {
                 words.extend((0..32).map(|i| self.word(i)));
                 StepResult::Words(&words)
             }
-            Action::Write(_) => StepResult::Written,
+            Action::Write(_) | Action::Strike(_) => StepResult::Written,
             Action::CasThen { .. } => StepResult::FoundThen(self.outcomes[0], self.word(0)),
             Action::WriteThen { .. } => StepResult::Found(self.outcomes[1]),
             Action::Cas { .. } | Action::Probe { .. } => StepResult::Found(self.outcomes[0]),
@@ -224,6 +224,9 @@ impl Client {
                     verb
                 });
                 parts.collect()
+            }
+            Action::Strike(strikes) => {
+                strikes.swaps().map(|(at, expected, desired)| self.swap(at, expected, desired)).collect()
             }
         };
         self.posted = Some(action);

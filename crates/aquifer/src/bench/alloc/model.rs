@@ -6,9 +6,9 @@ use std::collections::BinaryHeap;
 use super::ways::{Arrived, Client, Task, Way};
 
 /// Half of what a READ, a WRITE or an atomic takes, there and back, in nanoseconds.
-const WAY_NS: u64 = 850;
+pub const WAY_NS: u64 = 850;
 /// What each further operation of one doorbell adds.
-const MORE_NS: u64 = 100;
+pub const MORE_NS: u64 = 100;
 /// What an RPC takes of its node's one core; with the way there and back that makes 4 µs.
 const RPC_NS: u64 = 2_300;
 /// To register memory, for each 4 MiB.

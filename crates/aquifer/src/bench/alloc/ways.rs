@@ -85,12 +85,13 @@ pub struct World {
     nodes: Vec<NodeWords>,
 }
 
-#[derive(Debug, Default)]
-struct NodeWords {
-    sections: Vec<u64>,
-    spans: Vec<u64>,
-    logs: Vec<u64>,
-    keys: Vec<u64>,
+/// The metadata of a node.
+#[derive(Clone, Debug, Default)]
+pub struct NodeWords {
+    pub sections: Vec<u64>,
+    pub spans: Vec<u64>,
+    pub logs: Vec<u64>,
+    pub keys: Vec<u64>,
     /// Of the array: who has a chunk.
     owners: Vec<u16>,
 }
@@ -98,20 +99,24 @@ struct NodeWords {
 impl World {
     /// All free.
     pub fn new(way: Way, sections: u32, nodes: usize) -> Self {
+        Self { nodes: (0..nodes).map(|_| NodeWords::new(way, sections)).collect() }
+    }
+}
+
+impl NodeWords {
+    /// All free.
+    pub fn new(way: Way, sections: u32) -> Self {
         let of = |is_used: bool, each: u32| if is_used { (sections * each) as usize } else { 0 };
         let (ours, array) = (way == Way::Ours, way == Way::Array);
-        let node = || NodeWords {
+        Self {
             sections: vec![0; of(ours, 1)],
             spans: vec![0; of(ours, SECTION_SPANS)],
             logs: vec![0; of(ours, SECTION_ENTRIES)],
             keys: vec![0; of(ours, SECTION_ENTRIES)],
             owners: vec![0; of(array, SECTION_CHUNKS)],
-        };
-        Self { nodes: (0..nodes).map(|_| node()).collect() }
+        }
     }
-}
 
-impl NodeWords {
     fn words(&mut self, at: WordAt, count: usize) -> &mut [u64] {
         let (all, first) = match at {
             WordAt::Section(index) => (&mut self.sections, index),
@@ -132,7 +137,7 @@ impl NodeWords {
     }
 
     /// Do what a machine of ours wants done; what it hears, and what that was.
-    fn carry_out(&mut self, action: &Action, heard: &mut Vec<u64>) -> Arrived {
+    pub fn carry_out(&mut self, action: &Action, heard: &mut Vec<u64>) -> Arrived {
         heard.clear();
         match *action {
             Action::Cas { at, expected, desired } => {
@@ -173,7 +178,26 @@ impl NodeWords {
                 }
                 plain(operations)
             }
+            Action::Strike(strikes) => {
+                let mut arrived = plain(0);
+                for (at, expected, desired) in strikes.swaps() {
+                    arrived.operations += 1;
+                    arrived.swaps += 1;
+                    arrived.lost += u64::from(self.swap(at, expected, desired) != expected);
+                }
+                arrived
+            }
         }
+    }
+}
+
+/// What a machine hears that wanted this done.
+pub fn answer<'a>(action: &Action, heard: &'a [u64]) -> StepResult<'a> {
+    match action {
+        Action::Cas { .. } | Action::Probe { .. } | Action::WriteThen { .. } => StepResult::Found(heard[0]),
+        Action::CasThen { .. } => StepResult::FoundThen(heard[0], heard[1]),
+        Action::Read { .. } | Action::Survey { .. } => StepResult::Words(heard),
+        Action::Write(_) | Action::Strike(_) => StepResult::Written,
     }
 }
 
@@ -359,14 +383,7 @@ impl OurClient {
 
     fn proceed(&mut self, node: usize) -> Result<bool, String> {
         let cache = &mut self.caches[node];
-        let result = match self.action {
-            Some(Action::Cas { .. } | Action::Probe { .. } | Action::WriteThen { .. }) => {
-                StepResult::Found(self.heard[0])
-            }
-            Some(Action::CasThen { .. }) => StepResult::FoundThen(self.heard[0], self.heard[1]),
-            Some(Action::Read { .. } | Action::Survey { .. }) => StepResult::Words(&self.heard),
-            Some(Action::Write(_)) | None => StepResult::Written,
-        };
+        let result = self.action.map_or(StepResult::Written, |action| answer(&action, &self.heard));
         match self.operation.as_mut() {
             Some(Operation::Alloc(op)) => {
                 let step = op.step(cache, result);

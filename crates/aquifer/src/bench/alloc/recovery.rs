@@ -1,0 +1,185 @@
+//! How long it takes to give back what a dead host held, once its lease is over: a million chunks of one node.
+
+use std::collections::BTreeMap;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::time::Instant;
+
+use aquifer_fabric::shm::{self, ShmTarget};
+use aquifer_fabric::tcp::{self, ClusterKey, ConnectOptions, TcpTarget};
+use aquifer_fabric::{EndpointError, Host, Identity, Reach, Target, Tenant};
+use aquifer_pool::cache::{NodeCache, Nonces};
+use aquifer_pool::layout::Layout;
+use aquifer_pool::op::{AllocOp, Machine, OpError, RecoverOp, Recovered, Step};
+use aquifer_pool::size::SECTION_CHUNKS;
+use aquifer_pool::{Donation, NodeId, PoolError, SizeClass, donate, recover_node};
+
+use super::model::{MORE_NS, WAY_NS};
+use super::ways::{NodeWords, Way, answer};
+use crate::bench::BenchError;
+use crate::bench::support::progress;
+use crate::bench::support::report::{Column, Row, Table, Target as Aim};
+use crate::bench::support::spread::Spread;
+
+/// A million chunks.
+const SECTIONS: u32 = (1 << 20) / SECTION_CHUNKS;
+const NODE: NodeId = NodeId(1);
+const DEAD: Host = Host(1);
+const TENANT: Tenant = Tenant(0);
+/// Extents of 4 KiB, as many as there are chunks, and of 128 KiB.
+const CASES: [(u8, &str); 2] = [(0, "of 4 KiB, s"), (5, "of 128 KiB, s")];
+const ROWS: [&str; 3] = ["the model, over one connection", "over shm", "over tcp"];
+
+/// Why a node was not recovered.
+#[derive(Debug, thiserror::Error)]
+enum RecoveryError {
+    #[error(transparent)]
+    Endpoint(#[from] EndpointError),
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+}
+
+/// A table, and what it should show.
+///
+/// # Errors
+/// If there can be no node, or something is left of the dead host.
+pub fn measure(rounds: usize) -> Result<(Table, Vec<Aim>), BenchError> {
+    let folder = tempfile::tempdir().map_err(|error| failed(&error))?;
+    let socket = folder.path().join("node.sock");
+    let anywhere = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+    let key = ClusterKey::generate().map_err(|error| failed(&error))?;
+    let shm = ShmTarget::listen(&socket, shm::Options::default()).map_err(|error| failed(&error))?;
+    let tcp = TcpTarget::listen(anywhere, &key, tcp::Options::default()).map_err(|error| failed(&error))?;
+    let address = tcp.address();
+    let nodes =
+        [Node::new(&shm, Reach::Shm(socket), None)?, Node::new(&tcp, Reach::Tcp(address), Some(key))?];
+    let mut rows: Vec<Row> =
+        ROWS.iter().map(|name| Row { name: (*name).into(), figures: BTreeMap::new() }).collect();
+    let mut aims = Vec::new();
+    let bar = progress::bar(CASES.len() * (1 + nodes.len() * rounds));
+    for (k, column) in CASES {
+        let class = SizeClass::new(k).unwrap_or(SizeClass::CHUNK);
+        bar.set_message(format!("recovery: extents {column}"));
+        let held = held(class).map_err(|error| failed(&format!("{error:?}")))?;
+        let mut seconds =
+            vec![vec![modelled_s(held.clone()).map_err(|error| failed(&format!("{error:?}")))?]];
+        bar.inc(1);
+        for node in &nodes {
+            let mut times = Vec::new();
+            for _ in 0..rounds {
+                times.push(node.recovered_in_s(&held)?);
+                bar.inc(1);
+            }
+            seconds.push(times);
+        }
+        for ((row, times), name) in rows.iter_mut().zip(seconds).zip(ROWS) {
+            let Some(spread) = Spread::of(&times) else { continue };
+            row.figures.insert(column, spread);
+            let name = format!("recovery of a million chunks in extents {column}, {name}");
+            aims.push(Aim { name, value: spread, bound: 2.0, at_most: true });
+        }
+    }
+    bar.finish_and_clear();
+    let columns = CASES.map(|(_, column)| Column::full(column)).to_vec();
+    let title = "recovery: a million chunks of a dead host, on one node".into();
+    Ok((Table { title, columns, pictured: None, ratio: None, rows }, aims))
+}
+
+fn failed(error: &dyn std::fmt::Display) -> BenchError {
+    BenchError::Allocator { reason: error.to_string() }
+}
+
+/// A node in this process.
+struct Node {
+    donation: Donation,
+    reach: Reach,
+    key: Option<ClusterKey>,
+    /// The epoch of whoever recovers next.
+    epoch: std::cell::Cell<u64>,
+}
+
+impl Node {
+    fn new(target: &dyn Target, reach: Reach, key: Option<ClusterKey>) -> Result<Self, BenchError> {
+        let layout = layout();
+        let donation = donate(target, NODE, layout.data_bytes()).map_err(|error| failed(&error))?;
+        Ok(Self { donation, reach, key, epoch: std::cell::Cell::new(1) })
+    }
+
+    /// Let the dead host hold that, and give it back.
+    fn recovered_in_s(&self, held: &NodeWords) -> Result<f64, BenchError> {
+        let layout = self.donation.layout;
+        let parts = [
+            (layout.sections_at(), &held.sections),
+            (layout.spans_at(), &held.spans),
+            (layout.keys_at(), &held.keys),
+            (layout.logs_at(), &held.logs),
+        ];
+        for (at, words) in parts {
+            let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+            self.donation.memory.write(usize::try_from(at).unwrap_or(usize::MAX), &bytes);
+        }
+        let epoch = self.epoch.replace(self.epoch.get() + 1);
+        let who = Identity { host: DEAD, epoch, tenant: TENANT };
+        let (reach, key, options) = (&self.reach, self.key.as_ref(), ConnectOptions::default());
+        let start = Instant::now();
+        let recovered =
+            recover_node::<RecoveryError>(NODE, DEAD, TENANT, &|| Ok(reach.connect(who, key, &options)?));
+        let time_s = start.elapsed().as_secs_f64();
+        let recovered = recovered.map_err(|error| failed(&error))?;
+        check(&recovered)?;
+        if self.donation.free_bytes() != layout.data_bytes() {
+            return Err(failed(&"something is left of the dead host"));
+        }
+        Ok(time_s)
+    }
+}
+
+fn check(recovered: &Recovered) -> Result<(), BenchError> {
+    if recovered.chunks == u64::from(SECTIONS * SECTION_CHUNKS) && recovered.unknown == 0 {
+        return Ok(());
+    }
+    Err(failed(&format!("not everything was found: {recovered:?}")))
+}
+
+fn layout() -> Layout {
+    Layout::new(NODE.0, SECTIONS).expect("4 GiB fit")
+}
+
+fn cache() -> NodeCache {
+    NodeCache::new(&layout(), 1, TENANT, Nonces::default())
+}
+
+/// All memory of a node, taken by one host.
+fn held(class: SizeClass) -> Result<NodeWords, OpError> {
+    let (mut words, mut cache) = (NodeWords::new(Way::Ours, SECTIONS), cache());
+    for _ in 0..SECTIONS * SECTION_CHUNKS / class.chunks() {
+        run(&mut words, &mut cache, AllocOp::new(DEAD, class)).0?;
+    }
+    Ok(words)
+}
+
+/// How long recovery takes by the model.
+fn modelled_s(mut held: NodeWords) -> Result<f64, OpError> {
+    let (recovered, time_ns) = run(&mut held, &mut cache(), RecoverOp::new(DEAD, DEAD));
+    check(&recovered?).map_err(|_| OpError::NotAllocated)?;
+    Ok(std::time::Duration::from_nanos(time_ns).as_secs_f64())
+}
+
+/// Run a machine on the words; how long it takes by the model, in nanoseconds.
+fn run<M: Machine>(
+    words: &mut NodeWords,
+    cache: &mut NodeCache,
+    mut machine: M,
+) -> (Result<M::Output, OpError>, u64) {
+    let (mut heard, mut time_ns) = (Vec::new(), 0);
+    let mut step = machine.start(cache);
+    loop {
+        match step {
+            Step::Done(result) => return (result, time_ns),
+            Step::Post(action) => {
+                let arrived = words.carry_out(&action, &mut heard);
+                time_ns += 2 * WAY_NS + MORE_NS * arrived.operations.saturating_sub(1);
+                step = machine.step(cache, answer(&action, &heard));
+            }
+        }
+    }
+}
