@@ -102,6 +102,10 @@ pub struct NodeSettings {
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub memory_max: Option<u64>,
+    /// Lend less, as far as nobody uses it, when this machine has less than so much memory available, and more again when it has [default: lend what --memory says]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    #[serde(deserialize_with = "bytes")]
+    pub keep_free: Option<u64>,
     /// Lend it over a network at this address, such as 10.0.0.1:7400, to whoever has the cluster's key [default: to this machine, by shared memory]
     #[arg(long, value_name = "ADDRESS")]
     pub listen: Option<SocketAddr>,
@@ -199,6 +203,7 @@ impl Settings for NodeSettings {
             id: self.id.or(other.id),
             memory: self.memory.or(other.memory),
             memory_max: self.memory_max.or(other.memory_max),
+            keep_free: self.keep_free.or(other.keep_free),
             listen: self.listen.or(other.listen),
             fabric: self.fabric.or(other.fabric),
             advertise: self.advertise.or(other.advertise),

@@ -32,15 +32,11 @@ pub enum NodeError {
     Caretaker(#[source] std::io::Error),
     /// It was to lend more or less at run time.
     #[error(
-        "over {fabric} memory is pinned for good: what a node may lend ({bytes_max} bytes) is what it lends ({bytes} bytes)"
+        "over {fabric} memory is pinned for good: a node lends what it lends, and neither more nor less at run time"
     )]
     Pinned {
         /// Over which fabric.
         fabric: &'static str,
-        /// What it lends.
-        bytes: u64,
-        /// What it was to lend at most.
-        bytes_max: u64,
     },
     /// Its figures cannot be served.
     #[error(transparent)]

@@ -24,10 +24,10 @@ pub(crate) struct Told {
 }
 
 impl Lending {
-    /// So much is lent, and nothing else is wanted.
-    pub const fn new(bytes: u64) -> Self {
-        let told = Told { lent_bytes: bytes, wanted_bytes: bytes, held_up: None };
-        Self { wanted_bytes: AtomicU64::new(bytes), told: Mutex::new(told) }
+    /// So much is lent, and so much is wanted.
+    pub const fn new(lent_bytes: u64, wanted_bytes: u64) -> Self {
+        let told = Told { lent_bytes, wanted_bytes, held_up: None };
+        Self { wanted_bytes: AtomicU64::new(wanted_bytes), told: Mutex::new(told) }
     }
 
     /// Ask for so much.

@@ -1,4 +1,4 @@
-//! How much memory this machine could lend.
+//! How much memory this machine has, and could lend.
 
 use std::io;
 
@@ -13,6 +13,22 @@ pub(crate) fn available_bytes() -> io::Result<u64> {
     })
 }
 
+/// What can be lent in all: pages that the lent memory has already are taken from what is available, and the rest of it is promised. `keep_free` is left to the machine.
+pub(crate) const fn affordable_bytes(allocated: u64, available: u64, keep_free: u64) -> u64 {
+    allocated.saturating_add(available).saturating_sub(keep_free)
+}
+
+/// What to lend, if `wanted` is asked for and `lent` is lent. What can be afforded goes up and down all the time: it must be more by `step` before more is lent.
+pub(crate) const fn settled_bytes(wanted: u64, lent: u64, affordable: u64, step: u64) -> u64 {
+    if wanted <= affordable {
+        wanted
+    } else if affordable < lent || affordable - lent >= step {
+        affordable
+    } else {
+        lent
+    }
+}
+
 fn parse_available(text: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
@@ -22,6 +38,24 @@ fn parse_available(text: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_promised_is_counted() {
+        assert_eq!(affordable_bytes(1, 6, 2), 5);
+        assert_eq!(affordable_bytes(1, 2, 9), 0);
+        assert_eq!(affordable_bytes(u64::MAX, 2, 0), u64::MAX);
+    }
+
+    #[test]
+    fn lending_follows_what_is_there_but_not_every_breath() {
+        assert_eq!(settled_bytes(8, 8, 20, 4), 8, "there is plenty");
+        assert_eq!(settled_bytes(8, 0, 8, 4), 8);
+        assert_eq!(settled_bytes(100, 50, 49, 4), 49, "less at once");
+        assert_eq!(settled_bytes(100, 50, 53, 4), 50, "more only if it is worth it");
+        assert_eq!(settled_bytes(100, 50, 54, 4), 54);
+        assert_eq!(settled_bytes(51, 50, 51, 4), 51, "the whole wish is worth it");
+        assert_eq!(settled_bytes(30, 50, 40, 4), 30);
+    }
 
     #[test]
     fn meminfo_is_read_and_odd_ones_are_not() {

@@ -9,9 +9,12 @@ use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::word::Run;
 
 use crate::lending::{Lending, Told};
-use crate::memory::available_bytes;
+use crate::memory::{affordable_bytes, available_bytes, settled_bytes};
 use crate::own::{OwnError, OwnPool};
 use crate::shutdown::Shutdown;
+
+/// More is lent in steps of at least so much, unless that is all that is wanted.
+const STEP_BYTES: u64 = 64 << 20;
 
 /// What a node does for those who change how much it lends.
 pub(crate) struct Resizer {
@@ -19,17 +22,19 @@ pub(crate) struct Resizer {
     target: Arc<dyn Target>,
     lending: Arc<Lending>,
     is_pinned: bool,
+    keep_free: Option<u64>,
 }
 
 impl Resizer {
-    /// It begins with what is lent. Memory that is pinned stays as it is.
+    /// It begins with what is lent. Memory that is pinned stays as it is. `keep_free`: so many bytes are to stay available to the machine, whatever is wanted.
     pub const fn new(
         donation: Donation,
         target: Arc<dyn Target>,
         lending: Arc<Lending>,
         is_pinned: bool,
+        keep_free: Option<u64>,
     ) -> Self {
-        Self { donation, target, lending, is_pinned }
+        Self { donation, target, lending, is_pinned, keep_free }
     }
 
     /// Lend as much as is wanted, as far as that is possible now.
@@ -38,22 +43,42 @@ impl Resizer {
     /// If the node cannot get at its memory, or the system takes nothing back.
     pub fn look(&self, own: &mut OwnPool, stop: &Shutdown) -> Result<(), OwnError> {
         let wanted_bytes = self.lending.wanted_bytes();
-        let wanted = wanted_bytes / SECTION_BYTES;
         let before = self.lending.told();
-        if self.is_pinned || wanted == before.lent_bytes / SECTION_BYTES {
-            let held_up = (wanted != before.lent_bytes / SECTION_BYTES).then_some(HeldUp::Pinned);
+        let (wanted, lent) = (wanted_bytes / SECTION_BYTES, before.lent_bytes / SECTION_BYTES);
+        if self.is_pinned || wanted == lent && self.keep_free.is_none() {
+            let held_up = (wanted != lent).then_some(HeldUp::Pinned);
             self.lending.tell(Told { wanted_bytes, held_up, ..before });
             return Ok(());
         }
-        let outcome = if wanted < self.lent() {
-            self.withdraw(wanted, own, stop)
-        } else {
-            self.lend(wanted, own, stop)
-        };
+        let outcome = self.settle(wanted_bytes, own, stop);
         // Said also of what was done before it failed.
         let held_up = outcome.as_ref().map_or(None, |held_up| *held_up);
         self.lending.tell(Told { lent_bytes: self.lent() * SECTION_BYTES, wanted_bytes, held_up });
         outcome.map(drop)
+    }
+
+    fn settle(
+        &self,
+        wanted_bytes: u64,
+        own: &mut OwnPool,
+        stop: &Shutdown,
+    ) -> Result<Option<HeldUp>, OwnError> {
+        let lent = self.lent();
+        let (allocated, available) = (self.donation.memory.allocated_bytes()?, available_bytes()?);
+        let affordable = affordable_bytes(allocated, available, self.keep_free.unwrap_or(0));
+        // Unless it is to look after its machine a node that lends more than there is goes on: that was its promise.
+        let is_watched = self.keep_free.is_some();
+        let affordable = if is_watched { affordable } else { affordable.max(lent * SECTION_BYTES) };
+        let settled =
+            settled_bytes(wanted_bytes, lent * SECTION_BYTES, affordable, STEP_BYTES) / SECTION_BYTES;
+        let held_up = (settled < wanted_bytes / SECTION_BYTES).then_some(HeldUp::NoMemory);
+        let in_use = if settled < lent {
+            self.withdraw(settled, own, stop)?
+        } else {
+            self.lend(settled, own, stop)?;
+            None
+        };
+        Ok(held_up.or(in_use))
     }
 
     /// Sections that are lent, by their words.
@@ -92,9 +117,8 @@ impl Resizer {
         })
     }
 
-    fn lend(&self, wanted: u64, own: &mut OwnPool, stop: &Shutdown) -> Result<Option<HeldUp>, OwnError> {
-        let affordable = self.affordable_sections()?;
-        let mut left = wanted.min(affordable).saturating_sub(self.lent());
+    fn lend(&self, wanted: u64, own: &mut OwnPool, stop: &Shutdown) -> Result<(), OwnError> {
+        let mut left = wanted.saturating_sub(self.lent());
         for section in 0..self.donation.layout.sections() {
             if left == 0 || stop.is_requested() {
                 break;
@@ -104,11 +128,6 @@ impl Resizer {
                 left -= 1;
             }
         }
-        Ok((wanted > affordable).then_some(HeldUp::NoMemory))
-    }
-
-    /// Memory that is lent is promised: what was not touched yet must be there when it is.
-    fn affordable_sections(&self) -> std::io::Result<u64> {
-        Ok((self.donation.memory.allocated_bytes()? + available_bytes()?) / SECTION_BYTES)
+        Ok(())
     }
 }

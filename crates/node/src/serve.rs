@@ -21,7 +21,7 @@ use crate::clearer::Clearer;
 use crate::error::NodeError;
 use crate::lending::Lending;
 use crate::member::Member;
-use crate::memory::available_bytes;
+use crate::memory::{affordable_bytes, available_bytes};
 use crate::metrics;
 use crate::own::{Own, OwnPool};
 use crate::resizer::Resizer;
@@ -41,6 +41,8 @@ pub struct NodeOptions {
     pub memory_bytes: u64,
     /// The most that it may be asked to lend at run time. Over verbs all memory is pinned: it lends what it lends.
     pub memory_bytes_max: u64,
+    /// It lends less, as far as nobody uses it, when its machine has less than so much available; and more again when there is more. `None`: it lends what it is told.
+    pub keep_free_bytes: Option<u64>,
     /// Where the fabric listens.
     pub listen: Listen,
     /// Where others reach it over TCP, if that is not where it listens: behind a relay, or listening at every address.
@@ -111,6 +113,7 @@ impl fmt::Debug for NodeOptions {
             .field("id", &self.id)
             .field("memory_bytes", &self.memory_bytes)
             .field("memory_bytes_max", &self.memory_bytes_max)
+            .field("keep_free_bytes", &self.keep_free_bytes)
             .field("listen", &self.listen)
             .field("advertise", &self.advertise)
             .field("lease_ttl", &self.lease_ttl)
@@ -128,6 +131,7 @@ impl NodeOptions {
             id,
             memory_bytes,
             memory_bytes_max,
+            keep_free_bytes: None,
             listen,
             advertise: None,
             connect,
@@ -154,15 +158,12 @@ pub fn serve(
     shutdown: &Shutdown,
     ready: impl FnOnce(&Ready),
 ) -> Result<(), NodeError> {
-    let available = available_bytes().map_err(NodeError::Unknown)?;
-    if options.memory_bytes > available {
-        return Err(NodeError::NoMemory { asked: options.memory_bytes, available });
-    }
     let is_pinned = matches!(options.listen, Listen::Verbs(..));
-    if is_pinned && options.memory_bytes_max != options.memory_bytes {
-        let (bytes, bytes_max) = (options.memory_bytes, options.memory_bytes_max);
-        return Err(NodeError::Pinned { fabric: "verbs", bytes, bytes_max });
+    if is_pinned && (options.memory_bytes_max != options.memory_bytes || options.keep_free_bytes.is_some()) {
+        return Err(NodeError::Pinned { fabric: "verbs" });
     }
+    let wanted_bytes = options.memory_bytes / SECTION_BYTES * SECTION_BYTES;
+    let lent_bytes = begin_with(options)? / SECTION_BYTES * SECTION_BYTES;
     let listener = options.metrics.as_ref().map(Listener::bind).transpose()?;
     // Connected first: without a directory nobody would ever find the memory.
     let directory = (options.connect)()?;
@@ -173,24 +174,29 @@ pub fn serve(
         None => reach,
     };
     let node = NodeId(options.id);
-    let donation = donate_of(&*target, node, options.memory_bytes, options.memory_bytes_max)?;
-    let lent_bytes = options.memory_bytes / SECTION_BYTES * SECTION_BYTES;
+    let donation = donate_of(&*target, node, lent_bytes, options.memory_bytes_max)?;
     let record = NodeRecord {
         id: options.id,
         fabric: reach.provider().to_owned(),
         address: reach.address(),
         memory_bytes: lent_bytes,
         memory_bytes_max: donation.layout.data_bytes(),
-        memory_bytes_wanted: lent_bytes,
+        memory_bytes_wanted: wanted_bytes,
         held_up: None,
         epoch: 0,
     };
-    let lending = Arc::new(Lending::new(lent_bytes));
+    let lending = Arc::new(Lending::new(lent_bytes, wanted_bytes));
     let mut member = Member::join(directory, record, options.lease_ttl, &*target, Arc::clone(&lending))?;
     tracing::info!(node = options.id, bytes = lent_bytes, "memory is lent");
     let cleared_bytes = Arc::clone(&member.events().cleared_bytes);
     let clearer = Clearer::new(donation.clone(), Arc::clone(&target), cleared_bytes);
-    let resizer = Resizer::new(donation.clone(), Arc::clone(&target), Arc::clone(&lending), is_pinned);
+    let resizer = Resizer::new(
+        donation.clone(),
+        Arc::clone(&target),
+        Arc::clone(&lending),
+        is_pinned,
+        options.keep_free_bytes,
+    );
     let _caretaker = Caretaker::start(OwnPool::new(own, node), clearer, resizer)
         .map_err(NodeError::Caretaker)
         .inspect_err(|_| member.leave())?;
@@ -217,4 +223,16 @@ pub fn serve(
     }
     member.leave();
     Ok(())
+}
+
+/// What a node lends at first: what it was told, or, if it looks after its machine, what there is of it.
+fn begin_with(options: &NodeOptions) -> Result<u64, NodeError> {
+    let available = available_bytes().map_err(NodeError::Unknown)?;
+    match options.keep_free_bytes {
+        Some(keep_free) => Ok(options.memory_bytes.min(affordable_bytes(0, available, keep_free))),
+        None if options.memory_bytes > available => {
+            Err(NodeError::NoMemory { asked: options.memory_bytes, available })
+        }
+        None => Ok(options.memory_bytes),
+    }
 }

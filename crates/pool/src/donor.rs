@@ -188,7 +188,7 @@ pub fn donate(target: &dyn Target, id: NodeId, data_bytes: u64) -> Result<Donati
     donate_of(target, id, data_bytes, data_bytes)
 }
 
-/// Lend `data_bytes` of `bytes_max`: the sections after them are withheld, and may be lent later. They take no memory until then, but for the metadata of those that
+/// Lend `data_bytes`, which may be none, of `bytes_max`: the sections after them are withheld, and may be lent later. They take no memory until then, but for the metadata of those that
 /// somebody has used.
 ///
 /// # Errors
@@ -201,7 +201,8 @@ pub fn donate_of(
 ) -> Result<Donation, DonateError> {
     let size = |cause| DonateError::Size { bytes: data_bytes, cause };
     let layout = Layout::for_bytes(id.0, bytes_max).map_err(size)?;
-    let lent = Layout::for_bytes(id.0, data_bytes).map_err(size)?.sections();
+    let beyond = DonateError::Beyond { bytes: data_bytes, bytes_max };
+    let lent = u32::try_from(data_bytes / SECTION_BYTES).map_err(|_| beyond)?;
     if lent > layout.sections() {
         return Err(DonateError::Beyond { bytes: data_bytes, bytes_max });
     }

@@ -145,6 +145,7 @@ fn node(
     let (source, for_connect) = (Source::new(&settings.directory)?, state.clone());
     let connect = Box::new(move || source.connect(&for_connect));
     let mut options = NodeOptions::new(id, memory, listen(state, settings, id)?, connect);
+    options.keep_free_bytes = settings.keep_free;
     options.memory_bytes_max = settings.memory_max.unwrap_or(memory);
     options.advertise = settings.advertise;
     options.metrics.clone_from(&settings.metrics);

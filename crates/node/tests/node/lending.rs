@@ -2,7 +2,7 @@
 
 use aquifer_directory::Directory;
 use aquifer_directory::names::{self, HeldUp, NodeRecord, WantedRecord};
-use aquifer_fabric::Tenant;
+use aquifer_fabric::{Memory, Tenant};
 use aquifer_node::NodeOptions;
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::{NodeId, SizeClass};
@@ -86,6 +86,51 @@ fn a_node_lends_no_more_than_its_machine_has() {
     want(&bed, &node, BYTES);
     let record = until(&bed, |record| record.memory_bytes == BYTES);
     assert_eq!(record.held_up, None);
+    node.stop();
+}
+
+/// What the machine has available, in bytes.
+fn available() -> u64 {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").expect("the system tells");
+    let line = meminfo.lines().find(|line| line.starts_with("MemAvailable:")).expect("it tells of this, too");
+    line.split_whitespace().nth(1).and_then(|kib| kib.parse::<u64>().ok()).expect("a number") * 1024
+}
+
+/// Half of what is lent goes back when somebody else needs as much. Others on this machine may need some, too.
+#[test]
+fn a_node_that_looks_after_its_machine_follows_what_it_has() {
+    let bed = Bed::new();
+    let there = available();
+    let needed = (there / 4).min(1 << 30);
+    let options = NodeOptions { keep_free_bytes: Some(there - 2 * needed), ..bed.options(1, 2 * needed) };
+    let node = Bed::start_with(options);
+    let (least, most) = (needed / 4, needed / 2 * 3);
+    until(&bed, |record| record.memory_bytes >= most);
+    let taken = usize::try_from(needed).expect("it fits");
+    let somebody = Memory::create("somebody", taken).expect("address space");
+    for page in (0..taken).step_by(4096) {
+        somebody.write(page, &[1]);
+    }
+    let record = until(&bed, |record| record.memory_bytes < most);
+    assert_eq!((record.held_up, record.memory_bytes >= least), (Some(HeldUp::NoMemory), true), "{record:?}");
+    let client = bed.client(1, 1).expect("it listens");
+    assert!(client.total_bytes(NODE) < most);
+    drop(somebody);
+    until(&bed, |record| record.memory_bytes >= most);
+    node.stop();
+}
+
+#[test]
+fn a_node_may_begin_with_nothing_to_lend() {
+    let bed = Bed::new();
+    let options = NodeOptions { keep_free_bytes: Some(u64::MAX), ..bed.options(1, BYTES) };
+    let node = Bed::start_with(options);
+    let record = until(&bed, |record| record.held_up.is_some());
+    assert_eq!(
+        (record.memory_bytes, record.memory_bytes_wanted, record.held_up),
+        (0, BYTES, Some(HeldUp::NoMemory))
+    );
+    assert!(bed.client(1, 1).expect("it listens").allocate(NODE, SizeClass::CHUNK).is_err());
     node.stop();
 }
 
