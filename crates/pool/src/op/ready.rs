@@ -94,6 +94,10 @@ impl Ready {
                 }
                 let now = before.mark_ready(self.host);
                 cache.change_span(span, now).map_err(|cause| damaged(at, now.0, cause))?;
+                if !cache.is_known(span) {
+                    // The READ had torn its word, and so did not tell whose it is.
+                    return Ok(Readied::Overtaken);
+                }
                 Ok(self.mark(cache))
             }
         }

@@ -1,11 +1,14 @@
 //! The machines step by step, and their limits.
 
+mod damaged;
+mod driver;
+
 use aquifer_fabric::Host;
 use aquifer_fabric::sim::{SimFabric, SimOptions};
 use aquifer_fabric::{Identity, Tenant};
 use aquifer_pool::cache::{NodeCache, Nonces};
 use aquifer_pool::client::NODES_MAX;
-use aquifer_pool::layout::{Layout, SECTION_ENTRIES};
+use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{
     ATTEMPTS_MAX, Action, AllocOp, CONTENDED_AFTER, FreeOp, Grant, Machine, OpError, READ_WORDS_MAX, Step,
     StepResult, WordAt,
@@ -14,111 +17,10 @@ use aquifer_pool::size::{SECTION_BYTES, SECTION_SPANS};
 use aquifer_pool::word::{LogEntry, Run, SectionWord, SpanState, SpanWord};
 use aquifer_pool::{NodeId, PoolClient, PoolError, SizeClass, donate};
 
+use driver::Words;
+
 const ME: Host = Host(1);
 const OTHER: Host = Host(2);
-
-/// A node's words, on which actions happen at once.
-struct Words {
-    sections: Vec<u64>,
-    spans: Vec<u64>,
-    log: Vec<u64>,
-    keys: Vec<u64>,
-    longest_read: u32,
-}
-
-impl Words {
-    fn new(sections: u32) -> (Self, NodeCache) {
-        let layout = Layout::new(1, sections).expect("a layout");
-        let words = Self {
-            sections: vec![0; sections as usize],
-            spans: vec![0; (sections * SECTION_SPANS) as usize],
-            log: vec![0; (sections * SECTION_ENTRIES) as usize],
-            keys: vec![0; (sections * SECTION_ENTRIES) as usize],
-            longest_read: 0,
-        };
-        (words, NodeCache::new(&layout, 0, Tenant(0), Nonces::default()))
-    }
-
-    fn at(&mut self, at: WordAt, count: u32) -> &mut [u64] {
-        match at {
-            WordAt::Section(index) => &mut self.sections[index as usize..][..count as usize],
-            WordAt::Span(index) => &mut self.spans[index as usize..][..count as usize],
-            WordAt::Log(index) => &mut self.log[index as usize..][..count as usize],
-            WordAt::Key(index) => &mut self.keys[index as usize..][..count as usize],
-        }
-    }
-
-    fn carry_out<M: Machine>(
-        &mut self,
-        op: &mut M,
-        cache: &mut NodeCache,
-        action: Action,
-    ) -> Step<M::Output> {
-        match action {
-            Action::Cas { at, expected, desired } => {
-                op.step(cache, StepResult::Found(self.swap(at, expected, desired)))
-            }
-            Action::CasThen { at, expected, desired, then } => {
-                let found = self.swap(at, expected, desired);
-                op.step(cache, StepResult::FoundThen(found, self.at(then, 1)[0]))
-            }
-            Action::WriteThen { entry, value, at, expected, desired } => {
-                self.at(entry, 1)[0] = value;
-                op.step(cache, StepResult::Found(self.swap(at, expected, desired)))
-            }
-            Action::Survey { section } => {
-                let first = section * SECTION_SPANS;
-                let mut words = self.at(WordAt::Span(first), SECTION_SPANS).to_vec();
-                words.extend_from_slice(self.at(WordAt::span_key(first), SECTION_SPANS));
-                op.step(cache, StepResult::Words(&words))
-            }
-            Action::Probe { at } => op.step(cache, StepResult::Found(self.at(at, 1)[0])),
-            Action::Read { at, count } => {
-                self.longest_read = self.longest_read.max(count);
-                op.step(cache, StepResult::Words(self.at(at, count)))
-            }
-            Action::Write(writes) => {
-                for part in writes.parts() {
-                    let count = u32::try_from(part.count()).expect("few words");
-                    let words = part.words();
-                    self.at(part.at, count).iter_mut().zip(words).for_each(|(word, value)| *word = value);
-                }
-                op.step(cache, StepResult::Written)
-            }
-            Action::Strike(strikes) => {
-                for (at, expected, desired) in strikes.swaps() {
-                    self.swap(at, expected, desired);
-                }
-                op.step(cache, StepResult::Written)
-            }
-        }
-    }
-
-    fn swap(&mut self, at: WordAt, expected: u64, desired: u64) -> u64 {
-        let word = &mut self.at(at, 1)[0];
-        let found = *word;
-        if found == expected {
-            *word = desired;
-        }
-        found
-    }
-
-    fn section_state(&self, span: u8) -> SpanState {
-        SectionWord(self.sections[0]).state(span)
-    }
-
-    fn run<M: Machine>(&mut self, cache: &mut NodeCache, mut op: M) -> (Result<M::Output, OpError>, u32) {
-        let mut actions = 0;
-        let mut step = op.start(cache);
-        loop {
-            match step {
-                Step::Done(result) => return (result, actions),
-                Step::Post(action) => step = self.carry_out(&mut op, cache, action),
-            }
-            actions += 1;
-        }
-    }
-}
 
 #[test]
 fn an_operation_costs_as_few_actions_as_documented() {
