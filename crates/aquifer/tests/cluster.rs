@@ -115,6 +115,7 @@ fn a_node_lends_more_and_less_while_it_is_up() {
     assert_eq!(place.status()["nodes"][1]["free_bytes"], 0);
     let refused = [
         (&["lend", "64M", "--node", "2"][..], "node 2 can lend 32 MiB at most"),
+        (&["lend", "1M", "--node", "2"], "a node lends in steps of 2 MiB"),
         (&["lend", "8M"], "say which memory node, with --node NUMBER; there are: 1, 2"),
         (&["lend", "8M", "--node", "9"], "no memory node has the number 9; there are: 1, 2"),
     ];

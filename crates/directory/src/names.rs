@@ -99,6 +99,9 @@ pub enum HeldUp {
     /// The RDMA device keeps what it was once given.
     #[error("over verbs memory is pinned for good: start the node anew with another --memory")]
     Pinned,
+    /// It goes wrong.
+    #[error("it fails; its log says at what")]
+    Failing,
     /// Something that later versions know.
     #[error("it does not say why in words that this version knows")]
     #[serde(other)]

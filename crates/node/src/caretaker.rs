@@ -51,7 +51,9 @@ struct Duties {
 
 impl Duties {
     fn run(mut self, stop: &Shutdown) {
-        while !stop.wait(LOOK_EVERY) {
+        let mut pause = LOOK_EVERY;
+        while !stop.wait(pause) {
+            pause = LOOK_EVERY;
             // What was under way when the connection broke is set right at once, and not when there is something to do next.
             let connected = if self.own.is_broken() { self.own.connect().map(drop) } else { Ok(()) };
             if !self.note("the node does not reach its own memory", connected) {
@@ -60,7 +62,10 @@ impl Duties {
             let resized = self.resizer.look(&mut self.own, stop);
             self.note("the node does not lend as much as it was asked to", resized);
             let cleared = self.clearer.look(&mut self.own, stop);
-            self.note("memory that was given back is not cleared for other users", cleared);
+            if let Ok(false) = cleared {
+                pause = Duration::ZERO;
+            }
+            self.note("memory that was given back is not cleared for other users", cleared.map(drop));
         }
     }
 

@@ -12,6 +12,9 @@ use aquifer_pool::Donation;
 use crate::own::{OwnError, OwnPool};
 use crate::shutdown::Shutdown;
 
+/// Sections that are cleared in one look: a quarter of a gigabyte.
+const SECTIONS_AT_ONCE: u32 = 128;
+
 /// A section as it was at the last look.
 #[derive(Clone, Copy, Default)]
 struct Seen {
@@ -35,14 +38,16 @@ impl Clearer {
         Self { donation, target, seen, cleared_bytes }
     }
 
-    /// Clear what has been left alone since the last look: whoever goes on taking and giving back keeps its own.
+    /// Clear what has been left alone since the last look: whoever goes on taking and giving back keeps its own. Returns whether that was all: others have
+    /// something to do, too.
     ///
     /// # Errors
     /// If the node cannot get at its memory.
-    pub fn look(&mut self, own: &mut OwnPool, stop: &Shutdown) -> Result<(), OwnError> {
+    pub fn look(&mut self, own: &mut OwnPool, stop: &Shutdown) -> Result<bool, OwnError> {
+        let mut cleared = 0;
         for section in 0..self.donation.layout.sections() {
-            if stop.is_requested() {
-                break;
+            if stop.is_requested() || cleared >= SECTIONS_AT_ONCE {
+                return Ok(false);
             }
             let word = self.donation.section_word(section);
             let seen = &mut self.seen[section as usize];
@@ -50,9 +55,10 @@ impl Clearer {
                 *seen = Seen { word, is_clear: false };
             } else if !seen.is_clear {
                 self.clear_section(section, own, stop)?;
+                cleared += 1;
             }
         }
-        Ok(())
+        Ok(true)
     }
 
     fn clear_section(&mut self, section: u32, own: &mut OwnPool, stop: &Shutdown) -> Result<(), OwnError> {

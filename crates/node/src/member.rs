@@ -156,13 +156,10 @@ impl Member {
 
     /// Somebody wants more or less to be lent.
     fn heed_wanted(&self, entry: &Entry) {
-        match names::decode::<WantedRecord>(entry) {
-            Ok(wanted) if wanted.node == self.record.id && wanted.epoch == self.record.epoch => {
-                let bytes = wanted.memory_bytes.min(self.record.memory_bytes_max);
-                if self.lending.wanted_bytes() != bytes {
-                    tracing::info!(node = self.record.id, bytes, "asked to lend so much");
-                    self.lending.want(bytes);
-                }
+        match wish(entry, &self.record) {
+            Ok(Some(bytes)) if self.lending.wanted_bytes() != bytes => {
+                tracing::info!(node = self.record.id, bytes, "asked to lend so much");
+                self.lending.want(bytes);
             }
             Ok(_) => {}
             Err(error) => tracing::warn!(key = entry.key, %error, "a wish cannot be read"),
@@ -253,6 +250,13 @@ impl Member {
     }
 }
 
+/// What a node with this record is asked to lend; `None` if it is asked of another, or of another life.
+fn wish(entry: &Entry, record: &NodeRecord) -> Result<Option<u64>, DirectoryError> {
+    let wanted = names::decode::<WantedRecord>(entry)?;
+    let is_ours = (wanted.node, wanted.epoch) == (record.id, record.epoch);
+    Ok(is_ours.then(|| wanted.memory_bytes.min(record.memory_bytes_max)))
+}
+
 /// The host whose lease a record tells of, and its epoch; `None` for what is no such record.
 fn lease_of(entry: &Entry) -> Option<(Host, u64)> {
     let host = names::host_of(&entry.key)?;
@@ -261,6 +265,39 @@ fn lease_of(entry: &Entry) -> Option<(Host, u64)> {
         _ => {
             tracing::warn!(key = entry.key, "the record of an agent cannot be read");
             None
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wish_is_of_one_life_of_one_node() {
+        let record = NodeRecord {
+            id: 3,
+            fabric: "shm".to_owned(),
+            address: "/there".to_owned(),
+            memory_bytes: 10,
+            memory_bytes_max: 50,
+            memory_bytes_wanted: 10,
+            held_up: None,
+            epoch: 7,
+        };
+        let of =
+            |value: Vec<u8>| wish(&Entry { key: names::wanted(3), value, version: 1, lease: None }, &record);
+        let asked = |node, epoch, memory_bytes| {
+            of(names::encode(&WantedRecord { node, epoch, memory_bytes })).expect("it can be read")
+        };
+        assert_eq!(asked(3, 7, 20), Some(20));
+        assert_eq!(asked(3, 7, 0), Some(0));
+        assert_eq!(asked(3, 7, u64::MAX), Some(50), "no more than the most");
+        for (node, epoch) in [(3, 6), (3, 8), (2, 7)] {
+            assert_eq!(asked(node, epoch, 20), None, "{node}, {epoch}");
+        }
+        for odd in [&b""[..], b"{", b"null", br#"{"node":3,"epoch":7,"memory_bytes":-1}"#, b"\xff"] {
+            assert!(of(odd.to_vec()).is_err());
         }
     }
 }

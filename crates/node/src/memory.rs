@@ -18,15 +18,11 @@ pub(crate) const fn affordable_bytes(allocated: u64, available: u64, keep_free: 
     allocated.saturating_add(available).saturating_sub(keep_free)
 }
 
-/// What to lend, if `wanted` is asked for and `lent` is lent. What can be afforded goes up and down all the time: it must be more by `step` before more is lent.
-pub(crate) const fn settled_bytes(wanted: u64, lent: u64, affordable: u64, step: u64) -> u64 {
-    if wanted <= affordable {
-        wanted
-    } else if affordable < lent || affordable - lent >= step {
-        affordable
-    } else {
-        lent
-    }
+/// What to lend, if `wanted` is asked for and `lent` is lent. What can be afforded goes up and down all the time: what it makes different must be worth a `step`, or it
+/// stays as it is.
+pub(crate) fn settled_bytes(wanted: u64, lent: u64, affordable: u64, step: u64) -> u64 {
+    let settled = wanted.min(affordable);
+    if wanted <= lent || settled == wanted || settled.abs_diff(lent) >= step { settled } else { lent }
 }
 
 fn parse_available(text: &str) -> Option<u64> {
@@ -50,11 +46,16 @@ mod tests {
     fn lending_follows_what_is_there_but_not_every_breath() {
         assert_eq!(settled_bytes(8, 8, 20, 4), 8, "there is plenty");
         assert_eq!(settled_bytes(8, 0, 8, 4), 8);
-        assert_eq!(settled_bytes(100, 50, 49, 4), 49, "less at once");
-        assert_eq!(settled_bytes(100, 50, 53, 4), 50, "more only if it is worth it");
-        assert_eq!(settled_bytes(100, 50, 54, 4), 54);
+        for (affordable, settled) in [(46, 46), (47, 50), (50, 50), (53, 50), (54, 54)] {
+            assert_eq!(
+                settled_bytes(100, 50, affordable, 4),
+                settled,
+                "only if it is worth it: {affordable}"
+            );
+        }
         assert_eq!(settled_bytes(51, 50, 51, 4), 51, "the whole wish is worth it");
-        assert_eq!(settled_bytes(30, 50, 40, 4), 30);
+        assert_eq!(settled_bytes(30, 50, 40, 4), 30, "a wish for less is heeded");
+        assert_eq!(settled_bytes(49, 50, 48, 4), 48);
     }
 
     #[test]

@@ -104,6 +104,10 @@ pub(crate) enum OwnError {
 impl OwnError {
     /// Whether something is wrong in the memory itself: it stays so until somebody changes it.
     pub const fn is_damage(&self) -> bool {
-        matches!(self, Self::Pool(PoolError::Damaged { .. }))
+        let Self::Pool(error) = self else { return false };
+        matches!(
+            error,
+            PoolError::Damaged { .. } | PoolError::NotAllocated { .. } | PoolError::NotOurs { .. }
+        )
     }
 }

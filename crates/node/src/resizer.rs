@@ -16,6 +16,9 @@ use crate::shutdown::Shutdown;
 /// More is lent in steps of at least so much, unless that is all that is wanted.
 const STEP_BYTES: u64 = 64 << 20;
 
+/// So many sections are changed before it is told how far that has come, and whether it is wanted still.
+const SECTIONS_AT_ONCE: u64 = 256;
+
 /// What a node does for those who change how much it lends.
 pub(crate) struct Resizer {
     donation: Donation,
@@ -23,6 +26,8 @@ pub(crate) struct Resizer {
     lending: Arc<Lending>,
     is_pinned: bool,
     keep_free: Option<u64>,
+    /// What was told is so: nothing failed since.
+    is_sure: bool,
 }
 
 impl Resizer {
@@ -34,27 +39,36 @@ impl Resizer {
         is_pinned: bool,
         keep_free: Option<u64>,
     ) -> Self {
-        Self { donation, target, lending, is_pinned, keep_free }
+        Self { donation, target, lending, is_pinned, keep_free, is_sure: true }
     }
 
     /// Lend as much as is wanted, as far as that is possible now.
     ///
     /// # Errors
     /// If the node cannot get at its memory, or the system takes nothing back.
-    pub fn look(&self, own: &mut OwnPool, stop: &Shutdown) -> Result<(), OwnError> {
+    pub fn look(&mut self, own: &mut OwnPool, stop: &Shutdown) -> Result<(), OwnError> {
         let wanted_bytes = self.lending.wanted_bytes();
         let before = self.lending.told();
         let (wanted, lent) = (wanted_bytes / SECTION_BYTES, before.lent_bytes / SECTION_BYTES);
-        if self.is_pinned || wanted == lent && self.keep_free.is_none() {
+        if self.is_pinned || wanted == lent && self.keep_free.is_none() && self.is_sure {
             let held_up = (wanted != lent).then_some(HeldUp::Pinned);
             self.lending.tell(Told { wanted_bytes, held_up, ..before });
             return Ok(());
         }
-        let outcome = self.settle(wanted_bytes, own, stop);
-        // Said also of what was done before it failed.
-        let held_up = outcome.as_ref().map_or(None, |held_up| *held_up);
-        self.lending.tell(Told { lent_bytes: self.lent() * SECTION_BYTES, wanted_bytes, held_up });
-        outcome.map(drop)
+        // What a connection that broke has left half done is set right first: until then words do not tell what is lent.
+        let outcome = own.connect().map(drop).and_then(|()| self.settle(wanted_bytes, own, stop));
+        self.is_sure = outcome.is_ok();
+        match outcome {
+            Ok(held_up) => {
+                self.lending.tell(Told { lent_bytes: self.lent() * SECTION_BYTES, wanted_bytes, held_up });
+                Ok(())
+            }
+            Err(error) => {
+                let held_up = Some(HeldUp::Failing);
+                self.lending.tell(Told { wanted_bytes, held_up, ..self.lending.told() });
+                Err(error)
+            }
+        }
     }
 
     fn settle(
@@ -63,22 +77,37 @@ impl Resizer {
         own: &mut OwnPool,
         stop: &Shutdown,
     ) -> Result<Option<HeldUp>, OwnError> {
-        let lent = self.lent();
+        let wanted = wanted_bytes / SECTION_BYTES;
+        loop {
+            let lent = self.lent();
+            let aim = self.aim(wanted_bytes, lent)?;
+            let next = aim.clamp(lent.saturating_sub(SECTIONS_AT_ONCE), lent + SECTIONS_AT_ONCE);
+            let held_up = if next < lent {
+                self.withdraw(lent - next, own, stop)?
+            } else {
+                self.lend(next - lent, own, stop)?
+            };
+            let lent = self.lent();
+            if lent == aim
+                || held_up.is_some()
+                || self.lending.wanted_bytes() != wanted_bytes
+                || stop.is_requested()
+            {
+                let is_short = lent < wanted && aim < wanted;
+                return Ok(if is_short { Some(HeldUp::NoMemory) } else { held_up });
+            }
+            self.lending.tell(Told { lent_bytes: lent * SECTION_BYTES, wanted_bytes, held_up: None });
+        }
+    }
+
+    /// Sections to be lent, by what is wanted and what the machine has.
+    fn aim(&self, wanted_bytes: u64, lent: u64) -> std::io::Result<u64> {
+        let lent_bytes = lent * SECTION_BYTES;
         let (allocated, available) = (self.donation.memory.allocated_bytes()?, available_bytes()?);
         let affordable = affordable_bytes(allocated, available, self.keep_free.unwrap_or(0));
         // Unless it is to look after its machine a node that lends more than there is goes on: that was its promise.
-        let is_watched = self.keep_free.is_some();
-        let affordable = if is_watched { affordable } else { affordable.max(lent * SECTION_BYTES) };
-        let settled =
-            settled_bytes(wanted_bytes, lent * SECTION_BYTES, affordable, STEP_BYTES) / SECTION_BYTES;
-        let held_up = (settled < wanted_bytes / SECTION_BYTES).then_some(HeldUp::NoMemory);
-        let in_use = if settled < lent {
-            self.withdraw(settled, own, stop)?
-        } else {
-            self.lend(settled, own, stop)?;
-            None
-        };
-        Ok(held_up.or(in_use))
+        let affordable = if self.keep_free.is_some() { affordable } else { affordable.max(lent_bytes) };
+        Ok(settled_bytes(wanted_bytes, lent_bytes, affordable, STEP_BYTES) / SECTION_BYTES)
     }
 
     /// Sections that are lent, by their words.
@@ -88,22 +117,26 @@ impl Resizer {
         lent.count() as u64
     }
 
-    /// From the end, so that what is lent stays together.
-    fn withdraw(&self, wanted: u64, own: &mut OwnPool, stop: &Shutdown) -> Result<Option<HeldUp>, OwnError> {
-        let mut left = self.lent().saturating_sub(wanted);
+    /// So many sections less, from the end, so that what is lent stays together.
+    fn withdraw(&self, count: u64, own: &mut OwnPool, stop: &Shutdown) -> Result<Option<HeldUp>, OwnError> {
+        let (mut left, mut held_up) = (count, HeldUp::Failing);
         for section in (0..self.donation.layout.sections()).rev() {
             if left == 0 || stop.is_requested() {
                 return Ok(None);
             }
+            if self.donation.is_withheld(section) {
+                continue;
+            }
             if self.donation.is_free(section) {
                 match self.withdraw_section(section, own) {
                     Ok(is_withdrawn) => left -= u64::from(is_withdrawn),
-                    Err(error) if error.is_damage() => {}
+                    Err(error) if error.is_damage() => continue,
                     Err(error) => return Err(error),
                 }
             }
+            held_up = HeldUp::InUse;
         }
-        Ok((left > 0).then_some(HeldUp::InUse))
+        Ok((left > 0).then_some(held_up))
     }
 
     /// Whether it was free still.
@@ -117,17 +150,21 @@ impl Resizer {
         })
     }
 
-    fn lend(&self, wanted: u64, own: &mut OwnPool, stop: &Shutdown) -> Result<(), OwnError> {
-        let mut left = wanted.saturating_sub(self.lent());
+    /// So many sections more.
+    fn lend(&self, count: u64, own: &mut OwnPool, stop: &Shutdown) -> Result<Option<HeldUp>, OwnError> {
+        let mut left = count;
         for section in 0..self.donation.layout.sections() {
             if left == 0 || stop.is_requested() {
-                break;
+                return Ok(None);
             }
             if self.donation.is_withheld(section) {
-                own.change(section, |pool, _| Ok(pool.free(self.donation.section(section))?))?;
-                left -= 1;
+                match own.change(section, |pool, _| Ok(pool.free(self.donation.section(section))?)) {
+                    Ok(()) => left -= 1,
+                    Err(error) if error.is_damage() => {}
+                    Err(error) => return Err(error),
+                }
             }
         }
-        Ok(())
+        Ok((left > 0).then_some(HeldUp::Failing))
     }
 }

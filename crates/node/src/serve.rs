@@ -13,6 +13,7 @@ use aquifer_fabric::tcp::{self, ClusterKey, TcpTarget};
 use aquifer_fabric::verbs::{self, VerbsTarget};
 use aquifer_fabric::{Reach, Target, TargetError};
 use aquifer_metrics::{Listener, Place};
+use aquifer_pool::donor::DonateError;
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::{NodeId, donate_of};
 
@@ -158,6 +159,10 @@ pub fn serve(
     shutdown: &Shutdown,
     ready: impl FnOnce(&Ready),
 ) -> Result<(), NodeError> {
+    if options.memory_bytes > options.memory_bytes_max {
+        let (bytes, bytes_max) = (options.memory_bytes, options.memory_bytes_max);
+        return Err(DonateError::Beyond { bytes, bytes_max }.into());
+    }
     let is_pinned = matches!(options.listen, Listen::Verbs(..));
     if is_pinned && (options.memory_bytes_max != options.memory_bytes || options.keep_free_bytes.is_some()) {
         return Err(NodeError::Pinned { fabric: "verbs" });

@@ -50,6 +50,10 @@ impl Donation {
     #[must_use]
     pub fn uncleared(&self, section: u32) -> Option<Run> {
         let states = SectionWord(self.word(WordAt::Section(section)));
+        if states.empty_spans() == 0 {
+            // To look at metadata that nobody has touched would cost memory.
+            return None;
+        }
         let first = section * SECTION_SPANS;
         let is_used = |place: u32| !KeyEntry(self.word(WordAt::span_key(first + place))).is_nobodys();
         let used =
@@ -188,8 +192,7 @@ pub fn donate(target: &dyn Target, id: NodeId, data_bytes: u64) -> Result<Donati
     donate_of(target, id, data_bytes, data_bytes)
 }
 
-/// Lend `data_bytes`, which may be none, of `bytes_max`: the sections after them are withheld, and may be lent later. They take no memory until then, but for the metadata of those that
-/// somebody has used.
+/// Lend `data_bytes`, which may be none, of `bytes_max`: the sections after them are withheld, and may be lent later. They take no memory until then, but for 136 bytes each of the metadata.
 ///
 /// # Errors
 /// As for [`donate`]; more than `bytes_max` cannot be lent.
@@ -199,7 +202,7 @@ pub fn donate_of(
     data_bytes: u64,
     bytes_max: u64,
 ) -> Result<Donation, DonateError> {
-    let size = |cause| DonateError::Size { bytes: data_bytes, cause };
+    let size = |cause| DonateError::Size { bytes: bytes_max, cause };
     let layout = Layout::for_bytes(id.0, bytes_max).map_err(size)?;
     let beyond = DonateError::Beyond { bytes: data_bytes, bytes_max };
     let lent = u32::try_from(data_bytes / SECTION_BYTES).map_err(|_| beyond)?;

@@ -1,7 +1,8 @@
 //! `aquifer lend`: change how much a memory node lends.
 
+use std::error::Error;
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use aquifer_directory::names::{self, HeldUp, NodeRecord, WantedRecord};
 use aquifer_directory::{Directory, Entry, EventKind};
@@ -19,11 +20,16 @@ use crate::state::StateDir;
 
 /// How long to wait for news before the bar is drawn anew.
 const TICK: Duration = Duration::from_millis(100);
+/// A node whose lease is over takes a new one within so long, if it lives.
+const LEASE_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Ask a node, and wait until it lends that.
 pub fn lend(state: &StateDir, arguments: &LendArguments) -> Outcome {
     let directory = source(state, &arguments.directory)?.connect(state)?;
     let node = choose(names::nodes(&*directory)?, arguments.node)?;
+    if (1..SECTION_BYTES).contains(&arguments.size) {
+        return Err(format!("a node lends in steps of {}, or nothing", Size(SECTION_BYTES)).into());
+    }
     let memory_bytes = arguments.size / SECTION_BYTES * SECTION_BYTES;
     if memory_bytes > node.memory_bytes_max {
         let most = Size(node.memory_bytes_max);
@@ -44,13 +50,13 @@ pub fn lend(state: &StateDir, arguments: &LendArguments) -> Outcome {
         );
         return Ok(ExitCode::SUCCESS);
     }
-    wait(&*directory, &node, memory_bytes)?;
+    wait(&*directory, &node, wanted)?;
     say_line!("node {} lends {}", node.id, Size(memory_bytes));
     Ok(ExitCode::SUCCESS)
 }
 
 /// The directory that was named, else that of the cluster that is up here.
-fn source(state: &StateDir, asked: &DirectorySettings) -> Result<Source, Box<dyn std::error::Error>> {
+fn source(state: &StateDir, asked: &DirectorySettings) -> Result<Source, Box<dyn Error>> {
     let shape = if asked.address.is_none() { Shape::load(state)? } else { None };
     Ok(Source::new(shape.as_ref().map_or(asked, |shape| &shape.directory))?)
 }
@@ -74,47 +80,103 @@ fn choose(nodes: Vec<NodeRecord>, asked: Option<u16>) -> Result<NodeRecord, Stri
     }
 }
 
+/// What follows a wish: the node's record, and what others wish.
+struct Follower<'a> {
+    wanted: WantedRecord,
+    directory: &'a dyn Directory,
+    bar: ProgressBar,
+    /// What the user was told last.
+    told: Option<HeldUp>,
+    /// The node is not in the directory: perhaps only its lease is over.
+    gone_since: Option<Instant>,
+}
+
 /// Follow what the node says until it lends so much.
-fn wait(directory: &dyn Directory, node: &NodeRecord, wanted: u64) -> Result<(), Box<dyn std::error::Error>> {
-    let gone = || format!("node {} is gone, and with it the wish", node.id);
+fn wait(directory: &dyn Directory, node: &NodeRecord, wanted: WantedRecord) -> Result<(), Box<dyn Error>> {
+    let bar = bar(node.memory_bytes.abs_diff(wanted.memory_bytes));
+    let mut follower = Follower { wanted, directory, bar, told: None, gone_since: None };
     let key = names::node(node.id);
     let listing = directory.list(&key)?;
     let mut watch = directory.watch(&key, listing.revision + 1)?;
-    let entry = listing.entries.into_iter().find(|entry| entry.key == key).ok_or_else(gone)?;
-    let mut record: NodeRecord = names::decode(&entry)?;
-    let bar = bar(node.memory_bytes.abs_diff(wanted));
-    let mut told = None;
+    let mut entry = listing.entries.into_iter().find(|entry| entry.key == key);
     loop {
-        if record.epoch != node.epoch {
-            return Err(gone().into());
-        }
-        if record.memory_bytes == wanted {
-            bar.finish_and_clear();
+        if follower.is_so(entry.as_ref(), node.memory_bytes)? {
+            follower.bar.finish_and_clear();
             return Ok(());
         }
-        bar.set_position(node.memory_bytes.abs_diff(record.memory_bytes));
-        let held_up = record.held_up.filter(|_| record.memory_bytes_wanted == wanted);
-        if let Some(held_up) = held_up.filter(|held_up| told != Some(*held_up)) {
-            told = Some(held_up);
-            let what = format!("node {} lends {}: {held_up}", node.id, Size(record.memory_bytes));
-            if held_up != HeldUp::InUse {
-                bar.finish_and_clear();
-                return Err(what.into());
-            }
-            // The bar hides where nobody looks.
-            bar.set_message("waiting for what is in use");
-            if bar.is_hidden() {
-                eprintln!("aquifer: {what}");
-            }
-        }
         let Some(event) = watch.next(TICK)? else {
-            bar.tick();
+            follower.bar.tick();
             continue;
         };
         if event.key == key {
-            let EventKind::Put { value, lease } = event.kind else { return Err(gone().into()) };
-            record = names::decode(&Entry { key: event.key, value, version: event.revision, lease })?;
+            entry = match event.kind {
+                EventKind::Put { value, lease } => {
+                    Some(Entry { key: event.key, value, version: event.revision, lease })
+                }
+                EventKind::Delete => None,
+            };
         }
+    }
+}
+
+impl Follower<'_> {
+    /// Whether the node has what it began with behind it.
+    fn is_so(&mut self, entry: Option<&Entry>, began_with: u64) -> Result<bool, Box<dyn Error>> {
+        let WantedRecord { node, epoch, memory_bytes } = self.wanted;
+        let gone = || format!("node {node} is gone, and with it the wish");
+        let Some(entry) = entry else {
+            let since = *self.gone_since.get_or_insert_with(Instant::now);
+            return if since.elapsed() < LEASE_PATIENCE { Ok(false) } else { Err(gone().into()) };
+        };
+        self.gone_since = None;
+        let record: NodeRecord = names::decode(entry)?;
+        if record.epoch != epoch {
+            return Err(gone().into());
+        }
+        if record.memory_bytes_wanted != memory_bytes {
+            // It has not heard of it yet; or of another since.
+            self.check_wish()?;
+            return Ok(false);
+        }
+        self.bar.set_position(began_with.abs_diff(record.memory_bytes));
+        if record.memory_bytes == memory_bytes {
+            return Ok(true);
+        }
+        if let Some(held_up) = record.held_up {
+            self.tell(held_up, record.memory_bytes)?;
+        }
+        Ok(false)
+    }
+
+    fn check_wish(&self) -> Result<(), Box<dyn Error>> {
+        let node = self.wanted.node;
+        let entry = self.directory.get(&names::wanted(node))?;
+        match entry.as_ref().map(names::decode::<WantedRecord>).transpose()? {
+            Some(wish) if wish == self.wanted => Ok(()),
+            Some(wish) => {
+                Err(format!("somebody else has asked node {node} for {} meanwhile", Size(wish.memory_bytes))
+                    .into())
+            }
+            None => Err(format!("somebody has taken back what node {node} was asked").into()),
+        }
+    }
+
+    /// What holds it up; what does not pass by itself is an error.
+    fn tell(&mut self, held_up: HeldUp, lent: u64) -> Result<(), Box<dyn Error>> {
+        if self.told.replace(held_up) == Some(held_up) {
+            return Ok(());
+        }
+        let what = format!("node {} lends {}: {held_up}", self.wanted.node, Size(lent));
+        if held_up != HeldUp::InUse {
+            self.bar.finish_and_clear();
+            return Err(what.into());
+        }
+        // The bar hides where nobody looks.
+        self.bar.set_message("waiting for what is in use");
+        if self.bar.is_hidden() {
+            eprintln!("aquifer: {what}");
+        }
+        Ok(())
     }
 }
 

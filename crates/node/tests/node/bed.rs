@@ -13,9 +13,11 @@ use aquifer_directory::names::{self, AgentRecord, NodeRecord};
 use aquifer_directory::{
     Directory, DirectoryError, Entry, Event, Lease, LeaseId, Listing, Transaction, TransactionOutcome, Watch,
 };
-use aquifer_fabric::{Host, Identity, Tenant, WorkError, shm};
+use aquifer_fabric::{
+    Host, Identity, LocalKey, LocalSlice, Memory, RemoteAddr, Tenant, Verb, Work, WorkError, shm,
+};
 use aquifer_node::{Listen, NodeError, NodeOptions, Ready, Shutdown, serve};
-use aquifer_pool::{NodeId, PoolClient, PoolError, SizeClass};
+use aquifer_pool::{Extent, NodeId, PoolClient, PoolError, SizeClass};
 
 pub const TTL: Duration = Duration::from_millis(300);
 pub const BYTES: u64 = 4 << 20;
@@ -195,4 +197,51 @@ pub fn until_fenced(client: &mut PoolClient) {
             Err(error) => panic!("{error}"),
         }
     }
+}
+
+/// A section's worth of a client's own memory, to read and write extents with.
+pub struct Stamp {
+    memory: Arc<Memory>,
+    key: LocalKey,
+}
+
+impl Stamp {
+    pub fn new(client: &mut PoolClient) -> Self {
+        let memory = Arc::new(Memory::create("stamps", 2 << 20).expect("memory"));
+        let endpoint = client.endpoint(NodeId(1)).expect("it is connected");
+        let key = endpoint.register_local(Arc::clone(&memory)).expect("room");
+        Self { memory, key }
+    }
+
+    /// Write something all over a section.
+    pub fn write(&self, client: &mut PoolClient, extent: &Extent) {
+        self.memory.write(0, &[7; 2 << 20]);
+        let (local, remote) = self.ends(extent);
+        execute(client, Verb::Write { local, remote });
+    }
+
+    /// Whether a section is zero from end to end.
+    pub fn finds_zeros(&self, client: &mut PoolClient, extent: &Extent) -> bool {
+        let mut found = vec![1; 2 << 20];
+        self.memory.write(0, &found);
+        let (local, remote) = self.ends(extent);
+        execute(client, Verb::Read { local, remote });
+        self.memory.read(0, &mut found);
+        found.iter().all(|byte| *byte == 0)
+    }
+
+    fn ends(&self, extent: &Extent) -> (LocalSlice, RemoteAddr) {
+        let local = LocalSlice { key: self.key, offset: 0, len: 2 << 20 };
+        (local, RemoteAddr { addr: extent.addr, key: extent.key })
+    }
+}
+
+fn execute(client: &mut PoolClient, verb: Verb) {
+    let endpoint = client.endpoint(NodeId(1)).expect("it is connected");
+    endpoint.post(&[Work { id: 1, verb, signalled: true }]).expect("room");
+    let mut done = Vec::new();
+    while endpoint.poll(&mut done, 1) == 0 {
+        std::thread::yield_now();
+    }
+    assert_eq!(done.pop().map(|done| done.outcome), Some(Ok(2 << 20)));
 }

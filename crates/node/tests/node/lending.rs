@@ -2,12 +2,12 @@
 
 use aquifer_directory::Directory;
 use aquifer_directory::names::{self, HeldUp, NodeRecord, WantedRecord};
-use aquifer_fabric::{Memory, Tenant};
+use aquifer_fabric::{Host, Memory, Tenant};
 use aquifer_node::NodeOptions;
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::{NodeId, SizeClass};
 
-use crate::bed::{BYTES, Bed, Serving};
+use crate::bed::{BYTES, Bed, Serving, Stamp};
 
 const NODE: NodeId = NodeId(1);
 
@@ -139,24 +139,42 @@ fn a_node_may_begin_with_nothing_to_lend() {
 fn another_tenant_finds_nothing_in_what_was_withdrawn() {
     let bed = Bed::new();
     let node = start(&bed);
-    let (mut first, mut second) = (
-        bed.client_of(1, 1, Tenant(1)).expect("it listens"),
-        bed.client_of(2, 1, Tenant(2)).expect("it listens"),
-    );
-    for _ in 0..3 {
-        let held: Vec<_> = std::iter::from_fn(|| first.allocate(NODE, SizeClass::SECTION).ok()).collect();
-        held.iter().for_each(|extent| first.free(*extent).expect("it is ours"));
-        want(&bed, &node, SECTION_BYTES);
-        until(&bed, |record| record.memory_bytes == SECTION_BYTES);
+    let mut clients = [1, 2].map(|host| bed.client_of(host, 1, Tenant(host.into())).expect("it listens"));
+    let stamps = clients.each_mut().map(Stamp::new);
+    for turn in 0..6 {
+        let (client, stamp) = (&mut clients[turn % 2], &stamps[turn % 2]);
+        // Nothing is lent, so that what is lent after this was withdrawn.
+        want(&bed, &node, 0);
+        until(&bed, |record| record.memory_bytes == 0);
         want(&bed, &node, BYTES);
         until(&bed, |record| record.memory_bytes == BYTES);
-        let extent = loop {
-            // The one that was never withdrawn is cleared in a while.
-            if let Ok(extent) = second.allocate(NODE, SizeClass::SECTION) {
-                break extent;
-            }
-        };
-        second.free(extent).expect("it is ours");
+        let mut held = Vec::new();
+        while let Ok(extent) = client.allocate(NODE, SizeClass::SECTION) {
+            assert!(stamp.finds_zeros(client, &extent), "turn {turn}");
+            stamp.write(client, &extent);
+            held.push(extent);
+        }
+        assert_eq!(held.len() as u64, BYTES / SECTION_BYTES, "none waits to be cleared");
+        held.iter().for_each(|extent| client.free(*extent).expect("it is ours"));
+    }
+    node.stop();
+}
+
+/// Whoever connects as the node shuts the node's own connection out.
+#[test]
+fn a_node_whose_own_connection_breaks_lends_what_it_says() {
+    let bed = Bed::new();
+    let node = start(&bed);
+    let mut client = bed.client(1, 1).expect("it listens");
+    for epoch in 2..20 {
+        let wanted = epoch * 7 % (2 * BYTES / SECTION_BYTES + 1) * SECTION_BYTES;
+        want(&bed, &node, wanted);
+        // Unless the node has connected more often than that.
+        bed.client(Host::NODE.0, epoch).ok();
+        until(&bed, |record| (record.memory_bytes, record.memory_bytes_wanted) == (wanted, wanted));
+        let held: Vec<_> = std::iter::from_fn(|| client.allocate(NODE, SizeClass::SECTION).ok()).collect();
+        assert_eq!(held.len() as u64 * SECTION_BYTES, wanted, "as much as it says");
+        held.iter().for_each(|extent| client.free(*extent).expect("it is ours"));
     }
     node.stop();
 }
@@ -170,10 +188,6 @@ fn a_wish_of_another_life_is_not_heeded() {
     node.stop();
     let node = start(&bed);
     assert_eq!(node.ready.record.memory_bytes, BYTES);
-    let absurd = [b"{".to_vec(), b"null".to_vec()];
-    for value in absurd {
-        bed.directory().put(&names::wanted(1), &value, None).expect("room");
-    }
     // More than the most is the most.
     want(&bed, &node, u64::MAX);
     until(&bed, |record| record.memory_bytes == 2 * BYTES);

@@ -3,19 +3,18 @@
 mod bed;
 mod lending;
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use aquifer_directory::names::{self, NodeRecord};
 use aquifer_directory::{Directory, DirectoryError, EventKind};
-use aquifer_fabric::{LocalSlice, Memory, RemoteAddr, Tenant, Verb, Work, shm};
+use aquifer_fabric::{Tenant, shm};
 use aquifer_metrics::MetricsError;
 use aquifer_node::{Listen, NodeError, NodeOptions, Shutdown, serve};
 use aquifer_pool::{NodeId, PoolError, SizeClass};
 use aquifer_tests_support::openmetrics::scrape;
 
-use bed::{BYTES, Bed, TTL, until_fenced, use_it};
+use bed::{BYTES, Bed, Stamp, TTL, until_fenced, use_it};
 
 #[test]
 fn a_node_serves_its_memory_and_says_so() {
@@ -40,13 +39,9 @@ fn what_one_tenant_has_used_another_gets_cleared() {
     let bed = Bed::new();
     let node = bed.start(1);
     let mut clients = [1, 2].map(|host| bed.client_of(host, 1, Tenant(u32::from(host))).expect("it listens"));
-    let stamps = Arc::new(Memory::create("stamps", 2 << 20).expect("memory"));
-    let keys = [0, 1].map(|user: usize| {
-        let endpoint = clients[user].endpoint(NodeId(1)).expect("it is connected");
-        endpoint.register_local(Arc::clone(&stamps)).expect("room")
-    });
+    let stamps = clients.each_mut().map(Stamp::new);
     for turn in 0..6_usize {
-        let (client, key) = (&mut clients[turn % 2], keys[turn % 2]);
+        let (client, stamp) = (&mut clients[turn % 2], &stamps[turn % 2]);
         let mut extents = Vec::new();
         while extents.len() < 2 {
             match client.allocate(NodeId(1), SizeClass::SECTION) {
@@ -57,23 +52,8 @@ fn what_one_tenant_has_used_another_gets_cleared() {
             }
         }
         for extent in &extents {
-            let local = LocalSlice { key, offset: 0, len: 2 << 20 };
-            let remote = RemoteAddr { addr: extent.addr, key: extent.key };
-            let endpoint = client.endpoint(NodeId(1)).expect("it is connected");
-            let mut done = Vec::new();
-            for verb in [Verb::Read { local, remote }, Verb::Write { local, remote }] {
-                stamps.write(2 << 19, &[7; 64]);
-                endpoint.post(&[Work { id: 1, verb, signalled: true }]).expect("room");
-                while endpoint.poll(&mut done, 1) == 0 {
-                    std::thread::yield_now();
-                }
-                assert_eq!(done.pop().map(|done| done.outcome), Some(Ok(2 << 20)));
-                if let Verb::Read { .. } = verb {
-                    let mut found = vec![1; 2 << 20];
-                    stamps.read(0, &mut found);
-                    assert!(found.iter().all(|byte| *byte == 0), "turn {turn}");
-                }
-            }
+            assert!(stamp.finds_zeros(client, extent), "turn {turn}");
+            stamp.write(client, extent);
         }
         extents.into_iter().for_each(|extent| client.free(extent).expect("it is ours"));
     }

@@ -225,7 +225,11 @@ impl RecoverOp {
 
     fn surveyed(&mut self, cache: &NodeCache, words: &[u64]) -> Step<Recovered> {
         self.used.clear();
-        self.used.extend(words.iter().map(|word| SectionWord(*word).bits() != 0));
+        // Where the dead host has something the word is another, whatever a READ makes of it.
+        let is_withheld = |word: SectionWord| word.is_withheld() && self.dead != Host::NODE;
+        self.used.extend(
+            words.iter().map(|word| SectionWord(*word)).map(|word| word.bits() != 0 && !is_withheld(word)),
+        );
         self.seen += u32::try_from(words.len()).unwrap_or(0);
         self.go_on(cache)
     }
