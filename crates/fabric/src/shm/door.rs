@@ -10,7 +10,7 @@ use rustix::net::SocketFlags;
 
 use super::handshake::{self, Reply, Welcome};
 use super::mailbox::{Direction, Ring, mailbox_bytes};
-use super::target::{Peer, Shared, State};
+use super::target::{Peer, STANDSTILL, Shared, State};
 use super::{HANDSHAKE_TIME, PENDING_LIMIT, socket};
 use crate::Memory;
 use crate::memory::u64_from;
@@ -120,16 +120,17 @@ impl Doorkeeper {
     }
 
     /// What the host's agent before this one still has under way must not be done any more. One that is dead does nothing more, and one
-    /// that stands still in the middle of an access keeps its successor out.
+    /// that stands still in the middle of an access is ended.
     fn shut_out_earlier(&self, who: Identity) -> Result<(), String> {
         let Some(epoch) = who.epoch.checked_sub(1) else { return Ok(()) };
-        let has_hung_up = |socket: &OwnedFd| {
-            let mut polled = [PollFd::new(socket, PollFlags::IN | PollFlags::RDHUP)];
-            rustix::event::poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
-        };
-        for (slot, socket) in self.shared.begin_fence(who.host, epoch) {
+        for fenced in self.shared.begin_fence(who.host, epoch) {
             let begun = Instant::now();
-            while !self.shared.control.drain(slot, Some(DRAIN_LOOK)) && !has_hung_up(&socket) {
+            let mut was_ended = false;
+            let is_under_way = || !self.shared.control.drain(fenced.slot, Some(DRAIN_LOOK));
+            while is_under_way() && !socket::has_hung_up(&fenced.socket) {
+                if begun.elapsed() > STANDSTILL && !std::mem::replace(&mut was_ended, true) {
+                    fenced.end();
+                }
                 if begun.elapsed() > HANDSHAKE_TIME {
                     return Err(format!("host {} is still in the middle of an access of before", who.host.0));
                 }
@@ -163,10 +164,12 @@ impl Doorkeeper {
             return Err((socket, format!("the welcome could not be sent: {error}")));
         }
         drop(fds);
+        let process = socket::peer_process(&socket).map(Arc::new);
         let socket = Arc::new(socket);
         state.peers[slot] = Some(Peer {
             who,
             socket: Arc::clone(&socket),
+            process,
             inbox: Ring::new(&mailbox, &options.limits, Direction::ToTarget),
             outbox: Ring::new(&mailbox, &options.limits, Direction::ToInitiator),
         });

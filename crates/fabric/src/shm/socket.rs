@@ -6,11 +6,13 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::Mode;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, sockopt,
 };
+use rustix::process::PidfdFlags;
 
 use super::handshake::MESSAGE_BYTES_MAX;
 use super::{HANDSHAKE_TIME, REGIONS_LIMIT};
@@ -94,6 +96,22 @@ pub(super) fn receive(socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
         }
     }
     Ok((bytes, fds))
+}
+
+/// The process at the other end, unless it is this one, or it cannot be had. It holds the socket, so its number is nobody else's yet if the socket still is connected.
+pub(super) fn peer_process(socket: &OwnedFd) -> Option<OwnedFd> {
+    let pid = sockopt::socket_peercred(socket).ok()?.pid;
+    if pid == rustix::process::getpid() {
+        return None;
+    }
+    let process = rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok()?;
+    (!has_hung_up(socket)).then_some(process)
+}
+
+/// Whether nobody is at the other end any more.
+pub(super) fn has_hung_up(socket: &OwnedFd) -> bool {
+    let mut polled = [PollFd::new(socket, PollFlags::IN | PollFlags::RDHUP)];
+    rustix::event::poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
 }
 
 /// The user at the other end, as the kernel noted it when the connection was made.

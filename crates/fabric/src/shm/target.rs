@@ -13,6 +13,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rustix::event::EventfdFlags;
+use rustix::process::{Signal, pidfd_send_signal};
 
 use super::door::Doorkeeper;
 use super::mailbox::Ring;
@@ -26,6 +27,9 @@ use crate::work::Key;
 
 /// A target that goes away waits so long for peers inside a batch; their mappings stay anyway.
 const FAREWELL: Duration = Duration::from_secs(1);
+
+/// An access takes microseconds. Who is shut out and has not ended one for so long stands still.
+pub(super) const STANDSTILL: Duration = Duration::from_secs(1);
 
 /// Memory offered to this machine's processes over shared memory.
 pub struct ShmTarget {
@@ -53,8 +57,39 @@ pub(super) struct State {
 pub(super) struct Peer {
     pub(super) who: Identity,
     pub(super) socket: Arc<OwnedFd>,
+    /// `None` if it is this one.
+    pub(super) process: Option<Arc<OwnedFd>>,
     pub(super) inbox: Ring,
     pub(super) outbox: Ring,
+}
+
+/// An endpoint that is shut out, and may be in the middle of an access still.
+pub(super) struct Fenced {
+    pub(super) slot: usize,
+    pub(super) who: Identity,
+    pub(super) socket: Arc<OwnedFd>,
+    process: Option<Arc<OwnedFd>>,
+}
+
+impl Fenced {
+    /// It stands still in the middle of an access: what it would do when it goes on would come too late. It is shut out, so that its process could not go on anyway.
+    pub(super) fn end(&self) {
+        let Some(process) = &self.process else { return };
+        let Identity { host, epoch, .. } = self.who;
+        match pidfd_send_signal(process, Signal::KILL) {
+            Ok(()) => tracing::warn!(
+                host = host.0,
+                epoch,
+                "a host that is shut out stood still in the middle of an access; its process was ended"
+            ),
+            Err(error) => tracing::warn!(
+                host = host.0,
+                epoch,
+                %error,
+                "a host that is shut out stands still in the middle of an access, and its process cannot be ended"
+            ),
+        }
+    }
 }
 
 impl ShmTarget {
@@ -125,16 +160,17 @@ impl std::fmt::Debug for ShmTarget {
 
 impl Shared {
     /// Nothing begins any more at endpoints of this host up to this epoch; those at which something may still be under way.
-    pub(super) fn begin_fence(&self, host: Host, epoch: u64) -> Vec<(usize, Arc<OwnedFd>)> {
+    pub(super) fn begin_fence(&self, host: Host, epoch: u64) -> Vec<Fenced> {
         let mut state = self.lock();
         state.tables.fence(host, epoch);
         let is_fenced = |peer: &Peer| peer.who.host == host && peer.who.epoch <= epoch;
         let peers = state.peers.iter().enumerate();
         let fenced = peers.filter_map(|(slot, peer)| {
-            peer.as_ref().filter(|peer| is_fenced(peer)).map(|peer| (slot, Arc::clone(&peer.socket)))
+            let Peer { who, socket, process, .. } = peer.as_ref().filter(|peer| is_fenced(peer))?;
+            Some(Fenced { slot, who: *who, socket: Arc::clone(socket), process: process.clone() })
         });
         let fenced: Vec<_> = fenced.collect();
-        for (slot, _) in &fenced {
+        for Fenced { slot, .. } in &fenced {
             self.control.set_state(*slot, FENCED);
         }
         fenced
@@ -177,8 +213,11 @@ impl Target for ShmTarget {
     }
 
     fn fence(&self, host: Host, epoch: u64) {
-        for (slot, _) in self.shared.begin_fence(host, epoch) {
-            self.shared.control.drain(slot, None);
+        for fenced in self.shared.begin_fence(host, epoch) {
+            if !self.shared.control.drain(fenced.slot, Some(STANDSTILL)) {
+                fenced.end();
+                self.shared.control.drain(fenced.slot, None);
+            }
         }
     }
 

@@ -1,0 +1,54 @@
+//! Real processes, killed or stopped at every step of what a host does, over real fabrics: afterwards all that they held is free, all that
+//! others hold is as it was, and what a stopped one does late changes nothing.
+
+mod scene;
+mod victim;
+
+use scene::Scene;
+use victim::{End, Moment};
+
+/// The script has at least so many steps.
+const STEPS_MIN: usize = 100;
+
+fn at_every_step(scene: &Scene, end: End) {
+    for moment in [Moment::Before, Moment::After] {
+        let mut step = 0;
+        while scene.play(step, moment, end) {
+            step += 1;
+        }
+        assert!(step >= STEPS_MIN, "it was over after {step} steps");
+    }
+}
+
+#[test]
+fn a_host_may_be_killed_at_any_step_over_shm() {
+    at_every_step(&Scene::over_shm(), End::Kill);
+}
+
+#[test]
+fn a_host_may_be_killed_at_any_step_over_tcp() {
+    at_every_step(&Scene::over_tcp(), End::Kill);
+}
+
+#[test]
+fn a_host_may_stand_still_at_any_step_over_shm() {
+    at_every_step(&Scene::over_shm(), End::Stop);
+}
+
+#[test]
+fn a_host_may_stand_still_at_any_step_over_tcp() {
+    at_every_step(&Scene::over_tcp(), End::Stop);
+}
+
+#[test]
+fn who_stands_still_in_the_middle_of_an_access_holds_nobody_up() {
+    for scene in [Scene::over_shm(), Scene::over_tcp()] {
+        (0..4).for_each(|_| scene.stop_in_the_middle());
+    }
+}
+
+/// Not a test by itself: what the others start.
+#[test]
+fn victim() {
+    victim::be_one();
+}

@@ -1,0 +1,254 @@
+//! A node, a host that lives, and one after another of which each dies at the next step.
+
+use std::cell::{Cell, RefCell};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use aquifer_fabric::shm::{self, ShmTarget};
+use aquifer_fabric::tcp::{self, ConnectOptions, TcpTarget};
+use aquifer_fabric::{
+    Completion, Host, Identity, Key, KeyEntry, LocalKey, LocalSlice, Memory, Reach, RemoteAddr, Target, Verb,
+    Work,
+};
+use aquifer_pool::layout::SECTION_ENTRIES;
+use aquifer_pool::op::WordAt;
+use aquifer_pool::size::{SECTION_BYTES, SECTION_CHUNKS};
+use aquifer_pool::{Donation, Extent, PoolClient, SizeClass, donate};
+use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, kill_process, waitpid};
+
+use crate::victim::{self, DATA_BYTES, EARLIER, End, KEY, Moment, NODE, TENANT, VICTIM, Victim};
+
+const SECTIONS: u64 = 3;
+const LIVING: Host = Host(1);
+/// Sizes that the living host holds all the while, in sections that the victim uses too.
+const HELD: [u8; 4] = [0, 0, 2, 5];
+const STAMP: u64 = 0x5a5a_0001_0002_0003;
+
+pub struct Scene {
+    _folder: tempfile::TempDir,
+    target: Box<dyn Target>,
+    reach: Reach,
+    donation: Donation,
+    living: RefCell<Living>,
+    /// Of the next victim.
+    epoch: Cell<u64>,
+}
+
+/// The host that lives, and what it holds.
+struct Living {
+    client: PoolClient,
+    held: Vec<Extent>,
+    data: Arc<Memory>,
+    local: LocalKey,
+}
+
+impl Scene {
+    pub fn over_shm() -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("node");
+        let target = ShmTarget::listen(&path, shm::Options::default()).expect("a target");
+        Self::on(folder, Box::new(target), Reach::Shm(path))
+    }
+
+    pub fn over_tcp() -> Self {
+        let any = "127.0.0.1:0".parse().expect("an address");
+        let target = TcpTarget::listen(any, &KEY, tcp::Options::default()).expect("a target");
+        let reach = Reach::Tcp(target.address());
+        Self::on(tempfile::tempdir().expect("a folder"), Box::new(target), reach)
+    }
+
+    fn on(folder: tempfile::TempDir, target: Box<dyn Target>, reach: Reach) -> Self {
+        let donation = donate(&*target, NODE, SECTIONS * SECTION_BYTES).expect("memory");
+        let mut client = connect(&reach, LIVING, 1);
+        let data = Arc::new(Memory::create("data", 2 << 20).expect("memory"));
+        let endpoint = client.endpoint(NODE).expect("it is connected");
+        let local = endpoint.register_local(Arc::clone(&data)).expect("room");
+        let mut living = Living { client, held: Vec::new(), data, local };
+        for k in HELD {
+            let extent = living.take(k).expect("all is free");
+            living.held.push(extent);
+        }
+        Self { _folder: folder, target, reach, donation, living: RefCell::new(living), epoch: Cell::new(1) }
+    }
+
+    /// Let a victim end at that step, and clear up after it; false if it came to the end of its life before.
+    pub fn play(&self, step: usize, moment: Moment, end: End) -> bool {
+        let epoch = self.epoch.replace(self.epoch.get() + 1);
+        self.let_an_earlier_one_die(epoch);
+        let child = victim::start(&self.reach, epoch, step, moment, end);
+        let has_ended = !wait_for(child.pid, end);
+        self.target.fence(VICTIM, epoch);
+        let mut recoverer = connect(&self.reach, Host(4), 1);
+        for dead in [VICTIM, EARLIER] {
+            let recovered = recoverer.recover(NODE, dead).expect("the node lives");
+            assert_eq!(recovered.unknown, 0, "step {step}, {moment:?}, {end:?}: {recovered:?}");
+        }
+        drop(recoverer);
+        self.all_else_is_free(&format!("step {step}, {moment:?}, {end:?}"));
+        let mut living = self.living.borrow_mut();
+        if end == End::Stop && !has_ended {
+            self.let_it_go_on(&mut living, child);
+        }
+        let held = living.held.clone();
+        held.iter().for_each(|extent| living.verify(extent));
+        !has_ended
+    }
+
+    /// A victim that writes all the while is stopped, most often in the middle of that, and shut out.
+    pub fn stop_in_the_middle(&self) {
+        let epoch = self.epoch.replace(self.epoch.get() + 1);
+        let child = victim::start(&self.reach, epoch, usize::MAX, Moment::Before, End::Write);
+        let layout = self.donation.layout;
+        let written = (0..layout.sections())
+            .map(|section| layout.chunk_data_at(section * SECTION_CHUNKS))
+            .map(|at| usize::try_from(at).expect("it is mapped") + DATA_BYTES - 8);
+        let ends: Vec<usize> = written.collect();
+        let word = |at: &usize| self.donation.memory.atomic_u64(*at).load(Ordering::SeqCst);
+        for at in &ends {
+            self.donation.memory.atomic_u64(*at).store(0, Ordering::SeqCst);
+        }
+        while ends.iter().all(|at| word(at) == 0) {
+            std::thread::yield_now();
+        }
+        kill_process(child.pid, Signal::STOP).expect("it is there");
+        assert!(wait_for(child.pid, End::Stop));
+        self.target.fence(VICTIM, epoch);
+        let mut recoverer = connect(&self.reach, Host(4), 1);
+        assert_eq!(recoverer.recover(NODE, VICTIM).expect("the node lives").extents, 1);
+        drop(recoverer);
+        self.all_else_is_free("stopped in the middle");
+        self.let_it_go_on(&mut self.living.borrow_mut(), child);
+    }
+
+    /// A victim that stands still goes on when all that it held is another's.
+    fn let_it_go_on(&self, living: &mut Living, child: Victim) {
+        let others = living.take_everything();
+        assert_eq!(self.donation.free_bytes(), 0, "everything was free for others");
+        kill_process(child.pid, Signal::CONT).expect("it was not waited for");
+        drop(child.leash);
+        // It has found itself shut out; or was ended where it stood still, if that was in the middle of an access.
+        let ended = waitpid(Some(child.pid), WaitOptions::empty()).expect("it is ours");
+        assert!(ended.is_some_and(|(_, status)| status.exited() || status.signaled()));
+        others.iter().for_each(|extent| living.verify(extent));
+        for extent in others {
+            living.client.free(extent).expect("it is ours");
+        }
+    }
+
+    /// Somebody holds a bit of everything, and is dead.
+    fn let_an_earlier_one_die(&self, epoch: u64) {
+        let mut earlier = connect(&self.reach, EARLIER, epoch);
+        for k in [0, 1, 4, 6] {
+            earlier.allocate(NODE, SizeClass::new(k).expect("a class")).expect("there is room");
+        }
+        drop(earlier);
+        self.target.fence(EARLIER, epoch);
+    }
+
+    /// Nothing is left of anybody but the living: no chunk, and no key.
+    fn all_else_is_free(&self, when: &str) {
+        let living = self.living.borrow();
+        let held: u64 = living.held.iter().map(|extent| extent.class.bytes()).sum();
+        let layout = self.donation.layout;
+        assert_eq!(self.donation.free_bytes(), layout.data_bytes() - held, "{when}");
+        let keys: Vec<Key> = (0..layout.sections() * SECTION_ENTRIES)
+            .map(|entry| {
+                let at = usize::try_from(layout.word_at(WordAt::Key(entry))).expect("it is mapped");
+                KeyEntry(self.donation.memory.atomic_u64(at).load(Ordering::SeqCst)).key()
+            })
+            .filter(|key| *key != Key(0))
+            .collect();
+        let mut ours: Vec<Key> = living.held.iter().map(|extent| extent.key).collect();
+        let mut found = keys;
+        ours.sort_unstable_by_key(|key| key.0);
+        found.sort_unstable_by_key(|key| key.0);
+        assert_eq!(found, ours, "{when}: keys");
+    }
+}
+
+impl Living {
+    fn take(&mut self, k: u8) -> Option<Extent> {
+        let extent = self.client.allocate(NODE, SizeClass::new(k).expect("a class")).ok()?;
+        for at in places(&extent) {
+            self.data.write(at, &stamp(&extent, at).to_le_bytes());
+        }
+        let (local, remote) = self.ends(&extent);
+        self.execute(Verb::Write { local, remote });
+        Some(extent)
+    }
+
+    /// Whatever there is, in pieces as large as possible.
+    fn take_everything(&mut self) -> Vec<Extent> {
+        let mut taken = Vec::new();
+        for k in (0..SizeClass::COUNT).rev() {
+            while let Some(extent) = self.take(k) {
+                taken.push(extent);
+            }
+        }
+        taken
+    }
+
+    /// It is as we wrote it.
+    fn verify(&mut self, extent: &Extent) {
+        let (local, remote) = self.ends(extent);
+        self.execute(Verb::Read { local, remote });
+        for at in places(extent) {
+            let mut word = [0; 8];
+            self.data.read(at, &mut word);
+            assert_eq!(u64::from_le_bytes(word), stamp(extent, at), "{extent:?} was written by another");
+        }
+    }
+
+    fn ends(&self, extent: &Extent) -> (LocalSlice, RemoteAddr) {
+        let len = u32::try_from(extent.class.bytes()).expect("2 MiB at most");
+        let local = LocalSlice { key: self.local, offset: 0, len };
+        (local, RemoteAddr { addr: extent.addr, key: extent.key })
+    }
+
+    fn execute(&mut self, verb: Verb) {
+        let endpoint = self.client.endpoint(NODE).expect("it is connected");
+        endpoint.post(&[Work { id: 1, verb, signalled: true }]).expect("room");
+        let mut done: Vec<Completion> = Vec::new();
+        while endpoint.poll(&mut done, 1) == 0 {
+            std::thread::yield_now();
+        }
+        done[0].outcome.expect("the key opens it");
+    }
+}
+
+/// A word of each chunk.
+fn places(extent: &Extent) -> impl Iterator<Item = usize> + use<> {
+    (0..extent.class.chunks() as usize).map(|chunk| chunk * 4096 + 8)
+}
+
+fn stamp(extent: &Extent, at: usize) -> u64 {
+    STAMP ^ extent.addr ^ (at as u64) << 32
+}
+
+fn connect(reach: &Reach, host: Host, epoch: u64) -> PoolClient {
+    let who = Identity { host, epoch, tenant: TENANT };
+    let endpoint = reach.connect(who, Some(&KEY), &ConnectOptions::default()).expect("the node listens");
+    let mut client = PoolClient::new(host, TENANT);
+    client.add_node(NODE, endpoint).expect("a good node");
+    client
+}
+
+/// Wait until the victim has what was meant for it; false if it has ended by itself.
+fn wait_for(child: Pid, end: End) -> bool {
+    let status = waitpid(Some(child), WaitOptions::UNTRACED).expect("it is ours");
+    let (_, status): (Pid, WaitStatus) = status.expect("it was waited for");
+    match (status.exit_status(), end) {
+        (Some(code), _) => {
+            assert_eq!(code, 0, "the victim failed before its end");
+            false
+        }
+        (None, End::Kill) => {
+            assert_eq!(status.terminating_signal(), Some(Signal::KILL.as_raw()));
+            true
+        }
+        (None, End::Stop | End::Write) => {
+            assert!(status.stopped(), "it stands still: {status:?}");
+            true
+        }
+    }
+}
