@@ -177,7 +177,7 @@ pub struct Strikes {
 
 impl Strikes {
     /// Most entries of one action.
-    pub const MAX: usize = 16;
+    pub const MAX: usize = 32;
 
     /// The keys that are among these entries; `None` if there are none. At most [`Strikes::MAX`] are looked at.
     pub(crate) fn among(first: WordAt, entries: &[u64]) -> Option<Self> {
