@@ -167,34 +167,46 @@ pub enum Action {
     Strike(Strikes),
 }
 
-/// Keys that are struck out at once, of neighbouring entries.
+/// Keys that are struck out at once: one owner's, of neighbouring entries.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Strikes {
     first: u32,
-    /// What the entries are; zero for those that are left alone.
-    entries: [u64; Self::MAX],
+    /// The half of the entries that says whose they are.
+    owner: u32,
+    /// Zero for entries that are left alone.
+    keys: [u32; Self::MAX],
 }
 
 impl Strikes {
     /// Most entries of one action.
     pub const MAX: usize = 32;
 
-    /// The keys that are among these entries; `None` if there are none. At most [`Strikes::MAX`] are looked at.
-    pub(crate) fn among(first: WordAt, entries: &[u64]) -> Option<Self> {
+    /// Those that strike out all keys that are among these entries: one, since all chunks of a span are one tenant's.
+    pub(crate) fn among(first: WordAt, entries: &[u64], strikes: &mut Vec<Self>) {
         let WordAt::Key(first) = first else { panic!("{first} is no key entry") };
-        let mut strikes = Self { first, entries: [0; Self::MAX] };
-        for (strike, entry) in strikes.entries.iter_mut().zip(entries) {
-            if KeyEntry(*entry).key() != Key(0) {
-                *strike = *entry;
+        let mut last: Option<Self> = None;
+        for (place, entry) in entries[..entries.len().min(Self::MAX)].iter().enumerate() {
+            let (owner, key) = ((entry >> 32) as u32, KeyEntry(*entry).key().0);
+            if key == 0 {
+                continue;
+            }
+            if last.is_none_or(|last| last.owner != owner) {
+                strikes.extend(last.replace(Self { first, owner, keys: [0; Self::MAX] }));
+            }
+            if let Some(last) = &mut last {
+                last.keys[place] = key;
             }
         }
-        (strikes.entries != [0; Self::MAX]).then_some(strikes)
+        strikes.extend(last);
     }
 
     /// The words, what each must be, and what it becomes.
     pub fn swaps(self) -> impl Iterator<Item = (WordAt, u64, u64)> {
-        let swap = |(at, entry)| (WordAt::Key(at), entry, KeyEntry(entry).without_key().0);
-        (self.first..).zip(self.entries).filter(|(_, entry)| *entry != 0).map(swap)
+        let swap = move |(at, key)| {
+            let entry = u64::from(self.owner) << 32 | u64::from(key);
+            (WordAt::Key(at), entry, KeyEntry(entry).without_key().0)
+        };
+        (self.first..).zip(self.keys).filter(|(_, key)| *key != 0).map(swap)
     }
 }
 

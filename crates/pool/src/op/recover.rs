@@ -15,6 +15,7 @@ use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 use crate::word::{InlineLog, LogEntry, LogOp, Run, SectionWord, SpanState, SpanWord};
 
 const SPANS: usize = SECTION_SPANS as usize;
+const _: () = assert!(Strikes::MAX >= CHUNKS);
 const CHUNKS: usize = SPAN_CHUNKS as usize;
 
 /// What was found of a dead host.
@@ -352,7 +353,7 @@ impl RecoverOp {
         let first = self.section * SECTION_SPANS;
         let (chunk_keys, other_keys) = (&self.chunk_keys, &self.other_keys);
         self.strikes.clear();
-        let mut add = |at, entries: &[u64]| self.strikes.extend(Strikes::among(at, entries));
+        let mut add = |at, entries: &[u64]| Strikes::among(at, entries, &mut self.strikes);
         match gift {
             _ if self.mutation == Mutation::SkipStrike => {}
             Gift::Span { .. } => {}
@@ -370,10 +371,7 @@ impl RecoverOp {
                 for (chunk, entry) in entries.iter_mut().enumerate() {
                     *entry *= u64::from(mask >> chunk & 1);
                 }
-                let firsts = (span * SPAN_CHUNKS..).step_by(Strikes::MAX);
-                for (chunk, entries) in firsts.zip(entries.chunks(Strikes::MAX)) {
-                    add(WordAt::chunk_key(chunk), entries);
-                }
+                add(WordAt::chunk_key(span * SPAN_CHUNKS), &entries);
             }
         }
     }
