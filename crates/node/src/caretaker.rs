@@ -56,11 +56,13 @@ impl Duties {
             pause = LOOK_EVERY;
             // What was under way when the connection broke is set right at once, and not when there is something to do next.
             let connected = if self.own.is_broken() { self.own.connect().map(drop) } else { Ok(()) };
-            if !self.note("the node does not reach its own memory", connected) {
-                continue;
-            }
+            let is_connected = self.note("the node does not reach its own memory", connected);
+            // It says so if that is what holds it up.
             let resized = self.resizer.look(&mut self.own, stop);
             self.note("the node does not lend as much as it was asked to", resized);
+            if !is_connected {
+                continue;
+            }
             let cleared = self.clearer.look(&mut self.own, stop);
             if let Ok(false) = cleared {
                 pause = Duration::ZERO;

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use aquifer_fabric::Target;
 use aquifer_pool::Donation;
 
-use crate::own::{OwnError, OwnPool};
+use crate::own::{OwnError, OwnPool, take_group};
 use crate::shutdown::Shutdown;
 
 /// Sections that are cleared in one look: a quarter of a gigabyte.
@@ -78,7 +78,7 @@ impl Clearer {
     fn clear_some(&self, section: u32, own: &mut OwnPool) -> Result<bool, OwnError> {
         let Some(group) = self.donation.uncleared(section) else { return Ok(false) };
         own.change(section, |pool, node| {
-            let Some(taken) = pool.take_group(node, section, group)? else { return Ok(false) };
+            let Some(taken) = take_group(pool, node, section, group)? else { return Ok(false) };
             self.donation.shut(&taken);
             self.target.expel(taken.addr..taken.addr + taken.class.bytes());
             self.donation.clear(&taken);

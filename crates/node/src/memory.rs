@@ -22,7 +22,8 @@ pub(crate) const fn affordable_bytes(allocated: u64, available: u64, keep_free: 
 /// stays as it is.
 pub(crate) fn settled_bytes(wanted: u64, lent: u64, affordable: u64, step: u64) -> u64 {
     let settled = wanted.min(affordable);
-    if wanted <= lent || settled == wanted || settled.abs_diff(lent) >= step { settled } else { lent }
+    let is_wish = wanted < lent || settled == wanted && lent < wanted;
+    if is_wish || settled.abs_diff(lent) >= step { settled } else { lent }
 }
 
 fn parse_available(text: &str) -> Option<u64> {
@@ -53,6 +54,8 @@ mod tests {
                 "only if it is worth it: {affordable}"
             );
         }
+        assert_eq!(settled_bytes(50, 50, 47, 4), 50, "all that is wanted is lent");
+        assert_eq!(settled_bytes(50, 50, 46, 4), 46);
         assert_eq!(settled_bytes(51, 50, 51, 4), 51, "the whole wish is worth it");
         assert_eq!(settled_bytes(30, 50, 40, 4), 30, "a wish for less is heeded");
         assert_eq!(settled_bytes(49, 50, 48, 4), 48);

@@ -2,7 +2,8 @@
 
 use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
 use aquifer_fabric::{EndpointError, Host, Identity, Reach, Tenant};
-use aquifer_pool::{NodeId, PoolClient, PoolError};
+use aquifer_pool::word::Run;
+use aquifer_pool::{Extent, NodeId, PoolClient, PoolError};
 
 /// Nobody's user id.
 const NOBODY: Tenant = Tenant(u32::MAX);
@@ -86,6 +87,23 @@ impl OwnPool {
             self.changing = None;
         }
         changed
+    }
+}
+
+/// Take this group of a section's spans. `None` if somebody has something of it, or it cannot be had just now.
+///
+/// # Errors
+/// As [`PoolClient::take_group`].
+pub(crate) fn take_group(
+    pool: &mut PoolClient,
+    node: NodeId,
+    section: u32,
+    group: Run,
+) -> Result<Option<Extent>, OwnError> {
+    match pool.take_group(node, section, group) {
+        // Nothing was changed. Others shall not wait for this one.
+        Err(PoolError::Busy { .. }) => Ok(None),
+        outcome => Ok(outcome?),
     }
 }
 

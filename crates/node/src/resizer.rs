@@ -10,7 +10,7 @@ use aquifer_pool::word::Run;
 
 use crate::lending::{Lending, Told};
 use crate::memory::{affordable_bytes, available_bytes, settled_bytes};
-use crate::own::{OwnError, OwnPool};
+use crate::own::{OwnError, OwnPool, take_group};
 use crate::shutdown::Shutdown;
 
 /// More is lent in steps of at least so much, unless that is all that is wanted.
@@ -142,7 +142,7 @@ impl Resizer {
     /// Whether it was free still.
     fn withdraw_section(&self, section: u32, own: &mut OwnPool) -> Result<bool, OwnError> {
         own.change(section, |pool, node| {
-            let Some(taken) = pool.take_group(node, section, Run::SECTION)? else { return Ok(false) };
+            let Some(taken) = take_group(pool, node, section, Run::SECTION)? else { return Ok(false) };
             self.donation.shut(&taken);
             self.target.expel(taken.addr..taken.addr + taken.class.bytes());
             self.donation.release(&taken)?;

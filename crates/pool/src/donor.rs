@@ -192,7 +192,7 @@ pub fn donate(target: &dyn Target, id: NodeId, data_bytes: u64) -> Result<Donati
     donate_of(target, id, data_bytes, data_bytes)
 }
 
-/// Lend `data_bytes`, which may be none, of `bytes_max`: the sections after them are withheld, and may be lent later. They take no memory until then, but for 136 bytes each of the metadata.
+/// Lend `data_bytes`, which may be none, of `bytes_max`: the sections after them are withheld, and may be lent later. They take no memory until then, but for 136 bytes each of the metadata; of those that are withdrawn later all of the metadata stays.
 ///
 /// # Errors
 /// As for [`donate`]; more than `bytes_max` cannot be lent.

@@ -20,6 +20,8 @@ use crate::state::StateDir;
 
 /// How long to wait for news before the bar is drawn anew.
 const TICK: Duration = Duration::from_millis(100);
+/// A node tries again ten times a second: what holds it up for longer does not pass soon.
+const HELD_UP_PATIENCE: Duration = Duration::from_secs(2);
 /// A node whose lease is over takes a new one within so long, if it lives.
 const LEASE_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -85,8 +87,8 @@ struct Follower<'a> {
     wanted: WantedRecord,
     directory: &'a dyn Directory,
     bar: ProgressBar,
-    /// What the user was told last.
-    told: Option<HeldUp>,
+    /// What holds it up, since when.
+    held_up: Option<(HeldUp, Instant)>,
     /// The node is not in the directory: perhaps only its lease is over.
     gone_since: Option<Instant>,
 }
@@ -94,7 +96,7 @@ struct Follower<'a> {
 /// Follow what the node says until it lends so much.
 fn wait(directory: &dyn Directory, node: &NodeRecord, wanted: WantedRecord) -> Result<(), Box<dyn Error>> {
     let bar = bar(node.memory_bytes.abs_diff(wanted.memory_bytes));
-    let mut follower = Follower { wanted, directory, bar, told: None, gone_since: None };
+    let mut follower = Follower { wanted, directory, bar, held_up: None, gone_since: None };
     let key = names::node(node.id);
     let listing = directory.list(&key)?;
     let mut watch = directory.watch(&key, listing.revision + 1)?;
@@ -163,18 +165,22 @@ impl Follower<'_> {
 
     /// What holds it up; what does not pass by itself is an error.
     fn tell(&mut self, held_up: HeldUp, lent: u64) -> Result<(), Box<dyn Error>> {
-        if self.told.replace(held_up) == Some(held_up) {
-            return Ok(());
+        let is_news = self.held_up.is_none_or(|(before, _)| before != held_up);
+        if is_news {
+            self.held_up = Some((held_up, Instant::now()));
         }
+        let is_lasting = self.held_up.is_some_and(|(_, since)| since.elapsed() >= HELD_UP_PATIENCE);
         let what = format!("node {} lends {}: {held_up}", self.wanted.node, Size(lent));
-        if held_up != HeldUp::InUse {
+        if held_up != HeldUp::InUse && is_lasting {
             self.bar.finish_and_clear();
             return Err(what.into());
         }
-        // The bar hides where nobody looks.
-        self.bar.set_message("waiting for what is in use");
-        if self.bar.is_hidden() {
-            eprintln!("aquifer: {what}");
+        if held_up == HeldUp::InUse && is_news {
+            // The bar hides where nobody looks.
+            self.bar.set_message("waiting for what is in use");
+            if self.bar.is_hidden() {
+                eprintln!("aquifer: {what}");
+            }
         }
         Ok(())
     }

@@ -10,7 +10,7 @@ use rustix::net::SocketFlags;
 
 use super::handshake::{self, Reply, Welcome};
 use super::mailbox::{Direction, Ring, mailbox_bytes};
-use super::target::{Peer, STANDSTILL, Shared, State};
+use super::target::{Peer, Shared, State};
 use super::{HANDSHAKE_TIME, PENDING_LIMIT, socket};
 use crate::Memory;
 use crate::memory::u64_from;
@@ -18,9 +18,6 @@ use crate::target::Identity;
 
 /// The control thread looks so often whether a connection has been silent for too long.
 const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
-
-/// How long an access of before is waited for between looks whether its process has died.
-const DRAIN_LOOK: Duration = Duration::from_millis(5);
 
 /// The thread that lets endpoints in and notices when they leave.
 pub(super) struct Doorkeeper {
@@ -124,16 +121,8 @@ impl Doorkeeper {
     fn shut_out_earlier(&self, who: Identity) -> Result<(), String> {
         let Some(epoch) = who.epoch.checked_sub(1) else { return Ok(()) };
         for fenced in self.shared.begin_fence(who.host, epoch) {
-            let begun = Instant::now();
-            let mut was_ended = false;
-            let is_under_way = || !self.shared.control.drain(fenced.slot, Some(DRAIN_LOOK));
-            while is_under_way() && !socket::has_hung_up(&fenced.socket) {
-                if begun.elapsed() > STANDSTILL && !std::mem::replace(&mut was_ended, true) {
-                    fenced.end();
-                }
-                if begun.elapsed() > HANDSHAKE_TIME {
-                    return Err(format!("host {} is still in the middle of an access of before", who.host.0));
-                }
+            if !self.shared.await_end(&fenced, Some(HANDSHAKE_TIME)) {
+                return Err(format!("host {} is still in the middle of an access of before", who.host.0));
             }
         }
         Ok(())

@@ -12,7 +12,7 @@ use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, sockopt,
 };
-use rustix::process::PidfdFlags;
+use rustix::process::{Pid, PidfdFlags};
 
 use super::handshake::MESSAGE_BYTES_MAX;
 use super::{HANDSHAKE_TIME, REGIONS_LIMIT};
@@ -98,14 +98,20 @@ pub(super) fn receive(socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
     Ok((bytes, fds))
 }
 
+/// A process that has connected.
+pub(super) struct Process {
+    pub(super) pid: Pid,
+    pub(super) pidfd: OwnedFd,
+}
+
 /// The process at the other end, unless it is this one, or it cannot be had. It holds the socket, so its number is nobody else's yet if the socket still is connected.
-pub(super) fn peer_process(socket: &OwnedFd) -> Option<OwnedFd> {
+pub(super) fn peer_process(socket: &OwnedFd) -> Option<Process> {
     let pid = sockopt::socket_peercred(socket).ok()?.pid;
     if pid == rustix::process::getpid() {
         return None;
     }
-    let process = rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok()?;
-    (!has_hung_up(socket)).then_some(process)
+    let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok()?;
+    (!has_hung_up(socket)).then_some(Process { pid, pidfd })
 }
 
 /// Whether nobody is at the other end any more.

@@ -10,14 +10,15 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::EventfdFlags;
 use rustix::process::{Signal, pidfd_send_signal};
 
+use super::Options;
 use super::door::Doorkeeper;
 use super::mailbox::Ring;
-use super::{Options, socket};
+use super::socket::{self, Process};
 use crate::Memory;
 use crate::control::{Control, FENCED};
 use crate::key_table::KeyTable;
@@ -29,7 +30,9 @@ use crate::work::Key;
 const FAREWELL: Duration = Duration::from_secs(1);
 
 /// An access takes microseconds. Who is shut out and has not ended one for so long stands still.
-pub(super) const STANDSTILL: Duration = Duration::from_secs(1);
+const STANDSTILL: Duration = Duration::from_secs(1);
+/// How often to see whether an endpoint is gone while it is waited for.
+const DRAIN_LOOK: Duration = Duration::from_millis(5);
 
 /// Memory offered to this machine's processes over shared memory.
 pub struct ShmTarget {
@@ -58,7 +61,7 @@ pub(super) struct Peer {
     pub(super) who: Identity,
     pub(super) socket: Arc<OwnedFd>,
     /// `None` if it is this one.
-    pub(super) process: Option<Arc<OwnedFd>>,
+    pub(super) process: Option<Arc<Process>>,
     pub(super) inbox: Ring,
     pub(super) outbox: Ring,
 }
@@ -68,28 +71,7 @@ pub(super) struct Fenced {
     pub(super) slot: usize,
     pub(super) who: Identity,
     pub(super) socket: Arc<OwnedFd>,
-    process: Option<Arc<OwnedFd>>,
-}
-
-impl Fenced {
-    /// It stands still in the middle of an access: what it would do when it goes on would come too late. It is shut out, so that its process could not go on anyway.
-    pub(super) fn end(&self) {
-        let Some(process) = &self.process else { return };
-        let Identity { host, epoch, .. } = self.who;
-        match pidfd_send_signal(process, Signal::KILL) {
-            Ok(()) => tracing::warn!(
-                host = host.0,
-                epoch,
-                "a host that is shut out stood still in the middle of an access; its process was ended"
-            ),
-            Err(error) => tracing::warn!(
-                host = host.0,
-                epoch,
-                %error,
-                "a host that is shut out stands still in the middle of an access, and its process cannot be ended"
-            ),
-        }
-    }
+    process: Option<Arc<Process>>,
 }
 
 impl ShmTarget {
@@ -176,6 +158,55 @@ impl Shared {
         fenced
     }
 
+    /// Wait until nothing is under way at an endpoint that is shut out. One that stands still is ended. False if `patience` ran out first.
+    pub(super) fn await_end(&self, fenced: &Fenced, patience: Option<Duration>) -> bool {
+        let begun = Instant::now();
+        let mut was_ended = false;
+        while !self.control.drain(fenced.slot, Some(DRAIN_LOOK)) {
+            // Its slot may be another's by now.
+            if socket::has_hung_up(&fenced.socket) {
+                return true;
+            }
+            if begun.elapsed() > STANDSTILL && !std::mem::replace(&mut was_ended, true) {
+                self.end(fenced);
+            }
+            if patience.is_some_and(|patience| begun.elapsed() > patience) {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// It stands still in the middle of an access: what it would do when it goes on would come too late. All endpoints of its process are shut out, so that it
+    /// could not go on anyway; or else it is left alone.
+    fn end(&self, fenced: &Fenced) {
+        let Fenced { who: Identity { host, epoch, .. }, process: Some(process), .. } = fenced else { return };
+        let state = self.lock();
+        let mut others = state.peers.iter().flatten().filter(|peer| !state.tables.is_fenced(peer.who));
+        if others.any(|peer| peer.process.as_ref().is_some_and(|other| other.pid == process.pid)) {
+            tracing::warn!(
+                host = host.0,
+                epoch,
+                "a host that is shut out stands still in the middle of an access"
+            );
+            return;
+        }
+        drop(state);
+        match pidfd_send_signal(&process.pidfd, Signal::KILL) {
+            Ok(()) => tracing::warn!(
+                host = host.0,
+                epoch,
+                "a host that is shut out stood still in the middle of an access; its process was ended"
+            ),
+            Err(error) => tracing::warn!(
+                host = host.0,
+                epoch,
+                %error,
+                "a host that is shut out stands still in the middle of an access, and its process cannot be ended"
+            ),
+        }
+    }
+
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -214,10 +245,7 @@ impl Target for ShmTarget {
 
     fn fence(&self, host: Host, epoch: u64) {
         for fenced in self.shared.begin_fence(host, epoch) {
-            if !self.shared.control.drain(fenced.slot, Some(STANDSTILL)) {
-                fenced.end();
-                self.shared.control.drain(fenced.slot, None);
-            }
+            self.shared.await_end(&fenced, None);
         }
     }
 

@@ -42,9 +42,11 @@ fn a_host_may_stand_still_at_any_step_over_tcp() {
 
 #[test]
 fn who_stands_still_in_the_middle_of_an_access_holds_nobody_up() {
-    for scene in [Scene::over_shm(), Scene::over_tcp()] {
-        (0..4).for_each(|_| scene.stop_in_the_middle());
-    }
+    let (shm, tcp) = (Scene::over_shm(), Scene::over_tcp());
+    // It copies by itself, and nearly all of the time.
+    assert!((0..50).any(|_| shm.stop_in_the_middle()));
+    // There the node does.
+    assert!(!(0..4).any(|_| tcp.stop_in_the_middle()));
 }
 
 /// Not a test by itself: what the others start.

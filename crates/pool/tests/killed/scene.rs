@@ -87,15 +87,16 @@ impl Scene {
         self.all_else_is_free(&format!("step {step}, {moment:?}, {end:?}"));
         let mut living = self.living.borrow_mut();
         if end == End::Stop && !has_ended {
-            self.let_it_go_on(&mut living, child);
+            let was_ended = self.let_it_go_on(&mut living, child);
+            assert!(!was_ended, "it stood between two accesses");
         }
         let held = living.held.clone();
         held.iter().for_each(|extent| living.verify(extent));
         !has_ended
     }
 
-    /// A victim that writes all the while is stopped, most often in the middle of that, and shut out.
-    pub fn stop_in_the_middle(&self) {
+    /// A victim that writes all the while is stopped, most often in the middle of that, and shut out; whether it was ended where it stood.
+    pub fn stop_in_the_middle(&self) -> bool {
         let epoch = self.epoch.replace(self.epoch.get() + 1);
         let child = victim::start(&self.reach, epoch, usize::MAX, Moment::Before, End::Write);
         let layout = self.donation.layout;
@@ -108,6 +109,8 @@ impl Scene {
             self.donation.memory.atomic_u64(*at).store(0, Ordering::SeqCst);
         }
         while ends.iter().all(|at| word(at) == 0) {
+            let ended = waitpid(Some(child.pid), WaitOptions::NOHANG).expect("it is ours");
+            assert!(ended.is_none(), "the victim has ended: {ended:?}");
             std::thread::yield_now();
         }
         kill_process(child.pid, Signal::STOP).expect("it is there");
@@ -117,22 +120,23 @@ impl Scene {
         assert_eq!(recoverer.recover(NODE, VICTIM).expect("the node lives").extents, 1);
         drop(recoverer);
         self.all_else_is_free("stopped in the middle");
-        self.let_it_go_on(&mut self.living.borrow_mut(), child);
+        self.let_it_go_on(&mut self.living.borrow_mut(), child)
     }
 
-    /// A victim that stands still goes on when all that it held is another's.
-    fn let_it_go_on(&self, living: &mut Living, child: Victim) {
+    /// A victim that stands still goes on when all that it held is another's; whether it was ended instead.
+    fn let_it_go_on(&self, living: &mut Living, child: Victim) -> bool {
         let others = living.take_everything();
         assert_eq!(self.donation.free_bytes(), 0, "everything was free for others");
         kill_process(child.pid, Signal::CONT).expect("it was not waited for");
         drop(child.leash);
         // It has found itself shut out; or was ended where it stood still, if that was in the middle of an access.
         let ended = waitpid(Some(child.pid), WaitOptions::empty()).expect("it is ours");
-        assert!(ended.is_some_and(|(_, status)| status.exited() || status.signaled()));
+        let (_, status) = ended.expect("it was waited for");
         others.iter().for_each(|extent| living.verify(extent));
         for extent in others {
             living.client.free(extent).expect("it is ours");
         }
+        status.signaled()
     }
 
     /// Somebody holds a bit of everything, and is dead.
