@@ -122,7 +122,7 @@ fn wait(directory: &dyn Directory, node: &NodeRecord, wanted: WantedRecord) -> R
 }
 
 impl Follower<'_> {
-    /// Whether the node has what it began with behind it.
+    /// Whether the node lends what was wished. `began_with` is what it lent before, for the bar.
     fn is_so(&mut self, entry: Option<&Entry>, began_with: u64) -> Result<bool, Box<dyn Error>> {
         let WantedRecord { node, epoch, memory_bytes } = self.wanted;
         let gone = || format!("node {node} is gone, and with it the wish");

@@ -60,7 +60,7 @@ pub(super) struct State {
 pub(super) struct Peer {
     pub(super) who: Identity,
     pub(super) socket: Arc<OwnedFd>,
-    /// `None` if it is this one.
+    /// `None` if it is this one, or could not be had.
     pub(super) process: Option<Arc<Process>>,
     pub(super) inbox: Ring,
     pub(super) outbox: Ring,
@@ -180,18 +180,15 @@ impl Shared {
     /// It stands still in the middle of an access: what it would do when it goes on would come too late. All endpoints of its process are shut out, so that it
     /// could not go on anyway; or else it is left alone.
     fn end(&self, fenced: &Fenced) {
-        let Fenced { who: Identity { host, epoch, .. }, process: Some(process), .. } = fenced else { return };
-        let state = self.lock();
-        let mut others = state.peers.iter().flatten().filter(|peer| !state.tables.is_fenced(peer.who));
-        if others.any(|peer| peer.process.as_ref().is_some_and(|other| other.pid == process.pid)) {
+        let Identity { host, epoch, .. } = fenced.who;
+        let Some(process) = fenced.process.as_ref().filter(|process| self.is_all_fenced(process)) else {
             tracing::warn!(
                 host = host.0,
                 epoch,
                 "a host that is shut out stands still in the middle of an access"
             );
             return;
-        }
-        drop(state);
+        };
         match pidfd_send_signal(&process.pidfd, Signal::KILL) {
             Ok(()) => tracing::warn!(
                 host = host.0,
@@ -205,6 +202,13 @@ impl Shared {
                 "a host that is shut out stands still in the middle of an access, and its process cannot be ended"
             ),
         }
+    }
+
+    /// Whether all endpoints of a process are shut out.
+    fn is_all_fenced(&self, process: &Process) -> bool {
+        let state = self.lock();
+        let mut others = state.peers.iter().flatten().filter(|peer| !state.tables.is_fenced(peer.who));
+        !others.any(|peer| peer.process.as_ref().is_some_and(|other| other.pid == process.pid))
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
