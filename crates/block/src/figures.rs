@@ -15,6 +15,8 @@ pub(crate) struct Counters {
     pub(crate) written_pages: AtomicU64,
     pub(crate) discarded_pages: AtomicU64,
     pub(crate) lost_pages: AtomicU64,
+    pub(crate) repacked_pages: AtomicU64,
+    pub(crate) vacated_slabs: AtomicU64,
 }
 
 impl Counters {
@@ -46,6 +48,10 @@ pub struct Figures {
     pub discarded_pages: u64,
     /// Pages that could not be read back.
     pub lost_pages: u64,
+    /// Pages that were moved out of sparse slabs.
+    pub repacked_pages: u64,
+    /// Slabs that were emptied by that.
+    pub vacated_slabs: u64,
     /// Bytes of the mempool in use now.
     pub mempool_bytes: u64,
     /// Bytes taken from memory nodes now.
@@ -71,6 +77,8 @@ impl Counters {
             written_pages: load(&self.written_pages),
             discarded_pages: load(&self.discarded_pages),
             lost_pages: load(&self.lost_pages),
+            repacked_pages: load(&self.repacked_pages),
+            vacated_slabs: load(&self.vacated_slabs),
             ..Figures::default()
         }
     }

@@ -2,6 +2,7 @@
 //!
 //! - [`volume`]: reads, writes, discards; any number of threads at once. It knows no front end.
 //! - [`pump`]: the one thread that writes to the memory nodes.
+//! - [`mover`]: empties sparse slabs into others.
 //! - [`figures`]: what happened.
 //! - [`fuse`]: the first front end, a file for a loop device.
 //!
@@ -10,11 +11,13 @@
 mod error;
 pub mod figures;
 pub mod fuse;
+pub mod mover;
 mod pieces;
 pub mod pump;
 pub mod volume;
 
 pub use error::BlockError;
 pub use figures::Figures;
+pub use mover::Mover;
 pub use pump::{Pump, PumpThread};
 pub use volume::{BlockVolume, Reader};

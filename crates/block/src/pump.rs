@@ -6,10 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use aquifer_pager::filler::Grain;
 use aquifer_pager::{BLOCK_PAGES, Connector, Mutation, Sender, Staged, Written};
 use aquifer_pool::PoolClient;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use crate::mover::Mover;
 use crate::volume::BlockVolume;
 
 /// A volume is one owner to its sender.
@@ -50,6 +52,16 @@ impl Pump {
         self.sender.mutate(mutation);
     }
 
+    /// How large slabs are; to be said before anything is written.
+    pub fn set_grain(&mut self, grain: Grain) {
+        self.sender.set_grain(grain);
+    }
+
+    /// Have all slabs emptied by the volume's [`Mover`], sparse or not; for tests.
+    pub fn repack_all(&mut self) {
+        self.sender.repack_all();
+    }
+
     /// Do what can be done without waiting. Returns whether that was anything.
     ///
     /// # Panics
@@ -79,6 +91,7 @@ impl Pump {
         let stats = self.sender.stats();
         self.volume.counters.remote_writes.store(stats.pages, Relaxed);
         self.volume.counters.remote_write_trips.store(stats.writes, Relaxed);
+        self.volume.counters.vacated_slabs.store(stats.vacated_slabs, Relaxed);
         has_moved || stats != before
     }
 
@@ -124,7 +137,7 @@ impl Pump {
     }
 }
 
-/// A pump in a thread of its own.
+/// A pump in a thread of its own, and a mover with it.
 #[derive(Debug)]
 pub struct PumpThread {
     volume: Arc<BlockVolume>,
@@ -137,14 +150,15 @@ impl PumpThread {
     ///
     /// # Errors
     /// If there is no thread.
-    pub fn start(mut pump: Pump) -> std::io::Result<Self> {
+    pub fn start(mut pump: Pump, mut mover: Mover) -> std::io::Result<Self> {
         let volume = Arc::clone(&pump.volume);
         let stop = Arc::new(AtomicBool::new(false));
         let asked = Arc::clone(&stop);
         let thread = std::thread::Builder::new().name("pump".into()).spawn(move || {
             let mut turns = 0u32;
             while !asked.load(Relaxed) {
-                if !pump.turn() {
+                let has_moved = mover.turn();
+                if !pump.turn() && !has_moved {
                     pump.wait();
                 }
                 turns = turns.wrapping_add(1);
@@ -152,6 +166,7 @@ impl PumpThread {
                     std::thread::yield_now();
                 }
             }
+            drop(mover);
             pump.close();
         })?;
         Ok(Self { volume, stop, thread })

@@ -51,7 +51,7 @@ pub struct BlockVolume {
 
 #[derive(Debug)]
 pub(crate) struct State {
-    volume: Volume,
+    pub(crate) volume: Volume,
     open: Option<BlockId>,
     /// For the pump, the oldest first.
     sealed: VecDeque<Sealed>,
@@ -330,10 +330,7 @@ impl BlockVolume {
             if state.is_closed {
                 return Err(BlockError::Closed);
             }
-            if state.open.is_none() {
-                state.open = state.volume.open();
-            }
-            if state.open.is_some() {
+            if self.has_room(&mut state) {
                 return Ok(state);
             }
             let now = Instant::now();
@@ -347,6 +344,14 @@ impl BlockVolume {
             }
             state = self.changed.wait_timeout(state, until - now).unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    /// Whether a block is open, or can be opened.
+    pub(crate) fn has_room(&self, state: &mut State) -> bool {
+        if state.open.is_none() && !state.is_closed {
+            state.open = state.volume.open();
+        }
+        state.open.is_some()
     }
 
     fn no_room(&self, reason: Option<String>) -> BlockError {
@@ -368,6 +373,11 @@ impl BlockVolume {
             self.ring_if_emptied();
             return;
         }
+        self.take_in(state, page, bytes);
+    }
+
+    /// The newest bytes of a page. A block must be open.
+    pub(crate) fn take_in(&self, state: &mut State, page: PageNumber, bytes: &[u8]) {
         let open = state.open.expect("the caller has seen to it");
         let slot = state.volume.absorb(open, page);
         self.mempool.memory().write(slot.offset(), bytes);
@@ -455,6 +465,12 @@ impl BlockVolume {
         self.refusal.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// Bytes that it has of memory nodes now.
+    #[must_use]
+    pub fn remote_bytes(&self) -> u64 {
+        self.slabs.bytes().0
+    }
+
     /// The figures as they are now.
     #[must_use]
     pub fn figures(&self) -> Figures {
@@ -523,8 +539,8 @@ impl BlockVolume {
         let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
     }
 
-    fn ring_if_emptied(&self) {
-        if self.slabs.has_emptied() {
+    pub(crate) fn ring_if_emptied(&self) {
+        if self.slabs.is_to_tell() {
             self.ring();
         }
     }
@@ -563,7 +579,7 @@ impl BlockVolume {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

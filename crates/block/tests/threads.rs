@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
 
-use aquifer_block::{BlockError, BlockVolume, Pump, PumpThread};
+use aquifer_block::{BlockError, BlockVolume, Mover, Pump, PumpThread};
 use aquifer_fabric::sim::{Node, Rng, SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
 use aquifer_pager::{BLOCK_PAGES, Budget, Connector, Mempool, PAGE_BYTES};
@@ -58,6 +58,10 @@ impl Setup {
         Pump::new(Arc::clone(&self.volume), self.connector(), self.pool(), 3)
     }
 
+    fn mover(&self) -> Mover {
+        Mover::new(Arc::clone(&self.volume), self.connector()).unwrap()
+    }
+
     fn connector(&self) -> Arc<dyn Connector> {
         Arc::clone(&self.nodes) as Arc<dyn Connector>
     }
@@ -97,7 +101,7 @@ fn readers_find_no_page_that_is_torn_stale_or_another() {
     const PAGES: u64 = 600;
     const WRITERS: u64 = 2;
     let setup = Setup::new(PAGES * PAGE_BYTES as u64, 3, PATIENCE);
-    let pump = PumpThread::start(setup.pump()).unwrap();
+    let pump = PumpThread::start(setup.pump(), setup.mover()).unwrap();
     // Of each page: the newest version that is certainly there, and the newest that may be.
     let written: Vec<AtomicU64> = (0..PAGES).map(|_| AtomicU64::new(0)).collect();
     let begun: Vec<AtomicU64> = (0..PAGES).map(|_| AtomicU64::new(0)).collect();
@@ -155,7 +159,7 @@ fn parts_of_pages_that_are_written_at_once_do_not_undo_each_other() {
     const PAGES: u64 = 300;
     const PART: usize = PAGE_BYTES / 4;
     let setup = Setup::new(PAGES * PAGE_BYTES as u64, 2, PATIENCE);
-    let pump = PumpThread::start(setup.pump()).unwrap();
+    let pump = PumpThread::start(setup.pump(), setup.mover()).unwrap();
     std::thread::scope(|scope| {
         for part in 0..4u8 {
             let setup = &setup;
@@ -209,7 +213,7 @@ fn ranges_outside_are_refused_and_those_at_the_end_are_not() {
 #[test]
 fn pages_of_zeros_and_pages_given_up_cost_nothing() {
     let setup = Setup::new(512 * PAGE_BYTES as u64, 2, PATIENCE);
-    let pump = PumpThread::start(setup.pump()).unwrap();
+    let pump = PumpThread::start(setup.pump(), setup.mover()).unwrap();
     let mut reader = setup.volume.reader(setup.connector()).unwrap();
     setup.volume.write(&mut reader, 0, &vec![0; 512 * PAGE_BYTES]).unwrap();
     setup.volume.flush().unwrap();

@@ -8,6 +8,7 @@
 //! This crate does not know what the memory is used for.
 
 mod control;
+mod forward;
 pub mod key_table;
 mod keys;
 mod mail;

@@ -39,7 +39,7 @@ pub trait Edge: Kernel {
     /// Hand a batch to the sender.
     fn submit(&mut self, job: Job);
 
-    /// Hand a block to the sender whose pages, bit `i` of `slots` for slot `i`, wait to be written since before a restart.
+    /// Hand a block to the sender whose pages, bit `i` of `slots` for slot `i`, are in the mempool already: since before a restart, or because they are moved.
     fn submit_again(&mut self, block: BlockId, slots: u64);
 
     /// Append what the sender has done since.
@@ -53,6 +53,9 @@ pub trait Edge: Kernel {
     /// # Errors
     /// If the first cannot be had.
     fn fetch(&mut self, slabs: &SlabSet, locations: &[Location]) -> Result<usize, FetchError>;
+
+    /// Page `index` of the fetch buffer.
+    fn fetched(&self, index: usize) -> &[u8];
 
     /// The program forked: serve the child from now on.
     fn forked(&mut self, child: Self::Child, volume: Volume, areas: Areas);

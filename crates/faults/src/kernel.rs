@@ -156,8 +156,17 @@ pub trait Kernel {
     /// Have missing pages of this range reported; false if there is no such memory.
     fn register(&mut self, start: PageNumber, end: PageNumber) -> bool;
 
-    /// Append the pages of the range that are present; only those that no other process shares, if `alone`.
-    fn present(&mut self, start: PageNumber, end: PageNumber, alone: bool, out: &mut Vec<PageNumber>);
+    /// Append the pages of the range that are present, at most so many; returns how far it has looked.
+    fn present(
+        &mut self,
+        start: PageNumber,
+        end: PageNumber,
+        max: usize,
+        out: &mut Vec<PageNumber>,
+    ) -> PageNumber;
+
+    /// Append the pages of the range that are present and that no other process shares.
+    fn alone(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>);
 
     /// Have the worker move pages into a staging buffer, and wait until it has. One outcome for each page. While it waits it reads no
     /// messages: that is what makes taking safe against everything the program does to its address space.

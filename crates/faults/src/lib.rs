@@ -5,6 +5,7 @@
 //! - [`serve`]: the real edge and its threads: [`uffd`] calls, the program's worker, `/proc`.
 //! - [`journal`]: what must be heeded even if the agent dies, in memory that outlives it.
 //! - [`stream`], [`areas`], [`maps`], [`stats`]: how far to fill ahead, what is registered, what is worth paging, what happened.
+//! - [`pagemap`]: which pages are present.
 //!
 //! This crate does not know where pages go when they leave: that is the pager's.
 
@@ -14,6 +15,7 @@ pub mod journal;
 pub mod kernel;
 pub mod maps;
 pub mod monitor;
+pub mod pagemap;
 pub mod serve;
 pub mod stats;
 pub mod stream;

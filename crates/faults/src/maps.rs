@@ -1,9 +1,12 @@
 //! Which areas of a program are worth paging, read from `/proc/PID/maps`.
 
+use std::ops::Range;
+
 use aquifer_pager::PAGE_BYTES;
 
-use crate::areas::Area;
+use crate::areas::{Area, Areas};
 
+const PAGE: u64 = PAGE_BYTES as u64;
 /// Smaller areas stay: there are many, and little to gain. The heap counts whatever its size.
 const AREA_BYTES_MIN: u64 = 256 << 10;
 /// A thread's stack has an inaccessible area of at most this size right below.
@@ -20,27 +23,66 @@ struct Line<'a> {
     name: &'a [u8],
 }
 
-/// The pageable areas in the text of `/proc/PID/maps`: private, writable, anonymous ones that are neither stacks nor in `private`
-/// (bytes; the shim's own). Lines that make no sense are skipped.
+/// What a program said of its memory. In bytes, of whole pages.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub struct Bounds {
+    /// The shim's own.
+    pub private: Range<u64>,
+    /// The canary page.
+    pub canary: u64,
+    /// All that is to be paged, and is counted; empty: whatever can be.
+    pub only: Range<u64>,
+}
+
+impl Bounds {
+    /// Without what must not be paged.
+    fn cut(&self, area: Range<u64>) -> Areas {
+        let pages = |bytes: &Range<u64>| Area { start: bytes.start / PAGE, end: bytes.end / PAGE };
+        let within = |area: Range<u64>| area.start.max(self.only.start)..area.end.min(self.only.end);
+        let area = if self.only.is_empty() { area } else { within(area) };
+        let mut parts = Areas::default();
+        if !area.is_empty() {
+            parts.insert(pages(&area));
+            parts.remove(pages(&(self.canary..self.canary + PAGE)));
+            if !self.private.is_empty() {
+                parts.remove(pages(&self.private));
+            }
+        }
+        parts
+    }
+}
+
+/// The pageable areas in the text of `/proc/PID/maps`: private, writable, anonymous ones within the bounds that are no stacks. Lines that make
+/// no sense are skipped.
 #[must_use]
-pub fn pageable(text: &[u8], private: std::ops::Range<u64>, canary: u64) -> Vec<Area> {
+pub fn pageable(text: &[u8], bounds: &Bounds) -> Vec<Area> {
     let mut areas = Vec::new();
     let mut below: Option<Line<'_>> = None;
     for line in text.split(|byte| *byte == b'\n').filter_map(parse) {
         if is_pageable(&line, below.as_ref()) {
-            let own = line.start < private.end && private.start < line.end;
-            let page = PAGE_BYTES as u64;
-            let mut parts = crate::areas::Areas::default();
-            parts.insert(Area { start: line.start / page, end: line.end / page });
-            if own {
-                parts.remove(Area { start: private.start / page, end: private.end / page });
-            }
-            parts.remove(Area { start: canary / page, end: canary / page + 1 });
-            areas.extend(parts.iter());
+            areas.extend(bounds.cut(line.start..line.end).iter());
         }
         below = Some(line);
     }
     areas
+}
+
+/// Resident pages of areas that begin within `only`, in the text of `/proc/PID/smaps`, those shared with relatives in part: so that the sum over
+/// relatives is right.
+#[must_use]
+pub fn shared_pages(text: &[u8], only: &Range<u64>) -> u64 {
+    let mut kilobytes = 0;
+    let mut is_wanted = false;
+    for line in text.split(|byte| *byte == b'\n') {
+        if let Some(rest) = line.strip_prefix(b"Pss:") {
+            let words = rest.split(|byte| *byte == b' ');
+            let count = words.filter(|word| !word.is_empty()).find_map(|word| number(word, 10));
+            kilobytes += count.filter(|_| is_wanted).unwrap_or(0);
+        } else if let Some(line) = parse(line) {
+            is_wanted = only.contains(&line.start);
+        }
+    }
+    (kilobytes << 10) / PAGE
 }
 
 /// The areas whose missing pages a userfaultfd reports, in the text of `/proc/PID/smaps`.
@@ -53,8 +95,7 @@ pub fn registered(text: &[u8]) -> Vec<Area> {
             let is_registered = flags.split(|byte| *byte == b' ').any(|flag| flag == b"um");
             areas.extend(last.take().filter(|_| is_registered));
         } else if let Some(line) = parse(line) {
-            let page = PAGE_BYTES as u64;
-            last = Some(Area { start: line.start / page, end: line.end / page });
+            last = Some(Area { start: line.start / PAGE, end: line.end / PAGE });
         }
     }
     areas
@@ -114,13 +155,13 @@ mod tests {
 7ffc00000000-7ffc00800000 rw-p 00000000 00:00 0                          [stack]
 ";
 
-    fn starts(private: std::ops::Range<u64>) -> Vec<u64> {
-        pageable(TEXT, private, 0).iter().map(|area| area.start * 4096).collect()
+    fn starts(bounds: &Bounds) -> Vec<u64> {
+        pageable(TEXT, bounds).iter().map(|area| area.start * 4096).collect()
     }
 
     #[test]
     fn only_private_anonymous_areas_that_are_no_stacks() {
-        assert_eq!(starts(0..0), [0x55d0_c000_0000, 0x7f00_0000_0000, 0x7f00_0500_0000]);
+        assert_eq!(starts(&Bounds::default()), [0x55d0_c000_0000, 0x7f00_0000_0000, 0x7f00_0500_0000]);
     }
 
     #[test]
@@ -134,7 +175,8 @@ mod tests {
 
     #[test]
     fn the_shims_own_memory_is_left_out() {
-        let areas = pageable(TEXT, 0x7f00_0008_0000..0x7f00_000a_0000, 0x7f00_000f_0000);
+        let private = 0x7f00_0008_0000..0x7f00_000a_0000;
+        let areas = pageable(TEXT, &Bounds { private, canary: 0x7f00_000f_0000, only: 0..0 });
         let parts: Vec<_> = areas
             .iter()
             .filter(|area| area.end <= 0x7_f000_0100)
@@ -145,11 +187,31 @@ mod tests {
         assert_eq!(parts[1..], expected, "behind the heap: all but the shim's memory and the canary");
     }
 
+    #[test]
+    fn of_a_program_that_names_a_range_only_that_is_paged() {
+        let only = 0x7f00_0008_0000..0x7f00_0508_0000;
+        let areas = pageable(TEXT, &Bounds { only, ..Bounds::default() });
+        let parts: Vec<_> = areas.iter().map(|area| (area.start, area.end)).collect();
+        assert_eq!(parts, [(0x7_f000_0080, 0x7_f000_0100), (0x7_f000_5000, 0x7_f000_5080)]);
+        assert_eq!(starts(&Bounds { only: 0x1000..0x2000, ..Bounds::default() }), [0_u64; 0]);
+    }
+
+    #[test]
+    fn what_is_shared_is_counted_in_part_and_only_within_the_range() {
+        let text = b"7f0000000000-7f0000100000 rw-p 00000000 00:00 0 \nSize: 1024 kB\nPss:                 400 kB\nPss_Dirty: 7 kB\n\
+                     7f0000100000-7f0000200000 rw-p 00000000 00:00 0 \nPss:       44 kB\nPss:\n\
+                     7f0000400000-7f0000500000 rw-p 00000000 00:00 0 \nPss:       4000 kB\n";
+        assert_eq!(shared_pages(text, &(0x7f00_0000_0000..0x7f00_0040_0000)), 111);
+        assert_eq!(shared_pages(text, &(0..0)), 0);
+    }
+
     proptest! {
         #[test]
         fn any_text_is_survived(text in prop::collection::vec(any::<u8>(), 0..400), cut in 0usize..TEXT.len()) {
-            let _ = pageable(&text, 0..4096, 0);
-            let _ = pageable(&TEXT[..cut], 0..4096, 0);
+            for text in [&text, &TEXT[..cut]] {
+                let _ = pageable(text, &Bounds { private: 0..4096, canary: 0, only: 0..0 });
+                let _ = shared_pages(text, &(0..u64::MAX));
+            }
         }
     }
 }

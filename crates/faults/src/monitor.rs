@@ -7,6 +7,7 @@
 mod adoption;
 mod eviction;
 mod recovery;
+mod repack;
 
 pub(crate) use eviction::SPARE_PAGES;
 
@@ -26,6 +27,7 @@ use crate::stream::Streams;
 
 pub use recovery::Before;
 use recovery::Unplaced;
+use repack::Repacking;
 
 /// Pages filled at one fault of a walk.
 const WINDOW_MAX: usize = 32;
@@ -101,6 +103,7 @@ pub struct Monitor<E: Edge> {
     unplaced: Vec<Unplaced>,
     /// Since a fork, until the kernel allows it.
     is_to_protect: bool,
+    repacking: Repacking,
     ended: bool,
 }
 
@@ -142,6 +145,7 @@ impl<E: Edge> Monitor<E> {
             wants_block: false,
             unplaced: Vec::new(),
             is_to_protect: false,
+            repacking: Repacking::default(),
             ended: false,
         }
     }
@@ -214,12 +218,13 @@ impl<E: Edge> Monitor<E> {
         }
         self.serving = serving;
         self.make_room();
+        let moves_more = self.repack();
         if self.ended {
             Next::Ended
         } else if soon {
             self.edge.pause();
             Next::Again
-        } else if self.adopting.iter().next().is_some() {
+        } else if moves_more || self.adopting.iter().next().is_some() {
             Next::Again
         } else {
             Next::Sleep
@@ -329,6 +334,7 @@ impl<E: Edge> Monitor<E> {
                 self.free_buffers.push(buffer);
             }
             Done::Written(written) => {
+                self.repacking.written(written.block);
                 self.volume.written(written.block, &written.locations[..written.count]);
             }
         }

@@ -25,6 +25,8 @@ pub struct FaultStats {
     pub evictions: AtomicU64,
     /// Pages that could not be read back.
     pub lost_pages: AtomicU64,
+    /// Pages moved from one slab to another.
+    pub repacked: AtomicU64,
     /// From reading a fault to its page's being there.
     pub latency: Latencies,
 }
@@ -43,7 +45,7 @@ impl FaultStats {
         self.latency.merge(&other.latency);
     }
 
-    fn counters(&self) -> [&AtomicU64; 9] {
+    fn counters(&self) -> [&AtomicU64; 10] {
         [
             &self.faults,
             &self.zero_pages,
@@ -54,6 +56,7 @@ impl FaultStats {
             &self.remote_read_trips,
             &self.evictions,
             &self.lost_pages,
+            &self.repacked,
         ]
     }
 }

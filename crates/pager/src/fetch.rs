@@ -248,16 +248,16 @@ impl Fetcher {
     fn read_run(&mut self, slabs: &SlabSet, run: Run) -> Result<Extent, FetchError> {
         self.failed.clear();
         let mut choice = run.choice;
-        let mut is_first = true;
+        let mut tried_again = None;
         loop {
             let node = choice.copy.node;
             let was_open = self.ports.open_port(node).is_some() && self.mutation != Mutation::TryOnce;
             let error = match self.read(&choice, run.index, run.first, run.pages) {
                 Ok(Answer::Here) => return Ok(choice.copy),
                 Ok(Answer::Late) => FetchError::Refused { node, cause: WorkError::Timeout },
-                Err(_) if is_first && was_open && self.ports.open_port(node).is_none() => {
+                Err(_) if tried_again != Some(node) && was_open && self.ports.open_port(node).is_none() => {
                     // The endpoint was of before the node came back.
-                    is_first = false;
+                    tried_again = Some(node);
                     continue;
                 }
                 Err(error) => {

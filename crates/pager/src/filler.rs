@@ -1,15 +1,24 @@
 //! Where the next evicted pages go: slabs are filled in the order of eviction, holes of sparse ones first.
 
+mod empty;
+mod list;
+mod sparse;
+#[cfg(test)]
+mod tests;
+
+pub use empty::Grain;
+use list::SlabList;
+pub use sparse::Worth;
+
 use std::sync::Arc;
 
 use aquifer_pool::{Extent, NodeId, PoolClient, PoolError, SizeClass};
 
 use crate::page::Location;
-use crate::slabs::{LeftOver, SLABS_MAX, SlabId, SlabSet};
+use crate::slabs::{LeftOver, SLAB_PAGES_MAX, SLABS_MAX, SlabId, SlabSet};
 
-/// A run small as this takes small slabs, so that it wastes little; a large one takes large slabs.
-const SMALL_SLAB_UNTIL_BYTES: u64 = 4 << 20;
-const MIDDLE_SLAB_UNTIL_BYTES: u64 = 32 << 20;
+/// A fresh slab has this part of what the run has on memory nodes, from 4 KiB to 2 MiB: so little is wasted, and there are few slabs.
+const SLAB_DIVISOR: u64 = 16;
 /// Classes to fall back to when the pool has no room for the wanted one.
 const FALLBACK_CLASSES: [u8; 3] = [7, 5, 0];
 
@@ -48,9 +57,15 @@ struct Open {
 pub struct Filler {
     slabs: Arc<SlabSet>,
     open: Option<Open>,
-    in_use: Vec<SlabId>,
+    grain: Grain,
+    in_use: SlabList,
     /// Those in use with fewer copies than they should have.
-    degraded: Vec<SlabId>,
+    degraded: SlabList,
+    /// Empty ones that are kept.
+    reserve: SlabList,
+    /// Sparse ones that were found when it was looked for them last, the emptiest last; and how many slabs are to be filled before the next look.
+    candidates: Vec<SlabId>,
+    next_look: usize,
     /// Not to be filled, nor given back, while it is copied.
     set_aside: Option<SlabId>,
     /// Nodes that turned out to be gone.
@@ -68,19 +83,22 @@ impl Filler {
     pub fn new(slabs: Arc<SlabSet>, seed: u64) -> Self {
         // Some may be there from before a restart.
         let has_slabs = slabs.bytes().0 > 0;
-        let in_use: Vec<SlabId> =
+        let numbers: Vec<SlabId> =
             if has_slabs { slabs.in_use().map(|(slab, _)| slab).collect() } else { Vec::new() };
-        let used_numbers = in_use.last().map_or(0, |slab| slab.0 + 1);
-        let mut known = in_use.iter().copied().peekable();
-        let free_numbers =
-            (0..used_numbers).map(SlabId).filter(|slab| known.next_if_eq(slab).is_none()).collect();
+        let used_numbers = numbers.last().map_or(0, |slab| slab.0 + 1);
+        let in_use: SlabList = numbers.into_iter().collect();
+        let free_numbers = (0..used_numbers).map(SlabId).filter(|slab| !in_use.contains(*slab)).collect();
         let wanted = slabs.replicas();
-        let degraded = in_use.iter().copied().filter(|slab| slabs.copies(*slab).len() < wanted).collect();
+        let degraded = in_use.iter().filter(|slab| slabs.copies(*slab).len() < wanted).collect();
         Self {
             slabs,
             open: None,
+            grain: Grain::AsNeeded,
             in_use,
             degraded,
+            reserve: SlabList::default(),
+            candidates: Vec::new(),
+            next_look: 0,
             set_aside: None,
             gone: Vec::new(),
             unreachable: Vec::new(),
@@ -107,7 +125,7 @@ impl Filler {
                     return Ok(room);
                 }
             }
-            self.open = Some(self.next_slab(pool)?);
+            self.open = Some(self.next_slab(pool, want)?);
         }
     }
 
@@ -120,19 +138,21 @@ impl Filler {
 
     /// Copies that are lost are read no more. An empty slab that has no other is forgotten.
     fn forget_copies(&mut self, mut is_lost: impl FnMut(Extent) -> bool) {
-        let Self { slabs, in_use, free_numbers, set_aside, unreachable, .. } = self;
-        in_use.retain(|slab| {
-            let mut copies = slabs.copies(*slab).iter();
-            let stays = copies.all(|copy| !is_lost(copy) || slabs.strike(*slab, copy.node));
-            if !stays {
-                unreachable.push(*slab);
+        let slabs = Arc::clone(&self.slabs);
+        for slab in self.in_use.iter().collect::<Vec<_>>() {
+            let mut copies = slabs.copies(slab).iter();
+            if copies.all(|copy| !is_lost(copy) || slabs.strike(slab, copy.node)) {
+                continue;
             }
-            if !stays && slabs.live_pages(*slab) == 0 && *set_aside != Some(*slab) {
-                slabs.withdraw(*slab);
-                free_numbers.push(*slab);
+            self.in_use.remove(slab);
+            self.reserve.remove(slab);
+            self.unreachable.push(slab);
+            slabs.unmark(slab);
+            if slabs.live_pages(slab) == 0 && self.set_aside != Some(slab) {
+                slabs.withdraw(slab);
+                self.free_numbers.push(slab);
             }
-            stays
-        });
+        }
         self.find_degraded();
     }
 
@@ -144,7 +164,7 @@ impl Filler {
         // the same.
         self.forget_copies(|copy| !pool.is_current(copy).unwrap_or(true));
         let mut nodes: Vec<NodeId> = Vec::new();
-        for copy in self.in_use.iter().flat_map(|slab| self.slabs.copies(*slab).iter()) {
+        for copy in self.in_use.iter().flat_map(|slab| self.slabs.copies(slab).iter()) {
             if !nodes.contains(&copy.node) {
                 nodes.push(copy.node);
             }
@@ -177,20 +197,24 @@ impl Filler {
 
     fn find_degraded(&mut self) {
         let wanted = self.slabs.replicas();
-        self.degraded.clear();
-        self.degraded.extend(self.in_use.iter().filter(|slab| self.slabs.copies(**slab).len() < wanted));
+        self.degraded = self.in_use.iter().filter(|slab| self.slabs.copies(*slab).len() < wanted).collect();
     }
 
     /// Any copy that is on a node.
     #[must_use]
     pub fn copy_on(&self, node: NodeId) -> Option<Extent> {
-        self.in_use.iter().find_map(|slab| self.slabs.copies(*slab).on(node))
+        self.in_use.iter().find_map(|slab| self.slabs.copies(slab).on(node))
     }
 
     /// Slabs with fewer copies than they should have.
+    pub fn degraded(&self) -> impl Iterator<Item = SlabId> {
+        self.degraded.iter()
+    }
+
+    /// How many they are.
     #[must_use]
-    pub fn degraded(&self) -> &[SlabId] {
-        &self.degraded
+    pub fn degraded_count(&self) -> usize {
+        self.degraded.len()
     }
 
     /// Nodes that turned out to be gone since the last call.
@@ -212,12 +236,27 @@ impl Filler {
     /// The slab that was set aside has all the copies that it will have for now.
     pub fn take_back(&mut self, pool: &mut PoolClient, slab: SlabId) {
         self.set_aside = None;
+        self.take_up_again(pool, slab);
         if self.slabs.copies(slab).len() == self.slabs.replicas() {
-            self.degraded.retain(|other| *other != slab);
+            self.degraded.remove(slab);
         }
         if self.slabs.live_pages(slab) == 0 {
             self.return_slab(pool, slab);
         }
+    }
+
+    /// The last node that had a slab died while a copy was made that became whole all the same: it is not lost.
+    fn take_up_again(&mut self, pool: &PoolClient, slab: SlabId) {
+        let is_here = |copy: &Extent| pool.nodes().any(|node| node == copy.node);
+        let copies = self.slabs.copies(slab);
+        if self.in_use.contains(slab) || !copies.iter().any(|copy| is_here(&copy)) {
+            return;
+        }
+        for copy in copies.iter().filter(|copy| !is_here(copy)) {
+            self.slabs.strike(slab, copy.node);
+        }
+        self.in_use.insert(slab);
+        self.find_degraded();
     }
 
     /// An extent for one more copy of a slab, on a node that has none.
@@ -229,101 +268,49 @@ impl Filler {
         taken.pop()
     }
 
-    /// Give slabs that have become empty back to the pool. Returns how many.
-    pub fn return_empty(&mut self, pool: &mut PoolClient) -> usize {
-        let mut returned = 0;
-        for slab in self.slabs.take_emptied() {
-            let is_open = self.open.as_ref().is_some_and(|open| open.slab == slab);
-            if self.slabs.live_pages(slab) == 0 && !is_open && self.set_aside != Some(slab) {
-                returned += usize::from(self.return_slab(pool, slab));
-            }
-        }
-        returned
-    }
-
-    /// The run has ended: give everything back that no volume refers to.
-    pub fn close(&mut self, pool: &mut PoolClient) {
-        self.open = None;
-        for slab in self.in_use.clone() {
-            if self.slabs.live_pages(slab) == 0 {
-                self.return_slab(pool, slab);
-            }
-        }
-    }
-
-    fn return_slab(&mut self, pool: &mut PoolClient, slab: SlabId) -> bool {
-        let copies = self.slabs.copies(slab);
-        if copies.is_empty() {
-            return false;
-        }
-        if self.in_use.contains(&slab) {
-            assert_eq!(self.slabs.live_pages(slab), 0, "{slab:?} still holds pages");
-            copies.placed().for_each(|(place, copy)| give_back_noted(&self.slabs, pool, slab, place, copy));
-        } else {
-            // What was left on a lost node stays taken there: another memory may answer to its number now.
-            self.slabs.withdraw(slab);
-        }
-        self.in_use.retain(|other| *other != slab);
-        self.degraded.retain(|other| *other != slab);
-        self.free_numbers.push(slab);
-        true
-    }
-
     /// The emptiest slab that is at most half full, else a fresh one; with as many copies as there are nodes for. If there is no room for all
-    /// of them, what there is: programs go on, and the copies are made when there is room.
-    fn next_slab(&mut self, pool: &mut PoolClient) -> Result<Open, NoRoom> {
+    /// of them, what there is: programs go on, and the copies are made when there is room. If there is none at all, the holes of others.
+    fn next_slab(&mut self, pool: &mut PoolClient, want: u32) -> Result<Open, NoRoom> {
         let previous = self.open.take().map(|open| open.slab);
+        // What became empty while it was open was not given back.
+        if let Some(slab) = previous.filter(|slab| self.slabs.live_pages(*slab) == 0) {
+            self.reserve.insert(slab);
+        }
         let copies = self.slabs.replicas().min(pool.nodes().count()).max(1);
-        if let Some(open) = self.sparse_slab(previous, copies) {
+        if let Some(open) = self.sparse_slab(previous, copies).or_else(|| self.kept_slab(copies)) {
             return Ok(open);
         }
-        let refused = match self.fresh_slab(pool, copies, copies) {
-            Err(refused) if copies > 1 => refused,
+        if let Grain::Blocks { class, together } = self.grain {
+            return self
+                .fresh_block(pool, class, together)
+                .or_else(|refused| self.slab_with_holes().ok_or(refused));
+        }
+        let refused = match self.fresh_slab(pool, want, copies, copies) {
+            Err(refused) => refused,
             outcome => return outcome,
         };
-        match self.sparse_slab(previous, 1) {
-            Some(open) => Ok(open),
-            None => self.fresh_slab(pool, copies, 1).map_err(|_| refused),
+        if copies > 1 {
+            if let Some(open) = self.sparse_slab(previous, 1).or_else(|| self.kept_slab(1)) {
+                return Ok(open);
+            }
+            if let Ok(open) = self.fresh_slab(pool, want, copies, 1) {
+                return Ok(open);
+            }
         }
-    }
-
-    fn sparse_slab(&self, previous: Option<SlabId>, copies_min: usize) -> Option<Open> {
-        let sparse = self
-            .in_use
-            .iter()
-            .filter(|slab| Some(**slab) != previous && Some(**slab) != self.set_aside)
-            .filter_map(|slab| {
-                let copies = self.slabs.copies(*slab);
-                let pages = copies.class()?.chunks();
-                let live = self.slabs.live_pages(*slab);
-                let fits = live * 2 <= pages && copies.len() >= copies_min;
-                fits.then_some((live * 1024 / pages, *slab, pages))
-            })
-            .min_by_key(|(fill, _, _)| *fill);
-        sparse.map(|(_, slab, pages)| Open { slab, cursor: 0, pages })
+        self.slab_with_holes().ok_or(refused)
     }
 
     fn fresh_slab(
         &mut self,
         pool: &mut PoolClient,
+        want: u32,
         copies: usize,
         copies_min: usize,
     ) -> Result<Open, NoRoom> {
-        let slab = match self.free_numbers.pop() {
-            Some(slab) => slab,
-            None if self.used_numbers < SLABS_MAX => {
-                self.used_numbers += 1;
-                SlabId(self.used_numbers - 1)
-            }
-            None => return Err(NoRoom::TooManySlabs),
-        };
-        match self.allocate(pool, copies, copies_min) {
+        let slab = self.free_number()?;
+        match self.allocate(pool, want, copies, copies_min) {
             Ok(extents) => {
-                self.slabs.publish(slab, &extents);
-                self.in_use.push(slab);
-                if extents.len() < self.slabs.replicas() {
-                    self.degraded.push(slab);
-                }
+                self.take_into_use(slab, &extents);
                 Ok(Open { slab, cursor: 0, pages: extents[0].class.chunks() })
             }
             Err(error) => {
@@ -333,22 +320,41 @@ impl Filler {
         }
     }
 
-    fn wanted_class(&self) -> u8 {
-        match self.slabs.bytes().0 / self.slabs.replicas() as u64 {
-            0..SMALL_SLAB_UNTIL_BYTES => 5,
-            SMALL_SLAB_UNTIL_BYTES..MIDDLE_SLAB_UNTIL_BYTES => 7,
-            _ => 9,
+    fn free_number(&mut self) -> Result<SlabId, NoRoom> {
+        match self.free_numbers.pop() {
+            Some(slab) => Ok(slab),
+            None if self.used_numbers < SLABS_MAX => {
+                self.used_numbers += 1;
+                Ok(SlabId(self.used_numbers - 1))
+            }
+            None => Err(NoRoom::TooManySlabs),
         }
+    }
+
+    fn take_into_use(&mut self, slab: SlabId, extents: &[Extent]) {
+        self.slabs.publish(slab, extents);
+        self.in_use.insert(slab);
+        if extents.len() < self.slabs.replicas() {
+            self.degraded.insert(slab);
+        }
+    }
+
+    /// Large enough for what is to be written, at most 64 pages, and not above the part.
+    fn wanted_class(&self, want: u32) -> u8 {
+        let part = (self.slabs.pages() / SLAB_DIVISOR).clamp(1, SLAB_PAGES_MAX.into());
+        let k = part.ilog2().max(want.next_power_of_two().ilog2());
+        u8::try_from(k).expect("at most 9")
     }
 
     /// Extents of one size on distinct nodes: as many as wanted, of the largest size for which there are at least `copies_min`.
     fn allocate(
         &mut self,
         pool: &mut PoolClient,
+        want: u32,
         copies: usize,
         copies_min: usize,
     ) -> Result<Vec<Extent>, NoRoom> {
-        let wanted = self.wanted_class();
+        let wanted = self.wanted_class(want);
         let mut refused = NoRoom::NoNodes;
         let mut taken = Vec::with_capacity(copies);
         for k in std::iter::once(wanted).chain(FALLBACK_CLASSES.into_iter().filter(|k| *k < wanted)) {

@@ -60,6 +60,10 @@ pub enum Mutation {
     TryOnce,
     /// A node that came back is taken in though something is under way to what it was before.
     TakeInBusy,
+    /// A page that is moved is noted in the mempool before its bytes are there.
+    NoteBeforeMoving,
+    /// A page of a device that is moved is not looked at again after it was read.
+    MoveUnlooked,
     /// A device's reader does not refer to the place that it fetches from.
     FetchUnreferenced,
 }

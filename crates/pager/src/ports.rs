@@ -4,7 +4,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Duration;
 
-use aquifer_fabric::{Endpoint, EndpointError, LocalKey, LocalSlice, Memory};
+use aquifer_fabric::{Endpoint, EndpointError, LocalKey, LocalSlice, Memory, Work};
 use aquifer_pool::NodeId;
 
 /// Opens endpoints to memory nodes; the edge knows how to reach them.
@@ -29,7 +29,9 @@ pub struct Port {
     /// The endpoint.
     pub endpoint: Box<dyn Endpoint>,
     locals: Vec<LocalKey>,
-    /// Operations posted and not yet polled, as its user counts them.
+    /// Posted by the next [`Port::flush`].
+    queued: Vec<Work>,
+    /// Operations queued or posted and not yet polled, as its user counts them.
     pub under_way: usize,
 }
 
@@ -47,6 +49,20 @@ impl Port {
             key: self.locals[memory],
             offset: offset as u64,
             len: u32::try_from(len).expect("transfers are far below 4 GiB"),
+        }
+    }
+
+    /// Post this with what else is queued, all at once; there must be room for it.
+    pub fn queue(&mut self, work: Work) {
+        self.queued.push(work);
+        self.under_way += 1;
+    }
+
+    /// Post what is queued.
+    pub fn flush(&mut self) {
+        if !self.queued.is_empty() {
+            self.endpoint.post(&self.queued).expect("there was room for each");
+            self.queued.clear();
         }
     }
 
@@ -119,7 +135,7 @@ impl Ports {
                 for memory in &self.memories {
                     locals.push(endpoint.register_local(Arc::clone(memory))?);
                 }
-                self.open.push((node, Port { endpoint, locals, under_way: 0 }));
+                self.open.push((node, Port { endpoint, locals, queued: Vec::new(), under_way: 0 }));
                 self.open.len() - 1
             }
         };

@@ -3,10 +3,11 @@
 //!
 //! The front end copies a batch into its block of the mempool; [`Sender::stage`] looks at what is there, and
 //! [`Sender::advance`] posts writes and collects acknowledgements without waiting. `confirm` asks for the copies of what needs no writing,
-//! for it is unchanged; `heal` makes copies that are missing.
+//! for it is unchanged; `heal` makes copies that are missing; `repack` has sparse slabs emptied.
 
 mod confirm;
 mod heal;
+mod repack;
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use aquifer_fabric::{Completion, Endpoint, Verb, Work};
 use aquifer_pool::{NodeId, PoolClient, PoolError};
 
 use crate::digest::{Digest, Digester, Digests};
-use crate::filler::{Filler, NoRoom, Room};
+use crate::filler::{Filler, Grain, NoRoom, Room};
 use crate::integrity::{is_zero, page_crc};
 use crate::mempool::{BLOCK_PAGES, BlockId, Mempool};
 use crate::mutation::Mutation;
@@ -26,6 +27,7 @@ use crate::slabs::{Copies, SlabId, SlabSet, page_of};
 use crate::view;
 use crate::volume::Staged;
 use heal::Healer;
+use repack::Repacker;
 
 /// Batches that may await acknowledgement at once.
 pub const JOBS_MAX: usize = 64;
@@ -141,6 +143,8 @@ pub struct SenderStats {
     pub copied_slabs: u64,
     /// Damaged pages that were written anew from a good copy.
     pub repaired_pages: u64,
+    /// Sparse slabs whose pages were moved to others.
+    pub vacated_slabs: u64,
 }
 
 /// The sender of one run. One thread uses it.
@@ -155,6 +159,7 @@ pub struct Sender {
     completions: Vec<Completion>,
     lost: Vec<NodeId>,
     healer: Healer,
+    repacker: Repacker,
     digester: Digester,
     digests: Digests,
     is_pool_short: Arc<AtomicBool>,
@@ -186,6 +191,7 @@ impl Sender {
             completions: Vec::with_capacity(BLOCK_PAGES),
             lost: Vec::new(),
             healer: Healer::new(nodes),
+            repacker: Repacker::default(),
             digester: Digester::new(),
             digests: Digests::default(),
             is_pool_short: Arc::clone(mempool.pool_shortage()),
@@ -200,11 +206,16 @@ impl Sender {
         self.mutation = mutation;
     }
 
+    /// How large slabs are from now on; to be said before there are any.
+    pub fn set_grain(&mut self, grain: Grain) {
+        self.filler.set_grain(grain);
+    }
+
     /// What was written so far.
     #[must_use]
     pub fn stats(&self) -> SenderStats {
-        let holds_pages = |slab: &&SlabId| self.slabs.live_pages(**slab) > 0;
-        let degraded = self.filler.degraded().iter().filter(holds_pages).count();
+        let holds_pages = |slab: &SlabId| self.slabs.live_pages(*slab) > 0;
+        let degraded = self.filler.degraded().filter(holds_pages).count();
         SenderStats { degraded_slabs: degraded as u64, ..self.stats }
     }
 
@@ -312,20 +323,22 @@ impl Sender {
         self.jobs.push(job);
     }
 
-    /// Post what is unposted, collect what is acknowledged, return empty slabs. Never waits.
+    /// Post what is unposted, collect what is acknowledged, return empty slabs, choose sparse ones to be emptied. Never waits.
     ///
     /// # Errors
     /// If there is no room on any memory node: the batches stay staged and are tried again at the next call.
     pub fn advance(&mut self, done: &mut Vec<Written>) -> Result<(), NoRoom> {
         if self.slabs.has_emptied() {
-            self.filler.return_empty(&mut self.pool);
+            self.filler.keep_empty(&mut self.pool);
         }
         self.collect();
         self.confirm_all();
         let result = self.post_all();
+        self.ports.open_ports().for_each(|(_, port)| port.flush());
         self.look_at_room(result.is_err());
         self.collect();
         self.heal(result.is_err());
+        self.repack(result.is_err());
         let (early, first) =
             (self.mutation == Mutation::AcknowledgeEarly, self.mutation == Mutation::AcknowledgeFirst);
         self.jobs.retain(|job| {
@@ -425,8 +438,7 @@ impl Sender {
             let remote = page_of(&copy, room.first.index());
             let id = job.id(place, first);
             let work = Work { id, verb: Verb::Write { local, remote }, signalled: true };
-            port.endpoint.post(&[work]).expect("there was room for one more");
-            port.under_way += 1;
+            port.queue(work);
             job.posted(first);
             self.stats.writes += 1;
             self.stats.pages += pages as u64;
@@ -552,7 +564,7 @@ impl Sender {
 
     fn lose_node(&mut self, node: NodeId) {
         // The port stays: what it still has under way comes back as failed.
-        let was_whole = self.filler.degraded().is_empty();
+        let was_whole = self.filler.degraded_count() == 0;
         self.filler.forget_node(node);
         for slab in self.filler.take_unreachable() {
             self.digests.forget(slab);
@@ -563,7 +575,7 @@ impl Sender {
                 "a memory node is lost; its pages are written elsewhere from now on"
             );
         }
-        let missing = self.filler.degraded().len();
+        let missing = self.filler.degraded_count();
         if was_whole && missing > 0 {
             tracing::warn!(slabs = missing, "slabs have fewer copies than they should have; making new ones");
         }

@@ -5,7 +5,8 @@
 //! order of eviction, and says which copies there are; anyone may release. The records lie in memory that can outlive the daemon.
 
 use std::sync::atomic::{
-    AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+    AtomicBool, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
+    Ordering::Release,
 };
 use std::sync::{Mutex, PoisonError};
 
@@ -15,6 +16,7 @@ use aquifer_pool::{Extent, NodeId, SizeClass};
 use crate::page::{Location, PAGE_BYTES};
 
 mod recovery;
+mod vacating;
 
 pub(crate) use recovery::LeftOver;
 pub use recovery::give_back_unnoted;
@@ -132,9 +134,12 @@ pub struct SlabSet {
     memory: Memory,
     replicas: usize,
     emptied: Mutex<Vec<SlabId>>,
+    /// Nobody has told the sender of them yet.
+    is_untold: AtomicBool,
     damaged: Mutex<Vec<(Location, NodeId)>>,
     /// A bit for every 64th node: it is slow to answer just now. A hint.
     slow: AtomicU64,
+    marks: vacating::Marks,
     pages: AtomicU64,
     bytes: AtomicU64,
     bytes_peak: AtomicU64,
@@ -162,8 +167,10 @@ impl SlabSet {
             memory: Memory::create("aquifer-slabs", MEMORY_BYTES)?,
             replicas,
             emptied: Mutex::new(Vec::new()),
+            is_untold: AtomicBool::new(false),
             damaged: Mutex::new(Vec::new()),
             slow: AtomicU64::new(0),
+            marks: vacating::Marks::default(),
             pages: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             bytes_peak: AtomicU64::new(0),
@@ -254,7 +261,11 @@ impl SlabSet {
         if before == 1 {
             self.pages.fetch_sub(1, Relaxed);
             if self.live(location.slab()).fetch_sub(1, AcqRel) == 1 {
-                self.emptied.lock().unwrap_or_else(PoisonError::into_inner).push(location.slab());
+                let mut emptied = self.emptied.lock().unwrap_or_else(PoisonError::into_inner);
+                if emptied.is_empty() {
+                    self.is_untold.store(true, Relaxed);
+                }
+                emptied.push(location.slab());
             }
         }
     }
@@ -262,6 +273,12 @@ impl SlabSet {
     /// Slabs that became empty since the last call (some may have been refilled since).
     pub(crate) fn take_emptied(&self) -> Vec<SlabId> {
         std::mem::take(&mut *self.emptied.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Whether slabs have become empty, and nobody has told the sender yet. The caller does.
+    #[must_use]
+    pub fn is_to_tell(&self) -> bool {
+        self.is_untold.load(Relaxed) && self.is_untold.swap(false, Relaxed)
     }
 
     /// Whether slabs have become empty.
@@ -273,6 +290,7 @@ impl SlabSet {
     /// Record fresh extents, of one size, under a free number.
     pub(crate) fn publish(&self, slab: SlabId, copies: &[Extent]) {
         assert!((1..=self.replicas).contains(&copies.len()), "{} copies", copies.len());
+        self.unmark(slab);
         for copy in copies {
             self.add_copy(slab, *copy);
         }

@@ -158,6 +158,18 @@ impl PageTable {
         }
     }
 
+    /// The first part of the table that may hold words, at or after page `from`: its first page, and the page behind it. `None` behind the last.
+    pub fn next_part(&mut self, from: PageNumber) -> Option<(PageNumber, PageNumber)> {
+        let mut page = from / ENTRIES * ENTRIES;
+        while page < PAGES_MAX {
+            if self.leaf(page).is_some() {
+                return Some((page.max(from), page + ENTRIES));
+            }
+            page = self.skip_absent(page).max(page + ENTRIES);
+        }
+        None
+    }
+
     /// The pages of `start..end` whose word is not zero, in order.
     pub fn words(&mut self, start: PageNumber, end: PageNumber) -> Vec<(PageNumber, PageWord)> {
         let mut words = Vec::new();
@@ -293,6 +305,22 @@ mod tests {
         assert!(table.bytes() < full);
         assert!(table.bytes() <= empty + 2 * NODE_BYTES, "only inner nodes remain");
         assert_eq!(table.get(77), PageWord::default());
+    }
+
+    #[test]
+    fn its_parts_are_found_one_after_the_other() {
+        let mut table = PageTable::new().unwrap();
+        assert_eq!(table.next_part(0), None);
+        let pages = [3, 700, 1 << 20, PAGES_MAX - 1];
+        pages.iter().for_each(|page| table.set(*page, staged(1)));
+        let mut found = Vec::new();
+        let mut from = 0;
+        while let Some((start, end)) = table.next_part(from) {
+            found.extend(table.words(start, end).into_iter().map(|(page, _)| page));
+            from = end;
+        }
+        assert_eq!(found, pages);
+        assert_eq!(table.next_part(701), Some((701, 1024)), "the rest of a part");
     }
 
     fn reopened(table: &PageTable) -> Result<PageTable, TableError> {

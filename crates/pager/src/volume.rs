@@ -6,6 +6,7 @@
 mod absorb;
 mod blocks;
 mod recovery;
+mod repack;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -340,16 +341,15 @@ impl Volume {
         self.blocks[id.0 as usize] = Some(block);
     }
 
-    /// The memory nodes have acknowledged the batch: page `i` of it is at `locations[i]`.
+    /// The memory nodes have acknowledged the batch: page `i` of it is at `locations[i]`. Slots behind its pages have none.
     ///
     /// The update rule: a slot becomes reclaimable only if the page's newest copy is still that very slot. If the page
     /// came back to the program, or was given up, since the write was posted, the written copy is old and is dropped.
     pub fn written(&mut self, id: BlockId, locations: &[Option<Location>]) {
         let mut block = self.take_entry(id, Phase::Staged);
-        assert_eq!(locations.len(), block.pages.len());
-        for (index, location) in locations.iter().enumerate() {
-            let Some(location) = *location else { continue };
-            let page = block.pages[index];
+        assert!(locations.len() >= block.pages.len(), "the sender answers for every page");
+        for (index, (page, location)) in block.pages.iter().zip(locations).enumerate() {
+            let (page, Some(location)) = (*page, *location) else { continue };
             let slot = id.slot(index);
             let word = self.table.get(page);
             let is_newest = word.state() == PageState::Staged(slot);

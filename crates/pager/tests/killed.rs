@@ -1,6 +1,5 @@
 //! An agent is killed before and after every single operation of its sender, and another takes over: nothing of the pool stays taken.
 
-use std::os::fd::BorrowedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind, panic_any};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -8,7 +7,7 @@ use std::time::Duration;
 
 use aquifer_fabric::sim::{Node, SimFabric, SimOptions};
 use aquifer_fabric::{
-    Completion, Endpoint, EndpointError, Host, Identity, Limits, LocalKey, PostError, Region, Tenant, Work,
+    Completion, Endpoint, EndpointError, Host, Identity, PostError, Tenant, Work, forward_endpoint,
 };
 use aquifer_pager::slabs::give_back_unnoted;
 use aquifer_pager::{BLOCK_PAGES, Connector, Memory, Mempool, PAGE_BYTES, Sender, SlabSet, Written};
@@ -102,33 +101,7 @@ impl Endpoint for Used {
         polled
     }
 
-    fn wait(&mut self, patience: Duration) {
-        self.inner.wait(patience);
-    }
-
-    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.inner.event_fd()
-    }
-
-    fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {
-        self.inner.register_local(memory)
-    }
-
-    fn receive(&mut self, out: &mut Vec<u8>) -> bool {
-        self.inner.receive(out)
-    }
-
-    fn regions(&self) -> &[Region] {
-        self.inner.regions()
-    }
-
-    fn limits(&self) -> Limits {
-        self.inner.limits()
-    }
-
-    fn is_broken(&self) -> bool {
-        self.inner.is_broken()
-    }
+    forward_endpoint!(inner: wait, event_fd, register_local, receive, regions, limits, is_broken);
 }
 
 fn run(sender: &mut Sender, agent: &Agent) -> Vec<Written> {

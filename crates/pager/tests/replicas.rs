@@ -131,6 +131,15 @@ impl World {
         assert!(!self.sender.is_healing(), "copying never ends");
     }
 
+    /// Time goes on, and the sender looks around now and then.
+    fn advance_by(&mut self, time: Duration) {
+        for _ in 0..50 {
+            let now_ns = self.cluster.fabric.now_ns();
+            self.cluster.fabric.advance_to(now_ns + u64::try_from(time.as_nanos() / 50).unwrap());
+            self.sender.advance(&mut Vec::new()).unwrap();
+        }
+    }
+
     fn crash(&self, node: NodeId) {
         self.cluster.fabric.crash_node(self.cluster.nodes[usize::from(node.0)]);
     }
@@ -241,6 +250,22 @@ fn a_death_in_the_middle_of_a_write_leaves_the_other_copy_and_a_new_one_is_made(
     assert!(second.len() == 2 && !second.contains(&first));
     world.crash(second[0]);
     world.assert_readable(&locations);
+}
+
+#[test]
+fn empty_slabs_are_kept_for_who_writes_on_and_given_back_by_who_does_not() {
+    let mut world = world_of(1, 1, 16 << 20);
+    let locations: Vec<Location> = (0..16).flat_map(|_| world.write(BLOCK_PAGES)).collect();
+    let pages = world.slabs.pages();
+    let emptied: Vec<Location> =
+        locations.iter().copied().filter(|location| location.slab() == locations[0].slab()).collect();
+    emptied.iter().for_each(|location| world.slabs.release(*location));
+    world.advance_by(Duration::from_millis(100));
+    let held_pages = world.slabs.bytes().0 / PAGE_BYTES as u64;
+    assert!(held_pages >= pages, "{held_pages} pages are held: what is empty was not kept");
+    world.advance_by(Duration::from_secs(5));
+    let held_pages = world.slabs.bytes().0 / PAGE_BYTES as u64;
+    assert!(held_pages < pages, "{held_pages} pages are still held");
 }
 
 #[test]

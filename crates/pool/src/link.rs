@@ -2,14 +2,11 @@
 //! under way at the same time: completions that one polls and the other expects are kept for it.
 
 use std::collections::VecDeque;
-use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use aquifer_fabric::{
-    Completion, Endpoint, EndpointError, Limits, LocalKey, Memory, PostError, Region, Work,
-};
+use aquifer_fabric::{Completion, Endpoint, PostError, Work, forward_endpoint};
 
 /// Completions of the user that the pool has polled.
 #[derive(Debug, Default)]
@@ -82,27 +79,5 @@ impl Endpoint for Link {
         }
     }
 
-    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.inner.event_fd()
-    }
-
-    fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {
-        self.inner.register_local(memory)
-    }
-
-    fn receive(&mut self, out: &mut Vec<u8>) -> bool {
-        self.inner.receive(out)
-    }
-
-    fn regions(&self) -> &[Region] {
-        self.inner.regions()
-    }
-
-    fn limits(&self) -> Limits {
-        self.inner.limits()
-    }
-
-    fn is_broken(&self) -> bool {
-        self.inner.is_broken()
-    }
+    forward_endpoint!(inner: event_fd, register_local, receive, regions, limits, is_broken);
 }

@@ -7,8 +7,10 @@ use crate::areas::Area;
 use crate::edge::Edge;
 use crate::kernel::{Source, Stop};
 
-/// Pages of new areas looked through in one turn.
-const ADOPT_PAGES_MAX: u64 = 4096;
+/// Present pages of new areas looked through in one turn.
+const ADOPT_PAGES_MAX: usize = 4096;
+/// Places looked at in one go, whatever is there: holes take next to no time.
+const ADOPT_SPAN_PAGES: u64 = 1 << 18;
 /// And areas.
 const ADOPT_AREAS_MAX: usize = 16;
 /// Pages proved registered by one fill.
@@ -36,12 +38,11 @@ impl<E: Edge> Monitor<E> {
             let Some(area) = self.adopting.iter().next().filter(|_| pages < ADOPT_PAGES_MAX) else {
                 return;
             };
-            let part = Area { start: area.start, end: area.end.min(area.start + ADOPT_PAGES_MAX - pages) };
+            let part = Area { start: area.start, end: area.end.min(area.start + ADOPT_SPAN_PAGES) };
             if !self.is_settled(part) {
                 return;
             }
-            self.look_through_part(part);
-            pages += part.end - part.start;
+            pages += self.look_through_part(part, ADOPT_PAGES_MAX - pages);
         }
     }
 
@@ -56,20 +57,24 @@ impl<E: Edge> Monitor<E> {
         !is_touched
     }
 
-    fn look_through_part(&mut self, part: Area) {
+    /// Look through a part as far as there are at most so many pages; how many there were.
+    fn look_through_part(&mut self, part: Area, max: usize) -> usize {
         let mut present = std::mem::take(&mut self.present);
         present.clear();
-        self.edge.present(part.start, part.end, false, &mut present);
+        let end = self.edge.present(part.start, part.end, max, &mut present);
+        let part = Area { start: part.start, end };
         for run in present.chunk_by(|one, next| one + 1 == *next).flat_map(|run| run.chunks(PROVE_PAGES_MAX))
         {
             self.adopt_run(run[0], run.len());
         }
+        let pages = present.len();
         self.present = present;
         // What was unmapped meanwhile is not there any more.
         for area in self.adopting.extract(part) {
             self.areas.insert(area);
             self.given_up.remove(area);
         }
+        pages
     }
 
     /// Pages were seen present at a place that was registered a moment ago. Meanwhile they may have been unmapped and other,

@@ -62,7 +62,7 @@ impl<E: Edge> Monitor<E> {
         let mut alone = std::mem::take(&mut self.present);
         alone.clear();
         for span in self.victims.chunk_by(|one, next| next - one <= REVIEW_GAP_PAGES) {
-            self.edge.present(span[0], span[span.len() - 1] + 1, true, &mut alone);
+            self.edge.alone(span[0], span[span.len() - 1] + 1, &mut alone);
         }
         let mut found = alone.iter().peekable();
         for page in &self.victims {

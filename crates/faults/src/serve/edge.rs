@@ -11,7 +11,7 @@ use std::time::Instant;
 use aquifer_channel::send_frame;
 use aquifer_ipc::{BUFFERS, Frame, Hello, TAKE_PAGES_MAX};
 use aquifer_pager::{
-    BlockId, FETCH_PAGES_MAX, FetchError, Fetcher, Location, PAGE_BYTES, PageNumber, SlabSet, Volume,
+    BlockId, FETCH_PAGES_MAX, FetchError, Fetcher, Location, PAGE_BYTES, PageNumber, SlabSet, Volume, view,
 };
 
 use super::follow::Follow;
@@ -23,7 +23,8 @@ use crate::areas::{Area, Areas};
 use crate::edge::{Done, Edge, Job};
 use crate::journal::{Journal, Remembered};
 use crate::kernel::{Filled, Gone, Kernel, Message, Source, Taken};
-use crate::maps;
+use crate::maps::{self, Bounds};
+use crate::pagemap;
 use crate::uffd::{self, Userfaultfd};
 use crate::worker::WorkerPort;
 
@@ -141,10 +142,12 @@ impl ProcessEdge {
 
     /// Have the keeper hold what another agent would need to go on.
     pub(crate) fn keep(&self) {
+        let bounds = self.program.bounds();
         let record = ProgramRecord {
             run: self.run.id(),
             origin: self.origin,
-            private: [0, 1, 2].map(|at| self.program.private[at].load(Relaxed)),
+            private: [bounds.private.start, bounds.private.end, bounds.canary],
+            only: [bounds.only.start, bounds.only.end],
             hello: self.attachment.as_ref().map(|attachment| HelloRecord::from(&attachment.hello)),
         };
         let mut fds = vec![self.uffd.as_fd(), self.table.as_fd(), self.journal.memory().fd()];
@@ -173,9 +176,9 @@ impl ProcessEdge {
         if let Some(text) = self.program.read_proc("smaps") {
             maps::registered(&text).into_iter().for_each(|area| areas.insert(area));
         }
-        let [start, end, canary] = [0, 1, 2].map(|at| self.program.private[at].load(Relaxed) / PAGE);
-        areas.remove(Area { start, end });
-        areas.remove(Area { start: canary, end: canary + 1 });
+        let Bounds { private, canary, .. } = self.program.bounds();
+        areas.remove(Area { start: private.start / PAGE, end: private.end / PAGE });
+        areas.remove(Area { start: canary / PAGE, end: canary / PAGE + 1 });
         areas
     }
 
@@ -185,7 +188,7 @@ impl ProcessEdge {
     }
 
     fn canary(&self) -> PageNumber {
-        self.program.private[2].load(Relaxed) / PAGE
+        self.program.canary() / PAGE
     }
 
     /// Write this program's number into its canary: its memory can be told from all others by that.
@@ -204,22 +207,10 @@ impl ProcessEdge {
         found.is_ok() && bytes == self.program.id.to_ne_bytes()
     }
 
-    fn pagemap(&self) -> io::Result<File> {
-        let pid = self.program.pid();
-        match self.program.thread.load(Relaxed) {
-            0 => File::open(format!("/proc/{pid}/pagemap")),
-            thread => File::open(format!("/proc/{pid}/task/{thread}/pagemap")),
-        }
-    }
-
-    fn read_pagemap(
-        &self,
-        start: PageNumber,
-        end: PageNumber,
-        wanted: u64,
-        out: &mut Vec<PageNumber>,
-    ) -> io::Result<()> {
-        let file = self.pagemap()?;
+    /// Append the pages of the range that no other process shares.
+    fn read_pagemap(&self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) -> io::Result<()> {
+        const WANTED: u64 = PAGEMAP_PRESENT | PAGEMAP_EXCLUSIVE;
+        let file = self.program.proc_file("pagemap")?;
         let mut buffer = vec![0; PAGEMAP_ENTRIES * 8];
         let mut page = start;
         while page < end {
@@ -230,7 +221,7 @@ impl ProcessEdge {
             }
             for entry in buffer[..length].chunks_exact(8) {
                 let entry = u64::from_ne_bytes(entry.try_into().expect("8 bytes"));
-                if entry & (wanted | PAGEMAP_FILE) == wanted {
+                if entry & (WANTED | PAGEMAP_FILE) == WANTED {
                     out.push(page);
                 }
                 page += 1;
@@ -396,9 +387,25 @@ impl Kernel for ProcessEdge {
         }
     }
 
-    fn present(&mut self, start: PageNumber, end: PageNumber, alone: bool, out: &mut Vec<PageNumber>) {
-        let wanted = if alone { PAGEMAP_PRESENT | PAGEMAP_EXCLUSIVE } else { PAGEMAP_PRESENT };
-        if let Err(error) = self.read_pagemap(start, end, wanted, out) {
+    fn present(
+        &mut self,
+        start: PageNumber,
+        end: PageNumber,
+        max: usize,
+        out: &mut Vec<PageNumber>,
+    ) -> PageNumber {
+        let looked = self
+            .program
+            .proc_file("pagemap")
+            .and_then(|file| pagemap::present(&file, start..end, max as u64, |pages| out.extend(pages)));
+        looked.unwrap_or_else(|error| {
+            tracing::debug!(%error, "pagemap cannot be read: the program is gone");
+            end
+        })
+    }
+
+    fn alone(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) {
+        if let Err(error) = self.read_pagemap(start, end, out) {
             tracing::debug!(%error, "pagemap cannot be read: the program is gone");
         }
     }
@@ -451,6 +458,10 @@ impl Edge for ProcessEdge {
 
     fn fetch(&mut self, slabs: &SlabSet, locations: &[Location]) -> Result<usize, FetchError> {
         self.fetcher.fetch(slabs, locations)
+    }
+
+    fn fetched(&self, index: usize) -> &[u8] {
+        view::page(self.fetcher.buffer(), index * PAGE_BYTES)
     }
 
     fn forked(&mut self, child: OwnedFd, volume: Volume, areas: Areas) {

@@ -8,6 +8,7 @@
 //! - [`sampler`]: looks from outside at how much is resident, and finds new areas.
 
 pub mod attach;
+mod count;
 mod edge;
 mod follow;
 mod hold;

@@ -1,7 +1,8 @@
 //! One program: what others may do with it, and the thread that turns its monitor.
 
 use std::collections::VecDeque;
-use std::io;
+use std::fs::File;
+use std::io::{self, Read};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -18,6 +19,7 @@ use super::run::{ProgramReport, Run};
 use crate::areas::{Area, Areas};
 use crate::edge::Done;
 use crate::journal::Journal;
+use crate::maps::Bounds;
 use crate::monitor::{Monitor, Next};
 use crate::stats::FaultStats;
 use crate::uffd::Userfaultfd;
@@ -46,8 +48,8 @@ pub struct Program {
     pub(crate) stats: Arc<FaultStats>,
     /// Pages that its monitor counts as resident.
     pub(crate) held: AtomicU64,
-    /// The shim's own memory, which is never registered, and the canary page, in bytes.
-    pub(crate) private: [AtomicU64; 3],
+    /// Its [`Bounds`]: private, only, canary.
+    bounds: [AtomicU64; 5],
     done: Mutex<VecDeque<Done>>,
     mail: Mutex<Vec<Mail>>,
     has_done: AtomicBool,
@@ -76,7 +78,7 @@ impl Program {
             thread: AtomicU32::new(0),
             stats: Arc::new(FaultStats::default()),
             held: AtomicU64::new(0),
-            private: [const { AtomicU64::new(0) }; 3],
+            bounds: [const { AtomicU64::new(0) }; 5],
             done: Mutex::new(VecDeque::new()),
             mail: Mutex::new(Vec::new()),
             has_done: AtomicBool::new(false),
@@ -112,12 +114,31 @@ impl Program {
         *lock(&self.pidfd) = pidfd;
     }
 
-    pub(crate) fn set_private(&self, hello: &Hello) {
-        for (place, value) in self.private.iter().zip([hello.private_start, hello.private_end, hello.canary])
-        {
-            place.store(value, Relaxed);
-        }
+    /// It has said where what is.
+    pub(crate) fn attached(&self, hello: &Hello) {
+        self.set_bounds(&Bounds {
+            private: hello.private_start..hello.private_end,
+            canary: hello.canary,
+            only: hello.only_start..hello.only_end,
+        });
         self.is_attached.store(true, SeqCst);
+    }
+
+    pub(crate) fn set_bounds(&self, bounds: &Bounds) {
+        let Bounds { private, canary, only } = bounds;
+        let values = [private.start, private.end, only.start, only.end, *canary];
+        self.bounds.iter().zip(values).for_each(|(place, value)| place.store(value, Relaxed));
+    }
+
+    /// What it has said of its memory; a child that has said nothing yet has what its parent has.
+    pub(crate) fn bounds(&self) -> Bounds {
+        let [start, end, only_start, only_end, canary] =
+            self.bounds.each_ref().map(|place| place.load(Relaxed));
+        Bounds { private: start..end, canary, only: only_start..only_end }
+    }
+
+    pub(crate) fn canary(&self) -> u64 {
+        self.bounds[4].load(Relaxed)
     }
 
     /// Stop an area from growing unheard, before its monitor has the time to adopt it. It may be gone: adoption will tell.
@@ -135,13 +156,19 @@ impl Program {
     }
 
     /// A file of its directory in `/proc`, by the thread that lives as long as it does.
-    pub(crate) fn read_proc(&self, file: &str) -> Option<Vec<u8>> {
+    pub(crate) fn proc_file(&self, file: &str) -> io::Result<File> {
         let pid = self.pid();
-        let path = match self.thread.load(Relaxed) {
-            0 => format!("/proc/{pid}/{file}"),
-            thread => format!("/proc/{pid}/task/{thread}/{file}"),
-        };
-        std::fs::read(path).ok()
+        match self.thread.load(Relaxed) {
+            0 => File::open(format!("/proc/{pid}/{file}")),
+            thread => File::open(format!("/proc/{pid}/task/{thread}/{file}")),
+        }
+    }
+
+    /// All of such a file.
+    pub(crate) fn read_proc(&self, file: &str) -> Option<Vec<u8>> {
+        let mut bytes = Vec::new();
+        self.proc_file(file).and_then(|mut file| file.read_to_end(&mut bytes)).ok()?;
+        Some(bytes)
     }
 
     pub(crate) fn report(&self) -> ProgramReport {
@@ -263,7 +290,7 @@ pub(crate) fn start_root(
     let program = new_program(run, service.next_program())?;
     or_forget(run, &program, || {
         program.set_pid(pid, &service.obituary);
-        program.set_private(&attachment.hello);
+        program.attached(&attachment.hello);
         let mempool = Arc::clone(&service.mempool);
         let volume = Volume::new(Arc::clone(&run.slabs), mempool, Arc::clone(&run.budget))
             .map_err(io::Error::other)?;
@@ -289,9 +316,7 @@ pub(crate) fn start_child(
     let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
     let program = new_program(run, service.next_program())?;
     or_forget(run, &program, || {
-        for (place, value) in program.private.iter().zip(&parent.private) {
-            place.store(value.load(Relaxed), Relaxed);
-        }
+        program.set_bounds(&parent.bounds());
         program.is_forked.store(true, Relaxed);
         let uffd = Userfaultfd::from(fd);
         program.lend(&uffd)?;
@@ -398,7 +423,7 @@ impl Loop {
             match mail {
                 Mail::Areas(areas) => self.monitor.adopt(&areas),
                 Mail::Attach(attachment) => {
-                    self.program.set_private(&attachment.hello);
+                    self.program.attached(&attachment.hello);
                     if let Err(error) = self.monitor.edge().attach(*attachment) {
                         tracing::warn!(%error, pid = self.program.pid(), "a forked program could not be attached");
                     }

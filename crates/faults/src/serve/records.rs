@@ -9,6 +9,8 @@ use aquifer_ipc::{Hello, KeptKind, Put, Token};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::maps::Bounds;
+
 /// Something that the keeper holds, as it comes back.
 #[derive(Debug)]
 pub struct Kept {
@@ -39,6 +41,9 @@ pub(crate) struct ProgramRecord {
     pub origin: Option<(u64, u64)>,
     /// The shim's own memory, from, to, and the canary page.
     pub private: [u64; 3],
+    /// All that is to be paged, from, to; 0 and 0: whatever can be.
+    #[serde(default)]
+    pub only: [u64; 2],
     pub hello: Option<HelloRecord>,
 }
 
@@ -68,10 +73,25 @@ impl ProgramRecord {
     /// The words with which it came.
     pub fn hello(&self, token: Token) -> Option<Hello> {
         let HelloRecord { is_child, antechamber, staging } = self.hello?;
-        let [private_start, private_end, canary] = self.private;
-        // It has been recognised.
-        let number = 0;
-        Some(Hello { token, is_child, number, antechamber, staging, canary, private_start, private_end })
+        let Bounds { private, canary, only } = self.bounds();
+        Some(Hello {
+            token,
+            is_child,
+            // It has been recognised.
+            number: 0,
+            antechamber,
+            staging,
+            canary,
+            private_start: private.start,
+            private_end: private.end,
+            only_start: only.start,
+            only_end: only.end,
+        })
+    }
+
+    pub fn bounds(&self) -> Bounds {
+        let [start, end, canary] = self.private;
+        Bounds { private: start..end, canary, only: self.only[0]..self.only[1] }
     }
 }
 
@@ -88,4 +108,42 @@ fn encode(record: &impl Serialize) -> String {
 /// A record that an agent before this one wrote.
 pub(crate) fn decode<T: DeserializeOwned>(put: &Put) -> io::Result<T> {
     serde_json::from_str(&put.record).map_err(io::Error::other)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_program_said_of_its_memory_is_known_after_a_restart() {
+        let hello = Hello {
+            token: Token([3; 16]),
+            is_child: true,
+            number: 0,
+            antechamber: 0x1000,
+            staging: 0x2000,
+            canary: 0x3000,
+            private_start: 0x4000,
+            private_end: 0x9000,
+            only_start: 0x10_0000,
+            only_end: 0x20_0000,
+        };
+        let record = ProgramRecord {
+            run: 1,
+            origin: None,
+            private: [hello.private_start, hello.private_end, hello.canary],
+            only: [hello.only_start, hello.only_end],
+            hello: Some(HelloRecord::from(&hello)),
+        };
+        let back: ProgramRecord = decode(&record.put(7, 8)).unwrap();
+        assert_eq!(back.hello(hello.token), Some(hello));
+    }
+
+    #[test]
+    fn a_record_of_an_agent_that_knew_no_ranges_means_all() {
+        let text = r#"{"run":1,"origin":null,"private":[4096,8192,12288],"hello":null}"#;
+        let put = Put { kind: KeptKind::Program, id: 7, pid: 8, record: text.into() };
+        let record: ProgramRecord = decode(&put).unwrap();
+        assert_eq!(record.bounds(), Bounds { private: 4096..8192, canary: 12288, only: 0..0 });
+    }
 }

@@ -359,9 +359,7 @@ impl Ready {
                 release(pid, held);
                 journal.let_go();
             }
-            for (place, value) in program.private.iter().zip(record.private) {
-                place.store(value, Relaxed);
-            }
+            program.set_bounds(&record.bounds());
             program.is_attached.store(record.hello.is_some(), SeqCst);
             program.is_forked.store(record.origin.is_some(), Relaxed);
             program.lend(&uffd)?;

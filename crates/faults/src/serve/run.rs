@@ -85,6 +85,10 @@ pub struct RunReport {
     pub copied_slabs: u64,
     /// Damaged pages that were written anew from a good copy.
     pub repaired_pages: u64,
+    /// Sparse slabs that were emptied into others.
+    pub vacated_slabs: u64,
+    /// Pages that were moved for that.
+    pub repacked_pages: u64,
     /// Pages that left as they had come from memory nodes, and were not written again.
     pub unchanged_pages: u64,
     /// WRITEs posted, and the pages in them, each copy counted.
@@ -340,6 +344,8 @@ impl Run {
             degraded_slabs: sent.degraded_slabs,
             copied_slabs: sent.copied_slabs,
             repaired_pages: sent.repaired_pages,
+            vacated_slabs: sent.vacated_slabs,
+            repacked_pages: load(&total.repacked),
             unchanged_pages: sent.unchanged_pages,
             remote_writes: (sent.writes, sent.pages),
             faults: load(&total.faults),

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use aquifer_pager::{Budget, PAGE_BYTES};
 
 use super::Service;
+use super::count::{Counter, Look, shared_pages};
 use super::patience::Patience;
 use super::priority::{URGENT, set_niceness};
 use super::program::{Mail, Program};
@@ -55,12 +56,6 @@ pub(crate) fn start(service: &Arc<Service>) -> std::io::Result<Thread> {
     Ok(thread.thread().clone())
 }
 
-#[derive(Debug, Default)]
-struct Look {
-    size: u64,
-    anonymous: u64,
-}
-
 /// What the sampler remembers of a program.
 #[derive(Debug)]
 struct Seen {
@@ -70,6 +65,21 @@ struct Seen {
     is_armed: bool,
     next_scan: Instant,
     areas: Areas,
+    counter: Counter,
+}
+
+impl Seen {
+    fn first(id: u64) -> Self {
+        Self {
+            id,
+            size: 0,
+            uncontrolled: 0,
+            is_armed: false,
+            next_scan: Instant::now(),
+            areas: Areas::default(),
+            counter: Counter::new(),
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -162,8 +172,8 @@ impl Watch {
         let mut held = 0;
         let mut looks = Vec::with_capacity(programs.len());
         for program in &programs {
-            let Some(look) = look(program) else { continue };
-            total += look.anonymous;
+            let Some(look) = self.seen(program.id).counter.look(program) else { continue };
+            total += look.counted;
             held += program.held.load(Relaxed);
             looks.push((program, look));
         }
@@ -175,15 +185,18 @@ impl Watch {
             self.scan_if_needed(program, look, total > arm_at);
         }
         // Also when it is over no longer: faults that waited for room would wait on. And who sleeps on more than its share must give
-        // some of it to those who work, for they have no more than what they take from themselves. And all give up copies while the pool is short.
+        // some of it to those who work, for they have no more than what they take from themselves. And all give up copies while the pool is short, and move
+        // pages while slabs are to become empty.
         let (is_over, is_near) = (run.budget.excess(0) > 0, run.budget.excess(SPARE_PAGES) > 0);
         let is_short = run.service.upgrade().is_some_and(|service| service.mempool.is_pool_short());
+        let is_vacating = run.slabs.vacating_round().is_some();
         let share = max / (programs.len() as u64).max(1);
         programs
             .iter()
             .filter(|program| {
                 is_over
                     || is_short
+                    || is_vacating
                     || program.has_waiting.load(SeqCst)
                     || is_near && program.held.load(Relaxed) > share
             })
@@ -192,21 +205,18 @@ impl Watch {
         Duration::from_millis(arm_at.saturating_sub(total) / PAGES_PER_MS).clamp(TICK_MIN, TICK_MAX)
     }
 
-    fn scan_if_needed(&mut self, program: &Arc<Program>, look: &Look, is_near: bool) {
-        let now = Instant::now();
-        let uncontrolled = look.anonymous.saturating_sub(program.held.load(Relaxed));
-        let at = self.programs.iter().position(|seen| seen.id == program.id).unwrap_or_else(|| {
-            self.programs.push(Seen {
-                id: program.id,
-                size: 0,
-                uncontrolled: 0,
-                is_armed: false,
-                next_scan: now,
-                areas: Areas::default(),
-            });
+    fn seen(&mut self, id: u64) -> &mut Seen {
+        let at = self.programs.iter().position(|seen| seen.id == id).unwrap_or_else(|| {
+            self.programs.push(Seen::first(id));
             self.programs.len() - 1
         });
-        let seen = &mut self.programs[at];
+        &mut self.programs[at]
+    }
+
+    fn scan_if_needed(&mut self, program: &Arc<Program>, look: &Look, is_near: bool) {
+        let now = Instant::now();
+        let uncontrolled = look.counted.saturating_sub(program.held.load(Relaxed));
+        let seen = self.seen(program.id);
         let has_changed = seen.size != look.size || uncontrolled > seen.uncontrolled + GROWTH_PAGES;
         let is_wanted = is_near && (!seen.is_armed || has_changed);
         if !is_wanted || now < seen.next_scan || !program.is_attached.load(SeqCst) {
@@ -215,8 +225,7 @@ impl Watch {
         let Some(text) = program.read_proc("maps") else {
             return;
         };
-        let [start, end, canary] = [0, 1, 2].map(|at| program.private[at].load(Relaxed));
-        let found = maps::pageable(&text, start..end, canary);
+        let found = maps::pageable(&text, &program.bounds());
         let mut areas = Areas::default();
         for area in &found {
             seen.areas.missing(*area).into_iter().for_each(|new| program.register_early(new));
@@ -307,23 +316,6 @@ impl Shared {
         self.programs = (programs.len(), newest);
         self.overlap.saturating_sub(granted - self.granted)
     }
-}
-
-fn look(program: &Program) -> Option<Look> {
-    let text = program.read_proc("statm")?;
-    let mut numbers =
-        std::str::from_utf8(&text).ok()?.split_ascii_whitespace().filter_map(|word| word.parse::<u64>().ok());
-    let (size, resident, shared) = (numbers.next()?, numbers.next()?, numbers.next()?);
-    Some(Look { size, anonymous: resident.saturating_sub(shared) })
-}
-
-/// Anonymous pages, those shared with relatives counted in part, so that the sum over a run is right.
-fn shared_pages(program: &Program) -> Option<u64> {
-    let text = program.read_proc("smaps_rollup")?;
-    let text = std::str::from_utf8(&text).ok()?;
-    let line = text.lines().find(|line| line.starts_with("Pss_Anon:"))?;
-    let kilobytes: u64 = line.split_ascii_whitespace().nth(1)?.parse().ok()?;
-    Some(kilobytes / 4)
 }
 
 #[cfg(test)]

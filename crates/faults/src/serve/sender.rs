@@ -37,7 +37,7 @@ struct Order {
 enum What {
     /// A batch, with what is needed to read it: where its buffer is in the program, and a thread of that.
     Batch { job: Job, staging: u64, thread: u32 },
-    /// Slots of a block that wait there since before a restart.
+    /// Slots of a block whose bytes are there already.
     Block { block: BlockId, slots: u64 },
 }
 
@@ -59,6 +59,7 @@ struct Shared {
     degraded_slabs: AtomicU64,
     copied_slabs: AtomicU64,
     repaired_pages: AtomicU64,
+    vacated_slabs: AtomicU64,
     /// How often the pool has begun to have no room.
     starvations: AtomicU64,
     is_starved: AtomicBool,
@@ -143,6 +144,7 @@ impl SenderThread {
             degraded_slabs: self.shared.degraded_slabs.load(Relaxed),
             copied_slabs: self.shared.copied_slabs.load(Relaxed),
             repaired_pages: self.shared.repaired_pages.load(Relaxed),
+            vacated_slabs: self.shared.vacated_slabs.load(Relaxed),
         }
     }
 }
@@ -159,6 +161,7 @@ impl Shared {
             degraded_slabs: AtomicU64::new(0),
             copied_slabs: AtomicU64::new(0),
             repaired_pages: AtomicU64::new(0),
+            vacated_slabs: AtomicU64::new(0),
             starvations: AtomicU64::new(0),
             is_starved: AtomicBool::new(false),
             starvation: Mutex::default(),
@@ -234,6 +237,12 @@ impl Loop {
         }
         for owner in std::mem::take(&mut inbox.abandoned) {
             self.sender.abandon(owner);
+            // Nor need what is not staged yet be written: there may be no room for it.
+            for order in inbox.orders.iter_mut().filter(|order| order.program.id == owner) {
+                if let What::Block { slots, .. } = &mut order.what {
+                    *slots = 0;
+                }
+            }
         }
         if inbox.stop {
             self.sender.stop_healing();
@@ -275,7 +284,7 @@ impl Loop {
             }
             What::Block { block, slots } => {
                 let is_wanted = |index: usize| slots >> index & 1 == 1;
-                self.sender.stage(order.program.id, *block, BLOCK_PAGES, is_wanted, found);
+                self.sender.stage_with_copies(order.program.id, *block, BLOCK_PAGES, is_wanted, &[], found);
             }
         }
         match self.programs.iter_mut().find(|(program, _)| program.id == order.program.id) {
@@ -365,5 +374,6 @@ impl Loop {
         self.shared.degraded_slabs.store(stats.degraded_slabs, Relaxed);
         self.shared.copied_slabs.store(stats.copied_slabs, Relaxed);
         self.shared.repaired_pages.store(stats.repaired_pages, Relaxed);
+        self.shared.vacated_slabs.store(stats.vacated_slabs, Relaxed);
     }
 }

@@ -99,6 +99,8 @@ mod tests {
             degraded_slabs: 0,
             copied_slabs: 0,
             repaired_pages: 0,
+            vacated_slabs: 0,
+            repacked_pages: 0,
             unchanged_pages: 0,
             programs: Vec::new(),
             resident_bytes: (2, 200),

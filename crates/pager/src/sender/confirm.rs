@@ -10,8 +10,12 @@ use crate::page::Location;
 use crate::slabs::{Copies, page_of};
 
 impl Sender {
-    /// Whether these bytes are at a location, as far as is known.
+    /// Whether these bytes are at a location, as far as is known, and may stay there.
     pub(super) fn is_at(&self, location: Location, digest: Digest) -> bool {
+        !self.slabs.is_vacating(location.slab()) && self.is_known_at(location, digest)
+    }
+
+    fn is_known_at(&self, location: Location, digest: Digest) -> bool {
         self.mutation == Mutation::TrustCopy || self.digests.get(location) == Some(digest)
     }
 

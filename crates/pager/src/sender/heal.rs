@@ -90,6 +90,10 @@ impl Healer {
         self.is_eager = true;
     }
 
+    pub(super) fn is_stopped(&self) -> bool {
+        self.is_stopped
+    }
+
     pub(super) fn is_waiting(&self) -> bool {
         self.task.as_ref().is_some_and(|task| matches!(task.step, Step::Reading | Step::Writing))
     }
@@ -255,7 +259,7 @@ impl Sender {
             let copies = slabs.copies(*slab);
             slabs.live_pages(*slab) > 0 && pool.nodes().any(|node| copies.on(node).is_none())
         };
-        let mut candidates: Vec<SlabId> = filler.degraded().iter().copied().filter(can_be_copied).collect();
+        let mut candidates: Vec<SlabId> = filler.degraded().filter(can_be_copied).collect();
         candidates.sort_by_key(|slab| slabs.copies(*slab).len());
         let slab = *candidates.get(self.healer.fruitless % candidates.len().max(1))?;
         self.healer.fruitless += 1;
@@ -363,7 +367,7 @@ impl Sender {
         }
         self.stats.copied_slabs += 1;
         self.filler.take_back(&mut self.pool, task.slab);
-        if self.filler.degraded().is_empty() {
+        if self.filler.degraded_count() == 0 {
             tracing::info!("all slabs have all their copies again");
         }
     }

@@ -4,8 +4,8 @@
 //! anew, and what an agent that was killed had begun, to write or to give back, is forgotten by that.
 
 use std::collections::HashSet;
-use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{AcqRel, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Mutex, PoisonError};
 
 use aquifer_fabric::Memory;
@@ -59,8 +59,10 @@ impl SlabSet {
             memory,
             replicas,
             emptied: Mutex::default(),
+            is_untold: AtomicBool::new(false),
             damaged: Mutex::default(),
             slow: AtomicU64::new(0),
+            marks: super::vacating::Marks::default(),
             pages: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             bytes_peak: AtomicU64::new(0),

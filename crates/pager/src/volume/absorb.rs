@@ -1,4 +1,4 @@
-//! Pages of a front end that keeps none of them, such as a block device: each goes straight into a slot.
+//! Pages of a front end that keeps none of them, such as a block device, and pages that are moved from one slab to another: each goes straight into a slot.
 //!
 //! A block is *open* while pages are put into it, and *sealed* when it goes to the sender. Until then its slots are the front end's alone,
 //! so a page that is written again is written in its place.
@@ -6,7 +6,7 @@
 use super::{Phase, Volume};
 use crate::mempool::{BLOCK_PAGES, BlockId};
 use crate::mutation::Mutation;
-use crate::page::{PageNumber, PageState, PageWord, Slot};
+use crate::page::{PageNumber, PageState, Slot};
 
 /// A block on its way to the sender.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -33,26 +33,28 @@ impl Volume {
     /// # Panics
     /// If the block is not open or full, or a program holds the page.
     pub fn absorb(&mut self, open: BlockId, page: PageNumber) -> Slot {
-        match self.table.get(page).state() {
+        let word = self.table.get(page);
+        let old = match word.state() {
             PageState::Staged(slot) if slot.block().0 == open => return slot,
             PageState::Staged(slot) if self.mutation == Mutation::AbsorbIntoSealed => return slot,
-            PageState::Remote(_) if self.mutation == Mutation::ForgetRelease => {}
-            PageState::Remote(location) => self.slabs.release(location),
-            PageState::Reclaimable(slot) => {
-                let location = self.take_slot_location(slot.block());
-                self.slabs.release(location);
-            }
-            PageState::Zero | PageState::Staged(_) | PageState::Lost => {}
+            PageState::Remote(_) if self.mutation == Mutation::ForgetRelease => None,
+            PageState::Remote(location) => Some(location),
+            PageState::Reclaimable(slot) => Some(self.take_slot_location(slot.block())),
+            PageState::Zero | PageState::Staged(_) | PageState::Lost => None,
             state @ (PageState::Held | PageState::Leaving | PageState::Doubtful) => {
-                panic!("page {page:#x} of a device is {state:?}")
+                panic!("page {page:#x} is {state:?}: the program has it")
             }
-        }
+        };
         let block = self.blocks[open.0 as usize].as_mut().expect("the block is in use");
         assert!(block.phase == Phase::Leaving && block.pages.len() < BLOCK_PAGES, "{open:?} takes no page");
         let slot = open.slot(block.pages.len());
         block.pages.push(page);
         block.locations.push(None);
-        self.table.set(page, PageWord::new(PageState::Staged(slot)));
+        self.table.set(page, word.with_state(PageState::Staged(slot)));
+        // Not before: whoever is killed in between must not leave a word that names another page's place.
+        if let Some(location) = old {
+            self.slabs.release(location);
+        }
         slot
     }
 

@@ -1,15 +1,14 @@
 //! The host that is killed: it takes and gives back extents of all sizes, writes them, and recovers another, until its end.
 
 use std::io::Read;
-use std::os::fd::BorrowedFd;
 use std::process::{ChildStdin, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
 use aquifer_fabric::{
-    Completion, Endpoint, EndpointError, Host, Identity, Limits, LocalKey, LocalSlice, Memory, PostError,
-    Reach, Region, RemoteAddr, Tenant, Verb, Work,
+    Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, PostError, Reach, RemoteAddr, Tenant,
+    Verb, Work, forward_endpoint,
 };
 use aquifer_pool::{Extent, NodeId, PoolClient, PoolError, SizeClass};
 use rustix::process::{Pid, Signal, getpid, kill_process};
@@ -178,35 +177,5 @@ impl Endpoint for Doomed {
         posted
     }
 
-    fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
-        self.inner.poll(out, max)
-    }
-
-    fn wait(&mut self, patience: Duration) {
-        self.inner.wait(patience);
-    }
-
-    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.inner.event_fd()
-    }
-
-    fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {
-        self.inner.register_local(memory)
-    }
-
-    fn receive(&mut self, out: &mut Vec<u8>) -> bool {
-        self.inner.receive(out)
-    }
-
-    fn regions(&self) -> &[Region] {
-        self.inner.regions()
-    }
-
-    fn limits(&self) -> Limits {
-        self.inner.limits()
-    }
-
-    fn is_broken(&self) -> bool {
-        self.inner.is_broken()
-    }
+    forward_endpoint!(inner: poll, wait, event_fd, register_local, receive, regions, limits, is_broken);
 }

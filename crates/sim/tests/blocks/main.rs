@@ -43,6 +43,7 @@ fn every_fault_is_caught() {
         Mutation::ForgetRelease,
         Mutation::AbsorbIntoSealed,
         Mutation::FetchUnreferenced,
+        Mutation::MoveUnlooked,
     ];
     let usual = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| ()));

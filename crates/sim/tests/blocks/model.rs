@@ -73,6 +73,13 @@ impl Page {
         Ok(())
     }
 
+    /// A write found that it could not be read. Who reads it just now may have read it before.
+    pub fn lost(&mut self) {
+        self.before.extend(self.candidates.iter().cloned());
+        self.has_changed = true;
+        self.is_lost = true;
+    }
+
     /// The read failed here.
     pub fn not_found(&mut self) {
         self.is_lost |= !self.has_changed;

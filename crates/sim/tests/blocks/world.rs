@@ -3,11 +3,9 @@
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-use aquifer_block::{BlockError, BlockVolume, Pump, Reader};
+use aquifer_block::{BlockError, BlockVolume, Mover, Pump, Reader};
 use aquifer_fabric::sim::Rng;
-use aquifer_fabric::{
-    Completion, Endpoint, EndpointError, Limits, LocalKey, Memory, PostError, Region, Work,
-};
+use aquifer_fabric::{Completion, Endpoint, EndpointError, PostError, Work, forward_endpoint};
 use aquifer_pager::{BLOCK_PAGES, Budget, Connector, Mempool, Mutation, PAGE_BYTES};
 use aquifer_pool::NodeId;
 
@@ -33,10 +31,11 @@ pub struct Seen {
     lost: u64,
     meddled: u64,
     remote_reads: u64,
+    moved: u64,
 }
 
 impl Seen {
-    pub fn counts(&self) -> [(&'static str, u64); 12] {
+    pub fn counts(&self) -> [(&'static str, u64); 13] {
         [
             ("reads", self.reads),
             ("writes", self.writes),
@@ -50,6 +49,7 @@ impl Seen {
             ("reads of lost pages", self.lost),
             ("changes in the middle of a read", self.meddled),
             ("pages from memory nodes", self.remote_reads),
+            ("pages moved", self.moved),
         ]
     }
 
@@ -66,6 +66,7 @@ impl Seen {
         self.lost += other.lost;
         self.meddled += other.meddled;
         self.remote_reads += other.remote_reads;
+        self.moved += other.moved;
     }
 }
 
@@ -115,25 +116,7 @@ impl Endpoint for MeddledEndpoint {
         self.inner.poll(out, max)
     }
 
-    fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {
-        self.inner.register_local(memory)
-    }
-
-    fn receive(&mut self, out: &mut Vec<u8>) -> bool {
-        self.inner.receive(out)
-    }
-
-    fn regions(&self) -> &[Region] {
-        self.inner.regions()
-    }
-
-    fn limits(&self) -> Limits {
-        self.inner.limits()
-    }
-
-    fn is_broken(&self) -> bool {
-        self.inner.is_broken()
-    }
+    forward_endpoint!(inner: register_local, receive, regions, limits, is_broken);
 }
 
 fn lock(world: &Mutex<World>) -> std::sync::MutexGuard<'_, World> {
@@ -229,6 +212,7 @@ impl World {
             38 if self.rng.chance(1, 25) => {
                 self.seen.damages += u64::from(self.cluster.damage(&mut self.rng))
             }
+            36 => self.pump.repack_all(),
             39 if self.cluster.is_full() => self.cluster.relent(),
             39 if self.rng.chance(1, 20) => {
                 self.cluster.fill_up(&mut self.rng);
@@ -302,8 +286,7 @@ impl World {
         };
         for (page, within, at, len) in parts(offset, bytes.len()) {
             if lost_page == Some(page) {
-                self.pages[page].begin_read();
-                self.pages[page].not_found();
+                self.pages[page].lost();
             } else {
                 self.pages[page].write(within, &bytes[at..at + len], result.is_ok());
             }
@@ -355,6 +338,7 @@ impl World {
     fn check_end(mut self) -> Result<Seen, String> {
         self.cluster.relent();
         self.seen.remote_reads = self.volume.figures().remote_reads;
+        self.seen.moved = self.volume.figures().repacked_pages;
         let volume = Arc::clone(&self.volume);
         self.pump.close();
         let figures = volume.figures();
@@ -372,12 +356,18 @@ impl World {
 /// Play a schedule.
 pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
     let world = Arc::new(Mutex::new(World::new(seed, mutation)));
-    let (volume, mut reader, operations) = {
+    let (volume, operations) = {
         let mut world = lock(&world);
-        let volume = Arc::clone(&world.volume);
-        let operations = 20 + world.rng.below(150);
-        (volume, None::<Reader>, operations)
+        (Arc::clone(&world.volume), 20 + world.rng.below(150))
     };
+    let connector = || -> Arc<dyn Connector> {
+        let inner = lock(&world).cluster.connector(FETCHERS + 1);
+        Arc::new(Meddling { inner, world: Arc::downgrade(&world) })
+    };
+    let mut reader = volume.reader(connector()).expect("memory");
+    reader.mutate(mutation);
+    let mut mover = Mover::new(Arc::clone(&volume), connector()).expect("memory");
+    mover.mutate(mutation);
     let mut buffer = Vec::new();
     for _ in 0..operations {
         let read = {
@@ -394,23 +384,17 @@ pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
             }
         };
         if let Some((offset, len)) = read {
-            let reader = reader.get_or_insert_with(|| {
-                let inner = lock(&world).cluster.connector(FETCHERS + 1);
-                let connector = Meddling { inner, world: Arc::downgrade(&world) };
-                let mut reader = volume.reader(Arc::new(connector)).expect("memory");
-                reader.mutate(mutation);
-                reader
-            });
             buffer.clear();
             buffer.resize(len, 0xee);
-            let result = volume.read(reader, offset as u64, &mut buffer);
+            let result = volume.read(&mut reader, offset as u64, &mut buffer);
             lock(&world).check_read(offset, &buffer, result);
         }
+        mover.turn();
         if let Some(failure) = lock(&world).failure.take() {
             return Err(failure);
         }
     }
-    drop(reader);
+    drop((reader, mover));
     let world = Arc::into_inner(world).expect("no reader is left").into_inner();
     world.unwrap_or_else(PoisonError::into_inner).check_end()
 }

@@ -7,7 +7,7 @@ use aquifer_faults::journal::Remembered;
 use aquifer_faults::kernel::{Filled, Gone, Kernel, Message, Source, Stop, Taken};
 use aquifer_faults::{Areas, Done, Edge, Job};
 use aquifer_pager::{
-    BlockId, FetchError, Fetcher, Location, Mutation, PAGE_BYTES, PageNumber, SlabSet, Volume,
+    BlockId, FetchError, Fetcher, Location, Mutation, PAGE_BYTES, PageNumber, SlabSet, Volume, view,
 };
 
 use super::memory::{Frame, decode, index};
@@ -48,6 +48,12 @@ impl SimEdge {
         let pace = world.pace;
         world.bustle(pace);
         world
+    }
+
+    /// What is at a page, of those looked at from `start` on: the world goes on meanwhile.
+    fn frame(&self, start: PageNumber, page: PageNumber) -> Option<Frame> {
+        let mut world = if (page - start).is_multiple_of(8) { self.later() } else { self.world.borrow_mut() };
+        world.page(self.process, page).frame
     }
 
     fn stamp(&self, world: &World, source: Source, offset: usize) -> Option<u64> {
@@ -296,14 +302,27 @@ impl Kernel for SimEdge {
         any
     }
 
-    fn present(&mut self, start: PageNumber, end: PageNumber, alone: bool, out: &mut Vec<PageNumber>) {
+    fn present(
+        &mut self,
+        start: PageNumber,
+        end: PageNumber,
+        max: usize,
+        out: &mut Vec<PageNumber>,
+    ) -> PageNumber {
+        let before = out.len();
         for page in start..end {
-            let mut world =
-                if (page - start).is_multiple_of(8) { self.later() } else { self.world.borrow_mut() };
-            if world.page(self.process, page).frame.is_some_and(|frame| frame.exclusive || !alone) {
+            if out.len() - before == max || page > start && self.world.borrow_mut().rng.chance(1, 64) {
+                return page;
+            }
+            if self.frame(start, page).is_some() {
                 out.push(page);
             }
         }
+        end
+    }
+
+    fn alone(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) {
+        out.extend((start..end).filter(|page| self.frame(start, *page).is_some_and(|frame| frame.exclusive)));
     }
 
     fn take(&mut self, buffer: usize, pages: &[PageNumber], out: &mut Vec<Taken>) -> Result<(), Gone> {
@@ -386,6 +405,12 @@ impl Edge for SimEdge {
             world.failure = Some(format!("a copy among {locations:?} is not what was written"));
         }
         outcome
+    }
+
+    fn fetched(&self, index: usize) -> &[u8] {
+        super::death::pass();
+        self.world.borrow_mut().seen.repacked += 1;
+        view::page(self.fetcher.buffer(), index * PAGE_BYTES)
     }
 
     fn forked(&mut self, child: usize, volume: Volume, areas: Areas) {

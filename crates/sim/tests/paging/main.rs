@@ -122,7 +122,8 @@ mutants! {
     a_remap_without_waiting_is_noticed: RemapWhileLeaving,
     forgetting_that_a_move_was_begun_is_noticed: ForgetMoving,
     reading_only_once_is_noticed: TryOnce,
-    taking_in_while_something_is_under_way_is_noticed: TakeInBusy near 56_600,
+    taking_in_while_something_is_under_way_is_noticed: TakeInBusy near 36_500,
+    noting_a_move_before_its_bytes_is_noticed: NoteBeforeMoving,
     a_restart_that_forgets_what_was_leaving_is_noticed: ForgetLeaving,
     a_restart_that_sets_no_blocks_aside_is_noticed: ReserveNothing,
 }

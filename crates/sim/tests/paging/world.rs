@@ -46,6 +46,8 @@ pub struct Seen {
     pub unchanged: u64,
     pub copied: u64,
     pub repaired: u64,
+    /// Pages moved out of sparse slabs.
+    pub repacked: u64,
     /// Nodes that died when all was on others too, and of these those after whose death copies had been made before.
     pub borne: u64,
     pub borne_again: u64,
@@ -62,7 +64,7 @@ pub struct Seen {
 }
 
 impl Seen {
-    pub fn counts(&self) -> [(&'static str, u64); 29] {
+    pub fn counts(&self) -> [(&'static str, u64); 30] {
         [
             ("evictions", self.evictions),
             ("zero fills", self.zero_fills),
@@ -86,6 +88,7 @@ impl Seen {
             ("pages that left unchanged", self.unchanged),
             ("slabs copied", self.copied),
             ("pages repaired", self.repaired),
+            ("pages moved", self.repacked),
             ("deaths that cost nothing", self.borne),
             ("deaths that cost nothing after another", self.borne_again),
             ("restarts of the agent", self.restarts),
@@ -119,6 +122,7 @@ impl Seen {
         self.unchanged += other.unchanged;
         self.copied += other.copied;
         self.repaired += other.repaired;
+        self.repacked += other.repacked;
         self.borne += other.borne;
         self.borne_again += other.borne_again;
         self.restarts += other.restarts;
@@ -355,6 +359,13 @@ impl World {
     pub fn run_sender(&mut self) {
         for owner in std::mem::take(&mut self.abandoned) {
             self.sender.abandon(owner);
+            for order in &mut self.orders {
+                if let Order::Again { process, slots, .. } = order
+                    && *process as u64 == owner
+                {
+                    *slots = 0;
+                }
+            }
         }
         if self.sender.has_room()
             && let Some(order) = self.next_order()
@@ -367,6 +378,9 @@ impl World {
         if self.cluster.is_hurt() && self.rng.chance(1, 2) {
             self.take_in();
         }
+        if !self.winding_down {
+            self.repack();
+        }
         let mut written = std::mem::take(&mut self.written);
         let result = self.sender.advance(&mut written);
         assert!(result.is_ok() || self.cluster.is_full() || self.cluster.is_hurt(), "{result:?}");
@@ -375,6 +389,16 @@ impl World {
             self.processes[process].done.push_back(Done::Written(Box::new(written)));
         }
         self.written = written;
+    }
+
+    /// Slabs are to become empty, at times, and then the sampler has the monitors look.
+    fn repack(&mut self) {
+        if self.rng.chance(1, 16) {
+            self.sender.repack_all();
+        }
+        if self.slabs.vacating_round().is_some() && self.rng.chance(1, 4) {
+            self.processes.iter_mut().for_each(|process| process.nudged = true);
+        }
     }
 
     /// Dead nodes come back, at times. The next node that the sender does not know is asked; who has let us in is taken in, at once or later.
@@ -460,7 +484,8 @@ impl World {
             Order::Again { process, block, slots } => {
                 let mut found = std::mem::take(&mut self.found);
                 let is_wanted = |index: usize| slots >> index & 1 == 1;
-                self.sender.stage(*process as u64, *block, BLOCK_PAGES, is_wanted, &mut found);
+                let owner = *process as u64;
+                self.sender.stage_with_copies(owner, *block, BLOCK_PAGES, is_wanted, &[], &mut found);
                 self.found = found;
             }
         }

@@ -1,0 +1,142 @@
+//! Moves pages out of slabs that are to become empty: they are read, and taken in as if they had just been written.
+
+use std::sync::Arc;
+
+use aquifer_pager::page::Location;
+use aquifer_pager::{Connector, FETCH_PAGES_MAX, Fetcher, Mutation, PAGE_BYTES, PageNumber, PageState, view};
+
+use crate::figures::Counters;
+use crate::volume::BlockVolume;
+
+/// Parts of the page table, 512 pages each, that are looked through under one lock.
+const PARTS_PER_TURN: usize = 8;
+
+/// The mover of a volume. One thread uses it.
+#[derive(Debug)]
+pub struct Mover {
+    volume: Arc<BlockVolume>,
+    fetcher: Fetcher,
+    round: u64,
+    /// Where to look on; `None` when all was looked through.
+    next: Option<PageNumber>,
+    /// Found, and not moved yet.
+    pages: Vec<PageNumber>,
+    /// What is fetched now, and referred to.
+    fetching: Vec<PageNumber>,
+    locations: Vec<Location>,
+    mutation: Mutation,
+}
+
+impl Mover {
+    /// The mover of a volume whose nodes are reached over `connector`.
+    ///
+    /// # Errors
+    /// If there is no memory for its buffer.
+    pub fn new(volume: Arc<BlockVolume>, connector: Arc<dyn Connector>) -> std::io::Result<Self> {
+        Ok(Self {
+            volume,
+            fetcher: Fetcher::new(connector)?,
+            round: 0,
+            next: None,
+            pages: Vec::new(),
+            fetching: Vec::with_capacity(FETCH_PAGES_MAX),
+            locations: Vec::with_capacity(FETCH_PAGES_MAX),
+            mutation: Mutation::None,
+        })
+    }
+
+    /// Break one protocol step on purpose, for tests.
+    pub fn mutate(&mut self, mutation: Mutation) {
+        self.mutation = mutation;
+    }
+
+    /// Look for pages to move, and move some; whether there is more to do at once.
+    pub fn turn(&mut self) -> bool {
+        let Some(round) = self.volume.slabs.vacating_round() else { return false };
+        if round != self.round {
+            self.round = round;
+            self.next = Some(0);
+            self.pages.clear();
+        }
+        if self.pages.is_empty() {
+            self.look();
+        }
+        if self.pages.is_empty() {
+            return self.next.is_some();
+        }
+        let has_room = self.plan();
+        self.fetch();
+        has_room
+    }
+
+    fn look(&mut self) {
+        let mut state = self.volume.lock();
+        for _ in 0..PARTS_PER_TURN {
+            let Some(from) = self.next else { break };
+            self.next = state.volume.look_for_moves(from, &mut self.pages);
+        }
+    }
+
+    /// Take in what the mempool has, and refer to what is to be fetched; false if there is no room for any of it now.
+    fn plan(&mut self) -> bool {
+        let volume = Arc::clone(&self.volume);
+        let mut state = volume.lock();
+        while self.fetching.len() < FETCH_PAGES_MAX
+            && let Some(page) = self.pages.pop()
+        {
+            if !volume.has_room(&mut state) {
+                self.pages.push(page);
+                return false;
+            }
+            match state.volume.is_to_move(page) {
+                Some(PageState::Reclaimable(slot)) => {
+                    let mut bytes = [0; PAGE_BYTES];
+                    volume.mempool.memory().read(slot.offset(), &mut bytes);
+                    volume.take_in(&mut state, page, &bytes);
+                    Counters::add(&volume.counters.repacked_pages, 1);
+                }
+                Some(PageState::Remote(location)) => {
+                    volume.slabs.retain(location);
+                    self.fetching.push(page);
+                    self.locations.push(location);
+                }
+                _ => {}
+            }
+        }
+        true
+    }
+
+    /// Fetch what was planned. A page that was written meanwhile is elsewhere already; one that cannot be had stays, and its reader is told.
+    fn fetch(&mut self) {
+        let mut at = 0;
+        while at < self.locations.len() {
+            match self.fetcher.fetch(&self.volume.slabs, &self.locations[at..]) {
+                Ok(fetched) => {
+                    let mut state = self.volume.lock();
+                    for number in 0..fetched {
+                        let (page, location) = (self.fetching[at + number], self.locations[at + number]);
+                        let is_there = state.volume.state(page) == PageState::Remote(location)
+                            || self.mutation == Mutation::MoveUnlooked;
+                        if is_there && self.volume.has_room(&mut state) {
+                            let bytes = view::page(self.fetcher.buffer(), number * PAGE_BYTES);
+                            self.volume.take_in(&mut state, page, bytes);
+                            Counters::add(&self.volume.counters.repacked_pages, 1);
+                        }
+                    }
+                    at += fetched;
+                }
+                Err(_) => {
+                    // To ask a dead node for page after page would hold all writes up.
+                    self.pages.clear();
+                    self.next = None;
+                    break;
+                }
+            }
+        }
+        self.fetching.clear();
+        for location in self.locations.drain(..) {
+            self.volume.slabs.release(location);
+        }
+        self.volume.ring_if_emptied();
+    }
+}

@@ -1,0 +1,50 @@
+//! For endpoints around an endpoint.
+
+/// Methods of [`Endpoint`](crate::Endpoint) that a wrapper leaves to the endpoint in a field of its own: `forward_endpoint!(inner: poll, wait);`
+#[macro_export]
+macro_rules! forward_endpoint {
+    ($inner:ident: $($method:ident),+) => { $($crate::forward_endpoint!(@$method $inner);)+ };
+    (@poll $inner:ident) => {
+        fn poll(&mut self, out: &mut Vec<$crate::Completion>, max: usize) -> usize {
+            self.$inner.poll(out, max)
+        }
+    };
+    (@wait $inner:ident) => {
+        fn wait(&mut self, patience: std::time::Duration) {
+            self.$inner.wait(patience);
+        }
+    };
+    (@event_fd $inner:ident) => {
+        fn event_fd(&self) -> Option<std::os::fd::BorrowedFd<'_>> {
+            self.$inner.event_fd()
+        }
+    };
+    (@register_local $inner:ident) => {
+        fn register_local(
+            &mut self,
+            memory: std::sync::Arc<$crate::Memory>,
+        ) -> Result<$crate::LocalKey, $crate::EndpointError> {
+            self.$inner.register_local(memory)
+        }
+    };
+    (@receive $inner:ident) => {
+        fn receive(&mut self, out: &mut Vec<u8>) -> bool {
+            self.$inner.receive(out)
+        }
+    };
+    (@regions $inner:ident) => {
+        fn regions(&self) -> &[$crate::Region] {
+            self.$inner.regions()
+        }
+    };
+    (@limits $inner:ident) => {
+        fn limits(&self) -> $crate::Limits {
+            self.$inner.limits()
+        }
+    };
+    (@is_broken $inner:ident) => {
+        fn is_broken(&self) -> bool {
+            self.$inner.is_broken()
+        }
+    };
+}

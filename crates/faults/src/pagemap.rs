@@ -1,0 +1,138 @@
+//! Which pages of a program are present, as its `/proc/PID/pagemap` tells by PAGEMAP_SCAN, which passes over holes without looking at each
+//! place. Debian's headers lack it.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+
+use aquifer_pager::{PAGE_BYTES, PageNumber};
+
+const PAGEMAP_SCAN: u64 = 0xc060_6610;
+const IS_FILE: u64 = 1 << 2;
+const IS_PRESENT: u64 = 1 << 3;
+const PAGE: u64 = PAGE_BYTES as u64;
+/// Regions that one call tells of.
+const REGIONS: usize = 512;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Region {
+    start: u64,
+    end: u64,
+    categories: u64,
+}
+
+#[repr(C)]
+struct ScanArgument {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    regions: u64,
+    regions_len: u64,
+    pages_max: u64,
+    inverted: u64,
+    wanted: u64,
+    any_of: u64,
+    told: u64,
+}
+
+/// Call `tell` with each run of present private pages of the range, up to `max` pages, in order; returns how far it has looked.
+///
+/// # Errors
+/// The process is gone, or it is Linux before 6.7.
+pub fn present(
+    pagemap: &File,
+    range: Range<PageNumber>,
+    max: u64,
+    mut tell: impl FnMut(Range<PageNumber>),
+) -> io::Result<PageNumber> {
+    let mut regions = [Region { start: 0, end: 0, categories: 0 }; REGIONS];
+    let (mut at, mut left) = (range.start, max);
+    while at < range.end && left > 0 {
+        let mut argument = ScanArgument {
+            size: size_of::<ScanArgument>() as u64,
+            flags: 0,
+            start: at * PAGE,
+            end: range.end * PAGE,
+            walk_end: 0,
+            regions: regions.as_mut_ptr() as u64,
+            regions_len: REGIONS as u64,
+            pages_max: left,
+            inverted: IS_FILE,
+            wanted: IS_PRESENT | IS_FILE,
+            any_of: 0,
+            told: IS_PRESENT,
+        };
+        // SAFETY: the argument is of the layout that this request reads and writes, and names memory for as many regions as it says.
+        let count = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut argument) };
+        let count = usize::try_from(count).map_err(|_| io::Error::last_os_error())?;
+        for region in &regions[..count.min(REGIONS)] {
+            let pages = region.start / PAGE..region.end / PAGE;
+            left = left.saturating_sub(pages.end - pages.start);
+            tell(pages);
+        }
+        let next = argument.walk_end / PAGE;
+        if next <= at {
+            break;
+        }
+        at = next;
+    }
+    Ok(at)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGES: usize = 2000;
+
+    /// Untouched memory, and the number of its first page.
+    fn memory() -> (*mut u8, PageNumber) {
+        // SAFETY: a fresh mapping, which is never unmapped.
+        let address = unsafe {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+            let address = libc::mmap(
+                std::ptr::null_mut(),
+                PAGES * PAGE_BYTES,
+                libc::PROT_READ | libc::PROT_WRITE,
+                flags,
+                -1,
+                0,
+            );
+            assert_ne!(address, libc::MAP_FAILED);
+            libc::madvise(address, PAGES * PAGE_BYTES, libc::MADV_NOHUGEPAGE);
+            address.cast::<u8>()
+        };
+        (address, address as u64 / PAGE)
+    }
+
+    fn scan(first: PageNumber, pages: Range<u64>, max: u64) -> (Vec<u64>, u64) {
+        let mut found = Vec::new();
+        let file = File::open("/proc/self/pagemap").unwrap();
+        let end = present(&file, first + pages.start..first + pages.end, max, |pages| {
+            found.extend(pages.map(|page| page - first));
+        });
+        (found, end.unwrap() - first)
+    }
+
+    #[test]
+    fn exactly_the_pages_that_were_touched_are_present() {
+        let (memory, first) = memory();
+        assert_eq!(scan(first, 0..PAGES as u64, u64::MAX), (vec![], PAGES as u64));
+        // More runs than one call tells of.
+        let touched: Vec<u64> = (0..PAGES as u64).filter(|page| page % 3 == 1).collect();
+        for page in &touched {
+            // SAFETY: inside the mapping.
+            unsafe { memory.add(usize::try_from(page * PAGE).unwrap()).write_volatile(1) };
+        }
+        assert_eq!(scan(first, 0..PAGES as u64, u64::MAX), (touched.clone(), PAGES as u64));
+        let (some, end) = scan(first, 0..PAGES as u64, 100);
+        assert_eq!(some, touched[..100]);
+        assert!(end > touched[99] && end <= touched[100], "{end}");
+        assert_eq!(scan(first, end..PAGES as u64, u64::MAX).0, touched[100..]);
+        assert_eq!(scan(first, 4..4, u64::MAX), (vec![], 4));
+    }
+}

@@ -1,0 +1,170 @@
+//! How large slabs are, which are filled, kept, given back and emptied.
+
+use std::sync::Arc;
+
+use aquifer_fabric::sim::{SimFabric, SimOptions, SimTarget};
+use aquifer_fabric::{Host, Identity, Tenant};
+use aquifer_pool::{Donation, NodeId, PoolClient, SizeClass, donate};
+
+use super::{Filler, Grain, NoRoom, Worth};
+use crate::page::Location;
+use crate::slabs::{SlabId, SlabSet};
+
+struct World {
+    _target: SimTarget,
+    _donation: Donation,
+    slabs: Arc<SlabSet>,
+    pool: PoolClient,
+    filler: Filler,
+}
+
+fn world(node_bytes: u64) -> World {
+    let fabric = SimFabric::new(7, SimOptions { step_on_poll: true, ..SimOptions::default() });
+    let target = fabric.add_node();
+    let donation = donate(&target, NodeId(0), node_bytes).unwrap();
+    let mut pool = PoolClient::new(Host(1), Tenant(0));
+    let who = Identity { host: Host(1), epoch: 1, tenant: Tenant(0) };
+    pool.add_node(NodeId(0), fabric.connect(target.node(), who).unwrap()).unwrap();
+    let slabs = Arc::new(SlabSet::new().unwrap());
+    let filler = Filler::new(Arc::clone(&slabs), 3);
+    World { _target: target, _donation: donation, slabs, pool, filler }
+}
+
+impl World {
+    /// Fill so many pages, in runs of at most `want`.
+    fn fill(&mut self, pages: u32, want: u32) -> Result<Vec<Location>, NoRoom> {
+        let mut filled = Vec::new();
+        while filled.len() < pages as usize {
+            let left = pages - u32::try_from(filled.len()).unwrap();
+            let room = self.filler.room(&mut self.pool, want.min(left))?;
+            for index in 0..room.pages {
+                let location = Location(room.first.0 + index);
+                self.slabs.occupy(location, 1);
+                filled.push(location);
+            }
+        }
+        Ok(filled)
+    }
+
+    fn release(&mut self, locations: &[Location]) {
+        locations.iter().for_each(|location| self.slabs.release(*location));
+        self.filler.keep_empty(&mut self.pool);
+        while self.filler.trim_reserve(&mut self.pool, false) {}
+    }
+
+    fn chunks(&self, slab: SlabId) -> u32 {
+        self.slabs.copies(slab).class().map_or(0, SizeClass::chunks)
+    }
+
+    fn held_pages(&self) -> u64 {
+        self.slabs.bytes().0 / 4096
+    }
+}
+
+#[test]
+fn slabs_are_as_large_as_what_is_written_and_then_as_a_part_of_what_is_there() {
+    let mut world = world(64 << 20);
+    for (want, chunks) in [(1, 1), (3, 4), (64, 64)] {
+        let last = world.fill(want, want).unwrap().pop().unwrap();
+        assert_eq!(world.chunks(last.slab()), chunks, "for {want} pages");
+    }
+    world.fill(4096, 64).unwrap();
+    assert!(world.held_pages() < 4096 * 5 / 4, "{} pages are held for 4164", world.held_pages());
+    let last = world.fill(512, 64).unwrap().pop().unwrap();
+    assert_eq!(world.chunks(last.slab()), 256, "a sixteenth");
+}
+
+#[test]
+fn few_empty_slabs_are_kept_and_filled_again_and_none_while_the_pool_is_short() {
+    let mut world = world(16 << 20);
+    let filled = world.fill(1024, 1).unwrap();
+    let slab_pages: Vec<u32> = filled.iter().map(|location| world.chunks(location.slab())).collect();
+    assert!(slab_pages.iter().all(|pages| *pages <= 64));
+    let held_pages = world.held_pages();
+    world.release(&filled[..128]);
+    let kept = world.held_pages() - (held_pages - 128);
+    assert!((1..=112).contains(&kept), "{kept} pages are kept of 896");
+    let taken_before = world.slabs.bytes().1;
+    world.fill(u32::try_from(kept).unwrap(), 1).unwrap();
+    assert_eq!(world.slabs.bytes().1, taken_before, "nothing fresh was taken");
+    let again = world.fill(64, 64).unwrap();
+    world.release(&again);
+    world.release(&filled[128..192]);
+    while world.filler.trim_reserve(&mut world.pool, true) {}
+    let open_pages = u64::from(world.chunks(again[63].slab()));
+    assert_eq!(world.held_pages(), world.slabs.pages() + open_pages, "all that is empty has gone back");
+    world.fill(65, 1).unwrap();
+    assert!(
+        world.held_pages() <= world.slabs.pages() + 63,
+        "what was empty while it was open is filled again"
+    );
+    world.release(&filled[192..]);
+    world.filler.close(&mut world.pool);
+}
+
+#[test]
+fn the_emptiest_slabs_are_emptied_as_far_as_the_others_have_room() {
+    let mut world = world(16 << 20);
+    let filled = world.fill(2048, 64).unwrap();
+    assert!(world.filler.worth_vacating(Worth::Usual).is_empty(), "all are full");
+    // Of each eight pages one stays.
+    let gone: Vec<Location> = filled.iter().copied().filter(|location| location.0 % 8 != 0).collect();
+    world.release(&gone);
+    let chosen = world.filler.worth_vacating(Worth::Usual);
+    let held_pages =
+        |slabs: &[SlabId]| -> u64 { slabs.iter().map(|slab| u64::from(world.chunks(*slab))).sum() };
+    assert!(
+        held_pages(&chosen) > world.held_pages() * 3 / 4,
+        "{} of {}",
+        held_pages(&chosen),
+        world.held_pages()
+    );
+    let short = world.filler.worth_vacating(Worth::Short);
+    let moved: u32 = short.iter().map(|slab| world.slabs.live_pages(*slab)).sum();
+    let others = world.filler.movable().into_iter().filter(|slab| !short.contains(slab));
+    let room: u32 = others.map(|slab| world.chunks(slab) - world.slabs.live_pages(slab)).sum();
+    assert!(moved > 0 && moved <= room, "{moved} pages find room in {room}: nothing fresh is needed");
+}
+
+#[test]
+fn what_is_marked_is_not_filled_until_the_round_is_over() {
+    let mut world = world(4 << 20);
+    let filled = world.fill(64, 64).unwrap();
+    world.fill(64, 64).unwrap();
+    world.release(&filled[1..]);
+    let sparse = filled[0].slab();
+    world.slabs.mark(&[sparse]);
+    assert!(world.fill(64, 64).unwrap().iter().all(|location| location.slab() != sparse));
+    world.slabs.end_vacating();
+    assert!(world.fill(64, 64).unwrap().iter().any(|location| location.slab() == sparse));
+}
+
+#[test]
+fn a_full_pool_is_used_up_to_its_last_hole() {
+    let mut world = world(2 << 20);
+    let filled = world.fill(512, 64).unwrap();
+    assert!(matches!(world.fill(1, 1), Err(NoRoom::Pool(_))));
+    // Every slab is more than half full.
+    let holes: Vec<Location> = filled.iter().copied().filter(|location| location.0 % 4 == 0).collect();
+    world.release(&holes);
+    let again = world.fill(u32::try_from(holes.len()).unwrap(), 64).unwrap();
+    assert_eq!(again.len(), holes.len());
+    assert!(matches!(world.fill(1, 1), Err(NoRoom::Pool(_))));
+}
+
+#[test]
+fn blocks_go_back_as_they_were_taken() {
+    let mut world = world(16 << 20);
+    world.filler.set_grain(Grain::Blocks { class: SizeClass::new(2).unwrap(), together: 4 });
+    let filled = world.fill(33, 1).unwrap();
+    assert_eq!(world.held_pages(), 3 * 16, "three blocks of four slabs of four pages");
+    world.release(&filled[..15]);
+    assert_eq!(world.held_pages(), 3 * 16);
+    world.release(&filled[15..16]);
+    assert_eq!(world.held_pages(), 2 * 16, "the first block is empty");
+    let again = world.fill(32, 1).unwrap();
+    world.release(&filled[16..]);
+    world.release(&again);
+    world.filler.close(&mut world.pool);
+    assert_eq!(world.held_pages(), 0);
+}

@@ -1,0 +1,111 @@
+//! Slabs that are to become empty, so that their memory goes back to the pool: the sender marks them, and the volumes that refer to pages there move those to
+//! other slabs as they find the time.
+//!
+//! A mark is a hint. Nothing is wrong if a page stays where it is, or is moved for nothing; and marks do not outlive the agent.
+
+use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+
+use super::{SLABS_MAX, SlabId, SlabSet};
+use crate::page::Location;
+
+const WORDS: usize = (SLABS_MAX / u64::BITS) as usize;
+
+/// A bit for each slab, and which round of marking it is.
+#[derive(Debug)]
+pub(super) struct Marks {
+    slabs: Box<[AtomicU64]>,
+    /// Rounds begun so far; 0 while none is under way.
+    round: AtomicU64,
+    rounds: AtomicU64,
+}
+
+impl Default for Marks {
+    fn default() -> Self {
+        let slabs = (0..WORDS).map(|_| AtomicU64::new(0)).collect();
+        Self { slabs, round: AtomicU64::new(0), rounds: AtomicU64::new(0) }
+    }
+}
+
+impl Marks {
+    fn word(&self, slab: SlabId) -> (&AtomicU64, u64) {
+        (&self.slabs[(slab.0 / u64::BITS) as usize], 1 << (slab.0 % u64::BITS))
+    }
+}
+
+impl SlabSet {
+    /// These slabs are to become empty, when nothing is on its way there any more.
+    pub(crate) fn mark(&self, slabs: &[SlabId]) {
+        for slab in slabs {
+            let (word, bit) = self.marks.word(*slab);
+            word.fetch_or(bit, Relaxed);
+        }
+    }
+
+    /// Marked slabs are to become empty. Whoever looks for their pages has looked for those of the round before.
+    pub(crate) fn begin_vacating(&self) {
+        let round = self.marks.rounds.fetch_add(1, Relaxed) + 1;
+        self.marks.round.store(round, Release);
+    }
+
+    /// The slab is another by now.
+    pub(crate) fn unmark(&self, slab: SlabId) {
+        let (word, bit) = self.marks.word(slab);
+        word.fetch_and(!bit, Relaxed);
+    }
+
+    /// What is still there stays.
+    pub(crate) fn end_vacating(&self) {
+        self.marks.round.store(0, Relaxed);
+        self.marks.slabs.iter().for_each(|word| word.store(0, Relaxed));
+    }
+
+    /// Which round of vacating slabs is under way, if one is.
+    #[must_use]
+    pub fn vacating_round(&self) -> Option<u64> {
+        Some(self.marks.round.load(Acquire)).filter(|round| *round != 0)
+    }
+
+    /// Whether a slab is to become empty.
+    #[must_use]
+    pub fn is_vacating(&self, slab: SlabId) -> bool {
+        let (word, bit) = self.marks.word(slab);
+        word.load(Relaxed) & bit != 0
+    }
+
+    /// Whether a page is to be moved by the volume that refers to it: its slab is to become empty, and nobody else refers to it. What is shared
+    /// stays: moved by each it would be there twice.
+    #[must_use]
+    pub fn is_to_move(&self, location: Location) -> bool {
+        self.is_vacating(location.slab()) && self.references(location).load(Relaxed) == 1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_of_one_volume_are_to_move_while_the_round_lasts() {
+        let slabs = SlabSet::new().unwrap();
+        let (alone, shared, elsewhere) =
+            (Location::new(SlabId(70), 1), Location::new(SlabId(70), 2), Location::new(SlabId(71), 1));
+        for location in [alone, shared, elsewhere] {
+            slabs.occupy(location, 1);
+        }
+        slabs.retain(shared);
+        assert_eq!(slabs.vacating_round(), None);
+        slabs.mark(&[SlabId(70)]);
+        slabs.begin_vacating();
+        assert_eq!(
+            [alone, shared, elsewhere].map(|location| slabs.is_to_move(location)),
+            [true, false, false]
+        );
+        let round = slabs.vacating_round();
+        slabs.end_vacating();
+        assert!(!slabs.is_to_move(alone) && slabs.vacating_round().is_none());
+        slabs.mark(&[SlabId(71)]);
+        slabs.begin_vacating();
+        assert!(!slabs.is_to_move(alone) && slabs.is_to_move(elsewhere));
+        assert!(slabs.vacating_round() > round, "another round");
+    }
+}
