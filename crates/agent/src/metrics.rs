@@ -98,7 +98,7 @@ const RUN_BYTES: [Figure<RunReport>; 5] = [
     ("remote", "What the run has of memory nodes.", |run| run.remote_bytes.0),
 ];
 
-const RUN_COUNTERS: [Figure<RunReport>; 12] = [
+const RUN_COUNTERS: [Figure<RunReport>; 14] = [
     ("faults", "Page faults served.", |run| run.faults),
     ("zero_pages", "Pages filled with zeros.", |run| run.zero_pages),
     ("mempool_hits", "Pages filled from the mempool's reclaimable queue.", |run| run.mempool_hits),
@@ -111,6 +111,8 @@ const RUN_COUNTERS: [Figure<RunReport>; 12] = [
     }),
     ("remote_writes", "Pages written to memory nodes.", |run| run.remote_writes.1),
     ("remote_write_trips", "WRITEs posted for them.", |run| run.remote_writes.0),
+    ("vacated_slabs", "Sparse slabs that were emptied into others.", |run| run.vacated_slabs),
+    ("repacked_pages", "Pages that were moved for that.", |run| run.repacked_pages),
     ("evictions", "Pages taken out of programs.", |run| run.evictions),
     ("lost_pages", "Pages that could not be read back.", |run| run.lost_pages),
 ];

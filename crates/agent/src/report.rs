@@ -61,6 +61,10 @@ pub struct RunStatistics {
     pub copied_slabs: u64,
     /// Damaged pages that were written anew from a good copy.
     pub repaired_pages: u64,
+    /// Sparse slabs that were emptied into others.
+    pub vacated_slabs: u64,
+    /// Pages that were moved for that.
+    pub repacked_pages: u64,
     /// Pages that left as they had come from memory nodes, and were not written again.
     pub unchanged_pages: u64,
     /// Processes of the run alive now.
@@ -115,6 +119,8 @@ impl From<RunReport> for RunStatistics {
             degraded_slabs: report.degraded_slabs,
             copied_slabs: report.copied_slabs,
             repaired_pages: report.repaired_pages,
+            vacated_slabs: report.vacated_slabs,
+            repacked_pages: report.repacked_pages,
             unchanged_pages: report.unchanged_pages,
             processes: report.programs.len(),
             programs: report.programs.into_iter().map(Into::into).collect(),

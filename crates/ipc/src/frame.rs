@@ -1,7 +1,9 @@
 //! Messages over Unix sockets. Each is one packet: magic, version, kind, then a body that the kind defines.
 
+use crate::hello::{self, Hello};
+
 /// Version of everything in this crate. Both sides must have the same.
-pub const VERSION: u16 = 5;
+pub const VERSION: u16 = 6;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"AQFR";
 /// No frame is longer.
@@ -43,27 +45,6 @@ impl Token {
         }
         Some(Self(token))
     }
-}
-
-/// A program's first message: what it gives the agent to be paged by. With a userfaultfd if it is no forked child.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Hello {
-    /// The run that it belongs to.
-    pub token: Token,
-    /// Whether it was forked from a program that is paged already: the agent has its userfaultfd from the fork.
-    pub is_child: bool,
-    /// What a forked child found in its canary page: the agent's number for it. Of no meaning in others.
-    pub number: u64,
-    /// Where pages are moved first: [`crate::TAKE_PAGES_MAX`] pages under the program's userfaultfd.
-    pub antechamber: u64,
-    /// Where they wait to be copied: [`crate::BUFFERS`] buffers under an event-free userfaultfd.
-    pub staging: u64,
-    /// A page that is empty in each child, so that the agent can write there which one it is.
-    pub canary: u64,
-    /// The shim's own memory, from here...
-    pub private_start: u64,
-    /// ...to here, is never touched.
-    pub private_end: u64,
 }
 
 /// `aquifer run` asks for a run.
@@ -203,7 +184,8 @@ impl std::fmt::Display for FrameError {
 
 impl std::error::Error for FrameError {}
 
-struct Reader<'a>(&'a [u8]);
+/// What is left of a packet.
+pub(crate) struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
     fn take(&mut self, count: usize) -> Result<&'a [u8], FrameError> {
@@ -212,7 +194,7 @@ impl<'a> Reader<'a> {
         Ok(taken)
     }
 
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], FrameError> {
+    pub(crate) fn array<const N: usize>(&mut self) -> Result<[u8; N], FrameError> {
         Ok(self.take(N)?.try_into().expect("N bytes were taken"))
     }
 
@@ -220,11 +202,11 @@ impl<'a> Reader<'a> {
         self.array().map(u16::from_le_bytes)
     }
 
-    fn u32(&mut self) -> Result<u32, FrameError> {
+    pub(crate) fn u32(&mut self) -> Result<u32, FrameError> {
         self.array().map(u32::from_le_bytes)
     }
 
-    fn u64(&mut self) -> Result<u64, FrameError> {
+    pub(crate) fn u64(&mut self) -> Result<u64, FrameError> {
         self.array().map(u64::from_le_bytes)
     }
 
@@ -259,7 +241,7 @@ impl Frame {
 
     fn parse_body(kind: u16, reader: &mut Reader<'_>) -> Result<Self, FrameError> {
         Ok(match kind {
-            1 => Self::Hello(parse_hello(reader)?),
+            1 => Self::Hello(hello::parse(reader)?),
             2 => Self::Welcome,
             3 => Self::Refused(reader.text()?),
             4 => Self::OpenRun(OpenRun {
@@ -301,7 +283,7 @@ impl Frame {
         out.extend_from_slice(&VERSION.to_le_bytes());
         out.extend_from_slice(&self.kind().to_le_bytes());
         match self {
-            Self::Hello(hello) => hello_parts(hello, |bytes| out.extend_from_slice(bytes)),
+            Self::Hello(hello) => hello::parts(hello, |bytes| out.extend_from_slice(bytes)),
             Self::Welcome
             | Self::CloseRun
             | Self::Status
@@ -355,7 +337,7 @@ impl Frame {
         put(&VERSION.to_le_bytes());
         put(&self.kind().to_le_bytes());
         match self {
-            Self::Hello(hello) => hello_parts(hello, put),
+            Self::Hello(hello) => hello::parts(hello, put),
             Self::WantDevice(token) => put(&token.0),
             _ => panic!("only what a program says is written without allocating"),
         }
@@ -412,47 +394,6 @@ fn kept_number(kind: KeptKind) -> u32 {
     }
 }
 
-fn parse_hello(reader: &mut Reader<'_>) -> Result<Hello, FrameError> {
-    let token = Token(reader.array()?);
-    let is_child = match reader.u32()? {
-        0 => false,
-        1 => true,
-        _ => return Err(FrameError::BadField("is_child")),
-    };
-    let number = reader.u64()?;
-    let mut address = |name| {
-        let value = reader.u64()?;
-        // User addresses, page-aligned.
-        if value == 0 || value % 4096 != 0 || value >= 1 << 47 {
-            return Err(FrameError::BadField(name));
-        }
-        Ok(value)
-    };
-    let hello = Hello {
-        token,
-        is_child,
-        number,
-        antechamber: address("antechamber")?,
-        staging: address("staging")?,
-        canary: address("canary")?,
-        private_start: address("private_start")?,
-        private_end: address("private_end")?,
-    };
-    if hello.private_start >= hello.private_end {
-        return Err(FrameError::BadField("private_end"));
-    }
-    Ok(hello)
-}
-
-fn hello_parts(hello: &Hello, mut put: impl FnMut(&[u8])) {
-    put(&hello.token.0);
-    put(&u32::from(hello.is_child).to_le_bytes());
-    put(&hello.number.to_le_bytes());
-    for address in [hello.antechamber, hello.staging, hello.canary, hello.private_start, hello.private_end] {
-        put(&address.to_le_bytes());
-    }
-}
-
 fn write_text(text: &str, out: &mut Vec<u8>) {
     let mut end = text.len().min(FRAME_BYTES_MAX - HEADER_BYTES - 32);
     while !text.is_char_boundary(end) {
@@ -479,9 +420,12 @@ mod tests {
             canary: 0x3000,
             private_start: 0x4000,
             private_end: 0x9000,
+            only_start: 0,
+            only_end: 0,
         };
         vec![
             Frame::Hello(hello),
+            Frame::Hello(Hello { only_start: 0x10_0000, only_end: 0x20_0000, ..hello }),
             Frame::Welcome,
             Frame::Refused("no".into()),
             Frame::OpenRun(OpenRun { limit_bytes: 1 << 30, replicas: 2, name: "sort".into() }),
@@ -581,7 +525,7 @@ mod tests {
         }
 
         #[test]
-        fn damaged_frames_never_panic(which in 0usize..21, at in 0usize..120, value in any::<u8>(), cut in 0usize..120) {
+        fn damaged_frames_never_panic(which in 0usize..24, at in 0usize..120, value in any::<u8>(), cut in 0usize..120) {
             let mut bytes = bytes_of(&samples()[which]);
             if let Some(byte) = bytes.get_mut(at) {
                 *byte = value;

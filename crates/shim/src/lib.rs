@@ -1,43 +1,21 @@
-//! The library that `aquifer run` loads into an unmodified program (LD_PRELOAD). It opens a userfaultfd, hands it to the agent,
-//! and keeps a worker thread that takes pages out of the program when the agent says so.
-//!
-//! It uses libc and `ipc` only, allocates nothing after a fork, and does nothing at all in a program that no agent asked for.
+//! The library that `aquifer run` loads into an unmodified program (LD_PRELOAD): it attaches the program before its own code runs. How, is in
+//! `attach`; it does nothing at all in a program that no run owns.
 
-// The kernel's interface is made of integers that are addresses, descriptors and negative errnos at once.
-#![allow(
-    clippy::cast_possible_truncation,
-    clippy::cast_possible_wrap,
-    clippy::cast_sign_loss,
-    clippy::ptr_as_ptr,
-    missing_docs,
-    missing_debug_implementations
-)]
-
-mod attach;
-mod batch;
-mod children;
-mod credentials;
-mod next;
-mod raw;
-mod say;
-mod threads;
-mod uffd;
-mod worker;
+#![allow(non_upper_case_globals, reason = "the name is one for the dynamic linker")]
 
 use core::ffi::CStr;
 
+use aquifer_attach::{Paged, attach_program, say};
 use aquifer_ipc::Token;
-
-pub use children::{_Fork, clone, syscall};
-pub use credentials::{
-    setegid, seteuid, setgid, setgroups, setregid, setresgid, setresuid, setreuid, setuid,
-};
-pub use threads::pthread_create;
 
 /// Runs when the dynamic linker has loaded the library, before the program's own code.
 #[used]
 #[unsafe(link_section = ".init_array")]
 static START: extern "C" fn() = start;
+
+/// Tells other libraries of ours that this one is there; see [`aquifer_ipc::SHIM_SYMBOL`].
+#[unsafe(no_mangle)]
+pub static aquifer_shim_is_loaded: u8 = 1;
 
 extern "C" fn start() {
     // SAFETY: no other thread runs yet, so the environment does not change under us.
@@ -49,10 +27,7 @@ extern "C" fn start() {
         return;
     };
     match Token::from_hex(run) {
-        Some(token) => {
-            children::find_next();
-            attach::attach_program(path, token);
-        }
+        Some(token) => attach_program(path, token, Paged::All),
         None => say::fail("AQUIFER_RUN is not a run's token: start programs with `aquifer run`", 0),
     }
 }

@@ -154,7 +154,7 @@ struct Command<'a> {
 }
 
 impl Batch for Command<'_> {
-    fn len(&self) -> usize {
+    fn count(&self) -> usize {
         self.count
     }
 

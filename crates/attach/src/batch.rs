@@ -23,7 +23,7 @@ pub trait Pages {
 /// The addresses of a batch and what became of each.
 pub trait Batch {
     /// How many.
-    fn len(&self) -> usize;
+    fn count(&self) -> usize;
     /// Where the page at a place of the batch is in the program.
     fn address(&self, place: usize) -> usize;
     /// Say what became of it: 0 if it is in staging, else an errno.
@@ -49,7 +49,7 @@ const BUSY: isize = -(libc::EBUSY as isize);
 pub fn obey(pages: &mut impl Pages, batch: &impl Batch) -> Result<(), Stuck> {
     clear(pages)?;
     take(pages, batch);
-    stage(pages, batch.len(), |place| batch.is_moved(place))
+    stage(pages, batch.count(), |place| batch.is_moved(place))
 }
 
 /// Nothing is in the antechamber, but where somebody who looks at a program's memory from outside has looked there, too.
@@ -67,9 +67,9 @@ fn clear(pages: &mut impl Pages) -> Result<(), Stuck> {
 /// Move the pages out of the program into the antechamber. Neighbours go in one call.
 fn take(pages: &mut impl Pages, batch: &impl Batch) {
     let mut at = 0;
-    while at < batch.len() {
+    while at < batch.count() {
         let address = batch.address(at);
-        let run = run(at, batch.len(), |other| batch.address(other) == address + (other - at) * PAGE);
+        let run = run(at, batch.count(), |other| batch.address(other) == address + (other - at) * PAGE);
         let (moved, mut error) = pages.take(address, at, run);
         (at..at + moved).for_each(|place| batch.set(place, 0));
         at += moved;

@@ -7,6 +7,7 @@ use core::sync::atomic::{AtomicIsize, AtomicPtr, AtomicU32, AtomicU64, AtomicUsi
 
 use aquifer_ipc::{BUFFERS, Control, Frame, Hello, TAKE_PAGES_MAX, Token, control::CONTROL_BYTES};
 
+use crate::children;
 use crate::credentials::{self, Credentials};
 use crate::say;
 use crate::uffd;
@@ -20,9 +21,19 @@ const PATH_BYTES: usize = 108;
 /// Agents that may die one after the other while a program says hello.
 const HELLOS_MAX: u32 = 64;
 
+/// What of a process is paged, and counts against its run's limit.
+#[derive(Clone, Copy)]
+pub enum Paged {
+    /// All of its memory that can be.
+    All,
+    /// What is there, or will be, from one address up to another: whole pages.
+    Only(usize, usize),
+}
+
 /// What a forked child needs to attach itself: it may allocate nothing, and another thread may have held any lock.
 struct Origin {
     canary: AtomicUsize,
+    only: [AtomicUsize; 2],
     token: [AtomicU64; 2],
     path_len: AtomicUsize,
     path: [AtomicU32; PATH_BYTES],
@@ -30,6 +41,7 @@ struct Origin {
 
 static ORIGIN: Origin = Origin {
     canary: AtomicUsize::new(0),
+    only: [const { AtomicUsize::new(0) }; 2],
     token: [const { AtomicU64::new(0) }; 2],
     path_len: AtomicUsize::new(0),
     path: [const { AtomicU32::new(0) }; PATH_BYTES],
@@ -51,13 +63,18 @@ pub fn pin(address: usize) {
     }
 }
 
-/// Attach a freshly started program.
-pub fn attach_program(path: &[u8], token: Token) {
+/// Attach this process to a run of the agent that listens at `path`, before it has a second thread. Ends it, with a sentence, if that cannot be.
+pub fn attach_program(path: &[u8], token: Token, paged: Paged) {
     if path.len() >= PATH_BYTES {
         say::fail("the path of the agent's socket is too long", 0);
     }
+    children::find_next();
     let canary = map_wiped_by_fork();
     remember(path, token, canary);
+    if let Paged::Only(start, end) = paged {
+        ORIGIN.only[0].store(start, Ordering::Relaxed);
+        ORIGIN.only[1].store(end, Ordering::Relaxed);
+    }
     attach(create_uffd(), 0);
     let mark = map_wiped_by_fork() as *mut AtomicU32;
     // SAFETY: a page of our own that stays mapped.
@@ -160,6 +177,8 @@ fn attach(paged: i32, number: u64) {
         canary: ORIGIN.canary.load(Ordering::Relaxed) as u64,
         private_start: private as u64,
         private_end: (private + private_bytes) as u64,
+        only_start: ORIGIN.only[0].load(Ordering::Relaxed) as u64,
+        only_end: ORIGIN.only[1].load(Ordering::Relaxed) as u64,
     };
     let (socket, control_fd, child_paged) = say_hello(&hello, paged);
     let paged = if is_child { child_paged } else { paged };

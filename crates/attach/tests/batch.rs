@@ -1,13 +1,9 @@
 //! Batches leave a program whose kernel does its worst: it moves pages without counting them, meets pages that it cannot move, has an
 //! event unread, and finds what a debugger has left where the pages go.
 
-#[allow(dead_code, missing_docs, reason = "it is a part of the library, which cannot be linked")]
-#[path = "../src/batch.rs"]
-mod batch;
-
 use std::cell::RefCell;
 
-use batch::{Batch, PLACES_MAX, Pages, obey};
+use aquifer_attach::batch::{Batch, PLACES_MAX, Pages, obey};
 use proptest::prelude::*;
 
 const PAGE: usize = 4096;
@@ -149,7 +145,7 @@ struct Addresses {
 }
 
 impl Batch for Addresses {
-    fn len(&self) -> usize {
+    fn count(&self) -> usize {
         self.pages.len()
     }
 

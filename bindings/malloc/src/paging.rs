@@ -1,0 +1,75 @@
+//! A run of the agent's for this process and the children that it forks.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use aquifer_attach::{Paged, attach_program, say};
+use aquifer_channel::{connect, place, receive_frame, send_frame};
+use aquifer_ipc::{Frame, LOCAL_VARIABLE, OpenRun, REPLICAS_VARIABLE, Token, size};
+
+use crate::arena;
+
+/// What to do about most failures.
+const ADVICE: &str = "start a cluster (aquifer up), or name the agent's socket with AQUIFER_AGENT, or unset AQUIFER_LOCAL to go on with ordinary memory";
+
+/// Page what is handed out from now on, or end the process with a sentence: going on unpaged would break the promised limit.
+pub fn begin() {
+    let limit_bytes = limit();
+    let replicas = replicas();
+    let path = agent();
+    let Some((start, end)) = arena::range() else {
+        say::fail("no range of addresses for the allocator: is the address space limited (ulimit -v)?", 0)
+    };
+    let open = OpenRun { limit_bytes, replicas, name: name() };
+    let (socket, token) = open_run(&path, open);
+    attach_program(path.as_os_str().as_bytes(), token, Paged::Only(start, end));
+    // The run lasts as long as any process of it, whoever goes on listening: so nobody does.
+    drop(socket);
+}
+
+fn limit() -> u64 {
+    let given = std::env::var_os(LOCAL_VARIABLE).unwrap_or_default();
+    let text = given.to_string_lossy();
+    size::parse(&text).unwrap_or_else(|error| {
+        say::fail_with(&format_args!("{LOCAL_VARIABLE}: {error}"));
+    })
+}
+
+fn replicas() -> u32 {
+    let Some(given) = std::env::var_os(REPLICAS_VARIABLE) else { return 1 };
+    let text = given.to_string_lossy();
+    match text.parse() {
+        Ok(count @ 1..=3) => count,
+        _ => say::fail_with(&format_args!("{REPLICAS_VARIABLE}: \"{text}\" is not 1, 2 or 3")),
+    }
+}
+
+/// Where the agent listens, whatever folder the process goes to.
+fn agent() -> PathBuf {
+    let path = place::agent_socket();
+    std::path::absolute(&path).unwrap_or(path)
+}
+
+/// For people.
+fn name() -> String {
+    let program = std::env::args_os().next().unwrap_or_default();
+    Path::new(&program).file_name().unwrap_or(&program).to_string_lossy().into_owned()
+}
+
+fn open_run(path: &Path, open: OpenRun) -> (OwnedFd, Token) {
+    let socket = connect(path).unwrap_or_else(|error| {
+        say::fail_with(&format_args!("no agent answers at {} ({error}): {ADVICE}", path.display()))
+    });
+    let answer = send_frame(&socket, &Frame::OpenRun(open), &[])
+        .map_err(Into::into)
+        .and_then(|()| receive_frame(&socket));
+    match answer {
+        Ok((Frame::RunOpened(token), _)) => (socket, token),
+        Ok((Frame::Refused(reason), _)) => say::fail_with(&reason),
+        Ok(_) => {
+            say::fail_with(&format_args!("the agent at {} answers something else: {ADVICE}", path.display()))
+        }
+        Err(error) => say::fail_with(&format_args!("the agent at {} fails: {error}", path.display())),
+    }
+}
