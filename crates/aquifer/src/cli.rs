@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 use crate::bench::BenchArgs;
 use crate::demo::DemoArgs;
 use crate::settings::{AgentSettings, DirectorySettings, Network, NodeSettings};
-use crate::size;
 use crate::state::StateDir;
+use aquifer_ipc::size;
 
 const HELP: &str = "\
 {about-with-newline}

@@ -14,7 +14,6 @@ mod run;
 mod say;
 mod settings;
 mod setup;
-mod size;
 mod state;
 mod swap;
 

@@ -9,7 +9,7 @@ use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::cli::parse_time_ms;
-use crate::size;
+use aquifer_ipc::size;
 
 /// Where files are looked for that are not named.
 const FOLDER: &str = "/etc/aquifer";

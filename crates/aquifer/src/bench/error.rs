@@ -22,6 +22,20 @@ pub enum BenchError {
         /// Which bench.
         name: &'static str,
     },
+    /// It replays nothing.
+    #[error("`aquifer bench {name}` takes no --trace: only `aquifer bench alloc` replays one")]
+    NoTrace {
+        /// Which bench.
+        name: &'static str,
+    },
+    /// A trace says something else than when which size is wanted.
+    #[error("the trace {path} cannot be replayed: {reason}", path = path.display())]
+    Trace {
+        /// The file.
+        path: PathBuf,
+        /// In which line, and what is wrong with it.
+        reason: String,
+    },
     /// No compiler.
     #[error(
         "the bench's programs cannot be built: {reason}; install a C compiler (scripts/install-deps.sh bench)"
@@ -103,7 +117,7 @@ pub enum BenchError {
         other: PathBuf,
     },
     /// An allocator that is compared.
-    #[error("an allocator of the model failed: {reason}")]
+    #[error("an allocator failed: {reason}")]
     Allocator {
         /// How.
         reason: String,

@@ -6,12 +6,15 @@
 
 mod alloc;
 mod apps;
+mod dilemma;
 mod error;
 pub mod fabric;
 mod faults;
+mod malloc;
+mod packing;
 pub mod support;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
@@ -40,25 +43,35 @@ pub struct BenchArgs {
     /// How the memory nodes of `bench faults` are reached [default: shm]
     #[arg(long, value_name = "FABRIC")]
     pub fabric: Option<Fabric>,
-    /// Where the other process of `bench fabric` listens; it is that process, if this is given
+    /// A trace for `bench alloc` to be replayed: lines MICROSECONDS SIZE_CLASS (class k is 4 KiB·2^k)
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
+    /// Where the other process of `bench fabric` or `bench alloc` listens; it is that process, if this is given
     #[arg(long, hide = true)]
     pub serve_at: Option<PathBuf>,
 }
+
+/// The other process of a bench: serves at a path, without end.
+type Serve = fn(&Path) -> Result<(), BenchError>;
 
 struct Bench {
     name: &'static str,
     about: &'static str,
     targets: &'static str,
     takes_fabric: bool,
+    takes_trace: bool,
+    serve_at: Option<Serve>,
     run: fn(&BenchArgs) -> Result<Report, BenchError>,
 }
 
-const BENCHES: [Bench; 4] = [
+const BENCHES: [Bench; 7] = [
     Bench {
         name: "alloc",
         about: "taking extents, beside RPC and a one-sided array: under a cost model of RDMA, over TCP and shared memory",
         targets: alloc::TARGETS,
         takes_fabric: false,
+        takes_trace: true,
+        serve_at: Some(alloc::serve_at),
         run: alloc::run,
     },
     Bench {
@@ -66,13 +79,26 @@ const BENCHES: [Bench; 4] = [
         about: "redis, PostgreSQL and k-means in a part of their memory, on the pool and on kernel swap",
         targets: apps::TARGETS,
         takes_fabric: false,
+        takes_trace: false,
+        serve_at: None,
         run: apps::run,
+    },
+    Bench {
+        name: "dilemma",
+        about: "throughput and memory held against the size of blocks, for a load of page writes and frees",
+        targets: dilemma::TARGETS,
+        takes_fabric: false,
+        takes_trace: false,
+        serve_at: None,
+        run: dilemma::run,
     },
     Bench {
         name: "faults",
         about: "a program's memory on the pool, beside kernel swap and a bare userfaultfd",
         targets: faults::TARGETS,
         takes_fabric: true,
+        takes_trace: false,
+        serve_at: None,
         run: faults::run,
     },
     Bench {
@@ -80,7 +106,27 @@ const BENCHES: [Bench; 4] = [
         about: "shared-memory READ, WRITE, atomics and messages, beside memcpy and bare atomics",
         targets: fabric::TARGETS,
         takes_fabric: false,
+        takes_trace: false,
+        serve_at: Some(fabric::serve_at),
         run: fabric::run,
+    },
+    Bench {
+        name: "malloc",
+        about: "the usual malloc benchmarks on the paged allocator, beside glibc's on the pool and on kernel swap",
+        targets: malloc::TARGETS,
+        takes_fabric: false,
+        takes_trace: false,
+        serve_at: None,
+        run: malloc::run,
+    },
+    Bench {
+        name: "packing",
+        about: "how well jobs that swap use a pool, with memory mapped beforehand and taken as pages leave; simulated over the real allocator",
+        targets: packing::TARGETS,
+        takes_fabric: false,
+        takes_trace: false,
+        serve_at: None,
+        run: packing::run,
     },
 ];
 
@@ -100,8 +146,11 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
     if args.fabric.is_some() && !bench.takes_fabric {
         return Err(BenchError::NoFabric { name: bench.name });
     }
-    if let Some(path) = &args.serve_at {
-        fabric::serve_at(path)?;
+    if args.trace.is_some() && !bench.takes_trace {
+        return Err(BenchError::NoTrace { name: bench.name });
+    }
+    if let (Some(path), Some(serve_at)) = (&args.serve_at, bench.serve_at) {
+        serve_at(path)?;
         return Ok(ExitCode::SUCCESS);
     }
     interrupt::install();
@@ -135,7 +184,15 @@ mod tests {
     use super::*;
 
     fn args(name: &str, fabric: Option<Fabric>) -> BenchArgs {
-        BenchArgs { name: name.into(), quick: true, json: None, out: None, fabric, serve_at: None }
+        BenchArgs {
+            name: name.into(),
+            quick: true,
+            json: None,
+            out: None,
+            fabric,
+            trace: None,
+            serve_at: None,
+        }
     }
 
     #[test]
@@ -155,5 +212,12 @@ mod tests {
     fn a_bench_of_all_fabrics_takes_none() {
         let error = run(&args("fabric", Some(Fabric::Tcp))).unwrap_err().to_string();
         assert!(error.contains("bench fabric") && error.contains("--fabric"), "{error}");
+    }
+
+    #[test]
+    fn only_one_bench_takes_a_trace() {
+        let args = BenchArgs { trace: Some("x.trace".into()), ..args("fabric", None) };
+        let error = run(&args).unwrap_err().to_string();
+        assert!(error.contains("bench fabric") && error.contains("--trace"), "{error}");
     }
 }

@@ -15,8 +15,8 @@ use crate::Outcome;
 use crate::cli::LendArguments;
 use crate::say::say_line;
 use crate::settings::DirectorySettings;
-use crate::size::Size;
 use crate::state::StateDir;
+use aquifer_ipc::size::Size;
 
 /// How long to wait for news before the bar is drawn anew.
 const TICK: Duration = Duration::from_millis(100);

@@ -5,8 +5,8 @@ use std::process::ExitCode;
 use crate::Outcome;
 use crate::cli::LimitArguments;
 use crate::say::say_line;
-use crate::size::Size;
 use crate::state::StateDir;
+use aquifer_ipc::size::Size;
 
 /// Change it, and say what it is now.
 pub fn limit(state: &StateDir, arguments: &LimitArguments) -> Outcome {

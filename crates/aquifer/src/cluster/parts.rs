@@ -27,8 +27,8 @@ use super::systemd;
 use crate::Outcome;
 use crate::cli::{AgentArguments, Foreground, GRACE_MS, KeeperArguments, NodeArguments, PartCommand};
 use crate::settings::{AgentSettings, Network, NodeSettings, complete};
-use crate::size::Size;
 use crate::state::StateDir;
+use aquifer_ipc::size::Size;
 
 /// Most that a mempool takes unless it is told otherwise.
 const MEMPOOL_BYTES_MAX: u64 = 4 << 30;

@@ -12,8 +12,8 @@ use super::part::Part;
 use super::source::Source;
 use crate::cli::{Fabric, GRACE_MS, UpArguments};
 use crate::settings::DirectorySettings;
-use crate::size::Size;
 use crate::state::StateDir;
+use aquifer_ipc::size::Size;
 
 const VERSION: u32 = 3;
 /// Nothing sensible is longer.

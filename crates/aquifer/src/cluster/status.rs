@@ -15,8 +15,8 @@ use super::source::Source;
 use crate::Outcome;
 use crate::cli::StatusArguments;
 use crate::say::{say, say_line};
-use crate::size::Size;
 use crate::state::StateDir;
+use aquifer_ipc::size::Size;
 
 /// All there is to say.
 #[derive(Debug, Serialize)]

@@ -13,8 +13,8 @@ use super::source::Source;
 use crate::Outcome;
 use crate::cli::UpArguments;
 use crate::say::say_line;
-use crate::size::Size;
 use crate::state::StateDir;
+use aquifer_ipc::size::Size;
 
 /// Start the cluster, or what of it is missing, and return when it serves.
 pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {

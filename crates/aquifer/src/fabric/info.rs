@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use aquifer_fabric::verbs::{Caps, devices};
 
-use crate::size::Size;
+use aquifer_ipc::size::Size;
 
 /// Lists the devices; 1 if there are none, with the reason.
 pub fn info() -> ExitCode {

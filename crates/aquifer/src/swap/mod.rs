@@ -21,7 +21,7 @@ use aquifer_agent::report::LatencyUs;
 use aquifer_agent::{MembershipError, RunStatistics};
 use aquifer_block::fuse::{FILE, FuseServer};
 use aquifer_block::volume::VOLUME_BYTES_MAX;
-use aquifer_block::{BlockVolume, Pump, PumpThread};
+use aquifer_block::{BlockVolume, Mover, Pump, PumpThread};
 use aquifer_channel::{receive_frame, send_frame};
 use aquifer_directory::DirectoryError;
 use aquifer_fabric::tcp::ConnectOptions;
@@ -40,9 +40,9 @@ use crate::setup::cgroup::Cgroup;
 use crate::setup::record::Record;
 use crate::setup::want::Want;
 use crate::setup::{SetupError, loop_device, mount};
-use crate::size::Size;
 use crate::state::StateDir;
 use agent::AgentWatch;
+use aquifer_ipc::size::Size;
 use protect::{ProtectError, protect};
 
 /// How often to look around.
@@ -171,7 +171,8 @@ impl Server {
         cgroup.set_waits_in_want(true)?;
         let folder = mount::create(&mut record, state.path())?;
         let front = start_front(&volume, &connector, &folder)?;
-        let pump = PumpThread::start(Pump::new(Arc::clone(&volume), connector, pool, seed()?))?;
+        let mover = Mover::new(Arc::clone(&volume), Arc::clone(&connector))?;
+        let pump = PumpThread::start(Pump::new(Arc::clone(&volume), connector, pool, seed()?), mover)?;
         loop_device::swap_on(&mut record, &folder.join(FILE), bytes)?;
         tracing::info!(name = arguments.name, bytes, record = record.name(), "swap is on");
         Ok(Self {
@@ -318,6 +319,8 @@ impl Server {
             degraded_slabs: 0,
             copied_slabs: 0,
             repaired_pages: 0,
+            vacated_slabs: figures.vacated_slabs,
+            repacked_pages: figures.repacked_pages,
             unchanged_pages: 0,
             processes: 0,
             programs: Vec::new(),

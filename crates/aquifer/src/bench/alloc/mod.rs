@@ -1,17 +1,27 @@
 //! `aquifer bench alloc`: what it costs to take an extent, beside the ways that others have (FineMem's evaluation).
 
+mod array;
+mod ladder;
 mod model;
+mod ours;
+mod real;
 mod recovery;
 mod service;
-mod ways;
+mod trace;
+pub mod ways;
+pub mod words;
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
+use super::support::bytes::float;
 use super::support::progress;
 use super::support::report::{Column, Report, Row, Table, Target};
-use super::support::spread::Spread;
+use super::support::spread::{Spread, short};
 use super::{BenchArgs, BenchError};
-use model::{Outcome, Scene, play};
+use aquifer_pool::SizeClass;
+use model::{Load, Outcome, Scene, play};
+pub use real::serve_at;
 use ways::Way;
 
 /// For `bench list`.
@@ -24,6 +34,8 @@ const NODES: [usize; 4] = [1, 2, 4, 6];
 /// Clients at the nodes.
 const CLIENTS_AT_NODES: usize = 64;
 const CROWD: usize = 512;
+/// Clients that replay a trace.
+const REPLAY_CLIENTS: usize = 16;
 /// 3 GiB: as much on 1, 2, 4 or 6 nodes.
 const SECTIONS: u32 = 1536;
 
@@ -34,6 +46,8 @@ struct Volume {
     seeds: u64,
     rounds: usize,
     requests: usize,
+    /// Allocations of a round for real.
+    real: usize,
 }
 
 /// Measures.
@@ -42,10 +56,13 @@ struct Volume {
 /// If an allocator fails.
 pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let volume = if args.quick {
-        Volume { allocations: 4_000, seeds: 1, rounds: 1, requests: 5_000 }
+        Volume { allocations: 4_000, seeds: 1, rounds: 1, requests: 5_000, real: 2_000 }
     } else {
-        Volume { allocations: 20_000, seeds: 3, rounds: 5, requests: 20_000 }
+        Volume { allocations: 20_000, seeds: 3, rounds: 5, requests: 20_000, real: 10_000 }
     };
+    if let Some(path) = &args.trace {
+        return replay(path, args.quick, volume);
+    }
     let mut report = Report::new("alloc", args.quick);
     report.notes.push(
         "the cost model: a READ, WRITE or atomic takes 1.7 µs there and back, each further one of the same doorbell 0.1 µs more; an RPC takes 4 µs, 2.3 of \
@@ -61,16 +78,45 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     scenes.play_all()?;
     let (tables, targets) = service::measure(volume.rounds, volume.requests)?;
     let (recovery, recovery_targets) = recovery::measure(volume.rounds)?;
+    let (real, real_targets) = real::measure(volume.rounds, volume.real)?;
+    let ladder = ladder::measure(SECTIONS, volume.allocations, volume.seeds)?;
     report.notes.push(
         "the service is measured in the program, call by call, on this machine: program, agent and node share its processors"
             .into(),
     );
     report.tables = scenes.tables();
+    report.tables.extend(ladder);
+    report.tables.extend(real);
     report.tables.extend(tables);
     report.tables.push(recovery);
     report.targets = scenes.targets();
+    report.targets.extend(real_targets);
     report.targets.extend(targets);
     report.targets.extend(recovery_targets);
+    Ok(report)
+}
+
+/// A trace instead of all else.
+fn replay(path: &Path, quick: bool, volume: Volume) -> Result<Report, BenchError> {
+    let arrivals = trace::read(path)?;
+    let mut report = Report::new("alloc-trace", quick);
+    let last_s = arrivals.last().map_or(0.0, |last| float(last.at_ns) / 1e9);
+    report.notes.push(format!(
+        "{} allocations in {} s, by {REPLAY_CLIENTS} clients in turn; one that is still busy is late, and that counts. One that has its share of half of the memory first gives back what it \
+         has had longest. For real the node's CPU is that of giving back, too",
+        arrivals.len(),
+        short(last_s)
+    ));
+    let mut rows = Vec::new();
+    for way in Way::ALL {
+        let scene = Scene { way, clients: REPLAY_CLIENTS, nodes: 1, sections: SECTIONS };
+        let outcomes: Result<Vec<Outcome>, String> =
+            (0..volume.seeds).map(|seed| play(&scene, &Load::Trace(&arrivals), seed)).collect();
+        rows.push(row(way, &outcomes.map_err(|reason| BenchError::Allocator { reason })?));
+    }
+    rows.reverse();
+    report.tables.push(table(format!("the trace under the model: {REPLAY_CLIENTS} clients, 1 node"), rows));
+    report.tables.extend(real::replay(&arrivals, REPLAY_CLIENTS, volume.rounds)?);
     Ok(report)
 }
 
@@ -118,9 +164,10 @@ impl Scenes {
             for way in Way::ALL {
                 bar.set_message(format!("{}, {}", way.name(), case.name()));
                 let Case { k, clients, nodes } = case;
-                let allocations = self.volume.allocations;
-                let scene = Scene { way, k, clients, nodes, sections: SECTIONS, allocations };
-                let outcomes = (0..self.volume.seeds).map(|seed| play(&scene, seed));
+                let class = SizeClass::new(k).unwrap_or(SizeClass::SECTION);
+                let load = Load::Closed { class, allocations: self.volume.allocations };
+                let scene = Scene { way, clients, nodes, sections: SECTIONS };
+                let outcomes = (0..self.volume.seeds).map(|seed| play(&scene, &load, seed));
                 let outcomes: Result<_, _> = outcomes.collect();
                 let outcomes = outcomes.map_err(|reason| BenchError::Allocator { reason })?;
                 self.played.push(Played { way, case, outcomes });
@@ -140,17 +187,11 @@ impl Scenes {
     }
 
     fn table(&self, case: Case) -> Table {
-        let rows = Way::ALL.iter().rev().filter_map(|way| Some(self.of(*way, case)?.row())).collect();
-        let columns =
-            ["mean µs", "p50 µs", "p99 µs", "trips", "CASes", "CASes in vain", "node's CPU µs", "free µs"]
-                .map(Column::middle);
-        Table {
-            title: format!("the model: {}", case.name()),
-            columns: columns.to_vec(),
-            pictured: Some("mean µs"),
-            ratio: None,
-            rows,
-        }
+        let rows = Way::ALL.iter().rev().filter_map(|way| {
+            let played = self.of(*way, case)?;
+            Some(row(*way, &played.outcomes))
+        });
+        table(format!("the model: {}", case.name()), rows.collect())
     }
 
     fn targets(&self) -> Vec<Target> {
@@ -214,20 +255,28 @@ impl Played {
     fn means(&self) -> Vec<f64> {
         self.outcomes.iter().map(Outcome::mean_us).collect()
     }
+}
 
-    fn row(&self) -> Row {
-        let figures = [
-            ("mean µs", self.figure(Outcome::mean_us)),
-            ("p50 µs", self.figure(|of| of.permille_us(500))),
-            ("p99 µs", self.figure(|of| of.permille_us(990))),
-            ("trips", self.figure(|of| of.each(of.trips))),
-            ("CASes", self.figure(|of| of.each(of.swaps))),
-            ("CASes in vain", self.figure(|of| of.each(of.lost))),
-            ("node's CPU µs", self.figure(|of| of.each(of.node_cpu_ns) / 1e3)),
-            ("free µs", self.figure(Outcome::free_us)),
-        ];
-        let figures: BTreeMap<_, _> =
-            figures.into_iter().filter_map(|(name, spread)| Some((name, spread?))).collect();
-        Row { name: self.way.name().into(), figures }
-    }
+fn table(title: String, rows: Vec<Row>) -> Table {
+    let columns =
+        ["mean µs", "p50 µs", "p99 µs", "trips", "CASes", "CASes in vain", "node's CPU µs", "free µs"];
+    let columns = columns.map(Column::middle).to_vec();
+    Table { title, columns, pictured: Some("mean µs"), ratio: None, rows }
+}
+
+fn row(way: Way, outcomes: &[Outcome]) -> Row {
+    let figure = |of: &dyn Fn(&Outcome) -> f64| Spread::of(&outcomes.iter().map(of).collect::<Vec<f64>>());
+    let figures = [
+        ("mean µs", figure(&Outcome::mean_us)),
+        ("p50 µs", figure(&|of| of.permille_us(500))),
+        ("p99 µs", figure(&|of| of.permille_us(990))),
+        ("trips", figure(&|of| of.each(of.trips))),
+        ("CASes", figure(&|of| of.each(of.swaps))),
+        ("CASes in vain", figure(&|of| of.each(of.lost))),
+        ("node's CPU µs", figure(&|of| of.each(of.node_cpu_ns) / 1e3)),
+        ("free µs", figure(&Outcome::free_us)),
+    ];
+    let figures: BTreeMap<_, _> =
+        figures.into_iter().filter_map(|(name, spread)| Some((name, spread?))).collect();
+    Row { name: way.name().into(), figures }
 }

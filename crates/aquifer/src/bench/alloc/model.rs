@@ -3,7 +3,12 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::ways::{Arrived, Client, Task, Way};
+use aquifer_pool::SizeClass;
+use aquifer_pool::size::SECTION_BYTES;
+
+use super::trace::{Arrival, Replay};
+use super::ways::{Client, Way, Wish};
+use super::words::{Arrived, World};
 
 /// Half of what a READ, a WRITE or an atomic takes, there and back, in nanoseconds.
 pub const WAY_NS: u64 = 850;
@@ -25,16 +30,113 @@ const HELD_MAX: u64 = 64;
 pub struct Scene {
     /// How extents are taken.
     pub way: Way,
-    /// They have 4 KiB · 2^k.
-    pub k: u8,
     /// So many clients, each of a host of its own, without a pause between two operations.
     pub clients: usize,
     /// So many memory nodes.
     pub nodes: usize,
     /// Sections of all nodes together.
     pub sections: u32,
-    /// Allocations to be measured, from when all clients have as many as they want.
-    pub allocations: usize,
+}
+
+impl Scene {
+    /// Sections of each node.
+    pub fn sections_each(&self) -> u32 {
+        self.sections / u32::try_from(self.nodes).unwrap_or(1)
+    }
+
+    /// Bytes of each client's share of what may be taken.
+    pub fn share_bytes(&self) -> u64 {
+        u64::from(self.sections_each()) * self.nodes as u64 * SECTION_BYTES / FILL / self.clients as u64
+    }
+}
+
+/// What the clients want.
+#[derive(Clone, Copy, Debug)]
+pub enum Load<'a> {
+    /// Extents of one size, without a pause; any is given back when a client has enough.
+    Closed {
+        /// The size.
+        class: SizeClass,
+        /// Allocations to be measured, from when all clients have as many as they want.
+        allocations: usize,
+    },
+    /// What a trace says.
+    Trace(&'a [Arrival]),
+}
+
+/// What a client does next.
+#[derive(Clone, Copy, Debug)]
+enum Next {
+    /// This, which was wanted since then.
+    Begin(Wish, u64),
+    /// Nothing until then.
+    Rest(u64),
+    /// Nothing any more.
+    End,
+}
+
+/// Who wants what.
+#[derive(Debug)]
+enum Demand<'a> {
+    Closed {
+        class: SizeClass,
+        allocations: usize,
+        held_max: u64,
+        /// Clients that never had as much as they want, and how many they are.
+        grows: Vec<bool>,
+        growing: usize,
+    },
+    Trace(Vec<Replay<'a>>),
+}
+
+impl<'a> Demand<'a> {
+    fn new(scene: &Scene, load: &Load<'a>) -> Self {
+        match *load {
+            Load::Closed { class, allocations } => Self::Closed {
+                class,
+                allocations,
+                held_max: (scene.share_bytes() / class.bytes()).clamp(1, HELD_MAX),
+                grows: vec![true; scene.clients],
+                growing: scene.clients,
+            },
+            Load::Trace(arrivals) => {
+                let share = scene.share_bytes();
+                let replay = |number| Replay::new(arrivals, number, scene.clients, share);
+                Self::Trace((0..scene.clients).map(replay).collect())
+            }
+        }
+    }
+
+    fn next(&mut self, number: usize, held: u64, now_ns: u64) -> Next {
+        match self {
+            Self::Closed { class, held_max, grows, growing, .. } => {
+                if held == *held_max && std::mem::replace(&mut grows[number], false) {
+                    *growing -= 1;
+                }
+                Next::Begin(if held < *held_max { Wish::Take(*class) } else { Wish::GiveAny }, now_ns)
+            }
+            Self::Trace(replays) => match replays[number].next(now_ns) {
+                None => Next::End,
+                Some((wish, at_ns)) if at_ns <= now_ns => Next::Begin(wish, at_ns),
+                Some((_, at_ns)) => Next::Rest(at_ns),
+            },
+        }
+    }
+
+    /// What was to be done next is begun.
+    fn begun(&mut self, number: usize, wish: Wish) {
+        if let Self::Trace(replays) = self {
+            replays[number].begun(wish);
+        }
+    }
+
+    fn is_measured(&self) -> bool {
+        !matches!(self, Self::Closed { growing: 1.., .. })
+    }
+
+    fn is_over(&self, measured: usize) -> bool {
+        matches!(self, Self::Closed { allocations, .. } if measured >= *allocations)
+    }
 }
 
 /// What came of it, of allocations alone.
@@ -96,7 +198,7 @@ enum Event {
 /// A client's operation.
 #[derive(Clone, Copy, Debug)]
 struct Underway {
-    task: Task,
+    wish: Wish,
     since_ns: u64,
 }
 
@@ -104,78 +206,138 @@ struct Underway {
 ///
 /// # Errors
 /// A sentence, if an allocator has no extent though half of the memory is free.
-pub fn play(scene: &Scene, seed: u64) -> Result<Outcome, String> {
-    let per_node = scene.sections / u32::try_from(scene.nodes).unwrap_or(1);
-    let chunks = u64::from(per_node) * 512 * scene.nodes as u64;
-    let room = (chunks / FILL) >> scene.k;
-    let held_max = (room / scene.clients as u64).clamp(1, HELD_MAX);
-    let mut world = super::ways::World::new(scene.way, per_node, scene.nodes);
-    let mut clients: Vec<Client> =
-        (0..scene.clients).map(|number| Client::new(scene, number, per_node, seed)).collect();
-    let mut underway: Vec<Option<Underway>> = vec![None; scene.clients];
-    let mut core_free_ns = vec![0; scene.nodes];
-    let mut outcome = Outcome::default();
-    let mut queue = BinaryHeap::new();
-    let mut order = 0u64;
-    // Until all have as much as they want.
-    let mut growing = scene.clients;
-    let mut has_grown = vec![false; scene.clients];
-    let mut post = |queue: &mut BinaryHeap<_>, at_ns: u64, event: Event, client: usize| {
-        order += 1;
-        queue.push(Reverse((at_ns, order, event, client)));
+pub fn play(scene: &Scene, load: &Load<'_>, seed: u64) -> Result<Outcome, String> {
+    let mut game = Game {
+        way: scene.way,
+        world: World::new(scene.way, scene.sections_each(), scene.nodes),
+        clients: (0..scene.clients).map(|number| Client::new(scene, number, seed)).collect(),
+        demand: Demand::new(scene, load),
+        underway: vec![None; scene.clients],
+        core_free_ns: vec![0; scene.nodes],
+        outcome: Outcome::default(),
+        queue: BinaryHeap::new(),
+        order: 0,
     };
     // They begin one after the other.
-    (0..scene.clients).for_each(|client| post(&mut queue, client as u64 * 137, Event::Returns, client));
-    while let Some(Reverse((now_ns, _, event, number))) = queue.pop() {
-        let client = &mut clients[number];
-        let is_measured = growing == 0;
+    (0..scene.clients).for_each(|client| game.post(client as u64 * 137, Event::Returns, client));
+    while let Some(Reverse((now_ns, _, event, number))) = game.queue.pop() {
         match event {
-            Event::Arrives => {
-                let Arrived { node, operations, swaps, lost, rpc } = client.arrive(&mut world);
-                let mut leaves_ns = now_ns + MORE_NS * operations.saturating_sub(1);
-                let mut cpu_ns = 0;
-                if rpc {
-                    cpu_ns = RPC_NS + scene.way.core_ns(scene.k, REGISTER_4M_NS, BIND_NS);
-                    leaves_ns = core_free_ns[node].max(now_ns) + cpu_ns;
-                    core_free_ns[node] = leaves_ns;
-                }
-                let is_allocation = underway[number].is_some_and(|under| under.task == Task::Allocate);
-                if is_measured && is_allocation {
-                    outcome.trips += 1;
-                    outcome.swaps += swaps;
-                    outcome.lost += lost;
-                    outcome.node_cpu_ns += cpu_ns;
-                }
-                post(&mut queue, leaves_ns + WAY_NS, Event::Returns, number);
-            }
-            Event::Returns => {
-                // What takes no trip is over at once, and the next begins.
-                let mut is_over = underway[number].is_none() || client.proceed()?;
-                while is_over {
-                    match underway[number].take() {
-                        Some(Underway { task: Task::Allocate, since_ns }) if is_measured => {
-                            outcome.latencies_ns.push(now_ns - since_ns);
-                        }
-                        Some(Underway { task: Task::Free, since_ns }) if is_measured => {
-                            outcome.frees += 1;
-                            outcome.free_ns += now_ns - since_ns;
-                        }
-                        _ => {}
-                    }
-                    if client.held() == held_max && !std::mem::replace(&mut has_grown[number], true) {
-                        growing -= 1;
-                    }
-                    let task = if client.held() < held_max { Task::Allocate } else { Task::Free };
-                    underway[number] = Some(Underway { task, since_ns: now_ns });
-                    is_over = client.begin(task)?;
-                }
-                if outcome.latencies_ns.len() >= scene.allocations {
-                    break;
-                }
-                post(&mut queue, now_ns + WAY_NS, Event::Arrives, number);
-            }
+            Event::Arrives => game.arrives(number, now_ns),
+            Event::Returns => game.returns(number, now_ns)?,
+        }
+        if game.demand.is_over(game.outcome.latencies_ns.len()) {
+            break;
         }
     }
+    let mut outcome = game.outcome;
     outcome.latencies_ns.sort_unstable();
     Ok(outcome)
+}
+
+struct Game<'a> {
+    way: Way,
+    world: World,
+    clients: Vec<Client>,
+    demand: Demand<'a>,
+    underway: Vec<Option<Underway>>,
+    core_free_ns: Vec<u64>,
+    outcome: Outcome,
+    queue: BinaryHeap<Reverse<(u64, u64, Event, usize)>>,
+    order: u64,
+}
+
+impl Game<'_> {
+    fn post(&mut self, at_ns: u64, event: Event, client: usize) {
+        self.order += 1;
+        self.queue.push(Reverse((at_ns, self.order, event, client)));
+    }
+
+    fn arrives(&mut self, number: usize, now_ns: u64) {
+        let Arrived { node, operations, swaps, lost, rpc } = self.clients[number].arrive(&mut self.world);
+        let mut leaves_ns = now_ns + MORE_NS * operations.saturating_sub(1);
+        let mut cpu_ns = 0;
+        if let Some(class) = rpc {
+            cpu_ns = RPC_NS + self.way.core_ns(class, REGISTER_4M_NS, BIND_NS);
+            leaves_ns = self.core_free_ns[node].max(now_ns) + cpu_ns;
+            self.core_free_ns[node] = leaves_ns;
+        }
+        let is_take = self.underway[number].is_some_and(|under| under.wish.is_take());
+        if is_take && self.demand.is_measured() {
+            self.outcome.trips += 1;
+            self.outcome.swaps += swaps;
+            self.outcome.lost += lost;
+            self.outcome.node_cpu_ns += cpu_ns;
+        }
+        self.post(leaves_ns + WAY_NS, Event::Returns, number);
+    }
+
+    fn returns(&mut self, number: usize, now_ns: u64) -> Result<(), String> {
+        // What takes no trip is over at once, and the next begins.
+        let mut is_over = self.underway[number].is_none() || self.clients[number].proceed()?;
+        while is_over {
+            if let Some(under) = self.underway[number].take() {
+                self.count(under, now_ns);
+            }
+            match self.demand.next(number, self.clients[number].held(), now_ns) {
+                Next::Begin(wish, since_ns) => {
+                    self.demand.begun(number, wish);
+                    self.underway[number] = Some(Underway { wish, since_ns });
+                    is_over = self.clients[number].begin(wish)?;
+                }
+                Next::Rest(at_ns) => {
+                    self.post(at_ns, Event::Returns, number);
+                    return Ok(());
+                }
+                Next::End => return Ok(()),
+            }
+        }
+        if let Some(local_ns) = self.clients[number].local_ns() {
+            // Of what is left out of the account something may be to be done all the same.
+            self.clients[number].arrive(&mut self.world);
+            self.post(now_ns + local_ns, Event::Returns, number);
+        } else {
+            self.post(now_ns + WAY_NS, Event::Arrives, number);
+        }
+        Ok(())
+    }
+
+    fn count(&mut self, under: Underway, now_ns: u64) {
+        let took_ns = now_ns - under.since_ns;
+        if !self.demand.is_measured() {
+            return;
+        }
+        if under.wish.is_take() {
+            self.outcome.latencies_ns.push(took_ns);
+        } else {
+            self.outcome.frees += 1;
+            self.outcome.free_ns += took_ns;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_line_of_a_trace_is_played_once_and_in_time() {
+        let arrivals: Vec<Arrival> =
+            (0..600).map(|number| Arrival { at_ns: number * 20_000, class: SizeClass::SPAN }).collect();
+        for way in Way::ALL {
+            let scene = Scene { way, clients: 4, nodes: 2, sections: 16 };
+            let outcome = play(&scene, &Load::Trace(&arrivals), 1).unwrap();
+            assert_eq!(outcome.latencies_ns.len(), 600, "{way:?}");
+            // A client's share is 32 of its 150 extents.
+            assert_eq!(outcome.frees, 4 * (150 - 32), "{way:?}");
+            assert!(outcome.latencies_ns[0] >= 2 * WAY_NS, "{way:?}");
+        }
+    }
+
+    #[test]
+    fn who_is_late_is_late_from_when_it_was_wanted() {
+        let arrivals = [Arrival { at_ns: 1_000_000, class: SizeClass::CHUNK }; 3];
+        let scene = Scene { way: Way::Array, clients: 1, nodes: 1, sections: 4 };
+        let outcome = play(&scene, &Load::Trace(&arrivals), 1).unwrap();
+        assert_eq!(outcome.latencies_ns, [1, 2, 3].map(|trips| trips * 2 * WAY_NS));
+    }
 }

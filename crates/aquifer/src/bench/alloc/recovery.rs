@@ -14,7 +14,8 @@ use aquifer_pool::size::SECTION_CHUNKS;
 use aquifer_pool::{Donation, NodeId, PoolError, SizeClass, donate, recover_node};
 
 use super::model::{MORE_NS, WAY_NS};
-use super::ways::{NodeWords, Way, answer};
+use super::ways::Way;
+use super::words::{NodeWords, answer};
 use crate::bench::BenchError;
 use crate::bench::support::progress;
 use crate::bench::support::report::{Column, Row, Table, Target as Aim};

@@ -3,7 +3,7 @@
 mod kmeans;
 mod nobody;
 mod postgres;
-mod random;
+pub(super) mod random;
 mod redis;
 mod resp;
 mod summary;

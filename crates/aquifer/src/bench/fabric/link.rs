@@ -1,9 +1,7 @@
 //! This process's end: the other process, an endpoint to it, and own memory to compare with.
 
-use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,29 +9,13 @@ use aquifer_fabric::{
     Completion, Endpoint, Host, Identity, Limits, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Tenant,
     Work, shm,
 };
-use tempfile::TempDir;
 
 use super::server::{self, REGION_BYTES};
 use crate::bench::BenchError;
-use crate::bench::support::cluster::own_program;
+use crate::bench::support::other::Other;
 
 /// Room for the largest batch.
 const LOCAL_BYTES: usize = 1 << 20;
-
-/// The other process; it ends when its input does.
-#[derive(Debug)]
-struct Server {
-    child: Child,
-    _folder: TempDir,
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        drop(self.child.stdin.take());
-        // It has ended or is about to.
-        let _ = self.child.wait();
-    }
-}
 
 /// A connection to the other process.
 #[derive(Debug)]
@@ -45,14 +27,14 @@ pub struct Link {
     /// Own shared memory, as large as the other's.
     pub bare: Arc<Memory>,
     done: Vec<Completion>,
-    server: Option<Server>,
+    server: Option<Other>,
     /// Where the other process serves over TCP, and where it echoes.
     pub elsewhere: Option<(SocketAddr, SocketAddr)>,
 }
 
-/// What the other process says when it serves: `ready`, and two addresses.
+/// What the other process says when it serves: two addresses.
 fn parse_ready(line: &str) -> Option<(SocketAddr, SocketAddr)> {
-    let mut words = line.strip_prefix("ready ")?.split_ascii_whitespace();
+    let mut words = line.split_ascii_whitespace();
     Some((words.next()?.parse().ok()?, words.next()?.parse().ok()?))
 }
 
@@ -62,25 +44,10 @@ impl Link {
     /// # Errors
     /// If either fails.
     pub fn start() -> Result<Self, BenchError> {
-        let folder =
-            tempfile::tempdir().map_err(BenchError::io("make a folder in", &std::env::temp_dir()))?;
-        let path = folder.path().join("target");
-        let own = own_program()?;
-        let child = Command::new(&own)
-            .args(["bench", "fabric", "--serve-at"])
-            .arg(&path)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .map_err(BenchError::io("start", &own))?;
-        let mut server = Server { child, _folder: folder };
-        let mut ready = String::new();
-        if let Some(stdout) = server.child.stdout.take() {
-            BufReader::new(stdout).read_line(&mut ready).map_err(BenchError::io("hear from", &own))?;
-        }
+        let (server, ready, path) = Other::start("fabric")?;
         let Some(elsewhere) = parse_ready(&ready) else {
             return Err(BenchError::Fabric {
-                reason: "the other process did not start; its message is above".into(),
+                reason: format!("the other process said {ready:?}, which is no pair of addresses"),
             });
         };
         let mut link = Self::connect(&path)?;
@@ -116,7 +83,7 @@ impl Link {
 
     /// The other process's number.
     pub fn server(&self) -> u32 {
-        self.server.as_ref().map_or(0, |server| server.child.id())
+        self.server.as_ref().map_or(0, Other::pid)
     }
 
     /// Own memory, where data arrives.

@@ -1,6 +1,5 @@
 //! The other process: lends memory and sends messages back.
 
-use std::io::{Read, Write};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,6 +10,7 @@ use aquifer_fabric::{Access, Memory, Scope, Target};
 
 use super::wire;
 use crate::bench::BenchError;
+use crate::bench::support::other;
 
 /// Many times what any processor caches.
 pub const REGION_BYTES: usize = 256 << 20;
@@ -25,12 +25,6 @@ const LOOKS: u32 = 200_000;
 /// If it cannot listen there.
 pub fn serve_at(path: &Path) -> Result<(), BenchError> {
     let target = lend(path)?;
-    std::thread::spawn(|| {
-        // Whatever ends the input, an error too, means that nobody needs us any more.
-        let _ = std::io::stdin().read_to_end(&mut Vec::new());
-        std::process::exit(0);
-    });
-    let mut out = std::io::stdout();
     let failed = |error: String| BenchError::Fabric { reason: error };
     let anywhere = "127.0.0.1:0".parse().expect("a constant");
     let elsewhere = TcpTarget::listen(anywhere, &wire::KEY, tcp::Options::default())
@@ -39,9 +33,7 @@ pub fn serve_at(path: &Path) -> Result<(), BenchError> {
         .register(filled(REGION_BYTES)?, Access::ALL, Scope::Anyone)
         .map_err(|error| failed(error.to_string()))?;
     let echoes = wire::serve_echo().map_err(|error| failed(error.to_string()))?;
-    writeln!(out, "ready {} {echoes}", elsewhere.address())
-        .and_then(|()| out.flush())
-        .map_err(BenchError::io("say ready at", path))?;
+    other::ready(path, &format!("{} {echoes}", elsewhere.address()))?;
     let mut message = Vec::new();
     let mut looks = 0;
     loop {

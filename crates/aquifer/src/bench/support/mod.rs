@@ -5,6 +5,8 @@ pub mod child;
 pub mod cluster;
 pub mod draw;
 pub mod interrupt;
+pub mod lines;
+pub mod other;
 pub mod procs;
 pub mod programs;
 pub mod progress;

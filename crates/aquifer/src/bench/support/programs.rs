@@ -7,9 +7,10 @@ use serde::Deserialize;
 
 use crate::bench::BenchError;
 
-const SOURCES: [(&str, &str); 3] = [
+const SOURCES: [(&str, &str); 4] = [
     ("bench_util.h", include_str!("../../../../../tests/e2e/programs/bench_util.h")),
     ("faultbench.c", include_str!("../../../../../tests/e2e/programs/faultbench.c")),
+    ("mallocbench.c", include_str!("../../../../../tests/e2e/programs/mallocbench.c")),
     ("zerofloor.c", include_str!("../../../../../tests/e2e/programs/zerofloor.c")),
 ];
 
@@ -18,6 +19,8 @@ const SOURCES: [(&str, &str); 3] = [
 pub struct Programs {
     /// Walks over memory.
     pub faultbench: PathBuf,
+    /// The usual malloc benchmarks.
+    pub mallocbench: PathBuf,
     /// Measures floors.
     pub zerofloor: PathBuf,
 }
@@ -31,15 +34,21 @@ pub fn build(folder: &Path) -> Result<Programs, BenchError> {
         let path = folder.join(name);
         std::fs::write(&path, text).map_err(BenchError::io("write", &path))?;
     }
-    Ok(Programs { faultbench: compile(folder, "faultbench")?, zerofloor: compile(folder, "zerofloor")? })
+    Ok(Programs {
+        faultbench: compile(folder, "faultbench")?,
+        mallocbench: compile(folder, "mallocbench")?,
+        zerofloor: compile(folder, "zerofloor")?,
+    })
 }
 
 fn compile(folder: &Path, name: &str) -> Result<PathBuf, BenchError> {
     let program = folder.join(name);
     let output = Command::new("cc")
-        .args(["-std=c11", "-O2", "-pthread", "-o"])
+        // A compiler that knows malloc leaves out what only an allocator would notice.
+        .args(["-std=c11", "-O2", "-fno-builtin-malloc", "-pthread", "-o"])
         .arg(&program)
         .arg(folder.join(format!("{name}.c")))
+        .arg("-lm")
         .output()
         .map_err(|error| BenchError::Build { reason: format!("cc: {error}") })?;
     if output.status.success() {
@@ -95,6 +104,21 @@ mod tests {
             let output = Command::new(program).args(args).output().unwrap();
             let figures: Figures = serde_json::from_slice(&output.stdout).unwrap();
             assert_eq!((figures.verified_pages, figures.errors), (256, 0));
+        }
+    }
+
+    #[test]
+    fn each_malloc_benchmark_finds_no_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let program = build(folder.path()).unwrap().mallocbench;
+        for name in ["larson", "random", "xmalloc", "thrash", "zipf"] {
+            let output = Command::new(&program).args([name, "1000000", "2400"]).output().unwrap();
+            let figures: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+            assert_eq!(
+                (figures["ops"].as_u64(), figures["errors"].as_u64()),
+                (Some(2400), Some(0)),
+                "{name}"
+            );
         }
     }
 

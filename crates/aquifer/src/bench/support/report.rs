@@ -7,6 +7,7 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::draw::{self, Bar, BarGroup};
+use super::lines;
 use super::spread::{Spread, short};
 use crate::bench::BenchError;
 
@@ -25,8 +26,22 @@ pub struct Report {
     pub notes: Vec<String>,
     /// The tables.
     pub tables: Vec<Table>,
+    /// Figures over time, which the picture shows instead of bars.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub series: Vec<Series>,
     /// Targets and what became of them.
     pub targets: Vec<Target>,
+}
+
+/// A figure over time.
+#[derive(Clone, Debug, Serialize)]
+pub struct Series {
+    /// What its picture shows; series with the same title share one.
+    pub title: String,
+    /// What it is.
+    pub name: String,
+    /// Times and values, in the units of the title.
+    pub points: Vec<(f64, f64)>,
 }
 
 /// Rows of one kind.
@@ -120,6 +135,7 @@ impl Report {
             kernel: kernel.trim().to_owned(),
             notes: Vec::new(),
             tables: Vec::new(),
+            series: Vec::new(),
             targets: Vec::new(),
         }
     }
@@ -143,11 +159,14 @@ impl Report {
         text
     }
 
-    /// As bars, a group for each table that has a figure to be pictured.
+    /// As bars, a group for each table that has a figure to be pictured; or as lines over time, if there are such.
     ///
     /// # Errors
     /// If the file cannot be written.
     pub fn draw(&self, path: &Path) -> Result<(), BenchError> {
+        if !self.series.is_empty() {
+            return lines::draw(path, &format!("aquifer bench {}", self.bench), &self.series);
+        }
         let groups: Vec<BarGroup> = self.tables.iter().filter_map(Table::bars).collect();
         draw::bars(path, &format!("aquifer bench {}", self.bench), &groups)
     }

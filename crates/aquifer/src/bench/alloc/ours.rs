@@ -1,0 +1,211 @@
+//! A client of the pool in the model: the machines that the product drives, and for the ladder what of them is left out of the account.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+
+use aquifer_fabric::{Host, Tenant};
+use aquifer_pool::SizeClass;
+use aquifer_pool::cache::{NodeCache, Nonces};
+use aquifer_pool::layout::Layout;
+use aquifer_pool::op::{Action, AllocOp, FreeOp, Grant, Machine, Step, StepResult, WordAt};
+
+use super::ladder::{Account, Rung};
+use super::ways::{Wish, pick};
+use super::words::{Arrived, World, answer, plain};
+
+/// A request to the agent of this host and its answer, through a ring that both look at.
+const RING_NS: u64 = 1_000;
+
+/// An operation of ours.
+#[derive(Debug)]
+enum Operation {
+    Alloc(AllocOp, SizeClass),
+    Free(FreeOp),
+}
+
+/// What a program asks its agent for.
+#[derive(Clone, Copy, Debug)]
+enum Asked {
+    Take(usize, SizeClass),
+    Give,
+}
+
+/// One client, of all nodes.
+#[derive(Debug)]
+pub struct OurClient {
+    host: Host,
+    caches: Vec<NodeCache>,
+    held: Vec<(usize, Grant)>,
+    /// Where it is at work.
+    node: usize,
+    operation: Option<Operation>,
+    action: Option<Action>,
+    heard: Vec<u64>,
+    rung: Rung,
+    account: Account,
+    /// The last action lost a race at a control word, and nothing is taken yet.
+    has_lost: bool,
+    /// Something is taken: its record is written.
+    has_taken: bool,
+    asked: Option<Asked>,
+    /// What the agent keeps ready: as much as its program has given back, which is less than a service would keep.
+    kept: Vec<(usize, Grant)>,
+}
+
+impl OurClient {
+    /// A client that remembers all nodes as empty.
+    pub fn new(host: u16, sections: u32, nodes: usize, seed: u64, rung: Rung) -> Self {
+        let nonces: Nonces = Arc::new(AtomicU32::new(0));
+        let cache = |node: usize| {
+            let layout = Layout::new(u16::try_from(node + 1).unwrap_or(1), sections);
+            // Clients that do not spread all begin at one place.
+            let place = if rung.has_contention_control() { u64::from(host) } else { 0 };
+            let salt = seed << 32 | place << 8 | node as u64;
+            NodeCache::new(&layout.expect("so many sections fit"), salt, Tenant(0), Arc::clone(&nonces))
+        };
+        Self {
+            host: Host(host),
+            caches: (0..nodes).map(cache).collect(),
+            held: Vec::new(),
+            node: 0,
+            operation: None,
+            action: None,
+            heard: Vec::new(),
+            rung,
+            account: Account::new(rung),
+            has_lost: false,
+            has_taken: false,
+            asked: None,
+            kept: Vec::new(),
+        }
+    }
+
+    /// Extents that it has.
+    pub fn held(&self) -> usize {
+        self.held.len()
+    }
+
+    /// Begin to take an extent of a node; whether that is over already.
+    pub fn take(&mut self, node: usize, class: SizeClass) -> Result<bool, String> {
+        if self.rung == Rung::Service {
+            self.asked = Some(Asked::Take(node, class));
+            return Ok(false);
+        }
+        self.start(node, Operation::Alloc(AllocOp::new(self.host, class), class))
+    }
+
+    /// Begin to give one back; whether that is over already.
+    pub fn give(&mut self, any: usize, wish: Wish) -> Result<bool, String> {
+        let (node, grant) = pick(&mut self.held, any, wish);
+        if self.rung == Rung::Service {
+            self.kept.push((node, grant));
+            self.asked = Some(Asked::Give);
+            return Ok(false);
+        }
+        self.start(node, Operation::Free(FreeOp::new(self.host, grant)))
+    }
+
+    /// See [`super::ways::Client::local_ns`].
+    pub fn local_ns(&self) -> Option<u64> {
+        match (self.asked, self.action) {
+            (Some(_), _) => Some(RING_NS),
+            (None, Some(action)) if self.account.is_left_out(&action) => Some(0),
+            _ => None,
+        }
+    }
+
+    /// What it has posted is at the node.
+    pub fn arrive(&mut self, world: &mut World) -> Arrived {
+        let (Some(action), None) = (self.action, self.asked) else { return plain(0) };
+        let arrived = world.nodes[self.node].carry_out(&action, &mut self.heard);
+        let is_at_word = match action {
+            Action::Cas { at, .. } | Action::CasThen { at, .. } => {
+                matches!(at, WordAt::Span(_) | WordAt::Section(_))
+            }
+            _ => false,
+        };
+        self.has_taken |= matches!(action, Action::Write(_));
+        self.has_lost = is_at_word && arrived.lost > 0 && !self.has_taken;
+        self.account.charge(&action, arrived)
+    }
+
+    /// The answer is here; whether that was all.
+    pub fn proceed(&mut self) -> Result<bool, String> {
+        match self.asked.take() {
+            Some(Asked::Give) => return Ok(true),
+            Some(Asked::Take(node, class)) => {
+                if let Some(kept) = self.kept.pop() {
+                    self.held.push(kept);
+                    return Ok(true);
+                }
+                return self.start(node, Operation::Alloc(AllocOp::new(self.host, class), class));
+            }
+            None => {}
+        }
+        let cache = &mut self.caches[self.node];
+        let result = self.action.map_or(StepResult::Written, |action| answer(&action, &self.heard));
+        match self.operation.as_mut() {
+            Some(Operation::Alloc(op, class)) => {
+                let step = op.step(cache, result);
+                if self.has_lost && !self.rung.has_contention_control() {
+                    // It has learnt what the word is, and counts no race: nothing is avoided, marked or read anew for it.
+                    let again = Operation::Alloc(AllocOp::new(self.host, *class), *class);
+                    return self.start(self.node, again);
+                }
+                self.granted(step)
+            }
+            Some(Operation::Free(op)) => {
+                let step = op.step(cache, result);
+                self.given(step)
+            }
+            None => Ok(true),
+        }
+    }
+
+    fn start(&mut self, node: usize, mut operation: Operation) -> Result<bool, String> {
+        self.node = node;
+        (self.has_lost, self.has_taken) = (false, false);
+        self.account.begin();
+        let cache = &mut self.caches[node];
+        match &mut operation {
+            Operation::Alloc(op, _) => {
+                let step = op.start(cache);
+                self.operation = Some(operation);
+                self.granted(step)
+            }
+            Operation::Free(op) => {
+                let step = op.start(cache);
+                self.operation = Some(operation);
+                self.given(step)
+            }
+        }
+    }
+
+    fn granted(&mut self, step: Step<Grant>) -> Result<bool, String> {
+        match step {
+            Step::Post(action) => self.post(action),
+            Step::Done(grant) => {
+                let grant = grant.map_err(|error| format!("an allocation failed: {error:?}"))?;
+                self.held.push((self.node, grant));
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    fn given(&mut self, step: Step<()>) -> Result<bool, String> {
+        match step {
+            Step::Post(action) => self.post(action),
+            Step::Done(outcome) => {
+                outcome.map_err(|error| format!("giving back failed: {error:?}"))?;
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    fn post(&mut self, action: Action) {
+        self.account.note(&action);
+        self.action = Some(action);
+    }
+}

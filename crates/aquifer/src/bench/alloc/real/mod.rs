@@ -1,0 +1,216 @@
+//! All ways for real: a node in a process of its own, clients with an endpoint each, over shared memory and over TCP.
+
+mod counted;
+mod replay;
+mod round;
+mod rpc;
+mod server;
+mod takers;
+
+use std::collections::BTreeMap;
+
+use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
+use aquifer_fabric::{Endpoint, Host, Identity, Reach, Tenant};
+use aquifer_pool::SizeClass;
+
+use super::service;
+use crate::bench::BenchError;
+use crate::bench::support::bytes::float;
+use crate::bench::support::other::Other;
+use crate::bench::support::report::{Column, Row, Table, Target};
+use crate::bench::support::spread::Spread;
+use crate::bench::support::{interrupt, progress};
+pub use replay::replay;
+use round::Measured;
+pub use server::serve_at;
+use takers::{RealWay, Taker};
+
+/// Nobody but this bench's processes needs it.
+const KEY: ClusterKey = ClusterKey([13; 32]);
+/// 2 GiB.
+const NODE_SECTIONS: u32 = 1024;
+/// 4 KiB, 64 KiB, 2 MiB.
+const CLASSES: [u8; 3] = [0, 4, 9];
+const CLIENTS: [usize; 3] = [1, 4, 16];
+
+/// A node, and the ways to it.
+#[derive(Debug)]
+struct Node {
+    process: Other,
+    reaches: [Reach; 2],
+}
+
+impl Node {
+    fn start() -> Result<Self, BenchError> {
+        let (process, said, path) = Other::start("alloc")?;
+        let tcp = Reach::parse("tcp", &said).map_err(|reason| BenchError::Fabric { reason })?;
+        Ok(Self { process, reaches: [Reach::Shm(path), tcp] })
+    }
+}
+
+/// So many clients of a way, each with a number that none of another way has: who answers an RPC sends to the number.
+fn connect(reach: &Reach, way: RealWay, clients: usize) -> Result<Vec<Taker>, BenchError> {
+    let failed = |reason: String| BenchError::Fabric { reason: format!("{}: {reason}", way.name()) };
+    let first = RealWay::ALL.iter().position(|other| *other == way).unwrap_or(0) * 256;
+    let connect = |number: usize| {
+        let host = Host(u16::try_from(first + number + 1).unwrap_or(u16::MAX));
+        let who = Identity { host, epoch: 1, tenant: Tenant(0) };
+        let endpoint: Box<dyn Endpoint> = reach
+            .connect(who, Some(&KEY), &ConnectOptions::default())
+            .map_err(|error| failed(error.to_string()))?;
+        Taker::new(way, host, endpoint).map_err(failed)
+    };
+    (0..clients).map(connect).collect()
+}
+
+/// What a table compares.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    fabric: usize,
+    class: SizeClass,
+    clients: usize,
+}
+
+/// Tables, and what they should show. Each round takes so many extents of each kind.
+///
+/// # Errors
+/// If there can be no node, or a way fails.
+pub fn measure(rounds: usize, allocations: usize) -> Result<(Vec<Table>, Vec<Target>), BenchError> {
+    let node = Node::start()?;
+    let classes = CLASSES.into_iter().filter_map(SizeClass::new);
+    let of_class = |class| CLIENTS.map(|clients| (class, clients));
+    let of_fabric = |(class, clients)| [0, 1].map(|fabric| Case { fabric, class, clients });
+    let mut cases: Vec<Case> = classes.flat_map(of_class).flat_map(of_fabric).collect();
+    cases.sort_by_key(|case| case.fabric);
+    let bar = progress::bar(cases.len() * rounds);
+    let (mut tables, mut targets) = (Vec::new(), Vec::new());
+    for case in cases {
+        bar.set_message(case.name(&node));
+        let mut all: Vec<Vec<Measured>> = vec![Vec::new(); RealWay::ALL.len()];
+        // A round that does not count: it touches the metadata.
+        for round in 0..=rounds {
+            for (way, all) in RealWay::ALL.into_iter().zip(&mut all) {
+                interrupt::check()?;
+                let clients = connect(&node.reaches[case.fabric], way, case.clients)?;
+                let measured = round::play(clients, node.process.pid(), case.class, allocations)?;
+                if round > 0 {
+                    all.push(measured);
+                }
+            }
+            if round > 0 {
+                bar.inc(1);
+            }
+        }
+        targets.extend(case.target(&node, &all));
+        tables.push(table(&format!("for real, {}", case.name(&node)), &all));
+    }
+    bar.finish_and_clear();
+    Ok((tables, targets))
+}
+
+impl Case {
+    fn name(self, node: &Node) -> String {
+        let size = match self.class.bytes() >> 10 {
+            kib if kib < 1024 => format!("{kib} KiB"),
+            kib => format!("{} MiB", kib >> 10),
+        };
+        let plural = if self.clients == 1 { "" } else { "s" };
+        format!("over {}: {size}, {} client{plural}", node.reaches[self.fabric].provider(), self.clients)
+    }
+
+    /// Over TCP, the node's processor.
+    fn target(self, node: &Node, all: &[Vec<Measured>]) -> Option<Target> {
+        if !matches!(node.reaches[self.fabric], Reach::Tcp(_)) {
+            return None;
+        }
+        let of = |way| {
+            let at = RealWay::ALL.iter().position(|other| *other == way)?;
+            Some(all[at].iter().map(Measured::node_cpu_us).collect::<Vec<f64>>())
+        };
+        let value = Spread::of_ratios(&of(RealWay::Ours)?, &of(RealWay::Rpc)?)?;
+        let name = format!("{}: the node's CPU for each, ÷ RPC's", self.name(node));
+        Some(Target { name, value, bound: 1.0 / 3.0, at_most: true })
+    }
+}
+
+fn table(title: &str, all: &[Vec<Measured>]) -> Table {
+    let rows = RealWay::ALL.iter().zip(all).map(|(way, rounds)| row(way.name(), rounds)).rev().collect();
+    let columns =
+        ["mean µs", "p50 µs", "p99 µs", "trips", "CASes", "CASes in vain", "node's CPU µs", "free µs"];
+    let with_spread = ["mean µs", "node's CPU µs"];
+    let column = |name| if with_spread.contains(&name) { Column::full(name) } else { Column::middle(name) };
+    Table {
+        title: title.to_owned(),
+        columns: columns.map(column).to_vec(),
+        pictured: Some("mean µs"),
+        ratio: Some("node's CPU µs"),
+        rows,
+    }
+}
+
+fn row(name: &str, rounds: &[Measured]) -> Row {
+    let figure = |of: &dyn Fn(&Measured) -> f64| Spread::of(&rounds.iter().map(of).collect::<Vec<f64>>());
+    let each = |of: fn(&Measured) -> u64| figure(&|round| float(of(round)) / round.count());
+    let figures = [
+        ("mean µs", figure(&|of| service::mean_us(&of.latencies_ns))),
+        ("p50 µs", figure(&|of| service::permille_us(&of.latencies_ns, 500))),
+        ("p99 µs", figure(&|of| service::permille_us(&of.latencies_ns, 990))),
+        ("trips", each(|of| of.counts.trips)),
+        ("CASes", each(|of| of.counts.swaps)),
+        ("CASes in vain", each(|of| of.counts.lost)),
+        ("node's CPU µs", figure(&Measured::node_cpu_us)),
+        ("free µs", figure(&Measured::free_us)),
+    ];
+    let figures: BTreeMap<_, _> =
+        figures.into_iter().filter_map(|(name, spread)| Some((name, spread?))).collect();
+    Row { name: name.into(), figures }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use aquifer_fabric::shm::{self, ShmTarget};
+
+    use super::takers::Taken;
+    use super::*;
+
+    /// Where it begins and how much it is, in the terms of its way.
+    fn place(taken: Taken) -> (u64, u64) {
+        match taken {
+            Taken::Chunk(chunk, class) => (u64::from(chunk) * 4096, class.bytes()),
+            Taken::Entries(held) => (u64::from(held.first) * 4096, held.class.bytes()),
+            Taken::Extent(extent) => (extent.addr, extent.class.bytes()),
+            Taken::Nothing => (0, 0),
+        }
+    }
+
+    #[test]
+    fn every_way_takes_and_gives_back_and_none_gives_the_same_twice() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("target");
+        let target = Arc::new(ShmTarget::listen(&path, shm::Options::default()).unwrap());
+        let desk = server::lend(&*target).unwrap();
+        let served = Arc::clone(&target);
+        std::thread::spawn(move || server::attend(&*served, desk));
+        let reach = Reach::Shm(path);
+        for way in RealWay::ALL.into_iter().filter(|way| *way != RealWay::Trip) {
+            let mut clients = connect(&reach, way, 2).unwrap();
+            let mut held = Vec::new();
+            for k in (0..SizeClass::COUNT).chain(0..SizeClass::COUNT) {
+                for (number, client) in clients.iter_mut().enumerate() {
+                    held.push((number, client.take(SizeClass::new(k).unwrap()).unwrap()));
+                }
+            }
+            let mut places: Vec<(u64, u64)> = held.iter().map(|(_, taken)| place(*taken)).collect();
+            places.sort_unstable();
+            assert!(places.windows(2).all(|two| two[0].0 + two[0].1 <= two[1].0), "{way:?}: {places:?}");
+            for (number, taken) in held {
+                clients[number].give(taken).unwrap();
+            }
+            let measured = round::play(clients, std::process::id(), SizeClass::CHUNK, 400).unwrap();
+            assert!(measured.count() > 0.0 && measured.frees > 0, "{way:?}");
+            assert!(measured.counts.trips >= measured.latencies_ns.len() as u64, "{way:?}");
+        }
+    }
+}

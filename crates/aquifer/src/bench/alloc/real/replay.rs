@@ -1,0 +1,107 @@
+//! A trace, for real: clients take turns at its lines, each when its time has come.
+
+use std::time::{Duration, Instant};
+
+use aquifer_pool::SizeClass;
+use aquifer_pool::size::SECTION_BYTES;
+
+use super::round::Measured;
+use super::takers::{RealWay, Taken, Taker};
+use super::{NODE_SECTIONS, Node, connect, table};
+use crate::bench::BenchError;
+use crate::bench::alloc::trace::{Arrival, Replay};
+use crate::bench::alloc::ways::Wish;
+use crate::bench::support::report::Table;
+use crate::bench::support::{interrupt, procs, progress};
+
+/// A table for each fabric.
+///
+/// # Errors
+/// If there can be no node, or a way fails.
+pub fn replay(arrivals: &[Arrival], clients: usize, rounds: usize) -> Result<Vec<Table>, BenchError> {
+    let node = Node::start()?;
+    let bar = progress::bar(node.reaches.len() * RealWay::ALL.len() * rounds);
+    let mut tables = Vec::new();
+    for reach in &node.reaches {
+        let mut all: Vec<Vec<Measured>> = vec![Vec::new(); RealWay::ALL.len()];
+        for _ in 0..rounds {
+            for (way, all) in RealWay::ALL.into_iter().zip(&mut all) {
+                interrupt::check()?;
+                bar.set_message(format!("the trace, over {}: {}", reach.provider(), way.name()));
+                let takers = connect(reach, way, clients)?;
+                all.push(play(takers, node.process.pid(), arrivals)?);
+                bar.inc(1);
+            }
+        }
+        let title = format!("the trace for real, over {}: {clients} clients", reach.provider());
+        tables.push(table(&title, &all));
+    }
+    bar.finish_and_clear();
+    Ok(tables)
+}
+
+fn play(takers: Vec<Taker>, node: u32, arrivals: &[Arrival]) -> Result<Measured, BenchError> {
+    let count = takers.len();
+    let share = u64::from(NODE_SECTIONS) * SECTION_BYTES / 2 / count as u64;
+    let before_ns = procs::cpu_ns(node);
+    let start = Instant::now();
+    let mut all = Measured::default();
+    std::thread::scope(|scope| {
+        let work = |(number, taker)| {
+            let replay = Replay::new(arrivals, number, count, share);
+            scope.spawn(move || follow(taker, replay, start))
+        };
+        let workers: Vec<_> = takers.into_iter().enumerate().map(work).collect();
+        let mut done = workers
+            .into_iter()
+            .map(|worker| worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        done.try_for_each(|done| done.map(|measured| all.add(&measured)))
+    })
+    .map_err(|reason| BenchError::Allocator { reason })?;
+    all.node_cpu_ns = procs::cpu_ns(node).saturating_sub(before_ns);
+    all.latencies_ns.sort_unstable();
+    Ok(all)
+}
+
+/// One client's part. What it was late for counts from when it was wanted, what it waited for from when it woke: timers are not what is measured.
+fn follow(mut taker: Taker, mut replay: Replay<'_>, start: Instant) -> Result<Measured, String> {
+    let mut measured = Measured::default();
+    let mut held: Vec<Taken> = Vec::new();
+    let ns = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+    while let Some((wish, at_ns)) = replay.next(ns(start.elapsed())) {
+        let before = taker.counts();
+        let began = wait_until(start, start + Duration::from_nanos(at_ns));
+        replay.begun(wish);
+        let done = match wish {
+            Wish::Take(class) => take(&mut taker, class, &mut held),
+            Wish::GiveAny | Wish::GiveOldest => taker.give(held.remove(0)),
+        };
+        done?;
+        let took_ns = ns(began.elapsed());
+        if wish.is_take() {
+            measured.latencies_ns.push(took_ns);
+            measured.counts = measured.counts.and(taker.counts().since(before));
+        } else {
+            measured.frees += 1;
+            measured.free_ns += took_ns;
+        }
+    }
+    held.into_iter().try_for_each(|taken| taker.give(taken))?;
+    Ok(measured)
+}
+
+fn take(taker: &mut Taker, class: SizeClass, held: &mut Vec<Taken>) -> Result<(), String> {
+    held.push(taker.take(class)?);
+    Ok(())
+}
+
+/// When that time has come: then, if it is past already; else now, when it was waited for.
+fn wait_until(start: Instant, due: Instant) -> Instant {
+    let now = Instant::now();
+    if now >= due {
+        return due.max(start);
+    }
+    // No looking meanwhile: there are more clients than processors.
+    std::thread::sleep(due - now);
+    Instant::now()
+}

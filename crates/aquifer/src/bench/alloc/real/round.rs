@@ -1,0 +1,162 @@
+//! One round of one way: all clients take, all give half of it back, and so on.
+
+use std::sync::{Barrier, Mutex, PoisonError};
+use std::time::Instant;
+
+use aquifer_pool::SizeClass;
+use aquifer_pool::size::SECTION_BYTES;
+
+use super::NODE_SECTIONS;
+use super::counted::Counts;
+use super::takers::{Taken, Taker};
+use crate::bench::BenchError;
+use crate::bench::support::bytes::float;
+use crate::bench::support::procs;
+
+/// Extents that a client has at most; of half of the memory, no more than its share.
+const HELD_MAX: u64 = 64;
+
+/// What came of it, of allocations but where it says otherwise.
+#[derive(Clone, Debug, Default)]
+pub struct Measured {
+    /// How long each took, in nanoseconds, sorted.
+    pub latencies_ns: Vec<u64>,
+    /// What was done over the endpoints.
+    pub counts: Counts,
+    /// The node's processor, while all took.
+    pub node_cpu_ns: u64,
+    /// Extents given back, and how long that took together.
+    pub frees: u64,
+    pub free_ns: u64,
+}
+
+impl Measured {
+    /// Allocations.
+    pub fn count(&self) -> f64 {
+        float(self.latencies_ns.len() as u64)
+    }
+
+    /// The node's processor, for each.
+    pub fn node_cpu_us(&self) -> f64 {
+        float(self.node_cpu_ns) / 1e3 / self.count()
+    }
+
+    /// The mean time of giving back.
+    pub fn free_us(&self) -> f64 {
+        float(self.free_ns) / 1e3 / float(self.frees)
+    }
+
+    /// What another client did.
+    pub fn add(&mut self, other: &Self) {
+        self.latencies_ns.extend_from_slice(&other.latencies_ns);
+        self.counts = self.counts.and(other.counts);
+        self.frees += other.frees;
+        self.free_ns += other.free_ns;
+    }
+}
+
+/// Take about so many extents in all. The node's processor is looked at between two turns, when nobody asks it anything.
+///
+/// # Errors
+/// If a client fails.
+pub fn play(
+    clients: Vec<Taker>,
+    node: u32,
+    class: SizeClass,
+    allocations: usize,
+) -> Result<Measured, BenchError> {
+    let share = u64::from(NODE_SECTIONS) * SECTION_BYTES / 2 / clients.len() as u64 / class.bytes();
+    let held_max = usize::try_from(share.clamp(2, HELD_MAX)).unwrap_or(2);
+    let turns = (allocations / clients.len() / (held_max / 2)).max(2);
+    let count = clients.len();
+    // One place more is for this thread, which looks at the node.
+    let barrier = Barrier::new(count + 1);
+    let failure = Mutex::new(None);
+    let mut all = Measured::default();
+    let mut node_cpu_ns = 0;
+    std::thread::scope(|scope| {
+        let work = |(number, client): (usize, Taker)| {
+            let (barrier, failure) = (&barrier, &failure);
+            scope.spawn(move || {
+                let mut worker = Worker::new(client, number, class, held_max);
+                for turn in 0..turns {
+                    barrier.wait();
+                    let taken = worker.take_all(turn > 0);
+                    barrier.wait();
+                    let given = taken.and_then(|()| worker.give_some(turn + 1 == turns));
+                    if let Err(reason) = given {
+                        failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(reason);
+                    }
+                }
+                worker.measured
+            })
+        };
+        let workers: Vec<_> = clients.into_iter().enumerate().map(work).collect();
+        for turn in 0..turns {
+            barrier.wait();
+            let before_ns = procs::cpu_ns(node);
+            barrier.wait();
+            if turn > 0 {
+                node_cpu_ns += procs::cpu_ns(node).saturating_sub(before_ns);
+            }
+        }
+        for worker in workers {
+            all.add(&worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        }
+    });
+    if let Some(reason) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        return Err(BenchError::Allocator { reason });
+    }
+    all.node_cpu_ns = node_cpu_ns;
+    all.latencies_ns.sort_unstable();
+    Ok(all)
+}
+
+/// A client at work.
+struct Worker {
+    client: Taker,
+    class: SizeClass,
+    held: Vec<Taken>,
+    held_max: usize,
+    random: u64,
+    measured: Measured,
+}
+
+impl Worker {
+    fn new(client: Taker, number: usize, class: SizeClass, held_max: usize) -> Self {
+        let random = (number as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        Self { client, class, held: Vec::new(), held_max, random, measured: Measured::default() }
+    }
+
+    /// As much as it wants. The first time does not count.
+    fn take_all(&mut self, counts: bool) -> Result<(), String> {
+        let before = self.client.counts();
+        while self.held.len() < self.held_max {
+            let start = Instant::now();
+            let taken = self.client.take(self.class)?;
+            let took = start.elapsed();
+            self.held.push(taken);
+            if counts {
+                self.measured.latencies_ns.push(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX));
+            }
+        }
+        if counts {
+            self.measured.counts = self.measured.counts.and(self.client.counts().since(before));
+        }
+        Ok(())
+    }
+
+    /// Half of it, at random; or all.
+    fn give_some(&mut self, all: bool) -> Result<(), String> {
+        let kept = if all { 0 } else { self.held_max / 2 };
+        while self.held.len() > kept {
+            self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let any = usize::try_from(self.random >> 33).unwrap_or(0) % self.held.len();
+            let start = Instant::now();
+            self.client.give(self.held.swap_remove(any))?;
+            self.measured.free_ns += u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
+            self.measured.frees += 1;
+        }
+        Ok(())
+    }
+}

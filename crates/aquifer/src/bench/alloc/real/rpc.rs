@@ -1,0 +1,224 @@
+//! The peer's end at the node: it is asked by messages, and hands out extents from lists of what is free, halving larger ones and joining halves again.
+
+use std::collections::{BTreeSet, HashMap};
+
+use aquifer_fabric::{Access, Identity, Key, Scope, Target, WindowSpec};
+use aquifer_pool::SizeClass;
+use aquifer_pool::size::{CHUNK_BYTES, SECTION_CHUNKS};
+
+/// Bytes of a request and of an answer.
+pub const MESSAGE_BYTES: usize = 16;
+/// In an answer: there is none, or there is no such extent.
+const REFUSED: u64 = u64::MAX;
+
+/// What the node is asked for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Request {
+    /// An extent; with a window of its own, or under the key of all memory.
+    Take { class: SizeClass, window: bool },
+    /// That one back.
+    Give { chunk: u32, class: SizeClass },
+}
+
+impl Request {
+    /// As it is sent.
+    pub fn encode(self) -> [u8; MESSAGE_BYTES] {
+        let mut bytes = [0; MESSAGE_BYTES];
+        match self {
+            Self::Take { class, window } => bytes[..3].copy_from_slice(&[1, class.k(), u8::from(window)]),
+            Self::Give { chunk, class } => {
+                bytes[..2].copy_from_slice(&[2, class.k()]);
+                bytes[8..12].copy_from_slice(&chunk.to_le_bytes());
+            }
+        }
+        bytes
+    }
+
+    /// As it was sent; `None` if nobody sends such a thing.
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        let bytes: &[u8; MESSAGE_BYTES] = bytes.try_into().ok()?;
+        let class = SizeClass::new(bytes[1])?;
+        match bytes[0] {
+            1 => Some(Self::Take { class, window: bytes[2] != 0 }),
+            2 => {
+                let chunk = u32::from_le_bytes([bytes[8], bytes[9], bytes[10], bytes[11]]);
+                Some(Self::Give { chunk, class })
+            }
+            _ => None,
+        }
+    }
+}
+
+/// An extent as it is granted: its first chunk, and the key that opens it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Granted {
+    pub chunk: u32,
+    pub key: Key,
+}
+
+/// The answer as it is sent.
+pub fn encode_answer(granted: Option<Granted>) -> [u8; MESSAGE_BYTES] {
+    let mut bytes = [0; MESSAGE_BYTES];
+    let chunk = granted.map_or(REFUSED, |granted| u64::from(granted.chunk));
+    bytes[..8].copy_from_slice(&chunk.to_le_bytes());
+    bytes[8..12].copy_from_slice(&granted.map_or(0, |granted| granted.key.0).to_le_bytes());
+    bytes
+}
+
+/// The answer as it was sent; `None` if it is a refusal, or none at all.
+pub fn decode_answer(bytes: &[u8]) -> Option<Granted> {
+    let bytes: &[u8; MESSAGE_BYTES] = bytes.try_into().ok()?;
+    let (chunk, rest) = bytes.split_first_chunk::<8>()?;
+    let key = Key(u32::from_le_bytes(*rest.first_chunk()?));
+    Some(Granted { chunk: u32::try_from(u64::from_le_bytes(*chunk)).ok()?, key })
+}
+
+/// What is free, by size.
+#[derive(Debug)]
+pub struct Buddies([BTreeSet<u32>; SizeClass::COUNT as usize]);
+
+impl Buddies {
+    /// All of so many sections.
+    pub fn new(sections: u32) -> Self {
+        let mut free: [BTreeSet<u32>; SizeClass::COUNT as usize] = Default::default();
+        free[usize::from(SizeClass::SECTION.k())] =
+            (0..sections).map(|section| section * SECTION_CHUNKS).collect();
+        Self(free)
+    }
+
+    /// One of this size.
+    pub fn take(&mut self, class: SizeClass) -> Option<u32> {
+        let wanted = usize::from(class.k());
+        let larger = (wanted..self.0.len()).find(|k| !self.0[*k].is_empty())?;
+        let chunk = self.0[larger].pop_first()?;
+        for k in wanted..larger {
+            self.0[k].insert(chunk + (1 << k));
+        }
+        Some(chunk)
+    }
+
+    /// One comes back.
+    pub fn give(&mut self, mut chunk: u32, class: SizeClass) {
+        let mut k = usize::from(class.k());
+        while k < usize::from(SizeClass::SECTION.k()) && self.0[k].remove(&(chunk ^ (1 << k))) {
+            chunk &= !(1 << k);
+            k += 1;
+        }
+        self.0[k].insert(chunk);
+    }
+}
+
+/// The node's end for one target.
+#[derive(Debug)]
+pub struct Desk {
+    free: Buddies,
+    /// What is taken: its size, and the window that was bound for it.
+    taken: HashMap<u32, (SizeClass, Option<Key>)>,
+    /// The first address of the memory, and the key of all of it.
+    base: u64,
+    key: Key,
+}
+
+impl Desk {
+    /// For so many sections from this address on.
+    pub fn new(sections: u32, base: u64, key: Key) -> Self {
+        Self { free: Buddies::new(sections), taken: HashMap::new(), base, key }
+    }
+
+    /// Do what is asked; the answer.
+    pub fn answer(&mut self, target: &dyn Target, who: Identity, asked: &[u8]) -> [u8; MESSAGE_BYTES] {
+        encode_answer(match Request::decode(asked) {
+            Some(Request::Take { class, window }) => self.take(target, who, class, window),
+            Some(Request::Give { chunk, class }) => self.give(target, chunk, class),
+            None => None,
+        })
+    }
+
+    fn take(
+        &mut self,
+        target: &dyn Target,
+        who: Identity,
+        class: SizeClass,
+        window: bool,
+    ) -> Option<Granted> {
+        let chunk = self.free.take(class)?;
+        let mut key = None;
+        if window {
+            let first = self.base + u64::from(chunk) * CHUNK_BYTES;
+            let range = first..first + class.bytes();
+            let spec = WindowSpec { range, access: Access::READ_WRITE, scope: Scope::Tenant(who.tenant) };
+            match target.bind(&spec) {
+                Ok(bound) => key = Some(bound),
+                Err(_) => {
+                    self.free.give(chunk, class);
+                    return None;
+                }
+            }
+        }
+        self.taken.insert(chunk, (class, key));
+        Some(Granted { chunk, key: key.unwrap_or(self.key) })
+    }
+
+    fn give(&mut self, target: &dyn Target, chunk: u32, class: SizeClass) -> Option<Granted> {
+        let (taken, key) = self.taken.remove(&chunk)?;
+        if taken != class {
+            self.taken.insert(chunk, (taken, key));
+            return None;
+        }
+        if let Some(key) = key {
+            target.invalidate(key).ok()?;
+        }
+        self.free.give(chunk, class);
+        Some(Granted { chunk, key: Key(0) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn requests_and_answers_are_read_as_they_were_written() {
+        let class = SizeClass::new(7).unwrap();
+        for request in [
+            Request::Take { class, window: true },
+            Request::Take { class, window: false },
+            Request::Give { chunk: 0x0102_0304, class },
+        ] {
+            assert_eq!(Request::decode(&request.encode()), Some(request));
+        }
+        let granted = Granted { chunk: 9, key: Key(7) };
+        assert_eq!(decode_answer(&encode_answer(Some(granted))), Some(granted));
+        assert_eq!(decode_answer(&encode_answer(None)), None);
+        for nonsense in [&[][..], &[3; 16], &[1, 10, 0], &[1; 17]] {
+            assert_eq!(Request::decode(nonsense), None);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_is_handed_out_twice_and_all_joins_again(wishes in prop::collection::vec((0..SizeClass::COUNT, any::<u16>()), 1..200)) {
+            let mut free = Buddies::new(3);
+            let mut held: Vec<(u32, SizeClass)> = Vec::new();
+            let mut taken = vec![false; 3 * SECTION_CHUNKS as usize];
+            for (k, at) in wishes {
+                let class = SizeClass::new(k).unwrap();
+                if at % 3 == 0 && !held.is_empty() {
+                    let (chunk, class) = held.swap_remove(usize::from(at) % held.len());
+                    (chunk..chunk + class.chunks()).for_each(|chunk| taken[chunk as usize] = false);
+                    free.give(chunk, class);
+                } else if let Some(chunk) = free.take(class) {
+                    prop_assert_eq!(chunk % class.chunks(), 0);
+                    for chunk in chunk..chunk + class.chunks() {
+                        prop_assert!(!std::mem::replace(&mut taken[chunk as usize], true));
+                    }
+                    held.push((chunk, class));
+                }
+            }
+            held.into_iter().for_each(|(chunk, class)| free.give(chunk, class));
+            prop_assert_eq!(free.0[usize::from(SizeClass::SECTION.k())].len(), 3);
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! The node, as a process of its own: a pool, an array of who has what, and somebody who answers RPCs; over shared memory and over TCP.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use aquifer_fabric::shm::{self, ShmTarget};
+use aquifer_fabric::tcp::{self, TcpTarget};
+use aquifer_fabric::{Access, Memory, Scope, Target};
+use aquifer_pool::size::{SECTION_BYTES, SECTION_CHUNKS};
+use aquifer_pool::{NodeId, donate};
+
+use super::rpc::Desk;
+use super::{KEY, NODE_SECTIONS};
+use crate::bench::BenchError;
+use crate::bench::support::other;
+
+/// The node's number.
+pub const NODE: NodeId = NodeId(1);
+/// Whoever answers looks for the next request for so long before it sleeps, as the fabric's own threads do.
+const LOOKS: Duration = tcp::SPIN_TIME;
+/// It sleeps so long, as long as somebody asked a moment ago.
+const NAP: Duration = Duration::from_micros(50);
+const MOMENT: Duration = Duration::from_millis(20);
+/// And then so long: it must not cost anything while others are measured.
+const SLEEP: Duration = Duration::from_millis(2);
+
+/// Serves at `path` until its input ends.
+///
+/// # Errors
+/// If it cannot listen there, or there is no memory.
+pub fn serve_at(path: &Path) -> Result<(), BenchError> {
+    let shm = ShmTarget::listen(path, shm::Options::default()).map_err(|error| failed(&error))?;
+    let anywhere = ([127, 0, 0, 1], 0).into();
+    let tcp = TcpTarget::listen(anywhere, &KEY, tcp::Options::default()).map_err(|error| failed(&error))?;
+    let address = tcp.address();
+    let targets: [Arc<dyn Target>; 2] = [Arc::new(shm), Arc::new(tcp)];
+    let mut desks = Vec::new();
+    for target in targets {
+        let desk = lend(&*target).map_err(|reason| BenchError::Fabric { reason })?;
+        desks.push(std::thread::spawn(move || attend(&*target, desk)));
+    }
+    other::ready(path, &address.to_string())?;
+    for desk in desks {
+        desk.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    }
+    Ok(())
+}
+
+fn failed(error: &dyn std::fmt::Display) -> BenchError {
+    BenchError::Fabric { reason: error.to_string() }
+}
+
+/// The pool comes first, then the array, then what RPCs hand out.
+pub fn lend(target: &dyn Target) -> Result<Desk, String> {
+    let show = |error: &dyn std::fmt::Display| error.to_string();
+    donate(target, NODE, u64::from(NODE_SECTIONS) * SECTION_BYTES).map_err(|error| show(&error))?;
+    let create = |bytes: u64| {
+        let bytes = usize::try_from(bytes).map_err(|error| show(&error))?;
+        Memory::create("aquifer-bench", bytes).map(Arc::new).map_err(|error| show(&error))
+    };
+    let entries = create(u64::from(NODE_SECTIONS * SECTION_CHUNKS) * 8)?;
+    target.register(entries, Access::ALL, Scope::Anyone).map_err(|error| show(&error))?;
+    let handed_out = create(u64::from(NODE_SECTIONS) * SECTION_BYTES)?;
+    let region =
+        target.register(handed_out, Access::READ_WRITE, Scope::Anyone).map_err(|error| show(&error))?;
+    Ok(Desk::new(NODE_SECTIONS, region.base, region.key))
+}
+
+/// Answers what is asked, without end.
+pub fn attend(target: &dyn Target, mut desk: Desk) {
+    let mut message = Vec::new();
+    let mut last = Instant::now();
+    let mut looks_until = last + LOOKS;
+    loop {
+        message.clear();
+        if let Some(who) = target.receive(&mut message) {
+            let answer = desk.answer(target, who, &message);
+            target.send(who.host, &answer);
+            last = Instant::now();
+            looks_until = last + LOOKS;
+            continue;
+        }
+        let now = Instant::now();
+        if now < looks_until {
+            std::thread::yield_now();
+        } else {
+            std::thread::sleep(if now - last < MOMENT { NAP } else { SLEEP });
+            looks_until = Instant::now();
+        }
+    }
+}

@@ -1,0 +1,296 @@
+//! Clients of a real node: each way over an endpoint of its own, which counts.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use aquifer_fabric::{
+    Completion, Endpoint, Host, LocalKey, LocalSlice, Memory, PostError, RemoteAddr, Tenant, Verb, Work,
+};
+use aquifer_pool::{Extent, PoolClient, SizeClass};
+
+use super::NODE_SECTIONS;
+use super::counted::{Counted, Counts, Tally};
+use super::rpc::{MESSAGE_BYTES, Request, decode_answer};
+use super::server::NODE;
+use crate::bench::alloc::array::{ArrayClient, Heard, Held, READ_MAX, Touch};
+
+/// An endpoint over a network is asked again after so long.
+const PATIENCE: Duration = Duration::from_millis(20);
+/// Looks before the processor is offered to others, as the pool's client has it.
+const SPINS_MAX: u32 = 256;
+/// As the length of a SEND.
+const MESSAGE_LEN: u32 = 16;
+const _: () = assert!(MESSAGE_LEN as usize == MESSAGE_BYTES);
+/// Completions taken at a time.
+const POLL_MAX: usize = 32;
+/// Entries of the array, and as many for what was read.
+const ENTRIES_BYTES: usize = READ_MAX as usize * 8;
+/// A word of zeros, after what is read.
+const ZERO_AT: u64 = ENTRIES_BYTES as u64;
+
+/// How extents of a real node are taken.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum RealWay {
+    /// Asked for by RPC; a window is bound for each, by a call of the target.
+    OnDemandRpc,
+    /// Asked for by RPC, under the key of all memory.
+    Rpc,
+    /// Taken in an array.
+    Array,
+    /// The pool.
+    Ours,
+    /// Nothing is taken: the floor, one trip.
+    Trip,
+}
+
+impl RealWay {
+    /// All, ours last but for the floor.
+    pub const ALL: [Self; 5] = [Self::OnDemandRpc, Self::Rpc, Self::Array, Self::Ours, Self::Trip];
+
+    /// For people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::OnDemandRpc => "RPC, a window bound for each",
+            Self::Rpc => "RPC, registered beforehand",
+            Self::Array => "one-sided array",
+            Self::Ours => "ours",
+            Self::Trip => "(one trip, nothing taken)",
+        }
+    }
+}
+
+/// What a client has.
+#[derive(Clone, Copy, Debug)]
+pub enum Taken {
+    Chunk(u32, SizeClass),
+    Entries(Held),
+    Extent(Extent),
+    Nothing,
+}
+
+/// A client.
+#[derive(Debug)]
+pub struct Taker {
+    tally: Arc<Tally>,
+    inner: Inner,
+}
+
+#[derive(Debug)]
+enum Inner {
+    Rpc { wire: Wire, window: bool, answer: Vec<u8> },
+    Array { wire: Wire, machine: Box<ArrayClient>, heard: Vec<u16>, works: Vec<Work> },
+    Ours(Box<PoolClient>),
+    Trip(Wire),
+}
+
+impl Taker {
+    /// A client with this host number.
+    ///
+    /// # Errors
+    /// If the endpoint fails.
+    pub fn new(way: RealWay, host: Host, endpoint: Box<dyn Endpoint>) -> Result<Self, String> {
+        let (counted, tally) = Counted::new(endpoint);
+        let inner = match way {
+            RealWay::OnDemandRpc | RealWay::Rpc => {
+                let window = way == RealWay::OnDemandRpc;
+                Inner::Rpc { wire: Wire::new(Box::new(counted), 0)?, window, answer: Vec::new() }
+            }
+            RealWay::Array => {
+                let machine = Box::new(ArrayClient::new(host.0, NODE_SECTIONS, 1, 0));
+                let wire = Wire::new(Box::new(counted), 1)?;
+                Inner::Array { wire, machine, heard: Vec::new(), works: Vec::new() }
+            }
+            RealWay::Ours => {
+                let mut pool = PoolClient::new(host, Tenant(0));
+                pool.add_node(NODE, Box::new(counted)).map_err(|error| error.to_string())?;
+                Inner::Ours(Box::new(pool))
+            }
+            RealWay::Trip => Inner::Trip(Wire::new(Box::new(counted), 0)?),
+        };
+        Ok(Self { tally, inner })
+    }
+
+    /// What was done over its endpoint until now.
+    pub fn counts(&self) -> Counts {
+        self.tally.counts()
+    }
+
+    /// Take an extent.
+    ///
+    /// # Errors
+    /// If there is none, or the endpoint fails.
+    pub fn take(&mut self, class: SizeClass) -> Result<Taken, String> {
+        match &mut self.inner {
+            Inner::Rpc { wire, window, answer } => {
+                wire.ask(Request::Take { class, window: *window }, answer)?;
+                let granted = decode_answer(answer).ok_or("the node has refused an RPC")?;
+                Ok(Taken::Chunk(granted.chunk, class))
+            }
+            Inner::Array { wire, machine, heard, works } => {
+                if !machine.take(0, class) {
+                    return Err("the array is full".into());
+                }
+                loop {
+                    wire.touch(machine.touches(), works, heard)?;
+                    if let Heard::Taken(held) = machine.hear(heard)? {
+                        return Ok(Taken::Entries(held));
+                    }
+                }
+            }
+            Inner::Ours(pool) => {
+                pool.allocate(NODE, class).map(Taken::Extent).map_err(|error| error.to_string())
+            }
+            Inner::Trip(wire) => {
+                let probe = Verb::FetchAdd { remote: wire.remote(0), add: 0 };
+                wire.run(&[Work { id: 0, verb: probe, signalled: true }])?;
+                Ok(Taken::Nothing)
+            }
+        }
+    }
+
+    /// Give it back.
+    ///
+    /// # Errors
+    /// If it is not this client's, or the endpoint fails.
+    pub fn give(&mut self, taken: Taken) -> Result<(), String> {
+        match (&mut self.inner, taken) {
+            (Inner::Rpc { wire, answer, .. }, Taken::Chunk(chunk, class)) => {
+                wire.ask(Request::Give { chunk, class }, answer)?;
+                decode_answer(answer).map(drop).ok_or_else(|| "the node did not take it back".into())
+            }
+            (Inner::Array { wire, machine, heard, works }, Taken::Entries(held)) => {
+                machine.give(held);
+                wire.touch(machine.touches(), works, heard)?;
+                machine.hear(heard).map(drop)
+            }
+            (Inner::Ours(pool), Taken::Extent(extent)) => {
+                pool.free(extent).map_err(|error| error.to_string())
+            }
+            (_, Taken::Nothing) => Ok(()),
+            _ => Err("it was taken in another way".into()),
+        }
+    }
+}
+
+/// An endpoint with some local memory.
+#[derive(Debug)]
+struct Wire {
+    endpoint: Box<dyn Endpoint>,
+    base: RemoteAddr,
+    local: Arc<Memory>,
+    key: LocalKey,
+    done: Vec<Completion>,
+    outcomes: Vec<u64>,
+}
+
+impl Wire {
+    /// To this region of the node.
+    fn new(mut endpoint: Box<dyn Endpoint>, region: usize) -> Result<Self, String> {
+        let region = endpoint.regions().get(region).ok_or("the node has not registered its memory")?;
+        let base = RemoteAddr { addr: region.base, key: region.key };
+        let local = Memory::create("aquifer-bench", 2 * ENTRIES_BYTES).map(Arc::new);
+        let local = local.map_err(|error| error.to_string())?;
+        let key = endpoint.register_local(Arc::clone(&local)).map_err(|error| error.to_string())?;
+        Ok(Self { endpoint, base, local, key, done: Vec::new(), outcomes: Vec::new() })
+    }
+
+    /// Of an entry of this region.
+    fn remote(&self, entry: u32) -> RemoteAddr {
+        RemoteAddr { addr: self.base.addr + u64::from(entry) * 8, key: self.base.key }
+    }
+
+    /// Post operations, whose names are their places, and wait for the end of all; what came of them is in `outcomes`.
+    fn run(&mut self, works: &[Work]) -> Result<(), String> {
+        let (mut posted, mut ended, mut spins) = (0, 0, 0);
+        self.outcomes.clear();
+        self.outcomes.resize(works.len(), 0);
+        while ended < works.len() {
+            if posted < works.len() {
+                posted += match self.endpoint.post(&works[posted..]) {
+                    Ok(()) => works.len() - posted,
+                    Err(PostError::QueueFull { accepted }) => accepted,
+                };
+            }
+            self.done.clear();
+            if self.endpoint.poll(&mut self.done, POLL_MAX) == 0 {
+                self.pause(&mut spins)?;
+            }
+            for completion in &self.done {
+                let outcome = completion.outcome.map_err(|error| error.to_string())?;
+                let at = usize::try_from(completion.id).unwrap_or(usize::MAX);
+                *self.outcomes.get_mut(at).ok_or("an operation ended that was not posted")? = outcome;
+                ended += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Send a request, and wait for the answer.
+    fn ask(&mut self, request: Request, answer: &mut Vec<u8>) -> Result<(), String> {
+        self.local.write(0, &request.encode());
+        let local = LocalSlice { key: self.key, offset: 0, len: MESSAGE_LEN };
+        self.run(&[Work { id: 0, verb: Verb::Send { local }, signalled: true }])?;
+        answer.clear();
+        let mut spins = 0;
+        while !self.endpoint.receive(answer) {
+            self.pause(&mut spins)?;
+        }
+        Ok(())
+    }
+
+    fn pause(&mut self, spins: &mut u32) -> Result<(), String> {
+        if self.endpoint.is_broken() {
+            return Err("the node is gone".into());
+        }
+        self.endpoint.wait(PATIENCE);
+        if *spins < SPINS_MAX {
+            std::hint::spin_loop();
+        } else {
+            std::thread::yield_now();
+        }
+        *spins = spins.saturating_add(1);
+        Ok(())
+    }
+
+    /// Do what a client of the array wants done; what it hears.
+    fn touch(
+        &mut self,
+        touches: &[Touch],
+        works: &mut Vec<Work>,
+        heard: &mut Vec<u16>,
+    ) -> Result<(), String> {
+        works.clear();
+        for touch in touches {
+            let verb = match *touch {
+                Touch::Clear { entry } => {
+                    let local = LocalSlice { key: self.key, offset: ZERO_AT, len: 8 };
+                    Verb::Write { local, remote: self.remote(entry) }
+                }
+                // No client reads twice by one doorbell.
+                Touch::Read { first, count } => {
+                    let local = LocalSlice { key: self.key, offset: 0, len: count * 8 };
+                    Verb::Read { local, remote: self.remote(first) }
+                }
+                Touch::Take { entry, host } => {
+                    Verb::CompareSwap { remote: self.remote(entry), expected: 0, desired: u64::from(host) }
+                }
+            };
+            works.push(Work { id: works.len() as u64, verb, signalled: true });
+        }
+        self.run(works)?;
+        heard.clear();
+        let owner = |word: u64| u16::try_from(word).unwrap_or(u16::MAX);
+        for (touch, outcome) in touches.iter().zip(&self.outcomes) {
+            match touch {
+                Touch::Clear { .. } => {}
+                Touch::Read { count, .. } => {
+                    let entry = |at: u32| self.local.atomic_u64(at as usize * 8);
+                    let read = (0..*count).map(|at| entry(at).load(std::sync::atomic::Ordering::Relaxed));
+                    heard.extend(read.map(owner));
+                }
+                Touch::Take { .. } => heard.push(owner(*outcome)),
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,144 @@
+//! From samples to tables and targets.
+
+use std::collections::BTreeMap;
+
+use super::ways::Way;
+use super::{Benchmark, Sample, Samples};
+use crate::bench::support::report::{Column, Report, Row, Table, Target};
+use crate::bench::support::spread::Spread;
+
+/// Per cent that fit where the pool is to be ahead of the peer.
+const JUDGED_PERCENT: u64 = 25;
+const SPEED: &str = "thousand ops/s";
+
+struct View<'a> {
+    rounds: usize,
+    at: usize,
+    percent: u64,
+    samples: &'a Samples,
+}
+
+impl View<'_> {
+    fn sample(&self, way: Way, round: usize) -> Option<&Sample> {
+        let is_plain = matches!(way, Way::Glibc | Way::Plain);
+        let percent = if is_plain { 100 } else { self.percent };
+        self.samples.get(&(self.at, percent, way))?.get(round)?.as_ref()
+    }
+
+    fn figure(&self, way: Way, name: &str, round: usize) -> Option<f64> {
+        self.sample(way, round)?.get(name).copied()
+    }
+
+    fn spread(&self, pick: impl Fn(usize) -> Option<f64>) -> Option<Spread> {
+        Spread::of(&(0..self.rounds).filter_map(pick).collect::<Vec<_>>())
+    }
+
+    /// How many times as fast one way was as another, in the same round.
+    fn ahead_of(&self, way: Way, other: Way) -> Option<Spread> {
+        self.spread(|round| Some(self.figure(way, SPEED, round)? / self.figure(other, SPEED, round)?))
+    }
+
+    fn row(&self, way: Way) -> Row {
+        let names = (0..self.rounds).filter_map(|round| self.sample(way, round)).flat_map(BTreeMap::keys);
+        let mut figures: BTreeMap<&'static str, Spread> = names
+            .filter_map(|&name| Some((name, self.spread(|round| self.figure(way, name, round))?)))
+            .collect();
+        for (name, other) in [("÷ glibc", Way::Glibc), ("÷ swap file", Way::SwapFile)] {
+            if way != other {
+                figures.extend(self.ahead_of(way, other).map(|spread| (name, spread)));
+            }
+        }
+        Row { name: way.name().into(), figures }
+    }
+
+    fn targets(&self, name: &str) -> Vec<Target> {
+        let mut targets = Vec::new();
+        let mut target = |what: &str, value: Option<Spread>, bound: f64, at_most: bool| {
+            let name = format!("{name}, {} % fit: {what}", self.percent);
+            targets.extend(value.map(|value| Target { name, value, bound, at_most }));
+        };
+        if self.percent == JUDGED_PERCENT {
+            target("library with limit ÷ swap file", self.ahead_of(Way::Library, Way::SwapFile), 1.0, false);
+            target(
+                "library with limit ÷ glibc under aquifer run",
+                self.ahead_of(Way::Library, Way::Run),
+                0.9,
+                false,
+            );
+        }
+        let over = |round| {
+            let figure = |name| self.figure(Way::Library, name, round);
+            Some(figure("resident MiB")? - 1.1 * figure("limit MiB")?)
+        };
+        target("resident MiB over limit + 10 %", self.spread(over), 16.0, true);
+        targets
+    }
+}
+
+/// Adds a table and targets.
+pub fn fill(
+    report: &mut Report,
+    rounds: usize,
+    (at, benchmark): (usize, &Benchmark),
+    percent: u64,
+    limited: &[Way],
+    samples: &Samples,
+) {
+    let view = View { rounds, at, percent, samples };
+    let ways = limited.iter().chain(&[Way::Plain, Way::Glibc]);
+    report.tables.push(Table {
+        title: format!("{}, {percent} % fit", benchmark.name),
+        columns: vec![
+            Column::full(SPEED),
+            Column::middle("whole s"),
+            Column::middle("CPU s"),
+            Column::middle("resident MiB"),
+            Column::middle("in want"),
+            Column::full("÷ glibc"),
+            Column::full("÷ swap file"),
+        ],
+        pictured: Some(SPEED),
+        ratio: Some("÷ swap file"),
+        rows: ways.map(|&way| view.row(way)).collect(),
+    });
+    report.targets.extend(view.targets(benchmark.name));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::malloc::BENCHMARKS;
+
+    fn samples() -> Samples {
+        let sample = |speed, resident| {
+            Some(Sample::from([(SPEED, speed), ("resident MiB", resident), ("limit MiB", 20.0)]))
+        };
+        Samples::from([
+            ((0, 100, Way::Glibc), vec![sample(100.0, 80.0), sample(200.0, 80.0)]),
+            ((0, 100, Way::Plain), vec![sample(110.0, 80.0), sample(210.0, 80.0)]),
+            ((0, 25, Way::Library), vec![sample(20.0, 25.0), sample(40.0, 30.0)]),
+            ((0, 25, Way::Run), vec![sample(10.0, 25.0), sample(20.0, 25.0)]),
+            // The kernel killed it once.
+            ((0, 25, Way::SwapFile), vec![None, sample(20.0, 20.0)]),
+        ])
+    }
+
+    #[test]
+    fn ratios_are_of_the_same_round_and_what_was_killed_is_left_out() {
+        let mut report = Report::new("malloc", true);
+        let limited = [Way::Library, Way::Run, Way::SwapFile];
+        fill(&mut report, 2, (0, &BENCHMARKS[0]), 25, &limited, &samples());
+        let table = &report.tables[0];
+        let row = |name: &str| table.rows.iter().find(|row| row.name == name).unwrap();
+        assert_eq!(table.rows.len(), 5);
+        assert_eq!(
+            row(Way::Library.name()).figures["÷ swap file"],
+            Spread { min: 2.0, median: 2.0, max: 2.0 }
+        );
+        assert_eq!(row(Way::Library.name()).figures["÷ glibc"], Spread { min: 0.2, median: 0.2, max: 0.2 });
+        assert!(!row(Way::SwapFile.name()).figures.contains_key("÷ swap file"));
+        let met: Vec<bool> = report.targets.iter().map(super::Target::is_met).collect();
+        assert_eq!(met, [true, true, true]);
+        assert_eq!(report.targets[2].value.max, 8.0, "30 MiB, and 22 are allowed");
+    }
+}

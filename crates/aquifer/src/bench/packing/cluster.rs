@@ -1,0 +1,387 @@
+//! A cluster in virtual time: hosts whose jobs keep half of their memory local and have the rest in the pool.
+
+use aquifer_pool::SizeClass;
+use aquifer_pool::size::SECTION_CHUNKS;
+
+use super::jobs::{Job, Mix, Random};
+use super::pool::{Extent, Pool};
+use crate::bench::support::bytes::float;
+
+/// Hosts, and what each has for jobs.
+pub const HOSTS: usize = 8;
+/// 2 GiB.
+pub const HOST_PAGES: u64 = 524_288;
+/// Between two looks.
+const TICK_S: u64 = 5;
+/// Until the cluster is full.
+pub const WARM_S: u64 = 3600;
+/// Static memory comes in blocks of 16 MiB: so many sections.
+const BLOCK_SECTIONS: u64 = 8;
+/// Pages leave in batches of at most so many, as the pager takes them.
+const BATCH_PAGES: u64 = 64;
+/// Of the pool in a hundred, which are not given to new jobs when they are expected to need the mean.
+const RESERVE_PERCENT: u64 = 10;
+/// So many jobs must have ended before what they needed says anything.
+const KNOWN_MIN: u64 = 20;
+
+/// How remote memory is had.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Policy {
+    /// All that a job may ever need, for all of its life.
+    Static,
+    /// As pages leave, and back when they are freed.
+    Dynamic,
+}
+
+/// What is played.
+#[derive(Clone, Copy, Debug)]
+pub struct Setting {
+    /// How remote memory is had.
+    pub policy: Policy,
+    /// Which jobs.
+    pub mix: Mix,
+    /// Sections that are donated in all.
+    pub sections: u32,
+    /// How long after the cluster is full, in seconds.
+    pub time_s: u64,
+}
+
+/// A moment.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Sample {
+    /// In seconds.
+    pub at_s: u64,
+    /// Pages with something in them.
+    pub used: u64,
+    /// Pages that somebody has.
+    pub held: u64,
+    /// Jobs at once.
+    pub jobs: u64,
+}
+
+/// What came of it.
+#[derive(Clone, Debug, Default)]
+pub struct Outcome {
+    /// All moments since the cluster was full.
+    pub samples: Vec<Sample>,
+    /// Pages of the pool.
+    pub donated: u64,
+    /// Jobs that ended since the cluster was full, and all that were started.
+    pub ended: u64,
+    pub jobs_in_all: u64,
+    /// Seconds of jobs, and of those the ones in which they had to wait for memory.
+    pub job_s: u64,
+    pub stalled_s: u64,
+    /// Extents taken, and operations that taking and giving took, from the beginning.
+    pub taken: u64,
+    pub trips: u64,
+    /// The sum of what jobs needed on the average for each page of their maximum, of those that ended.
+    pub mean_to_max: f64,
+}
+
+#[derive(Debug)]
+struct Running {
+    job: Job,
+    host: usize,
+    ran_s: u64,
+    extents: Vec<Extent>,
+    held: u64,
+}
+
+/// Play it.
+///
+/// # Errors
+/// A sentence, if an allocator fails, or something is left when all has been given back.
+pub fn play(setting: &Setting, seed: u64) -> Result<Outcome, String> {
+    let mut cluster = Cluster::new(*setting, seed);
+    let mut now_s = 0;
+    while now_s < WARM_S + setting.time_s {
+        cluster.start_jobs()?;
+        cluster.run_jobs(now_s)?;
+        now_s += TICK_S;
+        if now_s > WARM_S {
+            cluster.sample(now_s);
+        }
+    }
+    cluster.close()
+}
+
+#[derive(Debug)]
+struct Cluster {
+    setting: Setting,
+    pool: Pool,
+    local_free: [u64; HOSTS],
+    /// The oldest first.
+    running: Vec<Running>,
+    random: Random,
+    /// The next to start: there is always another.
+    next: Job,
+    /// Of jobs that have ended: how many, and what they needed for each page of their maximum.
+    known: u64,
+    mean_to_max: f64,
+    outcome: Outcome,
+}
+
+impl Cluster {
+    fn new(setting: Setting, seed: u64) -> Self {
+        let mut random = Random::new(seed + 1);
+        let next = Job::draw(setting.mix, &mut random);
+        Self {
+            setting,
+            pool: Pool::new(setting.sections, HOSTS),
+            local_free: [HOST_PAGES; HOSTS],
+            running: Vec::new(),
+            random,
+            next,
+            known: 0,
+            mean_to_max: 0.0,
+            outcome: Outcome::default(),
+        }
+    }
+
+    /// In their order: one that does not fit holds up all others.
+    fn start_jobs(&mut self) -> Result<(), String> {
+        loop {
+            let job = self.next;
+            let host = (0..HOSTS).max_by_key(|host| self.local_free[*host]).unwrap_or(0);
+            if self.local_free[host] < job.local_pages() || !self.admits(&job) {
+                return Ok(());
+            }
+            let mut running = Running { job, host, ran_s: 0, extents: Vec::new(), held: 0 };
+            if self.setting.policy == Policy::Static && !self.premap(&mut running)? {
+                return Ok(());
+            }
+            self.local_free[host] -= job.local_pages();
+            self.running.push(running);
+            self.outcome.jobs_in_all += 1;
+            self.next = Job::draw(self.setting.mix, &mut self.random);
+        }
+    }
+
+    fn admits(&self, job: &Job) -> bool {
+        if self.setting.policy == Policy::Static {
+            return blocks_of(job) * BLOCK_SECTIONS * u64::from(SECTION_CHUNKS) <= self.pool.free_pages();
+        }
+        let part = if self.known < KNOWN_MIN { 1.0 } else { self.mean_to_max / float(self.known) };
+        let expected = |job: &Job| super::jobs::whole(part * float(job.remote_pages_max()));
+        let those: u64 = self.running.iter().map(|running| expected(&running.job)).sum();
+        let held = self.pool.pages() - self.pool.free_pages();
+        let room = self.pool.pages() / 100 * (100 - RESERVE_PERCENT);
+        let new = Claim { held: 0, max: job.remote_pages_max() };
+        those.max(held) + expected(job) <= room && is_safe(self.pool.free_pages(), self.claims().chain([new]))
+    }
+
+    fn claims(&self) -> impl Iterator<Item = Claim> {
+        let claim = |running: &Running| Claim {
+            held: running.held,
+            max: running.job.remote_pages_max().max(running.held),
+        };
+        self.running.iter().map(claim)
+    }
+
+    /// All of it; false if there is no room, and then nothing is taken.
+    fn premap(&mut self, running: &mut Running) -> Result<bool, String> {
+        for _ in 0..blocks_of(&running.job) * BLOCK_SECTIONS {
+            let Some(extent) = self.pool.take(running.host, SizeClass::SECTION)? else {
+                give_all(&mut self.pool, running)?;
+                return Ok(false);
+            };
+            running.held += extent.pages();
+            running.extents.push(extent);
+        }
+        Ok(true)
+    }
+
+    fn run_jobs(&mut self, now_s: u64) -> Result<(), String> {
+        self.pool.look_again();
+        let is_measured = now_s >= WARM_S;
+        for at in 0..self.running.len() {
+            let wanted = self.running[at].job.remote_pages(self.running[at].ran_s + TICK_S);
+            let may_go_on = self.setting.policy == Policy::Static || self.resize(at, wanted)?;
+            if may_go_on {
+                self.running[at].ran_s += TICK_S;
+            }
+            if is_measured {
+                self.outcome.job_s += TICK_S;
+                self.outcome.stalled_s += if may_go_on { 0 } else { TICK_S };
+            }
+        }
+        let (ended, running) =
+            std::mem::take(&mut self.running).into_iter().partition(|job| job.ran_s >= job.job.time_s);
+        self.running = running;
+        let ended: Vec<Running> = ended;
+        for mut running in ended {
+            give_all(&mut self.pool, &mut running)?;
+            self.local_free[running.host] += running.job.local_pages();
+            self.known += 1;
+            self.mean_to_max += running.job.mean_to_max();
+            self.outcome.ended += u64::from(is_measured);
+        }
+        Ok(())
+    }
+
+    /// Have as much as is wanted; false if the job must wait for that. What was taken last goes back first, in whole extents.
+    fn resize(&mut self, at: usize, wanted: u64) -> Result<bool, String> {
+        if wanted > self.running[at].held {
+            let more = wanted - self.running[at].held;
+            if more > self.pool.free_pages() {
+                return Ok(false);
+            }
+            let after = self.claims().enumerate().map(|(other, claim)| Claim {
+                held: claim.held + if other == at { more } else { 0 },
+                ..claim
+            });
+            if !is_safe(self.pool.free_pages() - more, after) {
+                return Ok(false);
+            }
+            grow(&mut self.pool, &mut self.running[at], more)?;
+            return Ok(true);
+        }
+        let running = &mut self.running[at];
+        while let Some(last) = running.extents.last().copied() {
+            if running.held - last.pages() < wanted {
+                break;
+            }
+            running.extents.pop();
+            running.held -= last.pages();
+            self.pool.give(running.host, last)?;
+        }
+        Ok(true)
+    }
+
+    fn sample(&mut self, at_s: u64) {
+        let used =
+            self.running.iter().map(|running| running.job.remote_pages(running.ran_s).min(running.held));
+        self.outcome.samples.push(Sample {
+            at_s,
+            used: used.sum(),
+            held: self.pool.pages() - self.pool.free_pages(),
+            jobs: self.running.len() as u64,
+        });
+    }
+
+    /// All jobs give everything back.
+    fn close(mut self) -> Result<Outcome, String> {
+        for mut running in std::mem::take(&mut self.running) {
+            give_all(&mut self.pool, &mut running)?;
+        }
+        if !self.pool.is_all_free() {
+            return Err("something is left of jobs that have given everything back".into());
+        }
+        let (taken, trips, donated) = (self.pool.taken, self.pool.trips, self.pool.pages());
+        Ok(Outcome {
+            taken,
+            trips,
+            donated,
+            mean_to_max: self.mean_to_max / float(self.known),
+            ..self.outcome
+        })
+    }
+}
+
+/// So many pages more, in extents of the sizes in which batches of them leave; smaller ones where there are no such.
+fn grow(pool: &mut Pool, running: &mut Running, more: u64) -> Result<(), String> {
+    let goal = running.held + more;
+    while running.held < goal {
+        let batch = (goal - running.held).min(BATCH_PAGES);
+        let largest = u8::try_from(batch.ilog2()).unwrap_or(0);
+        let mut taken = None;
+        for class in (0..=largest).rev().filter_map(SizeClass::new) {
+            taken = pool.take(running.host, class)?;
+            if taken.is_some() {
+                break;
+            }
+        }
+        let extent = taken.ok_or("pages are free, and no extent is")?;
+        running.held += extent.pages();
+        running.extents.push(extent);
+    }
+    Ok(())
+}
+
+fn give_all(pool: &mut Pool, running: &mut Running) -> Result<(), String> {
+    running.held = 0;
+    running.extents.drain(..).try_for_each(|extent| pool.give(running.host, extent))
+}
+
+fn blocks_of(job: &Job) -> u64 {
+    job.remote_pages_max().div_ceil(BLOCK_SECTIONS * u64::from(SECTION_CHUNKS))
+}
+
+/// What a job has, and what it may come to have.
+#[derive(Clone, Copy, Debug)]
+struct Claim {
+    held: u64,
+    max: u64,
+}
+
+/// The banker's rule: whether there is an order in which all can have their maximum, and end. So no job waits for ever.
+fn is_safe(free: u64, claims: impl Iterator<Item = Claim>) -> bool {
+    let mut claims: Vec<Claim> = claims.collect();
+    claims.sort_by_key(|claim| claim.max - claim.held.min(claim.max));
+    let mut free = free;
+    claims.into_iter().all(|claim| {
+        let is_enough = claim.max.saturating_sub(claim.held) <= free;
+        free += claim.held;
+        is_enough
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn setting(policy: Policy, mix: usize, sections: u32) -> Setting {
+        Setting { policy, mix: Mix::ALL[mix], sections, time_s: 900 }
+    }
+
+    #[test]
+    fn nobody_has_more_than_there_is_and_all_comes_back() {
+        for policy in [Policy::Static, Policy::Dynamic] {
+            let outcome = play(&setting(policy, 0, 2048), 1).unwrap();
+            assert_eq!(outcome.samples.len(), 900 / 5);
+            for sample in &outcome.samples {
+                assert!(sample.used <= sample.held && sample.held <= 2048 * 512, "{sample:?}");
+                assert!(sample.jobs > 0);
+            }
+            assert!(outcome.ended > 0 && outcome.taken > 0 && outcome.trips > outcome.taken);
+        }
+    }
+
+    #[test]
+    fn the_same_seed_plays_the_same() {
+        let play = |seed| {
+            let outcome = play(&setting(Policy::Dynamic, 2, 1024), seed).unwrap();
+            (outcome.samples, outcome.ended, outcome.stalled_s)
+        };
+        assert_eq!(play(2), play(2));
+        assert_ne!(play(2), play(3));
+    }
+
+    #[test]
+    fn who_premaps_never_stalls_and_holds_blocks() {
+        let outcome = play(&setting(Policy::Static, 0, 1024), 4).unwrap();
+        assert_eq!(outcome.stalled_s, 0);
+        let block = 8 * 512;
+        assert!(outcome.samples.iter().all(|sample| sample.held % block == 0));
+    }
+
+    #[test]
+    fn a_state_is_safe_if_there_is_an_order() {
+        let claims = |of: &[(u64, u64)]| {
+            of.iter().map(|&(held, max)| Claim { held, max }).collect::<Vec<Claim>>().into_iter()
+        };
+        assert!(is_safe(2, claims(&[(4, 6), (3, 9)])), "the first, then the second");
+        assert!(!is_safe(1, claims(&[(4, 6), (3, 9)])));
+        assert!(!is_safe(2, claims(&[(4, 6), (2, 9)])), "even all of the first is too little");
+        assert!(is_safe(0, claims(&[])));
+    }
+
+    #[test]
+    fn a_pool_that_runs_short_stalls_jobs_and_lets_them_end() {
+        // All that can be had of the smallest pool in which each job fits.
+        let outcome = play(&Setting { time_s: 3600, ..setting(Policy::Dynamic, 0, 512) }, 7).unwrap();
+        assert!(outcome.stalled_s > 0, "there was always room");
+        assert!(outcome.ended > 10, "{}", outcome.ended);
+    }
+}

@@ -1,0 +1,206 @@
+//! Batch jobs, drawn with a seed: how long they run, how much memory they want at most, and how much of that when.
+
+use crate::bench::support::bytes::float;
+
+/// Pages of a mebibyte.
+const MIB_PAGES: u64 = 256;
+/// Of the peaks: the median, the spread of its logarithm, and the bounds.
+const PEAK_PAGES: (f64, f64, u64, u64) = (65_536.0, 0.6, 64 * MIB_PAGES, 1024 * MIB_PAGES);
+/// The same of the run times, in seconds.
+const TIME_S: (f64, f64, u64, u64) = (600.0, 0.7, 120, 3600);
+
+/// How memory is used over a job's life.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Shape {
+    /// From a tenth to the peak, evenly, to the end: what gathers a result.
+    Ramp,
+    /// To the peak in the first tenth, and nine tenths of it from then on: what loads and works.
+    Plateau,
+    /// A third of the peak, and five times all of it, a quarter of the time in all: stages with a shuffle in between.
+    Spikes,
+    /// To the peak in the first fifth, then a quarter of it: what reads much, and keeps little.
+    Idle,
+}
+
+impl Shape {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Ramp, Self::Plateau, Self::Spikes, Self::Idle];
+
+    /// Which part of the peak is in use at this part of the life.
+    pub fn used(self, life: f64) -> f64 {
+        match self {
+            Self::Ramp => 0.1 + 0.9 * life,
+            Self::Plateau if life < 0.1 => life / 0.1,
+            Self::Plateau => 0.9,
+            Self::Spikes if (0.625..0.875).contains(&(life * 5.0).fract()) => 1.0,
+            Self::Spikes => 1.0 / 3.0,
+            Self::Idle if life < 0.2 => life / 0.2,
+            Self::Idle => 0.25,
+        }
+    }
+}
+
+/// How many jobs in a hundred have which shape, in the order of [`Shape::ALL`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Mix {
+    /// For people.
+    pub name: &'static str,
+    percent: [u64; 4],
+}
+
+impl Mix {
+    /// Some of each; mostly level ones; mostly ones that are seldom at their peak.
+    pub const ALL: [Self; 3] = [
+        Self { name: "mixed", percent: [30, 30, 25, 15] },
+        Self { name: "level", percent: [15, 70, 10, 5] },
+        Self { name: "uneven", percent: [20, 10, 40, 30] },
+    ];
+
+    fn draw(self, random: &mut Random) -> Shape {
+        let mut left = random.below(100);
+        for (shape, percent) in Shape::ALL.into_iter().zip(self.percent) {
+            if left < percent {
+                return shape;
+            }
+            left -= percent;
+        }
+        Shape::Idle
+    }
+}
+
+/// A job.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Job {
+    /// How its memory is used.
+    pub shape: Shape,
+    /// The most that it ever uses, which is what it declares, in pages.
+    pub peak_pages: u64,
+    /// How long it runs if it is never stalled.
+    pub time_s: u64,
+}
+
+impl Job {
+    /// One of a mix.
+    pub fn draw(mix: Mix, random: &mut Random) -> Self {
+        Self {
+            shape: mix.draw(random),
+            peak_pages: random.lognormal(PEAK_PAGES),
+            time_s: random.lognormal(TIME_S),
+        }
+    }
+
+    /// Of its memory this stays on its host: half of the peak.
+    pub fn local_pages(&self) -> u64 {
+        self.peak_pages / 2
+    }
+
+    /// What it may have to swap out at most.
+    pub fn remote_pages_max(&self) -> u64 {
+        self.peak_pages - self.local_pages()
+    }
+
+    /// What it has swapped out after it has run for so long.
+    pub fn remote_pages(&self, ran_s: u64) -> u64 {
+        let life = float(ran_s.min(self.time_s)) / float(self.time_s);
+        let used = whole(self.shape.used(life) * float(self.peak_pages)).min(self.peak_pages);
+        used.saturating_sub(self.local_pages())
+    }
+
+    /// Its mean over the job's life, for each page of the maximum.
+    pub fn mean_to_max(&self) -> f64 {
+        let steps = 200;
+        let at = |step: u64| float(self.remote_pages(self.time_s * step / steps));
+        (0..steps).map(at).sum::<f64>() / float(steps) / float(self.remote_pages_max())
+    }
+}
+
+/// Random numbers from a seed: splitmix64.
+#[derive(Clone, Debug)]
+pub struct Random(u64);
+
+impl Random {
+    /// The same numbers for the same seed.
+    pub fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15))
+    }
+
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ mixed >> 31
+    }
+
+    /// Less than that.
+    pub fn below(&mut self, bound: u64) -> u64 {
+        (self.next() >> 11) % bound.max(1)
+    }
+
+    /// Between 0 and 1, never 0.
+    fn part(&mut self) -> f64 {
+        (float(self.next() >> 12) + 0.5) / float(1 << 52)
+    }
+
+    /// Of that median and spread, within bounds; by Box and Muller.
+    fn lognormal(&mut self, (median, sigma, least, most): (f64, f64, u64, u64)) -> u64 {
+        let normal = (-2.0 * self.part().ln()).sqrt() * (std::f64::consts::TAU * self.part()).cos();
+        whole(median * (sigma * normal).exp()).clamp(least, most)
+    }
+}
+
+/// The whole number below; 0 for what is less.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "pages and seconds, far below 2^52"
+)]
+pub fn whole(value: f64) -> u64 {
+    value.max(0.0) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shapes_stay_within_the_peak_and_reach_it() {
+        for shape in Shape::ALL {
+            let used: Vec<f64> = (0..=1000).map(|step| shape.used(f64::from(step) / 1000.0)).collect();
+            assert!(used.iter().all(|used| (0.0..=1.0).contains(used)), "{shape:?}");
+            let most = used.iter().copied().fold(0.0, f64::max);
+            assert!(most > 0.89, "{shape:?} reaches {most}");
+        }
+    }
+
+    #[test]
+    fn spikes_take_a_quarter_of_the_time() {
+        let high = (0..1000).filter(|step| Shape::Spikes.used(f64::from(*step) / 1000.0) > 0.9).count();
+        assert!((230..=270).contains(&high), "{high}");
+    }
+
+    #[test]
+    fn jobs_are_the_same_for_the_same_seed_and_within_bounds() {
+        let draw = |seed| {
+            let mut random = Random::new(seed);
+            (0..500).map(|_| Job::draw(Mix::ALL[0], &mut random)).collect::<Vec<Job>>()
+        };
+        assert_eq!(draw(3), draw(3));
+        assert_ne!(draw(3), draw(4));
+        for job in draw(5) {
+            assert!((64 * MIB_PAGES..=1024 * MIB_PAGES).contains(&job.peak_pages));
+            assert!((120..=3600).contains(&job.time_s));
+            assert!((0..=job.time_s).all(|ran| job.remote_pages(ran) <= job.remote_pages_max()));
+            assert!((0.0..=1.0).contains(&job.mean_to_max()));
+        }
+    }
+
+    #[test]
+    fn a_mix_is_what_it_says() {
+        for mix in Mix::ALL {
+            assert_eq!(mix.percent.iter().sum::<u64>(), 100);
+            let mut random = Random::new(9);
+            let ramps = (0..10_000).filter(|_| mix.draw(&mut random) == Shape::Ramp).count();
+            assert!(ramps.abs_diff(usize::try_from(mix.percent[0] * 100).unwrap()) < 200, "{mix:?}: {ramps}");
+        }
+    }
+}

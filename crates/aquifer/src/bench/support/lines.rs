@@ -1,0 +1,72 @@
+//! Figures over time, as SVG.
+
+use std::path::Path;
+
+use plotters::prelude::*;
+
+use super::draw::picture;
+use super::report::Series;
+use crate::bench::BenchError;
+
+const WIDTH_PX: i32 = 890;
+const TITLE_PX: i32 = 34;
+const CHART_PX: i32 = 380;
+/// Of the series, in turn.
+const COLOURS: [RGBColor; 4] =
+    [RGBColor(150, 160, 170), RGBColor(90, 95, 105), RGBColor(20, 110, 180), RGBColor(120, 190, 235)];
+
+/// Draws the series with one title into one chart, from zero on.
+///
+/// # Errors
+/// If the file cannot be written.
+pub fn draw(path: &Path, title: &str, series: &[Series]) -> Result<(), BenchError> {
+    let Some(first) = series.first() else { return Ok(()) };
+    let points = || series.iter().flat_map(|series| &series.points);
+    let begin = points().map(|point| point.0).fold(f64::INFINITY, f64::min);
+    let end = points().map(|point| point.0).fold(begin, f64::max);
+    let most = points().map(|point| point.1).fold(1.0, f64::max) * 1.25;
+    picture(path, WIDTH_PX, TITLE_PX + CHART_PX, |area| {
+        area.draw(&Text::new(title.to_owned(), (12, 10), ("sans-serif", 19).into_font()))?;
+        let (_, below) = area.split_vertically(TITLE_PX);
+        let mut chart = ChartBuilder::on(&below)
+            .caption(&first.title, ("sans-serif", 15))
+            .margin(8)
+            .x_label_area_size(24)
+            .y_label_area_size(40)
+            .build_cartesian_2d(begin..end, 0.0..most)?;
+        chart.configure_mesh().light_line_style(WHITE).draw()?;
+        for (series, colour) in series.iter().zip(COLOURS.iter().cycle()) {
+            let line = LineSeries::new(series.points.iter().copied(), colour.stroke_width(2));
+            let mark = *colour;
+            chart
+                .draw_series(line)?
+                .label(&series.name)
+                .legend(move |(x, y)| PathElement::new(vec![(x, y), (x + 16, y)], mark.stroke_width(2)));
+        }
+        chart
+            .configure_series_labels()
+            .position(SeriesLabelPosition::UpperRight)
+            .background_style(WHITE)
+            .border_style(BLACK.mix(0.2))
+            .draw()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_picture_has_all_series_by_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x.svg");
+        let one = |name: &str| Series {
+            title: "% over hours".into(),
+            name: name.into(),
+            points: vec![(1.0, 40.0), (2.0, 41.5)],
+        };
+        draw(&path, "aquifer bench x", &[one("static"), one("pool")]).unwrap();
+        let svg = std::fs::read_to_string(path).unwrap();
+        assert!(["aquifer bench x", "% over hours", "static", "pool"].iter().all(|word| svg.contains(word)));
+    }
+}
