@@ -1,7 +1,7 @@
 # The few commands that people type. What they do is in scripts/ and in the binary itself.
 
 AQUIFER := target/release/aquifer
-BENCHES := alloc fabric faults 'faults --fabric tcp' apps
+BENCHES := alloc packing dilemma fabric faults 'faults --fabric tcp' malloc apps
 # Half of it are random programs, half is chaos; `make test-long SOAK_S=36000` lasts ten hours.
 SOAK_S := 600
 
@@ -9,7 +9,7 @@ SOAK_S := 600
 
 help:
 	@echo 'make demo       a real program in a quarter of the memory it needs, beside kernel swap (3 minutes)'
-	@echo 'make build      target/release/aquifer and the library beside it'
+	@echo 'make build      target/release/aquifer and the libraries beside it'
 	@echo 'make test       formatting, lints, all tests'
 	@echo 'make test-long  random programs under random limits, then real ones while parts of the cluster die, for SOAK_S=$(SOAK_S) seconds'
 	@echo 'make test-guests  all that runs in virtual machines with Soft-RoCE; `make test` runs some of it'
@@ -19,6 +19,7 @@ help:
 build:
 	scripts/install-deps.sh build
 	cargo build --release
+	ln -sf libaquifer_malloc.so target/release/libaquifer-malloc.so
 
 demo:
 	scripts/install-deps.sh demo

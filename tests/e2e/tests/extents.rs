@@ -19,6 +19,8 @@ const ANNE: u32 = 65_533;
 const BERT: u32 = 65_532;
 const EDQUOT: &str = "122";
 const EACCES: &str = "13";
+/// The one beside it, whatever cargo has put into LD_LIBRARY_PATH: that may be of another build.
+const OWN_LIBRARY: [&str; 2] = ["-Wl,--disable-new-dtags", "-Wl,-rpath,$ORIGIN"];
 
 /// The program in C, in a folder where everybody finds it.
 fn program(folder: &Path) -> PathBuf {
@@ -28,7 +30,7 @@ fn program(folder: &Path) -> PathBuf {
     let header = format!("-I{}", build::root().join("bindings/c").display());
     let folder_flag = format!("-L{}", folder.display());
     let flags = ["-Wall", "-Wextra", "-Werror", &header, "-Wl,--no-as-needed", &folder_flag, "-laquifer"];
-    let program = build::compile(folder, "extents", &source, &[&flags[..], &["-Wl,-rpath,$ORIGIN"]].concat());
+    let program = build::compile(folder, "extents", &source, &[&flags[..], &OWN_LIBRARY].concat());
     std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).expect("our own file");
     program
 }

@@ -18,6 +18,8 @@ fn hello(token: Token, is_child: bool) -> Frame {
         canary: 0x3000_0000,
         private_start: 0x1000_0000,
         private_end: 0x4000_0000,
+        only_start: 0,
+        only_end: 0,
     })
 }
 

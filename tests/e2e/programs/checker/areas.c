@@ -1,6 +1,7 @@
 // Threads on one large area: plain use, and parts of it dropped or mapped anew while others work next to them.
 #include "content.h"
 #include "tests.h"
+#include <signal.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
@@ -94,6 +95,39 @@ static void madvise_work(unsigned number) {
 void test_madvise(void) {
     shared = area_new("madvise", options.bytes / PAGE_BYTES / BLOCK_PAGES * BLOCK_PAGES);
     on_threads(madvise_work);
+    verify_all(&shared);
+    say(shared.test, shared.pages, digest(&shared));
+    area_free(&shared);
+}
+
+// ---- sparse: of eight pages, one at random stays; what is left is verified when somebody says so ----------
+
+enum { SPARSE_OF = 8 };
+
+static void wait_for_signal(void) {
+    sigset_t wanted;
+    sigemptyset(&wanted);
+    sigaddset(&wanted, SIGUSR1);
+    int received;
+    if (sigwait(&wanted, &received) != 0) die("sigwait");
+}
+
+void test_sparse(void) {
+    sigset_t held;
+    sigemptyset(&held);
+    sigaddset(&held, SIGUSR1);
+    if (sigprocmask(SIG_BLOCK, &held, NULL) != 0) die("sigprocmask");
+    shared = area_new("sparse", options.bytes / PAGE_BYTES / SPARSE_OF * SPARSE_OF);
+    struct numbers numbers = numbers_new(0);
+    for (uint64_t page = 0; page < shared.pages; page++) write_page(&shared, page, 1);
+    for (uint64_t first = 0; first < shared.pages; first += SPARSE_OF) {
+        uint64_t stays = next_below(&numbers, SPARSE_OF);
+        if (stays > 0) advise(first, stays, MADV_DONTNEED);
+        if (stays + 1 < SPARSE_OF) advise(first + stays + 1, SPARSE_OF - stays - 1, MADV_DONTNEED);
+        for (uint64_t page = first; page < first + SPARSE_OF; page++)
+            if (page != first + stays) shared.versions[page] = 0;
+    }
+    wait_for_signal();
     verify_all(&shared);
     say(shared.test, shared.pages, digest(&shared));
     area_free(&shared);

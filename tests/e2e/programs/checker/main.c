@@ -26,6 +26,8 @@ static const struct test tests[] = {
     {"protect", test_protect, true}, {"pinned", test_pinned, true},
     // Linux 5.7 and newer, and rarely used: by name only.
     {"dontunmap", test_dontunmap, false},
+    // Waits for SIGUSR1.
+    {"sparse", test_sparse, false},
     // Both sides of a fork write all that they share, at once.
     {"fork-storm", test_fork_storm, false},
     // What few programs do.

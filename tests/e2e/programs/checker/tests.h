@@ -9,6 +9,7 @@ void test_dontunmap(void); // moves.c
 void test_brk(void);       // moves.c
 void test_madvise(void);   // areas.c
 void test_remap(void);     // areas.c
+void test_sparse(void);    // areas.c
 void test_fork(void);      // processes.c
 void test_fork_storm(void);
 void test_threads(void);   // threads.c
