@@ -16,8 +16,9 @@ use aquifer_faults::serve::{Kept, Restored, Service, Surroundings};
 use aquifer_ipc::{KeptKind, Put};
 use aquifer_metrics::{MetricsError, Place as MetricsPlace};
 use aquifer_pager::{Connector, Mempool};
-use aquifer_pool::{NodeId, PoolClient};
+use aquifer_pool::{Custody, NodeId, PoolClient};
 
+use crate::audit::Audits;
 use crate::keeper::KeeperPort;
 use crate::lent::Lent;
 use crate::membership::{Membership, MembershipError};
@@ -111,6 +112,10 @@ impl Surroundings for Host {
         self.nodes.pool(tenant)
     }
 
+    fn custody(&self) -> &Custody {
+        self.nodes.custody()
+    }
+
     fn nodes(&self) -> Vec<NodeId> {
         self.nodes.list()
     }
@@ -170,12 +175,12 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
         Arc::clone(&host) as Arc<dyn Keep>,
         options.extents_per_user,
     );
+    sessions.restore(left);
     let restored = if before.is_some() {
-        service.restore(kept, left.iter().flat_map(Left::extents))
+        service.restore(kept)
     } else {
         service.refuse(kept)
     };
-    sessions.restore(left);
     for Restored { run, owner } in restored {
         let service = Arc::clone(&service);
         let spawned = std::thread::Builder::new()
@@ -192,6 +197,8 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
         tenant,
     )
     .map_err(AgentError::Threads)?;
+    let audits =
+        Audits::start(Arc::clone(&nodes), tenant, before.is_some()).map_err(AgentError::Threads)?;
     let lent = Lent::new(&options.directory_place, options.connect.encrypt, options.key.as_ref());
     let talks = Talks::new(&service, &sessions, &nodes, lent);
     ready();
@@ -227,7 +234,7 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
         let _ = std::fs::remove_file(path);
     }
     host.keeper.unkeep(KeptKind::Host, 0);
-    drop(recovery);
+    drop((recovery, audits));
     membership.leave();
     Ok(())
 }

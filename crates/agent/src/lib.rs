@@ -5,10 +5,11 @@
 //! - [`shadow`]: shares the agent's open files, so that none closes before the keeper has it.
 //! - [`lent`]: what servers of blocks on this host have from the agent.
 //! - [`nodes`]: which memory nodes there are and how to reach them.
-//! - [`recovery`]: gives back what dead hosts held.
+//! - [`recovery`]: gives back what dead hosts held; [`audit`], what this one has without knowing.
 //! - [`report`]: what people and scripts get to read; `metrics` what Prometheus does.
 
 pub mod agent;
+pub mod audit;
 pub mod client;
 pub mod keeper;
 pub mod lent;

@@ -8,7 +8,7 @@ use aquifer_directory::{Directory, DirectoryError, Event, EventKind, Listing};
 use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Reach, Tenant};
 use aquifer_pager::Connector;
-use aquifer_pool::{NodeId, PoolClient};
+use aquifer_pool::{Custody, NodeId, PoolClient};
 
 /// The memory nodes as the directory names them.
 #[derive(Debug)]
@@ -18,6 +18,7 @@ pub struct Nodes {
     key: Option<ClusterKey>,
     connect: ConnectOptions,
     known: RwLock<Known>,
+    custody: Arc<Custody>,
 }
 
 #[derive(Debug, Default)]
@@ -38,7 +39,7 @@ impl Nodes {
         key: Option<ClusterKey>,
         connect: ConnectOptions,
     ) -> Arc<Self> {
-        Arc::new(Self { directory, identity, key, connect, known: RwLock::default() })
+        Arc::new(Self { directory, identity, key, connect, known: RwLock::default(), custody: Arc::default() })
     }
 
     /// Ask the directory which there are. Returns its revision.
@@ -125,10 +126,22 @@ impl Nodes {
         Arc::new(OfTenant { nodes: Arc::clone(self), tenant: Tenant(tenant) })
     }
 
+    /// What this host has of the pool, and who knows of it.
+    #[must_use]
+    pub const fn custody(&self) -> &Arc<Custody> {
+        &self.custody
+    }
+
+    /// A pool client of that user, as yet without nodes.
+    #[must_use]
+    pub fn client(&self, tenant: Tenant) -> PoolClient {
+        PoolClient::in_custody(self.identity.host, tenant, Arc::clone(&self.custody))
+    }
+
     /// A pool client of that user connected to every node that answers.
     #[must_use]
     pub fn pool(&self, tenant: u32) -> PoolClient {
-        let mut pool = PoolClient::new(self.identity.host, Tenant(tenant));
+        let mut pool = self.client(Tenant(tenant));
         for node in self.list() {
             match self.connect(node, Tenant(tenant)) {
                 Ok(endpoint) => {
@@ -144,7 +157,7 @@ impl Nodes {
         pool
     }
 
-    fn connect(&self, node: NodeId, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {
+    pub(crate) fn connect(&self, node: NodeId, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {
         self.connect_as(node, Identity { tenant, ..self.identity })
     }
 
@@ -172,6 +185,10 @@ impl aquifer_extents::Reach for Nodes {
 
     fn host(&self) -> Host {
         self.identity.host
+    }
+
+    fn custody(&self) -> &Arc<Custody> {
+        &self.custody
     }
 
     fn connect(&self, node: NodeId, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {

@@ -7,7 +7,7 @@ use std::io;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use aquifer_fabric::{Key, Memory};
-use aquifer_pool::{Extent, NodeId, SizeClass};
+use aquifer_pool::{Extent, Ledger, NodeId, SizeClass};
 
 /// Extents that a session may have, those in its stock included.
 pub const EXTENTS_MAX: u32 = 1 << 20;
@@ -50,6 +50,13 @@ pub(crate) struct Entry {
 #[derive(Debug)]
 pub(crate) struct Book {
     memory: Memory,
+}
+
+impl Ledger for Book {
+    /// Whoever it is that has them, and those that go back just now.
+    fn extents(&self, each: &mut dyn FnMut(Extent)) {
+        self.entries().for_each(|(_, entry)| each(entry.extent));
+    }
 }
 
 impl Book {

@@ -11,7 +11,7 @@ use aquifer_fabric::{
     Verb, Work, WorkError,
 };
 use aquifer_ipc::ring::{DATA_AT, Status};
-use aquifer_pool::{Extent, NodeId, PoolClient, PoolError, SizeClass};
+use aquifer_pool::{Custody, Extent, NodeId, PoolClient, PoolError, SizeClass, Taking};
 
 use crate::session::{Move, Pool};
 
@@ -32,6 +32,9 @@ pub trait Reach: Send + Sync + std::fmt::Debug {
 
     /// This host, in the pool.
     fn host(&self) -> Host;
+
+    /// What it has of the pool, and who knows of it.
+    fn custody(&self) -> &Arc<Custody>;
 
     /// Connect to a node on behalf of a user.
     ///
@@ -61,7 +64,7 @@ pub(crate) struct Cluster {
 
 impl Cluster {
     pub fn new(reach: Arc<dyn Reach>, tenant: Tenant, quota_bytes: Option<u64>, ring: Arc<Memory>) -> Self {
-        let pool = PoolClient::new(reach.host(), tenant);
+        let pool = PoolClient::in_custody(reach.host(), tenant, Arc::clone(reach.custody()));
         let mut cluster = Self {
             reach,
             tenant,
@@ -189,6 +192,10 @@ impl Cluster {
 }
 
 impl Pool for Cluster {
+    fn taking(&self) -> Option<Taking> {
+        Some(self.pool.taking())
+    }
+
     fn allocate(&mut self, class: SizeClass) -> Result<Extent, Status> {
         match self.allocate_somewhere(class) {
             Err(Status::Full) if self.meet_nodes() => self.allocate_somewhere(class),

@@ -80,6 +80,10 @@ impl World {
 struct ModelPool(Rc<RefCell<World>>);
 
 impl Pool for ModelPool {
+    fn taking(&self) -> Option<aquifer_pool::Taking> {
+        None
+    }
+
     fn allocate(&mut self, class: SizeClass) -> Result<Extent, Status> {
         may_die();
         let extent = self.0.borrow_mut().allocate(class).ok_or(Status::Full)?;

@@ -12,7 +12,6 @@ use aquifer_channel::{send_frame, try_send_frame};
 use aquifer_fabric::{Memory, Tenant};
 use aquifer_ipc::ring::{Answer, Broken, RING_BYTES, Request, Ring, SLOTS, Words};
 use aquifer_ipc::{Frame, KeptKind, Put, VERSION};
-use aquifer_pool::Extent;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::{Deserialize, Serialize};
 
@@ -87,6 +86,8 @@ struct State {
     /// No more are opened.
     is_ending: bool,
     live: BTreeMap<u64, Arc<Shared>>,
+    /// Of sessions that are left to another agent: what is in them stays known of.
+    unserved: Vec<Arc<Book>>,
 }
 
 /// Of a session, what its thread and others have in common.
@@ -153,8 +154,8 @@ impl Left {
     }
 
     /// What it has of the pool, as far as its agent could write it down.
-    pub fn extents(&self) -> impl Iterator<Item = Extent> + '_ {
-        self.parts.book.entries().map(|(_, entry)| entry.extent)
+    fn bytes(&self) -> u64 {
+        self.parts.book.entries().map(|(_, entry)| entry.extent.class.bytes()).sum()
     }
 }
 
@@ -164,7 +165,7 @@ impl Sessions {
     pub fn new(reach: Arc<dyn Reach>, keep: Arc<dyn Keep>, quota_bytes: Option<u64>) -> Arc<Self> {
         // Numbers stay unique over restarts, as the keeper still knows those of before.
         let next = u64::from(std::process::id()) << 32;
-        let state = Mutex::new(State { next, is_ending: false, live: BTreeMap::new() });
+        let state = Mutex::new(State { next, ..State::default() });
         Arc::new(Self {
             reach,
             keep,
@@ -184,6 +185,7 @@ impl Sessions {
         let no_memory = |error: io::Error| format!("no memory for another session: {error}");
         let ring = Arc::new(Memory::create("aquifer-session-ring", RING_BYTES).map_err(no_memory)?);
         let book = Arc::new(Book::new().map_err(no_memory)?);
+        self.reach.custody().enter(&book);
         let process = process(pid).map_err(|error| format!("your process cannot be watched: {error}"))?;
         let socket = socket.try_clone().map_err(no_memory)?;
         let mut state = self.lock();
@@ -216,8 +218,8 @@ impl Sessions {
     pub fn restore(self: &Arc<Self>, left: Vec<Left>) {
         // Before any of them can take more.
         for left in &left {
-            let bytes = left.extents().map(|extent| extent.class.bytes()).sum();
-            self.accounts.of(Tenant(left.shared.record.tenant)).charge(bytes);
+            self.accounts.of(Tenant(left.shared.record.tenant)).charge(left.bytes());
+            self.reach.custody().enter(&left.parts.book);
         }
         for Left { id, shared, parts } in left {
             if parts.book.done() == 0 {
@@ -226,10 +228,13 @@ impl Sessions {
                 let _gone = try_send_frame(&shared.socket, &Frame::SessionOpened, &[ring]);
             }
             self.lock().live.insert(id, Arc::clone(&shared));
+            let book = Arc::clone(&parts.book);
             // If it cannot be gone on with, it stays with the keeper, for another agent.
             if let Err(error) = self.start(id, shared, parts) {
                 tracing::error!(%error, "a session cannot be gone on with");
-                self.lock().live.remove(&id);
+                let mut state = self.lock();
+                state.live.remove(&id);
+                state.unserved.push(book);
             }
         }
     }

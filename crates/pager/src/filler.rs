@@ -173,6 +173,7 @@ impl Filler {
             let is_known = pool.nodes().any(|other| other == *node);
             if !is_known {
                 self.forget_node(*node);
+                pool.doubt(*node);
             }
             is_known
         });
@@ -189,7 +190,7 @@ impl Filler {
             Ok(true) => {}
             Ok(false) => tracing::info!(?extent, "a slab was given back, as far as anybody knows"),
             Err(error) => {
-                tracing::warn!(%error, ?extent, "a slab could not be given back; its node's recovery will find it")
+                tracing::warn!(%error, ?extent, "a slab could not be given back yet; it is looked for when its node answers")
             }
         }
         self.slabs.clear(slab, place);
@@ -254,6 +255,7 @@ impl Filler {
         }
         for copy in copies.iter().filter(|copy| !is_here(copy)) {
             self.slabs.strike(slab, copy.node);
+            pool.doubt(copy.node);
         }
         self.in_use.insert(slab);
         self.find_degraded();
@@ -308,6 +310,7 @@ impl Filler {
         copies_min: usize,
     ) -> Result<Open, NoRoom> {
         let slab = self.free_number()?;
+        let _taking = pool.taking();
         match self.allocate(pool, want, copies, copies_min) {
             Ok(extents) => {
                 self.take_into_use(slab, &extents);
@@ -426,13 +429,16 @@ pub(crate) fn give_back_noted(
     if pool.nodes().any(|node| node == extent.node) {
         slabs.begin_return(slab, place, pool.last_record(extent));
         give_back(pool, extent);
+        slabs.clear(slab, place);
+    } else {
+        slabs.clear(slab, place);
+        pool.doubt(extent.node);
     }
-    slabs.clear(slab, place);
 }
 
 /// Give an extent back to its node.
 pub(crate) fn give_back(pool: &mut PoolClient, extent: Extent) {
     if let Err(error) = pool.free(extent) {
-        tracing::warn!(%error, ?extent, "a slab could not be given back; its node's recovery will find it");
+        tracing::warn!(%error, ?extent, "a slab could not be given back yet; it is looked for when its node answers");
     }
 }

@@ -179,6 +179,7 @@ impl Sender {
         mut pool: PoolClient,
         seed: u64,
     ) -> Self {
+        pool.enter(&slabs);
         let mut filler = Filler::new(Arc::clone(&slabs), seed);
         let nodes = filler.take_over(&mut pool);
         Self {

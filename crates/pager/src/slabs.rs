@@ -19,7 +19,6 @@ mod recovery;
 mod vacating;
 
 pub(crate) use recovery::LeftOver;
-pub use recovery::give_back_unnoted;
 
 /// Pages of the largest slab (2 MiB); a slab's number begins above the bits that count them.
 pub const SLAB_PAGES_MAX: u32 = 512;
@@ -382,20 +381,25 @@ impl SlabSet {
     }
 
     fn copy(&self, slab: SlabId, place: usize) -> Option<Extent> {
-        self.extent_at(slab, place, 0)
+        self.extent_at(slab, place, |stage| stage == 0)
     }
 
     fn unfinished(&self, slab: SlabId, place: usize) -> Option<Extent> {
-        self.extent_at(slab, place, UNFINISHED)
+        self.extent_at(slab, place, |stage| stage == UNFINISHED)
+    }
+
+    /// What is at a place, however far it is: it may come further, or begin to go back, while it is looked at.
+    fn noted(&self, slab: SlabId, place: usize) -> Option<Extent> {
+        self.extent_at(slab, place, |_| true)
     }
 
     /// The copy at a place, if it is as far as asked.
-    fn extent_at(&self, slab: SlabId, place: usize, stage: u64) -> Option<Extent> {
+    fn extent_at(&self, slab: SlabId, place: usize, is_asked: impl Fn(u64) -> bool) -> Option<Extent> {
         let entry = Self::copy_entry(slab, place);
         loop {
             let meta = self.memory.atomic_u64(entry + 8).load(Acquire);
             let k = u8::try_from(meta >> 48 & 0x7f).expect("7 bits").checked_sub(1)?;
-            if meta & UNFINISHED != stage {
+            if !is_asked(meta & UNFINISHED) {
                 return None;
             }
             let addr = self.memory.atomic_u64(entry).load(Acquire);

@@ -9,9 +9,8 @@ use aquifer_fabric::sim::{Node, SimFabric, SimOptions};
 use aquifer_fabric::{
     Completion, Endpoint, EndpointError, Host, Identity, PostError, Tenant, Work, forward_endpoint,
 };
-use aquifer_pager::slabs::give_back_unnoted;
 use aquifer_pager::{BLOCK_PAGES, Connector, Memory, Mempool, PAGE_BYTES, Sender, SlabSet, Written};
-use aquifer_pool::{Extent, NodeId, PoolClient, SizeClass, donate};
+use aquifer_pool::{Custody, Extent, NodeId, PoolClient, SizeClass, donate};
 
 const HOST: Host = Host(1);
 const NODES: u16 = 3;
@@ -139,13 +138,24 @@ fn live(agent: &Arc<Agent>, slabs: &Arc<SlabSet>, mempool: &Mempool) {
     sender.close();
 }
 
+/// What the killed one had taken and could not write down goes back.
+fn audit(agent: &Arc<Agent>, custody: &Custody) {
+    let mut pool = agent.pool();
+    for node in pool.nodes().collect::<Vec<_>>() {
+        let found = custody.audit(&mut pool, node, || false).unwrap();
+        assert_eq!(found.expect("nobody takes anything").unknown, 0);
+    }
+}
+
 /// Takes over what was left, and ends it. No page table refers to anything.
 fn take_over(agent: &Arc<Agent>, slabs: &SlabSet, mempool: &Mempool) {
     let fd = slabs.memory().fd().try_clone_to_owned().unwrap();
     let memory = Memory::from_fd(fd, slabs.memory().len()).unwrap();
     let slabs = Arc::new(SlabSet::recover(memory, REPLICAS));
-    give_back_unnoted(&mut agent.pool(), slabs.extents());
+    let custody = Arc::new(Custody::default());
+    custody.enter(&slabs);
     slabs.finish_recovery();
+    audit(agent, &custody);
     let way: Arc<dyn Connector> = Arc::new(Way(Arc::clone(agent)));
     let mut sender = Sender::new(Arc::clone(&slabs), mempool, way, agent.pool(), 4);
     run(&mut sender, agent);
@@ -210,6 +220,10 @@ fn nothing_of_the_pool_stays_taken() {
         for node in pool.nodes() {
             assert_eq!(pool.free_bytes(node), pool.total_bytes(node));
         }
+        // Spans that it was about to open or to close are free for all, too.
+        let (others, taken) = take_rest(agent);
+        let bytes: u64 = taken.iter().map(|extent| extent.class.bytes()).sum();
+        assert_eq!(bytes, others.nodes().map(|node| others.total_bytes(node)).sum());
     });
 }
 

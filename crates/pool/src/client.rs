@@ -3,7 +3,7 @@
 mod node;
 mod recovery;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
@@ -13,8 +13,9 @@ use std::sync::{Arc, LazyLock};
 use aquifer_fabric::{Endpoint, Host, Key, Tenant};
 
 use crate::cache::Nonces;
+use crate::custody::{Custody, Ledger, Taking};
 use crate::error::PoolError;
-use crate::op::{AllocOp, FreeOp, Grant, OpError, RecoverOp, Recovered};
+use crate::op::{AllocOp, FreeOp, Grant, Held, HeldOp, OpError, RecoverOp, Recovered};
 use crate::size::SizeClass;
 use crate::word::Run;
 use node::{Failure, Node};
@@ -58,13 +59,36 @@ pub struct PoolClient {
     host: Host,
     tenant: Tenant,
     nodes: BTreeMap<NodeId, Node>,
+    custody: Arc<Custody>,
 }
 
 impl PoolClient {
     /// A client of this host, as yet without nodes, that takes memory for a tenant. It is opened to endpoints of that tenant.
     #[must_use]
-    pub const fn new(host: Host, tenant: Tenant) -> Self {
-        Self { host, tenant, nodes: BTreeMap::new() }
+    pub fn new(host: Host, tenant: Tenant) -> Self {
+        Self::in_custody(host, tenant, Arc::default())
+    }
+
+    /// The same of a host that has several, which know of each other's extents.
+    #[must_use]
+    pub const fn in_custody(host: Host, tenant: Tenant, custody: Arc<Custody>) -> Self {
+        Self { host, tenant, nodes: BTreeMap::new(), custody }
+    }
+
+    /// What is written down there is known of by the host, as long as anybody has it.
+    pub fn enter<L: Ledger + 'static>(&self, ledger: &Arc<L>) {
+        self.custody.enter(ledger);
+    }
+
+    /// To be held while extents are taken, until they are written down in a ledger or given back.
+    #[must_use]
+    pub fn taking(&self) -> Taking {
+        self.custody.taking()
+    }
+
+    /// Something of a node may be ours without anybody knowing: it could not be given back.
+    pub fn doubt(&self, node: NodeId) {
+        self.custody.doubt(node);
     }
 
     /// Use a node over this endpoint, which then is the pool's and its user's together (see [`PoolClient::endpoint`]).
@@ -90,8 +114,9 @@ impl PoolClient {
         Ok(())
     }
 
-    /// Forget a node, and give its endpoint back. Extents taken from it stay taken.
+    /// Forget a node, and give its endpoint back. Extents taken from it stay taken, until the node is audited.
     pub fn remove_node(&mut self, id: NodeId) -> Option<Box<dyn Endpoint>> {
+        self.custody.doubt(id);
         self.nodes.remove(&id).map(Node::into_endpoint)
     }
 
@@ -126,16 +151,40 @@ impl PoolClient {
         self.node(id)?.refresh()
     }
 
-    /// Extents whose taking by this host is the last thing that happened to their control words. Of what an agent took just before it was
-    /// killed and could not note anywhere, this is what can be found.
+    /// All that this host has of a node, whichever of its clients took it, as words and log tell.
     ///
     /// # Errors
-    /// If the node is gone.
-    pub fn taken_last(&mut self, id: NodeId) -> Result<Vec<Extent>, PoolError> {
-        let host = self.host;
-        let node = self.node(id)?;
-        let grants = node.taken_last(host)?;
-        grants.into_iter().map(|grant| node.with_key(grant).map(|grant| node.extent(grant))).collect()
+    /// As for [`Self::recover`].
+    pub(crate) fn held(&mut self, id: NodeId) -> Result<Vec<Held>, PoolError> {
+        let op = HeldOp::new(self.host);
+        self.node(id)?.run(op).map_err(|failure| failure.of(id, 0, 0))
+    }
+
+    /// Give back these of the things that this host has of a node, as far as they are still the same.
+    ///
+    /// # Errors
+    /// As for [`Self::recover`].
+    pub(crate) fn give_back_held(
+        &mut self,
+        id: NodeId,
+        these: &HashSet<Held>,
+    ) -> Result<Recovered, PoolError> {
+        let sections: BTreeSet<u32> = these.iter().map(Held::section).collect();
+        let mut found = Recovered::default();
+        for section in sections {
+            let there = these.iter().filter(|held| held.section() == section).copied();
+            let op = RecoverOp::only(self.host, there).within(section..section + 1);
+            found.add(self.node(id)?.run(op).map_err(|failure| failure.of(id, 0, 0))?);
+        }
+        Ok(found)
+    }
+
+    /// Where an extent is; `None` if it is none.
+    pub(crate) fn address_of(&self, id: NodeId, held: &Held) -> Option<u64> {
+        match held {
+            Held::Extent(grant) => self.nodes.get(&id).map(|node| node.extent(*grant).addr),
+            Held::Span { .. } => None,
+        }
     }
 
     /// Take an extent of a node.
@@ -186,6 +235,19 @@ impl PoolClient {
     }
 
     fn give_back(&mut self, extent: Extent, how: impl FnOnce(FreeOp) -> FreeOp) -> Result<(), PoolError> {
+        let freed = self.try_give_back(extent, how);
+        let is_known = matches!(freed, Ok(()) | Err(PoolError::NotAllocated { .. } | PoolError::NotOurs { .. }));
+        if !is_known {
+            self.custody.doubt(extent.node);
+        }
+        freed
+    }
+
+    fn try_give_back(
+        &mut self,
+        extent: Extent,
+        how: impl FnOnce(FreeOp) -> FreeOp,
+    ) -> Result<(), PoolError> {
         let host = self.host;
         let node = self.node(extent.node)?;
         let (addr, bytes) = (extent.addr, extent.class.bytes());
@@ -235,16 +297,19 @@ impl PoolClient {
     /// # Errors
     /// As for [`Self::free`].
     pub fn free_unless_changed(&mut self, extent: Extent, record: u32) -> Result<bool, PoolError> {
-        let node = self.node(extent.node)?;
-        let chunk = node.chunk_of(extent.addr);
-        let is_unchanged = match chunk {
-            Some(chunk) => node.record(Grant { chunk, class: extent.class, key: extent.key })? == record,
-            None => true,
-        };
-        if is_unchanged {
-            self.give_back(extent, FreeOp::resumed)?;
+        let is_unchanged = self.record(extent).map(|found| found.is_none_or(|found| found == record));
+        match is_unchanged {
+            Ok(true) => self.give_back(extent, FreeOp::resumed)?,
+            Ok(false) | Err(_) => self.custody.doubt(extent.node),
         }
-        Ok(is_unchanged)
+        is_unchanged
+    }
+
+    /// The record in an extent's control word, as it is now; `None` if it has none.
+    fn record(&mut self, extent: Extent) -> Result<Option<u32>, PoolError> {
+        let node = self.node(extent.node)?;
+        let Some(chunk) = node.chunk_of(extent.addr) else { return Ok(None) };
+        node.record(Grant { chunk, class: extent.class, key: extent.key }).map(Some)
     }
 
     /// The endpoint to a node, for the user's own READs and WRITEs. Its work ids must be below [`POOL_WORK_ID`];

@@ -6,12 +6,14 @@
 //! - [`op`]: the state machines that take and give back extents. They do no I/O; the simulator and
 //!   [`PoolClient`] drive the same ones.
 //! - [`donor`]: the owner's side, which lays the memory out and opens it.
+//! - [`custody`]: who on a host knows of what it has, and gives back what nobody knows of.
 //! - [`client`]: the edge, which runs the machines over fabric endpoints.
 //!
 //! This crate does not know what an extent is used for, nor who serves the node's memory.
 
 pub mod cache;
 pub mod client;
+pub mod custody;
 pub mod donor;
 mod error;
 pub mod layout;
@@ -21,6 +23,7 @@ pub mod size;
 pub mod word;
 
 pub use client::{Extent, NodeId, POOL_WORK_ID, PoolClient, recover_node};
+pub use custody::{Custody, Ledger, Taking};
 pub use donor::{Donation, donate, donate_of};
 pub use error::{FormatError, PoolError};
 pub use size::SizeClass;

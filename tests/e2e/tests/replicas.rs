@@ -1,6 +1,7 @@
 //! With replicas a memory node may die, or stand still, and no program notices.
 
 use aquifer_tests_e2e::cluster::text;
+use aquifer_tests_e2e::restart::restart_agent;
 use aquifer_tests_e2e::run::{Running, mempool_share, status};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 use rustix::process::Signal;
@@ -137,10 +138,27 @@ fn a_stopped_node_is_waited_for_no_longer_than_it_must() {
     processes::signal(node, Signal::STOP);
     eventually("the node to be given up", || (figure(&cluster, "copied_slabs")? > 0).then_some(()));
     await_faults(&cluster, 20_000);
-    // What it still has of the run is old, and never read again.
+    // What it still has of the run is old, and never read again; it goes back.
     processes::signal(node, Signal::CONT);
     await_faults(&cluster, 20_000);
     end(&cluster, run);
+    cluster.assert_all_free();
+}
+
+/// The next agent does without what is on a node that does not answer, and gives it back when it does.
+#[test]
+fn a_node_may_stand_still_while_an_agent_takes_over() {
+    let cluster = Cluster::up_with(3, "256M", &["--fabric", "tcp"]);
+    let run = start_checker(&cluster, "1000000");
+    await_paging(&cluster);
+    let node = cluster.part("node", Some(2));
+    processes::signal(node, Signal::STOP);
+    restart_agent(&cluster);
+    eventually("copies to be made", || (figure(&cluster, "copied_slabs")? > 0).then_some(()));
+    processes::signal(node, Signal::CONT);
+    await_faults(&cluster, 20_000);
+    end(&cluster, run);
+    cluster.assert_all_free();
 }
 
 #[test]

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use aquifer_agent::audit::Audits;
 use aquifer_agent::lent::{BorrowError, borrow};
 use aquifer_agent::membership::Membership;
 use aquifer_agent::nodes::Nodes;
@@ -131,6 +132,7 @@ struct Server {
     record: Record,
     /// Extents are this host's: a number of its own, which ends with the device.
     membership: Membership,
+    _audits: Audits,
     agent: AgentWatch,
     want: Want,
 }
@@ -173,6 +175,7 @@ impl Server {
         let front = start_front(&volume, &connector, &folder)?;
         let mover = Mover::new(Arc::clone(&volume), Arc::clone(&connector))?;
         let pump = PumpThread::start(Pump::new(Arc::clone(&volume), connector, pool, seed()?), mover)?;
+        let audits = Audits::start(nodes, tenant, false)?;
         loop_device::swap_on(&mut record, &folder.join(FILE), bytes)?;
         tracing::info!(name = arguments.name, bytes, record = record.name(), "swap is on");
         Ok(Self {
@@ -184,6 +187,7 @@ impl Server {
             cgroup,
             record,
             membership,
+            _audits: audits,
             agent: AgentWatch::new(path, socket),
             want: Want::default(),
         })

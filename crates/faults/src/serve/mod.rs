@@ -34,7 +34,7 @@ use std::thread::Thread;
 
 use aquifer_ipc::{KeptKind, Put, Token};
 use aquifer_pager::{Connector, Mempool, REPLICAS_MAX};
-use aquifer_pool::{NodeId, PoolClient};
+use aquifer_pool::{Custody, NodeId, PoolClient};
 
 pub use attach::AttachError;
 pub use program::Program;
@@ -55,6 +55,9 @@ pub trait Surroundings: Send + Sync + Debug {
 
     /// A pool client of that tenant with all nodes that can be reached now.
     fn pool(&self, tenant: u32) -> PoolClient;
+
+    /// What this host has of the pool, and who knows of it.
+    fn custody(&self) -> &Custody;
 
     /// The nodes that there are now.
     fn nodes(&self) -> Vec<NodeId>;

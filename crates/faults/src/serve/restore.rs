@@ -11,9 +11,7 @@ use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use aquifer_channel::send_frame;
 use aquifer_ipc::{Frame, KeptKind};
-use aquifer_pager::slabs::give_back_unnoted;
 use aquifer_pager::{BlockId, Budget, Memory, REPLICAS_MAX, Recovered, SlabSet, Volume, finish_move};
-use aquifer_pool::Extent;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, pidfd_send_signal};
 
@@ -47,9 +45,9 @@ pub struct Restored {
 type Orphans = HashMap<u64, OwnedFd>;
 
 impl Service {
-    /// Go on with what an agent before this one left with the keeper. The mempool is the one that it had, and is recovered by this. What else this host has of
-    /// the pool is in `others`.
-    pub fn restore(self: &Arc<Self>, kept: Vec<Kept>, others: impl Iterator<Item = Extent>) -> Vec<Restored> {
+    /// Go on with what an agent before this one left with the keeper. The mempool is the one that it had, and is recovered by this. After it all that runs have of
+    /// the pool is known of.
+    pub fn restore(self: &Arc<Self>, kept: Vec<Kept>) -> Vec<Restored> {
         let mut runs = BTreeMap::new();
         let mut programs = Vec::new();
         let mut orphans = Orphans::new();
@@ -74,9 +72,6 @@ impl Service {
         self.mempool.finish_recovery(&used);
         // Before anybody else can take them.
         runs.values_mut().flat_map(|run| &mut run.ready).for_each(Ready::reserve_blocks);
-        // Control words are nobody's in particular.
-        let mut pool = self.surroundings.pool(rustix::process::geteuid().as_raw());
-        give_back_unnoted(&mut pool, runs.values().flat_map(|run| run.slabs.extents()).chain(others));
         for id in orphans.into_keys() {
             self.surroundings.unkeep(KeptKind::Orphan, id);
         }

@@ -80,6 +80,8 @@ impl SenderThread {
         seed: u64,
     ) -> std::io::Result<Self> {
         let shared = Arc::new(Shared::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?));
+        // At once, and not by the thread: nobody may take what a run has for unknown because it was slow to begin.
+        service.surroundings.custody().enter(&slabs);
         let mempool = Arc::clone(&service.mempool);
         let surroundings = Arc::clone(&service.surroundings);
         let for_thread = Arc::clone(&shared);

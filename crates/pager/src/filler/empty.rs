@@ -83,6 +83,7 @@ impl Filler {
     /// The run has ended: give everything back that no volume refers to.
     pub fn close(&mut self, pool: &mut PoolClient) {
         self.open = None;
+        self.keep_empty(pool);
         while self.reserve.pop().is_some() {}
         for slab in self.in_use.iter().collect::<Vec<_>>() {
             if self.slabs.live_pages(slab) == 0 {
@@ -100,8 +101,9 @@ impl Filler {
             assert_eq!(self.slabs.live_pages(slab), 0, "{slab:?} still holds pages");
             copies.placed().for_each(|(place, copy)| give_back_noted(&self.slabs, pool, slab, place, copy));
         } else {
-            // What was left on a lost node stays taken there: another memory may answer to its number now.
+            // What was left on a lost node is not given back by its address: another memory may answer to its number now.
             self.slabs.withdraw(slab);
+            copies.iter().for_each(|copy| pool.doubt(copy.node));
         }
         self.in_use.remove(slab);
         self.degraded.remove(slab);
@@ -115,6 +117,7 @@ impl Filler {
         class: SizeClass,
         together: u32,
     ) -> Result<Open, NoRoom> {
+        let _taking = pool.taking();
         let mut refused = NoRoom::NoNodes;
         let mut extents = Vec::new();
         for _ in 0..together {

@@ -3,13 +3,12 @@
 //! What must be right lies in the page tables: a page on a memory node is one that a page table refers to. So references are counted
 //! anew, and what an agent that was killed had begun, to write or to give back, is forgotten by that.
 
-use std::collections::HashSet;
 use std::sync::atomic::Ordering::{AcqRel, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Mutex, PoisonError};
 
 use aquifer_fabric::Memory;
-use aquifer_pool::{Extent, PoolClient, SizeClass};
+use aquifer_pool::{Extent, Ledger, SizeClass};
 
 use super::{REPLICAS_MAX, SlabId, SlabSet};
 use crate::page::Location;
@@ -24,18 +23,11 @@ pub(crate) struct LeftOver {
     pub record: u32,
 }
 
-/// An agent that was killed may have taken extents that it could not note any more: as far as the control words tell, they go back. `noted` is what this host
-/// has, and nobody takes any meanwhile.
-pub fn give_back_unnoted(pool: &mut PoolClient, noted: impl Iterator<Item = Extent>) {
-    let place = |extent: &Extent| (extent.node, extent.addr);
-    let noted: HashSet<_> = noted.map(|extent| place(&extent)).collect();
-    for node in pool.nodes().collect::<Vec<_>>() {
-        let freed = pool.taken_last(node).and_then(|taken| {
-            let mut unnoted = taken.into_iter().filter(|extent| !noted.contains(&place(extent)));
-            unnoted.try_for_each(|extent| pool.free(extent))
-        });
-        if let Err(error) = freed {
-            tracing::warn!(node = node.0, %error, "what was taken of it without a note stays taken");
+impl Ledger for SlabSet {
+    /// Copies that are not whole yet, and those that go back just now, included.
+    fn extents(&self, each: &mut dyn FnMut(Extent)) {
+        for slab in self.numbers() {
+            (0..self.replicas).filter_map(|place| self.noted(slab, place)).for_each(&mut *each);
         }
     }
 }
@@ -96,12 +88,6 @@ impl SlabSet {
     pub fn finish_recovery(&self) {
         let empty = self.in_use().map(|(slab, _)| slab).filter(|slab| self.live_pages(*slab) == 0);
         self.emptied.lock().unwrap_or_else(PoisonError::into_inner).extend(empty);
-    }
-
-    /// What they have of the pool, copies that are not whole yet included.
-    pub fn extents(&self) -> impl Iterator<Item = Extent> + '_ {
-        let at = |slab, place| self.copy(slab, place).or_else(|| self.unfinished(slab, place));
-        self.numbers().flat_map(move |slab| (0..self.replicas).filter_map(move |place| at(slab, place)))
     }
 
     /// What is noted and is no copy: it was begun, or begun to be given back.

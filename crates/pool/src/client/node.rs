@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use aquifer_fabric::{
-    Completion, Endpoint, Host, Key, KeyEntry, LocalKey, LocalSlice, Memory, PostError, RemoteAddr, Tenant,
+    Completion, Endpoint, Key, KeyEntry, LocalKey, LocalSlice, Memory, PostError, RemoteAddr, Tenant,
     Verb, Work, WorkError,
 };
 
@@ -17,8 +17,8 @@ use crate::link::{Kept, Link};
 use crate::op::{
     Action, Grant, Machine, OpError, READ_WORDS_MAX, Step, StepResult, Strikes, WordAt, Writes, word_of,
 };
-use crate::size::{CHUNK_BYTES, SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
-use crate::word::{IllegalWord, InlineLog, LogOp, Run, SectionWord, SpanState, SpanWord, record_of};
+use crate::size::{CHUNK_BYTES, SECTION_SPANS};
+use crate::word::record_of;
 
 /// Room for the largest reply: a header, or [`READ_WORDS_MAX`] words.
 const REPLY_BYTES: usize = HEADER_BYTES;
@@ -189,38 +189,6 @@ impl Node {
         Ok(())
     }
 
-    /// What this host has taken as the last change of a word.
-    pub(super) fn taken_last(&mut self, host: Host) -> Result<Vec<Grant>, PoolError> {
-        let layout = self.wire.layout;
-        let mut grants = Vec::new();
-        for first in (0..layout.sections()).step_by(READ_WORDS_MAX as usize) {
-            self.read(WordAt::Section(first), READ_WORDS_MAX.min(layout.sections() - first))?;
-            for (section, word) in (first..).zip(&self.words) {
-                let run = taken_by(host, SectionWord(*word).log());
-                let run = run.filter(|run| SectionWord(*word).all(*run, SpanState::Full));
-                grants.extend(run.and_then(|run| {
-                    let chunk = section * SECTION_CHUNKS + u32::from(run.first()) * SPAN_CHUNKS;
-                    Some(Grant {
-                        chunk,
-                        class: SizeClass::new(run.order() + SizeClass::SPAN.k())?,
-                        key: Key(0),
-                    })
-                }));
-            }
-        }
-        for first in (0..layout.spans()).step_by(READ_WORDS_MAX as usize) {
-            self.read(WordAt::Span(first), READ_WORDS_MAX.min(layout.spans() - first))?;
-            for (span, word) in (first..).zip(&self.words) {
-                let run = taken_by(host, SpanWord(*word).log());
-                grants.extend(run.and_then(|run| {
-                    let chunk = span * SPAN_CHUNKS + u32::from(run.first());
-                    Some(Grant { chunk, class: SizeClass::new(run.order())?, key: Key(0) })
-                }));
-            }
-        }
-        Ok(grants)
-    }
-
     /// The record in the word that an extent is taken in, as last seen.
     pub(super) fn seen_record(&self, grant: Grant) -> u32 {
         record_of(self.cache.word(word_of(grant)))
@@ -250,12 +218,6 @@ impl Node {
         let addr = self.wire.base + self.wire.layout.chunk_data_at(grant.chunk);
         Extent { node: self.id, addr, class: grant.class, key: grant.key }
     }
-}
-
-/// The run that the host took, if that is what a log tells.
-fn taken_by(host: Host, log: Result<Option<InlineLog>, IllegalWord>) -> Option<Run> {
-    let log = log.ok().flatten()?;
-    (log.op == LogOp::Alloc && log.host == host).then_some(log.run)
 }
 
 impl Wire {

@@ -20,7 +20,7 @@ use aquifer_fabric::{Host, Key, KeyEntry};
 pub use alloc::AllocOp;
 pub use free::FreeOp;
 pub use mutation::Mutation;
-pub use recover::{RecoverOp, Recovered};
+pub use recover::{Held, HeldOp, RecoverOp, Recovered};
 
 use crate::cache::NodeCache;
 use crate::error::Damage;

@@ -1,18 +1,23 @@
-//! What a live host does for a dead one: find all that it held, by the words and the full log, and give it back.
+//! What a live host does for a dead one: find all that it held, by the words and the full log, and give it back. What it has itself is found in the same
+//! way, and what nobody there knows of is given back.
 //!
 //! The dead host must be fenced at the node. Each change is a CAS on the word by which it was judged, and a section's word was read
 //! before those of its spans; what is lost to a race is judged anew.
 
+mod quest;
+
 use std::ops::Range;
 
-use aquifer_fabric::Host;
+use aquifer_fabric::{Host, KeyEntry};
 
 use super::give::{Gift, Give, Given};
 use super::hint::Hint;
-use super::{Action, Machine, Mutation, OpError, READ_WORDS_MAX, Step, StepResult, Strikes, WordAt, lose};
+use super::{Action, Grant, Machine, Mutation, OpError, READ_WORDS_MAX, Step, StepResult, Strikes, WordAt, lose};
 use crate::cache::{NodeCache, place_in_section};
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 use crate::word::{InlineLog, LogEntry, LogOp, Run, SectionWord, SpanState, SpanWord};
+pub use quest::{Held, HeldOp};
+use quest::Quest;
 
 const SPANS: usize = SECTION_SPANS as usize;
 const _: () = assert!(Strikes::MAX >= CHUNKS);
@@ -36,6 +41,7 @@ pub struct Recovered {
 pub struct RecoverOp {
     host: Host,
     dead: Host,
+    quest: Quest,
     mutation: Mutation,
     recovered: Recovered,
     /// The sections from here on are not looked at yet.
@@ -114,12 +120,19 @@ impl RecoverOp {
         Self::mutated(host, dead, Mutation::None)
     }
 
+    /// One by which a host gives back these things that it has, and nothing else. None of its own operations may be on its way to one of them.
+    #[must_use]
+    pub fn only(host: Host, these: impl IntoIterator<Item = Held>) -> Self {
+        Self { quest: Quest::Only(these.into_iter().collect()), ..Self::new(host, host) }
+    }
+
     /// The same with a fault, for tests.
     #[must_use]
     pub const fn mutated(host: Host, dead: Host, mutation: Mutation) -> Self {
         Self {
             host,
             dead,
+            quest: Quest::All,
             mutation,
             recovered: Recovered { extents: 0, chunks: 0, spans: 0, unknown: 0 },
             next: 0,
@@ -239,6 +252,7 @@ impl RecoverOp {
     fn begin_section(&mut self) -> Step<Recovered> {
         self.unknown = 0;
         self.certain = None;
+        self.quest.begin_section(self.section);
         let at = WordAt::chunk_key(self.section * SECTION_CHUNKS);
         self.post(State::ReadingChunkKeys, Action::Read { at, count: SECTION_CHUNKS })
     }
@@ -334,6 +348,7 @@ impl RecoverOp {
                     let at = WordAt::Span(self.section * SECTION_SPANS + u32::from(place));
                     return self.post(State::ProbingSpan(place), Action::Probe { at });
                 }
+                Verdict::Unhint if !self.quest.gives() => place += 1,
                 Verdict::Unhint => {
                     let span = self.section * SECTION_SPANS + u32::from(place);
                     place += 1;
@@ -402,8 +417,12 @@ impl RecoverOp {
         let word = SpanWord(self.spans[usize::from(place)]);
         let state = section.state(place);
         if !word.is_closed() {
-            let (dead, unknown) = self.chunks_of_dead(word, place);
+            let mut quest = std::mem::take(&mut self.quest);
+            let told = quest.told();
+            let (dead, unknown) = self.chunks_of_dead(word, place, &mut quest);
+            self.quest = quest;
             if unknown > 0 && self.certain != Some(place) {
+                self.quest.take_back(told);
                 return Verdict::Doubt;
             }
             self.unknown += unknown;
@@ -413,20 +432,27 @@ impl RecoverOp {
                 None => Verdict::Pass(place + 1),
             };
         }
-        let found = Recovered { spans: 1, ..Recovered::default() };
         match word.log() {
             _ if state == SpanState::Empty => Verdict::Pass(place + 1),
-            Ok(Some(InlineLog { op: LogOp::Close, host, .. })) if host == self.dead => {
-                Verdict::Return(Gift::Span { span }, found)
-            }
+            Ok(Some(log)) if log.op == LogOp::Close && log.host == self.dead => self.judge_half(place, log),
             // Whoever it was will tell the section, or is recovered, too.
             Ok(Some(InlineLog { op: LogOp::Close, .. })) => Verdict::Pass(place + 1),
             _ => self.judge_ready(section, place),
         }
     }
 
+    /// A span that the dead host was about to open, or to close, by this record.
+    fn judge_half(&mut self, place: u8, log: InlineLog) -> Verdict {
+        let span = self.section * SECTION_SPANS + u32::from(place);
+        let word = self.spans[usize::from(place)];
+        if !self.quest.meet(Some(Held::Span { span, word, stamp: log.stamp })) {
+            return Verdict::Pass(place + 1);
+        }
+        Verdict::Return(Gift::Span { span }, Recovered { spans: 1, ..Recovered::default() })
+    }
+
     /// A closed span that is ready, and yet not empty: about to be opened, or taken whole.
-    fn judge_ready(&self, section: SectionWord, place: u8) -> Verdict {
+    fn judge_ready(&mut self, section: SectionWord, place: u8) -> Verdict {
         let is_of_it =
             |log: &InlineLog| log.run.first() == place && matches!(log.op, LogOp::Open | LogOp::Alloc);
         let kept = || {
@@ -438,16 +464,26 @@ impl RecoverOp {
         match log.op {
             LogOp::Alloc if log.host != self.dead => Verdict::Pass(place + group.len()),
             LogOp::Alloc if section.all(group, SpanState::Full) => {
+                let held = self.group_held(group);
+                if !self.quest.meet(held) {
+                    return Verdict::Pass(place + group.len());
+                }
                 let chunks = u64::from(group.len()) * u64::from(SPAN_CHUNKS);
                 let found = Recovered { extents: 1, chunks, ..Recovered::default() };
                 Verdict::Return(Gift::Whole { section: self.section, group }, found)
             }
-            LogOp::Open if log.host == self.dead => {
-                let span = self.section * SECTION_SPANS + u32::from(place);
-                Verdict::Return(Gift::Span { span }, Recovered { spans: 1, ..Recovered::default() })
-            }
+            LogOp::Open if log.host == self.dead => self.judge_half(place, log),
             _ => Verdict::Pass(place + 1),
         }
+    }
+
+    /// An extent of whole spans, by the key that was there before it was judged.
+    fn group_held(&self, group: Run) -> Option<Held> {
+        let class = SizeClass::new(group.order() + SizeClass::SPAN.k())?;
+        let first = u32::from(group.first());
+        let entry = if class == SizeClass::SECTION { 0 } else { SPANS + first as usize };
+        let chunk = self.section * SECTION_CHUNKS + first * SPAN_CHUNKS;
+        Some(Held::Extent(Grant { chunk, class, key: KeyEntry(self.other_keys[entry]).key() }))
     }
 
     fn probed(&mut self, cache: &mut NodeCache, place: u8, found: u64) -> Next {
@@ -460,7 +496,12 @@ impl RecoverOp {
     }
 
     /// The dead host's chunks of an open span, the first of its extents there, and how many; and of how many chunks nothing tells whose they are.
-    fn chunks_of_dead(&self, word: SpanWord, place: u8) -> (Option<(u32, Run, Recovered)>, u64) {
+    fn chunks_of_dead(
+        &self,
+        word: SpanWord,
+        place: u8,
+        quest: &mut Quest,
+    ) -> (Option<(u32, Run, Recovered)>, u64) {
         let entries = self.chunk_log.get(usize::from(place) * CHUNKS..).unwrap_or_default();
         let last = word.log().ok().flatten().filter(|log| log.op == LogOp::Alloc);
         let (mut mask, mut first, mut found, mut unknown) = (0, None, Recovered::default(), 0);
@@ -483,7 +524,7 @@ impl RecoverOp {
                 chunk += 1;
                 continue;
             };
-            if log.host == self.dead {
+            if log.host == self.dead && quest.meet(self.chunks_held(place, log.run)) {
                 mask |= log.run.mask();
                 first.get_or_insert(log.run);
                 found.extents += 1;
@@ -492,6 +533,14 @@ impl RecoverOp {
             chunk += log.run.len();
         }
         (first.map(|run| (mask, run, found)), unknown)
+    }
+
+    /// An extent of chunks, by the key that was there before it was judged.
+    fn chunks_held(&self, place: u8, run: Run) -> Option<Held> {
+        let at = usize::from(place) * CHUNKS + usize::from(run.first());
+        let chunk = self.section * SECTION_CHUNKS + u32::try_from(at).ok()?;
+        let class = SizeClass::new(run.order())?;
+        Some(Held::Extent(Grant { chunk, class, key: KeyEntry(self.chunk_keys[at]).key() }))
     }
 
     fn giving(

@@ -1,16 +1,19 @@
 //! What a client must do over any fabric: many threads at one node, and everything that it must refuse.
 
 use std::collections::HashSet;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use aquifer_fabric::{
     Access, Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, RemoteAddr, Scope, Tenant,
     Verb, Work, WorkError,
 };
 use aquifer_pool::layout::Layout;
+use aquifer_pool::op::Recovered;
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::word::Run;
-use aquifer_pool::{Donation, Extent, FormatError, NodeId, PoolClient, PoolError, SizeClass, donate};
+use aquifer_pool::{
+    Custody, Donation, Extent, FormatError, Ledger, NodeId, PoolClient, PoolError, SizeClass, donate,
+};
 
 use crate::Bed;
 
@@ -38,6 +41,12 @@ impl Bed {
 
     fn client(&self, host: u16) -> PoolClient {
         self.client_of(host, 0)
+    }
+
+    fn client_in(&self, host: u16, custody: &Arc<Custody>) -> PoolClient {
+        let mut client = PoolClient::in_custody(Host(host), Tenant(0), Arc::clone(custody));
+        client.add_node(NODE, self.endpoint(host)).expect("a good node");
+        client
     }
 
     fn client_of(&self, host: u16, tenant: u32) -> PoolClient {
@@ -466,28 +475,85 @@ fn damaged_metadata_is_an_error() {
     assert!(matches!(damaged, Err(PoolError::Damaged { .. })), "{damaged:?}");
 }
 
+/// A ledger that its owner fills by hand.
+#[derive(Debug, Default)]
+struct Notes(Mutex<Vec<Extent>>);
+
+impl Ledger for Notes {
+    fn extents(&self, each: &mut dyn FnMut(Extent)) {
+        self.0.lock().expect("no panic").iter().for_each(|extent| each(*extent));
+    }
+}
+
 #[test]
-fn what_was_taken_last_is_found_again() {
+fn an_audit_gives_back_what_nobody_knows_of() {
     let bed = bed(8);
     let mut before = bed.client(3);
-    let section = before.allocate(NODE, class(9)).expect("room");
-    let spans = before.allocate(NODE, class(6)).expect("room");
-    let first = before.allocate(NODE, class(2)).expect("room");
-    let second = before.allocate(NODE, class(2)).expect("room");
+    let take = |client: &mut PoolClient, k| client.allocate(NODE, class(k)).expect("room");
+    let kept: Vec<Extent> = [0, 2, 5, 6, 9].map(|k| take(&mut before, k)).into();
+    let lost: Vec<Extent> = [0, 0, 2, 4, 5, 6, 8, 9].map(|k| take(&mut before, k)).into();
     let mut other = bed.client(4);
-    let foreign = other.allocate(NODE, class(9)).expect("room");
+    let foreign: Vec<Extent> = [0, 3, 5, 9].map(|k| take(&mut other, k)).into();
     drop(before);
-    let mut after = bed.client(3);
-    let found = after.taken_last(NODE).expect("the node lives");
-    assert!(found.contains(&section) && found.contains(&second), "{found:?}");
-    assert!(!found.contains(&first), "another was taken in its span since");
-    assert!(!found.contains(&foreign));
-    // Opening a span in its section may have been the last change there.
-    assert!(found.iter().all(|extent| [section, spans, second].contains(extent)), "{found:?}");
-    for extent in found {
-        after.free(extent).expect("it is ours");
+    let custody = Arc::new(Custody::default());
+    let notes = Arc::new(Notes(Mutex::new(kept.clone())));
+    custody.enter(&notes);
+    let mut after = bed.client_in(3, &custody);
+    let found = custody.audit(&mut after, NODE, || false).expect("the node lives").expect("nobody takes");
+    assert_eq!((found.extents, found.spans), (lost.len() as u64, 0));
+    for extent in &lost {
+        assert!(after.free(*extent).is_err(), "{extent:?} was given back");
     }
-    assert_eq!(after.taken_last(NODE).expect("the node lives"), []);
+    let again = custody.audit(&mut after, NODE, || false).expect("the node lives");
+    assert_eq!(again, Some(Recovered::default()), "there is no more");
+    for extent in kept {
+        after.free(extent).expect("it was kept");
+    }
+    for extent in foreign {
+        other.free(extent).expect("it is another's");
+    }
+    after.refresh(NODE).expect("the node lives");
+    assert_eq!(after.free_bytes(NODE), after.total_bytes(NODE));
+}
+
+#[test]
+fn an_audit_leaves_what_is_just_being_taken() {
+    let bed = bed(2);
+    let custody = Arc::new(Custody::default());
+    let notes = Arc::new(Notes::default());
+    custody.enter(&notes);
+    let (mut taker, mut auditor) = (bed.client_in(3, &custody), bed.client_in(3, &custody));
+    let taking = taker.taking();
+    let extent = taker.allocate(NODE, class(1)).expect("room");
+    assert_eq!(custody.audit(&mut auditor, NODE, || false).expect("it lives"), None, "it cannot tell");
+    assert_eq!(custody.audit(&mut auditor, NODE, || false).expect("it lives"), None, "nor can the next");
+    let mut taking = Some(taking);
+    let found = custody.audit(&mut auditor, NODE, || {
+        notes.0.lock().expect("no panic").push(extent);
+        taking = None;
+        true
+    });
+    assert_eq!(found.expect("it lives"), Some(Recovered::default()));
+    taker.free(extent).expect("it is known of");
+}
+
+#[test]
+fn a_node_is_in_doubt_when_something_may_be_left_there() {
+    let bed = bed(2);
+    let custody = Arc::new(Custody::default());
+    let mut client = bed.client_in(3, &custody);
+    let extent = client.allocate(NODE, class(1)).expect("room");
+    client.free(extent).expect("it is ours");
+    client.free(extent).expect_err("it was given back");
+    assert!(!custody.is_in_doubt());
+    let extent = client.allocate(NODE, class(1)).expect("room");
+    client.remove_node(NODE).expect("it was in use");
+    client.free(extent).expect_err("its node is not known any more");
+    assert_eq!(custody.take_doubtful().into_iter().collect::<Vec<_>>(), [NODE]);
+    assert!(!custody.is_in_doubt());
+    client.add_node(NODE, bed.endpoint(3)).expect("a good node");
+    let found = custody.audit(&mut client, NODE, || false).expect("it lives").expect("nobody takes");
+    assert_eq!((found.extents, found.chunks), (1, 2));
 }
 
 #[test]

@@ -4,16 +4,16 @@
 mod scene;
 mod victim;
 
-use scene::Scene;
+use scene::{Heir, Scene};
 use victim::{End, Moment};
 
 /// The script has at least so many steps.
 const STEPS_MIN: usize = 100;
 
-fn at_every_step(scene: &Scene, end: End) {
+fn at_every_step(scene: &Scene, end: End, heir: Heir) {
     for moment in [Moment::Before, Moment::After] {
         let mut step = 0;
-        while scene.play(step, moment, end) {
+        while scene.play(step, moment, end, heir) {
             step += 1;
         }
         assert!(step >= STEPS_MIN, "it was over after {step} steps");
@@ -22,22 +22,27 @@ fn at_every_step(scene: &Scene, end: End) {
 
 #[test]
 fn a_host_may_be_killed_at_any_step_over_shm() {
-    at_every_step(&Scene::over_shm(), End::Kill);
+    at_every_step(&Scene::over_shm(), End::Kill, Heir::Another);
 }
 
 #[test]
 fn a_host_may_be_killed_at_any_step_over_tcp() {
-    at_every_step(&Scene::over_tcp(), End::Kill);
+    at_every_step(&Scene::over_tcp(), End::Kill, Heir::Another);
+}
+
+#[test]
+fn a_killed_host_that_comes_again_gives_back_what_it_had() {
+    at_every_step(&Scene::over_shm(), End::Kill, Heir::Itself);
 }
 
 #[test]
 fn a_host_may_stand_still_at_any_step_over_shm() {
-    at_every_step(&Scene::over_shm(), End::Stop);
+    at_every_step(&Scene::over_shm(), End::Stop, Heir::Another);
 }
 
 #[test]
 fn a_host_may_stand_still_at_any_step_over_tcp() {
-    at_every_step(&Scene::over_tcp(), End::Stop);
+    at_every_step(&Scene::over_tcp(), End::Stop, Heir::Another);
 }
 
 #[test]

@@ -11,9 +11,9 @@ use aquifer_fabric::{
     Work,
 };
 use aquifer_pool::layout::SECTION_ENTRIES;
-use aquifer_pool::op::WordAt;
+use aquifer_pool::op::{Recovered, WordAt};
 use aquifer_pool::size::{SECTION_BYTES, SECTION_CHUNKS};
-use aquifer_pool::{Donation, Extent, PoolClient, SizeClass, donate};
+use aquifer_pool::{Custody, Donation, Extent, PoolClient, PoolError, SizeClass, donate};
 use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, kill_process, waitpid};
 
 use crate::victim::{self, DATA_BYTES, EARLIER, End, KEY, Moment, NODE, TENANT, VICTIM, Victim};
@@ -23,6 +23,15 @@ const LIVING: Host = Host(1);
 /// Sizes that the living host holds all the while, in sections that the victim uses too.
 const HELD: [u8; 4] = [0, 0, 2, 5];
 const STAMP: u64 = 0x5a5a_0001_0002_0003;
+
+/// Who gives back what the dead had.
+#[derive(Clone, Copy, Debug)]
+pub enum Heir {
+    /// Another host.
+    Another,
+    /// The same, when it comes again.
+    Itself,
+}
 
 pub struct Scene {
     _folder: tempfile::TempDir,
@@ -72,20 +81,27 @@ impl Scene {
     }
 
     /// Let a victim end at that step, and clear up after it; false if it came to the end of its life before.
-    pub fn play(&self, step: usize, moment: Moment, end: End) -> bool {
+    pub fn play(&self, step: usize, moment: Moment, end: End, heir: Heir) -> bool {
         let epoch = self.epoch.replace(self.epoch.get() + 1);
         self.let_an_earlier_one_die(epoch);
         let child = victim::start(&self.reach, epoch, step, moment, end);
         let has_ended = !wait_for(child.pid, end);
         self.target.fence(VICTIM, epoch);
-        let mut recoverer = connect(&self.reach, Host(4), 1);
+        let when = format!("step {step}, {moment:?}, {end:?}");
         for dead in [VICTIM, EARLIER] {
-            let recovered = recoverer.recover(NODE, dead).expect("the node lives");
-            assert_eq!(recovered.unknown, 0, "step {step}, {moment:?}, {end:?}: {recovered:?}");
+            let recovered = match heir {
+                Heir::Another => connect(&self.reach, Host(4), 1).recover(NODE, dead),
+                Heir::Itself => self.audit(dead),
+            };
+            assert_eq!(recovered.expect("the node lives").unknown, 0, "{when}");
         }
-        drop(recoverer);
-        self.all_else_is_free(&format!("step {step}, {moment:?}, {end:?}"));
+        self.all_else_is_free(&when);
         let mut living = self.living.borrow_mut();
+        if end == End::Kill {
+            let others = living.take_everything();
+            assert_eq!(self.donation.free_bytes(), 0, "{when}: everything is free for others");
+            others.into_iter().for_each(|extent| living.client.free(extent).expect("it is ours"));
+        }
         if end == End::Stop && !has_ended {
             let was_ended = self.let_it_go_on(&mut living, child);
             assert!(!was_ended, "it stood between two accesses");
@@ -93,6 +109,15 @@ impl Scene {
         let held = living.held.clone();
         held.iter().for_each(|extent| living.verify(extent));
         !has_ended
+    }
+
+    /// The same host has come again, and knows of nothing.
+    fn audit(&self, host: Host) -> Result<Recovered, PoolError> {
+        let epoch = self.epoch.replace(self.epoch.get() + 1);
+        let mut client = connect(&self.reach, host, epoch);
+        let audited = Custody::default().audit(&mut client, NODE, || false);
+        self.target.fence(host, epoch);
+        audited.map(|found| found.expect("nobody takes anything"))
     }
 
     /// A victim that writes all the while is stopped, most often in the middle of that, and shut out; whether it was ended where it stood.

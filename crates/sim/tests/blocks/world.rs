@@ -342,6 +342,7 @@ impl World {
         let volume = Arc::clone(&self.volume);
         self.pump.close();
         let figures = volume.figures();
+        self.cluster.audit_all();
         let taken = self.cluster.taken_bytes();
         if figures.mempool_bytes != 0 {
             return Err(format!("{} bytes of the mempool were not given back", figures.mempool_bytes));

@@ -7,7 +7,7 @@ use aquifer_fabric::sim::{Node, Rng, SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, KeyEntry, Target, Tenant};
 use aquifer_pager::{Connector, PAGE_BYTES, Sender};
 use aquifer_pool::op::{Grant, WordAt};
-use aquifer_pool::{Donation, Extent, NodeId, PoolClient, SizeClass, donate};
+use aquifer_pool::{Custody, Donation, Extent, NodeId, PoolClient, SizeClass, donate};
 
 /// Bytes of a node: one section. With more, where a client begins to look would depend on how many clients there were before.
 const NODE_BYTES: u64 = 2 << 20;
@@ -70,6 +70,8 @@ pub struct Cluster {
     refusing: Vec<bool>,
     /// Of the agent that connects.
     pub epoch: u64,
+    /// What our sender has of the pool.
+    pub custody: Arc<Custody>,
     hog: PoolClient,
     hogged: Vec<Extent>,
 }
@@ -104,6 +106,7 @@ impl Cluster {
             once_cut: None,
             refusing: vec![false; count],
             epoch: 1,
+            custody: Arc::default(),
             hog: PoolClient::new(Host(2), Tenant(0)),
             hogged: Vec::new(),
         };
@@ -167,7 +170,8 @@ impl Cluster {
     /// A client of all nodes that live.
     pub fn pool(&self, host: u16) -> PoolClient {
         let connector = self.connector(host);
-        let mut pool = PoolClient::new(Host(host), Tenant(0));
+        let custody = if host == SENDER { Arc::clone(&self.custody) } else { Arc::default() };
+        let mut pool = PoolClient::in_custody(Host(host), Tenant(0), custody);
         for (id, alive) in (0..).zip(&self.alive) {
             let is_cut = self.cut == Some(usize::from(id)) && [SENDER, FETCHERS].contains(&host);
             if *alive && !is_cut {
@@ -300,13 +304,47 @@ impl Cluster {
         }
     }
 
-    /// Bytes that are taken on living nodes. What was on a node that was out of reach is given back when its host is recovered, not here.
+    /// What our host has of nodes without knowing goes back, as far as they can be reached; how many extents and half-open spans that was.
+    pub fn audit(&mut self) -> u64 {
+        let mut found = 0;
+        for node in self.custody.take_doubtful() {
+            let mut pool = self.pool(SENDER);
+            let audited = self.custody.audit(&mut pool, node, || false);
+            tell!("audit of {node:?}: {audited:?}");
+            match audited {
+                Ok(recovered) => {
+                    let recovered = recovered.expect("nobody takes anything just now");
+                    found += recovered.extents + recovered.spans;
+                }
+                // Later, then.
+                Err(_) => self.custody.doubt(node),
+            }
+        }
+        found
+    }
+
+    /// All nodes can be reached again, and none is in doubt any more.
+    pub fn audit_all(&mut self) {
+        for host in [SENDER, FETCHERS] {
+            for node in 0..self.targets.len() {
+                self.fabric.partition(Host(host), node_of(&self.nodes, node), false);
+            }
+        }
+        self.cut = None;
+        // Those that have heard that our lease is over let in whoever has a new one.
+        self.epoch += 1;
+        for node in 0..self.targets.len() {
+            self.custody.doubt(NodeId(u16::try_from(node).expect("few nodes")));
+        }
+        self.audit();
+    }
+
+    /// Bytes that are taken on living nodes.
     pub fn taken_bytes(&self) -> u64 {
         let mut pool = self.pool(3);
         let nodes: Vec<NodeId> = pool.nodes().collect();
         nodes
             .into_iter()
-            .filter(|node| !self.was_cut(*node))
             .map(|node| {
                 pool.refresh(node).expect("it is alive");
                 pool.total_bytes(node) - pool.free_bytes(node)

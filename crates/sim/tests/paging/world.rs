@@ -38,6 +38,8 @@ pub struct Seen {
     /// Nodes that came back without their memory, and those of them that were taken in.
     pub returns: u64,
     pub taken_in: u64,
+    /// What was on nodes without anybody's knowing, and given back.
+    pub audited: u64,
     pub damages: u64,
     pub lost: u64,
     pub full: u64,
@@ -80,6 +82,7 @@ impl Seen {
             ("crashed nodes", self.crashes),
             ("nodes that came back", self.returns),
             ("nodes that were taken in", self.taken_in),
+            ("things that nobody knew of, and that were given back", self.audited),
             ("damaged pages", self.damages),
             ("lost pages", self.lost),
             ("times the pool was full", self.full),
@@ -114,6 +117,7 @@ impl Seen {
         self.crashes += other.crashes;
         self.returns += other.returns;
         self.taken_in += other.taken_in;
+        self.audited += other.audited;
         self.damages += other.damages;
         self.lost += other.lost;
         self.full += other.full;
@@ -257,6 +261,9 @@ impl World {
 
     /// Let up to `max` things happen that happen at any time.
     pub fn bustle(&mut self, max: u64) {
+        if self.cluster.custody.is_in_doubt() && self.rng.chance(1, 4) {
+            self.seen.audited += self.cluster.audit();
+        }
         for _ in 0..self.rng.below(max + 1) {
             self.clock_ns += self.rng.below(300_000);
             match self.rng.below(16) {
@@ -335,6 +342,7 @@ impl World {
         self.mempool.finish_recovery(used);
         self.slabs.finish_recovery();
         self.cluster.epoch = self.epoch;
+        self.cluster.custody = Arc::default();
         let sender = Sender::new(
             Arc::clone(&self.slabs),
             &self.mempool,

@@ -1,0 +1,156 @@
+//! What a host has of the pool, and who on it knows of what.
+//!
+//! Memory can be a host's without anybody there knowing of it: an agent was killed between taking it and writing that down, or a node was given up while it
+//! stood still. Nobody else may take it, and nobody here gives it back. So a node in *doubt* is *audited*: everything that it says is ours is compared with all
+//! *ledgers*, and what is in none goes back. Takers work on meanwhile: what they had taken and not yet written down when the node was asked is waited for.
+
+use std::collections::{BTreeSet, HashSet};
+use std::fmt::Debug;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use crate::client::{Extent, NodeId, PoolClient};
+use crate::error::PoolError;
+use crate::op::{Held, Recovered};
+
+/// Who writes down what it has of the pool: what was taken before its [`Taking`] ends, and until it is given back.
+pub trait Ledger: Send + Sync + Debug {
+    /// Everything that is written down.
+    fn extents(&self, each: &mut dyn FnMut(Extent));
+}
+
+/// See above; one for all clients of a host.
+#[derive(Debug, Default)]
+pub struct Custody {
+    ledgers: Mutex<Vec<Weak<dyn Ledger>>>,
+    doubtful: Mutex<BTreeSet<NodeId>>,
+    eras: Eras,
+    auditing: Mutex<()>,
+}
+
+/// While this lives, its owner takes memory and writes it down.
+#[derive(Debug)]
+pub struct Taking {
+    custody: Arc<Custody>,
+    era: usize,
+}
+
+impl Drop for Taking {
+    fn drop(&mut self) {
+        self.custody.eras.leave(self.era);
+    }
+}
+
+impl Custody {
+    /// What is written down there is known of, as long as anybody has it.
+    pub fn enter<L: Ledger + 'static>(&self, ledger: &Arc<L>) {
+        let ledger = Arc::downgrade(ledger) as Weak<dyn Ledger>;
+        let mut ledgers = lock(&self.ledgers);
+        ledgers.retain(|other| other.strong_count() > 0 && !Weak::ptr_eq(other, &ledger));
+        ledgers.push(ledger);
+    }
+
+    /// Memory is about to be taken, and written down before this is dropped.
+    #[must_use]
+    pub fn taking(self: &Arc<Self>) -> Taking {
+        Taking { era: self.eras.enter(), custody: Arc::clone(self) }
+    }
+
+    /// Something of a node may be ours without anybody knowing.
+    pub fn doubt(&self, node: NodeId) {
+        lock(&self.doubtful).insert(node);
+    }
+
+    /// Whether a node is in doubt.
+    #[must_use]
+    pub fn is_in_doubt(&self) -> bool {
+        !lock(&self.doubtful).is_empty()
+    }
+
+    /// The nodes in doubt since the last call.
+    #[must_use]
+    pub fn take_doubtful(&self) -> BTreeSet<NodeId> {
+        std::mem::take(&mut *lock(&self.doubtful))
+    }
+
+    /// Give back what `pool`'s host has of a node without anybody knowing of it. All who have anything of the node must have entered their ledgers. `pause` is
+    /// called while others take; if it says false the audit is given up, and the answer is `None`.
+    ///
+    /// # Errors
+    /// As for [`PoolClient::recover`]; then some is not given back yet.
+    pub fn audit(
+        &self,
+        pool: &mut PoolClient,
+        node: NodeId,
+        mut pause: impl FnMut() -> bool,
+    ) -> Result<Option<Recovered>, PoolError> {
+        let _alone = lock(&self.auditing);
+        // Of an audit before, which was given up.
+        let mut era = self.eras.before();
+        while !self.eras.is_over(era) {
+            if !pause() {
+                return Ok(None);
+            }
+        }
+        let mut held: HashSet<Held> = pool.held(node)?.into_iter().collect();
+        era = self.eras.begin_next();
+        while !self.eras.is_over(era) {
+            if !pause() {
+                return Ok(None);
+            }
+        }
+        let ledgers: Vec<Arc<dyn Ledger>> = lock(&self.ledgers).iter().filter_map(Weak::upgrade).collect();
+        let mut known = HashSet::new();
+        for ledger in ledgers {
+            ledger.extents(&mut |extent| {
+                known.extend(Some(extent.addr).filter(|_| extent.node == node));
+            });
+        }
+        held.retain(|held| pool.address_of(node, held).is_none_or(|addr| !known.contains(&addr)));
+        pool.give_back_held(node, &held).map(Some)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Tells when all have ended that had begun before. Who begins and ends never waits.
+#[derive(Debug, Default)]
+struct Eras {
+    now: AtomicUsize,
+    /// Who is in an era with an even number, and with an odd one.
+    inside: [AtomicU64; 2],
+}
+
+impl Eras {
+    fn enter(&self) -> usize {
+        loop {
+            let era = self.now.load(SeqCst);
+            self.inside[era % 2].fetch_add(1, SeqCst);
+            if self.now.load(SeqCst) == era {
+                return era;
+            }
+            // It ended before it was entered, and may not be waited for.
+            self.leave(era);
+        }
+    }
+
+    fn leave(&self, era: usize) {
+        self.inside[era % 2].fetch_sub(1, SeqCst);
+    }
+
+    /// The era before this one.
+    fn before(&self) -> usize {
+        self.now.load(SeqCst).wrapping_sub(1)
+    }
+
+    /// A new era begins; returns the one that ends. There is one who calls this, who has seen that the era before was over.
+    fn begin_next(&self) -> usize {
+        self.now.fetch_add(1, SeqCst)
+    }
+
+    fn is_over(&self, era: usize) -> bool {
+        self.inside[era % 2].load(SeqCst) == 0
+    }
+}

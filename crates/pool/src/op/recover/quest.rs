@@ -1,0 +1,126 @@
+//! What of all that a host has is to be given back.
+
+use std::collections::HashSet;
+
+use aquifer_fabric::Host;
+
+use super::{RecoverOp, Recovered};
+use crate::cache::NodeCache;
+use crate::op::{Grant, Machine, Step, StepResult};
+use crate::size::{SECTION_CHUNKS, SECTION_SPANS};
+
+/// Something that a host has of a node, as words and log tell it. What is found again, the same in all its parts, is the same thing: nobody has given it back
+/// and taken it anew meanwhile.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Held {
+    /// An extent, by the key in its entry; zero if whoever took it has not got so far as to write one.
+    Extent(Grant),
+    /// A span that it is about to open, or to close.
+    Span {
+        /// Which, counted over the node.
+        span: u32,
+        /// Its word.
+        word: u64,
+        /// When the record was made that tells of it.
+        stamp: u16,
+    },
+}
+
+impl Held {
+    /// The section that it is in.
+    #[must_use]
+    pub const fn section(&self) -> u32 {
+        match self {
+            Self::Extent(grant) => grant.chunk / SECTION_CHUNKS,
+            Self::Span { span, .. } => *span / SECTION_SPANS,
+        }
+    }
+}
+
+/// What is to be done with what is found.
+#[derive(Clone, Debug, Default)]
+pub(super) enum Quest {
+    /// All is given back.
+    #[default]
+    All,
+    /// These are; it is another's who is alive.
+    Only(HashSet<Held>),
+    /// It is told of; nothing is changed.
+    Tell(Vec<Held>),
+}
+
+impl Quest {
+    /// A section is looked at, perhaps once more.
+    pub fn begin_section(&mut self, section: u32) {
+        let Self::Tell(told) = self else { return };
+        while told.pop_if(|held| held.section() == section).is_some() {}
+    }
+
+    /// Something was found; whether it is to be given back. What is impossible is nothing that anybody knows of.
+    pub fn meet(&mut self, held: Option<Held>) -> bool {
+        match self {
+            Self::All => true,
+            Self::Only(these) => held.is_some_and(|held| these.contains(&held)),
+            Self::Tell(told) => {
+                told.extend(held);
+                false
+            }
+        }
+    }
+
+    /// How much was told of.
+    pub const fn told(&self) -> usize {
+        match self {
+            Self::Tell(told) => told.len(),
+            Self::All | Self::Only(_) => 0,
+        }
+    }
+
+    /// What was told of since then was in doubt.
+    pub fn take_back(&mut self, since: usize) {
+        if let Self::Tell(told) = self {
+            told.truncate(since);
+        }
+    }
+
+    /// Whether anything is changed at all.
+    pub const fn gives(&self) -> bool {
+        !matches!(self, Self::Tell(_))
+    }
+}
+
+/// Finds all that a host has of a node. Others, and the host itself, may go on meanwhile.
+#[derive(Clone, Debug)]
+pub struct HeldOp(RecoverOp);
+
+impl HeldOp {
+    /// What this host has.
+    #[must_use]
+    pub fn new(host: Host) -> Self {
+        Self(RecoverOp { quest: Quest::Tell(Vec::new()), ..RecoverOp::new(host, host) })
+    }
+
+    fn told(&mut self, step: Step<Recovered>) -> Step<Vec<Held>> {
+        match step {
+            Step::Post(action) => Step::Post(action),
+            Step::Done(outcome) => Step::Done(outcome.map(|_| match std::mem::take(&mut self.0.quest) {
+                Quest::Tell(told) => told,
+                Quest::All | Quest::Only(_) => Vec::new(),
+            })),
+        }
+    }
+}
+
+impl Machine for HeldOp {
+    type Output = Vec<Held>;
+
+    fn start(&mut self, cache: &mut NodeCache) -> Step<Vec<Held>> {
+        let step = self.0.start(cache);
+        self.told(step)
+    }
+
+    fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<Vec<Held>> {
+        let step = self.0.step(cache, result);
+        self.told(step)
+    }
+}
