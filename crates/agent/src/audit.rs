@@ -14,11 +14,11 @@ use aquifer_pool::{NodeId, PoolError};
 use crate::nodes::Nodes;
 
 const TICK: Duration = Duration::from_millis(100);
-/// A node is audited twice: what was sent to it over a connection that broke may arrive after the first time.
+/// A node is audited twice: what was given up was perhaps noted a little longer.
 const AGAIN_AFTER: Duration = Duration::from_secs(10);
 /// A node that cannot be audited, or is dead, is tried again after so long.
 const RETRY_AFTER: Duration = Duration::from_secs(5);
-/// Extents that are being taken are waited for so long at a time.
+/// What was begun is waited for so long at a time.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// A thread that audits nodes in doubt, until this is dropped.
@@ -75,8 +75,8 @@ enum AuditError {
     Unreachable(#[from] aquifer_fabric::EndpointError),
     #[error(transparent)]
     Pool(#[from] PoolError),
-    #[error("memory is being taken there, and that does not end")]
-    Taking,
+    #[error("something that was begun there does not end")]
+    UnderWay,
 }
 
 impl Auditor {
@@ -129,5 +129,5 @@ fn look(nodes: &Nodes, tenant: Tenant, stop: &AtomicBool, node: NodeId) -> Resul
         std::thread::park_timeout(TICK / 10);
         !stop.load(Relaxed) && began.elapsed() < PATIENCE
     };
-    nodes.custody().audit(&mut pool, node, pause)?.ok_or(AuditError::Taking)
+    nodes.custody().audit(&mut pool, node, pause)?.ok_or(AuditError::UnderWay)
 }

@@ -11,7 +11,7 @@ use aquifer_fabric::{
     Verb, Work, WorkError,
 };
 use aquifer_ipc::ring::{DATA_AT, Status};
-use aquifer_pool::{Custody, Extent, NodeId, PoolClient, PoolError, SizeClass, Taking};
+use aquifer_pool::{Custody, Extent, NodeId, PoolClient, PoolError, SizeClass, UnderWay};
 
 use crate::session::{Move, Pool};
 
@@ -192,8 +192,8 @@ impl Cluster {
 }
 
 impl Pool for Cluster {
-    fn taking(&self) -> Option<Taking> {
-        Some(self.pool.taking())
+    fn under_way(&self) -> Option<UnderWay> {
+        Some(self.pool.under_way())
     }
 
     fn allocate(&mut self, class: SizeClass) -> Result<Extent, Status> {

@@ -80,7 +80,7 @@ impl World {
 struct ModelPool(Rc<RefCell<World>>);
 
 impl Pool for ModelPool {
-    fn taking(&self) -> Option<aquifer_pool::Taking> {
+    fn under_way(&self) -> Option<aquifer_pool::UnderWay> {
         None
     }
 

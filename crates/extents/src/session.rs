@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use aquifer_fabric::Key;
 use aquifer_ipc::ring::{Answer, ExtentName, Piece, Request, Status};
-use aquifer_pool::{Extent, NodeId, SizeClass, Taking};
+use aquifer_pool::{Extent, NodeId, SizeClass, UnderWay};
 
 use crate::account::Account;
 use crate::book::{Book, EXTENTS_MAX, Entry, State};
@@ -30,7 +30,7 @@ pub(crate) struct Move {
 /// What a session needs of the pool.
 pub(crate) trait Pool {
     /// To be held from before an extent is taken until it is written down.
-    fn taking(&self) -> Option<Taking>;
+    fn under_way(&self) -> Option<UnderWay>;
     /// Take an extent.
     fn allocate(&mut self, class: SizeClass) -> Result<Extent, Status>;
     /// The record in its control word, for [`Self::give_back_begun`].
@@ -272,7 +272,7 @@ impl<P: Pool> Session<P> {
             None if self.book.end() < EXTENTS_MAX => self.book.end(),
             None => return Err(Status::TooMany),
         };
-        let _taking = self.pool.taking();
+        let _under_way = self.pool.under_way();
         let taken = if self.account.take(bytes, self.pool.quota_bytes()) {
             self.pool.allocate(class).inspect_err(|_| self.account.give(bytes))
         } else {

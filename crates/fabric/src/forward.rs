@@ -42,6 +42,11 @@ macro_rules! forward_endpoint {
             self.$inner.limits()
         }
     };
+    (@late $inner:ident) => {
+        fn late(&self) -> Option<Box<dyn $crate::Late>> {
+            self.$inner.late()
+        }
+    };
     (@is_broken $inner:ident) => {
         fn is_broken(&self) -> bool {
             self.$inner.is_broken()

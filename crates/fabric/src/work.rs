@@ -254,4 +254,18 @@ pub trait Endpoint: Send + std::fmt::Debug {
 
     /// Whether the peer is known to be dead or the endpoint is broken.
     fn is_broken(&self) -> bool;
+
+    /// What of it may yet take effect after it is dropped; `None` if nothing can.
+    fn late(&self) -> Option<Box<dyn Late>> {
+        None
+    }
+}
+
+/// Operations of an endpoint that was given up: nobody hears of them any more, and some may yet be on their way.
+pub trait Late: Send + std::fmt::Debug {
+    /// Make sure that none takes effect from now on. The endpoint must be gone, or broken. May take as long as connecting does.
+    ///
+    /// # Errors
+    /// If the peer does not answer: then nothing is known.
+    fn end(&mut self) -> Result<(), EndpointError>;
 }

@@ -310,7 +310,7 @@ impl Filler {
         copies_min: usize,
     ) -> Result<Open, NoRoom> {
         let slab = self.free_number()?;
-        let _taking = pool.taking();
+        let _under_way = pool.under_way();
         match self.allocate(pool, want, copies, copies_min) {
             Ok(extents) => {
                 self.take_into_use(slab, &extents);

@@ -13,9 +13,9 @@ use std::sync::{Arc, LazyLock};
 use aquifer_fabric::{Endpoint, Host, Key, Tenant};
 
 use crate::cache::Nonces;
-use crate::custody::{Custody, Ledger, Taking};
+use crate::custody::{Custody, Ledger, UnderWay};
 use crate::error::PoolError;
-use crate::op::{AllocOp, FreeOp, Grant, Held, HeldOp, OpError, RecoverOp, Recovered};
+use crate::op::{AllocOp, FreeOp, Grant, Held, HeldOp, Machine, OpError, RecoverOp, Recovered};
 use crate::size::SizeClass;
 use crate::word::Run;
 use node::{Failure, Node};
@@ -82,8 +82,8 @@ impl PoolClient {
 
     /// To be held while extents are taken, until they are written down in a ledger or given back.
     #[must_use]
-    pub fn taking(&self) -> Taking {
-        self.custody.taking()
+    pub fn under_way(&self) -> UnderWay {
+        self.custody.under_way()
     }
 
     /// Something of a node may be ours without anybody knowing: it could not be given back.
@@ -116,8 +116,25 @@ impl PoolClient {
 
     /// Forget a node, and give its endpoint back. Extents taken from it stay taken, until the node is audited.
     pub fn remove_node(&mut self, id: NodeId) -> Option<Box<dyn Endpoint>> {
+        let mut node = self.nodes.remove(&id)?;
+        if let Some(late) = node.take_late() {
+            self.custody.give_up(id, late);
+        }
         self.custody.doubt(id);
-        self.nodes.remove(&id).map(Node::into_endpoint)
+        Some(node.into_endpoint())
+    }
+
+    /// Run a machine to its end. If its connection breaks, the host hears of it before anybody takes this for ended.
+    fn run<M: Machine>(&mut self, id: NodeId, machine: M) -> Result<Result<M::Output, Failure>, PoolError> {
+        let _under_way = self.custody.under_way();
+        let node = self.nodes.get_mut(&id).ok_or(PoolError::NoSuchNode { node: id })?;
+        let outcome = node.run(machine);
+        if let Err(Failure::Work(_)) = outcome
+            && let Some(late) = node.take_late()
+        {
+            self.custody.give_up(id, late);
+        }
+        Ok(outcome)
     }
 
     /// The nodes in use.
@@ -157,7 +174,7 @@ impl PoolClient {
     /// As for [`Self::recover`].
     pub(crate) fn held(&mut self, id: NodeId) -> Result<Vec<Held>, PoolError> {
         let op = HeldOp::new(self.host);
-        self.node(id)?.run(op).map_err(|failure| failure.of(id, 0, 0))
+        self.run(id, op)?.map_err(|failure| failure.of(id, 0, 0))
     }
 
     /// Give back these of the things that this host has of a node, as far as they are still the same.
@@ -174,7 +191,7 @@ impl PoolClient {
         for section in sections {
             let there = these.iter().filter(|held| held.section() == section).copied();
             let op = RecoverOp::only(self.host, there).within(section..section + 1);
-            found.add(self.node(id)?.run(op).map_err(|failure| failure.of(id, 0, 0))?);
+            found.add(self.run(id, op)?.map_err(|failure| failure.of(id, 0, 0))?);
         }
         Ok(found)
     }
@@ -193,11 +210,10 @@ impl PoolClient {
     /// [`PoolError::Full`] if there is none; [`PoolError::NodeGone`], and then nobody knows whether one was taken
     /// (the node's inline log does).
     pub fn allocate(&mut self, id: NodeId, class: SizeClass) -> Result<Extent, PoolError> {
-        let host = self.host;
-        let node = self.node(id)?;
         let bytes = class.bytes();
-        let grant = node.run(AllocOp::new(host, class)).map_err(|failure| failure.of(id, 0, bytes))?;
-        Ok(node.extent(grant))
+        let op = AllocOp::new(self.host, class);
+        let grant = self.run(id, op)?.map_err(|failure| failure.of(id, 0, bytes))?;
+        Ok(self.node(id)?.extent(grant))
     }
 
     /// Take this group of a section's spans, whoever had them last: for the node itself, which clears them or lends them no more. No key opens it. `None` if it
@@ -206,10 +222,8 @@ impl PoolClient {
     /// # Errors
     /// As for [`Self::allocate`].
     pub fn take_group(&mut self, id: NodeId, section: u32, group: Run) -> Result<Option<Extent>, PoolError> {
-        let host = self.host;
-        let node = self.node(id)?;
-        match node.run(AllocOp::of_group(host, section, group)) {
-            Ok(grant) => Ok(Some(node.extent(grant))),
+        match self.run(id, AllocOp::of_group(self.host, section, group))? {
+            Ok(grant) => Ok(Some(self.node(id)?.extent(grant))),
             Err(Failure::Op(OpError::Full)) => Ok(None),
             Err(failure) => Err(failure.of(id, 0, 0)),
         }
@@ -253,7 +267,8 @@ impl PoolClient {
         let (addr, bytes) = (extent.addr, extent.class.bytes());
         let chunk = node.chunk_of(addr).ok_or(PoolError::NotAllocated { node: extent.node, addr, bytes })?;
         let grant = Grant { chunk, class: extent.class, key: extent.key };
-        node.run(how(FreeOp::new(host, grant))).map_err(|failure| failure.of(extent.node, addr, bytes))
+        let op = how(FreeOp::new(host, grant));
+        self.run(extent.node, op)?.map_err(|failure| failure.of(extent.node, addr, bytes))
     }
 
     /// Give back all that a dead host held of a node, for anyone to take. Two that do it at once, or one after another that died over it, do no harm.
@@ -264,7 +279,7 @@ impl PoolClient {
     /// [`PoolError::NodeGone`]; [`PoolError::Busy`], and then some is not given back yet; [`PoolError::Damaged`].
     pub fn recover(&mut self, id: NodeId, dead: Host) -> Result<Recovered, PoolError> {
         let host = self.host;
-        self.node(id)?.run(RecoverOp::new(host, dead)).map_err(|failure| failure.of(id, 0, 0))
+        self.run(id, RecoverOp::new(host, dead))?.map_err(|failure| failure.of(id, 0, 0))
     }
 
     /// The same for what is in these sections.
@@ -278,7 +293,7 @@ impl PoolClient {
         sections: Range<u32>,
     ) -> Result<Recovered, PoolError> {
         let op = RecoverOp::new(self.host, dead).within(sections);
-        self.node(id)?.run(op).map_err(|failure| failure.of(id, 0, 0))
+        self.run(id, op)?.map_err(|failure| failure.of(id, 0, 0))
     }
 
     /// The record in an extent's control word, as far as this client has seen: for [`Self::free_unless_changed`]. Never 0.

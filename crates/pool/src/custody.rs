@@ -2,18 +2,21 @@
 //!
 //! Memory can be a host's without anybody there knowing of it: an agent was killed between taking it and writing that down, or a node was given up while it
 //! stood still. Nobody else may take it, and nobody here gives it back. So a node in *doubt* is *audited*: everything that it says is ours is compared with all
-//! *ledgers*, and what is in none goes back. Takers work on meanwhile: what they had taken and not yet written down when the node was asked is waited for.
+//! *ledgers*, and what is in none goes back. Others work on meanwhile: what they had begun when the node was asked is waited for. What was sent over
+//! connections that are given up by now, and is perhaps on its way yet, is ended before.
 
 use std::collections::{BTreeSet, HashSet};
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use aquifer_fabric::{EndpointError, Late};
+
 use crate::client::{Extent, NodeId, PoolClient};
 use crate::error::PoolError;
 use crate::op::{Held, Recovered};
 
-/// Who writes down what it has of the pool: what was taken before its [`Taking`] ends, and until it is given back.
+/// Who writes down what it has of the pool: from before the [`UnderWay`] ends under which it was taken, until it is given back.
 pub trait Ledger: Send + Sync + Debug {
     /// Everything that is written down.
     fn extents(&self, each: &mut dyn FnMut(Extent));
@@ -24,18 +27,19 @@ pub trait Ledger: Send + Sync + Debug {
 pub struct Custody {
     ledgers: Mutex<Vec<Weak<dyn Ledger>>>,
     doubtful: Mutex<BTreeSet<NodeId>>,
+    late: Mutex<Vec<(NodeId, Box<dyn Late>)>>,
     eras: Eras,
     auditing: Mutex<()>,
 }
 
-/// While this lives, its owner takes memory and writes it down.
+/// While this lives, its owner takes memory and writes it down, or gives it back.
 #[derive(Debug)]
-pub struct Taking {
+pub struct UnderWay {
     custody: Arc<Custody>,
     era: usize,
 }
 
-impl Drop for Taking {
+impl Drop for UnderWay {
     fn drop(&mut self) {
         self.custody.eras.leave(self.era);
     }
@@ -50,15 +54,39 @@ impl Custody {
         ledgers.push(ledger);
     }
 
-    /// Memory is about to be taken, and written down before this is dropped.
+    /// Memory is about to be taken, and written down before this is dropped; or to be given back.
     #[must_use]
-    pub fn taking(self: &Arc<Self>) -> Taking {
-        Taking { era: self.eras.enter(), custody: Arc::clone(self) }
+    pub fn under_way(self: &Arc<Self>) -> UnderWay {
+        UnderWay { era: self.eras.enter(), custody: Arc::clone(self) }
     }
 
     /// Something of a node may be ours without anybody knowing.
     pub fn doubt(&self, node: NodeId) {
         lock(&self.doubtful).insert(node);
+    }
+
+    /// A connection to a node is given up, and something of it may yet take effect there.
+    pub(crate) fn give_up(&self, node: NodeId, late: Box<dyn Late>) {
+        lock(&self.late).push((node, late));
+    }
+
+    /// See that nothing that was given up takes effect any more.
+    fn end_late(&self, node: NodeId) -> Result<(), EndpointError> {
+        // Not under the lock: this waits for the node.
+        let mut late: Vec<_> = lock(&self.late).extract_if(.., |(other, _)| *other == node).collect();
+        let mut outcome = Ok(());
+        late.retain_mut(|(_, late)| {
+            if outcome.is_ok() {
+                outcome = late.end();
+            }
+            outcome.is_err()
+        });
+        lock(&self.late).append(&mut late);
+        outcome
+    }
+
+    fn has_late(&self, node: NodeId) -> bool {
+        lock(&self.late).iter().any(|(other, _)| *other == node)
     }
 
     /// Whether a node is in doubt.
@@ -74,10 +102,10 @@ impl Custody {
     }
 
     /// Give back what `pool`'s host has of a node without anybody knowing of it. All who have anything of the node must have entered their ledgers. `pause` is
-    /// called while others take; if it says false the audit is given up, and the answer is `None`.
+    /// called while others are at it; if it says false the audit is given up, and the answer is `None`; so it is if a connection broke meanwhile.
     ///
     /// # Errors
-    /// As for [`PoolClient::recover`]; then some is not given back yet.
+    /// As for [`PoolClient::recover`], or if the node does not end what was given up; then some is not given back yet.
     pub fn audit(
         &self,
         pool: &mut PoolClient,
@@ -85,6 +113,7 @@ impl Custody {
         mut pause: impl FnMut() -> bool,
     ) -> Result<Option<Recovered>, PoolError> {
         let _alone = lock(&self.auditing);
+        self.end_late(node).map_err(|cause| PoolError::Endpoint { node, cause })?;
         // Of an audit before, which was given up.
         let mut era = self.eras.before();
         while !self.eras.is_over(era) {
@@ -98,6 +127,10 @@ impl Custody {
             if !pause() {
                 return Ok(None);
             }
+        }
+        // What they could not finish is as uncertain as what is under way.
+        if self.has_late(node) {
+            return Ok(None);
         }
         let ledgers: Vec<Arc<dyn Ledger>> = lock(&self.ledgers).iter().filter_map(Weak::upgrade).collect();
         let mut known = HashSet::new();

@@ -6,7 +6,7 @@ use super::lock;
 use super::world::World;
 use crate::Memory;
 use crate::target::Region;
-use crate::work::{Completion, Endpoint, EndpointError, Limits, LocalKey, PostError, Work};
+use crate::work::{Completion, Endpoint, EndpointError, Late, Limits, LocalKey, PostError, Work};
 
 /// One connection to a [`super::SimTarget`].
 #[derive(Debug)]
@@ -60,6 +60,24 @@ impl Endpoint for SimEndpoint {
 
     fn is_broken(&self) -> bool {
         lock(&self.world).links[self.id].is_broken()
+    }
+
+    fn late(&self) -> Option<Box<dyn Late>> {
+        let is_busy = lock(&self.world).links[self.id].is_busy();
+        is_busy.then(|| Box::new(SimLate { world: Arc::clone(&self.world), id: self.id }) as Box<dyn Late>)
+    }
+}
+
+/// What is on the wire of a connection whose host's end is gone.
+#[derive(Debug)]
+struct SimLate {
+    world: Arc<Mutex<World>>,
+    id: usize,
+}
+
+impl Late for SimLate {
+    fn end(&mut self) -> Result<(), EndpointError> {
+        lock(&self.world).forget_late(self.id)
     }
 }
 

@@ -268,6 +268,17 @@ impl World {
         }
     }
 
+    /// The node does nothing more of what the connection brings.
+    pub fn forget_late(&mut self, id: usize) -> Result<(), EndpointError> {
+        let Link { who, node, .. } = self.links[id];
+        if self.cuts.contains(&(who.host, node)) {
+            let source = std::io::ErrorKind::TimedOut.into();
+            return Err(EndpointError::Unreachable { address: format!("simulated node {}", node.0), source });
+        }
+        self.links[id].flights.clear();
+        Ok(())
+    }
+
     pub fn partition(&mut self, host: Host, node: Node, cut: bool) {
         if cut {
             self.cuts.insert((host, node));

@@ -2,6 +2,7 @@
 
 mod answers;
 mod direct;
+mod late;
 mod recovery;
 
 use std::collections::VecDeque;
@@ -27,8 +28,8 @@ use crate::memory::{copy, u64_from};
 use crate::rescue::Rescue;
 use crate::target::{Identity, Region};
 use crate::work::{
-    Completion, Endpoint, EndpointError, Limits, LocalKey, LocalSlice, PostError, RemoteAddr, Verb, Work,
-    WorkError,
+    Completion, Endpoint, EndpointError, Late, Limits, LocalKey, LocalSlice, PostError, RemoteAddr, Verb,
+    Work, WorkError,
 };
 
 /// Bytes taken from the connection in one call.
@@ -418,6 +419,10 @@ impl Endpoint for TcpEndpoint {
 
     fn is_broken(&self) -> bool {
         self.broken || self.has_farewell
+    }
+
+    fn late(&self) -> Option<Box<dyn Late>> {
+        late::TcpLate::of(self).map(|late| Box::new(late) as Box<dyn Late>)
     }
 }
 

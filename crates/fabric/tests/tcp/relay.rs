@@ -15,6 +15,10 @@ pub struct Relay {
     pub address: SocketAddr,
     rough: Arc<AtomicBool>,
     pub cuts: Arc<AtomicU64>,
+    /// What the first so many connections bring is held back.
+    held: Arc<AtomicU64>,
+    /// Connections whose target has closed them, and those whose initiator has, with all that it had sent.
+    ended: [Arc<AtomicU64>; 2],
 }
 
 /// A connection is cut after up to so many bytes one way.
@@ -27,16 +31,22 @@ impl Relay {
             address: listener.local_addr().unwrap(),
             rough: Arc::new(AtomicBool::new(false)),
             cuts: Arc::new(AtomicU64::new(0)),
+            held: Arc::default(),
+            ended: Default::default(),
         };
         let (rough, cuts) = (Arc::clone(&relay.rough), Arc::clone(&relay.cuts));
+        let (all_held, ended) = (Arc::clone(&relay.held), relay.ended.clone());
         std::thread::spawn(move || {
             let mut seed = 1_u64;
+            let mut number = 0;
             while let Ok((from, _)) = listener.accept() {
                 let Ok(onward) = TcpStream::connect(to) else { break };
-                for (mut source, mut sink) in [
-                    (from.try_clone().unwrap(), onward.try_clone().unwrap()),
-                    (onward.try_clone().unwrap(), from.try_clone().unwrap()),
+                number += 1;
+                for (mut source, mut sink, ended) in [
+                    (from.try_clone().unwrap(), onward.try_clone().unwrap(), &ended[1]),
+                    (onward.try_clone().unwrap(), from.try_clone().unwrap(), &ended[0]),
                 ] {
+                    let (held, ended) = (Arc::clone(&all_held), Arc::clone(ended));
                     seed =
                         seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                     let mut left = 2000 + (seed >> 33) % CUT_AFTER_MAX;
@@ -49,6 +59,9 @@ impl Relay {
                             } else {
                                 bytes
                             };
+                            while held.load(Ordering::SeqCst) >= number {
+                                std::thread::yield_now();
+                            }
                             if sink.write_all(&buffer[..bytes]).is_err() {
                                 break;
                             }
@@ -60,6 +73,7 @@ impl Relay {
                         }
                         let _ = source.shutdown(Shutdown::Both);
                         let _ = sink.shutdown(Shutdown::Both);
+                        ended.fetch_add(1, Ordering::SeqCst);
                     });
                 }
             }
@@ -128,6 +142,31 @@ fn exchange(target: &TcpTarget, client: &mut crate::Client, round: u64) {
     assert_eq!(answer, message);
 }
 
+/// What a connection that was given up still brings is done, unless it was ended.
+#[test]
+fn what_was_ended_comes_too_late() {
+    for is_ended in [false, true] {
+        let (target, memory, region) = node(Options::default());
+        let relay = Relay::start(target.address());
+        let mut client = client(relay.address);
+        let add = Verb::FetchAdd { remote: RemoteAddr { addr: region.base, key: region.key }, add: 1 };
+        assert_eq!(client.one(add), Ok(0));
+        assert!(client.endpoint.late().is_none(), "all is answered");
+        relay.held.store(1, Ordering::SeqCst);
+        client.endpoint.post(&[Work { id: 1, verb: add, signalled: true }]).unwrap();
+        let mut late = client.endpoint.late().expect("it is not answered");
+        drop(client);
+        if is_ended {
+            late.end().expect("the target answers");
+        }
+        relay.held.store(0, Ordering::SeqCst);
+        while relay.ended.iter().any(|ended| ended.load(Ordering::SeqCst) == 0) {
+            std::thread::yield_now();
+        }
+        assert_eq!(memory.atomic_u64(0).load(Ordering::SeqCst), if is_ended { 1 } else { 2 });
+    }
+}
+
 /// A target that is gone is told from a wire that broke.
 #[test]
 fn a_target_that_is_gone_is_not_waited_for() {
@@ -139,6 +178,8 @@ fn a_target_that_is_gone_is_not_waited_for() {
     assert_eq!(client.one(Verb::FetchAdd { remote, add: 1 }), Err(WorkError::PeerGone));
     assert_eq!(client.one(Verb::FetchAdd { remote, add: 1 }), Err(WorkError::Flushed));
     assert!(client.endpoint.is_broken());
+    let mut late = client.endpoint.late().expect("nobody has said what became of it");
+    late.end().expect("nobody is there any more who could do it");
 }
 
 /// A machine that vanished does not even refuse. While it is knocked at, the thread that has the endpoint can do other things.

@@ -117,7 +117,7 @@ impl Filler {
         class: SizeClass,
         together: u32,
     ) -> Result<Open, NoRoom> {
-        let _taking = pool.taking();
+        let _under_way = pool.under_way();
         let mut refused = NoRoom::NoNodes;
         let mut extents = Vec::new();
         for _ in 0..together {

@@ -263,7 +263,7 @@ impl Sender {
         candidates.sort_by_key(|slab| slabs.copies(*slab).len());
         let slab = *candidates.get(self.healer.fruitless % candidates.len().max(1))?;
         self.healer.fruitless += 1;
-        let _taking = self.pool.taking();
+        let _under_way = self.pool.under_way();
         let to = self.filler.room_for_copy(&mut self.pool, slab);
         let gone = self.filler.take_gone();
         if !gone.is_empty() {

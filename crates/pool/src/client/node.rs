@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use aquifer_fabric::{
-    Completion, Endpoint, Key, KeyEntry, LocalKey, LocalSlice, Memory, PostError, RemoteAddr, Tenant,
+    Completion, Endpoint, Key, KeyEntry, Late, LocalKey, LocalSlice, Memory, PostError, RemoteAddr, Tenant,
     Verb, Work, WorkError,
 };
 
@@ -44,6 +44,7 @@ pub(super) struct Node {
     wire: Wire,
     cache: NodeCache,
     words: Vec<u64>,
+    is_given_up: bool,
 }
 
 /// The way to the node's memory.
@@ -130,9 +131,16 @@ impl Node {
             return Err(format(FormatError::TooShort { needed: layout.region_bytes(), found: region.len }));
         }
         let cache = NodeCache::new(&layout, salt, tenant, nonces);
-        let mut node = Self { id, wire, cache, words: Vec::with_capacity(READ_WORDS_MAX as usize) };
+        let mut node = Self { id, wire, cache, words: Vec::with_capacity(READ_WORDS_MAX as usize), is_given_up: false };
         node.refresh()?;
         Ok(node)
+    }
+
+    /// What of its connection may yet take effect when that is given up; said once.
+    pub(super) fn take_late(&mut self) -> Option<Box<dyn Late>> {
+        let late = self.wire.endpoint.late().filter(|_| !self.is_given_up)?;
+        self.is_given_up = true;
+        Some(late)
     }
 
     pub(super) fn into_endpoint(self) -> Box<dyn Endpoint> {

@@ -523,7 +523,7 @@ fn an_audit_leaves_what_is_just_being_taken() {
     let notes = Arc::new(Notes::default());
     custody.enter(&notes);
     let (mut taker, mut auditor) = (bed.client_in(3, &custody), bed.client_in(3, &custody));
-    let taking = taker.taking();
+    let taking = taker.under_way();
     let extent = taker.allocate(NODE, class(1)).expect("room");
     assert_eq!(custody.audit(&mut auditor, NODE, || false).expect("it lives"), None, "it cannot tell");
     assert_eq!(custody.audit(&mut auditor, NODE, || false).expect("it lives"), None, "nor can the next");

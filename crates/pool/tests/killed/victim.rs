@@ -177,5 +177,5 @@ impl Endpoint for Doomed {
         posted
     }
 
-    forward_endpoint!(inner: poll, wait, event_fd, register_local, receive, regions, limits, is_broken);
+    forward_endpoint!(inner: poll, wait, event_fd, register_local, receive, regions, limits, is_broken, late);
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use aquifer_fabric::sim::{Node, Rng, SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, KeyEntry, Target, Tenant};
 use aquifer_pager::{Connector, PAGE_BYTES, Sender};
-use aquifer_pool::op::{Grant, WordAt};
+use aquifer_pool::op::{Grant, Recovered, WordAt};
 use aquifer_pool::{Custody, Donation, Extent, NodeId, PoolClient, SizeClass, donate};
 
 /// Bytes of a node: one section. With more, where a client begins to look would depend on how many clients there were before.
@@ -308,23 +308,24 @@ impl Cluster {
     pub fn audit(&mut self) -> u64 {
         let mut found = 0;
         for node in self.custody.take_doubtful() {
-            let mut pool = self.pool(SENDER);
-            let audited = self.custody.audit(&mut pool, node, || false);
-            tell!("audit of {node:?}: {audited:?}");
-            match audited {
-                Ok(recovered) => {
-                    let recovered = recovered.expect("nobody takes anything just now");
-                    found += recovered.extents + recovered.spans;
-                }
+            match self.audit_node(node) {
+                Some(recovered) => found += recovered.extents + recovered.spans,
                 // Later, then.
-                Err(_) => self.custody.doubt(node),
+                None => self.custody.doubt(node),
             }
         }
         found
     }
 
-    /// All nodes can be reached again, and none is in doubt any more.
-    pub fn audit_all(&mut self) {
+    fn audit_node(&self, node: NodeId) -> Option<Recovered> {
+        let endpoint = self.connector(SENDER).connect(node).ok()?;
+        let mut pool = PoolClient::in_custody(Host(SENDER), Tenant(0), Arc::clone(&self.custody));
+        pool.add_node(node, endpoint).ok()?;
+        self.custody.audit(&mut pool, node, || false).ok()?
+    }
+
+    /// All nodes can be reached again, and those in doubt are audited. What was found.
+    pub fn audit_all(&mut self) -> u64 {
         for host in [SENDER, FETCHERS] {
             for node in 0..self.targets.len() {
                 self.fabric.partition(Host(host), node_of(&self.nodes, node), false);
@@ -333,10 +334,13 @@ impl Cluster {
         self.cut = None;
         // Those that have heard that our lease is over let in whoever has a new one.
         self.epoch += 1;
-        for node in 0..self.targets.len() {
-            self.custody.doubt(NodeId(u16::try_from(node).expect("few nodes")));
-        }
-        self.audit();
+        self.audit()
+    }
+
+    /// An agent takes over: it does not know what the one before it left on nodes.
+    pub fn doubt_all(&mut self) {
+        self.custody = Arc::default();
+        (0..).zip(&self.targets).for_each(|(id, _)| self.custody.doubt(NodeId(id)));
     }
 
     /// Bytes that are taken on living nodes.

@@ -399,7 +399,7 @@ impl Schedule {
         let held = world.budget.held();
         let mempool_bytes = world.budget.mempool_bytes();
         let blocks = world.mempool.blocks() - world.mempool.free_blocks();
-        world.cluster.audit_all();
+        world.seen.audited += world.cluster.audit_all();
         let taken = world.cluster.taken_bytes();
         if (pages, held, mempool_bytes, blocks, taken) != (0, 0, 0, 0, 0) {
             return Err(format!(

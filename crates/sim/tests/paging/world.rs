@@ -66,7 +66,7 @@ pub struct Seen {
 }
 
 impl Seen {
-    pub fn counts(&self) -> [(&'static str, u64); 30] {
+    pub fn counts(&self) -> [(&'static str, u64); 31] {
         [
             ("evictions", self.evictions),
             ("zero fills", self.zero_fills),
@@ -342,7 +342,7 @@ impl World {
         self.mempool.finish_recovery(used);
         self.slabs.finish_recovery();
         self.cluster.epoch = self.epoch;
-        self.cluster.custody = Arc::default();
+        self.cluster.doubt_all();
         let sender = Sender::new(
             Arc::clone(&self.slabs),
             &self.mempool,
