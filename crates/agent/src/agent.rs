@@ -176,11 +176,7 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
         options.extents_per_user,
     );
     sessions.restore(left);
-    let restored = if before.is_some() {
-        service.restore(kept)
-    } else {
-        service.refuse(kept)
-    };
+    let restored = if before.is_some() { service.restore(kept) } else { service.refuse(kept) };
     for Restored { run, owner } in restored {
         let service = Arc::clone(&service);
         let spawned = std::thread::Builder::new()
@@ -197,8 +193,7 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
         tenant,
     )
     .map_err(AgentError::Threads)?;
-    let audits =
-        Audits::start(Arc::clone(&nodes), tenant, before.is_some()).map_err(AgentError::Threads)?;
+    let audits = Audits::start(Arc::clone(&nodes), tenant, before.is_some()).map_err(AgentError::Threads)?;
     let lent = Lent::new(&options.directory_place, options.connect.encrypt, options.key.as_ref());
     let talks = Talks::new(&service, &sessions, &nodes, lent);
     ready();

@@ -87,7 +87,8 @@ impl Auditor {
             }
             let now = Instant::now();
             let listed = self.nodes.list();
-            let is_due = |(node, due): (&NodeId, &Due)| (due.at <= now && listed.contains(node)).then_some(*node);
+            let is_due =
+                |(node, due): (&NodeId, &Due)| (due.at <= now && listed.contains(node)).then_some(*node);
             let due: Vec<NodeId> = self.due.iter().filter_map(is_due).collect();
             for node in due {
                 self.audit(node);
@@ -103,7 +104,13 @@ impl Auditor {
             Ok(found) => {
                 if found != Recovered::default() {
                     let Recovered { extents, chunks, spans, .. } = found;
-                    tracing::info!(node = node.0, extents, chunks, spans, "what nobody here knew of was given back");
+                    tracing::info!(
+                        node = node.0,
+                        extents,
+                        chunks,
+                        spans,
+                        "what nobody here knew of was given back"
+                    );
                 }
                 due.times -= 1;
                 due.at = Instant::now() + AGAIN_AFTER;

@@ -39,7 +39,14 @@ impl Nodes {
         key: Option<ClusterKey>,
         connect: ConnectOptions,
     ) -> Arc<Self> {
-        Arc::new(Self { directory, identity, key, connect, known: RwLock::default(), custody: Arc::default() })
+        Arc::new(Self {
+            directory,
+            identity,
+            key,
+            connect,
+            known: RwLock::default(),
+            custody: Arc::default(),
+        })
     }
 
     /// Ask the directory which there are. Returns its revision.

@@ -31,6 +31,6 @@ pub use reach::Reach;
 pub use target::{Access, Host, Identity, Region, Scope, Served, Target, TargetError, Tenant, WindowSpec};
 pub use view::View;
 pub use work::{
-    Completion, Endpoint, EndpointError, Key, Late, Limits, LocalKey, LocalSlice, PostError, RemoteAddr, Verb,
-    Work, WorkError,
+    Completion, Endpoint, EndpointError, Key, Late, Limits, LocalKey, LocalSlice, PostError, RemoteAddr,
+    Verb, Work, WorkError,
 };

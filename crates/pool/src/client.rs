@@ -250,18 +250,15 @@ impl PoolClient {
 
     fn give_back(&mut self, extent: Extent, how: impl FnOnce(FreeOp) -> FreeOp) -> Result<(), PoolError> {
         let freed = self.try_give_back(extent, how);
-        let is_known = matches!(freed, Ok(()) | Err(PoolError::NotAllocated { .. } | PoolError::NotOurs { .. }));
+        let is_known =
+            matches!(freed, Ok(()) | Err(PoolError::NotAllocated { .. } | PoolError::NotOurs { .. }));
         if !is_known {
             self.custody.doubt(extent.node);
         }
         freed
     }
 
-    fn try_give_back(
-        &mut self,
-        extent: Extent,
-        how: impl FnOnce(FreeOp) -> FreeOp,
-    ) -> Result<(), PoolError> {
+    fn try_give_back(&mut self, extent: Extent, how: impl FnOnce(FreeOp) -> FreeOp) -> Result<(), PoolError> {
         let host = self.host;
         let node = self.node(extent.node)?;
         let (addr, bytes) = (extent.addr, extent.class.bytes());

@@ -5,9 +5,10 @@
 //! *ledgers*, and what is in none goes back. Others work on meanwhile: what they had begun when the node was asked is waited for. What was sent over
 //! connections that are given up by now, and is perhaps on its way yet, is ended before.
 
+mod eras;
+
 use std::collections::{BTreeSet, HashSet};
 use std::fmt::Debug;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use aquifer_fabric::{EndpointError, Late};
@@ -15,6 +16,7 @@ use aquifer_fabric::{EndpointError, Late};
 use crate::client::{Extent, NodeId, PoolClient};
 use crate::error::PoolError;
 use crate::op::{Held, Recovered};
+use eras::Eras;
 
 /// Who writes down what it has of the pool: from before the [`UnderWay`] ends under which it was taken, until it is given back.
 pub trait Ledger: Send + Sync + Debug {
@@ -36,7 +38,7 @@ pub struct Custody {
 #[derive(Debug)]
 pub struct UnderWay {
     custody: Arc<Custody>,
-    era: usize,
+    era: u64,
 }
 
 impl Drop for UnderWay {
@@ -146,44 +148,4 @@ impl Custody {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Tells when all have ended that had begun before. Who begins and ends never waits.
-#[derive(Debug, Default)]
-struct Eras {
-    now: AtomicUsize,
-    /// Who is in an era with an even number, and with an odd one.
-    inside: [AtomicU64; 2],
-}
-
-impl Eras {
-    fn enter(&self) -> usize {
-        loop {
-            let era = self.now.load(SeqCst);
-            self.inside[era % 2].fetch_add(1, SeqCst);
-            if self.now.load(SeqCst) == era {
-                return era;
-            }
-            // It ended before it was entered, and may not be waited for.
-            self.leave(era);
-        }
-    }
-
-    fn leave(&self, era: usize) {
-        self.inside[era % 2].fetch_sub(1, SeqCst);
-    }
-
-    /// The era before this one.
-    fn before(&self) -> usize {
-        self.now.load(SeqCst).wrapping_sub(1)
-    }
-
-    /// A new era begins; returns the one that ends. There is one who calls this, who has seen that the era before was over.
-    fn begin_next(&self) -> usize {
-        self.now.fetch_add(1, SeqCst)
-    }
-
-    fn is_over(&self, era: usize) -> bool {
-        self.inside[era % 2].load(SeqCst) == 0
-    }
 }

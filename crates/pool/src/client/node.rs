@@ -131,7 +131,8 @@ impl Node {
             return Err(format(FormatError::TooShort { needed: layout.region_bytes(), found: region.len }));
         }
         let cache = NodeCache::new(&layout, salt, tenant, nonces);
-        let mut node = Self { id, wire, cache, words: Vec::with_capacity(READ_WORDS_MAX as usize), is_given_up: false };
+        let mut node =
+            Self { id, wire, cache, words: Vec::with_capacity(READ_WORDS_MAX as usize), is_given_up: false };
         node.refresh()?;
         Ok(node)
     }

@@ -12,12 +12,14 @@ use aquifer_fabric::{Host, KeyEntry};
 
 use super::give::{Gift, Give, Given};
 use super::hint::Hint;
-use super::{Action, Grant, Machine, Mutation, OpError, READ_WORDS_MAX, Step, StepResult, Strikes, WordAt, lose};
+use super::{
+    Action, Grant, Machine, Mutation, OpError, READ_WORDS_MAX, Step, StepResult, Strikes, WordAt, lose,
+};
 use crate::cache::{NodeCache, place_in_section};
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 use crate::word::{InlineLog, LogEntry, LogOp, Run, SectionWord, SpanState, SpanWord};
-pub use quest::{Held, HeldOp};
 use quest::Quest;
+pub use quest::{Held, HeldOp};
 
 const SPANS: usize = SECTION_SPANS as usize;
 const _: () = assert!(Strikes::MAX >= CHUNKS);
