@@ -199,7 +199,9 @@ impl PoolClient {
     /// Where an extent is; `None` if it is none.
     pub(crate) fn address_of(&self, id: NodeId, held: &Held) -> Option<u64> {
         match held {
-            Held::Extent(grant) => self.nodes.get(&id).map(|node| node.extent(*grant).addr),
+            Held::Extent(grant) | Held::Unkeyed { grant, .. } => {
+                self.nodes.get(&id).map(|node| node.extent(*grant).addr)
+            }
             Held::Span { .. } => None,
         }
     }

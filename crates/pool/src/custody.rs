@@ -117,32 +117,42 @@ impl Custody {
         let _alone = lock(&self.auditing);
         self.end_late(node).map_err(|cause| PoolError::Endpoint { node, cause })?;
         // Of an audit before, which was given up.
-        let mut era = self.eras.before();
-        while !self.eras.is_over(era) {
-            if !pause() {
-                return Ok(None);
-            }
-        }
+        let mut is_quiet = self.wait_for(self.eras.before(), &mut pause);
         let mut held: HashSet<Held> = pool.held(node)?.into_iter().collect();
-        era = self.eras.begin_next();
-        while !self.eras.is_over(era) {
-            if !pause() {
-                return Ok(None);
-            }
+        is_quiet = is_quiet && self.wait_for(self.eras.begin_next(), &mut pause);
+        let known = self.known(node);
+        held.retain(|held| pool.address_of(node, held).is_none_or(|addr| !known.contains(&addr)));
+        if held.iter().any(Held::is_between) {
+            // One that was being given back may be one that is being taken by now, and look the same. By the next look it has changed.
+            let again: HashSet<Held> = pool.held(node)?.into_iter().collect();
+            held.retain(|held| again.contains(held));
+            is_quiet = is_quiet && self.wait_for(self.eras.begin_next(), &mut pause);
         }
-        // What they could not finish is as uncertain as what is under way.
-        if self.has_late(node) {
+        // What others could not finish because a connection broke is as uncertain as what is under way.
+        if !is_quiet || self.has_late(node) {
             return Ok(None);
         }
+        pool.give_back_held(node, &held).map(Some)
+    }
+
+    /// Until an era is over, or `pause` says that it is not to be waited for.
+    fn wait_for(&self, era: u64, pause: &mut impl FnMut() -> bool) -> bool {
+        while !self.eras.is_over(era) {
+            if !pause() {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Where what is written down of a node is.
+    fn known(&self, node: NodeId) -> HashSet<u64> {
         let ledgers: Vec<Arc<dyn Ledger>> = lock(&self.ledgers).iter().filter_map(Weak::upgrade).collect();
         let mut known = HashSet::new();
         for ledger in ledgers {
-            ledger.extents(&mut |extent| {
-                known.extend(Some(extent.addr).filter(|_| extent.node == node));
-            });
+            ledger.extents(&mut |extent| known.extend(Some(extent.addr).filter(|_| extent.node == node)));
         }
-        held.retain(|held| pool.address_of(node, held).is_none_or(|addr| !known.contains(&addr)));
-        pool.give_back_held(node, &held).map(Some)
+        known
     }
 }
 

@@ -4,20 +4,20 @@
 //! The dead host must be fenced at the node. Each change is a CAS on the word by which it was judged, and a section's word was read
 //! before those of its spans; what is lost to a race is judged anew.
 
+mod judge;
 mod quest;
 
 use std::ops::Range;
 
-use aquifer_fabric::{Host, KeyEntry};
+use aquifer_fabric::{Host, Key};
 
 use super::give::{Gift, Give, Given};
 use super::hint::Hint;
-use super::{
-    Action, Grant, Machine, Mutation, OpError, READ_WORDS_MAX, Step, StepResult, Strikes, WordAt, lose,
-};
+use super::{Action, Machine, Mutation, OpError, READ_WORDS_MAX, Step, StepResult, Strikes, WordAt, lose};
 use crate::cache::{NodeCache, place_in_section};
-use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
-use crate::word::{InlineLog, LogEntry, LogOp, Run, SectionWord, SpanState, SpanWord};
+use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS};
+use crate::word::{InlineLog, SectionWord, SpanState, SpanWord};
+use judge::Verdict;
 use quest::Quest;
 pub use quest::{Held, HeldOp};
 
@@ -86,6 +86,9 @@ enum State {
     /// V2.
     ProbingSection,
     ReadingSpans,
+    /// Extents without keys were told of: have they none yet?
+    ReadingChunkKeysAgain,
+    ReadingSpanKeysAgain,
     /// The same again: what was read twice was not torn.
     ReadingSpansAgain,
     /// And the section again: it and its spans were so at one time.
@@ -99,18 +102,6 @@ enum State {
     /// V3, what is given back by it, and the span that is next.
     Giving(Give, Recovered, u8),
     Hinting(Hint, u8),
-}
-
-/// What a span of the dead host, or of another, calls for.
-#[derive(Debug)]
-enum Verdict {
-    /// Nothing; the span after it is next.
-    Pass(u8),
-    Return(Gift, Recovered),
-    /// It is said to be full, and is not.
-    Unhint,
-    /// Nothing tells whose something is; the log may be of later.
-    Doubt,
 }
 
 type Next = Result<Step<Recovered>, OpError>;
@@ -176,15 +167,21 @@ impl Machine for RecoverOp {
             State::Idle => panic!("no action is under way"),
             State::Surveying => Ok(self.surveyed(cache, result.words())),
             State::ReadingChunkKeys => {
-                self.chunk_keys.clear();
-                self.chunk_keys.extend_from_slice(result.words());
-                let (at, count) = (WordAt::section_key(self.section), 2 * SECTION_SPANS);
-                Ok(self.post(State::ReadingSpanKeys, Action::Read { at, count }))
+                self.keep_chunk_keys(result.words());
+                Ok(self.read_other_keys(State::ReadingSpanKeys))
             }
             State::ReadingSpanKeys => {
-                self.other_keys.clear();
-                self.other_keys.extend_from_slice(result.words());
+                self.keep_other_keys(result.words());
                 Ok(self.look_at_section(cache))
+            }
+            State::ReadingChunkKeysAgain => {
+                self.keep_chunk_keys(result.words());
+                Ok(self.read_other_keys(State::ReadingSpanKeysAgain))
+            }
+            State::ReadingSpanKeysAgain => {
+                self.keep_other_keys(result.words());
+                self.forget_keyed();
+                Ok(self.go_on(cache))
             }
             State::Striking(gift, found) => Ok(self.strike_next(cache, gift, found)),
             State::ProbingSection => self.section_found(cache, result.found()),
@@ -255,8 +252,35 @@ impl RecoverOp {
         self.unknown = 0;
         self.certain = None;
         self.quest.begin_section(self.section);
+        self.read_chunk_keys(State::ReadingChunkKeys)
+    }
+
+    fn read_chunk_keys(&mut self, state: State) -> Step<Recovered> {
         let at = WordAt::chunk_key(self.section * SECTION_CHUNKS);
-        self.post(State::ReadingChunkKeys, Action::Read { at, count: SECTION_CHUNKS })
+        self.post(state, Action::Read { at, count: SECTION_CHUNKS })
+    }
+
+    fn keep_chunk_keys(&mut self, entries: &[u64]) {
+        self.chunk_keys.clear();
+        self.chunk_keys.extend_from_slice(entries);
+    }
+
+    fn read_other_keys(&mut self, state: State) -> Step<Recovered> {
+        let at = WordAt::section_key(self.section);
+        self.post(state, Action::Read { at, count: 2 * SECTION_SPANS })
+    }
+
+    fn keep_other_keys(&mut self, entries: &[u64]) {
+        self.other_keys.clear();
+        self.other_keys.extend_from_slice(entries);
+    }
+
+    /// Keys are written before the log. So what has no key now had not got its entry either when the log was read; what has one is being taken by somebody who
+    /// lives.
+    fn forget_keyed(&mut self) {
+        let mut quest = std::mem::take(&mut self.quest);
+        quest.forget_unkeyed(self.section, |grant| self.key_of(grant) != Key(0));
+        self.quest = quest;
     }
 
     fn look_at_section(&mut self, cache: &NodeCache) -> Step<Recovered> {
@@ -362,6 +386,9 @@ impl RecoverOp {
             }
         }
         self.recovered.unknown += self.unknown;
+        if self.quest.has_told_of_unkeyed(self.section) {
+            return self.read_chunk_keys(State::ReadingChunkKeysAgain);
+        }
         self.go_on(cache)
     }
 
@@ -413,81 +440,6 @@ impl RecoverOp {
         }
     }
 
-    fn judge(&mut self, cache: &NodeCache, place: u8) -> Verdict {
-        let span = self.section * SECTION_SPANS + u32::from(place);
-        let section = cache.section(self.section);
-        let word = SpanWord(self.spans[usize::from(place)]);
-        let state = section.state(place);
-        if !word.is_closed() {
-            let mut quest = std::mem::take(&mut self.quest);
-            let told = quest.told();
-            let (dead, unknown) = self.chunks_of_dead(word, place, &mut quest);
-            self.quest = quest;
-            if unknown > 0 && self.certain != Some(place) {
-                self.quest.take_back(told);
-                return Verdict::Doubt;
-            }
-            self.unknown += unknown;
-            return match dead {
-                Some((mask, run, found)) => Verdict::Return(Gift::Chunks { span, mask, run }, found),
-                None if state == SpanState::Full && !word.is_full() => Verdict::Unhint,
-                None => Verdict::Pass(place + 1),
-            };
-        }
-        match word.log() {
-            _ if state == SpanState::Empty => Verdict::Pass(place + 1),
-            Ok(Some(log)) if log.op == LogOp::Close && log.host == self.dead => self.judge_half(place, log),
-            // Whoever it was will tell the section, or is recovered, too.
-            Ok(Some(InlineLog { op: LogOp::Close, .. })) => Verdict::Pass(place + 1),
-            _ => self.judge_ready(section, place),
-        }
-    }
-
-    /// A span that the dead host was about to open, or to close, by this record.
-    fn judge_half(&mut self, place: u8, log: InlineLog) -> Verdict {
-        let span = self.section * SECTION_SPANS + u32::from(place);
-        let word = self.spans[usize::from(place)];
-        if !self.quest.meet(Some(Held::Span { span, word, stamp: log.stamp })) {
-            return Verdict::Pass(place + 1);
-        }
-        Verdict::Return(Gift::Span { span }, Recovered { spans: 1, ..Recovered::default() })
-    }
-
-    /// A closed span that is ready, and yet not empty: about to be opened, or taken whole.
-    fn judge_ready(&mut self, section: SectionWord, place: u8) -> Verdict {
-        let is_of_it =
-            |log: &InlineLog| log.run.first() == place && matches!(log.op, LogOp::Open | LogOp::Alloc);
-        let kept = || {
-            let entry = self.span_log.get(usize::from(place)).map(|entry| LogEntry(*entry))?;
-            entry.of_section().ok().flatten().filter(is_of_it)
-        };
-        let Some(log) = self.record.filter(is_of_it).or_else(kept) else { return Verdict::Pass(place + 1) };
-        let group = log.run;
-        match log.op {
-            LogOp::Alloc if log.host != self.dead => Verdict::Pass(place + group.len()),
-            LogOp::Alloc if section.all(group, SpanState::Full) => {
-                let held = self.group_held(group);
-                if !self.quest.meet(held) {
-                    return Verdict::Pass(place + group.len());
-                }
-                let chunks = u64::from(group.len()) * u64::from(SPAN_CHUNKS);
-                let found = Recovered { extents: 1, chunks, ..Recovered::default() };
-                Verdict::Return(Gift::Whole { section: self.section, group }, found)
-            }
-            LogOp::Open if log.host == self.dead => self.judge_half(place, log),
-            _ => Verdict::Pass(place + 1),
-        }
-    }
-
-    /// An extent of whole spans, by the key that was there before it was judged.
-    fn group_held(&self, group: Run) -> Option<Held> {
-        let class = SizeClass::new(group.order() + SizeClass::SPAN.k())?;
-        let first = u32::from(group.first());
-        let entry = if class == SizeClass::SECTION { 0 } else { SPANS + first as usize };
-        let chunk = self.section * SECTION_CHUNKS + first * SPAN_CHUNKS;
-        Some(Held::Extent(Grant { chunk, class, key: KeyEntry(self.other_keys[entry]).key() }))
-    }
-
     fn probed(&mut self, cache: &mut NodeCache, place: u8, found: u64) -> Next {
         if found != self.spans[usize::from(place)] {
             lose(&mut self.lost)?;
@@ -495,54 +447,6 @@ impl RecoverOp {
         }
         self.certain = Some(place);
         Ok(self.judge_from(cache, place))
-    }
-
-    /// The dead host's chunks of an open span, the first of its extents there, and how many; and of how many chunks nothing tells whose they are.
-    fn chunks_of_dead(
-        &self,
-        word: SpanWord,
-        place: u8,
-        quest: &mut Quest,
-    ) -> (Option<(u32, Run, Recovered)>, u64) {
-        let entries = self.chunk_log.get(usize::from(place) * CHUNKS..).unwrap_or_default();
-        let last = word.log().ok().flatten().filter(|log| log.op == LogOp::Alloc);
-        let (mut mask, mut first, mut found, mut unknown) = (0, None, Recovered::default(), 0);
-        let mut chunk = 0_u8;
-        while u32::from(chunk) < SPAN_CHUNKS {
-            if word.bits() >> chunk & 1 == 0 {
-                chunk += 1;
-                continue;
-            }
-            let is_of_it = |log: &InlineLog| {
-                let is_within = log.run.order() < SizeClass::SPAN.k() && word.holds(log.run);
-                log.op == LogOp::Alloc && log.run.first() == chunk && is_within
-            };
-            let kept = || {
-                let entry = LogEntry(*entries.get(usize::from(chunk))?);
-                entry.of_span().ok().flatten().filter(is_of_it)
-            };
-            let Some(log) = last.filter(is_of_it).or_else(kept) else {
-                unknown += 1;
-                chunk += 1;
-                continue;
-            };
-            if log.host == self.dead && quest.meet(self.chunks_held(place, log.run)) {
-                mask |= log.run.mask();
-                first.get_or_insert(log.run);
-                found.extents += 1;
-                found.chunks += u64::from(log.run.len());
-            }
-            chunk += log.run.len();
-        }
-        (first.map(|run| (mask, run, found)), unknown)
-    }
-
-    /// An extent of chunks, by the key that was there before it was judged.
-    fn chunks_held(&self, place: u8, run: Run) -> Option<Held> {
-        let at = usize::from(place) * CHUNKS + usize::from(run.first());
-        let chunk = self.section * SECTION_CHUNKS + u32::try_from(at).ok()?;
-        let class = SizeClass::new(run.order())?;
-        Some(Held::Extent(Grant { chunk, class, key: KeyEntry(self.chunk_keys[at]).key() }))
     }
 
     fn giving(

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use aquifer_fabric::Host;
+use aquifer_fabric::{Host, Key};
 
 use super::{RecoverOp, Recovered};
 use crate::cache::NodeCache;
@@ -13,8 +13,16 @@ use crate::size::{SECTION_CHUNKS, SECTION_SPANS};
 /// and taken it anew meanwhile.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Held {
-    /// An extent, by the key in its entry; zero if whoever took it has not got so far as to write one.
+    /// An extent, by the key in its entry.
     Extent(Grant),
+    /// One without a key: whoever takes it has not got so far as to write one, or whoever gives it back has struck it out. By the entry of its log, which is written
+    /// with a key, and never looks as it once did.
+    Unkeyed {
+        /// What was taken.
+        grant: Grant,
+        /// The entry.
+        entry: u64,
+    },
     /// A span that it is about to open, or to close.
     Span {
         /// Which, counted over the node.
@@ -27,11 +35,25 @@ pub enum Held {
 }
 
 impl Held {
+    /// An extent, and its entry in the log.
+    pub(super) fn extent(grant: Grant, entry: Option<&u64>) -> Self {
+        match entry {
+            Some(entry) if grant.key == Key(0) => Self::Unkeyed { grant, entry: *entry },
+            _ => Self::Extent(grant),
+        }
+    }
+
+    /// Whether somebody is at it, or was when he died.
+    #[must_use]
+    pub const fn is_between(&self) -> bool {
+        !matches!(self, Self::Extent(_))
+    }
+
     /// The section that it is in.
     #[must_use]
     pub const fn section(&self) -> u32 {
         match self {
-            Self::Extent(grant) => grant.chunk / SECTION_CHUNKS,
+            Self::Extent(grant) | Self::Unkeyed { grant, .. } => grant.chunk / SECTION_CHUNKS,
             Self::Span { span, .. } => *span / SECTION_SPANS,
         }
     }
@@ -54,6 +76,21 @@ impl Quest {
     pub fn begin_section(&mut self, section: u32) {
         let Self::Tell(told) = self else { return };
         while told.pop_if(|held| held.section() == section).is_some() {}
+    }
+
+    /// Whether extents of the section were told of that have no key.
+    pub fn has_told_of_unkeyed(&self, section: u32) -> bool {
+        let Self::Tell(told) = self else { return false };
+        let mut last = told.iter().rev().take_while(|held| held.section() == section);
+        last.any(|held| matches!(held, Held::Unkeyed { .. }))
+    }
+
+    /// Those that have a key now are not told of.
+    pub fn forget_unkeyed(&mut self, section: u32, has_key: impl Fn(Grant) -> bool) {
+        let Self::Tell(told) = self else { return };
+        let first = told.iter().rposition(|held| held.section() != section).map_or(0, |at| at + 1);
+        let is_keyed = |held: &mut Held| matches!(held, Held::Unkeyed { grant, .. } if has_key(*grant));
+        told.extract_if(first.., is_keyed).for_each(drop);
     }
 
     /// Something was found; whether it is to be given back. What is impossible is nothing that anybody knows of.
