@@ -1,7 +1,7 @@
 //! Gives back what this host has of the pool without anybody here knowing of it: what an agent before this one had taken and could not write down, and what
 //! was left on nodes that runs had to give up and that live on.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use aquifer_fabric::Tenant;
 use aquifer_pool::op::Recovered;
-use aquifer_pool::{NodeId, PoolError};
+use aquifer_pool::{NodeId, Pause, PoolError};
 
 use crate::nodes::Nodes;
 
@@ -18,8 +18,9 @@ const TICK: Duration = Duration::from_millis(100);
 const AGAIN_AFTER: Duration = Duration::from_secs(10);
 /// A node that cannot be audited, or is dead, is tried again after so long.
 const RETRY_AFTER: Duration = Duration::from_secs(5);
-/// What was begun is waited for so long at a time.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// What others have begun is looked at again so often, with a short wait in between.
+const LOOKS_MAX: u32 = 200;
+const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 /// A thread that audits nodes in doubt, until this is dropped.
 #[derive(Debug)]
@@ -29,17 +30,15 @@ pub struct Audits {
 }
 
 impl Audits {
-    /// Audit nodes from now on, and all of them once if an agent before this one may have left something. Whoever has extents by now must have entered
+    /// Audit nodes from now on, and each that there is or will be once if an agent before this one may have left something. Whoever has extents by now must have entered
     /// what it has.
     ///
     /// # Errors
     /// If there is no thread.
     pub fn start(nodes: Arc<Nodes>, tenant: Tenant, doubts_all: bool) -> std::io::Result<Self> {
         let stop = Arc::new(AtomicBool::new(false));
-        let mut auditor = Auditor { nodes, tenant, stop: Arc::clone(&stop), due: BTreeMap::new() };
-        if doubts_all {
-            auditor.nodes.list().into_iter().for_each(|node| auditor.nodes.custody().doubt(node));
-        }
+        let met = doubts_all.then(BTreeSet::new);
+        let mut auditor = Auditor { nodes, tenant, stop: Arc::clone(&stop), due: BTreeMap::new(), met };
         let thread = std::thread::Builder::new().name("audit".into()).spawn(move || auditor.run())?;
         Ok(Self { stop, thread: Some(thread) })
     }
@@ -66,6 +65,8 @@ struct Auditor {
     tenant: Tenant,
     stop: Arc<AtomicBool>,
     due: BTreeMap<NodeId, Due>,
+    /// Nodes that were there at some time, if each is to be audited when it is met first.
+    met: Option<BTreeSet<NodeId>>,
 }
 
 /// Why a node is not audited yet.
@@ -82,11 +83,15 @@ enum AuditError {
 impl Auditor {
     fn run(&mut self) {
         while !self.stop.load(Relaxed) {
-            for node in self.nodes.custody().take_doubtful() {
-                self.due.insert(node, Due { at: Instant::now(), times: 2 });
-            }
             let now = Instant::now();
             let listed = self.nodes.list();
+            let mut doubtful = self.nodes.custody().take_doubtful();
+            if let Some(met) = &mut self.met {
+                doubtful.extend(listed.iter().copied().filter(|node| met.insert(*node)));
+            }
+            for node in doubtful {
+                self.due.insert(node, Due { at: now, times: 2 });
+            }
             let is_due =
                 |(node, due): (&NodeId, &Due)| (due.at <= now && listed.contains(node)).then_some(*node);
             let due: Vec<NodeId> = self.due.iter().filter_map(is_due).collect();
@@ -131,10 +136,15 @@ impl Auditor {
 fn look(nodes: &Nodes, tenant: Tenant, stop: &AtomicBool, node: NodeId) -> Result<Recovered, AuditError> {
     let mut pool = nodes.client(tenant);
     pool.add_node(node, nodes.connect(node, tenant)?)?;
-    let began = Instant::now();
-    let pause = || {
-        std::thread::park_timeout(TICK / 10);
-        !stop.load(Relaxed) && began.elapsed() < PATIENCE
+    let go_on = |pause| {
+        let is_patient = match pause {
+            Pause::Between => true,
+            Pause::Others { asked } => {
+                std::thread::park_timeout(LOOK_EVERY);
+                asked < LOOKS_MAX
+            }
+        };
+        is_patient && !stop.load(Relaxed)
     };
-    nodes.custody().audit(&mut pool, node, pause)?.ok_or(AuditError::UnderWay)
+    nodes.custody().audit(&mut pool, node, go_on)?.ok_or(AuditError::UnderWay)
 }

@@ -171,17 +171,26 @@ impl Cluster {
         Err(status)
     }
 
+    /// Whether a node is one no longer. It may come back with its memory all the same.
+    fn is_gone(&self, node: NodeId) -> bool {
+        let is_gone = !self.reach.nodes().contains(&node);
+        if is_gone {
+            self.pool.doubt(node);
+        }
+        is_gone
+    }
+
     /// Give back, by one of the pool's ways; whether that is done, or the node is gone with its memory.
     fn return_by(&mut self, node: NodeId, way: impl Fn(&mut PoolClient) -> Result<(), PoolError>) -> bool {
         if !self.local.contains_key(&node) && !self.meet(node) {
-            return !self.reach.nodes().contains(&node);
+            return self.is_gone(node);
         }
         match way(&mut self.pool) {
             Ok(()) => {}
             Err(PoolError::NodeGone { cause, .. }) => {
                 tracing::warn!(node = node.0, %cause, "a memory node is gone");
                 self.leave(node);
-                return !self.reach.nodes().contains(&node);
+                return self.is_gone(node);
             }
             // It came back without its memory.
             Err(error @ PoolError::NotAllocated { .. }) => tracing::debug!(%error, "lost with its node"),

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use aquifer_fabric::{Completion, Endpoint, Verb, Work};
-use aquifer_pool::{NodeId, PoolClient, PoolError};
+use aquifer_pool::{NodeId, PoolClient, PoolError, UnderWay};
 
 use crate::digest::{Digest, Digester, Digests};
 use crate::filler::{Filler, Grain, NoRoom, Room};
@@ -158,6 +158,8 @@ pub struct Sender {
     next_job: u64,
     completions: Vec<Completion>,
     lost: Vec<NodeId>,
+    /// Nodes that were given up while something was under way to them: until that has ended no audit takes what was there for forgotten.
+    strays: Vec<(NodeId, UnderWay)>,
     healer: Healer,
     repacker: Repacker,
     digester: Digester,
@@ -191,6 +193,7 @@ impl Sender {
             next_job: 0,
             completions: Vec::with_capacity(BLOCK_PAGES),
             lost: Vec::new(),
+            strays: Vec::new(),
             healer: Healer::new(nodes),
             repacker: Repacker::default(),
             digester: Digester::new(),
@@ -377,7 +380,7 @@ impl Sender {
     /// A memory node has come, or has come back: write to it from now on. Not yet, if something is under way to what it was before; the
     /// endpoint is dropped then.
     ///
-    /// What was on it is not touched: places that were taken there stay taken, for a WRITE of before may still be on its way to them.
+    /// What was on it before is not touched; an audit gives it back.
     ///
     /// # Errors
     /// If it is not a memory node, or there are too many.
@@ -508,6 +511,8 @@ impl Sender {
             }
         }
         self.completions = completions;
+        let ports = &mut self.ports;
+        self.strays.retain(|(node, _)| ports.open_port(*node).is_some_and(|port| port.under_way > 0));
         for node in std::mem::take(&mut self.lost) {
             self.lose_node(node);
         }
@@ -564,6 +569,10 @@ impl Sender {
     }
 
     fn lose_node(&mut self, node: NodeId) {
+        if self.ports.open_port(node).is_some_and(|port| port.under_way > 0) {
+            // A device may send it again, and over RDMA a key that was struck out still opens what an endpoint has in use.
+            self.strays.push((node, self.pool.under_way()));
+        }
         // The port stays: what it still has under way comes back as failed.
         let was_whole = self.filler.degraded_count() == 0;
         self.filler.forget_node(node);

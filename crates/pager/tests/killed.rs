@@ -10,7 +10,7 @@ use aquifer_fabric::{
     Completion, Endpoint, EndpointError, Host, Identity, PostError, Tenant, Work, forward_endpoint,
 };
 use aquifer_pager::{BLOCK_PAGES, Connector, Memory, Mempool, PAGE_BYTES, Sender, SlabSet, Written};
-use aquifer_pool::{Custody, Extent, NodeId, PoolClient, SizeClass, donate};
+use aquifer_pool::{Custody, Extent, NodeId, Pause, PoolClient, SizeClass, donate};
 
 const HOST: Host = Host(1);
 const NODES: u16 = 3;
@@ -141,8 +141,9 @@ fn live(agent: &Arc<Agent>, slabs: &Arc<SlabSet>, mempool: &Mempool) {
 /// What the killed one had taken and could not write down goes back.
 fn audit(agent: &Arc<Agent>, custody: &Custody) {
     let mut pool = agent.pool();
+    let at_once = |pause| pause == Pause::Between;
     for node in pool.nodes().collect::<Vec<_>>() {
-        let found = custody.audit(&mut pool, node, || false).unwrap();
+        let found = custody.audit(&mut pool, node, at_once).unwrap();
         assert_eq!(found.expect("nobody takes anything").unknown, 0);
     }
 }

@@ -3,7 +3,7 @@
 mod node;
 mod recovery;
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
@@ -118,7 +118,7 @@ impl PoolClient {
     pub fn remove_node(&mut self, id: NodeId) -> Option<Box<dyn Endpoint>> {
         let mut node = self.nodes.remove(&id)?;
         if let Some(late) = node.take_late() {
-            self.custody.give_up(id, late);
+            self.custody.give_up(id, node.region_key(), late);
         }
         self.custody.doubt(id);
         Some(node.into_endpoint())
@@ -132,7 +132,7 @@ impl PoolClient {
         if let Err(Failure::Work(_)) = outcome
             && let Some(late) = node.take_late()
         {
-            self.custody.give_up(id, late);
+            self.custody.give_up(id, node.region_key(), late);
         }
         Ok(outcome)
     }
@@ -168,32 +168,32 @@ impl PoolClient {
         self.node(id)?.refresh()
     }
 
-    /// All that this host has of a node, whichever of its clients took it, as words and log tell.
+    /// The key of a node's memory, which another life of the node does not have.
+    pub(crate) fn life_of(&self, id: NodeId) -> Key {
+        self.nodes.get(&id).map_or(Key(0), Node::region_key)
+    }
+
+    /// All that this host has in these sections, whichever of its clients took it, as words and log tell.
     ///
     /// # Errors
     /// As for [`Self::recover`].
-    pub(crate) fn held(&mut self, id: NodeId) -> Result<Vec<Held>, PoolError> {
-        let op = HeldOp::new(self.host);
+    pub(crate) fn held(&mut self, id: NodeId, sections: Range<u32>) -> Result<Vec<Held>, PoolError> {
+        let op = HeldOp::new(self.host, sections);
         self.run(id, op)?.map_err(|failure| failure.of(id, 0, 0))
     }
 
-    /// Give back these of the things that this host has of a node, as far as they are still the same.
+    /// Give back these of the things that this host has in a section, as far as they are still the same.
     ///
     /// # Errors
     /// As for [`Self::recover`].
     pub(crate) fn give_back_held(
         &mut self,
         id: NodeId,
-        these: &HashSet<Held>,
+        section: u32,
+        these: Vec<Held>,
     ) -> Result<Recovered, PoolError> {
-        let sections: BTreeSet<u32> = these.iter().map(Held::section).collect();
-        let mut found = Recovered::default();
-        for section in sections {
-            let there = these.iter().filter(|held| held.section() == section).copied();
-            let op = RecoverOp::only(self.host, there).within(section..section + 1);
-            found.add(self.run(id, op)?.map_err(|failure| failure.of(id, 0, 0))?);
-        }
-        Ok(found)
+        let op = RecoverOp::only(self.host, these).within(section..section + 1);
+        self.run(id, op)?.map_err(|failure| failure.of(id, 0, 0))
     }
 
     /// Where an extent is; `None` if it is none.
@@ -214,7 +214,12 @@ impl PoolClient {
     pub fn allocate(&mut self, id: NodeId, class: SizeClass) -> Result<Extent, PoolError> {
         let bytes = class.bytes();
         let op = AllocOp::new(self.host, class);
-        let grant = self.run(id, op)?.map_err(|failure| failure.of(id, 0, bytes))?;
+        let grant = self.run(id, op)?.map_err(|failure| failure.of(id, 0, bytes));
+        if !matches!(grant, Ok(_) | Err(PoolError::Full { .. })) {
+            // It may have got half way.
+            self.custody.doubt(id);
+        }
+        let grant = grant?;
         Ok(self.node(id)?.extent(grant))
     }
 

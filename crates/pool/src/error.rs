@@ -181,3 +181,10 @@ pub enum Damage {
     #[error("a span that only its opener or closer may change was changed by another")]
     Intruder,
 }
+
+impl PoolError {
+    /// Whether it says something of one word only, and of the node nothing.
+    pub(crate) const fn is_of_one_word(&self) -> bool {
+        matches!(self, Self::Damaged { .. } | Self::Busy { .. })
+    }
+}

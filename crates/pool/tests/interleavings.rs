@@ -299,7 +299,7 @@ fn play(fault: Fault) {
     threads.push(thread::spawn(move || be_mortal(&dying)));
     for _ in 0..2 {
         let mut auditor = scene.client(Host(1), &custody, u64::MAX);
-        let audited = custody.audit(&mut auditor, NODE, || {
+        let audited = custody.audit(&mut auditor, NODE, |_| {
             thread::yield_now();
             true
         });

@@ -132,7 +132,7 @@ struct Server {
     record: Record,
     /// Extents are this host's: a number of its own, which ends with the device.
     membership: Membership,
-    _audits: Audits,
+    audits: Audits,
     agent: AgentWatch,
     want: Want,
 }
@@ -187,7 +187,7 @@ impl Server {
             cgroup,
             record,
             membership,
-            _audits: audits,
+            audits,
             agent: AgentWatch::new(path, socket),
             want: Want::default(),
         })
@@ -306,6 +306,7 @@ impl Server {
             tracing::debug!(%error, "the file was unmounted while it was in use");
         }
         self.pump.stop();
+        drop(self.audits);
         self.membership.leave();
         last_words.iter().for_each(|word| tell(run, word));
     }

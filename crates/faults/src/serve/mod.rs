@@ -33,7 +33,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::Thread;
 
 use aquifer_ipc::{KeptKind, Put, Token};
-use aquifer_pager::{Connector, Mempool, REPLICAS_MAX};
+use aquifer_pager::{Connector, Mempool, REPLICAS_MAX, SlabSet};
 use aquifer_pool::{Custody, NodeId, PoolClient};
 
 pub use attach::AttachError;
@@ -79,6 +79,8 @@ pub struct Service {
     runs: Mutex<HashMap<Token, Arc<Run>>>,
     ended: tenants::EndedRuns,
     next_program: AtomicU64,
+    /// Of runs that an agent before this one left, and that cannot be gone on with: what they have stays known of.
+    unserved: Mutex<Vec<Arc<SlabSet>>>,
     sampler: OnceLock<Thread>,
     /// Whether programs have come of which the sampler does not know.
     has_newcomers: AtomicBool,
@@ -98,6 +100,7 @@ impl Service {
             ended: tenants::EndedRuns::default(),
             // Numbers stay unique over restarts, as the keeper still knows those of before.
             next_program: AtomicU64::new(u64::from(std::process::id()) << 32),
+            unserved: Mutex::default(),
             sampler: OnceLock::new(),
             has_newcomers: AtomicBool::new(false),
         });

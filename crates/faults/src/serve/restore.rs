@@ -6,8 +6,8 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::sync::{Arc, PoisonError};
 
 use aquifer_channel::send_frame;
 use aquifer_ipc::{Frame, KeptKind};
@@ -62,6 +62,8 @@ impl Service {
                 KeptKind::Host | KeptKind::Session => {}
             }
         }
+        // Now: an audit finds what nobody knows of, and a run is known of before it goes on.
+        runs.values().for_each(|run| self.surroundings.custody().enter(&run.slabs));
         for kept in programs {
             self.sort_in(kept, &mut runs);
         }
@@ -117,9 +119,12 @@ impl Service {
         let OpenRun { id, record, owner, slabs, budget, ready, doom, mut victims, .. } = open;
         slabs.finish_recovery();
         let again = owner.try_clone();
+        let kept = Arc::clone(&slabs);
         let run = match again.and_then(|owner| Run::with(self, id, &record, slabs, budget, owner)) {
             Ok(run) => run,
             Err(error) => {
+                // It is left to another agent, with all that it has.
+                self.unserved.lock().unwrap_or_else(PoisonError::into_inner).push(kept);
                 tracing::error!(%error, run = record.name, "a run cannot be gone on with");
                 return None;
             }

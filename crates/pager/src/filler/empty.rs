@@ -134,7 +134,10 @@ impl Filler {
                 self.used_numbers += together;
                 self.used_numbers - together
             }
-            None => return Err(NoRoom::TooManySlabs),
+            None => {
+                extents.into_iter().for_each(|extent| super::give_back(pool, extent));
+                return Err(NoRoom::TooManySlabs);
+            }
         };
         for (slab, extent) in (first..).map(SlabId).zip(extents) {
             self.take_into_use(slab, &[extent]);

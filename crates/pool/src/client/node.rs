@@ -144,6 +144,10 @@ impl Node {
         Some(late)
     }
 
+    pub(super) const fn region_key(&self) -> Key {
+        self.wire.key
+    }
+
     pub(super) fn into_endpoint(self) -> Box<dyn Endpoint> {
         self.wire.endpoint
     }

@@ -12,7 +12,7 @@ use aquifer_pool::op::Recovered;
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::word::Run;
 use aquifer_pool::{
-    Custody, Donation, Extent, FormatError, Ledger, NodeId, PoolClient, PoolError, SizeClass, donate,
+    Custody, Donation, Extent, FormatError, Ledger, NodeId, Pause, PoolClient, PoolError, SizeClass, donate,
 };
 
 use crate::Bed;
@@ -475,6 +475,11 @@ fn damaged_metadata_is_an_error() {
     assert!(matches!(damaged, Err(PoolError::Damaged { .. })), "{damaged:?}");
 }
 
+/// Nobody is waited for.
+fn at_once(pause: Pause) -> bool {
+    pause == Pause::Between
+}
+
 /// A ledger that its owner fills by hand.
 #[derive(Debug, Default)]
 struct Notes(Mutex<Vec<Extent>>);
@@ -499,12 +504,12 @@ fn an_audit_gives_back_what_nobody_knows_of() {
     let notes = Arc::new(Notes(Mutex::new(kept.clone())));
     custody.enter(&notes);
     let mut after = bed.client_in(3, &custody);
-    let found = custody.audit(&mut after, NODE, || false).expect("the node lives").expect("nobody takes");
+    let found = custody.audit(&mut after, NODE, at_once).expect("the node lives").expect("nobody takes");
     assert_eq!((found.extents, found.spans), (lost.len() as u64, 0));
     for extent in &lost {
         assert!(after.free(*extent).is_err(), "{extent:?} was given back");
     }
-    let again = custody.audit(&mut after, NODE, || false).expect("the node lives");
+    let again = custody.audit(&mut after, NODE, at_once).expect("the node lives");
     assert_eq!(again, Some(Recovered::default()), "there is no more");
     for extent in kept {
         after.free(extent).expect("it was kept");
@@ -525,10 +530,13 @@ fn an_audit_leaves_what_is_just_being_taken() {
     let (mut taker, mut auditor) = (bed.client_in(3, &custody), bed.client_in(3, &custody));
     let taking = taker.under_way();
     let extent = taker.allocate(NODE, class(1)).expect("room");
-    assert_eq!(custody.audit(&mut auditor, NODE, || false).expect("it lives"), None, "it cannot tell");
-    assert_eq!(custody.audit(&mut auditor, NODE, || false).expect("it lives"), None, "nor can the next");
+    assert_eq!(custody.audit(&mut auditor, NODE, at_once).expect("it lives"), None, "it cannot tell");
+    assert_eq!(custody.audit(&mut auditor, NODE, at_once).expect("it lives"), None, "nor can the next");
     let mut taking = Some(taking);
-    let found = custody.audit(&mut auditor, NODE, || {
+    let found = custody.audit(&mut auditor, NODE, |pause| {
+        if pause == Pause::Between {
+            return true;
+        }
         notes.0.lock().expect("no panic").push(extent);
         taking = None;
         true
@@ -552,7 +560,7 @@ fn a_node_is_in_doubt_when_something_may_be_left_there() {
     assert_eq!(custody.take_doubtful().into_iter().collect::<Vec<_>>(), [NODE]);
     assert!(!custody.is_in_doubt());
     client.add_node(NODE, bed.endpoint(3)).expect("a good node");
-    let found = custody.audit(&mut client, NODE, || false).expect("it lives").expect("nobody takes");
+    let found = custody.audit(&mut client, NODE, at_once).expect("it lives").expect("nobody takes");
     assert_eq!((found.extents, found.chunks), (1, 2));
 }
 

@@ -13,7 +13,7 @@ use aquifer_fabric::{
 use aquifer_pool::layout::SECTION_ENTRIES;
 use aquifer_pool::op::{Recovered, WordAt};
 use aquifer_pool::size::{SECTION_BYTES, SECTION_CHUNKS};
-use aquifer_pool::{Custody, Donation, Extent, PoolClient, PoolError, SizeClass, donate};
+use aquifer_pool::{Custody, Donation, Extent, Pause, PoolClient, PoolError, SizeClass, donate};
 use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, kill_process, waitpid};
 
 use crate::victim::{self, DATA_BYTES, EARLIER, End, KEY, Moment, NODE, TENANT, VICTIM, Victim};
@@ -115,7 +115,7 @@ impl Scene {
     fn audit(&self, host: Host) -> Result<Recovered, PoolError> {
         let epoch = self.epoch.replace(self.epoch.get() + 1);
         let mut client = connect(&self.reach, host, epoch);
-        let audited = Custody::default().audit(&mut client, NODE, || false);
+        let audited = Custody::default().audit(&mut client, NODE, |pause| pause == Pause::Between);
         self.target.fence(host, epoch);
         audited.map(|found| found.expect("nobody takes anything"))
     }

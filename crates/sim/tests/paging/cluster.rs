@@ -7,7 +7,7 @@ use aquifer_fabric::sim::{Node, Rng, SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, KeyEntry, Target, Tenant};
 use aquifer_pager::{Connector, PAGE_BYTES, Sender};
 use aquifer_pool::op::{Grant, Recovered, WordAt};
-use aquifer_pool::{Custody, Donation, Extent, NodeId, PoolClient, SizeClass, donate};
+use aquifer_pool::{Custody, Donation, Extent, NodeId, Pause, PoolClient, SizeClass, donate};
 
 /// Bytes of a node: one section. With more, where a client begins to look would depend on how many clients there were before.
 const NODE_BYTES: u64 = 2 << 20;
@@ -321,7 +321,7 @@ impl Cluster {
         let endpoint = self.connector(SENDER).connect(node).ok()?;
         let mut pool = PoolClient::in_custody(Host(SENDER), Tenant(0), Arc::clone(&self.custody));
         pool.add_node(node, endpoint).ok()?;
-        self.custody.audit(&mut pool, node, || false).ok()?
+        self.custody.audit(&mut pool, node, |pause| pause == Pause::Between).ok()?
     }
 
     /// All nodes can be reached again, and those in doubt are audited. What was found.

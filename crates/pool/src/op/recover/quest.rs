@@ -1,6 +1,7 @@
 //! What of all that a host has is to be given back.
 
 use std::collections::HashSet;
+use std::ops::Range;
 
 use aquifer_fabric::{Host, Key};
 
@@ -126,15 +127,16 @@ impl Quest {
     }
 }
 
-/// Finds all that a host has of a node. Others, and the host itself, may go on meanwhile.
+/// Finds all that a host has in some sections of a node. Others, and the host itself, may go on meanwhile.
 #[derive(Clone, Debug)]
 pub struct HeldOp(RecoverOp);
 
 impl HeldOp {
-    /// What this host has.
+    /// What this host has in these sections.
     #[must_use]
-    pub fn new(host: Host) -> Self {
-        Self(RecoverOp { quest: Quest::Tell(Vec::new()), ..RecoverOp::new(host, host) })
+    pub fn new(host: Host, sections: Range<u32>) -> Self {
+        let op = RecoverOp { quest: Quest::Tell(Vec::new()), ..RecoverOp::new(host, host) };
+        Self(op.within(sections))
     }
 
     fn told(&mut self, step: Step<Recovered>) -> Step<Vec<Held>> {
