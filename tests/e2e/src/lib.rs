@@ -8,6 +8,7 @@
 //! - [`sampler`], [`processes`]: `/proc`.
 //! - [`agent`]: the agent's socket, for what only a hostile program would send.
 //! - [`house`]: a cluster for all users.
+//! - [`checked`]: a session that knows what its extents hold.
 //! - [`postgres`]: a PostgreSQL on the pool.
 //! - [`redis`]: a redis-server, plainly and on the pool.
 //! - [`network`]: machines in network namespaces.
@@ -19,6 +20,7 @@
 
 pub mod agent;
 pub mod build;
+pub mod checked;
 pub mod cluster;
 pub mod compare;
 pub mod eventually;

@@ -10,6 +10,7 @@ use aquifer_channel::{Mapping, connect, receive_frame, send_frame};
 use aquifer_client::{Error, Extent, ReadJob, Session, WriteJob};
 use aquifer_ipc::Frame;
 use aquifer_ipc::ring::{DATA_AT, Request, Ring, Words};
+use aquifer_tests_e2e::checked::{Checked, Random};
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::restart::restart_agent;
 use aquifer_tests_e2e::{Cluster, House, build, eventually, processes};
@@ -66,93 +67,6 @@ fn output(command: &mut Command) -> String {
     let output = command.output().expect("it can be started");
     assert!(output.status.success(), "{command:?}: {}", text(&output.stderr));
     text(&output.stdout).trim().to_owned()
-}
-
-/// Numbers that look random.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        usize::try_from(self.0 >> 33).expect("31 bits") % bound
-    }
-}
-
-/// What an extent holds: a stamp at the start of each of its pages, and at its end.
-fn stamped(extent: &Extent, stamp: u64) -> Vec<u8> {
-    let mut bytes = vec![0; usize::try_from(extent.bytes()).expect("small")];
-    for (page, chunk) in (0u64..).zip(bytes.chunks_mut(4096)) {
-        let word = (stamp << 20 ^ page).to_le_bytes();
-        chunk[..8].copy_from_slice(&word);
-        chunk[4088..].copy_from_slice(&word);
-    }
-    bytes
-}
-
-/// A session with what it must have.
-struct Checked {
-    session: Session,
-    held: HashMap<Extent, u64>,
-    random: Random,
-    stamp: u64,
-}
-
-impl Checked {
-    fn open(cluster: &Cluster, seed: u64) -> Self {
-        let session = Session::open_at(cluster.agent_socket()).expect("a session");
-        Self { session, held: HashMap::new(), random: Random(seed | 1), stamp: seed << 10 }
-    }
-
-    fn turn(&mut self) {
-        match self.random.below(8) {
-            0..=3 if self.held.len() < 40 => {
-                let bytes = 4096 << self.random.below(10);
-                let count = 1 + self.random.below(3);
-                for extent in self.session.allocate_many(bytes, count).expect("there is room") {
-                    assert!(!self.held.contains_key(&extent), "{extent:?} was given twice");
-                    self.write(extent);
-                }
-            }
-            4 => {
-                let chosen = self.random.below(self.held.len().max(1));
-                if let Some(extent) = self.held.keys().nth(chosen).copied() {
-                    self.write(extent);
-                }
-            }
-            _ => {
-                let chosen = self.random.below(self.held.len().max(1));
-                let Some((extent, stamp)) = self.held.iter().nth(chosen).map(|(at, stamp)| (*at, *stamp))
-                else {
-                    return;
-                };
-                self.verify(extent, stamp);
-                if self.random.below(2) == 0 {
-                    self.held.remove(&extent);
-                    self.session.free(extent).expect("it is ours");
-                }
-            }
-        }
-    }
-
-    fn write(&mut self, extent: Extent) {
-        self.stamp += 1;
-        self.session.write(&extent, 0, &stamped(&extent, self.stamp)).expect("it is ours");
-        self.held.insert(extent, self.stamp);
-    }
-
-    fn verify(&mut self, extent: Extent, stamp: u64) {
-        let mut bytes = vec![0; usize::try_from(extent.bytes()).expect("small")];
-        self.session.read(&extent, 0, &mut bytes).expect("it is ours");
-        assert!(bytes == stamped(&extent, stamp), "{extent:?} is not what was written last");
-    }
-
-    fn verify_all(&mut self) {
-        for (extent, stamp) in self.held.clone() {
-            self.verify(extent, stamp);
-        }
-    }
 }
 
 fn sessions_side_by_side(fabric: &str) {
