@@ -36,7 +36,7 @@ cargo test -p aquifer-tests-tidy 2>&1 | tee -a "$log"
 step "lints"
 cargo clippy --workspace --all-targets --quiet -- -D warnings
 # What is no part of `cargo test`.
-cargo clippy --workspace --quiet --test conformance-verbs --test initiators-verbs --test client-verbs --test long -- -D warnings
+cargo clippy --workspace --quiet --test conformance-verbs --test initiators-verbs --test client-verbs --test killed-verbs --test long -- -D warnings
 if command -v shellcheck >/dev/null 2>&1; then
     shellcheck scripts/*.sh .ci/run
 fi

@@ -24,7 +24,11 @@ impl Random {
 }
 
 /// What an extent holds: a stamp at the start of each of its pages, and at its end.
-fn stamped(extent: &Extent, stamp: u64) -> Vec<u8> {
+///
+/// # Panics
+/// Not for extents.
+#[must_use]
+pub fn stamped(extent: &Extent, stamp: u64) -> Vec<u8> {
     let mut bytes = vec![0; usize::try_from(extent.bytes()).expect("small")];
     for (page, chunk) in (0u64..).zip(bytes.chunks_mut(4096)) {
         let word = (stamp << 20 ^ page).to_le_bytes();

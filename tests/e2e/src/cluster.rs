@@ -148,6 +148,17 @@ impl Cluster {
         processes::all().into_iter().filter(names_us).collect()
     }
 
+    /// Wait until the directory knows of so many nodes.
+    ///
+    /// # Panics
+    /// If it does not come to that.
+    pub fn await_nodes(&self, count: usize) {
+        eventually("nodes to come or to go", || {
+            let status = self.status();
+            (find(&status, "nodes")?.as_array()?.len() == count).then_some(())
+        });
+    }
+
     /// Wait until no run is left and everything lent has come back: to nodes and mempool.
     ///
     /// # Panics

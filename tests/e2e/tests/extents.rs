@@ -1,16 +1,15 @@
 //! Programs with extents of the pool: every size, over each fabric; agents, nodes and programs that die; users that try what they may not.
 
-use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use aquifer_channel::{Mapping, connect, receive_frame, send_frame};
-use aquifer_client::{Error, Extent, ReadJob, Session, WriteJob};
+use aquifer_client::{Error, ReadJob, Session, WriteJob};
 use aquifer_ipc::Frame;
 use aquifer_ipc::ring::{DATA_AT, Request, Ring, Words};
-use aquifer_tests_e2e::checked::{Checked, Random};
+use aquifer_tests_e2e::checked::{Checked, Random, stamped};
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::restart::restart_agent;
 use aquifer_tests_e2e::{Cluster, House, build, eventually, processes};
@@ -208,6 +207,26 @@ fn a_dead_node_takes_what_was_on_it_and_nothing_else() {
         is_there.then_some(())
     });
     drop(session);
+    cluster.assert_all_free();
+}
+
+/// What a session had on a node that was away when it ended is given back when that returns.
+#[test]
+fn a_node_that_was_away_gives_back_what_a_session_had() {
+    let cluster = Cluster::up_with(2, "256M", &["--fabric", "tcp"]);
+    let mut session = Session::open_at(cluster.agent_socket()).expect("a session");
+    let held = session.allocate_many(1 << 20, 40).expect("there is room");
+    assert!(held.iter().any(|extent| extent.node() == 2), "both nodes are used");
+    let node = cluster.part("node", Some(2));
+    processes::signal(node, rustix::process::Signal::STOP);
+    cluster.await_nodes(1);
+    drop(session);
+    eventually("the session to end", || {
+        let status = cluster.status();
+        status["agent"]["sessions"].as_array()?.is_empty().then_some(())
+    });
+    processes::signal(node, rustix::process::Signal::CONT);
+    cluster.await_nodes(2);
     cluster.assert_all_free();
 }
 

@@ -161,6 +161,23 @@ fn a_node_may_stand_still_while_an_agent_takes_over() {
     cluster.assert_all_free();
 }
 
+/// It is no node at all meanwhile: nobody can tell that it will come back with its memory.
+#[test]
+fn a_node_may_be_away_while_an_agent_takes_over() {
+    let cluster = Cluster::up_with(3, "256M", &["--fabric", "tcp"]);
+    let run = start_checker(&cluster, "1000000");
+    await_paging(&cluster);
+    let node = cluster.part("node", Some(2));
+    processes::signal(node, Signal::STOP);
+    cluster.await_nodes(2);
+    restart_agent(&cluster);
+    eventually("copies to be made", || (figure(&cluster, "copied_slabs")? > 0).then_some(()));
+    processes::signal(node, Signal::CONT);
+    cluster.await_nodes(3);
+    end(&cluster, run);
+    cluster.assert_all_free();
+}
+
 #[test]
 fn more_replicas_than_nodes_are_refused() {
     let cluster = Cluster::up(1, "64M");

@@ -18,6 +18,10 @@ const CONFORMANCE: &str = "38 passed";
 /// Tests of the pool's client.
 const POOL: &str = "19 passed";
 
+/// Tests of hosts that die; at these of their steps.
+const KILLED: &str = "5 passed";
+const STRIDE: &str = "AQUIFER_KILLED_STRIDE=31";
+
 /// The lines of a text that have these words.
 fn lines_with(text: &str, words: &str) -> String {
     text.split_inclusive('\n').filter(|line| line.contains(words)).collect()
@@ -48,6 +52,15 @@ fn a_pools_clients_do_over_verbs_what_they_do_over_shared_memory() {
     let suite = test_program("aquifer-pool", "client-verbs");
     let outcome = run(&kernel, &["env", VARIABLE, suite.to_str().expect("a plain path")]);
     assert!(outcome.stdout.contains(POOL), "{outcome}");
+}
+
+#[test]
+fn hosts_are_killed_and_stopped_over_verbs() {
+    let Some(kernel) = kernel() else { return };
+    let suite = test_program("aquifer-pool", "killed-verbs");
+    let suite = suite.to_str().expect("a plain path");
+    let outcome = run(&kernel, &["env", VARIABLE, STRIDE, suite, "--test-threads=1"]);
+    assert!(outcome.stdout.contains(KILLED), "{outcome}");
 }
 
 #[test]

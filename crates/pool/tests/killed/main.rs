@@ -4,50 +4,55 @@
 mod scene;
 mod victim;
 
-use scene::{Heir, Scene};
-use victim::{End, Moment};
+use aquifer_fabric::Reach;
+use aquifer_fabric::shm::{self, ShmTarget};
+use aquifer_fabric::tcp::{self, TcpTarget};
 
-/// The script has at least so many steps.
-const STEPS_MIN: usize = 100;
+use scene::{Heir, Scene, at_every_step};
+use victim::{End, KEY};
 
-fn at_every_step(scene: &Scene, end: End, heir: Heir) {
-    for moment in [Moment::Before, Moment::After] {
-        let mut step = 0;
-        while scene.play(step, moment, end, heir) {
-            step += 1;
-        }
-        assert!(step >= STEPS_MIN, "it was over after {step} steps");
-    }
+fn over_shm() -> Scene {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("node");
+    let target = ShmTarget::listen(&path, shm::Options::default()).expect("a target");
+    Scene::on(Some(folder), Box::new(target), Reach::Shm(path))
+}
+
+fn over_tcp() -> Scene {
+    let any = "127.0.0.1:0".parse().expect("an address");
+    let target = TcpTarget::listen(any, &KEY, tcp::Options::default()).expect("a target");
+    let reach = Reach::Tcp(target.address());
+    Scene::on(None, Box::new(target), reach)
 }
 
 #[test]
 fn a_host_may_be_killed_at_any_step_over_shm() {
-    at_every_step(&Scene::over_shm(), End::Kill, Heir::Another);
+    at_every_step(&over_shm(), End::Kill, Heir::Another, 1);
 }
 
 #[test]
 fn a_host_may_be_killed_at_any_step_over_tcp() {
-    at_every_step(&Scene::over_tcp(), End::Kill, Heir::Another);
+    at_every_step(&over_tcp(), End::Kill, Heir::Another, 1);
 }
 
 #[test]
 fn a_killed_host_that_comes_again_gives_back_what_it_had() {
-    at_every_step(&Scene::over_shm(), End::Kill, Heir::Itself);
+    at_every_step(&over_shm(), End::Kill, Heir::Itself, 1);
 }
 
 #[test]
 fn a_host_may_stand_still_at_any_step_over_shm() {
-    at_every_step(&Scene::over_shm(), End::Stop, Heir::Another);
+    at_every_step(&over_shm(), End::Stop, Heir::Another, 1);
 }
 
 #[test]
 fn a_host_may_stand_still_at_any_step_over_tcp() {
-    at_every_step(&Scene::over_tcp(), End::Stop, Heir::Another);
+    at_every_step(&over_tcp(), End::Stop, Heir::Another, 1);
 }
 
 #[test]
 fn who_stands_still_in_the_middle_of_an_access_holds_nobody_up() {
-    let (shm, tcp) = (Scene::over_shm(), Scene::over_tcp());
+    let (shm, tcp) = (over_shm(), over_tcp());
     // It copies by itself, and nearly all of the time.
     assert!((0..50).any(|_| shm.stop_in_the_middle()));
     // There the node does.

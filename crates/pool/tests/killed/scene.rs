@@ -4,8 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use aquifer_fabric::shm::{self, ShmTarget};
-use aquifer_fabric::tcp::{self, ConnectOptions, TcpTarget};
+use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{
     Completion, Host, Identity, Key, KeyEntry, LocalKey, LocalSlice, Memory, Reach, RemoteAddr, Target, Verb,
     Work,
@@ -15,6 +14,7 @@ use aquifer_pool::op::{Recovered, WordAt};
 use aquifer_pool::size::{SECTION_BYTES, SECTION_CHUNKS};
 use aquifer_pool::{Custody, Donation, Extent, Pause, PoolClient, PoolError, SizeClass, donate};
 use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, kill_process, waitpid};
+use tempfile::TempDir;
 
 use crate::victim::{self, DATA_BYTES, EARLIER, End, KEY, Moment, NODE, TENANT, VICTIM, Victim};
 
@@ -23,6 +23,20 @@ const LIVING: Host = Host(1);
 /// Sizes that the living host holds all the while, in sections that the victim uses too.
 const HELD: [u8; 4] = [0, 0, 2, 5];
 const STAMP: u64 = 0x5a5a_0001_0002_0003;
+
+/// The script has at least so many steps.
+const STEPS_MIN: usize = 100;
+
+/// A victim ends before and after each step of the script, or of every so many.
+pub fn at_every_step(scene: &Scene, end: End, heir: Heir, stride: usize) {
+    for (moment, first) in [(Moment::Before, 0), (Moment::After, stride / 2)] {
+        let mut step = first;
+        while scene.play(step, moment, end, heir) {
+            step += stride;
+        }
+        assert!(step >= STEPS_MIN, "it was over after {step} steps");
+    }
+}
 
 /// Who gives back what the dead had.
 #[derive(Clone, Copy, Debug)]
@@ -34,7 +48,7 @@ pub enum Heir {
 }
 
 pub struct Scene {
-    _folder: tempfile::TempDir,
+    _folder: Option<TempDir>,
     target: Box<dyn Target>,
     reach: Reach,
     donation: Donation,
@@ -52,21 +66,8 @@ struct Living {
 }
 
 impl Scene {
-    pub fn over_shm() -> Self {
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join("node");
-        let target = ShmTarget::listen(&path, shm::Options::default()).expect("a target");
-        Self::on(folder, Box::new(target), Reach::Shm(path))
-    }
-
-    pub fn over_tcp() -> Self {
-        let any = "127.0.0.1:0".parse().expect("an address");
-        let target = TcpTarget::listen(any, &KEY, tcp::Options::default()).expect("a target");
-        let reach = Reach::Tcp(target.address());
-        Self::on(tempfile::tempdir().expect("a folder"), Box::new(target), reach)
-    }
-
-    fn on(folder: tempfile::TempDir, target: Box<dyn Target>, reach: Reach) -> Self {
+    /// A scene at that target, which is reached like this; something in `folder` may be in use.
+    pub fn on(folder: Option<TempDir>, target: Box<dyn Target>, reach: Reach) -> Self {
         let donation = donate(&*target, NODE, SECTIONS * SECTION_BYTES).expect("memory");
         let mut client = connect(&reach, LIVING, 1);
         let data = Arc::new(Memory::create("data", 2 << 20).expect("memory"));
