@@ -146,36 +146,33 @@ fn a_stopped_node_is_waited_for_no_longer_than_it_must() {
 }
 
 /// The next agent does without what is on a node that does not answer, and gives it back when it does.
-#[test]
-fn a_node_may_stand_still_while_an_agent_takes_over() {
+fn take_over_without_a_node(is_away: bool) {
     let cluster = Cluster::up_with(3, "256M", &["--fabric", "tcp"]);
     let run = start_checker(&cluster, "1000000");
     await_paging(&cluster);
     let node = cluster.part("node", Some(2));
     processes::signal(node, Signal::STOP);
+    if is_away {
+        cluster.await_nodes(2);
+    }
     restart_agent(&cluster);
     eventually("copies to be made", || (figure(&cluster, "copied_slabs")? > 0).then_some(()));
     processes::signal(node, Signal::CONT);
+    cluster.await_nodes(3);
     await_faults(&cluster, 20_000);
     end(&cluster, run);
     cluster.assert_all_free();
 }
 
+#[test]
+fn a_node_may_stand_still_while_an_agent_takes_over() {
+    take_over_without_a_node(false);
+}
+
 /// It is no node at all meanwhile: nobody can tell that it will come back with its memory.
 #[test]
 fn a_node_may_be_away_while_an_agent_takes_over() {
-    let cluster = Cluster::up_with(3, "256M", &["--fabric", "tcp"]);
-    let run = start_checker(&cluster, "1000000");
-    await_paging(&cluster);
-    let node = cluster.part("node", Some(2));
-    processes::signal(node, Signal::STOP);
-    cluster.await_nodes(2);
-    restart_agent(&cluster);
-    eventually("copies to be made", || (figure(&cluster, "copied_slabs")? > 0).then_some(()));
-    processes::signal(node, Signal::CONT);
-    cluster.await_nodes(3);
-    end(&cluster, run);
-    cluster.assert_all_free();
+    take_over_without_a_node(true);
 }
 
 #[test]
