@@ -37,6 +37,7 @@ const ENDPOINT_BYTES: usize = 128;
 const STATE_IN: usize = 0;
 const HOST_IN: usize = 4;
 const TENANT_IN: usize = 8;
+const PROCESS_IN: usize = 12;
 const EPOCH_IN: usize = 16;
 const ACTIVE_IN: usize = 64;
 
@@ -138,7 +139,18 @@ impl Control {
         self.endpoint_u32(slot, HOST_IN).store(u32::from(who.host.0), Ordering::Relaxed);
         self.endpoint_u32(slot, TENANT_IN).store(who.tenant.0, Ordering::Relaxed);
         self.memory.atomic_u64(endpoint_at(slot, EPOCH_IN)).store(who.epoch, Ordering::Relaxed);
+        self.endpoint_u32(slot, PROCESS_IN).store(0, Ordering::Relaxed);
         self.set_state(slot, OPEN);
+    }
+
+    /// Say which process an endpoint is in, for whoever must know whether it lives when its socket is gone.
+    pub fn tell_process(&self, slot: usize, pid: u32) {
+        self.endpoint_u32(slot, PROCESS_IN).store(pid, Ordering::Relaxed);
+    }
+
+    /// The process that an endpoint is in; 0 if that is not known.
+    pub fn process(&self, slot: usize) -> u32 {
+        self.endpoint_u32(slot, PROCESS_IN).load(Ordering::Relaxed)
     }
 
     /// The endpoint's process hung up: whatever it was doing has ended.

@@ -125,13 +125,22 @@ impl KeySlots {
         }
     }
 
-    /// A fresh key for the next region.
-    pub fn take_region(&mut self) -> Result<(usize, Key), TargetError> {
-        if self.regions == self.regions_max {
+    /// A key for the next region: a fresh one, or the one that it had at a target before this one.
+    pub fn take_region(&mut self, before: Option<Key>) -> Result<(usize, Key), TargetError> {
+        let index = self.regions;
+        if index == self.regions_max {
             return Err(TargetError::Full { what: "regions", limit: self.regions_max });
         }
+        let key = match before {
+            None => self.fresh(index),
+            Some(key) if !key.is_of_table() && split(key).0 == index && split(key).1 != 0 => {
+                self.tags[index] = split(key).1;
+                key
+            }
+            Some(key) => return Err(TargetError::NoSuchKey(key)),
+        };
         self.regions += 1;
-        Ok((self.regions - 1, self.fresh(self.regions - 1)))
+        Ok((index, key))
     }
 
     /// A fresh key for a window.

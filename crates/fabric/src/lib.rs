@@ -11,6 +11,7 @@ mod control;
 mod forward;
 pub mod key_table;
 mod keys;
+pub mod lasting;
 mod mail;
 pub mod memory;
 mod reach;

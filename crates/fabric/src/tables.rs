@@ -54,12 +54,13 @@ impl Tables {
         access: Access,
         scope: Scope,
         table: Option<KeyTable>,
+        key: Option<Key>,
     ) -> Result<Region, TargetError> {
         let len = u64_from(memory.len());
         if let Some(table) = &table {
             PlacedTable::at(0, 0, table).check(len)?;
         }
-        let (index, key) = self.keys.take_region()?;
+        let (index, key) = self.keys.take_region(key)?;
         let range = self.space.place(len);
         let region = Region { base: range.start, len, key };
         // What the table is of only its keys open.

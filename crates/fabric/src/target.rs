@@ -1,6 +1,7 @@
 //! What the owner of memory sees: regions, windows, fences, and the [`Target`].
 
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use crate::Memory;
@@ -142,19 +143,21 @@ pub trait Target: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// At the limit of regions.
     fn register(&self, memory: Arc<Memory>, access: Access, scope: Scope) -> Result<Region, TargetError> {
-        self.register_with(memory, access, scope, None)
+        self.register_with(memory, access, scope, None, None)
     }
 
     /// As [`Target::register`], of memory that holds a table of keys for its last part. The region's own key opens what comes before that part.
+    /// Memory that outlived an earlier target, as all that this one has, is known to its users by the `key` that it had there, at the same address.
     ///
     /// # Errors
-    /// As [`Target::register`]; if the table is not inside.
+    /// As [`Target::register`]; if the table is not inside; if no such region can have had that key.
     fn register_with(
         &self,
         memory: Arc<Memory>,
         access: Access,
         scope: Scope,
         table: Option<KeyTable>,
+        key: Option<Key>,
     ) -> Result<Region, TargetError>;
 
     /// Whoever got at these addresses by a key that a table no longer has when this is called, is out when this returns: no access of
@@ -183,6 +186,12 @@ pub trait Target: Send + Sync + std::fmt::Debug {
 
     /// Send a message to every endpoint of a host; returns how many took it.
     fn send(&self, to: Host, message: &[u8]) -> usize;
+
+    /// What tells of accesses that could outlive the target's process, to be kept with memory that does: whoever opens that memory anew retires it first
+    /// ([`crate::shm::retire`]). `None` where no access can.
+    fn control(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
 
     /// Endpoints that are connected now, and those whose connection broke a moment ago.
     fn endpoints(&self) -> usize;

@@ -126,6 +126,10 @@ pub enum WorkError {
     /// No answer in time. Whether the operation took effect is unknown.
     #[error("the peer did not answer in time")]
     Timeout,
+    /// The peer is away, and may come back with its memory; the endpoint goes on then by itself ([`crate::lasting`]). Whether the operation took effect is
+    /// unknown, but it takes effect no more.
+    #[error("the peer is away")]
+    Away,
     /// An earlier operation broke the endpoint; this one was not done.
     #[error("not done: an earlier operation broke the endpoint")]
     Flushed,

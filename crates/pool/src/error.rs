@@ -86,6 +86,12 @@ pub enum PoolError {
         /// How the fabric put it.
         cause: WorkError,
     },
+    /// The node is away, and may come back with its memory. What was under way may or may not have happened, and happens no more.
+    #[error("node {} is away", node.0)]
+    Away {
+        /// The node.
+        node: NodeId,
+    },
     /// The node was never added, or was removed.
     #[error("node {} is not connected: add it first", node.0)]
     NoSuchNode {

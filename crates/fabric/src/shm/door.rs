@@ -147,6 +147,7 @@ impl Doorkeeper {
             return Err((socket, format!("{} endpoints are connected already", state.peers.len())));
         };
         control.occupy(slot, who);
+        control.tell_process(slot, socket::peer_pid(&socket));
         let (reply, fds) = welcome(&self.shared, &state, slot, &mailbox, who);
         if let Err(error) = socket::send(&socket, &handshake::encode_reply(&reply), &fds) {
             control.vacate(slot);

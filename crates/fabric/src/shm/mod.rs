@@ -11,11 +11,13 @@ mod door;
 mod endpoint;
 pub mod handshake;
 mod mailbox;
+mod retire;
 mod socket;
 mod target;
 mod watch;
 
 pub use endpoint::{ShmEndpoint, connect};
+pub use retire::retire;
 pub use target::ShmTarget;
 
 use std::time::Duration;

@@ -114,6 +114,12 @@ pub(super) fn peer_process(socket: &OwnedFd) -> Option<Process> {
     (!has_hung_up(socket)).then_some(Process { pid, pidfd })
 }
 
+/// The number of the process at the other end; 0 if it is not known here.
+pub(super) fn peer_pid(socket: &OwnedFd) -> u32 {
+    let pid = sockopt::socket_peercred(socket).map(|peer| peer.pid.as_raw_nonzero().get());
+    pid.ok().and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0)
+}
+
 /// Whether nobody is at the other end any more.
 pub(super) fn has_hung_up(socket: &OwnedFd) -> bool {
     let mut polled = [PollFd::new(socket, PollFlags::IN | PollFlags::RDHUP)];

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::ops::Range;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -223,8 +223,9 @@ impl Target for ShmTarget {
         access: Access,
         scope: Scope,
         table: Option<KeyTable>,
+        key: Option<Key>,
     ) -> Result<Region, TargetError> {
-        self.shared.lock().tables.register(&self.shared.control, memory, access, scope, table)
+        self.shared.lock().tables.register(&self.shared.control, memory, access, scope, table, key)
     }
 
     fn bind(&self, window: &WindowSpec) -> Result<Key, TargetError> {
@@ -285,6 +286,10 @@ impl Target for ShmTarget {
             }
         }
         taken
+    }
+
+    fn control(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.shared.control.fd())
     }
 
     fn endpoints(&self) -> usize {

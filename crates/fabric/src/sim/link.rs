@@ -18,6 +18,8 @@ pub(super) struct Link {
     pub done: VecDeque<Completion>,
     pub inbox: VecDeque<Vec<u8>>,
     pub flights: VecDeque<Flight>,
+    /// What nobody waits for any more, and is on the wire yet.
+    pub strays: Vec<Flight>,
     pub next_serial: u64,
     /// Times before which nothing later of this link may happen: order.
     pub apply_after_ns: u64,
@@ -54,6 +56,7 @@ impl Link {
             done: VecDeque::new(),
             inbox: VecDeque::new(),
             flights: VecDeque::new(),
+            strays: Vec::new(),
             next_serial: 0,
             apply_after_ns: now_ns,
             complete_after_ns: now_ns,
@@ -74,12 +77,12 @@ impl Link {
 
     /// Whether work is under way.
     pub fn is_busy(&self) -> bool {
-        !self.flights.is_empty()
+        !self.flights.is_empty() || !self.strays.is_empty()
     }
 
     /// The peer is lost. The oldest operation learns the cause, and so do those that took effect
-    /// although the host was not told; the others were not done.
-    pub fn fail(&mut self, cause: WorkError) {
+    /// although the host was not told, or still may; the others were not done.
+    pub fn fail(&mut self, cause: WorkError, on_the_wire: &[u64]) {
         if self.is_broken() {
             return;
         }
@@ -87,7 +90,7 @@ impl Link {
         let mut first = cause != WorkError::Fenced;
         while let Some(flight) = self.flights.pop_front() {
             let took_effect = matches!(flight.applied, Some(Ok(_)));
-            let learns = first || took_effect;
+            let learns = first || took_effect || on_the_wire.contains(&flight.serial);
             let outcome = Err(if learns { cause } else { WorkError::Flushed });
             self.done.push_back(Completion { id: flight.work.id, outcome });
             first = false;
@@ -95,10 +98,10 @@ impl Link {
         }
     }
 
-    /// What a WRITE or SEND carries, into `data`; that of a closed link is there already.
+    /// What a WRITE or SEND carries, into `data`, unless it is there already: it left the host before.
     pub fn payload(&self, local: LocalSlice, bytes_max: u32, data: &mut Vec<u8>) -> Result<(), WorkError> {
         let (memory, offset) = self.transfer(local, bytes_max)?;
-        if !self.closed {
+        if data.is_empty() {
             data.resize(local.len as usize, 0);
             memory.read(offset, data);
         }

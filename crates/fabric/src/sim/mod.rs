@@ -33,6 +33,8 @@ pub struct SimOptions {
     pub delay_ns: Range<u64>,
     /// Time until the loss of a peer is noticed.
     pub timeout_ns: u64,
+    /// What was not answered in time may be on the wire yet, and take effect later, unless the node is asked to end it.
+    pub comes_late: bool,
     /// Polling an endpoint that has work under way but nothing done lets the next thing happen:
     /// for code that polls in a loop until its work is done.
     pub step_on_poll: bool,
@@ -51,6 +53,7 @@ impl Default for SimOptions {
         Self {
             delay_ns: 500..20_000,
             timeout_ns: 1_000_000,
+            comes_late: false,
             step_on_poll: false,
             endpoints_max: 256,
             regions_max: 64,
@@ -134,6 +137,11 @@ impl SimFabric {
     /// its endpoints notice after a while.
     pub fn crash_node(&self, node: Node) {
         self.lock().crash_node(node);
+    }
+
+    /// A node that died is there again, and has its memory and its keys. Of whom it had fenced it knows nothing.
+    pub fn restart_node(&self, node: Node) {
+        self.lock().restart_node(node);
     }
 
     /// A host dies. Of the work that it has posted a random prefix per endpoint is on the wire

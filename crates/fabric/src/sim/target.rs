@@ -39,13 +39,14 @@ impl Target for SimTarget {
         access: Access,
         scope: Scope,
         table: Option<KeyTable>,
+        key: Option<Key>,
     ) -> Result<Region, TargetError> {
         self.with(|node| {
             let len = u64_from(memory.len());
             if let Some(table) = &table {
                 PlacedTable::at(0, 0, table).check(len)?;
             }
-            let (index, key) = node.keys.take_region()?;
+            let (index, key) = node.keys.take_region(key)?;
             let range = node.space.place(len);
             let region = Region { base: range.start, len, key };
             let opened = table.as_ref().map_or(len, |table| table.data.start);

@@ -12,10 +12,10 @@ use crate::keys::{AddressSpace, Grant, KeySlots, Right, admits};
 use crate::target::{Host, Identity, Region, Scope};
 use crate::work::{Completion, EndpointError, Key, LocalSlice, PostError, RemoteAddr, Verb, Work, WorkError};
 
-/// Everything there is.
 /// What is on the wire when a host's end goes away may be so many times slower than usual.
 const STRAY_FACTOR_MAX: u64 = 64;
 
+/// Everything there is.
 #[derive(Debug)]
 pub(super) struct World {
     pub options: SimOptions,
@@ -155,8 +155,13 @@ impl World {
                 self.links[link].delivering -= 1;
                 self.links[link].inbox.push_back(message);
             }
-            Event::Fail(Cause::Timeout) => self.links[link].fail(WorkError::Timeout),
-            Event::Fail(Cause::PeerGone) => self.links[link].fail(WorkError::PeerGone),
+            Event::Fail(Cause::Timeout) => {
+                let is_open = !self.links[link].is_broken() && !self.links[link].closed;
+                let comes_late = self.options.comes_late && is_open;
+                let on_the_wire = if comes_late { self.leave_on_the_wire(link) } else { Vec::new() };
+                self.links[link].fail(WorkError::Timeout, &on_the_wire);
+            }
+            Event::Fail(Cause::PeerGone) => self.links[link].fail(WorkError::PeerGone, &[]),
         }
         true
     }
@@ -226,6 +231,15 @@ impl World {
         self.nodes[node.0].alive = false;
     }
 
+    pub fn restart_node(&mut self, node: Node) {
+        // What its buffers held went with the process.
+        self.links.iter_mut().filter(|link| link.node == node).for_each(|link| link.strays.clear());
+        let state = &mut self.nodes[node.0];
+        state.alive = true;
+        state.fenced.clear();
+        state.inbox.clear();
+    }
+
     pub fn crash_host(&mut self, host: Host) {
         for id in 0..self.links.len() {
             if self.links[id].who.host == host {
@@ -239,33 +253,44 @@ impl World {
         if self.links[id].closed {
             return;
         }
+        self.leave_on_the_wire(id);
+        let link = &mut self.links[id];
+        link.closed = true;
+        link.severed = Some(WorkError::PeerGone);
+        link.flights.clear();
+        link.done.clear();
+    }
+
+    /// Nobody waits for what is under way any more; some of it is on the wire already, and may stay there for long: in a switch, in a buffer of the node.
+    fn leave_on_the_wire(&mut self, id: usize) -> Vec<u64> {
         let on_the_wire = self.random_prefix(id);
         let limits = &self.options.limits;
         let longest = limits.transfer_bytes_max.max(limits.message_bytes_max);
-        let link = &mut self.links[id];
-        let mut flights = std::mem::take(&mut link.flights);
-        flights.retain(|flight| flight.applied.is_none() && on_the_wire.contains(&flight.serial));
-        for flight in &mut flights {
+        let link = &self.links[id];
+        let mut strays = Vec::new();
+        for flight in &link.flights {
+            if flight.applied.is_some() || !on_the_wire.contains(&flight.serial) {
+                continue;
+            }
+            let mut data = Vec::new();
             // What is on the wire does not change when the host's memory does.
             if let Verb::Write { local, .. } | Verb::Send { local } = flight.work.verb
                 && let Ok((memory, offset)) = link.transfer(local, longest)
             {
-                flight.data.resize(local.len as usize, 0);
-                memory.read(offset, &mut flight.data);
+                data.resize(local.len as usize, 0);
+                memory.read(offset, &mut data);
             }
+            strays.push(Flight { serial: 0, work: flight.work, applied: None, data });
         }
-        link.closed = true;
-        link.severed = Some(WorkError::PeerGone);
-        link.done.clear();
-        // It may stay there for long: in a switch, in a buffer of the node.
         let mut at_ns = self.now_ns;
-        for mut flight in flights {
+        for mut stray in strays {
             at_ns += self.delay_ns(id) * self.rng.range(&(1..STRAY_FACTOR_MAX)) + 1;
-            flight.serial = self.links[id].next_serial;
+            stray.serial = self.links[id].next_serial;
             self.links[id].next_serial += 1;
-            self.schedule(at_ns, id, Event::Apply(flight.serial));
-            self.links[id].flights.push_back(flight);
+            self.schedule(at_ns, id, Event::Apply(stray.serial));
+            self.links[id].strays.push(stray);
         }
+        on_the_wire
     }
 
     /// The node does nothing more of what the connection brings.
@@ -275,7 +300,7 @@ impl World {
             let source = std::io::ErrorKind::TimedOut.into();
             return Err(EndpointError::Unreachable { address: format!("simulated node {}", node.0), source });
         }
-        self.links[id].flights.clear();
+        self.links[id].strays.clear();
         Ok(())
     }
 
@@ -321,6 +346,9 @@ impl World {
         let node = link.node;
         let cut = self.cuts.contains(&(link.who.host, node));
         let Some(index) = link.flights.iter().position(|flight| flight.serial == serial) else {
+            if !cut && self.nodes[node.0].alive {
+                self.apply_stray(id, serial);
+            }
             return;
         };
         if link.requests_lost || link.flights[index].applied.is_some() {
@@ -338,13 +366,18 @@ impl World {
         let flight = &mut self.links[id].flights[index];
         flight.applied = Some(outcome);
         flight.data = data;
-        if self.links[id].closed {
-            self.links[id].flights.remove(index);
-            return;
-        }
         let at_ns = (self.now_ns + self.delay_ns(id)).max(self.links[id].complete_after_ns + 1);
         self.links[id].complete_after_ns = at_ns;
         self.schedule(at_ns, id, Event::Complete(serial));
+    }
+
+    /// What nobody waits for reaches the node.
+    fn apply_stray(&mut self, id: usize, serial: u64) {
+        let link = &mut self.links[id];
+        let Some(at) = link.strays.iter().position(|stray| stray.serial == serial) else { return };
+        let mut stray = link.strays.remove(at);
+        // Nobody hears what came of it.
+        let _ = self.execute(id, &stray.work.verb, &mut stray.data);
     }
 
     /// The answer to an operation reaches the host.
@@ -374,7 +407,7 @@ impl World {
             link.done.push_back(Completion { id: flight.work.id, outcome });
         }
         if outcome == Err(WorkError::Fenced) {
-            link.fail(WorkError::Fenced);
+            link.fail(WorkError::Fenced, &[]);
             link.broken = true;
         }
     }

@@ -307,19 +307,20 @@ impl Target for TcpTarget {
         access: Access,
         scope: Scope,
         table: Option<KeyTable>,
+        key: Option<Key>,
     ) -> Result<Region, TargetError> {
         let mut state = self.shared.lock();
         let index = state.tables.regions.len();
         if let Some(place) = self.shared.memories.get(index) {
             // The key is not known to anyone yet: the base follows below, under the same lock.
             let region =
-                state.tables.register(&self.shared.control, Arc::clone(&memory), access, scope, table)?;
+                state.tables.register(&self.shared.control, Arc::clone(&memory), access, scope, table, key)?;
             let table = state.tables.regions[index].table.clone();
             let is_first = place.set(Placed { base: region.base, memory, table }).is_ok();
             assert!(is_first, "regions are numbered once");
             return Ok(region);
         }
-        state.tables.register(&self.shared.control, memory, access, scope, table)
+        state.tables.register(&self.shared.control, memory, access, scope, table, key)
     }
 
     fn bind(&self, window: &WindowSpec) -> Result<Key, TargetError> {

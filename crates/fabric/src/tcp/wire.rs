@@ -126,7 +126,11 @@ pub fn status(error: WorkError) -> u8 {
         WorkError::TooLong => 3,
         WorkError::ReceiverNotReady => 4,
         WorkError::Fenced => 5,
-        WorkError::LocalAccess | WorkError::PeerGone | WorkError::Timeout | WorkError::Flushed => {
+        WorkError::LocalAccess
+        | WorkError::PeerGone
+        | WorkError::Timeout
+        | WorkError::Away
+        | WorkError::Flushed => {
             unreachable!("a target never says {error:?}")
         }
     }

@@ -178,7 +178,7 @@ impl VerbsTarget {
     ) -> Result<Region, TargetError> {
         let mut state = self.shared.lock();
         let own = Arc::clone(&memory);
-        let region = state.tables.register(&self.shared.control, own, access, scope, None)?;
+        let region = state.tables.register(&self.shared.control, own, access, scope, None, None)?;
         let made = Moving::new(self.shared.device, memory, region.base).map(Lent::Moving);
         state.keep(made)?;
         Ok(region)
@@ -249,10 +249,11 @@ impl Target for VerbsTarget {
         access: Access,
         scope: Scope,
         table: Option<KeyTable>,
+        key: Option<Key>,
     ) -> Result<Region, TargetError> {
         let mut state = self.shared.lock();
         let lent = Arc::clone(&memory);
-        let region = state.tables.register(&self.shared.control, lent, access, scope, table)?;
+        let region = state.tables.register(&self.shared.control, lent, access, scope, table, key)?;
         let whole = 0..memory.len();
         let device = self.shared.device;
         let made = Registration::new(device, memory, whole, region.base, Use::Windows).map(Lent::Fixed);

@@ -149,7 +149,7 @@ fn keyed<H: Harness>(harness: &H) -> (Arc<Memory>, Region) {
     let memory = Arc::new(Memory::create("keyed", 4 << 20).unwrap());
     let table = KeyTable { entries_at: ENTRIES_AT, data: ROW..2 * ROW };
     let registered =
-        harness.target().register_with(Arc::clone(&memory), Access::ALL, Scope::Host(WHO.host), Some(table));
+        harness.target().register_with(Arc::clone(&memory), Access::ALL, Scope::Host(WHO.host), Some(table), None);
     (memory, registered.unwrap())
 }
 
@@ -255,6 +255,7 @@ pub fn a_table_must_fit_its_region<H: Harness>() {
             Access::ALL,
             Scope::Anyone,
             Some(table.clone()),
+            None,
         );
         assert!(matches!(refused, Err(TargetError::BadTable { .. })), "{table:?}");
     }

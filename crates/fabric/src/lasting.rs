@@ -1,0 +1,352 @@
+//! Endpoints that outlive an absence of their target: its process is started anew while its memory is kept elsewhere, or it cannot be reached for a while.
+//!
+//! A [`LastingEndpoint`] stands around one endpoint after another, each to the same memory: same addresses, same keys. What was under way when one broke may
+//! or may not have been done. READs and WRITEs can be done once more, and are, in their order, when the target is back ([`Manner::Wait`]); swaps and messages
+//! cannot, and end with [`WorkError::Away`]. Nothing of the endpoint before takes effect any more by then ([`Late`]).
+//!
+//! What is done once more is a little less than a connection that never broke: a READ may find what a later WRITE of the same endpoint has written, and others may see a word go
+//! back to an earlier WRITE's for a moment if several were under way to it. So it is for memory that its user has alone, as pages are.
+
+mod search;
+
+use std::collections::VecDeque;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::Memory;
+use crate::target::Region;
+use crate::work::{
+    Completion, Endpoint, EndpointError, Late, Limits, LocalKey, PostError, Verb, Work, WorkError,
+};
+pub use search::{Again, Attempt};
+use search::{Search, SharedLate};
+
+/// Completions taken from an endpoint at a time.
+const POLL_MAX: usize = 64;
+
+/// What becomes of work while the target is away.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Manner {
+    /// READs and WRITEs wait for it.
+    Wait,
+    /// Everything ends at once with [`WorkError::Away`], as does all that is posted until it is back.
+    Tell,
+}
+
+/// See above.
+#[derive(Debug)]
+pub struct LastingEndpoint {
+    state: State,
+    manner: Manner,
+    again: Arc<dyn Again>,
+    /// As the first endpoint said; `None` before there was one.
+    known: Option<(Vec<Region>, Limits)>,
+    locals: Vec<Arc<Memory>>,
+    /// Posted to the endpoint that is there, in this order.
+    under_way: VecDeque<UnderWay>,
+    /// To be posted after that, to this endpoint or the next.
+    waiting: VecDeque<Work>,
+    done: VecDeque<Completion>,
+    polled: Vec<Completion>,
+    /// The target refuses this host for good: it is not waited for.
+    is_shut_out: bool,
+}
+
+#[derive(Debug)]
+enum State {
+    Here(Box<dyn Endpoint>),
+    Away(Search),
+    /// It does not come back, or does not let us in; what whoever posts is told.
+    Over(Option<Search>, WorkError),
+}
+
+#[derive(Clone, Copy, Debug)]
+struct UnderWay {
+    work: Work,
+    fate: Fate,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Fate {
+    Posted,
+    /// The endpoint broke: nobody knows.
+    Doubtful,
+    /// It broke before it came to this.
+    Undone,
+}
+
+impl LastingEndpoint {
+    /// Around an endpoint; `again` makes others to the same memory.
+    #[must_use]
+    pub fn new(endpoint: Box<dyn Endpoint>, again: Arc<dyn Again>, manner: Manner) -> Self {
+        let known = Some((endpoint.regions().to_vec(), endpoint.limits()));
+        Self::with(State::Here(endpoint), again, manner, known)
+    }
+
+    /// To a target that is away just now. Until it is back no region is known, and limits are the usual ones.
+    #[must_use]
+    pub fn away(again: Arc<dyn Again>, manner: Manner) -> Self {
+        let state = Self::search(&again, None);
+        Self::with(state, again, manner, None)
+    }
+
+    fn with(
+        state: State,
+        again: Arc<dyn Again>,
+        manner: Manner,
+        known: Option<(Vec<Region>, Limits)>,
+    ) -> Self {
+        Self {
+            state,
+            manner,
+            again,
+            known,
+            locals: Vec::new(),
+            under_way: VecDeque::new(),
+            done: VecDeque::new(),
+            polled: Vec::with_capacity(POLL_MAX),
+            waiting: VecDeque::new(),
+            is_shut_out: false,
+        }
+    }
+
+    fn search(again: &Arc<dyn Again>, late: Option<SharedLate>) -> State {
+        Search::start(again, late).map_or_else(
+            |error| {
+                tracing::warn!(%error, "no thread to find a target that is away");
+                State::Over(None, WorkError::PeerGone)
+            },
+            State::Away,
+        )
+    }
+
+    fn end(&mut self, work: Work, error: WorkError) {
+        self.done.push_back(Completion { id: work.id, outcome: Err(error) });
+    }
+
+    /// Take completions of the endpoint that is there, if one is; whether there were any, or it turned out to be broken.
+    fn look(&mut self) -> bool {
+        let State::Here(endpoint) = &mut self.state else { return false };
+        let mut polled = std::mem::take(&mut self.polled);
+        endpoint.poll(&mut polled, POLL_MAX);
+        let has_any = !polled.is_empty();
+        let is_broken = !has_any && endpoint.is_broken();
+        polled.drain(..).for_each(|completion| self.settle(completion));
+        self.polled = polled;
+        if is_broken {
+            self.lose();
+        } else if has_any {
+            self.post_waiting();
+        }
+        has_any || is_broken
+    }
+
+    fn settle(&mut self, completion: Completion) {
+        let is_it = |posted: &UnderWay| posted.fate == Fate::Posted && posted.work.id == completion.id;
+        let Some(mut at) = self.under_way.iter().position(is_it) else { return };
+        match completion.outcome {
+            Err(WorkError::PeerGone | WorkError::Timeout) if !self.is_shut_out => {
+                self.under_way[at].fate = Fate::Doubtful;
+            }
+            Err(WorkError::Flushed) if !self.is_shut_out => self.under_way[at].fate = Fate::Undone,
+            outcome => {
+                self.is_shut_out |= outcome == Err(WorkError::Fenced);
+                // What was posted before, and has not asked for a completion, is done, too.
+                let is_silent = |posted: &UnderWay| posted.fate == Fate::Posted && !posted.work.signalled;
+                for before in (0..at).rev() {
+                    if is_silent(&self.under_way[before]) {
+                        self.under_way.remove(before);
+                        at -= 1;
+                    }
+                }
+                self.under_way.remove(at);
+                self.done.push_back(completion);
+            }
+        }
+    }
+
+    /// The endpoint is broken, and has told all that it had to tell.
+    fn lose(&mut self) {
+        let State::Here(endpoint) = &self.state else { return };
+        if self.is_shut_out {
+            self.give_up(None, WorkError::Fenced);
+            return;
+        }
+        let late = endpoint.late().map(SharedLate::new);
+        tracing::debug!(under_way = self.under_way.len(), "a target is away");
+        // The endpoint is dropped before another is made.
+        self.state = State::Over(None, WorkError::PeerGone);
+        self.state = Self::search(&self.again, late);
+        let left = self.waiting.drain(..).map(|work| UnderWay { work, fate: Fate::Undone });
+        let left: Vec<_> = self.under_way.drain(..).chain(left).collect();
+        for UnderWay { work, fate } in left {
+            let is_repeatable = matches!(work.verb, Verb::Read { .. } | Verb::Write { .. });
+            if self.manner == Manner::Wait && (is_repeatable || fate == Fate::Undone) {
+                self.waiting.push_back(work);
+            } else {
+                self.end(work, WorkError::Away);
+            }
+        }
+    }
+
+    /// Whether the target is back, or does not come back.
+    fn look_for_target(&mut self) -> bool {
+        let State::Away(search) = &mut self.state else { return false };
+        let Some(found) = search.outcome() else { return false };
+        let State::Away(search) =
+            std::mem::replace(&mut self.state, State::Over(None, WorkError::PeerGone))
+        else {
+            return false;
+        };
+        match found.and_then(|endpoint| self.attach(endpoint)) {
+            Some(endpoint) => {
+                tracing::debug!(waiting = self.waiting.len(), "a target is back");
+                self.state = State::Here(endpoint);
+                self.post_waiting();
+            }
+            None => self.give_up(Some(search), WorkError::PeerGone),
+        }
+        true
+    }
+
+    /// The endpoint, if it is to the same memory, with all local memory under the same keys.
+    fn attach(&mut self, mut endpoint: Box<dyn Endpoint>) -> Option<Box<dyn Endpoint>> {
+        let known = self.known.get_or_insert_with(|| (endpoint.regions().to_vec(), endpoint.limits()));
+        if known.0 != endpoint.regions() {
+            return None;
+        }
+        for (number, memory) in (1..).zip(&self.locals) {
+            let registered = endpoint.register_local(Arc::clone(memory));
+            if !registered.is_ok_and(|key| key == LocalKey(number)) {
+                return None;
+            }
+        }
+        Some(endpoint)
+    }
+
+    fn give_up(&mut self, search: Option<Search>, cause: WorkError) {
+        self.state = State::Over(search, cause);
+        let left = self.under_way.drain(..).map(|posted| posted.work).chain(self.waiting.drain(..));
+        let ended = left.map(|work| Completion { id: work.id, outcome: Err(cause) });
+        self.done.extend(ended);
+    }
+
+    /// Post what has waited, as far as there is room.
+    fn post_waiting(&mut self) {
+        if !self.waiting.is_empty() {
+            let waiting = std::mem::take(&mut self.waiting);
+            let (first, last) = waiting.as_slices();
+            self.post_now(first);
+            self.post_now(last);
+        }
+    }
+
+    /// Post it if that is possible now, behind what has waited for longer; else it waits, too.
+    fn post_now(&mut self, batch: &[Work]) {
+        let State::Here(endpoint) = &mut self.state else {
+            self.waiting.extend(batch);
+            return;
+        };
+        // One that is broken is left to be found so.
+        let accepted = if !self.waiting.is_empty() || endpoint.is_broken() {
+            0
+        } else {
+            match endpoint.post(batch) {
+                Ok(()) => batch.len(),
+                Err(PostError::QueueFull { accepted }) => accepted,
+            }
+        };
+        let (posted, left) = batch.split_at(accepted);
+        self.under_way.extend(posted.iter().map(|work| UnderWay { work: *work, fate: Fate::Posted }));
+        self.waiting.extend(left);
+    }
+}
+
+impl Endpoint for LastingEndpoint {
+    fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
+        let depth = self.limits().queue_depth;
+        let accepted = batch.len().min(depth.saturating_sub(self.under_way.len() + self.waiting.len() + self.done.len()));
+        let taken = &batch[..accepted];
+        match (&self.state, self.manner) {
+            (State::Over(_, cause), _) => {
+                let cause = *cause;
+                taken.iter().for_each(|work| self.end(*work, cause));
+            }
+            (State::Away(_), Manner::Tell) => taken.iter().for_each(|work| self.end(*work, WorkError::Away)),
+            (State::Away(_), Manner::Wait) | (State::Here(_), _) => {
+                self.post_now(taken);
+            }
+        }
+        if accepted == batch.len() { Ok(()) } else { Err(PostError::QueueFull { accepted }) }
+    }
+
+    fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
+        while self.done.is_empty() && (self.look() || self.look_for_target()) {}
+        let count = self.done.len().min(max);
+        out.extend(self.done.drain(..count));
+        count
+    }
+
+    fn wait(&mut self, patience: Duration) {
+        if !self.done.is_empty() {
+            return;
+        }
+        match &mut self.state {
+            State::Here(endpoint) => endpoint.wait(patience),
+            State::Away(search) => search.wait(patience),
+            State::Over(..) => {}
+        }
+    }
+
+    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
+        match &self.state {
+            State::Here(endpoint) => endpoint.event_fd(),
+            State::Away(search) | State::Over(Some(search), _) => search.bell(),
+            State::Over(None, _) => None,
+        }
+    }
+
+    fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {
+        let limit = self.limits().local_regions_max;
+        if self.locals.len() >= limit {
+            return Err(EndpointError::TooManyLocal { limit });
+        }
+        if let State::Here(endpoint) = &mut self.state {
+            endpoint.register_local(Arc::clone(&memory))?;
+        }
+        self.locals.push(memory);
+        // Providers number them from one on, which is what makes an endpoint replaceable by another.
+        let key = u32::try_from(self.locals.len());
+        key.map(LocalKey).map_err(|_| EndpointError::TooManyLocal { limit })
+    }
+
+    fn receive(&mut self, out: &mut Vec<u8>) -> bool {
+        match &mut self.state {
+            State::Here(endpoint) => endpoint.receive(out),
+            State::Away(_) | State::Over(..) => false,
+        }
+    }
+
+    fn regions(&self) -> &[Region] {
+        self.known.as_ref().map_or(&[], |(regions, _)| regions)
+    }
+
+    fn limits(&self) -> Limits {
+        self.known.as_ref().map_or_else(Limits::default, |(_, limits)| *limits)
+    }
+
+    fn is_broken(&self) -> bool {
+        matches!(self.state, State::Over(..))
+    }
+
+    fn late(&self) -> Option<Box<dyn Late>> {
+        match &self.state {
+            State::Here(endpoint) => endpoint.late(),
+            State::Away(search) | State::Over(Some(search), _) => {
+                search.late().map(|late| Box::new(late) as Box<dyn Late>)
+            }
+            State::Over(None, _) => None,
+        }
+    }
+}

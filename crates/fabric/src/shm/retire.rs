@@ -1,0 +1,109 @@
+//! The end of a target whose process died, and whose memory did not: peers still have it mapped.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use crate::control::Control;
+
+/// How often to see whether a peer that is in the middle of an access lives.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// An access takes microseconds: what takes so long is worth a word.
+const WARN_AFTER: Duration = Duration::from_secs(1);
+
+/// What a dead target's peers may still be doing to its memory is over when this returns, and they begin nothing more: `control` is that target's
+/// ([`crate::Target::control`]). A process that stands still in the middle of an access is waited for until it goes on, or dies.
+///
+/// # Errors
+/// If that is no target's control memory.
+pub fn retire(control: OwnedFd) -> io::Result<()> {
+    let stat = rustix::fs::fstat(&control)?;
+    let control = Control::open(control, u64::try_from(stat.st_size).unwrap_or(0)).map_err(io::Error::other)?;
+    control.set_dead();
+    for slot in 0..control.endpoints() {
+        let begun = Instant::now();
+        let mut is_told = false;
+        while !control.drain(slot, Some(LOOK_EVERY)) {
+            let pid = control.process(slot);
+            if pid != 0 && !has_mapped(pid, stat.st_ino) {
+                break;
+            }
+            if begun.elapsed() > WARN_AFTER && !std::mem::replace(&mut is_told, true) {
+                tracing::warn!(
+                    pid,
+                    "a process stands still in the middle of an access; the memory is not lent again before it goes on, or ends"
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Whether a process has the memory with that inode mapped. One that does not is dead, or another's by now.
+fn has_mapped(pid: u32, inode: u64) -> bool {
+    let maps = match std::fs::read_to_string(format!("/proc/{pid}/maps")) {
+        Ok(maps) => maps,
+        // It may live, and we may not look.
+        Err(error) => return error.kind() == io::ErrorKind::PermissionDenied,
+    };
+    maps.lines().any(|line| line.split_whitespace().nth(4) == Some(inode.to_string().as_str()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+    use crate::target::{Host, Identity, Tenant};
+
+    const WHO: Identity = Identity { host: Host(1), epoch: 1, tenant: Tenant(0) };
+
+    fn control_with(pid: u32) -> (Control, OwnedFd) {
+        let control = Control::create(2, 1).unwrap();
+        control.occupy(1, WHO);
+        control.tell_process(1, pid);
+        control.active(1).store(1, Ordering::SeqCst);
+        let fd = control.fd().try_clone_to_owned().unwrap();
+        (control, fd)
+    }
+
+    #[test]
+    fn who_died_in_an_access_is_not_waited_for() {
+        let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+        // Another process than the one that connected may have its number by now.
+        let (control, fd) = control_with(child.id());
+        retire(fd).unwrap();
+        assert!(!control.alive());
+        drop(child.stdin.take());
+        child.wait().unwrap();
+        let (_control, fd) = control_with(child.id());
+        retire(fd).unwrap();
+    }
+
+    #[test]
+    fn who_lives_is_waited_for() {
+        let (control, fd) = control_with(std::process::id());
+        let control = Arc::new(control);
+        let is_over = Arc::new(AtomicBool::new(false));
+        let seen = Arc::clone(&is_over);
+        let ours = Arc::clone(&control);
+        let retiring = std::thread::spawn(move || {
+            retire(fd).unwrap();
+            assert!(seen.load(Ordering::SeqCst), "it was not waited for");
+        });
+        while ours.alive() {
+            std::thread::yield_now();
+        }
+        is_over.store(true, Ordering::SeqCst);
+        ours.active(1).store(2, Ordering::SeqCst);
+        retiring.join().unwrap();
+    }
+
+    #[test]
+    fn what_is_no_control_memory_is_refused() {
+        let other = crate::Memory::create("other", 8192).unwrap();
+        assert!(retire(other.fd().try_clone_to_owned().unwrap()).is_err());
+    }
+}

@@ -1,0 +1,328 @@
+//! Endpoints that outlive an absence of their target, in the simulator: one host writes, reads and counts while its node is killed and started again, and
+//! while the way to it is cut. What was acknowledged is there, what is read is not older than what was written before, and nothing of before a break comes late.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use aquifer_fabric::lasting::{Again, Attempt, LastingEndpoint, Manner};
+use aquifer_fabric::sim::{Node, Rng, SimFabric, SimOptions, SimTarget};
+use aquifer_fabric::{
+    Access, Completion, Endpoint, Host, Identity, Key, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Scope,
+    Target, Tenant, Verb, Work, WorkError,
+};
+
+const WHO: Identity = Identity { host: Host(1), epoch: 1, tenant: Tenant(1) };
+/// Words that are written; behind them is one that is counted in.
+const WORDS: usize = 8;
+const DEPTH: usize = 16;
+
+#[derive(Debug)]
+struct SimAgain {
+    fabric: SimFabric,
+    node: Node,
+    who: Identity,
+    is_hopeless: AtomicBool,
+}
+
+impl Again for SimAgain {
+    fn attempt(&self) -> Attempt {
+        match self.fabric.connect(self.node, self.who) {
+            Ok(endpoint) => Attempt::Here(endpoint),
+            Err(_) if self.is_hopeless.load(Ordering::Relaxed) => Attempt::Never,
+            Err(_) => Attempt::NotYet,
+        }
+    }
+
+    fn patience(&self) -> Duration {
+        Duration::MAX
+    }
+
+    fn takes_time(&self) -> bool {
+        false
+    }
+}
+
+/// What an operation was.
+#[derive(Clone, Copy, Debug)]
+enum Did {
+    Write,
+    Read { expected: u64 },
+    Count,
+}
+
+struct Play {
+    fabric: SimFabric,
+    target: SimTarget,
+    again: Arc<SimAgain>,
+    region: Region,
+    remote: Arc<Memory>,
+    local: Arc<Memory>,
+    endpoint: LastingEndpoint,
+    rng: Rng,
+    under_way: VecDeque<(u64, usize, Did)>,
+    free_slots: Vec<usize>,
+    /// What each word is when everything that was posted is done.
+    words: [u64; WORDS],
+    next: u64,
+    counted: u64,
+    perhaps_counted: u64,
+    away: u64,
+    is_down: bool,
+    is_cut: bool,
+}
+
+impl Play {
+    fn new(seed: u64, manner: Manner) -> Self {
+        let fabric = SimFabric::new(seed, SimOptions { timeout_ns: 100_000, comes_late: true, ..SimOptions::default() });
+        let target = fabric.add_node();
+        let remote = Arc::new(Memory::create("remote", 4096).unwrap());
+        let region = target.register(Arc::clone(&remote), Access::ALL, Scope::Anyone).unwrap();
+        let is_hopeless = AtomicBool::new(false);
+        let again =
+            Arc::new(SimAgain { fabric: fabric.clone(), node: target.node(), who: WHO, is_hopeless });
+        let first = fabric.connect(target.node(), WHO).unwrap();
+        let mut endpoint = LastingEndpoint::new(first, Arc::clone(&again) as Arc<dyn Again>, manner);
+        let local = Arc::new(Memory::create("local", 4096).unwrap());
+        assert_eq!(endpoint.register_local(Arc::clone(&local)).unwrap(), LocalKey(1));
+        Self {
+            fabric,
+            target,
+            again,
+            region,
+            remote,
+            local,
+            endpoint,
+            rng: Rng::new(seed ^ 0xA11CE),
+            under_way: VecDeque::new(),
+            free_slots: (0..DEPTH).collect(),
+            words: [0; WORDS],
+            next: 0,
+            counted: 0,
+            perhaps_counted: 0,
+            away: 0,
+            is_down: false,
+            is_cut: false,
+        }
+    }
+
+    fn remote_at(&self, word: usize) -> RemoteAddr {
+        RemoteAddr { addr: self.region.base + (word * 8) as u64, key: self.region.key }
+    }
+
+    fn post_some(&mut self) {
+        let mut batch = Vec::new();
+        for _ in 0..self.rng.index(4) {
+            let Some(slot) = self.free_slots.pop() else { break };
+            self.next += 1;
+            let word = self.rng.index(WORDS);
+            let local = LocalSlice { key: LocalKey(1), offset: (slot * 8) as u64, len: 8 };
+            let remote = self.remote_at(word);
+            let (did, verb) = match self.rng.index(8) {
+                0..4 => {
+                    let value = self.next;
+                    self.local.write(slot * 8, &value.to_le_bytes());
+                    self.words[word] = value;
+                    (Did::Write, Verb::Write { local, remote })
+                }
+                4..7 => (Did::Read { expected: self.words[word] }, Verb::Read { local, remote }),
+                _ => (Did::Count, Verb::FetchAdd { remote: self.remote_at(WORDS), add: 1 }),
+            };
+            self.under_way.push_back((self.next, slot, did));
+            batch.push(Work { id: self.next, verb, signalled: true });
+        }
+        self.endpoint.post(&batch).expect("there are fewer than its depth");
+    }
+
+    fn poll(&mut self) {
+        let mut done = Vec::new();
+        self.endpoint.poll(&mut done, 64);
+        for Completion { id, outcome } in done {
+            let at = self.under_way.iter().position(|(other, ..)| *other == id).expect("it was posted, once");
+            let (_, slot, did) = self.under_way.remove(at).expect("it is there");
+            self.free_slots.push(slot);
+            match (did, outcome) {
+                (Did::Read { expected }, Ok(_)) => {
+                    let mut found = [0; 8];
+                    self.local.read(slot * 8, &mut found);
+                    let found = u64::from_le_bytes(found);
+                    // One that is done once more may find what was written after it.
+                    assert!(found >= expected, "{found} was read where {expected} had been written");
+                }
+                (Did::Write, Ok(_)) => {}
+                (Did::Count, Ok(_)) => self.counted += 1,
+                (Did::Count, Err(WorkError::Away)) => {
+                    self.perhaps_counted += 1;
+                    self.away += 1;
+                }
+                (did, outcome) => panic!("{did:?} came to {outcome:?}"),
+            }
+        }
+    }
+
+    fn disturb(&mut self) {
+        match self.rng.index(40) {
+            0 if !self.is_down => {
+                self.fabric.crash_node(self.target.node());
+                self.is_down = true;
+            }
+            1..8 if self.is_down => {
+                self.fabric.restart_node(self.target.node());
+                self.is_down = false;
+            }
+            8 if !self.is_cut => {
+                self.fabric.partition(WHO.host, self.target.node(), true);
+                self.is_cut = true;
+            }
+            9..15 if self.is_cut => {
+                self.fabric.partition(WHO.host, self.target.node(), false);
+                self.is_cut = false;
+            }
+            _ => {}
+        }
+    }
+
+    fn run(mut self, seed: u64) -> u64 {
+        for _ in 0..400 {
+            self.disturb();
+            self.post_some();
+            for _ in 0..self.rng.index(12) {
+                self.fabric.step();
+                self.poll();
+            }
+        }
+        self.fabric.restart_node(self.target.node());
+        self.fabric.partition(WHO.host, self.target.node(), false);
+        while !self.under_way.is_empty() {
+            self.poll();
+            self.fabric.step();
+        }
+        // What is still on the wire of connections of before must change nothing.
+        self.fabric.run();
+        for (word, value) in self.words.iter().enumerate() {
+            let found = self.remote.atomic_u64(word * 8).load(Ordering::Relaxed);
+            assert_eq!(found, *value, "seed {seed}: word {word}");
+        }
+        let found = self.remote.atomic_u64(WORDS * 8).load(Ordering::Relaxed);
+        let bounds = self.counted..=self.counted + self.perhaps_counted;
+        assert!(bounds.contains(&found), "seed {seed}: counted {found}, and not {bounds:?}");
+        self.away
+    }
+}
+
+#[test]
+fn what_was_under_way_is_done_once_the_target_is_back() {
+    let away: u64 = (0..2000).map(|seed| Play::new(seed, Manner::Wait).run(seed)).sum();
+    assert!(away > 1000, "{away} counts were under way when an endpoint broke");
+}
+
+#[test]
+fn a_target_that_does_not_come_back_ends_everything() {
+    for manner in [Manner::Wait, Manner::Tell] {
+        let mut play = Play::new(1, manner);
+        play.fabric.crash_node(play.target.node());
+        play.again.is_hopeless.store(true, Ordering::Relaxed);
+        let verb = Verb::FetchAdd { remote: play.remote_at(0), add: 1 };
+        let work = |id| Work { id, verb, signalled: true };
+        play.endpoint.post(&[work(1), work(2)]).unwrap();
+        play.fabric.run();
+        let mut done = Vec::new();
+        while done.len() < 2 || !play.endpoint.is_broken() {
+            play.endpoint.poll(&mut done, 1);
+        }
+        assert!(done.iter().all(|completion| completion.outcome.is_err()), "{done:?}");
+        play.endpoint.post(&[work(3)]).unwrap();
+        play.endpoint.poll(&mut done, 9);
+        assert_eq!(done[2], Completion { id: 3, outcome: Err(WorkError::PeerGone) });
+    }
+}
+
+#[test]
+fn who_does_not_wait_is_told_at_once() {
+    let mut play = Play::new(1, Manner::Tell);
+    play.fabric.crash_node(play.target.node());
+    let local = LocalSlice { key: LocalKey(1), offset: 0, len: 8 };
+    let work = |id, remote| Work { id, verb: Verb::Write { local, remote }, signalled: true };
+    let remote = play.remote_at(0);
+    play.endpoint.post(&[work(1, remote), work(2, remote)]).unwrap();
+    play.fabric.run();
+    let mut done = Vec::new();
+    play.endpoint.poll(&mut done, 9);
+    play.endpoint.post(&[work(3, remote)]).unwrap();
+    play.endpoint.poll(&mut done, 9);
+    let away = |id| Completion { id, outcome: Err(WorkError::Away) };
+    assert_eq!(done, [away(1), away(2), away(3)]);
+    assert!(!play.endpoint.is_broken(), "it may come back");
+    play.fabric.restart_node(play.target.node());
+    done.clear();
+    play.endpoint.poll(&mut done, 9);
+    play.local.write(0, &7_u64.to_le_bytes());
+    play.endpoint.post(&[work(4, remote)]).unwrap();
+    play.fabric.run();
+    play.endpoint.poll(&mut done, 9);
+    assert_eq!(done, [Completion { id: 4, outcome: Ok(8) }]);
+    assert_eq!(play.remote.atomic_u64(0).load(Ordering::Relaxed), 7);
+}
+
+#[test]
+fn a_target_with_other_memory_is_another() {
+    let mut play = Play::new(1, Manner::Wait);
+    let local = LocalSlice { key: LocalKey(1), offset: 0, len: 8 };
+    play.fabric.crash_node(play.target.node());
+    let work = Work { id: 1, verb: Verb::Read { local, remote: play.remote_at(0) }, signalled: true };
+    play.endpoint.post(&[work]).unwrap();
+    play.fabric.run();
+    let other = Arc::new(Memory::create("other", 4096).unwrap());
+    play.target.register(other, Access::ALL, Scope::Anyone).unwrap();
+    play.fabric.restart_node(play.target.node());
+    let mut done = Vec::new();
+    while !play.endpoint.is_broken() {
+        play.endpoint.poll(&mut done, 9);
+    }
+    play.endpoint.poll(&mut done, 9);
+    assert_eq!(done, [Completion { id: 1, outcome: Err(WorkError::PeerGone) }]);
+}
+
+#[test]
+fn a_host_that_is_shut_out_waits_for_nothing() {
+    let mut play = Play::new(1, Manner::Wait);
+    play.target.fence(WHO.host, WHO.epoch);
+    let local = LocalSlice { key: LocalKey(1), offset: 0, len: 8 };
+    let work = |id| Work { id, verb: Verb::Read { local, remote: play.remote_at(0) }, signalled: true };
+    let batch = [work(1), work(2), work(3)];
+    play.endpoint.post(&batch).unwrap();
+    play.fabric.run();
+    let mut done = Vec::new();
+    while done.len() < 3 {
+        play.endpoint.poll(&mut done, 9);
+    }
+    assert_eq!(done[0], Completion { id: 1, outcome: Err(WorkError::Fenced) });
+    assert!(done.iter().all(|completion| completion.outcome.is_err()), "{done:?}");
+    play.endpoint.poll(&mut done, 9);
+    assert!(play.endpoint.is_broken());
+}
+
+#[test]
+fn before_the_target_is_there_nothing_is_known_of_it() {
+    let mut play = Play::new(1, Manner::Wait);
+    play.fabric.crash_node(play.target.node());
+    let again = Arc::clone(&play.again) as Arc<dyn Again>;
+    play.endpoint = LastingEndpoint::away(again, Manner::Wait);
+    assert_eq!(play.endpoint.regions(), []);
+    assert_eq!(play.endpoint.register_local(Arc::clone(&play.local)).unwrap(), LocalKey(1));
+    play.remote.atomic_u64(0).store(9, Ordering::Relaxed);
+    let local = LocalSlice { key: LocalKey(1), offset: 0, len: 8 };
+    let work = Work { id: 1, verb: Verb::Read { local, remote: play.remote_at(0) }, signalled: true };
+    play.endpoint.post(&[work]).unwrap();
+    let mut done = Vec::new();
+    assert_eq!(play.endpoint.poll(&mut done, 9), 0);
+    play.fabric.restart_node(play.target.node());
+    while done.is_empty() {
+        play.endpoint.poll(&mut done, 9);
+        play.fabric.step();
+    }
+    assert_eq!(play.local.atomic_u64(0).load(Ordering::Relaxed), 9);
+    assert_eq!(play.endpoint.regions()[0].key, play.region.key);
+    assert_ne!(play.region.key, Key(0));
+}
