@@ -12,21 +12,22 @@ use aquifer_directory::names::AgentRecord;
 use aquifer_extents::{Keep, Left, Reach, Sessions};
 use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
 use aquifer_fabric::{Identity, Tenant};
-use aquifer_faults::serve::{Kept, Restored, Service, Surroundings};
-use aquifer_ipc::{KeptKind, Put};
+use aquifer_channel::Kept;
+use aquifer_faults::serve::{Restored, Service, Surroundings};
+use aquifer_ipc::{KeptKind, Put, Share};
 use aquifer_metrics::{MetricsError, Place as MetricsPlace};
 use aquifer_pager::{Connector, Mempool};
 use aquifer_pool::{Custody, NodeId, PoolClient};
 
 use crate::audit::Audits;
-use crate::keeper::KeeperPort;
+use aquifer_keeper::KeeperPort;
 use crate::lent::Lent;
 use crate::membership::{Membership, MembershipError};
 use crate::metrics;
 use crate::nodes::Nodes;
 use crate::place::Place;
 use crate::recovery::Recovery;
-use crate::socket::{raise_descriptor_limit, wait_readable};
+use aquifer_keeper::socket::{raise_descriptor_limit, wait_readable};
 use crate::talk::{SETTLE, Talks, attend};
 
 /// How often to look whether to stop.
@@ -146,7 +147,7 @@ impl Keep for Host {
 /// If something it needs is missing at the start.
 pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) -> Result<(), AgentError> {
     raise_descriptor_limit();
-    let (keeper, kept) = KeeperPort::connect(&options.keeper)
+    let (keeper, kept) = KeeperPort::connect(&options.keeper, Share::Agent)
         .map_err(|source| AgentError::Keeper { path: options.keeper.clone(), source })?;
     let mut place = Place::find(options, &kept)?;
     let metrics = metrics::listen(options.metrics.as_ref(), place.before.is_some())?;
@@ -156,6 +157,9 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
     let nodes =
         Nodes::new(Arc::clone(&options.directory), identity, options.key.clone(), options.connect.clone());
     membership.watch_nodes(&nodes)?;
+    if place.before.is_some() {
+        nodes.await_away(|| stop.load(Relaxed)).map_err(MembershipError::Directory)?;
+    }
     let Place { before, mempool, listener, shared } = place;
     let record = serde_json::to_string(membership.record()).expect("plain structs are JSON");
     let fds: Vec<_> = [mempool.memory().fd(), listener.as_fd()]

@@ -12,7 +12,7 @@ use aquifer_fabric::tcp::ClusterKey;
 use aquifer_ipc::Frame;
 use serde::{Deserialize, Serialize};
 
-use crate::socket::wait_readable;
+use aquifer_keeper::socket::wait_readable;
 
 /// Borrowers at once.
 const BORROWERS_MAX: usize = 1024;

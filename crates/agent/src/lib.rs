@@ -1,7 +1,6 @@
 //! The host agent: the one trusted daemon of a machine that borrows memory. It only puts services together.
 //!
 //! - [`serve`](agent::serve): listens for programs and `aquifer run`, and keeps the agent's place in the directory.
-//! - [`keeper`]: the small process that holds what must outlive the agent.
 //! - [`shadow`]: shares the agent's open files, so that none closes before the keeper has it.
 //! - [`lent`]: what servers of blocks on this host have from the agent.
 //! - [`nodes`]: which memory nodes there are and how to reach them.
@@ -11,7 +10,6 @@
 pub mod agent;
 pub mod audit;
 pub mod client;
-pub mod keeper;
 pub mod lent;
 pub mod membership;
 mod metrics;
@@ -20,7 +18,6 @@ mod place;
 pub mod recovery;
 pub mod report;
 pub mod shadow;
-mod socket;
 mod talk;
 
 pub use agent::{AgentError, AgentOptions, serve};

@@ -1,33 +1,35 @@
 //! Which memory nodes there are, and how this host reaches them.
 
-use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError, RwLock};
+mod back;
+mod known;
+
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};
+use std::time::{Duration, Instant};
 
 use aquifer_directory::names::{self, NodeRecord};
 use aquifer_directory::{Directory, DirectoryError, Event, EventKind, Listing};
+use aquifer_fabric::lasting::{LastingEndpoint, Manner};
 use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
-use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Reach, Tenant};
+use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
 use aquifer_pager::Connector;
 use aquifer_pool::{Custody, NodeId, PoolClient};
+
+use back::Back;
+use known::{Known, Place, Standing};
+
+/// How often to see whether a node that is away has come back.
+const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 /// The memory nodes as the directory names them.
 #[derive(Debug)]
 pub struct Nodes {
+    me: Weak<Self>,
     directory: Arc<dyn Directory>,
     identity: Identity,
     key: Option<ClusterKey>,
     connect: ConnectOptions,
     known: RwLock<Known>,
     custody: Arc<Custody>,
-}
-
-#[derive(Debug, Default)]
-struct Known {
-    addresses: BTreeMap<NodeId, Reach>,
-    /// The revision of the last listing that was taken in: an older change that a watch brings late is not heeded.
-    listed_at: u64,
-    /// The revision of the last change that was heeded: an older listing that comes late is not taken in.
-    heard_at: u64,
 }
 
 impl Nodes {
@@ -39,7 +41,8 @@ impl Nodes {
         key: Option<ClusterKey>,
         connect: ConnectOptions,
     ) -> Arc<Self> {
-        Arc::new(Self {
+        Arc::new_cyclic(|me| Self {
+            me: Weak::clone(me),
             directory,
             identity,
             key,
@@ -60,20 +63,16 @@ impl Nodes {
     }
 
     fn take_in(&self, listing: &Listing) {
-        let mut addresses = BTreeMap::new();
+        let mut records: Vec<NodeRecord> = Vec::with_capacity(listing.entries.len());
         for entry in &listing.entries {
-            match names::decode::<NodeRecord>(entry) {
-                Ok(record) => addresses.extend(reach(&record)),
+            match names::decode(entry) {
+                Ok(record) => records.push(record),
                 Err(error) => {
                     tracing::warn!(key = entry.key, %error, "the record of a node cannot be read")
                 }
             }
         }
-        let mut known = self.known.write().unwrap_or_else(PoisonError::into_inner);
-        if known.listed_at.max(known.heard_at) <= listing.revision {
-            known.addresses = addresses;
-            known.listed_at = listing.revision;
-        }
+        self.write().list(&records, listing.revision, Instant::now());
     }
 
     /// A node is there, has moved, or is gone.
@@ -81,22 +80,35 @@ impl Nodes {
         let Some(number) = event.key.strip_prefix(names::NODES).and_then(|number| number.parse().ok()) else {
             return;
         };
-        let mut known = self.known.write().unwrap_or_else(PoisonError::into_inner);
-        if event.revision <= known.listed_at {
-            return;
-        }
-        known.heard_at = known.heard_at.max(event.revision);
-        match &event.kind {
+        let record = match &event.kind {
             EventKind::Put { value, .. } => match serde_json::from_slice::<NodeRecord>(value) {
-                Ok(record) => known.addresses.extend(reach(&record)),
+                Ok(record) => Some(record),
                 Err(error) => {
-                    tracing::warn!(key = event.key, %error, "the record of a node cannot be read")
+                    tracing::warn!(key = event.key, %error, "the record of a node cannot be read");
+                    return;
                 }
             },
-            EventKind::Delete => {
-                known.addresses.remove(&NodeId(number));
+            EventKind::Delete => None,
+        };
+        self.write().change(NodeId(number), record.as_ref(), event.revision, Instant::now());
+    }
+
+    /// Nodes that are away while their memory is kept are waited for, as long as that is: who goes on with what another had there needs them. Returns
+    /// when none is, or `stop` says so.
+    ///
+    /// # Errors
+    /// The directory's.
+    pub(crate) fn await_away(&self, stop: impl Fn() -> bool) -> Result<(), DirectoryError> {
+        let lives = names::lives(&*self.directory)?;
+        self.write().remember(&lives, Instant::now());
+        let mut is_told = false;
+        while self.read().awaits_any(Instant::now()) && !stop() {
+            if !std::mem::replace(&mut is_told, true) {
+                tracing::info!("a memory node is away, and its memory is kept; waiting for it");
             }
+            std::thread::sleep(LOOK_EVERY);
         }
+        Ok(())
     }
 
     /// How many there are, if they are fewer than `wanted` by the directory itself: what is told by a watch comes a
@@ -118,13 +130,13 @@ impl Nodes {
     /// How many there are.
     #[must_use]
     pub fn count(&self) -> usize {
-        self.known.read().unwrap_or_else(PoisonError::into_inner).addresses.len()
+        self.read().here().len()
     }
 
     /// Their numbers.
     #[must_use]
     pub fn list(&self) -> Vec<NodeId> {
-        self.known.read().unwrap_or_else(PoisonError::into_inner).addresses.keys().copied().collect()
+        self.read().here().collect()
     }
 
     /// This host, on behalf of one of its users.
@@ -150,7 +162,7 @@ impl Nodes {
     pub fn pool(&self, tenant: u32) -> PoolClient {
         let mut pool = self.client(Tenant(tenant));
         for node in self.list() {
-            match self.connect(node, Tenant(tenant)) {
+            match self.connect_promptly(node, Tenant(tenant)) {
                 Ok(endpoint) => {
                     if let Err(error) = pool.add_node(node, endpoint) {
                         tracing::warn!(node = node.0, %error, "a memory node cannot be used");
@@ -164,24 +176,97 @@ impl Nodes {
         pool
     }
 
+    /// An endpoint on behalf of a user. If the node's memory is kept when it goes away, READs and WRITEs wait for it then. So does this, if it is away now.
     pub(crate) fn connect(&self, node: NodeId, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {
-        self.connect_as(node, Identity { tenant, ..self.identity })
+        self.connect_in(node, tenant, Manner::Wait)
     }
 
-    /// As another host than this one.
+    /// The same for who has other nodes to turn to: it is told at once that the node is away.
+    pub(crate) fn connect_promptly(
+        &self,
+        node: NodeId,
+        tenant: Tenant,
+    ) -> Result<Box<dyn Endpoint>, EndpointError> {
+        self.connect_in(node, tenant, Manner::Tell)
+    }
+
+    fn connect_in(
+        &self,
+        node: NodeId,
+        tenant: Tenant,
+        manner: Manner,
+    ) -> Result<Box<dyn Endpoint>, EndpointError> {
+        let mut failing_since = None;
+        loop {
+            let (place, error) = match self.standing(node, Instant::now()) {
+                Standing::Here(place) => match self.reach(&place, tenant) {
+                    Ok(endpoint) => return Ok(self.lasting(node, tenant, endpoint, &place, manner)),
+                    Err(error) => (Some(place), error),
+                },
+                Standing::Away => (None, unknown(node)),
+                Standing::Unknown => return Err(unknown(node)),
+            };
+            // One that has just died is in the directory until its lease is over.
+            let since = *failing_since.get_or_insert_with(Instant::now);
+            let may_be_away = place.is_none_or(|place| since.elapsed() < place.kept)
+                && matches!(error, EndpointError::Unreachable { .. });
+            if manner == Manner::Tell || !may_be_away {
+                return Err(error);
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    fn lasting(
+        &self,
+        node: NodeId,
+        tenant: Tenant,
+        endpoint: Box<dyn Endpoint>,
+        place: &Place,
+        manner: Manner,
+    ) -> Box<dyn Endpoint> {
+        let Place { epoch, kept, .. } = *place;
+        match self.me.upgrade() {
+            Some(nodes) if !kept.is_zero() => {
+                let back = Back { nodes, node, tenant, epoch, kept };
+                Box::new(LastingEndpoint::new(endpoint, Arc::new(back), manner))
+            }
+            _ => endpoint,
+        }
+    }
+
+    fn standing(&self, node: NodeId, now: Instant) -> Standing {
+        self.read().standing(node, now)
+    }
+
+    fn reach(&self, place: &Place, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {
+        place.reach.connect(Identity { tenant, ..self.identity }, self.key.as_ref(), &self.connect)
+    }
+
+    /// As another host than this one, to a node that is there.
     pub(crate) fn connect_as(&self, node: NodeId, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
-        let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
-        let Some(address) = known.addresses.get(&node).cloned() else {
-            return Err(EndpointError::Unreachable {
-                address: format!("memory node {}", node.0),
-                source: std::io::Error::new(
-                    std::io::ErrorKind::NotFound,
-                    "the directory knows no such node any more",
-                ),
-            });
-        };
-        drop(known);
-        address.connect(who, self.key.as_ref(), &self.connect)
+        match self.standing(node, Instant::now()) {
+            Standing::Here(place) => place.reach.connect(who, self.key.as_ref(), &self.connect),
+            Standing::Away | Standing::Unknown => Err(unknown(node)),
+        }
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, Known> {
+        self.known.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Known> {
+        self.known.write().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn unknown(node: NodeId) -> EndpointError {
+    EndpointError::Unreachable {
+        address: format!("memory node {}", node.0),
+        source: std::io::Error::new(
+            std::io::ErrorKind::NotFound,
+            "the directory knows no such node any more",
+        ),
     }
 }
 
@@ -214,15 +299,9 @@ impl Connector for OfTenant {
     fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
         self.nodes.connect(node, self.tenant)
     }
-}
 
-fn reach(record: &NodeRecord) -> Option<(NodeId, Reach)> {
-    match Reach::parse(&record.fabric, &record.address) {
-        Ok(reach) => Some((NodeId(record.id), reach)),
-        Err(reason) => {
-            tracing::warn!(node = record.id, reason, "a memory node cannot be used");
-            None
-        }
+    fn connect_promptly(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
+        self.nodes.connect_promptly(node, self.tenant)
     }
 }
 
@@ -248,6 +327,7 @@ mod tests {
             memory_bytes_max: 1 << 20,
             memory_bytes_wanted: 1 << 20,
             held_up: None,
+            kept_ms: 0,
             epoch: 1,
         };
         directory.put(&names::node(id), &names::encode(&record), None).expect("put");

@@ -3,12 +3,12 @@
 use std::os::fd::OwnedFd;
 
 use aquifer_directory::names::AgentRecord;
-use aquifer_faults::serve::Kept;
+use aquifer_channel::Kept;
 use aquifer_ipc::KeptKind;
 use aquifer_pager::{Memory, Mempool};
 
 use crate::agent::{AgentError, AgentOptions};
-use crate::socket::{listen_for_programs, listen_shared};
+use aquifer_keeper::socket::{listen_for_programs, listen_shared};
 
 /// See above.
 #[derive(Debug)]

@@ -252,7 +252,7 @@ impl Recoverer {
         let mut places =
             Whereabouts { was_known: dead.left_in.as_ref().map(Vec::len), ..Whereabouts::default() };
         for life in lives {
-            if dead.left_in.as_ref().is_some_and(|left_in| !left_in.contains(&life)) {
+            if dead.left_in.as_ref().is_some_and(|left_in| !left_in.iter().any(|left| left.is(&life))) {
                 continue;
             }
             match there.iter().find(|node| node.id == life.node) {

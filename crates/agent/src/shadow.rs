@@ -13,7 +13,7 @@ use aquifer_channel::{connect, receive_frame, send_frame};
 use aquifer_ipc::{Frame, KeptKind, Put};
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, getpid, kill_process, pidfd_open, waitpid};
 
-use crate::socket::wait_readable;
+use aquifer_keeper::socket::wait_readable;
 
 const LONG: Duration = Duration::from_secs(3600);
 

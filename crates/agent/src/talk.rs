@@ -18,7 +18,7 @@ use rustix::fs::{Mode, OFlags};
 use crate::lent::{Borrowers, Lent};
 use crate::nodes::Nodes;
 use crate::report::{RunStatistics, status};
-use crate::socket::{Peer, accept, wait_readable};
+use aquifer_keeper::socket::{Peer, accept, wait_readable};
 
 /// How soon a run's owner hears that it was ended.
 const NEWS_TICK: Duration = Duration::from_millis(50);

@@ -5,7 +5,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use aquifer_ipc::{FRAME_BYTES_MAX, Frame, FrameError};
+use aquifer_ipc::{FRAME_BYTES_MAX, Frame, FrameError, Put};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg, sendmsg, socket_with,
@@ -13,6 +13,15 @@ use rustix::net::{
 
 /// Descriptors that may come with a frame.
 const FDS_MAX: usize = 8;
+
+/// Something that a keeper holds, as it comes back.
+#[derive(Debug)]
+pub struct Kept {
+    /// What it is.
+    pub put: Put,
+    /// The descriptors with which it was put. Behind them a program whose process is known has a pidfd.
+    pub fds: Vec<OwnedFd>,
+}
 
 /// Why no frame was received.
 #[derive(Debug, thiserror::Error)]

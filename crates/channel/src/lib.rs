@@ -12,5 +12,5 @@ pub mod frames;
 mod mapping;
 pub mod place;
 
-pub use frames::{ReceiveError, connect, receive_frame, send_frame, try_send_frame};
+pub use frames::{Kept, ReceiveError, connect, receive_frame, send_frame, try_send_frame};
 pub use mapping::Mapping;

@@ -82,7 +82,10 @@ pub struct NodeRecord {
     /// Why that is not the same, if it is known.
     #[serde(default)]
     pub held_up: Option<HeldUp>,
-    /// Fencing epoch of its lease.
+    /// For so long after its end its memory is kept, for it to come back with, in milliseconds; 0: not at all.
+    #[serde(default)]
+    pub kept_ms: u64,
+    /// Fencing epoch of its first lease with this memory.
     pub epoch: u64,
 }
 
@@ -126,6 +129,17 @@ pub struct Life {
     pub node: u16,
     /// That of [`NodeRecord::epoch`].
     pub epoch: u64,
+    /// That of [`NodeRecord::kept_ms`].
+    #[serde(default)]
+    pub kept_ms: u64,
+}
+
+impl Life {
+    /// Whether it is the same life of the same node.
+    #[must_use]
+    pub const fn is(&self, other: &Self) -> bool {
+        self.node == other.node && self.epoch == other.epoch
+    }
 }
 
 /// A host that may hold memory, at `holders/{host}`.

@@ -155,7 +155,12 @@ impl Cluster {
     fn allocate_somewhere(&mut self, class: SizeClass) -> Result<Extent, Status> {
         let mut status = Status::Full;
         for node in self.nodes_by_room() {
-            match self.pool.allocate(node, class) {
+            let mut taken = self.pool.allocate(node, class);
+            while let Err(PoolError::Away { .. }) = taken {
+                // Nobody knows whether something was taken, and an audit finds it. This waits until the node is back, or gone.
+                taken = self.pool.allocate(node, class);
+            }
+            match taken {
                 Ok(extent) => return Ok(extent),
                 Err(PoolError::Full { .. }) => {}
                 Err(PoolError::NodeGone { cause, .. }) => {
@@ -192,6 +197,8 @@ impl Cluster {
                 self.leave(node);
                 return self.is_gone(node);
             }
+            // It was away, and an audit looks whether that was done.
+            Err(error @ PoolError::Away { .. }) => tracing::debug!(%error, "an extent is given back when it is back"),
             // It came back without its memory.
             Err(error @ PoolError::NotAllocated { .. }) => tracing::debug!(%error, "lost with its node"),
             Err(error) => tracing::error!(%error, "an extent could not be given back"),
@@ -283,7 +290,11 @@ impl Outcome {
             | WorkError::Misaligned
             | WorkError::TooLong
             | WorkError::ReceiverNotReady => Self::Failed,
-            WorkError::Fenced | WorkError::PeerGone | WorkError::Timeout | WorkError::Flushed => Self::Broken,
+            WorkError::Fenced
+            | WorkError::PeerGone
+            | WorkError::Timeout
+            | WorkError::Away
+            | WorkError::Flushed => Self::Broken,
         }
     }
 }

@@ -40,8 +40,9 @@ pub struct LastingEndpoint {
     state: State,
     manner: Manner,
     again: Arc<dyn Again>,
-    /// As the first endpoint said; `None` before there was one.
-    known: Option<(Vec<Region>, Limits)>,
+    /// As the first endpoint said.
+    regions: Vec<Region>,
+    limits: Limits,
     locals: Vec<Arc<Memory>>,
     /// Posted to the endpoint that is there, in this order.
     under_way: VecDeque<UnderWay>,
@@ -80,28 +81,12 @@ impl LastingEndpoint {
     /// Around an endpoint; `again` makes others to the same memory.
     #[must_use]
     pub fn new(endpoint: Box<dyn Endpoint>, again: Arc<dyn Again>, manner: Manner) -> Self {
-        let known = Some((endpoint.regions().to_vec(), endpoint.limits()));
-        Self::with(State::Here(endpoint), again, manner, known)
-    }
-
-    /// To a target that is away just now. Until it is back no region is known, and limits are the usual ones.
-    #[must_use]
-    pub fn away(again: Arc<dyn Again>, manner: Manner) -> Self {
-        let state = Self::search(&again, None);
-        Self::with(state, again, manner, None)
-    }
-
-    fn with(
-        state: State,
-        again: Arc<dyn Again>,
-        manner: Manner,
-        known: Option<(Vec<Region>, Limits)>,
-    ) -> Self {
         Self {
-            state,
+            regions: endpoint.regions().to_vec(),
+            limits: endpoint.limits(),
+            state: State::Here(endpoint),
             manner,
             again,
-            known,
             locals: Vec::new(),
             under_way: VecDeque::new(),
             done: VecDeque::new(),
@@ -212,8 +197,7 @@ impl LastingEndpoint {
 
     /// The endpoint, if it is to the same memory, with all local memory under the same keys.
     fn attach(&mut self, mut endpoint: Box<dyn Endpoint>) -> Option<Box<dyn Endpoint>> {
-        let known = self.known.get_or_insert_with(|| (endpoint.regions().to_vec(), endpoint.limits()));
-        if known.0 != endpoint.regions() {
+        if self.regions != endpoint.regions() {
             return None;
         }
         for (number, memory) in (1..).zip(&self.locals) {
@@ -265,7 +249,7 @@ impl LastingEndpoint {
 
 impl Endpoint for LastingEndpoint {
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
-        let depth = self.limits().queue_depth;
+        let depth = self.limits.queue_depth;
         let accepted = batch.len().min(depth.saturating_sub(self.under_way.len() + self.waiting.len() + self.done.len()));
         let taken = &batch[..accepted];
         match (&self.state, self.manner) {
@@ -308,7 +292,7 @@ impl Endpoint for LastingEndpoint {
     }
 
     fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {
-        let limit = self.limits().local_regions_max;
+        let limit = self.limits.local_regions_max;
         if self.locals.len() >= limit {
             return Err(EndpointError::TooManyLocal { limit });
         }
@@ -329,11 +313,11 @@ impl Endpoint for LastingEndpoint {
     }
 
     fn regions(&self) -> &[Region] {
-        self.known.as_ref().map_or(&[], |(regions, _)| regions)
+        &self.regions
     }
 
     fn limits(&self) -> Limits {
-        self.known.as_ref().map_or_else(Limits::default, |(_, limits)| *limits)
+        self.limits
     }
 
     fn is_broken(&self) -> bool {

@@ -9,7 +9,7 @@ use std::time::Duration;
 use aquifer_fabric::lasting::{Again, Attempt, LastingEndpoint, Manner};
 use aquifer_fabric::sim::{Node, Rng, SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::{
-    Access, Completion, Endpoint, Host, Identity, Key, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Scope,
+    Access, Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Scope,
     Target, Tenant, Verb, Work, WorkError,
 };
 
@@ -301,28 +301,4 @@ fn a_host_that_is_shut_out_waits_for_nothing() {
     assert!(done.iter().all(|completion| completion.outcome.is_err()), "{done:?}");
     play.endpoint.poll(&mut done, 9);
     assert!(play.endpoint.is_broken());
-}
-
-#[test]
-fn before_the_target_is_there_nothing_is_known_of_it() {
-    let mut play = Play::new(1, Manner::Wait);
-    play.fabric.crash_node(play.target.node());
-    let again = Arc::clone(&play.again) as Arc<dyn Again>;
-    play.endpoint = LastingEndpoint::away(again, Manner::Wait);
-    assert_eq!(play.endpoint.regions(), []);
-    assert_eq!(play.endpoint.register_local(Arc::clone(&play.local)).unwrap(), LocalKey(1));
-    play.remote.atomic_u64(0).store(9, Ordering::Relaxed);
-    let local = LocalSlice { key: LocalKey(1), offset: 0, len: 8 };
-    let work = Work { id: 1, verb: Verb::Read { local, remote: play.remote_at(0) }, signalled: true };
-    play.endpoint.post(&[work]).unwrap();
-    let mut done = Vec::new();
-    assert_eq!(play.endpoint.poll(&mut done, 9), 0);
-    play.fabric.restart_node(play.target.node());
-    while done.is_empty() {
-        play.endpoint.poll(&mut done, 9);
-        play.fabric.step();
-    }
-    assert_eq!(play.local.atomic_u64(0).load(Ordering::Relaxed), 9);
-    assert_eq!(play.endpoint.regions()[0].key, play.region.key);
-    assert_ne!(play.region.key, Key(0));
 }

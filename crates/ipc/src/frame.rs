@@ -3,7 +3,7 @@
 use crate::hello::{self, Hello};
 
 /// Version of everything in this crate. Both sides must have the same.
-pub const VERSION: u16 = 6;
+pub const VERSION: u16 = 7;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"AQFR";
 /// No frame is longer.
@@ -80,6 +80,43 @@ pub enum KeptKind {
     Orphan,
     /// A session: a program that has extents.
     Session,
+    /// A memory node: what it lends.
+    Node,
+}
+
+/// What comes back from a keeper together, and is one daemon's at a time.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Share {
+    /// That of the host's agent.
+    Agent,
+    /// That of the memory node with this number.
+    Node(u16),
+}
+
+impl Share {
+    /// What something with this kind and number belongs to; `None` if there is no such node.
+    #[must_use]
+    pub fn of(kind: KeptKind, id: u64) -> Option<Self> {
+        match kind {
+            KeptKind::Node => u16::try_from(id).ok().map(Self::Node),
+            _ => Some(Self::Agent),
+        }
+    }
+
+    const fn number(self) -> u32 {
+        match self {
+            Self::Agent => 0,
+            Self::Node(id) => 1 + id as u32,
+        }
+    }
+
+    fn numbered(number: u32) -> Result<Self, FrameError> {
+        match number.checked_sub(1).map(u16::try_from) {
+            None => Ok(Self::Agent),
+            Some(Ok(id)) => Ok(Self::Node(id)),
+            Some(Err(_)) => Err(FrameError::BadField("share")),
+        }
+    }
 }
 
 /// Something that the keeper holds, with descriptors, so that it outlives the agent.
@@ -124,8 +161,8 @@ pub enum Frame {
     Put(Put),
     /// Agent to keeper: hold it no longer.
     Drop(KeptKind, u64),
-    /// Agent to keeper: all that you hold is mine now; tell me what it is.
-    Take,
+    /// Agent, or node, to keeper: all of this that you hold is mine now; tell me what it is.
+    Take(Share),
     /// Keeper to agent: that was all. Also the answer to itself: all that you sent is held.
     Taken,
     /// Anyone to agent: change the limit of the run that a process belongs to. Answered with the run's [`Frame::Statistics`].
@@ -263,7 +300,7 @@ impl Frame {
             }),
             12 => Self::Drop(kept_kind(reader.u32()?)?, reader.u64()?),
             13 => Self::News(reader.text()?),
-            14 => Self::Take,
+            14 => Self::Take(Share::numbered(reader.u32()?)?),
             15 => Self::Taken,
             16 => Self::SetLimit(SetLimit { pid: reader.u32()?, limit_bytes: reader.u64()? }),
             17 => Self::WantDevice(Token(reader.array()?)),
@@ -288,7 +325,6 @@ impl Frame {
             | Self::CloseRun
             | Self::Status
             | Self::Borrow
-            | Self::Take
             | Self::Taken
             | Self::Device
             | Self::OpenSession
@@ -316,6 +352,7 @@ impl Frame {
                 out.extend_from_slice(&set.pid.to_le_bytes());
                 out.extend_from_slice(&set.limit_bytes.to_le_bytes());
             }
+            Self::Take(share) => out.extend_from_slice(&share.number().to_le_bytes()),
             Self::Drop(kind, id) => {
                 out.extend_from_slice(&kept_number(*kind).to_le_bytes());
                 out.extend_from_slice(&id.to_le_bytes());
@@ -359,7 +396,7 @@ impl Frame {
             Self::Put(_) => 11,
             Self::Drop(..) => 12,
             Self::News(_) => 13,
-            Self::Take => 14,
+            Self::Take(_) => 14,
             Self::Taken => 15,
             Self::SetLimit(_) => 16,
             Self::WantDevice(_) => 17,
@@ -380,6 +417,7 @@ fn kept_kind(number: u32) -> Result<KeptKind, FrameError> {
         3 => KeptKind::Program,
         4 => KeptKind::Orphan,
         5 => KeptKind::Session,
+        6 => KeptKind::Node,
         _ => return Err(FrameError::BadField("kind")),
     })
 }
@@ -391,6 +429,7 @@ fn kept_number(kind: KeptKind) -> u32 {
         KeptKind::Program => 3,
         KeptKind::Orphan => 4,
         KeptKind::Session => 5,
+        KeptKind::Node => 6,
     }
 }
 
@@ -438,7 +477,9 @@ mod tests {
             Frame::Put(Put { kind: KeptKind::Program, id: 3, pid: 77, record: "{}".into() }),
             Frame::Drop(KeptKind::Run, 3),
             Frame::News("a page is lost".into()),
-            Frame::Take,
+            Frame::Take(Share::Agent),
+            Frame::Take(Share::Node(u16::MAX)),
+            Frame::Drop(KeptKind::Node, 9),
             Frame::Taken,
             Frame::SetLimit(SetLimit { pid: 77, limit_bytes: 4096 }),
             Frame::WantDevice(Token([9; 16])),

@@ -1,10 +1,12 @@
 //! The thread that looks after the memory: clears it between tenants, and lends more or less.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::clearer::Clearer;
+use crate::keeping::Kept;
 use crate::own::{OwnError, OwnPool};
 use crate::resizer::Resizer;
 use crate::shutdown::Shutdown;
@@ -21,9 +23,14 @@ pub(crate) struct Caretaker {
 
 impl Caretaker {
     /// Start it.
-    pub fn start(own: OwnPool, clearer: Clearer, resizer: Resizer) -> std::io::Result<Self> {
+    pub fn start(
+        own: OwnPool,
+        clearer: Clearer,
+        resizer: Resizer,
+        kept: Option<Arc<Kept>>,
+    ) -> std::io::Result<Self> {
         let stop = Shutdown::new();
-        let duties = Duties { own, clearer, resizer, failing: BTreeSet::new() };
+        let duties = Duties { own, clearer, resizer, kept, failing: BTreeSet::new() };
         let asked = stop.clone();
         let thread =
             std::thread::Builder::new().name("caretaker".into()).spawn(move || duties.run(&asked))?;
@@ -45,6 +52,7 @@ struct Duties {
     own: OwnPool,
     clearer: Clearer,
     resizer: Resizer,
+    kept: Option<Arc<Kept>>,
     /// What failed when it was tried last.
     failing: BTreeSet<&'static str>,
 }
@@ -54,6 +62,9 @@ impl Duties {
         let mut pause = LOOK_EVERY;
         while !stop.wait(pause) {
             pause = LOOK_EVERY;
+            if let Some(kept) = &self.kept {
+                kept.refresh();
+            }
             // What was under way when the connection broke is set right at once, and not when there is something to do next.
             let connected = if self.own.is_broken() { self.own.connect().map(drop) } else { Ok(()) };
             let is_connected = self.note("the node does not reach its own memory", connected);

@@ -4,6 +4,7 @@ use aquifer_directory::DirectoryError;
 use aquifer_fabric::TargetError;
 use aquifer_metrics::MetricsError;
 use aquifer_pool::donor::DonateError;
+use std::path::PathBuf;
 
 /// Why a node cannot serve.
 #[derive(Debug, thiserror::Error)]
@@ -27,6 +28,14 @@ pub enum NodeError {
     /// The memory could not be lent.
     #[error(transparent)]
     Donate(#[from] DonateError),
+    /// Its memory cannot be kept.
+    #[error("the keeper at {path} does not keep this node's memory: {source}. Start it first (aquifer keeper), or do without --grace", path = path.display())]
+    Keeper {
+        /// Where it should be.
+        path: PathBuf,
+        /// What it, or the system, said.
+        source: std::io::Error,
+    },
     /// There is no thread for it.
     #[error("cannot start a thread that looks after the memory: {0}")]
     Caretaker(#[source] std::io::Error),

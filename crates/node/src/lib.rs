@@ -5,12 +5,15 @@
 //! one-sided operations; the node only watches their leases, and fences a host whose lease is gone,
 //! so that it cannot change metadata any more, clears what goes from one tenant to another, and lends more or less when it is asked to.
 //!
+//! If it is told to, a keeper holds the memory when the node's process ends, and the next process goes on with it.
+//!
 //! It takes no part in taking and giving back: what it clears or withdraws it takes as a host does. This crate does not know what is in an extent.
 
 mod caretaker;
 mod clearer;
 mod error;
 mod fences;
+mod keeping;
 mod lending;
 mod member;
 mod memory;
@@ -22,5 +25,6 @@ mod shutdown;
 
 pub use error::NodeError;
 pub use fences::{Fence, Fences};
+pub use keeping::Keep;
 pub use serve::{Connect, LEASE_TTL, Listen, NodeOptions, Ready, serve};
 pub use shutdown::Shutdown;

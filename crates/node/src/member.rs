@@ -34,32 +34,51 @@ pub(crate) struct Member {
     events: Arc<Events>,
 }
 
-impl Member {
-    /// Take a lease, put the record under it, and fence all hosts whose leases are known to be over.
+/// A node that has a lease and shuts out whom it must, and is not announced yet.
+#[derive(Debug)]
+pub(crate) struct Newcomer {
+    directory: Arc<dyn Directory>,
+    ttl: Duration,
+    lease: Lease,
+    kept_alive: Instant,
+    fences: Fences,
+    events: Arc<Events>,
+}
+
+impl Newcomer {
+    /// Take a lease, and fence all hosts whose leases are known to be over.
+    ///
+    /// # Errors
+    /// The directory's.
+    pub fn new(directory: Arc<dyn Directory>, ttl: Duration, target: &dyn Target) -> Result<Self, NodeError> {
+        let lease = directory.lease_grant(ttl)?;
+        let (kept_alive, fences, events) = (Instant::now(), Fences::default(), Arc::default());
+        let mut newcomer = Self { directory, ttl, lease, kept_alive, fences, events };
+        learn_hosts(&*newcomer.directory, &mut newcomer.fences, target, &newcomer.events)?;
+        Ok(newcomer)
+    }
+
+    /// The lease's epoch.
+    pub const fn epoch(&self) -> u64 {
+        self.lease.epoch
+    }
+
+    /// Put the record under the lease.
     ///
     /// # Errors
     /// If the directory fails, or another node has the number.
-    pub fn join(
-        directory: Arc<dyn Directory>,
-        mut record: NodeRecord,
-        ttl: Duration,
-        target: &dyn Target,
-        lending: Arc<Lending>,
-    ) -> Result<Self, NodeError> {
-        let lease = directory.lease_grant(ttl)?;
-        record.epoch = lease.epoch;
-        let fences = Fences::default();
-        let kept_alive = Instant::now();
-        let events = Arc::default();
-        let mut member = Self { directory, record, ttl, lease, kept_alive, fences, lending, events };
+    pub fn join(self, record: NodeRecord, lending: Arc<Lending>) -> Result<Member, NodeError> {
+        let Self { directory, ttl, lease, kept_alive, fences, events } = self;
+        let member = Member { directory, record, ttl, lease, kept_alive, fences, lending, events };
         if let Err(error) = member.put_record() {
-            member.leave();
+            member.go();
             return Err(error);
         }
-        member.learn_hosts(target)?;
         Ok(member)
     }
+}
 
+impl Member {
     /// The record as it is in the directory. Its epoch tells one life of the node's memory from the next; it stays
     /// when the lease must be renewed.
     #[must_use]
@@ -84,18 +103,27 @@ impl Member {
         if let Err(error) = self.forget_life() {
             tracing::debug!(%error, "it stays in the directory that this memory may come back");
         }
+        self.go();
+    }
+
+    /// End the lease, and with it the record; the memory is kept, and may come back.
+    pub fn go(&self) {
         // If the directory is gone the lease ends by itself.
         if let Err(error) = self.directory.lease_revoke(self.lease.id) {
             tracing::debug!(%error, "the lease could not be ended");
         }
     }
 
+    const fn life(&self) -> Life {
+        let NodeRecord { id, epoch, kept_ms, .. } = self.record;
+        Life { node: id, epoch, kept_ms }
+    }
+
     /// Unless a later one is written down already.
     fn forget_life(&self) -> Result<(), DirectoryError> {
         let key = names::life(self.record.id);
-        let life = Life { node: self.record.id, epoch: self.record.epoch };
         if let Some(entry) = self.directory.get(&key)?
-            && names::decode::<Life>(&entry)? == life
+            && names::decode::<Life>(&entry)?.is(&self.life())
         {
             let compares = vec![Compare::version(&key, entry.version)];
             let operations = vec![Operation::delete(&key)];
@@ -112,10 +140,9 @@ impl Member {
                 None => Compare::absent(&key),
                 Some(entry) => Compare::version(&key, self.replaceable(&entry)?),
             };
-            let life = Life { node: self.record.id, epoch: self.record.epoch };
             let operations = vec![
                 Operation::put(&key, value.clone(), Some(self.lease.id)),
-                Operation::put(names::life(self.record.id), names::encode(&life), None),
+                Operation::put(names::life(self.record.id), names::encode(&self.life()), None),
             ];
             let transaction = Transaction { compares: vec![compare], operations };
             if self.directory.transaction(&transaction)?.is_committed() {
@@ -134,16 +161,6 @@ impl Member {
             Err(_) => "an address that cannot be read".to_owned(),
         };
         Err(NodeError::IdTaken { id: self.record.id, address })
-    }
-
-    /// Read all hosts' leases, and fence those that are over; returns the directory's revision.
-    fn learn_hosts(&mut self, target: &dyn Target) -> Result<u64, DirectoryError> {
-        let listing = self.directory.list(names::AGENTS)?;
-        let alive: BTreeMap<Host, u64> = listing.entries.iter().filter_map(lease_of).collect();
-        for fence in self.fences.listed(&alive) {
-            self.shut_out(target, fence);
-        }
-        Ok(listing.revision)
     }
 
     /// Whatever was asked for while nobody listened.
@@ -185,7 +202,7 @@ impl Member {
     /// If the directory fails, or we fell behind it; to be called again, with a new connection if need be.
     pub fn watch(&mut self, target: &dyn Target, shutdown: &Shutdown) -> Result<(), NodeError> {
         self.keep_alive()?;
-        let revision = self.learn_hosts(target)?;
+        let revision = learn_hosts(&*self.directory, &mut self.fences, target, &self.events)?;
         let mut watch = self.directory.watch(names::AGENTS, revision + 1)?;
         self.learn_wanted()?;
         let wanted_key = names::wanted(self.record.id);
@@ -216,7 +233,7 @@ impl Member {
             EventKind::Delete => names::host_of(&key).and_then(|host| self.fences.gone(Host(host))),
         };
         if let Some(fence) = fence {
-            self.shut_out(target, fence);
+            shut_out(target, fence, &self.events);
         }
     }
 
@@ -242,12 +259,27 @@ impl Member {
         self.kept_alive = Instant::now();
         Ok(())
     }
+}
 
-    fn shut_out(&self, target: &dyn Target, fence: Fence) {
-        tracing::debug!(host = fence.host.0, epoch = fence.epoch, "fenced");
-        target.fence(fence.host, fence.epoch);
-        Events::add(&self.events.fences);
+/// Read all hosts' leases, and fence those that are over; returns the directory's revision.
+fn learn_hosts(
+    directory: &dyn Directory,
+    fences: &mut Fences,
+    target: &dyn Target,
+    events: &Events,
+) -> Result<u64, DirectoryError> {
+    let listing = directory.list(names::AGENTS)?;
+    let alive: BTreeMap<Host, u64> = listing.entries.iter().filter_map(lease_of).collect();
+    for fence in fences.listed(&alive) {
+        shut_out(target, fence, events);
     }
+    Ok(listing.revision)
+}
+
+fn shut_out(target: &dyn Target, fence: Fence, events: &Events) {
+    tracing::debug!(host = fence.host.0, epoch = fence.epoch, "fenced");
+    target.fence(fence.host, fence.epoch);
+    Events::add(&events.fences);
 }
 
 /// What a node with this record is asked to lend; `None` if it is asked of another, or of another life.
@@ -283,6 +315,7 @@ mod tests {
             memory_bytes_max: 50,
             memory_bytes_wanted: 10,
             held_up: None,
+            kept_ms: 0,
             epoch: 7,
         };
         let of =

@@ -1,5 +1,7 @@
 //! The node as a host at its own memory: it takes and gives back by the same operations over the same fabric as any other.
 
+use std::ops::Range;
+
 use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
 use aquifer_fabric::{EndpointError, Host, Identity, Reach, Tenant};
 use aquifer_pool::word::Run;
@@ -7,6 +9,9 @@ use aquifer_pool::{Extent, NodeId, PoolClient, PoolError};
 
 /// Nobody's user id.
 const NOBODY: Tenant = Tenant(u32::MAX);
+
+/// Sections that are set right at once, so that one that is damaged leaves few others as they are.
+const SECTIONS_AT_ONCE: u32 = 512;
 
 /// Where the node reaches itself.
 #[derive(Debug)]
@@ -23,19 +28,19 @@ pub(crate) struct OwnPool {
     pool: Option<PoolClient>,
     /// Connections made so far; each is an epoch.
     connections: u64,
-    /// The section that is being changed. If the connection breaks meanwhile nobody knows how far that went.
-    changing: Option<u32>,
+    /// The sections that are being changed. If the connection breaks meanwhile nobody knows how far that went.
+    changing: Range<u32>,
 }
 
 impl OwnPool {
-    /// Not connected yet.
-    pub const fn new(own: Own, node: NodeId) -> Self {
-        Self { own, node, pool: None, connections: 0, changing: None }
+    /// Not connected yet. Of `unsure` sections nobody knows how far a process before this one had come with a change.
+    pub const fn new(own: Own, node: NodeId, unsure: Range<u32>) -> Self {
+        Self { own, node, pool: None, connections: 0, changing: unsure }
     }
 
     /// Whether a connection broke: what was being changed then is to be set right.
-    pub const fn is_broken(&self) -> bool {
-        self.pool.is_none() && self.connections > 0
+    pub fn is_broken(&self) -> bool {
+        self.pool.is_none() && (self.connections > 0 || !self.changing.is_empty())
     }
 
     /// Something failed: connect anew, for what comes next.
@@ -55,15 +60,16 @@ impl OwnPool {
             let endpoint = self.own.reach.connect(who, self.own.key.as_ref(), &ConnectOptions::default())?;
             let mut pool = PoolClient::new(who.host, who.tenant);
             pool.add_node(self.node, endpoint)?;
-            if let Some(section) = self.changing {
-                match pool.recover_within(self.node, who.host, section..section + 1) {
+            while !self.changing.is_empty() {
+                let part = self.changing.start..self.changing.end.min(self.changing.start + SECTIONS_AT_ONCE);
+                match pool.recover_within(self.node, who.host, part.clone()) {
                     // It stays so: other sections shall not wait for it.
                     Err(error @ PoolError::Damaged { .. }) => {
                         tracing::warn!(%error, "a section is not used any more");
                     }
                     outcome => drop(outcome?),
                 }
-                self.changing = None;
+                self.changing.start = part.end;
             }
             self.pool = Some(pool);
         }
@@ -81,10 +87,10 @@ impl OwnPool {
     ) -> Result<T, OwnError> {
         let node = self.node;
         self.connect()?;
-        self.changing = Some(section);
+        self.changing = section..section + 1;
         let changed = change(self.pool.as_mut().expect("it is connected"), node);
         if changed.as_ref().map_or_else(OwnError::is_damage, |_| true) {
-            self.changing = None;
+            self.changing = 0..0;
         }
         changed
     }

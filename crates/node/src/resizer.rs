@@ -31,15 +31,16 @@ pub(crate) struct Resizer {
 }
 
 impl Resizer {
-    /// It begins with what is lent. Memory that is pinned stays as it is. `keep_free`: so many bytes are to stay available to the machine, whatever is wanted.
+    /// It begins with what is lent; if nobody is sure that this is so (`is_sure`), it looks first. Memory that is pinned stays as it is. `keep_free`: so many bytes are to stay available to the machine, whatever is wanted.
     pub const fn new(
         donation: Donation,
         target: Arc<dyn Target>,
         lending: Arc<Lending>,
         is_pinned: bool,
         keep_free: Option<u64>,
+        is_sure: bool,
     ) -> Self {
-        Self { donation, target, lending, is_pinned, keep_free, is_sure: true }
+        Self { donation, target, lending, is_pinned, keep_free, is_sure }
     }
 
     /// Lend as much as is wanted, as far as that is possible now.
@@ -50,11 +51,14 @@ impl Resizer {
         let wanted_bytes = self.lending.wanted_bytes();
         let before = self.lending.told();
         let (wanted, lent) = (wanted_bytes / SECTION_BYTES, before.lent_bytes / SECTION_BYTES);
-        if self.is_pinned || wanted == lent && self.keep_free.is_none() && self.is_sure {
+        let is_settled = self.is_pinned || wanted == lent && self.keep_free.is_none();
+        if is_settled && self.is_sure {
             let held_up = (wanted != lent).then_some(HeldUp::Pinned);
             self.lending.tell(Told { wanted_bytes, held_up, ..before });
             return Ok(());
         }
+        // What is pinned is lent for good: what a process before this one had taken of it is not withheld.
+        let wanted_bytes = if self.is_pinned { self.donation.layout.data_bytes() } else { wanted_bytes };
         // What a connection that broke has left half done is set right first: until then words do not tell what is lent.
         let outcome = own.connect().map(drop).and_then(|()| self.settle(wanted_bytes, own, stop));
         self.is_sure = outcome.is_ok();
@@ -112,9 +116,7 @@ impl Resizer {
 
     /// Sections that are lent, by their words.
     fn lent(&self) -> u64 {
-        let lent =
-            (0..self.donation.layout.sections()).filter(|section| !self.donation.is_withheld(*section));
-        lent.count() as u64
+        self.donation.lent_bytes() / SECTION_BYTES
     }
 
     /// So many sections less, from the end, so that what is lent stays together.

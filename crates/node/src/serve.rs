@@ -15,13 +15,14 @@ use aquifer_fabric::{Reach, Target, TargetError};
 use aquifer_metrics::{Listener, Place};
 use aquifer_pool::donor::DonateError;
 use aquifer_pool::size::SECTION_BYTES;
-use aquifer_pool::{NodeId, donate_of};
+use aquifer_pool::{NodeId, donate_again, donate_of};
 
 use crate::caretaker::Caretaker;
 use crate::clearer::Clearer;
 use crate::error::NodeError;
 use crate::lending::Lending;
-use crate::member::Member;
+use crate::keeping::{Before, Keep, Kept};
+use crate::member::Newcomer;
 use crate::memory::{affordable_bytes, available_bytes};
 use crate::metrics;
 use crate::own::{Own, OwnPool};
@@ -54,6 +55,8 @@ pub struct NodeOptions {
     pub lease_ttl: Duration,
     /// Where its figures are served, if anywhere.
     pub metrics: Option<Place>,
+    /// Where its memory is kept when its process ends, if anywhere.
+    pub keep: Option<Keep>,
 }
 
 /// How the fabric listens.
@@ -119,6 +122,7 @@ impl fmt::Debug for NodeOptions {
             .field("advertise", &self.advertise)
             .field("lease_ttl", &self.lease_ttl)
             .field("metrics", &self.metrics)
+            .field("keep", &self.keep)
             .finish_non_exhaustive()
     }
 }
@@ -138,6 +142,7 @@ impl NodeOptions {
             connect,
             lease_ttl: LEASE_TTL,
             metrics: None,
+            keep: None,
         }
     }
 }
@@ -167,32 +172,56 @@ pub fn serve(
     if is_pinned && (options.memory_bytes_max != options.memory_bytes || options.keep_free_bytes.is_some()) {
         return Err(NodeError::Pinned { fabric: "verbs" });
     }
-    let wanted_bytes = options.memory_bytes / SECTION_BYTES * SECTION_BYTES;
-    let lent_bytes = begin_with(options)? / SECTION_BYTES * SECTION_BYTES;
     let listener = options.metrics.as_ref().map(Listener::bind).transpose()?;
+    let (kept, before) = match &options.keep {
+        Some(keep) => {
+            let (kept, before) = Kept::open(keep, options.id)?;
+            (Some(Arc::new(kept)), before)
+        }
+        None => (None, None),
+    };
+    let lent_bytes = if before.is_some() { 0 } else { begin_with(options)? / SECTION_BYTES * SECTION_BYTES };
     // Connected first: without a directory nobody would ever find the memory.
     let directory = (options.connect)()?;
     let (target, reach) = options.listen.start().map_err(NodeError::Listen)?;
+    // Before there is anything to be reached: who is shut out must not get at what was kept.
+    let newcomer = Newcomer::new(directory, options.lease_ttl, &*target)?;
     let own = Own { reach: reach.clone(), key: options.listen.key().cloned() };
     let reach = match options.advertise {
         Some(address) => reach.at(address),
         None => reach,
     };
     let node = NodeId(options.id);
-    let donation = donate_of(&*target, node, lent_bytes, options.memory_bytes_max)?;
+    let is_again = before.is_some();
+    let (donation, epoch) = match before {
+        Some(Before { memory, key, epoch }) => (donate_again(&*target, node, memory, key)?, epoch),
+        None => (donate_of(&*target, node, lent_bytes, options.memory_bytes_max)?, newcomer.epoch()),
+    };
+    if let Some(kept) = &kept {
+        kept.keep(&donation, &*target, epoch);
+    }
+    let memory_bytes_max = donation.layout.data_bytes();
+    let lent_bytes = donation.lent_bytes();
+    let wanted_bytes = (options.memory_bytes / SECTION_BYTES * SECTION_BYTES).min(memory_bytes_max);
+    let grace = options.keep.as_ref().map_or(Duration::ZERO, |keep| keep.grace);
     let record = NodeRecord {
         id: options.id,
         fabric: reach.provider().to_owned(),
         address: reach.address(),
         memory_bytes: lent_bytes,
-        memory_bytes_max: donation.layout.data_bytes(),
+        memory_bytes_max,
         memory_bytes_wanted: wanted_bytes,
         held_up: None,
-        epoch: 0,
+        kept_ms: u64::try_from(grace.as_millis()).unwrap_or(u64::MAX),
+        epoch,
     };
     let lending = Arc::new(Lending::new(lent_bytes, wanted_bytes));
-    let mut member = Member::join(directory, record, options.lease_ttl, &*target, Arc::clone(&lending))?;
-    tracing::info!(node = options.id, bytes = lent_bytes, "memory is lent");
+    let mut member = newcomer.join(record, Arc::clone(&lending))?;
+    if is_again {
+        tracing::info!(node = options.id, bytes = lent_bytes, "goes on with the memory that was kept");
+    } else {
+        tracing::info!(node = options.id, bytes = lent_bytes, "memory is lent");
+    }
     let cleared_bytes = Arc::clone(&member.events().cleared_bytes);
     let clearer = Clearer::new(donation.clone(), Arc::clone(&target), cleared_bytes);
     let resizer = Resizer::new(
@@ -201,12 +230,14 @@ pub fn serve(
         Arc::clone(&lending),
         is_pinned,
         options.keep_free_bytes,
+        !is_again,
     );
-    let _caretaker = Caretaker::start(OwnPool::new(own, node), clearer, resizer)
+    let unsure = if is_again { 0..donation.layout.sections() } else { 0..0 };
+    let caretaker = Caretaker::start(OwnPool::new(own, node, unsure), clearer, resizer, kept.clone())
         .map_err(NodeError::Caretaker)
         .inspect_err(|_| member.leave())?;
     let figures = |listener| {
-        metrics::serve(listener, donation, Arc::clone(&target), lending, Arc::clone(member.events()))
+        metrics::serve(listener, donation.clone(), Arc::clone(&target), lending, Arc::clone(member.events()))
     };
     let served = listener.map(figures).transpose();
     let _metrics = served.inspect_err(|_| member.leave())?;
@@ -226,7 +257,15 @@ pub fn serve(
             }
         }
     }
-    member.leave();
+    drop(caretaker);
+    match kept {
+        // Only what is not lent nobody can be about to take.
+        Some(_) if donation.lent_bytes() > 0 => member.go(),
+        kept => {
+            member.leave();
+            kept.iter().for_each(|kept| kept.forget());
+        }
+    }
     Ok(())
 }
 

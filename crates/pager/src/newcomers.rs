@@ -49,7 +49,7 @@ impl Newcomers {
             |node: &NodeId| !sender.knows(*node) && self.closed.iter().all(|(closed, _)| closed != node);
         let Some(node) = nodes().into_iter().find(is_new) else { return };
         let connector = Arc::clone(&self.connector);
-        let knock = move || (node, connector.connect(node));
+        let knock = move || (node, connector.connect_promptly(node));
         match std::thread::Builder::new().name("newcomer".into()).spawn(knock) {
             Ok(knock) => self.knock = Some(knock),
             Err(error) => tracing::warn!(%error, "no thread to connect to a memory node"),

@@ -15,6 +15,14 @@ pub trait Connector: Send + Sync + Debug {
     /// If it cannot be reached, or refuses.
     fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError>;
 
+    /// The same for who has other nodes to turn to, and does not wait for one that is away.
+    ///
+    /// # Errors
+    /// As [`Self::connect`].
+    fn connect_promptly(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
+        self.connect(node)
+    }
+
     /// A clock, to know when a node has been silent for too long.
     fn now(&self) -> Duration {
         static START: std::sync::LazyLock<std::time::Instant> =

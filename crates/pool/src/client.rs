@@ -129,10 +129,13 @@ impl PoolClient {
         let _under_way = self.custody.under_way();
         let node = self.nodes.get_mut(&id).ok_or(PoolError::NoSuchNode { node: id })?;
         let outcome = node.run(machine);
-        if let Err(Failure::Work(_)) = outcome
-            && let Some(late) = node.take_late()
-        {
-            self.custody.give_up(id, node.region_key(), late);
+        match outcome {
+            Err(Failure::Work(_)) => {
+                if let Some(late) = node.take_late() {
+                    self.custody.give_up(id, node.region_key(), late);
+                }
+            }
+            _ => node.is_well(),
         }
         Ok(outcome)
     }
@@ -209,7 +212,7 @@ impl PoolClient {
     /// Take an extent of a node.
     ///
     /// # Errors
-    /// [`PoolError::Full`] if there is none; [`PoolError::NodeGone`], and then nobody knows whether one was taken
+    /// [`PoolError::Full`] if there is none; [`PoolError::NodeGone`] or [`PoolError::Away`], and then nobody knows whether one was taken
     /// (the node's inline log does).
     pub fn allocate(&mut self, id: NodeId, class: SizeClass) -> Result<Extent, PoolError> {
         let bytes = class.bytes();

@@ -7,7 +7,7 @@ use aquifer_fabric::{Access, Key, KeyEntry, Memory, Region, Scope, Target, Targe
 
 use crate::client::{Extent, NodeId};
 use crate::error::FormatError;
-use crate::layout::Layout;
+use crate::layout::{HEADER_BYTES, Layout};
 use crate::op::WordAt;
 use crate::size::{CHUNK_BYTES, SECTION_BYTES, SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 use crate::word::{Run, SectionWord, SpanState, SpanWord};
@@ -121,6 +121,13 @@ impl Donation {
         SectionWord(self.section_word(section)).bits() == 0
     }
 
+    /// Bytes of the sections that the node does not keep to itself, by a look while hosts change them.
+    #[must_use]
+    pub fn lent_bytes(&self) -> u64 {
+        let lent = (0..self.layout.sections()).filter(|section| !self.is_withheld(*section));
+        lent.count() as u64 * SECTION_BYTES
+    }
+
     /// Whether the node keeps that section to itself.
     #[must_use]
     pub fn is_withheld(&self, section: u32) -> bool {
@@ -178,6 +185,9 @@ pub enum DonateError {
         /// What the system said.
         cause: std::io::Error,
     },
+    /// It was kept from an earlier life of the node, and is not what that can have left.
+    #[error("the memory that was kept cannot be lent again: {0}")]
+    Kept(#[source] FormatError),
     /// The fabric could not register it.
     #[error("cannot open the memory to the cluster: {0}")]
     Target(#[from] TargetError),
@@ -215,12 +225,42 @@ pub fn donate_of(
         .map(Arc::new)
         .map_err(|cause| DonateError::Memory { bytes, cause })?;
     let shared = Arc::clone(&memory);
-    let region = target.register_with(shared, Access::ALL, Scope::Anyone, Some(layout.key_table()))?;
+    let region = target.register_with(shared, Access::ALL, Scope::Anyone, Some(layout.key_table()), None)?;
     for section in lent..layout.sections() {
         let at = layout.word_at(WordAt::Section(section));
         memory.atomic_u64(offset(at)).store(SectionWord::WITHHELD.0, SeqCst);
     }
     memory.write(0, &layout.encode());
+    Ok(Donation { layout, memory, region })
+}
+
+/// Lend memory again that was kept when the node's process ended, under the `key` that it had: whoever has something there goes on. Nothing in it is changed.
+///
+/// # Errors
+/// If it is not the memory of that node, in this format; if the target is at a limit.
+pub fn donate_again(
+    target: &dyn Target,
+    id: NodeId,
+    memory: Arc<Memory>,
+    key: Key,
+) -> Result<Donation, DonateError> {
+    let found = u64::try_from(memory.len()).unwrap_or(u64::MAX);
+    let too_short = |needed| DonateError::Kept(FormatError::TooShort { needed, found });
+    if memory.len() < HEADER_BYTES {
+        return Err(too_short(HEADER_BYTES as u64));
+    }
+    let mut page = [0; HEADER_BYTES];
+    memory.read(0, &mut page);
+    let layout = Layout::open(&page).map_err(DonateError::Kept)?;
+    if layout.node() != id.0 {
+        return Err(DonateError::Kept(FormatError::OtherNode { found: layout.node() }));
+    }
+    if layout.region_bytes() > found {
+        return Err(too_short(layout.region_bytes()));
+    }
+    let shared = Arc::clone(&memory);
+    let region =
+        target.register_with(shared, Access::ALL, Scope::Anyone, Some(layout.key_table()), Some(key))?;
     Ok(Donation { layout, memory, region })
 }
 

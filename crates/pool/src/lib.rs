@@ -24,6 +24,6 @@ pub mod word;
 
 pub use client::{Extent, NodeId, POOL_WORK_ID, PoolClient, recover_node};
 pub use custody::{Custody, Ledger, Pause, UnderWay};
-pub use donor::{Donation, donate, donate_of};
+pub use donor::{Donation, donate, donate_again, donate_of};
 pub use error::{FormatError, PoolError};
 pub use size::SizeClass;

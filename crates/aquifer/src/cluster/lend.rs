@@ -208,6 +208,7 @@ mod tests {
             memory_bytes_max: 0,
             memory_bytes_wanted: 0,
             held_up: None,
+            kept_ms: 0,
             epoch: 1,
         }
     }

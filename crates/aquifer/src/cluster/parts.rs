@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use aquifer_agent::keeper::{self, KeeperOptions};
 use aquifer_agent::{AgentOptions, shadow};
 use aquifer_directory::embedded;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{shm, tcp};
+use aquifer_keeper::{self as keeper, KeeperOptions};
 use aquifer_node::{Listen, NodeOptions, Shutdown};
 use rustix::net::SocketType;
 use tracing_subscriber::EnvFilter;

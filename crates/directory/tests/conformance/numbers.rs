@@ -63,7 +63,7 @@ pub fn a_dead_hosts_number_rests_until_it_holds_nothing(harness: &dyn Harness) {
     assert!(is_taken(names::succeed_host(&*directory, lease(), &of_first, "by an old tale")));
     // A node is not there, and its memory may come back.
     let fourth = names::succeed_host(&*directory, lease(), &held(&successor, None), "fourth").unwrap();
-    let absent = vec![names::Life { node: 7, epoch: 3 }];
+    let absent = vec![names::Life { node: 7, epoch: 3, kept_ms: 0 }];
     names::forget_host(&*directory, &fourth, absent.clone()).unwrap();
     let of_fourth = held(&fourth, Some(absent));
     assert_eq!(dead(), std::slice::from_ref(&of_fourth));
@@ -122,6 +122,7 @@ pub fn a_node_number_is_taken_once(harness: &dyn Harness) {
             memory_bytes_max: 1 << 30,
             memory_bytes_wanted: 1 << 30,
             held_up: None,
+            kept_ms: 0,
             epoch: lease.epoch,
         };
         names::register_node(&*directory, lease, &record).map(|()| record)

@@ -38,7 +38,6 @@ use aquifer_pool::{Custody, NodeId, PoolClient};
 
 pub use attach::AttachError;
 pub use program::Program;
-pub use records::Kept;
 pub use restore::Restored;
 pub use run::{ProgramReport, Run, RunReport};
 pub use tenants::TenantReport;

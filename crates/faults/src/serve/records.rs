@@ -3,22 +3,13 @@
 //! Records are JSON: they are read once, by the next agent, which may be of a newer build.
 
 use std::io;
-use std::os::fd::OwnedFd;
 
 use aquifer_ipc::{Hello, KeptKind, Put, Token};
+
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::maps::Bounds;
-
-/// Something that the keeper holds, as it comes back.
-#[derive(Debug)]
-pub struct Kept {
-    /// What it is.
-    pub put: Put,
-    /// The descriptors with which it was put. Behind them a program whose process is known has a pidfd.
-    pub fds: Vec<OwnedFd>,
-}
 
 /// A run. With its slabs' memory, and the socket of whoever started it.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]

@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::{Arc, PoisonError};
 
-use aquifer_channel::send_frame;
+use aquifer_channel::{Kept, send_frame};
 use aquifer_ipc::{Frame, KeptKind};
 use aquifer_pager::{BlockId, Budget, Memory, REPLICAS_MAX, Recovered, SlabSet, Volume, finish_move};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -19,7 +19,7 @@ use super::Service;
 use super::edge::{Attachment, ProcessEdge};
 use super::hold::release;
 use super::program::{Program, new_program, or_forget, spawn};
-use super::records::{Kept, ProgramRecord, RunRecord, decode};
+use super::records::{ProgramRecord, RunRecord, decode};
 use super::run::Run;
 use crate::areas::Area;
 use crate::journal::{Journal, Left, Remembered};
@@ -59,7 +59,7 @@ impl Service {
                 },
                 KeptKind::Program => programs.push(kept),
                 KeptKind::Orphan => orphans.extend(kept.fds.into_iter().next().map(|fd| (kept.put.id, fd))),
-                KeptKind::Host | KeptKind::Session => {}
+                KeptKind::Host | KeptKind::Session | KeptKind::Node => {}
             }
         }
         // Now: an audit finds what nobody knows of, and a run is known of before it goes on.

@@ -75,13 +75,21 @@ impl Failure {
     /// The error, told of this extent.
     pub(super) fn of(self, node: NodeId, addr: u64, bytes: u64) -> PoolError {
         match self {
-            Self::Work(cause) => PoolError::NodeGone { node, cause },
+            Self::Work(cause) => lost(node, cause),
             Self::Op(OpError::Full) => PoolError::Full { node, bytes },
             Self::Op(OpError::NotAllocated) => PoolError::NotAllocated { node, addr, bytes },
             Self::Op(OpError::NotOurs(owner)) => PoolError::NotOurs { node, addr, owner },
             Self::Op(OpError::Busy { attempts }) => PoolError::Busy { node, attempts },
             Self::Op(OpError::Damaged { at, word, cause }) => PoolError::Damaged { node, at, word, cause },
         }
+    }
+}
+
+/// The node, or the way to it, failed.
+fn lost(node: NodeId, cause: WorkError) -> PoolError {
+    match cause {
+        WorkError::Away => PoolError::Away { node },
+        cause => PoolError::NodeGone { node, cause },
     }
 }
 
@@ -135,6 +143,11 @@ impl Node {
             Self { id, wire, cache, words: Vec::with_capacity(READ_WORDS_MAX as usize), is_given_up: false };
         node.refresh()?;
         Ok(node)
+    }
+
+    /// The connection works, whatever became of one before it.
+    pub(super) const fn is_well(&mut self) {
+        self.is_given_up = false;
     }
 
     /// What of its connection may yet take effect when that is given up; said once.
@@ -210,13 +223,13 @@ impl Node {
     /// The same, as it is now.
     pub(super) fn record(&mut self, grant: Grant) -> Result<u32, PoolError> {
         let found = self.wire.carry_out(Action::Probe { at: word_of(grant) }, &mut self.words);
-        let found = found.map_err(|cause| PoolError::NodeGone { node: self.id, cause })?;
+        let found = found.map_err(|cause| lost(self.id, cause))?;
         Ok(record_of(found.found()))
     }
 
     fn read(&mut self, at: WordAt, count: u32) -> Result<(), PoolError> {
         let done = self.wire.carry_out(Action::Read { at, count }, &mut self.words);
-        done.map(drop).map_err(|cause| PoolError::NodeGone { node: self.id, cause })
+        done.map(drop).map_err(|cause| lost(self.id, cause))
     }
 
     /// What was granted there, with the key that it has now.
@@ -236,7 +249,7 @@ impl Node {
 impl Wire {
     fn read_header(&mut self, id: NodeId) -> Result<Layout, PoolError> {
         let verb = self.read_verb(0, HEADER_LEN);
-        self.execute(verb).map_err(|cause| PoolError::NodeGone { node: id, cause })?;
+        self.execute(verb).map_err(|cause| lost(id, cause))?;
         let mut page = [0; HEADER_BYTES];
         self.reply.read(0, &mut page);
         Layout::open(&page).map_err(|cause| PoolError::Format { node: id, cause })

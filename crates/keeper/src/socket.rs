@@ -28,23 +28,23 @@ fn listen_at(path: &Path, mode: u32) -> io::Result<OwnedFd> {
 }
 
 /// Listen at a path for this user, unless there is a socket that does so already.
-pub(crate) fn listen_or_take(path: &Path, given: Option<&OwnedFd>) -> io::Result<OwnedFd> {
+pub fn listen_or_take(path: &Path, given: Option<&OwnedFd>) -> io::Result<OwnedFd> {
     given.map_or_else(|| listen_at(path, 0o600), OwnedFd::try_clone)
 }
 
 /// The same for programs of this user's, which may have become somebody else if the user is root.
-pub(crate) fn listen_for_programs(path: &Path, given: Option<&OwnedFd>) -> io::Result<OwnedFd> {
+pub fn listen_for_programs(path: &Path, given: Option<&OwnedFd>) -> io::Result<OwnedFd> {
     let mode = if rustix::process::geteuid().is_root() { 0o666 } else { 0o600 };
     given.map_or_else(|| listen_at(path, mode), OwnedFd::try_clone)
 }
 
 /// Listen at a path for all users of this host.
-pub(crate) fn listen_shared(path: &Path) -> io::Result<OwnedFd> {
+pub fn listen_shared(path: &Path) -> io::Result<OwnedFd> {
     listen_at(path, 0o666)
 }
 
 /// Each paged program needs a dozen descriptors: allow as many as the system lets us.
-pub(crate) fn raise_descriptor_limit() {
+pub fn raise_descriptor_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
     let wanted = Rlimit { current: limit.maximum, maximum: limit.maximum };
@@ -55,13 +55,15 @@ pub(crate) fn raise_descriptor_limit() {
 
 /// Who is at the other end, as the kernel says.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Peer {
+pub struct Peer {
+    /// Its process.
     pub pid: u32,
+    /// Its user.
     pub uid: u32,
 }
 
 /// The next connection.
-pub(crate) fn accept(listener: &OwnedFd) -> io::Result<(OwnedFd, Peer)> {
+pub fn accept(listener: &OwnedFd) -> io::Result<(OwnedFd, Peer)> {
     let socket = accept_with(listener, SocketFlags::CLOEXEC)?;
     let peer = socket_peercred(&socket)?;
     set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE))?;
@@ -71,7 +73,7 @@ pub(crate) fn accept(listener: &OwnedFd) -> io::Result<(OwnedFd, Peer)> {
 }
 
 /// The next connection and its process id. One of another user is turned away: `None`.
-pub(crate) fn accept_own(listener: &OwnedFd) -> io::Result<Option<(OwnedFd, u32)>> {
+pub fn accept_own(listener: &OwnedFd) -> io::Result<Option<(OwnedFd, u32)>> {
     let (socket, peer) = accept(listener)?;
     if peer.uid != rustix::process::geteuid().as_raw() {
         tracing::warn!(uid = peer.uid, "a connection of another user was turned away");
@@ -81,7 +83,7 @@ pub(crate) fn accept_own(listener: &OwnedFd) -> io::Result<Option<(OwnedFd, u32)
 }
 
 /// Wait until there is something to read or the other end hangs up; false if neither within `patience`.
-pub(crate) fn wait_readable(fds: &[&OwnedFd], patience: Duration) -> io::Result<bool> {
+pub fn wait_readable(fds: &[&OwnedFd], patience: Duration) -> io::Result<bool> {
     use rustix::event::{PollFd, PollFlags, poll};
     let mut entries: Vec<_> = fds.iter().map(|fd| PollFd::new(*fd, PollFlags::IN)).collect();
     let patience = rustix::fs::Timespec {

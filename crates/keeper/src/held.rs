@@ -21,7 +21,7 @@ struct Thing {
     pidfd: Option<OwnedFd>,
 }
 
-/// Everything that is held, the host first, then runs, then programs.
+/// Everything that is held of a share: of the agent's the host first, then runs, then programs.
 #[derive(Debug, Default)]
 pub(super) struct Held {
     things: BTreeMap<(KeptKind, u64), Thing>,
@@ -91,7 +91,7 @@ impl Thing {
             None => match self.put.kind {
                 KeptKind::Program => self.put.pid == 0,
                 KeptKind::Orphan => true,
-                KeptKind::Host | KeptKind::Run | KeptKind::Session => false,
+                KeptKind::Host | KeptKind::Run | KeptKind::Session | KeptKind::Node => false,
             },
         }
     }

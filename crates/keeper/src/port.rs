@@ -1,4 +1,4 @@
-//! The agent's connection to the keeper.
+//! A daemon's connection to the keeper.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -7,13 +7,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use aquifer_channel::{connect, receive_frame, send_frame};
-use aquifer_faults::serve::Kept;
-use aquifer_ipc::{Frame, KeptKind, Put};
+use aquifer_channel::{Kept, connect, receive_frame, send_frame};
+use aquifer_ipc::{Frame, KeptKind, Put, Share};
 
 use crate::socket::wait_readable;
 
-/// How long an agent that has just died may still be in the way.
+/// How long a daemon that has just died may still be in the way.
 const TAKE_PATIENCE: Duration = Duration::from_secs(5);
 const TAKE_AGAIN: Duration = Duration::from_millis(10);
 
@@ -26,26 +25,27 @@ struct State {
     given: Given,
 }
 
-/// The agent's connection to the keeper.
+/// A daemon's connection to the keeper. It is the owner of a share for as long as this lives.
 #[derive(Debug)]
-pub(crate) struct KeeperPort {
+pub struct KeeperPort {
     path: PathBuf,
+    share: Share,
     state: Mutex<State>,
 }
 
 impl KeeperPort {
-    /// Connect, and take what an agent before this one has left.
+    /// Connect, and take what the owner of the share before this one has left.
     ///
     /// # Errors
-    /// If there is no keeper: without one no program can be served safely. If another agent lives.
-    pub fn connect(path: &Path) -> io::Result<(Self, Vec<Kept>)> {
+    /// If there is no keeper: without one nothing outlives this process. If another owner lives.
+    pub fn connect(path: &Path, share: Share) -> io::Result<(Self, Vec<Kept>)> {
         let deadline = Instant::now() + TAKE_PATIENCE;
         loop {
             let socket = connect(path)?;
-            match take(&socket) {
+            match take(&socket, share) {
                 Ok(kept) => {
                     let state = Mutex::new(State { socket, given: note(&kept)? });
-                    return Ok((Self { path: path.to_owned(), state }, kept));
+                    return Ok((Self { path: path.to_owned(), share, state }, kept));
                 }
                 Err(error) if Instant::now() >= deadline => return Err(error),
                 Err(_) => std::thread::sleep(TAKE_AGAIN),
@@ -82,9 +82,9 @@ impl KeeperPort {
     }
 
     fn give_all_again(&self, state: &mut State) {
-        let again = connect(&self.path).and_then(|socket| take(&socket).map(|_| socket));
+        let again = connect(&self.path).and_then(|socket| take(&socket, self.share).map(|_| socket));
         let Ok(socket) = again else {
-            tracing::error!("the keeper is gone: should the agent die too, its programs would be in danger");
+            tracing::error!("the keeper is gone: should this process die too, what it had there would be lost");
             return;
         };
         state.socket = socket;
@@ -101,8 +101,8 @@ impl KeeperPort {
     }
 }
 
-fn take(socket: &OwnedFd) -> io::Result<Vec<Kept>> {
-    send_frame(socket, &Frame::Take, &[])?;
+fn take(socket: &OwnedFd, share: Share) -> io::Result<Vec<Kept>> {
+    send_frame(socket, &Frame::Take(share), &[])?;
     let mut kept = Vec::new();
     loop {
         match receive_frame(socket).map_err(io::Error::other)? {
