@@ -104,6 +104,9 @@ pub struct UpArguments {
     /// The most that `aquifer lend` may make each of them lend [default: the same]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub memory_max: Option<u64>,
+    /// When a node is killed or stopped, keep its memory for as long as --grace says: programs wait for it meanwhile, and `aquifer up` starts it again [default: its memory ends with it]
+    #[arg(long)]
+    pub keep_memory: bool,
     /// How nodes are reached: over this machine's shared memory, or over TCP as if they were elsewhere [default: shm]
     #[arg(long, value_name = "FABRIC")]
     pub fabric: Option<Fabric>,
@@ -275,7 +278,7 @@ pub struct SwapServerArguments {
 pub enum PartCommand {
     /// Serve the cluster's metadata
     Directory(DirectoryArguments),
-    /// Hold what must outlive the agent
+    /// Hold what must outlive the agent, and the memory of nodes
     Keeper(KeeperArguments),
     /// Lend memory
     Node(NodeArguments),
@@ -302,7 +305,7 @@ pub struct DirectoryArguments {
 /// `aquifer keeper`
 #[derive(Args, Clone, Debug)]
 pub struct KeeperArguments {
-    /// How long programs wait for an agent that died, before they are ended, such as 500ms or 2m [default: 30s]
+    /// How long programs wait for an agent that died, before they are ended, and memory for its node, such as 500ms or 2m [default: 30s]
     #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
     pub grace: Option<u64>,
     /// How it is started.

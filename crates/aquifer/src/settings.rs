@@ -106,6 +106,10 @@ pub struct NodeSettings {
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub keep_free: Option<u64>,
+    /// When this node's process ends, this machine's keeper holds its memory for so long, and others wait for the node to come back with it; as long as that of the keeper [default: the memory ends with it]
+    #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
+    #[serde(deserialize_with = "time_ms")]
+    pub grace: Option<u64>,
     /// Lend it over a network at this address, such as 10.0.0.1:7400, to whoever has the cluster's key [default: to this machine, by shared memory]
     #[arg(long, value_name = "ADDRESS")]
     pub listen: Option<SocketAddr>,
@@ -204,6 +208,7 @@ impl Settings for NodeSettings {
             memory: self.memory.or(other.memory),
             memory_max: self.memory_max.or(other.memory_max),
             keep_free: self.keep_free.or(other.keep_free),
+            grace: self.grace.or(other.grace),
             listen: self.listen.or(other.listen),
             fabric: self.fabric.or(other.fabric),
             advertise: self.advertise.or(other.advertise),

@@ -252,6 +252,8 @@ impl Endpoint for LastingEndpoint {
         let depth = self.limits.queue_depth;
         let accepted = batch.len().min(depth.saturating_sub(self.under_way.len() + self.waiting.len() + self.done.len()));
         let taken = &batch[..accepted];
+        // Who is told at once may never come to wait for anything.
+        self.look_for_target();
         match (&self.state, self.manner) {
             (State::Over(_, cause), _) => {
                 let cause = *cause;

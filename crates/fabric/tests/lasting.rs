@@ -256,7 +256,6 @@ fn who_does_not_wait_is_told_at_once() {
     assert!(!play.endpoint.is_broken(), "it may come back");
     play.fabric.restart_node(play.target.node());
     done.clear();
-    play.endpoint.poll(&mut done, 9);
     play.local.write(0, &7_u64.to_le_bytes());
     play.endpoint.post(&[work(4, remote)]).unwrap();
     play.fabric.run();

@@ -140,6 +140,11 @@ impl PoolClient {
         Ok(outcome)
     }
 
+    /// See whether nodes are still there, so that a way back is looked for to those that went away. To be called now and then while nothing is asked of them.
+    pub fn tend(&mut self) {
+        self.nodes.values_mut().for_each(Node::tend);
+    }
+
     /// The nodes in use.
     pub fn nodes(&self) -> impl Iterator<Item = NodeId> {
         self.nodes.keys().copied()

@@ -103,6 +103,7 @@ pub fn start(state: &StateDir, shape: &Shape, part: Part) -> Result<Starting, La
             .args(["node", "--id", &id.to_string()])
             .args(["--memory", &shape.memory_bytes.to_string()])
             .args(shape.memory_bytes_max.map(|bytes| format!("--memory-max={bytes}")))
+            .args(shape.keep_memory.then(|| format!("--grace={}ms", shape.grace_ms)))
             .args(shape.ports.get(usize::from(id) - 1).map(|port| format!("--listen=127.0.0.1:{port}")))
             .args(shape.directory_flags()),
         Part::Agent => command

@@ -13,7 +13,7 @@ use aquifer_directory::embedded;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{shm, tcp};
 use aquifer_keeper::{self as keeper, KeeperOptions};
-use aquifer_node::{Listen, NodeOptions, Shutdown};
+use aquifer_node::{Keep, Listen, NodeOptions, Shutdown};
 use rustix::net::SocketType;
 use tracing_subscriber::EnvFilter;
 
@@ -149,6 +149,10 @@ fn node(
     options.memory_bytes_max = settings.memory_max.unwrap_or(memory);
     options.advertise = settings.advertise;
     options.metrics.clone_from(&settings.metrics);
+    options.keep = settings.grace.map(|grace_ms| Keep {
+        keeper: state.socket(&Part::Keeper.to_string()),
+        grace: Duration::from_millis(grace_ms),
+    });
     Ok(aquifer_node::serve(&options, &shutdown, |_| ready.tell())?)
 }
 

@@ -58,6 +58,9 @@ pub struct Shape {
     /// The most that each may be asked to lend, if it was given.
     #[serde(default)]
     pub memory_bytes_max: Option<u64>,
+    /// Whether what they lend outlives their processes.
+    #[serde(default)]
+    pub keep_memory: bool,
     /// The mempool's bound, if it was given.
     pub mempool_bytes: Option<u64>,
     /// What one user's programs may have as extents, if it was given.
@@ -84,6 +87,7 @@ impl Shape {
             nodes: arguments.nodes.unwrap_or(3),
             memory_bytes: arguments.memory.unwrap_or(1 << 30),
             memory_bytes_max: arguments.memory_max,
+            keep_memory: arguments.keep_memory,
             mempool_bytes: arguments.mempool,
             extents_per_user: arguments.extents_per_user,
             shared_socket: arguments.shared_socket.clone(),
@@ -185,6 +189,7 @@ impl Shape {
         let agrees = arguments.nodes.is_none_or(|nodes| nodes == self.nodes)
             && arguments.memory.is_none_or(|memory| memory == self.memory_bytes)
             && arguments.memory_max.is_none_or(|most| Some(most) == self.memory_bytes_max)
+            && (!arguments.keep_memory || self.keep_memory)
             && arguments.mempool.is_none_or(|mempool| Some(mempool) == self.mempool_bytes)
             && arguments.extents_per_user.is_none_or(|quota| Some(quota) == self.extents_per_user)
             && (arguments.shared_socket.is_none() || arguments.shared_socket == self.shared_socket)
@@ -213,6 +218,7 @@ mod tests {
             nodes,
             memory,
             memory_max: None,
+            keep_memory: false,
             fabric: None,
             mempool: None,
             extents_per_user: None,

@@ -222,12 +222,17 @@ impl Stamp {
 
     /// Whether a section is zero from end to end.
     pub fn finds_zeros(&self, client: &mut PoolClient, extent: &Extent) -> bool {
-        let mut found = vec![1; 2 << 20];
+        self.finds(client, extent, 0)
+    }
+
+    /// Whether a section has this byte from end to end.
+    pub fn finds(&self, client: &mut PoolClient, extent: &Extent, byte: u8) -> bool {
+        let mut found = vec![!byte; 2 << 20];
         self.memory.write(0, &found);
         let (local, remote) = self.ends(extent);
         execute(client, Verb::Read { local, remote });
         self.memory.read(0, &mut found);
-        found.iter().all(|byte| *byte == 0)
+        found.iter().all(|found| *found == byte)
     }
 
     fn ends(&self, extent: &Extent) -> (LocalSlice, RemoteAddr) {

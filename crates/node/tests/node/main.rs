@@ -1,6 +1,7 @@
 //! A whole node over shared memory and an embedded directory whose clock the test moves.
 
 mod bed;
+mod keeping;
 mod lending;
 
 use std::sync::atomic::Ordering;

@@ -129,6 +129,7 @@ impl Sender {
     /// Ask nodes whether they live, and look for slabs that lack copies. To be called a few times a second, so that a dead node is noticed when
     /// nothing is evicted.
     pub fn probe(&mut self) {
+        self.pool.tend();
         if self.slabs.replicas() == 1 || self.healer.is_stopped {
             return;
         }

@@ -145,6 +145,12 @@ impl Node {
         Ok(node)
     }
 
+    /// Take what has come of itself: what it was is kept for who waits for it, and a break shows.
+    pub(super) fn tend(&mut self) {
+        self.wire.poll_for(0, 0, &mut None);
+        self.wire.kept.put_back(&mut self.wire.others);
+    }
+
     /// The connection works, whatever became of one before it.
     pub(super) const fn is_well(&mut self) {
         self.is_given_up = false;

@@ -1,0 +1,133 @@
+//! Nodes whose memory is kept are killed, or stopped, and started again under programs that check every byte of their own memory. They wait, and go on. Where nobody
+//! kept it, they are told.
+
+use aquifer_tests_e2e::cluster::text;
+use aquifer_tests_e2e::restart::{await_time, figure, restart_node, start_missing};
+use aquifer_tests_e2e::run::{Running, run_plainly};
+use aquifer_tests_e2e::{Cluster, build, eventually, processes};
+use rustix::process::Signal;
+
+/// The checker's memory and its limit: a quarter.
+const BYTES: &str = "128M";
+const LIMIT: &str = "34M";
+/// Enough to meet the nodes in the middle of many things.
+const RESTARTS_MAX: usize = 8;
+/// Faults that the agent serves before the next node goes.
+const FAULTS: u64 = 300;
+const NODES: usize = 2;
+
+fn cluster(fabric: &str) -> Cluster {
+    Cluster::up_with(NODES, "512M", &["--fabric", fabric, "--keep-memory"])
+}
+
+/// Run the checker while nodes go away under it and come back, and compare with a plain run.
+fn check(fabric: &str, options: &[&str], test: &[&str], go_and_come: impl Fn(&Cluster, usize)) {
+    let checker = build::programs().join("checker");
+    let mut program = vec![checker.to_str().expect("a plain path")];
+    program.extend(test);
+    program.extend(["--bytes", BYTES]);
+    let plain = run_plainly(&program, true);
+    plain.assert_success("the plain run");
+    let mut cluster = cluster(fabric);
+    cluster.set_run_options(options);
+    let mut run = Running::start(&mut cluster.run_command(LIMIT, &program), true, Box::new(|| 0));
+    let (mut restarts, mut seen) = (0, 0);
+    while restarts < RESTARTS_MAX {
+        let goes_on = await_time(&mut run, "faults to be served", || {
+            figure(&cluster, "faults").is_some_and(|faults| {
+                // Those of an agent that is new are counted from nothing.
+                seen = seen.min(faults);
+                faults >= seen + FAULTS
+            })
+        });
+        if !goes_on {
+            break;
+        }
+        seen = figure(&cluster, "faults").unwrap_or(0);
+        go_and_come(&cluster, 1 + restarts % NODES);
+        restarts += 1;
+    }
+    let outcome = run.wait();
+    outcome.assert_success("the run whose nodes went");
+    assert_eq!(text(&outcome.stdout), text(&plain.stdout));
+    assert!(restarts > 0, "no node went");
+    println!("{test:?} over {fabric}: {restarts} nodes went and came back");
+    cluster.assert_all_free();
+}
+
+macro_rules! checks {
+    ($($name:ident: $fabric:literal $options:expr, $test:expr, $go_and_come:expr;)*) => {
+        $(
+            #[test]
+            fn $name() {
+                check($fabric, &$options, &$test, $go_and_come);
+            }
+        )*
+    };
+}
+
+/// Asked to end, as a supervisor does before it starts an upgraded one.
+fn stop_and_start(cluster: &Cluster, number: usize) {
+    let node = cluster.part("node", Some(number));
+    processes::signal(node, Signal::TERM);
+    eventually("the node to end", || (!processes::is_alive(node)).then_some(()));
+    start_missing(cluster, &format!("Started node-{number}"));
+}
+
+/// The agent dies while the node is away, and its next one has to wait for it.
+fn restart_with_agent(cluster: &Cluster, number: usize) {
+    processes::kill(cluster.part("node", Some(number)));
+    processes::kill(cluster.part("agent", None));
+    start_missing(cluster, "Started");
+}
+
+checks! {
+    pages_outlive_a_nodes_process: "shm" [], ["pages", "--rounds", "3"], restart_node;
+    pages_outlive_a_nodes_process_over_tcp: "tcp" [], ["pages", "--rounds", "3"], restart_node;
+    copies_outlive_a_nodes_process: "tcp" ["--replicas", "2"], ["pages", "--rounds", "3"], restart_node;
+    forks_outlive_a_nodes_process: "shm" [], ["fork"], restart_node;
+    forks_outlive_a_nodes_process_over_tcp: "tcp" [], ["fork"], restart_node;
+    pages_outlive_a_nodes_upgrade: "shm" [], ["pages", "--rounds", "3"], stop_and_start;
+    pages_outlive_a_nodes_upgrade_over_tcp: "tcp" [], ["pages", "--rounds", "3"], stop_and_start;
+    pages_outlive_node_and_agent: "shm" [], ["pages", "--rounds", "3"], restart_with_agent;
+    pages_outlive_node_and_agent_over_tcp: "tcp" [], ["pages", "--rounds", "3"], restart_with_agent;
+}
+
+/// A program that goes on until it is ended, most of whose memory is on one node.
+fn endless(cluster: &Cluster) -> Running {
+    let checker = build::programs().join("checker");
+    let program = [checker.to_str().expect("a plain path"), "pages", "--bytes", BYTES, "--rounds", "1000000"];
+    let run = Running::start(&mut cluster.run_command(LIMIT, &program), false, Box::new(|| 0));
+    eventually("a program to be paged", || (figure(cluster, "remote_bytes")? >= 64 << 20).then_some(()));
+    run
+}
+
+fn assert_told(run: Running) {
+    let outcome = run.wait();
+    assert!(!outcome.status.success(), "it cannot have gone on");
+    assert!(!outcome.stderr.contains("checker:"), "it saw wrong memory: {}", outcome.stderr);
+    assert!(outcome.stderr.contains("memory node 1"), "{}", outcome.stderr);
+}
+
+#[test]
+fn a_node_that_comes_back_without_its_memory_says_so() {
+    for fabric in ["shm", "tcp"] {
+        let cluster = Cluster::up_with(1, "512M", &["--fabric", fabric, "--keep-memory"]);
+        let run = endless(&cluster);
+        processes::kill(cluster.part("keeper", None));
+        processes::kill(cluster.part("node", Some(1)));
+        start_missing(&cluster, "Started");
+        assert_told(run);
+        cluster.assert_all_free();
+    }
+}
+
+#[test]
+fn a_node_that_does_not_come_back_is_given_up() {
+    let cluster = Cluster::up_with(1, "512M", &["--fabric", "tcp", "--keep-memory", "--grace", "3s"]);
+    let run = endless(&cluster);
+    processes::kill(cluster.part("node", Some(1)));
+    assert_told(run);
+    start_missing(&cluster, "Started node-1");
+    cluster.assert_all_free();
+}
