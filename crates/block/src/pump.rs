@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use aquifer_pager::filler::Grain;
-use aquifer_pager::{BLOCK_PAGES, Connector, Mutation, Sender, Staged, Written};
+use aquifer_pager::{BLOCK_PAGES, Connector, Mutation, NoRoom, Sender, Staged, Written};
 use aquifer_pool::PoolClient;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -31,6 +31,7 @@ pub struct Pump {
     found: Vec<Staged>,
     done: Vec<Written>,
     is_starved: bool,
+    awaits_node: bool,
 }
 
 impl Pump {
@@ -44,6 +45,7 @@ impl Pump {
             found: Vec::with_capacity(BLOCK_PAGES),
             done: Vec::with_capacity(BLOCK_PAGES),
             is_starved: false,
+            awaits_node: false,
         }
     }
 
@@ -78,10 +80,17 @@ impl Pump {
             assert!((0..sealed.count).all(is_data), "a page of {:?} has changed", sealed.block);
             has_moved = true;
         }
-        let starved = self.sender.advance(&mut self.done).err().map(|error| error.to_string());
+        let refused = self.sender.advance(&mut self.done).err();
+        let is_away = matches!(refused, Some(NoRoom::Away(_)));
+        let starved = refused.map(|error| error.to_string());
         if self.is_starved || starved.is_some() {
             self.is_starved = starved.is_some();
             self.volume.note_starvation(starved);
+        }
+        let awaits_node = self.sender.awaits_node() || is_away;
+        if self.awaits_node != awaits_node {
+            self.awaits_node = awaits_node;
+            self.volume.note_absence(awaits_node);
         }
         if !self.done.is_empty() {
             self.volume.written(&self.done);

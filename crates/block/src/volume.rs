@@ -4,6 +4,8 @@
 //! in the mempool, else on a node, held against their checksum. One lock guards which page is where; it is never held while a node
 //! is asked. What a reader is fetching it keeps a reference to, so that the place is not filled with another page meanwhile.
 
+mod room;
+
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering::Relaxed;
@@ -60,6 +62,8 @@ pub(crate) struct State {
     next_sealed: u64,
     /// Since when the pool has had no room, and what it says.
     starved: Option<(Instant, String)>,
+    /// A node is away, and waited for: nobody loses patience with it.
+    awaits_node: bool,
     is_closed: bool,
     mutation: Mutation,
 }
@@ -123,6 +127,7 @@ impl BlockVolume {
                 unwritten: Vec::new(),
                 next_sealed: 0,
                 starved: None,
+                awaits_node: false,
                 is_closed: false,
                 mutation: Mutation::None,
             }),
@@ -323,47 +328,6 @@ impl BlockVolume {
         }
     }
 
-    /// Wait until a block is open.
-    fn with_room<'a>(&self, mut state: MutexGuard<'a, State>) -> Result<MutexGuard<'a, State>, BlockError> {
-        let mut deadline = None;
-        loop {
-            if state.is_closed {
-                return Err(BlockError::Closed);
-            }
-            if self.has_room(&mut state) {
-                return Ok(state);
-            }
-            let now = Instant::now();
-            let since = state.starved.as_ref().map(|(since, _)| *since);
-            // When the pool has been full for so long already, nobody waits once more.
-            let until = *deadline.get_or_insert_with(|| since.unwrap_or(now) + self.patience);
-            if now >= until {
-                let reason = state.starved.as_ref().map(|(_, reason)| reason.clone());
-                drop(state);
-                return Err(self.no_room(reason));
-            }
-            state = self.changed.wait_timeout(state, until - now).unwrap_or_else(PoisonError::into_inner).0;
-        }
-    }
-
-    /// Whether a block is open, or can be opened.
-    pub(crate) fn has_room(&self, state: &mut State) -> bool {
-        if state.open.is_none() && !state.is_closed {
-            state.open = state.volume.open();
-        }
-        state.open.is_some()
-    }
-
-    fn no_room(&self, reason: Option<String>) -> BlockError {
-        let reason = reason.unwrap_or_else(|| "the memory nodes do not answer".into());
-        let error = BlockError::NoRoom { waited: self.patience, reason: reason.clone() };
-        let before = self.refusal.lock().unwrap_or_else(PoisonError::into_inner).replace(reason);
-        if before.is_none() {
-            tracing::error!(%error, "writes are refused");
-        }
-        error
-    }
-
     /// Take a page in. A block must be open.
     fn store(&self, state: &mut State, page: PageNumber, bytes: &[u8]) {
         Counters::add(&self.counters.written_pages, 1);
@@ -419,30 +383,6 @@ impl BlockVolume {
         for (start, end) in edges {
             let len = usize::try_from(end - start).expect("less than a page");
             self.write(reader, start, &[0; PAGE_BYTES][..len])?;
-        }
-        Ok(())
-    }
-
-    /// Wait until everything that was written before is on memory nodes.
-    ///
-    /// # Errors
-    /// If they took it not, for too long.
-    pub fn flush(&self) -> Result<(), BlockError> {
-        let mut state = self.lock();
-        self.seal(&mut state);
-        let before = state.next_sealed;
-        let deadline = Instant::now() + self.patience;
-        while state.unwritten.iter().any(|(number, _)| *number < before) {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if state.is_closed {
-                return Err(BlockError::Closed);
-            }
-            if left.is_zero() {
-                let reason = state.starved.as_ref().map(|(_, reason)| reason.clone());
-                drop(state);
-                return Err(self.no_room(reason));
-            }
-            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         Ok(())
     }
@@ -506,19 +446,6 @@ impl BlockVolume {
         }
         drop(state);
         self.changed.notify_all();
-    }
-
-    /// Whether the pool has room, as the pump finds it.
-    pub(crate) fn note_starvation(&self, reason: Option<String>) {
-        let mut state = self.lock();
-        match (reason, &mut state.starved) {
-            (Some(reason), None) => {
-                tracing::warn!(reason, "written pages find no room");
-                state.starved = Some((Instant::now(), reason));
-            }
-            (Some(reason), Some((_, last))) => *last = reason,
-            (None, starved) => *starved = None,
-        }
     }
 
     /// Everything that was written is forgotten. The pump has no block any more.

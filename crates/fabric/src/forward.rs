@@ -47,6 +47,11 @@ macro_rules! forward_endpoint {
             self.$inner.late()
         }
     };
+    (@is_away $inner:ident) => {
+        fn is_away(&self) -> bool {
+            self.$inner.is_away()
+        }
+    };
     (@is_broken $inner:ident) => {
         fn is_broken(&self) -> bool {
             self.$inner.is_broken()

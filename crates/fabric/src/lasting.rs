@@ -326,6 +326,10 @@ impl Endpoint for LastingEndpoint {
         matches!(self.state, State::Over(..))
     }
 
+    fn is_away(&self) -> bool {
+        matches!(self.state, State::Away(_))
+    }
+
     fn late(&self) -> Option<Box<dyn Late>> {
         match &self.state {
             State::Here(endpoint) => endpoint.late(),

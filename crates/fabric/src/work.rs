@@ -259,6 +259,11 @@ pub trait Endpoint: Send + std::fmt::Debug {
     /// Whether the peer is known to be dead or the endpoint is broken.
     fn is_broken(&self) -> bool;
 
+    /// Whether the peer is away and waited for ([`crate::lasting`]).
+    fn is_away(&self) -> bool {
+        false
+    }
+
     /// What of it may yet take effect after it is dropped; `None` if nothing can.
     fn late(&self) -> Option<Box<dyn Late>> {
         None

@@ -31,9 +31,12 @@ pub enum NoRoom {
     /// The run has all the slabs it may have.
     #[error("a program can have at most {SLABS_MAX} slabs on memory nodes")]
     TooManySlabs,
+    /// A node is away, and the others have no room. It may come back.
+    #[error("memory node {} is away", .0.0)]
+    Away(NodeId),
     /// No node has room; the last answer.
     #[error("the pool is full: {0}")]
-    Pool(#[from] PoolError),
+    Pool(PoolError),
 }
 
 /// Consecutive free pages of one slab, now taken.
@@ -404,7 +407,12 @@ impl Filler {
                     if let PoolError::NodeGone { node, .. } = error {
                         self.gone.push(node);
                     }
-                    *refused = error.into();
+                    match error {
+                        PoolError::Away { node } => *refused = NoRoom::Away(node),
+                        // Who is away may have room.
+                        _ if matches!(refused, NoRoom::Away(_)) => {}
+                        error => *refused = NoRoom::Pool(error),
+                    }
                 }
             }
         }

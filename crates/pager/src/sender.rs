@@ -366,6 +366,11 @@ impl Sender {
         }
     }
 
+    /// Whether acknowledgements are waited for of a node that is away.
+    pub fn awaits_node(&mut self) -> bool {
+        self.ports.open_ports().any(|(_, port)| port.under_way > 0 && port.endpoint.is_away())
+    }
+
     /// What to wait for when all batches wait for acknowledgements; `None` if a node answers at once.
     pub fn event_fds(&mut self) -> Option<Vec<BorrowedFd<'_>>> {
         self.ports.open_ports().map(|(_, port)| port.endpoint.event_fd()).collect()

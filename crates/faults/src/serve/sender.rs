@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use aquifer_ipc::TAKE_PAGES_MAX;
 use aquifer_pager::{
-    BLOCK_PAGES, BlockId, Mempool, Newcomers, PAGE_BYTES, Sender, SenderStats, SlabSet, Staged,
+    BLOCK_PAGES, BlockId, Mempool, Newcomers, NoRoom, PAGE_BYTES, Sender, SenderStats, SlabSet, Staged,
 };
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::process::Pid;
@@ -210,7 +210,7 @@ impl Loop {
             }
             self.probe();
             self.newcomers.take_in(&mut self.sender, || self.surroundings.nodes());
-            let starved = self.sender.advance(&mut written).err().map(|error| error.to_string());
+            let starved = self.sender.advance(&mut written).err();
             self.note_starvation(starved);
             is_stuck &= written.is_empty() && self.sender.stats() == before;
             for written in written.drain(..) {
@@ -356,14 +356,20 @@ impl Loop {
         }
     }
 
-    fn note_starvation(&self, starved: Option<String>) {
-        if starved.is_some() && !self.shared.is_starved.load(Relaxed) {
+    fn note_starvation(&self, starved: Option<NoRoom>) {
+        let was_starved = self.shared.is_starved.load(Relaxed);
+        // A node that is away comes back, or is gone: only what comes after that lasts.
+        let is_another = !was_starved || matches!(starved, Some(NoRoom::Away(_)));
+        if starved.is_some() && is_another {
             // Before it shows: it is another starvation than the one before.
             self.shared.starvations.fetch_add(1, Relaxed);
-            tracing::warn!(text = starved, "evicted pages find no room");
         }
-        self.shared.is_starved.store(starved.is_some(), Relaxed);
-        let Some(text) = starved else { return };
+        let text = starved.map(|error| error.to_string());
+        if text.is_some() && !was_starved {
+            tracing::warn!(text, "evicted pages find no room");
+        }
+        self.shared.is_starved.store(text.is_some(), Relaxed);
+        let Some(text) = text else { return };
         *self.shared.starvation.lock().unwrap_or_else(PoisonError::into_inner) = text;
     }
 

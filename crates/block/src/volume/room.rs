@@ -1,0 +1,105 @@
+//! Waiting for room: for a block that is open, and for everything that was written to be on memory nodes.
+
+use std::sync::{MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::{BlockVolume, State};
+use crate::error::BlockError;
+
+impl BlockVolume {
+    /// Wait until a block is open.
+    pub(super) fn with_room<'a>(&self, mut state: MutexGuard<'a, State>) -> Result<MutexGuard<'a, State>, BlockError> {
+        let mut deadline = None;
+        loop {
+            if state.is_closed {
+                return Err(BlockError::Closed);
+            }
+            if self.has_room(&mut state) {
+                return Ok(state);
+            }
+            let now = Instant::now();
+            if state.awaits_node {
+                deadline = None;
+                state = self.wait(state, self.patience);
+                continue;
+            }
+            let since = state.starved.as_ref().map(|(since, _)| *since);
+            // When the pool has been full for so long already, nobody waits once more.
+            let until = *deadline.get_or_insert_with(|| since.unwrap_or(now) + self.patience);
+            if now >= until {
+                let reason = state.starved.as_ref().map(|(_, reason)| reason.clone());
+                drop(state);
+                return Err(self.no_room(reason));
+            }
+            state = self.wait(state, until - now);
+        }
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, State>, patience: Duration) -> MutexGuard<'a, State> {
+        self.changed.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    /// Whether a block is open, or can be opened.
+    pub(crate) fn has_room(&self, state: &mut State) -> bool {
+        if state.open.is_none() && !state.is_closed {
+            state.open = state.volume.open();
+        }
+        state.open.is_some()
+    }
+
+    fn no_room(&self, reason: Option<String>) -> BlockError {
+        let reason = reason.unwrap_or_else(|| "the memory nodes do not answer".into());
+        let error = BlockError::NoRoom { waited: self.patience, reason: reason.clone() };
+        let before = self.refusal.lock().unwrap_or_else(PoisonError::into_inner).replace(reason);
+        if before.is_none() {
+            tracing::error!(%error, "writes are refused");
+        }
+        error
+    }
+
+    /// Wait until everything that was written before is on memory nodes.
+    ///
+    /// # Errors
+    /// If they took it not, for too long.
+    pub fn flush(&self) -> Result<(), BlockError> {
+        let mut state = self.lock();
+        self.seal(&mut state);
+        let before = state.next_sealed;
+        let mut deadline = Instant::now() + self.patience;
+        while state.unwritten.iter().any(|(number, _)| *number < before) {
+            if state.awaits_node {
+                deadline = Instant::now() + self.patience;
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if state.is_closed {
+                return Err(BlockError::Closed);
+            }
+            if left.is_zero() {
+                let reason = state.starved.as_ref().map(|(_, reason)| reason.clone());
+                drop(state);
+                return Err(self.no_room(reason));
+            }
+            state = self.wait(state, left);
+        }
+        Ok(())
+    }
+
+    /// Whether the pool has room, as the pump finds it.
+    pub(crate) fn note_starvation(&self, reason: Option<String>) {
+        let mut state = self.lock();
+        match (reason, &mut state.starved) {
+            (Some(reason), None) => {
+                tracing::warn!(reason, "written pages find no room");
+                state.starved = Some((Instant::now(), reason));
+            }
+            (Some(reason), Some((_, last))) => *last = reason,
+            (None, starved) => *starved = None,
+        }
+    }
+
+    /// Whether a node is away that is waited for, as the pump finds it.
+    pub(crate) fn note_absence(&self, awaits_node: bool) {
+        self.lock().awaits_node = awaits_node;
+        self.changed.notify_all();
+    }
+}
