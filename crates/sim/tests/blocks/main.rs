@@ -2,6 +2,9 @@
 //! are damaged, the pool is full, and others write in the middle of a read. In the end everything must have been given back.
 
 #[allow(dead_code, reason = "the paging simulator does more with it")]
+#[path = "../paging/absence.rs"]
+mod absence;
+#[allow(dead_code, reason = "the paging simulator does more with it")]
 #[path = "../paging/cluster.rs"]
 mod cluster;
 #[allow(dead_code, reason = "the other half is for programs' memory")]

@@ -116,7 +116,7 @@ impl Endpoint for MeddledEndpoint {
         self.inner.poll(out, max)
     }
 
-    forward_endpoint!(inner: register_local, receive, regions, limits, is_broken, late);
+    forward_endpoint!(inner: register_local, receive, regions, limits, is_broken, is_away, late);
 }
 
 fn lock(world: &Mutex<World>) -> std::sync::MutexGuard<'_, World> {

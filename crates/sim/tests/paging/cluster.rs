@@ -3,11 +3,14 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use aquifer_fabric::lasting::Manner;
 use aquifer_fabric::sim::{Node, Rng, SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, KeyEntry, Target, Tenant};
 use aquifer_pager::{Connector, PAGE_BYTES, Sender};
 use aquifer_pool::op::{Grant, Recovered, WordAt};
 use aquifer_pool::{Custody, Donation, Extent, NodeId, Pause, PoolClient, SizeClass, donate};
+
+use super::absence::{self, Absence};
 
 /// Bytes of a node: one section. With more, where a client begins to look would depend on how many clients there were before.
 const NODE_BYTES: u64 = 2 << 20;
@@ -22,6 +25,19 @@ struct SimConnector {
     nodes: Nodes,
     host: Host,
     epoch: u64,
+    /// If nodes may be away, and come back with their memory.
+    absence: Option<Absence>,
+}
+
+impl SimConnector {
+    fn connect_in(&self, node: NodeId, manner: Manner) -> Result<Box<dyn Endpoint>, EndpointError> {
+        let who = Identity { host: self.host, epoch: self.epoch, tenant: Tenant(0) };
+        let node = node_of(&self.nodes, usize::from(node.0));
+        match &self.absence {
+            Some(absence) => absence::connect(&self.fabric, absence, node, who, manner),
+            None => self.fabric.connect(node, who),
+        }
+    }
 }
 
 /// By number, who answers to it now.
@@ -33,8 +49,11 @@ fn node_of(nodes: &Nodes, number: usize) -> Node {
 
 impl Connector for SimConnector {
     fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
-        let who = Identity { host: self.host, epoch: self.epoch, tenant: Tenant(0) };
-        self.fabric.connect(node_of(&self.nodes, usize::from(node.0)), who)
+        self.connect_in(node, Manner::Wait)
+    }
+
+    fn connect_promptly(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
+        self.connect_in(node, Manner::Tell)
     }
 
     fn now(&self) -> Duration {
@@ -47,6 +66,9 @@ const SLOW_NS: u64 = 400_000_000;
 
 /// What a dead sender has left on the wire may be so many times slower than its other work.
 const STRAY_FACTORS: [u64; 3] = [1, 2, 8];
+
+/// Whether nodes may be away depends on the schedule alone, and changes nothing of the others.
+const ABSENCES: u64 = 0x61AB_5EAC;
 
 /// Some memory nodes and what was done to them.
 #[derive(Debug)]
@@ -66,6 +88,9 @@ pub struct Cluster {
     /// The node that our hosts do not reach now, and the one that they at times do not.
     cut: Option<usize>,
     once_cut: Option<usize>,
+    /// If nodes may be away, and come back with their memory; and whether any was.
+    absence: Option<Absence>,
+    pub was_away: bool,
     /// Nodes that have heard that our lease is over.
     refusing: Vec<bool>,
     /// Of the agent that connects.
@@ -104,6 +129,8 @@ impl Cluster {
             damaged: vec![false; count],
             cut: None,
             once_cut: None,
+            absence: Rng::new(seed ^ ABSENCES).chance(1, 4).then(Absence::default),
+            was_away: false,
             refusing: vec![false; count],
             epoch: 1,
             custody: Arc::default(),
@@ -116,7 +143,7 @@ impl Cluster {
 
     pub fn connector(&self, host: u16) -> Arc<dyn Connector> {
         let (fabric, nodes, epoch) = (self.fabric.clone(), Arc::clone(&self.nodes), self.epoch);
-        Arc::new(SimConnector { fabric, nodes, host: Host(host), epoch })
+        Arc::new(SimConnector { fabric, nodes, host: Host(host), epoch, absence: self.absence.clone() })
     }
 
     /// Our hosts and a node do not reach each other, from now on, or no longer. It is always the same node, so that the others have all there is
@@ -175,7 +202,9 @@ impl Cluster {
         for (id, alive) in (0..).zip(&self.alive) {
             let is_cut = self.cut == Some(usize::from(id)) && [SENDER, FETCHERS].contains(&host);
             if *alive && !is_cut {
-                let endpoint = connector.connect(NodeId(id)).expect("it is alive");
+                // An agent that begins waits for nodes that are away.
+                self.absence.iter().for_each(|absence| absence.end(&self.fabric));
+                let endpoint = connector.connect_promptly(NodeId(id)).expect("it is alive");
                 pool.add_node(NodeId(id), endpoint).expect("a good node");
             }
         }
@@ -192,6 +221,23 @@ impl Cluster {
             self.has_mourned = true;
         }
         dies
+    }
+
+    /// Whether nodes may be away.
+    pub fn keeps_memory(&self) -> bool {
+        self.absence.is_some()
+    }
+
+    /// A node goes away, and comes back with its memory when it has been looked for some times; or it is back now. Whether it went.
+    pub fn go_away(&mut self, rng: &mut Rng) -> bool {
+        let Some(absence) = &self.absence else { return false };
+        if absence.is_on() {
+            absence.end(&self.fabric);
+            return false;
+        }
+        self.was_away = true;
+        let node = node_of(&self.nodes, rng.index(self.targets.len()));
+        absence.begin(&self.fabric, node, 1 + rng.below(60))
     }
 
     /// Nodes that live.
@@ -318,7 +364,7 @@ impl Cluster {
     }
 
     fn audit_node(&self, node: NodeId) -> Option<Recovered> {
-        let endpoint = self.connector(SENDER).connect(node).ok()?;
+        let endpoint = self.connector(SENDER).connect_promptly(node).ok()?;
         let mut pool = PoolClient::in_custody(Host(SENDER), Tenant(0), Arc::clone(&self.custody));
         pool.add_node(node, endpoint).ok()?;
         self.custody.audit(&mut pool, node, |pause| pause == Pause::Between).ok()?
@@ -326,6 +372,7 @@ impl Cluster {
 
     /// All nodes can be reached again, and those in doubt are audited. What was found.
     pub fn audit_all(&mut self) -> u64 {
+        self.absence.iter().for_each(|absence| absence.end(&self.fabric));
         for host in [SENDER, FETCHERS] {
             for node in 0..self.targets.len() {
                 self.fabric.partition(Host(host), node_of(&self.nodes, node), false);

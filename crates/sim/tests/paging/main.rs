@@ -10,6 +10,7 @@ macro_rules! tell {
     };
 }
 
+mod absence;
 mod cluster;
 mod death;
 mod edge;

@@ -39,6 +39,7 @@ struct Breaks {
     restarts: bool,
     cuts: bool,
     expiry: bool,
+    absence: bool,
 }
 
 /// Play a schedule with one protocol step broken.
@@ -55,6 +56,7 @@ pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
         restarts: rng.chance(1, 2),
         cuts: false,
         expiry: false,
+        absence: false,
     };
     if world.cluster.replicas > 1 {
         // A copy may be lost or damaged, but not all of a page: nothing is excused then.
@@ -65,6 +67,8 @@ pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
     }
     breaks.cuts = !breaks.crashes && !breaks.damage && rng.chance(1, 3);
     breaks.expiry = !breaks.crashes && !breaks.damage && !breaks.cuts && rng.chance(1, 3);
+    let is_hurt = breaks.crashes || breaks.damage || breaks.cuts || breaks.expiry || breaks.full;
+    breaks.absence = world.cluster.keeps_memory() && !is_hurt;
     world.agent_may_die = breaks.restarts;
     let rng = &mut world.rng;
     let threads = if world.moves_often { 2 + rng.index(2) } else { 1 + rng.index(3) };
@@ -239,6 +243,7 @@ impl Schedule {
         let mut world = self.world.borrow_mut();
         let world = &mut *world;
         match world.rng.below(7) {
+            0..3 if breaks.absence => world.seen.absences += u64::from(world.cluster.go_away(&mut world.rng)),
             6 if breaks.cuts => world.cut(),
             6 if breaks.expiry => world.expire(),
             0 if breaks.crashes && world.rng.chance(1, 2) => world.crash(),

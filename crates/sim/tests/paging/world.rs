@@ -58,6 +58,7 @@ pub struct Seen {
     pub cuts: u64,
     /// Nodes that heard that our lease was over.
     pub expiries: u64,
+    pub absences: u64,
     /// Forks after which writes were asked for first, and answers that allowed some.
     pub protections: u64,
     pub unprotected: u64,
@@ -66,7 +67,7 @@ pub struct Seen {
 }
 
 impl Seen {
-    pub fn counts(&self) -> [(&'static str, u64); 31] {
+    pub fn counts(&self) -> [(&'static str, u64); 32] {
         [
             ("evictions", self.evictions),
             ("zero fills", self.zero_fills),
@@ -97,6 +98,7 @@ impl Seen {
             ("restarts of the agent", self.restarts),
             ("nodes out of reach", self.cuts),
             ("nodes that refused us", self.expiries),
+            ("nodes that were away", self.absences),
             ("forks that were protected", self.protections),
             ("writes to protected pages", self.unprotected),
         ]
@@ -132,6 +134,7 @@ impl Seen {
         self.restarts += other.restarts;
         self.cuts += other.cuts;
         self.expiries += other.expiries;
+        self.absences += other.absences;
         self.protections += other.protections;
         self.unprotected += other.unprotected;
         self.stuck_workers += other.stuck_workers;
@@ -391,7 +394,7 @@ impl World {
         }
         let mut written = std::mem::take(&mut self.written);
         let result = self.sender.advance(&mut written);
-        assert!(result.is_ok() || self.cluster.is_full() || self.cluster.is_hurt(), "{result:?}");
+        assert!(result.is_ok() || self.cluster.is_full() || self.cluster.is_hurt() || self.cluster.was_away, "{result:?}");
         for written in written.drain(..) {
             let process = usize::try_from(written.owner).expect("an index");
             self.processes[process].done.push_back(Done::Written(Box::new(written)));
@@ -417,7 +420,7 @@ impl World {
         if self.knocked.is_none()
             && let Some(node) = self.cluster.nodes().find(|node| !self.sender.knows(*node))
         {
-            self.knocked = self.cluster.connector(SENDER).connect(node).ok().map(|endpoint| (node, endpoint));
+            self.knocked = self.cluster.connector(SENDER).connect_promptly(node).ok().map(|endpoint| (node, endpoint));
         }
         if let Some((node, endpoint)) = self.knocked.take_if(|_| self.rng.chance(1, 2)) {
             let taken = self.sender.take_in(node, endpoint);
