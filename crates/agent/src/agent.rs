@@ -7,12 +7,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
+use aquifer_channel::Kept;
 use aquifer_directory::DirectoryError;
 use aquifer_directory::names::AgentRecord;
 use aquifer_extents::{Keep, Left, Reach, Sessions};
 use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
 use aquifer_fabric::{Identity, Tenant};
-use aquifer_channel::Kept;
 use aquifer_faults::serve::{Restored, Service, Surroundings};
 use aquifer_ipc::{KeptKind, Put, Share};
 use aquifer_metrics::{MetricsError, Place as MetricsPlace};
@@ -20,15 +20,15 @@ use aquifer_pager::{Connector, Mempool};
 use aquifer_pool::{Custody, NodeId, PoolClient};
 
 use crate::audit::Audits;
-use aquifer_keeper::KeeperPort;
 use crate::lent::Lent;
 use crate::membership::{Membership, MembershipError};
 use crate::metrics;
 use crate::nodes::Nodes;
 use crate::place::Place;
 use crate::recovery::Recovery;
-use aquifer_keeper::socket::{raise_descriptor_limit, wait_readable};
 use crate::talk::{SETTLE, Talks, attend};
+use aquifer_keeper::KeeperPort;
+use aquifer_keeper::socket::{raise_descriptor_limit, wait_readable};
 
 /// How often to look whether to stop.
 const TICK: Duration = Duration::from_millis(100);

@@ -240,7 +240,16 @@ impl Nodes {
     }
 
     fn reach(&self, place: &Place, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {
-        place.reach.connect(Identity { tenant, ..self.identity }, self.key.as_ref(), &self.connect)
+        let endpoint =
+            place.reach.connect(Identity { tenant, ..self.identity }, self.key.as_ref(), &self.connect)?;
+        if endpoint.regions().is_empty() {
+            // It has just been started anew, and its record is of before.
+            return Err(EndpointError::Unreachable {
+                address: place.reach.address(),
+                source: std::io::Error::new(std::io::ErrorKind::NotConnected, "its memory is not open yet"),
+            });
+        }
+        Ok(endpoint)
     }
 
     /// As another host than this one, to a node that is there.

@@ -2,8 +2,8 @@
 
 use std::os::fd::OwnedFd;
 
-use aquifer_directory::names::AgentRecord;
 use aquifer_channel::Kept;
+use aquifer_directory::names::AgentRecord;
 use aquifer_ipc::KeptKind;
 use aquifer_pager::{Memory, Mempool};
 

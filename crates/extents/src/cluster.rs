@@ -198,7 +198,9 @@ impl Cluster {
                 return self.is_gone(node);
             }
             // It was away, and an audit looks whether that was done.
-            Err(error @ PoolError::Away { .. }) => tracing::debug!(%error, "an extent is given back when it is back"),
+            Err(error @ PoolError::Away { .. }) => {
+                tracing::debug!(%error, "an extent is given back when it is back")
+            }
             // It came back without its memory.
             Err(error @ PoolError::NotAllocated { .. }) => tracing::debug!(%error, "lost with its node"),
             Err(error) => tracing::error!(%error, "an extent could not be given back"),

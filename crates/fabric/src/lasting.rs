@@ -179,8 +179,7 @@ impl LastingEndpoint {
     fn look_for_target(&mut self) -> bool {
         let State::Away(search) = &mut self.state else { return false };
         let Some(found) = search.outcome() else { return false };
-        let State::Away(search) =
-            std::mem::replace(&mut self.state, State::Over(None, WorkError::PeerGone))
+        let State::Away(search) = std::mem::replace(&mut self.state, State::Over(None, WorkError::PeerGone))
         else {
             return false;
         };
@@ -250,7 +249,9 @@ impl LastingEndpoint {
 impl Endpoint for LastingEndpoint {
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
         let depth = self.limits.queue_depth;
-        let accepted = batch.len().min(depth.saturating_sub(self.under_way.len() + self.waiting.len() + self.done.len()));
+        let accepted = batch
+            .len()
+            .min(depth.saturating_sub(self.under_way.len() + self.waiting.len() + self.done.len()));
         let taken = &batch[..accepted];
         // Who is told at once may never come to wait for anything.
         self.look_for_target();

@@ -75,13 +75,15 @@ struct Play {
 
 impl Play {
     fn new(seed: u64, manner: Manner) -> Self {
-        let fabric = SimFabric::new(seed, SimOptions { timeout_ns: 100_000, comes_late: true, ..SimOptions::default() });
+        let fabric = SimFabric::new(
+            seed,
+            SimOptions { timeout_ns: 100_000, comes_late: true, ..SimOptions::default() },
+        );
         let target = fabric.add_node();
         let remote = Arc::new(Memory::create("remote", 4096).unwrap());
         let region = target.register(Arc::clone(&remote), Access::ALL, Scope::Anyone).unwrap();
         let is_hopeless = AtomicBool::new(false);
-        let again =
-            Arc::new(SimAgain { fabric: fabric.clone(), node: target.node(), who: WHO, is_hopeless });
+        let again = Arc::new(SimAgain { fabric: fabric.clone(), node: target.node(), who: WHO, is_hopeless });
         let first = fabric.connect(target.node(), WHO).unwrap();
         let mut endpoint = LastingEndpoint::new(first, Arc::clone(&again) as Arc<dyn Again>, manner);
         let local = Arc::new(Memory::create("local", 4096).unwrap());

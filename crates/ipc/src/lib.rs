@@ -14,7 +14,9 @@ pub mod ring;
 pub mod size;
 
 pub use control::{BUFFERS, Control, TAKE_PAGES_MAX};
-pub use frame::{FRAME_BYTES_MAX, Frame, FrameError, KeptKind, OpenRun, Put, SetLimit, Share, Token, VERSION};
+pub use frame::{
+    FRAME_BYTES_MAX, Frame, FrameError, KeptKind, OpenRun, Put, SetLimit, Share, Token, VERSION,
+};
 pub use hello::Hello;
 
 /// Environment variable that tells a program where the agent listens.

@@ -77,7 +77,8 @@ struct Keeper {
 pub fn serve(options: &KeeperOptions, stop: &AtomicBool, ready: impl FnOnce()) -> io::Result<()> {
     raise_descriptor_limit();
     let listener = listen_or_take(&options.socket, options.listener.as_ref())?;
-    let mut keeper = Keeper { grace: options.grace, connections: Vec::new(), connected: 0, parts: BTreeMap::new() };
+    let mut keeper =
+        Keeper { grace: options.grace, connections: Vec::new(), connected: 0, parts: BTreeMap::new() };
     ready();
     while !stop.load(Relaxed) {
         keeper.turn(&listener)?;

@@ -84,7 +84,9 @@ impl KeeperPort {
     fn give_all_again(&self, state: &mut State) {
         let again = connect(&self.path).and_then(|socket| take(&socket, self.share).map(|_| socket));
         let Ok(socket) = again else {
-            tracing::error!("the keeper is gone: should this process die too, what it had there would be lost");
+            tracing::error!(
+                "the keeper is gone: should this process die too, what it had there would be lost"
+            );
             return;
         };
         state.socket = socket;

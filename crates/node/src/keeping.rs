@@ -60,7 +60,9 @@ impl Kept {
         for kept in left {
             match Before::open(&kept.put.record, kept.fds) {
                 Ok(memory) => before = Some(memory),
-                Err(error) => tracing::error!(node, %error, "the memory that was kept is of no use; what was in it is lost"),
+                Err(error) => {
+                    tracing::error!(node, %error, "the memory that was kept is of no use; what was in it is lost")
+                }
             }
         }
         Ok((Self { port, node }, before))
@@ -71,8 +73,7 @@ impl Kept {
         let record = Record { epoch, key: donation.region.key.0 };
         let record = serde_json::to_string(&record).expect("plain structs are JSON");
         let put = Put { kind: KeptKind::Node, id: u64::from(self.node), pid: 0, record };
-        let fds: Vec<BorrowedFd<'_>> =
-            [donation.memory.fd()].into_iter().chain(target.control()).collect();
+        let fds: Vec<BorrowedFd<'_>> = [donation.memory.fd()].into_iter().chain(target.control()).collect();
         self.port.keep(&put, &fds);
     }
 

@@ -448,7 +448,9 @@ pub(crate) fn give_back_noted(
 pub(crate) fn give_back(pool: &mut PoolClient, extent: Extent) {
     match pool.free(extent) {
         Ok(()) => {}
-        Err(error @ PoolError::Away { .. }) => tracing::debug!(%error, ?extent, "a slab is given back when its node is back"),
+        Err(error @ PoolError::Away { .. }) => {
+            tracing::debug!(%error, ?extent, "a slab is given back when its node is back")
+        }
         Err(error) => {
             tracing::warn!(%error, ?extent, "a slab could not be given back yet; it is looked for when its node answers")
         }

@@ -7,8 +7,8 @@ use aquifer_fabric::Tenant;
 use aquifer_fabric::lasting::{Again, Attempt};
 use aquifer_pool::NodeId;
 
-use super::known::Standing;
 use super::Nodes;
+use super::known::Standing;
 
 /// To one life of a node, on behalf of one user.
 #[derive(Debug)]

@@ -20,7 +20,9 @@ pub(super) struct Place {
 impl Place {
     fn of(record: &NodeRecord) -> Option<Self> {
         match Reach::parse(&record.fabric, &record.address) {
-            Ok(reach) => Some(Self { reach, epoch: record.epoch, kept: Duration::from_millis(record.kept_ms) }),
+            Ok(reach) => {
+                Some(Self { reach, epoch: record.epoch, kept: Duration::from_millis(record.kept_ms) })
+            }
             Err(reason) => {
                 tracing::warn!(node = record.id, reason, "a memory node cannot be used");
                 None
@@ -58,8 +60,12 @@ impl Known {
             return;
         }
         self.listed_at = revision;
-        let missing: Vec<NodeId> =
-            self.here.keys().copied().filter(|node| records.iter().all(|record| record.id != node.0)).collect();
+        let missing: Vec<NodeId> = self
+            .here
+            .keys()
+            .copied()
+            .filter(|node| records.iter().all(|record| record.id != node.0))
+            .collect();
         missing.into_iter().for_each(|node| self.lose(node, now));
         records.iter().for_each(|record| self.meet(record));
     }

@@ -8,7 +8,10 @@ use crate::error::BlockError;
 
 impl BlockVolume {
     /// Wait until a block is open.
-    pub(super) fn with_room<'a>(&self, mut state: MutexGuard<'a, State>) -> Result<MutexGuard<'a, State>, BlockError> {
+    pub(super) fn with_room<'a>(
+        &self,
+        mut state: MutexGuard<'a, State>,
+    ) -> Result<MutexGuard<'a, State>, BlockError> {
         let mut deadline = None;
         loop {
             if state.is_closed {

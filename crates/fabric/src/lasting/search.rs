@@ -99,7 +99,8 @@ impl Search {
             return Ok(Self { by: By::WhoeverPolls(again), late });
         }
         let mut left = late.clone();
-        let rescue = Rescue::start("fabric-lasting", move |is_awaited| seek(&*again, left.as_mut(), is_awaited))?;
+        let rescue =
+            Rescue::start("fabric-lasting", move |is_awaited| seek(&*again, left.as_mut(), is_awaited))?;
         Ok(Self { by: By::Thread(rescue), late })
     }
 

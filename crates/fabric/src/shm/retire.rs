@@ -18,7 +18,8 @@ const WARN_AFTER: Duration = Duration::from_secs(1);
 /// If that is no target's control memory.
 pub fn retire(control: OwnedFd) -> io::Result<()> {
     let stat = rustix::fs::fstat(&control)?;
-    let control = Control::open(control, u64::try_from(stat.st_size).unwrap_or(0)).map_err(io::Error::other)?;
+    let control =
+        Control::open(control, u64::try_from(stat.st_size).unwrap_or(0)).map_err(io::Error::other)?;
     control.set_dead();
     for slot in 0..control.endpoints() {
         let begun = Instant::now();

@@ -313,8 +313,14 @@ impl Target for TcpTarget {
         let index = state.tables.regions.len();
         if let Some(place) = self.shared.memories.get(index) {
             // The key is not known to anyone yet: the base follows below, under the same lock.
-            let region =
-                state.tables.register(&self.shared.control, Arc::clone(&memory), access, scope, table, key)?;
+            let region = state.tables.register(
+                &self.shared.control,
+                Arc::clone(&memory),
+                access,
+                scope,
+                table,
+                key,
+            )?;
             let table = state.tables.regions[index].table.clone();
             let is_first = place.set(Placed { base: region.base, memory, table }).is_ok();
             assert!(is_first, "regions are numbered once");

@@ -148,8 +148,13 @@ const ENTRIES_AT: u64 = 4096;
 fn keyed<H: Harness>(harness: &H) -> (Arc<Memory>, Region) {
     let memory = Arc::new(Memory::create("keyed", 4 << 20).unwrap());
     let table = KeyTable { entries_at: ENTRIES_AT, data: ROW..2 * ROW };
-    let registered =
-        harness.target().register_with(Arc::clone(&memory), Access::ALL, Scope::Host(WHO.host), Some(table), None);
+    let registered = harness.target().register_with(
+        Arc::clone(&memory),
+        Access::ALL,
+        Scope::Host(WHO.host),
+        Some(table),
+        None,
+    );
     (memory, registered.unwrap())
 }
 

@@ -27,7 +27,8 @@ impl Keeper {
     fn start(bed: &Bed) -> Self {
         let socket = bed.dir.path().join("keeper");
         // Nothing is given up while the test runs.
-        let options = KeeperOptions { socket: socket.clone(), grace: Duration::from_secs(1000), listener: None };
+        let options =
+            KeeperOptions { socket: socket.clone(), grace: Duration::from_secs(1000), listener: None };
         let stop = Arc::new(AtomicBool::new(false));
         let theirs = Arc::clone(&stop);
         let (tell, told) = mpsc::channel();
@@ -170,7 +171,8 @@ fn memory_that_nobody_kept_is_another_life() {
 fn a_node_that_lends_nothing_leaves_for_good() {
     let bed = Bed::new();
     let keeper = Keeper::start(&bed);
-    let node = Bed::start_with(NodeOptions { memory_bytes: 0, memory_bytes_max: BYTES, ..options(&bed, &keeper) });
+    let node =
+        Bed::start_with(NodeOptions { memory_bytes: 0, memory_bytes_max: BYTES, ..options(&bed, &keeper) });
     node.stop();
     assert_eq!(names::lives(bed.directory()).expect("it answers"), []);
 }

@@ -143,7 +143,8 @@ fn a_number_is_given_once() {
         memory_bytes: 1,
         memory_bytes_max: 1,
         memory_bytes_wanted: 1,
-        held_up: None, kept_ms: 0,
+        held_up: None,
+        kept_ms: 0,
         epoch: 1,
     };
     bed.directory().put(&names::node(1), &names::encode(&other), None).expect("room");

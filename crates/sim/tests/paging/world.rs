@@ -394,7 +394,10 @@ impl World {
         }
         let mut written = std::mem::take(&mut self.written);
         let result = self.sender.advance(&mut written);
-        assert!(result.is_ok() || self.cluster.is_full() || self.cluster.is_hurt() || self.cluster.was_away, "{result:?}");
+        assert!(
+            result.is_ok() || self.cluster.is_full() || self.cluster.is_hurt() || self.cluster.was_away,
+            "{result:?}"
+        );
         for written in written.drain(..) {
             let process = usize::try_from(written.owner).expect("an index");
             self.processes[process].done.push_back(Done::Written(Box::new(written)));
@@ -420,7 +423,8 @@ impl World {
         if self.knocked.is_none()
             && let Some(node) = self.cluster.nodes().find(|node| !self.sender.knows(*node))
         {
-            self.knocked = self.cluster.connector(SENDER).connect_promptly(node).ok().map(|endpoint| (node, endpoint));
+            self.knocked =
+                self.cluster.connector(SENDER).connect_promptly(node).ok().map(|endpoint| (node, endpoint));
         }
         if let Some((node, endpoint)) = self.knocked.take_if(|_| self.rng.chance(1, 2)) {
             let taken = self.sender.take_in(node, endpoint);
