@@ -2,7 +2,7 @@
 
 use std::os::unix::process::ExitStatusExt;
 
-use aquifer_ipc::{FRAME_BYTES_MAX, Frame, Hello, KeptKind, OpenRun, Put, RUN_VARIABLE, Token};
+use aquifer_ipc::{FRAME_BYTES_MAX, Frame, Hello, KeptKind, OpenRun, Put, RUN_VARIABLE, Share, Token};
 use aquifer_tests_e2e::agent::Connection;
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::run::{Running, mempool_share, status};
@@ -73,7 +73,9 @@ fn cut_changed_and_foreign_frames_are_refused_with_a_reason() {
     refusal(&cluster, &vec![b'A'; FRAME_BYTES_MAX + 1]);
     let put = Put { kind: KeptKind::Program, id: 1, pid: 1, record: String::new() };
     let drop = Frame::Drop(KeptKind::Program, 1);
-    for frame in [Frame::Welcome, Frame::CloseRun, Frame::Put(put), drop, Frame::Take, Frame::Taken] {
+    for frame in
+        [Frame::Welcome, Frame::CloseRun, Frame::Put(put), drop, Frame::Take(Share::Agent), Frame::Taken]
+    {
         assert!(refusal(&cluster, &bytes_of(&frame)).contains("not for an agent"));
     }
     assert_eq!(answer(&cluster, &[]), None, "an empty packet is an end");
