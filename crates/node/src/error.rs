@@ -22,6 +22,9 @@ pub enum NodeError {
     /// It could not be found out how much memory there is.
     #[error("cannot tell how much memory is available: {0}")]
     Unknown(#[source] std::io::Error),
+    /// There is no memory for what it knows of hosts.
+    #[error("no memory to note the epochs of hosts in: {0}")]
+    Epochs(#[source] std::io::Error),
     /// The fabric could not listen.
     #[error("cannot listen: {0}")]
     Listen(#[source] TargetError),

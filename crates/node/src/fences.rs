@@ -20,6 +20,11 @@ pub struct Fences {
 }
 
 impl Fences {
+    /// These were seen by whoever looked before: what became of them since the next list tells.
+    pub const fn after(seen: BTreeMap<Host, u64>) -> Self {
+        Self { alive: seen }
+    }
+
     /// A host's lease lives, with this epoch: all before it are over.
     pub fn present(&mut self, host: Host, epoch: u64) -> Option<Fence> {
         match self.alive.get(&host) {

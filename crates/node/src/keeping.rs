@@ -12,6 +12,7 @@ use aquifer_keeper::KeeperPort;
 use aquifer_pool::Donation;
 use serde::{Deserialize, Serialize};
 
+use crate::epochs::Epochs;
 use crate::error::NodeError;
 
 /// Where memory is kept.
@@ -38,6 +39,8 @@ pub(crate) struct Before {
     pub key: Key,
     /// Which life of the node it is.
     pub epoch: u64,
+    /// The hosts that were seen.
+    pub epochs: Epochs,
 }
 
 /// What is written down with the memory. JSON: it is read once, by the next node, which may be of a newer build.
@@ -69,11 +72,12 @@ impl Kept {
     }
 
     /// Have it hold what is lent, as a life of the node with this epoch.
-    pub fn keep(&self, donation: &Donation, target: &dyn Target, epoch: u64) {
+    pub fn keep(&self, donation: &Donation, epochs: &Epochs, target: &dyn Target, epoch: u64) {
         let record = Record { epoch, key: donation.region.key.0 };
         let record = serde_json::to_string(&record).expect("plain structs are JSON");
         let put = Put { kind: KeptKind::Node, id: u64::from(self.node), pid: 0, record };
-        let fds: Vec<BorrowedFd<'_>> = [donation.memory.fd()].into_iter().chain(target.control()).collect();
+        let fds: Vec<BorrowedFd<'_>> =
+            [donation.memory.fd(), epochs.fd()].into_iter().chain(target.control()).collect();
         self.port.keep(&put, &fds);
     }
 
@@ -93,9 +97,10 @@ impl Before {
     fn open(record: &str, fds: Vec<OwnedFd>) -> io::Result<Self> {
         let Record { epoch, key } = serde_json::from_str(record)?;
         let mut fds = fds.into_iter();
-        let memory = fds.next().ok_or_else(|| io::Error::other("its descriptor is missing"))?;
-        let memory = Arc::new(Memory::whole(memory)?);
+        let mut next = || fds.next().ok_or_else(|| io::Error::other("a descriptor is missing"));
+        let memory = Arc::new(Memory::whole(next()?)?);
+        let epochs = Epochs::open(next()?)?;
         fds.try_for_each(shm::retire)?;
-        Ok(Self { memory, key: Key(key), epoch })
+        Ok(Self { memory, key: Key(key), epoch, epochs })
     }
 }

@@ -11,6 +11,7 @@
 
 mod caretaker;
 mod clearer;
+mod epochs;
 mod error;
 mod fences;
 mod keeping;

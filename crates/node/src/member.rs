@@ -10,6 +10,7 @@ use aquifer_directory::{
 };
 use aquifer_fabric::{Host, Target};
 
+use crate::epochs::Epochs;
 use crate::error::NodeError;
 use crate::fences::{Fence, Fences};
 use crate::lending::{Lending, Told};
@@ -30,6 +31,7 @@ pub(crate) struct Member {
     lease: Lease,
     kept_alive: Instant,
     fences: Fences,
+    epochs: Arc<Epochs>,
     lending: Arc<Lending>,
     events: Arc<Events>,
 }
@@ -42,19 +44,25 @@ pub(crate) struct Newcomer {
     lease: Lease,
     kept_alive: Instant,
     fences: Fences,
+    epochs: Arc<Epochs>,
     events: Arc<Events>,
 }
 
 impl Newcomer {
-    /// Take a lease, and fence all hosts whose leases are known to be over.
+    /// Take a lease, and fence all hosts whose leases are known to be over: those of `epochs` that are not there any more included.
     ///
     /// # Errors
     /// The directory's.
-    pub fn new(directory: Arc<dyn Directory>, ttl: Duration, target: &dyn Target) -> Result<Self, NodeError> {
+    pub fn new(
+        directory: Arc<dyn Directory>,
+        ttl: Duration,
+        epochs: Arc<Epochs>,
+        target: &dyn Target,
+    ) -> Result<Self, NodeError> {
         let lease = directory.lease_grant(ttl)?;
-        let (kept_alive, fences, events) = (Instant::now(), Fences::default(), Arc::default());
-        let mut newcomer = Self { directory, ttl, lease, kept_alive, fences, events };
-        learn_hosts(&*newcomer.directory, &mut newcomer.fences, target, &newcomer.events)?;
+        let (kept_alive, fences, events) = (Instant::now(), Fences::after(epochs.all()), Arc::default());
+        let mut newcomer = Self { directory, ttl, lease, kept_alive, fences, epochs, events };
+        learn_hosts(&*newcomer.directory, &mut newcomer.fences, &newcomer.epochs, target, &newcomer.events)?;
         Ok(newcomer)
     }
 
@@ -68,8 +76,8 @@ impl Newcomer {
     /// # Errors
     /// If the directory fails, or another node has the number.
     pub fn join(self, record: NodeRecord, lending: Arc<Lending>) -> Result<Member, NodeError> {
-        let Self { directory, ttl, lease, kept_alive, fences, events } = self;
-        let member = Member { directory, record, ttl, lease, kept_alive, fences, lending, events };
+        let Self { directory, ttl, lease, kept_alive, fences, epochs, events } = self;
+        let member = Member { directory, record, ttl, lease, kept_alive, fences, epochs, lending, events };
         if let Err(error) = member.put_record() {
             member.go();
             return Err(error);
@@ -202,7 +210,7 @@ impl Member {
     /// If the directory fails, or we fell behind it; to be called again, with a new connection if need be.
     pub fn watch(&mut self, target: &dyn Target, shutdown: &Shutdown) -> Result<(), NodeError> {
         self.keep_alive()?;
-        let revision = learn_hosts(&*self.directory, &mut self.fences, target, &self.events)?;
+        let revision = learn_hosts(&*self.directory, &mut self.fences, &self.epochs, target, &self.events)?;
         let mut watch = self.directory.watch(names::AGENTS, revision + 1)?;
         self.learn_wanted()?;
         let wanted_key = names::wanted(self.record.id);
@@ -228,7 +236,10 @@ impl Member {
         let fence = match event.kind.clone() {
             EventKind::Put { value, lease } => {
                 let entry = Entry { key, value, version: event.revision, lease };
-                lease_of(&entry).and_then(|(host, epoch)| self.fences.present(host, epoch))
+                lease_of(&entry).and_then(|(host, epoch)| {
+                    self.epochs.note(host, epoch);
+                    self.fences.present(host, epoch)
+                })
             }
             EventKind::Delete => names::host_of(&key).and_then(|host| self.fences.gone(Host(host))),
         };
@@ -265,11 +276,13 @@ impl Member {
 fn learn_hosts(
     directory: &dyn Directory,
     fences: &mut Fences,
+    epochs: &Epochs,
     target: &dyn Target,
     events: &Events,
 ) -> Result<u64, DirectoryError> {
     let listing = directory.list(names::AGENTS)?;
     let alive: BTreeMap<Host, u64> = listing.entries.iter().filter_map(lease_of).collect();
+    alive.iter().for_each(|(host, epoch)| epochs.note(*host, *epoch));
     for fence in fences.listed(&alive) {
         shut_out(target, fence, events);
     }

@@ -19,6 +19,7 @@ use aquifer_pool::{NodeId, donate_again, donate_of};
 
 use crate::caretaker::Caretaker;
 use crate::clearer::Clearer;
+use crate::epochs::Epochs;
 use crate::error::NodeError;
 use crate::keeping::{Before, Keep, Kept};
 use crate::lending::Lending;
@@ -185,20 +186,25 @@ pub fn serve(
     let directory = (options.connect)()?;
     let (target, reach) = options.listen.start().map_err(NodeError::Listen)?;
     // Before there is anything to be reached: who is shut out must not get at what was kept.
-    let newcomer = Newcomer::new(directory, options.lease_ttl, &*target)?;
+    let is_again = before.is_some();
+    let (before, epochs) = match before {
+        Some(Before { memory, key, epoch, epochs }) => (Some((memory, key, epoch)), epochs),
+        None => (None, Epochs::new().map_err(NodeError::Epochs)?),
+    };
+    let epochs = Arc::new(epochs);
+    let newcomer = Newcomer::new(directory, options.lease_ttl, Arc::clone(&epochs), &*target)?;
     let own = Own { reach: reach.clone(), key: options.listen.key().cloned() };
     let reach = match options.advertise {
         Some(address) => reach.at(address),
         None => reach,
     };
     let node = NodeId(options.id);
-    let is_again = before.is_some();
     let (donation, epoch) = match before {
-        Some(Before { memory, key, epoch }) => (donate_again(&*target, node, memory, key)?, epoch),
+        Some((memory, key, epoch)) => (donate_again(&*target, node, memory, key)?, epoch),
         None => (donate_of(&*target, node, lent_bytes, options.memory_bytes_max)?, newcomer.epoch()),
     };
     if let Some(kept) = &kept {
-        kept.keep(&donation, &*target, epoch);
+        kept.keep(&donation, &epochs, &*target, epoch);
     }
     let memory_bytes_max = donation.layout.data_bytes();
     let lent_bytes = donation.lent_bytes();

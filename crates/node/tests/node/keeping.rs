@@ -7,13 +7,14 @@ use std::sync::mpsc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use aquifer_directory::Directory;
 use aquifer_directory::names::{self, Life};
 use aquifer_fabric::Tenant;
 use aquifer_keeper::KeeperOptions;
 use aquifer_node::{Keep, NodeError, NodeOptions, Shutdown, serve};
 use aquifer_pool::{Extent, NodeId, SizeClass};
 
-use crate::bed::{BYTES, Bed, Serving, Stamp};
+use crate::bed::{BYTES, Bed, Serving, Stamp, until_fenced};
 
 const HOST: u16 = 1;
 
@@ -108,6 +109,29 @@ fn who_was_shut_out_stays_so() {
     assert!(bed.client(HOST, old.epoch).is_err());
     assert!(client.allocate(NodeId(1), SizeClass::CHUNK).is_err());
     assert!(bed.client(HOST, new.epoch).is_ok());
+    node.stop();
+}
+
+#[test]
+fn whose_lease_ended_while_the_node_was_away_is_shut_out() {
+    let bed = Bed::new();
+    let keeper = Keeper::start(&bed);
+    let (present, gone) = (bed.enrol(HOST), bed.enrol(HOST + 1));
+    let node = start(&bed, &keeper);
+    let was_shut_out = || bed.client(HOST + 3, gone.epoch - 1).is_err();
+    // One whose lease ended before, and that the node has seen go.
+    let seen = bed.enrol(HOST + 3);
+    let mut client = bed.client(HOST + 3, seen.epoch).expect("it listens");
+    bed.directory().lease_revoke(seen.id).expect("it answers");
+    until_fenced(&mut client);
+    assert!(was_shut_out());
+    node.stop();
+    bed.directory().lease_revoke(gone.id).expect("it answers");
+    let node = start(&bed, &keeper);
+    assert!(bed.client(HOST, present.epoch).is_ok());
+    assert!(bed.client(HOST + 1, gone.epoch).is_err(), "its lease ended while nobody looked");
+    assert!(bed.client(HOST + 3, seen.epoch).is_err(), "it was shut out by the process before");
+    assert!(was_shut_out());
     node.stop();
 }
 
