@@ -1,5 +1,6 @@
 //! The agent's life: a place in the directory, sockets for programs.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
@@ -121,6 +122,10 @@ impl Surroundings for Host {
         self.nodes.list()
     }
 
+    fn await_nodes(&self, nodes: &BTreeSet<NodeId>) {
+        self.nodes.await_these(nodes);
+    }
+
     fn keep(&self, put: &Put, fds: &[BorrowedFd<'_>]) {
         self.keeper.keep(put, fds);
     }
@@ -158,7 +163,7 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
         Nodes::new(Arc::clone(&options.directory), identity, options.key.clone(), options.connect.clone());
     membership.watch_nodes(&nodes)?;
     if place.before.is_some() {
-        nodes.await_away(|| stop.load(Relaxed)).map_err(MembershipError::Directory)?;
+        nodes.remember_lives().map_err(MembershipError::Directory)?;
     }
     let Place { before, mempool, listener, shared } = place;
     let record = serde_json::to_string(membership.record()).expect("plain structs are JSON");
@@ -179,6 +184,7 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
         Arc::clone(&host) as Arc<dyn Keep>,
         options.extents_per_user,
     );
+    nodes.await_these(&left.iter().flat_map(Left::nodes).collect());
     sessions.restore(left);
     let restored = if before.is_some() { service.restore(kept) } else { service.refuse(kept) };
     for Restored { run, owner } in restored {

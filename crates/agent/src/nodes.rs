@@ -3,6 +3,7 @@
 mod back;
 mod known;
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};
 use std::time::{Duration, Instant};
 
@@ -93,22 +94,35 @@ impl Nodes {
         self.write().change(NodeId(number), record.as_ref(), event.revision, Instant::now());
     }
 
-    /// Nodes that are away while their memory is kept are waited for, as long as that is: who goes on with what another had there needs them. Returns
-    /// when none is, or `stop` says so.
+    /// Learn of memory that there was before this agent, and that may come back with its node.
     ///
     /// # Errors
     /// The directory's.
-    pub(crate) fn await_away(&self, stop: impl Fn() -> bool) -> Result<(), DirectoryError> {
+    pub(crate) fn remember_lives(&self) -> Result<(), DirectoryError> {
         let lives = names::lives(&*self.directory)?;
         self.write().remember(&lives, Instant::now());
-        let mut is_told = false;
-        while self.read().awaits_any(Instant::now()) && !stop() {
-            if !std::mem::replace(&mut is_told, true) {
-                tracing::info!("a memory node is away, and its memory is kept; waiting for it");
-            }
-            std::thread::sleep(LOOK_EVERY);
-        }
         Ok(())
+    }
+
+    /// Wait for those of these nodes that do not answer, and may come back with their memory: until they are there, or may not come back any more.
+    pub(crate) fn await_these(&self, nodes: &BTreeSet<NodeId>) {
+        for node in nodes {
+            let may_come_back = match self.standing(*node, Instant::now()) {
+                Standing::Here(place) => !place.kept.is_zero(),
+                Standing::Away => {
+                    tracing::info!(
+                        node = node.0,
+                        "a memory node is away, and its memory is kept; waiting for it"
+                    );
+                    true
+                }
+                Standing::Unknown => false,
+            };
+            // One that has just died is in the directory until its lease is over: whether it is there only it can tell.
+            if may_come_back && let Err(error) = self.connect(*node, self.identity.tenant) {
+                tracing::warn!(node = node.0, %error, "a memory node has not come back");
+            }
+        }
     }
 
     /// How many there are, if they are fewer than `wanted` by the directory itself: what is told by a watch comes a

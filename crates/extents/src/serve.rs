@@ -12,6 +12,7 @@ use aquifer_channel::{send_frame, try_send_frame};
 use aquifer_fabric::{Memory, Tenant};
 use aquifer_ipc::ring::{Answer, Broken, RING_BYTES, Request, Ring, SLOTS, Words};
 use aquifer_ipc::{Frame, KeptKind, Put, VERSION};
+use aquifer_pool::NodeId;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::{Deserialize, Serialize};
 
@@ -151,6 +152,11 @@ impl Left {
         // Its program speaks otherwise: what it has is given back.
         shared.stop.store(record.version != VERSION, Relaxed);
         Ok(Self { id: put.id, shared, parts: Parts { ring, book, process } })
+    }
+
+    /// The nodes that it has something of.
+    pub fn nodes(&self) -> impl Iterator<Item = NodeId> {
+        self.parts.book.entries().map(|(_, entry)| entry.extent.node)
     }
 
     /// What it has of the pool, as far as its agent could write it down.

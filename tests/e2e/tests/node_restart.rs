@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use aquifer_tests_e2e::checked::Checked;
 use aquifer_tests_e2e::cluster::text;
+use aquifer_tests_e2e::network::Part;
 use aquifer_tests_e2e::restart::{await_time, figure, restart_node, start_missing};
 use aquifer_tests_e2e::run::{Running, run_plainly};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes, swap};
@@ -165,6 +166,32 @@ fn endless(cluster: &Cluster) -> Running {
     let run = Running::start(&mut cluster.run_command(LIMIT, &program), false, Box::new(|| 0));
     eventually("a program to be paged", || (figure(cluster, "remote_bytes")? >= 64 << 20).then_some(()));
     run
+}
+
+/// Node and agent are gone, and the agent is back first: by the directory the node is still there.
+#[test]
+fn an_agent_waits_for_a_node_before_it_goes_on() {
+    for fabric in ["shm", "tcp"] {
+        let cluster = Cluster::up_with(1, "512M", &["--fabric", fabric, "--keep-memory"]);
+        let checker = build::programs().join("checker");
+        let program = [checker.to_str().expect("a plain path"), "pages", "--bytes", BYTES, "--rounds", "3"];
+        let mut run = Running::start(&mut cluster.run_command(LIMIT, &program), false, Box::new(|| 0));
+        let is_paged = || figure(&cluster, "remote_bytes").is_some_and(|bytes| bytes >= 64 << 20);
+        assert!(await_time(&mut run, "a program to be paged", is_paged), "it has ended");
+        processes::kill(cluster.part("node", Some(1)));
+        processes::kill(cluster.part("agent", None));
+        let agent = std::thread::scope(|scope| {
+            let agent = scope.spawn(|| Part::start_here(cluster.state(), &["agent", "--grace", "30s"]));
+            eventually("the agent to be there", || cluster.parts().len().ge(&3).then_some(()));
+            start_missing(&cluster, "Started node-1");
+            agent.join().expect("it serves")
+        });
+        let outcome = run.wait();
+        outcome.assert_success("the run whose node and agent went");
+        assert_eq!(text(&outcome.stdout), text(&run_plainly(&program, false).stdout));
+        cluster.assert_all_free();
+        drop(agent);
+    }
 }
 
 fn assert_told(run: Running) {

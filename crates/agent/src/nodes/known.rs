@@ -115,11 +115,6 @@ impl Known {
         if is_awaited { Standing::Away } else { Standing::Unknown }
     }
 
-    /// Whether a node is not there and may come back.
-    pub fn awaits_any(&self, now: Instant) -> bool {
-        self.away.values().any(|until| now < *until)
-    }
-
     /// Those that are there.
     pub fn here(&self) -> impl ExactSizeIterator<Item = NodeId> {
         self.here.keys().copied()
@@ -155,10 +150,8 @@ mod tests {
         assert_eq!(known.standing(NodeId(1), at(599)), Standing::Away);
         assert_eq!(known.standing(NodeId(1), at(600)), Standing::Unknown);
         assert_eq!(known.standing(NodeId(2), at(100)), Standing::Unknown);
-        assert!(known.awaits_any(at(599)) && !known.awaits_any(at(600)));
         known.change(NodeId(1), Some(&record(1, 7, 500)), 13, at(200));
         assert!(matches!(known.standing(NodeId(1), at(900)), Standing::Here(Place { epoch: 7, .. })));
-        assert!(!known.awaits_any(at(300)));
         // A listing in which it is missing says the same as its deletion.
         known.list(&[], 14, at(1000));
         assert_eq!(known.standing(NodeId(1), at(1400)), Standing::Away);
