@@ -1,6 +1,5 @@
 //! The agent's life: a place in the directory, sockets for programs.
 
-use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
@@ -120,10 +119,6 @@ impl Surroundings for Host {
 
     fn nodes(&self) -> Vec<NodeId> {
         self.nodes.list()
-    }
-
-    fn await_nodes(&self, nodes: &BTreeSet<NodeId>) {
-        self.nodes.await_these(nodes);
     }
 
     fn keep(&self, put: &Put, fds: &[BorrowedFd<'_>]) {

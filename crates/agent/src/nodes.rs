@@ -222,8 +222,7 @@ impl Nodes {
             };
             // One that has just died is in the directory until its lease is over.
             let since = *failing_since.get_or_insert_with(Instant::now);
-            let may_be_away = place.is_none_or(|place| since.elapsed() < place.kept)
-                && matches!(error, EndpointError::Unreachable { .. });
+            let may_be_away = place.is_none_or(|place| since.elapsed() < place.kept) && error.is_of_absence();
             if manner == Manner::Tell || !may_be_away {
                 return Err(error);
             }

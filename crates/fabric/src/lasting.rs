@@ -65,16 +65,8 @@ enum State {
 #[derive(Clone, Copy, Debug)]
 struct UnderWay {
     work: Work,
-    fate: Fate,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Fate {
-    Posted,
-    /// The endpoint broke: nobody knows.
-    Doubtful,
-    /// It broke before it came to this.
-    Undone,
+    /// The endpoint broke over it. Whether it was done nobody knows: also of what was flushed not every device does.
+    is_doubtful: bool,
 }
 
 impl LastingEndpoint {
@@ -128,17 +120,16 @@ impl LastingEndpoint {
     }
 
     fn settle(&mut self, completion: Completion) {
-        let is_it = |posted: &UnderWay| posted.fate == Fate::Posted && posted.work.id == completion.id;
+        let is_it = |posted: &UnderWay| !posted.is_doubtful && posted.work.id == completion.id;
         let Some(mut at) = self.under_way.iter().position(is_it) else { return };
         match completion.outcome {
-            Err(WorkError::PeerGone | WorkError::Timeout) if !self.is_shut_out => {
-                self.under_way[at].fate = Fate::Doubtful;
+            Err(WorkError::PeerGone | WorkError::Timeout | WorkError::Flushed) if !self.is_shut_out => {
+                self.under_way[at].is_doubtful = true;
             }
-            Err(WorkError::Flushed) if !self.is_shut_out => self.under_way[at].fate = Fate::Undone,
             outcome => {
                 self.is_shut_out |= outcome == Err(WorkError::Fenced);
                 // What was posted before, and has not asked for a completion, is done, too.
-                let is_silent = |posted: &UnderWay| posted.fate == Fate::Posted && !posted.work.signalled;
+                let is_silent = |posted: &UnderWay| !posted.is_doubtful && !posted.work.signalled;
                 for before in (0..at).rev() {
                     if is_silent(&self.under_way[before]) {
                         self.under_way.remove(before);
@@ -163,15 +154,18 @@ impl LastingEndpoint {
         // The endpoint is dropped before another is made.
         self.state = State::Over(None, WorkError::PeerGone);
         self.state = Self::search(&self.again, late);
-        let left = self.waiting.drain(..).map(|work| UnderWay { work, fate: Fate::Undone });
-        let left: Vec<_> = self.under_way.drain(..).chain(left).collect();
-        for UnderWay { work, fate } in left {
+        let waiting = std::mem::take(&mut self.waiting);
+        for UnderWay { work, .. } in std::mem::take(&mut self.under_way) {
             let is_repeatable = matches!(work.verb, Verb::Read { .. } | Verb::Write { .. });
-            if self.manner == Manner::Wait && (is_repeatable || fate == Fate::Undone) {
+            if self.manner == Manner::Wait && is_repeatable {
                 self.waiting.push_back(work);
             } else {
                 self.end(work, WorkError::Away);
             }
+        }
+        match self.manner {
+            Manner::Wait => self.waiting.extend(waiting),
+            Manner::Tell => waiting.into_iter().for_each(|work| self.end(work, WorkError::Away)),
         }
     }
 
@@ -241,7 +235,7 @@ impl LastingEndpoint {
             }
         };
         let (posted, left) = batch.split_at(accepted);
-        self.under_way.extend(posted.iter().map(|work| UnderWay { work: *work, fate: Fate::Posted }));
+        self.under_way.extend(posted.iter().map(|work| UnderWay { work: *work, is_doubtful: false }));
         self.waiting.extend(left);
     }
 }

@@ -191,6 +191,18 @@ pub enum EndpointError {
     },
 }
 
+impl EndpointError {
+    /// Whether nobody answers there, or who does is about to end: another may be there soon.
+    #[must_use]
+    pub fn is_of_absence(&self) -> bool {
+        match self {
+            Self::Unreachable { .. } => true,
+            Self::Refused { reason, .. } => reason == crate::tcp::LEAVING,
+            Self::Protocol { .. } | Self::Local { .. } | Self::TooManyLocal { .. } => false,
+        }
+    }
+}
+
 /// What one endpoint can bear.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Limits {

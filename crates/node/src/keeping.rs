@@ -9,7 +9,6 @@ use std::time::Duration;
 use aquifer_fabric::{Key, Memory, Target, shm};
 use aquifer_ipc::{KeptKind, Put, Share};
 use aquifer_keeper::KeeperPort;
-use aquifer_pool::Donation;
 use serde::{Deserialize, Serialize};
 
 use crate::epochs::Epochs;
@@ -71,13 +70,13 @@ impl Kept {
         Ok((Self { port, node }, before))
     }
 
-    /// Have it hold what is lent, as a life of the node with this epoch.
-    pub fn keep(&self, donation: &Donation, epochs: &Epochs, target: &dyn Target, epoch: u64) {
-        let record = Record { epoch, key: donation.region.key.0 };
+    /// Have it hold memory that is lent under this key, as a life of the node with this epoch.
+    pub fn keep(&self, memory: &Memory, key: Key, epochs: &Epochs, target: &dyn Target, epoch: u64) {
+        let record = Record { epoch, key: key.0 };
         let record = serde_json::to_string(&record).expect("plain structs are JSON");
         let put = Put { kind: KeptKind::Node, id: u64::from(self.node), pid: 0, record };
         let fds: Vec<BorrowedFd<'_>> =
-            [donation.memory.fd(), epochs.fd()].into_iter().chain(target.control()).collect();
+            [memory.fd(), epochs.fd()].into_iter().chain(target.control()).collect();
         self.port.keep(&put, &fds);
     }
 

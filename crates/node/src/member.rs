@@ -42,7 +42,6 @@ pub(crate) struct Newcomer {
     directory: Arc<dyn Directory>,
     ttl: Duration,
     lease: Lease,
-    kept_alive: Instant,
     fences: Fences,
     epochs: Arc<Epochs>,
     events: Arc<Events>,
@@ -60,8 +59,13 @@ impl Newcomer {
         target: &dyn Target,
     ) -> Result<Self, NodeError> {
         let lease = directory.lease_grant(ttl)?;
-        let (kept_alive, fences, events) = (Instant::now(), Fences::after(epochs.all()), Arc::default());
-        let mut newcomer = Self { directory, ttl, lease, kept_alive, fences, epochs, events };
+        let seen = epochs.all();
+        // Whoever was seen has shut out who was there under its number before, as far as the process before this one is concerned.
+        for (host, epoch) in &seen {
+            epoch.checked_sub(1).into_iter().for_each(|epoch| target.fence(*host, epoch));
+        }
+        let (fences, events) = (Fences::after(seen), Arc::default());
+        let mut newcomer = Self { directory, ttl, lease, fences, epochs, events };
         learn_hosts(&*newcomer.directory, &mut newcomer.fences, &newcomer.epochs, target, &newcomer.events)?;
         Ok(newcomer)
     }
@@ -76,7 +80,13 @@ impl Newcomer {
     /// # Errors
     /// If the directory fails, or another node has the number.
     pub fn join(self, record: NodeRecord, lending: Arc<Lending>) -> Result<Member, NodeError> {
-        let Self { directory, ttl, lease, kept_alive, fences, epochs, events } = self;
+        let Self { directory, ttl, mut lease, fences, epochs, events } = self;
+        // To register memory that a device pins may have taken longer than the lease lasts.
+        let kept_alive = Instant::now();
+        match directory.lease_keep_alive(lease.id) {
+            Err(DirectoryError::LeaseGone(_)) => lease = directory.lease_grant(ttl)?,
+            outcome => outcome?,
+        }
         let member = Member { directory, record, ttl, lease, kept_alive, fences, epochs, lending, events };
         if let Err(error) = member.put_record() {
             member.go();
@@ -172,7 +182,7 @@ impl Member {
     }
 
     /// Whatever was asked for while nobody listened.
-    fn learn_wanted(&self) -> Result<(), DirectoryError> {
+    pub fn learn_wanted(&self) -> Result<(), DirectoryError> {
         if let Some(entry) = self.directory.get(&names::wanted(self.record.id))? {
             self.heed_wanted(&entry);
         }

@@ -23,7 +23,7 @@ use crate::epochs::Epochs;
 use crate::error::NodeError;
 use crate::keeping::{Before, Keep, Kept};
 use crate::lending::Lending;
-use crate::member::Newcomer;
+use crate::member::{Member, Newcomer};
 use crate::memory::{affordable_bytes, available_bytes};
 use crate::metrics;
 use crate::own::{Own, OwnPool};
@@ -181,12 +181,12 @@ pub fn serve(
         }
         None => (None, None),
     };
-    let lent_bytes = if before.is_some() { 0 } else { begin_with(options)? / SECTION_BYTES * SECTION_BYTES };
+    // Found out before there is anything to be undone.
+    let lent_bytes = if before.is_some() { None } else { Some(begin_with(options)?) };
     // Connected first: without a directory nobody would ever find the memory.
     let directory = (options.connect)()?;
     let (target, reach) = options.listen.start().map_err(NodeError::Listen)?;
     // Before there is anything to be reached: who is shut out must not get at what was kept.
-    let is_again = before.is_some();
     let (before, epochs) = match before {
         Some(Before { memory, key, epoch, epochs }) => (Some((memory, key, epoch)), epochs),
         None => (None, Epochs::new().map_err(NodeError::Epochs)?),
@@ -199,13 +199,30 @@ pub fn serve(
         None => reach,
     };
     let node = NodeId(options.id);
-    let (donation, epoch) = match before {
-        Some((memory, key, epoch)) => (donate_again(&*target, node, memory, key)?, epoch),
-        None => (donate_of(&*target, node, lent_bytes, options.memory_bytes_max)?, newcomer.epoch()),
+    let again = before.and_then(|(memory, key, epoch)| {
+        if let Some(kept) = &kept {
+            // First: whoever opens it after us must know of our peers, too.
+            kept.keep(&memory, key, &epochs, &*target, epoch);
+        }
+        donate_again(&*target, node, memory, key)
+            .inspect_err(|error| tracing::error!(node = options.id, %error, "what was in it is lost"))
+            .map(|donation| (donation, epoch))
+            .ok()
+    });
+    let is_again = again.is_some();
+    let (donation, epoch) = match again {
+        Some(again) => again,
+        None => {
+            let lent_bytes = lent_bytes.map_or_else(|| begin_with(options), Ok)?;
+            let lent_bytes = lent_bytes / SECTION_BYTES * SECTION_BYTES;
+            let donation = donate_of(&*target, node, lent_bytes, options.memory_bytes_max)?;
+            let epoch = newcomer.epoch();
+            if let Some(kept) = &kept {
+                kept.keep(&donation.memory, donation.region.key, &epochs, &*target, epoch);
+            }
+            (donation, epoch)
+        }
     };
-    if let Some(kept) = &kept {
-        kept.keep(&donation, &epochs, &*target, epoch);
-    }
     let memory_bytes_max = donation.layout.data_bytes();
     let lent_bytes = donation.lent_bytes();
     let wanted_bytes = (options.memory_bytes / SECTION_BYTES * SECTION_BYTES).min(memory_bytes_max);
@@ -223,6 +240,9 @@ pub fn serve(
     };
     let lending = Arc::new(Lending::new(lent_bytes, wanted_bytes));
     let mut member = newcomer.join(record, Arc::clone(&lending))?;
+    // What was wished of this life before counts from the beginning.
+    let heard = member.learn_wanted().map_err(NodeError::from).inspect_err(|_| member.go());
+    heard?;
     if is_again {
         tracing::info!(node = options.id, bytes = lent_bytes, "goes on with the memory that was kept");
     } else {
@@ -241,12 +261,12 @@ pub fn serve(
     let unsure = if is_again { 0..donation.layout.sections() } else { 0..0 };
     let caretaker = Caretaker::start(OwnPool::new(own, node, unsure), clearer, resizer, kept.clone())
         .map_err(NodeError::Caretaker)
-        .inspect_err(|_| member.leave())?;
+        .inspect_err(|_| give_up(&member, kept.as_deref()))?;
     let figures = |listener| {
         metrics::serve(listener, donation.clone(), Arc::clone(&target), lending, Arc::clone(member.events()))
     };
     let served = listener.map(figures).transpose();
-    let _metrics = served.inspect_err(|_| member.leave())?;
+    let _metrics = served.inspect_err(|_| give_up(&member, kept.as_deref()))?;
     ready(&Ready { record: member.record().clone() });
     while !shutdown.is_requested() {
         let Err(error) = member.watch(&*target, shutdown) else {
@@ -264,15 +284,22 @@ pub fn serve(
         }
     }
     drop(caretaker);
-    match kept {
-        // Only what is not lent nobody can be about to take.
-        Some(_) if donation.lent_bytes() > 0 => member.go(),
-        kept => {
-            member.leave();
-            kept.iter().for_each(|kept| kept.forget());
-        }
+    if donation.lent_bytes() > 0 {
+        give_up(&member, kept.as_deref());
+    } else {
+        // Nobody can be about to take any of it.
+        kept.iter().for_each(|kept| kept.forget());
+        member.leave();
     }
     Ok(())
+}
+
+/// The node ends. What is kept may come back.
+fn give_up(member: &Member, kept: Option<&Kept>) {
+    match kept {
+        Some(_) => member.go(),
+        None => member.leave(),
+    }
 }
 
 /// What a node lends at first: what it was told, or, if it looks after its machine, what there is of it.

@@ -166,12 +166,7 @@ impl Filler {
         // Copies that are not in the memory that their nodes have now are gone. Of a node that does not answer nothing is known, which is not
         // the same.
         self.forget_copies(|copy| !pool.is_current(copy).unwrap_or(true));
-        let mut nodes: Vec<NodeId> = Vec::new();
-        for copy in self.in_use.iter().flat_map(|slab| self.slabs.copies(slab).iter()) {
-            if !nodes.contains(&copy.node) {
-                nodes.push(copy.node);
-            }
-        }
+        let mut nodes = self.nodes();
         nodes.retain(|node| {
             let is_known = pool.nodes().any(|other| other == *node);
             if !is_known {
@@ -180,6 +175,17 @@ impl Filler {
             }
             is_known
         });
+        nodes
+    }
+
+    /// The nodes that slabs are on.
+    pub fn nodes(&self) -> Vec<NodeId> {
+        let mut nodes: Vec<NodeId> = Vec::new();
+        for copy in self.in_use.iter().flat_map(|slab| self.slabs.copies(slab).iter()) {
+            if !nodes.contains(&copy.node) {
+                nodes.push(copy.node);
+            }
+        }
         nodes
     }
 

@@ -5,8 +5,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use aquifer_fabric::{Endpoint, EndpointError};
-use aquifer_pool::NodeId;
+use aquifer_pool::{NodeId, PoolClient};
 
+use crate::filler::Filler;
 use crate::ports::Connector;
 use crate::sender::Sender;
 
@@ -17,6 +18,22 @@ const RETRY_AFTER: Duration = Duration::from_secs(1);
 
 /// A thread that connects to a node: one that stands still would keep the sender.
 type Knock = JoinHandle<(NodeId, Result<Box<dyn Endpoint>, EndpointError>)>;
+
+/// After a restart: nodes that slabs are on, and that did not answer just now, are asked once more, and waited for if their memory is kept. What is on others is given up.
+pub(crate) fn reach(filler: &Filler, pool: &mut PoolClient, connector: &dyn Connector) {
+    for node in filler.nodes() {
+        if pool.nodes().any(|other| other == node) {
+            continue;
+        }
+        let endpoint = connector.connect(node).and_then(|_| connector.connect_promptly(node));
+        let reached = endpoint.map_err(|error| error.to_string());
+        if let Err(error) =
+            reached.and_then(|endpoint| pool.add_node(node, endpoint).map_err(|error| error.to_string()))
+        {
+            tracing::debug!(node = node.0, error, "a memory node that slabs are on does not answer");
+        }
+    }
+}
 
 /// Who looks for nodes that a sender does not know.
 #[derive(Debug)]

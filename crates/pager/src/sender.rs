@@ -21,6 +21,7 @@ use crate::filler::{Filler, Grain, NoRoom, Room};
 use crate::integrity::{is_zero, page_crc};
 use crate::mempool::{BLOCK_PAGES, BlockId, Mempool};
 use crate::mutation::Mutation;
+use crate::newcomers::reach;
 use crate::page::{Location, PAGE_BYTES};
 use crate::ports::{Connector, Ports};
 use crate::slabs::{Copies, SlabId, SlabSet, page_of};
@@ -183,6 +184,7 @@ impl Sender {
     ) -> Self {
         pool.enter(&slabs);
         let mut filler = Filler::new(Arc::clone(&slabs), seed);
+        reach(&filler, &mut pool, &*connector);
         let nodes = filler.take_over(&mut pool);
         Self {
             filler,
@@ -366,14 +368,10 @@ impl Sender {
         }
     }
 
-    /// Whether acknowledgements are waited for of a node that is away.
-    pub fn awaits_node(&mut self) -> bool {
-        self.ports.open_ports().any(|(_, port)| port.under_way > 0 && port.endpoint.is_away())
-    }
-
     /// What to wait for when all batches wait for acknowledgements; `None` if a node answers at once.
     pub fn event_fds(&mut self) -> Option<Vec<BorrowedFd<'_>>> {
-        self.ports.open_ports().map(|(_, port)| port.endpoint.event_fd()).collect()
+        let busy = self.ports.open_ports().filter(|(_, port)| port.under_way > 0);
+        busy.map(|(_, port)| port.endpoint.event_fd()).collect()
     }
 
     /// Whether a memory node is in use.

@@ -128,14 +128,12 @@ impl PoolClient {
     fn run<M: Machine>(&mut self, id: NodeId, machine: M) -> Result<Result<M::Output, Failure>, PoolError> {
         let _under_way = self.custody.under_way();
         let node = self.nodes.get_mut(&id).ok_or(PoolError::NoSuchNode { node: id })?;
+        node.begin();
         let outcome = node.run(machine);
-        match outcome {
-            Err(Failure::Work(_)) => {
-                if let Some(late) = node.take_late() {
-                    self.custody.give_up(id, node.region_key(), late);
-                }
-            }
-            _ => node.is_well(),
+        if let Err(Failure::Work(_)) = outcome
+            && let Some(late) = node.take_late()
+        {
+            self.custody.give_up(id, node.region_key(), late);
         }
         Ok(outcome)
     }

@@ -166,7 +166,7 @@ fn admit(shared: &Arc<Shared>, hello: &Hello) -> Result<(Session, Vec<u8>), Stri
     }
     let mut state = shared.lock();
     if shared.stop.load(Ordering::SeqCst) {
-        return Err("the target is going away".into());
+        return Err(LEAVING.into());
     }
     if let Some(reason) = state.tables.refusal(hello.who) {
         return Err(reason);
@@ -218,4 +218,6 @@ fn go_on(
 }
 
 /// What a target says whose end of the broken connection is still open.
+/// A refusal of a target that ends.
+pub(crate) const LEAVING: &str = "the target is going away";
 pub(super) const TRY_AGAIN: &str = "try again: the old connection is being closed";

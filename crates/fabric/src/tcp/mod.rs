@@ -13,6 +13,7 @@
 //! - [`secure`], [`hello`], [`wire`]: the bytes.
 
 mod door;
+pub(crate) use door::LEAVING;
 mod endpoint;
 pub mod hello;
 mod rate;

@@ -25,7 +25,7 @@ mod stat;
 mod tenants;
 mod trial;
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::fmt::Debug;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -60,9 +60,6 @@ pub trait Surroundings: Send + Sync + Debug {
 
     /// The nodes that there are now.
     fn nodes(&self) -> Vec<NodeId>;
-
-    /// Wait for those of these nodes that are away, and may come back: as long as that may be.
-    fn await_nodes(&self, nodes: &BTreeSet<NodeId>);
 
     /// Hold this in a process that outlives this one, so that programs never read zeros and another agent can go on with them; in
     /// place of what was held under the same name.

@@ -3,7 +3,7 @@
 //! Programs went on all that time, as long as they needed no page; those that wait for one are woken in the end, and ask again. What
 //! cannot be gone on with is ended, with a reason: no program ever reads a page that is not its own.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
@@ -12,7 +12,6 @@ use std::sync::{Arc, PoisonError};
 use aquifer_channel::{Kept, send_frame};
 use aquifer_ipc::{Frame, KeptKind};
 use aquifer_pager::{BlockId, Budget, Memory, REPLICAS_MAX, Recovered, SlabSet, Volume, finish_move};
-use aquifer_pool::Ledger;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, pidfd_send_signal};
 
@@ -65,14 +64,6 @@ impl Service {
         }
         // Now: an audit finds what nobody knows of, and a run is known of before it goes on.
         runs.values().for_each(|run| self.surroundings.custody().enter(&run.slabs));
-        // Who takes over gives up what is on nodes that it does not reach.
-        let mut nodes = BTreeSet::new();
-        for run in runs.values() {
-            run.slabs.extents(&mut |extent| {
-                nodes.insert(extent.node);
-            });
-        }
-        self.surroundings.await_nodes(&nodes);
         for kept in programs {
             self.sort_in(kept, &mut runs);
         }

@@ -9,8 +9,9 @@ use std::time::Duration;
 
 use aquifer_directory::Directory;
 use aquifer_directory::names::{self, Life};
-use aquifer_fabric::Tenant;
-use aquifer_keeper::KeeperOptions;
+use aquifer_fabric::{Memory, Tenant};
+use aquifer_ipc::{KeptKind, Put, Share};
+use aquifer_keeper::{KeeperOptions, KeeperPort};
 use aquifer_node::{Keep, NodeError, NodeOptions, Shutdown, serve};
 use aquifer_pool::{Extent, NodeId, SizeClass};
 
@@ -109,6 +110,39 @@ fn who_was_shut_out_stays_so() {
     assert!(bed.client(HOST, old.epoch).is_err());
     assert!(client.allocate(NodeId(1), SizeClass::CHUNK).is_err());
     assert!(bed.client(HOST, new.epoch).is_ok());
+    node.stop();
+}
+
+#[test]
+fn who_was_followed_by_another_stays_shut_out() {
+    let bed = Bed::new();
+    let keeper = Keeper::start(&bed);
+    let (old, node) = (bed.enrol(HOST), start(&bed, &keeper));
+    let mut client = bed.client(HOST, old.epoch).expect("it listens");
+    let new = bed.enrol(HOST);
+    until_fenced(&mut client);
+    node.stop();
+    let node = start(&bed, &keeper);
+    assert!(bed.client(HOST, old.epoch).is_err(), "the new one was seen by the process before");
+    assert!(bed.client(HOST, new.epoch).is_ok());
+    node.stop();
+}
+
+#[test]
+fn kept_memory_that_makes_no_sense_is_begun_anew() {
+    let bed = Bed::new();
+    let keeper = Keeper::start(&bed);
+    // As a node of another format would find it.
+    let share = Share::Node(1);
+    let (port, _) = KeeperPort::connect(&keeper.socket, share).expect("it serves");
+    let (memory, epochs) = (Memory::create("odd", 1 << 20), Memory::create("odd", 1 << 15));
+    let (memory, epochs) = (memory.expect("memory"), epochs.expect("memory"));
+    let record = r#"{"epoch": 3, "key": 131072}"#.to_owned();
+    port.keep(&Put { kind: KeptKind::Node, id: 1, pid: 0, record }, &[memory.fd(), epochs.fd()]);
+    drop(port);
+    let node = start(&bed, &keeper);
+    assert_ne!(node.ready.record.epoch, 3, "it is another life");
+    assert_eq!(bed.client(HOST, 1).expect("it listens").free_bytes(NodeId(1)), BYTES);
     node.stop();
 }
 

@@ -164,6 +164,11 @@ impl Sender {
         }
     }
 
+    /// Whether acknowledgements are waited for of a node that is away.
+    pub fn awaits_node(&mut self) -> bool {
+        self.ports.open_ports().any(|(_, port)| port.under_way > 0 && port.endpoint.is_away())
+    }
+
     /// Whether a copy or a repair is in the making.
     #[must_use]
     pub fn is_healing(&self) -> bool {

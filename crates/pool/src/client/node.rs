@@ -151,9 +151,10 @@ impl Node {
         self.wire.kept.put_back(&mut self.wire.others);
     }
 
-    /// The connection works, whatever became of one before it.
-    pub(super) const fn is_well(&mut self) {
-        self.is_given_up = false;
+    /// Something is begun: if the connection is there, its break is another than that of one before it.
+    pub(super) fn begin(&mut self) {
+        let endpoint = &self.wire.endpoint;
+        self.is_given_up &= endpoint.is_away() || endpoint.is_broken();
     }
 
     /// What of its connection may yet take effect when that is given up; said once.
