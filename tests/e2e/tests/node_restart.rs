@@ -182,7 +182,11 @@ fn an_agent_waits_for_a_node_before_it_goes_on() {
         processes::kill(cluster.part("agent", None));
         let agent = std::thread::scope(|scope| {
             let agent = scope.spawn(|| Part::start_here(cluster.state(), &["agent", "--grace", "30s"]));
-            eventually("the agent to be there", || cluster.parts().len().ge(&3).then_some(()));
+            // Only then does `aquifer up` know of it.
+            eventually("the agent to have its lock", || {
+                let holder = std::fs::read_to_string(cluster.state().join("agent.lock")).ok()?;
+                holder.trim().parse().is_ok_and(processes::is_alive).then_some(())
+            });
             start_missing(&cluster, "Started node-1");
             agent.join().expect("it serves")
         });
