@@ -283,12 +283,17 @@ pub fn serve(
             }
         }
     }
+    let Some(kept) = kept else {
+        member.leave();
+        return Ok(());
+    };
+    // It lends nothing more meanwhile.
     drop(caretaker);
     if donation.lent_bytes() > 0 {
-        give_up(&member, kept.as_deref());
+        member.go();
     } else {
         // Nobody can be about to take any of it.
-        kept.iter().for_each(|kept| kept.forget());
+        kept.forget();
         member.leave();
     }
     Ok(())
