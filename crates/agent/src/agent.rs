@@ -15,6 +15,8 @@ use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
 use aquifer_fabric::{Identity, Tenant};
 use aquifer_faults::serve::{Restored, Service, Surroundings};
 use aquifer_ipc::{KeptKind, Put, Share};
+use aquifer_keeper::KeeperPort;
+use aquifer_keeper::socket::{raise_descriptor_limit, wait_readable};
 use aquifer_metrics::{MetricsError, Place as MetricsPlace};
 use aquifer_pager::{Connector, Mempool};
 use aquifer_pool::{Custody, NodeId, PoolClient};
@@ -27,8 +29,6 @@ use crate::nodes::Nodes;
 use crate::place::Place;
 use crate::recovery::Recovery;
 use crate::talk::{SETTLE, Talks, attend};
-use aquifer_keeper::KeeperPort;
-use aquifer_keeper::socket::{raise_descriptor_limit, wait_readable};
 
 /// How often to look whether to stop.
 const TICK: Duration = Duration::from_millis(100);

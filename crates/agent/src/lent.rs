@@ -10,9 +10,8 @@ use std::time::{Duration, Instant};
 use aquifer_channel::{connect, receive_frame, send_frame};
 use aquifer_fabric::tcp::ClusterKey;
 use aquifer_ipc::Frame;
-use serde::{Deserialize, Serialize};
-
 use aquifer_keeper::socket::wait_readable;
+use serde::{Deserialize, Serialize};
 
 /// Borrowers at once.
 const BORROWERS_MAX: usize = 1024;

@@ -5,10 +5,10 @@ use std::os::fd::OwnedFd;
 use aquifer_channel::Kept;
 use aquifer_directory::names::AgentRecord;
 use aquifer_ipc::KeptKind;
+use aquifer_keeper::socket::{listen_for_programs, listen_shared};
 use aquifer_pager::{Memory, Mempool};
 
 use crate::agent::{AgentError, AgentOptions};
-use aquifer_keeper::socket::{listen_for_programs, listen_shared};
 
 /// See above.
 #[derive(Debug)]

@@ -11,9 +11,8 @@ use std::time::Duration;
 
 use aquifer_channel::{connect, receive_frame, send_frame};
 use aquifer_ipc::{Frame, KeptKind, Put};
-use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, getpid, kill_process, pidfd_open, waitpid};
-
 use aquifer_keeper::socket::wait_readable;
+use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, getpid, kill_process, pidfd_open, waitpid};
 
 const LONG: Duration = Duration::from_secs(3600);
 

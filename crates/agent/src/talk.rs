@@ -12,13 +12,13 @@ use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_extents::Sessions;
 use aquifer_faults::serve::{Run, RunReport, Service};
 use aquifer_ipc::{Frame, OpenRun, SetLimit};
+use aquifer_keeper::socket::{Peer, accept, wait_readable};
 use aquifer_pager::REPLICAS_MAX;
 use rustix::fs::{Mode, OFlags};
 
 use crate::lent::{Borrowers, Lent};
 use crate::nodes::Nodes;
 use crate::report::{RunStatistics, status};
-use aquifer_keeper::socket::{Peer, accept, wait_readable};
 
 /// How soon a run's owner hears that it was ended.
 const NEWS_TICK: Duration = Duration::from_millis(50);

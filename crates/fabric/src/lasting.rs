@@ -5,7 +5,8 @@
 //! cannot, and end with [`WorkError::Away`]. Nothing of the endpoint before takes effect any more by then ([`Late`]).
 //!
 //! What is done once more is a little less than a connection that never broke: a READ may find what a later WRITE of the same endpoint has written, and others may see a word go
-//! back to an earlier WRITE's for a moment if several were under way to it. So it is for memory that its user has alone, as pages are.
+//! back to an earlier WRITE's for a moment if several were under way to it. So it is for memory that its user has alone, as pages are,
+//! or that users share who know of it, as extents are.
 
 mod search;
 

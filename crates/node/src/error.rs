@@ -1,10 +1,11 @@
 //! Why a node cannot serve.
 
+use std::path::PathBuf;
+
 use aquifer_directory::DirectoryError;
 use aquifer_fabric::TargetError;
 use aquifer_metrics::MetricsError;
 use aquifer_pool::donor::DonateError;
-use std::path::PathBuf;
 
 /// Why a node cannot serve.
 #[derive(Debug, thiserror::Error)]

@@ -186,12 +186,12 @@ pub fn serve(
     // Connected first: without a directory nobody would ever find the memory.
     let directory = (options.connect)()?;
     let (target, reach) = options.listen.start().map_err(NodeError::Listen)?;
-    // Before there is anything to be reached: who is shut out must not get at what was kept.
     let (before, epochs) = match before {
         Some(Before { memory, key, epoch, epochs }) => (Some((memory, key, epoch)), epochs),
         None => (None, Epochs::new().map_err(NodeError::Epochs)?),
     };
     let epochs = Arc::new(epochs);
+    // Before there is anything to be reached: who is shut out must not get at what was kept.
     let newcomer = Newcomer::new(directory, options.lease_ttl, Arc::clone(&epochs), &*target)?;
     let own = Own { reach: reach.clone(), key: options.listen.key().cloned() };
     let reach = match options.advertise {

@@ -1,7 +1,7 @@
 //! The agent is killed, again and again, under programs that check every byte of their own memory. They wait, and go on.
 
 use aquifer_tests_e2e::cluster::text;
-use aquifer_tests_e2e::restart::{await_time, figure, restart_agent};
+use aquifer_tests_e2e::restart::{await_time, figure, restart_agent, start_missing};
 use aquifer_tests_e2e::run::{Running, run_plainly};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 
@@ -69,8 +69,7 @@ fn a_program_that_comes_while_the_agent_is_away_waits_for_the_next() {
     processes::kill(cluster.part("agent", None));
     let run = Running::start(&mut cluster.run_command("64M", &["echo", "here"]), false, Box::new(|| 0));
     eventually("aquifer run to be there", || processes::is_alive(run.pid()).then_some(()));
-    let output = cluster.command().arg("up").output().expect("aquifer can be started");
-    assert!(output.status.success(), "aquifer up failed: {}", text(&output.stderr));
+    start_missing(&cluster, "Started agent");
     let outcome = run.wait();
     outcome.assert_success("the run that came too early");
     assert_eq!(outcome.stdout, b"here\n");

@@ -70,7 +70,7 @@ impl Known {
         records.iter().for_each(|record| self.meet(record));
     }
 
-    /// A change of one node, as of a revision: it is there, has moved, or is gone. False if that is known better.
+    /// A change of one node, as of a revision: it is there, has moved, or is gone. Nothing changes if that is known better.
     pub fn change(&mut self, node: NodeId, record: Option<&NodeRecord>, revision: u64, now: Instant) {
         if revision <= self.listed_at {
             return;

@@ -261,7 +261,8 @@ impl World {
         link.done.clear();
     }
 
-    /// Nobody waits for what is under way any more; some of it is on the wire already, and may stay there for long: in a switch, in a buffer of the node.
+    /// Nobody waits for what is under way any more; some of it is on the wire already, and may stay there for long: in a switch, in a buffer of the node. Returns the
+    /// serials of that.
     fn leave_on_the_wire(&mut self, id: usize) -> Vec<u64> {
         let on_the_wire = self.random_prefix(id);
         let limits = &self.options.limits;

@@ -217,7 +217,7 @@ fn go_on(
     Err("there is no such session (any more)".into())
 }
 
-/// What a target says whose end of the broken connection is still open.
-/// A refusal of a target that ends.
+/// What a target says that ends.
 pub(crate) const LEAVING: &str = "the target is going away";
+/// What a target says whose end of the broken connection is still open.
 pub(super) const TRY_AGAIN: &str = "try again: the old connection is being closed";

@@ -13,7 +13,6 @@
 //! - [`secure`], [`hello`], [`wire`]: the bytes.
 
 mod door;
-pub(crate) use door::LEAVING;
 mod endpoint;
 pub mod hello;
 mod rate;
@@ -27,6 +26,7 @@ mod tally;
 mod target;
 pub mod wire;
 
+pub(crate) use door::LEAVING;
 pub use endpoint::{TcpEndpoint, connect};
 pub use secure::ClusterKey;
 pub use stream::{avoid_pacing, connect_unpaced};

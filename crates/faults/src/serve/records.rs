@@ -5,7 +5,6 @@
 use std::io;
 
 use aquifer_ipc::{Hello, KeptKind, Put, Token};
-
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
