@@ -232,7 +232,7 @@ impl Pool for Cluster {
     fn give_back_begun(&mut self, extent: Extent, record: u32) -> bool {
         self.return_by(extent.node, |pool| {
             // Others may have changed the word before it was begun. If its key was not struck out it is ours still.
-            if pool.free_unless_changed(extent, record)? || !pool.is_current(extent)? {
+            if pool.free_begun(extent, record)? || !pool.is_current(extent)? {
                 return Ok(());
             }
             pool.free(extent)

@@ -192,10 +192,10 @@ impl Filler {
     fn give_back_left(&self, pool: &mut PoolClient, left: LeftOver) {
         let LeftOver { slab, place, extent, record } = left;
         if record == 0 {
-            give_back_noted(&self.slabs, pool, slab, place, extent);
+            give_back_noted(&self.slabs, pool, &mut [Noted { slab, place, extent }]);
             return;
         }
-        match pool.free_unless_changed(extent, record) {
+        match pool.free_begun(extent, record) {
             Ok(true) => {}
             Ok(false) => tracing::info!(?extent, "a slab was given back, as far as anybody knows"),
             Err(error) => {
@@ -251,7 +251,7 @@ impl Filler {
             self.degraded.remove(slab);
         }
         if self.slabs.live_pages(slab) == 0 {
-            self.return_slab(pool, slab);
+            self.return_slabs(pool, &[slab]);
         }
     }
 
@@ -375,7 +375,7 @@ impl Filler {
             if taken.len() >= copies_min {
                 return Ok(taken);
             }
-            taken.drain(..).for_each(|extent| give_back(pool, extent));
+            taken.drain(..).for_each(|extent| give_back(pool, extent.node, &[extent]));
         }
         Err(refused)
     }
@@ -432,33 +432,45 @@ impl Filler {
     }
 }
 
-/// Give back what is noted at a place of a slab, and forget it there. It stays noted while that is under way.
-pub(crate) fn give_back_noted(
-    slabs: &SlabSet,
-    pool: &mut PoolClient,
-    slab: SlabId,
-    place: usize,
-    extent: Extent,
-) {
-    if pool.nodes().any(|node| node == extent.node) {
-        slabs.begin_return(slab, place, pool.last_record(extent));
-        give_back(pool, extent);
-        slabs.clear(slab, place);
-    } else {
-        slabs.clear(slab, place);
-        pool.doubt(extent.node);
+/// What is noted at a place of a slab.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Noted {
+    pub slab: SlabId,
+    pub place: usize,
+    pub extent: Extent,
+}
+
+/// Give back what is noted there, and forget it. It stays noted while that is under way.
+pub(crate) fn give_back_noted(slabs: &SlabSet, pool: &mut PoolClient, noted: &mut [Noted]) {
+    noted.sort_unstable_by_key(|noted| noted.extent.node);
+    for of_node in noted.chunk_by(|one, other| one.extent.node == other.extent.node) {
+        let node = of_node[0].extent.node;
+        let forget = || of_node.iter().for_each(|noted| slabs.clear(noted.slab, noted.place));
+        if pool.nodes().any(|other| other == node) {
+            for noted in of_node {
+                slabs.begin_return(noted.slab, noted.place, pool.last_record(noted.extent));
+            }
+            let extents: Vec<Extent> = of_node.iter().map(|noted| noted.extent).collect();
+            give_back(pool, node, &extents);
+            forget();
+        } else {
+            forget();
+            pool.doubt(node);
+        }
     }
 }
 
-/// Give an extent back to its node.
-pub(crate) fn give_back(pool: &mut PoolClient, extent: Extent) {
-    match pool.free(extent) {
-        Ok(()) => {}
-        Err(error @ PoolError::Away { .. }) => {
-            tracing::debug!(%error, ?extent, "a slab is given back when its node is back")
-        }
-        Err(error) => {
-            tracing::warn!(%error, ?extent, "a slab could not be given back yet; it is looked for when its node answers")
+/// Give extents back to their node.
+pub(crate) fn give_back(pool: &mut PoolClient, node: NodeId, extents: &[Extent]) {
+    let outcomes = match pool.free_many(node, extents) {
+        Ok(outcomes) => outcomes,
+        Err(error) => vec![Err(error)],
+    };
+    for error in outcomes.into_iter().filter_map(Result::err) {
+        if let PoolError::Away { .. } = error {
+            tracing::debug!(%error, slabs = extents.len(), "slabs are given back when their node is back");
+        } else {
+            tracing::warn!(%error, "a slab could not be given back yet; it is looked for when its node answers");
         }
     }
 }

@@ -45,11 +45,11 @@ impl Agent {
     }
 
     fn pool(self: &Arc<Self>) -> PoolClient {
-        self.pool_of(HOST)
+        self.pool_of(HOST, &Arc::default())
     }
 
-    fn pool_of(self: &Arc<Self>, host: Host) -> PoolClient {
-        let mut pool = PoolClient::new(host, Tenant(0));
+    fn pool_of(self: &Arc<Self>, host: Host, custody: &Arc<Custody>) -> PoolClient {
+        let mut pool = PoolClient::in_custody(host, Tenant(0), Arc::clone(custody));
         for node in (0..NODES).map(NodeId) {
             if let Ok(endpoint) = self.connect_as(host, node) {
                 pool.add_node(node, endpoint).unwrap();
@@ -158,16 +158,20 @@ fn take_over(agent: &Arc<Agent>, slabs: &SlabSet, mempool: &Mempool) {
     slabs.finish_recovery();
     audit(agent, &custody);
     let way: Arc<dyn Connector> = Arc::new(Way(Arc::clone(agent)));
-    let mut sender = Sender::new(Arc::clone(&slabs), mempool, way, agent.pool(), 4);
+    let mut sender = Sender::new(Arc::clone(&slabs), mempool, way, agent.pool_of(HOST, &custody), 4);
     run(&mut sender, agent);
     sender.stop_healing();
     sender.close();
     assert_eq!(slabs.bytes().0, 0);
+    // Of what was being given back with others of the same word nobody may know how far that was.
+    if custody.is_in_doubt() {
+        audit(agent, &custody);
+    }
 }
 
 /// All that is free, in extents of a span each, for another host.
 fn take_rest(agent: &Arc<Agent>) -> (PoolClient, Vec<Extent>) {
-    let mut pool = agent.pool_of(Host(2));
+    let mut pool = agent.pool_of(Host(2), &Arc::default());
     let class = SizeClass::SPAN;
     let mut taken = Vec::new();
     for node in pool.nodes().collect::<Vec<_>>() {

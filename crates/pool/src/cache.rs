@@ -311,6 +311,12 @@ impl NodeCache {
         }
     }
 
+    /// What was to be in the log by now may not be: the connection broke.
+    pub(crate) fn unsettle_all(&mut self) {
+        self.settled_sections.fill(0);
+        self.settled_spans.fill(0);
+    }
+
     /// Whether the record that the word has now may be written over.
     pub(crate) fn is_settled(&self, at: WordAt) -> bool {
         match at {
@@ -395,6 +401,25 @@ impl NodeCache {
         }
         let empty = word.find_among(0, !self.foreign[section as usize]);
         empty.map(|group| Candidate::Empty { span: first + u32::from(group.first()) })
+    }
+
+    /// The first of `count` neighbouring sections that are free, all of them, and not another tenant's, from the place on at which searches for large extents begin.
+    pub(crate) fn find_stretch(&self, count: u32) -> Option<u32> {
+        let is_free = |section: u32| {
+            let index = section as usize;
+            self.sections[index].empty_spans() == u16::MAX && self.foreign[index] == 0
+        };
+        let (start, end) = (self.start(SizeClass::SECTION), self.section_count());
+        let mut free = 0;
+        for section in (start..end).chain(0..end) {
+            // There is no way from the last to the first.
+            free = if section == 0 { 0 } else { free };
+            free = if is_free(section) { free + 1 } else { 0 };
+            if free == count {
+                return Some(section + 1 - count);
+            }
+        }
+        None
     }
 
     /// Whether a section has spans whose words decide what it has to give.

@@ -1,7 +1,9 @@
 //! The edge: runs the machines over fabric endpoints.
 
+mod lanes;
 mod node;
 mod recovery;
+mod wire;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -15,8 +17,10 @@ use aquifer_fabric::{Endpoint, Host, Key, Tenant};
 use crate::cache::Nonces;
 use crate::custody::{Custody, Ledger, UnderWay};
 use crate::error::PoolError;
-use crate::op::{AllocOp, FreeOp, Grant, Held, HeldOp, Machine, OpError, RecoverOp, Recovered};
-use crate::size::SizeClass;
+use crate::op::{
+    AllocManyOp, AllocOp, FreeOp, Grant, Held, HeldOp, Machine, OpError, RecoverOp, Recovered, StretchOp,
+};
+use crate::size::{SECTION_BYTES, SizeClass};
 use crate::word::Run;
 use node::{Failure, Node};
 pub use recovery::recover_node;
@@ -51,6 +55,23 @@ pub struct Extent {
     pub class: SizeClass,
     /// Opens it for READ and WRITE.
     pub key: Key,
+}
+
+/// Neighbouring sections of a node that a host has taken together: an extent larger than any class. One key opens them all, and each is given back by itself.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Stretch {
+    /// The first section.
+    pub first: Extent,
+    /// How many there are.
+    pub sections: u32,
+}
+
+impl Stretch {
+    /// The sections, in the order of their addresses.
+    pub fn extents(self) -> impl Iterator<Item = Extent> {
+        let place = move |section| self.first.addr + u64::from(section) * SECTION_BYTES;
+        (0..self.sections).map(move |section| Extent { addr: place(section), ..self.first })
+    }
 }
 
 /// Takes and gives back extents of nodes. One thread uses a client at a time; many clients work at once.
@@ -124,12 +145,21 @@ impl PoolClient {
         Some(node.into_endpoint())
     }
 
-    /// Run a machine to its end. If its connection breaks, the host hears of it before anybody takes this for ended.
+    /// Run a machine to its end.
     fn run<M: Machine>(&mut self, id: NodeId, machine: M) -> Result<Result<M::Output, Failure>, PoolError> {
+        self.at_node(id, |node| node.run(machine))
+    }
+
+    /// Have a node do something. If its connection breaks, the host hears of it before anybody takes this for ended.
+    fn at_node<T>(
+        &mut self,
+        id: NodeId,
+        work: impl FnOnce(&mut Node) -> Result<T, Failure>,
+    ) -> Result<Result<T, Failure>, PoolError> {
         let _under_way = self.custody.under_way();
         let node = self.nodes.get_mut(&id).ok_or(PoolError::NoSuchNode { node: id })?;
         node.begin();
-        let outcome = node.run(machine);
+        let outcome = work(node);
         if let Err(Failure::Work(_)) = outcome
             && let Some(late) = node.take_late()
         {
@@ -218,15 +248,42 @@ impl PoolClient {
     /// [`PoolError::Full`] if there is none; [`PoolError::NodeGone`] or [`PoolError::Away`], and then nobody knows whether one was taken
     /// (the node's inline log does).
     pub fn allocate(&mut self, id: NodeId, class: SizeClass) -> Result<Extent, PoolError> {
-        let bytes = class.bytes();
-        let op = AllocOp::new(self.host, class);
-        let grant = self.run(id, op)?.map_err(|failure| failure.of(id, 0, bytes));
-        if !matches!(grant, Ok(_) | Err(PoolError::Full { .. })) {
+        let grant = self.take(id, AllocOp::new(self.host, class), class.bytes())?;
+        Ok(self.node(id)?.extent(grant))
+    }
+
+    /// Take up to `count` extents of a node: as many as it has, at least one. One trip to the node for each, and one more.
+    ///
+    /// # Errors
+    /// As for [`Self::allocate`].
+    pub fn allocate_many(
+        &mut self,
+        id: NodeId,
+        class: SizeClass,
+        count: u32,
+    ) -> Result<Vec<Extent>, PoolError> {
+        let grants = self.take(id, AllocManyOp::new(self.host, class, count), class.bytes())?;
+        let node = self.node(id)?;
+        Ok(grants.into_iter().map(|grant| node.extent(grant)).collect())
+    }
+
+    /// Take neighbouring sections of a node, all or none.
+    ///
+    /// # Errors
+    /// As for [`Self::allocate`].
+    pub fn allocate_stretch(&mut self, id: NodeId, sections: u32) -> Result<Stretch, PoolError> {
+        let op = StretchOp::new(self.host, sections);
+        let grant = self.take(id, op, u64::from(sections) * SECTION_BYTES)?;
+        Ok(Stretch { first: self.node(id)?.extent(grant), sections })
+    }
+
+    fn take<M: Machine>(&mut self, id: NodeId, op: M, bytes: u64) -> Result<M::Output, PoolError> {
+        let taken = self.run(id, op)?.map_err(|failure| failure.of(id, 0, bytes));
+        if !matches!(taken, Ok(_) | Err(PoolError::Full { .. })) {
             // It may have got half way.
             self.custody.doubt(id);
         }
-        let grant = grant?;
-        Ok(self.node(id)?.extent(grant))
+        taken
     }
 
     /// Take this group of a section's spans, whoever had them last: for the node itself, which clears them or lends them no more. No key opens it. `None` if it
@@ -261,11 +318,46 @@ impl PoolClient {
         self.give_back(extent, |op| op)
     }
 
+    /// Give several extents of a node back, those in different sections at once. What came of each, as for [`Self::free`].
+    ///
+    /// # Errors
+    /// If the node is not known, gone or away: then nobody knows of any of them whether it was given back.
+    ///
+    /// # Panics
+    /// If one is on another node.
+    pub fn free_many(
+        &mut self,
+        id: NodeId,
+        extents: &[Extent],
+    ) -> Result<Vec<Result<(), PoolError>>, PoolError> {
+        assert!(extents.iter().all(|extent| extent.node == id), "all are on node {id}");
+        let host = self.host;
+        let outcomes = self.at_node(id, |node| {
+            // What is no place of the node's is nobody's.
+            let chunk = |node: &Node, addr| node.chunk_of(addr).unwrap_or(u32::MAX);
+            let grant = |extent: &Extent| Grant {
+                chunk: chunk(node, extent.addr),
+                class: extent.class,
+                key: extent.key,
+            };
+            let grants: Vec<Grant> = extents.iter().map(grant).collect();
+            node.free_all(host, &grants)
+        })?;
+        let outcomes = outcomes.map_err(|failure| failure.of(id, 0, 0)).map(|outcomes| {
+            let told = |(extent, outcome): (&Extent, Result<(), OpError>)| {
+                outcome.map_err(|error| Failure::Op(error).of(id, extent.addr, extent.class.bytes()))
+            };
+            extents.iter().zip(outcomes).map(told).collect::<Vec<_>>()
+        });
+        if outcomes.as_ref().map_or(true, |outcomes| !outcomes.iter().all(is_known)) {
+            self.custody.doubt(id);
+        }
+        outcomes
+    }
+
     fn give_back(&mut self, extent: Extent, how: impl FnOnce(FreeOp) -> FreeOp) -> Result<(), PoolError> {
         let freed = self.try_give_back(extent, how);
-        let is_known =
-            matches!(freed, Ok(()) | Err(PoolError::NotAllocated { .. } | PoolError::NotOurs { .. }));
-        if !is_known {
+        if !is_known(&freed) {
             self.custody.doubt(extent.node);
         }
         freed
@@ -306,7 +398,7 @@ impl PoolClient {
         self.run(id, op)?.map_err(|failure| failure.of(id, 0, 0))
     }
 
-    /// The record in an extent's control word, as far as this client has seen: for [`Self::free_unless_changed`]. Never 0.
+    /// The record in an extent's control word, as far as this client has seen: for [`Self::free_begun`]. Never 0.
     #[must_use]
     pub fn last_record(&self, extent: Extent) -> u32 {
         let record = |node: &Node| {
@@ -316,18 +408,24 @@ impl PoolClient {
         self.nodes.get(&extent.node).and_then(record).filter(|record| *record != 0).unwrap_or(NO_RECORD)
     }
 
-    /// Give an extent back if its control word still has that record. Who was killed while it gave back leaves open whether that was done, and whose the place is by
-    /// now; this tells. Returns whether it was given back; if not, it was before, or others have changed the word since, and nobody knows.
+    /// Give an extent back of which that was begun when its control word had that record, by one that was killed over it: which leaves open whether it was
+    /// done, and whose the place is by now. Returns whether it was given back now; if not, it was before, or others have changed the word since, and an audit finds out.
     ///
     /// # Errors
     /// As for [`Self::free`].
-    pub fn free_unless_changed(&mut self, extent: Extent, record: u32) -> Result<bool, PoolError> {
-        let is_unchanged = self.record(extent).map(|found| found.is_none_or(|found| found == record));
-        match is_unchanged {
-            Ok(true) => self.give_back(extent, FreeOp::resumed)?,
-            Ok(false) | Err(_) => self.custody.doubt(extent.node),
+    pub fn free_begun(&mut self, extent: Extent, record: u32) -> Result<bool, PoolError> {
+        let found = self.record(extent).inspect_err(|_| self.custody.doubt(extent.node))?;
+        if found.is_none_or(|found| found == record) {
+            self.give_back(extent, FreeOp::resumed)?;
+            return Ok(true);
         }
-        is_unchanged
+        // Something else of the word has changed, perhaps. If its key was not struck out it is ours still.
+        if self.is_current(extent).inspect_err(|_| self.custody.doubt(extent.node))? {
+            self.free(extent)?;
+            return Ok(true);
+        }
+        self.custody.doubt(extent.node);
+        Ok(false)
     }
 
     /// The record in an extent's control word, as it is now; `None` if it has none.
@@ -346,4 +444,9 @@ impl PoolClient {
     fn node(&mut self, id: NodeId) -> Result<&mut Node, PoolError> {
         self.nodes.get_mut(&id).ok_or(PoolError::NoSuchNode { node: id })
     }
+}
+
+/// Whether it is certain that what was to be given back is free, or was not ours.
+const fn is_known(freed: &Result<(), PoolError>) -> bool {
+    matches!(freed, Ok(()) | Err(PoolError::NotAllocated { .. } | PoolError::NotOurs { .. }))
 }

@@ -22,7 +22,7 @@ pub mod op;
 pub mod size;
 pub mod word;
 
-pub use client::{Extent, NodeId, POOL_WORK_ID, PoolClient, recover_node};
+pub use client::{Extent, NodeId, POOL_WORK_ID, PoolClient, Stretch, recover_node};
 pub use custody::{Custody, Ledger, Pause, UnderWay};
 pub use donor::{Donation, donate, donate_again, donate_of};
 pub use error::{FormatError, PoolError};

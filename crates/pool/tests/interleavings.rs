@@ -237,12 +237,16 @@ fn take_and_give(
         if held.is_empty() || thread_rng().gen_bool(0.6) {
             let class = SizeClass::new(CLASSES[thread_rng().gen_range(0..CLASSES.len())]).expect("a class");
             let under_way = Some(client.under_way()).filter(|_| scene.fault != Fault::NotedLate);
-            match client.allocate(NODE, class) {
-                Ok(extent) => {
-                    scene.change_owner(&extent, 0, name);
+            let taken = match thread_rng().gen_range(0..4) {
+                0 => client.allocate_many(NODE, class, 3),
+                _ => client.allocate(NODE, class).map(|extent| vec![extent]),
+            };
+            match taken {
+                Ok(extents) => {
+                    extents.iter().for_each(|extent| scene.change_owner(extent, 0, name));
                     thread::yield_now();
-                    notes.change(|notes| notes.push(extent));
-                    held.push(extent);
+                    notes.change(|notes| notes.extend_from_slice(&extents));
+                    held.extend(extents);
                 }
                 Err(PoolError::Full { .. }) => {}
                 Err(error) => return Err(error),
@@ -250,10 +254,10 @@ fn take_and_give(
             drop(under_way);
         } else {
             let extent = held.swap_remove(thread_rng().gen_range(0..held.len()));
-            give(scene, client, name, notes, extent)?;
+            give(scene, client, name, notes, &[extent])?;
         }
     }
-    held.into_iter().try_for_each(|extent| give(scene, client, name, notes, extent))
+    give(scene, client, name, notes, &held)
 }
 
 fn give(
@@ -261,11 +265,11 @@ fn give(
     client: &mut PoolClient,
     name: u16,
     notes: &Notes,
-    extent: Extent,
+    extents: &[Extent],
 ) -> Result<(), PoolError> {
-    scene.change_owner(&extent, name, 0);
-    client.free(extent)?;
-    notes.change(|notes| notes.retain(|noted| *noted != extent));
+    extents.iter().for_each(|extent| scene.change_owner(extent, name, 0));
+    client.free_many(NODE, extents)?.into_iter().collect::<Result<(), _>>()?;
+    notes.change(|notes| notes.retain(|noted| !extents.contains(noted)));
     Ok(())
 }
 
@@ -323,8 +327,8 @@ fn be_mortal(scene: &Arc<Scene>) {
     let mut client = scene.client(DYING, &StdArc::default(), left);
     // It does not say what it has: at its death nobody could tell.
     let mut held = Vec::new();
-    while let Ok(extent) = client.allocate(NODE, SizeClass::new(1).expect("a class")) {
-        held.push(extent);
+    while let Ok(extents) = client.allocate_many(NODE, SizeClass::new(1).expect("a class"), 2) {
+        held.extend(extents);
         if held.len() > 2 && client.free(held.swap_remove(0)).is_err() {
             break;
         }

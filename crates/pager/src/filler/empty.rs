@@ -1,14 +1,16 @@
 //! Slabs that hold nothing: some are kept, for they are soon wanted again; the others go back to the pool.
 
-use aquifer_pool::{PoolClient, SizeClass};
+use aquifer_pool::{Extent, PoolClient, SizeClass};
 
-use super::{Filler, NoRoom, Open, give_back_noted};
+use super::{Filler, NoRoom, Noted, Open, give_back, give_back_noted};
 use crate::slabs::{SLABS_MAX, SlabId};
 
 /// Empty slabs are kept up to this part of the pages that the run has on memory nodes; none while the pool is short of memory, or the run writes nothing.
 const RESERVE_DIVISOR: u64 = 8;
-/// Slabs that are given back at a time: each takes a trip to its node.
+/// Slabs that are given back at a time.
 const TRIM_MAX: usize = 64;
+/// The same when the run has ended.
+const CLOSE_MAX: usize = 1024;
 
 /// How large slabs are.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -39,6 +41,7 @@ impl Filler {
 
     /// Take note of slabs that have become empty: they are kept until [`Self::trim_reserve`] finds that they are too many.
     pub fn keep_empty(&mut self, pool: &mut PoolClient) {
+        let mut lost = Vec::new();
         for slab in self.slabs.take_emptied() {
             let is_open = self.open.as_ref().is_some_and(|open| open.slab == slab);
             if self.slabs.live_pages(slab) > 0 || is_open || self.set_aside == Some(slab) {
@@ -47,9 +50,10 @@ impl Filler {
             if self.in_use.contains(slab) {
                 self.reserve.insert(slab);
             } else {
-                self.return_slab(pool, slab);
+                lost.push(slab);
             }
         }
+        self.return_slabs(pool, &lost);
     }
 
     /// Give back some of what of the reserve is too much, which may be all; whether there is more.
@@ -60,12 +64,14 @@ impl Filler {
         }
         let max = if all { 0 } else { self.slabs.pages() / RESERVE_DIVISOR };
         let mut pages: u64 = self.reserve.iter().map(|slab| self.pages_of(slab)).sum();
-        for _ in 0..TRIM_MAX {
-            let Some(slab) = (pages > max).then(|| self.reserve.pop()).flatten() else { return false };
+        let mut slabs = Vec::new();
+        while pages > max && slabs.len() < TRIM_MAX {
+            let Some(slab) = self.reserve.pop() else { break };
             pages -= self.pages_of(slab);
-            self.return_slab(pool, slab);
+            slabs.push(slab);
         }
-        pages > max
+        self.return_slabs(pool, &slabs);
+        pages > max && slabs.len() == TRIM_MAX
     }
 
     fn pages_of(&self, slab: SlabId) -> u64 {
@@ -85,29 +91,31 @@ impl Filler {
         self.open = None;
         self.keep_empty(pool);
         while self.reserve.pop().is_some() {}
-        for slab in self.in_use.iter().collect::<Vec<_>>() {
-            if self.slabs.live_pages(slab) == 0 {
-                self.return_slab(pool, slab);
-            }
-        }
+        let is_empty = |slab: &SlabId| self.slabs.live_pages(*slab) == 0;
+        let empty: Vec<SlabId> = self.in_use.iter().filter(is_empty).collect();
+        empty.chunks(CLOSE_MAX).for_each(|slabs| self.return_slabs(pool, slabs));
     }
 
-    pub(super) fn return_slab(&mut self, pool: &mut PoolClient, slab: SlabId) {
-        let copies = self.slabs.copies(slab);
-        if copies.is_empty() {
-            return;
+    pub(super) fn return_slabs(&mut self, pool: &mut PoolClient, slabs: &[SlabId]) {
+        let mut noted = Vec::with_capacity(slabs.len());
+        for &slab in slabs {
+            let copies = self.slabs.copies(slab);
+            if copies.is_empty() {
+                continue;
+            }
+            if self.in_use.contains(slab) {
+                assert_eq!(self.slabs.live_pages(slab), 0, "{slab:?} still holds pages");
+                noted.extend(copies.placed().map(|(place, extent)| Noted { slab, place, extent }));
+            } else {
+                // What was left on a lost node is not given back by its address: another memory may answer to its number now.
+                self.slabs.withdraw(slab);
+                copies.iter().for_each(|copy| pool.doubt(copy.node));
+            }
+            self.in_use.remove(slab);
+            self.degraded.remove(slab);
+            self.free_numbers.push(slab);
         }
-        if self.in_use.contains(slab) {
-            assert_eq!(self.slabs.live_pages(slab), 0, "{slab:?} still holds pages");
-            copies.placed().for_each(|(place, copy)| give_back_noted(&self.slabs, pool, slab, place, copy));
-        } else {
-            // What was left on a lost node is not given back by its address: another memory may answer to its number now.
-            self.slabs.withdraw(slab);
-            copies.iter().for_each(|copy| pool.doubt(copy.node));
-        }
-        self.in_use.remove(slab);
-        self.degraded.remove(slab);
-        self.free_numbers.push(slab);
+        give_back_noted(&self.slabs, pool, &mut noted);
     }
 
     /// A block of slabs with consecutive numbers; the first is to be filled, the others are in reserve.
@@ -125,7 +133,7 @@ impl Filler {
             self.take(pool, class, wanted, |_| true, &mut extents, &mut refused);
         }
         if extents.len() < together as usize {
-            extents.drain(..).for_each(|extent| super::give_back(pool, extent));
+            extents.drain(..).for_each(|extent: Extent| give_back(pool, extent.node, &[extent]));
             return Err(refused);
         }
         let first = match self.free_numbers.pop() {
@@ -135,7 +143,7 @@ impl Filler {
                 self.used_numbers - together
             }
             None => {
-                extents.into_iter().for_each(|extent| super::give_back(pool, extent));
+                extents.into_iter().for_each(|extent| give_back(pool, extent.node, &[extent]));
                 return Err(NoRoom::TooManySlabs);
             }
         };
@@ -158,7 +166,7 @@ impl Filler {
             let slabs = block[0] * together..(block[0] + 1) * together;
             for slab in slabs.clone().map(SlabId) {
                 self.reserve.remove(slab);
-                self.return_slab(pool, slab);
+                self.return_slabs(pool, &[slab]);
                 self.free_numbers.pop();
             }
             self.free_numbers.push(SlabId(slabs.start));

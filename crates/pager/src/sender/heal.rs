@@ -10,7 +10,7 @@ use aquifer_fabric::{Completion, Memory, RemoteAddr, Verb, Work, WorkError};
 use aquifer_pool::{Extent, NodeId};
 
 use super::{HEAL_WORK_ID, Sender};
-use crate::filler::{give_back, give_back_noted};
+use crate::filler::{Noted, give_back, give_back_noted};
 use crate::integrity::page_crc;
 use crate::mempool::BLOCK_PAGES;
 use crate::mutation::Mutation;
@@ -276,7 +276,7 @@ impl Sender {
             // By this the slab may have lost its last copy, or be forgotten: what lacks a copy is looked for anew.
             gone.into_iter().for_each(|node| self.lose_node(node));
             if let Some(to) = to {
-                give_back(&mut self.pool, to);
+                give_back(&mut self.pool, to.node, &[to]);
             }
             return None;
         }
@@ -381,7 +381,8 @@ impl Sender {
 
     fn abandon_task(&mut self, task: &Task) {
         if let Some((place, extent)) = task.place.and_then(|_| self.slabs.begun_copy(task.slab)) {
-            give_back_noted(&self.slabs, &mut self.pool, task.slab, place, extent);
+            let noted = Noted { slab: task.slab, place, extent };
+            give_back_noted(&self.slabs, &mut self.pool, &mut [noted]);
         }
         self.filler.take_back(&mut self.pool, task.slab);
     }

@@ -1,5 +1,7 @@
 //! Taking an extent.
 
+mod search;
+
 use aquifer_fabric::{Host, Key, KeyEntry};
 
 use super::flush::{Flush, Flushed};
@@ -7,18 +9,14 @@ use super::give::{Gift, Give, Given};
 use super::hint::Hint;
 use super::ready::{Readied, Ready};
 use super::{
-    Action, CONTENDED_AFTER, Grant, Machine, Mutation, OpError, Part, READ_WORDS_MAX, Step, StepResult,
-    WordAt, Writes, damaged, lose, word_of,
+    Action, CONTENDED_AFTER, Grant, Machine, Mutation, OpError, Part, Step, StepResult, WordAt, Writes,
+    damaged, lose, word_of,
 };
 use crate::cache::{Candidate, NodeCache, place_in_section};
 use crate::error::Damage;
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 use crate::word::{LogEntry, LogOp, Run, SectionWord, SpanState, SpanWord};
-
-/// Races lost after which what is remembered counts as stale, and is read anew.
-const STALE_AFTER: u32 = 8;
-/// The same where whole spans are taken: one READ brings the words of many sections, so that the next race is seldom lost.
-const STALE_AFTER_WHOLE: u32 = 1;
+use search::{Pass, Search};
 
 /// Takes one extent of a node. Dropped before it is done it may have taken one (the inline log says so).
 #[derive(Clone, Debug)]
@@ -27,38 +25,25 @@ pub struct AllocOp {
     class: SizeClass,
     mutation: Mutation,
     search: Search,
-    /// The only group to be taken: to be cleared, not to be used.
-    only: Option<(u32, Run)>,
+    only: Option<Only>,
     lost: u32,
     /// The span at which races were lost last, and how many.
     losing: Option<(u32, u32)>,
     /// What is taken is the first of a span.
     has_opened: bool,
+    /// Whether A8 is left to whoever runs this, who does it before anything else; and what it is to write then.
+    owes: bool,
+    owed: Option<Writes>,
     state: State,
 }
 
-/// How far the search has come.
+/// The only group that is to be taken.
 #[derive(Clone, Copy, Debug)]
-struct Search {
-    pass: Pass,
-    /// Sections behind us in this pass.
-    scanned: u32,
-    /// Sections of this pass whose words have been read.
-    fresh: u32,
-    /// The section whose spans were read last.
-    spans_read: Option<u32>,
-    /// A span that was found too contended.
-    avoid: Option<u32>,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Pass {
-    /// Over what we remember.
-    Remembered,
-    /// R: over the node's words as they are now.
-    Fresh,
-    /// Over contended spans too.
-    Contended,
+struct Only {
+    section: u32,
+    group: Run,
+    /// Whoever had it last: to be cleared, or lent no more, not to be used. Else the key is given.
+    key: Option<Key>,
 }
 
 /// The CAS that takes something.
@@ -135,16 +120,17 @@ impl AllocOp {
     /// The same with a fault, for tests.
     #[must_use]
     pub const fn mutated(host: Host, class: SizeClass, mutation: Mutation) -> Self {
-        let search = Search { pass: Pass::Remembered, scanned: 0, fresh: 0, spans_read: None, avoid: None };
         Self {
             host,
             class,
             mutation,
-            search,
+            search: Search::new(),
             only: None,
             lost: 0,
             losing: None,
             has_opened: false,
+            owes: false,
+            owed: None,
             state: State::Idle,
         }
     }
@@ -153,7 +139,28 @@ impl AllocOp {
     #[must_use]
     pub const fn of_group(host: Host, section: u32, group: Run) -> Self {
         let class = SizeClass::of_spans(group.order());
-        Self { only: Some((section, group)), ..Self::new(host, class) }
+        Self { only: Some(Only { section, group, key: None }), ..Self::new(host, class) }
+    }
+
+    /// An operation that takes this section, and no other, under a key that is given.
+    pub(super) const fn of_section(host: Host, section: u32, key: Key, mutation: Mutation) -> Self {
+        let only = Only { section, group: Run::SECTION, key: Some(key) };
+        Self { only: Some(only), ..Self::mutated(host, SizeClass::SECTION, mutation) }
+    }
+
+    /// The same, with its A8 left to whoever runs it: see [`Self::take_owed`].
+    pub(super) const fn owing(self) -> Self {
+        Self { owes: true, ..self }
+    }
+
+    /// What A8 is to write, once there is something.
+    pub(super) const fn take_owed(&mut self) -> Option<Writes> {
+        self.owed.take()
+    }
+
+    /// Whether it is the node that takes something for itself.
+    const fn is_for_node(&self) -> bool {
+        matches!(self.only, Some(Only { key: None, .. }))
     }
 }
 
@@ -198,87 +205,6 @@ impl AllocOp {
         Step::Post(action)
     }
 
-    /// Find something to take, in what we remember, then in what there is, then where it is crowded.
-    fn search(&mut self, cache: &NodeCache) -> Step<Grant> {
-        if let Some((section, group)) = self.only {
-            return self.search_only(cache, section, group);
-        }
-        let count = cache.section_count();
-        let is_stale = self.lost >= if self.class.is_within_span() { STALE_AFTER } else { STALE_AFTER_WHOLE };
-        if self.search.pass == Pass::Remembered && is_stale {
-            self.search.pass = Pass::Fresh;
-            self.search.scanned = 0;
-        }
-        loop {
-            while self.search.scanned < count {
-                let section = (cache.start(self.class) + self.search.scanned) % count;
-                let fresh = self.search.pass == Pass::Fresh;
-                if fresh && self.search.scanned >= self.search.fresh {
-                    let many = READ_WORDS_MAX.min(count - section).min(count - self.search.scanned);
-                    let action = Action::Read { at: WordAt::Section(section), count: many };
-                    return self.post(State::ReadingSections { first: section, count: many }, action);
-                }
-                let crowded = self.search.pass == Pass::Contended;
-                let avoid = if crowded { None } else { self.search.avoid };
-                if let Some(found) = self.candidate(cache, section, avoid, crowded) {
-                    return self.attempt(cache, section, found);
-                }
-                let inside = self.class.is_within_span() && cache.has_open_spans(section);
-                if fresh && inside && self.search.spans_read != Some(section) {
-                    self.search.spans_read = Some(section);
-                    return self.post(State::Surveying { section }, Action::Survey { section });
-                }
-                self.search.scanned += 1;
-            }
-            self.search.scanned = 0;
-            self.search.pass = match self.search.pass {
-                _ if self.mutation == Mutation::TrustCache => {
-                    return Step::Done(Err(OpError::Full));
-                }
-                Pass::Remembered => Pass::Fresh,
-                Pass::Fresh => Pass::Contended,
-                Pass::Contended => return Step::Done(Err(OpError::Full)),
-            };
-        }
-    }
-
-    /// The group that is to be cleared, if it is empty by what is remembered, or else by what there is.
-    fn search_only(&mut self, cache: &NodeCache, section: u32, group: Run) -> Step<Grant> {
-        if cache.section(section).all(group, SpanState::Empty) {
-            return self.begin_life(cache, section, group, Commit::TakeWhole { section, group });
-        }
-        if self.search.pass == Pass::Fresh {
-            return Step::Done(Err(OpError::Full));
-        }
-        self.search.pass = Pass::Fresh;
-        let action = Action::Read { at: WordAt::Section(section), count: 1 };
-        self.post(State::ReadingSections { first: section, count: 1 }, action)
-    }
-
-    fn candidate(
-        &self,
-        cache: &NodeCache,
-        section: u32,
-        avoid: Option<u32>,
-        crowded: bool,
-    ) -> Option<Candidate> {
-        let word = cache.section(section);
-        if self.mutation == Mutation::EnterClosed && self.class.is_within_span() {
-            let entered =
-                word.spans_in(SpanState::Partial).map(|index| section * SECTION_SPANS + u32::from(index));
-            if let Some(span) = entered.into_iter().find(|&span| cache.span(span).is_closed()) {
-                let run = cache.span(span).find(self.class.order())?;
-                return Some(Candidate::Chunks { span, run });
-            }
-        }
-        if self.mutation == Mutation::TakeHalfEmpty && !self.class.is_within_span() {
-            let first = word.find(0)?.first();
-            let group = Run::new((first >> self.class.order()) << self.class.order(), self.class.order())?;
-            return Some(Candidate::Whole { group });
-        }
-        cache.candidate(section, self.class, avoid, crowded)
-    }
-
     fn attempt(&mut self, cache: &NodeCache, section: u32, candidate: Candidate) -> Step<Grant> {
         match candidate {
             Candidate::Chunks { span, run } => self.begin(cache, Commit::Take { span, run, ours: false }),
@@ -295,7 +221,7 @@ impl AllocOp {
 
     /// A0, before A2 and A7.
     fn begin_life(&mut self, cache: &NodeCache, section: u32, group: Run, commit: Commit) -> Step<Grant> {
-        let takes_foreign = self.only.is_some() || self.mutation == Mutation::TakeForeign;
+        let takes_foreign = self.is_for_node() || self.mutation == Mutation::TakeForeign;
         match Ready::begin(self.host, section, group, takes_foreign, cache, self.mutation) {
             Some((ready, action)) => self.post(State::Readying(ready, commit), action),
             None => self.begin(cache, commit),
@@ -357,7 +283,7 @@ impl AllocOp {
                 if self.mutation != Mutation::SkipOwner =>
             {
                 let (entry, value) = (WordAt::span_key(span), KeyEntry::shut(cache.tenant()).0);
-                Action::WriteThen { entry, value, at, expected, desired }
+                Action::WriteThen { writes: Writes::default().and(entry, value), at, expected, desired }
             }
             (Commit::Take { span, ours: false, .. }, Action::Cas { at, expected, desired })
                 if !cache.is_known(span) && self.mutation != Mutation::TakeForeign =>
@@ -408,7 +334,10 @@ impl AllocOp {
                 if !won {
                     return self.overtaken(cache);
                 }
-                let key = if self.only.is_some() { Key(0) } else { cache.fresh_key(self.class) };
+                let key = match self.only {
+                    Some(only) => only.key.unwrap_or(Key(0)),
+                    None => cache.fresh_key(self.class),
+                };
                 Ok(self.record(cache, Grant { chunk, class: self.class, key }))
             }
         }
@@ -521,12 +450,18 @@ impl AllocOp {
             };
             writes = writes.and(at, value);
         }
+        if self.owes {
+            // It is there before this client changes the word again.
+            self.owed = Some(writes);
+            cache.settle(word_of(grant));
+            return self.recorded(cache, grant);
+        }
         self.post(State::Recording(grant), Action::Write(writes))
     }
 
     /// The key of what was taken; and whose the spans are, if it is whole spans.
     fn keys(&self, cache: &mut NodeCache, grant: Grant) -> Writes {
-        if self.only.is_some() {
+        if self.is_for_node() {
             return Writes::default();
         }
         let (opened, shut) =

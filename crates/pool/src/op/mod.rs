@@ -1,4 +1,4 @@
-//! The state machines of the pool: [`AllocOp`] takes an extent, [`FreeOp`] gives one back, [`RecoverOp`] gives back what a dead host held.
+//! The state machines of the pool: [`AllocOp`] takes an extent, [`StretchOp`] a larger one, [`FreeOp`] gives one back, [`RecoverOp`] gives back what a dead host held.
 //!
 //! They do no I/O. `start` and `step` return the next [`Action`] on the node's memory; whoever drives
 //! them carries it out and comes back with a [`StepResult`]. The steps are named in `docs/formats/pool.md`
@@ -9,9 +9,11 @@ mod flush;
 mod free;
 mod give;
 mod hint;
+mod many;
 mod mutation;
 mod ready;
 mod recover;
+mod stretch;
 
 use std::fmt;
 
@@ -19,8 +21,10 @@ use aquifer_fabric::{Host, Key, KeyEntry};
 
 pub use alloc::AllocOp;
 pub use free::FreeOp;
+pub use many::AllocManyOp;
 pub use mutation::Mutation;
 pub use recover::{Held, HeldOp, RecoverOp, Recovered};
+pub use stretch::StretchOp;
 
 use crate::cache::NodeCache;
 use crate::error::Damage;
@@ -143,12 +147,10 @@ pub enum Action {
         /// The word to be read after that.
         then: WordAt,
     },
-    /// Write a word, then compare and swap. Answered by [`StepResult::Found`].
+    /// Write entries, then compare and swap. Answered by [`StepResult::Found`].
     WriteThen {
-        /// The entry that is written.
-        entry: WordAt,
-        /// What it becomes.
-        value: u64,
+        /// What is written.
+        writes: Writes,
         /// The word that is swapped after that.
         at: WordAt,
         /// What it must be.

@@ -66,11 +66,13 @@ pub enum Mutation {
     SkipOwners,
     /// K: give back without striking out the key.
     SkipStrike,
+    /// A9: keep what was taken of a stretch that cannot be had whole.
+    KeepPart,
 }
 
 impl Mutation {
     /// All faults.
-    pub const ALL: [Self; 29] = [
+    pub const ALL: [Self; 30] = [
         Self::TakeFromStale,
         Self::SkipOpen,
         Self::EnterClosed,
@@ -100,6 +102,7 @@ impl Mutation {
         Self::SkipOwner,
         Self::SkipOwners,
         Self::SkipStrike,
+        Self::KeepPart,
     ];
 
     /// The CAS that commits a change (L).

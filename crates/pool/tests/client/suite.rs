@@ -17,6 +17,8 @@ use aquifer_pool::{
 
 use crate::Bed;
 
+mod many;
+
 const NODE: NodeId = NodeId(7);
 
 fn lend(bed: &Bed, sections: u64) -> Donation {
@@ -136,10 +138,14 @@ fn worker(bed: &Bed, host: u16) {
         // Small extents most of the time, the largest now and then.
         let k = u8::try_from(next(10).min(next(10))).unwrap();
         if owned.len() < 24 && next(2) == 0 {
-            match client.allocate(NODE, class(k)) {
-                Ok(extent) => {
-                    stamper.write(&mut client, &extent, stamp);
-                    owned.push((extent, stamp));
+            let count = u32::try_from(1 + next(4)).unwrap();
+            match client.allocate_many(NODE, class(k), count) {
+                Ok(extents) => {
+                    assert!((1..=count as usize).contains(&extents.len()));
+                    for extent in extents {
+                        stamper.write(&mut client, &extent, stamp);
+                        owned.push((extent, stamp));
+                    }
                 }
                 Err(PoolError::Full { .. }) => full += 1,
                 Err(error) => panic!("{error}"),
@@ -152,10 +158,12 @@ fn worker(bed: &Bed, host: u16) {
         }
     }
     assert!(full < Bed::TURNS);
-    for (extent, stamp) in owned {
-        stamper.verify(&mut client, &extent, stamp);
-        client.free(extent).expect("it is ours");
+    for (extent, stamp) in &owned {
+        stamper.verify(&mut client, extent, *stamp);
     }
+    let extents: Vec<Extent> = owned.into_iter().map(|(extent, _)| extent).collect();
+    let freed = client.free_many(NODE, &extents).expect("the node lives");
+    freed.into_iter().for_each(|freed| freed.expect("it is ours"));
 }
 
 /// Four threads at a node of so many sections.
@@ -207,8 +215,14 @@ fn every_size_is_aligned_opened_by_its_key_and_counted() {
 fn a_node_can_be_taken_to_the_last_chunk() {
     let bed = bed(1);
     let mut client = bed.client(1);
-    let extents: Vec<Extent> =
-        (0..512).map(|_| client.allocate(NODE, SizeClass::CHUNK).expect("room")).collect();
+    let mut extents = client.allocate_many(NODE, SizeClass::CHUNK, 1000).expect("room");
+    assert_eq!(extents.len(), 512);
+    client
+        .free_many(NODE, &extents)
+        .expect("the node lives")
+        .into_iter()
+        .for_each(|freed| freed.expect("it is ours"));
+    extents = (0..512).map(|_| client.allocate(NODE, SizeClass::CHUNK).expect("room")).collect();
     assert_eq!(extents.iter().map(|extent| extent.addr).collect::<HashSet<_>>().len(), 512);
     assert_eq!(client.free_bytes(NODE), 0);
     assert!(matches!(client.allocate(NODE, SizeClass::CHUNK), Err(PoolError::Full { .. })));

@@ -18,7 +18,7 @@ use tempfile::TempDir;
 
 use crate::victim::{self, DATA_BYTES, EARLIER, End, KEY, Moment, NODE, TENANT, VICTIM, Victim};
 
-const SECTIONS: u64 = 3;
+const SECTIONS: u64 = 5;
 const LIVING: Host = Host(1);
 /// Sizes that the living host holds all the while, in sections that the victim uses too.
 const HELD: [u8; 4] = [0, 0, 2, 5];

@@ -127,7 +127,15 @@ fn live(client: &mut PoolClient) -> Result<(), PoolError> {
     client.free(group)?;
     let section = take(client, 9)?;
     client.free(section)?;
+    let many = client.allocate_many(NODE, SizeClass::CHUNK, 3)?;
+    let spans = client.allocate_many(NODE, SizeClass::SPAN, 2)?;
+    client.free_many(NODE, &[many, spans].concat())?.into_iter().collect::<Result<(), _>>()?;
     client.recover(NODE, EARLIER)?;
+    let stretch = client.allocate_stretch(NODE, 2)?;
+    for section in stretch.extents() {
+        write(client, &section, local);
+        client.free(section)?;
+    }
     Ok(())
 }
 

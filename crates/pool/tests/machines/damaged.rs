@@ -3,7 +3,7 @@
 use aquifer_fabric::{Host, Key};
 use aquifer_pool::SizeClass;
 use aquifer_pool::cache::NodeCache;
-use aquifer_pool::op::{AllocOp, FreeOp, Grant, Machine, OpError, RecoverOp, Step};
+use aquifer_pool::op::{AllocOp, FreeOp, Grant, Machine, OpError, RecoverOp, Step, StretchOp};
 use aquifer_pool::size::SECTION_CHUNKS;
 use aquifer_pool::word::{Run, SectionWord, SpanWord};
 use proptest::prelude::*;
@@ -17,6 +17,8 @@ const ACTIONS_MAX: usize = 200_000;
 #[derive(Clone, Debug)]
 enum What {
     Allocate(u8),
+    /// So many sections.
+    Stretch(u32),
     /// One that was taken, by its number.
     Free(prop::sample::Index),
     /// One that nobody gave us.
@@ -65,6 +67,7 @@ fn damage() -> impl Strategy<Value = Damage> {
 fn event() -> impl Strategy<Value = Event> {
     let what = prop_oneof![
         4 => (0..SizeClass::COUNT).prop_map(What::Allocate),
+        1 => (0..=SECTIONS).prop_map(What::Stretch),
         3 => any::<prop::sample::Index>().prop_map(What::Free),
         1 => (0..SizeClass::COUNT, any::<u32>(), any::<u32>()).prop_map(|(k, at, key)| What::FreeForged(k, at, key)),
         1 => (1..5_u16).prop_map(What::Recover),
@@ -124,6 +127,12 @@ proptest! {
                 What::Allocate(k) => {
                     let op = AllocOp::new(me, SizeClass::new(*k).unwrap());
                     taken.extend(run(&mut words, &mut cache, op, damage).ok());
+                }
+                What::Stretch(count) => {
+                    if let Ok(first) = run(&mut words, &mut cache, StretchOp::new(me, *count), damage) {
+                        let section = |at| Grant { chunk: first.chunk + at * SECTION_CHUNKS, ..first };
+                        taken.extend((0..*count).map(section));
+                    }
                 }
                 What::Free(_) if taken.is_empty() => {}
                 What::Free(which) => {

@@ -3,7 +3,7 @@
 use aquifer_fabric::Tenant;
 use aquifer_pool::cache::{NodeCache, Nonces};
 use aquifer_pool::layout::{Layout, SECTION_ENTRIES};
-use aquifer_pool::op::{Action, Machine, OpError, Step, StepResult, WordAt};
+use aquifer_pool::op::{Action, Machine, OpError, Step, StepResult, WordAt, Writes};
 use aquifer_pool::size::SECTION_SPANS;
 use aquifer_pool::word::{SectionWord, SpanState};
 
@@ -52,8 +52,8 @@ impl Words {
                 let found = self.swap(at, expected, desired);
                 op.step(cache, StepResult::FoundThen(found, self.at(then, 1)[0]))
             }
-            Action::WriteThen { entry, value, at, expected, desired } => {
-                self.at(entry, 1)[0] = value;
+            Action::WriteThen { writes, at, expected, desired } => {
+                self.write(&writes);
                 op.step(cache, StepResult::Found(self.swap(at, expected, desired)))
             }
             Action::Survey { section } => {
@@ -68,11 +68,7 @@ impl Words {
                 op.step(cache, StepResult::Words(self.at(at, count)))
             }
             Action::Write(writes) => {
-                for part in writes.parts() {
-                    let count = u32::try_from(part.count()).expect("few words");
-                    let words = part.words();
-                    self.at(part.at, count).iter_mut().zip(words).for_each(|(word, value)| *word = value);
-                }
+                self.write(&writes);
                 op.step(cache, StepResult::Written)
             }
             Action::Strike(strikes) => {
@@ -81,6 +77,13 @@ impl Words {
                 }
                 op.step(cache, StepResult::Written)
             }
+        }
+    }
+
+    fn write(&mut self, writes: &Writes) {
+        for part in writes.parts() {
+            let count = u32::try_from(part.count()).expect("few words");
+            self.at(part.at, count).iter_mut().zip(part.words()).for_each(|(word, value)| *word = value);
         }
     }
 

@@ -11,7 +11,7 @@ use aquifer_pool::client::NODES_MAX;
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{
     ATTEMPTS_MAX, Action, AllocOp, CONTENDED_AFTER, FreeOp, Grant, Machine, OpError, READ_WORDS_MAX, Step,
-    StepResult, WordAt,
+    StepResult, StretchOp, WordAt,
 };
 use aquifer_pool::size::{SECTION_BYTES, SECTION_SPANS};
 use aquifer_pool::word::{LogEntry, Run, SectionWord, SpanState, SpanWord};
@@ -176,6 +176,35 @@ fn a_search_reads_all_sections_in_bounded_pieces() {
         let (result, _) = words.run(&mut cache, AllocOp::new(ME, SizeClass::SECTION));
         let found = result.map(|Grant { chunk, class, .. }| (chunk, class));
         assert_eq!(found, Ok((free * 512, SizeClass::SECTION)));
+    }
+}
+
+#[test]
+fn a_stretch_is_taken_whole_or_not_at_all() {
+    let (mut words, mut cache) = Words::new(6);
+    let full = SectionWord::default().take(Run::SECTION, OTHER);
+    // The first try meets what another has taken since, and what was taken before that goes back.
+    words.sections[2] = full.0;
+    let (first, _) = words.run(&mut cache, StretchOp::new(ME, 3));
+    let first = first.expect("three are free side by side");
+    assert_eq!((first.chunk, first.class), (3 * 512, SizeClass::SECTION));
+    let is_taken = |words: &Words| -> Vec<bool> {
+        words.sections.iter().map(|word| !SectionWord(*word).all(Run::SECTION, SpanState::Empty)).collect()
+    };
+    assert_eq!(is_taken(&words), [false, false, true, true, true, true]);
+    let keys: Vec<u64> = (0..6).map(|section| words.at(WordAt::section_key(section), 1)[0]).collect();
+    assert!(keys[3] != 0 && keys[3..].iter().all(|key| *key == keys[3]), "one key for all: {keys:x?}");
+    assert_eq!(keys[..3], [0; 3], "none is left of what went back");
+    for count in [3, 7, 0] {
+        assert_eq!(words.run(&mut cache, StretchOp::new(ME, count)).0, Err(OpError::Full), "{count}");
+    }
+    assert_eq!(is_taken(&words), [false, false, true, true, true, true]);
+    let (two, actions) = words.run(&mut cache, StretchOp::new(ME, 2));
+    assert_eq!(two.map(|first| first.chunk), Ok(0));
+    assert_eq!(actions, 4, "A7 and A8, twice: both have been looked at before");
+    for section in 3..6 {
+        let grant = Grant { chunk: section * 512, ..first };
+        assert_eq!(words.run(&mut cache, FreeOp::new(ME, grant)), (Ok(()), 3), "K, F5");
     }
 }
 

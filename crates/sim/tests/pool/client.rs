@@ -11,8 +11,8 @@ use aquifer_fabric::{
 use aquifer_pool::cache::{NodeCache, Nonces};
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{
-    Action, AllocOp, FreeOp, Grant, Machine, Mutation, OpError, RecoverOp, Recovered, Step, StepResult,
-    WordAt,
+    Action, AllocManyOp, AllocOp, FreeOp, Grant, Machine, Mutation, OpError, RecoverOp, Recovered, Step,
+    StepResult, StretchOp, WordAt, Writes,
 };
 use aquifer_pool::size::SECTION_SPANS;
 use aquifer_pool::word::Run;
@@ -25,6 +25,9 @@ const WRITTEN_AT: usize = REPLY_WORDS * 8;
 #[derive(Debug)]
 enum Running {
     Alloc(AllocOp),
+    Many(Box<AllocManyOp>),
+    /// So many sections.
+    Stretch(StretchOp, u32),
     Free(FreeOp),
     Recover(Box<RecoverOp>),
 }
@@ -33,6 +36,9 @@ enum Running {
 #[derive(Debug)]
 pub enum Ended {
     Alloc(Result<Grant, OpError>),
+    Many(Result<Vec<Grant>, OpError>),
+    /// So many sections, from this one on.
+    Stretch(u32, Result<Grant, OpError>),
     Free(Result<(), OpError>),
     /// Of this dead host.
     Recover(Host, Result<Recovered, OpError>),
@@ -113,6 +119,20 @@ impl Client {
         self.follow(step).map(Ended::Alloc)
     }
 
+    pub fn alloc_many(&mut self, class: aquifer_pool::SizeClass, count: u32) -> Option<Ended> {
+        let mut op = Box::new(AllocManyOp::mutated(self.host, class, count, self.mutation));
+        let step = op.start(&mut self.cache);
+        self.running = Some(Running::Many(op));
+        self.follow(step).map(Ended::Many)
+    }
+
+    pub fn stretch(&mut self, sections: u32) -> Option<Ended> {
+        let mut op = StretchOp::mutated(self.host, sections, self.mutation);
+        let step = op.start(&mut self.cache);
+        self.running = Some(Running::Stretch(op, sections));
+        self.follow(step).map(|result| Ended::Stretch(sections, result))
+    }
+
     pub fn free(&mut self, grant: Grant) -> Option<Ended> {
         let mut op = FreeOp::mutated(self.host, grant, self.mutation);
         let step = op.start(&mut self.cache);
@@ -159,7 +179,7 @@ impl Client {
             }
             Action::Write(_) | Action::Strike(_) => StepResult::Written,
             Action::CasThen { .. } => StepResult::FoundThen(self.outcomes[0], self.word(0)),
-            Action::WriteThen { .. } => StepResult::Found(self.outcomes[1]),
+            Action::WriteThen { writes, .. } => StepResult::Found(self.outcomes[writes.parts().count()]),
             Action::Cas { .. } | Action::Probe { .. } => StepResult::Found(self.outcomes[0]),
         };
         match self.running.take().expect("an operation is under way") {
@@ -167,6 +187,16 @@ impl Client {
                 let step = op.step(&mut self.cache, result);
                 self.running = Some(Running::Alloc(op));
                 self.follow(step).map(Ended::Alloc)
+            }
+            Running::Many(mut op) => {
+                let step = op.step(&mut self.cache, result);
+                self.running = Some(Running::Many(op));
+                self.follow(step).map(Ended::Many)
+            }
+            Running::Stretch(mut op, sections) => {
+                let step = op.step(&mut self.cache, result);
+                self.running = Some(Running::Stretch(op, sections));
+                self.follow(step).map(|result| Ended::Stretch(sections, result))
             }
             Running::Free(mut op) => {
                 let step = op.step(&mut self.cache, result);
@@ -205,8 +235,10 @@ impl Client {
             Action::CasThen { at, expected, desired, then } => {
                 vec![self.swap(at, expected, desired), self.read(0, then, 1)]
             }
-            Action::WriteThen { entry, value, at, expected, desired } => {
-                vec![self.write(0, entry, &[value]), self.swap(at, expected, desired)]
+            Action::WriteThen { writes, at, expected, desired } => {
+                let mut verbs = self.writes(&writes);
+                verbs.push(self.swap(at, expected, desired));
+                verbs
             }
             Action::Probe { at } => vec![Verb::FetchAdd { remote: self.remote(at), add: 0 }],
             Action::Read { at, count } => vec![self.read(0, at, count)],
@@ -215,16 +247,7 @@ impl Client {
                 let spans = self.read(0, WordAt::Span(first), SECTION_SPANS);
                 vec![spans, self.read(SECTION_SPANS, WordAt::span_key(first), SECTION_SPANS)]
             }
-            Action::Write(writes) => {
-                let mut place = 0;
-                let parts = writes.parts().map(|part| {
-                    let words: Vec<u64> = part.words().collect();
-                    let verb = self.write(place, part.at, &words);
-                    place += words.len();
-                    verb
-                });
-                parts.collect()
-            }
+            Action::Write(writes) => self.writes(&writes),
             Action::Strike(strikes) => {
                 strikes.swaps().map(|(at, expected, desired)| self.swap(at, expected, desired)).collect()
             }
@@ -248,6 +271,17 @@ impl Client {
     fn read(&self, place: u32, at: WordAt, count: u32) -> Verb {
         let local = LocalSlice { key: self.reply_key, offset: u64::from(place) * 8, len: count * 8 };
         Verb::Read { local, remote: self.remote(at) }
+    }
+
+    fn writes(&self, writes: &Writes) -> Vec<Verb> {
+        let mut place = 0;
+        let parts = writes.parts().map(|part| {
+            let words: Vec<u64> = part.words().collect();
+            let verb = self.write(place, part.at, &words);
+            place += words.len();
+            verb
+        });
+        parts.collect()
     }
 
     fn write(&self, place: usize, at: WordAt, words: &[u64]) -> Verb {

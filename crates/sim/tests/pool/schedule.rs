@@ -7,7 +7,7 @@ use aquifer_fabric::sim::{Rng, SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::{Host, Key, Target, Tenant};
 use aquifer_pool::cache::Nonces;
 use aquifer_pool::op::{Action, Grant, Mutation, OpError};
-use aquifer_pool::size::SECTION_BYTES;
+use aquifer_pool::size::{SECTION_BYTES, SECTION_CHUNKS};
 use aquifer_pool::word::SpanState;
 use aquifer_pool::{Donation, NodeId, SizeClass, donate_of};
 
@@ -31,6 +31,9 @@ pub struct Seen {
     crashed_recovering: u64,
     /// Groups that the node has cleared while others went on.
     cleared: u64,
+    /// Times that several extents, or sections side by side, were taken at once while others went on.
+    several: u64,
+    stretches: u64,
     /// Sections that it has withdrawn while others went on, and lent again.
     withdrawn: u64,
     lent: u64,
@@ -49,6 +52,8 @@ impl Seen {
         self.crashed_recovering += other.crashed_recovering;
         self.cleared += other.cleared;
         self.withdrawn += other.withdrawn;
+        self.several += other.several;
+        self.stretches += other.stretches;
         self.lent += other.lent;
     }
 
@@ -57,6 +62,7 @@ impl Seen {
         assert!(self.changes.iter().all(|&count| count >= 100), "{self:?}");
         assert!(self.crashed_in_operation >= 1000 && self.full >= 100, "{self:?}");
         assert!(self.recovered >= 1000 && self.crashed_recovering >= 20, "{self:?}");
+        assert!(self.several >= 1000 && self.stretches >= 100, "{self:?}");
         assert!(self.cleared >= 1000 && self.withdrawn >= 1000 && self.lent >= 1000, "{self:?}");
     }
 }
@@ -115,7 +121,7 @@ impl Schedule {
         let options = SimOptions { delay_ns: 100..100 + spread, ..SimOptions::default() };
         let fabric = SimFabric::new(rng.next_u64(), options);
         let target = fabric.add_node();
-        let sections = 1 + rng.below(2);
+        let sections = 1 + rng.below(3);
         let lent = 1 + rng.below(sections);
         let donation = donate_of(&target, NodeId(1), lent * SECTION_BYTES, sections * SECTION_BYTES);
         let donation = donation.expect("a small pool");
@@ -158,7 +164,7 @@ impl Schedule {
     /// Often one host takes most spans, so that all must share what is left.
     fn crowd(&mut self) -> Result<(), String> {
         let spans = self.donation.layout.spans();
-        if self.rng.chance(1, 4) {
+        if self.rng.chance(1, 3) {
             return Ok(());
         }
         let left = 1 + u32::try_from(self.rng.below(5)).unwrap();
@@ -207,7 +213,16 @@ impl Schedule {
             self.clients[index].free(grant)
         } else {
             let k = self.classes[self.rng.index(self.classes.len())];
-            self.clients[index].alloc(SizeClass::new(k).unwrap())
+            let sections = self.donation.layout.sections();
+            if SizeClass::new(k) == Some(SizeClass::SECTION) && sections > 1 && self.rng.chance(2, 3) {
+                self.clients[index]
+                    .stretch(2 + u32::try_from(self.rng.below(u64::from(sections) - 1)).unwrap())
+            } else if self.rng.chance(1, 3) {
+                let count = 1 + u32::try_from(self.rng.below(4)).unwrap();
+                self.clients[index].alloc_many(SizeClass::new(k).unwrap(), count)
+            } else {
+                self.clients[index].alloc(SizeClass::new(k).unwrap())
+            }
         };
         ended.map_or(Ok(()), |ended| self.ended(index, ended))
     }
@@ -281,20 +296,23 @@ impl Schedule {
             println!("{:>9} ns: client {index}: {ended:?}", self.fabric.now_ns());
         }
         match ended {
-            Ended::Alloc(Ok(grant)) => {
-                let host = self.clients[index].host;
-                let chunks = grant.chunk..grant.chunk + grant.class.chunks();
-                let ours = chunks.clone().all(|c| self.shadow.owners[c as usize] == Some(host));
-                ensure!(ours, "{host:?} is told of {grant:?} but does not own it");
-                let alive = self.clients.iter().filter(|client| client.alive);
-                let others = alive.flat_map(|client| client.owned.iter().chain(&client.kept));
-                let twice = others.filter(|other| overlap(other, &grant)).count();
-                ensure!(twice == 0, "{grant:?} is owned twice");
-                let tenant = self.clients[index].tenant;
-                self.shadow.handed_out(&self.donation.memory, &grant, tenant)?;
-                self.clients[index].owned.push(grant);
+            Ended::Alloc(Ok(grant)) => self.granted(index, grant)?,
+            Ended::Many(Ok(grants)) => {
+                self.seen.several += u64::from(grants.len() > 1);
+                grants.into_iter().try_for_each(|grant| self.granted(index, grant))?;
             }
-            Ended::Alloc(Err(OpError::Full)) => self.seen.full += 1,
+            Ended::Stretch(sections, Ok(first)) => {
+                self.seen.stretches += 1;
+                for section in 0..sections {
+                    let chunk = first.chunk + section * SECTION_CHUNKS;
+                    self.granted(index, Grant { chunk, ..first })?;
+                }
+            }
+            Ended::Alloc(Err(OpError::Full))
+            | Ended::Many(Err(OpError::Full))
+            | Ended::Stretch(_, Err(OpError::Full)) => {
+                self.seen.full += 1;
+            }
             Ended::Free(Ok(())) => (),
             Ended::Recover(dead, Ok(recovered)) => {
                 ensure!(
@@ -306,6 +324,21 @@ impl Schedule {
             }
             other => return Err(format!("client {index}: {other:?}")),
         }
+        Ok(())
+    }
+
+    fn granted(&mut self, index: usize, grant: Grant) -> Result<(), String> {
+        let host = self.clients[index].host;
+        let chunks = grant.chunk..grant.chunk + grant.class.chunks();
+        let ours = chunks.clone().all(|c| self.shadow.owners[c as usize] == Some(host));
+        ensure!(ours, "{host:?} is told of {grant:?} but does not own it");
+        let alive = self.clients.iter().filter(|client| client.alive);
+        let others = alive.flat_map(|client| client.owned.iter().chain(&client.kept));
+        let twice = others.filter(|other| overlap(other, &grant)).count();
+        ensure!(twice == 0, "{grant:?} is owned twice");
+        let tenant = self.clients[index].tenant;
+        self.shadow.handed_out(&self.donation.memory, &grant, tenant)?;
+        self.clients[index].owned.push(grant);
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 
 use aquifer_pool::SizeClass;
 use aquifer_pool::layout::SECTION_ENTRIES;
-use aquifer_pool::op::{Action, StepResult, WordAt};
+use aquifer_pool::op::{Action, StepResult, WordAt, Writes};
 use aquifer_pool::size::{SECTION_CHUNKS, SECTION_SPANS};
 
 use super::array::Touch;
@@ -104,6 +104,15 @@ impl NodeWords {
         arrived
     }
 
+    /// How many operations that takes.
+    fn write(&mut self, writes: &Writes) -> u64 {
+        for part in writes.parts() {
+            let words = self.words(part.at, part.count()).iter_mut();
+            words.zip(part.words()).for_each(|(word, value)| *word = value);
+        }
+        writes.parts().count() as u64
+    }
+
     /// Do what a machine of ours wants done; what it hears, and what that was.
     pub fn carry_out(&mut self, action: &Action, heard: &mut Vec<u64>) -> Arrived {
         heard.clear();
@@ -117,10 +126,10 @@ impl NodeWords {
                 heard.push(self.words(then, 1)[0]);
                 swapped(2, heard[0] != expected)
             }
-            Action::WriteThen { entry, value, at, expected, desired } => {
-                self.words(entry, 1)[0] = value;
+            Action::WriteThen { writes, at, expected, desired } => {
+                let operations = self.write(&writes);
                 heard.push(self.swap(at, expected, desired));
-                swapped(2, heard[0] != expected)
+                swapped(operations + 1, heard[0] != expected)
             }
             Action::Probe { at } => {
                 heard.push(self.words(at, 1)[0]);
@@ -136,16 +145,7 @@ impl NodeWords {
                 heard.extend_from_slice(self.words(WordAt::span_key(first), count));
                 plain(2)
             }
-            Action::Write(writes) => {
-                let mut operations = 0;
-                for part in writes.parts() {
-                    operations += 1;
-                    for (word, value) in self.words(part.at, part.count()).iter_mut().zip(part.words()) {
-                        *word = value;
-                    }
-                }
-                plain(operations)
-            }
+            Action::Write(writes) => plain(self.write(&writes)),
             Action::Strike(strikes) => {
                 let mut arrived = plain(0);
                 for (at, expected, desired) in strikes.swaps() {
