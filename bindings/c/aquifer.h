@@ -21,14 +21,14 @@ extern "C" {
 #endif
 
 /* The largest extent, in bytes. */
-#define AQUIFER_EXTENT_BYTES_MAX (2u << 20)
+#define AQUIFER_EXTENT_BYTES_MAX (64ull << 30)
 
 typedef struct aquifer_session aquifer_session;
 
 /* Memory of the cluster. It may be copied, and told to other programs of the same user. */
 typedef struct aquifer_extent {
     uint64_t addr;  /* in the memory node's region */
-    uint64_t bytes; /* 4 KiB * 2^k */
+    uint64_t bytes; /* 4 KiB * 2^k up to 2 MiB, then multiples of 2 MiB */
     uint32_t key;   /* opens it to programs of its user */
     uint16_t node;  /* the memory node's number */
     uint16_t zero;  /* 0 */

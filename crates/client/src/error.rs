@@ -54,7 +54,9 @@ pub enum Error {
         bytes: u64,
     },
     /// The pool is full. The session is as it was.
-    #[error("no memory node has room: free something, or add a node")]
+    #[error(
+        "no memory node has room for it in one piece: free something, ask for less at a time, or add a node"
+    )]
     Full,
     /// The user has as much as it may have. The session is as it was.
     #[error(

@@ -3,7 +3,7 @@
 use aquifer_ipc::ring::{DATA_BYTES, Piece, Request, SLOTS};
 
 use crate::error::Error;
-use crate::session::{Extent, Session};
+use crate::session::{Extent, SECTION_BYTES, Session};
 
 /// Several pieces are under way at once, so that one is copied here while another is on its way.
 const PIECE_BYTES_MAX: u32 = DATA_BYTES / 4;
@@ -15,7 +15,20 @@ pub(crate) enum Data<'a> {
     Out(&'a mut [u8]),
 }
 
-impl Data<'_> {
+impl<'a> Data<'a> {
+    fn split_at(self, len: usize) -> (Self, Self) {
+        match self {
+            Self::In(bytes) => {
+                let (first, rest) = bytes.split_at(len);
+                (Self::In(first), Self::In(rest))
+            }
+            Self::Out(bytes) => {
+                let (first, rest): (&'a mut [u8], &'a mut [u8]) = bytes.split_at_mut(len);
+                (Self::Out(first), Self::Out(rest))
+            }
+        }
+    }
+
     fn len(&self) -> usize {
         match self {
             Self::In(bytes) => bytes.len(),
@@ -53,15 +66,16 @@ pub(crate) fn run_jobs<'a>(session: &mut Session, jobs: impl Iterator<Item = Job
             failed = failed.or(Some(Error::OutOfRange { offset: job.offset, len, bytes }));
             continue;
         }
-        let mut offset = u32::try_from(job.offset).unwrap_or(u32::MAX);
-        for data in pieces(job.data) {
+        let mut offset = job.offset;
+        for data in pieces(job.data, offset) {
             let len = u32::try_from(data.len()).unwrap_or(u32::MAX);
             if used + len > DATA_BYTES || flying.len() == SLOTS as usize {
                 land(session, &mut flying, &mut failed)?;
                 used = 0;
             }
-            let piece = Piece { offset, len, data: used };
-            let name = job.extent.name();
+            let within = u32::try_from(offset % SECTION_BYTES).unwrap_or(u32::MAX);
+            let piece = Piece { offset: within, len, data: used };
+            let name = job.extent.name_at(offset);
             flying.push(match data {
                 Data::In(bytes) => {
                     session.check()?;
@@ -72,19 +86,26 @@ pub(crate) fn run_jobs<'a>(session: &mut Session, jobs: impl Iterator<Item = Job
             });
             // What comes next begins at a word, so that short copies go by words.
             used += len.next_multiple_of(8);
-            offset += len;
+            offset += u64::from(len);
         }
     }
     land(session, &mut flying, &mut failed)?;
     failed.map_or(Ok(()), Err)
 }
 
-fn pieces(data: Data<'_>) -> Vec<Data<'_>> {
-    let most = PIECE_BYTES_MAX as usize;
-    match data {
-        Data::In(bytes) => bytes.chunks(most).map(Data::In).collect(),
-        Data::Out(bytes) => bytes.chunks_mut(most).map(Data::Out).collect(),
-    }
+/// What is moved from or to this offset, each piece within a section.
+fn pieces(data: Data<'_>, offset: u64) -> impl Iterator<Item = Data<'_>> {
+    let mut left = Some(data);
+    let mut offset = offset;
+    std::iter::from_fn(move || {
+        let data = left.take().filter(|data| data.len() > 0)?;
+        let most = u64::from(PIECE_BYTES_MAX).min(SECTION_BYTES - offset % SECTION_BYTES);
+        let len = usize::try_from(most).unwrap_or(usize::MAX).min(data.len());
+        offset += len as u64;
+        let (piece, rest) = data.split_at(len);
+        left = Some(rest);
+        Some(piece)
+    })
 }
 
 /// Have what is under way done, and take what was read.

@@ -8,15 +8,18 @@ use aquifer_channel::bell::{self, Heard};
 use aquifer_channel::place::agent_socket;
 use aquifer_channel::{Mapping, ReceiveError, connect, receive_frame, send_frame};
 use aquifer_ipc::Frame;
-use aquifer_ipc::ring::{Answer, ExtentName, Request, Ring, SLOTS};
+use aquifer_ipc::ring::{Answer, ExtentName, Request, Ring, SLOTS, STRETCH_SECTIONS_MAX, Status};
 
 use crate::error::Error;
 use crate::jobs::{Data, Job, run_jobs};
 
 /// Bytes of the smallest extent.
 const MIN_EXTENT_BYTES: u64 = 4 << 10;
-/// Bytes of the largest extent: 2 MiB.
-pub const MAX_EXTENT_BYTES: u64 = 2 << 20;
+/// Larger extents are so many of these.
+pub(crate) const SECTION_BYTES: u64 = MIN_EXTENT_BYTES << SECTION_CLASS;
+const SECTION_CLASS: u8 = 9;
+/// Bytes of the largest extent: 64 GiB.
+pub const MAX_EXTENT_BYTES: u64 = SECTION_BYTES * STRETCH_SECTIONS_MAX as u64;
 /// An answer is looked for so long before this thread sleeps.
 const LOOK: Duration = Duration::from_micros(50);
 /// How often an agent may be killed while a session is opened.
@@ -29,7 +32,42 @@ const SLEEP_MAX: Duration = Duration::from_secs(1);
 /// To be copied, told to other programs of the same user, and used in any session of theirs; given back by the session that allocated it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Extent {
+    /// Of the first section, if it is larger than one.
     name: ExtentName,
+    /// How many sections it has; 1 if it is one or less.
+    sections: u32,
+}
+
+/// How much an extent has.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Size {
+    class: u8,
+    sections: u32,
+}
+
+impl Size {
+    /// The smallest that has so many bytes.
+    fn of(bytes: u64) -> Result<Self, Error> {
+        if bytes == 0 || bytes > MAX_EXTENT_BYTES {
+            return Err(Error::Size { bytes });
+        }
+        let class = (0..SECTION_CLASS).find(|class| MIN_EXTENT_BYTES << class >= bytes);
+        let sections = u32::try_from(bytes.div_ceil(SECTION_BYTES)).map_err(|_| Error::Size { bytes })?;
+        Ok(Self { class: class.unwrap_or(SECTION_CLASS), sections })
+    }
+
+    const fn request(self) -> Request {
+        if self.sections > 1 {
+            Request::AllocateStretch(self.sections)
+        } else {
+            Request::Allocate(self.class)
+        }
+    }
+
+    /// What was asked for by that.
+    fn extent(self, answer: Answer) -> Result<Extent, Error> {
+        Error::of(answer.status).map_or(Ok(Extent { name: answer.extent, sections: self.sections }), Err)
+    }
 }
 
 impl Extent {
@@ -38,8 +76,11 @@ impl Extent {
     /// # Errors
     /// If there is no extent of so many bytes.
     pub fn named(node: u16, addr: u64, key: u32, bytes: u64) -> Result<Self, Error> {
-        let class = class_of(bytes)?;
-        let extent = Self { name: ExtentName { node, class, key, addr } };
+        let Size { class, sections } = Size::of(bytes)?;
+        if addr.checked_add(bytes).is_none() {
+            return Err(Error::Size { bytes });
+        }
+        let extent = Self { name: ExtentName { node, class, key, addr }, sections };
         if extent.bytes() == bytes { Ok(extent) } else { Err(Error::Size { bytes }) }
     }
 
@@ -61,14 +102,23 @@ impl Extent {
         self.name.key
     }
 
-    /// Its size: 4 KiB · 2^k.
+    /// Its size: 4 KiB · 2^k up to 2 MiB, then multiples of 2 MiB.
     #[must_use]
     pub const fn bytes(&self) -> u64 {
-        MIN_EXTENT_BYTES << (self.name.class % 32)
+        (MIN_EXTENT_BYTES << (self.name.class % 32)) * self.sections as u64
     }
 
-    pub(crate) const fn name(&self) -> ExtentName {
-        self.name
+    /// What the agent knows it by: each section of a larger one is an extent to it.
+    fn names(&self) -> impl Iterator<Item = ExtentName> + use<> {
+        let extent = *self;
+        (0..self.sections).map(move |section| extent.name_at(u64::from(section) * SECTION_BYTES))
+    }
+
+    /// What the agent knows that part by which has the byte at this offset.
+    pub(crate) const fn name_at(&self, offset: u64) -> ExtentName {
+        let ExtentName { node, class, key, addr } = self.name;
+        // An agent that lies harms nobody but itself: it says what it is asked for.
+        ExtentName { node, class, key, addr: addr.wrapping_add(offset / SECTION_BYTES * SECTION_BYTES) }
     }
 }
 
@@ -152,15 +202,16 @@ impl Session {
         Ok(Self { socket, ring, next: 0, end: None })
     }
 
-    /// Take an extent of at least `bytes` bytes, 1 to [`MAX_EXTENT_BYTES`]: the next size of 4 KiB · 2^k.
+    /// Take an extent of at least `bytes` bytes, 1 to [`MAX_EXTENT_BYTES`]: the next size of 4 KiB · 2^k up to 2 MiB, above that the next multiple of 2 MiB.
+    /// It is all of one node.
     ///
     /// # Errors
     /// [`Error::Full`], [`Error::Quota`], [`Error::TooMany`], [`Error::Size`]; those of a session that is over.
     pub fn allocate(&mut self, bytes: u64) -> Result<Extent, Error> {
-        let request = Request::Allocate(class_of(bytes)?);
+        let size = Size::of(bytes)?;
         let mut answer = None;
-        self.ask(std::iter::once(request), |_, given| answer = Some(given))?;
-        extent_of(answer.unwrap_or(Answer::of(aquifer_ipc::ring::Status::Failed)))
+        self.ask(std::iter::once(size.request()), |_, given| answer = Some(given))?;
+        size.extent(answer.unwrap_or(Answer::of(Status::Failed)))
     }
 
     /// Take several of one size, all or none: faster than one by one.
@@ -168,10 +219,10 @@ impl Session {
     /// # Errors
     /// As [`Self::allocate`].
     pub fn allocate_many(&mut self, bytes: u64, count: usize) -> Result<Vec<Extent>, Error> {
-        let request = Request::Allocate(class_of(bytes)?);
+        let size = Size::of(bytes)?;
         let mut extents = Vec::with_capacity(count.min(1 << 20));
         let mut refused = None;
-        self.ask(std::iter::repeat_n(request, count), |_, answer| match extent_of(answer) {
+        self.ask(std::iter::repeat_n(size.request(), count), |_, answer| match size.extent(answer) {
             Ok(extent) => extents.push(extent),
             Err(error) => refused = Some(error),
         })?;
@@ -198,7 +249,7 @@ impl Session {
     /// As [`Self::free`].
     pub fn free_many(&mut self, extents: &[Extent]) -> Result<(), Error> {
         let mut failed = None;
-        let requests = extents.iter().map(|extent| Request::Free(extent.name()));
+        let requests = extents.iter().flat_map(Extent::names).map(Request::Free);
         self.ask(requests, |_, answer| failed = failed.take().or(Error::of(answer.status)))?;
         failed.map_or(Ok(()), Err)
     }
@@ -334,27 +385,32 @@ impl Drop for Session {
     }
 }
 
-fn extent_of(answer: Answer) -> Result<Extent, Error> {
-    Error::of(answer.status).map_or(Ok(Extent { name: answer.extent }), Err)
-}
-
-fn class_of(bytes: u64) -> Result<u8, Error> {
-    let classes = 0..=9;
-    let class = classes.into_iter().find(|class| MIN_EXTENT_BYTES << class >= bytes);
-    class.filter(|_| bytes > 0).ok_or(Error::Size { bytes })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn sizes_round_up() {
-        let class = |bytes| class_of(bytes).ok();
-        assert_eq!([class(0), class(1), class(4096), class(4097)], [None, Some(0), Some(0), Some(1)]);
-        assert_eq!([class(MAX_EXTENT_BYTES), class(MAX_EXTENT_BYTES + 1)], [Some(9), None]);
-        assert_eq!(Extent::named(1, 0, 1, 8192).map(|extent| extent.bytes()).ok(), Some(8192));
-        assert!(Extent::named(1, 0, 1, 8193).is_err());
+        let size = |bytes| Size::of(bytes).ok().map(|size| (size.class, size.sections));
+        assert_eq!(
+            [size(0), size(1), size(4096), size(4097)],
+            [None, Some((0, 1)), Some((0, 1)), Some((1, 1))]
+        );
+        assert_eq!([size(SECTION_BYTES), size(SECTION_BYTES + 1)], [Some((9, 1)), Some((9, 2))]);
+        assert_eq!([size(MAX_EXTENT_BYTES), size(MAX_EXTENT_BYTES + 1)], [Some((9, 1 << 15)), None]);
+        let named = |addr, bytes| Extent::named(1, addr, 1, bytes).map(|extent| extent.bytes()).ok();
+        assert_eq!([named(0, 8192), named(0, 8193)], [Some(8192), None]);
+        assert_eq!([named(0, 3 * SECTION_BYTES), named(0, 3 * SECTION_BYTES - 4096)], [Some(6 << 20), None]);
+        assert_eq!(named(u64::MAX - 4096, SECTION_BYTES), None);
+    }
+
+    #[test]
+    fn a_large_extent_is_its_sections() {
+        let extent = Extent::named(1, 1 << 30, 7, 3 * SECTION_BYTES).expect("a size");
+        let places: Vec<u64> = extent.names().map(|name| name.addr - (1 << 30)).collect();
+        assert_eq!(places, [0, SECTION_BYTES, 2 * SECTION_BYTES]);
+        let addr = |offset| extent.name_at(offset).addr - (1 << 30);
+        assert_eq!([addr(SECTION_BYTES - 1), addr(SECTION_BYTES)], [0, SECTION_BYTES]);
     }
 
     #[test]

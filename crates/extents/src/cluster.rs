@@ -11,7 +11,7 @@ use aquifer_fabric::{
     Verb, Work, WorkError,
 };
 use aquifer_ipc::ring::{DATA_AT, Status};
-use aquifer_pool::{Custody, Extent, NodeId, PoolClient, PoolError, SizeClass, UnderWay};
+use aquifer_pool::{Custody, Extent, NodeId, PoolClient, PoolError, SizeClass, Stretch, UnderWay};
 
 use crate::session::{Move, Pool};
 
@@ -152,16 +152,30 @@ impl Cluster {
         usize::try_from(self.random % bound as u64).unwrap_or(0)
     }
 
-    fn allocate_somewhere(&mut self, class: SizeClass) -> Result<Extent, Status> {
+    /// Take something of the best node that has it, of nodes that have come just now, too.
+    fn take<T>(
+        &mut self,
+        take: impl Fn(&mut PoolClient, NodeId) -> Result<T, PoolError>,
+    ) -> Result<T, Status> {
+        match self.take_somewhere(&take) {
+            Err(Status::Full) if self.meet_nodes() => self.take_somewhere(&take),
+            outcome => outcome,
+        }
+    }
+
+    fn take_somewhere<T>(
+        &mut self,
+        take: &impl Fn(&mut PoolClient, NodeId) -> Result<T, PoolError>,
+    ) -> Result<T, Status> {
         let mut status = Status::Full;
         for node in self.nodes_by_room() {
-            let mut taken = self.pool.allocate(node, class);
+            let mut taken = take(&mut self.pool, node);
             while let Err(PoolError::Away { .. }) = taken {
                 // Nobody knows whether something was taken, and an audit finds it. This waits until the node is back, or gone.
-                taken = self.pool.allocate(node, class);
+                taken = take(&mut self.pool, node);
             }
             match taken {
-                Ok(extent) => return Ok(extent),
+                Ok(taken) => return Ok(taken),
                 Err(PoolError::Full { .. }) => {}
                 Err(PoolError::NodeGone { cause, .. }) => {
                     tracing::warn!(node = node.0, %cause, "a memory node is gone");
@@ -186,26 +200,37 @@ impl Cluster {
     }
 
     /// Give back, by one of the pool's ways; whether that is done, or the node is gone with its memory.
-    fn return_by(&mut self, node: NodeId, way: impl Fn(&mut PoolClient) -> Result<(), PoolError>) -> bool {
+    fn return_by<T>(
+        &mut self,
+        node: NodeId,
+        way: impl FnOnce(&mut PoolClient) -> Result<T, PoolError>,
+    ) -> Result<Option<T>, NotReturned> {
         if !self.local.contains_key(&node) && !self.meet(node) {
-            return self.is_gone(node);
+            return if self.is_gone(node) { Ok(None) } else { Err(NotReturned) };
         }
         match way(&mut self.pool) {
-            Ok(()) => {}
+            Ok(returned) => return Ok(Some(returned)),
             Err(PoolError::NodeGone { cause, .. }) => {
                 tracing::warn!(node = node.0, %cause, "a memory node is gone");
                 self.leave(node);
-                return self.is_gone(node);
+                return if self.is_gone(node) { Ok(None) } else { Err(NotReturned) };
             }
-            // It was away, and an audit looks whether that was done.
-            Err(error @ PoolError::Away { .. }) => {
-                tracing::debug!(%error, "an extent is given back when it is back")
-            }
-            // It came back without its memory.
-            Err(error @ PoolError::NotAllocated { .. }) => tracing::debug!(%error, "lost with its node"),
-            Err(error) => tracing::error!(%error, "an extent could not be given back"),
+            Err(error) => note_unreturned(&error),
         }
-        true
+        Ok(None)
+    }
+}
+
+/// The node cannot be reached just now.
+struct NotReturned;
+
+fn note_unreturned(error: &PoolError) {
+    match error {
+        // It was away, and an audit looks whether that was done.
+        PoolError::Away { .. } => tracing::debug!(%error, "an extent is given back when it is back"),
+        // It came back without its memory.
+        PoolError::NotAllocated { .. } => tracing::debug!(%error, "lost with its node"),
+        _ => tracing::error!(%error, "an extent could not be given back"),
     }
 }
 
@@ -215,28 +240,41 @@ impl Pool for Cluster {
     }
 
     fn allocate(&mut self, class: SizeClass) -> Result<Extent, Status> {
-        match self.allocate_somewhere(class) {
-            Err(Status::Full) if self.meet_nodes() => self.allocate_somewhere(class),
-            outcome => outcome,
-        }
+        self.take(|pool, node| pool.allocate(node, class))
+    }
+
+    fn allocate_many(&mut self, class: SizeClass, count: u32) -> Result<Vec<Extent>, Status> {
+        self.take(|pool, node| pool.allocate_many(node, class, count))
+    }
+
+    fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, Status> {
+        self.take(|pool, node| pool.allocate_stretch(node, sections))
     }
 
     fn last_record(&self, extent: Extent) -> u32 {
         self.pool.last_record(extent)
     }
 
-    fn give_back(&mut self, extent: Extent) -> bool {
-        self.return_by(extent.node, |pool| pool.free(extent))
+    fn give_back(&mut self, extents: &[Extent]) -> Vec<bool> {
+        let mut by_node: BTreeMap<NodeId, Vec<usize>> = BTreeMap::new();
+        for (number, extent) in extents.iter().enumerate() {
+            by_node.entry(extent.node).or_default().push(number);
+        }
+        let mut is_done = vec![true; extents.len()];
+        for (node, numbers) in by_node {
+            let there: Vec<Extent> = numbers.iter().map(|number| extents[*number]).collect();
+            match self.return_by(node, |pool| pool.free_many(node, &there)) {
+                Ok(outcomes) => {
+                    outcomes.into_iter().flatten().filter_map(Result::err).for_each(|e| note_unreturned(&e));
+                }
+                Err(NotReturned) => numbers.into_iter().for_each(|number| is_done[number] = false),
+            }
+        }
+        is_done
     }
 
     fn give_back_begun(&mut self, extent: Extent, record: u32) -> bool {
-        self.return_by(extent.node, |pool| {
-            // Others may have changed the word before it was begun. If its key was not struck out it is ours still.
-            if pool.free_begun(extent, record)? || !pool.is_current(extent)? {
-                return Ok(());
-            }
-            pool.free(extent)
-        })
+        self.return_by(extent.node, |pool| pool.free_begun(extent, record)).is_ok()
     }
 
     fn reaches(&self, node: NodeId) -> bool {

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use aquifer_fabric::{Key, Memory, Tenant};
 use aquifer_ipc::ring::{Answer, ExtentName, Piece, Request, Status};
-use aquifer_pool::{Extent, NodeId, SizeClass};
+use aquifer_pool::{Extent, NodeId, SizeClass, Stretch};
 
 use crate::account::Accounts;
 use crate::book::{Book, State};
@@ -35,8 +35,10 @@ pub(crate) fn may_die() {
 }
 
 const NODES: u16 = 2;
-const NODE_BYTES: u64 = 64 << 10;
-const QUOTA_BYTES: u64 = 100 << 10;
+const NODE_BYTES: u64 = 8 << 20;
+const QUOTA_BYTES: u64 = 12 << 20;
+/// The sizes that programs ask for: from this one on.
+const CLASS_MIN: u8 = 6;
 
 /// What outlives agents: the nodes' memory, and the ring's data.
 #[derive(Debug, Default)]
@@ -61,14 +63,22 @@ impl World {
     }
 
     fn allocate(&mut self, class: SizeClass) -> Option<Extent> {
+        self.allocate_row(class, 1)
+    }
+
+    /// So many side by side, under one key.
+    fn allocate_row(&mut self, class: SizeClass, count: u32) -> Option<Extent> {
+        let bytes = class.bytes() * u64::from(count);
         for node in (0..NODES).map(NodeId) {
             for addr in (0..NODE_BYTES).step_by(usize::try_from(class.bytes()).unwrap()) {
-                if addr + class.bytes() <= NODE_BYTES && self.is_free(node, addr, class.bytes()) {
+                if addr + bytes <= NODE_BYTES && self.is_free(node, addr, bytes) {
                     self.next_key += 1;
-                    let extent = Extent { node, addr, class, key: Key(self.next_key) };
-                    self.taken.insert((node, addr), extent);
-                    self.contents.insert((node, addr), 0);
-                    return Some(extent);
+                    let first = Extent { node, addr, class, key: Key(self.next_key) };
+                    for addr in (addr..addr + bytes).step_by(usize::try_from(class.bytes()).unwrap()) {
+                        self.taken.insert((node, addr), Extent { addr, ..first });
+                        self.contents.insert((node, addr), 0);
+                    }
+                    return Some(first);
                 }
             }
         }
@@ -78,6 +88,19 @@ impl World {
 
 #[derive(Clone, Debug, Default)]
 struct ModelPool(Rc<RefCell<World>>);
+
+impl ModelPool {
+    fn give_one_back(&self, extent: &Extent) -> bool {
+        may_die();
+        if self.0.borrow().away.contains(&extent.node) {
+            return false;
+        }
+        let struck = self.0.borrow_mut().taken.remove(&(extent.node, extent.addr));
+        assert_eq!(struck, Some(*extent), "what is given back is what was taken");
+        may_die();
+        true
+    }
+}
 
 impl Pool for ModelPool {
     fn under_way(&self) -> Option<aquifer_pool::UnderWay> {
@@ -91,19 +114,25 @@ impl Pool for ModelPool {
         Ok(extent)
     }
 
+    fn allocate_many(&mut self, class: SizeClass, count: u32) -> Result<Vec<Extent>, Status> {
+        let first = self.allocate(class)?;
+        let rest = (1..count).map_while(|_| self.allocate(class).ok());
+        Ok(std::iter::once(first).chain(rest).collect())
+    }
+
+    fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, Status> {
+        may_die();
+        let first = self.0.borrow_mut().allocate_row(SizeClass::SECTION, sections).ok_or(Status::Full)?;
+        may_die();
+        Ok(Stretch { first, sections })
+    }
+
     fn last_record(&self, extent: Extent) -> u32 {
         extent.key.0
     }
 
-    fn give_back(&mut self, extent: Extent) -> bool {
-        may_die();
-        if self.0.borrow().away.contains(&extent.node) {
-            return false;
-        }
-        let struck = self.0.borrow_mut().taken.remove(&(extent.node, extent.addr));
-        assert_eq!(struck, Some(extent), "what is given back is what was taken");
-        may_die();
-        true
+    fn give_back(&mut self, extents: &[Extent]) -> Vec<bool> {
+        extents.iter().map(|extent| self.give_one_back(extent)).collect()
     }
 
     fn give_back_begun(&mut self, extent: Extent, record: u32) -> bool {
@@ -113,7 +142,7 @@ impl Pool for ModelPool {
             return false;
         }
         if self.0.borrow().taken.get(&place).is_some_and(|extent| extent.key.0 == record) {
-            self.give_back(extent);
+            self.give_one_back(&extent);
         }
         true
     }
@@ -329,22 +358,32 @@ fn play(seed: u64) -> u32 {
                     }));
                 }
                 _ => {
-                    let class = u8::try_from(play.below(4)).unwrap();
-                    requests.push(Some(Request::Allocate(class)));
+                    let class = CLASS_MIN + u8::try_from(play.below(4)).unwrap();
+                    let count = if class == 9 { 1 + play.below(3) } else { 1 };
+                    let is_many = count > 1;
+                    requests.push(Some(if is_many {
+                        Request::AllocateStretch(count)
+                    } else {
+                        Request::Allocate(class)
+                    }));
                     expected.push(Box::new(move |answer, world, shadow| match answer.status {
                         Status::Done => {
-                            let name = answer.extent;
-                            assert_eq!(name.class, class);
-                            assert!(!shadow.held.iter().any(|(held, _)| *held == name), "given twice");
-                            let value = world.contents[&(NodeId(name.node), name.addr)];
-                            shadow.held.push((name, value));
+                            assert_eq!(answer.extent.class, class);
+                            for section in 0..count {
+                                let addr =
+                                    answer.extent.addr + u64::from(section) * SizeClass::SECTION.bytes();
+                                let name = ExtentName { addr, ..answer.extent };
+                                assert!(!shadow.held.iter().any(|(held, _)| *held == name), "given twice");
+                                let value = world.contents[&(NodeId(name.node), name.addr)];
+                                shadow.held.push((name, value));
+                            }
                         }
                         status => assert!(matches!(status, Status::Full | Status::Quota), "{status:?}"),
                     }));
                 }
             }
             // What the requests of a round depend on must not change in it.
-            if matches!(requests.last(), Some(Some(Request::Allocate(_) | Request::Free(_)) | None)) {
+            if !matches!(requests.last(), Some(Some(Request::Read(..) | Request::Write(..)))) {
                 break;
             }
         }

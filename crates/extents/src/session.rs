@@ -10,12 +10,19 @@ use std::time::Duration;
 
 use aquifer_fabric::Key;
 use aquifer_ipc::ring::{Answer, ExtentName, Piece, Request, Status};
-use aquifer_pool::{Extent, NodeId, SizeClass, UnderWay};
+use aquifer_pool::{Extent, NodeId, SizeClass, Stretch, UnderWay};
 
 use crate::account::Account;
 use crate::book::{Book, EXTENTS_MAX, Entry, State};
 use crate::stock::Stock;
 
+/// Most extents that are taken at once where a program waits for them, and where it may come while they are taken.
+const AT_ONCE_MAX: usize = 64;
+const AT_LEISURE_MAX: usize = 8;
+/// And no more than so many bytes, for they are all of one node.
+const AT_ONCE_BYTES_MAX: u64 = 1 << 20;
+/// Extents that are given back at once when the session is over.
+const RETURNED_MAX: usize = 1024;
 /// No request has this number.
 const NO_REQUEST: u64 = u64::MAX;
 
@@ -33,10 +40,14 @@ pub(crate) trait Pool {
     fn under_way(&self) -> Option<UnderWay>;
     /// Take an extent.
     fn allocate(&mut self, class: SizeClass) -> Result<Extent, Status>;
+    /// Take up to so many extents, at least one.
+    fn allocate_many(&mut self, class: SizeClass, count: u32) -> Result<Vec<Extent>, Status>;
+    /// Take so many sections side by side.
+    fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, Status>;
     /// The record in its control word, for [`Self::give_back_begun`].
     fn last_record(&self, extent: Extent) -> u32;
-    /// Give an extent back; false if its node cannot be reached just now. True if the node is gone for good, too.
-    fn give_back(&mut self, extent: Extent) -> bool;
+    /// Give extents back; for each false if its node cannot be reached just now, and true if the node is gone for good, too.
+    fn give_back(&mut self, extents: &[Extent]) -> Vec<bool>;
     /// The same of one whose giving back was begun when its control word had that record.
     fn give_back_begun(&mut self, extent: Extent, record: u32) -> bool;
     /// Whether there is a connection to a node.
@@ -62,7 +73,9 @@ impl Sort {
         match request {
             Some(Request::Write(..)) => Self::Write,
             Some(Request::Read(..)) => Self::Read,
-            Some(Request::Allocate(_) | Request::Free(_)) | None => Self::Change,
+            Some(Request::Allocate(_) | Request::AllocateStretch(_) | Request::Free(_)) | None => {
+                Self::Change
+            }
         }
     }
 
@@ -98,7 +111,7 @@ pub(crate) struct Session<P> {
     gaps: Vec<u32>,
     holdings: Holdings,
     /// What the request that is to be concluded next has changed already, before the agent that did it was killed.
-    resumed: Option<Entry>,
+    resumed: Vec<u32>,
     moves: Vec<Move>,
     /// For each move, which answer it is, and whether the key is one that the session was not given.
     moved: Vec<(usize, bool)>,
@@ -118,7 +131,7 @@ impl<P: Pool> Session<P> {
             lost: HashSet::new(),
             gaps: Vec::new(),
             holdings: Holdings::default(),
-            resumed: None,
+            resumed: Vec::new(),
             moves: Vec::new(),
             moved: Vec::new(),
         };
@@ -135,7 +148,7 @@ impl<P: Pool> Session<P> {
     fn take_in(&mut self, number: u32, Entry { extent, state, request }: Entry) {
         let bytes = extent.class.bytes();
         if request == self.book.done() {
-            self.resumed = Some(Entry { extent, state, request });
+            self.resumed.push(number);
         }
         match state {
             State::Given => {
@@ -169,7 +182,7 @@ impl<P: Pool> Session<P> {
     ) {
         answers.clear();
         let mut before = Sort::of(requests.first().and_then(Option::as_ref));
-        for request in requests {
+        for (at, request) in requests.iter().enumerate() {
             let sort = Sort::of(request.as_ref());
             // Changes one by one: each is written down before the next.
             if !answers.is_empty() && (sort == Sort::Change || !sort.may_follow(before)) {
@@ -178,7 +191,8 @@ impl<P: Pool> Session<P> {
             before = sort;
             let answer = match request {
                 None => Answer::of(Status::BadRequest),
-                Some(Request::Allocate(class)) => self.allocate(first, *class),
+                Some(Request::Allocate(class)) => self.allocate(first, *class, alike(&requests[at..])),
+                Some(Request::AllocateStretch(sections)) => self.allocate_stretch(first, *sections),
                 Some(Request::Free(name)) => Answer::of(self.free(first, name)),
                 Some(Request::Read(name, piece)) => {
                     match self.prepare(name, *piece, false, answers.len(), now) {
@@ -208,21 +222,20 @@ impl<P: Pool> Session<P> {
             |number: &u32| self.book.entry(*number).is_some_and(|entry| entry.state == State::Given);
         self.lost.extend(numbers.filter(is_given));
         for class in classes() {
-            for number in self.stock.drop_all(class, |number| {
-                self.book.entry(number).is_some_and(|entry| entry.extent.node == node)
-            }) {
-                self.holdings.stocked_bytes -= class.bytes();
-                self.return_to_pool(number);
-            }
+            let is_there = |number| self.book.entry(number).is_some_and(|entry| entry.extent.node == node);
+            let dropped = self.stock.drop_all(class, is_there);
+            self.holdings.stocked_bytes -= dropped.len() as u64 * class.bytes();
+            self.return_to_pool(&dropped);
         }
     }
 
     /// The requests before `next` are answered; the answers are where the program will find them.
     pub fn conclude(&mut self, next: u64) {
-        self.resumed = None;
+        self.resumed.clear();
         self.book.set_done(next);
-        for number in std::mem::take(&mut self.unwanted) {
-            self.return_to_pool(number);
+        if !self.unwanted.is_empty() {
+            let unwanted = std::mem::take(&mut self.unwanted);
+            self.return_to_pool(&unwanted);
         }
     }
 
@@ -231,70 +244,140 @@ impl<P: Pool> Session<P> {
         self.book.done()
     }
 
-    fn allocate(&mut self, request: u64, class: u8) -> Answer {
+    /// So many of this size are asked for, one after another.
+    fn allocate(&mut self, request: u64, class: u8, ahead: usize) -> Answer {
         let Some(class) = SizeClass::new(class) else { return Answer::of(Status::BadRequest) };
-        // An agent before this one may have got so far.
-        if let Some(entry) = self.done_already(request, State::Given) {
-            return given(&entry.extent);
+        if let Some(extent) = self.resume(request, class, 1) {
+            return given(&extent);
         }
-        if let Some(number) = self.stock.take(class) {
+        let mut stocked = self.stock.take(class);
+        let at_once = at_once_max(class).min(ahead);
+        if stocked.is_none() && at_once > 1 && self.stock_up(class, at_once).is_ok() {
+            stocked = self.stock.take(class);
+        }
+        if let Some(number) = stocked {
             let Some(Entry { extent, .. }) = self.book.entry(number) else {
                 return Answer::of(Status::Failed);
             };
             self.book.set(number, State::Given, request);
             self.holdings.stocked_bytes -= class.bytes();
-            return self.give(&extent);
+            return self.give(&extent, 1);
         }
-        match self.take(class, State::Given, request) {
-            Ok((_, extent)) => self.give(&extent),
-            Err(Status::Full | Status::Quota) if self.holdings.stocked_bytes > 0 => {
-                self.drop_stock();
-                match self.take(class, State::Given, request) {
-                    Ok((_, extent)) => self.give(&extent),
-                    Err(status) => Answer::of(status),
-                }
-            }
+        match self.take_at_any_cost(|session| session.take(class, request)) {
+            Ok(extent) => self.give(&extent, 1),
             Err(status) => Answer::of(status),
         }
     }
 
-    fn give(&mut self, extent: &Extent) -> Answer {
-        self.holdings.extents += 1;
-        self.holdings.bytes += extent.class.bytes();
-        given(extent)
-    }
-
-    /// Take one of the pool, and write it down.
-    fn take(&mut self, class: SizeClass, state: State, request: u64) -> Result<(u32, Extent), Status> {
-        let bytes = class.bytes();
-        let number = match self.gaps.pop() {
-            Some(number) => number,
-            None if self.book.end() < EXTENTS_MAX => self.book.end(),
-            None => return Err(Status::TooMany),
-        };
-        let _under_way = self.pool.under_way();
-        let taken = if self.account.take(bytes, self.pool.quota_bytes()) {
-            self.pool.allocate(class).inspect_err(|_| self.account.give(bytes))
-        } else {
-            Err(Status::Quota)
-        };
-        match taken {
-            Ok(extent) => {
-                self.book.add(number, &extent, state, request);
-                self.known.insert(key_of(&extent), number);
-                Ok((number, extent))
-            }
-            Err(status) => {
-                if number < self.book.end() {
-                    self.gaps.push(number);
-                }
-                Err(status)
-            }
+    fn allocate_stretch(&mut self, request: u64, sections: u32) -> Answer {
+        if let Some(first) = self.resume(request, SizeClass::SECTION, sections) {
+            return given(&first);
+        }
+        match self.take_at_any_cost(|session| session.take_stretch(sections, request)) {
+            Ok(first) => self.give(&first, sections),
+            Err(status) => Answer::of(status),
         }
     }
 
+    /// Take something of the pool, if need be after what is in stock was given back.
+    fn take_at_any_cost<T>(
+        &mut self,
+        mut take: impl FnMut(&mut Self) -> Result<T, Status>,
+    ) -> Result<T, Status> {
+        match take(self) {
+            Err(Status::Full | Status::Quota) if self.holdings.stocked_bytes > 0 => {
+                self.drop_stock();
+                take(self)
+            }
+            taken => taken,
+        }
+    }
+
+    /// What an agent that was killed took for the request that it could not conclude: the first of so many, if they are all there. Else they go back.
+    fn resume(&mut self, request: u64, class: SizeClass, count: u32) -> Option<Extent> {
+        let numbers = std::mem::take(&mut self.resumed);
+        let taken = numbers.into_iter().filter_map(|number| Some((number, self.book.entry(number)?)));
+        let taken: Vec<(u32, Entry)> =
+            taken.filter(|(_, entry)| entry.request == request && entry.state == State::Given).collect();
+        let extents = || taken.iter().map(|(_, entry)| entry.extent);
+        if extents().filter(|extent| extent.class == class).count() == count as usize {
+            return extents().min_by_key(|extent| extent.addr);
+        }
+        for (_, Entry { extent, .. }) in &taken {
+            self.holdings.extents -= 1;
+            self.holdings.bytes -= extent.class.bytes();
+        }
+        let numbers: Vec<u32> = taken.into_iter().map(|(number, _)| number).collect();
+        self.return_to_pool(&numbers);
+        None
+    }
+
+    fn give(&mut self, first: &Extent, count: u32) -> Answer {
+        self.holdings.extents += u64::from(count);
+        self.holdings.bytes += u64::from(count) * first.class.bytes();
+        given(first)
+    }
+
+    /// Take one of the pool for the program, and write it down.
+    fn take(&mut self, class: SizeClass, request: u64) -> Result<Extent, Status> {
+        let _under_way = self.pool.under_way();
+        let extent = self.take_within(1, class.bytes(), |pool| pool.allocate(class))?;
+        self.note(&extent, State::Given, request);
+        Ok(extent)
+    }
+
+    /// Take up to so many into the stock, at least one.
+    fn stock_up(&mut self, class: SizeClass, count: usize) -> Result<(), Status> {
+        let _under_way = self.pool.under_way();
+        let count = u32::try_from(count).unwrap_or(1);
+        let bytes = class.bytes() * u64::from(count);
+        let taken = self.take_within(count, bytes, |pool| pool.allocate_many(class, count))?;
+        let taken_bytes = class.bytes() * taken.len() as u64;
+        self.account.give(bytes - taken_bytes);
+        self.holdings.stocked_bytes += taken_bytes;
+        for extent in taken {
+            let number = self.note(&extent, State::Stocked, NO_REQUEST);
+            self.stock.put(class, number);
+        }
+        Ok(())
+    }
+
+    /// Take so many sections side by side, and write them down; the first of them.
+    fn take_stretch(&mut self, sections: u32, request: u64) -> Result<Extent, Status> {
+        let _under_way = self.pool.under_way();
+        let bytes = u64::from(sections) * SizeClass::SECTION.bytes();
+        let stretch = self.take_within(sections, bytes, |pool| pool.allocate_stretch(sections))?;
+        for extent in stretch.extents() {
+            self.note(&extent, State::Given, request);
+        }
+        Ok(stretch.first)
+    }
+
+    /// Take something that is so many extents, if the book has room for them and the user may have so much.
+    fn take_within<T>(
+        &mut self,
+        count: u32,
+        bytes: u64,
+        take: impl FnOnce(&mut P) -> Result<T, Status>,
+    ) -> Result<T, Status> {
+        if self.gaps.len() + ((EXTENTS_MAX - self.book.end()) as usize) < count as usize {
+            return Err(Status::TooMany);
+        }
+        if !self.account.take(bytes, self.pool.quota_bytes()) {
+            return Err(Status::Quota);
+        }
+        take(&mut self.pool).inspect_err(|_| self.account.give(bytes))
+    }
+
+    fn note(&mut self, extent: &Extent, state: State, request: u64) -> u32 {
+        let number = self.gaps.pop().unwrap_or_else(|| self.book.end());
+        self.book.add(number, extent, state, request);
+        self.known.insert(key_of(extent), number);
+        number
+    }
+
     fn free(&mut self, request: u64, name: &ExtentName) -> Status {
-        if let Some(entry) = self.done_already(request, State::Stocked) {
+        if let Some(entry) = self.given_back_already(request) {
             return if name_of(&entry.extent) == *name { Status::Done } else { Status::Refused };
         }
         let key = (NodeId(name.node), name.addr, Key(name.key));
@@ -316,9 +399,10 @@ impl<P: Pool> Session<P> {
         Status::Done
     }
 
-    /// What an agent that was killed did for the request that it could not conclude.
-    fn done_already(&self, request: u64, state: State) -> Option<Entry> {
-        self.resumed.filter(|entry| entry.request == request && entry.state == state)
+    /// What an agent that was killed gave back for the request that it could not conclude.
+    fn given_back_already(&self, request: u64) -> Option<Entry> {
+        let mut entries = self.resumed.iter().filter_map(|number| self.book.entry(*number));
+        entries.find(|entry| entry.request == request && entry.state == State::Stocked)
     }
 
     /// `None` if it must wait for what came of keys that are being tried.
@@ -379,20 +463,16 @@ impl<P: Pool> Session<P> {
     pub fn tend_stock(&mut self) -> bool {
         if let Some(at) = self.owed.iter().position(|number| self.is_reached(*number)) {
             let number = self.owed.swap_remove(at);
-            self.return_to_pool(number);
+            self.return_to_pool(&[number]);
             return true;
         }
-        if let Some(class) = self.stock.surplus() {
-            self.drop_one(class);
+        if let Some((class, count)) = self.stock.surplus() {
+            self.drop_some(class, count.min(AT_LEISURE_MAX));
             return true;
         }
-        let Some(class) = self.stock.shortage() else { return false };
-        match self.take(class, State::Stocked, NO_REQUEST) {
-            Ok((number, _)) => {
-                self.stock.put(class, number);
-                self.holdings.stocked_bytes += class.bytes();
-            }
-            Err(_) => self.stock.give_up(class),
+        let Some((class, count)) = self.stock.shortage() else { return false };
+        if self.stock_up(class, count.min(AT_LEISURE_MAX).min(at_once_max(class))).is_err() {
+            self.stock.give_up(class);
         }
         true
     }
@@ -400,28 +480,39 @@ impl<P: Pool> Session<P> {
     /// Give back what is in stock.
     pub fn drop_stock(&mut self) {
         for class in classes() {
-            while self.drop_one(class) {}
+            self.drop_some(class, usize::MAX);
         }
     }
 
-    fn drop_one(&mut self, class: SizeClass) -> bool {
-        let Some(number) = self.stock.drop_one(class) else { return false };
-        self.holdings.stocked_bytes -= class.bytes();
-        self.return_to_pool(number);
-        true
+    fn drop_some(&mut self, class: SizeClass, count: usize) {
+        let dropped = self.stock.drop_some(class, count);
+        self.holdings.stocked_bytes -= dropped.len() as u64 * class.bytes();
+        self.return_to_pool(&dropped);
     }
 
-    fn return_to_pool(&mut self, number: u32) {
-        let Some(Entry { extent, state, .. }) = self.book.entry(number) else { return };
-        self.known.remove(&key_of(&extent));
-        self.lost.remove(&number);
-        let is_done = if let State::Returning(record) = state {
-            self.pool.give_back_begun(extent, record)
-        } else {
+    fn return_to_pool(&mut self, numbers: &[u32]) {
+        let (mut returned, mut extents) = (Vec::new(), Vec::new());
+        for &number in numbers {
+            let Some(Entry { extent, state, .. }) = self.book.entry(number) else { continue };
+            self.known.remove(&key_of(&extent));
+            self.lost.remove(&number);
+            if let State::Returning(record) = state {
+                let is_done = self.pool.give_back_begun(extent, record);
+                self.settle_return(number, &extent, is_done);
+                continue;
+            }
             let record = self.pool.last_record(extent);
             self.book.set(number, State::Returning(record), NO_REQUEST);
-            self.pool.give_back(extent)
-        };
+            returned.push(number);
+            extents.push(extent);
+        }
+        let outcomes = self.pool.give_back(&extents);
+        for ((number, extent), is_done) in returned.into_iter().zip(&extents).zip(outcomes) {
+            self.settle_return(number, extent, is_done);
+        }
+    }
+
+    fn settle_return(&mut self, number: u32, extent: &Extent, is_done: bool) {
         if is_done {
             self.forget(number, extent.class.bytes());
         } else {
@@ -444,7 +535,7 @@ impl<P: Pool> Session<P> {
         self.drop_stock();
         let mut numbers: Vec<u32> = self.known.drain().map(|(_, number)| number).collect();
         numbers.append(&mut self.owed);
-        numbers.into_iter().for_each(|number| self.return_to_pool(number));
+        numbers.chunks(RETURNED_MAX).for_each(|some| self.return_to_pool(some));
         self.owed.is_empty()
     }
 
@@ -457,6 +548,16 @@ impl<P: Pool> Session<P> {
     pub fn pool(&mut self) -> &mut P {
         &mut self.pool
     }
+}
+
+/// How many of a size are taken at once.
+fn at_once_max(class: SizeClass) -> usize {
+    usize::try_from(AT_ONCE_BYTES_MAX / class.bytes()).map_or(1, |most| most.clamp(1, AT_ONCE_MAX))
+}
+
+/// How many requests for the same size come one after another.
+fn alike(requests: &[Option<Request>]) -> usize {
+    requests.iter().take_while(|request| **request == requests[0]).count()
 }
 
 fn classes() -> impl Iterator<Item = SizeClass> {

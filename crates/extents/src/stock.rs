@@ -35,9 +35,11 @@ impl Stock {
         self.shelf(class).numbers.push_back(number);
     }
 
-    /// One to be given back; `None` if there is none.
-    pub fn drop_one(&mut self, class: SizeClass) -> Option<u32> {
-        self.shelf(class).numbers.pop_front()
+    /// Up to so many to be given back.
+    pub fn drop_some(&mut self, class: SizeClass, count: usize) -> Vec<u32> {
+        let numbers = &mut self.shelf(class).numbers;
+        let count = count.min(numbers.len());
+        numbers.drain(..count).collect()
     }
 
     /// All of which that is so.
@@ -48,19 +50,22 @@ impl Stock {
         dropped
     }
 
-    /// A size of which there is more than may be.
-    pub fn surplus(&self) -> Option<SizeClass> {
-        self.find(|class, shelf| shelf.numbers.len() > most(class))
+    /// A size of which there is more than may be, and by how many.
+    pub fn surplus(&self) -> Option<(SizeClass, usize)> {
+        let class = self.find(|class, shelf| shelf.numbers.len() > most(class))?;
+        Some((class, self.0[usize::from(class.k())].numbers.len() - most(class)))
     }
 
-    /// A size of which there is less than is likely to be wanted.
-    pub fn shortage(&mut self) -> Option<SizeClass> {
+    /// A size of which there is less than is likely to be wanted, and how many are missing.
+    pub fn shortage(&mut self) -> Option<(SizeClass, usize)> {
         for shelf in &mut self.0 {
             if shelf.numbers.len() >= shelf.wanted {
                 shelf.wanted = 0;
             }
         }
-        self.find(|_, shelf| shelf.wanted > 0)
+        let class = self.find(|_, shelf| shelf.wanted > 0)?;
+        let shelf = self.shelf(class);
+        Some((class, shelf.wanted - shelf.numbers.len()))
     }
 
     /// There are no more to be had for now.
@@ -96,24 +101,23 @@ mod tests {
             assert_eq!(stock.take(class), None);
         }
         for number in 0..3 {
-            assert_eq!(stock.shortage(), Some(class));
+            assert_eq!(stock.shortage(), Some((class, 3 - number as usize)));
             stock.put(class, number);
         }
         assert_eq!(stock.shortage(), None);
         assert_eq!(stock.take(class), Some(2), "the last to come");
-        assert_eq!(stock.drop_one(class), Some(0), "the first to come");
+        assert_eq!(stock.drop_some(class, 1), [0], "the first to come");
         assert_eq!(stock.shortage(), None, "one is there, as one was taken");
         for number in 10..10 + 300 {
             stock.put(class, number);
             stock.take(SizeClass::SECTION);
         }
-        assert_eq!(stock.surplus(), Some(class));
-        while stock.surplus() == Some(class) {
-            stock.drop_one(class);
-        }
+        let (_, count) = stock.surplus().expect("there are too many");
+        assert_eq!(stock.drop_some(class, count).len(), count);
+        assert_eq!(stock.surplus(), None);
         assert_eq!(stock.0[0].numbers.len(), KEPT_MAX);
         stock.put(SizeClass::SECTION, 1);
-        assert_eq!(stock.shortage(), Some(SizeClass::SECTION));
+        assert_eq!(stock.shortage(), Some((SizeClass::SECTION, 1)));
         stock.put(SizeClass::SECTION, 2);
         assert_eq!(stock.shortage(), None, "no more than two of the largest");
         stock.take(class);

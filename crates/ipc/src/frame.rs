@@ -3,7 +3,7 @@
 use crate::hello::{self, Hello};
 
 /// Version of everything in this crate. Both sides must have the same.
-pub const VERSION: u16 = 7;
+pub const VERSION: u16 = 8;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"AQFR";
 /// No frame is longer.

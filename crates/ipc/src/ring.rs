@@ -31,6 +31,9 @@ const ANSWERS_AT: usize = REQUESTS_AT + SLOTS as usize * REQUEST_WORDS * 8;
 const ANSWER_WORDS: usize = 2;
 const _: () = assert!(ANSWERS_AT + SLOTS as usize * ANSWER_WORDS * 8 <= DATA_AT);
 
+/// Most sections of one [`Request::AllocateStretch`]: 64 GiB.
+pub const STRETCH_SECTIONS_MAX: u32 = 1 << 15;
+
 /// Shared memory of [`RING_BYTES`], as words.
 pub trait Words {
     /// The 4-byte word at this offset, a multiple of 4.
@@ -68,6 +71,8 @@ pub struct Piece {
 pub enum Request {
     /// An extent of 4 KiB · 2^class.
     Allocate(u8),
+    /// So many extents of 2 MiB side by side that one key opens, 2 to [`STRETCH_SECTIONS_MAX`]. The answer names the first.
+    AllocateStretch(u32),
     /// Give an extent back that this session was given.
     Free(ExtentName),
     /// Read into the data area.
@@ -144,6 +149,7 @@ const ALLOCATE: u8 = 1;
 const FREE: u8 = 2;
 const READ: u8 = 3;
 const WRITE: u8 = 4;
+const ALLOCATE_STRETCH: u8 = 5;
 
 fn name_word(kind: u8, name: &ExtentName) -> u64 {
     u64::from(kind) | u64::from(name.class) << 8 | u64::from(name.node) << 16 | u64::from(name.key) << 32
@@ -162,6 +168,9 @@ impl Request {
         };
         match self {
             Self::Allocate(class) => [u64::from(ALLOCATE) | u64::from(*class) << 8, 0, 0, 0],
+            Self::AllocateStretch(sections) => {
+                [u64::from(ALLOCATE_STRETCH) | u64::from(*sections) << 32, 0, 0, 0]
+            }
             Self::Free(name) => [name_word(FREE, name), name.addr, 0, 0],
             Self::Read(name, piece) => moving(READ, name, piece),
             Self::Write(name, piece) => moving(WRITE, name, piece),
@@ -182,6 +191,9 @@ impl Request {
         };
         match first as u8 {
             ALLOCATE if first >> 16 == 0 && [addr, place, data] == [0; 3] => Some(Self::Allocate(name.class)),
+            ALLOCATE_STRETCH if first as u32 >> 8 == 0 && [addr, place, data] == [0; 3] => {
+                (2..=STRETCH_SECTIONS_MAX).contains(&name.key).then_some(Self::AllocateStretch(name.key))
+            }
             FREE if [place, data] == [0; 2] => Some(Self::Free(name)),
             READ => Some(Self::Read(name, piece()?)),
             WRITE => Some(Self::Write(name, piece()?)),
@@ -365,6 +377,7 @@ mod tests {
     fn any_request() -> impl Strategy<Value = Request> {
         prop_oneof![
             any::<u8>().prop_map(Request::Allocate),
+            (2..=STRETCH_SECTIONS_MAX).prop_map(Request::AllocateStretch),
             name().prop_map(Request::Free),
             (name(), piece()).prop_map(|(name, piece)| Request::Read(name, piece)),
             (name(), piece()).prop_map(|(name, piece)| Request::Write(name, piece)),
@@ -383,7 +396,7 @@ mod tests {
         }
 
         #[test]
-        fn what_is_parsed_stays_inside_the_data_area(words: [u64; 4], kind in 0..6u64) {
+        fn what_is_parsed_stays_inside_the_data_area(words: [u64; 4], kind in 0..7u64) {
             let words = [words[0] & !0xff | kind, words[1], words[2], words[3] % (2 << 20)];
             match Request::parse(words) {
                 Some(Request::Read(_, piece) | Request::Write(_, piece)) => {

@@ -27,7 +27,7 @@ static void fill(unsigned char *bytes, size_t count, unsigned seed) {
 }
 
 static void check_sizes(void) {
-    unsigned char *out = malloc(AQUIFER_EXTENT_BYTES_MAX), *in = malloc(AQUIFER_EXTENT_BYTES_MAX);
+    unsigned char *out = malloc(2 << 20), *in = malloc(2 << 20);
     aquifer_extent extents[10];
     for (unsigned k = 0; k < 10; k++) {
         must(aquifer_allocate(session, (4096u << k) - (k > 0), &extents[k]));
@@ -52,6 +52,39 @@ static void check_sizes(void) {
     must_be(aquifer_allocate(session, 0, extents), -EINVAL);
     must_be(aquifer_allocate(NULL, 1, extents), -EINVAL);
     must_be(aquifer_read(session, NULL, 0, in, 1), -EINVAL);
+    free(out);
+    free(in);
+}
+
+/* Above 2 MiB: 33 MiB less a byte are 17 sections, which begin and end where reads and writes do not. */
+static void check_large(void) {
+    const size_t wanted = (33u << 20) - 1, section = 2u << 20;
+    aquifer_extent extent, pair[2];
+    must(aquifer_allocate(session, wanted, &extent));
+    if (extent.bytes != 17 * section)
+        errx(1, "%llu bytes", (unsigned long long)extent.bytes);
+    unsigned char *out = malloc(extent.bytes), *in = malloc(extent.bytes);
+    fill(out, extent.bytes, 3);
+    must(aquifer_write(session, &extent, 1, out + 1, extent.bytes - 1));
+    must(aquifer_write(session, &extent, 0, out, 1));
+    must(aquifer_read(session, &extent, 0, in, extent.bytes));
+    if (memcmp(in, out, extent.bytes))
+        errx(1, "a large extent is not what was written");
+    must(aquifer_read(session, &extent, 3 * section - 5, in, 10));
+    if (memcmp(in, out + 3 * section - 5, 10))
+        errx(1, "what is at the end of one section and the beginning of the next");
+    must_be(aquifer_read(session, &extent, extent.bytes - 1, in, 2), -EINVAL);
+    must(aquifer_allocate_many(session, 2 * section, 2, pair));
+    must(aquifer_free_many(session, pair, 2));
+    /* A part that was given back is closed, the others are not. */
+    aquifer_extent part = {.addr = extent.addr + section, .bytes = section, .key = extent.key, .node = extent.node};
+    must(aquifer_free(session, &part));
+    must_be(aquifer_read(session, &extent, section, in, 1), -EACCES);
+    must(aquifer_read(session, &extent, 2 * section, in, section));
+    if (memcmp(in, out + 2 * section, section))
+        errx(1, "a section beside one that was given back");
+    must_be(aquifer_free(session, &extent), -EACCES);
+    must_be(aquifer_read(session, &extent, 0, in, 1), -EACCES);
     free(out);
     free(in);
 }
@@ -129,6 +162,7 @@ int main(int argc, char **argv) {
         errx(1, "%s", aquifer_error());
     if (argc == 2 && !strcmp(argv[1], "check")) {
         check_sizes();
+        check_large();
         check_fork();
         puts("fine");
     } else if (argc == 4 && !strcmp(argv[1], "hold")) {

@@ -67,7 +67,12 @@ impl Checked {
     pub fn turn(&mut self) {
         match self.random.below(8) {
             0..=3 if self.held.len() < 40 => {
-                let bytes = 4096 << self.random.below(10);
+                let is_large = self.random.below(12) == 0;
+                let bytes = if is_large {
+                    (2 << 20) + 1 + self.random.below(5 << 20) as u64
+                } else {
+                    4096 << self.random.below(10)
+                };
                 let count = 1 + self.random.below(3);
                 for extent in self.session.allocate_many(bytes, count).expect("there is room") {
                     assert!(!self.held.contains_key(&extent), "{extent:?} was given twice");

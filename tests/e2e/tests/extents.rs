@@ -253,7 +253,8 @@ fn many_pieces_go_at_once_and_errors_name_what_is_wrong() {
         assert_eq!(found[..], page[8092..]);
     }
     assert!(matches!(session.read(&extents[0], 8000, &mut [0; 200]), Err(Error::OutOfRange { .. })));
-    assert!(matches!(session.allocate(3 << 20), Err(Error::Size { .. })));
+    assert!(matches!(session.allocate((64 << 30) + 1), Err(Error::Size { .. })));
+    assert!(matches!(session.allocate(64 << 30), Err(Error::Quota | Error::Full)));
     assert!(matches!(session.allocate_many(2 << 20, 1000), Err(Error::Quota | Error::Full)));
     session.free_many(&extents).expect("they are ours");
     assert!(matches!(session.free(extents[5]), Err(Error::NotYours)));
@@ -317,7 +318,9 @@ fn a_damaged_ring_loses_nothing_when_the_agent_is_killed() {
     let (_, fds) = receive_frame(&socket).expect("it answers");
     let ring = Ring::open(Mapping::new(&fds[0]).expect("memory")).expect("a ring");
     for number in 0..100 {
-        ring.put_request(number, &Request::Allocate(u8::try_from(number % 10).expect("small")));
+        let class = u8::try_from(number % 11).expect("small");
+        let request = if class < 10 { Request::Allocate(class) } else { Request::AllocateStretch(3) };
+        ring.put_request(number, &request);
     }
     ring.publish_requests(100);
     aquifer_channel::bell::ring(&socket);

@@ -16,7 +16,7 @@ fn run(kernel: &Kernel, command: &[&str]) -> Outcome {
 const CONFORMANCE: &str = "38 passed";
 
 /// Tests of the pool's client.
-const POOL: &str = "19 passed";
+const POOL: &str = "21 passed";
 
 /// Tests of hosts that die; at these of their steps.
 const KILLED: &str = "5 passed";
