@@ -53,6 +53,7 @@ impl Relay {
                     let (rough, cuts) = (Arc::clone(&rough), Arc::clone(&cuts));
                     std::thread::spawn(move || {
                         let mut buffer = [0; 4096];
+                        let mut is_cut = false;
                         while let Ok(bytes @ 1..) = source.read(&mut buffer) {
                             let bytes = if rough.load(Ordering::SeqCst) {
                                 bytes.min(usize::try_from(left).unwrap())
@@ -63,16 +64,21 @@ impl Relay {
                                 std::thread::yield_now();
                             }
                             if sink.write_all(&buffer[..bytes]).is_err() {
+                                is_cut = true;
                                 break;
                             }
                             left = left.saturating_sub(bytes as u64);
                             if left == 0 && rough.load(Ordering::SeqCst) {
                                 cuts.fetch_add(1, Ordering::SeqCst);
+                                is_cut = true;
                                 break;
                             }
                         }
-                        let _ = source.shutdown(Shutdown::Both);
-                        let _ = sink.shutdown(Shutdown::Both);
+                        // Who closed an end sends no more. What it sent is yet to be read by the other, which then closes its own.
+                        let _ = sink.shutdown(if is_cut { Shutdown::Both } else { Shutdown::Write });
+                        if is_cut {
+                            let _ = source.shutdown(Shutdown::Both);
+                        }
                         ended.fetch_add(1, Ordering::SeqCst);
                     });
                 }
