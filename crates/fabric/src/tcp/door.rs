@@ -64,7 +64,7 @@ impl Doorkeeper {
             if polled[1].revents().contains(PollFlags::IN) {
                 self.accept();
             }
-            self.shared.end_lingering();
+            self.shared.end_late();
         }
     }
 

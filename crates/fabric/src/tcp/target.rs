@@ -247,9 +247,9 @@ impl Shared {
     pub fn fence(&self, host: Host, epoch: u64) {
         let mut state = self.lock();
         state.tables.fence(host, epoch);
-        let is_fenced =
-            |peer: &&Arc<Peer>| peer.who.host == host && peer.who.epoch <= epoch && !peer.has_left();
-        let slots: Vec<usize> = state.peers.iter().filter(is_fenced).map(|peer| peer.slot).collect();
+        let is_fenced = |peer: &Peer| peer.who.host == host && peer.who.epoch <= epoch;
+        let present = state.peers.iter().filter(|peer| is_fenced(peer) && !peer.has_left());
+        let slots: Vec<usize> = present.map(|peer| peer.slot).collect();
         for &slot in &slots {
             self.control.set_state(slot, FENCED);
         }
@@ -257,6 +257,7 @@ impl Shared {
         for slot in slots {
             self.control.drain(slot, None);
         }
+        self.end_lingering(|session, _| is_fenced(&session.peer));
     }
 
     /// A session is over for good.
@@ -265,24 +266,29 @@ impl Shared {
         state.release(&self.control, session);
     }
 
-    /// Its connection broke: it may come back.
+    /// Its connection broke: it may come back, if its host is not shut out.
     pub fn keep_for_a_while(&self, mut session: Session) {
         session.forget_partial();
         let mut state = self.lock();
+        if state.tables.is_fenced(session.who) {
+            state.release(&self.control, &session);
+            return;
+        }
         state.lingering.push((session, Instant::now()));
         drop(state);
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 
     /// End the sessions that have lingered for long enough.
-    pub fn end_lingering(&self) {
+    pub fn end_late(&self) {
+        self.end_lingering(|_, since| since.elapsed() >= LINGER_TIME);
+    }
+
+    fn end_lingering(&self, mut is_over: impl FnMut(&Session, Instant) -> bool) {
         let mut state = self.lock();
-        let (old, young) = std::mem::take(&mut state.lingering)
-            .into_iter()
-            .partition(|(_, since)| since.elapsed() >= LINGER_TIME);
-        state.lingering = young;
-        let old: Vec<(Session, Instant)> = old;
-        old.iter().for_each(|(session, _)| state.release(&self.control, session));
+        let over: Vec<_> =
+            state.lingering.extract_if(.., |(session, since)| is_over(session, *since)).collect();
+        over.iter().for_each(|(session, _)| state.release(&self.control, session));
     }
 }
 
@@ -395,4 +401,56 @@ impl Target for TcpTarget {
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{Shutdown, TcpStream};
+
+    use super::*;
+    use crate::tcp::{ConnectOptions, connect};
+
+    /// A wire of one connection to there: its address, and the ends that cut it.
+    fn wire(to: SocketAddr) -> (SocketAddr, JoinHandle<[TcpStream; 2]>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let ends = std::thread::spawn(move || {
+            let (from, onward) = (listener.accept().unwrap().0, TcpStream::connect(to).unwrap());
+            for (source, sink) in [(&from, &onward), (&onward, &from)] {
+                let (mut source, mut sink) = (source.try_clone().unwrap(), sink.try_clone().unwrap());
+                std::thread::spawn(move || std::io::copy(&mut source, &mut sink));
+            }
+            [from, onward]
+        });
+        (address, ends)
+    }
+
+    #[test]
+    fn who_is_shut_out_keeps_no_place() {
+        let key = ClusterKey([3; 32]);
+        let target = TcpTarget::listen("127.0.0.1:0".parse().unwrap(), &key, Options::default()).unwrap();
+        let lingering = || target.shared.lock().lingering.len();
+        for (epoch, is_cut_first) in [(1, true), (2, false)] {
+            let who = Identity { host: Host(7), epoch, tenant: Tenant(9) };
+            let (address, ends) = wire(target.address());
+            let endpoint = connect(address, &key, who, ConnectOptions::default()).unwrap();
+            let ends = ends.join().unwrap();
+            let cut = || ends.iter().for_each(|end| drop(end.shutdown(Shutdown::Both)));
+            if is_cut_first {
+                cut();
+                while lingering() == 0 {
+                    std::thread::yield_now();
+                }
+            }
+            target.fence(who.host, epoch);
+            cut();
+            loop {
+                assert_eq!(lingering(), 0, "nobody may come back to this session");
+                if target.endpoints() == 0 {
+                    break;
+                }
+            }
+            drop(endpoint);
+        }
+    }
 }
