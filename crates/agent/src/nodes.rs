@@ -3,13 +3,13 @@
 mod back;
 mod known;
 
-use std::collections::BTreeSet;
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};
 use std::time::{Duration, Instant};
 
 use aquifer_directory::names::{self, NodeRecord};
 use aquifer_directory::{Directory, DirectoryError, Event, EventKind, Listing};
-use aquifer_fabric::lasting::{LastingEndpoint, Manner};
+use aquifer_fabric::lasting::{LastingEndpoint, Manner, Seen};
 use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
 use aquifer_pager::Connector;
@@ -30,7 +30,23 @@ pub struct Nodes {
     key: Option<ClusterKey>,
     connect: ConnectOptions,
     known: RwLock<Known>,
+    /// Nodes with kept memory that users have been at.
+    met: Mutex<BTreeMap<(NodeId, Tenant), Met>>,
     custody: Arc<Custody>,
+}
+
+/// What a user knows of a node where it has been.
+#[derive(Clone, Debug)]
+struct Met {
+    seen: Seen,
+    epoch: u64,
+    kept: Duration,
+}
+
+/// A node cannot be reached.
+struct Absence {
+    error: EndpointError,
+    may_end: bool,
 }
 
 impl Nodes {
@@ -49,6 +65,7 @@ impl Nodes {
             key,
             connect,
             known: RwLock::default(),
+            met: Mutex::default(),
             custody: Arc::default(),
         })
     }
@@ -204,6 +221,26 @@ impl Nodes {
         self.connect_in(node, tenant, Manner::Tell)
     }
 
+    /// The same for who has others to attend to meanwhile: if the node is away, and this user has been there before, here is an endpoint that waits for it.
+    pub(crate) fn connect_ahead(
+        &self,
+        node: NodeId,
+        tenant: Tenant,
+    ) -> Result<Box<dyn Endpoint>, EndpointError> {
+        let absence = match self.attempt(node, tenant, Manner::Wait, &mut None) {
+            Ok(endpoint) => return Ok(endpoint),
+            Err(absence) => absence,
+        };
+        let met = lock(&self.met).get(&(node, tenant)).cloned();
+        match (met, self.me.upgrade()) {
+            (Some(Met { seen, epoch, kept }), Some(nodes)) if absence.may_end => {
+                let back = Back { nodes, node, tenant, epoch, kept };
+                Ok(Box::new(LastingEndpoint::to_absent(seen, Arc::new(back), Manner::Wait)))
+            }
+            _ => self.connect(node, tenant),
+        }
+    }
+
     fn connect_in(
         &self,
         node: NodeId,
@@ -212,22 +249,33 @@ impl Nodes {
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
         let mut failing_since = None;
         loop {
-            let (place, error) = match self.standing(node, Instant::now()) {
-                Standing::Here(place) => match self.reach(&place, tenant) {
-                    Ok(endpoint) => return Ok(self.lasting(node, tenant, endpoint, &place, manner)),
-                    Err(error) => (Some(place), error),
-                },
-                Standing::Away => (None, unknown(node)),
-                Standing::Unknown => return Err(unknown(node)),
-            };
-            // One that has just died is in the directory until its lease is over.
-            let since = *failing_since.get_or_insert_with(Instant::now);
-            let may_be_away = place.is_none_or(|place| since.elapsed() < place.kept) && error.is_of_absence();
-            if manner == Manner::Tell || !may_be_away {
-                return Err(error);
+            match self.attempt(node, tenant, manner, &mut failing_since) {
+                Ok(endpoint) => return Ok(endpoint),
+                Err(absence) if manner == Manner::Tell || !absence.may_end => return Err(absence.error),
+                Err(_) => std::thread::sleep(LOOK_EVERY),
             }
-            std::thread::sleep(LOOK_EVERY);
         }
+    }
+
+    fn attempt(
+        &self,
+        node: NodeId,
+        tenant: Tenant,
+        manner: Manner,
+        failing_since: &mut Option<Instant>,
+    ) -> Result<Box<dyn Endpoint>, Absence> {
+        let (place, error) = match self.standing(node, Instant::now()) {
+            Standing::Here(place) => match self.reach(&place, tenant) {
+                Ok(endpoint) => return Ok(self.lasting(node, tenant, endpoint, &place, manner)),
+                Err(error) => (Some(place), error),
+            },
+            Standing::Away => (None, unknown(node)),
+            Standing::Unknown => return Err(Absence { error: unknown(node), may_end: false }),
+        };
+        // One that has just died is in the directory until its lease is over.
+        let since = *failing_since.get_or_insert_with(Instant::now);
+        let may_be_away = place.is_none_or(|place| since.elapsed() < place.kept) && error.is_of_absence();
+        Err(Absence { error, may_end: may_be_away })
     }
 
     fn lasting(
@@ -241,6 +289,7 @@ impl Nodes {
         let Place { epoch, kept, .. } = *place;
         match self.me.upgrade() {
             Some(nodes) if !kept.is_zero() => {
+                lock(&self.met).insert((node, tenant), Met { seen: Seen::by(&*endpoint), epoch, kept });
                 let back = Back { nodes, node, tenant, epoch, kept };
                 Box::new(LastingEndpoint::new(endpoint, Arc::new(back), manner))
             }
@@ -280,6 +329,10 @@ impl Nodes {
     fn write(&self) -> RwLockWriteGuard<'_, Known> {
         self.known.write().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn unknown(node: NodeId) -> EndpointError {
@@ -325,6 +378,10 @@ impl Connector for OfTenant {
     fn connect_promptly(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
         self.nodes.connect_promptly(node, self.tenant)
     }
+
+    fn connect_ahead(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
+        self.nodes.connect_ahead(node, self.tenant)
+    }
 }
 
 #[cfg(test)]
@@ -333,6 +390,8 @@ mod tests {
 
     use super::*;
     use aquifer_directory::sim::World;
+    use aquifer_fabric::shm::{self, ShmTarget};
+    use aquifer_fabric::{Access, Memory, Scope, Target};
 
     fn nodes(directory: &Arc<dyn Directory>) -> Arc<Nodes> {
         let identity = Identity { host: Host(1), epoch: 1, tenant: Tenant(0) };
@@ -340,16 +399,20 @@ mod tests {
     }
 
     fn register(directory: &dyn Directory, id: u16) {
+        register_at(directory, id, format!("/node-{id}"), 0);
+    }
+
+    fn register_at(directory: &dyn Directory, id: u16, address: String, kept_ms: u64) {
         let fabric = "shm".into();
         let record = NodeRecord {
             id,
             fabric,
-            address: format!("/node-{id}"),
+            address,
             memory_bytes: 1 << 20,
             memory_bytes_max: 1 << 20,
             memory_bytes_wanted: 1 << 20,
             held_up: None,
-            kept_ms: 0,
+            kept_ms,
             epoch: 1,
         };
         directory.put(&names::node(id), &names::encode(&record), None).expect("put");
@@ -410,5 +473,26 @@ mod tests {
         directory.delete(&names::node(1)).expect("delete");
         nodes.list_anew().expect("list");
         assert_eq!(nodes.list(), [NodeId(2)]);
+    }
+
+    #[test]
+    fn who_has_others_to_attend_to_is_not_kept_by_a_node_that_is_away() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("node");
+        let target = ShmTarget::listen(&path, shm::Options::default()).expect("a target");
+        let memory = Arc::new(Memory::create("lent", 4096).expect("memory"));
+        target.register(memory, Access::ALL, Scope::Anyone).expect("room");
+        let directory: Arc<dyn Directory> = Arc::new(World::new(1).host(1));
+        let nodes = nodes(&directory);
+        register_at(&*directory, 1, path.display().to_string(), 3_600_000);
+        nodes.list_anew().expect("list");
+        let before = nodes.connect(NodeId(1), Tenant(5)).expect("it is there");
+        drop(target);
+        let ahead = nodes.connect_ahead(NodeId(1), Tenant(5)).expect("it was seen before");
+        assert!(ahead.is_away());
+        assert_eq!(ahead.regions(), before.regions());
+        directory.delete(&names::node(1)).expect("delete");
+        nodes.list_anew().expect("list");
+        assert!(nodes.connect_ahead(NodeId(1), Tenant(5)).expect("it may come back").is_away());
     }
 }

@@ -70,14 +70,42 @@ struct UnderWay {
     is_doubtful: bool,
 }
 
+/// What there is to know of a target's memory: enough for an endpoint that waits for it.
+#[derive(Clone, Debug)]
+pub struct Seen {
+    regions: Vec<Region>,
+    limits: Limits,
+}
+
+impl Seen {
+    /// By who is connected.
+    #[must_use]
+    pub fn by(endpoint: &dyn Endpoint) -> Self {
+        Self { regions: endpoint.regions().to_vec(), limits: endpoint.limits() }
+    }
+}
+
 impl LastingEndpoint {
     /// Around an endpoint; `again` makes others to the same memory.
     #[must_use]
     pub fn new(endpoint: Box<dyn Endpoint>, again: Arc<dyn Again>, manner: Manner) -> Self {
+        let seen = Seen::by(&*endpoint);
+        Self::begin(seen, State::Here(endpoint), again, manner)
+    }
+
+    /// To memory that was seen before, and whose target is away.
+    #[must_use]
+    pub fn to_absent(seen: Seen, again: Arc<dyn Again>, manner: Manner) -> Self {
+        let state = Self::search(&again, None);
+        Self::begin(seen, state, again, manner)
+    }
+
+    fn begin(seen: Seen, state: State, again: Arc<dyn Again>, manner: Manner) -> Self {
+        let Seen { regions, limits } = seen;
         Self {
-            regions: endpoint.regions().to_vec(),
-            limits: endpoint.limits(),
-            state: State::Here(endpoint),
+            regions,
+            limits,
+            state,
             manner,
             again,
             locals: Vec::new(),

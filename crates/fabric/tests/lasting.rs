@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use aquifer_fabric::lasting::{Again, Attempt, LastingEndpoint, Manner};
+use aquifer_fabric::lasting::{Again, Attempt, LastingEndpoint, Manner, Seen};
 use aquifer_fabric::sim::{Node, Rng, SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::{
     Access, Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Scope,
@@ -263,6 +263,30 @@ fn who_does_not_wait_is_told_at_once() {
     play.fabric.run();
     play.endpoint.poll(&mut done, 9);
     assert_eq!(done, [Completion { id: 4, outcome: Ok(8) }]);
+    assert_eq!(play.remote.atomic_u64(0).load(Ordering::Relaxed), 7);
+}
+
+#[test]
+fn who_comes_while_the_target_is_away_waits_for_it_all_the_same() {
+    let mut play = Play::new(1, Manner::Wait);
+    play.fabric.crash_node(play.target.node());
+    let again = Arc::clone(&play.again) as Arc<dyn Again>;
+    play.endpoint = LastingEndpoint::to_absent(Seen::by(&play.endpoint), again, Manner::Wait);
+    assert!(play.endpoint.is_away());
+    assert_eq!(play.endpoint.register_local(Arc::clone(&play.local)).unwrap(), LocalKey(1));
+    let local = LocalSlice { key: LocalKey(1), offset: 0, len: 8 };
+    let verb = Verb::Write { local, remote: play.remote_at(0) };
+    play.local.write(0, &7_u64.to_le_bytes());
+    play.endpoint.post(&[Work { id: 1, verb, signalled: true }]).unwrap();
+    play.fabric.run();
+    let mut done = Vec::new();
+    assert_eq!(play.endpoint.poll(&mut done, 9), 0);
+    play.fabric.restart_node(play.target.node());
+    while done.is_empty() {
+        play.endpoint.poll(&mut done, 9);
+        play.fabric.step();
+    }
+    assert_eq!(done, [Completion { id: 1, outcome: Ok(8) }]);
     assert_eq!(play.remote.atomic_u64(0).load(Ordering::Relaxed), 7);
 }
 

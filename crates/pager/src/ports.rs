@@ -23,6 +23,14 @@ pub trait Connector: Send + Sync + Debug {
         self.connect(node)
     }
 
+    /// The same for who has others to attend to meanwhile: to a node that is away, an endpoint that waits for it, if there can be one.
+    ///
+    /// # Errors
+    /// As [`Self::connect`].
+    fn connect_ahead(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
+        self.connect(node)
+    }
+
     /// A clock, to know when a node has been silent for too long.
     fn now(&self) -> Duration {
         static START: std::sync::LazyLock<std::time::Instant> =
@@ -138,7 +146,7 @@ impl Ports {
         let at = match self.open.iter().position(|(number, _)| *number == node) {
             Some(at) => at,
             None => {
-                let mut endpoint = self.connector.connect(node)?;
+                let mut endpoint = self.connector.connect_ahead(node)?;
                 let mut locals = Vec::with_capacity(self.memories.len());
                 for memory in &self.memories {
                     locals.push(endpoint.register_local(Arc::clone(memory))?);
