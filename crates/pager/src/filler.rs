@@ -55,6 +55,16 @@ struct Open {
     pages: u32,
 }
 
+/// Extents that are wanted of the pool.
+#[derive(Clone, Copy, Debug)]
+struct Order {
+    class: SizeClass,
+    /// On so many nodes.
+    nodes: usize,
+    /// Of each of them up to so many, at least one.
+    each: u32,
+}
+
 /// Chooses slabs and pages for one sender.
 #[derive(Debug)]
 pub struct Filler {
@@ -273,10 +283,8 @@ impl Filler {
     /// An extent for one more copy of a slab, on a node that has none.
     pub fn room_for_copy(&mut self, pool: &mut PoolClient, slab: SlabId) -> Option<Extent> {
         let copies = self.slabs.copies(slab);
-        let mut taken = Vec::with_capacity(1);
-        let mut refused = NoRoom::NoNodes;
-        self.take(pool, copies.class()?, 1, |node| copies.on(node).is_none(), &mut taken, &mut refused);
-        taken.pop()
+        let order = Order { class: copies.class()?, nodes: 1, each: 1 };
+        self.take(pool, order, |node| copies.on(node).is_none(), &mut NoRoom::NoNodes).pop()
     }
 
     /// The emptiest slab that is at most half full, else a fresh one; with as many copies as there are nodes for. If there is no room for all
@@ -292,9 +300,11 @@ impl Filler {
             return Ok(open);
         }
         if let Grain::Blocks { class, together } = self.grain {
-            return self
-                .fresh_block(pool, class, together)
-                .or_else(|refused| self.slab_with_holes().ok_or(refused));
+            let fresh = match together {
+                1 => self.fresh_pieces(pool, class),
+                _ => self.fresh_block(pool, class, together),
+            };
+            return fresh.or_else(|refused| self.slab_with_holes().ok_or(refused));
         }
         let refused = match self.fresh_slab(pool, want, copies, copies) {
             Err(refused) => refused,
@@ -368,35 +378,35 @@ impl Filler {
     ) -> Result<Vec<Extent>, NoRoom> {
         let wanted = self.wanted_class(want);
         let mut refused = NoRoom::NoNodes;
-        let mut taken = Vec::with_capacity(copies);
         for k in std::iter::once(wanted).chain(FALLBACK_CLASSES.into_iter().filter(|k| *k < wanted)) {
             let class = SizeClass::new(k).expect("a valid class");
-            self.take(pool, class, copies, |_| true, &mut taken, &mut refused);
+            let order = Order { class, nodes: copies, each: 1 };
+            let taken = self.take(pool, order, |_| true, &mut refused);
             if taken.len() >= copies_min {
                 return Ok(taken);
             }
-            taken.drain(..).for_each(|extent| give_back(pool, extent.node, &[extent]));
+            taken.iter().for_each(|extent| give_back(pool, extent.node, &[*extent]));
         }
         Err(refused)
     }
 
-    /// Power of two choices on free memory, for each copy anew; if the chosen node is full, the others in the order of what they have, those
-    /// that are slow just now last.
+    /// Power of two choices on free memory, for each node anew; if the chosen node is full, the others in the order of what they have, those
+    /// that are slow just now last. What there is of what was ordered.
     fn take(
         &mut self,
         pool: &mut PoolClient,
-        class: SizeClass,
-        copies: usize,
+        order: Order,
         may_be_on: impl Fn(NodeId) -> bool,
-        taken: &mut Vec<Extent>,
         refused: &mut NoRoom,
-    ) {
+    ) -> Vec<Extent> {
+        let mut taken = Vec::new();
+        let mut found = 0;
         let mut nodes: Vec<NodeId> = pool.nodes().filter(|node| may_be_on(*node)).collect();
         nodes.sort_unstable_by_key(|node| {
             (self.slabs.is_slow(*node), std::cmp::Reverse(pool.free_bytes(*node)))
         });
         let mut is_first_choice = true;
-        while taken.len() < copies && !nodes.is_empty() {
+        while found < order.nodes && !nodes.is_empty() {
             let mut at = 0;
             if is_first_choice && nodes.len() > 2 {
                 // Sorted by free memory, so the better of the two is the earlier.
@@ -404,9 +414,10 @@ impl Filler {
             }
             let node = nodes.remove(at);
             is_first_choice = false;
-            match pool.allocate(node, class) {
-                Ok(extent) => {
-                    taken.push(extent);
+            match pool.allocate_many(node, order.class, order.each) {
+                Ok(extents) => {
+                    taken.extend(extents);
+                    found += 1;
                     is_first_choice = true;
                 }
                 Err(error) => {
@@ -422,6 +433,7 @@ impl Filler {
                 }
             }
         }
+        taken
     }
 
     fn draw(&mut self, below: usize) -> usize {

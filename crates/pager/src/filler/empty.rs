@@ -2,7 +2,7 @@
 
 use aquifer_pool::{Extent, PoolClient, SizeClass};
 
-use super::{Filler, NoRoom, Noted, Open, give_back, give_back_noted};
+use super::{Filler, NoRoom, Noted, Open, Order, give_back, give_back_noted};
 use crate::slabs::{SLABS_MAX, SlabId};
 
 /// Empty slabs are kept up to this part of the pages that the run has on memory nodes; none while the pool is short of memory, or the run writes nothing.
@@ -11,6 +11,8 @@ const RESERVE_DIVISOR: u64 = 8;
 const TRIM_MAX: usize = 64;
 /// The same when the run has ended.
 const CLOSE_MAX: usize = 1024;
+/// Slabs of a fixed size are taken several at a time, up to so many pages.
+const TAKE_PAGES: u32 = 64;
 
 /// How large slabs are.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -118,6 +120,27 @@ impl Filler {
         give_back_noted(&self.slabs, pool, &mut noted);
     }
 
+    /// Slabs of that size. One is to be filled, the others are in reserve.
+    pub(super) fn fresh_pieces(&mut self, pool: &mut PoolClient, class: SizeClass) -> Result<Open, NoRoom> {
+        let wanted = (TAKE_PAGES / class.chunks()).max(1);
+        let mut numbers: Vec<SlabId> = (0..wanted).map_while(|_| self.free_number().ok()).collect();
+        let each = u32::try_from(numbers.len()).expect("no more than were wanted");
+        let first = *numbers.last().ok_or(NoRoom::TooManySlabs)?;
+        let _under_way = pool.under_way();
+        let mut refused = NoRoom::NoNodes;
+        for extent in self.take(pool, Order { class, nodes: 1, each }, |_| true, &mut refused) {
+            let slab = numbers.pop().expect("one for each that was wanted");
+            self.take_into_use(slab, &[extent]);
+            self.reserve.insert(slab);
+        }
+        self.free_numbers.append(&mut numbers);
+        if !self.in_use.contains(first) {
+            return Err(refused);
+        }
+        self.reserve.remove(first);
+        Ok(Open { slab: first, cursor: 0, pages: class.chunks() })
+    }
+
     /// A block of slabs with consecutive numbers; the first is to be filled, the others are in reserve.
     pub(super) fn fresh_block(
         &mut self,
@@ -128,13 +151,14 @@ impl Filler {
         let _under_way = pool.under_way();
         let mut refused = NoRoom::NoNodes;
         let mut extents = Vec::new();
-        for _ in 0..together {
-            let wanted = extents.len() + 1;
-            self.take(pool, class, wanted, |_| true, &mut extents, &mut refused);
-        }
-        if extents.len() < together as usize {
-            extents.drain(..).for_each(|extent: Extent| give_back(pool, extent.node, &[extent]));
-            return Err(refused);
+        while extents.len() < together as usize {
+            let each = together - u32::try_from(extents.len()).expect("fewer");
+            let more = self.take(pool, Order { class, nodes: 1, each }, |_| true, &mut refused);
+            if more.is_empty() {
+                extents.iter().for_each(|extent: &Extent| give_back(pool, extent.node, &[*extent]));
+                return Err(refused);
+            }
+            extents.extend(more);
         }
         let first = match self.free_numbers.pop() {
             Some(first) => first.0,
