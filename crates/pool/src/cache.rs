@@ -422,6 +422,20 @@ impl NodeCache {
         None
     }
 
+    /// How many sections the node is clearing, or is to clear for us; `None` if there would be no `count` neighbours free even then.
+    pub(crate) fn sections_to_clear(&self, count: u32) -> Option<u32> {
+        let (mut row, mut longest, mut to_clear) = (0, 0, 0);
+        for (word, foreign) in self.sections.iter().zip(&self.foreign) {
+            let is_empty = word.empty_spans() == u16::MAX;
+            // It takes one group after another.
+            let is_in_work = word.log().ok().flatten().is_some_and(|log| log.host == Host::NODE);
+            row = if is_empty || is_in_work { row + 1 } else { 0 };
+            longest = longest.max(row);
+            to_clear += u32::from(!is_empty && is_in_work || is_empty && *foreign != 0);
+        }
+        (longest >= count).then_some(to_clear)
+    }
+
     /// Whether a section has spans whose words decide what it has to give.
     pub(crate) fn has_open_spans(&self, section: u32) -> bool {
         let word = self.section(section);
@@ -455,11 +469,16 @@ impl NodeCache {
         outcome
     }
 
-    /// Remember what a survey of a section read: its spans' words, likewise, and whose they are.
-    pub(crate) fn learn_survey(&mut self, section: u32, read: StepResult<'_>) -> Result<(), OpError> {
-        let (spans, keys) = words(read, 2 * SECTION_SPANS).split_at(SPANS);
-        let first = section * SECTION_SPANS;
-        let outcome = self.learn_spans(first, SECTION_SPANS, StepResult::Words(spans));
+    /// Remember what a survey of sections read: their spans' words, likewise, and whose they are.
+    pub(crate) fn learn_survey(
+        &mut self,
+        section: u32,
+        count: u32,
+        read: StepResult<'_>,
+    ) -> Result<(), OpError> {
+        let (first, count) = (section * SECTION_SPANS, count * SECTION_SPANS);
+        let (spans, keys) = words(read, 2 * count).split_at(count as usize);
+        let outcome = self.learn_spans(first, count, StepResult::Words(spans));
         for (span, (word, entry)) in (first..).zip(spans.iter().zip(keys)) {
             // One that is closed and not empty is somebody's to open or to use, who may be about to say whose it is.
             let is_settled = !SpanWord(*word).is_closed() || self.state_of(span) == SpanState::Empty;

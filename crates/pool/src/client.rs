@@ -18,7 +18,8 @@ use crate::cache::Nonces;
 use crate::custody::{Custody, Ledger, UnderWay};
 use crate::error::PoolError;
 use crate::op::{
-    AllocManyOp, AllocOp, FreeOp, Grant, Held, HeldOp, Machine, OpError, RecoverOp, Recovered, StretchOp,
+    AllocManyOp, AllocOp, FreeOp, Grant, Held, HeldOp, Machine, OpError, RecoverOp, Recovered, Several,
+    StretchOp,
 };
 use crate::size::{SECTION_BYTES, SizeClass};
 use crate::word::Run;
@@ -262,7 +263,13 @@ impl PoolClient {
         class: SizeClass,
         count: u32,
     ) -> Result<Vec<Extent>, PoolError> {
-        let grants = self.take(id, AllocManyOp::new(self.host, class, count), class.bytes())?;
+        let taken = self.take(id, AllocManyOp::new(self.host, class, count), class.bytes())?;
+        let Several { grants, failure } = taken;
+        if let Some(error) = failure {
+            let error = Failure::Op(error).of(id, 0, class.bytes());
+            tracing::debug!(node = id.0, %error, "there were fewer extents than were asked for");
+            self.custody.doubt(id);
+        }
         let node = self.node(id)?;
         Ok(grants.into_iter().map(|grant| node.extent(grant)).collect())
     }
@@ -275,6 +282,13 @@ impl PoolClient {
         let op = StretchOp::new(self.host, sections);
         let grant = self.take(id, op, u64::from(sections) * SECTION_BYTES)?;
         Ok(Stretch { first: self.node(id)?.extent(grant), sections })
+    }
+
+    /// If a stretch of so many sections is to be had once the node has cleared what it is clearing, or is about to: how many sections are left to be cleared, by what this client
+    /// has seen last. Those that the node lends no more look the same. `None` if there is no place for it.
+    #[must_use]
+    pub fn sections_to_clear(&self, id: NodeId, sections: u32) -> Option<u32> {
+        self.nodes.get(&id)?.cache.sections_to_clear(sections)
     }
 
     fn take<M: Machine>(&mut self, id: NodeId, op: M, bytes: u64) -> Result<M::Output, PoolError> {
@@ -342,7 +356,8 @@ impl PoolClient {
             };
             let grants: Vec<Grant> = extents.iter().map(grant).collect();
             node.free_all(host, &grants)
-        })?;
+        });
+        let outcomes = outcomes.inspect_err(|_| self.custody.doubt(id))?;
         let outcomes = outcomes.map_err(|failure| failure.of(id, 0, 0)).map(|outcomes| {
             let told = |(extent, outcome): (&Extent, Result<(), OpError>)| {
                 outcome.map_err(|error| Failure::Op(error).of(id, extent.addr, extent.class.bytes()))

@@ -14,19 +14,19 @@ use super::{NodeId, POOL_WORK_ID};
 use crate::error::{FormatError, PoolError};
 use crate::layout::{HEADER_BYTES, Layout};
 use crate::link::{Kept, Link};
-use crate::op::{Action, READ_WORDS_MAX, StepResult, Strikes, WordAt, Writes};
+use crate::op::{Action, READ_WORDS_MAX, SURVEY_SECTIONS_MAX, StepResult, Strikes, WordAt, Writes};
 use crate::size::SECTION_SPANS;
 
 /// Machines that may have something done at once.
 pub(super) const LANES_MAX: usize = 16;
 /// Words that one of several machines may read, or write, at once.
-const LANE_WORDS: usize = 2 * SECTION_SPANS as usize;
+const LANE_WORDS: u32 = 2 * SECTION_SPANS;
 /// Room for the largest reply: a header, or [`READ_WORDS_MAX`] words.
 const REPLY_BYTES: usize = HEADER_BYTES;
 /// Where there is room for what is written.
 const WRITTEN_AT: usize = REPLY_BYTES;
 const LANES_AT: usize = 2 * REPLY_BYTES;
-const LANE_BYTES: usize = 2 * LANE_WORDS * 8;
+const LANE_BYTES: usize = 2 * LANE_WORDS as usize * 8;
 const WORDS_BYTES: usize = LANES_AT + LANES_MAX * LANE_BYTES;
 /// As the length of a READ.
 const HEADER_LEN: u32 = 4096;
@@ -39,6 +39,7 @@ const PATIENCE: Duration = Duration::from_millis(20);
 /// Most operations at once.
 const BATCH_MAX: usize = 4 * LANES_MAX;
 const _: () = assert!(BATCH_MAX >= Strikes::MAX && BATCH_MAX > Writes::PARTS_MAX);
+const _: () = assert!(BATCH_MAX > SURVEY_SECTIONS_MAX as usize);
 /// Completions taken at a time.
 const POLL_MAX: usize = 32;
 
@@ -47,17 +48,17 @@ const POLL_MAX: usize = 32;
 pub(super) struct Place {
     reply_at: usize,
     written_at: usize,
-    words_max: usize,
+    words_max: u32,
 }
 
 impl Place {
     /// For a machine that is alone.
-    pub const ALONE: Self = Self { reply_at: 0, written_at: WRITTEN_AT, words_max: READ_WORDS_MAX as usize };
+    pub const ALONE: Self = Self { reply_at: 0, written_at: WRITTEN_AT, words_max: READ_WORDS_MAX };
 
     /// For one of several.
     pub const fn lane(number: usize) -> Self {
         let reply_at = LANES_AT + number * LANE_BYTES;
-        Self { reply_at, written_at: reply_at + LANE_WORDS * 8, words_max: LANE_WORDS }
+        Self { reply_at, written_at: reply_at + LANE_BYTES / 2, words_max: LANE_WORDS }
     }
 }
 
@@ -205,15 +206,21 @@ impl Wire {
                 self.push(Verb::FetchAdd { remote, add: 0 });
             }
             Action::Read { at, count } => {
-                assert!(count as usize <= place.words_max, "{count} words are longer than their room");
+                assert!(count <= place.words_max, "{count} words are longer than their room");
                 self.push_read(reply_at, self.layout.word_at(at), count * 8);
             }
-            Action::Survey { section } => {
-                let first = section * SECTION_SPANS;
-                let spans = self.layout.word_at(WordAt::Span(first));
-                self.push_read(reply_at, spans, SECTION_SPANS * 8);
-                let keys = self.layout.word_at(WordAt::span_key(first));
-                self.push_read(reply_at + SECTION_SPANS as usize * 8, keys, SECTION_SPANS * 8);
+            Action::Survey { section, count } => {
+                assert!(
+                    2 * count * SECTION_SPANS <= place.words_max,
+                    "{count} sections are longer than their room"
+                );
+                let spans_bytes = SECTION_SPANS * 8;
+                let spans = self.layout.word_at(WordAt::Span(section * SECTION_SPANS));
+                self.push_read(reply_at, spans, count * spans_bytes);
+                for (number, section) in (count..).zip(section..section + count) {
+                    let keys = self.layout.word_at(WordAt::span_key(section * SECTION_SPANS));
+                    self.push_read(reply_at + (number * spans_bytes) as usize, keys, spans_bytes);
+                }
             }
             Action::Write(writes) => self.push_writes(&writes, place),
             Action::Strike(strikes) => {
@@ -247,8 +254,8 @@ impl Wire {
                 replies(count);
                 StepResult::Words(words)
             }
-            Action::Survey { .. } => {
-                replies(2 * SECTION_SPANS);
+            Action::Survey { count, .. } => {
+                replies(2 * count * SECTION_SPANS);
                 StepResult::Words(words)
             }
             Action::Write(_) | Action::Strike(_) => StepResult::Written,
@@ -279,7 +286,10 @@ impl Wire {
         for part in writes.parts() {
             let (offset, mut len) = (at as u64, 0);
             for word in part.words() {
-                assert!(at < place.written_at + place.words_max * 8, "there is no room for what is written");
+                assert!(
+                    at < place.written_at + place.words_max as usize * 8,
+                    "there is no room for what is written"
+                );
                 self.reply.write(at, &word.to_le_bytes());
                 at += 8;
                 len += 8;
@@ -296,7 +306,7 @@ impl Wire {
     /// Post what was added, in order, and wait for the end of all; what came of each is in `outcomes`. Completions of the user's work that come by are kept for it.
     pub fn execute(&mut self) -> Result<(), WorkError> {
         let first = self.next_id;
-        let count = self.batch.len();
+        let mut count = self.batch.len();
         // Ids of one batch are neighbours.
         self.next_id = if first + 2 * (count as u64) < POOL_WORK_ID { first + count as u64 } else { 0 };
         for (id, work) in (first..).zip(&mut self.batch) {
@@ -314,6 +324,10 @@ impl Wire {
             let broken = self.endpoint.is_broken();
             let before = ended;
             ended += self.poll_for(first, count, &mut failed);
+            if failed.is_some() {
+                // What comes after something that was not done is not done either.
+                count = posted;
+            }
             if ended > before {
                 continue;
             }

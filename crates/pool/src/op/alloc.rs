@@ -521,7 +521,7 @@ impl AllocOp {
     }
 
     fn surveyed(&mut self, cache: &mut NodeCache, section: u32, result: StepResult<'_>) -> Next {
-        cache.learn_survey(section, result).ok();
+        cache.learn_survey(section, 1, result).ok();
         // Rule H: the section's word was read before that. Whoever filled the span may never say so.
         let filled =
             cache.unsaid_full(section, result).and_then(|span| Hint::filled(span, cache, self.mutation));

@@ -3,7 +3,8 @@
 
 use aquifer_fabric::Host;
 
-use super::{Action, AllocOp, Grant, Machine, Mutation, OpError, Step, StepResult, Writes};
+use super::owed::Owed;
+use super::{Action, AllocOp, Grant, Machine, Mutation, OpError, Step, StepResult};
 use crate::cache::NodeCache;
 use crate::size::SizeClass;
 
@@ -15,9 +16,17 @@ pub struct AllocManyOp {
     count: u32,
     mutation: Mutation,
     granted: Vec<Grant>,
-    /// A8 of what was granted last. Nothing is done before it is.
-    owed: Option<Writes>,
+    owed: Owed,
     state: State,
+}
+
+/// What was taken.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Several {
+    /// At least one, if one was asked for.
+    pub grants: Vec<Grant>,
+    /// Why there are no more, if not for want of room. What that got half way is nobody's business but an audit's.
+    pub failure: Option<OpError>,
 }
 
 #[derive(Clone, Debug)]
@@ -27,7 +36,7 @@ enum State {
     /// A8 by itself, and then this.
     Writing(AllocOp, Action),
     /// The last A8.
-    Ending,
+    Ending(Option<OpError>),
 }
 
 impl AllocManyOp {
@@ -40,20 +49,20 @@ impl AllocManyOp {
     /// The same with a fault, for tests.
     #[must_use]
     pub const fn mutated(host: Host, class: SizeClass, count: u32, mutation: Mutation) -> Self {
-        Self { host, class, count, mutation, granted: Vec::new(), owed: None, state: State::Idle }
+        let granted = Vec::new();
+        Self { host, class, count, mutation, granted, owed: Owed::NOTHING, state: State::Idle }
     }
 }
 
 impl Machine for AllocManyOp {
-    /// At least one, if one was asked for.
-    type Output = Vec<Grant>;
+    type Output = Several;
 
-    fn start(&mut self, cache: &mut NodeCache) -> Step<Self::Output> {
+    fn start(&mut self, cache: &mut NodeCache) -> Step<Several> {
         self.granted.reserve(self.count as usize);
         self.take(cache)
     }
 
-    fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<Self::Output> {
+    fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<Several> {
         match std::mem::replace(&mut self.state, State::Idle) {
             State::Idle => panic!("no action is under way"),
             State::Taking(mut op) => {
@@ -61,59 +70,51 @@ impl Machine for AllocManyOp {
                 self.go_on(cache, op, step)
             }
             State::Writing(op, action) => self.post(State::Taking(op), action),
-            State::Ending => self.done(),
+            State::Ending(failure) => self.done(failure),
         }
     }
 }
 
 impl AllocManyOp {
-    fn post(&mut self, state: State, action: Action) -> Step<Vec<Grant>> {
+    fn post(&mut self, state: State, action: Action) -> Step<Several> {
         self.state = state;
         Step::Post(action)
     }
 
-    fn take(&mut self, cache: &mut NodeCache) -> Step<Vec<Grant>> {
+    fn take(&mut self, cache: &mut NodeCache) -> Step<Several> {
         if self.granted.len() >= self.count as usize {
-            return self.end();
+            return self.end(None);
         }
         let mut op = AllocOp::mutated(self.host, self.class, self.mutation).owing();
         let step = op.start(cache);
         self.go_on(cache, op, step)
     }
 
-    fn go_on(&mut self, cache: &mut NodeCache, mut op: AllocOp, step: Step<Grant>) -> Step<Vec<Grant>> {
+    fn go_on(&mut self, cache: &mut NodeCache, mut op: AllocOp, step: Step<Grant>) -> Step<Several> {
         // It is granted, though there may be hints to be given before the operation is over.
-        self.owed = op.take_owed().or(self.owed);
+        self.owed.note(op.take_owed());
         match step {
-            Step::Post(action) => self.post_after_owed(op, action),
+            Step::Post(action) => match self.owed.before(action) {
+                (action, None) => self.post(State::Taking(op), action),
+                (action, Some(then)) => self.post(State::Writing(op, then), action),
+            },
             Step::Done(Ok(grant)) => {
                 self.granted.push(grant);
                 self.take(cache)
             }
-            Step::Done(Err(OpError::Full)) if !self.granted.is_empty() => self.end(),
-            // Nobody is told of what was granted, and an audit finds it.
-            Step::Done(Err(error)) => Step::Done(Err(error)),
+            Step::Done(Err(error)) if self.granted.is_empty() => Step::Done(Err(error)),
+            Step::Done(Err(error)) => self.end((error != OpError::Full).then_some(error)),
         }
     }
 
-    fn post_after_owed(&mut self, op: AllocOp, action: Action) -> Step<Vec<Grant>> {
-        match (self.owed.take(), action) {
-            (None, action) => self.post(State::Taking(op), action),
-            (Some(writes), Action::Cas { at, expected, desired }) => {
-                self.post(State::Taking(op), Action::WriteThen { writes, at, expected, desired })
-            }
-            (Some(writes), action) => self.post(State::Writing(op, action), Action::Write(writes)),
+    fn end(&mut self, failure: Option<OpError>) -> Step<Several> {
+        match self.owed.pay() {
+            Some(action) => self.post(State::Ending(failure), action),
+            None => self.done(failure),
         }
     }
 
-    fn end(&mut self) -> Step<Vec<Grant>> {
-        match self.owed.take() {
-            Some(writes) => self.post(State::Ending, Action::Write(writes)),
-            None => self.done(),
-        }
-    }
-
-    fn done(&mut self) -> Step<Vec<Grant>> {
-        Step::Done(Ok(std::mem::take(&mut self.granted)))
+    fn done(&mut self, failure: Option<OpError>) -> Step<Several> {
+        Step::Done(Ok(Several { grants: std::mem::take(&mut self.granted), failure }))
     }
 }

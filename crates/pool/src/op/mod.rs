@@ -11,6 +11,7 @@ mod give;
 mod hint;
 mod many;
 mod mutation;
+mod owed;
 mod ready;
 mod recover;
 mod stretch;
@@ -21,7 +22,7 @@ use aquifer_fabric::{Host, Key, KeyEntry};
 
 pub use alloc::AllocOp;
 pub use free::FreeOp;
-pub use many::AllocManyOp;
+pub use many::{AllocManyOp, Several};
 pub use mutation::Mutation;
 pub use recover::{Held, HeldOp, RecoverOp, Recovered};
 pub use stretch::StretchOp;
@@ -37,6 +38,8 @@ pub const ATTEMPTS_MAX: u32 = 4096;
 pub const CONTENDED_AFTER: u32 = 3;
 /// Most words of one [`Action::Read`].
 pub const READ_WORDS_MAX: u32 = 512;
+/// Most sections of one [`Action::Survey`].
+pub const SURVEY_SECTIONS_MAX: u32 = READ_WORDS_MAX / (2 * SECTION_SPANS);
 
 /// Names a control word, or an entry of the full log.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -158,10 +161,13 @@ pub enum Action {
         /// What it becomes.
         desired: u64,
     },
-    /// Read the words of a section's spans, then the spans' keys. Answered by [`StepResult::Words`]: 16 and 16.
+    /// Read the words of the spans of neighbouring sections, then the spans' keys. Answered by [`StepResult::Words`]: 16 for each section, and
+    /// 16 for each.
     Survey {
-        /// The section.
+        /// The first section.
         section: u32,
+        /// How many; at most [`SURVEY_SECTIONS_MAX`].
+        count: u32,
     },
     /// Write entries of the log and of the keys. Answered by [`StepResult::Written`].
     Write(Writes),

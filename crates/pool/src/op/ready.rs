@@ -56,7 +56,7 @@ impl Ready {
             return None;
         }
         let ready = Self { host, section, group, takes_foreign, mutation, state: State::Spans };
-        Some((ready, Action::Survey { section }))
+        Some((ready, Action::Survey { section, count: 1 }))
     }
 
     pub(super) fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Result<Readied, OpError> {
@@ -64,7 +64,7 @@ impl Ready {
         match self.state {
             State::Spans => {
                 // A READ may tear a word. What looks impossible is not ready, and is left to the CAS, which does not tear.
-                cache.learn_survey(self.section, result).ok();
+                cache.learn_survey(self.section, 1, result).ok();
                 if cache.has_foreign(self.section, self.group) && !self.takes_foreign {
                     return Ok(Readied::Foreign);
                 }

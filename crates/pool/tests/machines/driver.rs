@@ -56,10 +56,12 @@ impl Words {
                 self.write(&writes);
                 op.step(cache, StepResult::Found(self.swap(at, expected, desired)))
             }
-            Action::Survey { section } => {
+            Action::Survey { section, count } => {
                 let first = section * SECTION_SPANS;
-                let mut words = self.at(WordAt::Span(first), SECTION_SPANS).to_vec();
-                words.extend_from_slice(self.at(WordAt::span_key(first), SECTION_SPANS));
+                let mut words = self.at(WordAt::Span(first), count * SECTION_SPANS).to_vec();
+                for span in (first..).step_by(SECTION_SPANS as usize).take(count as usize) {
+                    words.extend_from_slice(self.at(WordAt::span_key(span), SECTION_SPANS));
+                }
                 op.step(cache, StepResult::Words(&words))
             }
             Action::Probe { at } => op.step(cache, StepResult::Found(self.at(at, 1)[0])),

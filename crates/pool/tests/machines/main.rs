@@ -5,13 +5,13 @@ mod driver;
 
 use aquifer_fabric::Host;
 use aquifer_fabric::sim::{SimFabric, SimOptions};
-use aquifer_fabric::{Identity, Tenant};
+use aquifer_fabric::{Identity, KeyEntry, Tenant};
 use aquifer_pool::cache::{NodeCache, Nonces};
 use aquifer_pool::client::NODES_MAX;
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{
-    ATTEMPTS_MAX, Action, AllocOp, CONTENDED_AFTER, FreeOp, Grant, Machine, OpError, READ_WORDS_MAX, Step,
-    StepResult, StretchOp, WordAt,
+    ATTEMPTS_MAX, Action, AllocManyOp, AllocOp, CONTENDED_AFTER, FreeOp, Grant, Machine, OpError,
+    READ_WORDS_MAX, Several, Step, StepResult, StretchOp, WordAt,
 };
 use aquifer_pool::size::{SECTION_BYTES, SECTION_SPANS};
 use aquifer_pool::word::{LogEntry, Run, SectionWord, SpanState, SpanWord};
@@ -183,28 +183,68 @@ fn a_search_reads_all_sections_in_bounded_pieces() {
 fn a_stretch_is_taken_whole_or_not_at_all() {
     let (mut words, mut cache) = Words::new(6);
     let full = SectionWord::default().take(Run::SECTION, OTHER);
-    // The first try meets what another has taken since, and what was taken before that goes back.
-    words.sections[2] = full.0;
-    let (first, _) = words.run(&mut cache, StretchOp::new(ME, 3));
-    let first = first.expect("three are free side by side");
-    assert_eq!((first.chunk, first.class), (3 * 512, SizeClass::SECTION));
+    let mut op = StretchOp::new(ME, 3);
+    let mut step = op.start(&mut cache);
+    let first = loop {
+        // Two of the first try are taken when another takes the third: they go back.
+        if words.sections[4] != 0 && words.sections[5] == 0 {
+            words.sections[5] = full.0;
+        }
+        match step {
+            Step::Post(action) => step = words.carry_out(&mut op, &mut cache, action),
+            Step::Done(first) => break first.expect("three are free side by side"),
+        }
+    };
+    assert_eq!((first.chunk, first.class), (0, SizeClass::SECTION));
     let is_taken = |words: &Words| -> Vec<bool> {
         words.sections.iter().map(|word| !SectionWord(*word).all(Run::SECTION, SpanState::Empty)).collect()
     };
-    assert_eq!(is_taken(&words), [false, false, true, true, true, true]);
+    assert_eq!(is_taken(&words), [true, true, true, false, false, true]);
     let keys: Vec<u64> = (0..6).map(|section| words.at(WordAt::section_key(section), 1)[0]).collect();
-    assert!(keys[3] != 0 && keys[3..].iter().all(|key| *key == keys[3]), "one key for all: {keys:x?}");
-    assert_eq!(keys[..3], [0; 3], "none is left of what went back");
+    assert!(keys[0] != 0 && keys[..3].iter().all(|key| *key == keys[0]), "one key for all: {keys:x?}");
+    assert_eq!(
+        keys[3..].iter().map(|key| key & 0xffff_ffff).sum::<u64>(),
+        0,
+        "none is left of what went back"
+    );
     for count in [3, 7, 0] {
         assert_eq!(words.run(&mut cache, StretchOp::new(ME, count)).0, Err(OpError::Full), "{count}");
     }
-    assert_eq!(is_taken(&words), [false, false, true, true, true, true]);
+    assert_eq!(is_taken(&words), [true, true, true, false, false, true]);
     let (two, actions) = words.run(&mut cache, StretchOp::new(ME, 2));
-    assert_eq!(two.map(|first| first.chunk), Ok(0));
-    assert_eq!(actions, 4, "A7 and A8, twice: both have been looked at before");
-    for section in 3..6 {
+    assert_eq!(two.map(|first| first.chunk), Ok(3 * 512));
+    assert_eq!(actions, 4, "R, A7, A8 with the next A7, A8: both are known to be ours");
+    for section in 0..3 {
         let grant = Grant { chunk: section * 512, ..first };
         assert_eq!(words.run(&mut cache, FreeOp::new(ME, grant)), (Ok(()), 3), "K, F5");
+    }
+}
+
+/// However much is still to be cleared: that is no race lost, and nothing is taken for nothing.
+#[test]
+fn a_stretch_goes_past_what_another_tenant_has_left() {
+    const LEFT: u32 = 150;
+    let (mut words, mut cache) = Words::new(LEFT + 40);
+    for section in 0..LEFT {
+        let theirs = KeyEntry::shut(Tenant(9)).0;
+        words.at(WordAt::span_key(section * SECTION_SPANS + section % SECTION_SPANS), 1)[0] = theirs;
+    }
+    let (first, actions) = words.run(&mut cache, StretchOp::new(ME, 40));
+    assert_eq!(first.map(|first| first.chunk), Ok(LEFT * 512));
+    assert!(words.sections[..LEFT as usize].iter().all(|word| *word == 0), "those were left alone");
+    assert!(actions < 60, "R, A0 of 16 at a time, A7 and A8 of 40: {actions} trips");
+}
+
+#[test]
+fn of_several_what_was_taken_is_not_thrown_away() {
+    let (mut words, mut cache) = Words::new(4);
+    words.sections[3] = 0xdead;
+    let (several, _) = words.run(&mut cache, AllocManyOp::new(ME, SizeClass::SECTION, 4));
+    let Several { grants, failure } = several.expect("two sections are well");
+    assert_eq!(grants.iter().map(|grant| grant.chunk).collect::<Vec<_>>(), [512, 1024]);
+    assert!(matches!(failure, Some(OpError::Damaged { at: WordAt::Section(3), .. })), "{failure:?}");
+    for grant in grants {
+        assert_eq!(words.run(&mut cache, FreeOp::new(ME, grant)).0, Ok(()), "its key was written");
     }
 }
 

@@ -11,8 +11,8 @@ use aquifer_fabric::{
 use aquifer_pool::cache::{NodeCache, Nonces};
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{
-    Action, AllocManyOp, AllocOp, FreeOp, Grant, Machine, Mutation, OpError, RecoverOp, Recovered, Step,
-    StepResult, StretchOp, WordAt, Writes,
+    Action, AllocManyOp, AllocOp, FreeOp, Grant, Machine, Mutation, OpError, RecoverOp, Recovered, Several,
+    Step, StepResult, StretchOp, WordAt, Writes,
 };
 use aquifer_pool::size::SECTION_SPANS;
 use aquifer_pool::word::Run;
@@ -27,7 +27,7 @@ enum Running {
     Alloc(AllocOp),
     Many(Box<AllocManyOp>),
     /// So many sections.
-    Stretch(StretchOp, u32),
+    Stretch(Box<StretchOp>, u32),
     Free(FreeOp),
     Recover(Box<RecoverOp>),
 }
@@ -36,7 +36,7 @@ enum Running {
 #[derive(Debug)]
 pub enum Ended {
     Alloc(Result<Grant, OpError>),
-    Many(Result<Vec<Grant>, OpError>),
+    Many(Result<Several, OpError>),
     /// So many sections, from this one on.
     Stretch(u32, Result<Grant, OpError>),
     Free(Result<(), OpError>),
@@ -127,7 +127,7 @@ impl Client {
     }
 
     pub fn stretch(&mut self, sections: u32) -> Option<Ended> {
-        let mut op = StretchOp::mutated(self.host, sections, self.mutation);
+        let mut op = Box::new(StretchOp::mutated(self.host, sections, self.mutation));
         let step = op.start(&mut self.cache);
         self.running = Some(Running::Stretch(op, sections));
         self.follow(step).map(|result| Ended::Stretch(sections, result))
@@ -173,8 +173,8 @@ impl Client {
                 words.extend((0..count as usize).map(|i| self.word(i)));
                 StepResult::Words(&words)
             }
-            Action::Survey { .. } => {
-                words.extend((0..32).map(|i| self.word(i)));
+            Action::Survey { count, .. } => {
+                words.extend((0..32 * count as usize).map(|i| self.word(i)));
                 StepResult::Words(&words)
             }
             Action::Write(_) | Action::Strike(_) => StepResult::Written,
@@ -242,10 +242,13 @@ impl Client {
             }
             Action::Probe { at } => vec![Verb::FetchAdd { remote: self.remote(at), add: 0 }],
             Action::Read { at, count } => vec![self.read(0, at, count)],
-            Action::Survey { section } => {
-                let first = section * SECTION_SPANS;
-                let spans = self.read(0, WordAt::Span(first), SECTION_SPANS);
-                vec![spans, self.read(SECTION_SPANS, WordAt::span_key(first), SECTION_SPANS)]
+            Action::Survey { section, count } => {
+                let spans = self.read(0, WordAt::Span(section * SECTION_SPANS), count * SECTION_SPANS);
+                let keys = (count..).zip(section..section + count).map(|(number, section)| {
+                    let first = WordAt::span_key(section * SECTION_SPANS);
+                    self.read(number * SECTION_SPANS, first, SECTION_SPANS)
+                });
+                std::iter::once(spans).chain(keys).collect()
             }
             Action::Write(writes) => self.writes(&writes),
             Action::Strike(strikes) => {

@@ -11,7 +11,7 @@ use schedule::{Seen, run};
 
 const SCHEDULES: u64 = 12_000;
 /// A fault must show within so many schedules.
-const MUTANT_SCHEDULES: u64 = 12_000;
+const MUTANT_SCHEDULES: u64 = 40_000;
 
 #[test]
 fn no_chunk_is_owned_twice_and_none_is_lost() {

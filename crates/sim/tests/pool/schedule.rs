@@ -6,7 +6,7 @@ mod node;
 use aquifer_fabric::sim::{Rng, SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::{Host, Key, Target, Tenant};
 use aquifer_pool::cache::Nonces;
-use aquifer_pool::op::{Action, Grant, Mutation, OpError};
+use aquifer_pool::op::{Action, Grant, Mutation, OpError, Several};
 use aquifer_pool::size::{SECTION_BYTES, SECTION_CHUNKS};
 use aquifer_pool::word::SpanState;
 use aquifer_pool::{Donation, NodeId, SizeClass, donate_of};
@@ -214,9 +214,9 @@ impl Schedule {
         } else {
             let k = self.classes[self.rng.index(self.classes.len())];
             let sections = self.donation.layout.sections();
-            if SizeClass::new(k) == Some(SizeClass::SECTION) && sections > 1 && self.rng.chance(2, 3) {
-                self.clients[index]
-                    .stretch(2 + u32::try_from(self.rng.below(u64::from(sections) - 1)).unwrap())
+            if SizeClass::new(k) == Some(SizeClass::SECTION) && sections > 1 && self.rng.chance(5, 6) {
+                let more = if self.rng.chance(1, 4) { self.rng.below(u64::from(sections) - 1) } else { 0 };
+                self.clients[index].stretch(2 + u32::try_from(more).unwrap())
             } else if self.rng.chance(1, 3) {
                 let count = 1 + u32::try_from(self.rng.below(4)).unwrap();
                 self.clients[index].alloc_many(SizeClass::new(k).unwrap(), count)
@@ -297,7 +297,7 @@ impl Schedule {
         }
         match ended {
             Ended::Alloc(Ok(grant)) => self.granted(index, grant)?,
-            Ended::Many(Ok(grants)) => {
+            Ended::Many(Ok(Several { grants, failure: None })) => {
                 self.seen.several += u64::from(grants.len() > 1);
                 grants.into_iter().try_for_each(|grant| self.granted(index, grant))?;
             }

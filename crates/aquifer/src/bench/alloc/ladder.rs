@@ -134,7 +134,8 @@ impl Account {
         let (keys, log) = (u64::from(!self.has(For::Keys)), u64::from(!self.has(For::Log)));
         match action {
             // The entry that says whose the span is.
-            Action::CasThen { .. } | Action::Survey { .. } => keys,
+            Action::CasThen { .. } => keys,
+            Action::Survey { count, .. } => keys * u64::from(*count),
             Action::Write(writes) | Action::WriteThen { writes, .. } => {
                 let of = |part: aquifer_pool::op::Part| match part.at {
                     WordAt::Key(_) => keys,
@@ -159,7 +160,8 @@ impl Account {
 fn operations(action: &Action) -> u64 {
     match action {
         Action::Cas { .. } | Action::Probe { .. } | Action::Read { .. } => 1,
-        Action::CasThen { .. } | Action::Survey { .. } => 2,
+        Action::CasThen { .. } => 2,
+        Action::Survey { count, .. } => 1 + u64::from(*count),
         Action::Write(writes) => writes.parts().count() as u64,
         Action::WriteThen { writes, .. } => writes.parts().count() as u64 + 1,
         Action::Strike(strikes) => strikes.swaps().count() as u64,

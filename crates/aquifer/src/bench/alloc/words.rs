@@ -139,11 +139,13 @@ impl NodeWords {
                 heard.extend_from_slice(self.words(at, count as usize));
                 plain(1)
             }
-            Action::Survey { section } => {
-                let (first, count) = (section * SECTION_SPANS, SECTION_SPANS as usize);
-                heard.extend_from_slice(self.words(WordAt::Span(first), count));
-                heard.extend_from_slice(self.words(WordAt::span_key(first), count));
-                plain(2)
+            Action::Survey { section, count } => {
+                let (first, spans) = (section * SECTION_SPANS, SECTION_SPANS as usize);
+                heard.extend_from_slice(self.words(WordAt::Span(first), spans * count as usize));
+                for span in (first..).step_by(spans).take(count as usize) {
+                    heard.extend_from_slice(self.words(WordAt::span_key(span), spans));
+                }
+                plain(1 + u64::from(count))
             }
             Action::Write(writes) => plain(self.write(&writes)),
             Action::Strike(strikes) => {

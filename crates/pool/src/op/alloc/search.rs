@@ -71,7 +71,7 @@ impl AllocOp {
                 let inside = self.class.is_within_span() && cache.has_open_spans(section);
                 if fresh && inside && self.search.spans_read != Some(section) {
                     self.search.spans_read = Some(section);
-                    return self.post(State::Surveying { section }, Action::Survey { section });
+                    return self.post(State::Surveying { section }, Action::Survey { section, count: 1 });
                 }
                 self.search.scanned += 1;
             }
