@@ -101,10 +101,19 @@ impl Book {
         self.set(number, state, request);
     }
 
-    /// Its state changes.
+    /// Its state changes, by a request.
     pub fn set(&self, number: u32, state: State, request: u64) {
         self.step();
         self.word(number, REQUEST).store(request, Release);
+        self.put_state(number, state);
+    }
+
+    /// It is being given back to the pool. Until then it is whatever it was, to whichever request.
+    pub fn set_returning(&self, number: u32, record: u32) {
+        self.put_state(number, State::Returning(record));
+    }
+
+    fn put_state(&self, number: u32, state: State) {
         self.step();
         let state = match state {
             State::Stocked => 1,

@@ -251,6 +251,11 @@ impl Pool for Cluster {
         self.take(|pool, node| pool.allocate_stretch(node, sections))
     }
 
+    fn sections_to_clear(&self, sections: u32) -> Option<u32> {
+        let of_nodes = self.pool.nodes().filter_map(|node| self.pool.sections_to_clear(node, sections));
+        of_nodes.reduce(|one, other| one + other)
+    }
+
     fn last_record(&self, extent: Extent) -> u32 {
         self.pool.last_record(extent)
     }

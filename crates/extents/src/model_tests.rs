@@ -127,6 +127,10 @@ impl Pool for ModelPool {
         Ok(Stretch { first, sections })
     }
 
+    fn sections_to_clear(&self, _sections: u32) -> Option<u32> {
+        None
+    }
+
     fn last_record(&self, extent: Extent) -> u32 {
         extent.key.0
     }

@@ -403,7 +403,7 @@ impl Server {
         self.requests.extend((first..end).map(|number| self.ring.request(ring_number(number))));
         let now = self.heard_at - self.began;
         let mut next = first;
-        while next < end {
+        while next < end && !self.shared.stop.load(Relaxed) {
             let from = self.requests.len() - usize::try_from(end - next).unwrap_or(0);
             self.session.answer(next, &self.requests[from..], &mut self.answers, now);
             for (number, answer) in (next..).zip(&self.answers) {
@@ -413,7 +413,7 @@ impl Server {
             self.session.conclude(next);
             self.publish();
         }
-        self.shared.requests.fetch_add(u64::from(count), Relaxed);
+        self.shared.requests.fetch_add(next - first, Relaxed);
         self.report();
         Ok(true)
     }

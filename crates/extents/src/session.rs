@@ -4,6 +4,8 @@
 //! Requests are done in their order. One for an extent is done once, whenever the agent dies: its effect is in the book with the request's number. Reading and
 //! writing are done again; that nothing else is seen by it, what is done at once is either changes, or WRITEs and then READs.
 
+mod take;
+
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,16 +15,16 @@ use aquifer_ipc::ring::{Answer, ExtentName, Piece, Request, Status};
 use aquifer_pool::{Extent, NodeId, SizeClass, Stretch, UnderWay};
 
 use crate::account::Account;
-use crate::book::{Book, EXTENTS_MAX, Entry, State};
+use crate::book::{Book, Entry, State};
 use crate::stock::Stock;
+use take::{alike, at_once_max};
 
-/// Most extents that are taken at once where a program waits for them, and where it may come while they are taken.
-const AT_ONCE_MAX: usize = 64;
+/// Most extents that are taken or given back at once where a program may come meanwhile.
 const AT_LEISURE_MAX: usize = 8;
-/// And no more than so many bytes, for they are all of one node.
-const AT_ONCE_BYTES_MAX: u64 = 1 << 20;
-/// Extents that are given back at once when the session is over.
+/// Extents that are given back at once.
 const RETURNED_MAX: usize = 1024;
+/// More than so much is not in stock, however busy the program is: no other session could have it.
+const STOCKED_BYTES_MAX: u64 = 128 << 20;
 /// No request has this number.
 const NO_REQUEST: u64 = u64::MAX;
 
@@ -44,6 +46,8 @@ pub(crate) trait Pool {
     fn allocate_many(&mut self, class: SizeClass, count: u32) -> Result<Vec<Extent>, Status>;
     /// Take so many sections side by side.
     fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, Status>;
+    /// If a stretch of so many sections may be had soon, how many sections have to be cleared of what others have left there.
+    fn sections_to_clear(&self, sections: u32) -> Option<u32>;
     /// The record in its control word, for [`Self::give_back_begun`].
     fn last_record(&self, extent: Extent) -> u32;
     /// Give extents back; for each false if its node cannot be reached just now, and true if the node is gone for good, too.
@@ -237,143 +241,16 @@ impl<P: Pool> Session<P> {
             let unwanted = std::mem::take(&mut self.unwanted);
             self.return_to_pool(&unwanted);
         }
+        if self.holdings.stocked_bytes > STOCKED_BYTES_MAX {
+            while let Some((class, count)) = self.stock.surplus() {
+                self.drop_some(class, count);
+            }
+        }
     }
 
     /// The number of the next request.
     pub fn next_request(&self) -> u64 {
         self.book.done()
-    }
-
-    /// So many of this size are asked for, one after another.
-    fn allocate(&mut self, request: u64, class: u8, ahead: usize) -> Answer {
-        let Some(class) = SizeClass::new(class) else { return Answer::of(Status::BadRequest) };
-        if let Some(extent) = self.resume(request, class, 1) {
-            return given(&extent);
-        }
-        let mut stocked = self.stock.take(class);
-        let at_once = at_once_max(class).min(ahead);
-        if stocked.is_none() && at_once > 1 && self.stock_up(class, at_once).is_ok() {
-            stocked = self.stock.take(class);
-        }
-        if let Some(number) = stocked {
-            let Some(Entry { extent, .. }) = self.book.entry(number) else {
-                return Answer::of(Status::Failed);
-            };
-            self.book.set(number, State::Given, request);
-            self.holdings.stocked_bytes -= class.bytes();
-            return self.give(&extent, 1);
-        }
-        match self.take_at_any_cost(|session| session.take(class, request)) {
-            Ok(extent) => self.give(&extent, 1),
-            Err(status) => Answer::of(status),
-        }
-    }
-
-    fn allocate_stretch(&mut self, request: u64, sections: u32) -> Answer {
-        if let Some(first) = self.resume(request, SizeClass::SECTION, sections) {
-            return given(&first);
-        }
-        match self.take_at_any_cost(|session| session.take_stretch(sections, request)) {
-            Ok(first) => self.give(&first, sections),
-            Err(status) => Answer::of(status),
-        }
-    }
-
-    /// Take something of the pool, if need be after what is in stock was given back.
-    fn take_at_any_cost<T>(
-        &mut self,
-        mut take: impl FnMut(&mut Self) -> Result<T, Status>,
-    ) -> Result<T, Status> {
-        match take(self) {
-            Err(Status::Full | Status::Quota) if self.holdings.stocked_bytes > 0 => {
-                self.drop_stock();
-                take(self)
-            }
-            taken => taken,
-        }
-    }
-
-    /// What an agent that was killed took for the request that it could not conclude: the first of so many, if they are all there. Else they go back.
-    fn resume(&mut self, request: u64, class: SizeClass, count: u32) -> Option<Extent> {
-        let numbers = std::mem::take(&mut self.resumed);
-        let taken = numbers.into_iter().filter_map(|number| Some((number, self.book.entry(number)?)));
-        let taken: Vec<(u32, Entry)> =
-            taken.filter(|(_, entry)| entry.request == request && entry.state == State::Given).collect();
-        let extents = || taken.iter().map(|(_, entry)| entry.extent);
-        if extents().filter(|extent| extent.class == class).count() == count as usize {
-            return extents().min_by_key(|extent| extent.addr);
-        }
-        for (_, Entry { extent, .. }) in &taken {
-            self.holdings.extents -= 1;
-            self.holdings.bytes -= extent.class.bytes();
-        }
-        let numbers: Vec<u32> = taken.into_iter().map(|(number, _)| number).collect();
-        self.return_to_pool(&numbers);
-        None
-    }
-
-    fn give(&mut self, first: &Extent, count: u32) -> Answer {
-        self.holdings.extents += u64::from(count);
-        self.holdings.bytes += u64::from(count) * first.class.bytes();
-        given(first)
-    }
-
-    /// Take one of the pool for the program, and write it down.
-    fn take(&mut self, class: SizeClass, request: u64) -> Result<Extent, Status> {
-        let _under_way = self.pool.under_way();
-        let extent = self.take_within(1, class.bytes(), |pool| pool.allocate(class))?;
-        self.note(&extent, State::Given, request);
-        Ok(extent)
-    }
-
-    /// Take up to so many into the stock, at least one.
-    fn stock_up(&mut self, class: SizeClass, count: usize) -> Result<(), Status> {
-        let _under_way = self.pool.under_way();
-        let count = u32::try_from(count).unwrap_or(1);
-        let bytes = class.bytes() * u64::from(count);
-        let taken = self.take_within(count, bytes, |pool| pool.allocate_many(class, count))?;
-        let taken_bytes = class.bytes() * taken.len() as u64;
-        self.account.give(bytes - taken_bytes);
-        self.holdings.stocked_bytes += taken_bytes;
-        for extent in taken {
-            let number = self.note(&extent, State::Stocked, NO_REQUEST);
-            self.stock.put(class, number);
-        }
-        Ok(())
-    }
-
-    /// Take so many sections side by side, and write them down; the first of them.
-    fn take_stretch(&mut self, sections: u32, request: u64) -> Result<Extent, Status> {
-        let _under_way = self.pool.under_way();
-        let bytes = u64::from(sections) * SizeClass::SECTION.bytes();
-        let stretch = self.take_within(sections, bytes, |pool| pool.allocate_stretch(sections))?;
-        for extent in stretch.extents() {
-            self.note(&extent, State::Given, request);
-        }
-        Ok(stretch.first)
-    }
-
-    /// Take something that is so many extents, if the book has room for them and the user may have so much.
-    fn take_within<T>(
-        &mut self,
-        count: u32,
-        bytes: u64,
-        take: impl FnOnce(&mut P) -> Result<T, Status>,
-    ) -> Result<T, Status> {
-        if self.gaps.len() + ((EXTENTS_MAX - self.book.end()) as usize) < count as usize {
-            return Err(Status::TooMany);
-        }
-        if !self.account.take(bytes, self.pool.quota_bytes()) {
-            return Err(Status::Quota);
-        }
-        take(&mut self.pool).inspect_err(|_| self.account.give(bytes))
-    }
-
-    fn note(&mut self, extent: &Extent, state: State, request: u64) -> u32 {
-        let number = self.gaps.pop().unwrap_or_else(|| self.book.end());
-        self.book.add(number, extent, state, request);
-        self.known.insert(key_of(extent), number);
-        number
     }
 
     fn free(&mut self, request: u64, name: &ExtentName) -> Status {
@@ -490,7 +367,12 @@ impl<P: Pool> Session<P> {
         self.return_to_pool(&dropped);
     }
 
+    /// Not all at once: what is being given back when an agent is killed costs the next one a look at each.
     fn return_to_pool(&mut self, numbers: &[u32]) {
+        numbers.chunks(RETURNED_MAX).for_each(|some| self.return_some(some));
+    }
+
+    fn return_some(&mut self, numbers: &[u32]) {
         let (mut returned, mut extents) = (Vec::new(), Vec::new());
         for &number in numbers {
             let Some(Entry { extent, state, .. }) = self.book.entry(number) else { continue };
@@ -502,7 +384,7 @@ impl<P: Pool> Session<P> {
                 continue;
             }
             let record = self.pool.last_record(extent);
-            self.book.set(number, State::Returning(record), NO_REQUEST);
+            self.book.set_returning(number, record);
             returned.push(number);
             extents.push(extent);
         }
@@ -535,7 +417,7 @@ impl<P: Pool> Session<P> {
         self.drop_stock();
         let mut numbers: Vec<u32> = self.known.drain().map(|(_, number)| number).collect();
         numbers.append(&mut self.owed);
-        numbers.chunks(RETURNED_MAX).for_each(|some| self.return_to_pool(some));
+        self.return_to_pool(&numbers);
         self.owed.is_empty()
     }
 
@@ -548,16 +430,6 @@ impl<P: Pool> Session<P> {
     pub fn pool(&mut self) -> &mut P {
         &mut self.pool
     }
-}
-
-/// How many of a size are taken at once.
-fn at_once_max(class: SizeClass) -> usize {
-    usize::try_from(AT_ONCE_BYTES_MAX / class.bytes()).map_or(1, |most| most.clamp(1, AT_ONCE_MAX))
-}
-
-/// How many requests for the same size come one after another.
-fn alike(requests: &[Option<Request>]) -> usize {
-    requests.iter().take_while(|request| **request == requests[0]).count()
 }
 
 fn classes() -> impl Iterator<Item = SizeClass> {
