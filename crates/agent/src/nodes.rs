@@ -227,13 +227,14 @@ impl Nodes {
         node: NodeId,
         tenant: Tenant,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
-        let absence = match self.attempt(node, tenant, Manner::Wait, &mut None) {
+        match self.attempt(node, tenant, Manner::Wait, &mut None) {
             Ok(endpoint) => return Ok(endpoint),
-            Err(absence) => absence,
-        };
+            Err(Absence { error, may_end: false }) => return Err(error),
+            Err(_) => {}
+        }
         let met = lock(&self.met).get(&(node, tenant)).cloned();
         match (met, self.me.upgrade()) {
-            (Some(Met { seen, epoch, kept }), Some(nodes)) if absence.may_end => {
+            (Some(Met { seen, epoch, kept }), Some(nodes)) => {
                 let back = Back { nodes, node, tenant, epoch, kept };
                 Ok(Box::new(LastingEndpoint::to_absent(seen, Arc::new(back), Manner::Wait)))
             }
@@ -278,6 +279,14 @@ impl Nodes {
         Err(Absence { error, may_end: may_be_away })
     }
 
+    /// Who has connected may say so after another that has met a later life of the node.
+    fn meet(&self, whom: (NodeId, Tenant), met: Met) {
+        let mut known = lock(&self.met);
+        if known.get(&whom).is_none_or(|before| before.epoch <= met.epoch) {
+            known.insert(whom, met);
+        }
+    }
+
     fn lasting(
         &self,
         node: NodeId,
@@ -289,7 +298,7 @@ impl Nodes {
         let Place { epoch, kept, .. } = *place;
         match self.me.upgrade() {
             Some(nodes) if !kept.is_zero() => {
-                lock(&self.met).insert((node, tenant), Met { seen: Seen::by(&*endpoint), epoch, kept });
+                self.meet((node, tenant), Met { seen: Seen::by(&*endpoint), epoch, kept });
                 let back = Back { nodes, node, tenant, epoch, kept };
                 Box::new(LastingEndpoint::new(endpoint, Arc::new(back), manner))
             }
@@ -390,6 +399,7 @@ mod tests {
 
     use super::*;
     use aquifer_directory::sim::World;
+    use aquifer_fabric::lasting::{Again, Attempt};
     use aquifer_fabric::shm::{self, ShmTarget};
     use aquifer_fabric::{Access, Memory, Scope, Target};
 
@@ -479,9 +489,13 @@ mod tests {
     fn who_has_others_to_attend_to_is_not_kept_by_a_node_that_is_away() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("node");
-        let target = ShmTarget::listen(&path, shm::Options::default()).expect("a target");
-        let memory = Arc::new(Memory::create("lent", 4096).expect("memory"));
-        target.register(memory, Access::ALL, Scope::Anyone).expect("room");
+        let listen = || {
+            let target = ShmTarget::listen(&path, shm::Options::default()).expect("a target");
+            let memory = Arc::new(Memory::create("lent", 4096).expect("memory"));
+            target.register(memory, Access::ALL, Scope::Anyone).expect("room");
+            target
+        };
+        let target = listen();
         let directory: Arc<dyn Directory> = Arc::new(World::new(1).host(1));
         let nodes = nodes(&directory);
         register_at(&*directory, 1, path.display().to_string(), 3_600_000);
@@ -494,5 +508,17 @@ mod tests {
         directory.delete(&names::node(1)).expect("delete");
         nodes.list_anew().expect("list");
         assert!(nodes.connect_ahead(NodeId(1), Tenant(5)).expect("it may come back").is_away());
+        let back = |epoch| {
+            let (nodes, kept) = (Arc::clone(&nodes), Duration::from_secs(3600));
+            Back { nodes, node: NodeId(1), tenant: Tenant(5), epoch, kept }
+        };
+        assert!(matches!(back(1).attempt(), Attempt::NotYet));
+        let again = listen();
+        register_at(&*directory, 1, path.display().to_string(), 3_600_000);
+        nodes.list_anew().expect("list");
+        assert!(matches!(back(1).attempt(), Attempt::Here(_)));
+        assert!(matches!(back(2).attempt(), Attempt::Never), "another life");
+        again.fence(Host(1), 1);
+        assert!(matches!(back(1).attempt(), Attempt::Never), "it has shut us out");
     }
 }

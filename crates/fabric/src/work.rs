@@ -201,6 +201,12 @@ impl EndpointError {
             Self::Protocol { .. } | Self::Local { .. } | Self::TooManyLocal { .. } => false,
         }
     }
+
+    /// Whether who answers has shut this host out, for as long as it has this epoch.
+    #[must_use]
+    pub fn is_of_fence(&self) -> bool {
+        matches!(self, Self::Refused { reason, .. } if crate::tables::is_fence(reason))
+    }
 }
 
 /// What one endpoint can bear.

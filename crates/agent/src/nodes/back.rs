@@ -27,10 +27,17 @@ impl Again for Back {
                 tracing::warn!(node = self.node.0, "a memory node has come back without its memory");
                 Attempt::Never
             }
-            Standing::Here(place) => {
-                self.nodes.reach(&place, self.tenant).map_or(Attempt::NotYet, Attempt::Here)
-            }
-            Standing::Away | Standing::Unknown => Attempt::NotYet,
+            Standing::Here(place) => match self.nodes.reach(&place, self.tenant) {
+                Ok(endpoint) => Attempt::Here(endpoint),
+                Err(error) if error.is_of_fence() => {
+                    tracing::warn!(node = self.node.0, %error, "a memory node is back, and not for this host");
+                    Attempt::Never
+                }
+                Err(_) => Attempt::NotYet,
+            },
+            Standing::Away => Attempt::NotYet,
+            // It was there once, and was waited for since.
+            Standing::Unknown => Attempt::Never,
         }
     }
 

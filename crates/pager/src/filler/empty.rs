@@ -31,7 +31,14 @@ pub enum Grain {
 
 impl Filler {
     /// How large slabs are from now on. To be said before there are any.
+    ///
+    /// # Panics
+    /// If slabs of a fixed size are to have copies.
     pub fn set_grain(&mut self, grain: Grain) {
+        assert!(
+            grain == Grain::AsNeeded || self.slabs.replicas() == 1,
+            "slabs of a fixed size have no copies"
+        );
         self.grain = grain;
     }
 

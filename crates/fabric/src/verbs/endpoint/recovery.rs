@@ -12,7 +12,6 @@ use std::time::{Duration, Instant};
 use super::{Life, VerbsEndpoint};
 use crate::keys::KeyName;
 use crate::rescue::Rescue;
-use crate::tables::is_fence;
 use crate::tcp::ClusterKey;
 use crate::tcp::hello::{Hello, Resume, Welcome};
 use crate::verbs::HANDSHAKE_TIME;
@@ -90,7 +89,7 @@ impl VerbsEndpoint {
         match found {
             Ok((link, _)) if is_for_good => self.go_on(link),
             Ok(_) => self.end(WorkError::PeerGone),
-            Err(EndpointError::Refused { reason, .. }) if is_fence(&reason) => self.end(WorkError::Fenced),
+            Err(error) if error.is_of_fence() => self.end(WorkError::Fenced),
             Err(error) => {
                 tracing::debug!(address = %self.address, %error, "an endpoint cannot go on");
                 self.end(WorkError::PeerGone);
