@@ -16,15 +16,23 @@ const MEMORY_BYTES: u64 = 512 << 20;
 /// Extents that are held where each comes from the pool: an eighth of what one user may have.
 const HELD_MAX: usize = 8192;
 const AT_ONCE: usize = 64;
+/// How often 64 are taken at once, and held.
+const HELD_AT_ONCE_MAX: usize = 64;
+/// Bytes of a large extent, and how often one is taken.
+const LARGE_BYTES: u64 = 64 << 20;
+const LARGE_MAX: usize = 100;
 
 /// What is measured, in the order of its rows.
-const STEPS: [&str; 6] = [
+const STEPS: [&str; 9] = [
     "allocate, kept ready",
     "free",
     "allocate, from the nodes",
+    "allocate 64 at once, from the nodes, each",
     "allocate 64 at once, kept ready, each",
     "write 4 KiB",
     "read 4 KiB",
+    "allocate 64 MiB",
+    "free 64 MiB",
 ];
 
 /// Nanoseconds of each step, a list for each round.
@@ -55,7 +63,10 @@ pub fn measure(rounds: usize, count: usize) -> Result<(Vec<Table>, Vec<Target>),
             at_most: true,
         }));
         tables.push(Table {
-            title: format!("the service: extents of 4 KiB, one program, over {}", fabric.name()),
+            title: format!(
+                "the service: extents of 4 KiB, and of 64 MiB, one program, over {}",
+                fabric.name()
+            ),
             columns: ["p50 µs", "p99 µs", "mean µs"].map(Column::full).to_vec(),
             pictured: Some("p50 µs"),
             ratio: None,
@@ -84,11 +95,16 @@ fn round(mut session: Session, count: usize) -> Result<[Vec<u64>; STEPS.len()], 
         held.push(session.allocate(4096)?);
         timed(2, 1, start);
     }
+    for _ in 0..(count / AT_ONCE).min(HELD_AT_ONCE_MAX) {
+        let start = Instant::now();
+        held.extend(session.allocate_many(4096, AT_ONCE)?);
+        timed(3, AT_ONCE as u64, start);
+    }
     session.free_many(&held)?;
     for _ in 0..count / AT_ONCE {
         let start = Instant::now();
         let extents = session.allocate_many(4096, AT_ONCE)?;
-        timed(3, AT_ONCE as u64, start);
+        timed(4, AT_ONCE as u64, start);
         session.free_many(&extents)?;
     }
     let extent = session.allocate(4096)?;
@@ -96,10 +112,18 @@ fn round(mut session: Session, count: usize) -> Result<[Vec<u64>; STEPS.len()], 
     for _ in 0..count {
         let start = Instant::now();
         session.write(&extent, 0, &page)?;
-        timed(4, 1, start);
+        timed(5, 1, start);
         let start = Instant::now();
         session.read(&extent, 0, &mut page)?;
-        timed(5, 1, start);
+        timed(6, 1, start);
+    }
+    for _ in 0..count.min(LARGE_MAX) {
+        let start = Instant::now();
+        let large = session.allocate(LARGE_BYTES)?;
+        timed(7, 1, start);
+        let start = Instant::now();
+        session.free(large)?;
+        timed(8, 1, start);
     }
     Ok(times)
 }
