@@ -2,7 +2,7 @@
 
 AQUIFER := target/release/aquifer
 BENCHES := alloc packing dilemma fabric faults 'faults --fabric tcp' malloc apps
-# Half of it are random programs, half is chaos; `make test-long SOAK_S=36000` lasts ten hours.
+# A third of it are random programs, the rest is chaos, with nodes that lose their memory and with nodes that keep it; `make test-long SOAK_S=36000` lasts ten hours.
 SOAK_S := 600
 
 .PHONY: help build demo test test-long test-guests bench clean
@@ -33,7 +33,7 @@ test-long:
 	scripts/install-deps.sh test
 	cargo build --release
 	AQUIFER_SCHEDULES=100000 cargo test -p aquifer-sim --test paging
-	AQUIFER_SOAK_S=$$(($(SOAK_S) / 2)) cargo test -p aquifer-tests-e2e --test soak --test chaos -- --nocapture
+	AQUIFER_SOAK_S=$$(($(SOAK_S) / 3)) cargo test -p aquifer-tests-e2e --test soak --test chaos -- --nocapture
 
 test-guests:
 	scripts/install-deps.sh test guests

@@ -6,6 +6,11 @@ use aquifer_client::{Extent, Session};
 
 use crate::Cluster;
 
+/// It takes more while it has fewer than so many extents.
+const HELD_MAX: usize = 40;
+/// And less than so much: with what it takes then it stays below 64 MiB, the least that a test lets a user have.
+const HELD_BYTES_MAX: u64 = 32 << 20;
+
 /// Numbers that look random.
 #[derive(Debug)]
 pub struct Random(pub u64);
@@ -60,13 +65,17 @@ impl Checked {
         Self { session, held: HashMap::new(), random: Random(seed | 1), stamp: seed << 10 }
     }
 
+    fn held_bytes(&self) -> u64 {
+        self.held.keys().map(Extent::bytes).sum()
+    }
+
     /// Take, write, read or give back something.
     ///
     /// # Panics
     /// If that fails, or something is not what was written last.
     pub fn turn(&mut self) {
         match self.random.below(8) {
-            0..=3 if self.held.len() < 40 => {
+            0..=3 if self.held.len() < HELD_MAX && self.held_bytes() < HELD_BYTES_MAX => {
                 let is_large = self.random.below(12) == 0;
                 let bytes = if is_large {
                     (2 << 20) + 1 + self.random.below(5 << 20) as u64

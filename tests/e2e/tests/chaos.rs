@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::postgres::Postgres;
 use aquifer_tests_e2e::redis::Redis;
-use aquifer_tests_e2e::restart::{figure, restart_agent};
+use aquifer_tests_e2e::restart::{figure, restart_agent, restart_node, start_missing};
 use aquifer_tests_e2e::{Cluster, House, build, eventually, processes};
 use aquifer_tests_support::Etcd;
 use rustix::process::Signal;
@@ -52,9 +52,13 @@ fn await_service(cluster: &Cluster) {
     });
 }
 
-/// What happens, one after the other.
-const FAULTS: [fn(&Cluster, &mut Etcd, usize); 6] =
-    [kill_agent, stop_node, kill_node, kill_etcd, stop_agent, kill_node];
+type Fault = fn(&Cluster, &mut Etcd, usize);
+
+/// What happens to nodes whose memory dies with them, one after the other.
+const FAULTS: [Fault; 6] = [kill_agent, stop_node, kill_node, kill_etcd, stop_agent, kill_node];
+/// And to those whose memory is kept, so that one copy of a page will do.
+const FAULTS_OF_KEPT: [Fault; 5] =
+    [restart_kept_node, kill_agent, restart_kept_node, kill_etcd, restart_kept_node_with_agent];
 
 fn kill_agent(cluster: &Cluster, _: &mut Etcd, _: usize) {
     restart_agent(cluster);
@@ -79,6 +83,16 @@ impl Drop for Stopped {
 /// The node that a fault is for. Over the rounds it is each node's turn for everything.
 fn node_of(time: usize) -> usize {
     (time + time / FAULTS.len()) % NODES + 1
+}
+
+fn restart_kept_node(cluster: &Cluster, _: &mut Etcd, time: usize) {
+    restart_node(cluster, node_of(time));
+}
+
+fn restart_kept_node_with_agent(cluster: &Cluster, _: &mut Etcd, time: usize) {
+    processes::kill(cluster.part("node", Some(node_of(time))));
+    processes::kill(cluster.part("agent", None));
+    start_missing(cluster, "Started");
 }
 
 fn stop_node(cluster: &Cluster, _: &mut Etcd, time: usize) {
@@ -112,12 +126,23 @@ fn kill_etcd(cluster: &Cluster, etcd: &mut Etcd, _: usize) {
 
 #[test]
 fn nothing_is_lost_while_parts_die_and_stop() {
+    play(&[], &["--replicas", "2"], &FAULTS);
+}
+
+#[test]
+fn nothing_is_lost_while_nodes_come_back_with_their_memory() {
+    play(&["--keep-memory"], &[], &FAULTS_OF_KEPT);
+}
+
+fn play(cluster_options: &[&str], run_options: &[&str], what_happens: &[Fault]) {
     assert!(rustix::process::geteuid().is_root(), "it takes root to start PostgreSQL as somebody else");
     let seconds =
         std::env::var(SECONDS_VARIABLE).map_or(0, |text| text.parse().expect("a number of seconds"));
     let mut etcd = Etcd::start();
-    let mut house = House::build_with(NODES, &["--fabric", "tcp", "--directory", &etcd.address()]);
-    house.cluster.set_run_options(&["--replicas", "2"]);
+    let address = etcd.address();
+    let options = [&["--fabric", "tcp", "--directory", &address], cluster_options].concat();
+    let mut house = House::build_with(NODES, &options);
+    house.cluster.set_run_options(run_options);
     let cluster = &house.cluster;
     let postgres = Postgres::start(&house, "24M");
     postgres.open_books();
@@ -140,11 +165,11 @@ fn nothing_is_lost_while_parts_die_and_stop() {
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             // Whole rounds: every fault as often as every other.
             while faults == 0
-                || !faults.is_multiple_of(FAULTS.len())
+                || !faults.is_multiple_of(what_happens.len())
                 || started.elapsed() < Duration::from_secs(seconds)
             {
                 await_service(cluster);
-                FAULTS[faults % FAULTS.len()](cluster, &mut etcd, faults);
+                what_happens[faults % what_happens.len()](cluster, &mut etcd, faults);
                 faults += 1;
             }
         }));
