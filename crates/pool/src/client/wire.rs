@@ -37,8 +37,8 @@ const SPINS_MAX: u32 = 256;
 /// An endpoint over a network is asked again after so long.
 const PATIENCE: Duration = Duration::from_millis(20);
 /// Most operations at once.
-const BATCH_MAX: usize = 4 * LANES_MAX;
-const _: () = assert!(BATCH_MAX >= Strikes::MAX && BATCH_MAX > Writes::PARTS_MAX);
+const BATCH_MAX: usize = Strikes::MAX * LANES_MAX;
+const _: () = assert!(Strikes::MAX > Writes::PARTS_MAX);
 const _: () = assert!(BATCH_MAX > SURVEY_SECTIONS_MAX as usize);
 /// Completions taken at a time.
 const POLL_MAX: usize = 32;
@@ -258,7 +258,10 @@ impl Wire {
                 replies(2 * count * SECTION_SPANS);
                 StepResult::Words(words)
             }
-            Action::Write(_) | Action::Strike(_) => StepResult::Written,
+            Action::Write(_) => StepResult::Written,
+            Action::Strike(strikes) => {
+                StepResult::Struck(strikes.struck(self.outcomes[first..].iter().copied()))
+            }
         }
     }
 

@@ -105,7 +105,7 @@ impl FreeOp {
     }
 
     /// The extent's place in its word; `None` if it is not aligned to its size.
-    fn run(&self) -> Option<Run> {
+    pub(super) fn run(&self) -> Option<Run> {
         let class = self.grant.class;
         let first = if class.is_within_span() {
             self.grant.chunk % SPAN_CHUNKS
@@ -115,6 +115,12 @@ impl FreeOp {
             return None;
         };
         Run::new(u8::try_from(first).ok()?, class.order())
+    }
+
+    /// Whether what is remembered says that it may be given back, if it is one within a span.
+    pub(super) fn may_be_given(&self, cache: &NodeCache) -> bool {
+        let is_there = self.section() < cache.section_count() && self.grant.class.is_within_span();
+        is_there && self.run().is_some_and(|run| self.judge_span(cache.span(self.span()), run).is_ok())
     }
 
     /// Judge by what is remembered, and go on if the extent may be given back.

@@ -14,17 +14,19 @@ mod mutation;
 mod owed;
 mod ready;
 mod recover;
+mod several;
 mod stretch;
 
 use std::fmt;
 
-use aquifer_fabric::{Host, Key, KeyEntry};
+use aquifer_fabric::{Host, Key, KeyEntry, Tenant};
 
 pub use alloc::AllocOp;
 pub use free::FreeOp;
 pub use many::{AllocManyOp, Several};
 pub use mutation::Mutation;
 pub use recover::{Held, HeldOp, RecoverOp, Recovered};
+pub use several::FreeManyOp;
 pub use stretch::StretchOp;
 
 use crate::cache::NodeCache;
@@ -171,7 +173,7 @@ pub enum Action {
     },
     /// Write entries of the log and of the keys. Answered by [`StepResult::Written`].
     Write(Writes),
-    /// Compare and swap entries of the keys. Answered by [`StepResult::Written`]: those that have changed stay as they are.
+    /// Compare and swap entries of the keys. Answered by [`StepResult::Struck`]: those that have changed stay as they are.
     Strike(Strikes),
 }
 
@@ -206,6 +208,24 @@ impl Strikes {
             }
         }
         strikes.extend(last);
+    }
+
+    /// Those of these extents, which are all of one span and this tenant's.
+    pub(crate) fn of_span(span: u32, tenant: Tenant, grants: impl Iterator<Item = Grant>) -> Self {
+        let WordAt::Key(first) = WordAt::chunk_key(span * SPAN_CHUNKS) else { unreachable!("it is a key's") };
+        let owner = (KeyEntry::shut(tenant).0 >> 32) as u32;
+        let mut strikes = Self { first, owner, keys: [0; Self::MAX] };
+        grants.for_each(|grant| strikes.keys[(grant.chunk % SPAN_CHUNKS) as usize] = grant.key.0);
+        strikes
+    }
+
+    /// Which of them were struck out, by what each swap has found: a bit for each entry, counted from the first.
+    pub fn struck(self, found: impl IntoIterator<Item = u64>) -> u32 {
+        let was_struck = |((at, expected, _), found): ((WordAt, u64, u64), u64)| match at {
+            WordAt::Key(entry) if found == expected => 1 << (entry - self.first),
+            _ => 0,
+        };
+        self.swaps().zip(found).map(was_struck).sum()
     }
 
     /// The words, what each must be, and what it becomes.
@@ -284,6 +304,8 @@ pub enum StepResult<'a> {
     Words(&'a [u64]),
     /// It is there.
     Written,
+    /// Which of the entries were as expected: a bit for each, as [`Strikes::struck`] tells.
+    Struck(u32),
 }
 
 /// What comes next.
@@ -355,6 +377,17 @@ impl StepResult<'_> {
         match self {
             Self::Found(word) | Self::FoundThen(word, _) => word,
             other => panic!("the driver answered a CAS or probe with {other:?}"),
+        }
+    }
+
+    /// The answer to a strike.
+    ///
+    /// # Panics
+    /// Likewise.
+    pub(crate) fn struck(self) -> u32 {
+        match self {
+            Self::Struck(struck) => struck,
+            other => panic!("the driver answered a strike with {other:?}"),
         }
     }
 }

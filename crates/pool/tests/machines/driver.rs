@@ -74,10 +74,9 @@ impl Words {
                 op.step(cache, StepResult::Written)
             }
             Action::Strike(strikes) => {
-                for (at, expected, desired) in strikes.swaps() {
-                    self.swap(at, expected, desired);
-                }
-                op.step(cache, StepResult::Written)
+                let found: Vec<u64> =
+                    strikes.swaps().map(|(at, expected, desired)| self.swap(at, expected, desired)).collect();
+                op.step(cache, StepResult::Struck(strikes.struck(found)))
             }
         }
     }

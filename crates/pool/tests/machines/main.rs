@@ -10,7 +10,7 @@ use aquifer_pool::cache::{NodeCache, Nonces};
 use aquifer_pool::client::NODES_MAX;
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{
-    ATTEMPTS_MAX, Action, AllocManyOp, AllocOp, CONTENDED_AFTER, FreeOp, Grant, Machine, OpError,
+    ATTEMPTS_MAX, Action, AllocManyOp, AllocOp, CONTENDED_AFTER, FreeManyOp, FreeOp, Grant, Machine, OpError,
     READ_WORDS_MAX, Several, Step, StepResult, StretchOp, WordAt,
 };
 use aquifer_pool::size::{SECTION_BYTES, SECTION_SPANS};
@@ -246,6 +246,38 @@ fn of_several_what_was_taken_is_not_thrown_away() {
     for grant in grants {
         assert_eq!(words.run(&mut cache, FreeOp::new(ME, grant)).0, Ok(()), "its key was written");
     }
+}
+
+#[test]
+fn what_is_of_one_span_goes_back_together() {
+    let (mut words, mut cache) = Words::new(1);
+    let (several, _) = words.run(&mut cache, AllocManyOp::new(ME, SizeClass::CHUNK, 64));
+    let mut grants = several.expect("room").grants;
+    assert_eq!(grants.len(), 64);
+    // One was given back before, and is another's by now; one is named twice.
+    words.run(&mut cache, FreeOp::new(ME, grants[40])).0.expect("it is ours");
+    let layout = Layout::new(1, 1).expect("a layout");
+    let mut theirs = NodeCache::new(&layout, 0, Tenant(0), Nonces::default());
+    let (_, learnt) = words.run(&mut theirs, AllocManyOp::new(OTHER, SizeClass::SPAN, 1));
+    assert!(learnt > 0);
+    let taken = words.run(&mut theirs, AllocOp::new(OTHER, SizeClass::CHUNK)).0.expect("room");
+    assert_eq!(taken.chunk, grants[40].chunk, "there is no other hole");
+    grants.push(grants[7]);
+    let (outcomes, actions) = words.run(&mut cache, FreeManyOp::new(ME, grants.clone()));
+    let refused: Vec<usize> = outcomes
+        .expect("each is told of")
+        .iter()
+        .enumerate()
+        .filter(|(_, outcome)| outcome.is_err())
+        .map(|(number, _)| number)
+        .collect();
+    assert_eq!(refused, [40, 64]);
+    // K, F3, F4, F6 of one span; K, L, F1 of the other; a look at each of two.
+    assert!(actions <= 16, "{actions} trips");
+    let bits: Vec<u32> =
+        words.spans.iter().map(|word| SpanWord(*word).bits()).filter(|bits| *bits != 0).collect();
+    assert_eq!(bits.iter().map(|bits| bits.count_ones()).sum::<u32>(), 1, "theirs is theirs still");
+    assert!(words.at(WordAt::key_of(taken), 1)[0] != 0, "and its key opens it");
 }
 
 #[test]

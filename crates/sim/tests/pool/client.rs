@@ -11,8 +11,8 @@ use aquifer_fabric::{
 use aquifer_pool::cache::{NodeCache, Nonces};
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{
-    Action, AllocManyOp, AllocOp, FreeOp, Grant, Machine, Mutation, OpError, RecoverOp, Recovered, Several,
-    Step, StepResult, StretchOp, WordAt, Writes,
+    Action, AllocManyOp, AllocOp, FreeManyOp, FreeOp, Grant, Machine, Mutation, OpError, RecoverOp,
+    Recovered, Several, Step, StepResult, StretchOp, WordAt, Writes,
 };
 use aquifer_pool::size::SECTION_SPANS;
 use aquifer_pool::word::Run;
@@ -29,6 +29,7 @@ enum Running {
     /// So many sections.
     Stretch(Box<StretchOp>, u32),
     Free(FreeOp),
+    FreeMany(Box<FreeManyOp>),
     Recover(Box<RecoverOp>),
 }
 
@@ -40,6 +41,7 @@ pub enum Ended {
     /// So many sections, from this one on.
     Stretch(u32, Result<Grant, OpError>),
     Free(Result<(), OpError>),
+    FreeMany(Result<Vec<Result<(), OpError>>, OpError>),
     /// Of this dead host.
     Recover(Host, Result<Recovered, OpError>),
 }
@@ -140,6 +142,14 @@ impl Client {
         self.follow(step).map(Ended::Free)
     }
 
+    /// Several, of any sections.
+    pub fn free_many(&mut self, grants: Vec<Grant>) -> Option<Ended> {
+        let mut op = Box::new(FreeManyOp::mutated(self.host, grants, self.mutation));
+        let step = op.start(&mut self.cache);
+        self.running = Some(Running::FreeMany(op));
+        self.follow(step).map(Ended::FreeMany)
+    }
+
     pub fn recover(&mut self, dead: Host) -> Option<Ended> {
         let mut op = Box::new(RecoverOp::mutated(self.host, dead, self.mutation));
         let step = op.start(&mut self.cache);
@@ -177,7 +187,8 @@ impl Client {
                 words.extend((0..32 * count as usize).map(|i| self.word(i)));
                 StepResult::Words(&words)
             }
-            Action::Write(_) | Action::Strike(_) => StepResult::Written,
+            Action::Write(_) => StepResult::Written,
+            Action::Strike(strikes) => StepResult::Struck(strikes.struck(self.outcomes.iter().copied())),
             Action::CasThen { .. } => StepResult::FoundThen(self.outcomes[0], self.word(0)),
             Action::WriteThen { writes, .. } => StepResult::Found(self.outcomes[writes.parts().count()]),
             Action::Cas { .. } | Action::Probe { .. } => StepResult::Found(self.outcomes[0]),
@@ -202,6 +213,11 @@ impl Client {
                 let step = op.step(&mut self.cache, result);
                 self.running = Some(Running::Free(op));
                 self.follow(step).map(Ended::Free)
+            }
+            Running::FreeMany(mut op) => {
+                let step = op.step(&mut self.cache, result);
+                self.running = Some(Running::FreeMany(op));
+                self.follow(step).map(Ended::FreeMany)
             }
             Running::Recover(mut op) => {
                 let step = op.step(&mut self.cache, result);

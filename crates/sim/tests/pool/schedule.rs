@@ -34,6 +34,7 @@ pub struct Seen {
     /// Times that several extents, or sections side by side, were taken at once while others went on.
     several: u64,
     stretches: u64,
+    freed_together: u64,
     /// Sections that it has withdrawn while others went on, and lent again.
     withdrawn: u64,
     lent: u64,
@@ -54,6 +55,7 @@ impl Seen {
         self.withdrawn += other.withdrawn;
         self.several += other.several;
         self.stretches += other.stretches;
+        self.freed_together += other.freed_together;
         self.lent += other.lent;
     }
 
@@ -62,7 +64,7 @@ impl Seen {
         assert!(self.changes.iter().all(|&count| count >= 100), "{self:?}");
         assert!(self.crashed_in_operation >= 1000 && self.full >= 100, "{self:?}");
         assert!(self.recovered >= 1000 && self.crashed_recovering >= 20, "{self:?}");
-        assert!(self.several >= 1000 && self.stretches >= 100, "{self:?}");
+        assert!(self.several >= 1000 && self.stretches >= 100 && self.freed_together >= 1000, "{self:?}");
         assert!(self.cleared >= 1000 && self.withdrawn >= 1000 && self.lent >= 1000, "{self:?}");
     }
 }
@@ -209,8 +211,14 @@ impl Schedule {
         let owned = self.clients[index].owned.len();
         let ended = if owned > 0 && (owned > 8 || self.rng.chance(1, 2)) {
             let which = self.rng.index(owned);
-            let grant = self.clients[index].owned.swap_remove(which);
-            self.clients[index].free(grant)
+            let client = &mut self.clients[index];
+            if self.rng.chance(1, 4) {
+                let grants = client.owned.split_off(which);
+                client.free_many(grants)
+            } else {
+                let grant = client.owned.swap_remove(which);
+                client.free(grant)
+            }
         } else {
             let k = self.classes[self.rng.index(self.classes.len())];
             let sections = self.donation.layout.sections();
@@ -314,6 +322,10 @@ impl Schedule {
                 self.seen.full += 1;
             }
             Ended::Free(Ok(())) => (),
+            Ended::FreeMany(Ok(outcomes)) => {
+                self.seen.freed_together += u64::from(outcomes.len() > 1);
+                ensure!(outcomes.iter().all(Result::is_ok), "client {index}: {outcomes:?}");
+            }
             Ended::Recover(dead, Ok(recovered)) => {
                 ensure!(
                     !self.shadow.has_traces_of(dead),

@@ -360,7 +360,7 @@ impl Shadow {
         Ok(change)
     }
 
-    /// One extent of the host itself, or all that a dead one had in the span.
+    /// Extents of the host itself, or all that a dead one had in the span.
     fn chunks_given(&mut self, span: u32, gone: u32, log: InlineLog, change: Change) -> Verdict<Change> {
         let by = log.host;
         self.give(span, gone, by)?;
@@ -376,7 +376,6 @@ impl Shadow {
             _ => true,
         });
         ensure!(given == gone, "{log:?} gives back {gone:#010x} of extents {given:#010x}");
-        ensure!(others || gone == log.run.mask(), "{log:?} gives back {gone:#010x}");
         Ok(if others { Change::Recover } else { change })
     }
 

@@ -153,7 +153,8 @@ impl NodeWords {
                 for (at, expected, desired) in strikes.swaps() {
                     arrived.operations += 1;
                     arrived.swaps += 1;
-                    arrived.lost += u64::from(self.swap(at, expected, desired) != expected);
+                    heard.push(self.swap(at, expected, desired));
+                    arrived.lost += u64::from(heard.last() != Some(&expected));
                 }
                 arrived
             }
@@ -167,7 +168,8 @@ pub fn answer<'a>(action: &Action, heard: &'a [u64]) -> StepResult<'a> {
         Action::Cas { .. } | Action::Probe { .. } | Action::WriteThen { .. } => StepResult::Found(heard[0]),
         Action::CasThen { .. } => StepResult::FoundThen(heard[0], heard[1]),
         Action::Read { .. } | Action::Survey { .. } => StepResult::Words(heard),
-        Action::Write(_) | Action::Strike(_) => StepResult::Written,
+        Action::Write(_) => StepResult::Written,
+        Action::Strike(strikes) => StepResult::Struck(strikes.struck(heard.iter().copied())),
     }
 }
 
