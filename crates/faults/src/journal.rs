@@ -17,7 +17,7 @@ use crate::kernel::Message;
 use crate::uffd::{MESSAGE_BYTES, Userfaultfd, is_event, parse};
 
 const MAGIC: u32 = 0x4a46_5141;
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 const READER_AT: usize = 8;
 const GOOD_COPY_AT: usize = 12;

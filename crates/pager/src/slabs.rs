@@ -15,6 +15,7 @@ use aquifer_pool::{Extent, NodeId, SizeClass};
 
 use crate::page::{Location, PAGE_BYTES};
 
+mod records;
 mod recovery;
 mod vacating;
 
@@ -34,9 +35,8 @@ const LIVE_OFFSET: usize = REPLICAS_MAX * COPY_BYTES;
 const RECORDS_OFFSET: usize = LIVE_OFFSET + 4;
 const _: () = assert!(RECORDS_OFFSET + REPLICAS_MAX * 4 == ENTRY_BYTES);
 const PAGES_OFFSET: usize = SLABS_MAX as usize * ENTRY_BYTES;
-const PAGE_RECORD_BYTES: usize = 8;
 /// One more than the highest slab that ever had a copy; behind everything else.
-const USED_OFFSET: usize = PAGES_OFFSET + SLABS_MAX as usize * SLAB_PAGES_MAX as usize * PAGE_RECORD_BYTES;
+const USED_OFFSET: usize = PAGES_OFFSET + records::BYTES;
 const MEMORY_BYTES: usize = USED_OFFSET + 8;
 const GENERATION_SHIFT: u32 = 56;
 /// It is no copy yet, or none any more: its extent is taken, but nobody reads or writes pages there.
@@ -453,11 +453,11 @@ impl SlabSet {
     }
 
     fn references(&self, location: Location) -> &AtomicU32 {
-        self.memory.atomic_u32(PAGES_OFFSET + location.0 as usize * PAGE_RECORD_BYTES)
+        self.memory.atomic_u32(PAGES_OFFSET + records::offset_of(location))
     }
 
     fn crc_word(&self, location: Location) -> &AtomicU32 {
-        self.memory.atomic_u32(PAGES_OFFSET + location.0 as usize * PAGE_RECORD_BYTES + 4)
+        self.memory.atomic_u32(PAGES_OFFSET + records::offset_of(location) + 4)
     }
 }
 
