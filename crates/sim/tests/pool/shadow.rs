@@ -367,15 +367,18 @@ impl Shadow {
         let first = span * SPAN_CHUNKS;
         let mut given = 0;
         let mut others = false;
+        let mut is_named = false;
         self.extents.retain(|&chunk, &mut (of, extent)| match extent {
             Extent::Chunks(run) if chunk / SPAN_CHUNKS * SPAN_CHUNKS == first && run.mask() & gone != 0 => {
                 given |= run.mask();
+                is_named |= run == log.run;
                 others |= of != by;
                 false
             }
             _ => true,
         });
         ensure!(given == gone, "{log:?} gives back {gone:#010x} of extents {given:#010x}");
+        ensure!(is_named, "{log:?} names none of the extents that go");
         Ok(if others { Change::Recover } else { change })
     }
 
