@@ -28,6 +28,14 @@ pub enum BenchError {
         /// Which bench.
         name: &'static str,
     },
+    /// It has no programs to choose from.
+    #[error(
+        "`aquifer bench {name}` takes neither --only nor --fit: only `aquifer bench apps` has programs to choose from"
+    )]
+    NoChoice {
+        /// Which bench.
+        name: &'static str,
+    },
     /// A trace says something else than when which size is wanted.
     #[error("the trace {path} cannot be replayed: {reason}", path = path.display())]
     Trace {
@@ -99,6 +107,20 @@ pub enum BenchError {
         "none of the programs of `aquifer bench apps` is installed; scripts/install-deps.sh bench installs them"
     )]
     NoApps,
+    /// No program of that name is there.
+    #[error("no program of `aquifer bench apps` that is installed has {name:?} in its name; it measures redis, PostgreSQL and k-means")]
+    NoSuchApp {
+        /// What was asked for.
+        name: String,
+    },
+    /// So much of a program's memory is not measured.
+    #[error("--fit {percent} is not measured; choose one of {}", list(fits))]
+    NoSuchFit {
+        /// What was asked for.
+        percent: u64,
+        /// What there is.
+        fits: &'static [u64],
+    },
     /// The demo's program or its corpus.
     #[error("the demo needs {what}, which is not installed; run scripts/install-deps.sh demo")]
     Missing {
@@ -155,6 +177,10 @@ pub enum BenchError {
         /// What the system said.
         source: io::Error,
     },
+}
+
+fn list(fits: &[u64]) -> String {
+    fits.iter().map(u64::to_string).collect::<Vec<_>>().join(", ")
 }
 
 impl BenchError {

@@ -46,6 +46,12 @@ pub struct BenchArgs {
     /// A trace for `bench alloc` to be replayed: lines MICROSECONDS SIZE_CLASS (class k is 4 KiB·2^k)
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
+    /// Only programs of `bench apps` whose name contains this, as in `--only postgres`
+    #[arg(long, value_name = "NAME")]
+    pub only: Option<String>,
+    /// Only with so many per cent of a program's memory, in `bench apps`
+    #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u64).range(1..=100))]
+    pub fit: Option<u64>,
     /// Where the other process of `bench fabric` or `bench alloc` listens; it is that process, if this is given
     #[arg(long, hide = true)]
     pub serve_at: Option<PathBuf>,
@@ -60,6 +66,7 @@ struct Bench {
     targets: &'static str,
     takes_fabric: bool,
     takes_trace: bool,
+    takes_only: bool,
     serve_at: Option<Serve>,
     run: fn(&BenchArgs) -> Result<Report, BenchError>,
 }
@@ -71,6 +78,7 @@ const BENCHES: [Bench; 7] = [
         targets: alloc::TARGETS,
         takes_fabric: false,
         takes_trace: true,
+        takes_only: false,
         serve_at: Some(alloc::serve_at),
         run: alloc::run,
     },
@@ -80,6 +88,7 @@ const BENCHES: [Bench; 7] = [
         targets: apps::TARGETS,
         takes_fabric: false,
         takes_trace: false,
+        takes_only: true,
         serve_at: None,
         run: apps::run,
     },
@@ -89,6 +98,7 @@ const BENCHES: [Bench; 7] = [
         targets: dilemma::TARGETS,
         takes_fabric: false,
         takes_trace: false,
+        takes_only: false,
         serve_at: None,
         run: dilemma::run,
     },
@@ -98,6 +108,7 @@ const BENCHES: [Bench; 7] = [
         targets: faults::TARGETS,
         takes_fabric: true,
         takes_trace: false,
+        takes_only: false,
         serve_at: None,
         run: faults::run,
     },
@@ -107,6 +118,7 @@ const BENCHES: [Bench; 7] = [
         targets: fabric::TARGETS,
         takes_fabric: false,
         takes_trace: false,
+        takes_only: false,
         serve_at: Some(fabric::serve_at),
         run: fabric::run,
     },
@@ -116,6 +128,7 @@ const BENCHES: [Bench; 7] = [
         targets: malloc::TARGETS,
         takes_fabric: false,
         takes_trace: false,
+        takes_only: false,
         serve_at: None,
         run: malloc::run,
     },
@@ -125,6 +138,7 @@ const BENCHES: [Bench; 7] = [
         targets: packing::TARGETS,
         takes_fabric: false,
         takes_trace: false,
+        takes_only: false,
         serve_at: None,
         run: packing::run,
     },
@@ -148,6 +162,9 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
     }
     if args.trace.is_some() && !bench.takes_trace {
         return Err(BenchError::NoTrace { name: bench.name });
+    }
+    if (args.only.is_some() || args.fit.is_some()) && !bench.takes_only {
+        return Err(BenchError::NoChoice { name: bench.name });
     }
     if let (Some(path), Some(serve_at)) = (&args.serve_at, bench.serve_at) {
         serve_at(path)?;
@@ -191,6 +208,8 @@ mod tests {
             out: None,
             fabric,
             trace: None,
+            only: None,
+            fit: None,
             serve_at: None,
         }
     }
@@ -219,5 +238,16 @@ mod tests {
         let args = BenchArgs { trace: Some("x.trace".into()), ..args("fabric", None) };
         let error = run(&args).unwrap_err().to_string();
         assert!(error.contains("bench fabric") && error.contains("--trace"), "{error}");
+    }
+
+    #[test]
+    fn only_one_bench_has_programs_to_choose_from() {
+        for chosen in [
+            BenchArgs { only: Some("redis".into()), ..args("fabric", None) },
+            BenchArgs { fit: Some(25), ..args("fabric", None) },
+        ] {
+            let error = run(&chosen).unwrap_err().to_string();
+            assert!(error.contains("bench fabric") && error.contains("--only"), "{error}");
+        }
     }
 }

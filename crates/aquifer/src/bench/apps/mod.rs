@@ -134,9 +134,15 @@ pub type Samples = BTreeMap<Key, Vec<Option<Sample>>>;
 /// # Errors
 /// If something could not be measured, or a program computed something wrong.
 pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
-    let size = if args.quick { Size::QUICK } else { Size::FULL };
+    let size = choose_fits(if args.quick { Size::QUICK } else { Size::FULL }, args.fit)?;
     let mut stage = Stage::new()?;
-    let apps = find_apps(size, &mut stage)?;
+    let mut apps = find_apps(size, &mut stage)?;
+    if let Some(only) = &args.only {
+        apps.retain(|app| app.name().to_lowercase().contains(&only.to_lowercase()));
+        if apps.is_empty() {
+            return Err(BenchError::NoSuchApp { name: only.clone() });
+        }
+    }
     let ways = choose_ways(&mut stage.notes);
     let mut bench = Bench { size, apps, stage, digests: BTreeMap::new(), samples: Samples::new() };
     let peaks = bench.measure(&ways)?;
@@ -149,6 +155,13 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let names: Vec<&'static str> = bench.apps.iter().map(|app| app.name()).collect();
     summary::fill(&mut report, size, &names, &ways, &bench.samples);
     Ok(report)
+}
+
+fn choose_fits(size: Size, only: Option<u64>) -> Result<Size, BenchError> {
+    let Some(percent) = only else { return Ok(size) };
+    let fit = size.fits.iter().find(|fit| **fit == percent);
+    let fit = fit.ok_or(BenchError::NoSuchFit { percent, fits: size.fits })?;
+    Ok(Size { fits: std::slice::from_ref(fit), ..size })
 }
 
 fn notes(size: Size) -> Vec<String> {
@@ -296,5 +309,18 @@ impl Bench {
         };
         self.samples.entry(key).or_default().push(sample);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_fit_is_chosen_from_those_that_are_measured() {
+        assert_eq!(choose_fits(Size::FULL, None).unwrap().fits, [100, 75, 50, 25]);
+        assert_eq!(choose_fits(Size::FULL, Some(50)).unwrap().fits, [50]);
+        let error = choose_fits(Size::QUICK, Some(50)).unwrap_err().to_string();
+        assert!(error.contains("100, 25"), "{error}");
     }
 }
