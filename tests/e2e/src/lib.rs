@@ -5,7 +5,7 @@
 //! - [`cluster`]: `aquifer up` … `down`.
 //! - [`run`]: a program plainly, and by `aquifer run`.
 //! - [`compare`]: both, with equal output, within the limit.
-//! - [`sampler`], [`processes`]: `/proc`.
+//! - [`sampler`], [`processes`], [`processors`]: `/proc`.
 //! - [`agent`]: the agent's socket, for what only a hostile program would send.
 //! - [`house`]: a cluster for all users.
 //! - [`checked`]: a session that knows what its extents hold.
@@ -28,6 +28,7 @@ pub mod house;
 pub mod network;
 pub mod postgres;
 pub mod processes;
+pub mod processors;
 pub mod redis;
 pub mod restart;
 pub mod run;

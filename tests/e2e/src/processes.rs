@@ -46,10 +46,22 @@ fn field_kib(text: &str, name: &str) -> Option<u64> {
 #[must_use]
 pub fn faults(pid: u32) -> u64 {
     const MINOR_FAULTS_FIELD: usize = 7;
+    stat_field(pid, MINOR_FAULTS_FIELD)
+}
+
+/// What a process and the children that it has waited for have had of the processors so far, in ticks of 10 ms; 0 if it is gone.
+#[must_use]
+pub fn processor_ticks(pid: u32) -> u64 {
+    /// In user and kernel mode, its own and its children's.
+    const TICK_FIELDS: [usize; 4] = [11, 12, 13, 14];
+    TICK_FIELDS.map(|field| stat_field(pid, field)).iter().sum()
+}
+
+fn stat_field(pid: u32, field: usize) -> u64 {
     let text = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // The name may hold anything; the fields are counted from behind it.
     let fields = text.rsplit_once(')').map_or("", |(_, fields)| fields);
-    fields.split_whitespace().nth(MINOR_FAULTS_FIELD).and_then(|field| field.parse().ok()).unwrap_or(0)
+    fields.split_whitespace().nth(field).and_then(|field| field.parse().ok()).unwrap_or(0)
 }
 
 /// The command line of a process.

@@ -16,7 +16,7 @@ pub enum BenchError {
     },
     /// It measures all fabrics, or none.
     #[error(
-        "`aquifer bench {name}` takes no --fabric: only `aquifer bench faults` is of one fabric at a time"
+        "`aquifer bench {name}` takes no --fabric: only `aquifer bench faults` and `aquifer bench dilemma` can be of one fabric"
     )]
     NoFabric {
         /// Which bench.
@@ -28,11 +28,15 @@ pub enum BenchError {
         /// Which bench.
         name: &'static str,
     },
-    /// It has no programs to choose from.
-    #[error(
-        "`aquifer bench {name}` takes neither --only nor --fit: only `aquifer bench apps` has programs to choose from"
-    )]
+    /// It has nothing to choose from.
+    #[error("`aquifer bench {name}` takes no --only: `aquifer bench apps` has programs to choose from, and `aquifer bench dilemma` sizes")]
     NoChoice {
+        /// Which bench.
+        name: &'static str,
+    },
+    /// It measures no programs in a part of their memory.
+    #[error("`aquifer bench {name}` takes no --fit: only `aquifer bench apps` measures programs in a part of their memory")]
+    NoFit {
         /// Which bench.
         name: &'static str,
     },
@@ -112,6 +116,14 @@ pub enum BenchError {
     NoSuchApp {
         /// What was asked for.
         name: String,
+    },
+    /// No blocks of that size are measured.
+    #[error("--only {name:?} names no size of blocks that is measured; choose one of {}", sizes.join(", "))]
+    NoSuchSize {
+        /// What was asked for.
+        name: String,
+        /// What there is.
+        sizes: Vec<&'static str>,
     },
     /// So much of a program's memory is not measured.
     #[error("--fit {percent} is not measured; choose one of {}", list(fits))]

@@ -40,13 +40,14 @@ pub struct BenchArgs {
     /// Draw pictures into this folder
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
-    /// How the memory nodes of `bench faults` are reached [default: shm]
+    /// How memory nodes are reached, in `bench faults` [default: shm] and `bench dilemma` [default: both ways]
     #[arg(long, value_name = "FABRIC")]
     pub fabric: Option<Fabric>,
     /// A trace for `bench alloc` to be replayed: lines MICROSECONDS SIZE_CLASS (class k is 4 KiB·2^k)
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
-    /// Only programs of `bench apps` whose name contains this, as in `--only postgres`
+    /// Only programs of `bench apps` whose name contains this, as in `--only postgres`; only blocks of this size in `bench dilemma`, beside the
+    /// largest, as in `--only "4 KiB"`
     #[arg(long, value_name = "NAME")]
     pub only: Option<String>,
     /// Only with so many per cent of a program's memory, in `bench apps`
@@ -96,9 +97,9 @@ const BENCHES: [Bench; 7] = [
         name: "dilemma",
         about: "throughput and memory held against the size of blocks, for a load of page writes and frees",
         targets: dilemma::TARGETS,
-        takes_fabric: false,
+        takes_fabric: true,
         takes_trace: false,
-        takes_only: false,
+        takes_only: true,
         serve_at: None,
         run: dilemma::run,
     },
@@ -163,8 +164,11 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
     if args.trace.is_some() && !bench.takes_trace {
         return Err(BenchError::NoTrace { name: bench.name });
     }
-    if (args.only.is_some() || args.fit.is_some()) && !bench.takes_only {
+    if args.only.is_some() && !bench.takes_only {
         return Err(BenchError::NoChoice { name: bench.name });
+    }
+    if args.fit.is_some() && bench.name != "apps" {
+        return Err(BenchError::NoFit { name: bench.name });
     }
     if let (Some(path), Some(serve_at)) = (&args.serve_at, bench.serve_at) {
         serve_at(path)?;
@@ -241,13 +245,13 @@ mod tests {
     }
 
     #[test]
-    fn only_one_bench_has_programs_to_choose_from() {
-        for chosen in [
-            BenchArgs { only: Some("redis".into()), ..args("fabric", None) },
-            BenchArgs { fit: Some(25), ..args("fabric", None) },
+    fn what_there_is_nothing_to_choose_from_is_refused() {
+        for (chosen, flag) in [
+            (BenchArgs { only: Some("redis".into()), ..args("fabric", None) }, "--only"),
+            (BenchArgs { fit: Some(25), ..args("fabric", None) }, "--fit"),
         ] {
             let error = run(&chosen).unwrap_err().to_string();
-            assert!(error.contains("bench fabric") && error.contains("--only"), "{error}");
+            assert!(error.contains("bench fabric") && error.contains(flag), "{error}");
         }
     }
 }

@@ -62,14 +62,15 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
          emptied into others. Held is the mean over the operations"
             .into(),
     );
-    let fabrics = [Fabric::Shm, Fabric::Tcp];
-    let bar = progress::bar(fabrics.len() * rounds * GRAINS.len());
+    let fabrics = args.fabric.map_or(vec![Fabric::Shm, Fabric::Tcp], |one| vec![one]);
+    let grains = choose(args.only.as_deref())?;
+    let bar = progress::bar(fabrics.len() * rounds * grains.len());
     for fabric in fabrics {
         let cluster = Cluster::up(MEMORY_BYTES, fabric, None)?;
         let host = Host::join(cluster.state())?;
-        let mut outcomes: Vec<Vec<Outcome>> = vec![Vec::new(); GRAINS.len()];
+        let mut outcomes: Vec<Vec<Outcome>> = vec![Vec::new(); grains.len()];
         for _ in 0..rounds {
-            for ((name, grain), outcomes) in GRAINS.iter().zip(&mut outcomes) {
+            for ((name, grain), outcomes) in grains.iter().zip(&mut outcomes) {
                 bar.set_message(format!("{name} over {}", fabric.name()));
                 let store = host.volume(plan.keys, *grain)?;
                 let outcome = play(&store, plan);
@@ -79,7 +80,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
             }
         }
         host.leave();
-        let rows = rows(&outcomes);
+        let rows = rows(&grains, &outcomes);
         report.targets.extend(targets(&rows, fabric));
         report.tables.push(Table {
             title: format!("by the size of blocks, over {}", fabric.name()),
@@ -101,8 +102,18 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     Ok(report)
 }
 
-fn rows(outcomes: &[Vec<Outcome>]) -> Vec<Row> {
-    let coarsest = GRAINS.iter().position(|(name, _)| *name == COARSEST).unwrap_or(0);
+/// All sizes, or one beside the coarsest.
+fn choose(only: Option<&str>) -> Result<Vec<(&'static str, Grain)>, BenchError> {
+    let Some(only) = only else { return Ok(GRAINS.to_vec()) };
+    if GRAINS.iter().all(|(name, _)| *name != only) {
+        let sizes = GRAINS.iter().map(|(name, _)| *name).collect();
+        return Err(BenchError::NoSuchSize { name: only.to_owned(), sizes });
+    }
+    Ok(GRAINS.into_iter().filter(|(name, _)| [only, COARSEST].contains(name)).collect())
+}
+
+fn rows(grains: &[(&'static str, Grain)], outcomes: &[Vec<Outcome>]) -> Vec<Row> {
+    let coarsest = grains.iter().position(|(name, _)| *name == COARSEST).unwrap_or(0);
     let all = |of: fn(&Outcome) -> f64, at: usize| -> Vec<f64> { outcomes[at].iter().map(of).collect() };
     let row = |(at, (name, _)): (usize, &(&str, Grain))| {
         let ratios = |of: fn(&Outcome) -> f64| Spread::of_ratios(&all(of, at), &all(of, coarsest));
@@ -119,7 +130,7 @@ fn rows(outcomes: &[Vec<Outcome>]) -> Vec<Row> {
             figures.into_iter().filter_map(|(name, spread)| Some((name, spread?))).collect();
         Row { name: (*name).into(), figures }
     };
-    GRAINS.iter().enumerate().map(row).collect()
+    grains.iter().enumerate().map(row).collect()
 }
 
 fn targets(rows: &[Row], fabric: Fabric) -> Vec<Target> {
@@ -131,4 +142,18 @@ fn targets(rows: &[Row], fabric: Fabric) -> Vec<Target> {
     };
     let measured = rows.iter().filter(|row| row.name == GRAINS[0].0 || row.name == "as needed");
     measured.flat_map(|row| aims.into_iter().filter_map(move |aim| of(row, aim))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_size_is_measured_beside_the_coarsest() {
+        let names = |only| choose(only).map(|grains| grains.iter().map(|(name, _)| *name).collect::<Vec<_>>());
+        assert_eq!(names(Some("4 KiB")).unwrap(), ["4 KiB", COARSEST]);
+        assert_eq!(names(None).unwrap().len(), GRAINS.len());
+        let error = names(Some("5 KiB")).unwrap_err().to_string();
+        assert!(error.contains("5 KiB") && error.contains("as needed"), "{error}");
+    }
 }
