@@ -134,8 +134,8 @@ impl Pump {
         let bell = self.volume.bell();
         let mut polled = vec![PollFd::from_borrowed_fd(bell, PollFlags::IN)];
         if !is_idle {
-            let Some(fds) = self.sender.event_fds() else { return };
-            polled.extend(fds.into_iter().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
+            let Some(fds) = self.sender.poll_fds() else { return };
+            polled.extend(fds);
         }
         // Any outcome means: look.
         let _ = poll(&mut polled, Some(&IDLE_TICK));

@@ -14,9 +14,9 @@ macro_rules! forward_endpoint {
             self.$inner.wait(patience);
         }
     };
-    (@event_fd $inner:ident) => {
-        fn event_fd(&self) -> Option<std::os::fd::BorrowedFd<'_>> {
-            self.$inner.event_fd()
+    (@poll_fd $inner:ident) => {
+        fn poll_fd(&self) -> Option<$crate::PollFd<'_>> {
+            self.$inner.poll_fd()
         }
     };
     (@register_local $inner:ident) => {

@@ -11,9 +11,10 @@
 mod search;
 
 use std::collections::VecDeque;
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags};
 
 use crate::Memory;
 use crate::target::Region;
@@ -309,12 +310,13 @@ impl Endpoint for LastingEndpoint {
         }
     }
 
-    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
-        match &self.state {
-            State::Here(endpoint) => endpoint.event_fd(),
-            State::Away(search) | State::Over(Some(search), _) => search.bell(),
-            State::Over(None, _) => None,
-        }
+    fn poll_fd(&self) -> Option<PollFd<'_>> {
+        let search = match &self.state {
+            State::Here(endpoint) => return endpoint.poll_fd(),
+            State::Away(search) => Some(search),
+            State::Over(search, _) => search.as_ref(),
+        };
+        Some(PollFd::from_borrowed_fd(search?.bell()?, PollFlags::IN))
     }
 
     fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {

@@ -29,6 +29,7 @@ pub use key_table::{KeyEntry, KeyTable};
 pub use keys::{REGIONS_LIMIT, WINDOWS_LIMIT};
 pub use memory::Memory;
 pub use reach::Reach;
+pub use rustix::event::PollFd;
 pub use target::{Access, Host, Identity, Region, Scope, Served, Target, TargetError, Tenant, WindowSpec};
 pub use view::View;
 pub use work::{

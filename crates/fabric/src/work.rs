@@ -1,8 +1,9 @@
 //! What the initiator of work sees: verbs, batches, completions, and the [`Endpoint`].
 
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
+
+use rustix::event::PollFd;
 
 use crate::Memory;
 use crate::target::Region;
@@ -253,9 +254,9 @@ pub trait Endpoint: Send + std::fmt::Debug {
         let _ = patience;
     }
 
-    /// A descriptor that is readable when [`Self::poll`] may find something, to wait for several endpoints at once; none where there
-    /// is nothing to wait for.
-    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
+    /// What to poll for until [`Self::poll`] may find something, or can go on with what was posted: to wait for several endpoints at once. None
+    /// where there is nothing to wait for.
+    fn poll_fd(&self) -> Option<PollFd<'_>> {
         None
     }
 

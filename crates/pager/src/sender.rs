@@ -9,11 +9,10 @@ mod confirm;
 mod heal;
 mod repack;
 
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use aquifer_fabric::{Completion, Endpoint, Verb, Work};
+use aquifer_fabric::{Completion, Endpoint, PollFd, Verb, Work};
 use aquifer_pool::{NodeId, PoolClient, PoolError, UnderWay};
 
 use crate::digest::{Digest, Digester, Digests};
@@ -368,10 +367,10 @@ impl Sender {
         }
     }
 
-    /// What to wait for when all batches wait for acknowledgements; `None` if a node answers at once.
-    pub fn event_fds(&mut self) -> Option<Vec<BorrowedFd<'_>>> {
+    /// What to poll for when all batches wait for acknowledgements; `None` if a node answers at once.
+    pub fn poll_fds(&mut self) -> Option<Vec<PollFd<'_>>> {
         let busy = self.ports.open_ports().filter(|(_, port)| port.under_way > 0);
-        busy.map(|(_, port)| port.endpoint.event_fd()).collect()
+        busy.map(|(_, port)| port.endpoint.poll_fd()).collect()
     }
 
     /// Whether a memory node is in use.

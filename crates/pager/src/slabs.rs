@@ -44,6 +44,9 @@ const UNFINISHED: u64 = 1 << 55;
 /// Damaged pages that may wait for their repair; what is found beyond is found again.
 const DAMAGED_MAX: usize = 1024;
 
+/// So many slabs that have become empty are worth waking the sender.
+const EMPTIED_TO_TELL: usize = 64;
+
 /// A slab's number.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct SlabId(pub u32);
@@ -261,10 +264,10 @@ impl SlabSet {
             self.pages.fetch_sub(1, Relaxed);
             if self.live(location.slab()).fetch_sub(1, AcqRel) == 1 {
                 let mut emptied = self.emptied.lock().unwrap_or_else(PoisonError::into_inner);
-                if emptied.is_empty() {
+                emptied.push(location.slab());
+                if emptied.len() == EMPTIED_TO_TELL {
                     self.is_untold.store(true, Relaxed);
                 }
-                emptied.push(location.slab());
             }
         }
     }
@@ -274,7 +277,7 @@ impl SlabSet {
         std::mem::take(&mut *self.emptied.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Whether slabs have become empty, and nobody has told the sender yet. The caller does.
+    /// Whether many slabs have become empty, and nobody has told the sender yet. The caller does; of fewer it learns when it looks of itself.
     #[must_use]
     pub fn is_to_tell(&self) -> bool {
         self.is_untold.load(Relaxed) && self.is_untold.swap(false, Relaxed)

@@ -100,7 +100,7 @@ impl Endpoint for Used {
         polled
     }
 
-    forward_endpoint!(inner: wait, event_fd, register_local, receive, regions, limits, is_broken, late);
+    forward_endpoint!(inner: wait, poll_fd, register_local, receive, regions, limits, is_broken, late);
 }
 
 fn run(sender: &mut Sender, agent: &Agent) -> Vec<Written> {

@@ -79,5 +79,5 @@ impl Endpoint for Link {
         }
     }
 
-    forward_endpoint!(inner: event_fd, register_local, receive, regions, limits, is_broken, is_away, late);
+    forward_endpoint!(inner: poll_fd, register_local, receive, regions, limits, is_broken, is_away, late);
 }

@@ -7,7 +7,6 @@ mod recovery;
 
 use std::collections::VecDeque;
 use std::net::{SocketAddr, TcpStream};
-use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -368,19 +367,19 @@ impl Endpoint for TcpEndpoint {
         if !patience.is_zero() && self.spin() {
             return;
         }
-        let mut polled = [PollFd::new(&self.stream, PollFlags::IN)];
-        if let Some(rescue) = &self.rescue {
-            polled[0] = PollFd::from_borrowed_fd(rescue.bell(), PollFlags::IN);
-        } else if self.sent < self.outgoing.len() {
-            polled[0] = PollFd::new(&self.stream, PollFlags::IN | PollFlags::OUT);
-        }
         let timeout = Timespec::try_from(patience).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
+        let mut polled = self.poll_fd();
         // Any outcome means: look.
-        let _ = rustix::event::poll(&mut polled, Some(&timeout));
+        let _ = rustix::event::poll(polled.as_mut_slice(), Some(&timeout));
     }
 
-    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.rescue.as_ref().map_or_else(|| self.stream.as_fd(), Rescue::bell))
+    fn poll_fd(&self) -> Option<PollFd<'_>> {
+        if let Some(rescue) = &self.rescue {
+            return Some(PollFd::from_borrowed_fd(rescue.bell(), PollFlags::IN));
+        }
+        let mut flags = PollFlags::IN;
+        flags.set(PollFlags::OUT, self.sent < self.outgoing.len());
+        Some(PollFd::new(&self.stream, flags))
     }
 
     fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {

@@ -320,13 +320,13 @@ impl Endpoint for VerbsEndpoint {
         let _ready = rustix::event::poll(&mut [PollFd::new(&self.bell, PollFlags::IN)], Some(&timeout));
     }
 
-    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
+    fn poll_fd(&self) -> Option<PollFd<'_>> {
         if !self.is_watched.swap(true, Ordering::Relaxed) {
             // Something may have come since the last look, and was not armed for: let the caller look.
             self.is_kicked.store(true, Ordering::Relaxed);
             let _ = rustix::io::write(&self.kick, &1_u64.to_ne_bytes());
         }
-        Some(self.bell.as_fd())
+        Some(PollFd::new(&self.bell, PollFlags::IN))
     }
 
     fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {

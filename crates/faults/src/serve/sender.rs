@@ -259,8 +259,8 @@ impl Loop {
     fn wait(&mut self, is_idle: bool) {
         let mut polled = vec![PollFd::new(&self.shared.bell, PollFlags::IN)];
         if !is_idle {
-            let Some(fds) = self.sender.event_fds() else { return };
-            polled.extend(fds.into_iter().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
+            let Some(fds) = self.sender.poll_fds() else { return };
+            polled.extend(fds);
         }
         // Any outcome means: look.
         let _ = poll(&mut polled, Some(&IDLE_TICK));

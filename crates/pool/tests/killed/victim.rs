@@ -185,5 +185,5 @@ impl Endpoint for Doomed {
         posted
     }
 
-    forward_endpoint!(inner: poll, wait, event_fd, register_local, receive, regions, limits, is_broken, late);
+    forward_endpoint!(inner: poll, wait, poll_fd, register_local, receive, regions, limits, is_broken, late);
 }
