@@ -29,13 +29,17 @@ pub enum BenchError {
         name: &'static str,
     },
     /// It has nothing to choose from.
-    #[error("`aquifer bench {name}` takes no --only: `aquifer bench apps` has programs to choose from, and `aquifer bench dilemma` sizes")]
+    #[error(
+        "`aquifer bench {name}` takes no --only: `aquifer bench apps` has programs to choose from, and `aquifer bench dilemma` sizes"
+    )]
     NoChoice {
         /// Which bench.
         name: &'static str,
     },
     /// It measures no programs in a part of their memory.
-    #[error("`aquifer bench {name}` takes no --fit: only `aquifer bench apps` measures programs in a part of their memory")]
+    #[error(
+        "`aquifer bench {name}` takes no --fit: only `aquifer bench apps` measures programs in a part of their memory"
+    )]
     NoFit {
         /// Which bench.
         name: &'static str,
@@ -112,7 +116,9 @@ pub enum BenchError {
     )]
     NoApps,
     /// No program of that name is there.
-    #[error("no program of `aquifer bench apps` that is installed has {name:?} in its name; it measures redis, PostgreSQL and k-means")]
+    #[error(
+        "no program of `aquifer bench apps` that is installed has {name:?} in its name; it measures redis, PostgreSQL and k-means"
+    )]
     NoSuchApp {
         /// What was asked for.
         name: String,

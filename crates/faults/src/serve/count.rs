@@ -3,6 +3,8 @@
 //! Of most programs that is all anonymous memory, of which the kernel keeps a count. Of one that names a range, what is present there must be
 //! counted page by page, so it is done now and then, and between two counts what else the program has is taken to be as it was.
 
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use super::program::Program;
@@ -16,6 +18,9 @@ const RECOUNT_REST: u32 = 4;
 const RECOUNT_PAGES: u64 = 1024;
 /// However costly a count is, the next is not later than this.
 const COUNT_WAIT_MAX: Duration = Duration::from_secs(2);
+
+/// Seven numbers.
+const STATM_BYTES_MAX: usize = 7 * 21;
 
 /// What is seen of a program.
 #[derive(Debug, Default)]
@@ -35,17 +40,22 @@ pub(super) struct Counter {
     /// The next count, if nothing has changed, and if much has.
     next: Instant,
     next_if_changed: Instant,
+    /// Where the kernel tells its sizes, open: runs near their limit are looked at every millisecond.
+    statm: Option<(Asked, File)>,
 }
+
+/// A process, and a thread that lives as long as it does.
+type Asked = (u32, u32);
 
 impl Counter {
     pub(super) fn new() -> Self {
         let now = Instant::now();
-        Self { others: 0, anonymous: 0, next: now, next_if_changed: now }
+        Self { others: 0, anonymous: 0, next: now, next_if_changed: now, statm: None }
     }
 
     /// Look at a program.
     pub(super) fn look(&mut self, program: &Program) -> Option<Look> {
-        let (size, anonymous) = statm(program)?;
+        let (size, anonymous) = self.sizes(program)?;
         let only = program.bounds().only;
         if only.is_empty() {
             return Some(Look { size, counted: anonymous });
@@ -63,13 +73,24 @@ impl Counter {
         }
         Some(Look { size, counted: anonymous.saturating_sub(self.others) })
     }
+
+    /// Its size and its resident anonymous pages.
+    fn sizes(&mut self, program: &Program) -> Option<(u64, u64)> {
+        let asked = program.identity();
+        if self.statm.as_ref().is_none_or(|(of, _)| *of != asked) {
+            self.statm = Some((asked, program.proc_file("statm").ok()?));
+        }
+        let (_, file) = self.statm.as_ref()?;
+        let mut text = [0; STATM_BYTES_MAX];
+        // Once it has ended there is nothing to be read.
+        let length = file.read_at(&mut text, 0).ok()?;
+        sizes_in(std::str::from_utf8(&text[..length]).ok()?)
+    }
 }
 
-/// Its size and its resident anonymous pages.
-fn statm(program: &Program) -> Option<(u64, u64)> {
-    let text = program.read_proc("statm")?;
-    let mut numbers =
-        std::str::from_utf8(&text).ok()?.split_ascii_whitespace().filter_map(|word| word.parse::<u64>().ok());
+/// Size and resident anonymous pages in the text of `/proc/PID/statm`.
+fn sizes_in(statm: &str) -> Option<(u64, u64)> {
+    let mut numbers = statm.split_ascii_whitespace().filter_map(|word| word.parse::<u64>().ok());
     let (size, resident, shared) = (numbers.next()?, numbers.next()?, numbers.next()?);
     Some((size, resident.saturating_sub(shared)))
 }
@@ -98,4 +119,16 @@ pub(super) fn shared_pages(program: &Program) -> Option<u64> {
     let line = text.lines().find(|line| line.starts_with("Pss_Anon:"))?;
     let kilobytes: u64 = line.split_ascii_whitespace().nth(1)?.parse().ok()?;
     Some(kilobytes / 4)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_shared_does_not_count() {
+        assert_eq!(sizes_in("1000 300 100 7 0 200 0\n"), Some((1000, 200)));
+        assert_eq!(sizes_in("1000 100 300 7 0 200 0\n"), Some((1000, 0)), "two numbers of different moments");
+        assert_eq!(sizes_in(""), None);
+    }
 }

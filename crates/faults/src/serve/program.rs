@@ -155,10 +155,15 @@ impl Program {
         Ok(())
     }
 
+    /// Its process, and the thread that lives as long as that does; 0 while unknown.
+    pub(crate) fn identity(&self) -> (u32, u32) {
+        (self.pid(), self.thread.load(Relaxed))
+    }
+
     /// A file of its directory in `/proc`, by the thread that lives as long as it does.
     pub(crate) fn proc_file(&self, file: &str) -> io::Result<File> {
-        let pid = self.pid();
-        match self.thread.load(Relaxed) {
+        let (pid, thread) = self.identity();
+        match thread {
             0 => File::open(format!("/proc/{pid}/{file}")),
             thread => File::open(format!("/proc/{pid}/task/{thread}/{file}")),
         }

@@ -150,7 +150,8 @@ mod tests {
 
     #[test]
     fn one_size_is_measured_beside_the_coarsest() {
-        let names = |only| choose(only).map(|grains| grains.iter().map(|(name, _)| *name).collect::<Vec<_>>());
+        let names =
+            |only| choose(only).map(|grains| grains.iter().map(|(name, _)| *name).collect::<Vec<_>>());
         assert_eq!(names(Some("4 KiB")).unwrap(), ["4 KiB", COARSEST]);
         assert_eq!(names(None).unwrap().len(), GRAINS.len());
         let error = names(Some("5 KiB")).unwrap_err().to_string();
