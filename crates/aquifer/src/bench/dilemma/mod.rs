@@ -25,6 +25,8 @@ pub const TARGETS: &str =
 /// What the nodes lend.
 const MEMORY_BYTES: u64 = 768 << 20;
 const COARSEST: &str = "16 MiB";
+/// Over shared memory a round takes a second, of which chance has a large part: so there are so many times as many.
+const SHM_ROUNDS: usize = 3;
 
 /// Blocks of one size.
 const fn blocks(k: u8, together: u32) -> Grain {
@@ -64,12 +66,13 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     );
     let fabrics = args.fabric.map_or(vec![Fabric::Shm, Fabric::Tcp], |one| vec![one]);
     let grains = choose(args.only.as_deref())?;
-    let bar = progress::bar(fabrics.len() * rounds * grains.len());
+    let rounds_of = |fabric| if fabric == Fabric::Shm { rounds * SHM_ROUNDS } else { rounds };
+    let bar = progress::bar(fabrics.iter().map(|fabric| rounds_of(*fabric)).sum::<usize>() * grains.len());
     for fabric in fabrics {
         let cluster = Cluster::up(MEMORY_BYTES, fabric, None)?;
         let host = Host::join(cluster.state())?;
         let mut outcomes: Vec<Vec<Outcome>> = vec![Vec::new(); grains.len()];
-        for _ in 0..rounds {
+        for _ in 0..rounds_of(fabric) {
             for ((name, grain), outcomes) in grains.iter().zip(&mut outcomes) {
                 bar.set_message(format!("{name} over {}", fabric.name()));
                 let store = host.volume(plan.keys, *grain)?;
