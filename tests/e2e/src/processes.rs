@@ -46,7 +46,8 @@ fn field_kib(text: &str, name: &str) -> Option<u64> {
 #[must_use]
 pub fn faults(pid: u32) -> u64 {
     const MINOR_FAULTS_FIELD: usize = 7;
-    stat_field(pid, MINOR_FAULTS_FIELD)
+    let [faults] = stat_fields(pid, [MINOR_FAULTS_FIELD]);
+    faults
 }
 
 /// What a process and the children that it has waited for have had of the processors so far, in ticks of 10 ms; 0 if it is gone.
@@ -54,14 +55,16 @@ pub fn faults(pid: u32) -> u64 {
 pub fn processor_ticks(pid: u32) -> u64 {
     /// In user and kernel mode, its own and its children's.
     const TICK_FIELDS: [usize; 4] = [11, 12, 13, 14];
-    TICK_FIELDS.map(|field| stat_field(pid, field)).iter().sum()
+    stat_fields(pid, TICK_FIELDS).iter().sum()
 }
 
-fn stat_field(pid: u32, field: usize) -> u64 {
+/// Fields of its `/proc/PID/stat`; 0 if it is gone.
+fn stat_fields<const N: usize>(pid: u32, fields: [usize; N]) -> [u64; N] {
     let text = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // The name may hold anything; the fields are counted from behind it.
-    let fields = text.rsplit_once(')').map_or("", |(_, fields)| fields);
-    fields.split_whitespace().nth(field).and_then(|field| field.parse().ok()).unwrap_or(0)
+    let words: Vec<&str> =
+        text.rsplit_once(')').map_or("", |(_, fields)| fields).split_whitespace().collect();
+    fields.map(|field| words.get(field).and_then(|word| word.parse().ok()).unwrap_or(0))
 }
 
 /// The command line of a process.

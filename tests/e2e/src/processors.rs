@@ -4,14 +4,20 @@ use std::fs;
 
 use crate::processes::processor_ticks;
 
-/// What the processors have done since the machine began, in ticks of 10 ms of each.
+/// Counts from some moment on who has the processors.
 #[derive(Clone, Debug)]
 pub struct Processors {
     parts: Vec<u32>,
-    /// All ticks there were, and those in which anybody had one: others on the same hardware included.
+    since: Ticks,
+}
+
+/// What the processors have done since the machine began, in ticks of 10 ms of each.
+#[derive(Clone, Copy, Debug)]
+struct Ticks {
     all: u64,
+    /// Those in which anybody had one: others on the same hardware included.
     busy: u64,
-    /// Those of this process, of the children that it has waited for, and of `parts`.
+    /// Those of whom they are counted for.
     ours: u64,
 }
 
@@ -19,18 +25,29 @@ impl Processors {
     /// Begin to count. What `parts` use is not others', and nor is what this process and its children use.
     #[must_use]
     pub fn watch(parts: Vec<u32>) -> Self {
-        let (all, busy) = machine_ticks(&fs::read_to_string("/proc/stat").unwrap_or_default());
-        let ours = parts.iter().copied().chain([std::process::id()]).map(processor_ticks).sum();
-        Self { parts, all, busy, ours }
+        let since = Ticks::now(&parts);
+        Self { parts, since }
     }
 
     /// The part of all ticks that others have had since then: 0 … 1. Of children only those count as ours that were waited for meanwhile.
     #[must_use]
     pub fn taken_by_others(&self) -> f64 {
-        let now = Self::watch(self.parts.clone());
-        let others = (now.busy - self.busy).saturating_sub(now.ours.saturating_sub(self.ours));
+        self.since.taken_by_others_until(Ticks::now(&self.parts))
+    }
+}
+
+impl Ticks {
+    fn now(parts: &[u32]) -> Self {
+        let (all, busy) = machine_ticks(&fs::read_to_string("/proc/stat").unwrap_or_default());
+        let ours = parts.iter().copied().chain([std::process::id()]).map(processor_ticks).sum();
+        Self { all, busy, ours }
+    }
+
+    fn taken_by_others_until(self, now: Self) -> f64 {
+        let [all, busy, ours] = [(now.all, self.all), (now.busy, self.busy), (now.ours, self.ours)]
+            .map(|(now, before)| now.saturating_sub(before));
         #[expect(clippy::cast_precision_loss, reason = "ticks of a few minutes")]
-        let part = others as f64 / (now.all - self.all).max(1) as f64;
+        let part = busy.saturating_sub(ours) as f64 / all.max(1) as f64;
         part
     }
 }
@@ -59,14 +76,19 @@ mod tests {
     }
 
     #[test]
-    fn what_this_process_does_is_not_others() {
-        let processors = Processors::watch(Vec::new());
-        let before = processor_ticks(std::process::id());
-        while processor_ticks(std::process::id()) < before + 20 {
-            std::hint::black_box(before);
-        }
-        let now = Processors::watch(Vec::new());
-        assert!(now.ours >= processors.ours + 20);
-        assert!(processors.taken_by_others() <= 1.0);
+    fn others_have_what_is_busy_and_not_ours() {
+        let before = Ticks { all: 1000, busy: 600, ours: 100 };
+        let until = |all, busy, ours| before.taken_by_others_until(Ticks { all, busy, ours });
+        assert_eq!(until(1200, 700, 150), 0.25);
+        assert_eq!(until(1200, 700, 200), 0.0, "all that was busy was ours");
+        assert_eq!(until(1200, 700, 0), 0.5, "a part has ended: what it had is taken for others'");
+    }
+
+    #[test]
+    fn what_this_process_does_is_ours() {
+        let before = Ticks::now(&[]);
+        // It ends only if this process is counted.
+        while Ticks::now(&[]).ours < before.ours + 20 {}
+        assert!(Ticks::now(&[]).busy > before.busy, "whoever has a processor keeps it busy");
     }
 }

@@ -14,35 +14,15 @@ pub enum BenchError {
         /// What was asked for.
         name: String,
     },
-    /// It measures all fabrics, or none.
-    #[error(
-        "`aquifer bench {name}` takes no --fabric: only `aquifer bench faults` and `aquifer bench dilemma` can be of one fabric"
-    )]
-    NoFabric {
+    /// A flag that is for others.
+    #[error("`aquifer bench {name}` takes no {flag}: {} takes it", takers.join(" or "))]
+    NotTaken {
         /// Which bench.
         name: &'static str,
-    },
-    /// It replays nothing.
-    #[error("`aquifer bench {name}` takes no --trace: only `aquifer bench alloc` replays one")]
-    NoTrace {
-        /// Which bench.
-        name: &'static str,
-    },
-    /// It has nothing to choose from.
-    #[error(
-        "`aquifer bench {name}` takes no --only: `aquifer bench apps` has programs to choose from, and `aquifer bench dilemma` sizes"
-    )]
-    NoChoice {
-        /// Which bench.
-        name: &'static str,
-    },
-    /// It measures no programs in a part of their memory.
-    #[error(
-        "`aquifer bench {name}` takes no --fit: only `aquifer bench apps` measures programs in a part of their memory"
-    )]
-    NoFit {
-        /// Which bench.
-        name: &'static str,
+        /// The flag.
+        flag: &'static str,
+        /// The commands that take it.
+        takers: Vec<String>,
     },
     /// A trace says something else than when which size is wanted.
     #[error("the trace {path} cannot be replayed: {reason}", path = path.display())]

@@ -58,6 +58,24 @@ pub struct BenchArgs {
     pub serve_at: Option<PathBuf>,
 }
 
+const FABRIC: &str = "--fabric";
+const TRACE: &str = "--trace";
+const ONLY: &str = "--only";
+const FIT: &str = "--fit";
+
+impl BenchArgs {
+    /// The flags that were given, of those that not every bench takes.
+    fn flags(&self) -> impl Iterator<Item = &'static str> {
+        let given = [
+            (FABRIC, self.fabric.is_some()),
+            (TRACE, self.trace.is_some()),
+            (ONLY, self.only.is_some()),
+            (FIT, self.fit.is_some()),
+        ];
+        given.into_iter().filter(|(_, is_given)| *is_given).map(|(flag, _)| flag)
+    }
+}
+
 /// The other process of a bench: serves at a path, without end.
 type Serve = fn(&Path) -> Result<(), BenchError>;
 
@@ -65,9 +83,8 @@ struct Bench {
     name: &'static str,
     about: &'static str,
     targets: &'static str,
-    takes_fabric: bool,
-    takes_trace: bool,
-    takes_only: bool,
+    /// Flags that not every bench has a use for.
+    takes: &'static [&'static str],
     serve_at: Option<Serve>,
     run: fn(&BenchArgs) -> Result<Report, BenchError>,
 }
@@ -77,9 +94,7 @@ const BENCHES: [Bench; 7] = [
         name: "alloc",
         about: "taking extents, beside RPC and a one-sided array: under a cost model of RDMA, over TCP and shared memory",
         targets: alloc::TARGETS,
-        takes_fabric: false,
-        takes_trace: true,
-        takes_only: false,
+        takes: &[TRACE],
         serve_at: Some(alloc::serve_at),
         run: alloc::run,
     },
@@ -87,9 +102,7 @@ const BENCHES: [Bench; 7] = [
         name: "apps",
         about: "redis, PostgreSQL and k-means in a part of their memory, on the pool and on kernel swap",
         targets: apps::TARGETS,
-        takes_fabric: false,
-        takes_trace: false,
-        takes_only: true,
+        takes: &[ONLY, FIT],
         serve_at: None,
         run: apps::run,
     },
@@ -97,9 +110,7 @@ const BENCHES: [Bench; 7] = [
         name: "dilemma",
         about: "throughput and memory held against the size of blocks, for a load of page writes and frees",
         targets: dilemma::TARGETS,
-        takes_fabric: true,
-        takes_trace: false,
-        takes_only: true,
+        takes: &[FABRIC, ONLY],
         serve_at: None,
         run: dilemma::run,
     },
@@ -107,9 +118,7 @@ const BENCHES: [Bench; 7] = [
         name: "faults",
         about: "a program's memory on the pool, beside kernel swap and a bare userfaultfd",
         targets: faults::TARGETS,
-        takes_fabric: true,
-        takes_trace: false,
-        takes_only: false,
+        takes: &[FABRIC],
         serve_at: None,
         run: faults::run,
     },
@@ -117,9 +126,7 @@ const BENCHES: [Bench; 7] = [
         name: "fabric",
         about: "shared-memory READ, WRITE, atomics and messages, beside memcpy and bare atomics",
         targets: fabric::TARGETS,
-        takes_fabric: false,
-        takes_trace: false,
-        takes_only: false,
+        takes: &[],
         serve_at: Some(fabric::serve_at),
         run: fabric::run,
     },
@@ -127,9 +134,7 @@ const BENCHES: [Bench; 7] = [
         name: "malloc",
         about: "the usual malloc benchmarks on the paged allocator, beside glibc's on the pool and on kernel swap",
         targets: malloc::TARGETS,
-        takes_fabric: false,
-        takes_trace: false,
-        takes_only: false,
+        takes: &[],
         serve_at: None,
         run: malloc::run,
     },
@@ -137,9 +142,7 @@ const BENCHES: [Bench; 7] = [
         name: "packing",
         about: "how well jobs that swap use a pool, with memory mapped beforehand and taken as pages leave; simulated over the real allocator",
         targets: packing::TARGETS,
-        takes_fabric: false,
-        takes_trace: false,
-        takes_only: false,
+        takes: &[],
         serve_at: None,
         run: packing::run,
     },
@@ -158,17 +161,10 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
         .iter()
         .find(|bench| bench.name == args.name)
         .ok_or_else(|| BenchError::NoSuchBench { name: args.name.clone() })?;
-    if args.fabric.is_some() && !bench.takes_fabric {
-        return Err(BenchError::NoFabric { name: bench.name });
-    }
-    if args.trace.is_some() && !bench.takes_trace {
-        return Err(BenchError::NoTrace { name: bench.name });
-    }
-    if args.only.is_some() && !bench.takes_only {
-        return Err(BenchError::NoChoice { name: bench.name });
-    }
-    if args.fit.is_some() && bench.name != "apps" {
-        return Err(BenchError::NoFit { name: bench.name });
+    if let Some(flag) = args.flags().find(|flag| !bench.takes.contains(flag)) {
+        let takers = BENCHES.iter().filter(|other| other.takes.contains(&flag));
+        let takers = takers.map(|other| format!("`aquifer bench {}`", other.name)).collect();
+        return Err(BenchError::NotTaken { name: bench.name, flag, takers });
     }
     if let (Some(path), Some(serve_at)) = (&args.serve_at, bench.serve_at) {
         serve_at(path)?;
