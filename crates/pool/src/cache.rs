@@ -1,6 +1,8 @@
 //! What a client remembers of a node's control words. They go stale at any moment: every use of
 //! them ends in a CAS that fails if they have.
 
+mod left;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -10,6 +12,7 @@ use crate::layout::Layout;
 use crate::op::{OpError, StepResult, WordAt, damaged};
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 use crate::word::{IllegalWord, Run, SectionWord, SpanState, SpanWord, record_of};
+use left::Left;
 
 const SPANS: usize = SECTION_SPANS as usize;
 
@@ -32,6 +35,8 @@ pub struct NodeCache {
     known: Vec<u16>,
     /// Among those, the ones that another tenant has used, and that were not cleared since.
     foreign: Vec<u16>,
+    /// As sure as whose the spans are.
+    left: Left,
     tenant: Tenant,
     keys: KeySource,
     nonces: Nonces,
@@ -101,6 +106,7 @@ impl NodeCache {
             filled: vec![0; layout.sections() as usize],
             known: vec![0; layout.sections() as usize],
             foreign: vec![0; layout.sections() as usize],
+            left: Left::default(),
             tenant,
             keys: KeySource::default(),
             nonces,
@@ -283,6 +289,23 @@ impl NodeCache {
         let (section, place) = ((span / SECTION_SPANS) as usize, place_of(span));
         self.known[section] &= !place;
         self.foreign[section] &= !place;
+        self.left.forget_span(span);
+    }
+
+    /// This client is about to give back what begins with a chunk, of its span's word as it is remembered; its next key is bound, and the log tells that it is this
+    /// host's.
+    pub(crate) fn leave(&mut self, chunk: u32, key: Key) {
+        self.left.leave(chunk, key);
+    }
+
+    /// The key by which an extent opens that this client gave back, when it takes it again.
+    pub(crate) fn left(&self, chunk: u32, class: SizeClass) -> Option<Key> {
+        self.left.key(chunk, class)
+    }
+
+    /// What begins with this chunk was taken.
+    pub(crate) fn forget_left(&mut self, chunk: u32) {
+        self.left.forget(chunk);
     }
 
     /// For whom this client takes memory.
@@ -311,8 +334,9 @@ impl NodeCache {
         }
     }
 
-    /// What was to be in the log by now may not be: the connection broke.
+    /// What was to be in the log and bound by now may not be: the connection broke.
     pub(crate) fn unsettle_all(&mut self) {
+        self.left.forget_all();
         self.settled_sections.fill(0);
         self.settled_spans.fill(0);
     }

@@ -153,15 +153,15 @@ impl Custody {
         if !self.wait_for(self.eras.begin_next(), &mut go_on) {
             return Ok(None);
         }
-        let known = self.known(node);
-        held.retain(|held| pool.address_of(node, held).is_none_or(|addr| !known.contains(&addr)));
-        if held.iter().any(Held::is_between) {
-            // One that was being given back may be one that is being taken by now, and look the same. By the next look it has changed.
+        held.retain(self.unknown(pool, node));
+        if !held.is_empty() {
+            // One that was being given back may be one that was taken since, and look the same. Once more it cannot be: by then it is written down, or has changed.
             let Some(again) = list(pool, node, &mut go_on)? else { return Ok(None) };
             held.retain(|held| again.contains(held));
             if !self.wait_for(self.eras.begin_next(), &mut go_on) {
                 return Ok(None);
             }
+            held.retain(self.unknown(pool, node));
         }
         // What others could not finish because a connection broke is as uncertain as what is under way.
         if self.has_late(node) {
@@ -182,14 +182,14 @@ impl Custody {
         true
     }
 
-    /// Where what is written down of a node is.
-    fn known(&self, node: NodeId) -> HashSet<u64> {
+    /// Whether something of a node is in no ledger, by what they say now.
+    fn unknown<'a>(&self, pool: &'a PoolClient, node: NodeId) -> impl FnMut(&Held) -> bool + use<'a> {
         let ledgers: Vec<Arc<dyn Ledger>> = lock(&self.ledgers).iter().filter_map(Weak::upgrade).collect();
         let mut known = HashSet::new();
         for ledger in ledgers {
             ledger.extents(&mut |extent| known.extend(Some(extent.addr).filter(|_| extent.node == node)));
         }
-        known
+        move |held| pool.address_of(node, held).is_none_or(|addr| !known.contains(&addr))
     }
 }
 

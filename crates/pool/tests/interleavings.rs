@@ -6,10 +6,11 @@ use std::sync::Arc as StdArc;
 use std::sync::atomic::Ordering::SeqCst;
 
 use aquifer_fabric::{
-    Completion, Endpoint, EndpointError, Host, Key, Limits, LocalKey, LocalSlice, Memory, PostError, Region,
-    RemoteAddr, Tenant, Verb, Work, WorkError,
+    Completion, Endpoint, EndpointError, Host, Key, KeyEntry, Limits, LocalKey, LocalSlice, Memory,
+    PostError, Region, RemoteAddr, Tenant, Verb, Work, WorkError,
 };
 use aquifer_pool::layout::Layout;
+use aquifer_pool::op::{Grant, WordAt};
 use aquifer_pool::{Custody, Extent, Ledger, NodeId, PoolClient, PoolError, SizeClass};
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::sync::atomic::AtomicU16;
@@ -19,6 +20,7 @@ use shuttle::thread;
 const NODE: NodeId = NodeId(1);
 const BASE: u64 = 1 << 32;
 const REGION: Key = Key(7);
+const TENANT: Tenant = Tenant(0);
 const SCHEDULES: usize = 4000;
 /// What a taker does, one after the other.
 const TURNS: usize = 5;
@@ -89,7 +91,7 @@ impl Scene {
             done: VecDeque::new(),
             left,
         };
-        let mut client = PoolClient::in_custody(host, Tenant(0), StdArc::clone(custody));
+        let mut client = PoolClient::in_custody(host, TENANT, StdArc::clone(custody));
         // Who dies here has done nothing yet.
         let _died = client.add_node(NODE, Box::new(endpoint));
         client
@@ -107,6 +109,15 @@ impl Scene {
             let before = self.owners[chunk as usize].swap(to, SeqCst);
             assert_eq!(before, from, "chunk {chunk} goes from {from} to {to}");
         }
+    }
+
+    /// Whoever has an extent gets at it by its key.
+    fn assert_opened(&self, extent: &Extent) {
+        let chunk = self.layout.chunk_of(extent.addr - BASE).expect("it is an extent");
+        let at = WordAt::key_of(Grant { chunk, class: extent.class, key: extent.key });
+        let at = usize::try_from(self.layout.word_at(at)).expect("it is inside");
+        let entry = KeyEntry(self.memory.atomic_u64(at).load(SeqCst));
+        assert_eq!(entry, KeyEntry::opened(extent.key, TENANT), "{extent:?}");
     }
 
     fn carry_out(&self, verb: Verb, locals: &[StdArc<Memory>]) -> u64 {
@@ -244,6 +255,7 @@ fn take_and_give(
             match taken {
                 Ok(extents) => {
                     extents.iter().for_each(|extent| scene.change_owner(extent, 0, name));
+                    extents.iter().for_each(|extent| scene.assert_opened(extent));
                     thread::yield_now();
                     notes.change(|notes| notes.extend_from_slice(&extents));
                     held.extend(extents);
@@ -267,6 +279,7 @@ fn give(
     notes: &Notes,
     extents: &[Extent],
 ) -> Result<(), PoolError> {
+    extents.iter().for_each(|extent| scene.assert_opened(extent));
     extents.iter().for_each(|extent| scene.change_owner(extent, name, 0));
     client.free_many(NODE, extents)?.into_iter().collect::<Result<(), _>>()?;
     notes.change(|notes| notes.retain(|noted| !extents.contains(noted)));

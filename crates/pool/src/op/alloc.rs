@@ -46,6 +46,16 @@ struct Only {
     key: Option<Key>,
 }
 
+/// A CAS that was posted.
+#[derive(Clone, Copy, Debug)]
+struct Committing {
+    commit: Commit,
+    expected: u64,
+    desired: u64,
+    /// If it takes chunks that this opens at once, and of which the log tells: because this client left it so, or by WRITEs that go with the CAS.
+    key: Option<Key>,
+}
+
 /// The CAS that takes something.
 #[derive(Clone, Copy, Debug)]
 enum Commit {
@@ -84,11 +94,7 @@ enum State {
     /// The record that the commit writes over goes to the log.
     Flushing(Flush, Commit),
     /// The word is expected as it was when this was posted.
-    Committing {
-        commit: Commit,
-        expected: u64,
-        desired: u64,
-    },
+    Committing(Committing),
     /// A8: our own record, and the key.
     Recording(Grant),
     /// What was taken is of a span that is another tenant's by now: it goes back.
@@ -176,9 +182,7 @@ impl Machine for AllocOp {
             State::Idle => panic!("no action is under way"),
             State::Readying(ready, commit) => self.readying(cache, ready, commit, result),
             State::Flushing(flush, commit) => self.flushing(cache, flush, commit, result),
-            State::Committing { commit, expected, desired } => {
-                self.committing(cache, commit, (expected, desired), result)
-            }
+            State::Committing(posted) => self.committing(cache, posted, result),
             State::Recording(grant) => {
                 cache.settle(word_of(grant));
                 Ok(self.recorded(cache, grant))
@@ -205,7 +209,7 @@ impl AllocOp {
         Step::Post(action)
     }
 
-    fn attempt(&mut self, cache: &NodeCache, section: u32, candidate: Candidate) -> Step<Grant> {
+    fn attempt(&mut self, cache: &mut NodeCache, section: u32, candidate: Candidate) -> Step<Grant> {
         match candidate {
             Candidate::Chunks { span, run } => self.begin(cache, Commit::Take { span, run, ours: false }),
             Candidate::Empty { span } if self.mutation == Mutation::SkipOpen => self.take_first(cache, span),
@@ -220,7 +224,7 @@ impl AllocOp {
     }
 
     /// A0, before A2 and A7.
-    fn begin_life(&mut self, cache: &NodeCache, section: u32, group: Run, commit: Commit) -> Step<Grant> {
+    fn begin_life(&mut self, cache: &mut NodeCache, section: u32, group: Run, commit: Commit) -> Step<Grant> {
         let takes_foreign = self.is_for_node() || self.mutation == Mutation::TakeForeign;
         match Ready::begin(self.host, section, group, takes_foreign, cache, self.mutation) {
             Some((ready, action)) => self.post(State::Readying(ready, commit), action),
@@ -244,7 +248,7 @@ impl AllocOp {
     }
 
     /// L: the record of before goes to the log, if it must; then the commit.
-    fn begin(&mut self, cache: &NodeCache, commit: Commit) -> Step<Grant> {
+    fn begin(&mut self, cache: &mut NodeCache, commit: Commit) -> Step<Grant> {
         match Flush::begin(self.host, commit.at(), cache, self.mutation) {
             Some((flush, action)) => self.post(State::Flushing(flush, commit), action),
             None => self.commit(cache, commit),
@@ -275,55 +279,57 @@ impl AllocOp {
         Ok(self.search(cache))
     }
 
-    fn commit(&mut self, cache: &NodeCache, commit: Commit) -> Step<Grant> {
+    fn commit(&mut self, cache: &mut NodeCache, commit: Commit) -> Step<Grant> {
         let (expected, desired) = (cache.word(commit.at()), commit.desired(cache, self.host));
-        let action = self.mutation.commit(commit.at(), expected, desired);
-        let action = match (commit, action) {
-            (Commit::Take { span, ours: true, .. }, Action::Cas { at, expected, desired })
-                if self.mutation != Mutation::SkipOwner =>
-            {
-                let (entry, value) = (WordAt::span_key(span), KeyEntry::shut(cache.tenant()).0);
-                Action::WriteThen { writes: Writes::default().and(entry, value), at, expected, desired }
+        let cas = self.mutation.commit(commit.at(), expected, desired);
+        let (key, action) = match (commit, cas) {
+            (Commit::Take { span, run, ours }, Action::Cas { at, expected, desired }) => {
+                let left = cache.left(first_of(span, run), self.class);
+                if ours {
+                    let (key, writes) = self.first_writes(cache, (span, run), left, desired);
+                    (Some(key), Action::WriteThen { writes, at, expected, desired })
+                } else if cache.is_known(span) || self.mutation == Mutation::TakeForeign {
+                    (left, cas)
+                } else {
+                    (left, Action::CasThen { at, expected, desired, then: WordAt::span_key(span) })
+                }
             }
-            (Commit::Take { span, ours: false, .. }, Action::Cas { at, expected, desired })
-                if !cache.is_known(span) && self.mutation != Mutation::TakeForeign =>
-            {
-                Action::CasThen { at, expected, desired, then: WordAt::span_key(span) }
-            }
-            (_, action) => action,
+            (_, cas) => (None, cas),
         };
-        self.post(State::Committing { commit, expected, desired }, action)
+        self.post(State::Committing(Committing { commit, expected, desired, key }), action)
     }
 
-    fn committing(
-        &mut self,
+    /// What goes with A3, since nobody else can take anything in a span that we open: whose it is; and A8, if key and record are not there from the last time.
+    fn first_writes(
+        &self,
         cache: &mut NodeCache,
-        commit: Commit,
-        (expected, desired): (u64, u64),
-        result: StepResult<'_>,
-    ) -> Next {
+        (span, run): (u32, Run),
+        left: Option<Key>,
+        desired: u64,
+    ) -> (Key, Writes) {
+        let mut writes = Writes::default();
+        if self.mutation != Mutation::SkipOwner {
+            writes = writes.and(WordAt::span_key(span), KeyEntry::shut(cache.tenant()).0);
+        }
+        if let Some(key) = left {
+            return (key, writes);
+        }
+        let (chunk, key) = (first_of(span, run), cache.fresh_key(self.class));
+        writes = writes.and(WordAt::chunk_key(chunk), KeyEntry::opened(key, cache.tenant()).0);
+        if self.mutation != Mutation::SkipRecord {
+            let entry = LogEntry::of(desired, cache.nonce(self.host));
+            writes = writes.and(WordAt::chunk_entry(chunk), entry.0);
+        }
+        (key, writes)
+    }
+
+    fn committing(&mut self, cache: &mut NodeCache, posted: Committing, result: StepResult<'_>) -> Next {
+        let Committing { commit, expected, desired, .. } = posted;
         let found = result.found();
         let won = found == expected;
         match commit {
-            Commit::Take { span, run, ours } if won => {
-                let changed = cache.change_span(span, SpanWord(desired));
-                changed.map_err(|cause| damaged(commit.at(), desired, cause))?;
-                self.settle_opening(cache, span, ours);
-                self.has_opened = ours;
-                if ours {
-                    cache.learn_owner(span, KeyEntry::shut(cache.tenant()));
-                }
-                // As long as we have something of the span, it stays its owner's.
-                if let StepResult::FoundThen(_, entry) = result {
-                    cache.learn_owner(span, KeyEntry(entry));
-                    if !KeyEntry(entry).is_of(cache.tenant()) {
-                        return Ok(self.give_up(cache, span, run));
-                    }
-                }
-                let grant = self.granted(cache, span, run);
-                Ok(self.record(cache, grant))
-            }
-            Commit::Take { span, run, ours } => self.taking_lost(cache, (span, run, ours), desired, found),
+            Commit::Take { span, run, ours } if won => self.taken(cache, (span, run, ours), posted, result),
+            Commit::Take { .. } => self.taking_lost(cache, posted, found),
             Commit::Open { span } => {
                 self.learn_section(cache, commit.at(), won, desired, found)?;
                 if won { Ok(self.take_first(cache, span)) } else { self.overtaken(cache) }
@@ -343,6 +349,40 @@ impl AllocOp {
         }
     }
 
+    /// A1, or A3 if we opened the span, has succeeded.
+    fn taken(
+        &mut self,
+        cache: &mut NodeCache,
+        (span, run, ours): (u32, Run, bool),
+        posted: Committing,
+        result: StepResult<'_>,
+    ) -> Next {
+        let (at, chunk) = (posted.commit.at(), first_of(span, run));
+        let changed = cache.change_span(span, SpanWord(posted.desired));
+        changed.map_err(|cause| damaged(at, posted.desired, cause))?;
+        if self.mutation != Mutation::KeepLeft {
+            cache.forget_left(chunk);
+        }
+        self.settle_opening(cache, span, ours);
+        self.has_opened = ours;
+        if ours {
+            cache.learn_owner(span, KeyEntry::shut(cache.tenant()));
+        }
+        // As long as we have something of the span, it stays its owner's.
+        if let StepResult::FoundThen(_, entry) = result {
+            cache.learn_owner(span, KeyEntry(entry));
+            if !KeyEntry(entry).is_of(cache.tenant()) {
+                return Ok(self.give_up(cache, span, run));
+            }
+        }
+        if let Some(key) = posted.key {
+            cache.settle(at);
+            return Ok(self.recorded(cache, Grant { chunk, class: self.class, key }));
+        }
+        let key = cache.fresh_key(self.class);
+        Ok(self.record(cache, Grant { chunk, class: self.class, key }))
+    }
+
     fn learn_section(
         &self,
         cache: &mut NodeCache,
@@ -357,11 +397,6 @@ impl AllocOp {
                 .map_err(|cause| damaged(at, desired, cause)),
             _ => cache.learn(at, found),
         }
-    }
-
-    fn granted(&self, cache: &mut NodeCache, span: u32, run: Run) -> Grant {
-        let chunk = span * SPAN_CHUNKS + u32::from(run.first());
-        Grant { chunk, class: self.class, key: cache.fresh_key(self.class) }
     }
 
     /// Chunks of a span that is another tenant's go back; nobody was told of them.
@@ -384,7 +419,7 @@ impl AllocOp {
     }
 
     /// A3: the span is ours to open. The word we remember may be that of an earlier life; then the CAS tells.
-    fn take_first(&mut self, cache: &NodeCache, span: u32) -> Step<Grant> {
+    fn take_first(&mut self, cache: &mut NodeCache, span: u32) -> Step<Grant> {
         let run = Run::new(0, self.class.order()).unwrap_or(Run::single(0));
         self.commit(cache, Commit::Take { span, run, ours: true })
     }
@@ -401,13 +436,8 @@ impl AllocOp {
         }
     }
 
-    fn taking_lost(
-        &mut self,
-        cache: &mut NodeCache,
-        (span, run, ours): (u32, Run, bool),
-        desired: u64,
-        found: u64,
-    ) -> Next {
+    fn taking_lost(&mut self, cache: &mut NodeCache, posted: Committing, found: u64) -> Next {
+        let Commit::Take { span, run, ours } = posted.commit else { panic!("{posted:?} takes no chunks") };
         let at = WordAt::Span(span);
         lose(&mut self.lost)?;
         cache.learn(at, found)?;
@@ -421,9 +451,16 @@ impl AllocOp {
             };
         }
         if self.mutation == Mutation::TakeFromStale {
+            let action = self.mutation.commit(at, found, posted.desired);
+            return Ok(self.post(State::Committing(Committing { expected: found, ..posted }), action));
+        }
+        let is_free = !is_closed && SpanWord(found).bits() & run.mask() == 0;
+        if self.mutation == Mutation::TrustLeft && posted.key.is_some() && is_free {
+            let desired = SpanWord(found).take(run, self.host).0;
             let action = self.mutation.commit(at, found, desired);
-            let commit = Commit::Take { span, run, ours };
-            return Ok(self.post(State::Committing { commit, expected: found, desired }, action));
+            return Ok(
+                self.post(State::Committing(Committing { expected: found, desired, ..posted }), action)
+            );
         }
         let times = match self.losing {
             Some((last, times)) if last == span => times + 1,
@@ -530,4 +567,9 @@ impl AllocOp {
             None => self.search(cache),
         })
     }
+}
+
+/// The first chunk of a run of a span, counted over the node.
+fn first_of(span: u32, run: Run) -> u32 {
+    span * SPAN_CHUNKS + u32::from(run.first())
 }

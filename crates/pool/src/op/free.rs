@@ -6,7 +6,7 @@ use super::give::{Gift, Give, Given};
 use super::{Action, Grant, Machine, Mutation, OpError, Step, StepResult, WordAt, damaged, lose, word_of};
 use crate::cache::NodeCache;
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS};
-use crate::word::{InlineLog, LogOp, Run, SectionWord, SpanState, SpanWord};
+use crate::word::{InlineLog, LogEntry, LogOp, Run, SectionWord, SpanState, SpanWord};
 
 /// Gives one extent back. Dropped before it is done it may have given it back, and may have left its span closed.
 #[derive(Clone, Debug)]
@@ -15,8 +15,10 @@ pub struct FreeOp {
     grant: Grant,
     mutation: Mutation,
     lost: u32,
-    /// No key opens it any more.
+    /// The key that it had does not open it any more.
     is_shut: bool,
+    /// The next, if it is bound, and the log tells that the extent is this host's.
+    left: Option<Key>,
     /// It may have been begun before, by one that was killed over it.
     is_resumed: bool,
     state: State,
@@ -29,10 +31,11 @@ enum State {
     Probing,
     /// F5: are the group's spans closed, now that the section is as remembered?
     ReadingGroup,
-    /// K: is the key still the one that opens it? Then it is struck out.
+    /// K: is the key still the one that opens it? Then it is struck out, and this one bound in its place.
     Striking {
         gift: Gift,
         expected: u64,
+        next: Key,
     },
     /// F1 to F6.
     Giving(Give),
@@ -50,10 +53,19 @@ impl FreeOp {
     /// The same with a fault, for tests.
     #[must_use]
     pub const fn mutated(host: Host, grant: Grant, mutation: Mutation) -> Self {
-        Self { host, grant, mutation, lost: 0, is_shut: false, is_resumed: false, state: State::Idle }
+        Self {
+            host,
+            grant,
+            mutation,
+            lost: 0,
+            is_shut: false,
+            left: None,
+            is_resumed: false,
+            state: State::Idle,
+        }
     }
 
-    /// The same of what may be given back in part: its key may be struck out already.
+    /// The same of what may be given back in part, and what nobody has taken since: its key may be struck out already, and the next be there.
     #[must_use]
     pub const fn resumed(self) -> Self {
         Self { is_resumed: true, ..self }
@@ -83,7 +95,7 @@ impl Machine for FreeOp {
                 cache.learn(word_of(self.grant), result.found()).and_then(|()| self.judged(cache))
             }
             State::ReadingGroup => self.group_read(cache, result),
-            State::Striking { gift, expected } => self.struck(cache, gift, expected, result.found()),
+            State::Striking { gift, expected, next } => self.struck(cache, gift, (expected, next), result),
             State::Giving(give) => self.giving(cache, give, result),
         };
         next.unwrap_or_else(|error| Step::Done(Err(error)))
@@ -124,7 +136,7 @@ impl FreeOp {
     }
 
     /// Judge by what is remembered, and go on if the extent may be given back.
-    fn judged(&mut self, cache: &NodeCache) -> Next {
+    fn judged(&mut self, cache: &mut NodeCache) -> Next {
         let run = self.run().ok_or(OpError::NotAllocated)?;
         if self.grant.class.is_within_span() {
             self.judge_span(cache.span(self.span()), run)?;
@@ -189,18 +201,25 @@ impl FreeOp {
     }
 
     /// K: nobody gets at it any more by the key that it had. Who gives back what is not there any more finds another key, or none.
-    fn give(&mut self, cache: &NodeCache, gift: Gift) -> Step<()> {
+    fn give(&mut self, cache: &mut NodeCache, gift: Gift) -> Step<()> {
         let has_key = self.grant.key != Key(0) && self.mutation != Mutation::SkipStrike;
         if self.is_shut || !has_key {
             return self.give_shut(cache, gift);
         }
         let expected = KeyEntry::opened(self.grant.key, cache.tenant()).0;
-        self.strike(gift, expected)
+        if self.is_resumed || !self.grant.class.is_within_span() {
+            return self.strike(gift, expected);
+        }
+        let next = cache.fresh_key(self.grant.class);
+        let (at, desired) = (WordAt::key_of(self.grant), KeyEntry::opened(next, cache.tenant()).0);
+        let then = WordAt::chunk_entry(self.grant.chunk);
+        self.post(State::Striking { gift, expected, next }, Action::CasThen { at, expected, desired, then })
     }
 
+    /// K, and no key comes in its place.
     fn strike(&mut self, gift: Gift, expected: u64) -> Step<()> {
         let (at, desired) = (WordAt::key_of(self.grant), self.shut(expected));
-        self.post(State::Striking { gift, expected }, Action::Cas { at, expected, desired })
+        self.post(State::Striking { gift, expected, next: Key(0) }, Action::Cas { at, expected, desired })
     }
 
     /// The entry when the key is struck out of it. That of a span still says whose it is.
@@ -211,22 +230,39 @@ impl FreeOp {
         }
     }
 
-    fn struck(&mut self, cache: &NodeCache, gift: Gift, expected: u64, found: u64) -> Next {
-        let is_done = found == expected
-            || self.mutation == Mutation::GiveUnchecked
-            || self.is_resumed && KeyEntry(found).key() == Key(0);
-        if !is_done && KeyEntry(found).key() == self.grant.key {
-            // The client that took it was another tenant's.
-            return Ok(self.strike(gift, found));
-        }
-        if !is_done {
-            return Err(OpError::NotAllocated);
+    fn struck(
+        &mut self,
+        cache: &mut NodeCache,
+        gift: Gift,
+        (expected, next): (u64, Key),
+        result: StepResult<'_>,
+    ) -> Next {
+        let found = result.found();
+        let key = KeyEntry(found).key();
+        if found == expected {
+            if let StepResult::FoundThen(_, entry) = result {
+                self.left = self.is_told_by(LogEntry(entry)).then_some(next);
+            }
+        } else if self.mutation != Mutation::GiveUnchecked && !(self.is_resumed && key == Key(0)) {
+            // The client that took it was another tenant's; or what is resumed had got so far.
+            let is_its = key == self.grant.key || self.is_resumed;
+            lose(&mut self.lost)?;
+            return if is_its { Ok(self.strike(gift, found)) } else { Err(OpError::NotAllocated) };
         }
         self.is_shut = true;
         Ok(self.give_shut(cache, gift))
     }
 
-    fn give_shut(&mut self, cache: &NodeCache, gift: Gift) -> Step<()> {
+    /// Whether an entry of the log tells that this is an extent of this host.
+    fn is_told_by(&self, entry: LogEntry) -> bool {
+        let log = entry.of_span().ok().flatten();
+        log.is_some_and(|log| log.op == LogOp::Alloc && Some(log.run) == self.run() && log.host == self.host)
+    }
+
+    fn give_shut(&mut self, cache: &mut NodeCache, gift: Gift) -> Step<()> {
+        if let Some(key) = self.left {
+            cache.leave(self.grant.chunk, key);
+        }
         let (give, action) = Give::begin(self.host, gift, self.lost, cache, self.mutation);
         self.post(State::Giving(give), action)
     }

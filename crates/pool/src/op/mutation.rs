@@ -66,13 +66,17 @@ pub enum Mutation {
     SkipOwners,
     /// K: give back without striking out the key.
     SkipStrike,
+    /// A1: after a lost race believe that what was left of key and record is still there.
+    TrustLeft,
+    /// A1: go on remembering what was left where something else was taken.
+    KeepLeft,
     /// A9: keep what was taken of a stretch that cannot be had whole.
     KeepPart,
 }
 
 impl Mutation {
     /// All faults.
-    pub const ALL: [Self; 30] = [
+    pub const ALL: [Self; 32] = [
         Self::TakeFromStale,
         Self::SkipOpen,
         Self::EnterClosed,
@@ -102,6 +106,8 @@ impl Mutation {
         Self::SkipOwner,
         Self::SkipOwners,
         Self::SkipStrike,
+        Self::TrustLeft,
+        Self::KeepLeft,
         Self::KeepPart,
     ];
 

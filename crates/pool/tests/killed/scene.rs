@@ -1,6 +1,7 @@
 //! A node, a host that lives, and one after another of which each dies at the next step.
 
 use std::cell::{Cell, RefCell};
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -55,12 +56,16 @@ pub struct Scene {
     living: RefCell<Living>,
     /// Of the next victim.
     epoch: Cell<u64>,
+    /// Keys that the dead were told.
+    told: RefCell<HashSet<Key>>,
 }
 
 /// The host that lives, and what it holds.
 struct Living {
     client: PoolClient,
     held: Vec<Extent>,
+    /// Keys of all that it ever took.
+    told: HashSet<Key>,
     data: Arc<Memory>,
     local: LocalKey,
 }
@@ -73,20 +78,29 @@ impl Scene {
         let data = Arc::new(Memory::create("data", 2 << 20).expect("memory"));
         let endpoint = client.endpoint(NODE).expect("it is connected");
         let local = endpoint.register_local(Arc::clone(&data)).expect("room");
-        let mut living = Living { client, held: Vec::new(), data, local };
+        let mut living = Living { client, held: Vec::new(), told: HashSet::new(), data, local };
         for k in HELD {
             let extent = living.take(k).expect("all is free");
             living.held.push(extent);
         }
-        Self { _folder: folder, target, reach, donation, living: RefCell::new(living), epoch: Cell::new(1) }
+        Self {
+            _folder: folder,
+            target,
+            reach,
+            donation,
+            living: RefCell::new(living),
+            epoch: Cell::new(1),
+            told: RefCell::default(),
+        }
     }
 
     /// Let a victim end at that step, and clear up after it; false if it came to the end of its life before.
     pub fn play(&self, step: usize, moment: Moment, end: End, heir: Heir) -> bool {
         let epoch = self.epoch.replace(self.epoch.get() + 1);
         self.let_an_earlier_one_die(epoch);
-        let child = victim::start(&self.reach, epoch, step, moment, end);
+        let mut child = victim::start(&self.reach, epoch, step, moment, end);
         let has_ended = !wait_for(child.pid, end);
+        self.told.borrow_mut().extend(victim::told(&mut child));
         self.target.fence(VICTIM, epoch);
         let when = format!("step {step}, {moment:?}, {end:?}");
         for dead in [VICTIM, EARLIER] {
@@ -124,7 +138,7 @@ impl Scene {
     /// A victim that writes all the while is stopped, most often in the middle of that, and shut out; whether it was ended where it stood.
     pub fn stop_in_the_middle(&self) -> bool {
         let epoch = self.epoch.replace(self.epoch.get() + 1);
-        let child = victim::start(&self.reach, epoch, usize::MAX, Moment::Before, End::Write);
+        let mut child = victim::start(&self.reach, epoch, usize::MAX, Moment::Before, End::Write);
         let layout = self.donation.layout;
         let written = (0..layout.sections())
             .map(|section| layout.chunk_data_at(section * SECTION_CHUNKS))
@@ -141,6 +155,7 @@ impl Scene {
         }
         kill_process(child.pid, Signal::STOP).expect("it is there");
         assert!(wait_for(child.pid, End::Stop));
+        self.told.borrow_mut().extend(victim::told(&mut child));
         self.target.fence(VICTIM, epoch);
         let mut recoverer = connect(&self.reach, Host(4), 1);
         assert_eq!(recoverer.recover(NODE, VICTIM).expect("the node lives").extents, 1);
@@ -169,36 +184,37 @@ impl Scene {
     fn let_an_earlier_one_die(&self, epoch: u64) {
         let mut earlier = connect(&self.reach, EARLIER, epoch);
         for k in [0, 1, 4, 6] {
-            earlier.allocate(NODE, SizeClass::new(k).expect("a class")).expect("there is room");
+            let extent = earlier.allocate(NODE, SizeClass::new(k).expect("a class")).expect("there is room");
+            self.told.borrow_mut().insert(extent.key);
         }
         drop(earlier);
         self.target.fence(EARLIER, epoch);
     }
 
-    /// Nothing is left of anybody but the living: no chunk, and no key.
+    /// Nothing is left of anybody but the living: no chunk, and no key that anybody was told.
     fn all_else_is_free(&self, when: &str) {
         let living = self.living.borrow();
         let held: u64 = living.held.iter().map(|extent| extent.class.bytes()).sum();
         let layout = self.donation.layout;
         assert_eq!(self.donation.free_bytes(), layout.data_bytes() - held, "{when}");
-        let keys: Vec<Key> = (0..layout.sections() * SECTION_ENTRIES)
+        let bound: HashSet<Key> = (0..layout.sections() * SECTION_ENTRIES)
             .map(|entry| {
                 let at = usize::try_from(layout.word_at(WordAt::Key(entry))).expect("it is mapped");
                 KeyEntry(self.donation.memory.atomic_u64(at).load(Ordering::SeqCst)).key()
             })
-            .filter(|key| *key != Key(0))
             .collect();
-        let mut ours: Vec<Key> = living.held.iter().map(|extent| extent.key).collect();
-        let mut found = keys;
-        ours.sort_unstable_by_key(|key| key.0);
-        found.sort_unstable_by_key(|key| key.0);
-        assert_eq!(found, ours, "{when}: keys");
+        let ours: HashSet<Key> = living.held.iter().map(|extent| extent.key).collect();
+        assert!(ours.is_subset(&bound), "{when}: {:?} are not bound", ours.difference(&bound));
+        let told = self.told.borrow();
+        let mut dead = told.union(&living.told).filter(|key| !ours.contains(key));
+        assert_eq!(dead.find(|key| bound.contains(key)), None, "{when}: a key that was told is bound still");
     }
 }
 
 impl Living {
     fn take(&mut self, k: u8) -> Option<Extent> {
         let extent = self.client.allocate(NODE, SizeClass::new(k).expect("a class")).ok()?;
+        self.told.insert(extent.key);
         for at in places(&extent) {
             self.data.write(at, &stamp(&extent, at).to_le_bytes());
         }

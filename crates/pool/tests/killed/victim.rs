@@ -1,14 +1,14 @@
 //! The host that is killed: it takes and gives back extents of all sizes, writes them, and recovers another, until its end.
 
-use std::io::Read;
-use std::process::{ChildStdin, Command, Stdio};
+use std::io::{Read, Write};
+use std::process::{ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
 use aquifer_fabric::{
-    Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, PostError, Reach, RemoteAddr, Tenant,
-    Verb, Work, forward_endpoint,
+    Completion, Endpoint, Host, Identity, Key, LocalKey, LocalSlice, Memory, PostError, Reach, RemoteAddr,
+    Tenant, Verb, Work, forward_endpoint,
 };
 use aquifer_pool::{Extent, NodeId, PoolClient, PoolError, SizeClass};
 use rustix::process::{Pid, Signal, getpid, kill_process};
@@ -46,6 +46,8 @@ pub struct Victim {
     pub pid: Pid,
     /// As long as this is open it does not go on after it was stopped.
     pub leash: ChildStdin,
+    /// The keys that it was told, one by one: see [`told`].
+    pub told: ChildStdout,
 }
 
 /// Start one that ends so.
@@ -54,10 +56,32 @@ pub fn start(reach: &Reach, epoch: u64, step: usize, moment: Moment, end: End) -
     let fate = format!("{} {} {epoch} {step} {moment:?} {end:?}", reach.provider(), reach.address());
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command.args(["--exact", "victim", "--nocapture"]).env(VARIABLE, fate);
-    command.stdout(Stdio::null()).stdin(Stdio::piped());
+    command.stdout(Stdio::piped()).stdin(Stdio::piped());
     let mut child = command.spawn().expect("it can be started");
     let pid = Pid::from_raw(i32::try_from(child.id()).expect("a process")).expect("a process");
-    Victim { pid, leash: child.stdin.take().expect("it is piped") }
+    let (leash, told) = (child.stdin.take(), child.stdout.take());
+    Victim { pid, leash: leash.expect("it is piped"), told: told.expect("it is piped") }
+}
+
+/// Before each key that a victim was told, in what it says.
+const TOLD: &str = "told ";
+
+/// The extent is the victim's, and it knows the key.
+fn tell(extent: &Extent) {
+    let mut stdout = std::io::stdout().lock();
+    writeln!(stdout, "{TOLD}{}", extent.key.0).and_then(|()| stdout.flush()).expect("it is heard");
+}
+
+/// The keys that a victim was told that has ended, or stands still.
+pub fn told(victim: &mut Victim) -> impl Iterator<Item = Key> + use<> {
+    rustix::io::ioctl_fionbio(&victim.told, true).expect("it is a pipe");
+    let mut said = Vec::new();
+    // To its end, or as far as it has got.
+    let _ = victim.told.read_to_end(&mut said);
+    let said = String::from_utf8(said).expect("it is text");
+    let keys: Vec<Key> =
+        said.lines().filter_map(|line| Some(Key(line.strip_prefix(TOLD)?.parse().ok()?))).collect();
+    keys.into_iter()
 }
 
 /// Do what was asked for, if this process was started for it.
@@ -89,6 +113,7 @@ fn write_for_ever(client: &mut PoolClient) -> Result<(), PoolError> {
     memory.write(0, &[0xee; DATA_BYTES]);
     let local = client.endpoint(NODE).expect("it is connected").register_local(memory).expect("room");
     let section = client.allocate(NODE, SizeClass::SECTION)?;
+    tell(&section);
     while client.endpoint(NODE).is_some_and(|endpoint| !endpoint.is_broken()) {
         write(client, &section, local);
         // Who is shut out is told so.
@@ -105,6 +130,7 @@ fn live(client: &mut PoolClient) -> Result<(), PoolError> {
     let local = endpoint.register_local(memory).expect("room");
     let take = |client: &mut PoolClient, k: u8| -> Result<Extent, PoolError> {
         let extent = client.allocate(NODE, SizeClass::new(k).expect("a class"))?;
+        tell(&extent);
         write(client, &extent, local);
         Ok(extent)
     };
@@ -118,6 +144,11 @@ fn live(client: &mut PoolClient) -> Result<(), PoolError> {
     client.free(first)?;
     client.free(half)?;
     client.free(span)?;
+    // Chunks are taken again as they were left, and not.
+    for k in [0, 0, 4, 1] {
+        let again = take(client, k)?;
+        client.free(again)?;
+    }
     // Spans are filled, so that others must be opened, and emptied again.
     let halves = (0..7).map(|_| take(client, 4)).collect::<Result<Vec<_>, _>>()?;
     client.free(other)?;
@@ -129,9 +160,12 @@ fn live(client: &mut PoolClient) -> Result<(), PoolError> {
     client.free(section)?;
     let many = client.allocate_many(NODE, SizeClass::CHUNK, 3)?;
     let spans = client.allocate_many(NODE, SizeClass::SPAN, 2)?;
-    client.free_many(NODE, &[many, spans].concat())?.into_iter().collect::<Result<(), _>>()?;
+    let several = [many, spans].concat();
+    several.iter().for_each(tell);
+    client.free_many(NODE, &several)?.into_iter().collect::<Result<(), _>>()?;
     client.recover(NODE, EARLIER)?;
     let stretch = client.allocate_stretch(NODE, 2)?;
+    tell(&stretch.first);
     for section in stretch.extents() {
         write(client, &section, local);
         client.free(section)?;

@@ -35,6 +35,8 @@ pub struct Seen {
     several: u64,
     stretches: u64,
     freed_together: u64,
+    /// Extents that were taken again as they were left.
+    taken_as_left: u64,
     /// Sections that it has withdrawn while others went on, and lent again.
     withdrawn: u64,
     lent: u64,
@@ -56,6 +58,7 @@ impl Seen {
         self.several += other.several;
         self.stretches += other.stretches;
         self.freed_together += other.freed_together;
+        self.taken_as_left += other.taken_as_left;
         self.lent += other.lent;
     }
 
@@ -65,6 +68,7 @@ impl Seen {
         assert!(self.crashed_in_operation >= 1000 && self.full >= 100, "{self:?}");
         assert!(self.recovered >= 1000 && self.crashed_recovering >= 20, "{self:?}");
         assert!(self.several >= 1000 && self.stretches >= 100 && self.freed_together >= 1000, "{self:?}");
+        assert!(self.taken_as_left >= 1000, "{self:?}");
         assert!(self.cleared >= 1000 && self.withdrawn >= 1000 && self.lent >= 1000, "{self:?}");
     }
 }
@@ -106,6 +110,7 @@ pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
         let crashes = crashes.map(|at| (at == burst).then(|| schedule.rng.below(rounds * 12)));
         schedule.play(rounds, crashes)?;
         schedule.hints_are_right()?;
+        schedule.all_is_opened()?;
     }
     schedule.give_all_back()?;
     schedule.recover_all()?;
@@ -113,6 +118,7 @@ pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
     schedule.nothing_is_lost()?;
     schedule.wrong_frees_are_refused()?;
     schedule.all_can_be_taken_again()?;
+    schedule.seen.taken_as_left = schedule.shadow.taken_as_left;
     Ok(schedule.seen)
 }
 
@@ -418,6 +424,15 @@ impl Schedule {
             let said_full = mode == Mode::Chunks && state == SpanState::Full;
             let right = !said_full || self.shadow.span(span).is_full() || anyone_dead;
             ensure!(right, "span {span} is said to be full for ever, and is not");
+        }
+        Ok(())
+    }
+
+    /// What clients hold is theirs to read and write.
+    fn all_is_opened(&self) -> Result<(), String> {
+        for client in self.clients.iter().filter(|client| client.alive) {
+            let mut held = client.owned.iter().chain(&client.kept);
+            held.try_for_each(|grant| self.shadow.is_opened(&self.donation.memory, grant, client.tenant))?;
         }
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! The model: what the control words must mean, derived from their inline logs alone; and whether words and full log together tell at
 //! every moment who holds what, as a host that recovers must find it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use aquifer_fabric::{Host, Key, KeyEntry, Memory, Tenant};
 use aquifer_pool::layout::Layout;
@@ -54,6 +54,12 @@ pub struct Shadow {
     pub dead: Vec<Host>,
     /// Whose data a chunk may have in it; nobody's if it was cleared since.
     pub used_by: Vec<Option<Tenant>>,
+    /// Keys that clients were told, and where they open.
+    told: HashSet<(WordAt, Key)>,
+    /// Keys that were bound at chunks which nobody held, before anybody was told.
+    ahead: HashSet<(WordAt, Key)>,
+    /// Extents that were handed out under such a key.
+    pub taken_as_left: u64,
 }
 
 /// How an extent was taken.
@@ -97,6 +103,9 @@ impl Shadow {
             extents: BTreeMap::new(),
             dead: Vec::new(),
             used_by: vec![None; layout.chunks() as usize],
+            told: HashSet::new(),
+            ahead: HashSet::new(),
+            taken_as_left: 0,
         }
     }
 
@@ -143,8 +152,8 @@ impl Shadow {
         Ok(change)
     }
 
-    /// No key opens what nobody holds, or more or less than an extent.
-    fn keys_are_of_extents(&self, memory: &Memory) -> Verdict {
+    /// No key that anybody was told opens what nobody holds, or more or less than an extent.
+    fn keys_are_of_extents(&mut self, memory: &Memory) -> Verdict {
         for section in 0..self.layout.sections() {
             let first = section * SECTION_CHUNKS;
             let chunks = (first..first + SECTION_CHUNKS).map(|chunk| (WordAt::chunk_key(chunk), chunk));
@@ -159,21 +168,35 @@ impl Shadow {
                 let class = match self.extents.get(&chunk) {
                     Some((_, Extent::Chunks(run))) => run.order(),
                     Some((_, Extent::Whole(run))) => run.order() + SizeClass::SPAN.k(),
-                    None => return Err(format!("{at} opens chunk {chunk}, which begins no extent")),
+                    None if self.told.contains(&(at, key)) => {
+                        return Err(format!("{at} opens chunk {chunk}, which begins no extent"));
+                    }
+                    None => {
+                        self.ahead.insert((at, key));
+                        continue;
+                    }
                 };
-                ensure!(key.class() == Some(class), "{at} has {key:?} for an extent of class {class}");
+                let is_right = key.class() == Some(class) || !self.told.contains(&(at, key));
+                ensure!(is_right, "{at} has {key:?} for an extent of class {class}");
             }
         }
         Ok(())
     }
 
+    /// What a client of this tenant holds is opened by its key.
+    pub fn is_opened(&self, memory: &Memory, grant: &Grant, tenant: Tenant) -> Verdict {
+        let entry = KeyEntry(self.load(memory, WordAt::key_of(*grant)));
+        let is_right = entry == KeyEntry::opened(grant.key, tenant);
+        ensure!(is_right, "{grant:?} is not opened by its key: {entry:?}");
+        Ok(())
+    }
+
     /// An extent is handed out to a client of this tenant.
     pub fn handed_out(&mut self, memory: &Memory, grant: &Grant, tenant: Tenant) -> Verdict {
-        let entry = KeyEntry(self.load(memory, WordAt::key_of(*grant)));
-        ensure!(
-            entry == KeyEntry::opened(grant.key, tenant),
-            "{grant:?} is not opened by its key: {entry:?}"
-        );
+        self.is_opened(memory, grant, tenant)?;
+        let at = WordAt::key_of(*grant);
+        ensure!(self.told.insert((at, grant.key)), "{grant:?}: somebody was told of that key before");
+        self.taken_as_left += u64::from(self.ahead.contains(&(at, grant.key)));
         for chunk in grant.chunk..grant.chunk + grant.class.chunks() {
             let used_by = self.used_by[chunk as usize].replace(tenant);
             let may = used_by.is_none_or(|user| user == tenant);

@@ -98,7 +98,9 @@ impl Account {
                 && SpanWord(desired).log().ok().flatten().is_some_and(|log| log.op == LogOp::Ready)
         };
         self.wanted_for = match *action {
-            Action::Cas { at: WordAt::Key(_), .. } | Action::Strike(_) => For::Keys,
+            Action::Cas { at: WordAt::Key(_), .. }
+            | Action::CasThen { at: WordAt::Key(_), .. }
+            | Action::Strike(_) => For::Keys,
             Action::Cas { at: WordAt::Log(_), .. } | Action::Probe { at: WordAt::Log(_) } => For::Log,
             // F6, and A0 of what another left.
             Action::Cas { at, desired, .. } if is_ready(at, desired) => For::Log,
@@ -133,6 +135,8 @@ impl Account {
     fn spared(&self, action: &Action) -> u64 {
         let (keys, log) = (u64::from(!self.has(For::Keys)), u64::from(!self.has(For::Log)));
         match action {
+            // Whether the log tells of what is given back.
+            Action::CasThen { then: WordAt::Log(_), .. } => log,
             // The entry that says whose the span is.
             Action::CasThen { .. } => keys,
             Action::Survey { count, .. } => keys * u64::from(*count),

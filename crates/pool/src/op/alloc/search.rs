@@ -44,7 +44,7 @@ impl Search {
 
 impl AllocOp {
     /// Find something to take, in what we remember, then in what there is, then where it is crowded.
-    pub(super) fn search(&mut self, cache: &NodeCache) -> Step<Grant> {
+    pub(super) fn search(&mut self, cache: &mut NodeCache) -> Step<Grant> {
         if let Some(only) = self.only {
             return self.search_only(cache, only);
         }
@@ -88,7 +88,7 @@ impl AllocOp {
     }
 
     /// The only group that is wanted, if it is free by what is remembered, or else by what there is.
-    fn search_only(&mut self, cache: &NodeCache, only: Only) -> Step<Grant> {
+    fn search_only(&mut self, cache: &mut NodeCache, only: Only) -> Step<Grant> {
         let Only { section, group, key } = only;
         let is_foreign = key.is_some() && cache.has_foreign(section, group);
         if !is_foreign && cache.section(section).all(group, SpanState::Empty) {

@@ -44,12 +44,6 @@ impl Held {
         }
     }
 
-    /// Whether somebody is at it, or was when he died.
-    #[must_use]
-    pub const fn is_between(&self) -> bool {
-        !matches!(self, Self::Extent(_))
-    }
-
     /// The section that it is in.
     #[must_use]
     pub const fn section(&self) -> u32 {

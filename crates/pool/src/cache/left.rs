@@ -1,0 +1,67 @@
+//! What a client has left at chunks that it gave back: the key that opens each from the next time on, bound already, and a record in the log that says that it is
+//! this host's. Whoever takes it again as it was has nothing to write.
+//!
+//! Nobody else has changed either as long as the span's word is as this client remembers it: that is for its owner to see to.
+
+use std::collections::HashMap;
+
+use aquifer_fabric::Key;
+
+use crate::size::{SPAN_CHUNKS, SizeClass};
+
+/// Most spans of which something is remembered: half a megabyte.
+const SPANS_MAX: usize = 4096;
+
+/// Keys by chunk, none where nothing was left.
+type Keys = [Key; SPAN_CHUNKS as usize];
+
+#[derive(Clone, Default)]
+pub(super) struct Left {
+    spans: HashMap<u32, Box<Keys>>,
+}
+
+impl std::fmt::Debug for Left {
+    /// Keys stay out of logs.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Left in {} spans", self.spans.len())
+    }
+}
+
+impl Left {
+    /// This is the next key of what begins with a chunk; its class is that of what was given back.
+    pub fn leave(&mut self, chunk: u32, key: Key) {
+        let span = chunk / SPAN_CHUNKS;
+        if self.spans.len() >= SPANS_MAX && !self.spans.contains_key(&span) {
+            // Rather begin anew than keep account of which is old.
+            self.spans.clear();
+        }
+        self.spans.entry(span).or_insert_with(|| Box::new([Key(0); SPAN_CHUNKS as usize]))[place(chunk)] =
+            key;
+    }
+
+    /// The key that was left for an extent of this size.
+    pub fn key(&self, chunk: u32, class: SizeClass) -> Option<Key> {
+        let key = self.spans.get(&(chunk / SPAN_CHUNKS))?[place(chunk)];
+        (key.class() == Some(class.k())).then_some(key)
+    }
+
+    /// Something that begins with this chunk was taken.
+    pub fn forget(&mut self, chunk: u32) {
+        if let Some(keys) = self.spans.get_mut(&(chunk / SPAN_CHUNKS)) {
+            keys[place(chunk)] = Key(0);
+        }
+    }
+
+    /// Others may have changed what is in a span.
+    pub fn forget_span(&mut self, span: u32) {
+        self.spans.remove(&span);
+    }
+
+    pub fn forget_all(&mut self) {
+        self.spans.clear();
+    }
+}
+
+fn place(chunk: u32) -> usize {
+    (chunk % SPAN_CHUNKS) as usize
+}
