@@ -94,9 +94,7 @@ impl NodeCache {
     /// Remember a node as empty, and nothing as certain, for a client of `tenant`. `salt` decides where its searches begin, so that clients spread.
     #[must_use]
     pub fn new(layout: &Layout, salt: u64, tenant: Tenant, nonces: Nonces) -> Self {
-        // Fibonacci hashing: the high half of the product is well mixed for small salts.
-        let hash = salt.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-        let start = u32::try_from(hash % u64::from(layout.sections())).unwrap_or(0);
+        let start = section_of(salt.wrapping_add(1), layout.sections());
         Self {
             sections: vec![SectionWord::default(); layout.sections() as usize],
             spans: vec![SpanWord::default(); layout.spans() as usize],
@@ -303,6 +301,18 @@ impl NodeCache {
         self.left.key(chunk, class)
     }
 
+    /// Of what this client gave back last, and can take again as it was: in a span that is open still.
+    pub(crate) fn take_left(&mut self, class: SizeClass) -> Option<Candidate> {
+        while let Some(chunk) = self.left.take_recent(class) {
+            let (span, first) = (chunk / SPAN_CHUNKS, u8::try_from(chunk % SPAN_CHUNKS).unwrap_or(0));
+            let (word, run) = (self.span(span), Run::new(first, class.order())?);
+            if !word.is_closed() && word.bits() & run.mask() == 0 {
+                return Some(Candidate::Chunks { span, run });
+            }
+        }
+        None
+    }
+
     /// What begins with this chunk was taken.
     pub(crate) fn forget_left(&mut self, chunk: u32) {
         self.left.forget(chunk);
@@ -390,9 +400,7 @@ impl NodeCache {
     /// Begin the next search somewhere else, where other hosts do not.
     pub(crate) fn scatter_start(&mut self, class: SizeClass, host: Host) {
         let start = u64::from(self.start(class));
-        let mixed = (start << 12 | u64::from(host.0)).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-        let section = mixed % u64::from(self.section_count()).max(1);
-        self.set_start(class, u32::try_from(section).unwrap_or(0));
+        self.set_start(class, section_of(start << 12 | u64::from(host.0), self.section_count()));
     }
 
     /// What to take of a section; `avoid` is a span at which the caller lost too many races. Contended spans are
@@ -465,6 +473,12 @@ impl NodeCache {
         let word = self.section(section);
         word.has(SpanState::Partial) || word.has(SpanState::Contended)
     }
+}
+
+/// A section for each number, far apart for numbers that follow one another (Fibonacci hashing: the first bits of the product count).
+fn section_of(number: u64, sections: u32) -> u32 {
+    let hash = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+    u32::try_from((hash * u64::from(sections)) >> 32).unwrap_or(0)
 }
 
 fn place_of(span: u32) -> u16 {

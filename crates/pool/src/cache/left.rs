@@ -3,7 +3,7 @@
 //!
 //! Nobody else has changed either as long as the span's word is as this client remembers it: that is for its owner to see to.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 
 use aquifer_fabric::Key;
 
@@ -11,6 +11,10 @@ use crate::size::{SPAN_CHUNKS, SizeClass};
 
 /// Most spans of which something is remembered: half a megabyte.
 const SPANS_MAX: usize = 4096;
+/// Most places of one size that are tried before others: what was left longest ago is found as anything else is.
+const RECENT_MAX: usize = 4096;
+/// Sizes of extents within a span.
+const CLASSES: usize = SizeClass::SPAN.k() as usize;
 
 /// Keys by chunk, none where nothing was left.
 type Keys = [Key; SPAN_CHUNKS as usize];
@@ -18,6 +22,8 @@ type Keys = [Key; SPAN_CHUNKS as usize];
 #[derive(Clone, Default)]
 pub(super) struct Left {
     spans: HashMap<u32, Box<Keys>>,
+    /// For each size where something was left, the latest last; and perhaps where something has been taken since.
+    recent: [VecDeque<u32>; CLASSES],
 }
 
 impl std::fmt::Debug for Left {
@@ -35,6 +41,12 @@ impl Left {
             // Rather begin anew than keep account of which is old.
             self.spans.clear();
         }
+        if let Some(recent) = key.class().and_then(|class| self.recent.get_mut(usize::from(class))) {
+            if recent.len() >= RECENT_MAX {
+                recent.pop_front();
+            }
+            recent.push_back(chunk);
+        }
         self.spans.entry(span).or_insert_with(|| Box::new([Key(0); SPAN_CHUNKS as usize]))[place(chunk)] =
             key;
     }
@@ -43,6 +55,18 @@ impl Left {
     pub fn key(&self, chunk: u32, class: SizeClass) -> Option<Key> {
         let key = self.spans.get(&(chunk / SPAN_CHUNKS))?[place(chunk)];
         (key.class() == Some(class.k())).then_some(key)
+    }
+
+    /// Where an extent of this size was left last; no call tells of the same.
+    pub fn take_recent(&mut self, class: SizeClass) -> Option<u32> {
+        let recent = self.recent.get_mut(usize::from(class.k()))?;
+        while let Some(chunk) = recent.pop_back() {
+            let keys = self.spans.get(&(chunk / SPAN_CHUNKS));
+            if keys.is_some_and(|keys| keys[place(chunk)].class() == Some(class.k())) {
+                return Some(chunk);
+            }
+        }
+        None
     }
 
     /// Something that begins with this chunk was taken.
@@ -59,6 +83,7 @@ impl Left {
 
     pub fn forget_all(&mut self) {
         self.spans.clear();
+        self.recent = Default::default();
     }
 }
 

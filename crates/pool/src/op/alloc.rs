@@ -377,7 +377,8 @@ impl AllocOp {
         }
         if let Some(key) = posted.key {
             cache.settle(at);
-            return Ok(self.recorded(cache, Grant { chunk, class: self.class, key }));
+            let grant = Grant { chunk, class: self.class, key };
+            return Ok(if ours { self.recorded(cache, grant) } else { self.hint(cache, grant, None) });
         }
         let key = cache.fresh_key(self.class);
         Ok(self.record(cache, Grant { chunk, class: self.class, key }))
@@ -519,19 +520,24 @@ impl AllocOp {
         Writes::default().and_run(spans(opened))
     }
 
-    /// The extent is ours, and the log knows it.
+    /// The extent is ours, and the log knows it. The next search begins here.
     fn recorded(&mut self, cache: &mut NodeCache, grant: Grant) -> Step<Grant> {
         let before = cache.start(self.class);
         cache.set_start(self.class, grant.chunk / SECTION_CHUNKS);
         if !self.class.is_within_span() {
             return Step::Done(Ok(grant));
         }
+        let filled = if self.has_opened { cache.take_filled(before) } else { None };
+        self.hint(cache, grant, filled)
+    }
+
+    /// A4–A6 of another span that was filled, or C2; and that is all.
+    fn hint(&mut self, cache: &mut NodeCache, grant: Grant, filled: Option<u32>) -> Step<Grant> {
         let span = grant.chunk / SPAN_CHUNKS;
         // A span that was filled may have room again soon. That it is full is said when another had to be opened in its place.
         if cache.span(span).is_full() && cache.state_of(span) != SpanState::Full {
             cache.note_filled(span);
         }
-        let filled = if self.has_opened { cache.take_filled(before) } else { None };
         let calm = self.losing.is_none_or(|(last, _)| last != span);
         let hint = match filled {
             Some(filled) => Hint::filled(filled, cache, self.mutation),

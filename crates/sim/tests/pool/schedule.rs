@@ -88,7 +88,8 @@ struct Schedule {
 }
 
 /// Mixes of sizes, each to bring some part of the protocol to a boil.
-const MIXES: [&[u8]; 8] = [
+const MIXES: [&[u8]; 9] = [
+    &[4, 4, 5],
     &[0],
     &[0, 0, 0, 1, 4],
     &[4, 4, 4, 3],

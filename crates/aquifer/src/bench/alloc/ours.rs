@@ -8,6 +8,7 @@ use aquifer_pool::SizeClass;
 use aquifer_pool::cache::{NodeCache, Nonces};
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{Action, AllocOp, FreeOp, Grant, Machine, Step, StepResult, WordAt};
+use aquifer_pool::word::{LogOp, SectionWord, SpanWord};
 
 use super::ladder::{Account, Rung};
 use super::ways::{Wish, pick};
@@ -45,7 +46,7 @@ pub struct OurClient {
     account: Account,
     /// The last action lost a race at a control word, and nothing is taken yet.
     has_lost: bool,
-    /// Something is taken: its record is written.
+    /// Something is taken: what comes yet are hints.
     has_taken: bool,
     asked: Option<Asked>,
     /// What the agent keeps ready: as much as its program has given back, which is less than a service would keep.
@@ -118,14 +119,14 @@ impl OurClient {
     pub fn arrive(&mut self, world: &mut World) -> Arrived {
         let (Some(action), None) = (self.action, self.asked) else { return plain(0) };
         let arrived = world.nodes[self.node].carry_out(&action, &mut self.heard);
-        let is_at_word = match action {
-            Action::Cas { at, .. } | Action::CasThen { at, .. } => {
-                matches!(at, WordAt::Span(_) | WordAt::Section(_))
-            }
-            _ => false,
+        let takes = match action {
+            Action::Cas { at, desired, .. }
+            | Action::CasThen { at, desired, .. }
+            | Action::WriteThen { at, desired, .. } => takes(at, desired),
+            _ => None,
         };
-        self.has_taken |= matches!(action, Action::Write(_));
-        self.has_lost = is_at_word && arrived.lost > 0 && !self.has_taken;
+        self.has_taken |= takes == Some(true) && arrived.lost == 0;
+        self.has_lost = takes.is_some() && arrived.lost > 0 && !self.has_taken;
         self.account.charge(&action, arrived)
     }
 
@@ -208,4 +209,14 @@ impl OurClient {
         self.account.note(&action);
         self.action = Some(action);
     }
+}
+
+/// Whether a CAS takes an extent, if it is one of a control word.
+fn takes(at: WordAt, desired: u64) -> Option<bool> {
+    let log = match at {
+        WordAt::Span(_) => SpanWord(desired).log(),
+        WordAt::Section(_) => SectionWord(desired).log(),
+        WordAt::Log(_) | WordAt::Key(_) => return None,
+    };
+    Some(log.ok().flatten().is_some_and(|log| log.op == LogOp::Alloc))
 }

@@ -48,6 +48,11 @@ impl AllocOp {
         if let Some(only) = self.only {
             return self.search_only(cache, only);
         }
+        if self.search.pass == Pass::Remembered
+            && let Some(left) = cache.take_left(self.class)
+        {
+            return self.attempt(cache, 0, left);
+        }
         let count = cache.section_count();
         let is_stale = self.lost >= if self.class.is_within_span() { STALE_AFTER } else { STALE_AFTER_WHOLE };
         if self.search.pass == Pass::Remembered && is_stale {
