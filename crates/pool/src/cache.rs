@@ -290,10 +290,9 @@ impl NodeCache {
         self.left.forget_span(span);
     }
 
-    /// This client is about to give back what begins with a chunk, of its span's word as it is remembered; its next key is bound, and the log tells that it is this
-    /// host's.
-    pub(crate) fn leave(&mut self, chunk: u32, key: Key) {
-        self.left.leave(chunk, key);
+    /// This client is about to give an extent back, by its word as it is remembered; its next key is bound, and the log tells that it is this host's.
+    pub(crate) fn leave(&mut self, chunk: u32, class: SizeClass, key: Key) {
+        self.left.leave(chunk, class, key);
     }
 
     /// The key by which an extent opens that this client gave back, when it takes it again.
@@ -301,21 +300,32 @@ impl NodeCache {
         self.left.key(chunk, class)
     }
 
-    /// Of what this client gave back last, and can take again as it was: in a span that is open still.
-    pub(crate) fn take_left(&mut self, class: SizeClass) -> Option<Candidate> {
+    /// Of what this client gave back last, and can take again as it was, in which section it is; a chunk only of a span that is open still.
+    pub(crate) fn take_left(&mut self, class: SizeClass) -> Option<(u32, Candidate)> {
         while let Some(chunk) = self.left.take_recent(class) {
-            let (span, first) = (chunk / SPAN_CHUNKS, u8::try_from(chunk % SPAN_CHUNKS).unwrap_or(0));
-            let (word, run) = (self.span(span), Run::new(first, class.order())?);
-            if !word.is_closed() && word.bits() & run.mask() == 0 {
-                return Some(Candidate::Chunks { span, run });
+            let (section, span) = (chunk / SECTION_CHUNKS, chunk / SPAN_CHUNKS);
+            let first = if class.is_within_span() { chunk % SPAN_CHUNKS } else { span % SECTION_SPANS };
+            let run = Run::new(u8::try_from(first).ok()?, class.order())?;
+            let word = self.span(span);
+            if !class.is_within_span() {
+                if self.section(section).all(run, SpanState::Empty) {
+                    return Some((section, Candidate::Whole { group: run }));
+                }
+            } else if !word.is_closed() && word.bits() & run.mask() == 0 {
+                return Some((section, Candidate::Chunks { span, run }));
             }
         }
         None
     }
 
-    /// What begins with this chunk was taken.
-    pub(crate) fn forget_left(&mut self, chunk: u32) {
-        self.left.forget(chunk);
+    /// An extent was taken.
+    pub(crate) fn forget_left(&mut self, chunk: u32, class: SizeClass) {
+        self.left.forget(chunk, class);
+    }
+
+    /// This client writes the entries of spans.
+    pub(crate) fn forget_whole(&mut self, spans: std::ops::Range<u32>) {
+        spans.for_each(|span| self.left.forget_whole(span));
     }
 
     /// For whom this client takes memory.

@@ -1,7 +1,8 @@
-//! What a client has left at chunks that it gave back: the key that opens each from the next time on, bound already, and a record in the log that says that it is
+//! What a client has left where it gave something back: the key that opens it from the next time on, bound already, and a record in the log that says that it is
 //! this host's. Whoever takes it again as it was has nothing to write.
 //!
-//! Nobody else has changed either as long as the span's word is as this client remembers it: that is for its owner to see to.
+//! Nobody else has changed either as long as the word is as this client remembers it, that of the span or, for whole spans, of the section: that is for the owner of
+//! this to see to.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -13,17 +14,17 @@ use crate::size::{SPAN_CHUNKS, SizeClass};
 const SPANS_MAX: usize = 4096;
 /// Most places of one size that are tried before others: what was left longest ago is found as anything else is.
 const RECENT_MAX: usize = 4096;
-/// Sizes of extents within a span.
-const CLASSES: usize = SizeClass::SPAN.k() as usize;
 
-/// Keys by chunk, none where nothing was left.
-type Keys = [Key; SPAN_CHUNKS as usize];
+/// Keys of what begins in a span, none where nothing was left: by chunk, of a group of spans, of the section.
+type Keys = [Key; SECTION + 1];
+const GROUP: usize = SPAN_CHUNKS as usize;
+const SECTION: usize = GROUP + 1;
 
 #[derive(Clone, Default)]
 pub(super) struct Left {
     spans: HashMap<u32, Box<Keys>>,
     /// For each size where something was left, the latest last; and perhaps where something has been taken since.
-    recent: [VecDeque<u32>; CLASSES],
+    recent: [VecDeque<u32>; SizeClass::COUNT as usize],
 }
 
 impl std::fmt::Debug for Left {
@@ -34,45 +35,48 @@ impl std::fmt::Debug for Left {
 }
 
 impl Left {
-    /// This is the next key of what begins with a chunk; its class is that of what was given back.
-    pub fn leave(&mut self, chunk: u32, key: Key) {
+    /// This is the next key of what begins with a chunk, and has this size.
+    pub fn leave(&mut self, chunk: u32, class: SizeClass, key: Key) {
         let span = chunk / SPAN_CHUNKS;
         if self.spans.len() >= SPANS_MAX && !self.spans.contains_key(&span) {
             // Rather begin anew than keep account of which is old.
             self.spans.clear();
         }
-        if let Some(recent) = key.class().and_then(|class| self.recent.get_mut(usize::from(class))) {
-            if recent.len() >= RECENT_MAX {
-                recent.pop_front();
-            }
-            recent.push_back(chunk);
+        self.spans.entry(span).or_insert_with(|| Box::new([Key(0); SECTION + 1]))[place(chunk, class)] = key;
+        let recent = &mut self.recent[usize::from(class.k())];
+        if recent.len() >= RECENT_MAX {
+            recent.pop_front();
         }
-        self.spans.entry(span).or_insert_with(|| Box::new([Key(0); SPAN_CHUNKS as usize]))[place(chunk)] =
-            key;
+        recent.push_back(chunk);
     }
 
     /// The key that was left for an extent of this size.
     pub fn key(&self, chunk: u32, class: SizeClass) -> Option<Key> {
-        let key = self.spans.get(&(chunk / SPAN_CHUNKS))?[place(chunk)];
+        let key = self.spans.get(&(chunk / SPAN_CHUNKS))?[place(chunk, class)];
         (key.class() == Some(class.k())).then_some(key)
     }
 
     /// Where an extent of this size was left last; no call tells of the same.
     pub fn take_recent(&mut self, class: SizeClass) -> Option<u32> {
-        let recent = self.recent.get_mut(usize::from(class.k()))?;
-        while let Some(chunk) = recent.pop_back() {
-            let keys = self.spans.get(&(chunk / SPAN_CHUNKS));
-            if keys.is_some_and(|keys| keys[place(chunk)].class() == Some(class.k())) {
+        loop {
+            let chunk = self.recent[usize::from(class.k())].pop_back()?;
+            if self.key(chunk, class).is_some() {
                 return Some(chunk);
             }
         }
-        None
     }
 
-    /// Something that begins with this chunk was taken.
-    pub fn forget(&mut self, chunk: u32) {
+    /// Something of this size that begins with this chunk was taken.
+    pub fn forget(&mut self, chunk: u32, class: SizeClass) {
         if let Some(keys) = self.spans.get_mut(&(chunk / SPAN_CHUNKS)) {
-            keys[place(chunk)] = Key(0);
+            keys[place(chunk, class)] = Key(0);
+        }
+    }
+
+    /// The span's own entries were written: no whole spans that begin there are as they were left.
+    pub fn forget_whole(&mut self, span: u32) {
+        if let Some(keys) = self.spans.get_mut(&span) {
+            keys[GROUP..].fill(Key(0));
         }
     }
 
@@ -82,11 +86,17 @@ impl Left {
     }
 
     pub fn forget_all(&mut self) {
-        self.spans.clear();
-        self.recent = Default::default();
+        *self = Self::default();
     }
 }
 
-fn place(chunk: u32) -> usize {
-    (chunk % SPAN_CHUNKS) as usize
+/// Each has its own entry for the key.
+const fn place(chunk: u32, class: SizeClass) -> usize {
+    if class.is_within_span() {
+        (chunk % SPAN_CHUNKS) as usize
+    } else if class.k() < SizeClass::SECTION.k() {
+        GROUP
+    } else {
+        SECTION
+    }
 }

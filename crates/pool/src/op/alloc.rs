@@ -1,5 +1,6 @@
 //! Taking an extent.
 
+mod record;
 mod search;
 
 use aquifer_fabric::{Host, Key, KeyEntry};
@@ -9,13 +10,13 @@ use super::give::{Gift, Give, Given};
 use super::hint::Hint;
 use super::ready::{Readied, Ready};
 use super::{
-    Action, CONTENDED_AFTER, Grant, Machine, Mutation, OpError, Part, Step, StepResult, WordAt, Writes,
-    damaged, lose, word_of,
+    Action, CONTENDED_AFTER, Grant, Machine, Mutation, OpError, Step, StepResult, WordAt, Writes, damaged,
+    lose, word_of,
 };
 use crate::cache::{Candidate, NodeCache, place_in_section};
 use crate::error::Damage;
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
-use crate::word::{LogEntry, LogOp, Run, SectionWord, SpanState, SpanWord};
+use crate::word::{LogOp, Run, SectionWord, SpanWord};
 use search::{Pass, Search};
 
 /// Takes one extent of a node. Dropped before it is done it may have taken one (the inline log says so).
@@ -52,7 +53,7 @@ struct Committing {
     commit: Commit,
     expected: u64,
     desired: u64,
-    /// If it takes chunks that this opens at once, and of which the log tells: because this client left it so, or by WRITEs that go with the CAS.
+    /// If it takes an extent that this opens at once, and of which the log tells: because this client left it so, or by WRITEs that go with the CAS.
     key: Option<Key>,
 }
 
@@ -294,33 +295,12 @@ impl AllocOp {
                     (left, Action::CasThen { at, expected, desired, then: WordAt::span_key(span) })
                 }
             }
+            (Commit::TakeWhole { section, group }, cas) if self.only.is_none() => {
+                (cache.left(first_of_group(section, group), self.class), cas)
+            }
             (_, cas) => (None, cas),
         };
         self.post(State::Committing(Committing { commit, expected, desired, key }), action)
-    }
-
-    /// What goes with A3, since nobody else can take anything in a span that we open: whose it is; and A8, if key and record are not there from the last time.
-    fn first_writes(
-        &self,
-        cache: &mut NodeCache,
-        (span, run): (u32, Run),
-        left: Option<Key>,
-        desired: u64,
-    ) -> (Key, Writes) {
-        let mut writes = Writes::default();
-        if self.mutation != Mutation::SkipOwner {
-            writes = writes.and(WordAt::span_key(span), KeyEntry::shut(cache.tenant()).0);
-        }
-        if let Some(key) = left {
-            return (key, writes);
-        }
-        let (chunk, key) = (first_of(span, run), cache.fresh_key(self.class));
-        writes = writes.and(WordAt::chunk_key(chunk), KeyEntry::opened(key, cache.tenant()).0);
-        if self.mutation != Mutation::SkipRecord {
-            let entry = LogEntry::of(desired, cache.nonce(self.host));
-            writes = writes.and(WordAt::chunk_entry(chunk), entry.0);
-        }
-        (key, writes)
     }
 
     fn committing(&mut self, cache: &mut NodeCache, posted: Committing, result: StepResult<'_>) -> Next {
@@ -336,17 +316,35 @@ impl AllocOp {
             }
             Commit::TakeWhole { section, group } => {
                 self.learn_section(cache, commit.at(), won, desired, found)?;
-                let chunk = section * SECTION_CHUNKS + u32::from(group.first()) * SPAN_CHUNKS;
-                if !won {
-                    return self.overtaken(cache);
+                if won {
+                    Ok(self.taken_whole(cache, (section, group), posted.key))
+                } else {
+                    self.overtaken(cache)
                 }
-                let key = match self.only {
-                    Some(only) => only.key.unwrap_or(Key(0)),
-                    None => cache.fresh_key(self.class),
-                };
-                Ok(self.record(cache, Grant { chunk, class: self.class, key }))
             }
         }
+    }
+
+    /// A7 has succeeded.
+    fn taken_whole(
+        &mut self,
+        cache: &mut NodeCache,
+        (section, group): (u32, Run),
+        left: Option<Key>,
+    ) -> Step<Grant> {
+        let (chunk, class) = (first_of_group(section, group), self.class);
+        if let Some(key) = left {
+            if self.mutation != Mutation::KeepLeft {
+                cache.forget_left(chunk, class);
+            }
+            cache.settle(WordAt::Section(section));
+            return Step::Done(Ok(Grant { chunk, class, key }));
+        }
+        let key = match self.only {
+            Some(only) => only.key.unwrap_or(Key(0)),
+            None => cache.fresh_key(class),
+        };
+        self.record(cache, Grant { chunk, class, key })
     }
 
     /// A1, or A3 if we opened the span, has succeeded.
@@ -361,12 +359,13 @@ impl AllocOp {
         let changed = cache.change_span(span, SpanWord(posted.desired));
         changed.map_err(|cause| damaged(at, posted.desired, cause))?;
         if self.mutation != Mutation::KeepLeft {
-            cache.forget_left(chunk);
+            cache.forget_left(chunk, self.class);
         }
         self.settle_opening(cache, span, ours);
         self.has_opened = ours;
         if ours {
             cache.learn_owner(span, KeyEntry::shut(cache.tenant()));
+            cache.forget_whole(span..span + 1);
         }
         // As long as we have something of the span, it stays its owner's.
         if let StepResult::FoundThen(_, entry) = result {
@@ -477,79 +476,6 @@ impl AllocOp {
         Ok(self.search(cache))
     }
 
-    /// A8: nobody else can give back what is not handed out yet, so these WRITEs need no care.
-    fn record(&mut self, cache: &mut NodeCache, grant: Grant) -> Step<Grant> {
-        let mut writes = self.keys(cache, grant);
-        if self.mutation != Mutation::SkipRecord {
-            let value = LogEntry::of(cache.word(word_of(grant)), cache.nonce(self.host)).0;
-            let at = match word_of(grant) {
-                WordAt::Span(_) => WordAt::chunk_entry(grant.chunk),
-                _ => WordAt::span_entry(grant.chunk / SPAN_CHUNKS),
-            };
-            writes = writes.and(at, value);
-        }
-        if self.owes {
-            // It is there before this client changes the word again.
-            self.owed = Some(writes);
-            cache.settle(word_of(grant));
-            return self.recorded(cache, grant);
-        }
-        self.post(State::Recording(grant), Action::Write(writes))
-    }
-
-    /// The key of what was taken; and whose the spans are, if it is whole spans.
-    fn keys(&self, cache: &mut NodeCache, grant: Grant) -> Writes {
-        if self.is_for_node() {
-            return Writes::default();
-        }
-        let (opened, shut) =
-            (KeyEntry::opened(grant.key, cache.tenant()).0, KeyEntry::shut(cache.tenant()).0);
-        if grant.class.is_within_span() {
-            return Writes::default().and(WordAt::key_of(grant), opened);
-        }
-        let first = grant.chunk / SPAN_CHUNKS;
-        let more = u8::try_from(grant.class.chunks() / SPAN_CHUNKS - 1).unwrap_or(u8::MAX);
-        if self.mutation == Mutation::SkipOwners {
-            return Writes::default().and(WordAt::key_of(grant), opened);
-        }
-        (first..=first + u32::from(more)).for_each(|span| cache.learn_owner(span, KeyEntry(shut)));
-        let spans = |value| Part { at: WordAt::span_key(first), value, more, rest: shut };
-        if grant.class == SizeClass::SECTION {
-            return Writes::default().and(WordAt::key_of(grant), opened).and_run(spans(shut));
-        }
-        Writes::default().and_run(spans(opened))
-    }
-
-    /// The extent is ours, and the log knows it. The next search begins here.
-    fn recorded(&mut self, cache: &mut NodeCache, grant: Grant) -> Step<Grant> {
-        let before = cache.start(self.class);
-        cache.set_start(self.class, grant.chunk / SECTION_CHUNKS);
-        if !self.class.is_within_span() {
-            return Step::Done(Ok(grant));
-        }
-        let filled = if self.has_opened { cache.take_filled(before) } else { None };
-        self.hint(cache, grant, filled)
-    }
-
-    /// A4–A6 of another span that was filled, or C2; and that is all.
-    fn hint(&mut self, cache: &mut NodeCache, grant: Grant, filled: Option<u32>) -> Step<Grant> {
-        let span = grant.chunk / SPAN_CHUNKS;
-        // A span that was filled may have room again soon. That it is full is said when another had to be opened in its place.
-        if cache.span(span).is_full() && cache.state_of(span) != SpanState::Full {
-            cache.note_filled(span);
-        }
-        let calm = self.losing.is_none_or(|(last, _)| last != span);
-        let hint = match filled {
-            Some(filled) => Hint::filled(filled, cache, self.mutation),
-            None if calm => Hint::calm(span, cache, self.mutation),
-            None => None,
-        };
-        match hint {
-            Some((hint, action)) => self.post(State::Hinting(hint, grant), action),
-            None => Step::Done(Ok(grant)),
-        }
-    }
-
     fn read_sections(
         &mut self,
         cache: &mut NodeCache,
@@ -578,4 +504,9 @@ impl AllocOp {
 /// The first chunk of a run of a span, counted over the node.
 fn first_of(span: u32, run: Run) -> u32 {
     span * SPAN_CHUNKS + u32::from(run.first())
+}
+
+/// The first chunk of a group of a section's spans, likewise.
+fn first_of_group(section: u32, group: Run) -> u32 {
+    section * SECTION_CHUNKS + u32::from(group.first()) * SPAN_CHUNKS
 }

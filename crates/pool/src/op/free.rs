@@ -3,7 +3,9 @@
 use aquifer_fabric::{Host, Key, KeyEntry};
 
 use super::give::{Gift, Give, Given};
-use super::{Action, Grant, Machine, Mutation, OpError, Step, StepResult, WordAt, damaged, lose, word_of};
+use super::{
+    Action, Grant, Machine, Mutation, OpError, Step, StepResult, WordAt, damaged, lose, record_at, word_of,
+};
 use crate::cache::NodeCache;
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS};
 use crate::word::{InlineLog, LogEntry, LogOp, Run, SectionWord, SpanState, SpanWord};
@@ -207,12 +209,12 @@ impl FreeOp {
             return self.give_shut(cache, gift);
         }
         let expected = KeyEntry::opened(self.grant.key, cache.tenant()).0;
-        if self.is_resumed || !self.grant.class.is_within_span() {
+        if self.is_resumed {
             return self.strike(gift, expected);
         }
         let next = cache.fresh_key(self.grant.class);
         let (at, desired) = (WordAt::key_of(self.grant), KeyEntry::opened(next, cache.tenant()).0);
-        let then = WordAt::chunk_entry(self.grant.chunk);
+        let then = record_at(self.grant);
         self.post(State::Striking { gift, expected, next }, Action::CasThen { at, expected, desired, then })
     }
 
@@ -255,13 +257,16 @@ impl FreeOp {
 
     /// Whether an entry of the log tells that this is an extent of this host.
     fn is_told_by(&self, entry: LogEntry) -> bool {
-        let log = entry.of_span().ok().flatten();
-        log.is_some_and(|log| log.op == LogOp::Alloc && Some(log.run) == self.run() && log.host == self.host)
+        let is_within = self.grant.class.is_within_span();
+        let log = if is_within { entry.of_span() } else { entry.of_section() };
+        log.ok()
+            .flatten()
+            .is_some_and(|log| log.op == LogOp::Alloc && Some(log.run) == self.run() && log.host == self.host)
     }
 
     fn give_shut(&mut self, cache: &mut NodeCache, gift: Gift) -> Step<()> {
         if let Some(key) = self.left {
-            cache.leave(self.grant.chunk, key);
+            cache.leave(self.grant.chunk, self.grant.class, key);
         }
         let (give, action) = Give::begin(self.host, gift, self.lost, cache, self.mutation);
         self.post(State::Giving(give), action)

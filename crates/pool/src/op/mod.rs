@@ -423,3 +423,12 @@ pub(crate) const fn word_of(grant: Grant) -> WordAt {
         WordAt::Section(grant.chunk / SECTION_CHUNKS)
     }
 }
+
+/// The entry of the log for an extent's record.
+pub(crate) const fn record_at(grant: Grant) -> WordAt {
+    if grant.class.is_within_span() {
+        WordAt::chunk_entry(grant.chunk)
+    } else {
+        WordAt::span_entry(grant.chunk / SPAN_CHUNKS)
+    }
+}

@@ -103,7 +103,10 @@ impl OurClient {
             self.asked = Some(Asked::Give);
             return Ok(false);
         }
-        self.start(node, Operation::Free(FreeOp::new(self.host, grant)))
+        let op = FreeOp::new(self.host, grant);
+        // Who resumes leaves nothing for the next time.
+        let op = if self.rung.has_reuse() { op } else { op.resumed() };
+        self.start(node, Operation::Free(op))
     }
 
     /// See [`super::ways::Client::local_ns`].

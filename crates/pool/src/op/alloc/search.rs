@@ -49,9 +49,9 @@ impl AllocOp {
             return self.search_only(cache, only);
         }
         if self.search.pass == Pass::Remembered
-            && let Some(left) = cache.take_left(self.class)
+            && let Some((section, left)) = cache.take_left(self.class)
         {
-            return self.attempt(cache, 0, left);
+            return self.attempt(cache, section, left);
         }
         let count = cache.section_count();
         let is_stale = self.lost >= if self.class.is_within_span() { STALE_AFTER } else { STALE_AFTER_WHOLE };
