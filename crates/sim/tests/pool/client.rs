@@ -95,8 +95,8 @@ impl Client {
             reply_key,
             region,
             layout,
-            // All begin at one place: the more they meet the better.
-            cache: NodeCache::new(&layout, 0, tenant, nonces),
+            // All begin at one place, the first: the more they meet the better.
+            cache: NodeCache::new(&layout, u64::MAX, tenant, nonces),
             running: None,
             awaited: 0,
             outcomes: Vec::new(),

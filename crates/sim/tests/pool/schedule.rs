@@ -82,6 +82,8 @@ struct Schedule {
     clients: Vec<Client>,
     own: Own,
     classes: &'static [u8],
+    /// A client that hears nothing for so many steps yet, while others go on.
+    dozing: Option<(usize, u64)>,
     seen: Seen,
     /// Whether to tell everything: when one schedule is played alone.
     trace: bool,
@@ -165,6 +167,7 @@ impl Schedule {
             clients,
             own,
             classes,
+            dozing: None,
             seen: Seen::default(),
             trace: asked_seed().is_some(),
         }
@@ -284,9 +287,10 @@ impl Schedule {
         let all = self.clients.iter().chain(std::iter::once(&self.own.client));
         let under_way: Vec<(Host, Action)> =
             all.filter_map(|client| Some((client.host, client.posted?))).collect();
-        if !self.fabric.step() {
+        if !self.fabric.step() && self.dozing.take().is_none() {
             return Ok(false);
         }
+        self.doze();
         if let Some(change) = self.shadow.observe(&self.donation.memory, &under_way)? {
             if self.trace {
                 println!("{:>9} ns: {change:?}", self.fabric.now_ns());
@@ -297,13 +301,26 @@ impl Schedule {
             self.node_went_on(ended)?;
         }
         for index in 0..self.clients.len() {
+            let is_dozing = self.dozing.is_some_and(|(who, _)| who == index);
             if self.clients[index].alive
+                && !is_dozing
                 && let Some(ended) = self.clients[index].poll()
             {
                 self.ended(index, ended)?;
             }
         }
         Ok(true)
+    }
+
+    /// Now and then a client stands still for a while.
+    fn doze(&mut self) {
+        self.dozing = match self.dozing {
+            Some((who, steps)) => steps.checked_sub(1).map(|steps| (who, steps)),
+            None if self.rng.chance(1, 100) => {
+                Some((self.rng.index(self.clients.len()), self.rng.below(200)))
+            }
+            None => None,
+        };
     }
 
     fn ended(&mut self, index: usize, ended: Ended) -> Result<(), String> {
