@@ -30,10 +30,12 @@ pub enum Fault {
     ReadyFirst,
     /// Whoever recovers does not look at the section again after a span.
     SkipSectionAgain,
+    /// A record is taken to be in the log as it was left, though others may have had the chunk since.
+    TrustLeft,
 }
 
 impl Fault {
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::SkipFlush,
         Self::BlindFlush,
         Self::SkipMark,
@@ -44,6 +46,7 @@ impl Fault {
         Self::SkipLookAgain,
         Self::ReadyFirst,
         Self::SkipSectionAgain,
+        Self::TrustLeft,
     ];
 }
 
@@ -74,8 +77,10 @@ pub enum At {
     WriteEntry(Goal, Seen),
     /// The CAS itself.
     Commit(Goal),
-    /// Our own record, after A1, A3 or A7.
+    /// Our own record, after A1 or A7.
     Record(Goal),
+    /// The same, before A3.
+    RecordFirst(Goal),
     /// Is the span ready for a new life? For A2 or A7; of a group the span with this place is next.
     ProbeReady(Goal, u8),
     /// It is not marked. Is its last life over?
@@ -109,6 +114,9 @@ pub struct Actor {
     pub spans: [Span; SPANS],
     pub chunks: [[bool; CHUNKS]; SPANS],
     pub groups: [Option<Group>; SPANS],
+    /// What it gave back, and whose record it left in the log: as long as it knows of no change by others.
+    left_chunks: [[bool; CHUNKS]; SPANS],
+    left_groups: [Option<Group>; SPANS],
     /// The words, by their stamps, whose records it may write over: it has seen them in the log, or put them there.
     settled_spans: [u8; SPANS],
     settled_section: u8,
@@ -134,6 +142,8 @@ impl Actor {
             spans: Memory::NEW.spans,
             chunks: [[false; CHUNKS]; SPANS],
             groups: [None; SPANS],
+            left_chunks: [[false; CHUNKS]; SPANS],
+            left_groups: [None; SPANS],
             settled_spans: [0; SPANS],
             settled_section: 0,
             left,
@@ -221,16 +231,20 @@ impl Actor {
             At::WriteEntry(goal, seen) => self.write_entry(goal, seen, world),
             At::Commit(goal) => self.commit(goal, world),
             At::Record(goal) => self.record(goal, world),
+            At::RecordFirst(goal) => {
+                self.write_record(goal, world);
+                self.at = self.before(goal);
+            }
             At::ProbeReady(goal, span) => self.probe_ready(goal, span, world),
             At::ProbeSection(goal, span) => {
                 let section = world.memory.section;
                 let is_as_before = section == self.section;
-                self.section = section;
+                self.learn_section(section);
                 if is_as_before { self.at = At::Mark(goal, span) } else { self.give_up() }
             }
             At::Mark(goal, span) => self.mark(goal, span, world),
             At::ReadSection(goal, span) => {
-                self.section = world.memory.section;
+                self.learn_section(world.memory.section);
                 let is_empty = match goal {
                     Goal::TakeWhole(group) => self.section.is_empty(group),
                     _ => self.section.codes[usize::from(span)] == Code::Empty,
@@ -238,11 +252,9 @@ impl Actor {
                 if is_empty { self.at = self.after_ready(goal, span) } else { self.give_up() }
             }
             At::MarkOwn(span) => {
-                let at = usize::from(span);
-                if world.memory.spans[at] == self.spans[at] {
-                    world.memory.spans[at] = self.spans[at].mark();
+                if !self.mark_ready(span, world) {
+                    self.learn_span(span, world.memory.spans[usize::from(span)]);
                 }
-                self.spans[at] = world.memory.spans[at];
                 self.give_up();
             }
             At::LookAtSection => self.look_at_section(world),
@@ -329,8 +341,8 @@ impl Actor {
     /// The goal's word has changed: learn it, and try again what must be done.
     fn lost(&mut self, goal: Goal, world: &mut World<'_>) {
         match target(goal) {
-            Some(span) => self.spans[usize::from(span)] = world.memory.spans[usize::from(span)],
-            None => self.section = world.memory.section,
+            Some(span) => self.learn_span(span, world.memory.spans[usize::from(span)]),
+            None => self.learn_section(world.memory.section),
         }
         match goal {
             _ if self.recovering.is_some() => self.give_up(),
@@ -358,24 +370,39 @@ impl Actor {
                 if is_ours && self.section.log == Some(Holding::Open(host, span)) {
                     self.settle(None);
                 }
-                self.at = At::Record(goal);
+                let is_left = &mut self.left_chunks[usize::from(span)][usize::from(chunk)];
+                if std::mem::replace(is_left, false) || is_ours {
+                    self.hold(goal)
+                } else {
+                    self.at = At::Record(goal)
+                }
             }
             Goal::Open { span, chunk } => {
                 world.truth.open(span.into(), host);
                 let log = Some(Holding::Open(host, span));
                 self.set_section(world, |word| word.with(whole(span), Code::Open, log));
-                self.at = self.before(Goal::Take { span, chunk, is_ours: true });
+                self.left_groups[usize::from(span)] = None;
+                let first = Goal::Take { span, chunk, is_ours: true };
+                let is_left = self.left_chunks[usize::from(span)][usize::from(chunk)];
+                self.at = if is_left { self.before(first) } else { At::RecordFirst(first) };
             }
             Goal::TakeWhole(group) => {
                 world.truth.take_whole(group, host);
                 let log = Some(Holding::Alloc(host, group));
                 self.set_section(world, |word| word.with(group, Code::Whole, log));
-                self.at = At::Record(goal);
+                let is_left = self.left_groups[usize::from(group.first)] == Some(group);
+                if is_left {
+                    self.left_groups[usize::from(group.first)] = None;
+                    self.hold(goal);
+                } else {
+                    self.at = At::Record(goal);
+                }
             }
             Goal::Give { span, chunk } => {
                 world.truth.give(span.into(), chunk, host);
                 self.chunks[usize::from(span)][usize::from(chunk)] = false;
                 self.set_span(world, span, |word| word.give(chunk, host));
+                self.left_chunks[usize::from(span)][usize::from(chunk)] = self.recovering.is_none();
                 if self.spans[usize::from(span)].is_closed() {
                     self.at = self.before(Goal::Close { span });
                 } else {
@@ -396,6 +423,8 @@ impl Actor {
                 world.truth.give_whole(group, host);
                 self.groups[usize::from(group.first)] = None;
                 self.set_section(world, |word| word.with(group, Code::Empty, None));
+                self.left_groups[usize::from(group.first)] =
+                    Some(group).filter(|_| self.recovering.is_none());
                 self.give_up();
             }
         }
@@ -414,20 +443,35 @@ impl Actor {
 
     /// The extent is handed out when its record is in the log: by a WRITE, since nobody else can have taken it meanwhile.
     fn record(&mut self, goal: Goal, world: &mut World<'_>) {
+        self.write_record(goal, world);
+        self.hold(goal);
+    }
+
+    fn write_record(&mut self, goal: Goal, world: &mut World<'_>) {
         let is_recorded = self.fault != Fault::SkipRecord;
         match goal {
-            Goal::Take { span, chunk, .. } => {
-                if is_recorded {
-                    world.memory.chunk_logs[usize::from(span)][usize::from(chunk)].write(self.host);
-                }
-                self.settle(Some(span));
-                self.chunks[usize::from(span)][usize::from(chunk)] = true;
+            Goal::Take { span, chunk, .. } if is_recorded => {
+                world.memory.chunk_logs[usize::from(span)][usize::from(chunk)].write(self.host);
             }
             Goal::TakeWhole(group) => {
+                group.spans().for_each(|span| self.left_groups[span] = None);
                 if is_recorded {
                     let log = Holding::Alloc(self.host, group);
                     world.memory.span_logs[usize::from(group.first)].write(log);
                 }
+            }
+            _ => {}
+        }
+    }
+
+    /// It is handed out: its record is in the log.
+    fn hold(&mut self, goal: Goal) {
+        match goal {
+            Goal::Take { span, chunk, .. } => {
+                self.settle(Some(span));
+                self.chunks[usize::from(span)][usize::from(chunk)] = true;
+            }
+            Goal::TakeWhole(group) => {
                 self.settle(None);
                 self.groups[usize::from(group.first)] = Some(group);
             }
@@ -439,10 +483,10 @@ impl Actor {
     /// Before A2 and A7, when the section is remembered already.
     fn probe_ready(&mut self, goal: Goal, span: u8, world: &World<'_>) {
         let word = world.memory.spans[usize::from(span)];
-        self.spans[usize::from(span)] = word;
+        self.learn_span(span, word);
         if !word.is_closed() {
             // What we remember of the section is old.
-            self.section = world.memory.section;
+            self.learn_section(world.memory.section);
             return self.give_up();
         }
         self.at = match word.log {
@@ -463,14 +507,47 @@ impl Actor {
     }
 
     fn mark(&mut self, goal: Goal, span: u8, world: &mut World<'_>) {
-        let at = usize::from(span);
-        if world.memory.spans[at] == self.spans[at] {
-            world.memory.spans[at] = self.spans[at].mark();
-            self.spans[at] = world.memory.spans[at];
+        if self.mark_ready(span, world) {
             self.at = self.after_ready(goal, span);
         } else {
-            self.spans[at] = world.memory.spans[at];
+            self.learn_span(span, world.memory.spans[usize::from(span)]);
             self.give_up();
+        }
+    }
+
+    /// If the word is as we remember it.
+    fn mark_ready(&mut self, span: u8, world: &mut World<'_>) -> bool {
+        let is_as_before = world.memory.spans[usize::from(span)] == self.spans[usize::from(span)];
+        if is_as_before {
+            self.set_span(world, span, Span::mark);
+        }
+        is_as_before
+    }
+
+    /// The section's word as it was found. If others have changed it they may have had whatever is free in spans that are closed.
+    pub(crate) fn learn_section(&mut self, word: Section) {
+        if word != self.section {
+            for span in SPAN_NUMBERS {
+                if self.spans[usize::from(span)].is_closed() || word.codes[usize::from(span)] == Code::Empty {
+                    self.forget_left(span);
+                }
+            }
+        }
+        self.section = word;
+    }
+
+    /// A span's word as it was found. If others have changed it they may have had whatever is free.
+    pub(crate) fn learn_span(&mut self, span: u8, word: Span) {
+        if word != self.spans[usize::from(span)] {
+            self.forget_left(span);
+        }
+        self.spans[usize::from(span)] = word;
+    }
+
+    fn forget_left(&mut self, span: u8) {
+        if self.fault != Fault::TrustLeft {
+            self.left_chunks[usize::from(span)] = [false; CHUNKS];
+            self.left_groups[usize::from(span)] = None;
         }
     }
 }

@@ -20,6 +20,8 @@ struct Trial {
     /// Whose threads they are.
     hosts: [u8; HOSTS],
     deaths: usize,
+    /// Whether all that is taken are whole spans: then more operations can be tried.
+    is_of_wholes: bool,
     fault: Fault,
 }
 
@@ -28,7 +30,15 @@ impl Trial {
     const TWO_OF_ONE: [u8; HOSTS] = [0, 0, 1];
 
     const fn new(operations: [u8; HOSTS], hosts: [u8; HOSTS], deaths: usize) -> Self {
-        Self { operations, hosts, deaths, fault: Fault::None }
+        Self { operations, hosts, deaths, is_of_wholes: false, fault: Fault::None }
+    }
+
+    const fn of_wholes(self) -> Self {
+        Self { is_of_wholes: true, ..self }
+    }
+
+    fn allows(&self, goal: &Goal) -> bool {
+        !self.is_of_wholes || matches!(goal, Goal::TakeWhole(_) | Goal::GiveWhole(_))
     }
 }
 
@@ -68,7 +78,8 @@ impl Model for Trial {
                 actions.push(Action::Step(at));
             } else {
                 if actor.left > 0 {
-                    actions.extend(actor.wishes().into_iter().map(|goal| Action::Begin(at, goal)));
+                    let wishes = actor.wishes().into_iter().filter(|goal| self.allows(goal));
+                    actions.extend(wishes.map(|goal| Action::Begin(at, goal)));
                 }
                 let lost = HOST_NUMBERS.into_iter().filter(|other| {
                     let other = usize::from(*other);
@@ -129,16 +140,19 @@ impl Model for Trial {
 }
 
 /// Together some ten million states.
-const TRIALS: [Trial; 4] = [
+const TRIALS: [Trial; 6] = [
+    Trial::new([5, 3, 0], Trial::THREE_HOSTS, 1).of_wholes(),
+    Trial::new([4, 2, 1], Trial::THREE_HOSTS, 1).of_wholes(),
     Trial::new([3, 2, 0], Trial::THREE_HOSTS, 1),
     Trial::new([2, 1, 1], Trial::THREE_HOSTS, 2),
     Trial::new([2, 2, 0], Trial::TWO_OF_ONE, 1),
     Trial::new([2, 1, 1], Trial::TWO_OF_ONE, 1),
 ];
 /// In these each fault shows, the smallest first.
-const FAULT_TRIALS: [Trial; 3] = [
+const FAULT_TRIALS: [Trial; 4] = [
     Trial::new([2, 2, 0], Trial::TWO_OF_ONE, 1),
     Trial::new([2, 2, 0], Trial::THREE_HOSTS, 1),
+    Trial::new([4, 2, 0], Trial::THREE_HOSTS, 1).of_wholes(),
     Trial::new([3, 2, 0], Trial::THREE_HOSTS, 1),
 ];
 

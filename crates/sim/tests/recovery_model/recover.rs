@@ -12,15 +12,15 @@ impl Actor {
     }
 
     pub(crate) fn look_at_section(&mut self, world: &World<'_>) {
-        self.section = world.memory.section;
+        self.learn_section(world.memory.section);
         self.at = At::LookAtSpan(0);
     }
 
     pub(crate) fn look_at_span(&mut self, span: u8, world: &World<'_>) {
         let at = usize::from(span);
-        self.spans[at] = world.memory.spans[at];
+        self.learn_span(span, world.memory.spans[at]);
         if self.fault == Fault::SectionLast {
-            self.section = world.memory.section;
+            self.learn_section(world.memory.section);
         }
         let word = self.spans[at];
         if !word.is_closed() {
