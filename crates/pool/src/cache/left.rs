@@ -10,7 +10,7 @@ use aquifer_fabric::Key;
 
 use crate::size::{SPAN_CHUNKS, SizeClass};
 
-/// Most spans of which something is remembered: half a megabyte.
+/// Most spans of which something is remembered, at 136 bytes each.
 const SPANS_MAX: usize = 4096;
 /// Most places of one size that are tried before others: what was left longest ago is found as anything else is.
 const RECENT_MAX: usize = 4096;
