@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use aquifer_fabric::{Host, Key, KeyEntry, Tenant};
 
 use crate::layout::Layout;
-use crate::op::{OpError, StepResult, WordAt, damaged};
+use crate::op::{Chain, OpError, Plant, StepResult, WordAt, damaged};
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 use crate::word::{IllegalWord, Run, SectionWord, SpanState, SpanWord, record_of};
 use left::Left;
@@ -295,6 +295,36 @@ impl NodeCache {
         self.left.leave(chunk, class, key);
     }
 
+    /// The same of what can be taken in a span that it is about to open; all of the span's entries are written then.
+    pub(crate) fn leave_planted(&mut self, plant: &Plant, class: SizeClass) {
+        self.left.forget_span(plant.span());
+        plant.places().for_each(|(chunk, key)| self.left.plant(chunk, class, key));
+    }
+
+    /// Several extents of that size, at least two, that a CAS alone takes, all of one span: of the one where something was left last, or of the section where searches begin.
+    pub(crate) fn chain(&self, host: Host, class: SizeClass, count: u32) -> Option<Chain> {
+        let section = self.start(class);
+        let open = self.section(section).spans_in(SpanState::Partial);
+        let spans = open.map(|place| section * SECTION_SPANS + u32::from(place));
+        let last = self.left.last(class).map(|chunk| chunk / SPAN_CHUNKS);
+        last.into_iter().chain(spans).find_map(|span| self.chain_in(span, host, class, count))
+    }
+
+    fn chain_in(&self, span: u32, host: Host, class: SizeClass, count: u32) -> Option<Chain> {
+        let word = self.span(span);
+        if word.is_closed() || !self.is_known(span) || !self.is_settled(WordAt::Span(span)) {
+            return None;
+        }
+        let is_ready = |first: &u32| {
+            let run = u8::try_from(*first).ok().and_then(|first| Run::new(first, class.order()));
+            let is_free = run.is_some_and(|run| word.bits() & run.mask() == 0);
+            is_free && self.left(span * SPAN_CHUNKS + first, class).is_some()
+        };
+        let firsts = (0..SPAN_CHUNKS).step_by(class.chunks() as usize).filter(is_ready);
+        let firsts = firsts.take(count as usize).fold(0_u32, |firsts, first| firsts | 1 << first);
+        (firsts.count_ones() > 1).then(|| Chain::new(host, span, word, class, firsts))
+    }
+
     /// The key by which an extent opens that this client gave back, when it takes it again.
     pub(crate) fn left(&self, chunk: u32, class: SizeClass) -> Option<Key> {
         self.left.key(chunk, class)
@@ -374,7 +404,17 @@ impl NodeCache {
 
     /// A number that `host` has not used before in an entry of the log (within a million).
     pub(crate) fn nonce(&self, host: Host) -> u32 {
-        (u32::from(host.0) << 20) | (self.nonces.fetch_add(1, Ordering::Relaxed) & 0xf_ffff)
+        Self::nonce_of(host, self.take_nonces(1))
+    }
+
+    /// So many numbers that follow one another, for [`Self::nonce_of`].
+    pub(crate) fn take_nonces(&self, count: u32) -> u32 {
+        self.nonces.fetch_add(count, Ordering::Relaxed)
+    }
+
+    /// A number as an entry of the log has it.
+    pub(crate) fn nonce_of(host: Host, number: u32) -> u32 {
+        (u32::from(host.0) << 20) | (number & 0xf_ffff)
     }
 
     /// A span's state in its section's word as last seen.

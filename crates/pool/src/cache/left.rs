@@ -37,17 +37,22 @@ impl std::fmt::Debug for Left {
 impl Left {
     /// This is the next key of what begins with a chunk, and has this size.
     pub fn leave(&mut self, chunk: u32, class: SizeClass, key: Key) {
+        self.plant(chunk, class, key);
+        let recent = &mut self.recent[usize::from(class.k())];
+        if recent.len() >= RECENT_MAX {
+            recent.pop_front();
+        }
+        recent.push_back(chunk);
+    }
+
+    /// The same where nothing was before: it is not looked for before anything else.
+    pub fn plant(&mut self, chunk: u32, class: SizeClass, key: Key) {
         let span = chunk / SPAN_CHUNKS;
         if self.spans.len() >= SPANS_MAX && !self.spans.contains_key(&span) {
             // Rather begin anew than keep account of which is old.
             self.spans.clear();
         }
         self.spans.entry(span).or_insert_with(|| Box::new([Key(0); SECTION + 1]))[place(chunk, class)] = key;
-        let recent = &mut self.recent[usize::from(class.k())];
-        if recent.len() >= RECENT_MAX {
-            recent.pop_front();
-        }
-        recent.push_back(chunk);
     }
 
     /// The key that was left for an extent of this size.
@@ -64,6 +69,12 @@ impl Left {
                 return Some(chunk);
             }
         }
+    }
+
+    /// Where something of this size was left last, if it is there yet.
+    pub fn last(&self, class: SizeClass) -> Option<u32> {
+        let chunk = *self.recent[usize::from(class.k())].back()?;
+        self.key(chunk, class).map(|_| chunk)
     }
 
     /// Something of this size that begins with this chunk was taken.

@@ -14,7 +14,7 @@ use super::{NodeId, POOL_WORK_ID};
 use crate::error::{FormatError, PoolError};
 use crate::layout::{HEADER_BYTES, Layout};
 use crate::link::{Kept, Link};
-use crate::op::{Action, READ_WORDS_MAX, SURVEY_SECTIONS_MAX, StepResult, Strikes, WordAt, Writes};
+use crate::op::{Action, Chain, READ_WORDS_MAX, SURVEY_SECTIONS_MAX, StepResult, Strikes, WordAt, Writes};
 use crate::size::SECTION_SPANS;
 
 /// Machines that may have something done at once.
@@ -39,6 +39,7 @@ const PATIENCE: Duration = Duration::from_millis(20);
 /// Most operations at once.
 const BATCH_MAX: usize = Strikes::MAX * LANES_MAX;
 const _: () = assert!(Strikes::MAX > Writes::PARTS_MAX);
+const _: () = assert!(BATCH_MAX >= Chain::MAX);
 const _: () = assert!(BATCH_MAX > SURVEY_SECTIONS_MAX as usize);
 /// Completions taken at a time.
 const POLL_MAX: usize = 32;
@@ -201,6 +202,15 @@ impl Wire {
                 self.push_writes(&writes, place);
                 self.push_swap(at, expected, desired);
             }
+            Action::PlantThen { plant, at, expected, desired } => {
+                self.push_parts(plant.writes(), place);
+                self.push_swap(at, expected, desired);
+            }
+            Action::Chain(chain) => {
+                for (at, expected, desired) in chain.swaps() {
+                    self.push_swap(at, expected, desired);
+                }
+            }
             Action::Probe { at } => {
                 let remote = self.remote(self.layout.word_at(at));
                 self.push(Verb::FetchAdd { remote, add: 0 });
@@ -250,6 +260,12 @@ impl Wire {
             Action::WriteThen { writes, .. } => {
                 StepResult::Found(self.outcomes[first + writes.parts().count()])
             }
+            Action::PlantThen { plant, .. } => {
+                StepResult::Found(self.outcomes[first + plant.writes().count()])
+            }
+            Action::Chain(chain) => {
+                StepResult::Chained(chain.outcome(self.outcomes[first..].iter().copied()))
+            }
             Action::Read { count, .. } => {
                 replies(count);
                 StepResult::Words(words)
@@ -285,10 +301,14 @@ impl Wire {
     }
 
     fn push_writes(&mut self, writes: &Writes, place: Place) {
+        self.push_parts(writes.parts().map(|part| (part.at, part.words())), place);
+    }
+
+    fn push_parts(&mut self, parts: impl Iterator<Item = (WordAt, impl Iterator<Item = u64>)>, place: Place) {
         let mut at = place.written_at;
-        for part in writes.parts() {
+        for (first, words) in parts {
             let (offset, mut len) = (at as u64, 0);
-            for word in part.words() {
+            for word in words {
                 assert!(
                     at < place.written_at + place.words_max as usize * 8,
                     "there is no room for what is written"
@@ -298,7 +318,7 @@ impl Wire {
                 len += 8;
             }
             let local = LocalSlice { key: self.reply_key, offset, len };
-            self.push(Verb::Write { local, remote: self.remote(self.layout.word_at(part.at)) });
+            self.push(Verb::Write { local, remote: self.remote(self.layout.word_at(first)) });
         }
     }
 

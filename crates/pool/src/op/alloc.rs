@@ -287,8 +287,8 @@ impl AllocOp {
             (Commit::Take { span, run, ours }, Action::Cas { at, expected, desired }) => {
                 let left = cache.left(first_of(span, run), self.class);
                 if ours {
-                    let (key, writes) = self.first_writes(cache, (span, run), left, desired);
-                    (Some(key), Action::WriteThen { writes, at, expected, desired })
+                    let plant = self.plant(cache, span);
+                    (Some(plant.key(run)), plant.then(at, expected, desired))
                 } else if cache.is_known(span) || self.mutation == Mutation::TakeForeign {
                     (left, cas)
                 } else {
@@ -365,7 +365,6 @@ impl AllocOp {
         self.has_opened = ours;
         if ours {
             cache.learn_owner(span, KeyEntry::shut(cache.tenant()));
-            cache.forget_whole(span..span + 1);
         }
         // As long as we have something of the span, it stays its owner's.
         if let StepResult::FoundThen(_, entry) = result {

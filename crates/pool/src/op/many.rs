@@ -1,12 +1,18 @@
-//! Taking several extents of one size, one after another. What A8 writes for one goes with the next one's CAS, so that each takes one
-//! trip to the node instead of two.
+//! Taking several extents of one size: as many of a span at once as are ready there, by a chain of CASes; others one after another. What A8 writes for one goes with
+//! the next one's CAS, so that each takes one trip to the node instead of two.
 
-use aquifer_fabric::Host;
+use aquifer_fabric::{Host, Key};
 
 use super::owed::Owed;
-use super::{Action, AllocOp, Grant, Machine, Mutation, OpError, Step, StepResult};
+use super::{
+    Action, AllocOp, Chain, Chained, Grant, Machine, Mutation, OpError, Step, StepResult, WordAt, damaged,
+};
 use crate::cache::NodeCache;
-use crate::size::SizeClass;
+use crate::size::{SPAN_CHUNKS, SizeClass};
+use crate::word::SpanState;
+
+/// After so many broken chains of one operation the rest is taken one by one.
+const CHAINS_LOST_MAX: u32 = 8;
 
 /// Takes as many extents as there are, up to a number. Dropped before it is done it may have taken some.
 #[derive(Clone, Debug)]
@@ -17,6 +23,8 @@ pub struct AllocManyOp {
     mutation: Mutation,
     granted: Vec<Grant>,
     owed: Owed,
+    /// Chains that others broke.
+    lost: u32,
     state: State,
 }
 
@@ -33,6 +41,9 @@ pub struct Several {
 enum State {
     Idle,
     Taking(AllocOp),
+    Chaining(Chain),
+    /// A8 of the one before, and then this.
+    Recording(Chain),
     /// A8 by itself, and then this.
     Writing(AllocOp, Action),
     /// The last A8.
@@ -50,7 +61,7 @@ impl AllocManyOp {
     #[must_use]
     pub const fn mutated(host: Host, class: SizeClass, count: u32, mutation: Mutation) -> Self {
         let granted = Vec::new();
-        Self { host, class, count, mutation, granted, owed: Owed::NOTHING, state: State::Idle }
+        Self { host, class, count, mutation, granted, owed: Owed::NOTHING, lost: 0, state: State::Idle }
     }
 }
 
@@ -69,6 +80,8 @@ impl Machine for AllocManyOp {
                 let step = op.step(cache, result);
                 self.go_on(cache, op, step)
             }
+            State::Chaining(chain) => self.chained(cache, chain, result),
+            State::Recording(chain) => self.post(State::Chaining(chain), Action::Chain(chain)),
             State::Writing(op, action) => self.post(State::Taking(op), action),
             State::Ending(failure) => self.done(failure),
         }
@@ -85,9 +98,52 @@ impl AllocManyOp {
         if self.granted.len() >= self.count as usize {
             return self.end(None);
         }
+        let wanted = self.count - u32::try_from(self.granted.len()).unwrap_or(u32::MAX);
+        if self.lost < CHAINS_LOST_MAX
+            && self.class.is_within_span()
+            && let Some(chain) = cache.chain(self.host, self.class, wanted)
+        {
+            return match self.owed.pay() {
+                Some(action) => self.post(State::Recording(chain), action),
+                None => self.post(State::Chaining(chain), Action::Chain(chain)),
+            };
+        }
         let mut op = AllocOp::mutated(self.host, self.class, self.mutation).owing();
         let step = op.start(cache);
         self.go_on(cache, op, step)
+    }
+
+    /// What was taken of a chain is ours: keys and records are there.
+    fn chained(&mut self, cache: &mut NodeCache, chain: Chain, result: StepResult<'_>) -> Step<Several> {
+        let Chained { taken, is_whole, word } = result.chained();
+        let taken = if self.mutation == Mutation::TrustChain && taken & 1 == 1 { u32::MAX } else { taken };
+        let (span, at) = (chain.span(), WordAt::Span(chain.span()));
+        for (_, run) in chain.runs().enumerate().filter(|(number, _)| taken >> number & 1 == 1) {
+            let chunk = span * SPAN_CHUNKS + u32::from(run.first());
+            let key = cache.left(chunk, chain.class()).unwrap_or(Key(0));
+            cache.forget_left(chunk, chain.class());
+            self.granted.push(Grant { chunk, class: chain.class(), key });
+        }
+        let learnt = if is_whole {
+            cache.change_span(span, word).map_err(|cause| damaged(at, word.0, cause))
+        } else {
+            self.lost += 1;
+            cache.learn(at, word.0)
+        };
+        if let Err(error) = learnt {
+            return self.fail(error);
+        }
+        if is_whole {
+            cache.settle(at);
+        }
+        if word.is_full() && cache.state_of(span) != SpanState::Full {
+            cache.note_filled(span);
+        }
+        self.take(cache)
+    }
+
+    fn fail(&mut self, error: OpError) -> Step<Several> {
+        if self.granted.is_empty() { Step::Done(Err(error)) } else { self.end(Some(error)) }
     }
 
     fn go_on(&mut self, cache: &mut NodeCache, mut op: AllocOp, step: Step<Grant>) -> Step<Several> {
@@ -102,8 +158,8 @@ impl AllocManyOp {
                 self.granted.push(grant);
                 self.take(cache)
             }
-            Step::Done(Err(error)) if self.granted.is_empty() => Step::Done(Err(error)),
-            Step::Done(Err(error)) => self.end((error != OpError::Full).then_some(error)),
+            Step::Done(Err(OpError::Full)) if !self.granted.is_empty() => self.end(None),
+            Step::Done(Err(error)) => self.fail(error),
         }
     }
 

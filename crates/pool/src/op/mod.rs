@@ -5,6 +5,7 @@
 //! (A1, F2 …), and the code names them where it takes them.
 
 mod alloc;
+mod chain;
 mod flush;
 mod free;
 mod give;
@@ -12,6 +13,7 @@ mod hint;
 mod many;
 mod mutation;
 mod owed;
+mod plant;
 mod ready;
 mod recover;
 mod several;
@@ -22,9 +24,11 @@ use std::fmt;
 use aquifer_fabric::{Host, Key, KeyEntry, Tenant};
 
 pub use alloc::AllocOp;
+pub use chain::{Chain, Chained};
 pub use free::FreeOp;
 pub use many::{AllocManyOp, Several};
 pub use mutation::Mutation;
+pub use plant::Plant;
 pub use recover::{Held, HeldOp, RecoverOp, Recovered};
 pub use several::FreeManyOp;
 pub use stretch::StretchOp;
@@ -163,6 +167,19 @@ pub enum Action {
         /// What it becomes.
         desired: u64,
     },
+    /// Write what is found in a span that is opened, then compare and swap. Answered by [`StepResult::Found`].
+    PlantThen {
+        /// What is written.
+        plant: Plant,
+        /// The word that is swapped after that.
+        at: WordAt,
+        /// What it must be.
+        expected: u64,
+        /// What it becomes.
+        desired: u64,
+    },
+    /// Compare and swap a span's word again and again. Answered by [`StepResult::Chained`].
+    Chain(Chain),
     /// Read the words of the spans of neighbouring sections, then the spans' keys. Answered by [`StepResult::Words`]: 16 for each section, and
     /// 16 for each.
     Survey {
@@ -304,6 +321,8 @@ pub enum StepResult<'a> {
     Words(&'a [u64]),
     /// It is there.
     Written,
+    /// Which of the swaps were done, as [`Chain::outcome`] tells.
+    Chained(Chained),
     /// Which of the entries were as expected: a bit for each, as [`Strikes::struck`] tells.
     Struck(u32),
 }
@@ -388,6 +407,19 @@ impl StepResult<'_> {
         match self {
             Self::Struck(struck) => struck,
             other => panic!("the driver answered a strike with {other:?}"),
+        }
+    }
+}
+
+impl StepResult<'_> {
+    /// The answer to a chain.
+    ///
+    /// # Panics
+    /// Likewise.
+    pub(crate) fn chained(self) -> Chained {
+        match self {
+            Self::Chained(chained) => chained,
+            other => panic!("the driver answered a chain with {other:?}"),
         }
     }
 }

@@ -70,13 +70,15 @@ pub enum Mutation {
     TrustLeft,
     /// A1: go on remembering what was left where something else was taken.
     KeepLeft,
+    /// A1 of several: believe that all are taken if the first was.
+    TrustChain,
     /// A9: keep what was taken of a stretch that cannot be had whole.
     KeepPart,
 }
 
 impl Mutation {
     /// All faults.
-    pub const ALL: [Self; 32] = [
+    pub const ALL: [Self; 33] = [
         Self::TakeFromStale,
         Self::SkipOpen,
         Self::EnterClosed,
@@ -108,6 +110,7 @@ impl Mutation {
         Self::SkipStrike,
         Self::TrustLeft,
         Self::KeepLeft,
+        Self::TrustChain,
         Self::KeepPart,
     ];
 

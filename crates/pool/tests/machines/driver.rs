@@ -56,6 +56,15 @@ impl Words {
                 self.write(&writes);
                 op.step(cache, StepResult::Found(self.swap(at, expected, desired)))
             }
+            Action::PlantThen { plant, at, expected, desired } => {
+                self.write_parts(plant.writes());
+                op.step(cache, StepResult::Found(self.swap(at, expected, desired)))
+            }
+            Action::Chain(chain) => {
+                let found: Vec<u64> =
+                    chain.swaps().map(|(at, expected, desired)| self.swap(at, expected, desired)).collect();
+                op.step(cache, StepResult::Chained(chain.outcome(found)))
+            }
             Action::Survey { section, count } => {
                 let first = section * SECTION_SPANS;
                 let mut words = self.at(WordAt::Span(first), count * SECTION_SPANS).to_vec();
@@ -82,9 +91,13 @@ impl Words {
     }
 
     fn write(&mut self, writes: &Writes) {
-        for part in writes.parts() {
-            let count = u32::try_from(part.count()).expect("few words");
-            self.at(part.at, count).iter_mut().zip(part.words()).for_each(|(word, value)| *word = value);
+        self.write_parts(writes.parts().map(|part| (part.at, part.words())));
+    }
+
+    fn write_parts(&mut self, parts: impl Iterator<Item = (WordAt, impl Iterator<Item = u64>)>) {
+        for (at, values) in parts {
+            let values: Vec<u64> = values.collect();
+            self.at(at, u32::try_from(values.len()).expect("few words")).copy_from_slice(&values);
         }
     }
 

@@ -12,13 +12,14 @@ use aquifer_pool::cache::{NodeCache, Nonces};
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{
     Action, AllocManyOp, AllocOp, FreeManyOp, FreeOp, Grant, Machine, Mutation, OpError, RecoverOp,
-    Recovered, Several, Step, StepResult, StretchOp, WordAt, Writes,
+    Recovered, Several, Step, StepResult, StretchOp, WordAt,
 };
 use aquifer_pool::size::SECTION_SPANS;
 use aquifer_pool::word::Run;
 
 const REPLY_WORDS: usize = 512;
-/// After the replies, a word that is written.
+/// After the replies, what is written.
+const WRITTEN_WORDS: usize = 80;
 const WRITTEN_AT: usize = REPLY_WORDS * 8;
 
 /// An operation under way.
@@ -81,7 +82,7 @@ impl Client {
     ) -> Self {
         let who = Identity { host, epoch: 1, tenant };
         let mut endpoint = fabric.connect(node, who).expect("the node is alive");
-        let reply = Arc::new(Memory::create("replies", WRITTEN_AT + 40 * 8).expect("memory"));
+        let reply = Arc::new(Memory::create("replies", WRITTEN_AT + WRITTEN_WORDS * 8).expect("memory"));
         let reply_key = endpoint.register_local(Arc::clone(&reply)).expect("room for one");
         let region = endpoint.regions()[0].clone();
         Self {
@@ -169,7 +170,8 @@ impl Client {
     /// Take in an answer if all of it is there.
     pub fn poll(&mut self) -> Option<Ended> {
         let mut completions: Vec<Completion> = Vec::new();
-        self.endpoint.poll(&mut completions, 8);
+        // All that are there: nothing else may happen that would call for another look.
+        self.endpoint.poll(&mut completions, usize::MAX);
         for completion in completions {
             self.awaited -= 1;
             self.outcomes.push(completion.outcome.expect("the node lives and knows us"));
@@ -191,6 +193,8 @@ impl Client {
             Action::Strike(strikes) => StepResult::Struck(strikes.struck(self.outcomes.iter().copied())),
             Action::CasThen { .. } => StepResult::FoundThen(self.outcomes[0], self.word(0)),
             Action::WriteThen { writes, .. } => StepResult::Found(self.outcomes[writes.parts().count()]),
+            Action::PlantThen { plant, .. } => StepResult::Found(self.outcomes[plant.writes().count()]),
+            Action::Chain(chain) => StepResult::Chained(chain.outcome(self.outcomes.iter().copied())),
             Action::Cas { .. } | Action::Probe { .. } => StepResult::Found(self.outcomes[0]),
         };
         match self.running.take().expect("an operation is under way") {
@@ -252,9 +256,17 @@ impl Client {
                 vec![self.swap(at, expected, desired), self.read(0, then, 1)]
             }
             Action::WriteThen { writes, at, expected, desired } => {
-                let mut verbs = self.writes(&writes);
+                let mut verbs = self.writes(writes.parts().map(|part| (part.at, part.words())));
                 verbs.push(self.swap(at, expected, desired));
                 verbs
+            }
+            Action::PlantThen { plant, at, expected, desired } => {
+                let mut verbs = self.writes(plant.writes());
+                verbs.push(self.swap(at, expected, desired));
+                verbs
+            }
+            Action::Chain(chain) => {
+                chain.swaps().map(|(at, expected, desired)| self.swap(at, expected, desired)).collect()
             }
             Action::Probe { at } => vec![Verb::FetchAdd { remote: self.remote(at), add: 0 }],
             Action::Read { at, count } => vec![self.read(0, at, count)],
@@ -266,7 +278,7 @@ impl Client {
                 });
                 std::iter::once(spans).chain(keys).collect()
             }
-            Action::Write(writes) => self.writes(&writes),
+            Action::Write(writes) => self.writes(writes.parts().map(|part| (part.at, part.words()))),
             Action::Strike(strikes) => {
                 strikes.swaps().map(|(at, expected, desired)| self.swap(at, expected, desired)).collect()
             }
@@ -292,11 +304,11 @@ impl Client {
         Verb::Read { local, remote: self.remote(at) }
     }
 
-    fn writes(&self, writes: &Writes) -> Vec<Verb> {
+    fn writes(&self, parts: impl Iterator<Item = (WordAt, impl Iterator<Item = u64>)>) -> Vec<Verb> {
         let mut place = 0;
-        let parts = writes.parts().map(|part| {
-            let words: Vec<u64> = part.words().collect();
-            let verb = self.write(place, part.at, &words);
+        let parts = parts.map(|(at, words)| {
+            let words: Vec<u64> = words.collect();
+            let verb = self.write(place, at, &words);
             place += words.len();
             verb
         });

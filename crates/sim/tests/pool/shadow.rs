@@ -438,9 +438,11 @@ fn author(under_way: &[(Host, Action)], at: WordAt, old: u64, new: u64) -> Verdi
     let is_it = |posted: &Action| match *posted {
         Action::Cas { at: word, expected, desired }
         | Action::CasThen { at: word, expected, desired, .. }
+        | Action::PlantThen { at: word, expected, desired, .. }
         | Action::WriteThen { at: word, expected, desired, .. } => {
             (word, expected, desired) == (at, old, new)
         }
+        Action::Chain(chain) => chain.swaps().any(|swap| swap == (at, old, new)),
         _ => false,
     };
     let author = under_way.iter().find(|(_, posted)| is_it(posted));

@@ -79,7 +79,7 @@ pub enum At {
     Commit(Goal),
     /// Our own record, after A1 or A7.
     Record(Goal),
-    /// The same, before A3.
+    /// The same before A3, of all chunks of the span.
     RecordFirst(Goal),
     /// Is the span ready for a new life? For A2 or A7; of a group the span with this place is next.
     ProbeReady(Goal, u8),
@@ -231,10 +231,7 @@ impl Actor {
             At::WriteEntry(goal, seen) => self.write_entry(goal, seen, world),
             At::Commit(goal) => self.commit(goal, world),
             At::Record(goal) => self.record(goal, world),
-            At::RecordFirst(goal) => {
-                self.write_record(goal, world);
-                self.at = self.before(goal);
-            }
+            At::RecordFirst(goal) => self.record_first(goal, world),
             At::ProbeReady(goal, span) => self.probe_ready(goal, span, world),
             At::ProbeSection(goal, span) => {
                 let section = world.memory.section;
@@ -371,11 +368,7 @@ impl Actor {
                     self.settle(None);
                 }
                 let is_left = &mut self.left_chunks[usize::from(span)][usize::from(chunk)];
-                if std::mem::replace(is_left, false) || is_ours {
-                    self.hold(goal)
-                } else {
-                    self.at = At::Record(goal)
-                }
+                if std::mem::replace(is_left, false) { self.hold(goal) } else { self.at = At::Record(goal) }
             }
             Goal::Open { span, chunk } => {
                 world.truth.open(span.into(), host);
@@ -383,8 +376,7 @@ impl Actor {
                 self.set_section(world, |word| word.with(whole(span), Code::Open, log));
                 self.left_groups[usize::from(span)] = None;
                 let first = Goal::Take { span, chunk, is_ours: true };
-                let is_left = self.left_chunks[usize::from(span)][usize::from(chunk)];
-                self.at = if is_left { self.before(first) } else { At::RecordFirst(first) };
+                self.at = At::RecordFirst(first);
             }
             Goal::TakeWhole(group) => {
                 world.truth.take_whole(group, host);
@@ -445,6 +437,17 @@ impl Actor {
     fn record(&mut self, goal: Goal, world: &mut World<'_>) {
         self.write_record(goal, world);
         self.hold(goal);
+    }
+
+    /// Nobody else can take a chunk of a span that we open.
+    fn record_first(&mut self, goal: Goal, world: &mut World<'_>) {
+        if let Goal::Take { span, is_ours, .. } = goal {
+            for chunk in CHUNK_NUMBERS {
+                self.write_record(Goal::Take { span, chunk, is_ours }, world);
+            }
+            self.left_chunks[usize::from(span)] = [true; CHUNKS];
+        }
+        self.at = self.before(goal);
     }
 
     fn write_record(&mut self, goal: Goal, world: &mut World<'_>) {

@@ -157,6 +157,8 @@ impl Account {
                 };
                 writes.parts().map(of).sum()
             }
+            // The owner and the keys; the records.
+            Action::PlantThen { .. } => 2 * keys + log,
             _ => 0,
         }
     }
@@ -177,6 +179,8 @@ fn operations(action: &Action) -> u64 {
         Action::Survey { count, .. } => 1 + u64::from(*count),
         Action::Write(writes) => writes.parts().count() as u64,
         Action::WriteThen { writes, .. } => writes.parts().count() as u64 + 1,
+        Action::PlantThen { plant, .. } => plant.writes().count() as u64 + 1,
+        Action::Chain(chain) => chain.swaps().count() as u64,
         Action::Strike(strikes) => strikes.swaps().count() as u64,
     }
 }

@@ -106,11 +106,17 @@ impl NodeWords {
 
     /// How many operations that takes.
     fn write(&mut self, writes: &Writes) -> u64 {
-        for part in writes.parts() {
-            let words = self.words(part.at, part.count()).iter_mut();
-            words.zip(part.words()).for_each(|(word, value)| *word = value);
+        self.write_parts(writes.parts().map(|part| (part.at, part.words())))
+    }
+
+    fn write_parts(&mut self, parts: impl Iterator<Item = (WordAt, impl Iterator<Item = u64>)>) -> u64 {
+        let mut operations = 0;
+        for (at, values) in parts {
+            let values: Vec<u64> = values.collect();
+            self.words(at, values.len()).copy_from_slice(&values);
+            operations += 1;
         }
-        writes.parts().count() as u64
+        operations
     }
 
     /// Do what a machine of ours wants done; what it hears, and what that was.
@@ -130,6 +136,22 @@ impl NodeWords {
                 let operations = self.write(&writes);
                 heard.push(self.swap(at, expected, desired));
                 swapped(operations + 1, heard[0] != expected)
+            }
+            Action::PlantThen { plant, at, expected, desired } => {
+                let operations = self.write_parts(plant.writes());
+                heard.push(self.swap(at, expected, desired));
+                swapped(operations + 1, heard[0] != expected)
+            }
+            Action::Chain(chain) => {
+                let mut arrived = plain(0);
+                for (at, expected, desired) in chain.swaps() {
+                    let found = self.swap(at, expected, desired);
+                    heard.push(found);
+                    arrived.operations += 1;
+                    arrived.swaps += 1;
+                    arrived.lost += u64::from(found != expected);
+                }
+                arrived
             }
             Action::Probe { at } => {
                 heard.push(self.words(at, 1)[0]);
@@ -165,7 +187,10 @@ impl NodeWords {
 /// What a machine hears that wanted this done.
 pub fn answer<'a>(action: &Action, heard: &'a [u64]) -> StepResult<'a> {
     match action {
-        Action::Cas { .. } | Action::Probe { .. } | Action::WriteThen { .. } => StepResult::Found(heard[0]),
+        Action::Cas { .. } | Action::Probe { .. } | Action::WriteThen { .. } | Action::PlantThen { .. } => {
+            StepResult::Found(heard[0])
+        }
+        Action::Chain(chain) => StepResult::Chained(chain.outcome(heard.iter().copied())),
         Action::CasThen { .. } => StepResult::FoundThen(heard[0], heard[1]),
         Action::Read { .. } | Action::Survey { .. } => StepResult::Words(heard),
         Action::Write(_) => StepResult::Written,

@@ -1,37 +1,21 @@
-//! A8, by itself or with A3: the key and the record of what was taken. And the hints that come after.
+//! A8, by itself or before A3: the key and the record of what is taken. And the hints that come after.
 
-use aquifer_fabric::{Key, KeyEntry};
+use aquifer_fabric::KeyEntry;
 
-use super::{AllocOp, State, first_of};
+use super::{AllocOp, State};
 use crate::cache::NodeCache;
 use crate::op::hint::Hint;
-use crate::op::{Action, Grant, Mutation, Part, Step, WordAt, Writes, record_at, word_of};
+use crate::op::{Action, Grant, Mutation, Part, Plant, Step, WordAt, Writes, record_at, word_of};
 use crate::size::{SECTION_CHUNKS, SPAN_CHUNKS, SizeClass};
-use crate::word::{LogEntry, Run, SpanState};
+use crate::word::{LogEntry, SpanState};
 
 impl AllocOp {
-    /// What goes with A3, since nobody else can take anything in a span that we open: whose it is; and A8, if key and record are not there from the last time.
-    pub(super) fn first_writes(
-        &self,
-        cache: &mut NodeCache,
-        (span, run): (u32, Run),
-        left: Option<Key>,
-        desired: u64,
-    ) -> (Key, Writes) {
-        let mut writes = Writes::default();
-        if self.mutation != Mutation::SkipOwner {
-            writes = writes.and(WordAt::span_key(span), KeyEntry::shut(cache.tenant()).0);
-        }
-        if let Some(key) = left {
-            return (key, writes);
-        }
-        let (chunk, key) = (first_of(span, run), cache.fresh_key(self.class));
-        writes = writes.and(WordAt::chunk_key(chunk), KeyEntry::opened(key, cache.tenant()).0);
-        if self.mutation != Mutation::SkipRecord {
-            let entry = LogEntry::of(desired, cache.nonce(self.host));
-            writes = writes.and(WordAt::chunk_entry(chunk), entry.0);
-        }
-        (key, writes)
+    /// What goes with A3, since nobody else can take anything in a span that we open: whose it is, and keys and records for this extent and for those to come. It
+    /// counts as soon as the span is open.
+    pub(super) fn plant(&self, cache: &mut NodeCache, span: u32) -> Plant {
+        let plant = Plant::new(self.host, span, self.class, cache);
+        cache.leave_planted(&plant, self.class);
+        plant.without(self.mutation == Mutation::SkipOwner, self.mutation == Mutation::SkipRecord)
     }
 
     /// A8: nobody else can give back what is not handed out yet, so these WRITEs need no care.
