@@ -13,15 +13,17 @@ use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{Grant, WordAt};
 use aquifer_pool::{Custody, Extent, Ledger, NodeId, PoolClient, PoolError, SizeClass};
 use shuttle::rand::{Rng, thread_rng};
+use shuttle::scheduler::{PctScheduler, RandomScheduler, Scheduler};
 use shuttle::sync::atomic::AtomicU16;
 use shuttle::sync::{Arc, Mutex};
-use shuttle::thread;
+use shuttle::{Config, Runner, thread};
 
 const NODE: NodeId = NodeId(1);
 const BASE: u64 = 1 << 32;
 const REGION: Key = Key(7);
 const TENANT: Tenant = Tenant(0);
 const SCHEDULES: usize = 4000;
+const STACK_BYTES: usize = 256 << 10;
 /// What a taker does, one after the other.
 const TURNS: usize = 5;
 /// Most accesses of a host that dies.
@@ -355,16 +357,25 @@ fn be_mortal(scene: &Arc<Scene>) {
     }
 }
 
+/// A client and what it is about to do take more than the stacks that threads have by default.
+fn runner<S: Scheduler + 'static>(scheduler: S) -> Runner<S> {
+    let mut config = Config::new();
+    config.stack_size = STACK_BYTES;
+    Runner::new(scheduler, config)
+}
+
 #[test]
 fn nothing_is_twice_anybodys_and_nothing_is_lost() {
-    shuttle::check_random(|| play(Fault::None), SCHEDULES);
-    shuttle::check_pct(|| play(Fault::None), SCHEDULES, 3);
+    runner(RandomScheduler::new(SCHEDULES)).run(|| play(Fault::None));
+    runner(PctScheduler::new(3, SCHEDULES)).run(|| play(Fault::None));
 }
 
 #[test]
 fn faults_are_noticed() {
     for fault in [Fault::Torn, Fault::Unfenced, Fault::NotedLate] {
-        let outcome = std::panic::catch_unwind(|| shuttle::check_random(move || play(fault), 10 * SCHEDULES));
+        let outcome = std::panic::catch_unwind(|| {
+            runner(RandomScheduler::new(10 * SCHEDULES)).run(move || play(fault));
+        });
         assert!(outcome.is_err(), "{fault:?} was not noticed");
     }
 }

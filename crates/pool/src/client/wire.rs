@@ -15,7 +15,7 @@ use crate::error::{FormatError, PoolError};
 use crate::layout::{HEADER_BYTES, Layout};
 use crate::link::{Kept, Link};
 use crate::op::{Action, Chain, READ_WORDS_MAX, SURVEY_SECTIONS_MAX, StepResult, Strikes, WordAt, Writes};
-use crate::size::SECTION_SPANS;
+use crate::size::{SECTION_SPANS, SPAN_CHUNKS};
 
 /// Machines that may have something done at once.
 pub(super) const LANES_MAX: usize = 16;
@@ -37,7 +37,10 @@ const SPINS_MAX: u32 = 256;
 /// An endpoint over a network is asked again after so long.
 const PATIENCE: Duration = Duration::from_millis(20);
 /// Most operations at once.
-const BATCH_MAX: usize = Strikes::MAX * LANES_MAX;
+const BATCH_MAX: usize = (Strikes::MAX + 1) * LANES_MAX;
+/// As the length of a READ of the entries that belong to strikes.
+const STRIKES_LEN: u32 = SPAN_CHUNKS * 8;
+const _: () = assert!(Strikes::MAX as u64 == SPAN_CHUNKS as u64 && SPAN_CHUNKS <= LANE_WORDS);
 const _: () = assert!(Strikes::MAX > Writes::PARTS_MAX);
 const _: () = assert!(BATCH_MAX >= Chain::MAX);
 const _: () = assert!(BATCH_MAX > SURVEY_SECTIONS_MAX as usize);
@@ -233,10 +236,10 @@ impl Wire {
                 }
             }
             Action::Write(writes) => self.push_writes(&writes, place),
-            Action::Strike(strikes) => {
-                for (at, expected, desired) in strikes.swaps() {
-                    self.push_swap(at, expected, desired);
-                }
+            Action::Strike(strikes) => self.push_strikes(strikes),
+            Action::StrikeThen(strikes) => {
+                self.push_strikes(strikes);
+                self.push_read(reply_at, self.layout.word_at(strikes.log()), STRIKES_LEN);
             }
         }
         first
@@ -278,6 +281,10 @@ impl Wire {
             Action::Strike(strikes) => {
                 StepResult::Struck(strikes.struck(self.outcomes[first..].iter().copied()))
             }
+            Action::StrikeThen(strikes) => {
+                replies(STRIKES_LEN / 8);
+                StepResult::StruckThen(strikes.struck(self.outcomes[first..].iter().copied()), words)
+            }
         }
     }
 
@@ -293,6 +300,12 @@ impl Wire {
     fn push_swap(&mut self, at: WordAt, expected: u64, desired: u64) {
         let remote = self.remote(self.layout.word_at(at));
         self.push(Verb::CompareSwap { remote, expected, desired });
+    }
+
+    fn push_strikes(&mut self, strikes: Strikes) {
+        for (at, expected, desired) in strikes.swaps() {
+            self.push_swap(at, expected, desired);
+        }
     }
 
     fn push_read(&mut self, reply_at: usize, offset: u64, len: u32) {

@@ -256,7 +256,7 @@ impl FreeOp {
     }
 
     /// Whether an entry of the log tells that this is an extent of this host.
-    fn is_told_by(&self, entry: LogEntry) -> bool {
+    pub(super) fn is_told_by(&self, entry: LogEntry) -> bool {
         let is_within = self.grant.class.is_within_span();
         let log = if is_within { entry.of_span() } else { entry.of_section() };
         log.ok()

@@ -21,7 +21,7 @@ mod stretch;
 
 use std::fmt;
 
-use aquifer_fabric::{Host, Key, KeyEntry, Tenant};
+use aquifer_fabric::{Host, Key, KeyEntry};
 
 pub use alloc::AllocOp;
 pub use chain::{Chain, Chained};
@@ -192,6 +192,8 @@ pub enum Action {
     Write(Writes),
     /// Compare and swap entries of the keys. Answered by [`StepResult::Struck`]: those that have changed stay as they are.
     Strike(Strikes),
+    /// The same, then read the entries of the log that belong to them. Answered by [`StepResult::StruckThen`].
+    StrikeThen(Strikes),
 }
 
 /// Keys that are struck out at once: one owner's, of neighbouring entries.
@@ -202,6 +204,8 @@ pub struct Strikes {
     owner: u32,
     /// Zero for entries that are left alone.
     keys: [u32; Self::MAX],
+    /// The keys that come in their place; zero for none.
+    next: [u32; Self::MAX],
 }
 
 impl Strikes {
@@ -218,7 +222,12 @@ impl Strikes {
                 continue;
             }
             if last.is_none_or(|last| last.owner != owner) {
-                strikes.extend(last.replace(Self { first, owner, keys: [0; Self::MAX] }));
+                strikes.extend(last.replace(Self {
+                    first,
+                    owner,
+                    keys: [0; Self::MAX],
+                    next: [0; Self::MAX],
+                }));
             }
             if let Some(last) = &mut last {
                 last.keys[place] = key;
@@ -227,13 +236,28 @@ impl Strikes {
         strikes.extend(last);
     }
 
-    /// Those of these extents, which are all of one span and this tenant's.
-    pub(crate) fn of_span(span: u32, tenant: Tenant, grants: impl Iterator<Item = Grant>) -> Self {
+    /// Those of these extents, which are all of one span and this client's tenant's, with fresh ones in their place.
+    pub(crate) fn of_span(span: u32, grants: impl Iterator<Item = Grant>, cache: &mut NodeCache) -> Self {
         let WordAt::Key(first) = WordAt::chunk_key(span * SPAN_CHUNKS) else { unreachable!("it is a key's") };
-        let owner = (KeyEntry::shut(tenant).0 >> 32) as u32;
-        let mut strikes = Self { first, owner, keys: [0; Self::MAX] };
-        grants.for_each(|grant| strikes.keys[(grant.chunk % SPAN_CHUNKS) as usize] = grant.key.0);
+        let owner = (KeyEntry::shut(cache.tenant()).0 >> 32) as u32;
+        let mut strikes = Self { first, owner, keys: [0; Self::MAX], next: [0; Self::MAX] };
+        for grant in grants {
+            let place = (grant.chunk % SPAN_CHUNKS) as usize;
+            strikes.keys[place] = grant.key.0;
+            strikes.next[place] = cache.fresh_key(grant.class).0;
+        }
         strikes
+    }
+
+    /// The key that comes in the place of an extent's.
+    pub(crate) const fn next(&self, grant: Grant) -> Key {
+        Key(self.next[(grant.chunk % SPAN_CHUNKS) as usize])
+    }
+
+    /// The first of the entries of the log that belong to them; there are [`Self::MAX`].
+    #[must_use]
+    pub const fn log(&self) -> WordAt {
+        WordAt::Log(self.first)
     }
 
     /// Which of them were struck out, by what each swap has found: a bit for each entry, counted from the first.
@@ -247,11 +271,11 @@ impl Strikes {
 
     /// The words, what each must be, and what it becomes.
     pub fn swaps(self) -> impl Iterator<Item = (WordAt, u64, u64)> {
-        let swap = move |(at, key)| {
-            let entry = u64::from(self.owner) << 32 | u64::from(key);
-            (WordAt::Key(at), entry, KeyEntry(entry).without_key().0)
+        let swap = move |(at, (key, next))| {
+            let owner = u64::from(self.owner) << 32;
+            (WordAt::Key(at), owner | u64::from(key), owner | u64::from(next))
         };
-        (self.first..).zip(self.keys).filter(|(_, key)| *key != 0).map(swap)
+        (self.first..).zip(self.keys.into_iter().zip(self.next)).filter(|(_, (key, _))| *key != 0).map(swap)
     }
 }
 
@@ -325,6 +349,8 @@ pub enum StepResult<'a> {
     Chained(Chained),
     /// Which of the entries were as expected: a bit for each, as [`Strikes::struck`] tells.
     Struck(u32),
+    /// The same, and the words that were read after it.
+    StruckThen(u32, &'a [u64]),
 }
 
 /// What comes next.
@@ -405,7 +431,7 @@ impl StepResult<'_> {
     /// Likewise.
     pub(crate) fn struck(self) -> u32 {
         match self {
-            Self::Struck(struck) => struck,
+            Self::Struck(struck) | Self::StruckThen(struck, _) => struck,
             other => panic!("the driver answered a strike with {other:?}"),
         }
     }

@@ -1,4 +1,4 @@
-//! Giving back several extents. Of those of one span the keys are struck out together (K), and one CAS gives all of them back (F1, F3), as it does
+//! Giving back several extents. Of those of one span the keys are changed together (K), and one CAS gives all of them back (F1, F3), as it does
 //! what a dead host held there.
 //!
 //! What is not as it is remembered to be is given back, or refused, by itself.
@@ -9,6 +9,7 @@ use super::give::{Gift, Give, Given};
 use super::{Action, FreeOp, Grant, Machine, Mutation, OpError, Step, StepResult, Strikes, lose};
 use crate::cache::NodeCache;
 use crate::size::SPAN_CHUNKS;
+use crate::word::LogEntry;
 
 /// Gives several extents back. Dropped before it is done it may have given back some.
 #[derive(Clone, Debug)]
@@ -22,6 +23,8 @@ pub struct FreeManyOp {
     alone: Vec<usize>,
     /// Of one span: those that are given back now.
     together: Vec<usize>,
+    /// Some of these, and their next keys: those are bound, and the log tells that it is this host's.
+    ready: Vec<(Grant, Key)>,
     lost: u32,
     state: State,
 }
@@ -30,7 +33,7 @@ pub struct FreeManyOp {
 enum State {
     Idle,
     /// K of all of them.
-    Striking,
+    Striking(Strikes),
     /// F1 to F6 of all of them.
     Giving(Give),
     /// One by itself.
@@ -50,8 +53,8 @@ impl FreeManyOp {
     #[must_use]
     pub fn mutated(host: Host, grants: Vec<Grant>, mutation: Mutation) -> Self {
         let (outcomes, left) = (vec![Ok(()); grants.len()], (0..grants.len()).rev().collect());
-        let (alone, together) = (Vec::new(), Vec::new());
-        Self { host, grants, mutation, outcomes, left, alone, together, lost: 0, state: State::Idle }
+        let (alone, together, ready) = (Vec::new(), Vec::new(), Vec::new());
+        Self { host, grants, mutation, outcomes, left, alone, together, ready, lost: 0, state: State::Idle }
     }
 }
 
@@ -66,7 +69,7 @@ impl Machine for FreeManyOp {
     fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<Outcomes> {
         match std::mem::replace(&mut self.state, State::Idle) {
             State::Idle => panic!("no action is under way"),
-            State::Striking => self.struck(cache, result.struck()),
+            State::Striking(strikes) => self.struck(cache, strikes, result),
             State::Giving(mut give) => {
                 let given = give.step(cache, result);
                 self.giving(cache, give, given)
@@ -115,6 +118,7 @@ impl FreeManyOp {
     /// That one, and all that are left of its span and may be given back by what is remembered; none if that one may not.
     fn choose(&mut self, cache: &NodeCache, number: usize) {
         self.together.clear();
+        self.ready.clear();
         if !self.may_be_given(cache, number) {
             return;
         }
@@ -147,18 +151,27 @@ impl FreeManyOp {
             return self.give(cache);
         }
         let span = self.span_of(self.together[0]);
-        let keys = self.together.iter().map(|number| self.grants[*number]);
-        let strikes = Strikes::of_span(span, cache.tenant(), keys);
-        self.post(State::Striking, Action::Strike(strikes))
+        let grants = self.together.iter().map(|number| self.grants[*number]);
+        let strikes = Strikes::of_span(span, grants, cache);
+        self.post(State::Striking(strikes), Action::StrikeThen(strikes))
     }
 
     /// What has another key, or none, is not there any more; or it is as nobody here knows it. Either way it is looked at by itself.
-    fn struck(&mut self, cache: &mut NodeCache, struck: u32) -> Step<Outcomes> {
+    fn struck(&mut self, cache: &mut NodeCache, strikes: Strikes, result: StepResult<'_>) -> Step<Outcomes> {
+        let struck = result.struck();
         let is_ours = |grant: Grant| struck >> (grant.chunk % SPAN_CHUNKS) & 1 == 1;
         let all = self.mutation == Mutation::GiveUnchecked;
         for number in std::mem::take(&mut self.together) {
             let list = if all || is_ours(self.grants[number]) { &mut self.together } else { &mut self.alone };
             list.push(number);
+        }
+        if let StepResult::StruckThen(_, entries) = result {
+            let grants = self.together.iter().map(|number| self.grants[*number]);
+            let is_told = |grant: &Grant| {
+                let entry = LogEntry(entries[(grant.chunk % SPAN_CHUNKS) as usize]);
+                is_ours(*grant) && FreeOp::new(self.host, *grant).is_told_by(entry)
+            };
+            self.ready.extend(grants.filter(is_told).map(|grant| (grant, strikes.next(grant))));
         }
         if self.together.is_empty() { self.next(cache) } else { self.give(cache) }
     }
@@ -171,6 +184,9 @@ impl FreeManyOp {
         let Some(run) = FreeOp::new(self.host, first).run().filter(|_| word.bits() & mask == mask) else {
             return self.fail(cache, OpError::NotAllocated);
         };
+        for (grant, key) in &self.ready {
+            cache.leave(grant.chunk, grant.class, *key);
+        }
         let gift = Gift::Chunks { span, mask, run };
         let (give, action) = Give::begin(self.host, gift, self.lost, cache, self.mutation);
         self.post(State::Giving(give), action)

@@ -3,7 +3,7 @@
 use aquifer_fabric::Tenant;
 use aquifer_pool::cache::{NodeCache, Nonces};
 use aquifer_pool::layout::{Layout, SECTION_ENTRIES};
-use aquifer_pool::op::{Action, Machine, OpError, Step, StepResult, WordAt, Writes};
+use aquifer_pool::op::{Action, Machine, OpError, Step, StepResult, Strikes, WordAt, Writes};
 use aquifer_pool::size::SECTION_SPANS;
 use aquifer_pool::word::{SectionWord, SpanState};
 
@@ -83,11 +83,21 @@ impl Words {
                 op.step(cache, StepResult::Written)
             }
             Action::Strike(strikes) => {
-                let found: Vec<u64> =
-                    strikes.swaps().map(|(at, expected, desired)| self.swap(at, expected, desired)).collect();
-                op.step(cache, StepResult::Struck(strikes.struck(found)))
+                let struck = self.strike(strikes);
+                op.step(cache, StepResult::Struck(struck))
+            }
+            Action::StrikeThen(strikes) => {
+                let struck = self.strike(strikes);
+                let count = u32::try_from(Strikes::MAX).expect("few");
+                op.step(cache, StepResult::StruckThen(struck, self.at(strikes.log(), count)))
             }
         }
+    }
+
+    fn strike(&mut self, strikes: Strikes) -> u32 {
+        let swap = |(at, expected, desired)| self.swap(at, expected, desired);
+        let found: Vec<u64> = strikes.swaps().map(swap).collect();
+        strikes.struck(found)
     }
 
     fn write(&mut self, writes: &Writes) {

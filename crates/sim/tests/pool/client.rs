@@ -12,7 +12,7 @@ use aquifer_pool::cache::{NodeCache, Nonces};
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{
     Action, AllocManyOp, AllocOp, FreeManyOp, FreeOp, Grant, Machine, Mutation, OpError, RecoverOp,
-    Recovered, Several, Step, StepResult, StretchOp, WordAt,
+    Recovered, Several, Step, StepResult, StretchOp, Strikes, WordAt,
 };
 use aquifer_pool::size::SECTION_SPANS;
 use aquifer_pool::word::Run;
@@ -191,6 +191,10 @@ impl Client {
             }
             Action::Write(_) => StepResult::Written,
             Action::Strike(strikes) => StepResult::Struck(strikes.struck(self.outcomes.iter().copied())),
+            Action::StrikeThen(strikes) => {
+                words.extend((0..Strikes::MAX).map(|i| self.word(i)));
+                StepResult::StruckThen(strikes.struck(self.outcomes.iter().copied()), &words)
+            }
             Action::CasThen { .. } => StepResult::FoundThen(self.outcomes[0], self.word(0)),
             Action::WriteThen { writes, .. } => StepResult::Found(self.outcomes[writes.parts().count()]),
             Action::PlantThen { plant, .. } => StepResult::Found(self.outcomes[plant.writes().count()]),
@@ -279,8 +283,10 @@ impl Client {
                 std::iter::once(spans).chain(keys).collect()
             }
             Action::Write(writes) => self.writes(writes.parts().map(|part| (part.at, part.words()))),
-            Action::Strike(strikes) => {
-                strikes.swaps().map(|(at, expected, desired)| self.swap(at, expected, desired)).collect()
+            Action::Strike(strikes) => self.strikes(strikes).collect(),
+            Action::StrikeThen(strikes) => {
+                let count = u32::try_from(Strikes::MAX).expect("few");
+                self.strikes(strikes).chain([self.read(0, strikes.log(), count)]).collect()
             }
         };
         self.posted = Some(action);
@@ -297,6 +303,10 @@ impl Client {
 
     fn swap(&self, at: WordAt, expected: u64, desired: u64) -> Verb {
         Verb::CompareSwap { remote: self.remote(at), expected, desired }
+    }
+
+    fn strikes(&self, strikes: Strikes) -> impl Iterator<Item = Verb> {
+        strikes.swaps().map(|(at, expected, desired)| self.swap(at, expected, desired))
     }
 
     fn read(&self, place: u32, at: WordAt, count: u32) -> Verb {

@@ -109,7 +109,8 @@ impl Account {
         self.wanted_for = match *action {
             Action::Cas { at: WordAt::Key(_), .. }
             | Action::CasThen { at: WordAt::Key(_), .. }
-            | Action::Strike(_) => For::Keys,
+            | Action::Strike(_)
+            | Action::StrikeThen(_) => For::Keys,
             Action::Cas { at: WordAt::Log(_), .. } | Action::Probe { at: WordAt::Log(_) } => For::Log,
             // F6, and A0 of what another left.
             Action::Cas { at, desired, .. } if is_ready(at, desired) => For::Log,
@@ -157,6 +158,8 @@ impl Account {
                 };
                 writes.parts().map(of).sum()
             }
+            // Whether the log tells of what is given back.
+            Action::StrikeThen(_) => log,
             // The owner and the keys; the records.
             Action::PlantThen { .. } => 2 * keys + log,
             _ => 0,
@@ -182,6 +185,7 @@ fn operations(action: &Action) -> u64 {
         Action::PlantThen { plant, .. } => plant.writes().count() as u64 + 1,
         Action::Chain(chain) => chain.swaps().count() as u64,
         Action::Strike(strikes) => strikes.swaps().count() as u64,
+        Action::StrikeThen(strikes) => strikes.swaps().count() as u64 + 1,
     }
 }
 

@@ -2,7 +2,7 @@
 
 use aquifer_pool::SizeClass;
 use aquifer_pool::layout::SECTION_ENTRIES;
-use aquifer_pool::op::{Action, StepResult, WordAt, Writes};
+use aquifer_pool::op::{Action, StepResult, Strikes, WordAt, Writes};
 use aquifer_pool::size::{SECTION_CHUNKS, SECTION_SPANS};
 
 use super::array::Touch;
@@ -119,6 +119,17 @@ impl NodeWords {
         operations
     }
 
+    fn strike(&mut self, strikes: Strikes, heard: &mut Vec<u64>) -> Arrived {
+        let mut arrived = plain(0);
+        for (at, expected, desired) in strikes.swaps() {
+            arrived.operations += 1;
+            arrived.swaps += 1;
+            heard.push(self.swap(at, expected, desired));
+            arrived.lost += u64::from(heard.last() != Some(&expected));
+        }
+        arrived
+    }
+
     /// Do what a machine of ours wants done; what it hears, and what that was.
     pub fn carry_out(&mut self, action: &Action, heard: &mut Vec<u64>) -> Arrived {
         heard.clear();
@@ -170,15 +181,11 @@ impl NodeWords {
                 plain(1 + u64::from(count))
             }
             Action::Write(writes) => plain(self.write(&writes)),
-            Action::Strike(strikes) => {
-                let mut arrived = plain(0);
-                for (at, expected, desired) in strikes.swaps() {
-                    arrived.operations += 1;
-                    arrived.swaps += 1;
-                    heard.push(self.swap(at, expected, desired));
-                    arrived.lost += u64::from(heard.last() != Some(&expected));
-                }
-                arrived
+            Action::Strike(strikes) => self.strike(strikes, heard),
+            Action::StrikeThen(strikes) => {
+                let arrived = self.strike(strikes, heard);
+                heard.extend_from_slice(self.words(strikes.log(), Strikes::MAX));
+                Arrived { operations: arrived.operations + 1, ..arrived }
             }
         }
     }
@@ -195,6 +202,10 @@ pub fn answer<'a>(action: &Action, heard: &'a [u64]) -> StepResult<'a> {
         Action::Read { .. } | Action::Survey { .. } => StepResult::Words(heard),
         Action::Write(_) => StepResult::Written,
         Action::Strike(strikes) => StepResult::Struck(strikes.struck(heard.iter().copied())),
+        Action::StrikeThen(strikes) => {
+            let words = &heard[strikes.swaps().count()..];
+            StepResult::StruckThen(strikes.struck(heard.iter().copied()), words)
+        }
     }
 }
 
