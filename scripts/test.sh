@@ -2,6 +2,10 @@
 # All that must hold: formatting, tidy, lints, unit tests, simulators, then the end-to-end tests on the release build, and a few of those in guests.
 # The last lines are cargo's own results, one for each test program. What ran before a failure is shown too.
 set -euo pipefail
+# A shell that starts this in the background has it ignore SIGINT, and so would all programs that tests end by it.
+if [ -z "${AQUIFER_SIGNALS:-}" ]; then
+    AQUIFER_SIGNALS=default exec env --default-signal=INT,QUIT "$BASH" "$0" "$@"
+fi
 cd "$(dirname "$0")/.."
 
 log=$(mktemp)
