@@ -212,9 +212,11 @@ impl NodeCache {
         Ok(())
     }
 
-    /// This client has filled a span, and not said so in the section.
-    pub(crate) fn note_filled(&mut self, span: u32) {
-        self.filled[(span / SECTION_SPANS) as usize] |= place_of(span);
+    /// This client has taken of a span; if it has filled it, it has not said so in the section.
+    pub(crate) fn note_if_filled(&mut self, span: u32) {
+        if self.span(span).is_full() && self.state_of(span) != SpanState::Full {
+            self.filled[(span / SECTION_SPANS) as usize] |= place_of(span);
+        }
     }
 
     /// A span of this section that it filled, and has not said so. Nobody else has changed the section's word since the span was seen full.
@@ -302,7 +304,7 @@ impl NodeCache {
         plant.places().for_each(|(chunk, key)| self.left.plant(chunk, class, key));
     }
 
-    /// The key by which an extent opens that this client gave back, when it takes it again.
+    /// The key by which an extent opens that this client takes as it was left or planted.
     pub(crate) fn left(&self, chunk: u32, class: SizeClass) -> Option<Key> {
         self.left.key(chunk, class)
     }

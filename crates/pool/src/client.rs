@@ -429,10 +429,9 @@ impl PoolClient {
     /// # Errors
     /// As for [`Self::free`].
     pub fn free_begun(&mut self, extent: Extent, record: u32) -> Result<bool, PoolError> {
-        let found = self.record(extent).inspect_err(|_| self.custody.doubt(extent.node))?;
-        if found.is_none_or(|found| found == record) {
-            self.give_back(extent, FreeOp::resumed)?;
-            return Ok(true);
+        match self.give_back(extent, |op| op.resumed(record)) {
+            Err(PoolError::NotAllocated { .. } | PoolError::NotOurs { .. }) => {}
+            given_back => return given_back.map(|()| true),
         }
         // Something else of the word has changed, perhaps. If its key was not struck out it is ours still.
         if self.is_current(extent).inspect_err(|_| self.custody.doubt(extent.node))? {
@@ -441,13 +440,6 @@ impl PoolClient {
         }
         self.custody.doubt(extent.node);
         Ok(false)
-    }
-
-    /// The record in an extent's control word, as it is now; `None` if it has none.
-    fn record(&mut self, extent: Extent) -> Result<Option<u32>, PoolError> {
-        let node = self.node(extent.node)?;
-        let Some(chunk) = node.chunk_of(extent.addr) else { return Ok(None) };
-        node.record(Grant { chunk, class: extent.class, key: extent.key }).map(Some)
     }
 
     /// The endpoint to a node, for the user's own READs and WRITEs. Its work ids must be below [`POOL_WORK_ID`];

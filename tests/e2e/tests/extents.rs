@@ -203,7 +203,9 @@ fn a_dead_node_takes_what_was_on_it_and_nothing_else() {
     processes::kill(cluster.part("node", Some(1)));
     let read = |session: &mut Session, extent: &Extent, stamp| {
         let mut bytes = vec![0; 64 << 10];
-        session.read(extent, 0, &mut bytes).map(|()| assert!(bytes == stamped(extent, stamp), "it is ours"))
+        session
+            .read(extent, 0, &mut bytes)
+            .map(|()| assert!(bytes == stamped(extent, stamp), "what is read is right"))
     };
     let mut counts = [0, 0];
     for (extent, stamp) in extents.iter().zip(0..) {

@@ -27,11 +27,11 @@ impl NodeCache {
     }
 
     /// Several extents of that size, at least two, that a CAS alone takes, all of one span: of the one where something was left last, or of the section where searches begin.
-    pub(crate) fn chain(&self, host: Host, class: SizeClass, count: u32) -> Option<Chain> {
+    pub(crate) fn chain(&mut self, host: Host, class: SizeClass, count: u32) -> Option<Chain> {
+        let last = self.left.last(class).map(|chunk| chunk / SPAN_CHUNKS);
         let section = self.start(class);
         let open = self.section(section).spans_in(SpanState::Partial);
         let spans = open.map(|place| section * SECTION_SPANS + u32::from(place));
-        let last = self.left.last(class).map(|chunk| chunk / SPAN_CHUNKS);
         last.into_iter().chain(spans).find_map(|span| self.chain_in(span, host, class, count))
     }
 

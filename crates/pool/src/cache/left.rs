@@ -61,20 +61,22 @@ impl Left {
         (key.class() == Some(class.k())).then_some(key)
     }
 
-    /// Where an extent of this size was left last; no call tells of the same.
-    pub fn take_recent(&mut self, class: SizeClass) -> Option<u32> {
+    /// Where an extent of this size was left last, of those that are there yet.
+    pub fn last(&mut self, class: SizeClass) -> Option<u32> {
         loop {
-            let chunk = self.recent[usize::from(class.k())].pop_back()?;
+            let chunk = *self.recent[usize::from(class.k())].back()?;
             if self.key(chunk, class).is_some() {
                 return Some(chunk);
             }
+            self.recent[usize::from(class.k())].pop_back();
         }
     }
 
-    /// Where something of this size was left last, if it is there yet.
-    pub fn last(&self, class: SizeClass) -> Option<u32> {
-        let chunk = *self.recent[usize::from(class.k())].back()?;
-        self.key(chunk, class).map(|_| chunk)
+    /// The same; no call tells of it again.
+    pub fn take_recent(&mut self, class: SizeClass) -> Option<u32> {
+        let last = self.last(class);
+        self.recent[usize::from(class.k())].pop_back();
+        last
     }
 
     /// Something of this size that begins with this chunk was taken.

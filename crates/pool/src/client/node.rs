@@ -150,13 +150,6 @@ impl Node {
         record_of(self.cache.word(word_of(grant)))
     }
 
-    /// The same, as it is now.
-    pub(super) fn record(&mut self, grant: Grant) -> Result<u32, PoolError> {
-        let found = self.wire.carry_out(Action::Probe { at: word_of(grant) }, &mut self.words);
-        let found = found.map_err(|cause| lost(self.id, cause))?;
-        Ok(record_of(found.found()))
-    }
-
     fn read(&mut self, at: WordAt, count: u32) -> Result<(), PoolError> {
         let done = self.wire.carry_out(Action::Read { at, count }, &mut self.words);
         done.map(drop).map_err(|cause| lost(self.id, cause))

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::cache::NodeCache;
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS};
-use crate::word::{InlineLog, LogEntry, LogOp, Run, SectionWord, SpanState, SpanWord};
+use crate::word::{InlineLog, LogEntry, LogOp, Run, SectionWord, SpanState, SpanWord, record_of};
 
 /// Gives one extent back. Dropped before it is done it may have given it back, and may have left its span closed.
 #[derive(Clone, Debug)]
@@ -21,15 +21,17 @@ pub struct FreeOp {
     is_shut: bool,
     /// The next, if it is bound, and the log tells that the extent is this host's.
     left: Option<Key>,
-    /// It may have been begun before, by one that was killed over it.
-    is_resumed: bool,
+    /// No key comes in the place of the one that it had.
+    leaves_nothing: bool,
+    /// It may have been begun before, when its word had this record: as long as it has, nobody has had the place since.
+    begun_at: Option<u32>,
     state: State,
 }
 
 #[derive(Clone, Copy, Debug)]
 enum State {
     Idle,
-    /// What we remember says that it cannot be freed: is that so?
+    /// What we remember says that it cannot be freed: is that so? Or what is resumed: has the word the same record still?
     Probing,
     /// F5: are the group's spans closed, now that the section is as remembered?
     ReadingGroup,
@@ -38,6 +40,11 @@ enum State {
         gift: Gift,
         expected: u64,
         next: Key,
+    },
+    /// Of what is resumed another key was found: has the word the same record still, so that nobody can have bound it who has the place by now?
+    Doubting {
+        gift: Gift,
+        entry: u64,
     },
     /// F1 to F6.
     Giving(Give),
@@ -62,15 +69,23 @@ impl FreeOp {
             lost: 0,
             is_shut: false,
             left: None,
-            is_resumed: false,
+            leaves_nothing: false,
+            begun_at: None,
             state: State::Idle,
         }
     }
 
-    /// The same of what may be given back in part, and what nobody has taken since: its key may be struck out already, and the next be there.
+    /// The same, and nothing is left for the next time: who takes it again writes key and record.
     #[must_use]
-    pub const fn resumed(self) -> Self {
-        Self { is_resumed: true, ..self }
+    pub const fn leaving_nothing(self) -> Self {
+        Self { leaves_nothing: true, ..self }
+    }
+
+    /// The same of what may be given back in part, and was begun when its word had that record: its key may be struck out already, and another be there. If the word has
+    /// another record now, or gets one meanwhile, it is `NotAllocated`, though it may be ours still.
+    #[must_use]
+    pub const fn resumed(self, record: u32) -> Self {
+        Self { begun_at: Some(record), ..self.leaving_nothing() }
     }
 }
 
@@ -83,6 +98,9 @@ impl Machine for FreeOp {
         if !is_possible || self.grant.chunk / SECTION_CHUNKS >= cache.section_count() {
             return Step::Done(Err(OpError::NotAllocated));
         }
+        if self.begun_at.is_some() {
+            return self.post(State::Probing, Action::Probe { at: word_of(self.grant) });
+        }
         match self.judged(cache) {
             Ok(step) => step,
             // What we remember may be old.
@@ -94,7 +112,11 @@ impl Machine for FreeOp {
         let next = match std::mem::replace(&mut self.state, State::Idle) {
             State::Idle => panic!("no action is under way"),
             State::Probing => {
-                cache.learn(word_of(self.grant), result.found()).and_then(|()| self.judged(cache))
+                let learnt = cache.learn(word_of(self.grant), result.found());
+                learnt.and_then(|()| self.assert_untouched(result.found())).and_then(|()| self.judged(cache))
+            }
+            State::Doubting { gift, entry } => {
+                self.assert_untouched(result.found()).map(|()| self.strike(gift, entry))
             }
             State::ReadingGroup => self.group_read(cache, result),
             State::Striking { gift, expected, next } => self.struck(cache, gift, (expected, next), result),
@@ -108,6 +130,14 @@ impl FreeOp {
     fn post(&mut self, state: State, action: Action) -> Step<()> {
         self.state = state;
         Step::Post(action)
+    }
+
+    /// Of what is resumed nobody has had the place since it was begun.
+    fn assert_untouched(&self, word: u64) -> Result<(), OpError> {
+        match self.begun_at {
+            Some(record) if record_of(word) != record => Err(OpError::NotAllocated),
+            _ => Ok(()),
+        }
     }
 
     fn section(&self) -> u32 {
@@ -209,7 +239,7 @@ impl FreeOp {
             return self.give_shut(cache, gift);
         }
         let expected = KeyEntry::opened(self.grant.key, cache.tenant()).0;
-        if self.is_resumed {
+        if self.leaves_nothing {
             return self.strike(gift, expected);
         }
         let next = cache.fresh_key(self.grant.class);
@@ -245,11 +275,18 @@ impl FreeOp {
             if let StepResult::FoundThen(_, entry) = result {
                 self.left = self.is_told_by(LogEntry(entry)).then_some(next);
             }
-        } else if self.mutation != Mutation::GiveUnchecked && !(self.is_resumed && key == Key(0)) {
-            // The client that took it was another tenant's; or what is resumed had got so far.
-            let is_its = key == self.grant.key || self.is_resumed;
+        } else if self.mutation != Mutation::GiveUnchecked && !(self.begun_at.is_some() && key == Key(0)) {
             lose(&mut self.lost)?;
-            return if is_its { Ok(self.strike(gift, found)) } else { Err(OpError::NotAllocated) };
+            return match self.begun_at {
+                // The client that took it was another tenant's.
+                _ if key == self.grant.key => Ok(self.strike(gift, found)),
+                // The next key, or another's.
+                Some(_) => {
+                    let state = State::Doubting { gift, entry: found };
+                    Ok(self.post(state, Action::Probe { at: word_of(self.grant) }))
+                }
+                None => Err(OpError::NotAllocated),
+            };
         }
         self.is_shut = true;
         Ok(self.give_shut(cache, gift))
@@ -276,6 +313,7 @@ impl FreeOp {
         match give.step(cache, result)? {
             Given::Post(action) => Ok(self.post(State::Giving(give), action)),
             Given::Done => Ok(Step::Done(Ok(()))),
+            Given::Overtaken if self.begun_at.is_some() => Err(OpError::NotAllocated),
             Given::Overtaken => {
                 lose(&mut self.lost)?;
                 self.judged(cache)

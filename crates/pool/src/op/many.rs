@@ -1,7 +1,7 @@
-//! Taking several extents of one size: as many of a span at once as are ready there, by a chain of CASes; others one after another. What A8 writes for one goes with
-//! the next one's CAS, so that each takes one trip to the node instead of two.
+//! Taking several extents of one size: as many of a span at once as a CAS alone takes, by a chain of CASes; others one after another. What A8 writes for one of these
+//! goes with the next one's CAS, so that each takes one trip to the node instead of two.
 
-use aquifer_fabric::{Host, Key};
+use aquifer_fabric::Host;
 
 use super::owed::Owed;
 use super::{
@@ -9,7 +9,6 @@ use super::{
 };
 use crate::cache::NodeCache;
 use crate::size::{SPAN_CHUNKS, SizeClass};
-use crate::word::SpanState;
 
 /// After so many broken chains of one operation the rest is taken one by one.
 const CHAINS_LOST_MAX: u32 = 8;
@@ -120,7 +119,7 @@ impl AllocManyOp {
         let (span, at) = (chain.span(), WordAt::Span(chain.span()));
         for (_, run) in chain.runs().enumerate().filter(|(number, _)| taken >> number & 1 == 1) {
             let chunk = span * SPAN_CHUNKS + u32::from(run.first());
-            let key = cache.left(chunk, chain.class()).unwrap_or(Key(0));
+            let key = cache.left(chunk, chain.class()).expect("it was left when the chain was made");
             cache.forget_left(chunk, chain.class());
             self.granted.push(Grant { chunk, class: chain.class(), key });
         }
@@ -136,9 +135,7 @@ impl AllocManyOp {
         if is_whole {
             cache.settle(at);
         }
-        if word.is_full() && cache.state_of(span) != SpanState::Full {
-            cache.note_filled(span);
-        }
+        cache.note_if_filled(span);
         self.take(cache)
     }
 

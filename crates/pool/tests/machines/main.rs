@@ -5,7 +5,7 @@ mod driver;
 
 use aquifer_fabric::Host;
 use aquifer_fabric::sim::{SimFabric, SimOptions};
-use aquifer_fabric::{Identity, KeyEntry, Tenant};
+use aquifer_fabric::{Identity, Key, KeyEntry, Tenant};
 use aquifer_pool::cache::{NodeCache, Nonces};
 use aquifer_pool::client::NODES_MAX;
 use aquifer_pool::layout::Layout;
@@ -14,7 +14,7 @@ use aquifer_pool::op::{
     READ_WORDS_MAX, Several, Step, StepResult, StretchOp, WordAt,
 };
 use aquifer_pool::size::{SECTION_BYTES, SECTION_SPANS};
-use aquifer_pool::word::{LogEntry, Run, SectionWord, SpanState, SpanWord};
+use aquifer_pool::word::{LogEntry, Run, SectionWord, SpanState, SpanWord, record_of};
 use aquifer_pool::{NodeId, PoolClient, PoolError, SizeClass, donate};
 
 use driver::Words;
@@ -90,6 +90,91 @@ fn several_of_one_span_are_taken_at_once() {
         let entry = KeyEntry(words.at(WordAt::chunk_key(grant.chunk), 1)[0]);
         assert_eq!(entry, KeyEntry::opened(grant.key, Tenant(0)));
     }
+}
+
+/// One was begun, got as far as K, and was killed; it is done by the next.
+#[test]
+fn what_is_resumed_is_given_back_though_its_key_is_another() {
+    for k in [0, 5, 9] {
+        let (mut words, mut cache) = Words::new(1);
+        let class = SizeClass::new(k).expect("a class");
+        let grant = words.run(&mut cache, AllocOp::new(ME, class)).0.expect("room");
+        let record = begin_to_free(&mut words, &mut cache, grant);
+        assert_eq!(words.run(&mut cache, FreeOp::new(ME, grant)).0, Err(OpError::NotAllocated), "{k}");
+        assert_eq!(words.run(&mut cache, FreeOp::new(ME, grant).resumed(record)).0, Ok(()), "{k}");
+        assert_eq!(words.at(WordAt::key_of(grant), 1)[0] & 0xffff_ffff, 0, "{k}: no key is left");
+        let again = FreeOp::new(ME, grant).resumed(record);
+        assert_eq!(words.run(&mut cache, again).0, Err(OpError::NotAllocated), "{k}: it was done");
+    }
+}
+
+/// What the one before had sent comes late, and another has the place by then: at whatever step, the key is his.
+#[test]
+fn what_is_resumed_strikes_no_key_of_another() {
+    for (late, k) in (0..5).flat_map(|late| [(late, 0), (late, 5)]) {
+        let (mut words, mut cache) = Words::new(1);
+        let class = SizeClass::new(k).expect("a class");
+        // So that the span stays open.
+        words.run(&mut cache, AllocOp::new(ME, SizeClass::CHUNK)).0.expect("room");
+        let grant = words.run(&mut cache, AllocOp::new(ME, class)).0.expect("room");
+        let record = begin_to_free(&mut words, &mut cache, grant);
+        let mut op = FreeOp::new(ME, grant).resumed(record);
+        let mut step = op.start(&mut cache);
+        let mut taken = None;
+        for number in 0.. {
+            if number == late {
+                taken = Some(give_late_and_take(&mut words, grant));
+            }
+            match step {
+                Step::Post(action) => step = words.carry_out(&mut op, &mut cache, action),
+                Step::Done(_) => break,
+            }
+        }
+        if let Some(taken) = taken {
+            let entry = KeyEntry(words.at(WordAt::key_of(taken), 1)[0]);
+            assert_eq!(entry.key(), taken.key, "{late}, {k}: it opens what another holds");
+            let mut theirs =
+                NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Nonces::default());
+            assert_eq!(words.run(&mut theirs, FreeOp::new(OTHER, taken)).0, Ok(()), "{late}, {k}: he has it");
+        }
+    }
+}
+
+/// K, and no more; the record that the word had.
+fn begin_to_free(words: &mut Words, cache: &mut NodeCache, grant: Grant) -> u32 {
+    let word = if grant.class.k() < 5 { WordAt::Span(grant.chunk / 32) } else { WordAt::Section(0) };
+    let mut op = FreeOp::new(ME, grant);
+    let mut step = op.start(cache);
+    loop {
+        let Step::Post(action) = step else { panic!("{step:?}") };
+        let is_key = matches!(action, Action::CasThen { at: WordAt::Key(_), .. });
+        step = words.carry_out(&mut op, cache, action);
+        if is_key {
+            return record_of(words.at(word, 1)[0]);
+        }
+    }
+}
+
+/// F1 or F5 takes effect after all, and another host has the place.
+fn give_late_and_take(words: &mut Words, grant: Grant) -> Grant {
+    let theirs = Grant { key: Key::of_run(grant.class.k(), 77), ..grant };
+    let run =
+        |first: u32| Run::new(u8::try_from(first).expect("small"), grant.class.order()).expect("aligned");
+    if grant.class.k() < 5 {
+        let (word, run) = (&mut words.spans[(grant.chunk / 32) as usize], run(grant.chunk % 32));
+        if SpanWord(*word).holds(run) {
+            *word = SpanWord(*word).give(run, ME).0;
+        }
+        *word = SpanWord(*word).take(run, OTHER).0;
+    } else {
+        let (word, run) = (&mut words.sections[0], run(grant.chunk / 32));
+        if SectionWord(*word).all(run, SpanState::Full) {
+            *word = SectionWord(*word).give(run, ME).0;
+        }
+        *word = SectionWord(*word).take(run, OTHER).0;
+    }
+    words.at(WordAt::key_of(grant), 1)[0] = KeyEntry::opened(theirs.key, Tenant(0)).0;
+    theirs
 }
 
 #[test]

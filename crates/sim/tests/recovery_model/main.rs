@@ -139,7 +139,7 @@ impl Model for Trial {
     }
 }
 
-/// Together some ten million states.
+/// Together some thirteen million states.
 const TRIALS: [Trial; 6] = [
     Trial::new([5, 3, 0], Trial::THREE_HOSTS, 1).of_wholes(),
     Trial::new([4, 2, 1], Trial::THREE_HOSTS, 1).of_wholes(),

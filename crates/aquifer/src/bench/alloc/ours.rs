@@ -104,8 +104,7 @@ impl OurClient {
             return Ok(false);
         }
         let op = FreeOp::new(self.host, grant);
-        // Who resumes leaves nothing for the next time.
-        let op = if self.rung.has_reuse() { op } else { op.resumed() };
+        let op = if self.rung.has_reuse() { op } else { op.leaving_nothing() };
         self.start(node, Operation::Free(op))
     }
 

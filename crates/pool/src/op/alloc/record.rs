@@ -7,7 +7,7 @@ use crate::cache::NodeCache;
 use crate::op::hint::Hint;
 use crate::op::{Action, Grant, Mutation, Part, Plant, Step, WordAt, Writes, record_at, word_of};
 use crate::size::{SECTION_CHUNKS, SPAN_CHUNKS, SizeClass};
-use crate::word::{LogEntry, SpanState};
+use crate::word::LogEntry;
 
 impl AllocOp {
     /// What goes with A3, since nobody else can take anything in a span that we open: whose it is, and keys and records for this extent and for those to come. It
@@ -75,9 +75,7 @@ impl AllocOp {
     pub(super) fn hint(&mut self, cache: &mut NodeCache, grant: Grant, filled: Option<u32>) -> Step<Grant> {
         let span = grant.chunk / SPAN_CHUNKS;
         // A span that was filled may have room again soon. That it is full is said when another had to be opened in its place.
-        if cache.span(span).is_full() && cache.state_of(span) != SpanState::Full {
-            cache.note_filled(span);
-        }
+        cache.note_if_filled(span);
         let calm = self.losing.is_none_or(|(last, _)| last != span);
         let hint = match filled {
             Some(filled) => Hint::filled(filled, cache, self.mutation),

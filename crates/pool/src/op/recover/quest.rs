@@ -10,8 +10,8 @@ use crate::cache::NodeCache;
 use crate::op::{Grant, Machine, Step, StepResult};
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS};
 
-/// Something that a host has of a node, as words and log tell it. What is found again, the same in all its parts, is the same thing: nobody has given it back
-/// and taken it anew meanwhile.
+/// Something that a host has of a node, as words and log tell it. What is found again, the same in all its parts, is the same thing, or was taken again under the key
+/// that it was left with: in which case whoever gave it back is done, and once is all that this can be.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Held {
     /// An extent, by the key in its entry.
