@@ -1,10 +1,13 @@
 //! The chief claim: a program in a quarter of its memory does what it does plainly.
 
+use std::time::Duration;
+
 use serde_json::Value;
 
 use crate::cluster::{Cluster, find, text};
 use crate::processors::Processors;
 use crate::run::{Outcome, Running, mempool_share, run_plainly};
+use crate::witness::Witness;
 
 const MIB: u64 = 1 << 20;
 /// The promise: the limit, 10 % and 16 MiB.
@@ -12,6 +15,8 @@ const SLACK_BYTES: u64 = 16 * MIB;
 /// While the agent's processor is taken away, by others on this machine or on the same hardware, and the program's is not, nobody can keep it to its limit.
 /// A run during which others than the cluster, the program and this test have had more than this part of the processors is not judged, and repeated.
 const OTHERS_MAX: f64 = 0.1;
+/// Nor is one during which the most urgent thread waited for a processor for this long: half of the time in which a program can fill all that is tolerated.
+const LATENESS_MAX: Duration = Duration::from_millis(4);
 /// A program that is over its limit each time is, whatever the machine did.
 const TRIES: u32 = 3;
 
@@ -47,18 +52,21 @@ pub fn compare(cluster: &Cluster, case: Case<'_>) -> Value {
     let mut tries = 1;
     let paged = loop {
         let processors = Processors::watch(cluster.parts());
+        let witness = Witness::start();
         let paged = Running::start(&mut command, case.forks, mempool_share(cluster.agent_socket())).wait();
         paged.assert_success("the paged run");
-        let others = processors.taken_by_others();
-        let is_judged = others <= OTHERS_MAX || tries == TRIES;
-        if case.unbounded.is_some() || is_within_limit(&paged, limit) || is_judged {
+        let (others, lateness) = (processors.taken_by_others(), witness.stop());
+        if case.unbounded.is_some() || is_within_limit(&paged, limit) {
             break paged;
         }
         println!(
-            "over its limit, with {} MiB, while others had {:.0} % of the processors: once more",
+            "over its limit, with {} MiB, while others had {:.0} % of the processors and an urgent thread waited for {lateness:?}",
             paged.peak.total_bytes / MIB,
             others * 100.0
         );
+        if others <= OTHERS_MAX && lateness <= LATENESS_MAX || tries == TRIES {
+            break paged;
+        }
         tries += 1;
     };
     assert!(

@@ -34,6 +34,7 @@ pub mod restart;
 pub mod run;
 pub mod sampler;
 pub mod swap;
+pub mod witness;
 
 pub use cluster::Cluster;
 pub use compare::{Case, compare};
