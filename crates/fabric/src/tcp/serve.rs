@@ -28,6 +28,10 @@ const FAREWELL_TIME: Duration = Duration::from_millis(200);
 
 /// What the connection that spoke last says is served so many times before others are looked at.
 const FAVOURS_MAX: u32 = 8;
+/// Where several speak they are looked at so many times in a row before who else wants the processor may have it.
+const TURNS_MAX: u32 = 8;
+
+const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
 /// What the bell is called among the connections.
 const BELL: u64 = u64::MAX;
@@ -104,6 +108,9 @@ pub(super) struct ServeThread {
     /// The connection that spoke last, and how many times it has been preferred since others were looked at.
     last: Option<usize>,
     favours: u32,
+    /// Others than that one have spoken in the last turn; and how many turns there were in a row.
+    is_crowded: bool,
+    turns: u32,
     /// Set when the target goes away: no more is asked, only said.
     farewell_until: Option<Instant>,
 }
@@ -122,6 +129,8 @@ impl ServeThread {
             spin,
             last: None,
             favours: 0,
+            is_crowded: false,
+            turns: 0,
             farewell_until: None,
         })
     }
@@ -143,16 +152,13 @@ impl ServeThread {
 
     /// Wait for something to do: what the connection that spoke last has said, or else what has happened to any of them.
     fn wait(&mut self, events: &mut Vec<Event>) -> Option<Word> {
-        events.clear();
+        if self.has_more(events) {
+            return None;
+        }
         let timeout = self.timeout();
-        let now = Timespec::default();
         let (epoll, favours) = (&self.epoll, &mut self.favours);
         let mut last = self.last.and_then(|at| Some((at, self.connections.get_mut(at)?.as_mut()?)));
         let mut word = None;
-        let mut look = |timeout| {
-            events.clear();
-            epoll::wait(epoll, spare_capacity(events), timeout)
-        };
         // To receive costs no more than to ask whether there is something.
         let is_there = self.spin.look(|| {
             if *favours < FAVOURS_MAX
@@ -165,20 +171,29 @@ impl ServeThread {
                 }
             }
             *favours = 0;
-            look(Some(&now)).is_ok_and(|count| count > 0)
+            look(epoll, events, Some(&NOW)).is_ok_and(|count| count > 0)
         });
         if is_there {
             return word;
         }
         self.favours = 0;
-        match look(timeout.as_ref()) {
+        match look(&self.epoll, events, timeout.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => tracing::error!(%error, "the target cannot wait for its connections"),
         }
         None
     }
 
+    /// Whether somebody has spoken while others were served, which is likely where several do: then nothing is won by letting others run first.
+    fn has_more(&mut self, events: &mut Vec<Event>) -> bool {
+        let may_look = self.is_crowded && self.turns < TURNS_MAX && self.spin.is_on();
+        let has_more = may_look && look(&self.epoll, events, Some(&NOW)).is_ok_and(|count| count > 0);
+        self.turns = if has_more { self.turns + 1 } else { 0 };
+        has_more
+    }
+
     fn attend_all(&mut self, events: &[Event]) {
+        self.is_crowded = false;
         for event in events {
             match event.data.u64() {
                 BELL => self.answer_bell(),
@@ -207,7 +222,7 @@ impl ServeThread {
             self.close(at);
             return;
         }
-        self.last = Some(at);
+        self.is_crowded |= self.last.replace(at) != Some(at);
         self.advance(at);
     }
 
@@ -338,6 +353,12 @@ impl ServeThread {
         }
         self.connections.iter().all(Option::is_none)
     }
+}
+
+/// Ask the kernel what has happened.
+fn look(epoll: &OwnedFd, events: &mut Vec<Event>, timeout: Option<&Timespec>) -> rustix::io::Result<usize> {
+    events.clear();
+    epoll::wait(epoll, spare_capacity(events), timeout)
 }
 
 impl Connection {

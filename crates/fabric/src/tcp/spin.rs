@@ -27,6 +27,11 @@ impl Spin {
         Self { limit, misses: 0, left_out: 0 }
     }
 
+    /// Whether it looks at all, next time.
+    pub fn is_on(&self) -> bool {
+        !self.limit.is_zero() && self.left_out == 0
+    }
+
     /// Look until there is something; false if it is time to sleep.
     pub fn look(&mut self, mut is_there: impl FnMut() -> bool) -> bool {
         if self.limit.is_zero() {
