@@ -201,6 +201,10 @@ impl Wire {
                 self.push_swap(at, expected, desired);
                 self.push_read(reply_at, self.layout.word_at(then), 8);
             }
+            Action::CasProbe { at, expected, desired, probe } => {
+                self.push_swap(at, expected, desired);
+                self.push_probe(probe);
+            }
             Action::WriteThen { writes, at, expected, desired } => {
                 self.push_writes(&writes, place);
                 self.push_swap(at, expected, desired);
@@ -214,10 +218,7 @@ impl Wire {
                     self.push_swap(at, expected, desired);
                 }
             }
-            Action::Probe { at } => {
-                let remote = self.remote(self.layout.word_at(at));
-                self.push(Verb::FetchAdd { remote, add: 0 });
-            }
+            Action::Probe { at } => self.push_probe(at),
             Action::Read { at, count } => {
                 assert!(count <= place.words_max, "{count} words are longer than their room");
                 self.push_read(reply_at, self.layout.word_at(at), count * 8);
@@ -260,6 +261,7 @@ impl Wire {
         match *action {
             Action::Cas { .. } | Action::Probe { .. } => StepResult::Found(self.outcomes[first]),
             Action::CasThen { .. } => StepResult::FoundThen(self.outcomes[first], self.replied(place, 0)),
+            Action::CasProbe { .. } => StepResult::FoundThen(self.outcomes[first], self.outcomes[first + 1]),
             Action::WriteThen { writes, .. } => {
                 StepResult::Found(self.outcomes[first + writes.parts().count()])
             }
@@ -295,6 +297,11 @@ impl Wire {
     fn push(&mut self, verb: Verb) {
         // The id is given when it is posted.
         self.batch.push(Work { id: 0, verb, signalled: true });
+    }
+
+    fn push_probe(&mut self, at: WordAt) {
+        let remote = self.remote(self.layout.word_at(at));
+        self.push(Verb::FetchAdd { remote, add: 0 });
     }
 
     fn push_swap(&mut self, at: WordAt, expected: u64, desired: u64) {

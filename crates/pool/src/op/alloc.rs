@@ -55,6 +55,8 @@ struct Committing {
     desired: u64,
     /// If it takes an extent that this opens at once, and of which the log tells: because this client left it so, or by WRITEs that go with the CAS.
     key: Option<Key>,
+    /// The span that A2 says is full.
+    filled: Option<u32>,
 }
 
 /// The CAS that takes something.
@@ -77,11 +79,17 @@ impl Commit {
         }
     }
 
-    /// The word as it is remembered after that.
-    fn desired(self, cache: &NodeCache, host: Host) -> u64 {
+    /// The word as it is remembered after that; if this is A2, and there is a span that this client `filled`, it says so, too.
+    fn desired(self, cache: &NodeCache, host: Host, filled: Option<u32>) -> u64 {
         match self {
             Self::Take { span, run, .. } => cache.span(span).take(run, host).0,
-            Self::Open { span } => cache.section(span / SECTION_SPANS).open(place_in_section(span), host).0,
+            Self::Open { span } => {
+                let (section, place) = (cache.section(span / SECTION_SPANS), place_in_section(span));
+                match filled {
+                    Some(filled) => section.open_beside(place, place_in_section(filled), host).0,
+                    None => section.open(place, host).0,
+                }
+            }
             Self::TakeWhole { section, group } => cache.section(section).take(group, host).0,
         }
     }
@@ -96,6 +104,8 @@ enum State {
     Flushing(Flush, Commit),
     /// The word is expected as it was when this was posted.
     Committing(Committing),
+    /// A6, before A3: what A2 has said to be full is not.
+    Reopening(Hint, u32),
     /// A8: our own record, and the key.
     Recording(Grant),
     /// What was taken is of a span that is another tenant's by now: it goes back.
@@ -191,11 +201,15 @@ impl Machine for AllocOp {
             State::Returning(give) => self.returning(cache, give, result),
             State::ReadingSections { first, count } => self.read_sections(cache, first, count, result),
             State::Surveying { section } => self.surveyed(cache, section, result),
-            State::Marking(mut hint) => Ok(match hint.step(cache, result.found()) {
+            State::Reopening(mut hint, span) => Ok(match hint.step(cache, result) {
+                Some(action) => self.post(State::Reopening(hint, span), action),
+                None => self.take_first(cache, span),
+            }),
+            State::Marking(mut hint) => Ok(match hint.step(cache, result) {
                 Some(action) => self.post(State::Marking(hint), action),
                 None => self.search(cache),
             }),
-            State::Hinting(mut hint, grant) => Ok(match hint.step(cache, result.found()) {
+            State::Hinting(mut hint, grant) => Ok(match hint.step(cache, result) {
                 Some(action) => self.post(State::Hinting(hint, grant), action),
                 None => Step::Done(Ok(grant)),
             }),
@@ -281,7 +295,11 @@ impl AllocOp {
     }
 
     fn commit(&mut self, cache: &mut NodeCache, commit: Commit) -> Step<Grant> {
-        let (expected, desired) = (cache.word(commit.at()), commit.desired(cache, self.host));
+        let filled = match commit {
+            Commit::Open { span } => cache.take_filled(span / SECTION_SPANS),
+            _ => None,
+        };
+        let (expected, desired) = (cache.word(commit.at()), commit.desired(cache, self.host, filled));
         let cas = self.mutation.commit(commit.at(), expected, desired);
         let (key, action) = match (commit, cas) {
             (Commit::Take { span, run, ours }, Action::Cas { at, expected, desired }) => {
@@ -298,9 +316,9 @@ impl AllocOp {
             (Commit::TakeWhole { section, group }, cas) if self.only.is_none() => {
                 (cache.left(first_of_group(section, group), self.class), cas)
             }
-            (_, cas) => (None, cas),
+            (_, cas) => (None, filled.map_or(cas, |span| cas.then_probe(WordAt::Span(span)))),
         };
-        self.post(State::Committing(Committing { commit, expected, desired, key }), action)
+        self.post(State::Committing(Committing { commit, expected, desired, key, filled }), action)
     }
 
     fn committing(&mut self, cache: &mut NodeCache, posted: Committing, result: StepResult<'_>) -> Next {
@@ -312,7 +330,7 @@ impl AllocOp {
             Commit::Take { .. } => self.taking_lost(cache, posted, found),
             Commit::Open { span } => {
                 self.learn_section(cache, commit.at(), won, desired, found)?;
-                if won { Ok(self.take_first(cache, span)) } else { self.overtaken(cache) }
+                if won { Ok(self.opened(cache, span, posted.filled, result)) } else { self.overtaken(cache) }
             }
             Commit::TakeWhole { section, group } => {
                 self.learn_section(cache, commit.at(), won, desired, found)?;
@@ -323,6 +341,22 @@ impl AllocOp {
                 }
             }
         }
+    }
+
+    /// A2 has succeeded, and may have said of another span that it is full: A5.
+    fn opened(
+        &mut self,
+        cache: &mut NodeCache,
+        span: u32,
+        filled: Option<u32>,
+        result: StepResult<'_>,
+    ) -> Step<Grant> {
+        if let (Some(filled), StepResult::FoundThen(_, word)) = (filled, result)
+            && let Some((hint, action)) = Hint::said_full(filled, SpanWord(word), cache, self.mutation)
+        {
+            return self.post(State::Reopening(hint, span), action);
+        }
+        self.take_first(cache, span)
     }
 
     /// A7 has succeeded.

@@ -96,7 +96,7 @@ impl Give {
             },
             State::Closing => self.closed(cache, result.found()),
             State::Marking => self.marked(cache, result.found()),
-            State::Hinting(mut hint) => Ok(match hint.step(cache, result.found()) {
+            State::Hinting(mut hint) => Ok(match hint.step(cache, result) {
                 Some(action) => self.post(State::Hinting(hint), action),
                 None => Given::Done,
             }),

@@ -12,7 +12,7 @@
 //!
 //! Nothing here can fail the operation: its commit is behind it.
 
-use super::{ATTEMPTS_MAX, Action, Mutation, WordAt};
+use super::{ATTEMPTS_MAX, Action, Mutation, StepResult, WordAt};
 use crate::cache::{NodeCache, place_in_section};
 use crate::size::SECTION_SPANS;
 use crate::word::{SectionWord, SpanState, SpanWord};
@@ -28,12 +28,8 @@ pub(super) struct Hint {
 
 #[derive(Clone, Copy, Debug)]
 enum State {
-    /// A4, a CAS.
+    /// A4, a CAS; and A5 behind it: is the span still full?
     SetFull { expected: SectionWord, from: SectionWord },
-    /// A4: is the span still full, now that the section is `seen`?
-    StillFull { seen: SectionWord, from: SectionWord },
-    /// A5: is the span still full, now that the hint is set?
-    Recheck { set: SectionWord },
     /// A6, F2: a CAS.
     SetOpen { expected: SectionWord },
     /// F2: does the section say full?
@@ -53,6 +49,19 @@ impl Hint {
         // Rule H: the word was that, but for changes of our own, from before the span was seen full until now.
         let expected = cache.section(span / SECTION_SPANS);
         Some(Self::begin(span, mutation, State::SetFull { expected, from: expected }))
+    }
+
+    /// A5: the section's word was just changed so that it says full of this span, which was found so behind that. If it is not full, A6.
+    pub(super) fn said_full(
+        span: u32,
+        found: SpanWord,
+        cache: &mut NodeCache,
+        mutation: Mutation,
+    ) -> Option<(Self, Action)> {
+        let seen = cache.section(span / SECTION_SPANS);
+        let is_full = cache.set_span(span, found).is_err() || found.is_full() || found.is_closed();
+        (!is_full && mutation != Mutation::SkipRecheck)
+            .then(|| Self::begin(span, mutation, State::SetOpen { expected: seen }))
     }
 
     /// F2: this host has just given back chunks, and the span is open still. `was_full`: it had no free one before.
@@ -115,13 +124,13 @@ impl Hint {
     fn post(&mut self, state: State) -> Action {
         self.state = state;
         match state {
-            State::Recheck { .. } | State::StillOpen { .. } | State::StillFull { .. } => {
-                Action::Probe { at: WordAt::Span(self.span) }
-            }
+            State::StillOpen { .. } => Action::Probe { at: WordAt::Span(self.span) },
             State::LookForFull => Action::Probe { at: self.section() },
             State::SetFull { expected, from } => {
                 let desired = from.hint(place_in_section(self.span), SpanState::Full);
-                self.mutation.commit(self.section(), expected.0, desired.0)
+                self.mutation
+                    .commit(self.section(), expected.0, desired.0)
+                    .then_probe(WordAt::Span(self.span))
             }
             State::SetOpen { expected } => self.cas(expected, SpanState::Partial),
             State::Once { to, expected, .. } => self.cas(expected, to),
@@ -134,39 +143,52 @@ impl Hint {
     }
 
     /// The next action; `None` when all is done.
-    pub(super) fn step(&mut self, cache: &mut NodeCache, found: u64) -> Option<Action> {
+    pub(super) fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Option<Action> {
         self.lost += 1;
         if self.lost > ATTEMPTS_MAX {
             return None;
         }
-        let next = match self.state {
-            State::Recheck { .. } | State::StillOpen { .. } | State::StillFull { .. } => {
-                self.after_span(cache, SpanWord(found))
+        let next = match (self.state, result) {
+            (State::SetFull { expected, from }, StepResult::FoundThen(section, span)) => {
+                self.after_full(cache, (expected, from), SectionWord(section), SpanWord(span))
             }
-            _ => self.after_section(cache, SectionWord(found)),
+            (State::StillOpen { seen }, result) => self.after_span(cache, seen, SpanWord(result.found())),
+            (_, result) => self.after_section(cache, SectionWord(result.found())),
         }?;
         Some(self.post(next))
     }
 
-    fn after_span(&self, cache: &mut NodeCache, span: SpanWord) -> Option<State> {
-        cache.set_span(self.span, span).ok()?;
-        match self.state {
-            State::StillFull { seen, from } if span.is_full() => {
-                Some(State::SetFull { expected: seen, from })
-            }
-            // A closed span is its closer's, who writes 00 over any hint.
-            State::Recheck { set: seen } | State::StillOpen { seen }
-                if !span.is_full() && !span.is_closed() =>
-            {
-                Some(State::SetOpen { expected: seen })
-            }
-            _ => None,
+    /// A4 found the section so, and A5 the span.
+    fn after_full(
+        &self,
+        cache: &mut NodeCache,
+        (expected, from): (SectionWord, SectionWord),
+        section: SectionWord,
+        span: SpanWord,
+    ) -> Option<State> {
+        let index = self.span / SECTION_SPANS;
+        if section == expected {
+            let set = expected.hint(place_in_section(self.span), SpanState::Full);
+            cache.change_section(index, set).ok()?;
+            let may_look = self.mutation != Mutation::SkipRecheck;
+            return may_look.then(|| self.after_span(cache, set, span)).flatten();
         }
+        cache.set_section(index, section).ok()?;
+        cache.set_span(self.span, span).ok()?;
+        let is_unsaid = matches!(self.state_in(section), SpanState::Partial | SpanState::Contended);
+        let from = if self.mutation == Mutation::FullFromStale { from } else { section };
+        (is_unsaid && span.is_full()).then_some(State::SetFull { expected: section, from })
+    }
+
+    /// The section was `seen` to say full before the span was seen so.
+    fn after_span(&self, cache: &mut NodeCache, seen: SectionWord, span: SpanWord) -> Option<State> {
+        cache.set_span(self.span, span).ok()?;
+        // A closed span is its closer's, who writes 00 over any hint.
+        (!span.is_full() && !span.is_closed()).then_some(State::SetOpen { expected: seen })
     }
 
     fn after_section(&self, cache: &mut NodeCache, found: SectionWord) -> Option<State> {
         let won = match self.state {
-            State::SetFull { expected, .. } => (expected == found).then_some((expected, SpanState::Full)),
             State::SetOpen { expected } => (expected == found).then_some((expected, SpanState::Partial)),
             State::Once { to, expected, .. } => (expected == found).then_some((expected, to)),
             _ => None,
@@ -174,18 +196,11 @@ impl Hint {
         if let Some((before, to)) = won {
             let set = before.hint(place_in_section(self.span), to);
             cache.change_section(self.span / SECTION_SPANS, set).ok()?;
-            let recheck = to == SpanState::Full && self.mutation != Mutation::SkipRecheck;
-            return recheck.then_some(State::Recheck { set });
+            return None;
         }
         cache.set_section(self.span / SECTION_SPANS, found).ok()?;
         let now = self.state_in(found);
         match (self.state, self.mutation) {
-            (State::SetFull { expected, .. }, mutation)
-                if matches!(now, SpanState::Partial | SpanState::Contended) =>
-            {
-                let stale = mutation == Mutation::FullFromStale;
-                Some(State::StillFull { seen: found, from: if stale { expected } else { found } })
-            }
             (State::SetOpen { .. } | State::LookForFull, Mutation::OpenBlind) if now == SpanState::Full => {
                 Some(State::SetOpen { expected: found })
             }

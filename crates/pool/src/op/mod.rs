@@ -156,6 +156,17 @@ pub enum Action {
         /// The word to be read after that.
         then: WordAt,
     },
+    /// Compare and swap, then learn a word's value as [`Action::Probe`] does. Answered by [`StepResult::FoundThen`].
+    CasProbe {
+        /// The word.
+        at: WordAt,
+        /// What it must be.
+        expected: u64,
+        /// What it becomes.
+        desired: u64,
+        /// The word to be learnt after that.
+        probe: WordAt,
+    },
     /// Write entries, then compare and swap. Answered by [`StepResult::Found`].
     WriteThen {
         /// What is written.
@@ -194,6 +205,16 @@ pub enum Action {
     Strike(Strikes),
     /// The same, then read the entries of the log that belong to them. Answered by [`StepResult::StruckThen`].
     StrikeThen(Strikes),
+}
+
+impl Action {
+    /// A CAS with a look at another word behind it.
+    pub(crate) fn then_probe(self, probe: WordAt) -> Self {
+        match self {
+            Self::Cas { at, expected, desired } => Self::CasProbe { at, expected, desired, probe },
+            other => other,
+        }
+    }
 }
 
 /// Keys that are struck out at once: one owner's, of neighbouring entries.

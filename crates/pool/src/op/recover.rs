@@ -201,7 +201,7 @@ impl Machine for RecoverOp {
             }
             State::ProbingSpan(place) => self.probed(cache, place, result.found()),
             State::Giving(give, found, span) => self.giving(cache, (give, found, span), result),
-            State::Hinting(mut hint, span) => Ok(match hint.step(cache, result.found()) {
+            State::Hinting(mut hint, span) => Ok(match hint.step(cache, result) {
                 Some(action) => self.post(State::Hinting(hint, span), action),
                 None => self.judge_from(cache, span),
             }),

@@ -153,6 +153,12 @@ impl SectionWord {
         self.with(Run::single(index), SpanState::Partial, LogOp::Open, host)
     }
 
+    /// The same, and span `full` has no free chunk: one change says both.
+    #[must_use]
+    pub const fn open_beside(self, index: u8, full: u8, host: Host) -> Self {
+        Self(join(high(self.0), self.replace(Run::single(full), SpanState::Full))).open(index, host)
+    }
+
     /// The word after `host` has closed span `index`.
     #[must_use]
     pub const fn close(self, index: u8, host: Host) -> Self {

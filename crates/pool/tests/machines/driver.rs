@@ -48,7 +48,8 @@ impl Words {
             Action::Cas { at, expected, desired } => {
                 op.step(cache, StepResult::Found(self.swap(at, expected, desired)))
             }
-            Action::CasThen { at, expected, desired, then } => {
+            Action::CasThen { at, expected, desired, then }
+            | Action::CasProbe { at, expected, desired, probe: then } => {
                 let found = self.swap(at, expected, desired);
                 op.step(cache, StepResult::FoundThen(found, self.at(then, 1)[0]))
             }

@@ -196,6 +196,7 @@ impl Client {
                 StepResult::StruckThen(strikes.struck(self.outcomes.iter().copied()), &words)
             }
             Action::CasThen { .. } => StepResult::FoundThen(self.outcomes[0], self.word(0)),
+            Action::CasProbe { .. } => StepResult::FoundThen(self.outcomes[0], self.outcomes[1]),
             Action::WriteThen { writes, .. } => StepResult::Found(self.outcomes[writes.parts().count()]),
             Action::PlantThen { plant, .. } => StepResult::Found(self.outcomes[plant.writes().count()]),
             Action::Chain(chain) => StepResult::Chained(chain.outcome(self.outcomes.iter().copied())),
@@ -259,6 +260,9 @@ impl Client {
             Action::CasThen { at, expected, desired, then } => {
                 vec![self.swap(at, expected, desired), self.read(0, then, 1)]
             }
+            Action::CasProbe { at, expected, desired, probe } => {
+                vec![self.swap(at, expected, desired), self.probe(probe)]
+            }
             Action::WriteThen { writes, at, expected, desired } => {
                 let mut verbs = self.writes(writes.parts().map(|part| (part.at, part.words())));
                 verbs.push(self.swap(at, expected, desired));
@@ -272,7 +276,7 @@ impl Client {
             Action::Chain(chain) => {
                 chain.swaps().map(|(at, expected, desired)| self.swap(at, expected, desired)).collect()
             }
-            Action::Probe { at } => vec![Verb::FetchAdd { remote: self.remote(at), add: 0 }],
+            Action::Probe { at } => vec![self.probe(at)],
             Action::Read { at, count } => vec![self.read(0, at, count)],
             Action::Survey { section, count } => {
                 let spans = self.read(0, WordAt::Span(section * SECTION_SPANS), count * SECTION_SPANS);
@@ -299,6 +303,10 @@ impl Client {
 
     fn remote(&self, at: WordAt) -> RemoteAddr {
         RemoteAddr { addr: self.region.base + self.layout.word_at(at), key: self.region.key }
+    }
+
+    fn probe(&self, at: WordAt) -> Verb {
+        Verb::FetchAdd { remote: self.remote(at), add: 0 }
     }
 
     fn swap(&self, at: WordAt, expected: u64, desired: u64) -> Verb {

@@ -20,7 +20,7 @@ use crate::shadow::{Change, Mode, Shadow, ensure};
 /// How often each change came to pass, over many schedules.
 #[derive(Default, Debug)]
 pub struct Seen {
-    changes: [u64; 14],
+    changes: [u64; 15],
     schedules: u64,
     crashes: u64,
     crashed_in_operation: u64,
@@ -526,4 +526,4 @@ fn overlap(a: &Grant, b: &Grant) -> bool {
 }
 
 /// The array of counts has a place for each.
-const _: () = assert!(Change::Recover as usize == 13);
+const _: () = assert!(Change::Recover as usize == 14);

@@ -25,6 +25,8 @@ pub enum Mode {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Change {
     Open,
+    /// And another span was said to be full.
+    OpenBeside,
     TakeChunks,
     FirstChunks,
     TakeWhole,
@@ -257,12 +259,19 @@ impl Shadow {
         stamp_follows(before, log)?;
         let record = |log: InlineLog| (log.op, log.run, log.host);
         if before.map(record) == Some(record(log)) {
-            return self.hint_changed(section, old, new);
+            let changed: Vec<u8> = (0..16).filter(|&i| old.state(i) != new.state(i)).collect();
+            return self.hint_changed(section, &changed, (old, new));
         }
         ensure!(log.host == by, "{by:?} signs as {:?}", log.host);
         let spans = log.run.first()..log.run.first() + log.run.len();
-        let same_elsewhere = (0..16).filter(|i| !spans.contains(i)).all(|i| old.state(i) == new.state(i));
-        ensure!(same_elsewhere, "other spans than those of its log {log:?} changed");
+        let is_other = |i: &u8| !spans.contains(i) && old.state(*i) != new.state(*i);
+        let others: Vec<u8> = (0..16).filter(is_other).collect();
+        if let [_, ..] = others[..] {
+            // A2 may say of another span that it is full.
+            let hint = self.hint_changed(section, &others, (old, new))?;
+            let may = log.op == LogOp::Open && hint == Change::HintFull;
+            ensure!(may, "other spans than those of its log {log:?} changed: {hint:?}");
+        }
         for index in spans.clone() {
             let span = section * SECTION_SPANS + u32::from(index);
             self.span_state_changed(span, log, (old.state(index), new.state(index)))?;
@@ -270,6 +279,7 @@ impl Shadow {
         let chunk = section * SECTION_CHUNKS + u32::from(log.run.first()) * SPAN_CHUNKS;
         Ok(match log.op {
             LogOp::Ready => return Err("a section is no span".to_owned()),
+            LogOp::Open if !others.is_empty() => Change::OpenBeside,
             LogOp::Open => Change::Open,
             LogOp::Close => Change::Close,
             LogOp::Alloc => {
@@ -326,9 +336,13 @@ impl Shadow {
         }
     }
 
-    fn hint_changed(&self, section: u32, old: SectionWord, new: SectionWord) -> Verdict<Change> {
-        let changed: Vec<u8> = (0..16).filter(|&i| old.state(i) != new.state(i)).collect();
-        let [index] = changed[..] else {
+    fn hint_changed(
+        &self,
+        section: u32,
+        changed: &[u8],
+        (old, new): (SectionWord, SectionWord),
+    ) -> Verdict<Change> {
+        let [index] = *changed else {
             return Err(format!("a change of hints changes the spans {changed:?}"));
         };
         let mode = self.modes[(section * SECTION_SPANS + u32::from(index)) as usize];
@@ -438,6 +452,7 @@ fn author(under_way: &[(Host, Action)], at: WordAt, old: u64, new: u64) -> Verdi
     let is_it = |posted: &Action| match *posted {
         Action::Cas { at: word, expected, desired }
         | Action::CasThen { at: word, expected, desired, .. }
+        | Action::CasProbe { at: word, expected, desired, .. }
         | Action::PlantThen { at: word, expected, desired, .. }
         | Action::WriteThen { at: word, expected, desired, .. } => {
             (word, expected, desired) == (at, old, new)

@@ -178,7 +178,7 @@ impl Account {
 fn operations(action: &Action) -> u64 {
     match action {
         Action::Cas { .. } | Action::Probe { .. } | Action::Read { .. } => 1,
-        Action::CasThen { .. } => 2,
+        Action::CasThen { .. } | Action::CasProbe { .. } => 2,
         Action::Survey { count, .. } => 1 + u64::from(*count),
         Action::Write(writes) => writes.parts().count() as u64,
         Action::WriteThen { writes, .. } => writes.parts().count() as u64 + 1,

@@ -124,6 +124,7 @@ impl OurClient {
         let takes = match action {
             Action::Cas { at, desired, .. }
             | Action::CasThen { at, desired, .. }
+            | Action::CasProbe { at, desired, .. }
             | Action::PlantThen { at, desired, .. }
             | Action::WriteThen { at, desired, .. } => takes(at, desired),
             _ => None,

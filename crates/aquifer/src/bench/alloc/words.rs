@@ -138,7 +138,8 @@ impl NodeWords {
                 heard.push(self.swap(at, expected, desired));
                 swapped(1, heard[0] != expected)
             }
-            Action::CasThen { at, expected, desired, then } => {
+            Action::CasThen { at, expected, desired, then }
+            | Action::CasProbe { at, expected, desired, probe: then } => {
                 heard.push(self.swap(at, expected, desired));
                 heard.push(self.words(then, 1)[0]);
                 swapped(2, heard[0] != expected)
@@ -198,7 +199,7 @@ pub fn answer<'a>(action: &Action, heard: &'a [u64]) -> StepResult<'a> {
             StepResult::Found(heard[0])
         }
         Action::Chain(chain) => StepResult::Chained(chain.outcome(heard.iter().copied())),
-        Action::CasThen { .. } => StepResult::FoundThen(heard[0], heard[1]),
+        Action::CasThen { .. } | Action::CasProbe { .. } => StepResult::FoundThen(heard[0], heard[1]),
         Action::Read { .. } | Action::Survey { .. } => StepResult::Words(heard),
         Action::Write(_) => StepResult::Written,
         Action::Strike(strikes) => StepResult::Struck(strikes.struck(heard.iter().copied())),

@@ -67,7 +67,9 @@ impl AllocOp {
         if !self.class.is_within_span() {
             return Step::Done(Ok(grant));
         }
-        let filled = if self.has_opened { cache.take_filled(before) } else { None };
+        // Of what is in the same section A2 has said it.
+        let is_elsewhere = self.has_opened && before != grant.chunk / SECTION_CHUNKS;
+        let filled = if is_elsewhere { cache.take_filled(before) } else { None };
         self.hint(cache, grant, filled)
     }
 
