@@ -293,8 +293,11 @@ impl TcpEndpoint {
             return;
         }
         self.flush();
+        let answered = self.answered;
         if self.receive_some() {
             self.recover();
+        } else if self.answered != answered {
+            self.since = Instant::now();
         } else if !self.pending.is_empty() && self.since.elapsed() > self.options.operation_time {
             self.settle_known();
             self.give_up(Some(WorkError::Timeout));

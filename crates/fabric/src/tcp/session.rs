@@ -140,15 +140,14 @@ impl Session {
     fn step(&mut self, input: &[u8], out: &mut Answers) -> Result<usize, Nonsense> {
         match &mut self.next {
             Next::Request => {
-                let Ok((request, _)) = Request::read_from_prefix(input) else {
+                let Ok((request, rest)) = Request::read_from_prefix(input) else {
                     return Ok(0);
                 };
                 // Whatever changes memory, or tells somebody who may, comes after the READs before it.
                 if request.kind != wire::READ && out.has_loans() {
                     return Ok(0);
                 }
-                self.begin(request, out)?;
-                Ok(REQUEST_BYTES)
+                Ok(REQUEST_BYTES + self.begin(request, rest, out)?)
             }
             Next::Word(request) => {
                 let Ok((desired, _)) = u64::read_from_prefix(input) else {
@@ -186,7 +185,8 @@ impl Session {
         }
     }
 
-    fn begin(&mut self, request: Request, out: &mut Answers) -> Result<(), Nonsense> {
+    /// Begin a request; how many bytes of the `rest` behind its head were used.
+    fn begin(&mut self, request: Request, rest: &[u8], out: &mut Answers) -> Result<usize, Nonsense> {
         let limits = &self.shared.options.limits;
         let len = request.len.get();
         match request.kind {
@@ -196,7 +196,8 @@ impl Session {
             }
             wire::WRITE if len <= limits.transfer_bytes_max => {
                 self.next = Next::Bytes { request, taken: 0, outcome: Ok(u64::from(len)) };
-                self.write_some(&[], out);
+                // Most often all of it has come: then its key is asked once.
+                return Ok(self.write_some(rest, out));
             }
             wire::SWAP => self.next = Next::Word(request),
             wire::ADD => {
@@ -223,7 +224,7 @@ impl Session {
             }
             _ => return Err(Nonsense("a request has an unknown kind")),
         }
-        Ok(())
+        Ok(0)
     }
 
     /// Answer a READ; what was answered.

@@ -1,7 +1,5 @@
 //! What the target says, booked in the order of the requests.
 
-use std::time::Instant;
-
 use rustix::net::RecvFlags;
 use zerocopy::FromBytes;
 
@@ -146,7 +144,6 @@ impl TcpEndpoint {
     pub(super) fn settle(&mut self, outcome: Result<u64, WorkError>) {
         let Some(Pending { work, .. }) = self.pending.pop_front() else { return };
         self.answered += 1;
-        self.since = Instant::now();
         self.complete(work, outcome);
         if outcome == Err(WorkError::Fenced) {
             self.give_up(None);
