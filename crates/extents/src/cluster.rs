@@ -127,8 +127,8 @@ impl Cluster {
         }
     }
 
-    /// The better of two nodes by free memory, then the others.
-    fn nodes_by_room(&mut self) -> Vec<NodeId> {
+    /// The better of two nodes by free memory, then the others; before all of them one where something of that size was left.
+    fn nodes_by_room(&mut self, class: Option<SizeClass>) -> Vec<NodeId> {
         let mut nodes: Vec<NodeId> = self.pool.nodes().collect();
         let count = nodes.len();
         if count < 2 {
@@ -141,6 +141,10 @@ impl Cluster {
         if self.pool.free_bytes(nodes[0]) < self.pool.free_bytes(nodes[1]) {
             nodes.swap(0, 1);
         }
+        let has_left = |node: &NodeId| class.is_some_and(|class| self.pool.has_left(*node, class));
+        if let Some(at) = nodes.iter().position(has_left) {
+            nodes[..=at].rotate_right(1);
+        }
         nodes
     }
 
@@ -152,23 +156,25 @@ impl Cluster {
         usize::try_from(self.random % bound as u64).unwrap_or(0)
     }
 
-    /// Take something of the best node that has it, of nodes that have come just now, too.
+    /// Take something, an extent of that size if it is one, of the best node that has it, of nodes that have come just now, too.
     fn take<T>(
         &mut self,
+        class: Option<SizeClass>,
         take: impl Fn(&mut PoolClient, NodeId) -> Result<T, PoolError>,
     ) -> Result<T, Status> {
-        match self.take_somewhere(&take) {
-            Err(Status::Full) if self.meet_nodes() => self.take_somewhere(&take),
+        match self.take_somewhere(class, &take) {
+            Err(Status::Full) if self.meet_nodes() => self.take_somewhere(class, &take),
             outcome => outcome,
         }
     }
 
     fn take_somewhere<T>(
         &mut self,
+        class: Option<SizeClass>,
         take: &impl Fn(&mut PoolClient, NodeId) -> Result<T, PoolError>,
     ) -> Result<T, Status> {
         let mut status = Status::Full;
-        for node in self.nodes_by_room() {
+        for node in self.nodes_by_room(class) {
             let mut taken = take(&mut self.pool, node);
             while let Err(PoolError::Away { .. }) = taken {
                 // Nobody knows whether something was taken, and an audit finds it. This waits until the node is back, or gone.
@@ -240,15 +246,15 @@ impl Pool for Cluster {
     }
 
     fn allocate(&mut self, class: SizeClass) -> Result<Extent, Status> {
-        self.take(|pool, node| pool.allocate(node, class))
+        self.take(Some(class), |pool, node| pool.allocate(node, class))
     }
 
     fn allocate_many(&mut self, class: SizeClass, count: u32) -> Result<Vec<Extent>, Status> {
-        self.take(|pool, node| pool.allocate_many(node, class, count))
+        self.take(Some(class), |pool, node| pool.allocate_many(node, class, count))
     }
 
     fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, Status> {
-        self.take(|pool, node| pool.allocate_stretch(node, sections))
+        self.take(None, |pool, node| pool.allocate_stretch(node, sections))
     }
 
     fn sections_to_clear(&self, sections: u32) -> Option<u32> {

@@ -390,7 +390,7 @@ impl Filler {
         Err(refused)
     }
 
-    /// Power of two choices on free memory, for each node anew; if the chosen node is full, the others in the order of what they have, those
+    /// One where an extent of that size was left, else power of two choices on free memory, for each node anew; if the chosen node is full, the others in the order of what they have, those
     /// that are slow just now last. What there is of what was ordered.
     fn take(
         &mut self,
@@ -407,11 +407,7 @@ impl Filler {
         });
         let mut is_first_choice = true;
         while found < order.nodes && !nodes.is_empty() {
-            let mut at = 0;
-            if is_first_choice && nodes.len() > 2 {
-                // Sorted by free memory, so the better of the two is the earlier.
-                at = self.draw(nodes.len()).min(self.draw(nodes.len()));
-            }
+            let at = if is_first_choice { self.choose(pool, &nodes, order.class) } else { 0 };
             let node = nodes.remove(at);
             is_first_choice = false;
             match pool.allocate_many(node, order.class, order.each) {
@@ -434,6 +430,15 @@ impl Filler {
             }
         }
         taken
+    }
+
+    /// Which of some nodes, the better first.
+    fn choose(&mut self, pool: &mut PoolClient, nodes: &[NodeId], class: SizeClass) -> usize {
+        let has_left = |node: &NodeId| !self.slabs.is_slow(*node) && pool.has_left(*node, class);
+        nodes.iter().position(has_left).unwrap_or_else(|| match nodes.len() {
+            0..=2 => 0,
+            count => self.draw(count).min(self.draw(count)),
+        })
     }
 
     fn draw(&mut self, below: usize) -> usize {

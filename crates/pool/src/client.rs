@@ -243,6 +243,12 @@ impl PoolClient {
         }
     }
 
+    /// Whether an extent of that size can be taken again there as this client has left one, by one trip (docs/decisions/0016): who may choose takes it before
+    /// anything of another node.
+    pub fn has_left(&mut self, id: NodeId, class: SizeClass) -> bool {
+        self.nodes.get_mut(&id).is_some_and(|node| node.cache.has_left(class))
+    }
+
     /// Take an extent of a node.
     ///
     /// # Errors

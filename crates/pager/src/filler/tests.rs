@@ -11,23 +11,30 @@ use crate::page::Location;
 use crate::slabs::{SlabId, SlabSet};
 
 struct World {
-    _target: SimTarget,
-    _donation: Donation,
+    _nodes: Vec<(SimTarget, Donation)>,
     slabs: Arc<SlabSet>,
     pool: PoolClient,
     filler: Filler,
 }
 
 fn world(node_bytes: u64) -> World {
+    world_of(1, node_bytes)
+}
+
+fn world_of(nodes: u16, node_bytes: u64) -> World {
     let fabric = SimFabric::new(7, SimOptions { step_on_poll: true, ..SimOptions::default() });
-    let target = fabric.add_node();
-    let donation = donate(&target, NodeId(0), node_bytes).unwrap();
     let mut pool = PoolClient::new(Host(1), Tenant(0));
     let who = Identity { host: Host(1), epoch: 1, tenant: Tenant(0) };
-    pool.add_node(NodeId(0), fabric.connect(target.node(), who).unwrap()).unwrap();
+    let lend = |node| {
+        let target = fabric.add_node();
+        let donation = donate(&target, node, node_bytes).unwrap();
+        pool.add_node(node, fabric.connect(target.node(), who).unwrap()).unwrap();
+        (target, donation)
+    };
+    let nodes = (0..nodes).map(NodeId).map(lend).collect();
     let slabs = Arc::new(SlabSet::new().unwrap());
     let filler = Filler::new(Arc::clone(&slabs), 3);
-    World { _target: target, _donation: donation, slabs, pool, filler }
+    World { _nodes: nodes, slabs, pool, filler }
 }
 
 impl World {
@@ -59,6 +66,20 @@ impl World {
     fn held_pages(&self) -> u64 {
         self.slabs.bytes().0 / 4096
     }
+}
+
+#[test]
+fn what_was_left_is_taken_before_anything_of_another_node() {
+    let mut world = world_of(3, 8 << 20);
+    let nodes = [NodeId(0), NodeId(1), NodeId(2)];
+    let [kept, left] = [(); 2].map(|()| world.pool.allocate(NodeId(1), SizeClass::CHUNK).unwrap());
+    world.pool.free(left).unwrap();
+    let mut choose = |class| world.filler.choose(&mut world.pool, &nodes, class);
+    assert!((0..32).all(|_| choose(SizeClass::CHUNK) == 1));
+    assert!((0..32).any(|_| choose(SizeClass::SPAN) != 1), "nothing of that size was left");
+    world.slabs.set_slow(NodeId(1), true);
+    assert!((0..32).any(|_| world.filler.choose(&mut world.pool, &nodes, SizeClass::CHUNK) != 1));
+    world.pool.free(kept).unwrap();
 }
 
 #[test]

@@ -11,19 +11,36 @@ impl NodeCache {
     /// Of what this client gave back last, and can take again as it was, in which section it is; a chunk only of a span that is open still.
     pub(crate) fn take_left(&mut self, class: SizeClass) -> Option<(u32, Candidate)> {
         while let Some(chunk) = self.left.take_recent(class) {
-            let (section, span) = (chunk / SECTION_CHUNKS, chunk / SPAN_CHUNKS);
-            let first = if class.is_within_span() { chunk % SPAN_CHUNKS } else { span % SECTION_SPANS };
-            let run = Run::new(u8::try_from(first).ok()?, class.order())?;
-            let word = self.span(span);
-            if !class.is_within_span() {
-                if self.section(section).all(run, SpanState::Empty) {
-                    return Some((section, Candidate::Whole { group: run }));
-                }
-            } else if !word.is_closed() && word.bits() & run.mask() == 0 {
-                return Some((section, Candidate::Chunks { span, run }));
+            if let Some(candidate) = self.candidate_left(chunk, class) {
+                return Some((chunk / SECTION_CHUNKS, candidate));
             }
         }
         None
+    }
+
+    /// Whether there is such a one.
+    #[must_use]
+    pub fn has_left(&mut self, class: SizeClass) -> bool {
+        while let Some(chunk) = self.left.last(class) {
+            if self.candidate_left(chunk, class).is_some() {
+                return true;
+            }
+            self.left.take_recent(class);
+        }
+        false
+    }
+
+    fn candidate_left(&self, chunk: u32, class: SizeClass) -> Option<Candidate> {
+        let (section, span) = (chunk / SECTION_CHUNKS, chunk / SPAN_CHUNKS);
+        let first = if class.is_within_span() { chunk % SPAN_CHUNKS } else { span % SECTION_SPANS };
+        let run = Run::new(u8::try_from(first).ok()?, class.order())?;
+        let word = self.span(span);
+        if !class.is_within_span() {
+            let is_free = self.section(section).all(run, SpanState::Empty);
+            return is_free.then_some(Candidate::Whole { group: run });
+        }
+        let is_free = !word.is_closed() && word.bits() & run.mask() == 0;
+        is_free.then_some(Candidate::Chunks { span, run })
     }
 
     /// Several extents of that size, at least two, that a CAS alone takes, all of one span: of the one where something was left last, or of the section where searches begin.

@@ -54,6 +54,24 @@ fn an_operation_costs_as_few_actions_as_documented() {
 }
 
 #[test]
+fn what_is_left_is_known_until_it_is_taken() {
+    let (mut words, mut cache) = Words::new(1);
+    let chunk = || AllocOp::new(ME, SizeClass::CHUNK);
+    assert!(!cache.has_left(SizeClass::CHUNK));
+    let [first, second] = [(); 2].map(|()| words.run(&mut cache, chunk()).0.expect("room"));
+    assert!(!cache.has_left(SizeClass::CHUNK), "places of an open span are no better than its others");
+    words.run(&mut cache, FreeOp::new(ME, first)).0.expect("it is ours");
+    assert!(cache.has_left(SizeClass::CHUNK) && !cache.has_left(SizeClass::SECTION));
+    let again = words.run(&mut cache, chunk()).0.expect("room");
+    assert_eq!(again.chunk, first.chunk);
+    assert!(!cache.has_left(SizeClass::CHUNK));
+    for grant in [again, second] {
+        words.run(&mut cache, FreeOp::new(ME, grant)).0.expect("it is ours");
+    }
+    assert!(!cache.has_left(SizeClass::CHUNK), "the span is closed");
+}
+
+#[test]
 fn several_of_one_span_are_taken_at_once() {
     let (mut words, mut cache) = Words::new(2);
     let many = |count| AllocManyOp::new(ME, SizeClass::CHUNK, count);

@@ -92,6 +92,9 @@ impl OurClient {
             self.asked = Some(Asked::Take(node, class));
             return Ok(false);
         }
+        // As who uses the product's client chooses among nodes.
+        let left = self.caches.iter_mut().position(|cache| cache.has_left(class));
+        let node = left.unwrap_or(node);
         self.start(node, Operation::Alloc(AllocOp::new(self.host, class), class))
     }
 

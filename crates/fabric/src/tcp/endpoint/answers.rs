@@ -1,5 +1,4 @@
 //! What the target says, booked in the order of the requests.
-
 use rustix::net::RecvFlags;
 use zerocopy::FromBytes;
 
