@@ -390,8 +390,8 @@ impl Filler {
         Err(refused)
     }
 
-    /// One where an extent of that size was left, else power of two choices on free memory, for each node anew; if the chosen node is full, the others in the order of what they have, those
-    /// that are slow just now last. What there is of what was ordered.
+    /// A node where an extent of that size was left, else power of two choices on free memory, for each node anew; if the chosen one is full, the
+    /// others in the order of what they have, those that are slow just now last. What there is of what was ordered.
     fn take(
         &mut self,
         pool: &mut PoolClient,
@@ -437,6 +437,7 @@ impl Filler {
         let has_left = |node: &NodeId| !self.slabs.is_slow(*node) && pool.has_left(*node, class);
         nodes.iter().position(has_left).unwrap_or_else(|| match nodes.len() {
             0..=2 => 0,
+            // They come in the order of their free memory, so the better of the two is the earlier.
             count => self.draw(count).min(self.draw(count)),
         })
     }

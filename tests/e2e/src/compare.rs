@@ -1,24 +1,12 @@
 //! The chief claim: a program in a quarter of its memory does what it does plainly.
 
-use std::time::Duration;
-
 use serde_json::Value;
 
 use crate::cluster::{Cluster, find, text};
-use crate::processors::Processors;
-use crate::run::{Outcome, Running, mempool_share, run_plainly};
-use crate::witness::Witness;
+use crate::limits::{assert_within_limit, most_bytes, run_judged};
+use crate::run::{Running, mempool_share, run_plainly};
 
 const MIB: u64 = 1 << 20;
-/// The promise: the limit, 10 % and 16 MiB.
-const SLACK_BYTES: u64 = 16 * MIB;
-/// While the agent's processor is taken away, by others on this machine or on the same hardware, and the program's is not, nobody can keep it to its limit.
-/// A run during which others than the cluster, the program and this test have had more than this part of the processors is not judged, and repeated.
-const OTHERS_MAX: f64 = 0.1;
-/// Nor is one during which the most urgent thread waited for a processor for this long: half of the time in which a program can fill all that is tolerated.
-const LATENESS_MAX: Duration = Duration::from_millis(4);
-/// A program that is over its limit each time is, whatever the machine did.
-const TRIES: u32 = 3;
 
 /// A program to compare.
 #[derive(Clone, Copy, Debug)]
@@ -49,26 +37,12 @@ pub fn compare(cluster: &Cluster, case: Case<'_>) -> Value {
         .arg(&stats)
         .arg("--")
         .args(case.program);
-    let mut tries = 1;
-    let paged = loop {
-        let processors = Processors::watch(cluster.parts());
-        let witness = Witness::start();
+    let most_bytes = case.unbounded.map_or(most_bytes(limit), |_| u64::MAX);
+    let paged = run_judged(&cluster.parts(), most_bytes, || {
         let paged = Running::start(&mut command, case.forks, mempool_share(cluster.agent_socket())).wait();
         paged.assert_success("the paged run");
-        let (others, lateness) = (processors.taken_by_others(), witness.stop());
-        if case.unbounded.is_some() || is_within_limit(&paged, limit) {
-            break paged;
-        }
-        println!(
-            "over its limit, with {} MiB, while others had {:.0} % of the processors and an urgent thread waited for {lateness:?}",
-            paged.peak.total_bytes / MIB,
-            others * 100.0
-        );
-        if others <= OTHERS_MAX && lateness <= LATENESS_MAX || tries == TRIES {
-            break paged;
-        }
-        tries += 1;
-    };
+        paged
+    });
     assert!(
         paged.stdout == plain.stdout,
         "the outputs differ; plainly:\n{}\non the pool:\n{}",
@@ -93,25 +67,6 @@ pub fn compare(cluster: &Cluster, case: Case<'_>) -> Value {
     );
     cluster.assert_all_free();
     stats
-}
-
-fn is_within_limit(outcome: &Outcome, limit: u64) -> bool {
-    outcome.peak.total_bytes <= limit + limit / 10 + SLACK_BYTES
-}
-
-/// Fails if a run was seen with more than it may have.
-///
-/// # Panics
-/// If it was.
-pub fn assert_within_limit(outcome: &Outcome, limit: u64) {
-    assert!(outcome.peak.samples > 0, "nothing was sampled");
-    assert!(
-        is_within_limit(outcome, limit),
-        "resident {} MiB, with the mempool {} MiB, over the limit of {} MiB (+ 10 % + 16 MiB)",
-        outcome.peak.anonymous_bytes / MIB,
-        outcome.peak.total_bytes / MIB,
-        limit / MIB
-    );
 }
 
 /// The rest of the program must have been somewhere: on memory nodes.

@@ -5,7 +5,8 @@
 //! - [`cluster`]: `aquifer up` … `down`.
 //! - [`run`]: a program plainly, and by `aquifer run`.
 //! - [`compare`]: both, with equal output, within the limit.
-//! - [`sampler`], [`processes`], [`processors`]: `/proc`.
+//! - [`limits`]: was it within its limit?
+//! - [`sampler`], [`processes`], [`processors`], [`witness`]: `/proc`, and how busy the machine is.
 //! - [`agent`]: the agent's socket, for what only a hostile program would send.
 //! - [`house`]: a cluster for all users.
 //! - [`checked`]: a session that knows what its extents hold.
@@ -25,6 +26,7 @@ pub mod cluster;
 pub mod compare;
 pub mod eventually;
 pub mod house;
+pub mod limits;
 pub mod network;
 pub mod postgres;
 pub mod processes;

@@ -1,6 +1,6 @@
 //! Real programs of many people's making, in a quarter of their memory.
 
-use aquifer_tests_e2e::compare::assert_within_limit;
+use aquifer_tests_e2e::limits::assert_within_limit;
 use aquifer_tests_e2e::redis::{PYTHON, Redis};
 use aquifer_tests_e2e::{Case, Cluster, build, compare};
 

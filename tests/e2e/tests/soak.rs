@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use aquifer_tests_e2e::compare::assert_within_limit;
+use aquifer_tests_e2e::limits::{assert_within_limit, most_bytes, run_judged};
 use aquifer_tests_e2e::run::{Running, mempool_share, run_plainly};
 use aquifer_tests_e2e::{Cluster, build};
 
@@ -44,9 +44,12 @@ fn round(cluster: &Cluster, numbers: &mut Numbers) {
     let forks = test == "fork";
     let plain = run_plainly(&program, forks);
     let mut command = cluster.run_command(&limit.to_string(), &program);
-    let paged = Running::start(&mut command, forks, mempool_share(cluster.agent_socket())).wait();
-    paged.assert_success(test);
-    assert_eq!(paged.stdout, plain.stdout, "{program:?}");
+    let paged = run_judged(&cluster.parts(), most_bytes(limit), || {
+        let paged = Running::start(&mut command, forks, mempool_share(cluster.agent_socket())).wait();
+        paged.assert_success(test);
+        assert_eq!(paged.stdout, plain.stdout, "{program:?}");
+        paged
+    });
     assert_within_limit(&paged, limit);
     cluster.assert_all_free();
 }

@@ -1,4 +1,5 @@
 //! What the target says, booked in the order of the requests.
+
 use rustix::net::RecvFlags;
 use zerocopy::FromBytes;
 
