@@ -457,3 +457,63 @@ fn parts(each: &Move, key: LocalKey, step: u32) -> impl Iterator<Item = Verb> {
         if is_write { Verb::Write { local, remote } } else { Verb::Read { local, remote } }
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use aquifer_fabric::Identity;
+    use aquifer_fabric::sim::{SimFabric, SimOptions, SimTarget};
+    use aquifer_pool::donate;
+
+    use super::*;
+
+    #[derive(Debug)]
+    struct Simulated {
+        fabric: SimFabric,
+        targets: Vec<SimTarget>,
+        custody: Arc<Custody>,
+    }
+
+    impl Reach for Simulated {
+        fn nodes(&self) -> Vec<NodeId> {
+            (0..).map(NodeId).take(self.targets.len()).collect()
+        }
+
+        fn host(&self) -> Host {
+            Host(1)
+        }
+
+        fn custody(&self) -> &Arc<Custody> {
+            &self.custody
+        }
+
+        fn connect(&self, node: NodeId, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {
+            let who = Identity { host: self.host(), epoch: 1, tenant };
+            self.fabric.connect(self.targets[usize::from(node.0)].node(), who)
+        }
+    }
+
+    #[test]
+    fn what_was_left_on_a_node_is_taken_there_again() {
+        let fabric = SimFabric::new(7, SimOptions { step_on_poll: true, ..SimOptions::default() });
+        let targets: Vec<SimTarget> = (0..3).map(|_| fabric.add_node()).collect();
+        let donate = |(node, target): (u16, &SimTarget)| donate(target, NodeId(node), 8 << 20).unwrap();
+        let _donations: Vec<_> = (0..).zip(&targets).map(donate).collect();
+        let reach = Arc::new(Simulated { fabric, targets, custody: Arc::default() });
+        let ring = Arc::new(Memory::create("aquifer-test", 1 << 16).unwrap());
+        let mut cluster = Cluster::new(reach, Tenant(0), None, ring);
+        let [kept, left] =
+            [(); 2].map(|()| cluster.pool.allocate(NodeId(1), SizeClass::CHUNK).expect("there is room"));
+        cluster.pool.free(left).unwrap();
+        let mut first = |class| cluster.nodes_by_room(class)[0];
+        assert!((0..32).all(|_| first(Some(SizeClass::CHUNK)) == NodeId(1)));
+        assert!((0..32).any(|_| first(Some(SizeClass::SPAN)) != NodeId(1)), "none of that size was left");
+        assert!((0..32).any(|_| first(None) != NodeId(1)));
+        let all = cluster.nodes_by_room(Some(SizeClass::CHUNK)).into_iter();
+        assert_eq!(all.collect::<std::collections::BTreeSet<_>>().len(), 3, "the others come after it");
+        let again = cluster.allocate(SizeClass::CHUNK).expect("there is room");
+        assert_eq!((again.node, again.addr), (left.node, left.addr));
+        for extent in [kept, again] {
+            cluster.pool.free(extent).unwrap();
+        }
+    }
+}

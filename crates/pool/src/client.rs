@@ -259,7 +259,8 @@ impl PoolClient {
         Ok(self.node(id)?.extent(grant))
     }
 
-    /// Take up to `count` extents of a node: as many as it has, at least one. One trip to the node for each, and one more.
+    /// Take up to `count` extents of a node: as many as it has, at least one. What a CAS alone takes is taken a span at a time, by one trip to the
+    /// node; of others each takes one, and there is one more.
     ///
     /// # Errors
     /// As for [`Self::allocate`].

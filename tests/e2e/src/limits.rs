@@ -12,7 +12,7 @@ const SLACK_BYTES: u64 = 16 * MIB;
 /// While the agent's processor is taken away, by others on this machine or on the same hardware, and the program's is not, nobody can keep it to its limit.
 /// A run during which others than the cluster, the program and this test have had more than this part of the processors is not judged, and repeated.
 const OTHERS_MAX: f64 = 0.1;
-/// Nor is one during which the most urgent thread waited for a processor for this long: half of the time in which a program can fill all that is tolerated.
+/// Nor is one during which the most urgent thread waited for a processor for this long: a program on all processors can fill all that is tolerated in less.
 const LATENESS_MAX: Duration = Duration::from_millis(4);
 /// A program that is over its limit each time is, whatever the machine did.
 const TRIES: u32 = 3;
