@@ -231,12 +231,13 @@ fn a_dead_node_takes_what_was_on_it_and_nothing_else() {
     // It comes back without what it had.
     let up = cluster.command().arg("up").output().expect("aquifer can be started");
     assert!(up.status.success(), "{}", text(&up.stderr));
+    // All of it is held meanwhile: what was given back would be taken again, of the other node.
+    let mut held = Vec::new();
     eventually("the node to be used again", || {
-        let some = session.allocate_many(2 << 20, 8).ok()?;
-        let is_there = some.iter().any(|extent| extent.node() == 1);
-        session.free_many(&some).expect("they are ours");
-        is_there.then_some(())
+        held.extend(session.allocate_many(2 << 20, 8).ok()?);
+        held.iter().any(|extent: &Extent| extent.node() == 1).then_some(())
     });
+    session.free_many(&held).expect("they are ours");
     drop(session);
     cluster.assert_all_free();
 }
