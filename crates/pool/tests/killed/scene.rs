@@ -1,17 +1,15 @@
 //! A node, a host that lives, and one after another of which each dies at the next step.
 
 use std::cell::{Cell, RefCell};
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{
-    Completion, Host, Identity, Key, KeyEntry, LocalKey, LocalSlice, Memory, Reach, RemoteAddr, Target, Verb,
-    Work,
+    Completion, Host, Identity, KeyEntry, LocalKey, LocalSlice, Memory, Reach, RemoteAddr, Target, Verb, Work,
 };
-use aquifer_pool::layout::SECTION_ENTRIES;
-use aquifer_pool::op::{Recovered, WordAt};
+use aquifer_pool::op::{Grant, Recovered, WordAt};
 use aquifer_pool::size::{SECTION_BYTES, SECTION_CHUNKS};
 use aquifer_pool::{Custody, Donation, Extent, Pause, PoolClient, PoolError, SizeClass, donate};
 use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, kill_process, waitpid};
@@ -25,6 +23,8 @@ const LIVING: Host = Host(1);
 const HELD: [u8; 4] = [0, 0, 2, 5];
 const STAMP: u64 = 0x5a5a_0001_0002_0003;
 
+/// What was told is looked at for so many epochs. Keys are 27 random bits: among the hundred thousands of all steps one is like an earlier one now and then, by chance.
+const TOLD_EPOCHS: u64 = 8;
 /// The script has at least so many steps.
 const STEPS_MIN: usize = 100;
 
@@ -56,16 +56,16 @@ pub struct Scene {
     living: RefCell<Living>,
     /// Of the next victim.
     epoch: Cell<u64>,
-    /// Keys that the dead were told.
-    told: RefCell<HashSet<Key>>,
+    /// What anybody was told of, and in which epoch.
+    told: RefCell<HashMap<Extent, u64>>,
 }
 
 /// The host that lives, and what it holds.
 struct Living {
     client: PoolClient,
     held: Vec<Extent>,
-    /// Keys of all that it ever took.
-    told: HashSet<Key>,
+    /// What it took since it was looked at last.
+    told: Vec<Extent>,
     data: Arc<Memory>,
     local: LocalKey,
 }
@@ -78,7 +78,7 @@ impl Scene {
         let data = Arc::new(Memory::create("data", 2 << 20).expect("memory"));
         let endpoint = client.endpoint(NODE).expect("it is connected");
         let local = endpoint.register_local(Arc::clone(&data)).expect("room");
-        let mut living = Living { client, held: Vec::new(), told: HashSet::new(), data, local };
+        let mut living = Living { client, held: Vec::new(), told: Vec::new(), data, local };
         for k in HELD {
             let extent = living.take(k).expect("all is free");
             living.held.push(extent);
@@ -100,7 +100,7 @@ impl Scene {
         self.let_an_earlier_one_die(epoch);
         let mut child = victim::start(&self.reach, epoch, step, moment, end);
         let has_ended = !wait_for(child.pid, end);
-        self.told.borrow_mut().extend(victim::told(&mut child));
+        self.told.borrow_mut().extend(victim::told(&mut child).map(|extent| (extent, epoch)));
         self.target.fence(VICTIM, epoch);
         let when = format!("step {step}, {moment:?}, {end:?}");
         for dead in [VICTIM, EARLIER] {
@@ -155,7 +155,7 @@ impl Scene {
         }
         kill_process(child.pid, Signal::STOP).expect("it is there");
         assert!(wait_for(child.pid, End::Stop));
-        self.told.borrow_mut().extend(victim::told(&mut child));
+        self.told.borrow_mut().extend(victim::told(&mut child).map(|extent| (extent, epoch)));
         self.target.fence(VICTIM, epoch);
         let mut recoverer = connect(&self.reach, Host(4), 1);
         assert_eq!(recoverer.recover(NODE, VICTIM).expect("the node lives").extents, 1);
@@ -185,7 +185,7 @@ impl Scene {
         let mut earlier = connect(&self.reach, EARLIER, epoch);
         for k in [0, 1, 4, 6] {
             let extent = earlier.allocate(NODE, SizeClass::new(k).expect("a class")).expect("there is room");
-            self.told.borrow_mut().insert(extent.key);
+            self.told.borrow_mut().insert(extent, epoch);
         }
         drop(earlier);
         self.target.fence(EARLIER, epoch);
@@ -193,28 +193,36 @@ impl Scene {
 
     /// Nothing is left of anybody but the living: no chunk, and no key that anybody was told.
     fn all_else_is_free(&self, when: &str) {
-        let living = self.living.borrow();
+        let mut living = self.living.borrow_mut();
         let held: u64 = living.held.iter().map(|extent| extent.class.bytes()).sum();
+        assert_eq!(self.donation.free_bytes(), self.donation.layout.data_bytes() - held, "{when}");
+        for extent in &living.held {
+            assert!(self.is_bound(extent), "{when}: the key of {extent:?} is not bound");
+        }
+        let epoch = self.epoch.get();
+        let mut told = self.told.borrow_mut();
+        told.extend(living.told.drain(..).map(|extent| (extent, epoch)));
+        told.retain(|_, since| *since + TOLD_EPOCHS >= epoch);
+        for extent in told.keys().filter(|extent| !living.held.contains(extent)) {
+            assert!(!self.is_bound(extent), "{when}: {extent:?} was told, and its key is bound still");
+        }
+    }
+
+    /// Whether its key opens it.
+    fn is_bound(&self, extent: &Extent) -> bool {
         let layout = self.donation.layout;
-        assert_eq!(self.donation.free_bytes(), layout.data_bytes() - held, "{when}");
-        let bound: HashSet<Key> = (0..layout.sections() * SECTION_ENTRIES)
-            .map(|entry| {
-                let at = usize::try_from(layout.word_at(WordAt::Key(entry))).expect("it is mapped");
-                KeyEntry(self.donation.memory.atomic_u64(at).load(Ordering::SeqCst)).key()
-            })
-            .collect();
-        let ours: HashSet<Key> = living.held.iter().map(|extent| extent.key).collect();
-        assert!(ours.is_subset(&bound), "{when}: {:?} are not bound", ours.difference(&bound));
-        let told = self.told.borrow();
-        let mut dead = told.union(&living.told).filter(|key| !ours.contains(key));
-        assert_eq!(dead.find(|key| bound.contains(key)), None, "{when}: a key that was told is bound still");
+        let chunk =
+            layout.chunk_of(extent.addr - self.donation.region.base).expect("it is an extent's address");
+        let entry = WordAt::key_of(Grant { chunk, class: extent.class, key: extent.key });
+        let at = usize::try_from(layout.word_at(entry)).expect("it is mapped");
+        KeyEntry(self.donation.memory.atomic_u64(at).load(Ordering::SeqCst)).key() == extent.key
     }
 }
 
 impl Living {
     fn take(&mut self, k: u8) -> Option<Extent> {
         let extent = self.client.allocate(NODE, SizeClass::new(k).expect("a class")).ok()?;
-        self.told.insert(extent.key);
+        self.told.push(extent);
         for at in places(&extent) {
             self.data.write(at, &stamp(&extent, at).to_le_bytes());
         }

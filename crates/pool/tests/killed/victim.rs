@@ -46,7 +46,7 @@ pub struct Victim {
     pub pid: Pid,
     /// As long as this is open it does not go on after it was stopped.
     pub leash: ChildStdin,
-    /// The keys that it was told, one by one: see [`told`].
+    /// What it was told of, one by one: see [`told`].
     pub told: ChildStdout,
 }
 
@@ -63,25 +63,34 @@ pub fn start(reach: &Reach, epoch: u64, step: usize, moment: Moment, end: End) -
     Victim { pid, leash: leash.expect("it is piped"), told: told.expect("it is piped") }
 }
 
-/// Before each key that a victim was told, in what it says.
+/// Before each extent that a victim was told of, in what it says.
 const TOLD: &str = "told ";
 
 /// The extent is the victim's, and it knows the key.
 fn tell(extent: &Extent) {
     let mut stdout = std::io::stdout().lock();
-    writeln!(stdout, "{TOLD}{}", extent.key.0).and_then(|()| stdout.flush()).expect("it is heard");
+    let (k, key) = (extent.class.k(), extent.key.0);
+    writeln!(stdout, "{TOLD}{} {k} {key}", extent.addr).and_then(|()| stdout.flush()).expect("it is heard");
 }
 
-/// The keys that a victim was told that has ended, or stands still.
-pub fn told(victim: &mut Victim) -> impl Iterator<Item = Key> + use<> {
+/// What a victim was told of that has ended, or stands still.
+pub fn told(victim: &mut Victim) -> impl Iterator<Item = Extent> + use<> {
     rustix::io::ioctl_fionbio(&victim.told, true).expect("it is a pipe");
     let mut said = Vec::new();
     // To its end, or as far as it has got.
     let _ = victim.told.read_to_end(&mut said);
     let said = String::from_utf8(said).expect("it is text");
-    let keys: Vec<Key> =
-        said.lines().filter_map(|line| Some(Key(line.strip_prefix(TOLD)?.parse().ok()?))).collect();
-    keys.into_iter()
+    let extents: Vec<Extent> = said.lines().filter_map(extent_told).collect();
+    extents.into_iter()
+}
+
+/// What a line of what a victim says tells of.
+fn extent_told(line: &str) -> Option<Extent> {
+    let mut words = line.strip_prefix(TOLD)?.split(' ');
+    let addr = words.next()?.parse().ok()?;
+    let class = SizeClass::new(words.next()?.parse().ok()?)?;
+    let key = Key(words.next()?.parse().ok()?);
+    Some(Extent { node: NODE, addr, class, key })
 }
 
 /// Do what was asked for, if this process was started for it.
@@ -165,7 +174,7 @@ fn live(client: &mut PoolClient) -> Result<(), PoolError> {
     client.free_many(NODE, &several)?.into_iter().collect::<Result<(), _>>()?;
     client.recover(NODE, EARLIER)?;
     let stretch = client.allocate_stretch(NODE, 2)?;
-    tell(&stretch.first);
+    stretch.extents().for_each(|section| tell(&section));
     for section in stretch.extents() {
         write(client, &section, local);
         client.free(section)?;
