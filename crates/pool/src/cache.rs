@@ -50,10 +50,13 @@ pub struct NodeCache {
     start: [u32; 2],
 }
 
-/// Random bits for keys, from the system, some at a time.
-#[derive(Clone, Default)]
-struct KeySource {
-    bits: Vec<u32>,
+/// Bits for keys.
+#[derive(Clone)]
+enum KeySource {
+    /// Random, from the system, some at a time.
+    System(Vec<u32>),
+    /// In a simulation: the next one, and the step to that after it.
+    Counted(u32, u32),
 }
 
 impl std::fmt::Debug for KeySource {
@@ -67,16 +70,24 @@ impl KeySource {
     const BATCH: usize = 64;
 
     fn draw(&mut self) -> u32 {
-        if let Some(bits) = self.bits.pop() {
-            return bits;
+        match self {
+            Self::System(drawn) => drawn.pop().unwrap_or_else(|| {
+                let mut bytes = [0; Self::BATCH * 4];
+                let got = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
+                // So few bytes come at once or not at all.
+                assert_eq!(got, Ok(bytes.len()), "the system has random bytes");
+                let ([first, others @ ..], []) = bytes.as_chunks::<4>() else {
+                    unreachable!("64 of 4 bytes")
+                };
+                drawn.extend(others.iter().map(|word| u32::from_ne_bytes(*word)));
+                u32::from_ne_bytes(*first)
+            }),
+            Self::Counted(next, step) => {
+                let bits = *next;
+                *next = bits.wrapping_add(*step);
+                bits
+            }
         }
-        let mut bytes = [0; Self::BATCH * 4];
-        let got = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
-        // So few bytes come at once or not at all.
-        assert_eq!(got, Ok(bytes.len()), "the system has random bytes");
-        let (words, _) = bytes.as_chunks::<4>();
-        self.bits.extend(words.iter().map(|word| u32::from_ne_bytes(*word)));
-        self.draw()
     }
 }
 
@@ -92,10 +103,10 @@ pub(crate) enum Candidate {
 }
 
 impl NodeCache {
-    /// Remember a node as empty, and nothing as certain, for a client of `tenant`. `salt` decides where its searches begin, so that clients spread.
+    /// Remember a node as empty, and nothing as certain, for a client of `tenant`, whose searches begin at `begin_at` ([`begin_at`]).
     #[must_use]
-    pub fn new(layout: &Layout, salt: u64, tenant: Tenant, nonces: Nonces) -> Self {
-        let start = section_of(salt.wrapping_add(1), layout.sections());
+    pub fn new(layout: &Layout, begin_at: u64, tenant: Tenant, nonces: Nonces) -> Self {
+        let start = section_at(begin_at, layout.sections());
         Self {
             sections: vec![SectionWord::default(); layout.sections() as usize],
             spans: vec![SpanWord::default(); layout.spans() as usize],
@@ -107,13 +118,19 @@ impl NodeCache {
             foreign: vec![0; layout.sections() as usize],
             left: Left::default(),
             tenant,
-            keys: KeySource::default(),
+            keys: KeySource::System(Vec::new()),
             nonces,
             surprises: 0,
             free_chunks: u64::from(layout.chunks()),
             withheld: 0,
             start: [start; 2],
         }
+    }
+
+    /// For a simulation: client number `number` of so many draws keys that are all different, and the same each time. Random ones are alike now and then, by chance.
+    #[must_use]
+    pub fn with_counted_keys(self, number: u32, clients: u32) -> Self {
+        Self { keys: KeySource::Counted(number, clients), ..self }
     }
 
     /// How many sections there are.
@@ -410,8 +427,8 @@ impl NodeCache {
 
     /// Begin the next search somewhere else, where other hosts do not.
     pub(crate) fn scatter_start(&mut self, class: SizeClass, host: Host) {
-        let start = u64::from(self.start(class));
-        self.set_start(class, section_of(start << 12 | u64::from(host.0), self.section_count()));
+        let place = begin_at(host, u64::from(self.start(class)) + 1);
+        self.set_start(class, section_at(place, self.section_count()));
     }
 
     /// Whether a section has spans whose words decide what it has to give.
@@ -421,10 +438,16 @@ impl NodeCache {
     }
 }
 
-/// A section for each number, far apart for numbers that follow one another (Fibonacci hashing: the first bits of the product count).
-fn section_of(number: u64, sections: u32) -> u32 {
-    let hash = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-    u32::try_from((hash * u64::from(sections)) >> 32).unwrap_or(0)
+/// Where in a node the searches of a host's client begin, in units of 2^-64 of the node: far apart for hosts that are numbered one after another, and for clients of one
+/// host that are (the fractions of multiples of the golden ratio, and of the root of two).
+#[must_use]
+pub fn begin_at(host: Host, client: u64) -> u64 {
+    let of_host = u64::from(host.0).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    of_host.wrapping_add(client.wrapping_mul(0x6a09_e667_f3bc_c909))
+}
+
+fn section_at(place: u64, sections: u32) -> u32 {
+    u32::try_from(((place >> 32) * u64::from(sections)) >> 32).unwrap_or(0)
 }
 
 fn place_of(span: u32) -> u16 {

@@ -14,7 +14,7 @@ use std::sync::{Arc, LazyLock};
 
 use aquifer_fabric::{Endpoint, Host, Key, Tenant};
 
-use crate::cache::Nonces;
+use crate::cache::{Nonces, begin_at};
 use crate::custody::{Custody, Ledger, UnderWay};
 use crate::error::PoolError;
 use crate::op::{
@@ -131,8 +131,8 @@ impl PoolClient {
         if self.nodes.len() >= NODES_MAX {
             return Err(PoolError::TooManyNodes { limit: NODES_MAX });
         }
-        let salt = (u64::from(self.host.0) << 32) ^ CLIENTS.fetch_add(1, Ordering::Relaxed);
-        self.nodes.insert(id, Node::open(id, endpoint, salt, (self.tenant, Arc::clone(&NONCES)))?);
+        let begin_at = begin_at(self.host, CLIENTS.fetch_add(1, Ordering::Relaxed));
+        self.nodes.insert(id, Node::open(id, endpoint, begin_at, (self.tenant, Arc::clone(&NONCES)))?);
         Ok(())
     }
 
@@ -243,8 +243,8 @@ impl PoolClient {
         }
     }
 
-    /// Whether an extent of that size can be taken again there as this client has left one, by one trip (docs/decisions/0016): who may choose takes it before
-    /// anything of another node.
+    /// Whether a CAS alone takes an extent of that size there: this client has left one when it gave it back, or opened a span for such (docs/decisions/0016).
+    /// Who may choose takes it before anything of another node.
     pub fn has_left(&mut self, id: NodeId, class: SizeClass) -> bool {
         self.nodes.get_mut(&id).is_some_and(|node| node.cache.has_left(class))
     }

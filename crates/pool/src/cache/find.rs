@@ -18,7 +18,7 @@ impl NodeCache {
         None
     }
 
-    /// Whether there is such a one.
+    /// Whether an extent of that size is taken by a CAS alone: there is such a one, or one that was left when its span was opened, and a search takes it first.
     #[must_use]
     pub fn has_left(&mut self, class: SizeClass) -> bool {
         while let Some(chunk) = self.left.last(class) {
@@ -27,7 +27,10 @@ impl NodeCache {
             }
             self.left.take_recent(class);
         }
-        false
+        let first = self.candidate(self.start(class), class, None, false);
+        let Some(Candidate::Chunks { span, run }) = first else { return false };
+        let chunk = span * SPAN_CHUNKS + u32::from(run.first());
+        self.is_known(span) && self.is_settled(WordAt::Span(span)) && self.left(chunk, class).is_some()
     }
 
     fn candidate_left(&self, chunk: u32, class: SizeClass) -> Option<Candidate> {

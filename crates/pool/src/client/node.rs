@@ -53,11 +53,11 @@ impl Node {
     pub(super) fn open(
         id: NodeId,
         endpoint: Box<dyn Endpoint>,
-        salt: u64,
+        begin_at: u64,
         (tenant, nonces): (Tenant, Nonces),
     ) -> Result<Self, PoolError> {
         let wire = Wire::open(id, endpoint)?;
-        let cache = NodeCache::new(wire.layout(), salt, tenant, nonces);
+        let cache = NodeCache::new(wire.layout(), begin_at, tenant, nonces);
         let mut node =
             Self { id, wire, cache, words: Vec::with_capacity(READ_WORDS_MAX as usize), is_given_up: false };
         node.refresh()?;

@@ -1,7 +1,7 @@
 //! A node whose memory is some words, on which actions happen at once.
 
-use aquifer_fabric::Tenant;
-use aquifer_pool::cache::{NodeCache, Nonces};
+use aquifer_fabric::{Host, Tenant};
+use aquifer_pool::cache::{NodeCache, Nonces, begin_at};
 use aquifer_pool::layout::{Layout, SECTION_ENTRIES};
 use aquifer_pool::op::{Action, Machine, OpError, Step, StepResult, Strikes, WordAt, Writes};
 use aquifer_pool::size::SECTION_SPANS;
@@ -26,7 +26,7 @@ impl Words {
             keys: vec![0; (sections * SECTION_ENTRIES) as usize],
             longest_read: 0,
         };
-        (words, NodeCache::new(&layout, 0, Tenant(0), Nonces::default()))
+        (words, NodeCache::new(&layout, begin_at(Host(1), 0), Tenant(0), Nonces::default()))
     }
 
     pub fn at(&mut self, at: WordAt, count: u32) -> &mut [u64] {

@@ -59,13 +59,16 @@ fn what_is_left_is_known_until_it_is_taken() {
     let chunk = || AllocOp::new(ME, SizeClass::CHUNK);
     assert!(!cache.has_left(SizeClass::CHUNK));
     let [first, second] = [(); 2].map(|()| words.run(&mut cache, chunk()).0.expect("room"));
-    assert!(!cache.has_left(SizeClass::CHUNK), "places of an open span are no better than its others");
+    assert!(cache.has_left(SizeClass::CHUNK), "what was left when the span was opened");
+    assert!(!cache.has_left(SizeClass::new(1).expect("a class")), "it was opened for chunks");
+    let others: Vec<Grant> = (2..32).map(|_| words.run(&mut cache, chunk()).0.expect("room")).collect();
+    assert!(!cache.has_left(SizeClass::CHUNK), "the span is full");
     words.run(&mut cache, FreeOp::new(ME, first)).0.expect("it is ours");
     assert!(cache.has_left(SizeClass::CHUNK) && !cache.has_left(SizeClass::SECTION));
     let again = words.run(&mut cache, chunk()).0.expect("room");
     assert_eq!(again.chunk, first.chunk);
     assert!(!cache.has_left(SizeClass::CHUNK));
-    for grant in [again, second] {
+    for grant in others.into_iter().chain([again, second]) {
         words.run(&mut cache, FreeOp::new(ME, grant)).0.expect("it is ours");
     }
     assert!(!cache.has_left(SizeClass::CHUNK), "the span is closed");
@@ -340,21 +343,21 @@ fn a_stretch_is_taken_whole_or_not_at_all() {
             Step::Done(first) => break first.expect("three are free side by side"),
         }
     };
-    assert_eq!((first.chunk, first.class), (2 * 512, SizeClass::SECTION));
+    assert_eq!((first.chunk, first.class), (0, SizeClass::SECTION));
     let is_taken = |words: &Words| -> Vec<bool> {
         words.sections.iter().map(|word| !SectionWord(*word).all(Run::SECTION, SpanState::Empty)).collect()
     };
-    assert_eq!(is_taken(&words), [false, false, true, true, true, true]);
+    assert_eq!(is_taken(&words), [true, true, true, false, false, true]);
     let keys: Vec<u64> = (0..6).map(|section| words.at(WordAt::section_key(section), 1)[0]).collect();
-    assert!(keys[2] != 0 && keys[2..5].iter().all(|key| *key == keys[2]), "one key for all: {keys:x?}");
+    assert!(keys[0] != 0 && keys[..3].iter().all(|key| *key == keys[0]), "one key for all: {keys:x?}");
     for count in [3, 7, 0] {
         assert_eq!(words.run(&mut cache, StretchOp::new(ME, count)).0, Err(OpError::Full), "{count}");
     }
-    assert_eq!(is_taken(&words), [false, false, true, true, true, true]);
+    assert_eq!(is_taken(&words), [true, true, true, false, false, true]);
     let (two, actions) = words.run(&mut cache, StretchOp::new(ME, 2));
-    assert_eq!(two.map(|first| first.chunk), Ok(0));
-    assert_eq!(actions, 5, "R, A0, A7, A8 with the next A7, A8");
-    for section in 2..5 {
+    assert_eq!(two.map(|first| first.chunk), Ok(3 * 512));
+    assert_eq!(actions, 4, "A0, A7, A8 with the next A7, A8");
+    for section in 0..3 {
         let grant = Grant { chunk: section * 512, ..first };
         assert_eq!(words.run(&mut cache, FreeOp::new(ME, grant)), (Ok(()), 3), "K, F5");
     }

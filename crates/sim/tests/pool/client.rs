@@ -73,11 +73,15 @@ pub struct Client {
     mutation: Mutation,
 }
 
+/// More clients than there are. The last draws no keys.
+pub const CLIENTS_MAX: u32 = 64;
+
 impl Client {
     pub fn new(
         (fabric, node): (&SimFabric, Node),
         layout: Layout,
         (host, tenant, nonces): (Host, Tenant, Nonces),
+        number: u32,
         mutation: Mutation,
     ) -> Self {
         let who = Identity { host, epoch: 1, tenant };
@@ -97,7 +101,7 @@ impl Client {
             region,
             layout,
             // All begin at one place, the first: the more they meet the better.
-            cache: NodeCache::new(&layout, u64::MAX, tenant, nonces),
+            cache: NodeCache::new(&layout, 0, tenant, nonces).with_counted_keys(number, CLIENTS_MAX),
             running: None,
             awaited: 0,
             outcomes: Vec::new(),

@@ -14,7 +14,7 @@ use aquifer_pool::{Donation, NodeId, SizeClass, donate_of};
 use aquifer_sim::asked_seed;
 use node::Own;
 
-use crate::client::{Client, Ended};
+use crate::client::{CLIENTS_MAX, Client, Ended};
 use crate::shadow::{Change, Mode, Shadow, ensure};
 
 /// How often each change came to pass, over many schedules.
@@ -145,10 +145,12 @@ impl Schedule {
             let host = Host(u16::try_from(1 + i / per_host).unwrap());
             let nonces = nonces[usize::from(host.0)].clone();
             let tenant = Tenant(u32::from(host.0) % tenants);
-            Client::new((&fabric, target.node()), donation.layout, (host, tenant, nonces), mutation)
+            let who = (host, tenant, nonces);
+            let number = 1 + u32::try_from(i).unwrap();
+            Client::new((&fabric, target.node()), donation.layout, who, number, mutation)
         };
         let who = (Host::NODE, Tenant(u32::MAX), Nonces::default());
-        let own = Client::new((&fabric, target.node()), donation.layout, who, Mutation::None);
+        let own = Client::new((&fabric, target.node()), donation.layout, who, 0, Mutation::None);
         let own = Own::new(own, &donation);
         let clients: Vec<Client> = (0..count).map(client).collect();
         if rng.chance(1, 2) {
@@ -477,7 +479,7 @@ impl Schedule {
             let class = SizeClass::new(k).unwrap();
             let places = self.donation.layout.chunks() / class.chunks();
             let chunk = u32::try_from(self.rng.below(places.into())).unwrap() * class.chunks();
-            let grant = Grant { chunk, class, key: Key::of_run(k, 7) };
+            let grant = Grant { chunk, class, key: Key::of_run(k, CLIENTS_MAX - 1) };
             let owners = &self.shadow.owners[chunk as usize..(chunk + class.chunks()) as usize];
             if owners.iter().all(Option::is_some) {
                 continue;

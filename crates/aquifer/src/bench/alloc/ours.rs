@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicU32;
 
 use aquifer_fabric::{Host, Tenant};
 use aquifer_pool::SizeClass;
-use aquifer_pool::cache::{NodeCache, Nonces};
+use aquifer_pool::cache::{NodeCache, Nonces, begin_at};
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{Action, AllocOp, FreeOp, Grant, Machine, Step, StepResult, WordAt};
 use aquifer_pool::word::{LogOp, SectionWord, SpanWord};
@@ -60,9 +60,9 @@ impl OurClient {
         let cache = |node: usize| {
             let layout = Layout::new(u16::try_from(node + 1).unwrap_or(1), sections);
             // Clients that do not spread all begin at one place.
-            let place = if rung.has_contention_control() { u64::from(host) } else { 0 };
-            let salt = seed << 32 | place << 8 | node as u64;
-            NodeCache::new(&layout.expect("so many sections fit"), salt, Tenant(0), Arc::clone(&nonces))
+            let place = if rung.has_contention_control() { host } else { 0 };
+            let begin_at = begin_at(Host(place), seed * nodes as u64 + node as u64);
+            NodeCache::new(&layout.expect("so many sections fit"), begin_at, Tenant(0), Arc::clone(&nonces))
         };
         Self {
             host: Host(host),

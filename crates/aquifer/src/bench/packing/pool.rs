@@ -2,7 +2,7 @@
 
 use aquifer_fabric::{Host, Tenant};
 use aquifer_pool::SizeClass;
-use aquifer_pool::cache::{NodeCache, Nonces};
+use aquifer_pool::cache::{NodeCache, Nonces, begin_at};
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{AllocOp, FreeOp, Grant, Machine, OpError, Step};
 use aquifer_pool::size::SECTION_CHUNKS;
@@ -56,7 +56,8 @@ impl Pool {
             let layout = Layout::new(u16::try_from(number + 1).unwrap_or(1), each);
             let layout = layout.expect("so many sections fit");
             let cache = |host: usize| {
-                NodeCache::new(&layout, (number * 64 + host) as u64, Tenant(0), Nonces::default())
+                let begin_at = begin_at(number_of(host), number as u64);
+                NodeCache::new(&layout, begin_at, Tenant(0), Nonces::default())
             };
             Node {
                 words: NodeWords::new(Way::Ours, each),
