@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use aquifer_fabric::{Host, Key, KeyEntry, Tenant};
 
 use crate::layout::Layout;
-use crate::op::{OpError, Plant, StepResult, WordAt, damaged};
+use crate::op::{Grant, OpError, Plant, StepResult, WordAt, damaged, word_of};
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 use crate::word::{IllegalWord, Run, SectionWord, SpanState, SpanWord, record_of};
 use left::Left;
@@ -269,6 +269,12 @@ impl NodeCache {
             WordAt::Span(span) => self.span(span).0,
             WordAt::Log(_) | WordAt::Key(_) => 0,
         }
+    }
+
+    /// The record in the word that an extent is taken in, as last seen; 0 if it was never changed.
+    #[must_use]
+    pub fn last_record(&self, grant: Grant) -> u32 {
+        record_of(self.word(word_of(grant)))
     }
 
     /// The spans of a group that were not seen to be ready for a new life, and whose they are, since the section has been as remembered.

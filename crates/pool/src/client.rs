@@ -425,7 +425,7 @@ impl PoolClient {
     pub fn last_record(&self, extent: Extent) -> u32 {
         let record = |node: &Node| {
             let chunk = node.chunk_of(extent.addr)?;
-            Some(node.seen_record(Grant { chunk, class: extent.class, key: extent.key }))
+            Some(node.cache.last_record(Grant { chunk, class: extent.class, key: extent.key }))
         };
         self.nodes.get(&extent.node).and_then(record).filter(|record| *record != 0).unwrap_or(NO_RECORD)
     }
@@ -440,10 +440,12 @@ impl PoolClient {
             Err(PoolError::NotAllocated { .. } | PoolError::NotOurs { .. }) => {}
             given_back => return given_back.map(|()| true),
         }
-        // Something else of the word has changed, perhaps. If its key was not struck out it is ours still.
+        // Something else of the word has changed, perhaps. If its key was not struck out it is ours still; but what the dead one has posted may strike it out just now.
         if self.is_current(extent).inspect_err(|_| self.custody.doubt(extent.node))? {
-            self.free(extent)?;
-            return Ok(true);
+            match self.free(extent) {
+                Err(PoolError::NotAllocated { .. } | PoolError::NotOurs { .. }) => {}
+                given_back => return given_back.map(|()| true),
+            }
         }
         self.custody.doubt(extent.node);
         Ok(false)

@@ -6,9 +6,8 @@ use super::wire::Wire;
 use super::{Extent, NodeId};
 use crate::cache::{NodeCache, Nonces};
 use crate::error::PoolError;
-use crate::op::{Action, Grant, Machine, OpError, READ_WORDS_MAX, Step, StepResult, WordAt, word_of};
+use crate::op::{Action, Grant, Machine, OpError, READ_WORDS_MAX, Step, StepResult, WordAt};
 use crate::size::CHUNK_BYTES;
-use crate::word::record_of;
 
 #[derive(Debug)]
 pub(super) struct Node {
@@ -143,11 +142,6 @@ impl Node {
             self.cache.learn_spans(first, count, StepResult::Words(&self.words)).ok();
         }
         Ok(())
-    }
-
-    /// The record in the word that an extent is taken in, as last seen.
-    pub(super) fn seen_record(&self, grant: Grant) -> u32 {
-        record_of(self.cache.word(word_of(grant)))
     }
 
     fn read(&mut self, at: WordAt, count: u32) -> Result<(), PoolError> {

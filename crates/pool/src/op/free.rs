@@ -135,6 +135,7 @@ impl FreeOp {
     /// Of what is resumed nobody has had the place since it was begun.
     fn assert_untouched(&self, word: u64) -> Result<(), OpError> {
         match self.begun_at {
+            _ if self.mutation == Mutation::ResumeBlind => Ok(()),
             Some(record) if record_of(word) != record => Err(OpError::NotAllocated),
             _ => Ok(()),
         }

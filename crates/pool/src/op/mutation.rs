@@ -66,6 +66,8 @@ pub enum Mutation {
     SkipOwners,
     /// K: give back without striking out the key.
     SkipStrike,
+    /// K: of what is resumed believe that nobody has had the place since.
+    ResumeBlind,
     /// A1: after a lost race believe that what was left of key and record is still there.
     TrustLeft,
     /// A1: go on remembering what was left where something else was taken.
@@ -78,7 +80,7 @@ pub enum Mutation {
 
 impl Mutation {
     /// All faults.
-    pub const ALL: [Self; 33] = [
+    pub const ALL: [Self; 34] = [
         Self::TakeFromStale,
         Self::SkipOpen,
         Self::EnterClosed,
@@ -108,6 +110,7 @@ impl Mutation {
         Self::SkipOwner,
         Self::SkipOwners,
         Self::SkipStrike,
+        Self::ResumeBlind,
         Self::TrustLeft,
         Self::KeepLeft,
         Self::TrustChain,

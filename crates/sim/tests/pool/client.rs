@@ -31,7 +31,16 @@ enum Running {
     Stretch(Box<StretchOp>, u32),
     Free(FreeOp),
     FreeMany(Box<FreeManyOp>),
+    /// What was begun by the process before.
+    Resumed(FreeOp, Grant, Try),
     Recover(Box<RecoverOp>),
+}
+
+/// Of giving back what was begun.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Try {
+    First,
+    Second,
 }
 
 /// How an operation ended.
@@ -43,6 +52,8 @@ pub enum Ended {
     Stretch(u32, Result<Grant, OpError>),
     Free(Result<(), OpError>),
     FreeMany(Result<Vec<Result<(), OpError>>, OpError>),
+    /// It was begun by the process before; and this was tried for the first or the second time.
+    Resumed(Grant, Try, Result<(), OpError>),
     /// Of this dead host.
     Recover(Host, Result<Recovered, OpError>),
 }
@@ -56,6 +67,11 @@ pub struct Client {
     pub owned: Vec<Grant>,
     /// What it was granted and keeps to the end.
     pub kept: Vec<Grant>,
+    /// What it is giving back, as it would be written down: the record in each one's word when that was begun.
+    giving: Vec<(Grant, u32)>,
+    /// What the process before was giving back.
+    begun: Vec<(Grant, u32)>,
+    node: Node,
     endpoint: Box<dyn Endpoint>,
     reply: Arc<Memory>,
     reply_key: LocalKey,
@@ -75,6 +91,8 @@ pub struct Client {
 
 /// More clients than there are. The last draws no keys.
 pub const CLIENTS_MAX: u32 = 64;
+/// No word has such a record.
+const NO_RECORD: u32 = u32::MAX;
 
 impl Client {
     pub fn new(
@@ -95,6 +113,9 @@ impl Client {
             alive: true,
             owned: Vec::new(),
             kept: Vec::new(),
+            giving: Vec::new(),
+            begun: Vec::new(),
+            node,
             endpoint,
             reply,
             reply_key,
@@ -141,6 +162,7 @@ impl Client {
     }
 
     pub fn free(&mut self, grant: Grant) -> Option<Ended> {
+        self.note_giving(&[grant]);
         let mut op = FreeOp::mutated(self.host, grant, self.mutation);
         let step = op.start(&mut self.cache);
         self.running = Some(Running::Free(op));
@@ -149,10 +171,60 @@ impl Client {
 
     /// Several, of any sections.
     pub fn free_many(&mut self, grants: Vec<Grant>) -> Option<Ended> {
+        self.note_giving(&grants);
         let mut op = Box::new(FreeManyOp::mutated(self.host, grants, self.mutation));
         let step = op.start(&mut self.cache);
         self.running = Some(Running::FreeMany(op));
         self.follow(step).map(Ended::FreeMany)
+    }
+
+    fn note_giving(&mut self, grants: &[Grant]) {
+        let record = |grant: &Grant| match self.cache.last_record(*grant) {
+            0 => NO_RECORD,
+            record => record,
+        };
+        self.giving = grants.iter().map(|grant| (*grant, record(grant))).collect();
+    }
+
+    /// Whether what is under way, if anything is, could be gone on with by what is written down.
+    pub fn may_be_killed(&self) -> bool {
+        matches!(self.running, None | Some(Running::Free(_) | Running::FreeMany(_) | Running::Resumed(..)))
+    }
+
+    /// The process is killed, and comes again as client number `number` with what it had written down. What it had posted, of which this is the last, may be on its way yet.
+    pub fn start_again(&mut self, fabric: &SimFabric, nonces: Nonces, number: u32) -> Option<Action> {
+        let who = (self.host, self.tenant, nonces);
+        let mut next = Self::new((fabric, self.node), self.layout, who, number, self.mutation);
+        next.owned = std::mem::take(&mut self.owned);
+        next.kept = std::mem::take(&mut self.kept);
+        next.begun = std::mem::take(&mut self.begun);
+        if !self.is_idle() {
+            next.begun.append(&mut self.giving);
+        }
+        std::mem::replace(self, next).posted
+    }
+
+    /// Whether something is left that the process before was giving back.
+    pub fn has_begun(&self) -> bool {
+        !self.begun.is_empty()
+    }
+
+    /// Go on with one of those.
+    pub fn resume(&mut self) -> Option<Ended> {
+        let (grant, record) = self.begun.pop().expect("there is one");
+        self.giving = vec![(grant, record)];
+        self.try_again(FreeOp::mutated(self.host, grant, self.mutation).resumed(record), grant, Try::First)
+    }
+
+    /// As what was not begun.
+    pub fn free_after_all(&mut self, grant: Grant) -> Option<Ended> {
+        self.try_again(FreeOp::mutated(self.host, grant, self.mutation), grant, Try::Second)
+    }
+
+    fn try_again(&mut self, mut op: FreeOp, grant: Grant, number: Try) -> Option<Ended> {
+        let step = op.start(&mut self.cache);
+        self.running = Some(Running::Resumed(op, grant, number));
+        self.follow(step).map(|result| Ended::Resumed(grant, number, result))
     }
 
     pub fn recover(&mut self, dead: Host) -> Option<Ended> {
@@ -231,6 +303,11 @@ impl Client {
                 let step = op.step(&mut self.cache, result);
                 self.running = Some(Running::FreeMany(op));
                 self.follow(step).map(Ended::FreeMany)
+            }
+            Running::Resumed(mut op, grant, number) => {
+                let step = op.step(&mut self.cache, result);
+                self.running = Some(Running::Resumed(op, grant, number));
+                self.follow(step).map(|result| Ended::Resumed(grant, number, result))
             }
             Running::Recover(mut op) => {
                 let step = op.step(&mut self.cache, result);

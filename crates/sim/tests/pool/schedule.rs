@@ -2,6 +2,7 @@
 //! back, and nothing may be missing.
 
 mod node;
+mod restart;
 
 use aquifer_fabric::sim::{Rng, SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::{Host, Key, Target, Tenant};
@@ -13,6 +14,7 @@ use aquifer_pool::{Donation, NodeId, SizeClass, donate_of};
 
 use aquifer_sim::asked_seed;
 use node::Own;
+use restart::Restarts;
 
 use crate::client::{CLIENTS_MAX, Client, Ended};
 use crate::shadow::{Change, Mode, Shadow, ensure};
@@ -37,6 +39,10 @@ pub struct Seen {
     freed_together: u64,
     /// Extents that were taken again as they were left.
     taken_as_left: u64,
+    /// Processes that were killed and came again, and what they were giving back then, that was given back by the next, or left to an audit.
+    restarts: u64,
+    resumed: u64,
+    left_to_audit: u64,
     /// Sections that it has withdrawn while others went on, and lent again.
     withdrawn: u64,
     lent: u64,
@@ -59,6 +65,9 @@ impl Seen {
         self.stretches += other.stretches;
         self.freed_together += other.freed_together;
         self.taken_as_left += other.taken_as_left;
+        self.restarts += other.restarts;
+        self.resumed += other.resumed;
+        self.left_to_audit += other.left_to_audit;
         self.lent += other.lent;
     }
 
@@ -69,6 +78,7 @@ impl Seen {
         assert!(self.recovered >= 1000 && self.crashed_recovering >= 20, "{self:?}");
         assert!(self.several >= 1000 && self.stretches >= 100 && self.freed_together >= 1000, "{self:?}");
         assert!(self.taken_as_left >= 1000, "{self:?}");
+        assert!(self.restarts >= 1000 && self.resumed >= 1000 && self.left_to_audit >= 100, "{self:?}");
         assert!(self.cleared >= 1000 && self.withdrawn >= 1000 && self.lent >= 1000, "{self:?}");
     }
 }
@@ -81,6 +91,7 @@ struct Schedule {
     shadow: Shadow,
     clients: Vec<Client>,
     own: Own,
+    restarts: Restarts,
     classes: &'static [u8],
     /// A client that hears nothing for so many steps yet, while others go on.
     dozing: Option<(usize, u64)>,
@@ -108,15 +119,19 @@ pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
     schedule.crowd()?;
     let bursts = 1 + schedule.rng.below(4);
     let crashes = [(); 2].map(|()| schedule.rng.below(2 * bursts));
+    let restarts = [(); 2].map(|()| schedule.rng.below(2 * bursts));
     for burst in 0..bursts {
         let rounds = 2 + schedule.rng.below(14);
-        let crashes = crashes.map(|at| (at == burst).then(|| schedule.rng.below(rounds * 12)));
-        schedule.play(rounds, crashes)?;
+        let mut during =
+            |events: [u64; 2]| events.map(|at| (at == burst).then(|| schedule.rng.below(rounds * 12)));
+        let (crashes, restarts) = (during(crashes), during(restarts));
+        schedule.play(rounds, crashes, restarts)?;
         schedule.hints_are_right()?;
         schedule.all_is_opened()?;
     }
     schedule.give_all_back()?;
     schedule.recover_all()?;
+    schedule.audit_all()?;
     schedule.lend_all()?;
     schedule.nothing_is_lost()?;
     schedule.wrong_frees_are_refused()?;
@@ -168,6 +183,7 @@ impl Schedule {
             shadow,
             clients,
             own,
+            restarts: Restarts::new(nonces, count),
             classes,
             dozing: None,
             seen: Seen::default(),
@@ -192,7 +208,12 @@ impl Schedule {
     }
 
     /// Everyone allocates and frees at random, at once.
-    fn play(&mut self, rounds: u64, crashes: [Option<u64>; 2]) -> Result<(), String> {
+    fn play(
+        &mut self,
+        rounds: u64,
+        crashes: [Option<u64>; 2],
+        restarts: [Option<u64>; 2],
+    ) -> Result<(), String> {
         let mut left = vec![rounds; self.clients.len()];
         let mut steps = 0;
         loop {
@@ -207,6 +228,9 @@ impl Schedule {
             if crashes.contains(&Some(steps)) {
                 self.crash();
             }
+            if restarts.contains(&Some(steps)) {
+                self.restart();
+            }
             steps += 1;
             let waiting = left.iter().zip(&self.clients).any(|(left, client)| client.alive && *left > 0);
             if !self.step()? && !waiting {
@@ -216,6 +240,10 @@ impl Schedule {
     }
 
     fn begin_something(&mut self, index: usize) -> Result<(), String> {
+        if self.clients[index].has_begun() && self.rng.chance(2, 3) {
+            let ended = self.clients[index].resume();
+            return ended.map_or(Ok(()), |ended| self.ended(index, ended));
+        }
         if let Some(dead) = self.someone_to_recover(index) {
             let ended = self.clients[index].recover(dead);
             return ended.map_or(Ok(()), |ended| self.ended(index, ended));
@@ -287,8 +315,8 @@ impl Schedule {
     /// Let the next thing happen, and check it; false if nothing is under way.
     fn step(&mut self) -> Result<bool, String> {
         let all = self.clients.iter().chain(std::iter::once(&self.own.client));
-        let under_way: Vec<(Host, Action)> =
-            all.filter_map(|client| Some((client.host, client.posted?))).collect();
+        let posted = all.filter_map(|client| Some((client.host, client.posted?)));
+        let under_way: Vec<(Host, Action)> = posted.chain(self.restarts.late()).collect();
         if !self.fabric.step() && self.dozing.take().is_none() {
             return Ok(false);
         }
@@ -348,6 +376,7 @@ impl Schedule {
                 self.seen.full += 1;
             }
             Ended::Free(Ok(())) => (),
+            Ended::Resumed(grant, number, outcome) => self.resumed(index, grant, number, &outcome)?,
             Ended::FreeMany(Ok(outcomes)) => {
                 self.seen.freed_together += u64::from(outcomes.len() > 1);
                 ensure!(outcomes.iter().all(Result::is_ok), "client {index}: {outcomes:?}");
@@ -407,15 +436,20 @@ impl Schedule {
         loop {
             for index in 0..self.clients.len() {
                 let client = &mut self.clients[index];
-                if client.alive
-                    && client.is_idle()
-                    && let Some(grant) = client.owned.pop()
-                    && let Some(ended) = client.free(grant)
-                {
+                if !client.alive || !client.is_idle() {
+                    continue;
+                }
+                let ended = match client.owned.pop() {
+                    Some(grant) => client.free(grant),
+                    None if client.has_begun() => client.resume(),
+                    None => None,
+                };
+                if let Some(ended) = ended {
                     self.ended(index, ended)?;
                 }
             }
-            let more = self.clients.iter().any(|client| client.alive && !client.owned.is_empty());
+            let has_more = |client: &Client| !client.owned.is_empty() || client.has_begun();
+            let more = self.clients.iter().any(|client| client.alive && has_more(client));
             if !self.step()? && !more {
                 return Ok(());
             }
@@ -436,13 +470,14 @@ impl Schedule {
         Ok(())
     }
 
-    /// When all is quiet a span that is said to be full is full, or who should have said otherwise is dead.
+    /// When all is quiet a span that is said to be full is full, or who should have said otherwise is dead, or was killed over it.
     fn hints_are_right(&self) -> Result<(), String> {
-        let anyone_dead = self.clients.iter().any(|client| !client.alive);
+        let may_owe = |client: &Client| !client.alive || client.has_begun();
+        let anyone_owes = self.restarts.is_any_in_doubt() || self.clients.iter().any(may_owe);
         for span in 0..self.donation.layout.spans() {
             let (mode, state) = (self.shadow.modes[span as usize], self.shadow.state_of(span));
             let said_full = mode == Mode::Chunks && state == SpanState::Full;
-            let right = !said_full || self.shadow.span(span).is_full() || anyone_dead;
+            let right = !said_full || self.shadow.span(span).is_full() || anyone_owes;
             ensure!(right, "span {span} is said to be full for ever, and is not");
         }
         Ok(())

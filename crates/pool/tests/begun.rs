@@ -1,0 +1,71 @@
+//! Going on with what a process was giving back when it was killed, while what it had posted may be on its way yet.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use aquifer_fabric::sim::{SimFabric, SimOptions};
+use aquifer_fabric::{Endpoint, Host, Identity, Memory, PostError, Tenant, Verb, Work, forward_endpoint};
+use aquifer_pool::op::{Grant, WordAt};
+use aquifer_pool::size::SECTION_BYTES;
+use aquifer_pool::{Custody, NodeId, PoolClient, SizeClass, donate};
+
+const NODE: NodeId = NodeId(1);
+const WHO: Identity = Identity { host: Host(1), epoch: 1, tenant: Tenant(0) };
+
+/// A node's word that a late operation makes zero, after it has been read.
+#[derive(Debug)]
+struct Late {
+    inner: Box<dyn Endpoint>,
+    memory: Arc<Memory>,
+    at: usize,
+    addr: u64,
+    was_read: bool,
+}
+
+impl Endpoint for Late {
+    fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
+        if std::mem::take(&mut self.was_read) {
+            self.memory.atomic_u64(self.at).store(0, Ordering::SeqCst);
+        }
+        let is_it = |work: &Work| matches!(work.verb, Verb::Read { remote, .. } if remote.addr == self.addr);
+        self.was_read = batch.iter().any(is_it);
+        self.inner.post(batch)
+    }
+
+    forward_endpoint!(inner: poll, wait, poll_fd, register_local, receive, regions, limits, is_broken, late);
+}
+
+/// Its key is there when that is asked for, and struck out when it is to be. It is the host's yet, and nobody on it knows of it any more: only an audit gives it back.
+#[test]
+fn what_a_late_operation_has_begun_to_give_back_is_left_to_an_audit() {
+    let fabric = SimFabric::new(1, SimOptions { step_on_poll: true, ..SimOptions::default() });
+    let target = fabric.add_node();
+    let donation = donate(&target, NODE, SECTION_BYTES).expect("memory");
+    let connect = || fabric.connect(target.node(), WHO).expect("it lives");
+    let mut dead = PoolClient::new(WHO.host, WHO.tenant);
+    dead.add_node(NODE, connect()).expect("a good node");
+    let [extent, kept] = [(); 2].map(|()| dead.allocate(NODE, SizeClass::CHUNK).expect("room"));
+    let record = dead.last_record(kept);
+    // Something else of the span is taken: the word has another record.
+    let other = dead.allocate(NODE, SizeClass::CHUNK).expect("room");
+
+    let layout = donation.layout;
+    let chunk = layout.chunk_of(extent.addr - donation.region.base).expect("it is an extent");
+    let entry = layout.word_at(WordAt::key_of(Grant { chunk, class: extent.class, key: extent.key }));
+    let late = Late {
+        inner: connect(),
+        memory: Arc::clone(&donation.memory),
+        at: usize::try_from(entry).expect("it is mapped"),
+        addr: donation.region.base + entry,
+        was_read: false,
+    };
+    let custody = Arc::new(Custody::default());
+    let mut next = PoolClient::in_custody(WHO.host, WHO.tenant, Arc::clone(&custody));
+    next.add_node(NODE, Box::new(late)).expect("a good node");
+    let outcome = next.free_begun(extent, record);
+    assert!(matches!(outcome, Ok(false)), "it was not given back, and that is no error: {outcome:?}");
+    assert!(custody.is_in_doubt());
+    [kept, other].into_iter().for_each(|extent| next.free(extent).expect("it is ours"));
+    assert!(custody.audit(&mut next, NODE, |_| true).expect("it lives").is_some());
+    assert_eq!(donation.free_bytes(), layout.data_bytes());
+}
