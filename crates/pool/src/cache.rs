@@ -20,6 +20,9 @@ const SPANS: usize = SECTION_SPANS as usize;
 /// Numbers for log entries, none twice: all clients of a host share one.
 pub type Nonces = Arc<AtomicU32>;
 
+/// No word has such a record: nothing is known.
+pub(crate) const NO_RECORD: u32 = u32::MAX;
+
 /// The remembered words of one node.
 #[derive(Clone, Debug)]
 pub struct NodeCache {
@@ -271,10 +274,13 @@ impl NodeCache {
         }
     }
 
-    /// The record in the word that an extent is taken in, as last seen; 0 if it was never changed.
+    /// The record in the word that an extent is taken in, as last seen: for [`crate::op::FreeOp::resumed`]. Never 0.
     #[must_use]
     pub fn last_record(&self, grant: Grant) -> u32 {
-        record_of(self.word(word_of(grant)))
+        match record_of(self.word(word_of(grant))) {
+            0 => NO_RECORD,
+            record => record,
+        }
     }
 
     /// The spans of a group that were not seen to be ready for a new life, and whose they are, since the section has been as remembered.

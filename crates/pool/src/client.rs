@@ -14,7 +14,7 @@ use std::sync::{Arc, LazyLock};
 
 use aquifer_fabric::{Endpoint, Host, Key, Tenant};
 
-use crate::cache::{Nonces, begin_at};
+use crate::cache::{NO_RECORD, Nonces, begin_at};
 use crate::custody::{Custody, Ledger, UnderWay};
 use crate::error::PoolError;
 use crate::op::{
@@ -30,8 +30,6 @@ pub use recovery::recover_node;
 pub const POOL_WORK_ID: u64 = 1 << 63;
 /// Most nodes of one client.
 pub const NODES_MAX: usize = 256;
-/// No word has such a record: nothing is known.
-const NO_RECORD: u32 = u32::MAX;
 
 /// A node of the cluster, as the directory numbers it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
@@ -427,7 +425,7 @@ impl PoolClient {
             let chunk = node.chunk_of(extent.addr)?;
             Some(node.cache.last_record(Grant { chunk, class: extent.class, key: extent.key }))
         };
-        self.nodes.get(&extent.node).and_then(record).filter(|record| *record != 0).unwrap_or(NO_RECORD)
+        self.nodes.get(&extent.node).and_then(record).unwrap_or(NO_RECORD)
     }
 
     /// Give an extent back of which that was begun when its control word had that record, by one that was killed over it: which leaves open whether it was

@@ -6,7 +6,7 @@ mod driver;
 use aquifer_fabric::Host;
 use aquifer_fabric::sim::{SimFabric, SimOptions};
 use aquifer_fabric::{Identity, Key, KeyEntry, Tenant};
-use aquifer_pool::cache::{NodeCache, Nonces};
+use aquifer_pool::cache::{NodeCache, Nonces, begin_at};
 use aquifer_pool::client::NODES_MAX;
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{
@@ -51,6 +51,22 @@ fn an_operation_costs_as_few_actions_as_documented() {
     assert_eq!(actions, 2, "A2, with A4 and A5 of the span before, and A3 with A8");
     assert_eq!(words.section_state(0), SpanState::Full);
     assert_eq!(words.run(&mut cache, FreeOp::new(ME, third.expect("room"))), (Ok(()), 4), "K, F3, F4, F6");
+}
+
+/// However many there are: no two of them are nearer than a third of what they would be if they were spread evenly.
+#[test]
+fn hosts_and_clients_begin_far_apart() {
+    for count in [2, 5, 64, 300, 4095] {
+        let of_hosts = (1..=count).map(|host| begin_at(Host(host), 7)).collect();
+        let of_clients = (0..count).map(|client| begin_at(ME, client.into())).collect();
+        for mut places in [of_hosts, of_clients] {
+            let places: &mut Vec<u64> = &mut places;
+            places.sort_unstable();
+            let next = places.iter().cycle().skip(1);
+            let nearest = places.iter().zip(next).map(|(one, other)| other.wrapping_sub(*one)).min();
+            assert!(nearest > Some(u64::MAX / u64::from(count) / 3), "{count}: {nearest:?}");
+        }
+    }
 }
 
 #[test]

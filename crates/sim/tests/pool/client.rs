@@ -91,8 +91,6 @@ pub struct Client {
 
 /// More clients than there are. The last draws no keys.
 pub const CLIENTS_MAX: u32 = 64;
-/// No word has such a record.
-const NO_RECORD: u32 = u32::MAX;
 
 impl Client {
     pub fn new(
@@ -179,11 +177,7 @@ impl Client {
     }
 
     fn note_giving(&mut self, grants: &[Grant]) {
-        let record = |grant: &Grant| match self.cache.last_record(*grant) {
-            0 => NO_RECORD,
-            record => record,
-        };
-        self.giving = grants.iter().map(|grant| (*grant, record(grant))).collect();
+        self.giving = grants.iter().map(|grant| (*grant, self.cache.last_record(*grant))).collect();
     }
 
     /// Whether what is under way, if anything is, could be gone on with by what is written down.
