@@ -38,10 +38,12 @@ const SHARED_REST_MAX: u32 = 128;
 const SHARED_CHANGE_DIVISOR: u64 = 64;
 /// However costly a look is, the next is not later than this.
 const SHARED_WAIT_MAX: Duration = Duration::from_millis(200);
-/// A scan may take this share of the time between scans.
+/// A scan may take this share of the time between scans...
 const SCAN_REST: u32 = 4;
-/// Growth beyond what is controlled that makes a new scan worth while.
+/// ...once what is not controlled has grown by this...
 const GROWTH_PAGES: u64 = 256;
+/// ...and whatever it takes once it has grown by this: a scan that had to wait for the program's own lock would else let it fill all that is tolerated.
+const GROWTH_URGENT_PAGES: u64 = TOLERANCE_PAGES / 4;
 /// Room over the limit within which a run is left alone: 10 % and 16 MiB.
 const TOLERANCE_PAGES: u64 = (16 << 20) / PAGE_BYTES as u64;
 /// How long a run may stay over its limit, while we watch, with nothing left to take.
@@ -61,6 +63,7 @@ pub(crate) fn start(service: &Arc<Service>) -> std::io::Result<Thread> {
 struct Seen {
     id: u64,
     size: u64,
+    /// Resident and not controlled, the least since the last scan.
     uncontrolled: u64,
     is_armed: bool,
     next_scan: Instant,
@@ -79,6 +82,24 @@ impl Seen {
             areas: Areas::default(),
             counter: Counter::new(),
         }
+    }
+
+    /// Whether its areas are to be looked for now.
+    fn wants_scan(&mut self, size: u64, uncontrolled: u64, now: Instant) -> bool {
+        // What was found by the last scan comes under control by and by. It must not hide what has grown since.
+        self.uncontrolled = self.uncontrolled.min(uncontrolled);
+        let growth = uncontrolled - self.uncontrolled;
+        let is_worth_it = !self.is_armed || self.size != size || growth > GROWTH_PAGES;
+        is_worth_it && (now >= self.next_scan || growth > GROWTH_URGENT_PAGES)
+    }
+
+    /// A scan that has begun then has found these areas.
+    fn scanned(&mut self, size: u64, uncontrolled: u64, began: Instant, areas: Areas) {
+        self.areas = areas;
+        self.is_armed = true;
+        self.size = size;
+        self.uncontrolled = uncontrolled;
+        self.next_scan = Instant::now() + began.elapsed() * SCAN_REST;
     }
 }
 
@@ -214,12 +235,10 @@ impl Watch {
     }
 
     fn scan_if_needed(&mut self, program: &Arc<Program>, look: &Look, is_near: bool) {
-        let now = Instant::now();
+        let began = Instant::now();
         let uncontrolled = look.counted.saturating_sub(program.held.load(Relaxed));
         let seen = self.seen(program.id);
-        let has_changed = seen.size != look.size || uncontrolled > seen.uncontrolled + GROWTH_PAGES;
-        let is_wanted = is_near && (!seen.is_armed || has_changed);
-        if !is_wanted || now < seen.next_scan || !program.is_attached.load(SeqCst) {
+        if !is_near || !seen.wants_scan(look.size, uncontrolled, began) || !program.is_attached.load(SeqCst) {
             return;
         }
         let Some(text) = program.read_proc("maps") else {
@@ -231,12 +250,8 @@ impl Watch {
             seen.areas.missing(*area).into_iter().for_each(|new| program.register_early(new));
             areas.insert(*area);
         }
-        seen.areas = areas;
         program.post(Mail::Areas(found));
-        seen.is_armed = true;
-        seen.size = look.size;
-        seen.uncontrolled = uncontrolled;
-        seen.next_scan = Instant::now() + now.elapsed() * SCAN_REST;
+        seen.scanned(look.size, uncontrolled, began, areas);
     }
 
     /// Why the pool has no room for the run's pages, when it has had none for too long.
@@ -321,6 +336,27 @@ impl Shared {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_grows_fast_is_looked_for_whatever_the_last_scan_took() {
+        let mut seen = Seen::first(1);
+        let now = Instant::now();
+        assert!(seen.wants_scan(1000, 0, now), "the first");
+        seen.scanned(1000, 600, now, Areas::default());
+        seen.next_scan = now + Duration::from_secs(60);
+        assert!(!seen.wants_scan(1000, 700, now), "nothing much has changed");
+        assert!(!seen.wants_scan(2000, 700, now), "a larger program with a few pages more can wait");
+        assert!(!seen.wants_scan(1000, 0, now), "what the scan found has come under control");
+        assert!(!seen.wants_scan(1000, GROWTH_URGENT_PAGES, now));
+        assert!(
+            seen.wants_scan(1000, GROWTH_URGENT_PAGES + 1, now),
+            "a quarter of what is tolerated, since then"
+        );
+        seen.next_scan = now;
+        assert!(!seen.wants_scan(1000, GROWTH_PAGES, now));
+        assert!(seen.wants_scan(1000, GROWTH_PAGES + 1, now));
+        assert!(seen.wants_scan(2000, 0, now));
+    }
 
     #[test]
     fn a_run_that_still_gives_pages_away_is_only_slow() {
