@@ -126,11 +126,15 @@ impl Cluster {
     /// If there is none.
     #[must_use]
     pub fn part(&self, part: &str, number: Option<usize>) -> u32 {
-        let found = self.parts().into_iter().find(|pid| {
+        let mut playing = self.parts();
+        playing.retain(|pid| {
             let arguments = processes::arguments(*pid);
             let is_number = |wanted: usize| arguments.iter().any(|word| *word == wanted.to_string());
             arguments.iter().any(|word| word == part) && number.is_none_or(is_number)
         });
+        // The agent's shadow looks like it, and may have the lower number.
+        let is_shadow = |pid: u32| playing.iter().any(|other| processes::descendants(*other).contains(&pid));
+        let found = playing.iter().copied().find(|pid| !is_shadow(*pid));
         found.unwrap_or_else(|| panic!("no process plays the part of {part} {number:?}"))
     }
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 /// Between two looks.
 const PAUSE: Duration = Duration::from_millis(5);
 /// Long enough for the slowest machine; a condition that holds is noticed at once.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Look until there is something; fails with `what` was waited for if there is nothing within [`PATIENCE`].
 ///

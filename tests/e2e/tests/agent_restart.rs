@@ -60,7 +60,7 @@ checks! {
     moved_pages_outlive_their_agent: "shm" "mremap" [];
     pages_given_up_stay_given_up: "shm" "madvise" [];
     threads_outlive_their_agent: "shm" "threads" [];
-    the_heap_outlives_its_agent: "shm" "brk" [];
+    the_heap_outlives_its_agent: "shm" "brk" ["--bytes", "512M"];
 }
 
 #[test]

@@ -51,7 +51,7 @@ checks! {
     pages_keep_their_bytes_with_more_threads_than_processors: "pages" ["--threads", "16", "--seed", "7"], forks: false;
     moved_pages_keep_their_bytes: "mremap" [], forks: false;
     pages_moved_without_unmapping_keep_their_bytes: "dontunmap" [], forks: false;
-    the_heaps_end_moves: "brk" [], forks: false;
+    the_heaps_end_moves: "brk" ["--bytes", "512M"], forks: false;
     pages_given_up_read_as_zeros: "madvise" [], forks: false;
     pages_mapped_anew_at_the_same_place_are_new: "remap" [], forks: false;
     threads_come_and_go: "threads" [], forks: false;

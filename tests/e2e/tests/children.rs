@@ -30,7 +30,7 @@ enum AgentDies {
 
 fn check(cluster: &Cluster, way: &str, dies: AgentDies) {
     let checker = build::programs().join("checker");
-    let rounds = if dies == AgentDies::AllTheTime { "3" } else { "1" };
+    let rounds = if dies == AgentDies::Never { "1" } else { "3" };
     let program = [checker.to_str().expect("a plain path"), way, "--bytes", BYTES, "--rounds", rounds];
     let plain = run_plainly(&program, true);
     plain.assert_success("the plain run");

@@ -53,7 +53,7 @@ fn figures_of_a_program_grow_at_the_agent_and_at_the_node() {
     assert_eq!(idle.sum("aquifer_agent_nodes", &[]), Some(2.0));
     assert_eq!(idle.sum(FAULTS, &[]), None, "there are no runs");
 
-    let run = checker(&cluster, "12");
+    let run = checker(&cluster, "40");
     let samples = until_more(&place, FAULTS, 1000.0);
     let before = samples.sum(FAULTS, &[]).expect("there is a run");
     let own = rustix::process::geteuid().as_raw().to_string();

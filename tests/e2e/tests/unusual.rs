@@ -173,7 +173,7 @@ fn gdb_comes_and_goes() {
     let cluster = Cluster::up(2, "256M");
     let checker = build::programs().join("checker");
     let checker = checker.to_str().expect("a plain path");
-    let program = [checker, "pages", "--bytes", BYTES, "--rounds", "20"];
+    let program = [checker, "pages", "--bytes", BYTES, "--rounds", "60"];
     let mut run = Running::start(&mut cluster.run_command(LIMIT, &program), false, Box::new(|| 0));
     for _ in 0..VISITS {
         let before = figure(&cluster, "evictions").unwrap_or(0);

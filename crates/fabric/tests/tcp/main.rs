@@ -31,8 +31,19 @@ struct Client {
     local: LocalKey,
 }
 
+/// For whatever must come to an end on the slowest machine.
+const PATIENCE: Duration = Duration::from_secs(30);
+
 fn try_client(address: SocketAddr, who: Identity) -> Result<Client, EndpointError> {
-    let options = ConnectOptions { operation_time: Duration::from_secs(30), ..ConnectOptions::default() };
+    try_patient_client(address, who, ConnectOptions::default().reconnect_time)
+}
+
+fn try_patient_client(
+    address: SocketAddr,
+    who: Identity,
+    reconnect_time: Duration,
+) -> Result<Client, EndpointError> {
+    let options = ConnectOptions { operation_time: PATIENCE, reconnect_time, ..ConnectOptions::default() };
     let mut endpoint = tcp::connect(address, &KEY, who, options)?;
     let memory = Arc::new(Memory::create("local", REGION_BYTES).unwrap());
     let local = endpoint.register_local(Arc::clone(&memory)).unwrap();

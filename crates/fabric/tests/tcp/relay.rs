@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use aquifer_fabric::tcp::{Options, TcpTarget};
 use aquifer_fabric::{Completion, RemoteAddr, Target, Verb, Work, WorkError};
 
-use crate::{WHO, client, node};
+use crate::{PATIENCE, WHO, client, node, try_patient_client};
 
 /// Forwards to an address. While it is rough, each connection is cut after some bytes.
 pub struct Relay {
@@ -98,7 +98,7 @@ fn broken_connections_lose_and_double_nothing() {
     const ROUNDS: u64 = 60;
     let (target, memory, region) = node(Options::default());
     let relay = Relay::start(target.address());
-    let mut client = client(relay.address);
+    let mut client = try_patient_client(relay.address, WHO, PATIENCE).unwrap();
     relay.set_rough(true);
     let remote = |addr: u64| RemoteAddr { addr: region.base + addr, key: region.key };
     for round in 0..ROUNDS {
