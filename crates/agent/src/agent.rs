@@ -110,7 +110,8 @@ impl Surroundings for Host {
     }
 
     fn pool(&self, tenant: u32) -> PoolClient {
-        self.nodes.pool(tenant)
+        // Its senders tend it.
+        self.nodes.pool(tenant).resting()
     }
 
     fn custody(&self) -> &Custody {

@@ -64,7 +64,7 @@ pub(crate) struct Cluster {
 
 impl Cluster {
     pub fn new(reach: Arc<dyn Reach>, tenant: Tenant, quota_bytes: Option<u64>, ring: Arc<Memory>) -> Self {
-        let pool = PoolClient::in_custody(reach.host(), tenant, Arc::clone(reach.custody()));
+        let pool = PoolClient::in_custody(reach.host(), tenant, Arc::clone(reach.custody())).resting();
         let mut cluster = Self {
             reach,
             tenant,
@@ -286,6 +286,14 @@ impl Pool for Cluster {
 
     fn give_back_begun(&mut self, extent: Extent, record: u32) -> bool {
         self.return_by(extent.node, |pool| pool.free_begun(extent, record)).is_ok()
+    }
+
+    fn has_resting(&self) -> bool {
+        self.pool.has_any_resting()
+    }
+
+    fn settle(&mut self) {
+        self.pool.settle();
     }
 
     fn reaches(&self, node: NodeId) -> bool {

@@ -175,6 +175,12 @@ impl Pool for ModelPool {
         outcomes
     }
 
+    fn has_resting(&self) -> bool {
+        false
+    }
+
+    fn settle(&mut self) {}
+
     fn take_gone(&mut self) -> Vec<NodeId> {
         std::mem::take(&mut self.0.borrow_mut().gone)
     }

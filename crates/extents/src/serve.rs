@@ -436,15 +436,15 @@ impl Server {
         while !self.has_requests() && self.session.tend_stock() {}
         self.session.pool().meet_nodes();
         let idle = self.heard_at.elapsed();
-        let has_stock = self.session.holdings().stocked_bytes > 0;
-        if has_stock && idle >= IDLE {
+        let has_spare = self.session.has_spare();
+        if has_spare && idle >= IDLE {
             self.session.drop_stock();
         }
         self.report();
         if !self.ring.agent_may_sleep(self.next()) {
             return true;
         }
-        let patience = if has_stock && idle < IDLE { IDLE - idle } else { SLEEP_MAX };
+        let patience = if has_spare && idle < IDLE { IDLE - idle } else { SLEEP_MAX };
         bell::sleep(self.shared.socket.as_fd(), Some(self.process.as_fd()), patience);
         loop {
             match bell::hear(&self.shared.socket) {

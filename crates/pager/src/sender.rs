@@ -404,6 +404,7 @@ impl Sender {
         self.jobs.clear();
         self.end_healing();
         self.filler.close(&mut self.pool);
+        self.pool.settle();
     }
 
     fn post_all(&mut self) -> Result<(), NoRoom> {

@@ -3,6 +3,7 @@
 
 mod find;
 mod left;
+mod resting;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -14,6 +15,7 @@ use crate::op::{Grant, OpError, Plant, StepResult, WordAt, damaged, word_of};
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 use crate::word::{IllegalWord, Run, SectionWord, SpanState, SpanWord, record_of};
 use left::Left;
+use resting::Resting;
 
 const SPANS: usize = SECTION_SPANS as usize;
 
@@ -41,6 +43,8 @@ pub struct NodeCache {
     foreign: Vec<u16>,
     /// As sure as whose the spans are.
     left: Left,
+    /// As sure as their words.
+    resting: Resting,
     tenant: Tenant,
     keys: KeySource,
     nonces: Nonces,
@@ -120,6 +124,7 @@ impl NodeCache {
             known: vec![0; layout.sections() as usize],
             foreign: vec![0; layout.sections() as usize],
             left: Left::default(),
+            resting: Resting::default(),
             tenant,
             keys: KeySource::System(Vec::new()),
             nonces,
@@ -174,7 +179,7 @@ impl NodeCache {
             for span in first..first + SECTION_SPANS {
                 // That of an open one is as sure as its word.
                 let is_empty = word.state(place_in_section(span)) == SpanState::Empty;
-                if is_empty || self.span(span).is_closed() {
+                if is_empty || self.span(span).is_closed() && !self.resting.contains(span) {
                     self.forget_owner(span);
                 }
             }
@@ -222,6 +227,9 @@ impl NodeCache {
             self.free_chunks = self.free_chunks + u64::from(after) - u64::from(before);
         }
         self.spans[index] = word;
+        if !word.is_half_closed() {
+            self.resting.remove(span);
+        }
         let place = 1 << place_in_section(span);
         let section = (span / SECTION_SPANS) as usize;
         if !word.is_full() {
@@ -320,6 +328,27 @@ impl NodeCache {
         self.known[section] &= !place;
         self.foreign[section] &= !place;
         self.left.forget_span(span);
+        self.resting.remove(span);
+    }
+
+    /// The spans that this client has closed, and may open again, those first that have rested longest.
+    #[must_use]
+    pub fn resting(&self) -> &[u32] {
+        self.resting.spans()
+    }
+
+    /// Whether that span is one of them.
+    pub(crate) fn is_resting(&self, span: u32) -> bool {
+        self.resting.contains(span)
+    }
+
+    /// It has just closed this one, and has left something there. Whether it may rest: only so many do.
+    pub(crate) fn rest(&mut self, span: u32) -> bool {
+        let has_room = self.resting.has_room();
+        if has_room {
+            self.resting.add(span);
+        }
+        has_room
     }
 
     /// This client is about to give an extent back, by its word as it is remembered; its next key is bound, and the log tells that it is this host's.
@@ -377,6 +406,7 @@ impl NodeCache {
     /// What was to be in the log and bound by now may not be: the connection broke.
     pub(crate) fn unsettle_all(&mut self) {
         self.left.forget_all();
+        self.resting.clear();
         self.settled_sections.fill(0);
         self.settled_spans.fill(0);
     }

@@ -3,6 +3,7 @@
 mod lanes;
 mod node;
 mod recovery;
+mod rest;
 mod wire;
 
 use std::collections::BTreeMap;
@@ -18,8 +19,8 @@ use crate::cache::{NO_RECORD, Nonces, begin_at};
 use crate::custody::{Custody, Ledger, UnderWay};
 use crate::error::PoolError;
 use crate::op::{
-    AllocManyOp, AllocOp, FreeOp, Grant, Held, HeldOp, Machine, OpError, RecoverOp, Recovered, Several,
-    StretchOp,
+    AllocManyOp, AllocOp, FreeOp, Grant, Held, HeldOp, Machine, Mutation, OpError, RecoverOp, Recovered,
+    Several, StretchOp,
 };
 use crate::size::{SECTION_BYTES, SizeClass};
 use crate::word::Run;
@@ -80,6 +81,8 @@ pub struct PoolClient {
     tenant: Tenant,
     nodes: BTreeMap<NodeId, Node>,
     custody: Arc<Custody>,
+    /// Whether spans that it has emptied may rest.
+    may_rest: bool,
 }
 
 impl PoolClient {
@@ -92,7 +95,7 @@ impl PoolClient {
     /// The same of a host that has several, which know of each other's extents.
     #[must_use]
     pub const fn in_custody(host: Host, tenant: Tenant, custody: Arc<Custody>) -> Self {
-        Self { host, tenant, nodes: BTreeMap::new(), custody }
+        Self { host, tenant, nodes: BTreeMap::new(), custody, may_rest: false }
     }
 
     /// What is written down there is known of by the host, as long as anybody has it.
@@ -158,18 +161,18 @@ impl PoolClient {
         let _under_way = self.custody.under_way();
         let node = self.nodes.get_mut(&id).ok_or(PoolError::NoSuchNode { node: id })?;
         node.begin();
+        let has_resting = !node.cache.resting().is_empty();
         let outcome = work(node);
-        if let Err(Failure::Work(_)) = outcome
-            && let Some(late) = node.take_late()
-        {
-            self.custody.give_up(id, node.region_key(), late);
+        if let Err(Failure::Work(_)) = outcome {
+            if let Some(late) = node.take_late() {
+                self.custody.give_up(id, node.region_key(), late);
+            }
+            if has_resting {
+                // Nobody knows of that span any more.
+                self.custody.doubt(id);
+            }
         }
         Ok(outcome)
-    }
-
-    /// See whether nodes are still there, so that a way back is looked for to those that went away. To be called now and then while nothing is asked of them.
-    pub fn tend(&mut self) {
-        self.nodes.values_mut().for_each(Node::tend);
     }
 
     /// The nodes in use.
@@ -227,7 +230,7 @@ impl PoolClient {
         section: u32,
         these: Vec<Held>,
     ) -> Result<Recovered, PoolError> {
-        let op = RecoverOp::only(self.host, these).within(section..section + 1);
+        let op = RecoverOp::only(self.host, these, Mutation::None).within(section..section + 1);
         self.run(id, op)?.map_err(|failure| failure.of(id, 0, 0))
     }
 
@@ -296,8 +299,14 @@ impl PoolClient {
         self.nodes.get(&id)?.cache.sections_to_clear(sections)
     }
 
-    fn take<M: Machine>(&mut self, id: NodeId, op: M, bytes: u64) -> Result<M::Output, PoolError> {
-        let taken = self.run(id, op)?.map_err(|failure| failure.of(id, 0, bytes));
+    fn take<M: Machine + Clone>(&mut self, id: NodeId, op: M, bytes: u64) -> Result<M::Output, PoolError> {
+        let mut taken = self.run(id, op.clone())?;
+        if matches!(taken, Err(Failure::Op(OpError::Full))) && self.has_resting(id) {
+            // What rests may be what is missing.
+            self.settle_node(id);
+            taken = self.run(id, op)?;
+        }
+        let taken = taken.map_err(|failure| failure.of(id, 0, bytes));
         if !matches!(taken, Ok(_) | Err(PoolError::Full { .. })) {
             // It may have got half way.
             self.custody.doubt(id);
@@ -334,7 +343,8 @@ impl PoolClient {
     /// # Errors
     /// [`PoolError::NotAllocated`] or [`PoolError::NotOurs`], as far as the node's words tell, and nothing was changed.
     pub fn free(&mut self, extent: Extent) -> Result<(), PoolError> {
-        self.give_back(extent, |op| op)
+        let rests = self.may_rest_on(extent.node);
+        self.give_back(extent, |op| if rests { op.resting() } else { op })
     }
 
     /// Give several extents of a node back, those in different sections at once. What came of each, as for [`Self::free`].
@@ -350,6 +360,16 @@ impl PoolClient {
         extents: &[Extent],
     ) -> Result<Vec<Result<(), PoolError>>, PoolError> {
         assert!(extents.iter().all(|extent| extent.node == id), "all are on node {id}");
+        if let ([extent], true) = (extents, self.may_rest_on(id)) {
+            return match self.free(*extent) {
+                Err(
+                    error @ (PoolError::NodeGone { .. }
+                    | PoolError::Away { .. }
+                    | PoolError::NoSuchNode { .. }),
+                ) => Err(error),
+                outcome => Ok(vec![outcome]),
+            };
+        }
         let host = self.host;
         let outcomes = self.at_node(id, |node| {
             // What is no place of the node's is nobody's.

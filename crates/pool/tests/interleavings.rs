@@ -271,7 +271,9 @@ fn take_and_give(
             give(scene, client, name, notes, &[extent])?;
         }
     }
-    give(scene, client, name, notes, &held)
+    give(scene, client, name, notes, &held)?;
+    client.settle();
+    Ok(())
 }
 
 fn give(
@@ -310,7 +312,7 @@ fn play(fault: Fault) {
         let notes = StdArc::new(Notes::default());
         custody.enter(&notes);
         threads.push(thread::spawn(move || {
-            let mut client = scene.client(host, &custody, u64::MAX);
+            let mut client = scene.client(host, &custody, u64::MAX).resting();
             take_and_give(&scene, &mut client, name, &notes).expect("it lives");
         }));
     }
@@ -339,7 +341,7 @@ fn play(fault: Fault) {
 /// Dies at some moment; then another host gives back what it had.
 fn be_mortal(scene: &Arc<Scene>) {
     let left = thread_rng().gen_range(1..LIFE_MAX);
-    let mut client = scene.client(DYING, &StdArc::default(), left);
+    let mut client = scene.client(DYING, &StdArc::default(), left).resting();
     // It does not say what it has: at its death nobody could tell.
     let mut held = Vec::new();
     while let Ok(extents) = client.allocate_many(NODE, SizeClass::new(1).expect("a class"), 2) {

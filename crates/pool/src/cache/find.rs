@@ -8,7 +8,7 @@ use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 use crate::word::{Run, SpanState};
 
 impl NodeCache {
-    /// Of what this client gave back last, and can take again as it was, in which section it is; a chunk only of a span that is open still.
+    /// Of what this client gave back last, and can take again as it was, in which section it is; a chunk only of a span that is open still, or rests.
     pub(crate) fn take_left(&mut self, class: SizeClass) -> Option<(u32, Candidate)> {
         while let Some(chunk) = self.left.take_recent(class) {
             if let Some(candidate) = self.candidate_left(chunk, class) {
@@ -42,8 +42,8 @@ impl NodeCache {
             let is_free = self.section(section).all(run, SpanState::Empty);
             return is_free.then_some(Candidate::Whole { group: run });
         }
-        let is_free = !word.is_closed() && word.bits() & run.mask() == 0;
-        is_free.then_some(Candidate::Chunks { span, run })
+        let is_open = !word.is_closed() || self.is_resting(span);
+        (is_open && word.bits() & run.mask() == 0).then_some(Candidate::Chunks { span, run })
     }
 
     /// Several extents of that size, at least two, that a CAS alone takes, all of one span: of the one where something was left last, or of the section where searches begin.

@@ -8,6 +8,7 @@ use crate::cache::{NodeCache, Nonces};
 use crate::error::PoolError;
 use crate::op::{Action, Grant, Machine, OpError, READ_WORDS_MAX, Step, StepResult, WordAt};
 use crate::size::CHUNK_BYTES;
+use crate::word::SpanWord;
 
 #[derive(Debug)]
 pub(super) struct Node {
@@ -15,6 +16,8 @@ pub(super) struct Node {
     pub(super) wire: Wire,
     pub(super) cache: NodeCache,
     pub(super) words: Vec<u64>,
+    /// What rested when it was tended last.
+    pub(super) rested: Vec<(u32, SpanWord)>,
     is_given_up: bool,
 }
 
@@ -57,8 +60,8 @@ impl Node {
     ) -> Result<Self, PoolError> {
         let wire = Wire::open(id, endpoint)?;
         let cache = NodeCache::new(wire.layout(), begin_at, tenant, nonces);
-        let mut node =
-            Self { id, wire, cache, words: Vec::with_capacity(READ_WORDS_MAX as usize), is_given_up: false };
+        let words = Vec::with_capacity(READ_WORDS_MAX as usize);
+        let mut node = Self { id, wire, cache, words, rested: Vec::new(), is_given_up: false };
         node.refresh()?;
         Ok(node)
     }

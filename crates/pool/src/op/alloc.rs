@@ -488,7 +488,12 @@ impl AllocOp {
             return Ok(self.post(State::Committing(Committing { expected: found, ..posted }), action));
         }
         let is_free = !is_closed && SpanWord(found).bits() & run.mask() == 0;
-        if self.mutation == Mutation::TrustLeft && posted.key.is_some() && is_free {
+        let is_believed = match self.mutation {
+            Mutation::TrustLeft => is_free,
+            Mutation::ReopenBlind => SpanWord(found).is_half_closed(),
+            _ => false,
+        };
+        if is_believed && posted.key.is_some() {
             let desired = SpanWord(found).take(run, self.host).0;
             let action = self.mutation.commit(at, found, desired);
             return Ok(

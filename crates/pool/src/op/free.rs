@@ -23,6 +23,8 @@ pub struct FreeOp {
     left: Option<Key>,
     /// No key comes in the place of the one that it had.
     leaves_nothing: bool,
+    /// A span that is closed by it may rest.
+    may_rest: bool,
     /// It may have been begun before, when its word had this record: as long as it has, nobody has had the place since.
     begun_at: Option<u32>,
     state: State,
@@ -70,6 +72,7 @@ impl FreeOp {
             is_shut: false,
             left: None,
             leaves_nothing: false,
+            may_rest: false,
             begun_at: None,
             state: State::Idle,
         }
@@ -79,6 +82,12 @@ impl FreeOp {
     #[must_use]
     pub const fn leaving_nothing(self) -> Self {
         Self { leaves_nothing: true, ..self }
+    }
+
+    /// The same, and if nothing else is taken in the span, and no other rests, it rests: whoever drives this has to have it settled some time ([`super::SettleOp`]).
+    #[must_use]
+    pub const fn resting(self) -> Self {
+        Self { may_rest: true, ..self }
     }
 
     /// The same of what may be given back in part, and was begun when its word had that record: its key may be struck out already, and another be there. If the word has
@@ -307,7 +316,9 @@ impl FreeOp {
             cache.leave(self.grant.chunk, self.grant.class, key);
         }
         let (give, action) = Give::begin(self.host, gift, self.lost, cache, self.mutation);
-        self.post(State::Giving(give), action)
+        // Only where it left something it would be taken again.
+        let rests = self.may_rest && self.left.is_some();
+        self.post(State::Giving(give.resting(rests)), action)
     }
 
     fn giving(&mut self, cache: &mut NodeCache, mut give: Give, result: StepResult<'_>) -> Next {

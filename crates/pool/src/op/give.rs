@@ -17,7 +17,7 @@ pub(super) enum Gift {
     Chunks { span: u32, mask: u32, run: Run },
     /// A group that was taken whole.
     Whole { section: u32, group: Run },
-    /// A span that a dead host was about to open, or to close.
+    /// A span that rests, or that a dead host was about to open, or to close.
     Span { span: u32 },
 }
 
@@ -29,6 +29,10 @@ pub(super) struct Give {
     mutation: Mutation,
     /// Races lost so far.
     lost: u32,
+    /// Whether a span that this closes may rest.
+    rests: bool,
+    /// The word says that nobody but this ends the span's life.
+    is_signed: bool,
     state: State,
 }
 
@@ -36,6 +40,8 @@ pub(super) struct Give {
 enum State {
     /// F1, F3, F5, or F4 of another: the record before goes to the log first.
     Flushing(Flush),
+    /// F7.
+    Signing,
     /// F1, F3.
     GivingChunks,
     /// F5.
@@ -69,7 +75,15 @@ impl Give {
         cache: &NodeCache,
         mutation: Mutation,
     ) -> (Self, Action) {
-        let mut give = Self { host, gift, mutation, lost, state: State::Closing };
+        let (rests, is_signed) = (false, matches!(gift, Gift::Chunks { .. }));
+        let mut give = Self { host, gift, mutation, lost, rests, is_signed, state: State::Closing };
+        if let Gift::Span { span } = gift
+            && cache.span(span).is_half_closed()
+            && mutation != Mutation::SkipSign
+        {
+            let action = give.sign(cache, span);
+            return (give, action);
+        }
         let action = match Flush::begin(host, give.at(), cache, mutation) {
             Some((flush, action)) => {
                 give.state = State::Flushing(flush);
@@ -80,6 +94,11 @@ impl Give {
         (give, action)
     }
 
+    /// A span that this closes may rest.
+    pub(super) const fn resting(self, rests: bool) -> Self {
+        Self { rests, ..self }
+    }
+
     pub(super) fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Next {
         match self.state {
             State::Flushing(mut flush) => Ok(match flush.step(cache, result)? {
@@ -87,6 +106,7 @@ impl Give {
                 Flushed::Done => Given::Post(self.commit(cache)),
                 Flushed::Overtaken => Given::Overtaken,
             }),
+            State::Signing => self.signed(cache, result.found()),
             State::GivingChunks => self.chunks_given(cache, result.found()),
             State::GivingGroup => self.group_given(cache, result.found()),
             State::FlushingClose(mut flush) => match flush.step(cache, result)? {
@@ -142,6 +162,25 @@ impl Give {
         self.mutation.commit(at, expected, desired)
     }
 
+    /// F7: from now on whoever might have opened the span again, or ended its life as well, finds another word.
+    fn sign(&mut self, cache: &NodeCache, span: u32) -> Action {
+        self.state = State::Signing;
+        let before = cache.span(span);
+        self.mutation.commit(WordAt::Span(span), before.0, before.sign(self.host).0)
+    }
+
+    fn signed(&mut self, cache: &mut NodeCache, found: u64) -> Next {
+        let (at, before) = (WordAt::Span(self.span()), cache.span(self.span()));
+        if found != before.0 {
+            cache.learn(at, found)?;
+            return Ok(Given::Overtaken);
+        }
+        let now = before.sign(self.host);
+        cache.change_span(self.span(), now).map_err(|cause| damaged(at, now.0, cause))?;
+        self.is_signed = true;
+        Ok(self.begin_close(cache))
+    }
+
     fn chunks_given(&mut self, cache: &mut NodeCache, found: u64) -> Next {
         let Gift::Chunks { span, mask, run } = self.gift else { return Ok(Given::Done) };
         let before = cache.span(span);
@@ -151,6 +190,9 @@ impl Give {
         }
         let now = before.give_all(mask, run, self.host);
         cache.change_span(span, now).map_err(|cause| damaged(WordAt::Span(span), now.0, cause))?;
+        if now.is_closed() && self.rests && cache.rest(span) {
+            return Ok(Given::Done);
+        }
         if now.is_closed() {
             let skip = matches!(self.mutation, Mutation::SkipClose | Mutation::CloseFirst);
             return Ok(if skip { Given::Done } else { self.begin_close(cache) });
@@ -185,7 +227,7 @@ impl Give {
         }
     }
 
-    /// F4: only we may, since we emptied the span; hints that others set meanwhile are written over.
+    /// F4: only we may, since we emptied the span, or have signed for it; hints that others set meanwhile are written over.
     fn begin_close(&mut self, cache: &NodeCache) -> Given {
         let section = WordAt::Section(self.span() / SECTION_SPANS);
         match Flush::begin(self.host, section, cache, self.mutation) {
@@ -209,7 +251,7 @@ impl Give {
 
     /// The section has changed before it was told that the span is closed.
     fn close_again(&mut self, cache: &NodeCache) -> Next {
-        if matches!(self.gift, Gift::Span { .. }) {
+        if !self.is_signed {
             return Ok(Given::Overtaken);
         }
         self.lost += 1;
@@ -229,7 +271,7 @@ impl Give {
         let (at, before) = (WordAt::Section(section), cache.section(section));
         if found != before.0 {
             cache.learn(at, found)?;
-            if self.mutation == Mutation::CloseFromStale && !matches!(self.gift, Gift::Span { .. }) {
+            if self.mutation == Mutation::CloseFromStale && self.is_signed {
                 let desired = before.close(place_in_section(span), self.host);
                 return Ok(self.post(State::Closing, self.mutation.commit(at, found, desired.0)));
             }

@@ -4,7 +4,7 @@
 //! is taken whole), and only the first may be taken back. Rule H keeps them apart: *a hint is changed
 //! by a CAS whose expected section word was read before the span was last seen open.* A span can become
 //! taken whole only over the code 00, so if the section word has not changed since before the
-//! span was seen open, then it is open still, or its closer is about to write 00, whatever it finds there.
+//! span was seen open, then it is open still, or its closer may yet open it again, or is about to write 00, whatever it finds there.
 //!
 //! The full hint is not lost and not left over: who fills a span sets it and *then* looks at the span
 //! (A5); who gives back of a full span does so and *then* looks for the hint (F2). Whichever of the
@@ -59,7 +59,7 @@ impl Hint {
         mutation: Mutation,
     ) -> Option<(Self, Action)> {
         let seen = cache.section(span / SECTION_SPANS);
-        let is_full = cache.set_span(span, found).is_err() || found.is_full() || found.is_closed();
+        let is_full = cache.set_span(span, found).is_err() || found.is_full() || is_over(found, mutation);
         (!is_full && mutation != Mutation::SkipRecheck)
             .then(|| Self::begin(span, mutation, State::SetOpen { expected: seen }))
     }
@@ -183,8 +183,7 @@ impl Hint {
     /// The section was `seen` to say full before the span was seen so.
     fn after_span(&self, cache: &mut NodeCache, seen: SectionWord, span: SpanWord) -> Option<State> {
         cache.set_span(self.span, span).ok()?;
-        // A closed span is its closer's, who writes 00 over any hint.
-        (!span.is_full() && !span.is_closed()).then_some(State::SetOpen { expected: seen })
+        (!span.is_full() && !is_over(span, self.mutation)).then_some(State::SetOpen { expected: seen })
     }
 
     fn after_section(&self, cache: &mut NodeCache, found: SectionWord) -> Option<State> {
@@ -214,4 +213,9 @@ impl Hint {
             _ => None,
         }
     }
+}
+
+/// Whether a span's section was told that it is closed. One that is half closed may rest, and be opened again: what is said of it must be right then.
+fn is_over(span: SpanWord, mutation: Mutation) -> bool {
+    span.is_ready() || mutation == Mutation::HintAwake && span.is_closed()
 }

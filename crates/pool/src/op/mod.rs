@@ -16,6 +16,7 @@ mod owed;
 mod plant;
 mod ready;
 mod recover;
+mod settle;
 mod several;
 mod stretch;
 
@@ -30,6 +31,7 @@ pub use many::{AllocManyOp, Several};
 pub use mutation::Mutation;
 pub use plant::Plant;
 pub use recover::{Held, HeldOp, RecoverOp, Recovered};
+pub use settle::SettleOp;
 pub use several::FreeManyOp;
 pub use stretch::StretchOp;
 

@@ -76,11 +76,17 @@ pub enum Mutation {
     TrustChain,
     /// A9: keep what was taken of a stretch that cannot be had whole.
     KeepPart,
+    /// A1: open again what rested, though somebody else has signed for it meanwhile.
+    ReopenBlind,
+    /// F7: end the life of a span that rests without signing for it.
+    SkipSign,
+    /// A5, F2: leave the full hint of a span that rests to its closer.
+    HintAwake,
 }
 
 impl Mutation {
     /// All faults.
-    pub const ALL: [Self; 34] = [
+    pub const ALL: [Self; 37] = [
         Self::TakeFromStale,
         Self::SkipOpen,
         Self::EnterClosed,
@@ -115,6 +121,9 @@ impl Mutation {
         Self::KeepLeft,
         Self::TrustChain,
         Self::KeepPart,
+        Self::ReopenBlind,
+        Self::SkipSign,
+        Self::HintAwake,
     ];
 
     /// The CAS that commits a change (L).

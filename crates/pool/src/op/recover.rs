@@ -115,8 +115,8 @@ impl RecoverOp {
 
     /// One by which a host gives back these things that it has, and nothing else. None of its own operations may be on its way to one of them.
     #[must_use]
-    pub fn only(host: Host, these: impl IntoIterator<Item = Held>) -> Self {
-        Self { quest: Quest::Only(these.into_iter().collect()), ..Self::new(host, host) }
+    pub fn only(host: Host, these: impl IntoIterator<Item = Held>, mutation: Mutation) -> Self {
+        Self { quest: Quest::Only(these.into_iter().collect()), ..Self::mutated(host, host, mutation) }
     }
 
     /// The same with a fault, for tests.

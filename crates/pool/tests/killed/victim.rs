@@ -111,7 +111,7 @@ pub fn be_one() {
     if end == "Write" {
         live = write_for_ever;
     }
-    let mut client = PoolClient::new(VICTIM, TENANT);
+    let mut client = PoolClient::new(VICTIM, TENANT).resting();
     // Whoever was stopped finds itself shut out, and may have nothing to say about it.
     let outcome = client.add_node(NODE, Box::new(doomed)).and_then(|()| live(&mut client));
     std::process::exit(if outcome.is_ok() { 0 } else { 3 });
@@ -165,6 +165,12 @@ fn live(client: &mut PoolClient) -> Result<(), PoolError> {
         client.free(half)?;
     }
     client.free(group)?;
+    // A span that was emptied rests, is opened again, and in the end closed.
+    let half = take(client, 4)?;
+    client.free(half)?;
+    let half = take(client, 4)?;
+    client.free(half)?;
+    client.settle();
     let section = take(client, 9)?;
     client.free(section)?;
     let many = client.allocate_many(NODE, SizeClass::CHUNK, 3)?;

@@ -11,8 +11,8 @@ use aquifer_fabric::{
 use aquifer_pool::cache::{NodeCache, Nonces};
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{
-    Action, AllocManyOp, AllocOp, FreeManyOp, FreeOp, Grant, Machine, Mutation, OpError, RecoverOp,
-    Recovered, Several, Step, StepResult, StretchOp, Strikes, WordAt,
+    Action, AllocManyOp, AllocOp, FreeManyOp, FreeOp, Grant, Held, HeldOp, Machine, Mutation, OpError,
+    RecoverOp, Recovered, SettleOp, Several, Step, StepResult, StretchOp, Strikes, WordAt,
 };
 use aquifer_pool::size::SECTION_SPANS;
 use aquifer_pool::word::Run;
@@ -33,7 +33,11 @@ enum Running {
     FreeMany(Box<FreeManyOp>),
     /// What was begun by the process before.
     Resumed(FreeOp, Grant, Try),
+    Settle(SettleOp),
     Recover(Box<RecoverOp>),
+    /// What its host has, and giving back of what nobody there knows of.
+    Look(Box<HeldOp>),
+    GiveHeld(Box<RecoverOp>),
 }
 
 /// Of giving back what was begun.
@@ -54,6 +58,9 @@ pub enum Ended {
     FreeMany(Result<Vec<Result<(), OpError>>, OpError>),
     /// It was begun by the process before; and this was tried for the first or the second time.
     Resumed(Grant, Try, Result<(), OpError>),
+    Settle(Result<(), OpError>),
+    Look(Result<Vec<Held>, OpError>),
+    GiveHeld(Result<Recovered, OpError>),
     /// Of this dead host.
     Recover(Host, Result<Recovered, OpError>),
 }
@@ -160,11 +167,48 @@ impl Client {
     }
 
     pub fn free(&mut self, grant: Grant) -> Option<Ended> {
+        self.give(FreeOp::mutated(self.host, grant, self.mutation), grant)
+    }
+
+    /// If nothing else is taken in its span, that rests.
+    pub fn free_resting(&mut self, grant: Grant) -> Option<Ended> {
+        self.give(FreeOp::mutated(self.host, grant, self.mutation).resting(), grant)
+    }
+
+    fn give(&mut self, mut op: FreeOp, grant: Grant) -> Option<Ended> {
         self.note_giving(&[grant]);
-        let mut op = FreeOp::mutated(self.host, grant, self.mutation);
         let step = op.start(&mut self.cache);
         self.running = Some(Running::Free(op));
         self.follow(step).map(Ended::Free)
+    }
+
+    /// Whether a span rests.
+    pub fn has_resting(&self) -> bool {
+        !self.cache.resting().is_empty()
+    }
+
+    pub fn settle(&mut self) -> Option<Ended> {
+        let span = *self.cache.resting().first()?;
+        let mut op = SettleOp::mutated(self.host, span, self.mutation);
+        let step = op.start(&mut self.cache);
+        self.running = Some(Running::Settle(op));
+        self.follow(step).map(Ended::Settle)
+    }
+
+    /// What its host has.
+    pub fn look(&mut self) -> Option<Ended> {
+        let mut op = Box::new(HeldOp::new(self.host, 0..self.layout.sections()));
+        let step = op.start(&mut self.cache);
+        self.running = Some(Running::Look(op));
+        self.follow(step).map(Ended::Look)
+    }
+
+    /// Give back what of these things is still the same.
+    pub fn give_held(&mut self, these: Vec<Held>) -> Option<Ended> {
+        let mut op = Box::new(RecoverOp::only(self.host, these, self.mutation));
+        let step = op.start(&mut self.cache);
+        self.running = Some(Running::GiveHeld(op));
+        self.follow(step).map(Ended::GiveHeld)
     }
 
     /// Several, of any sections.
@@ -182,7 +226,8 @@ impl Client {
 
     /// Whether what is under way, if anything is, could be gone on with by what is written down.
     pub fn may_be_killed(&self) -> bool {
-        matches!(self.running, None | Some(Running::Free(_) | Running::FreeMany(_) | Running::Resumed(..)))
+        use Running::{Free, FreeMany, Resumed, Settle};
+        matches!(self.running, None | Some(Free(_) | FreeMany(_) | Resumed(..) | Settle(_)))
     }
 
     /// The process is killed, and comes again as client number `number` with what it had written down. What it had posted, of which this is the last, may be on its way yet.
@@ -302,6 +347,21 @@ impl Client {
                 let step = op.step(&mut self.cache, result);
                 self.running = Some(Running::Resumed(op, grant, number));
                 self.follow(step).map(|result| Ended::Resumed(grant, number, result))
+            }
+            Running::Settle(mut op) => {
+                let step = op.step(&mut self.cache, result);
+                self.running = Some(Running::Settle(op));
+                self.follow(step).map(Ended::Settle)
+            }
+            Running::Look(mut op) => {
+                let step = op.step(&mut self.cache, result);
+                self.running = Some(Running::Look(op));
+                self.follow(step).map(Ended::Look)
+            }
+            Running::GiveHeld(mut op) => {
+                let step = op.step(&mut self.cache, result);
+                self.running = Some(Running::GiveHeld(op));
+                self.follow(step).map(Ended::GiveHeld)
             }
             Running::Recover(mut op) => {
                 let step = op.step(&mut self.cache, result);

@@ -1,6 +1,7 @@
 //! One schedule: some hosts, some sections, many operations, perhaps a crash; then everything is given
 //! back, and nothing may be missing.
 
+mod audit;
 mod node;
 mod restart;
 
@@ -13,6 +14,7 @@ use aquifer_pool::word::SpanState;
 use aquifer_pool::{Donation, NodeId, SizeClass, donate_of};
 
 use aquifer_sim::asked_seed;
+use audit::Audit;
 use node::Own;
 use restart::Restarts;
 
@@ -22,7 +24,7 @@ use crate::shadow::{Change, Mode, Shadow, ensure};
 /// How often each change came to pass, over many schedules.
 #[derive(Default, Debug)]
 pub struct Seen {
-    changes: [u64; 15],
+    changes: [u64; 17],
     schedules: u64,
     crashes: u64,
     crashed_in_operation: u64,
@@ -43,6 +45,8 @@ pub struct Seen {
     restarts: u64,
     resumed: u64,
     left_to_audit: u64,
+    /// Spans that rested, and were given up by an audit.
+    audited: u64,
     /// Sections that it has withdrawn while others went on, and lent again.
     withdrawn: u64,
     lent: u64,
@@ -68,6 +72,7 @@ impl Seen {
         self.restarts += other.restarts;
         self.resumed += other.resumed;
         self.left_to_audit += other.left_to_audit;
+        self.audited += other.audited;
         self.lent += other.lent;
     }
 
@@ -79,6 +84,7 @@ impl Seen {
         assert!(self.several >= 1000 && self.stretches >= 100 && self.freed_together >= 1000, "{self:?}");
         assert!(self.taken_as_left >= 1000, "{self:?}");
         assert!(self.restarts >= 1000 && self.resumed >= 1000 && self.left_to_audit >= 100, "{self:?}");
+        assert!(self.audited >= 100, "{self:?}");
         assert!(self.cleared >= 1000 && self.withdrawn >= 1000 && self.lent >= 1000, "{self:?}");
     }
 }
@@ -92,6 +98,7 @@ struct Schedule {
     clients: Vec<Client>,
     own: Own,
     restarts: Restarts,
+    audit: Option<Audit>,
     classes: &'static [u8],
     /// A client that hears nothing for so many steps yet, while others go on.
     dozing: Option<(usize, u64)>,
@@ -184,6 +191,7 @@ impl Schedule {
             clients,
             own,
             restarts: Restarts::new(nonces, count),
+            audit: None,
             classes,
             dozing: None,
             seen: Seen::default(),
@@ -219,12 +227,14 @@ impl Schedule {
         loop {
             for (index, left) in left.iter_mut().enumerate() {
                 let client = &self.clients[index];
-                if client.alive && client.is_idle() && *left > 0 && self.rng.chance(1, 2) {
+                let is_auditing = self.audit.as_ref().is_some_and(|audit| audit.by == index);
+                if client.alive && client.is_idle() && !is_auditing && *left > 0 && self.rng.chance(1, 2) {
                     *left -= 1;
                     self.begin_something(index)?;
                 }
             }
             self.node_begins()?;
+            self.audit_goes_on()?;
             if crashes.contains(&Some(steps)) {
                 self.crash();
             }
@@ -249,7 +259,9 @@ impl Schedule {
             return ended.map_or(Ok(()), |ended| self.ended(index, ended));
         }
         let owned = self.clients[index].owned.len();
-        let ended = if owned > 0 && (owned > 8 || self.rng.chance(1, 2)) {
+        let ended = if self.clients[index].has_resting() && self.rng.chance(1, 6) {
+            self.clients[index].settle()
+        } else if owned > 0 && (owned > 8 || self.rng.chance(1, 2)) {
             let which = self.rng.index(owned);
             let client = &mut self.clients[index];
             if self.rng.chance(1, 4) {
@@ -257,7 +269,7 @@ impl Schedule {
                 client.free_many(grants)
             } else {
                 let grant = client.owned.swap_remove(which);
-                client.free(grant)
+                if self.rng.chance(1, 2) { client.free_resting(grant) } else { client.free(grant) }
             }
         } else {
             let k = self.classes[self.rng.index(self.classes.len())];
@@ -282,6 +294,7 @@ impl Schedule {
         }
         self.fabric.crash_host(host);
         self.seen.crashes += 1;
+        self.forget_audit_of(host);
         for client in self.clients.iter_mut().filter(|client| client.host == host) {
             client.alive = false;
             self.seen.crashed_in_operation += u64::from(!client.is_idle());
@@ -357,6 +370,7 @@ impl Schedule {
         if self.trace {
             println!("{:>9} ns: client {index}: {ended:?}", self.fabric.now_ns());
         }
+        self.has_ended(index);
         match ended {
             Ended::Alloc(Ok(grant)) => self.granted(index, grant)?,
             Ended::Many(Ok(Several { grants, failure: None })) => {
@@ -375,7 +389,9 @@ impl Schedule {
             | Ended::Stretch(_, Err(OpError::Full)) => {
                 self.seen.full += 1;
             }
-            Ended::Free(Ok(())) => (),
+            Ended::Free(Ok(())) | Ended::Settle(Ok(())) => (),
+            Ended::Look(Ok(held)) => self.looked(held),
+            Ended::GiveHeld(Ok(recovered)) => self.seen.audited += recovered.spans,
             Ended::Resumed(grant, number, outcome) => self.resumed(index, grant, number, &outcome)?,
             Ended::FreeMany(Ok(outcomes)) => {
                 self.seen.freed_together += u64::from(outcomes.len() > 1);
@@ -433,6 +449,7 @@ impl Schedule {
         for client in &mut self.clients {
             client.owned.append(&mut client.kept);
         }
+        self.audit = None;
         loop {
             for index in 0..self.clients.len() {
                 let client = &mut self.clients[index];
@@ -442,13 +459,15 @@ impl Schedule {
                 let ended = match client.owned.pop() {
                     Some(grant) => client.free(grant),
                     None if client.has_begun() => client.resume(),
+                    None if client.has_resting() => client.settle(),
                     None => None,
                 };
                 if let Some(ended) = ended {
                     self.ended(index, ended)?;
                 }
             }
-            let has_more = |client: &Client| !client.owned.is_empty() || client.has_begun();
+            let has_more =
+                |client: &Client| !client.owned.is_empty() || client.has_begun() || client.has_resting();
             let more = self.clients.iter().any(|client| client.alive && has_more(client));
             if !self.step()? && !more {
                 return Ok(());
@@ -563,4 +582,4 @@ fn overlap(a: &Grant, b: &Grant) -> bool {
 }
 
 /// The array of counts has a place for each.
-const _: () = assert!(Change::Recover as usize == 14);
+const _: () = assert!(Change::Reopen as usize == 16);

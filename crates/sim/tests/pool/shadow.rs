@@ -41,6 +41,10 @@ pub enum Change {
     Ready,
     /// What a dead host held, given back by another.
     Recover,
+    /// A span that rests, by whoever ends its life.
+    Sign,
+    /// The first chunks of a span that rested.
+    Reopen,
 }
 
 #[derive(Debug)]
@@ -369,10 +373,15 @@ impl Shadow {
             LogOp::Alloc if mode == Mode::Opening(by) => {
                 (new.bits() == mask, Mode::Chunks, Change::FirstChunks)
             }
+            LogOp::Alloc if mode == Mode::Closing(by) => (new.bits() == mask, Mode::Chunks, Change::Reopen),
             LogOp::Alloc => {
                 (mode == Mode::Chunks && new.bits() == old.bits() | mask, Mode::Chunks, Change::TakeChunks)
             }
             LogOp::Free => (mode == Mode::Chunks && gone & mask == mask, Mode::Chunks, Change::GiveChunks),
+            LogOp::Close if old.is_closed() => {
+                let may = matches!(mode, Mode::Closing(of) if self.may_act(by, of));
+                (may, Mode::Closing(by), Change::Sign)
+            }
             LogOp::Close => {
                 let is_last = gone == old.bits() && gone & mask == mask;
                 (mode == Mode::Chunks && is_last, Mode::Closing(by), Change::GiveLast)
@@ -391,6 +400,7 @@ impl Shadow {
                 self.take(span, mask, by)?;
                 self.extents.insert(first, (by, Extent::Chunks(log.run)));
             }
+            LogOp::Close if old.is_closed() => {}
             LogOp::Free | LogOp::Close => return self.chunks_given(span, gone, log, change),
             LogOp::Open | LogOp::Ready => {}
         }

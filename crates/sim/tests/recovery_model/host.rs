@@ -1,54 +1,11 @@
 //! What a host does, one operation on the node's memory at a time.
 
+use crate::fault::Fault;
 use crate::memory::{
     CHUNK_NUMBERS, CHUNKS, Code, Entry, Group, HOSTS, Holding, Host, Memory, SPAN_NUMBERS, SPANS, Section,
     Span, SpanLog,
 };
 use crate::truth::Truth;
-
-/// A rule that is left out, to see that it is needed.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Fault {
-    None,
-    /// A record is written over without having been copied to the log.
-    SkipFlush,
-    /// A record is copied by a WRITE, however late that comes.
-    BlindFlush,
-    /// A span is opened or taken whole without looking whether it was marked as ready.
-    SkipMark,
-    /// A span is marked as ready by what was remembered of its section.
-    MarkFromMemory,
-    /// Whoever recovers looks at the section after it has looked at the spans.
-    SectionLast,
-    /// An extent is handed out before its own record is in the log.
-    SkipRecord,
-    /// A record of the own host is taken to be in the log, though another thread of it may be about to put it there.
-    OwnIsKnown,
-    /// A record is copied without a second look at its word.
-    SkipLookAgain,
-    /// The section is read once more after a span was seen to be ready, and what begins the span's new life expects that.
-    ReadyFirst,
-    /// Whoever recovers does not look at the section again after a span.
-    SkipSectionAgain,
-    /// A record is taken to be in the log as it was left, though others may have had the chunk since.
-    TrustLeft,
-}
-
-impl Fault {
-    pub const ALL: [Self; 11] = [
-        Self::SkipFlush,
-        Self::BlindFlush,
-        Self::SkipMark,
-        Self::MarkFromMemory,
-        Self::SectionLast,
-        Self::SkipRecord,
-        Self::OwnIsKnown,
-        Self::SkipLookAgain,
-        Self::ReadyFirst,
-        Self::SkipSectionAgain,
-        Self::TrustLeft,
-    ];
-}
 
 /// A change of a word that commits something.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -59,8 +16,10 @@ pub enum Goal {
     Open { span: u8, chunk: u8 },
     /// A7.
     TakeWhole(Group),
-    /// F1, F3.
-    Give { span: u8, chunk: u8 },
+    /// F1, F3. If the span is closed by it, it may rest.
+    Give { span: u8, chunk: u8, rests: bool },
+    /// F7, and then F4.
+    Sign { span: u8 },
     /// F4.
     Close { span: u8 },
     /// F5.
@@ -117,6 +76,8 @@ pub struct Actor {
     /// What it gave back, and whose record it left in the log: as long as it knows of no change by others.
     left_chunks: [[bool; CHUNKS]; SPANS],
     left_groups: [Option<Group>; SPANS],
+    /// The spans that it has closed, and may open again.
+    resting: [bool; SPANS],
     /// The words, by their stamps, whose records it may write over: it has seen them in the log, or put them there.
     settled_spans: [u8; SPANS],
     settled_section: u8,
@@ -144,6 +105,7 @@ impl Actor {
             groups: [None; SPANS],
             left_chunks: [[false; CHUNKS]; SPANS],
             left_groups: [None; SPANS],
+            resting: [false; SPANS],
             settled_spans: [0; SPANS],
             settled_section: 0,
             left,
@@ -175,7 +137,15 @@ impl Actor {
             }
             let ours =
                 CHUNK_NUMBERS.into_iter().filter(|chunk| self.chunks[usize::from(span)][usize::from(*chunk)]);
-            goals.extend(ours.map(|chunk| Goal::Give { span, chunk }));
+            goals.extend(ours.flat_map(|chunk| {
+                [false, true].into_iter().map(move |rests| Goal::Give { span, chunk, rests })
+            }));
+            if self.resting[usize::from(span)] {
+                let left = self.left_chunks[usize::from(span)];
+                let left = CHUNK_NUMBERS.into_iter().filter(|chunk| left[usize::from(*chunk)]);
+                goals.extend(left.map(|chunk| Goal::Take { span, chunk, is_ours: false }));
+                goals.push(Goal::Sign { span });
+            }
             goals.extend(self.groups[usize::from(span)].map(Goal::GiveWhole));
         }
         goals
@@ -342,6 +312,8 @@ impl Actor {
             None => self.learn_section(world.memory.section),
         }
         match goal {
+            // Nobody else does it any more.
+            Goal::Close { span } if self.has_signed(span) => self.at = self.before(goal),
             _ if self.recovering.is_some() => self.give_up(),
             Goal::Take { is_ours: true, .. }
             | Goal::Give { .. }
@@ -351,6 +323,10 @@ impl Actor {
             }
             _ => self.give_up(),
         }
+    }
+
+    fn has_signed(&self, span: u8) -> bool {
+        self.spans[usize::from(span)].log == SpanLog::Close(self.host)
     }
 
     fn commit(&mut self, goal: Goal, world: &mut World<'_>) {
@@ -363,6 +339,7 @@ impl Actor {
             Goal::Take { span, chunk, is_ours } => {
                 world.truth.take(span.into(), chunk, host);
                 self.set_span(world, span, |word| word.take(chunk, host));
+                self.resting[usize::from(span)] = false;
                 // Who opened a span is needed only until its first chunk is taken.
                 if is_ours && self.section.log == Some(Holding::Open(host, span)) {
                     self.settle(None);
@@ -390,12 +367,22 @@ impl Actor {
                     self.at = At::Record(goal);
                 }
             }
-            Goal::Give { span, chunk } => {
+            Goal::Sign { span } => {
+                world.truth.sign(span.into(), host);
+                self.set_span(world, span, |word| word.sign(host));
+                self.resting[usize::from(span)] = false;
+                self.at = self.before(Goal::Close { span });
+            }
+            Goal::Give { span, chunk, rests } => {
                 world.truth.give(span.into(), chunk, host);
                 self.chunks[usize::from(span)][usize::from(chunk)] = false;
                 self.set_span(world, span, |word| word.give(chunk, host));
                 self.left_chunks[usize::from(span)][usize::from(chunk)] = self.recovering.is_none();
-                if self.spans[usize::from(span)].is_closed() {
+                let is_closed = self.spans[usize::from(span)].is_closed();
+                if is_closed && rests {
+                    self.resting[usize::from(span)] = true;
+                    self.give_up();
+                } else if is_closed {
                     self.at = self.before(Goal::Close { span });
                 } else {
                     self.give_up();
@@ -531,7 +518,8 @@ impl Actor {
     pub(crate) fn learn_section(&mut self, word: Section) {
         if word != self.section {
             for span in SPAN_NUMBERS {
-                if self.spans[usize::from(span)].is_closed() || word.codes[usize::from(span)] == Code::Empty {
+                let is_closed = self.spans[usize::from(span)].is_closed() && !self.resting[usize::from(span)];
+                if is_closed || word.codes[usize::from(span)] == Code::Empty {
                     self.forget_left(span);
                 }
             }
@@ -548,6 +536,7 @@ impl Actor {
     }
 
     fn forget_left(&mut self, span: u8) {
+        self.resting[usize::from(span)] = false;
         if self.fault != Fault::TrustLeft {
             self.left_chunks[usize::from(span)] = [false; CHUNKS];
             self.left_groups[usize::from(span)] = None;
@@ -558,7 +547,7 @@ impl Actor {
 /// The span whose word a goal changes; none for the section's.
 fn target(goal: Goal) -> Option<u8> {
     match goal {
-        Goal::Take { span, .. } | Goal::Give { span, .. } => Some(span),
+        Goal::Take { span, .. } | Goal::Give { span, .. } | Goal::Sign { span } => Some(span),
         Goal::Open { .. } | Goal::TakeWhole(_) | Goal::Close { .. } | Goal::GiveWhole(_) => None,
     }
 }
@@ -568,6 +557,7 @@ fn first_span(goal: Goal) -> u8 {
         Goal::Take { span, .. }
         | Goal::Open { span, .. }
         | Goal::Give { span, .. }
+        | Goal::Sign { span }
         | Goal::Close { span } => span,
         Goal::TakeWhole(group) | Goal::GiveWhole(group) => group.first,
     }

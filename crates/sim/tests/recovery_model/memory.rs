@@ -129,6 +129,11 @@ impl Span {
         Self { bits, log, stamp: self.stamp + 1 }
     }
 
+    /// Whoever ends its life says so.
+    pub fn sign(self, host: Host) -> Self {
+        Self { log: SpanLog::Close(host), stamp: self.stamp + 1, ..self }
+    }
+
     pub fn mark(self) -> Self {
         Self { log: SpanLog::Ready, stamp: self.stamp + 1, ..self }
     }

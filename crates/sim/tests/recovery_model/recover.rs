@@ -2,7 +2,8 @@
 //!
 //! Everything is judged by what was read *after* a word, and changed by a CAS on that very word: then it was so in between.
 
-use crate::host::{Actor, At, Fault, Goal, World};
+use crate::fault::Fault;
+use crate::host::{Actor, At, Goal, World};
 use crate::memory::{CHUNK_NUMBERS, Code, Group, Holding, SPANS, SpanLog};
 
 impl Actor {
@@ -29,8 +30,8 @@ impl Actor {
         let dead = self.recovering;
         match (word.log, self.section.codes[at]) {
             (_, Code::Empty) => self.go_on(span + 1),
-            (SpanLog::Close(host), _) if Some(host) == dead => self.begin(Goal::Close { span }),
-            // Whoever it was will tell the section, or is recovered, too.
+            (SpanLog::Close(host), _) if Some(host) == dead => self.begin(Goal::Sign { span }),
+            // Whoever it was opens it again, or will tell the section, or is recovered, too.
             (SpanLog::Close(_), _) => self.go_on(span + 1),
             _ if self.fault == Fault::SkipSectionAgain => self.look_up_span(span),
             _ => self.at = At::LookAtSectionAgain(span),
@@ -72,7 +73,7 @@ impl Actor {
 
     fn judge_chunk(&mut self, span: u8, chunk: u8, owner: Option<u8>) {
         if owner == self.recovering {
-            self.begin(Goal::Give { span, chunk });
+            self.begin(Goal::Give { span, chunk, rests: false });
         } else {
             self.go_through(span, chunk + 1);
         }

@@ -48,7 +48,7 @@ impl Truth {
     }
 
     pub fn take(&mut self, span: usize, chunk: u8, host: Host) {
-        let is_ours = matches!(self.lives[span], Life::Opening(opener) if opener == host);
+        let is_ours = matches!(self.lives[span], Life::Opening(of) | Life::Closing(of) if of == host);
         self.demand(is_ours || self.lives[span] == Life::Open, "a chunk is taken of a span that is not open");
         let owner = &mut self.owners[span][usize::from(chunk)];
         let before = owner.replace(host);
@@ -63,6 +63,12 @@ impl Truth {
         if self.owners[span].iter().all(Option::is_none) {
             self.lives[span] = Life::Closing(host);
         }
+    }
+
+    pub fn sign(&mut self, span: usize, host: Host) {
+        let may = matches!(self.lives[span], Life::Closing(of) if self.may_act_for(host, of));
+        self.demand(may, "a span is to be closed that is another's");
+        self.lives[span] = Life::Closing(host);
     }
 
     pub fn close(&mut self, span: usize, host: Host) {

@@ -8,6 +8,7 @@ use aquifer_pool::SizeClass;
 use aquifer_pool::cache::{NodeCache, Nonces, begin_at};
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{Action, AllocOp, FreeOp, Grant, Machine, Step, StepResult, WordAt};
+use aquifer_pool::size::SECTION_CHUNKS;
 use aquifer_pool::word::{LogOp, SectionWord, SpanWord};
 
 use super::ladder::{Account, Rung};
@@ -107,7 +108,14 @@ impl OurClient {
             return Ok(false);
         }
         let op = FreeOp::new(self.host, grant);
-        let op = if self.rung.has_reuse() { op } else { op.leaving_nothing() };
+        // As the product's client does it.
+        let cache = &self.caches[node];
+        let has_room = cache.free_chunks() * 4 >= u64::from(cache.section_count() * SECTION_CHUNKS);
+        let op = match self.rung.has_reuse() {
+            true if has_room => op.resting(),
+            true => op,
+            false => op.leaving_nothing(),
+        };
         self.start(node, Operation::Free(op))
     }
 

@@ -46,7 +46,8 @@ impl RecoverOp {
         match word.log() {
             _ if state == SpanState::Empty => Verdict::Pass(place + 1),
             Ok(Some(log)) if log.op == LogOp::Close && log.host == self.dead => self.judge_half(place, log),
-            // Whoever it was will tell the section, or is recovered, too.
+            // Whoever it was opens it again, or will tell the section, or is recovered, too.
+            Ok(Some(InlineLog { op: LogOp::Close, .. })) if state == SpanState::Full => Verdict::Unhint,
             Ok(Some(InlineLog { op: LogOp::Close, .. })) => Verdict::Pass(place + 1),
             _ => self.judge_ready(section, place),
         }

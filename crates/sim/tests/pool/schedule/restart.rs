@@ -53,6 +53,12 @@ impl Schedule {
             return;
         }
         self.seen.restarts += 1;
+        self.forget_audit_of(host);
+        let is_half_way = |client: &Client| client.host == host && client.has_resting();
+        if self.clients.iter().any(is_half_way) {
+            // Nobody will know of the span that rests.
+            self.restarts.in_doubt.insert(host);
+        }
         let nonces = &self.restarts.nonces[usize::from(host.0)];
         for client in self.clients.iter_mut().filter(|client| client.host == host) {
             self.restarts.clients += 1;

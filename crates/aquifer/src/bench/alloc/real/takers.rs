@@ -101,7 +101,7 @@ impl Taker {
                 Inner::Array { wire, machine, heard: Vec::new(), works: Vec::new() }
             }
             RealWay::Ours => {
-                let mut pool = PoolClient::new(host, Tenant(0));
+                let mut pool = PoolClient::new(host, Tenant(0)).resting();
                 pool.add_node(NODE, Box::new(counted)).map_err(|error| error.to_string())?;
                 Inner::Ours(Box::new(pool))
             }

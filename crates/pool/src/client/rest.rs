@@ -1,0 +1,95 @@
+//! Spans that rest: emptied by this client, and as yet only by it, so that it takes of them again by a CAS alone (docs/decisions/0017). Nobody else can use one, so
+//! it is given up when it is not used for a while, when there is little room, and in the end.
+
+use super::node::Node;
+use super::{NodeId, PoolClient};
+use crate::op::SettleOp;
+
+/// Spans rest on a node only while at least this part of what it lends is free.
+const ROOM_DIVISOR: u64 = 4;
+
+impl PoolClient {
+    /// The same client, of whose spans some on each node may rest. Whoever has it calls [`Self::tend`] now and then, or [`Self::settle`].
+    #[must_use]
+    pub const fn resting(mut self) -> Self {
+        self.may_rest = true;
+        self
+    }
+
+    /// See whether nodes are still there, so that a way back is looked for to those that went away; and give up what has rested since the last call. To be called now and
+    /// then while nothing is asked of them.
+    pub fn tend(&mut self) {
+        let mut unused = Vec::new();
+        for (id, node) in &mut self.nodes {
+            node.tend();
+            let cache = &node.cache;
+            let resting: Vec<_> = cache.resting().iter().map(|span| (*span, cache.span(*span))).collect();
+            unused.extend(
+                resting.iter().filter(|rest| node.rested.contains(rest)).map(|(span, _)| (*id, *span)),
+            );
+            node.rested = resting;
+        }
+        for (id, span) in unused {
+            self.settle_span(id, span);
+        }
+    }
+
+    /// Whether any does.
+    #[must_use]
+    pub fn has_any_resting(&self) -> bool {
+        self.nodes.values().any(|node| !node.cache.resting().is_empty())
+    }
+
+    /// Give up all spans that rest. An audit looks for those of which a node does not say that it is done.
+    pub fn settle(&mut self) {
+        let nodes: Vec<NodeId> = self.nodes.keys().copied().collect();
+        nodes.into_iter().for_each(|id| self.settle_node(id));
+    }
+
+    pub(super) fn settle_node(&mut self, id: NodeId) {
+        while let Some(span) = self.first_resting(id) {
+            if !self.settle_span(id, span) {
+                break;
+            }
+        }
+    }
+
+    /// Whether that was done.
+    fn settle_span(&mut self, id: NodeId, span: u32) -> bool {
+        let outcome = match self.run(id, SettleOp::new(self.host, span)) {
+            Ok(outcome) => outcome.map_err(|failure| failure.of(id, 0, 0)),
+            Err(error) => Err(error),
+        };
+        if let Err(error) = &outcome {
+            tracing::debug!(node = id.0, %error, "a span could not be closed");
+            self.custody.doubt(id);
+        }
+        outcome.is_ok()
+    }
+
+    fn first_resting(&self, id: NodeId) -> Option<u32> {
+        self.nodes.get(&id)?.cache.resting().first().copied()
+    }
+
+    pub(super) fn has_resting(&self, id: NodeId) -> bool {
+        self.first_resting(id).is_some()
+    }
+
+    pub(super) fn may_rest_on(&self, id: NodeId) -> bool {
+        let has_room = |node: &Node| node.free_bytes() >= node.total_bytes() / ROOM_DIVISOR;
+        self.may_rest && self.nodes.get(&id).is_some_and(has_room)
+    }
+
+    /// What rests there is left to an audit.
+    pub(super) fn forget_resting(&self, id: NodeId) {
+        if self.has_resting(id) {
+            self.custody.doubt(id);
+        }
+    }
+}
+
+impl Drop for PoolClient {
+    fn drop(&mut self) {
+        self.nodes.keys().for_each(|id| self.forget_resting(*id));
+    }
+}
