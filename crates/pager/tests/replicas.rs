@@ -39,7 +39,7 @@ impl Cluster {
     }
 
     fn pool(&self, host: u16) -> PoolClient {
-        let mut pool = PoolClient::new(Host(host), Tenant(0));
+        let mut pool = PoolClient::new(Host(host), Tenant(0)).resting();
         for id in (0..).take(self.nodes.len()).map(NodeId) {
             pool.add_node(id, self.connect_as(id, host).unwrap()).unwrap();
         }

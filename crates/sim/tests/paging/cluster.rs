@@ -208,7 +208,8 @@ impl Cluster {
                 pool.add_node(NodeId(id), endpoint).expect("a good node");
             }
         }
-        pool
+        // Nobody tends the others.
+        if host == SENDER { pool.resting() } else { pool }
     }
 
     /// A node dies, unless it is the last.

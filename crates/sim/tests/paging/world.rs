@@ -383,7 +383,7 @@ impl World {
         {
             self.stage(&order);
         }
-        if self.cluster.replicas > 1 && self.rng.chance(1, 8) {
+        if self.rng.chance(1, 8) {
             self.sender.probe();
         }
         if self.cluster.is_hurt() && self.rng.chance(1, 2) {
