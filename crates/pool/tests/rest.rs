@@ -162,6 +162,23 @@ fn none_rests_where_there_is_little_room() {
 }
 
 #[test]
+fn what_rests_is_given_up_when_there_is_little_room() {
+    let scene = Scene::new();
+    let mut client = scene.client(HOST);
+    let extent = client.allocate(NODE, half_a_span()).expect("room");
+    let whole = client.allocate(NODE, SizeClass::SECTION).expect("room");
+    client.free(extent).expect("it is ours");
+    let rests = |taken| 2 * SECTION_BYTES - scene.donation.free_bytes() - taken;
+    assert_eq!(rests(SECTION_BYTES), SPAN_BYTES);
+    let spans: Vec<_> = (0..9).map(|_| client.allocate(NODE, SizeClass::SPAN).expect("room")).collect();
+    assert_eq!(rests(SECTION_BYTES + 9 * SPAN_BYTES), SPAN_BYTES);
+    client.tend();
+    assert_eq!(rests(SECTION_BYTES + 9 * SPAN_BYTES), 0, "others may need it");
+    spans.into_iter().chain([whole]).for_each(|extent| client.free(extent).expect("it is ours"));
+    assert!(scene.is_all_free());
+}
+
+#[test]
 fn what_rests_with_one_who_is_gone_is_found_by_an_audit() {
     let scene = Scene::new();
     let mut client = scene.client(HOST);

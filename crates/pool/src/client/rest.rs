@@ -4,6 +4,7 @@
 use super::node::Node;
 use super::{NodeId, PoolClient};
 use crate::op::SettleOp;
+use crate::word::SpanWord;
 
 /// Spans rest on a node only while at least this part of what it lends is free.
 const ROOM_DIVISOR: u64 = 4;
@@ -16,17 +17,17 @@ impl PoolClient {
         self
     }
 
-    /// See whether nodes are still there, so that a way back is looked for to those that went away; and give up what has rested since the last call. To be called now and
-    /// then while nothing is asked of them.
+    /// See whether nodes are still there, so that a way back is looked for to those that went away; and give up what has rested since the last call, or where there is
+    /// little room. To be called now and then while nothing is asked of them.
     pub fn tend(&mut self) {
         let mut unused = Vec::new();
         for (id, node) in &mut self.nodes {
             node.tend();
             let cache = &node.cache;
             let resting: Vec<_> = cache.resting().iter().map(|span| (*span, cache.span(*span))).collect();
-            unused.extend(
-                resting.iter().filter(|rest| node.rested.contains(rest)).map(|(span, _)| (*id, *span)),
-            );
+            let has_room = has_room(node);
+            let is_unused = |rest: &&(u32, SpanWord)| !has_room || node.rested.contains(rest);
+            unused.extend(resting.iter().filter(is_unused).map(|(span, _)| (*id, *span)));
             node.rested = resting;
         }
         for (id, span) in unused {
@@ -47,11 +48,9 @@ impl PoolClient {
     }
 
     pub(super) fn settle_node(&mut self, id: NodeId) {
-        while let Some(span) = self.first_resting(id) {
-            if !self.settle_span(id, span) {
-                break;
-            }
-        }
+        let resting = self.nodes.get(&id).map_or(&[][..], |node| node.cache.resting()).to_vec();
+        // If one fails the connection has broken, and none rests any more.
+        let _ = resting.into_iter().all(|span| self.settle_span(id, span));
     }
 
     /// Whether that was done.
@@ -67,17 +66,17 @@ impl PoolClient {
         outcome.is_ok()
     }
 
-    fn first_resting(&self, id: NodeId) -> Option<u32> {
-        self.nodes.get(&id)?.cache.resting().first().copied()
-    }
-
     pub(super) fn has_resting(&self, id: NodeId) -> bool {
-        self.first_resting(id).is_some()
+        self.nodes.get(&id).is_some_and(|node| !node.cache.resting().is_empty())
     }
 
-    pub(super) fn may_rest_on(&self, id: NodeId) -> bool {
-        let has_room = |node: &Node| node.free_bytes() >= node.total_bytes() / ROOM_DIVISOR;
-        self.may_rest && self.nodes.get(&id).is_some_and(has_room)
+    /// Whether a span may rest there; if there is little room none does any longer.
+    pub(super) fn may_rest_on(&mut self, id: NodeId) -> bool {
+        let has_room = self.nodes.get(&id).is_some_and(has_room);
+        if !has_room {
+            self.settle_node(id);
+        }
+        has_room && self.may_rest
     }
 
     /// What rests there is left to an audit.
@@ -86,6 +85,10 @@ impl PoolClient {
             self.custody.doubt(id);
         }
     }
+}
+
+fn has_room(node: &Node) -> bool {
+    node.free_bytes() >= node.total_bytes() / ROOM_DIVISOR
 }
 
 impl Drop for PoolClient {
