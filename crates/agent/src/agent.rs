@@ -110,7 +110,7 @@ impl Surroundings for Host {
     }
 
     fn pool(&self, tenant: u32) -> PoolClient {
-        // Its senders tend it.
+        // Its senders give up what is not used.
         self.nodes.pool(tenant).resting()
     }
 

@@ -114,7 +114,7 @@ impl Auditor {
                         extents,
                         chunks,
                         spans,
-                        "what nobody here knew of was given back"
+                        "what nobody here knew of, or what rested, was given back"
                     );
                 }
                 due.times -= 1;

@@ -292,6 +292,10 @@ impl Pool for Cluster {
         self.pool.has_any_resting()
     }
 
+    fn settle_unused(&mut self) {
+        self.pool.settle_unused(|_| true);
+    }
+
     fn settle(&mut self) {
         self.pool.settle();
     }

@@ -179,6 +179,8 @@ impl Pool for ModelPool {
         false
     }
 
+    fn settle_unused(&mut self) {}
+
     fn settle(&mut self) {}
 
     fn take_gone(&mut self) -> Vec<NodeId> {

@@ -56,7 +56,9 @@ pub(crate) trait Pool {
     fn give_back_begun(&mut self, extent: Extent, record: u32) -> bool;
     /// Whether something rests: free, and kept from others for what is taken next.
     fn has_resting(&self) -> bool;
-    /// Give that up.
+    /// Give up what was not used since the last call.
+    fn settle_unused(&mut self);
+    /// Give all of it up.
     fn settle(&mut self);
     /// Whether there is a connection to a node.
     fn reaches(&self, node: NodeId) -> bool;
@@ -364,6 +366,11 @@ impl<P: Pool> Session<P> {
             self.drop_some(class, usize::MAX);
         }
         self.pool.settle();
+    }
+
+    /// Give up what has rested since the last call.
+    pub fn settle_unused(&mut self) {
+        self.pool.settle_unused();
     }
 
     fn drop_some(&mut self, class: SizeClass, count: usize) {

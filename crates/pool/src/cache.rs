@@ -342,6 +342,11 @@ impl NodeCache {
         self.resting.contains(span)
     }
 
+    /// Whoever wanted to open it again has lost: its life is over.
+    pub(crate) fn rest_no_more(&mut self, span: u32) {
+        self.resting.remove(span);
+    }
+
     /// It has just closed this one, and has left something there. Whether it may rest: only so many do.
     pub(crate) fn rest(&mut self, span: u32) -> bool {
         let has_room = self.resting.has_room();

@@ -3,7 +3,8 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc as StdArc;
-use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::AtomicU64 as StdAtomicU64;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use aquifer_fabric::{
     Completion, Endpoint, EndpointError, Host, Key, KeyEntry, Limits, LocalKey, LocalSlice, Memory,
@@ -238,6 +239,11 @@ impl Ledger for Notes {
     }
 }
 
+/// How often spans rested when something had been given back, none did any more when something had been taken, and an audit gave some up: in all schedules.
+static RESTED: StdAtomicU64 = StdAtomicU64::new(0);
+static REOPENED: StdAtomicU64 = StdAtomicU64::new(0);
+static AUDITED: StdAtomicU64 = StdAtomicU64::new(0);
+
 /// Takes and gives back, and has nothing in the end, unless it dies over it.
 fn take_and_give(
     scene: &Arc<Scene>,
@@ -250,10 +256,12 @@ fn take_and_give(
         if held.is_empty() || thread_rng().gen_bool(0.6) {
             let class = SizeClass::new(CLASSES[thread_rng().gen_range(0..CLASSES.len())]).expect("a class");
             let under_way = Some(client.under_way()).filter(|_| scene.fault != Fault::NotedLate);
+            let rested = client.has_any_resting();
             let taken = match thread_rng().gen_range(0..4) {
                 0 => client.allocate_many(NODE, class, 3),
                 _ => client.allocate(NODE, class).map(|extent| vec![extent]),
             };
+            REOPENED.fetch_add(u64::from(rested && taken.is_ok() && !client.has_any_resting()), Relaxed);
             match taken {
                 Ok(extents) => {
                     extents.iter().for_each(|extent| scene.change_owner(extent, 0, name));
@@ -286,14 +294,16 @@ fn give(
     extents.iter().for_each(|extent| scene.assert_opened(extent));
     extents.iter().for_each(|extent| scene.change_owner(extent, name, 0));
     client.free_many(NODE, extents)?.into_iter().collect::<Result<(), _>>()?;
+    RESTED.fetch_add(u64::from(client.has_any_resting()), Relaxed);
     notes.change(|notes| notes.retain(|noted| !extents.contains(noted)));
     Ok(())
 }
 
-/// All but two spans are taken, so that everybody meets there.
+/// All spans but two are taken, so that everybody meets there; or all but six, so that there is room enough for spans to rest.
 fn crowd(scene: &Arc<Scene>) -> (PoolClient, Vec<Extent>) {
     let mut client = scene.client(Host(9), &StdArc::default(), u64::MAX);
-    let taken = (0..14).map(|_| client.allocate(NODE, SizeClass::SPAN).expect("there is room")).collect();
+    let count = if thread_rng().gen_bool(0.5) { 14 } else { 10 };
+    let taken = (0..count).map(|_| client.allocate(NODE, SizeClass::SPAN).expect("there is room")).collect();
     (client, taken)
 }
 
@@ -326,6 +336,7 @@ fn play(fault: Fault) {
         });
         let found = audited.expect("the node lives").expect("it waits for the others");
         assert_eq!((found.extents, found.unknown), (0, 0), "everything is known of");
+        AUDITED.fetch_add(found.spans, Relaxed);
     }
     threads.into_iter().for_each(|thread| thread.join().expect("it does not panic"));
     for extent in taken {
@@ -370,6 +381,8 @@ fn runner<S: Scheduler + 'static>(scheduler: S) -> Runner<S> {
 fn nothing_is_twice_anybodys_and_nothing_is_lost() {
     runner(RandomScheduler::new(SCHEDULES)).run(|| play(Fault::None));
     runner(PctScheduler::new(3, SCHEDULES)).run(|| play(Fault::None));
+    let seen = [&RESTED, &REOPENED, &AUDITED].map(|count| count.load(Relaxed));
+    assert!(seen.iter().all(|count| *count > 0), "rested, opened again, given up by an audit: {seen:?}");
 }
 
 #[test]

@@ -121,19 +121,19 @@ fn as_many_rest_as_a_section_has_and_others_are_closed() {
 }
 
 #[test]
-fn what_is_not_used_is_given_up_when_nodes_are_tended() {
+fn what_is_not_used_is_given_up_after_a_while() {
     let scene = Scene::new();
     let mut client = scene.client(HOST);
     let extent = client.allocate(NODE, half_a_span()).expect("room");
-    client.tend();
+    client.settle_unused(|_| true);
     client.free(extent).expect("it is ours");
-    client.tend();
+    client.settle_unused(|_| true);
     assert!(!scene.is_all_free(), "it has rested since the last time only");
     let extent = client.allocate(NODE, half_a_span()).expect("room");
     client.free(extent).expect("it is ours");
-    client.tend();
+    client.settle_unused(|_| true);
     assert!(!scene.is_all_free(), "it was used meanwhile");
-    client.tend();
+    client.settle_unused(|_| true);
     assert!(scene.is_all_free());
 }
 
@@ -172,7 +172,7 @@ fn what_rests_is_given_up_when_there_is_little_room() {
     assert_eq!(rests(SECTION_BYTES), SPAN_BYTES);
     let spans: Vec<_> = (0..9).map(|_| client.allocate(NODE, SizeClass::SPAN).expect("room")).collect();
     assert_eq!(rests(SECTION_BYTES + 9 * SPAN_BYTES), SPAN_BYTES);
-    client.tend();
+    client.settle_unused(|_| true);
     assert_eq!(rests(SECTION_BYTES + 9 * SPAN_BYTES), 0, "others may need it");
     spans.into_iter().chain([whole]).for_each(|extent| client.free(extent).expect("it is ours"));
     assert!(scene.is_all_free());

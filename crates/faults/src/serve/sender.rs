@@ -86,7 +86,6 @@ impl SenderThread {
         let surroundings = Arc::clone(&service.surroundings);
         let for_thread = Arc::clone(&shared);
         std::thread::Builder::new().name("sender".into()).spawn(move || {
-            let probed = (slabs.replicas() > 1).then(Instant::now);
             let newcomers = Newcomers::new(surroundings.connector(tenant));
             let sender =
                 Sender::new(slabs, &mempool, surroundings.connector(tenant), surroundings.pool(tenant), seed);
@@ -95,7 +94,7 @@ impl SenderThread {
                 mempool,
                 shared: for_thread,
                 programs: Vec::new(),
-                probed,
+                probed: Instant::now(),
                 newcomers,
                 surroundings,
             }
@@ -186,8 +185,8 @@ struct Loop {
     shared: Arc<Shared>,
     /// Programs with batches under way.
     programs: Vec<(Arc<Program>, usize)>,
-    /// When memory nodes were asked last whether they live; `None` if that would be of no use.
-    probed: Option<Instant>,
+    /// When memory nodes were asked last whether they live.
+    probed: Instant,
     newcomers: Newcomers,
     surroundings: Arc<dyn Surroundings>,
 }
@@ -271,8 +270,8 @@ impl Loop {
     }
 
     fn probe(&mut self) {
-        if self.probed.is_some_and(|probed| probed.elapsed() >= PROBE_EVERY) {
-            self.probed = Some(Instant::now());
+        if self.probed.elapsed() >= PROBE_EVERY {
+            self.probed = Instant::now();
             self.sender.probe();
         }
     }

@@ -1,5 +1,5 @@
 //! Spans that rest: emptied by this client, and as yet only by it, so that it takes of them again by a CAS alone (docs/decisions/0017). Nobody else can use one, so
-//! it is given up when it is not used for a while, when there is little room, and in the end.
+//! whoever has the client sees to it that they are given up when they are not used for a while, when there is little room, and in the end.
 
 use super::node::Node;
 use super::{NodeId, PoolClient};
@@ -10,19 +10,22 @@ use crate::word::SpanWord;
 const ROOM_DIVISOR: u64 = 4;
 
 impl PoolClient {
-    /// The same client, of whose spans some on each node may rest. Whoever has it calls [`Self::tend`] now and then, or [`Self::settle`].
+    /// The same client, of whose spans some on each node may rest. Whoever has it calls [`Self::settle_unused`] now and then, or [`Self::settle`].
     #[must_use]
     pub const fn resting(mut self) -> Self {
         self.may_rest = true;
         self
     }
 
-    /// See whether nodes are still there, so that a way back is looked for to those that went away; and give up what has rested since the last call, or where there is
-    /// little room. To be called now and then while nothing is asked of them.
+    /// See whether nodes are still there, so that a way back is looked for to those that went away. To be called now and then while nothing is asked of them.
     pub fn tend(&mut self) {
+        self.nodes.values_mut().for_each(Node::tend);
+    }
+
+    /// Give up what has rested on these nodes since the last call, or where there is little room.
+    pub fn settle_unused(&mut self, mut nodes: impl FnMut(NodeId) -> bool) {
         let mut unused = Vec::new();
-        for (id, node) in &mut self.nodes {
-            node.tend();
+        for (id, node) in self.nodes.iter_mut().filter(|(id, _)| nodes(**id)) {
             let cache = &node.cache;
             let resting: Vec<_> = cache.resting().iter().map(|span| (*span, cache.span(*span))).collect();
             let has_room = has_room(node);

@@ -84,7 +84,7 @@ impl FreeOp {
         Self { leaves_nothing: true, ..self }
     }
 
-    /// The same, and if nothing else is taken in the span, and no other rests, it rests: whoever drives this has to have it settled some time ([`super::SettleOp`]).
+    /// The same, and if nothing else is taken in the span, and not too many rest, it rests: whoever drives this has to have it settled some time ([`super::SettleOp`]).
     #[must_use]
     pub const fn resting(self) -> Self {
         Self { may_rest: true, ..self }

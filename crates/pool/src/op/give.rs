@@ -177,6 +177,7 @@ impl Give {
         }
         let now = before.sign(self.host);
         cache.change_span(self.span(), now).map_err(|cause| damaged(at, now.0, cause))?;
+        cache.rest_no_more(self.span());
         self.is_signed = true;
         Ok(self.begin_close(cache))
     }

@@ -1,6 +1,6 @@
 //! Every interleaving of hosts that take and give back extents of one section, of which some die at any step and are recovered by others: no chunk has two owners,
 //! nothing is closed under anybody, and when a dead host is recovered nothing of its is left. Hints (full, contended) are left out: they commit nothing. The protocol is that of `docs/decisions/0011`; each rule of it is
-//! left out once, and that is found out.
+//! left out once, and that is found out; but for F7 (docs/formats/pool.md), which is needed only where a living host is audited, and that is for the simulator (`tests/pool`).
 
 mod fault;
 mod host;

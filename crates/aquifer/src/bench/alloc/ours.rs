@@ -108,7 +108,7 @@ impl OurClient {
             return Ok(false);
         }
         let op = FreeOp::new(self.host, grant);
-        // As the product's client does it.
+        // As the product's client does it, but that it also gives up what rests when there is little room, which there always is here.
         let cache = &self.caches[node];
         let has_room = cache.free_chunks() * 4 >= u64::from(cache.section_count() * SECTION_CHUNKS);
         let op = match self.rung.has_reuse() {
