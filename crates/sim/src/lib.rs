@@ -3,7 +3,10 @@
 //!
 //! `AQUIFER_SEED=n cargo test -p aquifer-sim` plays schedule n alone.
 
+use std::num::NonZero;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The variable that asks for one schedule only.
 pub const SEED_VARIABLE: &str = "AQUIFER_SEED";
@@ -30,19 +33,40 @@ pub fn play<T>(schedule: impl FnOnce() -> Result<T, String>) -> Result<T, String
     })
 }
 
-/// Play schedules 0 to `count`, or the one that is asked for, and hand over what each yields.
+/// Play schedules 0 to `count`, on all processors, or the one that is asked for, and hand over what each yields.
 ///
 /// # Panics
-/// At the first that fails, with its seed and how to play it again.
-pub fn play_all<T>(count: u64, schedule: impl Fn(u64) -> Result<T, String>, mut each: impl FnMut(T)) {
+/// If one fails, with its seed and how to play it again.
+pub fn play_all<T>(
+    count: u64,
+    schedule: impl Fn(u64) -> Result<T, String> + Sync,
+    each: impl FnMut(T) + Send,
+) {
     let seeds = asked_seed().map_or(0..count, |seed| seed..seed + 1);
-    for seed in seeds {
-        match play(|| schedule(seed)) {
-            Ok(yielded) => each(yielded),
-            Err(error) => {
-                panic!("schedule {seed} failed: {error}\nplay it alone with {SEED_VARIABLE}={seed}")
+    let next = AtomicU64::new(seeds.start);
+    let each = Mutex::new(each);
+    let play_some = || {
+        loop {
+            let seed = next.fetch_add(1, Ordering::Relaxed);
+            if seed >= seeds.end {
+                return None;
+            }
+            match play(|| schedule(seed)) {
+                Ok(yielded) => each.lock().expect("counting does not panic")(yielded),
+                Err(error) => {
+                    next.fetch_max(seeds.end, Ordering::Relaxed);
+                    return Some((seed, error));
+                }
             }
         }
+    };
+    let players = std::thread::available_parallelism().map_or(1, NonZero::get);
+    let failures = std::thread::scope(|scope| {
+        let players: Vec<_> = (0..players).map(|_| scope.spawn(play_some)).collect();
+        players.into_iter().filter_map(|player| player.join().expect("panics are caught")).min()
+    });
+    if let Some((seed, error)) = failures {
+        panic!("schedule {seed} failed: {error}\nplay it alone with {SEED_VARIABLE}={seed}");
     }
 }
 
