@@ -23,6 +23,19 @@ fn no_chunk_is_owned_twice_and_none_is_lost() {
     }
 }
 
+/// Near which schedule those show that show seldom: they are played from there on, and then those before.
+fn likely(mutation: Mutation) -> u64 {
+    match mutation {
+        Mutation::SkipRecheck => 4_400,
+        Mutation::HintAwake => 1_650,
+        Mutation::SectionLast => 850,
+        Mutation::SkipSign | Mutation::KeepLeft => 650,
+        Mutation::KeepPart => 400,
+        Mutation::TrustChain => 300,
+        _ => 0,
+    }
+}
+
 #[test]
 fn every_fault_is_caught() {
     if asked_seed().is_some() {
@@ -31,7 +44,9 @@ fn every_fault_is_caught() {
     std::panic::set_hook(Box::new(|_| ()));
     let mut missed = Vec::new();
     for mutation in Mutation::ALL {
-        match first_failure(0..MUTANT_SCHEDULES, |seed| run(seed, mutation)) {
+        let likely = likely(mutation);
+        let seeds = (likely..MUTANT_SCHEDULES).chain(0..likely);
+        match first_failure(seeds, |seed| run(seed, mutation)) {
             Some((seed, error)) => println!("{mutation:?}: schedule {seed}: {error}"),
             None => missed.push(mutation),
         }
