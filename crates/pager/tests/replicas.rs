@@ -195,6 +195,27 @@ fn each_page_is_on_as_many_nodes_as_asked_and_bears_all_but_one_deaths() {
 }
 
 #[test]
+fn spans_that_rest_are_given_up_however_many_copies_there_are() {
+    for replicas in 1..=2 {
+        let mut world = world_of(replicas, 2, 16 << 20);
+        let few = world.write(1);
+        let many: Vec<Location> = (0..16).flat_map(|_| world.write(BLOCK_PAGES)).collect();
+        let emptied = few[0].slab();
+        assert_ne!(many.last().unwrap().slab(), emptied);
+        let emptied = few.iter().chain(&many).filter(|location| location.slab() == emptied);
+        emptied.for_each(|location| world.slabs.release(*location));
+        world.advance_by(Duration::from_secs(5));
+        let resting = |world: &World| {
+            let taken = |donation: &Donation| donation.layout.data_bytes() - donation.free_bytes();
+            world.donations.iter().map(taken).sum::<u64>() - world.slabs.bytes().0
+        };
+        assert!(resting(&world) > 0, "{replicas}: nothing rests");
+        world.heal();
+        assert_eq!(resting(&world), 0, "{replicas}");
+    }
+}
+
+#[test]
 fn what_leaves_as_it_came_is_not_written_again() {
     const CHANGED: usize = 7;
     let mut world = world(2, 3);
