@@ -56,6 +56,35 @@ int aquifer_free_many(aquifer_session *session, const aquifer_extent *extents, s
 int aquifer_read(aquifer_session *session, const aquifer_extent *extent, uint64_t offset, void *out, size_t bytes);
 int aquifer_write(aquifer_session *session, const aquifer_extent *extent, uint64_t offset, const void *from, size_t bytes);
 
+/* The same for several parts of any extents at once: faster than one by one. Each node's are done in this order; the first that fails is told, and the
+ * others are done all the same. */
+typedef struct aquifer_read_job {
+    aquifer_extent extent;
+    uint64_t offset;
+    void *out;
+    size_t bytes;
+} aquifer_read_job;
+typedef struct aquifer_write_job {
+    aquifer_extent extent;
+    uint64_t offset;
+    const void *from;
+    size_t bytes;
+} aquifer_write_job;
+int aquifer_read_many(aquifer_session *session, const aquifer_read_job *jobs, size_t count);
+int aquifer_write_many(aquifer_session *session, const aquifer_write_job *jobs, size_t count);
+
+/* What a session has, and has done since it was opened. */
+typedef struct aquifer_statistics {
+    uint64_t bytes;         /* of the extents that it has */
+    uint64_t allocated;     /* extents that it has taken */
+    uint64_t freed;         /* extents that it has given back; a section of a larger one by itself counts as one */
+    uint64_t read_bytes;    /* by calls that succeeded */
+    uint64_t written_bytes; /* by calls that succeeded */
+    uint64_t requests;      /* to the agent */
+    uint64_t sleeps;        /* for an answer that did not come within some 50 us */
+} aquifer_statistics;
+int aquifer_get_statistics(aquifer_session *session, aquifer_statistics *statistics);
+
 /* What happened in this thread's last call that failed. Valid until its next. */
 const char *aquifer_error(void);
 

@@ -9,7 +9,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use aquifer_client::{Error, Extent, Session};
+use aquifer_client::{Error, Extent, ReadJob, Session, Statistics, WriteJob};
 use errors::{explain, result};
 
 /// `aquifer_session`.
@@ -207,6 +207,130 @@ pub unsafe extern "C" fn aquifer_write(
     // SAFETY: the caller has so many there, which nobody changes meanwhile.
     let from = unsafe { std::slice::from_raw_parts(from.cast::<u8>(), bytes) };
     result(extent.and_then(|extent| session.write(&extent, offset, from)))
+}
+
+/// `aquifer_read_job`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct CReadJob {
+    extent: CExtent,
+    offset: u64,
+    out: *mut c_void,
+    bytes: usize,
+}
+
+/// `aquifer_write_job`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct CWriteJob {
+    extent: CExtent,
+    offset: u64,
+    from: *const c_void,
+    bytes: usize,
+}
+
+/// See the header.
+///
+/// # Safety
+/// `session` is null or open; `jobs` is null or has `count` jobs, of which each has room for its bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_read_many(
+    session: *const CSession,
+    jobs: *const CReadJob,
+    count: usize,
+) -> c_int {
+    if jobs.is_null() {
+        return errors::null();
+    }
+    // SAFETY: the caller has so many there.
+    let jobs = (0..count).map(|at| unsafe { jobs.add(at).read() });
+    if jobs.clone().any(|job| job.out.is_null() || job.bytes > isize::MAX.unsigned_abs()) {
+        return errors::null();
+    }
+    // SAFETY: the caller's session is open.
+    let mut session = match unsafe { lock(session) } {
+        Ok(session) => session,
+        Err(refused) => return refused,
+    };
+    let jobs: Result<Vec<ReadJob<'_>>, Error> = jobs
+        .map(|CReadJob { extent, offset, out, bytes }| {
+            // SAFETY: the caller has room for so many, which nobody else uses meanwhile; they are written before they are read.
+            let out = unsafe { std::slice::from_raw_parts_mut(out.cast::<u8>(), bytes) };
+            Ok(ReadJob { extent: extent.extent()?, offset, out })
+        })
+        .collect();
+    result(jobs.and_then(|mut jobs| session.read_many(&mut jobs)))
+}
+
+/// See the header.
+///
+/// # Safety
+/// `session` is null or open; `jobs` is null or has `count` jobs, of which each has its bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_write_many(
+    session: *const CSession,
+    jobs: *const CWriteJob,
+    count: usize,
+) -> c_int {
+    if jobs.is_null() {
+        return errors::null();
+    }
+    // SAFETY: the caller has so many there.
+    let jobs = (0..count).map(|at| unsafe { jobs.add(at).read() });
+    if jobs.clone().any(|job| job.from.is_null() || job.bytes > isize::MAX.unsigned_abs()) {
+        return errors::null();
+    }
+    // SAFETY: the caller's session is open.
+    let mut session = match unsafe { lock(session) } {
+        Ok(session) => session,
+        Err(refused) => return refused,
+    };
+    let jobs: Result<Vec<WriteJob<'_>>, Error> = jobs
+        .map(|CWriteJob { extent, offset, from, bytes }| {
+            // SAFETY: the caller has so many there, which nobody changes meanwhile.
+            let bytes = unsafe { std::slice::from_raw_parts(from.cast::<u8>(), bytes) };
+            Ok(WriteJob { extent: extent.extent()?, offset, bytes })
+        })
+        .collect();
+    result(jobs.and_then(|jobs| session.write_many(&jobs)))
+}
+
+/// `aquifer_statistics`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct CStatistics {
+    bytes: u64,
+    allocated: u64,
+    freed: u64,
+    read_bytes: u64,
+    written_bytes: u64,
+    requests: u64,
+    sleeps: u64,
+}
+
+/// See the header.
+///
+/// # Safety
+/// `session` is null or open; `statistics` is null or can be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_get_statistics(
+    session: *const CSession,
+    statistics: *mut CStatistics,
+) -> c_int {
+    if statistics.is_null() {
+        return errors::null();
+    }
+    // SAFETY: the caller's session is open.
+    let session = match unsafe { lock(session) } {
+        Ok(session) => session,
+        Err(refused) => return refused,
+    };
+    let Statistics { bytes, allocated, freed, read_bytes, written_bytes, requests, sleeps } =
+        session.statistics();
+    let found = CStatistics { bytes, allocated, freed, read_bytes, written_bytes, requests, sleeps };
+    // SAFETY: the caller has room for it.
+    unsafe { statistics.write(found) };
+    0
 }
 
 /// See the header.

@@ -19,6 +19,8 @@
 mod error;
 mod jobs;
 mod session;
+mod statistics;
 
 pub use error::Error;
 pub use session::{Extent, MAX_EXTENT_BYTES, ReadJob, Session, WriteJob};
+pub use statistics::Statistics;

@@ -12,6 +12,7 @@ use aquifer_ipc::ring::{Answer, ExtentName, Request, Ring, SLOTS, STRETCH_SECTIO
 
 use crate::error::Error;
 use crate::jobs::{Data, Job, run_jobs};
+use crate::statistics::Statistics;
 
 /// Bytes of the smallest extent.
 const MIN_EXTENT_BYTES: u64 = 4 << 10;
@@ -114,6 +115,12 @@ impl Extent {
         (0..self.sections).map(move |section| extent.name_at(u64::from(section) * SECTION_BYTES))
     }
 
+    /// The bytes of each of those, and whether it is the first.
+    fn parts(&self) -> impl Iterator<Item = (u64, bool)> + use<> {
+        let bytes = self.bytes() / u64::from(self.sections.max(1));
+        (0..self.sections).map(move |section| (bytes, section == 0))
+    }
+
     /// What the agent knows that part by which has the byte at this offset.
     pub(crate) const fn name_at(&self, offset: u64) -> ExtentName {
         let ExtentName { node, class, key, addr } = self.name;
@@ -151,6 +158,7 @@ pub struct Session {
     ring: Ring<Mapping>,
     /// Requests made and answered.
     next: u32,
+    statistics: Statistics,
     /// Why the session is over, if it is.
     end: Option<End>,
 }
@@ -199,7 +207,7 @@ impl Session {
         };
         let ring = ring.ok_or_else(|| Error::Refused("it sent no memory for a session".into()))?;
         let ring = Ring::open(Mapping::new(&ring)?)?;
-        Ok(Self { socket, ring, next: 0, end: None })
+        Ok(Self { socket, ring, next: 0, statistics: Statistics::default(), end: None })
     }
 
     /// Take an extent of at least `bytes` bytes, 1 to [`MAX_EXTENT_BYTES`]: the next size of 4 KiB · 2^k up to 2 MiB, above that the next multiple of 2 MiB.
@@ -211,7 +219,9 @@ impl Session {
         let size = Size::of(bytes)?;
         let mut answer = None;
         self.ask(std::iter::once(size.request()), |_, given| answer = Some(given))?;
-        size.extent(answer.unwrap_or(Answer::of(Status::Failed)))
+        let extent = size.extent(answer.unwrap_or(Answer::of(Status::Failed)))?;
+        self.statistics.taken(&extent);
+        Ok(extent)
     }
 
     /// Take several of one size, all or none: faster than one by one.
@@ -226,6 +236,7 @@ impl Session {
             Ok(extent) => extents.push(extent),
             Err(error) => refused = Some(error),
         })?;
+        extents.iter().for_each(|extent| self.statistics.taken(extent));
         match refused {
             None => Ok(extents),
             Some(error) => {
@@ -250,7 +261,16 @@ impl Session {
     pub fn free_many(&mut self, extents: &[Extent]) -> Result<(), Error> {
         let mut failed = None;
         let requests = extents.iter().flat_map(Extent::names).map(Request::Free);
-        self.ask(requests, |_, answer| failed = failed.take().or(Error::of(answer.status)))?;
+        let mut asked = extents.iter().flat_map(Extent::parts);
+        let mut statistics = self.statistics;
+        let outcome = self.ask(requests, |_, answer| {
+            if let Some((bytes, is_first)) = asked.next() {
+                statistics.given_back(&answer, bytes, is_first);
+            }
+            failed = failed.take().or(Error::of(answer.status));
+        });
+        (self.statistics.freed, self.statistics.bytes) = (statistics.freed, statistics.bytes);
+        outcome?;
         failed.map_or(Ok(()), Err)
     }
 
@@ -267,9 +287,12 @@ impl Session {
     /// # Errors
     /// As [`Self::read`].
     pub fn read_many(&mut self, jobs: &mut [ReadJob<'_>]) -> Result<(), Error> {
+        let bytes: usize = jobs.iter().map(|job| job.out.len()).sum();
         let jobs = jobs.iter_mut();
         let jobs = jobs.map(|job| Job { extent: job.extent, offset: job.offset, data: Data::Out(job.out) });
-        run_jobs(self, jobs)
+        run_jobs(self, jobs)?;
+        self.statistics.read_bytes += bytes as u64;
+        Ok(())
     }
 
     /// Write at `offset` of an extent. When this returns everybody who reads there sees it.
@@ -285,9 +308,18 @@ impl Session {
     /// # Errors
     /// As [`Self::write`].
     pub fn write_many(&mut self, jobs: &[WriteJob<'_>]) -> Result<(), Error> {
+        let bytes: usize = jobs.iter().map(|job| job.bytes.len()).sum();
         let jobs = jobs.iter();
         let jobs = jobs.map(|job| Job { extent: job.extent, offset: job.offset, data: Data::In(job.bytes) });
-        run_jobs(self, jobs)
+        run_jobs(self, jobs)?;
+        self.statistics.written_bytes += bytes as u64;
+        Ok(())
+    }
+
+    /// What it has, and has done.
+    #[must_use]
+    pub const fn statistics(&self) -> Statistics {
+        self.statistics
     }
 
     /// The ring's data area, between requests.
@@ -327,6 +359,7 @@ impl Session {
             }
         }
         debug_assert_eq!(number, heeded, "each request has one answer");
+        self.statistics.requests += heeded as u64;
         Ok(())
     }
 
@@ -345,6 +378,7 @@ impl Session {
             {
                 continue;
             }
+            self.statistics.sleeps += 1;
             bell::sleep(self.socket.as_fd(), None, SLEEP_MAX);
             match bell::hear(&self.socket) {
                 Heard::Stroke | Heard::Nothing => {}

@@ -61,11 +61,16 @@ fn world(replicas: usize, nodes: u16) -> World {
 }
 
 fn world_of(replicas: usize, nodes: u16, node_bytes: u64) -> World {
+    world_with(replicas, &vec![node_bytes; nodes.into()])
+}
+
+/// Nodes of these sizes.
+fn world_with(replicas: usize, node_bytes: &[u64]) -> World {
     let options = SimOptions { step_on_poll: true, ..SimOptions::default() };
     let fabric = SimFabric::new(7, options);
-    let targets: Vec<_> = (0..nodes).map(|_| fabric.add_node()).collect();
-    let donations = (0..).map(NodeId).zip(&targets);
-    let donations = donations.map(|(id, target)| donate(target, id, node_bytes).unwrap()).collect();
+    let targets: Vec<_> = node_bytes.iter().map(|_| fabric.add_node()).collect();
+    let donations = (0..).map(NodeId).zip(&targets).zip(node_bytes);
+    let donations = donations.map(|((id, target), bytes)| donate(target, id, *bytes).unwrap()).collect();
     let nodes = targets.iter().map(aquifer_fabric::sim::SimTarget::node).collect();
     let cluster = Cluster { fabric, nodes };
     let slabs = Arc::new(SlabSet::with_replicas(replicas).unwrap());
@@ -192,6 +197,17 @@ fn each_page_is_on_as_many_nodes_as_asked_and_bears_all_but_one_deaths() {
         let error = world.fetcher.fetch(&world.slabs, &locations).unwrap_err();
         assert!(matches!(error, FetchError::NodeGone { .. } | FetchError::Refused { .. }), "{error}");
     }
+}
+
+#[test]
+fn slabs_go_where_most_is_free() {
+    let mut world = world_with(1, &[4 << 20, 16 << 20]);
+    let free = |world: &World| world.donations.iter().map(Donation::free_bytes).collect::<Vec<u64>>();
+    while free(&world)[0] == 4 << 20 {
+        world.write(BLOCK_PAGES);
+    }
+    // The smaller has its turn when the larger has no more than it.
+    assert!(free(&world)[1] <= 4 << 20, "{:?}", free(&world));
 }
 
 #[test]

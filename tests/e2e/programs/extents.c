@@ -89,6 +89,43 @@ static void check_large(void) {
     free(in);
 }
 
+/* Several parts of several extents at once; and what the session counts. */
+static void check_many(void) {
+    enum { COUNT = 300, PART = 1000 };
+    static unsigned char out[COUNT][PART], in[COUNT][PART];
+    static aquifer_extent extents[COUNT];
+    static aquifer_write_job writes[COUNT];
+    static aquifer_read_job reads[COUNT];
+    aquifer_statistics before, after;
+    must(aquifer_get_statistics(session, &before));
+    must(aquifer_allocate_many(session, 8192, COUNT, extents));
+    for (unsigned at = 0; at < COUNT; at++) {
+        fill(out[at], PART, at);
+        writes[at] = (aquifer_write_job){extents[at], 4000 + at, out[at], PART};
+        reads[at] = (aquifer_read_job){extents[at], 4000 + at, in[at], PART};
+    }
+    must(aquifer_write_many(session, writes, COUNT));
+    must(aquifer_read_many(session, reads, COUNT));
+    if (memcmp(in, out, sizeof in))
+        errx(1, "many parts are not what was written");
+    must(aquifer_get_statistics(session, &after));
+    if (after.bytes - before.bytes != COUNT * 8192 || after.allocated - before.allocated != COUNT || after.freed != before.freed
+        || after.read_bytes - before.read_bytes != sizeof in || after.written_bytes - before.written_bytes != sizeof out
+        || after.requests - before.requests != 3 * COUNT)
+        errx(1, "%llu bytes, %llu requests are counted", (unsigned long long)after.bytes, (unsigned long long)after.requests);
+    reads[7].offset = 8192;
+    must_be(aquifer_read_many(session, reads, COUNT), -EINVAL);
+    writes[7].from = NULL;
+    must_be(aquifer_write_many(session, writes, COUNT), -EINVAL);
+    must_be(aquifer_read_many(session, NULL, 1), -EINVAL);
+    must(aquifer_free_many(session, extents, COUNT));
+    must_be(aquifer_read_many(session, reads, 1), -EACCES);
+    must(aquifer_get_statistics(session, &after));
+    if (after.bytes != before.bytes || after.freed - before.freed != COUNT)
+        errx(1, "%llu bytes are left", (unsigned long long)after.bytes);
+    must_be(aquifer_get_statistics(session, NULL), -EINVAL);
+}
+
 /* A child is no part of the session, and does it no harm. */
 static void check_fork(void) {
     aquifer_extent extent;
@@ -163,6 +200,7 @@ int main(int argc, char **argv) {
     if (argc == 2 && !strcmp(argv[1], "check")) {
         check_sizes();
         check_large();
+        check_many();
         check_fork();
         puts("fine");
     } else if (argc == 4 && !strcmp(argv[1], "hold")) {

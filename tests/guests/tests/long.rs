@@ -8,6 +8,8 @@ use aquifer_tests_guests::{Guest, GuestError, Kernel, Outcome, kernel, script, t
 
 /// For redis, and for two guests at a time on a machine of two processors.
 const TIME_LIMIT: Duration = Duration::from_secs(600);
+/// Each of more than a thousand deaths is a process and a connection.
+const EVERY_STEP_TIME_LIMIT: Duration = Duration::from_secs(3600);
 
 /// A path as an argument.
 fn word(path: &Path) -> &str {
@@ -58,6 +60,17 @@ fn the_conformance_suite_passes_between_two_guests() {
     let served = served.wait().map_or_else(|error| error.to_string(), |served| served.to_string());
     let outcome = outcome.unwrap_or_else(|error| panic!("{error}{served}")).success();
     assert!(outcome.stdout.contains("38 passed"), "{outcome}{served}");
+}
+
+#[test]
+fn hosts_are_killed_and_stopped_at_every_step_over_verbs() {
+    let Some(kernel) = kernel() else { return };
+    let guest = Guest { time_limit: EVERY_STEP_TIME_LIMIT, ..Guest::default() };
+    let suite = test_program("aquifer-pool", "killed-verbs");
+    let address = "AQUIFER_VERBS_ADDRESS=10.9.0.1";
+    let outcome = guest.run(&kernel, &["env", address, word(&suite), "--test-threads=1"]);
+    let outcome = outcome.unwrap_or_else(|error| panic!("{error}")).success();
+    assert!(outcome.stdout.contains("5 passed"), "{outcome}");
 }
 
 #[test]

@@ -3,6 +3,7 @@
 mod bed;
 mod keeping;
 mod lending;
+mod old_keys;
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;

@@ -2,6 +2,7 @@
 
 mod array;
 mod ladder;
+mod metadata;
 mod model;
 mod ours;
 mod real;
@@ -89,6 +90,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     report.tables.extend(real);
     report.tables.extend(tables);
     report.tables.push(recovery);
+    report.tables.push(metadata::table());
     report.targets = scenes.targets();
     report.targets.extend(real_targets);
     report.targets.extend(targets);
@@ -217,7 +219,7 @@ impl Scenes {
                 target(format!("{name}: CASes in vain for each"), ours.figure(|of| of.each(of.lost)), 1.33);
             }
         }
-        let metadata = Spread::of(&[metadata_percent()]);
+        let metadata = Spread::of(&[metadata::percent()]);
         targets.extend(metadata.map(|value| Target {
             name: "metadata, % of the memory".into(),
             value,
@@ -226,14 +228,6 @@ impl Scenes {
         }));
         targets
     }
-}
-
-/// Of a node's memory of 64 GiB.
-#[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
-fn metadata_percent() -> f64 {
-    let layout = aquifer_pool::layout::Layout::new(1, 32_768).expect("64 GiB fit");
-    let data = layout.data_bytes();
-    (layout.region_bytes() - data) as f64 / data as f64 * 100.0
 }
 
 impl Case {

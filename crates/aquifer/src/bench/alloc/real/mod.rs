@@ -31,7 +31,7 @@ const KEY: ClusterKey = ClusterKey([13; 32]);
 const NODE_SECTIONS: u32 = 1024;
 /// 4 KiB, 64 KiB, 2 MiB.
 const CLASSES: [u8; 3] = [0, 4, 9];
-const CLIENTS: [usize; 3] = [1, 4, 16];
+const CLIENTS: [usize; 4] = [1, 4, 16, 128];
 
 /// A node, and the ways to it.
 #[derive(Debug)]

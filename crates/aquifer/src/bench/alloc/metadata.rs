@@ -1,0 +1,59 @@
+//! What the metadata of a node of 64 GiB takes.
+
+use std::collections::BTreeMap;
+
+use aquifer_pool::layout::Layout;
+use aquifer_pool::size::SECTION_CHUNKS;
+
+use crate::bench::support::bytes::float;
+use crate::bench::support::report::{Column, Row, Table};
+use crate::bench::support::spread::Spread;
+
+/// 64 GiB.
+const SECTIONS: u32 = 32_768;
+/// Of keys and of logs, for each section (docs/formats/pool.md).
+const ENTRIES_BYTES: u64 = 544 * 8;
+
+/// Of ours.
+struct Parts {
+    words: u64,
+    keys: u64,
+    logs: u64,
+    data: u64,
+}
+
+fn parts() -> Parts {
+    let layout = Layout::new(1, SECTIONS).expect("64 GiB fit");
+    let (data, entries) = (layout.data_bytes(), u64::from(SECTIONS) * ENTRIES_BYTES);
+    Parts { words: layout.region_bytes() - data - 2 * entries, keys: entries, logs: entries, data }
+}
+
+/// All of ours, in percent of the memory.
+pub fn percent() -> f64 {
+    let Parts { words, keys, logs, data } = parts();
+    float(words + keys + logs) / float(data) * 100.0
+}
+
+/// What an RPC's node needs to know what is free is in its own heap, and not here.
+pub fn table() -> Table {
+    let Parts { words, keys, logs, data } = parts();
+    let array = u64::from(SECTIONS * SECTION_CHUNKS) * 8;
+    let row = |name: &str, bytes: u64| {
+        let figures = [("bytes", float(bytes)), ("% of the memory", float(bytes) / float(data) * 100.0)];
+        let figures = figures.into_iter().filter_map(|(name, value)| Some((name, Spread::of(&[value])?)));
+        Row { name: name.into(), figures: figures.collect::<BTreeMap<_, _>>() }
+    };
+    Table {
+        title: "metadata of a node of 64 GiB".into(),
+        columns: ["bytes", "% of the memory"].map(Column::middle).to_vec(),
+        pictured: None,
+        ratio: None,
+        rows: vec![
+            row("ours", words + keys + logs),
+            row("of these header and control words", words),
+            row("of these keys, which are the windows", keys),
+            row("of these the full log", logs),
+            row("one-sided array, no keys, no log", array),
+        ],
+    }
+}
