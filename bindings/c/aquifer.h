@@ -57,7 +57,7 @@ int aquifer_read(aquifer_session *session, const aquifer_extent *extent, uint64_
 int aquifer_write(aquifer_session *session, const aquifer_extent *extent, uint64_t offset, const void *from, size_t bytes);
 
 /* The same for several parts of any extents at once: faster than one by one. Each node's are done in this order; the first that fails is told, and the
- * others are done all the same. */
+ * others are done all the same. But if one has a null pointer, or what can be no extent, nothing is done. */
 typedef struct aquifer_read_job {
     aquifer_extent extent;
     uint64_t offset;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use aquifer_pool::layout::Layout;
+use aquifer_pool::layout::{Layout, SECTION_ENTRIES};
 use aquifer_pool::size::SECTION_CHUNKS;
 
 use crate::bench::support::bytes::float;
@@ -11,11 +11,12 @@ use crate::bench::support::spread::Spread;
 
 /// 64 GiB.
 const SECTIONS: u32 = 32_768;
-/// Of keys and of logs, for each section (docs/formats/pool.md).
-const ENTRIES_BYTES: u64 = 544 * 8;
+/// Of keys, and as many of logs, for each section.
+const ENTRIES_BYTES: u64 = SECTION_ENTRIES as u64 * 8;
 
 /// Of ours.
 struct Parts {
+    /// And the header, and what is left free before the data.
     words: u64,
     keys: u64,
     logs: u64,

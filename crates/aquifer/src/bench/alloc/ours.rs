@@ -108,7 +108,7 @@ impl OurClient {
             return Ok(false);
         }
         let op = FreeOp::new(self.host, grant);
-        // As the product's client does it, but that it also gives up what rests when there is little room, which there always is here.
+        // As the product's client does it; that also gives up what rests where little is free, and here half of the memory is.
         let cache = &self.caches[node];
         let has_room = cache.free_chunks() * 4 >= u64::from(cache.section_count() * SECTION_CHUNKS);
         let op = match self.rung.has_reuse() {
