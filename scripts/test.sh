@@ -1,58 +1,91 @@
 #!/usr/bin/env bash
-# All that must hold: formatting, tidy, lints, unit tests, simulators, then the end-to-end tests on the release build, and a few of those in guests.
-# The last lines are cargo's own results, one for each test program. What ran before a failure is shown too.
+# The test loop.
+#
+#   scripts/test.sh check            before each commit: formatting, rules, lints, unit tests, conformance, simulators; 5 minutes
+#   scripts/test.sh test             that, all other crates' tests, and the end-to-end tests; what CI runs; 15 minutes from a clean clone
+#   scripts/test.sh long             what takes longer: guests, other languages, chaos, soak, the release binary, one large run
+#
+# All of it is built once, with one profile (`dev`), one set of packages and one set of features. At the end come the time of each step, the ten
+# slowest tests and what was skipped; in CI nothing may be.
 set -euo pipefail
 # A shell that starts this in the background has it ignore SIGINT, and so would all programs that tests end by it.
 if [ -z "${AQUIFER_SIGNALS:-}" ]; then
     AQUIFER_SIGNALS=default exec env --default-signal=INT,QUIT "$BASH" "$0" "$@"
 fi
 cd "$(dirname "$0")/.."
+loop=${1:-test}
+export PATH="$PWD/target/tools/bin:$PATH"
+export AQUIFER_BIN="$PWD/target/debug/aquifer"
+reports=target/nextest
 
-log=$(mktemp)
-results() {
+times=$(mktemp)
+summary() {
     status=$?
+    set +e
     echo
-    echo "results:"
-    grep '^test result:' "$log" || echo "no test was run"
-    rm -f "$log"
-    if [ "$status" = 0 ]; then echo "make test: all passed"; else echo "make test: FAILED (status $status)"; fi
+    echo "steps:"
+    cat "$times"
+    rm -f "$times"
+    scripts/test_report.py "$reports"/*/junit.xml
+    reported=$?
+    [ "$status" != 0 ] || status=$reported
+    if [ "$status" = 0 ]; then echo "make $loop: all passed"; else echo "make $loop: FAILED (status $status)"; fi
+    exit "$status"
 }
-trap results EXIT
+trap summary EXIT
 
+# step NAME COMMAND…
 step() {
+    name=$1
+    shift
     echo
-    echo "== $*"
+    echo "== $name"
+    started=$SECONDS
+    "$@" || {
+        status=$?
+        printf '  %4d s  %s: failed\n' $((SECONDS - started)) "$name" >>"$times"
+        return "$status"
+    }
+    printf '  %4d s  %s\n' $((SECONDS - started)) "$name" >>"$times"
 }
 
-step "what is missing is installed"
-guests=guests
-[ "${AQUIFER_GUESTS:-}" != skip ] || guests=
-# shellcheck disable=SC2086 # A list, or nothing.
-scripts/install-deps.sh test $guests
+lint() {
+    cargo clippy --workspace --all-targets --quiet -- -D warnings
+    # What `cargo test` leaves out: it needs RDMA devices.
+    cargo clippy --workspace --quiet --test conformance-verbs --test initiators-verbs --test client-verbs --test killed-verbs -- -D warnings
+    if command -v shellcheck >/dev/null 2>&1; then
+        shellcheck scripts/*.sh .ci/run
+    fi
+}
 
-step "formatting"
-cargo fmt --all --check
+build() {
+    cargo build --workspace --all-targets --quiet
+    ln -sf libaquifer_malloc.so target/debug/libaquifer-malloc.so
+}
 
-# Before what takes long.
-step "tidy"
-cargo test -p aquifer-tests-tidy 2>&1 | tee -a "$log"
+run_tests() { cargo nextest run --workspace --profile "$1"; }
 
-step "lints"
-cargo clippy --workspace --all-targets --quiet -- -D warnings
-# What is no part of `cargo test`.
-cargo clippy --workspace --quiet --test conformance-verbs --test initiators-verbs --test client-verbs --test killed-verbs --test long -- -D warnings
-if command -v shellcheck >/dev/null 2>&1; then
-    shellcheck scripts/*.sh .ci/run
-fi
-
-step "unit tests, conformance suites, simulators"
-cargo test --workspace --exclude=aquifer-tests-{tidy,e2e,guests} 2>&1 | tee -a "$log"
-
-step "release build"
-cargo build --release
-
-step "end to end"
-AQUIFER_BIN=$PWD/target/release/aquifer cargo test -p aquifer-tests-e2e -- --test-threads=1 2>&1 | tee -a "$log"
-
-step "in guests (AQUIFER_GUESTS=skip goes on without)"
-AQUIFER_BIN=$PWD/target/release/aquifer cargo test -p aquifer-tests-guests -- --test-threads=1 2>&1 | tee -a "$log"
+rm -rf "$reports"
+case $loop in
+check)
+    step "install what is missing" scripts/install-deps.sh check
+    step "formatting" cargo fmt --all --check
+    step "lints" lint
+    step "build" build
+    step "tests" run_tests check
+    ;;
+test)
+    step "install what is missing" scripts/install-deps.sh test
+    step "formatting" cargo fmt --all --check
+    step "lints" lint
+    step "build" build
+    step "tests" run_tests default
+    ;;
+long)
+    scripts/test_long.sh
+    ;;
+*)
+    echo "usage: scripts/test.sh check|test|long" >&2
+    exit 2
+    ;;
+esac

@@ -30,6 +30,7 @@ use state::StateDir;
 type Outcome = Result<ExitCode, Box<dyn Error>>;
 
 fn main() -> ExitCode {
+    abort_on_panic();
     let cli = Cli::parse();
     let outcome = match cli.command {
         Command::Up(arguments) => state(&cli.state).and_then(|state| cluster::up(&state, &arguments)),
@@ -48,6 +49,15 @@ fn main() -> ExitCode {
         eprintln!("aquifer: {error}");
         ExitCode::FAILURE
     })
+}
+
+/// A panic on any thread ends the process at once, however the binary was built. What a daemon must leave behind lies in memory that outlives it.
+fn abort_on_panic() {
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        report(panic);
+        std::process::abort();
+    }));
 }
 
 fn state(asked: &Option<PathBuf>) -> Result<StateDir, Box<dyn Error>> {

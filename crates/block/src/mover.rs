@@ -24,7 +24,6 @@ pub struct Mover {
     /// What is fetched now, and referred to.
     fetching: Vec<PageNumber>,
     locations: Vec<Location>,
-    mutation: Mutation,
 }
 
 impl Mover {
@@ -41,13 +40,7 @@ impl Mover {
             pages: Vec::new(),
             fetching: Vec::with_capacity(FETCH_PAGES_MAX),
             locations: Vec::with_capacity(FETCH_PAGES_MAX),
-            mutation: Mutation::None,
         })
-    }
-
-    /// Break one protocol step on purpose, for tests.
-    pub fn mutate(&mut self, mutation: Mutation) {
-        self.mutation = mutation;
     }
 
     /// Look for pages to move, and move some; whether there is more to do at once.
@@ -116,7 +109,7 @@ impl Mover {
                     for number in 0..fetched {
                         let (page, location) = (self.fetching[at + number], self.locations[at + number]);
                         let is_there = state.volume.state(page) == PageState::Remote(location)
-                            || self.mutation == Mutation::MoveUnlooked;
+                            || Mutation::MoveUnlooked.is_active();
                         if is_there && self.volume.has_room(&mut state) {
                             let bytes = view::page(self.fetcher.buffer(), number * PAGE_BYTES);
                             self.volume.take_in(&mut state, page, bytes);

@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use aquifer_pager::filler::Grain;
-use aquifer_pager::{BLOCK_PAGES, Connector, Mutation, NoRoom, Sender, Staged, Written};
+use aquifer_pager::{BLOCK_PAGES, Connector, NoRoom, Sender, Staged, Written};
 use aquifer_pool::PoolClient;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -47,11 +47,6 @@ impl Pump {
             is_starved: false,
             awaits_node: false,
         }
-    }
-
-    /// Break one protocol step on purpose, for tests.
-    pub fn mutate(&mut self, mutation: Mutation) {
-        self.sender.mutate(mutation);
     }
 
     /// How large slabs are; to be said before anything is written.

@@ -65,7 +65,6 @@ pub(crate) struct State {
     /// A node is away, and waited for: nobody loses patience with it.
     awaits_node: bool,
     is_closed: bool,
-    mutation: Mutation,
 }
 
 /// What one thread needs for reading.
@@ -77,13 +76,6 @@ pub struct Reader {
     locations: Vec<Location>,
     /// Those of `locations` that are referred to: all of them.
     retained: Vec<Location>,
-}
-
-impl Reader {
-    /// Break one protocol step on purpose, for tests.
-    pub fn mutate(&mut self, mutation: Mutation) {
-        self.fetcher.mutate(mutation);
-    }
 }
 
 /// A reference to a place on a memory node, for as long as this lives.
@@ -129,7 +121,6 @@ impl BlockVolume {
                 starved: None,
                 awaits_node: false,
                 is_closed: false,
-                mutation: Mutation::None,
             }),
             changed: Condvar::new(),
             bell,
@@ -138,13 +129,6 @@ impl BlockVolume {
             news: Mutex::default(),
             refusal: Mutex::default(),
         }))
-    }
-
-    /// Break one protocol step on purpose, for tests.
-    pub fn mutate(&self, mutation: Mutation) {
-        let mut state = self.lock();
-        state.volume.mutate(mutation);
-        state.mutation = mutation;
     }
 
     /// Its size in bytes.
@@ -248,7 +232,7 @@ impl BlockVolume {
                     mempool_hits += 1;
                 }
                 PageState::Remote(location) => {
-                    if state.mutation != Mutation::FetchUnreferenced {
+                    if !Mutation::FetchUnreferenced.is_active() {
                         self.slabs.retain(location);
                         reader.retained.push(location);
                     }

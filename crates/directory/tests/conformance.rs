@@ -1,10 +1,7 @@
 //! One suite over every implementation of the directory.
 
-#[path = "conformance/harness.rs"]
 mod harness;
-#[path = "conformance/numbers.rs"]
 mod numbers;
-#[path = "conformance/suite.rs"]
 mod suite;
 
 use harness::{InEtcd, InProcess, OverSocket, Simulated};

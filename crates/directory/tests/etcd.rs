@@ -203,51 +203,6 @@ fn the_death_of_a_leader_of_three_is_survived() {
 }
 
 #[test]
-fn a_minority_that_is_left_serves_nobody_and_says_so() {
-    let mut etcd = Etcd::start_with(3, &Default::default());
-    let directory = connect(&etcd.address());
-    until_available(|| directory.put("k", b"before", None)).unwrap();
-    etcd.member(0).kill();
-    etcd.member(1).kill();
-    let errors = [
-        directory.get("k").unwrap_err(),
-        directory.put("k", b"lost", None).unwrap_err(),
-        directory.list("").unwrap_err(),
-        directory.lease_grant(TTL).unwrap_err(),
-    ];
-    for error in &errors {
-        assert!(is_unavailable(error), "{error}");
-        assert!(error.to_string().contains(&etcd.address()), "{error}");
-    }
-    etcd.member(0).restart();
-    etcd.member(1).restart();
-    let value = until_available(|| directory.get("k")).unwrap().unwrap().value;
-    assert!(value == b"before" || value == b"lost");
-}
-
-/// As a partition does it: bytes go nowhere, nobody is told.
-#[test]
-fn a_client_that_is_cut_off_in_silence_finds_out_and_comes_back() {
-    let etcd = Etcd::start();
-    let relay =
-        Relay::start("127.0.0.1:0".parse().unwrap(), etcd.members()[0].client(), Duration::ZERO).unwrap();
-    let there = connect(&etcd.address());
-    survives(&format!("etcd://{}", relay.address()), |progress| {
-        for _ in 0..2 {
-            progress(10);
-            relay.stop();
-            // The other side of the partition goes on.
-            there.put("there", b"", None).unwrap();
-            let cut_off =
-                etcd::connect(&format!("etcd://{}", relay.address()).parse().unwrap(), &TlsFiles::default());
-            assert!(is_unavailable(&cut_off.unwrap_err()));
-            relay.resume();
-        }
-        progress(10);
-    });
-}
-
-#[test]
 fn connections_that_break_all_the_time_lose_nothing() {
     let etcd = Etcd::start();
     let relay =
@@ -274,40 +229,6 @@ fn a_member_that_stands_still_is_passed_over() {
     assert_eq!(directory.get("k").unwrap().unwrap().value, b"1", "a question is asked again of another");
     directory.put("k", b"2", None).unwrap();
     assert_eq!(directory.get("k").unwrap().unwrap().value, b"2");
-}
-
-#[test]
-fn a_lease_ends_by_etcds_own_clock_and_lives_while_it_is_kept_alive() {
-    let etcd = Etcd::start();
-    let directory = connect(&etcd.address());
-    let mut watch = directory.watch("", 0).unwrap();
-    let grant = |name: &str, ttl_ms: u64| {
-        // On a machine that stands still for a moment it is over before it is used.
-        let lease = loop {
-            let lease = directory.lease_grant(Duration::from_millis(ttl_ms)).unwrap();
-            match directory.put(name, b"", Some(lease.id)) {
-                Err(DirectoryError::LeaseGone(_)) => {}
-                put => break put.map(|_| lease).unwrap(),
-            }
-        };
-        assert_eq!(event(&mut *directory.watch(name, 1).unwrap()).key, name);
-        lease
-    };
-    // The first is rounded up to a second. The longest is let go of; when it has ended, the one that is kept alive is over its first life.
-    let (short, kept, long) = (grant("short", 100), grant("kept", 3000), grant("long", 4000));
-    let mut ended = Vec::new();
-    while !ended.contains(&"long".to_owned()) {
-        directory.lease_keep_alive(kept.id).unwrap();
-        let event = watch.next(Duration::from_millis(100)).unwrap();
-        ended.extend(event.filter(|event| event.kind == EventKind::Delete).map(|event| event.key));
-    }
-    assert_eq!(ended, ["short", "long"]);
-    for lease in [short, long] {
-        assert_eq!(directory.lease_keep_alive(lease.id), Err(DirectoryError::LeaseGone(lease.id)));
-    }
-    assert!(directory.get("kept").unwrap().is_some());
-    let ended = event(&mut *watch);
-    assert_eq!((ended.key.as_str(), ended.kind), ("kept", EventKind::Delete));
 }
 
 /// Epochs go on over restarts, and over all who ask.
@@ -347,17 +268,6 @@ fn clusters_in_one_etcd_do_not_see_each_other() {
 }
 
 #[test]
-fn nobody_there_is_said_within_the_calls_time() {
-    // Bound and not listening: connections are refused.
-    let held = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = format!("etcd://{}", held.local_addr().unwrap());
-    drop(held);
-    let error = etcd::connect(&address.parse().unwrap(), &TlsFiles::default()).unwrap_err();
-    assert!(is_unavailable(&error) && error.to_string().contains(&address), "{error}");
-    assert!(error.to_string().to_lowercase().contains("refused"), "{error}");
-}
-
-#[test]
 fn tls_without_its_files_is_refused_with_a_reason() {
     let address: EtcdAddress = "etcds://127.0.0.1:1".parse().unwrap();
     let refusal = |files: TlsFiles| match etcd::connect(&address, &files) {
@@ -389,36 +299,134 @@ signed stranger other
     assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
 }
 
-#[test]
-fn tls_lets_in_those_whose_certificate_is_known_and_nobody_else() {
-    let folder = tempfile::tempdir().unwrap();
-    certificates(folder.path());
-    let file = |name: &str| folder.path().join(name);
-    let arguments =
-        [("--cert-file", "server.pem"), ("--key-file", "server.key"), ("--trusted-ca-file", "ca.pem")];
-    let mut tls: Vec<_> = arguments
-        .iter()
-        .flat_map(|(name, value)| [(*name).to_owned(), file(value).display().to_string()])
-        .collect();
-    tls.push("--client-cert-auth".to_owned());
-    let etcd =
-        Etcd::start_with(1, &aquifer_tests_support::etcd::Options { tls: Some(tls), ..Default::default() });
-    let address: EtcdAddress = etcd.address().replace("etcd://", "etcds://").parse().unwrap();
-    let files = |ca: &str, own: Option<&str>| TlsFiles {
-        ca: Some(file(ca)),
-        certificate: own.map(|own| file(&format!("{own}.pem"))),
-        key: own.map(|own| file(&format!("{own}.key"))),
-    };
-    let directory = etcd::connect(&address, &files("ca.pem", Some("client"))).unwrap();
-    let mut watch = directory.watch("", 0).unwrap();
-    directory.put("k", b"v", None).unwrap();
-    assert_eq!(event(&mut *watch).key, "k");
-    for stranger in
-        [files("ca.pem", None), files("ca.pem", Some("stranger")), files("other.pem", Some("client"))]
-    {
-        let error = etcd::connect(&address, &stranger).unwrap_err();
-        assert!(is_unavailable(&error), "{stranger:?}: {error}");
+mod long {
+    use super::*;
+
+    #[test]
+    fn a_minority_that_is_left_serves_nobody_and_says_so() {
+        let mut etcd = Etcd::start_with(3, &Default::default());
+        let directory = connect(&etcd.address());
+        until_available(|| directory.put("k", b"before", None)).unwrap();
+        etcd.member(0).kill();
+        etcd.member(1).kill();
+        let errors = [
+            directory.get("k").unwrap_err(),
+            directory.put("k", b"lost", None).unwrap_err(),
+            directory.list("").unwrap_err(),
+            directory.lease_grant(TTL).unwrap_err(),
+        ];
+        for error in &errors {
+            assert!(is_unavailable(error), "{error}");
+            assert!(error.to_string().contains(&etcd.address()), "{error}");
+        }
+        etcd.member(0).restart();
+        etcd.member(1).restart();
+        let value = until_available(|| directory.get("k")).unwrap().unwrap().value;
+        assert!(value == b"before" || value == b"lost");
     }
-    let plain = etcd.address().parse().unwrap();
-    assert!(is_unavailable(&etcd::connect(&plain, &TlsFiles::default()).unwrap_err()));
+
+    #[test]
+    fn tls_lets_in_those_whose_certificate_is_known_and_nobody_else() {
+        let folder = tempfile::tempdir().unwrap();
+        certificates(folder.path());
+        let file = |name: &str| folder.path().join(name);
+        let arguments =
+            [("--cert-file", "server.pem"), ("--key-file", "server.key"), ("--trusted-ca-file", "ca.pem")];
+        let mut tls: Vec<_> = arguments
+            .iter()
+            .flat_map(|(name, value)| [(*name).to_owned(), file(value).display().to_string()])
+            .collect();
+        tls.push("--client-cert-auth".to_owned());
+        let etcd = Etcd::start_with(
+            1,
+            &aquifer_tests_support::etcd::Options { tls: Some(tls), ..Default::default() },
+        );
+        let address: EtcdAddress = etcd.address().replace("etcd://", "etcds://").parse().unwrap();
+        let files = |ca: &str, own: Option<&str>| TlsFiles {
+            ca: Some(file(ca)),
+            certificate: own.map(|own| file(&format!("{own}.pem"))),
+            key: own.map(|own| file(&format!("{own}.key"))),
+        };
+        let directory = etcd::connect(&address, &files("ca.pem", Some("client"))).unwrap();
+        let mut watch = directory.watch("", 0).unwrap();
+        directory.put("k", b"v", None).unwrap();
+        assert_eq!(event(&mut *watch).key, "k");
+        for stranger in
+            [files("ca.pem", None), files("ca.pem", Some("stranger")), files("other.pem", Some("client"))]
+        {
+            let error = etcd::connect(&address, &stranger).unwrap_err();
+            assert!(is_unavailable(&error), "{stranger:?}: {error}");
+        }
+        let plain = etcd.address().parse().unwrap();
+        assert!(is_unavailable(&etcd::connect(&plain, &TlsFiles::default()).unwrap_err()));
+    }
+
+    /// As a partition does it: bytes go nowhere, nobody is told.
+    #[test]
+    fn a_client_that_is_cut_off_in_silence_finds_out_and_comes_back() {
+        let etcd = Etcd::start();
+        let relay =
+            Relay::start("127.0.0.1:0".parse().unwrap(), etcd.members()[0].client(), Duration::ZERO).unwrap();
+        let there = connect(&etcd.address());
+        survives(&format!("etcd://{}", relay.address()), |progress| {
+            for _ in 0..2 {
+                progress(10);
+                relay.stop();
+                // The other side of the partition goes on.
+                there.put("there", b"", None).unwrap();
+                let cut_off = etcd::connect(
+                    &format!("etcd://{}", relay.address()).parse().unwrap(),
+                    &TlsFiles::default(),
+                );
+                assert!(is_unavailable(&cut_off.unwrap_err()));
+                relay.resume();
+            }
+            progress(10);
+        });
+    }
+
+    #[test]
+    fn a_lease_ends_by_etcds_own_clock_and_lives_while_it_is_kept_alive() {
+        let etcd = Etcd::start();
+        let directory = connect(&etcd.address());
+        let mut watch = directory.watch("", 0).unwrap();
+        let grant = |name: &str, ttl_ms: u64| {
+            // On a machine that stands still for a moment it is over before it is used.
+            let lease = loop {
+                let lease = directory.lease_grant(Duration::from_millis(ttl_ms)).unwrap();
+                match directory.put(name, b"", Some(lease.id)) {
+                    Err(DirectoryError::LeaseGone(_)) => {}
+                    put => break put.map(|_| lease).unwrap(),
+                }
+            };
+            assert_eq!(event(&mut *directory.watch(name, 1).unwrap()).key, name);
+            lease
+        };
+        // The first is rounded up to a second. The longest is let go of; when it has ended, the one that is kept alive is over its first life.
+        let (short, kept, long) = (grant("short", 100), grant("kept", 3000), grant("long", 4000));
+        let mut ended = Vec::new();
+        while !ended.contains(&"long".to_owned()) {
+            directory.lease_keep_alive(kept.id).unwrap();
+            let event = watch.next(Duration::from_millis(100)).unwrap();
+            ended.extend(event.filter(|event| event.kind == EventKind::Delete).map(|event| event.key));
+        }
+        assert_eq!(ended, ["short", "long"]);
+        for lease in [short, long] {
+            assert_eq!(directory.lease_keep_alive(lease.id), Err(DirectoryError::LeaseGone(lease.id)));
+        }
+        assert!(directory.get("kept").unwrap().is_some());
+        let ended = event(&mut *watch);
+        assert_eq!((ended.key.as_str(), ended.kind), ("kept", EventKind::Delete));
+    }
+
+    #[test]
+    fn nobody_there_is_said_within_the_calls_time() {
+        // Bound and not listening: connections are refused.
+        let held = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = format!("etcd://{}", held.local_addr().unwrap());
+        drop(held);
+        let error = etcd::connect(&address.parse().unwrap(), &TlsFiles::default()).unwrap_err();
+        assert!(is_unavailable(&error) && error.to_string().contains(&address), "{error}");
+        assert!(error.to_string().to_lowercase().contains("refused"), "{error}");
+    }
 }

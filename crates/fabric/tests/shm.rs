@@ -187,7 +187,7 @@ fn a_fence_stops_a_hammering_host() {
 /// This test binary again, as another process that plays a role in `as_child`.
 fn spawn(role: &str, path: &Path) -> (Child, impl BufRead) {
     let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "as_child", "--nocapture", "--test-threads=1"])
+        .args(["--exact", "shm::as_child", "--nocapture", "--test-threads=1"])
         .env(CHILD_ROLE, role)
         .env(CHILD_PATH, path)
         .stdin(Stdio::piped())

@@ -1,6 +1,6 @@
 //! What the monitor needs beside the kernel: the sender, the memory nodes, the other programs of the run, the time.
 
-use aquifer_pager::{BlockId, FetchError, Location, Mutation, SlabSet, Staged, Volume, Written};
+use aquifer_pager::{BlockId, FetchError, Location, SlabSet, Staged, Volume, Written};
 
 use crate::areas::Areas;
 use crate::kernel::Kernel;
@@ -68,9 +68,4 @@ pub trait Edge: Kernel {
 
     /// A clock, in nanoseconds.
     fn now_ns(&self) -> u64;
-
-    /// The protocol step that a test has broken.
-    fn mutation(&self) -> Mutation {
-        Mutation::None
-    }
 }

@@ -189,7 +189,7 @@ impl<E: Edge> Monitor<E> {
             self.ended = !self.edge.wait();
             return if self.ended { Next::Ended } else { Next::Again };
         }
-        if std::mem::take(&mut self.is_behind) && self.edge.mutation() != Mutation::AdoptBehind {
+        if std::mem::take(&mut self.is_behind) && !Mutation::AdoptBehind.is_active() {
             // Of what a monitor before this one had heard and not heeded the kernel says nothing any more: no proof would fail for it.
             self.listen();
         }
@@ -242,7 +242,7 @@ impl<E: Edge> Monitor<E> {
     fn hold_present(&mut self, page: PageNumber) {
         if self.volume.state(page) != PageState::Zero {
             self.volume.hold_found(page);
-        } else if self.given_up.contains(page) && self.edge.mutation() != Mutation::TrustRemoveEvent {
+        } else if self.given_up.contains(page) && !Mutation::TrustRemoveEvent.is_active() {
             self.volume.doubt(page);
         } else {
             self.volume.hold(page, false);
@@ -253,7 +253,7 @@ impl<E: Edge> Monitor<E> {
     fn listen(&mut self) {
         let mut inbox = std::mem::take(&mut self.inbox);
         self.edge.read(&mut inbox);
-        if self.edge.mutation() == Mutation::ServeFaultsBeforeEvents {
+        if Mutation::ServeFaultsBeforeEvents.is_active() {
             let faults: Vec<Fault> = inbox
                 .iter()
                 .filter_map(|message| if let Message::Fault(fault) = message { Some(*fault) } else { None })
@@ -292,7 +292,7 @@ impl<E: Edge> Monitor<E> {
 
     fn unmap(&mut self, area: Area) {
         if let Some(at) = self.vacated.iter().position(|other| *other == area)
-            && self.edge.mutation() != Mutation::HeedVacating
+            && !Mutation::HeedVacating.is_active()
         {
             // What is there now, if anything, another thread has moved there since.
             self.vacated.swap_remove(at);
@@ -356,7 +356,7 @@ impl<E: Edge> Monitor<E> {
             self.is_to_protect = true;
             self.protect();
         }
-        if self.edge.mutation() == Mutation::ForkWithoutFlush {
+        if Mutation::ForkWithoutFlush.is_active() {
             self.wait_while(|volume| volume.is_in_flight() && !volume.is_leaving());
         } else {
             self.wait_while(Volume::is_in_flight);
@@ -378,7 +378,7 @@ impl<E: Edge> Monitor<E> {
 
     fn remap(&mut self, index: usize, from: PageNumber, to: PageNumber, pages: u64) {
         // Staging knows pages by the number they had when they left.
-        if self.edge.mutation() != Mutation::RemapWhileLeaving {
+        if !Mutation::RemapWhileLeaving.is_active() {
             self.wait_while(Volume::is_leaving);
         }
         if self.ended {
@@ -459,7 +459,7 @@ impl<E: Edge> Monitor<E> {
     /// A page that was shared when the program forked is about to be written: there will be one more. Its neighbours are let go with it, as
     /// far as there is room.
     fn serve_protected(&mut self, page: PageNumber) -> Served {
-        if self.edge.mutation() == Mutation::WakeProtected {
+        if Mutation::WakeProtected.is_active() {
             self.edge.wake(page);
             return Served::Yes;
         }

@@ -193,17 +193,6 @@ fn slow_ones_are_cut_off_and_others_wait_for_their_turn() {
 }
 
 #[test]
-fn whoever_does_not_read_its_answer_is_cut_off() {
-    let server = server_of("127.0.0.1:0", Figures { rows: ROWS, value: 5 });
-    let mut deaf: Vec<TcpStream> = (0..CONNECTIONS_MAX).map(|_| connect(&server)).collect();
-    for stream in &mut deaf {
-        stream.write_all(GET).expect("it listens");
-    }
-    // It is answered only after they are gone: theirs are all the places there are.
-    assert_eq!(ask(&server.place().to_string(), GET).expect("an answer").status, 200);
-}
-
-#[test]
 fn a_server_ends_though_somebody_talks_to_it() {
     let server = server();
     let mut stream = connect(&server);
@@ -211,4 +200,19 @@ fn a_server_ends_though_somebody_talks_to_it() {
     let place = server.place().to_string();
     drop(server);
     assert!(TcpStream::connect(place).is_err());
+}
+
+mod long {
+    use super::*;
+
+    #[test]
+    fn whoever_does_not_read_its_answer_is_cut_off() {
+        let server = server_of("127.0.0.1:0", Figures { rows: ROWS, value: 5 });
+        let mut deaf: Vec<TcpStream> = (0..CONNECTIONS_MAX).map(|_| connect(&server)).collect();
+        for stream in &mut deaf {
+            stream.write_all(GET).expect("it listens");
+        }
+        // It is answered only after they are gone: theirs are all the places there are.
+        assert_eq!(ask(&server.place().to_string(), GET).expect("an answer").status, 200);
+    }
 }

@@ -72,7 +72,6 @@ pub struct Fetcher {
     next_id: u64,
     reads: u64,
     bad_copies: u64,
-    mutation: Mutation,
 }
 
 /// Consecutive pages of one copy, read by one READ.
@@ -125,13 +124,7 @@ impl Fetcher {
             next_id: 0,
             reads: 0,
             bad_copies: 0,
-            mutation: Mutation::None,
         })
-    }
-
-    /// Break one protocol step on purpose, for tests.
-    pub fn mutate(&mut self, mutation: Mutation) {
-        self.mutation = mutation;
     }
 
     /// The buffer of the last fetch: page `i` of it is at `i * PAGE_BYTES`. The next fetch may use another.
@@ -251,7 +244,7 @@ impl Fetcher {
         let mut tried_again = None;
         loop {
             let node = choice.copy.node;
-            let was_open = self.ports.open_port(node).is_some() && self.mutation != Mutation::TryOnce;
+            let was_open = self.ports.open_port(node).is_some() && !Mutation::TryOnce.is_active();
             let error = match self.read(&choice, run.index, run.first, run.pages) {
                 Ok(Answer::Here) => return Ok(choice.copy),
                 Ok(Answer::Late) => FetchError::Refused { node, cause: WorkError::Timeout },
@@ -321,7 +314,7 @@ impl Fetcher {
 
     /// The buffer is left to a late answer; what else is in it is kept.
     fn change_buffer(&mut self) {
-        if self.mutation == Mutation::ReuseLateBuffer {
+        if Mutation::ReuseLateBuffer.is_active() {
             return;
         }
         let old = Arc::clone(self.buffer());
@@ -383,7 +376,7 @@ impl Fetcher {
         page: u32,
     ) -> Result<(), FetchError> {
         let expected = slabs.crc(location);
-        if self.mutation == Mutation::SkipChecksum || self.buffer_crc(index) == expected {
+        if Mutation::SkipChecksum.is_active() || self.buffer_crc(index) == expected {
             return Ok(());
         }
         let again = Choice { copy, has_alternative: false };

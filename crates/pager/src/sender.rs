@@ -168,7 +168,6 @@ pub struct Sender {
     /// Bytes of the pool that the run had when its free memory was last looked at.
     bytes_seen: u64,
     stats: SenderStats,
-    mutation: Mutation,
 }
 
 impl Sender {
@@ -202,13 +201,7 @@ impl Sender {
             is_pool_short: Arc::clone(mempool.pool_shortage()),
             bytes_seen: 0,
             stats: SenderStats::default(),
-            mutation: Mutation::None,
         }
-    }
-
-    /// Break one protocol step on purpose, for tests.
-    pub fn mutate(&mut self, mutation: Mutation) {
-        self.mutation = mutation;
     }
 
     /// How large slabs are from now on; to be said before there are any.
@@ -344,8 +337,7 @@ impl Sender {
         self.collect();
         self.heal(result.is_err());
         self.repack(result.is_err());
-        let (early, first) =
-            (self.mutation == Mutation::AcknowledgeEarly, self.mutation == Mutation::AcknowledgeFirst);
+        let (early, first) = (Mutation::AcknowledgeEarly.is_active(), Mutation::AcknowledgeFirst.is_active());
         self.jobs.retain(|job| {
             let is_acknowledged = job.outstanding == 0 || early || first && job.awaited_runs == 0;
             let finished = job.unposted | job.unchanged == 0 && is_acknowledged;
@@ -388,7 +380,7 @@ impl Sender {
     /// If it is not a memory node, or there are too many.
     pub fn take_in(&mut self, node: NodeId, endpoint: Box<dyn Endpoint>) -> Result<(), PoolError> {
         let is_busy = self.ports.open_port(node).is_some_and(|port| port.under_way > 0);
-        let is_busy = (is_busy || self.is_healing()) && self.mutation != Mutation::TakeInBusy;
+        let is_busy = (is_busy || self.is_healing()) && !Mutation::TakeInBusy.is_active();
         if is_busy || self.knows(node) {
             return Ok(());
         }

@@ -91,7 +91,6 @@ pub struct Volume {
     spare_blocks: Vec<Block>,
     /// Held pages may refer to where they came from.
     has_copies: bool,
-    mutation: Mutation,
     before_store: Option<fn()>,
 }
 
@@ -118,14 +117,8 @@ impl Volume {
             blocks_in_flight: 0,
             spare_blocks: Vec::new(),
             has_copies: false,
-            mutation: Mutation::None,
             before_store: None,
         })
-    }
-
-    /// Break one protocol step on purpose, so that a test can show that it would be noticed.
-    pub fn mutate(&mut self, mutation: Mutation) {
-        self.mutation = mutation;
     }
 
     /// See [`PageTable::before_store`]; volumes cloned from this one have it too.
@@ -324,11 +317,11 @@ impl Volume {
             self.count_held(-1);
             if let Some(copy) = word.copy()
                 && *what != Staged::Unchanged
-                && self.mutation != Mutation::ForgetRelease
+                && !Mutation::ForgetRelease.is_active()
             {
                 self.slabs.release(copy);
             }
-            let keep_discarded = self.mutation == Mutation::KeepDiscarded;
+            let keep_discarded = Mutation::KeepDiscarded.is_active();
             let state = match what {
                 _ if word.is_discarded() && !keep_discarded => PageState::Zero,
                 Staged::Data | Staged::Unchanged => PageState::Staged(id.slot(index)),
@@ -356,9 +349,7 @@ impl Volume {
             if is_newest {
                 block.locations[index] = Some(location);
                 self.table.set(page, word.with_state(PageState::Reclaimable(slot)));
-            } else if self.mutation == Mutation::DropUpdateFlag
-                && matches!(word.state(), PageState::Staged(_))
-            {
+            } else if Mutation::DropUpdateFlag.is_active() && matches!(word.state(), PageState::Staged(_)) {
                 self.table.set(page, PageWord::new(PageState::Remote(location)));
             } else {
                 self.slabs.release(location);
@@ -378,7 +369,7 @@ impl Volume {
     /// The program gave these pages up (`MADV_DONTNEED`), and the kernel is *about* to drop them.
     pub fn give_up(&mut self, start: PageNumber, end: PageNumber) {
         let after =
-            if self.mutation == Mutation::TrustRemoveEvent { PageState::Held } else { PageState::Doubtful };
+            if Mutation::TrustRemoveEvent.is_active() { PageState::Held } else { PageState::Doubtful };
         self.forget(start, end, after);
     }
 
@@ -454,17 +445,16 @@ impl Volume {
         assert!(!self.is_in_flight() && self.reclaimable.is_empty(), "the mempool is emptied before a fork");
         let mut child =
             Self::new(Arc::clone(&self.slabs), Arc::clone(&self.mempool), Arc::clone(self.budget.budget()))?;
-        child.mutation = self.mutation;
         child.departures = self.departures;
         child.has_copies = self.has_copies;
         if let Some(hook) = self.before_store {
             child.before_store(hook);
         }
-        let (slabs, mutation) = (&self.slabs, self.mutation);
+        let slabs = &self.slabs;
         self.table.update_range(0, crate::table::PAGES_MAX, |page, word| {
             let state = word.state();
             let remote = if let PageState::Remote(location) = state { Some(location) } else { word.copy() };
-            if let Some(location) = remote.filter(|_| mutation != Mutation::ForgetForkReference) {
+            if let Some(location) = remote.filter(|_| !Mutation::ForgetForkReference.is_active()) {
                 slabs.retain(location);
             }
             if state != PageState::Zero {

@@ -218,21 +218,6 @@ fn at_each_moment(check: impl Fn(&Arc<Agent>, &SlabSet, &Mempool)) {
 }
 
 #[test]
-fn nothing_of_the_pool_stays_taken() {
-    at_each_moment(|agent, slabs, mempool| {
-        take_over(agent, slabs, mempool);
-        let pool = agent.pool();
-        for node in pool.nodes() {
-            assert_eq!(pool.free_bytes(node), pool.total_bytes(node));
-        }
-        // Spans that it was about to open or to close are free for all, too.
-        let (others, taken) = take_rest(agent);
-        let bytes: u64 = taken.iter().map(|extent| extent.class.bytes()).sum();
-        assert_eq!(bytes, others.nodes().map(|node| others.total_bytes(node)).sum());
-    });
-}
-
-#[test]
 fn what_others_took_meanwhile_stays_theirs() {
     at_each_moment(|agent, slabs, mempool| {
         let (mut other, taken) = take_rest(agent);
@@ -241,4 +226,23 @@ fn what_others_took_meanwhile_stays_theirs() {
             other.free(extent).unwrap();
         }
     });
+}
+
+mod long {
+    use super::*;
+
+    #[test]
+    fn nothing_of_the_pool_stays_taken() {
+        at_each_moment(|agent, slabs, mempool| {
+            take_over(agent, slabs, mempool);
+            let pool = agent.pool();
+            for node in pool.nodes() {
+                assert_eq!(pool.free_bytes(node), pool.total_bytes(node));
+            }
+            // Spans that it was about to open or to close are free for all, too.
+            let (others, taken) = take_rest(agent);
+            let bytes: u64 = taken.iter().map(|extent| extent.class.bytes()).sum();
+            assert_eq!(bytes, others.nodes().map(|node| others.total_bytes(node)).sum());
+        });
+    }
 }

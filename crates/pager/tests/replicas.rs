@@ -5,10 +5,11 @@ use std::time::Duration;
 
 use aquifer_fabric::sim::{Node, SimFabric, SimOptions};
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
+use aquifer_mutation::Mutations;
 use aquifer_pager::slabs::{SlabId, page_of};
 use aquifer_pager::{
-    BLOCK_PAGES, Connector, FETCH_PAGES_MAX, FetchError, Fetcher, Location, Mempool, PAGE_BYTES, Sender,
-    SlabSet, Staged, Written,
+    BLOCK_PAGES, Connector, FETCH_PAGES_MAX, FetchError, Fetcher, Location, Mempool, Mutation, PAGE_BYTES,
+    Sender, SlabSet, Staged, Written,
 };
 use aquifer_pool::{Donation, NodeId, PoolClient, SizeClass, donate};
 
@@ -443,4 +444,30 @@ fn a_slab_that_is_given_back_while_its_node_is_asked_costs_no_node() {
             world.cluster.fabric.step();
         }
     }
+}
+
+/// Whether a node that died and came back is taken in while copies are made of what it had.
+fn is_taken_in_while_healing() -> bool {
+    let mut world = world(2, 3);
+    let locations = world.write(BLOCK_PAGES);
+    let node = world.nodes_of(locations[0])[0];
+    world.crash(node);
+    for _ in 0..ROUNDS_MAX {
+        world.sender.probe();
+        world.sender.advance(&mut Vec::new()).unwrap();
+        if world.sender.is_healing() {
+            break;
+        }
+        world.cluster.fabric.step();
+    }
+    assert!(world.sender.is_healing() && !world.sender.knows(node));
+    world.cluster.fabric.restart_node(world.cluster.nodes[usize::from(node.0)]);
+    world.sender.take_in(node, world.cluster.connect(node).unwrap()).unwrap();
+    world.sender.knows(node)
+}
+
+#[test]
+fn a_node_that_came_back_is_taken_in_only_when_nothing_is_under_way() {
+    assert!(!is_taken_in_while_healing());
+    assert!(Mutation::TakeInBusy.while_active(is_taken_in_while_healing));
 }

@@ -19,8 +19,8 @@ use crate::cache::{NO_RECORD, Nonces, begin_at};
 use crate::custody::{Custody, Ledger, UnderWay};
 use crate::error::PoolError;
 use crate::op::{
-    AllocManyOp, AllocOp, FreeOp, Grant, Held, HeldOp, Machine, Mutation, OpError, RecoverOp, Recovered,
-    Several, StretchOp,
+    AllocManyOp, AllocOp, FreeOp, Grant, Held, HeldOp, Machine, OpError, RecoverOp, Recovered, Several,
+    StretchOp,
 };
 use crate::size::{SECTION_BYTES, SizeClass};
 use crate::word::Run;
@@ -230,7 +230,7 @@ impl PoolClient {
         section: u32,
         these: Vec<Held>,
     ) -> Result<Recovered, PoolError> {
-        let op = RecoverOp::only(self.host, these, Mutation::None).within(section..section + 1);
+        let op = RecoverOp::only(self.host, these).within(section..section + 1);
         self.run(id, op)?.map_err(|failure| failure.of(id, 0, 0))
     }
 

@@ -1,4 +1,4 @@
-//! The programs: Aquifer as built for release, and the test programs in C.
+//! The programs: Aquifer, and the test programs in C.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 
 use rustix::fs::{FlockOperation, flock};
 
-/// Names the `aquifer` to test. If it is not set, the release build is brought up to date and used.
+/// Names the `aquifer` to test. If it is not set, the one beside this test program is brought up to date and used.
 pub const BINARY_VARIABLE: &str = "AQUIFER_BIN";
 
 /// The root of the project.
@@ -42,13 +42,11 @@ pub fn binary() -> &'static Path {
             return PathBuf::from(given);
         }
         let _lock = lock("e2e-build.lock");
+        // Of some packages alone it would be another build, with other features of what they share.
         run_to_end(
-            Command::new(env!("CARGO"))
-                // Of some packages alone it would be another build, with other features of what they share.
-                .args(["build", "--release"])
-                .current_dir(root()),
+            Command::new(env!("CARGO")).args(["build", "--workspace", "--all-targets"]).current_dir(root()),
         );
-        root().join("target/release/aquifer")
+        root().join("target/debug/aquifer")
     })
 }
 

@@ -1,6 +1,6 @@
 //! A cluster of the built program, in a folder of its own.
 
-use std::fs::{File, Permissions};
+use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -11,14 +11,13 @@ use tempfile::TempDir;
 use crate::run::Running;
 use crate::{build, eventually, processes};
 
-/// A cluster that is up, alone on this machine as far as tests go. It goes down when it is dropped.
+/// A cluster that is up. It goes down when it is dropped.
 #[derive(Debug)]
 pub struct Cluster {
     state: TempDir,
     run_options: Vec<String>,
     nodes: usize,
     agent_socket: PathBuf,
-    _alone: File,
 }
 
 impl Cluster {
@@ -37,12 +36,10 @@ impl Cluster {
     /// If it does not come up.
     #[must_use]
     pub fn up_with(nodes: usize, memory: &str, options: &[&str]) -> Self {
-        let alone = build::lock("e2e-cluster.lock");
         let state = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
         // As `aquifer up` would make it for root: programs that become somebody else still reach their agent.
         std::fs::set_permissions(state.path(), Permissions::from_mode(0o711)).expect("our own folder");
-        let mut cluster =
-            Self { state, run_options: Vec::new(), nodes, agent_socket: PathBuf::new(), _alone: alone };
+        let mut cluster = Self { state, run_options: Vec::new(), nodes, agent_socket: PathBuf::new() };
         let mut up = cluster.command();
         up.args(["up", "--nodes", &nodes.to_string(), "--memory", memory]).args(options);
         let output = up.output().expect("aquifer can be started");

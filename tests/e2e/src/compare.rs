@@ -1,10 +1,9 @@
-//! The chief claim: a program in a quarter of its memory does what it does plainly.
+//! The chief claim: a program in a quarter of its memory does what it does plainly. Its limit is judged elsewhere: [`crate::steps`].
 
 use serde_json::Value;
 
 use crate::cluster::{Cluster, find, text};
-use crate::limits::{assert_within_limit, most_bytes, run_judged};
-use crate::run::{Running, mempool_share, run_plainly};
+use crate::run::{Running, run_plainly};
 
 const MIB: u64 = 1 << 20;
 
@@ -15,14 +14,12 @@ pub struct Case<'a> {
     pub program: &'a [&'a str],
     /// Whether it forks.
     pub forks: bool,
-    /// Why its limit is not judged, if it is not: README lists these among what is not done.
-    pub unbounded: Option<&'a str>,
 }
 
 /// Run it plainly, then with a quarter of the peak that was seen, and compare. Returns the statistics of the paged run.
 ///
 /// # Panics
-/// If it fails, its output differs, it outgrows its limit, or memory is not given back.
+/// If it fails, its output differs, or memory is not given back.
 pub fn compare(cluster: &Cluster, case: Case<'_>) -> Value {
     let plain = run_plainly(case.program, case.forks);
     plain.assert_success("the plain run");
@@ -37,33 +34,23 @@ pub fn compare(cluster: &Cluster, case: Case<'_>) -> Value {
         .arg(&stats)
         .arg("--")
         .args(case.program);
-    let most_bytes = case.unbounded.map_or(most_bytes(limit), |_| u64::MAX);
-    let paged = run_judged(&cluster.parts(), most_bytes, || {
-        let paged = Running::start(&mut command, case.forks, mempool_share(cluster.agent_socket())).wait();
-        paged.assert_success("the paged run");
-        paged
-    });
+    let paged = Running::start(&mut command, case.forks, Box::new(|| 0)).wait();
+    paged.assert_success("the paged run");
     assert!(
         paged.stdout == plain.stdout,
         "the outputs differ; plainly:\n{}\non the pool:\n{}",
         text(&plain.stdout),
         text(&paged.stdout)
     );
-    match case.unbounded {
-        None => assert_within_limit(&paged, limit),
-        Some(reason) => println!("the limit is not judged: {reason}"),
-    }
     let stats = std::fs::read(&stats).expect("the statistics were written");
     let stats = serde_json::from_slice(&stats).expect("the statistics are JSON");
     assert_honest(&stats, plain.peak.anonymous_bytes, limit);
     println!(
-        "{:?}: plainly {} MiB, limit {} MiB, seen {} MiB and with the mempool {} MiB in {} looks",
+        "{:?}: plainly {} MiB, limit {} MiB, seen {} MiB",
         case.program,
         plain.peak.anonymous_bytes / MIB,
         limit / MIB,
-        paged.peak.anonymous_bytes / MIB,
-        paged.peak.total_bytes / MIB,
-        paged.peak.samples
+        paged.peak.anonymous_bytes / MIB
     );
     cluster.assert_all_free();
     stats

@@ -4,9 +4,9 @@
 //! - [`build`]: the program under test and the C programs.
 //! - [`cluster`]: `aquifer up` … `down`.
 //! - [`run`]: a program plainly, and by `aquifer run`.
-//! - [`compare`]: both, with equal output, within the limit.
-//! - [`limits`]: was it within its limit?
-//! - [`sampler`], [`processes`], [`processors`], [`witness`]: `/proc`, and how busy the machine is.
+//! - [`compare`]: both, with equal output.
+//! - [`steps`]: whether a program stays within its limit.
+//! - [`sampler`], [`processes`]: `/proc`.
 //! - [`agent`]: the agent's socket, for what only a hostile program would send.
 //! - [`house`]: a cluster for all users.
 //! - [`checked`]: a session that knows what its extents hold.
@@ -17,7 +17,7 @@
 //! - [`swap`]: what `aquifer run --swap` has made on this machine.
 //! - [`eventually`]: waiting for a condition.
 //!
-//! A cluster is up in one test at a time, over all test programs: limits and speeds of two would be each other's.
+//! Two tests run side by side, each with a cluster of its own (`.config/nextest.toml`).
 
 pub mod agent;
 pub mod build;
@@ -26,17 +26,15 @@ pub mod cluster;
 pub mod compare;
 pub mod eventually;
 pub mod house;
-pub mod limits;
 pub mod network;
 pub mod postgres;
 pub mod processes;
-pub mod processors;
 pub mod redis;
 pub mod restart;
 pub mod run;
 pub mod sampler;
+pub mod steps;
 pub mod swap;
-pub mod witness;
 
 pub use cluster::Cluster;
 pub use compare::{Case, compare};

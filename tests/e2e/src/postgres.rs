@@ -21,7 +21,7 @@ pub struct Postgres {
 fn tool(name: &str) -> PathBuf {
     let versions = std::fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten();
     let newest = versions.map(|entry| entry.path().join("bin").join(name)).filter(|path| path.exists()).max();
-    newest.expect("there is no PostgreSQL: scripts/install-deps.sh test installs it")
+    newest.expect("there is no PostgreSQL: scripts/install-deps.sh long installs it")
 }
 
 fn plain(path: &Path) -> &str {

@@ -21,6 +21,13 @@ pub struct Peak {
     pub samples: u64,
 }
 
+/// Resident anonymous memory of these processes together, in bytes; what they share by `fork` is counted once if `forks`.
+#[must_use]
+pub fn anonymous_bytes(pids: &[u32], forks: bool) -> u64 {
+    let bytes = if forks { proportional_anonymous_bytes } else { resident_anonymous_bytes };
+    pids.iter().copied().filter_map(bytes).sum()
+}
+
 /// A thread that samples until it is stopped.
 #[derive(Debug)]
 pub struct Sampler {
@@ -42,19 +49,19 @@ impl Sampler {
         let thread = std::thread::spawn(move || {
             let mut peak = Peak::default();
             let tick = if forks { SHARED_TICK } else { TICK };
-            while stopped.recv_timeout(tick) == Err(RecvTimeoutError::Timeout) {
-                let bytes = if forks { proportional_anonymous_bytes } else { resident_anonymous_bytes };
+            loop {
                 let before = descendants(pid);
-                let anonymous = before.iter().copied().filter_map(bytes).sum();
+                let anonymous = anonymous_bytes(&before, forks);
                 // What a fork or an exit in between would count twice is no sample.
-                if forks && descendants(pid) != before {
-                    continue;
+                if !forks || descendants(pid) == before {
+                    peak.anonymous_bytes = peak.anonymous_bytes.max(anonymous);
+                    peak.total_bytes = peak.total_bytes.max(anonymous + mempool());
+                    peak.samples += 1;
                 }
-                peak.anonymous_bytes = peak.anonymous_bytes.max(anonymous);
-                peak.total_bytes = peak.total_bytes.max(anonymous + mempool());
-                peak.samples += 1;
+                if stopped.recv_timeout(tick) != Err(RecvTimeoutError::Timeout) {
+                    return peak;
+                }
             }
-            peak
         });
         Self { stop, thread }
     }

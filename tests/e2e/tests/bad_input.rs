@@ -5,6 +5,7 @@ use std::process::{Command, Output};
 
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::{Cluster, build};
+use aquifer_tests_support::skip;
 use tempfile::TempDir;
 
 const EXIT_FAILED: i32 = 125;
@@ -104,8 +105,8 @@ fn a_user_without_rights_to_userfaultfd_is_told_how_to_get_them() {
     const NOBODY: &str = "65534";
     let sysctl = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
     if !rustix::process::geteuid().is_root() || sysctl.trim() == "1" {
-        println!(
-            "skipped: only root can be another user, and only where users have no such rights there is something to tell"
+        skip(
+            "only root can be another user, and only where users have no such rights there is something to tell",
         );
         return;
     }

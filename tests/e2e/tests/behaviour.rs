@@ -5,9 +5,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output, Stdio};
 
 use aquifer_tests_e2e::cluster::text;
-use aquifer_tests_e2e::limits::{assert_within_limit, most_bytes, run_judged};
-use aquifer_tests_e2e::run::{Running, mempool_share};
-use aquifer_tests_e2e::{Cluster, build, processes};
+use aquifer_tests_e2e::{Cluster, processes};
 use rustix::process::Signal;
 
 const LIMIT: &str = "64M";
@@ -113,23 +111,6 @@ fn shells_pipelines_and_background_jobs_work() {
     assert_eq!(text(&paged.stdout), text(&plain.stdout));
     assert_eq!(paged.status.code(), plain.status.code());
     assert_eq!(paged.stderr.len(), plain.stderr.len(), "{}", text(&paged.stderr));
-    cluster.assert_all_free();
-}
-
-#[test]
-fn the_processes_of_a_run_share_one_limit() {
-    const LIMIT_BYTES: u64 = 48 << 20;
-    let cluster = Cluster::up(3, "256M");
-    let checker = build::programs().join("checker");
-    let one = format!("{} pages --bytes 64M --threads 2 --rounds 1 --seed", checker.display());
-    let script = format!("{one} 1 & first=$!; {one} 2 && {one} 3 && wait $first");
-    let mut command = cluster.run_command(&LIMIT_BYTES.to_string(), &["sh", "-c", &script]);
-    let outcome = run_judged(&cluster.parts(), most_bytes(LIMIT_BYTES), || {
-        let outcome = Running::start(&mut command, true, mempool_share(cluster.agent_socket())).wait();
-        outcome.assert_success("the run of several processes");
-        outcome
-    });
-    assert_within_limit(&outcome, LIMIT_BYTES);
     cluster.assert_all_free();
 }
 

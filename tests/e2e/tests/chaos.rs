@@ -124,16 +124,6 @@ fn kill_etcd(cluster: &Cluster, etcd: &mut Etcd, _: usize) {
     restart_agent(cluster);
 }
 
-#[test]
-fn nothing_is_lost_while_parts_die_and_stop() {
-    play(&[], &["--replicas", "2"], &FAULTS);
-}
-
-#[test]
-fn nothing_is_lost_while_nodes_come_back_with_their_memory() {
-    play(&["--keep-memory"], &[], &FAULTS_OF_KEPT);
-}
-
 fn play(cluster_options: &[&str], run_options: &[&str], what_happens: &[Fault]) {
     assert!(rustix::process::geteuid().is_root(), "it takes root to start PostgreSQL as somebody else");
     let seconds =
@@ -186,4 +176,18 @@ fn play(cluster_options: &[&str], run_options: &[&str], what_happens: &[Fault]) 
     redis.stop().assert_success("redis-server on the pool");
     postgres.stop().assert_success("PostgreSQL on the pool");
     cluster.assert_all_free();
+}
+
+mod long {
+    use super::*;
+
+    #[test]
+    fn nothing_is_lost_while_parts_die_and_stop() {
+        play(&[], &["--replicas", "2"], &FAULTS);
+    }
+
+    #[test]
+    fn nothing_is_lost_while_nodes_come_back_with_their_memory() {
+        play(&["--keep-memory"], &[], &FAULTS_OF_KEPT);
+    }
 }

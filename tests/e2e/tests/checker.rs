@@ -7,16 +7,16 @@ use aquifer_tests_e2e::{Case, Cluster, build, compare};
 /// Under a quarter of this each test takes a few seconds; the limit is still far above what cannot be paged.
 const BYTES: &str = "128M";
 
-fn check(test: &str, options: &[&str], forks: bool, unbounded: Option<&str>) {
-    check_on("shm", test, options, forks, unbounded);
+fn check(test: &str, options: &[&str], forks: bool) {
+    check_on("shm", test, options, forks);
 }
 
-fn check_on(fabric: &str, test: &str, options: &[&str], forks: bool, unbounded: Option<&str>) {
+fn check_on(fabric: &str, test: &str, options: &[&str], forks: bool) {
     let checker = build::programs().join("checker");
     let mut program = vec![checker.to_str().expect("a plain path"), test, "--bytes", BYTES];
     program.extend(options);
     let cluster = Cluster::up_with(3, "512M", &["--fabric", fabric]);
-    compare(&cluster, Case { program: &program, forks, unbounded });
+    compare(&cluster, Case { program: &program, forks });
 }
 
 /// A copy that is kept is worth something only if the page is as it was: the program changes pages, too, and finds each as it left it.
@@ -39,7 +39,7 @@ macro_rules! checks {
         $(
             #[test]
             fn $name() {
-                check($test, &$options, $forks, None);
+                check($test, &$options, $forks);
             }
         )*
     };
@@ -61,26 +61,29 @@ checks! {
 
 #[test]
 fn parent_and_child_have_their_own_pages() {
-    check("fork", &[], true, None);
+    check("fork", &[], true);
 }
 
 #[test]
 fn parent_and_child_write_all_that_they_share_within_their_limit() {
-    check("fork-storm", &["--rounds", "1"], true, None);
+    check("fork-storm", &["--rounds", "1"], true);
 }
 
 #[test]
 fn pages_keep_their_bytes_over_tcp() {
-    check_on("tcp", "pages", &[], false, None);
-}
-
-#[test]
-fn parent_and_child_have_their_own_pages_over_tcp() {
-    check_on("tcp", "fork", &[], true, None);
+    check_on("tcp", "pages", &[], false);
 }
 
 #[test]
 fn protected_pages_keep_their_bytes() {
-    let reason = "pages that may only be read cannot be moved away, so what is read back of them stays";
-    check("protect", &[], false, Some(reason));
+    check("protect", &[], false);
+}
+
+mod long {
+    use super::*;
+
+    #[test]
+    fn parent_and_child_have_their_own_pages_over_tcp() {
+        check_on("tcp", "fork", &[], true);
+    }
 }

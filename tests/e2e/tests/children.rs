@@ -86,20 +86,24 @@ fn children_in_their_parents_memory_see_it_as_it_is() {
     check_all(&EXECUTED, AgentDies::Never);
 }
 
-#[test]
-fn children_come_to_a_parent_whose_agent_has_died() {
-    check_all(&FORKED, AgentDies::BeforeTheChild);
-    check_all(&EXECUTED, AgentDies::BeforeTheChild);
-}
+mod long {
+    use super::*;
 
-#[test]
-fn children_come_while_agents_die() {
-    check_all(&FORKED, AgentDies::AllTheTime);
-    check_all(&EXECUTED, AgentDies::AllTheTime);
-}
+    #[test]
+    fn children_come_while_agents_die() {
+        check_all(&FORKED, AgentDies::AllTheTime);
+        check_all(&EXECUTED, AgentDies::AllTheTime);
+    }
 
-#[test]
-fn children_outlive_the_agent_that_took_them_in() {
-    check_all(&FORKED, AgentDies::AfterTheChild);
-    check_all(&EXECUTED, AgentDies::AfterTheChild);
+    #[test]
+    fn children_outlive_the_agent_that_took_them_in() {
+        check_all(&FORKED, AgentDies::AfterTheChild);
+        check_all(&EXECUTED, AgentDies::AfterTheChild);
+    }
+
+    #[test]
+    fn children_come_to_a_parent_whose_agent_has_died() {
+        check_all(&FORKED, AgentDies::BeforeTheChild);
+        check_all(&EXECUTED, AgentDies::BeforeTheChild);
+    }
 }

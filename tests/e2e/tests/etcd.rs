@@ -36,39 +36,6 @@ fn members(cluster: &Cluster) -> (Value, Vec<u64>) {
 }
 
 #[test]
-fn an_etcd_that_is_killed_and_started_again_costs_a_program_nothing() {
-    let mut etcd = Etcd::start();
-    let cluster = up(&etcd);
-    let status = cluster.status();
-    let parts = status["parts"].as_array().expect("parts are listed");
-    assert!(parts.iter().all(|part| part["name"] != "directory"), "the directory is elsewhere: {parts:?}");
-    let before = members(&cluster);
-    assert_eq!(before.1, [1, 2, 3]);
-
-    let run = checker(&cluster, "12");
-    await_paging(&cluster);
-    etcd.member(0).kill();
-    // Without a directory nothing is missed: another program begins and ends meanwhile.
-    let other = build::programs().join("checker");
-    let other = cluster.run(LIMIT, &[other.to_str().expect("a plain path"), "pages", "--bytes", "64M"]);
-    assert!(other.status.success(), "{}", text(&other.stderr));
-    let told = cluster.status();
-    let problems = find(&told, "problems").and_then(Value::as_array).cloned().unwrap_or_default();
-    assert!(
-        problems.iter().any(|problem| problem.as_str().is_some_and(|problem| problem.contains("etcd://")))
-    );
-    etcd.member(0).restart();
-
-    run.wait().assert_success("the checker, while etcd died and came back");
-    cluster.assert_all_free();
-    // Nobody lost its lease: the same agent, of the same epoch.
-    eventually("everyone to be in the directory", || (members(&cluster) == before).then_some(()));
-    // The shape is remembered.
-    let again = cluster.command().arg("up").output().expect("aquifer can be started");
-    assert!(again.status.success() && text(&again.stdout).contains("up already"), "{}", text(&again.stdout));
-}
-
-#[test]
 fn nodes_and_agent_give_their_places_back_when_they_go() {
     let etcd = Etcd::start();
     drop(up(&etcd));
@@ -99,4 +66,50 @@ fn an_etcd_that_is_not_there_is_said_before_anything_starts() {
     assert!(!output.status.success());
     let said = text(&output.stderr);
     assert!(said.contains(&address) && said.contains("cannot be reached"), "{said}");
+}
+
+mod long {
+    use super::*;
+
+    #[test]
+    fn an_etcd_that_is_killed_and_started_again_costs_a_program_nothing() {
+        let mut etcd = Etcd::start();
+        let cluster = up(&etcd);
+        let status = cluster.status();
+        let parts = status["parts"].as_array().expect("parts are listed");
+        assert!(
+            parts.iter().all(|part| part["name"] != "directory"),
+            "the directory is elsewhere: {parts:?}"
+        );
+        let before = members(&cluster);
+        assert_eq!(before.1, [1, 2, 3]);
+
+        let run = checker(&cluster, "12");
+        await_paging(&cluster);
+        etcd.member(0).kill();
+        // Without a directory nothing is missed: another program begins and ends meanwhile.
+        let other = build::programs().join("checker");
+        let other = cluster.run(LIMIT, &[other.to_str().expect("a plain path"), "pages", "--bytes", "64M"]);
+        assert!(other.status.success(), "{}", text(&other.stderr));
+        let told = cluster.status();
+        let problems = find(&told, "problems").and_then(Value::as_array).cloned().unwrap_or_default();
+        assert!(
+            problems
+                .iter()
+                .any(|problem| problem.as_str().is_some_and(|problem| problem.contains("etcd://")))
+        );
+        etcd.member(0).restart();
+
+        run.wait().assert_success("the checker, while etcd died and came back");
+        cluster.assert_all_free();
+        // Nobody lost its lease: the same agent, of the same epoch.
+        eventually("everyone to be in the directory", || (members(&cluster) == before).then_some(()));
+        // The shape is remembered.
+        let again = cluster.command().arg("up").output().expect("aquifer can be started");
+        assert!(
+            again.status.success() && text(&again.stdout).contains("up already"),
+            "{}",
+            text(&again.stdout)
+        );
+    }
 }

@@ -13,6 +13,7 @@ use aquifer_tests_e2e::checked::{Checked, Random, stamped};
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::restart::restart_agent;
 use aquifer_tests_e2e::{Cluster, House, build, eventually, processes};
+use aquifer_tests_support::skip;
 use tempfile::TempDir;
 
 const ANNE: u32 = 65_533;
@@ -242,26 +243,6 @@ fn a_dead_node_takes_what_was_on_it_and_nothing_else() {
     cluster.assert_all_free();
 }
 
-/// What a session had on a node that was away when it ended is given back when that returns.
-#[test]
-fn a_node_that_was_away_gives_back_what_a_session_had() {
-    let cluster = Cluster::up_with(2, "256M", &["--fabric", "tcp"]);
-    let mut session = Session::open_at(cluster.agent_socket()).expect("a session");
-    let held = session.allocate_many(1 << 20, 40).expect("there is room");
-    assert!(held.iter().any(|extent| extent.node() == 2), "both nodes are used");
-    let node = cluster.part("node", Some(2));
-    processes::signal(node, rustix::process::Signal::STOP);
-    cluster.await_nodes(1);
-    drop(session);
-    eventually("the session to end", || {
-        let status = cluster.status();
-        status["agent"]["sessions"].as_array()?.is_empty().then_some(())
-    });
-    processes::signal(node, rustix::process::Signal::CONT);
-    cluster.await_nodes(2);
-    cluster.assert_all_free();
-}
-
 #[test]
 fn many_pieces_go_at_once_and_errors_name_what_is_wrong() {
     let cluster = Cluster::up(2, "256M");
@@ -369,7 +350,7 @@ fn a_damaged_ring_loses_nothing_when_the_agent_is_killed() {
 fn can_be_others() -> bool {
     let can = rustix::process::geteuid().is_root() && Path::new("/usr/bin/setpriv").exists();
     if !can {
-        println!("skipped: only root can be another user");
+        skip("only root can be another user");
     }
     can
 }
@@ -410,4 +391,28 @@ fn one_users_extents_are_closed_to_another_and_its_quota_is_its_own() {
         holder.kill();
     }
     house.cluster.assert_all_free();
+}
+
+mod long {
+    use super::*;
+
+    /// What a session had on a node that was away when it ended is given back when that returns.
+    #[test]
+    fn a_node_that_was_away_gives_back_what_a_session_had() {
+        let cluster = Cluster::up_with(2, "256M", &["--fabric", "tcp"]);
+        let mut session = Session::open_at(cluster.agent_socket()).expect("a session");
+        let held = session.allocate_many(1 << 20, 40).expect("there is room");
+        assert!(held.iter().any(|extent| extent.node() == 2), "both nodes are used");
+        let node = cluster.part("node", Some(2));
+        processes::signal(node, rustix::process::Signal::STOP);
+        cluster.await_nodes(1);
+        drop(session);
+        eventually("the session to end", || {
+            let status = cluster.status();
+            status["agent"]["sessions"].as_array()?.is_empty().then_some(())
+        });
+        processes::signal(node, rustix::process::Signal::CONT);
+        cluster.await_nodes(2);
+        cluster.assert_all_free();
+    }
 }

@@ -104,11 +104,6 @@ fn a_full_pool_ends_who_filled_it_and_nobody_else() {
 }
 
 #[test]
-fn a_dead_node_costs_its_readers_a_message_and_no_wrong_byte() {
-    kill_the_node("shm");
-}
-
-#[test]
 fn a_dead_node_elsewhere_costs_its_readers_a_message_and_no_wrong_byte() {
     kill_the_node("tcp");
 }
@@ -176,28 +171,6 @@ fn without_its_agent_a_program_waits_and_ends_with_a_message() {
     assert!(output.status.success(), "{}", text(&output.stderr));
 }
 
-/// Nobody is left who knows what the host held, but the memory nodes' logs: the next agent reads it there, when the lease is over.
-#[test]
-fn what_a_host_held_that_died_for_good_is_given_back() {
-    let cluster = Cluster::up_with(2, "128M", &["--grace", "1s"]);
-    let run = endless(&cluster, LIMIT, "128M");
-    await_paging(&cluster, 64 << 20);
-    let parts = ["keeper", "agent"].map(|part| cluster.part(part, None));
-    // It does not go on when nobody holds its memory any more, and so ends by no other than this.
-    processes::signal(program_of(&run), Signal::STOP);
-    for process in parts.into_iter().chain([program_of(&run), run.pid()]) {
-        processes::signal(process, Signal::KILL);
-    }
-    assert!(!run.wait().status.success());
-    let up = cluster.command().arg("up").output().expect("aquifer can be started");
-    assert!(up.status.success(), "{}", text(&up.stderr));
-    cluster.assert_all_free();
-    start_checker(&cluster, LIMIT, &["pages", "--bytes", "128M", "--rounds", "1"])
-        .wait()
-        .assert_success("a run in the memory that was given back");
-    cluster.assert_all_free();
-}
-
 #[test]
 fn going_down_ends_programs_with_a_message() {
     let cluster = Cluster::up(1, "256M");
@@ -242,4 +215,35 @@ fn clusters_live_side_by_side() {
     assert!(aquifer(&["down"]).status.success());
     assert!(!aquifer(&["run", "--local", "64M", "--", "true"]).status.success(), "that cluster is down");
     assert!(cluster.run("64M", &["true"]).status.success(), "this one is not");
+}
+
+mod long {
+    use super::*;
+
+    /// Nobody is left who knows what the host held, but the memory nodes' logs: the next agent reads it there, when the lease is over.
+    #[test]
+    fn what_a_host_held_that_died_for_good_is_given_back() {
+        let cluster = Cluster::up_with(2, "128M", &["--grace", "1s"]);
+        let run = endless(&cluster, LIMIT, "128M");
+        await_paging(&cluster, 64 << 20);
+        let parts = ["keeper", "agent"].map(|part| cluster.part(part, None));
+        // It does not go on when nobody holds its memory any more, and so ends by no other than this.
+        processes::signal(program_of(&run), Signal::STOP);
+        for process in parts.into_iter().chain([program_of(&run), run.pid()]) {
+            processes::signal(process, Signal::KILL);
+        }
+        assert!(!run.wait().status.success());
+        let up = cluster.command().arg("up").output().expect("aquifer can be started");
+        assert!(up.status.success(), "{}", text(&up.stderr));
+        cluster.assert_all_free();
+        start_checker(&cluster, LIMIT, &["pages", "--bytes", "128M", "--rounds", "1"])
+            .wait()
+            .assert_success("a run in the memory that was given back");
+        cluster.assert_all_free();
+    }
+
+    #[test]
+    fn a_dead_node_costs_its_readers_a_message_and_no_wrong_byte() {
+        kill_the_node("shm");
+    }
 }

@@ -6,9 +6,6 @@ use std::process::Command;
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::{Case, Cluster, build, compare};
 
-/// Why the limit is not judged.
-const CODE: &str = "code that is compiled while the program runs cannot be paged";
-
 fn run_to_end(command: &mut Command, what: &str) {
     let output = command.output().unwrap_or_else(|error| {
         panic!("{what}: {error}; scripts/install-deps.sh test installs what it needs")
@@ -22,17 +19,7 @@ fn check_java(collector: &str) {
     let mut compiler = Command::new("javac");
     run_to_end(compiler.args(["-d", &folder]).arg(build::sources().join("Check.java")), "javac");
     let program = ["java", collector, "-Xmx320m", "-XX:TieredStopAtLevel=1", "-cp", &folder, "Check", "128"];
-    compare(&cluster, Case { program: &program, forks: false, unbounded: Some(CODE) });
-}
-
-#[test]
-fn java_with_the_g1_collector() {
-    check_java("-XX:+UseG1GC");
-}
-
-#[test]
-fn java_with_the_serial_collector() {
-    check_java("-XX:+UseSerialGC");
+    compare(&cluster, Case { program: &program, forks: false });
 }
 
 /// Built in a folder, without a network.
@@ -45,20 +32,34 @@ fn build_go(folder: &Path, name: &str, cgo: &str, sources: &[&str]) -> PathBuf {
     program
 }
 
-#[test]
-fn go_that_is_linked_with_libc() {
-    let cluster = Cluster::up(2, "512M");
-    let program = build_go(cluster.state(), "check-cgo", "1", &["check.go", "check_cgo.go"]);
-    let program = [program.to_str().expect("a plain path"), "128"];
-    compare(&cluster, Case { program: &program, forks: false, unbounded: None });
-}
+mod long {
+    use super::*;
 
-#[test]
-fn go_that_is_static_is_refused_with_the_way_out() {
-    let cluster = Cluster::up(1, "64M");
-    let program = build_go(cluster.state(), "check-static", "0", &["check.go"]);
-    let output = cluster.run("64M", &[program.to_str().expect("a plain path"), "16"]);
-    assert_eq!(output.status.code(), Some(126));
-    let said = text(&output.stderr);
-    assert!(said.contains("is statically linked") && said.contains("CGO_ENABLED=1"), "{said}");
+    #[test]
+    fn java_with_the_g1_collector() {
+        check_java("-XX:+UseG1GC");
+    }
+
+    #[test]
+    fn java_with_the_serial_collector() {
+        check_java("-XX:+UseSerialGC");
+    }
+
+    #[test]
+    fn go_that_is_linked_with_libc() {
+        let cluster = Cluster::up(2, "512M");
+        let program = build_go(cluster.state(), "check-cgo", "1", &["check.go", "check_cgo.go"]);
+        let program = [program.to_str().expect("a plain path"), "128"];
+        compare(&cluster, Case { program: &program, forks: false });
+    }
+
+    #[test]
+    fn go_that_is_static_is_refused_with_the_way_out() {
+        let cluster = Cluster::up(1, "64M");
+        let program = build_go(cluster.state(), "check-static", "0", &["check.go"]);
+        let output = cluster.run("64M", &[program.to_str().expect("a plain path"), "16"]);
+        assert_eq!(output.status.code(), Some(126));
+        let said = text(&output.stderr);
+        assert!(said.contains("is statically linked") && said.contains("CGO_ENABLED=1"), "{said}");
+    }
 }

@@ -1,7 +1,10 @@
-//! The limit of a running program is changed while it checks every byte of its own memory.
+//! Programs stay within their limit; and the limit of a running program is changed while it checks every byte of its own memory.
+
+use std::fs::OpenOptions;
 
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::run::{Running, status};
+use aquifer_tests_e2e::steps::{Steps, judge, judge_all, most_bytes};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 use serde_json::Value;
 
@@ -29,6 +32,51 @@ fn await_run(cluster: &Cluster, what: &str, mut fits: impl FnMut(&Value) -> bool
 
 fn figure(run: &Value, name: &str) -> u64 {
     run[name].as_u64().unwrap_or_else(|| panic!("the run tells no {name}: {run:#}"))
+}
+
+fn judge_checker(limit: u64, options: &[&str]) {
+    let checker = build::programs().join("checker");
+    let mut program =
+        vec![checker.to_str().expect("a plain path"), "steps", "--bytes", "128M", "--rounds", "1"];
+    program.extend(options);
+    let cluster = Cluster::up(2, "256M");
+    judge(&cluster, &mut cluster.run_command(&limit.to_string(), &program), most_bytes(limit));
+    cluster.assert_all_free();
+}
+
+#[test]
+fn a_program_stays_within_its_limit_as_it_grows_and_forks() {
+    judge_checker(32 * MIB, &["--threads", "1"]);
+}
+
+#[test]
+fn a_program_with_many_threads_stays_within_its_limit() {
+    judge_checker(24 * MIB, &["--threads", "16"]);
+}
+
+#[test]
+fn the_processes_of_a_run_share_one_limit() {
+    const LIMIT: u64 = 48 * MIB;
+    let cluster = Cluster::up(2, "512M");
+    let checker = build::programs().join("checker");
+    let pipe = |name: &str| {
+        let path = cluster.state().join(name);
+        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+        rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, mode, 0)
+            .expect("a pipe with a name");
+        // Both ends at once: opening does not wait for the program.
+        OpenOptions::new().read(true).write(true).open(&path).expect("our own pipe")
+    };
+    let mut checkers = [1, 2].map(|n| Steps::new(pipe(&format!("to{n}")), pipe(&format!("from{n}"))));
+    let script = "cd \"$1\"; $0 steps --bytes 64M --rounds 1 --threads 2 <to1 >from1 &
+                  $0 steps --bytes 64M --rounds 1 --seed 2 <to2 >from2 && wait $!";
+    let folder = cluster.state().to_str().expect("a plain path");
+    let program = ["sh", "-c", script, checker.to_str().expect("a plain path"), folder];
+    let mut run = cluster.run_command(&LIMIT.to_string(), &program).spawn().expect("aquifer can be started");
+    judge_all(&cluster, run.id(), &mut checkers, most_bytes(LIMIT));
+    let status = run.wait().expect("our own child can be waited for");
+    assert!(status.success(), "the checkers ended with {status}");
+    cluster.assert_all_free();
 }
 
 #[test]

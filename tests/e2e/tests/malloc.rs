@@ -7,10 +7,10 @@ use std::process::{Child, ChildStdin, Command, Output, Stdio};
 
 use aquifer_ipc::{LOCAL_VARIABLE, REPLICAS_VARIABLE};
 use aquifer_tests_e2e::cluster::text;
-use aquifer_tests_e2e::limits::{most_bytes, run_judged};
 use aquifer_tests_e2e::redis::PYTHON;
 use aquifer_tests_e2e::restart::{await_time, figure, restart_agent};
 use aquifer_tests_e2e::run::{Outcome, Running, mempool_share, run_plainly, status};
+use aquifer_tests_e2e::steps::{judge, most_bytes};
 use aquifer_tests_e2e::{Cluster, build, eventually};
 
 const MIB: u64 = 1 << 20;
@@ -46,24 +46,11 @@ fn output(command: &mut Command) -> Output {
     command.stdin(Stdio::null()).output().expect("it can be started")
 }
 
-/// Run it within the limit, and be sure that it kept it.
+/// Run it within the limit.
 fn run_within(cluster: &Cluster, program: &[&str]) -> Outcome {
     let mut command = preloaded(cluster.agent_socket(), Some(&LIMIT.to_string()), program);
-    let allowed = most_bytes(LIMIT) + BESIDE;
-    let outcome = run_judged(&cluster.parts(), allowed, || {
-        let outcome = Running::start(&mut command, true, mempool_share(cluster.agent_socket())).wait();
-        outcome.assert_success("the preloaded program");
-        outcome
-    });
-    let peak = outcome.peak;
-    assert!(peak.samples > 0, "it was watched");
-    println!(
-        "{}: peak {} MiB, with its mempool {} MiB",
-        program[0],
-        peak.anonymous_bytes / MIB,
-        peak.total_bytes / MIB
-    );
-    assert!(peak.total_bytes <= allowed, "{} MiB were resident", peak.total_bytes / MIB);
+    let outcome = Running::start(&mut command, true, mempool_share(cluster.agent_socket())).wait();
+    outcome.assert_success("the preloaded program");
     outcome
 }
 
@@ -74,67 +61,12 @@ fn torture(cluster: &Cluster) -> Command {
 }
 
 #[test]
-fn four_times_the_limit_is_as_it_was_written_in_parent_and_child() {
-    let cluster = Cluster::up(2, "512M");
-    let (checker, bytes) = (checker(), (4 * LIMIT).to_string());
-    run_within(&cluster, &[checker.to_str().expect("a plain path"), "torture", &bytes, THREADS]);
-    cluster.assert_all_free();
-}
-
-#[test]
-fn agents_that_die_lose_nothing() {
-    let cluster = Cluster::up(2, "512M");
-    let mut run = Running::start(&mut torture(&cluster), true, Box::new(|| 0));
-    let mut restarts = 0;
-    while restarts < 4 {
-        let goes_on = await_time(&mut run, "faults to be served", || {
-            figure(&cluster, "faults").is_some_and(|faults| faults >= 300)
-        });
-        if !goes_on {
-            break;
-        }
-        restart_agent(&cluster);
-        restarts += 1;
-    }
-    let outcome = run.wait();
-    outcome.assert_success("the program whose agents died");
-    assert_eq!(text(&outcome.stdout), "all is as it was written\n");
-    assert!(restarts > 0, "no agent died");
-    cluster.assert_all_free();
-}
-
-#[test]
-fn a_linked_program_is_as_a_preloaded_one() {
-    let cluster = Cluster::up(1, "512M");
-    let folder = tempfile::tempdir().expect("a folder");
-    // As it is installed.
-    std::fs::copy(library(), folder.path().join("libaquifer-malloc.so")).expect("the library can be copied");
-    let source = std::fs::read_to_string(build::sources().join("malloccheck.c")).expect("its source");
-    let search = format!("-L{}", folder.path().display());
-    let options =
-        ["-fno-builtin", "-pthread", "-Wl,--no-as-needed", &search, "-laquifer-malloc", "-Wl,-rpath,$ORIGIN"];
-    let program = build::compile(folder.path(), "linked", &source, &options);
-    let torture = |local: Option<&str>| {
-        let mut command = Command::new(&program);
-        command.args(["torture", &(4 * LIMIT).to_string(), "2"]).env("AQUIFER_AGENT", cluster.agent_socket());
-        local.map(|local| command.env(LOCAL_VARIABLE, local));
-        let output = output(&mut command);
-        assert!(output.status.success(), "{}", text(&output.stderr));
-    };
-    // Of all runs of this user, those that the agent has closed.
-    let faults = || {
-        eventually("the run to be closed", || {
-            let status = status(cluster.agent_socket()).expect("the agent answers");
-            let is_closed = status["runs"].as_array().is_none_or(Vec::is_empty);
-            is_closed.then(|| status["tenants"][0]["faults"].as_u64().unwrap_or(0))
-        })
-    };
-    let before = faults();
-    torture(Some("32M"));
-    let served = faults();
-    assert!(served > before, "nothing was paged");
-    torture(None);
-    assert_eq!(faults(), served, "it went unpaged");
+fn the_arena_stays_within_the_limit_as_it_grows_and_forks() {
+    let checker = build::programs().join("checker");
+    let program = [checker.to_str().expect("a plain path"), "steps", "--bytes", "192M", "--rounds", "1"];
+    let cluster = Cluster::up(2, "256M");
+    let mut command = preloaded(cluster.agent_socket(), Some(&LIMIT.to_string()), &program);
+    judge(&cluster, &mut command, most_bytes(LIMIT) + BESIDE);
     cluster.assert_all_free();
 }
 
@@ -266,19 +198,6 @@ fn a_child_outlives_the_parent_that_opened_the_run() {
 }
 
 #[test]
-fn under_aquifer_run_all_is_paged_once() {
-    let cluster = Cluster::up(1, "512M");
-    let (checker, preload) = (checker(), format!("LD_PRELOAD={}", library().display()));
-    let (bytes, local) = ((2 * LIMIT).to_string(), format!("{LOCAL_VARIABLE}=16M"));
-    let shim = build::binary().with_file_name("libaquifer_shim.so");
-    let both = format!("{preload}:{}", shim.display());
-    let program = ["env", &both, &local, checker.to_str().expect("a plain path"), "torture", &bytes, "2"];
-    let output = cluster.run("40M", &program);
-    assert!(output.status.success(), "{}", text(&output.stderr));
-    cluster.assert_all_free();
-}
-
-#[test]
 fn what_cannot_be_is_said_and_ends_the_program() {
     let nowhere = Path::new("/nowhere/agent.sock");
     let checker = checker();
@@ -313,4 +232,95 @@ fn without_a_limit_it_is_an_ordinary_allocator() {
         (text(&output.stdout).as_str(), text(&output.stderr).as_str()),
         ("all is as it was written\n", "")
     );
+}
+
+mod long {
+    use super::*;
+
+    #[test]
+    fn agents_that_die_lose_nothing() {
+        let cluster = Cluster::up(2, "512M");
+        let mut run = Running::start(&mut torture(&cluster), true, Box::new(|| 0));
+        let mut restarts = 0;
+        while restarts < 4 {
+            let goes_on = await_time(&mut run, "faults to be served", || {
+                figure(&cluster, "faults").is_some_and(|faults| faults >= 300)
+            });
+            if !goes_on {
+                break;
+            }
+            restart_agent(&cluster);
+            restarts += 1;
+        }
+        let outcome = run.wait();
+        outcome.assert_success("the program whose agents died");
+        assert_eq!(text(&outcome.stdout), "all is as it was written\n");
+        assert!(restarts > 0, "no agent died");
+        cluster.assert_all_free();
+    }
+
+    #[test]
+    fn four_times_the_limit_is_as_it_was_written_in_parent_and_child() {
+        let cluster = Cluster::up(2, "512M");
+        let (checker, bytes) = (checker(), (4 * LIMIT).to_string());
+        run_within(&cluster, &[checker.to_str().expect("a plain path"), "torture", &bytes, THREADS]);
+        cluster.assert_all_free();
+    }
+
+    #[test]
+    fn under_aquifer_run_all_is_paged_once() {
+        let cluster = Cluster::up(1, "512M");
+        let (checker, preload) = (checker(), format!("LD_PRELOAD={}", library().display()));
+        let (bytes, local) = ((2 * LIMIT).to_string(), format!("{LOCAL_VARIABLE}=16M"));
+        let shim = build::binary().with_file_name("libaquifer_shim.so");
+        let both = format!("{preload}:{}", shim.display());
+        let program = ["env", &both, &local, checker.to_str().expect("a plain path"), "torture", &bytes, "2"];
+        let output = cluster.run("40M", &program);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        cluster.assert_all_free();
+    }
+
+    #[test]
+    fn a_linked_program_is_as_a_preloaded_one() {
+        let cluster = Cluster::up(1, "512M");
+        let folder = tempfile::tempdir().expect("a folder");
+        // As it is installed.
+        std::fs::copy(library(), folder.path().join("libaquifer-malloc.so"))
+            .expect("the library can be copied");
+        let source = std::fs::read_to_string(build::sources().join("malloccheck.c")).expect("its source");
+        let search = format!("-L{}", folder.path().display());
+        let options = [
+            "-fno-builtin",
+            "-pthread",
+            "-Wl,--no-as-needed",
+            &search,
+            "-laquifer-malloc",
+            "-Wl,-rpath,$ORIGIN",
+        ];
+        let program = build::compile(folder.path(), "linked", &source, &options);
+        let torture = |local: Option<&str>| {
+            let mut command = Command::new(&program);
+            command
+                .args(["torture", &(4 * LIMIT).to_string(), "2"])
+                .env("AQUIFER_AGENT", cluster.agent_socket());
+            local.map(|local| command.env(LOCAL_VARIABLE, local));
+            let output = output(&mut command);
+            assert!(output.status.success(), "{}", text(&output.stderr));
+        };
+        // Of all runs of this user, those that the agent has closed.
+        let faults = || {
+            eventually("the run to be closed", || {
+                let status = status(cluster.agent_socket()).expect("the agent answers");
+                let is_closed = status["runs"].as_array().is_none_or(Vec::is_empty);
+                is_closed.then(|| status["tenants"][0]["faults"].as_u64().unwrap_or(0))
+            })
+        };
+        let before = faults();
+        torture(Some("32M"));
+        let served = faults();
+        assert!(served > before, "nothing was paged");
+        torture(None);
+        assert_eq!(faults(), served, "it went unpaged");
+        cluster.assert_all_free();
+    }
 }

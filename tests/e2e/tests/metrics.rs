@@ -38,76 +38,6 @@ fn agent(cluster: &Cluster, place: &str) -> Part {
     Part::start_here(cluster.state(), &["agent", "--metrics", place])
 }
 
-#[test]
-fn figures_of_a_program_grow_at_the_agent_and_at_the_node() {
-    let cluster = Cluster::up_with(1, OWN, &["--fabric", "tcp"]);
-    let socket = cluster.state().join("node.metrics");
-    let node_place = format!("unix:{}", socket.display());
-    let words =
-        ["node", "--id", "2", "--memory", "256M", "--listen", "127.0.0.1:0", "--metrics", &node_place];
-    let node = Part::start_here(cluster.state(), &words);
-    processes::kill(cluster.part("agent", None));
-    let place = free_port();
-    let first = agent(&cluster, &place);
-    let idle = scrape(&place).expect("they are right");
-    assert_eq!(idle.sum("aquifer_agent_nodes", &[]), Some(2.0));
-    assert_eq!(idle.sum(FAULTS, &[]), None, "there are no runs");
-
-    let run = checker(&cluster, "40");
-    let samples = until_more(&place, FAULTS, 1000.0);
-    let before = samples.sum(FAULTS, &[]).expect("there is a run");
-    let own = rustix::process::geteuid().as_raw().to_string();
-    assert!(samples.of(FAULTS, &[("tenant", &own)]).next().is_some_and(|run| run.labels.contains_key("run")));
-    assert_eq!(samples.sum("aquifer_agent_run_name", &[("name", "checker")]), Some(1.0));
-    assert_eq!(samples.sum("aquifer_agent_limit_bytes", &[]), Some(f64::from(32 << 20)));
-    assert_eq!(
-        samples.sum("aquifer_agent_fault_latency_seconds_bucket", &[("le", "+Inf")]),
-        samples.sum("aquifer_agent_fault_latency_seconds_count", &[])
-    );
-    until_more(&place, FAULTS, before);
-    until_more(&place, "aquifer_agent_remote_reads_total", 0.0);
-    until_more(&place, "aquifer_agent_tenant_remote_bytes", 0.0);
-
-    let of_node = until_more(&node_place, "aquifer_node_served_bytes_total", 0.0);
-    let sum = |name: &str| of_node.sum(name, &[]).expect(name);
-    assert!(sum("aquifer_node_free_bytes") < sum("aquifer_node_memory_bytes"));
-    assert!(sum("aquifer_node_endpoints") > 0.0 && sum("aquifer_node_operations_total") > 0.0);
-    assert!(of_node.sum("aquifer_node_operations_total", &[("tenant", &own)]).is_some());
-    let bytes = sum("aquifer_node_served_bytes_total");
-    until_more(&node_place, "aquifer_node_served_bytes_total", bytes);
-
-    // The next agent serves figures at the same place, from 0 on, of the same run.
-    let runs = |samples: &Samples| {
-        samples.of(FAULTS, &[]).filter_map(|sample| sample.labels.get("run").cloned()).collect::<Vec<_>>()
-    };
-    let known = runs(&samples);
-    first.kill();
-    let second = agent(&cluster, &place);
-    assert_eq!(runs(&until_more(&place, FAULTS, 0.0)), known);
-    hostile(&place);
-    run.wait().assert_success("the checker that was watched");
-
-    until_more(&place, "aquifer_agent_lease_renewals_total", 0.0);
-    // What is over is counted for its tenant, and no run is left.
-    let after = eventually("the run to be gone", || {
-        scrape(&place).ok().filter(|samples| samples.sum(FAULTS, &[]).is_none())
-    });
-    assert!(after.sum("aquifer_agent_tenant_faults_total", &[("tenant", &own)]).is_some_and(|sum| sum > 0.0));
-    assert_eq!(after.sum("aquifer_agent_tenant_runs", &[]), Some(0.0));
-    // What it had is cleared by its node, over its own fabric.
-    until_more(&node_place, "aquifer_node_cleared_bytes_total", 0.0);
-    let status = cluster.status();
-    let tenant = &status["agent"]["tenants"][0];
-    assert_eq!(tenant["tenant"].as_u64().map(|tenant| tenant.to_string()), Some(own));
-    assert!(tenant["faults"].as_u64() > Some(0) && tenant["runs"].as_u64() == Some(0), "{tenant}");
-    drop(second);
-    drop(node);
-    assert!(!socket.exists() && scrape(&place).is_err());
-    // The cluster goes down with all its parts.
-    let up = cluster.command().arg("up").output().expect("aquifer can be started");
-    assert!(up.status.success(), "{}", text(&up.stderr));
-}
-
 /// Nothing that is said to the agent's figures harms the agent.
 fn hostile(place: &str) {
     let mut open = Vec::new();
@@ -154,4 +84,82 @@ fn figures_are_for_this_machine_alone() {
     let place = held.local_addr().expect("it is bound").to_string();
     let why = said(&["node", "--id", "1", "--memory", "8M", "--metrics", &place]);
     assert!(why.contains(&place) && why.contains("--metrics"), "{why}");
+}
+
+mod long {
+    use super::*;
+
+    #[test]
+    fn figures_of_a_program_grow_at_the_agent_and_at_the_node() {
+        let cluster = Cluster::up_with(1, OWN, &["--fabric", "tcp"]);
+        let socket = cluster.state().join("node.metrics");
+        let node_place = format!("unix:{}", socket.display());
+        let words =
+            ["node", "--id", "2", "--memory", "256M", "--listen", "127.0.0.1:0", "--metrics", &node_place];
+        let node = Part::start_here(cluster.state(), &words);
+        processes::kill(cluster.part("agent", None));
+        let place = free_port();
+        let first = agent(&cluster, &place);
+        let idle = scrape(&place).expect("they are right");
+        assert_eq!(idle.sum("aquifer_agent_nodes", &[]), Some(2.0));
+        assert_eq!(idle.sum(FAULTS, &[]), None, "there are no runs");
+
+        let run = checker(&cluster, "40");
+        let samples = until_more(&place, FAULTS, 1000.0);
+        let before = samples.sum(FAULTS, &[]).expect("there is a run");
+        let own = rustix::process::geteuid().as_raw().to_string();
+        assert!(
+            samples.of(FAULTS, &[("tenant", &own)]).next().is_some_and(|run| run.labels.contains_key("run"))
+        );
+        assert_eq!(samples.sum("aquifer_agent_run_name", &[("name", "checker")]), Some(1.0));
+        assert_eq!(samples.sum("aquifer_agent_limit_bytes", &[]), Some(f64::from(32 << 20)));
+        assert_eq!(
+            samples.sum("aquifer_agent_fault_latency_seconds_bucket", &[("le", "+Inf")]),
+            samples.sum("aquifer_agent_fault_latency_seconds_count", &[])
+        );
+        until_more(&place, FAULTS, before);
+        until_more(&place, "aquifer_agent_remote_reads_total", 0.0);
+        until_more(&place, "aquifer_agent_tenant_remote_bytes", 0.0);
+
+        let of_node = until_more(&node_place, "aquifer_node_served_bytes_total", 0.0);
+        let sum = |name: &str| of_node.sum(name, &[]).expect(name);
+        assert!(sum("aquifer_node_free_bytes") < sum("aquifer_node_memory_bytes"));
+        assert!(sum("aquifer_node_endpoints") > 0.0 && sum("aquifer_node_operations_total") > 0.0);
+        assert!(of_node.sum("aquifer_node_operations_total", &[("tenant", &own)]).is_some());
+        let bytes = sum("aquifer_node_served_bytes_total");
+        until_more(&node_place, "aquifer_node_served_bytes_total", bytes);
+
+        // The next agent serves figures at the same place, from 0 on, of the same run.
+        let runs = |samples: &Samples| {
+            samples.of(FAULTS, &[]).filter_map(|sample| sample.labels.get("run").cloned()).collect::<Vec<_>>()
+        };
+        let known = runs(&samples);
+        first.kill();
+        let second = agent(&cluster, &place);
+        assert_eq!(runs(&until_more(&place, FAULTS, 0.0)), known);
+        hostile(&place);
+        run.wait().assert_success("the checker that was watched");
+
+        until_more(&place, "aquifer_agent_lease_renewals_total", 0.0);
+        // What is over is counted for its tenant, and no run is left.
+        let after = eventually("the run to be gone", || {
+            scrape(&place).ok().filter(|samples| samples.sum(FAULTS, &[]).is_none())
+        });
+        assert!(
+            after.sum("aquifer_agent_tenant_faults_total", &[("tenant", &own)]).is_some_and(|sum| sum > 0.0)
+        );
+        assert_eq!(after.sum("aquifer_agent_tenant_runs", &[]), Some(0.0));
+        // What it had is cleared by its node, over its own fabric.
+        until_more(&node_place, "aquifer_node_cleared_bytes_total", 0.0);
+        let status = cluster.status();
+        let tenant = &status["agent"]["tenants"][0];
+        assert_eq!(tenant["tenant"].as_u64().map(|tenant| tenant.to_string()), Some(own));
+        assert!(tenant["faults"].as_u64() > Some(0) && tenant["runs"].as_u64() == Some(0), "{tenant}");
+        drop(second);
+        drop(node);
+        assert!(!socket.exists() && scrape(&place).is_err());
+        // The cluster goes down with all its parts.
+        let up = cluster.command().arg("up").output().expect("aquifer can be started");
+        assert!(up.status.success(), "{}", text(&up.stderr));
+    }
 }

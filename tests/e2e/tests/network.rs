@@ -41,12 +41,10 @@ struct Cluster {
     _etcd: Etcd,
     _network: Network,
     _key: TempDir,
-    _alone: std::fs::File,
 }
 
 impl Cluster {
     fn up() -> Self {
-        let alone = build::lock("e2e-cluster.lock");
         let key = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
         let key_file = key.path().join("cluster.key");
         write_private(&key_file, &"5a".repeat(32));
@@ -56,7 +54,7 @@ impl Cluster {
         let etcd = Etcd::start_with(1, &options);
         let nodes = (1..=NODES).map(|id| Node::start(&mut network, id, &etcd, &key_file)).collect();
         let hosts = (1..=2).map(|number| Host::start(&mut network, number, &etcd, &key_file)).collect();
-        let cluster = Self { hosts, nodes, _etcd: etcd, _network: network, _key: key, _alone: alone };
+        let cluster = Self { hosts, nodes, _etcd: etcd, _network: network, _key: key };
         cluster.hosts.iter().for_each(|host| host.await_nodes(usize::from(NODES)));
         cluster
     }
@@ -169,21 +167,25 @@ fn hosts_and_nodes_on_a_network_of_their_own() {
     assert!(told.contains("This host's agent serves you"), "{told}");
 }
 
-/// As docs/guide/cluster.md has it: its lease ends, who reads a page of it is told, and never gets a wrong one; others go on without it.
-#[test]
-fn a_node_that_is_cut_off_costs_its_readers_a_message_and_no_wrong_byte() {
-    let cluster = Cluster::up();
-    let [first, second] = &cluster.hosts[..] else { panic!("there are two hosts") };
-    let run = first.checker("1000000");
-    first.await_paging();
-    cluster.nodes[2].cut_off();
-    let outcome = run.wait();
-    assert!(!outcome.status.success(), "pages on that node are lost");
-    assert_no_wrong_byte(&outcome);
-    first.await_nodes(usize::from(NODES) - 1);
-    second.await_nodes(usize::from(NODES) - 1);
-    second.checker("1").wait().assert_success("the checker on the nodes that are left");
-    cluster.nodes[2].let_back();
-    first.await_nodes(usize::from(NODES));
-    first.checker("1").wait().assert_success("the checker when the node is back");
+mod long {
+    use super::*;
+
+    /// As docs/guide/cluster.md has it: its lease ends, who reads a page of it is told, and never gets a wrong one; others go on without it.
+    #[test]
+    fn a_node_that_is_cut_off_costs_its_readers_a_message_and_no_wrong_byte() {
+        let cluster = Cluster::up();
+        let [first, second] = &cluster.hosts[..] else { panic!("there are two hosts") };
+        let run = first.checker("1000000");
+        first.await_paging();
+        cluster.nodes[2].cut_off();
+        let outcome = run.wait();
+        assert!(!outcome.status.success(), "pages on that node are lost");
+        assert_no_wrong_byte(&outcome);
+        first.await_nodes(usize::from(NODES) - 1);
+        second.await_nodes(usize::from(NODES) - 1);
+        second.checker("1").wait().assert_success("the checker on the nodes that are left");
+        cluster.nodes[2].let_back();
+        first.await_nodes(usize::from(NODES));
+        first.checker("1").wait().assert_success("the checker when the node is back");
+    }
 }

@@ -134,31 +134,6 @@ fn extents_outlive_a_nodes_process_over_tcp() {
     extents_outlive_nodes("tcp");
 }
 
-#[test]
-fn swap_devices_outlive_a_nodes_process() {
-    if !swap::is_possible() {
-        return;
-    }
-    for fabric in ["shm", "tcp"] {
-        let cluster = cluster(fabric);
-        let checker = build::programs().join("checker-static");
-        let program = [checker.to_str().expect("a plain path"), "pages", "--bytes", BYTES, "--rounds", "3"];
-        let mut command = cluster.command();
-        command.args(["run", "--swap", "--local", LIMIT, "--"]).args(program);
-        let mut run = Running::start(&mut command, false, Box::new(|| 0));
-        let is_swapping = || swap::devices(&cluster).iter().any(|name| swap::swapped_bytes(name) > 24 << 20);
-        if await_time(&mut run, "a program to be swapped", is_swapping) {
-            for restart in 0..RESTARTS_MAX {
-                restart_node(&cluster, 1 + restart % NODES);
-            }
-        }
-        let outcome = run.wait();
-        outcome.assert_success("a program on swap whose nodes went");
-        assert_eq!(text(&outcome.stdout), text(&run_plainly(&program, false).stdout));
-        cluster.assert_all_free();
-    }
-}
-
 /// A program that goes on until it is ended, most of whose memory is on one node.
 fn endless(cluster: &Cluster) -> Running {
     let checker = build::programs().join("checker");
@@ -218,12 +193,43 @@ fn a_node_that_comes_back_without_its_memory_says_so() {
     }
 }
 
-#[test]
-fn a_node_that_does_not_come_back_is_given_up() {
-    let cluster = Cluster::up_with(1, "512M", &["--fabric", "tcp", "--keep-memory", "--grace", "3s"]);
-    let run = endless(&cluster);
-    processes::kill(cluster.part("node", Some(1)));
-    assert_told(run);
-    start_missing(&cluster, "Started node-1");
-    cluster.assert_all_free();
+mod long {
+    use super::*;
+
+    #[test]
+    fn a_node_that_does_not_come_back_is_given_up() {
+        let cluster = Cluster::up_with(1, "512M", &["--fabric", "tcp", "--keep-memory", "--grace", "3s"]);
+        let run = endless(&cluster);
+        processes::kill(cluster.part("node", Some(1)));
+        assert_told(run);
+        start_missing(&cluster, "Started node-1");
+        cluster.assert_all_free();
+    }
+
+    #[test]
+    fn swap_devices_outlive_a_nodes_process() {
+        if !swap::is_possible() {
+            return;
+        }
+        for fabric in ["shm", "tcp"] {
+            let cluster = cluster(fabric);
+            let checker = build::programs().join("checker-static");
+            let program =
+                [checker.to_str().expect("a plain path"), "pages", "--bytes", BYTES, "--rounds", "3"];
+            let mut command = cluster.command();
+            command.args(["run", "--swap", "--local", LIMIT, "--"]).args(program);
+            let mut run = Running::start(&mut command, false, Box::new(|| 0));
+            let is_swapping =
+                || swap::devices(&cluster).iter().any(|name| swap::swapped_bytes(name) > 24 << 20);
+            if await_time(&mut run, "a program to be swapped", is_swapping) {
+                for restart in 0..RESTARTS_MAX {
+                    restart_node(&cluster, 1 + restart % NODES);
+                }
+            }
+            let outcome = run.wait();
+            outcome.assert_success("a program on swap whose nodes went");
+            assert_eq!(text(&outcome.stdout), text(&run_plainly(&program, false).stdout));
+            cluster.assert_all_free();
+        }
+    }
 }

@@ -10,20 +10,24 @@ const LIMIT: &str = "40M";
 const QUERY: &str = "SELECT count(*), sum(n), md5(string_agg(h, '' ORDER BY h)) FROM \
     (SELECT md5((j % 300000)::text) AS h, count(*) AS n FROM generate_series(1, 600000) AS s(j) GROUP BY 1) AS g";
 
-#[test]
-fn postgres_keeps_its_books() {
-    assert!(rustix::process::geteuid().is_root(), "it takes root to start PostgreSQL as somebody else");
-    let house = House::build();
-    let postgres = Postgres::start(&house, LIMIT);
-    postgres.open_books();
-    let _ = postgres.ask("pgbench", &["-n", "-c", "4", "-t", "100"]);
-    postgres.assert_books(400);
-    let in_memory = postgres.query(&format!("SET work_mem = '1GB'; {QUERY}"));
-    assert!(in_memory.starts_with("300000|600000|"), "{in_memory}");
-    // In files mostly.
-    assert_eq!(postgres.query(&format!("SET work_mem = '64kB'; {QUERY}")), in_memory);
-    let evictions = figure(&house.cluster, "evictions").expect("the agent answers");
-    assert!(evictions > 1000, "nothing was paged");
-    postgres.stop().assert_success("PostgreSQL on the pool");
-    house.cluster.assert_all_free();
+mod long {
+    use super::*;
+
+    #[test]
+    fn postgres_keeps_its_books() {
+        assert!(rustix::process::geteuid().is_root(), "it takes root to start PostgreSQL as somebody else");
+        let house = House::build();
+        let postgres = Postgres::start(&house, LIMIT);
+        postgres.open_books();
+        let _ = postgres.ask("pgbench", &["-n", "-c", "4", "-t", "100"]);
+        postgres.assert_books(400);
+        let in_memory = postgres.query(&format!("SET work_mem = '1GB'; {QUERY}"));
+        assert!(in_memory.starts_with("300000|600000|"), "{in_memory}");
+        // In files mostly.
+        assert_eq!(postgres.query(&format!("SET work_mem = '64kB'; {QUERY}")), in_memory);
+        let evictions = figure(&house.cluster, "evictions").expect("the agent answers");
+        assert!(evictions > 1000, "nothing was paged");
+        postgres.stop().assert_success("PostgreSQL on the pool");
+        house.cluster.assert_all_free();
+    }
 }

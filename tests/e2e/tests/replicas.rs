@@ -128,23 +128,6 @@ fn a_node_may_be_replaced_while_there_is_no_agent() {
     end(&cluster, run);
 }
 
-/// Reads go to the other copies at once; writes wait until the node is given up.
-#[test]
-fn a_stopped_node_is_waited_for_no_longer_than_it_must() {
-    let cluster = Cluster::up_with(3, "256M", &["--fabric", "tcp"]);
-    let run = start_checker(&cluster, "1000000");
-    await_paging(&cluster);
-    let node = cluster.part("node", Some(2));
-    processes::signal(node, Signal::STOP);
-    eventually("the node to be given up", || (figure(&cluster, "copied_slabs")? > 0).then_some(()));
-    await_faults(&cluster, 20_000);
-    // What it still has of the run is old, and never read again; it goes back.
-    processes::signal(node, Signal::CONT);
-    await_faults(&cluster, 20_000);
-    end(&cluster, run);
-    cluster.assert_all_free();
-}
-
 /// The next agent does without what is on a node that does not answer, and gives it back when it does.
 fn take_over_without_a_node(is_away: bool) {
     let cluster = Cluster::up_with(3, "256M", &["--fabric", "tcp"]);
@@ -165,17 +148,6 @@ fn take_over_without_a_node(is_away: bool) {
 }
 
 #[test]
-fn a_node_may_stand_still_while_an_agent_takes_over() {
-    take_over_without_a_node(false);
-}
-
-/// It is no node at all meanwhile: nobody can tell that it will come back with its memory.
-#[test]
-fn a_node_may_be_away_while_an_agent_takes_over() {
-    take_over_without_a_node(true);
-}
-
-#[test]
 fn more_replicas_than_nodes_are_refused() {
     let cluster = Cluster::up(1, "64M");
     let run = |replicas: &str| {
@@ -188,4 +160,36 @@ fn more_replicas_than_nodes_are_refused() {
     let said = text(&output.stderr);
     assert!(said.contains("--replicas 2") && said.contains("the cluster has 1"), "{said}");
     assert!(run("1").status.success());
+}
+
+mod long {
+    use super::*;
+
+    /// Reads go to the other copies at once; writes wait until the node is given up.
+    #[test]
+    fn a_stopped_node_is_waited_for_no_longer_than_it_must() {
+        let cluster = Cluster::up_with(3, "256M", &["--fabric", "tcp"]);
+        let run = start_checker(&cluster, "1000000");
+        await_paging(&cluster);
+        let node = cluster.part("node", Some(2));
+        processes::signal(node, Signal::STOP);
+        eventually("the node to be given up", || (figure(&cluster, "copied_slabs")? > 0).then_some(()));
+        await_faults(&cluster, 20_000);
+        // What it still has of the run is old, and never read again; it goes back.
+        processes::signal(node, Signal::CONT);
+        await_faults(&cluster, 20_000);
+        end(&cluster, run);
+        cluster.assert_all_free();
+    }
+
+    #[test]
+    fn a_node_may_stand_still_while_an_agent_takes_over() {
+        take_over_without_a_node(false);
+    }
+
+    /// It is no node at all meanwhile: nobody can tell that it will come back with its memory.
+    #[test]
+    fn a_node_may_be_away_while_an_agent_takes_over() {
+        take_over_without_a_node(true);
+    }
 }

@@ -85,23 +85,6 @@ fn a_static_program_keeps_its_bytes() {
 }
 
 #[test]
-fn a_static_program_keeps_its_bytes_over_tcp() {
-    keeps_its_bytes("tcp");
-}
-
-#[test]
-fn children_are_swapped_too() {
-    if !swap::is_possible() {
-        return;
-    }
-    let cluster = Cluster::up(3, "256M");
-    let checker = checker();
-    let outcome = start(&cluster, &[], &[&checker, "fork", "--bytes", BYTES]).wait();
-    outcome.assert_success("a forking program on swap");
-    cluster.assert_all_free();
-}
-
-#[test]
 fn a_program_is_itself_to_whoever_looks() {
     if !swap::is_possible() {
         return;
@@ -145,143 +128,6 @@ fn a_killed_server_ends_its_program_with_a_message() {
 }
 
 #[test]
-fn a_killed_run_leaves_its_program_and_then_nothing() {
-    if !swap::is_possible() {
-        return;
-    }
-    let cluster = Cluster::up(3, "128M");
-    let run = endless(&cluster);
-    let name = await_swapping(&cluster);
-    let program = program_of(&run);
-    processes::signal(run.pid(), Signal::KILL);
-    assert!(processes::is_alive(program), "the program outlives who started it, as under a shell");
-    processes::signal(program, Signal::KILL);
-    let _ = run.wait();
-    assert_nothing_left(&cluster, &name);
-    cluster.assert_all_free();
-}
-
-#[test]
-fn what_run_and_server_leave_the_next_run_cleans_up() {
-    if !swap::is_possible() {
-        return;
-    }
-    let cluster = Cluster::up(3, "128M");
-    let run = endless(&cluster);
-    let name = await_swapping(&cluster);
-    processes::signal(run.pid(), Signal::KILL);
-    for server in swap::servers(&cluster) {
-        processes::signal(server, Signal::KILL);
-    }
-    // Its program may wait for memory until then, which nobody sees to any more.
-    let next = start(&cluster, &[], &["true"]).wait();
-    next.assert_success("the next run");
-    assert_no_wrong_byte(&run.wait().stderr);
-    assert_nothing_left(&cluster, &name);
-}
-
-#[test]
-fn two_devices_side_by_side_do_not_harm_each_other() {
-    if !swap::is_possible() {
-        return;
-    }
-    let cluster = Cluster::up(3, "256M");
-    let doomed = endless(&cluster);
-    let doomed_name = await_swapping(&cluster);
-    let steady = start(&cluster, &[], &[&checker(), "pages", "--bytes", BYTES, "--seed", "5"]);
-    eventually("the other device to be there", || (swap::devices(&cluster).len() == 2).then_some(()));
-    processes::signal(program_of(&doomed), Signal::SEGV);
-    let doomed = doomed.wait();
-    assert_eq!(doomed.status.signal(), Some(Signal::SEGV.as_raw()), "{}", doomed.stderr);
-    assert_no_wrong_byte(&doomed.stderr);
-    steady.wait().assert_success("the run beside a failing one");
-    assert_nothing_left(&cluster, &doomed_name);
-    cluster.assert_all_free();
-}
-
-#[test]
-fn a_dead_node_costs_its_readers_a_message_and_no_wrong_byte() {
-    if !swap::is_possible() {
-        return;
-    }
-    let cluster = Cluster::up_with(2, "256M", &["--fabric", "tcp"]);
-    let run = endless(&cluster);
-    let name = await_swapping(&cluster);
-    processes::signal(cluster.part("node", Some(1)), Signal::KILL);
-    let outcome = run.wait();
-    assert!(!outcome.status.success());
-    assert!(outcome.stderr.contains("cannot be read back: memory node 1"), "{}", outcome.stderr);
-    assert_no_wrong_byte(&outcome.stderr);
-    assert_nothing_left(&cluster, &name);
-}
-
-#[test]
-fn a_program_too_large_for_its_device_is_told_so() {
-    if !swap::is_possible() {
-        return;
-    }
-    let cluster = Cluster::up(1, "256M");
-    let checker = checker();
-    let outcome = start(&cluster, &["--swap-size", "32M"], &[&checker, "pages", "--bytes", BYTES]).wait();
-    assert_eq!(outcome.status.code(), Some(EXIT_FAILED), "{}", outcome.stderr);
-    for word in ["needed more memory", "--swap-size"] {
-        assert!(outcome.stderr.contains(word), "{word}: {}", outcome.stderr);
-    }
-    assert_no_wrong_byte(&outcome.stderr);
-    cluster.assert_all_free();
-}
-
-#[test]
-fn a_full_pool_ends_who_filled_it_and_says_so() {
-    if !swap::is_possible() {
-        return;
-    }
-    let cluster = Cluster::up(1, "32M");
-    let checker = checker();
-    let outcome = start(&cluster, &["--swap-size", "256M"], &[&checker, "pages", "--bytes", BYTES]).wait();
-    assert_eq!(outcome.status.code(), Some(EXIT_FAILED), "{}", outcome.stderr);
-    for word in ["the pool is full", "aquifer up --memory"] {
-        assert!(outcome.stderr.contains(word), "{word}: {}", outcome.stderr);
-    }
-    assert_no_wrong_byte(&outcome.stderr);
-    cluster.assert_all_free();
-}
-
-#[test]
-fn the_end_of_the_cluster_ends_its_programs_with_a_message() {
-    if !swap::is_possible() {
-        return;
-    }
-    let cluster = Cluster::up(3, "128M");
-    let run = endless(&cluster);
-    let name = await_swapping(&cluster);
-    let down = cluster.command().arg("down").output().expect("aquifer can be started");
-    assert!(down.status.success(), "{}", text(&down.stderr));
-    let outcome = run.wait();
-    assert_eq!(outcome.status.code(), Some(EXIT_FAILED), "{}", outcome.stderr);
-    assert!(outcome.stderr.contains("the agent is stopping"), "{}", outcome.stderr);
-    assert_no_wrong_byte(&outcome.stderr);
-    assert_nothing_left(&cluster, &name);
-}
-
-#[test]
-fn an_agent_that_dies_and_comes_back_costs_nothing() {
-    if !swap::is_possible() {
-        return;
-    }
-    let cluster = Cluster::up(3, "256M");
-    let checker = checker();
-    let run = start(&cluster, &[], &[&checker, "pages", "--bytes", BYTES, "--rounds", "4"]);
-    let name = await_swapping(&cluster);
-    processes::kill(cluster.part("agent", None));
-    let up = cluster.command().arg("up").output().expect("aquifer can be started");
-    assert!(up.status.success(), "{}", text(&up.stderr));
-    run.wait().assert_success("a program whose agent was killed");
-    assert_nothing_left(&cluster, &name);
-    cluster.assert_all_free();
-}
-
-#[test]
 fn what_cannot_be_is_refused_with_the_reason() {
     let nowhere = tempfile::tempdir().expect("a temporary folder can be made");
     let run = |options: &[&str]| {
@@ -317,4 +163,163 @@ fn without_swap_a_static_program_is_told_of_it() {
         Running::start(&mut cluster.run_command(LIMIT, &[&checker()]), false, Box::new(|| 0)).wait();
     assert_eq!(outcome.status.code(), Some(EXIT_NOT_EXECUTABLE));
     assert!(outcome.stderr.contains("aquifer run --swap"), "{}", outcome.stderr);
+}
+
+mod long {
+    use super::*;
+
+    #[test]
+    fn children_are_swapped_too() {
+        if !swap::is_possible() {
+            return;
+        }
+        let cluster = Cluster::up(3, "256M");
+        let checker = checker();
+        let outcome = start(&cluster, &[], &[&checker, "fork", "--bytes", BYTES]).wait();
+        outcome.assert_success("a forking program on swap");
+        cluster.assert_all_free();
+    }
+
+    #[test]
+    fn a_program_too_large_for_its_device_is_told_so() {
+        if !swap::is_possible() {
+            return;
+        }
+        let cluster = Cluster::up(1, "256M");
+        let checker = checker();
+        let outcome = start(&cluster, &["--swap-size", "32M"], &[&checker, "pages", "--bytes", BYTES]).wait();
+        assert_eq!(outcome.status.code(), Some(EXIT_FAILED), "{}", outcome.stderr);
+        for word in ["needed more memory", "--swap-size"] {
+            assert!(outcome.stderr.contains(word), "{word}: {}", outcome.stderr);
+        }
+        assert_no_wrong_byte(&outcome.stderr);
+        cluster.assert_all_free();
+    }
+
+    #[test]
+    fn a_full_pool_ends_who_filled_it_and_says_so() {
+        if !swap::is_possible() {
+            return;
+        }
+        let cluster = Cluster::up(1, "32M");
+        let checker = checker();
+        let outcome =
+            start(&cluster, &["--swap-size", "256M"], &[&checker, "pages", "--bytes", BYTES]).wait();
+        assert_eq!(outcome.status.code(), Some(EXIT_FAILED), "{}", outcome.stderr);
+        for word in ["the pool is full", "aquifer up --memory"] {
+            assert!(outcome.stderr.contains(word), "{word}: {}", outcome.stderr);
+        }
+        assert_no_wrong_byte(&outcome.stderr);
+        cluster.assert_all_free();
+    }
+
+    #[test]
+    fn a_static_program_keeps_its_bytes_over_tcp() {
+        keeps_its_bytes("tcp");
+    }
+
+    #[test]
+    fn an_agent_that_dies_and_comes_back_costs_nothing() {
+        if !swap::is_possible() {
+            return;
+        }
+        let cluster = Cluster::up(3, "256M");
+        let checker = checker();
+        let run = start(&cluster, &[], &[&checker, "pages", "--bytes", BYTES, "--rounds", "4"]);
+        let name = await_swapping(&cluster);
+        processes::kill(cluster.part("agent", None));
+        let up = cluster.command().arg("up").output().expect("aquifer can be started");
+        assert!(up.status.success(), "{}", text(&up.stderr));
+        run.wait().assert_success("a program whose agent was killed");
+        assert_nothing_left(&cluster, &name);
+        cluster.assert_all_free();
+    }
+
+    #[test]
+    fn two_devices_side_by_side_do_not_harm_each_other() {
+        if !swap::is_possible() {
+            return;
+        }
+        let cluster = Cluster::up(3, "256M");
+        let doomed = endless(&cluster);
+        let doomed_name = await_swapping(&cluster);
+        let steady = start(&cluster, &[], &[&checker(), "pages", "--bytes", BYTES, "--seed", "5"]);
+        eventually("the other device to be there", || (swap::devices(&cluster).len() == 2).then_some(()));
+        processes::signal(program_of(&doomed), Signal::SEGV);
+        let doomed = doomed.wait();
+        assert_eq!(doomed.status.signal(), Some(Signal::SEGV.as_raw()), "{}", doomed.stderr);
+        assert_no_wrong_byte(&doomed.stderr);
+        steady.wait().assert_success("the run beside a failing one");
+        assert_nothing_left(&cluster, &doomed_name);
+        cluster.assert_all_free();
+    }
+
+    #[test]
+    fn a_killed_run_leaves_its_program_and_then_nothing() {
+        if !swap::is_possible() {
+            return;
+        }
+        let cluster = Cluster::up(3, "128M");
+        let run = endless(&cluster);
+        let name = await_swapping(&cluster);
+        let program = program_of(&run);
+        processes::signal(run.pid(), Signal::KILL);
+        assert!(processes::is_alive(program), "the program outlives who started it, as under a shell");
+        processes::signal(program, Signal::KILL);
+        let _ = run.wait();
+        assert_nothing_left(&cluster, &name);
+        cluster.assert_all_free();
+    }
+
+    #[test]
+    fn a_dead_node_costs_its_readers_a_message_and_no_wrong_byte() {
+        if !swap::is_possible() {
+            return;
+        }
+        let cluster = Cluster::up_with(2, "256M", &["--fabric", "tcp"]);
+        let run = endless(&cluster);
+        let name = await_swapping(&cluster);
+        processes::signal(cluster.part("node", Some(1)), Signal::KILL);
+        let outcome = run.wait();
+        assert!(!outcome.status.success());
+        assert!(outcome.stderr.contains("cannot be read back: memory node 1"), "{}", outcome.stderr);
+        assert_no_wrong_byte(&outcome.stderr);
+        assert_nothing_left(&cluster, &name);
+    }
+
+    #[test]
+    fn what_run_and_server_leave_the_next_run_cleans_up() {
+        if !swap::is_possible() {
+            return;
+        }
+        let cluster = Cluster::up(3, "128M");
+        let run = endless(&cluster);
+        let name = await_swapping(&cluster);
+        processes::signal(run.pid(), Signal::KILL);
+        for server in swap::servers(&cluster) {
+            processes::signal(server, Signal::KILL);
+        }
+        // Its program may wait for memory until then, which nobody sees to any more.
+        let next = start(&cluster, &[], &["true"]).wait();
+        next.assert_success("the next run");
+        assert_no_wrong_byte(&run.wait().stderr);
+        assert_nothing_left(&cluster, &name);
+    }
+
+    #[test]
+    fn the_end_of_the_cluster_ends_its_programs_with_a_message() {
+        if !swap::is_possible() {
+            return;
+        }
+        let cluster = Cluster::up(3, "128M");
+        let run = endless(&cluster);
+        let name = await_swapping(&cluster);
+        let down = cluster.command().arg("down").output().expect("aquifer can be started");
+        assert!(down.status.success(), "{}", text(&down.stderr));
+        let outcome = run.wait();
+        assert_eq!(outcome.status.code(), Some(EXIT_FAILED), "{}", outcome.stderr);
+        assert!(outcome.stderr.contains("the agent is stopping"), "{}", outcome.stderr);
+        assert_no_wrong_byte(&outcome.stderr);
+        assert_nothing_left(&cluster, &name);
+    }
 }

@@ -12,6 +12,7 @@ use aquifer_ipc::Frame;
 use aquifer_ipc::ring::{DATA_AT, Words};
 use aquifer_tests_e2e::House;
 use aquifer_tests_e2e::checked::{Checked, Random};
+use aquifer_tests_support::skip;
 use rustix::process::geteuid;
 
 /// The hostile users: one for each attack, so that none is refused for the guesses that another has used up.
@@ -221,7 +222,7 @@ fn extent_of(name: &str) -> Extent {
 
 fn start_hostile(house: &House, uid: u32) -> Child {
     let mut command = house.plain_command(uid, &house.path("hostile"));
-    command.args(["--exact", "be_hostile", "--nocapture"]);
+    command.args(["--exact", "tenants::be_hostile", "--nocapture"]);
     command.env(HOSTILE_VARIABLE, house.path("agent.sock"));
     command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
     command.spawn().expect("setpriv can be started")
@@ -249,7 +250,7 @@ fn attack_once(house: &House, victim: &mut Checked, attack: usize, uid: u32) -> 
 /// The victim works, an attack is made, the victim works on; and so on.
 fn play(fabric: &str) {
     if !geteuid().is_root() || !Path::new("/usr/bin/setpriv").exists() {
-        println!("skipped: only root can be another user");
+        skip("only root can be another user");
         return;
     }
     let quota = QUOTA_BYTES.to_string();

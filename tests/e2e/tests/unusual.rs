@@ -9,6 +9,7 @@ use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::restart::{await_time, figure};
 use aquifer_tests_e2e::run::{Running, run_plainly, status};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
+use aquifer_tests_support::skip;
 
 const BYTES: &str = "64M";
 const LIMIT: &str = "18M";
@@ -47,7 +48,7 @@ fn a_daemon_that_closes_all_descriptors_goes_on_being_paged() {
 #[test]
 fn a_program_that_becomes_another_user_keeps_no_rights_and_may_fork() {
     if !rustix::process::geteuid().is_root() {
-        println!("skipped: only root can become another user");
+        skip("only root can become another user");
         return;
     }
     check("setuid");
@@ -80,41 +81,6 @@ fn jemalloc_may_stand_in_for_malloc() {
     check_with("fork", Some(JEMALLOC));
 }
 
-/// The kernel moves pages about in memory to have large pieces of it free. One that is taken just then is taken or kept, not lost.
-#[test]
-fn pages_that_the_kernel_migrates_meanwhile_are_kept() {
-    const COMPACT: &str = "/proc/sys/vm/compact_memory";
-    const RUNS: usize = 3;
-    const TIMES: usize = 8;
-    if !rustix::process::geteuid().is_root() || !Path::new(COMPACT).exists() {
-        println!("skipped: memory is compacted for root only, and not by every kernel");
-        return;
-    }
-    let cluster = Cluster::up(2, "512M");
-    let checker = build::programs().join("checker");
-    let program = [checker.to_str().expect("a plain path"), "daemon", "--bytes", BYTES];
-    let has_ended = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        let compacting = scope.spawn(|| {
-            let mut times = 0;
-            while !has_ended.load(Ordering::Relaxed) && std::fs::write(COMPACT, "1").is_ok() {
-                times += 1;
-            }
-            times
-        });
-        let again = || (0..TIMES).map(|_| cluster.run(LIMIT, &program)).collect::<Vec<_>>();
-        let runs: Vec<_> = (0..RUNS).map(|_| scope.spawn(again)).collect();
-        let outcomes: Vec<_> = runs.into_iter().map(|run| run.join().expect("a run is waited for")).collect();
-        has_ended.store(true, Ordering::Relaxed);
-        assert_ne!(compacting.join().expect("it writes to a file"), 0, "nothing was compacted");
-        outcomes
-            .iter()
-            .flatten()
-            .for_each(|outcome| assert!(outcome.status.success(), "{}", text(&outcome.stderr)));
-    });
-    cluster.assert_all_free();
-}
-
 #[test]
 fn a_static_program_is_left_alone_in_a_run_and_refused_as_one() {
     let cluster = Cluster::up(1, "64M");
@@ -145,7 +111,7 @@ const FIRST_NUMBERS: u64 = 300;
 #[test]
 fn children_in_a_name_space_of_processes_are_known_by_the_numbers_outside() {
     if !rustix::process::geteuid().is_root() {
-        println!("skipped: only root can make name spaces");
+        skip("only root can make name spaces");
         return;
     }
     let cluster = Cluster::up(2, "256M");
@@ -166,28 +132,68 @@ fn children_in_a_name_space_of_processes_are_known_by_the_numbers_outside() {
     cluster.assert_all_free();
 }
 
-/// What gdb can do and what it cannot: it stops and continues, but does not see pages that are away.
-#[test]
-fn gdb_comes_and_goes() {
-    const VISITS: usize = 3;
-    let cluster = Cluster::up(2, "256M");
-    let checker = build::programs().join("checker");
-    let checker = checker.to_str().expect("a plain path");
-    let program = [checker, "pages", "--bytes", BYTES, "--rounds", "60"];
-    let mut run = Running::start(&mut cluster.run_command(LIMIT, &program), false, Box::new(|| 0));
-    for _ in 0..VISITS {
-        let before = figure(&cluster, "evictions").unwrap_or(0);
-        eventually("more pages to leave", || {
-            assert!(!run.has_ended(), "the program ended before gdb came");
-            (figure(&cluster, "evictions")? > before + 100).then_some(())
+mod long {
+    use super::*;
+
+    /// The kernel moves pages about in memory to have large pieces of it free. One that is taken just then is taken or kept, not lost.
+    #[test]
+    fn pages_that_the_kernel_migrates_meanwhile_are_kept() {
+        const COMPACT: &str = "/proc/sys/vm/compact_memory";
+        const RUNS: usize = 3;
+        const TIMES: usize = 8;
+        if !rustix::process::geteuid().is_root() || !Path::new(COMPACT).exists() {
+            skip("memory is compacted for root only, and not by every kernel");
+            return;
+        }
+        let cluster = Cluster::up(2, "512M");
+        let checker = build::programs().join("checker");
+        let program = [checker.to_str().expect("a plain path"), "daemon", "--bytes", BYTES];
+        let has_ended = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let compacting = scope.spawn(|| {
+                let mut times = 0;
+                while !has_ended.load(Ordering::Relaxed) && std::fs::write(COMPACT, "1").is_ok() {
+                    times += 1;
+                }
+                times
+            });
+            let again = || (0..TIMES).map(|_| cluster.run(LIMIT, &program)).collect::<Vec<_>>();
+            let runs: Vec<_> = (0..RUNS).map(|_| scope.spawn(again)).collect();
+            let outcomes: Vec<_> =
+                runs.into_iter().map(|run| run.join().expect("a run is waited for")).collect();
+            has_ended.store(true, Ordering::Relaxed);
+            assert_ne!(compacting.join().expect("it writes to a file"), 0, "nothing was compacted");
+            outcomes
+                .iter()
+                .flatten()
+                .for_each(|outcome| assert!(outcome.status.success(), "{}", text(&outcome.stderr)));
         });
-        let pid = eventually("the program to be there", || processes::descendants(run.pid()).pop());
-        let gdb = Command::new("gdb")
-            .args(["-q", "-nx", "-batch", "-p", &pid.to_string(), "-ex", "info threads", "-ex", "detach"])
-            .output()
-            .expect("gdb is installed; scripts/install-deps.sh test does so");
-        assert!(text(&gdb.stdout).contains("detached"), "{} {}", text(&gdb.stdout), text(&gdb.stderr));
+        cluster.assert_all_free();
     }
-    run.wait().assert_success("the program that gdb looked at");
-    cluster.assert_all_free();
+
+    /// What gdb can do and what it cannot: it stops and continues, but does not see pages that are away.
+    #[test]
+    fn gdb_comes_and_goes() {
+        const VISITS: usize = 3;
+        let cluster = Cluster::up(2, "256M");
+        let checker = build::programs().join("checker");
+        let checker = checker.to_str().expect("a plain path");
+        let program = [checker, "pages", "--bytes", BYTES, "--rounds", "60"];
+        let mut run = Running::start(&mut cluster.run_command(LIMIT, &program), false, Box::new(|| 0));
+        for _ in 0..VISITS {
+            let before = figure(&cluster, "evictions").unwrap_or(0);
+            eventually("more pages to leave", || {
+                assert!(!run.has_ended(), "the program ended before gdb came");
+                (figure(&cluster, "evictions")? > before + 100).then_some(())
+            });
+            let pid = eventually("the program to be there", || processes::descendants(run.pid()).pop());
+            let gdb = Command::new("gdb")
+                .args(["-q", "-nx", "-batch", "-p", &pid.to_string(), "-ex", "info threads", "-ex", "detach"])
+                .output()
+                .expect("gdb is installed; scripts/install-deps.sh test does so");
+            assert!(text(&gdb.stdout).contains("detached"), "{} {}", text(&gdb.stdout), text(&gdb.stderr));
+        }
+        run.wait().assert_success("the program that gdb looked at");
+        cluster.assert_all_free();
+    }
 }

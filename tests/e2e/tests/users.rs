@@ -8,6 +8,7 @@ use std::process::Command;
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::run::Running;
 use aquifer_tests_e2e::{House, eventually, processes};
+use aquifer_tests_support::skip;
 use serde_json::Value;
 
 const ANNE: u32 = 65_533;
@@ -36,7 +37,7 @@ impl Guests {
 fn can_be_others() -> bool {
     let can = rustix::process::geteuid().is_root() && Path::new("/usr/bin/setpriv").exists();
     if !can {
-        println!("skipped: only root can be another user");
+        skip("only root can be another user");
     }
     can
 }

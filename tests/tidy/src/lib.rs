@@ -211,19 +211,20 @@ fn names(list: &str) -> BTreeSet<String> {
         .collect()
 }
 
-/// The variants of `enum Mutation` in a Rust file, but for `None`.
+/// The variants of the `enum Mutation` that a Rust file declares with `mutations!`.
 #[must_use]
 pub fn mutations(text: &str) -> Vec<String> {
-    let Some(start) = text.find("pub enum Mutation {") else {
+    let Some(start) =
+        text.find("mutations! {").and_then(|at| Some(at + text[at..].find("pub enum Mutation {")?))
+    else {
         return Vec::new();
     };
     text[start..]
         .lines()
         .skip(1)
-        .take_while(|line| *line != "}")
         .map(str::trim)
+        .take_while(|line| *line != "}")
         .filter(|line| line.starts_with(char::is_uppercase))
         .map(|line| line.trim_end_matches(',').to_owned())
-        .filter(|name| name != "None")
         .collect()
 }

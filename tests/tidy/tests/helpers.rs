@@ -38,9 +38,9 @@ fn a_missing_table_is_noticed() {
 
 #[test]
 fn mutations_are_found() {
-    let text = "/// Doc.\npub enum Mutation {\n    /// None.\n    #[default]\n    None,\n    /// One.\n    SkipFlush,\n    KeepOld,\n}\nX,\n";
+    let text = "x::mutations! {\n    /// Doc.\n    pub enum Mutation {\n        /// One.\n        SkipFlush,\n        KeepOld,\n    }\n}\nX,\n";
     assert_eq!(mutations(text), ["SkipFlush", "KeepOld"]);
-    assert!(mutations("enum Other { A }").is_empty());
+    assert!(mutations("pub enum Mutation {\n    A,\n}\n").is_empty());
 }
 
 #[test]

@@ -99,19 +99,6 @@ fn a_program_that_outgrows_memory_and_swap_is_seen_to_be_killed() {
 }
 
 #[test]
-fn who_is_in_want_for_good_is_killed_though_it_waits() {
-    let Some(_turn) = turn() else { return };
-    let folder = tempfile::tempdir().unwrap();
-    let faultbench = build_faultbench(folder.path());
-    let setup = PeerSetup::new(Peer::SwapFile, 32 * MIB, 32 * MIB).unwrap();
-    let mut command = setup.command(faultbench).unwrap();
-    let (status, was_in_want) = setup.patiently(|| command.args(["--bytes", "192M"]).status()).unwrap();
-    assert!(!status.unwrap().success() && was_in_want);
-    assert_eq!(setup.usage().unwrap().oom_kills, 1);
-    setup.close().unwrap();
-}
-
-#[test]
 fn who_is_in_want_is_woken_to_try_again_and_not_killed_by_that() {
     const TIMES: usize = 500;
     const TIMES_MAX: usize = 1_000_000;
@@ -220,4 +207,21 @@ fn every_error_is_a_sentence() {
         SetupError::io("open", Path::new("/x"))(std::io::Error::from_raw_os_error(libc::ENOENT)).to_string();
     assert!(message.starts_with("could not open /x: No such file"), "{message}");
     assert!(SetupError::NoSwapFolder { tried: "/tmp".into() }.to_string().contains("/tmp"));
+}
+
+mod long {
+    use super::*;
+
+    #[test]
+    fn who_is_in_want_for_good_is_killed_though_it_waits() {
+        let Some(_turn) = turn() else { return };
+        let folder = tempfile::tempdir().unwrap();
+        let faultbench = build_faultbench(folder.path());
+        let setup = PeerSetup::new(Peer::SwapFile, 32 * MIB, 32 * MIB).unwrap();
+        let mut command = setup.command(faultbench).unwrap();
+        let (status, was_in_want) = setup.patiently(|| command.args(["--bytes", "192M"]).status()).unwrap();
+        assert!(!status.unwrap().success() && was_in_want);
+        assert_eq!(setup.usage().unwrap().oom_kills, 1);
+        setup.close().unwrap();
+    }
 }

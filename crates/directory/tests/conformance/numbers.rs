@@ -2,8 +2,8 @@
 
 use aquifer_directory::{DirectoryError, names};
 
-use crate::harness::Harness;
-use crate::suite::TTL;
+use super::harness::Harness;
+use super::suite::TTL;
 
 pub fn hosts_are_claimed_in_turn(harness: &dyn Harness) {
     let directory = harness.directory();

@@ -8,8 +8,8 @@ use aquifer_directory::{
     TransactionOutcome, Watch, limits,
 };
 
-use crate::harness::Harness;
-pub use crate::numbers::*;
+use super::harness::Harness;
+pub use super::numbers::*;
 
 /// Long enough for any machine; a test that works never waits for it.
 const PATIENCE: Duration = Duration::from_secs(60);

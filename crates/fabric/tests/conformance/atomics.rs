@@ -2,7 +2,7 @@ use std::sync::atomic::Ordering;
 
 use aquifer_fabric::{Access, Host, Identity, RemoteAddr, Scope, Verb, Work, WorkError};
 
-use crate::harness::{Harness, WHO, signalled};
+use super::harness::{Harness, WHO, signalled};
 
 pub fn compare_swap_tells_what_it_found<H: Harness>() {
     let harness = H::start();

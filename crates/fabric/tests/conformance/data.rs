@@ -1,6 +1,6 @@
 use aquifer_fabric::{Access, RemoteAddr, Scope, Verb, Work, WorkError};
 
-use crate::harness::{Harness, LIMITS, REGION_BYTES, WHO, signalled};
+use super::harness::{Harness, LIMITS, REGION_BYTES, WHO, signalled};
 
 pub fn every_size_and_alignment_arrives<H: Harness>() {
     let harness = H::start();

@@ -1,6 +1,6 @@
 use aquifer_fabric::{Access, EndpointError, Host, Identity, RemoteAddr, Scope, Verb, Work, WorkError};
 
-use crate::harness::{Client, HOST, Harness, WHO, signalled};
+use super::harness::{Client, HOST, Harness, WHO, signalled};
 
 fn increments(remote: RemoteAddr) -> Vec<Work> {
     (0..4).map(|id| signalled(id, Verb::FetchAdd { remote, add: 1 })).collect()

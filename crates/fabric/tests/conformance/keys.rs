@@ -6,7 +6,7 @@ use aquifer_fabric::{
     TargetError, Tenant, Verb, WindowSpec, Work, WorkError,
 };
 
-use crate::harness::{Harness, REGION_BYTES, WHO, signalled};
+use super::harness::{Harness, REGION_BYTES, WHO, signalled};
 
 const REFUSED: Result<u64, WorkError> = Err(WorkError::RemoteAccess);
 

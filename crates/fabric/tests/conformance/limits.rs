@@ -4,7 +4,7 @@ use aquifer_fabric::{
     Access, EndpointError, Memory, PostError, RemoteAddr, Scope, TargetError, Verb, WindowSpec, WorkError,
 };
 
-use crate::harness::{Client, ENDPOINTS_MAX, Harness, LIMITS, REGIONS_MAX, WHO, WINDOWS_MAX, signalled};
+use super::harness::{Client, ENDPOINTS_MAX, Harness, LIMITS, REGIONS_MAX, WHO, WINDOWS_MAX, signalled};
 
 pub fn the_queue_is_bounded<H: Harness>() {
     let harness = H::start();

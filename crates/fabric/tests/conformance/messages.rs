@@ -1,6 +1,6 @@
 use aquifer_fabric::{Host, Identity, Target, WorkError};
 
-use crate::harness::{HOST, Harness, LIMITS, WHO};
+use super::harness::{HOST, Harness, LIMITS, WHO};
 
 fn receive(target: &dyn Target) -> Option<(Identity, Vec<u8>)> {
     let mut out = b"before".to_vec();

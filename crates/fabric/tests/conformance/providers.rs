@@ -7,7 +7,7 @@ use aquifer_fabric::sim::{SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::tcp::{self, ConnectOptions, TcpTarget};
 use aquifer_fabric::{Endpoint, EndpointError, Identity, Target};
 
-use crate::harness::{ENDPOINTS_MAX, Harness, KEY, LIMITS, REGIONS_MAX, WINDOWS_MAX};
+use super::harness::{ENDPOINTS_MAX, Harness, KEY, LIMITS, REGIONS_MAX, WINDOWS_MAX};
 
 pub struct ShmHarness {
     target: Option<ShmTarget>,

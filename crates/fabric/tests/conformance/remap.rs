@@ -2,8 +2,8 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use super::harness::REGION_BYTES;
 use super::*;
-use crate::harness::REGION_BYTES;
 
 const HALF: u64 = REGION_BYTES as u64 / 2;
 /// A READ of so many bytes is one packet: it finds one page's, old or new.

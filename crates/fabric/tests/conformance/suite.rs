@@ -1,6 +1,6 @@
 //! The tests of the suite by name, so that each provider runs all of them.
 
-/// Every test of the suite, over a [`crate::harness::Harness`].
+/// Every test of the suite, over a [`super::harness::Harness`].
 macro_rules! conformance {
     ($harness:ty) => {
         conformance! { @each $harness;
@@ -41,6 +41,6 @@ macro_rules! conformance {
         }
     };
     (@each $harness:ty; $($module:ident :: $test:ident),* $(,)?) => {
-        $(#[test] fn $test() { crate::$module::$test::<$harness>(); })*
+        $(#[test] fn $test() { super::$module::$test::<$harness>(); })*
     };
 }

@@ -24,7 +24,9 @@ use aquifer_fabric::{
 };
 use harness::{ENDPOINTS_MAX, Harness, KEY, LIMITS, REGIONS_MAX, WHO, WINDOWS_MAX};
 
-conformance!(VerbsHarness);
+mod device {
+    conformance!(super::VerbsHarness);
+}
 
 /// Over the RDMA device with the address that the environment names.
 struct VerbsHarness {

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use aquifer_fabric::tcp::{Options, TcpTarget};
 use aquifer_fabric::{Completion, RemoteAddr, Target, Verb, Work, WorkError};
 
-use crate::{PATIENCE, WHO, client, node, try_patient_client};
+use super::{PATIENCE, WHO, client, node, try_patient_client};
 
 /// Forwards to an address. While it is rough, each connection is cut after some bytes.
 pub struct Relay {
@@ -133,7 +133,7 @@ fn broken_connections_lose_and_double_nothing() {
 }
 
 /// The message that was sent arrives once, and an answer to it too.
-fn exchange(target: &TcpTarget, client: &mut crate::Client, round: u64) {
+fn exchange(target: &TcpTarget, client: &mut super::Client, round: u64) {
     let mut message = Vec::new();
     assert_eq!(target.receive(&mut message), Some(WHO));
     assert_eq!(message, round.to_le_bytes());

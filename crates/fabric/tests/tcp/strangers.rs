@@ -13,7 +13,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use zerocopy::IntoBytes;
 
-use crate::{KEY, WHO, client, node};
+use super::{KEY, WHO, client, node};
 
 /// A stream of one who has the key and says `bytes` after the welcome.
 fn mad_host(address: SocketAddr, bytes: &[u8]) -> TcpStream {

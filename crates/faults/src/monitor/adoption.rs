@@ -102,7 +102,7 @@ impl<E: Edge> Monitor<E> {
 
     /// Prove pages registered, or decide that they are not; how many were decided, none if something happened meanwhile.
     fn prove(&mut self, first: PageNumber, pages: usize) -> usize {
-        if self.edge.mutation() == Mutation::AdoptUnproved {
+        if Mutation::AdoptUnproved.is_active() {
             (first..first + pages as u64).for_each(|page| self.volume.hold(page, false));
             return pages;
         }

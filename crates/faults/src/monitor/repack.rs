@@ -103,7 +103,7 @@ impl<E: Edge> Monitor<E> {
     }
 
     fn move_fetched(&mut self, open: BlockId, page: PageNumber, index: usize) {
-        if self.edge.mutation() == Mutation::NoteBeforeMoving {
+        if Mutation::NoteBeforeMoving.is_active() {
             let slot = self.volume.absorb(open, page);
             self.volume.mempool().memory().write(slot.offset(), self.edge.fetched(index));
         } else {

@@ -220,7 +220,7 @@ impl Sender {
     }
 
     fn is_writing_to(&self, task: &Task) -> bool {
-        self.mutation != Mutation::CopyWhileWriting && self.is_writing(task.slab)
+        !Mutation::CopyWhileWriting.is_active() && self.is_writing(task.slab)
     }
 
     fn begin_task(&mut self, is_starved: bool) -> bool {
@@ -230,10 +230,10 @@ impl Sender {
         let task = self.next_repair().or_else(|| self.next_copy());
         self.healer.is_eager = task.is_some();
         let Some(task) = task else { return false };
-        if self.mutation != Mutation::CopyWhileWriting {
+        if !Mutation::CopyWhileWriting.is_active() {
             self.filler.set_aside(task.slab);
         }
-        if let Some(place) = task.place.filter(|_| self.mutation == Mutation::RecordUnfinished) {
+        if let Some(place) = task.place.filter(|_| Mutation::RecordUnfinished.is_active()) {
             self.slabs.finish_copy(task.slab, place);
         }
         self.healer.task = Some(task);
@@ -375,7 +375,7 @@ impl Sender {
             self.abandon_task(task);
             return;
         };
-        if self.mutation != Mutation::RecordUnfinished {
+        if !Mutation::RecordUnfinished.is_active() {
             self.slabs.finish_copy(task.slab, place);
         }
         self.stats.copied_slabs += 1;

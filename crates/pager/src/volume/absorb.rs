@@ -36,8 +36,8 @@ impl Volume {
         let word = self.table.get(page);
         let old = match word.state() {
             PageState::Staged(slot) if slot.block().0 == open => return slot,
-            PageState::Staged(slot) if self.mutation == Mutation::AbsorbIntoSealed => return slot,
-            PageState::Remote(_) if self.mutation == Mutation::ForgetRelease => None,
+            PageState::Staged(slot) if Mutation::AbsorbIntoSealed.is_active() => return slot,
+            PageState::Remote(_) if Mutation::ForgetRelease.is_active() => None,
             PageState::Remote(location) => Some(location),
             PageState::Reclaimable(slot) => Some(self.take_slot_location(slot.block())),
             PageState::Zero | PageState::Staged(_) | PageState::Lost => None,

@@ -62,7 +62,7 @@ impl Volume {
 
     /// Take the oldest acknowledged block out of the mempool; its pages are then remote only.
     fn reclaim_oldest(&mut self) -> Option<BlockId> {
-        let id = if self.mutation == Mutation::ReclaimUnacknowledged {
+        let id = if Mutation::ReclaimUnacknowledged.is_active() {
             let staged = self.blocks.iter().flatten().find(|block| block.phase != Phase::Leaving)?.id;
             self.reclaimable.retain(|other| *other != staged);
             staged

@@ -13,7 +13,6 @@ use aquifer_fabric::Memory;
 use super::{Block, Phase, Volume};
 use crate::budget::{Budget, Member};
 use crate::mempool::{BLOCK_PAGES, BlockId, Mempool};
-use crate::mutation::Mutation;
 use crate::page::{PageNumber, PageState, PageWord};
 use crate::slabs::SlabSet;
 use crate::table::{PAGES_MAX, PageTable, TableError};
@@ -59,7 +58,6 @@ impl Volume {
             blocks_in_flight: 0,
             spare_blocks: Vec::new(),
             has_copies: false,
-            mutation: Mutation::None,
             before_store: None,
         };
         volume.blocks.resize_with(mempool.blocks(), || None);

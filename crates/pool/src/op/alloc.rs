@@ -24,7 +24,6 @@ use search::{Pass, Search};
 pub struct AllocOp {
     host: Host,
     class: SizeClass,
-    mutation: Mutation,
     search: Search,
     only: Option<Only>,
     lost: u32,
@@ -131,16 +130,9 @@ impl AllocOp {
     /// An operation that takes an extent of `class` for `host`.
     #[must_use]
     pub const fn new(host: Host, class: SizeClass) -> Self {
-        Self::mutated(host, class, Mutation::None)
-    }
-
-    /// The same with a fault, for tests.
-    #[must_use]
-    pub const fn mutated(host: Host, class: SizeClass, mutation: Mutation) -> Self {
         Self {
             host,
             class,
-            mutation,
             search: Search::new(),
             only: None,
             lost: 0,
@@ -160,9 +152,9 @@ impl AllocOp {
     }
 
     /// An operation that takes this section, and no other, under a key that is given.
-    pub(super) const fn of_section(host: Host, section: u32, key: Key, mutation: Mutation) -> Self {
+    pub(super) const fn of_section(host: Host, section: u32, key: Key) -> Self {
         let only = Only { section, group: Run::SECTION, key: Some(key) };
-        Self { only: Some(only), ..Self::mutated(host, SizeClass::SECTION, mutation) }
+        Self { only: Some(only), ..Self::new(host, SizeClass::SECTION) }
     }
 
     /// The same, with its A8 left to whoever runs it: see [`Self::take_owed`].
@@ -227,7 +219,7 @@ impl AllocOp {
     fn attempt(&mut self, cache: &mut NodeCache, section: u32, candidate: Candidate) -> Step<Grant> {
         match candidate {
             Candidate::Chunks { span, run } => self.begin(cache, Commit::Take { span, run, ours: false }),
-            Candidate::Empty { span } if self.mutation == Mutation::SkipOpen => self.take_first(cache, span),
+            Candidate::Empty { span } if Mutation::SkipOpen.is_active() => self.take_first(cache, span),
             Candidate::Empty { span } => {
                 let group = Run::single(place_in_section(span));
                 self.begin_life(cache, section, group, Commit::Open { span })
@@ -240,8 +232,8 @@ impl AllocOp {
 
     /// A0, before A2 and A7.
     fn begin_life(&mut self, cache: &mut NodeCache, section: u32, group: Run, commit: Commit) -> Step<Grant> {
-        let takes_foreign = self.is_for_node() || self.mutation == Mutation::TakeForeign;
-        match Ready::begin(self.host, section, group, takes_foreign, cache, self.mutation) {
+        let takes_foreign = self.is_for_node() || Mutation::TakeForeign.is_active();
+        match Ready::begin(self.host, section, group, takes_foreign, cache) {
             Some((ready, action)) => self.post(State::Readying(ready, commit), action),
             None => self.begin(cache, commit),
         }
@@ -264,7 +256,7 @@ impl AllocOp {
 
     /// L: the record of before goes to the log, if it must; then the commit.
     fn begin(&mut self, cache: &mut NodeCache, commit: Commit) -> Step<Grant> {
-        match Flush::begin(self.host, commit.at(), cache, self.mutation) {
+        match Flush::begin(self.host, commit.at(), cache) {
             Some((flush, action)) => self.post(State::Flushing(flush, commit), action),
             None => self.commit(cache, commit),
         }
@@ -300,14 +292,14 @@ impl AllocOp {
             _ => None,
         };
         let (expected, desired) = (cache.word(commit.at()), commit.desired(cache, self.host, filled));
-        let cas = self.mutation.commit(commit.at(), expected, desired);
+        let cas = Action::commit(commit.at(), expected, desired);
         let (key, action) = match (commit, cas) {
             (Commit::Take { span, run, ours }, Action::Cas { at, expected, desired }) => {
                 let left = cache.left(first_of(span, run), self.class);
                 if ours {
                     let plant = self.plant(cache, span);
                     (Some(plant.key(run)), plant.then(at, expected, desired))
-                } else if cache.is_known(span) || self.mutation == Mutation::TakeForeign {
+                } else if cache.is_known(span) || Mutation::TakeForeign.is_active() {
                     (left, cas)
                 } else {
                     (left, Action::CasThen { at, expected, desired, then: WordAt::span_key(span) })
@@ -352,7 +344,7 @@ impl AllocOp {
         result: StepResult<'_>,
     ) -> Step<Grant> {
         if let (Some(filled), StepResult::FoundThen(_, word)) = (filled, result)
-            && let Some((hint, action)) = Hint::said_full(filled, SpanWord(word), cache, self.mutation)
+            && let Some((hint, action)) = Hint::said_full(filled, SpanWord(word), cache)
         {
             return self.post(State::Reopening(hint, span), action);
         }
@@ -368,7 +360,7 @@ impl AllocOp {
     ) -> Step<Grant> {
         let (chunk, class) = (first_of_group(section, group), self.class);
         if let Some(key) = left {
-            if self.mutation != Mutation::KeepLeft {
+            if !Mutation::KeepLeft.is_active() {
                 cache.forget_left(chunk, class);
             }
             cache.settle(WordAt::Section(section));
@@ -392,7 +384,7 @@ impl AllocOp {
         let (at, chunk) = (posted.commit.at(), first_of(span, run));
         let changed = cache.change_span(span, SpanWord(posted.desired));
         changed.map_err(|cause| damaged(at, posted.desired, cause))?;
-        if self.mutation != Mutation::KeepLeft {
+        if !Mutation::KeepLeft.is_active() {
             cache.forget_left(chunk, self.class);
         }
         self.settle_opening(cache, span, ours);
@@ -435,7 +427,7 @@ impl AllocOp {
     /// Chunks of a span that is another tenant's go back; nobody was told of them.
     fn give_up(&mut self, cache: &NodeCache, span: u32, run: Run) -> Step<Grant> {
         let gift = Gift::Chunks { span, mask: run.mask(), run };
-        let (give, action) = Give::begin(self.host, gift, self.lost, cache, self.mutation);
+        let (give, action) = Give::begin(self.host, gift, self.lost, cache);
         self.post(State::Returning(give), action)
     }
 
@@ -445,7 +437,7 @@ impl AllocOp {
             Given::Done => Ok(self.search(cache)),
             Given::Overtaken => {
                 lose(&mut self.lost)?;
-                let (give, action) = Give::begin(self.host, give.gift(), self.lost, cache, self.mutation);
+                let (give, action) = Give::begin(self.host, give.gift(), self.lost, cache);
                 Ok(self.post(State::Returning(give), action))
             }
         }
@@ -483,19 +475,16 @@ impl AllocOp {
                 Err(damaged(at, found, Damage::Intruder))
             };
         }
-        if self.mutation == Mutation::TakeFromStale {
-            let action = self.mutation.commit(at, found, posted.desired);
+        if Mutation::TakeFromStale.is_active() {
+            let action = Action::commit(at, found, posted.desired);
             return Ok(self.post(State::Committing(Committing { expected: found, ..posted }), action));
         }
         let is_free = !is_closed && SpanWord(found).bits() & run.mask() == 0;
-        let is_believed = match self.mutation {
-            Mutation::TrustLeft => is_free,
-            Mutation::ReopenBlind => SpanWord(found).is_half_closed(),
-            _ => false,
-        };
+        let is_believed = Mutation::TrustLeft.is_active() && is_free
+            || Mutation::ReopenBlind.is_active() && SpanWord(found).is_half_closed();
         if is_believed && posted.key.is_some() {
             let desired = SpanWord(found).take(run, self.host).0;
-            let action = self.mutation.commit(at, found, desired);
+            let action = Action::commit(at, found, desired);
             return Ok(
                 self.post(State::Committing(Committing { expected: found, desired, ..posted }), action)
             );
@@ -507,7 +496,7 @@ impl AllocOp {
         self.losing = Some((span, times));
         if times > CONTENDED_AFTER && self.search.avoid != Some(span) && !is_closed {
             self.search.avoid = Some(span);
-            if let Some((hint, action)) = Hint::mark(span, cache, self.mutation) {
+            if let Some((hint, action)) = Hint::mark(span, cache) {
                 return Ok(self.post(State::Marking(hint), action));
             }
         }
@@ -530,8 +519,7 @@ impl AllocOp {
     fn surveyed(&mut self, cache: &mut NodeCache, section: u32, result: StepResult<'_>) -> Next {
         cache.learn_survey(section, 1, result).ok();
         // Rule H: the section's word was read before that. Whoever filled the span may never say so.
-        let filled =
-            cache.unsaid_full(section, result).and_then(|span| Hint::filled(span, cache, self.mutation));
+        let filled = cache.unsaid_full(section, result).and_then(|span| Hint::filled(span, cache));
         Ok(match filled {
             Some((hint, action)) => self.post(State::Marking(hint), action),
             None => self.search(cache),

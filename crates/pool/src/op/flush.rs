@@ -15,7 +15,6 @@ pub(super) struct Flush {
     host: Host,
     at: WordAt,
     entry: WordAt,
-    mutation: Mutation,
     lost: u32,
     state: State,
 }
@@ -42,17 +41,12 @@ pub(super) enum Flushed {
 
 impl Flush {
     /// What must be done before the word, as it is remembered, is changed; `None` if nothing.
-    pub(super) fn begin(
-        host: Host,
-        at: WordAt,
-        cache: &NodeCache,
-        mutation: Mutation,
-    ) -> Option<(Self, Action)> {
-        if cache.is_settled(at) || mutation == Mutation::SkipFlush {
+    pub(super) fn begin(host: Host, at: WordAt, cache: &NodeCache) -> Option<(Self, Action)> {
+        if cache.is_settled(at) || Mutation::SkipFlush.is_active() {
             return None;
         }
         let entry = entry_of(at, cache.word(at))?;
-        let flush = Self { host, at, entry, mutation, lost: 0, state: State::LookUp };
+        let flush = Self { host, at, entry, lost: 0, state: State::LookUp };
         Some((flush, Action::Probe { at: entry }))
     }
 
@@ -63,7 +57,7 @@ impl Flush {
         let (word, found) = (cache.word(self.at), result.found());
         Ok(match self.state {
             State::LookUp if LogEntry(found).tells(word) => self.done(cache),
-            State::LookUp if self.mutation == Mutation::BlindFlush => self.put(cache, found),
+            State::LookUp if Mutation::BlindFlush.is_active() => self.put(cache, found),
             State::LookUp => {
                 self.state = State::LookAgain { entry: found };
                 Flushed::Post(Action::Probe { at: self.at })
@@ -88,10 +82,10 @@ impl Flush {
     fn put(&mut self, cache: &NodeCache, entry: u64) -> Flushed {
         let desired = LogEntry::of(cache.word(self.at), cache.nonce(self.host)).0;
         self.state = State::Put { entry };
-        Flushed::Post(match self.mutation {
-            Mutation::BlindFlush => Action::Write(Writes::default().and(self.entry, desired)),
-            _ => Action::Cas { at: self.entry, expected: entry, desired },
-        })
+        if Mutation::BlindFlush.is_active() {
+            return Flushed::Post(Action::Write(Writes::default().and(self.entry, desired)));
+        }
+        Flushed::Post(Action::Cas { at: self.entry, expected: entry, desired })
     }
 
     fn done(&self, cache: &mut NodeCache) -> Flushed {

@@ -15,7 +15,6 @@ use crate::word::{InlineLog, LogEntry, LogOp, Run, SectionWord, SpanState, SpanW
 pub struct FreeOp {
     host: Host,
     grant: Grant,
-    mutation: Mutation,
     lost: u32,
     /// The key that it had does not open it any more.
     is_shut: bool,
@@ -58,16 +57,9 @@ impl FreeOp {
     /// An operation that gives back what `host` has taken.
     #[must_use]
     pub const fn new(host: Host, grant: Grant) -> Self {
-        Self::mutated(host, grant, Mutation::None)
-    }
-
-    /// The same with a fault, for tests.
-    #[must_use]
-    pub const fn mutated(host: Host, grant: Grant, mutation: Mutation) -> Self {
         Self {
             host,
             grant,
-            mutation,
             lost: 0,
             is_shut: false,
             left: None,
@@ -144,7 +136,7 @@ impl FreeOp {
     /// Of what is resumed nobody has had the place since it was begun.
     fn assert_untouched(&self, word: u64) -> Result<(), OpError> {
         match self.begun_at {
-            _ if self.mutation == Mutation::ResumeBlind => Ok(()),
+            _ if Mutation::ResumeBlind.is_active() => Ok(()),
             Some(record) if record_of(word) != record => Err(OpError::NotAllocated),
             _ => Ok(()),
         }
@@ -208,7 +200,7 @@ impl FreeOp {
     }
 
     fn judge_span(&self, word: SpanWord, run: Run) -> Result<(), OpError> {
-        if self.mutation == Mutation::GiveUnchecked {
+        if Mutation::GiveUnchecked.is_active() {
             return Ok(());
         }
         if !word.holds(run) {
@@ -218,7 +210,7 @@ impl FreeOp {
     }
 
     fn judge_section(&self, word: SectionWord, run: Run) -> Result<(), OpError> {
-        if self.mutation == Mutation::GiveUnchecked {
+        if Mutation::GiveUnchecked.is_active() {
             return Ok(());
         }
         if !word.all(run, SpanState::Full) {
@@ -235,8 +227,8 @@ impl FreeOp {
         cache.learn_spans(first, count, result)?;
         let closed = (first..first + count).all(|span| cache.span(span).is_closed());
         let group = match self.run() {
-            Some(run) if self.mutation == Mutation::GiveHalf => Run::single(run.first()),
-            Some(run) if closed || self.mutation == Mutation::GiveUnchecked => run,
+            Some(run) if Mutation::GiveHalf.is_active() => Run::single(run.first()),
+            Some(run) if closed || Mutation::GiveUnchecked.is_active() => run,
             _ => return Err(OpError::NotAllocated),
         };
         Ok(self.give(cache, Gift::Whole { section: self.section(), group }))
@@ -244,7 +236,7 @@ impl FreeOp {
 
     /// K: nobody gets at it any more by the key that it had. Who gives back what is not there any more finds another key, or none.
     fn give(&mut self, cache: &mut NodeCache, gift: Gift) -> Step<()> {
-        let has_key = self.grant.key != Key(0) && self.mutation != Mutation::SkipStrike;
+        let has_key = self.grant.key != Key(0) && !Mutation::SkipStrike.is_active();
         if self.is_shut || !has_key {
             return self.give_shut(cache, gift);
         }
@@ -285,7 +277,7 @@ impl FreeOp {
             if let StepResult::FoundThen(_, entry) = result {
                 self.left = self.is_told_by(LogEntry(entry)).then_some(next);
             }
-        } else if self.mutation != Mutation::GiveUnchecked && !(self.begun_at.is_some() && key == Key(0)) {
+        } else if !(Mutation::GiveUnchecked.is_active() || self.begun_at.is_some() && key == Key(0)) {
             lose(&mut self.lost)?;
             return match self.begun_at {
                 // The client that took it was another tenant's.
@@ -315,7 +307,7 @@ impl FreeOp {
         if let Some(key) = self.left {
             cache.leave(self.grant.chunk, self.grant.class, key);
         }
-        let (give, action) = Give::begin(self.host, gift, self.lost, cache, self.mutation);
+        let (give, action) = Give::begin(self.host, gift, self.lost, cache);
         // Only where it left something it would be taken again.
         let rests = self.may_rest && self.left.is_some();
         self.post(State::Giving(give.resting(rests)), action)

@@ -26,7 +26,6 @@ pub(super) enum Gift {
 pub(super) struct Give {
     host: Host,
     gift: Gift,
-    mutation: Mutation,
     /// Races lost so far.
     lost: u32,
     /// Whether a span that this closes may rest.
@@ -68,23 +67,17 @@ type Next = Result<Given, OpError>;
 
 impl Give {
     /// Give back what was judged by the words as they are remembered. `lost`: races lost for it before.
-    pub(super) fn begin(
-        host: Host,
-        gift: Gift,
-        lost: u32,
-        cache: &NodeCache,
-        mutation: Mutation,
-    ) -> (Self, Action) {
+    pub(super) fn begin(host: Host, gift: Gift, lost: u32, cache: &NodeCache) -> (Self, Action) {
         let (rests, is_signed) = (false, matches!(gift, Gift::Chunks { .. }));
-        let mut give = Self { host, gift, mutation, lost, rests, is_signed, state: State::Closing };
+        let mut give = Self { host, gift, lost, rests, is_signed, state: State::Closing };
         if let Gift::Span { span } = gift
             && cache.span(span).is_half_closed()
-            && mutation != Mutation::SkipSign
+            && !Mutation::SkipSign.is_active()
         {
             let action = give.sign(cache, span);
             return (give, action);
         }
-        let action = match Flush::begin(host, give.at(), cache, mutation) {
+        let action = match Flush::begin(host, give.at(), cache) {
             Some((flush, action)) => {
                 give.state = State::Flushing(flush);
                 action
@@ -148,7 +141,7 @@ impl Give {
         let (state, desired) = match self.gift {
             Gift::Chunks { span, mask, run } => {
                 let desired = cache.span(span).give_all(mask, run, self.host);
-                if desired.is_closed() && self.mutation == Mutation::CloseFirst {
+                if desired.is_closed() && Mutation::CloseFirst.is_active() {
                     return self.close(cache, span);
                 }
                 (State::GivingChunks, desired.0)
@@ -159,14 +152,14 @@ impl Give {
             Gift::Span { span } => return self.close(cache, span),
         };
         self.state = state;
-        self.mutation.commit(at, expected, desired)
+        Action::commit(at, expected, desired)
     }
 
     /// F7: from now on whoever might have opened the span again, or ended its life as well, finds another word.
     fn sign(&mut self, cache: &NodeCache, span: u32) -> Action {
         self.state = State::Signing;
         let before = cache.span(span);
-        self.mutation.commit(WordAt::Span(span), before.0, before.sign(self.host).0)
+        Action::commit(WordAt::Span(span), before.0, before.sign(self.host).0)
     }
 
     fn signed(&mut self, cache: &mut NodeCache, found: u64) -> Next {
@@ -195,13 +188,13 @@ impl Give {
             return Ok(Given::Done);
         }
         if now.is_closed() {
-            let skip = matches!(self.mutation, Mutation::SkipClose | Mutation::CloseFirst);
+            let skip = Mutation::SkipClose.is_active() || Mutation::CloseFirst.is_active();
             return Ok(if skip { Given::Done } else { self.begin_close(cache) });
         }
-        let hint = Hint::opened(span, before.is_full(), cache, self.mutation).or_else(|| match self.lost {
-            0 => Hint::calm(span, cache, self.mutation),
+        let hint = Hint::opened(span, before.is_full(), cache).or_else(|| match self.lost {
+            0 => Hint::calm(span, cache),
             1..=CONTENDED_AFTER => None,
-            _ => Hint::mark(span, cache, self.mutation),
+            _ => Hint::mark(span, cache),
         });
         Ok(match hint {
             Some((hint, action)) => self.post(State::Hinting(hint), action),
@@ -231,7 +224,7 @@ impl Give {
     /// F4: only we may, since we emptied the span, or have signed for it; hints that others set meanwhile are written over.
     fn begin_close(&mut self, cache: &NodeCache) -> Given {
         let section = WordAt::Section(self.span() / SECTION_SPANS);
-        match Flush::begin(self.host, section, cache, self.mutation) {
+        match Flush::begin(self.host, section, cache) {
             Some((flush, action)) => self.post(State::FlushingClose(flush), action),
             None => self.post_close(cache),
         }
@@ -247,7 +240,7 @@ impl Give {
         let section = span / SECTION_SPANS;
         let expected = cache.section(section);
         let desired = expected.close(place_in_section(span), self.host);
-        self.mutation.commit(WordAt::Section(section), expected.0, desired.0)
+        Action::commit(WordAt::Section(section), expected.0, desired.0)
     }
 
     /// The section has changed before it was told that the span is closed.
@@ -272,26 +265,26 @@ impl Give {
         let (at, before) = (WordAt::Section(section), cache.section(section));
         if found != before.0 {
             cache.learn(at, found)?;
-            if self.mutation == Mutation::CloseFromStale && self.is_signed {
+            if Mutation::CloseFromStale.is_active() && self.is_signed {
                 let desired = before.close(place_in_section(span), self.host);
-                return Ok(self.post(State::Closing, self.mutation.commit(at, found, desired.0)));
+                return Ok(self.post(State::Closing, Action::commit(at, found, desired.0)));
             }
             return self.close_again(cache);
         }
         let now = before.close(place_in_section(span), self.host);
         cache.change_section(section, now).map_err(|cause| damaged(at, now.0, cause))?;
-        if let (Gift::Chunks { mask, run, .. }, Mutation::CloseFirst) = (self.gift, self.mutation) {
+        if let Gift::Chunks { mask, run, .. } = self.gift
+            && Mutation::CloseFirst.is_active()
+        {
             let word = cache.span(span);
             let desired = word.give_all(mask, run, self.host);
-            return Ok(
-                self.post(State::GivingChunks, self.mutation.commit(WordAt::Span(span), word.0, desired.0))
-            );
+            return Ok(self.post(State::GivingChunks, Action::commit(WordAt::Span(span), word.0, desired.0)));
         }
         let word = cache.span(span);
         if word.is_ready() {
             return Ok(Given::Done);
         }
-        let action = self.mutation.commit(WordAt::Span(span), word.0, word.mark_ready(self.host).0);
+        let action = Action::commit(WordAt::Span(span), word.0, word.mark_ready(self.host).0);
         Ok(self.post(State::Marking, action))
     }
 

@@ -21,7 +21,6 @@ use crate::word::{SectionWord, SpanState, SpanWord};
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Hint {
     span: u32,
-    mutation: Mutation,
     lost: u32,
     state: State,
 }
@@ -42,73 +41,52 @@ enum State {
 
 impl Hint {
     /// A4: the span was seen full, and nobody else has changed the section's word since.
-    pub(super) fn filled(span: u32, cache: &NodeCache, mutation: Mutation) -> Option<(Self, Action)> {
+    pub(super) fn filled(span: u32, cache: &NodeCache) -> Option<(Self, Action)> {
         if cache.state_of(span) == SpanState::Full {
             return None;
         }
         // Rule H: the word was that, but for changes of our own, from before the span was seen full until now.
         let expected = cache.section(span / SECTION_SPANS);
-        Some(Self::begin(span, mutation, State::SetFull { expected, from: expected }))
+        Some(Self::begin(span, State::SetFull { expected, from: expected }))
     }
 
     /// A5: the section's word was just changed so that it says full of this span, which was found so behind that. If it is not full, A6.
-    pub(super) fn said_full(
-        span: u32,
-        found: SpanWord,
-        cache: &mut NodeCache,
-        mutation: Mutation,
-    ) -> Option<(Self, Action)> {
+    pub(super) fn said_full(span: u32, found: SpanWord, cache: &mut NodeCache) -> Option<(Self, Action)> {
         let seen = cache.section(span / SECTION_SPANS);
-        let is_full = cache.set_span(span, found).is_err() || found.is_full() || is_over(found, mutation);
-        (!is_full && mutation != Mutation::SkipRecheck)
-            .then(|| Self::begin(span, mutation, State::SetOpen { expected: seen }))
+        let is_full = cache.set_span(span, found).is_err() || found.is_full() || is_over(found);
+        (!is_full && !Mutation::SkipRecheck.is_active())
+            .then(|| Self::begin(span, State::SetOpen { expected: seen }))
     }
 
     /// F2: this host has just given back chunks, and the span is open still. `was_full`: it had no free one before.
-    pub(super) fn opened(
-        span: u32,
-        was_full: bool,
-        cache: &NodeCache,
-        mutation: Mutation,
-    ) -> Option<(Self, Action)> {
-        if mutation == Mutation::SkipUnhint {
+    pub(super) fn opened(span: u32, was_full: bool, cache: &NodeCache) -> Option<(Self, Action)> {
+        if Mutation::SkipUnhint.is_active() {
             return None;
         }
         if cache.state_of(span) == SpanState::Full {
             // Rule H: the remembered section word is older than the CAS that left the span open.
-            return Some(Self::begin(
-                span,
-                mutation,
-                State::SetOpen { expected: cache.section(span / SECTION_SPANS) },
-            ));
+            return Some(Self::begin(span, State::SetOpen { expected: cache.section(span / SECTION_SPANS) }));
         }
-        was_full.then(|| Self::begin(span, mutation, State::LookForFull))
+        was_full.then(|| Self::begin(span, State::LookForFull))
     }
 
     /// C1: too many races were lost at a span that was open at the last of them.
-    pub(super) fn mark(span: u32, cache: &NodeCache, mutation: Mutation) -> Option<(Self, Action)> {
-        Self::once(span, SpanState::Partial, SpanState::Contended, cache, mutation)
+    pub(super) fn mark(span: u32, cache: &NodeCache) -> Option<(Self, Action)> {
+        Self::once(span, SpanState::Partial, SpanState::Contended, cache)
     }
 
     /// C2: a change of an open span went through at once.
-    pub(super) fn calm(span: u32, cache: &NodeCache, mutation: Mutation) -> Option<(Self, Action)> {
-        Self::once(span, SpanState::Contended, SpanState::Partial, cache, mutation)
+    pub(super) fn calm(span: u32, cache: &NodeCache) -> Option<(Self, Action)> {
+        Self::once(span, SpanState::Contended, SpanState::Partial, cache)
     }
 
-    fn once(
-        span: u32,
-        from: SpanState,
-        to: SpanState,
-        cache: &NodeCache,
-        mutation: Mutation,
-    ) -> Option<(Self, Action)> {
+    fn once(span: u32, from: SpanState, to: SpanState, cache: &NodeCache) -> Option<(Self, Action)> {
         let expected = cache.section(span / SECTION_SPANS);
-        (cache.state_of(span) == from)
-            .then(|| Self::begin(span, mutation, State::Once { from, to, expected }))
+        (cache.state_of(span) == from).then(|| Self::begin(span, State::Once { from, to, expected }))
     }
 
-    fn begin(span: u32, mutation: Mutation, state: State) -> (Self, Action) {
-        let mut hint = Self { span, mutation, lost: 0, state };
+    fn begin(span: u32, state: State) -> (Self, Action) {
+        let mut hint = Self { span, lost: 0, state };
         let action = hint.post(state);
         (hint, action)
     }
@@ -128,9 +106,7 @@ impl Hint {
             State::LookForFull => Action::Probe { at: self.section() },
             State::SetFull { expected, from } => {
                 let desired = from.hint(place_in_section(self.span), SpanState::Full);
-                self.mutation
-                    .commit(self.section(), expected.0, desired.0)
-                    .then_probe(WordAt::Span(self.span))
+                Action::commit(self.section(), expected.0, desired.0).then_probe(WordAt::Span(self.span))
             }
             State::SetOpen { expected } => self.cas(expected, SpanState::Partial),
             State::Once { to, expected, .. } => self.cas(expected, to),
@@ -139,7 +115,7 @@ impl Hint {
 
     fn cas(&self, expected: SectionWord, to: SpanState) -> Action {
         let desired = expected.hint(place_in_section(self.span), to);
-        self.mutation.commit(self.section(), expected.0, desired.0)
+        Action::commit(self.section(), expected.0, desired.0)
     }
 
     /// The next action; `None` when all is done.
@@ -170,20 +146,20 @@ impl Hint {
         if section == expected {
             let set = expected.hint(place_in_section(self.span), SpanState::Full);
             cache.change_section(index, set).ok()?;
-            let may_look = self.mutation != Mutation::SkipRecheck;
+            let may_look = !Mutation::SkipRecheck.is_active();
             return may_look.then(|| self.after_span(cache, set, span)).flatten();
         }
         cache.set_section(index, section).ok()?;
         cache.set_span(self.span, span).ok()?;
         let is_unsaid = matches!(self.state_in(section), SpanState::Partial | SpanState::Contended);
-        let from = if self.mutation == Mutation::FullFromStale { from } else { section };
+        let from = if Mutation::FullFromStale.is_active() { from } else { section };
         (is_unsaid && span.is_full()).then_some(State::SetFull { expected: section, from })
     }
 
     /// The section was `seen` to say full before the span was seen so.
     fn after_span(&self, cache: &mut NodeCache, seen: SectionWord, span: SpanWord) -> Option<State> {
         cache.set_span(self.span, span).ok()?;
-        (!span.is_full() && !is_over(span, self.mutation)).then_some(State::SetOpen { expected: seen })
+        (!span.is_full() && !is_over(span)).then_some(State::SetOpen { expected: seen })
     }
 
     fn after_section(&self, cache: &mut NodeCache, found: SectionWord) -> Option<State> {
@@ -199,15 +175,17 @@ impl Hint {
         }
         cache.set_section(self.span / SECTION_SPANS, found).ok()?;
         let now = self.state_in(found);
-        match (self.state, self.mutation) {
-            (State::SetOpen { .. } | State::LookForFull, Mutation::OpenBlind) if now == SpanState::Full => {
-                Some(State::SetOpen { expected: found })
+        match self.state {
+            State::SetOpen { .. } | State::LookForFull if now == SpanState::Full => {
+                Some(match Mutation::OpenBlind.is_active() {
+                    true => State::SetOpen { expected: found },
+                    false => State::StillOpen { seen: found },
+                })
             }
-            (State::SetOpen { .. } | State::LookForFull, _) if now == SpanState::Full => {
-                Some(State::StillOpen { seen: found })
-            }
-            (State::Once { from: SpanState::Partial, to, .. }, Mutation::MarkBlind)
-            | (State::Once { from: SpanState::Contended, to, .. }, Mutation::CalmBlind) => {
+            State::Once { from, to, .. }
+                if from == SpanState::Partial && Mutation::MarkBlind.is_active()
+                    || from == SpanState::Contended && Mutation::CalmBlind.is_active() =>
+            {
                 Some(State::Once { from: now, to, expected: found })
             }
             _ => None,
@@ -216,6 +194,6 @@ impl Hint {
 }
 
 /// Whether a span's section was told that it is closed. One that is half closed may rest, and be opened again: what is said of it must be right then.
-fn is_over(span: SpanWord, mutation: Mutation) -> bool {
-    span.is_ready() || mutation == Mutation::HintAwake && span.is_closed()
+fn is_over(span: SpanWord) -> bool {
+    span.is_ready() || Mutation::HintAwake.is_active() && span.is_closed()
 }

@@ -19,7 +19,6 @@ pub struct AllocManyOp {
     host: Host,
     class: SizeClass,
     count: u32,
-    mutation: Mutation,
     granted: Vec<Grant>,
     owed: Owed,
     /// Chains that others broke.
@@ -53,14 +52,8 @@ impl AllocManyOp {
     /// An operation that takes up to `count` extents of `class` for `host`.
     #[must_use]
     pub const fn new(host: Host, class: SizeClass, count: u32) -> Self {
-        Self::mutated(host, class, count, Mutation::None)
-    }
-
-    /// The same with a fault, for tests.
-    #[must_use]
-    pub const fn mutated(host: Host, class: SizeClass, count: u32, mutation: Mutation) -> Self {
         let granted = Vec::new();
-        Self { host, class, count, mutation, granted, owed: Owed::NOTHING, lost: 0, state: State::Idle }
+        Self { host, class, count, granted, owed: Owed::NOTHING, lost: 0, state: State::Idle }
     }
 }
 
@@ -107,7 +100,7 @@ impl AllocManyOp {
                 None => self.post(State::Chaining(chain), Action::Chain(chain)),
             };
         }
-        let mut op = AllocOp::mutated(self.host, self.class, self.mutation).owing();
+        let mut op = AllocOp::new(self.host, self.class).owing();
         let step = op.start(cache);
         self.go_on(cache, op, step)
     }
@@ -115,7 +108,7 @@ impl AllocManyOp {
     /// What was taken of a chain is ours: keys and records are there.
     fn chained(&mut self, cache: &mut NodeCache, chain: Chain, result: StepResult<'_>) -> Step<Several> {
         let Chained { taken, is_whole, word } = result.chained();
-        let taken = if self.mutation == Mutation::TrustChain && taken & 1 == 1 { u32::MAX } else { taken };
+        let taken = if Mutation::TrustChain.is_active() && taken & 1 == 1 { u32::MAX } else { taken };
         let (span, at) = (chain.span(), WordAt::Span(chain.span()));
         for (_, run) in chain.runs().enumerate().filter(|(number, _)| taken >> number & 1 == 1) {
             let chunk = span * SPAN_CHUNKS + u32::from(run.first());

@@ -17,7 +17,6 @@ pub(super) struct Ready {
     group: Run,
     /// Whether it may be another tenant's.
     takes_foreign: bool,
-    mutation: Mutation,
     state: State,
 }
 
@@ -50,12 +49,11 @@ impl Ready {
         group: Run,
         takes_foreign: bool,
         cache: &NodeCache,
-        mutation: Mutation,
     ) -> Option<(Self, Action)> {
-        if cache.unready(section, group) == 0 || mutation == Mutation::SkipReady {
+        if cache.unready(section, group) == 0 || Mutation::SkipReady.is_active() {
             return None;
         }
-        let ready = Self { host, section, group, takes_foreign, mutation, state: State::Spans };
+        let ready = Self { host, section, group, takes_foreign, state: State::Spans };
         Some((ready, Action::Survey { section, count: 1 }))
     }
 
@@ -71,7 +69,7 @@ impl Ready {
                 if cache.unready(self.section, self.group) == 0 {
                     return Ok(Readied::Done);
                 }
-                if self.mutation == Mutation::ReadyFromMemory {
+                if Mutation::ReadyFromMemory.is_active() {
                     return Ok(self.mark(cache));
                 }
                 self.state = State::Section;
@@ -117,6 +115,6 @@ impl Ready {
         }
         self.state = State::Mark(span);
         let desired = word.mark_ready(self.host).0;
-        Readied::Post(self.mutation.commit(WordAt::Span(span), word.0, desired))
+        Readied::Post(Action::commit(WordAt::Span(span), word.0, desired))
     }
 }

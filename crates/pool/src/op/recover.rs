@@ -44,7 +44,6 @@ pub struct RecoverOp {
     host: Host,
     dead: Host,
     quest: Quest,
-    mutation: Mutation,
     recovered: Recovered,
     /// The sections from here on are not looked at yet.
     next: u32,
@@ -107,26 +106,19 @@ enum State {
 type Next = Result<Step<Recovered>, OpError>;
 
 impl RecoverOp {
+    /// One by which a host gives back these things that it has, and nothing else. None of its own operations may be on its way to one of them.
+    #[must_use]
+    pub fn only(host: Host, these: impl IntoIterator<Item = Held>) -> Self {
+        Self { quest: Quest::Only(these.into_iter().collect()), ..Self::new(host, host) }
+    }
+
     /// An operation by which `host` gives back what `dead` held.
     #[must_use]
     pub const fn new(host: Host, dead: Host) -> Self {
-        Self::mutated(host, dead, Mutation::None)
-    }
-
-    /// One by which a host gives back these things that it has, and nothing else. None of its own operations may be on its way to one of them.
-    #[must_use]
-    pub fn only(host: Host, these: impl IntoIterator<Item = Held>, mutation: Mutation) -> Self {
-        Self { quest: Quest::Only(these.into_iter().collect()), ..Self::mutated(host, host, mutation) }
-    }
-
-    /// The same with a fault, for tests.
-    #[must_use]
-    pub const fn mutated(host: Host, dead: Host, mutation: Mutation) -> Self {
         Self {
             host,
             dead,
             quest: Quest::All,
-            mutation,
             recovered: Recovered { extents: 0, chunks: 0, spans: 0, unknown: 0 },
             next: 0,
             end: u32::MAX,
@@ -285,7 +277,7 @@ impl RecoverOp {
 
     fn look_at_section(&mut self, cache: &NodeCache) -> Step<Recovered> {
         self.surprises = cache.surprises();
-        if self.mutation == Mutation::SectionLast {
+        if Mutation::SectionLast.is_active() {
             return self.read_spans(State::ReadingSpans);
         }
         self.post(State::ProbingSection, Action::Probe { at: WordAt::Section(self.section) })
@@ -295,7 +287,7 @@ impl RecoverOp {
         cache.learn(WordAt::Section(self.section), found)?;
         self.surprises = cache.surprises();
         self.record = SectionWord(found).log().ok().flatten();
-        if self.mutation == Mutation::SectionLast {
+        if Mutation::SectionLast.is_active() {
             return Ok(self.read_chunk_log(cache));
         }
         if SectionWord(found).bits() == 0 {
@@ -319,7 +311,7 @@ impl RecoverOp {
             cache.learn(WordAt::Span(span), *word)?;
         }
         let at = WordAt::Section(self.section);
-        let is_last = self.mutation == Mutation::SectionLast;
+        let is_last = Mutation::SectionLast.is_active();
         let state = if is_last { State::ProbingSection } else { State::ProbingSectionAgain };
         Ok(self.post(state, Action::Probe { at }))
     }
@@ -359,7 +351,7 @@ impl RecoverOp {
 
     /// V3: give back what is the dead host's, from the span with this place on.
     fn judge_from(&mut self, cache: &NodeCache, mut place: u8) -> Step<Recovered> {
-        if self.surprises != cache.surprises() && self.mutation != Mutation::SectionLast {
+        if self.surprises != cache.surprises() && !Mutation::SectionLast.is_active() {
             // Others have changed the section since its spans were looked at.
             return self.begin_section();
         }
@@ -379,7 +371,7 @@ impl RecoverOp {
                     let span = self.section * SECTION_SPANS + u32::from(place);
                     place += 1;
                     // Rule H: the section's word is older than the look that found the span open.
-                    if let Some((hint, action)) = Hint::opened(span, false, cache, self.mutation) {
+                    if let Some((hint, action)) = Hint::opened(span, false, cache) {
                         return self.post(State::Hinting(hint, place), action);
                     }
                 }
@@ -399,7 +391,7 @@ impl RecoverOp {
         self.strikes.clear();
         let mut add = |at, entries: &[u64]| Strikes::among(at, entries, &mut self.strikes);
         match gift {
-            _ if self.mutation == Mutation::SkipStrike => {}
+            _ if Mutation::SkipStrike.is_active() => {}
             Gift::Span { .. } => {}
             Gift::Whole { section, group } if u32::from(group.len()) == SECTION_SPANS => {
                 add(WordAt::section_key(section), &other_keys[..1]);
@@ -425,7 +417,7 @@ impl RecoverOp {
         if let Some(strikes) = self.strikes.pop() {
             return self.post(State::Striking(gift, found), Action::Strike(strikes));
         }
-        let (give, action) = Give::begin(self.host, gift, self.lost, cache, self.mutation);
+        let (give, action) = Give::begin(self.host, gift, self.lost, cache);
         let place = match gift {
             Gift::Whole { group, .. } => group.first(),
             Gift::Chunks { span, .. } | Gift::Span { span } => place_in_section(span),
@@ -463,8 +455,8 @@ impl RecoverOp {
             }
             Given::Overtaken => {
                 lose(&mut self.lost)?;
-                if self.mutation == Mutation::RecoverBlind {
-                    let (give, action) = Give::begin(self.host, give.gift(), self.lost, cache, self.mutation);
+                if Mutation::RecoverBlind.is_active() {
+                    let (give, action) = Give::begin(self.host, give.gift(), self.lost, cache);
                     return Ok(self.post(State::Giving(give, found, next), action));
                 }
                 Ok(self.begin_section())

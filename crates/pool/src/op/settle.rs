@@ -3,7 +3,7 @@
 use aquifer_fabric::Host;
 
 use super::give::{Gift, Give, Given};
-use super::{Machine, Mutation, Step, StepResult};
+use super::{Machine, Step, StepResult};
 use crate::cache::NodeCache;
 
 /// Ends the life of a span, if it rests (F7, F4, F6). Dropped before it is done it may have left it closed, and nobody the wiser.
@@ -11,7 +11,6 @@ use crate::cache::NodeCache;
 pub struct SettleOp {
     host: Host,
     span: u32,
-    mutation: Mutation,
     giving: Option<Give>,
 }
 
@@ -19,13 +18,7 @@ impl SettleOp {
     /// For a client of `host`.
     #[must_use]
     pub const fn new(host: Host, span: u32) -> Self {
-        Self::mutated(host, span, Mutation::None)
-    }
-
-    /// The same with a fault, for tests.
-    #[must_use]
-    pub const fn mutated(host: Host, span: u32, mutation: Mutation) -> Self {
-        Self { host, span, mutation, giving: None }
+        Self { host, span, giving: None }
     }
 }
 
@@ -37,7 +30,7 @@ impl Machine for SettleOp {
             return Step::Done(Ok(()));
         }
         let gift = Gift::Span { span: self.span };
-        let (give, action) = Give::begin(self.host, gift, 0, cache, self.mutation);
+        let (give, action) = Give::begin(self.host, gift, 0, cache);
         self.giving = Some(give);
         Step::Post(action)
     }

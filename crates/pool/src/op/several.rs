@@ -16,7 +16,6 @@ use crate::word::LogEntry;
 pub struct FreeManyOp {
     host: Host,
     grants: Vec<Grant>,
-    mutation: Mutation,
     outcomes: Outcomes,
     /// Numbers of those that are still to be given back; and of those that are to be by themselves.
     left: Vec<usize>,
@@ -46,15 +45,9 @@ impl FreeManyOp {
     /// An operation that gives back what `host` has taken.
     #[must_use]
     pub fn new(host: Host, grants: Vec<Grant>) -> Self {
-        Self::mutated(host, grants, Mutation::None)
-    }
-
-    /// The same with a fault, for tests.
-    #[must_use]
-    pub fn mutated(host: Host, grants: Vec<Grant>, mutation: Mutation) -> Self {
         let (outcomes, left) = (vec![Ok(()); grants.len()], (0..grants.len()).rev().collect());
         let (alone, together, ready) = (Vec::new(), Vec::new(), Vec::new());
-        Self { host, grants, mutation, outcomes, left, alone, together, ready, lost: 0, state: State::Idle }
+        Self { host, grants, outcomes, left, alone, together, ready, lost: 0, state: State::Idle }
     }
 }
 
@@ -141,13 +134,13 @@ impl FreeManyOp {
     fn may_be_given(&self, cache: &NodeCache, number: usize) -> bool {
         let grant = self.grants[number];
         let is_named = grant.key != Key(0) && grant.key.class() == Some(grant.class.k());
-        let op = FreeOp::mutated(self.host, grant, self.mutation);
+        let op = FreeOp::new(self.host, grant);
         is_named && self.mask_of(number) != 0 && op.may_be_given(cache)
     }
 
     /// K, of all of them.
     fn strike(&mut self, cache: &mut NodeCache) -> Step<Outcomes> {
-        if self.mutation == Mutation::SkipStrike {
+        if Mutation::SkipStrike.is_active() {
             return self.give(cache);
         }
         let span = self.span_of(self.together[0]);
@@ -160,7 +153,7 @@ impl FreeManyOp {
     fn struck(&mut self, cache: &mut NodeCache, strikes: Strikes, result: StepResult<'_>) -> Step<Outcomes> {
         let struck = result.struck();
         let is_ours = |grant: Grant| struck >> (grant.chunk % SPAN_CHUNKS) & 1 == 1;
-        let all = self.mutation == Mutation::GiveUnchecked;
+        let all = Mutation::GiveUnchecked.is_active();
         for number in std::mem::take(&mut self.together) {
             let list = if all || is_ours(self.grants[number]) { &mut self.together } else { &mut self.alone };
             list.push(number);
@@ -188,7 +181,7 @@ impl FreeManyOp {
             cache.leave(grant.chunk, grant.class, *key);
         }
         let gift = Gift::Chunks { span, mask, run };
-        let (give, action) = Give::begin(self.host, gift, self.lost, cache, self.mutation);
+        let (give, action) = Give::begin(self.host, gift, self.lost, cache);
         self.post(State::Giving(give), action)
     }
 
@@ -212,7 +205,7 @@ impl FreeManyOp {
     }
 
     fn free(&mut self, cache: &mut NodeCache, number: usize) -> Step<Outcomes> {
-        let mut op = FreeOp::mutated(self.host, self.grants[number], self.mutation);
+        let mut op = FreeOp::new(self.host, self.grants[number]);
         let step = op.start(cache);
         self.freeing(cache, op, number, step)
     }

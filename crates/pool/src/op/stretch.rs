@@ -22,7 +22,6 @@ const ATTEMPTS_MAX: u32 = 64;
 pub struct StretchOp {
     host: Host,
     count: u32,
-    mutation: Mutation,
     key: Key,
     /// The first section, and how many are ours already.
     first: u32,
@@ -66,16 +65,9 @@ impl StretchOp {
     /// An operation that takes `count` sections for `host`; none if it is 0.
     #[must_use]
     pub const fn new(host: Host, count: u32) -> Self {
-        Self::mutated(host, count, Mutation::None)
-    }
-
-    /// The same with a fault, for tests.
-    #[must_use]
-    pub const fn mutated(host: Host, count: u32, mutation: Mutation) -> Self {
         Self {
             host,
             count,
-            mutation,
             key: Key(0),
             first: 0,
             taken: 0,
@@ -179,7 +171,7 @@ impl StretchOp {
     /// The next of them.
     fn take(&mut self, cache: &mut NodeCache) -> Step<Grant> {
         let section = self.first + self.taken;
-        let mut op = AllocOp::of_section(self.host, section, self.key, self.mutation).owing();
+        let mut op = AllocOp::of_section(self.host, section, self.key).owing();
         let step = op.start(cache);
         self.taking(cache, op, step)
     }
@@ -222,7 +214,7 @@ impl StretchOp {
 
     /// Give back what was taken, last first.
     fn give_back(&mut self, cache: &mut NodeCache, failure: Option<OpError>) -> Step<Grant> {
-        let Some(left) = self.taken.checked_sub(1).filter(|_| self.mutation != Mutation::KeepPart) else {
+        let Some(left) = self.taken.checked_sub(1).filter(|_| !Mutation::KeepPart.is_active()) else {
             self.taken = 0;
             let end = cache.section_count().min(self.lost_at + READ_WORDS_MAX);
             return match failure {
@@ -231,7 +223,7 @@ impl StretchOp {
             };
         };
         self.taken = left;
-        let mut op = FreeOp::mutated(self.host, self.grant(self.first + left), self.mutation);
+        let mut op = FreeOp::new(self.host, self.grant(self.first + left));
         let step = op.start(cache);
         self.returning(cache, op, step, failure)
     }

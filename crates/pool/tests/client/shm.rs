@@ -1,5 +1,6 @@
 //! The client over shared memory.
 
+#[path = "suite.rs"]
 mod suite;
 
 use std::path::PathBuf;

@@ -15,8 +15,9 @@ use aquifer_pool::{
     Custody, Donation, Extent, FormatError, Ledger, NodeId, Pause, PoolClient, PoolError, SizeClass, donate,
 };
 
-use crate::Bed;
+use super::Bed;
 
+#[path = "suite/many.rs"]
 mod many;
 
 const NODE: NodeId = NodeId(7);

@@ -1,5 +1,6 @@
 //! The client over TCP.
 
+#[path = "suite.rs"]
 mod suite;
 
 use std::net::SocketAddr;

@@ -1,5 +1,6 @@
 //! The client over an RDMA device: that with the IP address in `AQUIFER_VERBS_ADDRESS`.
 
+#[path = "suite.rs"]
 mod suite;
 
 use std::net::SocketAddr;

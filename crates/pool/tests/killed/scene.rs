@@ -15,7 +15,7 @@ use aquifer_pool::{Custody, Donation, Extent, Pause, PoolClient, PoolError, Size
 use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, kill_process, waitpid};
 use tempfile::TempDir;
 
-use crate::victim::{self, DATA_BYTES, EARLIER, End, KEY, Moment, NODE, TENANT, VICTIM, Victim};
+use super::victim::{self, DATA_BYTES, EARLIER, End, KEY, Moment, NODE, TENANT, VICTIM, Victim};
 
 const SECTIONS: u64 = 5;
 const LIVING: Host = Host(1);

@@ -12,6 +12,9 @@ use aquifer_fabric::verbs::{Options, VerbsTarget};
 use scene::{Heir, Scene, at_every_step};
 use victim::{End, KEY};
 
+/// The name of the test that is a victim.
+const VICTIM_TEST: &str = "victim";
+
 fn over_verbs() -> Scene {
     let address = std::env::var("AQUIFER_VERBS_ADDRESS").expect("AQUIFER_VERBS_ADDRESS is an RDMA device's");
     let address = SocketAddr::new(address.parse().expect("an IP address"), 0);

@@ -55,7 +55,7 @@ pub struct Victim {
 pub fn start(reach: &Reach, epoch: u64, step: usize, moment: Moment, end: End) -> Victim {
     let fate = format!("{} {} {epoch} {step} {moment:?} {end:?}", reach.provider(), reach.address());
     let mut command = Command::new(std::env::current_exe().expect("this program"));
-    command.args(["--exact", "victim", "--nocapture"]).env(VARIABLE, fate);
+    command.args(["--exact", super::VICTIM_TEST, "--nocapture"]).env(VARIABLE, fate);
     command.stdout(Stdio::piped()).stdin(Stdio::piped());
     let mut child = command.spawn().expect("it can be started");
     let pid = Pid::from_raw(i32::try_from(child.id()).expect("a process")).expect("a process");

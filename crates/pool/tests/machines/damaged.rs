@@ -8,7 +8,7 @@ use aquifer_pool::size::SECTION_CHUNKS;
 use aquifer_pool::word::{Run, SectionWord, SpanWord};
 use proptest::prelude::*;
 
-use crate::driver::Words;
+use super::driver::Words;
 
 const SECTIONS: u32 = 2;
 /// No operation needs more: the most that races may cost, and looking at everything in between.

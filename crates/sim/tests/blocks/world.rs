@@ -6,12 +6,13 @@ use std::time::Duration;
 use aquifer_block::{BlockError, BlockVolume, Mover, Pump, Reader};
 use aquifer_fabric::sim::Rng;
 use aquifer_fabric::{Completion, Endpoint, EndpointError, PostError, Work, forward_endpoint};
-use aquifer_pager::{BLOCK_PAGES, Budget, Connector, Mempool, Mutation, PAGE_BYTES};
+use aquifer_pager::{BLOCK_PAGES, Budget, Connector, Mempool, PAGE_BYTES};
 use aquifer_pool::NodeId;
 
-use crate::cluster::{Cluster, FETCHERS, SENDER};
-use crate::memory::encode;
-use crate::model::Page;
+use crate::blocks::model::Page;
+use crate::paging::cluster::{Cluster, FETCHERS, SENDER};
+use crate::paging::focus::Focus;
+use crate::paging::memory::encode;
 
 /// Turns after which a write has found no room.
 const TURNS_MAX: u32 = 400;
@@ -137,9 +138,9 @@ fn parts(offset: usize, len: usize) -> Vec<(usize, usize, usize, usize)> {
 }
 
 impl World {
-    fn new(seed: u64, mutation: Mutation) -> Self {
+    fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
-        let cluster = Cluster::new(rng.next_u64(), &mut rng);
+        let cluster = Cluster::new(rng.next_u64(), &mut rng, Focus::None);
         let pages = 40 + rng.index(300);
         let blocks = 1 + rng.index(5);
         let mempool = Arc::new(Mempool::new(blocks * BLOCK_PAGES * PAGE_BYTES).expect("memory"));
@@ -147,11 +148,8 @@ impl World {
         let bytes = (pages * PAGE_BYTES) as u64;
         let volume = BlockVolume::new(bytes, mempool, budget, Duration::ZERO).expect("memory");
         let (connector, pool) = (cluster.connector(SENDER), cluster.pool(SENDER));
-        let mut pump = Pump::new(Arc::clone(&volume), connector, pool, rng.next_u64());
-        let mut reader = volume.reader(cluster.connector(FETCHERS)).expect("memory");
-        volume.mutate(mutation);
-        pump.mutate(mutation);
-        reader.mutate(mutation);
+        let pump = Pump::new(Arc::clone(&volume), connector, pool, rng.next_u64());
+        let reader = volume.reader(cluster.connector(FETCHERS)).expect("memory");
         Self {
             rng,
             cluster,
@@ -355,8 +353,8 @@ impl World {
 }
 
 /// Play a schedule.
-pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
-    let world = Arc::new(Mutex::new(World::new(seed, mutation)));
+pub fn run(seed: u64) -> Result<Seen, String> {
+    let world = Arc::new(Mutex::new(World::new(seed)));
     let (volume, operations) = {
         let mut world = lock(&world);
         (Arc::clone(&world.volume), 20 + world.rng.below(150))
@@ -366,9 +364,7 @@ pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
         Arc::new(Meddling { inner, world: Arc::downgrade(&world) })
     };
     let mut reader = volume.reader(connector()).expect("memory");
-    reader.mutate(mutation);
     let mut mover = Mover::new(Arc::clone(&volume), connector()).expect("memory");
-    mover.mutate(mutation);
     let mut buffer = Vec::new();
     for _ in 0..operations {
         let read = {

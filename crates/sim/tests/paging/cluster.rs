@@ -11,6 +11,7 @@ use aquifer_pool::op::{Grant, Recovered, WordAt};
 use aquifer_pool::{Custody, Donation, Extent, NodeId, Pause, PoolClient, SizeClass, donate};
 
 use super::absence::{self, Absence};
+use super::focus::Focus;
 
 /// Bytes of a node: one section. With more, where a client begins to look would depend on how many clients there were before.
 const NODE_BYTES: u64 = 2 << 20;
@@ -102,19 +103,29 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    pub fn new(seed: u64, rng: &mut Rng) -> Self {
+    pub fn new(seed: u64, rng: &mut Rng, focus: Focus) -> Self {
         let slowest_ns = [2_000, 20_000, 200_000][rng.index(3)];
         let options = SimOptions { step_on_poll: true, delay_ns: 500..slowest_ns, ..SimOptions::default() };
         let fabric = SimFabric::new(seed, options);
-        let sender_factor = if rng.chance(1, 4) { 100 } else { 1 };
+        let is_slow = rng.chance(1, 4) || focus == Focus::Copies;
+        let sender_factor = if is_slow { 100 } else { 1 };
         fabric.slow(Host(SENDER), sender_factor);
-        let replicas = [1, 1, 1, 2, 2, 3][rng.index(6)];
+        let replicas = match focus {
+            Focus::Copies => 2 + rng.index(2),
+            Focus::Absences => 1,
+            _ => [1, 1, 1, 2, 2, 3][rng.index(6)],
+        };
         let count = (replicas + rng.index(3)).max(2);
         let targets: Vec<_> = (0..count).map(|_| fabric.add_node()).collect();
         let donations = (0..)
             .zip(&targets)
             .map(|(id, target)| donate(target, NodeId(id), NODE_BYTES).expect("memory"))
             .collect();
+        let may_be_away = match focus {
+            Focus::Copies => false,
+            Focus::Absences => true,
+            _ => Rng::new(seed ^ ABSENCES).chance(1, 4),
+        };
         let mut cluster = Self {
             fabric,
             sender_factor,
@@ -129,7 +140,7 @@ impl Cluster {
             damaged: vec![false; count],
             cut: None,
             once_cut: None,
-            absence: Rng::new(seed ^ ABSENCES).chance(1, 4).then(Absence::default),
+            absence: may_be_away.then(Absence::default),
             was_away: false,
             refusing: vec![false; count],
             epoch: 1,

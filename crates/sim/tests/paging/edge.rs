@@ -30,9 +30,8 @@ pub struct SimEdge {
 
 impl SimEdge {
     pub fn new(world: &Rc<RefCell<World>>, process: usize) -> Self {
-        let mut fetcher =
+        let fetcher =
             Fetcher::new(world.borrow().cluster.connector(super::cluster::FETCHERS)).expect("memory");
-        fetcher.mutate(world.borrow().mutation);
         Self { world: Rc::clone(world), process, fetcher, is_held: false, is_refused: false }
     }
 
@@ -88,7 +87,7 @@ impl SimEdge {
         let mut is_private = false;
         loop {
             let mut world = self.meanwhile();
-            let ignores_events = world.mutation == Mutation::TakeDuringEvents;
+            let ignores_events = Mutation::TakeDuringEvents.is_active();
             let process = &mut world.processes[self.process];
             if !process.alive {
                 return Err(Gone);
@@ -193,7 +192,7 @@ impl Kernel for SimEdge {
     fn moving(&mut self, index: usize) {
         super::death::pass_event();
         let mut world = self.world.borrow_mut();
-        if world.mutation != Mutation::ForgetMoving {
+        if !Mutation::ForgetMoving.is_active() {
             world.processes[self.process].journal.moving = Some(index);
         }
     }
@@ -444,9 +443,5 @@ impl Edge for SimEdge {
 
     fn now_ns(&self) -> u64 {
         self.world.borrow().clock_ns
-    }
-
-    fn mutation(&self) -> Mutation {
-        self.world.borrow().mutation
     }
 }

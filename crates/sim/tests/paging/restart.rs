@@ -28,7 +28,7 @@ impl Schedule {
             }
         }
         self.world.borrow_mut().finish_restart(&used);
-        if self.world.borrow().mutation != Mutation::ReserveNothing {
+        if !Mutation::ReserveNothing.is_active() {
             found.iter_mut().for_each(|(_, before)| reserve_blocks(before));
         }
         for (process, before) in found {
@@ -63,13 +63,12 @@ impl Schedule {
         let (slabs, mempool) = (Arc::clone(&world.slabs), Arc::clone(&world.mempool));
         let recovered = Volume::recover(reopen(table), slabs, mempool, Arc::clone(&world.budget));
         let mut recovered = recovered.expect("a page table");
-        recovered.volume.mutate(world.mutation);
         recovered.volume.before_store(death::pass);
         let target = &mut world.processes[process];
         // Faults that were read and not served come again only so.
         target.wake(0, target.pages.len());
         let mut batches = target.batches.clone();
-        if world.mutation == Mutation::ForgetLeaving {
+        if Mutation::ForgetLeaving.is_active() {
             batches.iter_mut().for_each(Vec::clear);
         }
         tell!(

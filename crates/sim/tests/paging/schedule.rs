@@ -5,10 +5,14 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use aquifer_faults::{Areas, FaultStats, Monitor, Next};
-use aquifer_pager::{Mutation, Volume};
+use aquifer_pager::Volume;
 
+use aquifer_fabric::sim::Rng;
+
+use super::cluster::Cluster;
 use super::death;
 use super::edge::SimEdge;
+use super::focus::Focus;
 use super::memory::{Page, number};
 use super::process::{Doing, Process};
 use super::world::{Seen, World};
@@ -26,6 +30,7 @@ pub struct Schedule {
     buffers: usize,
     /// Whether a pass over all monitors found something to do.
     breaks: Breaks,
+    breaks_often: bool,
 }
 
 /// What may go wrong in a schedule.
@@ -42,41 +47,72 @@ struct Breaks {
     absence: bool,
 }
 
-/// Play a schedule with one protocol step broken.
-pub fn run(seed: u64, mutation: Mutation) -> Result<Seen, String> {
-    let mut world = World::new(seed, mutation);
-    let rng = &mut world.rng;
-    let buffers = 1 + rng.index(3);
-    let mut breaks = Breaks {
-        crashes: rng.chance(1, 5),
-        damage: rng.chance(1, 8),
-        full: rng.chance(1, 6),
-        kills: rng.chance(1, 3),
-        slow: rng.chance(1, 4),
-        restarts: rng.chance(1, 2),
+impl Breaks {
+    const NONE: Self = Self {
+        crashes: false,
+        damage: false,
+        full: false,
+        kills: false,
+        slow: false,
+        restarts: false,
         cuts: false,
         expiry: false,
         absence: false,
     };
-    if world.cluster.replicas > 1 {
-        // A copy may be lost or damaged, but not all of a page: nothing is excused then.
-        breaks.damage = rng.chance(1, 3);
-        breaks.crashes = !breaks.damage && rng.chance(2, 3);
-        breaks.full = !breaks.damage && rng.chance(1, 2);
-        breaks.slow |= rng.chance(1, 3);
+
+    fn choose(rng: &mut Rng, focus: Focus, cluster: &Cluster) -> Self {
+        match focus {
+            Focus::Copies => {
+                let crashes = rng.chance(1, 2);
+                Self { crashes, cuts: !crashes, slow: rng.chance(1, 2), ..Self::NONE }
+            }
+            Focus::Absences => {
+                Self { absence: true, restarts: rng.chance(1, 4), slow: rng.chance(1, 4), ..Self::NONE }
+            }
+            Focus::Restarts => Self { restarts: true, ..Self::choose_any(rng, cluster) },
+            Focus::None | Focus::Events => Self::choose_any(rng, cluster),
+        }
     }
-    breaks.cuts = !breaks.crashes && !breaks.damage && rng.chance(1, 3);
-    breaks.expiry = !breaks.crashes && !breaks.damage && !breaks.cuts && rng.chance(1, 3);
-    let is_hurt = breaks.crashes || breaks.damage || breaks.cuts || breaks.expiry || breaks.full;
-    breaks.absence = world.cluster.keeps_memory() && !is_hurt;
+
+    fn choose_any(rng: &mut Rng, cluster: &Cluster) -> Self {
+        let mut breaks = Self {
+            crashes: rng.chance(1, 5),
+            damage: rng.chance(1, 8),
+            full: rng.chance(1, 6),
+            kills: rng.chance(1, 3),
+            slow: rng.chance(1, 4),
+            restarts: rng.chance(1, 2),
+            ..Self::NONE
+        };
+        if cluster.replicas > 1 {
+            // A copy may be lost or damaged, but not all of a page: nothing is excused then.
+            breaks.damage = rng.chance(1, 3);
+            breaks.crashes = !breaks.damage && rng.chance(2, 3);
+            breaks.full = !breaks.damage && rng.chance(1, 2);
+            breaks.slow |= rng.chance(1, 3);
+        }
+        breaks.cuts = !breaks.crashes && !breaks.damage && rng.chance(1, 3);
+        breaks.expiry = !breaks.crashes && !breaks.damage && !breaks.cuts && rng.chance(1, 3);
+        let is_hurt = breaks.crashes || breaks.damage || breaks.cuts || breaks.expiry || breaks.full;
+        breaks.absence = cluster.keeps_memory() && !is_hurt;
+        breaks
+    }
+}
+
+/// Plays a schedule.
+pub fn run(seed: u64) -> Result<Seen, String> {
+    let mut world = World::new(seed);
+    let buffers = 1 + world.rng.index(3);
+    let breaks = Breaks::choose(&mut world.rng, world.focus, &world.cluster);
     world.agent_may_die = breaks.restarts;
     let rng = &mut world.rng;
     let threads = if world.moves_often { 2 + rng.index(2) } else { 1 + rng.index(3) };
-    let pages = 24 + rng.index(170);
+    let pages = 24 + rng.index(if world.focus == Focus::Events { 60 } else { 170 });
+    let breaks_often = [Focus::Copies, Focus::Absences].contains(&world.focus);
     let process = first_process(&mut world, pages, threads, buffers);
     world.processes.push(process);
     let mut schedule =
-        Schedule { world: Rc::new(RefCell::new(world)), monitors: Vec::new(), buffers, breaks };
+        Schedule { breaks_often, world: Rc::new(RefCell::new(world)), monitors: Vec::new(), buffers, breaks };
     death::set(0);
     let played = schedule.play();
     death::set(0);
@@ -155,12 +191,11 @@ impl Schedule {
     }
 
     fn adopt_first(&mut self) -> Result<(), String> {
-        let (slabs, mempool, budget, mutation) = {
+        let (slabs, mempool, budget) = {
             let world = self.world.borrow();
-            (Arc::clone(&world.slabs), Arc::clone(&world.mempool), Arc::clone(&world.budget), world.mutation)
+            (Arc::clone(&world.slabs), Arc::clone(&world.mempool), Arc::clone(&world.budget))
         };
         let mut volume = Volume::new(slabs, mempool, budget).map_err(|error| error.to_string())?;
-        volume.mutate(mutation);
         volume.before_store(death::pass);
         self.add_monitor(0, volume, Areas::default());
         if self.world.borrow_mut().rng.chance(3, 4) {
@@ -201,9 +236,11 @@ impl Schedule {
             0..30 => self.turn(process),
             30..34 => self.scan(process),
             34 => self.break_something(process),
+            40..44 if self.breaks_often => self.break_something(process),
             35..37 if self.breaks.restarts => {
-                let rng = &mut self.world.borrow_mut().rng;
-                if rng.chance(1, 3) {
+                let world = &mut *self.world.borrow_mut();
+                let rng = &mut world.rng;
+                if rng.chance(1, if world.focus == Focus::Restarts { 1 } else { 3 }) {
                     death::set_at_events(1 + u32::try_from(rng.below(4)).expect("small"));
                     return;
                 }

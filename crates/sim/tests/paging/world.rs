@@ -8,12 +8,12 @@ use aquifer_fabric::sim::Rng;
 use aquifer_faults::{Areas, Done, Job};
 use aquifer_pager::slabs::{Copies, SlabId};
 use aquifer_pager::{
-    BLOCK_PAGES, BlockId, Budget, Memory, Mempool, Mutation, PageNumber, Sender, SlabSet, Staged, Volume,
-    Written,
+    BLOCK_PAGES, BlockId, Budget, Memory, Mempool, PageNumber, Sender, SlabSet, Staged, Volume, Written,
 };
 use aquifer_pool::{Extent, NodeId};
 
 use super::cluster::{Cluster, SENDER};
+use super::focus::Focus;
 use super::memory::{encode, index};
 use super::process::Process;
 
@@ -198,37 +198,43 @@ pub struct World {
     is_fabric_lazy: bool,
     pub winding_down: bool,
     pub agent_may_die: bool,
-    pub mutation: Mutation,
     pub failure: Option<String>,
     pub seen: Seen,
     /// A node that the sender does not know, and that has let us in.
+    pub focus: Focus,
     knocked: Option<(NodeId, Box<dyn Endpoint>)>,
     written: Vec<Written>,
     found: Vec<Staged>,
 }
 
 impl World {
-    pub fn new(seed: u64, mutation: Mutation) -> Self {
+    pub fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
-        let cluster = Cluster::new(rng.next_u64(), &mut rng);
+        let focus = Focus::of(seed);
+        let cluster = Cluster::new(rng.next_u64(), &mut rng, focus);
         let blocks = 1 + rng.index(6);
         let mempool = Mempool::new(blocks * aquifer_pager::BLOCK_PAGES * aquifer_pager::PAGE_BYTES);
         let mempool = Arc::new(mempool.expect("memory"));
         let slabs = Arc::new(SlabSet::with_replicas(cluster.replicas).expect("memory"));
         // Four blocks are the mempool's share. The monitor keeps 128 pages free: most limits let some pages be resident all the same.
-        let moves_often = rng.chance(1, 6);
-        let kind = if moves_often { 1 + rng.index(2) } else { rng.index(3) };
+        let moves_often = rng.chance(1, 6) || focus == Focus::Restarts && rng.chance(2, 3);
+        let kind = if [Focus::Events, Focus::Absences].contains(&focus) {
+            0
+        } else if moves_often {
+            1 + rng.index(2)
+        } else {
+            rng.index(3)
+        };
         let resident_max = [rng.below(12), 100 + rng.below(40), 130 + rng.below(60)][kind];
         let page = aquifer_pager::PAGE_BYTES as u64;
         let budget = Arc::new(Budget::new((4 * aquifer_pager::BLOCK_PAGES as u64 + resident_max) * page));
-        let mut sender = Sender::new(
+        let sender = Sender::new(
             Arc::clone(&slabs),
             &mempool,
             cluster.connector(SENDER),
             cluster.pool(SENDER),
             rng.next_u64(),
         );
-        sender.mutate(mutation);
         Self {
             processes: Vec::new(),
             cluster,
@@ -245,20 +251,21 @@ impl World {
             pace: 1 + rng.below(5),
             waits: 0,
             stamps: 0,
-            operations: 20 + u32::try_from(rng.below(180)).expect("small"),
-            mix: [30, 40, 60, 120][rng.index(4)],
+            operations: if focus == Focus::Events { 300 } else { 20 }
+                + u32::try_from(rng.below(180)).expect("small"),
+            mix: if focus == Focus::Events { 30 } else { [30, 40, 60, 120][rng.index(4)] },
             moves_often,
-            late_events: rng.chance(1, 3),
+            late_events: rng.chance(1, 3) || [Focus::Restarts, Focus::Events].contains(&focus),
             is_fabric_lazy: rng.chance(1, 3),
             winding_down: false,
             agent_may_die: false,
-            mutation,
             failure: None,
             seen: Seen::default(),
             knocked: None,
             written: Vec::new(),
             found: Vec::new(),
             rng,
+            focus,
         }
     }
 
@@ -355,7 +362,6 @@ impl World {
         );
         let dead = std::mem::replace(&mut self.sender, sender);
         self.cluster.close(dead, &mut self.rng);
-        self.sender.mutate(self.mutation);
     }
 
     /// What a sender has done is seen when it ends.
@@ -417,7 +423,8 @@ impl World {
 
     /// Dead nodes come back, at times. The next node that the sender does not know is asked; who has let us in is taken in, at once or later.
     fn take_in(&mut self) {
-        if self.rng.chance(1, 8) {
+        let often = if self.focus == Focus::Copies { 2 } else { 8 };
+        if self.rng.chance(1, often) {
             self.seen.returns += u64::from(self.cluster.come_back(&mut self.rng));
         }
         if self.knocked.is_none()

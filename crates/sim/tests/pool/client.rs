@@ -11,8 +11,8 @@ use aquifer_fabric::{
 use aquifer_pool::cache::{NodeCache, Nonces};
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{
-    Action, AllocManyOp, AllocOp, FreeManyOp, FreeOp, Grant, Held, HeldOp, Machine, Mutation, OpError,
-    RecoverOp, Recovered, SettleOp, Several, Step, StepResult, StretchOp, Strikes, WordAt,
+    Action, AllocManyOp, AllocOp, FreeManyOp, FreeOp, Grant, Held, HeldOp, Machine, OpError, RecoverOp,
+    Recovered, SettleOp, Several, Step, StepResult, StretchOp, Strikes, WordAt,
 };
 use aquifer_pool::size::SECTION_SPANS;
 use aquifer_pool::word::Run;
@@ -93,7 +93,6 @@ pub struct Client {
     recovering: Option<Host>,
     /// What was posted last, if its answer has not been heard.
     pub posted: Option<Action>,
-    mutation: Mutation,
 }
 
 /// More clients than there are. The last draws no keys.
@@ -105,7 +104,6 @@ impl Client {
         layout: Layout,
         (host, tenant, nonces): (Host, Tenant, Nonces),
         number: u32,
-        mutation: Mutation,
     ) -> Self {
         let who = Identity { host, epoch: 1, tenant };
         let mut endpoint = fabric.connect(node, who).expect("the node is alive");
@@ -133,7 +131,6 @@ impl Client {
             outcomes: Vec::new(),
             recovering: None,
             posted: None,
-            mutation,
         }
     }
 
@@ -146,33 +143,33 @@ impl Client {
     }
 
     pub fn alloc(&mut self, class: aquifer_pool::SizeClass) -> Option<Ended> {
-        let mut op = AllocOp::mutated(self.host, class, self.mutation);
+        let mut op = AllocOp::new(self.host, class);
         let step = op.start(&mut self.cache);
         self.running = Some(Running::Alloc(op));
         self.follow(step).map(Ended::Alloc)
     }
 
     pub fn alloc_many(&mut self, class: aquifer_pool::SizeClass, count: u32) -> Option<Ended> {
-        let mut op = Box::new(AllocManyOp::mutated(self.host, class, count, self.mutation));
+        let mut op = Box::new(AllocManyOp::new(self.host, class, count));
         let step = op.start(&mut self.cache);
         self.running = Some(Running::Many(op));
         self.follow(step).map(Ended::Many)
     }
 
     pub fn stretch(&mut self, sections: u32) -> Option<Ended> {
-        let mut op = Box::new(StretchOp::mutated(self.host, sections, self.mutation));
+        let mut op = Box::new(StretchOp::new(self.host, sections));
         let step = op.start(&mut self.cache);
         self.running = Some(Running::Stretch(op, sections));
         self.follow(step).map(|result| Ended::Stretch(sections, result))
     }
 
     pub fn free(&mut self, grant: Grant) -> Option<Ended> {
-        self.give(FreeOp::mutated(self.host, grant, self.mutation), grant)
+        self.give(FreeOp::new(self.host, grant), grant)
     }
 
     /// If nothing else is taken in its span, that rests.
     pub fn free_resting(&mut self, grant: Grant) -> Option<Ended> {
-        self.give(FreeOp::mutated(self.host, grant, self.mutation).resting(), grant)
+        self.give(FreeOp::new(self.host, grant).resting(), grant)
     }
 
     fn give(&mut self, mut op: FreeOp, grant: Grant) -> Option<Ended> {
@@ -189,7 +186,7 @@ impl Client {
 
     pub fn settle(&mut self) -> Option<Ended> {
         let span = *self.cache.resting().first()?;
-        let mut op = SettleOp::mutated(self.host, span, self.mutation);
+        let mut op = SettleOp::new(self.host, span);
         let step = op.start(&mut self.cache);
         self.running = Some(Running::Settle(op));
         self.follow(step).map(Ended::Settle)
@@ -205,7 +202,7 @@ impl Client {
 
     /// Give back what of these things is still the same.
     pub fn give_held(&mut self, these: Vec<Held>) -> Option<Ended> {
-        let mut op = Box::new(RecoverOp::only(self.host, these, self.mutation));
+        let mut op = Box::new(RecoverOp::only(self.host, these));
         let step = op.start(&mut self.cache);
         self.running = Some(Running::GiveHeld(op));
         self.follow(step).map(Ended::GiveHeld)
@@ -214,7 +211,7 @@ impl Client {
     /// Several, of any sections.
     pub fn free_many(&mut self, grants: Vec<Grant>) -> Option<Ended> {
         self.note_giving(&grants);
-        let mut op = Box::new(FreeManyOp::mutated(self.host, grants, self.mutation));
+        let mut op = Box::new(FreeManyOp::new(self.host, grants));
         let step = op.start(&mut self.cache);
         self.running = Some(Running::FreeMany(op));
         self.follow(step).map(Ended::FreeMany)
@@ -233,7 +230,7 @@ impl Client {
     /// The process is killed, and comes again as client number `number` with what it had written down. What it had posted, of which this is the last, may be on its way yet.
     pub fn start_again(&mut self, fabric: &SimFabric, nonces: Nonces, number: u32) -> Option<Action> {
         let who = (self.host, self.tenant, nonces);
-        let mut next = Self::new((fabric, self.node), self.layout, who, number, self.mutation);
+        let mut next = Self::new((fabric, self.node), self.layout, who, number);
         next.owned = std::mem::take(&mut self.owned);
         next.kept = std::mem::take(&mut self.kept);
         next.begun = std::mem::take(&mut self.begun);
@@ -252,12 +249,12 @@ impl Client {
     pub fn resume(&mut self) -> Option<Ended> {
         let (grant, record) = self.begun.pop().expect("there is one");
         self.giving = vec![(grant, record)];
-        self.try_again(FreeOp::mutated(self.host, grant, self.mutation).resumed(record), grant, Try::First)
+        self.try_again(FreeOp::new(self.host, grant).resumed(record), grant, Try::First)
     }
 
     /// As what was not begun.
     pub fn free_after_all(&mut self, grant: Grant) -> Option<Ended> {
-        self.try_again(FreeOp::mutated(self.host, grant, self.mutation), grant, Try::Second)
+        self.try_again(FreeOp::new(self.host, grant), grant, Try::Second)
     }
 
     fn try_again(&mut self, mut op: FreeOp, grant: Grant, number: Try) -> Option<Ended> {
@@ -267,7 +264,7 @@ impl Client {
     }
 
     pub fn recover(&mut self, dead: Host) -> Option<Ended> {
-        let mut op = Box::new(RecoverOp::mutated(self.host, dead, self.mutation));
+        let mut op = Box::new(RecoverOp::new(self.host, dead));
         let step = op.start(&mut self.cache);
         self.running = Some(Running::Recover(op));
         self.recovering = Some(dead);

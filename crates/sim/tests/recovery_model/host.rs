@@ -1,11 +1,11 @@
 //! What a host does, one operation on the node's memory at a time.
 
-use crate::fault::Fault;
-use crate::memory::{
+use crate::recovery_model::fault::Fault;
+use crate::recovery_model::memory::{
     CHUNK_NUMBERS, CHUNKS, Code, Entry, Group, HOSTS, Holding, Host, Memory, SPAN_NUMBERS, SPANS, Section,
     Span, SpanLog,
 };
-use crate::truth::Truth;
+use crate::recovery_model::truth::Truth;
 
 /// A change of a word that commits something.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]

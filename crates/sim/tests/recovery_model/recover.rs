@@ -2,9 +2,9 @@
 //!
 //! Everything is judged by what was read *after* a word, and changed by a CAS on that very word: then it was so in between.
 
-use crate::fault::Fault;
-use crate::host::{Actor, At, Goal, World};
-use crate::memory::{CHUNK_NUMBERS, Code, Group, Holding, SPANS, SpanLog};
+use crate::recovery_model::fault::Fault;
+use crate::recovery_model::host::{Actor, At, Goal, World};
+use crate::recovery_model::memory::{CHUNK_NUMBERS, Code, Group, Holding, SPANS, SpanLog};
 
 impl Actor {
     pub fn recover(&mut self, dead: u8) {

@@ -1,6 +1,6 @@
 //! What is really so, beside what the words say: who may do what is judged by this.
 
-use crate::memory::{CHUNKS, Group, HOSTS, Host, SPANS};
+use crate::recovery_model::memory::{CHUNKS, Group, HOSTS, Host, SPANS};
 
 /// A span's life.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]

@@ -28,6 +28,8 @@ static const struct test tests[] = {
     {"dontunmap", test_dontunmap, false},
     // Waits for SIGUSR1.
     {"sparse", test_sparse, false},
+    // Waits for lines on stdin.
+    {"steps", test_steps, false},
     // Both sides of a fork write all that they share, at once.
     {"fork-storm", test_fork_storm, false},
     // What few programs do.

@@ -10,6 +10,7 @@ void test_brk(void);       // moves.c
 void test_madvise(void);   // areas.c
 void test_remap(void);     // areas.c
 void test_sparse(void);    // areas.c
+void test_steps(void);     // steps.c
 void test_fork(void);      // processes.c
 void test_fork_storm(void);
 void test_threads(void);   // threads.c

@@ -15,13 +15,13 @@ impl AllocOp {
     pub(super) fn plant(&self, cache: &mut NodeCache, span: u32) -> Plant {
         let plant = Plant::new(self.host, span, self.class, cache);
         cache.leave_planted(&plant, self.class);
-        plant.without(self.mutation == Mutation::SkipOwner, self.mutation == Mutation::SkipRecord)
+        plant.without(Mutation::SkipOwner.is_active(), Mutation::SkipRecord.is_active())
     }
 
     /// A8: nobody else can give back what is not handed out yet, so these WRITEs need no care.
     pub(super) fn record(&mut self, cache: &mut NodeCache, grant: Grant) -> Step<Grant> {
         let mut writes = self.keys(cache, grant);
-        if self.mutation != Mutation::SkipRecord {
+        if !Mutation::SkipRecord.is_active() {
             let value = LogEntry::of(cache.word(word_of(grant)), cache.nonce(self.host)).0;
             writes = writes.and(record_at(grant), value);
         }
@@ -46,10 +46,10 @@ impl AllocOp {
         }
         let first = grant.chunk / SPAN_CHUNKS;
         let more = u8::try_from(grant.class.chunks() / SPAN_CHUNKS - 1).unwrap_or(u8::MAX);
-        if self.mutation != Mutation::KeepLeft {
+        if !Mutation::KeepLeft.is_active() {
             cache.forget_whole(first..first + 1 + u32::from(more));
         }
-        if self.mutation == Mutation::SkipOwners {
+        if Mutation::SkipOwners.is_active() {
             return Writes::default().and(WordAt::key_of(grant), opened);
         }
         (first..=first + u32::from(more)).for_each(|span| cache.learn_owner(span, KeyEntry(shut)));
@@ -80,8 +80,8 @@ impl AllocOp {
         cache.note_if_filled(span);
         let calm = self.losing.is_none_or(|(last, _)| last != span);
         let hint = match filled {
-            Some(filled) => Hint::filled(filled, cache, self.mutation),
-            None if calm => Hint::calm(span, cache, self.mutation),
+            Some(filled) => Hint::filled(filled, cache),
+            None if calm => Hint::calm(span, cache),
             None => None,
         };
         match hint {

@@ -82,7 +82,7 @@ impl AllocOp {
             }
             self.search.scanned = 0;
             self.search.pass = match self.search.pass {
-                _ if self.mutation == Mutation::TrustCache => {
+                _ if Mutation::TrustCache.is_active() => {
                     return Step::Done(Err(OpError::Full));
                 }
                 Pass::Remembered => Pass::Fresh,
@@ -115,7 +115,7 @@ impl AllocOp {
         crowded: bool,
     ) -> Option<Candidate> {
         let word = cache.section(section);
-        if self.mutation == Mutation::EnterClosed && self.class.is_within_span() {
+        if Mutation::EnterClosed.is_active() && self.class.is_within_span() {
             let entered =
                 word.spans_in(SpanState::Partial).map(|index| section * SECTION_SPANS + u32::from(index));
             if let Some(span) = entered.into_iter().find(|&span| cache.span(span).is_closed()) {
@@ -123,7 +123,7 @@ impl AllocOp {
                 return Some(Candidate::Chunks { span, run });
             }
         }
-        if self.mutation == Mutation::TakeHalfEmpty && !self.class.is_within_span() {
+        if Mutation::TakeHalfEmpty.is_active() && !self.class.is_within_span() {
             let first = word.find(0)?.first();
             let group = Run::new((first >> self.class.order()) << self.class.order(), self.class.order())?;
             return Some(Candidate::Whole { group });

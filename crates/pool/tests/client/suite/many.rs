@@ -4,8 +4,8 @@ use aquifer_fabric::Host;
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::{Extent, PoolError, SizeClass};
 
+use super::super::Bed;
 use super::{NODE, Stamper, bed, class};
-use crate::Bed;
 
 /// Those who want many sections side by side take them from each other, and give back what they cannot have whole.
 #[test]

@@ -6,8 +6,8 @@ use aquifer_pool::op::{Grant, OpError};
 use aquifer_pool::word::Run;
 
 use super::Schedule;
-use crate::client::{Client, Ended};
-use crate::shadow::ensure;
+use crate::pool::client::{Client, Ended};
+use crate::pool::shadow::ensure;
 
 /// The node as one of its own hosts.
 pub(super) struct Own {

@@ -8,8 +8,8 @@ use aquifer_pool::cache::Nonces;
 use aquifer_pool::op::{Action, Grant, OpError};
 
 use super::Schedule;
-use crate::client::{Client, Try};
-use crate::shadow::ensure;
+use crate::pool::client::{Client, Try};
+use crate::pool::shadow::ensure;
 
 /// What is known of them.
 #[derive(Debug)]

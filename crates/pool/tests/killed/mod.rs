@@ -11,6 +11,9 @@ use aquifer_fabric::tcp::{self, TcpTarget};
 use scene::{Heir, Scene, at_every_step};
 use victim::{End, KEY};
 
+/// The name of the test that is a victim.
+const VICTIM_TEST: &str = "killed::victim";
+
 fn over_shm() -> Scene {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("node");
@@ -31,11 +34,6 @@ fn a_host_may_be_killed_at_any_step_over_shm() {
 }
 
 #[test]
-fn a_host_may_be_killed_at_any_step_over_tcp() {
-    at_every_step(&over_tcp(), End::Kill, Heir::Another, 1);
-}
-
-#[test]
 fn a_killed_host_that_comes_again_gives_back_what_it_had() {
     at_every_step(&over_shm(), End::Kill, Heir::Itself, 1);
 }
@@ -43,11 +41,6 @@ fn a_killed_host_that_comes_again_gives_back_what_it_had() {
 #[test]
 fn a_host_may_stand_still_at_any_step_over_shm() {
     at_every_step(&over_shm(), End::Stop, Heir::Another, 1);
-}
-
-#[test]
-fn a_host_may_stand_still_at_any_step_over_tcp() {
-    at_every_step(&over_tcp(), End::Stop, Heir::Another, 1);
 }
 
 #[test]
@@ -63,4 +56,18 @@ fn who_stands_still_in_the_middle_of_an_access_holds_nobody_up() {
 #[test]
 fn victim() {
     victim::be_one();
+}
+
+mod long {
+    use super::*;
+
+    #[test]
+    fn a_host_may_be_killed_at_any_step_over_tcp() {
+        at_every_step(&over_tcp(), End::Kill, Heir::Another, 1);
+    }
+
+    #[test]
+    fn a_host_may_stand_still_at_any_step_over_tcp() {
+        at_every_step(&over_tcp(), End::Stop, Heir::Another, 1);
+    }
 }

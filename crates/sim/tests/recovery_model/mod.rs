@@ -173,23 +173,27 @@ fn check(trial: Trial) -> impl Checker<Trial> {
     trial.checker().threads(threads).spawn_bfs().join()
 }
 
-#[test]
-fn no_interleaving_loses_a_chunk_or_gives_it_to_two() {
-    for trial in TRIALS {
-        let checker = check(trial);
-        println!("{trial:?}: {} states", checker.unique_state_count());
-        checker.assert_properties();
-    }
-}
+mod long {
+    use super::*;
 
-#[test]
-fn each_rule_is_needed() {
-    for fault in Fault::ALL {
-        let found = FAULT_TRIALS.into_iter().find(|trial| {
-            let checker = check(Trial { fault, ..*trial });
-            checker.discoveries().keys().any(|name| name.starts_with("nothing"))
-        });
-        println!("{fault:?}: found by {found:?}");
-        assert!(found.is_some(), "nothing goes wrong with {fault:?}");
+    #[test]
+    fn no_interleaving_loses_a_chunk_or_gives_it_to_two() {
+        for trial in TRIALS {
+            let checker = check(trial);
+            println!("{trial:?}: {} states", checker.unique_state_count());
+            checker.assert_properties();
+        }
+    }
+
+    #[test]
+    fn each_rule_is_needed() {
+        for fault in Fault::ALL {
+            let found = FAULT_TRIALS.into_iter().find(|trial| {
+                let checker = check(Trial { fault, ..*trial });
+                checker.discoveries().keys().any(|name| name.starts_with("nothing"))
+            });
+            println!("{fault:?}: found by {found:?}");
+            assert!(found.is_some(), "nothing goes wrong with {fault:?}");
+        }
     }
 }

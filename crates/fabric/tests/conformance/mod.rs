@@ -13,17 +13,17 @@ mod messages;
 mod providers;
 
 mod shm {
-    conformance!(crate::providers::ShmHarness);
+    conformance!(super::providers::ShmHarness);
 }
 
 mod tcp {
-    conformance!(crate::providers::TcpHarness<false>);
+    conformance!(super::providers::TcpHarness<false>);
 }
 
 mod tcp_sealed {
-    conformance!(crate::providers::TcpHarness<true>);
+    conformance!(super::providers::TcpHarness<true>);
 }
 
 mod sim {
-    conformance!(crate::providers::SimHarness);
+    conformance!(super::providers::SimHarness);
 }

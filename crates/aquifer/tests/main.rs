@@ -1,0 +1,4 @@
+//! The command line: clusters on this machine, and under systemd.
+
+mod cluster;
+mod systemd;

@@ -1,0 +1,8 @@
+//! The fabric's providers: one conformance suite over all of them, and what only one of them does.
+
+mod conformance;
+mod handshake;
+mod lasting;
+mod shm;
+mod sim;
+mod tcp;

@@ -1,0 +1,157 @@
+//! A protocol's simulator: fixed schedules, new ones, and mutations that they must notice.
+
+use std::fmt::Debug;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::Mutex;
+
+use aquifer_mutation::Mutations;
+
+use crate::corpus::Corpus;
+use crate::play::{SEED_VARIABLE, asked_seed, on_all_processors, play, play_all, quietly};
+
+/// The environment variable that says how many new schedules to play. The default is [`NEW_SCHEDULES`].
+pub const SCHEDULES_VARIABLE: &str = "AQUIFER_SCHEDULES";
+/// New schedules that a long run plays by default.
+const NEW_SCHEDULES: u64 = 20_000;
+/// If set, [`Simulator::assert_mutations_noticed`] searches for all mutations anew and writes the corpus.
+const RECORD_VARIABLE: &str = "AQUIFER_RECORD_MUTANTS";
+/// A mutation that the corpus does not know must show within so many schedules.
+const MUTANT_SCHEDULES: u64 = 2_000;
+/// Recording searches this far. What shows later than [`MUTANT_SCHEDULES`] is reported: bias the schedules towards the step that it breaks.
+const RECORD_SCHEDULES: u64 = 100_000;
+
+/// One protocol's simulator.
+#[derive(Debug)]
+pub struct Simulator<M: 'static, T> {
+    /// Names its corpus.
+    pub name: &'static str,
+    /// Plays the schedule with this seed; fails if the protocol broke a promise.
+    pub play: fn(u64) -> Result<T, String>,
+    /// The mutations that it must notice.
+    pub mutations: &'static [M],
+}
+
+impl<M: Mutations + Sync, T> Simulator<M, T> {
+    /// Plays schedules 0 to `count` and all that are in the corpus, and hands what each yields to `each`.
+    /// Returns false if [`SEED_VARIABLE`] asked for one schedule only: then counts mean nothing.
+    ///
+    /// # Panics
+    /// If one fails, with its seed.
+    pub fn play_fixed(&self, count: u64, each: impl FnMut(T) + Send) -> bool {
+        let recorded = Corpus::read(self.name).0.into_values().filter(|seed| *seed >= count);
+        let seeds = asked_seed().map_or_else(|| (0..count).chain(recorded).collect(), |seed| vec![seed]);
+        self.assert_kept(&seeds, each);
+        asked_seed().is_none()
+    }
+
+    /// Plays schedules that nobody has played, as many as [`SCHEDULES_VARIABLE`] says.
+    ///
+    /// # Panics
+    /// If one fails, with its seed.
+    pub fn play_new(&self) {
+        let count = std::env::var(SCHEDULES_VARIABLE).map_or(NEW_SCHEDULES, |text| {
+            text.parse().unwrap_or_else(|_| panic!("{SCHEDULES_VARIABLE}={text} is not a number"))
+        });
+        // Seeds stay short enough to be typed.
+        let first = u64::from(u32::MAX) + RandomState::new().hash_one(self.name) % (1 << 40);
+        println!("{}: schedules {first} to {}", self.name, first + count);
+        self.assert_kept(&(first..first + count).collect::<Vec<_>>(), drop);
+    }
+
+    fn assert_kept(&self, seeds: &[u64], each: impl FnMut(T) + Send) {
+        if let Some((seed, error)) = play_all(seeds, self.play, each) {
+            panic!(
+                "{}: schedule {seed} failed: {error}\nplay it alone with {SEED_VARIABLE}={seed}",
+                self.name
+            );
+        }
+    }
+
+    /// Checks that each mutation is noticed: by the schedule that the corpus names, or else by one of the first [`MUTANT_SCHEDULES`].
+    ///
+    /// # Panics
+    /// If a mutation is not noticed.
+    pub fn assert_mutations_noticed(&self) {
+        if asked_seed().is_some() {
+            return;
+        }
+        let is_recording = std::env::var_os(RECORD_VARIABLE).is_some();
+        let (recorded, most) = match is_recording {
+            true => (Corpus::default(), RECORD_SCHEDULES),
+            false => (Corpus::read(self.name), MUTANT_SCHEDULES),
+        };
+        let found = Mutex::new(Corpus::default());
+        on_all_processors(self.mutations, |&mutation| {
+            if let Some(seed) = self.first_notice(mutation, &recorded, most) {
+                found.lock().expect("noting does not panic").0.insert(format!("{mutation:?}"), seed);
+            }
+            true
+        });
+        let found = found.into_inner().expect("noting does not panic");
+        if is_recording {
+            found.write(self.name);
+            let late = found.0.iter().filter(|(_, seed)| **seed >= MUTANT_SCHEDULES);
+            late.for_each(|(name, seed)| {
+                println!("{}: {name} shows as late as in schedule {seed}", self.name)
+            });
+        } else if found != recorded {
+            println!("the corpus of '{}' is out of date: `make mutants` writes it anew", self.name);
+        }
+        let missed: Vec<_> = self
+            .mutations
+            .iter()
+            .filter(|mutation| !found.0.contains_key(&format!("{mutation:?}")))
+            .collect();
+        assert!(missed.is_empty(), "{}: not noticed within {most} schedules: {missed:?}", self.name);
+    }
+
+    /// The recorded seed if it notices the mutation, else the first that does.
+    fn first_notice(&self, mutation: M, recorded: &Corpus, most: u64) -> Option<u64> {
+        let recorded = recorded.0.get(&format!("{mutation:?}")).copied();
+        let notice = |seed: &u64| {
+            let outcome = quietly(|| play(|| mutation.while_active(|| (self.play)(*seed))));
+            outcome.inspect_err(|error| println!("{mutation:?}: schedule {seed}: {error}")).is_err()
+        };
+        recorded.into_iter().chain(0..most).find(notice)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    aquifer_mutation::mutations! {
+        /// Two steps of a protocol that adds up.
+        pub enum Mutation {
+            /// Shows in schedule 1,234.
+            Seldom,
+            /// Never shows.
+            Never,
+        }
+    }
+
+    fn play_one(seed: u64) -> Result<(), String> {
+        let is_broken = Mutation::Seldom.is_active() && seed == 1_234;
+        if is_broken { Err("broken".to_owned()) } else { Ok(()) }
+    }
+
+    fn simulator(mutations: &'static [Mutation]) -> Simulator<Mutation, ()> {
+        Simulator { name: "none-of-the-corpora", play: play_one, mutations }
+    }
+
+    #[test]
+    fn a_mutation_is_found_and_the_product_is_whole() {
+        simulator(&[Mutation::Seldom]).assert_mutations_noticed();
+        simulator(&[]).play_fixed(2_000, drop);
+        assert_eq!(
+            simulator(&[]).first_notice(Mutation::Seldom, &Corpus::default(), MUTANT_SCHEDULES),
+            Some(1_234)
+        );
+    }
+
+    #[test]
+    #[should_panic(expected = "not noticed within 2000 schedules: [Never]")]
+    fn a_mutation_that_nothing_notices_fails() {
+        simulator(Mutation::ALL).assert_mutations_noticed();
+    }
+}

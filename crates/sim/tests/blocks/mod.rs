@@ -1,0 +1,49 @@
+//! A block volume, its pump and its readers, over the simulated fabric: what is read is held against what was written, while nodes die, pages
+//! are damaged, the pool is full, and others write in the middle of a read. In the end everything must have been given back.
+
+mod model;
+mod world;
+
+use aquifer_pager::Mutation;
+use aquifer_sim::Simulator;
+use world::{Seen, run};
+
+const SIMULATOR: Simulator<Mutation, Seen> = Simulator {
+    name: "blocks",
+    play: run,
+    mutations: &[
+        Mutation::DropUpdateFlag,
+        Mutation::ReclaimUnacknowledged,
+        Mutation::AcknowledgeEarly,
+        Mutation::SkipChecksum,
+        Mutation::ForgetRelease,
+        Mutation::AbsorbIntoSealed,
+        Mutation::FetchUnreferenced,
+        Mutation::MoveUnlooked,
+    ],
+};
+const SCHEDULES: u64 = 500;
+/// The schedules must do each thing at least this often.
+const COUNT_MIN: u64 = 15;
+
+#[test]
+fn every_byte_is_what_was_written_and_all_is_given_back() {
+    let mut seen = Seen::default();
+    let is_whole = SIMULATOR.play_fixed(SCHEDULES, |schedule| seen.add(&schedule));
+    println!("{seen:?}");
+    for (what, count) in seen.counts().into_iter().filter(|_| is_whole) {
+        assert!(count >= COUNT_MIN, "the schedules had only {count} {what}");
+    }
+}
+
+#[test]
+fn every_mutation_is_noticed() {
+    SIMULATOR.assert_mutations_noticed();
+}
+
+mod long {
+    #[test]
+    fn new_schedules_of_blocks() {
+        super::SIMULATOR.play_new();
+    }
+}

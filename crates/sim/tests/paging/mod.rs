@@ -1,0 +1,92 @@
+//! The pager's protocol: modelled programs with threads, the real monitor, volume, sender and pool client, over the simulated
+//! fabric. What a program reads is held against what it wrote; in the end everything must have been given back.
+
+/// Tell what happens, when one schedule is played alone (`-- --nocapture` shows it).
+macro_rules! tell {
+    ($($what:tt)*) => {
+        if crate::paging::is_telling() {
+            println!($($what)*);
+        }
+    };
+}
+
+pub mod absence;
+pub mod cluster;
+mod death;
+mod edge;
+pub mod focus;
+pub mod memory;
+mod process;
+mod program;
+mod restart;
+mod schedule;
+mod world;
+
+use std::sync::OnceLock;
+
+use aquifer_pager::Mutation;
+use aquifer_sim::{Simulator, asked_seed};
+use schedule::run;
+use world::Seen;
+
+const SIMULATOR: Simulator<Mutation, Seen> = Simulator {
+    name: "paging",
+    play: run,
+    mutations: &[
+        Mutation::ReclaimUnacknowledged,
+        Mutation::KeepDiscarded,
+        Mutation::TrustRemoveEvent,
+        Mutation::ForgetForkReference,
+        Mutation::ServeFaultsBeforeEvents,
+        Mutation::TakeDuringEvents,
+        Mutation::ForkWithoutFlush,
+        Mutation::AcknowledgeEarly,
+        Mutation::AcknowledgeFirst,
+        Mutation::CopyWhileWriting,
+        Mutation::RecordUnfinished,
+        Mutation::ReuseLateBuffer,
+        Mutation::SkipChecksum,
+        Mutation::ForgetRelease,
+        Mutation::TrustCopy,
+        Mutation::AdoptUnproved,
+        Mutation::AdoptBehind,
+        Mutation::HeedVacating,
+        Mutation::WakeProtected,
+        Mutation::RemapWhileLeaving,
+        Mutation::ForgetMoving,
+        Mutation::TryOnce,
+        Mutation::NoteBeforeMoving,
+        Mutation::ForgetLeaving,
+        Mutation::ReserveNothing,
+    ],
+};
+const SCHEDULES: u64 = 2_000;
+/// The schedules must do each thing at least this often.
+const COUNT_MIN: u64 = 10;
+
+fn is_telling() -> bool {
+    static TELLING: OnceLock<bool> = OnceLock::new();
+    *TELLING.get_or_init(|| asked_seed().is_some())
+}
+
+#[test]
+fn every_page_is_what_was_written_and_all_is_given_back() {
+    let mut seen = Seen::default();
+    let is_whole = SIMULATOR.play_fixed(SCHEDULES, |schedule| seen.add(&schedule));
+    println!("{seen:?}");
+    for (what, count) in seen.counts().into_iter().filter(|_| is_whole) {
+        assert!(count >= COUNT_MIN, "the schedules had only {count} {what}");
+    }
+}
+
+#[test]
+fn every_mutation_is_noticed() {
+    SIMULATOR.assert_mutations_noticed();
+}
+
+mod long {
+    #[test]
+    fn new_schedules_of_paging() {
+        super::SIMULATOR.play_new();
+    }
+}

@@ -1,0 +1,36 @@
+//! The pool's machines, many hosts at once, over the simulated fabric: delays, reordering, crashes.
+//! Every change of a control word is held against a model the moment it happens.
+
+mod client;
+mod schedule;
+mod shadow;
+
+use aquifer_mutation::Mutations;
+use aquifer_pool::op::Mutation;
+use aquifer_sim::Simulator;
+use schedule::{Seen, run};
+
+const SIMULATOR: Simulator<Mutation, Seen> = Simulator { name: "pool", play: run, mutations: Mutation::ALL };
+const SCHEDULES: u64 = 1_200;
+
+#[test]
+fn no_chunk_is_owned_twice_and_none_is_lost() {
+    let mut seen = Seen::default();
+    let is_whole = SIMULATOR.play_fixed(SCHEDULES, |schedule| seen.add(&schedule));
+    println!("{seen:?}");
+    if is_whole {
+        seen.assert_complete();
+    }
+}
+
+#[test]
+fn every_mutation_is_noticed() {
+    SIMULATOR.assert_mutations_noticed();
+}
+
+mod long {
+    #[test]
+    fn new_schedules_of_the_pool() {
+        super::SIMULATOR.play_new();
+    }
+}

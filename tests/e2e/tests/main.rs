@@ -1,0 +1,30 @@
+//! Real programs on real clusters. One module for each subject; those in a module `long` are for `make test-long`.
+
+mod agent_restart;
+mod bad_input;
+mod behaviour;
+mod chaos;
+mod checker;
+mod children;
+mod etcd;
+mod extents;
+mod fabric_check;
+mod failures;
+mod fairness;
+mod hostile;
+mod languages;
+mod lend;
+mod limit;
+mod malloc;
+mod metrics;
+mod network;
+mod node_restart;
+mod postgres;
+mod programs;
+mod replicas;
+mod soak;
+mod sparse;
+mod swap;
+mod tenants;
+mod unusual;
+mod users;

@@ -1,0 +1,4 @@
+//! The rules of the code base, and their readers.
+
+mod helpers;
+mod rules;
