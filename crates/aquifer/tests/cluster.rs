@@ -34,6 +34,15 @@ impl Place {
         serde_json::from_str(&succeed(&self.aquifer(&["status", "--json"]))).unwrap()
     }
 
+    /// Wait until one line of a part's log has all these words.
+    fn await_log(&self, part: &str, words: &[&str]) {
+        let path = self.state().join("log").join(format!("{part}.log"));
+        let has_all = |line: &str| words.iter().all(|word| line.contains(word));
+        while !std::fs::read_to_string(&path).unwrap().lines().any(has_all) {
+            std::thread::yield_now();
+        }
+    }
+
     /// Names of the living parts and their processes.
     fn alive(&self) -> Vec<(String, i32)> {
         let status = self.status();
@@ -240,6 +249,12 @@ fn what_died_is_brought_back() {
         assert_eq!(place.status()["up"], true);
         for (name, pid) in before {
             assert_eq!(place.pid(&name) == pid, !victims.contains(&name.as_str()), "{name}");
+            if victims.contains(&name.as_str()) && !victims.contains(&"keeper") {
+                place.await_log(
+                    "keeper",
+                    &[&format!("name=\"{name}\" pid={pid}"), "killed by a signal", "signal=9"],
+                );
+            }
         }
     }
     assert_eq!(place.status()["nodes"].as_array().unwrap().len(), 2);

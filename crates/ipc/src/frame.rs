@@ -3,7 +3,7 @@
 use crate::hello::{self, Hello};
 
 /// Version of everything in this crate. Both sides must have the same.
-pub const VERSION: u16 = 8;
+pub const VERSION: u16 = 9;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"AQFR";
 /// No frame is longer.
@@ -184,6 +184,13 @@ pub enum Frame {
     OpenSession,
     /// Agent to that program: comes with the memory of the session's ring. From now on a packet of one byte on this socket, either way, wakes who sleeps.
     SessionOpened,
+    /// `aquifer up` to keeper: log how this daemon ends. Comes with its pidfd.
+    Watch {
+        /// Its process.
+        pid: u32,
+        /// Its name in the local cluster.
+        name: String,
+    },
 }
 
 /// Why bytes are not a frame.
@@ -310,6 +317,7 @@ impl Frame {
             22 => Self::SwapOpened(reader.text()?),
             23 => Self::OpenSession,
             24 => Self::SessionOpened,
+            25 => Self::Watch { pid: reader.u32()?, name: reader.text()? },
             kind => return Err(FrameError::UnknownKind(kind)),
         })
     }
@@ -351,6 +359,10 @@ impl Frame {
             Self::SetLimit(set) => {
                 out.extend_from_slice(&set.pid.to_le_bytes());
                 out.extend_from_slice(&set.limit_bytes.to_le_bytes());
+            }
+            Self::Watch { pid, name } => {
+                out.extend_from_slice(&pid.to_le_bytes());
+                write_text(name, out);
             }
             Self::Take(share) => out.extend_from_slice(&share.number().to_le_bytes()),
             Self::Drop(kind, id) => {
@@ -406,6 +418,7 @@ impl Frame {
             Self::SwapOpened(_) => 22,
             Self::OpenSession => 23,
             Self::SessionOpened => 24,
+            Self::Watch { .. } => 25,
         }
     }
 }
@@ -444,136 +457,4 @@ fn write_text(text: &str, out: &mut Vec<u8>) {
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn samples() -> Vec<Frame> {
-        let hello = Hello {
-            token: Token([7; 16]),
-            is_child: true,
-            number: 5,
-            antechamber: 0x1000,
-            staging: 0x2000,
-            canary: 0x3000,
-            private_start: 0x4000,
-            private_end: 0x9000,
-            only_start: 0,
-            only_end: 0,
-        };
-        vec![
-            Frame::Hello(hello),
-            Frame::Hello(Hello { only_start: 0x10_0000, only_end: 0x20_0000, ..hello }),
-            Frame::Welcome,
-            Frame::Refused("no".into()),
-            Frame::OpenRun(OpenRun { limit_bytes: 1 << 30, replicas: 2, name: "sort".into() }),
-            Frame::RunOpened(Token([9; 16])),
-            Frame::CloseRun,
-            Frame::Statistics("{}".into()),
-            Frame::Ended("the pool is full".into()),
-            Frame::Status,
-            Frame::StatusIs("{}".into()),
-            Frame::Put(Put { kind: KeptKind::Program, id: 3, pid: 77, record: "{}".into() }),
-            Frame::Drop(KeptKind::Run, 3),
-            Frame::News("a page is lost".into()),
-            Frame::Take(Share::Agent),
-            Frame::Take(Share::Node(u16::MAX)),
-            Frame::Drop(KeptKind::Node, 9),
-            Frame::Taken,
-            Frame::SetLimit(SetLimit { pid: 77, limit_bytes: 4096 }),
-            Frame::WantDevice(Token([9; 16])),
-            Frame::Device,
-            Frame::Borrow,
-            Frame::Lent("{}".into()),
-            Frame::SwapOpened("aquifer-setup-1-2-3".into()),
-            Frame::OpenSession,
-            Frame::SessionOpened,
-        ]
-    }
-
-    fn bytes_of(frame: &Frame) -> Vec<u8> {
-        let mut bytes = Vec::new();
-        frame.write(&mut bytes);
-        bytes
-    }
-
-    #[test]
-    fn every_frame_survives_the_wire_and_no_cut_one_does() {
-        for frame in samples() {
-            let mut bytes = bytes_of(&frame);
-            assert_eq!(Frame::parse(&bytes), Ok(frame.clone()));
-            if let Frame::Hello(_) | Frame::WantDevice(_) = frame {
-                let mut fixed = [0; 128];
-                let length = frame.write_fixed(&mut fixed);
-                assert_eq!(fixed[..length], bytes);
-            }
-            for end in 0..bytes.len() {
-                assert_eq!(Frame::parse(&bytes[..end]), Err(FrameError::Cut));
-            }
-            bytes.push(0);
-            assert_eq!(Frame::parse(&bytes), Err(FrameError::TooLong));
-        }
-    }
-
-    #[test]
-    fn another_version_is_named() {
-        let mut bytes = bytes_of(&Frame::Status);
-        bytes[4] = 9;
-        let error = Frame::parse(&bytes).unwrap_err();
-        assert_eq!(error, FrameError::Version(9));
-        assert!(error.to_string().contains("version 9"));
-    }
-
-    #[test]
-    fn long_texts_are_cut_to_fit_a_frame() {
-        let frame = Frame::Statistics("é".repeat(FRAME_BYTES_MAX));
-        assert!(Frame::parse(&bytes_of(&frame)).is_ok());
-    }
-
-    #[test]
-    fn tokens_are_hexadecimal() {
-        let token = Token([0xa5; 16]);
-        assert_eq!(Token::from_hex(token.to_hex().as_bytes()), Some(token));
-        assert_eq!(Token::from_hex(b"a5"), None);
-        assert_eq!(Token::from_hex(&[b'x'; 32]), None);
-        assert!(!format!("{token:?}").contains("a5a5a5"), "a log must not give a token away");
-    }
-
-    #[test]
-    fn the_corpus_never_panics() {
-        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/corpus/frame");
-        let mut seen = 0;
-        for entry in std::fs::read_dir(folder).unwrap() {
-            let bytes = std::fs::read(entry.unwrap().path()).unwrap();
-            check(&bytes);
-            seen += 1;
-        }
-        assert!(seen >= 12, "the corpus is there");
-    }
-
-    /// What parses must mean exactly its own bytes.
-    fn check(bytes: &[u8]) {
-        if let Ok(frame) = Frame::parse(bytes) {
-            assert_eq!(bytes_of(&frame), bytes);
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn random_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
-            check(&bytes);
-        }
-
-        #[test]
-        fn damaged_frames_never_panic(which in 0usize..24, at in 0usize..120, value in any::<u8>(), cut in 0usize..120) {
-            let mut bytes = bytes_of(&samples()[which]);
-            if let Some(byte) = bytes.get_mut(at) {
-                *byte = value;
-            }
-            check(&bytes);
-            bytes.truncate(cut);
-            check(&bytes);
-        }
-    }
-}
+mod tests;

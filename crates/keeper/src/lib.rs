@@ -7,8 +7,12 @@
 //!
 //! In the same way it holds the memory that a node lends. The node that comes next under the number goes on with it; if none comes in time, the system has it back.
 //!
-//! - `held`: what is held, and for whom. [`KeeperPort`] is the daemons' end of the connection, [`socket`] what daemons do with sockets.
+//! It also logs how daemons of a local cluster end, which a daemon that is killed cannot.
+//!
+//! - `held`: what is held, and for whom. `exit_watcher`: how daemons end. [`KeeperPort`] is the daemons' end of the connection, [`socket`] what daemons do with sockets.
 
+mod exit_status;
+mod exit_watcher;
 mod held;
 mod port;
 pub mod socket;
@@ -23,6 +27,7 @@ use std::time::{Duration, Instant};
 use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_ipc::{Frame, KeptKind, Put, Share};
 
+use self::exit_watcher::ExitWatcher;
 use self::held::Held;
 use self::socket::{accept_own, listen_or_take, raise_descriptor_limit, wait_readable};
 pub use port::KeeperPort;
@@ -68,6 +73,7 @@ struct Keeper {
     connections: Vec<Connection>,
     connected: u64,
     parts: BTreeMap<Share, Part>,
+    exits: ExitWatcher,
 }
 
 /// Hold things until `stop`.
@@ -77,8 +83,13 @@ struct Keeper {
 pub fn serve(options: &KeeperOptions, stop: &AtomicBool, ready: impl FnOnce()) -> io::Result<()> {
     raise_descriptor_limit();
     let listener = listen_or_take(&options.socket, options.listener.as_ref())?;
-    let mut keeper =
-        Keeper { grace: options.grace, connections: Vec::new(), connected: 0, parts: BTreeMap::new() };
+    let mut keeper = Keeper {
+        grace: options.grace,
+        connections: Vec::new(),
+        connected: 0,
+        parts: BTreeMap::new(),
+        exits: ExitWatcher::default(),
+    };
     ready();
     while !stop.load(Relaxed) {
         keeper.turn(&listener)?;
@@ -97,9 +108,11 @@ impl Keeper {
     fn turn(&mut self, listener: &OwnedFd) -> io::Result<()> {
         let mut fds = vec![listener];
         fds.extend(self.connections.iter().map(|connection| &connection.socket));
+        fds.extend(self.exits.pidfds());
         if wait_readable(&fds, TICK)? {
             self.accept(listener)?;
             self.hear();
+            self.exits.report_ended();
         }
         for (share, part) in &mut self.parts {
             if part.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
@@ -152,6 +165,11 @@ impl Keeper {
             }
             Ok((Frame::Take(wanted), _)) if share.is_none_or(|share| share == wanted) => {
                 return self.give(connection, wanted);
+            }
+            Ok((Frame::Watch { pid, name }, fds)) => {
+                if let Some(pidfd) = fds.into_iter().next() {
+                    self.exits.watch(name, pid, pidfd);
+                }
             }
             Ok((Frame::Taken, _)) => return send_frame(socket, &Frame::Taken, &[]).is_ok(),
             Err(ReceiveError::System(error)) if error.kind() == io::ErrorKind::WouldBlock => {}

@@ -1,11 +1,12 @@
 //! `aquifer up`: start what is missing.
 
+use std::os::fd::AsFd;
 use std::process::ExitCode;
 
 use super::down::{CHANGING, stop_parts};
 use super::key;
 use super::launch::{LaunchError, life_of, start};
-use super::lock::Lock;
+use super::lock::{Lock, Process};
 use super::memory::available_bytes;
 use super::part::{Part, names};
 use super::shape::Shape;
@@ -14,6 +15,7 @@ use crate::Outcome;
 use crate::cli::UpArguments;
 use crate::say::say_line;
 use crate::state::StateDir;
+use aquifer_ipc::Frame;
 use aquifer_ipc::size::Size;
 
 /// Start the cluster, or what of it is missing, and return when it serves.
@@ -43,10 +45,29 @@ pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
         }
         return Err(error.into());
     }
+    watch_exits(state, &shape);
     say_line!("Started {}", names(&missing));
     say_line!("The cluster is up: {shape}, in {}", state.path().display());
     say_line!("Try: aquifer run --local 64M -- PROGRAM ARGUMENTS");
     Ok(ExitCode::SUCCESS)
+}
+
+/// Have the keeper log how each daemon ends. A daemon that nobody watches works as well, so this fails with a warning only.
+fn watch_exits(state: &StateDir, shape: &Shape) {
+    let warn =
+        |error: &dyn std::error::Error| eprintln!("aquifer: the ends of daemons are not logged: {error}");
+    let keeper = match aquifer_channel::connect(&state.socket(&Part::Keeper.to_string())) {
+        Ok(keeper) => keeper,
+        Err(error) => return warn(&error),
+    };
+    for part in shape.parts().into_iter().filter(|part| *part != Part::Keeper) {
+        // One that is gone again has said why, or nobody can.
+        let Ok(Some(Process { pid, pidfd })) = life_of(state, part) else { continue };
+        let watch = Frame::Watch { pid, name: part.to_string() };
+        if let Err(error) = aquifer_channel::send_frame(&keeper, &watch, &[pidfd.as_fd()]) {
+            return warn(&error);
+        }
+    }
 }
 
 /// The shape that is up or was, else the one asked for.

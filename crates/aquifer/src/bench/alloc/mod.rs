@@ -26,7 +26,7 @@ pub use real::serve_at;
 use ways::Way;
 
 /// For `bench list`.
-pub const TARGETS: &str = "targets: under the cost model, at 16 clients and more, below every peer, and ≤ 0.05 of registration on demand; CASes per allocation ≤ 1.1 (4 KiB), ≤ 1.6 (32 KiB), ≤ 2.1 (64 KiB), retries ≤ 1.33 at 512 clients; metadata ≤ 0.45 %; the service ≤ 2 µs from an extent that is kept ready; recovery of a million chunks ≤ 2 s";
+pub const TARGETS: &str = "targets: under the cost model, at 16 clients and more, no slower than the best peer, and ≤ 0.05 of registration on demand; CASes per allocation ≤ 1.1 (4 KiB), ≤ 1.6 (32 KiB), ≤ 2.1 (64 KiB), retries ≤ 1.33 at 512 clients; metadata ≤ 0.45 %; the service ≤ 2 µs from an extent that is kept ready; recovery of a million chunks ≤ 2 s";
 
 /// 4 KiB, 32 KiB, 64 KiB, 128 KiB, 512 KiB, 2 MiB.
 const CLASSES: [u8; 6] = [0, 3, 4, 5, 7, 9];
