@@ -147,9 +147,9 @@ impl View<'_> {
             add(format!("{name}: MB/s ÷ the best kernel swap's"), speed, bound, false);
         }
         let mib = |bytes: u64| float(bytes) / float(MIB);
-        let beyond = mib(self.size.bytes - self.size.limit_bytes);
-        let remote = self.ratio(&of(Way::Pool, "elsewhere MiB"), &|_| Some(beyond));
-        add(format!("{name}: peak bytes on memory nodes ÷ (working set − limit)"), remote, 1.1, true);
+        let whole = mib(self.size.bytes);
+        let remote = self.ratio(&of(Way::Pool, "elsewhere MiB"), &|_| Some(whole));
+        add(format!("{name}: peak bytes on memory nodes ÷ working set"), remote, 1.1, true);
         let resident = self.spread(&of(Way::Pool, "resident MiB"));
         let allowed = mib(self.size.limit_bytes) * 1.1 + 16.0;
         add(
