@@ -244,7 +244,7 @@ mod tests {
     const SWAP: Way = Way::Swap { zram: false, eight: false };
 
     fn sample(p50: f64, speed: f64, cpu: f64) -> Option<Sample> {
-        Some(BTreeMap::from([("p50 µs", p50), ("MB/s", speed), ("CPU µs", cpu), ("elsewhere MiB", 100.0)]))
+        Some(BTreeMap::from([("p50 µs", p50), ("MB/s", speed), ("CPU µs", cpu), ("elsewhere MiB", 50.0)]))
     }
 
     fn samples(case: Case) -> Samples {
