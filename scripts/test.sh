@@ -54,7 +54,7 @@ lint() {
     # What `cargo test` leaves out: it needs RDMA devices.
     cargo clippy --workspace --quiet --test conformance-verbs --test initiators-verbs --test client-verbs --test killed-verbs -- -D warnings
     if command -v shellcheck >/dev/null 2>&1; then
-        shellcheck scripts/*.sh .ci/run
+        shellcheck -x scripts/*.sh .ci/run
     fi
 }
 
@@ -82,7 +82,9 @@ test)
     step "tests" run_tests default
     ;;
 long)
-    scripts/test_long.sh
+    # shellcheck source=scripts/test_long.sh
+    . scripts/test_long.sh
+    test_long
     ;;
 *)
     echo "usage: scripts/test.sh check|test|long" >&2

@@ -119,7 +119,7 @@ fn children_in_a_name_space_of_processes_are_known_by_the_numbers_outside() {
     let words = ["by-fork", "--bytes", "32M", "--rounds", "3"];
     let mut program = vec!["unshare", "--pid", "--fork", checker.to_str().expect("a plain path")];
     program.extend(words);
-    let mut run = Running::start(&mut cluster.run_command("12M", &program), true, Box::new(|| 0));
+    let mut run = Running::start(&mut cluster.run_command("256M", &program), true, Box::new(|| 0));
     let mut seen = HashSet::new();
     while !run.has_ended() {
         let known = pids(&cluster);

@@ -36,7 +36,8 @@ pub struct DemoArgs {
 /// Plays the demo. Whatever it starts is stopped when it returns, for whatever reason.
 ///
 /// # Errors
-/// If something is missing, a run fails, outputs differ, or a signal asks to stop.
+/// If something is missing, a run plainly or on the pool fails, their outputs differ, or a signal asks to stop. What happens to the
+/// peer is a row of the table.
 pub fn run(args: &DemoArgs) -> Result<ExitCode, BenchError> {
     interrupt::install();
     interrupt::outcome(play(args))
@@ -63,21 +64,16 @@ fn play(args: &DemoArgs) -> Result<ExitCode, BenchError> {
     compare(folder.path(), Way::POOL, &played)?;
 
     let swap_bytes = 2 * played[0].resident_peak_bytes;
-    let skipped = match stage.run(Way::Swap { limit_bytes, swap_bytes }) {
-        Ok(swap) => {
-            say_line!("{}", swap.line());
-            played.push(swap);
-            compare(folder.path(), Way::SWAP, &played)?;
-            None
-        }
-        Err(BenchError::Peer(error)) => Some(format!("{:<12} left out: {error}", Way::SWAP)),
-        Err(error) => return Err(error),
-    };
+    let mut swap = stage.run(Way::Swap { limit_bytes, swap_bytes })?;
+    if swap.failure.is_none()
+        && let Err(error) = compare(folder.path(), Way::SWAP, &played)
+    {
+        swap.failure = Some(error.to_string());
+    }
+    say_line!("{}", swap.line());
+    played.push(swap);
     say_line!("\noutputs are equal, byte for byte: {}\n", show_bytes(played[0].output_bytes));
     say!("{}", picture::table(&played));
-    if let Some(skipped) = &skipped {
-        say_line!("{skipped}");
-    }
     say!("\n{}", picture::text(&played, limit_bytes));
     picture::draw(&args.picture, &played, limit_bytes, stage.title())?;
     say_line!("\npicture: {}", args.picture.display());

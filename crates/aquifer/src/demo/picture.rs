@@ -28,26 +28,37 @@ pub fn table(played: &[Played]) -> String {
     for run in played {
         rows.push(vec![
             run.name.into(),
-            format!("{:.1}", run.seconds),
-            format!("{:.2}", run.seconds / played[0].seconds),
+            run.failure.as_ref().map_or_else(|| format!("{:.1}", run.seconds), |_| "–".into()),
+            run.failure
+                .as_ref()
+                .map_or_else(|| format!("{:.2}", run.seconds / played[0].seconds), |_| "–".into()),
             show_bytes(run.resident_peak_bytes),
             show_bytes(run.local_peak_bytes),
             show_bytes(run.elsewhere_peak_bytes),
             run.faults.map_or("–".into(), |faults| faults.to_string()),
         ]);
     }
-    draw::table(&rows)
+    let mut text = draw::table(&rows);
+    for run in played.iter().filter(|run| run.failure.is_some()) {
+        let _ = writeln!(text, "{}: {}", run.name, run.time());
+    }
+    text
+}
+
+/// What the bar of its time shows: nothing if it did not come to its end.
+fn bar_seconds(run: &Played) -> f64 {
+    if run.failure.is_some() { 0.0 } else { run.seconds }
 }
 
 /// Bars for a terminal.
 pub fn text(played: &[Played], limit_bytes: u64) -> String {
     let mut text = String::new();
-    let slowest = played.iter().map(|run| run.seconds).fold(0.0, f64::max);
+    let slowest = played.iter().map(bar_seconds).fold(0.0, f64::max);
     let largest = played.iter().map(|run| run.resident_peak_bytes).max().unwrap_or(0);
     text += "time\n";
     for run in played {
-        let bar = draw::text_bar(run.seconds, slowest, BAR_CHARS);
-        let _ = writeln!(text, "  {:<12} {bar} {:.1} s", run.name, run.seconds);
+        let bar = draw::text_bar(bar_seconds(run), slowest, BAR_CHARS);
+        let _ = writeln!(text, "  {:<12} {bar} {}", run.name, run.time());
     }
     let _ = writeln!(text, "memory resident at the peak (limit {})", show_bytes(limit_bytes));
     for run in played {
@@ -66,7 +77,7 @@ pub fn draw(path: &Path, played: &[Played], limit_bytes: u64, title: &str) -> Re
     let curve_top = BARS_TOP_PX + ROW_PX * (rows + 1) + 20;
     draw::picture(path, WIDTH_PX, curve_top + CURVE_PX, |area| {
         area.draw(&Text::new(title.to_owned(), (12, 14), ("sans-serif", 18).into_font()))?;
-        let times: Vec<_> = played.iter().map(|run| (run.seconds, format!("{:.1} s", run.seconds))).collect();
+        let times: Vec<_> = played.iter().map(|run| (bar_seconds(run), run.time())).collect();
         let resident: Vec<_> = played
             .iter()
             .map(|run| (float(run.resident_peak_bytes), show_bytes(run.resident_peak_bytes)))
@@ -164,6 +175,20 @@ mod tests {
             ..plain.clone()
         };
         vec![plain, pool]
+    }
+
+    #[test]
+    fn a_peer_that_was_killed_is_a_row() {
+        let mut played = played();
+        let failure = Some("killed by the kernel for want of memory".to_owned());
+        played.push(Played { name: "on swap", failure, seconds: 7.0, ..played[1].clone() });
+        let (table, bars) = (table(&played), text(&played, 100 * MIB));
+        let why = "killed by the kernel for want of memory, after 7.0 s";
+        assert!(table.contains("on swap: ") && table.contains(why) && bars.contains(why), "{table}{bars}");
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("demo.svg");
+        draw(&path, &played, 100 * MIB, "a title").unwrap();
+        assert!(std::fs::read_to_string(path).unwrap().contains(why));
     }
 
     #[test]

@@ -12,7 +12,6 @@ use crate::bench::support::bytes::show_bytes;
 use crate::bench::support::child::{self, Moment, Outcome, Streams, Watched};
 use crate::bench::support::cluster::{Cluster, read_statistics};
 use crate::peers::{Peer, PeerSetup, ReadAhead};
-use crate::say::say_line;
 
 /// How often cluster or kernel are asked what they hold; asking costs processor time that the program wants.
 const ASK: Duration = Duration::from_millis(500);
@@ -85,15 +84,31 @@ pub struct Played {
     pub output_bytes: u64,
     /// Resident memory over time.
     pub curve: Vec<Point>,
+    /// Why it did not come to its end, if it did not.
+    pub failure: Option<String>,
 }
 
 impl Played {
+    /// A way that failed before it could be watched.
+    fn failed(name: &'static str, failure: String) -> Self {
+        Self { name, failure: Some(failure), ..Self::default() }
+    }
+
+    /// The time it took, or what kept it from its end.
+    pub fn time(&self) -> String {
+        match &self.failure {
+            None => format!("{:.1} s", self.seconds),
+            Some(failure) if self.seconds > 0.0 => format!("{failure}, after {:.1} s", self.seconds),
+            Some(failure) => failure.clone(),
+        }
+    }
+
     /// In a line.
     pub fn line(&self) -> String {
         format!(
-            "{:<12} {:.1} s, {} resident at the peak, {} elsewhere",
+            "{:<12} {}, {} resident at the peak, {} elsewhere",
             self.name,
-            self.seconds,
+            self.time(),
             show_bytes(self.resident_peak_bytes),
             show_bytes(self.elsewhere_peak_bytes)
         )
@@ -141,64 +156,70 @@ impl Stage {
                 played.faults = Some(stats.faults);
                 Ok(played)
             }
-            Way::Swap { limit_bytes, swap_bytes } => match self.swap(limit_bytes, swap_bytes)? {
-                Some(played) => Ok(played),
-                None => {
-                    say_line!("{:<12} the kernel killed it for want of memory; once more", way.name());
-                    self.swap(limit_bytes, swap_bytes)?.ok_or_else(|| BenchError::Program {
-                        program: self.program.executable().display().to_string(),
-                        way: way.name().into(),
-                        status: "killed by the kernel".into(),
-                        message: "it found no memory to swap out, twice".into(),
-                    })
-                }
+            Way::Swap { limit_bytes, swap_bytes } => match self.swap(limit_bytes, swap_bytes) {
+                Err(BenchError::Interrupted) => Err(BenchError::Interrupted),
+                // Whatever happens to a peer is a result, not a failure of the demo.
+                outcome => Ok(outcome.unwrap_or_else(|error| Played::failed(Way::SWAP, error.to_string()))),
             },
         }
     }
 
-    /// `None` if the kernel killed it for want of memory.
-    fn swap(&self, limit_bytes: u64, swap_bytes: u64) -> Result<Option<Played>, BenchError> {
+    fn swap(&self, limit_bytes: u64, swap_bytes: u64) -> Result<Played, BenchError> {
         let mut setup = PeerSetup::new(Peer::SwapFile, limit_bytes, swap_bytes)?;
         setup.set_read_ahead(ReadAhead::EightPages)?;
         let command = setup.command(self.program.executable())?;
         let way = Way::Swap { limit_bytes, swap_bytes };
         let ask = || Some((0, setup.usage().ok()?.swap_bytes));
-        let played = self.play(&way, command, Watched::All, limit_bytes, ask);
+        let (mut played, outcome) = self.watch(&way, command, Watched::All, limit_bytes, ask)?;
         let usage = setup.usage()?;
         if usage.oom_kills > 0 {
-            return Ok(None);
+            played.failure = Some("killed by the kernel for want of memory".into());
+        } else if let Err(error) = self.check(&way, &outcome) {
+            played.failure = Some(error.to_string());
         }
-        let mut played = played?;
         played.faults = Some(usage.major_faults);
         if let Some(peak_bytes) = usage.swap_peak_bytes {
             played.elsewhere_peak_bytes = played.elsewhere_peak_bytes.max(peak_bytes);
         }
         setup.close()?;
-        Ok(Some(played))
+        Ok(played)
+    }
+
+    /// As [`Self::watch`], of a program that must not fail.
+    fn play(
+        &self,
+        way: &Way<'_>,
+        command: Command,
+        watched: Watched,
+        limit_bytes: u64,
+        ask: impl Fn() -> Option<(u64, u64)>,
+    ) -> Result<Played, BenchError> {
+        let (played, outcome) = self.watch(way, command, watched, limit_bytes, ask)?;
+        self.check(way, &outcome)?;
+        Ok(played)
     }
 
     /// `ask` tells bytes that are local but not the program's own, and bytes elsewhere.
-    fn play(
+    fn watch(
         &self,
         way: &Way<'_>,
         mut command: Command,
         watched: Watched,
         limit_bytes: u64,
         ask: impl Fn() -> Option<(u64, u64)>,
-    ) -> Result<Played, BenchError> {
+    ) -> Result<(Played, Outcome), BenchError> {
         self.program.arrange(&mut command);
         let output = self.folder.join(way.name());
         let streams = Streams { input: Some(&self.program.script), output: &output };
         let mut watcher = Watcher::new(way.name(), limit_bytes);
         let outcome = child::run(command, &streams, watched, |moment| watcher.see(moment, &ask))?;
         watcher.bar.finish_and_clear();
-        self.check(way, &outcome)?;
         let mut played = watcher.played;
         played.seconds = outcome.elapsed.as_secs_f64();
         played.resident_peak_bytes = outcome.resident_peak_bytes;
         played.local_peak_bytes = played.local_peak_bytes.max(outcome.resident_peak_bytes);
         played.output_bytes = std::fs::metadata(&output).map_err(BenchError::io("read", &output))?.len();
-        Ok(played)
+        Ok((played, outcome))
     }
 
     fn check(&self, way: &Way<'_>, outcome: &Outcome) -> Result<(), BenchError> {

@@ -143,15 +143,26 @@ proptest! {
     }
 }
 
+/// Files of the corpus that one of the parsers understands. All others are damaged in the way that their names say.
+const UNDERSTOOD: [&str; 3] = ["get", "hello", "transaction"];
+
 #[test]
-fn the_corpus_never_panics() {
+fn the_corpus_is_parsed_as_its_names_say() {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/corpus/wire");
-    let mut count = 0;
+    let mut understood = Vec::new();
     for file in std::fs::read_dir(folder).unwrap() {
-        parse_everything(&std::fs::read(file.unwrap().path()).unwrap());
-        count += 1;
+        let file = file.unwrap();
+        let bytes = std::fs::read(file.path()).unwrap();
+        parse_everything(&bytes);
+        if Request::decode(&bytes).is_some()
+            || Response::decode(&bytes).is_some()
+            || check_client_hello(&bytes).is_ok()
+        {
+            understood.push(file.file_name().into_string().unwrap());
+        }
     }
-    assert!(count >= 8, "the corpus is in {folder}");
+    understood.sort();
+    assert_eq!(understood, UNDERSTOOD);
 }
 
 #[test]
