@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer_channel::{connect, receive_frame, send_frame};
-use aquifer_fabric::tcp::ClusterKey;
+use aquifer_fabric::ClusterKey;
 use aquifer_ipc::Frame;
 use aquifer_keeper::socket::wait_readable;
 use serde::{Deserialize, Serialize};

@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use aquifer_directory::names::{self, NodeRecord};
 use aquifer_directory::{Directory, DirectoryError, Event, EventKind, Listing};
+use aquifer_fabric::ClusterKey;
 use aquifer_fabric::lasting::{LastingEndpoint, Manner, Seen};
-use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
+use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
 use aquifer_pager::Connector;
 use aquifer_pool::{Custody, NodeId, PoolClient};

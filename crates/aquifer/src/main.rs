@@ -8,6 +8,7 @@ mod cli;
 mod cluster;
 mod demo;
 mod ending;
+#[cfg(feature = "verbs")]
 mod fabric;
 mod peers;
 mod run;
@@ -31,6 +32,8 @@ type Outcome = Result<ExitCode, Box<dyn Error>>;
 
 fn main() -> ExitCode {
     abort_on_panic();
+    #[cfg(feature = "verbs")]
+    aquifer_fabric_verbs::install();
     let cli = Cli::parse();
     let outcome = match cli.command {
         Command::Up(arguments) => state(&cli.state).and_then(|state| cluster::up(&state, &arguments)),
@@ -41,7 +44,10 @@ fn main() -> ExitCode {
         Command::Run(arguments) => Ok(run(&cli.state, arguments)),
         Command::Demo(arguments) => demo::run(&arguments).map_err(Into::into),
         Command::Bench(arguments) => bench::run(&arguments).map_err(Into::into),
+        #[cfg(feature = "verbs")]
         Command::Fabric(command) => fabric::run(&cli.state, command),
+        #[cfg(not(feature = "verbs"))]
+        Command::Fabric(_) => Err(aquifer_fabric::WITHOUT_VERBS.into()),
         Command::SwapServer(arguments) => state(&cli.state).and_then(|state| swap::serve(&state, &arguments)),
         Command::Part(part) => state(&cli.state).and_then(|state| cluster::be(&state, part)),
     };

@@ -75,6 +75,7 @@ pub enum Network {
     Verbs,
 }
 
+#[cfg(feature = "verbs")]
 impl Network {
     /// As it is written on command lines.
     #[must_use]

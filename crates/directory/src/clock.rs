@@ -48,6 +48,7 @@ impl Clock for ManualClock {
 }
 
 /// Whole milliseconds of a duration.
-pub(crate) fn saturating_ms(duration: Duration) -> u64 {
+#[must_use]
+pub fn saturating_ms(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }

@@ -3,7 +3,7 @@
 //!
 //! Consumers hold an `Arc<dyn Directory>` and know nothing of what stands behind it:
 //! [`embedded`] (a redb file, in process or served over a Unix socket), [`sim`] (in memory,
-//! virtual time, faults on demand), [`etcd`] (a real one, for a cluster of machines). All share the semantics of [`core`] and
+//! virtual time, faults on demand), and in a crate of its own a real etcd, for a cluster of machines. All share the semantics of [`core`] and
 //! pass one conformance suite. The words are etcd's: a key's version is the revision of its last
 //! change, revisions count the changes of the whole directory.
 //!
@@ -14,7 +14,6 @@ pub mod core;
 pub mod embedded;
 mod engine;
 mod error;
-pub mod etcd;
 mod model;
 pub mod names;
 pub mod sim;

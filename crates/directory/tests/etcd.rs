@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use aquifer_directory::etcd::{self, EtcdAddress, TlsFiles};
 use aquifer_directory::{
     Compare, Directory, DirectoryError, Event, EventKind, Operation, Transaction, TransactionOutcome, Watch,
 };
+use aquifer_directory_etcd::{self as etcd, EtcdAddress, TlsFiles};
 use aquifer_tests_support::{Etcd, Relay};
 
 /// Long enough for any machine; a test that works never waits for it.

@@ -48,9 +48,11 @@ const LEN_IN: usize = 16;
 const SCOPE_IN: usize = 24;
 
 /// Slot states.
-pub(crate) const FREE: u32 = 0;
-pub(crate) const OPEN: u32 = 1;
-pub(crate) const FENCED: u32 = 2;
+pub const FREE: u32 = 0;
+/// Slot state: an endpoint uses the slot.
+pub const OPEN: u32 = 1;
+/// Slot state: the endpoint is fenced and may do nothing more.
+pub const FENCED: u32 = 2;
 
 /// A waiter looks this often before it yields, and yields this often before it sleeps.
 const SPINS: u32 = 200;
@@ -59,13 +61,14 @@ const NAP: Duration = Duration::from_micros(50);
 
 /// The mapped control memory of one target.
 #[derive(Debug)]
-pub(crate) struct Control {
+pub struct Control {
     memory: Memory,
     endpoints: usize,
     keys: usize,
 }
 
 impl Control {
+    /// Creates control memory with slots for `endpoints` endpoints and `keys` keys.
     pub fn create(endpoints: usize, keys: usize) -> io::Result<Self> {
         let memory = Memory::create("aquifer-control", bytes(endpoints, keys))?;
         let control = Self { memory, endpoints, keys };
@@ -105,18 +108,22 @@ impl Control {
         Ok(Self { memory, endpoints, keys })
     }
 
+    /// The descriptor of the memory, to be sent to initiators.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.memory.fd()
     }
 
-    pub fn len(&self) -> u64 {
+    /// The size of the memory, in bytes.
+    pub fn bytes(&self) -> u64 {
         u64_from(self.memory.len())
     }
 
+    /// The number of slots for endpoints.
     pub fn endpoints(&self) -> usize {
         self.endpoints
     }
 
+    /// Whether the target serves.
     #[inline]
     pub fn alive(&self) -> bool {
         self.u32(ALIVE_AT).load(Ordering::Relaxed) != 0
@@ -161,6 +168,7 @@ impl Control {
         active.store((last | 1).wrapping_add(1), Ordering::Release);
     }
 
+    /// Stores the state of a slot; visible to its endpoint before anything that follows.
     pub fn set_state(&self, slot: usize, state: u32) {
         self.endpoint_u32(slot, STATE_IN).store(state, Ordering::SeqCst);
         fence(Ordering::SeqCst);

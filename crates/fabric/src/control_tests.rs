@@ -7,7 +7,7 @@ use super::*;
 const WHO: Identity = Identity { host: Host(9), epoch: 3, tenant: Tenant(4) };
 
 fn reopen(control: &Control) -> Result<Control, String> {
-    Control::open(control.fd().try_clone_to_owned().unwrap(), control.len())
+    Control::open(control.fd().try_clone_to_owned().unwrap(), control.bytes())
 }
 
 #[test]
@@ -48,7 +48,7 @@ fn a_grant_survives_the_table() {
 fn another_version_and_other_sizes_are_refused() {
     let control = Control::create(4, 8).unwrap();
     let fd = || control.fd().try_clone_to_owned().unwrap();
-    for len in [0, 1, control.len() - 1, control.len() + 1, 1 << 40, u64::MAX] {
+    for len in [0, 1, control.bytes() - 1, control.bytes() + 1, 1 << 40, u64::MAX] {
         assert!(Control::open(fd(), len).is_err(), "{len} bytes");
     }
     assert!(reopen(&control).is_ok());

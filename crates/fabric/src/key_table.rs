@@ -112,7 +112,7 @@ impl Key {
 
     /// The run that it opens at an address; `None` if it is no key of a table.
     #[inline]
-    pub(crate) fn run(self, addr: u64) -> Option<Range<u64>> {
+    pub fn run(self, addr: u64) -> Option<Range<u64>> {
         let bytes = PAGE_BYTES << self.class()?;
         let start = addr & !(bytes - 1);
         Some(start..start.checked_add(bytes)?)
@@ -133,14 +133,17 @@ const fn slot(bytes: u64, offset: u64) -> u64 {
 
 /// A table and the region that it is of.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) struct PlacedTable {
+pub struct PlacedTable {
+    /// Index of the region.
     pub region: usize,
     /// The region's first address.
     pub base: u64,
+    /// The table.
     pub table: KeyTable,
 }
 
 impl PlacedTable {
+    /// A table in the region that begins at `base`.
     pub fn at(region: usize, base: u64, table: &KeyTable) -> Self {
         Self { region, base, table: table.clone() }
     }

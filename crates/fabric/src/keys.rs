@@ -19,13 +19,14 @@ const REGION_ALIGN: u64 = 2 << 20;
 
 /// The slot and the tag of a key.
 #[inline]
-pub(crate) fn split(key: Key) -> (usize, u32) {
+pub fn split(key: Key) -> (usize, u32) {
     ((key.0 & ((1 << INDEX_BITS) - 1)) as usize, key.0 >> INDEX_BITS)
 }
 
 /// A key as one run of memory knows it: two runs may have the same key in their table.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub(crate) struct KeyName {
+pub struct KeyName {
+    /// The key.
     pub key: Key,
     /// The first address of the run that a table's key opens; 0 for other keys.
     pub start: u64,
@@ -40,19 +41,27 @@ impl KeyName {
 
 /// What an operation needs of a key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Right {
+pub enum Right {
+    /// READ.
     Read,
+    /// WRITE.
     Write,
+    /// Compare-and-swap and fetch-and-add.
     Atomic,
 }
 
 /// What one bound key opens.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Grant {
+pub struct Grant {
+    /// First address.
     pub base: u64,
+    /// Length in bytes.
     pub len: u64,
+    /// Operations that it allows.
     pub access: Access,
+    /// Initiators that it admits.
     pub scope: Scope,
+    /// Index of the region that holds the range.
     pub region: usize,
 }
 
@@ -70,7 +79,7 @@ impl Grant {
 
 /// Whether a range of so many bytes from `base` on, with these rights, allows this to `len` bytes at `addr`.
 #[inline]
-pub(crate) fn covers(
+pub fn covers(
     (base, bytes): (u64, u64),
     access: Access,
     right: Right,
@@ -89,7 +98,7 @@ pub(crate) fn covers(
 
 /// Whether a key of this scope is for `who`.
 #[inline]
-pub(crate) fn admits(scope: Scope, who: Identity) -> bool {
+pub fn admits(scope: Scope, who: Identity) -> bool {
     match scope {
         Scope::Anyone => true,
         Scope::Tenant(tenant) => tenant == who.tenant,
@@ -102,7 +111,7 @@ pub(crate) fn admits(scope: Scope, who: Identity) -> bool {
 /// A slot's tag walks a full cycle of all tags by a secret step, and slots are reused oldest
 /// first: a stale key stays stale for as long as the bits allow.
 #[derive(Debug)]
-pub(crate) struct KeySlots {
+pub struct KeySlots {
     tags: Vec<u32>,
     free_windows: VecDeque<usize>,
     regions: usize,
@@ -112,6 +121,7 @@ pub(crate) struct KeySlots {
 }
 
 impl KeySlots {
+    /// Slots for so many regions and windows. `secret` makes tags hard to guess.
     pub fn new(regions_max: usize, windows_max: usize, secret: u64) -> Self {
         assert!(regions_max <= REGIONS_LIMIT, "at most {REGIONS_LIMIT} regions");
         assert!(windows_max <= WINDOWS_LIMIT, "at most {WINDOWS_LIMIT} windows");
@@ -184,7 +194,7 @@ impl KeySlots {
 
 /// Where regions lie in the target's address space.
 #[derive(Debug, Default)]
-pub(crate) struct AddressSpace {
+pub struct AddressSpace {
     regions: Vec<Range<u64>>,
 }
 
@@ -215,7 +225,7 @@ impl AddressSpace {
 }
 
 /// The finaliser of splitmix64: every bit of the input changes half of the output.
-pub(crate) fn mix(mut value: u64) -> u64 {
+pub fn mix(mut value: u64) -> u64 {
     value = (value ^ (value >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     value = (value ^ (value >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
     value ^ (value >> 31)

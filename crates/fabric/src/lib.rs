@@ -7,28 +7,29 @@
 //!
 //! This crate does not know what the memory is used for.
 
-mod control;
+pub mod control;
 mod forward;
+pub mod handshake;
 pub mod key_table;
-mod keys;
+pub mod keys;
 pub mod lasting;
-mod mail;
+pub mod mail;
 pub mod memory;
 mod reach;
-mod rescue;
+pub mod rescue;
 pub mod shm;
 pub mod sim;
-mod tables;
+pub mod tables;
 pub mod target;
 pub mod tcp;
-pub mod verbs;
 pub mod view;
 pub mod work;
 
+pub use handshake::ClusterKey;
 pub use key_table::{KeyEntry, KeyTable};
 pub use keys::{REGIONS_LIMIT, WINDOWS_LIMIT};
 pub use memory::Memory;
-pub use reach::Reach;
+pub use reach::{Reach, VerbsProvider, WITHOUT_VERBS};
 pub use rustix::event::PollFd;
 pub use target::{Access, Host, Identity, Region, Scope, Served, Target, TargetError, Tenant, WindowSpec};
 pub use view::View;

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The messages of one session, both ways.
 #[derive(Debug, Default)]
-pub(crate) struct Mailbox {
+pub struct Mailbox {
     /// With the stamps of their arrival.
     inbox: Mutex<VecDeque<(u64, Vec<u8>)>>,
     outbox: Mutex<Outbox>,
@@ -98,14 +98,15 @@ impl Outbox {
 }
 
 /// Somebody whom a target has messages of.
-pub(crate) trait Correspondent {
+pub trait Correspondent {
+    /// Its mailbox.
     fn mailbox(&self) -> &Mailbox;
     /// Its session is over; only its messages are still there.
     fn has_left(&self) -> bool;
 }
 
 /// Take the message that came first of all.
-pub(crate) fn receive_oldest<P: Correspondent>(peers: &[Arc<P>], out: &mut Vec<u8>) -> Option<Arc<P>> {
+pub fn receive_oldest<P: Correspondent>(peers: &[Arc<P>], out: &mut Vec<u8>) -> Option<Arc<P>> {
     let with_mail = peers.iter().filter_map(|peer| Some((peer.mailbox().oldest()?, peer)));
     let (_, peer) = with_mail.min_by_key(|(stamp, _)| *stamp)?;
     out.extend_from_slice(&peer.mailbox().take()?);
@@ -113,11 +114,7 @@ pub(crate) fn receive_oldest<P: Correspondent>(peers: &[Arc<P>], out: &mut Vec<u
 }
 
 /// Those who left stay as long as their messages; of more than `left_max` the oldest give way. `gone` is told of each that goes.
-pub(crate) fn forget_departed<P: Correspondent>(
-    peers: &mut Vec<Arc<P>>,
-    left_max: usize,
-    mut gone: impl FnMut(&P),
-) {
+pub fn forget_departed<P: Correspondent>(peers: &mut Vec<Arc<P>>, left_max: usize, mut gone: impl FnMut(&P)) {
     let mut keep_if = |peer: &P, stays: bool| {
         if !stays {
             gone(peer);

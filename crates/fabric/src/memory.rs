@@ -210,7 +210,7 @@ impl std::fmt::Debug for Memory {
 /// # Safety
 /// Both ranges must be mapped for the whole call.
 #[inline]
-pub(crate) unsafe fn copy(to: *mut u8, from: *const u8, len: usize) {
+pub unsafe fn copy(to: *mut u8, from: *const u8, len: usize) {
     let misaligned = (to.addr() | from.addr() | len) & 7;
     if misaligned == 0 && len <= WORDWISE_BYTES_MAX {
         let (to, from) = (to.cast::<u64>(), from.cast_mut().cast::<u64>());
@@ -229,7 +229,7 @@ pub(crate) unsafe fn copy(to: *mut u8, from: *const u8, len: usize) {
 
 /// `usize` to `u64`, which loses nothing on any machine that Linux runs on.
 #[inline]
-pub(crate) fn u64_from(value: usize) -> u64 {
+pub fn u64_from(value: usize) -> u64 {
     value as u64
 }
 

@@ -2,12 +2,47 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
 
+use crate::handshake::ClusterKey;
 use crate::shm;
 use crate::target::Identity;
-use crate::tcp::{self, ClusterKey, ConnectOptions};
-use crate::verbs;
+use crate::target::{Target, TargetError};
+use crate::tcp::{self, ConnectOptions};
 use crate::work::{Endpoint, EndpointError};
+
+/// Connects to the target at an address.
+pub type ConnectFn = fn(SocketAddr, &ClusterKey, Identity) -> Result<Box<dyn Endpoint>, EndpointError>;
+/// Opens a target at an address of this machine; returns it with the address where it listens.
+pub type ListenFn = fn(SocketAddr, &ClusterKey) -> Result<(Arc<dyn Target>, SocketAddr), TargetError>;
+
+/// The provider for RDMA devices. It is a crate of its own, which a program links and installs if it wants it.
+#[derive(Clone, Copy, Debug)]
+pub struct VerbsProvider {
+    /// For initiators.
+    pub connect: ConnectFn,
+    /// For targets. The address is that of a device.
+    pub listen: ListenFn,
+}
+
+static VERBS: OnceLock<VerbsProvider> = OnceLock::new();
+
+impl VerbsProvider {
+    /// Makes it the process' provider for [`Reach::Verbs`]. The first one stays.
+    pub fn install(self) {
+        let _ = VERBS.set(self);
+    }
+
+    /// The one that was installed.
+    #[must_use]
+    pub fn installed() -> Option<Self> {
+        VERBS.get().copied()
+    }
+}
+
+/// What a program without that provider says.
+pub const WITHOUT_VERBS: &str =
+    "this program was built without RDMA: build it with the cargo feature `verbs`";
 
 /// A provider and an address in its terms.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -79,7 +114,13 @@ impl Reach {
         match (self, key) {
             (Self::Shm(path), _) => shm::connect(path, who),
             (Self::Tcp(address), Some(key)) => tcp::connect(*address, key, who, options.clone()),
-            (Self::Verbs(address), Some(key)) => verbs::connect(*address, key, who),
+            (Self::Verbs(address), Some(key)) => match VerbsProvider::installed() {
+                Some(verbs) => (verbs.connect)(*address, key, who),
+                None => {
+                    let (address, reason) = (address.to_string(), WITHOUT_VERBS.to_owned());
+                    Err(EndpointError::Refused { address, reason })
+                }
+            },
             (Self::Tcp(address) | Self::Verbs(address), None) => Err(EndpointError::Refused {
                 address: address.to_string(),
                 reason: "this host has no cluster key to prove itself with: give it --key FILE".into(),

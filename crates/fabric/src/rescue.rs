@@ -8,7 +8,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 /// What a thread of its own is at.
 #[derive(Debug)]
-pub(crate) struct Rescue<T> {
+pub struct Rescue<T> {
     found: Arc<Mutex<Option<T>>>,
     /// Readable when there is an outcome.
     bell: Arc<OwnedFd>,
@@ -32,6 +32,7 @@ impl<T: Send + 'static> Rescue<T> {
         Ok(rescue)
     }
 
+    /// A descriptor that is readable once there is an outcome.
     pub fn bell(&self) -> BorrowedFd<'_> {
         self.bell.as_fd()
     }

@@ -15,22 +15,25 @@ use crate::work::Key;
 const FENCED: &str = "is fenced up to epoch";
 
 /// Whether a target refused somebody because it is fenced.
-pub(crate) fn is_fence(refusal: &str) -> bool {
+pub fn is_fence(refusal: &str) -> bool {
     refusal.contains(FENCED)
 }
 
 /// A registered region.
 #[derive(Debug)]
-pub(crate) struct Registered {
+pub struct Registered {
+    /// Its memory.
     pub memory: Arc<Memory>,
     scope: Scope,
     region: Region,
+    /// Its table of keys, if it has one.
     pub table: Option<PlacedTable>,
 }
 
 /// The tables of one target. Its owner locks them.
 #[derive(Debug)]
-pub(crate) struct Tables {
+pub struct Tables {
+    /// By index.
     pub regions: Vec<Registered>,
     space: AddressSpace,
     keys: KeySlots,
@@ -38,6 +41,7 @@ pub(crate) struct Tables {
 }
 
 impl Tables {
+    /// Empty tables with room for so many regions and windows. `secret` makes keys hard to guess.
     pub fn new(regions_max: usize, windows_max: usize, secret: u64) -> Self {
         Self {
             regions: Vec::new(),
@@ -47,6 +51,7 @@ impl Tables {
         }
     }
 
+    /// Registers a region, under `key` if one is given. A region with a table is open by its own key only up to what the table describes.
     pub fn register(
         &mut self,
         control: &Control,
@@ -92,6 +97,7 @@ impl Tables {
         Some((region, self.regions[region].region.base))
     }
 
+    /// Binds a window.
     pub fn bind(&mut self, control: &Control, window: &WindowSpec) -> Result<Key, TargetError> {
         let grant = self.space.grant(window)?;
         let key = self.keys.take_window()?;
@@ -104,11 +110,13 @@ impl Tables {
         self.keys.give_back(split(key).0);
     }
 
+    /// Fences a host up to an epoch. A fence is never lowered.
     pub fn fence(&mut self, host: Host, epoch: u64) {
         let last = self.fenced.entry(host).or_insert(epoch);
         *last = epoch.max(*last);
     }
 
+    /// Whether an identity is of a fenced epoch of its host.
     pub fn is_fenced(&self, who: Identity) -> bool {
         self.fenced.get(&who.host).is_some_and(|epoch| who.epoch <= *epoch)
     }

@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
+use aquifer_fabric::ClusterKey;
+use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{EndpointError, Host, Identity, Reach, Tenant};
 use aquifer_pool::word::Run;
 use aquifer_pool::{Extent, NodeId, PoolClient, PoolError};

@@ -1,6 +1,7 @@
 //! The daemon's life, from the memory to the last keep-alive.
 
 use std::fmt;
+use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -8,10 +9,10 @@ use std::time::Duration;
 
 use aquifer_directory::names::NodeRecord;
 use aquifer_directory::{Directory, DirectoryError};
+use aquifer_fabric::ClusterKey;
 use aquifer_fabric::shm::{self, ShmTarget};
-use aquifer_fabric::tcp::{self, ClusterKey, TcpTarget};
-use aquifer_fabric::verbs::{self, VerbsTarget};
-use aquifer_fabric::{Reach, Target, TargetError};
+use aquifer_fabric::tcp::{self, TcpTarget};
+use aquifer_fabric::{Reach, Target, TargetError, VerbsProvider, WITHOUT_VERBS};
 use aquifer_metrics::{Listener, Place};
 use aquifer_pool::donor::DonateError;
 use aquifer_pool::size::SECTION_BYTES;
@@ -70,7 +71,7 @@ pub enum Listen {
     /// The same, on a socket that listens already.
     TcpOn(Arc<TcpListener>, ClusterKey, Box<tcp::Options>),
     /// For all who have the cluster's key, over the RDMA device with that address.
-    Verbs(SocketAddr, ClusterKey, Box<verbs::Options>),
+    Verbs(SocketAddr, ClusterKey),
 }
 
 impl Listen {
@@ -88,10 +89,13 @@ impl Listen {
                     .map_err(|source| TargetError::System { what: "cannot listen", source })?;
                 reached(TcpTarget::listen_on(listener, key, (**options).clone())?)
             }
-            Self::Verbs(address, key, options) => {
-                let target = VerbsTarget::listen(*address, key, (**options).clone())?;
-                let reach = Reach::Verbs(target.address());
-                (Arc::new(target), reach)
+            Self::Verbs(address, key) => {
+                let verbs = VerbsProvider::installed().ok_or_else(|| TargetError::System {
+                    what: "cannot open an RDMA device",
+                    source: io::Error::new(io::ErrorKind::Unsupported, WITHOUT_VERBS),
+                })?;
+                let (target, address) = (verbs.listen)(*address, key)?;
+                (target, Reach::Verbs(address))
             }
         })
     }
@@ -102,7 +106,7 @@ impl Listen {
     const fn key(&self) -> Option<&ClusterKey> {
         match self {
             Self::Shm(..) => None,
-            Self::Tcp(_, key, _) | Self::TcpOn(_, key, _) | Self::Verbs(_, key, _) => Some(key),
+            Self::Tcp(_, key, _) | Self::TcpOn(_, key, _) | Self::Verbs(_, key) => Some(key),
         }
     }
 }

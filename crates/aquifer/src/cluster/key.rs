@@ -4,7 +4,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use aquifer_fabric::tcp::ClusterKey;
+use aquifer_fabric::ClusterKey;
 
 /// Why there is no key.
 #[derive(Debug, thiserror::Error)]

@@ -199,7 +199,7 @@ fn listen(state: &StateDir, settings: &NodeSettings, id: u16) -> Result<Listen, 
             let why = "over verbs the devices do all the work: they do not encrypt, have no threads and no rates, and take no socket from systemd";
             return Err(why.into());
         }
-        return Ok(Listen::Verbs(address, key, Box::default()));
+        return Ok(Listen::Verbs(address, key));
     }
     Ok(match given {
         Some(listener) => Listen::TcpOn(Arc::new(listener), key, Box::new(options)),

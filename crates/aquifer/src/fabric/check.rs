@@ -5,11 +5,11 @@ use std::hash::{BuildHasher, RandomState};
 use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use aquifer_fabric::verbs::{Remap, VerbsEndpoint, devices};
 use aquifer_fabric::{
     Completion, Endpoint, EndpointError, Host, Identity, Limits, RemoteAddr, Tenant, Verb, Work, WorkError,
     tcp,
 };
+use aquifer_fabric_verbs::{Remap, VerbsEndpoint, devices};
 
 use super::End;
 use super::info::describe;

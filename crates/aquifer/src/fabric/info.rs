@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use aquifer_fabric::verbs::{Caps, devices};
+use aquifer_fabric_verbs::{Caps, devices};
 
 use aquifer_ipc::size::Size;
 

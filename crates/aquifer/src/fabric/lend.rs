@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use aquifer_fabric::tcp::{self, TcpTarget};
-use aquifer_fabric::verbs::{self, Remap, VerbsTarget};
 use aquifer_fabric::{Access, Host, Key, Memory, Region, Scope, Target, TargetError, WindowSpec};
+use aquifer_fabric_verbs::{self as verbs, Remap, VerbsTarget};
 
 use super::End;
 use super::talk::{Moved, Opened, Request};

@@ -12,7 +12,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use aquifer_fabric::tcp::ClusterKey;
+use aquifer_fabric::ClusterKey;
 
 use crate::Outcome;
 use crate::bench::support::interrupt;

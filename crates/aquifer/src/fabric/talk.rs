@@ -2,7 +2,7 @@
 
 use aquifer_fabric::Key;
 #[cfg(doc)]
-use aquifer_fabric::verbs::Remap;
+use aquifer_fabric_verbs::Remap;
 
 /// What is asked of the other end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -7,21 +7,29 @@ use crate::error::{Bound, DirectoryError};
 use crate::model::{Operation, Transaction, limits};
 
 /// Refuse `got` beyond `most`.
-pub(crate) fn limit(bound: Bound, got: usize, most: usize) -> Result<(), DirectoryError> {
+pub fn limit(bound: Bound, got: usize, most: usize) -> Result<(), DirectoryError> {
     if got <= most {
         return Ok(());
     }
     Err(DirectoryError::Limit { bound, got: u64::try_from(got).unwrap_or(u64::MAX) })
 }
 
-pub(crate) fn key(key: &str) -> Result<(), DirectoryError> {
+/// A key must not be empty, nor too long.
+///
+/// # Errors
+/// Names the limit.
+pub fn key(key: &str) -> Result<(), DirectoryError> {
     if key.is_empty() {
         return Err(DirectoryError::InvalidKey { key: String::new(), why: "it is empty".to_owned() });
     }
     prefix(key)
 }
 
-pub(crate) fn prefix(prefix: &str) -> Result<(), DirectoryError> {
+/// A prefix must not be too long.
+///
+/// # Errors
+/// Names the limit.
+pub fn prefix(prefix: &str) -> Result<(), DirectoryError> {
     limit(Bound::KeyBytes, prefix.len(), limits::KEY_BYTES_MAX)?;
     if prefix.chars().any(char::is_control) {
         let why = "it has control characters in it".to_owned();
@@ -30,7 +38,11 @@ pub(crate) fn prefix(prefix: &str) -> Result<(), DirectoryError> {
     Ok(())
 }
 
-pub(crate) fn ttl(ttl_ms: u64) -> Result<(), DirectoryError> {
+/// A time to live must be within [`limits::TTL_MIN`] and [`limits::TTL_MAX`].
+///
+/// # Errors
+/// Names the limit.
+pub fn ttl(ttl_ms: u64) -> Result<(), DirectoryError> {
     if ttl_ms < saturating_ms(limits::TTL_MIN) {
         return Err(DirectoryError::Limit { bound: Bound::TtlMin, got: ttl_ms });
     }
@@ -40,7 +52,11 @@ pub(crate) fn ttl(ttl_ms: u64) -> Result<(), DirectoryError> {
     Ok(())
 }
 
-pub(crate) fn transaction(transaction: &Transaction) -> Result<(), DirectoryError> {
+/// A transaction must be within all limits, and change no key twice.
+///
+/// # Errors
+/// Names the limit.
+pub fn transaction(transaction: &Transaction) -> Result<(), DirectoryError> {
     let parts = transaction.compares.len() + transaction.operations.len();
     limit(Bound::TransactionParts, parts, limits::TRANSACTION_PARTS_MAX)?;
     let mut bytes = 0;

@@ -9,7 +9,7 @@
 //! [`DirectoryError::Compacted`]) and how long ago a lease was kept alive (each lease gets its
 //! full time again, so that a restart ends nobody's lease early).
 
-pub(crate) mod check;
+pub mod check;
 mod history;
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use aquifer_directory::clock::ManualClock;
 use aquifer_directory::embedded::{Embedded, ServeOptions, Server, connect};
-use aquifer_directory::etcd::{self, TlsFiles};
 use aquifer_directory::{
     Directory, DirectoryError, Entry, Lease, LeaseId, Listing, Transaction, TransactionOutcome, Watch,
     limits, sim,
 };
+use aquifer_directory_etcd::{self as etcd, TlsFiles};
 
 /// A directory under test.
 pub trait Harness {

@@ -196,7 +196,7 @@ fn welcome<'a>(
     let welcome = Welcome {
         slot: u32::try_from(slot).unwrap_or(u32::MAX),
         limits: shared.options.limits,
-        control_len: shared.control.len(),
+        control_len: shared.control.bytes(),
         mailbox_len: u64_from(mailbox.len()),
         regions: state.tables.announce(who),
     };

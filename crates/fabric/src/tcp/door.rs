@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use super::hello::{self, Hello, Reply, Resume, Welcome};
 use super::reply::Answers;
-use super::secure::{SecureError, Secured, respond};
 use super::serve::{Arrival, Hand};
 use super::session::Session;
 use super::stream::{Deadlined, tune};
 use super::target::{Peer, Shared, State};
 use super::{HANDSHAKE_TIME, PENDING_LIMIT};
+use crate::handshake::hello::{self, Hello, Reply, Resume, Welcome};
+use crate::handshake::secure::{SecureError, Secured, respond};
 use crate::target::Identity;
 
 /// The door looks so often whether a session has lingered for long enough.

@@ -10,14 +10,12 @@
 //! - `endpoint`, `stream`: the initiator's end. `session`: the target's, a state machine over bytes that does no I/O.
 //! - `serve`: the threads that turn sessions. `door`: lets initiators in. `target`: what the memory's owner holds.
 //! - `spin`: both ends go on looking for a moment before they sleep.
-//! - [`secure`], [`hello`], [`wire`]: the bytes.
+//! - [`wire`]: the bytes, after those of [`crate::handshake`].
 
 mod door;
 mod endpoint;
-pub mod hello;
 mod rate;
 mod reply;
-pub mod secure;
 mod serve;
 mod session;
 mod spin;
@@ -28,12 +26,12 @@ pub mod wire;
 
 pub(crate) use door::LEAVING;
 pub use endpoint::{TcpEndpoint, connect};
-pub use secure::ClusterKey;
 pub use stream::{avoid_pacing, connect_unpaced};
 pub use target::TcpTarget;
 
 use std::time::Duration;
 
+use crate::handshake::hello;
 use crate::work::Limits;
 
 /// Endpoints of one target, at most.

@@ -13,11 +13,11 @@ use zerocopy::IntoBytes;
 
 use super::Rate;
 use super::reply::Answers;
-use super::secure::Seal;
 use super::session::{ANSWERS_BYTES_MAX, Nonsense, Session};
 use super::spin::Spin;
 use super::target::{Shared, lock};
 use super::wire::{self, Answer};
+use crate::handshake::secure::Seal;
 
 /// Requests that arrive together are served together, up to so many bytes.
 const INPUT_BYTES: usize = 256 << 10;

@@ -8,11 +8,11 @@ use std::sync::{Arc, OnceLock};
 
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::hello::Resume;
 use super::reply::Answers;
 use super::target::{Peer, Placed, Shared};
 use super::wire::{self, Answer, REQUEST_BYTES, Request, padded};
 use crate::control::FENCED;
+use crate::handshake::hello::Resume;
 use crate::keys::{Grant, Right};
 use crate::memory::{copy, u64_from};
 use crate::target::Identity;

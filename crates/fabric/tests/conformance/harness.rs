@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use aquifer_fabric::tcp::ClusterKey;
+use aquifer_fabric::ClusterKey;
 use aquifer_fabric::{
     Access, Completion, Endpoint, EndpointError, Host, Identity, Key, Limits, LocalKey, LocalSlice, Memory,
     Region, RemoteAddr, Scope, Target, Tenant, Verb, Work, WorkError,

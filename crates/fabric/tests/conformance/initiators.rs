@@ -9,8 +9,8 @@ mod afar {
 
 use std::net::TcpListener;
 
-use aquifer_fabric::tcp::ClusterKey;
-use aquifer_fabric::verbs;
+use aquifer_fabric::ClusterKey;
+use aquifer_fabric_verbs as verbs;
 
 /// As in the suite's harness.
 const KEY: ClusterKey = ClusterKey([7; 32]);

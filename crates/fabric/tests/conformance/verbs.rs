@@ -17,11 +17,11 @@ mod remap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use aquifer_fabric::verbs::{self, VerbsEndpoint, VerbsTarget};
 use aquifer_fabric::{
     Access, Endpoint, EndpointError, Identity, Key, Memory, Region, Scope, Target, TargetError, WindowSpec,
     WorkError,
 };
+use aquifer_fabric_verbs::{self as verbs, VerbsEndpoint, VerbsTarget};
 use harness::{ENDPOINTS_MAX, Harness, KEY, LIMITS, REGIONS_MAX, WHO, WINDOWS_MAX};
 
 mod device {

@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use aquifer_fabric::tcp::{self, ClusterKey, ConnectOptions, Options, Rate, TcpTarget};
+use aquifer_fabric::ClusterKey;
+use aquifer_fabric::tcp::{self, ConnectOptions, Options, Rate, TcpTarget};
 use aquifer_fabric::{
     Access, Completion, Endpoint, EndpointError, Host, Identity, Key, LocalKey, LocalSlice, Memory, Region,
     RemoteAddr, Scope, Served, Target, Tenant, Verb, WindowSpec, Work, WorkError,

@@ -5,7 +5,8 @@ mod suite;
 
 use std::net::SocketAddr;
 
-use aquifer_fabric::tcp::{self, ClusterKey, ConnectOptions, Options, TcpTarget};
+use aquifer_fabric::ClusterKey;
+use aquifer_fabric::tcp::{self, ConnectOptions, Options, TcpTarget};
 use aquifer_fabric::{Endpoint, EndpointError, Identity, Target};
 
 const KEY: ClusterKey = ClusterKey([3; 32]);

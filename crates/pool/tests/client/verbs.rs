@@ -5,9 +5,9 @@ mod suite;
 
 use std::net::SocketAddr;
 
-use aquifer_fabric::tcp::ClusterKey;
-use aquifer_fabric::verbs::{self, Options, VerbsTarget};
+use aquifer_fabric::ClusterKey;
 use aquifer_fabric::{Endpoint, EndpointError, Identity, Target};
+use aquifer_fabric_verbs::{self as verbs, Options, VerbsTarget};
 
 const KEY: ClusterKey = ClusterKey([3; 32]);
 

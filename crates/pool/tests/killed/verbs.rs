@@ -7,7 +7,7 @@ mod victim;
 use std::net::SocketAddr;
 
 use aquifer_fabric::Reach;
-use aquifer_fabric::verbs::{Options, VerbsTarget};
+use aquifer_fabric_verbs::{Options, VerbsTarget};
 
 use scene::{Heir, Scene, at_every_step};
 use victim::{End, KEY};
@@ -16,6 +16,7 @@ use victim::{End, KEY};
 const VICTIM_TEST: &str = "victim";
 
 fn over_verbs() -> Scene {
+    aquifer_fabric_verbs::install();
     let address = std::env::var("AQUIFER_VERBS_ADDRESS").expect("AQUIFER_VERBS_ADDRESS is an RDMA device's");
     let address = SocketAddr::new(address.parse().expect("an IP address"), 0);
     let target = VerbsTarget::listen(address, &KEY, Options::default()).expect("a target");
@@ -51,5 +52,6 @@ fn who_stands_still_in_the_middle_of_an_access_holds_nobody_up() {
 /// Not a test by itself: what the others start.
 #[test]
 fn victim() {
+    aquifer_fabric_verbs::install();
     victim::be_one();
 }

@@ -5,7 +5,8 @@ use std::process::{ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
+use aquifer_fabric::ClusterKey;
+use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{
     Completion, Endpoint, Host, Identity, Key, LocalKey, LocalSlice, Memory, PostError, Reach, RemoteAddr,
     Tenant, Verb, Work, forward_endpoint,

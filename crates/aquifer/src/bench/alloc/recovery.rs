@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Instant;
 
+use aquifer_fabric::ClusterKey;
 use aquifer_fabric::shm::{self, ShmTarget};
-use aquifer_fabric::tcp::{self, ClusterKey, ConnectOptions, TcpTarget};
+use aquifer_fabric::tcp::{self, ConnectOptions, TcpTarget};
 use aquifer_fabric::{EndpointError, Host, Identity, Reach, Target, Tenant};
 use aquifer_pool::cache::{NodeCache, Nonces};
 use aquifer_pool::layout::Layout;

@@ -6,8 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_fabric::{
-    Completion, Endpoint, Host, Identity, Limits, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Tenant,
-    Work, shm,
+    Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Tenant, Work, shm,
 };
 
 use super::server::{self, REGION_BYTES};
@@ -101,8 +100,9 @@ impl Link {
         RemoteAddr { addr: self.region.base + offset as u64, key: self.region.key }
     }
 
+    #[cfg(feature = "verbs")]
     /// What the other end grants.
-    pub fn limits(&self) -> Limits {
+    pub fn limits(&self) -> aquifer_fabric::Limits {
         self.endpoint.limits()
     }
 

@@ -6,8 +6,9 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
+use aquifer_fabric::ClusterKey;
 use aquifer_fabric::tcp::wire::{ANSWER_BYTES, REQUEST_BYTES};
-use aquifer_fabric::tcp::{self, ClusterKey, ConnectOptions};
+use aquifer_fabric::tcp::{self, ConnectOptions};
 use aquifer_fabric::{Host, Identity, Tenant, Verb, Work};
 use rustix::process::Pid;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};

@@ -5,8 +5,8 @@ use zerocopy::FromBytes;
 
 use super::direct::Direct;
 use super::{Pending, TcpEndpoint};
+use crate::handshake::secure::SecureError;
 use crate::memory::copy;
-use crate::tcp::secure::SecureError;
 use crate::tcp::wire::{self, ANSWER_BYTES, Answer, padded};
 use crate::work::{Completion, LocalSlice, Verb, Work, WorkError};
 

@@ -4,10 +4,11 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use super::{TcpEndpoint, knock};
+use crate::handshake::ClusterKey;
+use crate::handshake::hello::{Hello, Resume, SessionId};
 use crate::target::Identity;
+use crate::tcp::HANDSHAKE_TIME;
 use crate::tcp::door::TRY_AGAIN;
-use crate::tcp::hello::{Hello, Resume, SessionId};
-use crate::tcp::{ClusterKey, HANDSHAKE_TIME};
 use crate::work::{EndpointError, Late};
 
 /// Between attempts while the target closes its end.

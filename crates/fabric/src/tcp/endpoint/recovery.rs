@@ -5,12 +5,13 @@ use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use super::{Pending, TcpEndpoint, knock};
+use crate::handshake::ClusterKey;
+use crate::handshake::hello::{Hello, Resume, Welcome};
+use crate::handshake::secure::Seal;
 use crate::rescue::Rescue;
+use crate::tcp::HANDSHAKE_TIME;
 use crate::tcp::door::TRY_AGAIN;
-use crate::tcp::hello::{Hello, Resume, Welcome};
-use crate::tcp::secure::Seal;
 use crate::tcp::wire::{self, Request};
-use crate::tcp::{ClusterKey, HANDSHAKE_TIME};
 use crate::work::{EndpointError, Verb, WorkError};
 
 /// Between attempts to make a broken connection anew.

@@ -9,7 +9,8 @@ mod takers;
 
 use std::collections::BTreeMap;
 
-use aquifer_fabric::tcp::{ClusterKey, ConnectOptions};
+use aquifer_fabric::ClusterKey;
+use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Endpoint, Host, Identity, Reach, Tenant};
 use aquifer_pool::SizeClass;
 

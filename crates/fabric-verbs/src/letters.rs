@@ -1,0 +1,212 @@
+//! What both ends say in messages, once they know each other: which keys open what, and the messages of their users. Parsed as bytes from a stranger.
+
+use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use aquifer_fabric::keys::KeyName;
+use aquifer_fabric::target::Access;
+use aquifer_fabric::work::Key;
+
+/// Bytes before a message of a user.
+pub(super) const HEAD_BYTES: usize = 32;
+
+/// From initiator to target.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Request<'a> {
+    /// What does this key open for me?
+    Ask(KeyName),
+    /// I use this key no more.
+    Forget(KeyName),
+    /// A message of the user, by its number; to be answered.
+    Message(u64, &'a [u8]),
+    /// So many messages of the target were taken since the session began.
+    Taken(u64),
+}
+
+/// From target to initiator.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Answer<'a> {
+    /// What a key opens; nothing, if it is not for this one.
+    Told(KeyName, Option<Opened>),
+    /// No more keys can be open for this one at a time: it has to forget one before it asks for this one again.
+    Full(KeyName),
+    /// Whether the message with that number found room.
+    Delivered(u64, bool),
+    /// A message of the user, by its number.
+    Message(u64, &'a [u8]),
+}
+
+/// What a key opens, and by which key of the device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Opened {
+    pub addr: u64,
+    pub len: u64,
+    pub access: Access,
+    pub device_key: u32,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct Head {
+    kind: u8,
+    /// Bits: 1 READ, 2 WRITE, 4 atomics; or whether there was room.
+    flags: u8,
+    reserved: U16,
+    key: U32,
+    device_key: U32,
+    reserved2: U32,
+    /// A number, or an address.
+    number: U64,
+    len: U64,
+}
+
+const ASK: u8 = 1;
+const FORGET: u8 = 2;
+const MESSAGE: u8 = 3;
+const TAKEN: u8 = 4;
+const TOLD: u8 = 5;
+const DELIVERED: u8 = 6;
+const FULL: u8 = 7;
+
+fn put(out: &mut Vec<u8>, head: &Head, message: &[u8]) {
+    out.clear();
+    out.extend_from_slice(head.as_bytes());
+    out.extend_from_slice(message);
+}
+
+fn head(kind: u8, key: Key, number: u64) -> Head {
+    Head {
+        kind,
+        flags: 0,
+        reserved: 0.into(),
+        key: key.0.into(),
+        device_key: 0.into(),
+        reserved2: 0.into(),
+        number: number.into(),
+        len: 0.into(),
+    }
+}
+
+impl<'a> Request<'a> {
+    /// Write its bytes to `out`, in place of what is there.
+    pub fn write(&self, out: &mut Vec<u8>) {
+        match *self {
+            Self::Ask(name) => put(out, &head(ASK, name.key, name.start), &[]),
+            Self::Forget(name) => put(out, &head(FORGET, name.key, name.start), &[]),
+            Self::Message(number, bytes) => put(out, &head(MESSAGE, Key(0), number), bytes),
+            Self::Taken(count) => put(out, &head(TAKEN, Key(0), count), &[]),
+        }
+    }
+
+    /// What was said; `None` if it is nothing that an initiator says.
+    pub fn parse(bytes: &'a [u8]) -> Option<Self> {
+        let (head, message) = Head::ref_from_prefix(bytes).ok()?;
+        let name = KeyName::at(Key(head.key.get()), head.number.get());
+        match head.kind {
+            ASK => Some(Self::Ask(name)),
+            FORGET => Some(Self::Forget(name)),
+            MESSAGE => Some(Self::Message(head.number.get(), message)),
+            TAKEN => Some(Self::Taken(head.number.get())),
+            _ => None,
+        }
+    }
+}
+
+impl<'a> Answer<'a> {
+    /// Write its bytes to `out`, in place of what is there.
+    pub fn write(&self, out: &mut Vec<u8>) {
+        match *self {
+            Self::Told(name, opened) => {
+                let mut head = head(TOLD, name.key, opened.map_or(name.start, |opened| opened.addr));
+                if let Some(Opened { len, access, device_key, .. }) = opened {
+                    head.len = len.into();
+                    head.device_key = device_key.into();
+                    head.flags =
+                        u8::from(access.read) | u8::from(access.write) << 1 | u8::from(access.atomic) << 2;
+                }
+                put(out, &head, &[]);
+            }
+            Self::Full(name) => put(out, &head(FULL, name.key, name.start), &[]),
+            Self::Delivered(number, had_room) => {
+                let mut head = head(DELIVERED, Key(0), number);
+                head.flags = had_room.into();
+                put(out, &head, &[]);
+            }
+            Self::Message(number, bytes) => put(out, &head(MESSAGE, Key(0), number), bytes),
+        }
+    }
+
+    /// What was said; `None` if it is nothing that a target says.
+    pub fn parse(bytes: &'a [u8]) -> Option<Self> {
+        let (head, message) = Head::ref_from_prefix(bytes).ok()?;
+        let name = KeyName::at(Key(head.key.get()), head.number.get());
+        match head.kind {
+            TOLD => {
+                let access = Access {
+                    read: head.flags & 1 != 0,
+                    write: head.flags & 2 != 0,
+                    atomic: head.flags & 4 != 0,
+                };
+                let opened = Opened {
+                    addr: head.number.get(),
+                    len: head.len.get(),
+                    access,
+                    device_key: head.device_key.get(),
+                };
+                let is_open = access != Access { read: false, write: false, atomic: false };
+                Some(Self::Told(name, is_open.then_some(opened)))
+            }
+            FULL => Some(Self::Full(name)),
+            DELIVERED => Some(Self::Delivered(head.number.get(), head.flags != 0)),
+            MESSAGE => Some(Self::Message(head.number.get(), message)),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn name(key: u32) -> KeyName {
+        KeyName::at(Key(key), 0)
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let opened = Opened { addr: 7 << 40, len: 4096, access: Access::READ_WRITE, device_key: 0x1234_5678 };
+        let mut bytes = Vec::new();
+        for request in [
+            Request::Ask(name(9)),
+            Request::Ask(KeyName::at(Key::of_run(3, 5), 77 << 20)),
+            Request::Forget(name(8)),
+            Request::Message(3, b"hello"),
+            Request::Taken(u64::MAX),
+        ] {
+            request.write(&mut bytes);
+            assert_eq!(Request::parse(&bytes), Some(request));
+            assert_eq!(Request::parse(&bytes[..HEAD_BYTES - 1]), None);
+        }
+        for answer in [
+            Answer::Told(name(9), Some(opened)),
+            Answer::Told(name(9), None),
+            Answer::Full(name(3)),
+            Answer::Full(KeyName::at(Key::of_run(9, 5), 77 << 20)),
+            Answer::Delivered(4, true),
+            Answer::Delivered(4, false),
+            Answer::Message(1, b""),
+        ] {
+            answer.write(&mut bytes);
+            assert_eq!(Answer::parse(&bytes), Some(answer));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_without_harm(bytes in proptest::collection::vec(any::<u8>(), 0..80)) {
+            let _ = (Request::parse(&bytes), Answer::parse(&bytes));
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! Local memory, registered as it is used.
+//!
+//! What is registered is pinned: it takes memory, touched or not. A host's mempool may be much larger than what is in use of it, so each part of a memory is
+//! registered when work first names it. Whether there may be so much is found out beforehand: work that fails for want of it would look as if its node had.
+
+use std::io;
+use std::sync::Arc;
+
+use super::sys::device::Device;
+use super::sys::pair::Piece;
+use super::sys::registration::{Registration, Use};
+use aquifer_fabric::Memory;
+use aquifer_fabric::memory::u64_from;
+use aquifer_fabric::work::{EndpointError, Limits, LocalKey, LocalSlice, WorkError};
+
+/// Parts begin at multiples of this, and are longer by the longest transfer: no slice lies in two.
+const PART_BYTES: usize = 64 << 20;
+
+#[derive(Debug)]
+struct Local {
+    memory: Arc<Memory>,
+    parts: Vec<Option<Registration>>,
+}
+
+/// The memories of one endpoint.
+#[derive(Debug)]
+pub(super) struct Locals {
+    device: &'static Device,
+    limits: Limits,
+    list: Vec<Local>,
+}
+
+impl Locals {
+    pub fn new(device: &'static Device, limits: Limits) -> Self {
+        Self { device, limits, list: Vec::new() }
+    }
+
+    pub fn add(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {
+        let limit = self.limits.local_regions_max;
+        if self.list.len() >= limit {
+            return Err(EndpointError::TooManyLocal { limit });
+        }
+        let bytes = memory.len();
+        let refused = |source| EndpointError::Local { bytes, source };
+        let others: usize = self.list.iter().map(|local| local.memory.len()).sum();
+        if !may_lock(others + bytes) {
+            return Err(refused(io::ErrorKind::OutOfMemory.into()));
+        }
+        let mut parts: Vec<_> = (0..bytes.div_ceil(PART_BYTES)).map(|_| None).collect();
+        if let [only] = &mut parts[..] {
+            *only = Some(register(self.device, &memory, 0, 0).map_err(refused)?);
+        }
+        self.list.push(Local { memory, parts });
+        Ok(LocalKey(u32::try_from(self.list.len()).expect("bounded by the limit")))
+    }
+
+    fn find(&mut self, slice: LocalSlice) -> Result<(&mut Local, usize, usize), WorkError> {
+        let at = (slice.key.0 as usize).checked_sub(1).ok_or(WorkError::LocalAccess)?;
+        let local = self.list.get_mut(at).ok_or(WorkError::LocalAccess)?;
+        let (offset, len) = (slice.offset, u64::from(slice.len));
+        let is_inside = offset.checked_add(len).is_some_and(|end| end <= u64_from(local.memory.len()));
+        if !is_inside {
+            return Err(WorkError::LocalAccess);
+        }
+        let offset = usize::try_from(offset).map_err(|_| WorkError::LocalAccess)?;
+        Ok((local, offset, slice.len as usize))
+    }
+
+    /// The bytes of a slice.
+    pub fn bytes(&mut self, slice: LocalSlice) -> Result<Vec<u8>, WorkError> {
+        let limit = self.limits.message_bytes_max as usize;
+        let (local, offset, len) = self.find(slice)?;
+        let mut bytes = vec![0; len.min(limit)];
+        local.memory.read(offset, &mut bytes);
+        Ok(bytes)
+    }
+
+    /// A slice as the device knows it.
+    pub fn piece(&mut self, slice: LocalSlice) -> Result<Piece, WorkError> {
+        let (device, longest) = (self.device, self.limits.transfer_bytes_max as usize);
+        let (local, offset, _) = self.find(slice)?;
+        let base = u64_from(local.memory.as_ptr().addr());
+        let addr = base + u64_from(offset);
+        if slice.len == 0 {
+            return Ok(Piece { addr, len: 0, key: 0 });
+        }
+        let part = offset / PART_BYTES;
+        if local.parts[part].is_none() {
+            let made = register(device, &local.memory, part, longest).inspect_err(|error| {
+                tracing::warn!(%error, "local memory cannot be registered: is the limit of locked memory (ulimit -l) too low?");
+            });
+            local.parts[part] = Some(made.map_err(|_| WorkError::LocalAccess)?);
+        }
+        let key = local.parts[part].as_ref().map_or(0, Registration::local_key);
+        Ok(Piece { addr, len: slice.len, key })
+    }
+}
+
+/// Whether this process may have so much locked memory.
+fn may_lock(bytes: usize) -> bool {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
+    let is_free = rustix::thread::capabilities(None)
+        .is_ok_and(|sets| sets.effective.contains(rustix::thread::CapabilitySet::IPC_LOCK));
+    is_free || limit.is_none_or(|limit| u64_from(bytes) <= limit)
+}
+
+fn register(
+    device: &'static Device,
+    memory: &Arc<Memory>,
+    part: usize,
+    longest: usize,
+) -> io::Result<Registration> {
+    let start = part * PART_BYTES;
+    let end = (start + PART_BYTES + longest).min(memory.len());
+    let base = u64_from(memory.as_ptr().addr() + start);
+    Registration::new(device, Arc::clone(memory), start..end, base, Use::Local)
+}

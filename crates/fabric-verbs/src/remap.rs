@@ -1,0 +1,164 @@
+//! What a target lends, and memory that is put under other addresses while devices know it (CoRM §3.5).
+
+use std::io;
+use std::sync::Arc;
+
+use super::sys::device::{Caps, Device};
+use super::sys::registration::{Registration, Use};
+use aquifer_fabric::memory::u64_from;
+use aquifer_fabric::{Memory, View};
+
+/// How a device learns that addresses have other pages; the cheapest that it can is taken, and logged.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Remap {
+    /// It notices (on-demand paging), and is told to fetch them at once, so that nobody waits for that later.
+    Prefetch,
+    /// It notices, and fetches them when they are touched.
+    OnDemand,
+    /// All windows are closed, the memory is registered anew, and windows are bound again when they are asked for. Every device can do that.
+    Reregistration,
+}
+
+impl Remap {
+    /// All ways, the best first.
+    pub const ALL: [Self; 3] = [Self::Prefetch, Self::OnDemand, Self::Reregistration];
+
+    /// The best that a device claims to be able to.
+    #[must_use]
+    pub fn of(caps: &Caps) -> Self {
+        if caps.has_odp { Self::Prefetch } else { Self::Reregistration }
+    }
+
+    /// Whether the device keeps up by itself, while windows are open.
+    #[must_use]
+    pub fn is_live(self) -> bool {
+        matches!(self, Self::Prefetch | Self::OnDemand)
+    }
+}
+
+impl std::fmt::Display for Remap {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Prefetch => "on-demand paging with prefetch",
+            Self::OnDemand => "on-demand paging",
+            Self::Reregistration => "re-registration, with windows closed meanwhile",
+        })
+    }
+}
+
+/// From where to where pages are to go.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Move {
+    pub region: usize,
+    /// In the region.
+    pub at: usize,
+    /// In its memory.
+    pub from: usize,
+    pub len: usize,
+}
+
+/// A region as the device knows it.
+#[derive(Debug)]
+pub(super) enum Lent {
+    Fixed(Registration),
+    Moving(Moving),
+    /// The device did not take it.
+    Nothing,
+}
+
+impl Lent {
+    pub fn registration(&self) -> Option<&Registration> {
+        match self {
+            Self::Fixed(registration) => Some(registration),
+            Self::Moving(moving) => moving.registration.as_ref(),
+            Self::Nothing => None,
+        }
+    }
+}
+
+/// A region whose addresses may get other pages.
+#[derive(Debug)]
+pub(super) struct Moving {
+    // Before the view that it is of.
+    registration: Option<Registration>,
+    view: Arc<View>,
+    base: u64,
+    device: &'static Device,
+    how: Remap,
+}
+
+impl Moving {
+    /// Lend a memory under addresses from `base` on, in its own order at first.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub fn new(device: &'static Device, memory: Arc<Memory>, base: u64) -> io::Result<Self> {
+        let wish = usize::try_from(base).unwrap_or(0);
+        let view = Arc::new(View::new(memory, wish)?);
+        let mut how = Remap::of(&device.caps);
+        // Some devices page only where peers and this process use the same addresses.
+        let is_same = view.as_ptr().addr() == wish;
+        let mut registration = None;
+        if how.is_live() && is_same {
+            let made = Registration::of_view(device, Arc::clone(&view), base, Use::WindowsOnDemand);
+            let refused = |error: &io::Error| tracing::info!(%error, "the device does not page this memory");
+            registration = made.inspect_err(refused).ok();
+        }
+        if registration.is_none() {
+            how = Remap::Reregistration;
+            registration = Some(Registration::of_view(device, Arc::clone(&view), base, Use::Windows)?);
+        }
+        let moving = Self { registration, view, base, device, how };
+        tracing::info!(device = device.caps.name, %how, "memory may be remapped");
+        Ok(moving)
+    }
+
+    pub fn how(&self) -> Remap {
+        self.how
+    }
+
+    /// Whether the order can be carried out, as far as that is known before windows are closed for it.
+    pub fn can_remap(&self, order: &Move) -> io::Result<()> {
+        self.view.can_remap(order.at, order.from, order.len)
+    }
+
+    /// Move pages while windows are open. Only if [`Remap::is_live`].
+    pub fn remap_live(&mut self, order: &Move) -> io::Result<()> {
+        debug_assert!(self.how.is_live());
+        self.view.remap(order.at, order.from, order.len)?;
+        if self.how == Remap::Prefetch
+            && let Some(registration) = &self.registration
+            && let Err(error) = registration.prefetch(self.base + u64_from(order.at), u64_from(order.len))
+        {
+            // The pages are right without it.
+            tracing::info!(device = self.device.caps.name, %error, "the device does not prefetch");
+            self.how = Remap::OnDemand;
+        }
+        Ok(())
+    }
+
+    /// Move pages while no window is open. If the device does not take them all are closed from now on.
+    pub fn remap_closed(&mut self, order: &Move) -> io::Result<()> {
+        self.view.remap(order.at, order.from, order.len)?;
+        // The old one first: its pages are pinned.
+        self.registration = None;
+        let made = Registration::of_view(self.device, Arc::clone(&self.view), self.base, Use::Windows)?;
+        self.registration = Some(made);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_that_pages_on_demand_is_left_to_do_so() {
+        let plain = Caps::default();
+        assert_eq!(Remap::of(&plain), Remap::Reregistration);
+        assert!(!Remap::of(&plain).is_live());
+        let paging = Caps { has_odp: true, ..plain };
+        assert_eq!(Remap::of(&paging), Remap::Prefetch);
+        assert!(Remap::Prefetch.is_live() && Remap::OnDemand.is_live() && !Remap::Reregistration.is_live());
+    }
+}

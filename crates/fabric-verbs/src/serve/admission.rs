@@ -1,0 +1,120 @@
+//! Who is let in, and as whom.
+
+use std::sync::Arc;
+
+use super::Server;
+use crate::peer::Peer;
+use crate::session::{Phase, prove};
+use crate::target::{Shared, State};
+use aquifer_fabric::handshake::hello::{self, Hello, Reply, Welcome};
+use aquifer_fabric::target::Identity;
+
+impl Server {
+    /// A letter of somebody.
+    pub(super) fn hear(&mut self, shared: &Shared, name: usize, letter: &[u8]) {
+        let Some(session) = self.sessions.get_mut(&name) else { return };
+        match &mut session.phase {
+            Phase::Proving(deadline) => {
+                let deadline = *deadline;
+                let (outcome, answer) = prove(letter, &shared.key);
+                session.phase = match outcome {
+                    Ok(seal) => Phase::Greeting(seal, deadline),
+                    Err(error) => {
+                        tracing::info!(%error, "an endpoint was turned away");
+                        Phase::Refused(deadline)
+                    }
+                };
+                self.say(shared, name, answer);
+            }
+            Phase::Greeting(seal, _) => {
+                let mut plain = Vec::new();
+                let opened = seal.open(letter, &mut plain).map_err(|error| error.to_string());
+                match opened.and_then(|_| hello::parse_hello(&plain).map_err(|error| error.to_string())) {
+                    Ok(hello) => self.greet(shared, name, &hello),
+                    Err(error) => {
+                        tracing::info!(error, "an endpoint was turned away");
+                        self.close(name);
+                    }
+                }
+            }
+            Phase::Open(peer) => {
+                let peer = Arc::clone(peer);
+                self.hear_request(shared, name, &peer, letter);
+            }
+            Phase::Refused(_) => {}
+        }
+    }
+
+    fn greet(&mut self, shared: &Shared, name: usize, hello: &Hello) {
+        let admitted = self.admit(shared, hello);
+        let reply = match &admitted {
+            Ok(peer) => Reply::Welcome(Welcome {
+                session: peer.id,
+                done: 0,
+                encrypt: false,
+                limits: shared.options.limits,
+                regions: shared.lock().tables.announce(hello.who),
+            }),
+            Err(reason) => Reply::Refusal(reason.clone()),
+        };
+        let Some(session) = self.sessions.get_mut(&name) else { return };
+        let Phase::Greeting(seal, deadline) = &mut session.phase else { return };
+        let mut sealed = Vec::new();
+        seal.close(&hello::encode_reply(&reply), &mut sealed);
+        session.phase = match admitted {
+            Ok(peer) => Phase::Open(peer),
+            Err(reason) => {
+                tracing::info!(reason, "an endpoint was turned away");
+                Phase::Refused(*deadline)
+            }
+        };
+        self.say(shared, name, sealed);
+    }
+
+    /// A new session, or the one that it goes on with.
+    fn admit(&mut self, shared: &Shared, hello: &Hello) -> Result<Arc<Peer>, String> {
+        let who = hello.who;
+        if let Some(epoch) = who.epoch.checked_sub(1)
+            && shared.lock().tables.refusal(who).is_none()
+        {
+            // What the host's agent before this one still had under way must not be done any more.
+            shared.lock().tables.fence(who.host, epoch);
+            self.fence(shared, who.host, epoch);
+        }
+        if let Some(reason) = shared.lock().tables.refusal(who) {
+            return Err(reason);
+        }
+        let Some(resume) = hello.resume else { return self.begin(&mut shared.lock(), who) };
+        let is_it = |peer: &Peer| peer.id == resume.session && peer.who == who;
+        let open = self.sessions.iter().find(|(_, session)| session.peer().is_some_and(|peer| is_it(peer)));
+        if let Some(name) = open.map(|(name, _)| *name) {
+            // Its old connection has not been found broken yet.
+            self.close(name);
+        }
+        let at = self.lingering.iter().position(|(peer, _)| is_it(peer));
+        let at = at.ok_or("there is no such session (any more)")?;
+        let (peer, _) = self.lingering.swap_remove(at);
+        if peer.mailbox.resume(resume.heard, resume.taken) {
+            Ok(peer)
+        } else {
+            shared.lock().release(&peer);
+            Err("the session has gone on without you".into())
+        }
+    }
+
+    fn begin(&mut self, state: &mut State, who: Identity) -> Result<Arc<Peer>, String> {
+        if state.slots.iter().all(|taken| *taken) && !self.lingering.is_empty() {
+            // Whoever comes is here; of those who lingered longest nobody knows.
+            let (oldest, _) = self.lingering.remove(0);
+            state.release(&oldest);
+        }
+        let Some(slot) = state.slots.iter().position(|taken| !taken) else {
+            return Err(format!("{} endpoints are connected already", state.slots.len()));
+        };
+        let id = hello::new_session()?;
+        state.slots[slot] = true;
+        let peer = Arc::new(Peer::new(who, id, slot));
+        state.peers.push(Arc::clone(&peer));
+        Ok(peer)
+    }
+}

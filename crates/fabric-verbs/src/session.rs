@@ -1,0 +1,234 @@
+//! One connection at the target: from a stranger's first message to the windows that are bound for it.
+
+use std::collections::{HashMap, VecDeque};
+use std::io::{self, Read, Write};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::letters::{Answer, Opened};
+use super::peer::Peer;
+use super::sys::connection::Connection;
+use super::sys::pair::Pair;
+use super::sys::window::Window;
+use aquifer_fabric::handshake::secure::{ClusterKey, Seal, SecureError, respond};
+use aquifer_fabric::keys::KeyName;
+use aquifer_fabric::work::Key;
+
+/// How far it has come.
+#[derive(Debug)]
+pub(super) enum Phase {
+    /// It must prove by then that it has the cluster's key.
+    Proving(Instant),
+    /// It has; now it must say who it is, by then.
+    Greeting(Seal, Instant),
+    Open(Arc<Peer>),
+    /// It was refused, and told so.
+    Refused(Instant),
+}
+
+/// A window that is being bound.
+#[derive(Debug)]
+pub(super) struct Binding {
+    pub name: KeyName,
+    pub bound: Bound,
+    pub opened: Opened,
+    pub fate: Fate,
+}
+
+/// What is to become of a window when it is bound.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Fate {
+    Opens,
+    /// Its key was invalidated meanwhile.
+    Dead,
+    /// Its region's pages move: it must be bound once more.
+    Again,
+}
+
+/// A window and the number of the region that it opens.
+#[derive(Debug)]
+pub(super) struct Bound {
+    /// Only kept: it is open until it is dropped.
+    #[expect(dead_code, reason = "it is open for as long as it is kept")]
+    pub window: Window,
+    pub region: usize,
+    /// The addresses that it opens.
+    pub range: Range<u64>,
+}
+
+impl Bound {
+    /// Whether it is for a key of a table, and opens something of the range.
+    fn is_of_table_in(&self, name: KeyName, range: &Range<u64>) -> bool {
+        name.key.is_of_table() && self.range.start < range.end && range.start < self.range.end
+    }
+}
+
+/// What the device has to do for a session.
+#[derive(Debug)]
+pub(super) enum UnderWay {
+    /// The letter in that place of the outbox.
+    Letter(u32),
+    Bind(Binding),
+}
+
+/// What is to be done for a session when the device can take it.
+#[derive(Debug)]
+pub(super) enum Waiting {
+    Letter(Vec<u8>),
+    Bind(KeyName),
+}
+
+#[derive(Debug)]
+pub(super) struct Session {
+    pub windows: HashMap<KeyName, Bound>,
+    /// By the ids of their completions.
+    pub under_way: HashMap<u64, UnderWay>,
+    pub connection: Connection,
+    pub pair: Pair,
+    pub phase: Phase,
+    pub waiting: VecDeque<Waiting>,
+}
+
+impl Session {
+    pub fn new(connection: Connection, pair: Pair, deadline: Instant) -> Self {
+        Self {
+            windows: HashMap::new(),
+            connection,
+            pair,
+            phase: Phase::Proving(deadline),
+            under_way: HashMap::new(),
+            waiting: VecDeque::new(),
+        }
+    }
+
+    pub fn peer(&self) -> Option<&Arc<Peer>> {
+        match &self.phase {
+            Phase::Open(peer) => Some(peer),
+            _ => None,
+        }
+    }
+
+    fn bindings(&self) -> impl Iterator<Item = &Binding> {
+        self.under_way.values().filter_map(|what| match what {
+            UnderWay::Bind(binding) => Some(binding),
+            UnderWay::Letter(_) => None,
+        })
+    }
+
+    /// Windows that are bound or being bound.
+    pub fn windows_taken(&self) -> usize {
+        self.windows.len() + self.bindings().count()
+    }
+
+    /// Whether one is bound or being bound for that key.
+    pub fn has_window(&self, name: KeyName) -> bool {
+        self.windows.contains_key(&name) || self.bindings().any(|binding| binding.name == name)
+    }
+
+    /// Say something when its turn comes.
+    pub fn tell(&mut self, answer: &Answer<'_>) {
+        let mut letter = Vec::new();
+        answer.write(&mut letter);
+        self.waiting.push_back(Waiting::Letter(letter));
+    }
+
+    /// Nothing is served by that key any more.
+    pub fn invalidate(&mut self, key: Key) {
+        // A window that is freed opens nothing any more when this returns.
+        self.windows.remove(&KeyName::at(key, 0));
+        for binding in self.bindings_mut().filter(|binding| binding.name.key == key) {
+            binding.fate = Fate::Dead;
+        }
+    }
+
+    /// Nothing of that range is served any more by keys of a table; who asks again is told what the table says then.
+    pub fn expel(&mut self, range: &Range<u64>) {
+        self.windows.retain(|name, bound| !bound.is_of_table_in(*name, range));
+        for binding in self.bindings_mut().filter(|binding| binding.bound.is_of_table_in(binding.name, range))
+        {
+            binding.fate = Fate::Dead;
+        }
+    }
+
+    /// Whether the device is still to bind a window for such a key there.
+    pub fn is_binding_in(&self, range: &Range<u64>) -> bool {
+        self.bindings().any(|binding| binding.bound.is_of_table_in(binding.name, range))
+    }
+
+    /// Nothing of that region is served any more, until windows are bound once more.
+    pub fn close_windows(&mut self, region: usize) {
+        self.windows.retain(|_, bound| bound.region != region);
+        let opens = |binding: &&mut Binding| binding.bound.region == region && binding.fate == Fate::Opens;
+        for binding in self.bindings_mut().filter(opens) {
+            binding.fate = Fate::Again;
+        }
+    }
+
+    /// Whether the device is still to bind a window of that region.
+    pub fn is_binding(&self, region: usize) -> bool {
+        self.bindings().any(|binding| binding.bound.region == region)
+    }
+
+    fn bindings_mut(&mut self) -> impl Iterator<Item = &mut Binding> {
+        self.under_way.values_mut().filter_map(|what| match what {
+            UnderWay::Bind(binding) => Some(binding),
+            UnderWay::Letter(_) => None,
+        })
+    }
+
+    /// Whether it took too long to say who it is.
+    pub fn is_late(&self, now: Instant) -> bool {
+        match self.phase {
+            Phase::Proving(deadline) | Phase::Greeting(_, deadline) | Phase::Refused(deadline) => {
+                now >= deadline
+            }
+            Phase::Open(_) => false,
+        }
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.pair.stop();
+        // Windows go before the queue pair that they are bound to: devices may wait for that for long.
+        self.windows.clear();
+        self.under_way.clear();
+        self.connection.disconnect();
+    }
+}
+
+/// One message in, one message out, to those who expect a stream.
+#[derive(Debug, Default)]
+struct Script {
+    heard: Vec<u8>,
+    taken: usize,
+    said: Vec<u8>,
+}
+
+impl Read for Script {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        let count = out.len().min(self.heard.len() - self.taken);
+        out[..count].copy_from_slice(&self.heard[self.taken..self.taken + count]);
+        self.taken += count;
+        Ok(count)
+    }
+}
+
+impl Write for Script {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.said.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// What a stranger's first message proves, and what it is answered.
+pub(super) fn prove(message: &[u8], key: &ClusterKey) -> (Result<Seal, SecureError>, Vec<u8>) {
+    let mut script = Script { heard: message.to_vec(), ..Script::default() };
+    let outcome = respond(&mut script, key).map(|secured| secured.into_parts().1);
+    (outcome, script.said)
+}

@@ -1,0 +1,237 @@
+//! Queue pairs: where work is posted.
+
+use std::io;
+use std::ptr;
+
+use rdma_mummy_sys as sys;
+
+/// Work given to a device at a time.
+const POST_MAX: usize = 16;
+
+/// Registered bytes of this process.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Piece {
+    pub addr: u64,
+    pub len: u32,
+    pub key: u32,
+}
+
+/// A place in the peer's memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Remote {
+    pub addr: u64,
+    pub key: u32,
+}
+
+/// What a window is to open.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Opening {
+    pub window: *mut sys::ibv_mw,
+    pub region: *mut sys::ibv_mr,
+    pub key: u32,
+    pub addr: u64,
+    pub len: u64,
+    pub access: aquifer_fabric::target::Access,
+}
+
+// SAFETY: libibverbs lets any thread name a window and a registration.
+unsafe impl Send for Opening {}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Kind {
+    Read {
+        local: Piece,
+        remote: Remote,
+    },
+    Write {
+        local: Piece,
+        remote: Remote,
+    },
+    /// What is found goes to `result`, 8 bytes.
+    CompareSwap {
+        result: Piece,
+        remote: Remote,
+        expected: u64,
+        desired: u64,
+    },
+    FetchAdd {
+        result: Piece,
+        remote: Remote,
+        add: u64,
+    },
+    Send {
+        local: Piece,
+    },
+    Bind(Opening),
+}
+
+/// One piece of work.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Order {
+    pub id: u64,
+    pub kind: Kind,
+    /// Whether success makes a completion. Failure always does.
+    pub signalled: bool,
+    /// Not before READs and atomics that were posted earlier are done.
+    pub fenced: bool,
+}
+
+/// A queue pair. It is its connection's, and no longer used when that is gone.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pair {
+    pair: *mut sys::ibv_qp,
+    /// Short WRITEs and messages are copied into the work itself.
+    inline_bytes: u32,
+}
+
+// SAFETY: libibverbs lets any thread use a queue pair.
+unsafe impl Send for Pair {}
+// SAFETY: as above.
+unsafe impl Sync for Pair {}
+
+impl Pair {
+    /// # Safety
+    /// The queue pair must live for as long as this is used.
+    pub unsafe fn new(pair: *mut sys::ibv_qp, inline_bytes: u32) -> Self {
+        Self { pair, inline_bytes }
+    }
+
+    pub fn number(self) -> u32 {
+        // SAFETY: it lives, as `new` was promised.
+        unsafe { (*self.pair).qp_num }
+    }
+
+    /// Give work to the device: one doorbell for up to 16 of it.
+    ///
+    /// # Errors
+    /// If the device takes no more. What it took before that, nobody says: the pair is of no use any more.
+    ///
+    /// # Safety
+    /// What pieces and openings name must stay registered, and what is read not be freed, until the work has ended.
+    pub unsafe fn post(self, orders: &[Order]) -> io::Result<()> {
+        for batch in orders.chunks(POST_MAX) {
+            // SAFETY: plain numbers and pointers, for which zero is a value.
+            let (mut works, mut pieces): ([sys::ibv_send_wr; POST_MAX], [sys::ibv_sge; POST_MAX]) =
+                unsafe { std::mem::zeroed() };
+            for (at, order) in batch.iter().enumerate() {
+                self.fill(&mut works[at], &mut pieces[at], order);
+            }
+            for at in 1..batch.len() {
+                works[at - 1].next = &raw mut works[at];
+            }
+            let mut refused = ptr::null_mut();
+            // SAFETY: the pair lives; the list ends at a null and outlives the call; the rest is the caller's promise.
+            let error = unsafe { sys::ibv_post_send(self.pair, works.as_mut_ptr(), &raw mut refused) };
+            if error != 0 {
+                return Err(io::Error::from_raw_os_error(error.abs()));
+            }
+        }
+        Ok(())
+    }
+
+    fn fill(self, work: &mut sys::ibv_send_wr, piece: &mut sys::ibv_sge, order: &Order) {
+        let mut flags = 0;
+        if order.signalled {
+            flags |= sys::ibv_send_flags::IBV_SEND_SIGNALED.0;
+        }
+        if order.fenced {
+            flags |= sys::ibv_send_flags::IBV_SEND_FENCE.0;
+        }
+        work.wr_id = order.id;
+        let local = match order.kind {
+            Kind::Read { local, remote } => {
+                work.opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_READ;
+                work.wr.rdma = sys::rdma_t { remote_addr: remote.addr, rkey: remote.key };
+                Some(local)
+            }
+            Kind::Write { local, remote } => {
+                work.opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE;
+                work.wr.rdma = sys::rdma_t { remote_addr: remote.addr, rkey: remote.key };
+                flags |= self.inline_flag(local);
+                Some(local)
+            }
+            Kind::CompareSwap { result, remote, expected, desired } => {
+                work.opcode = sys::ibv_wr_opcode::IBV_WR_ATOMIC_CMP_AND_SWP;
+                work.wr.atomic = sys::atomic_t {
+                    remote_addr: remote.addr,
+                    compare_add: expected,
+                    swap: desired,
+                    rkey: remote.key,
+                };
+                Some(result)
+            }
+            Kind::FetchAdd { result, remote, add } => {
+                work.opcode = sys::ibv_wr_opcode::IBV_WR_ATOMIC_FETCH_AND_ADD;
+                work.wr.atomic =
+                    sys::atomic_t { remote_addr: remote.addr, compare_add: add, swap: 0, rkey: remote.key };
+                Some(result)
+            }
+            Kind::Send { local } => {
+                work.opcode = sys::ibv_wr_opcode::IBV_WR_SEND;
+                flags |= self.inline_flag(local);
+                Some(local)
+            }
+            Kind::Bind(opening) => {
+                work.opcode = sys::ibv_wr_opcode::IBV_WR_BIND_MW;
+                work.bind_mw_tso_union.bind_mw = sys::bind_mw_t {
+                    mw: opening.window,
+                    rkey: opening.key,
+                    bind_info: sys::ibv_mw_bind_info {
+                        mr: opening.region,
+                        addr: opening.addr,
+                        length: opening.len,
+                        mw_access_flags: access_flags(opening.access),
+                    },
+                };
+                None
+            }
+        };
+        work.send_flags = flags;
+        if let Some(local) = local.filter(|local| local.len > 0) {
+            *piece = sys::ibv_sge { addr: local.addr, length: local.len, lkey: local.key };
+            work.sg_list = &raw mut *piece;
+            work.num_sge = 1;
+        }
+    }
+
+    fn inline_flag(self, local: Piece) -> u32 {
+        if local.len <= self.inline_bytes { sys::ibv_send_flags::IBV_SEND_INLINE.0 } else { 0 }
+    }
+
+    /// Offer a place for the next message of the peer.
+    ///
+    /// # Errors
+    /// If the device takes no more.
+    ///
+    /// # Safety
+    /// The piece must stay registered, and be nobody else's, until a message has come there or the pair is gone.
+    pub unsafe fn receive(self, id: u64, piece: Piece) -> io::Result<()> {
+        let mut place = sys::ibv_sge { addr: piece.addr, length: piece.len, lkey: piece.key };
+        let mut work =
+            sys::ibv_recv_wr { wr_id: id, next: ptr::null_mut(), sg_list: &raw mut place, num_sge: 1 };
+        let mut refused = ptr::null_mut();
+        // SAFETY: the pair lives, the list outlives the call; the rest is the caller's promise.
+        let error = unsafe { sys::ibv_post_recv(self.pair, &raw mut work, &raw mut refused) };
+        if error == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(error.abs())) }
+    }
+
+    /// Nothing more is done for the peer from now on, and what is posted here is flushed.
+    pub fn stop(self) {
+        // SAFETY: plain numbers, for which zero is a value.
+        let mut state: sys::ibv_qp_attr = unsafe { std::mem::zeroed() };
+        state.qp_state = sys::ibv_qp_state::IBV_QPS_ERR;
+        let mask = i32::try_from(sys::ibv_qp_attr_mask::IBV_QP_STATE.0).expect("a low bit");
+        // SAFETY: the pair lives, `state` outlives the call.
+        let error = unsafe { sys::ibv_modify_qp(self.pair, &raw mut state, mask) };
+        if error != 0 {
+            tracing::warn!(error = %io::Error::from_raw_os_error(error), "a queue pair cannot be stopped");
+        }
+    }
+}
+
+fn access_flags(access: aquifer_fabric::target::Access) -> u32 {
+    let flag = |is_set: bool, flag: sys::ibv_access_flags| if is_set { flag.0 } else { 0 };
+    flag(access.read, sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ)
+        | flag(access.write, sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE)
+        | flag(access.atomic, sys::ibv_access_flags::IBV_ACCESS_REMOTE_ATOMIC)
+}

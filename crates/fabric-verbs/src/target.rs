@@ -1,0 +1,318 @@
+//! The target's end: it changes keys and fences; a thread of its own lets initiators in and binds windows for them. Their READs and WRITEs it never sees.
+
+use std::hash::{BuildHasher, RandomState};
+use std::io;
+use std::net::SocketAddr;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use rustix::event::EventfdFlags;
+
+use super::Options;
+use super::peer::Peer;
+use super::remap::{Lent, Move, Moving, Remap};
+use super::serve::Server;
+use super::sys::device::Device;
+use super::sys::registration::{Registration, Use};
+use aquifer_fabric::ClusterKey;
+use aquifer_fabric::Memory;
+use aquifer_fabric::control::Control;
+use aquifer_fabric::key_table::KeyTable;
+use aquifer_fabric::mail::{self, Correspondent};
+use aquifer_fabric::tables::Tables;
+use aquifer_fabric::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
+use aquifer_fabric::work::Key;
+
+/// Memory offered over verbs.
+pub struct VerbsTarget {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+    address: SocketAddr,
+}
+
+/// What the thread is asked; it tells when it is done.
+pub(super) enum Command {
+    /// No window is bound for that key any more.
+    Invalidate(Key, Sender<()>),
+    /// No window is bound by a table's key in that range any more.
+    Expel(Range<u64>, Sender<()>),
+    /// Nothing of that host's is served any more.
+    Fence(Host, u64, Sender<()>),
+    /// Other pages lie under these addresses.
+    Remap(Move, Sender<io::Result<()>>),
+}
+
+pub(super) struct Shared {
+    pub options: Options,
+    pub key: ClusterKey,
+    pub control: Control,
+    pub device: &'static Device,
+    pub state: Mutex<State>,
+    pub wake: OwnedFd,
+    pub stop: AtomicBool,
+}
+
+pub(super) struct State {
+    pub slots: Vec<bool>,
+    /// Everyone connected, those whose connection broke a moment ago, and who left messages behind.
+    pub peers: Vec<Arc<Peer>>,
+    pub tables: Tables,
+    /// By region number.
+    pub regions: Vec<Lent>,
+    pub commands: Vec<Command>,
+    /// There is a thread that obeys them.
+    pub is_served: bool,
+}
+
+impl State {
+    /// A session is over for good.
+    pub fn release(&mut self, peer: &Peer) {
+        if !peer.has_left.swap(true, Ordering::SeqCst) {
+            self.slots[peer.slot] = false;
+        }
+        self.forget_departed();
+    }
+
+    /// Keep a region that was just put into the tables, and say if there is none.
+    fn keep(&mut self, lent: io::Result<Lent>) -> Result<(), TargetError> {
+        let (lent, outcome) = match lent {
+            Ok(lent) => (lent, Ok(())),
+            Err(source) => (
+                Lent::Nothing,
+                Err(TargetError::System {
+                    what: "cannot register memory with the device (see ulimit -l)",
+                    source,
+                }),
+            ),
+        };
+        // In either case: regions are known by their numbers.
+        self.regions.push(lent);
+        outcome
+    }
+
+    pub fn forget_departed(&mut self) {
+        mail::forget_departed(&mut self.peers, self.slots.len(), |_| ());
+    }
+}
+
+impl Shared {
+    pub fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ring(&self) {
+        // Writing to an eventfd fails only when its count is full, and then it is awake already.
+        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+    }
+
+    /// Have the thread do something, and wait until it is done; nothing if there is no thread any more.
+    fn command<T>(&self, make: impl FnOnce(Sender<T>) -> Command) -> Option<T> {
+        let (done, is_done) = channel();
+        let mut state = self.lock();
+        // A thread that has ended serves nobody any more, which is as good.
+        if !state.is_served {
+            return None;
+        }
+        state.commands.push(make(done));
+        drop(state);
+        self.ring();
+        is_done.recv().ok()
+    }
+}
+
+impl VerbsTarget {
+    /// Offer memory at the address of an RDMA device, to whoever proves to have the cluster's key.
+    ///
+    /// # Errors
+    /// If an option is out of bounds, the address is no device's or taken, or the system refuses.
+    pub fn listen(address: SocketAddr, key: &ClusterKey, options: Options) -> Result<Self, TargetError> {
+        let system = |what| move |source| TargetError::System { what, source };
+        if let Some(fault) = options.fault() {
+            let source = io::Error::new(io::ErrorKind::InvalidInput, fault);
+            return Err(system("cannot set up a verbs target")(source));
+        }
+        let (server, device, address) =
+            Server::listen(address, &options).map_err(system("cannot listen over RDMA"))?;
+        let control = Control::create(options.endpoints_max, options.regions_max + options.windows_max)
+            .map_err(system("cannot create control memory"))?;
+        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|error| system("cannot create an eventfd")(error.into()))?;
+        let secret = RandomState::new().hash_one(address);
+        let state = State {
+            slots: vec![false; options.endpoints_max],
+            peers: Vec::new(),
+            tables: Tables::new(options.regions_max, options.windows_max, secret),
+            regions: Vec::new(),
+            commands: Vec::new(),
+            is_served: true,
+        };
+        let shared = Arc::new(Shared {
+            key: key.clone(),
+            control,
+            device,
+            state: Mutex::new(state),
+            wake,
+            stop: AtomicBool::new(false),
+            options,
+        });
+        let thread = std::thread::Builder::new().name("fabric-verbs".into());
+        let own = Arc::clone(&shared);
+        let thread =
+            thread.spawn(move || server.run(&own)).map_err(system("cannot start the target's thread"))?;
+        Ok(Self { shared, thread: Some(thread), address })
+    }
+
+    /// As [`Target::register`], under addresses that may be given other pages of the memory by [`Self::remap`]. At first each has its own.
+    ///
+    /// # Errors
+    /// As [`Target::register`].
+    pub fn register_movable(
+        &self,
+        memory: Arc<Memory>,
+        access: Access,
+        scope: Scope,
+    ) -> Result<Region, TargetError> {
+        let mut state = self.shared.lock();
+        let own = Arc::clone(&memory);
+        let region = state.tables.register(&self.shared.control, own, access, scope, None, None)?;
+        let made = Moving::new(self.shared.device, memory, region.base).map(Lent::Moving);
+        state.keep(made)?;
+        Ok(region)
+    }
+
+    /// Put the `len` bytes at `from` of a movable region's memory under the addresses from `addr` on (CoRM §3.5). Keys stay as they are; who reads or
+    /// writes meanwhile finds the old pages or the new ones. What the old pages are used for next is the caller's to care for: work that was under way may
+    /// still have reached them until this returns.
+    ///
+    /// # Errors
+    /// If the range is not inside one movable region, or the numbers are not multiples of a page; if the device does not take the new pages: then its windows stay
+    /// closed.
+    pub fn remap(&self, addr: u64, from: u64, len: u64) -> Result<Remap, TargetError> {
+        let out_of_range = TargetError::OutOfRange { start: addr, end: addr.saturating_add(len) };
+        let failed = |source| TargetError::System { what: "cannot remap memory", source };
+        let mut state = self.shared.lock();
+        let Some((region, base)) = state.tables.region_of(addr, len) else { return Err(out_of_range) };
+        let Some(Lent::Moving(moving)) = state.regions.get_mut(region) else { return Err(out_of_range) };
+        let (Ok(at), Ok(from), Ok(len)) =
+            (usize::try_from(addr - base), usize::try_from(from), usize::try_from(len))
+        else {
+            return Err(out_of_range);
+        };
+        let order = Move { region, at, from, len };
+        moving.can_remap(&order).map_err(failed)?;
+        if moving.how().is_live() {
+            moving.remap_live(&order).map_err(failed)?;
+            return Ok(moving.how());
+        }
+        drop(state);
+        let gone = || io::Error::other("the target's thread has ended");
+        let moved = self.shared.command(|done| Command::Remap(order, done));
+        moved.unwrap_or_else(|| Err(gone())).map_err(failed)?;
+        match self.shared.lock().regions.get(region) {
+            Some(Lent::Moving(moving)) => Ok(moving.how()),
+            _ => Err(out_of_range),
+        }
+    }
+
+    /// Where it listens; if port 0 was asked for, which port it got.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+impl Drop for VerbsTarget {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        self.shared.ring();
+        if let Some(thread) = self.thread.take() {
+            let ended = thread.join();
+            debug_assert!(ended.is_ok(), "the target's thread panicked");
+        }
+    }
+}
+
+impl std::fmt::Debug for VerbsTarget {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("VerbsTarget").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+impl Target for VerbsTarget {
+    fn register_with(
+        &self,
+        memory: Arc<Memory>,
+        access: Access,
+        scope: Scope,
+        table: Option<KeyTable>,
+        key: Option<Key>,
+    ) -> Result<Region, TargetError> {
+        let mut state = self.shared.lock();
+        let lent = Arc::clone(&memory);
+        let region = state.tables.register(&self.shared.control, lent, access, scope, table, key)?;
+        let whole = 0..memory.len();
+        let device = self.shared.device;
+        let made = Registration::new(device, memory, whole, region.base, Use::Windows).map(Lent::Fixed);
+        state.keep(made)?;
+        Ok(region)
+    }
+
+    fn bind(&self, window: &WindowSpec) -> Result<Key, TargetError> {
+        self.shared.lock().tables.bind(&self.shared.control, window)
+    }
+
+    fn invalidate(&self, key: Key) -> Result<(), TargetError> {
+        // Only one of several callers may clear the key, and so give its slot back.
+        let state = self.shared.lock();
+        if !self.shared.control.unbind(key) {
+            return Err(TargetError::NoSuchKey(key));
+        }
+        drop(state);
+        self.shared.command(|done| Command::Invalidate(key, done));
+        self.shared.lock().tables.give_back(key);
+        Ok(())
+    }
+
+    fn expel(&self, range: Range<u64>) {
+        self.shared.command(|done| Command::Expel(range, done));
+    }
+
+    fn fence(&self, host: Host, epoch: u64) {
+        self.shared.lock().tables.fence(host, epoch);
+        self.shared.command(|done| Command::Fence(host, epoch, done));
+    }
+
+    fn receive(&self, out: &mut Vec<u8>) -> Option<Identity> {
+        let mut state = self.shared.lock();
+        let peer = mail::receive_oldest(&state.peers, out)?;
+        state.forget_departed();
+        Some(peer.who)
+    }
+
+    fn send(&self, to: Host, message: &[u8]) -> usize {
+        let limits = &self.shared.options.limits;
+        if message.len() > limits.message_bytes_max as usize {
+            return 0;
+        }
+        let state = self.shared.lock();
+        let is_there =
+            |peer: &&Arc<Peer>| peer.who.host == to && !peer.has_left() && !state.tables.is_fenced(peer.who);
+        let taken = state
+            .peers
+            .iter()
+            .filter(is_there)
+            .filter(|peer| peer.mailbox.post(message, limits.receive_depth))
+            .count();
+        drop(state);
+        self.shared.ring();
+        taken
+    }
+
+    fn endpoints(&self) -> usize {
+        self.shared.lock().slots.iter().filter(|taken| **taken).count()
+    }
+}

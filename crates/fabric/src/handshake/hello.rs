@@ -1,0 +1,394 @@
+//! What both ends say once they know each other: who connects, and what it is granted. Parsed as bytes from a stranger, for a host of the
+//! cluster may be broken too.
+
+use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use crate::REGIONS_LIMIT;
+use crate::target::{Host, Identity, Region, Tenant};
+use crate::work::{Key, Limits};
+
+/// Hosts are numbered 1..=HOST_MAX.
+pub const HOST_MAX: u16 = 4095;
+/// Bytes of a refusal's reason, at most.
+pub const REASON_BYTES_MAX: usize = 256;
+const QUEUE_DEPTH_LIMIT: usize = 65_536;
+const TRANSFER_BYTES_LIMIT: u32 = 1 << 30;
+const MESSAGE_BYTES_LIMIT: u32 = 65_536;
+const RECEIVE_DEPTH_LIMIT: usize = 4096;
+const LOCAL_REGIONS_LIMIT: usize = 65_536;
+
+const KIND_HELLO: u16 = 1;
+const KIND_WELCOME: u16 = 2;
+const KIND_REFUSAL: u16 = 3;
+
+/// Names a session; who knows it may go on with it.
+pub type SessionId = [u8; 16];
+
+/// One that nobody can guess; or why there is none, as a sentence.
+pub fn new_session() -> Result<SessionId, String> {
+    let mut id: SessionId = [0; 16];
+    rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
+        .map_err(|error| format!("the target has no random bytes: {error}"))?;
+    Ok(id)
+}
+
+/// Why bytes are not what they should be.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum HelloError {
+    /// Not the kind that may come here.
+    #[error("message kind {0} was not expected here")]
+    Kind(u16),
+    /// Cut, or with something behind it.
+    #[error("a message of kind {kind} cannot have {found} bytes")]
+    Length {
+        /// The kind.
+        kind: u16,
+        /// Bytes that came.
+        found: usize,
+    },
+    /// A number that cannot be.
+    #[error("{0} is out of bounds")]
+    Field(&'static str),
+}
+
+/// An initiator that goes on with a session after its connection broke.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Resume {
+    /// The session.
+    pub session: SessionId,
+    /// Answers of it that have arrived.
+    pub answered: u64,
+    /// Messages of it that have arrived.
+    pub heard: u64,
+    /// Messages of those that have been taken.
+    pub taken: u64,
+}
+
+/// An initiator's first words.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Hello {
+    /// Who it is.
+    pub who: Identity,
+    /// Whether it wants everything encrypted.
+    pub encrypt: bool,
+    /// The session that it goes on with, if any.
+    pub resume: Option<Resume>,
+}
+
+/// What a target grants.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Welcome {
+    /// The session's name.
+    pub session: SessionId,
+    /// Requests of the session that are done.
+    pub done: u64,
+    /// Whether everything from here on is encrypted.
+    pub encrypt: bool,
+    /// What the endpoint can bear.
+    pub limits: Limits,
+    /// The regions; those whose own key is for others carry [`Key`] zero.
+    pub regions: Vec<Region>,
+}
+
+/// The target's answer.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Reply {
+    /// Come in.
+    Welcome(Welcome),
+    /// Stay out, and why.
+    Refusal(String),
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct HelloBody {
+    kind: U16,
+    host: U16,
+    tenant: U32,
+    epoch: U64,
+    encrypt: u8,
+    resumes: u8,
+    reserved: [u8; 6],
+    session: SessionId,
+    answered: U64,
+    heard: U64,
+    taken: U64,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct WelcomeBody {
+    kind: U16,
+    encrypt: u8,
+    reserved: u8,
+    regions: U32,
+    session: SessionId,
+    done: U64,
+    queue_depth: U32,
+    transfer_bytes_max: U32,
+    message_bytes_max: U32,
+    receive_depth: U32,
+    local_regions_max: U32,
+    reserved2: U32,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct RegionBody {
+    base: U64,
+    len: U64,
+    key: U32,
+    reserved: U32,
+}
+
+/// The bytes of a hello.
+#[must_use]
+pub fn encode_hello(hello: &Hello) -> Vec<u8> {
+    let resume = hello.resume.unwrap_or(Resume { session: [0; 16], answered: 0, heard: 0, taken: 0 });
+    let body = HelloBody {
+        kind: KIND_HELLO.into(),
+        host: hello.who.host.0.into(),
+        tenant: hello.who.tenant.0.into(),
+        epoch: hello.who.epoch.into(),
+        encrypt: hello.encrypt.into(),
+        resumes: hello.resume.is_some().into(),
+        reserved: [0; 6],
+        session: resume.session,
+        answered: resume.answered.into(),
+        heard: resume.heard.into(),
+        taken: resume.taken.into(),
+    };
+    body.as_bytes().to_vec()
+}
+
+/// Who wants to connect.
+///
+/// # Errors
+/// If the bytes are not a hello, or a number in it cannot be.
+pub fn parse_hello(bytes: &[u8]) -> Result<Hello, HelloError> {
+    expect(bytes, KIND_HELLO)?;
+    let body = HelloBody::ref_from_bytes(bytes)
+        .map_err(|_| HelloError::Length { kind: KIND_HELLO, found: bytes.len() })?;
+    let host = body.host.get();
+    if host == 0 || host > HOST_MAX {
+        return Err(HelloError::Field("the host number"));
+    }
+    let resume = Resume {
+        session: body.session,
+        answered: body.answered.get(),
+        heard: body.heard.get(),
+        taken: body.taken.get(),
+    };
+    let resumes = flag(body.resumes, "the resume flag")?;
+    Ok(Hello {
+        who: Identity { host: Host(host), epoch: body.epoch.get(), tenant: Tenant(body.tenant.get()) },
+        encrypt: flag(body.encrypt, "the encryption flag")?,
+        resume: resumes.then_some(resume),
+    })
+}
+
+/// The bytes of an answer. A reason that is too long is cut.
+#[must_use]
+pub fn encode_reply(reply: &Reply) -> Vec<u8> {
+    match reply {
+        Reply::Welcome(welcome) => encode_welcome(welcome),
+        Reply::Refusal(reason) => {
+            let end = reason.floor_char_boundary(REASON_BYTES_MAX);
+            [KIND_REFUSAL.to_le_bytes().as_slice(), &reason.as_bytes()[..end]].concat()
+        }
+    }
+}
+
+fn encode_welcome(welcome: &Welcome) -> Vec<u8> {
+    let limits = &welcome.limits;
+    let body = WelcomeBody {
+        kind: KIND_WELCOME.into(),
+        encrypt: welcome.encrypt.into(),
+        reserved: 0,
+        regions: short(welcome.regions.len()),
+        session: welcome.session,
+        done: welcome.done.into(),
+        queue_depth: short(limits.queue_depth),
+        transfer_bytes_max: limits.transfer_bytes_max.into(),
+        message_bytes_max: limits.message_bytes_max.into(),
+        receive_depth: short(limits.receive_depth),
+        local_regions_max: short(limits.local_regions_max),
+        reserved2: 0.into(),
+    };
+    let mut bytes = body.as_bytes().to_vec();
+    for region in &welcome.regions {
+        let entry = RegionBody {
+            base: region.base.into(),
+            len: region.len.into(),
+            key: region.key.0.into(),
+            reserved: 0.into(),
+        };
+        bytes.extend_from_slice(entry.as_bytes());
+    }
+    bytes
+}
+
+/// What the target answered.
+///
+/// # Errors
+/// If the bytes are not an answer, or its numbers are out of bounds.
+pub fn parse_reply(bytes: &[u8]) -> Result<Reply, HelloError> {
+    match kind_of(bytes)? {
+        KIND_WELCOME => parse_welcome(bytes).map(Reply::Welcome),
+        KIND_REFUSAL => {
+            let reason = &bytes[2..bytes.len().min(2 + REASON_BYTES_MAX)];
+            Ok(Reply::Refusal(String::from_utf8_lossy(reason).escape_debug().to_string()))
+        }
+        kind => Err(HelloError::Kind(kind)),
+    }
+}
+
+fn parse_welcome(bytes: &[u8]) -> Result<Welcome, HelloError> {
+    let length = HelloError::Length { kind: KIND_WELCOME, found: bytes.len() };
+    let (head, tail) = WelcomeBody::ref_from_prefix(bytes).map_err(|_| length)?;
+    let entries = <[RegionBody]>::ref_from_bytes(tail).map_err(|_| length)?;
+    if entries.len() != head.regions.get() as usize || entries.len() > REGIONS_LIMIT {
+        return Err(length);
+    }
+    let limits = Limits {
+        queue_depth: head.queue_depth.get() as usize,
+        transfer_bytes_max: head.transfer_bytes_max.get(),
+        message_bytes_max: head.message_bytes_max.get(),
+        receive_depth: head.receive_depth.get() as usize,
+        local_regions_max: head.local_regions_max.get() as usize,
+    };
+    if let Some(name) = limits_fault(&limits) {
+        return Err(HelloError::Field(name));
+    }
+    Ok(Welcome {
+        session: head.session,
+        done: head.done.get(),
+        encrypt: flag(head.encrypt, "the encryption flag")?,
+        limits,
+        regions: parse_regions(entries)?,
+    })
+}
+
+fn parse_regions(entries: &[RegionBody]) -> Result<Vec<Region>, HelloError> {
+    let mut regions = Vec::with_capacity(entries.len());
+    let mut free_from = 1;
+    for entry in entries {
+        let (base, len) = (entry.base.get(), entry.len.get());
+        let end = base.checked_add(len).filter(|_| base >= free_from && len > 0);
+        free_from = end.ok_or(HelloError::Field("a region's address range"))?;
+        regions.push(Region { base, len, key: Key(entry.key.get()) });
+    }
+    Ok(regions)
+}
+
+/// The first limit that is out of bounds.
+pub fn limits_fault(limits: &Limits) -> Option<&'static str> {
+    let out = |value: usize, limit: usize| value == 0 || value > limit;
+    if out(limits.queue_depth, QUEUE_DEPTH_LIMIT) {
+        Some("the queue depth")
+    } else if limits.transfer_bytes_max > TRANSFER_BYTES_LIMIT {
+        Some("the size of transfers")
+    } else if limits.message_bytes_max == 0 || limits.message_bytes_max > MESSAGE_BYTES_LIMIT {
+        Some("the size of messages")
+    } else if out(limits.receive_depth, RECEIVE_DEPTH_LIMIT) {
+        Some("the receive depth")
+    } else if out(limits.local_regions_max, LOCAL_REGIONS_LIMIT) {
+        Some("the local regions")
+    } else {
+        None
+    }
+}
+
+fn kind_of(bytes: &[u8]) -> Result<u16, HelloError> {
+    let kind = bytes.get(..2).ok_or(HelloError::Length { kind: 0, found: bytes.len() })?;
+    Ok(u16::from_le_bytes([kind[0], kind[1]]))
+}
+
+fn expect(bytes: &[u8], kind: u16) -> Result<(), HelloError> {
+    let found = kind_of(bytes)?;
+    if found == kind { Ok(()) } else { Err(HelloError::Kind(found)) }
+}
+
+fn flag(byte: u8, name: &'static str) -> Result<bool, HelloError> {
+    match byte {
+        0 => Ok(false),
+        1 => Ok(true),
+        _ => Err(HelloError::Field(name)),
+    }
+}
+
+/// Numbers that the options bound far below 2^32.
+fn short(value: usize) -> U32 {
+    u32::try_from(value).unwrap_or(u32::MAX).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn hello() -> Hello {
+        let who = Identity { host: Host(7), epoch: 1 << 40, tenant: Tenant(70) };
+        Hello {
+            who,
+            encrypt: true,
+            resume: Some(Resume { session: [9; 16], answered: 12, heard: 3, taken: 2 }),
+        }
+    }
+
+    fn welcome() -> Welcome {
+        let limits = crate::tcp::Options::default().limits;
+        let regions = vec![
+            Region { base: 2 << 20, len: 100, key: Key(5) },
+            Region { base: 6 << 20, len: 1, key: Key(0) },
+        ];
+        Welcome { session: [3; 16], done: 77, encrypt: false, limits, regions }
+    }
+
+    #[test]
+    fn what_is_said_is_heard() {
+        assert_eq!(parse_hello(&encode_hello(&hello())), Ok(hello()));
+        let plain = Hello { resume: None, encrypt: false, ..hello() };
+        assert_eq!(parse_hello(&encode_hello(&plain)), Ok(plain));
+        for reply in [Reply::Welcome(welcome()), Reply::Refusal("no, because".into())] {
+            assert_eq!(parse_reply(&encode_reply(&reply)), Ok(reply));
+        }
+        let long = encode_reply(&Reply::Refusal("ä".repeat(500)));
+        assert_eq!(long.len(), 2 + REASON_BYTES_MAX);
+    }
+
+    #[test]
+    fn impossible_numbers_are_refused() {
+        let bad = Hello { who: Identity { host: Host(4096), ..hello().who }, ..hello() };
+        assert_eq!(parse_hello(&encode_hello(&bad)), Err(HelloError::Field("the host number")));
+        let mut overlapping = welcome();
+        overlapping.regions[1].base = (2 << 20) + 99;
+        let bytes = encode_reply(&Reply::Welcome(overlapping));
+        assert_eq!(parse_reply(&bytes), Err(HelloError::Field("a region's address range")));
+        let mut deep = welcome();
+        deep.limits.queue_depth = 1 << 20;
+        let bytes = encode_reply(&Reply::Welcome(deep));
+        assert_eq!(parse_reply(&bytes), Err(HelloError::Field("the queue depth")));
+        assert!(matches!(parse_reply(&encode_hello(&hello())), Err(HelloError::Kind(1))));
+    }
+
+    proptest! {
+        #[test]
+        fn bytes_from_a_stranger_are_survived(mut bytes in prop::collection::vec(any::<u8>(), 0..200), flips in 0usize..3, at in any::<prop::sample::Index>()) {
+            let _ = parse_hello(&bytes);
+            let _ = parse_reply(&bytes);
+            for mut valid in [encode_hello(&hello()), encode_reply(&Reply::Welcome(welcome()))] {
+                for _ in 0..flips {
+                    let at = at.index(valid.len());
+                    valid[at] = bytes.pop().unwrap_or(0xff);
+                }
+                let _ = parse_hello(&valid);
+                let _ = parse_reply(&valid);
+                valid.truncate(at.index(valid.len()));
+                prop_assert!(parse_hello(&valid).is_err());
+            }
+        }
+    }
+}
