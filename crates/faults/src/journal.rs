@@ -17,7 +17,7 @@ use crate::kernel::Message;
 use crate::uffd::{MESSAGE_BYTES, Userfaultfd, is_event, parse};
 
 const MAGIC: u32 = 0x4a46_5141;
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
 const READER_AT: usize = 8;
 const GOOD_COPY_AT: usize = 12;
@@ -25,11 +25,6 @@ const MOVING_AT: usize = 16;
 const MESSAGES_AT: usize = 64;
 /// Messages read in one go.
 const MESSAGES_MAX: usize = 64;
-const HELD_THREAD_AT: usize = MESSAGES_AT + MESSAGES_MAX * MESSAGE_BYTES;
-const HELD_CORE_AT: usize = HELD_THREAD_AT + 4;
-const HELD_SINCE_AT: usize = HELD_THREAD_AT + 8;
-const HELD_CORES_AT: usize = HELD_THREAD_AT + 16;
-const _: () = assert!(HELD_CORES_AT + size_of::<CoreBits>() <= COPIES_AT);
 const COPIES_AT: usize = 4096;
 const COPY_BYTES: usize = 8192;
 const BYTES: usize = COPIES_AT + 2 * COPY_BYTES;
@@ -47,22 +42,6 @@ const VACATED_MAX: usize = (GIVEN_UP_AT - VACATED_AT) / AREA_BYTES;
 const GIVEN_UP_MAX: usize = (COPY_BYTES - GIVEN_UP_AT) / AREA_BYTES;
 /// Stands for more than there is room for.
 const TOO_MANY: u32 = u32::MAX;
-
-/// A bit for each core.
-pub type CoreBits = [u64; 16];
-
-/// A thread that may run on one core only, just while it is woken.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Held {
-    /// The thread.
-    pub thread: u32,
-    /// The core.
-    pub core: u32,
-    /// Since when, in clock ticks since the machine began.
-    pub since_ticks: u64,
-    /// Where it may run otherwise.
-    pub cores: CoreBits,
-}
 
 /// What the monitor remembers between messages and must know after a restart.
 #[derive(Clone, Copy, Debug)]
@@ -86,8 +65,6 @@ pub struct Left {
     pub unheeded: Vec<(usize, Message<RawFd>)>,
     /// Whether the first of them, a move of pages, was being done: what was at the new place is gone already.
     pub is_moving: bool,
-    /// A thread that was being woken.
-    pub held: Option<Held>,
 }
 
 /// The journal of one program.
@@ -132,7 +109,6 @@ impl Journal {
         let mut left = Left {
             reader: journal.word(READER_AT).load(Relaxed),
             vacated: journal.areas(VACATED_COUNT_AT, VACATED_AT, VACATED_MAX),
-            held: journal.held(),
             ..Left::default()
         };
         left.given_up = journal.areas(GIVEN_UP_COUNT_AT, GIVEN_UP_AT, GIVEN_UP_MAX).map(|areas| {
@@ -208,29 +184,6 @@ impl Journal {
     /// What there is to remember has changed.
     pub fn remember(&self, remembered: Remembered<'_>) {
         self.commit(self.in_good_copy(HEEDED_AT) as usize, self.sequence(), remembered);
-    }
-
-    /// The cores of a thread are about to be narrowed to one.
-    pub fn hold(&self, held: &Held) {
-        self.word(HELD_CORE_AT).store(held.core, Relaxed);
-        self.memory.atomic_u64(HELD_SINCE_AT).store(held.since_ticks, Relaxed);
-        for (at, bits) in (HELD_CORES_AT..).step_by(8).zip(held.cores) {
-            self.memory.atomic_u64(at).store(bits, Relaxed);
-        }
-        self.word(HELD_THREAD_AT).store(held.thread, Release);
-    }
-
-    /// It has its cores again.
-    pub fn let_go(&self) {
-        self.word(HELD_THREAD_AT).store(0, Release);
-    }
-
-    fn held(&self) -> Option<Held> {
-        let thread = self.word(HELD_THREAD_AT).load(Acquire);
-        let cores = std::array::from_fn(|at| self.memory.atomic_u64(HELD_CORES_AT + at * 8).load(Relaxed));
-        let core = self.word(HELD_CORE_AT).load(Relaxed);
-        let since_ticks = self.memory.atomic_u64(HELD_SINCE_AT).load(Relaxed);
-        (thread != 0).then_some(Held { thread, core, since_ticks, cores })
     }
 
     fn commit(&self, heeded: usize, sequence: u64, remembered: Remembered<'_>) {
@@ -393,18 +346,6 @@ mod tests {
         assert!(left.vacated.is_none() && left.given_up.is_none());
         journal.remember(Remembered { vacated: &many[..VACATED_MAX], given_up: &nothing() });
         assert_eq!(reopened(&journal).1.vacated.unwrap().len(), VACATED_MAX);
-    }
-
-    #[test]
-    fn who_is_held_is_known_until_it_is_let_go() {
-        let journal = Journal::new().unwrap();
-        assert_eq!(reopened(&journal).1.held, None);
-        let held =
-            Held { thread: 7, core: 3, since_ticks: 1 << 40, cores: std::array::from_fn(|at| at as u64) };
-        journal.hold(&held);
-        assert_eq!(reopened(&journal).1.held, Some(held));
-        journal.let_go();
-        assert_eq!(reopened(&journal).1.held, None);
     }
 
     #[test]

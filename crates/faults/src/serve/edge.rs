@@ -61,8 +61,6 @@ pub(crate) struct ProcessEdge {
     started: Instant,
     lost_told: bool,
     follow: Follow,
-    /// The last thread that was read to fault, and where; nothing once that page was filled, for then it runs.
-    blocked: Option<(u32, PageNumber)>,
     journal: Journal,
     messages: Vec<Message<RawFd>>,
     /// What an agent before this one heard and did not heed.
@@ -91,7 +89,6 @@ impl ProcessEdge {
             started: Instant::now(),
             lost_told: false,
             follow: Follow::new(),
-            blocked: None,
             journal,
             messages: Vec::new(),
             again: Vec::new(),
@@ -235,16 +232,6 @@ impl ProcessEdge {
         Ok(Arc::clone(&service.obituary))
     }
 
-    /// Fill pages; a thread that is known to wait for one of them is woken by it.
-    fn wake_by(&mut self, page: PageNumber, pages: usize, fill: impl FnOnce(&Self) -> Filled) -> Filled {
-        match self.blocked.take_if(|(_, at)| (page..page + pages as u64).contains(at)) {
-            Some((thread, _)) => {
-                self.follow.wake_by(&self.journal, self.program.pid(), thread, || fill(self))
-            }
-            None => fill(self),
-        }
-    }
-
     /// A fault of a child tells which process it is: but its number is that of its own name space, where another process may have it here.
     fn learn_pid(&self, thread: u32) {
         let _present_or_later = self.fill_canary();
@@ -305,7 +292,6 @@ impl Kernel for ProcessEdge {
         self.messages = messages;
         for message in out.iter() {
             if let Message::Fault(fault) = message {
-                self.blocked = Some((fault.thread, fault.page));
                 self.follow.faulted(self.program.pid(), fault.thread);
             }
         }
@@ -341,7 +327,7 @@ impl Kernel for ProcessEdge {
         let bytes = match source {
             Source::Zeros { .. } if page == self.canary() => return self.fill_canary(),
             Source::Zeros { private: false } => {
-                return self.wake_by(page, pages, |edge| edge.uffd.zero(page, pages));
+                return self.uffd.zero(page, pages);
             }
             Source::Zeros { private: true } => self.zeros.as_ptr(),
             Source::Slot(slot) => {
@@ -354,7 +340,7 @@ impl Kernel for ProcessEdge {
         };
         assert!(pages <= FETCH_PAGES_MAX);
         // SAFETY: each source is at least `pages` long: windows are below FETCH_PAGES_MAX, and slots are asked for that hold pages.
-        self.wake_by(page, pages, |edge| unsafe { edge.uffd.copy(page, bytes, pages) })
+        unsafe { self.uffd.copy(page, bytes, pages) }
     }
 
     fn wake(&mut self, page: PageNumber) {

@@ -11,7 +11,6 @@ pub mod attach;
 mod count;
 mod edge;
 mod follow;
-mod hold;
 mod obituary;
 mod patience;
 pub mod priority;
@@ -23,7 +22,6 @@ pub mod sampler;
 mod sender;
 mod stat;
 mod tenants;
-mod trial;
 
 use std::collections::HashMap;
 use std::fmt::Debug;

@@ -24,42 +24,21 @@ struct Attributes {
 }
 
 const NORMAL: u32 = 0;
-const FIRST_IN_FIRST_OUT: u32 = 1;
 
 /// Change the calling thread's niceness, and let it run at once when it wakes. Without the right to, it stays as it is: slower, not wrong.
 pub fn set_niceness(niceness: i32) {
-    if let Err(error) = set(NORMAL, niceness) {
+    if let Err(error) = set(niceness) {
         tracing::debug!(%error, niceness, "no right to a higher priority");
     }
 }
 
-/// While it lives the calling thread, an urgent one, gives its core to no common thread.
-#[derive(Debug)]
-pub(super) struct KeptCore(());
-
-impl KeptCore {
-    /// Keep it, for a few microseconds. Nothing without the right to.
-    pub(super) fn keep() -> Option<Self> {
-        set(FIRST_IN_FIRST_OUT, 0).ok().map(Self)
-    }
-}
-
-impl Drop for KeptCore {
-    fn drop(&mut self) {
-        // Where a thread may keep its core and may not be urgent, it is as before with the niceness that all have.
-        if set(NORMAL, URGENT).is_err() {
-            set_niceness(0);
-        }
-    }
-}
-
-fn set(policy: u32, niceness: i32) -> io::Result<()> {
+fn set(niceness: i32) -> io::Result<()> {
     let attributes = Attributes {
         size: 48,
-        policy,
+        policy: NORMAL,
         flags: 0,
         nice: niceness,
-        priority: u32::from(policy == FIRST_IN_FIRST_OUT),
+        priority: 0,
         runtime: SHORT_SLICE_NS,
         deadline: 0,
         period: 0,
@@ -69,13 +48,4 @@ fn set(policy: u32, niceness: i32) -> io::Result<()> {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
-}
-
-/// How often the calling thread has lost its core so far, whether it gave it up or not.
-pub(super) fn times_switched() -> i64 {
-    // SAFETY: a structure of integers, for which zeros are values.
-    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-    // SAFETY: the structure is the kernel's to fill; it cannot fail with these arguments.
-    unsafe { libc::getrusage(libc::RUSAGE_THREAD, &raw mut usage) };
-    usage.ru_nvcsw + usage.ru_nivcsw
 }

@@ -17,7 +17,6 @@ use rustix::process::{Signal, pidfd_send_signal};
 
 use super::Service;
 use super::edge::{Attachment, ProcessEdge};
-use super::hold::release;
 use super::program::{Program, new_program, or_forget, spawn};
 use super::records::{ProgramRecord, RunRecord, decode};
 use super::run::Run;
@@ -354,10 +353,6 @@ impl Ready {
         or_forget(run, &program, || {
             if pid != 0 {
                 program.set_pid(pid, &service.obituary);
-            }
-            if let Some(held) = &left.held {
-                release(pid, held);
-                journal.let_go();
             }
             program.set_bounds(&record.bounds());
             program.is_attached.store(record.hello.is_some(), SeqCst);

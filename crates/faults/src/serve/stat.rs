@@ -1,9 +1,5 @@
 //! Fields of `/proc/.../stat`.
 
-/// The process that made this one.
-pub(super) const PARENT: usize = 1;
-/// When it began, in clock ticks since the machine did.
-pub(super) const START_TICKS: usize = 19;
 /// The core where it ran last.
 pub(super) const PROCESSOR: usize = 36;
 
@@ -22,12 +18,9 @@ mod tests {
     fn fields_are_found_whatever_the_name() {
         let text = b"7 (a ) b (c) S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 5 37";
         assert_eq!(field(text, PROCESSOR), Some(5));
-        assert_eq!(field(text, PARENT), Some(1));
-        assert_eq!(field(text, START_TICKS), Some(19));
-        assert_eq!(field(b"7 (a", PARENT), None);
+        assert_eq!(field(b"7 (a", PROCESSOR), None);
         assert_eq!(field(b"7 (a) S 1", PROCESSOR), None);
         let own = std::fs::read("/proc/thread-self/stat").unwrap();
         assert!(field(&own, PROCESSOR).is_some());
-        assert_eq!(field(&own, PARENT), Some(u64::from(std::os::unix::process::parent_id())));
     }
 }
