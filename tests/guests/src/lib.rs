@@ -17,9 +17,6 @@ pub use kernel::Kernel;
 pub use programs::test_program;
 pub use qemu::Running;
 
-/// Set to `skip`, it allows tests to pass where there can be no guest.
-pub const VARIABLE: &str = "AQUIFER_GUESTS";
-
 /// Why there is no guest, or none any more.
 #[derive(Debug)]
 pub enum GuestError {
@@ -180,17 +177,13 @@ pub fn workspace() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap_or(Path::new("/")).to_owned()
 }
 
-/// The kernel for this run of the tests; `None` if it was said that they may be skipped.
+/// The kernel for this run of the tests.
 ///
 /// # Panics
 /// If there is none: nothing is skipped in silence.
 #[must_use]
-pub fn kernel() -> Option<Kernel> {
-    if std::env::var(VARIABLE).is_ok_and(|value| value == "skip") {
-        eprintln!("skipped: {VARIABLE}=skip");
-        return None;
-    }
-    Some(Kernel::prepare().unwrap_or_else(|error| panic!("{error}")))
+pub fn kernel() -> Kernel {
+    Kernel::prepare().unwrap_or_else(|error| panic!("{error}"))
 }
 
 fn is_success(status: io::Result<ExitStatus>) -> bool {

@@ -5,14 +5,15 @@ use std::process::{Command, Stdio};
 
 use crate::workspace;
 
-/// The program that `cargo test -p PACKAGE --test NAME` would run; built if need be.
+/// The test program `name` of a package; built if need be.
 ///
 /// # Panics
 /// If it cannot be built.
 #[must_use]
 pub fn test_program(package: &str, name: &str) -> PathBuf {
     let mut cargo = Command::new(env!("CARGO"));
-    cargo.args(["test", "-p", package, "--test", name, "--no-run", "--message-format=json"]);
+    // Of one package alone it would be another build, with other features of what they share.
+    cargo.args(["test", "--workspace", "--test", name, "--no-run", "--message-format=json"]);
     let output = cargo.current_dir(workspace()).stderr(Stdio::inherit()).output().expect("cargo can be run");
     assert!(output.status.success(), "{package}'s test {name} cannot be built");
     let messages = String::from_utf8_lossy(&output.stdout);

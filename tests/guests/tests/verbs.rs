@@ -29,7 +29,7 @@ fn lines_with(text: &str, words: &str) -> String {
 
 #[test]
 fn the_conformance_suite_passes() {
-    let Some(kernel) = kernel() else { return };
+    let kernel = kernel();
     let suite = test_program("aquifer-fabric", "conformance-verbs");
     let suite = suite.to_str().expect("a plain path");
     let outcome = run(&kernel, &["env", VARIABLE, suite, "--nocapture"]);
@@ -48,7 +48,7 @@ fn the_conformance_suite_passes() {
 
 #[test]
 fn a_pools_clients_do_over_verbs_what_they_do_over_shared_memory() {
-    let Some(kernel) = kernel() else { return };
+    let kernel = kernel();
     let suite = test_program("aquifer-pool", "client-verbs");
     let outcome = run(&kernel, &["env", VARIABLE, suite.to_str().expect("a plain path")]);
     assert!(outcome.stdout.contains(POOL), "{outcome}");
@@ -56,7 +56,7 @@ fn a_pools_clients_do_over_verbs_what_they_do_over_shared_memory() {
 
 #[test]
 fn hosts_are_killed_and_stopped_over_verbs() {
-    let Some(kernel) = kernel() else { return };
+    let kernel = kernel();
     let suite = test_program("aquifer-pool", "killed-verbs");
     let suite = suite.to_str().expect("a plain path");
     let outcome = run(&kernel, &["env", VARIABLE, STRIDE, suite, "--test-threads=1"]);
@@ -65,7 +65,7 @@ fn hosts_are_killed_and_stopped_over_verbs() {
 
 #[test]
 fn a_program_that_checks_its_memory_is_paged_over_verbs() {
-    let Some(kernel) = kernel() else { return };
+    let kernel = kernel();
     let paths = [script("on-pool.sh"), build::binary().to_owned(), build::programs().join("checker")];
     let [on_pool, binary, checker] = paths.each_ref().map(|path| path.to_str().expect("a plain path"));
     let outcome = run(&kernel, &[on_pool, binary, "8M", checker, "fork", "--bytes", "20M", "--rounds", "1"]);
@@ -76,7 +76,7 @@ fn a_program_that_checks_its_memory_is_paged_over_verbs() {
 
 #[test]
 fn what_a_device_can_do_is_listed() {
-    let Some(kernel) = kernel() else { return };
+    let kernel = kernel();
     let binary = build::binary().to_str().expect("a plain path");
     let outcome = run(&kernel, &[binary, "fabric", "info"]);
     assert!(outcome.stdout.starts_with("rxe0: can lend and borrow\n"), "{outcome}");
