@@ -22,7 +22,7 @@ check_without_features() {
         chmod +x "$folder/$tool"
     done
     PATH="$folder:$PATH" LIBCLANG_PATH="$folder" CARGO_TARGET_DIR=target/bare \
-        cargo check --quiet -p aquifer --no-default-features
+        cargo check --quiet -p aquifer -p aquifer-bench --no-default-features
     rm -rf "$folder"
 }
 

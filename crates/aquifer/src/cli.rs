@@ -1,16 +1,13 @@
 //! What can be typed.
 
 use std::ffi::OsString;
-use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use aquifer_channel::place::own_or_shared;
 use clap::{Args, Parser, Subcommand};
 use serde::{Deserialize, Serialize};
 
-use crate::bench::BenchArgs;
-use crate::demo::DemoArgs;
-use crate::settings::{AgentSettings, DirectorySettings, Network, NodeSettings};
+use crate::settings::{AgentSettings, DirectorySettings, NodeSettings};
 use crate::state::StateDir;
 use aquifer_ipc::size;
 
@@ -78,12 +75,14 @@ pub enum Command {
     /// Change the limit of a running program
     Limit(LimitArguments),
     /// A real program on a quarter of the memory that it needs, beside the same on kernel swap
-    Demo(DemoArgs),
+    #[command(disable_help_flag = true)]
+    Demo(Passed),
     /// Measure something, beside its peers; `list` names what
-    Bench(BenchArgs),
+    #[command(disable_help_flag = true)]
+    Bench(Passed),
     /// What this machine's RDMA devices can do, or why there are none
-    #[command(subcommand)]
-    Fabric(FabricCommand),
+    #[command(disable_help_flag = true)]
+    Fabric(Passed),
     /// Serve the swap device of a run; `aquifer run --swap` starts it.
     #[command(hide = true)]
     SwapServer(SwapServerArguments),
@@ -233,30 +232,12 @@ pub struct LimitArguments {
     pub size: u64,
 }
 
-/// `aquifer fabric`
-#[derive(Subcommand, Clone, Debug)]
-pub enum FabricCommand {
-    /// List the RDMA devices of this machine and what they can bear; or say why memory cannot be lent over RDMA here
-    Info,
-    /// Try and measure everything that one host does with another's memory: start it with --listen there, then with that address here
-    Check(CheckArguments),
-}
-
-/// `aquifer fabric check`
+/// The arguments of a command that `aquifer-bench` has, as they are.
 #[derive(Args, Clone, Debug)]
-pub struct CheckArguments {
-    /// Where the other host listens, such as 10.0.0.1:7401
-    #[arg(value_name = "HOST:PORT", required_unless_present = "listen", conflicts_with = "listen")]
-    pub host: Option<SocketAddr>,
-    /// Be the other host: lend some memory at this address until Ctrl-C
-    #[arg(long, value_name = "ADDRESS")]
-    pub listen: Option<SocketAddr>,
-    /// Over which network
-    #[arg(long, value_name = "NETWORK", default_value = "verbs")]
-    pub fabric: Network,
-    /// The file with the cluster's key, the same on both hosts [default: cluster.key in the cluster's folder]
-    #[arg(long, value_name = "FILE")]
-    pub key: Option<PathBuf>,
+pub struct Passed {
+    /// All of them.
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENTS")]
+    pub arguments: Vec<OsString>,
 }
 
 /// `aquifer swap-server`, on whose standard input is the run.

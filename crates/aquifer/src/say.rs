@@ -1,21 +1,51 @@
-//! What commands print. Whoever reads it may go at any time (`aquifer status | head -1`): then what is under way goes on, and is undone or
-//! finished as it would have been.
+//! What commands print. A reader may leave at any time (`aquifer status | head -1`): then the command goes on and ends as it would have.
+//! Output that cannot be written for another reason fails the command, once it has done its work. An error message that cannot be written is lost.
 
-/// `print!`, without a panic when nobody reads.
+use std::io;
+use std::sync::OnceLock;
+
+/// Why standard output could not be written, if it could not.
+static UNWRITTEN: OnceLock<String> = OnceLock::new();
+
+/// Notes the outcome of a write to standard output.
+pub fn note(written: io::Result<()>) {
+    if let Err(error) = written
+        && error.kind() != io::ErrorKind::BrokenPipe
+    {
+        let _first_counts = UNWRITTEN.set(error.to_string());
+    }
+}
+
+/// Why standard output could not be written; `None` if it could, or if its reader left.
+pub fn unwritten() -> Option<&'static str> {
+    UNWRITTEN.get().map(String::as_str)
+}
+
+/// `print!`, without a panic when it cannot be written.
+#[macro_export]
 macro_rules! say {
     ($($what:tt)*) => {{
         use std::io::Write;
-        // There is nobody to tell.
-        let _nobody_reads = write!(std::io::stdout(), $($what)*);
+        $crate::say::note(write!(std::io::stdout(), $($what)*));
     }};
 }
 
 /// `println!`, likewise.
+#[macro_export]
 macro_rules! say_line {
     ($($what:tt)*) => {{
         use std::io::Write;
-        let _nobody_reads = writeln!(std::io::stdout(), $($what)*);
+        $crate::say::note(writeln!(std::io::stdout(), $($what)*));
     }};
 }
 
-pub(crate) use {say, say_line};
+/// A line on standard error that begins with the program's name. It is lost if it cannot be written.
+#[macro_export]
+macro_rules! say_error {
+    ($($what:tt)*) => {{
+        use std::io::Write;
+        let _lost = writeln!(std::io::stderr(), "aquifer: {}", format_args!($($what)*));
+    }};
+}
+
+pub use {say, say_error, say_line};

@@ -419,3 +419,44 @@ fn the_help_teaches() {
     }
     assert!(succeed(&place.aquifer(&["--version"])).starts_with("aquifer "));
 }
+
+/// A device on which nothing can be written, as on a full disk.
+fn full() -> Stdio {
+    std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap().into()
+}
+
+#[test]
+fn a_daemon_outlives_a_log_that_cannot_be_written() {
+    let place = Place::new();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_aquifer"))
+        .arg("--state")
+        .arg(place.state())
+        .arg("keeper")
+        .stderr(full())
+        .spawn()
+        .unwrap();
+    let socket = place.state().join("keeper.sock");
+    while !socket.exists() {
+        assert!(child.try_wait().unwrap().is_none(), "it ended instead of serving");
+        std::thread::yield_now();
+    }
+    rustix::process::kill_process(rustix::process::Pid::from_child(&child), Signal::TERM).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+}
+
+#[test]
+fn commands_keep_their_exit_codes_when_nothing_can_be_written() {
+    let place = Place::new();
+    let code = |words: &[&str], stdout: Stdio, stderr: Stdio| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_aquifer"));
+        command.arg("--state").arg(place.state()).args(words).stdout(stdout).stderr(stderr);
+        command.status().unwrap().code()
+    };
+    assert_eq!(code(&["run", "--local", "64M", "--", "true"], Stdio::null(), full()), Some(125));
+    assert_eq!(code(&["status", "--json"], Stdio::null(), Stdio::null()), Some(0));
+    assert_eq!(
+        code(&["status", "--json"], full(), Stdio::null()),
+        Some(1),
+        "what is not written is no success"
+    );
+}

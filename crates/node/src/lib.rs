@@ -17,7 +17,7 @@ mod fences;
 mod keeping;
 mod lending;
 mod member;
-mod memory;
+pub mod memory;
 mod metrics;
 mod own;
 mod resizer;

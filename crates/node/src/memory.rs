@@ -1,16 +1,22 @@
 //! How much memory this machine has, and could lend.
 
+mod cgroup;
+
 use std::io;
 
 /// Where the kernel tells it.
 const MEMINFO: &str = "/proc/meminfo";
 
-/// Bytes that could be used without swapping, by the kernel's own estimate.
-pub(crate) fn available_bytes() -> io::Result<u64> {
+/// Bytes that this process could use without swapping: the kernel's own estimate, or what its memory cgroup leaves, whichever is less.
+///
+/// # Errors
+/// If the kernel does not tell.
+pub fn available_bytes() -> io::Result<u64> {
     let text = std::fs::read_to_string(MEMINFO)?;
-    parse_available(&text).ok_or_else(|| {
+    let available = parse_available(&text).ok_or_else(|| {
         io::Error::new(io::ErrorKind::InvalidData, format!("{MEMINFO} does not tell MemAvailable"))
-    })
+    })?;
+    Ok(cgroup::left_bytes().map_or(available, |left| left.min(available)))
 }
 
 /// What can be lent in all: pages that the lent memory has already are taken from what is available, and the rest of it is promised. `keep_free` is left to the machine.

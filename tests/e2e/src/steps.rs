@@ -13,12 +13,14 @@ use crate::{eventually, processes};
 const MIB: u64 = 1 << 20;
 /// The promise: the limit, 10 % and 16 MiB.
 const SLACK_BYTES: u64 = 16 * MIB;
-/// Steps of `checker steps`; the last is that of a forked child.
-const STEPS: usize = 7;
+/// Steps of `checker steps`.
+const STEPS: usize = 6;
 
-/// What a run with this limit may have, in bytes.
-#[must_use]
-pub const fn most_bytes(limit: u64) -> u64 {
+/// What of a program that stands still cannot be paged: stacks, libraries' data.
+const REST_BYTES: u64 = 4 * MIB;
+
+/// What a run with this limit may have while it works, in bytes.
+const fn most_bytes(limit: u64) -> u64 {
     limit + limit / 10 + SLACK_BYTES
 }
 
@@ -47,39 +49,40 @@ impl Steps {
     }
 }
 
-/// Run a command that is one `checker steps`; it may have `most_bytes` while it works.
+/// Run a command that is one `checker steps`, and judge it by its limit in bytes.
 ///
 /// # Panics
 /// If it exceeds its limit while it works, or fails.
-pub fn judge(cluster: &Cluster, command: &mut Command, most_bytes: u64) {
+pub fn judge(cluster: &Cluster, command: &mut Command, limit: u64) {
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it can be started");
     let (to, from) = (child.stdin.take().expect("it was asked for"), child.stdout.take().expect("the same"));
-    judge_all(cluster, child.id(), &mut [Steps::new(to, from)], most_bytes);
+    judge_all(cluster, child.id(), &mut [Steps::new(to, from)], limit);
     let status = child.wait().expect("our own child can be waited for");
     assert!(status.success(), "the checker ended with {status}");
 }
 
-/// Judge the descendants of `pid`: together they may have `most_bytes` while their checkers work, which take each step at once.
+/// Judge the descendants of `pid`, which have one limit together, while their checkers work, which take each step at once.
 ///
 /// # Panics
 /// If they exceed it while they work.
-pub fn judge_all(cluster: &Cluster, pid: u32, checkers: &mut [Steps], most_bytes: u64) {
+pub fn judge_all(cluster: &Cluster, pid: u32, checkers: &mut [Steps], limit: u64) {
     for step in 1..=STEPS {
         checkers.iter_mut().for_each(|checker| checker.expect("grown"));
         let mut mempool = mempool_share(cluster.agent_socket());
         eventually("the program to be within its limit while it stands still", || {
-            (anonymous_bytes(&processes::descendants(pid), true) + mempool() <= most_bytes).then_some(())
+            let bytes = anonymous_bytes(&processes::descendants(pid), true) + mempool();
+            (bytes <= limit + REST_BYTES).then_some(())
         });
         let sampler = Sampler::start(pid, true, mempool);
         checkers.iter_mut().for_each(Steps::go_on);
         checkers.iter_mut().for_each(|checker| checker.expect("checked"));
         let peak = sampler.stop();
         assert!(
-            peak.total_bytes <= most_bytes,
+            peak.total_bytes <= most_bytes(limit),
             "step {step}: resident {} MiB, with the mempool {} MiB, of {} MiB",
             peak.anonymous_bytes / MIB,
             peak.total_bytes / MIB,
-            most_bytes / MIB
+            most_bytes(limit) / MIB
         );
         assert!(peak.samples > 0, "step {step} was not sampled");
         checkers.iter_mut().for_each(Steps::go_on);

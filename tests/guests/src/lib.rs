@@ -151,10 +151,7 @@ impl std::fmt::Display for GuestError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Lacking(what) => {
-                write!(
-                    f,
-                    "{what}; scripts/install-deps.sh guests installs what guests take, {VARIABLE}=skip goes on without"
-                )
+                write!(f, "{what}; scripts/install-deps.sh long installs what guests need")
             }
             Self::System(what, error) => write!(f, "cannot {what}: {error}"),
             Self::TimedOut(outcome) => write!(f, "time was up\n{outcome}"),

@@ -126,10 +126,6 @@ const PAGING: &str = "trixie-backports";
 
 #[test]
 fn memory_is_remapped_by_on_demand_paging_where_the_kernel_has_it() {
-    // As elsewhere: told to skip guests, this one is skipped, too.
-    if kernel().is_none() {
-        return;
-    }
     let kernel = Kernel::prepare_of(Some(PAGING)).unwrap_or_else(|error| panic!("{error}"));
     let suite = test_program("aquifer-fabric", "conformance-verbs");
     let guest = Guest { time_limit: TIME_LIMIT, ..Guest::default() };

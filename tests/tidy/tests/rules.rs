@@ -178,6 +178,26 @@ fn product_code_does_not_unwrap() {
     complain("return an error, or say with `expect` why it cannot fail:", &offences);
 }
 
+/// Crates whose code runs as a command or a daemon.
+const COMMANDS: [&str; 2] = ["crates/aquifer/src/", "crates/bench/src/"];
+
+#[test]
+fn commands_do_not_panic_when_nobody_can_read() {
+    let mut offences = Vec::new();
+    for file in
+        rust_files().filter(|file| COMMANDS.iter().any(|path| file.path.starts_with(path)) && !file.is_test())
+    {
+        let text = file.text();
+        offences.extend(offending_lines(&file, before_tests(&text), |line| {
+            !line.trim_start().starts_with("//")
+                && ["print!", "println!", "eprint!", "eprintln!"]
+                    .iter()
+                    .any(|name| line.contains(&format!("{name}(")))
+        }));
+    }
+    complain("`println!` panics on a full disk; use say!, say_line! or say_error!:", &offences);
+}
+
 #[test]
 fn cores_do_no_input_or_output() {
     let banned = [

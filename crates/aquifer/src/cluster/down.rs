@@ -26,7 +26,7 @@ pub fn down(state: &StateDir) -> Outcome {
     }
     state.create()?;
     let _lock = Lock::wait(&state.lock(CHANGING), || {
-        eprintln!("aquifer: another aquifer up or down is at work here; waiting for it");
+        crate::say::say_error!("another aquifer up or down is at work here; waiting for it");
     })?;
     let mut parts = known_parts(state)?;
     parts.sort_unstable();

@@ -1,7 +1,7 @@
 //! The file with the cluster's key: 64 hexadecimal digits, for its owner's eyes only.
 
 use std::io::{self, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use aquifer_fabric::ClusterKey;
@@ -61,13 +61,19 @@ fn parse(text: &[u8]) -> Option<ClusterKey> {
 /// If it cannot be written.
 pub fn ensure(path: &Path) -> Result<(), KeyError> {
     let system = |source| KeyError::System { path: path.to_owned(), source };
+    if path.exists() {
+        return Ok(());
+    }
     let key = ClusterKey::generate().map_err(system)?;
-    let mut file = match std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path) {
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(()),
-        file => file.map_err(system)?,
-    };
     let digits: String = key.0.iter().map(|byte| format!("{byte:02x}")).collect();
-    writeln!(file, "{digits}").map_err(system)
+    // Written whole or not at all: half of a key, on a full disk, would be in the way of every later start.
+    let folder = path.parent().unwrap_or(Path::new("."));
+    let mut file = tempfile::NamedTempFile::new_in(folder).map_err(system)?;
+    writeln!(file, "{digits}").map_err(system)?;
+    match file.persist_noclobber(path) {
+        Err(error) if error.error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        persisted => persisted.map(drop).map_err(|error| system(error.error)),
+    }
 }
 
 #[cfg(test)]

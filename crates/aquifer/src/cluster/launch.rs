@@ -148,7 +148,10 @@ impl Starting {
         let lines: Vec<_> = text.lines().collect();
         let shown = &lines[lines.len().saturating_sub(TAIL_LINES)..];
         if shown.is_empty() {
-            return "  (nothing)".to_owned();
+            // Then it could not write its log, either.
+            let is_full = rustix::fs::statvfs(&self.log).is_ok_and(|disk| disk.f_bavail == 0);
+            let why = if is_full { "nothing: there is no space left on that disk" } else { "nothing" };
+            return format!("  ({why})");
         }
         shown.iter().map(|line| format!("  {line}")).collect::<Vec<_>>().join("\n")
     }

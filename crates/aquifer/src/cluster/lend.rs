@@ -179,7 +179,7 @@ impl Follower<'_> {
             // The bar hides where nobody looks.
             self.bar.set_message("waiting for what is in use");
             if self.bar.is_hidden() {
-                eprintln!("aquifer: {what}");
+                crate::say::say_error!("{what}");
             }
         }
         Ok(())

@@ -8,7 +8,6 @@ mod launch;
 mod lend;
 mod limit;
 mod lock;
-mod memory;
 mod part;
 mod parts;
 mod shape;

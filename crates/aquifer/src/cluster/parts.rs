@@ -19,7 +19,6 @@ use tracing_subscriber::EnvFilter;
 
 use super::key;
 use super::lock::Lock;
-use super::memory::available_bytes;
 use super::part::Part;
 use super::signals::StopSignal;
 use super::source::Source;
@@ -29,6 +28,7 @@ use crate::cli::{AgentArguments, Foreground, GRACE_MS, KeeperArguments, NodeArgu
 use crate::settings::{AgentSettings, Network, NodeSettings, complete};
 use crate::state::StateDir;
 use aquifer_ipc::size::Size;
+use aquifer_node::memory::available_bytes;
 
 /// Most that a mempool takes unless it is told otherwise.
 const MEMPOOL_BYTES_MAX: u64 = 4 << 30;
@@ -105,7 +105,9 @@ fn begin(
         return Err(format!("{part} is running already in {}", state.path().display()).into());
     };
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false).init();
+    // A log that cannot be written, on a full disk, must not end a daemon: the subscriber would complain on the same stderr, and panic.
+    let log = tracing_subscriber::fmt().log_internal_errors(false).with_env_filter(filter);
+    log.with_writer(std::io::stderr).with_ansi(false).init();
     serve(stop, Ready { part, detached: foreground.detached })?;
     tracing::info!("{part} has stopped");
     Ok(ExitCode::SUCCESS)

@@ -7,7 +7,6 @@ use super::down::{CHANGING, stop_parts};
 use super::key;
 use super::launch::{LaunchError, life_of, start};
 use super::lock::{Lock, Process};
-use super::memory::available_bytes;
 use super::part::{Part, names};
 use super::shape::Shape;
 use super::source::Source;
@@ -17,12 +16,13 @@ use crate::say::say_line;
 use crate::state::StateDir;
 use aquifer_ipc::Frame;
 use aquifer_ipc::size::Size;
+use aquifer_node::memory::available_bytes;
 
 /// Start the cluster, or what of it is missing, and return when it serves.
 pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
     state.create()?;
     let _lock = Lock::wait(&state.lock(CHANGING), || {
-        eprintln!("aquifer: another aquifer up or down is at work here; waiting for it");
+        crate::say::say_error!("another aquifer up or down is at work here; waiting for it");
     })?;
     let shape = shape(state, arguments)?;
     let missing = missing(state, &shape)?;
@@ -55,7 +55,7 @@ pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
 /// Have the keeper log how each daemon ends. A daemon that nobody watches works as well, so this fails with a warning only.
 fn watch_exits(state: &StateDir, shape: &Shape) {
     let warn =
-        |error: &dyn std::error::Error| eprintln!("aquifer: the ends of daemons are not logged: {error}");
+        |error: &dyn std::error::Error| crate::say::say_error!("the ends of daemons are not logged: {error}");
     let keeper = match aquifer_channel::connect(&state.socket(&Part::Keeper.to_string())) {
         Ok(keeper) => keeper,
         Err(error) => return warn(&error),

@@ -60,7 +60,7 @@ impl AgentLink {
             .spawn(move || hear(&socket, &reason, &sender, on_gone));
         match spawned {
             Ok(thread) => self.thread = Some(thread),
-            Err(error) => eprintln!("aquifer: no thread to hear the agent: {error}"),
+            Err(error) => crate::say::say_error!("no thread to hear the agent: {error}"),
         }
     }
 
@@ -75,7 +75,7 @@ impl AgentLink {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
-            eprintln!("aquifer: the thread that heard the agent has panicked");
+            crate::say::say_error!("the thread that heard the agent has panicked");
         }
     }
 
@@ -88,8 +88,8 @@ impl AgentLink {
 /// What to say, and what the program's end will be for, when the agent goes.
 pub(super) fn agent_is_gone(name: String) -> impl FnOnce() -> String + Send {
     move || {
-        eprintln!(
-            "aquifer: the agent is gone. {name} waits for it, and is ended if it does not come back for it"
+        crate::say::say_error!(
+            "the agent is gone. {name} waits for it, and is ended if it does not come back for it"
         );
         "the agent that paged it died and did not come back for it".to_owned()
     }
@@ -103,7 +103,7 @@ fn hear(
 ) {
     loop {
         match receive_frame(socket) {
-            Ok((Frame::News(text), _)) => eprintln!("aquifer: {text}"),
+            Ok((Frame::News(text), _)) => crate::say::say_error!("{text}"),
             Ok((Frame::Ended(text), _)) => {
                 reason.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(text);
             }

@@ -46,7 +46,7 @@ impl SwapServer {
             return Err(RunError::SwapIsRoots);
         }
         if let Err(error) = cleanup_stale() {
-            eprintln!("aquifer: what an earlier run left behind is not all gone: {error}");
+            crate::say::say_error!("what an earlier run left behind is not all gone: {error}");
         }
         let (ours, theirs) =
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
@@ -67,7 +67,7 @@ impl SwapServer {
                 let _ = process.kill();
                 let _ = process.wait();
                 if let Err(error) = cleanup_stale() {
-                    eprintln!("aquifer: {error}");
+                    crate::say::say_error!("{error}");
                 }
                 let answer = answer.err().unwrap_or(ReceiveError::Closed).to_string();
                 let error = format!("{answer}; its log is {}", swap.log.display());
@@ -87,7 +87,7 @@ impl SwapServer {
         let record = self.record.clone();
         move || {
             if let Err(error) = record::undo_abandoned(&record) {
-                eprintln!("aquifer: something of the swap device is left: {error}");
+                crate::say::say_error!("something of the swap device is left: {error}");
             }
             "the server of its swap device died, and with it the only copy of what was swapped".to_owned()
         }

@@ -31,6 +31,7 @@ pub struct Cgroup {
 }
 
 impl Cgroup {
+    /// Creates a memory cgroup with these limits, in bytes. It is in the record before it is made.
     pub fn create(record: &mut Record, limit_bytes: u64, swap_bytes: u64) -> Result<Self, SetupError> {
         let mountinfo = Path::new("/proc/self/mountinfo");
         let mounts = fs::read_to_string(mountinfo).map_err(SetupError::io("read", mountinfo))?;
@@ -116,11 +117,11 @@ impl Cgroup {
     }
 
     /// How often its programs were refused a page so far.
-    #[cfg(test)]
     pub fn times_refused(&self) -> Result<u64, SetupError> {
         read_number(&self.path.join("memory.failcnt"))
     }
 
+    /// What the cgroup used so far.
     pub fn usage(&self) -> Result<Usage, SetupError> {
         let path = self.path.join("memory.stat");
         let stat = fs::read_to_string(&path).map_err(SetupError::io("read", &path))?;

@@ -23,12 +23,18 @@ static NEXT: AtomicU32 = AtomicU32::new(0);
 /// One thing that was done, with what is needed to undo it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
+    /// A cgroup, by its folder.
     Cgroup(PathBuf),
+    /// A swap file.
     SwapFile(PathBuf),
+    /// A zram device.
     Zram {
+        /// Its number.
         number: u32,
+        /// Whether it was made by this setup.
         added: bool,
     },
+    /// The value of vm.page-cluster before.
     PageCluster(u64),
     /// A folder with a volume's file.
     Mount(PathBuf),
@@ -91,6 +97,7 @@ pub struct Record {
 }
 
 impl Record {
+    /// A record of nothing, in a file of its own.
     pub fn create() -> Result<Self, SetupError> {
         let folder = Path::new(FOLDER);
         match fs::DirBuilder::new().mode(0o700).create(folder) {
@@ -116,15 +123,17 @@ impl Record {
         Ok(Self { name, path, steps: Vec::new() })
     }
 
+    /// Names the file.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    #[cfg(test)]
-    pub fn name_and_path(&self) -> (String, PathBuf) {
-        (self.name.clone(), self.path.clone())
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
     }
 
+    /// Whether it has a value of vm.page-cluster to restore.
     pub fn has_page_cluster(&self) -> bool {
         self.steps.iter().any(|step| matches!(step, Step::PageCluster(_)))
     }

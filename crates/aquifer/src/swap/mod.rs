@@ -102,7 +102,12 @@ enum SwapError {
 /// Be the server of a swap device, for the run at the other end of standard input.
 pub fn serve(state: &StateDir, arguments: &SwapServerArguments) -> Outcome {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).with_ansi(false).init();
+    tracing_subscriber::fmt()
+        .log_internal_errors(false)
+        .with_env_filter(filter)
+        .with_writer(io::stderr)
+        .with_ansi(false)
+        .init();
     let run = io::stdin().as_fd().try_clone_to_owned()?;
     match Server::start(state, arguments) {
         Ok(server) => {

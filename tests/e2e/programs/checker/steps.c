@@ -1,14 +1,11 @@
 // Grows in steps, so that its limit can be judged without a race between its growth and the agent's looks at it.
 //
 // After each step it writes the line "grown" and waits for a line. Then it checks and changes all its pages, which makes nothing resident
-// that the agent does not know, writes "checked", and waits for a line again. The last two steps are those of a parent and its forked child.
+// that the agent does not know, writes "checked", and waits for a line again.
 #include "content.h"
 #include "tests.h"
-#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 enum { STEPS = 6 };
 
@@ -31,19 +28,6 @@ static void rework(void) {
     verify_all(&shared);
 }
 
-static void rework_in_child(void) {
-    pid_t child = fork();
-    if (child < 0) die("fork");
-    if (child == 0) {
-        rework();
-        _exit(0);
-    }
-    int status;
-    while (waitpid(child, &status, 0) < 0)
-        if (errno != EINTR) die("waitpid");
-    if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) fail("steps", "the child's memory was wrong");
-}
-
 void test_steps(void) {
     uint64_t pages = options.bytes / PAGE_BYTES;
     void *at = aligned_alloc(PAGE_BYTES, pages * PAGE_BYTES);
@@ -56,8 +40,4 @@ void test_steps(void) {
         rework();
         say_and_wait("checked");
     }
-    say_and_wait("grown");
-    rework_in_child();
-    rework();
-    say_and_wait("checked");
 }

@@ -1,0 +1,326 @@
+//! `aquifer bench apps`: real programs that are larger than their memory, on the pool and on kernel swap.
+
+mod kmeans;
+mod nobody;
+mod postgres;
+pub(super) mod random;
+mod redis;
+mod resp;
+mod summary;
+mod ways;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Command;
+
+use indicatif::ProgressBar;
+
+use super::support::bytes::{MIB, float, show_bytes};
+use super::support::child::{Outcome, Watched};
+use super::support::cluster;
+use super::support::progress;
+use super::support::report::Report;
+use super::{BenchArgs, BenchError};
+use aquifer::setup::cleanup_stale;
+use kmeans::KMeans;
+use postgres::Postgres;
+use random::Access;
+use redis::Redis;
+use ways::{Fit, Stage, Way, find_program};
+
+/// For `bench list`.
+pub const TARGETS: &str = "targets: with a quarter of its memory each program ahead of itself on a swap file, over shm and over tcp; limits hold";
+
+/// How much is done.
+#[derive(Clone, Copy, Debug)]
+pub struct Size {
+    rounds: usize,
+    /// Per cent of a program's peak that fit.
+    fits: &'static [u64],
+    redis_keys: usize,
+    redis_requests: usize,
+    /// 100,000 accounts each.
+    postgres_scale: u64,
+    postgres_transactions: u64,
+    kmeans_bytes: u64,
+    kmeans_iterations: u64,
+}
+
+impl Size {
+    const QUICK: Self = Self {
+        rounds: 1,
+        fits: &[100, 25],
+        redis_keys: 30_000,
+        redis_requests: 20_000,
+        postgres_scale: 2,
+        postgres_transactions: 2,
+        kmeans_bytes: 96 * MIB,
+        kmeans_iterations: 4,
+    };
+    const FULL: Self = Self {
+        rounds: 3,
+        fits: &[100, 75, 50, 25],
+        redis_keys: 100_000,
+        redis_requests: 40_000,
+        postgres_scale: 3,
+        postgres_transactions: 4,
+        kmeans_bytes: 128 * MIB,
+        kmeans_iterations: 4,
+    };
+}
+
+/// A program and what is done with it.
+pub trait App {
+    /// For people.
+    fn name(&self) -> &'static str;
+
+    /// What is started.
+    fn program(&self) -> &Path;
+
+    /// Whether it must not be root's.
+    fn refuses_root(&self) -> bool {
+        false
+    }
+
+    /// Its shared memory. Aquifer pages private memory only, while a cgroup's limit is on both: there the program gets as
+    /// much more.
+    fn shared_bytes(&self) -> u64 {
+        0
+    }
+
+    /// Plays it all, by a command that has the program and lacks its arguments: how the program ended, and what was done
+    /// with it until then.
+    ///
+    /// # Errors
+    /// If the program cannot be started, or a signal asks to stop.
+    fn play(
+        &self,
+        command: Command,
+        watched: Watched,
+        output: &Path,
+    ) -> Result<(Outcome, Result<Played, BenchError>), BenchError>;
+}
+
+/// What was done with a program.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Played {
+    /// How long it took.
+    pub seconds: f64,
+    /// Of each request or transaction, in order; empty, if there are none.
+    pub latencies_us: Vec<f64>,
+    /// What must be the same in every run.
+    pub digest: String,
+}
+
+impl Played {
+    /// Of latencies in any order.
+    pub fn new(seconds: f64, mut latencies_us: Vec<f64>, digest: String) -> Self {
+        latencies_us.sort_by(f64::total_cmp);
+        Self { seconds, latencies_us, digest }
+    }
+}
+
+/// The figures of one run, by name.
+pub type Sample = BTreeMap<&'static str, f64>;
+
+/// A program with so many per cent of its memory, in some way. Plain runs have all of it.
+type Key = (usize, u64, Way);
+
+/// What was measured, a sample for each round; `None` where the kernel killed the program.
+pub type Samples = BTreeMap<Key, Vec<Option<Sample>>>;
+
+/// Measures.
+///
+/// # Errors
+/// If something could not be measured, or a program computed something wrong.
+pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
+    let size = choose_fits(if args.quick { Size::QUICK } else { Size::FULL }, args.fit)?;
+    let mut stage = Stage::new()?;
+    let mut apps = find_apps(size, &mut stage)?;
+    if let Some(only) = &args.only {
+        apps.retain(|app| app.name().to_lowercase().contains(&only.to_lowercase()));
+        if apps.is_empty() {
+            return Err(BenchError::NoSuchApp { name: only.clone() });
+        }
+    }
+    let ways = choose_ways(&mut stage.notes);
+    let mut bench = Bench { size, apps, stage, digests: BTreeMap::new(), samples: Samples::new() };
+    let peaks = bench.measure(&ways)?;
+    let mut report = Report::new("apps", args.quick);
+    report.notes = notes(size);
+    for (app, peak_bytes) in bench.apps.iter().zip(&peaks) {
+        report.notes.push(format!("{}: peak of {} run plainly", app.name(), show_bytes(*peak_bytes)));
+    }
+    report.notes.append(&mut bench.stage.notes);
+    let names: Vec<&'static str> = bench.apps.iter().map(|app| app.name()).collect();
+    summary::fill(&mut report, size, &names, &ways, &bench.samples);
+    Ok(report)
+}
+
+fn choose_fits(size: Size, only: Option<u64>) -> Result<Size, BenchError> {
+    let Some(percent) = only else { return Ok(size) };
+    let fit = size.fits.iter().find(|fit| **fit == percent);
+    let fit = fit.ok_or(BenchError::NoSuchFit { percent, fits: size.fits })?;
+    Ok(Size { fits: std::slice::from_ref(fit), ..size })
+}
+
+fn notes(size: Size) -> Vec<String> {
+    vec![
+        format!("{} rounds in alternation; every value was checked, and results are the same in every run", size.rounds),
+        format!("memory nodes of each pool: {}, beside the programs on this one machine", cluster::nodes()),
+        "a limit is a part of the program's own peak of anonymous resident memory, run plainly; 100 % is all of it".into(),
+        "a cgroup counts page cache and kernel memory, too; Aquifer counts private memory and the run's part of the host's \
+         cache. Shared memory (PostgreSQL's buffers) is granted to cgroups beside the limit"
+            .into(),
+        "s: redis' measured requests, pgbench from start to end, k-means from the program's start to its end; p50 and p99 \
+         are of requests to redis and of transactions"
+            .into(),
+        "CPU is of the whole run, fill and checks included: the program's and, on the pool, the daemons'; the kernel's own \
+         threads that swap are in nobody's figure"
+            .into(),
+        "redis' main thread and its client are on one processor in every way, as the scheduler would choose: an answer across \
+         processors takes several times as long"
+            .into(),
+        "swap file and zram with the kernel's usual read-ahead of eight pages; where the kernel would kill a program because all that \
+         is resident is in use, it waits up to 5 ms and tries again (cgroup v1; in want: 1 if that happened, which costs it time), and where it is killed nonetheless, the run is \
+         repeated"
+            .into(),
+    ]
+}
+
+/// All programs that are here; the rest is noted.
+fn find_apps(size: Size, stage: &mut Stage) -> Result<Vec<Box<dyn App>>, BenchError> {
+    let folder = stage.folder.path();
+    let mut found: Vec<(&str, Option<Box<dyn App>>)> = Vec::new();
+    for access in [Access::Uniform, Access::Zipf] {
+        found.push((
+            "redis-server",
+            Redis::find(access, size, folder).map(|app| Box::new(app) as Box<dyn App>),
+        ));
+    }
+    let postgres = Postgres::find(size, &stage.nobody, folder)?;
+    found.push(("PostgreSQL", postgres.map(|app| Box::new(app) as Box<dyn App>)));
+    let kmeans = KMeans::find(size, folder)?;
+    found.push(("python3-sklearn", kmeans.map(|app| Box::new(app) as Box<dyn App>)));
+    let mut apps = Vec::new();
+    for (name, app) in found {
+        match app {
+            Some(app) => apps.push(app),
+            None => stage.notes.push(format!(
+                "left out: {name} is not installed; scripts/install-deps.sh bench installs it"
+            )),
+        }
+    }
+    if apps.is_empty() { Err(BenchError::NoApps) } else { Ok(apps) }
+}
+
+/// All ways with a limit that this machine and user can do; the rest is noted.
+fn choose_ways(notes: &mut Vec<String>) -> Vec<Way> {
+    // What an earlier run left behind when it was killed would slow this one down.
+    if let Err(error) = cleanup_stale() {
+        notes.push(format!("left from an earlier run: {error}"));
+    }
+    let mut ways = Vec::new();
+    for way in Way::LIMITED {
+        match way.try_out() {
+            Ok(()) => ways.push(way),
+            Err(error) => notes.push(format!("left out: {}: {error}", way.name())),
+        }
+    }
+    ways
+}
+
+struct Bench {
+    size: Size,
+    apps: Vec<Box<dyn App>>,
+    stage: Stage,
+    /// What each program's first run gave.
+    digests: BTreeMap<usize, String>,
+    samples: Samples,
+}
+
+impl Bench {
+    /// Returns each program's peak.
+    fn measure(&mut self, ways: &[Way]) -> Result<Vec<u64>, BenchError> {
+        let Size { rounds, fits, .. } = self.size;
+        let bar = progress::bar(rounds * self.apps.len() * (1 + fits.len() * ways.len()));
+        let mut peaks = Vec::new();
+        for at in 0..self.apps.len() {
+            peaks.push(self.plain(at, 1, &bar)?);
+        }
+        // The largest program three times: what is freed late must not make the nodes full.
+        self.stage.bring_up(peaks.iter().copied().max().unwrap_or(0).max(MIB) * 3)?;
+        for round in 1..=rounds {
+            for (at, &peak_bytes) in peaks.iter().enumerate() {
+                if round > 1 {
+                    self.plain(at, round, &bar)?;
+                }
+                for &percent in fits {
+                    for &way in ways {
+                        self.limited(at, way, Fit { percent, peak_bytes }, round, &bar)?;
+                    }
+                }
+            }
+        }
+        bar.finish_and_clear();
+        Ok(peaks)
+    }
+
+    /// Returns the peak of resident memory.
+    fn plain(&mut self, at: usize, round: usize, bar: &ProgressBar) -> Result<u64, BenchError> {
+        bar.set_message(format!("round {round}: {}, plainly", self.apps[at].name()));
+        let (sample, played, peak_bytes) = self.stage.plain(self.apps[at].as_ref())?;
+        self.keep((at, 100, Way::Plain), Some((sample, played)))?;
+        bar.inc(1);
+        Ok(peak_bytes)
+    }
+
+    fn limited(
+        &mut self,
+        at: usize,
+        way: Way,
+        fit: Fit,
+        round: usize,
+        bar: &ProgressBar,
+    ) -> Result<(), BenchError> {
+        let app = self.apps[at].as_ref();
+        bar.set_message(format!("round {round}: {}, {} % fit, {}", app.name(), fit.percent, way.name()));
+        let run = self.stage.limited(app, way, fit)?;
+        self.keep((at, fit.percent, way), run)?;
+        bar.inc(1);
+        Ok(())
+    }
+
+    fn keep(&mut self, key: Key, run: Option<(Sample, Played)>) -> Result<(), BenchError> {
+        let (at, percent, way) = key;
+        let sample = match run {
+            Some((sample, played)) => {
+                let first = self.digests.entry(at).or_insert_with(|| played.digest.clone());
+                if *first != played.digest {
+                    return Err(BenchError::Wrong {
+                        program: self.apps[at].name().into(),
+                        way: format!("{}, {percent} % fit", way.name()),
+                        what: format!("{:?}, and the first run gave {first:?}", played.digest),
+                    });
+                }
+                Some(sample)
+            }
+            None => None,
+        };
+        self.samples.entry(key).or_default().push(sample);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_fit_is_chosen_from_those_that_are_measured() {
+        assert_eq!(choose_fits(Size::FULL, None).unwrap().fits, [100, 75, 50, 25]);
+        assert_eq!(choose_fits(Size::FULL, Some(50)).unwrap().fits, [50]);
+        let error = choose_fits(Size::QUICK, Some(50)).unwrap_err().to_string();
+        assert!(error.contains("100, 25"), "{error}");
+    }
+}

@@ -1,0 +1,391 @@
+//! The ways in which a program gets its memory, and a run by each.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use tempfile::TempDir;
+
+use super::nobody::Nobody;
+use super::{App, Played, Sample};
+use crate::bench::BenchError;
+use crate::bench::support::bytes::{MIB, float, show_bytes};
+use crate::bench::support::child::{Outcome, Watched};
+use crate::bench::support::cluster::{Cluster, read_statistics};
+use crate::peers::{Peer, PeerSetup, ReadAhead};
+use aquifer::Fabric;
+use aquifer::setup::{SetupError, Usage};
+
+/// What a zram leaves of a limit must be this part of it at least, or nothing could run there.
+const LEFT_PART: u64 = 4;
+/// Up to this part of a limit a store is mostly the device's own books, and does not tell how well pages compress.
+const SMALL_PART: u64 = 10;
+/// The kernel kills a program now and then that it would not kill the next time.
+const TRIES: usize = 4;
+
+/// Where the program's memory is.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Way {
+    /// All resident.
+    Plain,
+    /// On memory nodes over shared memory.
+    PoolShm,
+    /// On memory nodes over TCP.
+    PoolTcp,
+    /// In a swap file, with the kernel's usual read-ahead.
+    SwapFile,
+    /// In a zram, the same.
+    Zram,
+}
+
+impl Way {
+    /// Those with a limit, in the order of a round; the peers need root and swap.
+    pub const LIMITED: [Self; 4] = [Self::PoolShm, Self::PoolTcp, Self::SwapFile, Self::Zram];
+
+    /// For people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Plain => "plain, all resident",
+            Self::PoolShm => "pool over shm",
+            Self::PoolTcp => "pool over tcp",
+            Self::SwapFile => "swap file",
+            Self::Zram => "zram",
+        }
+    }
+
+    /// How its nodes are reached, if it is the pool.
+    pub fn fabric(self) -> Option<Fabric> {
+        match self {
+            Self::PoolShm => Some(Fabric::Shm),
+            Self::PoolTcp => Some(Fabric::Tcp),
+            _ => None,
+        }
+    }
+
+    fn setup(self, limit_bytes: u64, swap_bytes: u64) -> Result<PeerSetup, SetupError> {
+        let peer = if self == Self::Zram { Peer::Zram } else { Peer::SwapFile };
+        let mut setup = PeerSetup::new(peer, limit_bytes, swap_bytes)?;
+        setup.set_read_ahead(ReadAhead::EightPages)?;
+        Ok(setup)
+    }
+
+    /// Sets a small one up and takes it away again, if it is a peer.
+    ///
+    /// # Errors
+    /// If this machine or user cannot have it.
+    pub fn try_out(self) -> Result<(), SetupError> {
+        match self {
+            Self::SwapFile | Self::Zram => self.setup(4 << 20, 4 << 20)?.close(),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// How much a program gets.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct Fit {
+    /// Per cent of its peak that fit.
+    pub percent: u64,
+    /// Its peak of anonymous resident memory, run plainly.
+    pub peak_bytes: u64,
+}
+
+impl Fit {
+    /// The limit.
+    pub fn limit_bytes(self) -> u64 {
+        self.peak_bytes * self.percent / 100
+    }
+}
+
+/// What the runs of a bench share.
+#[derive(Debug)]
+pub struct Stage {
+    /// For outputs and sockets.
+    pub folder: TempDir,
+    /// For servers that refuse root.
+    pub nobody: Nobody,
+    clusters: Vec<(Fabric, Cluster)>,
+    /// What remains of a limit beside a zram's store, once that is known; `None` if too little does.
+    beside_zram: BTreeMap<(&'static str, u64), Option<u64>>,
+    /// What happened that a reader must know.
+    pub notes: Vec<String>,
+}
+
+impl Stage {
+    /// Without clusters yet.
+    ///
+    /// # Errors
+    /// If there is no place for its folders.
+    pub fn new() -> Result<Self, BenchError> {
+        let folder =
+            tempfile::tempdir().map_err(BenchError::io("make a folder in", &std::env::temp_dir()))?;
+        let nobody = Nobody::new()?;
+        Ok(Self { folder, nobody, clusters: Vec::new(), beside_zram: BTreeMap::new(), notes: Vec::new() })
+    }
+
+    /// Brings up a cluster over each fabric.
+    ///
+    /// # Errors
+    /// If one does not come up.
+    pub fn bring_up(&mut self, memory_bytes: u64) -> Result<(), BenchError> {
+        for fabric in [Fabric::Shm, Fabric::Tcp] {
+            let socket = self.nobody.socket(fabric.name());
+            self.clusters.push((fabric, Cluster::up(memory_bytes, fabric, socket.as_deref())?));
+        }
+        Ok(())
+    }
+
+    /// Plays a program with all the memory that it wants; its peak of resident memory comes last.
+    ///
+    /// # Errors
+    /// If it fails, or a signal asks to stop.
+    pub fn plain(&self, app: &dyn App) -> Result<(Sample, Played, u64), BenchError> {
+        let command = self.command(app, |program| Ok::<_, BenchError>(Command::new(program)))?;
+        let (outcome, played) = self.play(app, Way::Plain, command, Watched::All)?;
+        Ok((sample(&outcome, &played, 0), played, outcome.resident_peak_bytes))
+    }
+
+    /// Plays a program within a limit. `None` if it failed each time, on a peer of ours; the notes say how.
+    ///
+    /// # Errors
+    /// If it fails otherwise, or a signal asks to stop.
+    pub fn limited(
+        &mut self,
+        app: &dyn App,
+        way: Way,
+        fit: Fit,
+    ) -> Result<Option<(Sample, Played)>, BenchError> {
+        match way {
+            Way::Plain => self.plain(app).map(|(sample, played, _)| Some((sample, played))),
+            Way::PoolShm | Way::PoolTcp => self.pool(app, way, fit).map(Some),
+            Way::SwapFile => self.swap_until_done(app, way, fit, fit.limit_bytes()),
+            Way::Zram => self.zram(app, fit),
+        }
+    }
+
+    fn command<E>(
+        &self,
+        app: &dyn App,
+        start: impl FnOnce(&std::ffi::OsStr) -> Result<Command, E>,
+    ) -> Result<Command, E> {
+        if app.refuses_root() {
+            self.nobody.command(app.program(), start)
+        } else {
+            start(app.program().as_os_str())
+        }
+    }
+
+    fn play(
+        &self,
+        app: &dyn App,
+        way: Way,
+        command: Command,
+        watched: Watched,
+    ) -> Result<(Outcome, Played), BenchError> {
+        let (outcome, done) = app.play(command, watched, &self.folder.path().join("output"))?;
+        let is_well = outcome.status.success();
+        match done {
+            Ok(played) if is_well => Ok((outcome, played)),
+            Err(error) if is_well => Err(error),
+            // Whoever works with a server that died only sees that it is gone.
+            done => Err(BenchError::Program {
+                program: app.name().into(),
+                way: way.name().into(),
+                status: outcome.status.to_string(),
+                message: outcome.message + &done.err().map_or(String::new(), |error| format!("\n{error}")),
+            }),
+        }
+    }
+
+    fn pool(&self, app: &dyn App, way: Way, fit: Fit) -> Result<(Sample, Played), BenchError> {
+        let (_, cluster) = self
+            .clusters
+            .iter()
+            .find(|(fabric, _)| way.fabric() == Some(*fabric))
+            .expect("clusters are brought up before any run on the pool");
+        let (command, stats) = self.pooled_command(app, way, cluster, fit.limit_bytes())?;
+        let before_us = cluster.cpu_us();
+        let (outcome, played) = self.play(app, way, command, Watched::Started)?;
+        let mut sample = sample(&outcome, &played, cluster.cpu_us().saturating_sub(before_us));
+        let stats = read_statistics(&stats)?;
+        sample.insert("elsewhere MiB", float(stats.remote_peak_bytes) / float(MIB));
+        sample.insert("limit MiB", float(fit.limit_bytes()) / float(MIB));
+        sample.insert("faults", float(stats.faults));
+        sample.insert("prefetched", float(stats.prefetched));
+        sample.insert("lost pages", float(stats.lost_pages));
+        Ok((sample, played))
+    }
+
+    fn pooled_command(
+        &self,
+        app: &dyn App,
+        way: Way,
+        cluster: &Cluster,
+        limit_bytes: u64,
+    ) -> Result<(Command, PathBuf), BenchError> {
+        let socket = way.fabric().and_then(|fabric| self.nobody.socket(fabric.name()));
+        if let Some(socket) = socket.filter(|_| app.refuses_root()) {
+            let stats = self.nobody.home().join("stats.json");
+            return Ok((self.nobody.pooled_command(&socket, limit_bytes, &stats, app.program()), stats));
+        }
+        let stats = self.folder.path().join("stats.json");
+        Ok((cluster.pooled_command(limit_bytes, &stats, app.program())?, stats))
+    }
+
+    /// The kernel now and then finds nothing to swap out: it kills, or lets a system call of the program fail, which it counts nowhere. Then it is tried again.
+    fn swap_until_done(
+        &mut self,
+        app: &dyn App,
+        way: Way,
+        fit: Fit,
+        limit_bytes: u64,
+    ) -> Result<Option<(Sample, Played)>, BenchError> {
+        for _ in 0..TRIES {
+            match self.swap(app, way, fit, limit_bytes)? {
+                Ok((mut sample, played, usage)) => {
+                    let taken_bytes = limit_bytes + usage.store_peak_bytes;
+                    let beyond = float(taken_bytes.saturating_sub(fit.limit_bytes())) / float(MIB);
+                    sample.insert("beyond limit MiB", beyond);
+                    return Ok(Some((sample, played)));
+                }
+                Err(reason) => {
+                    let (name, way) = (app.name(), way.name());
+                    self.notes.push(format!("{name} on {way} at {} %: {reason}", fit.percent));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    fn swap(
+        &self,
+        app: &dyn App,
+        way: Way,
+        fit: Fit,
+        limit_bytes: u64,
+    ) -> Result<Result<(Sample, Played, Usage), String>, BenchError> {
+        let setup = way.setup(limit_bytes + app.shared_bytes(), 2 * (fit.peak_bytes + app.shared_bytes()))?;
+        let command = self.command(app, |program| setup.command(program))?;
+        let (result, was_in_want) = setup.patiently(|| self.play(app, way, command, Watched::All))?;
+        let usage = setup.usage()?;
+        setup.close()?;
+        let (outcome, played) = match result {
+            _ if usage.oom_kills > 0 => return Ok(Err("killed for want of memory".into())),
+            Err(error @ (BenchError::Program { .. } | BenchError::Server { .. })) => {
+                return Ok(Err(error.to_string()));
+            }
+            result => result?,
+        };
+        let mut sample = sample(&outcome, &played, 0);
+        if let Some(peak_bytes) = usage.swap_peak_bytes {
+            sample.insert("elsewhere MiB", float(peak_bytes) / float(MIB));
+        }
+        sample.insert("faults", float(usage.major_faults));
+        sample.insert("in want", f64::from(was_in_want));
+        Ok(Ok((sample, played, usage)))
+    }
+
+    /// Its store is this machine's memory, and is counted against the limit, where that leaves anything.
+    fn zram(&mut self, app: &dyn App, fit: Fit) -> Result<Option<(Sample, Played)>, BenchError> {
+        let key = (app.name(), fit.percent);
+        // If it does not end well, it is not known, and tried with all of the limit.
+        if !self.beside_zram.contains_key(&key)
+            && let Ok((_, _, usage)) = self.swap(app, Way::Zram, fit, fit.limit_bytes())?
+        {
+            let left = beside_store(fit.limit_bytes(), &usage);
+            self.notes.push(match left {
+                Some(left) => format!(
+                    "zram, {} at {} %: {} of the limit of {} are its store's, the program gets the rest",
+                    app.name(),
+                    fit.percent,
+                    show_bytes(fit.limit_bytes() - left),
+                    show_bytes(fit.limit_bytes())
+                ),
+                None => format!(
+                    "zram, {} at {} %: its store of {} leaves too little of a limit of {}; it stands beside the limit, as \
+                     memory that the other ways do not have",
+                    app.name(),
+                    fit.percent,
+                    show_bytes(usage.store_peak_bytes),
+                    show_bytes(fit.limit_bytes())
+                ),
+            });
+            self.beside_zram.insert(key, left);
+        }
+        let left = self.beside_zram.get(&key).copied().flatten().unwrap_or(fit.limit_bytes());
+        self.swap_until_done(app, Way::Zram, fit, left)
+    }
+}
+
+/// What a program may have so that it and the store fit in `limit_bytes` together. Each byte less of it is one more on swap, and so
+/// makes the store larger by what a swapped byte takes there.
+fn beside_store(limit_bytes: u64, usage: &Usage) -> Option<u64> {
+    let store_bytes = usage.store_peak_bytes;
+    let swapped_bytes = usage.swap_peak_bytes.filter(|_| store_bytes > limit_bytes / SMALL_PART);
+    let taken_bytes = match swapped_bytes {
+        Some(swapped_bytes) => {
+            let saved_bytes =
+                swapped_bytes.checked_sub(store_bytes).filter(|&saved_bytes| saved_bytes > 0)?;
+            let taken_bytes = u128::from(store_bytes) * u128::from(swapped_bytes) / u128::from(saved_bytes);
+            u64::try_from(taken_bytes).ok()?
+        }
+        None => store_bytes,
+    };
+    limit_bytes.checked_sub(taken_bytes).filter(|&left_bytes| left_bytes >= limit_bytes / LEFT_PART)
+}
+
+fn sample(outcome: &Outcome, played: &Played, daemons_us: u64) -> Sample {
+    let mut sample = Sample::from([
+        ("s", played.seconds),
+        ("CPU s", float(outcome.cpu_us + daemons_us) / 1e6),
+        ("daemons' CPU s", float(daemons_us) / 1e6),
+        ("resident MiB", float(outcome.resident_peak_bytes) / float(MIB)),
+    ]);
+    for (name, percent) in [("p50 µs", 50), ("p99 µs", 99)] {
+        if let Some(&latency_us) = played.latencies_us.get(played.latencies_us.len() * percent / 100) {
+            sample.insert(name, latency_us);
+        }
+    }
+    sample
+}
+
+/// Its folder and name, to be found by whoever starts it.
+pub fn find_program(name: &str) -> Option<PathBuf> {
+    let paths = std::env::var_os("PATH")?;
+    std::env::split_paths(&paths).map(|folder| folder.join(name)).find(|path| Path::is_file(path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn usage(store_bytes: u64, swap_bytes: Option<u64>) -> Usage {
+        Usage { store_peak_bytes: store_bytes, swap_peak_bytes: swap_bytes, ..Usage::default() }
+    }
+
+    #[test]
+    fn program_and_store_fit_in_the_limit_together() {
+        // A quarter of 40 MiB on swap is the store; of the 13 1/3 MiB more that then leave, a quarter, too.
+        let left = beside_store(40 * MIB, &usage(10 * MIB, Some(40 * MIB))).unwrap();
+        let taken = 40 * MIB - left;
+        assert_eq!(taken >> 10, (40 * MIB / 3) >> 10);
+        let store = (40 * MIB + taken) / 4;
+        assert!(left + store <= 40 * MIB + 4096, "{left} {store}");
+        assert_eq!(beside_store(40 * MIB, &usage(MIB, None)), Some(39 * MIB));
+        assert_eq!(beside_store(40 * MIB, &usage(0, Some(0))), Some(40 * MIB));
+        // Hardly anything was swapped.
+        assert_eq!(beside_store(40 * MIB, &usage(2 * MIB, Some(MIB))), Some(38 * MIB));
+    }
+
+    #[test]
+    fn a_store_that_leaves_too_little_is_not_counted() {
+        assert_eq!(beside_store(40 * MIB, &usage(20 * MIB, Some(40 * MIB))), None);
+        assert_eq!(beside_store(40 * MIB, &usage(41 * MIB, Some(40 * MIB))), None);
+        assert_eq!(beside_store(MIB, &usage(2 * MIB, None)), None);
+    }
+
+    #[test]
+    fn a_limit_is_the_part_of_the_peak_that_fits() {
+        assert_eq!(Fit { percent: 25, peak_bytes: 40 * MIB }.limit_bytes(), 10 * MIB);
+    }
+}

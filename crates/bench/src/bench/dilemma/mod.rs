@@ -1,0 +1,163 @@
+//! `aquifer bench dilemma`: what it costs to take memory in small pieces, and what it saves (FineMem's dilemma): throughput and memory held against the size of
+//! blocks, for a load of page writes and frees through the pager.
+
+mod load;
+mod store;
+
+use std::collections::BTreeMap;
+
+use aquifer_pager::filler::Grain;
+use aquifer_pool::SizeClass;
+
+use super::support::cluster::Cluster;
+use super::support::progress;
+use super::support::report::{Column, Report, Row, Table, Target};
+use super::support::spread::Spread;
+use super::{BenchArgs, BenchError};
+use aquifer::Fabric;
+use load::{Outcome, Plan, play};
+use store::Host;
+
+/// For `bench list`.
+pub const TARGETS: &str =
+    "targets: with blocks of 4 KiB, at least 0.9 of the throughput of 16 MiB, and at most 0.55 of its memory";
+
+/// What the nodes lend.
+const MEMORY_BYTES: u64 = 768 << 20;
+const COARSEST: &str = "16 MiB";
+/// Over shared memory a round takes a second, of which chance has a large part: so there are so many times as many.
+const SHM_ROUNDS: usize = 3;
+
+/// Blocks of one size.
+const fn blocks(k: u8, together: u32) -> Grain {
+    match SizeClass::new(k) {
+        Some(class) => Grain::Blocks { class, together },
+        None => Grain::AsNeeded,
+    }
+}
+
+const GRAINS: [(&str, Grain); 8] = [
+    ("4 KiB", blocks(0, 1)),
+    ("16 KiB", blocks(2, 1)),
+    ("64 KiB", blocks(4, 1)),
+    ("256 KiB", blocks(6, 1)),
+    ("2 MiB", blocks(9, 1)),
+    ("4 MiB", blocks(9, 2)),
+    (COARSEST, blocks(9, 8)),
+    ("as needed", Grain::AsNeeded),
+];
+
+/// Measures.
+///
+/// # Errors
+/// If there can be no cluster, or it fails.
+pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
+    let mut report = Report::new("dilemma", args.quick);
+    let (keys, waves, rounds) = if args.quick { (16 << 10, 1, 1) } else { (40 << 10, 2, 3) };
+    let plan = Plan { keys, least_permille: 200, waves, threads: 2 };
+    report.notes.push(format!(
+        "{keys} pages of 4 KiB, two threads, half reads and half writes of whole pages after Zipf (0.99); beside that, once in sixteen operations, a page dies until a fifth lives, then one is \
+         born until all live, {waves} times; every page that is read is held against what was written"
+    ));
+    report.notes.push(
+        "blocks of one size are given back when all of a block is free, but for a reserve of an eighth if they are not larger than 2 MiB, and filled again when half of it is; «as needed» is what runs have: slabs of 4 KiB to 2 MiB, and sparse ones are \
+         emptied into others. Held is the mean over the operations"
+            .into(),
+    );
+    let fabrics = args.fabric.map_or(vec![Fabric::Shm, Fabric::Tcp], |one| vec![one]);
+    let grains = choose(args.only.as_deref())?;
+    let rounds_of = |fabric| if fabric == Fabric::Shm { rounds * SHM_ROUNDS } else { rounds };
+    let bar = progress::bar(fabrics.iter().map(|fabric| rounds_of(*fabric)).sum::<usize>() * grains.len());
+    for fabric in fabrics {
+        let cluster = Cluster::up(MEMORY_BYTES, fabric, None)?;
+        let host = Host::join(cluster.state())?;
+        let mut outcomes: Vec<Vec<Outcome>> = vec![Vec::new(); grains.len()];
+        for _ in 0..rounds_of(fabric) {
+            for ((name, grain), outcomes) in grains.iter().zip(&mut outcomes) {
+                bar.set_message(format!("{name} over {}", fabric.name()));
+                let store = host.volume(plan.keys, *grain)?;
+                let outcome = play(&store, plan);
+                store.close();
+                outcomes.push(outcome?);
+                bar.inc(1);
+            }
+        }
+        host.leave();
+        let rows = rows(&grains, &outcomes);
+        report.targets.extend(targets(&rows, fabric));
+        report.tables.push(Table {
+            title: format!("by the size of blocks, over {}", fabric.name()),
+            columns: vec![
+                Column::full("operations/s"),
+                Column::full("to 16 MiB"),
+                Column::full("held MiB"),
+                Column::full("held, to 16 MiB"),
+                Column::middle("most held MiB"),
+                Column::middle("alive MiB"),
+                Column::middle("pages moved"),
+            ],
+            pictured: Some("held MiB"),
+            ratio: Some("to 16 MiB"),
+            rows,
+        });
+    }
+    bar.finish_and_clear();
+    Ok(report)
+}
+
+/// All sizes, or one beside the coarsest.
+fn choose(only: Option<&str>) -> Result<Vec<(&'static str, Grain)>, BenchError> {
+    let Some(only) = only else { return Ok(GRAINS.to_vec()) };
+    if GRAINS.iter().all(|(name, _)| *name != only) {
+        let sizes = GRAINS.iter().map(|(name, _)| *name).collect();
+        return Err(BenchError::NoSuchSize { name: only.to_owned(), sizes });
+    }
+    Ok(GRAINS.into_iter().filter(|(name, _)| [only, COARSEST].contains(name)).collect())
+}
+
+fn rows(grains: &[(&'static str, Grain)], outcomes: &[Vec<Outcome>]) -> Vec<Row> {
+    let coarsest = grains.iter().position(|(name, _)| *name == COARSEST).unwrap_or(0);
+    let all = |of: fn(&Outcome) -> f64, at: usize| -> Vec<f64> { outcomes[at].iter().map(of).collect() };
+    let row = |(at, (name, _)): (usize, &(&str, Grain))| {
+        let ratios = |of: fn(&Outcome) -> f64| Spread::of_ratios(&all(of, at), &all(of, coarsest));
+        let figures = [
+            ("operations/s", Spread::of(&all(|one| one.ops_per_s, at))),
+            ("to 16 MiB", ratios(|one| one.ops_per_s)),
+            ("held MiB", Spread::of(&all(|one| one.held_mib, at))),
+            ("held, to 16 MiB", ratios(|one| one.held_mib)),
+            ("most held MiB", Spread::of(&all(|one| one.peak_mib, at))),
+            ("alive MiB", Spread::of(&all(|one| one.live_mib, at))),
+            ("pages moved", Spread::of(&all(|one| one.moved, at))),
+        ];
+        let figures: BTreeMap<_, _> =
+            figures.into_iter().filter_map(|(name, spread)| Some((name, spread?))).collect();
+        Row { name: (*name).into(), figures }
+    };
+    grains.iter().enumerate().map(row).collect()
+}
+
+fn targets(rows: &[Row], fabric: Fabric) -> Vec<Target> {
+    let aims = [("to 16 MiB", "throughput", 0.9, false), ("held, to 16 MiB", "memory held", 0.55, true)];
+    let of = |row: &Row, (figure, what, bound, at_most): (&str, &str, f64, bool)| {
+        let value = row.figures.get(figure).copied()?;
+        let name = format!("{}, over {}: {what} to that of 16 MiB", row.name, fabric.name());
+        Some(Target { name, value, bound, at_most })
+    };
+    let measured = rows.iter().filter(|row| row.name == GRAINS[0].0 || row.name == "as needed");
+    measured.flat_map(|row| aims.into_iter().filter_map(move |aim| of(row, aim))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_size_is_measured_beside_the_coarsest() {
+        let names =
+            |only| choose(only).map(|grains| grains.iter().map(|(name, _)| *name).collect::<Vec<_>>());
+        assert_eq!(names(Some("4 KiB")).unwrap(), ["4 KiB", COARSEST]);
+        assert_eq!(names(None).unwrap().len(), GRAINS.len());
+        let error = names(Some("5 KiB")).unwrap_err().to_string();
+        assert!(error.contains("5 KiB") && error.contains("as needed"), "{error}");
+    }
+}

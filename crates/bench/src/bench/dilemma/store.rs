@@ -1,0 +1,116 @@
+//! A volume over the nodes of a cluster, in this process: the pager as block devices have it, with slabs of a chosen size.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use aquifer_agent::lent::borrow;
+use aquifer_agent::membership::Membership;
+use aquifer_agent::nodes::Nodes;
+use aquifer_block::{BlockVolume, Mover, Pump, PumpThread, Reader};
+use aquifer_fabric::tcp::ConnectOptions;
+use aquifer_fabric::{Identity, Tenant};
+use aquifer_pager::filler::Grain;
+use aquifer_pager::{Budget, Connector, Mempool, PAGE_BYTES};
+
+use crate::bench::BenchError;
+use aquifer::Source;
+use aquifer::settings::DirectorySettings;
+use aquifer::state::StateDir;
+
+/// Of which a part is the mempool's share, as for any run.
+const LIMIT_BYTES: u64 = 64 << 20;
+/// A write waits so long for room, at most.
+const PATIENCE: Duration = Duration::from_secs(10);
+const SEED: u64 = 7;
+
+/// The way to a cluster's nodes.
+pub struct Host {
+    membership: Membership,
+    nodes: Arc<Nodes>,
+    tenant: Tenant,
+}
+
+impl Host {
+    /// Come to the cluster whose state is in this folder, as a host of its own.
+    ///
+    /// # Errors
+    /// If its agent lends nothing, or its directory does not take us in.
+    pub fn join(state: &Path) -> Result<Self, BenchError> {
+        let state = StateDir::locate(Some(state)).map_err(|error| failed(&error))?;
+        let (_socket, lent) = borrow(&state.agent_socket()).map_err(|error| failed(&error))?;
+        let place: DirectorySettings =
+            serde_json::from_str(&lent.directory).map_err(|error| failed(&error))?;
+        let source = Source::new(&place).map_err(|error| failed(&error))?;
+        let directory = source.connect(&state).map_err(|error| failed(&error))?;
+        let joined =
+            Membership::join(Arc::clone(&directory), Path::new("bench dilemma"), None, Duration::ZERO);
+        let mut membership = joined.map_err(|error| failed(&error))?;
+        let tenant = Tenant(rustix::process::geteuid().as_raw());
+        let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
+        let key = lent.key().map_err(|error| failed(&error))?;
+        let nodes = Nodes::new(directory, identity, key, ConnectOptions::default());
+        membership.watch_nodes(&nodes).map_err(|error| failed(&error))?;
+        if nodes.at_least(1).is_err() {
+            return Err(failed(&"no node can be reached"));
+        }
+        Ok(Self { membership, nodes, tenant })
+    }
+
+    /// A volume of so many pages.
+    ///
+    /// # Errors
+    /// If there is no memory or thread for it.
+    pub fn volume(&self, pages: usize, grain: Grain) -> Result<Store, BenchError> {
+        let budget = Arc::new(Budget::new(LIMIT_BYTES));
+        let share_bytes = LIMIT_BYTES - budget.resident_max() * PAGE_BYTES as u64;
+        let share_bytes = usize::try_from(share_bytes).map_err(|error| failed(&error))?;
+        let mempool = Arc::new(Mempool::new(share_bytes).map_err(|error| failed(&error))?);
+        let connector: Arc<dyn Connector> = self.nodes.of(self.tenant.0);
+        let volume = BlockVolume::new((pages * PAGE_BYTES) as u64, mempool, budget, PATIENCE)
+            .map_err(|error| failed(&error))?;
+        let pool = self.nodes.pool(self.tenant.0);
+        let mut pump = Pump::new(Arc::clone(&volume), Arc::clone(&connector), pool, SEED);
+        pump.set_grain(grain);
+        let mover =
+            Mover::new(Arc::clone(&volume), Arc::clone(&connector)).map_err(|error| failed(&error))?;
+        let pump = PumpThread::start(pump, mover).map_err(|error| failed(&error))?;
+        Ok(Store { volume, connector, pump })
+    }
+
+    /// Leave the cluster.
+    pub fn leave(self) {
+        self.membership.leave();
+    }
+}
+
+/// A volume in use.
+pub struct Store {
+    volume: Arc<BlockVolume>,
+    connector: Arc<dyn Connector>,
+    pump: PumpThread,
+}
+
+impl Store {
+    /// The volume.
+    pub fn volume(&self) -> &BlockVolume {
+        &self.volume
+    }
+
+    /// What a thread needs to use it.
+    ///
+    /// # Errors
+    /// If there is no memory for it.
+    pub fn reader(&self) -> Result<Reader, BenchError> {
+        self.volume.reader(Arc::clone(&self.connector)).map_err(|error| failed(&error))
+    }
+
+    /// Give everything back.
+    pub fn close(self) {
+        self.pump.stop();
+    }
+}
+
+fn failed(error: &dyn std::fmt::Display) -> BenchError {
+    BenchError::Allocator { reason: error.to_string() }
+}

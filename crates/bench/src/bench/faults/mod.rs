@@ -1,0 +1,163 @@
+//! `aquifer bench faults`: a program walks over three times its limit, on the pool and on kernel swap, beside
+//! what a fault costs with nothing behind it.
+
+mod calm;
+mod summary;
+mod ways;
+
+use std::collections::BTreeMap;
+
+use super::fabric::ReadFloor;
+use super::support::bytes::{MIB, show_bytes};
+use super::support::cluster::{self, Cluster};
+use super::support::programs;
+use super::support::progress;
+use super::support::report::Report;
+use super::{BenchArgs, BenchError};
+use aquifer::Fabric;
+use aquifer::setup::cleanup_stale;
+use ways::{Bench, Way};
+
+/// For `bench list`.
+pub const TARGETS: &str = "targets: random p50 over shm ≤ 1.5× a bare userfaultfd, over tcp reading ≤ 1.4× one and a raw READ, over \
+     both ≤ the swap file's; sequential MB/s ≥ 1.5× (tcp: 1×) the best kernel swap's; without pressure ≤ 1.03× the plain \
+     time";
+
+/// A way to walk over memory.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct Case {
+    random: bool,
+    write: bool,
+}
+
+impl Case {
+    const ALL: [Self; 4] = [
+        Self { random: false, write: false },
+        Self { random: false, write: true },
+        Self { random: true, write: false },
+        Self { random: true, write: true },
+    ];
+
+    fn pattern(self) -> &'static str {
+        if self.random { "random" } else { "seq" }
+    }
+
+    fn op(self) -> &'static str {
+        if self.write { "write" } else { "read" }
+    }
+
+    fn name(self) -> String {
+        format!("{} {}", if self.random { "random" } else { "sequential" }, self.op())
+    }
+}
+
+/// How much is done.
+#[derive(Clone, Copy, Debug)]
+pub struct Size {
+    limit_bytes: u64,
+    bytes: u64,
+    passes: u64,
+    /// An unmeasured pass before: without it a run begins with the last pages of the fill in memory.
+    warm: bool,
+    rounds: usize,
+    calm_rounds: usize,
+}
+
+impl Size {
+    const QUICK: Self =
+        Self { limit_bytes: 16 * MIB, bytes: 48 * MIB, passes: 1, warm: false, rounds: 2, calm_rounds: 5 };
+    const FULL: Self =
+        Self { limit_bytes: 64 * MIB, bytes: 192 * MIB, passes: 1, warm: true, rounds: 3, calm_rounds: 9 };
+
+    /// Walks over all pages in one run: the warm pass, the measured ones, and the check of every word at the end.
+    fn walks(self) -> u64 {
+        self.passes + u64::from(self.warm) + 1
+    }
+}
+
+/// The figures of one run, by name.
+pub type Sample = BTreeMap<&'static str, f64>;
+
+/// One READ of a page by the bare fabric.
+#[derive(Clone, Debug)]
+pub struct Reads {
+    fabric: Fabric,
+    /// How long it took, for each round.
+    us: Vec<f64>,
+}
+
+/// What was measured: for each case and way one sample a round, `None` where the kernel killed the program.
+pub type Samples = BTreeMap<(Case, Way), Vec<Option<Sample>>>;
+
+/// Measures.
+///
+/// # Errors
+/// If something could not be measured or a page was wrong.
+pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
+    let size = if args.quick { Size::QUICK } else { Size::FULL };
+    let fabric = args.fabric.unwrap_or(Fabric::Shm);
+    let folder = tempfile::tempdir().map_err(BenchError::io("make a folder in", &std::env::temp_dir()))?;
+    let programs = programs::build(folder.path())?;
+    let mut notes = vec![
+        format!(
+            "{} touched at a limit of {}, {} rounds in alternation, every page verified",
+            show_bytes(size.bytes),
+            show_bytes(size.limit_bytes),
+            size.rounds
+        ),
+        format!("memory nodes of the pool: {}, reached over {}", cluster::nodes(), fabric.name()),
+        "the program's thread is pinned to processor 0 in every way; daemons and kernel threads are not".into(),
+        "latencies are the program's own, of touches that took over 1 µs; CPU is of program and daemons, beyond a plain run"
+            .into(),
+    ];
+    let ways = choose_ways(args.quick, &mut notes);
+    // The working set thrice over: what is freed late must not make the nodes full.
+    let cluster = Cluster::up(size.bytes * 3, fabric, None)?;
+    let mut bench = Bench { size, programs, cluster, folder, notes };
+    let mut reads = Reads { fabric, us: Vec::new() };
+    let samples = measure(&mut bench, &ways, &mut reads)?;
+    let calm = calm::measure(&bench)?;
+    // Both can be kept beside each other.
+    let name = if fabric == Fabric::Tcp { "faults-tcp" } else { "faults" };
+    let mut report = Report::new(name, args.quick);
+    summary::fill(&mut report, size, &ways, &samples, &calm, &reads);
+    report.notes = bench.notes;
+    Ok(report)
+}
+
+/// All ways that this machine and user can do; the rest is noted.
+fn choose_ways(quick: bool, notes: &mut Vec<String>) -> Vec<Way> {
+    // What an earlier run left behind when it was killed would slow this one down.
+    if let Err(error) = cleanup_stale() {
+        notes.push(format!("left from an earlier run: {error}"));
+    }
+    let mut ways = Way::ALWAYS.to_vec();
+    for peer in Way::PEERS.into_iter().filter(|way| !quick || *way != Way::ZRAM_8) {
+        match peer.try_out() {
+            Ok(()) => ways.push(peer),
+            Err(error) => notes.push(format!("left out: {}: {error}", peer.name())),
+        }
+    }
+    ways
+}
+
+fn measure(bench: &mut Bench, ways: &[Way], reads: &mut Reads) -> Result<Samples, BenchError> {
+    let rounds = bench.size.rounds;
+    let mut floor = ReadFloor::start(reads.fabric)?;
+    let bar = progress::bar(rounds * Case::ALL.len() * ways.len());
+    let mut samples = Samples::new();
+    for round in 1..=rounds {
+        bar.set_message(format!("round {round}: one READ"));
+        reads.us.push(floor.measure_us()?);
+        for case in Case::ALL {
+            for &way in ways {
+                bar.set_message(format!("round {round}: {}, {}", case.name(), way.name()));
+                let sample = bench.run(case, way)?;
+                samples.entry((case, way)).or_default().push(sample);
+                bar.inc(1);
+            }
+        }
+    }
+    bar.finish_and_clear();
+    Ok(samples)
+}

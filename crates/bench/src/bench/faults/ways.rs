@@ -1,0 +1,272 @@
+//! The ways in which the program gets its memory, and a run by each.
+
+use std::collections::BTreeMap;
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::Command;
+
+use tempfile::TempDir;
+
+use super::{Case, Sample, Size};
+use crate::bench::BenchError;
+use crate::bench::support::bytes::float;
+use crate::bench::support::child::{self, Outcome, Streams, Watched};
+use crate::bench::support::cluster::{Cluster, read_statistics};
+use crate::bench::support::programs::{Figures, Programs};
+use crate::peers::{Peer, PeerSetup, ReadAhead};
+use aquifer::setup::SetupError;
+
+/// Floors are measured over this much: they do not depend on it.
+const FLOOR_BYTES: u64 = 24 << 20;
+const MIB: f64 = 1_048_576.0;
+
+/// Where the program's memory is.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Way {
+    /// All resident.
+    Plain,
+    /// On memory nodes.
+    Pool,
+    /// On kernel swap: the device is a zram, and pages are read eight at once.
+    Swap {
+        /// Not a file.
+        zram: bool,
+        /// Read-ahead of eight pages, not one.
+        eight: bool,
+    },
+    /// Nowhere: a kernel's own fault on fresh memory.
+    PlainFault,
+    /// Served by another process from its memory through a bare userfaultfd, on the same processor or another.
+    Bare {
+        /// On another.
+        other: bool,
+    },
+}
+
+impl Way {
+    /// What every machine can do, in the order of a round.
+    pub const ALWAYS: [Self; 5] =
+        [Self::Plain, Self::PlainFault, Self::Bare { other: false }, Self::Bare { other: true }, Self::Pool];
+    /// What needs root and swap.
+    pub const PEERS: [Self; 4] = [
+        Self::Swap { zram: false, eight: false },
+        Self::Swap { zram: false, eight: true },
+        Self::Swap { zram: true, eight: false },
+        Self::ZRAM_8,
+    ];
+    /// A read-ahead that hardly ever helps a zram.
+    pub const ZRAM_8: Self = Self::Swap { zram: true, eight: true };
+
+    /// For people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Plain => "plain, all resident",
+            Self::Pool => "pool",
+            Self::Swap { zram: false, eight: false } => "swap file, read-ahead 1",
+            Self::Swap { zram: false, eight: true } => "swap file, read-ahead 8",
+            Self::Swap { zram: true, eight: false } => "zram, read-ahead 1",
+            Self::Swap { zram: true, eight: true } => "zram, read-ahead 8",
+            Self::PlainFault => "floor: plain fault",
+            Self::Bare { other: false } => "floor: bare userfaultfd, same CPU",
+            Self::Bare { other: true } => "floor: bare userfaultfd, other CPU",
+        }
+    }
+
+    /// Whether it is kernel swap.
+    pub fn is_peer(self) -> bool {
+        matches!(self, Self::Swap { .. })
+    }
+
+    fn setup(self, limit_bytes: u64, swap_bytes: u64) -> Result<Option<PeerSetup>, SetupError> {
+        let Self::Swap { zram, eight } = self else {
+            return Ok(None);
+        };
+        let peer = if zram { Peer::Zram } else { Peer::SwapFile };
+        let mut setup = PeerSetup::new(peer, limit_bytes, swap_bytes)?;
+        setup.set_read_ahead(if eight { ReadAhead::EightPages } else { ReadAhead::OnePage })?;
+        Ok(Some(setup))
+    }
+
+    /// Sets a small one up and takes it away again.
+    ///
+    /// # Errors
+    /// If this machine or user cannot have it.
+    pub fn try_out(self) -> Result<(), SetupError> {
+        self.setup(4 << 20, 4 << 20)?.map_or(Ok(()), PeerSetup::close)
+    }
+}
+
+/// What the runs of a bench share.
+#[derive(Debug)]
+pub struct Bench {
+    /// How much to do.
+    pub size: Size,
+    /// The measured programs.
+    pub programs: Programs,
+    /// Where the pool is.
+    pub cluster: Cluster,
+    /// For outputs.
+    pub folder: TempDir,
+    /// What happened that a reader must know.
+    pub notes: Vec<String>,
+}
+
+impl Bench {
+    /// One run. `None` if the kernel killed the program for want of memory, twice.
+    ///
+    /// # Errors
+    /// If it failed otherwise, or found a wrong page.
+    pub fn run(&mut self, case: Case, way: Way) -> Result<Option<Sample>, BenchError> {
+        match way {
+            Way::PlainFault | Way::Bare { .. } => self.floor(case, way).map(Some),
+            Way::Plain => self.plain(case).map(Some),
+            Way::Pool => self.pool(case).map(Some),
+            Way::Swap { .. } => match self.swap(case, way)? {
+                Some(sample) => Ok(Some(sample)),
+                None => self.swap(case, way),
+            },
+        }
+    }
+
+    fn floor(&self, case: Case, way: Way) -> Result<Sample, BenchError> {
+        let mut command = Command::new(&self.programs.zerofloor);
+        command.args(["--bytes", &FLOOR_BYTES.to_string(), "--cpu", "0"]);
+        command.args(["--pattern", case.pattern(), "--op", case.op()]);
+        match way {
+            Way::Bare { other } => {
+                command.args(["--mode", "uffd", "--who", "process", "--place"]);
+                command.arg(if other { "other" } else { "same" });
+            }
+            _ => {
+                command.args(["--mode", "plain"]);
+            }
+        }
+        let (_, figures) = self.measured(command, Watched::All, "zerofloor", way.name())?;
+        Ok(latencies(&figures))
+    }
+
+    fn arguments(&self, command: &mut Command, case: Case) {
+        let Size { bytes, passes, warm, .. } = self.size;
+        command.args(["--bytes", &bytes.to_string(), "--passes", &passes.to_string(), "--cpu", "0"]);
+        command.args(["--pattern", case.pattern(), "--op", case.op()]);
+        if warm {
+            command.arg("--warm");
+        }
+    }
+
+    fn plain(&self, case: Case) -> Result<Sample, BenchError> {
+        let mut command = Command::new(&self.programs.faultbench);
+        self.arguments(&mut command, case);
+        let (outcome, figures) = self.measured(command, Watched::All, "faultbench", Way::Plain.name())?;
+        let mut sample = latencies(&figures);
+        add_common(&mut sample, &outcome, 0);
+        Ok(sample)
+    }
+
+    fn pool(&self, case: Case) -> Result<Sample, BenchError> {
+        let stats = self.folder.path().join("stats.json");
+        let mut command =
+            self.cluster.pooled_command(self.size.limit_bytes, &stats, &self.programs.faultbench)?;
+        self.arguments(&mut command, case);
+        let before_us = self.cluster.cpu_us();
+        let (outcome, figures) = self.measured(command, Watched::Started, "faultbench", "on the pool")?;
+        let mut sample = latencies(&figures);
+        add_common(&mut sample, &outcome, self.cluster.cpu_us().saturating_sub(before_us));
+        let stats = read_statistics(&stats)?;
+        if stats.remote_reads > 0 {
+            sample.insert("READs/page", float(stats.remote_read_trips) / float(stats.remote_reads));
+        }
+        if stats.remote_writes > 0 {
+            sample.insert("WRITEs/page", float(stats.remote_write_trips) / float(stats.remote_writes));
+        }
+        sample.insert("elsewhere MiB", float(stats.remote_peak_bytes) / MIB);
+        sample.insert("faults", float(stats.faults));
+        sample.insert("agent's p50 µs", stats.fault_latency_us.p50);
+        sample.insert("prefetched", float(stats.prefetched));
+        sample.insert("lost pages", float(stats.lost_pages));
+        Ok(sample)
+    }
+
+    fn swap(&mut self, case: Case, way: Way) -> Result<Option<Sample>, BenchError> {
+        let Size { limit_bytes, bytes, .. } = self.size;
+        let Some(setup) = way.setup(limit_bytes, 2 * bytes)? else {
+            return Ok(None);
+        };
+        let mut command = setup.command(&self.programs.faultbench)?;
+        self.arguments(&mut command, case);
+        let output = self.folder.path().join("output");
+        let outcome = child::run(command, &Streams { input: None, output: &output }, Watched::All, |_| {})?;
+        let usage = setup.usage()?;
+        if usage.oom_kills > 0 {
+            let name = case.name();
+            self.notes
+                .push(format!("the kernel killed the program for want of memory: {name}, {}", way.name()));
+            setup.close()?;
+            return Ok(None);
+        }
+        let figures = figures(&outcome, &output, "faultbench", way.name())?;
+        let mut sample = latencies(&figures);
+        add_common(&mut sample, &outcome, 0);
+        if let Some(peak_bytes) = usage.swap_peak_bytes {
+            sample.insert("elsewhere MiB", float(peak_bytes) / MIB);
+        }
+        if usage.store_peak_bytes > 0 {
+            sample.insert("store beside limit MiB", float(usage.store_peak_bytes) / MIB);
+        }
+        sample.insert("faults", float(usage.major_faults));
+        setup.close()?;
+        Ok(Some(sample))
+    }
+
+    /// Runs a program that must end well and print its figures.
+    ///
+    /// # Errors
+    /// If it does not.
+    pub fn measured(
+        &self,
+        command: Command,
+        watched: Watched,
+        program: &str,
+        way: &str,
+    ) -> Result<(Outcome, Figures), BenchError> {
+        let output = self.folder.path().join("output");
+        let outcome = child::run(command, &Streams { input: None, output: &output }, watched, |_| {})?;
+        let figures = figures(&outcome, &output, program, way)?;
+        Ok((outcome, figures))
+    }
+}
+
+fn figures(outcome: &Outcome, output: &Path, program: &str, way: &str) -> Result<Figures, BenchError> {
+    if !outcome.status.success() || outcome.status.signal().is_some() {
+        return Err(BenchError::Program {
+            program: program.into(),
+            way: way.into(),
+            status: outcome.status.to_string(),
+            message: outcome.message.clone(),
+        });
+    }
+    let text = std::fs::read_to_string(output).map_err(BenchError::io("read", output))?;
+    match serde_json::from_str::<Figures>(&text) {
+        // A run whose pages were not all looked at and found right measures nothing.
+        Ok(figures) if figures.errors == 0 && figures.verified_pages >= figures.ops => Ok(figures),
+        _ => Err(BenchError::Figures { program: program.into(), way: way.into(), text }),
+    }
+}
+
+fn latencies(figures: &Figures) -> Sample {
+    BTreeMap::from([
+        ("p50 µs", figures.faults.p50_us),
+        ("p90 µs", figures.faults.p90_us),
+        ("p99 µs", figures.faults.p99_us),
+        ("MB/s", figures.mb_per_s),
+        ("slow touches", float(figures.faults.count)),
+        ("touches", float(figures.ops)),
+        ("seconds", figures.seconds),
+    ])
+}
+
+fn add_common(sample: &mut Sample, outcome: &Outcome, daemons_us: u64) {
+    sample.insert("CPU µs", float(outcome.cpu_us + daemons_us));
+    sample.insert("daemons' CPU µs", float(daemons_us));
+    sample.insert("resident MiB", float(outcome.resident_peak_bytes) / MIB);
+}

@@ -1,0 +1,152 @@
+//! `aquifer bench malloc`: the usual malloc benchmarks on `libaquifer-malloc`, plainly and with a part of their memory, beside glibc's allocator
+//! plainly, under `aquifer run` and on kernel swap.
+
+mod summary;
+mod ways;
+
+use std::collections::BTreeMap;
+
+use super::support::bytes::{MIB, show_bytes};
+use super::support::report::Report;
+use super::support::{cluster, progress};
+use super::{BenchArgs, BenchError};
+use aquifer::setup::cleanup_stale;
+use ways::{Job, Stage, Way};
+
+/// For `bench list`.
+pub const TARGETS: &str = "targets: with a quarter of its memory each benchmark ahead of itself on a swap file, and not behind itself with glibc under aquifer run; limits hold";
+
+/// How much is done.
+#[derive(Clone, Copy, Debug)]
+struct Size {
+    rounds: usize,
+    /// Per cent of a benchmark's peak that fit.
+    fits: &'static [u64],
+    bytes: u64,
+    /// Each count of operations is divided by this.
+    less: u64,
+}
+
+const QUICK: Size = Size { rounds: 1, fits: &[100, 25], bytes: 64 * MIB, less: 4 };
+const FULL: Size = Size { rounds: 3, fits: &[100, 50, 25], bytes: 128 * MIB, less: 1 };
+
+/// One of the program's benchmarks.
+#[derive(Debug)]
+struct Benchmark {
+    /// As the program calls it.
+    name: &'static str,
+    operations: u64,
+    /// Whether it holds much memory: the others are over before a limit matters.
+    is_large: bool,
+}
+
+const BENCHMARKS: [Benchmark; 5] = [
+    Benchmark { name: "larson", operations: 100_000, is_large: true },
+    Benchmark { name: "random", operations: 200_000, is_large: true },
+    Benchmark { name: "zipf", operations: 200_000, is_large: true },
+    Benchmark { name: "xmalloc", operations: 2_400_000, is_large: false },
+    Benchmark { name: "thrash", operations: 4_000_000, is_large: false },
+];
+/// What a small benchmark may have; none comes near it.
+const SMALL_LIMIT_BYTES: u64 = 256 * MIB;
+
+/// The figures of one run, by name.
+type Sample = BTreeMap<&'static str, f64>;
+/// A benchmark with so many per cent of its memory, in some way; plain ways have all of it. A sample for each round; `None` where the kernel
+/// killed the program.
+type Samples = BTreeMap<(usize, u64, Way), Vec<Option<Sample>>>;
+
+/// Measures.
+///
+/// # Errors
+/// If something could not be measured, or a block held something wrong.
+pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
+    let size = if args.quick { QUICK } else { FULL };
+    let mut report = Report::new("malloc", args.quick);
+    if let Err(error) = cleanup_stale() {
+        report.notes.push(format!("left from an earlier run: {error}"));
+    }
+    let mut stage = Stage::new(size.bytes * 4)?;
+    let mut limited = vec![Way::Library, Way::Run];
+    match Way::SwapFile.try_out() {
+        Ok(()) => limited.push(Way::SwapFile),
+        Err(error) => report.notes.push(format!("left out: {}: {error}", Way::SwapFile.name())),
+    }
+    let (samples, peaks) = measure(size, &mut stage, &limited)?;
+    report.notes.extend(notes(size));
+    for (benchmark, peak_bytes) in BENCHMARKS.iter().zip(&peaks) {
+        report.notes.push(format!(
+            "{}: peak of {} with glibc, plainly",
+            benchmark.name,
+            show_bytes(*peak_bytes)
+        ));
+    }
+    report.notes.append(&mut stage.notes);
+    for (at, benchmark) in BENCHMARKS.iter().enumerate() {
+        for percent in fits(size, benchmark) {
+            summary::fill(&mut report, size.rounds, (at, benchmark), *percent, &limited, &samples);
+        }
+    }
+    Ok(report)
+}
+
+fn fits(size: Size, benchmark: &Benchmark) -> &'static [u64] {
+    if benchmark.is_large { size.fits } else { &[100] }
+}
+
+/// Also returns the peak of each benchmark's resident memory, with glibc and all the memory that it wants.
+fn measure(size: Size, stage: &mut Stage, limited: &[Way]) -> Result<(Samples, Vec<u64>), BenchError> {
+    let tables: usize = BENCHMARKS.iter().map(|benchmark| fits(size, benchmark).len()).sum();
+    let bar = progress::bar(size.rounds * (2 * BENCHMARKS.len() + tables * limited.len()));
+    let mut samples = Samples::new();
+    let mut peaks = Vec::new();
+    for round in 1..=size.rounds {
+        for (at, benchmark) in BENCHMARKS.iter().enumerate() {
+            let mut play = |percent: u64, way: Way, limit_bytes: u64| {
+                bar.set_message(format!(
+                    "round {round}: {}, {percent} % fit, {}",
+                    benchmark.name,
+                    way.name()
+                ));
+                let operations = benchmark.operations / size.less;
+                let job = Job { name: benchmark.name, bytes: size.bytes, operations, limit_bytes, percent };
+                let played = stage.play(way, job)?;
+                bar.inc(1);
+                let peak_bytes = played.as_ref().map_or(0, |(_, peak_bytes)| *peak_bytes);
+                samples.entry((at, percent, way)).or_default().push(played.map(|(sample, _)| sample));
+                Ok::<_, BenchError>(peak_bytes)
+            };
+            let peak_bytes = play(100, Way::Glibc, 0)?;
+            play(100, Way::Plain, 0)?;
+            if round == 1 {
+                peaks.push(peak_bytes);
+            }
+            for percent in fits(size, benchmark) {
+                let part_bytes = peaks[at] * percent / 100;
+                let limit_bytes = if benchmark.is_large { part_bytes } else { SMALL_LIMIT_BYTES };
+                for way in limited {
+                    play(*percent, *way, limit_bytes)?;
+                }
+            }
+        }
+    }
+    bar.finish_and_clear();
+    Ok((samples, peaks))
+}
+
+fn notes(size: Size) -> [String; 4] {
+    [
+        format!("{} rounds in alternation, two threads each; every block was checked", size.rounds),
+        format!(
+            "memory nodes of the pool: {}, over shared memory, beside the programs on this one machine",
+            cluster::nodes()
+        ),
+        format!(
+            "a limit is a part of the benchmark's own peak of anonymous resident memory with glibc, run plainly; xmalloc and thrash, which hold \
+             little, have {}",
+            show_bytes(SMALL_LIMIT_BYTES)
+        ),
+        "operations are counted from when the set is filled; CPU is of the whole run, the daemons' included"
+            .into(),
+    ]
+}

@@ -1,0 +1,210 @@
+//! The ways in which a benchmark gets its memory, and a run by each.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use aquifer_ipc::LOCAL_VARIABLE;
+use serde::Deserialize;
+use tempfile::TempDir;
+
+use super::Sample;
+use crate::bench::BenchError;
+use crate::bench::support::bytes::{MIB, float};
+use crate::bench::support::child::{self, Outcome, Streams, Watched};
+use crate::bench::support::cluster::{Cluster, aquifer_program};
+use crate::bench::support::programs;
+use crate::peers::{Peer, PeerSetup, ReadAhead};
+use aquifer::Fabric;
+use aquifer::setup::SetupError;
+
+const LIBRARY: &str = "libaquifer_malloc.so";
+/// The kernel kills a program now and then that it would not kill the next time.
+const TRIES: usize = 4;
+
+/// Where a benchmark's memory is, and whose allocator it has.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Way {
+    /// glibc's, all resident.
+    Glibc,
+    /// The library without a limit: mimalloc, all resident.
+    Plain,
+    /// The library with a limit.
+    Library,
+    /// glibc's under `aquifer run`.
+    Run,
+    /// glibc's in a cgroup with a swap file, with the kernel's usual read-ahead.
+    SwapFile,
+}
+
+impl Way {
+    /// For people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Glibc => "glibc, all resident",
+            Self::Plain => "library without limit",
+            Self::Library => "library with limit",
+            Self::Run => "glibc, aquifer run",
+            Self::SwapFile => "glibc, swap file",
+        }
+    }
+
+    /// Sets a small one up and takes it away again, if it is a peer.
+    ///
+    /// # Errors
+    /// If this machine or user cannot have it.
+    pub fn try_out(self) -> Result<(), SetupError> {
+        if self == Self::SwapFile { swap(4 << 20, 4 << 20)?.close() } else { Ok(()) }
+    }
+}
+
+fn swap(limit_bytes: u64, swap_bytes: u64) -> Result<PeerSetup, SetupError> {
+    let mut setup = PeerSetup::new(Peer::SwapFile, limit_bytes, swap_bytes)?;
+    setup.set_read_ahead(ReadAhead::EightPages)?;
+    Ok(setup)
+}
+
+/// What is to be done.
+#[derive(Clone, Copy, Debug)]
+pub struct Job {
+    /// The benchmark, as the program calls it.
+    pub name: &'static str,
+    /// The set that it holds.
+    pub bytes: u64,
+    /// How many operations.
+    pub operations: u64,
+    /// What may be resident, where there is a limit.
+    pub limit_bytes: u64,
+    /// The same, in per cent of what it wants.
+    pub percent: u64,
+}
+
+/// The line that the program prints.
+#[derive(Debug, Deserialize)]
+struct Figures {
+    ops: u64,
+    seconds: f64,
+    errors: u64,
+}
+
+/// What all runs share.
+#[derive(Debug)]
+pub struct Stage {
+    folder: TempDir,
+    program: PathBuf,
+    library: PathBuf,
+    cluster: Cluster,
+    /// What happened that a reader must know.
+    pub notes: Vec<String>,
+}
+
+impl Stage {
+    /// With a cluster that lends so much.
+    ///
+    /// # Errors
+    /// If it does not come up, the program cannot be built, or the library is not beside this program.
+    pub fn new(memory_bytes: u64) -> Result<Self, BenchError> {
+        let folder =
+            tempfile::tempdir().map_err(BenchError::io("make a folder in", &std::env::temp_dir()))?;
+        let program = programs::build(folder.path())?.mallocbench;
+        let library = aquifer_program()?.with_file_name(LIBRARY);
+        if !library.exists() {
+            let missing = std::io::Error::from(std::io::ErrorKind::NotFound);
+            return Err(BenchError::io("find the allocator", &library)(missing));
+        }
+        let cluster = Cluster::up(memory_bytes, Fabric::Shm, None)?;
+        Ok(Self { folder, program, library, cluster, notes: Vec::new() })
+    }
+
+    /// Plays a benchmark: its figures, and its peak of resident memory. `None` if the kernel killed it each time, on a peer of ours.
+    ///
+    /// # Errors
+    /// If it fails otherwise, or a signal asks to stop.
+    pub fn play(&mut self, way: Way, job: Job) -> Result<Option<(Sample, u64)>, BenchError> {
+        let played = match way {
+            Way::Glibc => self.watch(way, job, Command::new(&self.program), Watched::All),
+            Way::Plain | Way::Library => {
+                let mut command = Command::new(&self.program);
+                command.env("LD_PRELOAD", &self.library).env_remove(LOCAL_VARIABLE);
+                if way == Way::Library {
+                    command.env(LOCAL_VARIABLE, job.limit_bytes.to_string());
+                    command.env("AQUIFER_AGENT", self.cluster.state().join("agent.sock"));
+                }
+                self.watch(way, job, command, Watched::All)
+            }
+            Way::Run => {
+                let stats = self.folder.path().join("stats.json");
+                let command = self.cluster.pooled_command(job.limit_bytes, &stats, &self.program)?;
+                self.watch(way, job, command, Watched::Started)
+            }
+            Way::SwapFile => return self.swap_until_done(job),
+        };
+        played.map(Some)
+    }
+
+    fn watch(
+        &self,
+        way: Way,
+        job: Job,
+        mut command: Command,
+        watched: Watched,
+    ) -> Result<(Sample, u64), BenchError> {
+        command.args([job.name, &job.bytes.to_string(), &job.operations.to_string()]);
+        let output = self.folder.path().join("output");
+        let before_us = self.cluster.cpu_us();
+        let outcome = child::run(command, &Streams { input: None, output: &output }, watched, |_| {})?;
+        if !outcome.status.success() {
+            return Err(BenchError::Program {
+                program: job.name.into(),
+                way: way.name().into(),
+                status: outcome.status.to_string(),
+                message: outcome.message,
+            });
+        }
+        let mut sample = sample(way, job, &outcome, &output)?;
+        let daemons_us = self.cluster.cpu_us().saturating_sub(before_us);
+        sample.insert("CPU s", float(outcome.cpu_us + daemons_us) / 1e6);
+        Ok((sample, outcome.resident_peak_bytes))
+    }
+
+    /// As the kernel now and then finds nothing to swap out, and kills.
+    fn swap_until_done(&mut self, job: Job) -> Result<Option<(Sample, u64)>, BenchError> {
+        for _ in 0..TRIES {
+            let setup = swap(job.limit_bytes, 4 * job.bytes.max(64 * MIB))?;
+            let command = setup.command(&self.program)?;
+            let (played, was_in_want) =
+                setup.patiently(|| self.watch(Way::SwapFile, job, command, Watched::All))?;
+            let usage = setup.usage()?;
+            setup.close()?;
+            let reason = match played {
+                _ if usage.oom_kills > 0 => "killed for want of memory".to_owned(),
+                Err(error @ BenchError::Program { .. }) => error.to_string(),
+                played => {
+                    let (mut sample, peak_bytes) = played?;
+                    sample.insert("in want", f64::from(was_in_want));
+                    return Ok(Some((sample, peak_bytes)));
+                }
+            };
+            self.notes.push(format!("{} on a swap file at {} %: {reason}", job.name, job.percent));
+        }
+        Ok(None)
+    }
+}
+
+fn sample(way: Way, job: Job, outcome: &Outcome, output: &Path) -> Result<Sample, BenchError> {
+    let text = std::fs::read(output).map_err(BenchError::io("read", output))?;
+    let figures: Figures = serde_json::from_slice(&text)
+        .map_err(|error| BenchError::io("understand the figures in", output)(error.into()))?;
+    if figures.errors > 0 {
+        return Err(BenchError::Wrong {
+            program: job.name.into(),
+            way: format!("{}, {} % fit", way.name(), job.percent),
+            what: format!("{} blocks that were not as written", figures.errors),
+        });
+    }
+    Ok(Sample::from([
+        ("thousand ops/s", float(figures.ops) / figures.seconds / 1e3),
+        ("whole s", outcome.elapsed.as_secs_f64()),
+        ("resident MiB", float(outcome.resident_peak_bytes) / float(MIB)),
+        ("limit MiB", float(job.limit_bytes) / float(MIB)),
+    ]))
+}

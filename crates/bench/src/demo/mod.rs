@@ -1,0 +1,129 @@
+//! `aquifer demo`: a real program three ways, plainly, on the pool with a quarter of the memory that it takes, and
+//! under the same limit on kernel swap; outputs compared byte for byte.
+
+mod picture;
+mod program;
+mod ways;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::Args;
+
+use crate::bench::BenchError;
+use crate::bench::support::bytes::{MIB, show_bytes};
+use crate::bench::support::cluster::Cluster;
+use crate::bench::support::interrupt;
+use aquifer::Fabric;
+use aquifer::say::{say, say_line};
+use aquifer::setup::cleanup_stale;
+use program::Program;
+use ways::{Stage, Way};
+
+/// The part of the plain run's peak that the others get.
+const LOCAL_SHARE: u64 = 4;
+/// What each memory node lends at least.
+const NODE_BYTES_MIN: u64 = 1 << 30;
+
+/// The arguments of `aquifer demo`.
+#[derive(Args, Clone, Debug)]
+pub struct DemoArgs {
+    /// Where to draw the picture
+    #[arg(long, value_name = "FILE", default_value = "aquifer-demo.svg")]
+    pub picture: PathBuf,
+}
+
+/// Plays the demo. Whatever it starts is stopped when it returns, for whatever reason.
+///
+/// # Errors
+/// If something is missing, a run plainly or on the pool fails, their outputs differ, or a signal asks to stop. What happens to the
+/// peer is a row of the table.
+pub fn run(args: &DemoArgs) -> Result<ExitCode, BenchError> {
+    interrupt::install();
+    interrupt::outcome(play(args))
+}
+
+fn play(args: &DemoArgs) -> Result<ExitCode, BenchError> {
+    if let Err(error) = cleanup_stale() {
+        aquifer::say::say_error!("left from an earlier demo: {error}");
+    }
+    let folder = tempfile::tempdir().map_err(BenchError::io("make a folder in", &std::env::temp_dir()))?;
+    let program = Program::find(folder.path())?;
+    say_line!("{}\n", program.about());
+    let mut stage = Stage::new(program, folder.path().to_owned());
+    let plain = stage.run(Way::Plain)?;
+    say_line!("{}", plain.line());
+    let limit_bytes = (plain.resident_peak_bytes / LOCAL_SHARE / MIB).max(8) * MIB;
+    say_line!("{:<12} {} of memory, a quarter of that peak, from here on", "", show_bytes(limit_bytes));
+    let mut played = vec![plain];
+
+    let cluster = Cluster::up(played[0].resident_peak_bytes.max(NODE_BYTES_MIN), Fabric::Shm, None)?;
+    played.push(stage.run(Way::Pool { cluster: &cluster, limit_bytes })?);
+    drop(cluster);
+    say_line!("{}", played[1].line());
+    compare(folder.path(), Way::POOL, &played)?;
+
+    let swap_bytes = 2 * played[0].resident_peak_bytes;
+    let mut swap = stage.run(Way::Swap { limit_bytes, swap_bytes })?;
+    if swap.failure.is_none()
+        && let Err(error) = compare(folder.path(), Way::SWAP, &played)
+    {
+        swap.failure = Some(error.to_string());
+    }
+    say_line!("{}", swap.line());
+    played.push(swap);
+    say_line!(
+        "\nthe outputs of the plain run and ours are equal, byte for byte: {}\n",
+        show_bytes(played[0].output_bytes)
+    );
+    say!("{}", picture::table(&played));
+    say!("\n{}", picture::text(&played, limit_bytes));
+    picture::draw(&args.picture, &played, limit_bytes, stage.title())?;
+    say_line!("\npicture: {}", args.picture.display());
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Compares the last output with the plain one; if they differ both are kept beside the temporary folder.
+fn compare(folder: &Path, way: &str, played: &[ways::Played]) -> Result<(), BenchError> {
+    let path = |name: &str| folder.join(name);
+    let read = |path: &Path| std::fs::read(path).map_err(BenchError::io("read", path));
+    let (plain, other) = (path(Way::PLAIN), path(way));
+    if read(&plain)? == read(&other)? && played[0].output_bytes > 0 {
+        return Ok(());
+    }
+    let keep = |from: &Path, name: &str| {
+        let to = std::env::temp_dir().join(format!("aquifer-demo-{}-{name}.txt", std::process::id()));
+        std::fs::copy(from, &to).map_err(BenchError::io("keep", &to))?;
+        Ok::<_, BenchError>(to)
+    };
+    Err(BenchError::OutputDiffers {
+        way: way.into(),
+        plain: keep(&plain, "plain")?,
+        other: keep(&other, &way.replace(' ', "-"))?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_single_differing_byte_is_found_and_both_outputs_are_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let played = [ways::Played { output_bytes: 3, ..ways::Played::default() }];
+        let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+        write(Way::PLAIN, "abc");
+        write(Way::POOL, "abc");
+        assert!(compare(folder.path(), Way::POOL, &played).is_ok());
+        write(Way::POOL, "abd");
+        match compare(folder.path(), Way::POOL, &played) {
+            Err(BenchError::OutputDiffers { plain, other, .. }) => {
+                assert_eq!(std::fs::read_to_string(&plain).unwrap(), "abc");
+                assert_eq!(std::fs::read_to_string(&other).unwrap(), "abd");
+                std::fs::remove_file(plain).unwrap();
+                std::fs::remove_file(other).unwrap();
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}

@@ -1,0 +1,56 @@
+//! `aquifer-bench`: what measures and draws. `aquifer bench`, `aquifer demo` and `aquifer fabric` start it, as git starts its commands.
+
+mod bench;
+mod demo;
+#[cfg(feature = "verbs")]
+mod fabric;
+mod peers;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use aquifer::Outcome;
+use clap::{Parser, Subcommand};
+
+#[derive(Parser, Debug)]
+#[command(name = "aquifer", bin_name = "aquifer", version, disable_help_subcommand = true)]
+struct Cli {
+    /// The cluster's folder, for `aquifer fabric`
+    #[arg(long, global = true, value_name = "DIR", env = "AQUIFER_STATE", hide_env_values = true)]
+    state: Option<PathBuf>,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    /// Measure something, beside its peers; `list` names what
+    Bench(bench::BenchArgs),
+    /// A real program on a quarter of the memory that it needs, beside the same on kernel swap
+    Demo(demo::DemoArgs),
+    /// What this machine's RDMA devices can do, or why there are none
+    #[cfg(feature = "verbs")]
+    #[command(subcommand)]
+    Fabric(fabric::arguments::FabricCommand),
+    /// The same, in a build without RDMA
+    #[cfg(not(feature = "verbs"))]
+    Fabric {
+        /// Of no use
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        _arguments: Vec<std::ffi::OsString>,
+    },
+}
+
+fn main() -> ExitCode {
+    aquifer::prepare();
+    let cli = Cli::parse();
+    let outcome: Outcome = match cli.command {
+        Command::Bench(arguments) => bench::run(&arguments).map_err(Into::into),
+        Command::Demo(arguments) => demo::run(&arguments).map_err(Into::into),
+        #[cfg(feature = "verbs")]
+        Command::Fabric(command) => fabric::run(&cli.state, command),
+        #[cfg(not(feature = "verbs"))]
+        Command::Fabric { .. } => Err(aquifer_fabric::WITHOUT_VERBS.into()),
+    };
+    aquifer::finish(outcome)
+}

@@ -1,0 +1,141 @@
+//! Kernel swap as a peer: runs a program with little memory and a swap device, the way an operator would
+//! without Aquifer, so that demo and benches can show both side by side.
+//!
+//! A [`PeerSetup`] makes a memory cgroup and a swap device of its own and undoes both when it is dropped.
+//!
+//! Swap devices belong to the whole machine: while a setup lives, other programs under memory pressure may
+//! swap to its device, too. Its priority is the highest, so that the program under test gets no other.
+
+#[cfg(test)]
+mod tests;
+
+use std::ffi::OsStr;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
+
+use aquifer::setup::cgroup::{self, Cgroup};
+use aquifer::setup::record::{Record, Step};
+use aquifer::setup::want::Want;
+use aquifer::setup::{PAGE_CLUSTER, SIZE_BYTES, SetupError, Usage, read_number, swapfile, zram};
+
+/// Programs in want of memory wait so long between two tries.
+const TRY_AGAIN: Duration = Duration::from_millis(5);
+
+/// Where the kernel swaps to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Peer {
+    /// A file on this machine's disk.
+    SwapFile,
+    /// Compressed memory.
+    ///
+    /// The compressed pages are this machine's memory, but the kernel counts them against no cgroup: the
+    /// program gets its limit *and* the store. [`Usage::store_peak_bytes`] says how much that was;
+    /// a report must show it, or grant a limit that is smaller by as much.
+    Zram,
+}
+
+/// How many pages the kernel reads at once when one is needed; it holds for all swap on the machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReadAhead {
+    /// Only the page itself: best for random access.
+    OnePage,
+    /// Eight pages, the kernel's default: best for sequential access to a disk.
+    EightPages,
+}
+
+/// A limited cgroup and a swap device, until dropped.
+#[derive(Debug)]
+pub struct PeerSetup {
+    cgroup: Cgroup,
+    zram: Option<u32>,
+    record: Record,
+}
+
+impl PeerSetup {
+    /// Sets up `peer` with `swap_bytes` of swap, for programs with `limit_bytes` of memory (anonymous memory
+    /// and page cache together).
+    ///
+    /// Nothing is left behind when this fails.
+    pub fn new(peer: Peer, limit_bytes: u64, swap_bytes: u64) -> Result<Self, SetupError> {
+        for (what, bytes) in [("memory limit", limit_bytes), ("swap device", swap_bytes)] {
+            if !SIZE_BYTES.contains(&bytes) {
+                return Err(SetupError::Size { what, bytes });
+            }
+        }
+        if !rustix::process::geteuid().is_root() {
+            return Err(SetupError::NotRoot);
+        }
+        // From here on an early return drops the record, and that undoes what it holds.
+        let mut record = Record::create()?;
+        let cgroup = Cgroup::create(&mut record, limit_bytes, swap_bytes)?;
+        let zram = match peer {
+            Peer::SwapFile => {
+                swapfile::create(&mut record, swap_bytes)?;
+                None
+            }
+            Peer::Zram => Some(zram::create(&mut record, swap_bytes)?),
+        };
+        Ok(Self { cgroup, zram, record })
+    }
+
+    /// Sets the read-ahead of swap; the former setting comes back when the setup is dropped.
+    pub fn set_read_ahead(&mut self, read_ahead: ReadAhead) -> Result<(), SetupError> {
+        let path = Path::new(PAGE_CLUSTER);
+        let former = read_number(path)?;
+        if !self.record.has_page_cluster() {
+            self.record.add(Step::PageCluster(former))?;
+        }
+        let log2_pages = match read_ahead {
+            ReadAhead::OnePage => "0",
+            ReadAhead::EightPages => "3",
+        };
+        fs::write(path, log2_pages).map_err(SetupError::io("set the swap read-ahead in", path))
+    }
+
+    /// A command whose program runs within the limit, from before its first instruction.
+    pub fn command(&self, program: impl AsRef<OsStr>) -> Result<Command, SetupError> {
+        Ok(cgroup::command(program.as_ref(), self.cgroup.procs()?))
+    }
+
+    /// Runs `work`, and meanwhile lets programs that find no memory wait and try again, for which the kernel else kills them, even with
+    /// swap left. If they cannot wait here, it still does. Says whether they were in want: then a program may have failed because of it, in a
+    /// system call that got no memory.
+    pub fn patiently<T>(&self, work: impl FnOnce() -> T) -> Result<(T, bool), SetupError> {
+        self.cgroup.set_waits_in_want(true)?;
+        let (done, is_done) = mpsc::channel::<()>();
+        std::thread::scope(|scope| {
+            let attendant = scope.spawn(move || {
+                let mut want = Want::default();
+                let mut was_in_want = false;
+                while let Err(RecvTimeoutError::Timeout) = is_done.recv_timeout(TRY_AGAIN) {
+                    want.heed(&self.cgroup)?;
+                    was_in_want |= !matches!(want, Want::None);
+                }
+                // What is left may be killed.
+                self.cgroup.set_waits_in_want(false)?;
+                Ok(was_in_want)
+            });
+            let result = work();
+            drop(done);
+            let was_in_want = attendant.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            Ok((result, was_in_want))
+        })
+    }
+
+    /// What has been used until now.
+    pub fn usage(&self) -> Result<Usage, SetupError> {
+        let mut usage = self.cgroup.usage()?;
+        if let Some(number) = self.zram {
+            usage.store_peak_bytes = zram::store_peak_bytes(number)?;
+        }
+        Ok(usage)
+    }
+
+    /// Undoes everything now, and says what went wrong; dropping does the same in silence.
+    pub fn close(mut self) -> Result<(), SetupError> {
+        self.record.undo()
+    }
+}
