@@ -41,7 +41,7 @@ fn parse_stat(stat: &str) -> Option<ExitStatus> {
 struct PidfdInfo {
     mask: u64,
     cgroup: u64,
-    /// Process numbers and credentials, which nobody needs here.
+    /// Process numbers and credentials; not read.
     _others: [u32; 11],
     exit_code: u32,
 }

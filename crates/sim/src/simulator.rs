@@ -44,7 +44,7 @@ impl<M: Mutations + Sync, T> Simulator<M, T> {
         asked_seed().is_none()
     }
 
-    /// Plays schedules that nobody has played, as many as [`SCHEDULES_VARIABLE`] says.
+    /// Plays schedules from a random seed on, as many as [`SCHEDULES_VARIABLE`] says.
     ///
     /// # Panics
     /// If one fails, with its seed.

@@ -88,9 +88,18 @@ impl Running {
     /// # Panics
     /// If it does not end; then it is killed with all that it started.
     #[must_use]
-    pub fn wait(mut self) -> Outcome {
+    pub fn wait(self) -> Outcome {
+        self.wait_for(RUN_TIME_MAX)
+    }
+
+    /// The same, of a program that may take so long.
+    ///
+    /// # Panics
+    /// As [`Self::wait`].
+    #[must_use]
+    pub fn wait_for(mut self, patience: Duration) -> Outcome {
         let status =
-            eventually_within(RUN_TIME_MAX, || self.child.try_wait().expect("our own child can be asked"));
+            eventually_within(patience, || self.child.try_wait().expect("our own child can be asked"));
         let Some(status) = status else {
             let of_it: Vec<u32> =
                 [self.child.id()].into_iter().chain(processes::descendants(self.child.id())).collect();
@@ -99,7 +108,7 @@ impl Running {
             let reports: String = of_it.iter().copied().chain(agents).map(processes::report).collect();
             of_it.iter().for_each(|pid| processes::signal(*pid, Signal::KILL));
             panic!(
-                "a program did not end within {RUN_TIME_MAX:?} and was killed; it, and the agents, were:\n{reports}"
+                "a program did not end within {patience:?} and was killed; it, and the agents, were:\n{reports}"
             );
         };
         let peak = self.sampler.stop();

@@ -13,6 +13,7 @@ mod failures;
 mod fairness;
 mod hostile;
 mod languages;
+mod large;
 mod lend;
 mod limit;
 mod malloc;

@@ -52,7 +52,7 @@ pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Have the keeper log how each daemon ends. A daemon that nobody watches works as well, so this fails with a warning only.
+/// Has the keeper log how each daemon ends. A daemon that is not watched works as well, so a failure is only a warning.
 fn watch_exits(state: &StateDir, shape: &Shape) {
     let warn =
         |error: &dyn std::error::Error| crate::say::say_error!("the ends of daemons are not logged: {error}");
@@ -61,7 +61,7 @@ fn watch_exits(state: &StateDir, shape: &Shape) {
         Err(error) => return warn(&error),
     };
     for part in shape.parts().into_iter().filter(|part| *part != Part::Keeper) {
-        // One that is gone again has said why, or nobody can.
+        // A daemon that has ended meanwhile cannot be watched.
         let Ok(Some(Process { pid, pidfd })) = life_of(state, part) else { continue };
         let watch = Frame::Watch { pid, name: part.to_string() };
         if let Err(error) = aquifer_channel::send_frame(&keeper, &watch, &[pidfd.as_fd()]) {

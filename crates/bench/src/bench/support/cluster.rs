@@ -175,7 +175,7 @@ fn take_down_stale() {
     }
 }
 
-/// Whether it is a folder of this user's that nobody else can write to.
+/// Whether it is a folder of this user's that no other user can write to.
 fn is_own_folder(path: &Path) -> bool {
     let own = rustix::process::geteuid().as_raw();
     std::fs::symlink_metadata(path)
