@@ -14,6 +14,8 @@ if [ -z "${AQUIFER_SIGNALS:-}" ]; then
 fi
 cd "$(dirname "$0")/.."
 loop=${1:-test}
+target=$loop
+[ "$loop" != long ] || target=test-long
 export PATH="$PWD/target/tools/bin:$PATH"
 export AQUIFER_BIN="$PWD/target/debug/aquifer"
 reports=target/nextest
@@ -29,7 +31,7 @@ summary() {
     scripts/test_report.py "$reports"/*/junit.xml
     reported=$?
     [ "$status" != 0 ] || status=$reported
-    if [ "$status" = 0 ]; then echo "make $loop: all passed"; else echo "make $loop: FAILED (status $status)"; fi
+    if [ "$status" = 0 ]; then echo "make $target: all passed"; else echo "make $target: FAILED (status $status)"; fi
     exit "$status"
 }
 trap summary EXIT

@@ -1,5 +1,6 @@
 //! Judging a limit in steps: the program grows, stands still until it is within its limit, and then works under judgement.
 //!
+//! Resident memory is read from the kernel's counter. A walk through the pages, as for what forks share, counts twice what moves while it is on its way.
 //! How far a program that grows freely may be over its limit for a moment depends on the machine; `aquifer bench faults` measures that.
 
 use std::io::{BufRead, BufReader, Read, Write};
@@ -70,10 +71,10 @@ pub fn judge_all(cluster: &Cluster, pid: u32, checkers: &mut [Steps], limit: u64
         checkers.iter_mut().for_each(|checker| checker.expect("grown"));
         let mut mempool = mempool_share(cluster.agent_socket());
         eventually("the program to be within its limit while it stands still", || {
-            let bytes = anonymous_bytes(&processes::descendants(pid), true) + mempool();
+            let bytes = anonymous_bytes(&processes::descendants(pid), false) + mempool();
             (bytes <= limit + REST_BYTES).then_some(())
         });
-        let sampler = Sampler::start(pid, true, mempool);
+        let sampler = Sampler::start(pid, false, mempool);
         checkers.iter_mut().for_each(Steps::go_on);
         checkers.iter_mut().for_each(|checker| checker.expect("checked"));
         let peak = sampler.stop();
