@@ -37,7 +37,7 @@ test-long:
 	AQUIFER_SOAK_S=$$(($(SECONDS) / 3)) scripts/test.sh long
 
 mutants:
-	AQUIFER_RECORD_MUTANTS=1 cargo test -p aquifer-sim --test simulators every_mutation_is_noticed -- --nocapture --test-threads=1
+	AQUIFER_RECORD_MUTANTS=1 cargo test --workspace --test simulators every_mutation_is_noticed -- --nocapture --test-threads=1
 
 bench:
 	scripts/install-deps.sh bench

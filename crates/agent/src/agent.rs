@@ -111,8 +111,7 @@ impl Surroundings for Host {
     }
 
     fn pool(&self, tenant: u32) -> PoolClient {
-        // Its senders give up what is not used.
-        self.nodes.pool(tenant).resting()
+        self.nodes.pool(tenant)
     }
 
     fn custody(&self) -> &Custody {

@@ -64,7 +64,7 @@ pub(crate) struct Cluster {
 
 impl Cluster {
     pub fn new(reach: Arc<dyn Reach>, tenant: Tenant, quota_bytes: Option<u64>, ring: Arc<Memory>) -> Self {
-        let pool = PoolClient::in_custody(reach.host(), tenant, Arc::clone(reach.custody())).resting();
+        let pool = PoolClient::in_custody(reach.host(), tenant, Arc::clone(reach.custody()));
         let mut cluster = Self {
             reach,
             tenant,
@@ -127,8 +127,8 @@ impl Cluster {
         }
     }
 
-    /// The better of two nodes by free memory, then the others; before all of them one where something of that size was left.
-    fn nodes_by_room(&mut self, class: Option<SizeClass>) -> Vec<NodeId> {
+    /// The better of two random nodes by free memory, then the others.
+    fn nodes_by_room(&mut self) -> Vec<NodeId> {
         let mut nodes: Vec<NodeId> = self.pool.nodes().collect();
         let count = nodes.len();
         if count < 2 {
@@ -141,10 +141,6 @@ impl Cluster {
         if self.pool.free_bytes(nodes[0]) < self.pool.free_bytes(nodes[1]) {
             nodes.swap(0, 1);
         }
-        let has_left = |node: &NodeId| class.is_some_and(|class| self.pool.has_left(*node, class));
-        if let Some(at) = nodes.iter().position(has_left) {
-            nodes[..=at].rotate_right(1);
-        }
         nodes
     }
 
@@ -156,25 +152,23 @@ impl Cluster {
         usize::try_from(self.random % bound as u64).unwrap_or(0)
     }
 
-    /// Take something, an extent of that size if it is one, of the best node that has it, of nodes that have come just now, too.
+    /// Allocates from the best node that has room, nodes that have just come included.
     fn take<T>(
         &mut self,
-        class: Option<SizeClass>,
         take: impl Fn(&mut PoolClient, NodeId) -> Result<T, PoolError>,
     ) -> Result<T, Status> {
-        match self.take_somewhere(class, &take) {
-            Err(Status::Full) if self.meet_nodes() => self.take_somewhere(class, &take),
+        match self.take_somewhere(&take) {
+            Err(Status::Full) if self.meet_nodes() => self.take_somewhere(&take),
             outcome => outcome,
         }
     }
 
     fn take_somewhere<T>(
         &mut self,
-        class: Option<SizeClass>,
         take: &impl Fn(&mut PoolClient, NodeId) -> Result<T, PoolError>,
     ) -> Result<T, Status> {
         let mut status = Status::Full;
-        for node in self.nodes_by_room(class) {
+        for node in self.nodes_by_room() {
             let mut taken = take(&mut self.pool, node);
             while let Err(PoolError::Away { .. }) = taken {
                 // Nobody knows whether something was taken, and an audit finds it. This waits until the node is back, or gone.
@@ -246,15 +240,15 @@ impl Pool for Cluster {
     }
 
     fn allocate(&mut self, class: SizeClass) -> Result<Extent, Status> {
-        self.take(Some(class), |pool, node| pool.allocate(node, class))
+        self.take(|pool, node| pool.allocate(node, class))
     }
 
     fn allocate_many(&mut self, class: SizeClass, count: u32) -> Result<Vec<Extent>, Status> {
-        self.take(Some(class), |pool, node| pool.allocate_many(node, class, count))
+        self.take(|pool, node| pool.allocate_many(node, class, count))
     }
 
     fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, Status> {
-        self.take(None, |pool, node| pool.allocate_stretch(node, sections))
+        self.take(|pool, node| pool.allocate_stretch(node, sections))
     }
 
     fn sections_to_clear(&self, sections: u32) -> Option<u32> {
@@ -286,18 +280,6 @@ impl Pool for Cluster {
 
     fn give_back_begun(&mut self, extent: Extent, record: u32) -> bool {
         self.return_by(extent.node, |pool| pool.free_begun(extent, record)).is_ok()
-    }
-
-    fn has_resting(&self) -> bool {
-        self.pool.has_any_resting()
-    }
-
-    fn settle_unused(&mut self) {
-        self.pool.settle_unused(|_| true);
-    }
-
-    fn settle(&mut self) {
-        self.pool.settle();
     }
 
     fn reaches(&self, node: NodeId) -> bool {
@@ -468,64 +450,4 @@ fn parts(each: &Move, key: LocalKey, step: u32) -> impl Iterator<Item = Verb> {
             RemoteAddr { addr: extent.addr + u64::from(piece.offset) + u64::from(from), key: extent.key };
         if is_write { Verb::Write { local, remote } } else { Verb::Read { local, remote } }
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use aquifer_fabric::Identity;
-    use aquifer_fabric::sim::{SimFabric, SimOptions, SimTarget};
-    use aquifer_pool::donate;
-
-    use super::*;
-
-    #[derive(Debug)]
-    struct Simulated {
-        fabric: SimFabric,
-        targets: Vec<SimTarget>,
-        custody: Arc<Custody>,
-    }
-
-    impl Reach for Simulated {
-        fn nodes(&self) -> Vec<NodeId> {
-            (0..).map(NodeId).take(self.targets.len()).collect()
-        }
-
-        fn host(&self) -> Host {
-            Host(1)
-        }
-
-        fn custody(&self) -> &Arc<Custody> {
-            &self.custody
-        }
-
-        fn connect(&self, node: NodeId, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {
-            let who = Identity { host: self.host(), epoch: 1, tenant };
-            self.fabric.connect(self.targets[usize::from(node.0)].node(), who)
-        }
-    }
-
-    #[test]
-    fn what_was_left_on_a_node_is_taken_there_again() {
-        let fabric = SimFabric::new(7, SimOptions { step_on_poll: true, ..SimOptions::default() });
-        let targets: Vec<SimTarget> = (0..3).map(|_| fabric.add_node()).collect();
-        let donate = |(node, target): (u16, &SimTarget)| donate(target, NodeId(node), 8 << 20).unwrap();
-        let _donations: Vec<_> = (0..).zip(&targets).map(donate).collect();
-        let reach = Arc::new(Simulated { fabric, targets, custody: Arc::default() });
-        let ring = Arc::new(Memory::create("aquifer-test", 1 << 16).unwrap());
-        let mut cluster = Cluster::new(reach, Tenant(0), None, ring);
-        let [kept, left] =
-            [(); 2].map(|()| cluster.pool.allocate(NodeId(1), SizeClass::CHUNK).expect("there is room"));
-        cluster.pool.free(left).unwrap();
-        let mut first = |class| cluster.nodes_by_room(class)[0];
-        assert!((0..32).all(|_| first(Some(SizeClass::CHUNK)) == NodeId(1)));
-        assert!((0..32).any(|_| first(Some(SizeClass::SPAN)) != NodeId(1)), "none of that size was left");
-        assert!((0..32).any(|_| first(None) != NodeId(1)));
-        let all = cluster.nodes_by_room(Some(SizeClass::CHUNK)).into_iter();
-        assert_eq!(all.collect::<std::collections::BTreeSet<_>>().len(), 3, "the others come after it");
-        let again = cluster.allocate(SizeClass::CHUNK).expect("there is room");
-        assert_eq!((again.node, again.addr), (left.node, left.addr));
-        for extent in [kept, again] {
-            cluster.pool.free(extent).unwrap();
-        }
-    }
 }

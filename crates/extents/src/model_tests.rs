@@ -175,14 +175,6 @@ impl Pool for ModelPool {
         outcomes
     }
 
-    fn has_resting(&self) -> bool {
-        false
-    }
-
-    fn settle_unused(&mut self) {}
-
-    fn settle(&mut self) {}
-
     fn take_gone(&mut self) -> Vec<NodeId> {
         std::mem::take(&mut self.0.borrow_mut().gone)
     }

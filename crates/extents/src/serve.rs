@@ -340,8 +340,6 @@ struct Server {
     session: Session<Cluster>,
     began: Instant,
     heard_at: Instant,
-    /// When what rested was looked at.
-    settled_at: Instant,
     requests: Vec<Option<Request>>,
     answers: Vec<Answer>,
 }
@@ -360,7 +358,6 @@ impl Server {
             session,
             began: sessions.began,
             heard_at: Instant::now(),
-            settled_at: Instant::now(),
             requests: Vec::with_capacity(SLOTS as usize),
             answers: Vec::with_capacity(SLOTS as usize),
         }
@@ -442,9 +439,6 @@ impl Server {
         let has_spare = self.session.has_spare();
         if has_spare && idle >= IDLE {
             self.session.drop_stock();
-        } else if has_spare && self.settled_at.elapsed() >= IDLE {
-            self.settled_at = Instant::now();
-            self.session.settle_unused();
         }
         self.report();
         if !self.ring.agent_may_sleep(self.next()) {

@@ -54,12 +54,6 @@ pub(crate) trait Pool {
     fn give_back(&mut self, extents: &[Extent]) -> Vec<bool>;
     /// The same of one whose giving back was begun when its control word had that record.
     fn give_back_begun(&mut self, extent: Extent, record: u32) -> bool;
-    /// Whether something rests: free, and kept from others for what is taken next.
-    fn has_resting(&self) -> bool;
-    /// Give up what was not used since the last call.
-    fn settle_unused(&mut self);
-    /// Give all of it up.
-    fn settle(&mut self);
     /// Whether there is a connection to a node.
     fn reaches(&self, node: NodeId) -> bool;
     /// Move data, of each node in this order; how each ended.
@@ -360,17 +354,11 @@ impl<P: Pool> Session<P> {
         true
     }
 
-    /// Give back what is in stock, and give up what rests.
+    /// Frees what is in stock.
     pub fn drop_stock(&mut self) {
         for class in classes() {
             self.drop_some(class, usize::MAX);
         }
-        self.pool.settle();
-    }
-
-    /// Give up what has rested since the last call.
-    pub fn settle_unused(&mut self) {
-        self.pool.settle_unused();
     }
 
     fn drop_some(&mut self, class: SizeClass, count: usize) {
@@ -430,13 +418,12 @@ impl<P: Pool> Session<P> {
         let mut numbers: Vec<u32> = self.known.drain().map(|(_, number)| number).collect();
         numbers.append(&mut self.owed);
         self.return_to_pool(&numbers);
-        self.pool.settle();
         self.owed.is_empty()
     }
 
     /// Whether it keeps anything from others that it does not need.
-    pub fn has_spare(&self) -> bool {
-        self.holdings.stocked_bytes > 0 || self.pool.has_resting()
+    pub const fn has_spare(&self) -> bool {
+        self.holdings.stocked_bytes > 0
     }
 
     /// What it has.

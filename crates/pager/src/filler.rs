@@ -407,7 +407,7 @@ impl Filler {
         });
         let mut is_first_choice = true;
         while found < order.nodes && !nodes.is_empty() {
-            let at = if is_first_choice { self.choose(pool, &nodes, order.class) } else { 0 };
+            let at = if is_first_choice { self.choose(&nodes) } else { 0 };
             let node = nodes.remove(at);
             is_first_choice = false;
             match pool.allocate_many(node, order.class, order.each) {
@@ -433,13 +433,12 @@ impl Filler {
     }
 
     /// Which of some nodes, the better first.
-    fn choose(&mut self, pool: &mut PoolClient, nodes: &[NodeId], class: SizeClass) -> usize {
-        let has_left = |node: &NodeId| !self.slabs.is_slow(*node) && pool.has_left(*node, class);
-        nodes.iter().position(has_left).unwrap_or_else(|| match nodes.len() {
+    fn choose(&mut self, nodes: &[NodeId]) -> usize {
+        match nodes.len() {
             0..=2 => 0,
             // They come in the order of their free memory, so the better of the two is the earlier.
             count => self.draw(count).min(self.draw(count)),
-        })
+        }
     }
 
     fn draw(&mut self, below: usize) -> usize {

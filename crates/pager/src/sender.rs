@@ -396,7 +396,6 @@ impl Sender {
         self.jobs.clear();
         self.end_healing();
         self.filler.close(&mut self.pool);
-        self.pool.settle();
     }
 
     fn post_all(&mut self) -> Result<(), NoRoom> {

@@ -49,7 +49,7 @@ impl Agent {
     }
 
     fn pool_of(self: &Arc<Self>, host: Host, custody: &Arc<Custody>) -> PoolClient {
-        let mut pool = PoolClient::in_custody(host, Tenant(0), Arc::clone(custody)).resting();
+        let mut pool = PoolClient::in_custody(host, Tenant(0), Arc::clone(custody));
         for node in (0..NODES).map(NodeId) {
             if let Ok(endpoint) = self.connect_as(host, node) {
                 pool.add_node(node, endpoint).unwrap();

@@ -40,7 +40,7 @@ impl Cluster {
     }
 
     fn pool(&self, host: u16) -> PoolClient {
-        let mut pool = PoolClient::new(Host(host), Tenant(0)).resting();
+        let mut pool = PoolClient::new(Host(host), Tenant(0));
         for id in (0..).take(self.nodes.len()).map(NodeId) {
             pool.add_node(id, self.connect_as(id, host).unwrap()).unwrap();
         }
@@ -209,27 +209,6 @@ fn slabs_go_where_most_is_free() {
     }
     // The smaller has its turn when the larger has no more than it.
     assert!(free(&world)[1] <= 4 << 20, "{:?}", free(&world));
-}
-
-#[test]
-fn spans_that_rest_are_given_up_however_many_copies_there_are() {
-    for replicas in 1..=2 {
-        let mut world = world_of(replicas, 2, 16 << 20);
-        let few = world.write(1);
-        let many: Vec<Location> = (0..16).flat_map(|_| world.write(BLOCK_PAGES)).collect();
-        let emptied = few[0].slab();
-        assert_ne!(many.last().unwrap().slab(), emptied);
-        let emptied = few.iter().chain(&many).filter(|location| location.slab() == emptied);
-        emptied.for_each(|location| world.slabs.release(*location));
-        world.advance_by(Duration::from_secs(5));
-        let resting = |world: &World| {
-            let taken = |donation: &Donation| donation.layout.data_bytes() - donation.free_bytes();
-            world.donations.iter().map(taken).sum::<u64>() - world.slabs.bytes().0
-        };
-        assert!(resting(&world) > 0, "{replicas}: nothing rests");
-        world.heal();
-        assert_eq!(resting(&world), 0, "{replicas}");
-    }
 }
 
 #[test]

@@ -1,32 +1,25 @@
 //! What a client remembers of a node's control words. They go stale at any moment: every use of
 //! them ends in a CAS that fails if they have.
 
+mod draws;
 mod find;
-mod left;
-mod resting;
-
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 
 use aquifer_fabric::{Host, Key, KeyEntry, Tenant};
 
 use crate::layout::Layout;
-use crate::op::{Grant, OpError, Plant, StepResult, WordAt, damaged, word_of};
+use crate::op::{Grant, OpError, StepResult, WordAt, damaged, word_of};
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
+pub use draws::{Draws, Source};
+
 use crate::word::{IllegalWord, Run, SectionWord, SpanState, SpanWord, record_of};
-use left::Left;
-use resting::Resting;
 
 const SPANS: usize = SECTION_SPANS as usize;
-
-/// Numbers for log entries, none twice: all clients of a host share one.
-pub type Nonces = Arc<AtomicU32>;
 
 /// No word has such a record: nothing is known.
 pub(crate) const NO_RECORD: u32 = u32::MAX;
 
 /// The remembered words of one node.
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct NodeCache {
     sections: Vec<SectionWord>,
     spans: Vec<SpanWord>,
@@ -41,13 +34,8 @@ pub struct NodeCache {
     known: Vec<u16>,
     /// Among those, the ones that another tenant has used, and that were not cleared since.
     foreign: Vec<u16>,
-    /// As sure as whose the spans are.
-    left: Left,
-    /// As sure as their words.
-    resting: Resting,
     tenant: Tenant,
-    keys: KeySource,
-    nonces: Nonces,
+    draws: Draws,
     /// How often a section was found to be other than remembered.
     surprises: u64,
     free_chunks: u64,
@@ -55,47 +43,6 @@ pub struct NodeCache {
     withheld: u32,
     /// Where to look first, for extents within a span and for larger ones.
     start: [u32; 2],
-}
-
-/// Bits for keys.
-#[derive(Clone)]
-enum KeySource {
-    /// Random, from the system, some at a time.
-    System(Vec<u32>),
-    /// In a simulation: the next one, and the step to that after it.
-    Counted(u32, u32),
-}
-
-impl std::fmt::Debug for KeySource {
-    /// Keys stay out of logs.
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("KeySource")
-    }
-}
-
-impl KeySource {
-    const BATCH: usize = 64;
-
-    fn draw(&mut self) -> u32 {
-        match self {
-            Self::System(drawn) => drawn.pop().unwrap_or_else(|| {
-                let mut bytes = [0; Self::BATCH * 4];
-                let got = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
-                // So few bytes come at once or not at all.
-                assert_eq!(got, Ok(bytes.len()), "the system has random bytes");
-                let ([first, others @ ..], []) = bytes.as_chunks::<4>() else {
-                    unreachable!("64 of 4 bytes")
-                };
-                drawn.extend(others.iter().map(|word| u32::from_ne_bytes(*word)));
-                u32::from_ne_bytes(*first)
-            }),
-            Self::Counted(next, step) => {
-                let bits = *next;
-                *next = bits.wrapping_add(*step);
-                bits
-            }
-        }
-    }
 }
 
 /// Something that a client could take, as far as it remembers.
@@ -112,7 +59,7 @@ pub(crate) enum Candidate {
 impl NodeCache {
     /// Remember a node as empty, and nothing as certain, for a client of `tenant`, whose searches begin at `begin_at` ([`begin_at`]).
     #[must_use]
-    pub fn new(layout: &Layout, begin_at: u64, tenant: Tenant, nonces: Nonces) -> Self {
+    pub fn new(layout: &Layout, begin_at: u64, tenant: Tenant, draws: Draws) -> Self {
         let start = section_at(begin_at, layout.sections());
         Self {
             sections: vec![SectionWord::default(); layout.sections() as usize],
@@ -123,11 +70,8 @@ impl NodeCache {
             filled: vec![0; layout.sections() as usize],
             known: vec![0; layout.sections() as usize],
             foreign: vec![0; layout.sections() as usize],
-            left: Left::default(),
-            resting: Resting::default(),
             tenant,
-            keys: KeySource::System(Vec::new()),
-            nonces,
+            draws,
             surprises: 0,
             free_chunks: u64::from(layout.chunks()),
             withheld: 0,
@@ -135,10 +79,10 @@ impl NodeCache {
         }
     }
 
-    /// For a simulation: client number `number` of so many draws keys that are all different, and the same each time. Random ones are alike now and then, by chance.
+    /// The same for another client, which draws from these sources.
     #[must_use]
-    pub fn with_counted_keys(self, number: u32, clients: u32) -> Self {
-        Self { keys: KeySource::Counted(number, clients), ..self }
+    pub fn drawing(self, draws: Draws) -> Self {
+        Self { draws, ..self }
     }
 
     /// How many sections there are.
@@ -179,7 +123,7 @@ impl NodeCache {
             for span in first..first + SECTION_SPANS {
                 // That of an open one is as sure as its word.
                 let is_empty = word.state(place_in_section(span)) == SpanState::Empty;
-                if is_empty || self.span(span).is_closed() && !self.resting.contains(span) {
+                if is_empty || self.span(span).is_closed() {
                     self.forget_owner(span);
                 }
             }
@@ -227,9 +171,6 @@ impl NodeCache {
             self.free_chunks = self.free_chunks + u64::from(after) - u64::from(before);
         }
         self.spans[index] = word;
-        if !word.is_half_closed() {
-            self.resting.remove(span);
-        }
         let place = 1 << place_in_section(span);
         let section = (span / SECTION_SPANS) as usize;
         if !word.is_full() {
@@ -257,7 +198,7 @@ impl NodeCache {
 
     /// A span of this section that a survey has found full, and that is not said to be.
     pub(crate) fn unsaid_full(&self, section: u32, survey: StepResult<'_>) -> Option<u32> {
-        let found = words(survey, 2 * SECTION_SPANS);
+        let found = survey.words_read(2 * SECTION_SPANS);
         let spans = self.section(section).spans_in(SpanState::Partial);
         let mut full = spans.filter(|place| SpanWord(found[usize::from(*place)]).is_full());
         full.next().map(|place| section * SECTION_SPANS + u32::from(place))
@@ -327,59 +268,6 @@ impl NodeCache {
         let (section, place) = ((span / SECTION_SPANS) as usize, place_of(span));
         self.known[section] &= !place;
         self.foreign[section] &= !place;
-        self.left.forget_span(span);
-        self.resting.remove(span);
-    }
-
-    /// The spans that this client has closed, and may open again, those first that have rested longest.
-    #[must_use]
-    pub fn resting(&self) -> &[u32] {
-        self.resting.spans()
-    }
-
-    /// Whether that span is one of them.
-    pub(crate) fn is_resting(&self, span: u32) -> bool {
-        self.resting.contains(span)
-    }
-
-    /// Whoever wanted to open it again has lost: its life is over.
-    pub(crate) fn rest_no_more(&mut self, span: u32) {
-        self.resting.remove(span);
-    }
-
-    /// It has just closed this one, and has left something there. Whether it may rest: only so many do.
-    pub(crate) fn rest(&mut self, span: u32) -> bool {
-        let has_room = self.resting.has_room();
-        if has_room {
-            self.resting.add(span);
-        }
-        has_room
-    }
-
-    /// This client is about to give an extent back, by its word as it is remembered; its next key is bound, and the log tells that it is this host's.
-    pub(crate) fn leave(&mut self, chunk: u32, class: SizeClass, key: Key) {
-        self.left.leave(chunk, class, key);
-    }
-
-    /// The same of what can be taken in a span that it is about to open; all of the span's entries are written then.
-    pub(crate) fn leave_planted(&mut self, plant: &Plant, class: SizeClass) {
-        self.left.forget_span(plant.span());
-        plant.places().for_each(|(chunk, key)| self.left.plant(chunk, class, key));
-    }
-
-    /// The key by which an extent opens that this client takes as it was left or planted.
-    pub(crate) fn left(&self, chunk: u32, class: SizeClass) -> Option<Key> {
-        self.left.key(chunk, class)
-    }
-
-    /// An extent was taken.
-    pub(crate) fn forget_left(&mut self, chunk: u32, class: SizeClass) {
-        self.left.forget(chunk, class);
-    }
-
-    /// This client writes the entries of spans.
-    pub(crate) fn forget_whole(&mut self, spans: std::ops::Range<u32>) {
-        spans.for_each(|span| self.left.forget_whole(span));
     }
 
     /// For whom this client takes memory.
@@ -389,7 +277,7 @@ impl NodeCache {
 
     /// A key for an extent of this size, that nobody can guess.
     pub(crate) fn fresh_key(&mut self, class: SizeClass) -> Key {
-        Key::of_run(class.k(), self.keys.draw())
+        Key::of_run(class.k(), self.draws.key_bits())
     }
 
     /// How often a section was found to be other than remembered: what was judged by it before is old.
@@ -410,8 +298,6 @@ impl NodeCache {
 
     /// What was to be in the log and bound by now may not be: the connection broke.
     pub(crate) fn unsettle_all(&mut self) {
-        self.left.forget_all();
-        self.resting.clear();
         self.settled_sections.fill(0);
         self.settled_spans.fill(0);
     }
@@ -428,18 +314,8 @@ impl NodeCache {
     }
 
     /// A number that `host` has not used before in an entry of the log (within a million).
-    pub(crate) fn nonce(&self, host: Host) -> u32 {
-        Self::nonce_of(host, self.take_nonces(1))
-    }
-
-    /// So many numbers that follow one another, for [`Self::nonce_of`].
-    pub(crate) fn take_nonces(&self, count: u32) -> u32 {
-        self.nonces.fetch_add(count, Ordering::Relaxed)
-    }
-
-    /// A number as an entry of the log has it.
-    pub(crate) fn nonce_of(host: Host, number: u32) -> u32 {
-        (u32::from(host.0) << 20) | (number & 0xf_ffff)
+    pub(crate) fn nonce(&mut self, host: Host) -> u32 {
+        (u32::from(host.0) << 20) | (self.draws.nonce() & 0xf_ffff)
     }
 
     /// A span's state in its section's word as last seen.
@@ -515,7 +391,7 @@ impl NodeCache {
         read: StepResult<'_>,
     ) -> Result<(), OpError> {
         let mut outcome = Ok(());
-        for (section, &word) in (first..).zip(words(read, count)) {
+        for (section, &word) in (first..).zip(read.words_read(count)) {
             if let Err(cause) = self.set_section(section, SectionWord(word)) {
                 outcome = Err(OpError::Damaged { at: WordAt::Section(section), word, cause: cause.into() });
             }
@@ -531,8 +407,8 @@ impl NodeCache {
         read: StepResult<'_>,
     ) -> Result<(), OpError> {
         let (first, count) = (section * SECTION_SPANS, count * SECTION_SPANS);
-        let (spans, keys) = words(read, 2 * count).split_at(count as usize);
-        let outcome = self.learn_spans(first, count, StepResult::Words(spans));
+        let (spans, keys) = read.words_read(2 * count).split_at(count as usize);
+        let outcome = self.learn_spans(first, count, StepResult(spans));
         for (span, (word, entry)) in (first..).zip(spans.iter().zip(keys)) {
             // One that is closed and not empty is somebody's to open or to use, who may be about to say whose it is.
             let is_settled = !SpanWord(*word).is_closed() || self.state_of(span) == SpanState::Empty;
@@ -551,19 +427,11 @@ impl NodeCache {
         read: StepResult<'_>,
     ) -> Result<(), OpError> {
         let mut outcome = Ok(());
-        for (span, &word) in (first..).zip(words(read, count)) {
+        for (span, &word) in (first..).zip(read.words_read(count)) {
             if let Err(cause) = self.set_span(span, SpanWord(word)) {
                 outcome = Err(OpError::Damaged { at: WordAt::Span(span), word, cause: cause.into() });
             }
         }
         outcome
-    }
-}
-
-/// The words that answer a READ of `count`.
-fn words(read: StepResult<'_>, count: u32) -> &[u64] {
-    match read {
-        StepResult::Words(words) if words.len() == count as usize => words,
-        other => panic!("the driver answered a READ of {count} words with {other:?}"),
     }
 }

@@ -1,21 +1,20 @@
 //! The edge: runs the machines over fabric endpoints.
 
+mod draws;
 mod lanes;
 mod node;
 mod recovery;
-mod rest;
 mod wire;
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::hash::{BuildHasher, RandomState};
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use aquifer_fabric::{Endpoint, Host, Key, Tenant};
 
-use crate::cache::{NO_RECORD, Nonces, begin_at};
+use crate::cache::{NO_RECORD, begin_at};
 use crate::custody::{Custody, Ledger, UnderWay};
 use crate::error::PoolError;
 use crate::op::{
@@ -81,8 +80,6 @@ pub struct PoolClient {
     tenant: Tenant,
     nodes: BTreeMap<NodeId, Node>,
     custody: Arc<Custody>,
-    /// Whether spans that it has emptied may rest.
-    may_rest: bool,
 }
 
 impl PoolClient {
@@ -95,7 +92,7 @@ impl PoolClient {
     /// The same of a host that has several, which know of each other's extents.
     #[must_use]
     pub const fn in_custody(host: Host, tenant: Tenant, custody: Arc<Custody>) -> Self {
-        Self { host, tenant, nodes: BTreeMap::new(), custody, may_rest: false }
+        Self { host, tenant, nodes: BTreeMap::new(), custody }
     }
 
     /// What is written down there is known of by the host, as long as anybody has it.
@@ -121,11 +118,6 @@ impl PoolClient {
     pub fn add_node(&mut self, id: NodeId, endpoint: Box<dyn Endpoint>) -> Result<(), PoolError> {
         /// Tells clients of one host apart, so that they too begin at different places.
         static CLIENTS: AtomicU64 = AtomicU64::new(0);
-        /// All clients here are of one host, most often; one that was started again shall not begin where it began before.
-        static NONCES: LazyLock<Nonces> = LazyLock::new(|| {
-            let [_, _, _, _, random @ ..] = RandomState::new().hash_one(0).to_le_bytes();
-            Arc::new(AtomicU32::new(u32::from_le_bytes(random)))
-        });
         if self.nodes.contains_key(&id) {
             return Err(PoolError::NodeExists { node: id });
         }
@@ -133,7 +125,7 @@ impl PoolClient {
             return Err(PoolError::TooManyNodes { limit: NODES_MAX });
         }
         let begin_at = begin_at(self.host, CLIENTS.fetch_add(1, Ordering::Relaxed));
-        self.nodes.insert(id, Node::open(id, endpoint, begin_at, (self.tenant, Arc::clone(&NONCES)))?);
+        self.nodes.insert(id, Node::open(id, endpoint, begin_at, self.tenant)?);
         Ok(())
     }
 
@@ -161,16 +153,11 @@ impl PoolClient {
         let _under_way = self.custody.under_way();
         let node = self.nodes.get_mut(&id).ok_or(PoolError::NoSuchNode { node: id })?;
         node.begin();
-        let has_resting = !node.cache.resting().is_empty();
         let outcome = work(node);
-        if let Err(Failure::Work(_)) = outcome {
-            if let Some(late) = node.take_late() {
-                self.custody.give_up(id, node.region_key(), late);
-            }
-            if has_resting {
-                // Nobody knows of that span any more.
-                self.custody.doubt(id);
-            }
+        if let Err(Failure::Work(_)) = outcome
+            && let Some(late) = node.take_late()
+        {
+            self.custody.give_up(id, node.region_key(), late);
         }
         Ok(outcome)
     }
@@ -244,12 +231,6 @@ impl PoolClient {
         }
     }
 
-    /// Whether a CAS alone takes an extent of that size there: this client has left one when it gave it back, or opened a span for such (docs/decisions/0016).
-    /// Who may choose takes it before anything of another node.
-    pub fn has_left(&mut self, id: NodeId, class: SizeClass) -> bool {
-        self.nodes.get_mut(&id).is_some_and(|node| node.cache.has_left(class))
-    }
-
     /// Take an extent of a node.
     ///
     /// # Errors
@@ -260,8 +241,7 @@ impl PoolClient {
         Ok(self.node(id)?.extent(grant))
     }
 
-    /// Take up to `count` extents of a node: as many as it has, at least one. What a CAS alone takes is taken a span at a time, by one trip to the
-    /// node; of others each takes one, and there is one more.
+    /// Allocate up to `count` extents of a node: as many as it has, at least one. That takes one trip to the node for each, and one more.
     ///
     /// # Errors
     /// As for [`Self::allocate`].
@@ -299,19 +279,19 @@ impl PoolClient {
         self.nodes.get(&id)?.cache.sections_to_clear(sections)
     }
 
-    fn take<M: Machine + Clone>(&mut self, id: NodeId, op: M, bytes: u64) -> Result<M::Output, PoolError> {
-        let mut taken = self.run(id, op.clone())?;
-        if matches!(taken, Err(Failure::Op(OpError::Full))) && self.has_resting(id) {
-            // What rests may be what is missing.
-            self.settle_node(id);
-            taken = self.run(id, op)?;
-        }
-        let taken = taken.map_err(|failure| failure.of(id, 0, bytes));
+    fn take<M: Machine>(&mut self, id: NodeId, op: M, bytes: u64) -> Result<M::Output, PoolError> {
+        let taken = self.run(id, op)?.map_err(|failure| failure.of(id, 0, bytes));
         if !matches!(taken, Ok(_) | Err(PoolError::Full { .. })) {
             // It may have got half way.
             self.custody.doubt(id);
         }
         taken
+    }
+
+    /// Have the connections to the nodes looked after: a node that went away is looked for again, and a broken connection is noticed. To be called now and then while nothing
+    /// else is asked of the nodes.
+    pub fn tend(&mut self) {
+        self.nodes.values_mut().for_each(Node::tend);
     }
 
     /// Take this group of a section's spans, whoever had them last: for the node itself, which clears them or lends them no more. No key opens it. `None` if it
@@ -343,8 +323,7 @@ impl PoolClient {
     /// # Errors
     /// [`PoolError::NotAllocated`] or [`PoolError::NotOurs`], as far as the node's words tell, and nothing was changed.
     pub fn free(&mut self, extent: Extent) -> Result<(), PoolError> {
-        let rests = self.may_rest_on(extent.node);
-        self.give_back(extent, |op| if rests { op.resting() } else { op })
+        self.give_back(extent, |op| op)
     }
 
     /// Give several extents of a node back, those in different sections at once. What came of each, as for [`Self::free`].
@@ -360,16 +339,6 @@ impl PoolClient {
         extents: &[Extent],
     ) -> Result<Vec<Result<(), PoolError>>, PoolError> {
         assert!(extents.iter().all(|extent| extent.node == id), "all are on node {id}");
-        if let ([extent], true) = (extents, self.may_rest_on(id)) {
-            return match self.free(*extent) {
-                Err(
-                    error @ (PoolError::NodeGone { .. }
-                    | PoolError::Away { .. }
-                    | PoolError::NoSuchNode { .. }),
-                ) => Err(error),
-                outcome => Ok(vec![outcome]),
-            };
-        }
         let host = self.host;
         let outcomes = self.at_node(id, |node| {
             // What is no place of the node's is nobody's.
@@ -410,7 +379,11 @@ impl PoolClient {
         let chunk = node.chunk_of(addr).ok_or(PoolError::NotAllocated { node: extent.node, addr, bytes })?;
         let grant = Grant { chunk, class: extent.class, key: extent.key };
         let op = how(FreeOp::new(host, grant));
-        self.run(extent.node, op)?.map_err(|failure| failure.of(extent.node, addr, bytes))
+        let outcome = match self.run(extent.node, op)? {
+            Ok(outcomes) => outcomes[0].map_err(Failure::Op),
+            Err(failure) => Err(failure),
+        };
+        outcome.map_err(|failure| failure.of(extent.node, addr, bytes))
     }
 
     /// Give back all that a dead host held of a node, for anyone to take. Two that do it at once, or one after another that died over it, do no harm.

@@ -178,7 +178,7 @@ pub enum PoolError {
 }
 
 /// What is wrong with a control word.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, thiserror::Error)]
 pub enum Damage {
     /// It cannot be one.
     #[error(transparent)]

@@ -33,7 +33,7 @@ const USED: usize = 84;
 const CHECKSUM_AT: usize = 80;
 
 /// A node's region.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Layout {
     node: u16,
     sections: u32,

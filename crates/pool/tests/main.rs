@@ -8,5 +8,4 @@ mod header;
 mod interleavings;
 mod killed;
 mod machines;
-mod rest;
 mod words;

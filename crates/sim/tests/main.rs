@@ -3,4 +3,3 @@
 mod blocks;
 mod paging;
 mod pool;
-mod recovery_model;

@@ -69,20 +69,6 @@ impl World {
 }
 
 #[test]
-fn what_was_left_is_taken_before_anything_of_another_node() {
-    let mut world = world_of(3, 8 << 20);
-    let nodes = [NodeId(0), NodeId(1), NodeId(2)];
-    let [kept, left] = [(); 2].map(|()| world.pool.allocate(NodeId(1), SizeClass::CHUNK).unwrap());
-    world.pool.free(left).unwrap();
-    let mut choose = |class| world.filler.choose(&mut world.pool, &nodes, class);
-    assert!((0..32).all(|_| choose(SizeClass::CHUNK) == 1));
-    assert!((0..32).any(|_| choose(SizeClass::SPAN) != 1), "nothing of that size was left");
-    world.slabs.set_slow(NodeId(1), true);
-    assert!((0..32).any(|_| world.filler.choose(&mut world.pool, &nodes, SizeClass::CHUNK) != 1));
-    world.pool.free(kept).unwrap();
-}
-
-#[test]
 fn slabs_are_as_large_as_what_is_written_and_then_as_a_part_of_what_is_there() {
     let mut world = world(64 << 20);
     for (want, chunks) in [(1, 1), (3, 4), (64, 64)] {

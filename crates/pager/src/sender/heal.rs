@@ -126,13 +126,11 @@ impl Healer {
 }
 
 impl Sender {
-    /// Ask nodes whether they live, look for slabs that lack copies, and give up what rests. To be called a few times a second, so that a dead node is noticed when
+    /// Ask nodes whether they live, and look for slabs that lack copies. To be called a few times a second, so that a dead node is noticed when
     /// nothing is evicted.
     pub fn probe(&mut self) {
         self.pool.tend();
         self.ask_nodes();
-        // One that has said nothing since the last time would be waited for.
-        self.pool.settle_unused(|node| !self.slabs.is_slow(node));
     }
 
     fn ask_nodes(&mut self) {

@@ -3,73 +3,10 @@
 use aquifer_fabric::Host;
 
 use super::{Candidate, NodeCache};
-use crate::op::{Chain, WordAt};
-use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
-use crate::word::{Run, SpanState};
+use crate::size::{SECTION_SPANS, SizeClass};
+use crate::word::SpanState;
 
 impl NodeCache {
-    /// Of what this client gave back last, and can take again as it was, in which section it is; a chunk only of a span that is open still, or rests.
-    pub(crate) fn take_left(&mut self, class: SizeClass) -> Option<(u32, Candidate)> {
-        while let Some(chunk) = self.left.take_recent(class) {
-            if let Some(candidate) = self.candidate_left(chunk, class) {
-                return Some((chunk / SECTION_CHUNKS, candidate));
-            }
-        }
-        None
-    }
-
-    /// Whether an extent of that size is taken by a CAS alone: there is such a one, or one that was left when its span was opened, and a search takes it first.
-    #[must_use]
-    pub fn has_left(&mut self, class: SizeClass) -> bool {
-        while let Some(chunk) = self.left.last(class) {
-            if self.candidate_left(chunk, class).is_some() {
-                return true;
-            }
-            self.left.take_recent(class);
-        }
-        let first = self.candidate(self.start(class), class, None, false);
-        let Some(Candidate::Chunks { span, run }) = first else { return false };
-        let chunk = span * SPAN_CHUNKS + u32::from(run.first());
-        self.is_known(span) && self.is_settled(WordAt::Span(span)) && self.left(chunk, class).is_some()
-    }
-
-    fn candidate_left(&self, chunk: u32, class: SizeClass) -> Option<Candidate> {
-        let (section, span) = (chunk / SECTION_CHUNKS, chunk / SPAN_CHUNKS);
-        let first = if class.is_within_span() { chunk % SPAN_CHUNKS } else { span % SECTION_SPANS };
-        let run = Run::new(u8::try_from(first).ok()?, class.order())?;
-        let word = self.span(span);
-        if !class.is_within_span() {
-            let is_free = self.section(section).all(run, SpanState::Empty);
-            return is_free.then_some(Candidate::Whole { group: run });
-        }
-        let is_open = !word.is_closed() || self.is_resting(span);
-        (is_open && word.bits() & run.mask() == 0).then_some(Candidate::Chunks { span, run })
-    }
-
-    /// Several extents of that size, at least two, that a CAS alone takes, all of one span: of the one where something was left last, or of the section where searches begin.
-    pub(crate) fn chain(&mut self, host: Host, class: SizeClass, count: u32) -> Option<Chain> {
-        let last = self.left.last(class).map(|chunk| chunk / SPAN_CHUNKS);
-        let section = self.start(class);
-        let open = self.section(section).spans_in(SpanState::Partial);
-        let spans = open.map(|place| section * SECTION_SPANS + u32::from(place));
-        last.into_iter().chain(spans).find_map(|span| self.chain_in(span, host, class, count))
-    }
-
-    fn chain_in(&self, span: u32, host: Host, class: SizeClass, count: u32) -> Option<Chain> {
-        let word = self.span(span);
-        if word.is_closed() || !self.is_known(span) || !self.is_settled(WordAt::Span(span)) {
-            return None;
-        }
-        let is_ready = |first: &u32| {
-            let run = u8::try_from(*first).ok().and_then(|first| Run::new(first, class.order()));
-            let is_free = run.is_some_and(|run| word.bits() & run.mask() == 0);
-            is_free && self.left(span * SPAN_CHUNKS + first, class).is_some()
-        };
-        let firsts = (0..SPAN_CHUNKS).step_by(class.chunks() as usize).filter(is_ready);
-        let firsts = firsts.take(count as usize).fold(0_u32, |firsts, first| firsts | 1 << first);
-        (firsts.count_ones() > 1).then(|| Chain::new(host, span, word, class, firsts))
-    }
-
     /// What to take of a section; `avoid` is a span at which the caller lost too many races. Contended spans are
     /// looked at only if `contended`.
     pub(crate) fn candidate(

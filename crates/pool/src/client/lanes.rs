@@ -1,70 +1,88 @@
-//! Giving back many extents: those of one section by one machine, those of different sections side by side, so that one trip serves all.
+//! Freeing many extents: those of one section one word after another, those of different sections side by side, so that one trip to the node serves all.
 //!
-//! The machines of a client take what is remembered of a word for what they expected there, so no two may be at one word. Sections have none in
+//! A machine takes what the cache has of a word for what it expected there, so no two machines of a client may be at one word at a time. Sections have no word in
 //! common.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 use aquifer_fabric::Host;
 
 use super::node::{Failure, Node};
 use super::wire::{LANES_MAX, Place};
-use crate::op::{Action, FreeManyOp, Grant, Machine, OpError, Step};
+use crate::op::{Action, FreeOp, Grant, Machine, OpError, Step, WordAt, word_of};
 use crate::size::SECTION_CHUNKS;
 
-/// What is given back of one section.
+/// Numbers of extents of one section, by the word that they share.
+type Words = VecDeque<Vec<usize>>;
+
+/// The extents of one section that are being freed.
 #[derive(Debug)]
 struct Lane {
-    /// Numbers of its extents.
+    op: FreeOp,
+    /// Numbers of the extents that it frees.
     numbers: Vec<usize>,
-    op: FreeManyOp,
+    waiting: Words,
     action: Action,
-    /// Of its operations the first in the batch.
+    /// The number of its first operation in the batch.
     first: usize,
 }
 
-/// What came of each.
-type Outcomes = Vec<Result<(), OpError>>;
+/// All that is being freed.
+#[derive(Debug)]
+struct Job<'a> {
+    host: Host,
+    grants: &'a [Grant],
+    outcomes: Vec<Result<(), OpError>>,
+}
 
-impl Lane {
-    /// Go on, unless that was all.
+impl Job<'_> {
+    /// Starts with the next words of a section; `None` if they are done without an access to the node.
+    fn start(&mut self, node: &mut Node, mut waiting: Words) -> Option<Lane> {
+        let numbers = waiting.pop_front()?;
+        let mut op = FreeOp::many(self.host, numbers.iter().map(|number| self.grants[*number]));
+        let step = op.start(&mut node.cache);
+        self.follow(node, step, op, numbers, waiting)
+    }
+
     fn follow(
+        &mut self,
+        node: &mut Node,
+        step: Step<<FreeOp as Machine>::Output>,
+        op: FreeOp,
         numbers: Vec<usize>,
-        op: FreeManyOp,
-        step: Step<Outcomes>,
-        outcomes: &mut Outcomes,
-    ) -> Option<Self> {
+        waiting: Words,
+    ) -> Option<Lane> {
         match step {
-            Step::Post(action) => Some(Self { numbers, op, action, first: 0 }),
+            Step::Post(action) => Some(Lane { op, numbers, waiting, action, first: 0 }),
             Step::Done(ended) => {
-                let ended = ended.unwrap_or_else(|error| vec![Err(error); numbers.len()]);
-                numbers.into_iter().zip(ended).for_each(|(number, outcome)| outcomes[number] = outcome);
-                None
+                for (place, number) in numbers.into_iter().enumerate() {
+                    self.outcomes[number] =
+                        ended.as_ref().map_or_else(|error| Err(*error), |outcomes| outcomes[place]);
+                }
+                self.start(node, waiting)
             }
         }
     }
 }
 
 impl Node {
-    /// Give all of these back; what came of each.
-    pub(super) fn free_all(&mut self, host: Host, grants: &[Grant]) -> Result<Outcomes, Failure> {
-        let mut by_section: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
-        for (number, grant) in grants.iter().enumerate() {
-            by_section.entry(grant.chunk / SECTION_CHUNKS).or_default().push(number);
-        }
-        let mut sections = by_section.into_values();
-        let mut outcomes = vec![Ok(()); grants.len()];
+    /// Frees all of these; returns what became of each.
+    pub(super) fn free_all(
+        &mut self,
+        host: Host,
+        grants: &[Grant],
+    ) -> Result<Vec<Result<(), OpError>>, Failure> {
+        let mut sections = by_section(grants).into_iter();
+        let mut job = Job { host, grants, outcomes: vec![Ok(()); grants.len()] };
         let mut lanes: Vec<Lane> = Vec::with_capacity(LANES_MAX);
         loop {
             while lanes.len() < LANES_MAX
-                && let Some(numbers) = sections.next()
+                && let Some(words) = sections.next()
             {
-                let mut op = FreeManyOp::new(host, numbers.iter().map(|number| grants[*number]).collect());
-                let step = op.start(&mut self.cache);
-                lanes.extend(Lane::follow(numbers, op, step, &mut outcomes));
+                lanes.extend(job.start(self, words));
             }
             if lanes.is_empty() {
-                return Ok(outcomes);
+                return Ok(job.outcomes);
             }
             self.wire.begin();
             for (place, lane) in lanes.iter_mut().enumerate() {
@@ -75,11 +93,20 @@ impl Node {
                 return Err(Failure::Work(error));
             }
             for (place, lane) in std::mem::take(&mut lanes).into_iter().enumerate() {
-                let Lane { numbers, mut op, action, first } = lane;
+                let Lane { mut op, numbers, waiting, action, first } = lane;
                 let result = self.wire.answer(&action, Place::lane(place), first, &mut self.words);
                 let step = op.step(&mut self.cache, result);
-                lanes.extend(Lane::follow(numbers, op, step, &mut outcomes));
+                lanes.extend(job.follow(self, step, op, numbers, waiting));
             }
         }
     }
+}
+
+fn by_section(grants: &[Grant]) -> impl IntoIterator<Item = Words> + use<> {
+    let mut sections: BTreeMap<u32, BTreeMap<WordAt, Vec<usize>>> = BTreeMap::new();
+    for (number, grant) in grants.iter().enumerate() {
+        let words = sections.entry(grant.chunk / SECTION_CHUNKS).or_default();
+        words.entry(word_of(*grant)).or_default().push(number);
+    }
+    sections.into_values().map(|words| words.into_values().collect())
 }

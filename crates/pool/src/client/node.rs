@@ -3,12 +3,11 @@
 use aquifer_fabric::{Endpoint, Key, KeyEntry, Late, Tenant, WorkError};
 
 use super::wire::Wire;
-use super::{Extent, NodeId};
-use crate::cache::{NodeCache, Nonces};
+use super::{Extent, NodeId, draws};
+use crate::cache::NodeCache;
 use crate::error::PoolError;
 use crate::op::{Action, Grant, Machine, OpError, READ_WORDS_MAX, Step, StepResult, WordAt};
 use crate::size::CHUNK_BYTES;
-use crate::word::SpanWord;
 
 #[derive(Debug)]
 pub(super) struct Node {
@@ -16,8 +15,6 @@ pub(super) struct Node {
     pub(super) wire: Wire,
     pub(super) cache: NodeCache,
     pub(super) words: Vec<u64>,
-    /// What rested when it was tended last.
-    pub(super) rested: Vec<(u32, SpanWord)>,
     is_given_up: bool,
 }
 
@@ -56,12 +53,12 @@ impl Node {
         id: NodeId,
         endpoint: Box<dyn Endpoint>,
         begin_at: u64,
-        (tenant, nonces): (Tenant, Nonces),
+        tenant: Tenant,
     ) -> Result<Self, PoolError> {
         let wire = Wire::open(id, endpoint)?;
-        let cache = NodeCache::new(wire.layout(), begin_at, tenant, nonces);
+        let cache = NodeCache::new(wire.layout(), begin_at, tenant, draws::SYSTEM);
         let words = Vec::with_capacity(READ_WORDS_MAX as usize);
-        let mut node = Self { id, wire, cache, words, rested: Vec::new(), is_given_up: false };
+        let mut node = Self { id, wire, cache, words, is_given_up: false };
         node.refresh()?;
         Ok(node)
     }
@@ -119,7 +116,7 @@ impl Node {
                 Step::Done(result) => return result.map_err(Failure::Op),
                 Step::Post(action) => action,
             };
-            let result = match self.wire.carry_out(action, &mut self.words) {
+            let result = match self.wire.carry_out(&action, &mut self.words) {
                 Ok(result) => result,
                 Err(error) => {
                     self.cache.unsettle_all();
@@ -137,18 +134,18 @@ impl Node {
             let count = READ_WORDS_MAX.min(layout.sections() - first);
             self.read(WordAt::Section(first), count)?;
             // A torn word is no damage; whoever wants to change it finds out.
-            self.cache.learn_sections(first, count, StepResult::Words(&self.words)).ok();
+            self.cache.learn_sections(first, count, StepResult(&self.words)).ok();
         }
         for first in (0..layout.spans()).step_by(READ_WORDS_MAX as usize) {
             let count = READ_WORDS_MAX.min(layout.spans() - first);
             self.read(WordAt::Span(first), count)?;
-            self.cache.learn_spans(first, count, StepResult::Words(&self.words)).ok();
+            self.cache.learn_spans(first, count, StepResult(&self.words)).ok();
         }
         Ok(())
     }
 
     fn read(&mut self, at: WordAt, count: u32) -> Result<(), PoolError> {
-        let done = self.wire.carry_out(Action::Read { at, count }, &mut self.words);
+        let done = self.wire.carry_out(&Action::read(at, count), &mut self.words);
         done.map(drop).map_err(|cause| lost(self.id, cause))
     }
 

@@ -14,7 +14,7 @@ use super::{NodeId, POOL_WORK_ID};
 use crate::error::{FormatError, PoolError};
 use crate::layout::{HEADER_BYTES, Layout};
 use crate::link::{Kept, Link};
-use crate::op::{Action, Chain, READ_WORDS_MAX, SURVEY_SECTIONS_MAX, StepResult, Strikes, WordAt, Writes};
+use crate::op::{Access, Action, READ_WORDS_MAX, SURVEY_SECTIONS_MAX, StepResult};
 use crate::size::{SECTION_SPANS, SPAN_CHUNKS};
 
 /// Machines that may have something done at once.
@@ -36,13 +36,8 @@ const _: () = assert!(READ_WORDS_MAX as usize * 8 <= REPLY_BYTES);
 const SPINS_MAX: u32 = 256;
 /// An endpoint over a network is asked again after so long.
 const PATIENCE: Duration = Duration::from_millis(20);
-/// Most operations at once.
-const BATCH_MAX: usize = (Strikes::MAX + 1) * LANES_MAX;
-/// As the length of a READ of the entries that belong to strikes.
-const STRIKES_LEN: u32 = SPAN_CHUNKS * 8;
-const _: () = assert!(Strikes::MAX as u64 == SPAN_CHUNKS as u64 && SPAN_CHUNKS <= LANE_WORDS);
-const _: () = assert!(Strikes::MAX > Writes::PARTS_MAX);
-const _: () = assert!(BATCH_MAX >= Chain::MAX);
+/// Most operations at once: those of an action that revokes all keys of a span, for each of several machines.
+const BATCH_MAX: usize = SPAN_CHUNKS as usize * LANES_MAX;
 const _: () = assert!(BATCH_MAX > SURVEY_SECTIONS_MAX as usize);
 /// Completions taken at a time.
 const POLL_MAX: usize = 32;
@@ -171,82 +166,63 @@ impl Wire {
         self.kept.put_back(&mut self.others);
     }
 
-    /// Do what a machine wants done; words that it reads go into `words`.
+    /// Carries out an action; `words` holds the answer.
     pub fn carry_out<'a>(
         &mut self,
-        action: Action,
+        action: &Action,
         words: &'a mut Vec<u64>,
     ) -> Result<StepResult<'a>, WorkError> {
         self.begin();
-        let first = self.add(&action, Place::ALONE);
+        let first = self.add(action, Place::ALONE);
         self.execute()?;
-        Ok(self.answer(&action, Place::ALONE, first, words))
+        Ok(self.answer(action, Place::ALONE, first, words))
     }
 
-    /// What is added from now on is done at once.
+    /// Begins a batch: what is added from now on is posted together.
     pub fn begin(&mut self) {
         self.batch.clear();
     }
 
-    /// One more thing to be done; the number of its first operation, for [`Self::answer`].
+    /// Adds an action to the batch; returns the number of its first operation, for [`Self::answer`].
     ///
     /// # Panics
-    /// If there is no room for its words at that place: the caller's machines do no such things.
+    /// If there is no room for its words at that place: the machines there have no such actions.
     pub fn add(&mut self, action: &Action, place: Place) -> usize {
         let first = self.batch.len();
-        let reply_at = place.reply_at;
-        match *action {
-            Action::Cas { at, expected, desired } => self.push_swap(at, expected, desired),
-            Action::CasThen { at, expected, desired, then } => {
-                self.push_swap(at, expected, desired);
-                self.push_read(reply_at, self.layout.word_at(then), 8);
-            }
-            Action::CasProbe { at, expected, desired, probe } => {
-                self.push_swap(at, expected, desired);
-                self.push_probe(probe);
-            }
-            Action::WriteThen { writes, at, expected, desired } => {
-                self.push_writes(&writes, place);
-                self.push_swap(at, expected, desired);
-            }
-            Action::PlantThen { plant, at, expected, desired } => {
-                self.push_parts(plant.writes(), place);
-                self.push_swap(at, expected, desired);
-            }
-            Action::Chain(chain) => {
-                for (at, expected, desired) in chain.swaps() {
-                    self.push_swap(at, expected, desired);
+        let (mut reply_at, mut written_at) = (place.reply_at, place.written_at);
+        let room = place.words_max as usize * 8;
+        for access in action.accesses() {
+            match *access {
+                Access::Cas { at, expected, desired } => {
+                    let remote = self.remote(self.layout.word_at(at));
+                    self.push(Verb::CompareSwap { remote, expected, desired });
                 }
-            }
-            Action::Probe { at } => self.push_probe(at),
-            Action::Read { at, count } => {
-                assert!(count <= place.words_max, "{count} words are longer than their room");
-                self.push_read(reply_at, self.layout.word_at(at), count * 8);
-            }
-            Action::Survey { section, count } => {
-                assert!(
-                    2 * count * SECTION_SPANS <= place.words_max,
-                    "{count} sections are longer than their room"
-                );
-                let spans_bytes = SECTION_SPANS * 8;
-                let spans = self.layout.word_at(WordAt::Span(section * SECTION_SPANS));
-                self.push_read(reply_at, spans, count * spans_bytes);
-                for (number, section) in (count..).zip(section..section + count) {
-                    let keys = self.layout.word_at(WordAt::span_key(section * SECTION_SPANS));
-                    self.push_read(reply_at + (number * spans_bytes) as usize, keys, spans_bytes);
+                Access::Probe { at } => {
+                    let remote = self.remote(self.layout.word_at(at));
+                    self.push(Verb::FetchAdd { remote, add: 0 });
                 }
-            }
-            Action::Write(writes) => self.push_writes(&writes, place),
-            Action::Strike(strikes) => self.push_strikes(strikes),
-            Action::StrikeThen(strikes) => {
-                self.push_strikes(strikes);
-                self.push_read(reply_at, self.layout.word_at(strikes.log()), STRIKES_LEN);
+                Access::Read { at, count } => {
+                    self.push_read(reply_at, self.layout.word_at(at), count * 8);
+                    reply_at += count as usize * 8;
+                }
+                Access::Write { at, .. } => {
+                    let offset = written_at;
+                    for word in access.written() {
+                        self.reply.write(written_at, &word.to_le_bytes());
+                        written_at += 8;
+                    }
+                    let len = u32::try_from(written_at - offset).unwrap_or(u32::MAX);
+                    let local = LocalSlice { key: self.reply_key, offset: offset as u64, len };
+                    self.push(Verb::Write { local, remote: self.remote(self.layout.word_at(at)) });
+                }
             }
         }
+        assert!(reply_at <= place.reply_at + room, "there is no room for what is read");
+        assert!(written_at <= place.written_at + room, "there is no room for what is written");
         first
     }
 
-    /// What came of an action whose operations were done, from the one numbered `first` on; words that it has read go into `words`.
+    /// The answer to an action that was executed, and whose first operation has this number, in `words`.
     pub fn answer<'a>(
         &self,
         action: &Action,
@@ -254,40 +230,20 @@ impl Wire {
         first: usize,
         words: &'a mut Vec<u64>,
     ) -> StepResult<'a> {
-        let mut replies = |count: u32| {
-            words.clear();
-            words.extend((0..count as usize).map(|number| self.replied(place, number)));
-        };
-        match *action {
-            Action::Cas { .. } | Action::Probe { .. } => StepResult::Found(self.outcomes[first]),
-            Action::CasThen { .. } => StepResult::FoundThen(self.outcomes[first], self.replied(place, 0)),
-            Action::CasProbe { .. } => StepResult::FoundThen(self.outcomes[first], self.outcomes[first + 1]),
-            Action::WriteThen { writes, .. } => {
-                StepResult::Found(self.outcomes[first + writes.parts().count()])
-            }
-            Action::PlantThen { plant, .. } => {
-                StepResult::Found(self.outcomes[first + plant.writes().count()])
-            }
-            Action::Chain(chain) => {
-                StepResult::Chained(chain.outcome(self.outcomes[first..].iter().copied()))
-            }
-            Action::Read { count, .. } => {
-                replies(count);
-                StepResult::Words(words)
-            }
-            Action::Survey { count, .. } => {
-                replies(2 * count * SECTION_SPANS);
-                StepResult::Words(words)
-            }
-            Action::Write(_) => StepResult::Written,
-            Action::Strike(strikes) => {
-                StepResult::Struck(strikes.struck(self.outcomes[first..].iter().copied()))
-            }
-            Action::StrikeThen(strikes) => {
-                replies(STRIKES_LEN / 8);
-                StepResult::StruckThen(strikes.struck(self.outcomes[first..].iter().copied()), words)
+        words.clear();
+        let mut replied = 0;
+        for (access, outcome) in action.accesses().iter().zip(&self.outcomes[first..]) {
+            match access {
+                Access::Cas { .. } | Access::Probe { .. } => words.push(*outcome),
+                Access::Read { count, .. } => {
+                    let count = *count as usize;
+                    words.extend((replied..replied + count).map(|number| self.replied(place, number)));
+                    replied += count;
+                }
+                Access::Write { .. } => {}
             }
         }
+        StepResult(words)
     }
 
     fn replied(&self, place: Place, number: usize) -> u64 {
@@ -299,47 +255,9 @@ impl Wire {
         self.batch.push(Work { id: 0, verb, signalled: true });
     }
 
-    fn push_probe(&mut self, at: WordAt) {
-        let remote = self.remote(self.layout.word_at(at));
-        self.push(Verb::FetchAdd { remote, add: 0 });
-    }
-
-    fn push_swap(&mut self, at: WordAt, expected: u64, desired: u64) {
-        let remote = self.remote(self.layout.word_at(at));
-        self.push(Verb::CompareSwap { remote, expected, desired });
-    }
-
-    fn push_strikes(&mut self, strikes: Strikes) {
-        for (at, expected, desired) in strikes.swaps() {
-            self.push_swap(at, expected, desired);
-        }
-    }
-
     fn push_read(&mut self, reply_at: usize, offset: u64, len: u32) {
         let local = LocalSlice { key: self.reply_key, offset: reply_at as u64, len };
         self.push(Verb::Read { local, remote: self.remote(offset) });
-    }
-
-    fn push_writes(&mut self, writes: &Writes, place: Place) {
-        self.push_parts(writes.parts().map(|part| (part.at, part.words())), place);
-    }
-
-    fn push_parts(&mut self, parts: impl Iterator<Item = (WordAt, impl Iterator<Item = u64>)>, place: Place) {
-        let mut at = place.written_at;
-        for (first, words) in parts {
-            let (offset, mut len) = (at as u64, 0);
-            for word in words {
-                assert!(
-                    at < place.written_at + place.words_max as usize * 8,
-                    "there is no room for what is written"
-                );
-                self.reply.write(at, &word.to_le_bytes());
-                at += 8;
-                len += 8;
-            }
-            let local = LocalSlice { key: self.reply_key, offset, len };
-            self.push(Verb::Write { local, remote: self.remote(self.layout.word_at(first)) });
-        }
     }
 
     fn remote(&self, offset: u64) -> RemoteAddr {

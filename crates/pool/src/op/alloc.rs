@@ -6,12 +6,12 @@ mod search;
 use aquifer_fabric::{Host, Key, KeyEntry};
 
 use super::flush::{Flush, Flushed};
-use super::give::{Gift, Give, Given};
+use super::free::{FreeCommit, FreeProgress, Freed};
 use super::hint::Hint;
 use super::ready::{Readied, Ready};
 use super::{
-    Action, CONTENDED_AFTER, Grant, Machine, Mutation, OpError, Step, StepResult, WordAt, Writes, damaged,
-    lose, word_of,
+    Action, CONTENDED_AFTER, Grant, Machine, Mutation, OpError, Step, StepResult, WordAt, damaged, lose,
+    word_of,
 };
 use crate::cache::{Candidate, NodeCache, place_in_section};
 use crate::error::Damage;
@@ -20,7 +20,7 @@ use crate::word::{LogOp, Run, SectionWord, SpanWord};
 use search::{Pass, Search};
 
 /// Takes one extent of a node. Dropped before it is done it may have taken one (the inline log says so).
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct AllocOp {
     host: Host,
     class: SizeClass,
@@ -31,14 +31,14 @@ pub struct AllocOp {
     losing: Option<(u32, u32)>,
     /// What is taken is the first of a span.
     has_opened: bool,
-    /// Whether A8 is left to whoever runs this, who does it before anything else; and what it is to write then.
-    owes: bool,
-    owed: Option<Writes>,
+    /// Whether A8 is left to the caller, who does it before anything else; and what it is to write then.
+    leaves_record: bool,
+    record: Action,
     state: State,
 }
 
 /// The only group that is to be taken.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 struct Only {
     section: u32,
     group: Run,
@@ -47,19 +47,19 @@ struct Only {
 }
 
 /// A CAS that was posted.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 struct Committing {
     commit: Commit,
     expected: u64,
     desired: u64,
-    /// If it takes an extent that this opens at once, and of which the log tells: because this client left it so, or by WRITEs that go with the CAS.
+    /// The extent's key, if key and record are written with the CAS.
     key: Option<Key>,
     /// The span that A2 says is full.
     filled: Option<u32>,
 }
 
 /// The CAS that takes something.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum Commit {
     /// A1, or A3 if we opened the span.
     Take { span: u32, run: Run, ours: bool },
@@ -94,7 +94,7 @@ impl Commit {
     }
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum State {
     Idle,
     /// A0.
@@ -108,7 +108,7 @@ enum State {
     /// A8: our own record, and the key.
     Recording(Grant),
     /// What was taken is of a span that is another tenant's by now: it goes back.
-    Returning(Give),
+    Returning(FreeCommit),
     /// R.
     ReadingSections {
         first: u32,
@@ -129,7 +129,7 @@ type Next = Result<Step<Grant>, OpError>;
 impl AllocOp {
     /// An operation that takes an extent of `class` for `host`.
     #[must_use]
-    pub const fn new(host: Host, class: SizeClass) -> Self {
+    pub fn new(host: Host, class: SizeClass) -> Self {
         Self {
             host,
             class,
@@ -138,33 +138,33 @@ impl AllocOp {
             lost: 0,
             losing: None,
             has_opened: false,
-            owes: false,
-            owed: None,
+            leaves_record: false,
+            record: Action::default(),
             state: State::Idle,
         }
     }
 
     /// An operation by which a node takes this group of empty spans, whoever had them. It gets no key.
     #[must_use]
-    pub const fn of_group(host: Host, section: u32, group: Run) -> Self {
+    pub fn of_group(host: Host, section: u32, group: Run) -> Self {
         let class = SizeClass::of_spans(group.order());
         Self { only: Some(Only { section, group, key: None }), ..Self::new(host, class) }
     }
 
     /// An operation that takes this section, and no other, under a key that is given.
-    pub(super) const fn of_section(host: Host, section: u32, key: Key) -> Self {
+    pub(super) fn of_section(host: Host, section: u32, key: Key) -> Self {
         let only = Only { section, group: Run::SECTION, key: Some(key) };
         Self { only: Some(only), ..Self::new(host, SizeClass::SECTION) }
     }
 
-    /// The same, with its A8 left to whoever runs it: see [`Self::take_owed`].
-    pub(super) const fn owing(self) -> Self {
-        Self { owes: true, ..self }
+    /// The same, with its A8 left to the caller: see [`Self::take_record`].
+    pub(super) fn leaving_record(self) -> Self {
+        Self { leaves_record: true, ..self }
     }
 
-    /// What A8 is to write, once there is something.
-    pub(super) const fn take_owed(&mut self) -> Option<Writes> {
-        self.owed.take()
+    /// What A8 is to write; empty as long as nothing is allocated.
+    pub(super) fn take_record(&mut self) -> Action {
+        std::mem::take(&mut self.record)
     }
 
     /// Whether it is the node that takes something for itself.
@@ -190,7 +190,7 @@ impl Machine for AllocOp {
                 cache.settle(word_of(grant));
                 Ok(self.recorded(cache, grant))
             }
-            State::Returning(give) => self.returning(cache, give, result),
+            State::Returning(commit) => self.returning(cache, commit, result),
             State::ReadingSections { first, count } => self.read_sections(cache, first, count, result),
             State::Surveying { section } => self.surveyed(cache, section, result),
             State::Reopening(mut hint, span) => Ok(match hint.step(cache, result) {
@@ -292,24 +292,23 @@ impl AllocOp {
             _ => None,
         };
         let (expected, desired) = (cache.word(commit.at()), commit.desired(cache, self.host, filled));
-        let cas = Action::commit(commit.at(), expected, desired);
-        let (key, action) = match (commit, cas) {
-            (Commit::Take { span, run, ours }, Action::Cas { at, expected, desired }) => {
-                let left = cache.left(first_of(span, run), self.class);
-                if ours {
-                    let plant = self.plant(cache, span);
-                    (Some(plant.key(run)), plant.then(at, expected, desired))
-                } else if cache.is_known(span) || Mutation::TakeForeign.is_active() {
-                    (left, cas)
-                } else {
-                    (left, Action::CasThen { at, expected, desired, then: WordAt::span_key(span) })
-                }
+        let mut action = Action::commit(commit.at(), expected, desired);
+        let mut key = None;
+        match commit {
+            // No other client can allocate in the span before it is open, so A8 goes before the CAS.
+            Commit::Take { span, run, ours: true } => {
+                let grant = self.fresh_grant(cache, first_of(span, run));
+                key = Some(grant.key);
+                action = self.first_record(cache, grant, desired).then(action);
             }
-            (Commit::TakeWhole { section, group }, cas) if self.only.is_none() => {
-                (cache.left(first_of_group(section, group), self.class), cas)
+            Commit::Take { span, .. } if !cache.is_known(span) && !Mutation::TakeForeign.is_active() => {
+                action = action.then(Action::read(WordAt::span_key(span), 1));
             }
-            (_, cas) => (None, filled.map_or(cas, |span| cas.then_probe(WordAt::Span(span)))),
-        };
+            _ => {}
+        }
+        if let Some(filled) = filled {
+            action = action.then(Action::probe(WordAt::Span(filled)));
+        }
         self.post(State::Committing(Committing { commit, expected, desired, key, filled }), action)
     }
 
@@ -326,11 +325,7 @@ impl AllocOp {
             }
             Commit::TakeWhole { section, group } => {
                 self.learn_section(cache, commit.at(), won, desired, found)?;
-                if won {
-                    Ok(self.taken_whole(cache, (section, group), posted.key))
-                } else {
-                    self.overtaken(cache)
-                }
+                if won { Ok(self.taken_whole(cache, section, group)) } else { self.overtaken(cache) }
             }
         }
     }
@@ -343,7 +338,7 @@ impl AllocOp {
         filled: Option<u32>,
         result: StepResult<'_>,
     ) -> Step<Grant> {
-        if let (Some(filled), StepResult::FoundThen(_, word)) = (filled, result)
+        if let (Some(filled), (_, Some(word))) = (filled, result.found_then())
             && let Some((hint, action)) = Hint::said_full(filled, SpanWord(word), cache)
         {
             return self.post(State::Reopening(hint, span), action);
@@ -352,25 +347,17 @@ impl AllocOp {
     }
 
     /// A7 has succeeded.
-    fn taken_whole(
-        &mut self,
-        cache: &mut NodeCache,
-        (section, group): (u32, Run),
-        left: Option<Key>,
-    ) -> Step<Grant> {
+    fn taken_whole(&mut self, cache: &mut NodeCache, section: u32, group: Run) -> Step<Grant> {
         let (chunk, class) = (first_of_group(section, group), self.class);
-        if let Some(key) = left {
-            if !Mutation::KeepLeft.is_active() {
-                cache.forget_left(chunk, class);
-            }
-            cache.settle(WordAt::Section(section));
-            return Step::Done(Ok(Grant { chunk, class, key }));
-        }
-        let key = match self.only {
-            Some(only) => only.key.unwrap_or(Key(0)),
-            None => cache.fresh_key(class),
+        let grant = match self.only {
+            Some(only) => Grant { chunk, class, key: only.key.unwrap_or(Key(0)) },
+            None => self.fresh_grant(cache, chunk),
         };
-        self.record(cache, Grant { chunk, class, key })
+        self.record(cache, grant)
+    }
+
+    fn fresh_grant(&self, cache: &mut NodeCache, chunk: u32) -> Grant {
+        Grant { chunk, class: self.class, key: cache.fresh_key(self.class) }
     }
 
     /// A1, or A3 if we opened the span, has succeeded.
@@ -384,16 +371,13 @@ impl AllocOp {
         let (at, chunk) = (posted.commit.at(), first_of(span, run));
         let changed = cache.change_span(span, SpanWord(posted.desired));
         changed.map_err(|cause| damaged(at, posted.desired, cause))?;
-        if !Mutation::KeepLeft.is_active() {
-            cache.forget_left(chunk, self.class);
-        }
         self.settle_opening(cache, span, ours);
         self.has_opened = ours;
         if ours {
             cache.learn_owner(span, KeyEntry::shut(cache.tenant()));
         }
         // As long as we have something of the span, it stays its owner's.
-        if let StepResult::FoundThen(_, entry) = result {
+        if let (false, (_, Some(entry))) = (ours, result.found_then()) {
             cache.learn_owner(span, KeyEntry(entry));
             if !KeyEntry(entry).is_of(cache.tenant()) {
                 return Ok(self.give_up(cache, span, run));
@@ -401,11 +385,10 @@ impl AllocOp {
         }
         if let Some(key) = posted.key {
             cache.settle(at);
-            let grant = Grant { chunk, class: self.class, key };
-            return Ok(if ours { self.recorded(cache, grant) } else { self.hint(cache, grant, None) });
+            return Ok(self.recorded(cache, Grant { chunk, class: self.class, key }));
         }
-        let key = cache.fresh_key(self.class);
-        Ok(self.record(cache, Grant { chunk, class: self.class, key }))
+        let grant = self.fresh_grant(cache, chunk);
+        Ok(self.record(cache, grant))
     }
 
     fn learn_section(
@@ -426,19 +409,19 @@ impl AllocOp {
 
     /// Chunks of a span that is another tenant's go back; nobody was told of them.
     fn give_up(&mut self, cache: &NodeCache, span: u32, run: Run) -> Step<Grant> {
-        let gift = Gift::Chunks { span, mask: run.mask(), run };
-        let (give, action) = Give::begin(self.host, gift, self.lost, cache);
-        self.post(State::Returning(give), action)
+        let freed = Freed::Chunks { span, mask: run.mask(), run };
+        let (commit, action) = FreeCommit::begin(self.host, freed, self.lost, cache);
+        self.post(State::Returning(commit), action)
     }
 
-    fn returning(&mut self, cache: &mut NodeCache, mut give: Give, result: StepResult<'_>) -> Next {
-        match give.step(cache, result)? {
-            Given::Post(action) => Ok(self.post(State::Returning(give), action)),
-            Given::Done => Ok(self.search(cache)),
-            Given::Overtaken => {
+    fn returning(&mut self, cache: &mut NodeCache, mut commit: FreeCommit, result: StepResult<'_>) -> Next {
+        match commit.step(cache, result)? {
+            FreeProgress::Post(action) => Ok(self.post(State::Returning(commit), action)),
+            FreeProgress::Done => Ok(self.search(cache)),
+            FreeProgress::Overtaken => {
                 lose(&mut self.lost)?;
-                let (give, action) = Give::begin(self.host, give.gift(), self.lost, cache);
-                Ok(self.post(State::Returning(give), action))
+                let (commit, action) = FreeCommit::begin(self.host, commit.freed(), self.lost, cache);
+                Ok(self.post(State::Returning(commit), action))
             }
         }
     }
@@ -462,7 +445,7 @@ impl AllocOp {
     }
 
     fn taking_lost(&mut self, cache: &mut NodeCache, posted: Committing, found: u64) -> Next {
-        let Commit::Take { span, run, ours } = posted.commit else { panic!("{posted:?} takes no chunks") };
+        let Commit::Take { span, ours, .. } = posted.commit else { panic!("{posted:?} takes no chunks") };
         let at = WordAt::Span(span);
         lose(&mut self.lost)?;
         cache.learn(at, found)?;
@@ -478,16 +461,6 @@ impl AllocOp {
         if Mutation::TakeFromStale.is_active() {
             let action = Action::commit(at, found, posted.desired);
             return Ok(self.post(State::Committing(Committing { expected: found, ..posted }), action));
-        }
-        let is_free = !is_closed && SpanWord(found).bits() & run.mask() == 0;
-        let is_believed = Mutation::TrustLeft.is_active() && is_free
-            || Mutation::ReopenBlind.is_active() && SpanWord(found).is_half_closed();
-        if is_believed && posted.key.is_some() {
-            let desired = SpanWord(found).take(run, self.host).0;
-            let action = Action::commit(at, found, desired);
-            return Ok(
-                self.post(State::Committing(Committing { expected: found, desired, ..posted }), action)
-            );
         }
         let times = match self.losing {
             Some((last, times)) if last == span => times + 1,

@@ -4,13 +4,13 @@
 
 use aquifer_fabric::Host;
 
-use super::{ATTEMPTS_MAX, Action, Mutation, OpError, StepResult, WordAt, Writes};
+use super::{ATTEMPTS_MAX, Action, Mutation, OpError, StepResult, WordAt};
 use crate::cache::NodeCache;
 use crate::size::{SECTION_SPANS, SPAN_CHUNKS};
 use crate::word::{InlineLog, LogEntry, LogOp, SectionWord, SpanWord};
 
 /// A record on its way to the log.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) struct Flush {
     host: Host,
     at: WordAt,
@@ -19,7 +19,7 @@ pub(super) struct Flush {
     state: State,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum State {
     /// Is it there already?
     LookUp,
@@ -47,11 +47,12 @@ impl Flush {
         }
         let entry = entry_of(at, cache.word(at))?;
         let flush = Self { host, at, entry, lost: 0, state: State::LookUp };
-        Some((flush, Action::Probe { at: entry }))
+        Some((flush, Action::probe(entry)))
     }
 
     pub(super) fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Result<Flushed, OpError> {
-        if matches!(result, StepResult::Written) {
+        if result.words().is_empty() {
+            // Only the mutation writes.
             return Ok(self.done(cache));
         }
         let (word, found) = (cache.word(self.at), result.found());
@@ -60,7 +61,7 @@ impl Flush {
             State::LookUp if Mutation::BlindFlush.is_active() => self.put(cache, found),
             State::LookUp => {
                 self.state = State::LookAgain { entry: found };
-                Flushed::Post(Action::Probe { at: self.at })
+                Flushed::Post(Action::probe(self.at))
             }
             State::LookAgain { entry } if found == word => self.put(cache, entry),
             State::LookAgain { .. } => {
@@ -74,18 +75,18 @@ impl Flush {
                     return Err(OpError::Busy { attempts: ATTEMPTS_MAX });
                 }
                 self.state = State::LookUp;
-                Flushed::Post(Action::Probe { at: self.entry })
+                Flushed::Post(Action::probe(self.entry))
             }
         })
     }
 
-    fn put(&mut self, cache: &NodeCache, entry: u64) -> Flushed {
+    fn put(&mut self, cache: &mut NodeCache, entry: u64) -> Flushed {
         let desired = LogEntry::of(cache.word(self.at), cache.nonce(self.host)).0;
         self.state = State::Put { entry };
         if Mutation::BlindFlush.is_active() {
-            return Flushed::Post(Action::Write(Writes::default().and(self.entry, desired)));
+            return Flushed::Post(Action::write(self.entry, desired));
         }
-        Flushed::Post(Action::Cas { at: self.entry, expected: entry, desired })
+        Flushed::Post(Action::cas(self.entry, entry, desired))
     }
 
     fn done(&self, cache: &mut NodeCache) -> Flushed {

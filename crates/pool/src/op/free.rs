@@ -1,185 +1,239 @@
-//! Giving an extent back.
+//! Freeing extents that share a control word.
+//!
+//! Those within one span are freed together: their keys are revoked in one batch (K), and one CAS frees those whose keys were revoked (F1, F3).
+//! Extents of whole spans are freed one after another (F5).
+
+mod commit;
 
 use aquifer_fabric::{Host, Key, KeyEntry};
+use smallvec::SmallVec;
 
-use super::give::{Gift, Give, Given};
 use super::{
-    Action, Grant, Machine, Mutation, OpError, Step, StepResult, WordAt, damaged, lose, record_at, word_of,
+    Action, Grant, Machine, Mutation, OpError, Step, StepResult, WordAt, damaged, lose, revocation, word_of,
 };
 use crate::cache::NodeCache;
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS};
-use crate::word::{InlineLog, LogEntry, LogOp, Run, SectionWord, SpanState, SpanWord, record_of};
+use crate::word::{InlineLog, LogOp, Run, SectionWord, SpanState, SpanWord, record_of};
+pub(super) use commit::{FreeCommit, FreeProgress, Freed};
 
-/// Gives one extent back. Dropped before it is done it may have given it back, and may have left its span closed.
-#[derive(Clone, Debug)]
+/// What became of each extent, in the order in which they were given.
+pub type Outcomes = SmallVec<[Result<(), OpError>; 1]>;
+
+/// Frees extents. Dropped before it is done it may have freed some, and may have left their span closed.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct FreeOp {
     host: Host,
-    grant: Grant,
+    /// The word that they share.
+    at: WordAt,
+    outcomes: Outcomes,
+    /// Those that are to be freed yet. One CAS frees no extents that overlap, and one group of spans.
+    waiting: Extents,
+    /// Those that the next CAS frees.
+    chosen: Extents,
+    /// Extents are judged by the word as it is, not as it was remembered.
+    is_fresh: bool,
     lost: u32,
-    /// The key that it had does not open it any more.
-    is_shut: bool,
-    /// The next, if it is bound, and the log tells that the extent is this host's.
-    left: Option<Key>,
-    /// No key comes in the place of the one that it had.
-    leaves_nothing: bool,
-    /// A span that is closed by it may rest.
-    may_rest: bool,
-    /// It may have been begun before, when its word had this record: as long as it has, nobody has had the place since.
+    /// The free may have been begun before, when the word had this record: as long as it has, no other client has used the place since.
     begun_at: Option<u32>,
     state: State,
 }
 
-#[derive(Clone, Copy, Debug)]
+type Extents = SmallVec<[Extent; 1]>;
+
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+struct Extent {
+    /// Its place among the outcomes.
+    number: usize,
+    grant: Grant,
+    /// Its place in the word.
+    run: Run,
+    is_revoked: bool,
+}
+
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 enum State {
     Idle,
-    /// What we remember says that it cannot be freed: is that so? Or what is resumed: has the word the same record still?
+    /// The cache says that some cannot be freed, or the free is resumed: what does the word say?
     Probing,
     /// F5: are the group's spans closed, now that the section is as remembered?
     ReadingGroup,
-    /// K: is the key still the one that opens it? Then it is struck out, and this one bound in its place.
-    Striking {
-        gift: Gift,
-        expected: u64,
-        next: Key,
-    },
-    /// Of what is resumed another key was found: has the word the same record still, so that nobody can have bound it who has the place by now?
-    Doubting {
-        gift: Gift,
-        entry: u64,
-    },
+    /// K, with the entries that the CASes expect.
+    Revoking(Freed, SmallVec<[u64; 1]>),
     /// F1 to F6.
-    Giving(Give),
+    Committing(FreeCommit),
 }
 
-type Next = Result<Step<()>, OpError>;
+type Next = Result<Step<Outcomes>, OpError>;
 
 impl FreeOp {
-    /// An operation that gives back what `host` has taken.
+    /// An operation that frees an extent of `host`.
     #[must_use]
-    pub const fn new(host: Host, grant: Grant) -> Self {
+    pub fn new(host: Host, grant: Grant) -> Self {
+        Self::many(host, [grant])
+    }
+
+    /// An operation that frees extents of `host` that are all in the same control word.
+    ///
+    /// # Panics
+    /// If there is none, or they are in different words.
+    #[must_use]
+    pub fn many(host: Host, grants: impl IntoIterator<Item = Grant>) -> Self {
+        let (mut outcomes, mut waiting, mut at) = (Outcomes::new(), Extents::new(), None);
+        for (number, grant) in grants.into_iter().enumerate() {
+            assert_eq!(*at.get_or_insert(word_of(grant)), word_of(grant), "they share a control word");
+            let is_of_class = grant.key == Key(0) || grant.key.class() == Some(grant.class.k());
+            let run = run_of(grant).filter(|_| is_of_class);
+            outcomes.push(if run.is_some() { Ok(()) } else { Err(OpError::NotAllocated) });
+            waiting.extend(run.map(|run| Extent { number, grant, run, is_revoked: false }));
+        }
         Self {
             host,
-            grant,
+            at: at.expect("there is something to free"),
+            outcomes,
+            waiting,
+            chosen: Extents::new(),
+            is_fresh: false,
             lost: 0,
-            is_shut: false,
-            left: None,
-            leaves_nothing: false,
-            may_rest: false,
             begun_at: None,
             state: State::Idle,
         }
     }
 
-    /// The same, and nothing is left for the next time: who takes it again writes key and record.
+    /// The same for an extent whose free was begun when its word had that record, and may be half done: its key may be revoked already. If the word has another record by now,
+    /// or gets one meanwhile, the outcome is `NotAllocated`, though the extent may still be ours.
     #[must_use]
-    pub const fn leaving_nothing(self) -> Self {
-        Self { leaves_nothing: true, ..self }
-    }
-
-    /// The same, and if nothing else is taken in the span, and not too many rest, it rests: whoever drives this has to have it settled some time ([`super::SettleOp`]).
-    #[must_use]
-    pub const fn resting(self) -> Self {
-        Self { may_rest: true, ..self }
-    }
-
-    /// The same of what may be given back in part, and was begun when its word had that record: its key may be struck out already, and another be there. If the word has
-    /// another record now, or gets one meanwhile, it is `NotAllocated`, though it may be ours still.
-    #[must_use]
-    pub const fn resumed(self, record: u32) -> Self {
-        Self { begun_at: Some(record), ..self.leaving_nothing() }
+    pub fn resumed(self, record: u32) -> Self {
+        Self { begun_at: Some(record), ..self }
     }
 }
 
 impl Machine for FreeOp {
-    type Output = ();
+    type Output = Outcomes;
 
-    fn start(&mut self, cache: &mut NodeCache) -> Step<()> {
-        let is_of_class = self.grant.key == Key(0) || self.grant.key.class() == Some(self.grant.class.k());
-        let is_possible = self.run().is_some() && is_of_class;
-        if !is_possible || self.grant.chunk / SECTION_CHUNKS >= cache.section_count() {
-            return Step::Done(Err(OpError::NotAllocated));
+    fn start(&mut self, cache: &mut NodeCache) -> Step<Outcomes> {
+        let (WordAt::Span(place) | WordAt::Section(place) | WordAt::Log(place) | WordAt::Key(place)) =
+            self.at;
+        let sections = if matches!(self.at, WordAt::Span(_)) { place / SECTION_SPANS } else { place };
+        if sections >= cache.section_count() {
+            self.refuse_waiting(OpError::NotAllocated);
         }
-        if self.begun_at.is_some() {
-            return self.post(State::Probing, Action::Probe { at: word_of(self.grant) });
+        if self.begun_at.is_some() && !self.waiting.is_empty() {
+            return self.post(State::Probing, Action::probe(self.at));
         }
-        match self.judged(cache) {
-            Ok(step) => step,
-            // What we remember may be old.
-            Err(_) => self.post(State::Probing, Action::Probe { at: word_of(self.grant) }),
-        }
+        self.next(cache)
     }
 
-    fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<()> {
+    fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<Outcomes> {
         let next = match std::mem::replace(&mut self.state, State::Idle) {
             State::Idle => panic!("no action is under way"),
-            State::Probing => {
-                let learnt = cache.learn(word_of(self.grant), result.found());
-                learnt.and_then(|()| self.assert_untouched(result.found())).and_then(|()| self.judged(cache))
-            }
-            State::Doubting { gift, entry } => {
-                self.assert_untouched(result.found()).map(|()| self.strike(gift, entry))
-            }
+            State::Probing => self.probed(cache, result.found()),
             State::ReadingGroup => self.group_read(cache, result),
-            State::Striking { gift, expected, next } => self.struck(cache, gift, (expected, next), result),
-            State::Giving(give) => self.giving(cache, give, result),
+            State::Revoking(freed, expected) => Ok(self.revoked(cache, freed, &expected, result)),
+            State::Committing(commit) => self.committing(cache, commit, result),
         };
-        next.unwrap_or_else(|error| Step::Done(Err(error)))
+        next.unwrap_or_else(|error| {
+            self.refuse_chosen(error);
+            self.refuse_waiting(error);
+            self.done()
+        })
     }
 }
 
 impl FreeOp {
-    fn post(&mut self, state: State, action: Action) -> Step<()> {
+    fn post(&mut self, state: State, action: Action) -> Step<Outcomes> {
         self.state = state;
         Step::Post(action)
     }
 
-    /// Of what is resumed nobody has had the place since it was begun.
-    fn assert_untouched(&self, word: u64) -> Result<(), OpError> {
-        match self.begun_at {
-            _ if Mutation::ResumeBlind.is_active() => Ok(()),
-            Some(record) if record_of(word) != record => Err(OpError::NotAllocated),
-            _ => Ok(()),
+    fn done(&mut self) -> Step<Outcomes> {
+        Step::Done(Ok(std::mem::take(&mut self.outcomes)))
+    }
+
+    fn refuse(&mut self, extent: Extent, error: OpError) {
+        self.outcomes[extent.number] = Err(error);
+    }
+
+    fn refuse_chosen(&mut self, error: OpError) {
+        std::mem::take(&mut self.chosen).into_iter().for_each(|extent| self.refuse(extent, error));
+    }
+
+    fn refuse_waiting(&mut self, error: OpError) {
+        std::mem::take(&mut self.waiting).into_iter().for_each(|extent| self.refuse(extent, error));
+    }
+
+    fn probed(&mut self, cache: &mut NodeCache, found: u64) -> Next {
+        cache.learn(self.at, found)?;
+        let is_untouched = self.begun_at.is_none_or(|record| record_of(found) == record);
+        if !is_untouched && !Mutation::ResumeBlind.is_active() {
+            return Err(OpError::NotAllocated);
+        }
+        self.is_fresh = true;
+        Ok(self.next(cache))
+    }
+
+    /// Frees the next of those that are waiting.
+    fn next(&mut self, cache: &mut NodeCache) -> Step<Outcomes> {
+        self.chosen.clear();
+        let mut mask = 0;
+        for extent in std::mem::take(&mut self.waiting) {
+            // A CAS of a section's word frees one group.
+            let is_next = match self.at {
+                WordAt::Span(_) => mask & extent.run.mask() == 0,
+                _ => self.chosen.is_empty(),
+            };
+            match self.judge(cache, extent.run) {
+                Ok(()) if !is_next => self.waiting.push(extent),
+                Ok(()) => {
+                    mask |= extent.run.mask();
+                    self.chosen.push(extent);
+                }
+                Err(error) if self.is_fresh => self.refuse(extent, error),
+                // What is remembered may be old.
+                Err(_) => {
+                    self.waiting.push(extent);
+                }
+            }
+        }
+        match (self.chosen.is_empty(), self.waiting.is_empty()) {
+            (false, _) => self.free_chosen(cache),
+            (true, false) => self.post(State::Probing, Action::probe(self.at)),
+            (true, true) => self.done(),
         }
     }
 
-    fn section(&self) -> u32 {
-        self.grant.chunk / SECTION_CHUNKS
-    }
-
-    fn span(&self) -> u32 {
-        self.grant.chunk / SPAN_CHUNKS
-    }
-
-    /// The extent's place in its word; `None` if it is not aligned to its size.
-    pub(super) fn run(&self) -> Option<Run> {
-        let class = self.grant.class;
-        let first = if class.is_within_span() {
-            self.grant.chunk % SPAN_CHUNKS
-        } else if self.grant.chunk.is_multiple_of(SPAN_CHUNKS) {
-            self.span() % SECTION_SPANS
-        } else {
-            return None;
-        };
-        Run::new(u8::try_from(first).ok()?, class.order())
-    }
-
-    /// Whether what is remembered says that it may be given back, if it is one within a span.
-    pub(super) fn may_be_given(&self, cache: &NodeCache) -> bool {
-        let is_there = self.section() < cache.section_count() && self.grant.class.is_within_span();
-        is_there && self.run().is_some_and(|run| self.judge_span(cache.span(self.span()), run).is_ok())
-    }
-
-    /// Judge by what is remembered, and go on if the extent may be given back.
-    fn judged(&mut self, cache: &mut NodeCache) -> Next {
-        let run = self.run().ok_or(OpError::NotAllocated)?;
-        if self.grant.class.is_within_span() {
-            self.judge_span(cache.span(self.span()), run)?;
-            return Ok(self.give(cache, Gift::Chunks { span: self.span(), mask: run.mask(), run }));
+    fn free_chosen(&mut self, cache: &mut NodeCache) -> Step<Outcomes> {
+        match self.at {
+            WordAt::Span(_) => {
+                let freed = self.chunks();
+                self.revoke(cache, freed)
+            }
+            // A section's 11 may be a hint about spans that are full of chunks; their own words tell.
+            _ => {
+                let grant = self.chosen[0].grant;
+                let count = grant.class.chunks() / SPAN_CHUNKS;
+                let read = Action::read(WordAt::Span(grant.chunk / SPAN_CHUNKS), count);
+                self.post(State::ReadingGroup, read)
+            }
         }
-        self.judge_section(cache.section(self.section()), run)?;
-        // A section's 11 may be a hint of spans full of others' chunks; the spans themselves tell.
-        let count = self.grant.class.chunks() / SPAN_CHUNKS;
-        Ok(self.post(State::ReadingGroup, Action::Read { at: WordAt::Span(self.span()), count }))
+    }
+
+    fn chunks(&self) -> Freed {
+        let first = self.chosen[0];
+        let mask = self.chosen.iter().map(|extent| extent.run.mask()).sum();
+        Freed::Chunks { span: first.grant.chunk / SPAN_CHUNKS, mask, run: first.run }
+    }
+
+    fn group_read(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Next {
+        let Extent { grant, run, .. } = self.chosen[0];
+        let (first, count) = (grant.chunk / SPAN_CHUNKS, grant.class.chunks() / SPAN_CHUNKS);
+        cache.learn_spans(first, count, result)?;
+        let is_closed = (first..first + count).all(|span| cache.span(span).is_closed());
+        if !is_closed && !Mutation::GiveUnchecked.is_active() {
+            self.refuse_chosen(OpError::NotAllocated);
+            return Ok(self.next(cache));
+        }
+        let group = if Mutation::GiveHalf.is_active() { Run::single(run.first()) } else { run };
+        Ok(self.revoke(cache, Freed::Whole { section: grant.chunk / SECTION_CHUNKS, group }))
     }
 
     /// Whether a record of an allocation speaks against the extent being ours.
@@ -199,129 +253,117 @@ impl FreeOp {
         }
     }
 
-    fn judge_span(&self, word: SpanWord, run: Run) -> Result<(), OpError> {
+    /// Whether this place may be freed, by the word as the cache has it.
+    fn judge(&self, cache: &NodeCache, run: Run) -> Result<(), OpError> {
         if Mutation::GiveUnchecked.is_active() {
             return Ok(());
         }
-        if !word.holds(run) {
-            return Err(OpError::NotAllocated);
-        }
-        self.judge_log(word.log().map_err(|cause| damaged(WordAt::Span(self.span()), word.0, cause))?, run)
-    }
-
-    fn judge_section(&self, word: SectionWord, run: Run) -> Result<(), OpError> {
-        if Mutation::GiveUnchecked.is_active() {
-            return Ok(());
-        }
-        if !word.all(run, SpanState::Full) {
-            return Err(OpError::NotAllocated);
-        }
-        self.judge_log(
-            word.log().map_err(|cause| damaged(WordAt::Section(self.section()), word.0, cause))?,
-            run,
-        )
-    }
-
-    fn group_read(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Next {
-        let (first, count) = (self.span(), self.grant.class.chunks() / SPAN_CHUNKS);
-        cache.learn_spans(first, count, result)?;
-        let closed = (first..first + count).all(|span| cache.span(span).is_closed());
-        let group = match self.run() {
-            Some(run) if Mutation::GiveHalf.is_active() => Run::single(run.first()),
-            Some(run) if closed || Mutation::GiveUnchecked.is_active() => run,
-            _ => return Err(OpError::NotAllocated),
+        let word = cache.word(self.at);
+        let (is_held, log) = match self.at {
+            WordAt::Span(_) => (SpanWord(word).holds(run), SpanWord(word).log()),
+            _ => (SectionWord(word).all(run, SpanState::Full), SectionWord(word).log()),
         };
-        Ok(self.give(cache, Gift::Whole { section: self.section(), group }))
-    }
-
-    /// K: nobody gets at it any more by the key that it had. Who gives back what is not there any more finds another key, or none.
-    fn give(&mut self, cache: &mut NodeCache, gift: Gift) -> Step<()> {
-        let has_key = self.grant.key != Key(0) && !Mutation::SkipStrike.is_active();
-        if self.is_shut || !has_key {
-            return self.give_shut(cache, gift);
+        if !is_held {
+            return Err(OpError::NotAllocated);
         }
-        let expected = KeyEntry::opened(self.grant.key, cache.tenant()).0;
-        if self.leaves_nothing {
-            return self.strike(gift, expected);
+        self.judge_log(log.map_err(|cause| damaged(self.at, word, cause))?, run)
+    }
+
+    /// K: the keys are revoked before the place is free.
+    fn revoke(&mut self, cache: &NodeCache, freed: Freed) -> Step<Outcomes> {
+        let tenant = cache.tenant();
+        self.post_revocation(cache, freed, |extent| KeyEntry::opened(extent.grant.key, tenant).0)
+    }
+
+    fn post_revocation(
+        &mut self,
+        cache: &NodeCache,
+        freed: Freed,
+        entry: impl Fn(&Extent) -> u64,
+    ) -> Step<Outcomes> {
+        let is_keyed = |extent: &&Extent| extent.grant.key != Key(0) && !extent.is_revoked;
+        let keyed = self.chosen.iter().filter(is_keyed).filter(|_| !Mutation::SkipStrike.is_active());
+        let (mut expected, mut action) = (SmallVec::new(), Action::default());
+        for extent in keyed {
+            let before = entry(extent);
+            expected.push(before);
+            action = action.then(revocation(WordAt::key_of(extent.grant), before));
         }
-        let next = cache.fresh_key(self.grant.class);
-        let (at, desired) = (WordAt::key_of(self.grant), KeyEntry::opened(next, cache.tenant()).0);
-        let then = record_at(self.grant);
-        self.post(State::Striking { gift, expected, next }, Action::CasThen { at, expected, desired, then })
-    }
-
-    /// K, and no key comes in its place.
-    fn strike(&mut self, gift: Gift, expected: u64) -> Step<()> {
-        let (at, desired) = (WordAt::key_of(self.grant), self.shut(expected));
-        self.post(State::Striking { gift, expected, next: Key(0) }, Action::Cas { at, expected, desired })
-    }
-
-    /// The entry when the key is struck out of it. That of a span still says whose it is.
-    fn shut(&self, entry: u64) -> u64 {
-        match WordAt::key_of(self.grant) {
-            at if at == WordAt::span_key(self.span()) => KeyEntry(entry).without_key().0,
-            _ => 0,
+        if action.is_empty() {
+            return self.commit(cache, freed);
         }
+        self.post(State::Revoking(freed, expected), action)
     }
 
-    fn struck(
+    /// An extent whose entry has another key, or none, does not exist any more.
+    fn revoked(
         &mut self,
         cache: &mut NodeCache,
-        gift: Gift,
-        (expected, next): (u64, Key),
+        freed: Freed,
+        expected: &[u64],
         result: StepResult<'_>,
-    ) -> Next {
-        let found = result.found();
-        let key = KeyEntry(found).key();
-        if found == expected {
-            if let StepResult::FoundThen(_, entry) = result {
-                self.left = self.is_told_by(LogEntry(entry)).then_some(next);
+    ) -> Step<Outcomes> {
+        let mut answers = expected.iter().zip(result.words());
+        for mut extent in std::mem::take(&mut self.chosen) {
+            if extent.is_revoked || extent.grant.key == Key(0) {
+                self.chosen.push(extent);
+                continue;
             }
-        } else if !(Mutation::GiveUnchecked.is_active() || self.begun_at.is_some() && key == Key(0)) {
-            lose(&mut self.lost)?;
-            return match self.begun_at {
-                // The client that took it was another tenant's.
-                _ if key == self.grant.key => Ok(self.strike(gift, found)),
-                // The next key, or another's.
-                Some(_) => {
-                    let state = State::Doubting { gift, entry: found };
-                    Ok(self.post(state, Action::Probe { at: word_of(self.grant) }))
-                }
-                None => Err(OpError::NotAllocated),
-            };
+            let Some((expected, found)) = answers.next() else { continue };
+            let key = KeyEntry(*found).key();
+            let was_revoked_before = self.begun_at.is_some() && key == Key(0);
+            if found == expected || was_revoked_before || Mutation::GiveUnchecked.is_active() {
+                extent.is_revoked = true;
+                self.chosen.push(extent);
+            } else if self.begun_at.is_some() && key == extent.grant.key && lose(&mut self.lost).is_ok() {
+                // The client that allocated it was another tenant's.
+                let found = *found;
+                self.chosen.push(extent);
+                return self.post_revocation(cache, freed, |_| found);
+            } else {
+                self.refuse(extent, OpError::NotAllocated);
+            }
         }
-        self.is_shut = true;
-        Ok(self.give_shut(cache, gift))
-    }
-
-    /// Whether an entry of the log tells that this is an extent of this host.
-    pub(super) fn is_told_by(&self, entry: LogEntry) -> bool {
-        let is_within = self.grant.class.is_within_span();
-        let log = if is_within { entry.of_span() } else { entry.of_section() };
-        log.ok()
-            .flatten()
-            .is_some_and(|log| log.op == LogOp::Alloc && Some(log.run) == self.run() && log.host == self.host)
-    }
-
-    fn give_shut(&mut self, cache: &mut NodeCache, gift: Gift) -> Step<()> {
-        if let Some(key) = self.left {
-            cache.leave(self.grant.chunk, self.grant.class, key);
+        match freed {
+            _ if self.chosen.is_empty() => self.next(cache),
+            Freed::Chunks { .. } => {
+                let freed = self.chunks();
+                self.commit(cache, freed)
+            }
+            Freed::Whole { .. } | Freed::Span { .. } => self.commit(cache, freed),
         }
-        let (give, action) = Give::begin(self.host, gift, self.lost, cache);
-        // Only where it left something it would be taken again.
-        let rests = self.may_rest && self.left.is_some();
-        self.post(State::Giving(give.resting(rests)), action)
     }
 
-    fn giving(&mut self, cache: &mut NodeCache, mut give: Give, result: StepResult<'_>) -> Next {
-        match give.step(cache, result)? {
-            Given::Post(action) => Ok(self.post(State::Giving(give), action)),
-            Given::Done => Ok(Step::Done(Ok(()))),
-            Given::Overtaken if self.begun_at.is_some() => Err(OpError::NotAllocated),
-            Given::Overtaken => {
+    fn commit(&mut self, cache: &NodeCache, freed: Freed) -> Step<Outcomes> {
+        let (commit, action) = FreeCommit::begin(self.host, freed, self.lost, cache);
+        self.post(State::Committing(commit), action)
+    }
+
+    fn committing(&mut self, cache: &mut NodeCache, mut commit: FreeCommit, result: StepResult<'_>) -> Next {
+        match commit.step(cache, result)? {
+            FreeProgress::Post(action) => Ok(self.post(State::Committing(commit), action)),
+            FreeProgress::Done => Ok(self.next(cache)),
+            FreeProgress::Overtaken if self.begun_at.is_some() => Err(OpError::NotAllocated),
+            FreeProgress::Overtaken => {
                 lose(&mut self.lost)?;
-                self.judged(cache)
+                // The cache has the word as it was found.
+                self.is_fresh = true;
+                self.waiting.append(&mut self.chosen);
+                Ok(self.next(cache))
             }
         }
     }
+}
+
+/// The extent's place in its word; `None` if it is not aligned to its size.
+fn run_of(grant: Grant) -> Option<Run> {
+    let span = grant.chunk / SPAN_CHUNKS;
+    let first = if grant.class.is_within_span() {
+        grant.chunk % SPAN_CHUNKS
+    } else if grant.chunk.is_multiple_of(SPAN_CHUNKS) {
+        span % SECTION_SPANS
+    } else {
+        return None;
+    };
+    Run::new(u8::try_from(first).ok()?, grant.class.order())
 }

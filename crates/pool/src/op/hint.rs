@@ -4,7 +4,7 @@
 //! is taken whole), and only the first may be taken back. Rule H keeps them apart: *a hint is changed
 //! by a CAS whose expected section word was read before the span was last seen open.* A span can become
 //! taken whole only over the code 00, so if the section word has not changed since before the
-//! span was seen open, then it is open still, or its closer may yet open it again, or is about to write 00, whatever it finds there.
+//! span was seen open, then it is open still, or its closer is about to write 00, whatever it finds there.
 //!
 //! The full hint is not lost and not left over: who fills a span sets it and *then* looks at the span
 //! (A5); who gives back of a full span does so and *then* looks for the hint (F2). Whichever of the
@@ -18,14 +18,14 @@ use crate::size::SECTION_SPANS;
 use crate::word::{SectionWord, SpanState, SpanWord};
 
 /// A change of a hint under way.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) struct Hint {
     span: u32,
     lost: u32,
     state: State,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum State {
     /// A4, a CAS; and A5 behind it: is the span still full?
     SetFull { expected: SectionWord, from: SectionWord },
@@ -53,7 +53,7 @@ impl Hint {
     /// A5: the section's word was just changed so that it says full of this span, which was found so behind that. If it is not full, A6.
     pub(super) fn said_full(span: u32, found: SpanWord, cache: &mut NodeCache) -> Option<(Self, Action)> {
         let seen = cache.section(span / SECTION_SPANS);
-        let is_full = cache.set_span(span, found).is_err() || found.is_full() || is_over(found);
+        let is_full = cache.set_span(span, found).is_err() || found.is_full() || found.is_closed();
         (!is_full && !Mutation::SkipRecheck.is_active())
             .then(|| Self::begin(span, State::SetOpen { expected: seen }))
     }
@@ -102,11 +102,12 @@ impl Hint {
     fn post(&mut self, state: State) -> Action {
         self.state = state;
         match state {
-            State::StillOpen { .. } => Action::Probe { at: WordAt::Span(self.span) },
-            State::LookForFull => Action::Probe { at: self.section() },
+            State::StillOpen { .. } => Action::probe(WordAt::Span(self.span)),
+            State::LookForFull => Action::probe(self.section()),
             State::SetFull { expected, from } => {
                 let desired = from.hint(place_in_section(self.span), SpanState::Full);
-                Action::commit(self.section(), expected.0, desired.0).then_probe(WordAt::Span(self.span))
+                let look_again = Action::probe(WordAt::Span(self.span));
+                Action::commit(self.section(), expected.0, desired.0).then(look_again)
             }
             State::SetOpen { expected } => self.cas(expected, SpanState::Partial),
             State::Once { to, expected, .. } => self.cas(expected, to),
@@ -125,8 +126,9 @@ impl Hint {
             return None;
         }
         let next = match (self.state, result) {
-            (State::SetFull { expected, from }, StepResult::FoundThen(section, span)) => {
-                self.after_full(cache, (expected, from), SectionWord(section), SpanWord(span))
+            (State::SetFull { expected, from }, result) => {
+                let (section, span) = result.found_then();
+                self.after_full(cache, (expected, from), SectionWord(section), SpanWord(span?))
             }
             (State::StillOpen { seen }, result) => self.after_span(cache, seen, SpanWord(result.found())),
             (_, result) => self.after_section(cache, SectionWord(result.found())),
@@ -159,7 +161,8 @@ impl Hint {
     /// The section was `seen` to say full before the span was seen so.
     fn after_span(&self, cache: &mut NodeCache, seen: SectionWord, span: SpanWord) -> Option<State> {
         cache.set_span(self.span, span).ok()?;
-        (!span.is_full() && !is_over(span)).then_some(State::SetOpen { expected: seen })
+        // A closed span is closed in the section by the client that emptied it, whatever hint is there.
+        (!span.is_full() && !span.is_closed()).then_some(State::SetOpen { expected: seen })
     }
 
     fn after_section(&self, cache: &mut NodeCache, found: SectionWord) -> Option<State> {
@@ -191,9 +194,4 @@ impl Hint {
             _ => None,
         }
     }
-}
-
-/// Whether a span's section was told that it is closed. One that is half closed may rest, and be opened again: what is said of it must be right then.
-fn is_over(span: SpanWord) -> bool {
-    span.is_ready() || Mutation::HintAwake.is_active() && span.is_closed()
 }

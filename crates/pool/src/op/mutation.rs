@@ -65,20 +65,8 @@ aquifer_mutation::mutations! {
         SkipStrike,
         /// K: of what is resumed believe that nobody has had the place since.
         ResumeBlind,
-        /// A1: after a lost race believe that what was left of key and record is still there.
-        TrustLeft,
-        /// A1: go on remembering what was left where something else was taken.
-        KeepLeft,
-        /// A1 of several: believe that all are taken if the first was.
-        TrustChain,
         /// A9: keep what was taken of a stretch that cannot be had whole.
         KeepPart,
-        /// A1: open again what rested, though somebody else has signed for it meanwhile.
-        ReopenBlind,
-        /// F7: end the life of a span that rests without signing for it.
-        SkipSign,
-        /// A5, F2: leave the full hint of a span that rests to its closer.
-        HintAwake,
     }
 }
 
@@ -95,6 +83,6 @@ impl Action {
         } else {
             0
         };
-        Self::Cas { at, expected, desired: (desired & !kept) | (expected & kept) }
+        Self::cas(at, expected, (desired & !kept) | (expected & kept))
     }
 }

@@ -10,7 +10,7 @@ use crate::size::SECTION_SPANS;
 use crate::word::Run;
 
 /// A look at a group's spans.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) struct Ready {
     host: Host,
     section: u32,
@@ -20,7 +20,7 @@ pub(super) struct Ready {
     state: State,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum State {
     Spans,
     /// Is the section still as remembered, now that the spans were seen?
@@ -54,7 +54,7 @@ impl Ready {
             return None;
         }
         let ready = Self { host, section, group, takes_foreign, state: State::Spans };
-        Some((ready, Action::Survey { section, count: 1 }))
+        Some((ready, Action::survey(section, 1)))
     }
 
     pub(super) fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Result<Readied, OpError> {
@@ -73,7 +73,7 @@ impl Ready {
                     return Ok(self.mark(cache));
                 }
                 self.state = State::Section;
-                Ok(Readied::Post(Action::Probe { at: section }))
+                Ok(Readied::Post(Action::probe(section)))
             }
             State::Section => {
                 let found = result.found();

@@ -9,11 +9,11 @@ mod quest;
 
 use std::ops::Range;
 
-use aquifer_fabric::{Host, Key};
+use aquifer_fabric::{Host, Key, KeyEntry};
 
-use super::give::{Gift, Give, Given};
+use super::free::{FreeCommit, FreeProgress, Freed};
 use super::hint::Hint;
-use super::{Action, Machine, Mutation, OpError, READ_WORDS_MAX, Step, StepResult, Strikes, WordAt, lose};
+use super::{Action, Machine, Mutation, OpError, READ_WORDS_MAX, Step, StepResult, WordAt, lose, revocation};
 use crate::cache::{NodeCache, place_in_section};
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS};
 use crate::word::{InlineLog, SectionWord, SpanState, SpanWord};
@@ -22,11 +22,10 @@ use quest::Quest;
 pub use quest::{Held, HeldOp};
 
 const SPANS: usize = SECTION_SPANS as usize;
-const _: () = assert!(Strikes::MAX >= CHUNKS);
 const CHUNKS: usize = SPAN_CHUNKS as usize;
 
 /// What was found of a dead host.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 pub struct Recovered {
     /// Extents that it held.
     pub extents: u64,
@@ -39,7 +38,7 @@ pub struct Recovered {
 }
 
 /// Gives back all that a dead host held of a node. If it is dropped before it is done another takes it up from the beginning.
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct RecoverOp {
     host: Host,
     dead: Host,
@@ -69,12 +68,10 @@ pub struct RecoverOp {
     chunk_keys: Vec<u64>,
     /// The section's own, 15 that are unused, and its spans'.
     other_keys: Vec<u64>,
-    /// Keys that are still to be struck out.
-    strikes: Vec<Strikes>,
     state: State,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum State {
     Idle,
     /// V1: which sections have something in them?
@@ -96,10 +93,10 @@ enum State {
     ReadingSpanLog,
     /// Is a span still as it was when its log was read?
     ProbingSpan(u8),
-    /// V3: its keys are struck out.
-    Striking(Gift, Recovered),
-    /// V3, what is given back by it, and the span that is next.
-    Giving(Give, Recovered, u8),
+    /// V3: its keys are revoked.
+    Revoking(Freed, Recovered),
+    /// V3, what it frees, and the span that is next.
+    Freeing(FreeCommit, Recovered, u8),
     Hinting(Hint, u8),
 }
 
@@ -135,7 +132,6 @@ impl RecoverOp {
             span_log: Vec::new(),
             chunk_keys: Vec::new(),
             other_keys: Vec::new(),
-            strikes: Vec::new(),
             state: State::Idle,
         }
     }
@@ -175,7 +171,7 @@ impl Machine for RecoverOp {
                 self.forget_keyed();
                 Ok(self.go_on(cache))
             }
-            State::Striking(gift, found) => Ok(self.strike_next(cache, gift, found)),
+            State::Revoking(freed, found) => Ok(self.commit(cache, freed, found)),
             State::ProbingSection => self.section_found(cache, result.found()),
             State::ReadingSpans => {
                 self.spans.copy_from_slice(result.words());
@@ -192,7 +188,7 @@ impl Machine for RecoverOp {
                 Ok(self.judge_from(cache, 0))
             }
             State::ProbingSpan(place) => self.probed(cache, place, result.found()),
-            State::Giving(give, found, span) => self.giving(cache, (give, found, span), result),
+            State::Freeing(commit, found, span) => self.freeing(cache, (commit, found, span), result),
             State::Hinting(mut hint, span) => Ok(match hint.step(cache, result) {
                 Some(action) => self.post(State::Hinting(hint, span), action),
                 None => self.judge_from(cache, span),
@@ -225,7 +221,7 @@ impl RecoverOp {
             return Step::Done(Ok(self.recovered));
         }
         let many = READ_WORDS_MAX.min(end - self.seen);
-        self.post(State::Surveying, Action::Read { at: WordAt::Section(self.seen), count: many })
+        self.post(State::Surveying, Action::read(WordAt::Section(self.seen), many))
     }
 
     fn surveyed(&mut self, cache: &NodeCache, words: &[u64]) -> Step<Recovered> {
@@ -249,7 +245,7 @@ impl RecoverOp {
 
     fn read_chunk_keys(&mut self, state: State) -> Step<Recovered> {
         let at = WordAt::chunk_key(self.section * SECTION_CHUNKS);
-        self.post(state, Action::Read { at, count: SECTION_CHUNKS })
+        self.post(state, Action::read(at, SECTION_CHUNKS))
     }
 
     fn keep_chunk_keys(&mut self, entries: &[u64]) {
@@ -259,7 +255,7 @@ impl RecoverOp {
 
     fn read_other_keys(&mut self, state: State) -> Step<Recovered> {
         let at = WordAt::section_key(self.section);
-        self.post(state, Action::Read { at, count: 2 * SECTION_SPANS })
+        self.post(state, Action::read(at, 2 * SECTION_SPANS))
     }
 
     fn keep_other_keys(&mut self, entries: &[u64]) {
@@ -280,7 +276,7 @@ impl RecoverOp {
         if Mutation::SectionLast.is_active() {
             return self.read_spans(State::ReadingSpans);
         }
-        self.post(State::ProbingSection, Action::Probe { at: WordAt::Section(self.section) })
+        self.post(State::ProbingSection, Action::probe(WordAt::Section(self.section)))
     }
 
     fn section_found(&mut self, cache: &mut NodeCache, found: u64) -> Next {
@@ -298,7 +294,7 @@ impl RecoverOp {
 
     fn read_spans(&mut self, state: State) -> Step<Recovered> {
         let at = WordAt::Span(self.section * SECTION_SPANS);
-        self.post(state, Action::Read { at, count: SECTION_SPANS })
+        self.post(state, Action::read(at, SECTION_SPANS))
     }
 
     fn spans_read(&mut self, cache: &mut NodeCache, words: &[u64]) -> Next {
@@ -313,7 +309,7 @@ impl RecoverOp {
         let at = WordAt::Section(self.section);
         let is_last = Mutation::SectionLast.is_active();
         let state = if is_last { State::ProbingSection } else { State::ProbingSectionAgain };
-        Ok(self.post(state, Action::Probe { at }))
+        Ok(self.post(state, Action::probe(at)))
     }
 
     fn section_found_again(&mut self, cache: &mut NodeCache, found: u64) -> Next {
@@ -331,7 +327,7 @@ impl RecoverOp {
             return self.read_span_log(cache);
         }
         let at = WordAt::chunk_entry(self.section * SECTION_CHUNKS);
-        self.post(State::ReadingChunkLog, Action::Read { at, count: SECTION_CHUNKS })
+        self.post(State::ReadingChunkLog, Action::read(at, SECTION_CHUNKS))
     }
 
     fn read_span_log(&mut self, cache: &NodeCache) -> Step<Recovered> {
@@ -342,7 +338,7 @@ impl RecoverOp {
             return self.judge_from(cache, 0);
         }
         let at = WordAt::span_entry(self.section * SECTION_SPANS);
-        self.post(State::ReadingSpanLog, Action::Read { at, count: SECTION_SPANS })
+        self.post(State::ReadingSpanLog, Action::read(at, SECTION_SPANS))
     }
 
     fn words(&self) -> [SpanWord; SPANS] {
@@ -358,13 +354,10 @@ impl RecoverOp {
         while u32::from(place) < SECTION_SPANS {
             match self.judge(cache, place) {
                 Verdict::Pass(next) => place = next,
-                Verdict::Return(gift, found) => {
-                    self.find_strikes(gift);
-                    return self.strike_next(cache, gift, found);
-                }
+                Verdict::Free(freed, found) => return self.free(cache, freed, found),
                 Verdict::Doubt => {
                     let at = WordAt::Span(self.section * SECTION_SPANS + u32::from(place));
-                    return self.post(State::ProbingSpan(place), Action::Probe { at });
+                    return self.post(State::ProbingSpan(place), Action::probe(at));
                 }
                 Verdict::Unhint if !self.quest.gives() => place += 1,
                 Verdict::Unhint => {
@@ -384,52 +377,49 @@ impl RecoverOp {
         self.go_on(cache)
     }
 
-    /// The keys of what is given back, as they were before it was judged. Who strikes them out by a CAS harms nobody who comes later.
-    fn find_strikes(&mut self, gift: Gift) {
+    /// Revokes the keys of what is freed as they were before it was judged, by CASes that expect them: a later owner has another key.
+    fn free(&mut self, cache: &NodeCache, freed: Freed, found: Recovered) -> Step<Recovered> {
+        let action =
+            if Mutation::SkipStrike.is_active() { Action::default() } else { self.revocations(freed) };
+        if action.is_empty() {
+            return self.commit(cache, freed, found);
+        }
+        self.post(State::Revoking(freed, found), action)
+    }
+
+    fn revocations(&self, freed: Freed) -> Action {
         let first = self.section * SECTION_SPANS;
-        let (chunk_keys, other_keys) = (&self.chunk_keys, &self.other_keys);
-        self.strikes.clear();
-        let mut add = |at, entries: &[u64]| Strikes::among(at, entries, &mut self.strikes);
-        match gift {
-            _ if Mutation::SkipStrike.is_active() => {}
-            Gift::Span { .. } => {}
-            Gift::Whole { section, group } if u32::from(group.len()) == SECTION_SPANS => {
-                add(WordAt::section_key(section), &other_keys[..1]);
-            }
-            Gift::Whole { group, .. } => {
-                let place = usize::from(group.first());
-                let entry = &other_keys[SPANS + place..][..1];
-                add(WordAt::span_key(first + u32::from(group.first())), entry);
-            }
-            Gift::Chunks { span, mask, .. } => {
-                let mut entries = [0; CHUNKS];
-                entries.copy_from_slice(&chunk_keys[(span - first) as usize * CHUNKS..][..CHUNKS]);
-                for (chunk, entry) in entries.iter_mut().enumerate() {
-                    *entry *= u64::from(mask >> chunk & 1);
-                }
-                add(WordAt::chunk_key(span * SPAN_CHUNKS), &entries);
-            }
-        }
-    }
-
-    /// Strike out the next keys; then give back.
-    fn strike_next(&mut self, cache: &NodeCache, gift: Gift, found: Recovered) -> Step<Recovered> {
-        if let Some(strikes) = self.strikes.pop() {
-            return self.post(State::Striking(gift, found), Action::Strike(strikes));
-        }
-        let (give, action) = Give::begin(self.host, gift, self.lost, cache);
-        let place = match gift {
-            Gift::Whole { group, .. } => group.first(),
-            Gift::Chunks { span, .. } | Gift::Span { span } => place_in_section(span),
+        let keyed = |at, entry: u64| match KeyEntry(entry).key() {
+            Key(0) => Action::default(),
+            _ => revocation(at, entry),
         };
-        self.post(State::Giving(give, found, place + Self::places(gift)), action)
+        match freed {
+            Freed::Span { .. } => Action::default(),
+            Freed::Whole { section, group } if u32::from(group.len()) == SECTION_SPANS => {
+                keyed(WordAt::section_key(section), self.other_keys[0])
+            }
+            Freed::Whole { group, .. } => {
+                let place = usize::from(group.first());
+                keyed(WordAt::span_key(first + u32::from(group.first())), self.other_keys[SPANS + place])
+            }
+            Freed::Chunks { span, mask, .. } => {
+                let entries = &self.chunk_keys[(span - first) as usize * CHUNKS..][..CHUNKS];
+                let chunks = (span * SPAN_CHUNKS..).zip(entries).enumerate();
+                let freed = chunks.filter(|(place, _)| mask >> place & 1 == 1);
+                freed.fold(Action::default(), |action, (_, (chunk, entry))| {
+                    action.then(keyed(WordAt::chunk_key(chunk), *entry))
+                })
+            }
+        }
     }
 
-    fn places(gift: Gift) -> u8 {
-        match gift {
-            Gift::Whole { group, .. } => group.len(),
-            Gift::Chunks { .. } | Gift::Span { .. } => 1,
-        }
+    fn commit(&mut self, cache: &NodeCache, freed: Freed, found: Recovered) -> Step<Recovered> {
+        let (commit, action) = FreeCommit::begin(self.host, freed, self.lost, cache);
+        let next = match freed {
+            Freed::Whole { group, .. } => group.first() + group.len(),
+            Freed::Chunks { span, .. } | Freed::Span { span } => place_in_section(span) + 1,
+        };
+        self.post(State::Freeing(commit, found, next), action)
     }
 
     fn probed(&mut self, cache: &mut NodeCache, place: u8, found: u64) -> Next {
@@ -441,23 +431,23 @@ impl RecoverOp {
         Ok(self.judge_from(cache, place))
     }
 
-    fn giving(
+    fn freeing(
         &mut self,
         cache: &mut NodeCache,
-        (mut give, found, next): (Give, Recovered, u8),
+        (mut commit, found, next): (FreeCommit, Recovered, u8),
         result: StepResult<'_>,
     ) -> Next {
-        match give.step(cache, result)? {
-            Given::Post(action) => Ok(self.post(State::Giving(give, found, next), action)),
-            Given::Done => {
+        match commit.step(cache, result)? {
+            FreeProgress::Post(action) => Ok(self.post(State::Freeing(commit, found, next), action)),
+            FreeProgress::Done => {
                 self.recovered.add(found);
                 Ok(self.judge_from(cache, next))
             }
-            Given::Overtaken => {
+            FreeProgress::Overtaken => {
                 lose(&mut self.lost)?;
                 if Mutation::RecoverBlind.is_active() {
-                    let (give, action) = Give::begin(self.host, give.gift(), self.lost, cache);
-                    return Ok(self.post(State::Giving(give, found, next), action));
+                    let (commit, action) = FreeCommit::begin(self.host, commit.freed(), self.lost, cache);
+                    return Ok(self.post(State::Freeing(commit, found, next), action));
                 }
                 Ok(self.begin_section())
             }

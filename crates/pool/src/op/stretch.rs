@@ -5,10 +5,9 @@
 
 use aquifer_fabric::{Host, Key};
 
-use super::owed::Owed;
 use super::{
-    Action, AllocOp, FreeOp, Grant, Machine, Mutation, OpError, READ_WORDS_MAX, SURVEY_SECTIONS_MAX, Step,
-    StepResult, WordAt,
+    Action, AllocOp, FreeOp, Grant, Machine, Mutation, OpError, Outcomes, READ_WORDS_MAX,
+    SURVEY_SECTIONS_MAX, Step, StepResult, WordAt,
 };
 use crate::cache::NodeCache;
 use crate::size::{SECTION_CHUNKS, SizeClass};
@@ -18,7 +17,7 @@ use crate::word::Run;
 const ATTEMPTS_MAX: u32 = 64;
 
 /// Takes a stretch of sections, all or none. Dropped before it is done it may have taken some.
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct StretchOp {
     host: Host,
     count: u32,
@@ -31,11 +30,10 @@ pub struct StretchOp {
     lost_at: u32,
     /// All that is remembered was read by this operation.
     is_fresh: bool,
-    owed: Owed,
     state: State,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 enum State {
     Idle,
     /// R: so many, and more up to the last.
@@ -51,12 +49,10 @@ enum State {
     },
     /// A0, L, A7 of the section after those that are taken.
     Taking(AllocOp),
-    /// A8 of the one before by itself, and then this.
-    Writing(AllocOp, Action),
     /// The last A8.
     Ending,
     /// The last A8 of what goes back.
-    Settling(Option<OpError>),
+    Recording(Option<OpError>),
     /// K, F5 of the last that was taken. Then others are tried, or this is the end.
     Returning(FreeOp, Option<OpError>),
 }
@@ -74,7 +70,6 @@ impl StretchOp {
             lost: 0,
             lost_at: 0,
             is_fresh: false,
-            owed: Owed::NOTHING,
             state: State::Idle,
         }
     }
@@ -108,11 +103,10 @@ impl Machine for StretchOp {
             }
             State::Taking(mut op) => {
                 let step = op.step(cache, result);
-                self.taking(cache, op, step)
+                self.taking(cache, op, step, Action::default())
             }
-            State::Writing(op, action) => self.post(State::Taking(op), action),
             State::Ending => Step::Done(Ok(self.grant(self.first))),
-            State::Settling(failure) => self.give_back(cache, failure),
+            State::Recording(failure) => self.give_back(cache, failure),
             State::Returning(mut op, failure) => {
                 let step = op.step(cache, result);
                 self.returning(cache, op, step, failure)
@@ -154,7 +148,7 @@ impl StretchOp {
         if count == 0 {
             return self.find(cache);
         }
-        self.post(State::Reading { first, count, end }, Action::Read { at: WordAt::Section(first), count })
+        self.post(State::Reading { first, count, end }, Action::read(WordAt::Section(first), count))
     }
 
     /// A0 before anything is taken: whose those from `from` on are, as far as that is not known. One that is another's is found out before its neighbours were taken for nothing.
@@ -162,54 +156,61 @@ impl StretchOp {
         let end = self.first + self.count;
         let Some(next) = (from..end).find(|section| cache.unready(*section, Run::SECTION) != 0) else {
             let is_foreign = |section: u32| cache.has_foreign(section, Run::SECTION);
-            return if (self.first..end).any(is_foreign) { self.find(cache) } else { self.take(cache) };
+            return if (self.first..end).any(is_foreign) {
+                self.find(cache)
+            } else {
+                self.take(cache, Action::default())
+            };
         };
         let count = SURVEY_SECTIONS_MAX.min(end - next);
-        self.post(State::Surveying { first: next, count }, Action::Survey { section: next, count })
+        self.post(State::Surveying { first: next, count }, Action::survey(next, count))
     }
 
-    /// The next of them.
-    fn take(&mut self, cache: &mut NodeCache) -> Step<Grant> {
+    /// Allocates the next of them. `record` is A8 of the one before.
+    fn take(&mut self, cache: &mut NodeCache, record: Action) -> Step<Grant> {
         let section = self.first + self.taken;
-        let mut op = AllocOp::of_section(self.host, section, self.key).owing();
+        let mut op = AllocOp::of_section(self.host, section, self.key).leaving_record();
         let step = op.start(cache);
-        self.taking(cache, op, step)
+        self.taking(cache, op, step, record)
     }
 
-    fn taking(&mut self, cache: &mut NodeCache, mut op: AllocOp, step: Step<Grant>) -> Step<Grant> {
-        self.owed.note(op.take_owed());
+    fn taking(
+        &mut self,
+        cache: &mut NodeCache,
+        mut op: AllocOp,
+        step: Step<Grant>,
+        record: Action,
+    ) -> Step<Grant> {
+        let record = record.then(op.take_record());
         match step {
-            Step::Post(action) => match self.owed.before(action) {
-                (action, None) => self.post(State::Taking(op), action),
-                (action, Some(then)) => self.post(State::Writing(op, then), action),
-            },
+            Step::Post(action) => self.post(State::Taking(op), record.then(action)),
             Step::Done(Ok(_)) => {
                 self.taken += 1;
-                if self.taken < self.count { self.take(cache) } else { self.end() }
+                if self.taken < self.count { self.take(cache, record) } else { self.end(record) }
             }
-            // Somebody was faster, which is remembered now.
+            // Another client was faster, which is remembered now.
             Step::Done(Err(OpError::Full)) => {
                 self.lost += 1;
                 self.lost_at = self.first + self.taken;
-                self.settle(cache, (self.lost == ATTEMPTS_MAX).then_some(OpError::Full))
+                self.roll_back(cache, record, (self.lost == ATTEMPTS_MAX).then_some(OpError::Full))
             }
-            Step::Done(Err(error)) => self.settle(cache, Some(error)),
+            Step::Done(Err(error)) => self.roll_back(cache, record, Some(error)),
         }
     }
 
-    fn end(&mut self) -> Step<Grant> {
-        match self.owed.pay() {
-            Some(action) => self.post(State::Ending, action),
-            None => Step::Done(Ok(self.grant(self.first))),
+    fn end(&mut self, record: Action) -> Step<Grant> {
+        if record.is_empty() {
+            return Step::Done(Ok(self.grant(self.first)));
         }
+        self.post(State::Ending, record)
     }
 
-    /// What was taken goes back. Only what has its key can.
-    fn settle(&mut self, cache: &mut NodeCache, failure: Option<OpError>) -> Step<Grant> {
-        match self.owed.pay() {
-            Some(action) => self.post(State::Settling(failure), action),
-            None => self.give_back(cache, failure),
+    /// Frees what was allocated. Only an extent that has its key can be freed.
+    fn roll_back(&mut self, cache: &mut NodeCache, record: Action, failure: Option<OpError>) -> Step<Grant> {
+        if record.is_empty() {
+            return self.give_back(cache, failure);
         }
+        self.post(State::Recording(failure), record)
     }
 
     /// Give back what was taken, last first.
@@ -232,14 +233,16 @@ impl StretchOp {
         &mut self,
         cache: &mut NodeCache,
         op: FreeOp,
-        step: Step<()>,
+        step: Step<Outcomes>,
         failure: Option<OpError>,
     ) -> Step<Grant> {
         match step {
             Step::Post(action) => self.post(State::Returning(op, failure), action),
-            Step::Done(Ok(())) => self.give_back(cache, failure),
-            // So something is ours that nobody knows of.
-            Step::Done(Err(error)) => Step::Done(Err(error)),
+            Step::Done(outcomes) => match outcomes.and_then(|outcomes| outcomes[0]) {
+                Ok(()) => self.give_back(cache, failure),
+                // So this host has something that no ledger names.
+                Err(error) => Step::Done(Err(error)),
+            },
         }
     }
 }

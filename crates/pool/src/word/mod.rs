@@ -17,7 +17,7 @@ pub use section::{SectionWord, SpanState};
 pub use span::SpanWord;
 
 /// Why 64 bits cannot be a control word.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, thiserror::Error)]
 pub enum IllegalWord {
     /// The inline log is not one that this version writes.
     #[error("its inline log {0:#010x} is none that this version writes")]

@@ -83,18 +83,6 @@ impl SpanWord {
         self.with(0, LogOp::Ready, Run::single(0), host)
     }
 
-    /// The word of a span that was closed, after `host` has signed that it will tell its section: whoever wanted to open it again finds another word.
-    #[must_use]
-    pub const fn sign(self, host: Host) -> Self {
-        self.with(0, LogOp::Close, Run::single(0), host)
-    }
-
-    /// Closed, and its section may not have been told.
-    #[must_use]
-    pub fn is_half_closed(self) -> bool {
-        self.is_closed() && matches!(self.log(), Ok(Some(InlineLog { op: LogOp::Close, .. })))
-    }
-
     /// Whether a new life may begin: closed, and marked so or never changed.
     #[must_use]
     pub fn is_ready(self) -> bool {

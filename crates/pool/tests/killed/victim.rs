@@ -112,7 +112,7 @@ pub fn be_one() {
     if end == "Write" {
         live = write_for_ever;
     }
-    let mut client = PoolClient::new(VICTIM, TENANT).resting();
+    let mut client = PoolClient::new(VICTIM, TENANT);
     // Whoever was stopped finds itself shut out, and may have nothing to say about it.
     let outcome = client.add_node(NODE, Box::new(doomed)).and_then(|()| live(&mut client));
     std::process::exit(if outcome.is_ok() { 0 } else { 3 });
@@ -154,7 +154,6 @@ fn live(client: &mut PoolClient) -> Result<(), PoolError> {
     client.free(first)?;
     client.free(half)?;
     client.free(span)?;
-    // Chunks are taken again as they were left, and not.
     for k in [0, 0, 4, 1] {
         let again = take(client, k)?;
         client.free(again)?;
@@ -166,12 +165,6 @@ fn live(client: &mut PoolClient) -> Result<(), PoolError> {
         client.free(half)?;
     }
     client.free(group)?;
-    // A span that was emptied rests, is opened again, and in the end closed.
-    let half = take(client, 4)?;
-    client.free(half)?;
-    let half = take(client, 4)?;
-    client.free(half)?;
-    client.settle();
     let section = take(client, 9)?;
     client.free(section)?;
     let many = client.allocate_many(NODE, SizeClass::CHUNK, 3)?;

@@ -109,7 +109,7 @@ fn run<M: Machine>(
         damage.iter().filter(|(at, _)| *at == number).for_each(|(_, damage)| damage.strike(words));
         match step {
             Step::Done(result) => return result,
-            Step::Post(action) => step = words.carry_out(&mut op, cache, action),
+            Step::Post(action) => step = words.carry_out(&mut op, cache, &action),
         }
     }
     panic!("it does not end");

@@ -1,9 +1,9 @@
 //! A node whose memory is some words, on which actions happen at once.
 
 use aquifer_fabric::{Host, Tenant};
-use aquifer_pool::cache::{NodeCache, Nonces, begin_at};
+use aquifer_pool::cache::{Draws, NodeCache, begin_at};
 use aquifer_pool::layout::{Layout, SECTION_ENTRIES};
-use aquifer_pool::op::{Action, Machine, OpError, Step, StepResult, Strikes, WordAt, Writes};
+use aquifer_pool::op::{Access, Action, FreeOp, Machine, OpError, Step, StepResult, WordAt};
 use aquifer_pool::size::SECTION_SPANS;
 use aquifer_pool::word::{SectionWord, SpanState};
 
@@ -26,7 +26,7 @@ impl Words {
             keys: vec![0; (sections * SECTION_ENTRIES) as usize],
             longest_read: 0,
         };
-        (words, NodeCache::new(&layout, begin_at(Host(1), 0), Tenant(0), Nonces::default()))
+        (words, NodeCache::new(&layout, begin_at(Host(1), 0), Tenant(0), Draws::counted(1, 64)))
     }
 
     pub fn at(&mut self, at: WordAt, count: u32) -> &mut [u64] {
@@ -42,74 +42,36 @@ impl Words {
         &mut self,
         op: &mut M,
         cache: &mut NodeCache,
-        action: Action,
+        action: &Action,
     ) -> Step<M::Output> {
-        match action {
-            Action::Cas { at, expected, desired } => {
-                op.step(cache, StepResult::Found(self.swap(at, expected, desired)))
-            }
-            Action::CasThen { at, expected, desired, then }
-            | Action::CasProbe { at, expected, desired, probe: then } => {
-                let found = self.swap(at, expected, desired);
-                op.step(cache, StepResult::FoundThen(found, self.at(then, 1)[0]))
-            }
-            Action::WriteThen { writes, at, expected, desired } => {
-                self.write(&writes);
-                op.step(cache, StepResult::Found(self.swap(at, expected, desired)))
-            }
-            Action::PlantThen { plant, at, expected, desired } => {
-                self.write_parts(plant.writes());
-                op.step(cache, StepResult::Found(self.swap(at, expected, desired)))
-            }
-            Action::Chain(chain) => {
-                let found: Vec<u64> =
-                    chain.swaps().map(|(at, expected, desired)| self.swap(at, expected, desired)).collect();
-                op.step(cache, StepResult::Chained(chain.outcome(found)))
-            }
-            Action::Survey { section, count } => {
-                let first = section * SECTION_SPANS;
-                let mut words = self.at(WordAt::Span(first), count * SECTION_SPANS).to_vec();
-                for span in (first..).step_by(SECTION_SPANS as usize).take(count as usize) {
-                    words.extend_from_slice(self.at(WordAt::span_key(span), SECTION_SPANS));
+        let answer = self.answer(action);
+        op.step(cache, StepResult(&answer))
+    }
+
+    pub fn answer(&mut self, action: &Action) -> Vec<u64> {
+        let mut answer = Vec::new();
+        for access in action.accesses() {
+            match *access {
+                Access::Cas { at, expected, desired } => answer.push(self.swap(at, expected, desired)),
+                Access::Probe { at } => answer.push(self.at(at, 1)[0]),
+                Access::Read { at, count } => {
+                    self.longest_read = self.longest_read.max(count);
+                    answer.extend_from_slice(self.at(at, count));
                 }
-                op.step(cache, StepResult::Words(&words))
-            }
-            Action::Probe { at } => op.step(cache, StepResult::Found(self.at(at, 1)[0])),
-            Action::Read { at, count } => {
-                self.longest_read = self.longest_read.max(count);
-                op.step(cache, StepResult::Words(self.at(at, count)))
-            }
-            Action::Write(writes) => {
-                self.write(&writes);
-                op.step(cache, StepResult::Written)
-            }
-            Action::Strike(strikes) => {
-                let struck = self.strike(strikes);
-                op.step(cache, StepResult::Struck(struck))
-            }
-            Action::StrikeThen(strikes) => {
-                let struck = self.strike(strikes);
-                let count = u32::try_from(Strikes::MAX).expect("few");
-                op.step(cache, StepResult::StruckThen(struck, self.at(strikes.log(), count)))
+                Access::Write { at, .. } => {
+                    let words: Vec<u64> = access.written().collect();
+                    let count = u32::try_from(words.len()).expect("few words");
+                    self.at(at, count).copy_from_slice(&words);
+                }
             }
         }
+        answer
     }
 
-    fn strike(&mut self, strikes: Strikes) -> u32 {
-        let swap = |(at, expected, desired)| self.swap(at, expected, desired);
-        let found: Vec<u64> = strikes.swaps().map(swap).collect();
-        strikes.struck(found)
-    }
-
-    fn write(&mut self, writes: &Writes) {
-        self.write_parts(writes.parts().map(|part| (part.at, part.words())));
-    }
-
-    fn write_parts(&mut self, parts: impl Iterator<Item = (WordAt, impl Iterator<Item = u64>)>) {
-        for (at, values) in parts {
-            let values: Vec<u64> = values.collect();
-            self.at(at, u32::try_from(values.len()).expect("few words")).copy_from_slice(&values);
-        }
+    /// Frees the only extent of an operation; what became of it, and the actions that it took.
+    pub fn free(&mut self, cache: &mut NodeCache, op: FreeOp) -> (Result<(), OpError>, u32) {
+        let (outcomes, actions) = self.run(cache, op);
+        (outcomes.and_then(|outcomes| outcomes[0]), actions)
     }
 
     pub fn swap(&mut self, at: WordAt, expected: u64, desired: u64) -> u64 {
@@ -131,7 +93,7 @@ impl Words {
         loop {
             match step {
                 Step::Done(result) => return (result, actions),
-                Step::Post(action) => step = self.carry_out(&mut op, cache, action),
+                Step::Post(action) => step = self.carry_out(&mut op, cache, &action),
             }
             actions += 1;
         }

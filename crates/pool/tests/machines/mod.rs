@@ -6,11 +6,11 @@ mod driver;
 use aquifer_fabric::Host;
 use aquifer_fabric::sim::{SimFabric, SimOptions};
 use aquifer_fabric::{Identity, Key, KeyEntry, Tenant};
-use aquifer_pool::cache::{NodeCache, Nonces, begin_at};
+use aquifer_pool::cache::{Draws, NodeCache, begin_at};
 use aquifer_pool::client::NODES_MAX;
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{
-    ATTEMPTS_MAX, Action, AllocManyOp, AllocOp, CONTENDED_AFTER, FreeManyOp, FreeOp, Grant, Machine, OpError,
+    ATTEMPTS_MAX, Access, AllocManyOp, AllocOp, CONTENDED_AFTER, FreeOp, Grant, Machine, OpError, Outcomes,
     READ_WORDS_MAX, Several, Step, StepResult, StretchOp, WordAt,
 };
 use aquifer_pool::size::{SECTION_BYTES, SECTION_SPANS};
@@ -28,29 +28,23 @@ fn an_operation_costs_as_few_actions_as_documented() {
     let chunk = AllocOp::new(ME, SizeClass::CHUNK);
     let (first, actions) = words.run(&mut cache, chunk.clone());
     assert_eq!(actions, 3, "A0, A2, A3 with A8");
-    let (second, actions) = words.run(&mut cache, chunk.clone());
-    assert_eq!(actions, 1, "A1: key and record came with A3");
-    assert_eq!(words.run(&mut cache, FreeOp::new(ME, first.expect("room"))), (Ok(()), 2), "K, F1");
-    let (first, actions) = words.run(&mut cache, chunk);
-    assert_eq!(actions, 1, "A1: key and record were left there");
-    assert_eq!(words.run(&mut cache, FreeOp::new(ME, first.expect("room"))), (Ok(()), 2), "K, F1");
-    assert_eq!(words.run(&mut cache, FreeOp::new(ME, second.expect("room"))), (Ok(()), 4), "K, F3, F4, F6");
+    let (second, actions) = words.run(&mut cache, chunk);
+    assert_eq!(actions, 2, "A1, A8");
+    assert_eq!(words.free(&mut cache, FreeOp::new(ME, first.expect("room"))), (Ok(()), 2), "K, F1");
+    assert_eq!(words.free(&mut cache, FreeOp::new(ME, second.expect("room"))), (Ok(()), 4), "K, F3, F4, F6");
     let (whole, actions) = words.run(&mut cache, AllocOp::new(ME, SizeClass::SECTION));
     assert_eq!(actions, 2, "A7, A8: A0 has surveyed the whole section");
-    assert_eq!(words.run(&mut cache, FreeOp::new(ME, whole.expect("room"))), (Ok(()), 3), "K, F5");
-    let (whole, actions) = words.run(&mut cache, AllocOp::new(ME, SizeClass::SECTION));
-    assert_eq!(actions, 1, "A7: key and record were left there");
-    assert_eq!(words.run(&mut cache, FreeOp::new(ME, whole.expect("room"))), (Ok(()), 3), "K, F5");
+    assert_eq!(words.free(&mut cache, FreeOp::new(ME, whole.expect("room"))), (Ok(()), 3), "K, F5");
     let half = || AllocOp::new(ME, SizeClass::new(4).expect("a class"));
     let (first, _) = words.run(&mut cache, half());
     let (_, actions) = words.run(&mut cache, half());
-    assert_eq!(actions, 1, "A1: that the span is full need not be said yet");
-    assert_eq!(words.run(&mut cache, FreeOp::new(ME, first.expect("room"))), (Ok(()), 3), "K, F1, F2");
-    assert_eq!(words.run(&mut cache, half()).1, 1, "A1: and may be so no longer");
+    assert_eq!(actions, 2, "A1, A8: the full hint is not set yet");
+    assert_eq!(words.free(&mut cache, FreeOp::new(ME, first.expect("room"))), (Ok(()), 3), "K, F1, F2");
+    assert_eq!(words.run(&mut cache, half()).1, 2, "A1, A8: it might be stale by now");
     let (third, actions) = words.run(&mut cache, half());
     assert_eq!(actions, 2, "A2, with A4 and A5 of the span before, and A3 with A8");
     assert_eq!(words.section_state(0), SpanState::Full);
-    assert_eq!(words.run(&mut cache, FreeOp::new(ME, third.expect("room"))), (Ok(()), 4), "K, F3, F4, F6");
+    assert_eq!(words.free(&mut cache, FreeOp::new(ME, third.expect("room"))), (Ok(()), 4), "K, F3, F4, F6");
 }
 
 /// However many there are: no two of them are nearer than a third of what they would be if they were spread evenly.
@@ -70,62 +64,21 @@ fn hosts_and_clients_begin_far_apart() {
 }
 
 #[test]
-fn what_is_left_is_known_until_it_is_taken() {
-    let (mut words, mut cache) = Words::new(1);
-    let chunk = || AllocOp::new(ME, SizeClass::CHUNK);
-    assert!(!cache.has_left(SizeClass::CHUNK));
-    let [first, second] = [(); 2].map(|()| words.run(&mut cache, chunk()).0.expect("room"));
-    assert!(cache.has_left(SizeClass::CHUNK), "what was left when the span was opened");
-    assert!(!cache.has_left(SizeClass::new(1).expect("a class")), "it was opened for chunks");
-    let others: Vec<Grant> = (2..32).map(|_| words.run(&mut cache, chunk()).0.expect("room")).collect();
-    assert!(!cache.has_left(SizeClass::CHUNK), "the span is full");
-    words.run(&mut cache, FreeOp::new(ME, first)).0.expect("it is ours");
-    assert!(cache.has_left(SizeClass::CHUNK) && !cache.has_left(SizeClass::SECTION));
-    let again = words.run(&mut cache, chunk()).0.expect("room");
-    assert_eq!(again.chunk, first.chunk);
-    assert!(!cache.has_left(SizeClass::CHUNK));
-    for grant in others.into_iter().chain([again, second]) {
-        words.run(&mut cache, FreeOp::new(ME, grant)).0.expect("it is ours");
-    }
-    assert!(!cache.has_left(SizeClass::CHUNK), "the span is closed");
-}
-
-#[test]
-fn several_of_one_span_are_taken_at_once() {
+fn several_cost_one_action_each_and_one_more() {
     let (mut words, mut cache) = Words::new(2);
-    let many = |count| AllocManyOp::new(ME, SizeClass::CHUNK, count);
-    let (taken, actions) = words.run(&mut cache, many(64));
-    let chunks: Vec<u32> = taken.expect("room").grants.iter().map(|grant| grant.chunk % 512).collect();
+    let (taken, actions) = words.run(&mut cache, AllocManyOp::new(ME, SizeClass::CHUNK, 64));
+    let grants = taken.expect("room").grants;
+    let chunks: Vec<u32> = grants.iter().map(|grant| grant.chunk % 512).collect();
     assert_eq!(chunks, (0..64).collect::<Vec<_>>());
     assert_eq!(
-        actions, 7,
-        "A0, A2, A3 with A8, 31 CASes; A2, with A4 and A5 of the first span, A3 with A8, 31 CASes"
+        actions, 68,
+        "A0, A2, A3, 31 of A1; A2 with A4 and A5 of the first span, A3, 31 of A1, the last A8"
     );
-    // Another takes one of them while the CASes are on their way: those before are taken, and no others.
-    let (first, _) = words.run(&mut cache, AllocOp::new(ME, SizeClass::CHUNK));
-    let span = first.expect("room").chunk / 32;
-    let mut op = many(8);
-    let Step::Post(Action::Chain(chain)) = op.start(&mut cache) else { panic!("several are ready") };
-    let mut found = Vec::new();
-    for (number, (at, expected, desired)) in chain.swaps().enumerate() {
-        if number == 3 {
-            let word = SpanWord(words.spans[span as usize]);
-            words.spans[span as usize] = word.take(Run::single(20), OTHER).0;
-        }
-        found.push(words.swap(at, expected, desired));
-    }
-    let mut step = op.step(&mut cache, StepResult::Chained(chain.outcome(found)));
-    let several = loop {
-        match step {
-            Step::Post(action) => step = words.carry_out(&mut op, &mut cache, action),
-            Step::Done(several) => break several.expect("there is room"),
-        }
-    };
-    let places: Vec<u32> = several.grants.iter().map(|grant| grant.chunk % 32).collect();
-    assert_eq!(places, [1, 2, 3, 4, 5, 6, 7, 8]);
-    for grant in &several.grants {
+    for grant in &grants {
         let entry = KeyEntry(words.at(WordAt::chunk_key(grant.chunk), 1)[0]);
         assert_eq!(entry, KeyEntry::opened(grant.key, Tenant(0)));
+        let record = LogEntry(words.at(WordAt::chunk_entry(grant.chunk), 1)[0]).of_span();
+        assert!(matches!(record, Ok(Some(log)) if log.host == ME), "{record:?}");
     }
 }
 
@@ -137,11 +90,11 @@ fn what_is_resumed_is_given_back_though_its_key_is_another() {
         let class = SizeClass::new(k).expect("a class");
         let grant = words.run(&mut cache, AllocOp::new(ME, class)).0.expect("room");
         let record = begin_to_free(&mut words, &mut cache, grant);
-        assert_eq!(words.run(&mut cache, FreeOp::new(ME, grant)).0, Err(OpError::NotAllocated), "{k}");
-        assert_eq!(words.run(&mut cache, FreeOp::new(ME, grant).resumed(record)).0, Ok(()), "{k}");
+        assert_eq!(words.free(&mut cache, FreeOp::new(ME, grant)).0, Err(OpError::NotAllocated), "{k}");
+        assert_eq!(words.free(&mut cache, FreeOp::new(ME, grant).resumed(record)).0, Ok(()), "{k}");
         assert_eq!(words.at(WordAt::key_of(grant), 1)[0] & 0xffff_ffff, 0, "{k}: no key is left");
         let again = FreeOp::new(ME, grant).resumed(record);
-        assert_eq!(words.run(&mut cache, again).0, Err(OpError::NotAllocated), "{k}: it was done");
+        assert_eq!(words.free(&mut cache, again).0, Err(OpError::NotAllocated), "{k}: it was done");
     }
 }
 
@@ -163,7 +116,7 @@ fn what_is_resumed_strikes_no_key_of_another() {
                 taken = Some(give_late_and_take(&mut words, grant));
             }
             match step {
-                Step::Post(action) => step = words.carry_out(&mut op, &mut cache, action),
+                Step::Post(action) => step = words.carry_out(&mut op, &mut cache, &action),
                 Step::Done(_) => break,
             }
         }
@@ -171,8 +124,12 @@ fn what_is_resumed_strikes_no_key_of_another() {
             let entry = KeyEntry(words.at(WordAt::key_of(taken), 1)[0]);
             assert_eq!(entry.key(), taken.key, "{late}, {k}: it opens what another holds");
             let mut theirs =
-                NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Nonces::default());
-            assert_eq!(words.run(&mut theirs, FreeOp::new(OTHER, taken)).0, Ok(()), "{late}, {k}: he has it");
+                NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Draws::counted(2, 64));
+            assert_eq!(
+                words.free(&mut theirs, FreeOp::new(OTHER, taken)).0,
+                Ok(()),
+                "{late}, {k}: he has it"
+            );
         }
     }
 }
@@ -184,8 +141,8 @@ fn begin_to_free(words: &mut Words, cache: &mut NodeCache, grant: Grant) -> u32 
     let mut step = op.start(cache);
     loop {
         let Step::Post(action) = step else { panic!("{step:?}") };
-        let is_key = matches!(action, Action::CasThen { at: WordAt::Key(_), .. });
-        step = words.carry_out(&mut op, cache, action);
+        let is_key = matches!(action.first_cas(), Some((WordAt::Key(_), ..)));
+        step = words.carry_out(&mut op, cache, &action);
         if is_key {
             return record_of(words.at(word, 1)[0]);
         }
@@ -221,7 +178,7 @@ fn who_finds_a_full_span_says_so_for_others() {
     (0..2).for_each(|_| assert!(words.run(&mut cache, half(ME)).0.is_ok()));
     assert_eq!(words.section_state(0), SpanState::Partial, "nobody has said that it is full");
     let layout = Layout::new(1, 1).expect("a layout");
-    let mut theirs = NodeCache::new(&layout, 0, Tenant(0), Nonces::default());
+    let mut theirs = NodeCache::new(&layout, 0, Tenant(0), Draws::counted(2, 64));
     (0..15).for_each(|_| assert!(words.run(&mut theirs, AllocOp::new(OTHER, SizeClass::SPAN)).0.is_ok()));
     assert_eq!(words.run(&mut theirs, half(OTHER)).0, Err(OpError::Full));
     assert_eq!(words.section_state(0), SpanState::Full);
@@ -236,13 +193,16 @@ fn until_cas(
     step: Step<Grant>,
     section: SectionWord,
 ) -> Step<Grant> {
-    let result = match step {
-        Step::Post(Action::Read { at: WordAt::Section(0), count: 1 }) => StepResult::Words(&[section.0]),
-        Step::Post(Action::Survey { .. }) => StepResult::Words(&[0; 2 * SECTION_SPANS as usize]),
-        Step::Post(Action::Probe { at: WordAt::Log(_) }) => StepResult::Found(LogEntry::of(section.0, 1).0),
+    let Step::Post(action) = &step else { return step };
+    let answer = match action.accesses() {
+        [Access::Read { at: WordAt::Section(0), count: 1 }] => vec![section.0],
+        [Access::Read { at: WordAt::Span(_), .. }, Access::Read { .. }] => {
+            vec![0; 2 * SECTION_SPANS as usize]
+        }
+        [Access::Probe { at: WordAt::Log(_) }] => vec![LogEntry::of(section.0, 1).0],
         _ => return step,
     };
-    let next = op.step(cache, result);
+    let next = op.step(cache, StepResult(&answer));
     until_cas(op, cache, next, section)
 }
 
@@ -257,22 +217,19 @@ fn an_operation_gives_up_after_so_many_lost_races() {
         let last = Run::single(15);
         for _ in 0..lost {
             step = until_cas(&mut op, &mut cache, step, word);
-            let Step::Post(Action::Cas { .. }) = step else { panic!("{step:?}") };
+            assert!(cas_of(&step).is_some(), "{step:?}");
             word = if word.all(last, SpanState::Empty) {
                 word.take(last, OTHER)
             } else {
                 word.give(last, OTHER)
             };
-            step = op.step(&mut cache, StepResult::Found(word.0));
+            step = op.step(&mut cache, StepResult(&[word.0]));
         }
         step = until_cas(&mut op, &mut cache, step, word);
         if busy {
             assert_eq!(step, Step::Done(Err(OpError::Busy { attempts: ATTEMPTS_MAX })));
         } else {
-            assert!(
-                matches!(step, Step::Post(Action::Cas { expected, .. }) if expected == word.0),
-                "{step:?}"
-            );
+            assert!(matches!(cas_of(&step), Some((_, expected, _)) if expected == word.0), "{step:?}");
         }
     }
 }
@@ -285,32 +242,28 @@ fn a_span_is_marked_when_one_race_too_many_is_lost_there() {
     let mut step = op.start(&mut cache);
     let mut word = SpanWord(words.spans[0]);
     for lost in 0..=CONTENDED_AFTER {
-        if let Step::Post(Action::Probe { at: WordAt::Log(_) }) = step {
-            step = op.step(&mut cache, StepResult::Found(LogEntry::of(word.0, 1).0));
+        if let Step::Post(action) = &step
+            && matches!(action.accesses(), [Access::Probe { at: WordAt::Log(_) }])
+        {
+            step = op.step(&mut cache, StepResult(&[LogEntry::of(word.0, 1).0]));
         }
-        assert!(
-            matches!(
-                step,
-                Step::Post(
-                    Action::Cas { at: WordAt::Span(0), .. } | Action::CasThen { at: WordAt::Span(0), .. }
-                )
-            ),
-            "after {lost} lost races: {step:?}"
-        );
+        let is_of_span = matches!(cas_of(&step), Some((WordAt::Span(0), ..)));
+        assert!(is_of_span, "after {lost} lost races: {step:?}");
         word = word.take(word.find(0).expect("free chunks"), OTHER);
-        step = op.step(&mut cache, StepResult::Found(word.0));
+        step = op.step(&mut cache, StepResult(&[word.0, 0]));
     }
     words.spans[0] = word.0;
-    let Step::Post(mark @ Action::Cas { at: WordAt::Section(0), desired, .. }) = step else {
-        panic!("{step:?}")
-    };
+    let Some((WordAt::Section(0), _, desired)) = cas_of(&step) else { panic!("{step:?}") };
+    let Step::Post(mark) = step else { unreachable!("it has a CAS") };
     assert_eq!(SectionWord(desired).state(0), SpanState::Contended);
     // It goes elsewhere, and so do others, until nothing else is left.
-    step = words.carry_out(&mut op, &mut cache, mark);
+    step = words.carry_out(&mut op, &mut cache, &mark);
     step = until_cas(&mut op, &mut cache, step, SectionWord(words.sections[0]));
-    assert!(matches!(step, Step::Post(Action::Cas { at: WordAt::Section(0), .. })), "A2: {step:?}");
-    let (mut theirs, mut taken) =
-        (NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Nonces::default()), Vec::new());
+    assert!(matches!(cas_of(&step), Some((WordAt::Section(0), ..))), "A2: {step:?}");
+    let (mut theirs, mut taken) = (
+        NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Draws::counted(2, 64)),
+        Vec::new(),
+    );
     while let (Ok(grant), _) = words.run(&mut theirs, AllocOp::new(OTHER, SizeClass::SPAN)) {
         taken.push(grant);
     }
@@ -355,7 +308,7 @@ fn a_stretch_is_taken_whole_or_not_at_all() {
             words.sections[5] = full.0;
         }
         match step {
-            Step::Post(action) => step = words.carry_out(&mut op, &mut cache, action),
+            Step::Post(action) => step = words.carry_out(&mut op, &mut cache, &action),
             Step::Done(first) => break first.expect("three are free side by side"),
         }
     };
@@ -375,7 +328,7 @@ fn a_stretch_is_taken_whole_or_not_at_all() {
     assert_eq!(actions, 4, "A0, A7, A8 with the next A7, A8");
     for section in 0..3 {
         let grant = Grant { chunk: section * 512, ..first };
-        assert_eq!(words.run(&mut cache, FreeOp::new(ME, grant)), (Ok(()), 3), "K, F5");
+        assert_eq!(words.free(&mut cache, FreeOp::new(ME, grant)), (Ok(()), 3), "K, F5");
     }
 }
 
@@ -403,40 +356,64 @@ fn of_several_what_was_taken_is_not_thrown_away() {
     assert_eq!(grants.iter().map(|grant| grant.chunk).collect::<Vec<_>>(), [1024, 1536]);
     assert!(matches!(failure, Some(OpError::Damaged { at: WordAt::Section(0), .. })), "{failure:?}");
     for grant in grants {
-        assert_eq!(words.run(&mut cache, FreeOp::new(ME, grant)).0, Ok(()), "its key was written");
+        assert_eq!(words.free(&mut cache, FreeOp::new(ME, grant)).0, Ok(()), "its key was written");
     }
 }
 
 #[test]
-fn what_is_of_one_span_goes_back_together() {
+fn extents_of_one_span_are_freed_together() {
     let (mut words, mut cache) = Words::new(1);
     let (several, _) = words.run(&mut cache, AllocManyOp::new(ME, SizeClass::CHUNK, 64));
-    let mut grants = several.expect("room").grants;
-    assert_eq!(grants.len(), 64);
-    // One was given back before, and is another's by now; one is named twice.
-    words.run(&mut cache, FreeOp::new(ME, grants[40])).0.expect("it is ours");
-    let layout = Layout::new(1, 1).expect("a layout");
-    let mut theirs = NodeCache::new(&layout, 0, Tenant(0), Nonces::default());
-    let (_, learnt) = words.run(&mut theirs, AllocManyOp::new(OTHER, SizeClass::SPAN, 1));
-    assert!(learnt > 0);
+    let grants = several.expect("room").grants;
+    let (first, second) = grants.split_at(32);
+    // One of the second span was freed before, and is another host's by now; one of the first is named twice.
+    words.free(&mut cache, FreeOp::new(ME, second[8])).0.expect("it is ours");
+    let mut theirs =
+        NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Draws::counted(2, 64));
+    words.run(&mut theirs, AllocManyOp::new(OTHER, SizeClass::SPAN, 1)).0.expect("room");
     let taken = words.run(&mut theirs, AllocOp::new(OTHER, SizeClass::CHUNK)).0.expect("room");
-    assert_eq!(taken.chunk, grants[40].chunk, "there is no other hole");
-    grants.push(grants[7]);
-    let (outcomes, actions) = words.run(&mut cache, FreeManyOp::new(ME, grants.clone()));
-    let refused: Vec<usize> = outcomes
-        .expect("each is told of")
-        .iter()
-        .enumerate()
-        .filter(|(_, outcome)| outcome.is_err())
-        .map(|(number, _)| number)
-        .collect();
-    assert_eq!(refused, [40, 64]);
-    // K, F3, F4, F6 of one span; K, L, F1 of the other; a look at each of two.
-    assert!(actions <= 16, "{actions} trips");
+    assert_eq!(taken.chunk, second[8].chunk, "there is no other hole");
+    let refused = |outcomes: Result<Outcomes, OpError>| -> Vec<usize> {
+        let outcomes = outcomes.expect("each has an outcome").into_iter().enumerate();
+        outcomes.filter(|(_, outcome)| outcome.is_err()).map(|(number, _)| number).collect()
+    };
+    let twice = first.iter().chain([&first[7]]).copied();
+    let (outcomes, actions) = words.run(&mut cache, FreeOp::many(ME, twice));
+    assert_eq!(
+        (refused(outcomes), actions),
+        (vec![32], 7),
+        "K, F3, F4, which loses a race, L, F4, F6, and a look for the one named twice"
+    );
+    let (outcomes, actions) = words.run(&mut cache, FreeOp::many(ME, second.iter().copied()));
+    assert_eq!(refused(outcomes), [8]);
+    assert!(actions <= 7, "K, F1, a look, L, F1: {actions} trips");
     let bits: Vec<u32> =
         words.spans.iter().map(|word| SpanWord(*word).bits()).filter(|bits| *bits != 0).collect();
     assert_eq!(bits.iter().map(|bits| bits.count_ones()).sum::<u32>(), 1, "theirs is theirs still");
     assert!(words.at(WordAt::key_of(taken), 1)[0] != 0, "and its key opens it");
+}
+
+/// The one that the list names first is no extent any more; the one that overlaps it is.
+#[test]
+fn an_extent_that_overlaps_a_stale_one_is_freed() {
+    let (mut words, mut cache) = Words::new(1);
+    let pair = AllocOp::new(ME, SizeClass::new(1).expect("a class"));
+    let stale = words.run(&mut cache, pair).0.expect("room");
+    let kept = words.run(&mut cache, AllocOp::new(ME, SizeClass::CHUNK)).0.expect("room");
+    words.free(&mut cache, FreeOp::new(ME, stale)).0.expect("it is ours");
+    let [one, two] =
+        [(); 2].map(|()| words.run(&mut cache, AllocOp::new(ME, SizeClass::CHUNK)).0.expect("room"));
+    assert_eq!((one.chunk, two.chunk), (stale.chunk, stale.chunk + 1));
+    let (outcomes, _) = words.run(&mut cache, FreeOp::many(ME, [stale, one, two, kept]));
+    assert_eq!(outcomes.expect("outcomes").as_slice(), [Err(OpError::NotAllocated), Ok(()), Ok(()), Ok(())]);
+}
+
+/// The CAS that comes next, as word, expected and desired value.
+fn cas_of<T>(step: &Step<T>) -> Option<(WordAt, u64, u64)> {
+    match step {
+        Step::Post(action) => action.first_cas(),
+        Step::Done(_) => None,
+    }
 }
 
 #[test]
@@ -471,7 +448,9 @@ fn about_to_say_full(words: &mut Words, cache: &mut NodeCache) -> (Vec<Grant>, A
     let filling = (0..2).map(|_| words.run(cache, half(ME)).0.expect("room")).collect();
     let mut op = half(ME);
     let step = op.start(cache);
-    let Step::Post(Action::CasProbe { at: WordAt::Section(0), desired, probe: WordAt::Span(0), .. }) = step
+    let Step::Post(action) = &step else { panic!("{step:?}") };
+    let [Access::Cas { at: WordAt::Section(0), desired, .. }, Access::Probe { at: WordAt::Span(0) }] =
+        *action.accesses()
     else {
         panic!("{step:?}, and not A2 with A4 and A5")
     };
@@ -484,11 +463,12 @@ fn a_span_that_was_not_full_any_more_is_said_to_be_open_again() {
     let (mut words, mut cache) = Words::new(1);
     let (filling, mut op, mut step) = about_to_say_full(&mut words, &mut cache);
     // Another client of the same host gives half of it back; the section does not say that it is full, so there is nothing to be taken back.
-    let mut other = NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Nonces::default());
-    words.run(&mut other, FreeOp::new(ME, filling[0])).0.expect("it is the host's");
+    let mut other =
+        NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Draws::counted(2, 64));
+    words.free(&mut other, FreeOp::new(ME, filling[0])).0.expect("it is the host's");
     let mut states = Vec::new();
     while let Step::Post(action) = step {
-        step = words.carry_out(&mut op, &mut cache, action);
+        step = words.carry_out(&mut op, &mut cache, &action);
         states.push(words.section_state(0));
     }
     assert_eq!(states, [SpanState::Full, SpanState::Partial, SpanState::Partial], "A2, A6, A3");
@@ -503,24 +483,37 @@ fn a_span_that_another_opens_is_not_said_to_be_full() {
     let (mut words, mut cache) = Words::new(1);
     let (filling, mut op, mut step) = about_to_say_full(&mut words, &mut cache);
     // Another client of the same host gives it back, and another host begins to open it.
-    let fresh = || NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Nonces::default());
+    let fresh = || NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Draws::counted(2, 64));
     let mut other = fresh();
     for grant in filling {
-        words.run(&mut other, FreeOp::new(ME, grant)).0.expect("it is the host's");
+        words.free(&mut other, FreeOp::new(ME, grant)).0.expect("it is the host's");
     }
     let (mut theirs, mut opening) = (fresh(), half(OTHER));
     let mut next = opening.start(&mut theirs);
     while words.section_state(0) != SpanState::Partial {
         let Step::Post(action) = next else { panic!("{next:?}, and not the span that came free") };
-        next = words.carry_out(&mut opening, &mut theirs, action);
+        next = words.carry_out(&mut opening, &mut theirs, &action);
     }
     while let Step::Post(action) = step {
-        step = words.carry_out(&mut op, &mut cache, action);
+        step = words.carry_out(&mut op, &mut cache, &action);
     }
     assert_eq!(words.section_state(0), SpanState::Partial, "it is not full, and not ours to speak of");
     while let Step::Post(action) = next {
-        next = words.carry_out(&mut opening, &mut theirs, action);
+        next = words.carry_out(&mut opening, &mut theirs, &action);
     }
     assert!(matches!(next, Step::Done(Ok(_))), "{next:?}");
     assert_eq!(words.section_state(0), SpanState::Partial, "it has room");
+}
+
+#[test]
+fn groups_of_one_section_are_freed_one_after_another() {
+    let (mut words, mut cache) = Words::new(1);
+    let grants = [5, 5, 6, 7].map(|k| {
+        let class = SizeClass::new(k).expect("a class");
+        words.run(&mut cache, AllocOp::new(ME, class)).0.expect("room")
+    });
+    let (outcomes, _) = words.run(&mut cache, FreeOp::many(ME, grants));
+    assert_eq!(outcomes.expect("outcomes").as_slice(), [Ok(()); 4]);
+    assert!(SectionWord(words.sections[0]).all(Run::SECTION, SpanState::Empty), "all of them are free");
+    assert!(grants.iter().all(|grant| KeyEntry(words.at(WordAt::key_of(*grant), 1)[0]).key() == Key(0)));
 }

@@ -8,13 +8,12 @@ use aquifer_fabric::{
     Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Tenant, Verb,
     Work,
 };
-use aquifer_pool::cache::{NodeCache, Nonces};
+use aquifer_pool::cache::{Draws, NodeCache};
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{
-    Action, AllocManyOp, AllocOp, FreeManyOp, FreeOp, Grant, Held, HeldOp, Machine, OpError, RecoverOp,
-    Recovered, SettleOp, Several, Step, StepResult, StretchOp, Strikes, WordAt,
+    Access, Action, AllocManyOp, AllocOp, FreeOp, Grant, Machine, OpError, Outcomes, RecoverOp, Recovered,
+    Several, Step, StepResult, StretchOp, WordAt,
 };
-use aquifer_pool::size::SECTION_SPANS;
 use aquifer_pool::word::Run;
 
 const REPLY_WORDS: usize = 512;
@@ -30,14 +29,9 @@ enum Running {
     /// So many sections.
     Stretch(Box<StretchOp>, u32),
     Free(FreeOp),
-    FreeMany(Box<FreeManyOp>),
     /// What was begun by the process before.
     Resumed(FreeOp, Grant, Try),
-    Settle(SettleOp),
     Recover(Box<RecoverOp>),
-    /// What its host has, and giving back of what nobody there knows of.
-    Look(Box<HeldOp>),
-    GiveHeld(Box<RecoverOp>),
 }
 
 /// Of giving back what was begun.
@@ -54,13 +48,9 @@ pub enum Ended {
     Many(Result<Several, OpError>),
     /// So many sections, from this one on.
     Stretch(u32, Result<Grant, OpError>),
-    Free(Result<(), OpError>),
-    FreeMany(Result<Vec<Result<(), OpError>>, OpError>),
+    Free(Result<Outcomes, OpError>),
     /// It was begun by the process before; and this was tried for the first or the second time.
     Resumed(Grant, Try, Result<(), OpError>),
-    Settle(Result<(), OpError>),
-    Look(Result<Vec<Held>, OpError>),
-    GiveHeld(Result<Recovered, OpError>),
     /// Of this dead host.
     Recover(Host, Result<Recovered, OpError>),
 }
@@ -102,7 +92,7 @@ impl Client {
     pub fn new(
         (fabric, node): (&SimFabric, Node),
         layout: Layout,
-        (host, tenant, nonces): (Host, Tenant, Nonces),
+        (host, tenant): (Host, Tenant),
         number: u32,
     ) -> Self {
         let who = Identity { host, epoch: 1, tenant };
@@ -125,7 +115,7 @@ impl Client {
             region,
             layout,
             // All begin at one place, the first: the more they meet the better.
-            cache: NodeCache::new(&layout, 0, tenant, nonces).with_counted_keys(number, CLIENTS_MAX),
+            cache: NodeCache::new(&layout, 0, tenant, Draws::counted(number, CLIENTS_MAX)),
             running: None,
             awaited: 0,
             outcomes: Vec::new(),
@@ -163,58 +153,13 @@ impl Client {
         self.follow(step).map(|result| Ended::Stretch(sections, result))
     }
 
-    pub fn free(&mut self, grant: Grant) -> Option<Ended> {
-        self.give(FreeOp::new(self.host, grant), grant)
-    }
-
-    /// If nothing else is taken in its span, that rests.
-    pub fn free_resting(&mut self, grant: Grant) -> Option<Ended> {
-        self.give(FreeOp::new(self.host, grant).resting(), grant)
-    }
-
-    fn give(&mut self, mut op: FreeOp, grant: Grant) -> Option<Ended> {
-        self.note_giving(&[grant]);
+    /// Extents that share a control word.
+    pub fn free(&mut self, grants: &[Grant]) -> Option<Ended> {
+        self.note_giving(grants);
+        let mut op = FreeOp::many(self.host, grants.iter().copied());
         let step = op.start(&mut self.cache);
         self.running = Some(Running::Free(op));
         self.follow(step).map(Ended::Free)
-    }
-
-    /// Whether a span rests.
-    pub fn has_resting(&self) -> bool {
-        !self.cache.resting().is_empty()
-    }
-
-    pub fn settle(&mut self) -> Option<Ended> {
-        let span = *self.cache.resting().first()?;
-        let mut op = SettleOp::new(self.host, span);
-        let step = op.start(&mut self.cache);
-        self.running = Some(Running::Settle(op));
-        self.follow(step).map(Ended::Settle)
-    }
-
-    /// What its host has.
-    pub fn look(&mut self) -> Option<Ended> {
-        let mut op = Box::new(HeldOp::new(self.host, 0..self.layout.sections()));
-        let step = op.start(&mut self.cache);
-        self.running = Some(Running::Look(op));
-        self.follow(step).map(Ended::Look)
-    }
-
-    /// Give back what of these things is still the same.
-    pub fn give_held(&mut self, these: Vec<Held>) -> Option<Ended> {
-        let mut op = Box::new(RecoverOp::only(self.host, these));
-        let step = op.start(&mut self.cache);
-        self.running = Some(Running::GiveHeld(op));
-        self.follow(step).map(Ended::GiveHeld)
-    }
-
-    /// Several, of any sections.
-    pub fn free_many(&mut self, grants: Vec<Grant>) -> Option<Ended> {
-        self.note_giving(&grants);
-        let mut op = Box::new(FreeManyOp::new(self.host, grants));
-        let step = op.start(&mut self.cache);
-        self.running = Some(Running::FreeMany(op));
-        self.follow(step).map(Ended::FreeMany)
     }
 
     fn note_giving(&mut self, grants: &[Grant]) {
@@ -223,13 +168,12 @@ impl Client {
 
     /// Whether what is under way, if anything is, could be gone on with by what is written down.
     pub fn may_be_killed(&self) -> bool {
-        use Running::{Free, FreeMany, Resumed, Settle};
-        matches!(self.running, None | Some(Free(_) | FreeMany(_) | Resumed(..) | Settle(_)))
+        matches!(self.running, None | Some(Running::Free(_) | Running::Resumed(..)))
     }
 
     /// The process is killed, and comes again as client number `number` with what it had written down. What it had posted, of which this is the last, may be on its way yet.
-    pub fn start_again(&mut self, fabric: &SimFabric, nonces: Nonces, number: u32) -> Option<Action> {
-        let who = (self.host, self.tenant, nonces);
+    pub fn start_again(&mut self, fabric: &SimFabric, number: u32) -> Option<Action> {
+        let who = (self.host, self.tenant);
         let mut next = Self::new((fabric, self.node), self.layout, who, number);
         next.owned = std::mem::take(&mut self.owned);
         next.kept = std::mem::take(&mut self.kept);
@@ -260,7 +204,7 @@ impl Client {
     fn try_again(&mut self, mut op: FreeOp, grant: Grant, number: Try) -> Option<Ended> {
         let step = op.start(&mut self.cache);
         self.running = Some(Running::Resumed(op, grant, number));
-        self.follow(step).map(|result| Ended::Resumed(grant, number, result))
+        self.follow(step).map(|result| Ended::Resumed(grant, number, only(result)))
     }
 
     pub fn recover(&mut self, dead: Host) -> Option<Ended> {
@@ -291,29 +235,9 @@ impl Client {
         if self.awaited > 0 || self.posted.is_none() {
             return None;
         }
-        let mut words = Vec::new();
-        let result = match self.posted.take().expect("something was posted") {
-            Action::Read { count, .. } => {
-                words.extend((0..count as usize).map(|i| self.word(i)));
-                StepResult::Words(&words)
-            }
-            Action::Survey { count, .. } => {
-                words.extend((0..32 * count as usize).map(|i| self.word(i)));
-                StepResult::Words(&words)
-            }
-            Action::Write(_) => StepResult::Written,
-            Action::Strike(strikes) => StepResult::Struck(strikes.struck(self.outcomes.iter().copied())),
-            Action::StrikeThen(strikes) => {
-                words.extend((0..Strikes::MAX).map(|i| self.word(i)));
-                StepResult::StruckThen(strikes.struck(self.outcomes.iter().copied()), &words)
-            }
-            Action::CasThen { .. } => StepResult::FoundThen(self.outcomes[0], self.word(0)),
-            Action::CasProbe { .. } => StepResult::FoundThen(self.outcomes[0], self.outcomes[1]),
-            Action::WriteThen { writes, .. } => StepResult::Found(self.outcomes[writes.parts().count()]),
-            Action::PlantThen { plant, .. } => StepResult::Found(self.outcomes[plant.writes().count()]),
-            Action::Chain(chain) => StepResult::Chained(chain.outcome(self.outcomes.iter().copied())),
-            Action::Cas { .. } | Action::Probe { .. } => StepResult::Found(self.outcomes[0]),
-        };
+        let posted = self.posted.take().expect("something was posted");
+        let words = self.answer(&posted);
+        let result = StepResult(&words);
         match self.running.take().expect("an operation is under way") {
             Running::Alloc(mut op) => {
                 let step = op.step(&mut self.cache, result);
@@ -335,30 +259,10 @@ impl Client {
                 self.running = Some(Running::Free(op));
                 self.follow(step).map(Ended::Free)
             }
-            Running::FreeMany(mut op) => {
-                let step = op.step(&mut self.cache, result);
-                self.running = Some(Running::FreeMany(op));
-                self.follow(step).map(Ended::FreeMany)
-            }
             Running::Resumed(mut op, grant, number) => {
                 let step = op.step(&mut self.cache, result);
                 self.running = Some(Running::Resumed(op, grant, number));
-                self.follow(step).map(|result| Ended::Resumed(grant, number, result))
-            }
-            Running::Settle(mut op) => {
-                let step = op.step(&mut self.cache, result);
-                self.running = Some(Running::Settle(op));
-                self.follow(step).map(Ended::Settle)
-            }
-            Running::Look(mut op) => {
-                let step = op.step(&mut self.cache, result);
-                self.running = Some(Running::Look(op));
-                self.follow(step).map(Ended::Look)
-            }
-            Running::GiveHeld(mut op) => {
-                let step = op.step(&mut self.cache, result);
-                self.running = Some(Running::GiveHeld(op));
-                self.follow(step).map(Ended::GiveHeld)
+                self.follow(step).map(|result| Ended::Resumed(grant, number, only(result)))
             }
             Running::Recover(mut op) => {
                 let step = op.step(&mut self.cache, result);
@@ -386,83 +290,53 @@ impl Client {
         }
     }
 
+    fn answer(&self, action: &Action) -> Vec<u64> {
+        let (mut words, mut replied) = (Vec::new(), 0);
+        for (access, outcome) in action.accesses().iter().zip(&self.outcomes) {
+            match access {
+                Access::Cas { .. } | Access::Probe { .. } => words.push(*outcome),
+                Access::Read { count, .. } => {
+                    words.extend((replied..replied + *count as usize).map(|index| self.word(index)));
+                    replied += *count as usize;
+                }
+                Access::Write { .. } => {}
+            }
+        }
+        words
+    }
+
     fn post(&mut self, action: Action) {
-        let verbs = match action {
-            Action::Cas { at, expected, desired } => vec![self.swap(at, expected, desired)],
-            Action::CasThen { at, expected, desired, then } => {
-                vec![self.swap(at, expected, desired), self.read(0, then, 1)]
-            }
-            Action::CasProbe { at, expected, desired, probe } => {
-                vec![self.swap(at, expected, desired), self.probe(probe)]
-            }
-            Action::WriteThen { writes, at, expected, desired } => {
-                let mut verbs = self.writes(writes.parts().map(|part| (part.at, part.words())));
-                verbs.push(self.swap(at, expected, desired));
-                verbs
-            }
-            Action::PlantThen { plant, at, expected, desired } => {
-                let mut verbs = self.writes(plant.writes());
-                verbs.push(self.swap(at, expected, desired));
-                verbs
-            }
-            Action::Chain(chain) => {
-                chain.swaps().map(|(at, expected, desired)| self.swap(at, expected, desired)).collect()
-            }
-            Action::Probe { at } => vec![self.probe(at)],
-            Action::Read { at, count } => vec![self.read(0, at, count)],
-            Action::Survey { section, count } => {
-                let spans = self.read(0, WordAt::Span(section * SECTION_SPANS), count * SECTION_SPANS);
-                let keys = (count..).zip(section..section + count).map(|(number, section)| {
-                    let first = WordAt::span_key(section * SECTION_SPANS);
-                    self.read(number * SECTION_SPANS, first, SECTION_SPANS)
-                });
-                std::iter::once(spans).chain(keys).collect()
-            }
-            Action::Write(writes) => self.writes(writes.parts().map(|part| (part.at, part.words()))),
-            Action::Strike(strikes) => self.strikes(strikes).collect(),
-            Action::StrikeThen(strikes) => {
-                let count = u32::try_from(Strikes::MAX).expect("few");
-                self.strikes(strikes).chain([self.read(0, strikes.log(), count)]).collect()
-            }
-        };
-        self.posted = Some(action);
+        let (mut replied, mut written) = (0, 0);
         self.outcomes.clear();
-        self.awaited = verbs.len();
-        for verb in verbs {
+        self.awaited = action.accesses().len();
+        for access in action.accesses() {
+            let verb = match *access {
+                Access::Cas { at, expected, desired } => {
+                    Verb::CompareSwap { remote: self.remote(at), expected, desired }
+                }
+                Access::Probe { at } => Verb::FetchAdd { remote: self.remote(at), add: 0 },
+                Access::Read { at, count } => {
+                    replied += count;
+                    self.read(replied - count, at, count)
+                }
+                Access::Write { at, .. } => {
+                    let words: Vec<u64> = access.written().collect();
+                    written += words.len();
+                    self.write(written - words.len(), at, &words)
+                }
+            };
             self.endpoint.post(&[Work { id: 1, verb, signalled: true }]).expect("so few fit");
         }
+        self.posted = Some(action);
     }
 
     fn remote(&self, at: WordAt) -> RemoteAddr {
         RemoteAddr { addr: self.region.base + self.layout.word_at(at), key: self.region.key }
     }
 
-    fn probe(&self, at: WordAt) -> Verb {
-        Verb::FetchAdd { remote: self.remote(at), add: 0 }
-    }
-
-    fn swap(&self, at: WordAt, expected: u64, desired: u64) -> Verb {
-        Verb::CompareSwap { remote: self.remote(at), expected, desired }
-    }
-
-    fn strikes(&self, strikes: Strikes) -> impl Iterator<Item = Verb> {
-        strikes.swaps().map(|(at, expected, desired)| self.swap(at, expected, desired))
-    }
-
     fn read(&self, place: u32, at: WordAt, count: u32) -> Verb {
         let local = LocalSlice { key: self.reply_key, offset: u64::from(place) * 8, len: count * 8 };
         Verb::Read { local, remote: self.remote(at) }
-    }
-
-    fn writes(&self, parts: impl Iterator<Item = (WordAt, impl Iterator<Item = u64>)>) -> Vec<Verb> {
-        let mut place = 0;
-        let parts = parts.map(|(at, words)| {
-            let words: Vec<u64> = words.collect();
-            let verb = self.write(place, at, &words);
-            place += words.len();
-            verb
-        });
-        parts.collect()
     }
 
     fn write(&self, place: usize, at: WordAt, words: &[u64]) -> Verb {
@@ -473,4 +347,9 @@ impl Client {
         let len = u32::try_from(words.len() * 8).expect("few words");
         Verb::Write { local: LocalSlice { key: self.reply_key, offset, len }, remote: self.remote(at) }
     }
+}
+
+/// What became of the only extent that was freed.
+fn only(outcomes: Result<Outcomes, OpError>) -> Result<(), OpError> {
+    outcomes.and_then(|outcomes| outcomes[0])
 }

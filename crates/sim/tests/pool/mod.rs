@@ -2,6 +2,7 @@
 //! Every change of a control word is held against a model the moment it happens.
 
 mod client;
+mod exhaustive;
 mod schedule;
 mod shadow;
 

@@ -1,20 +1,17 @@
 //! One schedule: some hosts, some sections, many operations, perhaps a crash; then everything is given
 //! back, and nothing may be missing.
 
-mod audit;
 mod node;
 mod restart;
 
 use aquifer_fabric::sim::{Rng, SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::{Host, Key, Target, Tenant};
-use aquifer_pool::cache::Nonces;
 use aquifer_pool::op::{Action, Grant, OpError, Several};
-use aquifer_pool::size::{SECTION_BYTES, SECTION_CHUNKS};
+use aquifer_pool::size::{SECTION_BYTES, SECTION_CHUNKS, SPAN_CHUNKS};
 use aquifer_pool::word::SpanState;
 use aquifer_pool::{Donation, NodeId, SizeClass, donate_of};
 
 use aquifer_sim::asked_seed;
-use audit::Audit;
 use node::Own;
 use restart::Restarts;
 
@@ -24,7 +21,7 @@ use crate::pool::shadow::{Change, Mode, Shadow, ensure};
 /// How often each change came to pass, over many schedules.
 #[derive(Default, Debug)]
 pub struct Seen {
-    changes: [u64; 17],
+    changes: [u64; 15],
     schedules: u64,
     crashes: u64,
     crashed_in_operation: u64,
@@ -39,14 +36,10 @@ pub struct Seen {
     several: u64,
     stretches: u64,
     freed_together: u64,
-    /// Extents that were taken again as they were left.
-    taken_as_left: u64,
     /// Processes that were killed and came again, and what they were giving back then, that was given back by the next, or left to an audit.
     restarts: u64,
     resumed: u64,
     left_to_audit: u64,
-    /// Spans that rested, and were given up by an audit.
-    audited: u64,
     /// Sections that it has withdrawn while others went on, and lent again.
     withdrawn: u64,
     lent: u64,
@@ -68,11 +61,9 @@ impl Seen {
         self.several += other.several;
         self.stretches += other.stretches;
         self.freed_together += other.freed_together;
-        self.taken_as_left += other.taken_as_left;
         self.restarts += other.restarts;
         self.resumed += other.resumed;
         self.left_to_audit += other.left_to_audit;
-        self.audited += other.audited;
         self.lent += other.lent;
     }
 
@@ -82,9 +73,7 @@ impl Seen {
         assert!(self.crashed_in_operation >= 100 && self.full >= 10, "{self:?}");
         assert!(self.recovered >= 100 && self.crashed_recovering >= 2, "{self:?}");
         assert!(self.several >= 100 && self.stretches >= 10 && self.freed_together >= 100, "{self:?}");
-        assert!(self.taken_as_left >= 100, "{self:?}");
         assert!(self.restarts >= 100 && self.resumed >= 100 && self.left_to_audit >= 10, "{self:?}");
-        assert!(self.audited >= 10, "{self:?}");
         assert!(self.cleared >= 100 && self.withdrawn >= 100 && self.lent >= 100, "{self:?}");
     }
 }
@@ -98,7 +87,8 @@ struct Schedule {
     clients: Vec<Client>,
     own: Own,
     restarts: Restarts,
-    audit: Option<Audit>,
+    /// Its processes are killed over a free, again and again.
+    is_of_restarts: bool,
     classes: &'static [u8],
     /// A client that hears nothing for so many steps yet, while others go on.
     dozing: Option<(usize, u64)>,
@@ -108,7 +98,7 @@ struct Schedule {
 }
 
 /// Mixes of sizes, each to bring some part of the protocol to a boil.
-const MIXES: [&[u8]; 9] = [
+const MIXES: [&[u8]; 10] = [
     &[4, 4, 5],
     &[0],
     &[0, 0, 0, 1, 4],
@@ -118,6 +108,7 @@ const MIXES: [&[u8]; 9] = [
     &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9],
     &[2, 3, 4, 8],
     &[5, 6, 7, 8, 9, 4],
+    &[9, 9, 4],
 ];
 
 /// Play one schedule.
@@ -126,13 +117,16 @@ pub fn run(seed: u64) -> Result<Seen, String> {
     schedule.crowd()?;
     let bursts = 1 + schedule.rng.below(4);
     let crashes = [(); 2].map(|()| schedule.rng.below(2 * bursts));
-    let restarts = [(); 2].map(|()| schedule.rng.below(2 * bursts));
+    let count = if schedule.is_of_restarts { 12 } else { 2 };
+    let restarts: Vec<u64> = (0..count).map(|_| schedule.rng.below(2 * bursts)).collect();
     for burst in 0..bursts {
         let rounds = 2 + schedule.rng.below(14);
-        let mut during =
-            |events: [u64; 2]| events.map(|at| (at == burst).then(|| schedule.rng.below(rounds * 12)));
-        let (crashes, restarts) = (during(crashes), during(restarts));
-        schedule.play(rounds, crashes, restarts)?;
+        let mut during = |events: &[u64]| -> Vec<u64> {
+            let now = events.iter().filter(|at| **at == burst);
+            now.map(|_| schedule.rng.below(rounds * 12)).collect()
+        };
+        let (crashes, restarts) = (during(&crashes), during(&restarts));
+        schedule.play(rounds, &crashes, &restarts)?;
         schedule.hints_are_right()?;
         schedule.all_is_opened()?;
     }
@@ -143,7 +137,6 @@ pub fn run(seed: u64) -> Result<Seen, String> {
     schedule.nothing_is_lost()?;
     schedule.wrong_frees_are_refused()?;
     schedule.all_can_be_taken_again()?;
-    schedule.seen.taken_as_left = schedule.shadow.taken_as_left;
     Ok(schedule.seen)
 }
 
@@ -158,20 +151,19 @@ impl Schedule {
         let lent = 1 + rng.below(sections);
         let donation = donate_of(&target, NodeId(1), lent * SECTION_BYTES, sections * SECTION_BYTES);
         let donation = donation.expect("a small pool");
+        let is_of_restarts = rng.chance(1, 3);
         // Sometimes two clients, as two threads, are of one host.
-        let per_host = 1 + rng.below(2);
+        let per_host = if is_of_restarts { 2 } else { 1 + rng.below(2) };
         let count = (2 + rng.below(3)) * per_host;
-        let nonces: Vec<Nonces> = (0..=count / per_host).map(|_| Nonces::default()).collect();
         let tenants = 1 + u32::try_from(rng.below(2)).unwrap();
         let client = |i| {
             let host = Host(u16::try_from(1 + i / per_host).unwrap());
-            let nonces = nonces[usize::from(host.0)].clone();
             let tenant = Tenant(u32::from(host.0) % tenants);
-            let who = (host, tenant, nonces);
+            let who = (host, tenant);
             let number = 1 + u32::try_from(i).unwrap();
             Client::new((&fabric, target.node()), donation.layout, who, number)
         };
-        let who = (Host::NODE, Tenant(u32::MAX), Nonces::default());
+        let who = (Host::NODE, Tenant(u32::MAX));
         let own = Client::new((&fabric, target.node()), donation.layout, who, 0);
         let own = Own::new(own, &donation);
         let clients: Vec<Client> = (0..count).map(client).collect();
@@ -180,7 +172,8 @@ impl Schedule {
             let slow = clients[rng.index(clients.len())].host;
             fabric.slow(slow, 2 + rng.below(slowness_max));
         }
-        let classes = MIXES[rng.index(MIXES.len())];
+        let mixes = if is_of_restarts { &MIXES[..4] } else { &MIXES[..] };
+        let classes = mixes[rng.index(mixes.len())];
         let shadow = Shadow::new(&donation);
         Self {
             rng,
@@ -190,8 +183,8 @@ impl Schedule {
             shadow,
             clients,
             own,
-            restarts: Restarts::new(nonces, count),
-            audit: None,
+            restarts: Restarts::new(count),
+            is_of_restarts,
             classes,
             dozing: None,
             seen: Seen::default(),
@@ -216,29 +209,22 @@ impl Schedule {
     }
 
     /// Everyone allocates and frees at random, at once.
-    fn play(
-        &mut self,
-        rounds: u64,
-        crashes: [Option<u64>; 2],
-        restarts: [Option<u64>; 2],
-    ) -> Result<(), String> {
+    fn play(&mut self, rounds: u64, crashes: &[u64], restarts: &[u64]) -> Result<(), String> {
         let mut left = vec![rounds; self.clients.len()];
         let mut steps = 0;
         loop {
             for (index, left) in left.iter_mut().enumerate() {
                 let client = &self.clients[index];
-                let is_auditing = self.audit.as_ref().is_some_and(|audit| audit.by == index);
-                if client.alive && client.is_idle() && !is_auditing && *left > 0 && self.rng.chance(1, 2) {
+                if client.alive && client.is_idle() && *left > 0 && self.rng.chance(1, 2) {
                     *left -= 1;
                     self.begin_something(index)?;
                 }
             }
             self.node_begins()?;
-            self.audit_goes_on()?;
-            if crashes.contains(&Some(steps)) {
+            if crashes.contains(&steps) {
                 self.crash();
             }
-            if restarts.contains(&Some(steps)) {
+            if restarts.contains(&steps) {
                 self.restart();
             }
             steps += 1;
@@ -259,18 +245,16 @@ impl Schedule {
             return ended.map_or(Ok(()), |ended| self.ended(index, ended));
         }
         let owned = self.clients[index].owned.len();
-        let ended = if self.clients[index].has_resting() && self.rng.chance(1, 6) {
-            self.clients[index].settle()
-        } else if owned > 0 && (owned > 8 || self.rng.chance(1, 2)) {
+        let ended = if owned > 0 && (owned > 8 || self.rng.chance(1, 2)) {
             let which = self.rng.index(owned);
             let client = &mut self.clients[index];
+            let grant = client.owned.swap_remove(which);
+            let is_near = |other: &mut Grant| grant.class.is_within_span() && shares_span(other, &grant);
+            let mut grants = vec![grant];
             if self.rng.chance(1, 4) {
-                let grants = client.owned.split_off(which);
-                client.free_many(grants)
-            } else {
-                let grant = client.owned.swap_remove(which);
-                if self.rng.chance(1, 2) { client.free_resting(grant) } else { client.free(grant) }
+                grants.extend(client.owned.extract_if(.., is_near));
             }
+            client.free(&grants)
         } else {
             let k = self.classes[self.rng.index(self.classes.len())];
             let sections = self.donation.layout.sections();
@@ -294,7 +278,6 @@ impl Schedule {
         }
         self.fabric.crash_host(host);
         self.seen.crashes += 1;
-        self.forget_audit_of(host);
         for client in self.clients.iter_mut().filter(|client| client.host == host) {
             client.alive = false;
             self.seen.crashed_in_operation += u64::from(!client.is_idle());
@@ -328,13 +311,13 @@ impl Schedule {
     /// Let the next thing happen, and check it; false if nothing is under way.
     fn step(&mut self) -> Result<bool, String> {
         let all = self.clients.iter().chain(std::iter::once(&self.own.client));
-        let posted = all.filter_map(|client| Some((client.host, client.posted?)));
+        let posted = all.filter_map(|client| Some((client.host, client.posted.clone()?)));
         let under_way: Vec<(Host, Action)> = posted.chain(self.restarts.late()).collect();
         if !self.fabric.step() && self.dozing.take().is_none() {
             return Ok(false);
         }
         self.doze();
-        if let Some(change) = self.shadow.observe(&self.donation.memory, &under_way)? {
+        if let Some(change) = self.shadow.observe(&self.donation, &under_way)? {
             if self.trace {
                 println!("{:>9} ns: {change:?}", self.fabric.now_ns());
             }
@@ -370,7 +353,6 @@ impl Schedule {
         if self.trace {
             println!("{:>9} ns: client {index}: {ended:?}", self.fabric.now_ns());
         }
-        self.has_ended(index);
         match ended {
             Ended::Alloc(Ok(grant)) => self.granted(index, grant)?,
             Ended::Many(Ok(Several { grants, failure: None })) => {
@@ -389,11 +371,8 @@ impl Schedule {
             | Ended::Stretch(_, Err(OpError::Full)) => {
                 self.seen.full += 1;
             }
-            Ended::Free(Ok(())) | Ended::Settle(Ok(())) => (),
-            Ended::Look(Ok(held)) => self.looked(held),
-            Ended::GiveHeld(Ok(recovered)) => self.seen.audited += recovered.spans,
             Ended::Resumed(grant, number, outcome) => self.resumed(index, grant, number, &outcome)?,
-            Ended::FreeMany(Ok(outcomes)) => {
+            Ended::Free(Ok(outcomes)) => {
                 self.seen.freed_together += u64::from(outcomes.len() > 1);
                 ensure!(outcomes.iter().all(Result::is_ok), "client {index}: {outcomes:?}");
             }
@@ -420,7 +399,7 @@ impl Schedule {
         let twice = others.filter(|other| overlap(other, &grant)).count();
         ensure!(twice == 0, "{grant:?} is owned twice");
         let tenant = self.clients[index].tenant;
-        self.shadow.handed_out(&self.donation.memory, &grant, tenant)?;
+        self.shadow.handed_out(&self.donation, &grant, tenant)?;
         self.clients[index].owned.push(grant);
         Ok(())
     }
@@ -433,13 +412,11 @@ impl Schedule {
     ) -> Result<Ended, String> {
         let mut ended = start(&mut self.clients[index]);
         while ended.is_none() {
-            let under_way: Vec<(Host, Action)> = self.clients[index]
-                .posted
-                .map(|action| (self.clients[index].host, action))
-                .into_iter()
-                .collect();
+            let posted = self.clients[index].posted.clone();
+            let under_way: Vec<(Host, Action)> =
+                posted.map(|action| (self.clients[index].host, action)).into_iter().collect();
             ensure!(self.fabric.step(), "an operation waits for nothing");
-            self.shadow.observe(&self.donation.memory, &under_way)?;
+            self.shadow.observe(&self.donation, &under_way)?;
             ended = self.clients[index].poll();
         }
         ended.ok_or_else(|| "no end".to_owned())
@@ -449,7 +426,6 @@ impl Schedule {
         for client in &mut self.clients {
             client.owned.append(&mut client.kept);
         }
-        self.audit = None;
         loop {
             for index in 0..self.clients.len() {
                 let client = &mut self.clients[index];
@@ -457,17 +433,15 @@ impl Schedule {
                     continue;
                 }
                 let ended = match client.owned.pop() {
-                    Some(grant) => client.free(grant),
+                    Some(grant) => client.free(&[grant]),
                     None if client.has_begun() => client.resume(),
-                    None if client.has_resting() => client.settle(),
                     None => None,
                 };
                 if let Some(ended) = ended {
                     self.ended(index, ended)?;
                 }
             }
-            let has_more =
-                |client: &Client| !client.owned.is_empty() || client.has_begun() || client.has_resting();
+            let has_more = |client: &Client| !client.owned.is_empty() || client.has_begun();
             let more = self.clients.iter().any(|client| client.alive && has_more(client));
             if !self.step()? && !more {
                 return Ok(());
@@ -506,7 +480,7 @@ impl Schedule {
     fn all_is_opened(&self) -> Result<(), String> {
         for client in self.clients.iter().filter(|client| client.alive) {
             let mut held = client.owned.iter().chain(&client.kept);
-            held.try_for_each(|grant| self.shadow.is_opened(&self.donation.memory, grant, client.tenant))?;
+            held.try_for_each(|grant| self.shadow.is_opened(&self.donation, grant, client.tenant))?;
         }
         Ok(())
     }
@@ -539,8 +513,13 @@ impl Schedule {
                 continue;
             }
             let before = self.shadow.owners.clone();
-            let ended = self.alone(index, |client| client.free(grant))?;
-            let refused = matches!(ended, Ended::Free(Err(OpError::NotAllocated | OpError::NotOurs(_))));
+            let ended = self.alone(index, |client| client.free(&[grant]))?;
+            let refused = match &ended {
+                Ended::Free(Ok(outcomes)) => {
+                    matches!(outcomes[0], Err(OpError::NotAllocated | OpError::NotOurs(_)))
+                }
+                _ => false,
+            };
             ensure!(refused, "{grant:?} was not taken, and yet it could be freed: {ended:?}");
             ensure!(self.shadow.owners == before, "a refused free of {grant:?} changed something");
         }
@@ -569,12 +548,17 @@ impl Schedule {
                 ensure!(matches!(full, Ended::Alloc(Err(OpError::Full))), "full, and yet {full:?}");
             }
             for grant in taken {
-                let ended = self.alone(index, |client| client.free(grant))?;
-                ensure!(matches!(ended, Ended::Free(Ok(()))), "{grant:?} could not be freed: {ended:?}");
+                let ended = self.alone(index, |client| client.free(&[grant]))?;
+                let is_freed = matches!(&ended, Ended::Free(Ok(outcomes)) if outcomes[0].is_ok());
+                ensure!(is_freed, "{grant:?} could not be freed: {ended:?}");
             }
         }
         Ok(())
     }
+}
+
+fn shares_span(a: &Grant, b: &Grant) -> bool {
+    a.class.is_within_span() && a.chunk / SPAN_CHUNKS == b.chunk / SPAN_CHUNKS
 }
 
 fn overlap(a: &Grant, b: &Grant) -> bool {
@@ -582,4 +566,4 @@ fn overlap(a: &Grant, b: &Grant) -> bool {
 }
 
 /// The array of counts has a place for each.
-const _: () = assert!(Change::Reopen as usize == 16);
+const _: () = assert!(Change::Recover as usize == 14);

@@ -1,18 +1,31 @@
 //! The model: what the control words must mean, derived from their inline logs alone; and whether words and full log together tell at
 //! every moment who holds what, as a host that recovers must find it.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 
-use aquifer_fabric::{Host, Key, KeyEntry, Memory, Tenant};
+use aquifer_fabric::{Host, Key, KeyEntry, Tenant};
 use aquifer_pool::layout::Layout;
-use aquifer_pool::op::{Action, Grant, WordAt};
+use aquifer_pool::op::{Access, Action, Grant, WordAt};
 use aquifer_pool::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS};
 use aquifer_pool::word::{InlineLog, LogEntry, LogOp, Run, STAMPS, SectionWord, SpanState, SpanWord};
 use aquifer_pool::{Donation, SizeClass};
 use std::sync::atomic::Ordering;
 
+/// The words of a node.
+pub trait Words {
+    /// The word as it is now.
+    fn word(&self, at: WordAt) -> u64;
+}
+
+impl Words for Donation {
+    fn word(&self, at: WordAt) -> u64 {
+        let offset = usize::try_from(self.layout.word_at(at)).unwrap();
+        self.memory.atomic_u64(offset).load(Ordering::SeqCst)
+    }
+}
+
 /// What a span is, at one moment.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Mode {
     Closed,
     Opening(Host),
@@ -41,13 +54,9 @@ pub enum Change {
     Ready,
     /// What a dead host held, given back by another.
     Recover,
-    /// A span that rests, by whoever ends its life.
-    Sign,
-    /// The first chunks of a span that rested.
-    Reopen,
 }
 
-#[derive(Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Shadow {
     layout: Layout,
     sections: Vec<SectionWord>,
@@ -61,15 +70,11 @@ pub struct Shadow {
     /// Whose data a chunk may have in it; nobody's if it was cleared since.
     pub used_by: Vec<Option<Tenant>>,
     /// Keys that clients were told, and where they open.
-    told: HashSet<(WordAt, Key)>,
-    /// Keys that were bound at chunks which nobody held, before anybody was told.
-    ahead: HashSet<(WordAt, Key)>,
-    /// Extents that were handed out under such a key.
-    pub taken_as_left: u64,
+    told: BTreeSet<(WordAt, Key)>,
 }
 
 /// How an extent was taken.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum Extent {
     Chunks(Run),
     Whole(Run),
@@ -99,7 +104,8 @@ impl Shadow {
         shadow
     }
 
-    fn of(layout: Layout) -> Self {
+    /// A node that lends all of its memory.
+    pub fn of(layout: Layout) -> Self {
         Self {
             layout,
             sections: vec![SectionWord::default(); layout.sections() as usize],
@@ -109,9 +115,7 @@ impl Shadow {
             extents: BTreeMap::new(),
             dead: Vec::new(),
             used_by: vec![None; layout.chunks() as usize],
-            told: HashSet::new(),
-            ahead: HashSet::new(),
-            taken_as_left: 0,
+            told: BTreeSet::new(),
         }
     }
 
@@ -125,10 +129,10 @@ impl Shadow {
     }
 
     /// Look at the words; one of them may have been changed, by one of the CASes that are under way.
-    pub fn observe(&mut self, memory: &Memory, under_way: &[(Host, Action)]) -> Verdict<Option<Change>> {
+    pub fn observe(&mut self, memory: &impl Words, under_way: &[(Host, Action)]) -> Verdict<Option<Change>> {
         let mut change = None;
         for section in 0..self.layout.sections() {
-            let new = SectionWord(self.load(memory, WordAt::Section(section)));
+            let new = SectionWord(memory.word(WordAt::Section(section)));
             let old = std::mem::replace(&mut self.sections[section as usize], new);
             if old != new {
                 let by = author(under_way, WordAt::Section(section), old.0, new.0)?;
@@ -140,7 +144,7 @@ impl Shadow {
             }
         }
         for span in 0..self.layout.spans() {
-            let new = SpanWord(self.load(memory, WordAt::Span(span)));
+            let new = SpanWord(memory.word(WordAt::Span(span)));
             let old = std::mem::replace(&mut self.spans[span as usize], new);
             if old != new {
                 let by = author(under_way, WordAt::Span(span), old.0, new.0)?;
@@ -159,7 +163,7 @@ impl Shadow {
     }
 
     /// No key that anybody was told opens what nobody holds, or more or less than an extent.
-    fn keys_are_of_extents(&mut self, memory: &Memory) -> Verdict {
+    fn keys_are_of_extents(&mut self, memory: &impl Words) -> Verdict {
         for section in 0..self.layout.sections() {
             let first = section * SECTION_CHUNKS;
             let chunks = (first..first + SECTION_CHUNKS).map(|chunk| (WordAt::chunk_key(chunk), chunk));
@@ -167,7 +171,7 @@ impl Shadow {
             let spans = spans.map(|chunk| (WordAt::span_key(chunk / SPAN_CHUNKS), chunk));
             let whole = std::iter::once((WordAt::section_key(section), first));
             for (at, chunk) in chunks.chain(spans).chain(whole) {
-                let key = KeyEntry(self.load(memory, at)).key();
+                let key = KeyEntry(memory.word(at)).key();
                 if key == Key(0) {
                     continue;
                 }
@@ -177,10 +181,8 @@ impl Shadow {
                     None if self.told.contains(&(at, key)) => {
                         return Err(format!("{at} opens chunk {chunk}, which begins no extent"));
                     }
-                    None => {
-                        self.ahead.insert((at, key));
-                        continue;
-                    }
+                    // A8 before A3.
+                    None => continue,
                 };
                 let is_right = key.class() == Some(class) || !self.told.contains(&(at, key));
                 ensure!(is_right, "{at} has {key:?} for an extent of class {class}");
@@ -190,19 +192,18 @@ impl Shadow {
     }
 
     /// What a client of this tenant holds is opened by its key.
-    pub fn is_opened(&self, memory: &Memory, grant: &Grant, tenant: Tenant) -> Verdict {
-        let entry = KeyEntry(self.load(memory, WordAt::key_of(*grant)));
+    pub fn is_opened(&self, memory: &impl Words, grant: &Grant, tenant: Tenant) -> Verdict {
+        let entry = KeyEntry(memory.word(WordAt::key_of(*grant)));
         let is_right = entry == KeyEntry::opened(grant.key, tenant);
         ensure!(is_right, "{grant:?} is not opened by its key: {entry:?}");
         Ok(())
     }
 
     /// An extent is handed out to a client of this tenant.
-    pub fn handed_out(&mut self, memory: &Memory, grant: &Grant, tenant: Tenant) -> Verdict {
+    pub fn handed_out(&mut self, memory: &impl Words, grant: &Grant, tenant: Tenant) -> Verdict {
         self.is_opened(memory, grant, tenant)?;
         let at = WordAt::key_of(*grant);
         ensure!(self.told.insert((at, grant.key)), "{grant:?}: somebody was told of that key before");
-        self.taken_as_left += u64::from(self.ahead.contains(&(at, grant.key)));
         for chunk in grant.chunk..grant.chunk + grant.class.chunks() {
             let used_by = self.used_by[chunk as usize].replace(tenant);
             let may = used_by.is_none_or(|user| user == tenant);
@@ -212,15 +213,15 @@ impl Shadow {
     }
 
     /// The holder of each extent is in its word's inline log or in its entry of the full log.
-    fn holders_are_known(&self, memory: &Memory) -> Verdict {
+    fn holders_are_known(&self, memory: &impl Words) -> Verdict {
         for (&chunk, &(host, extent)) in &self.extents {
             let (inline, kept, run) = match extent {
                 Extent::Chunks(run) => {
-                    let entry = LogEntry(self.load(memory, WordAt::chunk_entry(chunk)));
+                    let entry = LogEntry(memory.word(WordAt::chunk_entry(chunk)));
                     (self.span(chunk / SPAN_CHUNKS).log(), entry.of_span(), run)
                 }
                 Extent::Whole(run) => {
-                    let entry = LogEntry(self.load(memory, WordAt::span_entry(chunk / SPAN_CHUNKS)));
+                    let entry = LogEntry(memory.word(WordAt::span_entry(chunk / SPAN_CHUNKS)));
                     (self.sections[(chunk / SECTION_CHUNKS) as usize].log(), entry.of_section(), run)
                 }
             };
@@ -243,11 +244,6 @@ impl Shadow {
 
     fn may_act(&self, by: Host, of: Host) -> bool {
         by == of || self.dead.contains(&of)
-    }
-
-    fn load(&self, memory: &Memory, at: WordAt) -> u64 {
-        let offset = usize::try_from(self.layout.word_at(at)).unwrap();
-        memory.atomic_u64(offset).load(Ordering::SeqCst)
     }
 
     fn section_changed(
@@ -373,15 +369,10 @@ impl Shadow {
             LogOp::Alloc if mode == Mode::Opening(by) => {
                 (new.bits() == mask, Mode::Chunks, Change::FirstChunks)
             }
-            LogOp::Alloc if mode == Mode::Closing(by) => (new.bits() == mask, Mode::Chunks, Change::Reopen),
             LogOp::Alloc => {
                 (mode == Mode::Chunks && new.bits() == old.bits() | mask, Mode::Chunks, Change::TakeChunks)
             }
             LogOp::Free => (mode == Mode::Chunks && gone & mask == mask, Mode::Chunks, Change::GiveChunks),
-            LogOp::Close if old.is_closed() => {
-                let may = matches!(mode, Mode::Closing(of) if self.may_act(by, of));
-                (may, Mode::Closing(by), Change::Sign)
-            }
             LogOp::Close => {
                 let is_last = gone == old.bits() && gone & mask == mask;
                 (mode == Mode::Chunks && is_last, Mode::Closing(by), Change::GiveLast)
@@ -400,7 +391,6 @@ impl Shadow {
                 self.take(span, mask, by)?;
                 self.extents.insert(first, (by, Extent::Chunks(log.run)));
             }
-            LogOp::Close if old.is_closed() => {}
             LogOp::Free | LogOp::Close => return self.chunks_given(span, gone, log, change),
             LogOp::Open | LogOp::Ready => {}
         }
@@ -459,17 +449,8 @@ fn stamp_follows(before: Option<InlineLog>, log: InlineLog) -> Verdict {
 
 /// Whose CAS it was.
 fn author(under_way: &[(Host, Action)], at: WordAt, old: u64, new: u64) -> Verdict<Host> {
-    let is_it = |posted: &Action| match *posted {
-        Action::Cas { at: word, expected, desired }
-        | Action::CasThen { at: word, expected, desired, .. }
-        | Action::CasProbe { at: word, expected, desired, .. }
-        | Action::PlantThen { at: word, expected, desired, .. }
-        | Action::WriteThen { at: word, expected, desired, .. } => {
-            (word, expected, desired) == (at, old, new)
-        }
-        Action::Chain(chain) => chain.swaps().any(|swap| swap == (at, old, new)),
-        _ => false,
-    };
+    let cas = Access::Cas { at, expected: old, desired: new };
+    let is_it = |posted: &Action| posted.accesses().contains(&cas);
     let author = under_way.iter().find(|(_, posted)| is_it(posted));
     author.map(|(host, _)| *host).ok_or_else(|| format!("{at} changed, and nobody did it"))
 }

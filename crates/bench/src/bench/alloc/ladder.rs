@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use aquifer_pool::SizeClass;
-use aquifer_pool::op::{Action, WordAt};
+use aquifer_pool::op::{Access, Action, WordAt};
 use aquifer_pool::word::{LogOp, SpanWord};
 
 use super::model::{Load, Outcome, Scene, play};
@@ -24,18 +24,15 @@ pub enum Rung {
     Contention,
     /// Each extent has a key, each span an owner.
     Keys,
-    /// Who holds what is in the full log, and a closed span is not mistaken.
+    /// Who holds what is in the full log, and a closed span is not mistaken: ours.
     Log,
-    /// Who gives something back leaves its next key and its record there, and takes that first: ours.
-    Reuse,
     /// A program has an agent, which keeps extents ready.
     Service,
 }
 
 impl Rung {
     /// From the lowest on.
-    const ALL: [Self; 6] =
-        [Self::Bitmap, Self::Contention, Self::Keys, Self::Log, Self::Reuse, Self::Service];
+    const ALL: [Self; 5] = [Self::Bitmap, Self::Contention, Self::Keys, Self::Log, Self::Service];
 
     /// For people.
     pub fn name(self) -> &'static str {
@@ -44,14 +41,8 @@ impl Rung {
             Self::Contention => "+ contention control",
             Self::Keys => "+ windows (keys)",
             Self::Log => "+ log",
-            Self::Reuse => "+ keys and records left",
             Self::Service => "+ service",
         }
-    }
-
-    /// Whether what is given back is left so that it can be taken again by one CAS.
-    pub fn has_reuse(self) -> bool {
-        self >= Self::Reuse
     }
 
     /// Whether clients keep out of each other's way.
@@ -106,24 +97,23 @@ impl Account {
             matches!(at, WordAt::Span(_))
                 && SpanWord(desired).log().ok().flatten().is_some_and(|log| log.op == LogOp::Ready)
         };
-        self.wanted_for = match *action {
-            Action::Cas { at: WordAt::Key(_), .. }
-            | Action::CasThen { at: WordAt::Key(_), .. }
-            | Action::Strike(_)
-            | Action::StrikeThen(_) => For::Keys,
-            Action::Cas { at: WordAt::Log(_), .. } | Action::Probe { at: WordAt::Log(_) } => For::Log,
-            // F6, and A0 of what another left.
-            Action::Cas { at, desired, .. } if is_ready(at, desired) => For::Log,
+        let first = action.accesses().iter().find(|access| !matches!(access, Access::Write { .. }));
+        let is_survey = action.accesses().len() > 1 && matches!(first, Some(Access::Read { .. }));
+        self.wanted_for = match first.copied() {
+            Some(Access::Cas { at: WordAt::Key(_), .. }) => For::Keys,
+            Some(Access::Cas { at: WordAt::Log(_), .. } | Access::Probe { at: WordAt::Log(_) }) => For::Log,
+            // F6, and A0 of a span that another client has emptied.
+            Some(Access::Cas { at, desired, .. }) if is_ready(at, desired) => For::Log,
             // The second look of L, and A0's at the section.
-            Action::Probe { .. } if self.before != Before::Other => For::Log,
+            Some(Access::Probe { .. }) if self.before != Before::Other => For::Log,
             // A0 wants to know whose spans are, and whether they are ready.
-            Action::Survey { .. } if !self.searches => For::Keys,
+            Some(Access::Read { .. }) if is_survey && !self.searches => For::Keys,
             _ => For::Bitmap,
         };
-        self.searches |= matches!(action, Action::Read { at: WordAt::Section(_), .. });
-        self.before = match action {
-            Action::Probe { at: WordAt::Log(_) } => Before::LogEntry,
-            Action::Survey { .. } => Before::Survey,
+        self.searches |= matches!(first, Some(Access::Read { at: WordAt::Section(_), .. }));
+        self.before = match first {
+            Some(Access::Probe { at: WordAt::Log(_) }) => Before::LogEntry,
+            _ if is_survey => Before::Survey,
             _ => Before::Other,
         };
     }
@@ -138,32 +128,20 @@ impl Account {
 
     /// Whether nothing of what is to be done counts.
     pub fn is_left_out(&self, action: &Action) -> bool {
-        !self.has(self.wanted_for) || self.spared(action) == operations(action)
+        !self.has(self.wanted_for) || self.spared(action) == action.accesses().len() as u64
     }
 
-    /// Operations of an action that do not count.
+    /// Operations of an action that do not count: READs and WRITEs of what a rung does not have.
     fn spared(&self, action: &Action) -> u64 {
-        let (keys, log) = (u64::from(!self.has(For::Keys)), u64::from(!self.has(For::Log)));
-        match action {
-            // Whether the log tells of what is given back.
-            Action::CasThen { then: WordAt::Log(_), .. } => log,
-            // The entry that says whose the span is.
-            Action::CasThen { .. } => keys,
-            Action::Survey { count, .. } => keys * u64::from(*count),
-            Action::Write(writes) | Action::WriteThen { writes, .. } => {
-                let of = |part: aquifer_pool::op::Part| match part.at {
-                    WordAt::Key(_) => keys,
-                    WordAt::Log(_) => log,
-                    WordAt::Section(_) | WordAt::Span(_) => 0,
-                };
-                writes.parts().map(of).sum()
-            }
-            // Whether the log tells of what is given back.
-            Action::StrikeThen(_) => log,
-            // The owner and the keys; the records.
-            Action::PlantThen { .. } => 2 * keys + log,
-            _ => 0,
-        }
+        let is_spared = |access: &&Access| match access {
+            Access::Read { at, .. } | Access::Write { at, .. } => match at {
+                WordAt::Key(_) => !self.has(For::Keys),
+                WordAt::Log(_) => !self.has(For::Log),
+                WordAt::Section(_) | WordAt::Span(_) => false,
+            },
+            Access::Cas { .. } | Access::Probe { .. } => false,
+        };
+        action.accesses().iter().filter(is_spared).count() as u64
     }
 
     /// What counts of that.
@@ -171,21 +149,7 @@ impl Account {
         if !self.has(self.wanted_for) {
             return Arrived::default();
         }
-        Arrived { operations: arrived.operations - self.spared(action).min(arrived.operations), ..arrived }
-    }
-}
-
-fn operations(action: &Action) -> u64 {
-    match action {
-        Action::Cas { .. } | Action::Probe { .. } | Action::Read { .. } => 1,
-        Action::CasThen { .. } | Action::CasProbe { .. } => 2,
-        Action::Survey { count, .. } => 1 + u64::from(*count),
-        Action::Write(writes) => writes.parts().count() as u64,
-        Action::WriteThen { writes, .. } => writes.parts().count() as u64 + 1,
-        Action::PlantThen { plant, .. } => plant.writes().count() as u64 + 1,
-        Action::Chain(chain) => chain.swaps().count() as u64,
-        Action::Strike(strikes) => strikes.swaps().count() as u64,
-        Action::StrikeThen(strikes) => strikes.swaps().count() as u64 + 1,
+        Arrived { operations: arrived.operations - self.spared(action), ..arrived }
     }
 }
 
@@ -252,7 +216,7 @@ mod tests {
     #[test]
     fn each_mechanism_costs_what_it_does() {
         let all = Rung::ALL.map(|rung| played(Way::Part(rung)));
-        let [bitmap, contention, keys, log, reuse, service] = &all;
+        let [bitmap, contention, keys, log, service] = &all;
         let trips = |of: &Outcome| of.each(of.trips);
         assert!(bitmap.lost > contention.lost, "{} and {} CASes in vain", bitmap.lost, contention.lost);
         assert!(trips(keys) > trips(contention) + 0.9, "the key is written by a trip of its own");
@@ -263,13 +227,12 @@ mod tests {
             us(log),
             us(keys)
         );
-        assert!(trips(reuse) < trips(log) - 0.9, "key and record are there");
         assert_eq!(service.trips, 0, "what was given back is ready");
     }
 
     #[test]
     fn without_the_service_it_is_ours() {
-        let (ours, part) = (played(Way::Ours), played(Way::Part(Rung::Reuse)));
+        let (ours, part) = (played(Way::Ours), played(Way::Part(Rung::Log)));
         assert_eq!(ours.latencies_ns, part.latencies_ns);
         assert_eq!((ours.trips, ours.swaps, ours.free_ns), (part.trips, part.swaps, part.free_ns));
     }

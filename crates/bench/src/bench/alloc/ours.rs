@@ -1,19 +1,15 @@
 //! A client of the pool in the model: the machines that the product drives, and for the ladder what of them is left out of the account.
 
-use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
-
 use aquifer_fabric::{Host, Tenant};
 use aquifer_pool::SizeClass;
-use aquifer_pool::cache::{NodeCache, Nonces, begin_at};
+use aquifer_pool::cache::{Draws, NodeCache, begin_at};
 use aquifer_pool::layout::Layout;
-use aquifer_pool::op::{Action, AllocOp, FreeOp, Grant, Machine, Step, StepResult, WordAt};
-use aquifer_pool::size::SECTION_CHUNKS;
+use aquifer_pool::op::{Action, AllocOp, FreeOp, Grant, Machine, Outcomes, Step, StepResult, WordAt};
 use aquifer_pool::word::{LogOp, SectionWord, SpanWord};
 
 use super::ladder::{Account, Rung};
 use super::ways::{Wish, pick};
-use super::words::{Arrived, World, answer, plain};
+use super::words::{Arrived, World, plain};
 
 /// A request to the agent of this host and its answer, through a ring that both look at.
 const RING_NS: u64 = 1_000;
@@ -57,13 +53,13 @@ pub struct OurClient {
 impl OurClient {
     /// A client that remembers all nodes as empty.
     pub fn new(host: u16, sections: u32, nodes: usize, seed: u64, rung: Rung) -> Self {
-        let nonces: Nonces = Arc::new(AtomicU32::new(0));
         let cache = |node: usize| {
             let layout = Layout::new(u16::try_from(node + 1).unwrap_or(1), sections);
             // Clients that do not spread all begin at one place.
             let place = if rung.has_contention_control() { host } else { 0 };
+            let draws = Draws::counted(u32::from(host), 1 << 12);
             let begin_at = begin_at(Host(place), seed * nodes as u64 + node as u64);
-            NodeCache::new(&layout.expect("so many sections fit"), begin_at, Tenant(0), Arc::clone(&nonces))
+            NodeCache::new(&layout.expect("so many sections fit"), begin_at, Tenant(0), draws)
         };
         Self {
             host: Host(host),
@@ -93,9 +89,6 @@ impl OurClient {
             self.asked = Some(Asked::Take(node, class));
             return Ok(false);
         }
-        // As who uses the product's client chooses among nodes.
-        let left = self.caches.iter_mut().position(|cache| cache.has_left(class));
-        let node = left.unwrap_or(node);
         self.start(node, Operation::Alloc(AllocOp::new(self.host, class), class))
     }
 
@@ -107,42 +100,26 @@ impl OurClient {
             self.asked = Some(Asked::Give);
             return Ok(false);
         }
-        let op = FreeOp::new(self.host, grant);
-        // As the product's client does it; that also gives up what rests where little is free, and here half of the memory is.
-        let cache = &self.caches[node];
-        let has_room = cache.free_chunks() * 4 >= u64::from(cache.section_count() * SECTION_CHUNKS);
-        let op = match self.rung.has_reuse() {
-            true if has_room => op.resting(),
-            true => op,
-            false => op.leaving_nothing(),
-        };
-        self.start(node, Operation::Free(op))
+        self.start(node, Operation::Free(FreeOp::new(self.host, grant)))
     }
 
     /// See [`super::ways::Client::local_ns`].
     pub fn local_ns(&self) -> Option<u64> {
-        match (self.asked, self.action) {
+        match (self.asked, &self.action) {
             (Some(_), _) => Some(RING_NS),
-            (None, Some(action)) if self.account.is_left_out(&action) => Some(0),
+            (None, Some(action)) if self.account.is_left_out(action) => Some(0),
             _ => None,
         }
     }
 
     /// What it has posted is at the node.
     pub fn arrive(&mut self, world: &mut World) -> Arrived {
-        let (Some(action), None) = (self.action, self.asked) else { return plain(0) };
-        let arrived = world.nodes[self.node].carry_out(&action, &mut self.heard);
-        let takes = match action {
-            Action::Cas { at, desired, .. }
-            | Action::CasThen { at, desired, .. }
-            | Action::CasProbe { at, desired, .. }
-            | Action::PlantThen { at, desired, .. }
-            | Action::WriteThen { at, desired, .. } => takes(at, desired),
-            _ => None,
-        };
+        let (Some(action), None) = (&self.action, self.asked) else { return plain(0) };
+        let arrived = world.nodes[self.node].carry_out(action, &mut self.heard);
+        let takes = action.first_cas().and_then(|(at, _, desired)| takes(at, desired));
         self.has_taken |= takes == Some(true) && arrived.lost == 0;
         self.has_lost = takes.is_some() && arrived.lost > 0 && !self.has_taken;
-        self.account.charge(&action, arrived)
+        self.account.charge(action, arrived)
     }
 
     /// The answer is here; whether that was all.
@@ -159,7 +136,7 @@ impl OurClient {
             None => {}
         }
         let cache = &mut self.caches[self.node];
-        let result = self.action.map_or(StepResult::Written, |action| answer(&action, &self.heard));
+        let result = StepResult(&self.heard);
         match self.operation.as_mut() {
             Some(Operation::Alloc(op, class)) => {
                 let step = op.step(cache, result);
@@ -209,11 +186,12 @@ impl OurClient {
         Ok(false)
     }
 
-    fn given(&mut self, step: Step<()>) -> Result<bool, String> {
+    fn given(&mut self, step: Step<Outcomes>) -> Result<bool, String> {
         match step {
             Step::Post(action) => self.post(action),
             Step::Done(outcome) => {
-                outcome.map_err(|error| format!("giving back failed: {error:?}"))?;
+                let freed = outcome.and_then(|outcomes| outcomes[0]);
+                freed.map_err(|error| format!("a free failed: {error:?}"))?;
                 return Ok(true);
             }
         }

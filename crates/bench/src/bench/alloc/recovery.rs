@@ -8,15 +8,15 @@ use aquifer_fabric::ClusterKey;
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::tcp::{self, ConnectOptions, TcpTarget};
 use aquifer_fabric::{EndpointError, Host, Identity, Reach, Target, Tenant};
-use aquifer_pool::cache::{NodeCache, Nonces};
+use aquifer_pool::cache::{Draws, NodeCache};
 use aquifer_pool::layout::Layout;
-use aquifer_pool::op::{AllocOp, Machine, OpError, RecoverOp, Recovered, Step};
+use aquifer_pool::op::{AllocOp, Machine, OpError, RecoverOp, Recovered, Step, StepResult};
 use aquifer_pool::size::SECTION_CHUNKS;
 use aquifer_pool::{Donation, NodeId, PoolError, SizeClass, donate, recover_node};
 
 use super::model::{MORE_NS, WAY_NS};
 use super::ways::Way;
-use super::words::{NodeWords, answer};
+use super::words::NodeWords;
 use crate::bench::BenchError;
 use crate::bench::support::progress;
 use crate::bench::support::report::{Column, Row, Table, Target as Aim};
@@ -147,7 +147,7 @@ fn layout() -> Layout {
 }
 
 fn cache() -> NodeCache {
-    NodeCache::new(&layout(), 1, TENANT, Nonces::default())
+    NodeCache::new(&layout(), 1, TENANT, Draws::counted(1, 64))
 }
 
 /// All memory of a node, taken by one host.
@@ -180,7 +180,7 @@ fn run<M: Machine>(
             Step::Post(action) => {
                 let arrived = words.carry_out(&action, &mut heard);
                 time_ns += 2 * WAY_NS + MORE_NS * arrived.operations.saturating_sub(1);
-                step = machine.step(cache, answer(&action, &heard));
+                step = machine.step(cache, StepResult(&heard));
             }
         }
     }

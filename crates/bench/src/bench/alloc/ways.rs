@@ -117,7 +117,7 @@ impl Client {
                 let machine = ArrayClient::new(host, sections, nodes, seed);
                 Inner::Array(Box::new(ArrayEnd { machine, held: Vec::new(), heard: Vec::new() }))
             }
-            Way::Ours => ours(Rung::Reuse),
+            Way::Ours => ours(Rung::Log),
             Way::Part(rung) => ours(rung),
         };
         let random = (seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (number as u64 + 1) << 17;

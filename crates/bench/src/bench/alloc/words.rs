@@ -2,7 +2,7 @@
 
 use aquifer_pool::SizeClass;
 use aquifer_pool::layout::SECTION_ENTRIES;
-use aquifer_pool::op::{Action, StepResult, Strikes, WordAt, Writes};
+use aquifer_pool::op::{Access, Action, WordAt};
 use aquifer_pool::size::{SECTION_CHUNKS, SECTION_SPANS};
 
 use super::array::Touch;
@@ -104,116 +104,30 @@ impl NodeWords {
         arrived
     }
 
-    /// How many operations that takes.
-    fn write(&mut self, writes: &Writes) -> u64 {
-        self.write_parts(writes.parts().map(|part| (part.at, part.words())))
-    }
-
-    fn write_parts(&mut self, parts: impl Iterator<Item = (WordAt, impl Iterator<Item = u64>)>) -> u64 {
-        let mut operations = 0;
-        for (at, values) in parts {
-            let values: Vec<u64> = values.collect();
-            self.words(at, values.len()).copy_from_slice(&values);
-            operations += 1;
-        }
-        operations
-    }
-
-    fn strike(&mut self, strikes: Strikes, heard: &mut Vec<u64>) -> Arrived {
-        let mut arrived = plain(0);
-        for (at, expected, desired) in strikes.swaps() {
-            arrived.operations += 1;
-            arrived.swaps += 1;
-            heard.push(self.swap(at, expected, desired));
-            arrived.lost += u64::from(heard.last() != Some(&expected));
-        }
-        arrived
-    }
-
-    /// Do what a machine of ours wants done; what it hears, and what that was.
+    /// Carries out an action; `heard` becomes the answer.
     pub fn carry_out(&mut self, action: &Action, heard: &mut Vec<u64>) -> Arrived {
         heard.clear();
-        match *action {
-            Action::Cas { at, expected, desired } => {
-                heard.push(self.swap(at, expected, desired));
-                swapped(1, heard[0] != expected)
-            }
-            Action::CasThen { at, expected, desired, then }
-            | Action::CasProbe { at, expected, desired, probe: then } => {
-                heard.push(self.swap(at, expected, desired));
-                heard.push(self.words(then, 1)[0]);
-                swapped(2, heard[0] != expected)
-            }
-            Action::WriteThen { writes, at, expected, desired } => {
-                let operations = self.write(&writes);
-                heard.push(self.swap(at, expected, desired));
-                swapped(operations + 1, heard[0] != expected)
-            }
-            Action::PlantThen { plant, at, expected, desired } => {
-                let operations = self.write_parts(plant.writes());
-                heard.push(self.swap(at, expected, desired));
-                swapped(operations + 1, heard[0] != expected)
-            }
-            Action::Chain(chain) => {
-                let mut arrived = plain(0);
-                for (at, expected, desired) in chain.swaps() {
+        let mut arrived = plain(action.accesses().len() as u64);
+        for access in action.accesses() {
+            match *access {
+                Access::Cas { at, expected, desired } => {
                     let found = self.swap(at, expected, desired);
                     heard.push(found);
-                    arrived.operations += 1;
                     arrived.swaps += 1;
                     arrived.lost += u64::from(found != expected);
                 }
-                arrived
-            }
-            Action::Probe { at } => {
-                heard.push(self.words(at, 1)[0]);
-                plain(1)
-            }
-            Action::Read { at, count } => {
-                heard.extend_from_slice(self.words(at, count as usize));
-                plain(1)
-            }
-            Action::Survey { section, count } => {
-                let (first, spans) = (section * SECTION_SPANS, SECTION_SPANS as usize);
-                heard.extend_from_slice(self.words(WordAt::Span(first), spans * count as usize));
-                for span in (first..).step_by(spans).take(count as usize) {
-                    heard.extend_from_slice(self.words(WordAt::span_key(span), spans));
+                Access::Probe { at } => heard.push(self.words(at, 1)[0]),
+                Access::Read { at, count } => heard.extend_from_slice(self.words(at, count as usize)),
+                Access::Write { at, others, .. } => {
+                    let words = self.words(at, usize::from(others) + 1);
+                    words.iter_mut().zip(access.written()).for_each(|(word, value)| *word = value);
                 }
-                plain(1 + u64::from(count))
-            }
-            Action::Write(writes) => plain(self.write(&writes)),
-            Action::Strike(strikes) => self.strike(strikes, heard),
-            Action::StrikeThen(strikes) => {
-                let arrived = self.strike(strikes, heard);
-                heard.extend_from_slice(self.words(strikes.log(), Strikes::MAX));
-                Arrived { operations: arrived.operations + 1, ..arrived }
             }
         }
-    }
-}
-
-/// What a machine hears that wanted this done.
-pub fn answer<'a>(action: &Action, heard: &'a [u64]) -> StepResult<'a> {
-    match action {
-        Action::Cas { .. } | Action::Probe { .. } | Action::WriteThen { .. } | Action::PlantThen { .. } => {
-            StepResult::Found(heard[0])
-        }
-        Action::Chain(chain) => StepResult::Chained(chain.outcome(heard.iter().copied())),
-        Action::CasThen { .. } | Action::CasProbe { .. } => StepResult::FoundThen(heard[0], heard[1]),
-        Action::Read { .. } | Action::Survey { .. } => StepResult::Words(heard),
-        Action::Write(_) => StepResult::Written,
-        Action::Strike(strikes) => StepResult::Struck(strikes.struck(heard.iter().copied())),
-        Action::StrikeThen(strikes) => {
-            let words = &heard[strikes.swaps().count()..];
-            StepResult::StruckThen(strikes.struck(heard.iter().copied()), words)
-        }
+        arrived
     }
 }
 
 pub fn plain(operations: u64) -> Arrived {
     Arrived { operations, ..Arrived::default() }
-}
-
-fn swapped(operations: u64, is_lost: bool) -> Arrived {
-    Arrived { swaps: 1, lost: u64::from(is_lost), ..plain(operations) }
 }

@@ -2,13 +2,13 @@
 
 use aquifer_fabric::{Host, Tenant};
 use aquifer_pool::SizeClass;
-use aquifer_pool::cache::{NodeCache, Nonces, begin_at};
+use aquifer_pool::cache::{Draws, NodeCache, begin_at};
 use aquifer_pool::layout::Layout;
-use aquifer_pool::op::{AllocOp, FreeOp, Grant, Machine, OpError, Step};
+use aquifer_pool::op::{AllocOp, FreeOp, Grant, Machine, OpError, Step, StepResult};
 use aquifer_pool::size::SECTION_CHUNKS;
 
 use crate::bench::alloc::ways::Way;
-use crate::bench::alloc::words::{NodeWords, answer};
+use crate::bench::alloc::words::NodeWords;
 
 /// Memory nodes.
 const NODES: usize = 4;
@@ -57,7 +57,7 @@ impl Pool {
             let layout = layout.expect("so many sections fit");
             let cache = |host: usize| {
                 let begin_at = begin_at(number_of(host), number as u64);
-                NodeCache::new(&layout, begin_at, Tenant(0), Nonces::default())
+                NodeCache::new(&layout, begin_at, Tenant(0), Draws::counted(1, 64))
             };
             Node {
                 words: NodeWords::new(Way::Ours, each),
@@ -117,7 +117,7 @@ impl Pool {
         node.free_pages += u64::from(grant.class.chunks());
         node.full_from = node.full_from.max(grant.class.k() + 1);
         let given = node.run(host, FreeOp::new(number_of(host), grant), &mut self.trips);
-        given.map_err(|error| format!("giving back failed: {error:?}"))
+        given.and_then(|outcomes| outcomes[0]).map_err(|error| format!("a free failed: {error:?}"))
     }
 
     /// Small extents that have come back may make larger ones by now.
@@ -168,7 +168,7 @@ impl Node {
                 Step::Post(action) => {
                     self.words.carry_out(&action, &mut heard);
                     *trips += 1;
-                    step = machine.step(cache, answer(&action, &heard));
+                    step = machine.step(cache, StepResult(&heard));
                 }
             }
         }

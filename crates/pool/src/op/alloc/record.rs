@@ -5,59 +5,65 @@ use aquifer_fabric::KeyEntry;
 use super::{AllocOp, State};
 use crate::cache::NodeCache;
 use crate::op::hint::Hint;
-use crate::op::{Action, Grant, Mutation, Part, Plant, Step, WordAt, Writes, record_at, word_of};
+use crate::op::{Action, Grant, Mutation, Step, WordAt, record_at, word_of};
 use crate::size::{SECTION_CHUNKS, SPAN_CHUNKS, SizeClass};
 use crate::word::LogEntry;
 
 impl AllocOp {
-    /// What goes with A3, since nobody else can take anything in a span that we open: whose it is, and keys and records for this extent and for those to come. It
-    /// counts as soon as the span is open.
-    pub(super) fn plant(&self, cache: &mut NodeCache, span: u32) -> Plant {
-        let plant = Plant::new(self.host, span, self.class, cache);
-        cache.leave_planted(&plant, self.class);
-        plant.without(Mutation::SkipOwner.is_active(), Mutation::SkipRecord.is_active())
+    /// A8 before A3: whose the span is, the extent's key, and the record that the CAS is about to commit.
+    pub(super) fn first_record(&self, cache: &mut NodeCache, grant: Grant, word: u64) -> Action {
+        let span = grant.chunk / SPAN_CHUNKS;
+        let (opened, shut) = entries(cache, grant);
+        let mut action = Action::write(WordAt::key_of(grant), opened);
+        if !Mutation::SkipOwner.is_active() {
+            action = action.then(Action::write(WordAt::span_key(span), shut));
+        }
+        if !Mutation::SkipRecord.is_active() {
+            action = action.then(self.log_entry(cache, grant, word));
+        }
+        action
     }
 
-    /// A8: nobody else can give back what is not handed out yet, so these WRITEs need no care.
+    /// A8. No other client can free the extent before it is granted, so these WRITEs need no care.
     pub(super) fn record(&mut self, cache: &mut NodeCache, grant: Grant) -> Step<Grant> {
-        let mut writes = self.keys(cache, grant);
+        let mut action = self.keys(cache, grant);
         if !Mutation::SkipRecord.is_active() {
-            let value = LogEntry::of(cache.word(word_of(grant)), cache.nonce(self.host)).0;
-            writes = writes.and(record_at(grant), value);
+            let word = cache.word(word_of(grant));
+            action = action.then(self.log_entry(cache, grant, word));
         }
-        if self.owes {
-            // It is there before this client changes the word again.
-            self.owed = Some(writes);
+        if self.leaves_record {
+            // It is written before this client changes the word again.
+            self.record = action;
             cache.settle(word_of(grant));
             return self.recorded(cache, grant);
         }
-        self.post(State::Recording(grant), Action::Write(writes))
+        if action.is_empty() {
+            return self.recorded(cache, grant);
+        }
+        self.post(State::Recording(grant), action)
     }
 
-    /// The key of what was taken; and whose the spans are, if it is whole spans.
-    fn keys(&self, cache: &mut NodeCache, grant: Grant) -> Writes {
+    fn log_entry(&self, cache: &mut NodeCache, grant: Grant, word: u64) -> Action {
+        Action::write(record_at(grant), LogEntry::of(word, cache.nonce(self.host)).0)
+    }
+
+    /// The key of what was allocated; and whose the spans are, if it is whole spans.
+    fn keys(&self, cache: &mut NodeCache, grant: Grant) -> Action {
         if self.is_for_node() {
-            return Writes::default();
+            return Action::default();
         }
-        let (opened, shut) =
-            (KeyEntry::opened(grant.key, cache.tenant()).0, KeyEntry::shut(cache.tenant()).0);
-        if grant.class.is_within_span() {
-            return Writes::default().and(WordAt::key_of(grant), opened);
+        let (opened, shut) = entries(cache, grant);
+        if grant.class.is_within_span() || Mutation::SkipOwners.is_active() {
+            return Action::write(WordAt::key_of(grant), opened);
         }
         let first = grant.chunk / SPAN_CHUNKS;
-        let more = u8::try_from(grant.class.chunks() / SPAN_CHUNKS - 1).unwrap_or(u8::MAX);
-        if !Mutation::KeepLeft.is_active() {
-            cache.forget_whole(first..first + 1 + u32::from(more));
-        }
-        if Mutation::SkipOwners.is_active() {
-            return Writes::default().and(WordAt::key_of(grant), opened);
-        }
-        (first..=first + u32::from(more)).for_each(|span| cache.learn_owner(span, KeyEntry(shut)));
-        let spans = |value| Part { at: WordAt::span_key(first), value, more, rest: shut };
+        let others = u8::try_from(grant.class.chunks() / SPAN_CHUNKS - 1).unwrap_or(u8::MAX);
+        (first..=first + u32::from(others)).for_each(|span| cache.learn_owner(span, KeyEntry(shut)));
+        let spans = |value| Action::write_run(WordAt::span_key(first), value, others, shut);
         if grant.class == SizeClass::SECTION {
-            return Writes::default().and(WordAt::key_of(grant), opened).and_run(spans(shut));
+            return Action::write(WordAt::key_of(grant), opened).then(spans(shut));
         }
-        Writes::default().and_run(spans(opened))
+        spans(opened)
     }
 
     /// The extent is ours, and the log knows it. The next search begins here.
@@ -89,4 +95,9 @@ impl AllocOp {
             None => Step::Done(Ok(grant)),
         }
     }
+}
+
+/// The entry that opens an extent, and that of memory of the same tenant which no key opens.
+fn entries(cache: &NodeCache, grant: Grant) -> (u64, u64) {
+    (KeyEntry::opened(grant.key, cache.tenant()).0, KeyEntry::shut(cache.tenant()).0)
 }

@@ -12,7 +12,7 @@ const STALE_AFTER: u32 = 8;
 const STALE_AFTER_WHOLE: u32 = 1;
 
 /// How far a search has come.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) struct Search {
     pub(super) pass: Pass,
     /// Sections behind us in this pass.
@@ -25,7 +25,7 @@ pub(super) struct Search {
     pub(super) avoid: Option<u32>,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) enum Pass {
     /// Over what we remember.
     Remembered,
@@ -48,11 +48,6 @@ impl AllocOp {
         if let Some(only) = self.only {
             return self.search_only(cache, only);
         }
-        if self.search.pass == Pass::Remembered
-            && let Some((section, left)) = cache.take_left(self.class)
-        {
-            return self.attempt(cache, section, left);
-        }
         let count = cache.section_count();
         let is_stale = self.lost >= if self.class.is_within_span() { STALE_AFTER } else { STALE_AFTER_WHOLE };
         if self.search.pass == Pass::Remembered && is_stale {
@@ -65,7 +60,7 @@ impl AllocOp {
                 let fresh = self.search.pass == Pass::Fresh;
                 if fresh && self.search.scanned >= self.search.fresh {
                     let many = READ_WORDS_MAX.min(count - section).min(count - self.search.scanned);
-                    let action = Action::Read { at: WordAt::Section(section), count: many };
+                    let action = Action::read(WordAt::Section(section), many);
                     return self.post(State::ReadingSections { first: section, count: many }, action);
                 }
                 let crowded = self.search.pass == Pass::Contended;
@@ -76,7 +71,7 @@ impl AllocOp {
                 let inside = self.class.is_within_span() && cache.has_open_spans(section);
                 if fresh && inside && self.search.spans_read != Some(section) {
                     self.search.spans_read = Some(section);
-                    return self.post(State::Surveying { section }, Action::Survey { section, count: 1 });
+                    return self.post(State::Surveying { section }, Action::survey(section, 1));
                 }
                 self.search.scanned += 1;
             }
@@ -103,7 +98,7 @@ impl AllocOp {
             return Step::Done(Err(OpError::Full));
         }
         self.search.pass = Pass::Fresh;
-        let action = Action::Read { at: WordAt::Section(section), count: 1 };
+        let action = Action::read(WordAt::Section(section), 1);
         self.post(State::ReadingSections { first: section, count: 1 }, action)
     }
 

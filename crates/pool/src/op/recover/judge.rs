@@ -2,7 +2,7 @@
 
 use super::{CHUNKS, Held, Quest, RecoverOp, Recovered, SPANS};
 use crate::cache::NodeCache;
-use crate::op::give::Gift;
+use crate::op::free::Freed;
 use crate::op::{Grant, WordAt};
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 use crate::word::{InlineLog, LogEntry, LogOp, Run, SectionWord, SpanState, SpanWord};
@@ -13,7 +13,7 @@ use aquifer_fabric::{Key, KeyEntry};
 pub(super) enum Verdict {
     /// Nothing; the span after it is next.
     Pass(u8),
-    Return(Gift, Recovered),
+    Free(Freed, Recovered),
     /// It is said to be full, and is not.
     Unhint,
     /// Nothing tells whose something is; the log may be of later.
@@ -38,7 +38,7 @@ impl RecoverOp {
             }
             self.unknown += unknown;
             return match dead {
-                Some((mask, run, found)) => Verdict::Return(Gift::Chunks { span, mask, run }, found),
+                Some((mask, run, found)) => Verdict::Free(Freed::Chunks { span, mask, run }, found),
                 None if state == SpanState::Full && !word.is_full() => Verdict::Unhint,
                 None => Verdict::Pass(place + 1),
             };
@@ -46,8 +46,7 @@ impl RecoverOp {
         match word.log() {
             _ if state == SpanState::Empty => Verdict::Pass(place + 1),
             Ok(Some(log)) if log.op == LogOp::Close && log.host == self.dead => self.judge_half(place, log),
-            // Whoever it was opens it again, or will tell the section, or is recovered, too.
-            Ok(Some(InlineLog { op: LogOp::Close, .. })) if state == SpanState::Full => Verdict::Unhint,
+            // The host that emptied it closes it in the section, or is recovered, too.
             Ok(Some(InlineLog { op: LogOp::Close, .. })) => Verdict::Pass(place + 1),
             _ => self.judge_ready(section, place),
         }
@@ -60,7 +59,7 @@ impl RecoverOp {
         if !self.quest.meet(Some(Held::Span { span, word, stamp: log.stamp })) {
             return Verdict::Pass(place + 1);
         }
-        Verdict::Return(Gift::Span { span }, Recovered { spans: 1, ..Recovered::default() })
+        Verdict::Free(Freed::Span { span }, Recovered { spans: 1, ..Recovered::default() })
     }
 
     /// A closed span that is ready, and yet not empty: about to be opened, or taken whole.
@@ -82,7 +81,7 @@ impl RecoverOp {
                 }
                 let chunks = u64::from(group.len()) * u64::from(SPAN_CHUNKS);
                 let found = Recovered { extents: 1, chunks, ..Recovered::default() };
-                Verdict::Return(Gift::Whole { section: self.section, group }, found)
+                Verdict::Free(Freed::Whole { section: self.section, group }, found)
             }
             LogOp::Open if log.host == self.dead => self.judge_half(place, log),
             _ => Verdict::Pass(place + 1),

@@ -1,6 +1,6 @@
 //! What of all that a host has is to be given back.
 
-use std::collections::HashSet;
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use aquifer_fabric::{Host, Key};
@@ -10,9 +10,8 @@ use crate::cache::NodeCache;
 use crate::op::{Grant, Machine, Step, StepResult};
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS};
 
-/// Something that a host has of a node, as words and log tell it. What is found again, the same in all its parts, is the same thing, or was taken again under the key
-/// that it was left with: in which case whoever gave it back is done, and once is all that this can be.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+/// Something that a host has of a node, as words and log tell it. What is found again, the same in all its parts, is the same thing.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum Held {
     /// An extent, by the key in its entry.
     Extent(Grant),
@@ -55,13 +54,13 @@ impl Held {
 }
 
 /// What is to be done with what is found.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
 pub(super) enum Quest {
     /// All is given back.
     #[default]
     All,
     /// These are; it is another's who is alive.
-    Only(HashSet<Held>),
+    Only(BTreeSet<Held>),
     /// It is told of; nothing is changed.
     Tell(Vec<Held>),
 }
@@ -122,7 +121,7 @@ impl Quest {
 }
 
 /// Finds all that a host has in some sections of a node. Others, and the host itself, may go on meanwhile.
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct HeldOp(RecoverOp);
 
 impl HeldOp {

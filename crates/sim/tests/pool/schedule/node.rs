@@ -63,7 +63,7 @@ impl Schedule {
         let place = self.own.withheld.iter().position(|grant| grant.chunk / 512 == section);
         let grant = self.own.withheld.swap_remove(place.expect("it is withheld"));
         self.own.doing = Doing::Lending;
-        self.own.client.free(grant)
+        self.own.client.free(&[grant])
     }
 
     pub(super) fn node_went_on(&mut self, ended: Ended) -> Result<(), String> {
@@ -79,10 +79,10 @@ impl Schedule {
                     return Ok(());
                 }
                 self.seen.cleared += 1;
-                let ended = self.own.client.free(grant);
+                let ended = self.own.client.free(&[grant]);
                 ended.map_or(Ok(()), |ended| self.node_went_on(ended))
             }
-            (Ended::Free(Ok(())), doing) => {
+            (Ended::Free(Ok(outcomes)), doing) if outcomes[0].is_ok() => {
                 self.seen.lent += u64::from(matches!(doing, Doing::Lending));
                 self.own.doing = Doing::Nothing;
                 Ok(())
@@ -121,12 +121,12 @@ impl Schedule {
                 self.node_went_on(ended)?;
             }
             let under_way: Vec<_> =
-                self.own.client.posted.map(|action| (Host::NODE, action)).into_iter().collect();
+                self.own.client.posted.clone().map(|action| (Host::NODE, action)).into_iter().collect();
             if under_way.is_empty() {
                 return Ok(());
             }
             ensure!(self.fabric.step(), "the node waits for nothing");
-            self.shadow.observe(&self.donation.memory, &under_way)?;
+            self.shadow.observe(&self.donation, &under_way)?;
             ended = self.own.client.poll();
         }
     }

@@ -4,7 +4,6 @@
 use std::collections::BTreeSet;
 
 use aquifer_fabric::Host;
-use aquifer_pool::cache::Nonces;
 use aquifer_pool::op::{Action, Grant, OpError};
 
 use super::Schedule;
@@ -14,8 +13,6 @@ use crate::pool::shadow::ensure;
 /// What is known of them.
 #[derive(Debug)]
 pub struct Restarts {
-    /// Of each host.
-    nonces: Vec<Nonces>,
     /// Numbers that clients have had.
     clients: u32,
     /// What was posted by those that were killed, and may come late.
@@ -25,13 +22,13 @@ pub struct Restarts {
 }
 
 impl Restarts {
-    pub fn new(nonces: Vec<Nonces>, clients: u64) -> Self {
+    pub fn new(clients: u64) -> Self {
         let clients = u32::try_from(clients).unwrap();
-        Self { nonces, clients, late: Vec::new(), in_doubt: BTreeSet::new() }
+        Self { clients, late: Vec::new(), in_doubt: BTreeSet::new() }
     }
 
     pub fn late(&self) -> impl Iterator<Item = (Host, Action)> {
-        self.late.iter().copied()
+        self.late.iter().cloned()
     }
 
     pub fn is_any_in_doubt(&self) -> bool {
@@ -53,16 +50,9 @@ impl Schedule {
             return;
         }
         self.seen.restarts += 1;
-        self.forget_audit_of(host);
-        let is_half_way = |client: &Client| client.host == host && client.has_resting();
-        if self.clients.iter().any(is_half_way) {
-            // Nobody will know of the span that rests.
-            self.restarts.in_doubt.insert(host);
-        }
-        let nonces = &self.restarts.nonces[usize::from(host.0)];
         for client in self.clients.iter_mut().filter(|client| client.host == host) {
             self.restarts.clients += 1;
-            let late = client.start_again(&self.fabric, nonces.clone(), self.restarts.clients);
+            let late = client.start_again(&self.fabric, self.restarts.clients);
             self.restarts.late.extend(late.map(|action| (host, action)));
         }
     }
@@ -80,7 +70,7 @@ impl Schedule {
             Ok(()) => self.seen.resumed += 1,
             Err(OpError::NotAllocated | OpError::NotOurs(_)) => {
                 // If its key was not struck out it is ours still, and something else of the word has changed.
-                let is_opened = self.shadow.is_opened(&self.donation.memory, &grant, client.tenant).is_ok();
+                let is_opened = self.shadow.is_opened(&self.donation, &grant, client.tenant).is_ok();
                 if number == Try::First && is_opened {
                     let ended = client.free_after_all(grant);
                     return ended.map_or(Ok(()), |ended| self.ended(index, ended));

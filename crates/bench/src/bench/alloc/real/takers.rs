@@ -101,7 +101,7 @@ impl Taker {
                 Inner::Array { wire, machine, heard: Vec::new(), works: Vec::new() }
             }
             RealWay::Ours => {
-                let mut pool = PoolClient::new(host, Tenant(0)).resting();
+                let mut pool = PoolClient::new(host, Tenant(0));
                 pool.add_node(NODE, Box::new(counted)).map_err(|error| error.to_string())?;
                 Inner::Ours(Box::new(pool))
             }
@@ -168,15 +168,6 @@ impl Taker {
             }
             (_, Taken::Nothing) => Ok(()),
             _ => Err("it was taken in another way".into()),
-        }
-    }
-}
-
-impl Drop for Taker {
-    /// Nobody audits the node: what rests would be missing for those that come next.
-    fn drop(&mut self) {
-        if let Inner::Ours(pool) = &mut self.inner {
-            pool.settle();
         }
     }
 }

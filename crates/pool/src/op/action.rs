@@ -1,0 +1,170 @@
+//! What a machine asks of the node's memory, and the answer.
+
+use smallvec::SmallVec;
+
+use super::{SURVEY_SECTIONS_MAX, WordAt};
+use crate::size::SECTION_SPANS;
+
+/// One operation on the node's memory.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Access {
+    /// Compare and swap. Answered by the word that was found.
+    Cas {
+        /// The word.
+        at: WordAt,
+        /// What it must be.
+        expected: u64,
+        /// What it becomes.
+        desired: u64,
+    },
+    /// Fetch and add of 0: atomic, and in order with every CAS. Answered by the word that was found.
+    Probe {
+        /// The word.
+        at: WordAt,
+    },
+    /// READ of neighbouring words, which may be torn and of different moments. Answered by these words.
+    Read {
+        /// The first word.
+        at: WordAt,
+        /// How many.
+        count: u32,
+    },
+    /// WRITE of neighbouring words. Has no answer.
+    Write {
+        /// The first word.
+        at: WordAt,
+        /// What the first becomes.
+        first: u64,
+        /// How many others follow.
+        others: u8,
+        /// What each of these becomes.
+        value: u64,
+    },
+}
+
+impl Access {
+    /// Words of its answer.
+    #[must_use]
+    pub const fn answer_words(&self) -> u32 {
+        match self {
+            Self::Cas { .. } | Self::Probe { .. } => 1,
+            Self::Read { count, .. } => *count,
+            Self::Write { .. } => 0,
+        }
+    }
+
+    /// The words that a WRITE writes; none for other operations.
+    pub fn written(&self) -> impl Iterator<Item = u64> + use<> {
+        let (first, others, value) = match *self {
+            Self::Write { first, others, value, .. } => (Some(first), others, value),
+            _ => (None, 0, 0),
+        };
+        first.into_iter().chain(std::iter::repeat_n(value, others.into()))
+    }
+}
+
+/// Operations that are posted together and take effect in this order. The answer is that of each, one after another.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
+pub struct Action(SmallVec<[Access; 4]>);
+
+impl Action {
+    /// The operations, in order.
+    #[must_use]
+    pub fn accesses(&self) -> &[Access] {
+        &self.0
+    }
+
+    /// Whether there is nothing to do.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The first CAS, as word, expected and desired value.
+    #[must_use]
+    pub fn first_cas(&self) -> Option<(WordAt, u64, u64)> {
+        self.0.iter().find_map(|access| match *access {
+            Access::Cas { at, expected, desired } => Some((at, expected, desired)),
+            _ => None,
+        })
+    }
+
+    fn one(access: Access) -> Self {
+        let mut accesses = SmallVec::new();
+        accesses.push(access);
+        Self(accesses)
+    }
+
+    pub(crate) fn cas(at: WordAt, expected: u64, desired: u64) -> Self {
+        Self::one(Access::Cas { at, expected, desired })
+    }
+
+    pub(crate) fn probe(at: WordAt) -> Self {
+        Self::one(Access::Probe { at })
+    }
+
+    pub(crate) fn read(at: WordAt, count: u32) -> Self {
+        Self::one(Access::Read { at, count })
+    }
+
+    pub(crate) fn write(at: WordAt, word: u64) -> Self {
+        Self::write_run(at, word, 0, 0)
+    }
+
+    /// Writes `first`, then `others` words with `value`.
+    pub(crate) fn write_run(at: WordAt, first: u64, others: u8, value: u64) -> Self {
+        Self::one(Access::Write { at, first, others, value })
+    }
+
+    /// Reads the words of the spans of neighbouring sections, 16 for each, then the entries of these spans in `keys[]`.
+    ///
+    /// # Panics
+    /// If there are more than [`SURVEY_SECTIONS_MAX`] sections.
+    pub(crate) fn survey(section: u32, count: u32) -> Self {
+        assert!(count <= SURVEY_SECTIONS_MAX, "{count} sections are too many for one survey");
+        let spans = Self::read(WordAt::Span(section * SECTION_SPANS), count * SECTION_SPANS);
+        (section..section + count).fold(spans, |action, section| {
+            action.then(Self::read(WordAt::span_key(section * SECTION_SPANS), SECTION_SPANS))
+        })
+    }
+
+    /// These operations, then those.
+    #[must_use]
+    pub(crate) fn then(mut self, next: Self) -> Self {
+        self.0.extend(next.0);
+        self
+    }
+}
+
+/// The answer to an [`Action`]: the words that its operations found or read, in their order.
+#[derive(Clone, Copy, Debug)]
+pub struct StepResult<'a>(pub &'a [u64]);
+
+impl<'a> StepResult<'a> {
+    /// What the first operation that has an answer found.
+    ///
+    /// # Panics
+    /// If there is none: the driver answered another action than it was given.
+    pub(crate) fn found(self) -> u64 {
+        *self.0.first().expect("the driver answers each CAS and probe")
+    }
+
+    /// What the first two found; the second is missing if only one was asked for.
+    pub(crate) fn found_then(self) -> (u64, Option<u64>) {
+        (self.found(), self.0.get(1).copied())
+    }
+
+    /// All words.
+    pub(crate) const fn words(self) -> &'a [u64] {
+        self.0
+    }
+
+    /// The words that answer READs of `count` in all.
+    ///
+    /// # Panics
+    /// If there are more or fewer: the driver answered another action than it was given.
+    pub(crate) fn words_read(self, count: u32) -> &'a [u64] {
+        assert_eq!(self.0.len(), count as usize, "the driver answers a READ with all its words");
+        self.0
+    }
+}

@@ -1,0 +1,262 @@
+//! The steps that free what was judged to be free-able: a CAS on the very word that was judged, and what follows from it.
+
+use aquifer_fabric::Host;
+
+use crate::cache::{NodeCache, place_in_section};
+use crate::error::Damage;
+use crate::op::flush::{Flush, Flushed};
+use crate::op::hint::Hint;
+use crate::op::{ATTEMPTS_MAX, Action, CONTENDED_AFTER, Mutation, OpError, StepResult, WordAt, damaged};
+use crate::size::SECTION_SPANS;
+use crate::word::{Run, SpanState, SpanWord};
+
+/// What is freed by one CAS.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(in crate::op) enum Freed {
+    /// The chunks of `mask` of an open span. The log names `run`, one of the extents among them.
+    Chunks { span: u32, mask: u32, run: Run },
+    /// Spans that were allocated whole.
+    Whole { section: u32, group: Run },
+    /// A span that a dead host was about to open, or to close.
+    Span { span: u32 },
+}
+
+/// A free under way, from the flush of the record before (L) to the last hint.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(in crate::op) struct FreeCommit {
+    host: Host,
+    freed: Freed,
+    /// Races lost so far.
+    lost: u32,
+    state: State,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+enum State {
+    /// L: the record that the CAS overwrites goes to the log first.
+    Flushing(Flush),
+    /// F1, F3.
+    FreeingChunks,
+    /// F5.
+    FreeingGroup,
+    /// L before F4.
+    FlushingClose(Flush),
+    /// F4.
+    Closing,
+    /// F6.
+    MarkingReady,
+    /// F2, C1, C2: everything is free already.
+    Hinting(Hint),
+}
+
+/// What a step led to.
+#[derive(Debug)]
+pub(in crate::op) enum FreeProgress {
+    Post(Action),
+    Done,
+    /// The word that was judged has changed. The cache has it as it is now; nothing was freed.
+    Overtaken,
+}
+
+type Next = Result<FreeProgress, OpError>;
+
+impl FreeCommit {
+    /// Frees what was judged by the words as the cache has them. `lost`: races lost for it before.
+    pub(in crate::op) fn begin(host: Host, freed: Freed, lost: u32, cache: &NodeCache) -> (Self, Action) {
+        let mut commit = Self { host, freed, lost, state: State::Closing };
+        let action = match Flush::begin(host, commit.at(), cache) {
+            Some((flush, action)) => {
+                commit.state = State::Flushing(flush);
+                action
+            }
+            None => commit.commit(cache),
+        };
+        (commit, action)
+    }
+
+    pub(in crate::op) fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Next {
+        match self.state {
+            State::Flushing(mut flush) => Ok(match flush.step(cache, result)? {
+                Flushed::Post(action) => self.post(State::Flushing(flush), action),
+                Flushed::Done => FreeProgress::Post(self.commit(cache)),
+                Flushed::Overtaken => FreeProgress::Overtaken,
+            }),
+            State::FreeingChunks => self.chunks_freed(cache, result.found()),
+            State::FreeingGroup => self.group_freed(cache, result.found()),
+            State::FlushingClose(mut flush) => match flush.step(cache, result)? {
+                Flushed::Post(action) => Ok(self.post(State::FlushingClose(flush), action)),
+                Flushed::Done => Ok(self.post_close(cache)),
+                Flushed::Overtaken => self.retry_close(cache),
+            },
+            State::Closing => self.closed(cache, result.found()),
+            State::MarkingReady => self.marked_ready(cache, result.found()),
+            State::Hinting(mut hint) => Ok(match hint.step(cache, result) {
+                Some(action) => self.post(State::Hinting(hint), action),
+                None => FreeProgress::Done,
+            }),
+        }
+    }
+
+    pub(in crate::op) const fn freed(&self) -> Freed {
+        self.freed
+    }
+
+    fn post(&mut self, state: State, action: Action) -> FreeProgress {
+        self.state = state;
+        FreeProgress::Post(action)
+    }
+
+    /// The word whose change frees it.
+    fn at(&self) -> WordAt {
+        match self.freed {
+            Freed::Chunks { span, .. } => WordAt::Span(span),
+            Freed::Whole { section, .. } => WordAt::Section(section),
+            Freed::Span { span } => WordAt::Section(span / SECTION_SPANS),
+        }
+    }
+
+    fn span(&self) -> u32 {
+        match self.freed {
+            Freed::Chunks { span, .. } | Freed::Span { span } => span,
+            Freed::Whole { section, group } => section * SECTION_SPANS + u32::from(group.first()),
+        }
+    }
+
+    fn commit(&mut self, cache: &NodeCache) -> Action {
+        let at = self.at();
+        let (state, desired) = match self.freed {
+            Freed::Chunks { span, mask, run } => {
+                let desired = cache.span(span).give_all(mask, run, self.host);
+                if desired.is_closed() && Mutation::CloseFirst.is_active() {
+                    return self.close(cache, span);
+                }
+                (State::FreeingChunks, desired.0)
+            }
+            Freed::Whole { section, group } => {
+                (State::FreeingGroup, cache.section(section).give(group, self.host).0)
+            }
+            Freed::Span { span } => return self.close(cache, span),
+        };
+        self.state = state;
+        Action::commit(at, cache.word(at), desired)
+    }
+
+    fn chunks_freed(&mut self, cache: &mut NodeCache, found: u64) -> Next {
+        let Freed::Chunks { span, mask, run } = self.freed else { return Ok(FreeProgress::Done) };
+        let before = cache.span(span);
+        if found != before.0 {
+            cache.learn(WordAt::Span(span), found)?;
+            return Ok(FreeProgress::Overtaken);
+        }
+        let now = before.give_all(mask, run, self.host);
+        cache.change_span(span, now).map_err(|cause| damaged(WordAt::Span(span), now.0, cause))?;
+        if now.is_closed() {
+            let skip = Mutation::SkipClose.is_active() || Mutation::CloseFirst.is_active();
+            return Ok(if skip { FreeProgress::Done } else { self.begin_close(cache) });
+        }
+        let hint = Hint::opened(span, before.is_full(), cache).or_else(|| match self.lost {
+            0 => Hint::calm(span, cache),
+            1..=CONTENDED_AFTER => None,
+            _ => Hint::mark(span, cache),
+        });
+        Ok(match hint {
+            Some((hint, action)) => self.post(State::Hinting(hint), action),
+            None => FreeProgress::Done,
+        })
+    }
+
+    fn group_freed(&mut self, cache: &mut NodeCache, found: u64) -> Next {
+        let Freed::Whole { section, group } = self.freed else { return Ok(FreeProgress::Done) };
+        let (at, before) = (WordAt::Section(section), cache.section(section));
+        if found != before.0 {
+            cache.learn(at, found)?;
+            return Ok(FreeProgress::Overtaken);
+        }
+        let now = before.give(group, self.host);
+        cache.change_section(section, now).map_err(|cause| damaged(at, now.0, cause))?;
+        Ok(FreeProgress::Done)
+    }
+
+    /// F4. The client that emptied the span is the only one that may; hints that others set meanwhile are overwritten.
+    fn begin_close(&mut self, cache: &NodeCache) -> FreeProgress {
+        let section = WordAt::Section(self.span() / SECTION_SPANS);
+        match Flush::begin(self.host, section, cache) {
+            Some((flush, action)) => self.post(State::FlushingClose(flush), action),
+            None => self.post_close(cache),
+        }
+    }
+
+    fn post_close(&mut self, cache: &NodeCache) -> FreeProgress {
+        let action = self.close(cache, self.span());
+        FreeProgress::Post(action)
+    }
+
+    fn close(&mut self, cache: &NodeCache, span: u32) -> Action {
+        self.state = State::Closing;
+        let section = span / SECTION_SPANS;
+        let expected = cache.section(section);
+        let desired = expected.close(place_in_section(span), self.host);
+        Action::commit(WordAt::Section(section), expected.0, desired.0)
+    }
+
+    /// Whether this operation emptied the span itself, so that only it may close the span.
+    const fn has_emptied(&self) -> bool {
+        matches!(self.freed, Freed::Chunks { .. })
+    }
+
+    /// The section's word changed before the span was closed in it.
+    fn retry_close(&mut self, cache: &NodeCache) -> Next {
+        if !self.has_emptied() {
+            return Ok(FreeProgress::Overtaken);
+        }
+        self.lost += 1;
+        if self.lost > ATTEMPTS_MAX {
+            return Err(OpError::Busy { attempts: ATTEMPTS_MAX });
+        }
+        let (section, index) = (self.span() / SECTION_SPANS, place_in_section(self.span()));
+        let word = cache.section(section);
+        if word.state(index) == SpanState::Empty {
+            return Err(damaged(WordAt::Section(section), word.0, Damage::Intruder));
+        }
+        Ok(self.begin_close(cache))
+    }
+
+    fn closed(&mut self, cache: &mut NodeCache, found: u64) -> Next {
+        let (span, section) = (self.span(), self.span() / SECTION_SPANS);
+        let (at, before) = (WordAt::Section(section), cache.section(section));
+        if found != before.0 {
+            cache.learn(at, found)?;
+            if Mutation::CloseFromStale.is_active() && self.has_emptied() {
+                let desired = before.close(place_in_section(span), self.host);
+                return Ok(self.post(State::Closing, Action::commit(at, found, desired.0)));
+            }
+            return self.retry_close(cache);
+        }
+        let now = before.close(place_in_section(span), self.host);
+        cache.change_section(section, now).map_err(|cause| damaged(at, now.0, cause))?;
+        let word = cache.span(span);
+        if let Freed::Chunks { mask, run, .. } = self.freed
+            && Mutation::CloseFirst.is_active()
+        {
+            let desired = word.give_all(mask, run, self.host);
+            return Ok(self.post(State::FreeingChunks, Action::commit(WordAt::Span(span), word.0, desired.0)));
+        }
+        if word.is_ready() {
+            return Ok(FreeProgress::Done);
+        }
+        let action = Action::commit(WordAt::Span(span), word.0, word.mark_ready(self.host).0);
+        Ok(self.post(State::MarkingReady, action))
+    }
+
+    /// F6. If the CAS failed, another client has marked the span already.
+    fn marked_ready(&self, cache: &mut NodeCache, found: u64) -> Next {
+        let (span, before) = (self.span(), cache.span(self.span()));
+        let learnt = if found == before.0 {
+            cache.change_span(span, before.mark_ready(self.host))
+        } else {
+            cache.set_span(span, SpanWord(found))
+        };
+        learnt.map_err(|cause| damaged(WordAt::Span(span), found, cause))?;
+        Ok(FreeProgress::Done)
+    }
+}

@@ -1,0 +1,177 @@
+//! One client of a host: one machine at a time, one access at a time.
+
+use std::collections::VecDeque;
+
+use aquifer_fabric::Host;
+use aquifer_pool::SizeClass;
+use aquifer_pool::cache::NodeCache;
+use aquifer_pool::op::{
+    Access, Action, AllocOp, FreeOp, Grant, Machine, OpError, RecoverOp, Step, StepResult,
+};
+
+use super::{Memory, TENANT};
+use crate::pool::shadow::Shadow;
+
+/// More clients than there are.
+pub const CLIENTS_MAX: u32 = 16;
+
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+enum Running {
+    Alloc(AllocOp),
+    Free(FreeOp),
+    Recover(Box<RecoverOp>, Host),
+}
+
+/// What an actor may begin.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Goal {
+    Alloc(SizeClass),
+    /// The extent with this number.
+    Free(usize),
+    Recover(Host),
+}
+
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct Actor {
+    pub host: Host,
+    /// Operations that it may begin yet.
+    left: u8,
+    owned: Vec<Grant>,
+    cache: NodeCache,
+    running: Option<Running>,
+    /// What was posted last, what of it is still to be done, and the answer so far.
+    posted: Action,
+    waiting: VecDeque<Access>,
+    answer: Vec<u64>,
+    recovered: Vec<Host>,
+}
+
+impl Actor {
+    pub fn new(host: Host, operations: u8, cache: NodeCache) -> Self {
+        Self {
+            host,
+            left: operations,
+            owned: Vec::new(),
+            cache,
+            running: None,
+            posted: Action::default(),
+            waiting: VecDeque::new(),
+            answer: Vec::new(),
+            recovered: Vec::new(),
+        }
+    }
+
+    pub fn is_idle(&self) -> bool {
+        self.running.is_none()
+    }
+
+    /// Whether its host would leave anything if it died.
+    pub fn has_anything(&self) -> bool {
+        !self.is_idle() || !self.owned.is_empty()
+    }
+
+    pub fn has_recovered(&self) -> bool {
+        !self.recovered.is_empty()
+    }
+
+    /// Its host has died.
+    pub fn forget(&mut self) {
+        self.running = None;
+        self.left = 0;
+        self.owned.clear();
+        self.posted = Action::default();
+        self.waiting.clear();
+        self.answer.clear();
+    }
+
+    /// What it may begin.
+    pub fn goals(&self, classes: &[u8], dead: &[Host]) -> Vec<Goal> {
+        let lost = dead.iter().filter(|dead| !self.recovered.contains(dead));
+        let mut goals: Vec<Goal> = lost.map(|dead| Goal::Recover(*dead)).collect();
+        if self.left > 0 {
+            goals.extend(classes.iter().map(|k| Goal::Alloc(SizeClass::new(*k).expect("a class"))));
+            goals.extend((0..self.owned.len()).map(Goal::Free));
+        }
+        goals
+    }
+
+    pub fn begin(&mut self, goal: Goal) {
+        match goal {
+            Goal::Alloc(class) => {
+                self.left -= 1;
+                let mut op = AllocOp::new(self.host, class);
+                let step = op.start(&mut self.cache);
+                self.begun(Running::Alloc(op), step);
+            }
+            Goal::Free(number) => {
+                self.left -= 1;
+                let mut op = FreeOp::new(self.host, self.owned.swap_remove(number));
+                let step = op.start(&mut self.cache);
+                self.begun(Running::Free(op), step);
+            }
+            Goal::Recover(dead) => {
+                let mut op = Box::new(RecoverOp::new(self.host, dead));
+                let step = op.start(&mut self.cache);
+                self.begun(Running::Recover(op, dead), step);
+            }
+        }
+    }
+
+    fn begun<T>(&mut self, running: Running, step: Step<T>) {
+        match step {
+            Step::Post(action) => self.post(running, action),
+            Step::Done(_) => panic!("{running:?} is done before it has done anything"),
+        }
+    }
+
+    fn post(&mut self, running: Running, action: Action) {
+        self.running = Some(running);
+        self.waiting = action.accesses().iter().copied().collect();
+        self.posted = action;
+        self.answer.clear();
+    }
+
+    /// Performs the next access, and after the last one of an action what the machine makes of the answer.
+    pub fn access(&mut self, memory: &mut Memory, shadow: &mut Shadow) -> Result<(), String> {
+        let access = self.waiting.pop_front().ok_or("nothing is under way")?;
+        memory.access(&access, &mut self.answer);
+        shadow.observe(memory, &[(self.host, self.posted.clone())])?;
+        if !self.waiting.is_empty() {
+            return Ok(());
+        }
+        let (running, answer) = (self.running.take(), std::mem::take(&mut self.answer));
+        self.posted = Action::default();
+        let result = StepResult(&answer);
+        match running.ok_or("nothing is under way")? {
+            Running::Alloc(mut op) => match op.step(&mut self.cache, result) {
+                Step::Post(action) => self.post(Running::Alloc(op), action),
+                Step::Done(Ok(grant)) => {
+                    shadow.handed_out(memory, &grant, TENANT)?;
+                    self.owned.push(grant);
+                    // In whatever order they came.
+                    self.owned.sort_unstable();
+                }
+                Step::Done(Err(OpError::Full)) => {}
+                Step::Done(Err(error)) => return Err(format!("an allocation failed: {error:?}")),
+            },
+            Running::Free(mut op) => match op.step(&mut self.cache, result) {
+                Step::Post(action) => self.post(Running::Free(op), action),
+                Step::Done(outcomes) => {
+                    let outcome = outcomes.and_then(|outcomes| outcomes[0]);
+                    outcome.map_err(|error| format!("a free failed: {error:?}"))?;
+                }
+            },
+            Running::Recover(mut op, dead) => match op.step(&mut self.cache, result) {
+                Step::Post(action) => self.post(Running::Recover(op, dead), action),
+                Step::Done(Ok(recovered)) => {
+                    if recovered.unknown > 0 || shadow.has_traces_of(dead) {
+                        return Err(format!("something of {dead:?} is left after {recovered:?}"));
+                    }
+                    self.recovered.push(dead);
+                }
+                Step::Done(Err(error)) => return Err(format!("a recovery failed: {error:?}")),
+            },
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,290 @@
+//! Every interleaving of a few operations of a few hosts on two spans, at each access to the node's memory, with deaths at any moment and recovery by the others. The
+//! machines are the product's; what they do is checked as in the simulator, by the same shadow.
+
+mod actor;
+
+use std::collections::BTreeMap;
+
+use aquifer_fabric::{Host, Tenant};
+use aquifer_mutation::Mutations;
+use aquifer_pool::SizeClass;
+use aquifer_pool::cache::{Draws, NodeCache};
+use aquifer_pool::layout::Layout;
+use aquifer_pool::op::{Access, AllocOp, Machine, Mutation, Step, StepResult, WordAt};
+use aquifer_pool::size::SECTION_SPANS;
+use aquifer_pool::word::SpanState;
+use stateright::{Checker, Model, Property};
+
+use super::shadow::{Mode, Shadow, Words};
+use actor::{Actor, CLIENTS_MAX, Goal};
+
+/// Spans that the actors share; all others are allocated beforehand.
+const SPANS: u32 = 2;
+const TENANT: Tenant = Tenant(0);
+/// The host that has all other spans.
+const CROWD: Host = Host(9);
+
+/// What is tried.
+#[derive(Clone, Copy, Debug)]
+struct Trial {
+    /// The host of each actor, and the operations that it may begin.
+    actors: &'static [(u16, u8)],
+    /// How many hosts may die.
+    deaths: usize,
+    /// The sizes that are allocated. Half a span is 4, so that two extents fill one.
+    classes: &'static [u8],
+    mutation: Option<Mutation>,
+}
+
+/// A node's memory; words that are missing are zero.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
+struct Memory(BTreeMap<WordAt, u64>);
+
+impl Words for Memory {
+    fn word(&self, at: WordAt) -> u64 {
+        self.0.get(&at).copied().unwrap_or(0)
+    }
+}
+
+impl Memory {
+    fn set(&mut self, at: WordAt, word: u64) {
+        if word == 0 {
+            self.0.remove(&at);
+        } else {
+            self.0.insert(at, word);
+        }
+    }
+
+    /// Performs one access; its answer goes into `answer`.
+    fn access(&mut self, access: &Access, answer: &mut Vec<u64>) {
+        match *access {
+            Access::Cas { at, expected, desired } => {
+                let found = self.word(at);
+                answer.push(found);
+                if found == expected {
+                    self.set(at, desired);
+                }
+            }
+            Access::Probe { at } => answer.push(self.word(at)),
+            Access::Read { at, count } => {
+                answer.extend((0..count).map(|number| self.word(neighbour(at, number))));
+            }
+            Access::Write { at, .. } => {
+                for (number, word) in (0..).zip(access.written()) {
+                    self.set(neighbour(at, number), word);
+                }
+            }
+        }
+    }
+}
+
+fn neighbour(at: WordAt, number: u32) -> WordAt {
+    match at {
+        WordAt::Section(index) => WordAt::Section(index + number),
+        WordAt::Span(index) => WordAt::Span(index + number),
+        WordAt::Log(index) => WordAt::Log(index + number),
+        WordAt::Key(index) => WordAt::Key(index + number),
+    }
+}
+
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+struct State {
+    memory: Memory,
+    shadow: Shadow,
+    actors: Vec<Actor>,
+    /// The first thing that went wrong.
+    failure: Option<String>,
+}
+
+impl State {
+    fn new(trial: &Trial) -> Self {
+        let layout = Layout::new(1, 1).expect("one section");
+        let (mut memory, mut shadow) = (Memory::default(), Shadow::of(layout));
+        let mut cache = NodeCache::new(&layout, 0, TENANT, Draws::counted(0, CLIENTS_MAX));
+        for _ in SPANS..SECTION_SPANS {
+            allocate(&mut memory, &mut shadow, &mut cache);
+        }
+        let actor = |(number, (host, operations)): (u32, &(u16, u8))| {
+            // It has seen the node as it is now.
+            let draws = Draws::counted(number, CLIENTS_MAX);
+            Actor::new(Host(*host), *operations, cache.clone().drawing(draws))
+        };
+        let actors = (1..).zip(trial.actors).map(actor).collect();
+        Self { memory, shadow, actors, failure: None }
+    }
+
+    fn is_dead(&self, host: Host) -> bool {
+        self.shadow.dead.contains(&host)
+    }
+
+    fn is_quiet(&self) -> bool {
+        self.actors.iter().all(Actor::is_idle)
+    }
+
+    /// When all is quiet a span that is said to be full is full, unless a dead host was to say otherwise.
+    fn has_right_hints(&self) -> bool {
+        (0..SECTION_SPANS).all(|span| {
+            let is_said_full = self.shadow.modes[span as usize] == Mode::Chunks
+                && self.shadow.state_of(span) == SpanState::Full;
+            !is_said_full || self.shadow.span(span).is_full()
+        })
+    }
+}
+
+/// Allocates a span for the crowd, with nothing else going on.
+fn allocate(memory: &mut Memory, shadow: &mut Shadow, cache: &mut NodeCache) {
+    let mut op = AllocOp::new(CROWD, SizeClass::SPAN);
+    let mut step = op.start(cache);
+    while let Step::Post(action) = step {
+        let mut answer = Vec::new();
+        for access in action.accesses() {
+            memory.access(access, &mut answer);
+            shadow.observe(memory, &[(CROWD, action.clone())]).expect("the crowd is alone");
+        }
+        step = op.step(cache, StepResult(&answer));
+    }
+    assert!(matches!(step, Step::Done(Ok(_))), "there is room: {step:?}");
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Event {
+    Begin(usize, Goal),
+    /// One access of this actor, and what it does with the answer.
+    Access(usize),
+    Die(Host),
+}
+
+impl Model for Trial {
+    type State = State;
+    type Action = Event;
+
+    fn init_states(&self) -> Vec<State> {
+        vec![State::new(self)]
+    }
+
+    fn actions(&self, state: &State, events: &mut Vec<Event>) {
+        if state.failure.is_some() {
+            return;
+        }
+        for (at, actor) in state.actors.iter().enumerate().filter(|(_, actor)| !state.is_dead(actor.host)) {
+            if actor.is_idle() {
+                let goals = actor.goals(self.classes, &state.shadow.dead);
+                events.extend(goals.into_iter().map(|goal| Event::Begin(at, goal)));
+            } else {
+                events.push(Event::Access(at));
+            }
+            if state.shadow.dead.len() < self.deaths && actor.has_anything() {
+                events.push(Event::Die(actor.host));
+            }
+        }
+    }
+
+    fn next_state(&self, last: &State, event: Event) -> Option<State> {
+        let mut state = last.clone();
+        let play = || {
+            match event {
+                Event::Begin(at, goal) => state.actors[at].begin(goal),
+                Event::Access(at) => {
+                    let State { memory, shadow, actors, failure } = &mut state;
+                    *failure = actors[at].access(memory, shadow).err();
+                }
+                Event::Die(host) => {
+                    state.shadow.dead.push(host);
+                    // What it was about to do does not matter any more: one state for all.
+                    state.actors.iter_mut().filter(|actor| actor.host == host).for_each(Actor::forget);
+                }
+            }
+            state
+        };
+        Some(match self.mutation {
+            Some(mutation) => mutation.while_active(play),
+            None => play(),
+        })
+    }
+
+    fn properties(&self) -> Vec<Property<Self>> {
+        vec![
+            Property::always("nothing goes wrong", |_, state: &State| state.failure.is_none()),
+            Property::always("hints are right", |_, state: &State| {
+                !state.is_quiet() || !state.shadow.dead.is_empty() || state.has_right_hints()
+            }),
+            Property::sometimes("a host that died is recovered", |trial, state: &State| {
+                trial.deaths == 0 || state.actors.iter().any(Actor::has_recovered)
+            }),
+        ]
+    }
+}
+
+fn check(trial: Trial) -> impl Checker<Trial> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    trial.checker().threads(threads).spawn_dfs().join()
+}
+
+const fn trial(actors: &'static [(u16, u8)], deaths: usize, classes: &'static [u8]) -> Trial {
+    Trial { actors, deaths, classes, mutation: None }
+}
+
+/// Some fifty thousand states.
+const SHORT: [Trial; 4] = [
+    trial(&[(1, 2), (2, 1)], 0, &[4, 5]),
+    trial(&[(1, 2), (2, 2)], 1, &[4]),
+    trial(&[(1, 2), (2, 1)], 1, &[4, 5, 6]),
+    trial(&[(1, 2), (1, 1), (2, 0)], 1, &[4]),
+];
+
+fn assert_nothing_goes_wrong(trials: &[Trial]) {
+    for trial in trials {
+        let began = std::time::Instant::now();
+        let checker = check(*trial);
+        println!("{trial:?}: {} states, {:?}", checker.unique_state_count(), began.elapsed());
+        checker.assert_properties();
+    }
+}
+
+#[test]
+fn no_interleaving_of_few_operations_goes_wrong() {
+    assert_nothing_goes_wrong(&SHORT);
+}
+
+mod long {
+    use super::*;
+
+    const TRIALS: [Trial; 5] = [
+        trial(&[(1, 3), (2, 3)], 1, &[4]),
+        trial(&[(1, 2), (2, 2)], 1, &[4, 5, 6]),
+        trial(&[(1, 1), (2, 1), (3, 0)], 2, &[4]),
+        trial(&[(1, 1), (1, 1), (2, 0)], 1, &[4, 5]),
+        trial(&[(1, 1), (2, 1), (3, 1)], 0, &[4]),
+    ];
+
+    #[test]
+    fn no_interleaving_goes_wrong() {
+        assert_nothing_goes_wrong(&TRIALS);
+    }
+
+    /// The steps without which a recovery would lose or take something.
+    const RULES: [Mutation; 10] = [
+        Mutation::SkipFlush,
+        Mutation::SkipReady,
+        Mutation::ReadyFromMemory,
+        Mutation::SkipRecord,
+        Mutation::RecoverBlind,
+        Mutation::TakeFromStale,
+        Mutation::EnterClosed,
+        Mutation::CloseFirst,
+        Mutation::SkipClose,
+        Mutation::SkipStrike,
+    ];
+
+    #[test]
+    fn each_rule_is_needed() {
+        for mutation in RULES {
+            let found = SHORT.into_iter().find(|trial| {
+                let checker = check(Trial { mutation: Some(mutation), ..*trial });
+                checker.discovery("nothing goes wrong").is_some()
+            });
+            println!("{mutation:?}: found by {found:?}");
+            assert!(found.is_some(), "nothing goes wrong with {mutation:?}");
+        }
+    }
+}
