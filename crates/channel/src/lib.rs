@@ -9,6 +9,8 @@
 
 pub mod bell;
 pub mod frames;
+#[cfg(test)]
+mod golden_tests;
 mod mapping;
 pub mod place;
 

@@ -8,6 +8,8 @@
 
 mod address;
 mod failure;
+#[cfg(test)]
+mod golden_tests;
 mod keys;
 mod members;
 mod watch;

@@ -14,6 +14,8 @@ pub mod core;
 pub mod embedded;
 mod engine;
 mod error;
+#[cfg(test)]
+mod golden_tests;
 mod model;
 pub mod names;
 pub mod sim;

@@ -11,6 +11,8 @@
 //! - [`link`], [`endpoint`], [`locals`]: the initiator's end. [`target`], [`serve`], [`session`], [`peer`]: the target's.
 
 mod endpoint;
+#[cfg(test)]
+mod golden_tests;
 mod keys;
 mod letters;
 mod link;

@@ -9,6 +9,8 @@
 
 pub mod control;
 mod forward;
+#[cfg(test)]
+mod golden_tests;
 pub mod handshake;
 pub mod key_table;
 pub mod keys;

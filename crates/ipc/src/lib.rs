@@ -9,6 +9,8 @@
 
 pub mod control;
 pub mod frame;
+#[cfg(test)]
+mod golden_tests;
 mod hello;
 pub mod ring;
 pub mod size;

@@ -16,6 +16,8 @@ pub mod client;
 pub mod custody;
 pub mod donor;
 mod error;
+#[cfg(test)]
+mod golden_tests;
 pub mod layout;
 mod link;
 pub mod op;

@@ -2,6 +2,8 @@
 //!
 //! `docs/formats/fabric-tcp.md` has the bytes.
 
+#[cfg(test)]
+mod golden_tests;
 pub mod hello;
 pub mod secure;
 

@@ -9,6 +9,8 @@
 
 mod door;
 mod endpoint;
+#[cfg(test)]
+mod golden_tests;
 pub mod handshake;
 mod mailbox;
 mod retire;

@@ -1,5 +1,6 @@
 //! What only a network does: connections that break, peers that stall, strangers.
 
+mod golden;
 mod relay;
 mod strangers;
 

@@ -1,0 +1,126 @@
+//! Golden bytes of `docs/formats/directory.md`: keys, records and the embedded directory's file.
+//! A changed golden file needs a changed document; for the file, a new version
+//! (`embedded::FORMAT`). A new field of a record needs a default, because programs of other
+//! versions share the directory.
+
+use std::fmt::Debug;
+use std::path::Path;
+use std::time::Duration;
+
+use aquifer_tests_support::{Golden, golden};
+use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::embedded::Embedded;
+use crate::model::Entry;
+use crate::names::{
+    self, AGENTS, AgentRecord, HOLDERS, HeldUp, HolderRecord, LIVES, Life, NODES, NodeRecord, WANTED,
+    WantedRecord,
+};
+use crate::{Directory, Operation, Transaction};
+
+fn node(held_up: Option<HeldUp>) -> NodeRecord {
+    NodeRecord {
+        id: 1,
+        fabric: "tcp".into(),
+        address: "10.0.0.1:7400".into(),
+        memory_bytes: 2,
+        memory_bytes_max: 3,
+        memory_bytes_wanted: 4,
+        held_up,
+        kept_ms: 5,
+        epoch: 6,
+    }
+}
+
+fn add<T: Serialize + DeserializeOwned + PartialEq + Debug>(golden: &mut Golden, name: &str, record: &T) {
+    let value = names::encode(record);
+    let entry = Entry { key: "key".into(), value: value.clone(), version: 1, lease: None };
+    assert_eq!(names::decode::<T>(&entry).as_ref(), Ok(record), "{name}");
+    golden.text(name, std::str::from_utf8(&value).expect("JSON is UTF-8"));
+}
+
+#[test]
+fn golden_keys_and_records() {
+    let mut golden = golden!("records");
+    golden.text("prefixes", &[NODES, WANTED, AGENTS, HOLDERS, LIVES].join(" "));
+    let keys = [names::node(1), names::wanted(2), names::agent(3), names::holder(4), names::life(5)];
+    golden.text("keys", &keys.join(" "));
+    golden.text("greatest host", &names::HOST_MAX.to_string());
+    let held_up =
+        [None, Some(HeldUp::InUse), Some(HeldUp::NoMemory), Some(HeldUp::Pinned), Some(HeldUp::Failing)];
+    for held_up in held_up {
+        add(&mut golden, "node", &node(held_up));
+    }
+    add(&mut golden, "wanted", &WantedRecord { node: 1, epoch: 2, memory_bytes: 3 });
+    let life = Life { node: 1, epoch: 2, kept_ms: 3 };
+    add(&mut golden, "life", &life);
+    for left_in in [None, Some(Vec::new()), Some(vec![life])] {
+        add(&mut golden, "holder", &HolderRecord { host: 1, claimed: 2, grace_ms: 3, left_in });
+    }
+    let agent = AgentRecord { host: 1, address: "a".into(), epoch: 2, claimed: 3, is_successor: false };
+    add(&mut golden, "agent", &agent);
+    add(&mut golden, "successor", &AgentRecord { is_successor: true, ..agent });
+    add(&mut golden, "next host", &17_u16);
+    golden.check();
+}
+
+/// What claiming a host number and registering a node leave in a directory.
+#[test]
+fn golden_keys_that_are_written() {
+    let folder = tempfile::tempdir().expect("there is room for a folder");
+    let directory = Embedded::open(&folder.path().join("file")).expect("it can be created");
+    let lease = directory.lease_grant(Duration::from_secs(60)).expect("there are few leases");
+    names::register_node(&directory, lease, &node(None)).expect("it is the first");
+    names::claim_host(&directory, lease, "agent.sock", 7).expect("all are free");
+    let mut golden = golden!("written");
+    for entry in directory.list("").expect("they are few").entries {
+        let value = String::from_utf8(entry.value).expect("JSON is UTF-8");
+        golden.text(
+            &entry.key,
+            &format!("{value} version {} lease {}", entry.version, entry.lease.map_or(0, |lease| lease.0)),
+        );
+    }
+    golden.check();
+}
+
+fn dump(path: &Path, golden: &mut Golden) {
+    let database = Database::open(path).expect("nobody else has it open");
+    let read = database.begin_read().expect("it can be read");
+    let head: TableDefinition<'_, &str, u64> = TableDefinition::new("aquifer-directory");
+    for row in read.open_table(head).expect("it is there").iter().expect("it can be read") {
+        let (key, value) = row.expect("it can be read");
+        golden.text(&format!("aquifer-directory {}", key.value()), &value.value().to_string());
+    }
+    let entries: TableDefinition<'_, &str, (u64, u64, &[u8])> = TableDefinition::new("entries");
+    for row in read.open_table(entries).expect("it is there").iter().expect("it can be read") {
+        let (key, value) = row.expect("it can be read");
+        golden.text(&format!("entries {}", key.value()), &format!("{:?}", value.value()));
+    }
+    let leases: TableDefinition<'_, u64, u64> = TableDefinition::new("leases");
+    for row in read.open_table(leases).expect("it is there").iter().expect("it can be read") {
+        let (key, value) = row.expect("it can be read");
+        golden.text(&format!("leases {}", key.value()), &value.value().to_string());
+    }
+}
+
+#[test]
+fn golden_file() {
+    let folder = tempfile::tempdir().expect("there is room for a folder");
+    let path = folder.path().join("file");
+    let directory = Embedded::open(&path).expect("it can be created");
+    let lease = directory.lease_grant(Duration::from_millis(60_001)).expect("there are few leases");
+    let operations =
+        vec![Operation::put("a", vec![1, 2], Some(lease.id)), Operation::put("é", vec![3], None)];
+    let transaction = Transaction { compares: Vec::new(), operations };
+    assert!(directory.transaction(&transaction).expect("nothing hinders it").is_committed());
+    drop(directory);
+
+    let mut golden = golden!("file");
+    dump(&path, &mut golden);
+    golden.check();
+    let again = Embedded::open(&path).expect("it is whole");
+    let entry = again.get("a").expect("it can be read").expect("it is there");
+    assert_eq!((entry.value, entry.lease), (vec![1, 2], Some(lease.id)));
+}
