@@ -10,6 +10,8 @@
 pub mod agent;
 pub mod audit;
 pub mod client;
+#[cfg(test)]
+mod golden_tests;
 pub mod lent;
 pub mod membership;
 mod metrics;

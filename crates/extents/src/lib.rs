@@ -12,6 +12,8 @@ mod account;
 mod book;
 mod cluster;
 #[cfg(test)]
+mod golden_tests;
+#[cfg(test)]
 mod model_tests;
 mod serve;
 mod session;

@@ -476,3 +476,6 @@ fn has_ended(process: &OwnedFd) -> bool {
 fn ring_number(request: u64) -> u32 {
     request as u32
 }
+
+#[cfg(test)]
+mod golden_tests;

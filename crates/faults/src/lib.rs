@@ -11,6 +11,8 @@
 
 pub mod areas;
 pub mod edge;
+#[cfg(test)]
+mod golden_tests;
 pub mod journal;
 pub mod kernel;
 pub mod maps;

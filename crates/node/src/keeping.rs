@@ -103,3 +103,6 @@ impl Before {
         Ok(Self { memory, key: Key(key), epoch, epochs })
     }
 }
+
+#[cfg(test)]
+mod golden_tests;

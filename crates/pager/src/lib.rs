@@ -13,6 +13,8 @@ pub mod budget;
 mod digest;
 pub mod fetch;
 pub mod filler;
+#[cfg(test)]
+mod golden_tests;
 pub mod integrity;
 pub mod latency;
 pub mod mempool;

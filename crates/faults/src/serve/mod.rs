@@ -11,6 +11,8 @@ pub mod attach;
 mod count;
 mod edge;
 mod follow;
+#[cfg(test)]
+mod golden_tests;
 mod obituary;
 mod patience;
 pub mod priority;

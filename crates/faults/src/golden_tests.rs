@@ -1,0 +1,84 @@
+//! Golden bytes of `docs/formats/paging.md`: the journal.
+//! A changed golden file needs a new version there (the second word of the journal).
+
+use std::sync::atomic::Ordering::Relaxed;
+
+use aquifer_pager::Memory;
+use aquifer_tests_support::golden;
+
+use crate::areas::{Area, Areas};
+use crate::journal::{Journal, Remembered};
+use crate::kernel::Message;
+
+const READER_AT: usize = 8;
+const MESSAGES_AT: usize = 64;
+
+fn again(journal: &Journal) -> Memory {
+    let fd = journal.memory().fd().try_clone_to_owned().expect("there are descriptors");
+    Memory::whole(fd).expect("it is memory")
+}
+
+/// A message as the kernel writes it.
+fn message(kind: u8, words: [u64; 3]) -> [u8; 32] {
+    let mut bytes = [0; 32];
+    bytes[0] = kind;
+    for (place, word) in bytes[8..].chunks_exact_mut(8).zip(words) {
+        place.copy_from_slice(&word.to_ne_bytes());
+    }
+    bytes
+}
+
+#[test]
+fn golden_journal() {
+    let mut golden = golden!("journal");
+    let (fork, remap, remove, unmap) = (0x13, 0x14, 0x15, 0x16);
+    let fresh = Journal::new().expect("there is memory");
+    assert_eq!(fresh.memory().atomic_u32(READER_AT).load(Relaxed), std::process::id());
+    let messages = [
+        message(remove, [0x1000, 0x3000, 0]),
+        message(remap, [0x4000, 0x5000, 0x2000]),
+        message(unmap, [0x6000, 0x8000, 0]),
+        message(fork, [77, 0, 0]),
+    ];
+    for (place, bytes) in messages.iter().enumerate() {
+        fresh.memory().write(MESSAGES_AT + 32 * place, bytes);
+    }
+    let (journal, left) = Journal::recover(again(&fresh)).expect("it is a journal");
+    let wanted = [
+        Message::Remove { start: 1, end: 3 },
+        Message::Remap { from: 4, to: 5, pages: 2 },
+        Message::Unmap { start: 6, end: 8 },
+        Message::Fork(77),
+    ];
+    assert_eq!(left.unheeded.into_iter().map(|(_, message)| message).collect::<Vec<_>>(), wanted);
+
+    let vacated = [Area { start: 0x0102, end: 0x0304 }, Area { start: 0x1112, end: 0x1314 }];
+    let mut given_up = Areas::default();
+    given_up.insert(Area { start: 0x2122_2324_2526, end: 0x2122_2324_2528 });
+    journal.heeded(0, Remembered { vacated: &vacated, given_up: &given_up });
+    journal.moving(1);
+    // More than there is room for.
+    let many: Vec<Area> = (0..125).map(|number| Area { start: 2 * number, end: 2 * number + 1 }).collect();
+    let remembered = Remembered { vacated: &many, given_up: &Areas::default() };
+    journal.memory().atomic_u32(READER_AT).store(0x3132_3334, Relaxed);
+    let mut before = vec![0; journal.memory().len()];
+    journal.memory().read(0, &mut before);
+    golden.memory(&before);
+    golden.text("bytes", &before.len().to_string());
+
+    let copy = Memory::create("copy", before.len()).expect("there is memory");
+    copy.write(0, &before);
+    let (taken_over, left) = Journal::recover(copy).expect("it is a journal");
+    assert_eq!((left.reader, left.is_moving, taken_over.sequence()), (0x3132_3334, true, 1));
+    assert_eq!(left.vacated.as_deref(), Some(&vacated[..]));
+    let found = left.given_up.expect("there is room").iter().collect::<Vec<_>>();
+    assert_eq!(found, given_up.iter().collect::<Vec<_>>());
+    assert_eq!(left.unheeded.iter().map(|(place, _)| *place).collect::<Vec<_>>(), [1, 2, 3]);
+
+    journal.remember(remembered);
+    let count = journal.memory().atomic_u32(4096 + 4).load(Relaxed);
+    golden.text("places of 125, of which there is room for 124", &count.to_string());
+    let (_, left) = Journal::recover(again(&journal)).expect("it is a journal");
+    assert_eq!(left.vacated, None);
+    golden.check();
+}

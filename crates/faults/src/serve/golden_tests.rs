@@ -1,0 +1,50 @@
+//! Golden JSON of `docs/formats/ipc.md`: the keeper's records of runs and programs.
+//! A changed golden file needs a changed document. A new field needs a default, because an agent of
+//! another build reads the record.
+
+use aquifer_ipc::{Hello, Token};
+use aquifer_tests_support::golden;
+
+use super::records::{HelloRecord, ProgramRecord, RunRecord, decode};
+
+#[test]
+fn golden_records_of_runs_and_programs() {
+    let mut golden = golden!("records");
+    let run = RunRecord {
+        token: Token([0x0f; 16]).to_hex(),
+        name: "ls".into(),
+        limit_bytes: 1,
+        tenant: 2,
+        replicas: 3,
+    };
+    let put = run.put(7);
+    assert_eq!(decode::<RunRecord>(&put).expect("it was just written"), run);
+    golden.text("run", &put.record);
+    let hello = HelloRecord { is_child: true, antechamber: 1, staging: 2 };
+    let program = |origin, hello| ProgramRecord { run: 1, origin, private: [2, 3, 4], only: [5, 6], hello };
+    let programs = [
+        ("program", program(None, Some(HelloRecord { is_child: false, ..hello }))),
+        ("forked child", program(Some((7, 8)), Some(hello))),
+        ("program before its hello", program(None, None)),
+    ];
+    for (name, program) in programs {
+        let put = program.put(9, 10);
+        assert_eq!(decode::<ProgramRecord>(&put).expect("it was just written"), program, "{name}");
+        golden.text(name, &put.record);
+    }
+    // What becomes of each field of a hello.
+    let said = Hello {
+        token: Token([3; 16]),
+        is_child: true,
+        number: 0,
+        antechamber: 1,
+        staging: 2,
+        canary: 4,
+        private_start: 2,
+        private_end: 3,
+        only_start: 5,
+        only_end: 6,
+    };
+    assert_eq!(program(None, Some(HelloRecord::from(&said))).hello(said.token), Some(said));
+    golden.check();
+}
