@@ -3,6 +3,8 @@
 //! All unsafe code is here: what C hands over is checked for null and otherwise trusted to be what the header asks for.
 
 mod errors;
+#[cfg(test)]
+mod golden_tests;
 
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;

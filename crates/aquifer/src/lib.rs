@@ -7,6 +7,8 @@
 mod cli;
 mod cluster;
 mod ending;
+#[cfg(test)]
+mod golden_tests;
 mod measure;
 mod run;
 pub mod say;

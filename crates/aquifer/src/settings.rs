@@ -406,3 +406,6 @@ key = "/etc/aquifer/own.key"
         }
     }
 }
+
+#[cfg(test)]
+mod golden_tests;

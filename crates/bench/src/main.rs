@@ -4,6 +4,8 @@ mod bench;
 mod demo;
 #[cfg(feature = "verbs")]
 mod fabric;
+#[cfg(test)]
+mod golden_tests;
 mod peers;
 
 use std::path::PathBuf;

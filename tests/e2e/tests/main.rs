@@ -11,6 +11,7 @@ mod extents;
 mod fabric_check;
 mod failures;
 mod fairness;
+mod golden;
 mod hostile;
 mod languages;
 mod large;

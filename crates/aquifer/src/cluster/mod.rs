@@ -3,6 +3,8 @@
 //! There is no supervisor: `up` looks which parts are missing and starts those.
 
 mod down;
+#[cfg(test)]
+mod golden_tests;
 pub mod key;
 mod launch;
 mod lend;

@@ -251,3 +251,6 @@ fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
     }
     status.problems.iter().try_for_each(|problem| writeln!(text, "  {problem}"))
 }
+
+#[cfg(test)]
+mod golden_tests;

@@ -348,3 +348,6 @@ mod tests {
         assert!(start_time(std::process::id()).is_some());
     }
 }
+
+#[cfg(test)]
+mod golden_tests;

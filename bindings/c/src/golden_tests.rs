@@ -1,0 +1,156 @@
+//! Golden ABI: the C compiler's layout of `aquifer.h`, Rust's layout and the golden file agree.
+//! A changed golden file needs a line in CHANGELOG: compiled programs must be compiled again.
+
+use std::ffi::{c_char, c_int, c_void};
+use std::process::Command;
+
+use aquifer_client::{Error, MAX_EXTENT_BYTES};
+use aquifer_tests_support::{golden, golden_layout};
+
+use crate::errors::result;
+use crate::{CExtent, CReadJob, CStatistics, CWriteJob};
+
+/// Prints what the golden file says; does not compile if a function has another type.
+const PROGRAM: &str = r#"
+#include <stdio.h>
+#include "aquifer.h"
+
+aquifer_session *aquifer_open(const char *);
+void aquifer_close(aquifer_session *);
+int aquifer_allocate(aquifer_session *, uint64_t, aquifer_extent *);
+int aquifer_allocate_many(aquifer_session *, uint64_t, size_t, aquifer_extent *);
+int aquifer_free(aquifer_session *, const aquifer_extent *);
+int aquifer_free_many(aquifer_session *, const aquifer_extent *, size_t);
+int aquifer_read(aquifer_session *, const aquifer_extent *, uint64_t, void *, size_t);
+int aquifer_write(aquifer_session *, const aquifer_extent *, uint64_t, const void *, size_t);
+int aquifer_read_many(aquifer_session *, const aquifer_read_job *, size_t);
+int aquifer_write_many(aquifer_session *, const aquifer_write_job *, size_t);
+int aquifer_get_statistics(aquifer_session *, aquifer_statistics *);
+const char *aquifer_error(void);
+
+#define HEAD(type) printf(#type ": %zu bytes, aligned to %zu, fields at", sizeof(type), _Alignof(type))
+#define FIELD(type, field) printf(" %zu", offsetof(type, field))
+#define JOB(type, buffer) \
+    HEAD(type), FIELD(type, extent), FIELD(type, offset), FIELD(type, buffer), FIELD(type, bytes), puts("")
+
+int main(void) {
+    HEAD(aquifer_extent);
+    FIELD(aquifer_extent, addr), FIELD(aquifer_extent, bytes), FIELD(aquifer_extent, key);
+    FIELD(aquifer_extent, node), FIELD(aquifer_extent, zero), puts("");
+    JOB(aquifer_read_job, out);
+    JOB(aquifer_write_job, from);
+    HEAD(aquifer_statistics);
+    FIELD(aquifer_statistics, bytes), FIELD(aquifer_statistics, allocated), FIELD(aquifer_statistics, freed);
+    FIELD(aquifer_statistics, read_bytes), FIELD(aquifer_statistics, written_bytes);
+    FIELD(aquifer_statistics, requests), FIELD(aquifer_statistics, sleeps), puts("");
+    printf("AQUIFER_EXTENT_BYTES_MAX: %llu\n", AQUIFER_EXTENT_BYTES_MAX);
+}
+"#;
+
+#[test]
+fn golden_types_in_c_and_in_rust() {
+    let mut ours = golden!("abi");
+    golden_layout!(ours, "aquifer_extent", CExtent { addr, bytes, key, node, zero });
+    golden_layout!(ours, "aquifer_read_job", CReadJob { extent, offset, out, bytes });
+    golden_layout!(ours, "aquifer_write_job", CWriteJob { extent, offset, from, bytes });
+    golden_layout!(
+        ours,
+        "aquifer_statistics",
+        CStatistics { bytes, allocated, freed, read_bytes, written_bytes, requests, sleeps }
+    );
+    ours.text("AQUIFER_EXTENT_BYTES_MAX", &MAX_EXTENT_BYTES.to_string());
+    ours.check();
+
+    let folder = tempfile::tempdir().expect("there is room for a folder");
+    let (source, program) = (folder.path().join("abi.c"), folder.path().join("abi"));
+    std::fs::write(&source, PROGRAM).expect("there is room");
+    let include = concat!("-I", env!("CARGO_MANIFEST_DIR"));
+    let built = Command::new("cc")
+        .args(["-std=c11", "-Wall", "-Wextra", "-Werror", include, "-o"])
+        .args([&program, &source])
+        .status();
+    assert!(built.expect("there is a C compiler").success());
+    let output = Command::new(program).output().expect("it was just built");
+    let mut theirs = golden!("abi");
+    theirs.lines(std::str::from_utf8(&output.stdout).expect("it prints ASCII"));
+    theirs.check();
+}
+
+/// By the names that a linker sees, whatever the functions are called in Rust.
+mod symbols {
+    use super::{CExtent, CReadJob, CStatistics, CWriteJob, c_char, c_int, c_void};
+    unsafe extern "C" {
+        pub fn aquifer_open(socket: *const c_char) -> *mut c_void;
+        pub fn aquifer_close(session: *mut c_void);
+        pub fn aquifer_allocate(session: *const c_void, bytes: u64, extent: *mut CExtent) -> c_int;
+        pub fn aquifer_allocate_many(s: *const c_void, bytes: u64, count: usize, e: *mut CExtent) -> c_int;
+        pub fn aquifer_free(session: *const c_void, extent: *const CExtent) -> c_int;
+        pub fn aquifer_free_many(session: *const c_void, e: *const CExtent, count: usize) -> c_int;
+        pub fn aquifer_read(
+            s: *const c_void,
+            e: *const CExtent,
+            offset: u64,
+            out: *mut c_void,
+            bytes: usize,
+        ) -> c_int;
+        pub fn aquifer_write(
+            s: *const c_void,
+            e: *const CExtent,
+            offset: u64,
+            from: *const c_void,
+            bytes: usize,
+        ) -> c_int;
+        pub fn aquifer_read_many(session: *const c_void, jobs: *const CReadJob, count: usize) -> c_int;
+        pub fn aquifer_write_many(session: *const c_void, jobs: *const CWriteJob, count: usize) -> c_int;
+        pub fn aquifer_get_statistics(session: *const c_void, statistics: *mut CStatistics) -> c_int;
+        pub fn aquifer_error() -> *const c_char;
+    }
+}
+
+#[test]
+fn golden_symbols() {
+    use symbols as c;
+    let null = std::ptr::null_mut();
+    let einval = -22;
+    // SAFETY: every function takes null pointers, and says so.
+    unsafe {
+        assert!(c::aquifer_open(c"/nowhere/agent.sock".as_ptr()).is_null());
+        c::aquifer_close(null);
+        assert_eq!(c::aquifer_allocate(null, 1, null.cast()), einval);
+        assert_eq!(c::aquifer_allocate_many(null, 1, 1, null.cast()), einval);
+        assert_eq!(c::aquifer_free(null, null.cast()), einval);
+        assert_eq!(c::aquifer_free_many(null, null.cast(), 1), einval);
+        assert_eq!(c::aquifer_read(null, null.cast(), 0, null.cast(), 1), einval);
+        assert_eq!(c::aquifer_write(null, null.cast(), 0, null.cast(), 1), einval);
+        assert_eq!(c::aquifer_read_many(null, null.cast(), 1), einval);
+        assert_eq!(c::aquifer_write_many(null, null.cast(), 1), einval);
+        assert_eq!(c::aquifer_get_statistics(null, null.cast()), einval);
+        assert!(!c::aquifer_error().is_null());
+    }
+}
+
+#[test]
+fn golden_errors() {
+    let mut golden = golden!("errors");
+    let failed = || std::io::Error::from(std::io::ErrorKind::Other);
+    let errors = [
+        ("no agent", Error::NoAgent { path: "socket".into(), source: failed() }),
+        ("refused", Error::Refused(String::new())),
+        ("no memory", Error::System(failed())),
+        ("ended", Error::Ended(String::new())),
+        ("agent gone", Error::AgentGone),
+        ("forked", Error::Forked),
+        ("size", Error::Size { bytes: 0 }),
+        ("out of range", Error::OutOfRange { offset: 0, len: 0, bytes: 0 }),
+        ("pool full", Error::Full),
+        ("quota", Error::Quota),
+        ("too many", Error::TooMany),
+        ("not yours", Error::NotYours),
+        ("lost", Error::Lost),
+        ("failed", Error::Failed),
+    ];
+    for (name, error) in errors {
+        golden.text(name, &result(Err(error)).to_string());
+    }
+    golden.check();
+}

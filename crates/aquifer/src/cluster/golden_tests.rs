@@ -1,0 +1,80 @@
+//! Golden names and bytes of a local cluster's folder.
+//! A changed golden file needs a new version of the shape: the next build must still recognise a
+//! running cluster, or refuse it.
+
+use std::path::Path;
+
+use aquifer_tests_support::golden;
+
+use super::key;
+use super::lock::Lock;
+use super::part::Part;
+use super::shape::Shape;
+use crate::cli::{Fabric, UpArguments};
+use crate::settings::DirectorySettings;
+use crate::state::StateDir;
+
+#[test]
+fn golden_files_of_a_cluster() {
+    let mut golden = golden!("state");
+    let folder = tempfile::tempdir().expect("there is room for a folder");
+    let state = StateDir::locate(Some(folder.path())).expect("it is ours alone");
+    let name = |path: &Path| path.strip_prefix(state.path()).expect("it is there").display().to_string();
+    for part in Part::all(2) {
+        let part = part.to_string();
+        let [socket, lock, log] =
+            [state.socket(&part), state.lock(&part), state.log(&part)].map(|path| name(&path));
+        golden.text(&part, &format!("{socket} {lock} {log}"));
+    }
+    golden.text("directory's file", &name(&state.directory_file()));
+    golden.text("agent's socket", &name(&state.agent_socket()));
+    golden.text("cluster's key", &name(&state.key_file()));
+    golden.text("shape", &name(&state.shape()));
+
+    key::ensure(&state.key_file()).expect("there is room");
+    let text = std::fs::read_to_string(state.key_file()).expect("it was written");
+    let digits = |text: &str| text.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'));
+    assert!(
+        text.len() == 65 && text.strip_suffix('\n').is_some_and(digits),
+        "64 digits and the end of the line"
+    );
+    std::fs::write(state.key_file(), "0f".repeat(32) + "\n").expect("there is room");
+    assert_eq!(key::load(&state.key_file()).expect("it is a key").0, [0x0f; 32]);
+
+    let _held = Lock::take(&state.lock("node-1")).expect("there is room").expect("nobody holds it");
+    let text = std::fs::read_to_string(state.lock("node-1")).expect("it was written");
+    assert_eq!(text, format!("{}\n", std::process::id()));
+
+    let arguments = UpArguments {
+        nodes: Some(2),
+        memory: Some(3),
+        memory_max: Some(4),
+        keep_memory: true,
+        fabric: Some(Fabric::Tcp),
+        mempool: Some(5),
+        extents_per_user: Some(6),
+        shared_socket: Some("/run/aquifer.sock".into()),
+        grace: Some(7),
+        directory: DirectorySettings { address: Some("etcd://a:2379/blue".into()), ..Default::default() },
+    };
+    let mut full = Shape::asked(&arguments);
+    full.ports = vec![8, 9];
+    let nothing = UpArguments {
+        nodes: None,
+        memory: None,
+        memory_max: None,
+        keep_memory: false,
+        fabric: None,
+        mempool: None,
+        extents_per_user: None,
+        shared_socket: None,
+        grace: None,
+        directory: DirectorySettings::default(),
+    };
+    for shape in [full, Shape::asked(&nothing)] {
+        shape.save(&state).expect("there is room");
+        golden.lines(&std::fs::read_to_string(state.shape()).expect("it was written"));
+        assert_eq!(Shape::load(&state).expect("it makes sense"), Some(shape));
+    }
+    golden.check();
+}
