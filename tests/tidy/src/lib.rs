@@ -228,3 +228,10 @@ pub fn mutations(text: &str) -> Vec<String> {
         .map(|line| line.trim_end_matches(',').to_owned())
         .collect()
 }
+
+/// The paths in the paragraph of a format document that begins with `Golden tests:`.
+#[must_use]
+pub fn golden_tests(text: &str) -> Vec<&str> {
+    let paragraph = text.split("\n\n").find_map(|paragraph| paragraph.strip_prefix("Golden tests:"));
+    paragraph.into_iter().flat_map(|paragraph| paragraph.split('`').skip(1).step_by(2)).collect()
+}

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use aquifer_tests_tidy::{before_tests, has_word, mutations, names_in_table, parse_allowances};
+use aquifer_tests_tidy::{before_tests, golden_tests, has_word, mutations, names_in_table, parse_allowances};
 
 fn set(names: &[&str]) -> BTreeSet<String> {
     names.iter().map(ToString::to_string).collect()
@@ -55,4 +55,11 @@ fn unit_tests_are_cut_off() {
     let text = "code\n\n#[cfg(test)]\nmod tests {\n}\n";
     assert_eq!(before_tests(text), "code\n");
     assert_eq!(before_tests("code\n"), "code\n");
+}
+
+#[test]
+fn golden_tests_are_read_over_several_lines() {
+    let text = "# Title\n\nGolden tests: `a/b.rs`,\n`c.rs`.\n\nCode: `d.rs`.\n";
+    assert_eq!(golden_tests(text), ["a/b.rs", "c.rs"]);
+    assert!(golden_tests("# Title\n\nCode: `d.rs`.\n").is_empty());
 }

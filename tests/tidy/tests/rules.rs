@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use aquifer_tests_tidy::{
-    ProjectFile, allowances, before_tests, cargo_table, crates, files, has_word, mutations,
+    ProjectFile, allowances, before_tests, cargo_table, crates, files, golden_tests, has_word, mutations,
 };
 
 const LINES_MAX: usize = 600;
@@ -249,6 +249,34 @@ fn every_mutation_is_named_in_the_document_of_its_protocol() {
     }
     assert!(!seen.is_empty(), "no `mutations!` was found: has it another form now?");
     complain("docs/formats/*.md must name the step that each of these breaks:", &offences);
+}
+
+#[test]
+fn every_format_document_names_golden_tests_that_exist() {
+    let files = files();
+    let documents: Vec<_> = files
+        .iter()
+        .filter(|file| file.path.starts_with("docs/formats/") && file.has_extension(&["md"]))
+        .collect();
+    assert!(!documents.is_empty(), "docs/formats is empty: correct the path in this test");
+    let mut offences = Vec::new();
+    for document in documents {
+        let text = document.text();
+        let named = golden_tests(&text);
+        if named.is_empty() {
+            offences.push(format!("{}: it has no paragraph 'Golden tests: `PATH`, …'", document.path));
+        }
+        for path in named {
+            match files.iter().find(|file| file.path == path) {
+                None => offences.push(format!("{}: {path} does not exist", document.path)),
+                Some(file) if !file.text().contains("fn golden_") => {
+                    offences.push(format!("{}: {path} has no test named golden_…", document.path));
+                }
+                Some(_) => {}
+            }
+        }
+    }
+    complain("the bytes of a format are fixed by tests; name them below the document's title:", &offences);
 }
 
 #[test]
