@@ -1,9 +1,15 @@
 //! Golden names: the metrics of a node and of an agent, with every value struck out.
 //! A changed golden file needs a line in CHANGELOG: dashboards depend on names and labels.
+//!
+//! Golden descriptors of `docs/formats/ipc.md`: which ones the keeper holds, in which order.
+//! A changed golden file needs a changed document: the next agent may be of another build.
 
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::process::Stdio;
 
+use aquifer_channel::{connect, receive_frame, send_frame};
 use aquifer_client::Session;
+use aquifer_ipc::{Frame, KeptKind, Share};
 use aquifer_tests_e2e::network::Part;
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 use aquifer_tests_support::golden;
@@ -68,4 +74,77 @@ fn golden_figures_of_a_node_and_an_agent() {
     golden.lines(&agent_text);
     golden.check();
     drop((session, agent, node));
+}
+
+/// The kind of a descriptor; of memory also its size.
+fn kind_of(fd: &OwnedFd) -> String {
+    let link = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).expect("it is open");
+    let link = link.to_str().expect("the kernel writes ASCII");
+    match link {
+        link if link.starts_with("/memfd:") => {
+            let size = rustix::fs::fstat(fd).expect("it is open").st_size;
+            format!("memory of {size} bytes")
+        }
+        link => ["socket", "userfaultfd", "pidfd"]
+            .into_iter()
+            .find(|kind| link.contains(kind))
+            .unwrap_or_else(|| panic!("{link} is of no known kind"))
+            .to_owned(),
+    }
+}
+
+/// Takes a share from the keeper as the next daemon would; one line for each record.
+fn held(cluster: &Cluster, share: Share) -> Vec<String> {
+    let socket = eventually("the keeper gives the share of a dead daemon", || {
+        let socket = connect(&cluster.state().join("keeper.sock")).expect("the keeper listens");
+        send_frame(&socket, &Frame::Take(share), &[]).expect("the keeper listens");
+        Some((receive_frame(&socket).ok()?, socket))
+            .filter(|((first, _), _)| !matches!(first, Frame::Refused(_)))
+    });
+    let (mut next, socket) = socket;
+    let mut lines = Vec::new();
+    while let (Frame::Put(put), fds) = &next {
+        let kind = match put.kind {
+            KeptKind::Host => "host",
+            KeptKind::Run => "run",
+            KeptKind::Program => "program",
+            KeptKind::Orphan => "orphan",
+            KeptKind::Session => "session",
+            KeptKind::Node => "node",
+        };
+        // Orphans come from the shadow of the dead agent, sooner or later.
+        if put.kind != KeptKind::Orphan {
+            let fds: Vec<String> = fds.iter().map(kind_of).collect();
+            lines.push(format!("{kind}: {}", fds.join(", ")));
+        }
+        next = receive_frame(&socket).expect("the keeper goes on");
+    }
+    assert!(matches!(next.0, Frame::Taken), "{:?}", next.0);
+    lines
+}
+
+#[test]
+fn golden_descriptors_that_the_keeper_holds() {
+    let cluster = Cluster::up_with(1, "64M", &["--keep-memory", "--mempool", "32M"]);
+    let mut session = Session::open_at(cluster.agent_socket()).expect("the agent serves");
+    let _extent = session.allocate(2 << 20).expect("there is room");
+    let checker = build::programs().join("checker");
+    let program = [checker.to_str().expect("a plain path"), "pages", "--bytes", "32M", "--rounds", "1000000"];
+    let mut run = cluster.run_command("16M", &program).stdout(Stdio::null()).spawn().expect("it starts");
+    eventually("the program is paged", || {
+        let status = cluster.status();
+        (status["agent"]["runs"][0]["faults"].as_u64()? > 0).then_some(())
+    });
+    processes::kill(cluster.part("node", Some(1)));
+    processes::kill(cluster.part("agent", None));
+    let mut lines = held(&cluster, Share::Agent);
+    lines.extend(held(&cluster, Share::Node(1)));
+    for pid in processes::descendants(run.id()) {
+        processes::signal(pid, rustix::process::Signal::KILL);
+    }
+    run.kill().and_then(|()| run.wait()).expect("it is ours");
+
+    let mut golden = golden!("kept-descriptors");
+    golden.lines(&lines.join("\n"));
+    golden.check();
 }
