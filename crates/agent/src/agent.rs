@@ -14,7 +14,7 @@ use aquifer_extents::{Keep, Left, Reach, Sessions};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Identity, Tenant};
-use aquifer_faults::serve::{Restored, Service, Surroundings};
+use aquifer_faults::serve::{AgentServices, PagingService, RestoredRun};
 use aquifer_ipc::{KeptKind, Put, Share};
 use aquifer_keeper::KeeperPort;
 use aquifer_keeper::socket::{raise_descriptor_limit, wait_readable};
@@ -105,7 +105,7 @@ struct Host {
     keeper: KeeperPort,
 }
 
-impl Surroundings for Host {
+impl AgentServices for Host {
     fn connector(&self, tenant: u32) -> Arc<dyn Connector> {
         self.nodes.of(tenant)
     }
@@ -122,11 +122,11 @@ impl Surroundings for Host {
         self.nodes.list()
     }
 
-    fn keep(&self, put: &Put, fds: &[BorrowedFd<'_>]) {
+    fn put_in_keeper(&self, put: &Put, fds: &[BorrowedFd<'_>]) {
         self.keeper.keep(put, fds);
     }
 
-    fn unkeep(&self, kind: KeptKind, id: u64) {
+    fn remove_from_keeper(&self, kind: KeptKind, id: u64) {
         self.keeper.unkeep(kind, id);
     }
 }
@@ -170,8 +170,8 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
     keeper.keep(&Put { kind: KeptKind::Host, id: 0, pid: 0, record }, &fds);
     let mempool = Arc::new(mempool);
     let host = Arc::new(Host { nodes: Arc::clone(&nodes), keeper });
-    let service =
-        Service::new(Arc::clone(&host) as Arc<dyn Surroundings>, mempool).map_err(AgentError::Threads)?;
+    let service = PagingService::new(Arc::clone(&host) as Arc<dyn AgentServices>, mempool)
+        .map_err(AgentError::Threads)?;
     let (kept_sessions, kept): (Vec<_>, Vec<_>) =
         kept.into_iter().partition(|kept| kept.put.kind == KeptKind::Session);
     let left = left_sessions(kept_sessions, before.is_some(), &host.keeper);
@@ -182,8 +182,8 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
     );
     nodes.await_these(&left.iter().flat_map(Left::nodes).collect());
     sessions.restore(left);
-    let restored = if before.is_some() { service.restore(kept) } else { service.refuse(kept) };
-    for Restored { run, owner } in restored {
+    let restored = if before.is_some() { service.restore(kept) } else { service.end_kept(kept) };
+    for RestoredRun { run, owner } in restored {
         let service = Arc::clone(&service);
         let spawned = std::thread::Builder::new()
             .name("talk-again".into())
@@ -274,7 +274,7 @@ fn join(options: &AgentOptions, place: &mut Place) -> Result<Membership, AgentEr
     }
 }
 
-fn end_runs(service: &Service, reason: &str) {
+fn end_runs(service: &PagingService, reason: &str) {
     for run in service.runs() {
         run.end(reason);
         if !run.wait_empty(SETTLE) {

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use aquifer_extents::{Sessions, UserReport};
 use aquifer_faults::FaultStats;
-use aquifer_faults::serve::{RunReport, Service, TenantReport};
+use aquifer_faults::serve::{PagingService, RunReport, TenantReport};
 use aquifer_metrics::write::{Family, Histogram, Labels, counters, gauges, histograms, info, label};
 use aquifer_metrics::{Collector, DescriptorEncoder, Listener, MetricsError, Place, Registry, Server, Unit};
 
@@ -62,7 +62,7 @@ pub(crate) fn listen(place: Option<&Place>, goes_on: bool) -> Result<Option<List
 /// If there is no thread for it.
 pub(crate) fn serve(
     listener: Listener,
-    service: &Arc<Service>,
+    service: &Arc<PagingService>,
     sessions: &Arc<Sessions>,
     nodes: &Arc<Nodes>,
     lease: &Arc<LeaseEvents>,
@@ -81,7 +81,7 @@ pub(crate) fn serve(
 /// What is looked at when somebody asks.
 #[derive(Debug)]
 struct Figures {
-    service: Arc<Service>,
+    service: Arc<PagingService>,
     sessions: Arc<Sessions>,
     nodes: Arc<Nodes>,
     lease: Arc<LeaseEvents>,

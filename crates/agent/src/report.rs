@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use aquifer_extents::{Reach, SessionReport, Sessions, UserReport};
-use aquifer_faults::serve::{ProgramReport, RunReport, Service, TenantReport};
+use aquifer_faults::serve::{PagingService, ProgramReport, RunReport, TenantReport};
 use serde::{Deserialize, Serialize};
 
 /// Tenants that are told of at once, at most: an answer is one frame.
@@ -250,14 +250,14 @@ pub struct NodeStatus {
 }
 
 /// Bytes of the mempool, and of them in use.
-pub(crate) fn mempool_bytes(service: &Service) -> (u64, u64) {
+pub(crate) fn mempool_bytes(service: &PagingService) -> (u64, u64) {
     let block = (aquifer_pager::BLOCK_PAGES * aquifer_pager::PAGE_BYTES) as u64;
     let mempool = service.mempool();
     (mempool.blocks() as u64 * block, (mempool.blocks() - mempool.free_blocks()) as u64 * block)
 }
 
 /// Tenants, those with most runs and faults first, as many as an answer holds.
-fn tenants(service: &Service, may_see: impl Fn(u32) -> bool) -> Vec<TenantStatistics> {
+fn tenants(service: &PagingService, may_see: impl Fn(u32) -> bool) -> Vec<TenantStatistics> {
     let mut tenants = service.tenants();
     tenants.retain(|tenant| may_see(tenant.tenant));
     tenants.sort_by_key(|tenant| std::cmp::Reverse((tenant.runs, tenant.faults)));
@@ -289,7 +289,7 @@ fn users(sessions: &Sessions, may_see: impl Fn(u32) -> bool) -> Vec<UserStatisti
 /// The tenants and their runs, as far as they are for whoever asks, and the mempool.
 #[must_use]
 pub fn status(
-    service: &Service,
+    service: &PagingService,
     sessions: &Sessions,
     nodes: &crate::nodes::Nodes,
     may_see: impl Fn(u32) -> bool,

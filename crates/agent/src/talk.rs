@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_extents::Sessions;
-use aquifer_faults::serve::{Run, RunReport, Service};
+use aquifer_faults::serve::{PagingService, Run, RunReport};
 use aquifer_ipc::{Frame, OpenRun, SetLimit};
 use aquifer_keeper::socket::{Peer, accept, wait_readable};
 use aquifer_pager::REPLICAS_MAX;
@@ -33,7 +33,7 @@ const TALKS_PER_USER_MAX: usize = 512;
 /// What conversations are about.
 #[derive(Debug)]
 pub(crate) struct Talks {
-    pub service: Arc<Service>,
+    pub service: Arc<PagingService>,
     pub sessions: Arc<Sessions>,
     pub nodes: Arc<Nodes>,
     /// Servers of blocks on this host, and what they are told.
@@ -45,7 +45,7 @@ pub(crate) struct Talks {
 
 impl Talks {
     pub fn new(
-        service: &Arc<Service>,
+        service: &Arc<PagingService>,
         sessions: &Arc<Sessions>,
         nodes: &Arc<Nodes>,
         lent: Lent,
@@ -111,7 +111,7 @@ impl Talks {
                 Frame::Refused(NOT_YOURS.into())
             }
             Ok((Frame::Hello(hello), fds)) => {
-                if let Err(error) = self.service.welcome(hello, fds, socket, peer.pid) {
+                if let Err(error) = self.service.attach_program(hello, fds, socket, peer.pid) {
                     tracing::warn!(pid = peer.pid, %error, "a program was refused");
                 }
                 return;
@@ -229,7 +229,7 @@ fn refuse(socket: &OwnedFd, reason: &str) {
 }
 
 /// Attend to a run until nobody is left in it.
-pub(crate) fn attend(socket: &OwnedFd, service: &Arc<Service>, run: &Arc<Run>) {
+pub(crate) fn attend(socket: &OwnedFd, service: &Arc<PagingService>, run: &Arc<Run>) {
     let mut told_end = false;
     loop {
         tell(socket, run, &mut told_end);
@@ -254,10 +254,10 @@ pub(crate) fn attend(socket: &OwnedFd, service: &Arc<Service>, run: &Arc<Run>) {
 
 /// Tell the run's owner what there is to tell. Whether it still listens is its own affair.
 fn tell(socket: &OwnedFd, run: &Run, told_end: &mut bool) {
-    for news in run.take_news() {
+    for news in run.drain_notices() {
         let _ = send_frame(socket, &Frame::News(news), &[]);
     }
-    if let Some(reason) = run.reason().filter(|_| !*told_end) {
+    if let Some(reason) = run.end_reason().filter(|_| !*told_end) {
         let _ = send_frame(socket, &Frame::Ended(reason), &[]);
         *told_end = true;
     }

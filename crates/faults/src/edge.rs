@@ -7,7 +7,7 @@ use crate::kernel::Kernel;
 
 /// A batch that waits in a staging buffer of the program, to be copied into a block of the mempool.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Job {
+pub struct EvictedBatch {
     /// Where it goes.
     pub block: BlockId,
     /// Where it waits.
@@ -20,7 +20,7 @@ pub struct Job {
 
 /// What the sender has done.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Done {
+pub enum SenderEvent {
     /// A batch is in the mempool and its staging buffer is free.
     Staged {
         /// The block.
@@ -37,16 +37,16 @@ pub enum Done {
 /// Everything around one monitor.
 pub trait Edge: Kernel {
     /// Hand a batch to the sender.
-    fn submit(&mut self, job: Job);
+    fn submit_batch(&mut self, job: EvictedBatch);
 
     /// Hand a block to the sender whose pages, bit `i` of `slots` for slot `i`, are in the mempool already: since before a restart, or because they are moved.
-    fn submit_again(&mut self, block: BlockId, slots: u64);
+    fn submit_block(&mut self, block: BlockId, slots: u64);
 
     /// Append what the sender has done since.
-    fn collect(&mut self, out: &mut Vec<Done>);
+    fn poll_sender(&mut self, out: &mut Vec<SenderEvent>);
 
     /// Wait until the sender has done something, or for a bounded time; false if the run is being ended.
-    fn wait(&mut self) -> bool;
+    fn wait_for_sender(&mut self) -> bool;
 
     /// Read pages from memory nodes into the fetch buffer; how many, from the first, are whole.
     ///
@@ -55,13 +55,13 @@ pub trait Edge: Kernel {
     fn fetch(&mut self, slabs: &SlabSet, locations: &[Location]) -> Result<usize, FetchError>;
 
     /// Page `index` of the fetch buffer.
-    fn fetched(&self, index: usize) -> &[u8];
+    fn fetched_page(&self, index: usize) -> &[u8];
 
     /// The program forked: serve the child from now on.
-    fn forked(&mut self, child: Self::Child, volume: Volume, areas: Areas);
+    fn start_child(&mut self, child: Self::Child, volume: Volume, areas: Areas);
 
     /// This program has nothing left to take and the run is over its limit: the others should look.
-    fn nudge_others(&mut self);
+    fn wake_other_programs(&mut self);
 
     /// A page is lost: say so to people.
     fn report_lost(&mut self, page: u64, error: &FetchError);

@@ -7,8 +7,8 @@ use aquifer_pager::Memory;
 use aquifer_tests_support::golden;
 
 use crate::areas::{Area, Areas};
-use crate::journal::{Journal, Remembered};
-use crate::kernel::Message;
+use crate::journal::{Journal, PersistentRanges};
+use crate::kernel::UffdMessage;
 
 const READER_AT: usize = 8;
 const MESSAGES_AT: usize = 64;
@@ -45,21 +45,21 @@ fn golden_journal() {
     }
     let (journal, left) = Journal::recover(again(&fresh)).expect("it is a journal");
     let wanted = [
-        Message::Remove { start: 1, end: 3 },
-        Message::Remap { from: 4, to: 5, pages: 2 },
-        Message::Unmap { start: 6, end: 8 },
-        Message::Fork(77),
+        UffdMessage::Remove { start: 1, end: 3 },
+        UffdMessage::Remap { from: 4, to: 5, pages: 2 },
+        UffdMessage::Unmap { start: 6, end: 8 },
+        UffdMessage::Fork(77),
     ];
-    assert_eq!(left.unheeded.into_iter().map(|(_, message)| message).collect::<Vec<_>>(), wanted);
+    assert_eq!(left.unapplied.into_iter().map(|(_, message)| message).collect::<Vec<_>>(), wanted);
 
-    let vacated = [Area { start: 0x0102, end: 0x0304 }, Area { start: 0x1112, end: 0x1314 }];
-    let mut given_up = Areas::default();
-    given_up.insert(Area { start: 0x2122_2324_2526, end: 0x2122_2324_2528 });
-    journal.heeded(0, Remembered { vacated: &vacated, given_up: &given_up });
-    journal.moving(1);
+    let pending_unmaps = [Area { start: 0x0102, end: 0x0304 }, Area { start: 0x1112, end: 0x1314 }];
+    let mut removed = Areas::default();
+    removed.insert(Area { start: 0x2122_2324_2526, end: 0x2122_2324_2528 });
+    journal.event_applied(0, PersistentRanges { pending_unmaps: &pending_unmaps, removed: &removed });
+    journal.begin_remap(1);
     // More than there is room for.
     let many: Vec<Area> = (0..125).map(|number| Area { start: 2 * number, end: 2 * number + 1 }).collect();
-    let remembered = Remembered { vacated: &many, given_up: &Areas::default() };
+    let ranges = PersistentRanges { pending_unmaps: &many, removed: &Areas::default() };
     journal.memory().atomic_u32(READER_AT).store(0x3132_3334, Relaxed);
     let mut before = vec![0; journal.memory().len()];
     journal.memory().read(0, &mut before);
@@ -69,16 +69,16 @@ fn golden_journal() {
     let copy = Memory::create("copy", before.len()).expect("there is memory");
     copy.write(0, &before);
     let (taken_over, left) = Journal::recover(copy).expect("it is a journal");
-    assert_eq!((left.reader, left.is_moving, taken_over.sequence()), (0x3132_3334, true, 1));
-    assert_eq!(left.vacated.as_deref(), Some(&vacated[..]));
-    let found = left.given_up.expect("there is room").iter().collect::<Vec<_>>();
-    assert_eq!(found, given_up.iter().collect::<Vec<_>>());
-    assert_eq!(left.unheeded.iter().map(|(place, _)| *place).collect::<Vec<_>>(), [1, 2, 3]);
+    assert_eq!((left.reader_pid, left.is_remapping, taken_over.sequence()), (0x3132_3334, true, 1));
+    assert_eq!(left.pending_unmaps.as_deref(), Some(&pending_unmaps[..]));
+    let found = left.removed.expect("there is room").iter().collect::<Vec<_>>();
+    assert_eq!(found, removed.iter().collect::<Vec<_>>());
+    assert_eq!(left.unapplied.iter().map(|(place, _)| *place).collect::<Vec<_>>(), [1, 2, 3]);
 
-    journal.remember(remembered);
+    journal.persist_ranges(ranges);
     let count = journal.memory().atomic_u32(4096 + 4).load(Relaxed);
     golden.text("places of 125, of which there is room for 124", &count.to_string());
     let (_, left) = Journal::recover(again(&journal)).expect("it is a journal");
-    assert_eq!(left.vacated, None);
+    assert_eq!(left.pending_unmaps, None);
     golden.check();
 }

@@ -4,26 +4,26 @@
 use aquifer_pager::{PageNumber, Slot};
 
 use crate::areas::Areas;
-use crate::journal::Remembered;
+use crate::journal::PersistentRanges;
 
 /// A thread of the program waits for a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Fault {
+pub struct PageFault {
     /// The page.
     pub page: PageNumber,
     /// Whether it wants to write.
-    pub write: bool,
+    pub is_write: bool,
     /// The page is there, and may not be written yet: see [`Kernel::protect`].
-    pub protected: bool,
+    pub is_protected: bool,
     /// The waiting thread, as the kernel numbers it.
     pub thread: u32,
 }
 
 /// What a userfaultfd tells. Events (all but faults) keep every answer to a fault waiting until they are read.
 #[derive(PartialEq, Eq, Debug)]
-pub enum Message<C> {
+pub enum UffdMessage<C> {
     /// A missing page was touched.
-    Fault(Fault),
+    Fault(PageFault),
     /// The program forked; the child's descriptor.
     Fork(C),
     /// Pages have moved (`mremap`).
@@ -51,22 +51,22 @@ pub enum Message<C> {
     },
 }
 
-impl<C> Message<C> {
+impl<C> UffdMessage<C> {
     /// The same, with another kind of descriptor.
-    pub fn map_child<D>(self, make: impl FnOnce(C) -> D) -> Message<D> {
+    pub fn map_child<D>(self, make: impl FnOnce(C) -> D) -> UffdMessage<D> {
         match self {
-            Self::Fault(fault) => Message::Fault(fault),
-            Self::Fork(child) => Message::Fork(make(child)),
-            Self::Remap { from, to, pages } => Message::Remap { from, to, pages },
-            Self::Remove { start, end } => Message::Remove { start, end },
-            Self::Unmap { start, end } => Message::Unmap { start, end },
+            Self::Fault(fault) => UffdMessage::Fault(fault),
+            Self::Fork(child) => UffdMessage::Fork(make(child)),
+            Self::Remap { from, to, pages } => UffdMessage::Remap { from, to, pages },
+            Self::Remove { start, end } => UffdMessage::Remove { start, end },
+            Self::Unmap { start, end } => UffdMessage::Unmap { start, end },
         }
     }
 }
 
 /// Where the bytes of filled pages come from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Source {
+pub enum FillSource {
     /// Page `index` of the fetch buffer and those behind it.
     Fetched(usize),
     /// A slot of the mempool; one page only.
@@ -74,13 +74,13 @@ pub enum Source {
     /// Zeros. `private` pages are the program's own at once; others share the kernel's zero page until they are written.
     Zeros {
         /// See above.
-        private: bool,
+        is_private: bool,
     },
 }
 
 /// What ended a fill early.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Stop {
+pub enum FillStop {
     /// The next page is there already.
     Exists,
     /// There is no memory at that address any more.
@@ -95,16 +95,16 @@ pub enum Stop {
 
 /// The outcome of a fill.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Filled {
+pub struct FillOutcome {
     /// Pages filled, from the first; their waiters were woken.
     pub pages: usize,
     /// Why not all.
-    pub stop: Option<Stop>,
+    pub stop: Option<FillStop>,
 }
 
 /// What became of a page that the worker was told to take.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Taken {
+pub enum MoveOutcome {
     /// It left the program and waits in staging.
     Moved,
     /// It stays: pinned, locked, busy, or something changed meanwhile.
@@ -115,7 +115,7 @@ pub enum Taken {
 
 /// The program is gone.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Gone;
+pub struct ProgramEnded;
 
 /// A program's memory, as the kernel and the worker let us handle it.
 pub trait Kernel {
@@ -123,26 +123,26 @@ pub trait Kernel {
     type Child;
 
     /// Append what there is to hear, without waiting. What was read before has been heeded.
-    fn read(&mut self, out: &mut Vec<Message<Self::Child>>);
+    fn read_messages(&mut self, out: &mut Vec<UffdMessage<Self::Child>>);
 
     /// Message `index` of the last read, an event, has been heeded: after a restart it is not told again, and this is remembered. Of
     /// messages that were not heeded, events are read again after a restart; faults come again by themselves.
-    fn heeded(&mut self, index: usize, remembered: Remembered<'_>);
+    fn event_applied(&mut self, index: usize, ranges: PersistentRanges<'_>);
 
     /// What there is to remember over a restart has changed.
-    fn remember(&mut self, remembered: Remembered<'_>);
+    fn persist_ranges(&mut self, ranges: PersistentRanges<'_>);
 
     /// Message `index` of the last read is about to move pages. After a restart in the middle of it the move is finished first.
-    fn moving(&mut self, index: usize);
+    fn begin_remap(&mut self, index: usize);
 
     /// Fill missing pages and wake who waits for them.
-    fn fill(&mut self, page: PageNumber, pages: usize, source: Source) -> Filled;
+    fn fill(&mut self, page: PageNumber, pages: usize, source: FillSource) -> FillOutcome;
 
     /// Wake who waits for a page, to try again.
     fn wake(&mut self, page: PageNumber);
 
     /// Whoever touches the missing page from now on gets SIGBUS.
-    fn poison(&mut self, page: PageNumber) -> Filled;
+    fn poison(&mut self, page: PageNumber) -> FillOutcome;
 
     /// Have the first write to each present page reported before it is done. False if that cannot be done yet, for a change is under way.
     fn protect(&mut self, areas: &Areas) -> bool;
@@ -151,13 +151,13 @@ pub trait Kernel {
     fn protect_child(&mut self, child: &Self::Child, areas: &Areas);
 
     /// Let pages be written again, and wake who waits for that.
-    fn unprotect(&mut self, page: PageNumber, pages: usize) -> Filled;
+    fn unprotect(&mut self, page: PageNumber, pages: usize) -> FillOutcome;
 
     /// Have missing pages of this range reported; false if there is no such memory.
     fn register(&mut self, start: PageNumber, end: PageNumber) -> bool;
 
     /// Append the pages of the range that are present, at most so many; returns how far it has looked.
-    fn present(
+    fn present_pages(
         &mut self,
         start: PageNumber,
         end: PageNumber,
@@ -166,17 +166,22 @@ pub trait Kernel {
     ) -> PageNumber;
 
     /// Append the pages of the range that are present and that no other process shares.
-    fn alone(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>);
+    fn exclusive_pages(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>);
 
     /// Have the worker move pages into a staging buffer, and wait until it has. One outcome for each page. While it waits it reads no
     /// messages: that is what makes taking safe against everything the program does to its address space.
     ///
     /// # Errors
     /// If the program has ended.
-    fn take(&mut self, buffer: usize, pages: &[PageNumber], out: &mut Vec<Taken>) -> Result<(), Gone>;
+    fn move_out(
+        &mut self,
+        buffer: usize,
+        pages: &[PageNumber],
+        out: &mut Vec<MoveOutcome>,
+    ) -> Result<(), ProgramEnded>;
 
     /// What waited in a staging buffer is in the mempool.
-    fn emptied(&mut self, buffer: usize);
+    fn release_buffer(&mut self, buffer: usize);
 
     /// Whether there is a worker: a child has none until it has attached.
     fn has_worker(&self) -> bool;
@@ -185,8 +190,8 @@ pub trait Kernel {
     fn is_pinned(&self, page: PageNumber) -> bool;
 
     /// Whether the kernel has told of all changes that were begun, as it says by letting pages be filled.
-    fn is_quiet(&mut self) -> bool;
+    fn has_no_unread_event(&mut self) -> bool;
 
     /// Let others run for a moment: something will change soon.
-    fn pause(&mut self);
+    fn yield_now(&mut self);
 }

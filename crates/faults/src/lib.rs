@@ -25,6 +25,6 @@ pub mod uffd;
 pub mod worker;
 
 pub use areas::{Area, Areas};
-pub use edge::{Done, Edge, Job};
-pub use monitor::{Monitor, Next};
+pub use edge::{Edge, EvictedBatch, SenderEvent};
+pub use monitor::{Monitor, TurnOutcome};
 pub use stats::FaultStats;

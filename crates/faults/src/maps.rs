@@ -15,7 +15,7 @@ const GUARD_BYTES_MAX: u64 = 64 << 10;
 const STACK_BYTES_MAX: u64 = 64 << 20;
 
 #[derive(Clone, Copy, Debug)]
-struct Line<'a> {
+struct MapsLine<'a> {
     start: u64,
     end: u64,
     rights: &'a [u8],
@@ -25,7 +25,7 @@ struct Line<'a> {
 
 /// What a program said of its memory. In bytes, of whole pages.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
-pub struct Bounds {
+pub struct PagingBounds {
     /// The shim's own.
     pub private: Range<u64>,
     /// The canary page.
@@ -34,7 +34,7 @@ pub struct Bounds {
     pub only: Range<u64>,
 }
 
-impl Bounds {
+impl PagingBounds {
     /// Without what must not be paged.
     fn cut(&self, area: Range<u64>) -> Areas {
         let pages = |bytes: &Range<u64>| Area { start: bytes.start / PAGE, end: bytes.end / PAGE };
@@ -55,9 +55,9 @@ impl Bounds {
 /// The pageable areas in the text of `/proc/PID/maps`: private, writable, anonymous ones within the bounds that are no stacks. Lines that make
 /// no sense are skipped.
 #[must_use]
-pub fn pageable(text: &[u8], bounds: &Bounds) -> Vec<Area> {
+pub fn pageable(text: &[u8], bounds: &PagingBounds) -> Vec<Area> {
     let mut areas = Vec::new();
-    let mut below: Option<Line<'_>> = None;
+    let mut below: Option<MapsLine<'_>> = None;
     for line in text.split(|byte| *byte == b'\n').filter_map(parse) {
         if is_pageable(&line, below.as_ref()) {
             areas.extend(bounds.cut(line.start..line.end).iter());
@@ -101,7 +101,7 @@ pub fn registered(text: &[u8]) -> Vec<Area> {
     areas
 }
 
-fn is_pageable(line: &Line<'_>, below: Option<&Line<'_>>) -> bool {
+fn is_pageable(line: &MapsLine<'_>, below: Option<&MapsLine<'_>>) -> bool {
     let bytes = line.end - line.start;
     let is_heap = line.name == b"[heap]";
     let is_anonymous =
@@ -115,7 +115,7 @@ fn is_pageable(line: &Line<'_>, below: Option<&Line<'_>>) -> bool {
     is_anonymous && line.rights == b"rw-p" && (is_heap || bytes >= AREA_BYTES_MIN) && !is_stack
 }
 
-fn parse(text: &[u8]) -> Option<Line<'_>> {
+fn parse(text: &[u8]) -> Option<MapsLine<'_>> {
     let mut fields = text.split(|byte| *byte == b' ').filter(|field| !field.is_empty());
     let range = fields.next()?;
     let dash = range.iter().position(|byte| *byte == b'-')?;
@@ -123,7 +123,7 @@ fn parse(text: &[u8]) -> Option<Line<'_>> {
     let rights = fields.next()?;
     let inode = number(fields.nth(2)?, 10)?;
     let name = fields.next().unwrap_or_default();
-    (start < end && start.is_multiple_of(4096) && end.is_multiple_of(4096)).then_some(Line {
+    (start < end && start.is_multiple_of(4096) && end.is_multiple_of(4096)).then_some(MapsLine {
         start,
         end,
         rights,
@@ -155,13 +155,13 @@ mod tests {
 7ffc00000000-7ffc00800000 rw-p 00000000 00:00 0                          [stack]
 ";
 
-    fn starts(bounds: &Bounds) -> Vec<u64> {
+    fn starts(bounds: &PagingBounds) -> Vec<u64> {
         pageable(TEXT, bounds).iter().map(|area| area.start * 4096).collect()
     }
 
     #[test]
     fn only_private_anonymous_areas_that_are_no_stacks() {
-        assert_eq!(starts(&Bounds::default()), [0x55d0_c000_0000, 0x7f00_0000_0000, 0x7f00_0500_0000]);
+        assert_eq!(starts(&PagingBounds::default()), [0x55d0_c000_0000, 0x7f00_0000_0000, 0x7f00_0500_0000]);
     }
 
     #[test]
@@ -176,7 +176,7 @@ mod tests {
     #[test]
     fn the_shims_own_memory_is_left_out() {
         let private = 0x7f00_0008_0000..0x7f00_000a_0000;
-        let areas = pageable(TEXT, &Bounds { private, canary: 0x7f00_000f_0000, only: 0..0 });
+        let areas = pageable(TEXT, &PagingBounds { private, canary: 0x7f00_000f_0000, only: 0..0 });
         let parts: Vec<_> = areas
             .iter()
             .filter(|area| area.end <= 0x7_f000_0100)
@@ -190,10 +190,10 @@ mod tests {
     #[test]
     fn of_a_program_that_names_a_range_only_that_is_paged() {
         let only = 0x7f00_0008_0000..0x7f00_0508_0000;
-        let areas = pageable(TEXT, &Bounds { only, ..Bounds::default() });
+        let areas = pageable(TEXT, &PagingBounds { only, ..PagingBounds::default() });
         let parts: Vec<_> = areas.iter().map(|area| (area.start, area.end)).collect();
         assert_eq!(parts, [(0x7_f000_0080, 0x7_f000_0100), (0x7_f000_5000, 0x7_f000_5080)]);
-        assert_eq!(starts(&Bounds { only: 0x1000..0x2000, ..Bounds::default() }), [0_u64; 0]);
+        assert_eq!(starts(&PagingBounds { only: 0x1000..0x2000, ..PagingBounds::default() }), [0_u64; 0]);
     }
 
     #[test]
@@ -209,7 +209,7 @@ mod tests {
         #[test]
         fn any_text_is_survived(text in prop::collection::vec(any::<u8>(), 0..400), cut in 0usize..TEXT.len()) {
             for text in [&text, &TEXT[..cut]] {
-                let _ = pageable(text, &Bounds { private: 0..4096, canary: 0, only: 0..0 });
+                let _ = pageable(text, &PagingBounds { private: 0..4096, canary: 0, only: 0..0 });
                 let _ = shared_pages(text, &(0..u64::MAX));
             }
         }

@@ -19,28 +19,28 @@ use aquifer_pager::{
 };
 
 use crate::areas::{Area, Areas};
-use crate::edge::{Done, Edge};
-use crate::journal::Remembered;
-use crate::kernel::{Fault, Filled, Message, Source, Stop, Taken};
+use crate::edge::{Edge, SenderEvent};
+use crate::journal::PersistentRanges;
+use crate::kernel::{FillOutcome, FillSource, FillStop, MoveOutcome, PageFault, UffdMessage};
 use crate::stats::FaultStats;
-use crate::stream::Streams;
+use crate::stream::StreamDetector;
 
-pub use recovery::Before;
-use recovery::Unplaced;
-use repack::Repacking;
+pub use recovery::ResumeState;
+use recovery::UnplacedBatch;
+use repack::RepackProgress;
 
 /// Pages filled at one fault of a walk.
 const WINDOW_MAX: usize = 32;
 /// Pages that may be written again at one fault on a protected one.
 const UNPROTECT_MAX: usize = 64;
 /// Attempts to protect pages, one after the other.
-const PROTECT_TRIES: u32 = 64;
+const PROTECT_TRIES_MAX: u32 = 64;
 /// Messages read in one go.
 const MESSAGES_MAX: usize = 64;
 
 /// What to do after a turn.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Next {
+pub enum TurnOutcome {
     /// Turn again at once.
     Again,
     /// Nothing to do before the kernel or the sender says something.
@@ -50,19 +50,19 @@ pub enum Next {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Waiting {
-    fault: Fault,
+struct PendingFault {
+    fault: PageFault,
     since_ns: u64,
 }
 
 /// What became of one attempt to serve a fault.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Served {
-    Yes,
+enum FaultOutcome {
+    Resolved,
     /// It waits for the sender.
-    Later,
+    WaitForSender,
     /// It waits for the kernel: very soon.
-    Soon,
+    RetrySoon,
 }
 
 /// The monitor of one program.
@@ -74,37 +74,37 @@ pub struct Monitor<E: Edge> {
     stats: Arc<FaultStats>,
     areas: Areas,
     /// Events that were read before a restart are to be heeded before anything else.
-    is_behind: bool,
+    has_unapplied_events: bool,
     /// Registered and not yet looked through.
     adopting: Areas,
     /// Given up by the program outside of `areas`: what is present there may be about to be dropped.
-    given_up: Areas,
+    removed: Areas,
     /// Places that were moved away from, and of which the kernel is still to say that they are unmapped.
-    vacated: Vec<Area>,
-    streams: Streams,
-    inbox: Vec<Message<E::Child>>,
-    waiting: Vec<Waiting>,
-    serving: Vec<Waiting>,
-    done: Vec<Done>,
+    pending_unmaps: Vec<Area>,
+    streams: StreamDetector,
+    messages: Vec<UffdMessage<E::Child>>,
+    pending: Vec<PendingFault>,
+    being_served: Vec<PendingFault>,
+    sender_events: Vec<SenderEvent>,
     free_buffers: Vec<usize>,
     victims: Batch,
-    taken: Vec<Taken>,
+    move_outcomes: Vec<MoveOutcome>,
     locations: Vec<Location>,
     present: Vec<PageNumber>,
     stalled_until_ns: u64,
-    next_review_ns: u64,
+    next_claim_ns: u64,
     /// The others know that this program has nothing to give: told again and again they would answer again and again.
-    has_nudged: bool,
+    has_woken_others: bool,
     /// Room could be made if a relative passed a block on.
     lacks_block: bool,
     /// It waits for a block.
     wants_block: bool,
     /// Batches that had left the program before a restart, and wait for their blocks.
-    unplaced: Vec<Unplaced>,
+    unplaced_batches: Vec<UnplacedBatch>,
     /// Since a fork, until the kernel allows it.
-    is_to_protect: bool,
-    repacking: Repacking,
-    ended: bool,
+    must_protect: bool,
+    repacking: RepackProgress,
+    has_ended: bool,
 }
 
 impl<E: Edge> Monitor<E> {
@@ -124,29 +124,29 @@ impl<E: Edge> Monitor<E> {
             budget,
             stats,
             areas,
-            is_behind: false,
+            has_unapplied_events: false,
             adopting: Areas::default(),
-            given_up: Areas::default(),
-            vacated: Vec::new(),
-            streams: Streams::default(),
-            inbox: Vec::with_capacity(MESSAGES_MAX),
-            waiting: Vec::with_capacity(MESSAGES_MAX),
-            serving: Vec::with_capacity(MESSAGES_MAX),
-            done: Vec::with_capacity(8),
+            removed: Areas::default(),
+            pending_unmaps: Vec::new(),
+            streams: StreamDetector::default(),
+            messages: Vec::with_capacity(MESSAGES_MAX),
+            pending: Vec::with_capacity(MESSAGES_MAX),
+            being_served: Vec::with_capacity(MESSAGES_MAX),
+            sender_events: Vec::with_capacity(8),
             free_buffers: (0..buffers).collect(),
             victims: Batch::with_capacity(BLOCK_PAGES),
-            taken: Vec::with_capacity(BLOCK_PAGES),
+            move_outcomes: Vec::with_capacity(BLOCK_PAGES),
             locations: Vec::with_capacity(FETCH_PAGES_MAX),
             present: Vec::new(),
             stalled_until_ns: 0,
-            next_review_ns: 0,
-            has_nudged: false,
+            next_claim_ns: 0,
+            has_woken_others: false,
             lacks_block: false,
             wants_block: false,
-            unplaced: Vec::new(),
-            is_to_protect: false,
-            repacking: Repacking::default(),
-            ended: false,
+            unplaced_batches: Vec::new(),
+            must_protect: false,
+            repacking: RepackProgress::default(),
+            has_ended: false,
         }
     }
 
@@ -168,73 +168,73 @@ impl<E: Edge> Monitor<E> {
 
     /// The program is known to be gone.
     pub fn end(&mut self) {
-        self.ended = true;
+        self.has_ended = true;
     }
 
     /// Give everything back that the program had. Nobody waits any more for the pages that it has under way.
     pub fn close(mut self) {
         while self.volume.is_in_flight() {
-            self.edge.wait();
-            self.collect();
+            self.edge.wait_for_sender();
+            self.apply_sender_events();
         }
         self.volume.end();
-        self.tell_of_block();
+        self.announce_free_block();
     }
 
     /// Do all that can be done now.
-    pub fn turn(&mut self) -> Next {
-        self.collect();
-        if !self.ended && !self.place_unplaced() {
+    pub fn turn(&mut self) -> TurnOutcome {
+        self.apply_sender_events();
+        if !self.has_ended && !self.place_batches() {
             // Nobody tells when the host's mempool has a block again: it is asked now and then.
-            self.ended = !self.edge.wait();
-            return if self.ended { Next::Ended } else { Next::Again };
+            self.has_ended = !self.edge.wait_for_sender();
+            return if self.has_ended { TurnOutcome::Ended } else { TurnOutcome::Again };
         }
-        if std::mem::take(&mut self.is_behind) && !Mutation::AdoptBehind.is_active() {
+        if std::mem::take(&mut self.has_unapplied_events) && !Mutation::AdoptBehind.is_active() {
             // Of what a monitor before this one had heard and not heeded the kernel says nothing any more: no proof would fail for it.
-            self.listen();
+            self.read_and_apply();
         }
         // Before the faults are served, for it may hear of some.
-        self.look_through();
-        self.listen();
+        self.adopt_some();
+        self.read_and_apply();
         self.protect();
-        std::mem::swap(&mut self.waiting, &mut self.serving);
-        let mut soon = self.is_to_protect;
-        let mut serving = std::mem::take(&mut self.serving);
-        for waiting in serving.drain(..) {
-            if self.ended {
+        std::mem::swap(&mut self.pending, &mut self.being_served);
+        let mut soon = self.must_protect;
+        let mut being_served = std::mem::take(&mut self.being_served);
+        for pending in being_served.drain(..) {
+            if self.has_ended {
                 break;
             }
-            match self.serve(waiting.fault) {
-                Served::Yes => {
+            match self.serve_fault(pending.fault) {
+                FaultOutcome::Resolved => {
                     FaultStats::add(&self.stats.faults, 1);
-                    self.stats.latency.record(self.edge.now_ns().saturating_sub(waiting.since_ns));
+                    self.stats.latency.record(self.edge.now_ns().saturating_sub(pending.since_ns));
                 }
-                Served::Later => self.waiting.push(waiting),
-                Served::Soon => {
+                FaultOutcome::WaitForSender => self.pending.push(pending),
+                FaultOutcome::RetrySoon => {
                     soon = true;
-                    self.waiting.push(waiting);
+                    self.pending.push(pending);
                 }
             }
         }
-        self.serving = serving;
+        self.being_served = being_served;
         self.make_room();
         let moves_more = self.repack();
-        if self.ended {
-            Next::Ended
+        if self.has_ended {
+            TurnOutcome::Ended
         } else if soon {
-            self.edge.pause();
-            Next::Again
+            self.edge.yield_now();
+            TurnOutcome::Again
         } else if moves_more || self.adopting.iter().next().is_some() {
-            Next::Again
+            TurnOutcome::Again
         } else {
-            Next::Sleep
+            TurnOutcome::Sleep
         }
     }
 
     /// Whether faults wait for the sender or for room.
     #[must_use]
-    pub fn has_waiting(&self) -> bool {
-        !self.waiting.is_empty()
+    pub fn has_pending_faults(&self) -> bool {
+        !self.pending.is_empty()
     }
 
     /// A page is there of which nothing was known, or which was thought to be elsewhere because it was filled just before a restart. It
@@ -242,7 +242,7 @@ impl<E: Edge> Monitor<E> {
     fn hold_present(&mut self, page: PageNumber) {
         if self.volume.state(page) != PageState::Zero {
             self.volume.hold_found(page);
-        } else if self.given_up.contains(page) && !Mutation::TrustRemoveEvent.is_active() {
+        } else if self.removed.contains(page) && !Mutation::TrustRemoveEvent.is_active() {
             self.volume.doubt(page);
         } else {
             self.volume.hold(page, false);
@@ -250,52 +250,54 @@ impl<E: Edge> Monitor<E> {
     }
 
     /// Hear everything. Events take effect at once and in order; faults wait until all events are heard.
-    fn listen(&mut self) {
-        let mut inbox = std::mem::take(&mut self.inbox);
-        self.edge.read(&mut inbox);
+    fn read_and_apply(&mut self) {
+        let mut messages = std::mem::take(&mut self.messages);
+        self.edge.read_messages(&mut messages);
         if Mutation::ServeFaultsBeforeEvents.is_active() {
-            let faults: Vec<Fault> = inbox
+            let faults: Vec<PageFault> = messages
                 .iter()
-                .filter_map(|message| if let Message::Fault(fault) = message { Some(*fault) } else { None })
+                .filter_map(
+                    |message| if let UffdMessage::Fault(fault) = message { Some(*fault) } else { None },
+                )
                 .collect();
             faults.into_iter().for_each(|fault| {
-                self.serve(fault);
+                self.serve_fault(fault);
             });
         }
         let now_ns = self.edge.now_ns();
-        for (index, message) in inbox.drain(..).enumerate() {
+        for (index, message) in messages.drain(..).enumerate() {
             match message {
-                Message::Fault(fault) => {
-                    self.waiting.push(Waiting { fault, since_ns: now_ns });
+                UffdMessage::Fault(fault) => {
+                    self.pending.push(PendingFault { fault, since_ns: now_ns });
                     continue;
                 }
-                Message::Fork(child) => self.fork(child),
-                Message::Remap { from, to, pages } => self.remap(index, from, to, pages),
-                Message::Remove { start, end } => self.give_up(Area { start, end }),
-                Message::Unmap { start, end } => self.unmap(Area { start, end }),
+                UffdMessage::Fork(child) => self.apply_fork(child),
+                UffdMessage::Remap { from, to, pages } => self.apply_remap(index, from, to, pages),
+                UffdMessage::Remove { start, end } => self.apply_remove(Area { start, end }),
+                UffdMessage::Unmap { start, end } => self.apply_unmap(Area { start, end }),
             }
-            if self.ended {
+            if self.has_ended {
                 break;
             }
-            let remembered = Remembered { vacated: &self.vacated, given_up: &self.given_up };
-            self.edge.heeded(index, remembered);
+            let ranges = PersistentRanges { pending_unmaps: &self.pending_unmaps, removed: &self.removed };
+            self.edge.event_applied(index, ranges);
         }
-        self.inbox = inbox;
+        self.messages = messages;
     }
 
-    fn give_up(&mut self, area: Area) {
+    fn apply_remove(&mut self, area: Area) {
         self.volume.give_up(area.start, area.end);
         for part in self.areas.missing(area) {
-            self.given_up.insert(part);
+            self.removed.insert(part);
         }
     }
 
-    fn unmap(&mut self, area: Area) {
-        if let Some(at) = self.vacated.iter().position(|other| *other == area)
+    fn apply_unmap(&mut self, area: Area) {
+        if let Some(at) = self.pending_unmaps.iter().position(|other| *other == area)
             && !Mutation::HeedVacating.is_active()
         {
             // What is there now, if anything, another thread has moved there since.
-            self.vacated.swap_remove(at);
+            self.pending_unmaps.swap_remove(at);
             return;
         }
         self.volume.discard(area.start, area.end);
@@ -303,37 +305,37 @@ impl<E: Edge> Monitor<E> {
     }
 
     /// The kernel has filled, or looked: so no event was outstanding.
-    fn nothing_outstanding(&mut self) {
-        if !self.vacated.is_empty() {
-            self.vacated.clear();
-            self.edge.remember(Remembered { vacated: &[], given_up: &self.given_up });
+    fn forget_pending_unmaps(&mut self) {
+        if !self.pending_unmaps.is_empty() {
+            self.pending_unmaps.clear();
+            self.edge.persist_ranges(PersistentRanges { pending_unmaps: &[], removed: &self.removed });
         }
     }
 
     fn forget_area(&mut self, area: Area) {
         self.areas.remove(area);
         self.adopting.remove(area);
-        self.given_up.remove(area);
+        self.removed.remove(area);
     }
 
-    fn collect(&mut self) {
-        let mut done = std::mem::take(&mut self.done);
-        self.edge.collect(&mut done);
+    fn apply_sender_events(&mut self) {
+        let mut done = std::mem::take(&mut self.sender_events);
+        self.edge.poll_sender(&mut done);
         for what in done.drain(..) {
-            self.book(what);
+            self.apply_sender_event(what);
         }
-        self.done = done;
+        self.sender_events = done;
     }
 
     /// Book what the sender has done.
-    fn book(&mut self, what: Done) {
+    fn apply_sender_event(&mut self, what: SenderEvent) {
         match what {
-            Done::Staged { block, buffer, found } => {
+            SenderEvent::Staged { block, buffer, found } => {
                 self.volume.staged(block, &found);
-                self.edge.emptied(buffer);
+                self.edge.release_buffer(buffer);
                 self.free_buffers.push(buffer);
             }
-            Done::Written(written) => {
+            SenderEvent::Written(written) => {
                 self.repacking.written(written.block);
                 self.volume.written(written.block, &written.locations[..written.count]);
             }
@@ -341,19 +343,19 @@ impl<E: Edge> Monitor<E> {
     }
 
     fn wait_while(&mut self, condition: impl Fn(&Volume) -> bool) {
-        while condition(&self.volume) && !self.ended {
-            if !self.edge.wait() {
-                self.ended = true;
+        while condition(&self.volume) && !self.has_ended {
+            if !self.edge.wait_for_sender() {
+                self.has_ended = true;
             }
-            self.collect();
+            self.apply_sender_events();
         }
     }
 
-    fn fork(&mut self, child: E::Child) {
+    fn apply_fork(&mut self, child: E::Child) {
         // What both sides write they will have twice. Where that does not fit they ask before they write; and both run already.
         if self.budget.resident() + self.volume.held() > self.budget.resident_max() {
             self.edge.protect_child(&child, &self.areas);
-            self.is_to_protect = true;
+            self.must_protect = true;
             self.protect();
         }
         if Mutation::ForkWithoutFlush.is_active() {
@@ -361,54 +363,54 @@ impl<E: Edge> Monitor<E> {
         } else {
             self.wait_while(Volume::is_in_flight);
         }
-        if self.ended {
+        if self.has_ended {
             return;
         }
         self.volume.reclaim_all();
         let child_volume = self.volume.clone_for_fork();
         // Also because each may count on less now that there is one more.
-        self.tell_of_block();
+        self.announce_free_block();
         match child_volume {
-            Ok(volume) => self.edge.forked(child, volume, self.areas.clone()),
+            Ok(volume) => self.edge.start_child(child, volume, self.areas.clone()),
             Err(error) => {
                 tracing::error!(%error, "a forked program cannot be served: it will wait for ever")
             }
         }
     }
 
-    fn remap(&mut self, index: usize, from: PageNumber, to: PageNumber, pages: u64) {
+    fn apply_remap(&mut self, index: usize, from: PageNumber, to: PageNumber, pages: u64) {
         // Staging knows pages by the number they had when they left.
         if !Mutation::RemapWhileLeaving.is_active() {
             self.wait_while(Volume::is_leaving);
         }
-        if self.ended {
+        if self.has_ended {
             return;
         }
         self.volume.discard(to, to + pages);
-        self.edge.moving(index);
+        self.edge.begin_remap(index);
         self.volume.move_range(from, to, pages);
-        let vacated = Area { start: from, end: from + pages };
-        self.forget_area(vacated);
-        self.vacated.push(vacated);
-        self.given_up.remove(Area { start: to, end: to + pages });
+        let pending_unmaps = Area { start: from, end: from + pages };
+        self.forget_area(pending_unmaps);
+        self.pending_unmaps.push(pending_unmaps);
+        self.removed.remove(Area { start: to, end: to + pages });
         self.areas.insert(Area { start: to, end: to + pages });
     }
 
-    fn serve(&mut self, fault: Fault) -> Served {
+    fn serve_fault(&mut self, fault: PageFault) -> FaultOutcome {
         if self.budget.excess(0) > 0 && self.must_wait_for_room() {
-            return Served::Later;
+            return FaultOutcome::WaitForSender;
         }
         let page = fault.page;
-        if fault.protected {
+        if fault.is_protected {
             return self.serve_protected(page);
         }
         match self.volume.state(page) {
             PageState::Zero => self.serve_zero(fault),
             PageState::Held | PageState::Doubtful => {
-                let filled = self.edge.fill(page, 1, Source::Zeros { private: fault.write });
-                self.settle(page, filled, 1, None)
+                let filled = self.edge.fill(page, 1, FillSource::Zeros { is_private: fault.is_write });
+                self.record_fill(page, filled, 1, None)
             }
-            PageState::Leaving => Served::Later,
+            PageState::Leaving => FaultOutcome::WaitForSender,
             PageState::Staged(slot) => {
                 self.serve_slots(page, slot, PageState::Staged, |stats| &stats.staging_hits)
             }
@@ -419,13 +421,13 @@ impl<E: Edge> Monitor<E> {
             PageState::Lost => {
                 let filled = self.edge.poison(page);
                 match filled.stop {
-                    Some(Stop::Busy | Stop::NoMemory) => Served::Soon,
+                    Some(FillStop::Busy | FillStop::NoMemory) => FaultOutcome::RetrySoon,
                     // It was poisoned for another thread, or is unmapped: whoever still waits finds out by trying again.
-                    Some(Stop::Exists | Stop::NoArea) => {
+                    Some(FillStop::Exists | FillStop::NoArea) => {
                         self.edge.wake(page);
-                        Served::Yes
+                        FaultOutcome::Resolved
                     }
-                    None | Some(Stop::Ended) => Served::Yes,
+                    None | Some(FillStop::Ended) => FaultOutcome::Resolved,
                 }
             }
         }
@@ -440,57 +442,57 @@ impl<E: Edge> Monitor<E> {
         if self.volume.is_in_flight() || self.lacks_block {
             return true;
         }
-        self.edge.nudge_others();
+        self.edge.wake_other_programs();
         false
     }
 
     /// Protect what there is, as soon as the kernel lets us: the thread that forked must have run first. It does so just now; but other
     /// changes may be unread, and are heard before the next attempt.
     fn protect(&mut self) {
-        for _ in 0..PROTECT_TRIES {
-            if !self.is_to_protect || self.edge.protect(&self.areas) {
-                self.is_to_protect = false;
+        for _ in 0..PROTECT_TRIES_MAX {
+            if !self.must_protect || self.edge.protect(&self.areas) {
+                self.must_protect = false;
                 return;
             }
-            self.edge.pause();
+            self.edge.yield_now();
         }
     }
 
     /// A page that was shared when the program forked is about to be written: there will be one more. Its neighbours are let go with it, as
     /// far as there is room.
-    fn serve_protected(&mut self, page: PageNumber) -> Served {
+    fn serve_protected(&mut self, page: PageNumber) -> FaultOutcome {
         if Mutation::WakeProtected.is_active() {
             self.edge.wake(page);
-            return Served::Yes;
+            return FaultOutcome::Resolved;
         }
         let area_end = self.areas.end_of(page).unwrap_or(page + 1);
         let max = usize::try_from(area_end - page).unwrap_or(usize::MAX).min(UNPROTECT_MAX);
         let pages = self.room_ahead().clamp(1, max);
         let mut freed = self.edge.unprotect(page, pages);
-        if pages > 1 && freed.stop == Some(Stop::NoArea) {
+        if pages > 1 && freed.stop == Some(FillStop::NoArea) {
             freed = self.edge.unprotect(page, 1);
         }
         match freed.stop {
             None => {
-                self.has_nudged = false;
+                self.has_woken_others = false;
                 self.budget.grant(freed.pages as u64);
             }
-            Some(Stop::Busy | Stop::NoMemory) => return Served::Soon,
-            Some(Stop::NoArea | Stop::Exists) => self.edge.wake(page),
-            Some(Stop::Ended) => self.ended = true,
+            Some(FillStop::Busy | FillStop::NoMemory) => return FaultOutcome::RetrySoon,
+            Some(FillStop::NoArea | FillStop::Exists) => self.edge.wake(page),
+            Some(FillStop::Ended) => self.has_ended = true,
         }
-        Served::Yes
+        FaultOutcome::Resolved
     }
 
-    fn serve_zero(&mut self, fault: Fault) -> Served {
+    fn serve_zero(&mut self, fault: PageFault) -> FaultOutcome {
         let window = self.window(fault.page);
         let mut pages = 1;
         while pages < window && self.volume.state(fault.page + pages as u64) == PageState::Zero {
             pages += 1;
         }
-        let filled = self.fill(fault.page, pages, Source::Zeros { private: fault.write });
+        let filled = self.fill(fault.page, pages, FillSource::Zeros { is_private: fault.is_write });
         self.streams.filled(fault.page, window, filled.pages);
-        self.settle(fault.page, filled, window, Some(|stats| &stats.zero_pages))
+        self.record_fill(fault.page, filled, window, Some(|stats| &stats.zero_pages))
     }
 
     /// Pages that left side by side are side by side in the mempool, too.
@@ -500,19 +502,19 @@ impl<E: Edge> Monitor<E> {
         slot: Slot,
         state: fn(Slot) -> PageState,
         counter: fn(&FaultStats) -> &AtomicU64,
-    ) -> Served {
+    ) -> FaultOutcome {
         let window = self.window(page);
         let is_next = |volume: &mut Volume, offset: u32| {
             volume.state(page + u64::from(offset)) == state(Slot(slot.0 + offset))
         };
         let pages =
             (1..).take(window - 1).take_while(|offset| is_next(&mut self.volume, *offset)).count() + 1;
-        let filled = self.fill(page, pages, Source::Slot(slot));
+        let filled = self.fill(page, pages, FillSource::Slot(slot));
         self.streams.filled(page, window, filled.pages);
-        self.settle(page, filled, window, Some(counter))
+        self.record_fill(page, filled, window, Some(counter))
     }
 
-    fn serve_remote(&mut self, page: PageNumber) -> Served {
+    fn serve_remote(&mut self, page: PageNumber) -> FaultOutcome {
         let window = self.window(page);
         self.locations.clear();
         for next in page..page + window as u64 {
@@ -527,20 +529,20 @@ impl<E: Edge> Monitor<E> {
                 self.edge.report_lost(page, &error);
                 self.volume.lose(page);
                 FaultStats::add(&self.stats.lost_pages, 1);
-                return Served::Soon;
+                return FaultOutcome::RetrySoon;
             }
         };
-        let filled = self.fill(page, fetched, Source::Fetched(0));
+        let filled = self.fill(page, fetched, FillSource::Fetched(0));
         FaultStats::add(&self.stats.remote_read_trips, 1);
         FaultStats::add(&self.stats.prefetched, filled.pages.saturating_sub(1));
         self.streams.filled(page, window, filled.pages);
-        self.settle(page, filled, window, Some(|stats| &stats.remote_reads))
+        self.record_fill(page, filled, window, Some(|stats| &stats.remote_reads))
     }
 
     /// Fill so many pages; one, if the area ends before.
-    fn fill(&mut self, page: PageNumber, pages: usize, source: Source) -> Filled {
+    fn fill(&mut self, page: PageNumber, pages: usize, source: FillSource) -> FillOutcome {
         let filled = self.edge.fill(page, pages, source);
-        if pages > 1 && filled == (Filled { pages: 0, stop: Some(Stop::NoArea) }) {
+        if pages > 1 && filled == (FillOutcome { pages: 0, stop: Some(FillStop::NoArea) }) {
             return self.edge.fill(page, 1, source);
         }
         filled
@@ -559,15 +561,15 @@ impl<E: Edge> Monitor<E> {
 
     /// Book a fill: what was filled is held by the program now. A page that a walk comes by, with a window of several, is not wanted for
     /// itself.
-    fn settle(
+    fn record_fill(
         &mut self,
         page: PageNumber,
-        filled: Filled,
+        filled: FillOutcome,
         window: usize,
         counter: Option<fn(&FaultStats) -> &AtomicU64>,
-    ) -> Served {
-        if !matches!(filled.stop, Some(Stop::Busy | Stop::NoMemory)) {
-            self.nothing_outstanding();
+    ) -> FaultOutcome {
+        if !matches!(filled.stop, Some(FillStop::Busy | FillStop::NoMemory)) {
+            self.forget_pending_unmaps();
         }
         for filled_page in page..page + filled.pages as u64 {
             self.volume.hold(filled_page, filled_page == page && window == 1);
@@ -576,18 +578,18 @@ impl<E: Edge> Monitor<E> {
             FaultStats::add(counter(&self.stats), filled.pages);
         }
         if filled.pages > 0 {
-            self.has_nudged = false;
-            return Served::Yes;
+            self.has_woken_others = false;
+            return FaultOutcome::Resolved;
         }
         match filled.stop {
-            None | Some(Stop::NoArea) => self.edge.wake(page),
-            Some(Stop::Exists) => {
+            None | Some(FillStop::NoArea) => self.edge.wake(page),
+            Some(FillStop::Exists) => {
                 self.hold_present(page);
                 self.edge.wake(page);
             }
-            Some(Stop::Busy | Stop::NoMemory) => return Served::Soon,
-            Some(Stop::Ended) => self.ended = true,
+            Some(FillStop::Busy | FillStop::NoMemory) => return FaultOutcome::RetrySoon,
+            Some(FillStop::Ended) => self.has_ended = true,
         }
-        Served::Yes
+        FaultOutcome::Resolved
     }
 }

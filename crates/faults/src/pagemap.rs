@@ -13,11 +13,11 @@ const IS_FILE: u64 = 1 << 2;
 const IS_PRESENT: u64 = 1 << 3;
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Regions that one call tells of.
-const REGIONS: usize = 512;
+const REGIONS_MAX: usize = 512;
 
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Region {
+struct PageRegion {
     start: u64,
     end: u64,
     categories: u64,
@@ -36,10 +36,10 @@ struct ScanArgument {
     inverted: u64,
     wanted: u64,
     any_of: u64,
-    told: u64,
+    reported: u64,
 }
 
-/// Call `tell` with each run of present private pages of the range, up to `max` pages, in order; returns how far it has looked.
+/// Call `report` with each run of present private pages of the range, up to `max` pages, in order; returns how far it has looked.
 ///
 /// # Errors
 /// The process is gone, or it is Linux before 6.7.
@@ -47,9 +47,9 @@ pub fn present(
     pagemap: &File,
     range: Range<PageNumber>,
     max: u64,
-    mut tell: impl FnMut(Range<PageNumber>),
+    mut report: impl FnMut(Range<PageNumber>),
 ) -> io::Result<PageNumber> {
-    let mut regions = [Region { start: 0, end: 0, categories: 0 }; REGIONS];
+    let mut regions = [PageRegion { start: 0, end: 0, categories: 0 }; REGIONS_MAX];
     let (mut at, mut left) = (range.start, max);
     while at < range.end && left > 0 {
         let mut argument = ScanArgument {
@@ -59,20 +59,20 @@ pub fn present(
             end: range.end * PAGE,
             walk_end: 0,
             regions: regions.as_mut_ptr() as u64,
-            regions_len: REGIONS as u64,
+            regions_len: REGIONS_MAX as u64,
             pages_max: left,
             inverted: IS_FILE,
             wanted: IS_PRESENT | IS_FILE,
             any_of: 0,
-            told: IS_PRESENT,
+            reported: IS_PRESENT,
         };
         // SAFETY: the argument is of the layout that this request reads and writes, and names memory for as many regions as it says.
         let count = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut argument) };
         let count = usize::try_from(count).map_err(|_| io::Error::last_os_error())?;
-        for region in &regions[..count.min(REGIONS)] {
+        for region in &regions[..count.min(REGIONS_MAX)] {
             let pages = region.start / PAGE..region.end / PAGE;
             left = left.saturating_sub(pages.end - pages.start);
-            tell(pages);
+            report(pages);
         }
         let next = argument.walk_end / PAGE;
         if next <= at {

@@ -8,7 +8,7 @@ use aquifer_pager::PageNumber;
 const STREAMS: usize = 8;
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Stream {
+struct SequentialStream {
     next: PageNumber,
     window: usize,
     used: u64,
@@ -16,12 +16,12 @@ struct Stream {
 
 /// The walks of one program.
 #[derive(Clone, Debug, Default)]
-pub struct Streams {
-    streams: [Stream; STREAMS],
+pub struct StreamDetector {
+    streams: [SequentialStream; STREAMS],
     clock: u64,
 }
 
-impl Streams {
+impl StreamDetector {
     /// How many pages to fill at this fault, the faulting one included: 1 to `max`.
     pub fn window(&mut self, page: PageNumber, max: usize) -> usize {
         self.clock += 1;
@@ -56,7 +56,7 @@ mod tests {
 
     #[test]
     fn a_walk_is_followed_with_doubling_windows() {
-        let mut streams = Streams::default();
+        let mut streams = StreamDetector::default();
         let mut page = 1000;
         let mut windows = Vec::new();
         for _ in 0..7 {
@@ -69,7 +69,7 @@ mod tests {
 
     #[test]
     fn random_access_gets_single_pages() {
-        let mut streams = Streams::default();
+        let mut streams = StreamDetector::default();
         for step in 0..1000u64 {
             assert_eq!(streams.window(step * 7919 % 100_003 * 5, 32), 1);
         }
@@ -77,7 +77,7 @@ mod tests {
 
     #[test]
     fn interleaved_walks_are_all_followed() {
-        let mut streams = Streams::default();
+        let mut streams = StreamDetector::default();
         let mut pages = [10_000u64, 20_000, 30_000];
         for _ in 0..6 {
             for page in &mut pages {
@@ -89,7 +89,7 @@ mod tests {
 
     #[test]
     fn a_short_fill_moves_the_expectation_back() {
-        let mut streams = Streams::default();
+        let mut streams = StreamDetector::default();
         streams.window(50, 32);
         assert_eq!(streams.window(51, 32), 2);
         streams.filled(51, 2, 1);

@@ -7,7 +7,7 @@ use aquifer_pager::{PAGE_BYTES, PageNumber};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::kernel::{Fault, Filled, Message, Stop};
+use crate::kernel::{FillOutcome, FillStop, PageFault, UffdMessage};
 
 const UFFDIO_API: u64 = 0xc018_aa3f;
 const API: u64 = 0xaa;
@@ -45,14 +45,14 @@ struct ApiArgument {
 }
 
 #[repr(C)]
-struct Range {
+struct UffdRange {
     start: u64,
     len: u64,
 }
 
 #[repr(C)]
 struct RegisterArgument {
-    range: Range,
+    range: UffdRange,
     mode: u64,
     ioctls: u64,
 }
@@ -69,14 +69,14 @@ struct CopyArgument {
 /// Both `UFFDIO_ZEROPAGE` and `UFFDIO_POISON`.
 #[repr(C)]
 struct FillArgument {
-    range: Range,
+    range: UffdRange,
     mode: u64,
     filled: i64,
 }
 
 #[repr(C)]
 struct ProtectArgument {
-    range: Range,
+    range: UffdRange,
     mode: u64,
 }
 
@@ -154,7 +154,7 @@ impl Userfaultfd {
     ///
     /// # Safety
     /// `source` must be readable for `pages` pages.
-    pub unsafe fn copy(&self, page: PageNumber, source: *const u8, pages: usize) -> Filled {
+    pub unsafe fn copy(&self, page: PageNumber, source: *const u8, pages: usize) -> FillOutcome {
         let mut argument = CopyArgument {
             dst: address(page),
             src: source as u64,
@@ -167,21 +167,21 @@ impl Userfaultfd {
     }
 
     /// Map the zero page at missing pages.
-    pub fn zero(&self, page: PageNumber, pages: usize) -> Filled {
+    pub fn zero(&self, page: PageNumber, pages: usize) -> FillOutcome {
         let mut argument = FillArgument { range: range(page, page + pages as u64), mode: 0, filled: 0 };
         let result = self.request(UFFDIO_ZEROPAGE, &raw mut argument);
         outcome(result, argument.filled, pages)
     }
 
     /// Make a missing page one that raises SIGBUS.
-    pub fn poison(&self, page: PageNumber) -> Filled {
+    pub fn poison(&self, page: PageNumber) -> FillOutcome {
         let mut argument = FillArgument { range: range(page, page + 1), mode: 0, filled: 0 };
         let result = self.request(UFFDIO_POISON, &raw mut argument);
         outcome(result, argument.filled, 1)
     }
 
     /// Let pages be written again, and wake who waits for that.
-    pub fn unprotect(&self, page: PageNumber, pages: usize) -> Filled {
+    pub fn unprotect(&self, page: PageNumber, pages: usize) -> FillOutcome {
         let mut argument = ProtectArgument { range: range(page, page + pages as u64), mode: 0 };
         outcome(self.request(UFFDIO_WRITEPROTECT, &raw mut argument), 0, pages)
     }
@@ -196,7 +196,7 @@ impl Userfaultfd {
 
     /// Wake all who wait for any page, to try again.
     pub fn wake_all(&self) {
-        let mut argument = Range { start: USER_START, len: USER_END - USER_START };
+        let mut argument = UffdRange { start: USER_START, len: USER_END - USER_START };
         if let Err(error) = self.request(UFFDIO_WAKE, &raw mut argument) {
             tracing::warn!(%error, "a program's threads cannot be woken");
         }
@@ -227,27 +227,27 @@ fn address(page: PageNumber) -> u64 {
     page * PAGE_BYTES as u64
 }
 
-fn range(start: PageNumber, end: PageNumber) -> Range {
-    Range { start: address(start), len: (end - start) * PAGE_BYTES as u64 }
+fn range(start: PageNumber, end: PageNumber) -> UffdRange {
+    UffdRange { start: address(start), len: (end - start) * PAGE_BYTES as u64 }
 }
 
-fn outcome(result: io::Result<()>, done: i64, pages: usize) -> Filled {
+fn outcome(result: io::Result<()>, done: i64, pages: usize) -> FillOutcome {
     let Err(error) = result else {
-        return Filled { pages, stop: None };
+        return FillOutcome { pages, stop: None };
     };
     let filled = usize::try_from(done).unwrap_or(0) / PAGE_BYTES;
     let stop = match error.raw_os_error() {
-        Some(libc::EEXIST) => Stop::Exists,
-        Some(libc::EAGAIN) if filled == 0 => Stop::Busy,
+        Some(libc::EEXIST) => FillStop::Exists,
+        Some(libc::EAGAIN) if filled == 0 => FillStop::Busy,
         // A partial fill is told as EAGAIN; what stopped it shows when the rest is tried.
         Some(libc::EAGAIN) => {
-            return Filled { pages: filled, stop: None };
+            return FillOutcome { pages: filled, stop: None };
         }
-        Some(libc::ESRCH) => Stop::Ended,
-        Some(libc::ENOMEM) => Stop::NoMemory,
-        _ => Stop::NoArea,
+        Some(libc::ESRCH) => FillStop::Ended,
+        Some(libc::ENOMEM) => FillStop::NoMemory,
+        _ => FillStop::NoArea,
     };
-    Filled { pages: filled, stop: Some(stop) }
+    FillOutcome { pages: filled, stop: Some(stop) }
 }
 
 /// Whether a message tells of a change of the address space, not of a fault.
@@ -258,20 +258,20 @@ pub fn is_event(bytes: &[u8; MESSAGE_BYTES]) -> bool {
 
 /// A message as the kernel wrote it. A fork's descriptor is a number in the process that read it.
 #[must_use]
-pub fn parse(bytes: &[u8; MESSAGE_BYTES]) -> Option<Message<RawFd>> {
+pub fn parse(bytes: &[u8; MESSAGE_BYTES]) -> Option<UffdMessage<RawFd>> {
     let word = |at: usize| u64::from_ne_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
     let page = |at: usize| word(at) / PAGE_BYTES as u64;
     Some(match bytes[0] {
-        EVENT_PAGEFAULT => Message::Fault(Fault {
+        EVENT_PAGEFAULT => UffdMessage::Fault(PageFault {
             page: page(16),
-            write: word(8) & FLAG_WRITE != 0,
-            protected: word(8) & FLAG_PROTECTED != 0,
+            is_write: word(8) & FLAG_WRITE != 0,
+            is_protected: word(8) & FLAG_PROTECTED != 0,
             thread: u32::from_ne_bytes(bytes[24..28].try_into().expect("4 bytes")),
         }),
-        EVENT_FORK => Message::Fork(RawFd::from_ne_bytes(bytes[8..12].try_into().expect("4 bytes"))),
-        EVENT_REMAP => Message::Remap { from: page(8), to: page(16), pages: page(24) },
-        EVENT_REMOVE => Message::Remove { start: page(8), end: page(16) },
-        EVENT_UNMAP => Message::Unmap { start: page(8), end: page(16) },
+        EVENT_FORK => UffdMessage::Fork(RawFd::from_ne_bytes(bytes[8..12].try_into().expect("4 bytes"))),
+        EVENT_REMAP => UffdMessage::Remap { from: page(8), to: page(16), pages: page(24) },
+        EVENT_REMOVE => UffdMessage::Remove { start: page(8), end: page(16) },
+        EVENT_UNMAP => UffdMessage::Unmap { start: page(8), end: page(16) },
         kind => {
             tracing::error!(kind, "the kernel told of something unknown");
             return None;

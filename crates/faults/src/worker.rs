@@ -12,7 +12,7 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::thread::futex;
 
-use crate::kernel::Taken;
+use crate::kernel::MoveOutcome;
 
 /// How long to wait for a worker before looking whether its program still lives.
 const PATIENCE: Duration = Duration::from_millis(50);
@@ -120,7 +120,7 @@ impl WorkerPort {
         &mut self,
         buffer: usize,
         pages: &[PageNumber],
-        out: &mut Vec<Taken>,
+        out: &mut Vec<MoveOutcome>,
         mut is_alive: impl FnMut() -> bool,
     ) -> bool {
         assert!(pages.len() <= TAKE_PAGES_MAX);
@@ -182,7 +182,7 @@ impl WorkerPort {
 
     /// By buffer, what an agent before this one had the worker take and had not copied yet, place by place. Waits for the last command;
     /// `None` if the program ends meanwhile.
-    pub fn batches(&self, mut is_alive: impl FnMut() -> bool) -> Option<Vec<Vec<(PageNumber, Taken)>>> {
+    pub fn batches(&self, mut is_alive: impl FnMut() -> bool) -> Option<Vec<Vec<(PageNumber, MoveOutcome)>>> {
         if !self.wait_for(self.command, &mut is_alive) {
             return None;
         }
@@ -200,11 +200,11 @@ impl WorkerPort {
 }
 
 /// What a worker's errno means for the page. Only what the kernel says of a missing page counts as absent.
-fn outcome(status: u32) -> Taken {
+fn outcome(status: u32) -> MoveOutcome {
     match i32::try_from(status) {
-        Ok(0) => Taken::Moved,
-        Ok(libc::ENOENT) => Taken::Absent,
-        _ => Taken::Kept,
+        Ok(0) => MoveOutcome::Moved,
+        Ok(libc::ENOENT) => MoveOutcome::Absent,
+        _ => MoveOutcome::Kept,
     }
 }
 

@@ -5,7 +5,7 @@ use aquifer_pager::{Mutation, PageNumber, PageState};
 use super::Monitor;
 use crate::areas::Area;
 use crate::edge::Edge;
-use crate::kernel::{Source, Stop};
+use crate::kernel::{FillSource, FillStop};
 
 /// Present pages of new areas looked through in one turn.
 const ADOPT_PAGES_MAX: usize = 4096;
@@ -32,36 +32,37 @@ impl<E: Edge> Monitor<E> {
 
     /// Look through a part of what was registered. The rest waits for the next turn, so that faults do not wait for it, and what was
     /// found can be taken already: the program goes on writing into pages that it has.
-    pub(super) fn look_through(&mut self) {
+    pub(super) fn adopt_some(&mut self) {
         let mut pages = 0;
         for _ in 0..ADOPT_AREAS_MAX {
             let Some(area) = self.adopting.iter().next().filter(|_| pages < ADOPT_PAGES_MAX) else {
                 return;
             };
             let part = Area { start: area.start, end: area.end.min(area.start + ADOPT_SPAN_PAGES) };
-            if !self.is_settled(part) {
+            if !self.can_adopt(part) {
                 return;
             }
-            pages += self.look_through_part(part, ADOPT_PAGES_MAX - pages);
+            pages += self.adopt_part(part, ADOPT_PAGES_MAX - pages);
         }
     }
 
     /// Whether an Unmap of the part that is heard from now on is of what is there now. It may be of what was moved away, and would be passed over, as long
     /// as something is outstanding.
-    fn is_settled(&mut self, part: Area) -> bool {
-        let is_touched = self.vacated.iter().any(|area| area.start < part.end && part.start < area.end);
-        if is_touched && self.edge.is_quiet() {
-            self.nothing_outstanding();
+    fn can_adopt(&mut self, part: Area) -> bool {
+        let is_touched =
+            self.pending_unmaps.iter().any(|area| area.start < part.end && part.start < area.end);
+        if is_touched && self.edge.has_no_unread_event() {
+            self.forget_pending_unmaps();
             return true;
         }
         !is_touched
     }
 
     /// Look through a part as far as there are at most so many pages; how many there were.
-    fn look_through_part(&mut self, part: Area, max: usize) -> usize {
+    fn adopt_part(&mut self, part: Area, max: usize) -> usize {
         let mut present = std::mem::take(&mut self.present);
         present.clear();
-        let end = self.edge.present(part.start, part.end, max, &mut present);
+        let end = self.edge.present_pages(part.start, part.end, max, &mut present);
         let part = Area { start: part.start, end };
         for run in present.chunk_by(|one, next| one + 1 == *next).flat_map(|run| run.chunks(PROVE_PAGES_MAX))
         {
@@ -72,7 +73,7 @@ impl<E: Edge> Monitor<E> {
         // What was unmapped meanwhile is not there any more.
         for area in self.adopting.extract(part) {
             self.areas.insert(area);
-            self.given_up.remove(area);
+            self.removed.remove(area);
         }
         pages
     }
@@ -84,7 +85,7 @@ impl<E: Edge> Monitor<E> {
     fn adopt_run(&mut self, first: PageNumber, pages: usize) {
         let end = first + pages as u64;
         let mut page = first;
-        while page < end && !self.ended {
+        while page < end && !self.has_ended {
             let pages = match self.volume.state(page) {
                 PageState::Zero => {
                     (page..end).take_while(|page| self.volume.state(*page) == PageState::Zero).count()
@@ -96,35 +97,35 @@ impl<E: Edge> Monitor<E> {
                     continue;
                 }
             };
-            page += self.prove(page, pages) as u64;
+            page += self.prove_registered(page, pages) as u64;
         }
     }
 
     /// Prove pages registered, or decide that they are not; how many were decided, none if something happened meanwhile.
-    fn prove(&mut self, first: PageNumber, pages: usize) -> usize {
+    fn prove_registered(&mut self, first: PageNumber, pages: usize) -> usize {
         if Mutation::AdoptUnproved.is_active() {
             (first..first + pages as u64).for_each(|page| self.volume.hold(page, false));
             return pages;
         }
-        let filled = self.edge.fill(first, pages, Source::Zeros { private: false });
+        let filled = self.edge.fill(first, pages, FillSource::Zeros { is_private: false });
         let is_known_elsewhere = !matches!(self.volume.state(first), PageState::Zero);
         assert!(filled.pages == 0 || !is_known_elsewhere, "page {first:#x} was seen present, and was not");
         match filled.stop {
-            None | Some(Stop::Exists) => {
-                self.nothing_outstanding();
+            None | Some(FillStop::Exists) => {
+                self.forget_pending_unmaps();
                 (first..first + pages as u64).for_each(|page| self.hold_present(page));
                 pages
             }
-            Some(Stop::Busy) => {
-                self.listen();
-                self.edge.pause();
+            Some(FillStop::Busy) => {
+                self.read_and_apply();
+                self.edge.yield_now();
                 0
             }
             // It may be more than one area.
-            Some(Stop::NoArea) if pages > 1 => self.prove(first, pages / 2),
-            Some(Stop::NoArea | Stop::NoMemory) => 1,
-            Some(Stop::Ended) => {
-                self.ended = true;
+            Some(FillStop::NoArea) if pages > 1 => self.prove_registered(first, pages / 2),
+            Some(FillStop::NoArea | FillStop::NoMemory) => 1,
+            Some(FillStop::Ended) => {
+                self.has_ended = true;
                 pages
             }
         }

@@ -3,8 +3,8 @@
 use aquifer_pager::{BLOCK_PAGES, Batch, BlockId};
 
 use super::Monitor;
-use crate::edge::{Edge, Job};
-use crate::kernel::Taken;
+use crate::edge::{Edge, EvictedBatch};
+use crate::kernel::MoveOutcome;
 use crate::stats::FaultStats;
 
 /// Pages kept free below the limit, so that faults seldom wait for room.
@@ -13,47 +13,47 @@ pub(crate) const SPARE_PAGES: u64 = 2 * BLOCK_PAGES as u64;
 const STALL_NS: u64 = 4_000_000;
 /// Pages shared since a fork that are looked at together, and how long after a look the next may follow: at least so long, and a
 /// multiple of what the look took.
-const REVIEW_PAGES: usize = 1024;
-const REVIEW_NS: u64 = 1_000_000;
-const REVIEW_REST: u64 = 4;
+const CLAIM_PAGES: usize = 1024;
+const CLAIM_INTERVAL_NS: u64 = 1_000_000;
+const CLAIM_INTERVAL_FACTOR: u64 = 4;
 /// What lies so close together is looked at in one go, with what lies between.
-const REVIEW_GAP_PAGES: u64 = 256;
+const CLAIM_GAP_PAGES: u64 = 256;
 /// A program keeps so many pages under any limit: more than one instruction of a thread can need at once.
-const FLOOR_PAGES: u64 = 8;
+const HELD_PAGES_MIN: u64 = 8;
 
 impl<E: Edge> Monitor<E> {
     /// Take pages out of the program while it is too close to its limit.
     pub fn make_room(&mut self) {
         self.volume.give_up_copies_if_short();
         while self.volume.pass_block() {
-            self.tell_of_block();
+            self.announce_free_block();
         }
-        if self.budget.excess(SPARE_PAGES) > 0 && self.edge.now_ns() >= self.next_review_ns {
-            self.review_inherited();
+        if self.budget.excess(SPARE_PAGES) > 0 && self.edge.now_ns() >= self.next_claim_ns {
+            self.claim_exclusive();
         }
         self.lacks_block = false;
         self.wants_block = false;
-        while !self.ended
+        while !self.has_ended
             && self.budget.excess(SPARE_PAGES) > 0
             && !self.free_buffers.is_empty()
-            && self.volume.held() > FLOOR_PAGES
+            && self.volume.held() > HELD_PAGES_MIN
             && self.edge.has_worker()
             && self.edge.now_ns() >= self.stalled_until_ns
         {
-            if !self.take_batch() {
+            if !self.evict_batch() {
                 break;
             }
         }
         if !self.wants_block {
             self.volume.need_no_block();
         }
-        self.tell_of_block();
+        self.announce_free_block();
     }
 
     /// What a child shared with its parent it may have for itself by now: it or the parent wrote there, or one of them is gone.
-    fn review_inherited(&mut self) {
+    fn claim_exclusive(&mut self) {
         self.victims.clear();
-        self.volume.next_inherited(REVIEW_PAGES, &mut self.victims);
+        self.volume.next_inherited(CLAIM_PAGES, &mut self.victims);
         if self.victims.is_empty() {
             return;
         }
@@ -61,8 +61,8 @@ impl<E: Edge> Monitor<E> {
         self.victims.sort_unstable();
         let mut alone = std::mem::take(&mut self.present);
         alone.clear();
-        for span in self.victims.chunk_by(|one, next| next - one <= REVIEW_GAP_PAGES) {
-            self.edge.alone(span[0], span[span.len() - 1] + 1, &mut alone);
+        for span in self.victims.chunk_by(|one, next| next - one <= CLAIM_GAP_PAGES) {
+            self.edge.exclusive_pages(span[0], span[span.len() - 1] + 1, &mut alone);
         }
         let mut found = alone.iter().peekable();
         for page in &self.victims {
@@ -74,12 +74,12 @@ impl<E: Edge> Monitor<E> {
             }
         }
         let now_ns = self.edge.now_ns();
-        self.next_review_ns = now_ns + REVIEW_NS.max((now_ns - start_ns) * REVIEW_REST);
+        self.next_claim_ns = now_ns + CLAIM_INTERVAL_NS.max((now_ns - start_ns) * CLAIM_INTERVAL_FACTOR);
         self.present = alone;
     }
 
-    fn take_batch(&mut self) -> bool {
-        let Some(block) = self.take_block() else {
+    fn evict_batch(&mut self) -> bool {
+        let Some(block) = self.allocate_block() else {
             self.wants_block = true;
             self.lacks_block = self.volume.lacks_block();
             return false;
@@ -87,33 +87,33 @@ impl<E: Edge> Monitor<E> {
         let over = self.budget.excess(0) > 0;
         self.victims.clear();
         let edge = &self.edge;
-        let surplus = self.volume.held().saturating_sub(FLOOR_PAGES);
+        let surplus = self.volume.held().saturating_sub(HELD_PAGES_MIN);
         let max = usize::try_from(surplus).unwrap_or(usize::MAX).min(BLOCK_PAGES);
         self.volume.pick_victims(max, over, |page| edge.is_pinned(page), &mut self.victims);
         if self.victims.is_empty() {
             self.return_block(block);
-            if over && !std::mem::replace(&mut self.has_nudged, true) {
-                self.edge.nudge_others();
+            if over && !std::mem::replace(&mut self.has_woken_others, true) {
+                self.edge.wake_other_programs();
             }
             return false;
         }
         let buffer = self.free_buffers.pop().expect("the caller looked");
-        self.taken.clear();
-        if self.edge.take(buffer, &self.victims, &mut self.taken).is_err() {
+        self.move_outcomes.clear();
+        if self.edge.move_out(buffer, &self.victims, &mut self.move_outcomes).is_err() {
             // What had left is gone with the program.
             self.victims.iter().for_each(|page| self.volume.refused(*page));
             self.return_block(block);
-            self.ended = true;
+            self.has_ended = true;
             return false;
         }
-        self.book_batch(block, buffer)
+        self.record_batch(block, buffer)
     }
 
     /// A block for a batch; if there is none, its turn comes, and this monitor is told.
-    pub(super) fn take_block(&mut self) -> Option<BlockId> {
+    pub(super) fn allocate_block(&mut self) -> Option<BlockId> {
         self.volume.take_block().or_else(|| {
             if self.volume.ask_for_block() {
-                self.edge.nudge_others();
+                self.edge.wake_other_programs();
             }
             // It may have been given back before it was asked for.
             self.volume.take_block()
@@ -122,46 +122,46 @@ impl<E: Edge> Monitor<E> {
 
     fn return_block(&mut self, block: BlockId) {
         self.volume.return_block(block);
-        self.tell_of_block();
+        self.announce_free_block();
     }
 
     /// A block was given back.
-    pub(super) fn tell_of_block(&mut self) {
+    pub(super) fn announce_free_block(&mut self) {
         if self.budget.is_block_to_tell() {
-            self.edge.nudge_others();
+            self.edge.wake_other_programs();
         }
     }
 
-    fn book_batch(&mut self, block: BlockId, buffer: usize) -> bool {
+    fn record_batch(&mut self, block: BlockId, buffer: usize) -> bool {
         let mut positions = Vec::with_capacity(BLOCK_PAGES);
         let victims = std::mem::take(&mut self.victims);
         let mut moved = Batch::with_capacity(BLOCK_PAGES);
-        for (position, (page, taken)) in victims.iter().zip(&self.taken).enumerate() {
-            match taken {
-                Taken::Moved => {
+        for (position, (page, move_outcomes)) in victims.iter().zip(&self.move_outcomes).enumerate() {
+            match move_outcomes {
+                MoveOutcome::Moved => {
                     positions.push(u8::try_from(position).expect("batches are small"));
                     moved.push(*page);
                 }
-                Taken::Kept => self.volume.refused(*page),
-                Taken::Absent => self.volume.vanished(*page),
+                MoveOutcome::Kept => self.volume.refused(*page),
+                MoveOutcome::Absent => self.volume.vanished(*page),
             }
         }
         self.victims = victims;
         if moved.is_empty() {
             self.return_block(block);
-            self.edge.emptied(buffer);
+            self.edge.release_buffer(buffer);
             self.free_buffers.push(buffer);
-            if self.taken.contains(&Taken::Kept) {
+            if self.move_outcomes.contains(&MoveOutcome::Kept) {
                 self.stalled_until_ns = self.edge.now_ns() + STALL_NS;
                 return false;
             }
             return true;
         }
-        self.nothing_outstanding();
+        self.forget_pending_unmaps();
         FaultStats::add(&self.stats.evictions, moved.len());
         self.volume.left(block, &moved);
         let copies = moved.iter().map(|page| self.volume.copy(*page)).collect();
-        self.edge.submit(Job { block, buffer, positions, copies });
+        self.edge.submit_batch(EvictedBatch { block, buffer, positions, copies });
         true
     }
 }

@@ -13,7 +13,7 @@ const PARTS_PER_TURN: usize = 64;
 
 /// How far this program is with the round of vacating slabs that is under way.
 #[derive(Debug, Default)]
-pub(super) struct Repacking {
+pub(super) struct RepackProgress {
     round: u64,
     /// Where to look on; `None` when all was looked through.
     next: Option<PageNumber>,
@@ -23,7 +23,7 @@ pub(super) struct Repacking {
     under_way: Option<BlockId>,
 }
 
-impl Repacking {
+impl RepackProgress {
     /// A block is on memory nodes.
     pub(super) fn written(&mut self, block: BlockId) {
         self.under_way.take_if(|other| *other == block);
@@ -34,14 +34,14 @@ impl<E: Edge> Monitor<E> {
     /// Look for pages to move, and move a block of them at most; whether there is more to do at once.
     pub(super) fn repack(&mut self) -> bool {
         let Some(round) = self.volume.slabs().vacating_round() else { return false };
-        let is_busy = !self.waiting.is_empty() || self.budget.excess(0) > 0;
-        if self.ended || is_busy || self.repacking.under_way.is_some() {
+        let is_busy = !self.pending.is_empty() || self.budget.excess(0) > 0;
+        if self.has_ended || is_busy || self.repacking.under_way.is_some() {
             return false;
         }
         if self.repacking.round != round {
-            self.repacking = Repacking { round, next: Some(0), ..Repacking::default() };
+            self.repacking = RepackProgress { round, next: Some(0), ..RepackProgress::default() };
         }
-        let Repacking { next, pages, .. } = &mut self.repacking;
+        let RepackProgress { next, pages, .. } = &mut self.repacking;
         for _ in 0..PARTS_PER_TURN {
             match *next {
                 Some(from) if pages.len() < BLOCK_PAGES => *next = self.volume.look_for_moves(from, pages),
@@ -62,7 +62,7 @@ impl<E: Edge> Monitor<E> {
         let sealed = self.volume.seal(open);
         FaultStats::add(&self.stats.repacked, sealed.count);
         self.repacking.under_way = Some(open);
-        self.edge.submit_again(open, sealed.newest);
+        self.edge.submit_block(open, sealed.newest);
         false
     }
 
@@ -74,7 +74,7 @@ impl<E: Edge> Monitor<E> {
                 Some(PageState::Reclaimable(slot)) => {
                     let mut bytes = [0; PAGE_BYTES];
                     self.volume.mempool().memory().read(slot.offset(), &mut bytes);
-                    take_in(&mut self.volume, open, *page, &bytes);
+                    absorb_page(&mut self.volume, open, *page, &bytes);
                 }
                 Some(PageState::Remote(location)) => {
                     self.locations.push(location);
@@ -105,15 +105,15 @@ impl<E: Edge> Monitor<E> {
     fn move_fetched(&mut self, open: BlockId, page: PageNumber, index: usize) {
         if Mutation::NoteBeforeMoving.is_active() {
             let slot = self.volume.absorb(open, page);
-            self.volume.mempool().memory().write(slot.offset(), self.edge.fetched(index));
+            self.volume.mempool().memory().write(slot.offset(), self.edge.fetched_page(index));
         } else {
-            take_in(&mut self.volume, open, page, self.edge.fetched(index));
+            absorb_page(&mut self.volume, open, page, self.edge.fetched_page(index));
         }
     }
 }
 
 /// The bytes are in the slot before the page table says so: an agent that comes after this one believes what it says.
-fn take_in(volume: &mut Volume, open: BlockId, page: PageNumber, bytes: &[u8]) {
+fn absorb_page(volume: &mut Volume, open: BlockId, page: PageNumber, bytes: &[u8]) {
     volume.mempool().memory().write(volume.next_slot(open).offset(), bytes);
     fence(Release);
     volume.absorb(open, page);

@@ -8,9 +8,9 @@ use std::sync::atomic::Ordering::Relaxed;
 use aquifer_channel::send_frame;
 use aquifer_ipc::{Frame, Hello};
 
-use super::Service;
+use super::PagingService;
 use super::edge::Attachment;
-use super::program::{self, Mail, Program};
+use super::program::{self, MonitorRequest, Program};
 use super::run::Run;
 use crate::uffd::Userfaultfd;
 use crate::worker::WorkerPort;
@@ -42,13 +42,13 @@ pub enum AttachError {
     Ended(String),
 }
 
-impl Service {
+impl PagingService {
     /// Take in a program that said hello on `socket`. `pid` is what the kernel says of the other end. If it is refused,
     /// it has been told why.
     ///
     /// # Errors
     /// Why it was refused.
-    pub fn welcome(
+    pub fn attach_program(
         &self,
         hello: Hello,
         fds: Vec<OwnedFd>,
@@ -56,7 +56,7 @@ impl Service {
         pid: u32,
     ) -> Result<(), AttachError> {
         let told = socket.try_clone()?;
-        self.admit(hello, fds, socket, pid).inspect_err(|error| {
+        self.try_attach(hello, fds, socket, pid).inspect_err(|error| {
             let refusal = Frame::Refused(error.to_string());
             if let Err(error) = send_frame(&told, &refusal, &[]) {
                 tracing::debug!(%error, "a refused program did not wait for the reason");
@@ -64,9 +64,15 @@ impl Service {
         })
     }
 
-    fn admit(&self, hello: Hello, fds: Vec<OwnedFd>, socket: OwnedFd, pid: u32) -> Result<(), AttachError> {
+    fn try_attach(
+        &self,
+        hello: Hello,
+        fds: Vec<OwnedFd>,
+        socket: OwnedFd,
+        pid: u32,
+    ) -> Result<(), AttachError> {
         let run = self.run(hello.token).ok_or(AttachError::NoSuchRun)?;
-        if let Some(reason) = run.reason() {
+        if let Some(reason) = run.end_reason() {
             return Err(AttachError::Ended(reason));
         }
         let attachment = Attachment { hello, socket, worker: WorkerPort::new()? };
@@ -76,7 +82,7 @@ impl Service {
         let uffd = fds.into_iter().next().filter(is_userfaultfd).ok_or(AttachError::NoUserfaultfd)?;
         let uffd = Userfaultfd::from(uffd);
         uffd.enable().map_err(AttachError::Features)?;
-        program::start_root(&run, pid, uffd, attachment)?;
+        program::serve_root(&run, pid, uffd, attachment)?;
         Ok(())
     }
 
@@ -89,9 +95,9 @@ impl Service {
         let program = run.programs().into_iter().find(is_it).ok_or(AttachError::UnknownChild)?;
         // One in a name space of processes of its own is not recognised before it speaks.
         if program.pid() == 0 {
-            program.set_pid(pid, &self.obituary);
+            program.set_pid(pid, &self.exit_watcher);
         }
-        program.post(Mail::Attach(Box::new(attachment)));
+        program.request(MonitorRequest::Attach(Box::new(attachment)));
         Ok(())
     }
 }

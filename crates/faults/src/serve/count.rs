@@ -24,7 +24,7 @@ const STATM_BYTES_MAX: usize = 7 * 21;
 
 /// What is seen of a program.
 #[derive(Debug, Default)]
-pub(super) struct Look {
+pub(super) struct MemoryUsage {
     /// All its address space, in pages: if it has changed, its areas may have.
     pub size: u64,
     /// Resident pages that count.
@@ -33,7 +33,7 @@ pub(super) struct Look {
 
 /// The counts of a program that names a range.
 #[derive(Debug)]
-pub(super) struct Counter {
+pub(super) struct ResidentCounter {
     /// Resident pages outside the range, by the last count; and all that there were then.
     others: u64,
     anonymous: u64,
@@ -47,18 +47,18 @@ pub(super) struct Counter {
 /// A process, and a thread that lives as long as it does.
 type Asked = (u32, u32);
 
-impl Counter {
+impl ResidentCounter {
     pub(super) fn new() -> Self {
         let now = Instant::now();
         Self { others: 0, anonymous: 0, next: now, next_if_changed: now, statm: None }
     }
 
     /// Look at a program.
-    pub(super) fn look(&mut self, program: &Program) -> Option<Look> {
+    pub(super) fn usage(&mut self, program: &Program) -> Option<MemoryUsage> {
         let (size, anonymous) = self.sizes(program)?;
         let only = program.bounds().only;
         if only.is_empty() {
-            return Some(Look { size, counted: anonymous });
+            return Some(MemoryUsage { size, counted: anonymous });
         }
         let now = Instant::now();
         let has_changed = anonymous.abs_diff(self.anonymous) > RECOUNT_PAGES;
@@ -71,7 +71,7 @@ impl Counter {
             self.next = now + (cost * COUNT_REST).min(COUNT_WAIT_MAX);
             self.next_if_changed = now + (cost * RECOUNT_REST).min(COUNT_WAIT_MAX);
         }
-        Some(Look { size, counted: anonymous.saturating_sub(self.others) })
+        Some(MemoryUsage { size, counted: anonymous.saturating_sub(self.others) })
     }
 
     /// Its size and its resident anonymous pages.

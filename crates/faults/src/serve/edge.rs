@@ -14,16 +14,16 @@ use aquifer_pager::{
     BlockId, FETCH_PAGES_MAX, FetchError, Fetcher, Location, PAGE_BYTES, PageNumber, SlabSet, Volume, view,
 };
 
-use super::follow::Follow;
-use super::obituary::Obituary;
+use super::core_follower::CoreFollower;
+use super::exit_watcher::ProgramExitWatcher;
 use super::program::{self, Program};
 use super::records::{HelloRecord, ProgramRecord};
 use super::run::Run;
 use crate::areas::{Area, Areas};
-use crate::edge::{Done, Edge, Job};
-use crate::journal::{Journal, Remembered};
-use crate::kernel::{Filled, Gone, Kernel, Message, Source, Taken};
-use crate::maps::{self, Bounds};
+use crate::edge::{Edge, EvictedBatch, SenderEvent};
+use crate::journal::{Journal, PersistentRanges};
+use crate::kernel::{FillOutcome, FillSource, Kernel, MoveOutcome, ProgramEnded, UffdMessage};
+use crate::maps::{self, PagingBounds};
 use crate::pagemap;
 use crate::uffd::{self, Userfaultfd};
 use crate::worker::WorkerPort;
@@ -59,12 +59,12 @@ pub(crate) struct ProcessEdge {
     zeros: Box<[u8]>,
     attachment: Option<Attachment>,
     started: Instant,
-    lost_told: bool,
-    follow: Follow,
+    is_loss_reported: bool,
+    core_follower: CoreFollower,
     journal: Journal,
-    messages: Vec<Message<RawFd>>,
+    messages: Vec<UffdMessage<RawFd>>,
     /// What an agent before this one heard and did not heed.
-    again: Vec<Message<OwnedFd>>,
+    unapplied: Vec<UffdMessage<OwnedFd>>,
 }
 
 impl ProcessEdge {
@@ -83,15 +83,15 @@ impl ProcessEdge {
             uffd,
             table: volume.table_memory().fd().try_clone_to_owned()?,
             origin,
-            fetcher: Fetcher::new(service.surroundings.connector(run.tenant()))?,
+            fetcher: Fetcher::new(service.agent.connector(run.tenant()))?,
             zeros: vec![0; FETCH_PAGES_MAX * PAGE_BYTES].into_boxed_slice(),
             attachment: None,
             started: Instant::now(),
-            lost_told: false,
-            follow: Follow::new(),
+            is_loss_reported: false,
+            core_follower: CoreFollower::new(),
             journal,
             messages: Vec::new(),
-            again: Vec::new(),
+            unapplied: Vec::new(),
         })
     }
 
@@ -114,21 +114,21 @@ impl ProcessEdge {
     pub(crate) fn attach(&mut self, attachment: Attachment) -> io::Result<()> {
         let first = attachment.hello.antechamber / PAGE;
         self.uffd.register(first, first + TAKE_PAGES_MAX as u64)?;
-        self.obituary()?.watch(&self.program, &attachment.socket);
+        self.exit_watcher()?.watch(&self.program, &attachment.socket);
         self.attachment = Some(attachment);
         self.keep();
-        self.welcome()
+        self.send_welcome()
     }
 
     /// A worker was there before the agent was. Whether its program had been answered is not known: one that had does not read on.
-    pub(crate) fn attach_again(&mut self, attachment: Attachment) -> io::Result<()> {
-        self.obituary()?.watch(&self.program, &attachment.socket);
+    pub(crate) fn reattach(&mut self, attachment: Attachment) -> io::Result<()> {
+        self.exit_watcher()?.watch(&self.program, &attachment.socket);
         let is_running = attachment.worker.thread() != 0;
         self.attachment = Some(attachment);
-        if is_running { Ok(()) } else { self.welcome() }
+        if is_running { Ok(()) } else { self.send_welcome() }
     }
 
-    fn welcome(&self) -> io::Result<()> {
+    fn send_welcome(&self) -> io::Result<()> {
         let Some(Attachment { hello, socket, worker }) = &self.attachment else { return Ok(()) };
         if hello.is_child {
             send_frame(socket, &Frame::Welcome, &[worker.fd(), self.uffd.as_fd()])
@@ -155,16 +155,16 @@ impl ProcessEdge {
     }
 
     /// What an agent before this one heard and did not heed is to be read first.
-    pub(crate) fn read_again(&mut self, messages: Vec<Message<OwnedFd>>) {
-        self.again = messages;
+    pub(crate) fn set_unapplied_events(&mut self, messages: Vec<UffdMessage<OwnedFd>>) {
+        self.unapplied = messages;
     }
 
     /// By staging buffer, what an agent before this one had taken; `None` if the program has ended.
-    pub(crate) fn batches(&self) -> Option<Vec<Vec<(PageNumber, Taken)>>> {
+    pub(crate) fn batches(&self) -> Option<Vec<Vec<(PageNumber, MoveOutcome)>>> {
         let Some(attachment) = &self.attachment else { return Some(vec![Vec::new(); BUFFERS]) };
         // Its staging is read, and its maps are, by this thread.
-        self.learn_thread();
-        attachment.worker.batches(|| !self.program.is_killed() && !self.program.is_gone())
+        self.find_worker_thread();
+        attachment.worker.batches(|| !self.program.is_killed() && !self.program.has_exited())
     }
 
     /// What the kernel says is registered, but for the shim's own memory.
@@ -173,7 +173,7 @@ impl ProcessEdge {
         if let Some(text) = self.program.read_proc("smaps") {
             maps::registered(&text).into_iter().for_each(|area| areas.insert(area));
         }
-        let Bounds { private, canary, .. } = self.program.bounds();
+        let PagingBounds { private, canary, .. } = self.program.bounds();
         areas.remove(Area { start: private.start / PAGE, end: private.end / PAGE });
         areas.remove(Area { start: canary / PAGE, end: canary / PAGE + 1 });
         areas
@@ -181,7 +181,7 @@ impl ProcessEdge {
 
     /// Whether the program's memory still exists. Asked by an attempt to fill a page that is always there.
     pub(crate) fn is_alive(&mut self) -> bool {
-        self.fill_canary().stop != Some(crate::kernel::Stop::Ended)
+        self.fill_canary().stop != Some(crate::kernel::FillStop::Ended)
     }
 
     fn canary(&self) -> PageNumber {
@@ -189,7 +189,7 @@ impl ProcessEdge {
     }
 
     /// Write this program's number into its canary: its memory can be told from all others by that.
-    fn fill_canary(&self) -> Filled {
+    fn fill_canary(&self) -> FillOutcome {
         let mut bytes = [0; PAGE_BYTES];
         bytes[..8].copy_from_slice(&self.program.id.to_ne_bytes());
         // SAFETY: a page of bytes.
@@ -227,25 +227,25 @@ impl ProcessEdge {
         Ok(())
     }
 
-    fn obituary(&self) -> io::Result<Arc<Obituary>> {
+    fn exit_watcher(&self) -> io::Result<Arc<ProgramExitWatcher>> {
         let service = self.run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
-        Ok(Arc::clone(&service.obituary))
+        Ok(Arc::clone(&service.exit_watcher))
     }
 
     /// A fault of a child tells which process it is: but its number is that of its own name space, where another process may have it here.
-    fn learn_pid(&self, thread: u32) {
+    fn identify_process(&self, thread: u32) {
         let _present_or_later = self.fill_canary();
         if !self.is_memory_of(thread) {
             return;
         }
-        if let Ok(obituary) = self.obituary() {
-            self.program.set_pid(thread, &obituary);
+        if let Ok(exit_watcher) = self.exit_watcher() {
+            self.program.set_pid(thread, &exit_watcher);
         }
         self.keep();
     }
 
     /// The worker's thread, once it is verified to be one of this process.
-    fn learn_thread(&self) -> bool {
+    fn find_worker_thread(&self) -> bool {
         let Some(attachment) = &self.attachment else {
             return false;
         };
@@ -278,9 +278,9 @@ fn protect_all(uffd: BorrowedFd<'_>, areas: &Areas) -> bool {
 impl Kernel for ProcessEdge {
     type Child = OwnedFd;
 
-    fn read(&mut self, out: &mut Vec<Message<OwnedFd>>) {
-        if !self.again.is_empty() {
-            out.append(&mut self.again);
+    fn read_messages(&mut self, out: &mut Vec<UffdMessage<OwnedFd>>) {
+        if !self.unapplied.is_empty() {
+            out.append(&mut self.unapplied);
             return;
         }
         let mut messages = std::mem::take(&mut self.messages);
@@ -291,52 +291,52 @@ impl Kernel for ProcessEdge {
         );
         self.messages = messages;
         for message in out.iter() {
-            if let Message::Fault(fault) = message {
-                self.follow.faulted(self.program.pid(), fault.thread);
+            if let UffdMessage::Fault(fault) = message {
+                self.core_follower.faulted(self.program.pid(), fault.thread);
             }
         }
         if self.program.pid() == 0
             && let Some(thread) = out.iter().find_map(|message| match message {
-                Message::Fault(fault) => Some(fault.thread),
+                UffdMessage::Fault(fault) => Some(fault.thread),
                 _ => None,
             })
         {
-            self.learn_pid(thread);
+            self.identify_process(thread);
         }
     }
 
-    fn heeded(&mut self, index: usize, remembered: Remembered<'_>) {
-        self.journal.heeded(index, remembered);
+    fn event_applied(&mut self, index: usize, ranges: PersistentRanges<'_>) {
+        self.journal.event_applied(index, ranges);
     }
 
-    fn remember(&mut self, remembered: Remembered<'_>) {
-        self.journal.remember(remembered);
+    fn persist_ranges(&mut self, ranges: PersistentRanges<'_>) {
+        self.journal.persist_ranges(ranges);
     }
 
-    fn moving(&mut self, index: usize) {
-        self.journal.moving(index);
+    fn begin_remap(&mut self, index: usize) {
+        self.journal.begin_remap(index);
     }
 
-    fn emptied(&mut self, buffer: usize) {
+    fn release_buffer(&mut self, buffer: usize) {
         if let Some(attachment) = &self.attachment {
             attachment.worker.emptied(buffer);
         }
     }
 
-    fn fill(&mut self, page: PageNumber, pages: usize, source: Source) -> Filled {
+    fn fill(&mut self, page: PageNumber, pages: usize, source: FillSource) -> FillOutcome {
         let bytes = match source {
-            Source::Zeros { .. } if page == self.canary() => return self.fill_canary(),
-            Source::Zeros { private: false } => {
+            FillSource::Zeros { .. } if page == self.canary() => return self.fill_canary(),
+            FillSource::Zeros { is_private: false } => {
                 return self.uffd.zero(page, pages);
             }
-            Source::Zeros { private: true } => self.zeros.as_ptr(),
-            Source::Slot(slot) => {
+            FillSource::Zeros { is_private: true } => self.zeros.as_ptr(),
+            FillSource::Slot(slot) => {
                 let service = self.run.service.upgrade().expect("the service outlives its programs");
                 // SAFETY: slots lie inside the mempool's mapping.
                 unsafe { service.mempool.memory().as_ptr().add(slot.offset()) }
             }
             // SAFETY: the fetch buffer has FETCH_PAGES_MAX pages.
-            Source::Fetched(index) => unsafe { self.fetcher.buffer().as_ptr().add(index * PAGE_BYTES) },
+            FillSource::Fetched(index) => unsafe { self.fetcher.buffer().as_ptr().add(index * PAGE_BYTES) },
         };
         assert!(pages <= FETCH_PAGES_MAX);
         // SAFETY: each source is at least `pages` long: windows are below FETCH_PAGES_MAX, and slots are asked for that hold pages.
@@ -347,7 +347,7 @@ impl Kernel for ProcessEdge {
         self.uffd.wake(page);
     }
 
-    fn poison(&mut self, page: PageNumber) -> Filled {
+    fn poison(&mut self, page: PageNumber) -> FillOutcome {
         self.uffd.poison(page)
     }
 
@@ -359,7 +359,7 @@ impl Kernel for ProcessEdge {
         protect_all(child.as_fd(), areas);
     }
 
-    fn unprotect(&mut self, page: PageNumber, pages: usize) -> Filled {
+    fn unprotect(&mut self, page: PageNumber, pages: usize) -> FillOutcome {
         self.uffd.unprotect(page, pages)
     }
 
@@ -373,7 +373,7 @@ impl Kernel for ProcessEdge {
         }
     }
 
-    fn present(
+    fn present_pages(
         &mut self,
         start: PageNumber,
         end: PageNumber,
@@ -390,23 +390,28 @@ impl Kernel for ProcessEdge {
         })
     }
 
-    fn alone(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) {
+    fn exclusive_pages(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) {
         if let Err(error) = self.read_pagemap(start, end, out) {
             tracing::debug!(%error, "pagemap cannot be read: the program is gone");
         }
     }
 
-    fn take(&mut self, buffer: usize, pages: &[PageNumber], out: &mut Vec<Taken>) -> Result<(), Gone> {
+    fn move_out(
+        &mut self,
+        buffer: usize,
+        pages: &[PageNumber],
+        out: &mut Vec<MoveOutcome>,
+    ) -> Result<(), ProgramEnded> {
         let program = Arc::clone(&self.program);
         let attachment = self.attachment.as_mut().expect("the monitor asked whether there is a worker");
         attachment.worker.refresh_pins();
-        self.follow.bring(program.thread.load(Relaxed));
-        let is_alive = || !program.is_killed() && !program.is_gone();
-        if attachment.worker.take(buffer, pages, out, is_alive) { Ok(()) } else { Err(Gone) }
+        self.core_follower.move_worker(program.thread.load(Relaxed));
+        let is_alive = || !program.is_killed() && !program.has_exited();
+        if attachment.worker.take(buffer, pages, out, is_alive) { Ok(()) } else { Err(ProgramEnded) }
     }
 
     fn has_worker(&self) -> bool {
-        self.learn_thread()
+        self.find_worker_thread()
     }
 
     fn is_pinned(&self, page: PageNumber) -> bool {
@@ -414,58 +419,58 @@ impl Kernel for ProcessEdge {
             || self.attachment.as_ref().is_some_and(|attachment| attachment.worker.is_pinned(page))
     }
 
-    fn is_quiet(&mut self) -> bool {
-        self.fill_canary().stop != Some(crate::kernel::Stop::Busy)
+    fn has_no_unread_event(&mut self) -> bool {
+        self.fill_canary().stop != Some(crate::kernel::FillStop::Busy)
     }
 
-    fn pause(&mut self) {
+    fn yield_now(&mut self) {
         std::thread::yield_now();
     }
 }
 
 impl Edge for ProcessEdge {
-    fn submit(&mut self, job: Job) {
+    fn submit_batch(&mut self, job: EvictedBatch) {
         let staging = self.attachment.as_ref().map_or(0, |attachment| attachment.hello.staging);
         self.run.sender.submit(&self.program, self.program.thread.load(Relaxed), staging, job);
     }
 
-    fn submit_again(&mut self, block: BlockId, slots: u64) {
-        self.run.sender.submit_again(&self.program, block, slots);
+    fn submit_block(&mut self, block: BlockId, slots: u64) {
+        self.run.sender.submit_block(&self.program, block, slots);
     }
 
-    fn collect(&mut self, out: &mut Vec<Done>) {
-        self.program.take_done(out);
+    fn poll_sender(&mut self, out: &mut Vec<SenderEvent>) {
+        self.program.drain_sender_events(out);
     }
 
-    fn wait(&mut self) -> bool {
-        self.program.sleep_for_bell(PATIENCE);
-        !self.program.is_killed() && !self.program.is_gone()
+    fn wait_for_sender(&mut self) -> bool {
+        self.program.sleep_until_signalled(PATIENCE);
+        !self.program.is_killed() && !self.program.has_exited()
     }
 
     fn fetch(&mut self, slabs: &SlabSet, locations: &[Location]) -> Result<usize, FetchError> {
         self.fetcher.fetch(slabs, locations)
     }
 
-    fn fetched(&self, index: usize) -> &[u8] {
+    fn fetched_page(&self, index: usize) -> &[u8] {
         view::page(self.fetcher.buffer(), index * PAGE_BYTES)
     }
 
-    fn forked(&mut self, child: OwnedFd, volume: Volume, areas: Areas) {
+    fn start_child(&mut self, child: OwnedFd, volume: Volume, areas: Areas) {
         let origin = (self.program.id, self.journal.sequence());
-        if let Err(error) = program::start_child(&self.run, &self.program, child, volume, areas, origin) {
+        if let Err(error) = program::serve_child(&self.run, &self.program, child, volume, areas, origin) {
             self.run.end(&format!("a forked child cannot be served: {error}"));
         }
     }
 
-    fn nudge_others(&mut self) {
-        self.run.nudge_others(self.program.id);
+    fn wake_other_programs(&mut self) {
+        self.run.wake_other_programs(self.program.id);
     }
 
     fn report_lost(&mut self, page: PageNumber, error: &FetchError) {
         tracing::error!(pid = self.program.pid(), address = page * PAGE, %error, "a page is lost; its readers get SIGBUS");
-        if !self.lost_told {
-            self.lost_told = true;
-            self.run.tell(&format!(
+        if !self.is_loss_reported {
+            self.is_loss_reported = true;
+            self.run.notify_owner(&format!(
                 "process {} lost the page at {:#x}: {error}. Whoever reads it gets SIGBUS",
                 self.program.pid(),
                 page * PAGE

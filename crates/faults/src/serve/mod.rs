@@ -8,13 +8,13 @@
 //! - [`sampler`]: looks from outside at how much is resident, and finds new areas.
 
 pub mod attach;
+mod core_follower;
 mod count;
 mod edge;
-mod follow;
+mod exit_watcher;
 #[cfg(test)]
 mod golden_tests;
-mod obituary;
-mod patience;
+mod observed;
 pub mod priority;
 pub mod program;
 mod records;
@@ -38,7 +38,7 @@ use aquifer_pool::{Custody, NodeId, PoolClient};
 
 pub use attach::AttachError;
 pub use program::Program;
-pub use restore::Restored;
+pub use restore::RestoredRun;
 pub use run::{ProgramReport, Run, RunReport};
 pub use tenants::TenantReport;
 
@@ -48,7 +48,7 @@ pub const RUNS_MAX: usize = 1024;
 pub const RUNS_PER_TENANT_MAX: usize = 256;
 
 /// What the agent provides.
-pub trait Surroundings: Send + Sync + Debug {
+pub trait AgentServices: Send + Sync + Debug {
     /// How to reach memory nodes on behalf of a tenant.
     fn connector(&self, tenant: u32) -> Arc<dyn Connector>;
 
@@ -63,45 +63,45 @@ pub trait Surroundings: Send + Sync + Debug {
 
     /// Hold this in a process that outlives this one, so that programs never read zeros and another agent can go on with them; in
     /// place of what was held under the same name.
-    fn keep(&self, put: &Put, fds: &[BorrowedFd<'_>]);
+    fn put_in_keeper(&self, put: &Put, fds: &[BorrowedFd<'_>]);
 
     /// It is over.
-    fn unkeep(&self, kind: KeptKind, id: u64);
+    fn remove_from_keeper(&self, kind: KeptKind, id: u64);
 }
 
 /// All programs that one agent pages.
 #[derive(Debug)]
-pub struct Service {
-    pub(crate) surroundings: Arc<dyn Surroundings>,
+pub struct PagingService {
+    pub(crate) agent: Arc<dyn AgentServices>,
     pub(crate) mempool: Arc<Mempool>,
-    pub(crate) obituary: Arc<obituary::Obituary>,
+    pub(crate) exit_watcher: Arc<exit_watcher::ProgramExitWatcher>,
     runs: Mutex<HashMap<Token, Arc<Run>>>,
     ended: tenants::EndedRuns,
     next_program: AtomicU64,
     /// Of runs that an agent before this one left, and that cannot be gone on with: what they have stays known of.
-    unserved: Mutex<Vec<Arc<SlabSet>>>,
+    unserved_slabs: Mutex<Vec<Arc<SlabSet>>>,
     sampler: OnceLock<Thread>,
     /// Whether programs have come of which the sampler does not know.
-    has_newcomers: AtomicBool,
+    has_new_programs: AtomicBool,
 }
 
-impl Service {
+impl PagingService {
     /// A service without programs, and its threads.
     ///
     /// # Errors
     /// If there are no threads or descriptors for it.
-    pub fn new(surroundings: Arc<dyn Surroundings>, mempool: Arc<Mempool>) -> std::io::Result<Arc<Self>> {
+    pub fn new(agent: Arc<dyn AgentServices>, mempool: Arc<Mempool>) -> std::io::Result<Arc<Self>> {
         let service = Arc::new(Self {
-            surroundings,
+            agent,
             mempool,
-            obituary: obituary::Obituary::start()?,
+            exit_watcher: exit_watcher::ProgramExitWatcher::start()?,
             runs: Mutex::new(HashMap::new()),
             ended: tenants::EndedRuns::default(),
             // Numbers stay unique over restarts, as the keeper still knows those of before.
             next_program: AtomicU64::new(u64::from(std::process::id()) << 32),
-            unserved: Mutex::default(),
+            unserved_slabs: Mutex::default(),
             sampler: OnceLock::new(),
-            has_newcomers: AtomicBool::new(false),
+            has_new_programs: AtomicBool::new(false),
         });
         let sampler = sampler::start(&service)?;
         let _ = service.sampler.set(sampler);
@@ -180,7 +180,7 @@ impl Service {
 
     /// A program has come: a fresh one can fill its limit before the sampler would look by itself.
     pub(crate) fn announce_program(&self) {
-        self.has_newcomers.store(true, Relaxed);
+        self.has_new_programs.store(true, Relaxed);
         if let Some(sampler) = self.sampler.get() {
             sampler.unpark();
         }

@@ -13,14 +13,14 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::edge::{Attachment, ProcessEdge};
-use super::obituary::Obituary;
+use super::exit_watcher::ProgramExitWatcher;
 use super::priority::{URGENT, set_niceness};
 use super::run::{ProgramReport, Run};
 use crate::areas::{Area, Areas};
-use crate::edge::Done;
+use crate::edge::SenderEvent;
 use crate::journal::Journal;
-use crate::maps::Bounds;
-use crate::monitor::{Monitor, Next};
+use crate::maps::PagingBounds;
+use crate::monitor::{Monitor, TurnOutcome};
 use crate::stats::FaultStats;
 use crate::uffd::Userfaultfd;
 
@@ -31,7 +31,7 @@ const YIELDS_BEFORE_SLEEP: u32 = 2;
 
 /// What other threads want of a program's monitor.
 #[derive(Debug)]
-pub(crate) enum Mail {
+pub(crate) enum MonitorRequest {
     /// New areas were found.
     Areas(Vec<Area>),
     /// A forked child has said hello.
@@ -48,17 +48,17 @@ pub struct Program {
     pub(crate) stats: Arc<FaultStats>,
     /// Pages that its monitor counts as resident.
     pub(crate) held: AtomicU64,
-    /// Its [`Bounds`]: private, only, canary.
+    /// Its [`PagingBounds`]: private, only, canary.
     bounds: [AtomicU64; 5],
-    done: Mutex<VecDeque<Done>>,
-    mail: Mutex<Vec<Mail>>,
-    has_done: AtomicBool,
-    has_mail: AtomicBool,
-    rung: AtomicBool,
-    asleep: AtomicBool,
+    sender_events: Mutex<VecDeque<SenderEvent>>,
+    requests: Mutex<Vec<MonitorRequest>>,
+    has_sender_events: AtomicBool,
+    has_requests: AtomicBool,
+    is_signalled: AtomicBool,
+    is_asleep: AtomicBool,
     /// Whether faults of it wait: for the sender, or for room.
-    pub(crate) has_waiting: AtomicBool,
-    bell: OwnedFd,
+    pub(crate) has_pending_faults: AtomicBool,
+    wakeup: OwnedFd,
     uffd: OnceLock<Userfaultfd>,
     pidfd: Mutex<Option<OwnedFd>>,
     /// Whether it has said where the shim's own memory is. Before that no area of it may be registered: one may be the
@@ -66,8 +66,8 @@ pub struct Program {
     pub(crate) is_attached: AtomicBool,
     /// Whether it was forked and has not yet executed another program: then its pages may be its parent's too.
     pub(crate) is_forked: AtomicBool,
-    killed: AtomicBool,
-    gone: AtomicBool,
+    is_killed: AtomicBool,
+    has_exited: AtomicBool,
 }
 
 impl Program {
@@ -79,20 +79,20 @@ impl Program {
             stats: Arc::new(FaultStats::default()),
             held: AtomicU64::new(0),
             bounds: [const { AtomicU64::new(0) }; 5],
-            done: Mutex::new(VecDeque::new()),
-            mail: Mutex::new(Vec::new()),
-            has_done: AtomicBool::new(false),
-            has_mail: AtomicBool::new(false),
-            rung: AtomicBool::new(false),
-            asleep: AtomicBool::new(false),
-            has_waiting: AtomicBool::new(false),
-            bell: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            sender_events: Mutex::new(VecDeque::new()),
+            requests: Mutex::new(Vec::new()),
+            has_sender_events: AtomicBool::new(false),
+            has_requests: AtomicBool::new(false),
+            is_signalled: AtomicBool::new(false),
+            is_asleep: AtomicBool::new(false),
+            has_pending_faults: AtomicBool::new(false),
+            wakeup: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             uffd: OnceLock::new(),
             pidfd: Mutex::new(None),
             is_attached: AtomicBool::new(false),
             is_forked: AtomicBool::new(false),
-            killed: AtomicBool::new(false),
-            gone: AtomicBool::new(false),
+            is_killed: AtomicBool::new(false),
+            has_exited: AtomicBool::new(false),
         })
     }
 
@@ -102,21 +102,21 @@ impl Program {
         self.pid.load(Relaxed)
     }
 
-    pub(crate) fn set_pid(self: &Arc<Self>, pid: u32, obituary: &Obituary) {
+    pub(crate) fn set_pid(self: &Arc<Self>, pid: u32, exit_watcher: &ProgramExitWatcher) {
         let pidfd = i32::try_from(pid)
             .ok()
             .and_then(Pid::from_raw)
             .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
         self.pid.store(pid, Relaxed);
         if let Some(pidfd) = &pidfd {
-            obituary.watch(self, pidfd);
+            exit_watcher.watch(self, pidfd);
         }
         *lock(&self.pidfd) = pidfd;
     }
 
     /// It has said where what is.
     pub(crate) fn attached(&self, hello: &Hello) {
-        self.set_bounds(&Bounds {
+        self.set_bounds(&PagingBounds {
             private: hello.private_start..hello.private_end,
             canary: hello.canary,
             only: hello.only_start..hello.only_end,
@@ -124,17 +124,17 @@ impl Program {
         self.is_attached.store(true, SeqCst);
     }
 
-    pub(crate) fn set_bounds(&self, bounds: &Bounds) {
-        let Bounds { private, canary, only } = bounds;
+    pub(crate) fn set_bounds(&self, bounds: &PagingBounds) {
+        let PagingBounds { private, canary, only } = bounds;
         let values = [private.start, private.end, only.start, only.end, *canary];
         self.bounds.iter().zip(values).for_each(|(place, value)| place.store(value, Relaxed));
     }
 
     /// What it has said of its memory; a child that has said nothing yet has what its parent has.
-    pub(crate) fn bounds(&self) -> Bounds {
+    pub(crate) fn bounds(&self) -> PagingBounds {
         let [start, end, only_start, only_end, canary] =
             self.bounds.each_ref().map(|place| place.load(Relaxed));
-        Bounds { private: start..end, canary, only: only_start..only_end }
+        PagingBounds { private: start..end, canary, only: only_start..only_end }
     }
 
     pub(crate) fn canary(&self) -> u64 {
@@ -150,7 +150,7 @@ impl Program {
         }
     }
 
-    pub(crate) fn lend(&self, uffd: &Userfaultfd) -> io::Result<()> {
+    pub(crate) fn share_uffd(&self, uffd: &Userfaultfd) -> io::Result<()> {
         let _ = self.uffd.set(Userfaultfd::from(uffd.duplicate()?));
         Ok(())
     }
@@ -190,7 +190,7 @@ impl Program {
 
     /// End it.
     pub(crate) fn kill(&self) {
-        self.killed.store(true, Relaxed);
+        self.is_killed.store(true, Relaxed);
         if let Some(pidfd) = &*lock(&self.pidfd)
             && let Err(error) = pidfd_send_signal(pidfd, Signal::KILL)
         {
@@ -200,83 +200,83 @@ impl Program {
     }
 
     /// Its process, or its image of before an `exec`, is no more.
-    pub(crate) fn pronounce_gone(&self) {
-        self.gone.store(true, SeqCst);
-        self.ring();
+    pub(crate) fn mark_exited(&self) {
+        self.has_exited.store(true, SeqCst);
+        self.signal();
     }
 
-    pub(crate) fn is_gone(&self) -> bool {
-        self.gone.load(Relaxed)
+    pub(crate) fn has_exited(&self) -> bool {
+        self.has_exited.load(Relaxed)
     }
 
     pub(crate) fn is_killed(&self) -> bool {
-        self.killed.load(Relaxed)
+        self.is_killed.load(Relaxed)
     }
 
-    pub(crate) fn deliver(&self, done: Done) {
-        lock(&self.done).push_back(done);
-        self.has_done.store(true, SeqCst);
-        self.ring();
+    pub(crate) fn push_sender_event(&self, event: SenderEvent) {
+        lock(&self.sender_events).push_back(event);
+        self.has_sender_events.store(true, SeqCst);
+        self.signal();
     }
 
-    pub(crate) fn post(&self, mail: Mail) {
-        lock(&self.mail).push(mail);
-        self.has_mail.store(true, SeqCst);
-        self.ring();
+    pub(crate) fn request(&self, request: MonitorRequest) {
+        lock(&self.requests).push(request);
+        self.has_requests.store(true, SeqCst);
+        self.signal();
     }
 
     /// Have its monitor turn, if it sleeps.
-    pub(crate) fn ring(&self) {
-        self.rung.store(true, SeqCst);
-        if self.asleep.swap(false, SeqCst) {
+    pub(crate) fn signal(&self) {
+        self.is_signalled.store(true, SeqCst);
+        if self.is_asleep.swap(false, SeqCst) {
             self.wake();
         }
     }
 
     fn wake(&self) {
-        if let Err(error) = rustix::io::write(&self.bell, &1u64.to_ne_bytes()) {
+        if let Err(error) = rustix::io::write(&self.wakeup, &1u64.to_ne_bytes()) {
             tracing::error!(%error, "a program's bell is broken");
         }
     }
 
-    pub(crate) fn take_done(&self, out: &mut Vec<Done>) {
+    pub(crate) fn drain_sender_events(&self, out: &mut Vec<SenderEvent>) {
         // The flag falls before the look: what is delivered after the look raises it again.
-        if self.has_done.load(Relaxed) && self.has_done.swap(false, SeqCst) {
-            out.extend(lock(&self.done).drain(..));
+        if self.has_sender_events.load(Relaxed) && self.has_sender_events.swap(false, SeqCst) {
+            out.extend(lock(&self.sender_events).drain(..));
         }
     }
 
     /// Announce sleep; false if the bell has rung since the last time, and the monitor must turn first.
-    fn lie_down(&self) -> bool {
-        self.asleep.store(true, SeqCst);
-        if self.rung.swap(false, SeqCst) {
-            self.asleep.store(false, SeqCst);
+    fn begin_sleep(&self) -> bool {
+        self.is_asleep.store(true, SeqCst);
+        if self.is_signalled.swap(false, SeqCst) {
+            self.is_asleep.store(false, SeqCst);
             return false;
         }
         true
     }
 
-    fn get_up(&self) {
-        self.asleep.store(false, SeqCst);
-        self.rung.store(false, SeqCst);
+    fn end_sleep(&self) {
+        self.is_asleep.store(false, SeqCst);
+        self.is_signalled.store(false, SeqCst);
     }
 
-    /// Sleep until the bell rings, or for at most so long.
-    pub(crate) fn sleep_for_bell(&self, patience: rustix::fs::Timespec) {
-        if !self.lie_down() {
+    /// Sleep until the wakeup rings, or for at most so long.
+    pub(crate) fn sleep_until_signalled(&self, timeout: rustix::fs::Timespec) {
+        if !self.begin_sleep() {
             return;
         }
-        let mut fds = [PollFd::new(&self.bell, PollFlags::IN)];
+        let mut fds = [PollFd::new(&self.wakeup, PollFlags::IN)];
         // Any outcome means: look again.
-        let _ = poll(&mut fds, Some(&patience));
-        self.get_up();
-        self.quiet_bell();
+        let _ = poll(&mut fds, Some(&timeout));
+        self.end_sleep();
+        self.drain_wakeup();
     }
 
-    fn quiet_bell(&self) {
+    fn drain_wakeup(&self) {
         let mut count = [0; 8];
         // It may not have rung.
-        let _ = rustix::io::read(&self.bell, &mut count);
+        let _ = rustix::io::read(&self.wakeup, &mut count);
     }
 }
 
@@ -285,7 +285,7 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 /// Begin to serve a program that has said hello.
-pub(crate) fn start_root(
+pub(crate) fn serve_root(
     run: &Arc<Run>,
     pid: u32,
     uffd: Userfaultfd,
@@ -293,13 +293,13 @@ pub(crate) fn start_root(
 ) -> io::Result<()> {
     let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
     let program = new_program(run, service.next_program())?;
-    or_forget(run, &program, || {
-        program.set_pid(pid, &service.obituary);
+    or_remove(run, &program, || {
+        program.set_pid(pid, &service.exit_watcher);
         program.attached(&attachment.hello);
         let mempool = Arc::clone(&service.mempool);
         let volume = Volume::new(Arc::clone(&run.slabs), mempool, Arc::clone(&run.budget))
             .map_err(io::Error::other)?;
-        program.lend(&uffd)?;
+        program.share_uffd(&uffd)?;
         let mut edge = ProcessEdge::new(run, &program, uffd, &volume, Journal::new()?, None)?;
         edge.register_canary(attachment.hello.canary);
         edge.attach(attachment)?;
@@ -310,7 +310,7 @@ pub(crate) fn start_root(
 }
 
 /// Begin to serve a forked child, before it has said anything.
-pub(crate) fn start_child(
+pub(crate) fn serve_child(
     run: &Arc<Run>,
     parent: &Program,
     fd: OwnedFd,
@@ -320,11 +320,11 @@ pub(crate) fn start_child(
 ) -> io::Result<()> {
     let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
     let program = new_program(run, service.next_program())?;
-    or_forget(run, &program, || {
+    or_remove(run, &program, || {
         program.set_bounds(&parent.bounds());
         program.is_forked.store(true, Relaxed);
         let uffd = Userfaultfd::from(fd);
-        program.lend(&uffd)?;
+        program.share_uffd(&uffd)?;
         let edge = ProcessEdge::new(run, &program, uffd, &volume, Journal::new()?, Some(origin))?;
         edge.keep();
         spawn(run, &program, edge, |run, program, edge| Some(monitor(run, program, edge, volume, areas)))
@@ -342,18 +342,18 @@ pub(crate) fn new_program(run: &Arc<Run>, id: u64) -> io::Result<Arc<Program>> {
 }
 
 /// A program that could not be started is not one of its run.
-pub(crate) fn or_forget(
+pub(crate) fn or_remove(
     run: &Arc<Run>,
     program: &Arc<Program>,
     start: impl FnOnce() -> io::Result<()>,
 ) -> io::Result<()> {
-    start().inspect_err(|_| forget(run, program))
+    start().inspect_err(|_| remove_program(run, program))
 }
 
-fn forget(run: &Run, program: &Program) {
+fn remove_program(run: &Run, program: &Program) {
     if let Some(service) = run.service.upgrade() {
-        service.obituary.forget(program.id);
-        service.surroundings.unkeep(KeptKind::Program, program.id);
+        service.exit_watcher.forget(program.id);
+        service.agent.remove_from_keeper(KeptKind::Program, program.id);
     }
     run.remove(program);
 }
@@ -380,24 +380,24 @@ pub(crate) fn spawn(
     let serve = move || {
         set_niceness(URGENT);
         if let Some(monitor) = make(&run, &program, edge) {
-            Loop { monitor, program: Arc::clone(&program) }.run();
+            MonitorLoop { monitor, program: Arc::clone(&program) }.run();
         }
-        forget(&run, &program);
+        remove_program(&run, &program);
     };
     std::thread::Builder::new().name(name).spawn(serve).map(drop)
 }
 
-struct Loop {
+struct MonitorLoop {
     monitor: Monitor<ProcessEdge>,
     program: Arc<Program>,
 }
 
-impl Loop {
+impl MonitorLoop {
     fn run(mut self) {
         let mut served = 0;
         let mut yields = 0;
         loop {
-            self.read_mail();
+            self.handle_requests();
             let next = self.monitor.turn();
             let faults = self.program.stats.faults.load(Relaxed);
             if faults != served {
@@ -405,29 +405,29 @@ impl Loop {
                 yields = 0;
             }
             match next {
-                Next::Again => {}
+                TurnOutcome::Again => {}
                 // The program that was just woken on this core will often fault again at once: let it, before going to sleep.
-                Next::Sleep if served > 0 && yields < YIELDS_BEFORE_SLEEP => {
+                TurnOutcome::Sleep if served > 0 && yields < YIELDS_BEFORE_SLEEP => {
                     yields += 1;
                     std::thread::yield_now();
                 }
-                Next::Sleep => self.sleep(),
-                Next::Ended => break,
+                TurnOutcome::Sleep => self.sleep(),
+                TurnOutcome::Ended => break,
             }
             self.program.held.store(self.monitor.volume().held(), Relaxed);
         }
         self.end();
     }
 
-    fn read_mail(&mut self) {
-        if !self.program.has_mail.load(Relaxed) || !self.program.has_mail.swap(false, SeqCst) {
+    fn handle_requests(&mut self) {
+        if !self.program.has_requests.load(Relaxed) || !self.program.has_requests.swap(false, SeqCst) {
             return;
         }
-        let mail = std::mem::take(&mut *lock(&self.program.mail));
-        for mail in mail {
-            match mail {
-                Mail::Areas(areas) => self.monitor.adopt(&areas),
-                Mail::Attach(attachment) => {
+        let requests = std::mem::take(&mut *lock(&self.program.requests));
+        for request in requests {
+            match request {
+                MonitorRequest::Areas(areas) => self.monitor.adopt(&areas),
+                MonitorRequest::Attach(attachment) => {
                     self.program.attached(&attachment.hello);
                     if let Err(error) = self.monitor.edge().attach(*attachment) {
                         tracing::warn!(%error, pid = self.program.pid(), "a forked program could not be attached");
@@ -439,9 +439,9 @@ impl Loop {
 
     /// Sleep until the kernel, the sender or the program's end has something to say.
     fn sleep(&mut self) {
-        self.program.has_waiting.store(self.monitor.has_waiting(), SeqCst);
-        if !self.program.lie_down() {
-            if self.program.is_gone() {
+        self.program.has_pending_faults.store(self.monitor.has_pending_faults(), SeqCst);
+        if !self.program.begin_sleep() {
+            if self.program.has_exited() {
                 self.monitor.end();
             }
             return;
@@ -449,16 +449,16 @@ impl Loop {
         let edge = self.monitor.edge();
         let mut fds = [libc::pollfd { fd: -1, events: libc::POLLIN, revents: 0 }; 2];
         fds[0].fd = edge.uffd().as_raw_fd();
-        fds[1].fd = self.program.bell.as_raw_fd();
+        fds[1].fd = self.program.wakeup.as_raw_fd();
         // While its process is unknown nobody tells us of its end.
         let patience = if self.program.pid() == 0 { PROBE_MS } else { -1 };
         // SAFETY: two valid entries.
         let ready = unsafe { libc::poll(fds.as_mut_ptr(), 2, patience) };
-        self.program.get_up();
+        self.program.end_sleep();
         if fds[1].revents != 0 {
-            self.program.quiet_bell();
+            self.program.drain_wakeup();
         }
-        if self.program.is_gone() || (ready == 0 && !self.monitor.edge().is_alive()) {
+        if self.program.has_exited() || (ready == 0 && !self.monitor.edge().is_alive()) {
             self.monitor.end();
         }
     }

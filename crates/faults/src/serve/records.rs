@@ -8,7 +8,7 @@ use aquifer_ipc::{Hello, KeptKind, Put, Token};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::maps::Bounds;
+use crate::maps::PagingBounds;
 
 /// A run. With its slabs' memory, and the socket of whoever started it.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -63,7 +63,7 @@ impl ProgramRecord {
     /// The words with which it came.
     pub fn hello(&self, token: Token) -> Option<Hello> {
         let HelloRecord { is_child, antechamber, staging } = self.hello?;
-        let Bounds { private, canary, only } = self.bounds();
+        let PagingBounds { private, canary, only } = self.bounds();
         Some(Hello {
             token,
             is_child,
@@ -79,9 +79,9 @@ impl ProgramRecord {
         })
     }
 
-    pub fn bounds(&self) -> Bounds {
+    pub fn bounds(&self) -> PagingBounds {
         let [start, end, canary] = self.private;
-        Bounds { private: start..end, canary, only: self.only[0]..self.only[1] }
+        PagingBounds { private: start..end, canary, only: self.only[0]..self.only[1] }
     }
 }
 
@@ -134,6 +134,6 @@ mod tests {
         let text = r#"{"run":1,"origin":null,"private":[4096,8192,12288],"hello":null}"#;
         let put = Put { kind: KeptKind::Program, id: 7, pid: 8, record: text.into() };
         let record: ProgramRecord = decode(&put).unwrap();
-        assert_eq!(record.bounds(), Bounds { private: 4096..8192, canary: 12288, only: 0..0 });
+        assert_eq!(record.bounds(), PagingBounds { private: 4096..8192, canary: 12288, only: 0..0 });
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use aquifer_ipc::{KeptKind, Put, Token};
 use aquifer_pager::{Budget, LIMIT_BYTES_MIN, PAGE_BYTES, SlabSet};
 
-use super::Service;
+use super::PagingService;
 use super::program::Program;
 use super::records::RunRecord;
 use super::sender::SenderThread;
@@ -26,18 +26,18 @@ pub struct Run {
     tenant: u32,
     limit_bytes: AtomicU64,
     /// Whether the limit was set while it ran: then it may be less than what cannot be paged.
-    is_limit_live: AtomicBool,
+    is_limit_changed: AtomicBool,
     /// Whoever started it.
     owner: OwnedFd,
-    pub(crate) service: Weak<Service>,
+    pub(crate) service: Weak<PagingService>,
     pub(crate) budget: Arc<Budget>,
     pub(crate) slabs: Arc<SlabSet>,
     pub(crate) sender: SenderThread,
     programs: Mutex<Vec<Arc<Program>>>,
     changed: Condvar,
     ended_programs: FaultStats,
-    reason: Mutex<Option<String>>,
-    news: Mutex<Vec<String>>,
+    end_reason: Mutex<Option<String>>,
+    notices: Mutex<Vec<String>>,
     programs_seen: AtomicU64,
 }
 
@@ -116,7 +116,7 @@ pub struct RunReport {
 impl Run {
     /// A fresh run, started by whoever is at the other end of `owner`, which the keeper holds, too.
     pub(crate) fn open(
-        service: &Arc<Service>,
+        service: &Arc<PagingService>,
         name: &str,
         limit_bytes: u64,
         replicas: usize,
@@ -129,12 +129,12 @@ impl Run {
             RunRecord { token: Token(token).to_hex(), name: name.to_owned(), limit_bytes, tenant, replicas };
         let budget = Arc::new(Budget::new(limit_bytes));
         let (id, slabs) = (service.next_program(), Arc::new(SlabSet::with_replicas(replicas)?));
-        let run = Self::with(service, id, &record, slabs, budget, owner.try_clone_to_owned()?)?;
-        run.keep_self();
+        let run = Self::start(service, id, &record, slabs, budget, owner.try_clone_to_owned()?)?;
+        run.put_record_in_keeper();
         Ok(run)
     }
 
-    fn keep_self(&self) {
+    fn put_record_in_keeper(&self) {
         let record = RunRecord {
             token: self.token.to_hex(),
             name: self.name.clone(),
@@ -146,8 +146,8 @@ impl Run {
     }
 
     /// A run with the slabs that it has.
-    pub(crate) fn with(
-        service: &Arc<Service>,
+    pub(crate) fn start(
+        service: &Arc<PagingService>,
         id: u64,
         record: &RunRecord,
         slabs: Arc<SlabSet>,
@@ -163,7 +163,7 @@ impl Run {
             name: record.name.clone(),
             tenant: record.tenant,
             limit_bytes: AtomicU64::new(record.limit_bytes),
-            is_limit_live: AtomicBool::new(record.limit_bytes < LIMIT_BYTES_MIN),
+            is_limit_changed: AtomicBool::new(record.limit_bytes < LIMIT_BYTES_MIN),
             owner,
             service: Arc::downgrade(service),
             budget,
@@ -172,8 +172,8 @@ impl Run {
             programs: Mutex::new(Vec::new()),
             changed: Condvar::new(),
             ended_programs: FaultStats::default(),
-            reason: Mutex::new(None),
-            news: Mutex::new(Vec::new()),
+            end_reason: Mutex::new(None),
+            notices: Mutex::new(Vec::new()),
             programs_seen: AtomicU64::new(0),
         }))
     }
@@ -200,17 +200,17 @@ impl Run {
     pub fn set_limit(&self, limit_bytes: u64) {
         tracing::info!(run = self.name, limit_bytes, "the limit is changed");
         self.limit_bytes.store(limit_bytes, Relaxed);
-        self.is_limit_live.store(true, Relaxed);
+        self.is_limit_changed.store(true, Relaxed);
         self.budget.set_limit(limit_bytes);
-        self.keep_self();
+        self.put_record_in_keeper();
         for program in self.programs() {
-            program.ring();
+            program.signal();
         }
     }
 
     /// Whether [`Self::set_limit`] was used: whoever did that is not to be punished for asking too much.
-    pub(crate) fn is_limit_live(&self) -> bool {
-        self.is_limit_live.load(Relaxed)
+    pub(crate) fn is_limit_changed(&self) -> bool {
+        self.is_limit_changed.load(Relaxed)
     }
 
     /// Whether a process is one of the run, or the one that started it.
@@ -253,9 +253,9 @@ impl Run {
     }
 
     /// Wake all programs but one: somebody else must make room.
-    pub(crate) fn nudge_others(&self, than: u64) {
+    pub(crate) fn wake_other_programs(&self, than: u64) {
         for program in self.lock().iter().filter(|program| program.id != than) {
-            program.ring();
+            program.signal();
         }
     }
 
@@ -271,20 +271,20 @@ impl Run {
     }
 
     /// Tell the one who started the run.
-    pub(crate) fn tell(&self, text: &str) {
-        self.news.lock().unwrap_or_else(PoisonError::into_inner).push(text.to_owned());
+    pub(crate) fn notify_owner(&self, text: &str) {
+        self.notices.lock().unwrap_or_else(PoisonError::into_inner).push(text.to_owned());
         self.changed.notify_all();
     }
 
     /// News since the last call, at most a bounded number.
     #[must_use]
-    pub fn take_news(&self) -> Vec<String> {
-        std::mem::take(&mut *self.news.lock().unwrap_or_else(PoisonError::into_inner))
+    pub fn drain_notices(&self) -> Vec<String> {
+        std::mem::take(&mut *self.notices.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// End every process of the run, and say why.
     pub fn end(&self, reason: &str) {
-        let mut told = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut told = self.end_reason.lock().unwrap_or_else(PoisonError::into_inner);
         if told.is_none() {
             tracing::error!(run = self.name, reason, "the run is ended");
             *told = Some(reason.to_owned());
@@ -297,14 +297,14 @@ impl Run {
 
     /// Why the run was ended, if it was.
     #[must_use]
-    pub fn reason(&self) -> Option<String> {
-        self.reason.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    pub fn end_reason(&self) -> Option<String> {
+        self.end_reason.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     pub(crate) fn close(&self) {
         self.sender.stop();
         if let Some(service) = self.service.upgrade() {
-            service.surroundings.unkeep(KeptKind::Run, self.id);
+            service.agent.remove_from_keeper(KeptKind::Run, self.id);
         }
     }
 
@@ -362,7 +362,7 @@ impl Run {
 
     pub(crate) fn keep(&self, put: &Put, fds: &[BorrowedFd<'_>]) {
         if let Some(service) = self.service.upgrade() {
-            service.surroundings.keep(put, fds);
+            service.agent.put_in_keeper(put, fds);
         }
     }
 

@@ -11,11 +11,11 @@ use std::time::{Duration, Instant};
 
 use aquifer_pager::{Budget, PAGE_BYTES};
 
-use super::Service;
-use super::count::{Counter, Look, shared_pages};
-use super::patience::Patience;
+use super::PagingService;
+use super::count::{MemoryUsage, ResidentCounter, shared_pages};
+use super::observed::ObservedDuration;
 use super::priority::{URGENT, set_niceness};
-use super::program::{Mail, Program};
+use super::program::{MonitorRequest, Program};
 use super::run::Run;
 use crate::areas::Areas;
 use crate::maps;
@@ -52,7 +52,7 @@ const TOO_SMALL_AFTER: Duration = Duration::from_secs(10);
 const FULL_AFTER: Duration = Duration::from_secs(5);
 
 /// Start the thread. It ends with the service.
-pub(crate) fn start(service: &Arc<Service>) -> std::io::Result<Thread> {
+pub(crate) fn start(service: &Arc<PagingService>) -> std::io::Result<Thread> {
     let weak = Arc::downgrade(service);
     let thread = std::thread::Builder::new().name("sampler".into()).spawn(move || sample_all(&weak))?;
     Ok(thread.thread().clone())
@@ -60,7 +60,7 @@ pub(crate) fn start(service: &Arc<Service>) -> std::io::Result<Thread> {
 
 /// What the sampler remembers of a program.
 #[derive(Debug)]
-struct Seen {
+struct SampledProgram {
     id: u64,
     size: u64,
     /// Resident and not controlled, the least since the last scan.
@@ -68,10 +68,10 @@ struct Seen {
     is_armed: bool,
     next_scan: Instant,
     areas: Areas,
-    counter: Counter,
+    counter: ResidentCounter,
 }
 
-impl Seen {
+impl SampledProgram {
     fn first(id: u64) -> Self {
         Self {
             id,
@@ -80,7 +80,7 @@ impl Seen {
             is_armed: false,
             next_scan: Instant::now(),
             areas: Areas::default(),
-            counter: Counter::new(),
+            counter: ResidentCounter::new(),
         }
     }
 
@@ -104,41 +104,41 @@ impl Seen {
 }
 
 #[derive(Debug)]
-struct Watch {
+struct SampledRun {
     run: Weak<Run>,
-    programs: Vec<Seen>,
+    programs: Vec<SampledProgram>,
     next: Instant,
-    over: Option<Over>,
-    hungry: Option<Hungry>,
-    shared: Shared,
+    over: Option<OverLimit>,
+    shortage_seen: Option<RoomShortage>,
+    shared: SharedPages,
 }
 
 /// A run's pages wait for room in the pool.
 #[derive(Debug)]
-struct Hungry {
+struct RoomShortage {
     /// Which of the times that the pool had no room: it may have had some between two looks.
-    starvation: u64,
-    patience: Patience,
+    shortage: u64,
+    duration: ObservedDuration,
 }
 
 /// A run is over its limit.
 #[derive(Clone, Copy, Debug)]
-struct Over {
-    patience: Patience,
+struct OverLimit {
+    duration: ObservedDuration,
     /// Pages that had been taken out of its programs by then.
     evictions: u64,
 }
 
-impl Over {
+impl OverLimit {
     /// Whether that will not change: what cannot be taken is too much, or nothing was taken all the time.
-    fn is_for_good(self, evictions: u64, untakable: u64, max: u64) -> bool {
+    fn is_hopeless(self, evictions: u64, untakable: u64, max: u64) -> bool {
         untakable > max || evictions == self.evictions
     }
 }
 
 /// How much the resident sizes of relatives overlap, by the last costly look.
 #[derive(Debug)]
-struct Shared {
+struct SharedPages {
     overlap: u64,
     /// Pages granted until then: what was granted since is shared no longer.
     granted: u64,
@@ -149,25 +149,25 @@ struct Shared {
     programs: (usize, u64),
 }
 
-fn sample_all(service: &Weak<Service>) {
+fn sample_all(service: &Weak<PagingService>) {
     set_niceness(URGENT);
-    let mut watches: Vec<Watch> = Vec::new();
+    let mut watches: Vec<SampledRun> = Vec::new();
     while let Some(service) = service.upgrade() {
         for run in service.runs() {
             if !watches.iter().any(|watch| watch.run.as_ptr() == Arc::as_ptr(&run)) {
-                watches.push(Watch {
+                watches.push(SampledRun {
                     run: Arc::downgrade(&run),
                     programs: Vec::new(),
                     next: Instant::now(),
                     over: None,
-                    hungry: None,
-                    shared: Shared::new(),
+                    shortage_seen: None,
+                    shared: SharedPages::new(),
                 });
             }
         }
         watches.retain(|watch| watch.run.strong_count() > 0);
         let now = Instant::now();
-        if service.has_newcomers.swap(false, Relaxed) {
+        if service.has_new_programs.swap(false, Relaxed) {
             watches.iter_mut().for_each(|watch| watch.next = now);
         }
         drop(service);
@@ -184,26 +184,26 @@ fn sample_all(service: &Weak<Service>) {
     }
 }
 
-impl Watch {
+impl SampledRun {
     /// Look at one run; returns when to look again.
     fn sample(&mut self, run: &Run) -> Duration {
         let programs = run.programs();
         self.programs.retain(|seen| programs.iter().any(|program| program.id == seen.id));
         let mut total = 0;
         let mut held = 0;
-        let mut looks = Vec::with_capacity(programs.len());
+        let mut usages = Vec::with_capacity(programs.len());
         for program in &programs {
-            let Some(look) = self.seen(program.id).counter.look(program) else { continue };
-            total += look.counted;
+            let Some(usage) = self.seen(program.id).counter.usage(program) else { continue };
+            total += usage.counted;
             held += program.held.load(Relaxed);
-            looks.push((program, look));
+            usages.push((program, usage));
         }
-        total = total.saturating_sub(self.shared.overlap(&looks, total, &run.budget));
+        total = total.saturating_sub(self.shared.overlap(&usages, total, &run.budget));
         run.budget.set_sample(total.saturating_sub(held), total);
         let max = run.budget.resident_max();
         let arm_at = (max / ARM_DIVISOR).min(max.saturating_sub(ARM_MARGIN_PAGES)).max(max / ARM_DIVISOR_MAX);
-        for (program, look) in &looks {
-            self.scan_if_needed(program, look, total > arm_at);
+        for (program, usage) in &usages {
+            self.scan_if_needed(program, usage, total > arm_at);
         }
         // Also when it is over no longer: faults that waited for room would wait on. And who sleeps on more than its share must give
         // some of it to those who work, for they have no more than what they take from themselves. And all give up copies while the pool is short, and move
@@ -218,27 +218,28 @@ impl Watch {
                 is_over
                     || is_short
                     || is_vacating
-                    || program.has_waiting.load(SeqCst)
+                    || program.has_pending_faults.load(SeqCst)
                     || is_near && program.held.load(Relaxed) > share
             })
-            .for_each(|program| program.ring());
-        self.judge(run, &programs, total, held);
+            .for_each(|program| program.signal());
+        self.enforce_limit(run, &programs, total, held);
         Duration::from_millis(arm_at.saturating_sub(total) / PAGES_PER_MS).clamp(TICK_MIN, TICK_MAX)
     }
 
-    fn seen(&mut self, id: u64) -> &mut Seen {
+    fn seen(&mut self, id: u64) -> &mut SampledProgram {
         let at = self.programs.iter().position(|seen| seen.id == id).unwrap_or_else(|| {
-            self.programs.push(Seen::first(id));
+            self.programs.push(SampledProgram::first(id));
             self.programs.len() - 1
         });
         &mut self.programs[at]
     }
 
-    fn scan_if_needed(&mut self, program: &Arc<Program>, look: &Look, is_near: bool) {
+    fn scan_if_needed(&mut self, program: &Arc<Program>, usage: &MemoryUsage, is_near: bool) {
         let began = Instant::now();
-        let uncontrolled = look.counted.saturating_sub(program.held.load(Relaxed));
+        let uncontrolled = usage.counted.saturating_sub(program.held.load(Relaxed));
         let seen = self.seen(program.id);
-        if !is_near || !seen.wants_scan(look.size, uncontrolled, began) || !program.is_attached.load(SeqCst) {
+        if !is_near || !seen.wants_scan(usage.size, uncontrolled, began) || !program.is_attached.load(SeqCst)
+        {
             return;
         }
         let Some(text) = program.read_proc("maps") else {
@@ -250,27 +251,29 @@ impl Watch {
             seen.areas.missing(*area).into_iter().for_each(|new| program.register_early(new));
             areas.insert(*area);
         }
-        program.post(Mail::Areas(found));
-        seen.scanned(look.size, uncontrolled, began, areas);
+        program.request(MonitorRequest::Areas(found));
+        seen.scanned(usage.size, uncontrolled, began, areas);
     }
 
     /// Why the pool has no room for the run's pages, when it has had none for too long.
-    fn starved_for_good(&mut self, run: &Run) -> Option<String> {
-        let Some((starvation, reason)) = run.sender.starved() else {
-            self.hungry = None;
+    fn lasting_room_shortage(&mut self, run: &Run) -> Option<String> {
+        let Some((shortage, reason)) = run.sender.room_shortage() else {
+            self.shortage_seen = None;
             return None;
         };
         let now = Instant::now();
-        self.hungry.take_if(|hungry| hungry.starvation != starvation);
-        let hungry = self.hungry.get_or_insert_with(|| Hungry { starvation, patience: Patience::begin(now) });
-        (hungry.patience.look(now) > FULL_AFTER).then_some(reason)
+        self.shortage_seen.take_if(|shortage_seen| shortage_seen.shortage != shortage);
+        let shortage_seen = self
+            .shortage_seen
+            .get_or_insert_with(|| RoomShortage { shortage, duration: ObservedDuration::begin(now) });
+        (shortage_seen.duration.observe(now) > FULL_AFTER).then_some(reason)
     }
 
     /// End a run that cannot be kept within its limit, before it takes the host's memory.
-    fn judge(&mut self, run: &Run, programs: &[Arc<Program>], total: u64, held: u64) {
+    fn enforce_limit(&mut self, run: &Run, programs: &[Arc<Program>], total: u64, held: u64) {
         let max = run.budget.resident_max();
         let page = PAGE_BYTES as u64;
-        if let Some(reason) = self.starved_for_good(run)
+        if let Some(reason) = self.lasting_room_shortage(run)
             && run.budget.excess(0) > 0
         {
             run.end(&format!(
@@ -284,19 +287,20 @@ impl Watch {
         }
         let evictions = programs.iter().map(|program| program.stats.evictions.load(Relaxed)).sum();
         let now = Instant::now();
-        let over = self.over.get_or_insert_with(|| Over { patience: Patience::begin(now), evictions });
-        if over.patience.look(now) <= TOO_SMALL_AFTER {
+        let over =
+            self.over.get_or_insert_with(|| OverLimit { duration: ObservedDuration::begin(now), evictions });
+        if over.duration.observe(now) <= TOO_SMALL_AFTER {
             return;
         }
         let over = *over;
         self.over = None;
-        if over.is_for_good(evictions, total.saturating_sub(held), max) {
+        if over.is_hopeless(evictions, total.saturating_sub(held), max) {
             let kept_mb = (total * page) >> 20;
             let wanted_mb = kept_mb * 5 / 4 + 8;
             let what = format!(
                 "it keeps {kept_mb} MiB resident that cannot be paged (stacks, locked, read-only or small areas), more than its limit allows"
             );
-            if run.is_limit_live() {
+            if run.is_limit_changed() {
                 tracing::warn!(run = ?run.token(), "{what}");
             } else {
                 run.end(&format!("{what}: give at least --local {wanted_mb}M"));
@@ -305,13 +309,13 @@ impl Watch {
     }
 }
 
-impl Shared {
+impl SharedPages {
     fn new() -> Self {
         Self { overlap: 0, granted: 0, next: Instant::now(), rest: SHARED_REST, programs: (0, 0) }
     }
 
     /// Pages that are in `total`, the sum over all programs, more than once: those that relatives share since a fork.
-    fn overlap(&mut self, programs: &[(&Arc<Program>, Look)], total: u64, budget: &Budget) -> u64 {
+    fn overlap(&mut self, programs: &[(&Arc<Program>, MemoryUsage)], total: u64, budget: &Budget) -> u64 {
         let granted = budget.granted();
         let newest = programs.iter().map(|(program, _)| program.id).max().unwrap_or(0);
         let are_others = (programs.len(), newest) != self.programs;
@@ -339,7 +343,7 @@ mod tests {
 
     #[test]
     fn what_grows_fast_is_looked_for_whatever_the_last_scan_took() {
-        let mut seen = Seen::first(1);
+        let mut seen = SampledProgram::first(1);
         let now = Instant::now();
         assert!(seen.wants_scan(1000, 0, now), "the first");
         seen.scanned(1000, 600, now, Areas::default());
@@ -360,9 +364,9 @@ mod tests {
 
     #[test]
     fn a_run_that_still_gives_pages_away_is_only_slow() {
-        let over = Over { patience: Patience::begin(Instant::now()), evictions: 100 };
-        assert!(!over.is_for_good(101, 900, 1000));
-        assert!(over.is_for_good(100, 900, 1000), "nothing leaves");
-        assert!(over.is_for_good(5000, 1001, 1000), "what cannot leave is too much");
+        let over = OverLimit { duration: ObservedDuration::begin(Instant::now()), evictions: 100 };
+        assert!(!over.is_hopeless(101, 900, 1000));
+        assert!(over.is_hopeless(100, 900, 1000), "nothing leaves");
+        assert!(over.is_hopeless(5000, 1001, 1000), "what cannot leave is too much");
     }
 }

@@ -16,8 +16,8 @@ use rustix::process::Pid;
 
 use super::priority::{BUSY, set_niceness};
 use super::program::Program;
-use super::{Service, Surroundings};
-use crate::edge::{Done, Job};
+use super::{AgentServices, PagingService};
+use crate::edge::{EvictedBatch, SenderEvent};
 
 /// How often to look for emptied slabs, and for room in a full pool.
 const IDLE_TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
@@ -28,30 +28,30 @@ const POLLS_BEFORE_YIELD: u32 = 64;
 
 /// What is to be written.
 #[derive(Debug)]
-struct Order {
+struct StageRequest {
     program: Arc<Program>,
-    what: What,
+    what: PageSource,
 }
 
 #[derive(Debug)]
-enum What {
+enum PageSource {
     /// A batch, with what is needed to read it: where its buffer is in the program, and a thread of that.
-    Batch { job: Job, staging: u64, thread: u32 },
+    Batch { job: EvictedBatch, staging: u64, thread: u32 },
     /// Slots of a block whose bytes are there already.
     Block { block: BlockId, slots: u64 },
 }
 
 #[derive(Debug, Default)]
-struct Inbox {
-    orders: VecDeque<Order>,
+struct RequestQueue {
+    orders: VecDeque<StageRequest>,
     abandoned: Vec<u64>,
     stop: bool,
 }
 
 #[derive(Debug)]
-struct Shared {
-    inbox: Mutex<Inbox>,
-    bell: OwnedFd,
+struct SenderShared {
+    inbox: Mutex<RequestQueue>,
+    wakeup: OwnedFd,
     writes: AtomicU64,
     pages: AtomicU64,
     zero_pages: AtomicU64,
@@ -61,79 +61,78 @@ struct Shared {
     repaired_pages: AtomicU64,
     vacated_slabs: AtomicU64,
     /// How often the pool has begun to have no room.
-    starvations: AtomicU64,
-    is_starved: AtomicBool,
-    starvation: Mutex<String>,
+    shortages: AtomicU64,
+    is_short_of_room: AtomicBool,
+    shortage: Mutex<String>,
 }
 
 /// The handle of a run's sender.
 #[derive(Debug)]
 pub(crate) struct SenderThread {
-    shared: Arc<Shared>,
+    shared: Arc<SenderShared>,
 }
 
 impl SenderThread {
     pub(crate) fn start(
-        service: &Arc<Service>,
+        service: &Arc<PagingService>,
         slabs: Arc<SlabSet>,
         tenant: u32,
         seed: u64,
     ) -> std::io::Result<Self> {
-        let shared = Arc::new(Shared::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?));
+        let shared = Arc::new(SenderShared::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?));
         // At once, and not by the thread: nobody may take what a run has for unknown because it was slow to begin.
-        service.surroundings.custody().enter(&slabs);
+        service.agent.custody().enter(&slabs);
         let mempool = Arc::clone(&service.mempool);
-        let surroundings = Arc::clone(&service.surroundings);
+        let agent = Arc::clone(&service.agent);
         let for_thread = Arc::clone(&shared);
         std::thread::Builder::new().name("sender".into()).spawn(move || {
-            let newcomers = Newcomers::new(surroundings.connector(tenant));
-            let sender =
-                Sender::new(slabs, &mempool, surroundings.connector(tenant), surroundings.pool(tenant), seed);
-            Loop {
+            let newcomers = Newcomers::new(agent.connector(tenant));
+            let sender = Sender::new(slabs, &mempool, agent.connector(tenant), agent.pool(tenant), seed);
+            SenderLoop {
                 sender,
                 mempool,
                 shared: for_thread,
                 programs: Vec::new(),
                 probed: Instant::now(),
                 newcomers,
-                surroundings,
+                agent,
             }
             .run();
         })?;
         Ok(Self { shared })
     }
 
-    pub(crate) fn submit(&self, program: &Arc<Program>, thread: u32, staging: u64, job: Job) {
-        self.order(program, What::Batch { job, staging, thread });
+    pub(crate) fn submit(&self, program: &Arc<Program>, thread: u32, staging: u64, job: EvictedBatch) {
+        self.order(program, PageSource::Batch { job, staging, thread });
     }
 
-    pub(crate) fn submit_again(&self, program: &Arc<Program>, block: BlockId, slots: u64) {
-        self.order(program, What::Block { block, slots });
+    pub(crate) fn submit_block(&self, program: &Arc<Program>, block: BlockId, slots: u64) {
+        self.order(program, PageSource::Block { block, slots });
     }
 
-    fn order(&self, program: &Arc<Program>, what: What) {
-        self.shared.lock().orders.push_back(Order { program: Arc::clone(program), what });
-        self.shared.ring();
+    fn order(&self, program: &Arc<Program>, what: PageSource) {
+        self.shared.lock().orders.push_back(StageRequest { program: Arc::clone(program), what });
+        self.shared.signal();
     }
 
     /// A program has ended: do not wait for room for its pages.
     pub(crate) fn abandon(&self, program: u64) {
         self.shared.lock().abandoned.push(program);
-        self.shared.ring();
+        self.shared.signal();
     }
 
     pub(crate) fn stop(&self) {
         self.shared.lock().stop = true;
-        self.shared.ring();
+        self.shared.signal();
     }
 
     /// While the pool has no room: how often that has begun, and what it says.
-    pub(crate) fn starved(&self) -> Option<(u64, String)> {
-        if !self.shared.is_starved.load(Relaxed) {
+    pub(crate) fn room_shortage(&self) -> Option<(u64, String)> {
+        if !self.shared.is_short_of_room.load(Relaxed) {
             return None;
         }
-        let text = self.shared.starvation.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        Some((self.shared.starvations.load(Relaxed), text))
+        let text = self.shared.shortage.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        Some((self.shared.shortages.load(Relaxed), text))
     }
 
     pub(crate) fn stats(&self) -> SenderStats {
@@ -150,11 +149,11 @@ impl SenderThread {
     }
 }
 
-impl Shared {
-    fn new(bell: OwnedFd) -> Self {
+impl SenderShared {
+    fn new(wakeup: OwnedFd) -> Self {
         Self {
             inbox: Mutex::default(),
-            bell,
+            wakeup,
             writes: AtomicU64::new(0),
             pages: AtomicU64::new(0),
             zero_pages: AtomicU64::new(0),
@@ -163,35 +162,35 @@ impl Shared {
             copied_slabs: AtomicU64::new(0),
             repaired_pages: AtomicU64::new(0),
             vacated_slabs: AtomicU64::new(0),
-            starvations: AtomicU64::new(0),
-            is_starved: AtomicBool::new(false),
-            starvation: Mutex::default(),
+            shortages: AtomicU64::new(0),
+            is_short_of_room: AtomicBool::new(false),
+            shortage: Mutex::default(),
         }
     }
 
-    fn ring(&self) {
+    fn signal(&self) {
         // Writing to an eventfd fails only when its count is full, and then it is awake already.
-        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+        let _ = rustix::io::write(&self.wakeup, &1_u64.to_ne_bytes());
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Inbox> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, RequestQueue> {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-struct Loop {
+struct SenderLoop {
     sender: Sender,
     mempool: Arc<Mempool>,
-    shared: Arc<Shared>,
+    shared: Arc<SenderShared>,
     /// Programs with batches under way.
     programs: Vec<(Arc<Program>, usize)>,
     /// When memory nodes were asked last whether they live.
     probed: Instant,
     newcomers: Newcomers,
-    surroundings: Arc<dyn Surroundings>,
+    agent: Arc<dyn AgentServices>,
 }
 
-impl Loop {
+impl SenderLoop {
     fn run(mut self) {
         set_niceness(BUSY);
         let mut written = Vec::new();
@@ -208,9 +207,9 @@ impl Loop {
                 self.stage(&order, &mut found);
             }
             self.probe();
-            self.newcomers.take_in(&mut self.sender, || self.surroundings.nodes());
-            let starved = self.sender.advance(&mut written).err();
-            self.note_starvation(starved);
+            self.newcomers.take_in(&mut self.sender, || self.agent.nodes());
+            let no_room = self.sender.advance(&mut written).err();
+            self.record_shortage(no_room);
             is_stuck &= written.is_empty() && self.sender.stats() == before;
             for written in written.drain(..) {
                 self.deliver(written);
@@ -227,10 +226,10 @@ impl Loop {
 
     /// The next batch; `Some(None)` when it is time to look at acknowledgements, `None` when the run has ended. Waits if there is nothing to
     /// do; if all there is to do is to wait for acknowledgements (`is_stuck`), for those too.
-    fn next_order(&mut self, is_stuck: bool) -> Option<Option<Order>> {
+    fn next_order(&mut self, is_stuck: bool) -> Option<Option<StageRequest>> {
         let mut inbox = self.shared.lock();
-        let is_starved = self.shared.is_starved.load(Relaxed);
-        let is_idle = (self.sender.is_idle() || is_starved) && !self.sender.is_healing();
+        let is_short_of_room = self.shared.is_short_of_room.load(Relaxed);
+        let is_idle = (self.sender.is_idle() || is_short_of_room) && !self.sender.is_healing();
         if inbox.orders.is_empty() && !inbox.stop && (is_idle || is_stuck) {
             drop(inbox);
             self.wait(is_idle);
@@ -240,7 +239,7 @@ impl Loop {
             self.sender.abandon(owner);
             // Nor need what is not staged yet be written: there may be no room for it.
             for order in inbox.orders.iter_mut().filter(|order| order.program.id == owner) {
-                if let What::Block { slots, .. } = &mut order.what {
+                if let PageSource::Block { slots, .. } = &mut order.what {
                     *slots = 0;
                 }
             }
@@ -256,7 +255,7 @@ impl Loop {
 
     /// Wait for orders, or for memory nodes to say something. Where those answer at once there is nothing to wait for.
     fn wait(&mut self, is_idle: bool) {
-        let mut polled = vec![PollFd::new(&self.shared.bell, PollFlags::IN)];
+        let mut polled = vec![PollFd::new(&self.shared.wakeup, PollFlags::IN)];
         if !is_idle {
             let Some(fds) = self.sender.poll_fds() else { return };
             polled.extend(fds);
@@ -265,7 +264,7 @@ impl Loop {
         let _ = poll(&mut polled, Some(&IDLE_TICK));
         if polled[0].revents().contains(PollFlags::IN) {
             // It only wakes: nothing is lost if it was read already.
-            let _ = rustix::io::read(&self.shared.bell, &mut [0; 8]);
+            let _ = rustix::io::read(&self.shared.wakeup, &mut [0; 8]);
         }
     }
 
@@ -276,14 +275,14 @@ impl Loop {
         }
     }
 
-    fn stage(&mut self, order: &Order, found: &mut Vec<Staged>) {
+    fn stage(&mut self, order: &StageRequest, found: &mut Vec<Staged>) {
         match &order.what {
-            What::Batch { job, staging, thread } => {
+            PageSource::Batch { job, staging, thread } => {
                 self.copy(&order.program, job, *staging, *thread, found);
                 let (block, buffer) = (job.block, job.buffer);
-                order.program.deliver(Done::Staged { block, buffer, found: found.clone() });
+                order.program.push_sender_event(SenderEvent::Staged { block, buffer, found: found.clone() });
             }
-            What::Block { block, slots } => {
+            PageSource::Block { block, slots } => {
                 let is_wanted = |index: usize| slots >> index & 1 == 1;
                 self.sender.stage_with_copies(order.program.id, *block, BLOCK_PAGES, is_wanted, &[], found);
             }
@@ -295,11 +294,18 @@ impl Loop {
     }
 
     /// Copy a batch into its block.
-    fn copy(&mut self, program: &Program, job: &Job, staging: u64, thread: u32, found: &mut Vec<Staged>) {
+    fn copy(
+        &mut self,
+        program: &Program,
+        job: &EvictedBatch,
+        staging: u64,
+        thread: u32,
+        found: &mut Vec<Staged>,
+    ) {
         let readable = self.read(job, staging, thread).unwrap_or_else(|error| {
             // Its threads end before the kernel tells of its end.
             let has_ended = error.raw_os_error() == Some(libc::ESRCH);
-            if has_ended || program.is_gone() || program.is_killed() {
+            if has_ended || program.has_exited() || program.is_killed() {
                 tracing::debug!(%error, pid = program.pid(), "a batch could not be read: its program is gone");
             } else {
                 tracing::warn!(%error, pid = program.pid(), "a batch could not be read; its program should be gone");
@@ -311,7 +317,7 @@ impl Loop {
     }
 
     /// Copy the pages from the program's staging buffer; how many arrived, from the first.
-    fn read(&self, job: &Job, staging: u64, thread: u32) -> std::io::Result<usize> {
+    fn read(&self, job: &EvictedBatch, staging: u64, thread: u32) -> std::io::Result<usize> {
         let pid = i32::try_from(thread).ok().and_then(Pid::from_raw).ok_or(std::io::ErrorKind::NotFound)?;
         let base = staging + (job.buffer * TAKE_PAGES_MAX * PAGE_BYTES) as u64;
         let mut remote = Vec::with_capacity(BLOCK_PAGES);
@@ -348,28 +354,28 @@ impl Loop {
         let at = self.programs.iter().position(|(program, _)| program.id == written.owner);
         let at = at.expect("its batch was staged");
         let (program, jobs) = &mut self.programs[at];
-        program.deliver(Done::Written(Box::new(written)));
+        program.push_sender_event(SenderEvent::Written(Box::new(written)));
         *jobs -= 1;
         if *jobs == 0 {
             self.programs.swap_remove(at);
         }
     }
 
-    fn note_starvation(&self, starved: Option<NoRoom>) {
-        let was_starved = self.shared.is_starved.load(Relaxed);
+    fn record_shortage(&self, no_room: Option<NoRoom>) {
+        let was_short_of_room = self.shared.is_short_of_room.load(Relaxed);
         // A node that is away comes back, or is gone: only what comes after that lasts.
-        let is_another = !was_starved || matches!(starved, Some(NoRoom::Away(_)));
-        if starved.is_some() && is_another {
-            // Before it shows: it is another starvation than the one before.
-            self.shared.starvations.fetch_add(1, Relaxed);
+        let is_another = !was_short_of_room || matches!(no_room, Some(NoRoom::Away(_)));
+        if no_room.is_some() && is_another {
+            // Before it shows: it is another shortage than the one before.
+            self.shared.shortages.fetch_add(1, Relaxed);
         }
-        let text = starved.map(|error| error.to_string());
-        if text.is_some() && !was_starved {
+        let text = no_room.map(|error| error.to_string());
+        if text.is_some() && !was_short_of_room {
             tracing::warn!(text, "evicted pages find no room");
         }
-        self.shared.is_starved.store(text.is_some(), Relaxed);
+        self.shared.is_short_of_room.store(text.is_some(), Relaxed);
         let Some(text) = text else { return };
-        *self.shared.starvation.lock().unwrap_or_else(PoisonError::into_inner) = text;
+        *self.shared.shortage.lock().unwrap_or_else(PoisonError::into_inner) = text;
     }
 
     fn publish(&self) {

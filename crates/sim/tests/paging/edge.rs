@@ -3,9 +3,11 @@
 use std::cell::{RefCell, RefMut};
 use std::rc::Rc;
 
-use aquifer_faults::journal::Remembered;
-use aquifer_faults::kernel::{Filled, Gone, Kernel, Message, Source, Stop, Taken};
-use aquifer_faults::{Areas, Done, Edge, Job};
+use aquifer_faults::journal::PersistentRanges;
+use aquifer_faults::kernel::{
+    FillOutcome, FillSource, FillStop, Kernel, MoveOutcome, ProgramEnded, UffdMessage,
+};
+use aquifer_faults::{Areas, Edge, EvictedBatch, SenderEvent};
 use aquifer_pager::{
     BlockId, FetchError, Fetcher, Location, Mutation, PAGE_BYTES, PageNumber, SlabSet, Volume, view,
 };
@@ -55,14 +57,14 @@ impl SimEdge {
         world.page(self.process, page).frame
     }
 
-    fn stamp(&self, world: &World, source: Source, offset: usize) -> Option<u64> {
+    fn stamp(&self, world: &World, source: FillSource, offset: usize) -> Option<u64> {
         let mut bytes = [0; PAGE_BYTES];
         match source {
-            Source::Zeros { .. } => {}
-            Source::Slot(slot) => {
+            FillSource::Zeros { .. } => {}
+            FillSource::Slot(slot) => {
                 world.mempool.memory().read(slot.offset() + offset * PAGE_BYTES, &mut bytes);
             }
-            Source::Fetched(first) => {
+            FillSource::Fetched(first) => {
                 self.fetcher.buffer().read((first + offset) * PAGE_BYTES, &mut bytes);
             }
         }
@@ -70,48 +72,48 @@ impl SimEdge {
     }
 
     /// What the kernel says before it looks at the first page.
-    fn obstacle(process: &Process, page: PageNumber, pages: usize) -> Option<Stop> {
+    fn obstacle(process: &Process, page: PageNumber, pages: usize) -> Option<FillStop> {
         if !process.alive {
-            Some(Stop::Ended)
+            Some(FillStop::Ended)
         } else if process.changing > 0 {
-            Some(Stop::Busy)
+            Some(FillStop::Busy)
         } else if !process.is_fillable(page, pages) {
-            Some(Stop::NoArea)
+            Some(FillStop::NoArea)
         } else {
             None
         }
     }
 
     /// One page's way out of the program.
-    fn take_one(&self, page: PageNumber) -> Result<(Taken, u64), Gone> {
+    fn take_one(&self, page: PageNumber) -> Result<(MoveOutcome, u64), ProgramEnded> {
         let mut is_private = false;
         loop {
             let mut world = self.meanwhile();
             let ignores_events = Mutation::TakeDuringEvents.is_active();
             let process = &mut world.processes[self.process];
             if !process.alive {
-                return Err(Gone);
+                return Err(ProgramEnded);
             }
             let place = &mut process.pages[index(page)];
             if is_private && place.mapped {
                 if place.registered && place.frame.is_none() {
                     // The real worker would wait here: see "What is left" in docs/formats/paging.md.
                     world.seen.stuck_workers += 1;
-                    return Ok((Taken::Kept, 0));
+                    return Ok((MoveOutcome::Kept, 0));
                 }
                 let frame = place.frame.get_or_insert(Frame::ZERO);
                 if frame.protected {
                     world.failure =
                         Some(format!("the worker waits for page {page:#x}, and the agent for the worker"));
-                    return Err(Gone);
+                    return Err(ProgramEnded);
                 }
                 frame.exclusive = true;
             }
             let taken = match place.frame {
-                _ if process.changing > 0 && !ignores_events => Taken::Kept,
-                _ if !place.mapped || place.poisoned => Taken::Kept,
-                None => Taken::Absent,
-                Some(Frame { pinned: true, .. }) => Taken::Kept,
+                _ if process.changing > 0 && !ignores_events => MoveOutcome::Kept,
+                _ if !place.mapped || place.poisoned => MoveOutcome::Kept,
+                None => MoveOutcome::Absent,
+                Some(Frame { pinned: true, .. }) => MoveOutcome::Kept,
                 Some(Frame { exclusive: false, .. }) => {
                     process.unprotect(index(page), index(page) + 1);
                     is_private = true;
@@ -122,10 +124,10 @@ impl SimEdge {
                     assert!(!process.kept.contains(&page), "page {page:#x} was to stay");
                     place.frame = None;
                     tell!("{} takes {} = {stamp}", self.process, index(page));
-                    return Ok((Taken::Moved, stamp));
+                    return Ok((MoveOutcome::Moved, stamp));
                 }
             };
-            if taken == Taken::Kept {
+            if taken == MoveOutcome::Kept {
                 world.seen.kept += 1;
             } else {
                 world.seen.absent += 1;
@@ -138,7 +140,7 @@ impl SimEdge {
 impl Kernel for SimEdge {
     type Child = usize;
 
-    fn read(&mut self, out: &mut Vec<Message<usize>>) {
+    fn read_messages(&mut self, out: &mut Vec<UffdMessage<usize>>) {
         let mut world = self.later();
         let journal = &mut world.processes[self.process].journal;
         journal.read.clear();
@@ -147,7 +149,7 @@ impl Kernel for SimEdge {
             let Some(message) = world.processes[self.process].next_message(index) else {
                 break;
             };
-            if let Message::Fork(child) = message {
+            if let UffdMessage::Fork(child) = message {
                 world.processes[child].started = true;
             }
             out.push(message);
@@ -173,23 +175,23 @@ impl Kernel for SimEdge {
         }
     }
 
-    fn heeded(&mut self, index: usize, remembered: Remembered<'_>) {
+    fn event_applied(&mut self, index: usize, ranges: PersistentRanges<'_>) {
         super::death::pass_event();
         let journal = &mut self.world.borrow_mut().processes[self.process].journal;
         assert!(journal.read.iter().any(|(place, _)| *place == index), "it is an event of the last read");
         journal.heeded = index + 1;
-        journal.vacated = remembered.vacated.to_vec();
-        journal.given_up.clone_from(remembered.given_up);
+        journal.vacated = ranges.pending_unmaps.to_vec();
+        journal.given_up.clone_from(ranges.removed);
     }
 
-    fn remember(&mut self, remembered: Remembered<'_>) {
+    fn persist_ranges(&mut self, ranges: PersistentRanges<'_>) {
         super::death::pass();
         let journal = &mut self.world.borrow_mut().processes[self.process].journal;
-        journal.vacated = remembered.vacated.to_vec();
-        journal.given_up.clone_from(remembered.given_up);
+        journal.vacated = ranges.pending_unmaps.to_vec();
+        journal.given_up.clone_from(ranges.removed);
     }
 
-    fn moving(&mut self, index: usize) {
+    fn begin_remap(&mut self, index: usize) {
         super::death::pass_event();
         let mut world = self.world.borrow_mut();
         if !Mutation::ForgetMoving.is_active() {
@@ -197,23 +199,23 @@ impl Kernel for SimEdge {
         }
     }
 
-    fn emptied(&mut self, buffer: usize) {
+    fn release_buffer(&mut self, buffer: usize) {
         super::death::pass();
         self.world.borrow_mut().processes[self.process].batches[buffer].clear();
     }
 
-    fn fill(&mut self, page: PageNumber, pages: usize, source: Source) -> Filled {
+    fn fill(&mut self, page: PageNumber, pages: usize, source: FillSource) -> FillOutcome {
         let mut world = self.later();
         let mut stop = Self::obstacle(&world.processes[self.process], page, pages);
         if world.rng.chance(1, 500) {
-            stop = Some(Stop::NoMemory);
+            stop = Some(FillStop::NoMemory);
         }
         let mut filled = 0;
         while filled < pages && stop.is_none() {
             let stamp = self.stamp(&world, source, filled);
             let place = world.page(self.process, page + filled as u64);
             if place.frame.is_some() || place.poisoned {
-                stop = Some(Stop::Exists);
+                stop = Some(FillStop::Exists);
                 break;
             }
             let Some(stamp) = stamp else {
@@ -226,16 +228,16 @@ impl Kernel for SimEdge {
         let count = filled as u64;
         tell!("{} fill {}+{pages} {source:?}: {filled} {stop:?}", self.process, index(page));
         match source {
-            Source::Zeros { .. } => world.seen.zero_fills += count,
-            Source::Slot(_) => world.seen.staging_fills += count,
-            Source::Fetched(_) => world.seen.remote_fills += count,
+            FillSource::Zeros { .. } => world.seen.zero_fills += count,
+            FillSource::Slot(_) => world.seen.staging_fills += count,
+            FillSource::Fetched(_) => world.seen.remote_fills += count,
         }
-        world.seen.busy += u64::from(stop == Some(Stop::Busy));
+        world.seen.busy += u64::from(stop == Some(FillStop::Busy));
         let first = index(page);
         world.processes[self.process].wake(first, first + filled);
         world.run_woken(self.process);
         // What stopped a fill that had begun shows when the rest is tried.
-        Filled { pages: filled, stop: stop.filter(|_| filled == 0) }
+        FillOutcome { pages: filled, stop: stop.filter(|_| filled == 0) }
     }
 
     fn wake(&mut self, page: PageNumber) {
@@ -244,23 +246,23 @@ impl Kernel for SimEdge {
         world.processes[self.process].wake(at, at + 1);
     }
 
-    fn poison(&mut self, page: PageNumber) -> Filled {
+    fn poison(&mut self, page: PageNumber) -> FillOutcome {
         let mut world = self.later();
         let mut stop = Self::obstacle(&world.processes[self.process], page, 1);
         if world.rng.chance(1, 8) {
-            stop = Some(Stop::NoMemory);
+            stop = Some(FillStop::NoMemory);
         }
         let place = world.page(self.process, page);
         if stop.is_none() && (place.frame.is_some() || place.poisoned) {
-            stop = Some(Stop::Exists);
+            stop = Some(FillStop::Exists);
         }
         if stop.is_some() {
-            return Filled { pages: 0, stop };
+            return FillOutcome { pages: 0, stop };
         }
         place.poisoned = true;
         let at = index(page);
         world.processes[self.process].wake(at, at + 1);
-        Filled { pages: 1, stop }
+        FillOutcome { pages: 1, stop }
     }
 
     fn protect(&mut self, areas: &Areas) -> bool {
@@ -275,7 +277,7 @@ impl Kernel for SimEdge {
         world.processes[*child].protect(areas);
     }
 
-    fn unprotect(&mut self, page: PageNumber, pages: usize) -> Filled {
+    fn unprotect(&mut self, page: PageNumber, pages: usize) -> FillOutcome {
         let mut world = self.later();
         let process = &mut world.processes[self.process];
         let stop = Self::obstacle(process, page, pages);
@@ -285,7 +287,7 @@ impl Kernel for SimEdge {
             tell!("{} unprotects {}+{pages}", self.process, index(page));
             world.run_woken(self.process);
         }
-        Filled { pages: if stop.is_none() { pages } else { 0 }, stop }
+        FillOutcome { pages: if stop.is_none() { pages } else { 0 }, stop }
     }
 
     fn register(&mut self, start: PageNumber, end: PageNumber) -> bool {
@@ -301,7 +303,7 @@ impl Kernel for SimEdge {
         any
     }
 
-    fn present(
+    fn present_pages(
         &mut self,
         start: PageNumber,
         end: PageNumber,
@@ -320,14 +322,19 @@ impl Kernel for SimEdge {
         end
     }
 
-    fn alone(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) {
+    fn exclusive_pages(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) {
         out.extend((start..end).filter(|page| self.frame(start, *page).is_some_and(|frame| frame.exclusive)));
     }
 
-    fn take(&mut self, buffer: usize, pages: &[PageNumber], out: &mut Vec<Taken>) -> Result<(), Gone> {
+    fn move_out(
+        &mut self,
+        buffer: usize,
+        pages: &[PageNumber],
+        out: &mut Vec<MoveOutcome>,
+    ) -> Result<(), ProgramEnded> {
         let mut world = self.later();
         let process = &mut world.processes[self.process];
-        process.batches[buffer] = pages.iter().map(|page| (*page, Taken::Kept)).collect();
+        process.batches[buffer] = pages.iter().map(|page| (*page, MoveOutcome::Kept)).collect();
         if world.rng.chance(1, 2048) {
             world.kill(self.process);
         }
@@ -338,7 +345,7 @@ impl Kernel for SimEdge {
             let (taken, stamp) = self.take_one(*page)?;
             let process = &mut self.world.borrow_mut().processes[self.process];
             process.batches[buffer][position].1 = taken;
-            if taken == Taken::Moved {
+            if taken == MoveOutcome::Moved {
                 process.staging[buffer][position] = Some(stamp);
             }
             out.push(taken);
@@ -358,29 +365,29 @@ impl Kernel for SimEdge {
         self.world.borrow().processes[self.process].kept.contains(&page)
     }
 
-    fn is_quiet(&mut self) -> bool {
+    fn has_no_unread_event(&mut self) -> bool {
         self.later().processes[self.process].changing == 0
     }
 
-    fn pause(&mut self) {
+    fn yield_now(&mut self) {
         self.later().run_some_thread();
     }
 }
 
 impl Edge for SimEdge {
-    fn submit(&mut self, job: Job) {
+    fn submit_batch(&mut self, job: EvictedBatch) {
         self.later().submit(self.process, job);
     }
 
-    fn submit_again(&mut self, block: BlockId, slots: u64) {
+    fn submit_block(&mut self, block: BlockId, slots: u64) {
         self.later().submit_again(self.process, block, slots);
     }
 
-    fn collect(&mut self, out: &mut Vec<Done>) {
+    fn poll_sender(&mut self, out: &mut Vec<SenderEvent>) {
         out.extend(self.later().processes[self.process].done.drain(..));
     }
 
-    fn wait(&mut self) -> bool {
+    fn wait_for_sender(&mut self) -> bool {
         let mut world = self.later();
         world.run_sender();
         if !world.cluster.fabric.step() && world.rng.chance(1, 8) {
@@ -406,19 +413,19 @@ impl Edge for SimEdge {
         outcome
     }
 
-    fn fetched(&self, index: usize) -> &[u8] {
+    fn fetched_page(&self, index: usize) -> &[u8] {
         super::death::pass();
         self.world.borrow_mut().seen.repacked += 1;
         view::page(self.fetcher.buffer(), index * PAGE_BYTES)
     }
 
-    fn forked(&mut self, child: usize, volume: Volume, areas: Areas) {
+    fn start_child(&mut self, child: usize, volume: Volume, areas: Areas) {
         let mut world = self.later();
         world.keep(child, volume.table_memory());
         world.newborn.push((child, volume, areas));
     }
 
-    fn nudge_others(&mut self) {
+    fn wake_other_programs(&mut self) {
         let mut world = self.later();
         for process in &mut world.processes {
             process.nudged |= process.id != self.process;

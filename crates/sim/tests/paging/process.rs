@@ -3,8 +3,8 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use aquifer_fabric::sim::Rng;
-use aquifer_faults::kernel::{Fault, Message, Taken};
-use aquifer_faults::{Area, Areas, Done};
+use aquifer_faults::kernel::{MoveOutcome, PageFault, UffdMessage};
+use aquifer_faults::{Area, Areas, SenderEvent};
 use aquifer_pager::PageNumber;
 
 use super::memory::{Frame, Page, index, number};
@@ -95,12 +95,12 @@ pub struct Process {
     pub pages: Vec<Page>,
     pub threads: Vec<Thread>,
     pub changing: u32,
-    pub faults: VecDeque<(usize, Fault)>,
+    pub faults: VecDeque<(usize, PageFault)>,
     pub events: VecDeque<(usize, Event)>,
     /// By buffer, the pages moved there.
     pub staging: Vec<Vec<Option<u64>>>,
     /// By buffer, what the worker was told to take, and what became of it.
-    pub batches: Vec<Vec<(PageNumber, Taken)>>,
+    pub batches: Vec<Vec<(PageNumber, MoveOutcome)>>,
     pub journal: Journal,
     /// A child's worker is there after so many looks.
     pub worker_in: u32,
@@ -109,7 +109,7 @@ pub struct Process {
     /// Pages that are known to be lost.
     pub lost: BTreeSet<PageNumber>,
     pub parent: Option<usize>,
-    pub done: VecDeque<Done>,
+    pub done: VecDeque<SenderEvent>,
     pub mail: Vec<Vec<Area>>,
     pub nudged: bool,
     /// The place that was moved away from last: the kernel likes to use it again.
@@ -197,7 +197,8 @@ impl Process {
         let Some(frame) = &mut page.frame else {
             if page.registered {
                 self.threads[thread].doing = Doing::Blocked { page: at, write: write.is_some() };
-                let fault = Fault { page: number(at), write: write.is_some(), protected: false, thread: 0 };
+                let fault =
+                    PageFault { page: number(at), is_write: write.is_some(), is_protected: false, thread: 0 };
                 self.faults.push_back((thread, fault));
                 return Ok(());
             }
@@ -218,8 +219,10 @@ impl Process {
         }
         if write.is_some() && frame.protected {
             self.threads[thread].doing = Doing::Blocked { page: at, write: true };
-            self.faults
-                .push_back((thread, Fault { page: number(at), write: true, protected: true, thread: 0 }));
+            self.faults.push_back((
+                thread,
+                PageFault { page: number(at), is_write: true, is_protected: true, thread: 0 },
+            ));
             return Ok(());
         }
         if let Some(stamp) = write {
@@ -312,12 +315,12 @@ impl Process {
     }
 
     /// The descriptor is read, as message `index` of this time: what is told again first, then faults, then events.
-    pub fn next_message(&mut self, index: usize) -> Option<Message<usize>> {
+    pub fn next_message(&mut self, index: usize) -> Option<UffdMessage<usize>> {
         let event = match self.journal.again.pop_front() {
             Some(event) => event,
             None => {
                 if let Some((_, fault)) = self.faults.pop_front() {
-                    return Some(Message::Fault(fault));
+                    return Some(UffdMessage::Fault(fault));
                 }
                 let (thread, event) = self.events.pop_front()?;
                 if let Doing::Telling { stage, .. } = &mut self.threads[thread].doing {
@@ -468,7 +471,7 @@ impl Process {
     }
 }
 
-impl From<Event> for Message<usize> {
+impl From<Event> for UffdMessage<usize> {
     fn from(event: Event) -> Self {
         match event {
             Event::Fork(child) => Self::Fork(child),

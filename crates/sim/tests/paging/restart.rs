@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use aquifer_faults::monitor::Before;
+use aquifer_faults::monitor::ResumeState;
 use aquifer_faults::{Area, FaultStats, Monitor};
 use aquifer_pager::{Mutation, Volume, finish_move};
 
@@ -39,7 +39,7 @@ impl Schedule {
         }
     }
 
-    fn recover(&self, process: usize) -> Option<Before> {
+    fn recover(&self, process: usize) -> Option<ResumeState> {
         let mut world = self.world.borrow_mut();
         let world = &mut *world;
         let kept: Vec<bool> = world.kept.iter().map(Option::is_some).collect();
@@ -76,17 +76,17 @@ impl Schedule {
             recovered.leaving,
             recovered.staged
         );
-        Some(Before {
+        Some(ResumeState {
             recovered,
             registered: target.registered(),
-            vacated: target.journal.vacated.clone(),
-            given_up: target.journal.given_up.clone(),
+            pending_unmaps: target.journal.vacated.clone(),
+            removed: target.journal.given_up.clone(),
             batches,
         })
     }
 }
 
-fn reserve_blocks(Before { recovered, batches, .. }: &mut Before) {
+fn reserve_blocks(ResumeState { recovered, batches, .. }: &mut ResumeState) {
     let leaving = &recovered.leaving;
     let unemptied = batches.iter().filter(|batch| batch.iter().any(|(page, _)| leaving.contains(page)));
     recovered.volume.reserve_blocks(unemptied.count());

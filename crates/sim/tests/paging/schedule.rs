@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use aquifer_faults::{Areas, FaultStats, Monitor, Next};
+use aquifer_faults::{Areas, FaultStats, Monitor, TurnOutcome};
 use aquifer_pager::Volume;
 
 use aquifer_fabric::sim::Rng;
@@ -328,9 +328,9 @@ impl Schedule {
             monitor.adopt(&areas);
         }
         match monitor.turn() {
-            Next::Again => self.world.borrow_mut().processes[process].nudged = true,
-            Next::Sleep => {}
-            Next::Ended => self.end(process),
+            TurnOutcome::Again => self.world.borrow_mut().processes[process].nudged = true,
+            TurnOutcome::Sleep => {}
+            TurnOutcome::Ended => self.end(process),
         }
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use aquifer_fabric::Endpoint;
 use aquifer_fabric::sim::Rng;
-use aquifer_faults::{Areas, Done, Job};
+use aquifer_faults::{Areas, EvictedBatch, SenderEvent};
 use aquifer_pager::slabs::{Copies, SlabId};
 use aquifer_pager::{
     BLOCK_PAGES, BlockId, Budget, Memory, Mempool, PageNumber, Sender, SlabSet, Staged, Volume, Written,
@@ -144,7 +144,7 @@ impl Seen {
 #[derive(Debug)]
 enum Order {
     /// A batch waits in staging.
-    Copy { process: usize, job: Job },
+    Copy { process: usize, job: EvictedBatch },
     /// A block waits since before a restart.
     Again { process: usize, block: BlockId, slots: u64 },
 }
@@ -300,7 +300,7 @@ impl World {
         }
     }
 
-    pub fn submit(&mut self, process: usize, job: Job) {
+    pub fn submit(&mut self, process: usize, job: EvictedBatch) {
         self.seen.evictions += job.positions.len() as u64;
         self.orders.push_back(Order::Copy { process, job });
     }
@@ -406,7 +406,7 @@ impl World {
         );
         for written in written.drain(..) {
             let process = usize::try_from(written.owner).expect("an index");
-            self.processes[process].done.push_back(Done::Written(Box::new(written)));
+            self.processes[process].done.push_back(SenderEvent::Written(Box::new(written)));
         }
         self.written = written;
     }
@@ -514,8 +514,8 @@ impl World {
     }
 
     /// A batch is copied from staging into its block.
-    fn copy(&mut self, process: usize, job: &Job) {
-        let Job { block, buffer, positions, copies } = job;
+    fn copy(&mut self, process: usize, job: &EvictedBatch) {
+        let EvictedBatch { block, buffer, positions, copies } = job;
         let number = process;
         let process = &self.processes[number];
         let alive = process.alive;
@@ -529,7 +529,7 @@ impl World {
         let owner = number as u64;
         let mut found = std::mem::take(&mut self.found);
         self.sender.stage_with_copies(owner, *block, positions.len(), |_| alive, copies, &mut found);
-        self.processes[number].done.push_back(Done::Staged {
+        self.processes[number].done.push_back(SenderEvent::Staged {
             block: *block,
             buffer: *buffer,
             found: found.clone(),

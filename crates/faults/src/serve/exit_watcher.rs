@@ -16,19 +16,19 @@ const EVENTS_MAX: usize = 64;
 
 /// Tells monitors that their programs have ended.
 #[derive(Debug)]
-pub(crate) struct Obituary {
+pub(crate) struct ProgramExitWatcher {
     epoll: OwnedFd,
     programs: Mutex<HashMap<u64, Weak<Program>>>,
 }
 
-impl Obituary {
+impl ProgramExitWatcher {
     /// Start the thread. It ends with the process.
     pub(crate) fn start() -> io::Result<Arc<Self>> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        let obituary = Arc::new(Self { epoll, programs: Mutex::new(HashMap::new()) });
-        let for_thread = Arc::clone(&obituary);
-        std::thread::Builder::new().name("obituary".into()).spawn(move || for_thread.listen())?;
-        Ok(obituary)
+        let exit_watcher = Arc::new(Self { epoll, programs: Mutex::new(HashMap::new()) });
+        let for_thread = Arc::clone(&exit_watcher);
+        std::thread::Builder::new().name("exit_watcher".into()).spawn(move || for_thread.listen())?;
+        Ok(exit_watcher)
     }
 
     /// Tell `program` when `fd` says anything: nothing is ever said there but the end.
@@ -38,7 +38,7 @@ impl Obituary {
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
         if let Err(error) = epoll::add(&self.epoll, fd, data, flags) {
             tracing::error!(%error, pid = program.pid(), "a program's end would go unnoticed; it is taken for ended");
-            program.pronounce_gone();
+            program.mark_exited();
         }
     }
 
@@ -61,7 +61,7 @@ impl Obituary {
             for event in &events {
                 let program = self.lock().get(&event.data.u64()).and_then(Weak::upgrade);
                 if let Some(program) = program {
-                    program.pronounce_gone();
+                    program.mark_exited();
                 }
             }
         }

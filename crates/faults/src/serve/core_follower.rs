@@ -12,29 +12,29 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use super::stat::{PROCESSOR, field};
 
 /// Faults between looks; a look costs some microseconds.
-const FAULTS_PER_LOOK: u64 = 256;
+const FAULTS_PER_CHECK: u64 = 256;
 
 /// Where a monitor's thread runs.
 #[derive(Debug)]
-pub(crate) struct Follow {
+pub(crate) struct CoreFollower {
     allowed: Option<CpuSet>,
     seen: Option<usize>,
     pinned: Option<usize>,
-    next_look: u64,
+    next_check: u64,
     stat: Option<(u32, File)>,
     /// Where the worker was put: pages that it frees on this core are in this core's cache when the next fault needs one.
     worker: Option<usize>,
     faults: u64,
 }
 
-impl Follow {
+impl CoreFollower {
     /// Begin where the thread may run now.
     pub(crate) fn new() -> Self {
         Self {
             allowed: sched_getaffinity(None).ok(),
             seen: None,
             pinned: None,
-            next_look: FAULTS_PER_LOOK,
+            next_check: FAULTS_PER_CHECK,
             stat: None,
             worker: None,
             faults: 0,
@@ -44,20 +44,20 @@ impl Follow {
     /// A thread of a process raised a fault.
     pub(crate) fn faulted(&mut self, process: u32, thread: u32) {
         self.faults += 1;
-        if self.faults >= self.next_look && process != 0 && thread != 0 {
-            self.next_look = self.faults + FAULTS_PER_LOOK;
-            self.look(process, thread);
+        if self.faults >= self.next_check && process != 0 && thread != 0 {
+            self.next_check = self.faults + FAULTS_PER_CHECK;
+            self.check(process, thread);
         }
     }
 
-    fn look(&mut self, process: u32, thread: u32) {
+    fn check(&mut self, process: u32, thread: u32) {
         let (Some(allowed), Some(core)) = (self.allowed, self.core_of(process, thread)) else {
             return;
         };
         let is_steady = self.seen.replace(core) == Some(core);
         let wanted = (is_steady && allowed.is_set(core)).then_some(core);
         if wanted != self.pinned {
-            let set = wanted.map_or(allowed, only);
+            let set = wanted.map_or(allowed, single_core);
             if sched_setaffinity(None, &set).is_ok() {
                 self.pinned = wanted;
             }
@@ -65,11 +65,11 @@ impl Follow {
     }
 
     /// Have the program's worker run where its pages are needed again.
-    pub(crate) fn bring(&mut self, worker: u32) {
+    pub(crate) fn move_worker(&mut self, worker: u32) {
         let pid = i32::try_from(worker).ok().and_then(Pid::from_raw);
         let (Some(pid), Some(allowed)) = (pid, self.allowed) else { return };
         if self.worker != self.pinned
-            && sched_setaffinity(Some(pid), &self.pinned.map_or(allowed, only)).is_ok()
+            && sched_setaffinity(Some(pid), &self.pinned.map_or(allowed, single_core)).is_ok()
         {
             self.worker = self.pinned;
         }
@@ -87,7 +87,7 @@ impl Follow {
 }
 
 /// A set of one core.
-fn only(core: usize) -> CpuSet {
+fn single_core(core: usize) -> CpuSet {
     let mut set = CpuSet::new();
     set.set(core);
     set
