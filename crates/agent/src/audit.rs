@@ -135,7 +135,7 @@ impl Auditor {
 
 fn look(nodes: &Nodes, tenant: Tenant, stop: &AtomicBool, node: NodeId) -> Result<Recovered, AuditError> {
     let mut pool = nodes.client(tenant);
-    pool.add_node(node, nodes.connect_promptly(node, tenant)?)?;
+    pool.add_node(node, nodes.connect_without_waiting(node, tenant)?)?;
     let go_on = |pause| {
         let is_patient = match pause {
             Pause::Between => true,

@@ -194,7 +194,7 @@ impl Nodes {
     pub fn pool(&self, tenant: u32) -> PoolClient {
         let mut pool = self.client(Tenant(tenant));
         for node in self.list() {
-            match self.connect_promptly(node, Tenant(tenant)) {
+            match self.connect_without_waiting(node, Tenant(tenant)) {
                 Ok(endpoint) => {
                     if let Err(error) = pool.add_node(node, endpoint) {
                         tracing::warn!(node = node.0, %error, "a memory node cannot be used");
@@ -214,7 +214,7 @@ impl Nodes {
     }
 
     /// The same for who has other nodes to turn to: it is told at once that the node is away.
-    pub(crate) fn connect_promptly(
+    pub(crate) fn connect_without_waiting(
         &self,
         node: NodeId,
         tenant: Tenant,
@@ -223,7 +223,7 @@ impl Nodes {
     }
 
     /// The same for who has others to attend to meanwhile: if the node is away, and this user has been there before, here is an endpoint that waits for it.
-    pub(crate) fn connect_ahead(
+    pub(crate) fn connect_lazily(
         &self,
         node: NodeId,
         tenant: Tenant,
@@ -385,12 +385,12 @@ impl Connector for OfTenant {
         self.nodes.connect(node, self.tenant)
     }
 
-    fn connect_promptly(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
-        self.nodes.connect_promptly(node, self.tenant)
+    fn connect_without_waiting(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
+        self.nodes.connect_without_waiting(node, self.tenant)
     }
 
-    fn connect_ahead(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
-        self.nodes.connect_ahead(node, self.tenant)
+    fn connect_lazily(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
+        self.nodes.connect_lazily(node, self.tenant)
     }
 }
 
@@ -503,12 +503,12 @@ mod tests {
         nodes.list_anew().expect("list");
         let before = nodes.connect(NodeId(1), Tenant(5)).expect("it is there");
         drop(target);
-        let ahead = nodes.connect_ahead(NodeId(1), Tenant(5)).expect("it was seen before");
+        let ahead = nodes.connect_lazily(NodeId(1), Tenant(5)).expect("it was seen before");
         assert!(ahead.is_away());
         assert_eq!(ahead.regions(), before.regions());
         directory.delete(&names::node(1)).expect("delete");
         nodes.list_anew().expect("list");
-        assert!(nodes.connect_ahead(NodeId(1), Tenant(5)).expect("it may come back").is_away());
+        assert!(nodes.connect_lazily(NodeId(1), Tenant(5)).expect("it may come back").is_away());
         let back = |epoch| {
             let (nodes, kept) = (Arc::clone(&nodes), Duration::from_secs(3600));
             Back { nodes, node: NodeId(1), tenant: Tenant(5), epoch, kept }

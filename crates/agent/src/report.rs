@@ -253,7 +253,7 @@ pub struct NodeStatus {
 pub(crate) fn mempool_bytes(service: &PagingService) -> (u64, u64) {
     let block = (aquifer_pager::BLOCK_PAGES * aquifer_pager::PAGE_BYTES) as u64;
     let mempool = service.mempool();
-    (mempool.blocks() as u64 * block, (mempool.blocks() - mempool.free_blocks()) as u64 * block)
+    (mempool.blocks() as u64 * block, (mempool.blocks() - mempool.free_block_count()) as u64 * block)
 }
 
 /// Tenants, those with most runs and faults first, as many as an answer holds.

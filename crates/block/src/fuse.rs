@@ -20,7 +20,7 @@ use rustix::fs::FallocateFlags;
 use rustix::mount::MountFlags;
 
 use crate::error::BlockError;
-use crate::volume::{BlockVolume, Reader};
+use crate::volume::{BlockVolume, VolumeReader};
 
 /// The file's name.
 pub const FILE: &str = "volume";
@@ -37,8 +37,8 @@ const FOREVER: Duration = Duration::from_secs(1 << 30);
 
 /// What is in a read's buffer and who fetches into it, for one request at a time.
 #[derive(Debug)]
-struct Hand {
-    reader: Reader,
+struct RequestBuffers {
+    reader: VolumeReader,
     buffer: Vec<u8>,
 }
 
@@ -46,7 +46,7 @@ struct Hand {
 #[derive(Debug)]
 struct VolumeFile {
     volume: Arc<BlockVolume>,
-    hands: Mutex<Vec<Hand>>,
+    buffers: Mutex<Vec<RequestBuffers>>,
 }
 
 /// Serves a volume until it is unmounted.
@@ -65,10 +65,10 @@ impl FuseServer {
         connector: &Arc<dyn Connector>,
         folder: &Path,
     ) -> io::Result<Self> {
-        let mut hands = Vec::new();
+        let mut buffers = Vec::new();
         for _ in 0..THREADS {
             let reader = volume.reader(Arc::clone(connector))?;
-            hands.push(Hand { reader, buffer: vec![0; REQUEST_BYTES_MAX as usize] });
+            buffers.push(RequestBuffers { reader, buffer: vec![0; REQUEST_BYTES_MAX as usize] });
         }
         let device = OwnedFd::from(File::options().read(true).write(true).open("/dev/fuse")?);
         let user = rustix::process::geteuid().as_raw();
@@ -77,7 +77,7 @@ impl FuseServer {
         let options = std::ffi::CString::new(options).expect("numbers and words");
         let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
         rustix::mount::mount("aquifer", folder, "fuse.aquifer", flags, options.as_c_str())?;
-        let file = VolumeFile { volume, hands: Mutex::new(hands) };
+        let file = VolumeFile { volume, buffers: Mutex::new(buffers) };
         let mut config = Config::default();
         config.n_threads = Some(THREADS);
         config.clone_fd = true;
@@ -141,12 +141,12 @@ impl VolumeFile {
         })
     }
 
-    /// Do something with a hand; there are as many as threads.
-    fn with_hand<T>(&self, act: impl FnOnce(&mut Hand) -> T) -> T {
-        let lock = || self.hands.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut hand = lock().pop().expect("a hand for each thread");
-        let result = act(&mut hand);
-        lock().push(hand);
+    /// Do something with a buffers; there are as many as threads.
+    fn with_buffers<T>(&self, act: impl FnOnce(&mut RequestBuffers) -> T) -> T {
+        let lock = || self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut buffers = lock().pop().expect("a buffers for each thread");
+        let result = act(&mut buffers);
+        lock().push(buffers);
         result
     }
 }
@@ -212,9 +212,9 @@ impl Filesystem for VolumeFile {
     ) {
         let left = self.volume.bytes().saturating_sub(offset);
         let len = usize::try_from(u64::from(size.min(REQUEST_BYTES_MAX)).min(left)).expect("bounded");
-        self.with_hand(|hand| {
-            let buffer = &mut hand.buffer[..len];
-            match self.volume.read(&mut hand.reader, offset.min(self.volume.bytes()), buffer) {
+        self.with_buffers(|buffers| {
+            let buffer = &mut buffers.buffer[..len];
+            match self.volume.read(&mut buffers.reader, offset.min(self.volume.bytes()), buffer) {
                 Ok(read) => reply.data(&buffer[..read]),
                 Err(error) => reply.error(errno(&error)),
             }
@@ -233,7 +233,7 @@ impl Filesystem for VolumeFile {
         _owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
-        match self.with_hand(|hand| self.volume.write(&mut hand.reader, offset, data)) {
+        match self.with_buffers(|buffers| self.volume.write(&mut buffers.reader, offset, data)) {
             Ok(()) => reply.written(u32::try_from(data.len()).expect("requests are bounded")),
             Err(error) => reply.error(errno(&error)),
         }
@@ -255,7 +255,7 @@ impl Filesystem for VolumeFile {
             // Space is taken when it is written.
             return reply.error(Errno::EOPNOTSUPP);
         }
-        match self.with_hand(|hand| self.volume.discard(&mut hand.reader, offset, length)) {
+        match self.with_buffers(|buffers| self.volume.discard(&mut buffers.reader, offset, length)) {
             Ok(()) => reply.ok(),
             Err(error) => reply.error(errno(&error)),
         }

@@ -9,15 +9,15 @@
 //! A volume is scratch: it ends with the process that serves it.
 
 mod error;
-pub mod figures;
 pub mod fuse;
 pub mod mover;
-mod pieces;
+mod page_parts;
 pub mod pump;
+pub mod stats;
 pub mod volume;
 
 pub use error::BlockError;
-pub use figures::Figures;
 pub use mover::Mover;
 pub use pump::{Pump, PumpThread};
-pub use volume::{BlockVolume, Reader};
+pub use stats::VolumeStats;
+pub use volume::{BlockVolume, VolumeReader};

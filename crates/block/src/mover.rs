@@ -5,7 +5,7 @@ use std::sync::Arc;
 use aquifer_pager::page::Location;
 use aquifer_pager::{Connector, FETCH_PAGES_MAX, Fetcher, Mutation, PAGE_BYTES, PageNumber, PageState, view};
 
-use crate::figures::Counters;
+use crate::stats::Counters;
 use crate::volume::BlockVolume;
 
 /// Parts of the page table, 512 pages each, that are looked through under one lock.
@@ -52,7 +52,7 @@ impl Mover {
             self.pages.clear();
         }
         if self.pages.is_empty() {
-            self.look();
+            self.find_pages();
         }
         if self.pages.is_empty() {
             return self.next.is_some();
@@ -62,11 +62,11 @@ impl Mover {
         has_room
     }
 
-    fn look(&mut self) {
+    fn find_pages(&mut self) {
         let mut state = self.volume.lock();
         for _ in 0..PARTS_PER_TURN {
             let Some(from) = self.next else { break };
-            self.next = state.volume.look_for_moves(from, &mut self.pages);
+            self.next = state.volume.find_pages_to_move(from, &mut self.pages);
         }
     }
 
@@ -81,11 +81,11 @@ impl Mover {
                 self.pages.push(page);
                 return false;
             }
-            match state.volume.is_to_move(page) {
+            match state.volume.state_if_to_move(page) {
                 Some(PageState::Reclaimable(slot)) => {
                     let mut bytes = [0; PAGE_BYTES];
                     volume.mempool.memory().read(slot.offset(), &mut bytes);
-                    volume.take_in(&mut state, page, &bytes);
+                    volume.absorb_page(&mut state, page, &bytes);
                     Counters::add(&volume.counters.repacked_pages, 1);
                 }
                 Some(PageState::Remote(location)) => {
@@ -99,7 +99,7 @@ impl Mover {
         true
     }
 
-    /// Fetch what was planned. A page that was written meanwhile is elsewhere already; one that cannot be had stays, and its reader is told.
+    /// Fetch what was remote_parts. A page that was written meanwhile is elsewhere already; one that cannot be had stays, and its reader is told.
     fn fetch(&mut self) {
         let mut at = 0;
         while at < self.locations.len() {
@@ -109,10 +109,10 @@ impl Mover {
                     for number in 0..fetched {
                         let (page, location) = (self.fetching[at + number], self.locations[at + number]);
                         let is_there = state.volume.state(page) == PageState::Remote(location)
-                            || Mutation::MoveUnlooked.is_active();
+                            || Mutation::MoveUnchecked.is_active();
                         if is_there && self.volume.has_room(&mut state) {
                             let bytes = view::page(self.fetcher.buffer(), number * PAGE_BYTES);
-                            self.volume.take_in(&mut state, page, bytes);
+                            self.volume.absorb_page(&mut state, page, bytes);
                             Counters::add(&self.volume.counters.repacked_pages, 1);
                         }
                     }
@@ -130,6 +130,6 @@ impl Mover {
         for location in self.locations.drain(..) {
             self.volume.slabs.release(location);
         }
-        self.volume.ring_if_emptied();
+        self.volume.wake_pump_if_emptied();
     }
 }

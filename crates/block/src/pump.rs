@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use aquifer_pager::filler::Grain;
-use aquifer_pager::{BLOCK_PAGES, Connector, NoRoom, Sender, Staged, Written};
+use aquifer_pager::filler::SlabSizing;
+use aquifer_pager::{BLOCK_PAGES, Connector, NoRoom, Sender, StageOutcome, WrittenBatch};
 use aquifer_pool::PoolClient;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -21,17 +21,17 @@ const IDLE_TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 /// Acknowledgements are polled for this often before others may run.
 const POLLS_BEFORE_YIELD: u32 = 64;
 /// At the end, acknowledgements are waited for this long.
-const END_PATIENCE: Duration = Duration::from_secs(5);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The writing half of a volume. One thread uses it.
 #[derive(Debug)]
 pub struct Pump {
     volume: Arc<BlockVolume>,
     sender: Sender,
-    found: Vec<Staged>,
-    done: Vec<Written>,
-    is_starved: bool,
-    awaits_node: bool,
+    found: Vec<StageOutcome>,
+    done: Vec<WrittenBatch>,
+    is_pool_full: bool,
+    is_awaiting_node: bool,
 }
 
 impl Pump {
@@ -44,14 +44,14 @@ impl Pump {
             sender,
             found: Vec::with_capacity(BLOCK_PAGES),
             done: Vec::with_capacity(BLOCK_PAGES),
-            is_starved: false,
-            awaits_node: false,
+            is_pool_full: false,
+            is_awaiting_node: false,
         }
     }
 
     /// How large slabs are; to be said before anything is written.
-    pub fn set_grain(&mut self, grain: Grain) {
-        self.sender.set_grain(grain);
+    pub fn set_slab_sizing(&mut self, sizing: SlabSizing) {
+        self.sender.set_slab_sizing(sizing);
     }
 
     /// Have all slabs emptied by the volume's [`Mover`], sparse or not; for tests.
@@ -66,26 +66,26 @@ impl Pump {
     pub fn turn(&mut self) -> bool {
         let before = self.sender.stats();
         let mut has_moved = false;
-        while self.sender.has_room()
-            && let Some(sealed) = self.volume.take_sealed()
+        while self.sender.has_capacity()
+            && let Some(sealed) = self.volume.next_sealed_block()
         {
             let is_newest = |index: usize| sealed.newest >> index & 1 == 1;
             self.sender.stage(OWNER, sealed.block, sealed.count, is_newest, &mut self.found);
-            let is_data = |index: usize| !is_newest(index) || self.found[index] == Staged::Data;
+            let is_data = |index: usize| !is_newest(index) || self.found[index] == StageOutcome::Data;
             assert!((0..sealed.count).all(is_data), "a page of {:?} has changed", sealed.block);
             has_moved = true;
         }
         let refused = self.sender.advance(&mut self.done).err();
         let is_away = matches!(refused, Some(NoRoom::Away(_)));
-        let starved = refused.map(|error| error.to_string());
-        if self.is_starved || starved.is_some() {
-            self.is_starved = starved.is_some();
-            self.volume.note_starvation(starved);
+        let pool_full = refused.map(|error| error.to_string());
+        if self.is_pool_full || pool_full.is_some() {
+            self.is_pool_full = pool_full.is_some();
+            self.volume.set_pool_full(pool_full);
         }
-        let awaits_node = self.sender.awaits_node() || is_away;
-        if self.awaits_node != awaits_node {
-            self.awaits_node = awaits_node;
-            self.volume.note_absence(awaits_node);
+        let is_awaiting_node = self.sender.is_awaiting_node() || is_away;
+        if self.is_awaiting_node != is_awaiting_node {
+            self.is_awaiting_node = is_awaiting_node;
+            self.volume.set_awaiting_node(is_awaiting_node);
         }
         if !self.done.is_empty() {
             self.volume.written(&self.done);
@@ -108,8 +108,8 @@ impl Pump {
     /// The volume has ended, nobody reads it any more: give everything back.
     pub fn close(mut self) {
         self.volume.close();
-        let deadline = Instant::now() + END_PATIENCE;
-        while self.volume.take_sealed().is_some() {}
+        let deadline = Instant::now() + CLOSE_TIMEOUT;
+        while self.volume.next_sealed_block().is_some() {}
         while !self.sender.is_idle() && Instant::now() < deadline {
             self.sender.abandon(OWNER);
             // A full pool is no matter any more.
@@ -119,15 +119,15 @@ impl Pump {
             }
             std::thread::yield_now();
         }
-        self.volume.end();
+        self.volume.forget_all();
         self.sender.close();
     }
 
-    /// Wait for the bell, and if something is under way for memory nodes. Where those answer at once there is nothing to wait for.
+    /// Wait for the wake_event, and if something is under way for memory nodes. Where those answer at once there is nothing to wait for.
     fn wait(&mut self) {
-        let is_idle = self.sender.is_idle() || self.is_starved;
-        let bell = self.volume.bell();
-        let mut polled = vec![PollFd::from_borrowed_fd(bell, PollFlags::IN)];
+        let is_idle = self.sender.is_idle() || self.is_pool_full;
+        let wake_event = self.volume.wake_event();
+        let mut polled = vec![PollFd::from_borrowed_fd(wake_event, PollFlags::IN)];
         if !is_idle {
             let Some(fds) = self.sender.poll_fds() else { return };
             polled.extend(fds);
@@ -136,7 +136,7 @@ impl Pump {
         let _ = poll(&mut polled, Some(&IDLE_TICK));
         if polled[0].revents().contains(PollFlags::IN) {
             // It only wakes: nothing is lost if it was read already.
-            let _ = rustix::io::read(bell.as_fd(), &mut [0; 8]);
+            let _ = rustix::io::read(wake_event.as_fd(), &mut [0; 8]);
         }
     }
 }
@@ -179,7 +179,7 @@ impl PumpThread {
     /// End the volume and give everything back. Nobody may read it any more.
     pub fn stop(self) {
         self.stop.store(true, Relaxed);
-        self.volume.ring();
+        self.volume.wake_pump();
         if self.thread.join().is_err() {
             tracing::error!("the pump has panicked");
         }

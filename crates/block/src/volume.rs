@@ -18,77 +18,77 @@ use aquifer_pager::page::Location;
 use aquifer_pager::table::TableError;
 use aquifer_pager::{
     BlockId, Budget, Connector, FETCH_PAGES_MAX, FetchError, Fetcher, Mempool, Mutation, PAGE_BYTES,
-    PageNumber, PageState, Sealed, SlabSet, Volume, Written,
+    PageNumber, PageState, SealedBlock, SlabSet, Volume, WrittenBatch,
 };
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::error::BlockError;
-use crate::figures::{Counters, Figures};
-use crate::pieces::{Piece, pieces};
+use crate::page_parts::{PagePart, split_at_pages};
+use crate::stats::{Counters, VolumeStats};
 
 /// Largest volume: what the slabs of one run can hold.
 pub const VOLUME_BYTES_MAX: u64 = 128 << 30;
 /// Things to tell that nobody has asked for yet; further ones are only logged.
-const NEWS_MAX: usize = 64;
+const MESSAGES_MAX: usize = 64;
 
-/// A volume of blocks. Any number of threads use it, each with a [`Reader`] of its own.
+/// A volume of blocks. Any number of threads use it, each with a [`VolumeReader`] of its own.
 #[derive(Debug)]
 pub struct BlockVolume {
     bytes: u64,
-    patience: Duration,
+    room_timeout: Duration,
     pub(crate) slabs: Arc<SlabSet>,
     pub(crate) mempool: Arc<Mempool>,
     budget: Arc<Budget>,
-    state: Mutex<State>,
+    state: Mutex<VolumeState>,
     /// Blocks were acknowledged, or the volume has ended.
     changed: Condvar,
     /// Wakes the pump.
-    bell: OwnedFd,
+    wake_event: OwnedFd,
     pub(crate) counters: Counters,
     latencies: Mutex<Vec<Arc<Latencies>>>,
-    news: Mutex<Vec<String>>,
+    messages: Mutex<Vec<String>>,
     /// Why a write found no room, the last time.
-    refusal: Mutex<Option<String>>,
+    last_refusal: Mutex<Option<String>>,
 }
 
 #[derive(Debug)]
-pub(crate) struct State {
+pub(crate) struct VolumeState {
     pub(crate) volume: Volume,
     open: Option<BlockId>,
     /// For the pump, the oldest first.
-    sealed: VecDeque<Sealed>,
+    sealed: VecDeque<SealedBlock>,
     /// Blocks that are not acknowledged yet, numbered in the order in which they were sealed.
     unwritten: Vec<(u64, BlockId)>,
     next_sealed: u64,
     /// Since when the pool has had no room, and what it says.
-    starved: Option<(Instant, String)>,
-    /// A node is away, and waited for: nobody loses patience with it.
-    awaits_node: bool,
+    pool_full: Option<(Instant, String)>,
+    /// A node is away, and waited for: nobody loses room_timeout with it.
+    is_awaiting_node: bool,
     is_closed: bool,
 }
 
 /// What one thread needs for reading.
 #[derive(Debug)]
-pub struct Reader {
+pub struct VolumeReader {
     fetcher: Fetcher,
     latency: Arc<Latencies>,
-    planned: Vec<Piece>,
+    remote_parts: Vec<PagePart>,
     locations: Vec<Location>,
     /// Those of `locations` that are referred to: all of them.
     retained: Vec<Location>,
 }
 
 /// A reference to a place on a memory node, for as long as this lives.
-struct Retained<'a>(&'a SlabSet, Location);
+struct PageReference<'a>(&'a SlabSet, Location);
 
-impl Drop for Retained<'_> {
+impl Drop for PageReference<'_> {
     fn drop(&mut self) {
         self.0.release(self.1);
     }
 }
 
 impl BlockVolume {
-    /// A volume of zeros. Its share of the mempool is the budget's; a write that finds no room for `patience` fails.
+    /// A volume of zeros. Its share of the mempool is the budget's; a write that finds no room for `room_timeout` fails.
     ///
     /// # Errors
     /// If there is no memory for its tables.
@@ -99,35 +99,35 @@ impl BlockVolume {
         bytes: u64,
         mempool: Arc<Mempool>,
         budget: Arc<Budget>,
-        patience: Duration,
+        room_timeout: Duration,
     ) -> Result<Arc<Self>, TableError> {
         assert!(bytes.is_multiple_of(PAGE_BYTES as u64) && bytes <= VOLUME_BYTES_MAX, "{bytes} bytes");
         let slabs = Arc::new(SlabSet::new()?);
         let volume = Volume::new(Arc::clone(&slabs), Arc::clone(&mempool), Arc::clone(&budget))?;
-        let bell =
+        let wake_event =
             eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(std::io::Error::from)?;
         Ok(Arc::new(Self {
             bytes,
-            patience,
+            room_timeout,
             slabs,
             mempool,
             budget,
-            state: Mutex::new(State {
+            state: Mutex::new(VolumeState {
                 volume,
                 open: None,
                 sealed: VecDeque::new(),
                 unwritten: Vec::new(),
                 next_sealed: 0,
-                starved: None,
-                awaits_node: false,
+                pool_full: None,
+                is_awaiting_node: false,
                 is_closed: false,
             }),
             changed: Condvar::new(),
-            bell,
+            wake_event,
             counters: Counters::default(),
             latencies: Mutex::default(),
-            news: Mutex::default(),
-            refusal: Mutex::default(),
+            messages: Mutex::default(),
+            last_refusal: Mutex::default(),
         }))
     }
 
@@ -141,13 +141,13 @@ impl BlockVolume {
     ///
     /// # Errors
     /// If there is no memory for its buffer.
-    pub fn reader(&self, connector: Arc<dyn Connector>) -> std::io::Result<Reader> {
+    pub fn reader(&self, connector: Arc<dyn Connector>) -> std::io::Result<VolumeReader> {
         let latency = Arc::new(Latencies::default());
         self.latencies.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&latency));
-        Ok(Reader {
+        Ok(VolumeReader {
             fetcher: Fetcher::new(connector)?,
             latency,
-            planned: Vec::with_capacity(FETCH_PAGES_MAX),
+            remote_parts: Vec::with_capacity(FETCH_PAGES_MAX),
             locations: Vec::with_capacity(FETCH_PAGES_MAX),
             retained: Vec::with_capacity(FETCH_PAGES_MAX),
         })
@@ -157,7 +157,7 @@ impl BlockVolume {
     ///
     /// # Errors
     /// If not even the first page can be had, or the range is not within the volume.
-    pub fn read(&self, reader: &mut Reader, offset: u64, out: &mut [u8]) -> Result<usize, BlockError> {
+    pub fn read(&self, reader: &mut VolumeReader, offset: u64, out: &mut [u8]) -> Result<usize, BlockError> {
         self.check(offset, out.len())?;
         let started = Instant::now();
         let mut done = 0;
@@ -179,56 +179,61 @@ impl BlockVolume {
     }
 
     /// At most [`FETCH_PAGES_MAX`] pages: how many bytes are whole from the first, and why no more are.
-    fn read_some(&self, reader: &mut Reader, offset: u64, out: &mut [u8]) -> (usize, Option<BlockError>) {
+    fn read_some(
+        &self,
+        reader: &mut VolumeReader,
+        offset: u64,
+        out: &mut [u8],
+    ) -> (usize, Option<BlockError>) {
         let (mut whole, mut error) = self.plan(reader, offset, out);
-        let trips = reader.fetcher.reads();
+        let reads_before = reader.fetcher.reads();
         let mut at = 0;
         while at < reader.locations.len() {
             match reader.fetcher.fetch(&self.slabs, &reader.locations[at..]) {
                 Ok(fetched) => {
-                    for (number, piece) in reader.planned[at..at + fetched].iter().enumerate() {
-                        let from = number * PAGE_BYTES + piece.within;
-                        reader.fetcher.buffer().read(from, &mut out[piece.at..piece.at + piece.len]);
+                    for (number, part) in reader.remote_parts[at..at + fetched].iter().enumerate() {
+                        let from = number * PAGE_BYTES + part.within;
+                        reader.fetcher.buffer().read(from, &mut out[part.at..part.at + part.len]);
                     }
                     at += fetched;
                 }
                 Err(cause) => {
-                    let Piece { page, at: bad, .. } = reader.planned[at];
+                    let PagePart { page, at: bad, .. } = reader.remote_parts[at];
                     whole = bad;
-                    error = Some(self.lose(page, reader.locations[at], cause));
+                    error = Some(self.page_lost(page, reader.locations[at], cause));
                     break;
                 }
             }
         }
         Counters::add(&self.counters.remote_reads, at as u64);
-        Counters::add(&self.counters.remote_read_trips, reader.fetcher.reads() - trips);
+        Counters::add(&self.counters.remote_read_trips, reader.fetcher.reads() - reads_before);
         for location in reader.retained.drain(..) {
             self.slabs.release(location);
         }
-        self.ring_if_emptied();
+        self.wake_pump_if_emptied();
         (whole, error)
     }
 
-    /// Copy what the mempool has; what is on memory nodes is planned, and referred to until it is released.
-    fn plan(&self, reader: &mut Reader, offset: u64, out: &mut [u8]) -> (usize, Option<BlockError>) {
-        reader.planned.clear();
+    /// Copy what the mempool has; what is on memory nodes is remote_parts, and referred to until it is released.
+    fn plan(&self, reader: &mut VolumeReader, offset: u64, out: &mut [u8]) -> (usize, Option<BlockError>) {
+        reader.remote_parts.clear();
         reader.locations.clear();
         let (mut zero_pages, mut mempool_hits, mut staging_hits) = (0, 0, 0);
         let mut lost = None;
         let mut state = self.lock();
-        for piece in pieces(offset, out.len()) {
-            let part = &mut out[piece.at..piece.at + piece.len];
-            match state.volume.state(piece.page) {
+        for part in split_at_pages(offset, out.len()) {
+            let bytes = &mut out[part.at..part.at + part.len];
+            match state.volume.state(part.page) {
                 PageState::Zero => {
-                    part.fill(0);
+                    bytes.fill(0);
                     zero_pages += 1;
                 }
                 PageState::Staged(slot) => {
-                    self.mempool.memory().read(slot.offset() + piece.within, part);
+                    self.mempool.memory().read(slot.offset() + part.within, bytes);
                     staging_hits += 1;
                 }
                 PageState::Reclaimable(slot) => {
-                    self.mempool.memory().read(slot.offset() + piece.within, part);
+                    self.mempool.memory().read(slot.offset() + part.within, bytes);
                     mempool_hits += 1;
                 }
                 PageState::Remote(location) => {
@@ -236,22 +241,22 @@ impl BlockVolume {
                         self.slabs.retain(location);
                         reader.retained.push(location);
                     }
-                    reader.planned.push(piece);
+                    reader.remote_parts.push(part);
                     reader.locations.push(location);
                 }
                 PageState::Lost => {
-                    lost = Some(piece);
+                    lost = Some(part);
                     break;
                 }
-                PageState::Held | PageState::Leaving | PageState::Doubtful => no_program_here(),
+                PageState::Held | PageState::Leaving | PageState::Doubtful => panic_page_in_program(),
             }
         }
         drop(state);
         Counters::add(&self.counters.zero_pages, zero_pages);
         Counters::add(&self.counters.mempool_hits, mempool_hits);
         Counters::add(&self.counters.staging_hits, staging_hits);
-        let error = lost.map(|piece| BlockError::StillLost { offset: piece.page * PAGE_BYTES as u64 });
-        (lost.map_or(out.len(), |piece| piece.at), error)
+        let error = lost.map(|part| BlockError::StillLost { offset: part.page * PAGE_BYTES as u64 });
+        (lost.map_or(out.len(), |part| part.at), error)
     }
 
     /// Write bytes. When this returns they are in the mempool, and whoever reads finds them.
@@ -259,17 +264,17 @@ impl BlockVolume {
     /// # Errors
     /// If there was no room for too long, or the rest of a page that is written in part cannot be read. Then some of the pages have the new
     /// bytes and some the old ones.
-    pub fn write(&self, reader: &mut Reader, offset: u64, data: &[u8]) -> Result<(), BlockError> {
+    pub fn write(&self, reader: &mut VolumeReader, offset: u64, data: &[u8]) -> Result<(), BlockError> {
         self.check(offset, data.len())?;
         let mut state = self.lock();
-        for piece in pieces(offset, data.len()) {
-            let bytes = &data[piece.at..piece.at + piece.len];
-            if piece.len == PAGE_BYTES {
+        for part in split_at_pages(offset, data.len()) {
+            let bytes = &data[part.at..part.at + part.len];
+            if part.len == PAGE_BYTES {
                 state = self.with_room(state)?;
-                self.store(&mut state, piece.page, bytes);
+                self.store(&mut state, part.page, bytes);
             } else {
                 drop(state);
-                self.modify(reader, piece, bytes)?;
+                self.modify(reader, part, bytes)?;
                 state = self.lock();
             }
         }
@@ -277,14 +282,14 @@ impl BlockVolume {
     }
 
     /// Write a part of a page. The rest is read first; if another write comes between, again.
-    fn modify(&self, reader: &mut Reader, piece: Piece, bytes: &[u8]) -> Result<(), BlockError> {
+    fn modify(&self, reader: &mut VolumeReader, part: PagePart, bytes: &[u8]) -> Result<(), BlockError> {
         let mut page = [0; PAGE_BYTES];
         // What `page` was read from. As long as it is referred to, it is the place of no other page.
-        let mut fetched: Option<Retained<'_>> = None;
+        let mut fetched: Option<PageReference<'_>> = None;
         let mut state = self.lock();
         loop {
             state = self.with_room(state)?;
-            match state.volume.state(piece.page) {
+            match state.volume.state(part.page) {
                 PageState::Zero => page.fill(0),
                 PageState::Staged(slot) | PageState::Reclaimable(slot) => {
                     self.mempool.memory().read(slot.offset(), &mut page);
@@ -292,40 +297,40 @@ impl BlockVolume {
                 PageState::Remote(location) if fetched.as_ref().is_some_and(|read| read.1 == location) => {}
                 PageState::Remote(location) => {
                     self.slabs.retain(location);
-                    fetched = Some(Retained(&self.slabs, location));
+                    fetched = Some(PageReference(&self.slabs, location));
                     drop(state);
                     if let Err(cause) = reader.fetcher.fetch(&self.slabs, &[location]) {
-                        return Err(self.lose(piece.page, location, cause));
+                        return Err(self.page_lost(part.page, location, cause));
                     }
                     reader.fetcher.buffer().read(0, &mut page);
                     state = self.lock();
                     continue;
                 }
                 PageState::Lost => {
-                    return Err(BlockError::StillLost { offset: piece.page * PAGE_BYTES as u64 });
+                    return Err(BlockError::StillLost { offset: part.page * PAGE_BYTES as u64 });
                 }
-                PageState::Held | PageState::Leaving | PageState::Doubtful => no_program_here(),
+                PageState::Held | PageState::Leaving | PageState::Doubtful => panic_page_in_program(),
             }
-            page[piece.within..piece.within + piece.len].copy_from_slice(bytes);
-            self.store(&mut state, piece.page, &page);
+            page[part.within..part.within + part.len].copy_from_slice(bytes);
+            self.store(&mut state, part.page, &page);
             return Ok(());
         }
     }
 
     /// Take a page in. A block must be open.
-    fn store(&self, state: &mut State, page: PageNumber, bytes: &[u8]) {
+    fn store(&self, state: &mut VolumeState, page: PageNumber, bytes: &[u8]) {
         Counters::add(&self.counters.written_pages, 1);
         if is_zero(bytes) {
             Counters::add(&self.counters.zero_pages, 1);
             state.volume.discard(page, page + 1);
-            self.ring_if_emptied();
+            self.wake_pump_if_emptied();
             return;
         }
-        self.take_in(state, page, bytes);
+        self.absorb_page(state, page, bytes);
     }
 
     /// The newest bytes of a page. A block must be open.
-    pub(crate) fn take_in(&self, state: &mut State, page: PageNumber, bytes: &[u8]) {
+    pub(crate) fn absorb_page(&self, state: &mut VolumeState, page: PageNumber, bytes: &[u8]) {
         let open = state.open.expect("the caller has seen to it");
         let slot = state.volume.absorb(open, page);
         self.mempool.memory().write(slot.offset(), bytes);
@@ -334,21 +339,21 @@ impl BlockVolume {
         }
     }
 
-    fn seal(&self, state: &mut State) {
+    fn seal(&self, state: &mut VolumeState) {
         let Some(open) = state.open.take() else { return };
         let sealed = state.volume.seal(open);
         state.sealed.push_back(sealed);
         let number = state.next_sealed;
         state.unwritten.push((number, open));
         state.next_sealed += 1;
-        self.ring();
+        self.wake_pump();
     }
 
     /// The bytes are not needed any more: they read as zeros, and their memory goes back to the pool.
     ///
     /// # Errors
     /// As [`Self::write`], if the range begins or ends within a page.
-    pub fn discard(&self, reader: &mut Reader, offset: u64, len: u64) -> Result<(), BlockError> {
+    pub fn discard(&self, reader: &mut VolumeReader, offset: u64, len: u64) -> Result<(), BlockError> {
         let length = usize::try_from(len).unwrap_or(usize::MAX);
         self.check(offset, length)?;
         let page_bytes = PAGE_BYTES as u64;
@@ -357,7 +362,7 @@ impl BlockVolume {
         if first < last {
             self.lock().volume.discard(first, last);
             Counters::add(&self.counters.discarded_pages, last - first);
-            self.ring_if_emptied();
+            self.wake_pump_if_emptied();
         }
         let edges = if first <= last {
             [(offset, first * page_bytes), (last * page_bytes, end)]
@@ -379,14 +384,14 @@ impl BlockVolume {
 
     /// What people should know, since the last call.
     #[must_use]
-    pub fn take_news(&self) -> Vec<String> {
-        std::mem::take(&mut *self.news.lock().unwrap_or_else(PoisonError::into_inner))
+    pub fn drain_messages(&self) -> Vec<String> {
+        std::mem::take(&mut *self.messages.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Why a write found no room, if one did: the last time. Whoever wrote may not be able to say so.
     #[must_use]
-    pub fn refusal(&self) -> Option<String> {
-        self.refusal.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    pub fn last_refusal(&self) -> Option<String> {
+        self.last_refusal.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Bytes that it has of memory nodes now.
@@ -397,23 +402,23 @@ impl BlockVolume {
 
     /// The figures as they are now.
     #[must_use]
-    pub fn figures(&self) -> Figures {
+    pub fn stats(&self) -> VolumeStats {
         let latency = Latencies::default();
         for one in self.latencies.lock().unwrap_or_else(PoisonError::into_inner).iter() {
             latency.merge(one);
         }
         let (remote_bytes, remote_peak_bytes) = self.slabs.bytes();
-        Figures {
+        VolumeStats {
             mempool_bytes: self.budget.mempool_bytes(),
             remote_bytes,
             remote_peak_bytes,
             read_latency_ns: [0.5, 0.99, 0.999].map(|share| latency.quantile(share)),
-            ..self.counters.figures()
+            ..self.counters.stats()
         }
     }
 
     /// The next sealed block for the pump.
-    pub(crate) fn take_sealed(&self) -> Option<Sealed> {
+    pub(crate) fn next_sealed_block(&self) -> Option<SealedBlock> {
         self.lock().sealed.pop_front()
     }
 
@@ -422,7 +427,7 @@ impl BlockVolume {
     }
 
     /// Memory nodes have acknowledged these blocks.
-    pub(crate) fn written(&self, done: &[Written]) {
+    pub(crate) fn written(&self, done: &[WrittenBatch]) {
         let mut state = self.lock();
         for written in done {
             state.volume.written(written.block, &written.locations[..written.count]);
@@ -433,51 +438,51 @@ impl BlockVolume {
     }
 
     /// Everything that was written is forgotten. The pump has no block any more.
-    pub(crate) fn end(&self) {
+    pub(crate) fn forget_all(&self) {
         let mut state = self.lock();
         state.open = None;
         state.sealed.clear();
         state.unwritten.clear();
-        state.volume.end();
+        state.volume.close();
     }
 
-    pub(crate) fn bell(&self) -> BorrowedFd<'_> {
-        self.bell.as_fd()
+    pub(crate) fn wake_event(&self) -> BorrowedFd<'_> {
+        self.wake_event.as_fd()
     }
 
-    pub(crate) fn ring(&self) {
+    pub(crate) fn wake_pump(&self) {
         // Writing to an eventfd fails only when its count is full, and then it is awake already.
-        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+        let _ = rustix::io::write(&self.wake_event, &1_u64.to_ne_bytes());
     }
 
-    pub(crate) fn ring_if_emptied(&self) {
-        if self.slabs.is_to_tell() {
-            self.ring();
+    pub(crate) fn wake_pump_if_emptied(&self) {
+        if self.slabs.consume_emptied_notification() {
+            self.wake_pump();
         }
     }
 
     /// A page could not be read back, unless it was written again meanwhile.
-    fn lose(&self, page: PageNumber, location: Location, cause: FetchError) -> BlockError {
+    fn page_lost(&self, page: PageNumber, location: Location, cause: FetchError) -> BlockError {
         let offset = page * PAGE_BYTES as u64;
         let mut state = self.lock();
         let is_still_there = state.volume.state(page) == PageState::Remote(location);
         if is_still_there {
-            state.volume.lose(page);
+            state.volume.mark_lost(page);
         }
         drop(state);
         let error = BlockError::Lost { offset, cause };
         if is_still_there {
             self.counters.lost_pages.fetch_add(1, Relaxed);
-            self.tell(&error.to_string());
+            self.report(&error.to_string());
         }
         error
     }
 
-    fn tell(&self, text: &str) {
+    fn report(&self, text: &str) {
         tracing::error!("{text}");
-        let mut news = self.news.lock().unwrap_or_else(PoisonError::into_inner);
-        if news.len() < NEWS_MAX {
-            news.push(text.to_owned());
+        let mut messages = self.messages.lock().unwrap_or_else(PoisonError::into_inner);
+        if messages.len() < MESSAGES_MAX {
+            messages.push(text.to_owned());
         }
     }
 
@@ -490,11 +495,11 @@ impl BlockVolume {
         }
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, VolumeState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn no_program_here() -> ! {
+fn panic_page_in_program() -> ! {
     panic!("a device's page is held by a program: the page table is corrupt")
 }

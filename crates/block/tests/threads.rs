@@ -33,7 +33,7 @@ struct Setup {
 }
 
 impl Setup {
-    fn new(bytes: u64, blocks: usize, patience: Duration) -> Self {
+    fn new(bytes: u64, blocks: usize, room_timeout: Duration) -> Self {
         let fabric = SimFabric::new(7, SimOptions { step_on_poll: true, ..SimOptions::default() });
         let targets: Vec<SimTarget> = (0..2).map(|_| fabric.add_node()).collect();
         for (id, target) in (0..).zip(&targets) {
@@ -42,7 +42,7 @@ impl Setup {
         let nodes = Arc::new(Nodes { fabric, nodes: targets.iter().map(SimTarget::node).collect() });
         let mempool = Arc::new(Mempool::new(blocks * BLOCK_PAGES * PAGE_BYTES).unwrap());
         let budget = Arc::new(Budget::new(64 << 20));
-        let volume = BlockVolume::new(bytes, Arc::clone(&mempool), budget, patience).unwrap();
+        let volume = BlockVolume::new(bytes, Arc::clone(&mempool), budget, room_timeout).unwrap();
         Self { nodes, volume, mempool }
     }
 
@@ -148,10 +148,10 @@ fn readers_find_no_page_that_is_torn_stale_or_another() {
             });
         }
     });
-    let figures = setup.volume.figures();
-    assert!(figures.remote_reads > 0 && figures.remote_writes > 0, "{figures:?}");
+    let stats = setup.volume.stats();
+    assert!(stats.remote_reads > 0 && stats.remote_writes > 0, "{stats:?}");
     pump.stop();
-    assert_eq!((setup.taken_bytes(), setup.mempool.free_blocks()), (0, setup.mempool.blocks()));
+    assert_eq!((setup.taken_bytes(), setup.mempool.free_block_count()), (0, setup.mempool.blocks()));
 }
 
 #[test]
@@ -221,7 +221,7 @@ fn pages_of_zeros_and_pages_given_up_cost_nothing() {
     setup.volume.write(&mut reader, 0, &vec![7; 512 * PAGE_BYTES]).unwrap();
     setup.volume.flush().unwrap();
     assert!(setup.taken_bytes() >= 512 * PAGE_BYTES as u64);
-    assert_eq!(setup.volume.figures().remote_writes, 512);
+    assert_eq!(setup.volume.stats().remote_writes, 512);
     setup.volume.discard(&mut reader, 0, 512 * PAGE_BYTES as u64).unwrap();
     let mut out = vec![1; 512 * PAGE_BYTES];
     setup.volume.read(&mut reader, 0, &mut out).unwrap();
@@ -249,8 +249,8 @@ fn a_write_that_finds_no_room_fails_in_the_end_and_harms_nothing() {
         setup.volume.read(&mut reader, number * PAGE_BYTES as u64, &mut page).unwrap();
         assert_eq!(version_of(number, &page), Some(1));
     }
-    assert!(setup.volume.refusal().is_some(), "who wrote may not be able to say so");
+    assert!(setup.volume.last_refusal().is_some(), "who wrote may not be able to say so");
     setup.pump().close();
     assert!(matches!(setup.volume.write(&mut reader, 0, &page), Err(BlockError::Closed)));
-    assert_eq!(setup.mempool.free_blocks(), 2);
+    assert_eq!(setup.mempool.free_block_count(), 2);
 }

@@ -1,6 +1,6 @@
 //! What the monitor needs beside the kernel: the sender, the memory nodes, the other programs of the run, the time.
 
-use aquifer_pager::{BlockId, FetchError, Location, SlabSet, Staged, Volume, Written};
+use aquifer_pager::{BlockId, FetchError, Location, SlabSet, StageOutcome, Volume, WrittenBatch};
 
 use crate::areas::Areas;
 use crate::kernel::Kernel;
@@ -28,10 +28,10 @@ pub enum SenderEvent {
         /// The buffer.
         buffer: usize,
         /// What each page was.
-        found: Vec<Staged>,
+        found: Vec<StageOutcome>,
     },
     /// A batch is on memory nodes.
-    Written(Box<Written>),
+    Written(Box<WrittenBatch>),
 }
 
 /// Everything around one monitor.

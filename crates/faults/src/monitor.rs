@@ -177,7 +177,7 @@ impl<E: Edge> Monitor<E> {
             self.edge.wait_for_sender();
             self.apply_sender_events();
         }
-        self.volume.end();
+        self.volume.close();
         self.announce_free_block();
     }
 
@@ -189,7 +189,7 @@ impl<E: Edge> Monitor<E> {
             self.has_ended = !self.edge.wait_for_sender();
             return if self.has_ended { TurnOutcome::Ended } else { TurnOutcome::Again };
         }
-        if std::mem::take(&mut self.has_unapplied_events) && !Mutation::AdoptBehind.is_active() {
+        if std::mem::take(&mut self.has_unapplied_events) && !Mutation::AdoptBeforeEvents.is_active() {
             // Of what a monitor before this one had heard and not heeded the kernel says nothing any more: no proof would fail for it.
             self.read_and_apply();
         }
@@ -241,9 +241,9 @@ impl<E: Edge> Monitor<E> {
     /// can be taken, unless the kernel may be about to drop it.
     fn hold_present(&mut self, page: PageNumber) {
         if self.volume.state(page) != PageState::Zero {
-            self.volume.hold_found(page);
+            self.volume.hold_present(page);
         } else if self.removed.contains(page) && !Mutation::TrustRemoveEvent.is_active() {
-            self.volume.doubt(page);
+            self.volume.mark_doubtful(page);
         } else {
             self.volume.hold(page, false);
         }
@@ -286,7 +286,7 @@ impl<E: Edge> Monitor<E> {
     }
 
     fn apply_remove(&mut self, area: Area) {
-        self.volume.give_up(area.start, area.end);
+        self.volume.remove_range(area.start, area.end);
         for part in self.areas.missing(area) {
             self.removed.insert(part);
         }
@@ -294,7 +294,7 @@ impl<E: Edge> Monitor<E> {
 
     fn apply_unmap(&mut self, area: Area) {
         if let Some(at) = self.pending_unmaps.iter().position(|other| *other == area)
-            && !Mutation::HeedVacating.is_active()
+            && !Mutation::ApplyStaleUnmap.is_active()
         {
             // What is there now, if anything, another thread has moved there since.
             self.pending_unmaps.swap_remove(at);
@@ -527,7 +527,7 @@ impl<E: Edge> Monitor<E> {
             Ok(fetched) => fetched,
             Err(error) => {
                 self.edge.report_lost(page, &error);
-                self.volume.lose(page);
+                self.volume.mark_lost(page);
                 FaultStats::add(&self.stats.lost_pages, 1);
                 return FaultOutcome::RetrySoon;
             }

@@ -1,80 +1,80 @@
-//! How much of a run's memory may be resident, shared by the processes of the run.
+//! The limit on a run's resident memory, shared by the processes of the run.
 //!
-//! A run's limit covers its resident pages *and* its share of the mempool. What is resident but cannot be taken (stacks,
-//! small areas, code's private data) is sampled and subtracted.
+//! The limit covers resident pages and the run's share of the mempool. Memory that is resident but
+//! cannot be evicted (stacks, small areas, private data of libraries) is sampled and counts, too.
 
 use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
 
 use crate::mempool::BLOCK_PAGES;
+use crate::mempool_share::MempoolShare;
 use crate::page::PAGE_BYTES;
-use crate::share::Share;
 
 /// The smallest limit: below it a dynamically linked program cannot even start.
 pub const LIMIT_BYTES_MIN: u64 = 8 << 20;
-/// Blocks that a run may always have: fewer would make eviction and write-back wait for each other.
+/// Blocks of the smallest share. With fewer, eviction and write-back would wait for each other.
 const SHARE_BLOCKS_MIN: u64 = 4;
-/// The mempool's share of the limit is one part in this many.
+/// The mempool share is this part of the limit.
 const SHARE_DIVISOR: u64 = 32;
-/// A larger share than this buys nothing for write-back.
+/// Blocks of the largest share. Write-back does not get faster with more.
 const SHARE_BLOCKS_MAX: u64 = 256;
 
-/// The budget of one run; all counts in pages.
+/// The resident pages and mempool blocks that one run may have. All counts are in pages.
 #[derive(Debug)]
 pub struct Budget {
-    limit: AtomicU64,
+    resident_max: AtomicU64,
     held: AtomicI64,
-    overhead: AtomicI64,
+    uncounted: AtomicI64,
     peak: AtomicU64,
-    share: Share,
+    share: MempoolShare,
     granted: AtomicU64,
 }
 
 impl Budget {
-    /// A budget of `limit_bytes` for resident pages and mempool together.
+    /// A budget of `limit_bytes` for resident pages and mempool blocks together.
     #[must_use]
     pub fn new(limit_bytes: u64) -> Self {
         let budget = Self {
-            limit: AtomicU64::new(0),
+            resident_max: AtomicU64::new(0),
             held: AtomicI64::new(0),
-            overhead: AtomicI64::new(0),
+            uncounted: AtomicI64::new(0),
             peak: AtomicU64::new(0),
-            share: Share::default(),
+            share: MempoolShare::default(),
             granted: AtomicU64::new(0),
         };
         budget.set_limit(limit_bytes);
         budget
     }
 
-    /// Change the limit of a running program.
+    /// Sets the limit, also of a run whose programs are running.
     pub fn set_limit(&self, limit_bytes: u64) {
         let pages = limit_bytes / PAGE_BYTES as u64;
         let share = (pages / SHARE_DIVISOR / BLOCK_PAGES as u64).clamp(SHARE_BLOCKS_MIN, SHARE_BLOCKS_MAX);
         self.share.set_max(share);
-        self.limit.store(pages.saturating_sub(share * BLOCK_PAGES as u64), Relaxed);
+        self.resident_max.store(pages.saturating_sub(share * BLOCK_PAGES as u64), Relaxed);
     }
 
-    /// Pages that may be resident.
+    /// Pages that may be resident: the limit less the run's share of the mempool.
     #[must_use]
     pub fn resident_max(&self) -> u64 {
-        self.limit.load(Relaxed)
+        self.resident_max.load(Relaxed)
     }
 
-    /// Pages that are resident, as far as is known: those counted and those sampled.
+    /// Pages that are resident, as far as known: held pages and those of the last sample.
     #[must_use]
     pub fn resident(&self) -> u64 {
-        u64::try_from(self.held.load(Relaxed).max(0) + self.overhead.load(Relaxed).max(0))
+        u64::try_from(self.held.load(Relaxed).max(0) + self.uncounted.load(Relaxed).max(0))
             .expect("not negative")
     }
 
-    /// How many pages would have to go for `spare` pages to be free; 0 if they are.
+    /// Pages that must be evicted so that `spare` more pages fit; 0 if they fit.
     #[must_use]
     pub fn excess(&self, spare: u64) -> u64 {
         (self.resident() + spare).saturating_sub(self.resident_max())
     }
 
-    /// Count pages that became resident (or, negative, that left).
+    /// Adds pages that became resident, or subtracts (negative) pages that were evicted.
     pub fn add_held(&self, pages: i64) {
         self.held.fetch_add(pages, Relaxed);
     }
@@ -85,54 +85,58 @@ impl Budget {
         u64::try_from(self.held.load(Relaxed).max(0)).expect("not negative")
     }
 
-    /// Note what was sampled from outside: pages resident beyond the counted ones, and the whole.
-    pub fn set_sample(&self, overhead: u64, resident: u64) {
-        self.overhead.store(i64::try_from(overhead).unwrap_or(i64::MAX), Relaxed);
+    /// Stores a sample: resident pages that are not counted as held, and all resident pages.
+    pub fn set_sample(&self, uncounted: u64, resident: u64) {
+        self.uncounted.store(i64::try_from(uncounted).unwrap_or(i64::MAX), Relaxed);
         self.peak.fetch_max(resident, Relaxed);
     }
 
-    /// A member may write so many pages that it shared with relatives: those become more, by so many. The next sample that was taken after
-    /// that counts them.
+    /// Counts pages that a process of a fork family may write from now on.
+    ///
+    /// A write copies the page, so each page may become one more resident page. The next sample
+    /// replaces this count.
     pub fn grant(&self, pages: u64) {
         if self.share.members() > 1 {
             self.granted.fetch_add(pages, Relaxed);
-            self.overhead.fetch_add(i64::try_from(pages).expect("few"), Relaxed);
+            self.uncounted.fetch_add(i64::try_from(pages).expect("few"), Relaxed);
         }
     }
 
-    /// Pages that were ever granted.
+    /// Pages that were counted by [`Self::grant`] since the run began.
     #[must_use]
     pub fn granted(&self) -> u64 {
         self.granted.load(Relaxed)
     }
 
-    /// Most pages that were ever seen resident.
+    /// The largest number of resident pages in any sample.
     #[must_use]
     pub fn peak(&self) -> u64 {
         self.peak.load(Relaxed)
     }
 
-    /// Whether a block was given back for one that lacks it, and nobody has told it. The caller does.
+    /// Returns true once after a block was released while volumes of the run waited for one.
+    ///
+    /// The caller must then notify the run's other volumes.
     #[must_use]
-    pub fn is_block_to_tell(&self) -> bool {
-        self.share.is_to_tell()
+    pub fn consume_block_notification(&self) -> bool {
+        self.share.consume_notification()
     }
 
-    /// Bytes of the mempool that the run has now.
+    /// Bytes of the mempool that the run owns or has reserved.
     #[must_use]
     pub fn mempool_bytes(&self) -> u64 {
         self.share.blocks() * (BLOCK_PAGES * PAGE_BYTES) as u64
     }
 }
 
-/// A volume's part in a budget.
+/// A volume's membership in its run's budget.
 #[derive(Debug)]
-pub(crate) struct Member {
+pub(crate) struct BudgetMember {
     budget: Arc<Budget>,
     number: u64,
 }
 
-impl Member {
+impl BudgetMember {
     pub fn new(budget: Arc<Budget>) -> Self {
         let number = budget.share.join();
         Self { budget, number }
@@ -142,58 +146,65 @@ impl Member {
         &self.budget
     }
 
-    /// Reserve one more block of the mempool, if the share allows it.
+    /// Reserves one more block of the mempool, if the share allows it.
     #[must_use]
-    pub fn try_add_block(&self) -> bool {
-        self.budget.share.take(self.number)
+    pub fn try_reserve_block(&self) -> bool {
+        self.budget.share.try_reserve(self.number)
     }
 
-    /// Count a block that this one has had since before a restart.
-    pub fn recover_block(&self) {
-        self.budget.share.recover();
+    /// Counts a block that this volume owned before the restart of the agent.
+    pub fn count_recovered_block(&self) {
+        self.budget.share.count_recovered();
     }
 
-    /// Whether the run has more blocks than its share: the limit was lowered.
+    /// Whether the run owns more blocks than its share, because the limit was lowered.
     #[must_use]
     pub fn has_surplus_blocks(&self) -> bool {
         self.budget.share.has_surplus()
     }
 
-    /// Give a block's reservation back.
-    pub fn remove_block(&self) {
-        self.budget.share.give();
+    /// Releases a block to the member that has waited longest.
+    pub fn release_block(&self) {
+        self.budget.share.release();
     }
 
-    /// Give a reservation back that came to nothing, and to nobody.
-    pub fn forgo_block(&self) {
-        self.budget.share.forgo();
+    /// Cancels a reservation for which the mempool had no block.
+    ///
+    /// Unlike [`Self::release_block`] this reserves nothing for the next member: the mempool has
+    /// no block for it either.
+    pub fn cancel_block(&self) {
+        self.budget.share.cancel_reservation();
     }
 
-    /// This one has so many blocks and gets no other. It waits for one from now on, if that is less than its part; whether it did not before.
+    /// Queues this member for a block if `owned` blocks are less than its fair share. Returns true
+    /// if newly queued.
     #[must_use]
-    pub fn ask_for_block(&self, has: u64) -> bool {
-        self.budget.share.ask(self.number, has)
+    pub fn queue_for_block(&self, owned: u64) -> bool {
+        self.budget.share.enqueue(self.number, owned)
     }
 
-    /// This one needs no block just now, nor one that it was promised.
-    pub fn need_no_block(&self) {
-        self.budget.share.withdraw(self.number);
+    /// Leaves the queue for blocks; a block that is reserved for this member goes to the next.
+    pub fn leave_block_queue(&self) {
+        self.budget.share.leave_queue(self.number);
     }
 
-    /// Whether members have all blocks of the share. Whoever gives one back after this was seen also sees what was asked before it.
+    /// Whether all blocks of the share are owned or reserved.
+    ///
+    /// If a member queues before it calls this, then a member that releases a block after the call
+    /// sees the queue entry.
     #[must_use]
-    pub fn is_share_used(&self) -> bool {
-        self.budget.share.is_used()
+    pub fn is_share_exhausted(&self) -> bool {
+        self.budget.share.is_exhausted()
     }
 
-    /// Whether a member lacks a block and one that has so many should pass one on.
+    /// Whether a member is queued and a member that owns `owned` blocks must release one for it.
     #[must_use]
-    pub fn is_block_asked_of(&self, has: u64) -> bool {
-        self.budget.share.is_asked_of(has)
+    pub fn should_pass_block(&self, owned: u64) -> bool {
+        self.budget.share.should_pass_block(owned)
     }
 }
 
-impl Deref for Member {
+impl Deref for BudgetMember {
     type Target = Budget;
 
     fn deref(&self) -> &Budget {
@@ -201,7 +212,7 @@ impl Deref for Member {
     }
 }
 
-impl Drop for Member {
+impl Drop for BudgetMember {
     fn drop(&mut self) {
         self.budget.share.leave(self.number);
     }
@@ -212,20 +223,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_mempools_share_comes_out_of_the_limit() {
+    fn the_mempool_share_counts_against_the_limit() {
         let budget = Budget::new(64 << 20);
         assert_eq!(budget.resident_max() * 4096, (64 << 20) - 8 * 256 * 1024);
-        let member = Member::new(Arc::new(budget));
+        let member = BudgetMember::new(Arc::new(budget));
         for _ in 0..8 {
-            assert!(member.try_add_block());
+            assert!(member.try_reserve_block());
         }
-        assert!(!member.try_add_block(), "the share is a bound");
-        member.remove_block();
-        assert!(member.try_add_block());
+        assert!(!member.try_reserve_block(), "the share is a bound");
+        member.release_block();
+        assert!(member.try_reserve_block());
     }
 
     #[test]
-    fn excess_counts_what_was_sampled() {
+    fn excess_counts_sampled_pages() {
         let budget = Budget::new(16 << 20);
         let max = budget.resident_max();
         budget.add_held(i64::try_from(max).unwrap() - 10);

@@ -64,10 +64,10 @@ pub struct Fetcher {
     ports: Ports,
     /// The buffer in use, among the local memories of the ports.
     buffer: usize,
-    runs: Vec<Run>,
+    runs: Vec<ReadRun>,
     /// Nodes that did not give the pages that are read just now.
     failed: Vec<NodeId>,
-    late: Vec<Late>,
+    late: Vec<LateRead>,
     completions: Vec<Completion>,
     next_id: u64,
     reads: u64,
@@ -76,18 +76,18 @@ pub struct Fetcher {
 
 /// Consecutive pages of one copy, read by one READ.
 #[derive(Clone, Copy, Debug)]
-struct Run {
+struct ReadRun {
     first: usize,
     pages: usize,
     slab: SlabId,
     /// In the slab.
     index: u32,
-    choice: Choice,
+    choice: ReplicaChoice,
 }
 
 /// A copy to read from.
 #[derive(Clone, Copy, Debug)]
-struct Choice {
+struct ReplicaChoice {
     copy: Extent,
     /// Whether another could be asked if this one is late.
     has_alternative: bool,
@@ -95,7 +95,7 @@ struct Choice {
 
 /// A READ that is not waited for any longer.
 #[derive(Clone, Copy, Debug)]
-struct Late {
+struct LateRead {
     node: NodeId,
     id: u64,
     buffer: usize,
@@ -103,7 +103,7 @@ struct Late {
 
 /// What became of a READ.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Answer {
+enum ReadAnswer {
     Here,
     Late,
 }
@@ -159,9 +159,9 @@ impl Fetcher {
     pub fn fetch(&mut self, slabs: &SlabSet, locations: &[Location]) -> Result<usize, FetchError> {
         assert!((1..=FETCH_PAGES_MAX).contains(&locations.len()));
         if !self.late.is_empty() {
-            self.look_for_late();
+            self.poll_late_reads();
         }
-        self.find_runs(slabs, locations);
+        self.plan_runs(slabs, locations);
         for number in 0..self.runs.len() {
             let run = self.runs[number];
             let copy = match self.read_run(slabs, run) {
@@ -178,7 +178,7 @@ impl Fetcher {
         Ok(locations.len())
     }
 
-    fn find_runs(&mut self, slabs: &SlabSet, locations: &[Location]) {
+    fn plan_runs(&mut self, slabs: &SlabSet, locations: &[Location]) {
         self.runs.clear();
         self.failed.clear();
         for (first, location) in locations.iter().enumerate() {
@@ -196,23 +196,23 @@ impl Fetcher {
                 let same = run.choice.copy.node == choice.copy.node && run.choice.copy.key == choice.copy.key;
                 let next = page_of(&run.choice.copy, run.index).addr + (run.pages * PAGE_BYTES) as u64;
                 let is_next = page_of(&choice.copy, index).addr == next;
-                if same && is_next && slabs.replicas() == 1 {
+                if same && is_next && slabs.replicas_wanted() == 1 {
                     run.pages += 1;
                     run.slab = slab;
                     continue;
                 }
             }
-            self.runs.push(Run { first, pages: 1, slab, index, choice });
+            self.runs.push(ReadRun { first, pages: 1, slab, index, choice });
         }
     }
 
     /// A copy of the slab that has not failed; those that are not late first, spread over the nodes. `None` if all have failed.
-    fn choose(&self, slabs: &SlabSet, slab: SlabId) -> Option<Choice> {
-        let copies = slabs.copies(slab);
+    fn choose(&self, slabs: &SlabSet, slab: SlabId) -> Option<ReplicaChoice> {
+        let copies = slabs.replicas(slab);
         let count = copies.len();
         if count == 1 {
             let copy = copies.iter().next().filter(|copy| !self.failed.contains(&copy.node))?;
-            return Some(Choice { copy, has_alternative: false });
+            return Some(ReplicaChoice { copy, has_alternative: false });
         }
         let mut chosen: Option<Extent> = None;
         let mut is_slow = false;
@@ -230,7 +230,7 @@ impl Fetcher {
             }
         }
         let has_alternative = others > usize::from(!is_slow);
-        chosen.map(|copy| Choice { copy, has_alternative })
+        chosen.map(|copy| ReplicaChoice { copy, has_alternative })
     }
 
     fn is_late(&self, node: NodeId) -> bool {
@@ -238,7 +238,7 @@ impl Fetcher {
     }
 
     /// Read a run from the copy that was chosen for it, else from another; from which in the end.
-    fn read_run(&mut self, slabs: &SlabSet, run: Run) -> Result<Extent, FetchError> {
+    fn read_run(&mut self, slabs: &SlabSet, run: ReadRun) -> Result<Extent, FetchError> {
         self.failed.clear();
         let mut choice = run.choice;
         let mut tried_again = None;
@@ -246,8 +246,8 @@ impl Fetcher {
             let node = choice.copy.node;
             let was_open = self.ports.open_port(node).is_some() && !Mutation::TryOnce.is_active();
             let error = match self.read(&choice, run.index, run.first, run.pages) {
-                Ok(Answer::Here) => return Ok(choice.copy),
-                Ok(Answer::Late) => FetchError::Refused { node, cause: WorkError::Timeout },
+                Ok(ReadAnswer::Here) => return Ok(choice.copy),
+                Ok(ReadAnswer::Late) => FetchError::Refused { node, cause: WorkError::Timeout },
                 Err(_) if tried_again != Some(node) && was_open && self.ports.open_port(node).is_none() => {
                     // The endpoint was of before the node came back.
                     tried_again = Some(node);
@@ -265,11 +265,11 @@ impl Fetcher {
     /// Read consecutive pages of a copy into the buffer.
     fn read(
         &mut self,
-        choice: &Choice,
+        choice: &ReplicaChoice,
         index: u32,
         first: usize,
         pages: usize,
-    ) -> Result<Answer, FetchError> {
+    ) -> Result<ReadAnswer, FetchError> {
         let node = choice.copy.node;
         let id = self.next_id;
         self.next_id += 1;
@@ -296,7 +296,9 @@ impl Fetcher {
                 if is_broken {
                     self.close(node);
                 }
-                return outcome.map(|_| Answer::Here).map_err(|cause| FetchError::Refused { node, cause });
+                return outcome
+                    .map(|_| ReadAnswer::Here)
+                    .map_err(|cause| FetchError::Refused { node, cause });
             }
             let Some(since) = since else {
                 port.endpoint.wait(PATIENCE);
@@ -305,9 +307,9 @@ impl Fetcher {
             port.endpoint.wait(LATE_AFTER);
             if self.ports.now().saturating_sub(since) >= LATE_AFTER {
                 tracing::debug!(node = node.0, "a memory node is late; another copy is read");
-                self.late.push(Late { node, id, buffer });
+                self.late.push(LateRead { node, id, buffer });
                 self.change_buffer();
-                return Ok(Answer::Late);
+                return Ok(ReadAnswer::Late);
             }
         }
     }
@@ -330,10 +332,10 @@ impl Fetcher {
     fn free_buffer(&mut self) -> usize {
         loop {
             let is_free = |buffer: &usize| self.late.iter().all(|late| late.buffer != *buffer);
-            if let Some(buffer) = (0..self.ports.memories()).find(is_free) {
+            if let Some(buffer) = (0..self.ports.memory_count()).find(is_free) {
                 return buffer;
             }
-            if self.ports.memories() < BUFFERS_MAX
+            if self.ports.memory_count() < BUFFERS_MAX
                 && let Ok(memory) = new_buffer()
                 && let Ok(buffer) = self.ports.add_memory(Arc::new(memory))
             {
@@ -350,10 +352,10 @@ impl Fetcher {
     }
 
     /// Whether late answers have come.
-    fn look_for_late(&mut self) {
+    fn poll_late_reads(&mut self) {
         for at in (0..self.late.len()).rev() {
             // One look may have settled several.
-            let Some(Late { node, .. }) = self.late.get(at).copied() else { continue };
+            let Some(LateRead { node, .. }) = self.late.get(at).copied() else { continue };
             let Some(port) = self.ports.open_port(node) else { continue };
             self.completions.clear();
             port.endpoint.poll(&mut self.completions, FETCH_PAGES_MAX);
@@ -379,7 +381,7 @@ impl Fetcher {
         if Mutation::SkipChecksum.is_active() || self.buffer_crc(index) == expected {
             return Ok(());
         }
-        let again = Choice { copy, has_alternative: false };
+        let again = ReplicaChoice { copy, has_alternative: false };
         let mut outcome = self.read(&again, page, index, 1).map(|_| ());
         let found = self.buffer_crc(index);
         if outcome.is_ok() && found == expected {
@@ -394,15 +396,15 @@ impl Fetcher {
         self.failed.push(copy.node);
         while let Some(choice) = self.choose(slabs, location.slab()) {
             match self.read(&choice, location.index(), index, 1) {
-                Ok(Answer::Here) if self.buffer_crc(index) == expected => {
+                Ok(ReadAnswer::Here) if self.buffer_crc(index) == expected => {
                     if let Err(FetchError::Damaged { .. }) = outcome {
                         tracing::warn!(node = copy.node.0, "a damaged page was read from another copy");
                         slabs.report_damage(location, copy.node);
                     }
                     return Ok(());
                 }
-                Ok(Answer::Late) => {}
-                Ok(Answer::Here) | Err(_) => self.failed.push(choice.copy.node),
+                Ok(ReadAnswer::Late) => {}
+                Ok(ReadAnswer::Here) | Err(_) => self.failed.push(choice.copy.node),
             }
         }
         outcome

@@ -1,21 +1,21 @@
-//! Where the next evicted pages go: slabs are filled in the order of eviction, holes of sparse ones first.
+//! Where the next evicted pages go: slabs are filled in the request of eviction, holes of sparse ones first.
 
 mod empty;
-mod list;
+mod slab_list;
 mod sparse;
 #[cfg(test)]
 mod tests;
 
-pub use empty::Grain;
-use list::SlabList;
-pub use sparse::Worth;
+pub use empty::SlabSizing;
+use slab_list::SlabList;
+pub use sparse::GainThreshold;
 
 use std::sync::Arc;
 
 use aquifer_pool::{Extent, NodeId, PoolClient, PoolError, SizeClass};
 
 use crate::page::Location;
-use crate::slabs::{LeftOver, SLAB_PAGES_MAX, SLABS_MAX, SlabId, SlabSet};
+use crate::slabs::{SLAB_PAGES_MAX, SLABS_MAX, SlabId, SlabSet, UnfinishedReplica};
 
 /// A fresh slab has this part of what the run has on memory nodes, from 4 KiB to 2 MiB: so little is wasted, and there are few slabs.
 const SLAB_DIVISOR: u64 = 16;
@@ -41,7 +41,7 @@ pub enum NoRoom {
 
 /// Consecutive free pages of one slab, now taken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Room {
+pub struct FreePages {
     /// The first page.
     pub first: Location,
     /// How many.
@@ -49,7 +49,7 @@ pub struct Room {
 }
 
 #[derive(Debug)]
-struct Open {
+struct OpenSlab {
     slab: SlabId,
     cursor: u32,
     pages: u32,
@@ -57,7 +57,7 @@ struct Open {
 
 /// Extents that are wanted of the pool.
 #[derive(Clone, Copy, Debug)]
-struct Order {
+struct ExtentRequest {
     class: SizeClass,
     /// On so many nodes.
     nodes: usize,
@@ -69,20 +69,20 @@ struct Order {
 #[derive(Debug)]
 pub struct Filler {
     slabs: Arc<SlabSet>,
-    open: Option<Open>,
-    grain: Grain,
+    open: Option<OpenSlab>,
+    sizing: SlabSizing,
     in_use: SlabList,
     /// Those in use with fewer copies than they should have.
     degraded: SlabList,
     /// Empty ones that are kept.
-    reserve: SlabList,
+    empty: SlabList,
     /// Sparse ones that were found when it was looked for them last, the emptiest last; and how many slabs are to be filled before the next look.
     candidates: Vec<SlabId>,
-    next_look: usize,
+    fills_until_search: usize,
     /// Not to be filled, nor given back, while it is copied.
-    set_aside: Option<SlabId>,
+    copying: Option<SlabId>,
     /// Nodes that turned out to be gone.
-    gone: Vec<NodeId>,
+    gone_nodes: Vec<NodeId>,
     /// Slabs of which no copy is left.
     unreachable: Vec<SlabId>,
     free_numbers: Vec<SlabId>,
@@ -101,19 +101,19 @@ impl Filler {
         let used_numbers = numbers.last().map_or(0, |slab| slab.0 + 1);
         let in_use: SlabList = numbers.into_iter().collect();
         let free_numbers = (0..used_numbers).map(SlabId).filter(|slab| !in_use.contains(*slab)).collect();
-        let wanted = slabs.replicas();
-        let degraded = in_use.iter().filter(|slab| slabs.copies(*slab).len() < wanted).collect();
+        let wanted = slabs.replicas_wanted();
+        let degraded = in_use.iter().filter(|slab| slabs.replicas(*slab).len() < wanted).collect();
         Self {
             slabs,
             open: None,
-            grain: Grain::AsNeeded,
+            sizing: SlabSizing::AsNeeded,
             in_use,
             degraded,
-            reserve: SlabList::default(),
+            empty: SlabList::default(),
             candidates: Vec::new(),
-            next_look: 0,
-            set_aside: None,
-            gone: Vec::new(),
+            fills_until_search: 0,
+            copying: None,
+            gone_nodes: Vec::new(),
             unreachable: Vec::new(),
             free_numbers,
             used_numbers,
@@ -125,7 +125,7 @@ impl Filler {
     ///
     /// # Errors
     /// If the pool has no room on any node, or no node is left.
-    pub fn room(&mut self, pool: &mut PoolClient, want: u32) -> Result<Room, NoRoom> {
+    pub fn find_free_pages(&mut self, pool: &mut PoolClient, want: u32) -> Result<FreePages, NoRoom> {
         loop {
             if let Some(open) = &mut self.open {
                 let at = |index| Location::new(open.slab, index);
@@ -133,7 +133,7 @@ impl Filler {
                 if let Some(first) = first {
                     let limit = open.pages.min(first + want);
                     let end = (first..limit).find(|index| !self.slabs.is_free(at(*index))).unwrap_or(limit);
-                    let room = Room { first: at(first), pages: end - first };
+                    let room = FreePages { first: at(first), pages: end - first };
                     open.cursor = end;
                     return Ok(room);
                 }
@@ -145,37 +145,37 @@ impl Filler {
     /// A node is gone: nothing more is written there. Slabs that were nowhere else are left to those who look for their pages, if there are
     /// any.
     pub fn forget_node(&mut self, node: NodeId) {
-        self.open.take_if(|open| self.slabs.copies(open.slab).on(node).is_some());
-        self.forget_copies(|copy| copy.node == node);
+        self.open.take_if(|open| self.slabs.replicas(open.slab).on(node).is_some());
+        self.forget_replicas(|copy| copy.node == node);
     }
 
-    /// Copies that are lost are read no more. An empty slab that has no other is forgotten.
-    fn forget_copies(&mut self, mut is_lost: impl FnMut(Extent) -> bool) {
+    /// SlabReplicas that are lost are read no more. An empty slab that has no other is forgotten.
+    fn forget_replicas(&mut self, mut is_lost: impl FnMut(Extent) -> bool) {
         let slabs = Arc::clone(&self.slabs);
         for slab in self.in_use.iter().collect::<Vec<_>>() {
-            let mut copies = slabs.copies(slab).iter();
-            if copies.all(|copy| !is_lost(copy) || slabs.strike(slab, copy.node)) {
+            let mut copies = slabs.replicas(slab).iter();
+            if copies.all(|copy| !is_lost(copy) || slabs.drop_replica(slab, copy.node)) {
                 continue;
             }
             self.in_use.remove(slab);
-            self.reserve.remove(slab);
+            self.empty.remove(slab);
             self.unreachable.push(slab);
             slabs.unmark(slab);
-            if slabs.live_pages(slab) == 0 && self.set_aside != Some(slab) {
-                slabs.withdraw(slab);
+            if slabs.live_pages(slab) == 0 && self.copying != Some(slab) {
+                slabs.remove_slab(slab);
                 self.free_numbers.push(slab);
             }
         }
-        self.find_degraded();
+        self.update_degraded();
     }
 
     /// After a restart: what is on nodes that this client does not reach is as good as gone. What was begun and is not whole goes back.
     /// Returns the nodes that slabs are on.
-    pub fn take_over(&mut self, pool: &mut PoolClient) -> Vec<NodeId> {
-        self.slabs.left_over().for_each(|left| self.give_back_left(pool, left));
-        // Copies that are not in the memory that their nodes have now are gone. Of a node that does not answer nothing is known, which is not
+    pub fn adopt_recovered(&mut self, pool: &mut PoolClient) -> Vec<NodeId> {
+        self.slabs.unfinished_replicas().for_each(|left| self.free_unfinished(pool, left));
+        // SlabReplicas that are not in the memory that their nodes have now are gone. Of a node that does not answer nothing is known, which is not
         // the same.
-        self.forget_copies(|copy| !pool.is_current(copy).unwrap_or(true));
+        self.forget_replicas(|copy| !pool.is_current(copy).unwrap_or(true));
         let mut nodes = self.nodes();
         nodes.retain(|node| {
             let is_known = pool.nodes().any(|other| other == *node);
@@ -191,7 +191,7 @@ impl Filler {
     /// The nodes that slabs are on.
     pub fn nodes(&self) -> Vec<NodeId> {
         let mut nodes: Vec<NodeId> = Vec::new();
-        for copy in self.in_use.iter().flat_map(|slab| self.slabs.copies(slab).iter()) {
+        for copy in self.in_use.iter().flat_map(|slab| self.slabs.replicas(slab).iter()) {
             if !nodes.contains(&copy.node) {
                 nodes.push(copy.node);
             }
@@ -199,10 +199,10 @@ impl Filler {
         nodes
     }
 
-    fn give_back_left(&self, pool: &mut PoolClient, left: LeftOver) {
-        let LeftOver { slab, place, extent, record } = left;
+    fn free_unfinished(&self, pool: &mut PoolClient, left: UnfinishedReplica) {
+        let UnfinishedReplica { slab, place, extent, record } = left;
         if record == 0 {
-            give_back_noted(&self.slabs, pool, &mut [Noted { slab, place, extent }]);
+            free_recorded(&self.slabs, pool, &mut [RecordedReplica { slab, place, extent }]);
             return;
         }
         match pool.free_begun(extent, record) {
@@ -215,15 +215,15 @@ impl Filler {
         self.slabs.clear(slab, place);
     }
 
-    fn find_degraded(&mut self) {
-        let wanted = self.slabs.replicas();
-        self.degraded = self.in_use.iter().filter(|slab| self.slabs.copies(*slab).len() < wanted).collect();
+    fn update_degraded(&mut self) {
+        let wanted = self.slabs.replicas_wanted();
+        self.degraded = self.in_use.iter().filter(|slab| self.slabs.replicas(*slab).len() < wanted).collect();
     }
 
     /// Any copy that is on a node.
     #[must_use]
-    pub fn copy_on(&self, node: NodeId) -> Option<Extent> {
-        self.in_use.iter().find_map(|slab| self.slabs.copies(slab).on(node))
+    pub fn any_replica_on(&self, node: NodeId) -> Option<Extent> {
+        self.in_use.iter().find_map(|slab| self.slabs.replicas(slab).on(node))
     }
 
     /// Slabs with fewer copies than they should have.
@@ -238,71 +238,71 @@ impl Filler {
     }
 
     /// Nodes that turned out to be gone since the last call.
-    pub fn take_gone(&mut self) -> Vec<NodeId> {
-        std::mem::take(&mut self.gone)
+    pub fn drain_gone_nodes(&mut self) -> Vec<NodeId> {
+        std::mem::take(&mut self.gone_nodes)
     }
 
     /// Slabs of which no copy is left since the last call.
-    pub fn take_unreachable(&mut self) -> Vec<SlabId> {
+    pub fn drain_unreachable(&mut self) -> Vec<SlabId> {
         std::mem::take(&mut self.unreachable)
     }
 
     /// From now on the slab is neither filled nor given back.
-    pub fn set_aside(&mut self, slab: SlabId) {
+    pub fn begin_copying(&mut self, slab: SlabId) {
         self.open.take_if(|open| open.slab == slab);
-        self.set_aside = Some(slab);
+        self.copying = Some(slab);
     }
 
     /// The slab that was set aside has all the copies that it will have for now.
-    pub fn take_back(&mut self, pool: &mut PoolClient, slab: SlabId) {
-        self.set_aside = None;
-        self.take_up_again(pool, slab);
-        if self.slabs.copies(slab).len() == self.slabs.replicas() {
+    pub fn end_copying(&mut self, pool: &mut PoolClient, slab: SlabId) {
+        self.copying = None;
+        self.restore_slab(pool, slab);
+        if self.slabs.replicas(slab).len() == self.slabs.replicas_wanted() {
             self.degraded.remove(slab);
         }
         if self.slabs.live_pages(slab) == 0 {
-            self.return_slabs(pool, &[slab]);
+            self.free_slabs(pool, &[slab]);
         }
     }
 
     /// The last node that had a slab died while a copy was made that became whole all the same: it is not lost.
-    fn take_up_again(&mut self, pool: &PoolClient, slab: SlabId) {
+    fn restore_slab(&mut self, pool: &PoolClient, slab: SlabId) {
         let is_here = |copy: &Extent| pool.nodes().any(|node| node == copy.node);
-        let copies = self.slabs.copies(slab);
+        let copies = self.slabs.replicas(slab);
         if self.in_use.contains(slab) || !copies.iter().any(|copy| is_here(&copy)) {
             return;
         }
         for copy in copies.iter().filter(|copy| !is_here(copy)) {
-            self.slabs.strike(slab, copy.node);
+            self.slabs.drop_replica(slab, copy.node);
             pool.doubt(copy.node);
         }
         self.in_use.insert(slab);
-        self.find_degraded();
+        self.update_degraded();
     }
 
     /// An extent for one more copy of a slab, on a node that has none.
-    pub fn room_for_copy(&mut self, pool: &mut PoolClient, slab: SlabId) -> Option<Extent> {
-        let copies = self.slabs.copies(slab);
-        let order = Order { class: copies.class()?, nodes: 1, each: 1 };
-        self.take(pool, order, |node| copies.on(node).is_none(), &mut NoRoom::NoNodes).pop()
+    pub fn allocate_replica(&mut self, pool: &mut PoolClient, slab: SlabId) -> Option<Extent> {
+        let copies = self.slabs.replicas(slab);
+        let request = ExtentRequest { class: copies.class()?, nodes: 1, each: 1 };
+        self.allocate_on_nodes(pool, request, |node| copies.on(node).is_none(), &mut NoRoom::NoNodes).pop()
     }
 
     /// The emptiest slab that is at most half full, else a fresh one; with as many copies as there are nodes for. If there is no room for all
     /// of them, what there is: programs go on, and the copies are made when there is room. If there is none at all, the holes of others.
-    fn next_slab(&mut self, pool: &mut PoolClient, want: u32) -> Result<Open, NoRoom> {
+    fn next_slab(&mut self, pool: &mut PoolClient, want: u32) -> Result<OpenSlab, NoRoom> {
         let previous = self.open.take().map(|open| open.slab);
         // What became empty while it was open was not given back.
         if let Some(slab) = previous.filter(|slab| self.slabs.live_pages(*slab) == 0) {
-            self.reserve.insert(slab);
+            self.empty.insert(slab);
         }
-        let copies = self.slabs.replicas().min(pool.nodes().count()).max(1);
-        if let Some(open) = self.sparse_slab(previous, copies).or_else(|| self.kept_slab(copies)) {
+        let copies = self.slabs.replicas_wanted().min(pool.nodes().count()).max(1);
+        if let Some(open) = self.sparse_slab(previous, copies).or_else(|| self.empty_slab(copies)) {
             return Ok(open);
         }
-        if let Grain::Blocks { class, together } = self.grain {
-            let fresh = match together {
-                1 => self.fresh_pieces(pool, class),
-                _ => self.fresh_block(pool, class, together),
+        if let SlabSizing::Fixed { class, group_slabs } = self.sizing {
+            let fresh = match group_slabs {
+                1 => self.allocate_fixed_slabs(pool, class),
+                _ => self.allocate_slab_group(pool, class, group_slabs),
             };
             return fresh.or_else(|refused| self.slab_with_holes().ok_or(refused));
         }
@@ -311,7 +311,7 @@ impl Filler {
             outcome => return outcome,
         };
         if copies > 1 {
-            if let Some(open) = self.sparse_slab(previous, 1).or_else(|| self.kept_slab(1)) {
+            if let Some(open) = self.sparse_slab(previous, 1).or_else(|| self.empty_slab(1)) {
                 return Ok(open);
             }
             if let Ok(open) = self.fresh_slab(pool, want, copies, 1) {
@@ -327,13 +327,13 @@ impl Filler {
         want: u32,
         copies: usize,
         copies_min: usize,
-    ) -> Result<Open, NoRoom> {
+    ) -> Result<OpenSlab, NoRoom> {
         let slab = self.free_number()?;
         let _under_way = pool.under_way();
         match self.allocate(pool, want, copies, copies_min) {
             Ok(extents) => {
-                self.take_into_use(slab, &extents);
-                Ok(Open { slab, cursor: 0, pages: extents[0].class.chunks() })
+                self.publish_slab(slab, &extents);
+                Ok(OpenSlab { slab, cursor: 0, pages: extents[0].class.chunks() })
             }
             Err(error) => {
                 self.free_numbers.push(slab);
@@ -353,10 +353,10 @@ impl Filler {
         }
     }
 
-    fn take_into_use(&mut self, slab: SlabId, extents: &[Extent]) {
+    fn publish_slab(&mut self, slab: SlabId, extents: &[Extent]) {
         self.slabs.publish(slab, extents);
         self.in_use.insert(slab);
-        if extents.len() < self.slabs.replicas() {
+        if extents.len() < self.slabs.replicas_wanted() {
             self.degraded.insert(slab);
         }
     }
@@ -380,22 +380,22 @@ impl Filler {
         let mut refused = NoRoom::NoNodes;
         for k in std::iter::once(wanted).chain(FALLBACK_CLASSES.into_iter().filter(|k| *k < wanted)) {
             let class = SizeClass::new(k).expect("a valid class");
-            let order = Order { class, nodes: copies, each: 1 };
-            let taken = self.take(pool, order, |_| true, &mut refused);
+            let request = ExtentRequest { class, nodes: copies, each: 1 };
+            let taken = self.allocate_on_nodes(pool, request, |_| true, &mut refused);
             if taken.len() >= copies_min {
                 return Ok(taken);
             }
-            taken.iter().for_each(|extent| give_back(pool, extent.node, &[*extent]));
+            taken.iter().for_each(|extent| free_extents(pool, extent.node, &[*extent]));
         }
         Err(refused)
     }
 
     /// A node where an extent of that size was left, else power of two choices on free memory, for each node anew; if the chosen one is full, the
-    /// others in the order of what they have, those that are slow just now last. What there is of what was ordered.
-    fn take(
+    /// others in the request of what they have, those that are slow just now last. What there is of what was ordered.
+    fn allocate_on_nodes(
         &mut self,
         pool: &mut PoolClient,
-        order: Order,
+        request: ExtentRequest,
         may_be_on: impl Fn(NodeId) -> bool,
         refused: &mut NoRoom,
     ) -> Vec<Extent> {
@@ -406,11 +406,11 @@ impl Filler {
             (self.slabs.is_slow(*node), std::cmp::Reverse(pool.free_bytes(*node)))
         });
         let mut is_first_choice = true;
-        while found < order.nodes && !nodes.is_empty() {
+        while found < request.nodes && !nodes.is_empty() {
             let at = if is_first_choice { self.choose(&nodes) } else { 0 };
             let node = nodes.remove(at);
             is_first_choice = false;
-            match pool.allocate_many(node, order.class, order.each) {
+            match pool.allocate_many(node, request.class, request.each) {
                 Ok(extents) => {
                     taken.extend(extents);
                     found += 1;
@@ -418,7 +418,7 @@ impl Filler {
                 }
                 Err(error) => {
                     if let PoolError::NodeGone { node, .. } = error {
-                        self.gone.push(node);
+                        self.gone_nodes.push(node);
                     }
                     match error {
                         PoolError::Away { node } => *refused = NoRoom::Away(node),
@@ -436,12 +436,12 @@ impl Filler {
     fn choose(&mut self, nodes: &[NodeId]) -> usize {
         match nodes.len() {
             0..=2 => 0,
-            // They come in the order of their free memory, so the better of the two is the earlier.
-            count => self.draw(count).min(self.draw(count)),
+            // They come in the request of their free memory, so the better of the two is the earlier.
+            count => self.random_below(count).min(self.random_below(count)),
         }
     }
 
-    fn draw(&mut self, below: usize) -> usize {
+    fn random_below(&mut self, below: usize) -> usize {
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
         self.random ^= self.random << 17;
@@ -451,24 +451,24 @@ impl Filler {
 
 /// What is noted at a place of a slab.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Noted {
+pub(crate) struct RecordedReplica {
     pub slab: SlabId,
     pub place: usize,
     pub extent: Extent,
 }
 
 /// Give back what is noted there, and forget it. It stays noted while that is under way.
-pub(crate) fn give_back_noted(slabs: &SlabSet, pool: &mut PoolClient, noted: &mut [Noted]) {
+pub(crate) fn free_recorded(slabs: &SlabSet, pool: &mut PoolClient, noted: &mut [RecordedReplica]) {
     noted.sort_unstable_by_key(|noted| noted.extent.node);
     for of_node in noted.chunk_by(|one, other| one.extent.node == other.extent.node) {
         let node = of_node[0].extent.node;
         let forget = || of_node.iter().for_each(|noted| slabs.clear(noted.slab, noted.place));
         if pool.nodes().any(|other| other == node) {
             for noted in of_node {
-                slabs.begin_return(noted.slab, noted.place, pool.last_record(noted.extent));
+                slabs.begin_free(noted.slab, noted.place, pool.last_record(noted.extent));
             }
             let extents: Vec<Extent> = of_node.iter().map(|noted| noted.extent).collect();
-            give_back(pool, node, &extents);
+            free_extents(pool, node, &extents);
             forget();
         } else {
             forget();
@@ -478,7 +478,7 @@ pub(crate) fn give_back_noted(slabs: &SlabSet, pool: &mut PoolClient, noted: &mu
 }
 
 /// Give extents back to their node.
-pub(crate) fn give_back(pool: &mut PoolClient, node: NodeId, extents: &[Extent]) {
+pub(crate) fn free_extents(pool: &mut PoolClient, node: NodeId, extents: &[Extent]) {
     let outcomes = match pool.free_many(node, extents) {
         Ok(outcomes) => outcomes,
         Err(error) => vec![Err(error)],

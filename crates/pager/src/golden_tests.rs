@@ -36,7 +36,7 @@ fn golden_page_words() {
         assert_eq!(word(bytes).state(), state, "{name}");
         golden.bytes(name, &bytes);
     }
-    let copied = |state| PageWord::new(state).with_copy(Some(Location(0x0102_0304)));
+    let copied = |state| PageWord::new(state).with_clean_copy(Some(Location(0x0102_0304)));
     let hot = (0..3).fold(PageWord::default(), |word, _| word.held(true));
     let words = [
         ("held with a copy", copied(PageState::Held)),
@@ -45,7 +45,7 @@ fn golden_page_words() {
         ("discarded", PageWord::new(PageState::Leaving).with_discarded()),
         ("held, cold", PageWord::default().held(false)),
         ("held, hot", hot),
-        ("held, hot, after a round", hot.stayed().expect("it has rounds left")),
+        ("held, hot, after a round", hot.next_round().expect("it has rounds left")),
         ("leaving after 0x12345 blocks", hot.leaving(0x12345 << 6)),
         ("remote after 0x12345 blocks", hot.leaving(0x12345 << 6).with_state(PageState::Remote(Location(7)))),
     ];
@@ -53,9 +53,9 @@ fn golden_page_words() {
         golden.bytes(name, &word.0.to_le_bytes());
     }
     let read = |word_of: PageWord| word(word_of.0.to_le_bytes());
-    assert_eq!(read(words[1].1).copy(), Some(Location(0x0102_0304)));
+    assert_eq!(read(words[1].1).clean_copy(), Some(Location(0x0102_0304)));
     assert!(read(words[2].1).is_queued() && read(words[3].1).is_discarded());
-    assert_eq!(read(words[7].1).left_since(0x12346 << 6), 64);
+    assert_eq!(read(words[7].1).departures_since(0x12346 << 6), 64);
     let location = Location::new(SlabId(0x0102), 0x0103);
     golden.text("page 0x103 of slab 0x102", &format!("{:#x}", location.0));
     assert_eq!((location.slab(), location.index()), (SlabId(0x0102), 0x0103));
@@ -99,10 +99,10 @@ fn golden_slab_records() {
     let slabs = SlabSet::with_replicas(3).expect("there is memory");
     let (first, last) = (SlabId(0x0102), SlabId(SLABS_MAX - 1));
     slabs.publish(first, &[extent(1, 0), extent(0x0203, 0), extent(3, 0)]);
-    assert!(slabs.strike(first, NodeId(3)));
-    slabs.begin_copy(first, extent(4, 0));
+    assert!(slabs.drop_replica(first, NodeId(3)));
+    slabs.begin_replica(first, extent(4, 0));
     slabs.publish(last, &[extent(5, 9), extent(6, 9)]);
-    slabs.begin_return(last, 1, 0x2122_2324);
+    slabs.begin_free(last, 1, 0x2122_2324);
     let pages = [(first, 0), (last, 0), (last, 15), (last, 16), (last, SLAB_PAGES_MAX - 1)];
     for (number, (slab, index)) in (0..).zip(pages) {
         slabs.occupy(Location::new(slab, index), 0x3132_3330 + number);
@@ -114,11 +114,13 @@ fn golden_slab_records() {
     golden.bytes("checksum of 123456789", &page_crc(b"123456789").to_le_bytes());
 
     let recovered = SlabSet::recover(again(slabs.memory()), 3);
-    let nodes = |slab| recovered.copies(slab).iter().map(|copy| copy.node.0).collect::<Vec<_>>();
+    let nodes = |slab| recovered.replicas(slab).iter().map(|copy| copy.node.0).collect::<Vec<_>>();
     assert_eq!((nodes(first), nodes(last)), (vec![1, 0x0203], vec![5]));
-    assert_eq!(recovered.copies(last).at(0), Some(extent(5, 9)));
-    let left: Vec<_> =
-        recovered.left_over().map(|left| (left.slab, left.place, left.extent, left.record)).collect();
+    assert_eq!(recovered.replicas(last).at(0), Some(extent(5, 9)));
+    let left: Vec<_> = recovered
+        .unfinished_replicas()
+        .map(|left| (left.slab, left.place, left.extent, left.record))
+        .collect();
     assert_eq!(left, [(first, 2, extent(4, 0), 0), (last, 1, extent(6, 9), 0x2122_2324)]);
     assert_eq!(recovered.crc(Location::new(last, 16)), 0x3132_3333);
     golden.check();

@@ -46,7 +46,7 @@ impl Slot {
     }
 }
 
-/// The mempool of one host. It is bounded: when every block is in use, [`Mempool::take`] says so and the taker waits.
+/// The mempool of one host. It is bounded: when every block is in use, [`Mempool::allocate`] says so and the taker waits.
 #[derive(Debug)]
 pub struct Mempool {
     memory: Arc<Memory>,
@@ -91,12 +91,12 @@ impl Mempool {
 
     /// Take a free block, if there is one.
     #[must_use]
-    pub fn take(&self) -> Option<BlockId> {
+    pub fn allocate(&self) -> Option<BlockId> {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).pop()
     }
 
     /// Give a block back. None of its slots may be in use.
-    pub fn give_back(&self, block: BlockId) {
+    pub fn free(&self, block: BlockId) {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         debug_assert!(!free.contains(&block), "{block:?} was given back twice");
         free.push(block);
@@ -109,7 +109,7 @@ impl Mempool {
     }
 
     /// Where senders say so.
-    pub(crate) fn pool_shortage(&self) -> &Arc<AtomicBool> {
+    pub(crate) fn pool_short_flag(&self) -> &Arc<AtomicBool> {
         &self.is_pool_short
     }
 
@@ -121,7 +121,7 @@ impl Mempool {
 
     /// How many blocks are free.
     #[must_use]
-    pub fn free_blocks(&self) -> usize {
+    pub fn free_block_count(&self) -> usize {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).len()
     }
 }
@@ -134,10 +134,10 @@ mod tests {
     fn it_is_bounded_and_gives_back() {
         let pool = Mempool::new(3 * BLOCK_PAGES * PAGE_BYTES + 5).unwrap();
         assert_eq!(pool.blocks(), 3);
-        let taken: Vec<_> = (0..3).map(|_| pool.take().unwrap()).collect();
-        assert_eq!(pool.take(), None, "at the bound the taker is told");
-        pool.give_back(taken[1]);
-        assert_eq!(pool.take(), Some(taken[1]));
+        let taken: Vec<_> = (0..3).map(|_| pool.allocate().unwrap()).collect();
+        assert_eq!(pool.allocate(), None, "at the bound the taker is told");
+        pool.free(taken[1]);
+        assert_eq!(pool.allocate(), Some(taken[1]));
     }
 
     #[test]

@@ -16,7 +16,7 @@ aquifer_mutation::mutations! {
         /// Faults are served before the events that were read with them.
         ServeFaultsBeforeEvents,
         /// Pages are taken although an event is unread: the worker moves them under the event-free descriptor.
-        TakeDuringEvents,
+        EvictDuringEvents,
         /// A fork is served while a batch is still on its way.
         ForkWithoutFlush,
         /// The sender acknowledges before the memory node has.
@@ -38,9 +38,9 @@ aquifer_mutation::mutations! {
         /// What is present in a newly registered area is held without a proof that it is registered.
         AdoptUnproved,
         /// After a restart areas are proved registered before the events that were read and not heeded are.
-        AdoptBehind,
+        AdoptBeforeEvents,
         /// The unmapping that a move brings is taken for one of what was moved there since.
-        HeedVacating,
+        ApplyStaleUnmap,
         /// Who asks to write a page that was protected at a fork is woken, and not allowed to.
         WakeProtected,
         /// Pages change their number while a batch is leaving.
@@ -56,11 +56,11 @@ aquifer_mutation::mutations! {
         /// A READ over an endpoint of before its node came back is not tried once more.
         TryOnce,
         /// A node that came back is taken in though something is under way to what it was before.
-        TakeInBusy,
+        AddBusyNode,
         /// A page that is moved is noted in the mempool before its bytes are there.
-        NoteBeforeMoving,
+        StageBeforeCopying,
         /// A page of a device that is moved is not looked at again after it was read.
-        MoveUnlooked,
+        MoveUnchecked,
         /// A device's reader does not refer to the place that it fetches from.
         FetchUnreferenced,
     }

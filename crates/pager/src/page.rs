@@ -54,8 +54,8 @@ const KIND_MASK: u64 = 0xf;
 const HELD: u64 = 1;
 const LEAVING: u64 = 2;
 /// Held or leaving, and the payload is the location that the page came from.
-const HELD_COPIED: u64 = 8;
-const LEAVING_COPIED: u64 = 9;
+const HELD_WITH_COPY: u64 = 8;
+const LEAVING_WITH_COPY: u64 = 9;
 const QUEUED: u64 = 1 << 4;
 const DISCARDED: u64 = 1 << 5;
 const HEAT_SHIFT: u32 = 6;
@@ -64,10 +64,10 @@ const ROUNDS_SHIFT: u32 = 8;
 const ROUNDS_MASK: u64 = 0xf << ROUNDS_SHIFT;
 /// The hottest pages stay for 2^HEAT_MAX - 1 rounds more than others.
 const HEAT_MAX: u64 = 3;
-const LEFT_SHIFT: u32 = 12;
-const LEFT_MASK: u64 = 0xf_ffff << LEFT_SHIFT;
+const DEPARTURES_SHIFT: u32 = 12;
+const DEPARTURES_MASK: u64 = 0xf_ffff << DEPARTURES_SHIFT;
 /// Departures that [`PageWord`] does not tell apart.
-const LEFT_GRAIN: u64 = BLOCK_PAGES as u64;
+const DEPARTURES_UNIT: u64 = BLOCK_PAGES as u64;
 const PAYLOAD_SHIFT: u32 = 32;
 
 impl PageWord {
@@ -96,8 +96,8 @@ impl PageWord {
         let payload = u32::try_from(self.0 >> PAYLOAD_SHIFT).expect("32 bits remain");
         match self.0 & KIND_MASK {
             0 => PageState::Zero,
-            HELD | HELD_COPIED => PageState::Held,
-            LEAVING | LEAVING_COPIED => PageState::Leaving,
+            HELD | HELD_WITH_COPY => PageState::Held,
+            LEAVING | LEAVING_WITH_COPY => PageState::Leaving,
             3 => PageState::Staged(Slot(payload)),
             4 => PageState::Reclaimable(Slot(payload)),
             5 => PageState::Remote(Location(payload)),
@@ -109,19 +109,19 @@ impl PageWord {
 
     /// The location that a held or leaving page came from, and still refers to. Whether the same bytes are there is for the sender to find out.
     #[must_use]
-    pub fn copy(self) -> Option<Location> {
+    pub fn clean_copy(self) -> Option<Location> {
         let location = Location(u32::try_from(self.0 >> PAYLOAD_SHIFT).expect("32 bits remain"));
-        matches!(self.0 & KIND_MASK, HELD_COPIED | LEAVING_COPIED).then_some(location)
+        matches!(self.0 & KIND_MASK, HELD_WITH_COPY | LEAVING_WITH_COPY).then_some(location)
     }
 
     /// The word of a page, held or leaving, that refers to the location that it came from, or to none.
     #[must_use]
-    pub fn with_copy(self, copy: Option<Location>) -> Self {
+    pub fn with_clean_copy(self, copy: Option<Location>) -> Self {
         let kind = match (self.0 & KIND_MASK, copy.is_some()) {
-            (HELD | HELD_COPIED, false) => HELD,
-            (HELD | HELD_COPIED, true) => HELD_COPIED,
-            (LEAVING | LEAVING_COPIED, false) => LEAVING,
-            (LEAVING | LEAVING_COPIED, true) => LEAVING_COPIED,
+            (HELD | HELD_WITH_COPY, false) => HELD,
+            (HELD | HELD_WITH_COPY, true) => HELD_WITH_COPY,
+            (LEAVING | LEAVING_WITH_COPY, false) => LEAVING,
+            (LEAVING | LEAVING_WITH_COPY, true) => LEAVING_WITH_COPY,
             (kind, _) => panic!("a page of kind {kind} has no copy beside it"),
         };
         let flags = self.0 & !(u64::MAX << PAYLOAD_SHIFT | KIND_MASK);
@@ -134,7 +134,7 @@ impl PageWord {
     pub fn with_state(self, state: PageState) -> Self {
         let kept = match state {
             PageState::Leaving | PageState::Staged(_) | PageState::Reclaimable(_) | PageState::Remote(_) => {
-                QUEUED | HEAT_MASK | LEFT_MASK
+                QUEUED | HEAT_MASK | DEPARTURES_MASK
             }
             _ => QUEUED,
         };
@@ -144,15 +144,17 @@ impl PageWord {
     /// The page leaves, after so many others of its volume.
     #[must_use]
     pub fn leaving(self, departures: u64) -> Self {
-        let left = (departures / LEFT_GRAIN) << LEFT_SHIFT & LEFT_MASK;
-        Self(self.with_state(PageState::Leaving).0 & !LEFT_MASK | left).with_copy(self.copy())
+        let left = (departures / DEPARTURES_UNIT) << DEPARTURES_SHIFT & DEPARTURES_MASK;
+        Self(self.with_state(PageState::Leaving).0 & !DEPARTURES_MASK | left)
+            .with_clean_copy(self.clean_copy())
     }
 
     /// How many pages have left since this one did, about; far too few if they are more than 2^26.
     #[must_use]
-    pub fn left_since(self, departures: u64) -> u64 {
-        let left = (self.0 & LEFT_MASK) >> LEFT_SHIFT;
-        ((departures / LEFT_GRAIN).wrapping_sub(left) & (LEFT_MASK >> LEFT_SHIFT)) * LEFT_GRAIN
+    pub fn departures_since(self, departures: u64) -> u64 {
+        let left = (self.0 & DEPARTURES_MASK) >> DEPARTURES_SHIFT;
+        ((departures / DEPARTURES_UNIT).wrapping_sub(left) & (DEPARTURES_MASK >> DEPARTURES_SHIFT))
+            * DEPARTURES_UNIT
     }
 
     /// The page is held by the program (again). If it `came_back` soon it is hot, hotter than the last time, and may stay for more
@@ -166,7 +168,7 @@ impl PageWord {
 
     /// One round less to stay; `None` if it must leave.
     #[must_use]
-    pub fn stayed(self) -> Option<Self> {
+    pub fn next_round(self) -> Option<Self> {
         (self.0 & ROUNDS_MASK != 0).then_some(Self(self.0.wrapping_sub(1 << ROUNDS_SHIFT)))
     }
 
@@ -223,19 +225,19 @@ mod tests {
     #[test]
     fn a_held_page_may_refer_to_where_it_came_from() {
         let word = PageWord::default().held(true);
-        assert_eq!(word.copy(), None);
+        assert_eq!(word.clean_copy(), None);
         for location in [Location(0), Location(u32::MAX)] {
-            let held = word.with_copy(Some(location));
+            let held = word.with_clean_copy(Some(location));
             assert_eq!(
-                (held.state(), held.copy(), held.is_queued()),
+                (held.state(), held.clean_copy(), held.is_queued()),
                 (PageState::Held, Some(location), true)
             );
-            assert_eq!(held.stayed().map(PageWord::copy), Some(Some(location)));
+            assert_eq!(held.next_round().map(PageWord::clean_copy), Some(Some(location)));
             let leaving = held.with_queued(false).leaving(64);
-            assert_eq!((leaving.state(), leaving.copy()), (PageState::Leaving, Some(location)));
-            assert_eq!(leaving.with_discarded().copy(), Some(location));
-            assert_eq!(leaving.with_state(PageState::Staged(Slot(3))).copy(), None);
-            assert_eq!(held.with_copy(None), word);
+            assert_eq!((leaving.state(), leaving.clean_copy()), (PageState::Leaving, Some(location)));
+            assert_eq!(leaving.with_discarded().clean_copy(), Some(location));
+            assert_eq!(leaving.with_state(PageState::Staged(Slot(3))).clean_copy(), None);
+            assert_eq!(held.with_clean_copy(None), word);
         }
     }
 
@@ -244,7 +246,7 @@ mod tests {
         let mut word = PageWord::default().held(false);
         for rounds in [0, 1, 3, 7, 7] {
             let mut stays = 0;
-            while let Some(next) = word.stayed() {
+            while let Some(next) = word.next_round() {
                 word = next;
                 stays += 1;
             }
@@ -252,7 +254,7 @@ mod tests {
             word = word.with_state(PageState::Leaving).with_state(PageState::Staged(Slot(1))).held(true);
         }
         let cold = word.with_state(PageState::Remote(Location(1))).held(false);
-        assert_eq!(cold.stayed(), None, "one that had been gone for long begins anew");
+        assert_eq!(cold.next_round(), None, "one that had been gone for long begins anew");
         assert_eq!(
             word.with_state(PageState::Zero).with_queued(false),
             PageWord::default(),
@@ -262,16 +264,16 @@ mod tests {
 
     #[test]
     fn a_page_that_is_elsewhere_remembers_when_it_left() {
-        let grain = LEFT_GRAIN;
+        let grain = DEPARTURES_UNIT;
         for before in [0, 5 * grain, (1 << 20) * grain - grain, 7 << 40] {
             let word = PageWord::default().held(false).leaving(before);
             let word =
                 word.with_state(PageState::Staged(Slot(1))).with_state(PageState::Remote(Location(u32::MAX)));
             assert_eq!(word.state(), PageState::Remote(Location(u32::MAX)));
-            assert_eq!(word.left_since(before), 0);
-            assert_eq!(word.left_since(before + 3 * grain), 3 * grain);
+            assert_eq!(word.departures_since(before), 0);
+            assert_eq!(word.departures_since(before + 3 * grain), 3 * grain);
             let again = word.held(true).leaving(before + 9 * grain);
-            assert_eq!(again.left_since(before + 9 * grain), 0, "the last time counts");
+            assert_eq!(again.departures_since(before + 9 * grain), 0, "the last time counts");
         }
     }
 

@@ -19,7 +19,7 @@ pub trait Connector: Send + Sync + Debug {
     ///
     /// # Errors
     /// As [`Self::connect`].
-    fn connect_promptly(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
+    fn connect_without_waiting(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
         self.connect(node)
     }
 
@@ -27,7 +27,7 @@ pub trait Connector: Send + Sync + Debug {
     ///
     /// # Errors
     /// As [`Self::connect`].
-    fn connect_ahead(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
+    fn connect_lazily(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
         self.connect(node)
     }
 
@@ -48,7 +48,7 @@ pub struct Port {
     /// Posted by the next [`Port::flush`].
     queued: Vec<Work>,
     /// Operations queued or posted and not yet polled, as its user counts them.
-    pub under_way: usize,
+    pub in_flight: usize,
 }
 
 impl Port {
@@ -71,7 +71,7 @@ impl Port {
     /// Post this with what else is queued, all at once; there must be room for it.
     pub fn queue(&mut self, work: Work) {
         self.queued.push(work);
-        self.under_way += 1;
+        self.in_flight += 1;
     }
 
     /// Post what is queued.
@@ -84,8 +84,8 @@ impl Port {
 
     /// Whether one more operation can be posted.
     #[must_use]
-    pub fn has_room(&self) -> bool {
-        self.under_way < self.endpoint.limits().queue_depth
+    pub fn has_capacity(&self) -> bool {
+        self.in_flight < self.endpoint.limits().queue_depth
     }
 }
 
@@ -128,7 +128,7 @@ impl Ports {
 
     /// How many local memories there are.
     #[must_use]
-    pub fn memories(&self) -> usize {
+    pub fn memory_count(&self) -> usize {
         self.memories.len()
     }
 
@@ -146,12 +146,12 @@ impl Ports {
         let at = match self.open.iter().position(|(number, _)| *number == node) {
             Some(at) => at,
             None => {
-                let mut endpoint = self.connector.connect_ahead(node)?;
+                let mut endpoint = self.connector.connect_lazily(node)?;
                 let mut locals = Vec::with_capacity(self.memories.len());
                 for memory in &self.memories {
                     locals.push(endpoint.register_local(Arc::clone(memory))?);
                 }
-                self.open.push((node, Port { endpoint, locals, queued: Vec::new(), under_way: 0 }));
+                self.open.push((node, Port { endpoint, locals, queued: Vec::new(), in_flight: 0 }));
                 self.open.len() - 1
             }
         };

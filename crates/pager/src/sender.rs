@@ -16,21 +16,21 @@ use aquifer_fabric::{Completion, Endpoint, PollFd, Verb, Work};
 use aquifer_pool::{NodeId, PoolClient, PoolError, UnderWay};
 
 use crate::digest::{Digest, Digester, Digests};
-use crate::filler::{Filler, Grain, NoRoom, Room};
+use crate::filler::{Filler, FreePages, NoRoom, SlabSizing};
 use crate::integrity::{is_zero, page_crc};
 use crate::mempool::{BLOCK_PAGES, BlockId, Mempool};
 use crate::mutation::Mutation;
-use crate::newcomers::reach;
+use crate::node_joiner::connect_slab_nodes;
 use crate::page::{Location, PAGE_BYTES};
 use crate::ports::{Connector, Ports};
-use crate::slabs::{Copies, SlabId, SlabSet, page_of};
+use crate::slabs::{SlabId, SlabReplicas, SlabSet, page_of};
 use crate::view;
-use crate::volume::Staged;
+use crate::volume::StageOutcome;
 use heal::Healer;
 use repack::Repacker;
 
 /// Batches that may await acknowledgement at once.
-pub const JOBS_MAX: usize = 64;
+pub const BATCHES_MAX: usize = 64;
 
 /// Work ids from this one on are the healer's.
 const HEAL_WORK_ID: u64 = 1 << 62;
@@ -40,9 +40,9 @@ const FREE_DIVISOR: u64 = 4;
 const MEMPOOL: usize = 0;
 
 /// A batch on its way. Consecutive pages that go to consecutive places are a *run*, known by its first page; so are pages whose copies are
-/// asked for together.
+/// asked for group_slabs.
 #[derive(Debug)]
-struct Job {
+struct BatchWrite {
     number: u64,
     owner: u64,
     block: BlockId,
@@ -63,12 +63,12 @@ struct Job {
     run_outstanding: [u8; BLOCK_PAGES],
     run_acknowledged: [u8; BLOCK_PAGES],
     /// Runs of which at least one WRITE, or READ, has failed.
-    doubtful_runs: u64,
+    failed_runs: u64,
     /// Runs that no copy has acknowledged yet.
     awaited_runs: u64,
 }
 
-impl Job {
+impl BatchWrite {
     /// A run is on its way to some copies.
     fn begin_run(&mut self, first: usize, pages: u64) {
         self.run_pages[first] = pages;
@@ -106,16 +106,16 @@ fn bits(mut mask: u64) -> impl Iterator<Item = usize> {
 }
 
 /// What is to be known of the ways to copies before anything is posted to them.
-enum Queues {
+enum PostReadiness {
     Open,
     Full,
     /// A node is lost: there are other copies than there were.
-    Gone,
+    NodeGone,
 }
 
 /// A batch that all memory nodes have acknowledged.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Written {
+pub struct WrittenBatch {
     /// Whose batch.
     pub owner: u64,
     /// The block that it lies in.
@@ -154,12 +154,12 @@ pub struct Sender {
     ports: Ports,
     pool: PoolClient,
     filler: Filler,
-    jobs: Vec<Job>,
-    next_job: u64,
+    batches: Vec<BatchWrite>,
+    next_batch_number: u64,
     completions: Vec<Completion>,
     lost: Vec<NodeId>,
     /// Nodes that were given up while something was under way to them: until that has ended no audit takes what was there for forgotten.
-    strays: Vec<(NodeId, UnderWay)>,
+    late_nodes: Vec<(NodeId, UnderWay)>,
     healer: Healer,
     repacker: Repacker,
     digester: Digester,
@@ -182,31 +182,31 @@ impl Sender {
     ) -> Self {
         pool.enter(&slabs);
         let mut filler = Filler::new(Arc::clone(&slabs), seed);
-        reach(&filler, &mut pool, &*connector);
-        let nodes = filler.take_over(&mut pool);
+        connect_slab_nodes(&filler, &mut pool, &*connector);
+        let nodes = filler.adopt_recovered(&mut pool);
         Self {
             filler,
             slabs,
             ports: Ports::new(connector, Arc::clone(mempool.memory())),
             pool,
-            jobs: Vec::with_capacity(JOBS_MAX),
-            next_job: 0,
+            batches: Vec::with_capacity(BATCHES_MAX),
+            next_batch_number: 0,
             completions: Vec::with_capacity(BLOCK_PAGES),
             lost: Vec::new(),
-            strays: Vec::new(),
+            late_nodes: Vec::new(),
             healer: Healer::new(nodes),
             repacker: Repacker::default(),
             digester: Digester::new(),
             digests: Digests::default(),
-            is_pool_short: Arc::clone(mempool.pool_shortage()),
+            is_pool_short: Arc::clone(mempool.pool_short_flag()),
             bytes_seen: 0,
             stats: SenderStats::default(),
         }
     }
 
     /// How large slabs are from now on; to be said before there are any.
-    pub fn set_grain(&mut self, grain: Grain) {
-        self.filler.set_grain(grain);
+    pub fn set_slab_sizing(&mut self, grain: SlabSizing) {
+        self.filler.set_slab_sizing(grain);
     }
 
     /// What was written so far.
@@ -224,39 +224,39 @@ impl Sender {
 
     /// Whether another batch can be staged.
     #[must_use]
-    pub fn has_room(&self) -> bool {
-        self.jobs.len() < JOBS_MAX
+    pub fn has_capacity(&self) -> bool {
+        self.batches.len() < BATCHES_MAX
     }
 
     /// Whether nothing awaits acknowledgement.
     #[must_use]
     pub fn is_idle(&self) -> bool {
-        self.jobs.is_empty() && !self.healer.is_waiting()
+        self.batches.is_empty() && !self.healer.is_waiting()
     }
 
     /// Look at a batch that now lies in its block: which pages are zero, which need writing (and are from now on, until
-    /// [`Written`] names them). `readable(i)` says whether page `i` could be copied.
+    /// [`WrittenBatch`] names them). `readable(i)` says whether page `i` could be copied.
     pub fn stage(
         &mut self,
         owner: u64,
         block: BlockId,
         count: usize,
         readable: impl Fn(usize) -> bool,
-        found: &mut Vec<Staged>,
+        found: &mut Vec<StageOutcome>,
     ) {
         self.stage_pages(owner, block, count, readable, None, found);
     }
 
     /// As [`Self::stage`], for pages that may come back and leave again: page `i` came from `copies[i]`, if there is one, to which the caller
-    /// refers. What is [`Staged::Unchanged`] the sender refers to from now on.
-    pub fn stage_with_copies(
+    /// refers. What is [`StageOutcome::Unchanged`] the sender refers to from now on.
+    pub fn stage_with_clean_copies(
         &mut self,
         owner: u64,
         block: BlockId,
         count: usize,
         readable: impl Fn(usize) -> bool,
         copies: &[Option<Location>],
-        found: &mut Vec<Staged>,
+        found: &mut Vec<StageOutcome>,
     ) {
         self.stage_pages(owner, block, count, readable, Some(copies), found);
     }
@@ -268,11 +268,11 @@ impl Sender {
         count: usize,
         readable: impl Fn(usize) -> bool,
         copies: Option<&[Option<Location>]>,
-        found: &mut Vec<Staged>,
+        found: &mut Vec<StageOutcome>,
     ) {
-        assert!(count <= BLOCK_PAGES && self.has_room());
-        let mut job = Job {
-            number: self.next_job,
+        assert!(count <= BLOCK_PAGES && self.has_capacity());
+        let mut batch = BatchWrite {
+            number: self.next_batch_number,
             owner,
             block,
             count,
@@ -286,64 +286,64 @@ impl Sender {
             run_pages: [0; BLOCK_PAGES],
             run_outstanding: [0; BLOCK_PAGES],
             run_acknowledged: [0; BLOCK_PAGES],
-            doubtful_runs: 0,
+            failed_runs: 0,
             awaited_runs: 0,
         };
-        self.next_job += 1;
+        self.next_batch_number += 1;
         found.clear();
         for index in 0..count {
             let what = if readable(index) {
                 let bytes = view::page(self.ports.memory(MEMPOOL), block.slot(index).offset());
                 if is_zero(bytes) {
                     self.stats.zero_pages += 1;
-                    Staged::Zeros
+                    StageOutcome::Zeros
                 } else {
-                    job.crcs[index] = page_crc(bytes);
+                    batch.crcs[index] = page_crc(bytes);
                     if copies.is_some() {
-                        job.digests[index] = self.digester.digest(bytes);
+                        batch.digests[index] = self.digester.digest(bytes);
                     }
                     let copy = copies.and_then(|copies| copies.get(index).copied().flatten());
-                    job.locations[index] = copy.filter(|copy| self.is_at(*copy, job.digests[index]));
-                    if job.locations[index].is_some() {
+                    batch.locations[index] = copy.filter(|copy| self.is_at(*copy, batch.digests[index]));
+                    if batch.locations[index].is_some() {
                         self.stats.unchanged_pages += 1;
-                        job.unchanged |= 1 << index;
-                        Staged::Unchanged
+                        batch.unchanged |= 1 << index;
+                        StageOutcome::Unchanged
                     } else {
-                        job.unposted |= 1 << index;
-                        Staged::Data
+                        batch.unposted |= 1 << index;
+                        StageOutcome::Data
                     }
                 }
             } else {
-                Staged::Unreadable
+                StageOutcome::Unreadable
             };
             found.push(what);
         }
-        self.jobs.push(job);
+        self.batches.push(batch);
     }
 
     /// Post what is unposted, collect what is acknowledged, return empty slabs, choose sparse ones to be emptied. Never waits.
     ///
     /// # Errors
     /// If there is no room on any memory node: the batches stay staged and are tried again at the next call.
-    pub fn advance(&mut self, done: &mut Vec<Written>) -> Result<(), NoRoom> {
-        if self.slabs.has_emptied() {
-            self.filler.keep_empty(&mut self.pool);
+    pub fn advance(&mut self, done: &mut Vec<WrittenBatch>) -> Result<(), NoRoom> {
+        if self.slabs.has_emptied_slabs() {
+            self.filler.collect_emptied(&mut self.pool);
         }
         self.collect();
         self.confirm_all();
         let result = self.post_all();
         self.ports.open_ports().for_each(|(_, port)| port.flush());
-        self.look_at_room(result.is_err());
+        self.update_pool_shortage(result.is_err());
         self.collect();
         self.heal(result.is_err());
         self.repack(result.is_err());
         let (early, first) = (Mutation::AcknowledgeEarly.is_active(), Mutation::AcknowledgeFirst.is_active());
-        self.jobs.retain(|job| {
-            let is_acknowledged = job.outstanding == 0 || early || first && job.awaited_runs == 0;
-            let finished = job.unposted | job.unchanged == 0 && is_acknowledged;
+        self.batches.retain(|batch| {
+            let is_acknowledged = batch.outstanding == 0 || early || first && batch.awaited_runs == 0;
+            let finished = batch.unposted | batch.unchanged == 0 && is_acknowledged;
             if finished {
-                let Job { owner, block, count, locations, .. } = *job;
-                done.push(Written { owner, block, count, locations });
+                let BatchWrite { owner, block, count, locations, .. } = *batch;
+                done.push(WrittenBatch { owner, block, count, locations });
             }
             !finished
         });
@@ -352,22 +352,22 @@ impl Sender {
 
     /// A program has ended: what of its pages is not posted yet need not be. Its batches are still reported as written.
     pub fn abandon(&mut self, owner: u64) {
-        for job in self.jobs.iter_mut().filter(|job| job.owner == owner) {
-            job.is_abandoned = true;
-            job.unposted = 0;
-            job.unchanged = 0;
+        for batch in self.batches.iter_mut().filter(|batch| batch.owner == owner) {
+            batch.is_abandoned = true;
+            batch.unposted = 0;
+            batch.unchanged = 0;
         }
     }
 
     /// What to poll for when all batches wait for acknowledgements; `None` if a node answers at once.
     pub fn poll_fds(&mut self) -> Option<Vec<PollFd<'_>>> {
-        let busy = self.ports.open_ports().filter(|(_, port)| port.under_way > 0);
+        let busy = self.ports.open_ports().filter(|(_, port)| port.in_flight > 0);
         busy.map(|(_, port)| port.endpoint.poll_fd()).collect()
     }
 
     /// Whether a memory node is in use.
     #[must_use]
-    pub fn knows(&self, node: NodeId) -> bool {
+    pub fn uses_node(&self, node: NodeId) -> bool {
         self.pool.nodes().any(|other| other == node)
     }
 
@@ -378,36 +378,36 @@ impl Sender {
     ///
     /// # Errors
     /// If it is not a memory node, or there are too many.
-    pub fn take_in(&mut self, node: NodeId, endpoint: Box<dyn Endpoint>) -> Result<(), PoolError> {
-        let is_busy = self.ports.open_port(node).is_some_and(|port| port.under_way > 0);
-        let is_busy = (is_busy || self.is_healing()) && !Mutation::TakeInBusy.is_active();
-        if is_busy || self.knows(node) {
+    pub fn add_node(&mut self, node: NodeId, endpoint: Box<dyn Endpoint>) -> Result<(), PoolError> {
+        let is_busy = self.ports.open_port(node).is_some_and(|port| port.in_flight > 0);
+        let is_busy = (is_busy || self.is_healing()) && !Mutation::AddBusyNode.is_active();
+        if is_busy || self.uses_node(node) {
             return Ok(());
         }
         self.ports.close(node);
         self.pool.add_node(node, endpoint)?;
         tracing::info!(node = node.0, "a memory node is taken in");
-        self.healer.meet(node);
+        self.healer.node_added(node);
         Ok(())
     }
 
     /// The run has ended: all slabs go back. Nothing may be under way: see [`Self::stop_healing`], [`Self::is_idle`].
     pub fn close(&mut self) {
-        self.jobs.clear();
+        self.batches.clear();
         self.end_healing();
         self.filler.close(&mut self.pool);
     }
 
     fn post_all(&mut self) -> Result<(), NoRoom> {
-        for at in 0..self.jobs.len() {
-            while self.jobs[at].unposted != 0 {
-                let first = self.jobs[at].unposted.trailing_zeros();
-                let want = (self.jobs[at].unposted >> first).trailing_ones();
-                let room = self.filler.room(&mut self.pool, want);
-                let gone = self.filler.take_gone();
+        for at in 0..self.batches.len() {
+            while self.batches[at].unposted != 0 {
+                let first = self.batches[at].unposted.trailing_zeros();
+                let want = (self.batches[at].unposted >> first).trailing_ones();
+                let room = self.filler.find_free_pages(&mut self.pool, want);
+                let gone = self.filler.drain_gone_nodes();
                 if !gone.is_empty() {
                     // The room may be on one of them.
-                    gone.into_iter().for_each(|node| self.lose_node(node));
+                    gone.into_iter().for_each(|node| self.drop_node(node));
                     continue;
                 }
                 if !self.post(at, first as usize, room?) {
@@ -419,42 +419,42 @@ impl Sender {
     }
 
     /// Post a run to every copy of its slab; false if a node's queue is full.
-    fn post(&mut self, at: usize, first: usize, room: Room) -> bool {
-        let copies = self.slabs.copies(room.first.slab());
+    fn post(&mut self, at: usize, first: usize, room: FreePages) -> bool {
+        let copies = self.slabs.replicas(room.first.slab());
         assert!(!copies.is_empty(), "room is on some node");
-        match self.queues(copies) {
-            Queues::Open => {}
-            Queues::Full => return false,
-            Queues::Gone => return true,
+        match self.post_readiness(copies) {
+            PostReadiness::Open => {}
+            PostReadiness::Full => return false,
+            PostReadiness::NodeGone => return true,
         }
-        let job = &mut self.jobs[at];
+        let batch = &mut self.batches[at];
         let pages = room.pages as usize;
         let mask = (u64::MAX >> (BLOCK_PAGES - pages)) << first;
         for (place, copy) in copies.placed() {
             let port = self.ports.open_port(copy.node).expect("it was opened just now");
-            let local = port.slice(job.block.slot(first).offset(), pages * PAGE_BYTES);
+            let local = port.slice(batch.block.slot(first).offset(), pages * PAGE_BYTES);
             let remote = page_of(&copy, room.first.index());
-            let id = job.id(place, first);
+            let id = batch.id(place, first);
             let work = Work { id, verb: Verb::Write { local, remote }, signalled: true };
             port.queue(work);
-            job.posted(first);
+            batch.posted(first);
             self.stats.writes += 1;
             self.stats.pages += pages as u64;
         }
         for offset in 0..room.pages {
             let index = first + offset as usize;
             let location = Location(room.first.0 + offset);
-            self.slabs.occupy(location, job.crcs[index]);
-            self.digests.set(location, job.digests[index]);
-            job.locations[index] = Some(location);
+            self.slabs.occupy(location, batch.crcs[index]);
+            self.digests.set(location, batch.digests[index]);
+            batch.locations[index] = Some(location);
         }
-        job.unposted &= !mask;
-        job.begin_run(first, mask);
+        batch.unposted &= !mask;
+        batch.begin_run(first, mask);
         true
     }
 
     /// While the pool has little memory left, nobody here is to keep copies there of what is resident.
-    fn look_at_room(&mut self, is_full: bool) {
+    fn update_pool_shortage(&mut self, is_full: bool) {
         let bytes = self.slabs.bytes().0;
         if is_full {
             self.is_pool_short.store(true, Relaxed);
@@ -470,34 +470,39 @@ impl Sender {
     }
 
     /// Whether one more message can be posted to each copy. A node that cannot be reached is lost by that.
-    fn queues(&mut self, copies: Copies) -> Queues {
+    fn post_readiness(&mut self, copies: SlabReplicas) -> PostReadiness {
         for copy in copies.iter() {
             match self.ports.port(copy.node) {
-                Ok(port) if port.has_room() => {}
-                Ok(_) => return Queues::Full,
+                Ok(port) if port.has_capacity() => {}
+                Ok(_) => return PostReadiness::Full,
                 Err(error) => {
                     tracing::warn!(node = copy.node.0, %error, "a memory node cannot be reached any more");
-                    self.lose_node(copy.node);
-                    return Queues::Gone;
+                    self.drop_node(copy.node);
+                    return PostReadiness::NodeGone;
                 }
             }
         }
-        Queues::Open
+        PostReadiness::Open
     }
 
     fn collect(&mut self) {
         let mut completions = std::mem::take(&mut self.completions);
         for (node, port) in self.ports.open_ports() {
             completions.clear();
-            while port.under_way > completions.len() && port.endpoint.poll(&mut completions, BLOCK_PAGES) > 0
+            while port.in_flight > completions.len() && port.endpoint.poll(&mut completions, BLOCK_PAGES) > 0
             {
             }
-            port.under_way -= completions.len();
+            port.in_flight -= completions.len();
             for completion in &completions {
                 let is_done = if completion.id >= HEAL_WORK_ID {
-                    self.healer.settle(&self.slabs, node, self.filler.copy_on(node), completion)
+                    self.healer.apply_completion(
+                        &self.slabs,
+                        node,
+                        self.filler.any_replica_on(node),
+                        completion,
+                    )
                 } else {
-                    Self::settle(&mut self.jobs, completion)
+                    Self::apply_completion(&mut self.batches, completion)
                 };
                 if !is_done && !self.lost.contains(&node) {
                     self.lost.push(node);
@@ -506,71 +511,71 @@ impl Sender {
         }
         self.completions = completions;
         let ports = &mut self.ports;
-        self.strays.retain(|(node, _)| ports.open_port(*node).is_some_and(|port| port.under_way > 0));
+        self.late_nodes.retain(|(node, _)| ports.open_port(*node).is_some_and(|port| port.in_flight > 0));
         for node in std::mem::take(&mut self.lost) {
-            self.lose_node(node);
+            self.drop_node(node);
         }
-        self.judge();
+        self.retry_failed_runs();
     }
 
     /// Book one completion; false if its write failed.
-    fn settle(jobs: &mut [Job], completion: &Completion) -> bool {
+    fn apply_completion(batches: &mut [BatchWrite], completion: &Completion) -> bool {
         let number = completion.id >> 16;
         let place = completion.id >> 8 & 0xff;
         let first = usize::try_from(completion.id & 0xff).expect("8 bits");
         let is_done = completion.outcome.is_ok();
-        let Some(job) = jobs.iter_mut().find(|job| job.number == number) else {
+        let Some(batch) = batches.iter_mut().find(|batch| batch.number == number) else {
             return is_done;
         };
-        job.outstanding -= 1;
-        job.run_outstanding[first] -= 1;
+        batch.outstanding -= 1;
+        batch.run_outstanding[first] -= 1;
         if is_done {
-            job.run_acknowledged[first] |= 1 << place;
-            job.awaited_runs &= !(1 << first);
+            batch.run_acknowledged[first] |= 1 << place;
+            batch.awaited_runs &= !(1 << first);
         } else {
-            job.doubtful_runs |= 1 << first;
+            batch.failed_runs |= 1 << first;
         }
         is_done
     }
 
     /// A run that failed somewhere, and of which no copy is left that has acknowledged it, is written anew.
-    fn judge(&mut self) {
-        for job in &mut self.jobs {
-            for first in bits(job.doubtful_runs) {
-                if job.run_outstanding[first] > 0 {
+    fn retry_failed_runs(&mut self) {
+        for batch in &mut self.batches {
+            for first in bits(batch.failed_runs) {
+                if batch.run_outstanding[first] > 0 {
                     continue;
                 }
-                job.doubtful_runs &= !(1 << first);
-                job.awaited_runs &= !(1 << first);
-                let slab = job.locations[first].expect("it was posted to a location").slab();
-                let acknowledged = job.run_acknowledged[first];
-                if self.slabs.copies(slab).placed().any(|(place, _)| acknowledged & 1 << place != 0) {
+                batch.failed_runs &= !(1 << first);
+                batch.awaited_runs &= !(1 << first);
+                let slab = batch.locations[first].expect("it was posted to a location").slab();
+                let acknowledged = batch.run_acknowledged[first];
+                if self.slabs.replicas(slab).placed().any(|(place, _)| acknowledged & 1 << place != 0) {
                     continue;
                 }
-                job.write_anew(&self.slabs, job.run_pages[first]);
+                batch.write_anew(&self.slabs, batch.run_pages[first]);
             }
         }
     }
 
     /// Whether WRITEs to a slab are under way.
     fn is_writing(&self, slab: SlabId) -> bool {
-        self.jobs.iter().any(|job| {
-            (0..job.count).any(|first| {
-                job.run_outstanding[first] > 0
-                    && job.locations[first].is_some_and(|location| location.slab() == slab)
+        self.batches.iter().any(|batch| {
+            (0..batch.count).any(|first| {
+                batch.run_outstanding[first] > 0
+                    && batch.locations[first].is_some_and(|location| location.slab() == slab)
             })
         })
     }
 
-    fn lose_node(&mut self, node: NodeId) {
-        if self.ports.open_port(node).is_some_and(|port| port.under_way > 0) {
+    fn drop_node(&mut self, node: NodeId) {
+        if self.ports.open_port(node).is_some_and(|port| port.in_flight > 0) {
             // A device may send it again, and over RDMA a key that was struck out still opens what an endpoint has in use.
-            self.strays.push((node, self.pool.under_way()));
+            self.late_nodes.push((node, self.pool.under_way()));
         }
         // The port stays: what it still has under way comes back as failed.
         let was_whole = self.filler.degraded_count() == 0;
         self.filler.forget_node(node);
-        for slab in self.filler.take_unreachable() {
+        for slab in self.filler.drain_unreachable() {
             self.digests.forget(slab);
         }
         if self.pool.remove_node(node).is_some() {
@@ -584,6 +589,6 @@ impl Sender {
             tracing::warn!(slabs = missing, "slabs have fewer copies than they should have; making new ones");
         }
         self.slabs.set_slow(node, false);
-        self.healer.hurry();
+        self.healer.search_soon();
     }
 }

@@ -15,30 +15,30 @@ use aquifer_pool::{Extent, NodeId, SizeClass};
 
 use crate::page::{Location, PAGE_BYTES};
 
-mod records;
+mod page_records;
 mod recovery;
 #[cfg(test)]
 mod tests;
 mod vacating;
 
-pub(crate) use recovery::LeftOver;
+pub(crate) use recovery::UnfinishedReplica;
 
 /// Pages of the largest slab (2 MiB); a slab's number begins above the bits that count them.
 pub const SLAB_PAGES_MAX: u32 = 512;
 /// Slabs that one run may have: 128 GiB of the largest.
 pub const SLABS_MAX: u32 = 1 << 16;
-/// Copies that a slab may have.
+/// SlabReplicas that a slab may have.
 pub const REPLICAS_MAX: usize = 3;
 
 const ENTRY_BYTES: usize = 64;
 /// Address and description of one copy.
-const COPY_BYTES: usize = 16;
-const LIVE_OFFSET: usize = REPLICAS_MAX * COPY_BYTES;
+const REPLICA_BYTES: usize = 16;
+const LIVE_OFFSET: usize = REPLICAS_MAX * REPLICA_BYTES;
 const RECORDS_OFFSET: usize = LIVE_OFFSET + 4;
 const _: () = assert!(RECORDS_OFFSET + REPLICAS_MAX * 4 == ENTRY_BYTES);
 const PAGES_OFFSET: usize = SLABS_MAX as usize * ENTRY_BYTES;
 /// One more than the highest slab that ever had a copy; behind everything else.
-const USED_OFFSET: usize = PAGES_OFFSET + records::BYTES;
+const USED_OFFSET: usize = PAGES_OFFSET + page_records::BYTES;
 const MEMORY_BYTES: usize = USED_OFFSET + 8;
 const GENERATION_SHIFT: u32 = 56;
 /// It is no copy yet, or none any more: its extent is taken, but nobody reads or writes pages there.
@@ -79,12 +79,12 @@ impl Location {
 
 /// The copies of a slab that hold all of its pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Copies {
+pub struct SlabReplicas {
     /// By their place in the slab's record, which does not change while a copy is there.
     list: [Option<Extent>; REPLICAS_MAX],
 }
 
-impl Copies {
+impl SlabReplicas {
     /// The copies with their places in the record.
     pub fn placed(self) -> impl Iterator<Item = (usize, Extent)> {
         self.list.into_iter().enumerate().filter_map(|(place, copy)| copy.map(|copy| (place, copy)))
@@ -136,7 +136,7 @@ pub fn page_of(copy: &Extent, index: u32) -> RemoteAddr {
 #[derive(Debug)]
 pub struct SlabSet {
     memory: Memory,
-    replicas: usize,
+    replicas_wanted: usize,
     emptied: Mutex<Vec<SlabId>>,
     /// Nobody has told the sender of them yet.
     is_untold: AtomicBool,
@@ -169,7 +169,7 @@ impl SlabSet {
         assert!((1..=REPLICAS_MAX).contains(&replicas), "{replicas} replicas");
         Ok(Self {
             memory: Memory::create("aquifer-slabs", MEMORY_BYTES)?,
-            replicas,
+            replicas_wanted: replicas,
             emptied: Mutex::new(Vec::new()),
             is_untold: AtomicBool::new(false),
             damaged: Mutex::new(Vec::new()),
@@ -181,10 +181,10 @@ impl SlabSet {
         })
     }
 
-    /// Copies that each slab is to have.
+    /// SlabReplicas that each slab is to have.
     #[must_use]
-    pub fn replicas(&self) -> usize {
-        self.replicas
+    pub fn replicas_wanted(&self) -> usize {
+        self.replicas_wanted
     }
 
     /// Pages that are on memory nodes and referred to.
@@ -201,12 +201,12 @@ impl SlabSet {
 
     /// The copies of a slab that hold all of its pages, as far as anybody knows. Who refers to a page of it finds at least one.
     #[must_use]
-    pub fn copies(&self, slab: SlabId) -> Copies {
-        let mut copies = Copies::default();
+    pub fn replicas(&self, slab: SlabId) -> SlabReplicas {
+        let mut copies = SlabReplicas::default();
         // If one copy comes and another goes while they are looked at, one by one, both may be missed: then they are looked at again.
-        for _ in 0..self.replicas {
-            for (place, copy) in copies.list.iter_mut().enumerate().take(self.replicas) {
-                *copy = self.copy(slab, place);
+        for _ in 0..self.replicas_wanted {
+            for (place, copy) in copies.list.iter_mut().enumerate().take(self.replicas_wanted) {
+                *copy = self.replica(slab, place);
             }
             if !copies.is_empty() {
                 break;
@@ -230,7 +230,7 @@ impl SlabSet {
     }
 
     /// A reported page that was not repaired yet.
-    pub(crate) fn take_damaged(&self) -> Option<(Location, NodeId)> {
+    pub(crate) fn pop_damaged(&self) -> Option<(Location, NodeId)> {
         self.damaged.lock().unwrap_or_else(PoisonError::into_inner).pop()
     }
 
@@ -275,44 +275,44 @@ impl SlabSet {
     }
 
     /// Slabs that became empty since the last call (some may have been refilled since).
-    pub(crate) fn take_emptied(&self) -> Vec<SlabId> {
+    pub(crate) fn drain_emptied(&self) -> Vec<SlabId> {
         std::mem::take(&mut *self.emptied.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Whether many slabs have become empty, and nobody has told the sender yet. The caller does; of fewer it learns when it looks of itself.
     #[must_use]
-    pub fn is_to_tell(&self) -> bool {
+    pub fn consume_emptied_notification(&self) -> bool {
         self.is_untold.load(Relaxed) && self.is_untold.swap(false, Relaxed)
     }
 
     /// Whether slabs have become empty.
     #[must_use]
-    pub fn has_emptied(&self) -> bool {
+    pub fn has_emptied_slabs(&self) -> bool {
         !self.emptied.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
     /// Record fresh extents, of one size, under a free number.
     pub(crate) fn publish(&self, slab: SlabId, copies: &[Extent]) {
-        assert!((1..=self.replicas).contains(&copies.len()), "{} copies", copies.len());
+        assert!((1..=self.replicas_wanted).contains(&copies.len()), "{} copies", copies.len());
         self.unmark(slab);
         for copy in copies {
-            self.add_copy(slab, *copy);
+            self.add_replica(slab, *copy);
         }
     }
 
     /// Record a copy that holds all that the others hold.
-    pub(crate) fn add_copy(&self, slab: SlabId, copy: Extent) {
-        let place = self.begin_copy(slab, copy);
-        self.finish_copy(slab, place);
+    pub(crate) fn add_replica(&self, slab: SlabId, copy: Extent) {
+        let place = self.begin_replica(slab, copy);
+        self.finish_replica(slab, place);
     }
 
     /// Note that an extent is taken for a copy that is not whole yet, so that another agent could give it back; returns its place.
-    pub(crate) fn begin_copy(&self, slab: SlabId, copy: Extent) -> usize {
-        let copies = self.copies(slab);
+    pub(crate) fn begin_replica(&self, slab: SlabId, copy: Extent) -> usize {
+        let copies = self.replicas(slab);
         assert!(copies.on(copy.node).is_none(), "{slab:?} has a copy on node {} already", copy.node);
         let is_free = |place: &usize| copies.at(*place).is_none() && self.unfinished(slab, *place).is_none();
-        let place = (0..self.replicas).find(is_free).expect("no more copies than are wanted");
-        let entry = Self::copy_entry(slab, place);
+        let place = (0..self.replicas_wanted).find(is_free).expect("no more copies than are wanted");
+        let entry = Self::replica_offset(slab, place);
         let meta = self.memory.atomic_u64(entry + 8);
         let generation = (meta.load(Relaxed) >> GENERATION_SHIFT).wrapping_add(1) << GENERATION_SHIFT;
         let described = u64::from(copy.key.0)
@@ -329,9 +329,9 @@ impl SlabSet {
     }
 
     /// The copy at a place holds all that the others hold.
-    pub(crate) fn finish_copy(&self, slab: SlabId, place: usize) {
+    pub(crate) fn finish_replica(&self, slab: SlabId, place: usize) {
         let copy = self.unfinished(slab, place).expect("it was begun");
-        let meta = self.memory.atomic_u64(Self::copy_entry(slab, place) + 8);
+        let meta = self.memory.atomic_u64(Self::replica_offset(slab, place) + 8);
         meta.store(meta.load(Relaxed) & !UNFINISHED, Release);
         let bytes = copy.class.bytes();
         let now = self.bytes.fetch_add(bytes, Relaxed) + bytes;
@@ -339,53 +339,53 @@ impl SlabSet {
     }
 
     /// The copy that was begun, if one was, and its place.
-    pub(crate) fn begun_copy(&self, slab: SlabId) -> Option<(usize, Extent)> {
-        (0..self.replicas).find_map(|place| Some((place, self.unfinished(slab, place)?)))
+    pub(crate) fn unfinished_replica(&self, slab: SlabId) -> Option<(usize, Extent)> {
+        (0..self.replicas_wanted).find_map(|place| Some((place, self.unfinished(slab, place)?)))
     }
 
     /// What is at a place goes back to the pool: it is no copy from now on, but noted until [`Self::clear`], so that another agent could go on. `record` is what
     /// [`PoolClient::last_record`](aquifer_pool::PoolClient::last_record) says.
-    pub(crate) fn begin_return(&self, slab: SlabId, place: usize, record: u32) {
+    pub(crate) fn begin_free(&self, slab: SlabId, place: usize, record: u32) {
         self.record(slab, place).store(record, Relaxed);
-        if let Some(copy) = self.copy(slab, place) {
-            self.memory.atomic_u64(Self::copy_entry(slab, place) + 8).fetch_or(UNFINISHED, Release);
+        if let Some(copy) = self.replica(slab, place) {
+            self.memory.atomic_u64(Self::replica_offset(slab, place) + 8).fetch_or(UNFINISHED, Release);
             self.bytes.fetch_sub(copy.class.bytes(), Relaxed);
         }
     }
 
     /// The node is dead: forget the copy that was there. The last copy stays, so that its readers learn what became of it; then, and if
     /// there was none, this is false.
-    pub(crate) fn strike(&self, slab: SlabId, node: NodeId) -> bool {
-        let copies = self.copies(slab);
+    pub(crate) fn drop_replica(&self, slab: SlabId, node: NodeId) -> bool {
+        let copies = self.replicas(slab);
         let found = copies.placed().find(|(_, copy)| copy.node == node);
         let Some((place, copy)) = found.filter(|_| copies.len() > 1) else {
             return false;
         };
-        self.forget_copy(slab, place, copy);
+        self.forget_replica(slab, place, copy);
         true
     }
 
     /// Forget a slab that holds no pages.
-    pub(crate) fn withdraw(&self, slab: SlabId) {
-        let copies = self.copies(slab);
+    pub(crate) fn remove_slab(&self, slab: SlabId) {
+        let copies = self.replicas(slab);
         assert!(copies.is_empty() || self.live_pages(slab) == 0, "{slab:?} still holds pages");
         for (place, copy) in copies.placed() {
-            self.forget_copy(slab, place, copy);
+            self.forget_replica(slab, place, copy);
         }
     }
 
-    fn forget_copy(&self, slab: SlabId, place: usize, copy: Extent) {
+    fn forget_replica(&self, slab: SlabId, place: usize, copy: Extent) {
         self.clear(slab, place);
         self.bytes.fetch_sub(copy.class.bytes(), Relaxed);
     }
 
     /// Forget what is at a place.
     pub(crate) fn clear(&self, slab: SlabId, place: usize) {
-        let meta = self.memory.atomic_u64(Self::copy_entry(slab, place) + 8);
+        let meta = self.memory.atomic_u64(Self::replica_offset(slab, place) + 8);
         meta.store(meta.load(Relaxed) & u64::MAX << GENERATION_SHIFT, Release);
     }
 
-    fn copy(&self, slab: SlabId, place: usize) -> Option<Extent> {
+    fn replica(&self, slab: SlabId, place: usize) -> Option<Extent> {
         self.extent_at(slab, place, |stage| stage == 0)
     }
 
@@ -400,7 +400,7 @@ impl SlabSet {
 
     /// The copy at a place, if it is as far as asked.
     fn extent_at(&self, slab: SlabId, place: usize, is_asked: impl Fn(u64) -> bool) -> Option<Extent> {
-        let entry = Self::copy_entry(slab, place);
+        let entry = Self::replica_offset(slab, place);
         loop {
             let meta = self.memory.atomic_u64(entry + 8).load(Acquire);
             let k = u8::try_from(meta >> 48 & 0x7f).expect("7 bits").checked_sub(1)?;
@@ -444,8 +444,8 @@ impl SlabSet {
         (0..self.memory.atomic_u32(USED_OFFSET).load(Relaxed).min(SLABS_MAX)).map(SlabId)
     }
 
-    fn copy_entry(slab: SlabId, place: usize) -> usize {
-        slab.0 as usize * ENTRY_BYTES + place * COPY_BYTES
+    fn replica_offset(slab: SlabId, place: usize) -> usize {
+        slab.0 as usize * ENTRY_BYTES + place * REPLICA_BYTES
     }
 
     fn live(&self, slab: SlabId) -> &AtomicU32 {
@@ -458,10 +458,10 @@ impl SlabSet {
     }
 
     fn references(&self, location: Location) -> &AtomicU32 {
-        self.memory.atomic_u32(PAGES_OFFSET + records::offset_of(location))
+        self.memory.atomic_u32(PAGES_OFFSET + page_records::offset_of(location))
     }
 
     fn crc_word(&self, location: Location) -> &AtomicU32 {
-        self.memory.atomic_u32(PAGES_OFFSET + records::offset_of(location) + 4)
+        self.memory.atomic_u32(PAGES_OFFSET + page_records::offset_of(location) + 4)
     }
 }

@@ -41,7 +41,7 @@ pub struct PageTable {
     memory: Arc<Memory>,
     used: u32,
     free: Vec<u32>,
-    /// The leaf looked up last: faults come close together.
+    /// The leaf looked up last: faults come close group_slabs.
     recent_leaf: (u64, u32),
     before_store: Option<fn()>,
 }

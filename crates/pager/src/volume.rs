@@ -13,14 +13,14 @@ use std::sync::Arc;
 
 use aquifer_fabric::Memory;
 
-use crate::budget::{Budget, Member};
+use crate::budget::{Budget, BudgetMember};
 use crate::mempool::{BLOCK_PAGES, BlockId, Mempool};
 use crate::mutation::Mutation;
 use crate::page::{Location, PageNumber, PageState, PageWord};
 use crate::slabs::SlabSet;
 use crate::table::{PageTable, TableError};
 
-pub use absorb::Sealed;
+pub use absorb::SealedBlock;
 
 /// A page that may stay for a while is passed over so often, at most (see [`PageWord::held`]).
 const LOOKS_PER_PAGE: usize = 8;
@@ -28,17 +28,17 @@ const LOOKS_PER_PAGE: usize = 8;
 /// A page came back soon if no more others have left since than this part of those that are resident.
 const SOON_DIVISOR: u64 = 2;
 
-pub use recovery::{Recovered, finish_move};
+pub use recovery::{RecoveredVolume, finish_move};
 
-/// Pages taken from the program together.
+/// Pages taken from the program group_slabs.
 pub type Batch = Vec<PageNumber>;
 
 /// What the sender found when it took a page of a batch into the mempool.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Staged {
+pub enum StageOutcome {
     /// Its bytes are in the block's slot.
     Data,
-    /// As [`Staged::Data`]; and they are the bytes of the copy that the page still refers to. The sender has that from now on, and tells of it in
+    /// As [`StageOutcome::Data`]; and they are the bytes of the copy that the page still refers to. The sender has that from now on, and tells of it in
     /// [`Volume::written`].
     Unchanged,
     /// It is all zeros: nothing needs keeping.
@@ -49,15 +49,15 @@ pub enum Staged {
 
 /// A block of the mempool in use by this volume.
 #[derive(Debug)]
-struct Block {
+struct VolumeBlock {
     id: BlockId,
     pages: Batch,
     locations: Vec<Option<Location>>,
-    phase: Phase,
+    phase: BlockPhase,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Phase {
+enum BlockPhase {
     /// The batch is on its way into the mempool.
     Leaving,
     /// It is in the mempool; the sender writes it to memory nodes.
@@ -72,7 +72,7 @@ pub struct Volume {
     table: PageTable,
     slabs: Arc<SlabSet>,
     mempool: Arc<Mempool>,
-    budget: Member,
+    budget: BudgetMember,
     /// Pages resident in the program, first in first out; hot ones go round again. An entry counts only while its page is held.
     resident: VecDeque<PageNumber>,
     /// Pages that were resident when this volume was cloned: shared with the parent until they are claimed, so taken last.
@@ -81,14 +81,14 @@ pub struct Volume {
     /// Pages that were told to leave so far.
     departures: u64,
     /// By block number; `None` where the block is not this volume's.
-    blocks: Vec<Option<Block>>,
+    blocks: Vec<Option<VolumeBlock>>,
     reclaimable: VecDeque<BlockId>,
     /// Blocks for batches that had left before a restart.
     reserved: Vec<BlockId>,
     /// Blocks that are leaving or staged.
     blocks_in_flight: usize,
     /// Emptied blocks, kept so that no batch allocates.
-    spare_blocks: Vec<Block>,
+    spare_blocks: Vec<VolumeBlock>,
     /// Held pages may refer to where they came from.
     has_copies: bool,
     before_store: Option<fn()>,
@@ -106,7 +106,7 @@ impl Volume {
             table: PageTable::new()?,
             slabs,
             mempool,
-            budget: Member::new(budget),
+            budget: BudgetMember::new(budget),
             resident: VecDeque::with_capacity(4096),
             inherited: VecDeque::new(),
             held: 0,
@@ -166,7 +166,8 @@ impl Volume {
     /// Whether any batch has left the program without having reached the mempool.
     #[must_use]
     pub fn is_leaving(&self) -> bool {
-        self.blocks_in_flight > 0 && self.blocks.iter().flatten().any(|block| block.phase == Phase::Leaving)
+        self.blocks_in_flight > 0
+            && self.blocks.iter().flatten().any(|block| block.phase == BlockPhase::Leaving)
     }
 
     /// The page is now resident in the program, filled with its newest content. A copy on a memory node is kept, in case that the page leaves
@@ -178,7 +179,7 @@ impl Volume {
             PageState::Held => return,
             PageState::Leaving => panic!("page {page:#x} was filled while it was leaving"),
             PageState::Remote(location) => (true, Some(location)),
-            PageState::Reclaimable(slot) => (true, Some(self.take_slot_location(slot.block()))),
+            PageState::Reclaimable(slot) => (true, Some(self.remove_slot_location(slot.block()))),
             PageState::Staged(_) => (true, None),
             PageState::Zero | PageState::Doubtful | PageState::Lost => (false, None),
         };
@@ -188,20 +189,20 @@ impl Volume {
         }
         let copy = copy.filter(|_| is_kept);
         self.has_copies |= copy.is_some();
-        let came_back = was_elsewhere && word.left_since(self.departures) <= self.held / SOON_DIVISOR;
+        let came_back = was_elsewhere && word.departures_since(self.departures) <= self.held / SOON_DIVISOR;
         self.count_held(1);
         if !word.is_queued() {
             self.resident.push_back(page);
         }
-        self.table.set(page, word.held(came_back && is_wanted).with_copy(copy));
+        self.table.set(page, word.held(came_back && is_wanted).with_clean_copy(copy));
     }
 
     /// Choose up to `max` of the longest-held pages and mark them leaving; `pinned` ones stay. They are sorted by number,
-    /// so that neighbours leave, and later come back, together. Shared pages are taken only if `take_inherited`.
+    /// so that neighbours leave, and later come back, group_slabs. Shared pages are taken only if `include_inherited`.
     pub fn pick_victims(
         &mut self,
         max: usize,
-        take_inherited: bool,
+        include_inherited: bool,
         pinned: impl Fn(PageNumber) -> bool,
         out: &mut Batch,
     ) {
@@ -218,15 +219,15 @@ impl Volume {
                 self.table.set(page, word.with_queued(false));
             } else if pinned(page) {
                 self.resident.push_back(page);
-            } else if let Some(stayed) = word.stayed() {
-                self.table.set(page, stayed);
+            } else if let Some(next_round) = word.next_round() {
+                self.table.set(page, next_round);
                 self.resident.push_back(page);
             } else {
                 self.table.set(page, word.with_queued(false).leaving(self.departures));
                 out.push(page);
             }
         }
-        while take_inherited && out.len() < max {
+        while include_inherited && out.len() < max {
             let Some(page) = self.inherited.pop_front() else {
                 break;
             };
@@ -242,7 +243,7 @@ impl Volume {
     }
 
     /// Up to `max` of the pages that were shared with a relative when this volume was cloned, in their order, to see which still are. Each
-    /// must be given to [`Self::claim`] or [`Self::leave_shared`].
+    /// must be given to [`Self::claim`] or [`Self::requeue_inherited`].
     pub fn next_inherited(&mut self, max: usize, out: &mut Batch) {
         while out.len() < max
             && let Some(page) = self.inherited.pop_front()
@@ -263,7 +264,7 @@ impl Volume {
     }
 
     /// The page is still shared: taking it would free nothing.
-    pub fn leave_shared(&mut self, page: PageNumber) {
+    pub fn requeue_inherited(&mut self, page: PageNumber) {
         self.inherited.push_back(page);
     }
 
@@ -272,14 +273,15 @@ impl Volume {
         let word = self.table.get(page);
         assert_eq!(word.state(), PageState::Leaving, "only a leaving page can be refused");
         self.resident.push_back(page);
-        self.table.set(page, PageWord::new(PageState::Held).with_queued(true).with_copy(word.copy()));
+        self.table
+            .set(page, PageWord::new(PageState::Held).with_queued(true).with_clean_copy(word.clean_copy()));
     }
 
     /// The page was not there to be taken: the program had given it up.
     pub fn vanished(&mut self, page: PageNumber) {
         let word = self.table.get(page);
         assert_eq!(word.state(), PageState::Leaving);
-        if let Some(copy) = word.copy() {
+        if let Some(copy) = word.clean_copy() {
             self.slabs.release(copy);
         }
         self.count_held(-1);
@@ -288,14 +290,14 @@ impl Volume {
 
     /// The pages have left the program for `block`, in this order.
     pub fn left(&mut self, id: BlockId, pages: &[PageNumber]) {
-        let mut block = self.spare_blocks.pop().unwrap_or_else(|| Block {
+        let mut block = self.spare_blocks.pop().unwrap_or_else(|| VolumeBlock {
             id,
             pages: Vec::with_capacity(BLOCK_PAGES),
             locations: Vec::with_capacity(BLOCK_PAGES),
-            phase: Phase::Leaving,
+            phase: BlockPhase::Leaving,
         });
         block.id = id;
-        block.phase = Phase::Leaving;
+        block.phase = BlockPhase::Leaving;
         block.pages.clear();
         block.pages.extend_from_slice(pages);
         block.locations.clear();
@@ -307,16 +309,16 @@ impl Volume {
     }
 
     /// The sender has taken the batch into the mempool.
-    pub fn staged(&mut self, id: BlockId, found: &[Staged]) {
-        let mut block = self.take_entry(id, Phase::Leaving);
+    pub fn staged(&mut self, id: BlockId, found: &[StageOutcome]) {
+        let mut block = self.remove_block(id, BlockPhase::Leaving);
         assert_eq!(found.len(), block.pages.len(), "the sender answers for every page");
         for (index, what) in found.iter().enumerate() {
             let page = block.pages[index];
             let word = self.table.get(page);
             assert_eq!(word.state(), PageState::Leaving, "page {page:#x} left in {id:?}");
             self.count_held(-1);
-            if let Some(copy) = word.copy()
-                && *what != Staged::Unchanged
+            if let Some(copy) = word.clean_copy()
+                && *what != StageOutcome::Unchanged
                 && !Mutation::ForgetRelease.is_active()
             {
                 self.slabs.release(copy);
@@ -324,13 +326,13 @@ impl Volume {
             let keep_discarded = Mutation::KeepDiscarded.is_active();
             let state = match what {
                 _ if word.is_discarded() && !keep_discarded => PageState::Zero,
-                Staged::Data | Staged::Unchanged => PageState::Staged(id.slot(index)),
-                Staged::Zeros => PageState::Zero,
-                Staged::Unreadable => PageState::Lost,
+                StageOutcome::Data | StageOutcome::Unchanged => PageState::Staged(id.slot(index)),
+                StageOutcome::Zeros => PageState::Zero,
+                StageOutcome::Unreadable => PageState::Lost,
             };
             self.table.set(page, word.with_state(state));
         }
-        block.phase = Phase::Staged;
+        block.phase = BlockPhase::Staged;
         self.blocks[id.0 as usize] = Some(block);
     }
 
@@ -339,7 +341,7 @@ impl Volume {
     /// The update rule: a slot becomes reclaimable only if the page's newest copy is still that very slot. If the page
     /// came back to the program, or was given up, since the write was posted, the written copy is old and is dropped.
     pub fn written(&mut self, id: BlockId, locations: &[Option<Location>]) {
-        let mut block = self.take_entry(id, Phase::Staged);
+        let mut block = self.remove_block(id, BlockPhase::Staged);
         assert!(locations.len() >= block.pages.len(), "the sender answers for every page");
         for (index, (page, location)) in block.pages.iter().zip(locations).enumerate() {
             let (page, Some(location)) = (*page, *location) else { continue };
@@ -355,7 +357,7 @@ impl Volume {
                 self.slabs.release(location);
             }
         }
-        block.phase = Phase::Reclaimable;
+        block.phase = BlockPhase::Reclaimable;
         self.blocks_in_flight -= 1;
         self.blocks[id.0 as usize] = Some(block);
         self.reclaimable.push_back(id);
@@ -367,14 +369,14 @@ impl Volume {
     }
 
     /// The program gave these pages up (`MADV_DONTNEED`), and the kernel is *about* to drop them.
-    pub fn give_up(&mut self, start: PageNumber, end: PageNumber) {
+    pub fn remove_range(&mut self, start: PageNumber, end: PageNumber) {
         let after =
             if Mutation::TrustRemoveEvent.is_active() { PageState::Held } else { PageState::Doubtful };
         self.forget(start, end, after);
     }
 
     /// The page is there, but the program has given it up and the kernel may be about to drop it.
-    pub fn doubt(&mut self, page: PageNumber) {
+    pub fn mark_doubtful(&mut self, page: PageNumber) {
         let word = self.table.get(page);
         if word.state() == PageState::Zero {
             self.table.set(page, word.with_state(PageState::Doubtful));
@@ -390,7 +392,7 @@ impl Volume {
                 if held_becomes != PageState::Held {
                     dropped += u64::from(word.is_queued());
                 }
-                if let Some(copy) = word.copy() {
+                if let Some(copy) = word.clean_copy() {
                     slabs.release(copy);
                 }
                 word.with_state(held_becomes)
@@ -453,7 +455,8 @@ impl Volume {
         let slabs = &self.slabs;
         self.table.update_range(0, crate::table::PAGES_MAX, |page, word| {
             let state = word.state();
-            let remote = if let PageState::Remote(location) = state { Some(location) } else { word.copy() };
+            let remote =
+                if let PageState::Remote(location) = state { Some(location) } else { word.clean_copy() };
             if let Some(location) = remote.filter(|_| !Mutation::ForgetForkReference.is_active()) {
                 slabs.retain(location);
             }
@@ -468,28 +471,28 @@ impl Volume {
 
     /// The location that a held or leaving page came from, if it still refers to that.
     #[must_use]
-    pub fn copy(&mut self, page: PageNumber) -> Option<Location> {
-        self.table.get(page).copy()
+    pub fn clean_copy(&mut self, page: PageNumber) -> Option<Location> {
+        self.table.get(page).clean_copy()
     }
 
     /// While the pool is short of memory, held pages give up the places that they came from.
-    pub fn give_up_copies_if_short(&mut self) {
+    pub fn release_clean_copies_if_short(&mut self) {
         if !self.has_copies || !self.mempool.is_pool_short() {
             return;
         }
         self.has_copies = false;
         let Self { table, slabs, .. } = self;
-        table.update_range(0, crate::table::PAGES_MAX, |_, word| match (word.state(), word.copy()) {
+        table.update_range(0, crate::table::PAGES_MAX, |_, word| match (word.state(), word.clean_copy()) {
             (PageState::Held, Some(copy)) => {
                 slabs.release(copy);
-                word.with_copy(None)
+                word.with_clean_copy(None)
             }
             _ => word,
         });
     }
 
     /// Page `page` cannot be had any more: its memory node is gone or its bytes are damaged.
-    pub fn lose(&mut self, page: PageNumber) {
+    pub fn mark_lost(&mut self, page: PageNumber) {
         if let PageState::Remote(location) = self.state(page) {
             self.slabs.release(location);
             self.table.set(page, PageWord::new(PageState::Lost));
@@ -497,14 +500,14 @@ impl Volume {
     }
 
     /// The program has ended: give everything back. Batches must have been acknowledged or abandoned.
-    pub fn end(&mut self) {
+    pub fn close(&mut self) {
         self.discard(0, crate::table::PAGES_MAX);
         for block in self.blocks.iter_mut().filter_map(Option::take) {
-            self.mempool.give_back(block.id);
-            self.budget.remove_block();
+            self.mempool.free(block.id);
+            self.budget.release_block();
         }
-        self.return_reserved();
-        self.need_no_block();
+        self.free_reserved_blocks();
+        self.leave_block_queue();
         self.reclaimable.clear();
         self.blocks_in_flight = 0;
         self.resident.clear();
@@ -516,12 +519,12 @@ impl Volume {
         self.budget.add_held(change);
     }
 
-    fn take_slot_location(&mut self, (id, index): (BlockId, usize)) -> Location {
+    fn remove_slot_location(&mut self, (id, index): (BlockId, usize)) -> Location {
         let block = self.blocks[id.0 as usize].as_mut().expect("its block is in use");
         block.locations[index].take().expect("reclaimable pages have a location")
     }
 
-    fn take_entry(&mut self, id: BlockId, phase: Phase) -> Block {
+    fn remove_block(&mut self, id: BlockId, phase: BlockPhase) -> VolumeBlock {
         let block = self.blocks[id.0 as usize].take().expect("the block is in use");
         assert_eq!(block.phase, phase, "{id:?} is answered for in order");
         block

@@ -9,7 +9,7 @@ use aquifer_fabric::sim::{Node, SimFabric, SimOptions};
 use aquifer_fabric::{
     Completion, Endpoint, EndpointError, Host, Identity, PostError, Tenant, Work, forward_endpoint,
 };
-use aquifer_pager::{BLOCK_PAGES, Connector, Memory, Mempool, PAGE_BYTES, Sender, SlabSet, Written};
+use aquifer_pager::{BLOCK_PAGES, Connector, Memory, Mempool, PAGE_BYTES, Sender, SlabSet, WrittenBatch};
 use aquifer_pool::{Custody, Extent, NodeId, Pause, PoolClient, SizeClass, donate};
 
 const HOST: Host = Host(1);
@@ -103,7 +103,7 @@ impl Endpoint for Used {
     forward_endpoint!(inner: wait, poll_fd, register_local, receive, regions, limits, is_broken, late);
 }
 
-fn run(sender: &mut Sender, agent: &Agent) -> Vec<Written> {
+fn run(sender: &mut Sender, agent: &Agent) -> Vec<WrittenBatch> {
     let mut done = Vec::new();
     for _ in 0..ROUNDS {
         sender.probe();
@@ -117,7 +117,7 @@ fn run(sender: &mut Sender, agent: &Agent) -> Vec<Written> {
 fn live(agent: &Arc<Agent>, slabs: &Arc<SlabSet>, mempool: &Mempool) {
     let way: Arc<dyn Connector> = Arc::new(Way(Arc::clone(agent)));
     let mut sender = Sender::new(Arc::clone(slabs), mempool, way, agent.pool(), 3);
-    let block = mempool.take().unwrap();
+    let block = mempool.allocate().unwrap();
     for page in 0..BLOCK_PAGES {
         mempool.memory().write(block.slot(page).offset(), &[7; PAGE_BYTES]);
     }
@@ -149,7 +149,7 @@ fn audit(agent: &Arc<Agent>, custody: &Custody) {
 }
 
 /// Takes over what was left, and ends it. No page table refers to anything.
-fn take_over(agent: &Arc<Agent>, slabs: &SlabSet, mempool: &Mempool) {
+fn adopt_recovered(agent: &Arc<Agent>, slabs: &SlabSet, mempool: &Mempool) {
     let fd = slabs.memory().fd().try_clone_to_owned().unwrap();
     let memory = Memory::from_fd(fd, slabs.memory().len()).unwrap();
     let slabs = Arc::new(SlabSet::recover(memory, REPLICAS));
@@ -221,7 +221,7 @@ fn at_each_moment(check: impl Fn(&Arc<Agent>, &SlabSet, &Mempool)) {
 fn what_others_took_meanwhile_stays_theirs() {
     at_each_moment(|agent, slabs, mempool| {
         let (mut other, taken) = take_rest(agent);
-        take_over(agent, slabs, mempool);
+        adopt_recovered(agent, slabs, mempool);
         for extent in taken {
             other.free(extent).unwrap();
         }
@@ -234,7 +234,7 @@ mod long {
     #[test]
     fn nothing_of_the_pool_stays_taken() {
         at_each_moment(|agent, slabs, mempool| {
-            take_over(agent, slabs, mempool);
+            adopt_recovered(agent, slabs, mempool);
             let pool = agent.pool();
             for node in pool.nodes() {
                 assert_eq!(pool.free_bytes(node), pool.total_bytes(node));

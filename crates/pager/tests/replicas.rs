@@ -9,7 +9,7 @@ use aquifer_mutation::Mutations;
 use aquifer_pager::slabs::{SlabId, page_of};
 use aquifer_pager::{
     BLOCK_PAGES, Connector, FETCH_PAGES_MAX, FetchError, Fetcher, Location, Mempool, Mutation, PAGE_BYTES,
-    Sender, SlabSet, Staged, Written,
+    Sender, SlabSet, StageOutcome, WrittenBatch,
 };
 use aquifer_pool::{Donation, NodeId, PoolClient, SizeClass, donate};
 
@@ -96,7 +96,7 @@ impl World {
 
     /// Hand a batch of pages to the sender that came from `copies`, and of which one may have changed; how many the sender calls unchanged.
     fn stage_again(&mut self, pages: usize, copies: &[Location], changed: Option<usize>) -> usize {
-        let block = self.mempool.take().unwrap();
+        let block = self.mempool.allocate().unwrap();
         for page in 0..pages {
             let mut bytes = content(page);
             bytes[PAGE_BYTES - 1] ^= u8::from(changed == Some(page));
@@ -104,18 +104,18 @@ impl World {
         }
         let copies: Vec<_> = copies.iter().copied().map(Some).collect();
         let mut found = Vec::new();
-        self.sender.stage_with_copies(0, block, pages, |_| true, &copies, &mut found);
-        found.into_iter().filter(|what| *what == Staged::Unchanged).count()
+        self.sender.stage_with_clean_copies(0, block, pages, |_| true, &copies, &mut found);
+        found.into_iter().filter(|what| *what == StageOutcome::Unchanged).count()
     }
 
     /// Until the batch is acknowledged; where its pages are.
     fn finish(&mut self) -> Vec<Location> {
-        let mut done: Vec<Written> = Vec::new();
+        let mut done: Vec<WrittenBatch> = Vec::new();
         for _ in 0..ROUNDS_MAX {
             self.sender.advance(&mut done).unwrap();
             self.cluster.fabric.step();
             if let Some(written) = done.pop() {
-                self.mempool.give_back(written.block);
+                self.mempool.free(written.block);
                 return written.locations.iter().flatten().copied().collect();
             }
         }
@@ -151,7 +151,7 @@ impl World {
     }
 
     fn nodes_of(&self, location: Location) -> Vec<NodeId> {
-        self.slabs.copies(location.slab()).iter().map(|copy| copy.node).collect()
+        self.slabs.replicas(location.slab()).iter().map(|copy| copy.node).collect()
     }
 
     fn assert_fetched(&self, pages: usize) {
@@ -170,7 +170,7 @@ impl World {
 
     /// Flip a bit of a page on one node.
     fn damage(&self, location: Location, node: NodeId) {
-        let copy = self.slabs.copies(location.slab()).on(node).expect("it has a copy");
+        let copy = self.slabs.replicas(location.slab()).on(node).expect("it has a copy");
         let donation = &self.donations[usize::from(node.0)];
         let base = self.cluster.connect_as(node, 9).unwrap().regions()[0].base;
         let at = usize::try_from(page_of(&copy, location.index()).addr - base).unwrap() + 100;
@@ -439,14 +439,14 @@ fn is_taken_in_while_healing() -> bool {
         }
         world.cluster.fabric.step();
     }
-    assert!(world.sender.is_healing() && !world.sender.knows(node));
+    assert!(world.sender.is_healing() && !world.sender.uses_node(node));
     world.cluster.fabric.restart_node(world.cluster.nodes[usize::from(node.0)]);
-    world.sender.take_in(node, world.cluster.connect(node).unwrap()).unwrap();
-    world.sender.knows(node)
+    world.sender.add_node(node, world.cluster.connect(node).unwrap()).unwrap();
+    world.sender.uses_node(node)
 }
 
 #[test]
 fn a_node_that_came_back_is_taken_in_only_when_nothing_is_under_way() {
     assert!(!is_taken_in_while_healing());
-    assert!(Mutation::TakeInBusy.while_active(is_taken_in_while_healing));
+    assert!(Mutation::AddBusyNode.while_active(is_taken_in_while_healing));
 }

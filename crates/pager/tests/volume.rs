@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use aquifer_pager::{Budget, Mempool, PageState, SlabSet, Staged, Volume};
+use aquifer_pager::{Budget, Mempool, PageState, SlabSet, StageOutcome, Volume};
 
 fn volume() -> (Volume, Arc<Budget>) {
     let budget = Arc::new(Budget::new(16 << 20));
@@ -34,13 +34,13 @@ fn an_old_entry_of_the_queue_does_not_uncount_a_shared_page() {
 #[test]
 fn a_page_in_doubt_is_not_picked_before_it_is_held_again() {
     let (mut volume, budget) = volume();
-    volume.doubt(5);
+    volume.mark_doubtful(5);
     assert_eq!(volume.state(5), PageState::Doubtful);
     let mut victims = Vec::new();
     volume.pick_victims(64, true, |_| false, &mut victims);
     assert!(victims.is_empty());
     volume.hold(5, true);
-    volume.doubt(5);
+    volume.mark_doubtful(5);
     assert_eq!(volume.state(5), PageState::Held, "what is held is not in doubt");
     volume.pick_victims(64, true, |_| false, &mut victims);
     assert_eq!(victims, [5]);
@@ -52,9 +52,9 @@ fn a_page_in_doubt_is_not_picked_before_it_is_held_again() {
 fn stage_one(volume: &mut Volume) -> u64 {
     let mut victims = Vec::new();
     volume.pick_victims(1, false, |_| false, &mut victims);
-    let block = volume.take_block().unwrap();
+    let block = volume.allocate_block().unwrap();
     volume.left(block, &victims);
-    volume.staged(block, &[Staged::Data]);
+    volume.staged(block, &[StageOutcome::Data]);
     victims[0]
 }
 
@@ -98,22 +98,22 @@ fn a_program_that_sleeps_passes_blocks_to_one_that_lacks_them() {
         parent.hold(page, true);
         let mut victims = Vec::new();
         parent.pick_victims(1, false, |_| false, &mut victims);
-        let block = parent.take_block().unwrap();
+        let block = parent.allocate_block().unwrap();
         parent.left(block, &victims);
-        parent.staged(block, &[Staged::Zeros]);
+        parent.staged(block, &[StageOutcome::Zeros]);
         parent.written(block, &[None]);
     }
     assert!(!parent.pass_block(), "nobody has asked");
-    assert!(child.take_block().is_none() && child.ask_for_block() && child.lacks_block());
-    assert!(!child.ask_for_block(), "they are told once");
-    assert!(parent.pass_block() && budget.is_block_to_tell());
+    assert!(child.allocate_block().is_none() && child.queue_for_block() && child.lacks_block());
+    assert!(!child.queue_for_block(), "they are told once");
+    assert!(parent.pass_block() && budget.consume_block_notification());
     assert!(!parent.pass_block(), "one is passed for one that was asked for");
-    let first = child.take_block().expect("the parent's");
+    let first = child.allocate_block().expect("the parent's");
     // Each now counts on two of four. The parent has three, and passes one more, but no other.
-    assert!(child.take_block().is_none() && child.ask_for_block() && parent.pass_block());
-    assert!(budget.is_block_to_tell());
-    let second = child.take_block().expect("the parent's");
-    assert!(child.take_block().is_none() && child.ask_for_block() && !parent.pass_block());
-    [first, second].into_iter().for_each(|block| child.return_block(block));
-    assert!(!child.lacks_block() && budget.is_block_to_tell());
+    assert!(child.allocate_block().is_none() && child.queue_for_block() && parent.pass_block());
+    assert!(budget.consume_block_notification());
+    let second = child.allocate_block().expect("the parent's");
+    assert!(child.allocate_block().is_none() && child.queue_for_block() && !parent.pass_block());
+    [first, second].into_iter().for_each(|block| child.free_block(block));
+    assert!(!child.lacks_block() && budget.consume_block_notification());
 }

@@ -259,7 +259,7 @@ impl Server {
         if self.membership.is_lost() {
             return Some("the lease of its swap device has ended, and the memory nodes refuse it".into());
         }
-        if let Some(reason) = self.volume.refusal() {
+        if let Some(reason) = self.volume.last_refusal() {
             // The kernel keeps a page that it cannot write, so the program would do little but try.
             return Some(format!(
                 "{reason}. Give the pool more memory (aquifer up --memory), or the program a larger --local"
@@ -270,7 +270,7 @@ impl Server {
     }
 
     fn tell_news(&self, run: Option<&OwnedFd>) {
-        for news in self.volume.take_news() {
+        for news in self.volume.drain_messages() {
             tell(run, &Frame::News(format!("{}: {news}", self.name)));
         }
     }
@@ -318,7 +318,7 @@ impl Server {
 
     fn statistics(&self) -> RunStatistics {
         let usage = self.cgroup.usage().unwrap_or_default();
-        let figures = self.volume.figures();
+        let figures = self.volume.stats();
         let us = |ns: u64| Duration::from_nanos(ns).as_secs_f64() * 1e6;
         let [p50, p99, p999] = figures.read_latency_ns.map(us);
         RunStatistics {

@@ -3,15 +3,15 @@
 use std::sync::{MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{BlockVolume, State};
+use super::{BlockVolume, VolumeState};
 use crate::error::BlockError;
 
 impl BlockVolume {
     /// Wait until a block is open.
     pub(super) fn with_room<'a>(
         &self,
-        mut state: MutexGuard<'a, State>,
-    ) -> Result<MutexGuard<'a, State>, BlockError> {
+        mut state: MutexGuard<'a, VolumeState>,
+    ) -> Result<MutexGuard<'a, VolumeState>, BlockError> {
         let mut deadline = None;
         loop {
             if state.is_closed {
@@ -21,16 +21,16 @@ impl BlockVolume {
                 return Ok(state);
             }
             let now = Instant::now();
-            if state.awaits_node {
+            if state.is_awaiting_node {
                 deadline = None;
-                state = self.wait(state, self.patience);
+                state = self.wait(state, self.room_timeout);
                 continue;
             }
-            let since = state.starved.as_ref().map(|(since, _)| *since);
+            let since = state.pool_full.as_ref().map(|(since, _)| *since);
             // When the pool has been full for so long already, nobody waits once more.
-            let until = *deadline.get_or_insert_with(|| since.unwrap_or(now) + self.patience);
+            let until = *deadline.get_or_insert_with(|| since.unwrap_or(now) + self.room_timeout);
             if now >= until {
-                let reason = state.starved.as_ref().map(|(_, reason)| reason.clone());
+                let reason = state.pool_full.as_ref().map(|(_, reason)| reason.clone());
                 drop(state);
                 return Err(self.no_room(reason));
             }
@@ -38,22 +38,26 @@ impl BlockVolume {
         }
     }
 
-    fn wait<'a>(&self, state: MutexGuard<'a, State>, patience: Duration) -> MutexGuard<'a, State> {
-        self.changed.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner).0
+    fn wait<'a>(
+        &self,
+        state: MutexGuard<'a, VolumeState>,
+        room_timeout: Duration,
+    ) -> MutexGuard<'a, VolumeState> {
+        self.changed.wait_timeout(state, room_timeout).unwrap_or_else(PoisonError::into_inner).0
     }
 
     /// Whether a block is open, or can be opened.
-    pub(crate) fn has_room(&self, state: &mut State) -> bool {
+    pub(crate) fn has_room(&self, state: &mut VolumeState) -> bool {
         if state.open.is_none() && !state.is_closed {
-            state.open = state.volume.open();
+            state.open = state.volume.open_block();
         }
         state.open.is_some()
     }
 
     fn no_room(&self, reason: Option<String>) -> BlockError {
         let reason = reason.unwrap_or_else(|| "the memory nodes do not answer".into());
-        let error = BlockError::NoRoom { waited: self.patience, reason: reason.clone() };
-        let before = self.refusal.lock().unwrap_or_else(PoisonError::into_inner).replace(reason);
+        let error = BlockError::NoRoom { waited: self.room_timeout, reason: reason.clone() };
+        let before = self.last_refusal.lock().unwrap_or_else(PoisonError::into_inner).replace(reason);
         if before.is_none() {
             tracing::error!(%error, "writes are refused");
         }
@@ -68,17 +72,17 @@ impl BlockVolume {
         let mut state = self.lock();
         self.seal(&mut state);
         let before = state.next_sealed;
-        let mut deadline = Instant::now() + self.patience;
+        let mut deadline = Instant::now() + self.room_timeout;
         while state.unwritten.iter().any(|(number, _)| *number < before) {
-            if state.awaits_node {
-                deadline = Instant::now() + self.patience;
+            if state.is_awaiting_node {
+                deadline = Instant::now() + self.room_timeout;
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if state.is_closed {
                 return Err(BlockError::Closed);
             }
             if left.is_zero() {
-                let reason = state.starved.as_ref().map(|(_, reason)| reason.clone());
+                let reason = state.pool_full.as_ref().map(|(_, reason)| reason.clone());
                 drop(state);
                 return Err(self.no_room(reason));
             }
@@ -88,21 +92,21 @@ impl BlockVolume {
     }
 
     /// Whether the pool has room, as the pump finds it.
-    pub(crate) fn note_starvation(&self, reason: Option<String>) {
+    pub(crate) fn set_pool_full(&self, reason: Option<String>) {
         let mut state = self.lock();
-        match (reason, &mut state.starved) {
+        match (reason, &mut state.pool_full) {
             (Some(reason), None) => {
                 tracing::warn!(reason, "written pages find no room");
-                state.starved = Some((Instant::now(), reason));
+                state.pool_full = Some((Instant::now(), reason));
             }
             (Some(reason), Some((_, last))) => *last = reason,
-            (None, starved) => *starved = None,
+            (None, pool_full) => *pool_full = None,
         }
     }
 
     /// Whether a node is away that is waited for, as the pump finds it.
-    pub(crate) fn note_absence(&self, awaits_node: bool) {
-        self.lock().awaits_node = awaits_node;
+    pub(crate) fn set_awaiting_node(&self, is_awaiting_node: bool) {
+        self.lock().is_awaiting_node = is_awaiting_node;
         self.changed.notify_all();
     }
 }

@@ -24,7 +24,7 @@ const HELD_PAGES_MIN: u64 = 8;
 impl<E: Edge> Monitor<E> {
     /// Take pages out of the program while it is too close to its limit.
     pub fn make_room(&mut self) {
-        self.volume.give_up_copies_if_short();
+        self.volume.release_clean_copies_if_short();
         while self.volume.pass_block() {
             self.announce_free_block();
         }
@@ -45,7 +45,7 @@ impl<E: Edge> Monitor<E> {
             }
         }
         if !self.wants_block {
-            self.volume.need_no_block();
+            self.volume.leave_block_queue();
         }
         self.announce_free_block();
     }
@@ -70,7 +70,7 @@ impl<E: Edge> Monitor<E> {
             if found.next_if_eq(&page).is_some() {
                 self.volume.claim(*page);
             } else {
-                self.volume.leave_shared(*page);
+                self.volume.requeue_inherited(*page);
             }
         }
         let now_ns = self.edge.now_ns();
@@ -91,7 +91,7 @@ impl<E: Edge> Monitor<E> {
         let max = usize::try_from(surplus).unwrap_or(usize::MAX).min(BLOCK_PAGES);
         self.volume.pick_victims(max, over, |page| edge.is_pinned(page), &mut self.victims);
         if self.victims.is_empty() {
-            self.return_block(block);
+            self.free_block(block);
             if over && !std::mem::replace(&mut self.has_woken_others, true) {
                 self.edge.wake_other_programs();
             }
@@ -102,7 +102,7 @@ impl<E: Edge> Monitor<E> {
         if self.edge.move_out(buffer, &self.victims, &mut self.move_outcomes).is_err() {
             // What had left is gone with the program.
             self.victims.iter().for_each(|page| self.volume.refused(*page));
-            self.return_block(block);
+            self.free_block(block);
             self.has_ended = true;
             return false;
         }
@@ -111,23 +111,23 @@ impl<E: Edge> Monitor<E> {
 
     /// A block for a batch; if there is none, its turn comes, and this monitor is told.
     pub(super) fn allocate_block(&mut self) -> Option<BlockId> {
-        self.volume.take_block().or_else(|| {
-            if self.volume.ask_for_block() {
+        self.volume.allocate_block().or_else(|| {
+            if self.volume.queue_for_block() {
                 self.edge.wake_other_programs();
             }
             // It may have been given back before it was asked for.
-            self.volume.take_block()
+            self.volume.allocate_block()
         })
     }
 
-    fn return_block(&mut self, block: BlockId) {
-        self.volume.return_block(block);
+    fn free_block(&mut self, block: BlockId) {
+        self.volume.free_block(block);
         self.announce_free_block();
     }
 
     /// A block was given back.
     pub(super) fn announce_free_block(&mut self) {
-        if self.budget.is_block_to_tell() {
+        if self.budget.consume_block_notification() {
             self.edge.wake_other_programs();
         }
     }
@@ -148,7 +148,7 @@ impl<E: Edge> Monitor<E> {
         }
         self.victims = victims;
         if moved.is_empty() {
-            self.return_block(block);
+            self.free_block(block);
             self.edge.release_buffer(buffer);
             self.free_buffers.push(buffer);
             if self.move_outcomes.contains(&MoveOutcome::Kept) {
@@ -160,7 +160,7 @@ impl<E: Edge> Monitor<E> {
         self.forget_pending_unmaps();
         FaultStats::add(&self.stats.evictions, moved.len());
         self.volume.left(block, &moved);
-        let copies = moved.iter().map(|page| self.volume.copy(*page)).collect();
+        let copies = moved.iter().map(|page| self.volume.clean_copy(*page)).collect();
         self.edge.submit_batch(EvictedBatch { block, buffer, positions, copies });
         true
     }

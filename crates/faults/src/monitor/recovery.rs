@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use aquifer_pager::{Batch, BlockId, Budget, PageNumber, PageState, Recovered};
+use aquifer_pager::{Batch, BlockId, Budget, PageNumber, PageState, RecoveredVolume};
 
 use super::Monitor;
 use crate::areas::{Area, Areas};
@@ -18,7 +18,7 @@ use crate::stats::FaultStats;
 #[derive(Debug)]
 pub struct ResumeState {
     /// The program's pages.
-    pub recovered: Recovered,
+    pub recovered: RecoveredVolume,
     /// What the kernel says is registered.
     pub registered: Areas,
     /// See [`crate::journal::PersistentRanges`].
@@ -43,7 +43,7 @@ impl<E: Edge> Monitor<E> {
     #[must_use]
     pub fn resume(edge: E, before: ResumeState, budget: Arc<Budget>, stats: Arc<FaultStats>) -> Self {
         let ResumeState { recovered, registered, pending_unmaps, removed, batches } = before;
-        let Recovered { volume, leaving, staged } = recovered;
+        let RecoveredVolume { volume, leaving, staged } = recovered;
         let mut monitor = Self::new(edge, volume, budget, stats, Areas::default(), batches.len());
         monitor.has_unapplied_events = true;
         monitor.adopting = registered;
@@ -133,7 +133,7 @@ impl<E: Edge> Monitor<E> {
             };
             self.place_batch(block, unplaced_batches);
         }
-        self.volume.return_reserved();
+        self.volume.free_reserved_blocks();
         true
     }
 }

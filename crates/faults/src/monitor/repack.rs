@@ -44,7 +44,9 @@ impl<E: Edge> Monitor<E> {
         let RepackProgress { next, pages, .. } = &mut self.repacking;
         for _ in 0..PARTS_PER_TURN {
             match *next {
-                Some(from) if pages.len() < BLOCK_PAGES => *next = self.volume.look_for_moves(from, pages),
+                Some(from) if pages.len() < BLOCK_PAGES => {
+                    *next = self.volume.find_pages_to_move(from, pages)
+                }
                 _ => break,
             }
         }
@@ -55,7 +57,7 @@ impl<E: Edge> Monitor<E> {
             return false;
         }
         // If there is no block this is tried again when the sampler has the monitors look, as it does while a round lasts.
-        let Some(open) = self.volume.open() else { return false };
+        let Some(open) = self.volume.open_block() else { return false };
         let count = pages.len().min(BLOCK_PAGES);
         let batch: Batch = pages.drain(..count).collect();
         self.move_pages(open, &batch);
@@ -70,7 +72,7 @@ impl<E: Edge> Monitor<E> {
         let mut remote = Batch::with_capacity(pages.len());
         self.locations.clear();
         for page in pages {
-            match self.volume.is_to_move(*page) {
+            match self.volume.state_if_to_move(*page) {
                 Some(PageState::Reclaimable(slot)) => {
                     let mut bytes = [0; PAGE_BYTES];
                     self.volume.mempool().memory().read(slot.offset(), &mut bytes);
@@ -103,7 +105,7 @@ impl<E: Edge> Monitor<E> {
     }
 
     fn move_fetched(&mut self, open: BlockId, page: PageNumber, index: usize) {
-        if Mutation::NoteBeforeMoving.is_active() {
+        if Mutation::StageBeforeCopying.is_active() {
             let slot = self.volume.absorb(open, page);
             self.volume.mempool().memory().write(slot.offset(), self.edge.fetched_page(index));
         } else {

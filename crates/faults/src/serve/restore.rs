@@ -11,7 +11,7 @@ use std::sync::{Arc, PoisonError};
 
 use aquifer_channel::{Kept, send_frame};
 use aquifer_ipc::{Frame, KeptKind};
-use aquifer_pager::{BlockId, Budget, Memory, REPLICAS_MAX, Recovered, SlabSet, Volume, finish_move};
+use aquifer_pager::{BlockId, Budget, Memory, REPLICAS_MAX, RecoveredVolume, SlabSet, Volume, finish_move};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, pidfd_send_signal};
 
@@ -332,7 +332,7 @@ impl RecoveredProgram {
 /// A program that can go on.
 struct ResumableProgram {
     found: RecoveredProgram,
-    recovered: Recovered,
+    recovered: RecoveredVolume,
     unapplied: Vec<UffdMessage<OwnedFd>>,
 }
 
@@ -373,12 +373,12 @@ fn resume(
     run: &Run,
     program: &Program,
     edge: ProcessEdge,
-    recovered: Recovered,
+    recovered: RecoveredVolume,
     left: JournalContents,
 ) -> Option<Monitor<ProcessEdge>> {
     let Some(batches) = edge.batches() else {
         let mut volume = recovered.volume;
-        volume.end();
+        volume.close();
         return None;
     };
     let registered = edge.registered();

@@ -140,7 +140,7 @@ impl Run {
             name: self.name.clone(),
             limit_bytes: self.limit_bytes.load(Relaxed),
             tenant: self.tenant,
-            replicas: self.slabs.replicas(),
+            replicas: self.slabs.replicas_wanted(),
         };
         self.keep(&record.put(self.id), &[self.slabs.memory().fd(), self.owner.as_fd()]);
     }
@@ -340,7 +340,7 @@ impl Run {
             mempool_bytes: self.budget.mempool_bytes(),
             remote_bytes: self.slabs.bytes(),
             remote_pages: self.slabs.pages(),
-            replicas: self.slabs.replicas(),
+            replicas: self.slabs.replicas_wanted(),
             degraded_slabs: sent.degraded_slabs,
             copied_slabs: sent.copied_slabs,
             repaired_pages: sent.repaired_pages,

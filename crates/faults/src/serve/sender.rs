@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use aquifer_ipc::TAKE_PAGES_MAX;
 use aquifer_pager::{
-    BLOCK_PAGES, BlockId, Mempool, Newcomers, NoRoom, PAGE_BYTES, Sender, SenderStats, SlabSet, Staged,
+    BLOCK_PAGES, BlockId, Mempool, NoRoom, NodeJoiner, PAGE_BYTES, Sender, SenderStats, SlabSet, StageOutcome,
 };
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::process::Pid;
@@ -86,7 +86,7 @@ impl SenderThread {
         let agent = Arc::clone(&service.agent);
         let for_thread = Arc::clone(&shared);
         std::thread::Builder::new().name("sender".into()).spawn(move || {
-            let newcomers = Newcomers::new(agent.connector(tenant));
+            let node_joiner = NodeJoiner::new(agent.connector(tenant));
             let sender = Sender::new(slabs, &mempool, agent.connector(tenant), agent.pool(tenant), seed);
             SenderLoop {
                 sender,
@@ -94,7 +94,7 @@ impl SenderThread {
                 shared: for_thread,
                 programs: Vec::new(),
                 probed: Instant::now(),
-                newcomers,
+                node_joiner,
                 agent,
             }
             .run();
@@ -186,7 +186,7 @@ struct SenderLoop {
     programs: Vec<(Arc<Program>, usize)>,
     /// When memory nodes were asked last whether they live.
     probed: Instant,
-    newcomers: Newcomers,
+    node_joiner: NodeJoiner,
     agent: Arc<dyn AgentServices>,
 }
 
@@ -207,7 +207,7 @@ impl SenderLoop {
                 self.stage(&order, &mut found);
             }
             self.probe();
-            self.newcomers.take_in(&mut self.sender, || self.agent.nodes());
+            self.node_joiner.poll(&mut self.sender, || self.agent.nodes());
             let no_room = self.sender.advance(&mut written).err();
             self.record_shortage(no_room);
             is_stuck &= written.is_empty() && self.sender.stats() == before;
@@ -250,7 +250,7 @@ impl SenderLoop {
         if inbox.stop && inbox.orders.is_empty() && self.sender.is_idle() {
             return None;
         }
-        Some(if self.sender.has_room() { inbox.orders.pop_front() } else { None })
+        Some(if self.sender.has_capacity() { inbox.orders.pop_front() } else { None })
     }
 
     /// Wait for orders, or for memory nodes to say something. Where those answer at once there is nothing to wait for.
@@ -275,7 +275,7 @@ impl SenderLoop {
         }
     }
 
-    fn stage(&mut self, order: &StageRequest, found: &mut Vec<Staged>) {
+    fn stage(&mut self, order: &StageRequest, found: &mut Vec<StageOutcome>) {
         match &order.what {
             PageSource::Batch { job, staging, thread } => {
                 self.copy(&order.program, job, *staging, *thread, found);
@@ -284,7 +284,14 @@ impl SenderLoop {
             }
             PageSource::Block { block, slots } => {
                 let is_wanted = |index: usize| slots >> index & 1 == 1;
-                self.sender.stage_with_copies(order.program.id, *block, BLOCK_PAGES, is_wanted, &[], found);
+                self.sender.stage_with_clean_copies(
+                    order.program.id,
+                    *block,
+                    BLOCK_PAGES,
+                    is_wanted,
+                    &[],
+                    found,
+                );
             }
         }
         match self.programs.iter_mut().find(|(program, _)| program.id == order.program.id) {
@@ -300,7 +307,7 @@ impl SenderLoop {
         job: &EvictedBatch,
         staging: u64,
         thread: u32,
-        found: &mut Vec<Staged>,
+        found: &mut Vec<StageOutcome>,
     ) {
         let readable = self.read(job, staging, thread).unwrap_or_else(|error| {
             // Its threads end before the kernel tells of its end.
@@ -313,7 +320,14 @@ impl SenderLoop {
             0
         });
         let (block, count) = (job.block, job.positions.len());
-        self.sender.stage_with_copies(program.id, block, count, |index| index < readable, &job.copies, found);
+        self.sender.stage_with_clean_copies(
+            program.id,
+            block,
+            count,
+            |index| index < readable,
+            &job.copies,
+            found,
+        );
     }
 
     /// Copy the pages from the program's staging buffer; how many arrived, from the first.
@@ -350,7 +364,7 @@ impl SenderLoop {
         usize::try_from(length).map(|bytes| bytes / PAGE_BYTES).map_err(|_| std::io::Error::last_os_error())
     }
 
-    fn deliver(&mut self, written: aquifer_pager::Written) {
+    fn deliver(&mut self, written: aquifer_pager::WrittenBatch) {
         let at = self.programs.iter().position(|(program, _)| program.id == written.owner);
         let at = at.expect("its batch was staged");
         let (program, jobs) = &mut self.programs[at];

@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 
 use aquifer_pool::SizeClass;
 
-use super::{Filler, Grain, Open};
+use super::{Filler, OpenSlab, SlabSizing};
 use crate::page::PAGE_BYTES;
 use crate::slabs::SlabId;
 
@@ -22,17 +22,17 @@ const HOLED_PERMILLE: u32 = 875;
 /// Slabs that are fuller are not worth emptying.
 const MOVABLE_PERMILLE: u32 = 750;
 /// Sparse slabs are looked for each time that such a part of all has been filled.
-const LOOK_DIVISOR: usize = 64;
+const SEARCH_DIVISOR: usize = 64;
 /// Pages to be moved in one round, about.
 const MOVES_MAX: u32 = 16384;
 
 /// What is won must be so much.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Worth {
+pub enum GainThreshold {
     /// A good part of what the run has.
-    Usual,
+    Normal,
     /// The pool is short of memory: less.
-    Short,
+    PoolShort,
 }
 
 /// A slab with holes.
@@ -54,44 +54,47 @@ impl Sparse {
 impl Filler {
     /// Those that hold something, are at most so full, and nothing is the matter with.
     fn sparse(&self, fill_permille_max: u32) -> impl Iterator<Item = Sparse> {
-        self.in_use.iter().filter_map(move |slab| self.look_at(slab, fill_permille_max))
+        self.in_use.iter().filter_map(move |slab| self.sparse_if(slab, fill_permille_max))
     }
 
     /// A slab, if it is sparse.
-    fn look_at(&self, slab: SlabId, fill_permille_max: u32) -> Option<Sparse> {
+    fn sparse_if(&self, slab: SlabId, fill_permille_max: u32) -> Option<Sparse> {
         let is_open = self.open.as_ref().is_some_and(|open| open.slab == slab);
-        if is_open || Some(slab) == self.set_aside || self.slabs.is_vacating(slab) {
+        if is_open || Some(slab) == self.copying || self.slabs.is_vacating(slab) {
             return None;
         }
-        let copies = self.slabs.copies(slab);
+        let copies = self.slabs.replicas(slab);
         let (live, pages) = (self.slabs.live_pages(slab), copies.class()?.chunks());
         let sparse = Sparse { slab, copies: copies.len(), live, pages };
         (live > 0 && sparse.fill_permille() <= fill_permille_max).then_some(sparse)
     }
 
     /// The emptiest slab that can be filled again, but for the one that was filled last. They are looked for now and then only: a run may have tens of thousands.
-    pub(super) fn sparse_slab(&mut self, previous: Option<SlabId>, copies_min: usize) -> Option<Open> {
-        if matches!(self.grain, Grain::Blocks { class: SizeClass::CHUNK, .. }) {
+    pub(super) fn sparse_slab(&mut self, previous: Option<SlabId>, copies_min: usize) -> Option<OpenSlab> {
+        if matches!(self.sizing, SlabSizing::Fixed { class: SizeClass::CHUNK, .. }) {
             return None;
         }
-        let held_pages = self.slabs.bytes().0 / (self.slabs.replicas() * PAGE_BYTES) as u64;
+        let held_pages = self.slabs.bytes().0 / (self.slabs.replicas_wanted() * PAGE_BYTES) as u64;
         let is_well_used = self.slabs.pages() * 1000 >= held_pages * USED_MIN_PERMILLE;
-        let max =
-            if is_well_used || self.grain != Grain::AsNeeded { SPARSE_PERMILLE } else { HOLED_PERMILLE };
+        let max = if is_well_used || self.sizing != SlabSizing::AsNeeded {
+            SPARSE_PERMILLE
+        } else {
+            HOLED_PERMILLE
+        };
         loop {
             while let Some(slab) = self.candidates.pop() {
-                if let Some(found) = self.look_at(slab, max).filter(|_| self.in_use.contains(slab))
+                if let Some(found) = self.sparse_if(slab, max).filter(|_| self.in_use.contains(slab))
                     && Some(slab) != previous
                     && found.copies >= copies_min
                 {
-                    return Some(Open { slab, cursor: 0, pages: found.pages });
+                    return Some(OpenSlab { slab, cursor: 0, pages: found.pages });
                 }
             }
-            if self.next_look > 0 {
-                self.next_look -= 1;
+            if self.fills_until_search > 0 {
+                self.fills_until_search -= 1;
                 return None;
             }
-            self.next_look = self.in_use.len() / LOOK_DIVISOR;
+            self.fills_until_search = self.in_use.len() / SEARCH_DIVISOR;
             let mut found: Vec<Sparse> = self.sparse(max).filter(|one| Some(one.slab) != previous).collect();
             found.retain(|one| one.copies >= copies_min);
             if found.is_empty() {
@@ -103,33 +106,33 @@ impl Filler {
     }
 
     /// All slabs that hold something and are not just being filled or copied.
-    pub fn movable(&self) -> Vec<SlabId> {
+    pub fn movable_slabs(&self) -> Vec<SlabId> {
         let is_open = |slab: SlabId| self.open.as_ref().is_some_and(|open| open.slab == slab);
         let is_movable = |slab: &SlabId| {
-            !is_open(*slab) && Some(*slab) != self.set_aside && self.slabs.live_pages(*slab) > 0
+            !is_open(*slab) && Some(*slab) != self.copying && self.slabs.live_pages(*slab) > 0
         };
         self.in_use.iter().filter(is_movable).collect()
     }
 
     /// The slab with the most holes: for when the pool has no room.
-    pub(super) fn slab_with_holes(&self) -> Option<Open> {
-        let is_usable = |slab: &SlabId| Some(*slab) != self.set_aside && !self.slabs.is_vacating(*slab);
+    pub(super) fn slab_with_holes(&self) -> Option<OpenSlab> {
+        let is_usable = |slab: &SlabId| Some(*slab) != self.copying && !self.slabs.is_vacating(*slab);
         let holes = self.in_use.iter().filter(is_usable).filter_map(|slab| {
-            let pages = self.slabs.copies(slab).class()?.chunks();
+            let pages = self.slabs.replicas(slab).class()?.chunks();
             Some((pages.saturating_sub(self.slabs.live_pages(slab)), slab, pages))
         });
         let (free, slab, pages) = holes.max_by_key(|(free, _, _)| *free)?;
-        (free > 0).then_some(Open { slab, cursor: 0, pages })
+        (free > 0).then_some(OpenSlab { slab, cursor: 0, pages })
     }
 
     /// The emptiest slabs, as many of them as find room in the holes of the other sparse ones, or are almost empty; none if that is not `worth` it.
-    pub fn worth_vacating(&self, worth: Worth) -> Vec<SlabId> {
+    pub fn slabs_to_vacate(&self, worth: GainThreshold) -> Vec<SlabId> {
         let held_bytes = self.slabs.bytes().0;
-        let divisor = if worth == Worth::Short { GAIN_DIVISOR_SHORT } else { GAIN_DIVISOR };
+        let divisor = if worth == GainThreshold::PoolShort { GAIN_DIVISOR_SHORT } else { GAIN_DIVISOR };
         let wanted_bytes = (held_bytes / divisor).max(GAIN_BYTES_MIN);
-        let live_bytes = self.slabs.pages() * (self.slabs.replicas() * PAGE_BYTES) as u64;
+        let live_bytes = self.slabs.pages() * (self.slabs.replicas_wanted() * PAGE_BYTES) as u64;
         if held_bytes < live_bytes + wanted_bytes {
-            // Not even all holes together are worth it.
+            // Not even all holes group_slabs are worth it.
             return Vec::new();
         }
         let mut sparse: Vec<Sparse> = self.sparse(MOVABLE_PERMILLE).collect();
@@ -141,7 +144,7 @@ impl Filler {
         for one in sparse {
             let room_without = room - (one.pages - one.live);
             let has_room = room_taken + one.live <= room_without;
-            let is_almost_empty = one.live * FRESH_DIVISOR <= one.pages && worth != Worth::Short;
+            let is_almost_empty = one.live * FRESH_DIVISOR <= one.pages && worth != GainThreshold::PoolShort;
             if !has_room && !is_almost_empty || moved >= MOVES_MAX {
                 continue;
             }

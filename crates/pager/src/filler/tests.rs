@@ -6,7 +6,7 @@ use aquifer_fabric::sim::{SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::{Host, Identity, Tenant};
 use aquifer_pool::{Donation, NodeId, PoolClient, SizeClass, donate};
 
-use super::{Filler, Grain, NoRoom, Worth};
+use super::{Filler, GainThreshold, NoRoom, SlabSizing};
 use crate::page::Location;
 use crate::slabs::{SlabId, SlabSet};
 
@@ -43,7 +43,7 @@ impl World {
         let mut filled = Vec::new();
         while filled.len() < pages as usize {
             let left = pages - u32::try_from(filled.len()).unwrap();
-            let room = self.filler.room(&mut self.pool, want.min(left))?;
+            let room = self.filler.find_free_pages(&mut self.pool, want.min(left))?;
             for index in 0..room.pages {
                 let location = Location(room.first.0 + index);
                 self.slabs.occupy(location, 1);
@@ -55,12 +55,12 @@ impl World {
 
     fn release(&mut self, locations: &[Location]) {
         locations.iter().for_each(|location| self.slabs.release(*location));
-        self.filler.keep_empty(&mut self.pool);
-        while self.filler.trim_reserve(&mut self.pool, false) {}
+        self.filler.collect_emptied(&mut self.pool);
+        while self.filler.trim_empty(&mut self.pool, false) {}
     }
 
     fn chunks(&self, slab: SlabId) -> u32 {
-        self.slabs.copies(slab).class().map_or(0, SizeClass::chunks)
+        self.slabs.replicas(slab).class().map_or(0, SizeClass::chunks)
     }
 
     fn held_pages(&self) -> u64 {
@@ -97,7 +97,7 @@ fn few_empty_slabs_are_kept_and_filled_again_and_none_while_the_pool_is_short() 
     let again = world.fill(64, 64).unwrap();
     world.release(&again);
     world.release(&filled[128..192]);
-    while world.filler.trim_reserve(&mut world.pool, true) {}
+    while world.filler.trim_empty(&mut world.pool, true) {}
     let open_pages = u64::from(world.chunks(again[63].slab()));
     assert_eq!(world.held_pages(), world.slabs.pages() + open_pages, "all that is empty has gone back");
     world.fill(65, 1).unwrap();
@@ -113,11 +113,11 @@ fn few_empty_slabs_are_kept_and_filled_again_and_none_while_the_pool_is_short() 
 fn the_emptiest_slabs_are_emptied_as_far_as_the_others_have_room() {
     let mut world = world(16 << 20);
     let filled = world.fill(2048, 64).unwrap();
-    assert!(world.filler.worth_vacating(Worth::Usual).is_empty(), "all are full");
+    assert!(world.filler.slabs_to_vacate(GainThreshold::Normal).is_empty(), "all are full");
     // Of each eight pages one stays.
     let gone: Vec<Location> = filled.iter().copied().filter(|location| location.0 % 8 != 0).collect();
     world.release(&gone);
-    let chosen = world.filler.worth_vacating(Worth::Usual);
+    let chosen = world.filler.slabs_to_vacate(GainThreshold::Normal);
     let held_pages =
         |slabs: &[SlabId]| -> u64 { slabs.iter().map(|slab| u64::from(world.chunks(*slab))).sum() };
     assert!(
@@ -126,9 +126,9 @@ fn the_emptiest_slabs_are_emptied_as_far_as_the_others_have_room() {
         held_pages(&chosen),
         world.held_pages()
     );
-    let short = world.filler.worth_vacating(Worth::Short);
+    let short = world.filler.slabs_to_vacate(GainThreshold::PoolShort);
     let moved: u32 = short.iter().map(|slab| world.slabs.live_pages(*slab)).sum();
-    let others = world.filler.movable().into_iter().filter(|slab| !short.contains(slab));
+    let others = world.filler.movable_slabs().into_iter().filter(|slab| !short.contains(slab));
     let room: u32 = others.map(|slab| world.chunks(slab) - world.slabs.live_pages(slab)).sum();
     assert!(moved > 0 && moved <= room, "{moved} pages find room in {room}: nothing fresh is needed");
 }
@@ -162,7 +162,7 @@ fn a_full_pool_is_used_up_to_its_last_hole() {
 #[test]
 fn blocks_go_back_as_they_were_taken() {
     let mut world = world(16 << 20);
-    world.filler.set_grain(Grain::Blocks { class: SizeClass::new(2).unwrap(), together: 4 });
+    world.filler.set_slab_sizing(SlabSizing::Fixed { class: SizeClass::new(2).unwrap(), group_slabs: 4 });
     let filled = world.fill(33, 1).unwrap();
     assert_eq!(world.held_pages(), 3 * 16, "three blocks of four slabs of four pages");
     world.release(&filled[..15]);

@@ -4,10 +4,10 @@
 use aquifer_fabric::{Verb, Work};
 
 use super::heal::{PROBE_BYTES, PROBE_OFFSET};
-use super::{Digest, Queues, Sender, bits};
+use super::{Digest, PostReadiness, Sender, bits};
 use crate::mutation::Mutation;
 use crate::page::Location;
-use crate::slabs::{Copies, page_of};
+use crate::slabs::{SlabReplicas, page_of};
 
 impl Sender {
     /// Whether these bytes are at a location, as far as is known, and may stay there.
@@ -21,63 +21,63 @@ impl Sender {
 
     /// Ask for the copies of all that is unchanged, as far as the nodes' queues have room.
     pub(super) fn confirm_all(&mut self) {
-        for at in 0..self.jobs.len() {
-            while self.jobs[at].unchanged != 0 && self.confirm(at) {}
+        for at in 0..self.batches.len() {
+            while self.batches[at].unchanged != 0 && self.confirm(at) {}
         }
     }
 
     /// Ask for copies that are on the same nodes, all by one READ for each node; false if a node's queue is full.
     fn confirm(&mut self, at: usize) -> bool {
-        let job = &mut self.jobs[at];
-        let first = job.unchanged.trailing_zeros() as usize;
-        let location = job.locations[first].expect("it came from there");
-        let copies = self.slabs.copies(location.slab());
+        let batch = &mut self.batches[at];
+        let first = batch.unchanged.trailing_zeros() as usize;
+        let location = batch.locations[first].expect("it came from there");
+        let copies = self.slabs.replicas(location.slab());
         let mut pages = 0;
         let mut lost = 0;
-        for index in bits(job.unchanged) {
-            let location = job.locations[index].expect("it came from there");
+        for index in bits(batch.unchanged) {
+            let location = batch.locations[index].expect("it came from there");
             if !Mutation::TrustCopy.is_active() && self.digests.get(location).is_none() {
                 lost |= 1 << index;
-            } else if are_together(self.slabs.copies(location.slab()), copies) {
+            } else if are_together(self.slabs.replicas(location.slab()), copies) {
                 pages |= 1 << index;
             }
         }
         if lost != 0 {
             // Meanwhile the last node that had them was.
-            job.unchanged &= !lost;
-            job.write_anew(&self.slabs, lost);
+            batch.unchanged &= !lost;
+            batch.write_anew(&self.slabs, lost);
             return true;
         }
         let Some(buffer) = self.buffer() else {
-            let job = &mut self.jobs[at];
-            job.unchanged &= !pages;
-            job.write_anew(&self.slabs, pages);
+            let batch = &mut self.batches[at];
+            batch.unchanged &= !pages;
+            batch.write_anew(&self.slabs, pages);
             return true;
         };
         assert!(!copies.is_empty(), "what is referred to and known is on some node");
-        match self.queues(copies) {
-            Queues::Open => {}
-            Queues::Full => return false,
-            Queues::Gone => return true,
+        match self.post_readiness(copies) {
+            PostReadiness::Open => {}
+            PostReadiness::Full => return false,
+            PostReadiness::NodeGone => return true,
         }
-        let job = &mut self.jobs[at];
+        let batch = &mut self.batches[at];
         for (place, copy) in copies.placed() {
             let port = self.ports.open_port(copy.node).expect("it was opened just now");
             let local = port.slice_of(buffer, PROBE_OFFSET, PROBE_BYTES);
             let verb = Verb::Read { local, remote: page_of(&copy, location.index()) };
-            let work = Work { id: job.id(place, first), verb, signalled: true };
+            let work = Work { id: batch.id(place, first), verb, signalled: true };
             port.endpoint.post(&[work]).expect("there was room for one more");
-            port.under_way += 1;
-            job.posted(first);
+            port.in_flight += 1;
+            batch.posted(first);
         }
-        job.unchanged &= !pages;
-        job.begin_run(first, pages);
+        batch.unchanged &= !pages;
+        batch.begin_run(first, pages);
         true
     }
 }
 
 /// Whether copies of two slabs are on the same nodes, and have the same places in their records.
-fn are_together(one: Copies, other: Copies) -> bool {
-    let nodes = |copies: Copies| copies.placed().map(|(place, copy)| (place, copy.node));
+fn are_together(one: SlabReplicas, other: SlabReplicas) -> bool {
+    let nodes = |copies: SlabReplicas| copies.placed().map(|(place, copy)| (place, copy.node));
     nodes(one).eq(nodes(other))
 }

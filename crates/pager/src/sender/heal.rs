@@ -10,7 +10,7 @@ use aquifer_fabric::{Completion, Memory, RemoteAddr, Verb, Work, WorkError};
 use aquifer_pool::{Extent, NodeId};
 
 use super::{HEAL_WORK_ID, Sender};
-use crate::filler::{Noted, give_back, give_back_noted};
+use crate::filler::{RecordedReplica, free_extents, free_recorded};
 use crate::integrity::page_crc;
 use crate::mempool::BLOCK_PAGES;
 use crate::mutation::Mutation;
@@ -30,23 +30,23 @@ const PROBE_WORK_ID: u64 = HEAL_WORK_ID | 1 << 61;
 /// What the healer is at.
 #[derive(Debug, Default)]
 pub(super) struct Healer {
-    task: Option<Task>,
+    task: Option<CopyTask>,
     /// The buffer's number among the local memories; made when it is first needed.
     buffer: Option<usize>,
     /// Whether to look for something to do.
-    is_eager: bool,
+    should_search: bool,
     is_stopped: bool,
     /// How often in a row there was no room for a copy; another slab is tried each time.
-    fruitless: usize,
+    failed_searches: usize,
     /// Nodes that slabs were on before a restart, and that were not spoken to since.
-    unvisited: Vec<NodeId>,
+    unconfirmed: Vec<NodeId>,
     /// Nodes that have not answered their last probe, and what was read for it: a slab, or the node's own beginning.
     probed: Vec<(NodeId, Option<Extent>)>,
 }
 
 /// One slab in the making, or one page.
 #[derive(Debug)]
-struct Task {
+struct CopyTask {
     slab: SlabId,
     to: Extent,
     /// Whether `to` is a new copy, to be read and written when it is whole; it has this place in the slab's record.
@@ -56,13 +56,13 @@ struct Task {
     pages: u32,
     end: u32,
     /// Places in the slab's record that did not give the chunk.
-    refused: u8,
+    failed_places: u8,
     from: usize,
-    step: Step,
+    step: CopyStep,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Step {
+enum CopyStep {
     /// To be read, when none of the slab's WRITEs is under way.
     Ready,
     Reading,
@@ -74,20 +74,20 @@ enum Step {
 }
 
 impl Healer {
-    pub(super) fn new(unvisited: Vec<NodeId>) -> Self {
-        Self { unvisited, ..Self::default() }
+    pub(super) fn new(unconfirmed: Vec<NodeId>) -> Self {
+        Self { unconfirmed, ..Self::default() }
     }
 
     /// Look for something to do at the next occasion.
-    pub(super) fn hurry(&mut self) {
-        self.is_eager = true;
+    pub(super) fn search_soon(&mut self) {
+        self.should_search = true;
     }
 
     /// A node is new, whatever was known of another under its number.
-    pub(super) fn meet(&mut self, node: NodeId) {
+    pub(super) fn node_added(&mut self, node: NodeId) {
         self.probed.retain(|(other, _)| *other != node);
-        self.unvisited.retain(|other| *other != node);
-        self.is_eager = true;
+        self.unconfirmed.retain(|other| *other != node);
+        self.should_search = true;
     }
 
     pub(super) fn is_stopped(&self) -> bool {
@@ -95,11 +95,11 @@ impl Healer {
     }
 
     pub(super) fn is_waiting(&self) -> bool {
-        self.task.as_ref().is_some_and(|task| matches!(task.step, Step::Reading | Step::Writing))
+        self.task.as_ref().is_some_and(|task| matches!(task.step, CopyStep::Reading | CopyStep::Writing))
     }
 
     /// Book one completion; false if its node is to be given up. `copy` is what would be read for a probe of the node now.
-    pub(super) fn settle(
+    pub(super) fn apply_completion(
         &mut self,
         slabs: &SlabSet,
         node: NodeId,
@@ -116,9 +116,9 @@ impl Healer {
             return is_done || was_given_back;
         } else if let Some(task) = &mut self.task {
             task.step = match (task.step, is_done) {
-                (Step::Reading, true) => Step::Read,
-                (Step::Writing, true) => Step::Written,
-                _ => Step::Failed,
+                (CopyStep::Reading, true) => CopyStep::Read,
+                (CopyStep::Writing, true) => CopyStep::Written,
+                _ => CopyStep::Failed,
             };
         }
         is_done
@@ -134,15 +134,15 @@ impl Sender {
     }
 
     fn ask_nodes(&mut self) {
-        if self.slabs.replicas() == 1 || self.healer.is_stopped {
+        if self.slabs.replicas_wanted() == 1 || self.healer.is_stopped {
             return;
         }
         let Some(buffer) = self.buffer() else { return };
-        self.healer.hurry();
-        for node in std::mem::take(&mut self.healer.unvisited) {
+        self.healer.search_soon();
+        for node in std::mem::take(&mut self.healer.unconfirmed) {
             if let Err(error) = self.ports.port(node) {
                 tracing::warn!(node = node.0, %error, "a memory node cannot be reached any more");
-                self.lose_node(node);
+                self.drop_node(node);
             }
         }
         for (node, port) in self.ports.open_ports() {
@@ -155,22 +155,22 @@ impl Sender {
             }
             // Of a slab, if there is one: a node that has come back without its memory does not know its key.
             let region = || port.endpoint.regions().first().map(|region| (region.base, region.key));
-            let copy = self.filler.copy_on(node);
+            let copy = self.filler.any_replica_on(node);
             let place = copy.map(|copy| (copy.addr, copy.key)).or_else(region);
-            if let Some((addr, key)) = place.filter(|_| port.has_room()) {
+            if let Some((addr, key)) = place.filter(|_| port.has_capacity()) {
                 let local = port.slice_of(buffer, PROBE_OFFSET, PROBE_BYTES);
                 let verb = Verb::Read { local, remote: RemoteAddr { addr, key } };
                 let work = Work { id: PROBE_WORK_ID, verb, signalled: true };
                 port.endpoint.post(&[work]).expect("there was room for one more");
-                port.under_way += 1;
+                port.in_flight += 1;
                 self.healer.probed.push((node, copy));
             }
         }
     }
 
     /// Whether acknowledgements are waited for of a node that is away.
-    pub fn awaits_node(&mut self) -> bool {
-        self.ports.open_ports().any(|(_, port)| port.under_way > 0 && port.endpoint.is_away())
+    pub fn is_awaiting_node(&mut self) -> bool {
+        self.ports.open_ports().any(|(_, port)| port.in_flight > 0 && port.endpoint.is_away())
     }
 
     /// Whether a copy or a repair is in the making.
@@ -191,70 +191,71 @@ impl Sender {
     }
 
     /// One step, if no batch waits to be posted; or if all wait for room, which the healer may have taken.
-    pub(super) fn heal(&mut self, is_starved: bool) {
-        let is_busy = !is_starved && self.jobs.iter().any(|job| job.unposted != 0);
-        if is_busy || self.healer.is_waiting() || self.healer.task.is_none() && !self.begin_task(is_starved) {
+    pub(super) fn heal(&mut self, is_pool_full: bool) {
+        let is_busy = !is_pool_full && self.batches.iter().any(|batch| batch.unposted != 0);
+        if is_busy || self.healer.is_waiting() || self.healer.task.is_none() && !self.begin_task(is_pool_full)
+        {
             return;
         }
         let Some(mut task) = self.healer.task.take() else { return };
-        let goes_on = match task.step {
+        let should_continue = match task.step {
             _ if self.healer.is_stopped => false,
-            Step::Ready => self.is_writing_to(&task) || self.read_chunk(&mut task),
-            Step::Read => self.write_chunk(&mut task),
-            Step::Written => {
+            CopyStep::Ready => self.is_writing_to(&task) || self.read_chunk(&mut task),
+            CopyStep::Read => self.write_chunk(&mut task),
+            CopyStep::Written => {
                 self.stats.repaired_pages += u64::from(task.place.is_none());
                 task.at += task.pages;
-                task.refused = 0;
+                task.failed_places = 0;
                 self.read_chunk(&mut task)
             }
-            Step::Reading | Step::Writing => true,
-            Step::Failed => false,
+            CopyStep::Reading | CopyStep::Writing => true,
+            CopyStep::Failed => false,
         };
-        if goes_on {
+        if should_continue {
             self.healer.task = Some(task);
         } else {
             self.end_task(&task);
         }
     }
 
-    fn is_writing_to(&self, task: &Task) -> bool {
+    fn is_writing_to(&self, task: &CopyTask) -> bool {
         !Mutation::CopyWhileWriting.is_active() && self.is_writing(task.slab)
     }
 
-    fn begin_task(&mut self, is_starved: bool) -> bool {
-        if !self.healer.is_eager || self.healer.is_stopped || is_starved {
+    fn begin_task(&mut self, is_pool_full: bool) -> bool {
+        if !self.healer.should_search || self.healer.is_stopped || is_pool_full {
             return false;
         }
         let task = self.next_repair().or_else(|| self.next_copy());
-        self.healer.is_eager = task.is_some();
+        self.healer.should_search = task.is_some();
         let Some(task) = task else { return false };
         if !Mutation::CopyWhileWriting.is_active() {
-            self.filler.set_aside(task.slab);
+            self.filler.begin_copying(task.slab);
         }
         if let Some(place) = task.place.filter(|_| Mutation::RecordUnfinished.is_active()) {
-            self.slabs.finish_copy(task.slab, place);
+            self.slabs.finish_replica(task.slab, place);
         }
         self.healer.task = Some(task);
         true
     }
 
-    fn next_repair(&mut self) -> Option<Task> {
-        while let Some((location, node)) = self.slabs.take_damaged() {
-            let copies = self.slabs.copies(location.slab());
+    fn next_repair(&mut self) -> Option<CopyTask> {
+        while let Some((location, node)) = self.slabs.pop_damaged() {
+            let copies = self.slabs.replicas(location.slab());
             if let Some(to) = copies.on(node).filter(|_| copies.len() > 1 && !self.slabs.is_free(location)) {
                 let (slab, at) = (location.slab(), location.index());
                 let refused = copies.placed().filter(|(_, copy)| copy.node == node);
                 let refused = refused.fold(0, |bits, (place, _)| bits | 1 << place);
-                let task = Task {
+                let task = CopyTask {
                     slab,
                     to,
                     place: None,
                     at,
                     pages: 1,
                     end: at + 1,
-                    refused,
+                    failed_places: refused,
                     from: 0,
-                    step: Step::Ready,
+                    step: CopyStep::Ready,
                 };
                 return Some(task);
             }
@@ -263,36 +264,46 @@ impl Sender {
     }
 
     /// The slab with the fewest copies for which there is a node with room.
-    fn next_copy(&mut self) -> Option<Task> {
+    fn next_copy(&mut self) -> Option<CopyTask> {
         let Self { filler, slabs, pool, .. } = self;
         let can_be_copied = |slab: &SlabId| {
-            let copies = slabs.copies(*slab);
+            let copies = slabs.replicas(*slab);
             slabs.live_pages(*slab) > 0 && pool.nodes().any(|node| copies.on(node).is_none())
         };
         let mut candidates: Vec<SlabId> = filler.degraded().filter(can_be_copied).collect();
-        candidates.sort_by_key(|slab| slabs.copies(*slab).len());
-        let slab = *candidates.get(self.healer.fruitless % candidates.len().max(1))?;
-        self.healer.fruitless += 1;
+        candidates.sort_by_key(|slab| slabs.replicas(*slab).len());
+        let slab = *candidates.get(self.healer.failed_searches % candidates.len().max(1))?;
+        self.healer.failed_searches += 1;
         let _under_way = self.pool.under_way();
-        let to = self.filler.room_for_copy(&mut self.pool, slab);
-        let gone = self.filler.take_gone();
+        let to = self.filler.allocate_replica(&mut self.pool, slab);
+        let gone = self.filler.drain_gone_nodes();
         if !gone.is_empty() {
             // By this the slab may have lost its last copy, or be forgotten: what lacks a copy is looked for anew.
-            gone.into_iter().for_each(|node| self.lose_node(node));
+            gone.into_iter().for_each(|node| self.drop_node(node));
             if let Some(to) = to {
-                give_back(&mut self.pool, to.node, &[to]);
+                free_extents(&mut self.pool, to.node, &[to]);
             }
             return None;
         }
         let to = to?;
-        self.healer.fruitless = 0;
+        self.healer.failed_searches = 0;
         let end = to.class.chunks();
-        let place = Some(self.slabs.begin_copy(slab, to));
-        Some(Task { slab, to, place, at: 0, pages: 0, end, refused: 0, from: 0, step: Step::Ready })
+        let place = Some(self.slabs.begin_replica(slab, to));
+        Some(CopyTask {
+            slab,
+            to,
+            place,
+            at: 0,
+            pages: 0,
+            end,
+            failed_places: 0,
+            from: 0,
+            step: CopyStep::Ready,
+        })
     }
 
     /// Ask a copy for the next chunk that has pages; false if there is none, or nobody to ask.
-    fn read_chunk(&mut self, task: &mut Task) -> bool {
+    fn read_chunk(&mut self, task: &mut CopyTask) -> bool {
         let is_used = |index: &u32| !self.slabs.is_free(Location::new(task.slab, *index));
         let Some(at) = (task.at..task.end).find(is_used) else {
             task.at = task.end;
@@ -300,21 +311,22 @@ impl Sender {
         };
         task.at = at;
         task.pages = CHUNK_PAGES.min(task.end - at);
-        let copies = self.slabs.copies(task.slab);
-        let Some((place, from)) = copies.placed().find(|(place, _)| task.refused & 1 << place == 0) else {
+        let copies = self.slabs.replicas(task.slab);
+        let Some((place, from)) = copies.placed().find(|(place, _)| task.failed_places & 1 << place == 0)
+        else {
             return false;
         };
         task.from = place;
-        task.step = Step::Reading;
+        task.step = CopyStep::Reading;
         self.move_chunk(task, &from)
     }
 
     /// What was read is good, and goes to the new copy; else another copy is asked.
-    fn write_chunk(&mut self, task: &mut Task) -> bool {
+    fn write_chunk(&mut self, task: &mut CopyTask) -> bool {
         if !self.is_chunk_good(task) {
-            task.refused |= 1 << task.from;
-            let others = self.slabs.copies(task.slab);
-            if others.placed().any(|(place, _)| task.refused & 1 << place == 0) {
+            task.failed_places |= 1 << task.from;
+            let others = self.slabs.replicas(task.slab);
+            if others.placed().any(|(place, _)| task.failed_places & 1 << place == 0) {
                 return self.read_chunk(task);
             }
             // No copy is good. What is damaged stays so, and whoever reads it is told; the rest is worth copying.
@@ -323,12 +335,12 @@ impl Sender {
             }
             tracing::warn!(slab = task.slab.0, "a slab is copied with pages that are damaged everywhere");
         }
-        task.step = Step::Writing;
+        task.step = CopyStep::Writing;
         let to = task.to;
         self.move_chunk(task, &to)
     }
 
-    fn is_chunk_good(&self, task: &Task) -> bool {
+    fn is_chunk_good(&self, task: &CopyTask) -> bool {
         let Some(buffer) = self.healer.buffer else { return false };
         (task.at..task.at + task.pages).enumerate().all(|(position, index)| {
             let location = Location::new(task.slab, index);
@@ -338,57 +350,57 @@ impl Sender {
     }
 
     /// Post the READ or the WRITE of a chunk.
-    fn move_chunk(&mut self, task: &mut Task, copy: &Extent) -> bool {
+    fn move_chunk(&mut self, task: &mut CopyTask, copy: &Extent) -> bool {
         let Some(buffer) = self.buffer() else { return false };
         let port = match self.ports.port(copy.node) {
             Ok(port) => port,
             Err(error) => {
                 tracing::warn!(node = copy.node.0, %error, "a memory node cannot be reached any more");
-                self.lose_node(copy.node);
+                self.drop_node(copy.node);
                 return false;
             }
         };
-        if !port.has_room() {
+        if !port.has_capacity() {
             // Its queue is full: this is tried again as if the last step had just ended.
-            task.step = if task.step == Step::Reading { Step::Ready } else { Step::Read };
+            task.step = if task.step == CopyStep::Reading { CopyStep::Ready } else { CopyStep::Read };
             return true;
         }
         let local = port.slice_of(buffer, 0, task.pages as usize * PAGE_BYTES);
         let remote = page_of(copy, task.at);
-        let verb = if task.step == Step::Reading {
+        let verb = if task.step == CopyStep::Reading {
             Verb::Read { local, remote }
         } else {
             Verb::Write { local, remote }
         };
         port.endpoint.post(&[Work { id: HEAL_WORK_ID, verb, signalled: true }]).expect("there was room");
-        port.under_way += 1;
+        port.in_flight += 1;
         true
     }
 
-    fn end_task(&mut self, task: &Task) {
+    fn end_task(&mut self, task: &CopyTask) {
         let is_whole = task.at >= task.end;
-        let copies = self.slabs.copies(task.slab);
+        let copies = self.slabs.replicas(task.slab);
         let is_known = self.pool.nodes().any(|node| node == task.to.node);
         let Some(place) = task.place.filter(|_| is_whole && is_known && !copies.is_empty()) else {
             self.abandon_task(task);
             return;
         };
         if !Mutation::RecordUnfinished.is_active() {
-            self.slabs.finish_copy(task.slab, place);
+            self.slabs.finish_replica(task.slab, place);
         }
         self.stats.copied_slabs += 1;
-        self.filler.take_back(&mut self.pool, task.slab);
+        self.filler.end_copying(&mut self.pool, task.slab);
         if self.filler.degraded_count() == 0 {
             tracing::info!("all slabs have all their copies again");
         }
     }
 
-    fn abandon_task(&mut self, task: &Task) {
-        if let Some((place, extent)) = task.place.and_then(|_| self.slabs.begun_copy(task.slab)) {
-            let noted = Noted { slab: task.slab, place, extent };
-            give_back_noted(&self.slabs, &mut self.pool, &mut [noted]);
+    fn abandon_task(&mut self, task: &CopyTask) {
+        if let Some((place, extent)) = task.place.and_then(|_| self.slabs.unfinished_replica(task.slab)) {
+            let noted = RecordedReplica { slab: task.slab, place, extent };
+            free_recorded(&self.slabs, &mut self.pool, &mut [noted]);
         }
-        self.filler.take_back(&mut self.pool, task.slab);
+        self.filler.end_copying(&mut self.pool, task.slab);
     }
 
     /// The number of the buffer; `None` if there is no memory for it, and then nothing is copied yet.

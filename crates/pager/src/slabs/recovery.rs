@@ -15,7 +15,7 @@ use crate::page::Location;
 
 /// An extent that an agent before this one took for a slab, and that is not part of it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct LeftOver {
+pub(crate) struct UnfinishedReplica {
     pub slab: SlabId,
     pub place: usize,
     pub extent: Extent,
@@ -24,10 +24,10 @@ pub(crate) struct LeftOver {
 }
 
 impl Ledger for SlabSet {
-    /// Copies that are not whole yet, and those that go back just now, included.
+    /// SlabReplicas that are not whole yet, and those that go back just now, included.
     fn extents(&self, each: &mut dyn FnMut(Extent)) {
         for slab in self.numbers() {
-            (0..self.replicas).filter_map(|place| self.noted(slab, place)).for_each(&mut *each);
+            (0..self.replicas_wanted).filter_map(|place| self.noted(slab, place)).for_each(&mut *each);
         }
     }
 }
@@ -49,7 +49,7 @@ impl SlabSet {
         assert!((1..=REPLICAS_MAX).contains(&replicas), "{replicas} replicas");
         let slabs = Self {
             memory,
-            replicas,
+            replicas_wanted: replicas,
             emptied: Mutex::default(),
             is_untold: AtomicBool::new(false),
             damaged: Mutex::default(),
@@ -61,7 +61,7 @@ impl SlabSet {
         };
         let mut bytes = 0;
         for (slab, class) in slabs.in_use() {
-            bytes += class.bytes() * slabs.copies(slab).len() as u64;
+            bytes += class.bytes() * slabs.replicas(slab).len() as u64;
             slabs.live(slab).store(0, Relaxed);
             for index in 0..class.chunks() {
                 slabs.references(Location::new(slab, index)).store(0, Relaxed);
@@ -77,7 +77,7 @@ impl SlabSet {
     /// # Panics
     /// If there is no such slab: page table and slabs are not of one run, and nothing can be trusted.
     pub(crate) fn recover_reference(&self, location: Location) {
-        assert!(!self.copies(location.slab()).is_empty(), "{location:?} is in no slab");
+        assert!(!self.replicas(location.slab()).is_empty(), "{location:?} is in no slab");
         if self.references(location).fetch_add(1, AcqRel) == 0 {
             self.live(location.slab()).fetch_add(1, Release);
             self.pages.fetch_add(1, Relaxed);
@@ -91,17 +91,18 @@ impl SlabSet {
     }
 
     /// What is noted and is no copy: it was begun, or begun to be given back.
-    pub(crate) fn left_over(&self) -> impl Iterator<Item = LeftOver> + '_ {
+    pub(crate) fn unfinished_replicas(&self) -> impl Iterator<Item = UnfinishedReplica> + '_ {
         let at = |slab, place| {
             let record = self.record(slab, place).load(Relaxed);
-            Some(LeftOver { slab, place, extent: self.unfinished(slab, place)?, record })
+            Some(UnfinishedReplica { slab, place, extent: self.unfinished(slab, place)?, record })
         };
-        self.numbers().flat_map(move |slab| (0..self.replicas).filter_map(move |place| at(slab, place)))
+        self.numbers()
+            .flat_map(move |slab| (0..self.replicas_wanted).filter_map(move |place| at(slab, place)))
     }
 
     /// All slabs there are.
     pub(crate) fn in_use(&self) -> impl Iterator<Item = (SlabId, SizeClass)> + '_ {
-        let copy = |slab| (0..self.replicas).find_map(|place| self.copy(slab, place));
+        let copy = |slab| (0..self.replicas_wanted).find_map(|place| self.replica(slab, place));
         self.numbers().filter_map(move |slab| Some((slab, copy(slab)?.class)))
     }
 }

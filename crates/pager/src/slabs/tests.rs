@@ -8,7 +8,7 @@ fn extent(node: u16) -> Extent {
 }
 
 fn nodes(slabs: &SlabSet, slab: SlabId) -> Vec<u16> {
-    slabs.copies(slab).iter().map(|copy| copy.node.0).collect()
+    slabs.replicas(slab).iter().map(|copy| copy.node.0).collect()
 }
 
 #[test]
@@ -20,15 +20,15 @@ fn a_slab_comes_and_goes_with_its_pages() {
     slabs.occupy(location, 0xabcd);
     slabs.retain(location);
     assert_eq!(slabs.crc(location), 0xabcd);
-    let copy = slabs.copies(slab).iter().next().unwrap();
+    let copy = slabs.replicas(slab).iter().next().unwrap();
     assert_eq!(copy, extent(2));
     assert_eq!(page_of(&copy, 31), RemoteAddr { addr: 0x40_0000 + 31 * 4096, key: Key(77) });
     slabs.release(location);
-    assert!(!slabs.has_emptied(), "the other volume still refers to it");
+    assert!(!slabs.has_emptied_slabs(), "the other volume still refers to it");
     slabs.release(location);
-    assert_eq!(slabs.take_emptied(), vec![slab]);
-    slabs.withdraw(slab);
-    assert!(slabs.copies(slab).is_empty());
+    assert_eq!(slabs.drain_emptied(), vec![slab]);
+    slabs.remove_slab(slab);
+    assert!(slabs.replicas(slab).is_empty());
     assert_eq!(slabs.bytes(), (0, 128 << 10));
 }
 
@@ -38,14 +38,14 @@ fn of_many_slabs_that_became_empty_the_sender_is_told_once() {
     let count = u32::try_from(EMPTIED_TO_TELL).unwrap();
     for round in 0..2 {
         for slab in (0..count).map(SlabId) {
-            assert!(!slabs.is_to_tell(), "round {round}, {slab:?}");
+            assert!(!slabs.consume_emptied_notification(), "round {round}, {slab:?}");
             slabs.publish(slab, &[extent(2)]);
             slabs.occupy(Location::new(slab, 0), 0);
             slabs.release(Location::new(slab, 0));
         }
-        assert!(slabs.is_to_tell() && !slabs.is_to_tell());
-        assert_eq!(slabs.take_emptied().len(), EMPTIED_TO_TELL);
-        (0..count).map(SlabId).for_each(|slab| slabs.withdraw(slab));
+        assert!(slabs.consume_emptied_notification() && !slabs.consume_emptied_notification());
+        assert_eq!(slabs.drain_emptied().len(), EMPTIED_TO_TELL);
+        (0..count).map(SlabId).for_each(|slab| slabs.remove_slab(slab));
     }
 }
 
@@ -55,14 +55,14 @@ fn copies_die_one_by_one_but_never_the_last() {
     let slab = SlabId(0);
     slabs.publish(slab, &[extent(1), extent(2), extent(3)]);
     assert_eq!(slabs.bytes().0, 3 * (128 << 10));
-    assert!(!slabs.strike(slab, NodeId(9)), "it has nothing there");
-    assert!(slabs.strike(slab, NodeId(1)));
-    assert!(slabs.strike(slab, NodeId(3)));
-    assert!(!slabs.strike(slab, NodeId(2)));
+    assert!(!slabs.drop_replica(slab, NodeId(9)), "it has nothing there");
+    assert!(slabs.drop_replica(slab, NodeId(1)));
+    assert!(slabs.drop_replica(slab, NodeId(3)));
+    assert!(!slabs.drop_replica(slab, NodeId(2)));
     assert_eq!(nodes(&slabs, slab), [2]);
-    slabs.add_copy(slab, extent(7));
+    slabs.add_replica(slab, extent(7));
     assert_eq!(nodes(&slabs, slab), [7, 2]);
-    assert_eq!(slabs.copies(slab).at(0), Some(extent(7)));
+    assert_eq!(slabs.replicas(slab).at(0), Some(extent(7)));
     assert_eq!(slabs.bytes().0, 2 * (128 << 10));
 }
 
@@ -71,25 +71,25 @@ fn a_copy_that_is_begun_is_no_copy_yet() {
     let slabs = SlabSet::with_replicas(3).unwrap();
     let slab = SlabId(0);
     slabs.publish(slab, &[extent(1)]);
-    let place = slabs.begin_copy(slab, extent(2));
+    let place = slabs.begin_replica(slab, extent(2));
     assert_eq!(nodes(&slabs, slab), [1]);
-    assert_eq!(slabs.begun_copy(slab), Some((place, extent(2))));
+    assert_eq!(slabs.unfinished_replica(slab), Some((place, extent(2))));
     slabs.clear(slab, place);
-    assert_eq!(slabs.begun_copy(slab), None);
-    assert_eq!(slabs.begin_copy(slab, extent(3)), place);
-    slabs.finish_copy(slab, place);
+    assert_eq!(slabs.unfinished_replica(slab), None);
+    assert_eq!(slabs.begin_replica(slab, extent(3)), place);
+    slabs.finish_replica(slab, place);
     assert_eq!(nodes(&slabs, slab), [1, 3]);
-    assert_eq!(slabs.begun_copy(slab), None, "it is whole");
+    assert_eq!(slabs.unfinished_replica(slab), None, "it is whole");
     assert_eq!(slabs.bytes().0, 2 * (128 << 10));
-    slabs.begin_return(slab, place, 5);
+    slabs.begin_free(slab, place, 5);
     assert_eq!(nodes(&slabs, slab), [1]);
     assert_eq!(slabs.bytes().0, 128 << 10);
     assert_eq!(
-        slabs.left_over().collect::<Vec<_>>(),
-        [LeftOver { slab, place, extent: extent(3), record: 5 }]
+        slabs.unfinished_replicas().collect::<Vec<_>>(),
+        [UnfinishedReplica { slab, place, extent: extent(3), record: 5 }]
     );
     slabs.clear(slab, place);
-    assert_eq!(slabs.left_over().count(), 0);
+    assert_eq!(slabs.unfinished_replicas().count(), 0);
 }
 
 #[test]
@@ -100,13 +100,13 @@ fn readers_never_see_an_old_address_with_a_new_node() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             for round in 0..20_000u16 {
-                let old = slabs.copies(slab).at(1).unwrap().node;
-                assert!(slabs.strike(slab, old));
-                slabs.add_copy(slab, extent(2 + round % 7));
+                let old = slabs.replicas(slab).at(1).unwrap().node;
+                assert!(slabs.drop_replica(slab, old));
+                slabs.add_replica(slab, extent(2 + round % 7));
             }
         });
         for _ in 0..20_000 {
-            for copy in slabs.copies(slab).iter() {
+            for copy in slabs.replicas(slab).iter() {
                 assert_eq!(copy, extent(copy.node.0));
             }
         }
@@ -119,7 +119,7 @@ fn reports_of_damage_are_bounded_and_told_once() {
     for _ in 0..2 {
         (0..5000).for_each(|index| slabs.report_damage(Location(index), NodeId(1)));
     }
-    assert_eq!(std::iter::from_fn(|| slabs.take_damaged()).count(), DAMAGED_MAX);
+    assert_eq!(std::iter::from_fn(|| slabs.pop_damaged()).count(), DAMAGED_MAX);
 }
 
 #[test]

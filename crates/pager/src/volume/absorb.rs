@@ -3,14 +3,14 @@
 //! A block is *open* while pages are put into it, and *sealed* when it goes to the sender. Until then its slots are the front end's alone,
 //! so a page that is written again is written in its place.
 
-use super::{Phase, Volume};
+use super::{BlockPhase, Volume};
 use crate::mempool::{BLOCK_PAGES, BlockId};
 use crate::mutation::Mutation;
 use crate::page::{PageNumber, PageState, Slot};
 
 /// A block on its way to the sender.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Sealed {
+pub struct SealedBlock {
     /// The block.
     pub block: BlockId,
     /// Slots in use.
@@ -21,8 +21,8 @@ pub struct Sealed {
 
 impl Volume {
     /// Open a block for pages to come. `None` while everything waits for acknowledgements.
-    pub fn open(&mut self) -> Option<BlockId> {
-        let id = self.take_block()?;
+    pub fn open_block(&mut self) -> Option<BlockId> {
+        let id = self.allocate_block()?;
         self.left(id, &[]);
         Some(id)
     }
@@ -39,14 +39,17 @@ impl Volume {
             PageState::Staged(slot) if Mutation::AbsorbIntoSealed.is_active() => return slot,
             PageState::Remote(_) if Mutation::ForgetRelease.is_active() => None,
             PageState::Remote(location) => Some(location),
-            PageState::Reclaimable(slot) => Some(self.take_slot_location(slot.block())),
+            PageState::Reclaimable(slot) => Some(self.remove_slot_location(slot.block())),
             PageState::Zero | PageState::Staged(_) | PageState::Lost => None,
             state @ (PageState::Held | PageState::Leaving | PageState::Doubtful) => {
                 panic!("page {page:#x} is {state:?}: the program has it")
             }
         };
         let block = self.blocks[open.0 as usize].as_mut().expect("the block is in use");
-        assert!(block.phase == Phase::Leaving && block.pages.len() < BLOCK_PAGES, "{open:?} takes no page");
+        assert!(
+            block.phase == BlockPhase::Leaving && block.pages.len() < BLOCK_PAGES,
+            "{open:?} takes no page"
+        );
         let slot = open.slot(block.pages.len());
         block.pages.push(page);
         block.locations.push(None);
@@ -68,16 +71,16 @@ impl Volume {
     }
 
     /// No further page goes into the block; it is the sender's from now on, until [`Volume::written`] is told.
-    pub fn seal(&mut self, open: BlockId) -> Sealed {
-        let mut block = self.take_entry(open, Phase::Leaving);
+    pub fn seal(&mut self, open: BlockId) -> SealedBlock {
+        let mut block = self.remove_block(open, BlockPhase::Leaving);
         let mut newest = 0;
         for (index, page) in block.pages.iter().enumerate() {
             let is_newest = self.table.get(*page).state() == PageState::Staged(open.slot(index));
             newest |= u64::from(is_newest) << index;
         }
         let count = block.pages.len();
-        block.phase = Phase::Staged;
+        block.phase = BlockPhase::Staged;
         self.blocks[open.0 as usize] = Some(block);
-        Sealed { block: open, count, newest }
+        SealedBlock { block: open, count, newest }
     }
 }

@@ -1,6 +1,6 @@
 //! The volume's blocks of the mempool: had, kept while they may be asked for again, and passed on to relatives that have none.
 
-use super::{Phase, Volume};
+use super::{BlockPhase, Volume};
 use crate::mempool::BlockId;
 use crate::mutation::Mutation;
 use crate::page::PageState;
@@ -8,69 +8,69 @@ use crate::page::PageState;
 impl Volume {
     /// Get a block for the next batch: a fresh one within the run's share, else the oldest reclaimable one.
     /// `None` while everything waits for acknowledgements, or a relative has it: see [`Self::pass_block`].
-    pub fn take_block(&mut self) -> Option<BlockId> {
+    pub fn allocate_block(&mut self) -> Option<BlockId> {
         if let Some(block) = self.reserved.pop() {
             return Some(block);
         }
         while self.budget.has_surplus_blocks()
             && let Some(block) = self.reclaim_oldest()
         {
-            self.return_block(block);
+            self.free_block(block);
         }
-        if self.budget.try_add_block() {
-            if let Some(block) = self.mempool.take() {
+        if self.budget.try_reserve_block() {
+            if let Some(block) = self.mempool.allocate() {
                 return Some(block);
             }
             // It is the host's mempool that has none: relatives could not use it either.
-            self.budget.forgo_block();
+            self.budget.cancel_block();
         }
         self.reclaim_oldest()
     }
 
     /// Ask relatives for a block, if this volume has less than its part, and wait for it; whether they are to be told of that.
     #[must_use]
-    pub fn ask_for_block(&mut self) -> bool {
-        self.budget.ask_for_block(self.blocks_in_flight as u64)
+    pub fn queue_for_block(&mut self) -> bool {
+        self.budget.queue_for_block(self.blocks_in_flight as u64)
     }
 
-    /// This volume does not need the block that it may have asked for. Who comes next is to be told: [`crate::Budget::is_block_to_tell`].
-    pub fn need_no_block(&mut self) {
-        self.budget.need_no_block();
+    /// This volume does not need the block that it may have asked for. Who comes next is to be told: [`crate::Budget::consume_block_notification`].
+    pub fn leave_block_queue(&mut self) {
+        self.budget.leave_block_queue();
     }
 
     /// Whether relatives have all blocks. To be looked at after asking: they pass one on as soon as they can, and tell.
     #[must_use]
     pub fn lacks_block(&self) -> bool {
-        self.blocks_in_flight == 0 && self.reclaimable.is_empty() && self.budget.is_share_used()
+        self.blocks_in_flight == 0 && self.reclaimable.is_empty() && self.budget.is_share_exhausted()
     }
 
-    /// Give back a block that [`Self::take_block`] gave and no batch used. Who waits for one is to be told: [`crate::Budget::is_block_to_tell`].
-    pub fn return_block(&mut self, block: BlockId) {
-        self.mempool.give_back(block);
-        self.budget.remove_block();
+    /// Give back a block that [`Self::allocate_block`] gave and no batch used. Who waits for one is to be told: [`crate::Budget::consume_block_notification`].
+    pub fn free_block(&mut self, block: BlockId) {
+        self.mempool.free(block);
+        self.budget.release_block();
     }
 
     /// Give the oldest reclaimable block back if a relative lacks one and this volume has more than its part; whether it did.
     pub fn pass_block(&mut self) -> bool {
         let blocks = self.reclaimable.len() + self.blocks_in_flight;
-        if !self.budget.is_block_asked_of(blocks as u64) {
+        if !self.budget.should_pass_block(blocks as u64) {
             return false;
         }
         let passed = self.reclaim_oldest();
-        passed.inspect(|block| self.return_block(*block)).is_some()
+        passed.inspect(|block| self.free_block(*block)).is_some()
     }
 
     /// Take the oldest acknowledged block out of the mempool; its pages are then remote only.
     fn reclaim_oldest(&mut self) -> Option<BlockId> {
         let id = if Mutation::ReclaimUnacknowledged.is_active() {
-            let staged = self.blocks.iter().flatten().find(|block| block.phase != Phase::Leaving)?.id;
+            let staged = self.blocks.iter().flatten().find(|block| block.phase != BlockPhase::Leaving)?.id;
             self.reclaimable.retain(|other| *other != staged);
             staged
         } else {
             self.reclaimable.pop_front()?
         };
         let block = self.blocks[id.0 as usize].take().expect("queued blocks are in use");
-        if block.phase == Phase::Staged {
+        if block.phase == BlockPhase::Staged {
             self.blocks_in_flight -= 1;
         }
         for (index, page) in block.pages.iter().enumerate() {
@@ -87,7 +87,7 @@ impl Volume {
     /// Empty the mempool of this volume as far as it is acknowledged.
     pub fn reclaim_all(&mut self) {
         while let Some(id) = self.reclaim_oldest() {
-            self.return_block(id);
+            self.free_block(id);
         }
     }
 }

@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 use aquifer_fabric::Memory;
 
-use super::{Block, Phase, Volume};
-use crate::budget::{Budget, Member};
+use super::{BlockPhase, Volume, VolumeBlock};
+use crate::budget::{Budget, BudgetMember};
 use crate::mempool::{BLOCK_PAGES, BlockId, Mempool};
 use crate::page::{PageNumber, PageState, PageWord};
 use crate::slabs::SlabSet;
@@ -22,7 +22,7 @@ const NO_PAGE: PageNumber = 0;
 
 /// A volume as it was found.
 #[derive(Debug)]
-pub struct Recovered {
+pub struct RecoveredVolume {
     /// The volume.
     pub volume: Volume,
     /// Pages that had been told to leave, or had left, and did not reach the mempool: each must become [`Volume::left`],
@@ -42,12 +42,12 @@ impl Volume {
         slabs: Arc<SlabSet>,
         mempool: Arc<Mempool>,
         budget: Arc<Budget>,
-    ) -> Result<Recovered, TableError> {
+    ) -> Result<RecoveredVolume, TableError> {
         let mut volume = Self {
             table: PageTable::recover(memory)?,
             slabs,
             mempool: Arc::clone(&mempool),
-            budget: Member::new(budget),
+            budget: BudgetMember::new(budget),
             resident: VecDeque::with_capacity(4096),
             inherited: VecDeque::new(),
             held: 0,
@@ -69,7 +69,7 @@ impl Volume {
         let staged =
             staged.into_iter().map(|(id, pages)| (BlockId(id), volume.recover_block(BlockId(id), pages)));
         let staged = staged.collect();
-        Ok(Recovered { volume, leaving, staged })
+        Ok(RecoveredVolume { volume, leaving, staged })
     }
 
     fn recover_page(
@@ -79,7 +79,7 @@ impl Volume {
         leaving: &mut Vec<PageNumber>,
         staged: &mut BTreeMap<u32, [PageNumber; BLOCK_PAGES]>,
     ) {
-        let word = if word.copy().is_some() { word.with_copy(None) } else { word };
+        let word = if word.clean_copy().is_some() { word.with_clean_copy(None) } else { word };
         let mut unqueued = word.with_queued(false);
         match word.state() {
             PageState::Held if word.is_queued() => {
@@ -107,16 +107,16 @@ impl Volume {
     fn recover_block(&mut self, id: BlockId, pages: [PageNumber; BLOCK_PAGES]) -> u64 {
         let locations = vec![None; BLOCK_PAGES];
         self.blocks[id.0 as usize] =
-            Some(Block { id, pages: pages.to_vec(), locations, phase: Phase::Staged });
+            Some(VolumeBlock { id, pages: pages.to_vec(), locations, phase: BlockPhase::Staged });
         self.blocks_in_flight += 1;
-        self.budget.recover_block();
+        self.budget.count_recovered_block();
         pages.iter().enumerate().filter(|(_, page)| **page != NO_PAGE).fold(0, |mask, (at, _)| mask | 1 << at)
     }
 
     /// A batch was being noted as staged when the agent died: what of it was noted is leaving again, so that the batch can be taken into
     /// the same block once more.
     pub fn unstage(&mut self, id: BlockId) {
-        let block = self.take_entry(id, Phase::Staged);
+        let block = self.remove_block(id, BlockPhase::Staged);
         self.blocks_in_flight -= 1;
         for (index, page) in block.pages.iter().enumerate() {
             let word = self.table.get(*page);
@@ -131,16 +131,16 @@ impl Volume {
     /// Set blocks aside for batches that had left the program and did not reach the mempool. To be called when all volumes are recovered and before any
     /// goes on: then there are as many as when the batches left.
     pub fn reserve_blocks(&mut self, batches: usize) {
-        for block in std::iter::repeat_with(|| self.mempool.take()).take(batches).flatten() {
-            self.budget.recover_block();
+        for block in std::iter::repeat_with(|| self.mempool.allocate()).take(batches).flatten() {
+            self.budget.count_recovered_block();
             self.reserved.push(block);
         }
     }
 
     /// All batches have their blocks: those that are left over are anybody's.
-    pub fn return_reserved(&mut self) {
+    pub fn free_reserved_blocks(&mut self) {
         while let Some(block) = self.reserved.pop() {
-            self.return_block(block);
+            self.free_block(block);
         }
     }
 
@@ -151,7 +151,7 @@ impl Volume {
 
     /// The page is resident in the program, though its word says that it is elsewhere: it was filled, and the agent died before it
     /// noted that.
-    pub fn hold_found(&mut self, page: PageNumber) {
+    pub fn hold_present(&mut self, page: PageNumber) {
         let state = self.state(page);
         if matches!(state, PageState::Staged(_) | PageState::Reclaimable(_) | PageState::Remote(_)) {
             self.hold(page, false);

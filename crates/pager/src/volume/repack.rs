@@ -9,7 +9,7 @@ use crate::page::{PageNumber, PageState, Slot};
 impl Volume {
     /// Look through the next part of the volume, from page `from` on, for pages that are to move; where the next part begins, `None` at the end.
     /// Held pages give up the places there that they came from.
-    pub fn look_for_moves(&mut self, from: PageNumber, out: &mut Vec<PageNumber>) -> Option<PageNumber> {
+    pub fn find_pages_to_move(&mut self, from: PageNumber, out: &mut Vec<PageNumber>) -> Option<PageNumber> {
         let Self { table, slabs, blocks, .. } = self;
         let (start, end) = table.next_part(from)?;
         table.update_range(start, end, |page, word| match word.state() {
@@ -25,10 +25,10 @@ impl Volume {
                 }
                 word
             }
-            PageState::Held => match word.copy().filter(|copy| slabs.is_vacating(copy.slab())) {
+            PageState::Held => match word.clean_copy().filter(|copy| slabs.is_vacating(copy.slab())) {
                 Some(copy) => {
                     slabs.release(copy);
-                    word.with_copy(None)
+                    word.with_clean_copy(None)
                 }
                 None => word,
             },
@@ -39,7 +39,7 @@ impl Volume {
 
     /// Where a page is, if it is one that is still to move: [`PageState::Remote`] or [`PageState::Reclaimable`].
     #[must_use]
-    pub fn is_to_move(&mut self, page: PageNumber) -> Option<PageState> {
+    pub fn state_if_to_move(&mut self, page: PageNumber) -> Option<PageState> {
         let state = self.state(page);
         let location = match state {
             PageState::Remote(location) => location,

@@ -19,7 +19,7 @@ const SIMULATOR: Simulator<Mutation, Seen> = Simulator {
         Mutation::ForgetRelease,
         Mutation::AbsorbIntoSealed,
         Mutation::FetchUnreferenced,
-        Mutation::MoveUnlooked,
+        Mutation::MoveUnchecked,
     ],
 };
 const SCHEDULES: u64 = 500;

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-use aquifer_block::{BlockError, BlockVolume, Mover, Pump, Reader};
+use aquifer_block::{BlockError, BlockVolume, Mover, Pump, VolumeReader};
 use aquifer_fabric::sim::Rng;
 use aquifer_fabric::{Completion, Endpoint, EndpointError, PostError, Work, forward_endpoint};
 use aquifer_pager::{BLOCK_PAGES, Budget, Connector, Mempool, PAGE_BYTES};
@@ -78,7 +78,7 @@ struct World {
     volume: Arc<BlockVolume>,
     pump: Pump,
     /// For what is read to write a part of a page.
-    reader: Reader,
+    reader: VolumeReader,
     pages: Vec<Page>,
     stamps: u64,
     seen: Seen,
@@ -249,7 +249,7 @@ impl World {
     /// Do something that wants room, and see to it that there is some.
     fn with_room(
         &mut self,
-        act: impl Fn(&BlockVolume, &mut Reader) -> Result<(), BlockError>,
+        act: impl Fn(&BlockVolume, &mut VolumeReader) -> Result<(), BlockError>,
     ) -> Result<(), BlockError> {
         let mut turns = 0;
         loop {
@@ -335,15 +335,15 @@ impl World {
 
     fn check_end(mut self) -> Result<Seen, String> {
         self.cluster.relent();
-        self.seen.remote_reads = self.volume.figures().remote_reads;
-        self.seen.moved = self.volume.figures().repacked_pages;
+        self.seen.remote_reads = self.volume.stats().remote_reads;
+        self.seen.moved = self.volume.stats().repacked_pages;
         let volume = Arc::clone(&self.volume);
         self.pump.close();
-        let figures = volume.figures();
+        let stats = volume.stats();
         self.cluster.audit_all();
         let taken = self.cluster.taken_bytes();
-        if figures.mempool_bytes != 0 {
-            return Err(format!("{} bytes of the mempool were not given back", figures.mempool_bytes));
+        if stats.mempool_bytes != 0 {
+            return Err(format!("{} bytes of the mempool were not given back", stats.mempool_bytes));
         }
         if taken != 0 {
             return Err(format!("{taken} bytes of memory nodes were not given back"));

@@ -53,7 +53,7 @@ impl Connector for SimConnector {
         self.connect_in(node, Manner::Wait)
     }
 
-    fn connect_promptly(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
+    fn connect_without_waiting(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
         self.connect_in(node, Manner::Tell)
     }
 
@@ -215,7 +215,7 @@ impl Cluster {
             if *alive && !is_cut {
                 // An agent that begins waits for nodes that are away.
                 self.absence.iter().for_each(|absence| absence.end(&self.fabric));
-                let endpoint = connector.connect_promptly(NodeId(id)).expect("it is alive");
+                let endpoint = connector.connect_without_waiting(NodeId(id)).expect("it is alive");
                 pool.add_node(NodeId(id), endpoint).expect("a good node");
             }
         }
@@ -376,7 +376,7 @@ impl Cluster {
     }
 
     fn audit_node(&self, node: NodeId) -> Option<Recovered> {
-        let endpoint = self.connector(SENDER).connect_promptly(node).ok()?;
+        let endpoint = self.connector(SENDER).connect_without_waiting(node).ok()?;
         let mut pool = PoolClient::in_custody(Host(SENDER), Tenant(0), Arc::clone(&self.custody));
         pool.add_node(node, endpoint).ok()?;
         self.custody.audit(&mut pool, node, |pause| pause == Pause::Between).ok()?

@@ -89,7 +89,7 @@ impl SimEdge {
         let mut is_private = false;
         loop {
             let mut world = self.meanwhile();
-            let ignores_events = Mutation::TakeDuringEvents.is_active();
+            let ignores_events = Mutation::EvictDuringEvents.is_active();
             let process = &mut world.processes[self.process];
             if !process.alive {
                 return Err(ProgramEnded);
@@ -403,7 +403,7 @@ impl Edge for SimEdge {
         let bad_copies = self.fetcher.bad_copies();
         let outcome = self.fetcher.fetch(slabs, locations);
         let mut world = self.world.borrow_mut();
-        let copies = slabs.copies(locations[0].slab());
+        let copies = slabs.replicas(locations[0].slab());
         self.is_held = copies.iter().any(|copy| world.cluster.holds(&copy));
         self.is_refused = copies.iter().all(|copy| world.cluster.refuses(copy.node));
         world.seen.late += u64::from(self.fetcher.late() > 0);

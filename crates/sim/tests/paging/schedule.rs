@@ -384,7 +384,7 @@ impl Schedule {
             "orders {}, sender idle {}, blocks free {}, {:?}",
             world.has_orders(),
             world.sender.is_idle(),
-            world.mempool.free_blocks(),
+            world.mempool.free_block_count(),
             world.budget,
         );
         for process in &world.processes {
@@ -440,7 +440,7 @@ impl Schedule {
         let pages = world.slabs.pages();
         let held = world.budget.held();
         let mempool_bytes = world.budget.mempool_bytes();
-        let blocks = world.mempool.blocks() - world.mempool.free_blocks();
+        let blocks = world.mempool.blocks() - world.mempool.free_block_count();
         world.seen.audited += world.cluster.audit_all();
         let taken = world.cluster.taken_bytes();
         if (pages, held, mempool_bytes, blocks, taken) != (0, 0, 0, 0, 0) {

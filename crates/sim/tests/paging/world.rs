@@ -6,9 +6,10 @@ use std::sync::Arc;
 use aquifer_fabric::Endpoint;
 use aquifer_fabric::sim::Rng;
 use aquifer_faults::{Areas, EvictedBatch, SenderEvent};
-use aquifer_pager::slabs::{Copies, SlabId};
+use aquifer_pager::slabs::{SlabId, SlabReplicas};
 use aquifer_pager::{
-    BLOCK_PAGES, BlockId, Budget, Memory, Mempool, PageNumber, Sender, SlabSet, Staged, Volume, Written,
+    BLOCK_PAGES, BlockId, Budget, Memory, Mempool, PageNumber, Sender, SlabSet, StageOutcome, Volume,
+    WrittenBatch,
 };
 use aquifer_pool::{Extent, NodeId};
 
@@ -203,8 +204,8 @@ pub struct World {
     /// A node that the sender does not know, and that has let us in.
     pub focus: Focus,
     knocked: Option<(NodeId, Box<dyn Endpoint>)>,
-    written: Vec<Written>,
-    found: Vec<Staged>,
+    written: Vec<WrittenBatch>,
+    found: Vec<StageOutcome>,
 }
 
 impl World {
@@ -384,7 +385,7 @@ impl World {
                 }
             }
         }
-        if self.sender.has_room()
+        if self.sender.has_capacity()
             && let Some(order) = self.next_order()
         {
             self.stage(&order);
@@ -428,31 +429,35 @@ impl World {
             self.seen.returns += u64::from(self.cluster.come_back(&mut self.rng));
         }
         if self.knocked.is_none()
-            && let Some(node) = self.cluster.nodes().find(|node| !self.sender.knows(*node))
+            && let Some(node) = self.cluster.nodes().find(|node| !self.sender.uses_node(*node))
         {
-            self.knocked =
-                self.cluster.connector(SENDER).connect_promptly(node).ok().map(|endpoint| (node, endpoint));
+            self.knocked = self
+                .cluster
+                .connector(SENDER)
+                .connect_without_waiting(node)
+                .ok()
+                .map(|endpoint| (node, endpoint));
         }
         if let Some((node, endpoint)) = self.knocked.take_if(|_| self.rng.chance(1, 2)) {
-            let taken = self.sender.take_in(node, endpoint);
-            tell!("node {node:?} is taken in: {taken:?}, known {}", self.sender.knows(node));
-            self.seen.taken_in += u64::from(taken.is_ok() && self.sender.knows(node));
+            let taken = self.sender.add_node(node, endpoint);
+            tell!("node {node:?} is taken in: {taken:?}, known {}", self.sender.uses_node(node));
+            self.seen.taken_in += u64::from(taken.is_ok() && self.sender.uses_node(node));
         }
     }
 
     /// Whether every page is on as many nodes as it should be.
     pub fn is_whole(&mut self) -> bool {
         let lives = |copy: Extent| self.cluster.holds(&copy);
-        let slabs = (0..SLABS_MAX).map(|slab| self.slabs.copies(SlabId(slab)));
-        self.sender.stats().degraded_slabs == 0 && slabs.flat_map(Copies::iter).all(lives)
+        let slabs = (0..SLABS_MAX).map(|slab| self.slabs.replicas(SlabId(slab)));
+        self.sender.stats().degraded_slabs == 0 && slabs.flat_map(SlabReplicas::iter).all(lives)
     }
 
     /// Copies that are where nobody has them any more, and whom the sender knows.
     pub fn what_lacks(&self) -> String {
         let slabs = (0..SLABS_MAX)
-            .flat_map(|slab| self.slabs.copies(SlabId(slab)).iter().map(move |copy| (slab, copy)));
+            .flat_map(|slab| self.slabs.replicas(SlabId(slab)).iter().map(move |copy| (slab, copy)));
         let gone: Vec<_> = slabs.filter(|(_, copy)| !self.cluster.holds(copy)).collect();
-        let known: Vec<_> = self.cluster.nodes().filter(|node| self.sender.knows(*node)).collect();
+        let known: Vec<_> = self.cluster.nodes().filter(|node| self.sender.uses_node(*node)).collect();
         format!("{gone:?} are gone, {known:?} are known, {:?}", self.sender.stats())
     }
 
@@ -507,7 +512,7 @@ impl World {
                 let mut found = std::mem::take(&mut self.found);
                 let is_wanted = |index: usize| slots >> index & 1 == 1;
                 let owner = *process as u64;
-                self.sender.stage_with_copies(owner, *block, BLOCK_PAGES, is_wanted, &[], &mut found);
+                self.sender.stage_with_clean_copies(owner, *block, BLOCK_PAGES, is_wanted, &[], &mut found);
                 self.found = found;
             }
         }
@@ -528,7 +533,7 @@ impl World {
         }
         let owner = number as u64;
         let mut found = std::mem::take(&mut self.found);
-        self.sender.stage_with_copies(owner, *block, positions.len(), |_| alive, copies, &mut found);
+        self.sender.stage_with_clean_copies(owner, *block, positions.len(), |_| alive, copies, &mut found);
         self.processes[number].done.push_back(SenderEvent::Staged {
             block: *block,
             buffer: *buffer,

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use aquifer_block::{BlockError, BlockVolume, Reader};
+use aquifer_block::{BlockError, BlockVolume, VolumeReader};
 use aquifer_pager::PAGE_BYTES;
 
 use super::store::Store;
@@ -66,7 +66,7 @@ pub fn play(store: &Store, plan: Plan) -> Result<Outcome, BenchError> {
         held_mib: mean(|client| client.held_bytes),
         peak_mib: mib(clients.iter().map(|client| client.peak_bytes).max().unwrap_or(0)),
         live_mib: mean(|client| client.live_bytes) * float(plan.threads as u64),
-        moved: float(store.volume().figures().repacked_pages),
+        moved: float(store.volume().stats().repacked_pages),
     })
 }
 
@@ -84,7 +84,7 @@ fn on_threads<'a>(
 /// One thread, and what it knows of its keys.
 struct Client<'a> {
     volume: &'a BlockVolume,
-    reader: Reader,
+    reader: VolumeReader,
     plan: Plan,
     first: usize,
     /// By key: its version; 0 if it does not live.

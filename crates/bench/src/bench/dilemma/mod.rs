@@ -6,7 +6,7 @@ mod store;
 
 use std::collections::BTreeMap;
 
-use aquifer_pager::filler::Grain;
+use aquifer_pager::filler::SlabSizing;
 use aquifer_pool::SizeClass;
 
 use super::support::cluster::Cluster;
@@ -29,14 +29,14 @@ const COARSEST: &str = "16 MiB";
 const SHM_ROUNDS: usize = 3;
 
 /// Blocks of one size.
-const fn blocks(k: u8, together: u32) -> Grain {
+const fn blocks(k: u8, group_slabs: u32) -> SlabSizing {
     match SizeClass::new(k) {
-        Some(class) => Grain::Blocks { class, together },
-        None => Grain::AsNeeded,
+        Some(class) => SlabSizing::Fixed { class, group_slabs },
+        None => SlabSizing::AsNeeded,
     }
 }
 
-const GRAINS: [(&str, Grain); 8] = [
+const GRAINS: [(&str, SlabSizing); 8] = [
     ("4 KiB", blocks(0, 1)),
     ("16 KiB", blocks(2, 1)),
     ("64 KiB", blocks(4, 1)),
@@ -44,7 +44,7 @@ const GRAINS: [(&str, Grain); 8] = [
     ("2 MiB", blocks(9, 1)),
     ("4 MiB", blocks(9, 2)),
     (COARSEST, blocks(9, 8)),
-    ("as needed", Grain::AsNeeded),
+    ("as needed", SlabSizing::AsNeeded),
 ];
 
 /// Measures.
@@ -73,9 +73,9 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         let host = Host::join(cluster.state())?;
         let mut outcomes: Vec<Vec<Outcome>> = vec![Vec::new(); grains.len()];
         for _ in 0..rounds_of(fabric) {
-            for ((name, grain), outcomes) in grains.iter().zip(&mut outcomes) {
+            for ((name, sizing), outcomes) in grains.iter().zip(&mut outcomes) {
                 bar.set_message(format!("{name} over {}", fabric.name()));
-                let store = host.volume(plan.keys, *grain)?;
+                let store = host.volume(plan.keys, *sizing)?;
                 let outcome = play(&store, plan);
                 store.close();
                 outcomes.push(outcome?);
@@ -106,7 +106,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
 }
 
 /// All sizes, or one beside the coarsest.
-fn choose(only: Option<&str>) -> Result<Vec<(&'static str, Grain)>, BenchError> {
+fn choose(only: Option<&str>) -> Result<Vec<(&'static str, SlabSizing)>, BenchError> {
     let Some(only) = only else { return Ok(GRAINS.to_vec()) };
     if GRAINS.iter().all(|(name, _)| *name != only) {
         let sizes = GRAINS.iter().map(|(name, _)| *name).collect();
@@ -115,10 +115,10 @@ fn choose(only: Option<&str>) -> Result<Vec<(&'static str, Grain)>, BenchError> 
     Ok(GRAINS.into_iter().filter(|(name, _)| [only, COARSEST].contains(name)).collect())
 }
 
-fn rows(grains: &[(&'static str, Grain)], outcomes: &[Vec<Outcome>]) -> Vec<Row> {
+fn rows(grains: &[(&'static str, SlabSizing)], outcomes: &[Vec<Outcome>]) -> Vec<Row> {
     let coarsest = grains.iter().position(|(name, _)| *name == COARSEST).unwrap_or(0);
     let all = |of: fn(&Outcome) -> f64, at: usize| -> Vec<f64> { outcomes[at].iter().map(of).collect() };
-    let row = |(at, (name, _)): (usize, &(&str, Grain))| {
+    let row = |(at, (name, _)): (usize, &(&str, SlabSizing))| {
         let ratios = |of: fn(&Outcome) -> f64| Spread::of_ratios(&all(of, at), &all(of, coarsest));
         let figures = [
             ("operations/s", Spread::of(&all(|one| one.ops_per_s, at))),

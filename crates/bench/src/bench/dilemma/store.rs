@@ -7,10 +7,10 @@ use std::time::Duration;
 use aquifer_agent::lent::borrow;
 use aquifer_agent::membership::Membership;
 use aquifer_agent::nodes::Nodes;
-use aquifer_block::{BlockVolume, Mover, Pump, PumpThread, Reader};
+use aquifer_block::{BlockVolume, Mover, Pump, PumpThread, VolumeReader};
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Identity, Tenant};
-use aquifer_pager::filler::Grain;
+use aquifer_pager::filler::SlabSizing;
 use aquifer_pager::{Budget, Connector, Mempool, PAGE_BYTES};
 
 use crate::bench::BenchError;
@@ -61,7 +61,7 @@ impl Host {
     ///
     /// # Errors
     /// If there is no memory or thread for it.
-    pub fn volume(&self, pages: usize, grain: Grain) -> Result<Store, BenchError> {
+    pub fn volume(&self, pages: usize, sizing: SlabSizing) -> Result<Store, BenchError> {
         let budget = Arc::new(Budget::new(LIMIT_BYTES));
         let share_bytes = LIMIT_BYTES - budget.resident_max() * PAGE_BYTES as u64;
         let share_bytes = usize::try_from(share_bytes).map_err(|error| failed(&error))?;
@@ -71,7 +71,7 @@ impl Host {
             .map_err(|error| failed(&error))?;
         let pool = self.nodes.pool(self.tenant.0);
         let mut pump = Pump::new(Arc::clone(&volume), Arc::clone(&connector), pool, SEED);
-        pump.set_grain(grain);
+        pump.set_slab_sizing(sizing);
         let mover =
             Mover::new(Arc::clone(&volume), Arc::clone(&connector)).map_err(|error| failed(&error))?;
         let pump = PumpThread::start(pump, mover).map_err(|error| failed(&error))?;
@@ -101,7 +101,7 @@ impl Store {
     ///
     /// # Errors
     /// If there is no memory for it.
-    pub fn reader(&self) -> Result<Reader, BenchError> {
+    pub fn reader(&self) -> Result<VolumeReader, BenchError> {
         self.volume.reader(Arc::clone(&self.connector)).map_err(|error| failed(&error))
     }
 

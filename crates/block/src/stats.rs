@@ -27,7 +27,7 @@ impl Counters {
 
 /// The figures of one volume.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Figures {
+pub struct VolumeStats {
     /// Pages read or written that were all zeros.
     pub zero_pages: u64,
     /// Pages read from the reclaimable queue of the mempool.
@@ -64,9 +64,9 @@ pub struct Figures {
 
 impl Counters {
     /// As they are now; what is not counted here is zero.
-    pub(crate) fn figures(&self) -> Figures {
+    pub(crate) fn stats(&self) -> VolumeStats {
         let load = |counter: &AtomicU64| counter.load(Relaxed);
-        Figures {
+        VolumeStats {
             zero_pages: load(&self.zero_pages),
             mempool_hits: load(&self.mempool_hits),
             staging_hits: load(&self.staging_hits),
@@ -79,7 +79,7 @@ impl Counters {
             lost_pages: load(&self.lost_pages),
             repacked_pages: load(&self.repacked_pages),
             vacated_slabs: load(&self.vacated_slabs),
-            ..Figures::default()
+            ..VolumeStats::default()
         }
     }
 }

@@ -4,7 +4,7 @@ use super::{SLAB_PAGES_MAX, SLABS_MAX};
 use crate::page::Location;
 
 const RECORD_BYTES: usize = 8;
-/// Records lie together by so many pages of a slab, and then come those of the next slab.
+/// Records lie group_slabs by so many pages of a slab, and then come those of the next slab.
 const GROUP_PAGES: u32 = 16;
 /// The groups of one slab would share a set of the processor's cache. Within so many slabs each group has another order.
 const SHUFFLED_SLABS: u32 = 32;
