@@ -6,6 +6,8 @@
 //!
 //! Revisions are etcd's own and count the changes of all who use it. `docs/formats/directory.md` says where our keys are.
 
+#![forbid(unsafe_code)]
+
 mod address;
 mod failure;
 #[cfg(test)]

@@ -9,6 +9,8 @@
 //!
 //! It is never on a data path: every change is made durable before it is acknowledged.
 
+#![forbid(unsafe_code)]
+
 pub mod clock;
 pub mod core;
 pub mod embedded;

@@ -4,6 +4,8 @@
 //! - [`server`]: the HTTP server, on a thread of its own.
 //! - [`write`]: families of figures, as a [`Collector`] gives them when it is asked.
 
+#![forbid(unsafe_code)]
+
 pub mod place;
 pub mod server;
 pub mod write;

@@ -9,6 +9,8 @@
 //!
 //! It takes no part in taking and giving back: what it clears or withdraws it takes as a host does. This crate does not know what is in an extent.
 
+#![forbid(unsafe_code)]
+
 mod caretaker;
 mod clearer;
 mod epochs;

@@ -19,6 +19,8 @@
 //!
 //! Two tests run side by side, each with a cluster of its own (`.config/nextest.toml`).
 
+#![forbid(unsafe_code)]
+
 pub mod agent;
 pub mod build;
 pub mod checked;

@@ -3,6 +3,8 @@
 //! A guest sees the host's file system, and keeps what it writes in memory. It has a Soft-RoCE device on a network of its own, or on one that two
 //! guests share. Processors are emulated, so that no times mean anything there.
 
+#![forbid(unsafe_code)]
+
 mod kernel;
 mod programs;
 mod qemu;

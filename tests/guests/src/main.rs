@@ -1,5 +1,7 @@
 //! Runs a command in a guest, and ends as it did.
 
+#![forbid(unsafe_code)]
+
 use std::process::ExitCode;
 use std::time::Duration;
 

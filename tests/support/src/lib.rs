@@ -5,6 +5,8 @@
 //! - [`openmetrics`]: what a daemon counts, fetched and read as strictly as the format is defined.
 //! - [`relay`]: a relay in user space that delays, stops and cuts what goes through it.
 
+#![forbid(unsafe_code)]
+
 pub mod etcd;
 pub mod golden;
 pub mod openmetrics;
