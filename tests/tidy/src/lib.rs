@@ -1,30 +1,37 @@
-//! What the rules of the code base are checked against: the files of the project, and the table in `ARCHITECTURE.md`.
-//! The rules are this crate's tests, one for each.
+//! Reads what the rules of the code base are about: files, tables and words of the project.
+//!
+//! The rules are this crate's tests, one test for each rule.
+
+#![forbid(unsafe_code)]
+
+pub mod markdown;
+pub mod unsafe_code;
+pub mod words;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// Folders that are not the project's: what is built, and what git keeps.
+/// Folders with files that do not belong to the project: build output and the repository of git.
 const FOREIGN_FOLDERS: [&str; 2] = [".git", "target"];
 
-/// One file of the project.
+/// A file of the project.
 #[derive(Clone, Debug)]
 pub struct ProjectFile {
-    /// Its path from the root, with `/`.
+    /// The path from the root, with `/`.
     pub path: String,
-    /// Its length.
+    /// The length.
     pub bytes: u64,
 }
 
 impl ProjectFile {
-    /// Whether its name ends in one of these extensions.
+    /// Whether the name ends in one of these extensions.
     #[must_use]
     pub fn has_extension(&self, extensions: &[&str]) -> bool {
         let extension = Path::new(&self.path).extension().and_then(|extension| extension.to_str());
         extension.is_some_and(|extension| extensions.contains(&extension))
     }
 
-    /// Whether it is a test: in a crate's `tests` folder, in the root's, or a module of unit tests in a file of its own.
+    /// Whether the file is a test: in a `tests` folder, or a module of unit tests in its own file.
     #[must_use]
     pub fn is_test(&self) -> bool {
         self.path.starts_with("tests/")
@@ -33,10 +40,20 @@ impl ProjectFile {
             || self.path.ends_with("_tests.rs")
     }
 
-    /// Its text.
+    /// The part of the project that is finished or unfinished as a whole: a crate's folder, else the file.
+    #[must_use]
+    pub fn unit(&self) -> &str {
+        let is_in_crate = ["crates/", "bindings/", "tests/"].iter().any(|top| self.path.starts_with(top));
+        match self.path.match_indices('/').nth(1) {
+            Some((end, _)) if is_in_crate => &self.path[..end],
+            _ => &self.path,
+        }
+    }
+
+    /// The text.
     ///
     /// # Panics
-    /// If it cannot be read.
+    /// If the file cannot be read.
     #[must_use]
     pub fn text(&self) -> String {
         let bytes = std::fs::read(root().join(&self.path))
@@ -45,13 +62,13 @@ impl ProjectFile {
     }
 }
 
-/// The root of the project.
+/// The root folder of the project.
 #[must_use]
 pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// Every file of the project.
+/// All files of the project, in the order of their paths.
 ///
 /// # Panics
 /// If a folder cannot be read.
@@ -66,7 +83,7 @@ pub fn files() -> Vec<ProjectFile> {
             let path = folder.join(entry.file_name());
             let kind = entry.file_type().expect("an entry has a type");
             let is_foreign = FOREIGN_FOLDERS.iter().any(|name| entry.file_name() == *name);
-            // A worktree's `.git` is a file.
+            // In a worktree of git, `.git` is a file.
             if is_foreign {
                 continue;
             }
@@ -89,7 +106,7 @@ pub fn before_tests(text: &str) -> &str {
     text.find("\n#[cfg(test)]\nmod tests").map_or(text, |at| &text[..at])
 }
 
-/// Whether `word` stands in `text` with no letter, digit or underscore beside it.
+/// Whether a text has a word with no alphanumeric character or underscore beside it.
 #[must_use]
 pub fn has_word(text: &str, word: &str) -> bool {
     let is_part = |character: char| character.is_alphanumeric() || character == '_';
@@ -99,7 +116,7 @@ pub fn has_word(text: &str, word: &str) -> bool {
     })
 }
 
-/// The crates under `crates/`, by folder.
+/// The names of the folders under `crates/`.
 ///
 /// # Panics
 /// If the folder cannot be read.
@@ -114,10 +131,10 @@ pub fn crates() -> BTreeSet<String> {
         .collect()
 }
 
-/// The names in one table of a crate's `Cargo.toml`, such as `dependencies`.
+/// The names in a table of a crate's `Cargo.toml`, such as `dependencies`.
 ///
 /// # Panics
-/// If there is no such crate.
+/// If the crate does not exist.
 #[must_use]
 pub fn cargo_table(folder: &str, table: &str) -> Vec<String> {
     let path = root().join("crates").join(folder).join("Cargo.toml");
@@ -145,64 +162,52 @@ pub fn names_in_table(text: &str, table: &str) -> Vec<String> {
     names
 }
 
-/// A crate's row in the table of dependencies.
+/// The dependencies that a crate may have: its row in the table of `ARCHITECTURE.md`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Allowance {
-    /// Crates of the project that it may use.
-    pub ours: BTreeSet<String>,
-    /// Crates of others that it may use; `None` for any.
-    pub others: Option<BTreeSet<String>>,
+    /// Crates of the project, by folder.
+    pub internal: BTreeSet<String>,
+    /// Crates from a registry; `None` for any.
+    pub external: Option<BTreeSet<String>>,
 }
 
-/// The table `| crate | … | may use | from outside |` of `ARCHITECTURE.md`.
+/// The table of `ARCHITECTURE.md` that says which crate may use which.
 ///
 /// # Panics
-/// If there is no such table, or a row of it cannot be understood.
+/// If the table is missing or a row has another length.
 #[must_use]
 pub fn allowances() -> BTreeMap<String, Allowance> {
-    let text = std::fs::read_to_string(root().join("ARCHITECTURE.md"))
-        .unwrap_or_else(|error| panic!("cannot read ARCHITECTURE.md: {error}"));
-    parse_allowances(&text, &crates())
+    parse_allowances(&architecture(), &crates())
 }
 
-/// As [`allowances`], from a text.
+/// The text of `ARCHITECTURE.md`.
 ///
 /// # Panics
-/// If there is no such table, or a row of it cannot be understood.
+/// If the file cannot be read.
+#[must_use]
+pub fn architecture() -> String {
+    std::fs::read_to_string(root().join("ARCHITECTURE.md"))
+        .unwrap_or_else(|error| panic!("cannot read ARCHITECTURE.md: {error}"))
+}
+
+/// Reads the table `| crate | what it is | may use | from outside |`.
+///
+/// # Panics
+/// If the table is missing or a row has another length.
 #[must_use]
 pub fn parse_allowances(text: &str, all: &BTreeSet<String>) -> BTreeMap<String, Allowance> {
-    let cells = |line: &str| -> Vec<String> {
-        line.trim().trim_matches('|').split('|').map(|cell| cell.trim().to_owned()).collect()
-    };
-    let rows: Vec<Vec<String>> = text
-        .lines()
-        .skip_while(|line| cells(line).get(2).map(String::as_str) != Some("may use"))
-        .take_while(|line| line.starts_with('|'))
-        .skip(2)
-        .map(cells)
-        .collect();
-    assert!(!rows.is_empty(), "ARCHITECTURE.md has no table with a third column 'may use'");
+    let rows = markdown::table_rows(text, &["crate", "what it is", "may use", "from outside"]);
+    assert!(!rows.is_empty(), "there is no table '| crate | what it is | may use | from outside |'");
     rows.into_iter()
         .map(|row| {
-            let [name, _, ours, others] = row.as_slice() else {
-                panic!("a row of the table of dependencies has not four cells: {row:?}");
-            };
-            let allowance = Allowance {
-                ours: match ours.as_str() {
-                    "all" => all.clone(),
-                    list => names(list),
-                },
-                others: match others.as_str() {
-                    "any" => None,
-                    list => Some(names(list)),
-                },
-            };
-            (name.trim_matches('`').to_owned(), allowance)
+            let internal = if row[2] == "all" { all.clone() } else { names(&row[2]) };
+            let external = (row[3] != "any").then(|| names(&row[3]));
+            (row[0].trim_matches('`').to_owned(), Allowance { internal, external })
         })
         .collect()
 }
 
-/// `a, b` as a set; `–` is the empty one.
+/// Splits a list with commas; `–` is the empty list.
 fn names(list: &str) -> BTreeSet<String> {
     list.split(',')
         .map(|name| name.trim().trim_matches('`'))
@@ -212,6 +217,8 @@ fn names(list: &str) -> BTreeSet<String> {
 }
 
 /// The variants of the `enum Mutation` that a Rust file declares with `mutations!`.
+///
+/// No variants if the file has no such enum.
 #[must_use]
 pub fn mutations(text: &str) -> Vec<String> {
     let Some(start) =
@@ -229,7 +236,7 @@ pub fn mutations(text: &str) -> Vec<String> {
         .collect()
 }
 
-/// The paths in the paragraph of a format document that begins with `Golden tests:`.
+/// The paths in the paragraph `Golden tests: …` of a format document.
 #[must_use]
 pub fn golden_tests(text: &str) -> Vec<&str> {
     let paragraph = text.split("\n\n").find_map(|paragraph| paragraph.strip_prefix("Golden tests:"));
