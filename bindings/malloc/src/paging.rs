@@ -5,8 +5,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use aquifer_attach::{Paged, attach_program, say};
-use aquifer_channel::{connect, place, receive_frame, send_frame};
-use aquifer_ipc::{Frame, LOCAL_VARIABLE, OpenRun, REPLICAS_VARIABLE, Token, size};
+use aquifer_channel::{connect, paths, receive_frame, send_frame};
+use aquifer_ipc::{Frame, LOCAL_VARIABLE, OpenRun, REPLICAS_VARIABLE, RunToken, size};
 
 use crate::arena;
 
@@ -47,7 +47,7 @@ fn replicas() -> u32 {
 
 /// Where the agent listens, whatever folder the process goes to.
 fn agent() -> PathBuf {
-    let path = place::agent_socket();
+    let path = paths::agent_socket();
     std::path::absolute(&path).unwrap_or(path)
 }
 
@@ -57,7 +57,7 @@ fn name() -> String {
     Path::new(&program).file_name().unwrap_or(&program).to_string_lossy().into_owned()
 }
 
-fn open_run(path: &Path, open: OpenRun) -> (OwnedFd, Token) {
+fn open_run(path: &Path, open: OpenRun) -> (OwnedFd, RunToken) {
     let socket = connect(path).unwrap_or_else(|error| {
         say::fail_with(&format_args!("no agent answers at {} ({error}): {ADVICE}", path.display()))
     });

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
-use aquifer_channel::Kept;
+use aquifer_channel::RestoredItem;
 use aquifer_directory::DirectoryError;
 use aquifer_directory::names::AgentRecord;
 use aquifer_extents::{Keep, Left, Reach, Sessions};
@@ -15,7 +15,7 @@ use aquifer_fabric::ClusterKey;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Identity, Tenant};
 use aquifer_faults::serve::{AgentServices, PagingService, RestoredRun};
-use aquifer_ipc::{KeptKind, Put, Share};
+use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
 use aquifer_keeper::KeeperPort;
 use aquifer_keeper::socket::{raise_descriptor_limit, wait_readable};
 use aquifer_metrics::{MetricsError, Place as MetricsPlace};
@@ -122,21 +122,21 @@ impl AgentServices for Host {
         self.nodes.list()
     }
 
-    fn put_in_keeper(&self, put: &Put, fds: &[BorrowedFd<'_>]) {
+    fn put_in_keeper(&self, put: &HeldItem, fds: &[BorrowedFd<'_>]) {
         self.keeper.keep(put, fds);
     }
 
-    fn remove_from_keeper(&self, kind: KeptKind, id: u64) {
+    fn remove_from_keeper(&self, kind: HeldKind, id: u64) {
         self.keeper.unkeep(kind, id);
     }
 }
 
 impl Keep for Host {
-    fn keep(&self, put: &Put, fds: &[BorrowedFd<'_>]) {
+    fn keep(&self, put: &HeldItem, fds: &[BorrowedFd<'_>]) {
         self.keeper.keep(put, fds);
     }
 
-    fn unkeep(&self, kind: KeptKind, id: u64) {
+    fn unkeep(&self, kind: HeldKind, id: u64) {
         self.keeper.unkeep(kind, id);
     }
 }
@@ -148,7 +148,7 @@ impl Keep for Host {
 /// If something it needs is missing at the start.
 pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) -> Result<(), AgentError> {
     raise_descriptor_limit();
-    let (keeper, kept) = KeeperPort::connect(&options.keeper, Share::Agent)
+    let (keeper, kept) = KeeperPort::connect(&options.keeper, KeeperShare::Agent)
         .map_err(|source| AgentError::Keeper { path: options.keeper.clone(), source })?;
     let mut place = Place::find(options, &kept)?;
     let metrics = metrics::listen(options.metrics.as_ref(), place.before.is_some())?;
@@ -167,13 +167,13 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
         .into_iter()
         .chain(shared.as_ref().map(AsFd::as_fd))
         .collect();
-    keeper.keep(&Put { kind: KeptKind::Host, id: 0, pid: 0, record }, &fds);
+    keeper.keep(&HeldItem { kind: HeldKind::Host, id: 0, pid: 0, record }, &fds);
     let mempool = Arc::new(mempool);
     let host = Arc::new(Host { nodes: Arc::clone(&nodes), keeper });
     let service = PagingService::new(Arc::clone(&host) as Arc<dyn AgentServices>, mempool)
         .map_err(AgentError::Threads)?;
     let (kept_sessions, kept): (Vec<_>, Vec<_>) =
-        kept.into_iter().partition(|kept| kept.put.kind == KeptKind::Session);
+        kept.into_iter().partition(|kept| kept.item.kind == HeldKind::Session);
     let left = left_sessions(kept_sessions, before.is_some(), &host.keeper);
     let sessions = Sessions::new(
         Arc::clone(&nodes) as Arc<dyn Reach>,
@@ -234,22 +234,22 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
     if let Some(path) = &options.shared_socket {
         let _ = std::fs::remove_file(path);
     }
-    host.keeper.unkeep(KeptKind::Host, 0);
+    host.keeper.unkeep(HeldKind::Host, 0);
     drop((recovery, audits));
     membership.leave();
     Ok(())
 }
 
 /// Sessions that the agent before this one had. Those that cannot be gone on with end; none can if what this host held was given to others.
-fn left_sessions(kept: Vec<Kept>, has_memory: bool, keeper: &KeeperPort) -> Vec<Left> {
+fn left_sessions(kept: Vec<RestoredItem>, has_memory: bool, keeper: &KeeperPort) -> Vec<Left> {
     let mut all = Vec::new();
-    for Kept { put, fds } in kept {
-        match Left::open(&put, fds) {
+    for RestoredItem { item, fds } in kept {
+        match Left::open(&item, fds) {
             Ok(left) if has_memory => all.push(left),
-            Ok(_) => keeper.unkeep(put.kind, put.id),
+            Ok(_) => keeper.unkeep(item.kind, item.id),
             Err(error) => {
                 tracing::error!(%error, "a session cannot be gone on with");
-                keeper.unkeep(put.kind, put.id);
+                keeper.unkeep(item.kind, item.id);
             }
         }
     }

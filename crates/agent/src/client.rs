@@ -42,8 +42,8 @@ pub fn status(path: &Path) -> io::Result<Option<AgentStatus>> {
     let Ok(socket) = connect(path) else {
         return Ok(None);
     };
-    match ask(&socket, &Frame::Status)? {
-        Frame::StatusIs(text) => serde_json::from_str(&text).map(Some).map_err(io::Error::other),
+    match ask(&socket, &Frame::StatusRequest)? {
+        Frame::StatusReport(text) => serde_json::from_str(&text).map(Some).map_err(io::Error::other),
         _ => Err(io::Error::other(ANSWERED_ELSE)),
     }
 }

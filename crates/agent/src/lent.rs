@@ -60,9 +60,9 @@ pub enum BorrowError {
 pub fn borrow(path: &Path) -> Result<(OwnedFd, Lent), BorrowError> {
     let socket = connect(path).map_err(|_| BorrowError::NoAgent { path: path.to_owned() })?;
     let answer = |error: &dyn std::fmt::Display| BorrowError::Answer(error.to_string());
-    send_frame(&socket, &Frame::Borrow, &[]).map_err(|error| answer(&error))?;
+    send_frame(&socket, &Frame::ClusterAccessRequest, &[]).map_err(|error| answer(&error))?;
     match receive_frame(&socket) {
-        Ok((Frame::Lent(text), _)) => {
+        Ok((Frame::ClusterAccess(text), _)) => {
             let lent = serde_json::from_str(&text).map_err(|error| answer(&error))?;
             Ok((socket, lent))
         }
@@ -116,7 +116,9 @@ impl Borrowers {
             tracing::debug!(%error, "a borrower did not wait for its answer");
         }
         // It has nothing more to say: whatever comes is its end.
-        while matches!(answer, Frame::Lent(_)) && !wait_readable(&[&*socket], END_PATIENCE).unwrap_or(true) {}
+        while matches!(answer, Frame::ClusterAccess(_))
+            && !wait_readable(&[&*socket], END_PATIENCE).unwrap_or(true)
+        {}
         self.lock().retain(|other| !Arc::ptr_eq(other, &socket));
     }
 
@@ -126,7 +128,7 @@ impl Borrowers {
             return Frame::Refused(format!("this agent already lends to {BORROWERS_MAX}: end some first"));
         }
         sockets.push(Arc::clone(socket));
-        Frame::Lent(serde_json::to_string(lent).expect("numbers and texts can be written"))
+        Frame::ClusterAccess(serde_json::to_string(lent).expect("numbers and texts can be written"))
     }
 
     /// Tell all that the agent stops, and wait until they have given everything back.

@@ -2,9 +2,9 @@
 
 use std::os::fd::OwnedFd;
 
-use aquifer_channel::Kept;
+use aquifer_channel::RestoredItem;
 use aquifer_directory::names::AgentRecord;
-use aquifer_ipc::KeptKind;
+use aquifer_ipc::HeldKind;
 use aquifer_keeper::socket::{listen_for_programs, listen_shared};
 use aquifer_pager::{Memory, Mempool};
 
@@ -24,8 +24,8 @@ pub(crate) struct Place {
 
 impl Place {
     /// The place that the keeper has, else a fresh one.
-    pub fn find(options: &AgentOptions, kept: &[Kept]) -> Result<Self, AgentError> {
-        if let Some(kept) = kept.iter().find(|kept| kept.put.kind == KeptKind::Host) {
+    pub fn find(options: &AgentOptions, kept: &[RestoredItem]) -> Result<Self, AgentError> {
+        if let Some(kept) = kept.iter().find(|kept| kept.item.kind == HeldKind::Host) {
             match Self::again(kept, options) {
                 Ok(place) => return Ok(place),
                 Err(error) => tracing::error!(%error, "what the agent before this one left cannot be read"),
@@ -43,8 +43,8 @@ impl Place {
         })
     }
 
-    fn again(kept: &Kept, options: &AgentOptions) -> std::io::Result<Self> {
-        let before = serde_json::from_str(&kept.put.record).map_err(std::io::Error::other)?;
+    fn again(kept: &RestoredItem, options: &AgentOptions) -> std::io::Result<Self> {
+        let before = serde_json::from_str(&kept.item.record).map_err(std::io::Error::other)?;
         let [mempool, listener, kept_shared @ ..] = &kept.fds[..] else {
             return Err(std::io::Error::other("the keeper lacks descriptors of it"));
         };

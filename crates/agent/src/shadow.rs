@@ -10,7 +10,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use aquifer_channel::{connect, receive_frame, send_frame};
-use aquifer_ipc::{Frame, KeptKind, Put};
+use aquifer_ipc::{Frame, HeldItem, HeldKind};
 use aquifer_keeper::socket::wait_readable;
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, getpid, kill_process, pidfd_open, waitpid};
 
@@ -66,12 +66,13 @@ fn follow(agent: Pid, keeper: &Path) -> io::Result<()> {
     for fd in own {
         let number = u64::try_from(fd).map_err(io::Error::other)?;
         let agent = u64::try_from(agent.as_raw_nonzero().get()).map_err(io::Error::other)?;
-        let put = Put { kind: KeptKind::Orphan, id: agent << 32 | number, pid: 0, record: String::new() };
+        let put =
+            HeldItem { kind: HeldKind::Orphan, id: agent << 32 | number, pid: 0, record: String::new() };
         // SAFETY: it was listed a moment ago, and nobody is left who would close it.
-        send_frame(&socket, &Frame::Put(put), &[unsafe { BorrowedFd::borrow_raw(fd) }])?;
+        send_frame(&socket, &Frame::Hold(put), &[unsafe { BorrowedFd::borrow_raw(fd) }])?;
     }
     // When the answer is there the keeper has them all.
-    send_frame(&socket, &Frame::Taken, &[])?;
+    send_frame(&socket, &Frame::Sync, &[])?;
     receive_frame(&socket).map(drop).map_err(io::Error::other)
 }
 

@@ -106,7 +106,7 @@ impl Talks {
     /// Another user who comes by our own socket is a program of a run that has become somebody else, or has no business here.
     fn converse(&self, socket: OwnedFd, peer: Peer, is_at_home: bool) {
         let answer = match receive_frame(&socket) {
-            Ok((frame, _)) if !is_at_home && !matches!(frame, Frame::Hello(_) | Frame::WantDevice(_)) => {
+            Ok((frame, _)) if !is_at_home && !matches!(frame, Frame::Hello(_) | Frame::DeviceRequest(_)) => {
                 tracing::warn!(uid = peer.uid, "another user was turned away");
                 Frame::Refused(NOT_YOURS.into())
             }
@@ -130,20 +130,20 @@ impl Talks {
                 return;
             }
             // What they are told opens the whole pool.
-            Ok((Frame::Borrow, _)) if is_trusted(peer.uid) => {
+            Ok((Frame::ClusterAccessRequest, _)) if is_trusted(peer.uid) => {
                 return self.borrowers.attend(socket, &self.lent);
             }
-            Ok((Frame::WantDevice(token), _)) => {
+            Ok((Frame::DeviceRequest(token), _)) => {
                 return if self.service.run(token).is_some() {
                     lend_device(&socket)
                 } else {
                     refuse(&socket, NOT_YOURS)
                 };
             }
-            Ok((Frame::Status, _)) => {
+            Ok((Frame::StatusRequest, _)) => {
                 let status =
                     status(&self.service, &self.sessions, &self.nodes, |tenant| may_see(peer.uid, tenant));
-                Frame::StatusIs(serde_json::to_string(&status).expect("figures can be written"))
+                Frame::StatusReport(serde_json::to_string(&status).expect("figures can be written"))
             }
             Ok((Frame::SetLimit(set), _)) => self.set_limit(set, peer.uid),
             Ok(_) => Frame::Refused("that is not for an agent".into()),
@@ -255,7 +255,7 @@ pub(crate) fn attend(socket: &OwnedFd, service: &Arc<PagingService>, run: &Arc<R
 /// Tell the run's owner what there is to tell. Whether it still listens is its own affair.
 fn tell(socket: &OwnedFd, run: &Run, told_end: &mut bool) {
     for news in run.drain_notices() {
-        let _ = send_frame(socket, &Frame::News(news), &[]);
+        let _ = send_frame(socket, &Frame::Notice(news), &[]);
     }
     if let Some(reason) = run.end_reason().filter(|_| !*told_end) {
         let _ = send_frame(socket, &Frame::Ended(reason), &[]);

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use aquifer_channel::place::own_or_shared;
+use aquifer_channel::paths::own_or_shared_socket;
 use clap::{Args, Parser, Subcommand};
 use serde::{Deserialize, Serialize};
 
@@ -158,7 +158,7 @@ pub struct AgentChoice {
 impl AgentChoice {
     /// The socket to use: the one asked for; else that of our own cluster, unless there is none and the host has one for all.
     pub fn socket(&self, state: &StateDir) -> PathBuf {
-        self.agent.clone().unwrap_or_else(|| own_or_shared(state.agent_socket()))
+        self.agent.clone().unwrap_or_else(|| own_or_shared_socket(state.agent_socket()))
     }
 }
 

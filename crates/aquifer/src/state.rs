@@ -6,7 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use aquifer_channel::place::cluster_folder;
+use aquifer_channel::paths::cluster_folder;
 
 /// A socket's path has at most 107 bytes; the longest name in the folder is `/node-65535.sock`.
 const PATH_BYTES_MAX: usize = 107 - 16;

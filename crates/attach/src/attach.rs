@@ -5,7 +5,9 @@ use core::mem::{offset_of, zeroed};
 use core::ptr::{self, null_mut};
 use core::sync::atomic::{AtomicIsize, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
-use aquifer_ipc::{BUFFERS, Control, Frame, Hello, TAKE_PAGES_MAX, Token, control::CONTROL_BYTES};
+use aquifer_ipc::{
+    BATCH_PAGES_MAX, ControlMemory, Frame, ProgramHello, RunToken, STAGING_BUFFERS, control::CONTROL_BYTES,
+};
 
 use crate::children;
 use crate::credentials::{self, Credentials};
@@ -15,8 +17,8 @@ use crate::worker::{self, Worker};
 
 const PAGE: usize = 4096;
 const STACK_BYTES: usize = 16 * PAGE;
-const ANTECHAMBER_BYTES: usize = TAKE_PAGES_MAX * PAGE;
-const STAGING_BYTES: usize = BUFFERS * TAKE_PAGES_MAX * PAGE;
+const ANTECHAMBER_BYTES: usize = BATCH_PAGES_MAX * PAGE;
+const STAGING_BYTES: usize = STAGING_BUFFERS * BATCH_PAGES_MAX * PAGE;
 const PATH_BYTES: usize = 108;
 /// Agents that may die one after the other while a program says hello.
 const HELLOS_MAX: u32 = 64;
@@ -46,7 +48,7 @@ static ORIGIN: Origin = Origin {
     path_len: AtomicUsize::new(0),
     path: [const { AtomicU32::new(0) }; PATH_BYTES],
 };
-static CONTROL: AtomicPtr<Control> = AtomicPtr::new(null_mut());
+static CONTROL: AtomicPtr<ControlMemory> = AtomicPtr::new(null_mut());
 static WORKER: AtomicPtr<Worker> = AtomicPtr::new(null_mut());
 /// The process whose worker that is.
 static OWNER: AtomicIsize = AtomicIsize::new(0);
@@ -64,7 +66,7 @@ pub fn pin(address: usize) {
 }
 
 /// Attach this process to a run of the agent that listens at `path`, before it has a second thread. Ends it, with a sentence, if that cannot be.
-pub fn attach_program(path: &[u8], token: Token, paged: Paged) {
+pub fn attach_program(path: &[u8], token: RunToken, paged: Paged) {
     if path.len() >= PATH_BYTES {
         say::fail("the path of the agent's socket is too long", 0);
     }
@@ -128,7 +130,7 @@ fn attach_child() {
     attach(-1, number);
 }
 
-fn remember(path: &[u8], token: Token, canary: usize) {
+fn remember(path: &[u8], token: RunToken, canary: usize) {
     for (place, byte) in ORIGIN.path.iter().zip(path) {
         place.store(u32::from(*byte), Ordering::Relaxed);
     }
@@ -139,12 +141,12 @@ fn remember(path: &[u8], token: Token, canary: usize) {
     ORIGIN.canary.store(canary, Ordering::Relaxed);
 }
 
-fn token() -> Token {
+fn token() -> RunToken {
     let mut bytes = [0; 16];
     for (part, word) in bytes.chunks_exact_mut(8).zip(&ORIGIN.token) {
         part.copy_from_slice(&word.load(Ordering::Relaxed).to_le_bytes());
     }
-    Token(bytes)
+    RunToken(bytes)
 }
 
 /// The common part: with a userfaultfd of our own (`paged >= 0`), or with the one that the agent got from the fork.
@@ -168,21 +170,21 @@ fn attach(paged: i32, number: u64) {
     if result < 0 {
         say::fail("the staging area cannot be registered", -result);
     }
-    let hello = Hello {
+    let hello = ProgramHello {
         token: token(),
         is_child,
-        number,
-        antechamber: antechamber as u64,
+        child_number: number,
+        bounce_buffer: antechamber as u64,
         staging: staging as u64,
         canary: ORIGIN.canary.load(Ordering::Relaxed) as u64,
         private_start: private as u64,
         private_end: (private + private_bytes) as u64,
-        only_start: ORIGIN.only[0].load(Ordering::Relaxed) as u64,
-        only_end: ORIGIN.only[1].load(Ordering::Relaxed) as u64,
+        paged_start: ORIGIN.only[0].load(Ordering::Relaxed) as u64,
+        paged_end: ORIGIN.only[1].load(Ordering::Relaxed) as u64,
     };
     let (socket, control_fd, child_paged) = say_hello(&hello, paged);
     let paged = if is_child { child_paged } else { paged };
-    let control = map(CONTROL_BYTES, libc::MAP_SHARED, control_fd) as *mut Control;
+    let control = map(CONTROL_BYTES, libc::MAP_SHARED, control_fd) as *mut ControlMemory;
     // SAFETY: as above; the mapping is CONTROL_BYTES long.
     unsafe {
         libc::madvise(control.cast(), CONTROL_BYTES, libc::MADV_DONTFORK);
@@ -265,7 +267,7 @@ fn map(bytes: usize, flags: i32, fd: i32) -> usize {
 
 /// The socket, the control memory's descriptor, and for a child its userfaultfd. An agent that dies before it has answered is not the last
 /// one: the socket is kept open for the next.
-fn say_hello(hello: &Hello, paged: i32) -> (i32, i32, i32) {
+fn say_hello(hello: &ProgramHello, paged: i32) -> (i32, i32, i32) {
     for _ in 0..HELLOS_MAX {
         let socket = connect();
         if send(socket, &Frame::Hello(*hello), paged)
@@ -392,7 +394,7 @@ fn create_uffd() -> i32 {
 fn ask_device() -> i32 {
     for _ in 0..HELLOS_MAX {
         let socket = connect();
-        let answer = if send(socket, &Frame::WantDevice(token()), -1) {
+        let answer = if send(socket, &Frame::DeviceRequest(token()), -1) {
             receive(socket, &Frame::Device, 1)
         } else {
             None

@@ -38,7 +38,7 @@ pub struct Stuck;
 
 const PAGE: usize = 4096;
 /// Pages of a batch, at most.
-pub const PLACES_MAX: usize = aquifer_ipc::TAKE_PAGES_MAX;
+pub const PLACES_MAX: usize = aquifer_ipc::BATCH_PAGES_MAX;
 /// How often a move from the antechamber to staging is tried again: it can only be briefly contended.
 const STAGE_RETRIES_MAX: u32 = 1_000_000;
 const EXISTS: isize = -(libc::EEXIST as isize);

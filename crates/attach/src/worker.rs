@@ -7,7 +7,7 @@ use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicU32, Ordering};
 
 use aquifer_ipc::control::{BatchRecord, STATUS_MOVED};
-use aquifer_ipc::{BUFFERS, Control, TAKE_PAGES_MAX};
+use aquifer_ipc::{BATCH_PAGES_MAX, ControlMemory, STAGING_BUFFERS};
 
 use crate::batch::{self, Batch, Pages};
 use crate::credentials::Credentials;
@@ -31,12 +31,12 @@ pub struct Worker {
     pub paged: i32,
     /// The event-free userfaultfd of the staging area.
     pub staged: i32,
-    /// See [`aquifer_ipc::Hello::antechamber`].
+    /// See [`aquifer_ipc::ProgramHello::bounce_buffer`].
     pub antechamber: usize,
-    /// See [`aquifer_ipc::Hello::staging`].
+    /// See [`aquifer_ipc::ProgramHello::staging`].
     pub staging: usize,
     /// The memory shared with the agent.
-    pub control: *const Control,
+    pub control: *const ControlMemory,
     /// Who the worker is to be. Here, and not in the program's memory: that may have left, and would not come back while the agent waits
     /// for the worker.
     pub assumed: UnsafeCell<Credentials>,
@@ -137,11 +137,11 @@ fn futex(word: &AtomicU32, operation: usize, value: u32) {
     }
 }
 
-fn obey(worker: &Worker, control: &Control) {
-    let buffer = control.buffer.load(Ordering::Relaxed) as usize % BUFFERS;
+fn obey(worker: &Worker, control: &ControlMemory) {
+    let buffer = control.buffer.load(Ordering::Relaxed) as usize % STAGING_BUFFERS;
     let record = &control.batches[buffer];
-    let count = (record.count.load(Ordering::Relaxed) as usize).min(TAKE_PAGES_MAX);
-    let room = worker.staging + buffer * TAKE_PAGES_MAX * PAGE;
+    let count = (record.count.load(Ordering::Relaxed) as usize).min(BATCH_PAGES_MAX);
+    let room = worker.staging + buffer * BATCH_PAGES_MAX * PAGE;
     if batch::obey(&mut Memory { worker, room }, &Command { record, count }).is_err() {
         give_up();
     }
@@ -185,10 +185,10 @@ impl Memory<'_> {
 
 impl Pages for Memory<'_> {
     fn occupied(&mut self, places: &mut [bool]) {
-        let mut present = [0u8; TAKE_PAGES_MAX];
+        let mut present = [0u8; BATCH_PAGES_MAX];
         // SAFETY: the kernel writes a byte for each page of the antechamber.
         unsafe {
-            let bytes = TAKE_PAGES_MAX * PAGE;
+            let bytes = BATCH_PAGES_MAX * PAGE;
             syscall(libc::SYS_mincore, [self.antechamber(0), bytes, (&raw mut present) as usize, 0, 0, 0]);
         }
         places.iter_mut().zip(present).for_each(|(place, present)| *place = present & 1 == 1);
@@ -221,7 +221,7 @@ impl Pages for Memory<'_> {
     fn empty_staging(&mut self) {
         // SAFETY: the range is the worker's own buffer, and the agent has copied what was there.
         unsafe {
-            let bytes = TAKE_PAGES_MAX * PAGE;
+            let bytes = BATCH_PAGES_MAX * PAGE;
             syscall(libc::SYS_madvise, [self.room, bytes, libc::MADV_DONTNEED as usize, 0, 0, 0]);
         }
     }

@@ -5,60 +5,61 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use aquifer_ipc::{FRAME_BYTES_MAX, Frame, FrameError, Put};
+use aquifer_ipc::{FRAME_BYTES_MAX, Frame, FrameError, HeldItem};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg, sendmsg, socket_with,
 };
 
-/// Descriptors that may come with a frame.
+/// Maximum number of descriptors in a frame.
 const FDS_MAX: usize = 8;
 
-/// Something that a keeper holds, as it comes back.
+/// An item that the keeper returns to the daemon that claims its share.
 #[derive(Debug)]
-pub struct Kept {
-    /// What it is.
-    pub put: Put,
-    /// The descriptors with which it was put. Behind them a program whose process is known has a pidfd.
+pub struct RestoredItem {
+    /// The item.
+    pub item: HeldItem,
+    /// The descriptors that the keeper received with it. A program whose process is known has a
+    /// pidfd behind them.
     pub fds: Vec<OwnedFd>,
 }
 
 /// Why no frame was received.
 #[derive(Debug, thiserror::Error)]
 pub enum ReceiveError {
-    /// The socket failed.
-    #[error("the connection failed: {0}")]
+    /// A system call failed.
+    #[error("cannot receive from the socket: {0}")]
     System(#[from] io::Error),
-    /// What came is not a frame.
+    /// The packet is not a frame of this version.
     #[error("{0}")]
     Frame(#[from] FrameError),
-    /// The other end has closed.
+    /// The other end has closed the connection.
     #[error("the other end has closed the connection")]
     Closed,
 }
 
-/// A socket for frames, as yet without a name or a peer.
+/// Creates a socket for frames, without an address or a peer.
 ///
 /// # Errors
-/// The system's.
+/// If the system call fails.
 pub fn frame_socket() -> io::Result<OwnedFd> {
     Ok(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
 }
 
-/// Connect to who listens at a path.
+/// Connects to the process that listens at a path.
 ///
 /// # Errors
-/// If nobody does.
+/// If no process listens there, or the path is too long.
 pub fn connect(path: &Path) -> io::Result<OwnedFd> {
     let socket = frame_socket()?;
     rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
     Ok(socket)
 }
 
-/// Send one frame with descriptors.
+/// Sends one frame with descriptors. Waits while the socket is full.
 ///
 /// # Errors
-/// If the other end is gone.
+/// If the other end has closed the connection.
 pub fn send_frame(socket: impl AsFd, frame: &Frame, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     send_with(socket, frame, fds, SendFlags::NOSIGNAL)
 }
@@ -75,18 +76,18 @@ fn send_with(socket: impl AsFd, frame: &Frame, fds: &[BorrowedFd<'_>], flags: Se
     Ok(())
 }
 
-/// The same, if that can be done at once.
+/// Sends one frame with descriptors, without waiting.
 ///
 /// # Errors
-/// If the other end is gone, or has heard nothing for so long that there is no room.
+/// If the other end has closed the connection, or the socket is full.
 pub fn try_send_frame(socket: impl AsFd, frame: &Frame, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     send_with(socket, frame, fds, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)
 }
 
-/// Receive one frame with its descriptors.
+/// Receives one frame with its descriptors. Waits for it.
 ///
 /// # Errors
-/// If the other end is gone or sends anything but a frame.
+/// If the other end has closed the connection or sends something that is not a frame.
 pub fn receive_frame(socket: impl AsFd) -> Result<(Frame, Vec<OwnedFd>), ReceiveError> {
     let mut bytes = vec![0; FRAME_BYTES_MAX + 1];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];

@@ -3,16 +3,16 @@
 
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, recv, socketpair};
 
-use crate::bell::{Heard, hear, ring};
+use crate::wakeup::{WakeupEvent, notify, receive};
 
 #[test]
-fn golden_stroke() {
+fn golden_wakeup() {
     let (one, other) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
         .expect("there are descriptors");
-    ring(&one);
-    assert_eq!(hear(&other), Heard::Stroke);
-    ring(&one);
+    notify(&one);
+    assert_eq!(receive(&other), WakeupEvent::Wakeup);
+    notify(&one);
     let mut bytes = [0xff; 8];
-    let (length, _) = recv(&other, &mut bytes, RecvFlags::DONTWAIT).expect("it rang");
+    let (length, _) = recv(&other, &mut bytes, RecvFlags::DONTWAIT).expect("a wakeup is waiting");
     assert_eq!(bytes[..length], [0]);
 }

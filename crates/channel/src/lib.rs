@@ -1,18 +1,18 @@
-//! The way between a program and the agent of its host.
+//! Transport between a program and the agent of its host.
 //!
-//! - [`frames`]: messages over Unix sockets that keep their boundaries, with descriptors.
-//! - [`Mapping`]: the memory of a session's ring, where a program has it mapped.
-//! - [`place`]: where the agent is found.
-//! - [`bell`]: waiting for the other side of a ring, and waking it.
+//! - [`frames`]: frames with descriptors over sequenced-packet Unix sockets.
+//! - [`RingMapping`]: the memory of a session's ring, mapped into a program.
+//! - [`wakeup`]: waiting for the other side of a ring, and waking it.
+//! - [`paths`]: the path of the agent's socket.
 //!
-//! This crate does not know what is said.
+//! This crate does not know what the frames mean.
 
-pub mod bell;
 pub mod frames;
 #[cfg(test)]
 mod golden_tests;
-mod mapping;
-pub mod place;
+pub mod paths;
+mod ring_mapping;
+pub mod wakeup;
 
-pub use frames::{Kept, ReceiveError, connect, receive_frame, send_frame, try_send_frame};
-pub use mapping::Mapping;
+pub use frames::{ReceiveError, RestoredItem, connect, receive_frame, send_frame, try_send_frame};
+pub use ring_mapping::RingMapping;

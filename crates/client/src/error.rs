@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use aquifer_channel::ReceiveError;
-use aquifer_ipc::ring::{Broken, Status};
+use aquifer_ipc::ring::{CorruptRing, ExtentStatus};
 
 use crate::session::MAX_EXTENT_BYTES;
 
@@ -79,21 +79,21 @@ pub enum Error {
 
 impl Error {
     /// The error that an answer tells; `None` if it is none.
-    pub(crate) fn of(status: Status) -> Option<Self> {
+    pub(crate) fn of(status: ExtentStatus) -> Option<Self> {
         Some(match status {
-            Status::Done => return None,
-            Status::Full => Self::Full,
-            Status::Quota => Self::Quota,
-            Status::Refused => Self::NotYours,
-            Status::NodeGone => Self::Lost,
-            Status::TooMany => Self::TooMany,
-            Status::BadRequest | Status::Failed => Self::Failed,
+            ExtentStatus::Done => return None,
+            ExtentStatus::Full => Self::Full,
+            ExtentStatus::Quota => Self::Quota,
+            ExtentStatus::Refused => Self::NotYours,
+            ExtentStatus::NodeGone => Self::Lost,
+            ExtentStatus::TooMany => Self::TooMany,
+            ExtentStatus::BadRequest | ExtentStatus::Failed => Self::Failed,
         })
     }
 }
 
-impl From<Broken> for Error {
-    fn from(broken: Broken) -> Self {
+impl From<CorruptRing> for Error {
+    fn from(broken: CorruptRing) -> Self {
         Self::Ended(broken.to_string())
     }
 }

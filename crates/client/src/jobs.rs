@@ -1,6 +1,6 @@
 //! Reading and writing, cut to what the ring's data area holds.
 
-use aquifer_ipc::ring::{DATA_BYTES, Piece, Request, SLOTS};
+use aquifer_ipc::ring::{DATA_BYTES, ExtentRequest, SLOTS, TransferRange};
 
 use crate::error::Error;
 use crate::session::{Extent, SECTION_BYTES, Session};
@@ -48,7 +48,7 @@ pub(crate) struct Job<'a> {
 /// A piece that is under way.
 #[derive(Debug)]
 struct Flying<'a> {
-    request: Request,
+    request: ExtentRequest,
     at: u32,
     /// Where what is read goes.
     out: Option<&'a mut [u8]>,
@@ -74,15 +74,17 @@ pub(crate) fn run_jobs<'a>(session: &mut Session, jobs: impl Iterator<Item = Job
                 used = 0;
             }
             let within = u32::try_from(offset % SECTION_BYTES).unwrap_or(u32::MAX);
-            let piece = Piece { offset: within, len, data: used };
+            let piece = TransferRange { offset: within, len, data: used };
             let name = job.extent.name_at(offset);
             flying.push(match data {
                 Data::In(bytes) => {
                     session.check()?;
                     session.data().write_data(used, bytes);
-                    Flying { request: Request::Write(name, piece), at: used, out: None }
+                    Flying { request: ExtentRequest::Write(name, piece), at: used, out: None }
                 }
-                Data::Out(out) => Flying { request: Request::Read(name, piece), at: used, out: Some(out) },
+                Data::Out(out) => {
+                    Flying { request: ExtentRequest::Read(name, piece), at: used, out: Some(out) }
+                }
             });
             // What comes next begins at a word, so that short copies go by words.
             used += len.next_multiple_of(8);

@@ -4,11 +4,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 
-use aquifer_channel::bell::{self, Heard};
-use aquifer_channel::place::agent_socket;
-use aquifer_channel::{Mapping, ReceiveError, connect, receive_frame, send_frame};
+use aquifer_channel::paths::agent_socket;
+use aquifer_channel::wakeup::{self, WakeupEvent};
+use aquifer_channel::{ReceiveError, RingMapping, connect, receive_frame, send_frame};
 use aquifer_ipc::Frame;
-use aquifer_ipc::ring::{Answer, ExtentName, Request, Ring, SLOTS, STRETCH_SECTIONS_MAX, Status};
+use aquifer_ipc::ring::{
+    ExtentAnswer, ExtentName, ExtentRequest, ExtentStatus, SLOTS, STRETCH_SECTIONS_MAX, SessionRing,
+};
 
 use crate::error::Error;
 use crate::jobs::{Data, Job, run_jobs};
@@ -57,16 +59,16 @@ impl Size {
         Ok(Self { class: class.unwrap_or(SECTION_CLASS), sections })
     }
 
-    const fn request(self) -> Request {
+    const fn request(self) -> ExtentRequest {
         if self.sections > 1 {
-            Request::AllocateStretch(self.sections)
+            ExtentRequest::AllocateStretch(self.sections)
         } else {
-            Request::Allocate(self.class)
+            ExtentRequest::Allocate(self.class)
         }
     }
 
     /// What was asked for by that.
-    fn extent(self, answer: Answer) -> Result<Extent, Error> {
+    fn extent(self, answer: ExtentAnswer) -> Result<Extent, Error> {
         Error::of(answer.status).map_or(Ok(Extent { name: answer.extent, sections: self.sections }), Err)
     }
 }
@@ -155,7 +157,7 @@ pub struct WriteJob<'a> {
 #[derive(Debug)]
 pub struct Session {
     socket: OwnedFd,
-    ring: Ring<Mapping>,
+    ring: SessionRing<RingMapping>,
     /// Requests made and answered.
     next: u32,
     statistics: Statistics,
@@ -206,7 +208,7 @@ impl Session {
             }
         };
         let ring = ring.ok_or_else(|| Error::Refused("it sent no memory for a session".into()))?;
-        let ring = Ring::open(Mapping::new(&ring)?)?;
+        let ring = SessionRing::open(RingMapping::new(&ring)?)?;
         Ok(Self { socket, ring, next: 0, statistics: Statistics::default(), end: None })
     }
 
@@ -219,7 +221,7 @@ impl Session {
         let size = Size::of(bytes)?;
         let mut answer = None;
         self.ask(std::iter::once(size.request()), |_, given| answer = Some(given))?;
-        let extent = size.extent(answer.unwrap_or(Answer::of(Status::Failed)))?;
+        let extent = size.extent(answer.unwrap_or(ExtentAnswer::without_extent(ExtentStatus::Failed)))?;
         self.statistics.taken(&extent);
         Ok(extent)
     }
@@ -260,7 +262,7 @@ impl Session {
     /// As [`Self::free`].
     pub fn free_many(&mut self, extents: &[Extent]) -> Result<(), Error> {
         let mut failed = None;
-        let requests = extents.iter().flat_map(Extent::names).map(Request::Free);
+        let requests = extents.iter().flat_map(Extent::names).map(ExtentRequest::Free);
         let mut asked = extents.iter().flat_map(Extent::parts);
         let mut statistics = self.statistics;
         let outcome = self.ask(requests, |_, answer| {
@@ -323,15 +325,15 @@ impl Session {
     }
 
     /// The ring's data area, between requests.
-    pub(crate) fn data(&self) -> &Mapping {
+    pub(crate) fn data(&self) -> &RingMapping {
         self.ring.words()
     }
 
     /// Make requests, wait for all answers, and hand those over with their numbers.
     pub(crate) fn ask(
         &mut self,
-        mut requests: impl Iterator<Item = Request>,
-        mut heed: impl FnMut(usize, Answer),
+        mut requests: impl Iterator<Item = ExtentRequest>,
+        mut heed: impl FnMut(usize, ExtentAnswer),
     ) -> Result<(), Error> {
         self.check()?;
         let (mut number, mut heeded) = (0, 0);
@@ -346,7 +348,7 @@ impl Session {
                 pending = requests.next();
             }
             if made != before && self.ring.publish_requests(made) {
-                bell::ring(&self.socket);
+                wakeup::notify(&self.socket);
             }
             let answered = self.await_answers(made)?;
             while self.next != answered {
@@ -373,16 +375,16 @@ impl Session {
             if answered != self.next {
                 return Ok(answered);
             }
-            if bell::look(LOOK, || self.ring.answered() != self.next)
-                || !self.ring.program_may_sleep(self.next)
+            if wakeup::poll_until(LOOK, || self.ring.answered() != self.next)
+                || !self.ring.begin_program_sleep(self.next)
             {
                 continue;
             }
             self.statistics.sleeps += 1;
-            bell::sleep(self.socket.as_fd(), None, SLEEP_MAX);
-            match bell::hear(&self.socket) {
-                Heard::Stroke | Heard::Nothing => {}
-                Heard::Packet(bytes) => {
+            wakeup::wait(self.socket.as_fd(), None, SLEEP_MAX);
+            match wakeup::receive(&self.socket) {
+                WakeupEvent::Wakeup | WakeupEvent::Nothing => {}
+                WakeupEvent::Packet(bytes) => {
                     let reason = match Frame::parse(&bytes) {
                         Ok(Frame::Ended(reason)) => reason,
                         // By an agent that took over, and could not know that this was heard.
@@ -391,13 +393,13 @@ impl Session {
                     };
                     return Err(self.over(End::Ended(reason)));
                 }
-                Heard::End => return Err(self.over(End::AgentGone)),
+                WakeupEvent::Closed => return Err(self.over(End::AgentGone)),
             }
         }
     }
 
     pub(crate) fn check(&self) -> Result<(), Error> {
-        if !self.ring.words().is_here() {
+        if !self.ring.words().is_own_process() {
             return Err(Error::Forked);
         }
         self.end.as_ref().map_or(Ok(()), |end| Err(end.into()))
@@ -413,7 +415,7 @@ impl Session {
 impl Drop for Session {
     fn drop(&mut self) {
         // A forked child may have the socket still, and shall not keep the session alive; nor end it, if this is the child.
-        if self.ring.words().is_here() {
+        if self.ring.words().is_own_process() {
             let _gone = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
         }
     }

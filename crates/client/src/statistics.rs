@@ -1,6 +1,6 @@
 //! What a session counts.
 
-use aquifer_ipc::ring::{Answer, Status};
+use aquifer_ipc::ring::{ExtentAnswer, ExtentStatus};
 
 use crate::session::Extent;
 
@@ -30,8 +30,8 @@ impl Statistics {
     }
 
     /// A part of an extent was to be given back: of so many bytes, the first of it or another.
-    pub(crate) fn given_back(&mut self, answer: &Answer, bytes: u64, is_first: bool) {
-        if answer.status == Status::Done {
+    pub(crate) fn given_back(&mut self, answer: &ExtentAnswer, bytes: u64, is_first: bool) {
+        if answer.status == ExtentStatus::Done {
             self.bytes = self.bytes.saturating_sub(bytes);
             self.freed += u64::from(is_first);
         }

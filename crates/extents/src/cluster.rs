@@ -10,7 +10,7 @@ use aquifer_fabric::{
     Completion, Endpoint, EndpointError, Host, LocalKey, LocalSlice, Memory, PostError, RemoteAddr, Tenant,
     Verb, Work, WorkError,
 };
-use aquifer_ipc::ring::{DATA_AT, Status};
+use aquifer_ipc::ring::{DATA_AT, ExtentStatus};
 use aquifer_pool::{Custody, Extent, NodeId, PoolClient, PoolError, SizeClass, Stretch, UnderWay};
 
 use crate::session::{Move, Pool};
@@ -156,9 +156,9 @@ impl Cluster {
     fn take<T>(
         &mut self,
         take: impl Fn(&mut PoolClient, NodeId) -> Result<T, PoolError>,
-    ) -> Result<T, Status> {
+    ) -> Result<T, ExtentStatus> {
         match self.take_somewhere(&take) {
-            Err(Status::Full) if self.meet_nodes() => self.take_somewhere(&take),
+            Err(ExtentStatus::Full) if self.meet_nodes() => self.take_somewhere(&take),
             outcome => outcome,
         }
     }
@@ -166,8 +166,8 @@ impl Cluster {
     fn take_somewhere<T>(
         &mut self,
         take: &impl Fn(&mut PoolClient, NodeId) -> Result<T, PoolError>,
-    ) -> Result<T, Status> {
-        let mut status = Status::Full;
+    ) -> Result<T, ExtentStatus> {
+        let mut status = ExtentStatus::Full;
         for node in self.nodes_by_room() {
             let mut taken = take(&mut self.pool, node);
             while let Err(PoolError::Away { .. }) = taken {
@@ -183,7 +183,7 @@ impl Cluster {
                 }
                 Err(error) => {
                     tracing::error!(node = node.0, %error, "no extent could be taken");
-                    status = Status::Failed;
+                    status = ExtentStatus::Failed;
                 }
             }
         }
@@ -239,15 +239,15 @@ impl Pool for Cluster {
         Some(self.pool.under_way())
     }
 
-    fn allocate(&mut self, class: SizeClass) -> Result<Extent, Status> {
+    fn allocate(&mut self, class: SizeClass) -> Result<Extent, ExtentStatus> {
         self.take(|pool, node| pool.allocate(node, class))
     }
 
-    fn allocate_many(&mut self, class: SizeClass, count: u32) -> Result<Vec<Extent>, Status> {
+    fn allocate_many(&mut self, class: SizeClass, count: u32) -> Result<Vec<Extent>, ExtentStatus> {
         self.take(|pool, node| pool.allocate_many(node, class, count))
     }
 
-    fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, Status> {
+    fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, ExtentStatus> {
         self.take(|pool, node| pool.allocate_stretch(node, sections))
     }
 
@@ -286,7 +286,7 @@ impl Pool for Cluster {
         self.local.contains_key(&node)
     }
 
-    fn transfer(&mut self, moves: &[Move]) -> Vec<Status> {
+    fn transfer(&mut self, moves: &[Move]) -> Vec<ExtentStatus> {
         let mut outcomes = vec![Outcome::Broken; moves.len()];
         for each in moves {
             if !self.local.contains_key(&each.extent.node) {
@@ -319,12 +319,12 @@ enum Outcome {
 }
 
 impl Outcome {
-    fn status(self) -> Status {
+    fn status(self) -> ExtentStatus {
         match self {
-            Self::Done => Status::Done,
-            Self::Refused => Status::Refused,
-            Self::Broken => Status::NodeGone,
-            Self::Failed => Status::Failed,
+            Self::Done => ExtentStatus::Done,
+            Self::Refused => ExtentStatus::Refused,
+            Self::Broken => ExtentStatus::NodeGone,
+            Self::Failed => ExtentStatus::Failed,
         }
     }
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_fabric::{Key, Memory, Tenant};
-use aquifer_ipc::ring::{Answer, ExtentName, Piece, Request, Status};
+use aquifer_ipc::ring::{ExtentAnswer, ExtentName, ExtentRequest, ExtentStatus, TransferRange};
 use aquifer_pool::{Extent, NodeId, SizeClass, Stretch};
 
 use crate::account::Accounts;
@@ -107,22 +107,23 @@ impl Pool for ModelPool {
         None
     }
 
-    fn allocate(&mut self, class: SizeClass) -> Result<Extent, Status> {
+    fn allocate(&mut self, class: SizeClass) -> Result<Extent, ExtentStatus> {
         may_die();
-        let extent = self.0.borrow_mut().allocate(class).ok_or(Status::Full)?;
+        let extent = self.0.borrow_mut().allocate(class).ok_or(ExtentStatus::Full)?;
         may_die();
         Ok(extent)
     }
 
-    fn allocate_many(&mut self, class: SizeClass, count: u32) -> Result<Vec<Extent>, Status> {
+    fn allocate_many(&mut self, class: SizeClass, count: u32) -> Result<Vec<Extent>, ExtentStatus> {
         let first = self.allocate(class)?;
         let rest = (1..count).map_while(|_| self.allocate(class).ok());
         Ok(std::iter::once(first).chain(rest).collect())
     }
 
-    fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, Status> {
+    fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, ExtentStatus> {
         may_die();
-        let first = self.0.borrow_mut().allocate_row(SizeClass::SECTION, sections).ok_or(Status::Full)?;
+        let first =
+            self.0.borrow_mut().allocate_row(SizeClass::SECTION, sections).ok_or(ExtentStatus::Full)?;
         may_die();
         Ok(Stretch { first, sections })
     }
@@ -155,7 +156,7 @@ impl Pool for ModelPool {
         !self.0.borrow().away.contains(&node)
     }
 
-    fn transfer(&mut self, moves: &[Move]) -> Vec<Status> {
+    fn transfer(&mut self, moves: &[Move]) -> Vec<ExtentStatus> {
         let mut outcomes = Vec::new();
         for each in moves {
             may_die();
@@ -170,7 +171,7 @@ impl Pool for ModelPool {
                 let value = world.contents[&place];
                 world.data.insert(each.piece.data, value);
             }
-            outcomes.push(if is_right { Status::Done } else { Status::Refused });
+            outcomes.push(if is_right { ExtentStatus::Done } else { ExtentStatus::Refused });
         }
         outcomes
     }
@@ -265,9 +266,9 @@ impl Play {
     }
 
     /// As the session's thread does; the answers, once each is concluded.
-    fn ask(&mut self, requests: &[Option<Request>]) -> Vec<Answer> {
+    fn ask(&mut self, requests: &[Option<ExtentRequest>]) -> Vec<ExtentAnswer> {
         let start = self.session.as_ref().expect("an agent").next_request();
-        let mut answers: Vec<Option<Answer>> = vec![None; requests.len()];
+        let mut answers: Vec<Option<ExtentAnswer>> = vec![None; requests.len()];
         let end = start + requests.len() as u64;
         loop {
             let next = self.session.as_ref().expect("an agent").next_request();
@@ -308,7 +309,7 @@ struct Shadow {
 }
 
 /// What must come of a request.
-type Expectation = Box<dyn FnOnce(&Answer, &World, &mut Shadow)>;
+type Expectation = Box<dyn FnOnce(&ExtentAnswer, &World, &mut Shadow)>;
 
 fn play(seed: u64) -> u32 {
     let mut play = Play::new(seed);
@@ -317,7 +318,7 @@ fn play(seed: u64) -> u32 {
         let mut requests = Vec::new();
         let mut expected: Vec<Expectation> = Vec::new();
         for at in 0..1 + play.below(6) {
-            let piece = Piece { offset: 0, len: 4, data: at * 8 };
+            let piece = TransferRange { offset: 0, len: 4, data: at * 8 };
             let index = shadow
                 .held
                 .len()
@@ -328,35 +329,36 @@ fn play(seed: u64) -> u32 {
                     let value = round * 100 + at;
                     shadow.held[index].1 = value;
                     play.pool.0.borrow_mut().data.insert(piece.data, value);
-                    requests.push(Some(Request::Write(shadow.held[index].0, piece)));
-                    expected.push(Box::new(|answer, _, _| assert_eq!(answer.status, Status::Done)));
+                    requests.push(Some(ExtentRequest::Write(shadow.held[index].0, piece)));
+                    expected.push(Box::new(|answer, _, _| assert_eq!(answer.status, ExtentStatus::Done)));
                 }
                 (2..=3, Some(index)) => {
                     let (name, value) = shadow.held[index];
-                    requests.push(Some(Request::Read(name, piece)));
+                    requests.push(Some(ExtentRequest::Read(name, piece)));
                     expected.push(Box::new(move |answer, world, _| {
-                        assert_eq!(answer.status, Status::Done);
+                        assert_eq!(answer.status, ExtentStatus::Done);
                         assert_eq!(world.data[&piece.data], value, "what is read was written last");
                     }));
                 }
                 (4, Some(index)) => {
                     let (name, _) = shadow.held.swap_remove(index);
-                    requests.push(Some(Request::Free(name)));
+                    requests.push(Some(ExtentRequest::Free(name)));
                     expected.push(Box::new(move |answer, _, shadow| {
-                        assert_eq!(answer.status, Status::Done);
+                        assert_eq!(answer.status, ExtentStatus::Done);
                         shadow.given_back.push(name);
                     }));
                 }
                 (5, _) => {
                     let name = shadow.given_back.last().copied();
                     let name = name.filter(|name| !shadow.held.iter().any(|(held, _)| held == name));
-                    requests.push(name.map(Request::Free));
-                    let status = if name.is_some() { Status::Refused } else { Status::BadRequest };
+                    requests.push(name.map(ExtentRequest::Free));
+                    let status =
+                        if name.is_some() { ExtentStatus::Refused } else { ExtentStatus::BadRequest };
                     // It may have been given again meanwhile, by a request of this round.
                     expected.push(Box::new(move |answer, _, shadow| {
                         let is_held = |name| shadow.held.iter().any(|(held, _)| *held == name);
                         assert!(answer.status == status || name.is_some_and(|name| !is_held(name)));
-                        if answer.status == Status::Done {
+                        if answer.status == ExtentStatus::Done {
                             shadow.held.retain(|(held, _)| Some(*held) != name);
                         }
                     }));
@@ -366,12 +368,12 @@ fn play(seed: u64) -> u32 {
                     let count = if class == 9 { 1 + play.below(3) } else { 1 };
                     let is_many = count > 1;
                     requests.push(Some(if is_many {
-                        Request::AllocateStretch(count)
+                        ExtentRequest::AllocateStretch(count)
                     } else {
-                        Request::Allocate(class)
+                        ExtentRequest::Allocate(class)
                     }));
                     expected.push(Box::new(move |answer, world, shadow| match answer.status {
-                        Status::Done => {
+                        ExtentStatus::Done => {
                             assert_eq!(answer.extent.class, class);
                             for section in 0..count {
                                 let addr =
@@ -382,12 +384,14 @@ fn play(seed: u64) -> u32 {
                                 shadow.held.push((name, value));
                             }
                         }
-                        status => assert!(matches!(status, Status::Full | Status::Quota), "{status:?}"),
+                        status => {
+                            assert!(matches!(status, ExtentStatus::Full | ExtentStatus::Quota), "{status:?}")
+                        }
                     }));
                 }
             }
             // What the requests of a round depend on must not change in it.
-            if !matches!(requests.last(), Some(Some(Request::Read(..) | Request::Write(..)))) {
+            if !matches!(requests.last(), Some(Some(ExtentRequest::Read(..) | ExtentRequest::Write(..)))) {
                 break;
             }
         }
@@ -432,27 +436,31 @@ fn an_agent_may_be_killed_at_any_step() {
 #[test]
 fn what_was_on_a_node_that_was_gone_is_not_trusted_again() {
     let mut play = Play::new(1);
-    let first = ask(&mut play, Request::Allocate(0)).extent;
-    let second = ask(&mut play, Request::Allocate(0)).extent;
-    assert_eq!(ask(&mut play, Request::Free(second)).status, Status::Done);
-    let piece = Piece { offset: 0, len: 4, data: 0 };
-    assert_eq!(ask(&mut play, Request::Read(first, piece)).status, Status::Done);
+    let first = ask(&mut play, ExtentRequest::Allocate(0)).extent;
+    let second = ask(&mut play, ExtentRequest::Allocate(0)).extent;
+    assert_eq!(ask(&mut play, ExtentRequest::Free(second)).status, ExtentStatus::Done);
+    let piece = TransferRange { offset: 0, len: 4, data: 0 };
+    assert_eq!(ask(&mut play, ExtentRequest::Read(first, piece)).status, ExtentStatus::Done);
     play.pool.0.borrow_mut().gone.push(NodeId(first.node));
-    ask(&mut play, Request::Read(first, piece));
+    ask(&mut play, ExtentRequest::Read(first, piece));
     assert_eq!(play.pool.0.borrow().taken.len(), 1, "what was in stock is not given to anybody again");
-    assert_eq!(ask(&mut play, Request::Read(first, piece)).status, Status::NodeGone);
-    let third = ask(&mut play, Request::Allocate(0)).extent;
-    assert_eq!(ask(&mut play, Request::Read(third, piece)).status, Status::Done, "what was taken later is");
-    assert_eq!(ask(&mut play, Request::Free(first)).status, Status::Done);
+    assert_eq!(ask(&mut play, ExtentRequest::Read(first, piece)).status, ExtentStatus::NodeGone);
+    let third = ask(&mut play, ExtentRequest::Allocate(0)).extent;
+    assert_eq!(
+        ask(&mut play, ExtentRequest::Read(third, piece)).status,
+        ExtentStatus::Done,
+        "what was taken later is"
+    );
+    assert_eq!(ask(&mut play, ExtentRequest::Free(first)).status, ExtentStatus::Done);
     assert!(play.pool.0.borrow().taken.values().all(|extent| extent.addr == third.addr));
-    assert_eq!(ask(&mut play, Request::Read(third, piece)).status, Status::Done, "and stays so");
+    assert_eq!(ask(&mut play, ExtentRequest::Read(third, piece)).status, ExtentStatus::Done, "and stays so");
 }
 
 #[test]
 fn what_is_on_a_node_that_cannot_be_reached_is_given_back_when_it_can() {
     let mut play = Play::new(1);
-    let first = ask(&mut play, Request::Allocate(0)).extent;
-    assert_eq!(ask(&mut play, Request::Free(first)).status, Status::Done);
+    let first = ask(&mut play, ExtentRequest::Allocate(0)).extent;
+    assert_eq!(ask(&mut play, ExtentRequest::Free(first)).status, ExtentStatus::Done);
     play.pool.0.borrow_mut().away.push(NodeId(first.node));
     let session = play.session.as_mut().expect("an agent");
     session.drop_stock();
@@ -470,13 +478,13 @@ fn what_is_on_a_node_that_cannot_be_reached_is_given_back_when_it_can() {
 #[test]
 fn what_was_given_back_is_closed_to_the_program() {
     let mut play = Play::new(1);
-    let first = ask(&mut play, Request::Allocate(0)).extent;
-    let piece = Piece { offset: 0, len: 4, data: 0 };
-    assert_eq!(ask(&mut play, Request::Free(first)).status, Status::Done);
-    assert_eq!(ask(&mut play, Request::Read(first, piece)).status, Status::Refused);
-    assert_eq!(ask(&mut play, Request::Free(first)).status, Status::Refused);
-    assert_eq!(ask(&mut play, Request::Allocate(0)).extent, first);
-    assert_eq!(ask(&mut play, Request::Read(first, piece)).status, Status::Done);
+    let first = ask(&mut play, ExtentRequest::Allocate(0)).extent;
+    let piece = TransferRange { offset: 0, len: 4, data: 0 };
+    assert_eq!(ask(&mut play, ExtentRequest::Free(first)).status, ExtentStatus::Done);
+    assert_eq!(ask(&mut play, ExtentRequest::Read(first, piece)).status, ExtentStatus::Refused);
+    assert_eq!(ask(&mut play, ExtentRequest::Free(first)).status, ExtentStatus::Refused);
+    assert_eq!(ask(&mut play, ExtentRequest::Allocate(0)).extent, first);
+    assert_eq!(ask(&mut play, ExtentRequest::Read(first, piece)).status, ExtentStatus::Done);
 }
 
 #[test]
@@ -489,18 +497,18 @@ fn right_keys_of_others_are_not_counted_as_guesses() {
     };
     let read = |extent: &Extent, wrong: u32| {
         let name = ExtentName { node: extent.node.0, class: 0, key: extent.key.0 ^ wrong, addr: extent.addr };
-        Some(Request::Read(name, Piece { offset: 0, len: 4, data: 0 }))
+        Some(ExtentRequest::Read(name, TransferRange { offset: 0, len: 4, data: 0 }))
     };
     let many: Vec<_> = (0..200).map(|number| read(&theirs[number % 10], 0)).collect();
-    assert!(play.ask(&many).iter().all(|answer| answer.status == Status::Done));
+    assert!(play.ask(&many).iter().all(|answer| answer.status == ExtentStatus::Done));
     let wrong: Vec<_> = (0..200).map(|number| read(&theirs[0], 1 << 20 | number)).collect();
-    assert!(play.ask(&wrong).iter().all(|answer| answer.status == Status::Refused));
+    assert!(play.ask(&wrong).iter().all(|answer| answer.status == ExtentStatus::Refused));
     assert_eq!(play.pool.0.borrow().tried, 200 + 32, "only so many wrong ones are tried");
-    assert!(play.ask(&many).iter().all(|answer| answer.status == Status::Refused), "nor others then");
+    assert!(play.ask(&many).iter().all(|answer| answer.status == ExtentStatus::Refused), "nor others then");
 }
 
 /// Ask for one thing.
-fn ask(play: &mut Play, request: Request) -> Answer {
+fn ask(play: &mut Play, request: ExtentRequest) -> ExtentAnswer {
     let mut answers = Vec::new();
     let session = play.session.as_mut().expect("an agent");
     let next = session.next_request();

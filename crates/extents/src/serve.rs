@@ -7,11 +7,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use aquifer_channel::bell::{self, Heard};
+use aquifer_channel::wakeup::{self, WakeupEvent};
 use aquifer_channel::{send_frame, try_send_frame};
 use aquifer_fabric::{Memory, Tenant};
-use aquifer_ipc::ring::{Answer, Broken, RING_BYTES, Request, Ring, SLOTS, Words};
-use aquifer_ipc::{Frame, KeptKind, Put, VERSION};
+use aquifer_ipc::ring::{
+    CorruptRing, ExtentAnswer, ExtentRequest, RING_BYTES, RingWords, SLOTS, SessionRing,
+};
+use aquifer_ipc::{Frame, HeldItem, HeldKind, VERSION};
 use aquifer_pool::NodeId;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::{Deserialize, Serialize};
@@ -37,9 +39,9 @@ const END_PATIENCE: Duration = Duration::from_secs(10);
 /// What is held by a process that outlives the agent.
 pub trait Keep: Send + Sync + std::fmt::Debug {
     /// Hold this.
-    fn keep(&self, put: &Put, fds: &[BorrowedFd<'_>]);
+    fn keep(&self, put: &HeldItem, fds: &[BorrowedFd<'_>]);
     /// It is over.
-    fn unkeep(&self, kind: KeptKind, id: u64);
+    fn unkeep(&self, kind: HeldKind, id: u64);
 }
 
 /// A session as the next agent finds it.
@@ -107,7 +109,7 @@ struct Shared {
 #[derive(Clone, Debug)]
 struct RingMemory(Arc<Memory>);
 
-impl Words for RingMemory {
+impl RingWords for RingMemory {
     fn word_u32(&self, offset: usize) -> &std::sync::atomic::AtomicU32 {
         self.0.atomic_u32(offset)
     }
@@ -120,7 +122,7 @@ impl Words for RingMemory {
 /// What a session's thread works with.
 #[derive(Debug)]
 struct Parts {
-    ring: Ring<RingMemory>,
+    ring: SessionRing<RingMemory>,
     book: Arc<Book>,
     /// The program's, to see its end even if a child has its socket.
     process: OwnedFd,
@@ -139,14 +141,14 @@ impl Left {
     ///
     /// # Errors
     /// If that is not what was put there.
-    pub fn open(put: &Put, fds: Vec<OwnedFd>) -> io::Result<Self> {
+    pub fn open(put: &HeldItem, fds: Vec<OwnedFd>) -> io::Result<Self> {
         let record: Record = serde_json::from_str(&put.record).map_err(io::Error::other)?;
         let Ok([ring, book, socket, process]) = <[OwnedFd; 4]>::try_from(fds) else {
             return Err(io::Error::other("the keeper lacks descriptors of it"));
         };
         let ring = RingMemory(Arc::new(Memory::from_fd(ring, RING_BYTES)?));
         // What the program may have written there decides nothing.
-        let ring = Ring::initialise(ring);
+        let ring = SessionRing::initialise(ring);
         let book = Arc::new(Book::recover(Memory::whole(book)?)?);
         let shared = Arc::new(Shared::new(record, socket));
         // Its program speaks otherwise: what it has is given back.
@@ -210,7 +212,7 @@ impl Sessions {
         let shared = Arc::new(Shared::new(record, socket));
         state.live.insert(id, Arc::clone(&shared));
         drop(state);
-        let parts = Parts { ring: Ring::initialise(RingMemory(Arc::clone(&ring))), book, process };
+        let parts = Parts { ring: SessionRing::initialise(RingMemory(Arc::clone(&ring))), book, process };
         self.keep(id, &shared, &parts);
         let told = send_frame(&shared.socket, &Frame::SessionOpened, &[ring.fd()]);
         if let Err(error) = told.and_then(|()| self.start(id, shared, parts)) {
@@ -248,7 +250,7 @@ impl Sessions {
     fn keep(&self, id: u64, shared: &Shared, parts: &Parts) {
         let record = serde_json::to_string(&shared.record).expect("numbers can be written");
         // Its program does not depend on us for its life: the keeper shall not end it.
-        let put = Put { kind: KeptKind::Session, id, pid: 0, record };
+        let put = HeldItem { kind: HeldKind::Session, id, pid: 0, record };
         let ring = &parts.ring.words().0;
         let fds = [ring.fd(), parts.book.memory().fd(), shared.socket.as_fd(), parts.process.as_fd()];
         self.keep.keep(&put, &fds);
@@ -265,7 +267,7 @@ impl Sessions {
     }
 
     fn forget(&self, id: u64) {
-        self.keep.unkeep(KeptKind::Session, id);
+        self.keep.unkeep(HeldKind::Session, id);
         self.lock().live.remove(&id);
         self.ended.notify_all();
     }
@@ -335,13 +337,13 @@ impl Shared {
 #[derive(Debug)]
 struct Server {
     shared: Arc<Shared>,
-    ring: Ring<RingMemory>,
+    ring: SessionRing<RingMemory>,
     process: OwnedFd,
     session: Session<Cluster>,
     began: Instant,
     heard_at: Instant,
-    requests: Vec<Option<Request>>,
-    answers: Vec<Answer>,
+    requests: Vec<Option<ExtentRequest>>,
+    answers: Vec<ExtentAnswer>,
 }
 
 impl Server {
@@ -391,7 +393,7 @@ impl Server {
     }
 
     /// Answer what was asked; whether there was anything.
-    fn serve(&mut self) -> Result<bool, Broken> {
+    fn serve(&mut self) -> Result<bool, CorruptRing> {
         let first = self.session.next_request();
         let count = self.ring.requested(ring_number(first))?.wrapping_sub(ring_number(first));
         if count == 0 {
@@ -420,7 +422,7 @@ impl Server {
 
     fn publish(&self) {
         if self.ring.publish_answers(self.next()) {
-            bell::ring(&self.shared.socket);
+            wakeup::notify(&self.shared.socket);
         }
     }
 
@@ -430,7 +432,7 @@ impl Server {
 
     /// Wait for a request, and use the time; false if the session is over.
     fn wait(&mut self) -> bool {
-        if bell::look(LOOK, || self.has_requests()) {
+        if wakeup::poll_until(LOOK, || self.has_requests()) {
             return true;
         }
         while !self.has_requests() && self.session.tend_stock() {}
@@ -441,16 +443,16 @@ impl Server {
             self.session.drop_stock();
         }
         self.report();
-        if !self.ring.agent_may_sleep(self.next()) {
+        if !self.ring.begin_agent_sleep(self.next()) {
             return true;
         }
         let patience = if has_spare && idle < IDLE { IDLE - idle } else { SLEEP_MAX };
-        bell::sleep(self.shared.socket.as_fd(), Some(self.process.as_fd()), patience);
+        wakeup::wait(self.shared.socket.as_fd(), Some(self.process.as_fd()), patience);
         loop {
-            match bell::hear(&self.shared.socket) {
-                Heard::Stroke | Heard::Packet(_) => {}
-                Heard::Nothing => break,
-                Heard::End => return false,
+            match wakeup::receive(&self.shared.socket) {
+                WakeupEvent::Wakeup | WakeupEvent::Packet(_) => {}
+                WakeupEvent::Nothing => break,
+                WakeupEvent::Closed => return false,
             }
         }
         !has_ended(&self.process)

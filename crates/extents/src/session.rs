@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_fabric::Key;
-use aquifer_ipc::ring::{Answer, ExtentName, Piece, Request, Status};
+use aquifer_ipc::ring::{ExtentAnswer, ExtentName, ExtentRequest, ExtentStatus, TransferRange};
 use aquifer_pool::{Extent, NodeId, SizeClass, Stretch, UnderWay};
 
 use crate::account::Account;
@@ -32,7 +32,7 @@ const NO_REQUEST: u64 = u64::MAX;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Move {
     pub extent: Extent,
-    pub piece: Piece,
+    pub piece: TransferRange,
     pub is_write: bool,
 }
 
@@ -41,11 +41,11 @@ pub(crate) trait Pool {
     /// To be held from before an extent is taken until it is written down.
     fn under_way(&self) -> Option<UnderWay>;
     /// Take an extent.
-    fn allocate(&mut self, class: SizeClass) -> Result<Extent, Status>;
+    fn allocate(&mut self, class: SizeClass) -> Result<Extent, ExtentStatus>;
     /// Take up to so many extents, at least one.
-    fn allocate_many(&mut self, class: SizeClass, count: u32) -> Result<Vec<Extent>, Status>;
+    fn allocate_many(&mut self, class: SizeClass, count: u32) -> Result<Vec<Extent>, ExtentStatus>;
     /// Take so many sections side by side.
-    fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, Status>;
+    fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, ExtentStatus>;
     /// If a stretch of so many sections may be had soon, how many sections have to be cleared of what others have left there.
     fn sections_to_clear(&self, sections: u32) -> Option<u32>;
     /// The record in its control word, for [`Self::give_back_begun`].
@@ -57,7 +57,7 @@ pub(crate) trait Pool {
     /// Whether there is a connection to a node.
     fn reaches(&self, node: NodeId) -> bool;
     /// Move data, of each node in this order; how each ended.
-    fn transfer(&mut self, moves: &[Move]) -> Vec<Status>;
+    fn transfer(&mut self, moves: &[Move]) -> Vec<ExtentStatus>;
     /// Nodes to which a connection has broken since this was asked. What was under way may yet arrive there.
     fn take_gone(&mut self) -> Vec<NodeId>;
     /// How much a user may have, by what nodes lend.
@@ -73,13 +73,12 @@ enum Sort {
 }
 
 impl Sort {
-    fn of(request: Option<&Request>) -> Self {
+    fn of(request: Option<&ExtentRequest>) -> Self {
         match request {
-            Some(Request::Write(..)) => Self::Write,
-            Some(Request::Read(..)) => Self::Read,
-            Some(Request::Allocate(_) | Request::AllocateStretch(_) | Request::Free(_)) | None => {
-                Self::Change
-            }
+            Some(ExtentRequest::Write(..)) => Self::Write,
+            Some(ExtentRequest::Read(..)) => Self::Read,
+            Some(ExtentRequest::Allocate(_) | ExtentRequest::AllocateStretch(_) | ExtentRequest::Free(_))
+            | None => Self::Change,
         }
     }
 
@@ -180,8 +179,8 @@ impl<P: Pool> Session<P> {
     pub fn answer(
         &mut self,
         first: u64,
-        requests: &[Option<Request>],
-        answers: &mut Vec<Answer>,
+        requests: &[Option<ExtentRequest>],
+        answers: &mut Vec<ExtentAnswer>,
         now: Duration,
     ) {
         answers.clear();
@@ -194,17 +193,17 @@ impl<P: Pool> Session<P> {
             }
             before = sort;
             let answer = match request {
-                None => Answer::of(Status::BadRequest),
-                Some(Request::Allocate(class)) => self.allocate(first, *class, alike(&requests[at..])),
-                Some(Request::AllocateStretch(sections)) => self.allocate_stretch(first, *sections),
-                Some(Request::Free(name)) => Answer::of(self.free(first, name)),
-                Some(Request::Read(name, piece)) => {
+                None => ExtentAnswer::without_extent(ExtentStatus::BadRequest),
+                Some(ExtentRequest::Allocate(class)) => self.allocate(first, *class, alike(&requests[at..])),
+                Some(ExtentRequest::AllocateStretch(sections)) => self.allocate_stretch(first, *sections),
+                Some(ExtentRequest::Free(name)) => ExtentAnswer::without_extent(self.free(first, name)),
+                Some(ExtentRequest::Read(name, piece)) => {
                     match self.prepare(name, *piece, false, answers.len(), now) {
                         Some(answer) => answer,
                         None => break,
                     }
                 }
-                Some(Request::Write(name, piece)) => {
+                Some(ExtentRequest::Write(name, piece)) => {
                     match self.prepare(name, *piece, true, answers.len(), now) {
                         Some(answer) => answer,
                         None => break,
@@ -253,16 +252,16 @@ impl<P: Pool> Session<P> {
         self.book.done()
     }
 
-    fn free(&mut self, request: u64, name: &ExtentName) -> Status {
+    fn free(&mut self, request: u64, name: &ExtentName) -> ExtentStatus {
         if let Some(entry) = self.given_back_already(request) {
-            return if name_of(&entry.extent) == *name { Status::Done } else { Status::Refused };
+            return if name_of(&entry.extent) == *name { ExtentStatus::Done } else { ExtentStatus::Refused };
         }
         let key = (NodeId(name.node), name.addr, Key(name.key));
         let found = self.known.get(&key).and_then(|number| Some((*number, self.book.entry(*number)?)));
         let found = found.filter(|(_, entry)| entry.state == State::Given);
         let Some((number, Entry { extent, .. })) = found.filter(|(_, entry)| name_of(&entry.extent) == *name)
         else {
-            return Status::Refused;
+            return ExtentStatus::Refused;
         };
         self.book.set(number, State::Stocked, request);
         self.holdings.extents -= 1;
@@ -273,7 +272,7 @@ impl<P: Pool> Session<P> {
         } else {
             self.stock.put(extent.class, number);
         }
-        Status::Done
+        ExtentStatus::Done
     }
 
     /// What an agent that was killed gave back for the request that it could not conclude.
@@ -286,48 +285,50 @@ impl<P: Pool> Session<P> {
     fn prepare(
         &mut self,
         name: &ExtentName,
-        piece: Piece,
+        piece: TransferRange,
         is_write: bool,
         answer: usize,
         now: Duration,
-    ) -> Option<Answer> {
-        let Some(class) = SizeClass::new(name.class) else { return Some(Answer::of(Status::BadRequest)) };
+    ) -> Option<ExtentAnswer> {
+        let Some(class) = SizeClass::new(name.class) else {
+            return Some(ExtentAnswer::without_extent(ExtentStatus::BadRequest));
+        };
         if u64::from(piece.offset) + u64::from(piece.len) > class.bytes() {
-            return Some(Answer::of(Status::BadRequest));
+            return Some(ExtentAnswer::without_extent(ExtentStatus::BadRequest));
         }
         let extent = Extent { node: NodeId(name.node), addr: name.addr, class, key: Key(name.key) };
         let number = self.known.get(&key_of(&extent)).copied();
         match number.and_then(|number| Some((number, self.book.entry(number)?))) {
             Some((number, entry)) if entry.extent == extent && entry.state == State::Given => {
                 if self.lost.contains(&number) {
-                    return Some(Answer::of(Status::NodeGone));
+                    return Some(ExtentAnswer::without_extent(ExtentStatus::NodeGone));
                 }
             }
             // It was given back, or has another size.
-            Some(_) => return Some(Answer::of(Status::Refused)),
+            Some(_) => return Some(ExtentAnswer::without_extent(ExtentStatus::Refused)),
             None if self.account.may_guess(now) => {}
             None if self.moved.iter().any(|(_, is_guess)| *is_guess) => return None,
             None => {
                 self.account.count_untried();
-                return Some(Answer::of(Status::Refused));
+                return Some(ExtentAnswer::without_extent(ExtentStatus::Refused));
             }
         }
         self.moves.push(Move { extent, piece, is_write });
         self.moved.push((answer, number.is_none()));
-        Some(Answer::of(Status::Done))
+        Some(ExtentAnswer::without_extent(ExtentStatus::Done))
     }
 
-    fn transfer(&mut self, answers: &mut [Answer]) {
+    fn transfer(&mut self, answers: &mut [ExtentAnswer]) {
         if self.moves.is_empty() {
             return;
         }
         let outcomes = self.pool.transfer(&self.moves);
         for ((answer, is_guess), mut status) in self.moved.iter().zip(outcomes) {
             match (is_guess, status) {
-                (true, Status::Refused) => self.account.count_wrong_guess(),
+                (true, ExtentStatus::Refused) => self.account.count_wrong_guess(),
                 (true, _) => self.account.return_guess(),
                 // The node is back without what it had.
-                (false, Status::Refused) => status = Status::NodeGone,
+                (false, ExtentStatus::Refused) => status = ExtentStatus::NodeGone,
                 (false, _) => {}
             }
             answers[*answer].status = status;
@@ -449,6 +450,6 @@ fn name_of(extent: &Extent) -> ExtentName {
     ExtentName { node: extent.node.0, class: extent.class.k(), key: extent.key.0, addr: extent.addr }
 }
 
-fn given(extent: &Extent) -> Answer {
-    Answer { status: Status::Done, extent: name_of(extent) }
+fn given(extent: &Extent) -> ExtentAnswer {
+    ExtentAnswer { status: ExtentStatus::Done, extent: name_of(extent) }
 }

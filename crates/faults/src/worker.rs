@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::Duration;
 
 use aquifer_ipc::control::{BatchRecord, CONTROL_BYTES, STATUS_PENDING};
-use aquifer_ipc::{Control, TAKE_PAGES_MAX};
+use aquifer_ipc::{BATCH_PAGES_MAX, ControlMemory};
 use aquifer_pager::{PAGE_BYTES, PageNumber};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
@@ -20,7 +20,7 @@ const PATIENCE: Duration = Duration::from_millis(50);
 /// The agent's end of a control memory.
 #[derive(Debug)]
 pub struct WorkerPort {
-    control: *mut Control,
+    control: *mut ControlMemory,
     fd: std::os::fd::OwnedFd,
     command: u32,
     pins: Vec<PageNumber>,
@@ -85,7 +85,7 @@ impl WorkerPort {
         self.fd.as_fd()
     }
 
-    fn control(&self) -> &Control {
+    fn control(&self) -> &ControlMemory {
         // SAFETY: mapped until `drop`, zeroed at first; all fields are atomics, so whatever the program writes is valid.
         unsafe { &*self.control }
     }
@@ -123,7 +123,7 @@ impl WorkerPort {
         out: &mut Vec<MoveOutcome>,
         mut is_alive: impl FnMut() -> bool,
     ) -> bool {
-        assert!(pages.len() <= TAKE_PAGES_MAX);
+        assert!(pages.len() <= BATCH_PAGES_MAX);
         let control = self.control();
         let batch = &control.batches[buffer];
         // Whoever takes over from us must not take the outcome of an older command for that of this one.
@@ -172,7 +172,7 @@ impl WorkerPort {
     /// How many buffers an agent before this one had not emptied, with pages that are leaving. Does not wait.
     pub fn unemptied(&self, is_leaving: impl Fn(PageNumber) -> bool) -> usize {
         let is_unemptied = |batch: &&BatchRecord| {
-            let count = (batch.count.load(Acquire) as usize).min(TAKE_PAGES_MAX);
+            let count = (batch.count.load(Acquire) as usize).min(BATCH_PAGES_MAX);
             let pages =
                 batch.addresses[..count].iter().map(|address| address.load(Relaxed) / PAGE_BYTES as u64);
             pages.into_iter().any(&is_leaving)
@@ -187,7 +187,7 @@ impl WorkerPort {
             return None;
         }
         let of = |batch: &BatchRecord| {
-            let count = (batch.count.load(Acquire) as usize).min(TAKE_PAGES_MAX);
+            let count = (batch.count.load(Acquire) as usize).min(BATCH_PAGES_MAX);
             let places = batch.addresses[..count].iter().zip(&batch.statuses);
             places
                 .map(|(address, status)| {

@@ -1,87 +1,89 @@
-//! The memory that the agent and a program's worker share: one command at a time, and the pages that must stay.
+//! Control memory: commands from the agent to a program's worker, and pages that must stay resident.
 //!
-//! The agent writes a batch of addresses and raises `command`; the worker takes those pages out of the program and raises
-//! `done`. Either side treats what the other writes as untrusted: counts are bounded, statuses are only looked at.
+//! The agent writes a batch of addresses and increments `command`. The worker moves those pages out
+//! of the program and stores the same number in `done`.
+//! Each side bounds the counts that the other side writes, and only compares statuses.
 
 use std::sync::atomic::{
     AtomicU32, AtomicU64,
     Ordering::{Acquire, Relaxed, Release},
 };
 
-/// Pages of one command.
-pub const TAKE_PAGES_MAX: usize = 64;
-/// Buffers of [`TAKE_PAGES_MAX`] pages that taken pages wait in until the agent has copied them.
-pub const BUFFERS: usize = 4;
-/// Pages that a program can ask never to be taken.
+/// Maximum number of pages in one command.
+pub const BATCH_PAGES_MAX: usize = 64;
+/// Staging buffers, each of [`BATCH_PAGES_MAX`] pages.
+pub const STAGING_BUFFERS: usize = 4;
+/// Maximum number of pages that a program can pin.
 pub const PINS_MAX: usize = 8192;
-/// The page waits in the buffer.
+/// Status of a page that is in the staging buffer.
 pub const STATUS_MOVED: u32 = 0;
-/// The worker has not come to the page.
+/// Status of a page that the worker has not processed yet.
 pub const STATUS_PENDING: u32 = u32::MAX;
-/// First word of the memory.
+/// First word of control memory.
 pub const CONTROL_MAGIC: u32 = 0x4151_4354;
-/// Bytes of the memory.
-pub const CONTROL_BYTES: usize = size_of::<Control>().next_multiple_of(4096);
+/// Size of control memory, in whole pages.
+pub const CONTROL_BYTES: usize = size_of::<ControlMemory>().next_multiple_of(4096);
 
-/// The shared memory, as both sides map it.
+/// Layout of control memory. Both sides map it.
 #[repr(C)]
 #[derive(Debug)]
-pub struct Control {
+pub struct ControlMemory {
     /// [`CONTROL_MAGIC`].
     pub magic: AtomicU32,
     /// [`crate::VERSION`].
     pub version: AtomicU32,
-    /// Number of the newest command; a futex the worker waits on.
+    /// Number of the newest command. The worker waits on this futex.
     pub command: AtomicU32,
-    /// Number of the newest command that is done; a futex the agent waits on.
+    /// Number of the newest completed command. The agent waits on this futex.
     pub done: AtomicU32,
-    /// The worker's thread id: it lives as long as the program, the first thread may not.
+    /// Thread id of the worker. The worker lives as long as the program; its first thread may not.
     pub worker: AtomicU32,
-    /// Keeps the 8-byte fields aligned.
+    /// Padding that aligns 8-byte fields.
     pub reserved: AtomicU32,
-    /// Which staging buffer the command fills.
+    /// The staging buffer that the command fills.
     pub buffer: AtomicU32,
-    /// Keeps the 8-byte fields aligned.
+    /// Padding that aligns 8-byte fields.
     pub reserved_too: AtomicU32,
-    /// What each buffer was last filled with. It stays until the agent has copied it and empties the buffer, so that
-    /// an agent that takes over knows which pages wait there.
-    pub batches: [BatchRecord; BUFFERS],
-    /// Entries of `pins` in use, raised by the program only.
+    /// The last command of each staging buffer. It stays until the agent has copied the buffer, so
+    /// that an agent that takes over knows which pages are in it.
+    pub batches: [BatchRecord; STAGING_BUFFERS],
+    /// Entries of `pins` in use. Only the program increments it.
     pub pin_count: AtomicU32,
-    /// Whether the program had more to pin than there is room for.
+    /// 1 if the program had more pages to pin than `pins` has room for.
     pub pins_overflowed: AtomicU32,
-    /// Page numbers that must stay resident: the kernel writes there when a thread has ended and can no longer fault.
+    /// Numbers of pages that must stay resident. The kernel writes to them when a thread ends and
+    /// cannot fault any more.
     pub pins: [AtomicU64; PINS_MAX],
 }
 
-/// The pages of one buffer, and what became of each.
+/// The pages of one command, and the status of each.
 #[repr(C)]
 #[derive(Debug)]
 pub struct BatchRecord {
-    /// Pages of the command; 0 when the buffer is empty.
+    /// Number of pages; 0 if the buffer is empty.
     pub count: AtomicU32,
-    /// Keeps the 8-byte fields aligned.
+    /// Padding that aligns 8-byte fields.
     pub reserved: AtomicU32,
-    /// Their addresses.
-    pub addresses: [AtomicU64; TAKE_PAGES_MAX],
-    /// What became of each: [`STATUS_MOVED`], [`STATUS_PENDING`], else an errno.
-    pub statuses: [AtomicU32; TAKE_PAGES_MAX],
+    /// Addresses of the pages.
+    pub addresses: [AtomicU64; BATCH_PAGES_MAX],
+    /// Status of each page: [`STATUS_MOVED`], [`STATUS_PENDING`], or an errno.
+    pub statuses: [AtomicU32; BATCH_PAGES_MAX],
 }
 
-impl Control {
-    /// Prepare fresh, zeroed memory.
+impl ControlMemory {
+    /// Initialises fresh, zeroed memory.
     pub fn initialise(&self) {
         self.version.store(crate::VERSION.into(), Relaxed);
         self.magic.store(CONTROL_MAGIC, Release);
     }
 
-    /// Whether it is what this version expects.
+    /// Whether the memory was initialised by a build with this version.
     #[must_use]
     pub fn is_valid(&self) -> bool {
         self.magic.load(Acquire) == CONTROL_MAGIC && self.version.load(Relaxed) == crate::VERSION.into()
     }
 
-    /// Ask that a page never be taken. Called by the program's threads, at once.
+    /// Pins a page: it is never evicted. Threads of the program may call this concurrently.
     pub fn pin(&self, page: u64) {
         let known = (self.pin_count.load(Acquire) as usize).min(PINS_MAX);
         if self.pins[..known].iter().any(|pin| pin.load(Relaxed) == page) {
@@ -99,9 +101,9 @@ impl Control {
 mod tests {
     use super::*;
 
-    fn fresh() -> Box<Control> {
+    fn fresh() -> Box<ControlMemory> {
         // SAFETY: every field is an atomic integer or an array of them, for which all bits zero are valid.
-        unsafe { Box::<Control>::new_zeroed().assume_init() }
+        unsafe { Box::<ControlMemory>::new_zeroed().assume_init() }
     }
 
     #[test]

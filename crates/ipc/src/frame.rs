@@ -1,34 +1,39 @@
-//! Messages over Unix sockets. Each is one packet: magic, version, kind, then a body that the kind defines.
+//! Frames: the messages on Unix sockets between the processes of one machine.
+//!
+//! A frame is one packet: magic, version, kind, and a body whose form depends on the kind.
+//! The bytes are in `docs/formats/ipc.md`.
 
-use crate::hello::{self, Hello};
+use crate::hello::{self, ProgramHello};
 
-/// Version of everything in this crate. Both sides must have the same.
+/// Version of all formats in this crate. Both ends of a connection must have the same.
 pub const VERSION: u16 = 9;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"AQFR";
-/// No frame is longer.
+/// Maximum length of a frame, header included.
 pub const FRAME_BYTES_MAX: usize = 64 << 10;
 const HEADER_BYTES: usize = 8;
+/// Room that a text leaves for the other fields of its frame.
+const FIXED_FIELDS_BYTES_MAX: usize = 32;
 
-/// Names a run; who knows it may add programs to it.
+/// Secret that identifies a run. A process that presents it joins the run.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Token(pub [u8; 16]);
+pub struct RunToken(pub [u8; 16]);
 
-impl std::fmt::Debug for Token {
-    /// Tokens are secrets: logs get only their beginning.
+impl std::fmt::Debug for RunToken {
+    /// Shows the first two bytes only, because logs must not contain the secret.
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(formatter, "Token({:02x}{:02x}..)", self.0[0], self.0[1])
     }
 }
 
-impl Token {
-    /// As 32 hexadecimal digits.
+impl RunToken {
+    /// The token as 32 hexadecimal digits.
     #[must_use]
     pub fn to_hex(self) -> String {
         self.0.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// From 32 hexadecimal digits.
+    /// Parses 32 lower-case hexadecimal digits; `None` for any other text.
     #[must_use]
     pub fn from_hex(text: &[u8]) -> Option<Self> {
         if text.len() != 32 {
@@ -47,58 +52,58 @@ impl Token {
     }
 }
 
-/// `aquifer run` asks for a run.
+/// Body of [`Frame::OpenRun`]: what a new run asks for.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct OpenRun {
-    /// Resident pages and mempool share together, in bytes.
+    /// Limit of the run's resident pages and its part of the mempool together.
     pub limit_bytes: u64,
-    /// Memory nodes that each page is to be on, 1 to 3.
+    /// Memory nodes that hold a copy of each page, 1 to 3.
     pub replicas: u32,
-    /// The program's name, for people.
+    /// Name of the program, for reports.
     pub name: String,
 }
 
-/// A new limit for a run.
+/// Body of [`Frame::SetLimit`]: a new limit for a run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SetLimit {
     /// A process of the run, or the `aquifer run` that started it.
     pub pid: u32,
-    /// As [`OpenRun::limit_bytes`].
+    /// The new value of [`OpenRun::limit_bytes`].
     pub limit_bytes: u64,
 }
 
-/// What the keeper holds something for.
+/// Kind of an item that the keeper holds.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub enum KeptKind {
-    /// The host: its mempool, its place in the cluster, the socket that programs connect to.
+pub enum HeldKind {
+    /// The agent's host: mempool, identity in the directory, and listening sockets.
     Host,
-    /// A run.
+    /// A run: its slab records and the socket of its owner.
     Run,
-    /// A program.
+    /// A program of a run: userfaultfd, page table and journal.
     Program,
-    /// A userfaultfd of a forked child that the agent had not yet given a name when it died.
+    /// The userfaultfd of a forked child that the agent had not recorded when it died.
     Orphan,
-    /// A session: a program that has extents.
+    /// A session: ring, book, socket and pidfd of a program that uses extents.
     Session,
-    /// A memory node: what it lends.
+    /// A memory node: the memory that it lends.
     Node,
 }
 
-/// What comes back from a keeper together, and is one daemon's at a time.
+/// A set of held items that belongs to one daemon. At most one process owns a share at a time.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub enum Share {
-    /// That of the host's agent.
+pub enum KeeperShare {
+    /// The share of the host's agent.
     Agent,
-    /// That of the memory node with this number.
+    /// The share of the memory node with this number.
     Node(u16),
 }
 
-impl Share {
-    /// What something with this kind and number belongs to; `None` if there is no such node.
+impl KeeperShare {
+    /// The share that an item belongs to; `None` if `id` is not a node number.
     #[must_use]
-    pub fn of(kind: KeptKind, id: u64) -> Option<Self> {
+    pub fn of(kind: HeldKind, id: u64) -> Option<Self> {
         match kind {
-            KeptKind::Node => u16::try_from(id).ok().map(Self::Node),
+            HeldKind::Node => u16::try_from(id).ok().map(Self::Node),
             _ => Some(Self::Agent),
         }
     }
@@ -119,127 +124,132 @@ impl Share {
     }
 }
 
-/// Something that the keeper holds, with descriptors, so that it outlives the agent.
+/// An item that the keeper holds, without its descriptors, so that it outlives its daemon.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Put {
-    /// What it is for.
-    pub kind: KeptKind,
-    /// The agent's number for it. For an orphan: the process id of the agent that it is of, shifted left by 32, and the descriptor's
-    /// number there.
+pub struct HeldItem {
+    /// Kind of the item.
+    pub kind: HeldKind,
+    /// Number of the item, unique in its kind.
+    ///
+    /// For an orphan: the agent's process id shifted left by 32, plus the descriptor's number in
+    /// that process.
     pub id: u64,
-    /// A program's process id; 0 for others, and while unknown.
+    /// Process id of a program; 0 for other kinds, and while it is unknown.
     pub pid: u32,
-    /// What the agent must know to go on with it. Only agents read it.
+    /// JSON that the next daemon needs to resume. The keeper does not read it.
     pub record: String,
 }
 
-/// Every message there is.
+/// A message, with its body.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Frame {
-    /// Program to agent; comes with a userfaultfd unless [`Hello::is_child`].
-    Hello(Hello),
-    /// Agent to program: you are paged. Comes with the control memory, and for a child with its userfaultfd.
+    /// Program to agent: asks to be paged. Carries a userfaultfd unless [`ProgramHello::is_child`].
+    Hello(ProgramHello),
+    /// Agent to program: the program is paged. Carries the control memory, and for a forked child
+    /// its userfaultfd.
     Welcome,
-    /// Agent to anyone: no, because.
+    /// Agent or keeper to any process: the request is refused for this reason.
     Refused(String),
-    /// `aquifer run` to agent.
+    /// `aquifer run` to agent: asks for a run.
     OpenRun(OpenRun),
-    /// Agent to `aquifer run`: the run's token.
-    RunOpened(Token),
-    /// `aquifer run` to agent: the program has ended, give me its statistics.
+    /// Agent to `aquifer run`: the run exists and has this token.
+    RunOpened(RunToken),
+    /// `aquifer run` to agent: the program has ended. Answered with [`Frame::Statistics`].
     CloseRun,
-    /// Agent to `aquifer run`: statistics, as JSON.
+    /// Agent to `aquifer run`: statistics of the run, as JSON.
     Statistics(String),
-    /// Agent to `aquifer run`: the program was ended, because.
+    /// Agent to `aquifer run` or to a session: it was ended for this reason.
     Ended(String),
-    /// Anyone to agent: how are you?
-    Status,
-    /// Agent: so, as JSON.
-    StatusIs(String),
-    /// Agent to keeper: hold this, with the descriptors that come with it, in place of what you held under this name. Also keeper to
-    /// agent: I hold this, after [`Frame::Take`].
-    Put(Put),
-    /// Agent to keeper: hold it no longer.
-    Drop(KeptKind, u64),
-    /// Agent, or node, to keeper: all of this that you hold is mine now; tell me what it is.
-    Take(Share),
-    /// Keeper to agent: that was all. Also the answer to itself: all that you sent is held.
-    Taken,
-    /// Anyone to agent: change the limit of the run that a process belongs to. Answered with the run's [`Frame::Statistics`].
+    /// Any process to agent: asks for the state of the agent.
+    StatusRequest,
+    /// Agent: its state, as JSON.
+    StatusReport(String),
+    /// Daemon to keeper: hold this item with the descriptors of this frame, and replace an item of
+    /// the same kind and number. Keeper to daemon, after [`Frame::Claim`]: an item of the share.
+    Hold(HeldItem),
+    /// Daemon to keeper: release the item of this kind and number.
+    Release(HeldKind, u64),
+    /// Daemon to keeper: make the sender the owner of this share, and send its items.
+    Claim(KeeperShare),
+    /// Keeper to daemon: all items of the claimed share were sent. From any process to the keeper:
+    /// a barrier, which the keeper returns when it holds everything that was sent before.
+    Sync,
+    /// Any process to agent: changes the limit of a run. Answered with [`Frame::Statistics`].
     SetLimit(SetLimit),
-    /// Program of a run to agent: I may not use userfaultfd, but you may.
-    WantDevice(Token),
-    /// Agent to program: comes with `/dev/userfaultfd`, open.
+    /// Program to agent: asks for `/dev/userfaultfd`, which the program itself may not open.
+    DeviceRequest(RunToken),
+    /// Agent to program: carries `/dev/userfaultfd`, open.
     Device,
-    /// Agent to `aquifer run`: something that the user should know.
-    News(String),
-    /// A server of blocks to agent: what do I need to reach memory nodes?
-    Borrow,
-    /// Agent to a server of blocks: this, as JSON. The connection stays, for [`Frame::Ended`].
-    Lent(String),
-    /// A server of swap to `aquifer run`: it is there, and undone by the record of this name. Comes with the descriptor that lets
-    /// programs into its cgroup.
+    /// Agent to `aquifer run`: a message for the user.
+    Notice(String),
+    /// Swap server to agent: asks how to reach the directory and the memory nodes.
+    ClusterAccessRequest,
+    /// Agent to swap server: the answer, as JSON. The connection stays open for [`Frame::Ended`].
+    ClusterAccess(String),
+    /// Swap server to `aquifer run`: the device is in use, and the setup record of this name undoes
+    /// the setup. Carries the descriptor through which programs enter the server's cgroup.
     SwapOpened(String),
-    /// A program that wants extents to agent.
+    /// Program to agent: asks for a session.
     OpenSession,
-    /// Agent to that program: comes with the memory of the session's ring. From now on a packet of one byte on this socket, either way, wakes who sleeps.
+    /// Agent to program: carries the memory of the session's ring. From then on a packet of one
+    /// byte wakes the other end.
     SessionOpened,
-    /// `aquifer up` to keeper: log how this daemon ends. Comes with its pidfd.
-    Watch {
-        /// Its process.
+    /// `aquifer up` to keeper: log how this daemon ends. Carries the daemon's pidfd.
+    WatchDaemon {
+        /// Process id of the daemon.
         pid: u32,
-        /// Its name in the local cluster.
+        /// Name of the daemon in the local cluster.
         name: String,
     },
 }
 
-/// Why bytes are not a frame.
+/// Why bytes are not a frame of this version.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum FrameError {
-    /// Too short for what it says it is.
-    Cut,
-    /// Longer than its kind.
+    /// Fewer bytes than the fields need.
+    Truncated,
+    /// More bytes than a frame, or than this kind of frame, has.
     TooLong,
-    /// It does not begin as frames do.
-    NotAFrame,
-    /// Another version: the sender's.
-    Version(u16),
-    /// No such kind.
+    /// The first bytes are not [`MAGIC`].
+    BadMagic,
+    /// The sender has this version of the protocol.
+    OtherVersion(u16),
+    /// No frame has this kind.
     UnknownKind(u16),
-    /// A field has a value that it cannot have.
+    /// The field of this name has an invalid value.
     BadField(&'static str),
 }
 
 impl std::fmt::Display for FrameError {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Cut => write!(formatter, "the message is cut short"),
+            Self::Truncated => write!(formatter, "the message is truncated"),
             Self::TooLong => write!(formatter, "the message is too long"),
-            Self::NotAFrame => write!(formatter, "this is not an Aquifer message"),
-            Self::Version(theirs) => write!(
+            Self::BadMagic => write!(formatter, "this is not an Aquifer message"),
+            Self::OtherVersion(theirs) => write!(
                 formatter,
-                "it speaks version {theirs} of the protocol and this is version {VERSION}: use parts of one build"
+                "the message has protocol version {theirs} and this is version {VERSION}: use parts of one build"
             ),
-            Self::UnknownKind(kind) => write!(formatter, "unknown kind of message {kind}"),
-            Self::BadField(name) => write!(formatter, "the field {name} has an impossible value"),
+            Self::UnknownKind(kind) => write!(formatter, "message kind {kind} is unknown"),
+            Self::BadField(name) => write!(formatter, "the message field {name} has an invalid value"),
         }
     }
 }
 
 impl std::error::Error for FrameError {}
 
-/// What is left of a packet.
+/// Reads the fields of a packet in order.
 pub(crate) struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
-    fn take(&mut self, count: usize) -> Result<&'a [u8], FrameError> {
-        let (taken, rest) = self.0.split_at_checked(count).ok_or(FrameError::Cut)?;
+    fn bytes(&mut self, count: usize) -> Result<&'a [u8], FrameError> {
+        let (bytes, rest) = self.0.split_at_checked(count).ok_or(FrameError::Truncated)?;
         self.0 = rest;
-        Ok(taken)
+        Ok(bytes)
     }
 
     pub(crate) fn array<const N: usize>(&mut self) -> Result<[u8; N], FrameError> {
-        Ok(self.take(N)?.try_into().expect("N bytes were taken"))
+        Ok(self.bytes(N)?.try_into().expect("the slice has N bytes"))
     }
 
     fn u16(&mut self) -> Result<u16, FrameError> {
@@ -256,27 +266,27 @@ impl<'a> Reader<'a> {
 
     fn text(&mut self) -> Result<String, FrameError> {
         let length = self.u32()? as usize;
-        let bytes = self.take(length)?;
+        let bytes = self.bytes(length)?;
         std::str::from_utf8(bytes).map(str::to_owned).map_err(|_| FrameError::BadField("text"))
     }
 }
 
 impl Frame {
-    /// Parse one packet.
+    /// Parses one packet.
     ///
     /// # Errors
-    /// If it is anything else than exactly one frame of this version.
+    /// If the packet is not exactly one frame of this version.
     pub fn parse(bytes: &[u8]) -> Result<Self, FrameError> {
         if bytes.len() > FRAME_BYTES_MAX {
             return Err(FrameError::TooLong);
         }
         let mut reader = Reader(bytes);
         if reader.array::<4>()? != MAGIC {
-            return Err(FrameError::NotAFrame);
+            return Err(FrameError::BadMagic);
         }
         let version = reader.u16()?;
         if version != VERSION {
-            return Err(FrameError::Version(version));
+            return Err(FrameError::OtherVersion(version));
         }
         let kind = reader.u16()?;
         let frame = Self::parse_body(kind, &mut reader)?;
@@ -293,89 +303,92 @@ impl Frame {
                 replicas: reader.u32()?,
                 name: reader.text()?,
             }),
-            5 => Self::RunOpened(Token(reader.array()?)),
+            5 => Self::RunOpened(RunToken(reader.array()?)),
             6 => Self::CloseRun,
             7 => Self::Statistics(reader.text()?),
             8 => Self::Ended(reader.text()?),
-            9 => Self::Status,
-            10 => Self::StatusIs(reader.text()?),
-            11 => Self::Put(Put {
-                kind: kept_kind(reader.u32()?)?,
+            9 => Self::StatusRequest,
+            10 => Self::StatusReport(reader.text()?),
+            11 => Self::Hold(HeldItem {
+                kind: held_kind(reader.u32()?)?,
                 id: reader.u64()?,
                 pid: reader.u32()?,
                 record: reader.text()?,
             }),
-            12 => Self::Drop(kept_kind(reader.u32()?)?, reader.u64()?),
-            13 => Self::News(reader.text()?),
-            14 => Self::Take(Share::numbered(reader.u32()?)?),
-            15 => Self::Taken,
+            12 => Self::Release(held_kind(reader.u32()?)?, reader.u64()?),
+            13 => Self::Notice(reader.text()?),
+            14 => Self::Claim(KeeperShare::numbered(reader.u32()?)?),
+            15 => Self::Sync,
             16 => Self::SetLimit(SetLimit { pid: reader.u32()?, limit_bytes: reader.u64()? }),
-            17 => Self::WantDevice(Token(reader.array()?)),
+            17 => Self::DeviceRequest(RunToken(reader.array()?)),
             18 => Self::Device,
-            20 => Self::Borrow,
-            21 => Self::Lent(reader.text()?),
+            20 => Self::ClusterAccessRequest,
+            21 => Self::ClusterAccess(reader.text()?),
             22 => Self::SwapOpened(reader.text()?),
             23 => Self::OpenSession,
             24 => Self::SessionOpened,
-            25 => Self::Watch { pid: reader.u32()?, name: reader.text()? },
+            25 => Self::WatchDaemon { pid: reader.u32()?, name: reader.text()? },
             kind => return Err(FrameError::UnknownKind(kind)),
         })
     }
 
-    /// Append the frame's bytes to `out`. Texts that do not fit are cut.
+    /// Appends the frame's bytes to `out`. Truncates a text that does not fit into a frame.
     pub fn write(&self, out: &mut Vec<u8>) {
         out.extend_from_slice(&MAGIC);
         out.extend_from_slice(&VERSION.to_le_bytes());
         out.extend_from_slice(&self.kind().to_le_bytes());
         match self {
-            Self::Hello(hello) => hello::parts(hello, |bytes| out.extend_from_slice(bytes)),
+            Self::Hello(hello) => hello::write_parts(hello, |bytes| out.extend_from_slice(bytes)),
             Self::Welcome
             | Self::CloseRun
-            | Self::Status
-            | Self::Borrow
-            | Self::Taken
+            | Self::StatusRequest
+            | Self::ClusterAccessRequest
+            | Self::Sync
             | Self::Device
             | Self::OpenSession
             | Self::SessionOpened => {}
             Self::Refused(text)
             | Self::Statistics(text)
             | Self::Ended(text)
-            | Self::StatusIs(text)
-            | Self::News(text)
-            | Self::Lent(text)
+            | Self::StatusReport(text)
+            | Self::Notice(text)
+            | Self::ClusterAccess(text)
             | Self::SwapOpened(text) => write_text(text, out),
             Self::OpenRun(open) => {
                 out.extend_from_slice(&open.limit_bytes.to_le_bytes());
                 out.extend_from_slice(&open.replicas.to_le_bytes());
                 write_text(&open.name, out);
             }
-            Self::RunOpened(token) | Self::WantDevice(token) => out.extend_from_slice(&token.0),
-            Self::Put(put) => {
-                out.extend_from_slice(&kept_number(put.kind).to_le_bytes());
-                out.extend_from_slice(&put.id.to_le_bytes());
-                out.extend_from_slice(&put.pid.to_le_bytes());
-                write_text(&put.record, out);
+            Self::RunOpened(token) | Self::DeviceRequest(token) => out.extend_from_slice(&token.0),
+            Self::Hold(item) => {
+                out.extend_from_slice(&held_kind_number(item.kind).to_le_bytes());
+                out.extend_from_slice(&item.id.to_le_bytes());
+                out.extend_from_slice(&item.pid.to_le_bytes());
+                write_text(&item.record, out);
             }
             Self::SetLimit(set) => {
                 out.extend_from_slice(&set.pid.to_le_bytes());
                 out.extend_from_slice(&set.limit_bytes.to_le_bytes());
             }
-            Self::Watch { pid, name } => {
+            Self::WatchDaemon { pid, name } => {
                 out.extend_from_slice(&pid.to_le_bytes());
                 write_text(name, out);
             }
-            Self::Take(share) => out.extend_from_slice(&share.number().to_le_bytes()),
-            Self::Drop(kind, id) => {
-                out.extend_from_slice(&kept_number(*kind).to_le_bytes());
+            Self::Claim(share) => out.extend_from_slice(&share.number().to_le_bytes()),
+            Self::Release(kind, id) => {
+                out.extend_from_slice(&held_kind_number(*kind).to_le_bytes());
                 out.extend_from_slice(&id.to_le_bytes());
             }
         }
     }
 
-    /// Write a frame into a buffer on the stack; returns its length. For a forked child, which may not allocate.
+    /// Writes the frame into a fixed buffer and returns its length.
+    ///
+    /// For a forked child, which must not allocate.
     ///
     /// # Panics
-    /// If the frame is neither [`Frame::Hello`] nor [`Frame::WantDevice`], or the buffer is too small for it.
+    /// If the frame is neither [`Frame::Hello`] nor [`Frame::DeviceRequest`], or if the buffer is
+    /// too small for it.
     pub fn write_fixed(&self, out: &mut [u8]) -> usize {
         let mut at = 0;
         let mut put = |bytes: &[u8]| {
@@ -386,9 +399,9 @@ impl Frame {
         put(&VERSION.to_le_bytes());
         put(&self.kind().to_le_bytes());
         match self {
-            Self::Hello(hello) => hello::parts(hello, put),
-            Self::WantDevice(token) => put(&token.0),
-            _ => panic!("only what a program says is written without allocating"),
+            Self::Hello(hello) => hello::write_parts(hello, put),
+            Self::DeviceRequest(token) => put(&token.0),
+            _ => panic!("only Hello and DeviceRequest are written without allocating"),
         }
         at
     }
@@ -403,55 +416,55 @@ impl Frame {
             Self::CloseRun => 6,
             Self::Statistics(_) => 7,
             Self::Ended(_) => 8,
-            Self::Status => 9,
-            Self::StatusIs(_) => 10,
-            Self::Put(_) => 11,
-            Self::Drop(..) => 12,
-            Self::News(_) => 13,
-            Self::Take(_) => 14,
-            Self::Taken => 15,
+            Self::StatusRequest => 9,
+            Self::StatusReport(_) => 10,
+            Self::Hold(_) => 11,
+            Self::Release(..) => 12,
+            Self::Notice(_) => 13,
+            Self::Claim(_) => 14,
+            Self::Sync => 15,
             Self::SetLimit(_) => 16,
-            Self::WantDevice(_) => 17,
+            Self::DeviceRequest(_) => 17,
             Self::Device => 18,
-            Self::Borrow => 20,
-            Self::Lent(_) => 21,
+            Self::ClusterAccessRequest => 20,
+            Self::ClusterAccess(_) => 21,
             Self::SwapOpened(_) => 22,
             Self::OpenSession => 23,
             Self::SessionOpened => 24,
-            Self::Watch { .. } => 25,
+            Self::WatchDaemon { .. } => 25,
         }
     }
 }
 
-fn kept_kind(number: u32) -> Result<KeptKind, FrameError> {
+fn held_kind(number: u32) -> Result<HeldKind, FrameError> {
     Ok(match number {
-        1 => KeptKind::Host,
-        2 => KeptKind::Run,
-        3 => KeptKind::Program,
-        4 => KeptKind::Orphan,
-        5 => KeptKind::Session,
-        6 => KeptKind::Node,
+        1 => HeldKind::Host,
+        2 => HeldKind::Run,
+        3 => HeldKind::Program,
+        4 => HeldKind::Orphan,
+        5 => HeldKind::Session,
+        6 => HeldKind::Node,
         _ => return Err(FrameError::BadField("kind")),
     })
 }
 
-fn kept_number(kind: KeptKind) -> u32 {
+fn held_kind_number(kind: HeldKind) -> u32 {
     match kind {
-        KeptKind::Host => 1,
-        KeptKind::Run => 2,
-        KeptKind::Program => 3,
-        KeptKind::Orphan => 4,
-        KeptKind::Session => 5,
-        KeptKind::Node => 6,
+        HeldKind::Host => 1,
+        HeldKind::Run => 2,
+        HeldKind::Program => 3,
+        HeldKind::Orphan => 4,
+        HeldKind::Session => 5,
+        HeldKind::Node => 6,
     }
 }
 
 fn write_text(text: &str, out: &mut Vec<u8>) {
-    let mut end = text.len().min(FRAME_BYTES_MAX - HEADER_BYTES - 32);
+    let mut end = text.len().min(FRAME_BYTES_MAX - HEADER_BYTES - FIXED_FIELDS_BYTES_MAX);
     while !text.is_char_boundary(end) {
         end -= 1;
     }
-    let length = u32::try_from(end).expect("frames are small");
+    let length = u32::try_from(end).expect("a frame is shorter than 4 GiB");
     out.extend_from_slice(&length.to_le_bytes());
     out.extend_from_slice(&text.as_bytes()[..end]);
 }

@@ -1,81 +1,93 @@
-//! What a program says first.
+//! The first frame of a program: what the agent needs to page it.
 
-use crate::frame::{FrameError, Reader, Token};
+use crate::frame::{FrameError, Reader, RunToken};
 
-/// A program's first message: what it gives the agent to be paged by. With a userfaultfd if it is no forked child.
+/// Lowest address that no user mapping on x86-64 reaches.
+const USER_ADDRESS_END: u64 = 1 << 47;
+
+/// Body of [`crate::Frame::Hello`]: addresses in the program that the agent uses to page it.
+///
+/// All addresses are page-aligned.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Hello {
-    /// The run that it belongs to.
-    pub token: Token,
-    /// Whether it was forked from a program that is paged already: the agent has its userfaultfd from the fork.
+pub struct ProgramHello {
+    /// The run that the program belongs to.
+    pub token: RunToken,
+    /// Whether the program was forked from a paged program. The agent then has its userfaultfd
+    /// from the fork event, and the frame carries none.
     pub is_child: bool,
-    /// What a forked child found in its canary page: the agent's number for it. Of no meaning in others.
-    pub number: u64,
-    /// Where pages are moved first: [`crate::TAKE_PAGES_MAX`] pages under the program's userfaultfd.
-    pub antechamber: u64,
-    /// Where they wait to be copied: [`crate::BUFFERS`] buffers under an event-free userfaultfd.
+    /// The agent's number for a forked child, which the child has read in its canary page.
+    /// Without meaning for other programs.
+    pub child_number: u64,
+    /// The bounce buffer, to which evicted pages are moved first: [`crate::BATCH_PAGES_MAX`] pages
+    /// under the program's userfaultfd.
+    pub bounce_buffer: u64,
+    /// The staging buffers, in which evicted pages wait for the agent:
+    /// [`crate::STAGING_BUFFERS`] buffers under a userfaultfd without events.
     pub staging: u64,
-    /// A page that is empty in each child, so that the agent can write there which one it is.
+    /// The canary, a page that is empty in each forked child. The agent writes the child's number
+    /// there, and so learns which process a fork event was about.
     pub canary: u64,
-    /// The shim's own memory, from here...
+    /// Start of the shim's own memory, which is never registered.
     pub private_start: u64,
-    /// ...to here, is never touched.
+    /// End of the shim's own memory.
     pub private_end: u64,
-    /// Only memory from here...
-    pub only_start: u64,
-    /// ...to here is to be paged, and is counted; both 0: all of the program's.
-    pub only_end: u64,
+    /// Start of the only memory that is paged and counted. 0 with [`Self::paged_end`] 0: all
+    /// memory of the program.
+    pub paged_start: u64,
+    /// End of the only memory that is paged and counted.
+    pub paged_end: u64,
 }
 
-/// Parse a hello's body.
-pub(crate) fn parse(reader: &mut Reader<'_>) -> Result<Hello, FrameError> {
-    let token = Token(reader.array()?);
+/// Parses the body of a hello.
+pub(crate) fn parse(reader: &mut Reader<'_>) -> Result<ProgramHello, FrameError> {
+    let token = RunToken(reader.array()?);
     let is_child = match reader.u32()? {
         0 => false,
         1 => true,
         _ => return Err(FrameError::BadField("is_child")),
     };
-    let number = reader.u64()?;
+    let child_number = reader.u64()?;
     let mut address = |name| {
         let value = reader.u64()?;
         if is_user_page(value) { Ok(value) } else { Err(FrameError::BadField(name)) }
     };
-    let hello = Hello {
+    let hello = ProgramHello {
         token,
         is_child,
-        number,
-        antechamber: address("antechamber")?,
+        child_number,
+        bounce_buffer: address("bounce_buffer")?,
         staging: address("staging")?,
         canary: address("canary")?,
         private_start: address("private_start")?,
         private_end: address("private_end")?,
-        only_start: reader.u64()?,
-        only_end: reader.u64()?,
+        paged_start: reader.u64()?,
+        paged_end: reader.u64()?,
     };
     if hello.private_start >= hello.private_end {
         return Err(FrameError::BadField("private_end"));
     }
-    let is_range =
-        hello.only_start < hello.only_end && is_user_page(hello.only_start) && is_user_page(hello.only_end);
-    if (hello.only_start, hello.only_end) != (0, 0) && !is_range {
-        return Err(FrameError::BadField("only_end"));
+    let is_range = hello.paged_start < hello.paged_end
+        && is_user_page(hello.paged_start)
+        && is_user_page(hello.paged_end);
+    if (hello.paged_start, hello.paged_end) != (0, 0) && !is_range {
+        return Err(FrameError::BadField("paged_end"));
     }
     Ok(hello)
 }
 
-/// Whether it is a user's address, and page-aligned.
+/// Whether the address is page-aligned, not null, and below the kernel's addresses.
 fn is_user_page(address: u64) -> bool {
-    address != 0 && address.is_multiple_of(4096) && address < 1 << 47
+    address != 0 && address.is_multiple_of(4096) && address < USER_ADDRESS_END
 }
 
-/// The pieces of its body, in order.
-pub(crate) fn parts(hello: &Hello, mut put: impl FnMut(&[u8])) {
-    put(&hello.token.0);
-    put(&u32::from(hello.is_child).to_le_bytes());
-    put(&hello.number.to_le_bytes());
-    let own = [hello.antechamber, hello.staging, hello.canary, hello.private_start, hello.private_end];
-    for address in own.into_iter().chain([hello.only_start, hello.only_end]) {
-        put(&address.to_le_bytes());
+/// Passes the pieces of the body to `write`, in order.
+pub(crate) fn write_parts(hello: &ProgramHello, mut write: impl FnMut(&[u8])) {
+    write(&hello.token.0);
+    write(&u32::from(hello.is_child).to_le_bytes());
+    write(&hello.child_number.to_le_bytes());
+    let own = [hello.bounce_buffer, hello.staging, hello.canary, hello.private_start, hello.private_end];
+    for address in own.into_iter().chain([hello.paged_start, hello.paged_end]) {
+        write(&address.to_le_bytes());
     }
 }
 
@@ -84,27 +96,27 @@ mod tests {
     use super::*;
     use crate::Frame;
 
-    const HELLO: Hello = Hello {
-        token: Token([7; 16]),
+    const HELLO: ProgramHello = ProgramHello {
+        token: RunToken([7; 16]),
         is_child: false,
-        number: 5,
-        antechamber: 0x1000,
+        child_number: 5,
+        bounce_buffer: 0x1000,
         staging: 0x2000,
         canary: 0x3000,
         private_start: 0x4000,
         private_end: 0x9000,
-        only_start: 0,
-        only_end: 0,
+        paged_start: 0,
+        paged_end: 0,
     };
 
-    fn parsed(hello: Hello) -> Result<Frame, FrameError> {
+    fn parsed(hello: ProgramHello) -> Result<Frame, FrameError> {
         let mut bytes = Vec::new();
         Frame::Hello(hello).write(&mut bytes);
         Frame::parse(&bytes)
     }
 
     #[test]
-    fn a_range_of_memory_is_one_or_none() {
+    fn the_paged_range_is_empty_or_a_valid_range() {
         let ends = [
             (0x1000, 0),
             (0, 0x1000),
@@ -113,11 +125,15 @@ mod tests {
             (0x1001, 0x3000),
             (0x1000, 1 << 47),
         ];
-        for (only_start, only_end) in ends {
-            let hello = Hello { only_start, only_end, ..HELLO };
-            assert_eq!(parsed(hello), Err(FrameError::BadField("only_end")), "{only_start:x} {only_end:x}");
+        for (paged_start, paged_end) in ends {
+            let hello = ProgramHello { paged_start, paged_end, ..HELLO };
+            assert_eq!(
+                parsed(hello),
+                Err(FrameError::BadField("paged_end")),
+                "{paged_start:x} {paged_end:x}"
+            );
         }
         assert!(parsed(HELLO).is_ok());
-        assert!(parsed(Hello { only_start: 0x1000, only_end: 0x2000, ..HELLO }).is_ok());
+        assert!(parsed(ProgramHello { paged_start: 0x1000, paged_end: 0x2000, ..HELLO }).is_ok());
     }
 }

@@ -1,11 +1,13 @@
-//! What a program's shim, `aquifer run`, the agent and the keeper say to each other on one machine. The bytes are in `docs/formats/ipc.md`.
+//! Formats of what processes of one machine exchange: programs, `aquifer run`, the agent, memory
+//! nodes and the keeper. The bytes are in `docs/formats/ipc.md`.
 //!
-//! - [`frame`]: messages over Unix sockets, parsed as hostile.
-//! - [`control`]: the memory that an agent and a program's worker share.
-//! - [`size`]: sizes of memory, as people write them.
-//! - [`ring`]: the memory through which a program asks for extents, and reads and writes them.
+//! - [`frame`]: the messages on Unix sockets.
+//! - [`control`]: the memory that the agent shares with a program's worker.
+//! - [`ring`]: the memory through which a program requests extents, and reads and writes them.
+//! - [`size`]: memory sizes as text.
 //!
-//! This crate does no I/O and uses nothing but `core`'s part of the standard library, for it is linked into every program.
+//! All readers treat their input as hostile.
+//! The crate does no I/O and has no dependencies, because it is linked into every program.
 
 pub mod control;
 pub mod frame;
@@ -15,21 +17,23 @@ mod hello;
 pub mod ring;
 pub mod size;
 
-pub use control::{BUFFERS, Control, TAKE_PAGES_MAX};
+pub use control::{BATCH_PAGES_MAX, ControlMemory, STAGING_BUFFERS};
 pub use frame::{
-    FRAME_BYTES_MAX, Frame, FrameError, KeptKind, OpenRun, Put, SetLimit, Share, Token, VERSION,
+    FRAME_BYTES_MAX, Frame, FrameError, HeldItem, HeldKind, KeeperShare, OpenRun, RunToken, SetLimit, VERSION,
 };
-pub use hello::Hello;
+pub use hello::ProgramHello;
 
-/// Environment variable that tells a program where the agent listens.
+/// Environment variable with the path of the agent's socket, for the shim.
 pub const SOCKET_VARIABLE: &str = "AQUIFER_SOCKET";
-/// Environment variable that carries the run's token, in hexadecimal.
+/// Environment variable with the run's token in hexadecimal.
 pub const RUN_VARIABLE: &str = "AQUIFER_RUN";
-/// Environment variable that says how much of what the allocator hands out may be resident. Without it the allocator is an ordinary one.
+/// Environment variable with the resident limit of the allocator's memory. Without it,
+/// `libaquifer-malloc` pages nothing.
 pub const LOCAL_VARIABLE: &str = "AQUIFER_LOCAL";
-/// Environment variable that says on how many memory nodes each page of the allocator's is to be.
+/// Environment variable with the number of memory nodes that hold each page of the allocator.
 pub const REPLICAS_VARIABLE: &str = "AQUIFER_REPLICAS";
-/// What a program that has the shim loaded finds by this name.
+/// Symbol by which a process detects that the shim is loaded.
 pub const SHIM_SYMBOL: &core::ffi::CStr = c"aquifer_shim_is_loaded";
-/// Exit code of a program that could not be paged, as of `env` and `timeout` for their own failures.
+/// Exit code of a program that could not be paged. `env` and `timeout` use the same code for
+/// failures of their own.
 pub const EXIT_FAILED: i32 = 125;

@@ -1,26 +1,29 @@
-//! The ring of a session: memory that a program and its agent share. The program writes requests and the agent answers, in order; what they are about to
-//! read or write lies in the data area behind.
+//! The ring of a session: memory through which a program requests extents, and reads and writes them.
 //!
-//! Both sides use this code over their own mapping ([`Words`]). Neither trusts the other: what is read here is parsed as hostile, and a counter that cannot be
-//! right ends the session.
+//! The program writes requests, and the agent answers them in order. Data to read or write is in
+//! the data area behind the slots. The layout is in `docs/formats/ipc.md`.
+//!
+//! Both sides use this code over their own mapping ([`RingWords`]).
+//! Neither side trusts the other: all input is parsed as hostile, and an impossible counter ends
+//! the session.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicU32, AtomicU64, fence};
 
 /// First word of a ring.
 pub const MAGIC: u32 = 0x4151_5247;
-/// Requests under way at once.
+/// Maximum number of requests in flight.
 pub const SLOTS: u32 = 256;
-/// Bytes of the data area.
+/// Size of the data area.
 pub const DATA_BYTES: u32 = 1 << 20;
-/// Where it begins.
+/// Offset of the data area.
 pub const DATA_AT: usize = 16 << 10;
-/// Bytes of the whole ring.
+/// Size of the ring, data area included.
 pub const RING_BYTES: usize = DATA_AT + DATA_BYTES as usize;
 
 const MAGIC_AT: usize = 0;
 const VERSION_AT: usize = 4;
-// What each side writes is in a cache line of its own.
+// Words that different sides write are in different cache lines.
 const REQUESTED_AT: usize = 64;
 const PROGRAM_SLEEPS_AT: usize = 68;
 const ANSWERED_AT: usize = 128;
@@ -31,79 +34,80 @@ const ANSWERS_AT: usize = REQUESTS_AT + SLOTS as usize * REQUEST_WORDS * 8;
 const ANSWER_WORDS: usize = 2;
 const _: () = assert!(ANSWERS_AT + SLOTS as usize * ANSWER_WORDS * 8 <= DATA_AT);
 
-/// Most sections of one [`Request::AllocateStretch`]: 64 GiB.
+/// Maximum number of sections in a stretch: 64 GiB.
 pub const STRETCH_SECTIONS_MAX: u32 = 1 << 15;
 
-/// Shared memory of [`RING_BYTES`], as words.
-pub trait Words {
-    /// The 4-byte word at this offset, a multiple of 4.
+/// Shared memory of [`RING_BYTES`], accessed as atomic words.
+pub trait RingWords {
+    /// The 4-byte word at an offset, which must be a multiple of 4.
     fn word_u32(&self, offset: usize) -> &AtomicU32;
-    /// The 8-byte word at this offset, a multiple of 8.
+    /// The 8-byte word at an offset, which must be a multiple of 8.
     fn word_u64(&self, offset: usize) -> &AtomicU64;
 }
 
-/// An extent as programs know it: all that is needed to reach it.
+/// An extent as programs see it: everything that is needed to access it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct ExtentName {
-    /// Whose memory it is: the node's number in the cluster.
+    /// Number of the memory node.
     pub node: u16,
-    /// It has 4 KiB · 2^class bytes.
+    /// Size class: the extent has 4 KiB · 2^class bytes.
     pub class: u8,
-    /// Opens it to its tenant.
+    /// Key that opens the extent to its tenant.
     pub key: u32,
-    /// Its address in the node's region.
+    /// Address in the node's region.
     pub addr: u64,
 }
 
-/// A part of an extent, and of the data area.
+/// A range of an extent, and the range of the data area that it is copied from or to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Piece {
-    /// From this byte of the extent on.
+pub struct TransferRange {
+    /// First byte in the extent.
     pub offset: u32,
-    /// So many bytes, at least 1.
+    /// Number of bytes, at least 1.
     pub len: u32,
-    /// From this byte of the data area on.
+    /// First byte in the data area.
     pub data: u32,
 }
 
-/// What a program asks for.
+/// A request of a program.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Request {
-    /// An extent of 4 KiB · 2^class.
+pub enum ExtentRequest {
+    /// Allocates an extent of this size class.
     Allocate(u8),
-    /// So many extents of 2 MiB side by side that one key opens, 2 to [`STRETCH_SECTIONS_MAX`]. The answer names the first.
+    /// Allocates this number of neighbouring sections under one key, 2 to
+    /// [`STRETCH_SECTIONS_MAX`]. The answer names the first.
     AllocateStretch(u32),
-    /// Give an extent back that this session was given.
+    /// Frees an extent that this session allocated.
     Free(ExtentName),
-    /// Read into the data area.
-    Read(ExtentName, Piece),
-    /// Write from the data area, which must not change until the answer.
-    Write(ExtentName, Piece),
+    /// Reads into the data area.
+    Read(ExtentName, TransferRange),
+    /// Writes from the data area, which must not change until the answer.
+    Write(ExtentName, TransferRange),
 }
 
-/// How a request ended.
+/// Result of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(u8)]
-pub enum Status {
-    /// As it should.
+pub enum ExtentStatus {
+    /// The request succeeded.
     Done = 0,
     /// No memory node has room.
     Full = 1,
-    /// The user has as much as it may have.
+    /// The user's quota is used up.
     Quota = 2,
-    /// The key does not open it, or the session was not given it.
+    /// The key does not open the extent, or the session did not allocate it.
     Refused = 3,
-    /// The memory node is gone, or what was on it.
+    /// The memory node is gone, or was gone and its data cannot be trusted.
     NodeGone = 4,
-    /// The session holds as many extents as it may.
+    /// The session has the maximum number of extents.
     TooMany = 5,
-    /// The request has an impossible field.
+    /// A field of the request has an invalid value.
     BadRequest = 6,
-    /// The agent could not, for another reason, which is in its log.
+    /// The agent failed for a reason that is in its log.
     Failed = 7,
 }
 
-impl Status {
+impl ExtentStatus {
     const ALL: [Self; 8] = [
         Self::Done,
         Self::Full,
@@ -116,34 +120,34 @@ impl Status {
     ];
 }
 
-/// The answer to a request; the extent is that of [`Request::Allocate`].
+/// The answer to a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Answer {
-    /// How it ended.
-    pub status: Status,
-    /// What was given, else zeros.
+pub struct ExtentAnswer {
+    /// Result of the request.
+    pub status: ExtentStatus,
+    /// The allocated extent; zeros for other requests and after a failure.
     pub extent: ExtentName,
 }
 
-impl Answer {
-    /// Without an extent.
+impl ExtentAnswer {
+    /// An answer without an extent.
     #[must_use]
-    pub const fn of(status: Status) -> Self {
+    pub const fn without_extent(status: ExtentStatus) -> Self {
         Self { status, extent: ExtentName { node: 0, class: 0, key: 0, addr: 0 } }
     }
 }
 
-/// The other side broke the ring.
+/// The other side wrote impossible values into the ring.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Broken;
+pub struct CorruptRing;
 
-impl std::fmt::Display for Broken {
+impl std::fmt::Display for CorruptRing {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(formatter, "the ring's memory was damaged by the other side")
+        write!(formatter, "the other side wrote invalid values into the session's ring")
     }
 }
 
-impl std::error::Error for Broken {}
+impl std::error::Error for CorruptRing {}
 
 const ALLOCATE: u8 = 1;
 const FREE: u8 = 2;
@@ -160,11 +164,11 @@ fn parse_name(word: u64, addr: u64) -> ExtentName {
     ExtentName { node: (word >> 16) as u16, class: (word >> 8) as u8, key: (word >> 32) as u32, addr }
 }
 
-impl Request {
+impl ExtentRequest {
     fn words(&self) -> [u64; REQUEST_WORDS] {
-        let moving = |kind, name: &ExtentName, piece: &Piece| {
-            let place = u64::from(piece.offset) | u64::from(piece.len) << 32;
-            [name_word(kind, name), name.addr, place, u64::from(piece.data)]
+        let transfer = |kind, name: &ExtentName, range: &TransferRange| {
+            let offset_and_len = u64::from(range.offset) | u64::from(range.len) << 32;
+            [name_word(kind, name), name.addr, offset_and_len, u64::from(range.data)]
         };
         match self {
             Self::Allocate(class) => [u64::from(ALLOCATE) | u64::from(*class) << 8, 0, 0, 0],
@@ -172,150 +176,162 @@ impl Request {
                 [u64::from(ALLOCATE_STRETCH) | u64::from(*sections) << 32, 0, 0, 0]
             }
             Self::Free(name) => [name_word(FREE, name), name.addr, 0, 0],
-            Self::Read(name, piece) => moving(READ, name, piece),
-            Self::Write(name, piece) => moving(WRITE, name, piece),
+            Self::Read(name, range) => transfer(READ, name, range),
+            Self::Write(name, range) => transfer(WRITE, name, range),
         }
     }
 
-    /// Parse a request; `None` if a field is impossible. Whether the extent is one, and the piece inside it, others must judge.
+    /// Parses a request; `None` if a field has an invalid value.
+    ///
+    /// Does not check that the extent exists or that the range is inside it.
     #[must_use]
     #[expect(clippy::cast_possible_truncation, reason = "each field is its bits of the word")]
     pub fn parse(words: [u64; REQUEST_WORDS]) -> Option<Self> {
-        let [first, addr, place, data] = words;
+        let [first, addr, offset_and_len, data] = words;
         let name = parse_name(first, addr);
-        let piece = || {
-            let piece = Piece { offset: place as u32, len: (place >> 32) as u32, data: data as u32 };
-            let end = u64::from(piece.data) + u64::from(piece.len);
-            let is_inside = data >> 32 == 0 && piece.len > 0 && end <= u64::from(DATA_BYTES);
-            is_inside.then_some(piece)
+        let range = || {
+            let (offset, len) = (offset_and_len as u32, (offset_and_len >> 32) as u32);
+            let range = TransferRange { offset, len, data: data as u32 };
+            let end = u64::from(range.data) + u64::from(range.len);
+            let is_inside = data >> 32 == 0 && range.len > 0 && end <= u64::from(DATA_BYTES);
+            is_inside.then_some(range)
         };
+        let has_only_first = [addr, offset_and_len, data] == [0; 3];
         match first as u8 {
-            ALLOCATE if first >> 16 == 0 && [addr, place, data] == [0; 3] => Some(Self::Allocate(name.class)),
-            ALLOCATE_STRETCH if first as u32 >> 8 == 0 && [addr, place, data] == [0; 3] => {
+            ALLOCATE if first >> 16 == 0 && has_only_first => Some(Self::Allocate(name.class)),
+            ALLOCATE_STRETCH if first as u32 >> 8 == 0 && has_only_first => {
                 (2..=STRETCH_SECTIONS_MAX).contains(&name.key).then_some(Self::AllocateStretch(name.key))
             }
-            FREE if [place, data] == [0; 2] => Some(Self::Free(name)),
-            READ => Some(Self::Read(name, piece()?)),
-            WRITE => Some(Self::Write(name, piece()?)),
+            FREE if [offset_and_len, data] == [0; 2] => Some(Self::Free(name)),
+            READ => Some(Self::Read(name, range()?)),
+            WRITE => Some(Self::Write(name, range()?)),
             _ => None,
         }
     }
 }
 
-impl Answer {
+impl ExtentAnswer {
     fn words(&self) -> [u64; ANSWER_WORDS] {
         [name_word(self.status as u8, &self.extent), self.extent.addr]
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "the status is the lowest byte")]
-    fn parse([first, addr]: [u64; ANSWER_WORDS]) -> Result<Self, Broken> {
-        let status = *Status::ALL.get(usize::from(first as u8)).ok_or(Broken)?;
+    fn parse([first, addr]: [u64; ANSWER_WORDS]) -> Result<Self, CorruptRing> {
+        let status = *ExtentStatus::ALL.get(usize::from(first as u8)).ok_or(CorruptRing)?;
         Ok(Self { status, extent: parse_name(first, addr) })
     }
 }
 
-/// A ring in shared memory. Counters run on for ever, and wrap; request `n` is in slot `n` modulo [`SLOTS`].
+/// A ring in shared memory. Counters wrap; request `n` is in slot `n` modulo [`SLOTS`].
 #[derive(Debug)]
-pub struct Ring<W>(W);
+pub struct SessionRing<W>(W);
 
-impl<W: Words> Ring<W> {
-    /// A ring in fresh memory, all zeros: for the agent.
+impl<W: RingWords> SessionRing<W> {
+    /// Initialises a ring in zeroed memory. For the agent.
     pub fn initialise(words: W) -> Self {
         words.word_u32(VERSION_AT).store(u32::from(crate::VERSION), Relaxed);
         words.word_u32(MAGIC_AT).store(MAGIC, Release);
         Self(words)
     }
 
-    /// The ring that somebody else has made.
+    /// Opens a ring that the agent has initialised. For the program.
     ///
     /// # Errors
-    /// If it is none of this version.
-    pub fn open(words: W) -> Result<Self, Broken> {
+    /// If magic or version differ.
+    pub fn open(words: W) -> Result<Self, CorruptRing> {
         let is_ours = words.word_u32(MAGIC_AT).load(Acquire) == MAGIC
             && words.word_u32(VERSION_AT).load(Relaxed) == u32::from(crate::VERSION);
-        if is_ours { Ok(Self(words)) } else { Err(Broken) }
+        if is_ours { Ok(Self(words)) } else { Err(CorruptRing) }
     }
 
-    /// The memory.
+    /// The memory of the ring.
     pub fn words(&self) -> &W {
         &self.0
     }
 
-    /// How many requests were answered.
+    /// Number of answered requests.
     pub fn answered(&self) -> u32 {
         self.0.word_u32(ANSWERED_AT).load(Acquire)
     }
 
-    /// How many were made, of which so many were taken or answered.
+    /// Number of published requests, of which the first `answered` are answered.
     ///
     /// # Errors
-    /// If more are under way than there are slots.
-    pub fn requested(&self, taken: u32) -> Result<u32, Broken> {
+    /// If more requests are in flight than there are slots.
+    pub fn requested(&self, answered: u32) -> Result<u32, CorruptRing> {
         let requested = self.0.word_u32(REQUESTED_AT).load(Acquire);
-        if requested.wrapping_sub(taken) <= SLOTS { Ok(requested) } else { Err(Broken) }
+        if requested.wrapping_sub(answered) <= SLOTS { Ok(requested) } else { Err(CorruptRing) }
     }
 
-    /// Program: write request `number`, not yet to be seen.
-    pub fn put_request(&self, number: u32, request: &Request) {
+    /// Program: writes request `number` without publishing it.
+    pub fn put_request(&self, number: u32, request: &ExtentRequest) {
         self.put(REQUESTS_AT, number, &request.words());
     }
 
-    /// Agent: read request `number`, once: it may change under the reader. `None` if it is impossible.
-    pub fn request(&self, number: u32) -> Option<Request> {
-        Request::parse(self.get(REQUESTS_AT, number))
+    /// Agent: reads request `number`; `None` if it is invalid.
+    ///
+    /// Must be called once for each request, because the program can change the slot at any time.
+    pub fn request(&self, number: u32) -> Option<ExtentRequest> {
+        ExtentRequest::parse(self.get(REQUESTS_AT, number))
     }
 
-    /// Agent: write the answer to request `number`, not yet to be seen.
-    pub fn put_answer(&self, number: u32, answer: &Answer) {
+    /// Agent: writes the answer to request `number` without publishing it.
+    pub fn put_answer(&self, number: u32, answer: &ExtentAnswer) {
         self.put(ANSWERS_AT, number, &answer.words());
     }
 
-    /// Program: read the answer to request `number`.
+    /// Program: reads the answer to request `number`.
     ///
     /// # Errors
-    /// If it is none.
-    pub fn answer(&self, number: u32) -> Result<Answer, Broken> {
-        Answer::parse(self.get(ANSWERS_AT, number))
+    /// If the status is unknown.
+    pub fn answer(&self, number: u32) -> Result<ExtentAnswer, CorruptRing> {
+        ExtentAnswer::parse(self.get(ANSWERS_AT, number))
     }
 
-    /// Program: requests up to `number`, which is not one of them, are there to be seen. Returns whether the agent must be woken.
+    /// Program: publishes all requests below `number`. Returns whether the agent must be woken.
     pub fn publish_requests(&self, number: u32) -> bool {
         self.publish(REQUESTED_AT, AGENT_SLEEPS_AT, number)
     }
 
-    /// Agent: the same for answers.
+    /// Agent: publishes the answers to all requests below `number`. Returns whether the program must
+    /// be woken.
     pub fn publish_answers(&self, number: u32) -> bool {
         self.publish(ANSWERED_AT, PROGRAM_SLEEPS_AT, number)
     }
 
-    /// Program: it will sleep until there are more answers than `seen`; false if there are already.
-    pub fn program_may_sleep(&self, seen: u32) -> bool {
-        self.may_sleep(PROGRAM_SLEEPS_AT, ANSWERED_AT, seen)
+    /// Program: announces that it sleeps until more than `seen` requests are answered. Returns false
+    /// if it must not sleep, because they already are.
+    pub fn begin_program_sleep(&self, seen: u32) -> bool {
+        self.begin_sleep(PROGRAM_SLEEPS_AT, ANSWERED_AT, seen)
     }
 
-    /// Agent: it will sleep until there are more requests than `seen`; false if there are already.
-    pub fn agent_may_sleep(&self, seen: u32) -> bool {
-        self.may_sleep(AGENT_SLEEPS_AT, REQUESTED_AT, seen)
+    /// Agent: announces that it sleeps until more than `seen` requests are published. Returns false
+    /// if it must not sleep, because they already are.
+    pub fn begin_agent_sleep(&self, seen: u32) -> bool {
+        self.begin_sleep(AGENT_SLEEPS_AT, REQUESTED_AT, seen)
     }
 
-    /// Either the sleeper sees what is published, or who publishes sees that he sleeps: both write, then look.
-    fn publish(&self, counter_at: usize, sleeper_at: usize, number: u32) -> bool {
+    /// Stores the counter, then reads the sleep flag.
+    ///
+    /// [`Self::begin_sleep`] stores the flag, then reads the counter. The fences order each pair, so
+    /// at least one side sees the other's store and no wakeup is lost.
+    fn publish(&self, counter_at: usize, sleep_flag_at: usize, number: u32) -> bool {
         self.0.word_u32(counter_at).store(number, Release);
         fence(SeqCst);
-        let sleeps = self.0.word_u32(sleeper_at);
-        // Whoever wakes him does so once.
-        sleeps.load(Relaxed) != 0 && sleeps.swap(0, Relaxed) != 0
+        let sleep_flag = self.0.word_u32(sleep_flag_at);
+        // The swap makes sure that one sleep causes one wakeup.
+        sleep_flag.load(Relaxed) != 0 && sleep_flag.swap(0, Relaxed) != 0
     }
 
-    fn may_sleep(&self, sleeper_at: usize, counter_at: usize, seen: u32) -> bool {
-        let sleeps = self.0.word_u32(sleeper_at);
-        sleeps.store(1, Relaxed);
+    fn begin_sleep(&self, sleep_flag_at: usize, counter_at: usize, seen: u32) -> bool {
+        let sleep_flag = self.0.word_u32(sleep_flag_at);
+        sleep_flag.store(1, Relaxed);
         fence(SeqCst);
-        let may = self.0.word_u32(counter_at).load(Acquire) == seen;
-        if !may {
-            sleeps.store(0, Relaxed);
+        let may_sleep = self.0.word_u32(counter_at).load(Acquire) == seen;
+        if !may_sleep {
+            sleep_flag.store(0, Relaxed);
         }
-        may
+        may_sleep
     }
 
     fn put<const N: usize>(&self, base: usize, number: u32, words: &[u64; N]) {
@@ -339,17 +355,30 @@ fn slot(base: usize, number: u32, words: usize) -> impl Iterator<Item = usize> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use proptest::prelude::*;
 
     use super::*;
 
-    /// A ring's words without its data area.
-    struct Heap(Vec<AtomicU64>);
+    /// The words of a ring on the heap, without the data area.
+    pub(crate) struct HeapWords(Vec<AtomicU64>);
 
-    impl Words for Heap {
+    impl HeapWords {
+        /// Zeroed memory.
+        pub(crate) fn new() -> Self {
+            Self((0..DATA_AT / 8).map(|_| AtomicU64::new(0)).collect())
+        }
+
+        /// A copy of the memory.
+        pub(crate) fn to_bytes(&self) -> Vec<u8> {
+            self.0.iter().flat_map(|word| word.load(Relaxed).to_le_bytes()).collect()
+        }
+    }
+
+    impl RingWords for HeapWords {
         fn word_u32(&self, offset: usize) -> &AtomicU32 {
-            // SAFETY: half of a word that lives as long as `self`; only atomics touch it.
+            // SAFETY: half of an aligned word that lives as long as `self`, and is only
+            // accessed atomically.
             unsafe { AtomicU32::from_ptr(self.0[offset / 8].as_ptr().cast::<u32>().add(offset % 8 / 4)) }
         }
 
@@ -358,8 +387,8 @@ mod tests {
         }
     }
 
-    fn ring() -> Ring<Heap> {
-        Ring::initialise(Heap((0..DATA_AT / 8).map(|_| AtomicU64::new(0)).collect()))
+    fn ring() -> SessionRing<HeapWords> {
+        SessionRing::initialise(HeapWords::new())
     }
 
     prop_compose! {
@@ -369,38 +398,39 @@ mod tests {
     }
 
     prop_compose! {
-        fn piece()(offset: u32, data in 0..DATA_BYTES, part: u32) -> Piece {
-            Piece { offset, len: 1 + part % (DATA_BYTES - data), data }
+        fn range()(offset: u32, data in 0..DATA_BYTES, part: u32) -> TransferRange {
+            TransferRange { offset, len: 1 + part % (DATA_BYTES - data), data }
         }
     }
 
-    fn any_request() -> impl Strategy<Value = Request> {
+    fn any_request() -> impl Strategy<Value = ExtentRequest> {
         prop_oneof![
-            any::<u8>().prop_map(Request::Allocate),
-            (2..=STRETCH_SECTIONS_MAX).prop_map(Request::AllocateStretch),
-            name().prop_map(Request::Free),
-            (name(), piece()).prop_map(|(name, piece)| Request::Read(name, piece)),
-            (name(), piece()).prop_map(|(name, piece)| Request::Write(name, piece)),
+            any::<u8>().prop_map(ExtentRequest::Allocate),
+            (2..=STRETCH_SECTIONS_MAX).prop_map(ExtentRequest::AllocateStretch),
+            name().prop_map(ExtentRequest::Free),
+            (name(), range()).prop_map(|(name, range)| ExtentRequest::Read(name, range)),
+            (name(), range()).prop_map(|(name, range)| ExtentRequest::Write(name, range)),
         ]
     }
 
     proptest! {
         #[test]
-        fn requests_and_answers_arrive_as_they_were(number: u32, request in any_request(), name in name(), status in 0..8usize) {
+        fn requests_and_answers_are_read_as_written(number: u32, request in any_request(), name in name(), status in 0..8usize) {
             let ring = ring();
             ring.put_request(number, &request);
             prop_assert_eq!(ring.request(number), Some(request));
-            let answer = Answer { status: Status::ALL[status], extent: name };
+            let answer = ExtentAnswer { status: ExtentStatus::ALL[status], extent: name };
             ring.put_answer(number, &answer);
             prop_assert_eq!(ring.answer(number), Ok(answer));
         }
 
         #[test]
-        fn what_is_parsed_stays_inside_the_data_area(words: [u64; 4], kind in 0..7u64) {
+        fn parsed_ranges_are_inside_the_data_area(words: [u64; 4], kind in 0..7u64) {
             let words = [words[0] & !0xff | kind, words[1], words[2], words[3] % (2 << 20)];
-            match Request::parse(words) {
-                Some(Request::Read(_, piece) | Request::Write(_, piece)) => {
-                    prop_assert!(piece.len > 0 && u64::from(piece.data) + u64::from(piece.len) <= u64::from(DATA_BYTES));
+            match ExtentRequest::parse(words) {
+                Some(ExtentRequest::Read(_, range) | ExtentRequest::Write(_, range)) => {
+                    let end = u64::from(range.data) + u64::from(range.len);
+                    prop_assert!(range.len > 0 && end <= u64::from(DATA_BYTES));
                 }
                 Some(request) => prop_assert_eq!(request.words(), words),
                 None => {}
@@ -409,37 +439,41 @@ mod tests {
     }
 
     #[test]
-    fn a_counter_that_cannot_be_right_breaks_the_ring() {
+    fn an_impossible_counter_or_status_is_an_error() {
         let ring = ring();
-        for (requested, taken) in [(257, 0), (0, 1), (5, 6), (100, u32::MAX - 200)] {
+        for (requested, answered) in [(257, 0), (0, 1), (5, 6), (100, u32::MAX - 200)] {
             ring.0.word_u32(REQUESTED_AT).store(requested, Relaxed);
-            assert_eq!(ring.requested(taken), Err(Broken), "{requested} of which {taken}");
+            assert_eq!(
+                ring.requested(answered),
+                Err(CorruptRing),
+                "{requested} requested, {answered} answered"
+            );
         }
-        for (requested, taken) in [(256, 0), (0, 0), (100, u32::MAX - 100)] {
+        for (requested, answered) in [(256, 0), (0, 0), (100, u32::MAX - 100)] {
             ring.0.word_u32(REQUESTED_AT).store(requested, Relaxed);
-            assert_eq!(ring.requested(taken), Ok(requested));
+            assert_eq!(ring.requested(answered), Ok(requested));
         }
         ring.put(ANSWERS_AT, 0, &[8, 0]);
-        assert_eq!(ring.answer(0), Err(Broken), "no such status");
+        assert_eq!(ring.answer(0), Err(CorruptRing), "the status is unknown");
     }
 
     #[test]
-    fn who_sleeps_is_woken_once() {
+    fn a_sleeping_side_is_woken_once() {
         let ring = ring();
-        assert!(!ring.publish_requests(1), "nobody sleeps");
-        assert!(!ring.agent_may_sleep(0), "there is something");
-        assert!(ring.agent_may_sleep(1));
+        assert!(!ring.publish_requests(1), "the agent does not sleep");
+        assert!(!ring.begin_agent_sleep(0), "a request is published");
+        assert!(ring.begin_agent_sleep(1));
         assert!(ring.publish_requests(2));
         assert!(!ring.publish_requests(3));
-        assert!(ring.program_may_sleep(0));
+        assert!(ring.begin_program_sleep(0));
         assert!(ring.publish_answers(1));
     }
 
     #[test]
-    fn only_a_ring_of_this_version_is_one() {
+    fn a_ring_of_another_version_is_not_opened() {
         let ring = ring();
         ring.0.word_u32(VERSION_AT).store(1, Relaxed);
-        assert!(Ring::open(ring.0).is_err());
-        assert!(Ring::open(Heap((0..DATA_AT / 8).map(|_| AtomicU64::new(0)).collect())).is_err());
+        assert!(SessionRing::open(ring.0).is_err());
+        assert!(SessionRing::open(HeapWords::new()).is_err());
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use aquifer_ipc::ring::{Answer, DATA_AT, Request, Ring, Status, Words};
+use aquifer_ipc::ring::{DATA_AT, ExtentAnswer, ExtentRequest, ExtentStatus, RingWords, SessionRing};
 use shuttle::sync::{Arc, Condvar, Mutex};
 use shuttle::thread;
 
@@ -12,7 +12,7 @@ const SCHEDULES: usize = 20_000;
 /// A ring's words; each access is a place where others may run.
 struct Watched(Vec<AtomicU64>);
 
-impl Words for Watched {
+impl RingWords for Watched {
     fn word_u32(&self, offset: usize) -> &AtomicU32 {
         thread::yield_now();
         let word = self.0[offset / 8].as_ptr().cast::<u32>();
@@ -59,7 +59,7 @@ enum Fault {
 }
 
 struct Scene {
-    ring: Ring<Watched>,
+    ring: SessionRing<Watched>,
     agent: Bell,
     program: Bell,
     fault: Fault,
@@ -77,7 +77,7 @@ impl Scene {
     fn be_program(&self) {
         let mut heeded = 0;
         for number in 0..REQUESTS {
-            self.ring.put_request(number, &Request::Allocate(u8::try_from(number).unwrap()));
+            self.ring.put_request(number, &ExtentRequest::Allocate(u8::try_from(number).unwrap()));
             if self.must_wake(self.ring.publish_requests(number + 1)) {
                 self.agent.ring();
             }
@@ -101,7 +101,7 @@ impl Scene {
             if answered != seen {
                 return answered;
             }
-            if self.may_sleep(self.ring.program_may_sleep(seen)) {
+            if self.may_sleep(self.ring.begin_program_sleep(seen)) {
                 self.program.await_ring();
             }
         }
@@ -112,16 +112,16 @@ impl Scene {
         while taken < REQUESTS {
             let requested = self.ring.requested(taken).unwrap();
             if requested == taken {
-                if self.may_sleep(self.ring.agent_may_sleep(taken)) {
+                if self.may_sleep(self.ring.begin_agent_sleep(taken)) {
                     self.agent.await_ring();
                 }
                 continue;
             }
             while taken < requested {
-                let Some(Request::Allocate(class)) = self.ring.request(taken) else {
+                let Some(ExtentRequest::Allocate(class)) = self.ring.request(taken) else {
                     panic!("another request")
                 };
-                let mut answer = Answer::of(Status::Done);
+                let mut answer = ExtentAnswer::without_extent(ExtentStatus::Done);
                 answer.extent.class = class;
                 self.ring.put_answer(taken, &answer);
                 taken += 1;
@@ -135,7 +135,7 @@ impl Scene {
 
 fn play(fault: Fault) {
     let words = Watched((0..DATA_AT / 8).map(|_| AtomicU64::new(0)).collect());
-    let ring = Ring::initialise(words);
+    let ring = SessionRing::initialise(words);
     let scene = Arc::new(Scene { ring, agent: Bell::default(), program: Bell::default(), fault });
     let agent = Arc::clone(&scene);
     let agent = thread::spawn(move || agent.be_agent());

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use aquifer_ipc::{KeptKind, Put};
+use aquifer_ipc::{HeldItem, HeldKind};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::TICK;
@@ -15,7 +15,7 @@ const THINGS_MAX: usize = 65_536;
 
 #[derive(Debug)]
 struct Thing {
-    put: Put,
+    put: HeldItem,
     fds: Vec<OwnedFd>,
     /// Of a program whose process is known.
     pidfd: Option<OwnedFd>,
@@ -24,7 +24,7 @@ struct Thing {
 /// Everything that is held of a share: of the agent's the host first, then runs, then programs.
 #[derive(Debug, Default)]
 pub(super) struct Held {
-    things: BTreeMap<(KeptKind, u64), Thing>,
+    things: BTreeMap<(HeldKind, u64), Thing>,
 }
 
 impl Held {
@@ -33,11 +33,11 @@ impl Held {
     }
 
     pub fn programs(&self) -> usize {
-        self.things.keys().filter(|(kind, _)| *kind == KeptKind::Program).count()
+        self.things.keys().filter(|(kind, _)| *kind == HeldKind::Program).count()
     }
 
     /// Hold a thing, in place of what was held under its name.
-    pub fn put(&mut self, put: Put, fds: Vec<OwnedFd>) {
+    pub fn put(&mut self, put: HeldItem, fds: Vec<OwnedFd>) {
         let key = (put.kind, put.id);
         let old = self.things.remove(&key);
         if self.things.len() >= THINGS_MAX {
@@ -52,17 +52,17 @@ impl Held {
         self.things.insert(key, Thing { put, fds, pidfd });
     }
 
-    pub fn drop(&mut self, kind: KeptKind, id: u64) {
+    pub fn drop(&mut self, kind: HeldKind, id: u64) {
         self.things.remove(&(kind, id));
     }
 
     /// Everything, with its descriptors, and a program's pidfd behind them if its process is known.
-    pub fn iter(&self) -> impl Iterator<Item = (Put, Vec<BorrowedFd<'_>>)> {
+    pub fn iter(&self) -> impl Iterator<Item = (HeldItem, Vec<BorrowedFd<'_>>)> {
         self.things.values().map(|thing| {
             let fds = thing.fds.iter().chain(&thing.pidfd).map(AsFd::as_fd).collect();
             // Without a pidfd the process is as good as unknown: it has ended.
             let pid = if thing.pidfd.is_some() { thing.put.pid } else { 0 };
-            (Put { pid, ..thing.put.clone() }, fds)
+            (HeldItem { pid, ..thing.put.clone() }, fds)
         })
     }
 
@@ -89,9 +89,9 @@ impl Thing {
         match &self.pidfd {
             Some(pidfd) => !wait_readable(&[pidfd], Duration::ZERO).unwrap_or(true),
             None => match self.put.kind {
-                KeptKind::Program => self.put.pid == 0,
-                KeptKind::Orphan => true,
-                KeptKind::Host | KeptKind::Run | KeptKind::Session | KeptKind::Node => false,
+                HeldKind::Program => self.put.pid == 0,
+                HeldKind::Orphan => true,
+                HeldKind::Host | HeldKind::Run | HeldKind::Session | HeldKind::Node => false,
             },
         }
     }

@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use aquifer_channel::{ReceiveError, receive_frame, send_frame};
-use aquifer_ipc::{Frame, KeptKind, Put, Share};
+use aquifer_ipc::{Frame, HeldItem, HeldKind, KeeperShare};
 
 use self::exit_watcher::ExitWatcher;
 use self::held::Held;
@@ -54,7 +54,7 @@ struct Connection {
     number: u64,
     pid: u32,
     /// Whose owner is at the other end.
-    share: Option<Share>,
+    share: Option<KeeperShare>,
 }
 
 /// What one daemon has here, or had.
@@ -72,7 +72,7 @@ struct Keeper {
     grace: Duration,
     connections: Vec<Connection>,
     connected: u64,
-    parts: BTreeMap<Share, Part>,
+    parts: BTreeMap<KeeperShare, Part>,
     exits: ExitWatcher,
 }
 
@@ -151,27 +151,27 @@ impl Keeper {
     /// One message; false if the connection is over.
     fn heed(&mut self, connection: &mut Connection) -> bool {
         let Connection { socket, pid, share, .. } = &*connection;
-        let is_owner = |of: Option<Share>| of.is_some() && of == *share;
+        let is_owner = |of: Option<KeeperShare>| of.is_some() && of == *share;
         match receive_frame(socket) {
-            Ok((Frame::Put(put), fds))
-                if is_owner(Share::of(put.kind, put.id)) || put.kind == KeptKind::Orphan =>
+            Ok((Frame::Hold(put), fds))
+                if is_owner(KeeperShare::of(put.kind, put.id)) || put.kind == HeldKind::Orphan =>
             {
                 self.put(put, fds);
             }
-            Ok((Frame::Drop(kind, id), _)) if is_owner(Share::of(kind, id)) => {
+            Ok((Frame::Release(kind, id), _)) if is_owner(KeeperShare::of(kind, id)) => {
                 if let Some(part) = share.and_then(|share| self.parts.get_mut(&share)) {
                     part.held.drop(kind, id);
                 }
             }
-            Ok((Frame::Take(wanted), _)) if share.is_none_or(|share| share == wanted) => {
+            Ok((Frame::Claim(wanted), _)) if share.is_none_or(|share| share == wanted) => {
                 return self.give(connection, wanted);
             }
-            Ok((Frame::Watch { pid, name }, fds)) => {
+            Ok((Frame::WatchDaemon { pid, name }, fds)) => {
                 if let Some(pidfd) = fds.into_iter().next() {
                     self.exits.watch(name, pid, pidfd);
                 }
             }
-            Ok((Frame::Taken, _)) => return send_frame(socket, &Frame::Taken, &[]).is_ok(),
+            Ok((Frame::Sync, _)) => return send_frame(socket, &Frame::Sync, &[]).is_ok(),
             Err(ReceiveError::System(error)) if error.kind() == io::ErrorKind::WouldBlock => {}
             Ok((frame, _)) => {
                 tracing::warn!(pid, ?frame, "this is not for a keeper, or not from its owner");
@@ -184,24 +184,28 @@ impl Keeper {
         true
     }
 
-    fn put(&mut self, put: Put, fds: Vec<OwnedFd>) {
-        if let Some(share) = Share::of(put.kind, put.id) {
+    fn put(&mut self, put: HeldItem, fds: Vec<OwnedFd>) {
+        if let Some(share) = KeeperShare::of(put.kind, put.id) {
             self.parts.entry(share).or_default().held.put(put, fds);
         }
     }
 
     /// A daemon takes over, unless another one has everything and lives.
-    fn give(&mut self, connection: &mut Connection, share: Share) -> bool {
+    fn give(&mut self, connection: &mut Connection, share: KeeperShare) -> bool {
         let part = self.parts.entry(share).or_default();
         if let Some((_, owner)) = part.owner.filter(|(_, owner)| *owner != connection.pid) {
             let reason = match share {
-                Share::Agent => format!("the agent that runs as process {owner} has its programs still"),
-                Share::Node(id) => format!("node {id}, which runs as process {owner}, has its memory still"),
+                KeeperShare::Agent => {
+                    format!("the agent that runs as process {owner} has its programs still")
+                }
+                KeeperShare::Node(id) => {
+                    format!("node {id}, which runs as process {owner}, has its memory still")
+                }
             };
             return send_frame(&connection.socket, &Frame::Refused(reason), &[]).is_ok();
         }
         for (put, fds) in part.held.iter() {
-            if let Err(error) = send_frame(&connection.socket, &Frame::Put(put.clone()), &fds) {
+            if let Err(error) = send_frame(&connection.socket, &Frame::Hold(put.clone()), &fds) {
                 tracing::error!(%error, "a daemon that wanted to take over is gone");
                 return false;
             }
@@ -209,21 +213,21 @@ impl Keeper {
         part.owner = Some((connection.number, connection.pid));
         part.deadline = None;
         connection.share = Some(share);
-        send_frame(&connection.socket, &Frame::Taken, &[]).is_ok()
+        send_frame(&connection.socket, &Frame::Sync, &[]).is_ok()
     }
 
-    fn lose_owner(&mut self, share: Share, number: u64) {
+    fn lose_owner(&mut self, share: KeeperShare, number: u64) {
         // It may have another connection by now.
         let is_its = |part: &&mut Part| part.owner.is_some_and(|(owner, _)| owner == number);
         let Some(part) = self.parts.get_mut(&share).filter(is_its) else { return };
         part.owner = None;
         if !part.held.is_empty() {
             match share {
-                Share::Agent => {
+                KeeperShare::Agent => {
                     let programs = part.held.programs();
                     tracing::warn!(programs, grace = ?self.grace, "the agent is gone; its programs wait");
                 }
-                Share::Node(node) => {
+                KeeperShare::Node(node) => {
                     tracing::warn!(node, grace = ?self.grace, "a memory node is gone; its memory is kept");
                 }
             }

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use aquifer_channel::{Kept, connect, receive_frame, send_frame};
-use aquifer_ipc::{Frame, KeptKind, Put, Share};
+use aquifer_channel::{RestoredItem, connect, receive_frame, send_frame};
+use aquifer_ipc::{Frame, HeldItem, HeldKind, KeeperShare};
 
 use crate::socket::wait_readable;
 
@@ -17,7 +17,7 @@ const TAKE_PATIENCE: Duration = Duration::from_secs(5);
 const TAKE_AGAIN: Duration = Duration::from_millis(10);
 
 /// What was given to the keeper, kept so that a new one can be given it, too.
-type Given = BTreeMap<(KeptKind, u64), (Put, Vec<OwnedFd>)>;
+type Given = BTreeMap<(HeldKind, u64), (HeldItem, Vec<OwnedFd>)>;
 
 #[derive(Debug)]
 struct State {
@@ -29,7 +29,7 @@ struct State {
 #[derive(Debug)]
 pub struct KeeperPort {
     path: PathBuf,
-    share: Share,
+    share: KeeperShare,
     state: Mutex<State>,
 }
 
@@ -38,7 +38,7 @@ impl KeeperPort {
     ///
     /// # Errors
     /// If there is no keeper: without one nothing outlives this process. If another owner lives.
-    pub fn connect(path: &Path, share: Share) -> io::Result<(Self, Vec<Kept>)> {
+    pub fn connect(path: &Path, share: KeeperShare) -> io::Result<(Self, Vec<RestoredItem>)> {
         let deadline = Instant::now() + TAKE_PATIENCE;
         loop {
             let socket = connect(path)?;
@@ -54,20 +54,20 @@ impl KeeperPort {
     }
 
     /// Have the keeper hold something.
-    pub fn keep(&self, put: &Put, fds: &[BorrowedFd<'_>]) {
+    pub fn keep(&self, item: &HeldItem, fds: &[BorrowedFd<'_>]) {
         let mut state = self.lock();
         let own = fds.iter().filter_map(|fd| fd.try_clone_to_owned().ok()).collect();
-        state.given.insert((put.kind, put.id), (put.clone(), own));
-        if send_frame(&state.socket, &Frame::Put(put.clone()), fds).is_err() {
+        state.given.insert((item.kind, item.id), (item.clone(), own));
+        if send_frame(&state.socket, &Frame::Hold(item.clone()), fds).is_err() {
             self.give_all_again(&mut state);
         }
     }
 
     /// It is over.
-    pub fn unkeep(&self, kind: KeptKind, id: u64) {
+    pub fn unkeep(&self, kind: HeldKind, id: u64) {
         let mut state = self.lock();
         if state.given.remove(&(kind, id)).is_some()
-            && send_frame(&state.socket, &Frame::Drop(kind, id), &[]).is_err()
+            && send_frame(&state.socket, &Frame::Release(kind, id), &[]).is_err()
         {
             self.give_all_again(&mut state);
         }
@@ -92,7 +92,7 @@ impl KeeperPort {
         state.socket = socket;
         for (put, fds) in state.given.values() {
             let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-            if let Err(error) = send_frame(&state.socket, &Frame::Put(put.clone()), &fds) {
+            if let Err(error) = send_frame(&state.socket, &Frame::Hold(put.clone()), &fds) {
                 tracing::error!(%error, "the new keeper is gone too");
             }
         }
@@ -103,13 +103,13 @@ impl KeeperPort {
     }
 }
 
-fn take(socket: &OwnedFd, share: Share) -> io::Result<Vec<Kept>> {
-    send_frame(socket, &Frame::Take(share), &[])?;
+fn take(socket: &OwnedFd, share: KeeperShare) -> io::Result<Vec<RestoredItem>> {
+    send_frame(socket, &Frame::Claim(share), &[])?;
     let mut kept = Vec::new();
     loop {
         match receive_frame(socket).map_err(io::Error::other)? {
-            (Frame::Put(put), fds) => kept.push(Kept { put, fds }),
-            (Frame::Taken, _) => return Ok(kept),
+            (Frame::Hold(item), fds) => kept.push(RestoredItem { item, fds }),
+            (Frame::Sync, _) => return Ok(kept),
             (Frame::Refused(reason), _) => return Err(io::Error::other(reason)),
             _ => return Err(io::Error::other("the keeper answered something else")),
         }
@@ -117,13 +117,13 @@ fn take(socket: &OwnedFd, share: Share) -> io::Result<Vec<Kept>> {
 }
 
 /// What came back counts as given. The pidfd that comes back with a program was not put with it.
-fn note(kept: &[Kept]) -> io::Result<Given> {
+fn note(kept: &[RestoredItem]) -> io::Result<Given> {
     let mut given = Given::new();
-    for Kept { put, fds } in kept {
-        let has_pidfd = put.kind == KeptKind::Program && put.pid != 0;
+    for RestoredItem { item, fds } in kept {
+        let has_pidfd = item.kind == HeldKind::Program && item.pid != 0;
         let own = &fds[..fds.len().saturating_sub(usize::from(has_pidfd))];
         let own = own.iter().map(OwnedFd::try_clone).collect::<io::Result<_>>()?;
-        given.insert((put.kind, put.id), (put.clone(), own));
+        given.insert((item.kind, item.id), (item.clone(), own));
     }
     Ok(given)
 }

@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use aquifer_channel::{connect, receive_frame, send_frame};
-use aquifer_ipc::{Frame, KeptKind, Put, Share};
+use aquifer_ipc::{Frame, HeldItem, HeldKind, KeeperShare};
 use aquifer_keeper::{KeeperOptions, KeeperPort, serve};
 
 const LONG: Duration = Duration::from_secs(1000);
@@ -35,9 +35,9 @@ impl Keeper {
         Self { socket, stop, thread: Some(thread) }
     }
 
-    fn port(&self, share: Share) -> (KeeperPort, Vec<(KeptKind, u64)>) {
+    fn port(&self, share: KeeperShare) -> (KeeperPort, Vec<(HeldKind, u64)>) {
         let (port, kept) = KeeperPort::connect(&self.socket, share).expect("it serves");
-        (port, kept.iter().map(|kept| (kept.put.kind, kept.put.id)).collect())
+        (port, kept.iter().map(|kept| (kept.item.kind, kept.item.id)).collect())
     }
 }
 
@@ -51,9 +51,9 @@ impl Drop for Keeper {
 }
 
 /// Have something kept; its end can be waited for.
-fn keep(port: &KeeperPort, kind: KeptKind, id: u64) -> PipeReader {
+fn keep(port: &KeeperPort, kind: HeldKind, id: u64) -> PipeReader {
     let (reader, writer) = pipe().expect("a pipe");
-    port.keep(&Put { kind, id, pid: 0, record: String::new() }, &[writer.as_fd()]);
+    port.keep(&HeldItem { kind, id, pid: 0, record: String::new() }, &[writer.as_fd()]);
     reader
 }
 
@@ -65,33 +65,33 @@ fn await_end(mut reader: PipeReader) {
 /// The keeper has read all that was said before.
 fn settle(keeper: &Keeper) {
     let socket = connect(&keeper.socket).expect("it serves");
-    send_frame(&socket, &Frame::Taken, &[]).expect("it listens");
-    assert!(matches!(receive_frame(&socket), Ok((Frame::Taken, _))));
+    send_frame(&socket, &Frame::Sync, &[]).expect("it listens");
+    assert!(matches!(receive_frame(&socket), Ok((Frame::Sync, _))));
 }
 
 #[test]
 fn each_daemon_has_its_own() {
     let folder = tempfile::tempdir().expect("a folder");
     let keeper = Keeper::start(folder.path(), LONG);
-    let (agent, found) = keeper.port(Share::Agent);
+    let (agent, found) = keeper.port(KeeperShare::Agent);
     assert_eq!(found, []);
-    let (first, _) = keeper.port(Share::Node(1));
-    let (second, _) = keeper.port(Share::Node(2));
-    let _held = [keep(&agent, KeptKind::Run, 1), keep(&agent, KeptKind::Session, 2)];
-    let one = keep(&first, KeptKind::Node, 1);
-    let two = keep(&second, KeptKind::Node, 2);
+    let (first, _) = keeper.port(KeeperShare::Node(1));
+    let (second, _) = keeper.port(KeeperShare::Node(2));
+    let _held = [keep(&agent, HeldKind::Run, 1), keep(&agent, HeldKind::Session, 2)];
+    let one = keep(&first, HeldKind::Node, 1);
+    let two = keep(&second, HeldKind::Node, 2);
     // Nobody puts anything in another's share.
-    let foreign = keep(&first, KeptKind::Node, 2);
+    let foreign = keep(&first, HeldKind::Node, 2);
     drop((agent, first));
     await_end(foreign);
-    assert_eq!(keeper.port(Share::Agent).1, [(KeptKind::Run, 1), (KeptKind::Session, 2)]);
-    let (first, found) = keeper.port(Share::Node(1));
-    assert_eq!(found, [(KeptKind::Node, 1)]);
-    assert_eq!(keeper.port(Share::Node(3)).1, []);
-    first.unkeep(KeptKind::Node, 1);
+    assert_eq!(keeper.port(KeeperShare::Agent).1, [(HeldKind::Run, 1), (HeldKind::Session, 2)]);
+    let (first, found) = keeper.port(KeeperShare::Node(1));
+    assert_eq!(found, [(HeldKind::Node, 1)]);
+    assert_eq!(keeper.port(KeeperShare::Node(3)).1, []);
+    first.unkeep(HeldKind::Node, 1);
     await_end(one);
     drop(second);
-    assert_eq!(keeper.port(Share::Node(2)).1, [(KeptKind::Node, 2)]);
+    assert_eq!(keeper.port(KeeperShare::Node(2)).1, [(HeldKind::Node, 2)]);
     drop(keeper);
     await_end(two);
 }
@@ -100,31 +100,31 @@ fn each_daemon_has_its_own() {
 fn what_nobody_comes_for_is_let_go() {
     let folder = tempfile::tempdir().expect("a folder");
     let keeper = Keeper::start(folder.path(), Duration::from_millis(1));
-    let (first, _) = keeper.port(Share::Node(1));
-    let (second, _) = keeper.port(Share::Node(2));
-    let gone = keep(&first, KeptKind::Node, 1);
-    let _there = keep(&second, KeptKind::Node, 2);
+    let (first, _) = keeper.port(KeeperShare::Node(1));
+    let (second, _) = keeper.port(KeeperShare::Node(2));
+    let gone = keep(&first, HeldKind::Node, 1);
+    let _there = keep(&second, HeldKind::Node, 2);
     drop(first);
     await_end(gone);
-    assert_eq!(keeper.port(Share::Node(1)).1, []);
+    assert_eq!(keeper.port(KeeperShare::Node(1)).1, []);
     // Its owner is there: it is kept for as long.
-    assert_eq!(keeper.port(Share::Node(2)).1, [(KeptKind::Node, 2)]);
+    assert_eq!(keeper.port(KeeperShare::Node(2)).1, [(HeldKind::Node, 2)]);
 }
 
 #[test]
 fn another_keeper_is_given_what_the_last_one_had() {
     let folder = tempfile::tempdir().expect("a folder");
     let keeper = Keeper::start(folder.path(), LONG);
-    let (port, _) = keeper.port(Share::Node(7));
-    let held = keep(&port, KeptKind::Node, 7);
+    let (port, _) = keeper.port(KeeperShare::Node(7));
+    let held = keep(&port, HeldKind::Node, 7);
     settle(&keeper);
     drop(keeper);
     let keeper = Keeper::start(folder.path(), LONG);
     port.refresh();
     drop(port);
-    let (port, found) = keeper.port(Share::Node(7));
-    assert_eq!(found, [(KeptKind::Node, 7)]);
-    port.unkeep(KeptKind::Node, 7);
+    let (port, found) = keeper.port(KeeperShare::Node(7));
+    assert_eq!(found, [(HeldKind::Node, 7)]);
+    port.unkeep(HeldKind::Node, 7);
     await_end(held);
 }
 
@@ -132,15 +132,15 @@ fn another_keeper_is_given_what_the_last_one_had() {
 fn who_owns_nothing_changes_nothing() {
     let folder = tempfile::tempdir().expect("a folder");
     let keeper = Keeper::start(folder.path(), LONG);
-    let (port, _) = keeper.port(Share::Node(1));
-    let _held = keep(&port, KeptKind::Node, 1);
+    let (port, _) = keeper.port(KeeperShare::Node(1));
+    let _held = keep(&port, HeldKind::Node, 1);
     settle(&keeper);
     let stranger = connect(&keeper.socket).expect("it serves");
-    send_frame(&stranger, &Frame::Drop(KeptKind::Node, 1), &[]).expect("it listens");
+    send_frame(&stranger, &Frame::Release(HeldKind::Node, 1), &[]).expect("it listens");
     // An owner of one share takes no other.
-    let (other, _) = keeper.port(Share::Node(2));
-    other.unkeep(KeptKind::Node, 1);
+    let (other, _) = keeper.port(KeeperShare::Node(2));
+    other.unkeep(HeldKind::Node, 1);
     drop(port);
     settle(&keeper);
-    assert_eq!(keeper.port(Share::Node(1)).1, [(KeptKind::Node, 1)]);
+    assert_eq!(keeper.port(KeeperShare::Node(1)).1, [(HeldKind::Node, 1)]);
 }

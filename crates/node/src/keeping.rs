@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_fabric::{Key, Memory, Target, shm};
-use aquifer_ipc::{KeptKind, Put, Share};
+use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
 use aquifer_keeper::KeeperPort;
 use serde::{Deserialize, Serialize};
 
@@ -55,12 +55,12 @@ impl Kept {
     /// # Errors
     /// If there is no keeper, or the node is running.
     pub fn open(keep: &Keep, node: u16) -> Result<(Self, Option<Before>), NodeError> {
-        let connected = KeeperPort::connect(&keep.keeper, Share::Node(node));
+        let connected = KeeperPort::connect(&keep.keeper, KeeperShare::Node(node));
         let (port, left) =
             connected.map_err(|source| NodeError::Keeper { path: keep.keeper.clone(), source })?;
         let mut before = None;
         for kept in left {
-            match Before::open(&kept.put.record, kept.fds) {
+            match Before::open(&kept.item.record, kept.fds) {
                 Ok(memory) => before = Some(memory),
                 Err(error) => {
                     tracing::error!(node, %error, "the memory that was kept is of no use; what was in it is lost")
@@ -74,7 +74,7 @@ impl Kept {
     pub fn keep(&self, memory: &Memory, key: Key, epochs: &Epochs, target: &dyn Target, epoch: u64) {
         let record = Record { epoch, key: key.0 };
         let record = serde_json::to_string(&record).expect("plain structs are JSON");
-        let put = Put { kind: KeptKind::Node, id: u64::from(self.node), pid: 0, record };
+        let put = HeldItem { kind: HeldKind::Node, id: u64::from(self.node), pid: 0, record };
         let fds: Vec<BorrowedFd<'_>> =
             [memory.fd(), epochs.fd()].into_iter().chain(target.control()).collect();
         self.port.keep(&put, &fds);
@@ -82,7 +82,7 @@ impl Kept {
 
     /// The memory is worth nothing any more.
     pub fn forget(&self) {
-        self.port.unkeep(KeptKind::Node, u64::from(self.node));
+        self.port.unkeep(HeldKind::Node, u64::from(self.node));
     }
 
     /// If there is another keeper, it is given what the last one had. To be called now and then.

@@ -6,7 +6,7 @@
 use core::ffi::CStr;
 
 use aquifer_attach::{Paged, attach_program, say};
-use aquifer_ipc::Token;
+use aquifer_ipc::RunToken;
 
 /// Runs when the dynamic linker has loaded the library, before the program's own code.
 #[used]
@@ -26,7 +26,7 @@ extern "C" fn start() {
     let (Some(path), Some(run)) = (variable(c"AQUIFER_SOCKET"), variable(c"AQUIFER_RUN")) else {
         return;
     };
-    match Token::from_hex(run) {
+    match RunToken::from_hex(run) {
         Some(token) => attach_program(path, token, Paged::All),
         None => say::fail("AQUIFER_RUN is not a run's token: start programs with `aquifer run`", 0),
     }

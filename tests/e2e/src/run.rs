@@ -167,9 +167,9 @@ pub fn mempool_share(socket: &Path) -> MempoolShare {
 #[must_use]
 pub fn status(socket: &Path) -> Option<Value> {
     let connection = Connection::open(socket).ok()?;
-    connection.send_frame(&Frame::Status).ok()?;
+    connection.send_frame(&Frame::StatusRequest).ok()?;
     match connection.receive().ok()?? {
-        Frame::StatusIs(text) => serde_json::from_str(&text).ok(),
+        Frame::StatusReport(text) => serde_json::from_str(&text).ok(),
         _ => None,
     }
 }

@@ -5,10 +5,10 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use aquifer_channel::{Mapping, connect, receive_frame, send_frame};
+use aquifer_channel::{RingMapping, connect, receive_frame, send_frame};
 use aquifer_client::{Error, Extent, ReadJob, Session, WriteJob};
 use aquifer_ipc::Frame;
-use aquifer_ipc::ring::{DATA_AT, Request, Ring, Words};
+use aquifer_ipc::ring::{DATA_AT, ExtentRequest, RingWords, SessionRing};
 use aquifer_tests_e2e::checked::{Checked, Random, stamped};
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::restart::restart_agent;
@@ -303,7 +303,7 @@ fn a_ring_of_noise_disturbs_nobody_else() {
         send_frame(&socket, &Frame::OpenSession, &[]).expect("it hears");
         let (frame, fds) = receive_frame(&socket).expect("it answers");
         assert_eq!(frame, Frame::SessionOpened);
-        let ring = Mapping::new(&fds[0]).expect("memory");
+        let ring = RingMapping::new(&fds[0]).expect("memory");
         for _ in 0..200 {
             // Requests whose kind is possible, and a counter that is believed now and then.
             let at = 64 + random.below(DATA_AT / 8 - 8) * 8;
@@ -313,7 +313,7 @@ fn a_ring_of_noise_disturbs_nobody_else() {
             let answered = ring.word_u32(128).load(std::sync::atomic::Ordering::Relaxed);
             let count = u32::try_from(random.below(if round % 2 == 0 { 20 } else { 400 })).expect("small");
             requested.store(answered.wrapping_add(count), std::sync::atomic::Ordering::Release);
-            aquifer_channel::bell::ring(&socket);
+            aquifer_channel::wakeup::notify(&socket);
         }
         checked.turn();
     }
@@ -329,14 +329,15 @@ fn a_damaged_ring_loses_nothing_when_the_agent_is_killed() {
     let socket = connect(cluster.agent_socket()).expect("the agent listens");
     send_frame(&socket, &Frame::OpenSession, &[]).expect("it hears");
     let (_, fds) = receive_frame(&socket).expect("it answers");
-    let ring = Ring::open(Mapping::new(&fds[0]).expect("memory")).expect("a ring");
+    let ring = SessionRing::open(RingMapping::new(&fds[0]).expect("memory")).expect("a ring");
     for number in 0..100 {
         let class = u8::try_from(number % 11).expect("small");
-        let request = if class < 10 { Request::Allocate(class) } else { Request::AllocateStretch(3) };
+        let request =
+            if class < 10 { ExtentRequest::Allocate(class) } else { ExtentRequest::AllocateStretch(3) };
         ring.put_request(number, &request);
     }
     ring.publish_requests(100);
-    aquifer_channel::bell::ring(&socket);
+    aquifer_channel::wakeup::notify(&socket);
     eventually("all to be answered", || (ring.answered() == 100).then_some(()));
     for offset in (0..DATA_AT).step_by(8) {
         ring.words().word_u64(offset).store(0, std::sync::atomic::Ordering::Relaxed);

@@ -9,7 +9,7 @@ use std::process::Stdio;
 
 use aquifer_channel::{connect, receive_frame, send_frame};
 use aquifer_client::Session;
-use aquifer_ipc::{Frame, KeptKind, Share};
+use aquifer_ipc::{Frame, HeldKind, KeeperShare};
 use aquifer_tests_e2e::network::Part;
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 use aquifer_tests_support::golden;
@@ -94,32 +94,32 @@ fn kind_of(fd: &OwnedFd) -> String {
 }
 
 /// Takes a share from the keeper as the next daemon would; one line for each record.
-fn held(cluster: &Cluster, share: Share) -> Vec<String> {
+fn held(cluster: &Cluster, share: KeeperShare) -> Vec<String> {
     let socket = eventually("the keeper gives the share of a dead daemon", || {
         let socket = connect(&cluster.state().join("keeper.sock")).expect("the keeper listens");
-        send_frame(&socket, &Frame::Take(share), &[]).expect("the keeper listens");
+        send_frame(&socket, &Frame::Claim(share), &[]).expect("the keeper listens");
         Some((receive_frame(&socket).ok()?, socket))
             .filter(|((first, _), _)| !matches!(first, Frame::Refused(_)))
     });
     let (mut next, socket) = socket;
     let mut lines = Vec::new();
-    while let (Frame::Put(put), fds) = &next {
+    while let (Frame::Hold(put), fds) = &next {
         let kind = match put.kind {
-            KeptKind::Host => "host",
-            KeptKind::Run => "run",
-            KeptKind::Program => "program",
-            KeptKind::Orphan => "orphan",
-            KeptKind::Session => "session",
-            KeptKind::Node => "node",
+            HeldKind::Host => "host",
+            HeldKind::Run => "run",
+            HeldKind::Program => "program",
+            HeldKind::Orphan => "orphan",
+            HeldKind::Session => "session",
+            HeldKind::Node => "node",
         };
         // Orphans come from the shadow of the dead agent, sooner or later.
-        if put.kind != KeptKind::Orphan {
+        if put.kind != HeldKind::Orphan {
             let fds: Vec<String> = fds.iter().map(kind_of).collect();
             lines.push(format!("{kind}: {}", fds.join(", ")));
         }
         next = receive_frame(&socket).expect("the keeper goes on");
     }
-    assert!(matches!(next.0, Frame::Taken), "{:?}", next.0);
+    assert!(matches!(next.0, Frame::Sync), "{:?}", next.0);
     lines
 }
 
@@ -137,8 +137,8 @@ fn golden_descriptors_that_the_keeper_holds() {
     });
     processes::kill(cluster.part("node", Some(1)));
     processes::kill(cluster.part("agent", None));
-    let mut lines = held(&cluster, Share::Agent);
-    lines.extend(held(&cluster, Share::Node(1)));
+    let mut lines = held(&cluster, KeeperShare::Agent);
+    lines.extend(held(&cluster, KeeperShare::Node(1)));
     for pid in processes::descendants(run.id()) {
         processes::signal(pid, rustix::process::Signal::KILL);
     }

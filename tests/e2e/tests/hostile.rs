@@ -2,24 +2,26 @@
 
 use std::os::unix::process::ExitStatusExt;
 
-use aquifer_ipc::{FRAME_BYTES_MAX, Frame, Hello, KeptKind, OpenRun, Put, RUN_VARIABLE, Share, Token};
+use aquifer_ipc::{
+    FRAME_BYTES_MAX, Frame, HeldItem, HeldKind, KeeperShare, OpenRun, ProgramHello, RUN_VARIABLE, RunToken,
+};
 use aquifer_tests_e2e::agent::Connection;
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::run::{Running, mempool_share, status};
 use aquifer_tests_e2e::{Cluster, build, eventually};
 
-fn hello(token: Token, is_child: bool) -> Frame {
-    Frame::Hello(Hello {
+fn hello(token: RunToken, is_child: bool) -> Frame {
+    Frame::Hello(ProgramHello {
         token,
         is_child,
-        number: 1,
-        antechamber: 0x1000_0000,
+        child_number: 1,
+        bounce_buffer: 0x1000_0000,
         staging: 0x2000_0000,
         canary: 0x3000_0000,
         private_start: 0x1000_0000,
         private_end: 0x4000_0000,
-        only_start: 0,
-        only_end: 0,
+        paged_start: 0,
+        paged_end: 0,
     })
 }
 
@@ -71,11 +73,16 @@ fn cut_changed_and_foreign_frames_are_refused_with_a_reason() {
     refusal(&cluster, &longer);
     assert!(refusal(&cluster, b"GET / HTTP/1.1\r\n\r\n").contains("not an Aquifer message"));
     refusal(&cluster, &vec![b'A'; FRAME_BYTES_MAX + 1]);
-    let put = Put { kind: KeptKind::Program, id: 1, pid: 1, record: String::new() };
-    let drop = Frame::Drop(KeptKind::Program, 1);
-    for frame in
-        [Frame::Welcome, Frame::CloseRun, Frame::Put(put), drop, Frame::Take(Share::Agent), Frame::Taken]
-    {
+    let put = HeldItem { kind: HeldKind::Program, id: 1, pid: 1, record: String::new() };
+    let drop = Frame::Release(HeldKind::Program, 1);
+    for frame in [
+        Frame::Welcome,
+        Frame::CloseRun,
+        Frame::Hold(put),
+        drop,
+        Frame::Claim(KeeperShare::Agent),
+        Frame::Sync,
+    ] {
         assert!(refusal(&cluster, &bytes_of(&frame)).contains("not for an agent"));
     }
     assert_eq!(answer(&cluster, &[]), None, "an empty packet is an end");
@@ -106,7 +113,7 @@ fn the_corpus_of_the_parser_does_no_harm_to_the_agent() {
 fn a_forged_token_opens_nothing() {
     let cluster = Cluster::up(1, "64M");
     for is_child in [false, true] {
-        let reason = refusal(&cluster, &bytes_of(&hello(Token([7; 16]), is_child)));
+        let reason = refusal(&cluster, &bytes_of(&hello(RunToken([7; 16]), is_child)));
         assert!(reason.contains("no such run"), "{reason}");
     }
     // A program that was given somebody's guess refuses to run unpaged.

@@ -6,10 +6,10 @@ use std::path::Path;
 use std::process::{Child, Stdio};
 use std::sync::atomic::Ordering::{Relaxed, Release};
 
-use aquifer_channel::{Mapping, bell, connect, receive_frame, send_frame};
+use aquifer_channel::{RingMapping, connect, receive_frame, send_frame, wakeup};
 use aquifer_client::{Error, Extent, Session};
 use aquifer_ipc::Frame;
-use aquifer_ipc::ring::{DATA_AT, Words};
+use aquifer_ipc::ring::{DATA_AT, RingWords};
 use aquifer_tests_e2e::House;
 use aquifer_tests_e2e::checked::{Checked, Random};
 use aquifer_tests_support::skip;
@@ -159,7 +159,7 @@ fn noise_in_the_ring(agent: &Path, _: &Names, random: &mut Random) -> String {
         send_frame(&socket, &Frame::OpenSession, &[]).expect("it hears");
         let (frame, fds) = receive_frame(&socket).expect("it answers");
         assert_eq!(frame, Frame::SessionOpened);
-        let ring = Mapping::new(&fds[0]).expect("memory");
+        let ring = RingMapping::new(&fds[0]).expect("memory");
         for _ in 0..100 {
             let at = 64 + random.below(DATA_AT / 8 - 8) * 8;
             let noise = (random.below(1 << 31) as u64) << 33 ^ random.below(1 << 31) as u64;
@@ -167,7 +167,7 @@ fn noise_in_the_ring(agent: &Path, _: &Names, random: &mut Random) -> String {
             let answered = ring.word_u32(128).load(Relaxed);
             let count = u32::try_from(random.below(if round % 2 == 0 { 20 } else { 4000 })).expect("small");
             ring.word_u32(64).store(answered.wrapping_add(count), Release);
-            bell::ring(&socket);
+            wakeup::notify(&socket);
         }
     }
     format!("noise in {NOISES} rings")

@@ -16,7 +16,7 @@ use crate::cli::LendArguments;
 use crate::say::say_line;
 use crate::settings::DirectorySettings;
 use crate::state::StateDir;
-use aquifer_ipc::size::Size;
+use aquifer_ipc::size::ByteSize;
 
 /// How long to wait for news before the bar is drawn anew.
 const TICK: Duration = Duration::from_millis(100);
@@ -30,11 +30,11 @@ pub fn lend(state: &StateDir, arguments: &LendArguments) -> Outcome {
     let directory = source(state, &arguments.directory)?.connect(state)?;
     let node = choose(names::nodes(&*directory)?, arguments.node)?;
     if (1..SECTION_BYTES).contains(&arguments.size) {
-        return Err(format!("a node lends in steps of {}, or nothing", Size(SECTION_BYTES)).into());
+        return Err(format!("a node lends in steps of {}, or nothing", ByteSize(SECTION_BYTES)).into());
     }
     let memory_bytes = arguments.size / SECTION_BYTES * SECTION_BYTES;
     if memory_bytes > node.memory_bytes_max {
-        let most = Size(node.memory_bytes_max);
+        let most = ByteSize(node.memory_bytes_max);
         let why = format!(
             "node {} can lend {most} at most: that is said when it starts, with --memory-max SIZE",
             node.id
@@ -47,13 +47,13 @@ pub fn lend(state: &StateDir, arguments: &LendArguments) -> Outcome {
         say_line!(
             "node {} is asked to lend {}; it lends {}",
             node.id,
-            Size(memory_bytes),
-            Size(node.memory_bytes)
+            ByteSize(memory_bytes),
+            ByteSize(node.memory_bytes)
         );
         return Ok(ExitCode::SUCCESS);
     }
     wait(&*directory, &node, wanted)?;
-    say_line!("node {} lends {}", node.id, Size(memory_bytes));
+    say_line!("node {} lends {}", node.id, ByteSize(memory_bytes));
     Ok(ExitCode::SUCCESS)
 }
 
@@ -155,10 +155,11 @@ impl Follower<'_> {
         let entry = self.directory.get(&names::wanted(node))?;
         match entry.as_ref().map(names::decode::<WantedRecord>).transpose()? {
             Some(wish) if wish == self.wanted => Ok(()),
-            Some(wish) => {
-                Err(format!("somebody else has asked node {node} for {} meanwhile", Size(wish.memory_bytes))
-                    .into())
-            }
+            Some(wish) => Err(format!(
+                "somebody else has asked node {node} for {} meanwhile",
+                ByteSize(wish.memory_bytes)
+            )
+            .into()),
             None => Err(format!("somebody has taken back what node {node} was asked").into()),
         }
     }
@@ -170,7 +171,7 @@ impl Follower<'_> {
             self.held_up = Some((held_up, Instant::now()));
         }
         let is_lasting = self.held_up.is_some_and(|(_, since)| since.elapsed() >= HELD_UP_PATIENCE);
-        let what = format!("node {} lends {}: {held_up}", self.wanted.node, Size(lent));
+        let what = format!("node {} lends {}: {held_up}", self.wanted.node, ByteSize(lent));
         if held_up != HeldUp::InUse && is_lasting {
             self.bar.finish_and_clear();
             return Err(what.into());

@@ -6,7 +6,7 @@ use crate::Outcome;
 use crate::cli::LimitArguments;
 use crate::say::say_line;
 use crate::state::StateDir;
-use aquifer_ipc::size::Size;
+use aquifer_ipc::size::ByteSize;
 
 /// Change it, and say what it is now.
 pub fn limit(state: &StateDir, arguments: &LimitArguments) -> Outcome {
@@ -15,8 +15,8 @@ pub fn limit(state: &StateDir, arguments: &LimitArguments) -> Outcome {
     say_line!(
         "{}: may have {} from now on, has {} resident",
         run.name,
-        Size(run.limit_bytes),
-        Size(run.resident_bytes)
+        ByteSize(run.limit_bytes),
+        ByteSize(run.resident_bytes)
     );
     Ok(ExitCode::SUCCESS)
 }

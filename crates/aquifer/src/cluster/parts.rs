@@ -27,7 +27,7 @@ use crate::Outcome;
 use crate::cli::{AgentArguments, Foreground, GRACE_MS, KeeperArguments, NodeArguments, PartCommand};
 use crate::settings::{AgentSettings, Network, NodeSettings, complete};
 use crate::state::StateDir;
-use aquifer_ipc::size::Size;
+use aquifer_ipc::size::ByteSize;
 use aquifer_node::memory::available_bytes;
 
 /// Most that a mempool takes unless it is told otherwise.
@@ -221,7 +221,7 @@ fn agent(
     let available = available_bytes()?;
     let mempool = match settings.mempool {
         Some(asked) if asked > available => {
-            let (asked, available) = (Size(asked), Size(available));
+            let (asked, available) = (ByteSize(asked), ByteSize(available));
             return Err(format!(
                 "a mempool of {asked} does not fit: only {available} of memory are available"
             )

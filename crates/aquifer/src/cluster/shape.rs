@@ -13,7 +13,7 @@ use super::source::Source;
 use crate::cli::{Fabric, GRACE_MS, UpArguments};
 use crate::settings::DirectorySettings;
 use crate::state::StateDir;
-use aquifer_ipc::size::Size;
+use aquifer_ipc::size::ByteSize;
 
 const VERSION: u32 = 3;
 /// Nothing sensible is longer.
@@ -204,7 +204,7 @@ impl std::fmt::Display for Shape {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let plural = if self.nodes == 1 { "" } else { "s" };
         let fabric = if self.fabric == Fabric::Tcp { " over TCP" } else { "" };
-        write!(f, "{} node{plural} of {}{fabric}", self.nodes, Size(self.memory_bytes))?;
+        write!(f, "{} node{plural} of {}{fabric}", self.nodes, ByteSize(self.memory_bytes))?;
         self.directory.address.iter().try_for_each(|address| write!(f, ", directory {address}"))
     }
 }

@@ -16,7 +16,7 @@ use crate::Outcome;
 use crate::cli::StatusArguments;
 use crate::say::{say, say_line};
 use crate::state::StateDir;
-use aquifer_ipc::size::Size;
+use aquifer_ipc::size::ByteSize;
 
 /// All there is to say.
 #[derive(Debug, Serialize)]
@@ -169,16 +169,21 @@ fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
         let node =
             status.nodes.iter().find(|node| part.alive && part.name == Part::Node(node.id).to_string());
         if let Some(node) = node {
-            write!(text, " lends {}", Size(node.memory_bytes))?;
+            write!(text, " lends {}", ByteSize(node.memory_bytes))?;
             if node.memory_bytes != node.memory_bytes_wanted {
-                write!(text, " (asked for {})", Size(node.memory_bytes_wanted))?;
+                write!(text, " (asked for {})", ByteSize(node.memory_bytes_wanted))?;
             }
             if let Some(free) = node.free_bytes {
-                write!(text, ", {} free", Size(free))?;
+                write!(text, ", {} free", ByteSize(free))?;
             }
         }
         if let (true, Some(agent)) = (part.name == Part::Agent.to_string(), &status.agent) {
-            write!(text, " mempool {} of {}", Size(agent.mempool_used_bytes), Size(agent.mempool_bytes))?;
+            write!(
+                text,
+                " mempool {} of {}",
+                ByteSize(agent.mempool_used_bytes),
+                ByteSize(agent.mempool_bytes)
+            )?;
         }
         writeln!(text)?;
     }
@@ -189,9 +194,9 @@ fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
             tenant.tenant,
             tenant.runs,
             tenant.processes,
-            Size(tenant.resident_bytes),
-            Size(tenant.mempool_bytes),
-            Size(tenant.remote_bytes),
+            ByteSize(tenant.resident_bytes),
+            ByteSize(tenant.mempool_bytes),
+            ByteSize(tenant.remote_bytes),
             tenant.faults,
         )?;
     }
@@ -200,7 +205,7 @@ fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
             text,
             "  user {}: {} as extents, {} requests refused for their keys",
             user.tenant,
-            Size(user.taken_bytes),
+            ByteSize(user.taken_bytes),
             user.refused
         )?;
     }
@@ -209,9 +214,9 @@ fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
             text,
             "  process {:<8} {} in {} extents, {} kept ready, {} requests",
             session.pid,
-            Size(session.bytes),
+            ByteSize(session.bytes),
             session.extents,
-            Size(session.stocked_bytes),
+            ByteSize(session.stocked_bytes),
             session.requests
         )?;
     }
@@ -220,10 +225,10 @@ fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
             text,
             "  run {}: {} of {} resident, {} in the mempool, {} on memory nodes, {} faults, processes: {}",
             run.name,
-            Size(run.resident_bytes),
-            Size(run.limit_bytes),
-            Size(run.mempool_bytes),
-            Size(run.remote_bytes),
+            ByteSize(run.resident_bytes),
+            ByteSize(run.limit_bytes),
+            ByteSize(run.mempool_bytes),
+            ByteSize(run.remote_bytes),
             run.faults,
             run.processes,
         )?;
@@ -232,7 +237,7 @@ fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
                 text,
                 "    process {:<8} {} held, {} faults, {} pages taken, {} read back",
                 program.pid,
-                Size(program.held_bytes),
+                ByteSize(program.held_bytes),
                 program.faults,
                 program.evictions,
                 program.remote_reads,

@@ -15,7 +15,7 @@ use crate::cli::UpArguments;
 use crate::say::say_line;
 use crate::state::StateDir;
 use aquifer_ipc::Frame;
-use aquifer_ipc::size::Size;
+use aquifer_ipc::size::ByteSize;
 use aquifer_node::memory::available_bytes;
 
 /// Start the cluster, or what of it is missing, and return when it serves.
@@ -63,7 +63,7 @@ fn watch_exits(state: &StateDir, shape: &Shape) {
     for part in shape.parts().into_iter().filter(|part| *part != Part::Keeper) {
         // A daemon that has ended meanwhile cannot be watched.
         let Ok(Some(Process { pid, pidfd })) = life_of(state, part) else { continue };
-        let watch = Frame::Watch { pid, name: part.to_string() };
+        let watch = Frame::WatchDaemon { pid, name: part.to_string() };
         if let Err(error) = aquifer_channel::send_frame(&keeper, &watch, &[pidfd.as_fd()]) {
             return warn(&error);
         }
@@ -105,7 +105,7 @@ fn check_memory(shape: &Shape, missing: &[Part]) -> Outcome {
     let needed = shape.memory_bytes.saturating_mul(u64::try_from(nodes)?);
     let available = available_bytes()?;
     if needed > available {
-        let (each, needed, available) = (Size(shape.memory_bytes), Size(needed), Size(available));
+        let (each, needed, available) = (ByteSize(shape.memory_bytes), ByteSize(needed), ByteSize(available));
         return Err(format!(
             "{nodes} nodes of {each} are {needed}, and only {available} of memory are available: \
              ask for less with --memory or --nodes"

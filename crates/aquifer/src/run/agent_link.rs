@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use aquifer_agent::client;
 use aquifer_channel::{ReceiveError, receive_frame, send_frame};
-use aquifer_ipc::{Frame, OpenRun, Token};
+use aquifer_ipc::{Frame, OpenRun, RunToken};
 
 use super::RunError;
 
@@ -21,7 +21,7 @@ const STATISTICS_PATIENCE: Duration = Duration::from_secs(30);
 #[derive(Debug)]
 pub(super) struct AgentLink {
     socket: Arc<OwnedFd>,
-    token: Token,
+    token: RunToken,
     reason: Arc<Mutex<Option<String>>>,
     statistics: Option<Receiver<String>>,
     thread: Option<JoinHandle<()>>,
@@ -41,11 +41,11 @@ impl AgentLink {
     }
 
     /// A conversation that others have begun.
-    pub(super) fn over(socket: OwnedFd, token: Token) -> Self {
+    pub(super) fn over(socket: OwnedFd, token: RunToken) -> Self {
         Self { socket: Arc::new(socket), token, reason: Arc::default(), statistics: None, thread: None }
     }
 
-    pub(super) fn token(&self) -> Token {
+    pub(super) fn token(&self) -> RunToken {
         self.token
     }
 
@@ -103,7 +103,7 @@ fn hear(
 ) {
     loop {
         match receive_frame(socket) {
-            Ok((Frame::News(text), _)) => crate::say::say_error!("{text}"),
+            Ok((Frame::Notice(text), _)) => crate::say::say_error!("{text}"),
             Ok((Frame::Ended(text), _)) => {
                 reason.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(text);
             }

@@ -13,7 +13,7 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus};
 
-use aquifer_ipc::{EXIT_FAILED, RUN_VARIABLE, SOCKET_VARIABLE, Token};
+use aquifer_ipc::{EXIT_FAILED, RUN_VARIABLE, RunToken, SOCKET_VARIABLE};
 
 use agent_link::{AgentLink, agent_is_gone};
 pub use executable::ExecutableError;
@@ -145,7 +145,7 @@ fn run_on_swap(options: &RunOptions, swap: &SwapOptions, program: PathBuf) -> Re
     executable::check_startable(&program)?;
     let stats = options.stats.as_deref().map(open_stats).transpose()?;
     let (server, socket) = SwapServer::start(options, swap, &name_of(&program))?;
-    let mut link = AgentLink::over(socket, Token([0; 16]));
+    let mut link = AgentLink::over(socket, RunToken([0; 16]));
     signals::install();
     let command = server.command(&program)?;
     let status = attend(options, &program, command, &mut link, server.on_gone())?;

@@ -43,7 +43,7 @@ use crate::setup::want::Want;
 use crate::setup::{SetupError, loop_device, mount};
 use crate::state::StateDir;
 use agent::AgentWatch;
-use aquifer_ipc::size::Size;
+use aquifer_ipc::size::ByteSize;
 use protect::{ProtectError, protect};
 
 /// How often to look around.
@@ -67,12 +67,12 @@ enum SwapError {
         "a limit of {limit_bytes} bytes is too small for any program: give at least {LIMIT_BYTES_MIN} (--local 8M)"
     )]
     TooSmall { limit_bytes: u64 },
-    #[error("a swap device of {0} is not between {min} and {max}: choose another --swap-size", min = Size(SIZE_BYTES_MIN), max = Size(VOLUME_BYTES_MAX))]
-    Size(Size),
+    #[error("a swap device of {0} is not between {min} and {max}: choose another --swap-size", min = ByteSize(SIZE_BYTES_MIN), max = ByteSize(VOLUME_BYTES_MAX))]
+    Size(ByteSize),
     #[error(
         "the pool is full: {0} are free on all memory nodes together. Give the pool more memory (aquifer up --memory)"
     )]
-    Full(Size),
+    Full(ByteSize),
     #[error(
         "the cluster has no memory node: start one (aquifer node), or start the cluster anew (aquifer up)"
     )]
@@ -271,7 +271,7 @@ impl Server {
 
     fn tell_news(&self, run: Option<&OwnedFd>) {
         for news in self.volume.drain_messages() {
-            tell(run, &Frame::News(format!("{}: {news}", self.name)));
+            tell(run, &Frame::Notice(format!("{}: {news}", self.name)));
         }
     }
 
@@ -291,7 +291,7 @@ impl Server {
             words.push(Frame::Ended(format!(
                 "it needed more memory than its limit and its swap device of {} have, and the kernel killed it: give it a larger \
                  --local or --swap-size",
-                Size(self.volume.bytes())
+                ByteSize(self.volume.bytes())
             )));
         }
         let statistics = serde_json::to_string(&self.statistics()).expect("figures can be written");
@@ -305,7 +305,7 @@ impl Server {
         let last_words = self.last_words();
         if let Err(error) = self.record.undo() {
             tracing::error!(%error, "something of the swap device is left");
-            tell(run, &Frame::News(format!("something of the swap device is left: {error}")));
+            tell(run, &Frame::Notice(format!("something of the swap device is left: {error}")));
         }
         if let Ok(Err(error)) = self.front.join() {
             tracing::debug!(%error, "the file was unmounted while it was in use");
@@ -372,8 +372,8 @@ fn device_bytes(arguments: &SwapServerArguments, free_bytes: u64) -> Result<u64,
         return Ok(bytes);
     }
     Err(match arguments.swap_size {
-        None if bytes < SIZE_BYTES_MIN => SwapError::Full(Size(free_bytes)),
-        _ => SwapError::Size(Size(wanted)),
+        None if bytes < SIZE_BYTES_MIN => SwapError::Full(ByteSize(free_bytes)),
+        _ => SwapError::Size(ByteSize(wanted)),
     })
 }
 

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use aquifer_fabric_verbs::{Caps, devices};
 
-use aquifer_ipc::size::Size;
+use aquifer_ipc::size::ByteSize;
 
 /// Lists the devices; 1 if there are none, with the reason.
 pub fn info() -> ExitCode {
@@ -30,7 +30,7 @@ pub fn describe(caps: &Caps) -> String {
         format!("can borrow; to lend it lacks {}", lacks.join(", "))
     };
     let registration = if caps.registration_bytes < 1 << 56 {
-        Size(caps.registration_bytes).to_string()
+        ByteSize(caps.registration_bytes).to_string()
     } else {
         "no bound".into()
     };

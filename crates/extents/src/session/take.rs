@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use aquifer_ipc::ring::{Answer, Request, Status};
+use aquifer_ipc::ring::{ExtentAnswer, ExtentRequest, ExtentStatus};
 use aquifer_pool::{Extent, SizeClass};
 
 use super::{NO_REQUEST, Pool, Session, given, key_of};
@@ -19,8 +19,10 @@ const CLEARING_MAX: Duration = Duration::from_secs(5);
 
 impl<P: Pool> Session<P> {
     /// So many of this size are asked for, one after another.
-    pub(super) fn allocate(&mut self, request: u64, class: u8, ahead: usize) -> Answer {
-        let Some(class) = SizeClass::new(class) else { return Answer::of(Status::BadRequest) };
+    pub(super) fn allocate(&mut self, request: u64, class: u8, ahead: usize) -> ExtentAnswer {
+        let Some(class) = SizeClass::new(class) else {
+            return ExtentAnswer::without_extent(ExtentStatus::BadRequest);
+        };
         if let Some(extent) = self.resume(request, class, 1) {
             return given(&extent);
         }
@@ -31,7 +33,7 @@ impl<P: Pool> Session<P> {
         }
         if let Some(number) = stocked {
             let Some(Entry { extent, .. }) = self.book.entry(number) else {
-                return Answer::of(Status::Failed);
+                return ExtentAnswer::without_extent(ExtentStatus::Failed);
             };
             self.book.set(number, State::Given, request);
             self.holdings.stocked_bytes -= class.bytes();
@@ -39,27 +41,27 @@ impl<P: Pool> Session<P> {
         }
         match self.take_at_any_cost(|session| session.take(class, request)) {
             Ok(extent) => self.give(&extent, 1),
-            Err(status) => Answer::of(status),
+            Err(status) => ExtentAnswer::without_extent(status),
         }
     }
 
-    pub(super) fn allocate_stretch(&mut self, request: u64, sections: u32) -> Answer {
+    pub(super) fn allocate_stretch(&mut self, request: u64, sections: u32) -> ExtentAnswer {
         if let Some(first) = self.resume(request, SizeClass::SECTION, sections) {
             return given(&first);
         }
         match self.take_when_clear(sections, request) {
             Ok(first) => self.give(&first, sections),
-            Err(status) => Answer::of(status),
+            Err(status) => ExtentAnswer::without_extent(status),
         }
     }
 
     /// Take a stretch. What was given back a moment ago is cleared before others may have it: that is waited for, as long as it goes on.
-    fn take_when_clear(&mut self, sections: u32, request: u64) -> Result<Extent, Status> {
+    fn take_when_clear(&mut self, sections: u32, request: u64) -> Result<Extent, ExtentStatus> {
         let begun = Instant::now();
         let (mut least, mut since) = (u32::MAX, begun);
         loop {
             let taken = self.take_at_any_cost(|session| session.take_stretch(sections, request));
-            if taken != Err(Status::Full) || begun.elapsed() > CLEARING_MAX {
+            if taken != Err(ExtentStatus::Full) || begun.elapsed() > CLEARING_MAX {
                 return taken;
             }
             let Some(left) = self.pool.sections_to_clear(sections) else { return taken };
@@ -75,10 +77,12 @@ impl<P: Pool> Session<P> {
     /// Take something of the pool, if need be after what is in stock was given back.
     fn take_at_any_cost<T>(
         &mut self,
-        mut take: impl FnMut(&mut Self) -> Result<T, Status>,
-    ) -> Result<T, Status> {
+        mut take: impl FnMut(&mut Self) -> Result<T, ExtentStatus>,
+    ) -> Result<T, ExtentStatus> {
         match take(self) {
-            Err(Status::Full | Status::Quota | Status::TooMany) if self.holdings.stocked_bytes > 0 => {
+            Err(ExtentStatus::Full | ExtentStatus::Quota | ExtentStatus::TooMany)
+                if self.holdings.stocked_bytes > 0 =>
+            {
                 self.drop_stock();
                 take(self)
             }
@@ -105,14 +109,14 @@ impl<P: Pool> Session<P> {
         None
     }
 
-    fn give(&mut self, first: &Extent, count: u32) -> Answer {
+    fn give(&mut self, first: &Extent, count: u32) -> ExtentAnswer {
         self.holdings.extents += u64::from(count);
         self.holdings.bytes += u64::from(count) * first.class.bytes();
         given(first)
     }
 
     /// Take one of the pool for the program, and write it down.
-    fn take(&mut self, class: SizeClass, request: u64) -> Result<Extent, Status> {
+    fn take(&mut self, class: SizeClass, request: u64) -> Result<Extent, ExtentStatus> {
         let _under_way = self.pool.under_way();
         let extent = self.take_within(1, class.bytes(), |pool| pool.allocate(class))?;
         self.note(&extent, State::Given, request);
@@ -120,7 +124,7 @@ impl<P: Pool> Session<P> {
     }
 
     /// Take up to so many into the stock, at least one.
-    pub(super) fn stock_up(&mut self, class: SizeClass, count: usize) -> Result<(), Status> {
+    pub(super) fn stock_up(&mut self, class: SizeClass, count: usize) -> Result<(), ExtentStatus> {
         let _under_way = self.pool.under_way();
         let count = u32::try_from(count).unwrap_or(1);
         let bytes = class.bytes() * u64::from(count);
@@ -136,7 +140,7 @@ impl<P: Pool> Session<P> {
     }
 
     /// Take so many sections side by side, and write them down; the first of them.
-    fn take_stretch(&mut self, sections: u32, request: u64) -> Result<Extent, Status> {
+    fn take_stretch(&mut self, sections: u32, request: u64) -> Result<Extent, ExtentStatus> {
         let _under_way = self.pool.under_way();
         let bytes = u64::from(sections) * SizeClass::SECTION.bytes();
         let stretch = self.take_within(sections, bytes, |pool| pool.allocate_stretch(sections))?;
@@ -151,13 +155,13 @@ impl<P: Pool> Session<P> {
         &mut self,
         count: u32,
         bytes: u64,
-        take: impl FnOnce(&mut P) -> Result<T, Status>,
-    ) -> Result<T, Status> {
+        take: impl FnOnce(&mut P) -> Result<T, ExtentStatus>,
+    ) -> Result<T, ExtentStatus> {
         if self.gaps.len() + ((EXTENTS_MAX - self.book.end()) as usize) < count as usize {
-            return Err(Status::TooMany);
+            return Err(ExtentStatus::TooMany);
         }
         if !self.account.take(bytes, self.pool.quota_bytes()) {
-            return Err(Status::Quota);
+            return Err(ExtentStatus::Quota);
         }
         take(&mut self.pool).inspect_err(|_| self.account.give(bytes))
     }
@@ -176,6 +180,6 @@ pub(super) fn at_once_max(class: SizeClass) -> usize {
 }
 
 /// How many requests for the same size come one after another.
-pub(super) fn alike(requests: &[Option<Request>]) -> usize {
+pub(super) fn alike(requests: &[Option<ExtentRequest>]) -> usize {
     requests.iter().take_while(|request| **request == requests[0]).count()
 }

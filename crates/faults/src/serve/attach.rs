@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use aquifer_channel::send_frame;
-use aquifer_ipc::{Frame, Hello};
+use aquifer_ipc::{Frame, ProgramHello};
 
 use super::PagingService;
 use super::edge::Attachment;
@@ -50,7 +50,7 @@ impl PagingService {
     /// Why it was refused.
     pub fn attach_program(
         &self,
-        hello: Hello,
+        hello: ProgramHello,
         fds: Vec<OwnedFd>,
         socket: OwnedFd,
         pid: u32,
@@ -66,7 +66,7 @@ impl PagingService {
 
     fn try_attach(
         &self,
-        hello: Hello,
+        hello: ProgramHello,
         fds: Vec<OwnedFd>,
         socket: OwnedFd,
         pid: u32,
@@ -88,7 +88,7 @@ impl PagingService {
 
     fn attach_child(&self, run: &Run, pid: u32, attachment: Attachment) -> Result<(), AttachError> {
         let is_it = |program: &Arc<Program>| {
-            program.id == attachment.hello.number
+            program.id == attachment.hello.child_number
                 && program.thread.load(Relaxed) == 0
                 && [0, pid].contains(&program.pid())
         };

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use aquifer_channel::send_frame;
-use aquifer_ipc::{BUFFERS, Frame, Hello, TAKE_PAGES_MAX};
+use aquifer_ipc::{BATCH_PAGES_MAX, Frame, ProgramHello, STAGING_BUFFERS};
 use aquifer_pager::{
     BlockId, FETCH_PAGES_MAX, FetchError, Fetcher, Location, PAGE_BYTES, PageNumber, SlabSet, Volume, view,
 };
@@ -40,7 +40,7 @@ const PAGEMAP_EXCLUSIVE: u64 = 1 << 56;
 /// A program that has said hello: its words, its socket, and the memory shared with its worker.
 #[derive(Debug)]
 pub(crate) struct Attachment {
-    pub(crate) hello: Hello,
+    pub(crate) hello: ProgramHello,
     pub(crate) socket: OwnedFd,
     pub(crate) worker: WorkerPort,
 }
@@ -112,8 +112,8 @@ impl ProcessEdge {
 
     /// A worker is there: answer it, and take pages through it from now on. The keeper holds all before the program goes on.
     pub(crate) fn attach(&mut self, attachment: Attachment) -> io::Result<()> {
-        let first = attachment.hello.antechamber / PAGE;
-        self.uffd.register(first, first + TAKE_PAGES_MAX as u64)?;
+        let first = attachment.hello.bounce_buffer / PAGE;
+        self.uffd.register(first, first + BATCH_PAGES_MAX as u64)?;
         self.exit_watcher()?.watch(&self.program, &attachment.socket);
         self.attachment = Some(attachment);
         self.keep();
@@ -161,7 +161,7 @@ impl ProcessEdge {
 
     /// By staging buffer, what an agent before this one had taken; `None` if the program has ended.
     pub(crate) fn batches(&self) -> Option<Vec<Vec<(PageNumber, MoveOutcome)>>> {
-        let Some(attachment) = &self.attachment else { return Some(vec![Vec::new(); BUFFERS]) };
+        let Some(attachment) = &self.attachment else { return Some(vec![Vec::new(); STAGING_BUFFERS]) };
         // Its staging is read, and its maps are, by this thread.
         self.find_worker_thread();
         attachment.worker.batches(|| !self.program.is_killed() && !self.program.has_exited())

@@ -2,7 +2,7 @@
 //! A changed golden file needs a changed document. A new field needs a default, because an agent of
 //! another build reads the record.
 
-use aquifer_ipc::{Hello, Token};
+use aquifer_ipc::{ProgramHello, RunToken};
 use aquifer_tests_support::golden;
 
 use super::records::{HelloRecord, ProgramRecord, RunRecord, decode};
@@ -11,7 +11,7 @@ use super::records::{HelloRecord, ProgramRecord, RunRecord, decode};
 fn golden_records_of_runs_and_programs() {
     let mut golden = golden!("records");
     let run = RunRecord {
-        token: Token([0x0f; 16]).to_hex(),
+        token: RunToken([0x0f; 16]).to_hex(),
         name: "ls".into(),
         limit_bytes: 1,
         tenant: 2,
@@ -33,17 +33,17 @@ fn golden_records_of_runs_and_programs() {
         golden.text(name, &put.record);
     }
     // What becomes of each field of a hello.
-    let said = Hello {
-        token: Token([3; 16]),
+    let said = ProgramHello {
+        token: RunToken([3; 16]),
         is_child: true,
-        number: 0,
-        antechamber: 1,
+        child_number: 0,
+        bounce_buffer: 1,
         staging: 2,
         canary: 4,
         private_start: 2,
         private_end: 3,
-        only_start: 5,
-        only_end: 6,
+        paged_start: 5,
+        paged_end: 6,
     };
     assert_eq!(program(None, Some(HelloRecord::from(&said))).hello(said.token), Some(said));
     golden.check();

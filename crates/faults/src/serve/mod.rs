@@ -32,7 +32,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::Thread;
 
-use aquifer_ipc::{KeptKind, Put, Token};
+use aquifer_ipc::{HeldItem, HeldKind, RunToken};
 use aquifer_pager::{Connector, Mempool, REPLICAS_MAX, SlabSet};
 use aquifer_pool::{Custody, NodeId, PoolClient};
 
@@ -63,10 +63,10 @@ pub trait AgentServices: Send + Sync + Debug {
 
     /// Hold this in a process that outlives this one, so that programs never read zeros and another agent can go on with them; in
     /// place of what was held under the same name.
-    fn put_in_keeper(&self, put: &Put, fds: &[BorrowedFd<'_>]);
+    fn put_in_keeper(&self, put: &HeldItem, fds: &[BorrowedFd<'_>]);
 
     /// It is over.
-    fn remove_from_keeper(&self, kind: KeptKind, id: u64);
+    fn remove_from_keeper(&self, kind: HeldKind, id: u64);
 }
 
 /// All programs that one agent pages.
@@ -75,7 +75,7 @@ pub struct PagingService {
     pub(crate) agent: Arc<dyn AgentServices>,
     pub(crate) mempool: Arc<Mempool>,
     pub(crate) exit_watcher: Arc<exit_watcher::ProgramExitWatcher>,
-    runs: Mutex<HashMap<Token, Arc<Run>>>,
+    runs: Mutex<HashMap<RunToken, Arc<Run>>>,
     ended: tenants::EndedRuns,
     next_program: AtomicU64,
     /// Of runs that an agent before this one left, and that cannot be gone on with: what they have stays known of.
@@ -144,7 +144,7 @@ impl PagingService {
 
     /// The run with this token.
     #[must_use]
-    pub fn run(&self, token: Token) -> Option<Arc<Run>> {
+    pub fn run(&self, token: RunToken) -> Option<Arc<Run>> {
         self.lock().get(&token).cloned()
     }
 
@@ -190,7 +190,7 @@ impl PagingService {
         self.next_program.fetch_add(1, Relaxed)
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<Token, Arc<Run>>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<RunToken, Arc<Run>>> {
         self.runs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

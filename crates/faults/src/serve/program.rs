@@ -7,7 +7,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use aquifer_ipc::{BUFFERS, Hello, KeptKind};
+use aquifer_ipc::{HeldKind, ProgramHello, STAGING_BUFFERS};
 use aquifer_pager::{PAGE_BYTES, Volume};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -115,11 +115,11 @@ impl Program {
     }
 
     /// It has said where what is.
-    pub(crate) fn attached(&self, hello: &Hello) {
+    pub(crate) fn attached(&self, hello: &ProgramHello) {
         self.set_bounds(&PagingBounds {
             private: hello.private_start..hello.private_end,
             canary: hello.canary,
-            only: hello.only_start..hello.only_end,
+            only: hello.paged_start..hello.paged_end,
         });
         self.is_attached.store(true, SeqCst);
     }
@@ -132,9 +132,9 @@ impl Program {
 
     /// What it has said of its memory; a child that has said nothing yet has what its parent has.
     pub(crate) fn bounds(&self) -> PagingBounds {
-        let [start, end, only_start, only_end, canary] =
+        let [start, end, paged_start, paged_end, canary] =
             self.bounds.each_ref().map(|place| place.load(Relaxed));
-        PagingBounds { private: start..end, canary, only: only_start..only_end }
+        PagingBounds { private: start..end, canary, only: paged_start..paged_end }
     }
 
     pub(crate) fn canary(&self) -> u64 {
@@ -353,7 +353,7 @@ pub(crate) fn or_remove(
 fn remove_program(run: &Run, program: &Program) {
     if let Some(service) = run.service.upgrade() {
         service.exit_watcher.forget(program.id);
-        service.agent.remove_from_keeper(KeptKind::Program, program.id);
+        service.agent.remove_from_keeper(HeldKind::Program, program.id);
     }
     run.remove(program);
 }
@@ -365,7 +365,7 @@ fn monitor(
     volume: Volume,
     areas: Areas,
 ) -> Monitor<ProcessEdge> {
-    Monitor::new(edge, volume, Arc::clone(&run.budget), Arc::clone(&program.stats), areas, BUFFERS)
+    Monitor::new(edge, volume, Arc::clone(&run.budget), Arc::clone(&program.stats), areas, STAGING_BUFFERS)
 }
 
 /// Start the program's thread, which makes its monitor first; `None` if the program has ended meanwhile.

@@ -4,7 +4,7 @@
 
 use std::io;
 
-use aquifer_ipc::{Hello, KeptKind, Put, Token};
+use aquifer_ipc::{HeldItem, HeldKind, ProgramHello, RunToken};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -46,36 +46,36 @@ pub(crate) struct HelloRecord {
 }
 
 impl RunRecord {
-    pub fn put(&self, id: u64) -> Put {
-        Put { kind: KeptKind::Run, id, pid: 0, record: encode(self) }
+    pub fn put(&self, id: u64) -> HeldItem {
+        HeldItem { kind: HeldKind::Run, id, pid: 0, record: encode(self) }
     }
 
-    pub fn token(&self) -> io::Result<Token> {
-        Token::from_hex(self.token.as_bytes()).ok_or_else(|| io::Error::other("a run's token is damaged"))
+    pub fn token(&self) -> io::Result<RunToken> {
+        RunToken::from_hex(self.token.as_bytes()).ok_or_else(|| io::Error::other("a run's token is damaged"))
     }
 }
 
 impl ProgramRecord {
-    pub fn put(&self, id: u64, pid: u32) -> Put {
-        Put { kind: KeptKind::Program, id, pid, record: encode(self) }
+    pub fn put(&self, id: u64, pid: u32) -> HeldItem {
+        HeldItem { kind: HeldKind::Program, id, pid, record: encode(self) }
     }
 
     /// The words with which it came.
-    pub fn hello(&self, token: Token) -> Option<Hello> {
+    pub fn hello(&self, token: RunToken) -> Option<ProgramHello> {
         let HelloRecord { is_child, antechamber, staging } = self.hello?;
         let PagingBounds { private, canary, only } = self.bounds();
-        Some(Hello {
+        Some(ProgramHello {
             token,
             is_child,
             // It has been recognised.
-            number: 0,
-            antechamber,
+            child_number: 0,
+            bounce_buffer: antechamber,
             staging,
             canary,
             private_start: private.start,
             private_end: private.end,
-            only_start: only.start,
-            only_end: only.end,
+            paged_start: only.start,
+            paged_end: only.end,
         })
     }
 
@@ -85,9 +85,9 @@ impl ProgramRecord {
     }
 }
 
-impl From<&Hello> for HelloRecord {
-    fn from(hello: &Hello) -> Self {
-        Self { is_child: hello.is_child, antechamber: hello.antechamber, staging: hello.staging }
+impl From<&ProgramHello> for HelloRecord {
+    fn from(hello: &ProgramHello) -> Self {
+        Self { is_child: hello.is_child, antechamber: hello.bounce_buffer, staging: hello.staging }
     }
 }
 
@@ -96,7 +96,7 @@ fn encode(record: &impl Serialize) -> String {
 }
 
 /// A record that an agent before this one wrote.
-pub(crate) fn decode<T: DeserializeOwned>(put: &Put) -> io::Result<T> {
+pub(crate) fn decode<T: DeserializeOwned>(put: &HeldItem) -> io::Result<T> {
     serde_json::from_str(&put.record).map_err(io::Error::other)
 }
 
@@ -106,23 +106,23 @@ mod tests {
 
     #[test]
     fn what_a_program_said_of_its_memory_is_known_after_a_restart() {
-        let hello = Hello {
-            token: Token([3; 16]),
+        let hello = ProgramHello {
+            token: RunToken([3; 16]),
             is_child: true,
-            number: 0,
-            antechamber: 0x1000,
+            child_number: 0,
+            bounce_buffer: 0x1000,
             staging: 0x2000,
             canary: 0x3000,
             private_start: 0x4000,
             private_end: 0x9000,
-            only_start: 0x10_0000,
-            only_end: 0x20_0000,
+            paged_start: 0x10_0000,
+            paged_end: 0x20_0000,
         };
         let record = ProgramRecord {
             run: 1,
             origin: None,
             private: [hello.private_start, hello.private_end, hello.canary],
-            only: [hello.only_start, hello.only_end],
+            only: [hello.paged_start, hello.paged_end],
             hello: Some(HelloRecord::from(&hello)),
         };
         let back: ProgramRecord = decode(&record.put(7, 8)).unwrap();
@@ -132,7 +132,7 @@ mod tests {
     #[test]
     fn a_record_of_an_agent_that_knew_no_ranges_means_all() {
         let text = r#"{"run":1,"origin":null,"private":[4096,8192,12288],"hello":null}"#;
-        let put = Put { kind: KeptKind::Program, id: 7, pid: 8, record: text.into() };
+        let put = HeldItem { kind: HeldKind::Program, id: 7, pid: 8, record: text.into() };
         let record: ProgramRecord = decode(&put).unwrap();
         assert_eq!(record.bounds(), PagingBounds { private: 4096..8192, canary: 12288, only: 0..0 });
     }

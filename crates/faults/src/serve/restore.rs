@@ -9,8 +9,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::{Arc, PoisonError};
 
-use aquifer_channel::{Kept, send_frame};
-use aquifer_ipc::{Frame, KeptKind};
+use aquifer_channel::{RestoredItem, send_frame};
+use aquifer_ipc::{Frame, HeldKind};
 use aquifer_pager::{BlockId, Budget, Memory, REPLICAS_MAX, RecoveredVolume, SlabSet, Volume, finish_move};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, pidfd_send_signal};
@@ -40,25 +40,25 @@ pub struct RestoredRun {
     pub owner: OwnedFd,
 }
 
-/// Userfaultfds of children that were forked and not yet served, by [`aquifer_ipc::Put::id`].
+/// Userfaultfds of children that were forked and not yet served, by [`aquifer_ipc::HeldItem::id`].
 type Orphans = HashMap<u64, OwnedFd>;
 
 impl PagingService {
     /// Go on with what an agent before this one left with the keeper. The mempool is the one that it had, and is recovered by this. After it all that runs have of
     /// the pool is known of.
-    pub fn restore(self: &Arc<Self>, kept: Vec<Kept>) -> Vec<RestoredRun> {
+    pub fn restore(self: &Arc<Self>, kept: Vec<RestoredItem>) -> Vec<RestoredRun> {
         let mut runs = BTreeMap::new();
         let mut programs = Vec::new();
         let mut orphans = Orphans::new();
         for kept in kept {
-            match kept.put.kind {
-                KeptKind::Run => match RecoveringRun::from_kept(kept) {
+            match kept.item.kind {
+                HeldKind::Run => match RecoveringRun::from_kept(kept) {
                     Ok(run) => drop(runs.insert(run.id, run)),
                     Err(error) => tracing::error!(%error, "a run cannot be gone on with"),
                 },
-                KeptKind::Program => programs.push(kept),
-                KeptKind::Orphan => orphans.extend(kept.fds.into_iter().next().map(|fd| (kept.put.id, fd))),
-                KeptKind::Host | KeptKind::Session | KeptKind::Node => {}
+                HeldKind::Program => programs.push(kept),
+                HeldKind::Orphan => orphans.extend(kept.fds.into_iter().next().map(|fd| (kept.item.id, fd))),
+                HeldKind::Host | HeldKind::Session | HeldKind::Node => {}
             }
         }
         // Now: an audit finds what nobody knows of, and a run is known of before it goes on.
@@ -74,32 +74,33 @@ impl PagingService {
         // Before anybody else can take them.
         runs.values_mut().flat_map(|run| &mut run.ready).for_each(ResumableProgram::reserve_blocks);
         for id in orphans.into_keys() {
-            self.agent.remove_from_keeper(KeptKind::Orphan, id);
+            self.agent.remove_from_keeper(HeldKind::Orphan, id);
         }
         runs.into_values().filter_map(|run| self.resume_run(run)).collect()
     }
 
     /// What an agent before this one left makes no sense without its mempool: end its programs.
-    pub fn end_kept(&self, kept: Vec<Kept>) -> Vec<RestoredRun> {
+    pub fn end_kept(&self, kept: Vec<RestoredItem>) -> Vec<RestoredRun> {
         for kept in kept {
-            match kept.put.kind {
-                KeptKind::Program if kept.put.pid != 0 => {
-                    self.kill_unservable(vec![(kept.put.id, kept.fds.into_iter().next_back())]);
+            match kept.item.kind {
+                HeldKind::Program if kept.item.pid != 0 => {
+                    self.kill_unservable(vec![(kept.item.id, kept.fds.into_iter().next_back())]);
                 }
                 // Its process is unknown: it waits, for ever if need be.
-                KeptKind::Program => {}
+                HeldKind::Program => {}
                 // By now that is this agent itself.
-                KeptKind::Host => {}
-                kind => self.agent.remove_from_keeper(kind, kept.put.id),
+                HeldKind::Host => {}
+                kind => self.agent.remove_from_keeper(kind, kept.item.id),
             }
         }
         Vec::new()
     }
 
-    fn assign_program(&self, kept: Kept, runs: &mut BTreeMap<u64, RecoveringRun>) {
-        let id = kept.put.id;
-        let pidfd = if kept.put.pid == 0 { None } else { kept.fds.last().and_then(|fd| fd.try_clone().ok()) };
-        let record = decode::<ProgramRecord>(&kept.put).ok();
+    fn assign_program(&self, kept: RestoredItem, runs: &mut BTreeMap<u64, RecoveringRun>) {
+        let id = kept.item.id;
+        let pidfd =
+            if kept.item.pid == 0 { None } else { kept.fds.last().and_then(|fd| fd.try_clone().ok()) };
+        let record = decode::<ProgramRecord>(&kept.item).ok();
         let Some((run, record)) = record.and_then(|record| Some((runs.get_mut(&record.run)?, record))) else {
             tracing::error!(program = id, "a program of no known run is ended");
             return self.kill_unservable(vec![(id, pidfd)]);
@@ -158,7 +159,7 @@ impl PagingService {
         }
         for (id, pidfd) in unservable {
             if pidfd.is_some_and(|pidfd| is_ready(&pidfd, DEATH_TIMEOUT)) {
-                self.agent.remove_from_keeper(KeptKind::Program, id);
+                self.agent.remove_from_keeper(HeldKind::Program, id);
             }
         }
     }
@@ -179,8 +180,8 @@ struct RecoveringRun {
 }
 
 impl RecoveringRun {
-    fn from_kept(kept: Kept) -> io::Result<Self> {
-        let record: RunRecord = decode(&kept.put)?;
+    fn from_kept(kept: RestoredItem) -> io::Result<Self> {
+        let record: RunRecord = decode(&kept.item)?;
         let mut fds = kept.fds.into_iter();
         let (Some(slabs), Some(owner)) = (fds.next(), fds.next()) else {
             return Err(io::Error::other("the keeper lacks descriptors of it"));
@@ -189,7 +190,7 @@ impl RecoveringRun {
             return Err(io::Error::other(format!("its record names {} replicas", record.replicas)));
         }
         Ok(Self {
-            id: kept.put.id,
+            id: kept.item.id,
             owner,
             slabs: Arc::new(SlabSet::recover(Memory::whole(slabs)?, record.replicas)),
             budget: Arc::new(Budget::new(record.limit_bytes)),
@@ -215,7 +216,7 @@ impl RecoveringRun {
                 if found.has_unserved_fork(&served) {
                     self.end_reason("a program of it was killed while it forked, and the agent, too".into());
                 }
-                service.agent.remove_from_keeper(KeptKind::Program, id);
+                service.agent.remove_from_keeper(HeldKind::Program, id);
                 continue;
             }
             let pidfd = found.pidfd.as_ref().and_then(|fd| fd.try_clone().ok());
@@ -258,7 +259,7 @@ struct RecoveredProgram {
 }
 
 impl RecoveredProgram {
-    fn open(kept: Kept, record: ProgramRecord) -> io::Result<Self> {
+    fn open(kept: RestoredItem, record: ProgramRecord) -> io::Result<Self> {
         let mut fds = kept.fds.into_iter();
         let mut next = || fds.next().ok_or_else(|| io::Error::other("the keeper lacks descriptors of it"));
         let uffd = Userfaultfd::from(next()?);
@@ -268,8 +269,8 @@ impl RecoveredProgram {
             Some(_) => Some((WorkerPort::recover(next()?)?, next()?)),
             None => None,
         };
-        let pidfd = if kept.put.pid == 0 { None } else { Some(next()?) };
-        Ok(Self { id: kept.put.id, pid: kept.put.pid, record, uffd, table, journal, left, worker, pidfd })
+        let pidfd = if kept.item.pid == 0 { None } else { Some(next()?) };
+        Ok(Self { id: kept.item.id, pid: kept.item.pid, record, uffd, table, journal, left, worker, pidfd })
     }
 
     /// Whether its process is gone, or has executed another program.

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-use aquifer_ipc::{KeptKind, Put, Token};
+use aquifer_ipc::{HeldItem, HeldKind, RunToken};
 use aquifer_pager::{Budget, LIMIT_BYTES_MIN, PAGE_BYTES, SlabSet};
 
 use super::PagingService;
@@ -21,7 +21,7 @@ pub const PROGRAMS_MAX: usize = 4096;
 #[derive(Debug)]
 pub struct Run {
     id: u64,
-    token: Token,
+    token: RunToken,
     name: String,
     tenant: u32,
     limit_bytes: AtomicU64,
@@ -125,8 +125,13 @@ impl Run {
     ) -> std::io::Result<Arc<Self>> {
         let mut token = [0; 16];
         rustix::rand::getrandom(&mut token, rustix::rand::GetRandomFlags::empty())?;
-        let record =
-            RunRecord { token: Token(token).to_hex(), name: name.to_owned(), limit_bytes, tenant, replicas };
+        let record = RunRecord {
+            token: RunToken(token).to_hex(),
+            name: name.to_owned(),
+            limit_bytes,
+            tenant,
+            replicas,
+        };
         let budget = Arc::new(Budget::new(limit_bytes));
         let (id, slabs) = (service.next_program(), Arc::new(SlabSet::with_replicas(replicas)?));
         let run = Self::start(service, id, &record, slabs, budget, owner.try_clone_to_owned()?)?;
@@ -192,7 +197,7 @@ impl Run {
 
     /// The secret that lets programs in.
     #[must_use]
-    pub fn token(&self) -> Token {
+    pub fn token(&self) -> RunToken {
         self.token
     }
 
@@ -304,7 +309,7 @@ impl Run {
     pub(crate) fn close(&self) {
         self.sender.stop();
         if let Some(service) = self.service.upgrade() {
-            service.agent.remove_from_keeper(KeptKind::Run, self.id);
+            service.agent.remove_from_keeper(HeldKind::Run, self.id);
         }
     }
 
@@ -360,7 +365,7 @@ impl Run {
         }
     }
 
-    pub(crate) fn keep(&self, put: &Put, fds: &[BorrowedFd<'_>]) {
+    pub(crate) fn keep(&self, put: &HeldItem, fds: &[BorrowedFd<'_>]) {
         if let Some(service) = self.service.upgrade() {
             service.agent.put_in_keeper(put, fds);
         }

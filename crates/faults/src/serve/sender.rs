@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use aquifer_ipc::TAKE_PAGES_MAX;
+use aquifer_ipc::BATCH_PAGES_MAX;
 use aquifer_pager::{
     BLOCK_PAGES, BlockId, Mempool, NoRoom, NodeJoiner, PAGE_BYTES, Sender, SenderStats, SlabSet, StageOutcome,
 };
@@ -333,7 +333,7 @@ impl SenderLoop {
     /// Copy the pages from the program's staging buffer; how many arrived, from the first.
     fn read(&self, job: &EvictedBatch, staging: u64, thread: u32) -> std::io::Result<usize> {
         let pid = i32::try_from(thread).ok().and_then(Pid::from_raw).ok_or(std::io::ErrorKind::NotFound)?;
-        let base = staging + (job.buffer * TAKE_PAGES_MAX * PAGE_BYTES) as u64;
+        let base = staging + (job.buffer * BATCH_PAGES_MAX * PAGE_BYTES) as u64;
         let mut remote = Vec::with_capacity(BLOCK_PAGES);
         for position in &job.positions {
             let start = base + u64::from(*position) * PAGE_BYTES as u64;

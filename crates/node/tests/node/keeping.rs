@@ -10,7 +10,7 @@ use std::time::Duration;
 use aquifer_directory::Directory;
 use aquifer_directory::names::{self, Life};
 use aquifer_fabric::{Memory, Tenant};
-use aquifer_ipc::{KeptKind, Put, Share};
+use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
 use aquifer_keeper::{KeeperOptions, KeeperPort};
 use aquifer_node::{Keep, NodeError, NodeOptions, Shutdown, serve};
 use aquifer_pool::{Extent, NodeId, SizeClass};
@@ -133,12 +133,12 @@ fn kept_memory_that_makes_no_sense_is_begun_anew() {
     let bed = Bed::new();
     let keeper = Keeper::start(&bed);
     // As a node of another format would find it.
-    let share = Share::Node(1);
+    let share = KeeperShare::Node(1);
     let (port, _) = KeeperPort::connect(&keeper.socket, share).expect("it serves");
     let (memory, epochs) = (Memory::create("odd", 1 << 20), Memory::create("odd", 1 << 15));
     let (memory, epochs) = (memory.expect("memory"), epochs.expect("memory"));
     let record = r#"{"epoch": 3, "key": 131072}"#.to_owned();
-    port.keep(&Put { kind: KeptKind::Node, id: 1, pid: 0, record }, &[memory.fd(), epochs.fd()]);
+    port.keep(&HeldItem { kind: HeldKind::Node, id: 1, pid: 0, record }, &[memory.fd(), epochs.fd()]);
     drop(port);
     let node = start(&bed, &keeper);
     assert_ne!(node.ready.record.epoch, 3, "it is another life");

@@ -1,30 +1,36 @@
-//! Where the parts of a user's own cluster are found.
+//! Paths of a user's own cluster, and of the agent's socket.
 
 use std::path::{Path, PathBuf};
 
-/// The folder of the user's own cluster: in the runtime folder, which ends with the login as a cluster's memory does; else one in /tmp.
+/// Folder of the user's own cluster.
+///
+/// It is in the user's runtime folder, which is removed when the last login ends; else in `/tmp`.
 #[must_use]
 pub fn cluster_folder() -> PathBuf {
     folder(std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from), Path::new("/run/user"))
 }
 
-/// Where an agent that serves all users of its host listens, as is usual.
+/// Default socket of an agent that serves all users of its host.
 const SHARED_AGENT: &str = "/run/aquifer.sock";
 
-/// Where a program finds the agent of its host: `AQUIFER_AGENT` says, else it is that of the user's own cluster, else the one for all.
+/// Path of the socket at which a program reaches the agent of its host.
+///
+/// `AQUIFER_AGENT` if it is set; else the socket of the user's own cluster; else the one that serves
+/// all users.
 #[must_use]
 pub fn agent_socket() -> PathBuf {
     std::env::var_os("AQUIFER_AGENT")
-        .map_or_else(|| own_or_shared(cluster_folder().join("agent.sock")), PathBuf::from)
+        .map_or_else(|| own_or_shared_socket(cluster_folder().join("agent.sock")), PathBuf::from)
 }
 
-/// This socket, unless there is none and the host has one for all.
+/// Returns `own`, or the socket that serves all users if only that exists.
 #[must_use]
-pub fn own_or_shared(own: PathBuf) -> PathBuf {
+pub fn own_or_shared_socket(own: PathBuf) -> PathBuf {
     let shared = Path::new(SHARED_AGENT);
     if !own.exists() && shared.exists() { shared.to_owned() } else { own }
 }
 
+/// The cluster's folder, from `XDG_RUNTIME_DIR` and the folder of all runtime folders.
 fn folder(runtime: Option<PathBuf>, runtimes: &Path) -> PathBuf {
     if let Some(runtime) = runtime.filter(|path| path.is_absolute()) {
         return runtime.join("aquifer");

@@ -1,34 +1,36 @@
-//! The memory of a ring as a program has it mapped.
+//! The memory of a session's ring, mapped into a program.
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
-use aquifer_ipc::ring::{DATA_AT, DATA_BYTES, RING_BYTES, Words};
+use aquifer_ipc::ring::{DATA_AT, DATA_BYTES, RING_BYTES, RingWords};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
-/// Bytes of the page that a forked child finds empty.
+/// Size of the page that is empty in a forked child.
 const MARK_BYTES: usize = 4096;
 
-/// A mapping of [`RING_BYTES`]. A forked child does not have it: a session is of one process.
+/// A mapping of [`RING_BYTES`]. A forked child does not inherit it, because a session belongs to one
+/// process.
 #[derive(Debug)]
-pub struct Mapping {
+pub struct RingMapping {
     start: NonNull<u8>,
-    /// A page of its own, with a 1 in it, but in forked children.
+    /// A page that contains 1 in the process that mapped it, and 0 in forked children.
     mark: NonNull<u8>,
 }
 
-// SAFETY: the mapping belongs to the process, not to a thread; it is reached by atomics and raw copies only.
-unsafe impl Send for Mapping {}
-// SAFETY: as above.
-unsafe impl Sync for Mapping {}
+// SAFETY: the mapping belongs to the process, not to a thread, and is accessed only by atomics and
+// raw copies.
+unsafe impl Send for RingMapping {}
+// SAFETY: shared access is by atomics and raw copies only.
+unsafe impl Sync for RingMapping {}
 
-impl Mapping {
-    /// Map the memory that came with [`aquifer_ipc::Frame::SessionOpened`].
+impl RingMapping {
+    /// Maps the memory that [`aquifer_ipc::Frame::SessionOpened`] carried.
     ///
     /// # Errors
-    /// If it is too small, or the system refuses.
+    /// If the memory is too small, or a system call fails.
     pub fn new(fd: &OwnedFd) -> io::Result<Self> {
         let bytes = u64::try_from(rustix::fs::fstat(fd)?.st_size).unwrap_or(0);
         if bytes < RING_BYTES as u64 {
@@ -40,7 +42,7 @@ impl Mapping {
         };
         let at_zero = || io::Error::other("the kernel mapped memory at address zero");
         let start = NonNull::new(start.cast::<u8>()).ok_or_else(at_zero)?;
-        // SAFETY: as above.
+        // SAFETY: a fresh mapping at an address of the kernel's choice; it overlays nothing.
         let mark = unsafe {
             mmap_anonymous(ptr::null_mut(), MARK_BYTES, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
         };
@@ -48,7 +50,7 @@ impl Mapping {
             mark.map_err(io::Error::from).and_then(|mark| NonNull::new(mark.cast()).ok_or_else(at_zero));
         let mark = mark.inspect_err(|_| unmap(start, RING_BYTES))?;
         let mapping = Self { start, mark };
-        // SAFETY: both ranges are the mapping's own.
+        // SAFETY: both ranges were just mapped and are used by `mapping` only.
         unsafe {
             madvise(start.as_ptr().cast(), RING_BYTES, Advice::LinuxDontFork)?;
             madvise(mark.as_ptr().cast(), MARK_BYTES, Advice::LinuxWipeOnFork)?;
@@ -57,67 +59,71 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Whether this is the process that mapped it. In a forked child there is nothing to be touched.
-    pub fn is_here(&self) -> bool {
+    /// Whether the calling process mapped the memory. In a forked child the memory must not be used.
+    pub fn is_own_process(&self) -> bool {
         self.mark().load(Relaxed) == 1
     }
 
     fn mark(&self) -> &AtomicU32 {
-        // SAFETY: a page of ours, aligned and mapped as long as `self`.
+        // SAFETY: the page is aligned, and mapped as long as `self` lives.
         unsafe { AtomicU32::from_ptr(self.mark.as_ptr().cast()) }
     }
 
-    /// Copy into the data area.
+    /// Copies `bytes` into the data area at offset `at`.
     ///
     /// # Panics
-    /// If the range is not inside it.
+    /// If the range is outside of the data area.
     pub fn write_data(&self, at: u32, bytes: &[u8]) {
         let place = self.data(at, bytes.len());
-        // SAFETY: `data` has checked the range; `bytes` is plain memory beside it.
+        // SAFETY: `data` has checked the range, and `bytes` is other memory.
         unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), place, bytes.len()) }
     }
 
-    /// Copy out of the data area.
+    /// Copies bytes at offset `at` of the data area into `out`.
     ///
     /// # Panics
-    /// If the range is not inside it.
+    /// If the range is outside of the data area.
     pub fn read_data(&self, at: u32, out: &mut [u8]) {
         let place = self.data(at, out.len());
-        // SAFETY: as in `write_data`.
+        // SAFETY: `data` has checked the range, and `out` is other memory.
         unsafe { ptr::copy_nonoverlapping(place, out.as_mut_ptr(), out.len()) }
     }
 
+    /// Address of a range of the data area, which it checks.
     fn data(&self, at: u32, len: usize) -> *mut u8 {
         let at = at as usize;
         let is_inside = at.checked_add(len).is_some_and(|end| end <= DATA_BYTES as usize);
         assert!(is_inside, "{len} bytes at {at} are outside of the data area");
-        // SAFETY: inside the mapping, as just checked.
+        // SAFETY: the range is inside the mapping, as just checked.
         unsafe { self.start.as_ptr().add(DATA_AT + at) }
     }
 
+    /// Address of an aligned word of the ring, which it checks.
     fn word(&self, offset: usize, bytes: usize) -> *mut u8 {
         assert!(offset.is_multiple_of(bytes) && offset + bytes <= RING_BYTES, "no word at {offset}");
-        // SAFETY: inside the mapping, as just checked.
+        // SAFETY: the range is inside the mapping, as just checked.
         unsafe { self.start.as_ptr().add(offset) }
     }
 }
 
-impl Words for Mapping {
+impl RingWords for RingMapping {
     fn word_u32(&self, offset: usize) -> &AtomicU32 {
-        // SAFETY: in range, aligned (mappings begin at a page), and mapped as long as `self`; all touch it atomically.
+        // SAFETY: `word` has checked range and alignment (mappings begin at a page), the memory is
+        // mapped as long as `self` lives, and all access to it is atomic.
         unsafe { AtomicU32::from_ptr(self.word(offset, 4).cast()) }
     }
 
     fn word_u64(&self, offset: usize) -> &AtomicU64 {
-        // SAFETY: as above.
+        // SAFETY: `word` has checked range and alignment, the memory is mapped as long as `self`
+        // lives, and all access to it is atomic.
         unsafe { AtomicU64::from_ptr(self.word(offset, 8).cast()) }
     }
 }
 
-impl Drop for Mapping {
+impl Drop for RingMapping {
     fn drop(&mut self) {
-        // Something else may be there by now in a forked child.
-        if self.is_here() {
+        // In a forked child another mapping may be at this address.
+        if self.is_own_process() {
             unmap(self.start, RING_BYTES);
         }
         unmap(self.mark, MARK_BYTES);
@@ -125,7 +131,7 @@ impl Drop for Mapping {
 }
 
 fn unmap(start: NonNull<u8>, bytes: usize) {
-    // SAFETY: called once for each mapping of ours, when nothing borrowed from it is alive.
+    // SAFETY: called once for each mapping of this module, when no borrow of it is alive.
     let unmapped = unsafe { munmap(start.as_ptr().cast(), bytes) };
     debug_assert!(unmapped.is_ok(), "munmap: {unmapped:?}");
 }
