@@ -1,8 +1,8 @@
-//! The registered areas of a program: sorted, disjoint ranges of pages.
+//! Sets of pages, kept as sorted, disjoint ranges.
 
 use aquifer_pager::PageNumber;
 
-/// A range of pages.
+/// A half-open range of pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, PartialOrd, Ord)]
 pub struct Area {
     /// First page.
@@ -11,12 +11,12 @@ pub struct Area {
     pub end: PageNumber,
 }
 
-/// A set of pages, kept as ranges.
+/// A set of pages, kept as sorted, disjoint ranges with gaps between them.
 #[derive(Clone, Debug, Default)]
 pub struct Areas(Vec<Area>);
 
 impl Areas {
-    /// Add a range; what it touches is joined.
+    /// Adds a range and merges it with the ranges that it overlaps or touches.
     pub fn insert(&mut self, mut area: Area) {
         if area.start >= area.end {
             return;
@@ -30,7 +30,7 @@ impl Areas {
         self.0.splice(first..last, [area]);
     }
 
-    /// Remove a range.
+    /// Removes a range.
     pub fn remove(&mut self, area: Area) {
         let first = self.0.partition_point(|other| other.end <= area.start);
         let last = self.0.partition_point(|other| other.start < area.end);
@@ -60,7 +60,7 @@ impl Areas {
         gaps
     }
 
-    /// Remove a range; what of it was in the set.
+    /// Removes a range and returns the parts of it that were in the set.
     pub fn extract(&mut self, area: Area) -> Vec<Area> {
         let mut rest = Self::default();
         rest.insert(area);
@@ -69,7 +69,7 @@ impl Areas {
         rest.0
     }
 
-    /// The end of the range that a page is in.
+    /// The end of the range that contains a page; `None` if no range does.
     #[must_use]
     pub fn end_of(&self, page: PageNumber) -> Option<PageNumber> {
         let at = self.0.partition_point(|area| area.end <= page);
@@ -82,7 +82,7 @@ impl Areas {
         self.end_of(page).is_some()
     }
 
-    /// The ranges, in order.
+    /// The ranges in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = Area> + '_ {
         self.0.iter().copied()
     }

@@ -1,71 +1,84 @@
-//! What the monitor needs beside the kernel: the sender, the memory nodes, the other programs of the run, the time.
+//! What the monitor needs besides the kernel.
+//!
+//! That is the sender, reads from memory nodes, the other programs of the run, and a clock.
 
 use aquifer_pager::{BlockId, FetchError, Location, SlabSet, StageOutcome, Volume, WrittenBatch};
 
 use crate::areas::Areas;
 use crate::kernel::Kernel;
 
-/// A batch that waits in a staging buffer of the program, to be copied into a block of the mempool.
+/// Evicted pages in a staging buffer, to be copied into a block of the mempool.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct EvictedBatch {
-    /// Where it goes.
+    /// Block that receives the pages.
     pub block: BlockId,
-    /// Where it waits.
+    /// Number of the staging buffer.
     pub buffer: usize,
-    /// Page `i` of the batch waits at `positions[i]` of the buffer.
+    /// Position in the buffer of each page of the batch.
     pub positions: Vec<u8>,
-    /// Where page `i` came from, if it still refers to that; empty if none does.
+    /// Clean copy of each page, if it has one; empty if no page has.
     pub copies: Vec<Option<Location>>,
 }
 
-/// What the sender has done.
+/// What the sender has completed.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum SenderEvent {
-    /// A batch is in the mempool and its staging buffer is free.
+    /// A batch is in the mempool, and its staging buffer may be used again.
     Staged {
-        /// The block.
+        /// Block that has received the pages.
         block: BlockId,
-        /// The buffer.
+        /// Number of the staging buffer.
         buffer: usize,
-        /// What each page was.
+        /// What the sender found each page to be, in the order of the batch.
         found: Vec<StageOutcome>,
     },
-    /// A batch is on memory nodes.
+    /// All live replicas have acknowledged a block.
     Written(Box<WrittenBatch>),
 }
 
-/// Everything around one monitor.
+/// The world around one monitor.
+///
+/// The product implements it with real programs and memory nodes, the simulator with models.
 pub trait Edge: Kernel {
-    /// Hand a batch to the sender.
+    /// Passes a batch to the sender.
     fn submit_batch(&mut self, job: EvictedBatch);
 
-    /// Hand a block to the sender whose pages, bit `i` of `slots` for slot `i`, are in the mempool already: since before a restart, or because they are moved.
+    /// Passes a block whose bytes are already in the mempool to the sender.
+    ///
+    /// Bit `i` of `slots` is set if slot `i` is to be written. Such blocks come from before a
+    /// restart, or hold pages that are moved between slabs.
     fn submit_block(&mut self, block: BlockId, slots: u64);
 
-    /// Append what the sender has done since.
+    /// Appends what the sender has completed since the last call.
     fn poll_sender(&mut self, out: &mut Vec<SenderEvent>);
 
-    /// Wait until the sender has done something, or for a bounded time; false if the run is being ended.
+    /// Waits for a bounded time until the sender has completed something.
+    ///
+    /// Returns false if the program has ended or its run is being ended.
     fn wait_for_sender(&mut self) -> bool;
 
-    /// Read pages from memory nodes into the fetch buffer; how many, from the first, are whole.
+    /// Reads pages from memory nodes into the fetch buffer.
+    ///
+    /// Returns how many pages, from the first, have arrived with the right checksum.
     ///
     /// # Errors
-    /// If the first cannot be had.
+    /// If the first page cannot be read from any replica.
     fn fetch(&mut self, slabs: &SlabSet, locations: &[Location]) -> Result<usize, FetchError>;
 
     /// Page `index` of the fetch buffer.
     fn fetched_page(&self, index: usize) -> &[u8];
 
-    /// The program forked: serve the child from now on.
+    /// Begins to serve a forked child.
     fn start_child(&mut self, child: Self::Child, volume: Volume, areas: Areas);
 
-    /// This program has nothing left to take and the run is over its limit: the others should look.
+    /// Wakes the monitors of all other programs of the run.
+    ///
+    /// Called when this program cannot make room, or has freed a block that another waits for.
     fn wake_other_programs(&mut self);
 
-    /// A page is lost: say so to people.
+    /// Reports the loss of a page to the log and to the owner of the run.
     fn report_lost(&mut self, page: u64, error: &FetchError);
 
-    /// A clock, in nanoseconds.
+    /// Monotonic time in nanoseconds.
     fn now_ns(&self) -> u64;
 }

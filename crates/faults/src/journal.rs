@@ -1,10 +1,12 @@
-//! What a program's kernel has told and the monitor has not yet applied, in memory that outlives the agent.
+//! The journal: messages that a monitor has read and not yet applied.
 //!
-//! An event can be read only once: the program goes on as soon as it is. So the kernel writes messages straight into this memory, and an
-//! agent that takes over heeds those that are left. Faults need no such care: who waits for a page is woken and tries again.
+//! The kernel delivers an event once, and the program continues as soon as it is read. So the
+//! kernel writes messages directly into memory that outlives the agent, and the next agent applies
+//! the events that are left. Faults are not kept: their threads are woken and fault again.
 //!
-//! The layout is in `docs/formats/paging.md`. What the monitor remembers between messages is kept in two copies, and a word
-//! says which is good, so that it changes together with the count of messages applied, or not at all.
+//! The layout is in `docs/formats/paging.md`. The ranges that the monitor remembers are kept in
+//! two copies. One word names the valid copy, so that the ranges and the count of applied messages
+//! change together.
 
 use std::io;
 use std::os::fd::RawFd;
@@ -23,7 +25,7 @@ const READER_AT: usize = 8;
 const GOOD_COPY_AT: usize = 12;
 const REMAP_AT: usize = 16;
 const MESSAGES_AT: usize = 64;
-/// Messages read in one go.
+/// Most messages of one read.
 const MESSAGES_MAX: usize = 64;
 const COPIES_AT: usize = 4096;
 const COPY_BYTES: usize = 8192;
@@ -36,34 +38,36 @@ const SEQUENCE_AT: usize = 16;
 const PENDING_UNMAPS_AT: usize = 64;
 const REMOVED_AT: usize = 2048;
 const AREA_BYTES: usize = 16;
-/// Areas that were moved away from and are still to be reported as unmapped.
+/// Most ranges that were moved away and are not yet reported as unmapped.
 const PENDING_UNMAPS_MAX: usize = (REMOVED_AT - PENDING_UNMAPS_AT) / AREA_BYTES;
-/// Areas given up outside of those registered.
+/// Most removed ranges outside of the registered areas.
 const REMOVED_MAX: usize = (COPY_BYTES - REMOVED_AT) / AREA_BYTES;
-/// Stands for more than there is room for.
+/// Count that stands for more ranges than fit.
 const TOO_MANY: u32 = u32::MAX;
 
-/// What the monitor remembers between messages and must know after a restart.
+/// Ranges that the monitor must know after a restart.
 #[derive(Clone, Copy, Debug)]
 pub struct PersistentRanges<'a> {
-    /// Places that were moved away from, and of which the kernel is still to say that they are unmapped.
+    /// Ranges that a remap moved away, and for which the kernel has not yet reported the unmap.
     pub pending_unmaps: &'a [Area],
-    /// Given up by the program outside of the registered areas.
+    /// Ranges outside of the registered areas that the program has removed (`MADV_DONTNEED`).
     pub removed: &'a Areas,
 }
 
-/// What an agent before this one left.
+/// What another agent left in a journal.
 #[derive(Debug, Default)]
 pub struct JournalContents {
-    /// The process id of the agent that read last.
+    /// Process id of the agent that read last: descriptors in messages are numbers in that process.
     pub reader_pid: u32,
-    /// See [`PersistentRanges::pending_unmaps`]; `None` if there were too many to remember: the program cannot go on.
+    /// See [`PersistentRanges::pending_unmaps`]. `None` if there were too many; then the program
+    /// cannot be resumed.
     pub pending_unmaps: Option<Vec<Area>>,
-    /// See [`PersistentRanges::removed`]; `None` if there were too many: then any page might have been.
+    /// See [`PersistentRanges::removed`]. `None` if there were too many; then any page may have
+    /// been removed.
     pub removed: Option<Areas>,
-    /// Events in the order in which they came, with the position of each in the journal.
+    /// Events that were read and not applied, in order, with the position of each.
     pub unapplied: Vec<(usize, UffdMessage<RawFd>)>,
-    /// Whether the first of them, a move of pages, was being done: what was at the new position is gone already.
+    /// Whether the first of them is a remap that had begun: its new range is already discarded.
     pub is_remapping: bool,
 }
 
@@ -71,17 +75,18 @@ pub struct JournalContents {
 #[derive(Debug)]
 pub struct Journal {
     memory: Memory,
-    /// Where each message of the last read lies.
+    /// Position of each message of the last read.
     positions: Vec<usize>,
-    /// How many positions hold messages, if any of them is an event.
+    /// Positions that hold messages of the last read; 0 if none of them is an event.
     written: usize,
 }
 
 impl Journal {
-    /// An empty journal.
+    /// Creates an empty journal.
     ///
     /// # Errors
-    /// If the system gives no memory that stays resident: the kernel must never wait to write there.
+    /// If memory cannot be allocated or locked. The kernel must not have to wait when it writes
+    /// a message.
     pub fn new() -> io::Result<Self> {
         let memory = Memory::create("aquifer-journal", BYTES)?;
         let journal = Self { memory, positions: Vec::with_capacity(MESSAGES_MAX), written: 0 };
@@ -92,26 +97,26 @@ impl Journal {
         Ok(journal)
     }
 
-    /// The journal that an agent before this one left in `memory`.
+    /// Opens the journal that another agent left in `memory`.
     ///
     /// # Errors
-    /// If it is none, or of another version.
+    /// If `memory` is not a journal of this version, or cannot be locked.
     pub fn recover(memory: Memory) -> io::Result<(Self, JournalContents)> {
         let mut journal = Self { memory, positions: Vec::with_capacity(MESSAGES_MAX), written: MESSAGES_MAX };
         let is_known = journal.memory.len() >= BYTES
             && journal.word(0).load(Acquire) == MAGIC
             && journal.word(4).load(Relaxed) == VERSION;
         if !is_known {
-            return Err(io::Error::other("it was left by another version of the agent"));
+            return Err(io::Error::other("its journal was written by another version of the agent"));
         }
         journal.lock()?;
         let applied = journal.in_good_copy(APPLIED_AT) as usize;
-        let mut left = JournalContents {
+        let mut contents = JournalContents {
             reader_pid: journal.word(READER_AT).load(Relaxed),
             pending_unmaps: journal.areas(PENDING_UNMAPS_COUNT_AT, PENDING_UNMAPS_AT, PENDING_UNMAPS_MAX),
             ..JournalContents::default()
         };
-        left.removed = journal.areas(REMOVED_COUNT_AT, REMOVED_AT, REMOVED_MAX).map(|areas| {
+        contents.removed = journal.areas(REMOVED_COUNT_AT, REMOVED_AT, REMOVED_MAX).map(|areas| {
             let mut set = Areas::default();
             areas.into_iter().for_each(|area| set.insert(area));
             set
@@ -122,31 +127,36 @@ impl Journal {
             if is_event(&bytes)
                 && let Some(message) = parse(&bytes)
             {
-                left.unapplied.push((position, message));
+                contents.unapplied.push((position, message));
             }
         }
         let remapping = journal.word(REMAP_AT).load(Relaxed) as usize;
-        left.is_remapping = left.unapplied.first().is_some_and(|(position, _)| position + 1 == remapping);
-        journal.positions = left.unapplied.iter().map(|(position, _)| *position).collect();
-        Ok((journal, left))
+        contents.is_remapping =
+            contents.unapplied.first().is_some_and(|(position, _)| position + 1 == remapping);
+        journal.positions = contents.unapplied.iter().map(|(position, _)| *position).collect();
+        Ok((journal, contents))
     }
 
-    /// The memory that it lies in.
+    /// The memory of the journal.
     #[must_use]
     pub fn memory(&self) -> &Memory {
         &self.memory
     }
 
-    /// Counts the events applied ever since: tells one fork of a program from another.
+    /// The number of events applied since the program was attached.
+    ///
+    /// Identifies one fork of a program.
     #[must_use]
     pub fn sequence(&self) -> u64 {
         self.memory.atomic_u64(self.copy_at(self.good_copy()) + SEQUENCE_AT).load(Relaxed)
     }
 
-    /// Append the messages that the kernel has, without waiting. All that were read before must have been applied.
+    /// Appends the messages that the kernel has, without waiting.
+    ///
+    /// Must be called only after all events of the previous read were applied.
     pub fn read(&mut self, uffd: &Userfaultfd, out: &mut Vec<UffdMessage<RawFd>>) {
         self.clear();
-        // SAFETY: the range lies inside the mapping, and nobody else uses it meanwhile.
+        // SAFETY: the range is inside the mapping, and only this thread accesses it.
         let length = unsafe {
             let buffer = self.memory.as_ptr().add(MESSAGES_AT);
             uffd.read(buffer, MESSAGES_MAX * MESSAGE_BYTES)
@@ -164,28 +174,31 @@ impl Journal {
         }
     }
 
-    /// Message `index` of the last read is about to have pages moved; what was at the new position is gone.
+    /// Records that message `index` of the last read, a remap, is about to move page words.
+    ///
+    /// The new range must already be discarded.
     pub fn begin_remap(&self, index: usize) {
         self.word(REMAP_AT).store(u32_of(self.positions[index] + 1), Release);
     }
 
-    /// Message `index` of the last read, and all before it, have been applied, and this is what there is to remember.
+    /// Records that message `index` of the last read, and all before it, were applied.
     pub fn event_applied(&self, index: usize, ranges: PersistentRanges<'_>) {
         let sequence = self.sequence() + 1;
         self.commit(self.positions[index] + 1, sequence, ranges);
     }
 
-    /// The first message that an agent before this one left was all but applied: what is left begins with the next.
+    /// Records that the first event that another agent left was applied; drops it.
     pub fn skip_first_event(&mut self, ranges: PersistentRanges<'_>) {
         self.event_applied(0, ranges);
         self.positions.remove(0);
     }
 
-    /// What there is to remember has changed.
+    /// Records the ranges without an event.
     pub fn persist_ranges(&self, ranges: PersistentRanges<'_>) {
         self.commit(self.in_good_copy(APPLIED_AT) as usize, self.sequence(), ranges);
     }
 
+    /// Writes the copy that is not valid, then makes it the valid one.
     fn commit(&self, applied: usize, sequence: u64, ranges: PersistentRanges<'_>) {
         let next = 1 - self.good_copy();
         let at = self.copy_at(next);
@@ -227,7 +240,9 @@ impl Journal {
         (count <= max).then(|| (0..count).map(area).collect())
     }
 
-    /// Nothing of what was read before is to be applied again. Where only faults were read there is nothing to do.
+    /// Clears the messages of the previous read, so that a restart does not apply them again.
+    ///
+    /// A read that brought only faults leaves nothing to clear.
     fn clear(&mut self) {
         self.positions.clear();
         if self.written == 0 {
@@ -238,7 +253,7 @@ impl Journal {
             self.word(MESSAGES_AT + position * MESSAGE_BYTES).store(0, Release);
         }
         self.word(self.copy_at(self.good_copy()) + APPLIED_AT).store(0, Release);
-        // From now on descriptors in messages are numbers of this process.
+        // From now on, descriptors in messages are numbers in this process.
         self.word(READER_AT).store(std::process::id(), Release);
         self.written = 0;
     }
@@ -260,7 +275,7 @@ impl Journal {
     }
 
     fn lock(&self) -> io::Result<()> {
-        // SAFETY: the range lies in the mapping, which lives as long as `memory`.
+        // SAFETY: the range is inside the mapping, which lives as long as `memory`.
         unsafe { rustix::mm::mlock(self.memory.as_ptr().cast(), COPIES_AT)? };
         Ok(())
     }
@@ -279,7 +294,7 @@ mod tests {
         Journal::recover(Memory::from_fd(fd, BYTES).unwrap()).unwrap()
     }
 
-    /// As if the kernel had written them.
+    /// Writes messages as the kernel does.
     fn write_messages(journal: &mut Journal, messages: &[[u64; 4]]) {
         journal.clear();
         for (position, message) in messages.iter().enumerate() {
@@ -297,12 +312,12 @@ mod tests {
     const FAULT: [u64; 4] = [0x12, 0, 4096, 7];
     const REMAP: [u64; 4] = [0x14, 4096, 40960, 2 * 4096];
 
-    fn nothing() -> Areas {
+    fn no_areas() -> Areas {
         Areas::default()
     }
 
     #[test]
-    fn what_was_not_heeded_is_told_again() {
+    fn events_that_were_not_applied_are_recovered() {
         let mut journal = Journal::new().unwrap();
         write_messages(&mut journal, &[FAULT, REMOVE, UNMAP, REMAP]);
         let pending_unmaps = [Area { start: 7, end: 9 }];
@@ -310,54 +325,54 @@ mod tests {
         removed.insert(Area { start: 1, end: 2 });
         journal.event_applied(1, PersistentRanges { pending_unmaps: &pending_unmaps, removed: &removed });
         journal.begin_remap(2);
-        let (_, left) = reopened(&journal);
-        assert_eq!(left.pending_unmaps, Some(pending_unmaps.to_vec()));
-        assert!(left.removed.unwrap().contains(1));
-        let unapplied: Vec<usize> = left.unapplied.iter().map(|(position, _)| *position).collect();
+        let (_, contents) = reopened(&journal);
+        assert_eq!(contents.pending_unmaps, Some(pending_unmaps.to_vec()));
+        assert!(contents.removed.unwrap().contains(1));
+        let unapplied: Vec<usize> = contents.unapplied.iter().map(|(position, _)| *position).collect();
         assert_eq!(unapplied, [2, 3]);
-        assert!(left.is_remapping);
-        journal.event_applied(2, PersistentRanges { pending_unmaps: &[], removed: &nothing() });
-        let (again, left) = reopened(&journal);
-        assert_eq!(left.unapplied.len(), 1);
-        assert!(!left.is_remapping, "the move belonged to the one before");
-        again.event_applied(0, PersistentRanges { pending_unmaps: &[], removed: &nothing() });
+        assert!(contents.is_remapping);
+        journal.event_applied(2, PersistentRanges { pending_unmaps: &[], removed: &no_areas() });
+        let (again, contents) = reopened(&journal);
+        assert_eq!(contents.unapplied.len(), 1);
+        assert!(!contents.is_remapping, "the mark belonged to the previous event");
+        again.event_applied(0, PersistentRanges { pending_unmaps: &[], removed: &no_areas() });
         assert!(reopened(&journal).1.unapplied.is_empty());
         assert_eq!(journal.sequence(), 3);
     }
 
     #[test]
-    fn what_was_heeded_is_never_told_again() {
+    fn applied_events_are_not_recovered() {
         let mut journal = Journal::new().unwrap();
         write_messages(&mut journal, &[REMOVE, REMOVE, UNMAP]);
         for index in 0..3 {
-            journal.event_applied(index, PersistentRanges { pending_unmaps: &[], removed: &nothing() });
+            journal.event_applied(index, PersistentRanges { pending_unmaps: &[], removed: &no_areas() });
         }
         write_messages(&mut journal, &[REMOVE]);
-        assert_eq!(reopened(&journal).1.unapplied.len(), 1, "only what was read last");
-        journal.event_applied(0, PersistentRanges { pending_unmaps: &[], removed: &nothing() });
+        assert_eq!(reopened(&journal).1.unapplied.len(), 1, "only the last read counts");
+        journal.event_applied(0, PersistentRanges { pending_unmaps: &[], removed: &no_areas() });
         journal.clear();
         assert!(reopened(&journal).1.unapplied.is_empty());
     }
 
     #[test]
-    fn more_than_there_is_room_for_is_known_to_be_too_much() {
+    fn more_ranges_than_fit_are_recovered_as_too_many() {
         let mut journal = Journal::new().unwrap();
         write_messages(&mut journal, &[REMOVE]);
         let many: Vec<Area> = (0..1000).map(|at| Area { start: at * 2, end: at * 2 + 1 }).collect();
         let mut removed = Areas::default();
         many.iter().for_each(|area| removed.insert(*area));
         journal.event_applied(0, PersistentRanges { pending_unmaps: &many, removed: &removed });
-        let (_, left) = reopened(&journal);
-        assert!(left.pending_unmaps.is_none() && left.removed.is_none());
+        let (_, contents) = reopened(&journal);
+        assert!(contents.pending_unmaps.is_none() && contents.removed.is_none());
         journal.persist_ranges(PersistentRanges {
             pending_unmaps: &many[..PENDING_UNMAPS_MAX],
-            removed: &nothing(),
+            removed: &no_areas(),
         });
         assert_eq!(reopened(&journal).1.pending_unmaps.unwrap().len(), PENDING_UNMAPS_MAX);
     }
 
     #[test]
-    fn another_memory_is_no_journal() {
+    fn other_memory_is_refused() {
         assert!(Journal::recover(Memory::create("other", BYTES).unwrap()).is_err());
     }
 }

@@ -1,41 +1,46 @@
-//! What the monitor needs of the kernel and of the program's worker. The product asks the real ones; the simulator asks a
-//! model that interleaves program threads at every call.
+//! What the monitor needs from the kernel and from the program's worker.
+//!
+//! The product asks the real ones. The simulator asks a model that interleaves threads of the
+//! program at every call.
 
 use aquifer_pager::{PageNumber, Slot};
 
 use crate::areas::Areas;
 use crate::journal::PersistentRanges;
 
-/// A thread of the program waits for a page.
+/// A fault on which a thread of the program waits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PageFault {
-    /// The page.
+    /// Page on which the thread waits.
     pub page: PageNumber,
-    /// Whether it wants to write.
+    /// Whether the access is a write.
     pub is_write: bool,
-    /// The page is there, and may not be written yet: see [`Kernel::protect`].
+    /// Whether the page is present and write-protected, see [`Kernel::protect`].
     pub is_protected: bool,
-    /// The waiting thread, as the kernel numbers it.
+    /// Thread that waits, by its number in its own PID namespace.
     pub thread: u32,
 }
 
-/// What a userfaultfd tells. Events (all but faults) keep every answer to a fault waiting until they are read.
+/// A message of a userfaultfd.
+///
+/// All but faults are events: changes of the address space. While an event is unread, the kernel
+/// refuses to fill and to move pages.
 #[derive(PartialEq, Eq, Debug)]
 pub enum UffdMessage<C> {
-    /// A missing page was touched.
+    /// A thread touched a page that is missing or write-protected.
     Fault(PageFault),
-    /// The program forked; the child's descriptor.
+    /// The program forked; with the userfaultfd of the child.
     Fork(C),
-    /// Pages have moved (`mremap`).
+    /// `mremap` moved pages.
     Remap {
-        /// First page before.
+        /// First page of the old range.
         from: PageNumber,
-        /// First page after.
+        /// First page of the new range.
         to: PageNumber,
-        /// How many.
+        /// Length of the range.
         pages: u64,
     },
-    /// Pages are about to be dropped (`MADV_DONTNEED`, `MADV_FREE`).
+    /// The kernel is about to drop pages (`MADV_DONTNEED`, `MADV_FREE`).
     Remove {
         /// First page.
         start: PageNumber,
@@ -52,7 +57,7 @@ pub enum UffdMessage<C> {
 }
 
 impl<C> UffdMessage<C> {
-    /// The same, with another kind of descriptor.
+    /// Converts the descriptor of a forked child.
     pub fn map_child<D>(self, make: impl FnOnce(C) -> D) -> UffdMessage<D> {
         match self {
             Self::Fault(fault) => UffdMessage::Fault(fault),
@@ -64,99 +69,108 @@ impl<C> UffdMessage<C> {
     }
 }
 
-/// Where the bytes of filled pages come from.
+/// Where a fill takes its bytes from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FillSource {
-    /// Page `index` of the fetch buffer and those behind it.
+    /// The fetch buffer, from page `index` on.
     Fetched(usize),
-    /// A slot of the mempool; one page only.
+    /// Slots of the mempool, from this one on.
     Slot(Slot),
-    /// Zeros. `private` pages are the program's own at once; others share the kernel's zero page until they are written.
+    /// Zeros.
     Zeros {
-        /// See above.
+        /// Whether each page gets memory of its own at once, for a write that follows. Otherwise
+        /// the kernel maps its shared zero page.
         is_private: bool,
     },
 }
 
-/// What ended a fill early.
+/// What stopped a fill.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FillStop {
-    /// The next page is there already.
+    /// The next page is present.
     Exists,
-    /// There is no memory at that address any more.
+    /// The range is not one registered area.
     NoArea,
-    /// An event is unread (or was, a moment ago): nothing may be filled before it is heeded.
+    /// An event is unread, or its thread has not run since it was read.
     Busy,
-    /// The program is gone.
+    /// The program has ended.
     Ended,
     /// The host has no memory.
     NoMemory,
 }
 
-/// The outcome of a fill.
+/// Outcome of a fill.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FillOutcome {
-    /// Pages filled, from the first; their waiters were woken.
+    /// Pages filled, from the first; threads that waited for them were woken.
     pub pages: usize,
-    /// Why not all.
+    /// What stopped the fill; `None` if all pages were filled, or some were.
     pub stop: Option<FillStop>,
 }
 
-/// What became of a page that the worker was told to take.
+/// What the worker did with a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum MoveOutcome {
-    /// It left the program and waits in staging.
+    /// The page left the program and is in the staging buffer.
     Moved,
-    /// It stays: pinned, locked, busy, or something changed meanwhile.
+    /// The page stays: it is pinned, locked or busy, or an event was unread.
     Kept,
-    /// There was none.
+    /// The page was missing.
     Absent,
 }
 
-/// The program is gone.
+/// Error: the program has ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ProgramEnded;
 
-/// A program's memory, as the kernel and the worker let us handle it.
+/// A program's memory, through the kernel and the worker.
 pub trait Kernel {
-    /// The descriptor of a forked child.
+    /// Userfaultfd of a forked child.
     type Child;
 
-    /// Append what there is to hear, without waiting. What was read before has been heeded.
+    /// Appends the messages that are there, without waiting.
+    ///
+    /// Must be called only after all events of the previous call were applied.
     fn read_messages(&mut self, out: &mut Vec<UffdMessage<Self::Child>>);
 
-    /// Message `index` of the last read, an event, has been heeded: after a restart it is not told again, and this is remembered. Of
-    /// messages that were not heeded, events are read again after a restart; faults come again by themselves.
+    /// Records that event `index` of the last read was applied, together with the ranges.
+    ///
+    /// After a restart, events that were not recorded are read again. Faults need no record:
+    /// their threads are woken and fault again.
     fn event_applied(&mut self, index: usize, ranges: PersistentRanges<'_>);
 
-    /// What there is to remember over a restart has changed.
+    /// Records the ranges without an event.
     fn persist_ranges(&mut self, ranges: PersistentRanges<'_>);
 
-    /// Message `index` of the last read is about to move pages. After a restart in the middle of it the move is finished first.
+    /// Records that event `index` of the last read, a remap, is about to move page words.
+    ///
+    /// After a restart the move is completed before anything else is done.
     fn begin_remap(&mut self, index: usize);
 
-    /// Fill missing pages and wake who waits for them.
+    /// Fills missing pages and wakes the threads that wait for them.
     fn fill(&mut self, page: PageNumber, pages: usize, source: FillSource) -> FillOutcome;
 
-    /// Wake who waits for a page, to try again.
+    /// Wakes the threads that wait for a page, so that they access it again.
     fn wake(&mut self, page: PageNumber);
 
-    /// Whoever touches the missing page from now on gets SIGBUS.
+    /// Poisons a missing page: each access to it raises SIGBUS from now on.
     fn poison(&mut self, page: PageNumber) -> FillOutcome;
 
-    /// Have the first write to each present page reported before it is done. False if that cannot be done yet, for a change is under way.
+    /// Write-protects each present page, so that its next write is a fault.
+    ///
+    /// Returns false if an event is unread; the caller must try again.
     fn protect(&mut self, areas: &Areas) -> bool;
 
-    /// The same in a child that was just forked.
+    /// Write-protects each present page of a child that was just forked.
     fn protect_child(&mut self, child: &Self::Child, areas: &Areas);
 
-    /// Let pages be written again, and wake who waits for that.
+    /// Removes write protection and wakes the threads that wait for it.
     fn unprotect(&mut self, page: PageNumber, pages: usize) -> FillOutcome;
 
-    /// Have missing pages of this range reported; false if there is no such memory.
+    /// Registers a range, so that its missing pages are faults. Returns false if nothing is mapped.
     fn register(&mut self, start: PageNumber, end: PageNumber) -> bool;
 
-    /// Append the pages of the range that are present, at most so many; returns how far it has looked.
+    /// Appends present pages of a range, at most `max`; returns the end of what was scanned.
     fn present_pages(
         &mut self,
         start: PageNumber,
@@ -165,11 +179,13 @@ pub trait Kernel {
         out: &mut Vec<PageNumber>,
     ) -> PageNumber;
 
-    /// Append the pages of the range that are present and that no other process shares.
+    /// Appends the pages of a range that are present and that no other process shares.
     fn exclusive_pages(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>);
 
-    /// Have the worker move pages into a staging buffer, and wait until it has. One outcome for each page. While it waits it reads no
-    /// messages: that is what makes taking safe against everything the program does to its address space.
+    /// Lets the worker move pages into a staging buffer, and waits for it.
+    ///
+    /// Appends one outcome for each page. Must not read messages while it waits: an event that is
+    /// raised meanwhile stays unread, so the kernel refuses the moves that it would make wrong.
     ///
     /// # Errors
     /// If the program has ended.
@@ -180,18 +196,20 @@ pub trait Kernel {
         out: &mut Vec<MoveOutcome>,
     ) -> Result<(), ProgramEnded>;
 
-    /// What waited in a staging buffer is in the mempool.
+    /// Marks a staging buffer as copied, so that a restart does not read it again.
     fn release_buffer(&mut self, buffer: usize);
 
-    /// Whether there is a worker: a child has none until it has attached.
+    /// Whether the program has a worker; a forked child has none until it has attached.
     fn has_worker(&self) -> bool;
 
-    /// Whether the program asked that a page stay.
+    /// Whether the program has asked that a page stays resident.
     fn is_pinned(&self, page: PageNumber) -> bool;
 
-    /// Whether the kernel has told of all changes that were begun, as it says by letting pages be filled.
+    /// Whether each change of the address space that has begun was read as an event.
+    ///
+    /// Found out by a trial fill, which the kernel refuses while an event is unread.
     fn has_no_unread_event(&mut self) -> bool;
 
-    /// Let others run for a moment: something will change soon.
+    /// Lets other threads run before the caller tries again.
     fn yield_now(&mut self);
 }

@@ -1,4 +1,4 @@
-//! Which areas of a program are worth paging, read from `/proc/PID/maps`.
+//! Parses `/proc/PID/maps` and `/proc/PID/smaps`: which areas can be paged, and which are registered.
 
 use std::ops::Range;
 
@@ -7,13 +7,14 @@ use aquifer_pager::PAGE_BYTES;
 use crate::areas::{Area, Areas};
 
 const PAGE: u64 = PAGE_BYTES as u64;
-/// Smaller areas stay: there are many, and little to gain. The heap counts whatever its size.
+/// Smaller areas are not paged, because there are many of them; the heap is, whatever its size.
 const AREA_BYTES_MIN: u64 = 256 << 10;
-/// A thread's stack has an inaccessible area of at most this size right below.
+/// Largest inaccessible area below a thread's stack.
 const GUARD_BYTES_MAX: u64 = 64 << 10;
-/// No thread's stack is larger.
+/// Largest stack of a thread.
 const STACK_BYTES_MAX: u64 = 64 << 20;
 
+/// One line of `/proc/PID/maps`.
 #[derive(Clone, Copy, Debug)]
 struct MapsLine<'a> {
     start: u64,
@@ -23,54 +24,59 @@ struct MapsLine<'a> {
     name: &'a [u8],
 }
 
-/// What a program said of its memory. In bytes, of whole pages.
+/// Ranges of a program's memory that it has named in its hello, in bytes, of whole pages.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct PagingBounds {
-    /// The shim's own.
-    pub private: Range<u64>,
-    /// The canary page.
+    /// Memory of the shim itself, which is not paged.
+    pub shim_range: Range<u64>,
+    /// Address of the canary page.
     pub canary: u64,
-    /// All that is to be paged, and is counted; empty: whatever can be.
-    pub only: Range<u64>,
+    /// The only range that is paged and counted; empty if all areas can be paged.
+    pub paged_range: Range<u64>,
 }
 
 impl PagingBounds {
-    /// Without what must not be paged.
-    fn cut(&self, area: Range<u64>) -> Areas {
+    /// The parts of an area that may be paged.
+    fn pageable_parts(&self, area: Range<u64>) -> Areas {
         let pages = |bytes: &Range<u64>| Area { start: bytes.start / PAGE, end: bytes.end / PAGE };
-        let within = |area: Range<u64>| area.start.max(self.only.start)..area.end.min(self.only.end);
-        let area = if self.only.is_empty() { area } else { within(area) };
+        let within =
+            |area: Range<u64>| area.start.max(self.paged_range.start)..area.end.min(self.paged_range.end);
+        let area = if self.paged_range.is_empty() { area } else { within(area) };
         let mut parts = Areas::default();
         if !area.is_empty() {
             parts.insert(pages(&area));
             parts.remove(pages(&(self.canary..self.canary + PAGE)));
-            if !self.private.is_empty() {
-                parts.remove(pages(&self.private));
+            if !self.shim_range.is_empty() {
+                parts.remove(pages(&self.shim_range));
             }
         }
         parts
     }
 }
 
-/// The pageable areas in the text of `/proc/PID/maps`: private, writable, anonymous ones within the bounds that are no stacks. Lines that make
-/// no sense are skipped.
+/// The pageable areas in the text of `/proc/PID/maps`.
+///
+/// These are private, writable, anonymous areas within the bounds that are not stacks. Lines that
+/// cannot be parsed are skipped.
 #[must_use]
-pub fn pageable(text: &[u8], bounds: &PagingBounds) -> Vec<Area> {
+pub fn pageable_areas(text: &[u8], bounds: &PagingBounds) -> Vec<Area> {
     let mut areas = Vec::new();
     let mut below: Option<MapsLine<'_>> = None;
     for line in text.split(|byte| *byte == b'\n').filter_map(parse) {
         if is_pageable(&line, below.as_ref()) {
-            areas.extend(bounds.cut(line.start..line.end).iter());
+            areas.extend(bounds.pageable_parts(line.start..line.end).iter());
         }
         below = Some(line);
     }
     areas
 }
 
-/// Resident pages of areas that begin within `only`, in the text of `/proc/PID/smaps`, those shared with relatives in part: so that the sum over
-/// relatives is right.
+/// Resident pages of areas that begin within a range, in the text of `/proc/PID/smaps`.
+///
+/// Counts the proportional share (Pss) of shared pages, so that the sum over forked processes is
+/// right.
 #[must_use]
-pub fn shared_pages(text: &[u8], only: &Range<u64>) -> u64 {
+pub fn shared_pages(text: &[u8], range: &Range<u64>) -> u64 {
     let mut kilobytes = 0;
     let mut is_wanted = false;
     for line in text.split(|byte| *byte == b'\n') {
@@ -79,15 +85,15 @@ pub fn shared_pages(text: &[u8], only: &Range<u64>) -> u64 {
             let count = words.filter(|word| !word.is_empty()).find_map(|word| number(word, 10));
             kilobytes += count.filter(|_| is_wanted).unwrap_or(0);
         } else if let Some(line) = parse(line) {
-            is_wanted = only.contains(&line.start);
+            is_wanted = range.contains(&line.start);
         }
     }
     (kilobytes << 10) / PAGE
 }
 
-/// The areas whose missing pages a userfaultfd reports, in the text of `/proc/PID/smaps`.
+/// The areas that are registered with a userfaultfd, in the text of `/proc/PID/smaps`.
 #[must_use]
-pub fn registered(text: &[u8]) -> Vec<Area> {
+pub fn registered_areas(text: &[u8]) -> Vec<Area> {
     let mut areas = Vec::new();
     let mut last = None;
     for line in text.split(|byte| *byte == b'\n') {
@@ -156,27 +162,28 @@ mod tests {
 ";
 
     fn starts(bounds: &PagingBounds) -> Vec<u64> {
-        pageable(TEXT, bounds).iter().map(|area| area.start * 4096).collect()
+        pageable_areas(TEXT, bounds).iter().map(|area| area.start * 4096).collect()
     }
 
     #[test]
-    fn only_private_anonymous_areas_that_are_no_stacks() {
+    fn private_anonymous_areas_except_stacks_are_pageable() {
         assert_eq!(starts(&PagingBounds::default()), [0x55d0_c000_0000, 0x7f00_0000_0000, 0x7f00_0500_0000]);
     }
 
     #[test]
-    fn registered_areas_are_told_by_their_flags() {
+    fn registered_areas_are_recognised_by_their_flags() {
         let text = b"7f0000000000-7f0000100000 rw-p 00000000 00:00 0 \nSize: 1024 kB\nVmFlags: rd wr mr mw me ac sd um \n\
                      7f0000200000-7f0000300000 rw-p 00000000 00:00 0 \nVmFlags: rd wr um2 sd\n\
                      VmFlags: um\n7f0000400000-7f0000401000 r--p 00000000 fe:00 9 /x-1 um\nVmFlags: rd um\n";
-        let starts: Vec<u64> = registered(text).iter().map(|area| area.start * 4096).collect();
+        let starts: Vec<u64> = registered_areas(text).iter().map(|area| area.start * 4096).collect();
         assert_eq!(starts, [0x7f00_0000_0000, 0x7f00_0040_0000]);
     }
 
     #[test]
-    fn the_shims_own_memory_is_left_out() {
-        let private = 0x7f00_0008_0000..0x7f00_000a_0000;
-        let areas = pageable(TEXT, &PagingBounds { private, canary: 0x7f00_000f_0000, only: 0..0 });
+    fn memory_of_the_shim_is_not_pageable() {
+        let shim_range = 0x7f00_0008_0000..0x7f00_000a_0000;
+        let areas =
+            pageable_areas(TEXT, &PagingBounds { shim_range, canary: 0x7f00_000f_0000, paged_range: 0..0 });
         let parts: Vec<_> = areas
             .iter()
             .filter(|area| area.end <= 0x7_f000_0100)
@@ -184,20 +191,23 @@ mod tests {
             .collect();
         let base = 0x7_f000_0000;
         let expected = [(base, base + 0x80), (base + 0xa0, base + 0xf0), (base + 0xf1, base + 0x100)];
-        assert_eq!(parts[1..], expected, "behind the heap: all but the shim's memory and the canary");
+        assert_eq!(parts[1..], expected, "behind the heap: all but the memory of the shim and the canary");
     }
 
     #[test]
-    fn of_a_program_that_names_a_range_only_that_is_paged() {
-        let only = 0x7f00_0008_0000..0x7f00_0508_0000;
-        let areas = pageable(TEXT, &PagingBounds { only, ..PagingBounds::default() });
+    fn only_the_named_range_is_pageable() {
+        let paged_range = 0x7f00_0008_0000..0x7f00_0508_0000;
+        let areas = pageable_areas(TEXT, &PagingBounds { paged_range, ..PagingBounds::default() });
         let parts: Vec<_> = areas.iter().map(|area| (area.start, area.end)).collect();
         assert_eq!(parts, [(0x7_f000_0080, 0x7_f000_0100), (0x7_f000_5000, 0x7_f000_5080)]);
-        assert_eq!(starts(&PagingBounds { only: 0x1000..0x2000, ..PagingBounds::default() }), [0_u64; 0]);
+        assert_eq!(
+            starts(&PagingBounds { paged_range: 0x1000..0x2000, ..PagingBounds::default() }),
+            [0_u64; 0]
+        );
     }
 
     #[test]
-    fn what_is_shared_is_counted_in_part_and_only_within_the_range() {
+    fn shared_pages_are_counted_in_proportion_and_only_within_the_range() {
         let text = b"7f0000000000-7f0000100000 rw-p 00000000 00:00 0 \nSize: 1024 kB\nPss:                 400 kB\nPss_Dirty: 7 kB\n\
                      7f0000100000-7f0000200000 rw-p 00000000 00:00 0 \nPss:       44 kB\nPss:\n\
                      7f0000400000-7f0000500000 rw-p 00000000 00:00 0 \nPss:       4000 kB\n";
@@ -207,9 +217,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_text_is_survived(text in prop::collection::vec(any::<u8>(), 0..400), cut in 0usize..TEXT.len()) {
+        fn any_text_is_parsed_without_a_panic(text in prop::collection::vec(any::<u8>(), 0..400), cut in 0usize..TEXT.len()) {
             for text in [&text, &TEXT[..cut]] {
-                let _ = pageable(text, &PagingBounds { private: 0..4096, canary: 0, only: 0..0 });
+                let _ = pageable_areas(text, &PagingBounds { shim_range: 0..4096, canary: 0, paged_range: 0..0 });
                 let _ = shared_pages(text, &(0..u64::MAX));
             }
         }

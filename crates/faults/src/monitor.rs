@@ -1,8 +1,12 @@
-//! The monitor of one program: it hears faults and events, decides, and acts through its [`Edge`]. One thread turns it.
+//! The monitor of one program: resolves its faults and chooses its evictions.
 //!
-//! The rules that keep every byte right are in `docs/formats/paging.md`. The chief ones:
-//! events are heeded before any fault that was read with them; a fill that the kernel refuses as busy is decided anew; pages are taken only
-//! while nothing is read; a page that was given up is not taken before the program has faulted on it again.
+//! One thread turns it. It acts through an [`Edge`] and makes no system call of its own.
+//! `docs/formats/paging.md` has the rules that keep every byte right. The most important ones:
+//!
+//! - Events are applied before any fault that was read with them.
+//! - A fill that the kernel refuses as busy is decided anew after the next read.
+//! - No message is read while the worker moves pages out.
+//! - A page that the program has removed is not evicted before the program has faulted on it again.
 
 mod adoption;
 mod eviction;
@@ -29,39 +33,40 @@ pub use recovery::ResumeState;
 use recovery::UnplacedBatch;
 use repack::RepackProgress;
 
-/// Pages filled at one fault of a walk.
+/// Most pages that are filled at one fault of a sequential access.
 const WINDOW_MAX: usize = 32;
-/// Pages that may be written again at one fault on a protected one.
+/// Most pages whose write protection is removed at one fault.
 const UNPROTECT_MAX: usize = 64;
-/// Attempts to protect pages, one after the other.
+/// Attempts to write-protect all pages within one turn.
 const PROTECT_TRIES_MAX: u32 = 64;
-/// Messages read in one go.
+/// Messages that fit without a new allocation; the journal reads at most as many at once.
 const MESSAGES_MAX: usize = 64;
 
-/// What to do after a turn.
+/// What the caller must do after a turn.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum TurnOutcome {
     /// Turn again at once.
     Again,
-    /// Nothing to do before the kernel or the sender says something.
+    /// Sleep until the kernel or the sender has something for the monitor.
     Sleep,
-    /// The program is gone.
+    /// Close the monitor: the program has ended.
     Ended,
 }
 
+/// A fault that was read and is not resolved.
 #[derive(Clone, Copy, Debug)]
 struct PendingFault {
     fault: PageFault,
     since_ns: u64,
 }
 
-/// What became of one attempt to serve a fault.
+/// Outcome of one attempt to resolve a fault.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum FaultOutcome {
     Resolved,
-    /// It waits for the sender.
+    /// The fault waits for the sender or for room.
     WaitForSender,
-    /// It waits for the kernel: very soon.
+    /// The fault waits for the kernel, for a short time.
     RetrySoon,
 }
 
@@ -73,13 +78,14 @@ pub struct Monitor<E: Edge> {
     budget: Arc<Budget>,
     stats: Arc<FaultStats>,
     areas: Areas,
-    /// Events that were read before a restart are to be heeded before anything else.
+    /// Whether events that were read before a restart must be applied before anything else.
     has_unapplied_events: bool,
-    /// Registered and not yet looked through.
+    /// Registered ranges that are not yet adopted.
     adopting: Areas,
-    /// Given up by the program outside of `areas`: what is present there may be about to be dropped.
+    /// Ranges outside of `areas` that the program has removed: the kernel may not yet have
+    /// dropped what is present there.
     removed: Areas,
-    /// Places that were moved away from, and of which the kernel is still to say that they are unmapped.
+    /// Ranges that a remap moved away, and for which the kernel has not yet reported the unmap.
     pending_unmaps: Vec<Area>,
     streams: StreamDetector,
     messages: Vec<UffdMessage<E::Child>>,
@@ -93,22 +99,23 @@ pub struct Monitor<E: Edge> {
     present: Vec<PageNumber>,
     stalled_until_ns: u64,
     next_claim_ns: u64,
-    /// The others know that this program has nothing to give: told again and again they would answer again and again.
+    /// Whether the other programs know that this one cannot make room. Without it, two idle
+    /// monitors wake each other for ever.
     has_woken_others: bool,
-    /// Room could be made if a relative passed a block on.
+    /// Whether other programs hold the blocks that this one needs to make room.
     lacks_block: bool,
-    /// It waits for a block.
+    /// Whether this program is queued for a block.
     wants_block: bool,
-    /// Batches that had left the program before a restart, and wait for their blocks.
+    /// Batches that were evicted before a restart and have no block yet.
     unplaced_batches: Vec<UnplacedBatch>,
-    /// Since a fork, until the kernel allows it.
+    /// Whether the pages must be write-protected, because of a fork.
     must_protect: bool,
     repacking: RepackProgress,
     has_ended: bool,
 }
 
 impl<E: Edge> Monitor<E> {
-    /// A monitor for a program whose pages are in `volume` and whose registered areas are `areas`.
+    /// Creates a monitor for a program with pages in `volume` and registered `areas`.
     #[must_use]
     pub fn new(
         edge: E,
@@ -155,23 +162,25 @@ impl<E: Edge> Monitor<E> {
         &mut self.edge
     }
 
-    /// The program's pages.
+    /// The pages of the program.
     pub fn volume(&mut self) -> &mut Volume {
         &mut self.volume
     }
 
-    /// The registered areas.
+    /// The registered and adopted areas.
     #[must_use]
     pub fn areas(&self) -> &Areas {
         &self.areas
     }
 
-    /// The program is known to be gone.
+    /// Notes that the program has ended.
     pub fn end(&mut self) {
         self.has_ended = true;
     }
 
-    /// Give everything back that the program had. Nobody waits any more for the pages that it has under way.
+    /// Frees all that the program had, after its batches in flight have ended.
+    ///
+    /// The sender must have been told to abandon the program, so that no batch waits for room.
     pub fn close(mut self) {
         while self.volume.is_in_flight() {
             self.edge.wait_for_sender();
@@ -181,25 +190,42 @@ impl<E: Edge> Monitor<E> {
         self.announce_free_block();
     }
 
-    /// Do all that can be done now.
+    /// Does all that can be done without waiting.
     pub fn turn(&mut self) -> TurnOutcome {
         self.apply_sender_events();
         if !self.has_ended && !self.place_batches() {
-            // Nobody tells when the host's mempool has a block again: it is asked now and then.
+            // Nothing notifies this monitor when the mempool has a free block, so it polls.
             self.has_ended = !self.edge.wait_for_sender();
             return if self.has_ended { TurnOutcome::Ended } else { TurnOutcome::Again };
         }
         if std::mem::take(&mut self.has_unapplied_events) && !Mutation::AdoptBeforeEvents.is_active() {
-            // Of what a monitor before this one had heard and not heeded the kernel says nothing any more: no proof would fail for it.
+            // The kernel counts these events as read, so a proof of adoption would not fail for them.
             self.read_and_apply();
         }
-        // Before the faults are served, for it may hear of some.
+        // Adoption reads messages too: the faults among them are served below.
         self.adopt_some();
         self.read_and_apply();
         self.protect();
-        std::mem::swap(&mut self.pending, &mut self.being_served);
-        let mut soon = self.must_protect;
+        let must_retry = self.serve_pending() || self.must_protect;
+        self.make_room();
+        let moves_more = self.repack();
+        if self.has_ended {
+            TurnOutcome::Ended
+        } else if must_retry {
+            self.edge.yield_now();
+            TurnOutcome::Again
+        } else if moves_more || self.adopting.iter().next().is_some() {
+            TurnOutcome::Again
+        } else {
+            TurnOutcome::Sleep
+        }
+    }
+
+    /// Serves the faults that were read; returns whether some must be tried again soon.
+    fn serve_pending(&mut self) -> bool {
+        let mut must_retry = false;
         let mut being_served = std::mem::take(&mut self.being_served);
+        std::mem::swap(&mut self.pending, &mut being_served);
         for pending in being_served.drain(..) {
             if self.has_ended {
                 break;
@@ -211,24 +237,13 @@ impl<E: Edge> Monitor<E> {
                 }
                 FaultOutcome::WaitForSender => self.pending.push(pending),
                 FaultOutcome::RetrySoon => {
-                    soon = true;
+                    must_retry = true;
                     self.pending.push(pending);
                 }
             }
         }
         self.being_served = being_served;
-        self.make_room();
-        let moves_more = self.repack();
-        if self.has_ended {
-            TurnOutcome::Ended
-        } else if soon {
-            self.edge.yield_now();
-            TurnOutcome::Again
-        } else if moves_more || self.adopting.iter().next().is_some() {
-            TurnOutcome::Again
-        } else {
-            TurnOutcome::Sleep
-        }
+        must_retry
     }
 
     /// Whether faults wait for the sender or for room.
@@ -237,8 +252,10 @@ impl<E: Edge> Monitor<E> {
         !self.pending.is_empty()
     }
 
-    /// A page is there of which nothing was known, or which was thought to be elsewhere because it was filled just before a restart. It
-    /// can be taken, unless the kernel may be about to drop it.
+    /// Records a page that was found present.
+    ///
+    /// Its word says Zero, or says where the page was before it was filled shortly before a
+    /// restart. The page becomes doubtful if the kernel may be about to drop it.
     fn hold_present(&mut self, page: PageNumber) {
         if self.volume.state(page) != PageState::Zero {
             self.volume.hold_present(page);
@@ -249,7 +266,7 @@ impl<E: Edge> Monitor<E> {
         }
     }
 
-    /// Hear everything. Events take effect at once and in order; faults wait until all events are heard.
+    /// Reads all messages, applies the events in their order, and queues the faults.
     fn read_and_apply(&mut self) {
         let mut messages = std::mem::take(&mut self.messages);
         self.edge.read_messages(&mut messages);
@@ -296,7 +313,7 @@ impl<E: Edge> Monitor<E> {
         if let Some(at) = self.pending_unmaps.iter().position(|other| *other == area)
             && !Mutation::ApplyStaleUnmap.is_active()
         {
-            // What is there now, if anything, another thread has moved there since.
+            // If anything is mapped there now, a later remap has moved it there.
             self.pending_unmaps.swap_remove(at);
             return;
         }
@@ -304,7 +321,7 @@ impl<E: Edge> Monitor<E> {
         self.forget_area(area);
     }
 
-    /// The kernel has filled, or looked: so no event was outstanding.
+    /// Drops the pending unmaps: a fill or a move has just proved that no event is unread.
     fn forget_pending_unmaps(&mut self) {
         if !self.pending_unmaps.is_empty() {
             self.pending_unmaps.clear();
@@ -319,17 +336,17 @@ impl<E: Edge> Monitor<E> {
     }
 
     fn apply_sender_events(&mut self) {
-        let mut done = std::mem::take(&mut self.sender_events);
-        self.edge.poll_sender(&mut done);
-        for what in done.drain(..) {
-            self.apply_sender_event(what);
+        let mut events = std::mem::take(&mut self.sender_events);
+        self.edge.poll_sender(&mut events);
+        for event in events.drain(..) {
+            self.apply_sender_event(event);
         }
-        self.sender_events = done;
+        self.sender_events = events;
     }
 
-    /// Book what the sender has done.
-    fn apply_sender_event(&mut self, what: SenderEvent) {
-        match what {
+    /// Records what the sender has completed.
+    fn apply_sender_event(&mut self, event: SenderEvent) {
+        match event {
             SenderEvent::Staged { block, buffer, found } => {
                 self.volume.staged(block, &found);
                 self.edge.release_buffer(buffer);
@@ -342,6 +359,7 @@ impl<E: Edge> Monitor<E> {
         }
     }
 
+    /// Waits for the sender while the condition holds and the program has not ended.
     fn wait_while(&mut self, condition: impl Fn(&Volume) -> bool) {
         while condition(&self.volume) && !self.has_ended {
             if !self.edge.wait_for_sender() {
@@ -352,7 +370,8 @@ impl<E: Edge> Monitor<E> {
     }
 
     fn apply_fork(&mut self, child: E::Child) {
-        // What both sides write they will have twice. Where that does not fit they ask before they write; and both run already.
+        // A page that parent and child both write exists twice afterwards. If that may exceed the
+        // limit, the first write must be a fault. Both processes run already.
         if self.budget.resident() + self.volume.held() > self.budget.resident_max() {
             self.edge.protect_child(&child, &self.areas);
             self.must_protect = true;
@@ -368,7 +387,7 @@ impl<E: Edge> Monitor<E> {
         }
         self.volume.reclaim_all();
         let child_volume = self.volume.clone_for_fork();
-        // Also because each may count on less now that there is one more.
+        // Also because the fair share of each program is smaller with one program more.
         self.announce_free_block();
         match child_volume {
             Ok(volume) => self.edge.start_child(child, volume, self.areas.clone()),
@@ -379,7 +398,7 @@ impl<E: Edge> Monitor<E> {
     }
 
     fn apply_remap(&mut self, index: usize, from: PageNumber, to: PageNumber, pages: u64) {
-        // Staging knows pages by the number they had when they left.
+        // The sender knows the pages of a batch by the numbers with which they left.
         if !Mutation::RemapWhileLeaving.is_active() {
             self.wait_while(Volume::is_leaving);
         }
@@ -389,9 +408,9 @@ impl<E: Edge> Monitor<E> {
         self.volume.discard(to, to + pages);
         self.edge.begin_remap(index);
         self.volume.move_range(from, to, pages);
-        let pending_unmaps = Area { start: from, end: from + pages };
-        self.forget_area(pending_unmaps);
-        self.pending_unmaps.push(pending_unmaps);
+        let old = Area { start: from, end: from + pages };
+        self.forget_area(old);
+        self.pending_unmaps.push(old);
         self.removed.remove(Area { start: to, end: to + pages });
         self.areas.insert(Area { start: to, end: to + pages });
     }
@@ -422,7 +441,8 @@ impl<E: Edge> Monitor<E> {
                 let filled = self.edge.poison(page);
                 match filled.stop {
                     Some(FillStop::Busy | FillStop::NoMemory) => FaultOutcome::RetrySoon,
-                    // It was poisoned for another thread, or is unmapped: whoever still waits finds out by trying again.
+                    // It was poisoned for another thread, or unmapped. A thread that still waits
+                    // finds out when it accesses the page again.
                     Some(FillStop::Exists | FillStop::NoArea) => {
                         self.edge.wake(page);
                         FaultOutcome::Resolved
@@ -433,7 +453,7 @@ impl<E: Edge> Monitor<E> {
         }
     }
 
-    /// Over the limit a fault waits, as long as there is something to wait for.
+    /// Whether a fault must wait for room: the run is over its limit and room will be made.
     fn must_wait_for_room(&mut self) -> bool {
         self.make_room();
         if self.budget.excess(0) == 0 {
@@ -446,8 +466,10 @@ impl<E: Edge> Monitor<E> {
         false
     }
 
-    /// Protect what there is, as soon as the kernel lets us: the thread that forked must have run first. It does so just now; but other
-    /// changes may be unread, and are heard before the next attempt.
+    /// Write-protects all pages if that is due.
+    ///
+    /// The kernel refuses it until the thread that forked has run. That thread runs at this moment,
+    /// so it is tried several times; another unread event makes the next turn try again.
     fn protect(&mut self) {
         for _ in 0..PROTECT_TRIES_MAX {
             if !self.must_protect || self.edge.protect(&self.areas) {
@@ -458,8 +480,9 @@ impl<E: Edge> Monitor<E> {
         }
     }
 
-    /// A page that was shared when the program forked is about to be written: there will be one more. Its neighbours are let go with it, as
-    /// far as there is room.
+    /// Lets a write-protected page be written, and its neighbours as far as there is room.
+    ///
+    /// The page was shared at a fork, so the write makes one page more resident.
     fn serve_protected(&mut self, page: PageNumber) -> FaultOutcome {
         if Mutation::WakeProtected.is_active() {
             self.edge.wake(page);
@@ -468,14 +491,14 @@ impl<E: Edge> Monitor<E> {
         let area_end = self.areas.end_of(page).unwrap_or(page + 1);
         let max = usize::try_from(area_end - page).unwrap_or(usize::MAX).min(UNPROTECT_MAX);
         let pages = self.room_ahead().clamp(1, max);
-        let mut freed = self.edge.unprotect(page, pages);
-        if pages > 1 && freed.stop == Some(FillStop::NoArea) {
-            freed = self.edge.unprotect(page, 1);
+        let mut outcome = self.edge.unprotect(page, pages);
+        if pages > 1 && outcome.stop == Some(FillStop::NoArea) {
+            outcome = self.edge.unprotect(page, 1);
         }
-        match freed.stop {
+        match outcome.stop {
             None => {
                 self.has_woken_others = false;
-                self.budget.grant(freed.pages as u64);
+                self.budget.grant(outcome.pages as u64);
             }
             Some(FillStop::Busy | FillStop::NoMemory) => return FaultOutcome::RetrySoon,
             Some(FillStop::NoArea | FillStop::Exists) => self.edge.wake(page),
@@ -495,7 +518,7 @@ impl<E: Edge> Monitor<E> {
         self.record_fill(fault.page, filled, window, Some(|stats| &stats.zero_pages))
     }
 
-    /// Pages that left side by side are side by side in the mempool, too.
+    /// Fills from consecutive slots: pages that left together are adjacent in the mempool.
     fn serve_slots(
         &mut self,
         page: PageNumber,
@@ -539,7 +562,7 @@ impl<E: Edge> Monitor<E> {
         self.record_fill(page, filled, window, Some(|stats| &stats.remote_reads))
     }
 
-    /// Fill so many pages; one, if the area ends before.
+    /// Fills pages; only the first if the range is not one area.
     fn fill(&mut self, page: PageNumber, pages: usize, source: FillSource) -> FillOutcome {
         let filled = self.edge.fill(page, pages, source);
         if pages > 1 && filled == (FillOutcome { pages: 0, stop: Some(FillStop::NoArea) }) {
@@ -548,19 +571,22 @@ impl<E: Edge> Monitor<E> {
         filled
     }
 
-    /// How many pages to fill at a fault; ahead of the program only if there is room.
+    /// How many pages to fill at a fault; more than one only while there is room.
     fn window(&mut self, page: PageNumber) -> usize {
         let max = self.room_ahead().clamp(1, WINDOW_MAX);
         self.streams.window(page, max)
     }
 
+    /// Pages that may be filled ahead: half of the room below the limit.
     fn room_ahead(&self) -> usize {
         let room = self.budget.resident_max().saturating_sub(self.budget.resident()) / 2;
         usize::try_from(room).unwrap_or(usize::MAX)
     }
 
-    /// Book a fill: what was filled is held by the program now. A page that a walk comes by, with a window of several, is not wanted for
-    /// itself.
+    /// Records a fill: the filled pages are held, and the fault is resolved if there are any.
+    ///
+    /// Only a page that was filled alone counts as wanted for replacement: in a sequential access a
+    /// page returns because of its position.
     fn record_fill(
         &mut self,
         page: PageNumber,

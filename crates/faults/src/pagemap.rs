@@ -1,5 +1,6 @@
-//! Which pages of a program are present, as its `/proc/PID/pagemap` tells by PAGEMAP_SCAN, which passes over holes without looking at each
-//! place. Debian's headers lack it.
+//! Which pages of a program are present, by `PAGEMAP_SCAN` on `/proc/PID/pagemap`.
+//!
+//! The request skips holes without a look at each page. Debian's headers do not define it.
 
 use std::fs::File;
 use std::io;
@@ -12,10 +13,11 @@ const PAGEMAP_SCAN: u64 = 0xc060_6610;
 const IS_FILE: u64 = 1 << 2;
 const IS_PRESENT: u64 = 1 << 3;
 const PAGE: u64 = PAGE_BYTES as u64;
-/// Regions that one call tells of.
+/// Most regions that one call reports.
 const REGIONS_MAX: usize = 512;
 
 #[repr(C)]
+/// The kernel's `struct page_region`.
 #[derive(Clone, Copy)]
 struct PageRegion {
     start: u64,
@@ -24,6 +26,7 @@ struct PageRegion {
 }
 
 #[repr(C)]
+/// The kernel's `struct pm_scan_arg`.
 struct ScanArgument {
     size: u64,
     flags: u64,
@@ -39,10 +42,12 @@ struct ScanArgument {
     reported: u64,
 }
 
-/// Call `report` with each run of present private pages of the range, up to `max` pages, in order; returns how far it has looked.
+/// Calls `report` with each run of present private pages of a range, in ascending order.
+///
+/// Stops after `max` pages, and returns the end of what was scanned.
 ///
 /// # Errors
-/// The process is gone, or it is Linux before 6.7.
+/// If the process has ended, or Linux is older than 6.7.
 pub fn present(
     pagemap: &File,
     range: Range<PageNumber>,
@@ -66,7 +71,8 @@ pub fn present(
             any_of: 0,
             reported: IS_PRESENT,
         };
-        // SAFETY: the argument is of the layout that this request reads and writes, and names memory for as many regions as it says.
+        // SAFETY: the argument has the layout that this request reads and writes, and names memory for as many
+        // regions as it says.
         let count = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut argument) };
         let count = usize::try_from(count).map_err(|_| io::Error::last_os_error())?;
         for region in &regions[..count.min(REGIONS_MAX)] {
@@ -91,7 +97,7 @@ mod tests {
 
     /// Untouched memory, and the number of its first page.
     fn memory() -> (*mut u8, PageNumber) {
-        // SAFETY: a fresh mapping, which is never unmapped.
+        // SAFETY: a new mapping, which is never unmapped.
         let address = unsafe {
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
             let address = libc::mmap(
@@ -122,7 +128,7 @@ mod tests {
     fn exactly_the_pages_that_were_touched_are_present() {
         let (memory, first) = memory();
         assert_eq!(scan(first, 0..PAGES as u64, u64::MAX), (vec![], PAGES as u64));
-        // More runs than one call tells of.
+        // More runs than one call reports.
         let touched: Vec<u64> = (0..PAGES as u64).filter(|page| page % 3 == 1).collect();
         for page in &touched {
             // SAFETY: inside the mapping.

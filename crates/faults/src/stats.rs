@@ -1,10 +1,10 @@
-//! Counters and latencies of one program's faults. One thread writes, any may read.
+//! Counters and latencies of the faults of one program. One thread writes; any thread may read.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use aquifer_pager::latency::Latencies;
 
-/// What happened so far.
+/// What has happened to one program so far.
 #[derive(Debug, Default)]
 pub struct FaultStats {
     /// Faults served.
@@ -17,27 +17,27 @@ pub struct FaultStats {
     pub staging_hits: AtomicU64,
     /// Pages filled from memory nodes.
     pub remote_reads: AtomicU64,
-    /// Of those, pages that nobody had asked for yet.
+    /// Pages among them that no fault had asked for.
     pub prefetched: AtomicU64,
-    /// READs that took.
+    /// READ trips to memory nodes for these pages.
     pub remote_read_trips: AtomicU64,
-    /// Pages taken out of the program.
+    /// Pages evicted from the program.
     pub evictions: AtomicU64,
-    /// Pages that could not be read back.
+    /// Pages that no replica could provide.
     pub lost_pages: AtomicU64,
-    /// Pages moved from one slab to another.
+    /// Pages moved between slabs.
     pub repacked: AtomicU64,
-    /// From reading a fault to its page's being there.
+    /// Time from the read of a fault to its resolution, in nanoseconds.
     pub latency: Latencies,
 }
 
 impl FaultStats {
-    /// Add to a counter that only the calling thread writes.
+    /// Adds to a counter that only the calling thread writes.
     pub fn add(counter: &AtomicU64, count: usize) {
         counter.store(counter.load(Relaxed) + count as u64, Relaxed);
     }
 
-    /// Add everything that `other` counted.
+    /// Adds all that `other` has counted.
     pub fn merge(&self, other: &Self) {
         for (mine, theirs) in self.counters().into_iter().zip(other.counters()) {
             mine.fetch_add(theirs.load(Relaxed), Relaxed);

@@ -1,20 +1,22 @@
-//! Recognises programs that walk through their memory, and says how far ahead to fill.
+//! Detects sequential access, and says how many pages to fill at a fault.
 //!
-//! Up to [`STREAMS`] walks are followed at once. A fault that is where a walk is expected to go on doubles that walk's window;
-//! any other begins a new walk with a window of one page, so that random access is never made worse.
+//! Up to [`STREAMS`] sequential streams are tracked at once. A fault at a position that a stream
+//! expects doubles the stream's window. Any other fault begins a new stream with a window of one
+//! page, so that random access is never made slower.
 
 use aquifer_pager::PageNumber;
 
 const STREAMS: usize = 8;
 
 #[derive(Clone, Copy, Debug, Default)]
+/// A sequential access: the fault that is expected next, and how many pages to fill at it.
 struct SequentialStream {
     next: PageNumber,
     window: usize,
     used: u64,
 }
 
-/// The walks of one program.
+/// The sequential streams of one program.
 #[derive(Clone, Debug, Default)]
 pub struct StreamDetector {
     streams: [SequentialStream; STREAMS],
@@ -22,11 +24,11 @@ pub struct StreamDetector {
 }
 
 impl StreamDetector {
-    /// How many pages to fill at this fault, the faulting one included: 1 to `max`.
+    /// How many pages to fill at this fault, with the faulting page: 1 to `max`.
     pub fn window(&mut self, page: PageNumber, max: usize) -> usize {
         self.clock += 1;
         let known = self.streams.iter().position(|stream| {
-            // The program may have skipped a page that it still had.
+            // The program skips a page that is still resident.
             stream.window > 0 && (stream.next..=stream.next + 2).contains(&page)
         });
         let at = known.unwrap_or_else(|| self.oldest());
@@ -37,7 +39,7 @@ impl StreamDetector {
         stream.window
     }
 
-    /// Fewer pages than wanted were filled at `page`: the walk is expected to fault right behind them.
+    /// Corrects a stream's expectation after fewer pages were filled than its window.
     pub fn filled(&mut self, page: PageNumber, wanted: usize, pages: usize) {
         let expected = page + wanted as u64;
         if let Some(stream) = self.streams.iter_mut().find(|stream| stream.next == expected) {
@@ -55,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_walk_is_followed_with_doubling_windows() {
+    fn sequential_access_doubles_the_window() {
         let mut streams = StreamDetector::default();
         let mut page = 1000;
         let mut windows = Vec::new();
@@ -76,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn interleaved_walks_are_all_followed() {
+    fn interleaved_streams_are_all_tracked() {
         let mut streams = StreamDetector::default();
         let mut pages = [10_000u64, 20_000, 30_000];
         for _ in 0..6 {

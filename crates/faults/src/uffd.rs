@@ -1,4 +1,4 @@
-//! The userfaultfd calls that the agent makes on a descriptor it was given. Debian's headers lack half of them.
+//! The userfaultfd requests that the agent makes. Debian's headers lack half of them.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -11,7 +11,7 @@ use crate::kernel::{FillOutcome, FillStop, PageFault, UffdMessage};
 
 const UFFDIO_API: u64 = 0xc018_aa3f;
 const API: u64 = 0xaa;
-/// Everything that changes which pages there are, who faults, and ways to answer.
+/// Write protection, the events fork, remap, remove and unmap, thread ids, poison, move.
 const FEATURES: u64 = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 3 | 1 << 6 | 1 << 8 | 1 << 14 | 1 << 16;
 const UFFDIO_REGISTER: u64 = 0xc020_aa00;
 const UFFDIO_WAKE: u64 = 0x8010_aa02;
@@ -33,7 +33,7 @@ const EVENT_UNMAP: u8 = 0x16;
 
 /// Bytes of one message of the kernel.
 pub const MESSAGE_BYTES: usize = 32;
-/// Where programs have their addresses.
+/// Range of the addresses of programs.
 const USER_START: u64 = 1 << 16;
 const USER_END: u64 = (1 << 47) - 4096;
 
@@ -66,7 +66,7 @@ struct CopyArgument {
     copied: i64,
 }
 
-/// Both `UFFDIO_ZEROPAGE` and `UFFDIO_POISON`.
+/// Argument of both `UFFDIO_ZEROPAGE` and `UFFDIO_POISON`.
 #[repr(C)]
 struct FillArgument {
     range: UffdRange,
@@ -80,7 +80,7 @@ struct ProtectArgument {
     mode: u64,
 }
 
-/// A program's userfaultfd.
+/// The userfaultfd of one program.
 #[derive(Debug)]
 pub struct Userfaultfd(OwnedFd);
 
@@ -103,13 +103,15 @@ impl AsRawFd for Userfaultfd {
 }
 
 impl Userfaultfd {
-    /// Choose what it tells, before anything else, unless that was done. To hear of forks takes CAP_SYS_PTRACE, which the agent may have where
-    /// its programs have not.
+    /// Enables the features that the monitor needs, unless that was done before.
+    ///
+    /// Must come before any other request. Fork events require CAP_SYS_PTRACE, which the agent may
+    /// have when its programs have not.
     ///
     /// # Errors
-    /// What the kernel says: this process lacks that right, or the kernel such features.
+    /// If the agent lacks that right, or the kernel lacks a feature.
     pub fn enable(&self) -> io::Result<()> {
-        // Before it is enabled it tells of nothing but that error.
+        // A userfaultfd that is not enabled polls as an error.
         let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
         poll(&mut fds, Some(&Timespec::default()))?;
         if !fds[0].revents().contains(PollFlags::ERR) {
@@ -119,7 +121,7 @@ impl Userfaultfd {
         self.request(UFFDIO_API, &raw mut argument)
     }
 
-    /// Another descriptor of the same userfaultfd.
+    /// Duplicates the descriptor.
     ///
     /// # Errors
     /// At the limit of open files.
@@ -127,20 +129,22 @@ impl Userfaultfd {
         self.0.try_clone()
     }
 
-    /// Have the kernel write the messages there are, without waiting (the descriptor does not block). How many bytes it wrote.
+    /// Lets the kernel write pending messages to `buffer`; returns the number of bytes written.
+    ///
+    /// Does not wait: the descriptor is non-blocking.
     ///
     /// # Safety
-    /// `length` bytes at `buffer` must be writable, and nobody may look at them meanwhile.
+    /// `length` bytes at `buffer` must be writable, and no other thread may access them meanwhile.
     pub unsafe fn read(&self, buffer: *mut u8, length: usize) -> usize {
-        // SAFETY: the kernel writes at most `length` bytes, as the caller allows.
+        // SAFETY: the kernel writes at most `length` bytes, which the caller permits.
         let length = unsafe { libc::read(self.as_raw_fd(), buffer.cast(), length) };
         usize::try_from(length).unwrap_or(0)
     }
 
-    /// Have missing pages reported, and writes to those that are protected.
+    /// Registers a range: its missing pages and writes to its protected pages become faults.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// If nothing is mapped there, or the memory cannot be registered.
     pub fn register(&self, start: PageNumber, end: PageNumber) -> io::Result<()> {
         let mut argument = RegisterArgument {
             range: range(start, end),
@@ -150,10 +154,10 @@ impl Userfaultfd {
         self.request(UFFDIO_REGISTER, &raw mut argument)
     }
 
-    /// Copy from this process' memory into missing pages.
+    /// Fills missing pages with a copy of this process' memory.
     ///
     /// # Safety
-    /// `source` must be readable for `pages` pages.
+    /// `pages` pages at `source` must be readable.
     pub unsafe fn copy(&self, page: PageNumber, source: *const u8, pages: usize) -> FillOutcome {
         let mut argument = CopyArgument {
             dst: address(page),
@@ -166,59 +170,59 @@ impl Userfaultfd {
         outcome(result, argument.copied, pages)
     }
 
-    /// Map the zero page at missing pages.
+    /// Maps the shared zero page at missing pages.
     pub fn zero(&self, page: PageNumber, pages: usize) -> FillOutcome {
         let mut argument = FillArgument { range: range(page, page + pages as u64), mode: 0, filled: 0 };
         let result = self.request(UFFDIO_ZEROPAGE, &raw mut argument);
         outcome(result, argument.filled, pages)
     }
 
-    /// Make a missing page one that raises SIGBUS.
+    /// Poisons a missing page: each access to it raises SIGBUS.
     pub fn poison(&self, page: PageNumber) -> FillOutcome {
         let mut argument = FillArgument { range: range(page, page + 1), mode: 0, filled: 0 };
         let result = self.request(UFFDIO_POISON, &raw mut argument);
         outcome(result, argument.filled, 1)
     }
 
-    /// Let pages be written again, and wake who waits for that.
+    /// Removes write protection and wakes the threads that wait for it.
     pub fn unprotect(&self, page: PageNumber, pages: usize) -> FillOutcome {
         let mut argument = ProtectArgument { range: range(page, page + pages as u64), mode: 0 };
         outcome(self.request(UFFDIO_WRITEPROTECT, &raw mut argument), 0, pages)
     }
 
-    /// Wake who waits for a page.
+    /// Wakes the threads that wait for a page.
     pub fn wake(&self, page: PageNumber) {
         let mut argument = range(page, page + 1);
         if let Err(error) = self.request(UFFDIO_WAKE, &raw mut argument) {
-            tracing::debug!(%error, page, "nobody to wake");
+            tracing::debug!(%error, page, "no thread could be woken");
         }
     }
 
-    /// Wake all who wait for any page, to try again.
+    /// Wakes all threads that wait for any page, so that they fault again.
     pub fn wake_all(&self) {
         let mut argument = UffdRange { start: USER_START, len: USER_END - USER_START };
         if let Err(error) = self.request(UFFDIO_WAKE, &raw mut argument) {
-            tracing::warn!(%error, "a program's threads cannot be woken");
+            tracing::warn!(%error, "cannot wake the threads that wait for pages");
         }
     }
 
     fn request<T>(&self, request: u64, argument: *mut T) -> io::Result<()> {
-        ask(self.as_fd(), request, argument)
+        ioctl(self.as_fd(), request, argument)
     }
 }
 
-/// Have the first write to each present page of a range reported, in the program whose userfaultfd this is.
+/// Write-protects the present pages of a range: the next write to each is a fault.
 ///
 /// # Errors
-/// What the kernel says: that changes are under way, or that not all of it is registered.
+/// `EAGAIN` while an event is unread; others if the range is not registered.
 pub fn protect(uffd: BorrowedFd<'_>, start: PageNumber, end: PageNumber) -> io::Result<()> {
     let mut argument = ProtectArgument { range: range(start, end), mode: PROTECT };
-    ask(uffd, UFFDIO_WRITEPROTECT, &raw mut argument)
+    ioctl(uffd, UFFDIO_WRITEPROTECT, &raw mut argument)
 }
 
-fn ask<T>(uffd: BorrowedFd<'_>, request: u64, argument: *mut T) -> io::Result<()> {
-    // SAFETY: each caller passes the argument type that its request reads and writes, alive for the call; what the requests
-    // do to the program's memory is their purpose.
+fn ioctl<T>(uffd: BorrowedFd<'_>, request: u64, argument: *mut T) -> io::Result<()> {
+    // SAFETY: each caller passes the argument type that its request reads and writes, alive for the call.
+    // The requests change the memory of the program, as intended.
     let result = unsafe { libc::ioctl(uffd.as_raw_fd(), request, argument) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
@@ -239,7 +243,7 @@ fn outcome(result: io::Result<()>, done: i64, pages: usize) -> FillOutcome {
     let stop = match error.raw_os_error() {
         Some(libc::EEXIST) => FillStop::Exists,
         Some(libc::EAGAIN) if filled == 0 => FillStop::Busy,
-        // A partial fill is told as EAGAIN; what stopped it shows when the rest is tried.
+        // The kernel reports a partial fill as EAGAIN. A fill of the rest shows what stopped it.
         Some(libc::EAGAIN) => {
             return FillOutcome { pages: filled, stop: None };
         }
@@ -250,13 +254,15 @@ fn outcome(result: io::Result<()>, done: i64, pages: usize) -> FillOutcome {
     FillOutcome { pages: filled, stop: Some(stop) }
 }
 
-/// Whether a message tells of a change of the address space, not of a fault.
+/// Whether a message is an event, not a fault.
 #[must_use]
 pub fn is_event(bytes: &[u8; MESSAGE_BYTES]) -> bool {
     matches!(bytes[0], EVENT_FORK | EVENT_REMAP | EVENT_REMOVE | EVENT_UNMAP)
 }
 
-/// A message as the kernel wrote it. A fork's descriptor is a number in the process that read it.
+/// Parses a message of the kernel; `None` if its kind is unknown.
+///
+/// The descriptor of a fork is a number in the process that read the message.
 #[must_use]
 pub fn parse(bytes: &[u8; MESSAGE_BYTES]) -> Option<UffdMessage<RawFd>> {
     let word = |at: usize| u64::from_ne_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
@@ -273,7 +279,7 @@ pub fn parse(bytes: &[u8; MESSAGE_BYTES]) -> Option<UffdMessage<RawFd>> {
         EVENT_REMOVE => UffdMessage::Remove { start: page(8), end: page(16) },
         EVENT_UNMAP => UffdMessage::Unmap { start: page(8), end: page(16) },
         kind => {
-            tracing::error!(kind, "the kernel told of something unknown");
+            tracing::error!(kind, "unknown message of the userfaultfd is ignored");
             return None;
         }
     })

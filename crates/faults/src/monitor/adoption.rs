@@ -1,4 +1,4 @@
-//! New areas come under the monitor's control.
+//! Adoption: brings the pages of newly registered areas under the monitor's control.
 
 use aquifer_pager::{Mutation, PageNumber, PageState};
 
@@ -7,20 +7,22 @@ use crate::areas::Area;
 use crate::edge::Edge;
 use crate::kernel::{FillSource, FillStop};
 
-/// Present pages of new areas looked through in one turn.
+/// Present pages that are adopted in one turn.
 const ADOPT_PAGES_MAX: usize = 4096;
-/// Places looked at in one go, whatever is there: holes take next to no time.
+/// Pages that are scanned for presence in one call; holes cost next to nothing.
 const ADOPT_SPAN_PAGES: u64 = 1 << 18;
-/// And areas.
+/// Areas that are scanned in one turn.
 const ADOPT_AREAS_MAX: usize = 16;
-/// Pages proved registered by one fill.
+/// Pages that one fill proves registered.
 const PROVE_PAGES_MAX: usize = 512;
 
 impl<E: Edge> Monitor<E> {
-    /// Take newly found areas under control: from now on their missing pages are reported; the present ones are looked through by and by
-    /// and may then be taken.
+    /// Registers newly found areas, and queues them for adoption.
+    ///
+    /// From now on their missing pages are faults. Pages that are present are adopted over the
+    /// next turns, and can then be evicted.
     pub fn adopt(&mut self, found: &[Area]) {
-        // All are registered before any is looked at: from then on none of them grows unheard.
+        // All are registered before any is adopted: a registered area cannot grow unnoticed.
         let unknown = found.iter().flat_map(|area| self.areas.missing(*area));
         let gaps: Vec<Area> = unknown.flat_map(|area| self.adopting.missing(area)).collect();
         for gap in gaps {
@@ -30,8 +32,10 @@ impl<E: Edge> Monitor<E> {
         }
     }
 
-    /// Look through a part of what was registered. The rest waits for the next turn, so that faults do not wait for it, and what was
-    /// found can be taken already: the program goes on writing into pages that it has.
+    /// Adopts a part of what was registered.
+    ///
+    /// The rest waits for later turns, so that faults do not wait for adoption, and adopted pages
+    /// can be evicted early: the program keeps writing to present pages without a fault.
     pub(super) fn adopt_some(&mut self) {
         let mut pages = 0;
         for _ in 0..ADOPT_AREAS_MAX {
@@ -46,19 +50,20 @@ impl<E: Edge> Monitor<E> {
         }
     }
 
-    /// Whether an Unmap of the part that is heard from now on is of what is there now. It may be of what was moved away, and would be passed over, as long
-    /// as something is outstanding.
+    /// Whether an unmap of this range that is read from now on concerns what is mapped there now.
+    ///
+    /// While an event is unread, it may concern what a remap has moved away, and would be ignored.
     fn can_adopt(&mut self, part: Area) -> bool {
-        let is_touched =
+        let has_pending_unmap =
             self.pending_unmaps.iter().any(|area| area.start < part.end && part.start < area.end);
-        if is_touched && self.edge.has_no_unread_event() {
+        if has_pending_unmap && self.edge.has_no_unread_event() {
             self.forget_pending_unmaps();
             return true;
         }
-        !is_touched
+        !has_pending_unmap
     }
 
-    /// Look through a part as far as there are at most so many pages; how many there were.
+    /// Adopts a range up to `max` present pages; returns how many there were.
     fn adopt_part(&mut self, part: Area, max: usize) -> usize {
         let mut present = std::mem::take(&mut self.present);
         present.clear();
@@ -70,7 +75,7 @@ impl<E: Edge> Monitor<E> {
         }
         let pages = present.len();
         self.present = present;
-        // What was unmapped meanwhile is not there any more.
+        // A part that was unmapped meanwhile is not in `adopting` any more.
         for area in self.adopting.extract(part) {
             self.areas.insert(area);
             self.removed.remove(area);
@@ -78,10 +83,12 @@ impl<E: Edge> Monitor<E> {
         pages
     }
 
-    /// Pages were seen present at a place that was registered a moment ago. Meanwhile they may have been unmapped and other,
-    /// unregistered memory mapped there, whose pages must never be taken: their faults would not be told. A fill looks first whether
-    /// all of its range is one registered area, and then finds the first page present: that proves that it is registered, and
-    /// that whatever happens to it later will be heard.
+    /// Adopts pages that were seen present after their range was registered.
+    ///
+    /// Since then they may have been unmapped, and unregistered memory mapped in their place. Such
+    /// pages must never be evicted, because their faults would not be reported. A trial fill tells:
+    /// the kernel first checks that the whole range is one registered area, and then finds the first
+    /// page present. That proves that the pages are registered, and that no event was unread.
     fn adopt_run(&mut self, first: PageNumber, pages: usize) {
         let end = first + pages as u64;
         let mut page = first;
@@ -90,7 +97,7 @@ impl<E: Edge> Monitor<E> {
                 PageState::Zero => {
                     (page..end).take_while(|page| self.volume.state(*page) == PageState::Zero).count()
                 }
-                // Filled just before a restart.
+                // Filled shortly before a restart.
                 PageState::Staged(_) | PageState::Reclaimable(_) | PageState::Remote(_) => 1,
                 PageState::Held | PageState::Leaving | PageState::Doubtful | PageState::Lost => {
                     page += 1;
@@ -101,7 +108,9 @@ impl<E: Edge> Monitor<E> {
         }
     }
 
-    /// Prove pages registered, or decide that they are not; how many were decided, none if something happened meanwhile.
+    /// Proves that pages are registered, or that they are not.
+    ///
+    /// Returns how many pages were decided; 0 if an event was unread.
     fn prove_registered(&mut self, first: PageNumber, pages: usize) -> usize {
         if Mutation::AdoptUnproved.is_active() {
             (first..first + pages as u64).for_each(|page| self.volume.hold(page, false));
@@ -109,7 +118,10 @@ impl<E: Edge> Monitor<E> {
         }
         let filled = self.edge.fill(first, pages, FillSource::Zeros { is_private: false });
         let is_known_elsewhere = !matches!(self.volume.state(first), PageState::Zero);
-        assert!(filled.pages == 0 || !is_known_elsewhere, "page {first:#x} was seen present, and was not");
+        assert!(
+            filled.pages == 0 || !is_known_elsewhere,
+            "page {first:#x} was reported present and was missing"
+        );
         match filled.stop {
             None | Some(FillStop::Exists) => {
                 self.forget_pending_unmaps();
@@ -121,7 +133,7 @@ impl<E: Edge> Monitor<E> {
                 self.edge.yield_now();
                 0
             }
-            // It may be more than one area.
+            // The range may span several areas.
             Some(FillStop::NoArea) if pages > 1 => self.prove_registered(first, pages / 2),
             Some(FillStop::NoArea | FillStop::NoMemory) => 1,
             Some(FillStop::Ended) => {

@@ -1,4 +1,4 @@
-//! Pages leave the program while it is too close to its limit.
+//! Eviction: moves pages out of the program while it is close to its limit.
 
 use aquifer_pager::{BLOCK_PAGES, Batch, BlockId};
 
@@ -9,20 +9,20 @@ use crate::stats::FaultStats;
 
 /// Pages kept free below the limit, so that faults seldom wait for room.
 pub(crate) const SPARE_PAGES: u64 = 2 * BLOCK_PAGES as u64;
-/// After a batch of which nothing could be taken, no other is tried for this long.
+/// Time without another attempt after a batch of which no page could be moved.
 const STALL_NS: u64 = 4_000_000;
-/// Pages shared since a fork that are looked at together, and how long after a look the next may follow: at least so long, and a
-/// multiple of what the look took.
+/// Inherited pages that are checked in one pass.
 const CLAIM_PAGES: usize = 1024;
+/// Shortest time between two passes; after a slow pass it is this multiple of the pass's duration.
 const CLAIM_INTERVAL_NS: u64 = 1_000_000;
 const CLAIM_INTERVAL_FACTOR: u64 = 4;
-/// What lies so close together is looked at in one go, with what lies between.
+/// Pages at most this far apart are checked in one read of `/proc/PID/pagemap`.
 const CLAIM_GAP_PAGES: u64 = 256;
-/// A program keeps so many pages under any limit: more than one instruction of a thread can need at once.
+/// Pages that a program keeps under any limit: more than one instruction can need at once.
 const HELD_PAGES_MIN: u64 = 8;
 
 impl<E: Edge> Monitor<E> {
-    /// Take pages out of the program while it is too close to its limit.
+    /// Evicts pages while the program is too close to its limit.
     pub fn make_room(&mut self) {
         self.volume.release_clean_copies_if_short();
         while self.volume.pass_block() {
@@ -50,7 +50,9 @@ impl<E: Edge> Monitor<E> {
         self.announce_free_block();
     }
 
-    /// What a child shared with its parent it may have for itself by now: it or the parent wrote there, or one of them is gone.
+    /// Claims inherited pages that no other process shares any more.
+    ///
+    /// A child shares its pages with its parent until one of both writes them or ends.
     fn claim_exclusive(&mut self) {
         self.victims.clear();
         self.volume.next_inherited(CLAIM_PAGES, &mut self.victims);
@@ -59,12 +61,12 @@ impl<E: Edge> Monitor<E> {
         }
         let start_ns = self.edge.now_ns();
         self.victims.sort_unstable();
-        let mut alone = std::mem::take(&mut self.present);
-        alone.clear();
+        let mut exclusive = std::mem::take(&mut self.present);
+        exclusive.clear();
         for span in self.victims.chunk_by(|one, next| next - one <= CLAIM_GAP_PAGES) {
-            self.edge.exclusive_pages(span[0], span[span.len() - 1] + 1, &mut alone);
+            self.edge.exclusive_pages(span[0], span[span.len() - 1] + 1, &mut exclusive);
         }
-        let mut found = alone.iter().peekable();
+        let mut found = exclusive.iter().peekable();
         for page in &self.victims {
             while found.next_if(|other| *other < page).is_some() {}
             if found.next_if_eq(&page).is_some() {
@@ -75,32 +77,33 @@ impl<E: Edge> Monitor<E> {
         }
         let now_ns = self.edge.now_ns();
         self.next_claim_ns = now_ns + CLAIM_INTERVAL_NS.max((now_ns - start_ns) * CLAIM_INTERVAL_FACTOR);
-        self.present = alone;
+        self.present = exclusive;
     }
 
+    /// Evicts one batch; returns whether another may be tried at once.
     fn evict_batch(&mut self) -> bool {
         let Some(block) = self.allocate_block() else {
             self.wants_block = true;
             self.lacks_block = self.volume.lacks_block();
             return false;
         };
-        let over = self.budget.excess(0) > 0;
+        let is_over_limit = self.budget.excess(0) > 0;
         self.victims.clear();
         let edge = &self.edge;
         let surplus = self.volume.held().saturating_sub(HELD_PAGES_MIN);
         let max = usize::try_from(surplus).unwrap_or(usize::MAX).min(BLOCK_PAGES);
-        self.volume.pick_victims(max, over, |page| edge.is_pinned(page), &mut self.victims);
+        self.volume.pick_victims(max, is_over_limit, |page| edge.is_pinned(page), &mut self.victims);
         if self.victims.is_empty() {
             self.free_block(block);
-            if over && !std::mem::replace(&mut self.has_woken_others, true) {
+            if is_over_limit && !std::mem::replace(&mut self.has_woken_others, true) {
                 self.edge.wake_other_programs();
             }
             return false;
         }
-        let buffer = self.free_buffers.pop().expect("the caller looked");
+        let buffer = self.free_buffers.pop().expect("make_room has checked that a buffer is free");
         self.move_outcomes.clear();
         if self.edge.move_out(buffer, &self.victims, &mut self.move_outcomes).is_err() {
-            // What had left is gone with the program.
+            // What has left is gone with the program.
             self.victims.iter().for_each(|page| self.volume.refused(*page));
             self.free_block(block);
             self.has_ended = true;
@@ -109,13 +112,13 @@ impl<E: Edge> Monitor<E> {
         self.record_batch(block, buffer)
     }
 
-    /// A block for a batch; if there is none, its turn comes, and this monitor is told.
+    /// Allocates a block for a batch; without one, queues this program and wakes the others.
     pub(super) fn allocate_block(&mut self) -> Option<BlockId> {
         self.volume.allocate_block().or_else(|| {
             if self.volume.queue_for_block() {
                 self.edge.wake_other_programs();
             }
-            // It may have been given back before it was asked for.
+            // A block may have been freed before this program was queued.
             self.volume.allocate_block()
         })
     }
@@ -125,19 +128,20 @@ impl<E: Edge> Monitor<E> {
         self.announce_free_block();
     }
 
-    /// A block was given back.
+    /// Wakes the other programs if one of them waits for a block that was freed.
     pub(super) fn announce_free_block(&mut self) {
         if self.budget.consume_block_notification() {
             self.edge.wake_other_programs();
         }
     }
 
+    /// Records what the worker did, and submits the pages that were moved.
     fn record_batch(&mut self, block: BlockId, buffer: usize) -> bool {
         let mut positions = Vec::with_capacity(BLOCK_PAGES);
         let victims = std::mem::take(&mut self.victims);
         let mut moved = Batch::with_capacity(BLOCK_PAGES);
-        for (position, (page, move_outcomes)) in victims.iter().zip(&self.move_outcomes).enumerate() {
-            match move_outcomes {
+        for (position, (page, outcome)) in victims.iter().zip(&self.move_outcomes).enumerate() {
+            match outcome {
                 MoveOutcome::Moved => {
                     positions.push(u8::try_from(position).expect("batches are small"));
                     moved.push(*page);

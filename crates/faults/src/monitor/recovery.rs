@@ -1,7 +1,8 @@
-//! A monitor takes over a program whose monitor has died with its agent.
+//! Resumption of a program whose monitor has died with its agent.
 //!
-//! The program went on meanwhile, as long as it needed nothing. What is registered is looked through as if it were new: pages are
-//! there that were filled and not noted. Threads that wait for pages are woken by the edge, and ask again.
+//! Meanwhile the program ran as long as it needed no page. All registered ranges are adopted anew,
+//! because pages may have been filled and not recorded. The edge wakes all threads that wait for
+//! pages, and they fault again.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -14,18 +15,18 @@ use crate::edge::{Edge, EvictedBatch};
 use crate::kernel::MoveOutcome;
 use crate::stats::FaultStats;
 
-/// What the monitor before this one left.
+/// State of a program to resume from.
 #[derive(Debug)]
 pub struct ResumeState {
-    /// The program's pages.
+    /// Pages of the program, from its page table.
     pub recovered: RecoveredVolume,
-    /// What the kernel says is registered.
+    /// Ranges that are registered, as the kernel reports them.
     pub registered: Areas,
     /// See [`crate::journal::PersistentRanges`].
     pub pending_unmaps: Vec<Area>,
-    /// See [`crate::journal::PersistentRanges`]. All that is registered, if it is not known.
+    /// See [`crate::journal::PersistentRanges`]; all registered ranges if it is not known.
     pub removed: Areas,
-    /// By staging buffer, what was to be taken, place by place, and what became of it.
+    /// Per staging buffer: the pages of the last command, and what the worker did with each.
     pub batches: Vec<Vec<(PageNumber, MoveOutcome)>>,
 }
 
@@ -34,15 +35,17 @@ pub struct ResumeState {
 pub(super) struct UnplacedBatch {
     buffer: usize,
     pages: Batch,
-    /// Where in the buffer they are.
+    /// Position of each page in the buffer.
     positions: Vec<u8>,
 }
 
 impl<E: Edge> Monitor<E> {
-    /// Go on where a monitor before this one was stopped, at whatever it did. Events that it did not heed are read again first.
+    /// Creates a monitor that continues where another was stopped at any moment.
+    ///
+    /// Its first turn reads and applies the events that the other has not applied.
     #[must_use]
-    pub fn resume(edge: E, before: ResumeState, budget: Arc<Budget>, stats: Arc<FaultStats>) -> Self {
-        let ResumeState { recovered, registered, pending_unmaps, removed, batches } = before;
+    pub fn resume(edge: E, state: ResumeState, budget: Arc<Budget>, stats: Arc<FaultStats>) -> Self {
+        let ResumeState { recovered, registered, pending_unmaps, removed, batches } = state;
         let RecoveredVolume { volume, leaving, staged } = recovered;
         let mut monitor = Self::new(edge, volume, budget, stats, Areas::default(), batches.len());
         monitor.has_unapplied_events = true;
@@ -59,16 +62,15 @@ impl<E: Edge> Monitor<E> {
         monitor
     }
 
-    /// If a batch was being noted as staged, one part of it is leaving and the other is in a block: that block.
+    /// Takes a batch that was being recorded as staged out of its block.
+    ///
+    /// Such a batch has pages that are leaving and pages that are staged. Returns its block.
     fn unstage_partly_staged(
         &mut self,
         batch: &[(PageNumber, MoveOutcome)],
         leaving: &BTreeSet<PageNumber>,
     ) -> Option<BlockId> {
-        let moved = batch
-            .iter()
-            .filter(|(_, move_outcomes)| *move_outcomes == MoveOutcome::Moved)
-            .map(|(page, _)| *page);
+        let moved = batch.iter().filter(|(_, outcome)| *outcome == MoveOutcome::Moved).map(|(page, _)| *page);
         if !moved.clone().any(|page| leaving.contains(&page)) {
             return None;
         }
@@ -80,8 +82,10 @@ impl<E: Edge> Monitor<E> {
         Some(block)
     }
 
-    /// Pages that were leaving are in a buffer, or they never left. A page that one buffer tells was kept may be in another by now, so only
-    /// what was moved tells anything.
+    /// Places the batches that were evicted; all other leaving pages are still in the program.
+    ///
+    /// Only the outcome "moved" counts: a page that one buffer reports as kept may have been
+    /// evicted later through another buffer.
     fn resume_batches(
         &mut self,
         mut leaving: BTreeSet<PageNumber>,
@@ -91,8 +95,8 @@ impl<E: Edge> Monitor<E> {
         for ((buffer, batch), partly_staged) in batches.iter().enumerate().zip(partly_staged) {
             let mut pages = Batch::new();
             let mut positions = Vec::new();
-            for (position, (page, move_outcomes)) in batch.iter().enumerate() {
-                if *move_outcomes != MoveOutcome::Moved {
+            for (position, (page, outcome)) in batch.iter().enumerate() {
+                if *outcome != MoveOutcome::Moved {
                     continue;
                 }
                 let is_leaving = leaving.remove(page)
@@ -107,10 +111,10 @@ impl<E: Edge> Monitor<E> {
                 continue;
             }
             self.free_buffers.retain(|free| *free != buffer);
-            let unplaced_batches = UnplacedBatch { buffer, pages, positions };
+            let batch = UnplacedBatch { buffer, pages, positions };
             match partly_staged {
-                Some(block) => self.place_batch(*block, unplaced_batches),
-                None => self.unplaced_batches.push(unplaced_batches),
+                Some(block) => self.place_batch(*block, batch),
+                None => self.unplaced_batches.push(batch),
             }
         }
         for page in leaving {
@@ -123,15 +127,17 @@ impl<E: Edge> Monitor<E> {
         self.edge.submit_batch(EvictedBatch { block, buffer, positions, copies: Vec::new() });
     }
 
-    /// Find blocks for what had left before the restart. As long as there are none nothing else is done: pages on their way change neither
-    /// number nor owner. Whether all have theirs.
+    /// Allocates blocks for the unplaced batches; returns whether all have one.
+    ///
+    /// Until then the monitor must do nothing else: pages in flight must not change their number
+    /// or their owner.
     pub(super) fn place_batches(&mut self) -> bool {
-        while let Some(unplaced_batches) = self.unplaced_batches.pop() {
+        while let Some(batch) = self.unplaced_batches.pop() {
             let Some(block) = self.allocate_block() else {
-                self.unplaced_batches.push(unplaced_batches);
+                self.unplaced_batches.push(batch);
                 return false;
             };
-            self.place_batch(block, unplaced_batches);
+            self.place_batch(block, batch);
         }
         self.volume.free_reserved_blocks();
         true

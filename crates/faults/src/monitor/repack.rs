@@ -1,4 +1,4 @@
-//! Pages on memory nodes are moved out of slabs that are to become empty, while the program waits for nothing.
+//! Moves pages out of slabs that are to become empty, while nothing else waits.
 
 use std::sync::atomic::{Ordering::Release, fence};
 
@@ -8,34 +8,34 @@ use super::Monitor;
 use crate::edge::Edge;
 use crate::stats::FaultStats;
 
-/// Parts of the page table, 512 pages each, that are looked through in one turn.
+/// Leaves of the page table (512 pages each) that are searched in one turn.
 const PARTS_PER_TURN: usize = 64;
 
-/// How far this program is with the round of vacating slabs that is under way.
+/// Progress of this program in the current round of repacking.
 #[derive(Debug, Default)]
 pub(super) struct RepackProgress {
     round: u64,
-    /// Where to look on; `None` when all was looked through.
+    /// First page that is not yet searched; `None` if all were.
     next: Option<PageNumber>,
-    /// Found, and not moved yet.
+    /// Pages that were found and are not yet moved.
     pages: Batch,
-    /// Moved pages that no memory node has acknowledged yet.
-    under_way: Option<BlockId>,
+    /// Block of moved pages that is not yet acknowledged.
+    unacknowledged: Option<BlockId>,
 }
 
 impl RepackProgress {
-    /// A block is on memory nodes.
+    /// Records that a block was acknowledged.
     pub(super) fn written(&mut self, block: BlockId) {
-        self.under_way.take_if(|other| *other == block);
+        self.unacknowledged.take_if(|other| *other == block);
     }
 }
 
 impl<E: Edge> Monitor<E> {
-    /// Look for pages to move, and move a block of them at most; whether there is more to do at once.
+    /// Finds pages to move and moves up to one block of them; returns whether to go on at once.
     pub(super) fn repack(&mut self) -> bool {
         let Some(round) = self.volume.slabs().vacating_round() else { return false };
         let is_busy = !self.pending.is_empty() || self.budget.excess(0) > 0;
-        if self.has_ended || is_busy || self.repacking.under_way.is_some() {
+        if self.has_ended || is_busy || self.repacking.unacknowledged.is_some() {
             return false;
         }
         if self.repacking.round != round {
@@ -56,18 +56,20 @@ impl<E: Edge> Monitor<E> {
         if pages.is_empty() {
             return false;
         }
-        // If there is no block this is tried again when the sampler has the monitors look, as it does while a round lasts.
+        // Without a block this is tried again at the next signal of the sampler, which comes
+        // every few milliseconds during a round.
         let Some(open) = self.volume.open_block() else { return false };
         let count = pages.len().min(BLOCK_PAGES);
         let batch: Batch = pages.drain(..count).collect();
         self.move_pages(open, &batch);
         let sealed = self.volume.seal(open);
         FaultStats::add(&self.stats.repacked, sealed.count);
-        self.repacking.under_way = Some(open);
+        self.repacking.unacknowledged = Some(open);
         self.edge.submit_block(open, sealed.newest);
         false
     }
 
+    /// Copies pages from their slots or from memory nodes into an open block.
     fn move_pages(&mut self, open: BlockId, pages: &[PageNumber]) {
         let mut remote = Batch::with_capacity(pages.len());
         self.locations.clear();
@@ -94,7 +96,8 @@ impl<E: Edge> Monitor<E> {
                     }
                     at += fetched;
                 }
-                // What stays where it is whoever needs it is told of. To ask a dead node for page after page would hold the program up.
+                // The pages stay where they are; a fault on one reports the loss. Asking an
+                // unreachable node for each page would delay the faults of the program.
                 Err(_) => {
                     self.repacking.pages.clear();
                     self.repacking.next = None;
@@ -114,7 +117,10 @@ impl<E: Edge> Monitor<E> {
     }
 }
 
-/// The bytes are in the slot before the page table says so: an agent that comes after this one believes what it says.
+/// Copies a page into an open block.
+///
+/// The bytes must be in the slot before the page word names it: an agent that resumes trusts the
+/// page word.
 fn absorb_page(volume: &mut Volume, open: BlockId, page: PageNumber, bytes: &[u8]) {
     volume.mempool().memory().write(volume.next_slot(open).offset(), bytes);
     fence(Release);

@@ -56,8 +56,8 @@ impl ResidentCounter {
     /// Look at a program.
     pub(super) fn usage(&mut self, program: &Program) -> Option<MemoryUsage> {
         let (size, anonymous) = self.sizes(program)?;
-        let only = program.bounds().only;
-        if only.is_empty() {
+        let range = program.bounds().paged_range;
+        if range.is_empty() {
             return Some(MemoryUsage { size, counted: anonymous });
         }
         let now = Instant::now();
@@ -97,11 +97,11 @@ fn sizes_in(statm: &str) -> Option<(u64, u64)> {
 
 /// Present pages of the range that it names.
 fn present(program: &Program) -> Option<u64> {
-    let only = program.bounds().only;
+    let range = program.bounds().paged_range;
     let page = aquifer_pager::PAGE_BYTES as u64;
     let mut count = 0;
     let file = program.proc_file("pagemap").ok()?;
-    pagemap::present(&file, only.start / page..only.end / page, u64::MAX, |pages| {
+    pagemap::present(&file, range.start / page..range.end / page, u64::MAX, |pages| {
         count += pages.end - pages.start;
     })
     .ok()?;
@@ -110,9 +110,9 @@ fn present(program: &Program) -> Option<u64> {
 
 /// Pages that count, those shared with relatives in part, so that the sum over a run is right.
 pub(super) fn shared_pages(program: &Program) -> Option<u64> {
-    let only = program.bounds().only;
-    if !only.is_empty() {
-        return Some(maps::shared_pages(&program.read_proc("smaps")?, &only));
+    let range = program.bounds().paged_range;
+    if !range.is_empty() {
+        return Some(maps::shared_pages(&program.read_proc("smaps")?, &range));
     }
     let text = program.read_proc("smaps_rollup")?;
     let text = std::str::from_utf8(&text).ok()?;

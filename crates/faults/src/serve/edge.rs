@@ -143,8 +143,8 @@ impl ProcessEdge {
         let record = ProgramRecord {
             run: self.run.id(),
             origin: self.origin,
-            private: [bounds.private.start, bounds.private.end, bounds.canary],
-            only: [bounds.only.start, bounds.only.end],
+            private: [bounds.shim_range.start, bounds.shim_range.end, bounds.canary],
+            only: [bounds.paged_range.start, bounds.paged_range.end],
             hello: self.attachment.as_ref().map(|attachment| HelloRecord::from(&attachment.hello)),
         };
         let mut fds = vec![self.uffd.as_fd(), self.table.as_fd(), self.journal.memory().fd()];
@@ -171,10 +171,10 @@ impl ProcessEdge {
     pub(crate) fn registered(&self) -> Areas {
         let mut areas = Areas::default();
         if let Some(text) = self.program.read_proc("smaps") {
-            maps::registered(&text).into_iter().for_each(|area| areas.insert(area));
+            maps::registered_areas(&text).into_iter().for_each(|area| areas.insert(area));
         }
-        let PagingBounds { private, canary, .. } = self.program.bounds();
-        areas.remove(Area { start: private.start / PAGE, end: private.end / PAGE });
+        let PagingBounds { shim_range, canary, .. } = self.program.bounds();
+        areas.remove(Area { start: shim_range.start / PAGE, end: shim_range.end / PAGE });
         areas.remove(Area { start: canary / PAGE, end: canary / PAGE + 1 });
         areas
     }

@@ -117,16 +117,16 @@ impl Program {
     /// It has said where what is.
     pub(crate) fn attached(&self, hello: &ProgramHello) {
         self.set_bounds(&PagingBounds {
-            private: hello.private_start..hello.private_end,
+            shim_range: hello.private_start..hello.private_end,
             canary: hello.canary,
-            only: hello.paged_start..hello.paged_end,
+            paged_range: hello.paged_start..hello.paged_end,
         });
         self.is_attached.store(true, SeqCst);
     }
 
     pub(crate) fn set_bounds(&self, bounds: &PagingBounds) {
-        let PagingBounds { private, canary, only } = bounds;
-        let values = [private.start, private.end, only.start, only.end, *canary];
+        let PagingBounds { shim_range, canary, paged_range } = bounds;
+        let values = [shim_range.start, shim_range.end, paged_range.start, paged_range.end, *canary];
         self.bounds.iter().zip(values).for_each(|(place, value)| place.store(value, Relaxed));
     }
 
@@ -134,7 +134,7 @@ impl Program {
     pub(crate) fn bounds(&self) -> PagingBounds {
         let [start, end, paged_start, paged_end, canary] =
             self.bounds.each_ref().map(|place| place.load(Relaxed));
-        PagingBounds { private: start..end, canary, only: paged_start..paged_end }
+        PagingBounds { shim_range: start..end, canary, paged_range: paged_start..paged_end }
     }
 
     pub(crate) fn canary(&self) -> u64 {

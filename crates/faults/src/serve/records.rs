@@ -63,7 +63,7 @@ impl ProgramRecord {
     /// The words with which it came.
     pub fn hello(&self, token: RunToken) -> Option<ProgramHello> {
         let HelloRecord { is_child, antechamber, staging } = self.hello?;
-        let PagingBounds { private, canary, only } = self.bounds();
+        let PagingBounds { shim_range, canary, paged_range } = self.bounds();
         Some(ProgramHello {
             token,
             is_child,
@@ -72,16 +72,16 @@ impl ProgramRecord {
             bounce_buffer: antechamber,
             staging,
             canary,
-            private_start: private.start,
-            private_end: private.end,
-            paged_start: only.start,
-            paged_end: only.end,
+            private_start: shim_range.start,
+            private_end: shim_range.end,
+            paged_start: paged_range.start,
+            paged_end: paged_range.end,
         })
     }
 
     pub fn bounds(&self) -> PagingBounds {
         let [start, end, canary] = self.private;
-        PagingBounds { private: start..end, canary, only: self.only[0]..self.only[1] }
+        PagingBounds { shim_range: start..end, canary, paged_range: self.only[0]..self.only[1] }
     }
 }
 
@@ -134,6 +134,9 @@ mod tests {
         let text = r#"{"run":1,"origin":null,"private":[4096,8192,12288],"hello":null}"#;
         let put = HeldItem { kind: HeldKind::Program, id: 7, pid: 8, record: text.into() };
         let record: ProgramRecord = decode(&put).unwrap();
-        assert_eq!(record.bounds(), PagingBounds { private: 4096..8192, canary: 12288, only: 0..0 });
+        assert_eq!(
+            record.bounds(),
+            PagingBounds { shim_range: 4096..8192, canary: 12288, paged_range: 0..0 }
+        );
     }
 }

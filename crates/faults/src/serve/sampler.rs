@@ -245,7 +245,7 @@ impl SampledRun {
         let Some(text) = program.read_proc("maps") else {
             return;
         };
-        let found = maps::pageable(&text, &program.bounds());
+        let found = maps::pageable_areas(&text, &program.bounds());
         let mut areas = Areas::default();
         for area in &found {
             seen.areas.missing(*area).into_iter().for_each(|new| program.register_early(new));
