@@ -1,7 +1,9 @@
-//! What was written where, as far as this sender knows: a page that left unchanged need not be written again.
+//! Digests of the pages that this sender wrote: an unchanged page need not be written again.
 //!
-//! A checksum does not do: of two versions of a page that have the same one, the newer would be lost. A digest is a universal hash under a
-//! random key that never leaves this process. Two pages that differ have the same one with a probability below 2^-90, whoever made them.
+//! A CRC is not sufficient: if two versions of a page had the same CRC, the newer would be lost. A
+//! digest is a universal hash (Poly1305) under a random key that never leaves this process. Two
+//! different pages have the same digest with a probability below 2^-90, also if an attacker chose
+//! them.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 
@@ -11,10 +13,10 @@ use poly1305::universal_hash::KeyInit;
 use crate::page::Location;
 use crate::slabs::SlabId;
 
-/// The digest of a page; 0 stands for none.
+/// The digest of a page; 0 means unknown.
 pub(crate) type Digest = u128;
 
-/// Makes digests under one random key.
+/// Computes digests under one random key.
 pub(crate) struct Digester(Poly1305);
 
 impl std::fmt::Debug for Digester {
@@ -26,7 +28,7 @@ impl std::fmt::Debug for Digester {
 impl Digester {
     pub fn new() -> Self {
         let mut key = poly1305::Key::default();
-        // The keys of a `RandomState` come from the system.
+        // The system generates the keys of a `RandomState`.
         for part in key.chunks_exact_mut(8) {
             part.copy_from_slice(&RandomState::new().build_hasher().finish().to_ne_bytes());
         }
@@ -38,21 +40,23 @@ impl Digester {
     }
 }
 
-/// The digests of the pages on memory nodes. They do not outlive the agent: of what was written before, nothing is known.
+/// The digests of the pages on memory nodes.
+///
+/// They do not outlive the agent: after a restart all digests are unknown.
 #[derive(Debug, Default)]
 pub(crate) struct Digests {
-    /// By slab, and page in it.
+    /// Indexed by slab and by page in the slab.
     slabs: Vec<Vec<Digest>>,
 }
 
 impl Digests {
-    /// What was written to a location, if that is known, and if it can still be read as far as anybody knows.
+    /// The digest of the bytes that were written to a location, if it is known.
     pub fn get(&self, location: Location) -> Option<Digest> {
         let digests = self.slabs.get(location.slab().0 as usize)?;
         digests.get(location.index() as usize).copied().filter(|digest| *digest != 0)
     }
 
-    /// This is written to a location; 0 if its digest is not known.
+    /// Stores the digest of the bytes that are written to a location; 0 if it is not computed.
     pub fn set(&mut self, location: Location, digest: Digest) {
         let (slab, index) = (location.slab().0 as usize, location.index() as usize);
         if digest == 0 && self.get(location).is_none() {
@@ -68,7 +72,7 @@ impl Digests {
         digests[index] = digest;
     }
 
-    /// A slab cannot be read any more.
+    /// Forgets the digests of a slab that has no readable replica any more.
     pub fn forget(&mut self, slab: SlabId) {
         if let Some(digests) = self.slabs.get_mut(slab.0 as usize) {
             digests.clear();

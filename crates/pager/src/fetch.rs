@@ -1,7 +1,8 @@
-//! Reads pages back from the memory nodes, and lets none pass whose checksum is wrong.
+//! Reads pages back from memory nodes and checks their checksums.
 //!
-//! A page with several copies is read from one of them; if that fails, is damaged or is late, from another. A READ that is not waited for
-//! any longer may still be answered: its buffer is left to it, and another is used, until the answer has come or the endpoint is closed.
+//! A page with several replicas is read from one of them. If that read fails, is late, or returns
+//! damaged bytes, the next replica is read. A late READ may still complete into its buffer, so that
+//! buffer is not used again until the READ has completed or its endpoint is closed.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,56 +17,64 @@ use crate::ports::{Connector, Ports};
 use crate::slabs::{SlabId, SlabSet, page_of};
 use crate::view;
 
-/// Pages that are fetched at once, at most.
+/// Pages of one fetch, at most.
 pub const FETCH_PAGES_MAX: usize = 64;
-/// An endpoint that has nothing to say is asked again after so long: it may have waited for long enough itself.
+/// The interval at which an endpoint is polled while no other replica can be read. The endpoint
+/// itself has a timeout.
 const PATIENCE: Duration = Duration::from_millis(100);
-/// A node that has not answered for so long is late: another copy is asked, if there is one.
+/// A READ that takes longer is late: another replica is read, if there is one.
 const LATE_AFTER: Duration = Duration::from_millis(50);
-/// Buffers that one fetcher may have: all but one may wait for late answers.
+/// Buffers of one fetcher. All but one may belong to late READs.
 const BUFFERS_MAX: usize = 4;
 
 /// Why a page could not be read back.
 #[derive(Debug, thiserror::Error)]
 pub enum FetchError {
-    /// Its memory node cannot be reached any more.
-    #[error("memory node {node} is gone, and with it the last copy of the page: {cause}", node = node.0)]
+    /// The memory node of the last replica cannot be reached.
+    #[error(
+        "memory node {node}, which has the last replica of the page, cannot be reached: {cause}",
+        node = node.0
+    )]
     NodeGone {
         /// The node.
         node: NodeId,
-        /// What the fabric said.
+        /// The error of the connection.
         cause: EndpointError,
     },
-    /// The read failed.
-    #[error("memory node {node} did not give the page: {cause}", node = node.0)]
+    /// The READ failed.
+    #[error("memory node {node} did not return the page: {cause}", node = node.0)]
     Refused {
         /// The node.
         node: NodeId,
-        /// What the fabric said.
+        /// The error of the READ.
         cause: WorkError,
     },
-    /// The bytes are not those that were written.
-    #[error("the page at {address:#x} of memory node {node} is damaged: CRC32C {found:#010x} instead of {expected:#010x}", node = node.0)]
+    /// The bytes differ from those that were written.
+    #[error(
+        "the page at {address:#x} of memory node {node} is damaged: \
+         CRC32C {found:#010x} instead of {expected:#010x}",
+        node = node.0
+    )]
     Damaged {
         /// The node.
         node: NodeId,
-        /// Its address there.
+        /// The page's address in the node's region.
         address: u64,
-        /// What was written.
+        /// The CRC32C of the bytes that were written.
         expected: u32,
-        /// What was read, twice.
+        /// The CRC32C of the bytes that were read, at the second attempt.
         found: u32,
     },
 }
 
-/// Reads pages into a buffer of its own. One thread uses it.
+/// Reads pages into its own buffer. One thread uses it.
 #[derive(Debug)]
 pub struct Fetcher {
     ports: Ports,
-    /// The buffer in use, among the local memories of the ports.
+    /// The number of the buffer in use, among the local memories of the ports.
     buffer: usize,
     runs: Vec<ReadRun>,
-    /// Nodes that did not give the pages that are read just now.
+    /// Nodes on which reading the current pages has failed.
     failed: Vec<NodeId>,
     late: Vec<LateRead>,
     completions: Vec<Completion>,
@@ -74,26 +83,26 @@ pub struct Fetcher {
     bad_copies: u64,
 }
 
-/// Consecutive pages of one copy, read by one READ.
+/// Consecutive pages of one replica, which one READ reads.
 #[derive(Clone, Copy, Debug)]
 struct ReadRun {
     first: usize,
     pages: usize,
     slab: SlabId,
-    /// In the slab.
+    /// The index of the first page in the slab.
     index: u32,
     choice: ReplicaChoice,
 }
 
-/// A copy to read from.
+/// The replica to read from.
 #[derive(Clone, Copy, Debug)]
 struct ReplicaChoice {
-    copy: Extent,
-    /// Whether another could be asked if this one is late.
+    replica: Extent,
+    /// Whether another replica can be read if this one is late.
     has_alternative: bool,
 }
 
-/// A READ that is not waited for any longer.
+/// A READ that was late and has not completed yet.
 #[derive(Clone, Copy, Debug)]
 struct LateRead {
     node: NodeId,
@@ -101,7 +110,7 @@ struct LateRead {
     buffer: usize,
 }
 
-/// What became of a READ.
+/// The outcome of a READ.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum ReadAnswer {
     Here,
@@ -127,35 +136,36 @@ impl Fetcher {
         })
     }
 
-    /// The buffer of the last fetch: page `i` of it is at `i * PAGE_BYTES`. The next fetch may use another.
+    /// The buffer of the last fetch, in which page `i` begins at `i * PAGE_BYTES`. The next fetch
+    /// may use another buffer.
     #[must_use]
     pub fn buffer(&self) -> &Arc<Memory> {
         self.ports.memory(self.buffer)
     }
 
-    /// READs posted so far.
+    /// The number of READs posted so far.
     #[must_use]
     pub fn reads(&self) -> u64 {
         self.reads
     }
 
-    /// READs that were late and are not answered yet.
+    /// The number of late READs that have not completed.
     #[must_use]
     pub fn late(&self) -> usize {
         self.late.len()
     }
 
-    /// Pages found so far that were not what was written, each time on one node.
+    /// The number of damaged pages found so far, each counted once per replica.
     #[must_use]
     pub fn bad_copies(&self) -> u64 {
         self.bad_copies
     }
 
-    /// Read the pages into the buffer, in order. Returns how many of them, from the first, are whole; if that is
-    /// none, why the first is not.
+    /// Reads the pages into the buffer, in order, and returns how many of them are whole, counted
+    /// from the first.
     ///
     /// # Errors
-    /// If the first page cannot be had.
+    /// If the first page cannot be read.
     pub fn fetch(&mut self, slabs: &SlabSet, locations: &[Location]) -> Result<usize, FetchError> {
         assert!((1..=FETCH_PAGES_MAX).contains(&locations.len()));
         if !self.late.is_empty() {
@@ -164,13 +174,13 @@ impl Fetcher {
         self.plan_runs(slabs, locations);
         for number in 0..self.runs.len() {
             let run = self.runs[number];
-            let copy = match self.read_run(slabs, run) {
-                Ok(copy) => copy,
+            let replica = match self.read_run(slabs, run) {
+                Ok(replica) => replica,
                 Err(error) => return if run.first == 0 { Err(error) } else { Ok(run.first) },
             };
-            // A run that reaches into another slab was read from the copy that it names for both.
+            // A run that continues in the next slab was read from the extent of its first slab.
             for (page, index) in (run.index..).zip(run.first..run.first + run.pages) {
-                if let Err(error) = self.verify(slabs, locations[index], index, copy, page) {
+                if let Err(error) = self.verify(slabs, locations[index], index, replica, page) {
                     return if index == 0 { Err(error) } else { Ok(index) };
                 }
             }
@@ -190,12 +200,14 @@ impl Fetcher {
                 run.pages += 1;
                 continue;
             }
-            let choice = self.choose(slabs, slab).expect("who refers to a page finds a copy of its slab");
+            let choice = self.choose(slabs, slab).expect("a slab with a referenced page has a replica");
             if let Some(run) = self.runs.last_mut() {
-                // Slabs that lie side by side, and are nowhere else, are as one.
-                let same = run.choice.copy.node == choice.copy.node && run.choice.copy.key == choice.copy.key;
-                let next = page_of(&run.choice.copy, run.index).addr + (run.pages * PAGE_BYTES) as u64;
-                let is_next = page_of(&choice.copy, index).addr == next;
+                // Slabs without further replicas whose extents are adjacent, under one key, are
+                // read by one READ.
+                let same = run.choice.replica.node == choice.replica.node
+                    && run.choice.replica.key == choice.replica.key;
+                let next = page_of(&run.choice.replica, run.index).addr + (run.pages * PAGE_BYTES) as u64;
+                let is_next = page_of(&choice.replica, index).addr == next;
                 if same && is_next && slabs.replicas_wanted() == 1 {
                     run.pages += 1;
                     run.slab = slab;
@@ -206,50 +218,51 @@ impl Fetcher {
         }
     }
 
-    /// A copy of the slab that has not failed; those that are not late first, spread over the nodes. `None` if all have failed.
+    /// A replica of the slab that has not failed: preferably one that is not slow or late, starting
+    /// from the slab's number to spread the load. `None` if all have failed.
     fn choose(&self, slabs: &SlabSet, slab: SlabId) -> Option<ReplicaChoice> {
-        let copies = slabs.replicas(slab);
-        let count = copies.len();
+        let replicas = slabs.replicas(slab);
+        let count = replicas.len();
         if count == 1 {
-            let copy = copies.iter().next().filter(|copy| !self.failed.contains(&copy.node))?;
-            return Some(ReplicaChoice { copy, has_alternative: false });
+            let replica = replicas.iter().next().filter(|replica| !self.failed.contains(&replica.node))?;
+            return Some(ReplicaChoice { replica, has_alternative: false });
         }
         let mut chosen: Option<Extent> = None;
         let mut is_slow = false;
         let mut others = 0;
         for turn in 0..count {
-            let copy = copies.iter().nth((slab.0 as usize + turn) % count)?;
-            if self.failed.contains(&copy.node) {
+            let replica = replicas.iter().nth((slab.0 as usize + turn) % count)?;
+            if self.failed.contains(&replica.node) {
                 continue;
             }
-            let slow = slabs.is_slow(copy.node) || self.is_late(copy.node);
+            let slow = slabs.is_slow(replica.node) || self.is_late(replica.node);
             others += usize::from(!slow);
             if chosen.is_none() || is_slow && !slow {
-                chosen = Some(copy);
+                chosen = Some(replica);
                 is_slow = slow;
             }
         }
         let has_alternative = others > usize::from(!is_slow);
-        chosen.map(|copy| ReplicaChoice { copy, has_alternative })
+        chosen.map(|replica| ReplicaChoice { replica, has_alternative })
     }
 
     fn is_late(&self, node: NodeId) -> bool {
         self.late.iter().any(|late| late.node == node)
     }
 
-    /// Read a run from the copy that was chosen for it, else from another; from which in the end.
+    /// Reads a run from its replica, or else from another, and returns the replica that was read.
     fn read_run(&mut self, slabs: &SlabSet, run: ReadRun) -> Result<Extent, FetchError> {
         self.failed.clear();
         let mut choice = run.choice;
         let mut tried_again = None;
         loop {
-            let node = choice.copy.node;
+            let node = choice.replica.node;
             let was_open = self.ports.open_port(node).is_some() && !Mutation::TryOnce.is_active();
             let error = match self.read(&choice, run.index, run.first, run.pages) {
-                Ok(ReadAnswer::Here) => return Ok(choice.copy),
+                Ok(ReadAnswer::Here) => return Ok(choice.replica),
                 Ok(ReadAnswer::Late) => FetchError::Refused { node, cause: WorkError::Timeout },
                 Err(_) if tried_again != Some(node) && was_open && self.ports.open_port(node).is_none() => {
-                    // The endpoint was of before the node came back.
+                    // The endpoint dates from before the node's return.
                     tried_again = Some(node);
                     continue;
                 }
@@ -262,7 +275,7 @@ impl Fetcher {
         }
     }
 
-    /// Read consecutive pages of a copy into the buffer.
+    /// Reads consecutive pages of a replica into the buffer.
     fn read(
         &mut self,
         choice: &ReplicaChoice,
@@ -270,7 +283,7 @@ impl Fetcher {
         first: usize,
         pages: usize,
     ) -> Result<ReadAnswer, FetchError> {
-        let node = choice.copy.node;
+        let node = choice.replica.node;
         let id = self.next_id;
         self.next_id += 1;
         self.reads += 1;
@@ -278,10 +291,10 @@ impl Fetcher {
         let since = choice.has_alternative.then(|| self.ports.now());
         let port = self.ports.port(node).map_err(|cause| FetchError::NodeGone { node, cause })?;
         let local = port.slice_of(buffer, first * PAGE_BYTES, pages * PAGE_BYTES);
-        let verb = Verb::Read { local, remote: page_of(&choice.copy, index) };
+        let verb = Verb::Read { local, remote: page_of(&choice.replica, index) };
         match port.endpoint.post(&[Work { id, verb, signalled: true }]) {
             Ok(()) => {}
-            Err(PostError::QueueFull { .. }) => unreachable!("few reads are outstanding at a time"),
+            Err(PostError::QueueFull { .. }) => unreachable!("few READs are in flight at a time"),
         }
         loop {
             let port = self.ports.open_port(node).expect("it was used just now");
@@ -306,7 +319,7 @@ impl Fetcher {
             };
             port.endpoint.wait(LATE_AFTER);
             if self.ports.now().saturating_sub(since) >= LATE_AFTER {
-                tracing::debug!(node = node.0, "a memory node is late; another copy is read");
+                tracing::debug!(node = node.0, "READ is late; reading another replica");
                 self.late.push(LateRead { node, id, buffer });
                 self.change_buffer();
                 return Ok(ReadAnswer::Late);
@@ -314,7 +327,7 @@ impl Fetcher {
         }
     }
 
-    /// The buffer is left to a late answer; what else is in it is kept.
+    /// Leaves the buffer to a late READ, and copies the pages that are already in it to another.
     fn change_buffer(&mut self) {
         if Mutation::ReuseLateBuffer.is_active() {
             return;
@@ -341,7 +354,7 @@ impl Fetcher {
             {
                 return buffer;
             }
-            // What is closed writes nothing any more.
+            // A closed endpoint writes nothing any more.
             self.close(self.late[0].node);
         }
     }
@@ -351,10 +364,10 @@ impl Fetcher {
         self.late.retain(|late| late.node != node);
     }
 
-    /// Whether late answers have come.
+    /// Polls for late READs that have completed.
     fn poll_late_reads(&mut self) {
         for at in (0..self.late.len()).rev() {
-            // One look may have settled several.
+            // One poll may have removed several entries.
             let Some(LateRead { node, .. }) = self.late.get(at).copied() else { continue };
             let Some(port) = self.ports.open_port(node) else { continue };
             self.completions.clear();
@@ -368,20 +381,21 @@ impl Fetcher {
         }
     }
 
-    /// Check a page; a wrong one is read once more, for the fault may have been on the way, and then from other copies.
+    /// Checks a page's checksum. A damaged page is read again, because the damage may be in
+    /// transit, and then from other replicas.
     fn verify(
         &mut self,
         slabs: &SlabSet,
         location: Location,
         index: usize,
-        copy: Extent,
+        replica: Extent,
         page: u32,
     ) -> Result<(), FetchError> {
         let expected = slabs.crc(location);
         if Mutation::SkipChecksum.is_active() || self.buffer_crc(index) == expected {
             return Ok(());
         }
-        let again = ReplicaChoice { copy, has_alternative: false };
+        let again = ReplicaChoice { replica, has_alternative: false };
         let mut outcome = self.read(&again, page, index, 1).map(|_| ());
         let found = self.buffer_crc(index);
         if outcome.is_ok() && found == expected {
@@ -389,22 +403,25 @@ impl Fetcher {
         }
         if outcome.is_ok() {
             self.bad_copies += 1;
-            let address = page_of(&copy, page).addr;
-            outcome = Err(FetchError::Damaged { node: copy.node, address, expected, found });
+            let address = page_of(&replica, page).addr;
+            outcome = Err(FetchError::Damaged { node: replica.node, address, expected, found });
         }
         self.failed.clear();
-        self.failed.push(copy.node);
+        self.failed.push(replica.node);
         while let Some(choice) = self.choose(slabs, location.slab()) {
             match self.read(&choice, location.index(), index, 1) {
                 Ok(ReadAnswer::Here) if self.buffer_crc(index) == expected => {
                     if let Err(FetchError::Damaged { .. }) = outcome {
-                        tracing::warn!(node = copy.node.0, "a damaged page was read from another copy");
-                        slabs.report_damage(location, copy.node);
+                        tracing::warn!(
+                            node = replica.node.0,
+                            "page is damaged on this node; read it from another replica"
+                        );
+                        slabs.report_damage(location, replica.node);
                     }
                     return Ok(());
                 }
                 Ok(ReadAnswer::Late) => {}
-                Ok(ReadAnswer::Here) | Err(_) => self.failed.push(choice.copy.node),
+                Ok(ReadAnswer::Here) | Err(_) => self.failed.push(choice.replica.node),
             }
         }
         outcome

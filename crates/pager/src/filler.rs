@@ -1,4 +1,5 @@
-//! Where the next evicted pages go: slabs are filled in the request of eviction, holes of sparse ones first.
+//! Chooses the slabs and locations for evicted pages. Slabs are filled in the order of eviction,
+//! and the holes of sparse slabs first.
 
 mod empty;
 mod slab_list;
@@ -17,34 +18,35 @@ use aquifer_pool::{Extent, NodeId, PoolClient, PoolError, SizeClass};
 use crate::page::Location;
 use crate::slabs::{SLAB_PAGES_MAX, SLABS_MAX, SlabId, SlabSet, UnfinishedReplica};
 
-/// A fresh slab has this part of what the run has on memory nodes, from 4 KiB to 2 MiB: so little is wasted, and there are few slabs.
+/// A new slab has this part of what the run has on memory nodes, from 4 KiB to 2 MiB. So little
+/// memory is unused, and the number of slabs is small.
 const SLAB_DIVISOR: u64 = 16;
-/// Classes to fall back to when the pool has no room for the wanted one.
+/// Size classes to try when the pool has no extent of the wanted one.
 const FALLBACK_CLASSES: [u8; 3] = [7, 5, 0];
 
-/// Why evicted pages cannot be written anywhere.
+/// Why evicted pages cannot be written to any node.
 #[derive(Debug, thiserror::Error)]
 pub enum NoRoom {
     /// No memory node is connected.
-    #[error("no memory node can be reached")]
+    #[error("no memory node is connected")]
     NoNodes,
-    /// The run has all the slabs it may have.
-    #[error("a program can have at most {SLABS_MAX} slabs on memory nodes")]
+    /// The run has as many slabs as a run may have.
+    #[error("the run has {SLABS_MAX} slabs on memory nodes, which is the maximum")]
     TooManySlabs,
-    /// A node is away, and the others have no room. It may come back.
-    #[error("memory node {} is away", .0.0)]
+    /// A node is away, and the other nodes have no free memory. The node may return.
+    #[error("memory node {} is away; waiting for it", .0.0)]
     Away(NodeId),
-    /// No node has room; the last answer.
+    /// No node has free memory. Contains the last error.
     #[error("the pool is full: {0}")]
     Pool(PoolError),
 }
 
-/// Consecutive free pages of one slab, now taken.
+/// Consecutive free pages of one slab.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FreePages {
     /// The first page.
     pub first: Location,
-    /// How many.
+    /// The number of pages.
     pub pages: u32,
 }
 
@@ -55,13 +57,13 @@ struct OpenSlab {
     pages: u32,
 }
 
-/// Extents that are wanted of the pool.
+/// A request for extents of the pool.
 #[derive(Clone, Copy, Debug)]
 struct ExtentRequest {
     class: SizeClass,
-    /// On so many nodes.
+    /// On this number of nodes.
     nodes: usize,
-    /// Of each of them up to so many, at least one.
+    /// At least one and at most this number of extents on each node.
     each: u32,
 }
 
@@ -72,18 +74,18 @@ pub struct Filler {
     open: Option<OpenSlab>,
     sizing: SlabSizing,
     in_use: SlabList,
-    /// Those in use with fewer copies than they should have.
+    /// Slabs in use with fewer replicas than requested.
     degraded: SlabList,
-    /// Empty ones that are kept.
+    /// Empty slabs that are kept for reuse.
     empty: SlabList,
-    /// Sparse ones that were found when it was looked for them last, the emptiest last; and how many slabs are to be filled before the next look.
+    /// Sparse slabs that the last search found, the emptiest last.
     candidates: Vec<SlabId>,
     fills_until_search: usize,
-    /// Not to be filled, nor given back, while it is copied.
+    /// The slab that is being copied to a new replica, which must not be filled or freed.
     copying: Option<SlabId>,
-    /// Nodes that turned out to be gone.
+    /// Nodes that an allocation found to be gone.
     gone_nodes: Vec<NodeId>,
-    /// Slabs of which no copy is left.
+    /// Slabs whose last replica is gone.
     unreachable: Vec<SlabId>,
     free_numbers: Vec<SlabId>,
     used_numbers: u32,
@@ -91,10 +93,10 @@ pub struct Filler {
 }
 
 impl Filler {
-    /// A filler for the slabs of one run; `seed` spreads runs over the nodes.
+    /// A filler for the slabs of one run. `seed` distributes runs over the nodes.
     #[must_use]
     pub fn new(slabs: Arc<SlabSet>, seed: u64) -> Self {
-        // Some may be there from before a restart.
+        // After a restart of the agent there may be slabs.
         let has_slabs = slabs.bytes().0 > 0;
         let numbers: Vec<SlabId> =
             if has_slabs { slabs.in_use().map(|(slab, _)| slab).collect() } else { Vec::new() };
@@ -121,10 +123,10 @@ impl Filler {
         }
     }
 
-    /// Up to `want` consecutive free pages. The caller occupies them before it asks again.
+    /// Finds up to `want` consecutive free pages. The caller must occupy them before the next call.
     ///
     /// # Errors
-    /// If the pool has no room on any node, or no node is left.
+    /// If no node has free memory, or no node is left.
     pub fn find_free_pages(&mut self, pool: &mut PoolClient, want: u32) -> Result<FreePages, NoRoom> {
         loop {
             if let Some(open) = &mut self.open {
@@ -142,19 +144,22 @@ impl Filler {
         }
     }
 
-    /// A node is gone: nothing more is written there. Slabs that were nowhere else are left to those who look for their pages, if there are
-    /// any.
+    /// Drops the replicas on a node that is gone.
+    ///
+    /// Slabs without another replica stay recorded while pages in them are referenced, so that
+    /// readers get an error.
     pub fn forget_node(&mut self, node: NodeId) {
         self.open.take_if(|open| self.slabs.replicas(open.slab).on(node).is_some());
-        self.forget_replicas(|copy| copy.node == node);
+        self.forget_replicas(|replica| replica.node == node);
     }
 
-    /// SlabReplicas that are lost are read no more. An empty slab that has no other is forgotten.
+    /// Drops the replicas for which `is_lost` returns true. An empty slab without another replica
+    /// is removed.
     fn forget_replicas(&mut self, mut is_lost: impl FnMut(Extent) -> bool) {
         let slabs = Arc::clone(&self.slabs);
         for slab in self.in_use.iter().collect::<Vec<_>>() {
-            let mut copies = slabs.replicas(slab).iter();
-            if copies.all(|copy| !is_lost(copy) || slabs.drop_replica(slab, copy.node)) {
+            let mut replicas = slabs.replicas(slab).iter();
+            if replicas.all(|replica| !is_lost(replica) || slabs.drop_replica(slab, replica.node)) {
                 continue;
             }
             self.in_use.remove(slab);
@@ -169,13 +174,14 @@ impl Filler {
         self.update_degraded();
     }
 
-    /// After a restart: what is on nodes that this client does not reach is as good as gone. What was begun and is not whole goes back.
-    /// Returns the nodes that slabs are on.
+    /// After a restart, adopts the recovered slabs, and returns the nodes that they are on.
+    ///
+    /// Frees unfinished extents. Drops replicas on nodes to which `pool` has no connection.
     pub fn adopt_recovered(&mut self, pool: &mut PoolClient) -> Vec<NodeId> {
         self.slabs.unfinished_replicas().for_each(|left| self.free_unfinished(pool, left));
-        // SlabReplicas that are not in the memory that their nodes have now are gone. Of a node that does not answer nothing is known, which is not
-        // the same.
-        self.forget_replicas(|copy| !pool.is_current(copy).unwrap_or(true));
+        // Drop replicas in an earlier life of their node's memory. If the node does not answer,
+        // nothing is known of its memory, so the replica stays for now.
+        self.forget_replicas(|replica| !pool.is_current(replica).unwrap_or(true));
         let mut nodes = self.nodes();
         nodes.retain(|node| {
             let is_known = pool.nodes().any(|other| other == *node);
@@ -188,28 +194,28 @@ impl Filler {
         nodes
     }
 
-    /// The nodes that slabs are on.
+    /// The nodes on which the slabs in use have replicas.
     pub fn nodes(&self) -> Vec<NodeId> {
         let mut nodes: Vec<NodeId> = Vec::new();
-        for copy in self.in_use.iter().flat_map(|slab| self.slabs.replicas(slab).iter()) {
-            if !nodes.contains(&copy.node) {
-                nodes.push(copy.node);
+        for replica in self.in_use.iter().flat_map(|slab| self.slabs.replicas(slab).iter()) {
+            if !nodes.contains(&replica.node) {
+                nodes.push(replica.node);
             }
         }
         nodes
     }
 
     fn free_unfinished(&self, pool: &mut PoolClient, left: UnfinishedReplica) {
-        let UnfinishedReplica { slab, place, extent, record } = left;
-        if record == 0 {
+        let UnfinishedReplica { slab, place, extent, inline_log } = left;
+        if inline_log == 0 {
             free_recorded(&self.slabs, pool, &mut [RecordedReplica { slab, place, extent }]);
             return;
         }
-        match pool.free_begun(extent, record) {
+        match pool.free_begun(extent, inline_log) {
             Ok(true) => {}
-            Ok(false) => tracing::info!(?extent, "a slab was given back, as far as anybody knows"),
+            Ok(false) => tracing::info!(?extent, "extent was free or owned by another host already"),
             Err(error) => {
-                tracing::warn!(%error, ?extent, "a slab could not be given back yet; it is looked for when its node answers")
+                tracing::warn!(%error, ?extent, "freeing a slab failed; the next leak scan frees it");
             }
         }
         self.slabs.clear(slab, place);
@@ -220,40 +226,40 @@ impl Filler {
         self.degraded = self.in_use.iter().filter(|slab| self.slabs.replicas(*slab).len() < wanted).collect();
     }
 
-    /// Any copy that is on a node.
+    /// A replica of any slab on this node.
     #[must_use]
     pub fn any_replica_on(&self, node: NodeId) -> Option<Extent> {
         self.in_use.iter().find_map(|slab| self.slabs.replicas(slab).on(node))
     }
 
-    /// Slabs with fewer copies than they should have.
+    /// Slabs in use with fewer replicas than requested.
     pub fn degraded(&self) -> impl Iterator<Item = SlabId> {
         self.degraded.iter()
     }
 
-    /// How many they are.
+    /// The number of [`Self::degraded`] slabs.
     #[must_use]
     pub fn degraded_count(&self) -> usize {
         self.degraded.len()
     }
 
-    /// Nodes that turned out to be gone since the last call.
+    /// Removes the nodes that allocations found to be gone since the last call.
     pub fn drain_gone_nodes(&mut self) -> Vec<NodeId> {
         std::mem::take(&mut self.gone_nodes)
     }
 
-    /// Slabs of which no copy is left since the last call.
+    /// Removes the slabs whose last replica was found gone since the last call.
     pub fn drain_unreachable(&mut self) -> Vec<SlabId> {
         std::mem::take(&mut self.unreachable)
     }
 
-    /// From now on the slab is neither filled nor given back.
+    /// Excludes a slab from filling and freeing while it is copied to a new replica.
     pub fn begin_copying(&mut self, slab: SlabId) {
         self.open.take_if(|open| open.slab == slab);
         self.copying = Some(slab);
     }
 
-    /// The slab that was set aside has all the copies that it will have for now.
+    /// Ends the exclusion of a slab that was copied, successfully or not.
     pub fn end_copying(&mut self, pool: &mut PoolClient, slab: SlabId) {
         self.copying = None;
         self.restore_slab(pool, slab);
@@ -265,38 +271,41 @@ impl Filler {
         }
     }
 
-    /// The last node that had a slab died while a copy was made that became whole all the same: it is not lost.
+    /// Takes a slab into use again whose last node died while a new replica was made and completed.
     fn restore_slab(&mut self, pool: &PoolClient, slab: SlabId) {
-        let is_here = |copy: &Extent| pool.nodes().any(|node| node == copy.node);
-        let copies = self.slabs.replicas(slab);
-        if self.in_use.contains(slab) || !copies.iter().any(|copy| is_here(&copy)) {
+        let is_here = |replica: &Extent| pool.nodes().any(|node| node == replica.node);
+        let replicas = self.slabs.replicas(slab);
+        if self.in_use.contains(slab) || !replicas.iter().any(|replica| is_here(&replica)) {
             return;
         }
-        for copy in copies.iter().filter(|copy| !is_here(copy)) {
-            self.slabs.drop_replica(slab, copy.node);
-            pool.doubt(copy.node);
+        for replica in replicas.iter().filter(|replica| !is_here(replica)) {
+            self.slabs.drop_replica(slab, replica.node);
+            pool.doubt(replica.node);
         }
         self.in_use.insert(slab);
         self.update_degraded();
     }
 
-    /// An extent for one more copy of a slab, on a node that has none.
+    /// Allocates an extent for one more replica of a slab, on a node that has none of it.
     pub fn allocate_replica(&mut self, pool: &mut PoolClient, slab: SlabId) -> Option<Extent> {
-        let copies = self.slabs.replicas(slab);
-        let request = ExtentRequest { class: copies.class()?, nodes: 1, each: 1 };
-        self.allocate_on_nodes(pool, request, |node| copies.on(node).is_none(), &mut NoRoom::NoNodes).pop()
+        let replicas = self.slabs.replicas(slab);
+        let request = ExtentRequest { class: replicas.class()?, nodes: 1, each: 1 };
+        self.allocate_on_nodes(pool, request, |node| replicas.on(node).is_none(), &mut NoRoom::NoNodes).pop()
     }
 
-    /// The emptiest slab that is at most half full, else a fresh one; with as many copies as there are nodes for. If there is no room for all
-    /// of them, what there is: programs go on, and the copies are made when there is room. If there is none at all, the holes of others.
+    /// Chooses the next slab to fill, with as many replicas as requested and as there are nodes.
+    ///
+    /// In this order: the emptiest slab that is at most half full, an empty slab, a new slab. If
+    /// there is no memory for all replicas, a slab with fewer; the missing ones are made later. If
+    /// there is no memory at all, the slab with the most holes.
     fn next_slab(&mut self, pool: &mut PoolClient, want: u32) -> Result<OpenSlab, NoRoom> {
         let previous = self.open.take().map(|open| open.slab);
-        // What became empty while it was open was not given back.
+        // A slab that became empty while it was open was not recorded as empty.
         if let Some(slab) = previous.filter(|slab| self.slabs.live_pages(*slab) == 0) {
             self.empty.insert(slab);
         }
-        let copies = self.slabs.replicas_wanted().min(pool.nodes().count()).max(1);
-        if let Some(open) = self.sparse_slab(previous, copies).or_else(|| self.empty_slab(copies)) {
+        let replicas = self.slabs.replicas_wanted().min(pool.nodes().count()).max(1);
+        if let Some(open) = self.sparse_slab(previous, replicas).or_else(|| self.empty_slab(replicas)) {
             return Ok(open);
         }
         if let SlabSizing::Fixed { class, group_slabs } = self.sizing {
@@ -306,15 +315,15 @@ impl Filler {
             };
             return fresh.or_else(|refused| self.slab_with_holes().ok_or(refused));
         }
-        let refused = match self.fresh_slab(pool, want, copies, copies) {
+        let refused = match self.fresh_slab(pool, want, replicas, replicas) {
             Err(refused) => refused,
             outcome => return outcome,
         };
-        if copies > 1 {
+        if replicas > 1 {
             if let Some(open) = self.sparse_slab(previous, 1).or_else(|| self.empty_slab(1)) {
                 return Ok(open);
             }
-            if let Ok(open) = self.fresh_slab(pool, want, copies, 1) {
+            if let Ok(open) = self.fresh_slab(pool, want, replicas, 1) {
                 return Ok(open);
             }
         }
@@ -325,12 +334,12 @@ impl Filler {
         &mut self,
         pool: &mut PoolClient,
         want: u32,
-        copies: usize,
-        copies_min: usize,
+        replicas: usize,
+        replicas_min: usize,
     ) -> Result<OpenSlab, NoRoom> {
         let slab = self.free_number()?;
         let _under_way = pool.under_way();
-        match self.allocate(pool, want, copies, copies_min) {
+        match self.allocate(pool, want, replicas, replicas_min) {
             Ok(extents) => {
                 self.publish_slab(slab, &extents);
                 Ok(OpenSlab { slab, cursor: 0, pages: extents[0].class.chunks() })
@@ -361,28 +370,30 @@ impl Filler {
         }
     }
 
-    /// Large enough for what is to be written, at most 64 pages, and not above the part.
+    /// The size class of a new slab: large enough for `want` pages (at most 64), and at least the
+    /// part of the run's pages by [`SLAB_DIVISOR`].
     fn wanted_class(&self, want: u32) -> u8 {
         let part = (self.slabs.pages() / SLAB_DIVISOR).clamp(1, SLAB_PAGES_MAX.into());
         let k = part.ilog2().max(want.next_power_of_two().ilog2());
         u8::try_from(k).expect("at most 9")
     }
 
-    /// Extents of one size on distinct nodes: as many as wanted, of the largest size for which there are at least `copies_min`.
+    /// Allocates extents of one size on up to `replicas` distinct nodes, of the largest size for
+    /// which there are at least `replicas_min`.
     fn allocate(
         &mut self,
         pool: &mut PoolClient,
         want: u32,
-        copies: usize,
-        copies_min: usize,
+        replicas: usize,
+        replicas_min: usize,
     ) -> Result<Vec<Extent>, NoRoom> {
         let wanted = self.wanted_class(want);
         let mut refused = NoRoom::NoNodes;
         for k in std::iter::once(wanted).chain(FALLBACK_CLASSES.into_iter().filter(|k| *k < wanted)) {
             let class = SizeClass::new(k).expect("a valid class");
-            let request = ExtentRequest { class, nodes: copies, each: 1 };
+            let request = ExtentRequest { class, nodes: replicas, each: 1 };
             let taken = self.allocate_on_nodes(pool, request, |_| true, &mut refused);
-            if taken.len() >= copies_min {
+            if taken.len() >= replicas_min {
                 return Ok(taken);
             }
             taken.iter().for_each(|extent| free_extents(pool, extent.node, &[*extent]));
@@ -390,8 +401,12 @@ impl Filler {
         Err(refused)
     }
 
-    /// A node where an extent of that size was left, else power of two choices on free memory, for each node anew; if the chosen one is full, the
-    /// others in the request of what they have, those that are slow just now last. What there is of what was ordered.
+    /// Allocates the requested extents on nodes for which `may_be_on` returns true; returns fewer
+    /// if there is not enough memory.
+    ///
+    /// For each extent the node is the better of two random ones by free memory. If it has no
+    /// memory, the others are tried in the order of their free memory. Slow nodes come last.
+    /// `refused` receives the last error.
     fn allocate_on_nodes(
         &mut self,
         pool: &mut PoolClient,
@@ -422,7 +437,8 @@ impl Filler {
                     }
                     match error {
                         PoolError::Away { node } => *refused = NoRoom::Away(node),
-                        // Who is away may have room.
+                        // A node that is away may have free memory, so this error is reported
+                        // before *full*.
                         _ if matches!(refused, NoRoom::Away(_)) => {}
                         error => *refused = NoRoom::Pool(error),
                     }
@@ -432,11 +448,12 @@ impl Filler {
         taken
     }
 
-    /// Which of some nodes, the better first.
+    /// Draws two of the nodes, which are sorted by preference, and returns the index of the better
+    /// one.
     fn choose(&mut self, nodes: &[NodeId]) -> usize {
         match nodes.len() {
             0..=2 => 0,
-            // They come in the request of their free memory, so the better of the two is the earlier.
+            // The nodes are sorted, so the smaller index is the better node.
             count => self.random_below(count).min(self.random_below(count)),
         }
     }
@@ -449,7 +466,7 @@ impl Filler {
     }
 }
 
-/// What is noted at a place of a slab.
+/// A recorded extent, at a place of a slab's record.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RecordedReplica {
     pub slab: SlabId,
@@ -457,17 +474,18 @@ pub(crate) struct RecordedReplica {
     pub extent: Extent,
 }
 
-/// Give back what is noted there, and forget it. It stays noted while that is under way.
-pub(crate) fn free_recorded(slabs: &SlabSet, pool: &mut PoolClient, noted: &mut [RecordedReplica]) {
-    noted.sort_unstable_by_key(|noted| noted.extent.node);
-    for of_node in noted.chunk_by(|one, other| one.extent.node == other.extent.node) {
+/// Frees recorded extents, and clears their records afterwards. They stay recorded while they are
+/// being freed.
+pub(crate) fn free_recorded(slabs: &SlabSet, pool: &mut PoolClient, recorded: &mut [RecordedReplica]) {
+    recorded.sort_unstable_by_key(|recorded| recorded.extent.node);
+    for of_node in recorded.chunk_by(|one, other| one.extent.node == other.extent.node) {
         let node = of_node[0].extent.node;
-        let forget = || of_node.iter().for_each(|noted| slabs.clear(noted.slab, noted.place));
+        let forget = || of_node.iter().for_each(|recorded| slabs.clear(recorded.slab, recorded.place));
         if pool.nodes().any(|other| other == node) {
-            for noted in of_node {
-                slabs.begin_free(noted.slab, noted.place, pool.last_record(noted.extent));
+            for recorded in of_node {
+                slabs.begin_free(recorded.slab, recorded.place, pool.last_record(recorded.extent));
             }
-            let extents: Vec<Extent> = of_node.iter().map(|noted| noted.extent).collect();
+            let extents: Vec<Extent> = of_node.iter().map(|recorded| recorded.extent).collect();
             free_extents(pool, node, &extents);
             forget();
         } else {
@@ -477,7 +495,7 @@ pub(crate) fn free_recorded(slabs: &SlabSet, pool: &mut PoolClient, noted: &mut 
     }
 }
 
-/// Give extents back to their node.
+/// Frees extents of one node, and logs those that cannot be freed now.
 pub(crate) fn free_extents(pool: &mut PoolClient, node: NodeId, extents: &[Extent]) {
     let outcomes = match pool.free_many(node, extents) {
         Ok(outcomes) => outcomes,
@@ -485,9 +503,9 @@ pub(crate) fn free_extents(pool: &mut PoolClient, node: NodeId, extents: &[Exten
     };
     for error in outcomes.into_iter().filter_map(Result::err) {
         if let PoolError::Away { .. } = error {
-            tracing::debug!(%error, slabs = extents.len(), "slabs are given back when their node is back");
+            tracing::debug!(%error, slabs = extents.len(), "slabs will be freed when their node returns");
         } else {
-            tracing::warn!(%error, "a slab could not be given back yet; it is looked for when its node answers");
+            tracing::warn!(%error, "freeing a slab failed; the next leak scan frees it");
         }
     }
 }

@@ -119,7 +119,7 @@ fn golden_slab_records() {
     assert_eq!(recovered.replicas(last).at(0), Some(extent(5, 9)));
     let left: Vec<_> = recovered
         .unfinished_replicas()
-        .map(|left| (left.slab, left.place, left.extent, left.record))
+        .map(|left| (left.slab, left.place, left.extent, left.inline_log))
         .collect();
     assert_eq!(left, [(first, 2, extent(4, 0), 0), (last, 1, extent(6, 9), 0x2122_2324)]);
     assert_eq!(recovered.crc(Location::new(last, 16)), 0x3132_3333);

@@ -1,4 +1,4 @@
-//! Checksums of pages, and the pages that need none.
+//! Checksums of pages, and detection of zero pages, which need none.
 
 use crc_fast::{CrcAlgorithm, checksum};
 
@@ -8,7 +8,8 @@ pub fn page_crc(bytes: &[u8]) -> u32 {
     u32::try_from(checksum(CrcAlgorithm::Crc32Iscsi, bytes)).expect("a 32-bit checksum")
 }
 
-/// Whether the bytes are all zero. Looks at a cache line at a time: most pages show in the first that they are not.
+/// Whether all bytes are zero. It examines a cache line at a time: most pages that are not zero
+/// differ in the first.
 #[must_use]
 pub fn is_zero(bytes: &[u8]) -> bool {
     let mut lines = bytes.chunks_exact(64);

@@ -1,4 +1,4 @@
-//! How long things took: a histogram that one thread writes and any may read.
+//! Latency histogram that one thread writes and any thread may read.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 const FINE: u64 = 16;
 const BUCKETS: usize = 40 * 16;
 
-/// A histogram of durations, in nanoseconds, to 6 %.
+/// A histogram of durations in nanoseconds, with a relative error of at most 6 %.
 #[derive(Debug)]
 pub struct Latencies(Box<[AtomicU64; BUCKETS]>);
 
@@ -17,7 +17,7 @@ impl Default for Latencies {
 }
 
 impl Latencies {
-    /// Count one. Only one thread does.
+    /// Counts one duration. Only one thread may call this.
     pub fn record(&self, nanoseconds: u64) {
         let count = &self.0[Self::bucket(nanoseconds)];
         count.store(count.load(Relaxed) + 1, Relaxed);
@@ -37,7 +37,7 @@ impl Latencies {
         if power == 0 { fine } else { (FINE + fine) << (power - 1) }
     }
 
-    /// The duration that the given share of all (0 to 1) do not exceed, in nanoseconds; 0 if none was counted.
+    /// The quantile of the durations at `share` (0 to 1), in nanoseconds; 0 if none was counted.
     #[must_use]
     #[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     pub fn quantile(&self, share: f64) -> u64 {
@@ -53,7 +53,7 @@ impl Latencies {
         0
     }
 
-    /// Add everything that `other` counted. Most of it is nothing.
+    /// Adds all counts of `other`. Buckets that are 0, which are most, are skipped.
     pub fn merge(&self, other: &Self) {
         for (mine, theirs) in self.0.iter().zip(other.0.iter()) {
             let count = theirs.load(Relaxed);
@@ -63,8 +63,10 @@ impl Latencies {
         }
     }
 
-    /// For each of some bounds in nanoseconds, in order, how many were above the one before and not above it, to 6 %, and last how many
-    /// were above them all.
+    /// The number of durations between neighbouring bounds: element `i` counts those above bound `i
+    /// - 1` and not above bound `i`; the last counts those above all bounds.
+    ///
+    /// `bounds_ns` is ascending. The relative error of a duration is at most 6 %.
     #[must_use]
     pub fn between(&self, bounds_ns: &[u64]) -> Vec<u64> {
         let mut counts = vec![0; bounds_ns.len() + 1];
@@ -75,7 +77,7 @@ impl Latencies {
         counts
     }
 
-    /// The sum of all, in nanoseconds, to 6 %.
+    /// The sum of all durations in nanoseconds, with a relative error of at most 6 %.
     #[must_use]
     pub fn sum(&self) -> u128 {
         let of = |(number, bucket): (usize, &AtomicU64)| {

@@ -1,13 +1,18 @@
-//! The pager: volumes of 4 KiB pages that live with the program, in the host's mempool, or on memory nodes.
+//! The pager: volumes of 4 KiB pages that are resident in a program, in the host's mempool, or on
+//! memory nodes.
 //!
-//! - [`volume`]: which page is where, and the steps from place to place: a pure state machine on [`page`] words in a
-//!   [`table`].
-//! - [`mempool`], [`budget`]: the host's cache in blocks, and each run's share of it and of resident memory.
-//! - [`slabs`], [`filler`]: extents of the pool that hold pages, shared by the volumes of a run, and which is filled next.
-//! - [`sender`], [`fetch`]: the way to the memory nodes and back, over [`ports`].
-//! - [`latency`]: how long front ends took, for their figures.
+//! - [`volume`]: where each page of a volume is, and the steps between the places. It is a pure
+//!   state machine on [`page`] words in a [`table`].
+//! - [`mempool`], [`budget`]: the host's cache of pages in blocks, and the share of it and of
+//!   resident memory that a run may have.
+//! - [`slabs`], [`filler`]: extents of the pool that hold pages, shared by the volumes of a run,
+//!   and the choice of the slab that is filled next.
+//! - [`sender`], [`fetch`]: writing pages to memory nodes and reading them back, over [`ports`].
+//! - [`node_joiner`](NodeJoiner): adds memory nodes to a sender while a run continues.
+//! - [`latency`]: latency histograms for the statistics of front ends.
 //!
-//! This crate does not know how pages get in and out of a program: its front ends do (`faults`, `block`).
+//! This crate does not know how pages enter and leave a program. Its front ends do: the crates
+//! `faults` and `block`. Format and protocol: `docs/formats/paging.md`.
 
 pub mod budget;
 mod digest;
@@ -29,7 +34,7 @@ pub mod table;
 pub mod view;
 pub mod volume;
 
-/// Memory that other processes may map, and that can outlive its maker.
+/// Memory that other processes may map and that can outlive the process that created it.
 pub use aquifer_fabric::Memory;
 pub use budget::{Budget, LIMIT_BYTES_MIN};
 pub use fetch::{FETCH_PAGES_MAX, FetchError, Fetcher};

@@ -1,67 +1,80 @@
-//! The steps of the protocol that tests break on purpose.
+//! The mutations of the paging protocol: steps that tests break on purpose.
+//!
+//! Each is named at its step in `docs/formats/paging.md`.
 
 aquifer_mutation::mutations! {
-    /// A step of the protocol done wrong.
+    /// A step of the paging protocol that is omitted or done wrong.
     pub enum Mutation {
-        /// An acknowledgement of an older write is taken for one of the newest (the update rule is dropped).
+        /// The update rule is not applied: the acknowledgement of an old write counts for the
+        /// newest bytes.
         DropUpdateFlag,
         /// A block is reclaimed before its write is acknowledged.
         ReclaimUnacknowledged,
         /// A page that was given up while it was leaving is kept.
         KeepDiscarded,
-        /// After `MADV_DONTNEED`'s event a page is taken as if the kernel had already dropped it.
+        /// After the event of `MADV_DONTNEED` the monitor assumes that the kernel has dropped the
+        /// page.
         TrustRemoveEvent,
-        /// A fork shares remote pages without counting the new reference.
+        /// A fork shares remote pages without counting the new references.
         ForgetForkReference,
-        /// Faults are served before the events that were read with them.
+        /// Faults are served before the events that were read together with them.
         ServeFaultsBeforeEvents,
-        /// Pages are taken although an event is unread: the worker moves them under the event-free descriptor.
+        /// Pages are evicted although an event is unread: the worker uses the descriptor without
+        /// events.
         EvictDuringEvents,
-        /// A fork is served while a batch is still on its way.
+        /// A fork is served while a batch is in flight.
         ForkWithoutFlush,
-        /// The sender acknowledges before the memory node has.
+        /// The sender reports a batch as written before a memory node has acknowledged it.
         AcknowledgeEarly,
-        /// The sender acknowledges when the first copy has.
+        /// The sender reports a batch as written when the first replica has acknowledged it.
         AcknowledgeFirst,
-        /// A slab is copied while it is filled.
+        /// A slab is copied to a new replica while it is being filled.
         CopyWhileWriting,
-        /// A new copy is recorded before it is whole.
+        /// A new replica is recorded before it has all pages.
         RecordUnfinished,
-        /// A buffer is used again although a READ into it may still be answered.
+        /// A buffer is reused although a READ into it may still complete.
         ReuseLateBuffer,
-        /// What a memory node gives is not held against its checksum.
+        /// The checksum of a page that was read from a memory node is not checked.
         SkipChecksum,
-        /// A page that has changed since it came back keeps its old place on the memory node, too.
+        /// A clean copy is not released when its page is written again.
         ForgetRelease,
-        /// A page that came back from a memory node is taken to be unchanged when it leaves again.
+        /// A page with a clean copy counts as unchanged when it leaves, whatever its bytes.
         TrustCopy,
-        /// What is present in a newly registered area is held without a proof that it is registered.
+        /// A page that is present in a newly registered area becomes held without a proof that the
+        /// page is registered.
         AdoptUnproved,
-        /// After a restart areas are proved registered before the events that were read and not heeded are.
+        /// After a restart, areas are adopted before the events that the previous agent had read
+        /// are applied.
         AdoptBeforeEvents,
-        /// The unmapping that a move brings is taken for one of what was moved there since.
+        /// The Unmap event of a move's old place is applied to pages that were moved there since.
         ApplyStaleUnmap,
-        /// Who asks to write a page that was protected at a fork is woken, and not allowed to.
+        /// A thread that writes a page that was write-protected at a fork is woken without
+        /// permission to write.
         WakeProtected,
-        /// Pages change their number while a batch is leaving.
+        /// Pages change their numbers (mremap) while a batch is leaving.
         RemapWhileLeaving,
-        /// That a move of pages was begun is not known after a restart.
+        /// After a restart the agent does not know that a move of page words had begun.
         ForgetMoving,
-        /// After a restart a page that was on its way out is taken for one that is in the program.
+        /// After a restart, a leaving page in a staging buffer is treated as resident in the
+        /// program.
         ForgetLeaving,
-        /// After a restart no blocks of the mempool are set aside for what is on its way there.
+        /// After a restart, no blocks of the mempool are reserved for batches in staging buffers.
         ReserveNothing,
-        /// A page of a device that is written again is written in its place, though its block is the sender's by now.
+        /// A write to a page of a block volume reuses the page's slot in a block that is already
+        /// sealed.
         AbsorbIntoSealed,
-        /// A READ over an endpoint of before its node came back is not tried once more.
+        /// A READ is not retried over a new endpoint when the endpoint dates from before the node's
+        /// return.
         TryOnce,
-        /// A node that came back is taken in though something is under way to what it was before.
+        /// A node that returned is added while operations to its predecessor are in flight.
         AddBusyNode,
-        /// A page that is moved is noted in the mempool before its bytes are there.
+        /// A page that is moved to another slab is recorded as staged before its bytes are in the
+        /// slot.
         StageBeforeCopying,
-        /// A page of a device that is moved is not looked at again after it was read.
+        /// A page of a block volume is moved without a check that it was not written since it was
+        /// read.
         MoveUnchecked,
-        /// A device's reader does not refer to the place that it fetches from.
+        /// A reader of a block volume does not retain the location that it fetches from.
         FetchUnreferenced,
     }
 }

@@ -1,4 +1,4 @@
-//! Memory nodes that come while a run goes on, or come back, are taken in by its sender.
+//! Adds memory nodes to the sender of a run: nodes that are new, and nodes that have returned.
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -11,15 +11,18 @@ use crate::filler::Filler;
 use crate::ports::Connector;
 use crate::sender::Sender;
 
-/// How often to look for nodes.
+/// The interval at which the list of nodes is examined.
 const SEARCH_INTERVAL: Duration = Duration::from_millis(250);
-/// One that did not let us in is left alone for so long.
+/// After a failed connection to a node it is left alone for this time.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
-/// A thread that connects to a node: one that stands still would keep the sender.
+/// A thread that connects to one node. A node that does not answer must not block the sender.
 type ConnectThread = JoinHandle<(NodeId, Result<Box<dyn Endpoint>, EndpointError>)>;
 
-/// After a restart: nodes that slabs are on, and that did not answer just now, are asked once more, and waited for if their memory is kept. What is on others is given up.
+/// After a restart, connects once more to the nodes of recovered slabs that did not answer before.
+///
+/// Waits for a node whose memory is kept. Replicas on nodes that do not answer now are dropped by
+/// [`Filler::adopt_recovered`].
 pub(crate) fn connect_slab_nodes(filler: &Filler, pool: &mut PoolClient, connector: &dyn Connector) {
     for node in filler.nodes() {
         if pool.nodes().any(|other| other == node) {
@@ -30,29 +33,30 @@ pub(crate) fn connect_slab_nodes(filler: &Filler, pool: &mut PoolClient, connect
         if let Err(error) =
             reached.and_then(|endpoint| pool.add_node(node, endpoint).map_err(|error| error.to_string()))
         {
-            tracing::debug!(node = node.0, error, "a memory node that slabs are on does not answer");
+            tracing::debug!(node = node.0, error, "memory node with slabs of the run does not answer");
         }
     }
 }
 
-/// Who looks for nodes that a sender does not know.
+/// Connects a sender to memory nodes that it does not use yet.
 #[derive(Debug)]
 pub struct NodeJoiner {
     connector: Arc<dyn Connector>,
     last_search: Instant,
     connecting: Option<ConnectThread>,
-    /// Who did not let us in, and when.
+    /// Nodes to which the connection failed, and when.
     refused: Vec<(NodeId, Instant)>,
 }
 
 impl NodeJoiner {
-    /// Nodes are reached by `connector`.
+    /// No connection is in progress. Nodes are reached through `connector`.
     #[must_use]
     pub fn new(connector: Arc<dyn Connector>) -> Self {
         Self { connector, last_search: Instant::now(), connecting: None, refused: Vec::new() }
     }
 
-    /// Take in who has let us in; else connecting at the next of `nodes` that the sender does not know, if it is time. May be called at any rate.
+    /// Adds a node whose connection is complete, or begins to connect to the first of `nodes` that
+    /// the sender does not use. May be called at any rate.
     pub fn poll(&mut self, sender: &mut Sender, nodes: impl FnOnce() -> Vec<NodeId>) {
         if let Some(connecting) = self.connecting.take_if(|connecting| connecting.is_finished()) {
             self.finish(connecting, sender);
@@ -70,7 +74,9 @@ impl NodeJoiner {
         let connecting = move || (node, connector.connect_without_waiting(node));
         match std::thread::Builder::new().name("newcomer".into()).spawn(connecting) {
             Ok(connecting) => self.connecting = Some(connecting),
-            Err(error) => tracing::warn!(%error, "no thread to connect to a memory node"),
+            Err(error) => {
+                tracing::warn!(%error, "cannot start a thread to connect to a memory node; retrying")
+            }
         }
     }
 
@@ -81,7 +87,7 @@ impl NodeJoiner {
             Err(error) => Err(error.to_string()),
         };
         if let Err(error) = taken {
-            tracing::debug!(node = node.0, error, "a memory node cannot be taken in yet");
+            tracing::debug!(node = node.0, error, "cannot add memory node yet; retrying");
             self.refused.push((node, Instant::now()));
         }
     }

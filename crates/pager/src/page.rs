@@ -1,59 +1,68 @@
-//! The word that says where the newest copy of one page is.
+//! The page word: one 64-bit word that says where the newest bytes of a page are.
 //!
-//! A volume's page table holds one word for each page that is not simply zero:
+//! A volume's page table holds one word for each page that is not a zero page without flags:
 //!
 //! ```text
-//! bits 0..4   kind        bit 4   queued (it has an entry in the resident queue)
-//! bit 5       discarded   bits 6..8  how hot it is   bits 8..12  rounds it may still stay
-//! bits 12..32 when it left                  bits 32..64 payload: mempool slot or remote location
+//! bits  0..4   state
+//! bit   4      queued: the resident queue has an entry for the page
+//! bit   5      discarded: the program gave the page up while it was leaving
+//! bits  6..8   heat
+//! bits  8..12  rounds of the resident queue for which the page still stays
+//! bits 12..32  departures of the volume when the page left, in units of 64
+//! bits 32..64  payload: slot of the mempool, or location on memory nodes
 //! ```
+//!
+//! Format: `docs/formats/paging.md`, "Page word".
 
 use crate::mempool::BLOCK_PAGES;
 
 /// Bytes of a page.
 pub const PAGE_BYTES: usize = 4096;
 
-/// A page's number within its volume: for a program's memory, its address divided by [`PAGE_BYTES`].
+/// The number of a page in its volume. For a program's memory it is the address divided by
+/// [`PAGE_BYTES`].
 pub type PageNumber = u64;
 
-/// A page-sized place in the mempool.
+/// The number of a page-sized slot of the mempool.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub struct Slot(pub u32);
 
-/// A page-sized place on a memory node: a slab's number and the page within it (see `slabs`).
+/// A page-sized place on memory nodes: the number of a slab and of a page in it (see `slabs`).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub struct Location(pub u32);
 
-/// Where the newest copy of a page is.
+/// Where the newest bytes of a page are.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PageState {
-    /// Nowhere: it reads as zeros and costs nothing.
+    /// Nowhere: the page reads as zeros and uses no memory.
     Zero,
-    /// With the front end: resident in the program.
+    /// Resident in the program.
     Held,
-    /// Taken from the program, not yet in the mempool.
+    /// Moved out of the program, not yet in the mempool.
     Leaving,
-    /// In the mempool, not yet acknowledged by a memory node.
+    /// In the mempool, not yet acknowledged by memory nodes.
     Staged(Slot),
-    /// In the mempool, and the same bytes on a memory node: its slot may be reclaimed at once.
+    /// In the mempool and, with the same bytes, on memory nodes. The slot may be reclaimed at any
+    /// time.
     Reclaimable(Slot),
-    /// On a memory node only.
+    /// Only on memory nodes.
     Remote(Location),
-    /// The program gave it up, and the kernel may or may not have dropped it yet. It must not be taken
-    /// from the program before the program has faulted on it again.
+    /// The program gave the page up, and the kernel may not have dropped it yet.
+    ///
+    /// The page must not be evicted before the program has faulted on it again.
     Doubtful,
-    /// Its only copy is gone; whoever reads it gets SIGBUS.
+    /// Nowhere: the last readable replica is gone. A read raises SIGBUS.
     Lost,
 }
 
-/// A [`PageState`] with its flags, as stored.
+/// A [`PageState`] with its flags, as stored in the page table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct PageWord(pub u64);
 
 const KIND_MASK: u64 = 0xf;
 const HELD: u64 = 1;
 const LEAVING: u64 = 2;
-/// Held or leaving, and the payload is the location that the page came from.
+/// Held or leaving, with the location of a clean copy as payload.
 const HELD_WITH_COPY: u64 = 8;
 const LEAVING_WITH_COPY: u64 = 9;
 const QUEUED: u64 = 1 << 4;
@@ -62,11 +71,11 @@ const HEAT_SHIFT: u32 = 6;
 const HEAT_MASK: u64 = 3 << HEAT_SHIFT;
 const ROUNDS_SHIFT: u32 = 8;
 const ROUNDS_MASK: u64 = 0xf << ROUNDS_SHIFT;
-/// The hottest pages stay for 2^HEAT_MAX - 1 rounds more than others.
+/// The hottest pages stay for 2^`HEAT_MAX` - 1 rounds longer than cold ones.
 const HEAT_MAX: u64 = 3;
 const DEPARTURES_SHIFT: u32 = 12;
 const DEPARTURES_MASK: u64 = 0xf_ffff << DEPARTURES_SHIFT;
-/// Departures that [`PageWord`] does not tell apart.
+/// Departures are recorded in units of this many pages.
 const DEPARTURES_UNIT: u64 = BLOCK_PAGES as u64;
 const PAYLOAD_SHIFT: u32 = 32;
 
@@ -90,7 +99,7 @@ impl PageWord {
     /// Where the page is.
     ///
     /// # Panics
-    /// If the word was never made by this module: the table is corrupt and nothing can be trusted.
+    /// If this module cannot have written the word: the page table is corrupt.
     #[must_use]
     pub fn state(self) -> PageState {
         let payload = u32::try_from(self.0 >> PAYLOAD_SHIFT).expect("32 bits remain");
@@ -107,14 +116,17 @@ impl PageWord {
         }
     }
 
-    /// The location that a held or leaving page came from, and still refers to. Whether the same bytes are there is for the sender to find out.
+    /// The clean copy: the location from which a held or leaving page was read, and which it still
+    /// references.
+    ///
+    /// Whether that location still has the page's bytes is for the sender to determine.
     #[must_use]
     pub fn clean_copy(self) -> Option<Location> {
         let location = Location(u32::try_from(self.0 >> PAYLOAD_SHIFT).expect("32 bits remain"));
         matches!(self.0 & KIND_MASK, HELD_WITH_COPY | LEAVING_WITH_COPY).then_some(location)
     }
 
-    /// The word of a page, held or leaving, that refers to the location that it came from, or to none.
+    /// The word of a held or leaving page with this clean copy, or without one.
     #[must_use]
     pub fn with_clean_copy(self, copy: Option<Location>) -> Self {
         let kind = match (self.0 & KIND_MASK, copy.is_some()) {
@@ -128,8 +140,10 @@ impl PageWord {
         Self(kind | flags | copy.map_or(0, |location| u64::from(location.0) << PAYLOAD_SHIFT))
     }
 
-    /// The same flags with another state; `discarded` does not outlive the hand-over that it belongs to, and only a page that is
-    /// elsewhere remembers how hot it was, and when it left. It refers to no copy.
+    /// The word with another state and without a clean copy.
+    ///
+    /// *Queued* is kept. Heat and departures are kept only for a page that is not resident.
+    /// *Discarded* ends with the state that it belongs to.
     #[must_use]
     pub fn with_state(self, state: PageState) -> Self {
         let kept = match state {
@@ -141,7 +155,8 @@ impl PageWord {
         Self(Self::new(state).0 | self.0 & kept)
     }
 
-    /// The page leaves, after so many others of its volume.
+    /// The word of the page as it leaves, where `departures` pages of the volume have left before
+    /// it.
     #[must_use]
     pub fn leaving(self, departures: u64) -> Self {
         let left = (departures / DEPARTURES_UNIT) << DEPARTURES_SHIFT & DEPARTURES_MASK;
@@ -149,7 +164,9 @@ impl PageWord {
             .with_clean_copy(self.clean_copy())
     }
 
-    /// How many pages have left since this one did, about; far too few if they are more than 2^26.
+    /// The approximate number of pages that have left since this one did.
+    ///
+    /// The count is modulo 2^26: after more departures than that the result is too small.
     #[must_use]
     pub fn departures_since(self, departures: u64) -> u64 {
         let left = (self.0 & DEPARTURES_MASK) >> DEPARTURES_SHIFT;
@@ -157,8 +174,10 @@ impl PageWord {
             * DEPARTURES_UNIT
     }
 
-    /// The page is held by the program (again). If it `came_back` soon it is hot, hotter than the last time, and may stay for more
-    /// rounds of the resident queue.
+    /// The word of the page when it becomes resident.
+    ///
+    /// If it `came_back` soon after its eviction, its heat increases, and it stays for more rounds
+    /// of the resident queue. Otherwise it is cold.
     #[must_use]
     pub fn held(self, came_back: bool) -> Self {
         let heat = if came_back { (((self.0 & HEAT_MASK) >> HEAT_SHIFT) + 1).min(HEAT_MAX) } else { 0 };
@@ -166,31 +185,31 @@ impl PageWord {
         Self(Self::new(PageState::Held).0 | QUEUED | heat << HEAT_SHIFT | rounds << ROUNDS_SHIFT)
     }
 
-    /// One round less to stay; `None` if it must leave.
+    /// The word with one round less to stay, or `None` if the page must leave now.
     #[must_use]
     pub fn next_round(self) -> Option<Self> {
         (self.0 & ROUNDS_MASK != 0).then_some(Self(self.0.wrapping_sub(1 << ROUNDS_SHIFT)))
     }
 
-    /// Whether the resident queue has an entry for it.
+    /// Whether the resident queue has an entry for the page.
     #[must_use]
     pub fn is_queued(self) -> bool {
         self.0 & QUEUED != 0
     }
 
-    /// Set or clear the mark that the resident queue has an entry for it.
+    /// The word with the *queued* flag set or cleared.
     #[must_use]
     pub fn with_queued(self, queued: bool) -> Self {
         Self(if queued { self.0 | QUEUED } else { self.0 & !QUEUED })
     }
 
-    /// Whether its content was given up while it was [`PageState::Leaving`].
+    /// Whether the program gave the page up while it was [`PageState::Leaving`].
     #[must_use]
     pub fn is_discarded(self) -> bool {
         self.0 & DISCARDED != 0
     }
 
-    /// Mark that the content on its way is worthless.
+    /// The word with the *discarded* flag: the bytes that are leaving are not needed.
     #[must_use]
     pub fn with_discarded(self) -> Self {
         Self(self.0 | DISCARDED)

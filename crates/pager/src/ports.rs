@@ -1,4 +1,4 @@
-//! Endpoints to the memory nodes, opened when first needed.
+//! Ports: one thread's endpoints to memory nodes, which are opened at first use.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -7,31 +7,37 @@ use std::time::Duration;
 use aquifer_fabric::{Endpoint, EndpointError, LocalKey, LocalSlice, Memory, Work};
 use aquifer_pool::NodeId;
 
-/// Opens endpoints to memory nodes; the edge knows how to reach them.
+/// Opens endpoints to memory nodes. The edge implements it.
 pub trait Connector: Send + Sync + Debug {
-    /// Connect to a node.
+    /// Connects to a node. Waits for a node that is away and whose memory is kept.
     ///
     /// # Errors
-    /// If it cannot be reached, or refuses.
+    /// If the node cannot be reached or refuses the connection.
     fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError>;
 
-    /// The same for who has other nodes to turn to, and does not wait for one that is away.
+    /// Connects to a node, and fails at once if the node is away.
+    ///
+    /// For callers that can use another node. Operations on the endpoint fail, too, when the node
+    /// goes away later.
     ///
     /// # Errors
-    /// As [`Self::connect`].
+    /// If the node cannot be reached, refuses the connection, or is away.
     fn connect_without_waiting(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
         self.connect(node)
     }
 
-    /// The same for who has others to attend to meanwhile: to a node that is away, an endpoint that waits for it, if there can be one.
+    /// Connects to a node, and does not block if the node is away.
+    ///
+    /// For callers that serve several nodes. The endpoint to a node that is away queues READs and
+    /// WRITEs until the node returns, if this connector has connected to it before.
     ///
     /// # Errors
-    /// As [`Self::connect`].
+    /// If the node cannot be reached or refuses the connection.
     fn connect_lazily(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
         self.connect(node)
     }
 
-    /// A clock, to know when a node has been silent for too long.
+    /// The time by a monotonic clock, against which the response times of nodes are measured.
     fn now(&self) -> Duration {
         static START: std::sync::LazyLock<std::time::Instant> =
             std::sync::LazyLock::new(std::time::Instant::now);
@@ -39,26 +45,27 @@ pub trait Connector: Send + Sync + Debug {
     }
 }
 
-/// An endpoint with the local memories that it moves pages from or to.
+/// An endpoint to one node, with the local memory from and to which it transfers pages.
 #[derive(Debug)]
 pub struct Port {
     /// The endpoint.
     pub endpoint: Box<dyn Endpoint>,
     locals: Vec<LocalKey>,
-    /// Posted by the next [`Port::flush`].
+    /// Operations that the next [`Port::flush`] posts.
     queued: Vec<Work>,
-    /// Operations queued or posted and not yet polled, as its user counts them.
+    /// Operations that are queued or posted, and whose completions are not yet polled. The user of
+    /// the port decrements it.
     pub in_flight: usize,
 }
 
 impl Port {
-    /// A range of the first local memory.
+    /// A range of the first local memory, which has number 0.
     #[must_use]
     pub fn slice(&self, offset: usize, len: usize) -> LocalSlice {
         self.slice_of(0, offset, len)
     }
 
-    /// A range of one of the local memories.
+    /// A range of the local memory with number `memory`.
     #[must_use]
     pub fn slice_of(&self, memory: usize, offset: usize, len: usize) -> LocalSlice {
         LocalSlice {
@@ -68,16 +75,17 @@ impl Port {
         }
     }
 
-    /// Post this with what else is queued, all at once; there must be room for it.
+    /// Queues an operation for the next [`Self::flush`]. The caller must have checked
+    /// [`Self::has_capacity`].
     pub fn queue(&mut self, work: Work) {
         self.queued.push(work);
         self.in_flight += 1;
     }
 
-    /// Post what is queued.
+    /// Posts all queued operations as one batch.
     pub fn flush(&mut self) {
         if !self.queued.is_empty() {
-            self.endpoint.post(&self.queued).expect("there was room for each");
+            self.endpoint.post(&self.queued).expect("the capacity was checked for each");
             self.queued.clear();
         }
     }
@@ -89,7 +97,7 @@ impl Port {
     }
 }
 
-/// The ports of one thread, one for each node.
+/// The ports of one thread: at most one for each node.
 #[derive(Debug)]
 pub struct Ports {
     connector: Arc<dyn Connector>,
@@ -98,16 +106,18 @@ pub struct Ports {
 }
 
 impl Ports {
-    /// No ports yet; they will move bytes from and to `memory`, which is number 0.
+    /// No open ports. `memory` becomes the local memory with number 0.
     #[must_use]
     pub fn new(connector: Arc<dyn Connector>, memory: Arc<Memory>) -> Self {
         Self { connector, memories: vec![memory], open: Vec::new() }
     }
 
-    /// One more memory to move bytes from and to; returns its number. There should be few.
+    /// Registers one more local memory with all ports, and returns its number.
+    ///
+    /// Each local memory is registered with each endpoint, so there should be few.
     ///
     /// # Errors
-    /// If an endpoint does not take it.
+    /// If an endpoint refuses to register it.
     pub fn add_memory(&mut self, memory: Arc<Memory>) -> Result<usize, EndpointError> {
         let mut keys = Vec::with_capacity(self.open.len());
         for (_, port) in &mut self.open {
@@ -120,28 +130,28 @@ impl Ports {
         Ok(self.memories.len() - 1)
     }
 
-    /// A local memory.
+    /// The local memory with this number.
     #[must_use]
     pub fn memory(&self, number: usize) -> &Arc<Memory> {
         &self.memories[number]
     }
 
-    /// How many local memories there are.
+    /// The number of local memories.
     #[must_use]
     pub fn memory_count(&self) -> usize {
         self.memories.len()
     }
 
-    /// The connector's clock.
+    /// The time by the connector's clock.
     #[must_use]
     pub fn now(&self) -> Duration {
         self.connector.now()
     }
 
-    /// The port to a node.
+    /// The port to a node, which is opened if necessary.
     ///
     /// # Errors
-    /// If it cannot be reached.
+    /// If the node cannot be reached.
     pub fn port(&mut self, node: NodeId) -> Result<&mut Port, EndpointError> {
         let at = match self.open.iter().position(|(number, _)| *number == node) {
             Some(at) => at,
@@ -168,7 +178,7 @@ impl Ports {
         self.open.iter_mut().map(|(node, port)| (*node, port))
     }
 
-    /// Close the port to a node, so that the next use connects afresh.
+    /// Closes the port to a node. The next use opens a new one.
     pub fn close(&mut self, node: NodeId) {
         self.open.retain(|(number, _)| *number != node);
     }

@@ -1,10 +1,16 @@
-//! Writes evicted pages to the memory nodes: coalesced, several batches at once, to every copy of a slab, and again elsewhere if
-//! no copy is left.
+//! The sender of a run: writes evicted pages to all replicas of their slabs, and maintains
+//! replicas.
 //!
-//! The front end copies a batch into its block of the mempool; [`Sender::stage`] looks at what is there, and
-//! [`Sender::advance`] posts writes and collects acknowledgements without waiting. `confirm` asks for the copies of what needs no writing,
-//! for it is unchanged; `heal` makes copies that are missing; `repack` has sparse slabs emptied.
+//! The front end copies a batch into its block of the mempool. [`Sender::stage`] examines the
+//! pages, and [`Sender::advance`] posts WRITEs and collects acknowledgements without waiting.
+//! Several batches are in flight at once, and adjacent pages are written by one WRITE. A page is
+//! written to another slab if no replica acknowledged it.
+//!
+//! - `confirm` checks that the clean copies of unchanged pages still exist.
+//! - `heal` makes missing replicas and repairs damaged pages.
+//! - `repack` chooses sparse slabs to be vacated.
 
+mod batch;
 mod confirm;
 mod heal;
 mod repack;
@@ -12,7 +18,7 @@ mod repack;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use aquifer_fabric::{Completion, Endpoint, PollFd, Verb, Work};
+use aquifer_fabric::{Completion, Endpoint, EndpointError, PollFd, Verb, Work};
 use aquifer_pool::{NodeId, PoolClient, PoolError, UnderWay};
 
 use crate::digest::{Digest, Digester, Digests};
@@ -26,124 +32,59 @@ use crate::ports::{Connector, Ports};
 use crate::slabs::{SlabId, SlabReplicas, SlabSet, page_of};
 use crate::view;
 use crate::volume::StageOutcome;
+use batch::{BatchWrite, bits};
 use heal::Healer;
 use repack::Repacker;
 
-/// Batches that may await acknowledgement at once.
+/// Batches in flight, at most.
 pub const BATCHES_MAX: usize = 64;
 
-/// Work ids from this one on are the healer's.
+/// Work ids from this one on belong to the healer.
 const HEAL_WORK_ID: u64 = 1 << 62;
 /// The pool is short of memory if less than this part of it is free.
 const FREE_DIVISOR: u64 = 4;
-/// The mempool, among the local memories of the ports.
+/// The number of the mempool among the local memories of the ports.
 const MEMPOOL: usize = 0;
 
-/// A batch on its way. Consecutive pages that go to consecutive places are a *run*, known by its first page; so are pages whose copies are
-/// asked for group_slabs.
-#[derive(Debug)]
-struct BatchWrite {
-    number: u64,
-    owner: u64,
-    block: BlockId,
-    count: usize,
-    crcs: [u32; BLOCK_PAGES],
-    digests: [Digest; BLOCK_PAGES],
-    locations: [Option<Location>; BLOCK_PAGES],
-    /// Its program has ended: nothing more of it need be written.
-    is_abandoned: bool,
-    /// Pages with data that are not posted yet.
-    unposted: u64,
-    /// Pages that are what they were, and whose copies have not been asked for yet.
-    unchanged: u64,
-    /// WRITEs and READs under way.
-    outstanding: usize,
-    /// By run: its pages, what of it is under way, and the copies that have acknowledged it (a bit for each place in the slab's record).
-    run_pages: [u64; BLOCK_PAGES],
-    run_outstanding: [u8; BLOCK_PAGES],
-    run_acknowledged: [u8; BLOCK_PAGES],
-    /// Runs of which at least one WRITE, or READ, has failed.
-    failed_runs: u64,
-    /// Runs that no copy has acknowledged yet.
-    awaited_runs: u64,
-}
-
-impl BatchWrite {
-    /// A run is on its way to some copies.
-    fn begin_run(&mut self, first: usize, pages: u64) {
-        self.run_pages[first] = pages;
-        self.run_acknowledged[first] = 0;
-        self.awaited_runs |= 1 << first;
-    }
-
-    fn posted(&mut self, first: usize) {
-        self.run_outstanding[first] += 1;
-        self.outstanding += 1;
-    }
-
-    fn id(&self, place: usize, first: usize) -> u64 {
-        self.number << 16 | (place as u64) << 8 | first as u64
-    }
-
-    /// The places of these pages are worth nothing: they are written to others, if anybody wants them.
-    fn write_anew(&mut self, slabs: &SlabSet, pages: u64) {
-        for index in bits(pages) {
-            slabs.release(self.locations[index].take().expect("it has a location"));
-        }
-        if !self.is_abandoned {
-            self.unposted |= pages;
-        }
-    }
-}
-
-/// The numbers of the bits that are set.
-fn bits(mut mask: u64) -> impl Iterator<Item = usize> {
-    std::iter::from_fn(move || {
-        let bit = (mask != 0).then(|| mask.trailing_zeros() as usize)?;
-        mask &= mask - 1;
-        Some(bit)
-    })
-}
-
-/// What is to be known of the ways to copies before anything is posted to them.
+/// Whether operations can be posted to all replicas of a slab.
 enum PostReadiness {
     Open,
     Full,
-    /// A node is lost: there are other copies than there were.
+    /// A node was lost by trying: the slab has other replicas now.
     NodeGone,
 }
 
-/// A batch that all memory nodes have acknowledged.
+/// A batch that is acknowledged by the memory nodes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct WrittenBatch {
-    /// Whose batch.
+    /// The owner that was passed to [`Sender::stage`].
     pub owner: u64,
-    /// The block that it lies in.
+    /// The block in which the batch is.
     pub block: BlockId,
-    /// Pages of the batch.
+    /// The number of pages of the batch.
     pub count: usize,
-    /// Where each page is now; `None` for those that needed no place.
+    /// The location of each page; `None` for a page that was not written.
     pub locations: [Option<Location>; BLOCK_PAGES],
 }
 
-/// What was written.
+/// Counters of a sender.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct SenderStats {
     /// WRITEs posted.
     pub writes: u64,
-    /// Pages written, each copy counted.
+    /// Pages written, counted once per replica.
     pub pages: u64,
-    /// Pages found to be all zeros.
+    /// Pages that were all zeros.
     pub zero_pages: u64,
-    /// Pages found to be what they were when they came from memory nodes: they are not written again.
+    /// Pages that were unchanged, and so not written.
     pub unchanged_pages: u64,
-    /// Slabs that hold pages and have fewer copies than they should have, now.
+    /// Slabs that hold pages and have fewer replicas than requested at present.
     pub degraded_slabs: u64,
-    /// Slabs of which a missing copy was made.
+    /// Slabs of which a missing replica was made.
     pub copied_slabs: u64,
-    /// Damaged pages that were written anew from a good copy.
+    /// Damaged pages that were written again from a good replica.
     pub repaired_pages: u64,
-    /// Sparse slabs whose pages were moved to others.
+    /// Sparse slabs that were vacated.
     pub vacated_slabs: u64,
 }
 
@@ -158,20 +99,22 @@ pub struct Sender {
     next_batch_number: u64,
     completions: Vec<Completion>,
     lost: Vec<NodeId>,
-    /// Nodes that were given up while something was under way to them: until that has ended no audit takes what was there for forgotten.
-    late_nodes: Vec<(NodeId, UnderWay)>,
+    /// Nodes that were dropped while operations to them were in flight. A leak scan must not free
+    /// what was on such a node before these have ended.
+    draining_nodes: Vec<(NodeId, UnderWay)>,
     healer: Healer,
     repacker: Repacker,
     digester: Digester,
     digests: Digests,
     is_pool_short: Arc<AtomicBool>,
-    /// Bytes of the pool that the run had when its free memory was last looked at.
-    bytes_seen: u64,
+    /// Bytes of the pool that the run had when the pool's free memory was last checked.
+    bytes_at_check: u64,
     stats: SenderStats,
 }
 
 impl Sender {
-    /// A sender that writes from the mempool to slabs that it takes from `pool`.
+    /// A sender that writes from the mempool to slabs of `pool`. Adopts recovered slabs; `seed`
+    /// distributes runs over the nodes.
     #[must_use]
     pub fn new(
         slabs: Arc<SlabSet>,
@@ -193,23 +136,23 @@ impl Sender {
             next_batch_number: 0,
             completions: Vec::with_capacity(BLOCK_PAGES),
             lost: Vec::new(),
-            late_nodes: Vec::new(),
+            draining_nodes: Vec::new(),
             healer: Healer::new(nodes),
             repacker: Repacker::default(),
             digester: Digester::new(),
             digests: Digests::default(),
             is_pool_short: Arc::clone(mempool.pool_short_flag()),
-            bytes_seen: 0,
+            bytes_at_check: 0,
             stats: SenderStats::default(),
         }
     }
 
-    /// How large slabs are from now on; to be said before there are any.
-    pub fn set_slab_sizing(&mut self, grain: SlabSizing) {
-        self.filler.set_slab_sizing(grain);
+    /// Sets how large slabs are. Must be called before there are any.
+    pub fn set_slab_sizing(&mut self, sizing: SlabSizing) {
+        self.filler.set_slab_sizing(sizing);
     }
 
-    /// What was written so far.
+    /// The counters so far.
     #[must_use]
     pub fn stats(&self) -> SenderStats {
         let holds_pages = |slab: &SlabId| self.slabs.live_pages(*slab) > 0;
@@ -217,7 +160,7 @@ impl Sender {
         SenderStats { degraded_slabs: degraded as u64, ..self.stats }
     }
 
-    /// The pool that slabs are taken from.
+    /// The client of the pool from which slabs are allocated.
     pub fn pool(&mut self) -> &mut PoolClient {
         &mut self.pool
     }
@@ -228,14 +171,18 @@ impl Sender {
         self.batches.len() < BATCHES_MAX
     }
 
-    /// Whether nothing awaits acknowledgement.
+    /// Whether no batch and no copying is in flight.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.batches.is_empty() && !self.healer.is_waiting()
     }
 
-    /// Look at a batch that now lies in its block: which pages are zero, which need writing (and are from now on, until
-    /// [`WrittenBatch`] names them). `readable(i)` says whether page `i` could be copied.
+    /// Stages a batch that is in its block: determines which pages are zero, and begins to write
+    /// the others.
+    ///
+    /// `readable(i)` says whether page `i` could be copied into the block. `found` receives an
+    /// outcome for each page. The batch is in flight until [`Self::advance`] returns its
+    /// [`WrittenBatch`].
     pub fn stage(
         &mut self,
         owner: u64,
@@ -247,8 +194,11 @@ impl Sender {
         self.stage_pages(owner, block, count, readable, None, found);
     }
 
-    /// As [`Self::stage`], for pages that may come back and leave again: page `i` came from `copies[i]`, if there is one, to which the caller
-    /// refers. What is [`StageOutcome::Unchanged`] the sender refers to from now on.
+    /// As [`Self::stage`], for pages that may leave again: `copies[i]` is the clean copy of page
+    /// `i`, if it has one.
+    ///
+    /// The caller holds a reference to each clean copy. For a page that is
+    /// [`StageOutcome::Unchanged`] the reference passes to the sender.
     pub fn stage_with_clean_copies(
         &mut self,
         owner: u64,
@@ -271,24 +221,7 @@ impl Sender {
         found: &mut Vec<StageOutcome>,
     ) {
         assert!(count <= BLOCK_PAGES && self.has_capacity());
-        let mut batch = BatchWrite {
-            number: self.next_batch_number,
-            owner,
-            block,
-            count,
-            crcs: [0; BLOCK_PAGES],
-            digests: [0; BLOCK_PAGES],
-            locations: [None; BLOCK_PAGES],
-            is_abandoned: false,
-            unposted: 0,
-            unchanged: 0,
-            outstanding: 0,
-            run_pages: [0; BLOCK_PAGES],
-            run_outstanding: [0; BLOCK_PAGES],
-            run_acknowledged: [0; BLOCK_PAGES],
-            failed_runs: 0,
-            awaited_runs: 0,
-        };
+        let mut batch = BatchWrite::new(self.next_batch_number, owner, block, count);
         self.next_batch_number += 1;
         found.clear();
         for index in 0..count {
@@ -321,10 +254,11 @@ impl Sender {
         self.batches.push(batch);
     }
 
-    /// Post what is unposted, collect what is acknowledged, return empty slabs, choose sparse ones to be emptied. Never waits.
+    /// Posts WRITEs, collects acknowledgements, records empty slabs, and advances healing and
+    /// repacking. Never blocks. Appends the acknowledged batches to `done`.
     ///
     /// # Errors
-    /// If there is no room on any memory node: the batches stay staged and are tried again at the next call.
+    /// If no node has free memory. The batches stay staged, and the next call tries again.
     pub fn advance(&mut self, done: &mut Vec<WrittenBatch>) -> Result<(), NoRoom> {
         if self.slabs.has_emptied_slabs() {
             self.filler.collect_emptied(&mut self.pool);
@@ -350,7 +284,8 @@ impl Sender {
         result
     }
 
-    /// A program has ended: what of its pages is not posted yet need not be. Its batches are still reported as written.
+    /// Abandons the pages of a program that has exited if they are not posted yet. Its batches are
+    /// still reported as written.
     pub fn abandon(&mut self, owner: u64) {
         for batch in self.batches.iter_mut().filter(|batch| batch.owner == owner) {
             batch.is_abandoned = true;
@@ -359,22 +294,24 @@ impl Sender {
         }
     }
 
-    /// What to poll for when all batches wait for acknowledgements; `None` if a node answers at once.
+    /// The descriptors to poll while all batches wait for acknowledgements, or `None` if a fabric
+    /// completes without a descriptor.
     pub fn poll_fds(&mut self) -> Option<Vec<PollFd<'_>>> {
         let busy = self.ports.open_ports().filter(|(_, port)| port.in_flight > 0);
         busy.map(|(_, port)| port.endpoint.poll_fd()).collect()
     }
 
-    /// Whether a memory node is in use.
+    /// Whether the sender uses a memory node.
     #[must_use]
     pub fn uses_node(&self, node: NodeId) -> bool {
         self.pool.nodes().any(|other| other == node)
     }
 
-    /// A memory node has come, or has come back: write to it from now on. Not yet, if something is under way to what it was before; the
-    /// endpoint is dropped then.
+    /// Adds a memory node that is new or has returned.
     ///
-    /// What was on it before is not touched; an audit gives it back.
+    /// Drops the endpoint instead if operations to the node's predecessor are in flight; the caller
+    /// may try again. Extents that the run had on the predecessor are not touched: a leak scan
+    /// frees them.
     ///
     /// # Errors
     /// If it is not a memory node, or there are too many.
@@ -386,12 +323,13 @@ impl Sender {
         }
         self.ports.close(node);
         self.pool.add_node(node, endpoint)?;
-        tracing::info!(node = node.0, "a memory node is taken in");
+        tracing::info!(node = node.0, "memory node added");
         self.healer.node_added(node);
         Ok(())
     }
 
-    /// The run has ended: all slabs go back. Nothing may be under way: see [`Self::stop_healing`], [`Self::is_idle`].
+    /// Frees all slabs, because the run has ended. Nothing may be in flight: see
+    /// [`Self::stop_healing`] and [`Self::is_idle`].
     pub fn close(&mut self) {
         self.batches.clear();
         self.end_healing();
@@ -406,7 +344,7 @@ impl Sender {
                 let room = self.filler.find_free_pages(&mut self.pool, want);
                 let gone = self.filler.drain_gone_nodes();
                 if !gone.is_empty() {
-                    // The room may be on one of them.
+                    // The free pages may be on one of these nodes.
                     gone.into_iter().for_each(|node| self.drop_node(node));
                     continue;
                 }
@@ -418,11 +356,11 @@ impl Sender {
         Ok(())
     }
 
-    /// Post a run to every copy of its slab; false if a node's queue is full.
+    /// Posts a run to every replica of its slab. Returns false if the queue of a node is full.
     fn post(&mut self, at: usize, first: usize, room: FreePages) -> bool {
-        let copies = self.slabs.replicas(room.first.slab());
-        assert!(!copies.is_empty(), "room is on some node");
-        match self.post_readiness(copies) {
+        let replicas = self.slabs.replicas(room.first.slab());
+        assert!(!replicas.is_empty(), "free pages are on a node");
+        match self.post_readiness(replicas) {
             PostReadiness::Open => {}
             PostReadiness::Full => return false,
             PostReadiness::NodeGone => return true,
@@ -430,10 +368,10 @@ impl Sender {
         let batch = &mut self.batches[at];
         let pages = room.pages as usize;
         let mask = (u64::MAX >> (BLOCK_PAGES - pages)) << first;
-        for (place, copy) in copies.placed() {
-            let port = self.ports.open_port(copy.node).expect("it was opened just now");
+        for (place, replica) in replicas.placed() {
+            let port = self.ports.open_port(replica.node).expect("its readiness was checked");
             let local = port.slice(batch.block.slot(first).offset(), pages * PAGE_BYTES);
-            let remote = page_of(&copy, room.first.index());
+            let remote = page_of(&replica, room.first.index());
             let id = batch.id(place, first);
             let work = Work { id, verb: Verb::Write { local, remote }, signalled: true };
             port.queue(work);
@@ -453,14 +391,14 @@ impl Sender {
         true
     }
 
-    /// While the pool has little memory left, nobody here is to keep copies there of what is resident.
+    /// Sets whether the pool is short of memory, which decides whether programs keep clean copies.
     fn update_pool_shortage(&mut self, is_full: bool) {
         let bytes = self.slabs.bytes().0;
         if is_full {
             self.is_pool_short.store(true, Relaxed);
-            self.bytes_seen = bytes;
-        } else if bytes != self.bytes_seen {
-            self.bytes_seen = bytes;
+            self.bytes_at_check = bytes;
+        } else if bytes != self.bytes_at_check {
+            self.bytes_at_check = bytes;
             let sum = |of: fn(&PoolClient, NodeId) -> u64| -> u64 {
                 self.pool.nodes().map(|node| of(&self.pool, node)).sum()
             };
@@ -469,15 +407,15 @@ impl Sender {
         }
     }
 
-    /// Whether one more message can be posted to each copy. A node that cannot be reached is lost by that.
-    fn post_readiness(&mut self, copies: SlabReplicas) -> PostReadiness {
-        for copy in copies.iter() {
-            match self.ports.port(copy.node) {
+    /// Whether one more operation can be posted to each replica. A node that cannot be reached is
+    /// dropped.
+    fn post_readiness(&mut self, replicas: SlabReplicas) -> PostReadiness {
+        for replica in replicas.iter() {
+            match self.ports.port(replica.node) {
                 Ok(port) if port.has_capacity() => {}
                 Ok(_) => return PostReadiness::Full,
                 Err(error) => {
-                    tracing::warn!(node = copy.node.0, %error, "a memory node cannot be reached any more");
-                    self.drop_node(copy.node);
+                    self.drop_unreachable(replica.node, &error);
                     return PostReadiness::NodeGone;
                 }
             }
@@ -511,14 +449,14 @@ impl Sender {
         }
         self.completions = completions;
         let ports = &mut self.ports;
-        self.late_nodes.retain(|(node, _)| ports.open_port(*node).is_some_and(|port| port.in_flight > 0));
+        self.draining_nodes.retain(|(node, _)| ports.open_port(*node).is_some_and(|port| port.in_flight > 0));
         for node in std::mem::take(&mut self.lost) {
             self.drop_node(node);
         }
         self.retry_failed_runs();
     }
 
-    /// Book one completion; false if its write failed.
+    /// Records the completion of an operation of a batch. Returns false if the operation failed.
     fn apply_completion(batches: &mut [BatchWrite], completion: &Completion) -> bool {
         let number = completion.id >> 16;
         let place = completion.id >> 8 & 0xff;
@@ -538,7 +476,8 @@ impl Sender {
         is_done
     }
 
-    /// A run that failed somewhere, and of which no copy is left that has acknowledged it, is written anew.
+    /// Marks the pages of failed runs to be written again, if no replica that acknowledged them is
+    /// left.
     fn retry_failed_runs(&mut self) {
         for batch in &mut self.batches {
             for first in bits(batch.failed_runs) {
@@ -557,7 +496,7 @@ impl Sender {
         }
     }
 
-    /// Whether WRITEs to a slab are under way.
+    /// Whether WRITEs to a slab are in flight.
     fn is_writing(&self, slab: SlabId) -> bool {
         self.batches.iter().any(|batch| {
             (0..batch.count).any(|first| {
@@ -567,26 +506,30 @@ impl Sender {
         })
     }
 
+    fn drop_unreachable(&mut self, node: NodeId, error: &EndpointError) {
+        tracing::warn!(node = node.0, %error, "cannot connect to memory node; dropping it");
+        self.drop_node(node);
+    }
+
+    /// Drops a node: no page is read from or written to it any more.
     fn drop_node(&mut self, node: NodeId) {
         if self.ports.open_port(node).is_some_and(|port| port.in_flight > 0) {
-            // A device may send it again, and over RDMA a key that was struck out still opens what an endpoint has in use.
-            self.late_nodes.push((node, self.pool.under_way()));
+            // A device may repeat the operation, and with RDMA a revoked key still opens what an
+            // endpoint is using.
+            self.draining_nodes.push((node, self.pool.under_way()));
         }
-        // The port stays: what it still has under way comes back as failed.
+        // The port stays open, so that its operations complete as failed.
         let was_whole = self.filler.degraded_count() == 0;
         self.filler.forget_node(node);
         for slab in self.filler.drain_unreachable() {
             self.digests.forget(slab);
         }
         if self.pool.remove_node(node).is_some() {
-            tracing::warn!(
-                node = node.0,
-                "a memory node is lost; its pages are written elsewhere from now on"
-            );
+            tracing::warn!(node = node.0, "memory node lost; writing to other nodes");
         }
         let missing = self.filler.degraded_count();
         if was_whole && missing > 0 {
-            tracing::warn!(slabs = missing, "slabs have fewer copies than they should have; making new ones");
+            tracing::warn!(slabs = missing, "slabs are degraded; making new replicas");
         }
         self.slabs.set_slow(node, false);
         self.healer.search_soon();

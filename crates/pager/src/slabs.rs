@@ -1,8 +1,10 @@
 //! Slabs: extents of the pool that hold evicted pages, shared by the volumes of one run.
 //!
-//! A [`Location`] is a slab's number and a page in it. Each has a count of the volumes that refer to it (a fork shares them)
-//! and the CRC32C of what was written there. A slab has one to three copies, on distinct nodes. One sender fills slabs, in the
-//! order of eviction, and says which copies there are; anyone may release. The records lie in memory that can outlive the daemon.
+//! A [`Location`] is a slab's number and a page in the slab. Each location has a reference count
+//! (volumes share locations after a fork) and the CRC32C of its bytes. A slab has one to three
+//! replicas, on distinct nodes. One sender fills the slabs and changes their replicas; any thread
+//! may release a location. The records are in memory that can outlive the daemon. Format:
+//! `docs/formats/paging.md`, "Slab records".
 
 use std::sync::atomic::{
     AtomicBool, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
@@ -23,41 +25,45 @@ mod vacating;
 
 pub(crate) use recovery::UnfinishedReplica;
 
-/// Pages of the largest slab (2 MiB); a slab's number begins above the bits that count them.
+/// Pages of the largest slab (2 MiB). In a [`Location`] the slab's number begins above the bits for
+/// this count.
 pub const SLAB_PAGES_MAX: u32 = 512;
-/// Slabs that one run may have: 128 GiB of the largest.
+/// Slabs of one run: 128 GiB of the largest size.
 pub const SLABS_MAX: u32 = 1 << 16;
-/// SlabReplicas that a slab may have.
+/// Replicas of a slab, at most.
 pub const REPLICAS_MAX: usize = 3;
 
 const ENTRY_BYTES: usize = 64;
-/// Address and description of one copy.
+/// Bytes of the record of one replica: address and description.
 const REPLICA_BYTES: usize = 16;
 const LIVE_OFFSET: usize = REPLICAS_MAX * REPLICA_BYTES;
 const RECORDS_OFFSET: usize = LIVE_OFFSET + 4;
 const _: () = assert!(RECORDS_OFFSET + REPLICAS_MAX * 4 == ENTRY_BYTES);
 const PAGES_OFFSET: usize = SLABS_MAX as usize * ENTRY_BYTES;
-/// One more than the highest slab that ever had a copy; behind everything else.
+/// Offset of the number of slabs in use, behind all other records: one more than the highest number
+/// of a slab that ever had a replica.
 const USED_OFFSET: usize = PAGES_OFFSET + page_records::BYTES;
 const MEMORY_BYTES: usize = USED_OFFSET + 8;
 const GENERATION_SHIFT: u32 = 56;
-/// It is no copy yet, or none any more: its extent is taken, but nobody reads or writes pages there.
+/// Bit of a description: the extent is not a complete replica, or is being freed. It is neither
+/// read nor written.
 const UNFINISHED: u64 = 1 << 55;
-/// Damaged pages that may wait for their repair; what is found beyond is found again.
+/// Damaged pages that wait for their repair, at most. Further ones are reported again when they are
+/// read again.
 const DAMAGED_MAX: usize = 1024;
 
-/// So many slabs that have become empty are worth waking the sender.
-const EMPTIED_TO_TELL: usize = 64;
+/// This many emptied slabs are worth waking the sender.
+const EMPTIED_WAKE_COUNT: usize = 64;
 
-/// A slab's number.
+/// The number of a slab.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct SlabId(pub u32);
 
 impl Location {
-    /// Page `index` of a slab.
+    /// The location of page `index` of a slab.
     ///
     /// # Panics
-    /// If there is no such slab or page.
+    /// If there can be no such slab or page.
     #[must_use]
     pub fn new(slab: SlabId, index: u32) -> Self {
         assert!(slab.0 < SLABS_MAX && index < SLAB_PAGES_MAX, "{slab:?} page {index}");
@@ -70,66 +76,69 @@ impl Location {
         SlabId(self.0 / SLAB_PAGES_MAX)
     }
 
-    /// The page within the slab.
+    /// The index of the page in the slab.
     #[must_use]
     pub fn index(self) -> u32 {
         self.0 % SLAB_PAGES_MAX
     }
 }
 
-/// The copies of a slab that hold all of its pages.
+/// The complete replicas of a slab: each holds all pages of the slab.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct SlabReplicas {
-    /// By their place in the slab's record, which does not change while a copy is there.
+    /// Indexed by the place in the slab's record. A replica keeps its place while it exists.
     list: [Option<Extent>; REPLICAS_MAX],
 }
 
 impl SlabReplicas {
-    /// The copies with their places in the record.
+    /// The replicas with their places in the slab's record.
     pub fn placed(self) -> impl Iterator<Item = (usize, Extent)> {
-        self.list.into_iter().enumerate().filter_map(|(place, copy)| copy.map(|copy| (place, copy)))
+        self.list
+            .into_iter()
+            .enumerate()
+            .filter_map(|(place, replica)| replica.map(|replica| (place, replica)))
     }
 
-    /// The copies.
+    /// The replicas.
     pub fn iter(self) -> impl Iterator<Item = Extent> {
         self.list.into_iter().flatten()
     }
 
-    /// How many there are.
+    /// The number of replicas.
     #[must_use]
     pub fn len(self) -> usize {
         self.iter().count()
     }
 
-    /// Whether the slab is not in use.
+    /// Whether there is no replica: the slab is not in use.
     #[must_use]
     pub fn is_empty(self) -> bool {
         self.len() == 0
     }
 
-    /// The copy on a node.
+    /// The replica on a node.
     #[must_use]
     pub fn on(self, node: NodeId) -> Option<Extent> {
-        self.iter().find(|copy| copy.node == node)
+        self.iter().find(|replica| replica.node == node)
     }
 
-    /// The copy at a place of the record.
+    /// The replica at a place of the slab's record.
     #[must_use]
     pub fn at(self, place: usize) -> Option<Extent> {
         self.list[place]
     }
 
-    /// The size of each.
+    /// The size class of the replicas, which is the same for all.
     #[must_use]
     pub fn class(self) -> Option<SizeClass> {
-        self.iter().next().map(|copy| copy.class)
+        self.iter().next().map(|replica| replica.class)
     }
 }
 
-/// Where page `index` of a copy is.
+/// The remote address of page `index` of a replica.
 #[must_use]
-pub fn page_of(copy: &Extent, index: u32) -> RemoteAddr {
-    RemoteAddr { addr: copy.addr + u64::from(index) * PAGE_BYTES as u64, key: copy.key }
+pub fn page_of(replica: &Extent, index: u32) -> RemoteAddr {
+    RemoteAddr { addr: replica.addr + u64::from(index) * PAGE_BYTES as u64, key: replica.key }
 }
 
 /// The slabs of one run.
@@ -138,10 +147,10 @@ pub struct SlabSet {
     memory: Memory,
     replicas_wanted: usize,
     emptied: Mutex<Vec<SlabId>>,
-    /// Nobody has told the sender of them yet.
-    is_untold: AtomicBool,
+    /// Set when many slabs have become empty and the sender is not notified yet.
+    needs_notification: AtomicBool,
     damaged: Mutex<Vec<(Location, NodeId)>>,
-    /// A bit for every 64th node: it is slow to answer just now. A hint.
+    /// Bit `n % 64` is set while node `n` is slow. It only guides the choice of a replica.
     slow: AtomicU64,
     marks: vacating::Marks,
     pages: AtomicU64,
@@ -150,7 +159,7 @@ pub struct SlabSet {
 }
 
 impl SlabSet {
-    /// No slabs yet; each will have one copy.
+    /// No slabs. Each slab will have one replica.
     ///
     /// # Errors
     /// If the system gives no address space for the records.
@@ -158,20 +167,20 @@ impl SlabSet {
         Self::with_replicas(1)
     }
 
-    /// No slabs yet; each is to have so many copies.
+    /// No slabs. Each slab is to have this number of replicas.
     ///
     /// # Errors
     /// If the system gives no address space for the records.
     ///
     /// # Panics
-    /// If there are none, or more than [`REPLICAS_MAX`].
+    /// If `replicas` is 0 or more than [`REPLICAS_MAX`].
     pub fn with_replicas(replicas: usize) -> std::io::Result<Self> {
         assert!((1..=REPLICAS_MAX).contains(&replicas), "{replicas} replicas");
         Ok(Self {
             memory: Memory::create("aquifer-slabs", MEMORY_BYTES)?,
             replicas_wanted: replicas,
             emptied: Mutex::new(Vec::new()),
-            is_untold: AtomicBool::new(false),
+            needs_notification: AtomicBool::new(false),
             damaged: Mutex::new(Vec::new()),
             slow: AtomicU64::new(0),
             marks: vacating::Marks::default(),
@@ -181,47 +190,49 @@ impl SlabSet {
         })
     }
 
-    /// SlabReplicas that each slab is to have.
+    /// The number of replicas that each slab is to have.
     #[must_use]
     pub fn replicas_wanted(&self) -> usize {
         self.replicas_wanted
     }
 
-    /// Pages that are on memory nodes and referred to.
+    /// The number of locations in use.
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.pages.load(Relaxed)
     }
 
-    /// Bytes of pool memory taken by all copies of slabs: now, and the most there ever were.
+    /// Bytes of the pool that all replicas occupy: now, and at most so far.
     #[must_use]
     pub fn bytes(&self) -> (u64, u64) {
         (self.bytes.load(Relaxed), self.bytes_peak.load(Relaxed))
     }
 
-    /// The copies of a slab that hold all of its pages, as far as anybody knows. Who refers to a page of it finds at least one.
+    /// The complete replicas of a slab, as far as known. A slab with a referenced page has at least
+    /// one.
     #[must_use]
     pub fn replicas(&self, slab: SlabId) -> SlabReplicas {
-        let mut copies = SlabReplicas::default();
-        // If one copy comes and another goes while they are looked at, one by one, both may be missed: then they are looked at again.
+        let mut replicas = SlabReplicas::default();
+        // If one replica is added while another is dropped, one pass over the places may miss both.
         for _ in 0..self.replicas_wanted {
-            for (place, copy) in copies.list.iter_mut().enumerate().take(self.replicas_wanted) {
-                *copy = self.replica(slab, place);
+            for (place, replica) in replicas.list.iter_mut().enumerate().take(self.replicas_wanted) {
+                *replica = self.replica(slab, place);
             }
-            if !copies.is_empty() {
+            if !replicas.is_empty() {
                 break;
             }
         }
-        copies
+        replicas
     }
 
-    /// What a page's bytes must sum to. The caller must refer to it.
+    /// The CRC32C of the page's bytes. The caller must hold a reference to the location.
     #[must_use]
     pub fn crc(&self, location: Location) -> u32 {
         self.crc_word(location).load(Acquire)
     }
 
-    /// The copy on that node is not what was written: the sender should repair it.
+    /// Reports that the replica on this node is damaged at this location, so that the sender
+    /// repairs it.
     pub fn report_damage(&self, location: Location, node: NodeId) {
         let mut damaged = self.damaged.lock().unwrap_or_else(PoisonError::into_inner);
         if damaged.len() < DAMAGED_MAX && !damaged.contains(&(location, node)) {
@@ -229,12 +240,12 @@ impl SlabSet {
         }
     }
 
-    /// A reported page that was not repaired yet.
+    /// Removes a damaged page from the list of reports.
     pub(crate) fn pop_damaged(&self) -> Option<(Location, NodeId)> {
         self.damaged.lock().unwrap_or_else(PoisonError::into_inner).pop()
     }
 
-    /// Whether a node is slow to answer just now: others are to be asked first.
+    /// Whether a node is slow at present. Readers should prefer other nodes.
     #[must_use]
     pub fn is_slow(&self, node: NodeId) -> bool {
         self.slow.load(Relaxed) & Self::slow_bit(node) != 0
@@ -252,134 +263,150 @@ impl SlabSet {
         1 << (node.0 % 64)
     }
 
-    /// One more volume refers to the page.
+    /// Adds a reference to a location that is in use.
     pub fn retain(&self, location: Location) {
         let before = self.references(location).fetch_add(1, Relaxed);
         assert!(before > 0, "{location:?} was free");
     }
 
-    /// One volume fewer refers to the page; the last one frees it.
+    /// Removes a reference to a location. The location is free after the last.
     pub fn release(&self, location: Location) {
         let before = self.references(location).fetch_sub(1, AcqRel);
-        assert!(before > 0, "{location:?} was released more often than it was referred to");
+        assert!(before > 0, "{location:?} was released more often than retained");
         if before == 1 {
             self.pages.fetch_sub(1, Relaxed);
             if self.live(location.slab()).fetch_sub(1, AcqRel) == 1 {
                 let mut emptied = self.emptied.lock().unwrap_or_else(PoisonError::into_inner);
                 emptied.push(location.slab());
-                if emptied.len() == EMPTIED_TO_TELL {
-                    self.is_untold.store(true, Relaxed);
+                if emptied.len() == EMPTIED_WAKE_COUNT {
+                    self.needs_notification.store(true, Relaxed);
                 }
             }
         }
     }
 
-    /// Slabs that became empty since the last call (some may have been refilled since).
+    /// Removes the slabs that became empty since the last call. Some may have been filled again
+    /// since.
     pub(crate) fn drain_emptied(&self) -> Vec<SlabId> {
         std::mem::take(&mut *self.emptied.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Whether many slabs have become empty, and nobody has told the sender yet. The caller does; of fewer it learns when it looks of itself.
+    /// Returns true once after many slabs have become empty. The caller must then wake the sender.
+    ///
+    /// The sender finds fewer emptied slabs by itself, at its next call of
+    /// [`Self::has_emptied_slabs`].
     #[must_use]
     pub fn consume_emptied_notification(&self) -> bool {
-        self.is_untold.load(Relaxed) && self.is_untold.swap(false, Relaxed)
+        self.needs_notification.load(Relaxed) && self.needs_notification.swap(false, Relaxed)
     }
 
-    /// Whether slabs have become empty.
+    /// Whether slabs have become empty since the last [`Self::drain_emptied`].
     #[must_use]
     pub fn has_emptied_slabs(&self) -> bool {
         !self.emptied.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
-    /// Record fresh extents, of one size, under a free number.
-    pub(crate) fn publish(&self, slab: SlabId, copies: &[Extent]) {
-        assert!((1..=self.replicas_wanted).contains(&copies.len()), "{} copies", copies.len());
+    /// Records extents of one size as the replicas of a slab whose number is free.
+    pub(crate) fn publish(&self, slab: SlabId, replicas: &[Extent]) {
+        assert!((1..=self.replicas_wanted).contains(&replicas.len()), "{} replicas", replicas.len());
         self.unmark(slab);
-        for copy in copies {
-            self.add_replica(slab, *copy);
+        for replica in replicas {
+            self.add_replica(slab, *replica);
         }
     }
 
-    /// Record a copy that holds all that the others hold.
-    pub(crate) fn add_replica(&self, slab: SlabId, copy: Extent) {
-        let place = self.begin_replica(slab, copy);
+    /// Records a complete replica.
+    pub(crate) fn add_replica(&self, slab: SlabId, replica: Extent) {
+        let place = self.begin_replica(slab, replica);
         self.finish_replica(slab, place);
     }
 
-    /// Note that an extent is taken for a copy that is not whole yet, so that another agent could give it back; returns its place.
-    pub(crate) fn begin_replica(&self, slab: SlabId, copy: Extent) -> usize {
-        let copies = self.replicas(slab);
-        assert!(copies.on(copy.node).is_none(), "{slab:?} has a copy on node {} already", copy.node);
-        let is_free = |place: &usize| copies.at(*place).is_none() && self.unfinished(slab, *place).is_none();
-        let place = (0..self.replicas_wanted).find(is_free).expect("no more copies than are wanted");
+    /// Records an extent that is to become a replica, and returns its place.
+    ///
+    /// It is recorded before its pages are complete, so that a later agent can free it.
+    pub(crate) fn begin_replica(&self, slab: SlabId, replica: Extent) -> usize {
+        let replicas = self.replicas(slab);
+        assert!(
+            replicas.on(replica.node).is_none(),
+            "{slab:?} has a replica on node {} already",
+            replica.node
+        );
+        let is_free =
+            |place: &usize| replicas.at(*place).is_none() && self.unfinished(slab, *place).is_none();
+        let place = (0..self.replicas_wanted).find(is_free).expect("no more replicas than are wanted");
         let entry = Self::replica_offset(slab, place);
         let meta = self.memory.atomic_u64(entry + 8);
         let generation = (meta.load(Relaxed) >> GENERATION_SHIFT).wrapping_add(1) << GENERATION_SHIFT;
-        let described = u64::from(copy.key.0)
-            | u64::from(copy.node.0) << 32
-            | u64::from(copy.class.k() + 1) << 48
+        let described = u64::from(replica.key.0)
+            | u64::from(replica.node.0) << 32
+            | u64::from(replica.class.k() + 1) << 48
             | UNFINISHED
             | generation;
         self.memory.atomic_u32(USED_OFFSET).fetch_max(slab.0 + 1, Relaxed);
-        self.record(slab, place).store(0, Relaxed);
-        // Readers that see this address see that there was no copy, or the new one: never the old one with it.
-        self.memory.atomic_u64(entry).store(copy.addr, Release);
+        self.inline_log(slab, place).store(0, Relaxed);
+        // The address must be stored before the description: a reader that sees this address sees
+        // no replica or the new one, but never the old one.
+        self.memory.atomic_u64(entry).store(replica.addr, Release);
         meta.store(described, Release);
         place
     }
 
-    /// The copy at a place holds all that the others hold.
+    /// Marks the replica at a place as complete.
     pub(crate) fn finish_replica(&self, slab: SlabId, place: usize) {
-        let copy = self.unfinished(slab, place).expect("it was begun");
+        let replica = self.unfinished(slab, place).expect("it was begun");
         let meta = self.memory.atomic_u64(Self::replica_offset(slab, place) + 8);
         meta.store(meta.load(Relaxed) & !UNFINISHED, Release);
-        let bytes = copy.class.bytes();
+        let bytes = replica.class.bytes();
         let now = self.bytes.fetch_add(bytes, Relaxed) + bytes;
         self.bytes_peak.fetch_max(now, Relaxed);
     }
 
-    /// The copy that was begun, if one was, and its place.
+    /// The replica that is not complete yet, and its place, if there is one.
     pub(crate) fn unfinished_replica(&self, slab: SlabId) -> Option<(usize, Extent)> {
         (0..self.replicas_wanted).find_map(|place| Some((place, self.unfinished(slab, place)?)))
     }
 
-    /// What is at a place goes back to the pool: it is no copy from now on, but noted until [`Self::clear`], so that another agent could go on. `record` is what
-    /// [`PoolClient::last_record`](aquifer_pool::PoolClient::last_record) says.
-    pub(crate) fn begin_free(&self, slab: SlabId, place: usize, record: u32) {
-        self.record(slab, place).store(record, Relaxed);
-        if let Some(copy) = self.replica(slab, place) {
+    /// Marks the replica at a place as being freed. It stays recorded until [`Self::clear`], so
+    /// that a later agent can complete the free.
+    ///
+    /// `inline_log` is the result of
+    /// [`PoolClient::last_record`](aquifer_pool::PoolClient::last_record).
+    pub(crate) fn begin_free(&self, slab: SlabId, place: usize, inline_log: u32) {
+        self.inline_log(slab, place).store(inline_log, Relaxed);
+        if let Some(replica) = self.replica(slab, place) {
             self.memory.atomic_u64(Self::replica_offset(slab, place) + 8).fetch_or(UNFINISHED, Release);
-            self.bytes.fetch_sub(copy.class.bytes(), Relaxed);
+            self.bytes.fetch_sub(replica.class.bytes(), Relaxed);
         }
     }
 
-    /// The node is dead: forget the copy that was there. The last copy stays, so that its readers learn what became of it; then, and if
-    /// there was none, this is false.
+    /// Drops the replica on a dead node. Returns false if there is none, or if it is the last one.
+    ///
+    /// The last replica stays recorded, so that its readers get the error of its node.
     pub(crate) fn drop_replica(&self, slab: SlabId, node: NodeId) -> bool {
-        let copies = self.replicas(slab);
-        let found = copies.placed().find(|(_, copy)| copy.node == node);
-        let Some((place, copy)) = found.filter(|_| copies.len() > 1) else {
+        let replicas = self.replicas(slab);
+        let found = replicas.placed().find(|(_, replica)| replica.node == node);
+        let Some((place, replica)) = found.filter(|_| replicas.len() > 1) else {
             return false;
         };
-        self.forget_replica(slab, place, copy);
+        self.forget_replica(slab, place, replica);
         true
     }
 
-    /// Forget a slab that holds no pages.
+    /// Removes the record of a slab that holds no pages.
     pub(crate) fn remove_slab(&self, slab: SlabId) {
-        let copies = self.replicas(slab);
-        assert!(copies.is_empty() || self.live_pages(slab) == 0, "{slab:?} still holds pages");
-        for (place, copy) in copies.placed() {
-            self.forget_replica(slab, place, copy);
+        let replicas = self.replicas(slab);
+        assert!(replicas.is_empty() || self.live_pages(slab) == 0, "{slab:?} still holds pages");
+        for (place, replica) in replicas.placed() {
+            self.forget_replica(slab, place, replica);
         }
     }
 
-    fn forget_replica(&self, slab: SlabId, place: usize, copy: Extent) {
+    fn forget_replica(&self, slab: SlabId, place: usize, replica: Extent) {
         self.clear(slab, place);
-        self.bytes.fetch_sub(copy.class.bytes(), Relaxed);
+        self.bytes.fetch_sub(replica.class.bytes(), Relaxed);
     }
 
-    /// Forget what is at a place.
+    /// Clears the record at a place.
     pub(crate) fn clear(&self, slab: SlabId, place: usize) {
         let meta = self.memory.atomic_u64(Self::replica_offset(slab, place) + 8);
         meta.store(meta.load(Relaxed) & u64::MAX << GENERATION_SHIFT, Release);
@@ -393,12 +420,12 @@ impl SlabSet {
         self.extent_at(slab, place, |stage| stage == UNFINISHED)
     }
 
-    /// What is at a place, however far it is: it may come further, or begin to go back, while it is looked at.
-    fn noted(&self, slab: SlabId, place: usize) -> Option<Extent> {
+    /// The extent at a place, complete or not: its state may change during the call.
+    fn extent_at_place(&self, slab: SlabId, place: usize) -> Option<Extent> {
         self.extent_at(slab, place, |_| true)
     }
 
-    /// The copy at a place, if it is as far as asked.
+    /// The extent at a place, if `is_asked` accepts its state.
     fn extent_at(&self, slab: SlabId, place: usize, is_asked: impl Fn(u64) -> bool) -> Option<Extent> {
         let entry = Self::replica_offset(slab, place);
         loop {
@@ -416,21 +443,22 @@ impl SlabSet {
                     key: Key(u32::try_from(meta & 0xffff_ffff).expect("32 bits")),
                 });
             }
-            // A new copy has come to this place meanwhile.
+            // A new replica was recorded at this place meanwhile.
         }
     }
 
-    /// Pages of the slab that are referred to.
+    /// The number of locations of the slab that are in use.
     pub(crate) fn live_pages(&self, slab: SlabId) -> u32 {
         self.live(slab).load(Acquire)
     }
 
-    /// Whether a page of a slab is free to be filled. Only the sender fills, so free stays free for it.
+    /// Whether a location is free. Only the sender occupies locations, so for the sender a free one
+    /// stays free.
     pub(crate) fn is_free(&self, location: Location) -> bool {
         self.references(location).load(Acquire) == 0
     }
 
-    /// The sender takes a free page for one volume.
+    /// Occupies a free location, with one reference. Only the sender may call this.
     pub(crate) fn occupy(&self, location: Location, crc: u32) {
         self.crc_word(location).store(crc, Release);
         self.live(location.slab()).fetch_add(1, AcqRel);
@@ -439,7 +467,8 @@ impl SlabSet {
         assert_eq!(before, 0, "{location:?} was in use");
     }
 
-    /// The slabs that may have copies: whoever recovers them need not look at, and thereby get, the memory of all others.
+    /// The slabs that may have a replica. A recovery must not read the records of all others,
+    /// because that would allocate their memory.
     fn numbers(&self) -> impl Iterator<Item = SlabId> + use<> {
         (0..self.memory.atomic_u32(USED_OFFSET).load(Relaxed).min(SLABS_MAX)).map(SlabId)
     }
@@ -452,8 +481,9 @@ impl SlabSet {
         self.memory.atomic_u32(slab.0 as usize * ENTRY_BYTES + LIVE_OFFSET)
     }
 
-    /// What an extent's control word said when its return was begun; 0: that was not begun.
-    fn record(&self, slab: SlabId, place: usize) -> &AtomicU32 {
+    /// The inline log in the control word of an extent when its free was begun; 0 if no free was
+    /// begun.
+    fn inline_log(&self, slab: SlabId, place: usize) -> &AtomicU32 {
         self.memory.atomic_u32(slab.0 as usize * ENTRY_BYTES + RECORDS_OFFSET + place * 4)
     }
 

@@ -1,7 +1,9 @@
-//! A radix tree from page number to [`PageWord`], in memory that can outlive the daemon.
+//! The page table: a radix tree from page number to [`PageWord`], in memory that can outlive the
+//! daemon.
 //!
-//! Four levels of 512 entries, as the hardware's own tables, cover 2^36 pages (256 TiB). Nodes are 4 KiB pieces of
-//! one sparse memfd and link to each other by number, never by pointer, so that another process may map it.
+//! Four levels of 512 entries cover 2^36 pages (256 TiB), as the page tables of x86-64 do. A tree
+//! node is 4 KiB of one sparse memfd. Links are node numbers, not pointers, so that another process
+//! can map the table. Format: `docs/formats/paging.md`, "Page table".
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -14,23 +16,25 @@ const ENTRIES: u64 = 512;
 const LEVEL_BITS: u32 = 9;
 const LEVELS: u32 = 4;
 const NODE_BYTES: usize = 4096;
-/// Page numbers must be below this.
+/// Page numbers are below this.
 pub const PAGES_MAX: u64 = 1 << (LEVELS * LEVEL_BITS);
-/// Nodes one table may have: enough for the words of 2 TiB of pages.
+/// Tree nodes of the largest table: enough for the words of 2 TiB of pages.
 const NODES_MAX: u32 = 1 << 20;
 const ROOT: u32 = 0;
 const NO_LEAF: u64 = u64::MAX;
 
-/// Why a table could not be made or grow.
+/// Why a page table cannot be created or recovered.
 #[derive(Debug, thiserror::Error)]
 pub enum TableError {
     /// The system gave no memory.
-    #[error("no memory for a page table: {0}")]
+    #[error("the system has no memory for a page table: {0}")]
     System(#[from] std::io::Error),
-    /// What was kept is not a page table.
-    #[error("a page table that was kept over a restart is damaged: node {node} is linked where it cannot be")]
+    /// The recovered memory does not contain a page table.
+    #[error(
+        "the page table of an earlier agent is damaged: tree node {node} is out of range or linked twice"
+    )]
     Damaged {
-        /// The node that a link names.
+        /// The tree node that is linked wrongly.
         node: u64,
     },
 }
@@ -41,7 +45,7 @@ pub struct PageTable {
     memory: Arc<Memory>,
     used: u32,
     free: Vec<u32>,
-    /// The leaf looked up last: faults come close group_slabs.
+    /// Tag and tree node of the leaf that was used last, because faults have locality.
     recent_leaf: (u64, u32),
     before_store: Option<fn()>,
 }
@@ -50,16 +54,17 @@ impl PageTable {
     /// An empty table: every page is zero.
     ///
     /// # Errors
-    /// If the system gives no address space for it.
+    /// If the system gives no address space for the table.
     pub fn new() -> Result<Self, TableError> {
         let memory = Memory::create("aquifer-page-table", NODES_MAX as usize * NODE_BYTES)?;
         Ok(Self::over(memory))
     }
 
-    /// The table that an agent before this one left in `memory`: which of its nodes are in use shows in the links.
+    /// Recovers the table that an earlier agent left in `memory`. Which tree nodes are in use
+    /// follows from the links.
     ///
     /// # Errors
-    /// If the links make no tree.
+    /// If the links are not a tree.
     pub fn recover(memory: Memory) -> Result<Self, TableError> {
         let mut table = Self::over(memory);
         let mut seen = vec![ROOT];
@@ -93,12 +98,13 @@ impl PageTable {
         Self { memory, used: 1, free: Vec::new(), recent_leaf: (NO_LEAF, 0), before_store: None }
     }
 
-    /// Have `hook` called before each change, so that a test can stop the agent between any two.
+    /// Sets a hook that is called before each store, so that a test can stop the agent between any
+    /// two.
     pub fn before_store(&mut self, hook: fn()) {
         self.before_store = Some(hook);
     }
 
-    /// The memory that it lies in: whoever has it can recover the table.
+    /// The memory of the table, from which another process can recover it.
     #[must_use]
     pub fn memory(&self) -> &Memory {
         &self.memory
@@ -113,7 +119,7 @@ impl PageTable {
         }
     }
 
-    /// Store the word of a page.
+    /// Stores the word of a page.
     pub fn set(&mut self, page: PageNumber, word: PageWord) {
         if word == PageWord::default() {
             if let Some(leaf) = self.leaf(page) {
@@ -125,8 +131,8 @@ impl PageTable {
         self.store(leaf, page % ENTRIES, word.0);
     }
 
-    /// Call `visit` for each page of `start..end` whose word is not zero, in order; what it returns is stored.
-    /// Leaves that become empty are given back.
+    /// Calls `visit` for each page of `start..end` whose word is not 0, in ascending order, and
+    /// stores the word that it returns. Frees leaves that became empty.
     pub fn update_range(
         &mut self,
         start: PageNumber,
@@ -158,7 +164,8 @@ impl PageTable {
         }
     }
 
-    /// The first part of the table that may hold words, at or after page `from`: its first page, and the page behind it. `None` behind the last.
+    /// The next leaf of the table at or after page `from`, as the range of its pages that are not
+    /// below `from`. `None` after the last leaf.
     pub fn next_part(&mut self, from: PageNumber) -> Option<(PageNumber, PageNumber)> {
         let mut page = from / ENTRIES * ENTRIES;
         while page < PAGES_MAX {
@@ -170,7 +177,7 @@ impl PageTable {
         None
     }
 
-    /// The pages of `start..end` whose word is not zero, in order.
+    /// The pages of `start..end` whose word is not 0, in ascending order.
     pub fn words(&mut self, start: PageNumber, end: PageNumber) -> Vec<(PageNumber, PageWord)> {
         let mut words = Vec::new();
         self.update_range(start, end, |page, word| {
@@ -180,7 +187,7 @@ impl PageTable {
         words
     }
 
-    /// Bytes of memory that the table's nodes take.
+    /// Bytes of memory that the tree nodes in use occupy.
     #[must_use]
     pub fn bytes(&self) -> usize {
         (self.used as usize - self.free.len()) * NODE_BYTES
@@ -260,7 +267,7 @@ impl PageTable {
         self.free.push(leaf);
     }
 
-    /// The first page after `page` that may have a leaf, skipping whole absent subtrees.
+    /// The first page after `page` that may have a leaf. Skips absent subtrees.
     fn skip_absent(&self, page: PageNumber) -> PageNumber {
         let mut node = ROOT;
         for level in [3, 2, 1] {
@@ -294,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn emptied_leaves_are_given_back() {
+    fn emptied_leaves_are_freed() {
         let mut table = PageTable::new().unwrap();
         let empty = table.bytes();
         for page in 0..5000 {
@@ -308,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn its_parts_are_found_one_after_the_other() {
+    fn next_part_visits_all_leaves_in_order() {
         let mut table = PageTable::new().unwrap();
         assert_eq!(table.next_part(0), None);
         let pages = [3, 700, 1 << 20, PAGES_MAX - 1];
@@ -320,7 +327,7 @@ mod tests {
             from = end;
         }
         assert_eq!(found, pages);
-        assert_eq!(table.next_part(701), Some((701, 1024)), "the rest of a part");
+        assert_eq!(table.next_part(701), Some((701, 1024)), "the rest of a leaf");
     }
 
     fn reopened(table: &PageTable) -> Result<PageTable, TableError> {
@@ -329,25 +336,25 @@ mod tests {
     }
 
     #[test]
-    fn a_table_survives_its_owner() {
+    fn a_table_is_recovered_from_its_memory() {
         let mut table = PageTable::new().unwrap();
         for page in [0, 511, 512, 1 << 20, PAGES_MAX - 1] {
             table.set(page, staged(u32::try_from(page & 0xff).unwrap() + 1));
         }
         table.update_range(512, 1024, |_, _| PageWord::default());
         let mut again = reopened(&table).unwrap();
-        assert_eq!(again.bytes(), table.bytes(), "what was free is free");
+        assert_eq!(again.bytes(), table.bytes(), "free tree nodes are free again");
         assert_eq!(
             again.words(0, PAGES_MAX),
             [(0, staged(1)), (511, staged(256)), (1 << 20, staged(1)), (PAGES_MAX - 1, staged(256))]
         );
         again.set(600, staged(9));
         assert_eq!(again.get(600), staged(9));
-        assert_eq!(again.get(PAGES_MAX - 1), staged(256), "no node is given out twice");
+        assert_eq!(again.get(PAGES_MAX - 1), staged(256), "no tree node is allocated twice");
     }
 
     #[test]
-    fn links_that_make_no_tree_are_noticed() {
+    fn links_that_are_no_tree_are_refused() {
         for link in [u64::from(ROOT), u64::from(NODES_MAX), u64::MAX] {
             let mut table = PageTable::new().unwrap();
             table.set(0, staged(1));
@@ -356,11 +363,15 @@ mod tests {
         }
     }
 
+    /// Pages at the start, in the middle and at the end of the table.
+    fn any_page() -> impl Strategy<Value = PageNumber> {
+        let middle = 1u64 << 27;
+        prop_oneof![0u64..3000, (PAGES_MAX - 2000)..PAGES_MAX, middle..middle + 600]
+    }
+
     proptest! {
         #[test]
-        fn it_is_a_map(operations in prop::collection::vec(
-            (0u64..3, prop_oneof![0u64..3000, (PAGES_MAX - 2000)..PAGES_MAX, (1u64 << 27)..(1 << 27) + 600], 0u64..1500), 1..200))
-        {
+        fn it_is_a_map(operations in prop::collection::vec((0u64..3, any_page(), 0u64..1500), 1..200)) {
             let mut table = PageTable::new().unwrap();
             let mut model = BTreeMap::new();
             for (what, page, length) in operations {
@@ -371,8 +382,12 @@ mod tests {
                 } else {
                     let end = (page + length).min(PAGES_MAX);
                     let mut seen = Vec::new();
-                    table.update_range(page, end, |number, word| { seen.push((number, word)); PageWord::default() });
-                    let expected: Vec<_> = model.range(page..end).map(|(number, word)| (*number, *word)).collect();
+                    table.update_range(page, end, |number, word| {
+                        seen.push((number, word));
+                        PageWord::default()
+                    });
+                    let expected = model.range(page..end).map(|(number, word)| (*number, *word));
+                    let expected: Vec<_> = expected.collect();
                     prop_assert_eq!(seen, expected);
                     model.retain(|number, _| !(page..end).contains(number));
                 }

@@ -1,7 +1,9 @@
-//! One volume: which pages are where, and how they change place. A pure state machine: it does no I/O.
+//! A volume: where each of its pages is, and the steps between the places. It is a pure state
+//! machine: it does no I/O.
 //!
-//! The owner (one thread) asks it what a fault needs, which pages to take from the program, and tells it what became
-//! of them. The steps of a page are listed in `docs/formats/paging.md`; each is one method here.
+//! The owner, which is one thread, asks the volume what a fault needs and which pages to evict, and
+//! reports the outcome of each step. `docs/formats/paging.md` lists the steps of a page; each step
+//! is one method of [`Volume`].
 
 mod absorb;
 mod blocks;
@@ -22,32 +24,35 @@ use crate::table::{PageTable, TableError};
 
 pub use absorb::SealedBlock;
 
-/// A page that may stay for a while is passed over so often, at most (see [`PageWord::held`]).
+/// How often a page with rounds left is passed over at most, in one search for pages to evict (see
+/// [`PageWord::held`]).
 const LOOKS_PER_PAGE: usize = 8;
 
-/// A page came back soon if no more others have left since than this part of those that are resident.
+/// A page *came back soon* if at most this part of the number of held pages has left since it left.
 const SOON_DIVISOR: u64 = 2;
 
 pub use recovery::{RecoveredVolume, finish_move};
 
-/// Pages taken from the program group_slabs.
+/// The pages of one eviction, at most [`BLOCK_PAGES`].
 pub type Batch = Vec<PageNumber>;
 
-/// What the sender found when it took a page of a batch into the mempool.
+/// What the sender found when it staged a page of a batch in the mempool.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum StageOutcome {
-    /// Its bytes are in the block's slot.
+    /// The page's bytes are in the slot.
     Data,
-    /// As [`StageOutcome::Data`]; and they are the bytes of the copy that the page still refers to. The sender has that from now on, and tells of it in
+    /// As [`StageOutcome::Data`], and the bytes are those of the page's clean copy.
+    ///
+    /// The sender owns the reference to that location from now on, and passes it back to
     /// [`Volume::written`].
     Unchanged,
-    /// It is all zeros: nothing needs keeping.
+    /// All bytes are zero: the slot is not used.
     Zeros,
-    /// It could not be read; the program's memory is gone, because the program is.
+    /// The page could not be read, because the process has exited.
     Unreadable,
 }
 
-/// A block of the mempool in use by this volume.
+/// A block of the mempool that this volume owns.
 #[derive(Debug)]
 struct VolumeBlock {
     id: BlockId,
@@ -60,36 +65,39 @@ struct VolumeBlock {
 enum BlockPhase {
     /// The batch is on its way into the mempool.
     Leaving,
-    /// It is in the mempool; the sender writes it to memory nodes.
+    /// The batch is in the mempool, and the sender writes it to memory nodes.
     Staged,
-    /// Acknowledged: in the reclaimable queue.
+    /// The batch is acknowledged, and the block is in the reclaimable queue.
     Reclaimable,
 }
 
-/// The pages of one process (or device). Its slabs may be shared with volumes cloned from it by `fork`.
+/// The pages of one process or of one device. A volume that was cloned for `fork` shares slabs with
+/// its parent.
 #[derive(Debug)]
 pub struct Volume {
     table: PageTable,
     slabs: Arc<SlabSet>,
     mempool: Arc<Mempool>,
     budget: BudgetMember,
-    /// Pages resident in the program, first in first out; hot ones go round again. An entry counts only while its page is held.
+    /// The resident queue: pages in the order in which they became resident. Hot pages go round
+    /// again. An entry counts only while its page is held and has the *queued* flag.
     resident: VecDeque<PageNumber>,
-    /// Pages that were resident when this volume was cloned: shared with the parent until they are claimed, so taken last.
+    /// Pages that were resident when this volume was cloned. They are shared with the parent until
+    /// they are claimed, so they are evicted last.
     inherited: VecDeque<PageNumber>,
     held: u64,
-    /// Pages that were told to leave so far.
+    /// Pages that were picked for eviction so far.
     departures: u64,
-    /// By block number; `None` where the block is not this volume's.
+    /// Indexed by block number; `None` where this volume does not own the block.
     blocks: Vec<Option<VolumeBlock>>,
     reclaimable: VecDeque<BlockId>,
-    /// Blocks for batches that had left before a restart.
+    /// Blocks for batches that had left the program before a restart.
     reserved: Vec<BlockId>,
-    /// Blocks that are leaving or staged.
+    /// The number of blocks whose batch is leaving or staged.
     blocks_in_flight: usize,
-    /// Emptied blocks, kept so that no batch allocates.
+    /// Entries of reclaimed blocks, kept so that an eviction allocates no memory.
     spare_blocks: Vec<VolumeBlock>,
-    /// Held pages may refer to where they came from.
+    /// Whether held pages may have a clean copy.
     has_copies: bool,
     before_store: Option<fn()>,
 }
@@ -121,7 +129,8 @@ impl Volume {
         })
     }
 
-    /// See [`PageTable::before_store`]; volumes cloned from this one have it too.
+    /// Sets the hook of [`PageTable::before_store`], also for volumes that are cloned from this
+    /// one.
     pub fn before_store(&mut self, hook: fn()) {
         self.before_store = Some(hook);
         self.table.before_store(hook);
@@ -133,46 +142,49 @@ impl Volume {
         self.table.get(page).state()
     }
 
-    /// Pages resident in the program, as counted here.
+    /// The number of held pages that this volume counts. Inherited pages that are not claimed are
+    /// not counted.
     #[must_use]
     pub fn held(&self) -> u64 {
         self.held
     }
 
-    /// The memory that its page table lies in: with it the volume can be recovered.
+    /// The memory of the page table, from which [`Self::recover`] recovers the volume.
     #[must_use]
     pub fn table_memory(&self) -> &Memory {
         self.table.memory()
     }
 
-    /// The slabs behind it.
+    /// The slabs of the volume's run.
     #[must_use]
     pub fn slabs(&self) -> &Arc<SlabSet> {
         &self.slabs
     }
 
-    /// The mempool that it stages in.
+    /// The mempool in which the volume's pages are staged.
     #[must_use]
     pub fn mempool(&self) -> &Arc<Mempool> {
         &self.mempool
     }
 
-    /// Whether batches are on their way: leaving, or staged and not yet acknowledged.
+    /// Whether any batch is leaving, or staged and not yet acknowledged.
     #[must_use]
     pub fn is_in_flight(&self) -> bool {
         self.blocks_in_flight > 0
     }
 
-    /// Whether any batch has left the program without having reached the mempool.
+    /// Whether any batch has left the program and not reached the mempool.
     #[must_use]
     pub fn is_leaving(&self) -> bool {
         self.blocks_in_flight > 0
             && self.blocks.iter().flatten().any(|block| block.phase == BlockPhase::Leaving)
     }
 
-    /// The page is now resident in the program, filled with its newest content. A copy on a memory node is kept, in case that the page leaves
-    /// unchanged, as long as the pool has room.
-    /// `is_wanted` if the program waited for it alone, not if it was filled ahead, or if a walk through many came by.
+    /// Records that the page is resident in the program with its newest bytes.
+    ///
+    /// The location from which it was read becomes its clean copy, unless the pool is short of
+    /// memory. `is_wanted` says that the program faulted on this page. It is false if the page was
+    /// filled ahead of a fault, or during a sequential walk; then the page does not become hot.
     pub fn hold(&mut self, page: PageNumber, is_wanted: bool) {
         let word = self.table.get(page);
         let (was_elsewhere, copy) = match word.state() {
@@ -197,8 +209,12 @@ impl Volume {
         self.table.set(page, word.held(came_back && is_wanted).with_clean_copy(copy));
     }
 
-    /// Choose up to `max` of the longest-held pages and mark them leaving; `pinned` ones stay. They are sorted by number,
-    /// so that neighbours leave, and later come back, group_slabs. Shared pages are taken only if `include_inherited`.
+    /// Picks up to `max` pages in the order of the resident queue, marks them leaving, and appends
+    /// them to `out`.
+    ///
+    /// Pages for which `pinned` returns true stay. `out` is sorted by page number, so that
+    /// neighbours leave together and come back together. Pages that are shared with a relative are
+    /// picked only if `include_inherited`.
     pub fn pick_victims(
         &mut self,
         max: usize,
@@ -214,7 +230,8 @@ impl Volume {
                 break;
             };
             let word = self.table.get(page);
-            // An old entry may name a page that was moved there since and is still shared: that one waits in `inherited`.
+            // A stale entry may name a page that was moved to this number and is still shared. Such
+            // a page is in `inherited`.
             if word.state() != PageState::Held || !word.is_queued() {
                 self.table.set(page, word.with_queued(false));
             } else if pinned(page) {
@@ -242,8 +259,10 @@ impl Volume {
         self.departures += out.len() as u64;
     }
 
-    /// Up to `max` of the pages that were shared with a relative when this volume was cloned, in their order, to see which still are. Each
-    /// must be given to [`Self::claim`] or [`Self::requeue_inherited`].
+    /// Removes up to `max` pages from the queue of inherited pages, so that the caller can check
+    /// whether they are still shared.
+    ///
+    /// Each page must be passed to [`Self::claim`] or [`Self::requeue_inherited`].
     pub fn next_inherited(&mut self, max: usize, out: &mut Batch) {
         while out.len() < max
             && let Some(page) = self.inherited.pop_front()
@@ -255,7 +274,8 @@ impl Volume {
         }
     }
 
-    /// The page is this volume's alone by now: it counts, and leaves in its turn.
+    /// Records that an inherited page is not shared any more: it is counted and evicted like any
+    /// other.
     pub fn claim(&mut self, page: PageNumber) {
         self.count_held(1);
         let word = self.table.get(page);
@@ -263,12 +283,13 @@ impl Volume {
         self.resident.push_back(page);
     }
 
-    /// The page is still shared: taking it would free nothing.
+    /// Records that an inherited page is still shared: evicting it would free no memory.
     pub fn requeue_inherited(&mut self, page: PageNumber) {
         self.inherited.push_back(page);
     }
 
-    /// The program kept the page: it is pinned, locked or busy. It is tried again after all others.
+    /// Records that the program kept the page, because it is pinned, locked or busy. It is tried
+    /// again after all others.
     pub fn refused(&mut self, page: PageNumber) {
         let word = self.table.get(page);
         assert_eq!(word.state(), PageState::Leaving, "only a leaving page can be refused");
@@ -277,7 +298,8 @@ impl Volume {
             .set(page, PageWord::new(PageState::Held).with_queued(true).with_clean_copy(word.clean_copy()));
     }
 
-    /// The page was not there to be taken: the program had given it up.
+    /// Records that the page was absent when the worker came to move it: the program had given it
+    /// up.
     pub fn vanished(&mut self, page: PageNumber) {
         let word = self.table.get(page);
         assert_eq!(word.state(), PageState::Leaving);
@@ -288,7 +310,7 @@ impl Volume {
         self.table.set(page, PageWord::default());
     }
 
-    /// The pages have left the program for `block`, in this order.
+    /// Records that the pages have left the program for the block `id`, in this order.
     pub fn left(&mut self, id: BlockId, pages: &[PageNumber]) {
         let mut block = self.spare_blocks.pop().unwrap_or_else(|| VolumeBlock {
             id,
@@ -308,7 +330,7 @@ impl Volume {
         self.blocks_in_flight += 1;
     }
 
-    /// The sender has taken the batch into the mempool.
+    /// Records that the sender has copied the batch into the mempool.
     pub fn staged(&mut self, id: BlockId, found: &[StageOutcome]) {
         let mut block = self.remove_block(id, BlockPhase::Leaving);
         assert_eq!(found.len(), block.pages.len(), "the sender answers for every page");
@@ -336,10 +358,11 @@ impl Volume {
         self.blocks[id.0 as usize] = Some(block);
     }
 
-    /// The memory nodes have acknowledged the batch: page `i` of it is at `locations[i]`. Slots behind its pages have none.
+    /// Records that memory nodes have acknowledged the batch: page `i` of it is at `locations[i]`.
     ///
-    /// The update rule: a slot becomes reclaimable only if the page's newest copy is still that very slot. If the page
-    /// came back to the program, or was given up, since the write was posted, the written copy is old and is dropped.
+    /// Update rule: a slot becomes reclaimable only if the newest bytes of its page are still in
+    /// that slot. If the page came back to the program or was given up after the WRITE was posted,
+    /// the written bytes are old, and their location is released.
     pub fn written(&mut self, id: BlockId, locations: &[Option<Location>]) {
         let mut block = self.remove_block(id, BlockPhase::Staged);
         assert!(locations.len() >= block.pages.len(), "the sender answers for every page");
@@ -363,19 +386,21 @@ impl Volume {
         self.reclaimable.push_back(id);
     }
 
-    /// The program unmapped these pages: nothing of them is left anywhere.
+    /// Records that the program unmapped these pages: their bytes are released wherever they are.
     pub fn discard(&mut self, start: PageNumber, end: PageNumber) {
         self.forget(start, end, PageState::Zero);
     }
 
-    /// The program gave these pages up (`MADV_DONTNEED`), and the kernel is *about* to drop them.
+    /// Records that the program gave these pages up (`MADV_DONTNEED`), and that the kernel will
+    /// drop them *after* this event.
     pub fn remove_range(&mut self, start: PageNumber, end: PageNumber) {
         let after =
             if Mutation::TrustRemoveEvent.is_active() { PageState::Held } else { PageState::Doubtful };
         self.forget(start, end, after);
     }
 
-    /// The page is there, but the program has given it up and the kernel may be about to drop it.
+    /// Records that an untracked page is present although the program gave it up: the kernel may
+    /// still drop it.
     pub fn mark_doubtful(&mut self, page: PageNumber) {
         let word = self.table.get(page);
         if word.state() == PageState::Zero {
@@ -414,9 +439,11 @@ impl Volume {
         self.count_held(-i64::try_from(dropped).expect("fewer than 2^63 pages"));
     }
 
-    /// The program moved pages to another address (`mremap`), where nothing is any more. No batch may be leaving.
+    /// Records that the program moved pages to another address (`mremap`), where no page is
+    /// recorded. No batch may be leaving.
     ///
-    /// Every page is at its new number before the first is taken from its old one, so that half a move can be done again.
+    /// Every word is stored at its new number before the first is removed from its old one, so that
+    /// an interrupted move can be repeated.
     pub fn move_range(&mut self, from: PageNumber, to: PageNumber, pages: u64) {
         assert!(!self.is_leaving(), "batches reach the mempool before pages change their number");
         for (page, word) in self.table.words(from, from + pages) {
@@ -433,16 +460,18 @@ impl Volume {
             let queued = word.is_queued() && word.state() == PageState::Held;
             self.table.set(page, word.with_queued(queued));
         }
-        // A stale entry of the resident queue may remain for the old number.
+        // The resident queue may keep a stale entry for the old number.
         let is_queued = |word: PageWord| PageWord::default().with_queued(word.is_queued());
         self.table.update_range(from, from + pages, |_, word| is_queued(word));
     }
 
-    /// A volume with the same pages for a forked child. Nothing may be in the mempool: see [`Self::is_in_flight`] and
-    /// [`Self::reclaim_all`]. Remote pages are shared, each with one more reference.
+    /// Creates the volume of a forked child, with the same pages.
+    ///
+    /// The parent must have no pages in the mempool: see [`Self::is_in_flight`] and
+    /// [`Self::reclaim_all`]. Locations are shared, each with one more reference.
     ///
     /// # Errors
-    /// If there is no memory for its page table.
+    /// If there is no memory for the child's page table.
     pub fn clone_for_fork(&mut self) -> Result<Self, TableError> {
         assert!(!self.is_in_flight() && self.reclaimable.is_empty(), "the mempool is emptied before a fork");
         let mut child =
@@ -469,13 +498,13 @@ impl Volume {
         Ok(child)
     }
 
-    /// The location that a held or leaving page came from, if it still refers to that.
+    /// The clean copy of a held or leaving page, if it has one.
     #[must_use]
     pub fn clean_copy(&mut self, page: PageNumber) -> Option<Location> {
         self.table.get(page).clean_copy()
     }
 
-    /// While the pool is short of memory, held pages give up the places that they came from.
+    /// Releases the clean copies of all held pages if the pool is short of memory.
     pub fn release_clean_copies_if_short(&mut self) {
         if !self.has_copies || !self.mempool.is_pool_short() {
             return;
@@ -491,7 +520,7 @@ impl Volume {
         });
     }
 
-    /// Page `page` cannot be had any more: its memory node is gone or its bytes are damaged.
+    /// Records that a remote page cannot be read: its nodes are gone, or its bytes are damaged.
     pub fn mark_lost(&mut self, page: PageNumber) {
         if let PageState::Remote(location) = self.state(page) {
             self.slabs.release(location);
@@ -499,7 +528,8 @@ impl Volume {
         }
     }
 
-    /// The program has ended: give everything back. Batches must have been acknowledged or abandoned.
+    /// Releases all pages and blocks, because the program has exited. Batches in flight must have
+    /// been acknowledged or abandoned.
     pub fn close(&mut self) {
         self.discard(0, crate::table::PAGES_MAX);
         for block in self.blocks.iter_mut().filter_map(Option::take) {

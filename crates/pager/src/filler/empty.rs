@@ -1,54 +1,59 @@
-//! Slabs that hold nothing: some are kept, for they are soon wanted again; the others go back to the pool.
+//! Empty slabs: some are kept, because they are soon needed again; the others are freed.
 
 use aquifer_pool::{Extent, PoolClient, SizeClass};
 
 use super::{ExtentRequest, Filler, NoRoom, OpenSlab, RecordedReplica, free_extents, free_recorded};
 use crate::slabs::{SLABS_MAX, SlabId};
 
-/// Empty slabs are kept up to this part of the pages that the run has on memory nodes; none while the pool is short of memory, or the run writes nothing.
+/// Empty slabs are kept up to this part of the run's pages on memory nodes. None is kept while the
+/// pool is short of memory or the run writes nothing.
 const RESERVE_DIVISOR: u64 = 8;
-/// Slabs that are given back at a time.
+/// Slabs that one call frees at most.
 const TRIM_MAX: usize = 64;
-/// The same when the run has ended.
+/// Slabs that one request frees at most when the run has ended.
 const CLOSE_MAX: usize = 1024;
-/// Slabs of a fixed size are taken several at a time, up to so many pages.
+/// Slabs of a fixed size are allocated several at a time, up to this number of pages.
 const FIXED_SLABS_PAGES: u32 = 64;
 
 /// How large slabs are.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SlabSizing {
-    /// As the run needs, from 4 KiB to 2 MiB, and sparse ones are emptied into others.
+    /// Sized by the run's memory on nodes, from 4 KiB to 2 MiB. Sparse slabs are vacated.
     AsNeeded,
-    /// All alike, and given back only when `group_slabs` of them, which were taken group_slabs, are all empty: as systems with blocks of a fixed size do, for measurements.
-    /// There are no copies.
+    /// All of one size, and freed only when all slabs of a group are empty. The slabs of a group
+    /// are allocated together.
+    ///
+    /// This models systems with blocks of a fixed size, for measurements. Slabs have one replica,
+    /// and are not vacated.
     Fixed {
-        /// The size of a slab.
+        /// The size class of a slab.
         class: SizeClass,
-        /// Slabs of a block.
+        /// The number of slabs in a group.
         group_slabs: u32,
     },
 }
 
 impl Filler {
-    /// How large slabs are from now on. To be said before there are any.
+    /// Sets how large slabs are. Must be called before there are any.
     ///
     /// # Panics
-    /// If slabs of a fixed size are to have copies.
+    /// If slabs of a fixed size are to have several replicas.
     pub fn set_slab_sizing(&mut self, sizing: SlabSizing) {
         assert!(
             sizing == SlabSizing::AsNeeded || self.slabs.replicas_wanted() == 1,
-            "slabs of a fixed size have no copies"
+            "slabs of a fixed size have one replica"
         );
         self.sizing = sizing;
     }
 
-    /// Whether sparse slabs are to be emptied into others.
+    /// Whether sparse slabs are vacated.
     #[must_use]
     pub fn is_repacking_enabled(&self) -> bool {
         self.sizing == SlabSizing::AsNeeded
     }
 
-    /// Take note of slabs that have become empty: they are kept until [`Self::trim_empty`] finds that they are too many.
+    /// Records the slabs that have become empty. They are kept until [`Self::trim_empty`] frees
+    /// them.
     pub fn collect_emptied(&mut self, pool: &mut PoolClient) {
         let mut lost = Vec::new();
         for slab in self.slabs.drain_emptied() {
@@ -65,7 +70,8 @@ impl Filler {
         self.free_slabs(pool, &lost);
     }
 
-    /// Give back some of what of the reserve is too much, which may be all; whether there is more.
+    /// Frees some empty slabs that exceed what is kept, or some of all if `all`. Returns whether
+    /// there are more.
     pub fn trim_empty(&mut self, pool: &mut PoolClient, all: bool) -> bool {
         if let SlabSizing::Fixed { group_slabs: 2.., .. } = self.sizing {
             self.free_empty_groups(pool);
@@ -87,15 +93,15 @@ impl Filler {
         self.slabs.replicas(slab).class().map_or(0, |class| u64::from(class.chunks()))
     }
 
-    /// An empty slab with so many copies.
-    pub(super) fn empty_slab(&mut self, copies_min: usize) -> Option<OpenSlab> {
-        let has_copies = |slab: &SlabId| self.slabs.replicas(*slab).len() >= copies_min;
+    /// Removes an empty slab with at least this number of replicas from those that are kept.
+    pub(super) fn empty_slab(&mut self, replicas_min: usize) -> Option<OpenSlab> {
+        let has_copies = |slab: &SlabId| self.slabs.replicas(*slab).len() >= replicas_min;
         let slab = self.empty.iter().find(|slab| has_copies(slab) && !self.slabs.is_vacating(*slab))?;
         self.empty.remove(slab);
         Some(OpenSlab { slab, cursor: 0, pages: self.slabs.replicas(slab).class()?.chunks() })
     }
 
-    /// The run has ended: give everything back that no volume refers to.
+    /// Frees all slabs without referenced pages, because the run has ended.
     pub fn close(&mut self, pool: &mut PoolClient) {
         self.open = None;
         self.collect_emptied(pool);
@@ -106,28 +112,33 @@ impl Filler {
     }
 
     pub(super) fn free_slabs(&mut self, pool: &mut PoolClient, slabs: &[SlabId]) {
-        let mut noted = Vec::with_capacity(slabs.len());
+        let mut recorded = Vec::with_capacity(slabs.len());
         for &slab in slabs {
-            let copies = self.slabs.replicas(slab);
-            if copies.is_empty() {
+            let replicas = self.slabs.replicas(slab);
+            if replicas.is_empty() {
                 continue;
             }
             if self.in_use.contains(slab) {
                 assert_eq!(self.slabs.live_pages(slab), 0, "{slab:?} still holds pages");
-                noted.extend(copies.placed().map(|(place, extent)| RecordedReplica { slab, place, extent }));
+                recorded.extend(replicas.placed().map(|(place, extent)| RecordedReplica {
+                    slab,
+                    place,
+                    extent,
+                }));
             } else {
-                // What was left on a lost node is not given back by its address: another memory may answer to its number now.
+                // A replica on a lost node is not freed by its address: the node's number may stand
+                // for other memory by now.
                 self.slabs.remove_slab(slab);
-                copies.iter().for_each(|copy| pool.doubt(copy.node));
+                replicas.iter().for_each(|replica| pool.doubt(replica.node));
             }
             self.in_use.remove(slab);
             self.degraded.remove(slab);
             self.free_numbers.push(slab);
         }
-        free_recorded(&self.slabs, pool, &mut noted);
+        free_recorded(&self.slabs, pool, &mut recorded);
     }
 
-    /// Slabs of that size. One is to be filled, the others are in reserve.
+    /// Allocates several slabs of a fixed size. The first is opened, the others are kept as empty.
     pub(super) fn allocate_fixed_slabs(
         &mut self,
         pool: &mut PoolClient,
@@ -154,7 +165,8 @@ impl Filler {
         Ok(OpenSlab { slab: first, cursor: 0, pages: class.chunks() })
     }
 
-    /// A block of slabs with consecutive numbers; the first is to be filled, the others are in reserve.
+    /// Allocates a group of slabs with consecutive numbers. The first is opened, the others are
+    /// kept as empty.
     pub(super) fn allocate_slab_group(
         &mut self,
         pool: &mut PoolClient,
@@ -193,7 +205,7 @@ impl Filler {
         Ok(OpenSlab { slab: SlabId(first), cursor: 0, pages: class.chunks() })
     }
 
-    /// Blocks of which all slabs are empty go back.
+    /// Frees the groups whose slabs are all empty.
     fn free_empty_groups(&mut self, pool: &mut PoolClient) {
         let SlabSizing::Fixed { group_slabs, .. } = self.sizing else { return };
         let mut empty: Vec<u32> = self.empty.iter().map(|slab| slab.0 / group_slabs).collect();

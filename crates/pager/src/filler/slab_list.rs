@@ -1,14 +1,15 @@
-//! A set of slabs, in no order: a run may have tens of thousands, and they come and go one by one.
+//! An unordered set of slabs with insertion and removal in constant time. A run may have tens of
+//! thousands of slabs.
 
 use crate::slabs::SlabId;
 
 const NOWHERE: u32 = u32::MAX;
 
-/// The set.
+/// A set of slabs, as a vector and the index of each slab in it.
 #[derive(Debug, Default)]
 pub(super) struct SlabList {
     slabs: Vec<SlabId>,
-    /// By number, where in `slabs` it is.
+    /// Indexed by slab number: the position in `slabs`, or [`NOWHERE`].
     places: Vec<u32>,
 }
 
@@ -78,9 +79,18 @@ mod tests {
             let mut model = BTreeSet::new();
             for (what, number) in operations {
                 match what {
-                    0 => { list.remove(SlabId(number)); model.remove(&number); }
-                    1 => { list.insert(SlabId(number)); model.insert(number); }
-                    _ => { let popped = list.pop(); prop_assert!(popped.map_or(model.is_empty(), |slab| model.remove(&slab.0))); }
+                    0 => {
+                        list.remove(SlabId(number));
+                        model.remove(&number);
+                    }
+                    1 => {
+                        list.insert(SlabId(number));
+                        model.insert(number);
+                    }
+                    _ => {
+                        let popped = list.pop();
+                        prop_assert!(popped.map_or(model.is_empty(), |slab| model.remove(&slab.0)));
+                    }
                 }
                 prop_assert_eq!(list.contains(SlabId(number)), model.contains(&number));
             }

@@ -1,4 +1,4 @@
-//! Sparse slabs: which are filled again, and which are worth emptying.
+//! Sparse slabs: which to fill again, and which to vacate.
 
 use std::cmp::Reverse;
 
@@ -8,69 +8,74 @@ use super::{Filler, OpenSlab, SlabSizing};
 use crate::page::PAGE_BYTES;
 use crate::slabs::SlabId;
 
-/// Fewer bytes are not worth the trouble.
+/// A round of vacating must free at least this number of bytes.
 const GAIN_BYTES_MIN: u64 = 64 << 10;
-/// What is won must be this part of all that the run has; less, while the pool is short of memory.
+/// A round must free at least this part of the run's bytes on memory nodes; a smaller part while
+/// the pool is short of memory.
 const GAIN_DIVISOR: u64 = 4;
 const GAIN_DIVISOR_SHORT: u64 = 16;
-/// A slab that is emptier than this part is worth emptying even into a fresh one, which is smaller.
+/// A slab of which at most this part is in use is worth vacating even into a new slab, which is
+/// smaller.
 const FRESH_DIVISOR: u32 = 4;
-/// A run that uses less than this part of what it has fills holes, up to slabs that have few left; else only slabs that are at most half full, for large writes.
+/// A run that uses less than this part of its memory on nodes fills the holes of slabs up to
+/// `HOLED_PERMILLE` full. Otherwise it fills only slabs up to `SPARSE_PERMILLE` full, because large
+/// holes make large WRITEs.
 const USED_MIN_PERMILLE: u64 = 750;
 const SPARSE_PERMILLE: u32 = 500;
 const HOLED_PERMILLE: u32 = 875;
-/// Slabs that are fuller are not worth emptying.
+/// Fuller slabs are not worth vacating.
 const MOVABLE_PERMILLE: u32 = 750;
-/// Sparse slabs are looked for each time that such a part of all has been filled.
+/// Sparse slabs are searched each time that this part of all slabs has been filled.
 const SEARCH_DIVISOR: usize = 64;
-/// Pages to be moved in one round, about.
+/// Pages to be moved in one round, approximately.
 const MOVES_MAX: u32 = 16384;
 
-/// What is won must be so much.
+/// How much memory a round of vacating must free.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum GainThreshold {
-    /// A good part of what the run has.
+    /// The usual part of what the run has.
     Normal,
-    /// The pool is short of memory: less.
+    /// A smaller part, because the pool is short of memory.
     PoolShort,
 }
 
-/// A slab with holes.
+/// A sparse slab, with its number of pages in use and of all pages.
 #[derive(Clone, Copy, Debug)]
 struct Sparse {
     slab: SlabId,
-    copies: usize,
+    replicas: usize,
     live: u32,
     pages: u32,
 }
 
 impl Sparse {
-    /// How full it is, of a thousand.
+    /// The part of the slab that is in use, in thousandths.
     fn fill_permille(&self) -> u32 {
         self.live * 1000 / self.pages
     }
 }
 
 impl Filler {
-    /// Those that hold something, are at most so full, and nothing is the matter with.
+    /// The sparse slabs in use that are at most this full.
     fn sparse(&self, fill_permille_max: u32) -> impl Iterator<Item = Sparse> {
         self.in_use.iter().filter_map(move |slab| self.sparse_if(slab, fill_permille_max))
     }
 
-    /// A slab, if it is sparse.
+    /// The slab, if it holds pages, is at most this full, and is not open, being copied or marked.
     fn sparse_if(&self, slab: SlabId, fill_permille_max: u32) -> Option<Sparse> {
         let is_open = self.open.as_ref().is_some_and(|open| open.slab == slab);
         if is_open || Some(slab) == self.copying || self.slabs.is_vacating(slab) {
             return None;
         }
-        let copies = self.slabs.replicas(slab);
-        let (live, pages) = (self.slabs.live_pages(slab), copies.class()?.chunks());
-        let sparse = Sparse { slab, copies: copies.len(), live, pages };
+        let replicas = self.slabs.replicas(slab);
+        let (live, pages) = (self.slabs.live_pages(slab), replicas.class()?.chunks());
+        let sparse = Sparse { slab, replicas: replicas.len(), live, pages };
         (live > 0 && sparse.fill_permille() <= fill_permille_max).then_some(sparse)
     }
 
-    /// The emptiest slab that can be filled again, but for the one that was filled last. They are looked for now and then only: a run may have tens of thousands.
-    pub(super) fn sparse_slab(&mut self, previous: Option<SlabId>, copies_min: usize) -> Option<OpenSlab> {
+    /// Removes the emptiest of the sparse slabs that the last search found, other than `previous`.
+    /// Searches only now and then, because a run may have tens of thousands of slabs.
+    pub(super) fn sparse_slab(&mut self, previous: Option<SlabId>, replicas_min: usize) -> Option<OpenSlab> {
         if matches!(self.sizing, SlabSizing::Fixed { class: SizeClass::CHUNK, .. }) {
             return None;
         }
@@ -85,7 +90,7 @@ impl Filler {
             while let Some(slab) = self.candidates.pop() {
                 if let Some(found) = self.sparse_if(slab, max).filter(|_| self.in_use.contains(slab))
                     && Some(slab) != previous
-                    && found.copies >= copies_min
+                    && found.replicas >= replicas_min
                 {
                     return Some(OpenSlab { slab, cursor: 0, pages: found.pages });
                 }
@@ -96,7 +101,7 @@ impl Filler {
             }
             self.fills_until_search = self.in_use.len() / SEARCH_DIVISOR;
             let mut found: Vec<Sparse> = self.sparse(max).filter(|one| Some(one.slab) != previous).collect();
-            found.retain(|one| one.copies >= copies_min);
+            found.retain(|one| one.replicas >= replicas_min);
             if found.is_empty() {
                 return None;
             }
@@ -105,7 +110,7 @@ impl Filler {
         }
     }
 
-    /// All slabs that hold something and are not just being filled or copied.
+    /// All slabs that hold pages and are neither open nor being copied.
     pub fn movable_slabs(&self) -> Vec<SlabId> {
         let is_open = |slab: SlabId| self.open.as_ref().is_some_and(|open| open.slab == slab);
         let is_movable = |slab: &SlabId| {
@@ -114,7 +119,7 @@ impl Filler {
         self.in_use.iter().filter(is_movable).collect()
     }
 
-    /// The slab with the most holes: for when the pool has no room.
+    /// The slab with the most holes, for the case that the pool has no free memory.
     pub(super) fn slab_with_holes(&self) -> Option<OpenSlab> {
         let is_usable = |slab: &SlabId| Some(*slab) != self.copying && !self.slabs.is_vacating(*slab);
         let holes = self.in_use.iter().filter(is_usable).filter_map(|slab| {
@@ -125,14 +130,17 @@ impl Filler {
         (free > 0).then_some(OpenSlab { slab, cursor: 0, pages })
     }
 
-    /// The emptiest slabs, as many of them as find room in the holes of the other sparse ones, or are almost empty; none if that is not `worth` it.
+    /// Chooses the slabs to vacate: the emptiest, as long as their pages fit into the holes of the
+    /// other sparse slabs, or they are almost empty.
+    ///
+    /// Returns none if that would free less memory than `worth` demands.
     pub fn slabs_to_vacate(&self, worth: GainThreshold) -> Vec<SlabId> {
         let held_bytes = self.slabs.bytes().0;
         let divisor = if worth == GainThreshold::PoolShort { GAIN_DIVISOR_SHORT } else { GAIN_DIVISOR };
         let wanted_bytes = (held_bytes / divisor).max(GAIN_BYTES_MIN);
         let live_bytes = self.slabs.pages() * (self.slabs.replicas_wanted() * PAGE_BYTES) as u64;
         if held_bytes < live_bytes + wanted_bytes {
-            // Not even all holes group_slabs are worth it.
+            // All holes together are smaller than the memory that must be freed.
             return Vec::new();
         }
         let mut sparse: Vec<Sparse> = self.sparse(MOVABLE_PERMILLE).collect();
@@ -149,8 +157,8 @@ impl Filler {
                 continue;
             }
             let won = if has_room { one.pages } else { one.pages - one.live };
-            gain_bytes += u64::from(won) * (one.copies * PAGE_BYTES) as u64;
-            // What it has of room is nobody's any more.
+            gain_bytes += u64::from(won) * (one.replicas * PAGE_BYTES) as u64;
+            // The holes of a slab that is vacated cannot be filled.
             room = room_without;
             if has_room {
                 room_taken += one.live;

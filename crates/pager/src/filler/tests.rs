@@ -1,4 +1,4 @@
-//! How large slabs are, which are filled, kept, given back and emptied.
+//! Tests of the filler: sizes of slabs, and which are filled, kept, freed and vacated.
 
 use std::sync::Arc;
 
@@ -38,7 +38,7 @@ fn world_of(nodes: u16, node_bytes: u64) -> World {
 }
 
 impl World {
-    /// Fill so many pages, in runs of at most `want`.
+    /// Fills `pages` pages, in runs of at most `want`.
     fn fill(&mut self, pages: u32, want: u32) -> Result<Vec<Location>, NoRoom> {
         let mut filled = Vec::new();
         while filled.len() < pages as usize {
@@ -114,7 +114,7 @@ fn the_emptiest_slabs_are_emptied_as_far_as_the_others_have_room() {
     let mut world = world(16 << 20);
     let filled = world.fill(2048, 64).unwrap();
     assert!(world.filler.slabs_to_vacate(GainThreshold::Normal).is_empty(), "all are full");
-    // Of each eight pages one stays.
+    // One of each eight pages stays in use.
     let gone: Vec<Location> = filled.iter().copied().filter(|location| location.0 % 8 != 0).collect();
     world.release(&gone);
     let chosen = world.filler.slabs_to_vacate(GainThreshold::Normal);

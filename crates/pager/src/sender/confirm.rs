@@ -1,5 +1,8 @@
-//! Pages that leave as they came are not written: their copies are asked for. A memory node that answers a READ by the slab's key has what was
-//! written there before, as one that acknowledges a WRITE has what was written just now; of one that does not, pages are written anew.
+//! Confirms the clean copies of unchanged pages, which are not written again.
+//!
+//! The sender reads a few bytes of the slab by its key from each replica. A node that answers still
+//! has the memory that was written before, as a node that acknowledges a WRITE has what was written
+//! now. If no node answers, the pages are written again.
 
 use aquifer_fabric::{Verb, Work};
 
@@ -10,7 +13,7 @@ use crate::page::Location;
 use crate::slabs::{SlabReplicas, page_of};
 
 impl Sender {
-    /// Whether these bytes are at a location, as far as is known, and may stay there.
+    /// Whether a location is known to have these bytes, and is not in a slab that is being vacated.
     pub(super) fn is_at(&self, location: Location, digest: Digest) -> bool {
         !self.slabs.is_vacating(location.slab()) && self.is_known_at(location, digest)
     }
@@ -19,31 +22,32 @@ impl Sender {
         Mutation::TrustCopy.is_active() || self.digests.get(location) == Some(digest)
     }
 
-    /// Ask for the copies of all that is unchanged, as far as the nodes' queues have room.
+    /// Posts READs for all unchanged pages, as far as the queues of the nodes have room.
     pub(super) fn confirm_all(&mut self) {
         for at in 0..self.batches.len() {
             while self.batches[at].unchanged != 0 && self.confirm(at) {}
         }
     }
 
-    /// Ask for copies that are on the same nodes, all by one READ for each node; false if a node's queue is full.
+    /// Confirms the clean copies of one batch whose replicas are on the same nodes, with one READ
+    /// for each node. Returns false if the queue of a node is full.
     fn confirm(&mut self, at: usize) -> bool {
         let batch = &mut self.batches[at];
         let first = batch.unchanged.trailing_zeros() as usize;
         let location = batch.locations[first].expect("it came from there");
-        let copies = self.slabs.replicas(location.slab());
+        let replicas = self.slabs.replicas(location.slab());
         let mut pages = 0;
         let mut lost = 0;
         for index in bits(batch.unchanged) {
             let location = batch.locations[index].expect("it came from there");
             if !Mutation::TrustCopy.is_active() && self.digests.get(location).is_none() {
                 lost |= 1 << index;
-            } else if are_together(self.slabs.replicas(location.slab()), copies) {
+            } else if are_on_same_nodes(self.slabs.replicas(location.slab()), replicas) {
                 pages |= 1 << index;
             }
         }
         if lost != 0 {
-            // Meanwhile the last node that had them was.
+            // The last node of these slabs was lost in the meantime.
             batch.unchanged &= !lost;
             batch.write_anew(&self.slabs, lost);
             return true;
@@ -54,19 +58,19 @@ impl Sender {
             batch.write_anew(&self.slabs, pages);
             return true;
         };
-        assert!(!copies.is_empty(), "what is referred to and known is on some node");
-        match self.post_readiness(copies) {
+        assert!(!replicas.is_empty(), "a slab with known digests has a replica");
+        match self.post_readiness(replicas) {
             PostReadiness::Open => {}
             PostReadiness::Full => return false,
             PostReadiness::NodeGone => return true,
         }
         let batch = &mut self.batches[at];
-        for (place, copy) in copies.placed() {
-            let port = self.ports.open_port(copy.node).expect("it was opened just now");
+        for (place, replica) in replicas.placed() {
+            let port = self.ports.open_port(replica.node).expect("its readiness was checked");
             let local = port.slice_of(buffer, PROBE_OFFSET, PROBE_BYTES);
-            let verb = Verb::Read { local, remote: page_of(&copy, location.index()) };
+            let verb = Verb::Read { local, remote: page_of(&replica, location.index()) };
             let work = Work { id: batch.id(place, first), verb, signalled: true };
-            port.endpoint.post(&[work]).expect("there was room for one more");
+            port.endpoint.post(&[work]).expect("its readiness was checked");
             port.in_flight += 1;
             batch.posted(first);
         }
@@ -76,8 +80,8 @@ impl Sender {
     }
 }
 
-/// Whether copies of two slabs are on the same nodes, and have the same places in their records.
-fn are_together(one: SlabReplicas, other: SlabReplicas) -> bool {
-    let nodes = |copies: SlabReplicas| copies.placed().map(|(place, copy)| (place, copy.node));
+/// Whether two slabs have replicas on the same nodes, at the same places of their records.
+fn are_on_same_nodes(one: SlabReplicas, other: SlabReplicas) -> bool {
+    let nodes = |replicas: SlabReplicas| replicas.placed().map(|(place, replica)| (place, replica.node));
     nodes(one).eq(nodes(other))
 }

@@ -1,8 +1,11 @@
-//! Makes copies of slabs that have too few, repairs damaged pages from a good copy, and asks silent nodes whether they live.
+//! The healer: makes missing replicas of slabs, repairs damaged pages from a good replica, and
+//! probes nodes.
 //!
-//! One slab at a time, one message at a time, and only when no batch waits to be posted. A slab that is copied is *set aside*: it is not filled
-//! meanwhile, and the copying begins when none of its WRITEs is under way. So what is read is what was written, and pages that are
-//! released meanwhile do no harm: nobody looks for them. The new copy is recorded when it is whole, and only then read or written.
+//! It handles one slab at a time with one message in flight, and only when no batch waits to be
+//! posted. A slab that is being copied is not filled, and copying begins when none of its WRITEs is
+//! in flight. So the bytes that are read are those that were written. Pages that are released
+//! meanwhile are copied for nothing, which does no harm. A new replica is marked complete when it
+//! has all pages, and is read and written only then.
 
 use std::sync::Arc;
 
@@ -18,44 +21,45 @@ use crate::page::{Location, PAGE_BYTES};
 use crate::slabs::{SlabId, SlabSet, page_of};
 use crate::view;
 
-/// Pages that are copied by one message.
+/// Pages that one message copies.
 const CHUNK_PAGES: u32 = 64;
 const _: () = assert!(CHUNK_PAGES as usize == BLOCK_PAGES);
-/// Where answers to probes go, behind the pages.
+/// The offset in the buffer to which probes read, behind the pages.
 pub(super) const PROBE_OFFSET: usize = BLOCK_PAGES * PAGE_BYTES;
 pub(super) const PROBE_BYTES: usize = 8;
-/// The work id of probes; those of copying are below.
+/// The work id of probes. The ids of copying are below.
 const PROBE_WORK_ID: u64 = HEAL_WORK_ID | 1 << 61;
 
-/// What the healer is at.
+/// The state of the healer.
 #[derive(Debug, Default)]
 pub(super) struct Healer {
     task: Option<CopyTask>,
-    /// The buffer's number among the local memories; made when it is first needed.
+    /// The number of the buffer among the local memories of the ports. It is created at first use.
     buffer: Option<usize>,
-    /// Whether to look for something to do.
+    /// Whether to search for a task at the next call of [`Sender::heal`].
     should_search: bool,
     is_stopped: bool,
-    /// How often in a row there was no room for a copy; another slab is tried each time.
+    /// Searches in a row that found no memory for a replica. Each search tries another slab.
     failed_searches: usize,
-    /// Nodes that slabs were on before a restart, and that were not spoken to since.
+    /// Nodes of recovered slabs to which no operation was posted since the restart.
     unconfirmed: Vec<NodeId>,
-    /// Nodes that have not answered their last probe, and what was read for it: a slab, or the node's own beginning.
+    /// Nodes whose last probe has not completed, and what it reads: a replica, or else the header
+    /// of the node.
     probed: Vec<(NodeId, Option<Extent>)>,
 }
 
-/// One slab in the making, or one page.
+/// The copying of one slab to a new replica, or the repair of one page.
 #[derive(Debug)]
 struct CopyTask {
     slab: SlabId,
     to: Extent,
-    /// Whether `to` is a new copy, to be read and written when it is whole; it has this place in the slab's record.
+    /// The place of the new replica in the slab's record; `None` for a repair.
     place: Option<usize>,
-    /// The chunk: its first page, and how many.
+    /// The chunk that is being copied: its first page, and its number of pages.
     at: u32,
     pages: u32,
     end: u32,
-    /// Places in the slab's record that did not give the chunk.
+    /// Places in the slab's record from which the chunk could not be read, as a bit mask.
     failed_places: u8,
     from: usize,
     step: CopyStep,
@@ -63,7 +67,7 @@ struct CopyTask {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum CopyStep {
-    /// To be read, when none of the slab's WRITEs is under way.
+    /// To be read when none of the slab's WRITEs is in flight.
     Ready,
     Reading,
     Read,
@@ -78,12 +82,12 @@ impl Healer {
         Self { unconfirmed, ..Self::default() }
     }
 
-    /// Look for something to do at the next occasion.
+    /// Searches for a task at the next call of [`Sender::heal`].
     pub(super) fn search_soon(&mut self) {
         self.should_search = true;
     }
 
-    /// A node is new, whatever was known of another under its number.
+    /// Forgets what is known of the previous node with this number.
     pub(super) fn node_added(&mut self, node: NodeId) {
         self.probed.retain(|(other, _)| *other != node);
         self.unconfirmed.retain(|other| *other != node);
@@ -98,12 +102,14 @@ impl Healer {
         self.task.as_ref().is_some_and(|task| matches!(task.step, CopyStep::Reading | CopyStep::Writing))
     }
 
-    /// Book one completion; false if its node is to be given up. `copy` is what would be read for a probe of the node now.
+    /// Records the completion of a probe or of copying. Returns false if the node must be dropped.
+    ///
+    /// `replica` is the replica that a probe of the node would read now.
     pub(super) fn apply_completion(
         &mut self,
         slabs: &SlabSet,
         node: NodeId,
-        copy: Option<Extent>,
+        replica: Option<Extent>,
         completion: &Completion,
     ) -> bool {
         let is_done = completion.outcome.is_ok();
@@ -111,8 +117,9 @@ impl Healer {
             let read = self.probed.extract_if(.., |(other, _)| *other == node).last();
             let read = read.and_then(|(_, read)| read);
             slabs.set_slow(node, false);
-            // The slab was given back meanwhile, and its key is dead: that says nothing of the node.
-            let was_given_back = completion.outcome == Err(WorkError::RemoteAccess) && read != copy;
+            // The slab was freed after the probe was posted, so its key is dead. That says nothing
+            // about the node.
+            let was_given_back = completion.outcome == Err(WorkError::RemoteAccess) && read != replica;
             return is_done || was_given_back;
         } else if let Some(task) = &mut self.task {
             task.step = match (task.step, is_done) {
@@ -126,8 +133,10 @@ impl Healer {
 }
 
 impl Sender {
-    /// Ask nodes whether they live, and look for slabs that lack copies. To be called a few times a second, so that a dead node is noticed when
-    /// nothing is evicted.
+    /// Probes the nodes, and searches for slabs that lack replicas.
+    ///
+    /// Must be called a few times a second, so that a dead node is noticed while nothing is
+    /// evicted.
     pub fn probe(&mut self) {
         self.pool.tend();
         self.ask_nodes();
@@ -141,8 +150,7 @@ impl Sender {
         self.healer.search_soon();
         for node in std::mem::take(&mut self.healer.unconfirmed) {
             if let Err(error) = self.ports.port(node) {
-                tracing::warn!(node = node.0, %error, "a memory node cannot be reached any more");
-                self.drop_node(node);
+                self.drop_unreachable(node, &error);
             }
         }
         for (node, port) in self.ports.open_ports() {
@@ -153,33 +161,34 @@ impl Sender {
                 self.slabs.set_slow(node, true);
                 continue;
             }
-            // Of a slab, if there is one: a node that has come back without its memory does not know its key.
+            // A replica is probed if there is one, because a node that returned without its memory
+            // does not know the replica's key.
             let region = || port.endpoint.regions().first().map(|region| (region.base, region.key));
-            let copy = self.filler.any_replica_on(node);
-            let place = copy.map(|copy| (copy.addr, copy.key)).or_else(region);
+            let replica = self.filler.any_replica_on(node);
+            let place = replica.map(|replica| (replica.addr, replica.key)).or_else(region);
             if let Some((addr, key)) = place.filter(|_| port.has_capacity()) {
                 let local = port.slice_of(buffer, PROBE_OFFSET, PROBE_BYTES);
                 let verb = Verb::Read { local, remote: RemoteAddr { addr, key } };
                 let work = Work { id: PROBE_WORK_ID, verb, signalled: true };
-                port.endpoint.post(&[work]).expect("there was room for one more");
+                port.endpoint.post(&[work]).expect("its capacity was checked");
                 port.in_flight += 1;
-                self.healer.probed.push((node, copy));
+                self.healer.probed.push((node, replica));
             }
         }
     }
 
-    /// Whether acknowledgements are waited for of a node that is away.
+    /// Whether operations to a node that is away are in flight.
     pub fn is_awaiting_node(&mut self) -> bool {
         self.ports.open_ports().any(|(_, port)| port.in_flight > 0 && port.endpoint.is_away())
     }
 
-    /// Whether a copy or a repair is in the making.
+    /// Whether a slab is being copied or a page is being repaired.
     #[must_use]
     pub fn is_healing(&self) -> bool {
         self.healer.task.is_some()
     }
 
-    /// Begin no further copy; what is under way ends.
+    /// Begins no further task. A message in flight completes.
     pub fn stop_healing(&mut self) {
         self.healer.is_stopped = true;
     }
@@ -190,7 +199,10 @@ impl Sender {
         }
     }
 
-    /// One step, if no batch waits to be posted; or if all wait for room, which the healer may have taken.
+    /// Advances the current task by one step, or begins one, if no batch waits to be posted.
+    ///
+    /// If the pool is full, the current task advances all the same, because it may own memory for
+    /// which the batches wait.
     pub(super) fn heal(&mut self, is_pool_full: bool) {
         let is_busy = !is_pool_full && self.batches.iter().any(|batch| batch.unposted != 0);
         if is_busy || self.healer.is_waiting() || self.healer.task.is_none() && !self.begin_task(is_pool_full)
@@ -226,7 +238,7 @@ impl Sender {
         if !self.healer.should_search || self.healer.is_stopped || is_pool_full {
             return false;
         }
-        let task = self.next_repair().or_else(|| self.next_copy());
+        let task = self.next_repair().or_else(|| self.next_copy_task());
         self.healer.should_search = task.is_some();
         let Some(task) = task else { return false };
         if !Mutation::CopyWhileWriting.is_active() {
@@ -241,10 +253,12 @@ impl Sender {
 
     fn next_repair(&mut self) -> Option<CopyTask> {
         while let Some((location, node)) = self.slabs.pop_damaged() {
-            let copies = self.slabs.replicas(location.slab());
-            if let Some(to) = copies.on(node).filter(|_| copies.len() > 1 && !self.slabs.is_free(location)) {
+            let replicas = self.slabs.replicas(location.slab());
+            if let Some(to) =
+                replicas.on(node).filter(|_| replicas.len() > 1 && !self.slabs.is_free(location))
+            {
                 let (slab, at) = (location.slab(), location.index());
-                let refused = copies.placed().filter(|(_, copy)| copy.node == node);
+                let refused = replicas.placed().filter(|(_, replica)| replica.node == node);
                 let refused = refused.fold(0, |bits, (place, _)| bits | 1 << place);
                 let task = CopyTask {
                     slab,
@@ -263,12 +277,12 @@ impl Sender {
         None
     }
 
-    /// The slab with the fewest copies for which there is a node with room.
-    fn next_copy(&mut self) -> Option<CopyTask> {
+    /// The task to copy the slab with the fewest replicas for which a node has free memory.
+    fn next_copy_task(&mut self) -> Option<CopyTask> {
         let Self { filler, slabs, pool, .. } = self;
         let can_be_copied = |slab: &SlabId| {
-            let copies = slabs.replicas(*slab);
-            slabs.live_pages(*slab) > 0 && pool.nodes().any(|node| copies.on(node).is_none())
+            let replicas = slabs.replicas(*slab);
+            slabs.live_pages(*slab) > 0 && pool.nodes().any(|node| replicas.on(node).is_none())
         };
         let mut candidates: Vec<SlabId> = filler.degraded().filter(can_be_copied).collect();
         candidates.sort_by_key(|slab| slabs.replicas(*slab).len());
@@ -278,7 +292,8 @@ impl Sender {
         let to = self.filler.allocate_replica(&mut self.pool, slab);
         let gone = self.filler.drain_gone_nodes();
         if !gone.is_empty() {
-            // By this the slab may have lost its last copy, or be forgotten: what lacks a copy is looked for anew.
+            // The slab may have lost its last replica by that, or may be forgotten. The next search
+            // starts again.
             gone.into_iter().for_each(|node| self.drop_node(node));
             if let Some(to) = to {
                 free_extents(&mut self.pool, to.node, &[to]);
@@ -302,7 +317,8 @@ impl Sender {
         })
     }
 
-    /// Ask a copy for the next chunk that has pages; false if there is none, or nobody to ask.
+    /// Posts the READ of the next chunk that has pages in use. Returns false if there is none, or
+    /// no replica is left to read.
     fn read_chunk(&mut self, task: &mut CopyTask) -> bool {
         let is_used = |index: &u32| !self.slabs.is_free(Location::new(task.slab, *index));
         let Some(at) = (task.at..task.end).find(is_used) else {
@@ -311,8 +327,8 @@ impl Sender {
         };
         task.at = at;
         task.pages = CHUNK_PAGES.min(task.end - at);
-        let copies = self.slabs.replicas(task.slab);
-        let Some((place, from)) = copies.placed().find(|(place, _)| task.failed_places & 1 << place == 0)
+        let replicas = self.slabs.replicas(task.slab);
+        let Some((place, from)) = replicas.placed().find(|(place, _)| task.failed_places & 1 << place == 0)
         else {
             return false;
         };
@@ -321,7 +337,8 @@ impl Sender {
         self.move_chunk(task, &from)
     }
 
-    /// What was read is good, and goes to the new copy; else another copy is asked.
+    /// Posts the WRITE of a chunk if its checksums match. Otherwise reads the chunk from another
+    /// replica.
     fn write_chunk(&mut self, task: &mut CopyTask) -> bool {
         if !self.is_chunk_good(task) {
             task.failed_places |= 1 << task.from;
@@ -329,11 +346,12 @@ impl Sender {
             if others.placed().any(|(place, _)| task.failed_places & 1 << place == 0) {
                 return self.read_chunk(task);
             }
-            // No copy is good. What is damaged stays so, and whoever reads it is told; the rest is worth copying.
+            // No replica is good. The damaged pages stay damaged, and their readers get an error;
+            // the other pages are worth copying.
             if task.place.is_none() {
                 return false;
             }
-            tracing::warn!(slab = task.slab.0, "a slab is copied with pages that are damaged everywhere");
+            tracing::warn!(slab = task.slab.0, "copying a slab with pages that are damaged in all replicas");
         }
         task.step = CopyStep::Writing;
         let to = task.to;
@@ -349,39 +367,40 @@ impl Sender {
         })
     }
 
-    /// Post the READ or the WRITE of a chunk.
-    fn move_chunk(&mut self, task: &mut CopyTask, copy: &Extent) -> bool {
+    /// Posts the READ or the WRITE of a chunk.
+    fn move_chunk(&mut self, task: &mut CopyTask, replica: &Extent) -> bool {
         let Some(buffer) = self.buffer() else { return false };
-        let port = match self.ports.port(copy.node) {
+        let port = match self.ports.port(replica.node) {
             Ok(port) => port,
             Err(error) => {
-                tracing::warn!(node = copy.node.0, %error, "a memory node cannot be reached any more");
-                self.drop_node(copy.node);
+                self.drop_unreachable(replica.node, &error);
                 return false;
             }
         };
         if !port.has_capacity() {
-            // Its queue is full: this is tried again as if the last step had just ended.
+            // The queue is full. The next call tries again, as if the previous step had just ended.
             task.step = if task.step == CopyStep::Reading { CopyStep::Ready } else { CopyStep::Read };
             return true;
         }
         let local = port.slice_of(buffer, 0, task.pages as usize * PAGE_BYTES);
-        let remote = page_of(copy, task.at);
+        let remote = page_of(replica, task.at);
         let verb = if task.step == CopyStep::Reading {
             Verb::Read { local, remote }
         } else {
             Verb::Write { local, remote }
         };
-        port.endpoint.post(&[Work { id: HEAL_WORK_ID, verb, signalled: true }]).expect("there was room");
+        port.endpoint
+            .post(&[Work { id: HEAL_WORK_ID, verb, signalled: true }])
+            .expect("its capacity was checked");
         port.in_flight += 1;
         true
     }
 
     fn end_task(&mut self, task: &CopyTask) {
         let is_whole = task.at >= task.end;
-        let copies = self.slabs.replicas(task.slab);
+        let replicas = self.slabs.replicas(task.slab);
         let is_known = self.pool.nodes().any(|node| node == task.to.node);
-        let Some(place) = task.place.filter(|_| is_whole && is_known && !copies.is_empty()) else {
+        let Some(place) = task.place.filter(|_| is_whole && is_known && !replicas.is_empty()) else {
             self.abandon_task(task);
             return;
         };
@@ -391,19 +410,20 @@ impl Sender {
         self.stats.copied_slabs += 1;
         self.filler.end_copying(&mut self.pool, task.slab);
         if self.filler.degraded_count() == 0 {
-            tracing::info!("all slabs have all their copies again");
+            tracing::info!("all slabs have their replicas again");
         }
     }
 
     fn abandon_task(&mut self, task: &CopyTask) {
         if let Some((place, extent)) = task.place.and_then(|_| self.slabs.unfinished_replica(task.slab)) {
-            let noted = RecordedReplica { slab: task.slab, place, extent };
-            free_recorded(&self.slabs, &mut self.pool, &mut [noted]);
+            let recorded = RecordedReplica { slab: task.slab, place, extent };
+            free_recorded(&self.slabs, &mut self.pool, &mut [recorded]);
         }
         self.filler.end_copying(&mut self.pool, task.slab);
     }
 
-    /// The number of the buffer; `None` if there is no memory for it, and then nothing is copied yet.
+    /// The number of the healer's buffer; `None` if there is no memory for it, and then nothing is
+    /// copied yet.
     pub(super) fn buffer(&mut self) -> Option<usize> {
         if self.healer.buffer.is_none() {
             let made = Memory::create("aquifer-heal", PROBE_OFFSET + PAGE_BYTES)
@@ -413,7 +433,7 @@ impl Sender {
                 });
             match made {
                 Ok(number) => self.healer.buffer = Some(number),
-                Err(error) => tracing::warn!(error, "no buffer to copy slabs through; trying again later"),
+                Err(error) => tracing::warn!(error, "cannot create the buffer to copy slabs; retrying"),
             }
         }
         self.healer.buffer

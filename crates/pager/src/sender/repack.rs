@@ -1,5 +1,8 @@
-//! Sparse slabs are emptied into others, so that the pool gets their memory back. The sender chooses; the volumes move their pages, each as it finds the
-//! time ([`Volume::find_pages_to_move`](crate::Volume::find_pages_to_move)); what has become empty goes back as ever.
+//! Chooses sparse slabs to be vacated, so that their memory can be freed.
+//!
+//! The sender marks slabs, and the volumes move the pages in them
+//! ([`Volume::find_pages_to_move`](crate::Volume::find_pages_to_move)). Slabs that became empty are
+//! freed as usual.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
@@ -9,40 +12,44 @@ use crate::filler::GainThreshold;
 use crate::page::PAGE_BYTES;
 use crate::slabs::SlabId;
 
-/// How often to look.
+/// The interval of the checks.
 const CHECK_INTERVAL: Duration = Duration::from_millis(20);
-/// A round ends after this, whatever is left.
+/// A round ends after this time at the latest.
 const ROUND_MAX: Duration = Duration::from_secs(1);
-/// Between two rounds; the double of that after each round of which little came, for then pages are shared, or their programs busy.
+/// The pause between two rounds. It doubles after each failed round, because pages are shared or
+/// their programs are busy.
 const PAUSE: Duration = Duration::from_millis(100);
 const PAUSE_DOUBLINGS_MAX: u32 = 9;
-/// Who has written nothing for so long does not want empty slabs soon.
+/// A run that has written nothing for this time will not need empty slabs soon.
 const QUIET_AFTER: Duration = Duration::from_secs(1);
-/// If fewer holes than this are there for each page that was written since the last time, they are filled by that.
+/// If there are fewer holes than this for each page written since the last check, then the next
+/// writes will fill them.
 const HOLES_PER_WRITTEN: u64 = 8;
 
-/// Which slabs are to become empty.
+/// The state of the rounds of vacating.
 #[derive(Debug, Default)]
 pub(super) struct Repacker {
     slabs: Vec<SlabId>,
     began: Duration,
     next_check: Duration,
-    /// Pages that had been written when it was last looked, and since when there are no more.
+    /// The number of pages that had been written at the last check, and since when it has not
+    /// changed.
     pages_seen: u64,
     pages_unchanged_since: Duration,
-    /// No round begins before.
+    /// The earliest time of the next round.
     next_round_at: Duration,
-    /// Pages that had been written when it was last thought of a round.
+    /// The number of pages that had been written when slabs were last chosen.
     written: u64,
-    /// Rounds in a row of which little came.
+    /// Rounds in a row that vacated at most half of their slabs.
     failed_rounds: u32,
 }
 
 impl Sender {
-    /// Look now and then whether slabs have become so sparse that they are worth emptying, or have been emptied.
+    /// Frees empty slabs, and begins or ends a round of vacating. Called at each
+    /// [`Sender::advance`].
     pub(super) fn repack(&mut self, is_pool_full: bool) {
         if is_pool_full && !self.repacker.slabs.is_empty() {
-            // What waits for room goes into the holes of the very slabs that were to become empty.
+            // The batches that wait need the holes of the slabs that were to be vacated.
             self.cancel_round();
         }
         let now = self.ports.now();
@@ -75,7 +82,7 @@ impl Sender {
         }
     }
 
-    /// Have all slabs emptied from now on, sparse or not; for tests.
+    /// Begins a round that vacates all slabs, sparse or not. For tests.
     pub fn repack_all(&mut self) {
         self.slabs.end_vacating();
         self.repacker.slabs = self.filler.movable_slabs();
@@ -85,7 +92,7 @@ impl Sender {
 
     fn choose_slabs(&mut self, now: Duration, worth: GainThreshold) {
         self.repacker.next_round_at = now + PAUSE;
-        // Who writes that much fills the holes soon: slabs that are not filled meanwhile would only cost fresh ones.
+        // The next writes fill the holes. If slabs were marked, these writes would need new slabs.
         let written = self.stats.pages - std::mem::replace(&mut self.repacker.written, self.stats.pages);
         let holes = (self.slabs.bytes().0 / PAGE_BYTES as u64).saturating_sub(self.slabs.pages());
         if written * HOLES_PER_WRITTEN >= holes {
@@ -96,7 +103,7 @@ impl Sender {
         self.slabs.mark(&self.repacker.slabs);
     }
 
-    /// Slabs that were chosen are filled again.
+    /// Cancels the round: its slabs are filled again.
     fn cancel_round(&mut self) {
         self.slabs.end_vacating();
         self.repacker.slabs.clear();
@@ -104,13 +111,14 @@ impl Sender {
         self.repacker.next_round_at = self.ports.now() + PAUSE * (1 << self.repacker.failed_rounds);
     }
 
-    /// From now on pages are moved.
+    /// Begins the round: volumes move pages from now on.
     fn begin_round(&mut self, now: Duration) {
         self.slabs.begin_vacating();
         self.repacker.began = now;
     }
 
-    /// Whether something is on its way to a slab that was chosen: it would come after those who look for pages to move.
+    /// Whether WRITEs to a chosen slab are in flight. Volumes that have already searched would miss
+    /// these pages.
     fn is_writing_to_chosen(&self) -> bool {
         let mut locations = self.batches.iter().flat_map(|batch| batch.locations.iter().flatten());
         locations.any(|location| self.slabs.is_vacating(location.slab()))

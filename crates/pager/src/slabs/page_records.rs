@@ -1,19 +1,20 @@
-//! Where the records of pages are: dense for small slabs, which have few pages.
+//! The offsets of page records, which are dense for small slabs.
 
 use super::{SLAB_PAGES_MAX, SLABS_MAX};
 use crate::page::Location;
 
 const RECORD_BYTES: usize = 8;
-/// Records lie group_slabs by so many pages of a slab, and then come those of the next slab.
+/// Records of this many pages of a slab are adjacent; then the records of the next slab follow.
 const GROUP_PAGES: u32 = 16;
-/// The groups of one slab would share a set of the processor's cache. Within so many slabs each group has another order.
+/// Within this many slabs, each group has another order of slabs. Otherwise the groups of one slab
+/// would fall into one set of the processor's cache.
 const SHUFFLED_SLABS: u32 = 32;
 const _: () = assert!(SLAB_PAGES_MAX.is_multiple_of(GROUP_PAGES) && SLABS_MAX.is_multiple_of(SHUFFLED_SLABS));
 
-/// All of them.
+/// Bytes of all page records.
 pub(super) const BYTES: usize = SLABS_MAX as usize * SLAB_PAGES_MAX as usize * RECORD_BYTES;
 
-/// Where the record of a page begins.
+/// The offset of the record of a page.
 pub(super) fn offset_of(location: Location) -> usize {
     let (group, page) = (location.index() / GROUP_PAGES, location.index() % GROUP_PAGES);
     let slab = location.slab().0 ^ (group % SHUFFLED_SLABS);

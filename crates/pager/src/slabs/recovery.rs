@@ -1,7 +1,8 @@
-//! The slabs of a run after a restart of the agent.
+//! Recovers the slabs of a run after a restart of the agent.
 //!
-//! What must be right lies in the page tables: a page on a memory node is one that a page table refers to. So references are counted
-//! anew, and what an agent that was killed had begun, to write or to give back, is forgotten by that.
+//! The page tables decide which locations are in use: those that a page word references. So all
+//! references are counted again, and the unfinished writes and releases of the killed agent have no
+//! effect.
 
 use std::sync::atomic::Ordering::{AcqRel, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU64};
@@ -13,37 +14,41 @@ use aquifer_pool::{Extent, Ledger, SizeClass};
 use super::{REPLICAS_MAX, SlabId, SlabSet};
 use crate::page::Location;
 
-/// An extent that an agent before this one took for a slab, and that is not part of it.
+/// A recorded extent that is not a complete replica: an earlier agent had begun to fill or to free
+/// it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct UnfinishedReplica {
     pub slab: SlabId,
     pub place: usize,
     pub extent: Extent,
-    /// What its control word said when its return was begun; 0: that was not begun.
-    pub record: u32,
+    /// The inline log in its control word when the free was begun; 0 if no free was begun.
+    pub inline_log: u32,
 }
 
 impl Ledger for SlabSet {
-    /// SlabReplicas that are not whole yet, and those that go back just now, included.
+    /// All recorded extents, also those that are being filled or freed.
     fn extents(&self, each: &mut dyn FnMut(Extent)) {
         for slab in self.numbers() {
-            (0..self.replicas_wanted).filter_map(|place| self.noted(slab, place)).for_each(&mut *each);
+            (0..self.replicas_wanted)
+                .filter_map(|place| self.extent_at_place(slab, place))
+                .for_each(&mut *each);
         }
     }
 }
 
 impl SlabSet {
-    /// The memory that the records lie in: whoever has it can recover them.
+    /// The memory of the records, from which [`Self::recover`] recovers them.
     #[must_use]
     pub fn memory(&self) -> &Memory {
         &self.memory
     }
 
-    /// The slabs that an agent before this one left in `memory`, each of which was to have so many copies; none of their pages is referred
-    /// to yet. All volumes must be recovered before [`Self::finish_recovery`].
+    /// Recovers the slabs that an earlier agent left in `memory`. No location is referenced yet.
+    ///
+    /// All volumes must be recovered before [`Self::finish_recovery`].
     ///
     /// # Panics
-    /// If there can be no such number of copies.
+    /// If `replicas` is 0 or more than [`REPLICAS_MAX`].
     #[must_use]
     pub fn recover(memory: Memory, replicas: usize) -> Self {
         assert!((1..=REPLICAS_MAX).contains(&replicas), "{replicas} replicas");
@@ -51,7 +56,7 @@ impl SlabSet {
             memory,
             replicas_wanted: replicas,
             emptied: Mutex::default(),
-            is_untold: AtomicBool::new(false),
+            needs_notification: AtomicBool::new(false),
             damaged: Mutex::default(),
             slow: AtomicU64::new(0),
             marks: super::vacating::Marks::default(),
@@ -72,10 +77,10 @@ impl SlabSet {
         slabs
     }
 
-    /// A page table refers to the page.
+    /// Counts the reference of a page word to a location.
     ///
     /// # Panics
-    /// If there is no such slab: page table and slabs are not of one run, and nothing can be trusted.
+    /// If there is no such slab: the page table does not belong to these slabs.
     pub(crate) fn recover_reference(&self, location: Location) {
         assert!(!self.replicas(location.slab()).is_empty(), "{location:?} is in no slab");
         if self.references(location).fetch_add(1, AcqRel) == 0 {
@@ -84,25 +89,25 @@ impl SlabSet {
         }
     }
 
-    /// All volumes are recovered: slabs to which nothing refers go back to the pool when the sender next looks.
+    /// Ends the recovery. The sender will free the slabs to which no page word refers.
     pub fn finish_recovery(&self) {
         let empty = self.in_use().map(|(slab, _)| slab).filter(|slab| self.live_pages(*slab) == 0);
         self.emptied.lock().unwrap_or_else(PoisonError::into_inner).extend(empty);
     }
 
-    /// What is noted and is no copy: it was begun, or begun to be given back.
+    /// All recorded extents that are not complete replicas.
     pub(crate) fn unfinished_replicas(&self) -> impl Iterator<Item = UnfinishedReplica> + '_ {
         let at = |slab, place| {
-            let record = self.record(slab, place).load(Relaxed);
-            Some(UnfinishedReplica { slab, place, extent: self.unfinished(slab, place)?, record })
+            let inline_log = self.inline_log(slab, place).load(Relaxed);
+            Some(UnfinishedReplica { slab, place, extent: self.unfinished(slab, place)?, inline_log })
         };
         self.numbers()
             .flat_map(move |slab| (0..self.replicas_wanted).filter_map(move |place| at(slab, place)))
     }
 
-    /// All slabs there are.
+    /// All slabs in use, with their size classes.
     pub(crate) fn in_use(&self) -> impl Iterator<Item = (SlabId, SizeClass)> + '_ {
-        let copy = |slab| (0..self.replicas_wanted).find_map(|place| self.replica(slab, place));
-        self.numbers().filter_map(move |slab| Some((slab, copy(slab)?.class)))
+        let replica = |slab| (0..self.replicas_wanted).find_map(|place| self.replica(slab, place));
+        self.numbers().filter_map(move |slab| Some((slab, replica(slab)?.class)))
     }
 }

@@ -1,4 +1,4 @@
-//! What a slab records of its copies and pages, and when the sender hears of it.
+//! Tests of slab records: replicas, references, and notifications of the sender.
 
 use super::*;
 
@@ -8,7 +8,7 @@ fn extent(node: u16) -> Extent {
 }
 
 fn nodes(slabs: &SlabSet, slab: SlabId) -> Vec<u16> {
-    slabs.replicas(slab).iter().map(|copy| copy.node.0).collect()
+    slabs.replicas(slab).iter().map(|replica| replica.node.0).collect()
 }
 
 #[test]
@@ -20,9 +20,9 @@ fn a_slab_comes_and_goes_with_its_pages() {
     slabs.occupy(location, 0xabcd);
     slabs.retain(location);
     assert_eq!(slabs.crc(location), 0xabcd);
-    let copy = slabs.replicas(slab).iter().next().unwrap();
-    assert_eq!(copy, extent(2));
-    assert_eq!(page_of(&copy, 31), RemoteAddr { addr: 0x40_0000 + 31 * 4096, key: Key(77) });
+    let replica = slabs.replicas(slab).iter().next().unwrap();
+    assert_eq!(replica, extent(2));
+    assert_eq!(page_of(&replica, 31), RemoteAddr { addr: 0x40_0000 + 31 * 4096, key: Key(77) });
     slabs.release(location);
     assert!(!slabs.has_emptied_slabs(), "the other volume still refers to it");
     slabs.release(location);
@@ -35,7 +35,7 @@ fn a_slab_comes_and_goes_with_its_pages() {
 #[test]
 fn of_many_slabs_that_became_empty_the_sender_is_told_once() {
     let slabs = SlabSet::new().unwrap();
-    let count = u32::try_from(EMPTIED_TO_TELL).unwrap();
+    let count = u32::try_from(EMPTIED_WAKE_COUNT).unwrap();
     for round in 0..2 {
         for slab in (0..count).map(SlabId) {
             assert!(!slabs.consume_emptied_notification(), "round {round}, {slab:?}");
@@ -44,7 +44,7 @@ fn of_many_slabs_that_became_empty_the_sender_is_told_once() {
             slabs.release(Location::new(slab, 0));
         }
         assert!(slabs.consume_emptied_notification() && !slabs.consume_emptied_notification());
-        assert_eq!(slabs.drain_emptied().len(), EMPTIED_TO_TELL);
+        assert_eq!(slabs.drain_emptied().len(), EMPTIED_WAKE_COUNT);
         (0..count).map(SlabId).for_each(|slab| slabs.remove_slab(slab));
     }
 }
@@ -86,7 +86,7 @@ fn a_copy_that_is_begun_is_no_copy_yet() {
     assert_eq!(slabs.bytes().0, 128 << 10);
     assert_eq!(
         slabs.unfinished_replicas().collect::<Vec<_>>(),
-        [UnfinishedReplica { slab, place, extent: extent(3), record: 5 }]
+        [UnfinishedReplica { slab, place, extent: extent(3), inline_log: 5 }]
     );
     slabs.clear(slab, place);
     assert_eq!(slabs.unfinished_replicas().count(), 0);
@@ -106,8 +106,8 @@ fn readers_never_see_an_old_address_with_a_new_node() {
             }
         });
         for _ in 0..20_000 {
-            for copy in slabs.replicas(slab).iter() {
-                assert_eq!(copy, extent(copy.node.0));
+            for replica in slabs.replicas(slab).iter() {
+                assert_eq!(replica, extent(replica.node.0));
             }
         }
     });

@@ -1,7 +1,8 @@
-//! Slabs that are to become empty, so that their memory goes back to the pool: the sender marks them, and the volumes that refer to pages there move those to
-//! other slabs as they find the time.
+//! Marks on slabs that are being vacated, so that their memory can be freed. The sender sets the
+//! marks, and the volumes that refer to pages in marked slabs move those pages to other slabs.
 //!
-//! A mark is a hint. Nothing is wrong if a page stays where it is, or is moved for nothing; and marks do not outlive the agent.
+//! A mark is only advice: the data are correct whether or not a page is moved. Marks do not outlive
+//! the agent.
 
 use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
@@ -10,11 +11,11 @@ use crate::page::Location;
 
 const WORDS: usize = (SLABS_MAX / u64::BITS) as usize;
 
-/// A bit for each slab, and which round of marking it is.
+/// One bit for each slab, and the number of the current round.
 #[derive(Debug)]
 pub(super) struct Marks {
     slabs: Box<[AtomicU64]>,
-    /// Rounds begun so far; 0 while none is under way.
+    /// The number of the current round; 0 between rounds.
     round: AtomicU64,
     rounds: AtomicU64,
 }
@@ -33,7 +34,7 @@ impl Marks {
 }
 
 impl SlabSet {
-    /// These slabs are to become empty, when nothing is on its way there any more.
+    /// Marks slabs to be vacated. Volumes move their pages when the round begins.
     pub(crate) fn mark(&self, slabs: &[SlabId]) {
         for slab in slabs {
             let (word, bit) = self.marks.word(*slab);
@@ -41,39 +42,41 @@ impl SlabSet {
         }
     }
 
-    /// Marked slabs are to become empty. Whoever looks for their pages has looked for those of the round before.
+    /// Begins a round. Its number tells volumes that they have not searched for its pages yet.
     pub(crate) fn begin_vacating(&self) {
         let round = self.marks.rounds.fetch_add(1, Relaxed) + 1;
         self.marks.round.store(round, Release);
     }
 
-    /// The slab is another by now.
+    /// Removes the mark of a slab whose number is used for another slab.
     pub(crate) fn unmark(&self, slab: SlabId) {
         let (word, bit) = self.marks.word(slab);
         word.fetch_and(!bit, Relaxed);
     }
 
-    /// What is still there stays.
+    /// Ends the round, and removes all marks.
     pub(crate) fn end_vacating(&self) {
         self.marks.round.store(0, Relaxed);
         self.marks.slabs.iter().for_each(|word| word.store(0, Relaxed));
     }
 
-    /// Which round of vacating slabs is under way, if one is.
+    /// The number of the current round, if there is one.
     #[must_use]
     pub fn vacating_round(&self) -> Option<u64> {
         Some(self.marks.round.load(Acquire)).filter(|round| *round != 0)
     }
 
-    /// Whether a slab is to become empty.
+    /// Whether a slab is marked.
     #[must_use]
     pub fn is_vacating(&self, slab: SlabId) -> bool {
         let (word, bit) = self.marks.word(slab);
         word.load(Relaxed) & bit != 0
     }
 
-    /// Whether a page is to be moved by the volume that refers to it: its slab is to become empty, and nobody else refers to it. What is shared
-    /// stays: moved by each it would be there twice.
+    /// Whether a page should be moved by the volume that refers to it: its slab is marked, and it
+    /// has one reference.
+    ///
+    /// A shared page stays: each volume would move it, and it would exist twice.
     #[must_use]
     pub fn is_to_move(&self, location: Location) -> bool {
         self.is_vacating(location.slab()) && self.references(location).load(Relaxed) == 1

@@ -1,37 +1,42 @@
-//! Pages of a front end that keeps none of them, such as a block device, and pages that are moved from one slab to another: each goes straight into a slot.
+//! Pages that go straight into a slot of the mempool: pages of a front end that keeps none, such as
+//! a block device, and pages that are moved from one slab to another.
 //!
-//! A block is *open* while pages are put into it, and *sealed* when it goes to the sender. Until then its slots are the front end's alone,
-//! so a page that is written again is written in its place.
+//! A block is *open* while pages are added to it, and *sealed* when it goes to the sender. The
+//! slots of an open block belong to the front end, so a page that is written again is overwritten
+//! in its slot.
 
 use super::{BlockPhase, Volume};
 use crate::mempool::{BLOCK_PAGES, BlockId};
 use crate::mutation::Mutation;
 use crate::page::{PageNumber, PageState, Slot};
 
-/// A block on its way to the sender.
+/// A sealed block, to be passed to the sender.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SealedBlock {
     /// The block.
     pub block: BlockId,
-    /// Slots in use.
+    /// The number of slots in use.
     pub count: usize,
-    /// Which of them hold the newest bytes of their page, a bit each; the others need no writing.
+    /// Bit `i` is set if slot `i` has the newest bytes of its page. The other slots need not be
+    /// written.
     pub newest: u64,
 }
 
 impl Volume {
-    /// Open a block for pages to come. `None` while everything waits for acknowledgements.
+    /// Opens a block for pages. Returns `None` while all blocks wait for acknowledgements.
     pub fn open_block(&mut self) -> Option<BlockId> {
         let id = self.allocate_block()?;
         self.left(id, &[]);
         Some(id)
     }
 
-    /// A page comes in from the front end: the slot that its bytes must be copied to, before anybody else looks. Whatever copy
-    /// there was elsewhere is dropped.
+    /// Assigns a slot of the open block to a page, and returns it.
+    ///
+    /// The caller must copy the page's bytes into the slot before another thread can read the page.
+    /// The page's previous location is released.
     ///
     /// # Panics
-    /// If the block is not open or full, or a program holds the page.
+    /// If the block is not open or is full, or if the page is in a program.
     pub fn absorb(&mut self, open: BlockId, page: PageNumber) -> Slot {
         let word = self.table.get(page);
         let old = match word.state() {
@@ -54,23 +59,24 @@ impl Volume {
         block.pages.push(page);
         block.locations.push(None);
         self.table.set(page, word.with_state(PageState::Staged(slot)));
-        // Not before: whoever is killed in between must not leave a word that names another page's place.
+        // The word must change first: if the agent is killed in between, the page table must not
+        // name a location that may belong to another page.
         if let Some(location) = old {
             self.slabs.release(location);
         }
         slot
     }
 
-    /// Whether an open block has no slot left.
+    /// Whether an open block has no free slot.
     ///
     /// # Panics
-    /// If the block is not this volume's.
+    /// If this volume does not own the block.
     #[must_use]
     pub fn is_full(&self, open: BlockId) -> bool {
         self.blocks[open.0 as usize].as_ref().expect("the block is in use").pages.len() == BLOCK_PAGES
     }
 
-    /// No further page goes into the block; it is the sender's from now on, until [`Volume::written`] is told.
+    /// Seals an open block: it belongs to the sender until [`Volume::written`].
     pub fn seal(&mut self, open: BlockId) -> SealedBlock {
         let mut block = self.remove_block(open, BlockPhase::Leaving);
         let mut newest = 0;

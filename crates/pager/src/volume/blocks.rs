@@ -1,4 +1,5 @@
-//! The volume's blocks of the mempool: had, kept while they may be asked for again, and passed on to relatives that have none.
+//! The volume's blocks of the mempool: allocating them, reclaiming them, and passing them to
+//! relatives that have none.
 
 use super::{BlockPhase, Volume};
 use crate::mempool::BlockId;
@@ -6,8 +7,11 @@ use crate::mutation::Mutation;
 use crate::page::PageState;
 
 impl Volume {
-    /// Get a block for the next batch: a fresh one within the run's share, else the oldest reclaimable one.
-    /// `None` while everything waits for acknowledgements, or a relative has it: see [`Self::pass_block`].
+    /// Allocates a block for the next batch: a free one within the run's share, or else the oldest
+    /// reclaimable one.
+    ///
+    /// Returns `None` if all blocks wait for acknowledgements or belong to relatives (see
+    /// [`Self::pass_block`]).
     pub fn allocate_block(&mut self) -> Option<BlockId> {
         if let Some(block) = self.reserved.pop() {
             return Some(block);
@@ -21,36 +25,44 @@ impl Volume {
             if let Some(block) = self.mempool.allocate() {
                 return Some(block);
             }
-            // It is the host's mempool that has none: relatives could not use it either.
+            // The mempool of the host has no free block, so relatives could not use the reservation
+            // either.
             self.budget.cancel_block();
         }
         self.reclaim_oldest()
     }
 
-    /// Ask relatives for a block, if this volume has less than its part, and wait for it; whether they are to be told of that.
+    /// Queues this volume for a block if it owns less than its fair share. Returns true if newly
+    /// queued; then the caller must notify the relatives.
     #[must_use]
     pub fn queue_for_block(&mut self) -> bool {
         self.budget.queue_for_block(self.blocks_in_flight as u64)
     }
 
-    /// This volume does not need the block that it may have asked for. Who comes next is to be told: [`crate::Budget::consume_block_notification`].
+    /// Leaves the queue for blocks. The caller must then check
+    /// [`crate::Budget::consume_block_notification`].
     pub fn leave_block_queue(&mut self) {
         self.budget.leave_block_queue();
     }
 
-    /// Whether relatives have all blocks. To be looked at after asking: they pass one on as soon as they can, and tell.
+    /// Whether this volume owns no block and relatives own all blocks of the share.
+    ///
+    /// Must be called after [`Self::queue_for_block`]: a relative then passes a block as soon as it
+    /// can, and notifies.
     #[must_use]
     pub fn lacks_block(&self) -> bool {
         self.blocks_in_flight == 0 && self.reclaimable.is_empty() && self.budget.is_share_exhausted()
     }
 
-    /// Give back a block that [`Self::allocate_block`] gave and no batch used. Who waits for one is to be told: [`crate::Budget::consume_block_notification`].
+    /// Frees a block from [`Self::allocate_block`] that no batch uses. The caller must then check
+    /// [`crate::Budget::consume_block_notification`].
     pub fn free_block(&mut self, block: BlockId) {
         self.mempool.free(block);
         self.budget.release_block();
     }
 
-    /// Give the oldest reclaimable block back if a relative lacks one and this volume has more than its part; whether it did.
+    /// Frees the oldest reclaimable block if a relative is queued and this volume owns more than
+    /// its fair share. Returns whether it did.
     pub fn pass_block(&mut self) -> bool {
         let blocks = self.reclaimable.len() + self.blocks_in_flight;
         if !self.budget.should_pass_block(blocks as u64) {
@@ -60,7 +72,7 @@ impl Volume {
         passed.inspect(|block| self.free_block(*block)).is_some()
     }
 
-    /// Take the oldest acknowledged block out of the mempool; its pages are then remote only.
+    /// Reclaims the oldest acknowledged block: its pages are remote only from then on.
     fn reclaim_oldest(&mut self) -> Option<BlockId> {
         let id = if Mutation::ReclaimUnacknowledged.is_active() {
             let staged = self.blocks.iter().flatten().find(|block| block.phase != BlockPhase::Leaving)?.id;
@@ -84,7 +96,7 @@ impl Volume {
         Some(id)
     }
 
-    /// Empty the mempool of this volume as far as it is acknowledged.
+    /// Frees all acknowledged blocks of this volume.
     pub fn reclaim_all(&mut self) {
         while let Some(id) = self.reclaim_oldest() {
             self.free_block(id);

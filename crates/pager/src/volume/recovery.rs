@@ -1,9 +1,10 @@
-//! A volume after a restart of the agent: everything that counts is in its page table.
+//! Recovers a volume after a restart of the agent. All state that matters is in its page table.
 //!
-//! - What was in the mempool is written to memory nodes once more, whether or not that had been acknowledged: the slots are the newest
-//!   copies, and what was written before is forgotten (see `slabs/recovery`).
-//! - What was leaving is in the program or in its staging buffers; the front end knows.
-//! - The order in which pages came is lost, and so is which were hot. Where held pages came from is forgotten.
+//! - Pages in the mempool are written to memory nodes again, whether or not the previous agent's
+//!   WRITEs were acknowledged: the slots have the newest bytes, and the locations that were written
+//!   before are free (see `slabs/recovery`).
+//! - Leaving pages are in the program or in its staging buffers; the front end determines which.
+//! - The order of the resident queue, heat, and clean copies are lost.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -17,26 +18,27 @@ use crate::page::{PageNumber, PageState, PageWord};
 use crate::slabs::SlabSet;
 use crate::table::{PAGES_MAX, PageTable, TableError};
 
-/// Stands in a block where nothing is to be written. No page of a program is the first of its address space.
+/// Marks a slot of a recovered block that holds no page. No page of a program is page 0.
 const NO_PAGE: PageNumber = 0;
 
-/// A volume as it was found.
+/// A recovered volume, and what must be done before it is used.
 #[derive(Debug)]
 pub struct RecoveredVolume {
     /// The volume.
     pub volume: Volume,
-    /// Pages that had been told to leave, or had left, and did not reach the mempool: each must become [`Volume::left`],
-    /// [`Volume::refused`] or [`Volume::vanished`].
+    /// Pages that were leaving. The caller must pass each to [`Volume::left`], [`Volume::refused`]
+    /// or [`Volume::vanished`].
     pub leaving: Vec<PageNumber>,
-    /// Blocks in which pages wait to be written, and which of their slots: bit `i` for slot `i`. They are in flight.
+    /// Blocks with pages that must be written again, with bit `i` set if slot `i` holds a page.
+    /// They count as in flight.
     pub staged: Vec<(BlockId, u64)>,
 }
 
 impl Volume {
-    /// The volume whose page table an agent before this one left in `memory`.
+    /// Recovers the volume whose page table an earlier agent left in `memory`.
     ///
     /// # Errors
-    /// If it is no page table.
+    /// If the memory does not contain a page table.
     pub fn recover(
         memory: Memory,
         slabs: Arc<SlabSet>,
@@ -103,7 +105,8 @@ impl Volume {
         self.table.set(page, unqueued);
     }
 
-    /// Take a block into use again; which slots hold pages.
+    /// Records that this volume owns a block again, and returns a bit mask of its slots that hold
+    /// pages.
     fn recover_block(&mut self, id: BlockId, pages: [PageNumber; BLOCK_PAGES]) -> u64 {
         let locations = vec![None; BLOCK_PAGES];
         self.blocks[id.0 as usize] =
@@ -113,8 +116,8 @@ impl Volume {
         pages.iter().enumerate().filter(|(_, page)| **page != NO_PAGE).fold(0, |mask, (at, _)| mask | 1 << at)
     }
 
-    /// A batch was being noted as staged when the agent died: what of it was noted is leaving again, so that the batch can be taken into
-    /// the same block once more.
+    /// Reverts a batch of which the killed agent had recorded only some pages as staged: they are
+    /// leaving again, so that the whole batch can be staged in the same block.
     pub fn unstage(&mut self, id: BlockId) {
         let block = self.remove_block(id, BlockPhase::Staged);
         self.blocks_in_flight -= 1;
@@ -128,8 +131,11 @@ impl Volume {
         self.spare_blocks.push(block);
     }
 
-    /// Set blocks aside for batches that had left the program and did not reach the mempool. To be called when all volumes are recovered and before any
-    /// goes on: then there are as many as when the batches left.
+    /// Reserves blocks for batches that left the program before the restart and did not reach the
+    /// mempool.
+    ///
+    /// Must be called when all volumes are recovered and before any program runs: then the mempool
+    /// still has as many blocks as when the batches left.
     pub fn reserve_blocks(&mut self, batches: usize) {
         for block in std::iter::repeat_with(|| self.mempool.allocate()).take(batches).flatten() {
             self.budget.count_recovered_block();
@@ -137,20 +143,20 @@ impl Volume {
         }
     }
 
-    /// All batches have their blocks: those that are left over are anybody's.
+    /// Frees the reserved blocks that are left when all batches have their blocks.
     pub fn free_reserved_blocks(&mut self) {
         while let Some(block) = self.reserved.pop() {
             self.free_block(block);
         }
     }
 
-    /// Blocks of the mempool that this volume has.
+    /// The blocks of the mempool that this volume owns.
     pub fn blocks_in_use(&self) -> impl Iterator<Item = BlockId> + '_ {
         self.blocks.iter().flatten().map(|block| block.id)
     }
 
-    /// The page is resident in the program, though its word says that it is elsewhere: it was filled, and the agent died before it
-    /// noted that.
+    /// Records that a page is resident although its word says that it is elsewhere: the killed
+    /// agent had filled it and not recorded that.
     pub fn hold_present(&mut self, page: PageNumber) {
         let state = self.state(page);
         if matches!(state, PageState::Staged(_) | PageState::Reclaimable(_) | PageState::Remote(_)) {
@@ -159,11 +165,11 @@ impl Volume {
     }
 }
 
-/// Finish a move of pages that an agent before this one had begun in the page table in `memory`: all that was at the new place before is
-/// gone already.
+/// Completes a move of pages that an earlier agent had begun in the page table in `memory`. That
+/// agent had already forgotten the pages at the new place.
 ///
 /// # Errors
-/// If it is no page table.
+/// If the memory does not contain a page table.
 pub fn finish_move(memory: Memory, from: PageNumber, to: PageNumber, pages: u64) -> Result<(), TableError> {
     let mut table = PageTable::recover(memory)?;
     for (page, word) in table.words(from, from + pages) {

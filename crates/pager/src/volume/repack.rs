@@ -1,14 +1,18 @@
-//! Pages of slabs that are to become empty: whoever owns the volume reads them and takes them into the mempool anew, as if they had just left.
+//! Finds the pages of slabs that are being vacated. The owner of the volume reads them and absorbs
+//! them, as if they had just left.
 //!
-//! Taken in, a page is staged like any other ([`Volume::absorb`]), and goes to another slab; its old place is free at once.
+//! An absorbed page is staged ([`Volume::absorb`]) and written to another slab. Its old location is
+//! released at once.
 
 use super::Volume;
 use crate::mempool::BlockId;
 use crate::page::{PageNumber, PageState, Slot};
 
 impl Volume {
-    /// Look through the next part of the volume, from page `from` on, for pages that are to move; where the next part begins, `None` at the end.
-    /// Held pages give up the places there that they came from.
+    /// Appends the pages of the next leaf of the page table at or after `from` that are to be
+    /// moved. Returns where the next leaf begins, or `None` at the end.
+    ///
+    /// Held pages release clean copies in slabs that are being vacated.
     pub fn find_pages_to_move(&mut self, from: PageNumber, out: &mut Vec<PageNumber>) -> Option<PageNumber> {
         let Self { table, slabs, blocks, .. } = self;
         let (start, end) = table.next_part(from)?;
@@ -37,7 +41,8 @@ impl Volume {
         Some(end)
     }
 
-    /// Where a page is, if it is one that is still to move: [`PageState::Remote`] or [`PageState::Reclaimable`].
+    /// The state of a page that is still to be moved, which is [`PageState::Remote`] or
+    /// [`PageState::Reclaimable`]; otherwise `None`.
     #[must_use]
     pub fn state_if_to_move(&mut self, page: PageNumber) -> Option<PageState> {
         let state = self.state(page);
@@ -54,8 +59,10 @@ impl Volume {
         self.blocks[id.0 as usize].as_ref()?.locations[index]
     }
 
-    /// The slot that [`Self::absorb`] will name for a page that is not in the open block yet. Its bytes are to be there before: from then on a restart finds the
-    /// page there.
+    /// The slot that [`Self::absorb`] will assign to a page that is not in the open block yet.
+    ///
+    /// The page's bytes must be in the slot before that call: a restart after the call reads them
+    /// there.
     ///
     /// # Panics
     /// If the block is not open, or full.

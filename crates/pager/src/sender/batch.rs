@@ -1,0 +1,103 @@
+//! A batch in flight: what of it is posted, acknowledged, or must be written again.
+
+use crate::digest::Digest;
+use crate::mempool::{BLOCK_PAGES, BlockId};
+use crate::page::Location;
+use crate::slabs::SlabSet;
+
+/// A batch in flight.
+///
+/// A *run* is a sequence of pages that one WRITE per replica transfers, or a set of unchanged pages
+/// that one READ per replica confirms. It is identified by its first page.
+#[derive(Debug)]
+pub(super) struct BatchWrite {
+    /// Identifies the batch in work ids.
+    pub number: u64,
+    pub owner: u64,
+    pub block: BlockId,
+    pub count: usize,
+    pub crcs: [u32; BLOCK_PAGES],
+    pub digests: [Digest; BLOCK_PAGES],
+    pub locations: [Option<Location>; BLOCK_PAGES],
+    /// The program has exited: pages that are not posted yet need not be written.
+    pub is_abandoned: bool,
+    /// Pages with data that are not posted yet, as a bit mask.
+    pub unposted: u64,
+    /// Unchanged pages whose clean copies are not confirmed yet, as a bit mask.
+    pub unchanged: u64,
+    /// WRITEs and READs in flight.
+    pub outstanding: usize,
+    /// Indexed by run: its pages, as a bit mask.
+    pub run_pages: [u64; BLOCK_PAGES],
+    /// Indexed by run: its operations in flight.
+    pub run_outstanding: [u8; BLOCK_PAGES],
+    /// Indexed by run: the places of the slab's record whose replica has acknowledged it, as a bit
+    /// mask.
+    pub run_acknowledged: [u8; BLOCK_PAGES],
+    /// Runs of which at least one operation has failed.
+    pub failed_runs: u64,
+    /// Runs that no replica has acknowledged yet.
+    pub awaited_runs: u64,
+}
+
+impl BatchWrite {
+    /// A batch of `count` pages, none of which is examined yet.
+    pub fn new(number: u64, owner: u64, block: BlockId, count: usize) -> Self {
+        Self {
+            number,
+            owner,
+            block,
+            count,
+            crcs: [0; BLOCK_PAGES],
+            digests: [0; BLOCK_PAGES],
+            locations: [None; BLOCK_PAGES],
+            is_abandoned: false,
+            unposted: 0,
+            unchanged: 0,
+            outstanding: 0,
+            run_pages: [0; BLOCK_PAGES],
+            run_outstanding: [0; BLOCK_PAGES],
+            run_acknowledged: [0; BLOCK_PAGES],
+            failed_runs: 0,
+            awaited_runs: 0,
+        }
+    }
+
+    /// Records that the operations of a run are being posted.
+    pub fn begin_run(&mut self, first: usize, pages: u64) {
+        self.run_pages[first] = pages;
+        self.run_acknowledged[first] = 0;
+        self.awaited_runs |= 1 << first;
+    }
+
+    /// Counts an operation of a run that was posted.
+    pub fn posted(&mut self, first: usize) {
+        self.run_outstanding[first] += 1;
+        self.outstanding += 1;
+    }
+
+    /// The work id of the operation of a run to the replica at `place` of the slab's record.
+    pub fn id(&self, place: usize, first: usize) -> u64 {
+        self.number << 16 | (place as u64) << 8 | first as u64
+    }
+
+    /// Releases the locations of these pages, and marks them to be written to others unless the
+    /// batch is abandoned.
+    pub fn write_anew(&mut self, slabs: &SlabSet, pages: u64) {
+        for index in bits(pages) {
+            slabs.release(self.locations[index].take().expect("a written page has a location"));
+        }
+        if !self.is_abandoned {
+            self.unposted |= pages;
+        }
+    }
+}
+
+/// The indices of the bits that are set.
+pub(super) fn bits(mut mask: u64) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let bit = (mask != 0).then(|| mask.trailing_zeros() as usize)?;
+        mask &= mask - 1;
+        Some(bit)
+    })
+}
