@@ -1,10 +1,10 @@
 //! Golden bytes of `docs/formats/pool.md`: header, tables, control words, log entries.
 //! A changed golden file needs a new version there ([`VERSION`]).
 
-use aquifer_fabric::{Host, KeyTable};
+use aquifer_fabric::{Host, KeyTable, Tenant};
 use aquifer_tests_support::golden;
 
-use crate::cache::NodeCache;
+use crate::cache::{Draws, NodeCache};
 use crate::layout::{
     HEADER_BYTES, KEY_ENTRY_BYTES, LOG_ENTRY_BYTES, Layout, MAGIC, SECTION_ENTRIES, SECTIONS_MAX, VERSION,
 };
@@ -106,7 +106,6 @@ fn golden_span_words() {
         ("chunks 4 to 7 given back", full.give(run(4, 2), HOST)),
         ("the last given back", first.give(run(4, 2), HOST)),
         ("all of a dead host given back", full.give_all(0xffff_0000, run(16, 4), Host(4095))),
-        ("signed", first.give(run(4, 2), HOST).sign(HOST)),
         ("ready", first.give(run(4, 2), HOST).mark_ready(HOST)),
         ("chunk 31 taken", SpanWord::default().take(run(31, 0), Host(1))),
     ];
@@ -139,6 +138,8 @@ fn golden_places_of_entries() {
     for (name, at) in places {
         golden.text(name, &layout.word_at(at).to_string());
     }
-    golden.bytes("number of a writer", &NodeCache::nonce_of(HOST, 0x0102_0304).to_le_bytes());
+    let draws = Draws::Counted { key_bits: 0, nonce: 0x0102_0304, clients: 1 };
+    let mut cache = NodeCache::new(&layout, 0, Tenant(0), draws);
+    golden.bytes("number of a writer", &cache.nonce(HOST).to_le_bytes());
     golden.check();
 }
