@@ -13,8 +13,13 @@ use aquifer_directory::names::AgentRecord;
 use aquifer_extents::{Keep, Left, Reach, Sessions};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::tcp::ConnectOptions;
-use aquifer_fabric::{Identity, Tenant};
+use aquifer_fabric::{Endpoint, EndpointError, Host as HostNumber, Identity, Tenant};
 use aquifer_faults::serve::{Restored, Service, Surroundings};
+use aquifer_host::audit::Audits;
+use aquifer_host::lent::Lent;
+use aquifer_host::membership::{Membership, MembershipError};
+use aquifer_host::nodes::Nodes;
+use aquifer_host::recovery::Recovery;
 use aquifer_ipc::{KeptKind, Put, Share};
 use aquifer_keeper::KeeperPort;
 use aquifer_keeper::socket::{raise_descriptor_limit, wait_readable};
@@ -22,13 +27,8 @@ use aquifer_metrics::{MetricsError, Place as MetricsPlace};
 use aquifer_pager::{Connector, Mempool};
 use aquifer_pool::{Custody, NodeId, PoolClient};
 
-use crate::audit::Audits;
-use crate::lent::Lent;
-use crate::membership::{Membership, MembershipError};
 use crate::metrics;
-use crate::nodes::Nodes;
 use crate::place::Place;
-use crate::recovery::Recovery;
 use crate::talk::{SETTLE, Talks, attend};
 
 /// How often to look whether to stop.
@@ -141,6 +141,24 @@ impl Keep for Host {
     }
 }
 
+impl Reach for Host {
+    fn nodes(&self) -> Vec<NodeId> {
+        self.nodes.list()
+    }
+
+    fn host(&self) -> HostNumber {
+        self.nodes.host()
+    }
+
+    fn custody(&self) -> &Arc<Custody> {
+        self.nodes.custody()
+    }
+
+    fn connect(&self, node: NodeId, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {
+        self.nodes.connect(node, tenant)
+    }
+}
+
 /// Serve programs until `stop`; then end them, with a message, and give all memory back. If an agent before this one was killed, go on
 /// with its programs.
 ///
@@ -176,7 +194,7 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
         kept.into_iter().partition(|kept| kept.put.kind == KeptKind::Session);
     let left = left_sessions(kept_sessions, before.is_some(), &host.keeper);
     let sessions = Sessions::new(
-        Arc::clone(&nodes) as Arc<dyn Reach>,
+        Arc::clone(&host) as Arc<dyn Reach>,
         Arc::clone(&host) as Arc<dyn Keep>,
         options.extents_per_user,
     );

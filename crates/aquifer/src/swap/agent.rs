@@ -4,8 +4,8 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use aquifer_agent::lent::borrow;
 use aquifer_channel::receive_frame;
+use aquifer_host::lent::borrow;
 use aquifer_ipc::Frame;
 
 /// How often to look for an agent that died.
