@@ -10,7 +10,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-use crate::ending::is_ending;
+use aquifer_swap::ending::is_ending;
 
 /// Those who look hold the lock shared for a moment; so often, at most, one lets them pass.
 const ATTEMPTS_MAX: u32 = 100_000;

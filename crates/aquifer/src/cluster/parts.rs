@@ -15,7 +15,6 @@ use aquifer_fabric::{shm, tcp};
 use aquifer_keeper::{self as keeper, KeeperOptions};
 use aquifer_node::{Keep, Listen, NodeOptions, Shutdown};
 use rustix::net::SocketType;
-use tracing_subscriber::EnvFilter;
 
 use super::key;
 use super::lock::Lock;
@@ -25,6 +24,7 @@ use super::source::Source;
 use super::systemd;
 use crate::Outcome;
 use crate::cli::{AgentArguments, Foreground, GRACE_MS, KeeperArguments, NodeArguments, PartCommand};
+use crate::say::log_to_stderr;
 use crate::settings::{AgentSettings, Network, NodeSettings, complete};
 use crate::state::StateDir;
 use aquifer_ipc::size::Size;
@@ -104,10 +104,7 @@ fn begin(
     let Some(_lock) = lock else {
         return Err(format!("{part} is running already in {}", state.path().display()).into());
     };
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    // A log that cannot be written, on a full disk, must not end a daemon: the subscriber would complain on the same stderr, and panic.
-    let log = tracing_subscriber::fmt().log_internal_errors(false).with_env_filter(filter);
-    log.with_writer(std::io::stderr).with_ansi(false).init();
+    log_to_stderr();
     serve(stop, Ready { part, detached: foreground.detached })?;
     tracing::info!("{part} has stopped");
     Ok(ExitCode::SUCCESS)
