@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use aquifer_channel::Kept;
+use aquifer_channel::socket::wait_readable;
 use aquifer_directory::DirectoryError;
 use aquifer_directory::names::AgentRecord;
 use aquifer_extents::{Keep, Left, Reach, Sessions};
@@ -22,7 +23,6 @@ use aquifer_host::nodes::Nodes;
 use aquifer_host::recovery::Recovery;
 use aquifer_ipc::{KeptKind, Put, Share};
 use aquifer_keeper::KeeperPort;
-use aquifer_keeper::socket::{raise_descriptor_limit, wait_readable};
 use aquifer_metrics::{MetricsError, Place as MetricsPlace};
 use aquifer_pager::{Connector, Mempool};
 use aquifer_pool::{Custody, NodeId, PoolClient};
@@ -165,7 +165,6 @@ impl Reach for Host {
 /// # Errors
 /// If something it needs is missing at the start.
 pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) -> Result<(), AgentError> {
-    raise_descriptor_limit();
     let (keeper, kept) = KeeperPort::connect(&options.keeper, Share::Agent)
         .map_err(|source| AgentError::Keeper { path: options.keeper.clone(), source })?;
     let mut place = Place::find(options, &kept)?;

@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer_channel::send_frame;
+use aquifer_channel::socket::wait_readable;
 use aquifer_host::lent::Lent;
 use aquifer_ipc::Frame;
-use aquifer_keeper::socket::wait_readable;
 
 /// Borrowers at once.
 const BORROWERS_MAX: usize = 1024;

@@ -8,13 +8,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use aquifer_channel::socket::{Peer, accept, wait_readable};
 use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_extents::Sessions;
 use aquifer_faults::serve::{Run, RunReport, Service};
 use aquifer_host::lent::Lent;
 use aquifer_host::nodes::Nodes;
 use aquifer_ipc::{Frame, OpenRun, SetLimit};
-use aquifer_keeper::socket::{Peer, accept, wait_readable};
 use aquifer_pager::REPLICAS_MAX;
 use rustix::fs::{Mode, OFlags};
 

@@ -1,6 +1,7 @@
 //! The way between a program and the agent of its host.
 //!
 //! - [`frames`]: messages over Unix sockets that keep their boundaries, with descriptors.
+//! - [`socket`]: the sockets themselves: listening, accepting, waiting.
 //! - [`Mapping`]: the memory of a session's ring, where a program has it mapped.
 //! - [`place`]: where the agent is found.
 //! - [`bell`]: waiting for the other side of a ring, and waking it.
@@ -13,6 +14,7 @@ pub mod frames;
 mod golden_tests;
 mod mapping;
 pub mod place;
+pub mod socket;
 
 pub use frames::{Kept, ReceiveError, connect, receive_frame, send_frame, try_send_frame};
 pub use mapping::Mapping;

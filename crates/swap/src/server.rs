@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use aquifer_block::fuse::{FILE, FuseServer};
 use aquifer_block::volume::VOLUME_BYTES_MAX;
 use aquifer_block::{BlockVolume, Mover, Pump, PumpThread};
+use aquifer_channel::socket::wait_readable;
 use aquifer_channel::{receive_frame, send_frame};
 use aquifer_directory::Directory;
 use aquifer_fabric::tcp::ConnectOptions;
@@ -404,8 +405,7 @@ fn seed() -> io::Result<u64> {
 }
 
 pub(crate) fn is_readable(socket: &OwnedFd) -> bool {
-    let mut polled = [PollFd::new(socket, PollFlags::IN)];
-    poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0)
+    wait_readable(&[socket], Duration::ZERO).unwrap_or(false)
 }
 
 /// Tell the run, if it still listens.

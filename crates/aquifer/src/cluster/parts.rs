@@ -126,6 +126,7 @@ fn keeper(
     let listener = systemd::listener("keeper", SocketType::SEQPACKET)?;
     let options = KeeperOptions { socket: state.socket(&Part::Keeper.to_string()), grace, listener };
     let stopped = stop_flag(stop)?;
+    raise_descriptor_limit();
     keeper::serve(&options, &stopped, || ready.tell())
         .map_err(|error| format!("the keeper cannot serve at {}: {error}", options.socket.display()).into())
 }
@@ -250,9 +251,20 @@ fn agent(
         metrics: settings.metrics.clone(),
     };
     let stopped = stop_flag(stop)?;
+    raise_descriptor_limit();
     aquifer_agent::serve(&options, &stopped, || ready.tell())?;
     shadow.dismiss();
     Ok(())
+}
+
+/// Each paged program needs a dozen descriptors, in the agent as in the keeper: allow as many as the system lets us.
+fn raise_descriptor_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    let wanted = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    if let Err(error) = setrlimit(Resource::Nofile, wanted) {
+        tracing::warn!(%error, ?limit, "the limit of open files stays: it bounds how many programs can be paged");
+    }
 }
 
 fn stop_flag(stop: StopSignal) -> std::io::Result<Arc<AtomicBool>> {
