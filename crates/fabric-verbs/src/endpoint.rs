@@ -13,7 +13,6 @@ use std::time::Duration;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd};
 
 use self::recovery::Attempt;
-use super::HANDSHAKE_TIME;
 use super::keys::Keys;
 use super::letters::{Answer, Request};
 use super::link::{Link, knock};
@@ -24,6 +23,7 @@ use super::sys::completions::{Ended, Outcome};
 use super::sys::pair::Order;
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::Memory;
+use aquifer_fabric::handshake::HANDSHAKE_TIME;
 use aquifer_fabric::handshake::hello::{Hello, SessionId};
 use aquifer_fabric::memory::u64_from;
 use aquifer_fabric::rescue::Rescue;

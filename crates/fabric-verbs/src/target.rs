@@ -131,10 +131,7 @@ impl VerbsTarget {
     /// If an option is out of bounds, the address is no device's or taken, or the system refuses.
     pub fn listen(address: SocketAddr, key: &ClusterKey, options: Options) -> Result<Self, TargetError> {
         let system = |what| move |source| TargetError::System { what, source };
-        if let Some(fault) = options.fault() {
-            let source = io::Error::new(io::ErrorKind::InvalidInput, fault);
-            return Err(system("cannot set up a verbs target")(source));
-        }
+        options.check()?;
         let (server, device, address) =
             Server::listen(address, &options).map_err(system("cannot listen over RDMA"))?;
         let control = Control::create(options.endpoints_max, options.regions_max + options.windows_max)

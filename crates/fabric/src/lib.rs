@@ -15,6 +15,7 @@ pub mod handshake;
 pub mod key_table;
 pub mod keys;
 pub mod lasting;
+pub mod limits;
 pub mod mail;
 pub mod memory;
 mod reach;

@@ -81,10 +81,7 @@ impl ShmTarget {
     /// If an option is out of bounds, another listens at `path`, or the system refuses.
     pub fn listen(path: &Path, options: Options) -> Result<Self, TargetError> {
         let system = |what, source| TargetError::System { what, source };
-        if let Some(fault) = options.fault() {
-            let source = io::Error::new(io::ErrorKind::InvalidInput, fault);
-            return Err(system("cannot set up a shared-memory target", source));
-        }
+        options.check()?;
         let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
         let key_count = options.regions_max + options.windows_max;
         let control = Control::create(options.endpoints_max, key_count)

@@ -13,9 +13,9 @@ use super::serve::{Arrival, Hand};
 use super::session::Session;
 use super::stream::{Deadlined, tune};
 use super::target::{Peer, Shared, State};
-use super::{HANDSHAKE_TIME, PENDING_LIMIT};
 use crate::handshake::hello::{self, Hello, Reply, Resume, Welcome};
 use crate::handshake::secure::{SecureError, Secured, respond};
+use crate::handshake::{HANDSHAKE_TIME, LEAVING, PENDING_LIMIT, TRY_AGAIN};
 use crate::target::Identity;
 
 /// The door looks so often whether a session has lingered for long enough.
@@ -216,8 +216,3 @@ fn go_on(
     }
     Err("there is no such session (any more)".into())
 }
-
-/// What a target says that ends.
-pub(crate) const LEAVING: &str = "the target is going away";
-/// What a target says whose end of the broken connection is still open.
-pub(super) const TRY_AGAIN: &str = "try again: the old connection is being closed";

@@ -16,14 +16,14 @@ use zerocopy::IntoBytes;
 
 use self::direct::Plan;
 use self::recovery::Found;
+use super::ConnectOptions;
 use super::spin::Spin;
 use super::stream::{Deadlined, connect_unpaced, tune};
 use super::wire::{self, Request, padded};
-use super::{ConnectOptions, HANDSHAKE_TIME};
 use crate::Memory;
-use crate::handshake::ClusterKey;
 use crate::handshake::hello::{self, Hello, Reply, SessionId, Welcome};
 use crate::handshake::secure::{Seal, SecureError, initiate};
+use crate::handshake::{ClusterKey, HANDSHAKE_TIME};
 use crate::memory::{copy, u64_from};
 use crate::rescue::Rescue;
 use crate::target::{Identity, Region};

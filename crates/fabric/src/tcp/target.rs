@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::event::EventfdFlags;
 use zerocopy::IntoBytes;
 
+use super::Options;
 use super::door::Doorkeeper;
 use super::rate::Limiter;
 use super::serve::{Hand, ServeThread};
@@ -20,11 +21,10 @@ use super::session::Session;
 use super::stream::avoid_pacing;
 use super::tally::{Tally, Tenants};
 use super::wire::{self, Answer, padded};
-use super::{LINGER_TIME, Options};
 use crate::Memory;
 use crate::control::{Control, FENCED};
-use crate::handshake::ClusterKey;
 use crate::handshake::hello::SessionId;
+use crate::handshake::{ClusterKey, LINGER_TIME};
 use crate::key_table::{KeyTable, PlacedTable};
 use crate::mail::{self, Correspondent, Mailbox};
 use crate::tables::Tables;
@@ -145,10 +145,7 @@ impl TcpTarget {
     /// As [`TcpTarget::listen`].
     pub fn listen_on(listener: TcpListener, key: &ClusterKey, options: Options) -> Result<Self, TargetError> {
         let system = |what, source| TargetError::System { what, source };
-        if let Some(fault) = options.fault() {
-            let source = io::Error::new(io::ErrorKind::InvalidInput, fault);
-            return Err(system("cannot set up a TCP target", source));
-        }
+        options.check()?;
         let address = listener.local_addr().map_err(|e| system("cannot listen", e))?;
         avoid_pacing(&listener);
         let control = Control::create(options.endpoints_max, options.regions_max + options.windows_max)
