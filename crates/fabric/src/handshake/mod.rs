@@ -10,7 +10,13 @@ pub mod secure;
 
 pub use secure::ClusterKey;
 
+use std::io::{Read, Write};
+use std::net::SocketAddr;
 use std::time::Duration;
+
+use self::hello::{Hello, Reply, Welcome};
+use self::secure::{SecureError, Secured, initiate};
+use crate::work::EndpointError;
 
 /// A connection that has not said and proved who it is by then is closed.
 pub const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
@@ -23,3 +29,36 @@ pub const LINGER_TIME: Duration = Duration::from_secs(5);
 pub(crate) const LEAVING: &str = "the target is going away";
 /// What a target says whose end of the broken connection is still open.
 pub(crate) const TRY_AGAIN: &str = "try again: the old connection is being closed";
+
+/// Proves over `stream` to the target at `address` that this initiator has the cluster's key, says hello, and hears what is granted.
+///
+/// # Errors
+/// If the target refuses, does not have the key, or does not speak this protocol; or what the stream says.
+pub fn knock<S: Read + Write>(
+    stream: S,
+    address: SocketAddr,
+    key: &ClusterKey,
+    hello: &Hello,
+) -> Result<(Secured<S>, Welcome), EndpointError> {
+    let address = address.to_string();
+    let say_and_hear = || {
+        let mut secured = initiate(stream, key)?;
+        secured.say(&hello::encode_hello(hello))?;
+        let heard = secured.hear()?;
+        Ok((secured, heard))
+    };
+    let (secured, heard) = match say_and_hear() {
+        Ok(heard) => heard,
+        Err(SecureError::System(source)) => return Err(EndpointError::Unreachable { address, source }),
+        Err(SecureError::Stranger) => {
+            let reason = "the cluster keys differ: give both ends the same --key file".into();
+            return Err(EndpointError::Refused { address, reason });
+        }
+        Err(other) => return Err(EndpointError::Protocol { address, reason: other.to_string() }),
+    };
+    match hello::parse_reply(&heard) {
+        Ok(Reply::Welcome(welcome)) => Ok((secured, welcome)),
+        Ok(Reply::Refusal(reason)) => Err(EndpointError::Refused { address, reason }),
+        Err(error) => Err(EndpointError::Protocol { address, reason: error.to_string() }),
+    }
+}

@@ -21,9 +21,9 @@ use super::spin::Spin;
 use super::stream::{Deadlined, connect_unpaced, tune};
 use super::wire::{self, Request, padded};
 use crate::Memory;
-use crate::handshake::hello::{self, Hello, Reply, SessionId, Welcome};
-use crate::handshake::secure::{Seal, SecureError, initiate};
-use crate::handshake::{ClusterKey, HANDSHAKE_TIME};
+use crate::handshake::hello::{Hello, SessionId, Welcome};
+use crate::handshake::secure::Seal;
+use crate::handshake::{self, ClusterKey, HANDSHAKE_TIME};
 use crate::memory::{copy, u64_from};
 use crate::rescue::Rescue;
 use crate::target::{Identity, Region};
@@ -107,32 +107,15 @@ fn knock(
     hello: &Hello,
     patience: Duration,
 ) -> Result<(TcpStream, Seal, Welcome), EndpointError> {
-    let name = address.to_string();
-    let unreachable = |source| EndpointError::Unreachable { address: name.clone(), source };
-    let failed = |error| match error {
-        SecureError::System(source) => unreachable(source),
-        SecureError::Stranger => EndpointError::Refused {
-            address: name.clone(),
-            reason: "the cluster keys differ: give both ends the same --key file".into(),
-        },
-        other => EndpointError::Protocol { address: name.clone(), reason: other.to_string() },
-    };
+    let unreachable = |source| EndpointError::Unreachable { address: address.to_string(), source };
     let stream = connect_unpaced(address, patience).map_err(unreachable)?;
     tune(&stream).map_err(unreachable)?;
-    let mut secured = initiate(Deadlined::new(stream, Instant::now() + patience), key).map_err(failed)?;
-    secured.say(&hello::encode_hello(hello)).map_err(failed)?;
-    let heard = secured.hear().map_err(failed)?;
-    let reply = hello::parse_reply(&heard)
-        .map_err(|error| EndpointError::Protocol { address: name.clone(), reason: error.to_string() })?;
-    match reply {
-        Reply::Refusal(reason) => Err(EndpointError::Refused { address: name, reason }),
-        Reply::Welcome(welcome) => {
-            let (stream, seal) = secured.into_parts();
-            let stream = stream.into_inner();
-            stream.set_nonblocking(true).map_err(unreachable)?;
-            Ok((stream, seal, welcome))
-        }
-    }
+    let deadlined = Deadlined::new(stream, Instant::now() + patience);
+    let (secured, welcome) = handshake::knock(deadlined, address, key, hello)?;
+    let (stream, seal) = secured.into_parts();
+    let stream = stream.into_inner();
+    stream.set_nonblocking(true).map_err(unreachable)?;
+    Ok((stream, seal, welcome))
 }
 
 impl TcpEndpoint {
