@@ -150,8 +150,7 @@ impl Server {
             tracing::error!(%error, "the fabric target cannot wait for its device");
         }
         if polled[0].revents().contains(PollFlags::IN) {
-            // It only wakes: nothing is lost if it was read already.
-            let _ = rustix::io::read(&shared.wake, &mut [0; 8]);
+            shared.wake.clear();
         }
         if polled[2].revents().contains(PollFlags::IN) {
             self.completions.quiet();

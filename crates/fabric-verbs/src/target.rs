@@ -4,13 +4,10 @@ use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::SocketAddr;
 use std::ops::Range;
-use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-
-use rustix::event::EventfdFlags;
 
 use super::Options;
 use super::peer::Peer;
@@ -25,6 +22,7 @@ use aquifer_fabric::key_table::KeyTable;
 use aquifer_fabric::mail::{self, Correspondent};
 use aquifer_fabric::tables::Tables;
 use aquifer_fabric::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
+use aquifer_fabric::wake::Wake;
 use aquifer_fabric::work::Key;
 
 /// Memory offered over verbs.
@@ -52,7 +50,7 @@ pub(super) struct Shared {
     pub control: Control,
     pub device: &'static Device,
     pub state: Mutex<State>,
-    pub wake: OwnedFd,
+    pub wake: Wake,
     pub stop: AtomicBool,
 }
 
@@ -104,11 +102,6 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn ring(&self) {
-        // Writing to an eventfd fails only when its count is full, and then it is awake already.
-        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
-    }
-
     /// Have the thread do something, and wait until it is done; nothing if there is no thread any more.
     fn command<T>(&self, make: impl FnOnce(Sender<T>) -> Command) -> Option<T> {
         let (done, is_done) = channel();
@@ -119,7 +112,7 @@ impl Shared {
         }
         state.commands.push(make(done));
         drop(state);
-        self.ring();
+        self.wake.wake();
         is_done.recv().ok()
     }
 }
@@ -136,8 +129,7 @@ impl VerbsTarget {
             Server::listen(address, &options).map_err(system("cannot listen over RDMA"))?;
         let control = Control::create(options.endpoints_max, options.regions_max + options.windows_max)
             .map_err(system("cannot create control memory"))?;
-        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|error| system("cannot create an eventfd")(error.into()))?;
+        let wake = Wake::new().map_err(system("cannot create an eventfd"))?;
         let secret = RandomState::new().hash_one(address);
         let state = State {
             slots: vec![false; options.endpoints_max],
@@ -225,7 +217,7 @@ impl VerbsTarget {
 impl Drop for VerbsTarget {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::SeqCst);
-        self.shared.ring();
+        self.shared.wake.wake();
         if let Some(thread) = self.thread.take() {
             let ended = thread.join();
             debug_assert!(ended.is_ok(), "the target's thread panicked");
@@ -305,7 +297,7 @@ impl Target for VerbsTarget {
             .filter(|peer| peer.mailbox.post(message, limits.receive_depth))
             .count();
         drop(state);
-        self.shared.ring();
+        self.shared.wake.wake();
         taken
     }
 

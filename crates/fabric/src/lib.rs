@@ -26,6 +26,7 @@ pub mod tables;
 pub mod target;
 pub mod tcp;
 pub mod view;
+pub mod wake;
 pub mod work;
 
 pub use handshake::ClusterKey;

@@ -58,8 +58,7 @@ impl Doorkeeper {
                 tracing::error!(%error, "the fabric target cannot wait for its sockets");
             }
             if polled[0].revents().contains(PollFlags::IN) {
-                // It only wakes: nothing is lost if it was read already.
-                let _ = rustix::io::read(&self.shared.wake, &mut [0; 8]);
+                self.shared.wake.clear();
             }
             if polled[1].revents().contains(PollFlags::IN) {
                 self.accept();

@@ -4,13 +4,11 @@ use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::ops::Range;
-use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rustix::event::EventfdFlags;
 use zerocopy::IntoBytes;
 
 use super::Options;
@@ -29,6 +27,7 @@ use crate::key_table::{KeyTable, PlacedTable};
 use crate::mail::{self, Correspondent, Mailbox};
 use crate::tables::Tables;
 use crate::target::{Access, Host, Identity, Region, Scope, Served, Target, TargetError, Tenant, WindowSpec};
+use crate::wake::Wake;
 use crate::work::Key;
 
 /// A target that goes away waits so long for a request under way.
@@ -57,7 +56,7 @@ pub(super) struct Shared {
     pub memories: Box<[OnceLock<Placed>]>,
     pub state: Mutex<State>,
     pub hands: Vec<Hand>,
-    pub wake: OwnedFd,
+    pub wake: Wake,
     pub stop: AtomicBool,
     /// What tenants have left; of all threads together, and only asked if there is a rate.
     pub limiter: Mutex<Limiter>,
@@ -150,9 +149,9 @@ impl TcpTarget {
         avoid_pacing(&listener);
         let control = Control::create(options.endpoints_max, options.regions_max + options.windows_max)
             .map_err(|e| system("cannot create control memory", e))?;
-        let event = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-        let wake = event().map_err(|e| system("cannot create an eventfd", e.into()))?;
-        let hands: Result<Vec<Hand>, _> = (0..options.threads).map(|_| event().map(Hand::new)).collect();
+        let no_wake = |error| system("cannot create an eventfd", error);
+        let wake = Wake::new().map_err(no_wake)?;
+        let hands: Result<Vec<Hand>, _> = (0..options.threads).map(|_| Hand::new()).collect();
         let state = State {
             slots: vec![false; options.endpoints_max],
             peers: Vec::new(),
@@ -170,7 +169,7 @@ impl TcpTarget {
             control,
             memories: (0..options.regions_max).map(|_| OnceLock::new()).collect(),
             state: Mutex::new(state),
-            hands: hands.map_err(|e| system("cannot create an eventfd", e.into()))?,
+            hands: hands.map_err(no_wake)?,
             wake,
             stop: AtomicBool::new(false),
             limiter: Mutex::new(Limiter::new(options.rate)),
@@ -209,8 +208,7 @@ impl Drop for TcpTarget {
         self.shared.stop.store(true, Ordering::SeqCst);
         drop(state);
         self.shared.hands.iter().for_each(Hand::wake);
-        // Writing to an eventfd fails only when its count is full, and then it is awake already.
-        let _ = rustix::io::write(&self.shared.wake, &1_u64.to_ne_bytes());
+        self.shared.wake.wake();
         for slot in 0..self.shared.control.endpoints() {
             self.shared.control.drain(slot, Some(FAREWELL));
         }
@@ -274,7 +272,7 @@ impl Shared {
         }
         state.lingering.push((session, Instant::now()));
         drop(state);
-        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+        self.wake.wake();
     }
 
     /// End the sessions that have lingered for long enough.
