@@ -16,6 +16,7 @@ pub mod key_table;
 pub mod keys;
 pub mod lasting;
 pub mod limits;
+mod locals;
 pub mod mail;
 pub mod memory;
 mod reach;

@@ -24,7 +24,8 @@ use crate::Memory;
 use crate::handshake::hello::{Hello, SessionId, Welcome};
 use crate::handshake::secure::Seal;
 use crate::handshake::{self, ClusterKey, HANDSHAKE_TIME};
-use crate::memory::{copy, u64_from};
+use crate::locals::Locals;
+use crate::memory::copy;
 use crate::rescue::Rescue;
 use crate::target::{Identity, Region};
 use crate::work::{
@@ -54,7 +55,7 @@ pub struct TcpEndpoint {
     session: SessionId,
     limits: Limits,
     regions: Vec<Region>,
-    locals: Vec<Arc<Memory>>,
+    locals: Locals,
     pending: VecDeque<Pending>,
     done: VecDeque<Completion>,
     /// Requests, plain, to be sealed or sent.
@@ -142,7 +143,7 @@ impl TcpEndpoint {
             session: welcome.session,
             limits: welcome.limits,
             regions: welcome.regions,
-            locals: Vec::new(),
+            locals: Locals::default(),
             pending: VecDeque::with_capacity(welcome.limits.queue_depth),
             done: VecDeque::with_capacity(welcome.limits.queue_depth),
             requests: Vec::new(),
@@ -187,13 +188,7 @@ impl TcpEndpoint {
 
     #[inline]
     fn local(&self, slice: LocalSlice) -> Option<*mut u8> {
-        let memory = (slice.key.0 as usize).checked_sub(1).and_then(|index| self.locals.get(index))?;
-        let size = u64_from(memory.len());
-        if slice.offset > size || u64::from(slice.len) > size - slice.offset {
-            return None;
-        }
-        // SAFETY: `offset` is at most the length of the mapping.
-        Some(unsafe { memory.as_ptr().add(usize::try_from(slice.offset).ok()?) })
+        self.locals.pointer(slice)
     }
 
     fn encode(&mut self, verb: &Verb) {
@@ -370,13 +365,7 @@ impl Endpoint for TcpEndpoint {
     }
 
     fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {
-        let limit = self.limits.local_regions_max;
-        if self.locals.len() >= limit {
-            return Err(EndpointError::TooManyLocal { limit });
-        }
-        self.locals.push(memory);
-        let key = u32::try_from(self.locals.len());
-        key.map(LocalKey).map_err(|_| EndpointError::TooManyLocal { limit })
+        self.locals.add(memory, self.limits.local_regions_max)
     }
 
     fn receive(&mut self, out: &mut Vec<u8>) -> bool {

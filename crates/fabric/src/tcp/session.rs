@@ -318,12 +318,7 @@ impl Session {
         let placed = self.shared.memories.get(grant.region).and_then(|placed| placed.get());
         let Placed { base, memory, .. } = placed.ok_or(WorkError::RemoteAccess)?;
         let offset = addr.checked_sub(*base).ok_or(WorkError::RemoteAccess)?;
-        let size = u64_from(memory.len());
-        if offset > size || len > size - offset {
-            return Err(WorkError::RemoteAccess);
-        }
-        // SAFETY: `offset` is at most the length of the mapping.
-        Ok(unsafe { memory.as_ptr().add(usize::try_from(offset).expect("inside a mapping")) })
+        memory.pointer(offset, len).ok_or(WorkError::RemoteAccess)
     }
 
     /// What the key opens at that address.
