@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use super::Options;
-use super::peer::Peer;
+use super::peer::{Answered, Peer};
 use super::remap::{Lent, Move, Moving, Remap};
 use super::serve::Server;
 use super::sys::device::Device;
@@ -19,7 +19,7 @@ use aquifer_fabric::ClusterKey;
 use aquifer_fabric::Memory;
 use aquifer_fabric::control::Control;
 use aquifer_fabric::key_table::KeyTable;
-use aquifer_fabric::mail::{self, Correspondent};
+use aquifer_fabric::mail::Peers;
 use aquifer_fabric::tables::Tables;
 use aquifer_fabric::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
 use aquifer_fabric::wake::Wake;
@@ -55,9 +55,7 @@ pub(super) struct Shared {
 }
 
 pub(super) struct State {
-    pub slots: Vec<bool>,
-    /// Everyone connected, those whose connection broke a moment ago, and who left messages behind.
-    pub peers: Vec<Arc<Peer>>,
+    pub peers: Peers<Answered>,
     pub tables: Tables,
     /// By region number.
     pub regions: Vec<Lent>,
@@ -69,10 +67,7 @@ pub(super) struct State {
 impl State {
     /// A session is over for good.
     pub fn release(&mut self, peer: &Peer) {
-        if !peer.has_left.swap(true, Ordering::SeqCst) {
-            self.slots[peer.slot] = false;
-        }
-        self.forget_departed();
+        self.peers.release(peer, |_| ());
     }
 
     /// Keep a region that was just put into the tables, and say if there is none.
@@ -90,10 +85,6 @@ impl State {
         // In either case: regions are known by their numbers.
         self.regions.push(lent);
         outcome
-    }
-
-    pub fn forget_departed(&mut self) {
-        mail::forget_departed(&mut self.peers, self.slots.len(), |_| ());
     }
 }
 
@@ -132,8 +123,7 @@ impl VerbsTarget {
         let wake = Wake::new().map_err(system("cannot create an eventfd"))?;
         let secret = RandomState::new().hash_one(address);
         let state = State {
-            slots: vec![false; options.endpoints_max],
-            peers: Vec::new(),
+            peers: Peers::new(options.endpoints_max),
             tables: Tables::new(options.regions_max, options.windows_max, secret),
             regions: Vec::new(),
             commands: Vec::new(),
@@ -276,32 +266,18 @@ impl Target for VerbsTarget {
     }
 
     fn receive(&self, out: &mut Vec<u8>) -> Option<Identity> {
-        let mut state = self.shared.lock();
-        let peer = mail::receive_oldest(&state.peers, out)?;
-        state.forget_departed();
-        Some(peer.who)
+        self.shared.lock().peers.receive(out, |_| ())
     }
 
     fn send(&self, to: Host, message: &[u8]) -> usize {
-        let limits = &self.shared.options.limits;
-        if message.len() > limits.message_bytes_max as usize {
-            return 0;
-        }
         let state = self.shared.lock();
-        let is_there =
-            |peer: &&Arc<Peer>| peer.who.host == to && !peer.has_left() && !state.tables.is_fenced(peer.who);
-        let taken = state
-            .peers
-            .iter()
-            .filter(is_there)
-            .filter(|peer| peer.mailbox.post(message, limits.receive_depth))
-            .count();
+        let taken = state.peers.send(to, message, &self.shared.options.limits, &state.tables, |_| ());
         drop(state);
         self.shared.wake.wake();
         taken
     }
 
     fn endpoints(&self) -> usize {
-        self.shared.lock().slots.iter().filter(|taken| **taken).count()
+        self.shared.lock().peers.count()
     }
 }

@@ -1,4 +1,5 @@
 //! How both ends of a connection over a network prove that they have the cluster's key, and what they tell each other first.
+//! What the messages have in common with those of shared memory is in `common`.
 //!
 //! `docs/formats/fabric-tcp.md` has the bytes.
 

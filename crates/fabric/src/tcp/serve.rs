@@ -235,7 +235,7 @@ impl ServeThread {
         }
         for at in 0..self.connections.len() {
             let Some(connection) = &self.connections[at] else { continue };
-            if connection.session.peer.is_stale.swap(false, Ordering::SeqCst) {
+            if connection.session.peer.own.is_stale.swap(false, Ordering::SeqCst) {
                 self.close(at);
             } else {
                 self.advance(at);
@@ -298,7 +298,7 @@ impl ServeThread {
                 let wait = lock(&self.shared.limiter).charge(tenant, bytes, operations, now);
                 connection.paused_until = wait.map(|wait| now + wait);
             }
-            while !is_leaving && connection.session.peer.next_message(connection.answers.bytes()) {}
+            while !is_leaving && connection.session.next_message(connection.answers.bytes()) {}
             let was_stalled = connection.answers.len() >= ANSWERS_BYTES_MAX;
             if connection.send() {
                 self.close(at);
