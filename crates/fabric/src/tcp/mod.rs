@@ -37,7 +37,7 @@ use crate::target::TargetError;
 /// Threads of one target, at most.
 pub const THREADS_LIMIT: usize = 64;
 /// Within this time an answer or the next request comes, where looking for it pays: a few round trips of a fast network.
-pub const SPIN_TIME: Duration = Duration::from_micros(100);
+const SPIN_TIME: Duration = Duration::from_micros(100);
 
 /// How a target is set up. Limits are told to endpoints when they connect.
 #[derive(Clone, Debug)]
