@@ -8,27 +8,27 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use aquifer_channel::RestoredItem;
+use aquifer_channel::socket::wait_readable;
 use aquifer_directory::DirectoryError;
 use aquifer_directory::names::AgentRecord;
 use aquifer_extents::{Keep, Left, Reach, Sessions};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::tcp::ConnectOptions;
-use aquifer_fabric::{Identity, Tenant};
+use aquifer_fabric::{Endpoint, EndpointError, Host as HostNumber, Identity, Tenant};
 use aquifer_faults::serve::{AgentServices, PagingService, RestoredRun};
+use aquifer_host::audit::Audits;
+use aquifer_host::lent::Lent;
+use aquifer_host::membership::{Membership, MembershipError};
+use aquifer_host::nodes::Nodes;
+use aquifer_host::recovery::Recovery;
 use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
 use aquifer_keeper::KeeperPort;
-use aquifer_keeper::socket::{raise_descriptor_limit, wait_readable};
 use aquifer_metrics::{MetricsError, Place as MetricsPlace};
 use aquifer_pager::{Connector, Mempool};
 use aquifer_pool::{Custody, NodeId, PoolClient};
 
-use crate::audit::Audits;
-use crate::lent::Lent;
-use crate::membership::{Membership, MembershipError};
 use crate::metrics;
-use crate::nodes::Nodes;
 use crate::place::Place;
-use crate::recovery::Recovery;
 use crate::talk::{SETTLE, Talks, attend};
 
 /// How often to look whether to stop.
@@ -141,13 +141,30 @@ impl Keep for Host {
     }
 }
 
+impl Reach for Host {
+    fn nodes(&self) -> Vec<NodeId> {
+        self.nodes.list()
+    }
+
+    fn host(&self) -> HostNumber {
+        self.nodes.host()
+    }
+
+    fn custody(&self) -> &Arc<Custody> {
+        self.nodes.custody()
+    }
+
+    fn connect(&self, node: NodeId, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {
+        self.nodes.connect(node, tenant)
+    }
+}
+
 /// Serve programs until `stop`; then end them, with a message, and give all memory back. If an agent before this one was killed, go on
 /// with its programs.
 ///
 /// # Errors
 /// If something it needs is missing at the start.
 pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) -> Result<(), AgentError> {
-    raise_descriptor_limit();
     let (keeper, kept) = KeeperPort::connect(&options.keeper, KeeperShare::Agent)
         .map_err(|source| AgentError::Keeper { path: options.keeper.clone(), source })?;
     let mut place = Place::find(options, &kept)?;
@@ -176,7 +193,7 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
         kept.into_iter().partition(|kept| kept.item.kind == HeldKind::Session);
     let left = left_sessions(kept_sessions, before.is_some(), &host.keeper);
     let sessions = Sessions::new(
-        Arc::clone(&nodes) as Arc<dyn Reach>,
+        Arc::clone(&host) as Arc<dyn Reach>,
         Arc::clone(&host) as Arc<dyn Keep>,
         options.extents_per_user,
     );

@@ -2,15 +2,16 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 
 use aquifer_extents::{Sessions, UserReport};
 use aquifer_faults::FaultStats;
 use aquifer_faults::serve::{PagingService, RunReport, TenantReport};
+use aquifer_host::membership::LeaseEvents;
+use aquifer_host::nodes::Nodes;
 use aquifer_metrics::write::{Family, Histogram, Labels, counters, gauges, histograms, info, label};
 use aquifer_metrics::{Collector, DescriptorEncoder, Listener, MetricsError, Place, Registry, Server, Unit};
 
-use crate::nodes::Nodes;
 use crate::report::mempool_bytes;
 
 /// Fault latencies are counted up to each of these, in nanoseconds.
@@ -32,15 +33,6 @@ const BOUNDS_NS: [u64; 16] = [
     1_000_000_000,
     10_000_000_000,
 ];
-
-/// What happened between the agent and the directory.
-#[derive(Debug, Default)]
-pub(crate) struct LeaseEvents {
-    /// Times that the lease was kept.
-    pub renewals: AtomicU64,
-    /// Times that it could not be.
-    pub failures: AtomicU64,
-}
 
 /// Where figures are to be served. An agent that goes on with another's programs goes on without figures, if need be: they wait for it.
 ///

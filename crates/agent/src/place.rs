@@ -3,9 +3,9 @@
 use std::os::fd::OwnedFd;
 
 use aquifer_channel::RestoredItem;
+use aquifer_channel::socket::listen_at;
 use aquifer_directory::names::AgentRecord;
 use aquifer_ipc::HeldKind;
-use aquifer_keeper::socket::{listen_for_programs, listen_shared};
 use aquifer_pager::{Memory, Mempool};
 
 use crate::agent::{AgentError, AgentOptions};
@@ -34,7 +34,7 @@ impl Place {
         Ok(Self {
             before: None,
             mempool: Mempool::new(options.mempool_bytes).map_err(AgentError::Mempool)?,
-            listener: listen_for_programs(&options.socket, options.listener.as_ref())
+            listener: listener(options)
                 .map_err(|source| AgentError::Listen { path: options.socket.clone(), source })?,
             shared: shared(options).map_err(|source| AgentError::Listen {
                 path: options.shared_socket.clone().unwrap_or_default(),
@@ -58,6 +58,16 @@ impl Place {
     }
 }
 
+/// The agent's own socket, for programs of its user's. If that is root they may have become somebody else.
+fn listener(options: &AgentOptions) -> std::io::Result<OwnedFd> {
+    let mode = if rustix::process::geteuid().is_root() { 0o666 } else { 0o600 };
+    match &options.listener {
+        Some(given) => given.try_clone(),
+        None => listen_at(&options.socket, mode),
+    }
+}
+
+/// The socket for all users of this host.
 fn shared(options: &AgentOptions) -> std::io::Result<Option<OwnedFd>> {
-    options.shared_socket.as_deref().map(listen_shared).transpose()
+    options.shared_socket.as_deref().map(|path| listen_at(path, 0o666)).transpose()
 }

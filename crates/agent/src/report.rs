@@ -1,252 +1,75 @@
-//! Figures as JSON: for `--stats`, for `aquifer status`.
+//! What the agent reports on itself, gathered from its services.
 
 use std::time::Duration;
 
-use aquifer_extents::{Reach, SessionReport, Sessions, UserReport};
+use aquifer_extents::{SessionReport, Sessions, UserReport};
 use aquifer_faults::serve::{PagingService, ProgramReport, RunReport, TenantReport};
-use serde::{Deserialize, Serialize};
+use aquifer_host::nodes::Nodes;
+use aquifer_host::report::{
+    AgentStatus, LatencyUs, NodeStatus, ProgramStatistics, RunStatistics, SessionStatistics,
+    TenantStatistics, UserStatistics,
+};
 
 /// Tenants that are told of at once, at most: an answer is one frame.
 const STATUS_TENANTS_MAX: usize = 64;
 
-/// Fault latency in microseconds, measured by the agent from hearing of a fault to its page's being there.
-#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
-pub struct LatencyUs {
-    /// Median.
-    pub p50: f64,
-    /// 99th percentile.
-    pub p99: f64,
-    /// 99.9th percentile.
-    pub p999: f64,
+/// The statistics of one process of a run.
+fn program_statistics(report: ProgramReport) -> ProgramStatistics {
+    let ProgramReport { pid, held_bytes, faults, remote_reads, evictions, lost_pages } = report;
+    ProgramStatistics { pid, held_bytes, faults, remote_reads, evictions, lost_pages }
 }
 
-/// A process of a run.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct ProgramStatistics {
-    /// Its process id; 0 while unknown.
-    pub pid: u32,
-    /// Pages of it that are resident and counted.
-    pub held_bytes: u64,
-    /// Faults served.
-    pub faults: u64,
-    /// Pages read from memory nodes.
-    pub remote_reads: u64,
-    /// Pages taken out of it.
-    pub evictions: u64,
-    /// Pages that could not be read back.
-    pub lost_pages: u64,
-}
-
-impl From<ProgramReport> for ProgramStatistics {
-    fn from(report: ProgramReport) -> Self {
-        let ProgramReport { pid, held_bytes, faults, remote_reads, evictions, lost_pages } = report;
-        Self { pid, held_bytes, faults, remote_reads, evictions, lost_pages }
+/// The statistics of a run.
+pub(crate) fn run_statistics(report: RunReport) -> RunStatistics {
+    let us = |ns: u64| Duration::from_nanos(ns).as_secs_f64() * 1e6;
+    let [p50, p99, p999] = report.latency_ns.map(us);
+    RunStatistics {
+        name: report.name,
+        tenant: report.tenant,
+        limit_bytes: report.limit_bytes,
+        replicas: report.replicas,
+        degraded_slabs: report.degraded_slabs,
+        copied_slabs: report.copied_slabs,
+        repaired_pages: report.repaired_pages,
+        vacated_slabs: report.vacated_slabs,
+        repacked_pages: report.repacked_pages,
+        unchanged_pages: report.unchanged_pages,
+        processes: report.programs.len(),
+        programs: report.programs.into_iter().map(program_statistics).collect(),
+        faults: report.faults,
+        zero_pages: report.zero_pages,
+        mempool_hits: report.mempool_hits,
+        staging_hits: report.staging_hits,
+        remote_reads: report.remote_reads.0,
+        remote_read_trips: report.remote_reads.1,
+        prefetched: report.prefetched,
+        remote_writes: report.remote_writes.1,
+        remote_write_trips: report.remote_writes.0,
+        evictions: report.evictions,
+        lost_pages: report.lost_pages,
+        resident_bytes: report.resident_bytes.0,
+        resident_peak_bytes: report.resident_bytes.1,
+        mempool_bytes: report.mempool_bytes,
+        remote_bytes: report.remote_bytes.0,
+        remote_peak_bytes: report.remote_bytes.1,
+        fault_latency_us: LatencyUs { p50, p99, p999 },
     }
 }
 
-/// What `aquifer run --stats` writes.
-#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
-pub struct RunStatistics {
-    /// The program.
-    pub name: String,
-    /// The user that it belongs to.
-    pub tenant: u32,
-    /// `--local`.
-    pub limit_bytes: u64,
-    /// `--replicas`.
-    pub replicas: usize,
-    /// Slabs with fewer copies than that, now: what is in them does not bear the death of as many nodes as it should.
-    pub degraded_slabs: u64,
-    /// Slabs of which a missing copy was made.
-    pub copied_slabs: u64,
-    /// Damaged pages that were written anew from a good copy.
-    pub repaired_pages: u64,
-    /// Sparse slabs that were emptied into others.
-    pub vacated_slabs: u64,
-    /// Pages that were moved for that.
-    pub repacked_pages: u64,
-    /// Pages that left as they had come from memory nodes, and were not written again.
-    pub unchanged_pages: u64,
-    /// Processes of the run alive now.
-    pub processes: usize,
-    /// Each of them.
-    pub programs: Vec<ProgramStatistics>,
-    /// Faults served.
-    pub faults: u64,
-    /// Pages filled with zeros.
-    pub zero_pages: u64,
-    /// Pages filled from the reclaimable queue of the mempool.
-    pub mempool_hits: u64,
-    /// Pages filled from the staging queue of the mempool.
-    pub staging_hits: u64,
-    /// Pages read from memory nodes.
-    pub remote_reads: u64,
-    /// READs posted for them.
-    pub remote_read_trips: u64,
-    /// Of `remote_reads`, those filled before they were asked for.
-    pub prefetched: u64,
-    /// Pages written to memory nodes, each copy counted.
-    pub remote_writes: u64,
-    /// WRITEs posted for them.
-    pub remote_write_trips: u64,
-    /// Pages taken out of the program.
-    pub evictions: u64,
-    /// Pages that could not be read back.
-    pub lost_pages: u64,
-    /// Anonymous resident memory now, as sampled.
-    pub resident_bytes: u64,
-    /// The most that was sampled.
-    pub resident_peak_bytes: u64,
-    /// The mempool's blocks in use now.
-    pub mempool_bytes: u64,
-    /// Taken from memory nodes now.
-    pub remote_bytes: u64,
-    /// The most there ever was.
-    pub remote_peak_bytes: u64,
-    /// Latency.
-    pub fault_latency_us: LatencyUs,
-}
-
-impl From<RunReport> for RunStatistics {
-    fn from(report: RunReport) -> Self {
-        let us = |ns: u64| Duration::from_nanos(ns).as_secs_f64() * 1e6;
-        let [p50, p99, p999] = report.latency_ns.map(us);
-        Self {
-            name: report.name,
-            tenant: report.tenant,
-            limit_bytes: report.limit_bytes,
-            replicas: report.replicas,
-            degraded_slabs: report.degraded_slabs,
-            copied_slabs: report.copied_slabs,
-            repaired_pages: report.repaired_pages,
-            vacated_slabs: report.vacated_slabs,
-            repacked_pages: report.repacked_pages,
-            unchanged_pages: report.unchanged_pages,
-            processes: report.programs.len(),
-            programs: report.programs.into_iter().map(Into::into).collect(),
-            faults: report.faults,
-            zero_pages: report.zero_pages,
-            mempool_hits: report.mempool_hits,
-            staging_hits: report.staging_hits,
-            remote_reads: report.remote_reads.0,
-            remote_read_trips: report.remote_reads.1,
-            prefetched: report.prefetched,
-            remote_writes: report.remote_writes.1,
-            remote_write_trips: report.remote_writes.0,
-            evictions: report.evictions,
-            lost_pages: report.lost_pages,
-            resident_bytes: report.resident_bytes.0,
-            resident_peak_bytes: report.resident_bytes.1,
-            mempool_bytes: report.mempool_bytes,
-            remote_bytes: report.remote_bytes.0,
-            remote_peak_bytes: report.remote_bytes.1,
-            fault_latency_us: LatencyUs { p50, p99, p999 },
-        }
+/// The statistics of a tenant.
+fn tenant_statistics(report: TenantReport) -> TenantStatistics {
+    TenantStatistics {
+        tenant: report.tenant,
+        runs: report.runs,
+        processes: report.processes,
+        resident_bytes: report.resident_bytes,
+        mempool_bytes: report.mempool_bytes,
+        remote_bytes: report.remote_bytes,
+        faults: report.faults,
+        remote_reads: report.remote_reads,
+        evictions: report.evictions,
+        lost_pages: report.lost_pages,
     }
-}
-
-/// A tenant: the user that its runs belong to.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct TenantStatistics {
-    /// The user's number.
-    pub tenant: u32,
-    /// Its runs.
-    pub runs: usize,
-    /// Processes in them.
-    pub processes: usize,
-    /// Resident memory of those, as sampled.
-    pub resident_bytes: u64,
-    /// The mempool's blocks that they have.
-    pub mempool_bytes: u64,
-    /// What they have of memory nodes.
-    pub remote_bytes: u64,
-    /// Faults served, of runs that are over too, as all that follows.
-    pub faults: u64,
-    /// Pages read from memory nodes.
-    pub remote_reads: u64,
-    /// Pages taken out of programs.
-    pub evictions: u64,
-    /// Pages that could not be read back.
-    pub lost_pages: u64,
-}
-
-impl From<TenantReport> for TenantStatistics {
-    fn from(report: TenantReport) -> Self {
-        Self {
-            tenant: report.tenant,
-            runs: report.runs,
-            processes: report.processes,
-            resident_bytes: report.resident_bytes,
-            mempool_bytes: report.mempool_bytes,
-            remote_bytes: report.remote_bytes,
-            faults: report.faults,
-            remote_reads: report.remote_reads,
-            evictions: report.evictions,
-            lost_pages: report.lost_pages,
-        }
-    }
-}
-
-/// What `aquifer status` asks an agent for.
-#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
-pub struct AgentStatus {
-    /// This host's number in the cluster.
-    pub host: u16,
-    /// Bytes of the mempool, and of them in use.
-    pub mempool_bytes: u64,
-    /// In use.
-    pub mempool_used_bytes: u64,
-    /// Memory nodes that it knows.
-    pub nodes: Vec<NodeStatus>,
-    /// Tenants that have runs or had some, at most 64.
-    pub tenants: Vec<TenantStatistics>,
-    /// Users of extents, at most 64.
-    #[serde(default)]
-    pub users: Vec<UserStatistics>,
-    /// Sessions, those with most extents first, at most 64.
-    #[serde(default)]
-    pub sessions: Vec<SessionStatistics>,
-    /// Runs.
-    pub runs: Vec<RunStatistics>,
-}
-
-/// A program that has extents.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct SessionStatistics {
-    /// The user's number.
-    pub tenant: u32,
-    /// Its process.
-    pub pid: u32,
-    /// Extents that it has.
-    pub extents: u64,
-    /// Their bytes.
-    pub bytes: u64,
-    /// Bytes that are kept ready for it.
-    pub stocked_bytes: u64,
-    /// Requests that were answered.
-    pub requests: u64,
-}
-
-/// What a user's sessions have together.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct UserStatistics {
-    /// The user's number.
-    pub tenant: u32,
-    /// Bytes of the pool, what is kept ready included.
-    pub taken_bytes: u64,
-    /// Requests that were refused because a key opens nothing.
-    pub refused: u64,
-}
-
-/// A memory node as an agent sees it.
-#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
-pub struct NodeStatus {
-    /// Its number.
-    pub id: u16,
-    /// Bytes that it lends.
-    pub memory_bytes: u64,
-    /// Of them free.
-    pub free_bytes: u64,
 }
 
 /// Bytes of the mempool, and of them in use.
@@ -262,7 +85,7 @@ fn tenants(service: &PagingService, may_see: impl Fn(u32) -> bool) -> Vec<Tenant
     tenants.retain(|tenant| may_see(tenant.tenant));
     tenants.sort_by_key(|tenant| std::cmp::Reverse((tenant.runs, tenant.faults)));
     tenants.truncate(STATUS_TENANTS_MAX);
-    tenants.into_iter().map(Into::into).collect()
+    tenants.into_iter().map(tenant_statistics).collect()
 }
 
 fn session_statistics(sessions: &Sessions, may_see: impl Fn(u32) -> bool) -> Vec<SessionStatistics> {
@@ -291,7 +114,7 @@ fn users(sessions: &Sessions, may_see: impl Fn(u32) -> bool) -> Vec<UserStatisti
 pub fn status(
     service: &PagingService,
     sessions: &Sessions,
-    nodes: &crate::nodes::Nodes,
+    nodes: &Nodes,
     may_see: impl Fn(u32) -> bool,
 ) -> AgentStatus {
     let (mempool_bytes, mempool_used_bytes) = mempool_bytes(service);
@@ -321,7 +144,7 @@ pub fn status(
             .runs()
             .iter()
             .filter(|run| may_see(run.tenant()))
-            .map(|run| run.report().into())
+            .map(|run| run_statistics(run.report()))
             .collect(),
     }
 }

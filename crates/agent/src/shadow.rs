@@ -9,9 +9,9 @@ use std::os::fd::{BorrowedFd, RawFd};
 use std::path::Path;
 use std::time::Duration;
 
+use aquifer_channel::socket::wait_readable;
 use aquifer_channel::{connect, receive_frame, send_frame};
 use aquifer_ipc::{Frame, HeldItem, HeldKind};
-use aquifer_keeper::socket::wait_readable;
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, getpid, kill_process, pidfd_open, waitpid};
 
 const LONG: Duration = Duration::from_secs(3600);

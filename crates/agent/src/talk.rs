@@ -8,17 +8,18 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use aquifer_channel::socket::{Peer, accept, wait_readable};
 use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_extents::Sessions;
 use aquifer_faults::serve::{PagingService, Run, RunReport};
+use aquifer_host::lent::Lent;
+use aquifer_host::nodes::Nodes;
 use aquifer_ipc::{Frame, OpenRun, SetLimit};
-use aquifer_keeper::socket::{Peer, accept, wait_readable};
 use aquifer_pager::REPLICAS_MAX;
 use rustix::fs::{Mode, OFlags};
 
-use crate::lent::{Borrowers, Lent};
-use crate::nodes::Nodes;
-use crate::report::{RunStatistics, status};
+use crate::borrowers::Borrowers;
+use crate::report::{run_statistics, status};
 
 /// How soon a run's owner hears that it was ended.
 const NEWS_TICK: Duration = Duration::from_millis(50);
@@ -264,5 +265,5 @@ fn tell(socket: &OwnedFd, run: &Run, told_end: &mut bool) {
 }
 
 fn statistics(report: &RunReport) -> String {
-    serde_json::to_string(&RunStatistics::from(report.clone())).expect("figures can be written")
+    serde_json::to_string(&run_statistics(report.clone())).expect("figures can be written")
 }

@@ -6,16 +6,13 @@
 
 mod cli;
 mod cluster;
-mod ending;
 #[cfg(test)]
 mod golden_tests;
 mod measure;
 mod run;
 pub mod say;
 pub mod settings;
-pub mod setup;
 pub mod state;
-mod swap;
 
 pub use cli::Fabric;
 pub use cluster::{Source, key};
@@ -47,7 +44,9 @@ pub fn main() -> ExitCode {
         Command::Demo(passed) => measure::hand_over("demo", &cli.state, &passed),
         Command::Bench(passed) => measure::hand_over("bench", &cli.state, &passed),
         Command::Fabric(passed) => measure::hand_over("fabric", &cli.state, &passed),
-        Command::SwapServer(arguments) => state(&cli.state).and_then(|state| swap::serve(&state, &arguments)),
+        Command::SwapServer(arguments) => {
+            state(&cli.state).and_then(|state| run::serve_swap(&state, &arguments))
+        }
         Command::Part(part) => state(&cli.state).and_then(|state| cluster::be(&state, part)),
     };
     finish(outcome)

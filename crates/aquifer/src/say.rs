@@ -4,6 +4,8 @@
 use std::io;
 use std::sync::OnceLock;
 
+use tracing_subscriber::EnvFilter;
+
 /// Why standard output could not be written, if it could not.
 static UNWRITTEN: OnceLock<String> = OnceLock::new();
 
@@ -49,3 +51,11 @@ macro_rules! say_error {
 }
 
 pub use {say, say_error, say_line};
+
+/// Sends what a daemon logs to its standard error; `RUST_LOG` says what is logged.
+pub(crate) fn log_to_stderr() {
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
+    // A log that cannot be written, on a full disk, must not end a daemon: the subscriber would complain on the same stderr, and panic.
+    let log = tracing_subscriber::fmt().log_internal_errors(false).with_env_filter(filter);
+    log.with_writer(std::io::stderr).with_ansi(false).init();
+}

@@ -135,7 +135,7 @@ fn an_agents_socket_outlives_it() {
     let socket = unix_socket(&path, SocketType::SEQPACKET);
     for name in ["agent", "aquifer-agent.socket"] {
         machine.start(&["agent", "--mempool", "8M"], Some((name, socket.try_clone().unwrap())));
-        assert!(aquifer_agent::client::status(&path).unwrap().is_some());
+        assert!(aquifer_host::client::status(&path).unwrap().is_some());
         machine.stop_last();
         assert!(path.exists(), "it is systemd's");
     }

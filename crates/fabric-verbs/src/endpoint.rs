@@ -10,10 +10,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd};
+use rustix::event::{PollFd, PollFlags, Timespec, epoll};
 
 use self::recovery::Attempt;
-use super::HANDSHAKE_TIME;
 use super::keys::Keys;
 use super::letters::{Answer, Request};
 use super::link::{Link, knock};
@@ -24,10 +23,12 @@ use super::sys::completions::{Ended, Outcome};
 use super::sys::pair::Order;
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::Memory;
+use aquifer_fabric::handshake::HANDSHAKE_TIME;
 use aquifer_fabric::handshake::hello::{Hello, SessionId};
 use aquifer_fabric::memory::u64_from;
 use aquifer_fabric::rescue::Rescue;
 use aquifer_fabric::target::{Identity, Region};
+use aquifer_fabric::wake::Wake;
 use aquifer_fabric::work::{
     Completion, Endpoint, EndpointError, Limits, LocalKey, PostError, Verb, Work, WorkError,
 };
@@ -79,7 +80,7 @@ pub struct VerbsEndpoint {
     refused: (u64, u32),
     /// Tells of the device, of librdmacm, of rescues, and of `kick`.
     bell: OwnedFd,
-    kick: OwnedFd,
+    kick: Wake,
     /// Somebody waits for the bell.
     is_watched: AtomicBool,
     /// `kick` is to be read.
@@ -111,7 +112,6 @@ impl VerbsEndpoint {
         let limits = welcome.limits;
         let results = u32::try_from(limits.queue_depth).unwrap_or(u32::MAX);
         let results = Slots::new(link.device, "aquifer-verbs-results", results, 8).map_err(unreachable)?;
-        let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let bell = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|error| unreachable(error.into()))?;
         let endpoint = Self {
             address,
@@ -137,7 +137,7 @@ impl VerbsEndpoint {
             looks: 0,
             refused: (0, 0),
             bell,
-            kick: event().map_err(|error| unreachable(error.into()))?,
+            kick: Wake::new().map_err(unreachable)?,
             is_watched: AtomicBool::new(false),
             is_kicked: AtomicBool::new(false),
             is_armed: false,
@@ -163,7 +163,7 @@ impl VerbsEndpoint {
         self.look_after_rescue();
         if self.is_kicked.swap(false, Ordering::Relaxed) {
             // Only the first caller for the bell needed it.
-            let _ = rustix::io::read(&self.kick, &mut [0; 8]);
+            self.kick.clear();
         }
         let is_watched = self.is_watched.load(Ordering::Relaxed);
         let mut ended = std::mem::take(&mut self.ended);
@@ -326,7 +326,7 @@ impl Endpoint for VerbsEndpoint {
         if !self.is_watched.swap(true, Ordering::Relaxed) {
             // Something may have come since the last look, and was not armed for: let the caller look.
             self.is_kicked.store(true, Ordering::Relaxed);
-            let _ = rustix::io::write(&self.kick, &1_u64.to_ne_bytes());
+            self.kick.wake();
         }
         Some(PollFd::new(&self.bell, PollFlags::IN))
     }

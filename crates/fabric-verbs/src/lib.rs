@@ -32,11 +32,9 @@ pub use sys::device::{Caps, devices};
 pub use target::VerbsTarget;
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use aquifer_fabric::{ClusterKey, Target, VerbsProvider};
-
-use aquifer_fabric::work::Limits;
+use aquifer_fabric::limits::{ENDPOINTS_LIMIT, Limits, OutOfBounds, check_options};
+use aquifer_fabric::{ClusterKey, Target, TargetError, VerbsProvider};
 
 /// Makes this the process' provider for RDMA devices.
 pub fn install() {
@@ -47,13 +45,6 @@ pub fn install() {
     };
     VerbsProvider { connect: |address, key, who| connect(address, key, who), listen }.install();
 }
-
-/// Endpoints of one target, at most.
-pub const ENDPOINTS_LIMIT: usize = 256;
-/// A connection that has not proved who it is by then is closed.
-pub const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
-/// A target keeps the session of a broken connection for so long, if its place is not wanted.
-pub const LINGER_TIME: Duration = Duration::from_secs(5);
 
 /// Operations that one endpoint may have under way, at most.
 const QUEUE_DEPTH_LIMIT: usize = 256;
@@ -96,17 +87,15 @@ impl Default for Options {
 }
 
 impl Options {
-    /// The first number that is out of bounds, as a sentence.
-    fn fault(&self) -> Option<String> {
-        let bounds = [
+    fn check(&self) -> Result<(), TargetError> {
+        let fault = OutOfBounds::first(&[
             ("endpoints_max", self.endpoints_max, ENDPOINTS_LIMIT),
             ("regions_max", self.regions_max, aquifer_fabric::REGIONS_LIMIT),
             ("windows_max", self.windows_max, aquifer_fabric::WINDOWS_LIMIT),
             ("queue_depth", self.limits.queue_depth, QUEUE_DEPTH_LIMIT),
             ("receive_depth", self.limits.receive_depth, RECEIVE_DEPTH_LIMIT),
             ("message_bytes_max", self.limits.message_bytes_max as usize, MESSAGE_BYTES_LIMIT),
-        ];
-        let out = bounds.into_iter().find(|&(_, value, limit)| value == 0 || value > limit);
-        out.map(|(name, value, limit)| format!("{name} is {value}, it must be between 1 and {limit}"))
+        ]);
+        check_options("cannot set up a verbs target", fault.map(|fault| fault.to_string()))
     }
 }

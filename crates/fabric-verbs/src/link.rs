@@ -13,8 +13,8 @@ use super::sys::connection::{Connection, EventKind, Events};
 use super::sys::device::Device;
 use super::sys::pair::{Kind, Order, Pair};
 use super::{INLINE_BYTES, LETTER_BYTES, LETTERS_MAX, QUEUE_DEPTH_LIMIT};
-use aquifer_fabric::handshake::hello::{self, Hello, Reply, Welcome};
-use aquifer_fabric::handshake::secure::{ClusterKey, SecureError, initiate};
+use aquifer_fabric::handshake::hello::{Hello, Welcome};
+use aquifer_fabric::handshake::{self, ClusterKey};
 use aquifer_fabric::work::EndpointError;
 
 /// One connection with all that belongs to it.
@@ -248,26 +248,10 @@ pub(super) fn knock(
     hello: &Hello,
     patience: Duration,
 ) -> Result<(Link, Welcome), EndpointError> {
-    let name = address.to_string();
-    let unreachable = |source| EndpointError::Unreachable { address: name.clone(), source };
-    let failed = |error| match error {
-        SecureError::System(source) => unreachable(source),
-        SecureError::Stranger => EndpointError::Refused {
-            address: name.clone(),
-            reason: "the cluster keys differ: give both ends the same --key file".into(),
-        },
-        other => EndpointError::Protocol { address: name.clone(), reason: other.to_string() },
-    };
     let deadline = Instant::now() + patience;
+    let unreachable = |source| EndpointError::Unreachable { address: address.to_string(), source };
     let link = Link::open(address, deadline).map_err(unreachable)?;
     let talk = Talk { link, said: Vec::new(), heard: Vec::new(), taken: 0, deadline };
-    let mut secured = initiate(talk, key).map_err(failed)?;
-    secured.say(&hello::encode_hello(hello)).map_err(failed)?;
-    let heard = secured.hear().map_err(failed)?;
-    let reply = hello::parse_reply(&heard)
-        .map_err(|error| EndpointError::Protocol { address: name.clone(), reason: error.to_string() })?;
-    match reply {
-        Reply::Refusal(reason) => Err(EndpointError::Refused { address: name, reason }),
-        Reply::Welcome(welcome) => Ok((secured.into_parts().0.link, welcome)),
-    }
+    let (secured, welcome) = handshake::knock(talk, address, key, hello)?;
+    Ok((secured.into_parts().0.link, welcome))
 }

@@ -27,7 +27,8 @@ use super::sys::connection::{Connection, Event, EventKind, Events};
 use super::sys::device::Device;
 use super::sys::receives::SharedReceives;
 use super::target::{Command, Shared};
-use super::{HANDSHAKE_TIME, INLINE_BYTES, LETTER_BYTES, LETTERS_MAX, LINGER_TIME, Options, WINDOWS_EACH};
+use super::{INLINE_BYTES, LETTER_BYTES, LETTERS_MAX, Options, WINDOWS_EACH};
+use aquifer_fabric::handshake::{HANDSHAKE_TIME, LINGER_TIME};
 use aquifer_fabric::target::{Host, Identity};
 
 /// Completions taken at a time.
@@ -149,8 +150,7 @@ impl Server {
             tracing::error!(%error, "the fabric target cannot wait for its device");
         }
         if polled[0].revents().contains(PollFlags::IN) {
-            // It only wakes: nothing is lost if it was read already.
-            let _ = rustix::io::read(&shared.wake, &mut [0; 8]);
+            shared.wake.clear();
         }
         if polled[2].revents().contains(PollFlags::IN) {
             self.completions.quiet();

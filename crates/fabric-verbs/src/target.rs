@@ -4,16 +4,13 @@ use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::SocketAddr;
 use std::ops::Range;
-use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-use rustix::event::EventfdFlags;
-
 use super::Options;
-use super::peer::Peer;
+use super::peer::{Answered, Peer};
 use super::remap::{Lent, Move, Moving, Remap};
 use super::serve::Server;
 use super::sys::device::Device;
@@ -22,9 +19,10 @@ use aquifer_fabric::ClusterKey;
 use aquifer_fabric::Memory;
 use aquifer_fabric::control::Control;
 use aquifer_fabric::key_table::KeyTable;
-use aquifer_fabric::mail::{self, Correspondent};
+use aquifer_fabric::mail::Peers;
 use aquifer_fabric::tables::Tables;
 use aquifer_fabric::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
+use aquifer_fabric::wake::Wake;
 use aquifer_fabric::work::Key;
 
 /// Memory offered over verbs.
@@ -52,14 +50,12 @@ pub(super) struct Shared {
     pub control: Control,
     pub device: &'static Device,
     pub state: Mutex<State>,
-    pub wake: OwnedFd,
+    pub wake: Wake,
     pub stop: AtomicBool,
 }
 
 pub(super) struct State {
-    pub slots: Vec<bool>,
-    /// Everyone connected, those whose connection broke a moment ago, and who left messages behind.
-    pub peers: Vec<Arc<Peer>>,
+    pub peers: Peers<Answered>,
     pub tables: Tables,
     /// By region number.
     pub regions: Vec<Lent>,
@@ -71,10 +67,7 @@ pub(super) struct State {
 impl State {
     /// A session is over for good.
     pub fn release(&mut self, peer: &Peer) {
-        if !peer.has_left.swap(true, Ordering::SeqCst) {
-            self.slots[peer.slot] = false;
-        }
-        self.forget_departed();
+        self.peers.release(peer, |_| ());
     }
 
     /// Keep a region that was just put into the tables, and say if there is none.
@@ -93,20 +86,11 @@ impl State {
         self.regions.push(lent);
         outcome
     }
-
-    pub fn forget_departed(&mut self) {
-        mail::forget_departed(&mut self.peers, self.slots.len(), |_| ());
-    }
 }
 
 impl Shared {
     pub fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn ring(&self) {
-        // Writing to an eventfd fails only when its count is full, and then it is awake already.
-        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 
     /// Have the thread do something, and wait until it is done; nothing if there is no thread any more.
@@ -119,7 +103,7 @@ impl Shared {
         }
         state.commands.push(make(done));
         drop(state);
-        self.ring();
+        self.wake.wake();
         is_done.recv().ok()
     }
 }
@@ -131,20 +115,15 @@ impl VerbsTarget {
     /// If an option is out of bounds, the address is no device's or taken, or the system refuses.
     pub fn listen(address: SocketAddr, key: &ClusterKey, options: Options) -> Result<Self, TargetError> {
         let system = |what| move |source| TargetError::System { what, source };
-        if let Some(fault) = options.fault() {
-            let source = io::Error::new(io::ErrorKind::InvalidInput, fault);
-            return Err(system("cannot set up a verbs target")(source));
-        }
+        options.check()?;
         let (server, device, address) =
             Server::listen(address, &options).map_err(system("cannot listen over RDMA"))?;
         let control = Control::create(options.endpoints_max, options.regions_max + options.windows_max)
             .map_err(system("cannot create control memory"))?;
-        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|error| system("cannot create an eventfd")(error.into()))?;
+        let wake = Wake::new().map_err(system("cannot create an eventfd"))?;
         let secret = RandomState::new().hash_one(address);
         let state = State {
-            slots: vec![false; options.endpoints_max],
-            peers: Vec::new(),
+            peers: Peers::new(options.endpoints_max),
             tables: Tables::new(options.regions_max, options.windows_max, secret),
             regions: Vec::new(),
             commands: Vec::new(),
@@ -228,7 +207,7 @@ impl VerbsTarget {
 impl Drop for VerbsTarget {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::SeqCst);
-        self.shared.ring();
+        self.shared.wake.wake();
         if let Some(thread) = self.thread.take() {
             let ended = thread.join();
             debug_assert!(ended.is_ok(), "the target's thread panicked");
@@ -287,32 +266,18 @@ impl Target for VerbsTarget {
     }
 
     fn receive(&self, out: &mut Vec<u8>) -> Option<Identity> {
-        let mut state = self.shared.lock();
-        let peer = mail::receive_oldest(&state.peers, out)?;
-        state.forget_departed();
-        Some(peer.who)
+        self.shared.lock().peers.receive(out, |_| ())
     }
 
     fn send(&self, to: Host, message: &[u8]) -> usize {
-        let limits = &self.shared.options.limits;
-        if message.len() > limits.message_bytes_max as usize {
-            return 0;
-        }
         let state = self.shared.lock();
-        let is_there =
-            |peer: &&Arc<Peer>| peer.who.host == to && !peer.has_left() && !state.tables.is_fenced(peer.who);
-        let taken = state
-            .peers
-            .iter()
-            .filter(is_there)
-            .filter(|peer| peer.mailbox.post(message, limits.receive_depth))
-            .count();
+        let taken = state.peers.send(to, message, &self.shared.options.limits, &state.tables, |_| ());
         drop(state);
-        self.shared.ring();
+        self.shared.wake.wake();
         taken
     }
 
     fn endpoints(&self) -> usize {
-        self.shared.lock().slots.iter().filter(|taken| **taken).count()
+        self.shared.lock().peers.count()
     }
 }

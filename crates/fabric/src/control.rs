@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 use crate::Memory;
 use crate::key_table::KeyTable;
 use crate::keys::{Grant, split};
+use crate::limits::ENDPOINTS_LIMIT;
 use crate::memory::u64_from;
-use crate::shm::ENDPOINTS_LIMIT;
 use crate::target::{Access, Host, Identity, Scope, Tenant};
 use crate::work::Key;
 

@@ -4,23 +4,24 @@
 
 use aquifer_tests_support::golden;
 
+use crate::Reach;
+use crate::handshake::LEAVING;
 use crate::tables::{Tables, is_fence};
 use crate::target::{Host, Identity, Tenant};
 use crate::work::EndpointError;
-use crate::{Reach, tcp};
 
 #[test]
 fn golden_refusals_that_initiators_know() {
     let mut golden = golden!("refusals");
     let refused = |reason: &str| EndpointError::Refused { address: "a".into(), reason: reason.into() };
-    golden.text("going away", tcp::LEAVING);
-    assert!(refused(tcp::LEAVING).is_of_absence() && !refused("full").is_of_absence());
+    golden.text("going away", LEAVING);
+    assert!(refused(LEAVING).is_of_absence() && !refused("full").is_of_absence());
     let mut tables = Tables::new(1, 1, 1);
     tables.fence(Host(7), 9);
     let who = Identity { host: Host(7), epoch: 8, tenant: Tenant(0) };
     let fenced = tables.refusal(who).expect("it is fenced");
     golden.text("fenced", &fenced);
-    assert!(is_fence(&fenced) && refused(&fenced).is_of_fence() && !refused(tcp::LEAVING).is_of_fence());
+    assert!(is_fence(&fenced) && refused(&fenced).is_of_fence() && !refused(LEAVING).is_of_fence());
     golden.check();
 }
 

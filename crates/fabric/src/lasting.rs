@@ -17,6 +17,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags};
 
 use crate::Memory;
+use crate::locals::Locals;
 use crate::target::Region;
 use crate::work::{
     Completion, Endpoint, EndpointError, Late, Limits, LocalKey, PostError, Verb, Work, WorkError,
@@ -45,7 +46,7 @@ pub struct LastingEndpoint {
     /// As the first endpoint said.
     regions: Vec<Region>,
     limits: Limits,
-    locals: Vec<Arc<Memory>>,
+    locals: Locals,
     /// Posted to the endpoint that is there, in this order.
     under_way: VecDeque<UnderWay>,
     /// To be posted after that, to this endpoint or the next.
@@ -109,7 +110,7 @@ impl LastingEndpoint {
             state,
             manner,
             again,
-            locals: Vec::new(),
+            locals: Locals::default(),
             under_way: VecDeque::new(),
             done: VecDeque::new(),
             polled: Vec::with_capacity(POLL_MAX),
@@ -223,7 +224,7 @@ impl LastingEndpoint {
         if self.regions != endpoint.regions() {
             return None;
         }
-        for (number, memory) in (1..).zip(&self.locals) {
+        for (number, memory) in (1..).zip(self.locals.iter()) {
             let registered = endpoint.register_local(Arc::clone(memory));
             if !registered.is_ok_and(|key| key == LocalKey(number)) {
                 return None;
@@ -320,17 +321,11 @@ impl Endpoint for LastingEndpoint {
     }
 
     fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {
-        let limit = self.limits.local_regions_max;
-        if self.locals.len() >= limit {
-            return Err(EndpointError::TooManyLocal { limit });
-        }
         if let State::Here(endpoint) = &mut self.state {
             endpoint.register_local(Arc::clone(&memory))?;
         }
-        self.locals.push(memory);
         // Providers number them from one on, which is what makes an endpoint replaceable by another.
-        let key = u32::try_from(self.locals.len());
-        key.map(LocalKey).map_err(|_| EndpointError::TooManyLocal { limit })
+        self.locals.add(memory, self.limits.local_regions_max)
     }
 
     fn receive(&mut self, out: &mut Vec<u8>) -> bool {

@@ -15,6 +15,8 @@ pub mod handshake;
 pub mod key_table;
 pub mod keys;
 pub mod lasting;
+pub mod limits;
+mod locals;
 pub mod mail;
 pub mod memory;
 mod reach;
@@ -25,6 +27,7 @@ pub mod tables;
 pub mod target;
 pub mod tcp;
 pub mod view;
+pub mod wake;
 pub mod work;
 
 pub use handshake::ClusterKey;

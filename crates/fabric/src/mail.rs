@@ -2,7 +2,13 @@
 //! and none comes twice.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::handshake::hello::{SessionId, new_session};
+use crate::limits::Limits;
+use crate::tables::Tables;
+use crate::target::{Host, Identity};
 
 /// The messages of one session, both ways.
 #[derive(Debug, Default)]
@@ -97,38 +103,125 @@ impl Outbox {
     }
 }
 
-/// Somebody whom a target has messages of.
-pub trait Correspondent {
-    /// Its mailbox.
-    fn mailbox(&self) -> &Mailbox;
-    /// Its session is over; only its messages are still there.
-    fn has_left(&self) -> bool;
+/// What a target knows of one session, whatever becomes of its connections.
+#[derive(Debug)]
+pub struct Peer<P> {
+    /// The initiator.
+    pub who: Identity,
+    /// The session's name.
+    pub id: SessionId,
+    /// The slot of the target that it takes.
+    pub slot: usize,
+    /// Its messages. They outlive the session.
+    pub mailbox: Mailbox,
+    has_left: AtomicBool,
+    /// What the provider knows of it.
+    pub own: P,
 }
 
-/// Take the message that came first of all.
-pub fn receive_oldest<P: Correspondent>(peers: &[Arc<P>], out: &mut Vec<u8>) -> Option<Arc<P>> {
-    let with_mail = peers.iter().filter_map(|peer| Some((peer.mailbox().oldest()?, peer)));
-    let (_, peer) = with_mail.min_by_key(|(stamp, _)| *stamp)?;
-    out.extend_from_slice(&peer.mailbox().take()?);
-    Some(Arc::clone(peer))
+impl<P> Peer<P> {
+    /// Whether its session is over; only its messages are still there.
+    pub fn has_left(&self) -> bool {
+        self.has_left.load(Ordering::SeqCst)
+    }
 }
 
-/// Those who left stay as long as their messages; of more than `left_max` the oldest give way. `gone` is told of each that goes.
-pub fn forget_departed<P: Correspondent>(peers: &mut Vec<Arc<P>>, left_max: usize, mut gone: impl FnMut(&P)) {
-    let mut keep_if = |peer: &P, stays: bool| {
-        if !stays {
-            gone(peer);
+/// The sessions of one target, and the messages of those that are over.
+#[derive(Debug)]
+pub struct Peers<P> {
+    slots: Vec<bool>,
+    list: Vec<Arc<Peer<P>>>,
+}
+
+impl<P> Peers<P> {
+    /// Room for so many sessions.
+    pub fn new(endpoints_max: usize) -> Self {
+        Self { slots: vec![false; endpoints_max], list: Vec::new() }
+    }
+
+    /// Everyone connected, those whose connection broke a moment ago, and who left messages behind.
+    pub fn iter(&self) -> impl Iterator<Item = &Arc<Peer<P>>> {
+        self.list.iter()
+    }
+
+    /// How many sessions there are.
+    pub fn count(&self) -> usize {
+        self.slots.iter().filter(|taken| **taken).count()
+    }
+
+    /// Whether there is room for another session.
+    pub fn has_room(&self) -> bool {
+        self.slots.contains(&false)
+    }
+
+    /// Begins a session. `own` is given its slot.
+    ///
+    /// # Errors
+    /// Why not, as a sentence.
+    pub fn begin(&mut self, who: Identity, own: impl FnOnce(usize) -> P) -> Result<Arc<Peer<P>>, String> {
+        let Some(slot) = self.slots.iter().position(|taken| !taken) else {
+            return Err(format!("{} endpoints are connected already", self.slots.len()));
+        };
+        let (id, mailbox, has_left) = (new_session()?, Mailbox::default(), AtomicBool::new(false));
+        self.slots[slot] = true;
+        let peer = Arc::new(Peer { who, id, slot, mailbox, has_left, own: own(slot) });
+        self.list.push(Arc::clone(&peer));
+        Ok(peer)
+    }
+
+    /// A session is over for good. `gone` is told of each peer of which nothing is left.
+    pub fn release(&mut self, peer: &Peer<P>, gone: impl FnMut(&Peer<P>)) {
+        if !peer.has_left.swap(true, Ordering::SeqCst) {
+            self.slots[peer.slot] = false;
         }
-        stays
-    };
-    peers.retain(|peer| keep_if(peer, !peer.has_left() || peer.mailbox().oldest().is_some()));
-    let left = peers.iter().filter(|peer| peer.has_left()).count();
-    let mut surplus = left.saturating_sub(left_max);
-    peers.retain(|peer| {
-        let goes = surplus > 0 && peer.has_left();
-        surplus -= usize::from(goes);
-        keep_if(peer, !goes)
-    });
+        self.forget_departed(gone);
+    }
+
+    /// Takes the message that came first of all: who sent it, and its bytes appended to `out`. `gone` as in [`Self::release`].
+    pub fn receive(&mut self, out: &mut Vec<u8>, gone: impl FnMut(&Peer<P>)) -> Option<Identity> {
+        let with_mail = self.list.iter().filter_map(|peer| Some((peer.mailbox.oldest()?, peer)));
+        let (_, peer) = with_mail.min_by_key(|(stamp, _)| *stamp)?;
+        out.extend_from_slice(&peer.mailbox.take()?);
+        let who = peer.who;
+        self.forget_departed(gone);
+        Some(who)
+    }
+
+    /// Puts a message into the mailbox of each session of a host that is not fenced, and tells `posted` of those that had room; returns how many had.
+    pub fn send(
+        &self,
+        to: Host,
+        message: &[u8],
+        limits: &Limits,
+        tables: &Tables,
+        mut posted: impl FnMut(&Peer<P>),
+    ) -> usize {
+        if message.len() > limits.message_bytes_max as usize {
+            return 0;
+        }
+        let is_there =
+            |peer: &&Arc<Peer<P>>| peer.who.host == to && !peer.has_left() && !tables.is_fenced(peer.who);
+        let has_room = |peer: &&Arc<Peer<P>>| peer.mailbox.post(message, limits.receive_depth);
+        self.list.iter().filter(is_there).filter(has_room).map(|peer| posted(peer)).count()
+    }
+
+    /// Those who left stay as long as their messages; of more than there are slots the oldest give way.
+    fn forget_departed(&mut self, mut gone: impl FnMut(&Peer<P>)) {
+        let mut keep_if = |peer: &Peer<P>, stays: bool| {
+            if !stays {
+                gone(peer);
+            }
+            stays
+        };
+        self.list.retain(|peer| keep_if(peer, !peer.has_left() || peer.mailbox.oldest().is_some()));
+        let left = self.list.iter().filter(|peer| peer.has_left()).count();
+        let mut surplus = left.saturating_sub(self.slots.len());
+        self.list.retain(|peer| {
+            let goes = surplus > 0 && peer.has_left();
+            surplus -= usize::from(goes);
+            keep_if(peer, !goes)
+        });
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -138,22 +231,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[derive(Debug, Default)]
-    struct Peer {
-        mailbox: Mailbox,
-        has_left: bool,
-    }
-
-    impl Correspondent for Peer {
-        fn mailbox(&self) -> &Mailbox {
-            &self.mailbox
-        }
-
-        fn has_left(&self) -> bool {
-            self.has_left
-        }
-    }
+    use crate::target::Tenant;
 
     fn next_of(mailbox: &Mailbox) -> Option<(u64, Vec<u8>)> {
         let mut next = None;
@@ -187,22 +265,44 @@ mod tests {
 
     #[test]
     fn messages_are_received_as_they_came_and_outlive_those_who_left() {
-        let peer = |has_left| Arc::new(Peer { has_left, ..Peer::default() });
-        let mut peers = vec![peer(true), peer(false), peer(true), peer(true)];
-        for (stamp, at) in [(1, 2), (2, 0), (3, 1)] {
-            assert!(peers[at].mailbox.deliver(stamp, vec![u8::try_from(stamp).unwrap()], 1));
-        }
-        assert!(!peers[1].mailbox.deliver(4, Vec::new(), 1), "there is no room");
+        let who = |number| Identity { host: Host(number), epoch: 1, tenant: Tenant(0) };
+        let mut peers = Peers::new(2);
+        let (first, second) = (peers.begin(who(1), |_| ()).unwrap(), peers.begin(who(2), |_| ()).unwrap());
+        assert!(!peers.has_room());
+        assert!(peers.begin(who(3), |_| ()).unwrap_err().contains("2 endpoints"));
+        assert!(second.mailbox.deliver(1, vec![1], 1));
+        assert!(first.mailbox.deliver(2, vec![2], 1));
+        assert!(!first.mailbox.deliver(4, Vec::new(), 1), "there is no room");
         let mut gone = 0;
-        forget_departed(&mut peers, 2, |_| gone += 1);
-        assert_eq!((peers.len(), gone), (3, 1), "one left without a message");
+        for peer in [&second, &first, &first] {
+            peers.release(peer, |_| gone += 1);
+        }
+        assert_eq!((peers.count(), peers.iter().count(), gone), (0, 2, 0), "their messages are there");
+        let third = peers.begin(who(3), |_| ()).unwrap();
+        assert!(third.mailbox.deliver(3, vec![3], 1));
+        peers.release(&third, |_| gone += 1);
+        assert_eq!((peers.iter().count(), gone), (2, 1), "no more may stay, and the oldest gives way");
         let mut out = Vec::new();
-        let first = receive_oldest(&peers, &mut out).unwrap();
-        assert!(Arc::ptr_eq(&first, &peers[2]));
-        forget_departed(&mut peers, 0, |_| gone += 1);
-        assert_eq!((peers.len(), gone), (1, 3), "no more may stay");
-        receive_oldest(&peers, &mut out).unwrap();
-        assert!(receive_oldest(&peers, &mut out).is_none());
-        assert_eq!(out, [1, 3]);
+        assert_eq!(peers.receive(&mut out, |_| gone += 1), Some(who(2)));
+        assert_eq!(peers.receive(&mut out, |_| gone += 1), Some(who(3)));
+        assert_eq!(peers.receive(&mut out, |_| gone += 1), None);
+        assert_eq!((out, gone), (vec![1, 3], 3));
+    }
+
+    #[test]
+    fn a_message_goes_to_the_sessions_of_a_host_that_are_not_fenced() {
+        let who = |number, epoch| Identity { host: Host(number), epoch, tenant: Tenant(0) };
+        let limits = Limits { message_bytes_max: 2, receive_depth: 1, ..Limits::default() };
+        let mut peers = Peers::new(4);
+        let names = [who(1, 1), who(1, 2), who(1, 2), who(2, 2)];
+        let all = names.map(|who| peers.begin(who, |slot| slot).unwrap());
+        let mut tables = Tables::new(1, 1, 0);
+        tables.fence(Host(1), 1);
+        peers.release(&all[1], |_| ());
+        let mut told = Vec::new();
+        assert_eq!(peers.send(Host(1), b"abc", &limits, &tables, |_| ()), 0, "it is too long");
+        assert_eq!(peers.send(Host(1), b"ab", &limits, &tables, |peer| told.push(peer.own)), 1);
+        assert_eq!(peers.send(Host(1), b"ab", &limits, &tables, |peer| told.push(peer.own)), 0, "no room");
+        assert_eq!(told, [2]);
     }
 }

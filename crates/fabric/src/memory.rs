@@ -194,6 +194,21 @@ impl Memory {
         Ok(u64::try_from(rustix::fs::fstat(&self.fd)?.st_blocks).unwrap_or(0) * 512)
     }
 
+    /// Where a range begins, if it is inside the memory.
+    #[inline]
+    pub(crate) fn offset(&self, offset: u64, len: u64) -> Option<usize> {
+        let is_inside = offset.checked_add(len).is_some_and(|end| end <= u64_from(self.len));
+        if is_inside { usize::try_from(offset).ok() } else { None }
+    }
+
+    /// First byte of a range, if it is inside the memory.
+    #[inline]
+    pub(crate) fn pointer(&self, offset: u64, len: u64) -> Option<*mut u8> {
+        let offset = self.offset(offset, len)?;
+        // SAFETY: `offset` is at most `self.len`, so the result is in or one past the mapping.
+        Some(unsafe { self.as_ptr().add(offset) })
+    }
+
     /// First byte of a range that is proved to be inside the memory.
     #[inline]
     fn range(&self, offset: usize, len: usize) -> *mut u8 {

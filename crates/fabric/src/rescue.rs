@@ -1,17 +1,17 @@
 //! Something that takes its time, done by a thread of its own, for whoever must not wait.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use rustix::event::{EventfdFlags, eventfd};
+use crate::wake::Wake;
 
 /// What a thread of its own is at.
 #[derive(Debug)]
 pub struct Rescue<T> {
     found: Arc<Mutex<Option<T>>>,
     /// Readable when there is an outcome.
-    bell: Arc<OwnedFd>,
+    bell: Arc<Wake>,
 }
 
 impl<T: Send + 'static> Rescue<T> {
@@ -21,20 +21,19 @@ impl<T: Send + 'static> Rescue<T> {
     /// If there is no thread.
     pub fn start(name: &str, work: impl FnOnce(&dyn Fn() -> bool) -> T + Send + 'static) -> io::Result<Self> {
         let found = Arc::new(Mutex::new(None));
-        let bell = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+        let bell = Arc::new(Wake::new()?);
         let rescue = Self { found: Arc::clone(&found), bell: Arc::clone(&bell) };
         std::thread::Builder::new().name(name.into()).spawn(move || {
             let outcome = work(&|| Arc::strong_count(&bell) > 1);
             *found.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
-            // Writing to an eventfd fails only when its count is full, and then it is readable already.
-            let _ = rustix::io::write(&*bell, &1_u64.to_ne_bytes());
+            bell.wake();
         })?;
         Ok(rescue)
     }
 
     /// A descriptor that is readable once there is an outcome.
     pub fn bell(&self) -> BorrowedFd<'_> {
-        self.bell.as_fd()
+        (*self.bell).as_fd()
     }
 
     /// What came of it, once.

@@ -6,6 +6,7 @@ use std::time::Duration;
 use rustix::event::PollFd;
 
 use crate::Memory;
+pub use crate::limits::Limits;
 use crate::target::Region;
 
 /// Opens a range of the peer's memory: the key of a region or of a window (an rkey).
@@ -198,7 +199,7 @@ impl EndpointError {
     pub fn is_of_absence(&self) -> bool {
         match self {
             Self::Unreachable { .. } => true,
-            Self::Refused { reason, .. } => reason == crate::tcp::LEAVING,
+            Self::Refused { reason, .. } => reason == crate::handshake::LEAVING,
             Self::Protocol { .. } | Self::Local { .. } | Self::TooManyLocal { .. } => false,
         }
     }
@@ -207,34 +208,6 @@ impl EndpointError {
     #[must_use]
     pub fn is_of_fence(&self) -> bool {
         matches!(self, Self::Refused { reason, .. } if crate::tables::is_fence(reason))
-    }
-}
-
-/// What one endpoint can bear.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Limits {
-    /// Posted and not yet polled operations (unsignalled ones count until they are done).
-    pub queue_depth: usize,
-    /// Bytes of one READ or WRITE.
-    pub transfer_bytes_max: u32,
-    /// Bytes of one message.
-    pub message_bytes_max: u32,
-    /// Messages waiting at the receiver.
-    pub receive_depth: usize,
-    /// Pieces of local memory registered with one endpoint.
-    pub local_regions_max: usize,
-}
-
-impl Default for Limits {
-    /// What pages need: many operations at once, of up to the largest extent.
-    fn default() -> Self {
-        Self {
-            queue_depth: 256,
-            transfer_bytes_max: 2 << 20,
-            message_bytes_max: 4096,
-            receive_depth: 64,
-            local_regions_max: 64,
-        }
     }
 }
 

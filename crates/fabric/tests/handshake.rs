@@ -105,8 +105,8 @@ proptest! {
             prop_assert!((1..=4095).contains(&who.host.0));
         }
         if let Ok(Reply::Welcome(welcome)) = handshake::parse_reply(&bytes) {
-            prop_assert!(welcome.limits.queue_depth <= shm::QUEUE_DEPTH_LIMIT);
-            prop_assert!(welcome.regions.len() <= shm::REGIONS_LIMIT);
+            prop_assert!(welcome.limits.queue_depth <= aquifer_fabric::limits::QUEUE_DEPTH_LIMIT);
+            prop_assert!(welcome.regions.len() <= aquifer_fabric::REGIONS_LIMIT);
             let apart = |pair: &[Region]| pair[0].base + pair[0].len <= pair[1].base;
             prop_assert!(welcome.regions.windows(2).all(apart));
         }
@@ -162,7 +162,7 @@ fn a_target_refuses_strangers_with_a_reason_and_goes_on() {
         }
     }
     // Those who hang up without a word, or stay silent, are in nobody's way.
-    let silent: Vec<OwnedFd> = (0..shm::PENDING_LIMIT / 2)
+    let silent: Vec<OwnedFd> = (0..aquifer_fabric::handshake::PENDING_LIMIT / 2)
         .map(|_| {
             let socket = socket();
             rustix::net::connect(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();

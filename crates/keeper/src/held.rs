@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use aquifer_channel::socket::wait_readable;
 use aquifer_ipc::{HeldItem, HeldKind};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::TICK;
-use crate::socket::wait_readable;
 
 /// Things held at once.
 const THINGS_MAX: usize = 65_536;

@@ -9,13 +9,12 @@
 //!
 //! It also logs how daemons of a local cluster end, which a daemon that is killed cannot.
 //!
-//! - `held`: what is held, and for whom. `exit_watcher`: how daemons end. [`KeeperPort`] is the daemons' end of the connection, [`socket`] what daemons do with sockets.
+//! - `held`: what is held, and for whom. `exit_watcher`: how daemons end. [`KeeperPort`] is the daemons' end of the connection.
 
 mod exit_status;
 mod exit_watcher;
 mod held;
 mod port;
-pub mod socket;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -24,12 +23,12 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
+use aquifer_channel::socket::{accept, listen_at, wait_readable};
 use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_ipc::{Frame, HeldItem, HeldKind, KeeperShare};
 
 use self::exit_watcher::ExitWatcher;
 use self::held::Held;
-use self::socket::{accept_own, listen_or_take, raise_descriptor_limit, wait_readable};
 pub use port::KeeperPort;
 
 /// How often to look around.
@@ -81,8 +80,10 @@ struct Keeper {
 /// # Errors
 /// If it cannot listen.
 pub fn serve(options: &KeeperOptions, stop: &AtomicBool, ready: impl FnOnce()) -> io::Result<()> {
-    raise_descriptor_limit();
-    let listener = listen_or_take(&options.socket, options.listener.as_ref())?;
+    let listener = match &options.listener {
+        Some(given) => given.try_clone()?,
+        None => listen_at(&options.socket, 0o600)?,
+    };
     let mut keeper = Keeper {
         grace: options.grace,
         connections: Vec::new(),
@@ -102,6 +103,16 @@ pub fn serve(options: &KeeperOptions, stop: &AtomicBool, ready: impl FnOnce()) -
         let _ = std::fs::remove_file(&options.socket);
     }
     Ok(())
+}
+
+/// The next connection and its process id. One of another user is turned away: `None`.
+fn accept_own(listener: &OwnedFd) -> io::Result<Option<(OwnedFd, u32)>> {
+    let (socket, peer) = accept(listener)?;
+    if peer.uid != rustix::process::geteuid().as_raw() {
+        tracing::warn!(uid = peer.uid, "a connection of another user was turned away");
+        return Ok(None);
+    }
+    Ok(Some((socket, peer.pid)))
 }
 
 impl Keeper {

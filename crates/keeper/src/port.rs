@@ -7,10 +7,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use aquifer_channel::socket::wait_readable;
 use aquifer_channel::{RestoredItem, connect, receive_frame, send_frame};
 use aquifer_ipc::{Frame, HeldItem, HeldKind, KeeperShare};
-
-use crate::socket::wait_readable;
 
 /// How long a daemon that has just died may still be in the way.
 const TAKE_PATIENCE: Duration = Duration::from_secs(5);

@@ -10,7 +10,7 @@ use aquifer_ipc::size::ByteSize;
 
 /// Change it, and say what it is now.
 pub fn limit(state: &StateDir, arguments: &LimitArguments) -> Outcome {
-    let run = aquifer_agent::client::set_limit(&arguments.agent.socket(state), arguments.pid, arguments.size)
+    let run = aquifer_host::client::set_limit(&arguments.agent.socket(state), arguments.pid, arguments.size)
         .map_err(|error| format!("the limit of process {} stays: {error}", arguments.pid))?;
     say_line!(
         "{}: may have {} from now on, has {} resident",

@@ -7,10 +7,10 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-use crate::ending::is_ending;
+use aquifer_channel::socket::wait_readable;
+use aquifer_swap::ending::is_ending;
 
 /// Those who look hold the lock shared for a moment; so often, at most, one lets them pass.
 const ATTEMPTS_MAX: u32 = 100_000;
@@ -129,8 +129,7 @@ pub fn life(path: &Path) -> io::Result<Life> {
 }
 
 fn has_ended(pidfd: &OwnedFd) -> bool {
-    let mut fds = [PollFd::new(pidfd, PollFlags::IN)];
-    rustix::event::poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+    wait_readable(&[pidfd], Duration::ZERO).unwrap_or(false)
 }
 
 #[cfg(test)]

@@ -23,6 +23,6 @@ pub use down::down;
 pub use lend::lend;
 pub use limit::limit;
 pub use parts::be;
-pub use source::{Source, SourceError};
+pub use source::Source;
 pub use status::status;
 pub use up::up;

@@ -15,7 +15,6 @@ use aquifer_fabric::{shm, tcp};
 use aquifer_keeper::{self as keeper, KeeperOptions};
 use aquifer_node::{Keep, Listen, NodeOptions, Shutdown};
 use rustix::net::SocketType;
-use tracing_subscriber::EnvFilter;
 
 use super::key;
 use super::lock::Lock;
@@ -25,6 +24,7 @@ use super::source::Source;
 use super::systemd;
 use crate::Outcome;
 use crate::cli::{AgentArguments, Foreground, GRACE_MS, KeeperArguments, NodeArguments, PartCommand};
+use crate::say::log_to_stderr;
 use crate::settings::{AgentSettings, Network, NodeSettings, complete};
 use crate::state::StateDir;
 use aquifer_ipc::size::ByteSize;
@@ -104,10 +104,7 @@ fn begin(
     let Some(_lock) = lock else {
         return Err(format!("{part} is running already in {}", state.path().display()).into());
     };
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    // A log that cannot be written, on a full disk, must not end a daemon: the subscriber would complain on the same stderr, and panic.
-    let log = tracing_subscriber::fmt().log_internal_errors(false).with_env_filter(filter);
-    log.with_writer(std::io::stderr).with_ansi(false).init();
+    log_to_stderr();
     serve(stop, Ready { part, detached: foreground.detached })?;
     tracing::info!("{part} has stopped");
     Ok(ExitCode::SUCCESS)
@@ -129,6 +126,7 @@ fn keeper(
     let listener = systemd::listener("keeper", SocketType::SEQPACKET)?;
     let options = KeeperOptions { socket: state.socket(&Part::Keeper.to_string()), grace, listener };
     let stopped = stop_flag(stop)?;
+    raise_descriptor_limit();
     keeper::serve(&options, &stopped, || ready.tell())
         .map_err(|error| format!("the keeper cannot serve at {}: {error}", options.socket.display()).into())
 }
@@ -253,9 +251,20 @@ fn agent(
         metrics: settings.metrics.clone(),
     };
     let stopped = stop_flag(stop)?;
+    raise_descriptor_limit();
     aquifer_agent::serve(&options, &stopped, || ready.tell())?;
     shadow.dismiss();
     Ok(())
+}
+
+/// Each paged program needs a dozen descriptors, in the agent as in the keeper: allow as many as the system lets us.
+fn raise_descriptor_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    let wanted = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    if let Err(error) = setrlimit(Resource::Nofile, wanted) {
+        tracing::warn!(%error, ?limit, "the limit of open files stays: it bounds how many programs can be paged");
+    }
 }
 
 fn stop_flag(stop: StopSignal) -> std::io::Result<Arc<AtomicBool>> {

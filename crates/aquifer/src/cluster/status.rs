@@ -4,8 +4,8 @@ use std::fmt::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
-use aquifer_agent::report::AgentStatus;
 use aquifer_directory::names::{self, AgentRecord, NodeRecord};
+use aquifer_host::report::AgentStatus;
 use serde::Serialize;
 
 use super::launch::{LaunchError, life_of};
@@ -136,7 +136,7 @@ fn in_directory(state: &StateDir, source: &Source) -> Result<(Vec<NodeRecord>, V
 }
 
 fn agent_status(socket: &Path) -> std::io::Result<Option<AgentStatus>> {
-    aquifer_agent::client::status(socket)
+    aquifer_host::client::status(socket)
 }
 
 fn in_words(status: &Status) -> String {

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use aquifer_agent::client;
 use aquifer_channel::{ReceiveError, receive_frame, send_frame};
+use aquifer_host::client;
 use aquifer_ipc::{Frame, OpenRun, RunToken};
 
 use super::RunError;

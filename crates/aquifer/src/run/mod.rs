@@ -17,8 +17,8 @@ use aquifer_ipc::{EXIT_FAILED, RUN_VARIABLE, RunToken, SOCKET_VARIABLE};
 
 use agent_link::{AgentLink, agent_is_gone};
 pub use executable::ExecutableError;
-pub use swap::SwapOptions;
 use swap::SwapServer;
+pub use swap::{SwapOptions, serve_swap};
 
 /// The program cannot be executed, as of `env`.
 const EXIT_NOT_EXECUTABLE: i32 = 126;

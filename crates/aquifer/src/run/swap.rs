@@ -3,7 +3,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -11,10 +11,16 @@ use std::process::{Child, Command, Stdio};
 
 use aquifer_channel::{ReceiveError, receive_frame};
 use aquifer_ipc::Frame;
+use aquifer_swap::setup::{cgroup, cleanup_stale, record};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 use super::{RunError, RunOptions};
-use crate::setup::{cgroup, cleanup_stale, record};
+use crate::Outcome;
+use crate::cli::SwapServerArguments;
+use crate::cluster::Source;
+use crate::say::log_to_stderr;
+use crate::settings::DirectorySettings;
+use crate::state::StateDir;
 
 /// What `--swap` asks for beside the limit.
 #[derive(Clone, Debug)]
@@ -25,6 +31,26 @@ pub struct SwapOptions {
     pub log: PathBuf,
     /// The device's size, if not the default.
     pub bytes: Option<u64>,
+}
+
+/// Be the server of a swap device, for the run at the other end of standard input.
+pub fn serve_swap(state: &StateDir, arguments: &SwapServerArguments) -> Outcome {
+    log_to_stderr();
+    let options = aquifer_swap::SwapOptions {
+        name: arguments.name.clone(),
+        limit_bytes: arguments.local,
+        size_bytes: arguments.swap_size,
+        agent_socket: state.agent_socket(),
+        folder: state.path().to_owned(),
+    };
+    let connect = |place: &str| {
+        let settings: DirectorySettings = serde_json::from_str(place)
+            .map_err(|error| format!("the agent does not tell where the cluster's directory is: {error}"))?;
+        let directory = Source::new(&settings)?.connect(state);
+        directory.map_err(|error| format!("the cluster's directory cannot be reached: {error}").into())
+    };
+    let run = io::stdin().as_fd().try_clone_to_owned()?;
+    Ok(aquifer_swap::serve(run, &options, connect)?)
 }
 
 /// The server of the device, with what lets a program into its cgroup.

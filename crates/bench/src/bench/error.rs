@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use aquifer::setup::SetupError;
+use aquifer_swap::setup::SetupError;
 
 /// Why a bench or the demo could not do its work.
 #[derive(Debug, thiserror::Error)]

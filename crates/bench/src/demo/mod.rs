@@ -16,7 +16,7 @@ use crate::bench::support::cluster::Cluster;
 use crate::bench::support::interrupt;
 use aquifer::Fabric;
 use aquifer::say::{say, say_line};
-use aquifer::setup::cleanup_stale;
+use aquifer_swap::setup::cleanup_stale;
 use program::Program;
 use ways::{Stage, Way};
 

@@ -16,10 +16,10 @@ use std::process::Command;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
-use aquifer::setup::cgroup::{self, Cgroup};
-use aquifer::setup::record::{Record, Step};
-use aquifer::setup::want::Want;
-use aquifer::setup::{PAGE_CLUSTER, SIZE_BYTES, SetupError, Usage, read_number, swapfile, zram};
+use aquifer_swap::setup::cgroup::{self, Cgroup};
+use aquifer_swap::setup::record::{Record, Step};
+use aquifer_swap::setup::want::Want;
+use aquifer_swap::setup::{PAGE_CLUSTER, SIZE_BYTES, SetupError, Usage, read_number, swapfile, zram};
 
 /// Programs in want of memory wait so long between two tries.
 const TRY_AGAIN: Duration = Duration::from_millis(5);

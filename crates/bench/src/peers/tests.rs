@@ -6,7 +6,7 @@ use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::*;
-use aquifer::setup::cleanup_stale;
+use aquifer_swap::setup::cleanup_stale;
 
 const MIB: u64 = 1 << 20;
 

@@ -10,10 +10,10 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use super::{Life, VerbsEndpoint};
-use crate::HANDSHAKE_TIME;
 use crate::letters::Request;
 use crate::link::{Link, knock};
 use aquifer_fabric::ClusterKey;
+use aquifer_fabric::handshake::HANDSHAKE_TIME;
 use aquifer_fabric::handshake::hello::{Hello, Resume, Welcome};
 use aquifer_fabric::keys::KeyName;
 use aquifer_fabric::rescue::Rescue;

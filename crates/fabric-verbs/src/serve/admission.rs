@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::Server;
-use crate::peer::Peer;
+use crate::peer::{Answered, Peer};
 use crate::session::{Phase, prove};
 use crate::target::{Shared, State};
 use aquifer_fabric::handshake::hello::{self, Hello, Reply, Welcome};
@@ -103,18 +103,11 @@ impl Server {
     }
 
     fn begin(&mut self, state: &mut State, who: Identity) -> Result<Arc<Peer>, String> {
-        if state.slots.iter().all(|taken| *taken) && !self.lingering.is_empty() {
+        if !state.peers.has_room() && !self.lingering.is_empty() {
             // Whoever comes is here; of those who lingered longest nobody knows.
             let (oldest, _) = self.lingering.remove(0);
             state.release(&oldest);
         }
-        let Some(slot) = state.slots.iter().position(|taken| !taken) else {
-            return Err(format!("{} endpoints are connected already", state.slots.len()));
-        };
-        let id = hello::new_session()?;
-        state.slots[slot] = true;
-        let peer = Arc::new(Peer::new(who, id, slot));
-        state.peers.push(Arc::clone(&peer));
-        Ok(peer)
+        state.peers.begin(who, |_| Answered::default())
     }
 }

@@ -32,7 +32,13 @@ impl Server {
                 let limits = &shared.options.limits;
                 let is_short = message.len() <= limits.message_bytes_max as usize;
                 let had_room = is_short
-                    && peer.deliver(number, shared.control.next_stamp(), message, limits.receive_depth);
+                    && peer.own.deliver(
+                        &peer.mailbox,
+                        number,
+                        shared.control.next_stamp(),
+                        message,
+                        limits.receive_depth,
+                    );
                 session.tell(&Answer::Delivered(number, had_room));
             }
             Some(Request::Taken(count)) if peer.mailbox.credit_through(count) => {}

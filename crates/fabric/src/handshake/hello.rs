@@ -4,19 +4,12 @@
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
+use super::common::{self, RegionBody, short};
 use crate::REGIONS_LIMIT;
-use crate::target::{Host, Identity, Region, Tenant};
-use crate::work::{Key, Limits};
+use crate::limits::Limits;
+use crate::target::{Identity, Region, Tenant};
 
-/// Hosts are numbered 1..=HOST_MAX.
-pub const HOST_MAX: u16 = 4095;
-/// Bytes of a refusal's reason, at most.
-pub const REASON_BYTES_MAX: usize = 256;
-const QUEUE_DEPTH_LIMIT: usize = 65_536;
 const TRANSFER_BYTES_LIMIT: u32 = 1 << 30;
-const MESSAGE_BYTES_LIMIT: u32 = 65_536;
-const RECEIVE_DEPTH_LIMIT: usize = 4096;
-const LOCAL_REGIONS_LIMIT: usize = 65_536;
 
 const KIND_HELLO: u16 = 1;
 const KIND_WELCOME: u16 = 2;
@@ -87,7 +80,7 @@ pub struct Welcome {
     pub encrypt: bool,
     /// What the endpoint can bear.
     pub limits: Limits,
-    /// The regions; those whose own key is for others carry [`Key`] zero.
+    /// The regions; those whose own key is for others carry [`crate::Key`] zero.
     pub regions: Vec<Region>,
 }
 
@@ -133,15 +126,6 @@ struct WelcomeBody {
     reserved2: U32,
 }
 
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(C)]
-struct RegionBody {
-    base: U64,
-    len: U64,
-    key: U32,
-    reserved: U32,
-}
-
 /// The bytes of a hello.
 #[must_use]
 pub fn encode_hello(hello: &Hello) -> Vec<u8> {
@@ -170,10 +154,7 @@ pub fn parse_hello(bytes: &[u8]) -> Result<Hello, HelloError> {
     expect(bytes, KIND_HELLO)?;
     let body = HelloBody::ref_from_bytes(bytes)
         .map_err(|_| HelloError::Length { kind: KIND_HELLO, found: bytes.len() })?;
-    let host = body.host.get();
-    if host == 0 || host > HOST_MAX {
-        return Err(HelloError::Field("the host number"));
-    }
+    let host = common::parse_host(body.host.get()).map_err(HelloError::Field)?;
     let resume = Resume {
         session: body.session,
         answered: body.answered.get(),
@@ -182,7 +163,7 @@ pub fn parse_hello(bytes: &[u8]) -> Result<Hello, HelloError> {
     };
     let resumes = flag(body.resumes, "the resume flag")?;
     Ok(Hello {
-        who: Identity { host: Host(host), epoch: body.epoch.get(), tenant: Tenant(body.tenant.get()) },
+        who: Identity { host, epoch: body.epoch.get(), tenant: Tenant(body.tenant.get()) },
         encrypt: flag(body.encrypt, "the encryption flag")?,
         resume: resumes.then_some(resume),
     })
@@ -194,8 +175,7 @@ pub fn encode_reply(reply: &Reply) -> Vec<u8> {
     match reply {
         Reply::Welcome(welcome) => encode_welcome(welcome),
         Reply::Refusal(reason) => {
-            let end = reason.floor_char_boundary(REASON_BYTES_MAX);
-            [KIND_REFUSAL.to_le_bytes().as_slice(), &reason.as_bytes()[..end]].concat()
+            [KIND_REFUSAL.to_le_bytes().as_slice(), common::reason_bytes(reason)].concat()
         }
     }
 }
@@ -217,15 +197,7 @@ fn encode_welcome(welcome: &Welcome) -> Vec<u8> {
         reserved2: 0.into(),
     };
     let mut bytes = body.as_bytes().to_vec();
-    for region in &welcome.regions {
-        let entry = RegionBody {
-            base: region.base.into(),
-            len: region.len.into(),
-            key: region.key.0.into(),
-            reserved: 0.into(),
-        };
-        bytes.extend_from_slice(entry.as_bytes());
-    }
+    common::put_regions(&mut bytes, &welcome.regions);
     bytes
 }
 
@@ -236,10 +208,7 @@ fn encode_welcome(welcome: &Welcome) -> Vec<u8> {
 pub fn parse_reply(bytes: &[u8]) -> Result<Reply, HelloError> {
     match kind_of(bytes)? {
         KIND_WELCOME => parse_welcome(bytes).map(Reply::Welcome),
-        KIND_REFUSAL => {
-            let reason = &bytes[2..bytes.len().min(2 + REASON_BYTES_MAX)];
-            Ok(Reply::Refusal(String::from_utf8_lossy(reason).escape_debug().to_string()))
-        }
+        KIND_REFUSAL => Ok(Reply::Refusal(common::parse_reason(&bytes[2..]))),
         kind => Err(HelloError::Kind(kind)),
     }
 }
@@ -266,38 +235,14 @@ fn parse_welcome(bytes: &[u8]) -> Result<Welcome, HelloError> {
         done: head.done.get(),
         encrypt: flag(head.encrypt, "the encryption flag")?,
         limits,
-        regions: parse_regions(entries)?,
+        regions: common::parse_regions(entries).map_err(HelloError::Field)?,
     })
-}
-
-fn parse_regions(entries: &[RegionBody]) -> Result<Vec<Region>, HelloError> {
-    let mut regions = Vec::with_capacity(entries.len());
-    let mut free_from = 1;
-    for entry in entries {
-        let (base, len) = (entry.base.get(), entry.len.get());
-        let end = base.checked_add(len).filter(|_| base >= free_from && len > 0);
-        free_from = end.ok_or(HelloError::Field("a region's address range"))?;
-        regions.push(Region { base, len, key: Key(entry.key.get()) });
-    }
-    Ok(regions)
 }
 
 /// The first limit that is out of bounds.
 pub fn limits_fault(limits: &Limits) -> Option<&'static str> {
-    let out = |value: usize, limit: usize| value == 0 || value > limit;
-    if out(limits.queue_depth, QUEUE_DEPTH_LIMIT) {
-        Some("the queue depth")
-    } else if limits.transfer_bytes_max > TRANSFER_BYTES_LIMIT {
-        Some("the size of transfers")
-    } else if limits.message_bytes_max == 0 || limits.message_bytes_max > MESSAGE_BYTES_LIMIT {
-        Some("the size of messages")
-    } else if out(limits.receive_depth, RECEIVE_DEPTH_LIMIT) {
-        Some("the receive depth")
-    } else if out(limits.local_regions_max, LOCAL_REGIONS_LIMIT) {
-        Some("the local regions")
-    } else {
-        None
-    }
+    let is_too_long = limits.transfer_bytes_max > TRANSFER_BYTES_LIMIT;
+    limits.fault().map(|fault| fault.name).or(is_too_long.then_some("the size of transfers"))
 }
 
 fn kind_of(bytes: &[u8]) -> Result<u16, HelloError> {
@@ -318,16 +263,13 @@ fn flag(byte: u8, name: &'static str) -> Result<bool, HelloError> {
     }
 }
 
-/// Numbers that the options bound far below 2^32.
-fn short(value: usize) -> U32 {
-    u32::try_from(value).unwrap_or(u32::MAX).into()
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::target::Host;
+    use crate::work::Key;
 
     fn hello() -> Hello {
         let who = Identity { host: Host(7), epoch: 1 << 40, tenant: Tenant(70) };
@@ -356,7 +298,7 @@ mod tests {
             assert_eq!(parse_reply(&encode_reply(&reply)), Ok(reply));
         }
         let long = encode_reply(&Reply::Refusal("ä".repeat(500)));
-        assert_eq!(long.len(), 2 + REASON_BYTES_MAX);
+        assert_eq!(long.len(), 2 + common::REASON_BYTES_MAX);
     }
 
     #[test]

@@ -10,9 +10,10 @@ use rustix::net::SocketFlags;
 
 use super::handshake::{self, Reply, Welcome};
 use super::mailbox::{Direction, Ring, mailbox_bytes};
+use super::socket;
 use super::target::{Peer, Shared, State};
-use super::{HANDSHAKE_TIME, PENDING_LIMIT, socket};
 use crate::Memory;
+use crate::handshake::{HANDSHAKE_TIME, PENDING_LIMIT};
 use crate::memory::u64_from;
 use crate::target::Identity;
 

@@ -15,6 +15,7 @@ use crate::Memory;
 use crate::control::{Control, FENCED, OPEN};
 use crate::key_table::PlacedTable;
 use crate::keys::Right;
+use crate::locals::Locals;
 use crate::memory::{copy, u64_from};
 use crate::target::{Identity, Region};
 use crate::work::{
@@ -39,7 +40,7 @@ pub struct ShmEndpoint {
     /// Tables of keys of regions.
     tables: Vec<PlacedTable>,
     mapped: Vec<Memory>,
-    locals: Vec<Arc<Memory>>,
+    locals: Locals,
     outbox: Ring,
     inbox: Ring,
     done: VecDeque<Completion>,
@@ -125,7 +126,7 @@ impl ShmEndpoint {
             regions: welcome.regions,
             tables,
             mapped,
-            locals: Vec::new(),
+            locals: Locals::default(),
             outbox: Ring::new(&mailbox, &limits, Direction::ToTarget),
             inbox: Ring::new(&mailbox, &limits, Direction::ToInitiator),
             done: VecDeque::with_capacity(limits.queue_depth),
@@ -226,11 +227,7 @@ impl ShmEndpoint {
 
     #[inline]
     fn local(&self, slice: LocalSlice) -> Result<*mut u8, WorkError> {
-        let memory = (slice.key.0 as usize)
-            .checked_sub(1)
-            .and_then(|index| self.locals.get(index))
-            .ok_or(WorkError::LocalAccess)?;
-        offset_in(memory, slice.offset, u64::from(slice.len)).ok_or(WorkError::LocalAccess)
+        self.locals.pointer(slice).ok_or(WorkError::LocalAccess)
     }
 
     #[inline]
@@ -250,7 +247,7 @@ impl ShmEndpoint {
         let memory = self.mapped.get(grant.region).ok_or(WorkError::RemoteAccess)?;
         // The key table is shared memory: what it says is checked against our own mapping too.
         let offset = remote.addr.checked_sub(region.base).ok_or(WorkError::RemoteAccess)?;
-        offset_in(memory, offset, len).ok_or(WorkError::RemoteAccess)
+        memory.pointer(offset, len).ok_or(WorkError::RemoteAccess)
     }
 
     #[inline]
@@ -263,16 +260,6 @@ impl ShmEndpoint {
         // at multiples of 8 here and there.
         Ok(unsafe { std::sync::atomic::AtomicU64::from_ptr(word) })
     }
-}
-
-#[inline]
-fn offset_in(memory: &Memory, offset: u64, len: u64) -> Option<*mut u8> {
-    let size = u64_from(memory.len());
-    if offset > size || len > size - offset {
-        return None;
-    }
-    // SAFETY: `offset` is at most the length of the mapping.
-    Some(unsafe { memory.as_ptr().add(usize::try_from(offset).ok()?) })
 }
 
 impl Endpoint for ShmEndpoint {
@@ -307,13 +294,7 @@ impl Endpoint for ShmEndpoint {
     }
 
     fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {
-        let limit = self.limits.local_regions_max;
-        if self.locals.len() >= limit {
-            return Err(EndpointError::TooManyLocal { limit });
-        }
-        self.locals.push(memory);
-        let key = u32::try_from(self.locals.len());
-        key.map(LocalKey).map_err(|_| EndpointError::TooManyLocal { limit })
+        self.locals.add(memory, self.limits.local_regions_max)
     }
 
     fn receive(&mut self, out: &mut Vec<u8>) -> bool {

@@ -3,20 +3,15 @@
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::{
-    LOCAL_REGIONS_LIMIT, MESSAGE_BYTES_LIMIT, QUEUE_DEPTH_LIMIT, RECEIVE_DEPTH_LIMIT, REGIONS_LIMIT,
-};
-use crate::target::{Host, Identity, Region, Tenant};
-use crate::work::{Key, Limits};
+use crate::REGIONS_LIMIT;
+use crate::handshake::common::{self, RegionBody, short};
+use crate::limits::Limits;
+use crate::target::{Identity, Region, Tenant};
 
 /// First bytes of every handshake message.
 pub const MAGIC: [u8; 8] = *b"AQFSHAKE";
 /// The only version there is.
 pub const VERSION: u16 = 1;
-/// Hosts are numbered 1..=HOST_MAX.
-pub const HOST_MAX: u16 = 4095;
-/// Bytes of a refusal's reason, at most.
-pub const REASON_BYTES_MAX: usize = 256;
 /// Bytes of any handshake message, at most.
 pub const MESSAGE_BYTES_MAX: usize = 4096;
 
@@ -82,15 +77,6 @@ struct WelcomeBody {
     mailbox_len: U64,
 }
 
-#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
-#[repr(C)]
-struct RegionBody {
-    base: U64,
-    len: U64,
-    key: U32,
-    reserved: U32,
-}
-
 /// What a target grants to one that connected. Its descriptors come with it: control memory,
 /// mailbox, then one for each region.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -103,7 +89,7 @@ pub struct Welcome {
     pub control_len: u64,
     /// Bytes of the mailbox.
     pub mailbox_len: u64,
-    /// The regions; those whose own key is for others carry [`Key`] zero.
+    /// The regions; those whose own key is for others carry [`crate::Key`] zero.
     pub regions: Vec<Region>,
 }
 
@@ -138,11 +124,8 @@ pub fn parse_hello(bytes: &[u8]) -> Result<Identity, HandshakeError> {
         return Err(HandshakeError::Kind(kind));
     }
     let hello: &HelloBody = exact(bytes.len(), body)?;
-    let host = hello.host.get();
-    if host == 0 || host > HOST_MAX {
-        return Err(HandshakeError::Field("the host number"));
-    }
-    Ok(Identity { host: Host(host), epoch: hello.epoch.get(), tenant: Tenant(hello.tenant.get()) })
+    let host = common::parse_host(hello.host.get()).map_err(HandshakeError::Field)?;
+    Ok(Identity { host, epoch: hello.epoch.get(), tenant: Tenant(hello.tenant.get()) })
 }
 
 /// The bytes of an answer. A reason that is too long is cut.
@@ -150,13 +133,7 @@ pub fn parse_hello(bytes: &[u8]) -> Result<Identity, HandshakeError> {
 pub fn encode_reply(reply: &Reply) -> Vec<u8> {
     match reply {
         Reply::Welcome(welcome) => encode_welcome(welcome),
-        Reply::Refusal(reason) => {
-            let mut end = reason.len().min(REASON_BYTES_MAX);
-            while !reason.is_char_boundary(end) {
-                end -= 1;
-            }
-            [header(KIND_REFUSAL).as_bytes(), &reason.as_bytes()[..end]].concat()
-        }
+        Reply::Refusal(reason) => [header(KIND_REFUSAL).as_bytes(), common::reason_bytes(reason)].concat(),
     }
 }
 
@@ -175,15 +152,7 @@ fn encode_welcome(welcome: &Welcome) -> Vec<u8> {
         mailbox_len: welcome.mailbox_len.into(),
     };
     let mut bytes = [header(KIND_WELCOME).as_bytes(), body.as_bytes()].concat();
-    for region in &welcome.regions {
-        let entry = RegionBody {
-            base: region.base.into(),
-            len: region.len.into(),
-            key: region.key.0.into(),
-            reserved: 0.into(),
-        };
-        bytes.extend_from_slice(entry.as_bytes());
-    }
+    common::put_regions(&mut bytes, &welcome.regions);
     bytes
 }
 
@@ -195,10 +164,7 @@ pub fn parse_reply(bytes: &[u8]) -> Result<Reply, HandshakeError> {
     let (kind, body) = split_header(bytes)?;
     match kind {
         KIND_WELCOME => parse_welcome(bytes.len(), body).map(Reply::Welcome),
-        KIND_REFUSAL => {
-            let reason = &body[..body.len().min(REASON_BYTES_MAX)];
-            Ok(Reply::Refusal(String::from_utf8_lossy(reason).escape_debug().to_string()))
-        }
+        KIND_REFUSAL => Ok(Reply::Refusal(common::parse_reason(body))),
         _ => Err(HandshakeError::Kind(kind)),
     }
 }
@@ -207,40 +173,33 @@ fn parse_welcome(found: usize, body: &[u8]) -> Result<Welcome, HandshakeError> {
     let length = |expected| HandshakeError::Length { found, expected };
     let fixed = size_of::<Header>() + size_of::<WelcomeBody>();
     let (head, tail) = WelcomeBody::ref_from_prefix(body).map_err(|_| length(fixed))?;
-    let regions = bounded(head.regions, REGIONS_LIMIT, "the number of regions")?;
+    // A target without regions is still one: it may only want to talk.
+    let regions = head.regions.get() as usize;
+    if regions > REGIONS_LIMIT {
+        return Err(HandshakeError::Field("the number of regions"));
+    }
     let expected = fixed + regions * size_of::<RegionBody>();
     let entries = <[RegionBody]>::ref_from_bytes(tail).map_err(|_| length(expected))?;
     if entries.len() != regions {
         return Err(length(expected));
     }
-    let message_limit = usize::try_from(MESSAGE_BYTES_LIMIT).unwrap_or(usize::MAX);
-    bounded(head.message_bytes_max, message_limit, "the size of messages")?;
     let limits = Limits {
-        queue_depth: bounded(head.queue_depth, QUEUE_DEPTH_LIMIT, "the queue depth")?,
+        queue_depth: head.queue_depth.get() as usize,
         transfer_bytes_max: head.transfer_bytes_max.get(),
         message_bytes_max: head.message_bytes_max.get(),
-        receive_depth: bounded(head.receive_depth, RECEIVE_DEPTH_LIMIT, "the receive depth")?,
-        local_regions_max: bounded(head.local_regions_max, LOCAL_REGIONS_LIMIT, "the local regions")?,
+        receive_depth: head.receive_depth.get() as usize,
+        local_regions_max: head.local_regions_max.get() as usize,
     };
+    if let Some(fault) = limits.fault() {
+        return Err(HandshakeError::Field(fault.name));
+    }
     Ok(Welcome {
         slot: head.slot.get(),
         limits,
         control_len: head.control_len.get(),
         mailbox_len: head.mailbox_len.get(),
-        regions: parse_regions(entries)?,
+        regions: common::parse_regions(entries).map_err(HandshakeError::Field)?,
     })
-}
-
-fn parse_regions(entries: &[RegionBody]) -> Result<Vec<Region>, HandshakeError> {
-    let mut regions = Vec::with_capacity(entries.len());
-    let mut free_from = 1;
-    for entry in entries {
-        let (base, len) = (entry.base.get(), entry.len.get());
-        let end = base.checked_add(len).filter(|_| base >= free_from && len > 0);
-        free_from = end.ok_or(HandshakeError::Field("a region's address range"))?;
-        regions.push(Region { base, len, key: Key(entry.key.get()) });
-    }
-    Ok(regions)
 }
 
 fn header(kind: u16) -> Header {
@@ -267,17 +226,4 @@ fn exact<T: FromBytes + Immutable + KnownLayout + Unaligned>(
 ) -> Result<&T, HandshakeError> {
     let expected = size_of::<Header>() + size_of::<T>();
     T::ref_from_bytes(body).map_err(|_| HandshakeError::Length { found, expected })
-}
-
-fn bounded(value: U32, limit: usize, name: &'static str) -> Result<usize, HandshakeError> {
-    let value = usize::try_from(value.get()).unwrap_or(usize::MAX);
-    // A target without regions is still one: it may only want to talk.
-    let least = usize::from(limit != REGIONS_LIMIT);
-    let inside = (least..=limit).contains(&value);
-    inside.then_some(value).ok_or(HandshakeError::Field(name))
-}
-
-/// Numbers that the options bound far below 2^32.
-fn short(value: usize) -> U32 {
-    u32::try_from(value).unwrap_or(u32::MAX).into()
 }

@@ -15,7 +15,8 @@ use rustix::net::{
 use rustix::process::{Pid, PidfdFlags};
 
 use super::handshake::MESSAGE_BYTES_MAX;
-use super::{HANDSHAKE_TIME, REGIONS_LIMIT};
+use crate::REGIONS_LIMIT;
+use crate::handshake::HANDSHAKE_TIME;
 
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 128;

@@ -12,7 +12,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rustix::event::EventfdFlags;
 use rustix::process::{Signal, pidfd_send_signal};
 
 use super::Options;
@@ -24,6 +23,7 @@ use crate::control::{Control, FENCED};
 use crate::key_table::KeyTable;
 use crate::tables::Tables;
 use crate::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
+use crate::wake::Wake;
 use crate::work::Key;
 
 /// A target that goes away waits so long for peers inside a batch; their mappings stay anyway.
@@ -46,7 +46,7 @@ pub(super) struct Shared {
     pub(super) options: Options,
     pub(super) control: Control,
     pub(super) state: Mutex<State>,
-    pub(super) wake: OwnedFd,
+    pub(super) wake: Wake,
     pub(super) stop: AtomicBool,
 }
 
@@ -81,16 +81,12 @@ impl ShmTarget {
     /// If an option is out of bounds, another listens at `path`, or the system refuses.
     pub fn listen(path: &Path, options: Options) -> Result<Self, TargetError> {
         let system = |what, source| TargetError::System { what, source };
-        if let Some(fault) = options.fault() {
-            let source = io::Error::new(io::ErrorKind::InvalidInput, fault);
-            return Err(system("cannot set up a shared-memory target", source));
-        }
+        options.check()?;
         let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
         let key_count = options.regions_max + options.windows_max;
         let control = Control::create(options.endpoints_max, key_count)
             .map_err(|e| system("cannot create control memory", e))?;
-        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|e| system("cannot create an eventfd", e.into()))?;
+        let wake = Wake::new().map_err(|e| system("cannot create an eventfd", e))?;
         // Keys need not withstand an attacker with a mapping, only not be guessed by accident.
         let secret = RandomState::new().hash_one(path);
         let state = State {
@@ -118,8 +114,7 @@ impl Drop for ShmTarget {
             self.shared.control.drain(slot, Some(FAREWELL));
         }
         self.shared.stop.store(true, Ordering::SeqCst);
-        // Writing to an eventfd fails only when its count is full, and then it is awake already.
-        let _ = rustix::io::write(&self.shared.wake, &1_u64.to_ne_bytes());
+        self.shared.wake.wake();
         if let Some(thread) = self.thread.take() {
             let ended = thread.join();
             debug_assert!(ended.is_ok(), "the target's thread panicked");

@@ -5,7 +5,9 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags};
+use rustix::event::{PollFd, PollFlags};
+
+use crate::wake::Wake;
 
 /// A socket whose hang-up means that the peer is gone.
 #[derive(Debug)]
@@ -33,7 +35,7 @@ impl Link {
 
 struct Watcher {
     links: Mutex<Vec<Arc<Link>>>,
-    wake: OwnedFd,
+    wake: Wake,
 }
 
 static WATCHER: OnceLock<Result<Arc<Watcher>, i32>> = OnceLock::new();
@@ -43,12 +45,12 @@ pub(super) fn watch(link: &Arc<Link>) -> io::Result<()> {
     let watcher = WATCHER.get_or_init(|| start().map_err(|e| e.raw_os_error().unwrap_or(0)));
     let watcher = watcher.as_ref().map_err(|&errno| io::Error::from_raw_os_error(errno))?;
     watcher.links.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(link));
-    rustix::io::write(&watcher.wake, &1_u64.to_ne_bytes())?;
+    watcher.wake.wake();
     Ok(())
 }
 
 fn start() -> io::Result<Arc<Watcher>> {
-    let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+    let wake = Wake::new()?;
     let watcher = Arc::new(Watcher { links: Mutex::default(), wake });
     let thread_watcher = Arc::clone(&watcher);
     std::thread::Builder::new().name("fabric-watch".into()).spawn(move || run(&thread_watcher))?;
@@ -73,7 +75,7 @@ fn run(watcher: &Watcher) {
             }
         }
         if !polled[0].revents().is_empty() {
-            let _ = rustix::io::read(&watcher.wake, &mut [0_u8; 8]);
+            watcher.wake.clear();
         }
         for (link, polled) in links.iter().zip(&polled[1..]) {
             if !polled.revents().is_empty() {

@@ -36,13 +36,7 @@ impl Endpoint for SimEndpoint {
 
     fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {
         let limit = self.limits.local_regions_max;
-        let locals = &mut lock(&self.world).links[self.id].locals;
-        if locals.len() >= limit {
-            return Err(EndpointError::TooManyLocal { limit });
-        }
-        locals.push(memory);
-        let key = u32::try_from(locals.len());
-        key.map(LocalKey).map_err(|_| EndpointError::TooManyLocal { limit })
+        lock(&self.world).links[self.id].locals.add(memory, limit)
     }
 
     fn receive(&mut self, out: &mut Vec<u8>) -> bool {

@@ -1,11 +1,10 @@
 //! One connection of a simulated fabric, as the host's end knows it.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 
 use super::Node;
 use crate::Memory;
-use crate::memory::u64_from;
+use crate::locals::Locals;
 use crate::target::Identity;
 use crate::work::{Completion, LocalSlice, Work, WorkError};
 
@@ -14,7 +13,7 @@ use crate::work::{Completion, LocalSlice, Work, WorkError};
 pub(super) struct Link {
     pub who: Identity,
     pub node: Node,
-    pub locals: Vec<Arc<Memory>>,
+    pub locals: Locals,
     pub done: VecDeque<Completion>,
     pub inbox: VecDeque<Vec<u8>>,
     pub flights: VecDeque<Flight>,
@@ -52,7 +51,7 @@ impl Link {
         Self {
             who,
             node,
-            locals: Vec::new(),
+            locals: Locals::default(),
             done: VecDeque::new(),
             inbox: VecDeque::new(),
             flights: VecDeque::new(),
@@ -116,12 +115,6 @@ impl Link {
     }
 
     pub fn local(&self, slice: LocalSlice) -> Result<(&Memory, usize), WorkError> {
-        let memory = (slice.key.0 as usize).checked_sub(1).and_then(|n| self.locals.get(n));
-        let memory = memory.ok_or(WorkError::LocalAccess)?;
-        let end = slice.offset.checked_add(u64::from(slice.len));
-        match (end, usize::try_from(slice.offset)) {
-            (Some(end), Ok(offset)) if end <= u64_from(memory.len()) => Ok((memory, offset)),
-            _ => Err(WorkError::LocalAccess),
-        }
+        self.locals.find(slice).ok_or(WorkError::LocalAccess)
     }
 }

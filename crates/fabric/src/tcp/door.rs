@@ -12,10 +12,10 @@ use super::reply::Answers;
 use super::serve::{Arrival, Hand};
 use super::session::Session;
 use super::stream::{Deadlined, tune};
-use super::target::{Peer, Shared, State};
-use super::{HANDSHAKE_TIME, PENDING_LIMIT};
+use super::target::{OfSession, Peer, Shared, State};
 use crate::handshake::hello::{self, Hello, Reply, Resume, Welcome};
 use crate::handshake::secure::{SecureError, Secured, respond};
+use crate::handshake::{HANDSHAKE_TIME, LEAVING, PENDING_LIMIT, TRY_AGAIN};
 use crate::target::Identity;
 
 /// The door looks so often whether a session has lingered for long enough.
@@ -58,8 +58,7 @@ impl Doorkeeper {
                 tracing::error!(%error, "the fabric target cannot wait for its sockets");
             }
             if polled[0].revents().contains(PollFlags::IN) {
-                // It only wakes: nothing is lost if it was read already.
-                let _ = rustix::io::read(&self.shared.wake, &mut [0; 8]);
+                self.shared.wake.clear();
             }
             if polled[1].revents().contains(PollFlags::IN) {
                 self.accept();
@@ -151,7 +150,7 @@ fn welcome(
         shared.keep_for_a_while(session);
         return Err(error.into());
     }
-    let hand = session.peer.hand;
+    let hand = session.peer.own.hand;
     shared.hands[hand].give(Arrival { socket, session, seal: encrypt.then_some(seal), answers: missing });
     Ok(())
 }
@@ -181,15 +180,10 @@ fn admit(shared: &Arc<Shared>, hello: &Hello) -> Result<(Session, Vec<u8>), Stri
 }
 
 fn begin(shared: &Arc<Shared>, state: &mut State, who: Identity) -> Result<Session, String> {
-    let Some(slot) = state.slots.iter().position(|taken| !taken) else {
-        return Err(format!("{} endpoints are connected already", state.slots.len()));
-    };
-    let id = hello::new_session()?;
-    state.slots[slot] = true;
-    shared.control.occupy(slot, who);
-    let peer = Peer::new(who, id, slot % shared.hands.len(), slot);
-    state.peers.push(Arc::clone(&peer));
-    Ok(Session::new(shared, &peer, slot))
+    let hands = shared.hands.len();
+    let peer = state.peers.begin(who, |slot| OfSession { hand: slot % hands, ..OfSession::default() })?;
+    shared.control.occupy(peer.slot, who);
+    Ok(Session::new(shared, &peer, peer.slot))
 }
 
 fn go_on(
@@ -209,15 +203,10 @@ fn go_on(
         return Err("the session has gone on without you".into());
     }
     // Its old connection has not been found broken yet: break it, and let it try again.
-    if let Some(peer) = state.peers.iter().find(|peer| is_it(peer) && !peer.has_left.load(Ordering::SeqCst)) {
-        peer.is_stale.store(true, Ordering::SeqCst);
-        shared.hands[peer.hand].wake();
+    if let Some(peer) = state.peers.iter().find(|peer| is_it(peer) && !peer.has_left()) {
+        peer.own.is_stale.store(true, Ordering::SeqCst);
+        shared.hands[peer.own.hand].wake();
         return Err(TRY_AGAIN.into());
     }
     Err("there is no such session (any more)".into())
 }
-
-/// What a target says that ends.
-pub(crate) const LEAVING: &str = "the target is going away";
-/// What a target says whose end of the broken connection is still open.
-pub(super) const TRY_AGAIN: &str = "try again: the old connection is being closed";

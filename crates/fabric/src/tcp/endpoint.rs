@@ -16,15 +16,16 @@ use zerocopy::IntoBytes;
 
 use self::direct::Plan;
 use self::recovery::Found;
+use super::ConnectOptions;
 use super::spin::Spin;
 use super::stream::{Deadlined, connect_unpaced, tune};
 use super::wire::{self, Request, padded};
-use super::{ConnectOptions, HANDSHAKE_TIME};
 use crate::Memory;
-use crate::handshake::ClusterKey;
-use crate::handshake::hello::{self, Hello, Reply, SessionId, Welcome};
-use crate::handshake::secure::{Seal, SecureError, initiate};
-use crate::memory::{copy, u64_from};
+use crate::handshake::hello::{Hello, SessionId, Welcome};
+use crate::handshake::secure::Seal;
+use crate::handshake::{self, ClusterKey, HANDSHAKE_TIME};
+use crate::locals::Locals;
+use crate::memory::copy;
 use crate::rescue::Rescue;
 use crate::target::{Identity, Region};
 use crate::work::{
@@ -54,7 +55,7 @@ pub struct TcpEndpoint {
     session: SessionId,
     limits: Limits,
     regions: Vec<Region>,
-    locals: Vec<Arc<Memory>>,
+    locals: Locals,
     pending: VecDeque<Pending>,
     done: VecDeque<Completion>,
     /// Requests, plain, to be sealed or sent.
@@ -107,32 +108,15 @@ fn knock(
     hello: &Hello,
     patience: Duration,
 ) -> Result<(TcpStream, Seal, Welcome), EndpointError> {
-    let name = address.to_string();
-    let unreachable = |source| EndpointError::Unreachable { address: name.clone(), source };
-    let failed = |error| match error {
-        SecureError::System(source) => unreachable(source),
-        SecureError::Stranger => EndpointError::Refused {
-            address: name.clone(),
-            reason: "the cluster keys differ: give both ends the same --key file".into(),
-        },
-        other => EndpointError::Protocol { address: name.clone(), reason: other.to_string() },
-    };
+    let unreachable = |source| EndpointError::Unreachable { address: address.to_string(), source };
     let stream = connect_unpaced(address, patience).map_err(unreachable)?;
     tune(&stream).map_err(unreachable)?;
-    let mut secured = initiate(Deadlined::new(stream, Instant::now() + patience), key).map_err(failed)?;
-    secured.say(&hello::encode_hello(hello)).map_err(failed)?;
-    let heard = secured.hear().map_err(failed)?;
-    let reply = hello::parse_reply(&heard)
-        .map_err(|error| EndpointError::Protocol { address: name.clone(), reason: error.to_string() })?;
-    match reply {
-        Reply::Refusal(reason) => Err(EndpointError::Refused { address: name, reason }),
-        Reply::Welcome(welcome) => {
-            let (stream, seal) = secured.into_parts();
-            let stream = stream.into_inner();
-            stream.set_nonblocking(true).map_err(unreachable)?;
-            Ok((stream, seal, welcome))
-        }
-    }
+    let deadlined = Deadlined::new(stream, Instant::now() + patience);
+    let (secured, welcome) = handshake::knock(deadlined, address, key, hello)?;
+    let (stream, seal) = secured.into_parts();
+    let stream = stream.into_inner();
+    stream.set_nonblocking(true).map_err(unreachable)?;
+    Ok((stream, seal, welcome))
 }
 
 impl TcpEndpoint {
@@ -159,7 +143,7 @@ impl TcpEndpoint {
             session: welcome.session,
             limits: welcome.limits,
             regions: welcome.regions,
-            locals: Vec::new(),
+            locals: Locals::default(),
             pending: VecDeque::with_capacity(welcome.limits.queue_depth),
             done: VecDeque::with_capacity(welcome.limits.queue_depth),
             requests: Vec::new(),
@@ -204,13 +188,7 @@ impl TcpEndpoint {
 
     #[inline]
     fn local(&self, slice: LocalSlice) -> Option<*mut u8> {
-        let memory = (slice.key.0 as usize).checked_sub(1).and_then(|index| self.locals.get(index))?;
-        let size = u64_from(memory.len());
-        if slice.offset > size || u64::from(slice.len) > size - slice.offset {
-            return None;
-        }
-        // SAFETY: `offset` is at most the length of the mapping.
-        Some(unsafe { memory.as_ptr().add(usize::try_from(slice.offset).ok()?) })
+        self.locals.pointer(slice)
     }
 
     fn encode(&mut self, verb: &Verb) {
@@ -387,13 +365,7 @@ impl Endpoint for TcpEndpoint {
     }
 
     fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {
-        let limit = self.limits.local_regions_max;
-        if self.locals.len() >= limit {
-            return Err(EndpointError::TooManyLocal { limit });
-        }
-        self.locals.push(memory);
-        let key = u32::try_from(self.locals.len());
-        key.map(LocalKey).map_err(|_| EndpointError::TooManyLocal { limit })
+        self.locals.add(memory, self.limits.local_regions_max)
     }
 
     fn receive(&mut self, out: &mut Vec<u8>) -> bool {

@@ -24,7 +24,6 @@ mod tally;
 mod target;
 pub mod wire;
 
-pub(crate) use door::LEAVING;
 pub use endpoint::{TcpEndpoint, connect};
 pub use stream::{avoid_pacing, connect_unpaced};
 pub use target::TcpTarget;
@@ -32,21 +31,13 @@ pub use target::TcpTarget;
 use std::time::Duration;
 
 use crate::handshake::hello;
-use crate::work::Limits;
+use crate::limits::{ENDPOINTS_LIMIT, Limits, OutOfBounds, check_options};
+use crate::target::TargetError;
 
-/// Endpoints of one target, at most.
-pub const ENDPOINTS_LIMIT: usize = 256;
 /// Threads of one target, at most.
 pub const THREADS_LIMIT: usize = 64;
-/// Connections that have not yet proved who they are, at most; more wait in the socket's backlog.
-pub const PENDING_LIMIT: usize = 64;
-/// A connection that has not proved who it is by then is closed.
-pub const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
-/// A target keeps the session of a broken connection for so long.
-pub const LINGER_TIME: Duration = Duration::from_secs(5);
-
 /// Within this time an answer or the next request comes, where looking for it pays: a few round trips of a fast network.
-pub const SPIN_TIME: Duration = Duration::from_micros(100);
+const SPIN_TIME: Duration = Duration::from_micros(100);
 
 /// How a target is set up. Limits are told to endpoints when they connect.
 #[derive(Clone, Debug)]
@@ -94,17 +85,15 @@ impl Default for Options {
 }
 
 impl Options {
-    /// The first number that is out of bounds, as a sentence.
-    fn fault(&self) -> Option<String> {
-        let bounds = [
+    fn check(&self) -> Result<(), TargetError> {
+        let fault = OutOfBounds::first(&[
             ("endpoints_max", self.endpoints_max, ENDPOINTS_LIMIT),
             ("regions_max", self.regions_max, crate::REGIONS_LIMIT),
             ("windows_max", self.windows_max, crate::WINDOWS_LIMIT),
             ("threads", self.threads, THREADS_LIMIT),
-        ];
-        let out = bounds.into_iter().find(|&(_, value, limit)| value == 0 || value > limit);
-        out.map(|(name, value, limit)| format!("{name} is {value}, it must be between 1 and {limit}"))
-            .or_else(|| hello::limits_fault(&self.limits).map(|name| format!("{name} is out of bounds")))
+        ]);
+        let of_limits = || hello::limits_fault(&self.limits).map(|name| format!("{name} is out of bounds"));
+        check_options("cannot set up a TCP target", fault.map(|fault| fault.to_string()).or_else(of_limits))
     }
 }
 

@@ -18,6 +18,7 @@ use super::spin::Spin;
 use super::target::{Shared, lock};
 use super::wire::{self, Answer};
 use crate::handshake::secure::Seal;
+use crate::wake::Wake;
 
 /// Requests that arrive together are served together, up to so many bytes.
 const INPUT_BYTES: usize = 256 << 10;
@@ -39,7 +40,7 @@ const BELL: u64 = u64::MAX;
 /// The way to a thread.
 #[derive(Debug)]
 pub(super) struct Hand {
-    bell: OwnedFd,
+    bell: Wake,
     arrivals: Mutex<Vec<Arrival>>,
 }
 
@@ -54,13 +55,12 @@ pub(super) struct Arrival {
 }
 
 impl Hand {
-    pub fn new(bell: OwnedFd) -> Self {
-        Self { bell, arrivals: Mutex::new(Vec::new()) }
+    pub fn new() -> std::io::Result<Self> {
+        Ok(Self { bell: Wake::new()?, arrivals: Mutex::new(Vec::new()) })
     }
 
     pub fn wake(&self) {
-        // Writing to an eventfd fails only when its count is full, and then it is awake already.
-        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+        self.bell.wake();
     }
 
     pub fn give(&self, arrival: Arrival) {
@@ -228,15 +228,14 @@ impl ServeThread {
 
     /// Somebody came, or has something to say to an initiator.
     fn answer_bell(&mut self) {
-        // It only wakes: nothing is lost if it was read already.
-        let _ = rustix::io::read(&self.shared.hands[self.number].bell, &mut [0; 8]);
+        self.shared.hands[self.number].bell.clear();
         let arrivals = std::mem::take(&mut *lock(&self.shared.hands[self.number].arrivals));
         for arrival in arrivals {
             self.take_in(arrival);
         }
         for at in 0..self.connections.len() {
             let Some(connection) = &self.connections[at] else { continue };
-            if connection.session.peer.is_stale.swap(false, Ordering::SeqCst) {
+            if connection.session.peer.own.is_stale.swap(false, Ordering::SeqCst) {
                 self.close(at);
             } else {
                 self.advance(at);
@@ -299,7 +298,7 @@ impl ServeThread {
                 let wait = lock(&self.shared.limiter).charge(tenant, bytes, operations, now);
                 connection.paused_until = wait.map(|wait| now + wait);
             }
-            while !is_leaving && connection.session.peer.next_message(connection.answers.bytes()) {}
+            while !is_leaving && connection.session.next_message(connection.answers.bytes()) {}
             let was_stalled = connection.answers.len() >= ANSWERS_BYTES_MAX;
             if connection.send() {
                 self.close(at);

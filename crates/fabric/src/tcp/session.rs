@@ -93,8 +93,18 @@ impl Session {
     /// Count what was done since the last call, for the tenant: bytes moved, requests.
     pub fn take_work(&mut self) -> (u64, u64) {
         let (bytes, operations) = std::mem::take(&mut self.work);
-        self.peer.tally.add(bytes, operations);
+        self.peer.own.tally.add(bytes, operations);
         (bytes, operations)
+    }
+
+    /// Put the next message that was not sent into `out`; false if there is none.
+    pub fn next_message(&self, out: &mut Vec<u8>) -> bool {
+        self.peer.mailbox.send_next(|_, message| {
+            let len = u32::try_from(message.len()).expect("bounded by the limits");
+            out.extend_from_slice(Answer::new(wire::MESSAGE, Ok(0), len).as_bytes());
+            out.extend_from_slice(message);
+            out.resize(out.len() + padded(len) - message.len(), 0);
+        })
     }
 
     /// The connection broke: what had come in part never came.
@@ -318,12 +328,7 @@ impl Session {
         let placed = self.shared.memories.get(grant.region).and_then(|placed| placed.get());
         let Placed { base, memory, .. } = placed.ok_or(WorkError::RemoteAccess)?;
         let offset = addr.checked_sub(*base).ok_or(WorkError::RemoteAccess)?;
-        let size = u64_from(memory.len());
-        if offset > size || len > size - offset {
-            return Err(WorkError::RemoteAccess);
-        }
-        // SAFETY: `offset` is at most the length of the mapping.
-        Ok(unsafe { memory.as_ptr().add(usize::try_from(offset).expect("inside a mapping")) })
+        memory.pointer(offset, len).ok_or(WorkError::RemoteAccess)
     }
 
     /// What the key opens at that address.

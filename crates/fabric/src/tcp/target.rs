@@ -4,31 +4,26 @@ use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::ops::Range;
-use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rustix::event::EventfdFlags;
-use zerocopy::IntoBytes;
-
+use super::Options;
 use super::door::Doorkeeper;
 use super::rate::Limiter;
 use super::serve::{Hand, ServeThread};
 use super::session::Session;
 use super::stream::avoid_pacing;
 use super::tally::{Tally, Tenants};
-use super::wire::{self, Answer, padded};
-use super::{LINGER_TIME, Options};
 use crate::Memory;
 use crate::control::{Control, FENCED};
-use crate::handshake::ClusterKey;
-use crate::handshake::hello::SessionId;
+use crate::handshake::{ClusterKey, LINGER_TIME};
 use crate::key_table::{KeyTable, PlacedTable};
-use crate::mail::{self, Correspondent, Mailbox};
+use crate::mail::{self, Peers};
 use crate::tables::Tables;
 use crate::target::{Access, Host, Identity, Region, Scope, Served, Target, TargetError, Tenant, WindowSpec};
+use crate::wake::Wake;
 use crate::work::Key;
 
 /// A target that goes away waits so long for a request under way.
@@ -57,7 +52,7 @@ pub(super) struct Shared {
     pub memories: Box<[OnceLock<Placed>]>,
     pub state: Mutex<State>,
     pub hands: Vec<Hand>,
-    pub wake: OwnedFd,
+    pub wake: Wake,
     pub stop: AtomicBool,
     /// What tenants have left; of all threads together, and only asked if there is a rate.
     pub limiter: Mutex<Limiter>,
@@ -66,10 +61,7 @@ pub(super) struct Shared {
 }
 
 pub(super) struct State {
-    /// Which slots of control memory are taken.
-    pub slots: Vec<bool>,
-    /// Everyone connected, and who left messages behind.
-    pub peers: Vec<Arc<Peer>>,
+    pub peers: Peers<OfSession>,
     /// Sessions whose connection broke.
     pub lingering: Vec<(Session, Instant)>,
     pub tables: Tables,
@@ -77,55 +69,18 @@ pub(super) struct State {
     pub served: Tenants,
 }
 
-/// What target, door and threads know of one session.
-#[derive(Debug)]
-pub(super) struct Peer {
-    pub who: Identity,
-    pub id: SessionId,
+/// What this provider knows of one session.
+#[derive(Debug, Default)]
+pub(super) struct OfSession {
     /// Which thread serves it.
     pub hand: usize,
-    pub slot: usize,
-    pub has_left: AtomicBool,
     /// Set to have its connection closed: it has been replaced.
     pub is_stale: AtomicBool,
     pub tally: Tally,
-    pub mailbox: Mailbox,
 }
 
-impl Correspondent for Peer {
-    fn mailbox(&self) -> &Mailbox {
-        &self.mailbox
-    }
-
-    fn has_left(&self) -> bool {
-        self.has_left.load(Ordering::SeqCst)
-    }
-}
-
-impl Peer {
-    pub fn new(who: Identity, id: SessionId, hand: usize, slot: usize) -> Arc<Self> {
-        Arc::new(Self {
-            who,
-            id,
-            hand,
-            slot,
-            has_left: AtomicBool::new(false),
-            is_stale: AtomicBool::new(false),
-            tally: Tally::default(),
-            mailbox: Mailbox::default(),
-        })
-    }
-
-    /// Put the next message that was not sent into `out`; false if there is none.
-    pub fn next_message(&self, out: &mut Vec<u8>) -> bool {
-        self.mailbox.send_next(|_, message| {
-            let len = u32::try_from(message.len()).expect("bounded by the limits");
-            out.extend_from_slice(Answer::new(wire::MESSAGE, Ok(0), len).as_bytes());
-            out.extend_from_slice(message);
-            out.resize(out.len() + padded(len) - message.len(), 0);
-        })
-    }
-}
+/// What target, door and threads know of one session.
+pub(super) type Peer = mail::Peer<OfSession>;
 
 impl TcpTarget {
     /// Offer memory at an address, to whoever proves to have the cluster's key.
@@ -145,20 +100,16 @@ impl TcpTarget {
     /// As [`TcpTarget::listen`].
     pub fn listen_on(listener: TcpListener, key: &ClusterKey, options: Options) -> Result<Self, TargetError> {
         let system = |what, source| TargetError::System { what, source };
-        if let Some(fault) = options.fault() {
-            let source = io::Error::new(io::ErrorKind::InvalidInput, fault);
-            return Err(system("cannot set up a TCP target", source));
-        }
+        options.check()?;
         let address = listener.local_addr().map_err(|e| system("cannot listen", e))?;
         avoid_pacing(&listener);
         let control = Control::create(options.endpoints_max, options.regions_max + options.windows_max)
             .map_err(|e| system("cannot create control memory", e))?;
-        let event = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-        let wake = event().map_err(|e| system("cannot create an eventfd", e.into()))?;
-        let hands: Result<Vec<Hand>, _> = (0..options.threads).map(|_| event().map(Hand::new)).collect();
+        let no_wake = |error| system("cannot create an eventfd", error);
+        let wake = Wake::new().map_err(no_wake)?;
+        let hands: Result<Vec<Hand>, _> = (0..options.threads).map(|_| Hand::new()).collect();
         let state = State {
-            slots: vec![false; options.endpoints_max],
-            peers: Vec::new(),
+            peers: Peers::new(options.endpoints_max),
             lingering: Vec::new(),
             served: Tenants::default(),
             // Random in its free bits for every target; whoever may connect at all is of the cluster.
@@ -173,7 +124,7 @@ impl TcpTarget {
             control,
             memories: (0..options.regions_max).map(|_| OnceLock::new()).collect(),
             state: Mutex::new(state),
-            hands: hands.map_err(|e| system("cannot create an eventfd", e.into()))?,
+            hands: hands.map_err(no_wake)?,
             wake,
             stop: AtomicBool::new(false),
             limiter: Mutex::new(Limiter::new(options.rate)),
@@ -212,8 +163,7 @@ impl Drop for TcpTarget {
         self.shared.stop.store(true, Ordering::SeqCst);
         drop(state);
         self.shared.hands.iter().for_each(Hand::wake);
-        // Writing to an eventfd fails only when its count is full, and then it is awake already.
-        let _ = rustix::io::write(&self.shared.wake, &1_u64.to_ne_bytes());
+        self.shared.wake.wake();
         for slot in 0..self.shared.control.endpoints() {
             self.shared.control.drain(slot, Some(FAREWELL));
         }
@@ -277,7 +227,7 @@ impl Shared {
         }
         state.lingering.push((session, Instant::now()));
         drop(state);
-        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+        self.wake.wake();
     }
 
     /// End the sessions that have lingered for long enough.
@@ -296,14 +246,8 @@ impl Shared {
 impl State {
     fn release(&mut self, control: &Control, session: &Session) {
         control.vacate(session.slot);
-        self.slots[session.slot] = false;
-        session.peer.has_left.store(true, Ordering::SeqCst);
-        self.forget_departed();
-    }
-
-    fn forget_departed(&mut self) {
-        let Self { peers, slots, served, .. } = self;
-        mail::forget_departed(peers, slots.len(), |peer| served.add(peer.who.tenant, peer.tally.served()));
+        let Self { peers, served, .. } = self;
+        peers.release(&session.peer, |peer| served.add(peer.who.tenant, peer.own.tally.served()));
     }
 }
 
@@ -364,38 +308,24 @@ impl Target for TcpTarget {
 
     fn receive(&self, out: &mut Vec<u8>) -> Option<Identity> {
         let mut state = self.shared.lock();
-        let peer = mail::receive_oldest(&state.peers, out)?;
-        state.forget_departed();
-        Some(peer.who)
+        let State { peers, served, .. } = &mut *state;
+        peers.receive(out, |peer| served.add(peer.who.tenant, peer.own.tally.served()))
     }
 
     fn send(&self, to: Host, message: &[u8]) -> usize {
-        let limits = &self.shared.options.limits;
-        if message.len() > limits.message_bytes_max as usize {
-            return 0;
-        }
+        let Shared { hands, options, .. } = &*self.shared;
         let state = self.shared.lock();
-        let mut taken = 0;
-        for peer in &state.peers {
-            if !peer.has_left() && peer.who.host == to && !state.tables.is_fenced(peer.who) {
-                let posted = peer.mailbox.post(message, limits.receive_depth);
-                taken += usize::from(posted);
-                if posted {
-                    self.shared.hands[peer.hand].wake();
-                }
-            }
-        }
-        taken
+        state.peers.send(to, message, &options.limits, &state.tables, |peer| hands[peer.own.hand].wake())
     }
 
     fn endpoints(&self) -> usize {
-        self.shared.lock().slots.iter().filter(|taken| **taken).count()
+        self.shared.lock().peers.count()
     }
 
     fn served(&self) -> Vec<(Tenant, Served)> {
         let state = self.shared.lock();
         let mut served = state.served.clone();
-        state.peers.iter().for_each(|peer| served.add(peer.who.tenant, peer.tally.served()));
+        state.peers.iter().for_each(|peer| served.add(peer.who.tenant, peer.own.tally.served()));
         served.into_vec()
     }
 }

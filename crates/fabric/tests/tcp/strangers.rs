@@ -4,10 +4,11 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
+use aquifer_fabric::handshake::PENDING_LIMIT;
 use aquifer_fabric::handshake::hello::{Hello, encode_hello, parse_reply};
 use aquifer_fabric::handshake::secure::initiate;
+use aquifer_fabric::tcp::Options;
 use aquifer_fabric::tcp::wire::{self, Request};
-use aquifer_fabric::tcp::{Options, PENDING_LIMIT};
 use aquifer_fabric::{RemoteAddr, Target, Verb};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};

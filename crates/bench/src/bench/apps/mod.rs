@@ -21,7 +21,7 @@ use super::support::cluster;
 use super::support::progress;
 use super::support::report::Report;
 use super::{BenchArgs, BenchError};
-use aquifer::setup::cleanup_stale;
+use aquifer_swap::setup::cleanup_stale;
 use kmeans::KMeans;
 use postgres::Postgres;
 use random::Access;

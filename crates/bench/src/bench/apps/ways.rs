@@ -14,7 +14,7 @@ use crate::bench::support::child::{Outcome, Watched};
 use crate::bench::support::cluster::{Cluster, read_statistics};
 use crate::peers::{Peer, PeerSetup, ReadAhead};
 use aquifer::Fabric;
-use aquifer::setup::{SetupError, Usage};
+use aquifer_swap::setup::{SetupError, Usage};
 
 /// What a zram leaves of a limit must be this part of it at least, or nothing could run there.
 const LEFT_PART: u64 = 4;

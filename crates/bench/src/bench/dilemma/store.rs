@@ -4,12 +4,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use aquifer_agent::lent::borrow;
-use aquifer_agent::membership::Membership;
-use aquifer_agent::nodes::Nodes;
 use aquifer_block::{BlockVolume, Mover, Pump, PumpThread, VolumeReader};
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Identity, Tenant};
+use aquifer_host::lent::borrow;
+use aquifer_host::membership::Membership;
+use aquifer_host::nodes::Nodes;
 use aquifer_pager::filler::SlabSizing;
 use aquifer_pager::{Budget, Connector, Mempool, PAGE_BYTES};
 

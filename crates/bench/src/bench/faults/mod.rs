@@ -15,7 +15,7 @@ use super::support::progress;
 use super::support::report::Report;
 use super::{BenchArgs, BenchError};
 use aquifer::Fabric;
-use aquifer::setup::cleanup_stale;
+use aquifer_swap::setup::cleanup_stale;
 use ways::{Bench, Way};
 
 /// For `bench list`.

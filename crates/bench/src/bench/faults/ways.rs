@@ -14,7 +14,7 @@ use crate::bench::support::child::{self, Outcome, Streams, Watched};
 use crate::bench::support::cluster::{Cluster, read_statistics};
 use crate::bench::support::programs::{Figures, Programs};
 use crate::peers::{Peer, PeerSetup, ReadAhead};
-use aquifer::setup::SetupError;
+use aquifer_swap::setup::SetupError;
 
 /// Floors are measured over this much: they do not depend on it.
 const FLOOR_BYTES: u64 = 24 << 20;

@@ -10,7 +10,7 @@ use super::support::bytes::{MIB, show_bytes};
 use super::support::report::Report;
 use super::support::{cluster, progress};
 use super::{BenchArgs, BenchError};
-use aquifer::setup::cleanup_stale;
+use aquifer_swap::setup::cleanup_stale;
 use ways::{Job, Stage, Way};
 
 /// For `bench list`.

@@ -15,7 +15,7 @@ use crate::bench::support::cluster::{Cluster, aquifer_program};
 use crate::bench::support::programs;
 use crate::peers::{Peer, PeerSetup, ReadAhead};
 use aquifer::Fabric;
-use aquifer::setup::SetupError;
+use aquifer_swap::setup::SetupError;
 
 const LIBRARY: &str = "libaquifer_malloc.so";
 /// The kernel kills a program now and then that it would not kill the next time.

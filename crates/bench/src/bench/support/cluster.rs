@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use aquifer_agent::{AgentStatus, RunStatistics};
+use aquifer_host::report::{AgentStatus, RunStatistics};
 use tempfile::TempDir;
 
 use super::procs;

@@ -6,9 +6,8 @@ use std::time::{Duration, Instant};
 use super::{TcpEndpoint, knock};
 use crate::handshake::ClusterKey;
 use crate::handshake::hello::{Hello, Resume, SessionId};
+use crate::handshake::{HANDSHAKE_TIME, TRY_AGAIN};
 use crate::target::Identity;
-use crate::tcp::HANDSHAKE_TIME;
-use crate::tcp::door::TRY_AGAIN;
 use crate::work::{EndpointError, Late};
 
 /// Between attempts while the target closes its end.

@@ -5,12 +5,10 @@ use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use super::{Pending, TcpEndpoint, knock};
-use crate::handshake::ClusterKey;
 use crate::handshake::hello::{Hello, Resume, Welcome};
 use crate::handshake::secure::Seal;
+use crate::handshake::{ClusterKey, HANDSHAKE_TIME, TRY_AGAIN};
 use crate::rescue::Rescue;
-use crate::tcp::HANDSHAKE_TIME;
-use crate::tcp::door::TRY_AGAIN;
 use crate::tcp::wire::{self, Request};
 use crate::work::{EndpointError, Verb, WorkError};
 

@@ -17,8 +17,6 @@ use crate::bench::support::other;
 
 /// The node's number.
 pub const NODE: NodeId = NodeId(1);
-/// Whoever answers looks for the next request for so long before it sleeps, as the fabric's own threads do.
-const LOOKS: Duration = tcp::SPIN_TIME;
 /// It sleeps so long, as long as somebody asked a moment ago.
 const NAP: Duration = Duration::from_micros(50);
 const MOMENT: Duration = Duration::from_millis(20);
@@ -70,15 +68,17 @@ pub fn lend(target: &dyn Target) -> Result<Desk, String> {
 /// Answers what is asked, without end.
 pub fn attend(target: &dyn Target, mut desk: Desk) {
     let mut message = Vec::new();
+    // It looks for the next request for so long before it sleeps, as the fabric's own threads do.
+    let spin_time = tcp::Options::default().spin_time;
     let mut last = Instant::now();
-    let mut looks_until = last + LOOKS;
+    let mut looks_until = last + spin_time;
     loop {
         message.clear();
         if let Some(who) = target.receive(&mut message) {
             let answer = desk.answer(target, who, &message);
             target.send(who.host, &answer);
             last = Instant::now();
-            looks_until = last + LOOKS;
+            looks_until = last + spin_time;
             continue;
         }
         let now = Instant::now();

@@ -116,14 +116,14 @@ impl Nodes {
     ///
     /// # Errors
     /// The directory's.
-    pub(crate) fn remember_lives(&self) -> Result<(), DirectoryError> {
+    pub fn remember_lives(&self) -> Result<(), DirectoryError> {
         let lives = names::lives(&*self.directory)?;
         self.write().remember(&lives, Instant::now());
         Ok(())
     }
 
     /// Wait for those of these nodes that do not answer, and may come back with their memory: until they are there, or may not come back any more.
-    pub(crate) fn await_these(&self, nodes: &BTreeSet<NodeId>) {
+    pub fn await_these(&self, nodes: &BTreeSet<NodeId>) {
         for node in nodes {
             let may_come_back = match self.standing(*node, Instant::now()) {
                 Standing::Here(place) => !place.kept.is_zero(),
@@ -171,6 +171,12 @@ impl Nodes {
         self.read().here().collect()
     }
 
+    /// This host, in the pool.
+    #[must_use]
+    pub const fn host(&self) -> Host {
+        self.identity.host
+    }
+
     /// This host, on behalf of one of its users.
     #[must_use]
     pub fn of(self: &Arc<Self>, tenant: u32) -> Arc<dyn Connector> {
@@ -209,7 +215,10 @@ impl Nodes {
     }
 
     /// An endpoint on behalf of a user. If the node's memory is kept when it goes away, READs and WRITEs wait for it then. So does this, if it is away now.
-    pub(crate) fn connect(&self, node: NodeId, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {
+    ///
+    /// # Errors
+    /// If it does not answer.
+    pub fn connect(&self, node: NodeId, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {
         self.connect_in(node, tenant, Manner::Wait)
     }
 
@@ -352,24 +361,6 @@ fn unknown(node: NodeId) -> EndpointError {
             std::io::ErrorKind::NotFound,
             "the directory knows no such node any more",
         ),
-    }
-}
-
-impl aquifer_extents::Reach for Nodes {
-    fn nodes(&self) -> Vec<NodeId> {
-        self.list()
-    }
-
-    fn host(&self) -> Host {
-        self.identity.host
-    }
-
-    fn custody(&self) -> &Arc<Custody> {
-        &self.custody
-    }
-
-    fn connect(&self, node: NodeId, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {
-        Self::connect(self, node, tenant)
     }
 }
 

@@ -1,8 +1,8 @@
-//! The agent's place in the cluster: a host number under a lease, and an eye on the memory nodes.
+//! A host's place in the cluster: a host number under a lease, and an eye on the memory nodes.
 
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -10,7 +10,6 @@ use aquifer_directory::names::{self, AgentRecord};
 use aquifer_directory::{Directory, DirectoryError, Lease};
 use aquifer_fabric::Host;
 
-use crate::metrics::LeaseEvents;
 use crate::nodes::Nodes;
 
 /// How long a host that says nothing keeps its memory. Its programs' pages are lost after that, so it is not short.
@@ -27,6 +26,15 @@ pub enum MembershipError {
     /// No thread.
     #[error("the agent has no thread to keep its lease: {0}")]
     Thread(std::io::Error),
+}
+
+/// What happened between the host and the directory.
+#[derive(Debug, Default)]
+pub struct LeaseEvents {
+    /// Times that the lease was kept.
+    pub renewals: AtomicU64,
+    /// Times that it could not be.
+    pub failures: AtomicU64,
 }
 
 /// A host number, kept alive by a thread.
@@ -98,7 +106,8 @@ impl Membership {
     }
 
     /// How its lease fares.
-    pub(crate) fn lease_events(&self) -> &Arc<LeaseEvents> {
+    #[must_use]
+    pub fn lease_events(&self) -> &Arc<LeaseEvents> {
         &self.lease_events
     }
 

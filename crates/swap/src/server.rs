@@ -3,48 +3,39 @@
 //!
 //! What goes wrong with the device ends the programs of the cgroup, and nobody else.
 
-mod agent;
-mod protect;
-
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use aquifer_agent::audit::Audits;
-use aquifer_agent::lent::{BorrowError, borrow};
-use aquifer_agent::membership::Membership;
-use aquifer_agent::nodes::Nodes;
-use aquifer_agent::report::LatencyUs;
-use aquifer_agent::{MembershipError, RunStatistics};
 use aquifer_block::fuse::{FILE, FuseServer};
 use aquifer_block::volume::VOLUME_BYTES_MAX;
 use aquifer_block::{BlockVolume, Mover, Pump, PumpThread};
+use aquifer_channel::socket::wait_readable;
 use aquifer_channel::{receive_frame, send_frame};
-use aquifer_directory::DirectoryError;
+use aquifer_directory::Directory;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Identity, Tenant};
+use aquifer_host::audit::Audits;
+use aquifer_host::lent::{BorrowError, borrow};
+use aquifer_host::membership::{Membership, MembershipError};
+use aquifer_host::nodes::Nodes;
+use aquifer_host::report::{LatencyUs, RunStatistics};
 use aquifer_ipc::Frame;
+use aquifer_ipc::size::ByteSize;
 use aquifer_pager::{Budget, Connector, LIMIT_BYTES_MIN, Mempool, PAGE_BYTES};
 use aquifer_pool::PoolClient;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use tracing_subscriber::EnvFilter;
 
-use crate::Outcome;
-use crate::cli::SwapServerArguments;
-use crate::cluster::{Source, SourceError};
-use crate::settings::DirectorySettings;
+use crate::agent::AgentWatch;
+use crate::protect::{ProtectError, protect};
 use crate::setup::cgroup::Cgroup;
 use crate::setup::record::Record;
 use crate::setup::want::Want;
 use crate::setup::{SetupError, loop_device, mount};
-use crate::state::StateDir;
-use agent::AgentWatch;
-use aquifer_ipc::size::ByteSize;
-use protect::{ProtectError, protect};
 
 /// How often to look around.
 const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
@@ -58,7 +49,7 @@ const SIZE_PER_LIMIT: u64 = 8;
 /// than half full the kernel leaves on it what it has read back, and need not write it again.
 const SIZE_PER_FREE: u64 = 2;
 /// Less makes no swap device.
-pub const SIZE_BYTES_MIN: u64 = 1 << 20;
+const SIZE_BYTES_MIN: u64 = 1 << 20;
 
 /// Why there is no swap device.
 #[derive(Debug, thiserror::Error)]
@@ -81,12 +72,8 @@ enum SwapError {
     Key(String),
     #[error(transparent)]
     Borrow(#[from] BorrowError),
-    #[error("the agent does not tell where the cluster's directory is: {0}")]
-    Place(#[from] serde_json::Error),
     #[error(transparent)]
-    Source(#[from] SourceError),
-    #[error("the cluster's directory cannot be reached: {0}")]
-    Directory(#[from] DirectoryError),
+    Directory(DirectoryError),
     #[error(transparent)]
     Membership(#[from] MembershipError),
     #[error(transparent)]
@@ -99,20 +86,38 @@ enum SwapError {
     Serve(#[from] io::Error),
 }
 
-/// Be the server of a swap device, for the run at the other end of standard input.
-pub fn serve(state: &StateDir, arguments: &SwapServerArguments) -> Outcome {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    tracing_subscriber::fmt()
-        .log_internal_errors(false)
-        .with_env_filter(filter)
-        .with_writer(io::stderr)
-        .with_ansi(false)
-        .init();
-    let run = io::stdin().as_fd().try_clone_to_owned()?;
-    match Server::start(state, arguments) {
+/// What a swap device is to be.
+#[derive(Clone, Debug)]
+pub struct SwapOptions {
+    /// The program's name, for people.
+    pub name: String,
+    /// The run's limit.
+    pub limit_bytes: u64,
+    /// The device's size, if not the default.
+    pub size_bytes: Option<u64>,
+    /// The socket of this machine's agent.
+    pub agent_socket: PathBuf,
+    /// The folder in which the device's file is mounted.
+    pub folder: PathBuf,
+}
+
+/// Why the directory cannot be reached: a sentence.
+pub type DirectoryError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Serves a swap device for the run at the other end of `run`, until its programs have ended. `connect` makes of the agent's
+/// description of the directory a connection to it.
+///
+/// # Errors
+/// If the run cannot be told whether there is a device. A device that cannot be made is reported to the run, and a failure.
+pub fn serve(
+    run: OwnedFd,
+    options: &SwapOptions,
+    connect: impl FnOnce(&str) -> Result<Arc<dyn Directory>, DirectoryError>,
+) -> io::Result<ExitCode> {
+    match Server::start(options, connect) {
         Ok(server) => {
             let opened = Frame::SwapOpened(server.record.name().to_owned());
-            let procs = server.cgroup.procs()?;
+            let procs = server.cgroup.procs().map_err(io::Error::other)?;
             send_frame(&run, &opened, &[procs.as_fd()])?;
             drop(procs);
             server.attend(run);
@@ -143,16 +148,18 @@ struct Server {
 }
 
 impl Server {
-    fn start(state: &StateDir, arguments: &SwapServerArguments) -> Result<Self, SwapError> {
-        if arguments.local < LIMIT_BYTES_MIN {
-            return Err(SwapError::TooSmall { limit_bytes: arguments.local });
+    fn start(
+        options: &SwapOptions,
+        connect: impl FnOnce(&str) -> Result<Arc<dyn Directory>, DirectoryError>,
+    ) -> Result<Self, SwapError> {
+        if options.limit_bytes < LIMIT_BYTES_MIN {
+            return Err(SwapError::TooSmall { limit_bytes: options.limit_bytes });
         }
         protect()?;
-        let path = state.agent_socket();
+        let path = options.agent_socket.clone();
         let (socket, lent) = borrow(&path)?;
-        let name = format!("swap of {}", arguments.name);
-        let place: DirectorySettings = serde_json::from_str(&lent.directory)?;
-        let directory = Source::new(&place)?.connect(state)?;
+        let name = format!("swap of {}", options.name);
+        let directory = connect(&lent.directory).map_err(SwapError::Directory)?;
         let mut membership =
             Membership::join(Arc::clone(&directory), Path::new(&name), None, Duration::ZERO)?;
         let tenant = Tenant(rustix::process::geteuid().as_raw());
@@ -164,11 +171,11 @@ impl Server {
             return Err(SwapError::NoNodes);
         }
         let mut pool = nodes.pool(tenant.0);
-        let bytes = device_bytes(arguments, free_bytes(&mut pool))?;
-        let budget = Arc::new(Budget::new(arguments.local));
+        let bytes = device_bytes(options, free_bytes(&mut pool))?;
+        let budget = Arc::new(Budget::new(options.limit_bytes));
         // As for other runs, the share of the mempool comes out of the limit.
         let resident_bytes = budget.resident_max() * PAGE_BYTES as u64;
-        let share_bytes = usize::try_from(arguments.local - resident_bytes).map_err(io::Error::other)?;
+        let share_bytes = usize::try_from(options.limit_bytes - resident_bytes).map_err(io::Error::other)?;
         let mempool = Arc::new(Mempool::new(share_bytes)?);
         let connector: Arc<dyn Connector> = nodes.of(tenant.0);
         let volume = BlockVolume::new(bytes, mempool, budget, WRITE_PATIENCE)?;
@@ -176,16 +183,16 @@ impl Server {
         let mut record = Record::create()?;
         let cgroup = Cgroup::create(&mut record, resident_bytes, bytes)?;
         cgroup.set_waits_in_want(true)?;
-        let folder = mount::create(&mut record, state.path())?;
+        let folder = mount::create(&mut record, &options.folder)?;
         let front = start_front(&volume, &connector, &folder)?;
         let mover = Mover::new(Arc::clone(&volume), Arc::clone(&connector))?;
         let pump = PumpThread::start(Pump::new(Arc::clone(&volume), connector, pool, seed()?), mover)?;
         let audits = Audits::start(nodes, tenant, false)?;
         loop_device::swap_on(&mut record, &folder.join(FILE), bytes)?;
-        tracing::info!(name = arguments.name, bytes, record = record.name(), "swap is on");
+        tracing::info!(name = options.name, bytes, record = record.name(), "swap is on");
         Ok(Self {
-            name: arguments.name.clone(),
-            limit_bytes: arguments.local,
+            name: options.name.clone(),
+            limit_bytes: options.limit_bytes,
             volume,
             pump,
             front,
@@ -364,14 +371,15 @@ fn start_front(
     Ok(std::thread::Builder::new().name("front".into()).spawn(move || front.serve())?)
 }
 
-fn device_bytes(arguments: &SwapServerArguments, free_bytes: u64) -> Result<u64, SwapError> {
-    let (by_limit, by_pool) = (arguments.local.saturating_mul(SIZE_PER_LIMIT), free_bytes * SIZE_PER_FREE);
-    let wanted = arguments.swap_size.unwrap_or(by_limit.min(by_pool).min(VOLUME_BYTES_MAX));
+fn device_bytes(options: &SwapOptions, free_bytes: u64) -> Result<u64, SwapError> {
+    let (by_limit, by_pool) =
+        (options.limit_bytes.saturating_mul(SIZE_PER_LIMIT), free_bytes * SIZE_PER_FREE);
+    let wanted = options.size_bytes.unwrap_or(by_limit.min(by_pool).min(VOLUME_BYTES_MAX));
     let bytes = wanted / PAGE_BYTES as u64 * PAGE_BYTES as u64;
     if (SIZE_BYTES_MIN..=VOLUME_BYTES_MAX).contains(&bytes) {
         return Ok(bytes);
     }
-    Err(match arguments.swap_size {
+    Err(match options.size_bytes {
         None if bytes < SIZE_BYTES_MIN => SwapError::Full(ByteSize(free_bytes)),
         _ => SwapError::Size(ByteSize(wanted)),
     })
@@ -396,9 +404,8 @@ fn seed() -> io::Result<u64> {
     Ok(u64::from_le_bytes(seed))
 }
 
-fn is_readable(socket: &OwnedFd) -> bool {
-    let mut polled = [PollFd::new(socket, PollFlags::IN)];
-    poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0)
+pub(crate) fn is_readable(socket: &OwnedFd) -> bool {
+    wait_readable(&[socket], Duration::ZERO).unwrap_or(false)
 }
 
 /// Tell the run, if it still listens.

@@ -4,19 +4,11 @@
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
 
 use aquifer_channel::{connect, receive_frame, send_frame};
 use aquifer_fabric::ClusterKey;
 use aquifer_ipc::Frame;
-use aquifer_keeper::socket::wait_readable;
 use serde::{Deserialize, Serialize};
-
-/// Borrowers at once.
-const BORROWERS_MAX: usize = 1024;
-/// When the agent stops, borrowers have so long to end and give everything back.
-const END_PATIENCE: Duration = Duration::from_secs(10);
 
 /// What another process of this host needs to reach the memory nodes.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -74,7 +66,8 @@ pub fn borrow(path: &Path) -> Result<(OwnedFd, Lent), BorrowError> {
 
 impl Lent {
     /// What an agent with these options lends.
-    pub(crate) fn new(directory: &str, encrypt: bool, key: Option<&ClusterKey>) -> Self {
+    #[must_use]
+    pub fn new(directory: &str, encrypt: bool, key: Option<&ClusterKey>) -> Self {
         let key = key.map(|key| key.0.iter().map(|byte| format!("{byte:02x}")).collect());
         Self { directory: directory.to_owned(), encrypt, key }
     }
@@ -99,57 +92,6 @@ fn parse_key(text: &str) -> Result<ClusterKey, String> {
         *byte = u8::from_str_radix(digits, 16).map_err(|_| wrong())?;
     }
     Ok(ClusterKey(key))
-}
-
-/// The connections of those who have borrowed.
-#[derive(Debug, Default)]
-pub(crate) struct Borrowers {
-    sockets: Mutex<Vec<Arc<OwnedFd>>>,
-}
-
-impl Borrowers {
-    /// Lend to who asks at `socket`, and stay until it has gone.
-    pub(crate) fn attend(&self, socket: OwnedFd, lent: &Lent) {
-        let socket = Arc::new(socket);
-        let answer = self.take_in(&socket, lent);
-        if let Err(error) = send_frame(&*socket, &answer, &[]) {
-            tracing::debug!(%error, "a borrower did not wait for its answer");
-        }
-        // It has nothing more to say: whatever comes is its end.
-        while matches!(answer, Frame::ClusterAccess(_))
-            && !wait_readable(&[&*socket], END_PATIENCE).unwrap_or(true)
-        {}
-        self.lock().retain(|other| !Arc::ptr_eq(other, &socket));
-    }
-
-    fn take_in(&self, socket: &Arc<OwnedFd>, lent: &Lent) -> Frame {
-        let mut sockets = self.lock();
-        if sockets.len() >= BORROWERS_MAX {
-            return Frame::Refused(format!("this agent already lends to {BORROWERS_MAX}: end some first"));
-        }
-        sockets.push(Arc::clone(socket));
-        Frame::ClusterAccess(serde_json::to_string(lent).expect("numbers and texts can be written"))
-    }
-
-    /// Tell all that the agent stops, and wait until they have given everything back.
-    pub(crate) fn end(&self, reason: &str) {
-        let sockets = self.lock().clone();
-        for socket in &sockets {
-            // Who has gone already needs no telling.
-            let _ = send_frame(&**socket, &Frame::Ended(reason.to_owned()), &[]);
-        }
-        let deadline = Instant::now() + END_PATIENCE;
-        for socket in sockets {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if !wait_readable(&[&*socket], left).unwrap_or(true) {
-                tracing::error!("a server of blocks does not end");
-            }
-        }
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Arc<OwnedFd>>> {
-        self.sockets.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 #[cfg(test)]

@@ -4,34 +4,34 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use aquifer_agent::lent::borrow;
 use aquifer_channel::receive_frame;
+use aquifer_host::lent::borrow;
 use aquifer_ipc::Frame;
 
 /// How often to look for an agent that died.
 const RETRY: Duration = Duration::from_secs(1);
 
 /// The connection to the agent, if there is one.
-pub(super) struct AgentWatch {
+pub(crate) struct AgentWatch {
     path: PathBuf,
     socket: Option<OwnedFd>,
     last_try: Instant,
 }
 
 impl AgentWatch {
-    pub(super) fn new(path: PathBuf, socket: OwnedFd) -> Self {
+    pub(crate) fn new(path: PathBuf, socket: OwnedFd) -> Self {
         Self { path, socket: Some(socket), last_try: Instant::now() }
     }
 
     /// What is readable when there is news.
-    pub(super) fn socket(&self) -> Option<&OwnedFd> {
+    pub(crate) fn socket(&self) -> Option<&OwnedFd> {
         self.socket.as_ref()
     }
 
     /// Hear the agent, or look whether it is back. Returns why the run cannot go on, if that is so.
-    pub(super) fn look(&mut self) -> Option<String> {
+    pub(crate) fn look(&mut self) -> Option<String> {
         match &self.socket {
-            Some(socket) if !super::is_readable(socket) => {}
+            Some(socket) if !crate::server::is_readable(socket) => {}
             Some(socket) => {
                 if let Ok((Frame::Ended(reason), _)) = receive_frame(socket) {
                     return Some(reason);
