@@ -20,7 +20,7 @@ use aquifer_keeper::KeeperPort;
 use aquifer_keeper::socket::{raise_descriptor_limit, wait_readable};
 use aquifer_metrics::{MetricsError, Place as MetricsPlace};
 use aquifer_pager::{Connector, Mempool};
-use aquifer_pool::{Custody, NodeId, PoolClient};
+use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 
 use crate::audit::Audits;
 use crate::lent::Lent;
@@ -114,8 +114,8 @@ impl AgentServices for Host {
         self.nodes.pool(tenant)
     }
 
-    fn custody(&self) -> &Custody {
-        self.nodes.custody()
+    fn leak_detector(&self) -> &LeakDetector {
+        self.nodes.leak_detector()
     }
 
     fn nodes(&self) -> Vec<NodeId> {
