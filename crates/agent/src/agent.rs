@@ -25,7 +25,7 @@ use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
 use aquifer_keeper::KeeperPort;
 use aquifer_metrics::{MetricsError, Place as MetricsPlace};
 use aquifer_pager::{Connector, Mempool};
-use aquifer_pool::{Custody, NodeId, PoolClient};
+use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 
 use crate::metrics;
 use crate::place::Place;
@@ -114,8 +114,8 @@ impl AgentServices for Host {
         self.nodes.pool(tenant)
     }
 
-    fn custody(&self) -> &Custody {
-        self.nodes.custody()
+    fn leak_detector(&self) -> &LeakDetector {
+        self.nodes.leak_detector()
     }
 
     fn nodes(&self) -> Vec<NodeId> {
@@ -150,8 +150,8 @@ impl Reach for Host {
         self.nodes.host()
     }
 
-    fn custody(&self) -> &Arc<Custody> {
-        self.nodes.custody()
+    fn leak_detector(&self) -> &Arc<LeakDetector> {
+        self.nodes.leak_detector()
     }
 
     fn connect(&self, node: NodeId, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {

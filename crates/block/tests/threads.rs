@@ -8,7 +8,7 @@ use aquifer_block::{BlockError, BlockVolume, Mover, Pump, PumpThread};
 use aquifer_fabric::sim::{Node, Rng, SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
 use aquifer_pager::{BLOCK_PAGES, Budget, Connector, Mempool, PAGE_BYTES};
-use aquifer_pool::{NodeId, PoolClient, donate};
+use aquifer_pool::{NodeId, NodeMemory, PoolClient};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 const NODE_BYTES: u64 = 16 << 20;
@@ -37,7 +37,7 @@ impl Setup {
         let fabric = SimFabric::new(7, SimOptions { step_on_poll: true, ..SimOptions::default() });
         let targets: Vec<SimTarget> = (0..2).map(|_| fabric.add_node()).collect();
         for (id, target) in (0..).zip(&targets) {
-            donate(target, NodeId(id), NODE_BYTES).unwrap();
+            NodeMemory::create(target, NodeId(id), NODE_BYTES).unwrap();
         }
         let nodes = Arc::new(Nodes { fabric, nodes: targets.iter().map(SimTarget::node).collect() });
         let mempool = Arc::new(Mempool::new(blocks * BLOCK_PAGES * PAGE_BYTES).unwrap());

@@ -11,7 +11,7 @@ use aquifer_fabric::{
     Verb, Work, WorkError,
 };
 use aquifer_ipc::ring::{DATA_AT, ExtentStatus};
-use aquifer_pool::{Custody, Extent, NodeId, PoolClient, PoolError, SizeClass, Stretch, UnderWay};
+use aquifer_pool::{Extent, LeakDetector, NodeId, OperationGuard, PoolClient, PoolError, SizeClass, Stretch};
 
 use crate::session::{Move, Pool};
 
@@ -34,7 +34,7 @@ pub trait Reach: Send + Sync + std::fmt::Debug {
     fn host(&self) -> Host;
 
     /// What it has of the pool, and who knows of it.
-    fn custody(&self) -> &Arc<Custody>;
+    fn leak_detector(&self) -> &Arc<LeakDetector>;
 
     /// Connect to a node on behalf of a user.
     ///
@@ -64,7 +64,7 @@ pub(crate) struct Cluster {
 
 impl Cluster {
     pub fn new(reach: Arc<dyn Reach>, tenant: Tenant, quota_bytes: Option<u64>, ring: Arc<Memory>) -> Self {
-        let pool = PoolClient::in_custody(reach.host(), tenant, Arc::clone(reach.custody()));
+        let pool = PoolClient::with_leak_detector(reach.host(), tenant, Arc::clone(reach.leak_detector()));
         let mut cluster = Self {
             reach,
             tenant,
@@ -194,7 +194,7 @@ impl Cluster {
     fn is_gone(&self, node: NodeId) -> bool {
         let is_gone = !self.reach.nodes().contains(&node);
         if is_gone {
-            self.pool.doubt(node);
+            self.pool.suspect_leak(node);
         }
         is_gone
     }
@@ -235,8 +235,8 @@ fn note_unreturned(error: &PoolError) {
 }
 
 impl Pool for Cluster {
-    fn under_way(&self) -> Option<UnderWay> {
-        Some(self.pool.under_way())
+    fn under_way(&self) -> Option<OperationGuard> {
+        Some(self.pool.begin_operation())
     }
 
     fn allocate(&mut self, class: SizeClass) -> Result<Extent, ExtentStatus> {
@@ -279,7 +279,7 @@ impl Pool for Cluster {
     }
 
     fn give_back_begun(&mut self, extent: Extent, record: u32) -> bool {
-        self.return_by(extent.node, |pool| pool.free_begun(extent, record)).is_ok()
+        self.return_by(extent.node, |pool| pool.resume_free(extent, record)).is_ok()
     }
 
     fn reaches(&self, node: NodeId) -> bool {

@@ -103,7 +103,7 @@ impl ModelPool {
 }
 
 impl Pool for ModelPool {
-    fn under_way(&self) -> Option<aquifer_pool::UnderWay> {
+    fn under_way(&self) -> Option<aquifer_pool::OperationGuard> {
         None
     }
 

@@ -193,7 +193,7 @@ impl Sessions {
         let no_memory = |error: io::Error| format!("no memory for another session: {error}");
         let ring = Arc::new(Memory::create("aquifer-session-ring", RING_BYTES).map_err(no_memory)?);
         let book = Arc::new(Book::new().map_err(no_memory)?);
-        self.reach.custody().enter(&book);
+        self.reach.leak_detector().register_ledger(&book);
         let process = process(pid).map_err(|error| format!("your process cannot be watched: {error}"))?;
         let socket = socket.try_clone().map_err(no_memory)?;
         let mut state = self.lock();
@@ -227,7 +227,7 @@ impl Sessions {
         // Before any of them can take more.
         for left in &left {
             self.accounts.of(Tenant(left.shared.record.tenant)).charge(left.bytes());
-            self.reach.custody().enter(&left.parts.book);
+            self.reach.leak_detector().register_ledger(&left.parts.book);
         }
         for Left { id, shared, parts } in left {
             if parts.book.done() == 0 {

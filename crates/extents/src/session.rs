@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use aquifer_fabric::Key;
 use aquifer_ipc::ring::{ExtentAnswer, ExtentName, ExtentRequest, ExtentStatus, TransferRange};
-use aquifer_pool::{Extent, NodeId, SizeClass, Stretch, UnderWay};
+use aquifer_pool::{Extent, NodeId, OperationGuard, SizeClass, Stretch};
 
 use crate::account::Account;
 use crate::book::{Book, Entry, State};
@@ -39,7 +39,7 @@ pub(crate) struct Move {
 /// What a session needs of the pool.
 pub(crate) trait Pool {
     /// To be held from before an extent is taken until it is written down.
-    fn under_way(&self) -> Option<UnderWay>;
+    fn under_way(&self) -> Option<OperationGuard>;
     /// Take an extent.
     fn allocate(&mut self, class: SizeClass) -> Result<Extent, ExtentStatus>;
     /// Take up to so many extents, at least one.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use aquifer_fabric::Tenant;
 use aquifer_pool::op::Recovered;
-use aquifer_pool::{NodeId, Pause, PoolError};
+use aquifer_pool::{NodeId, PoolError, ScanProgress};
 
 use crate::nodes::Nodes;
 
@@ -85,7 +85,7 @@ impl Auditor {
         while !self.stop.load(Relaxed) {
             let now = Instant::now();
             let listed = self.nodes.list();
-            let mut doubtful = self.nodes.custody().take_doubtful();
+            let mut doubtful = self.nodes.leak_detector().take_suspects();
             if let Some(met) = &mut self.met {
                 doubtful.extend(listed.iter().copied().filter(|node| met.insert(*node)));
             }
@@ -138,13 +138,13 @@ fn look(nodes: &Nodes, tenant: Tenant, stop: &AtomicBool, node: NodeId) -> Resul
     pool.add_node(node, nodes.connect_without_waiting(node, tenant)?)?;
     let go_on = |pause| {
         let is_patient = match pause {
-            Pause::Between => true,
-            Pause::Others { asked } => {
+            ScanProgress::NextPart => true,
+            ScanProgress::Waiting { attempt } => {
                 std::thread::park_timeout(LOOK_EVERY);
-                asked < LOOKS_MAX
+                attempt < LOOKS_MAX
             }
         };
         is_patient && !stop.load(Relaxed)
     };
-    nodes.custody().audit(&mut pool, node, go_on)?.ok_or(AuditError::UnderWay)
+    nodes.leak_detector().scan(&mut pool, node, go_on)?.ok_or(AuditError::UnderWay)
 }

@@ -14,7 +14,7 @@ use aquifer_fabric::lasting::{LastingEndpoint, Manner, Seen};
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
 use aquifer_pager::Connector;
-use aquifer_pool::{Custody, NodeId, PoolClient};
+use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 
 use back::Back;
 use known::{Known, Place, Standing};
@@ -33,7 +33,7 @@ pub struct Nodes {
     known: RwLock<Known>,
     /// Nodes with kept memory that users have been at.
     met: Mutex<BTreeMap<(NodeId, Tenant), Met>>,
-    custody: Arc<Custody>,
+    leak_detector: Arc<LeakDetector>,
 }
 
 /// What a user knows of a node where it has been.
@@ -67,7 +67,7 @@ impl Nodes {
             connect,
             known: RwLock::default(),
             met: Mutex::default(),
-            custody: Arc::default(),
+            leak_detector: Arc::default(),
         })
     }
 
@@ -185,14 +185,14 @@ impl Nodes {
 
     /// What this host has of the pool, and who knows of it.
     #[must_use]
-    pub const fn custody(&self) -> &Arc<Custody> {
-        &self.custody
+    pub const fn leak_detector(&self) -> &Arc<LeakDetector> {
+        &self.leak_detector
     }
 
     /// A pool client of that user, as yet without nodes.
     #[must_use]
     pub fn client(&self, tenant: Tenant) -> PoolClient {
-        PoolClient::in_custody(self.identity.host, tenant, Arc::clone(&self.custody))
+        PoolClient::with_leak_detector(self.identity.host, tenant, Arc::clone(&self.leak_detector))
     }
 
     /// A pool client of that user connected to every node that answers.

@@ -149,7 +149,7 @@ impl Recoverer {
             Ok(found) if found == Recovered::default() => {
                 tracing::debug!(host = dead.host, "a host has ended, and held nothing");
             }
-            Ok(Recovered { extents, chunks, spans, unknown }) => {
+            Ok(Recovered { extents, chunks, spans, unowned }) => {
                 tracing::info!(
                     host = dead.host,
                     extents,
@@ -157,10 +157,10 @@ impl Recoverer {
                     spans,
                     "what a dead host held was given back"
                 );
-                if unknown > 0 {
+                if unowned > 0 {
                     tracing::error!(
                         host = dead.host,
-                        unknown,
+                        unowned,
                         "nothing tells whose some memory is: the nodes' logs are damaged"
                     );
                 }

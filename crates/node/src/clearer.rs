@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use aquifer_fabric::Target;
-use aquifer_pool::Donation;
+use aquifer_pool::NodeMemory;
 
 use crate::own::{OwnError, OwnPool, take_group};
 use crate::shutdown::Shutdown;
@@ -25,7 +25,7 @@ struct Seen {
 
 /// What is cleared, and what not yet.
 pub(crate) struct Clearer {
-    donation: Donation,
+    node_memory: NodeMemory,
     target: Arc<dyn Target>,
     seen: Vec<Seen>,
     cleared_bytes: Arc<AtomicU64>,
@@ -33,9 +33,9 @@ pub(crate) struct Clearer {
 
 impl Clearer {
     /// Nothing was looked at yet. `cleared_bytes` counts what it clears.
-    pub fn new(donation: Donation, target: Arc<dyn Target>, cleared_bytes: Arc<AtomicU64>) -> Self {
-        let seen = vec![Seen::default(); donation.layout.sections() as usize];
-        Self { donation, target, seen, cleared_bytes }
+    pub fn new(node_memory: NodeMemory, target: Arc<dyn Target>, cleared_bytes: Arc<AtomicU64>) -> Self {
+        let seen = vec![Seen::default(); node_memory.layout.sections() as usize];
+        Self { node_memory, target, seen, cleared_bytes }
     }
 
     /// Clear what has been left alone since the last look: whoever goes on taking and giving back keeps its own. Returns whether that was all: others have
@@ -45,11 +45,11 @@ impl Clearer {
     /// If the node cannot get at its memory.
     pub fn look(&mut self, own: &mut OwnPool, stop: &Shutdown) -> Result<bool, OwnError> {
         let mut cleared = 0;
-        for section in 0..self.donation.layout.sections() {
+        for section in 0..self.node_memory.layout.sections() {
             if stop.is_requested() || cleared >= SECTIONS_AT_ONCE {
                 return Ok(false);
             }
-            let word = self.donation.section_word(section);
+            let word = self.node_memory.section_word(section);
             let seen = &mut self.seen[section as usize];
             if seen.word != word {
                 *seen = Seen { word, is_clear: false };
@@ -65,7 +65,8 @@ impl Clearer {
         let outcome = self.clear_free_groups(section, own, stop);
         // Other sections shall not wait for one that is damaged.
         let is_damaged = outcome.as_ref().is_err_and(OwnError::is_damage);
-        self.seen[section as usize].is_clear = is_damaged || self.donation.uncleared(section).is_none();
+        self.seen[section as usize].is_clear =
+            is_damaged || self.node_memory.find_uncleared(section).is_none();
         outcome
     }
 
@@ -76,12 +77,12 @@ impl Clearer {
 
     /// Clear one group of a section; whether there was one.
     fn clear_some(&self, section: u32, own: &mut OwnPool) -> Result<bool, OwnError> {
-        let Some(group) = self.donation.uncleared(section) else { return Ok(false) };
+        let Some(group) = self.node_memory.find_uncleared(section) else { return Ok(false) };
         own.change(section, |pool, node| {
             let Some(taken) = take_group(pool, node, section, group)? else { return Ok(false) };
-            self.donation.shut(&taken);
+            self.node_memory.revoke_keys(&taken);
             self.target.expel(taken.addr..taken.addr + taken.class.bytes());
-            self.donation.clear(&taken);
+            self.node_memory.clear(&taken);
             pool.free(taken)?;
             self.cleared_bytes.fetch_add(taken.class.bytes(), Relaxed);
             Ok(true)

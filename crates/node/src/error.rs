@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use aquifer_directory::DirectoryError;
 use aquifer_fabric::TargetError;
 use aquifer_metrics::MetricsError;
-use aquifer_pool::donor::DonateError;
+use aquifer_pool::node_memory::NodeMemoryError;
 
 /// Why a node cannot serve.
 #[derive(Debug, thiserror::Error)]
@@ -31,7 +31,7 @@ pub enum NodeError {
     Listen(#[source] TargetError),
     /// The memory could not be lent.
     #[error(transparent)]
-    Donate(#[from] DonateError),
+    Donate(#[from] NodeMemoryError),
     /// Its memory cannot be kept.
     #[error("the keeper at {path} does not keep this node's memory: {source}. Start it first (aquifer keeper), or do without --grace", path = path.display())]
     Keeper {

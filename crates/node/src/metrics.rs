@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use aquifer_fabric::Target;
 use aquifer_metrics::write::{Family, Labels, counters, gauges, info, label};
 use aquifer_metrics::{Collector, DescriptorEncoder, Listener, MetricsError, Registry, Server, Unit};
-use aquifer_pool::Donation;
+use aquifer_pool::NodeMemory;
 
 use crate::lending::Lending;
 
@@ -34,7 +34,7 @@ impl Events {
 /// What is looked at when somebody asks.
 #[derive(Debug)]
 struct Figures {
-    donation: Donation,
+    node_memory: NodeMemory,
     target: Arc<dyn Target>,
     lending: Arc<Lending>,
     events: Arc<Events>,
@@ -46,13 +46,13 @@ struct Figures {
 /// If there is no thread for it.
 pub(crate) fn serve(
     listener: Listener,
-    donation: Donation,
+    node_memory: NodeMemory,
     target: Arc<dyn Target>,
     lending: Arc<Lending>,
     events: Arc<Events>,
 ) -> Result<Server, MetricsError> {
     let mut registry = Registry::with_prefix("aquifer_node");
-    registry.register_collector(Box::new(Figures { donation, target, lending, events }));
+    registry.register_collector(Box::new(Figures { node_memory, target, lending, events }));
     Server::start(listener, registry)
 }
 
@@ -67,7 +67,7 @@ impl Collector for Figures {
         gauges(encoder, bytes("memory", "Memory that the node lends."), one(self.lending.told().lent_bytes))?;
         let wanted = self.lending.wanted_bytes();
         gauges(encoder, bytes("memory_wanted", "Memory that it is asked to lend."), one(wanted))?;
-        gauges(encoder, bytes("free", "Of it, what nobody has taken."), one(self.donation.free_bytes()))?;
+        gauges(encoder, bytes("free", "Of it, what nobody has taken."), one(self.node_memory.free_bytes()))?;
         let endpoints = u64::try_from(self.target.endpoints()).unwrap_or(u64::MAX);
         gauges(encoder, about("endpoints", "Endpoints that are connected."), one(endpoints))?;
         let served = self.target.served();

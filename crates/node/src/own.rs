@@ -107,7 +107,7 @@ pub(crate) fn take_group(
     section: u32,
     group: Run,
 ) -> Result<Option<Extent>, OwnError> {
-    match pool.take_group(node, section, group) {
+    match pool.allocate_group(node, section, group) {
         // Nothing was changed. Others shall not wait for this one.
         Err(PoolError::Busy { .. }) => Ok(None),
         outcome => Ok(outcome?),

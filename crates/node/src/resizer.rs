@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use aquifer_directory::names::HeldUp;
 use aquifer_fabric::Target;
-use aquifer_pool::Donation;
+use aquifer_pool::NodeMemory;
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::word::Run;
 
@@ -21,7 +21,7 @@ const SECTIONS_AT_ONCE: u64 = 256;
 
 /// What a node does for those who change how much it lends.
 pub(crate) struct Resizer {
-    donation: Donation,
+    node_memory: NodeMemory,
     target: Arc<dyn Target>,
     lending: Arc<Lending>,
     is_pinned: bool,
@@ -33,14 +33,14 @@ pub(crate) struct Resizer {
 impl Resizer {
     /// It begins with what is lent; if nobody is sure that this is so (`is_sure`), it looks first. Memory that is pinned stays as it is. `keep_free`: so many bytes are to stay available to the machine, whatever is wanted.
     pub const fn new(
-        donation: Donation,
+        node_memory: NodeMemory,
         target: Arc<dyn Target>,
         lending: Arc<Lending>,
         is_pinned: bool,
         keep_free: Option<u64>,
         is_sure: bool,
     ) -> Self {
-        Self { donation, target, lending, is_pinned, keep_free, is_sure }
+        Self { node_memory, target, lending, is_pinned, keep_free, is_sure }
     }
 
     /// Lend as much as is wanted, as far as that is possible now.
@@ -58,7 +58,7 @@ impl Resizer {
             return Ok(());
         }
         // What is pinned is lent for good: what a process before this one had taken of it is not withheld.
-        let wanted_bytes = if self.is_pinned { self.donation.layout.data_bytes() } else { wanted_bytes };
+        let wanted_bytes = if self.is_pinned { self.node_memory.layout.data_bytes() } else { wanted_bytes };
         // What a connection that broke has left half done is set right first: until then words do not tell what is lent.
         let outcome = own.connect().map(drop).and_then(|()| self.settle(wanted_bytes, own, stop));
         self.is_sure = outcome.is_ok();
@@ -107,7 +107,7 @@ impl Resizer {
     /// Sections to be lent, by what is wanted and what the machine has.
     fn aim(&self, wanted_bytes: u64, lent: u64) -> std::io::Result<u64> {
         let lent_bytes = lent * SECTION_BYTES;
-        let (allocated, available) = (self.donation.memory.allocated_bytes()?, available_bytes()?);
+        let (allocated, available) = (self.node_memory.memory.allocated_bytes()?, available_bytes()?);
         let affordable = affordable_bytes(allocated, available, self.keep_free.unwrap_or(0));
         // Unless it is to look after its machine a node that lends more than there is goes on: that was its promise.
         let affordable = if self.keep_free.is_some() { affordable } else { affordable.max(lent_bytes) };
@@ -116,20 +116,20 @@ impl Resizer {
 
     /// Sections that are lent, by their words.
     fn lent(&self) -> u64 {
-        self.donation.lent_bytes() / SECTION_BYTES
+        self.node_memory.lent_bytes() / SECTION_BYTES
     }
 
     /// So many sections less, from the end, so that what is lent stays together.
     fn withdraw(&self, count: u64, own: &mut OwnPool, stop: &Shutdown) -> Result<Option<HeldUp>, OwnError> {
         let (mut left, mut held_up) = (count, HeldUp::Failing);
-        for section in (0..self.donation.layout.sections()).rev() {
+        for section in (0..self.node_memory.layout.sections()).rev() {
             if left == 0 || stop.is_requested() {
                 return Ok(None);
             }
-            if self.donation.is_withheld(section) {
+            if self.node_memory.is_offline(section) {
                 continue;
             }
-            if self.donation.is_free(section) {
+            if self.node_memory.is_section_free(section) {
                 match self.withdraw_section(section, own) {
                     Ok(is_withdrawn) => left -= u64::from(is_withdrawn),
                     Err(error) if error.is_damage() => continue,
@@ -145,9 +145,9 @@ impl Resizer {
     fn withdraw_section(&self, section: u32, own: &mut OwnPool) -> Result<bool, OwnError> {
         own.change(section, |pool, node| {
             let Some(taken) = take_group(pool, node, section, Run::SECTION)? else { return Ok(false) };
-            self.donation.shut(&taken);
+            self.node_memory.revoke_keys(&taken);
             self.target.expel(taken.addr..taken.addr + taken.class.bytes());
-            self.donation.release(&taken)?;
+            self.node_memory.release_pages(&taken)?;
             Ok(true)
         })
     }
@@ -155,12 +155,13 @@ impl Resizer {
     /// So many sections more.
     fn lend(&self, count: u64, own: &mut OwnPool, stop: &Shutdown) -> Result<Option<HeldUp>, OwnError> {
         let mut left = count;
-        for section in 0..self.donation.layout.sections() {
+        for section in 0..self.node_memory.layout.sections() {
             if left == 0 || stop.is_requested() {
                 return Ok(None);
             }
-            if self.donation.is_withheld(section) {
-                match own.change(section, |pool, _| Ok(pool.free(self.donation.section(section))?)) {
+            if self.node_memory.is_offline(section) {
+                match own.change(section, |pool, _| Ok(pool.free(self.node_memory.section_extent(section))?))
+                {
                     Ok(()) => left -= 1,
                     Err(error) if error.is_damage() => {}
                     Err(error) => return Err(error),

@@ -14,9 +14,9 @@ use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::tcp::{self, TcpTarget};
 use aquifer_fabric::{Reach, Target, TargetError, VerbsProvider, WITHOUT_VERBS};
 use aquifer_metrics::{Listener, Place};
-use aquifer_pool::donor::DonateError;
+use aquifer_pool::node_memory::NodeMemoryError;
 use aquifer_pool::size::SECTION_BYTES;
-use aquifer_pool::{NodeId, donate_again, donate_of};
+use aquifer_pool::{NodeId, NodeMemory};
 
 use crate::caretaker::Caretaker;
 use crate::clearer::Clearer;
@@ -171,7 +171,7 @@ pub fn serve(
 ) -> Result<(), NodeError> {
     if options.memory_bytes > options.memory_bytes_max {
         let (bytes, bytes_max) = (options.memory_bytes, options.memory_bytes_max);
-        return Err(DonateError::Beyond { bytes, bytes_max }.into());
+        return Err(NodeMemoryError::AboveMax { bytes, bytes_max }.into());
     }
     let is_pinned = matches!(options.listen, Listen::Verbs(..));
     if is_pinned && (options.memory_bytes_max != options.memory_bytes || options.keep_free_bytes.is_some()) {
@@ -208,27 +208,28 @@ pub fn serve(
             // First: whoever opens it after us must know of our peers, too.
             kept.keep(&memory, key, &epochs, &*target, epoch);
         }
-        donate_again(&*target, node, memory, key)
+        NodeMemory::reopen(&*target, node, memory, key)
             .inspect_err(|error| tracing::error!(node = options.id, %error, "what was in it is lost"))
-            .map(|donation| (donation, epoch))
+            .map(|node_memory| (node_memory, epoch))
             .ok()
     });
     let is_again = again.is_some();
-    let (donation, epoch) = match again {
+    let (node_memory, epoch) = match again {
         Some(again) => again,
         None => {
             let lent_bytes = lent_bytes.map_or_else(|| begin_with(options), Ok)?;
             let lent_bytes = lent_bytes / SECTION_BYTES * SECTION_BYTES;
-            let donation = donate_of(&*target, node, lent_bytes, options.memory_bytes_max)?;
+            let node_memory =
+                NodeMemory::create_resizable(&*target, node, lent_bytes, options.memory_bytes_max)?;
             let epoch = newcomer.epoch();
             if let Some(kept) = &kept {
-                kept.keep(&donation.memory, donation.region.key, &epochs, &*target, epoch);
+                kept.keep(&node_memory.memory, node_memory.region.key, &epochs, &*target, epoch);
             }
-            (donation, epoch)
+            (node_memory, epoch)
         }
     };
-    let memory_bytes_max = donation.layout.data_bytes();
-    let lent_bytes = donation.lent_bytes();
+    let memory_bytes_max = node_memory.layout.data_bytes();
+    let lent_bytes = node_memory.lent_bytes();
     let wanted_bytes = (options.memory_bytes / SECTION_BYTES * SECTION_BYTES).min(memory_bytes_max);
     let grace = options.keep.as_ref().map_or(Duration::ZERO, |keep| keep.grace);
     let record = NodeRecord {
@@ -253,21 +254,27 @@ pub fn serve(
         tracing::info!(node = options.id, bytes = lent_bytes, "memory is lent");
     }
     let cleared_bytes = Arc::clone(&member.events().cleared_bytes);
-    let clearer = Clearer::new(donation.clone(), Arc::clone(&target), cleared_bytes);
+    let clearer = Clearer::new(node_memory.clone(), Arc::clone(&target), cleared_bytes);
     let resizer = Resizer::new(
-        donation.clone(),
+        node_memory.clone(),
         Arc::clone(&target),
         Arc::clone(&lending),
         is_pinned,
         options.keep_free_bytes,
         !is_again,
     );
-    let unsure = if is_again { 0..donation.layout.sections() } else { 0..0 };
+    let unsure = if is_again { 0..node_memory.layout.sections() } else { 0..0 };
     let caretaker = Caretaker::start(OwnPool::new(own, node, unsure), clearer, resizer, kept.clone())
         .map_err(NodeError::Caretaker)
         .inspect_err(|_| give_up(&member, kept.as_deref()))?;
     let figures = |listener| {
-        metrics::serve(listener, donation.clone(), Arc::clone(&target), lending, Arc::clone(member.events()))
+        metrics::serve(
+            listener,
+            node_memory.clone(),
+            Arc::clone(&target),
+            lending,
+            Arc::clone(member.events()),
+        )
     };
     let served = listener.map(figures).transpose();
     let _metrics = served.inspect_err(|_| give_up(&member, kept.as_deref()))?;
@@ -293,7 +300,7 @@ pub fn serve(
     };
     // It lends nothing more meanwhile.
     drop(caretaker);
-    if donation.lent_bytes() > 0 {
+    if node_memory.lent_bytes() > 0 {
         member.go();
     } else {
         // Nobody can be about to take any of it.

@@ -187,7 +187,7 @@ impl Filler {
             let is_known = pool.nodes().any(|other| other == *node);
             if !is_known {
                 self.forget_node(*node);
-                pool.doubt(*node);
+                pool.suspect_leak(*node);
             }
             is_known
         });
@@ -211,7 +211,7 @@ impl Filler {
             free_recorded(&self.slabs, pool, &mut [RecordedReplica { slab, place, extent }]);
             return;
         }
-        match pool.free_begun(extent, inline_log) {
+        match pool.resume_free(extent, inline_log) {
             Ok(true) => {}
             Ok(false) => tracing::info!(?extent, "extent was free or owned by another host already"),
             Err(error) => {
@@ -280,7 +280,7 @@ impl Filler {
         }
         for replica in replicas.iter().filter(|replica| !is_here(replica)) {
             self.slabs.drop_replica(slab, replica.node);
-            pool.doubt(replica.node);
+            pool.suspect_leak(replica.node);
         }
         self.in_use.insert(slab);
         self.update_degraded();
@@ -338,7 +338,7 @@ impl Filler {
         replicas_min: usize,
     ) -> Result<OpenSlab, NoRoom> {
         let slab = self.free_number()?;
-        let _under_way = pool.under_way();
+        let _under_way = pool.begin_operation();
         match self.allocate(pool, want, replicas, replicas_min) {
             Ok(extents) => {
                 self.publish_slab(slab, &extents);
@@ -490,7 +490,7 @@ pub(crate) fn free_recorded(slabs: &SlabSet, pool: &mut PoolClient, recorded: &m
             forget();
         } else {
             forget();
-            pool.doubt(node);
+            pool.suspect_leak(node);
         }
     }
 }

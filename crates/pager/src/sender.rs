@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use aquifer_fabric::{Completion, Endpoint, EndpointError, PollFd, Verb, Work};
-use aquifer_pool::{NodeId, PoolClient, PoolError, UnderWay};
+use aquifer_pool::{NodeId, OperationGuard, PoolClient, PoolError};
 
 use crate::digest::{Digest, Digester, Digests};
 use crate::filler::{Filler, FreePages, NoRoom, SlabSizing};
@@ -101,7 +101,7 @@ pub struct Sender {
     lost: Vec<NodeId>,
     /// Nodes that were dropped while operations to them were in flight. A leak scan must not free
     /// what was on such a node before these have ended.
-    draining_nodes: Vec<(NodeId, UnderWay)>,
+    draining_nodes: Vec<(NodeId, OperationGuard)>,
     healer: Healer,
     repacker: Repacker,
     digester: Digester,
@@ -123,7 +123,7 @@ impl Sender {
         mut pool: PoolClient,
         seed: u64,
     ) -> Self {
-        pool.enter(&slabs);
+        pool.register_ledger(&slabs);
         let mut filler = Filler::new(Arc::clone(&slabs), seed);
         connect_slab_nodes(&filler, &mut pool, &*connector);
         let nodes = filler.adopt_recovered(&mut pool);
@@ -516,7 +516,7 @@ impl Sender {
         if self.ports.open_port(node).is_some_and(|port| port.in_flight > 0) {
             // A device may repeat the operation, and with RDMA a revoked key still opens what an
             // endpoint is using.
-            self.draining_nodes.push((node, self.pool.under_way()));
+            self.draining_nodes.push((node, self.pool.begin_operation()));
         }
         // The port stays open, so that its operations complete as failed.
         let was_whole = self.filler.degraded_count() == 0;

@@ -10,7 +10,7 @@ use aquifer_fabric::{
     Completion, Endpoint, EndpointError, Host, Identity, PostError, Tenant, Work, forward_endpoint,
 };
 use aquifer_pager::{BLOCK_PAGES, Connector, Memory, Mempool, PAGE_BYTES, Sender, SlabSet, WrittenBatch};
-use aquifer_pool::{Custody, Extent, NodeId, Pause, PoolClient, SizeClass, donate};
+use aquifer_pool::{Extent, LeakDetector, NodeId, NodeMemory, PoolClient, ScanProgress, SizeClass};
 
 const HOST: Host = Host(1);
 const NODES: u16 = 3;
@@ -48,8 +48,8 @@ impl Agent {
         self.pool_of(HOST, &Arc::default())
     }
 
-    fn pool_of(self: &Arc<Self>, host: Host, custody: &Arc<Custody>) -> PoolClient {
-        let mut pool = PoolClient::in_custody(host, Tenant(0), Arc::clone(custody));
+    fn pool_of(self: &Arc<Self>, host: Host, leak_detector: &Arc<LeakDetector>) -> PoolClient {
+        let mut pool = PoolClient::with_leak_detector(host, Tenant(0), Arc::clone(leak_detector));
         for node in (0..NODES).map(NodeId) {
             if let Ok(endpoint) = self.connect_as(host, node) {
                 pool.add_node(node, endpoint).unwrap();
@@ -139,12 +139,12 @@ fn live(agent: &Arc<Agent>, slabs: &Arc<SlabSet>, mempool: &Mempool) {
 }
 
 /// What the killed one had taken and could not write down goes back.
-fn audit(agent: &Arc<Agent>, custody: &Custody) {
+fn audit(agent: &Arc<Agent>, leak_detector: &LeakDetector) {
     let mut pool = agent.pool();
-    let at_once = |pause| pause == Pause::Between;
+    let at_once = |pause| pause == ScanProgress::NextPart;
     for node in pool.nodes().collect::<Vec<_>>() {
-        let found = custody.audit(&mut pool, node, at_once).unwrap();
-        assert_eq!(found.expect("nobody takes anything").unknown, 0);
+        let found = leak_detector.scan(&mut pool, node, at_once).unwrap();
+        assert_eq!(found.expect("nobody takes anything").unowned, 0);
     }
 }
 
@@ -153,19 +153,19 @@ fn adopt_recovered(agent: &Arc<Agent>, slabs: &SlabSet, mempool: &Mempool) {
     let fd = slabs.memory().fd().try_clone_to_owned().unwrap();
     let memory = Memory::from_fd(fd, slabs.memory().len()).unwrap();
     let slabs = Arc::new(SlabSet::recover(memory, REPLICAS));
-    let custody = Arc::new(Custody::default());
-    custody.enter(&slabs);
+    let leak_detector = Arc::new(LeakDetector::default());
+    leak_detector.register_ledger(&slabs);
     slabs.finish_recovery();
-    audit(agent, &custody);
+    audit(agent, &leak_detector);
     let way: Arc<dyn Connector> = Arc::new(Way(Arc::clone(agent)));
-    let mut sender = Sender::new(Arc::clone(&slabs), mempool, way, agent.pool_of(HOST, &custody), 4);
+    let mut sender = Sender::new(Arc::clone(&slabs), mempool, way, agent.pool_of(HOST, &leak_detector), 4);
     run(&mut sender, agent);
     sender.stop_healing();
     sender.close();
     assert_eq!(slabs.bytes().0, 0);
     // Of what was being given back with others of the same word nobody may know how far that was.
-    if custody.is_in_doubt() {
-        audit(agent, &custody);
+    if leak_detector.has_suspects() {
+        audit(agent, &leak_detector);
     }
 }
 
@@ -185,7 +185,7 @@ fn killed_after(uses: u64) -> (Arc<Agent>, Arc<SlabSet>, Mempool, bool) {
     let fabric = SimFabric::new(7, SimOptions { step_on_poll: true, ..SimOptions::default() });
     let targets: Vec<_> = (0..NODES).map(|_| fabric.add_node()).collect();
     for (id, target) in (0..).map(NodeId).zip(&targets) {
-        donate(target, id, NODE_BYTES).unwrap();
+        NodeMemory::create(target, id, NODE_BYTES).unwrap();
     }
     let nodes = targets.iter().map(aquifer_fabric::sim::SimTarget::node).collect();
     let agent = Arc::new(Agent { fabric, nodes, epoch: AtomicU64::new(1), left: AtomicU64::new(uses) });

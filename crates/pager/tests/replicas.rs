@@ -11,7 +11,7 @@ use aquifer_pager::{
     BLOCK_PAGES, Connector, FETCH_PAGES_MAX, FetchError, Fetcher, Location, Mempool, Mutation, PAGE_BYTES,
     Sender, SlabSet, StageOutcome, WrittenBatch,
 };
-use aquifer_pool::{Donation, NodeId, PoolClient, SizeClass, donate};
+use aquifer_pool::{NodeId, NodeMemory, PoolClient, SizeClass};
 
 const NODE_BYTES: u64 = 2 << 20;
 /// More rounds than anything here takes.
@@ -50,7 +50,7 @@ impl Cluster {
 
 struct World {
     cluster: Cluster,
-    donations: Vec<Donation>,
+    node_memories: Vec<NodeMemory>,
     slabs: Arc<SlabSet>,
     mempool: Mempool,
     sender: Sender,
@@ -70,8 +70,9 @@ fn world_with(replicas: usize, node_bytes: &[u64]) -> World {
     let options = SimOptions { step_on_poll: true, ..SimOptions::default() };
     let fabric = SimFabric::new(7, options);
     let targets: Vec<_> = node_bytes.iter().map(|_| fabric.add_node()).collect();
-    let donations = (0..).map(NodeId).zip(&targets).zip(node_bytes);
-    let donations = donations.map(|((id, target), bytes)| donate(target, id, *bytes).unwrap()).collect();
+    let node_memories = (0..).map(NodeId).zip(&targets).zip(node_bytes);
+    let node_memories =
+        node_memories.map(|((id, target), bytes)| NodeMemory::create(target, id, *bytes).unwrap()).collect();
     let nodes = targets.iter().map(aquifer_fabric::sim::SimTarget::node).collect();
     let cluster = Cluster { fabric, nodes };
     let slabs = Arc::new(SlabSet::with_replicas(replicas).unwrap());
@@ -79,7 +80,7 @@ fn world_with(replicas: usize, node_bytes: &[u64]) -> World {
     let connector: Arc<dyn Connector> = Arc::new(cluster.clone());
     let sender = Sender::new(Arc::clone(&slabs), &mempool, Arc::clone(&connector), cluster.pool(1), 3);
     let fetcher = Fetcher::new(connector).unwrap();
-    World { cluster, donations, slabs, mempool, sender, fetcher }
+    World { cluster, node_memories, slabs, mempool, sender, fetcher }
 }
 
 fn content(page: usize) -> [u8; PAGE_BYTES] {
@@ -171,12 +172,12 @@ impl World {
     /// Flip a bit of a page on one node.
     fn damage(&self, location: Location, node: NodeId) {
         let copy = self.slabs.replicas(location.slab()).on(node).expect("it has a copy");
-        let donation = &self.donations[usize::from(node.0)];
+        let node_memory = &self.node_memories[usize::from(node.0)];
         let base = self.cluster.connect_as(node, 9).unwrap().regions()[0].base;
         let at = usize::try_from(page_of(&copy, location.index()).addr - base).unwrap() + 100;
         let mut byte = [0];
-        donation.memory.read(at, &mut byte);
-        donation.memory.write(at, &[byte[0] ^ 4]);
+        node_memory.memory.read(at, &mut byte);
+        node_memory.memory.write(at, &[byte[0] ^ 4]);
     }
 }
 
@@ -203,7 +204,7 @@ fn each_page_is_on_as_many_nodes_as_asked_and_bears_all_but_one_deaths() {
 #[test]
 fn slabs_go_where_most_is_free() {
     let mut world = world_with(1, &[4 << 20, 16 << 20]);
-    let free = |world: &World| world.donations.iter().map(Donation::free_bytes).collect::<Vec<u64>>();
+    let free = |world: &World| world.node_memories.iter().map(NodeMemory::free_bytes).collect::<Vec<u64>>();
     while free(&world)[0] == 4 << 20 {
         world.write(BLOCK_PAGES);
     }

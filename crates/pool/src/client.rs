@@ -1,8 +1,8 @@
-//! The edge: runs the machines over fabric endpoints.
+//! The edge: runs the state machines over fabric endpoints.
 
-mod draws;
 mod lanes;
 mod node;
+mod random;
 mod recovery;
 mod wire;
 
@@ -14,24 +14,24 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use aquifer_fabric::{Endpoint, Host, Key, Tenant};
 
-use crate::cache::{NO_RECORD, begin_at};
-use crate::custody::{Custody, Ledger, UnderWay};
+use crate::cache::{NO_RECORD, search_start};
 use crate::error::PoolError;
+use crate::leaks::{LeakDetector, Ledger, OperationGuard};
 use crate::op::{
-    AllocManyOp, AllocOp, FreeOp, Grant, Held, HeldOp, Machine, OpError, RecoverOp, Recovered, Several,
-    StretchOp,
+    AllocManyOp, AllocOp, FreeOp, Grant, GrantBatch, Holding, HoldingsOp, Machine, OpError, RecoverOp,
+    Recovered, StretchOp,
 };
 use crate::size::{SECTION_BYTES, SizeClass};
 use crate::word::Run;
 use node::{Failure, Node};
 pub use recovery::recover_node;
 
-/// Work ids from this one on are the pool's; who shares its endpoints uses smaller ones.
+/// The lowest work id of the pool's own operations. The user of a shared endpoint uses smaller ones.
 pub const POOL_WORK_ID: u64 = 1 << 63;
 /// Most nodes of one client.
 pub const NODES_MAX: usize = 256;
 
-/// A node of the cluster, as the directory numbers it.
+/// The number of a node in the directory.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct NodeId(pub u16);
 
@@ -41,27 +41,29 @@ impl fmt::Display for NodeId {
     }
 }
 
-/// Memory of a node that a host has taken.
+/// One allocation of a node's memory.
 ///
-/// It is not cleared when it is taken: it may hold what its last owner, of the same tenant, left there.
+/// It is not cleared when it is allocated: it may hold data of its last owner, of the same tenant.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Extent {
-    /// Whose memory.
+    /// The node.
     pub node: NodeId,
     /// Its address in the node's region.
     pub addr: u64,
     /// Its size.
     pub class: SizeClass,
-    /// Opens it for READ and WRITE.
+    /// The key that opens it for READ and WRITE.
     pub key: Key,
 }
 
-/// Neighbouring sections of a node that a host has taken together: an extent larger than any class. One key opens them all, and each is given back by itself.
+/// Neighbouring sections of a node that were allocated together: an extent above 2 MiB.
+///
+/// One key opens all of them. Each section is freed by itself.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Stretch {
     /// The first section.
     pub first: Extent,
-    /// How many there are.
+    /// The number of sections.
     pub sections: u32,
 }
 
@@ -73,50 +75,52 @@ impl Stretch {
     }
 }
 
-/// Takes and gives back extents of nodes. One thread uses a client at a time; many clients work at once.
+/// Allocates and frees extents of nodes, for one host and one tenant.
+///
+/// One thread uses a client at a time. Many clients, of the same host or of others, work at once.
 #[derive(Debug)]
 pub struct PoolClient {
     host: Host,
     tenant: Tenant,
     nodes: BTreeMap<NodeId, Node>,
-    custody: Arc<Custody>,
+    leak_detector: Arc<LeakDetector>,
 }
 
 impl PoolClient {
-    /// A client of this host, as yet without nodes, that takes memory for a tenant. It is opened to endpoints of that tenant.
+    /// A client without nodes. Only endpoints of `tenant` can access what it allocates.
     #[must_use]
     pub fn new(host: Host, tenant: Tenant) -> Self {
-        Self::in_custody(host, tenant, Arc::default())
+        Self::with_leak_detector(host, tenant, Arc::default())
     }
 
-    /// The same of a host that has several, which know of each other's extents.
+    /// A client of a host that has several clients, which share a leak detector.
     #[must_use]
-    pub const fn in_custody(host: Host, tenant: Tenant, custody: Arc<Custody>) -> Self {
-        Self { host, tenant, nodes: BTreeMap::new(), custody }
+    pub const fn with_leak_detector(host: Host, tenant: Tenant, leak_detector: Arc<LeakDetector>) -> Self {
+        Self { host, tenant, nodes: BTreeMap::new(), leak_detector }
     }
 
-    /// What is written down there is known of by the host, as long as anybody has it.
-    pub fn enter<L: Ledger + 'static>(&self, ledger: &Arc<L>) {
-        self.custody.enter(ledger);
+    /// Registers a ledger with the host's leak detector.
+    pub fn register_ledger<L: Ledger + 'static>(&self, ledger: &Arc<L>) {
+        self.leak_detector.register_ledger(ledger);
     }
 
-    /// To be held while extents are taken, until they are written down in a ledger or given back.
+    /// Begins an operation that allocates extents and records them in a ledger, or frees extents.
     #[must_use]
-    pub fn under_way(&self) -> UnderWay {
-        self.custody.under_way()
+    pub fn begin_operation(&self) -> OperationGuard {
+        self.leak_detector.begin_operation()
     }
 
-    /// Something of a node may be ours without anybody knowing: it could not be given back.
-    pub fn doubt(&self, node: NodeId) {
-        self.custody.doubt(node);
+    /// Reports that this host may have leaked memory of a node, such as an extent that could not be freed.
+    pub fn suspect_leak(&self, node: NodeId) {
+        self.leak_detector.suspect_leak(node);
     }
 
-    /// Use a node over this endpoint, which then is the pool's and its user's together (see [`PoolClient::endpoint`]).
+    /// Adds a node. The client and its user share the endpoint ([`PoolClient::endpoint`]).
     ///
     /// # Errors
-    /// If the node's memory has another format or version; if the endpoint fails; at [`NODES_MAX`].
+    /// If the node's memory has another format or version, if the endpoint fails, or at [`NODES_MAX`].
     pub fn add_node(&mut self, id: NodeId, endpoint: Box<dyn Endpoint>) -> Result<(), PoolError> {
-        /// Tells clients of one host apart, so that they too begin at different places.
+        /// Numbers the clients of this process, so that their searches begin at different places.
         static CLIENTS: AtomicU64 = AtomicU64::new(0);
         if self.nodes.contains_key(&id) {
             return Err(PoolError::NodeExists { node: id });
@@ -124,68 +128,69 @@ impl PoolClient {
         if self.nodes.len() >= NODES_MAX {
             return Err(PoolError::TooManyNodes { limit: NODES_MAX });
         }
-        let begin_at = begin_at(self.host, CLIENTS.fetch_add(1, Ordering::Relaxed));
-        self.nodes.insert(id, Node::open(id, endpoint, begin_at, self.tenant)?);
+        let start = search_start(self.host, CLIENTS.fetch_add(1, Ordering::Relaxed));
+        self.nodes.insert(id, Node::open(id, endpoint, start, self.tenant)?);
         Ok(())
     }
 
-    /// Forget a node, and give its endpoint back. Extents taken from it stay taken, until the node is audited.
+    /// Removes a node and returns its endpoint. Extents of the node stay allocated, and the node is suspect.
     pub fn remove_node(&mut self, id: NodeId) -> Option<Box<dyn Endpoint>> {
         let mut node = self.nodes.remove(&id)?;
-        if let Some(late) = node.take_late() {
-            self.custody.give_up(id, node.region_key(), late);
+        if let Some(drain) = node.take_drain() {
+            self.leak_detector.add_abandoned(id, node.region_key(), drain);
         }
-        self.custody.doubt(id);
+        self.leak_detector.suspect_leak(id);
         Some(node.into_endpoint())
     }
 
-    /// Run a machine to its end.
+    /// Runs a state machine to its end.
     fn run<M: Machine>(&mut self, id: NodeId, machine: M) -> Result<Result<M::Output, Failure>, PoolError> {
-        self.at_node(id, |node| node.run(machine))
+        self.with_node(id, |node| node.run(machine))
     }
 
-    /// Have a node do something. If its connection breaks, the host hears of it before anybody takes this for ended.
-    fn at_node<T>(
+    /// Runs `work` on a node as one operation. If the connection breaks, the leak detector knows of it
+    /// before the operation ends.
+    fn with_node<T>(
         &mut self,
         id: NodeId,
         work: impl FnOnce(&mut Node) -> Result<T, Failure>,
     ) -> Result<Result<T, Failure>, PoolError> {
-        let _under_way = self.custody.under_way();
+        let _operation = self.leak_detector.begin_operation();
         let node = self.nodes.get_mut(&id).ok_or(PoolError::NoSuchNode { node: id })?;
         node.begin();
         let outcome = work(node);
         if let Err(Failure::Work(_)) = outcome
-            && let Some(late) = node.take_late()
+            && let Some(drain) = node.take_drain()
         {
-            self.custody.give_up(id, node.region_key(), late);
+            self.leak_detector.add_abandoned(id, node.region_key(), drain);
         }
         Ok(outcome)
     }
 
-    /// The nodes in use.
+    /// The nodes of this client.
     pub fn nodes(&self) -> impl Iterator<Item = NodeId> {
         self.nodes.keys().copied()
     }
 
-    /// How many sections a node has, lent or not; 0 for a node that is not in use.
+    /// The number of a node's sections, offline ones included; 0 for a node that this client does not have.
     #[must_use]
     pub fn sections(&self, id: NodeId) -> u32 {
         self.nodes.get(&id).map_or(0, Node::sections)
     }
 
-    /// Bytes that a node has free, by what this client has seen last; 0 for a node that is not in use.
+    /// Free bytes of a node, by the cached words; 0 for a node that this client does not have.
     #[must_use]
     pub fn free_bytes(&self, id: NodeId) -> u64 {
         self.nodes.get(&id).map_or(0, Node::free_bytes)
     }
 
-    /// Bytes that a node lends in all, by what this client has seen last; 0 for a node that is not in use.
+    /// Bytes that a node lends, by the cached words; 0 for a node that this client does not have.
     #[must_use]
     pub fn total_bytes(&self, id: NodeId) -> u64 {
         self.nodes.get(&id).map_or(0, Node::total_bytes)
     }
 
-    /// Read all control words of a node again, so that [`PoolClient::free_bytes`] is true at that time.
+    /// Reads all control words of a node, so that [`PoolClient::free_bytes`] is up to date.
     ///
     /// # Errors
     /// If the node is gone.
@@ -193,55 +198,57 @@ impl PoolClient {
         self.node(id)?.refresh()
     }
 
-    /// The key of a node's memory, which another life of the node does not have.
-    pub(crate) fn life_of(&self, id: NodeId) -> Key {
+    /// The key of a node's region. A node that began with new memory has another key.
+    pub(crate) fn region_key(&self, id: NodeId) -> Key {
         self.nodes.get(&id).map_or(Key(0), Node::region_key)
     }
 
-    /// All that this host has in these sections, whichever of its clients took it, as words and log tell.
+    /// Lists all that this host owns in some sections, by words and log, whichever client allocated it.
     ///
     /// # Errors
     /// As for [`Self::recover`].
-    pub(crate) fn held(&mut self, id: NodeId, sections: Range<u32>) -> Result<Vec<Held>, PoolError> {
-        let op = HeldOp::new(self.host, sections);
+    pub(crate) fn holdings(&mut self, id: NodeId, sections: Range<u32>) -> Result<Vec<Holding>, PoolError> {
+        let op = HoldingsOp::new(self.host, sections);
         self.run(id, op)?.map_err(|failure| failure.of(id, 0, 0))
     }
 
-    /// Give back these of the things that this host has in a section, as far as they are still the same.
+    /// Frees holdings of this host in a section, as far as they have not changed.
     ///
     /// # Errors
     /// As for [`Self::recover`].
-    pub(crate) fn give_back_held(
+    pub(crate) fn free_holdings(
         &mut self,
         id: NodeId,
         section: u32,
-        these: Vec<Held>,
+        holdings: Vec<Holding>,
     ) -> Result<Recovered, PoolError> {
-        let op = RecoverOp::only(self.host, these).within(section..section + 1);
+        let op = RecoverOp::only(self.host, holdings).within(section..section + 1);
         self.run(id, op)?.map_err(|failure| failure.of(id, 0, 0))
     }
 
-    /// Where an extent is; `None` if it is none.
-    pub(crate) fn address_of(&self, id: NodeId, held: &Held) -> Option<u64> {
-        match held {
-            Held::Extent(grant) | Held::Unkeyed { grant, .. } => {
+    /// The address of a holding; `None` if it is not an extent.
+    pub(crate) fn address_of(&self, id: NodeId, holding: &Holding) -> Option<u64> {
+        match holding {
+            Holding::Extent(grant) | Holding::Unkeyed { grant, .. } => {
                 self.nodes.get(&id).map(|node| node.extent(*grant).addr)
             }
-            Held::Span { .. } => None,
+            Holding::Span { .. } => None,
         }
     }
 
-    /// Take an extent of a node.
+    /// Allocates an extent of a node.
     ///
     /// # Errors
-    /// [`PoolError::Full`] if there is none; [`PoolError::NodeGone`] or [`PoolError::Away`], and then nobody knows whether one was taken
-    /// (the node's inline log does).
+    /// [`PoolError::Full`] if there is none. After [`PoolError::NodeGone`] or [`PoolError::Away`] it is
+    /// not known whether one was allocated; the node is suspect.
     pub fn allocate(&mut self, id: NodeId, class: SizeClass) -> Result<Extent, PoolError> {
-        let grant = self.take(id, AllocOp::new(self.host, class), class.bytes())?;
+        let grant = self.run_alloc(id, AllocOp::new(self.host, class), class.bytes())?;
         Ok(self.node(id)?.extent(grant))
     }
 
-    /// Allocate up to `count` extents of a node: as many as it has, at least one. That takes one trip to the node for each, and one more.
+    /// Allocates up to `count` extents of a node: as many as it has, at least one.
+    ///
+    /// Each extent costs one trip to the node, and the last one a second trip.
     ///
     /// # Errors
     /// As for [`Self::allocate`].
@@ -251,55 +258,65 @@ impl PoolClient {
         class: SizeClass,
         count: u32,
     ) -> Result<Vec<Extent>, PoolError> {
-        let taken = self.take(id, AllocManyOp::new(self.host, class, count), class.bytes())?;
-        let Several { grants, failure } = taken;
+        let op = AllocManyOp::new(self.host, class, count);
+        let GrantBatch { grants, failure } = self.run_alloc(id, op, class.bytes())?;
         if let Some(error) = failure {
             let error = Failure::Op(error).of(id, 0, class.bytes());
-            tracing::debug!(node = id.0, %error, "there were fewer extents than were asked for");
-            self.custody.doubt(id);
+            let allocated = grants.len();
+            tracing::debug!(node = id.0, count, allocated, %error, "allocated fewer extents than requested");
+            self.leak_detector.suspect_leak(id);
         }
         let node = self.node(id)?;
         Ok(grants.into_iter().map(|grant| node.extent(grant)).collect())
     }
 
-    /// Take neighbouring sections of a node, all or none.
+    /// Allocates neighbouring sections of a node, all or none.
     ///
     /// # Errors
     /// As for [`Self::allocate`].
     pub fn allocate_stretch(&mut self, id: NodeId, sections: u32) -> Result<Stretch, PoolError> {
         let op = StretchOp::new(self.host, sections);
-        let grant = self.take(id, op, u64::from(sections) * SECTION_BYTES)?;
+        let grant = self.run_alloc(id, op, u64::from(sections) * SECTION_BYTES)?;
         Ok(Stretch { first: self.node(id)?.extent(grant), sections })
     }
 
-    /// If a stretch of so many sections is to be had once the node has cleared what it is clearing, or is about to: how many sections are left to be cleared, by what this client
-    /// has seen last. Those that the node lends no more look the same. `None` if there is no place for it.
+    /// The number of sections that the node has yet to clear before a stretch of `sections` may be free.
+    ///
+    /// By the cached words; offline sections count as sections to be cleared. `None` if there would be
+    /// no such stretch even then.
     #[must_use]
     pub fn sections_to_clear(&self, id: NodeId, sections: u32) -> Option<u32> {
         self.nodes.get(&id)?.cache.sections_to_clear(sections)
     }
 
-    fn take<M: Machine>(&mut self, id: NodeId, op: M, bytes: u64) -> Result<M::Output, PoolError> {
-        let taken = self.run(id, op)?.map_err(|failure| failure.of(id, 0, bytes));
-        if !matches!(taken, Ok(_) | Err(PoolError::Full { .. })) {
-            // It may have got half way.
-            self.custody.doubt(id);
+    fn run_alloc<M: Machine>(&mut self, id: NodeId, op: M, bytes: u64) -> Result<M::Output, PoolError> {
+        let outcome = self.run(id, op)?.map_err(|failure| failure.of(id, 0, bytes));
+        if !matches!(outcome, Ok(_) | Err(PoolError::Full { .. })) {
+            // Something may have been allocated.
+            self.leak_detector.suspect_leak(id);
         }
-        taken
+        outcome
     }
 
-    /// Have the connections to the nodes looked after: a node that went away is looked for again, and a broken connection is noticed. To be called now and then while nothing
-    /// else is asked of the nodes.
-    pub fn tend(&mut self) {
-        self.nodes.values_mut().for_each(Node::tend);
+    /// Polls the connections, so that broken ones are noticed and nodes that are away are searched for.
+    ///
+    /// To be called now and then while no operation runs.
+    pub fn maintain(&mut self) {
+        self.nodes.values_mut().for_each(Node::poll);
     }
 
-    /// Take this group of a section's spans, whoever had them last: for the node itself, which clears them or lends them no more. No key opens it. `None` if it
-    /// is not free.
+    /// Allocates a group of a section's spans without a key, whichever tenant used them last.
+    ///
+    /// For the node itself, which clears the group or takes it offline. `None` if it is not free.
     ///
     /// # Errors
     /// As for [`Self::allocate`].
-    pub fn take_group(&mut self, id: NodeId, section: u32, group: Run) -> Result<Option<Extent>, PoolError> {
+    pub fn allocate_group(
+        &mut self,
+        id: NodeId,
+        section: u32,
+        group: Run,
+    ) -> Result<Option<Extent>, PoolError> {
         match self.run(id, AllocOp::of_group(self.host, section, group))? {
             Ok(grant) => Ok(Some(self.node(id)?.extent(grant))),
             Err(Failure::Op(OpError::Full)) => Ok(None),
@@ -307,10 +324,10 @@ impl PoolClient {
         }
     }
 
-    /// Whether an extent is in the memory that its node has now. A node that came back without its memory has other keys.
+    /// Whether an extent's key is still in its entry. It is not after a free, nor in new memory of the node.
     ///
     /// # Errors
-    /// If the node is not known, or is gone.
+    /// If the client does not have the node, or the node is gone.
     pub fn is_current(&mut self, extent: Extent) -> Result<bool, PoolError> {
         let node = self.node(extent.node)?;
         let Some(chunk) = node.chunk_of(extent.addr) else { return Ok(false) };
@@ -318,18 +335,20 @@ impl PoolClient {
         Ok(node.with_key(grant)?.key == extent.key)
     }
 
-    /// Give an extent back.
+    /// Frees an extent.
     ///
     /// # Errors
-    /// [`PoolError::NotAllocated`] or [`PoolError::NotOurs`], as far as the node's words tell, and nothing was changed.
+    /// [`PoolError::NotAllocated`] or [`PoolError::NotOurs`] by the node's words; then nothing was changed.
     pub fn free(&mut self, extent: Extent) -> Result<(), PoolError> {
-        self.give_back(extent, |op| op)
+        self.run_free(extent, |op| op)
     }
 
-    /// Give several extents of a node back, those in different sections at once. What came of each, as for [`Self::free`].
+    /// Frees several extents of a node, those in different sections side by side. Returns the outcome of
+    /// each, as of [`Self::free`].
     ///
     /// # Errors
-    /// If the node is not known, gone or away: then nobody knows of any of them whether it was given back.
+    /// If the client does not have the node, or the node is gone or away. Then it is not known which of
+    /// them are free; the node is suspect.
     ///
     /// # Panics
     /// If one is on another node.
@@ -340,8 +359,8 @@ impl PoolClient {
     ) -> Result<Vec<Result<(), PoolError>>, PoolError> {
         assert!(extents.iter().all(|extent| extent.node == id), "all are on node {id}");
         let host = self.host;
-        let outcomes = self.at_node(id, |node| {
-            // What is no place of the node's is nobody's.
+        let outcomes = self.with_node(id, |node| {
+            // No chunk has this number, so that an address outside of the region is not allocated.
             let chunk = |node: &Node, addr| node.chunk_of(addr).unwrap_or(u32::MAX);
             let grant = |extent: &Extent| Grant {
                 chunk: chunk(node, extent.addr),
@@ -351,28 +370,28 @@ impl PoolClient {
             let grants: Vec<Grant> = extents.iter().map(grant).collect();
             node.free_all(host, &grants)
         });
-        let outcomes = outcomes.inspect_err(|_| self.custody.doubt(id))?;
+        let outcomes = outcomes.inspect_err(|_| self.leak_detector.suspect_leak(id))?;
         let outcomes = outcomes.map_err(|failure| failure.of(id, 0, 0)).map(|outcomes| {
-            let told = |(extent, outcome): (&Extent, Result<(), OpError>)| {
+            let with_error = |(extent, outcome): (&Extent, Result<(), OpError>)| {
                 outcome.map_err(|error| Failure::Op(error).of(id, extent.addr, extent.class.bytes()))
             };
-            extents.iter().zip(outcomes).map(told).collect::<Vec<_>>()
+            extents.iter().zip(outcomes).map(with_error).collect::<Vec<_>>()
         });
-        if outcomes.as_ref().map_or(true, |outcomes| !outcomes.iter().all(is_known)) {
-            self.custody.doubt(id);
+        if outcomes.as_ref().map_or(true, |outcomes| !outcomes.iter().all(is_certain)) {
+            self.leak_detector.suspect_leak(id);
         }
         outcomes
     }
 
-    fn give_back(&mut self, extent: Extent, how: impl FnOnce(FreeOp) -> FreeOp) -> Result<(), PoolError> {
-        let freed = self.try_give_back(extent, how);
-        if !is_known(&freed) {
-            self.custody.doubt(extent.node);
+    fn run_free(&mut self, extent: Extent, how: impl FnOnce(FreeOp) -> FreeOp) -> Result<(), PoolError> {
+        let outcome = self.try_free(extent, how);
+        if !is_certain(&outcome) {
+            self.leak_detector.suspect_leak(extent.node);
         }
-        freed
+        outcome
     }
 
-    fn try_give_back(&mut self, extent: Extent, how: impl FnOnce(FreeOp) -> FreeOp) -> Result<(), PoolError> {
+    fn try_free(&mut self, extent: Extent, how: impl FnOnce(FreeOp) -> FreeOp) -> Result<(), PoolError> {
         let host = self.host;
         let node = self.node(extent.node)?;
         let (addr, bytes) = (extent.addr, extent.class.bytes());
@@ -386,18 +405,20 @@ impl PoolClient {
         outcome.map_err(|failure| failure.of(extent.node, addr, bytes))
     }
 
-    /// Give back all that a dead host held of a node, for anyone to take. Two that do it at once, or one after another that died over it, do no harm.
+    /// Frees all that a dead host owns on a node.
     ///
-    /// The host must be fenced at the node: what it may yet have under way must not arrive.
+    /// The host must be fenced at the node, so that its operations in flight cannot take effect. Two
+    /// clients may recover the same host at once, and a recovery that was interrupted can be repeated.
     ///
     /// # Errors
-    /// [`PoolError::NodeGone`]; [`PoolError::Busy`], and then some is not given back yet; [`PoolError::Damaged`].
+    /// [`PoolError::NodeGone`]; [`PoolError::Busy`], and then something is not freed yet;
+    /// [`PoolError::Damaged`].
     pub fn recover(&mut self, id: NodeId, dead: Host) -> Result<Recovered, PoolError> {
         let host = self.host;
         self.run(id, RecoverOp::new(host, dead))?.map_err(|failure| failure.of(id, 0, 0))
     }
 
-    /// The same for what is in these sections.
+    /// Frees what a dead host owns in some sections of a node.
     ///
     /// # Errors
     /// As for [`Self::recover`].
@@ -411,7 +432,7 @@ impl PoolClient {
         self.run(id, op)?.map_err(|failure| failure.of(id, 0, 0))
     }
 
-    /// The record in an extent's control word, as far as this client has seen: for [`Self::free_begun`]. Never 0.
+    /// The record in an extent's control word, as cached, for [`Self::resume_free`]. Never 0.
     #[must_use]
     pub fn last_record(&self, extent: Extent) -> u32 {
         let record = |node: &Node| {
@@ -421,29 +442,35 @@ impl PoolClient {
         self.nodes.get(&extent.node).and_then(record).unwrap_or(NO_RECORD)
     }
 
-    /// Give an extent back of which that was begun when its control word had that record, by one that was killed over it: which leaves open whether it was
-    /// done, and whose the place is by now. Returns whether it was given back now; if not, it was before, or others have changed the word since, and an audit finds out.
+    /// Resumes a free that a process of this host began and may not have finished before it was killed.
+    ///
+    /// `record` is the record that the extent's control word had then ([`Self::last_record`]). Returns
+    /// whether the extent was freed now. If not, it was freed before, or the word has changed since;
+    /// then the node is suspect, and a leak scan finds out.
     ///
     /// # Errors
     /// As for [`Self::free`].
-    pub fn free_begun(&mut self, extent: Extent, record: u32) -> Result<bool, PoolError> {
-        match self.give_back(extent, |op| op.resumed(record)) {
+    pub fn resume_free(&mut self, extent: Extent, record: u32) -> Result<bool, PoolError> {
+        match self.run_free(extent, |op| op.resumed(record)) {
             Err(PoolError::NotAllocated { .. } | PoolError::NotOurs { .. }) => {}
-            given_back => return given_back.map(|()| true),
+            outcome => return outcome.map(|()| true),
         }
-        // Something else of the word has changed, perhaps. If its key was not struck out it is ours still; but what the dead one has posted may strike it out just now.
-        if self.is_current(extent).inspect_err(|_| self.custody.doubt(extent.node))? {
+        // Another part of the word may have changed. If the key was not revoked, the extent is still
+        // ours. An operation in flight of the killed process may revoke the key at this moment.
+        if self.is_current(extent).inspect_err(|_| self.leak_detector.suspect_leak(extent.node))? {
             match self.free(extent) {
                 Err(PoolError::NotAllocated { .. } | PoolError::NotOurs { .. }) => {}
-                given_back => return given_back.map(|()| true),
+                outcome => return outcome.map(|()| true),
             }
         }
-        self.custody.doubt(extent.node);
+        self.leak_detector.suspect_leak(extent.node);
         Ok(false)
     }
 
-    /// The endpoint to a node, for the user's own READs and WRITEs. Its work ids must be below [`POOL_WORK_ID`];
-    /// completions that the pool meets while it waits for its own are kept for the next poll.
+    /// The endpoint to a node, for the user's own READs and WRITEs.
+    ///
+    /// Work ids of the user must be below [`POOL_WORK_ID`]. The user's completions that the pool polls
+    /// are kept until the user polls.
     pub fn endpoint(&mut self, id: NodeId) -> Option<&mut Box<dyn Endpoint>> {
         self.nodes.get_mut(&id).map(Node::endpoint)
     }
@@ -453,7 +480,7 @@ impl PoolClient {
     }
 }
 
-/// Whether it is certain that what was to be given back is free, or was not ours.
-const fn is_known(freed: &Result<(), PoolError>) -> bool {
-    matches!(freed, Ok(()) | Err(PoolError::NotAllocated { .. } | PoolError::NotOurs { .. }))
+/// Whether it is certain after a free that this host does not own the extent.
+const fn is_certain(outcome: &Result<(), PoolError>) -> bool {
+    matches!(outcome, Ok(()) | Err(PoolError::NotAllocated { .. } | PoolError::NotOurs { .. }))
 }

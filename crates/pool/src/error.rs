@@ -1,4 +1,4 @@
-//! What can go wrong with the pool, each a sentence for the person who reads it.
+//! Errors of the pool. Each message is a sentence for the user.
 
 use aquifer_fabric::{EndpointError, Host, WorkError};
 
@@ -7,19 +7,19 @@ use crate::layout::{HEADER_BYTES, SECTIONS_MAX, VERSION};
 use crate::op::WordAt;
 use crate::word::IllegalWord;
 
-/// Why a region is not one that this version can use.
+/// Why this version cannot use a region.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum FormatError {
-    /// Too short for a header.
-    #[error("it is only {bytes} bytes long, and the header alone takes {HEADER_BYTES}")]
+    /// The region is too short for a header.
+    #[error("it has only {bytes} bytes, fewer than the {HEADER_BYTES} of a header")]
     Cut {
-        /// Its length.
+        /// Bytes of the region.
         bytes: usize,
     },
-    /// It does not begin with the magic number.
+    /// The region does not begin with the magic number.
     #[error("it does not begin with the pool's magic number: it is not a pool's memory")]
     Magic,
-    /// Another version wrote it.
+    /// Another version wrote the header.
     #[error(
         "its format is version {version} and this program reads version {VERSION} only: run the same version everywhere"
     )]
@@ -30,87 +30,88 @@ pub enum FormatError {
     /// The header was damaged.
     #[error("its header's checksum is wrong: the header was damaged")]
     Checksum,
-    /// No section, or too many.
-    #[error("it would have {sections} sections of 2 MiB, and there must be 1 to {SECTIONS_MAX}")]
+    /// The number of sections is not allowed.
+    #[error("{sections} sections of 2 MiB are not supported: a node has 1 to {SECTIONS_MAX}")]
     Sections {
-        /// The number asked for or found.
+        /// The number requested or found.
         sections: u64,
     },
-    /// The node's number does not fit.
+    /// The node's number is too large.
     #[error("its node number {node} is above 65535")]
     Node {
         /// The number found.
         node: u32,
     },
-    /// Something that this version does not have.
+    /// A byte of the header is not what this version writes.
     #[error("byte {at} of its header is not what version {VERSION} prescribes")]
     Unknown {
         /// Offset of the first such byte.
         at: usize,
     },
-    /// The node says that it is another.
-    #[error("its header names it node {found}")]
+    /// The header names another node.
+    #[error("its header is of node {found}")]
     OtherNode {
         /// The number in the header.
         found: u16,
     },
-    /// The node opened no region to us.
+    /// The node has registered no region for this host.
     #[error("the node opens no memory to this host")]
     NoRegion,
-    /// The registered memory is shorter than the header says.
-    #[error("its header speaks of {needed} bytes, but only {found} are registered")]
+    /// The region is shorter than the header says.
+    #[error("its header describes {needed} bytes, but only {found} are registered")]
     TooShort {
-        /// Bytes that the header implies.
+        /// Bytes that the header describes.
         needed: u64,
         /// Bytes of the region.
         found: u64,
     },
 }
 
-/// Why the pool could not do what was asked.
+/// Why an operation of a client failed.
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
-    /// No free extent of that size.
+    /// The node has no free extent of the size.
     #[error("node {} has no free extent of {bytes} bytes: free some, or add a node", node.0)]
     Full {
         /// The node.
         node: NodeId,
-        /// Bytes asked for.
+        /// Bytes requested.
         bytes: u64,
     },
-    /// The node died, or shut us out. What was under way may or may not have happened.
+    /// The node died, or has fenced this host. An operation in flight may or may not have taken effect.
     #[error("node {} cannot be used any more: {cause}", node.0)]
     NodeGone {
         /// The node.
         node: NodeId,
-        /// How the fabric put it.
+        /// What the fabric reported.
         cause: WorkError,
     },
-    /// The node is away, and may come back with its memory. What was under way may or may not have happened, and happens no more.
-    #[error("node {} is away", node.0)]
+    /// The node is away, and may return with its memory. An operation in flight may or may not have taken
+    /// effect, and does not take effect later.
+    #[error("node {} is away: its process has ended, and may return with its memory", node.0)]
     Away {
         /// The node.
         node: NodeId,
     },
-    /// The node was never added, or was removed.
+    /// The client does not have the node: it was not added, or was removed.
     #[error("node {} is not connected: add it first", node.0)]
     NoSuchNode {
         /// The node.
         node: NodeId,
     },
-    /// The node is there already.
+    /// The client has the node already.
     #[error("node {} is connected already", node.0)]
     NodeExists {
         /// The node.
         node: NodeId,
     },
-    /// At the limit of nodes.
+    /// The client has as many nodes as it can have.
     #[error("a client connects to at most {limit} nodes")]
     TooManyNodes {
         /// The limit.
         limit: usize,
     },
-    /// The extent is not allocated: it was freed before, or never was one. Nothing was changed.
+    /// The extent is not allocated: it was freed before, or never allocated. Nothing was changed.
     #[error("{bytes} bytes at {addr:#x} of node {} are not an allocated extent: freed twice, or never allocated", node.0)]
     NotAllocated {
         /// The node.
@@ -120,76 +121,76 @@ pub enum PoolError {
         /// The extent's size.
         bytes: u64,
     },
-    /// The extent belongs to another host. Nothing was changed.
+    /// The extent is another host's. Nothing was changed.
     #[error("the extent at {addr:#x} of node {} belongs to host {}", node.0, owner.0)]
     NotOurs {
         /// The node.
         node: NodeId,
         /// The extent's address.
         addr: u64,
-        /// Whose it is.
+        /// The host that owns it.
         owner: Host,
     },
-    /// Others changed the same words so often that we gave up. Nothing of ours is half done but, after a free, a
-    /// span that stays closed.
+    /// The operation lost too many races for the same words. Nothing is half done, except that a free may
+    /// leave a span closed that its section does not say is empty.
     #[error("node {} is too busy: gave up after {attempts} lost races", node.0)]
     Busy {
         /// The node.
         node: NodeId,
-        /// How often another was faster.
+        /// Races lost.
         attempts: u32,
     },
-    /// A control word is impossible.
+    /// A control word is illegal.
     #[error("the metadata of node {} is damaged: {at} is {word:#018x}: {cause}", node.0)]
     Damaged {
         /// The node.
         node: NodeId,
-        /// Which word.
+        /// The place of the word.
         at: WordAt,
-        /// What it holds.
+        /// The word.
         word: u64,
-        /// What is wrong with it.
+        /// Why it is illegal.
         cause: Damage,
     },
-    /// The node's memory has a format that we cannot use.
+    /// The node's memory has a format that this version cannot use.
     #[error("the memory of node {} cannot be used: {cause}", node.0)]
     Format {
         /// The node.
         node: NodeId,
-        /// What is wrong.
+        /// Why not.
         cause: FormatError,
     },
-    /// The endpoint could not be set up.
-    #[error("node {}: {cause}", node.0)]
+    /// The endpoint could not be set up, or could not drain operations.
+    #[error("the connection to node {} failed: {cause}", node.0)]
     Endpoint {
         /// The node.
         node: NodeId,
-        /// What the fabric said.
+        /// What the fabric reported.
         cause: EndpointError,
     },
-    /// Local memory for replies could not be had.
-    #[error("no memory for the replies of node {}: {cause}", node.0)]
+    /// Local memory for replies could not be allocated.
+    #[error("cannot allocate memory for the replies of node {}: {cause}", node.0)]
     LocalMemory {
         /// The node.
         node: NodeId,
-        /// What the system said.
+        /// What the system reported.
         cause: std::io::Error,
     },
 }
 
-/// What is wrong with a control word.
+/// Why a control word is illegal.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, thiserror::Error)]
 pub enum Damage {
-    /// It cannot be one.
+    /// This version does not write such a word.
     #[error(transparent)]
     Illegal(#[from] IllegalWord),
-    /// A span that only this host may change was changed by another.
-    #[error("a span that only its opener or closer may change was changed by another")]
-    Intruder,
+    /// Another client changed a word that only the client that opens or closes the span may change.
+    #[error("it was changed by a client other than the one that opens or closes the span")]
+    UnexpectedWriter,
 }
 
 impl PoolError {
-    /// Whether it says something of one word only, and of the node nothing.
+    /// Whether the error concerns a single word, so that other parts of the node can be used.
     pub(crate) const fn is_of_one_word(&self) -> bool {
         matches!(self, Self::Damaged { .. } | Self::Busy { .. })
     }

@@ -1,10 +1,10 @@
 //! Golden bytes of `docs/formats/pool.md`: header, tables, control words, log entries.
 //! A changed golden file needs a new version there ([`VERSION`]).
 
-use aquifer_fabric::{Host, KeyTable, Tenant};
+use aquifer_fabric::{Host, KeyTable};
 use aquifer_tests_support::golden;
 
-use crate::cache::{Draws, NodeCache};
+use crate::cache::NodeCache;
 use crate::layout::{
     HEADER_BYTES, KEY_ENTRY_BYTES, LOG_ENTRY_BYTES, Layout, MAGIC, SECTION_ENTRIES, SECTIONS_MAX, VERSION,
 };
@@ -24,7 +24,7 @@ fn golden_header_and_tables() {
     for (node, sections) in [(0, 1), (0x0102, 0x0304), (u16::MAX, SECTIONS_MAX)] {
         let layout = Layout::new(node, sections).expect("it is possible");
         let page = layout.encode();
-        assert_eq!(Layout::open(&page), Ok(layout));
+        assert_eq!(Layout::decode(&page), Ok(layout));
         golden.text("header", &format!("node {node}, sections {sections}"));
         golden.memory(&page);
         let last = sections - 1;
@@ -65,18 +65,18 @@ fn golden_header_and_tables() {
 fn golden_section_words() {
     let mut golden = golden!("section-words");
     let opened = SectionWord::default().open(3, HOST);
-    let taken = opened.take(run(8, 3), HOST);
+    let taken = opened.allocate(run(8, 3), HOST);
     let words = [
         ("new", SectionWord::default()),
-        ("withheld", SectionWord::WITHHELD),
+        ("withheld", SectionWord::OFFLINE),
         ("span 3 opened", opened),
         ("spans 8 to 15 taken", taken),
         ("span 3 contended", taken.hint(3, SpanState::Contended)),
         ("span 3 full", taken.hint(3, SpanState::Full)),
         ("span 4 opened beside 3, which is full", taken.open_beside(4, 3, HOST)),
-        ("spans 8 to 15 given back", taken.give(run(8, 3), HOST)),
+        ("spans 8 to 15 given back", taken.free(run(8, 3), HOST)),
         ("span 3 closed", opened.close(3, HOST)),
-        ("taken whole", SectionWord::default().take(Run::SECTION, Host(1))),
+        ("taken whole", SectionWord::default().allocate(Run::SECTION, Host(1))),
     ];
     for (name, word) in words {
         word.check().expect(name);
@@ -97,17 +97,17 @@ fn golden_section_words() {
 #[test]
 fn golden_span_words() {
     let mut golden = golden!("span-words");
-    let first = SpanWord::default().take(run(4, 2), HOST);
-    let full = first.take(run(16, 4), HOST);
+    let first = SpanWord::default().allocate(run(4, 2), HOST);
+    let full = first.allocate(run(16, 4), HOST);
     let words = [
         ("new", SpanWord::default()),
         ("chunks 4 to 7 taken", first),
         ("chunks 16 to 31 taken", full),
-        ("chunks 4 to 7 given back", full.give(run(4, 2), HOST)),
-        ("the last given back", first.give(run(4, 2), HOST)),
-        ("all of a dead host given back", full.give_all(0xffff_0000, run(16, 4), Host(4095))),
-        ("ready", first.give(run(4, 2), HOST).mark_ready(HOST)),
-        ("chunk 31 taken", SpanWord::default().take(run(31, 0), Host(1))),
+        ("chunks 4 to 7 given back", full.free(run(4, 2), HOST)),
+        ("the last given back", first.free(run(4, 2), HOST)),
+        ("all of a dead host given back", full.free_mask(0xffff_0000, run(16, 4), Host(4095))),
+        ("ready", first.free(run(4, 2), HOST).mark_ready(HOST)),
+        ("chunk 31 taken", SpanWord::default().allocate(run(31, 0), Host(1))),
     ];
     for (name, word) in words {
         word.check().expect(name);
@@ -120,7 +120,7 @@ fn golden_span_words() {
     let entry = LogEntry::of(full.0, 0x0102_0304);
     golden.bytes("entry of the log", &entry.0.to_le_bytes());
     assert_eq!(entry.of_span(), Ok(Some(log)));
-    assert!(entry.tells(full.0));
+    assert!(entry.is_record_of(full.0));
     golden.check();
 }
 
@@ -138,8 +138,6 @@ fn golden_places_of_entries() {
     for (name, at) in places {
         golden.text(name, &layout.word_at(at).to_string());
     }
-    let draws = Draws::Counted { key_bits: 0, nonce: 0x0102_0304, clients: 1 };
-    let mut cache = NodeCache::new(&layout, 0, Tenant(0), draws);
-    golden.bytes("number of a writer", &cache.nonce(HOST).to_le_bytes());
+    golden.bytes("number of a writer", &NodeCache::nonce_of(HOST, 0x0102_0304).to_le_bytes());
     golden.check();
 }

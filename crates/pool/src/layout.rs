@@ -1,4 +1,4 @@
-//! Where everything lies in a node's region, and the header page that says so.
+//! The layout of a node's region, and the header page that describes it.
 
 use aquifer_fabric::KeyTable;
 use aquifer_fabric::key_table::{ROW_BYTES, ROW_ENTRIES};
@@ -8,7 +8,7 @@ use crate::op::WordAt;
 use crate::size::{CHUNK_BYTES, SECTION_BYTES, SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS};
 
 #[cfg(target_endian = "big")]
-compile_error!("the pool's words are little-endian, and are compared and swapped as they lie in memory");
+compile_error!("the pool compares and swaps little-endian words in memory: it needs a little-endian machine");
 
 /// The first eight bytes of a region.
 pub const MAGIC: [u8; 8] = *b"AQFRPOOL";
@@ -18,21 +18,25 @@ pub const VERSION: u32 = 3;
 pub const HEADER_BYTES: usize = 4096;
 /// Most sections of a region: 1 TiB of data.
 pub const SECTIONS_MAX: u32 = 1 << 19;
-/// Entries that a section has in `keys[]` and in `logs[]`: its own, 15 unused, 16 spans', 512 chunks'.
+/// Entries of a section in `keys[]`, and in `logs[]`: 1 for the section, 15 unused, 16 for its spans, 512 for
+/// its chunks.
 pub const SECTION_ENTRIES: u32 = 16 + SECTION_SPANS + SECTION_CHUNKS;
+/// Bytes of a section's entries in `keys[]`.
 const KEYS_BYTES: u64 = SECTION_ENTRIES as u64 * KEY_ENTRY_BYTES;
+/// Bytes of a section's entries in `logs[]`.
 const LOGS_BYTES: u64 = SECTION_ENTRIES as u64 * LOG_ENTRY_BYTES;
 const _: () = assert!(SECTION_ENTRIES as u64 == ROW_ENTRIES && SECTION_BYTES == ROW_BYTES);
-/// Bytes of an entry in `keys[]`: a key, and whose memory it is.
+/// Bytes of an entry in `keys[]`: a key and an owner.
 pub const KEY_ENTRY_BYTES: u64 = 8;
-/// Bytes of an entry in `logs[]`: a record that was kept.
+/// Bytes of an entry in `logs[]`: a record and a number.
 pub const LOG_ENTRY_BYTES: u64 = 8;
 
-/// Bytes of the header that are in use; the rest is zero.
+/// Bytes of the header page that are used; the rest is zero.
 const USED: usize = 84;
+/// Offset of the checksum in the header page.
 const CHECKSUM_AT: usize = 80;
 
-/// A node's region.
+/// The layout of a node's region: offsets of all parts, from the region's start.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Layout {
     node: u16,
@@ -40,10 +44,10 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The layout of a region with so many sections.
+    /// The layout of a region with this number of sections.
     ///
     /// # Errors
-    /// No section, or more than [`SECTIONS_MAX`].
+    /// If there is no section, or more than [`SECTIONS_MAX`].
     pub fn new(node: u16, sections: u32) -> Result<Self, FormatError> {
         if sections == 0 || sections > SECTIONS_MAX {
             return Err(FormatError::Sections { sections: sections.into() });
@@ -51,10 +55,10 @@ impl Layout {
         Ok(Self { node, sections })
     }
 
-    /// The layout of a region that lends `data_bytes`, rounded down to whole sections.
+    /// The layout of a region for `data_bytes`, rounded down to whole sections.
     ///
     /// # Errors
-    /// Less than one section, or more than [`SECTIONS_MAX`].
+    /// If that is no section, or more than [`SECTIONS_MAX`].
     pub fn for_bytes(node: u16, data_bytes: u64) -> Result<Self, FormatError> {
         let sections = data_bytes / SECTION_BYTES;
         Self::new(node, u32::try_from(sections).map_err(|_| FormatError::Sections { sections })?)
@@ -66,19 +70,19 @@ impl Layout {
         self.node
     }
 
-    /// How many sections there are.
+    /// The number of sections.
     #[must_use]
     pub const fn sections(&self) -> u32 {
         self.sections
     }
 
-    /// How many spans there are.
+    /// The number of spans.
     #[must_use]
     pub const fn spans(&self) -> u32 {
         self.sections * SECTION_SPANS
     }
 
-    /// How many chunks there are.
+    /// The number of chunks.
     #[must_use]
     pub const fn chunks(&self) -> u32 {
         self.sections * SECTION_CHUNKS
@@ -121,13 +125,13 @@ impl Layout {
         self.data_at() + self.data_bytes()
     }
 
-    /// Bytes that are lent.
+    /// Bytes of the data.
     #[must_use]
     pub const fn data_bytes(&self) -> u64 {
         self.sections as u64 * SECTION_BYTES
     }
 
-    /// Offset of a control word, or of an entry of the log or of the keys.
+    /// Offset of a control word, or of an entry in `logs[]` or `keys[]`.
     #[must_use]
     pub const fn word_at(&self, at: WordAt) -> u64 {
         match at {
@@ -138,7 +142,7 @@ impl Layout {
         }
     }
 
-    /// The keys, as the fabric has to know them.
+    /// The table of keys, as the fabric needs it.
     #[must_use]
     pub const fn key_table(&self) -> KeyTable {
         KeyTable { entries_at: self.keys_at(), data: self.data_at()..self.region_bytes() }
@@ -156,7 +160,7 @@ impl Layout {
         self.data_at() + chunk as u64 * CHUNK_BYTES
     }
 
-    /// The chunk that begins at an offset; `None` if none does.
+    /// The chunk that begins at an offset; `None` if no chunk does.
     #[must_use]
     pub fn chunk_of(&self, offset: u64) -> Option<u32> {
         let inside = offset.checked_sub(self.data_at())?;
@@ -166,7 +170,7 @@ impl Layout {
         u32::try_from(inside / CHUNK_BYTES).ok().filter(|&chunk| chunk < self.chunks())
     }
 
-    /// The header page.
+    /// Encodes the header page.
     #[must_use]
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut page = [0; HEADER_BYTES];
@@ -192,11 +196,11 @@ impl Layout {
         page
     }
 
-    /// Read a region's first page. It was written by another process, so nothing in it is believed unchecked.
+    /// Decodes the header page of a region, which another process wrote.
     ///
     /// # Errors
-    /// Whatever this version would not have written is refused, with the reason.
-    pub fn open(bytes: &[u8]) -> Result<Self, FormatError> {
+    /// If the page is not byte for byte what this version writes.
+    pub fn decode(bytes: &[u8]) -> Result<Self, FormatError> {
         let page: &[u8; HEADER_BYTES] = bytes
             .get(..HEADER_BYTES)
             .and_then(|page| page.try_into().ok())
@@ -214,8 +218,8 @@ impl Layout {
         let node = u32_at(page, 16);
         let node = u16::try_from(node).map_err(|_| FormatError::Node { node })?;
         let layout = Self::new(node, u32_at(page, 32))?;
-        // Sizes, offsets and the zeros after them are what this version prescribes, or it is another format.
-        match layout.encode().iter().zip(page).position(|(right, found)| right != found) {
+        // All other fields, and the zeros behind them, follow from these two.
+        match layout.encode().iter().zip(page).position(|(expected, found)| expected != found) {
             None => Ok(layout),
             Some(at) => Err(FormatError::Unknown { at }),
         }
@@ -259,7 +263,7 @@ mod tests {
     #[test]
     fn parts_do_not_overlap() {
         for sections in [1, 2, 511, 512, 513, SECTIONS_MAX] {
-            let layout = Layout::new(7, sections).expect("a fit number of sections");
+            let layout = Layout::new(7, sections).expect("an allowed number of sections");
             let last_section = layout.word_at(WordAt::Section(sections - 1)) + 8;
             let last_span = layout.word_at(WordAt::Span(layout.spans() - 1)) + 8;
             let last_key = layout.word_at(WordAt::section_key(sections - 1)) + KEYS_BYTES;

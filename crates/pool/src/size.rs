@@ -1,4 +1,4 @@
-//! Units and size classes.
+//! Units of the pool, and size classes of extents.
 
 /// Bytes of a chunk.
 pub const CHUNK_BYTES: u64 = 4096;
@@ -24,10 +24,10 @@ impl SizeClass {
     pub const SPAN: Self = Self(5);
     /// 2 MiB, a section; the largest.
     pub const SECTION: Self = Self(9);
-    /// How many classes there are.
+    /// The number of classes.
     pub const COUNT: u8 = 10;
 
-    /// The class of 4 KiB · 2^`k`; `None` above [`SizeClass::SECTION`].
+    /// The class of 4 KiB · 2^`k`; `None` if it is above [`SizeClass::SECTION`].
     #[must_use]
     pub const fn new(k: u8) -> Option<Self> {
         if k < Self::COUNT { Some(Self(k)) } else { None }
@@ -66,14 +66,14 @@ impl SizeClass {
         1 << self.0
     }
 
-    /// Whether such an extent is part of a span; else it is one or several whole spans.
+    /// Whether an extent is part of a span. Otherwise it is one or more whole spans.
     #[must_use]
     pub const fn is_within_span(self) -> bool {
         self.0 < Self::SPAN.0
     }
 
-    /// The exponent of its length in the word that it is taken from: of chunks in a span's
-    /// word, of spans in a section's.
+    /// The exponent of an extent's length in its control word: in chunks for a span's word, in spans for a
+    /// section's.
     #[must_use]
     pub const fn order(self) -> u8 {
         if self.is_within_span() { self.0 } else { self.0 - Self::SPAN.0 }

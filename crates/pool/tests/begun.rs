@@ -7,7 +7,7 @@ use aquifer_fabric::sim::{SimFabric, SimOptions};
 use aquifer_fabric::{Endpoint, Host, Identity, Memory, PostError, Tenant, Verb, Work, forward_endpoint};
 use aquifer_pool::op::{Grant, WordAt};
 use aquifer_pool::size::SECTION_BYTES;
-use aquifer_pool::{Custody, NodeId, PoolClient, SizeClass, donate};
+use aquifer_pool::{LeakDetector, NodeId, NodeMemory, PoolClient, SizeClass};
 
 const NODE: NodeId = NodeId(1);
 const WHO: Identity = Identity { host: Host(1), epoch: 1, tenant: Tenant(0) };
@@ -40,7 +40,7 @@ impl Endpoint for Late {
 fn what_a_late_operation_has_begun_to_give_back_is_left_to_an_audit() {
     let fabric = SimFabric::new(1, SimOptions { step_on_poll: true, ..SimOptions::default() });
     let target = fabric.add_node();
-    let donation = donate(&target, NODE, SECTION_BYTES).expect("memory");
+    let node_memory = NodeMemory::create(&target, NODE, SECTION_BYTES).expect("memory");
     let connect = || fabric.connect(target.node(), WHO).expect("it lives");
     let mut dead = PoolClient::new(WHO.host, WHO.tenant);
     dead.add_node(NODE, connect()).expect("a good node");
@@ -49,23 +49,23 @@ fn what_a_late_operation_has_begun_to_give_back_is_left_to_an_audit() {
     // Something else of the span is taken: the word has another record.
     let other = dead.allocate(NODE, SizeClass::CHUNK).expect("room");
 
-    let layout = donation.layout;
-    let chunk = layout.chunk_of(extent.addr - donation.region.base).expect("it is an extent");
+    let layout = node_memory.layout;
+    let chunk = layout.chunk_of(extent.addr - node_memory.region.base).expect("it is an extent");
     let entry = layout.word_at(WordAt::key_of(Grant { chunk, class: extent.class, key: extent.key }));
     let late = Late {
         inner: connect(),
-        memory: Arc::clone(&donation.memory),
+        memory: Arc::clone(&node_memory.memory),
         at: usize::try_from(entry).expect("it is mapped"),
-        addr: donation.region.base + entry,
+        addr: node_memory.region.base + entry,
         was_read: false,
     };
-    let custody = Arc::new(Custody::default());
-    let mut next = PoolClient::in_custody(WHO.host, WHO.tenant, Arc::clone(&custody));
+    let leak_detector = Arc::new(LeakDetector::default());
+    let mut next = PoolClient::with_leak_detector(WHO.host, WHO.tenant, Arc::clone(&leak_detector));
     next.add_node(NODE, Box::new(late)).expect("a good node");
-    let outcome = next.free_begun(extent, record);
+    let outcome = next.resume_free(extent, record);
     assert!(matches!(outcome, Ok(false)), "it was not given back, and that is no error: {outcome:?}");
-    assert!(custody.is_in_doubt());
+    assert!(leak_detector.has_suspects());
     [kept, other].into_iter().for_each(|extent| next.free(extent).expect("it is ours"));
-    assert!(custody.audit(&mut next, NODE, |_| true).expect("it lives").is_some());
-    assert_eq!(donation.free_bytes(), layout.data_bytes());
+    assert!(leak_detector.scan(&mut next, NODE, |_| true).expect("it lives").is_some());
+    assert_eq!(node_memory.free_bytes(), layout.data_bytes());
 }

@@ -11,7 +11,7 @@ fn corpus() -> PathBuf {
 
 /// Whatever is taken must be byte for byte what this version would have written.
 fn judge(bytes: &[u8]) -> Result<Layout, FormatError> {
-    let layout = Layout::open(bytes)?;
+    let layout = Layout::decode(bytes)?;
     assert_eq!(bytes[..HEADER_BYTES], layout.encode());
     Ok(layout)
 }
@@ -44,7 +44,7 @@ fn the_corpus_is_judged_as_its_names_say() {
 fn a_format_of_the_future_is_refused_by_name() {
     let mut page = Layout::new(1, 1).unwrap().encode();
     page[8..12].copy_from_slice(&(VERSION + 1).to_le_bytes());
-    let error = Layout::open(&page).unwrap_err();
+    let error = Layout::decode(&page).unwrap_err();
     assert_eq!(error, FormatError::Version { version: VERSION + 1 });
     assert!(error.to_string().contains("version 4"), "{error}");
 }

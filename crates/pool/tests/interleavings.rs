@@ -11,7 +11,7 @@ use aquifer_fabric::{
 };
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{Grant, Recovered, WordAt};
-use aquifer_pool::{Custody, Extent, Ledger, NodeId, PoolClient, PoolError, SizeClass};
+use aquifer_pool::{Extent, LeakDetector, Ledger, NodeId, PoolClient, PoolError, SizeClass};
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::scheduler::{PctScheduler, RandomScheduler, Scheduler};
 use shuttle::sync::atomic::AtomicU16;
@@ -84,7 +84,7 @@ impl Scene {
         }
     }
 
-    fn client(self: &Arc<Self>, host: Host, custody: &StdArc<Custody>, left: u64) -> PoolClient {
+    fn client(self: &Arc<Self>, host: Host, leak_detector: &StdArc<LeakDetector>, left: u64) -> PoolClient {
         let region = Region { base: BASE, len: self.layout.region_bytes(), key: REGION };
         let endpoint = Watched {
             scene: Arc::clone(self),
@@ -93,7 +93,7 @@ impl Scene {
             done: VecDeque::new(),
             left,
         };
-        let mut client = PoolClient::in_custody(host, TENANT, StdArc::clone(custody));
+        let mut client = PoolClient::with_leak_detector(host, TENANT, StdArc::clone(leak_detector));
         // Who dies here has done nothing yet.
         let _died = client.add_node(NODE, Box::new(endpoint));
         client
@@ -249,7 +249,7 @@ fn take_and_give(
     for _ in 0..TURNS {
         if held.is_empty() || thread_rng().gen_bool(0.6) {
             let class = SizeClass::new(CLASSES[thread_rng().gen_range(0..CLASSES.len())]).expect("a class");
-            let under_way = Some(client.under_way()).filter(|_| scene.fault != Fault::NotedLate);
+            let under_way = Some(client.begin_operation()).filter(|_| scene.fault != Fault::NotedLate);
             let taken = match thread_rng().gen_range(0..4) {
                 0 => client.allocate_many(NODE, class, 3),
                 _ => client.allocate(NODE, class).map(|extent| vec![extent]),
@@ -299,26 +299,26 @@ fn crowd(scene: &Arc<Scene>) -> (PoolClient, Vec<Extent>) {
 fn play(fault: Fault) {
     let scene = Arc::new(Scene::new(fault));
     let (mut crowd, taken) = crowd(&scene);
-    let custody = StdArc::new(Custody::default());
+    let leak_detector = StdArc::new(LeakDetector::default());
     let mut threads = Vec::new();
-    for (name, host, custody) in [
-        (1, Host(1), StdArc::clone(&custody)),
-        (2, Host(1), StdArc::clone(&custody)),
+    for (name, host, leak_detector) in [
+        (1, Host(1), StdArc::clone(&leak_detector)),
+        (2, Host(1), StdArc::clone(&leak_detector)),
         (3, Host(2), StdArc::default()),
     ] {
         let scene = Arc::clone(&scene);
         let notes = StdArc::new(Notes::default());
-        custody.enter(&notes);
+        leak_detector.register_ledger(&notes);
         threads.push(thread::spawn(move || {
-            let mut client = scene.client(host, &custody, u64::MAX);
+            let mut client = scene.client(host, &leak_detector, u64::MAX);
             take_and_give(&scene, &mut client, name, &notes).expect("it lives");
         }));
     }
     let dying = Arc::clone(&scene);
     threads.push(thread::spawn(move || be_mortal(&dying)));
     for _ in 0..2 {
-        let mut auditor = scene.client(Host(1), &custody, u64::MAX);
-        let audited = custody.audit(&mut auditor, NODE, |_| {
+        let mut auditor = scene.client(Host(1), &leak_detector, u64::MAX);
+        let audited = leak_detector.scan(&mut auditor, NODE, |_| {
             thread::yield_now();
             true
         });
@@ -350,7 +350,7 @@ fn be_mortal(scene: &Arc<Scene>) {
     }
     drop(client);
     let mut heir = scene.client(Host(4), &StdArc::default(), u64::MAX);
-    assert_eq!(heir.recover(NODE, DYING).expect("the node lives").unknown, 0);
+    assert_eq!(heir.recover(NODE, DYING).expect("the node lives").unowned, 0);
     let stray = scene.stray.lock().expect("no panic").take();
     if let Some(verb) = stray {
         scene.carry_out(verb, &[]);

@@ -23,9 +23,9 @@ fn spans() -> impl Strategy<Value = SpanWord> {
     prop::collection::vec((runs(4), hosts(), any::<bool>()), 0..24).prop_map(|changes| {
         changes.into_iter().fold(SpanWord::default(), |word, (run, host, take)| {
             if take && word.bits() & run.mask() == 0 {
-                word.take(run, host)
+                word.allocate(run, host)
             } else if word.holds(run) {
-                word.give(run, host)
+                word.free(run, host)
             } else {
                 word
             }
@@ -43,14 +43,14 @@ fn sections() -> impl Strategy<Value = SectionWord> {
                 (1, SpanState::Partial | SpanState::Contended) => word.close(single, host),
                 (2, SpanState::Partial) => word.hint(single, SpanState::Full),
                 (3, SpanState::Partial) => word.hint(single, SpanState::Contended),
-                _ if word.all(run, SpanState::Empty) => word.take(run, host),
+                _ if word.all(run, SpanState::Empty) => word.allocate(run, host),
                 _ if word
                     .log()
                     .ok()
                     .flatten()
                     .is_some_and(|log| log.op == LogOp::Alloc && log.run == run) =>
                 {
-                    word.give(run, host)
+                    word.free(run, host)
                 }
                 _ => word,
             }
@@ -94,12 +94,12 @@ proptest! {
         prop_assert_eq!(word.check(), Ok(()));
         let stamp = word.log().unwrap().map_or(0, |log| log.stamp);
         let Some(run) = word.find(run.order()) else { return Ok(()) };
-        let taken = word.take(run, host);
+        let taken = word.allocate(run, host);
         prop_assert_eq!(taken.check(), Ok(()));
         prop_assert_eq!(taken.bits(), word.bits() | run.mask());
         let log = InlineLog { op: LogOp::Alloc, run, host, stamp: (stamp + 1) % STAMPS };
         prop_assert_eq!(taken.log(), Ok(Some(log)));
-        let given = taken.give(run, host);
+        let given = taken.free(run, host);
         prop_assert_eq!(given.check(), Ok(()));
         prop_assert_eq!(given.bits(), word.bits());
         let op = if word.is_closed() { LogOp::Close } else { LogOp::Free };
@@ -110,11 +110,11 @@ proptest! {
     fn sections_stay_legal_and_logs_tell_the_change(word in sections(), run in groups(), host in hosts()) {
         prop_assert_eq!(word.check(), Ok(()));
         let Some(run) = word.find(run.order()) else { return Ok(()) };
-        let taken = word.take(run, host);
+        let taken = word.allocate(run, host);
         prop_assert_eq!(taken.check(), Ok(()));
         prop_assert!(taken.all(run, SpanState::Full));
         prop_assert_eq!(taken.log().unwrap().map(|log| (log.op, log.run, log.host)), Some((LogOp::Alloc, run, host)));
-        let given = taken.give(run, host);
+        let given = taken.free(run, host);
         prop_assert_eq!((given.check(), given.bits()), (Ok(()), word.bits()));
         let opened = word.open(run.first(), host);
         prop_assert_eq!((opened.check(), opened.state(run.first())), (Ok(()), SpanState::Partial));
@@ -140,7 +140,7 @@ fn the_stamp_goes_round() {
     let (run, host) = (Run::single(3), Host(4095));
     let mut word = SpanWord::default();
     for turn in 1..=u32::from(STAMPS) + 1 {
-        word = if word.is_closed() { word.take(run, host) } else { word.give(run, host) };
+        word = if word.is_closed() { word.allocate(run, host) } else { word.free(run, host) };
         let stamp = word.log().unwrap().unwrap().stamp;
         assert_eq!(u32::from(stamp), turn % u32::from(STAMPS));
         assert_eq!(word.check(), Ok(()));
@@ -149,17 +149,17 @@ fn the_stamp_goes_round() {
 
 #[test]
 fn the_layout_of_the_bits_is_the_documented_one() {
-    let span = SpanWord::default().take(Run::new(4, 2).unwrap(), Host(0xabc));
+    let span = SpanWord::default().allocate(Run::new(4, 2).unwrap(), Host(0xabc));
     // op 2, run number 8 + 1, host 0xabc, stamp 1; chunks 4 to 7.
     assert_eq!(span.0, (2 << 61) | (9 << 55) | (0xabc << 43) | (1 << 32) | 0xf0);
-    let section = SectionWord::default().open(3, Host(1)).take(Run::new(8, 3).unwrap(), Host(2));
+    let section = SectionWord::default().open(3, Host(1)).allocate(Run::new(8, 3).unwrap(), Host(2));
     // op 2, run number 2 + 1, host 2, stamp 2; span 3 is 01, spans 8 to 15 are 11.
     assert_eq!(section.0, (2 << 61) | (3 << 55) | (2 << 43) | (2 << 32) | 0xffff_0040);
 }
 
 #[test]
 fn impossible_words_are_refused() {
-    let taken = SpanWord::default().take(Run::single(0), Host(1)).0;
+    let taken = SpanWord::default().allocate(Run::single(0), Host(1)).0;
     for (what, word) in [
         ("bits without a log", 1),
         ("no host", (2 << 61) | (32 << 55) | (1 << 32) | 1),

@@ -34,7 +34,7 @@ use std::thread::Thread;
 
 use aquifer_ipc::{HeldItem, HeldKind, RunToken};
 use aquifer_pager::{Connector, Mempool, REPLICAS_MAX, SlabSet};
-use aquifer_pool::{Custody, NodeId, PoolClient};
+use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 
 pub use attach::AttachError;
 pub use program::Program;
@@ -56,7 +56,7 @@ pub trait AgentServices: Send + Sync + Debug {
     fn pool(&self, tenant: u32) -> PoolClient;
 
     /// What this host has of the pool, and who knows of it.
-    fn custody(&self) -> &Custody;
+    fn leak_detector(&self) -> &LeakDetector;
 
     /// The nodes that there are now.
     fn nodes(&self) -> Vec<NodeId>;

@@ -62,7 +62,7 @@ impl PagingService {
             }
         }
         // Now: an audit finds what nobody knows of, and a run is known of before it goes on.
-        runs.values().for_each(|run| self.agent.custody().enter(&run.slabs));
+        runs.values().for_each(|run| self.agent.leak_detector().register_ledger(&run.slabs));
         for kept in programs {
             self.assign_program(kept, &mut runs);
         }

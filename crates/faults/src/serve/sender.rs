@@ -81,7 +81,7 @@ impl SenderThread {
     ) -> std::io::Result<Self> {
         let shared = Arc::new(SenderShared::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?));
         // At once, and not by the thread: nobody may take what a run has for unknown because it was slow to begin.
-        service.agent.custody().enter(&slabs);
+        service.agent.leak_detector().register_ledger(&slabs);
         let mempool = Arc::clone(&service.mempool);
         let agent = Arc::clone(&service.agent);
         let for_thread = Arc::clone(&shared);

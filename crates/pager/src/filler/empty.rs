@@ -129,7 +129,7 @@ impl Filler {
                 // A replica on a lost node is not freed by its address: the node's number may stand
                 // for other memory by now.
                 self.slabs.remove_slab(slab);
-                replicas.iter().for_each(|replica| pool.doubt(replica.node));
+                replicas.iter().for_each(|replica| pool.suspect_leak(replica.node));
             }
             self.in_use.remove(slab);
             self.degraded.remove(slab);
@@ -148,7 +148,7 @@ impl Filler {
         let mut numbers: Vec<SlabId> = (0..wanted).map_while(|_| self.free_number().ok()).collect();
         let each = u32::try_from(numbers.len()).expect("no more than were wanted");
         let first = *numbers.last().ok_or(NoRoom::TooManySlabs)?;
-        let _under_way = pool.under_way();
+        let _under_way = pool.begin_operation();
         let mut refused = NoRoom::NoNodes;
         for extent in
             self.allocate_on_nodes(pool, ExtentRequest { class, nodes: 1, each }, |_| true, &mut refused)
@@ -173,7 +173,7 @@ impl Filler {
         class: SizeClass,
         group_slabs: u32,
     ) -> Result<OpenSlab, NoRoom> {
-        let _under_way = pool.under_way();
+        let _under_way = pool.begin_operation();
         let mut refused = NoRoom::NoNodes;
         let mut extents = Vec::new();
         while extents.len() < group_slabs as usize {

@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use aquifer_fabric::sim::{SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::{Host, Identity, Tenant};
-use aquifer_pool::{Donation, NodeId, PoolClient, SizeClass, donate};
+use aquifer_pool::{NodeId, NodeMemory, PoolClient, SizeClass};
 
 use super::{Filler, GainThreshold, NoRoom, SlabSizing};
 use crate::page::Location;
 use crate::slabs::{SlabId, SlabSet};
 
 struct World {
-    _nodes: Vec<(SimTarget, Donation)>,
+    _nodes: Vec<(SimTarget, NodeMemory)>,
     slabs: Arc<SlabSet>,
     pool: PoolClient,
     filler: Filler,
@@ -27,9 +27,9 @@ fn world_of(nodes: u16, node_bytes: u64) -> World {
     let who = Identity { host: Host(1), epoch: 1, tenant: Tenant(0) };
     let lend = |node| {
         let target = fabric.add_node();
-        let donation = donate(&target, node, node_bytes).unwrap();
+        let node_memory = NodeMemory::create(&target, node, node_bytes).unwrap();
         pool.add_node(node, fabric.connect(target.node(), who).unwrap()).unwrap();
-        (target, donation)
+        (target, node_memory)
     };
     let nodes = (0..nodes).map(NodeId).map(lend).collect();
     let slabs = Arc::new(SlabSet::new().unwrap());

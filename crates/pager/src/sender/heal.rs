@@ -138,7 +138,7 @@ impl Sender {
     /// Must be called a few times a second, so that a dead node is noticed while nothing is
     /// evicted.
     pub fn probe(&mut self) {
-        self.pool.tend();
+        self.pool.maintain();
         self.ask_nodes();
     }
 
@@ -288,7 +288,7 @@ impl Sender {
         candidates.sort_by_key(|slab| slabs.replicas(*slab).len());
         let slab = *candidates.get(self.healer.failed_searches % candidates.len().max(1))?;
         self.healer.failed_searches += 1;
-        let _under_way = self.pool.under_way();
+        let _under_way = self.pool.begin_operation();
         let to = self.filler.allocate_replica(&mut self.pool, slab);
         let gone = self.filler.drain_gone_nodes();
         if !gone.is_empty() {

@@ -1,4 +1,4 @@
-//! What there is to take, by what is remembered.
+//! Searches the cached words for free memory.
 
 use aquifer_fabric::Host;
 
@@ -7,8 +7,8 @@ use crate::size::{SECTION_SPANS, SizeClass};
 use crate::word::SpanState;
 
 impl NodeCache {
-    /// What to take of a section; `avoid` is a span at which the caller lost too many races. Contended spans are
-    /// looked at only if `contended`.
+    /// Something free of `class` in a section. `avoid` is a span at which the caller lost too many races.
+    /// Contended spans are searched only if `contended`.
     pub(crate) fn candidate(
         &self,
         section: u32,
@@ -26,7 +26,7 @@ impl NodeCache {
         for index in word.spans_in(SpanState::Partial).chain(more) {
             let span = first + u32::from(index);
             let word = self.span(span);
-            // A closed one is being opened or closed by another host: only that one may touch it.
+            // A closed span is being opened or closed by another host, and only that host may change it.
             if Some(span) != avoid
                 && !word.is_closed()
                 && !self.is_foreign(span)
@@ -39,16 +39,17 @@ impl NodeCache {
         empty.map(|group| Candidate::Empty { span: first + u32::from(group.first()) })
     }
 
-    /// The first of `count` neighbouring sections that are free, all of them, and not another tenant's, from the place on at which searches for large extents begin.
+    /// The first of `count` neighbouring sections that are free and not another tenant's. The search begins
+    /// at the section at which searches for large extents begin.
     pub(crate) fn find_stretch(&self, count: u32) -> Option<u32> {
         let is_free = |section: u32| {
             let index = section as usize;
             self.sections[index].empty_spans() == u16::MAX && self.foreign[index] == 0
         };
-        let (start, end) = (self.start(SizeClass::SECTION), self.section_count());
+        let (start, end) = (self.first_section(SizeClass::SECTION), self.section_count());
         let mut free = 0;
         for section in (start..end).chain(0..end) {
-            // There is no way from the last to the first.
+            // The last section and the first are not neighbours.
             free = if section == 0 { 0 } else { free };
             free = if is_free(section) { free + 1 } else { 0 };
             if free == count {
@@ -58,16 +59,17 @@ impl NodeCache {
         None
     }
 
-    /// How many sections the node is clearing, or is to clear for us; `None` if there would be no `count` neighbours free even then.
+    /// The number of sections that the node is clearing, or has yet to clear for this tenant. `None` if
+    /// `count` neighbouring sections would not be free even then.
     pub(crate) fn sections_to_clear(&self, count: u32) -> Option<u32> {
-        let (mut row, mut longest, mut to_clear) = (0, 0, 0);
+        let (mut run, mut longest, mut to_clear) = (0, 0, 0);
         for (word, foreign) in self.sections.iter().zip(&self.foreign) {
             let is_empty = word.empty_spans() == u16::MAX;
-            // It takes one group after another.
-            let is_in_work = word.log().ok().flatten().is_some_and(|log| log.host == Host::NODE);
-            row = if is_empty || is_in_work { row + 1 } else { 0 };
-            longest = longest.max(row);
-            to_clear += u32::from(!is_empty && is_in_work || is_empty && *foreign != 0);
+            // The node clears a section group by group, so its record is in the word.
+            let is_being_cleared = word.log().ok().flatten().is_some_and(|log| log.host == Host::NODE);
+            run = if is_empty || is_being_cleared { run + 1 } else { 0 };
+            longest = longest.max(run);
+            to_clear += u32::from(!is_empty && is_being_cleared || is_empty && *foreign != 0);
         }
         (longest >= count).then_some(to_clear)
     }

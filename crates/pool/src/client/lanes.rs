@@ -1,7 +1,8 @@
-//! Freeing many extents: those of one section one word after another, those of different sections side by side, so that one trip to the node serves all.
+//! Frees many extents: in one section word by word, in different sections side by side, so that one trip
+//! to the node serves several sections.
 //!
-//! A machine takes what the cache has of a word for what it expected there, so no two machines of a client may be at one word at a time. Sections have no word in
-//! common.
+//! A state machine expects the words of the cache, so two machines of a client must not change the same
+//! word at a time. Two sections have no word in common.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -12,36 +13,36 @@ use super::wire::{LANES_MAX, Place};
 use crate::op::{Action, FreeOp, Grant, Machine, OpError, Step, WordAt, word_of};
 use crate::size::SECTION_CHUNKS;
 
-/// Numbers of extents of one section, by the word that they share.
+/// Indexes of the extents of one section, grouped by control word.
 type Words = VecDeque<Vec<usize>>;
 
-/// The extents of one section that are being freed.
+/// A section whose extents are being freed.
 #[derive(Debug)]
 struct Lane {
     op: FreeOp,
-    /// Numbers of the extents that it frees.
-    numbers: Vec<usize>,
+    /// Indexes of the extents that it frees.
+    indexes: Vec<usize>,
     waiting: Words,
     action: Action,
-    /// The number of its first operation in the batch.
+    /// The index of its first operation in the batch.
     first: usize,
 }
 
-/// All that is being freed.
+/// The extents to be freed, and what has become of them.
 #[derive(Debug)]
-struct Job<'a> {
+struct FreeAll<'a> {
     host: Host,
     grants: &'a [Grant],
     outcomes: Vec<Result<(), OpError>>,
 }
 
-impl Job<'_> {
-    /// Starts with the next words of a section; `None` if they are done without an access to the node.
+impl FreeAll<'_> {
+    /// Starts with the next word of a section; `None` if nothing is left that needs an access to the node.
     fn start(&mut self, node: &mut Node, mut waiting: Words) -> Option<Lane> {
-        let numbers = waiting.pop_front()?;
-        let mut op = FreeOp::many(self.host, numbers.iter().map(|number| self.grants[*number]));
+        let indexes = waiting.pop_front()?;
+        let mut op = FreeOp::many(self.host, indexes.iter().map(|index| self.grants[*index]));
         let step = op.start(&mut node.cache);
-        self.follow(node, step, op, numbers, waiting)
+        self.follow(node, step, op, indexes, waiting)
     }
 
     fn follow(
@@ -49,14 +50,14 @@ impl Job<'_> {
         node: &mut Node,
         step: Step<<FreeOp as Machine>::Output>,
         op: FreeOp,
-        numbers: Vec<usize>,
+        indexes: Vec<usize>,
         waiting: Words,
     ) -> Option<Lane> {
         match step {
-            Step::Post(action) => Some(Lane { op, numbers, waiting, action, first: 0 }),
+            Step::Post(action) => Some(Lane { op, indexes, waiting, action, first: 0 }),
             Step::Done(ended) => {
-                for (place, number) in numbers.into_iter().enumerate() {
-                    self.outcomes[number] =
+                for (place, index) in indexes.into_iter().enumerate() {
+                    self.outcomes[index] =
                         ended.as_ref().map_or_else(|error| Err(*error), |outcomes| outcomes[place]);
                 }
                 self.start(node, waiting)
@@ -66,47 +67,48 @@ impl Job<'_> {
 }
 
 impl Node {
-    /// Frees all of these; returns what became of each.
+    /// Frees extents; returns the outcome of each.
     pub(super) fn free_all(
         &mut self,
         host: Host,
         grants: &[Grant],
     ) -> Result<Vec<Result<(), OpError>>, Failure> {
         let mut sections = by_section(grants).into_iter();
-        let mut job = Job { host, grants, outcomes: vec![Ok(()); grants.len()] };
+        let mut free = FreeAll { host, grants, outcomes: vec![Ok(()); grants.len()] };
         let mut lanes: Vec<Lane> = Vec::with_capacity(LANES_MAX);
         loop {
             while lanes.len() < LANES_MAX
                 && let Some(words) = sections.next()
             {
-                lanes.extend(job.start(self, words));
+                lanes.extend(free.start(self, words));
             }
             if lanes.is_empty() {
-                return Ok(job.outcomes);
+                return Ok(free.outcomes);
             }
             self.wire.begin();
             for (place, lane) in lanes.iter_mut().enumerate() {
                 lane.first = self.wire.add(&lane.action, Place::lane(place));
             }
             if let Err(error) = self.wire.execute() {
-                self.cache.unsettle_all();
+                self.cache.forget_saved_records();
                 return Err(Failure::Work(error));
             }
             for (place, lane) in std::mem::take(&mut lanes).into_iter().enumerate() {
-                let Lane { mut op, numbers, waiting, action, first } = lane;
+                let Lane { mut op, indexes, waiting, action, first } = lane;
                 let result = self.wire.answer(&action, Place::lane(place), first, &mut self.words);
                 let step = op.step(&mut self.cache, result);
-                lanes.extend(job.follow(self, step, op, numbers, waiting));
+                lanes.extend(free.follow(self, step, op, indexes, waiting));
             }
         }
     }
 }
 
+/// The extents by section and control word.
 fn by_section(grants: &[Grant]) -> impl IntoIterator<Item = Words> + use<> {
     let mut sections: BTreeMap<u32, BTreeMap<WordAt, Vec<usize>>> = BTreeMap::new();
-    for (number, grant) in grants.iter().enumerate() {
+    for (index, grant) in grants.iter().enumerate() {
         let words = sections.entry(grant.chunk / SECTION_CHUNKS).or_default();
-        words.entry(word_of(*grant)).or_default().push(number);
+        words.entry(word_of(*grant)).or_default().push(index);
     }
     sections.into_values().map(|words| words.into_values().collect())
 }

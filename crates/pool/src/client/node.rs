@@ -1,35 +1,40 @@
-//! One node as a client sees it: its endpoint, its layout, and what is remembered of its words.
+//! One node of a client: its endpoint, its layout, and its cached words.
 
 use aquifer_fabric::{Endpoint, Key, KeyEntry, Late, Tenant, WorkError};
 
 use super::wire::Wire;
-use super::{Extent, NodeId, draws};
+use super::{Extent, NodeId, random};
 use crate::cache::NodeCache;
 use crate::error::PoolError;
 use crate::op::{Action, Grant, Machine, OpError, READ_WORDS_MAX, Step, StepResult, WordAt};
 use crate::size::CHUNK_BYTES;
 
+/// A node and the connection to it.
 #[derive(Debug)]
 pub(super) struct Node {
     id: NodeId,
     pub(super) wire: Wire,
     pub(super) cache: NodeCache,
+    /// The answer to the last action.
     pub(super) words: Vec<u64>,
-    is_given_up: bool,
+    /// Whether [`Self::take_drain`] has returned the drain of this break of the connection.
+    is_drain_taken: bool,
 }
 
-/// Why an operation came to nothing.
+/// Why an operation failed.
 #[derive(Debug)]
 pub(super) enum Failure {
+    /// By the node's words.
     Op(OpError),
+    /// The connection or the node failed.
     Work(WorkError),
 }
 
 impl Failure {
-    /// The error, told of this extent.
+    /// The error, with the address and size of the extent.
     pub(super) fn of(self, node: NodeId, addr: u64, bytes: u64) -> PoolError {
         match self {
-            Self::Work(cause) => lost(node, cause),
+            Self::Work(cause) => connection_error(node, cause),
             Self::Op(OpError::Full) => PoolError::Full { node, bytes },
             Self::Op(OpError::NotAllocated) => PoolError::NotAllocated { node, addr, bytes },
             Self::Op(OpError::NotOurs(owner)) => PoolError::NotOurs { node, addr, owner },
@@ -39,8 +44,8 @@ impl Failure {
     }
 }
 
-/// The node, or the way to it, failed.
-pub(super) fn lost(node: NodeId, cause: WorkError) -> PoolError {
+/// The error for a failed connection or node.
+pub(super) fn connection_error(node: NodeId, cause: WorkError) -> PoolError {
     match cause {
         WorkError::Away => PoolError::Away { node },
         cause => PoolError::NodeGone { node, cause },
@@ -48,36 +53,37 @@ pub(super) fn lost(node: NodeId, cause: WorkError) -> PoolError {
 }
 
 impl Node {
-    /// Read the header, make sure that we understand it, and read all control words.
+    /// Reads and checks the header, and reads all control words.
     pub(super) fn open(
         id: NodeId,
         endpoint: Box<dyn Endpoint>,
-        begin_at: u64,
+        search_start: u64,
         tenant: Tenant,
     ) -> Result<Self, PoolError> {
         let wire = Wire::open(id, endpoint)?;
-        let cache = NodeCache::new(wire.layout(), begin_at, tenant, draws::SYSTEM);
+        let cache = NodeCache::new(wire.layout(), search_start, tenant, random::SYSTEM);
         let words = Vec::with_capacity(READ_WORDS_MAX as usize);
-        let mut node = Self { id, wire, cache, words, is_given_up: false };
+        let mut node = Self { id, wire, cache, words, is_drain_taken: false };
         node.refresh()?;
         Ok(node)
     }
 
-    /// Take what has come of itself: what it was is kept for who waits for it, and a break shows.
-    pub(super) fn tend(&mut self) {
-        self.wire.tend();
+    /// Polls the connection, so that a break is noticed. The user's completions are kept.
+    pub(super) fn poll(&mut self) {
+        self.wire.poll();
     }
 
-    /// Something is begun: if the connection is there, its break is another than that of one before it.
+    /// Begins an operation. If the connection is up, a break from now on is a new one.
     pub(super) fn begin(&mut self) {
-        self.is_given_up &= self.wire.is_down();
+        self.is_drain_taken &= self.wire.is_down();
     }
 
-    /// What of its connection may yet take effect when that is given up; said once.
-    pub(super) fn take_late(&mut self) -> Option<Box<dyn Late>> {
-        let late = self.wire.late().filter(|_| !self.is_given_up)?;
-        self.is_given_up = true;
-        Some(late)
+    /// A handle that drains the operations in flight of a connection that is given up. Returned once for
+    /// each break; `None` if nothing is in flight.
+    pub(super) fn take_drain(&mut self) -> Option<Box<dyn Late>> {
+        let drain = self.wire.late().filter(|_| !self.is_drain_taken)?;
+        self.is_drain_taken = true;
+        Some(drain)
     }
 
     pub(super) const fn region_key(&self) -> Key {
@@ -108,7 +114,7 @@ impl Node {
         self.wire.layout().chunk_of(addr.checked_sub(self.wire.base())?)
     }
 
-    /// Run a machine to its end.
+    /// Runs a state machine to its end.
     pub(super) fn run<M: Machine>(&mut self, mut machine: M) -> Result<M::Output, Failure> {
         let mut step = machine.start(&mut self.cache);
         loop {
@@ -119,7 +125,7 @@ impl Node {
             let result = match self.wire.carry_out(&action, &mut self.words) {
                 Ok(result) => result,
                 Err(error) => {
-                    self.cache.unsettle_all();
+                    self.cache.forget_saved_records();
                     return Err(Failure::Work(error));
                 }
             };
@@ -127,13 +133,13 @@ impl Node {
         }
     }
 
-    /// Read all control words again.
+    /// Reads all control words.
     pub(super) fn refresh(&mut self) -> Result<(), PoolError> {
         let layout = *self.wire.layout();
         for first in (0..layout.sections()).step_by(READ_WORDS_MAX as usize) {
             let count = READ_WORDS_MAX.min(layout.sections() - first);
             self.read(WordAt::Section(first), count)?;
-            // A torn word is no damage; whoever wants to change it finds out.
+            // A READ may tear a word. Damage is found by the CAS, which does not.
             self.cache.learn_sections(first, count, StepResult(&self.words)).ok();
         }
         for first in (0..layout.spans()).step_by(READ_WORDS_MAX as usize) {
@@ -146,17 +152,17 @@ impl Node {
 
     fn read(&mut self, at: WordAt, count: u32) -> Result<(), PoolError> {
         let done = self.wire.carry_out(&Action::read(at, count), &mut self.words);
-        done.map(drop).map_err(|cause| lost(self.id, cause))
+        done.map(drop).map_err(|cause| connection_error(self.id, cause))
     }
 
-    /// What was granted there, with the key that it has now.
+    /// The grant with the key that is in its entry now.
     pub(super) fn with_key(&mut self, grant: Grant) -> Result<Grant, PoolError> {
         self.read(WordAt::key_of(grant), 1)?;
         let key = self.words.first().map_or(Key(0), |entry| KeyEntry(*entry).key());
         Ok(Grant { key, ..grant })
     }
 
-    /// What was granted, as users know it.
+    /// The extent that was granted.
     pub(super) fn extent(&self, grant: Grant) -> Extent {
         let addr = self.wire.base() + self.wire.layout().chunk_data_at(grant.chunk);
         Extent { node: self.id, addr, class: grant.class, key: grant.key }

@@ -1,4 +1,6 @@
-//! A dead host's memory of a node, given back over several connections at once: what takes time is the way there and back, section after section.
+//! Recovery of a dead host's memory on a node over several connections at once.
+//!
+//! The time goes into round trips, section after section, so several connections are faster than one.
 
 use std::ops::Range;
 use std::panic::resume_unwind;
@@ -9,16 +11,18 @@ use super::{NodeId, PoolClient};
 use crate::error::PoolError;
 use crate::op::Recovered;
 
-/// Connections at once.
+/// Most connections.
 const CONNECTIONS_MAX: u32 = 4;
-/// Below so many sections for each another connection is not worth its while.
+/// Sections for each connection at least; for fewer, another connection costs more than it gains.
 const SECTIONS_MIN: u32 = 64;
 
-/// Give back all that `host` held of a node, as [`PoolClient::recover`] does. Whoever calls has taken the dead host's number: every endpoint that `connect`
-/// yields is of `host` and a new epoch, so that the dead one is fenced.
+/// Frees all that `host` owned on a node, as [`PoolClient::recover`] does.
+///
+/// The caller has claimed the dead host's number: every endpoint that `connect` returns is of `host`
+/// with a new epoch, so that the dead host is fenced.
 ///
 /// # Errors
-/// The first of any connection; then some is not given back yet.
+/// The first error of any connection; then something is not freed yet.
 pub fn recover_node<E: From<PoolError> + Send>(
     id: NodeId,
     host: Host,
@@ -30,26 +34,26 @@ pub fn recover_node<E: From<PoolError> + Send>(
         pool.add_node(id, connect()?)?;
         Ok::<_, E>(pool)
     };
-    let mut first = open()?;
-    let sections = first.sections(id);
+    let mut first_client = open()?;
+    let sections = first_client.sections(id);
     let mut parts = parts(sections).into_iter();
-    let ours = parts.next().unwrap_or(0..sections);
+    let first_part = parts.next().unwrap_or(0..sections);
     std::thread::scope(|scope| {
         let recover = |part| move || open()?.recover_within(id, host, part).map_err(E::from);
-        let others: Vec<_> = parts.map(|part| scope.spawn(recover(part))).collect();
-        let mut outcome = first.recover_within(id, host, ours).map_err(E::from);
-        for other in others {
-            let there = other.join().unwrap_or_else(|panic| resume_unwind(panic));
-            outcome = outcome.and_then(|mut found| {
-                found.add(there?);
-                Ok(found)
+        let threads: Vec<_> = parts.map(|part| scope.spawn(recover(part))).collect();
+        let mut outcome = first_client.recover_within(id, host, first_part).map_err(E::from);
+        for thread in threads {
+            let of_part = thread.join().unwrap_or_else(|panic| resume_unwind(panic));
+            outcome = outcome.and_then(|mut recovered| {
+                recovered.add(of_part?);
+                Ok(recovered)
             });
         }
         outcome
     })
 }
 
-/// The sections, in as many parts as there are connections.
+/// Divides the sections into a part for each connection.
 fn parts(sections: u32) -> Vec<Range<u32>> {
     let count = (sections / SECTIONS_MIN).clamp(1, CONNECTIONS_MAX);
     let each = sections.div_ceil(count).max(1);

@@ -1,4 +1,4 @@
-//! The way to a node's memory: what machines want done becomes work for the endpoint, of one machine or of several at once.
+//! Executes actions of state machines over a node's endpoint, of one machine or of several side by side.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -9,40 +9,41 @@ use aquifer_fabric::{
     WorkError,
 };
 
-use super::node::lost;
+use super::node::connection_error;
 use super::{NodeId, POOL_WORK_ID};
 use crate::error::{FormatError, PoolError};
 use crate::layout::{HEADER_BYTES, Layout};
-use crate::link::{Kept, Link};
 use crate::op::{Access, Action, READ_WORDS_MAX, SURVEY_SECTIONS_MAX, StepResult};
+use crate::shared_endpoint::{SharedEndpoint, UserCompletions};
 use crate::size::{SECTION_SPANS, SPAN_CHUNKS};
 
-/// Machines that may have something done at once.
+/// Most state machines side by side.
 pub(super) const LANES_MAX: usize = 16;
-/// Words that one of several machines may read, or write, at once.
+/// Most words that one of several machines reads, or writes, in one action.
 const LANE_WORDS: u32 = 2 * SECTION_SPANS;
-/// Room for the largest reply: a header, or [`READ_WORDS_MAX`] words.
+/// Bytes for the largest reply: a header, or [`READ_WORDS_MAX`] words.
 const REPLY_BYTES: usize = HEADER_BYTES;
-/// Where there is room for what is written.
+/// Offset of the words that a single machine writes.
 const WRITTEN_AT: usize = REPLY_BYTES;
+/// Offset of the buffers of several machines.
 const LANES_AT: usize = 2 * REPLY_BYTES;
 const LANE_BYTES: usize = 2 * LANE_WORDS as usize * 8;
 const WORDS_BYTES: usize = LANES_AT + LANES_MAX * LANE_BYTES;
-/// As the length of a READ.
+/// Length of the READ of the header.
 const HEADER_LEN: u32 = 4096;
 const _: () = assert!(HEADER_LEN as usize == HEADER_BYTES);
 const _: () = assert!(READ_WORDS_MAX as usize * 8 <= REPLY_BYTES);
-/// Polls before the processor is offered to others.
+/// Polls before the thread yields the processor.
 const SPINS_MAX: u32 = 256;
-/// An endpoint over a network is asked again after so long.
-const PATIENCE: Duration = Duration::from_millis(20);
-/// Most operations at once: those of an action that revokes all keys of a span, for each of several machines.
+/// Longest wait between two polls of an endpoint that can wait.
+const WAIT_MAX: Duration = Duration::from_millis(20);
+/// Most operations of a batch: each of several machines may revoke all keys of a span in one action.
 const BATCH_MAX: usize = SPAN_CHUNKS as usize * LANES_MAX;
 const _: () = assert!(BATCH_MAX > SURVEY_SECTIONS_MAX as usize);
-/// Completions taken at a time.
+/// Most completions of one poll.
 const POLL_MAX: usize = 32;
 
-/// Where a machine's words are on this side.
+/// The buffers of a machine in local memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
     reply_at: usize,
@@ -51,49 +52,52 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// For a machine that is alone.
+    /// The buffers of a single machine.
     pub const ALONE: Self = Self { reply_at: 0, written_at: WRITTEN_AT, words_max: READ_WORDS_MAX };
 
-    /// For one of several.
+    /// The buffers of one of several machines.
     pub const fn lane(number: usize) -> Self {
         let reply_at = LANES_AT + number * LANE_BYTES;
         Self { reply_at, written_at: reply_at + LANE_BYTES / 2, words_max: LANE_WORDS }
     }
 }
 
-/// See above.
+/// The connection to a node's region.
 #[derive(Debug)]
 pub(super) struct Wire {
     endpoint: Box<dyn Endpoint>,
-    kept: Arc<Kept>,
+    kept: Arc<UserCompletions>,
     layout: Layout,
     base: u64,
     key: Key,
-    reply: Arc<Memory>,
-    reply_key: LocalKey,
+    /// Words that are read or written, in the buffers of [`Place`].
+    local: Arc<Memory>,
+    local_key: LocalKey,
     next_id: u64,
     batch: Vec<Work>,
+    /// What each operation of the last batch found.
     outcomes: [u64; BATCH_MAX],
     polled: Vec<Completion>,
+    /// Completions of the user's operations.
     others: Vec<Completion>,
 }
 
 impl Wire {
-    /// Read the header and make sure that we understand it.
+    /// Reads the header, and checks that it is of this node and version.
     pub fn open(node: NodeId, endpoint: Box<dyn Endpoint>) -> Result<Self, PoolError> {
         let format = |cause| PoolError::Format { node, cause };
-        let kept = Arc::new(Kept::default());
-        let mut endpoint: Box<dyn Endpoint> = Box::new(Link::new(endpoint, Arc::clone(&kept)));
+        let kept = Arc::new(UserCompletions::default());
+        let mut endpoint: Box<dyn Endpoint> = Box::new(SharedEndpoint::new(endpoint, Arc::clone(&kept)));
         let region = endpoint.regions().first().cloned().ok_or(format(FormatError::NoRegion))?;
         let header_bytes = HEADER_BYTES as u64;
         if region.len < header_bytes {
             return Err(format(FormatError::TooShort { needed: header_bytes, found: region.len }));
         }
-        let reply = Memory::create("aquifer-pool-words", WORDS_BYTES)
+        let local = Memory::create("aquifer-pool-words", WORDS_BYTES)
             .map(Arc::new)
             .map_err(|cause| PoolError::LocalMemory { node, cause })?;
-        let reply_key = endpoint
-            .register_local(Arc::clone(&reply))
+        let local_key = endpoint
+            .register_local(Arc::clone(&local))
             .map_err(|cause| PoolError::Endpoint { node, cause })?;
         let layout = Layout::new(node.0, 1).map_err(format)?;
         let mut wire = Self {
@@ -102,8 +106,8 @@ impl Wire {
             layout,
             base: region.base,
             key: region.key,
-            reply,
-            reply_key,
+            local,
+            local_key,
             next_id: 0,
             batch: Vec::with_capacity(BATCH_MAX),
             outcomes: [0; BATCH_MAX],
@@ -124,17 +128,18 @@ impl Wire {
     fn read_header(&mut self, node: NodeId) -> Result<Layout, PoolError> {
         self.begin();
         self.push_read(0, 0, HEADER_LEN);
-        self.execute().map_err(|cause| lost(node, cause))?;
+        self.execute().map_err(|cause| connection_error(node, cause))?;
         let mut page = [0; HEADER_BYTES];
-        self.reply.read(0, &mut page);
-        Layout::open(&page).map_err(|cause| PoolError::Format { node, cause })
+        self.local.read(0, &mut page);
+        Layout::decode(&page).map_err(|cause| PoolError::Format { node, cause })
     }
 
+    /// The offsets of the region's parts.
     pub const fn layout(&self) -> &Layout {
         &self.layout
     }
 
-    /// The region's first address.
+    /// The region's address.
     pub const fn base(&self) -> u64 {
         self.base
     }
@@ -144,6 +149,7 @@ impl Wire {
         self.key
     }
 
+    /// The endpoint, for the user.
     pub fn endpoint(&mut self) -> &mut Box<dyn Endpoint> {
         &mut self.endpoint
     }
@@ -152,21 +158,23 @@ impl Wire {
         self.endpoint
     }
 
+    /// Whether the connection is broken or the node is away.
     pub fn is_down(&self) -> bool {
         self.endpoint.is_away() || self.endpoint.is_broken()
     }
 
+    /// A handle that drains the operations in flight; `None` if there are none.
     pub fn late(&mut self) -> Option<Box<dyn Late>> {
         self.endpoint.late()
     }
 
-    /// Take what has come of itself: what it was is kept for who waits for it, and a break shows.
-    pub fn tend(&mut self) {
+    /// Polls the endpoint, so that a break is noticed. The user's completions are kept.
+    pub fn poll(&mut self) {
         self.poll_for(0, 0, &mut None);
         self.kept.put_back(&mut self.others);
     }
 
-    /// Carries out an action; `words` holds the answer.
+    /// Executes an action of a single machine; `words` holds the answer.
     pub fn carry_out<'a>(
         &mut self,
         action: &Action,
@@ -178,15 +186,15 @@ impl Wire {
         Ok(self.answer(action, Place::ALONE, first, words))
     }
 
-    /// Begins a batch: what is added from now on is posted together.
+    /// Begins a batch. The actions that are added to it are posted together.
     pub fn begin(&mut self) {
         self.batch.clear();
     }
 
-    /// Adds an action to the batch; returns the number of its first operation, for [`Self::answer`].
+    /// Adds an action to the batch; returns the index of its first operation, for [`Self::answer`].
     ///
     /// # Panics
-    /// If there is no room for its words at that place: the machines there have no such actions.
+    /// If its words do not fit into the buffers of `place`.
     pub fn add(&mut self, action: &Action, place: Place) -> usize {
         let first = self.batch.len();
         let (mut reply_at, mut written_at) = (place.reply_at, place.written_at);
@@ -208,21 +216,21 @@ impl Wire {
                 Access::Write { at, .. } => {
                     let offset = written_at;
                     for word in access.written() {
-                        self.reply.write(written_at, &word.to_le_bytes());
+                        self.local.write(written_at, &word.to_le_bytes());
                         written_at += 8;
                     }
                     let len = u32::try_from(written_at - offset).unwrap_or(u32::MAX);
-                    let local = LocalSlice { key: self.reply_key, offset: offset as u64, len };
+                    let local = LocalSlice { key: self.local_key, offset: offset as u64, len };
                     self.push(Verb::Write { local, remote: self.remote(self.layout.word_at(at)) });
                 }
             }
         }
-        assert!(reply_at <= place.reply_at + room, "there is no room for what is read");
-        assert!(written_at <= place.written_at + room, "there is no room for what is written");
+        assert!(reply_at <= place.reply_at + room, "the buffer holds the words that are read");
+        assert!(written_at <= place.written_at + room, "the buffer holds the words that are written");
         first
     }
 
-    /// The answer to an action that was executed, and whose first operation has this number, in `words`.
+    /// Collects the answer to an executed action in `words`; `first` is the index of its first operation.
     pub fn answer<'a>(
         &self,
         action: &Action,
@@ -247,16 +255,16 @@ impl Wire {
     }
 
     fn replied(&self, place: Place, number: usize) -> u64 {
-        self.reply.atomic_u64(place.reply_at + number * 8).load(Ordering::Relaxed)
+        self.local.atomic_u64(place.reply_at + number * 8).load(Ordering::Relaxed)
     }
 
     fn push(&mut self, verb: Verb) {
-        // The id is given when it is posted.
+        // The id is set when the batch is posted.
         self.batch.push(Work { id: 0, verb, signalled: true });
     }
 
     fn push_read(&mut self, reply_at: usize, offset: u64, len: u32) {
-        let local = LocalSlice { key: self.reply_key, offset: reply_at as u64, len };
+        let local = LocalSlice { key: self.local_key, offset: reply_at as u64, len };
         self.push(Verb::Read { local, remote: self.remote(offset) });
     }
 
@@ -264,11 +272,12 @@ impl Wire {
         RemoteAddr { addr: self.base + offset, key: self.key }
     }
 
-    /// Post what was added, in order, and wait for the end of all; what came of each is in `outcomes`. Completions of the user's work that come by are kept for it.
+    /// Posts the batch in order and waits until all operations have completed. `outcomes` has what each
+    /// found; completions of the user's operations are kept.
     pub fn execute(&mut self) -> Result<(), WorkError> {
         let first = self.next_id;
         let mut count = self.batch.len();
-        // Ids of one batch are neighbours.
+        // The ids of one batch are consecutive.
         self.next_id = if first + 2 * (count as u64) < POOL_WORK_ID { first + count as u64 } else { 0 };
         for (id, work) in (first..).zip(&mut self.batch) {
             work.id = POOL_WORK_ID | id;
@@ -286,25 +295,25 @@ impl Wire {
             let before = ended;
             ended += self.poll_for(first, count, &mut failed);
             if failed.is_some() {
-                // What comes after something that was not done is not done either.
+                // Operations behind one that failed are not executed, and the rest is not posted.
                 count = posted;
             }
             if ended > before {
                 continue;
             }
-            // What is accepted completes, come what may; a broken endpoint that says nothing more never will.
+            // Every accepted operation completes, except that a broken endpoint may stop to report.
             if broken && spins > SPINS_MAX {
                 failed = failed.or(Some(WorkError::PeerGone));
                 break;
             }
-            self.endpoint.wait(PATIENCE);
+            self.endpoint.wait(WAIT_MAX);
             spins = pause(spins);
         }
         self.kept.put_back(&mut self.others);
         failed.map_or(Ok(()), Err)
     }
 
-    /// Take completions; how many were of these ids. The first failure is noted.
+    /// Polls once. Returns how many operations of the batch completed; stores the first failure.
     fn poll_for(&mut self, first: u64, count: usize, failed: &mut Option<WorkError>) -> usize {
         self.polled.clear();
         self.endpoint.poll(&mut self.polled, POLL_MAX);
@@ -315,7 +324,7 @@ impl Wire {
                 continue;
             };
             let number = id.checked_sub(first).and_then(|number| usize::try_from(number).ok());
-            // Others are of a batch that was given up.
+            // Other ids are of an earlier batch that was given up.
             let Some(number) = number.filter(|number| *number < count) else { continue };
             ended += 1;
             match completion.outcome {
@@ -327,7 +336,7 @@ impl Wire {
     }
 }
 
-/// Spin for a while, then let others run.
+/// Spins for a while, then yields the processor.
 fn pause(spins: u32) -> u32 {
     if spins < SPINS_MAX {
         std::hint::spin_loop();

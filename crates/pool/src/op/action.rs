@@ -1,4 +1,4 @@
-//! What a machine asks of the node's memory, and the answer.
+//! Actions of a state machine on the node's memory, and their answers.
 
 use smallvec::SmallVec;
 
@@ -22,7 +22,7 @@ pub enum Access {
         /// The word.
         at: WordAt,
     },
-    /// READ of neighbouring words, which may be torn and of different moments. Answered by these words.
+    /// READ of neighbouring words. Answered by the words, which may be torn and of different moments.
     Read {
         /// The first word.
         at: WordAt,
@@ -43,7 +43,7 @@ pub enum Access {
 }
 
 impl Access {
-    /// Words of its answer.
+    /// The number of words of its answer.
     #[must_use]
     pub const fn answer_words(&self) -> u32 {
         match self {
@@ -63,7 +63,8 @@ impl Access {
     }
 }
 
-/// Operations that are posted together and take effect in this order. The answer is that of each, one after another.
+/// Operations that are posted together and take effect in this order. The answer has the words of each, in
+/// the same order.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Action(SmallVec<[Access; 4]>);
 
@@ -74,7 +75,7 @@ impl Action {
         &self.0
     }
 
-    /// Whether there is nothing to do.
+    /// Whether there are no operations.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
@@ -128,7 +129,7 @@ impl Action {
         })
     }
 
-    /// These operations, then those.
+    /// Appends the operations of `next`.
     #[must_use]
     pub(crate) fn then(mut self, next: Self) -> Self {
         self.0.extend(next.0);
@@ -141,28 +142,28 @@ impl Action {
 pub struct StepResult<'a>(pub &'a [u64]);
 
 impl<'a> StepResult<'a> {
-    /// What the first operation that has an answer found.
+    /// The first word of the answer.
     ///
     /// # Panics
-    /// If there is none: the driver answered another action than it was given.
+    /// If there is none: the driver has answered another action.
     pub(crate) fn found(self) -> u64 {
         *self.0.first().expect("the driver answers each CAS and probe")
     }
 
-    /// What the first two found; the second is missing if only one was asked for.
+    /// The first two words of the answer; the second is `None` if there is only one.
     pub(crate) fn found_then(self) -> (u64, Option<u64>) {
         (self.found(), self.0.get(1).copied())
     }
 
-    /// All words.
+    /// All words of the answer.
     pub(crate) const fn words(self) -> &'a [u64] {
         self.0
     }
 
-    /// The words that answer READs of `count` in all.
+    /// All words of the answer to READs of `count` words.
     ///
     /// # Panics
-    /// If there are more or fewer: the driver answered another action than it was given.
+    /// If there are more or fewer: the driver has answered another action.
     pub(crate) fn words_read(self, count: u32) -> &'a [u64] {
         assert_eq!(self.0.len(), count as usize, "the driver answers a READ with all its words");
         self.0

@@ -1,6 +1,6 @@
-//! L: before a record that may still be needed is written over, it is copied to the full log.
+//! L: copies a record that is still needed to the full log before it is overwritten.
 //!
-//! Needed is what says who holds something: *alloc* in a span's word, *alloc* and *open* in a section's.
+//! Needed are the records that name an owner: *alloc* in a span's word, *alloc* and *open* in a section's.
 
 use aquifer_fabric::Host;
 
@@ -9,7 +9,7 @@ use crate::cache::NodeCache;
 use crate::size::{SECTION_SPANS, SPAN_CHUNKS};
 use crate::word::{InlineLog, LogEntry, LogOp, SectionWord, SpanWord};
 
-/// A record on its way to the log.
+/// A record that is being copied to the log.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) struct Flush {
     host: Host,
@@ -21,81 +21,85 @@ pub(super) struct Flush {
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum State {
-    /// Is it there already?
-    LookUp,
-    /// Is the word still the same? Then no record that is newer was in the entry.
-    LookAgain { entry: u64 },
-    /// Unless the entry has changed since.
-    Put { entry: u64 },
+    /// Reads the entry: is the record there already?
+    ProbingEntry,
+    /// Reads the word again: if it is unchanged, the entry did not have a newer record.
+    ProbingWord { entry: u64 },
+    /// Swaps the entry, expecting what was read.
+    WritingEntry { entry: u64 },
 }
 
-/// What a step led to.
+/// The outcome of a step.
 #[derive(Debug)]
-pub(super) enum Flushed {
+pub(super) enum FlushProgress {
     Post(Action),
-    /// The word may be changed.
+    /// The word may be changed now.
     Done,
-    /// The word has changed, and is remembered as it is now.
+    /// The word has changed. It is cached as it was found.
     Overtaken,
 }
 
 impl Flush {
-    /// What must be done before the word, as it is remembered, is changed; `None` if nothing.
+    /// Begins the copy of the record in the cached word; `None` if it need not be copied.
     pub(super) fn begin(host: Host, at: WordAt, cache: &NodeCache) -> Option<(Self, Action)> {
-        if cache.is_settled(at) || Mutation::SkipFlush.is_active() {
+        if cache.is_saved(at) || Mutation::SkipFlush.is_active() {
             return None;
         }
         let entry = entry_of(at, cache.word(at))?;
-        let flush = Self { host, at, entry, lost: 0, state: State::LookUp };
+        let flush = Self { host, at, entry, lost: 0, state: State::ProbingEntry };
         Some((flush, Action::probe(entry)))
     }
 
-    pub(super) fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Result<Flushed, OpError> {
+    pub(super) fn step(
+        &mut self,
+        cache: &mut NodeCache,
+        result: StepResult<'_>,
+    ) -> Result<FlushProgress, OpError> {
         if result.words().is_empty() {
-            // Only the mutation writes.
+            // Only the mutation BlindFlush posts a WRITE, which has no answer.
             return Ok(self.done(cache));
         }
         let (word, found) = (cache.word(self.at), result.found());
         Ok(match self.state {
-            State::LookUp if LogEntry(found).tells(word) => self.done(cache),
-            State::LookUp if Mutation::BlindFlush.is_active() => self.put(cache, found),
-            State::LookUp => {
-                self.state = State::LookAgain { entry: found };
-                Flushed::Post(Action::probe(self.at))
+            State::ProbingEntry if LogEntry(found).is_record_of(word) => self.done(cache),
+            State::ProbingEntry if Mutation::BlindFlush.is_active() => self.write_entry(cache, found),
+            State::ProbingEntry => {
+                self.state = State::ProbingWord { entry: found };
+                FlushProgress::Post(Action::probe(self.at))
             }
-            State::LookAgain { entry } if found == word => self.put(cache, entry),
-            State::LookAgain { .. } => {
+            State::ProbingWord { entry } if found == word => self.write_entry(cache, entry),
+            State::ProbingWord { .. } => {
                 cache.learn(self.at, found)?;
-                Flushed::Overtaken
+                FlushProgress::Overtaken
             }
-            State::Put { entry } if found == entry => self.done(cache),
-            State::Put { .. } => {
+            State::WritingEntry { entry } if found == entry => self.done(cache),
+            State::WritingEntry { .. } => {
                 self.lost += 1;
                 if self.lost > ATTEMPTS_MAX {
                     return Err(OpError::Busy { attempts: ATTEMPTS_MAX });
                 }
-                self.state = State::LookUp;
-                Flushed::Post(Action::probe(self.entry))
+                self.state = State::ProbingEntry;
+                FlushProgress::Post(Action::probe(self.entry))
             }
         })
     }
 
-    fn put(&mut self, cache: &mut NodeCache, entry: u64) -> Flushed {
+    fn write_entry(&mut self, cache: &mut NodeCache, entry: u64) -> FlushProgress {
         let desired = LogEntry::of(cache.word(self.at), cache.nonce(self.host)).0;
-        self.state = State::Put { entry };
+        self.state = State::WritingEntry { entry };
         if Mutation::BlindFlush.is_active() {
-            return Flushed::Post(Action::write(self.entry, desired));
+            return FlushProgress::Post(Action::write(self.entry, desired));
         }
-        Flushed::Post(Action::cas(self.entry, entry, desired))
+        FlushProgress::Post(Action::cas(self.entry, entry, desired))
     }
 
-    fn done(&self, cache: &mut NodeCache) -> Flushed {
-        cache.settle(self.at);
-        Flushed::Done
+    fn done(&self, cache: &mut NodeCache) -> FlushProgress {
+        cache.mark_saved(self.at);
+        FlushProgress::Done
     }
 }
 
-/// Where the word's record belongs; `None` if nobody needs it when the word goes on.
+/// The entry for the record of a word; `None` if the record is not needed after a change.
 fn entry_of(at: WordAt, word: u64) -> Option<WordAt> {
     match at {
         WordAt::Span(span) => match SpanWord(word).log() {

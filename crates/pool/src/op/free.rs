@@ -1,7 +1,7 @@
-//! Freeing extents that share a control word.
+//! Frees extents that share a control word (K, F1 to F6).
 //!
-//! Those within one span are freed together: their keys are revoked in one batch (K), and one CAS frees those whose keys were revoked (F1, F3).
-//! Extents of whole spans are freed one after another (F5).
+//! Extents of one span are freed together: one batch revokes their keys (K), and one CAS frees those whose
+//! keys were revoked (F1, F3). Extents of whole spans are freed one after another (F5).
 
 mod commit;
 
@@ -16,24 +16,27 @@ use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS};
 use crate::word::{InlineLog, LogOp, Run, SectionWord, SpanState, SpanWord, record_of};
 pub(super) use commit::{FreeCommit, FreeProgress, Freed};
 
-/// What became of each extent, in the order in which they were given.
+/// The outcome for each extent, in the order of the arguments.
 pub type Outcomes = SmallVec<[Result<(), OpError>; 1]>;
 
-/// Frees extents. Dropped before it is done it may have freed some, and may have left their span closed.
+/// Frees extents that share a control word.
+///
+/// If it is dropped before it is done, some may be free, and their span may be left half closed.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct FreeOp {
     host: Host,
     /// The word that they share.
     at: WordAt,
     outcomes: Outcomes,
-    /// Those that are to be freed yet. One CAS frees no extents that overlap, and one group of spans.
+    /// Extents that are not freed yet. One CAS frees extents that do not overlap, or one group of spans.
     waiting: Extents,
-    /// Those that the next CAS frees.
+    /// Extents that the next CAS frees.
     chosen: Extents,
-    /// Extents are judged by the word as it is, not as it was remembered.
+    /// Whether the cached word was read by this operation, so that it may refuse a free.
     is_fresh: bool,
     lost: u32,
-    /// The free may have been begun before, when the word had this record: as long as it has, no other client has used the place since.
+    /// The record that the word had when this free was begun by another process. As long as the word has it, no
+    /// other client has used the place since.
     begun_at: Option<u32>,
     state: State,
 }
@@ -42,8 +45,8 @@ type Extents = SmallVec<[Extent; 1]>;
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 struct Extent {
-    /// Its place among the outcomes.
-    number: usize,
+    /// Its index among the outcomes.
+    index: usize,
     grant: Grant,
     /// Its place in the word.
     run: Run,
@@ -53,9 +56,9 @@ struct Extent {
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 enum State {
     Idle,
-    /// The cache says that some cannot be freed, or the free is resumed: what does the word say?
+    /// Reads the word: by the cached word some extents cannot be freed, or the free is resumed.
     Probing,
-    /// F5: are the group's spans closed, now that the section is as remembered?
+    /// F5: reads the spans of the group, which must be closed.
     ReadingGroup,
     /// K, with the entries that the CASes expect.
     Revoking(Freed, SmallVec<[u64; 1]>),
@@ -79,12 +82,12 @@ impl FreeOp {
     #[must_use]
     pub fn many(host: Host, grants: impl IntoIterator<Item = Grant>) -> Self {
         let (mut outcomes, mut waiting, mut at) = (Outcomes::new(), Extents::new(), None);
-        for (number, grant) in grants.into_iter().enumerate() {
+        for (index, grant) in grants.into_iter().enumerate() {
             assert_eq!(*at.get_or_insert(word_of(grant)), word_of(grant), "they share a control word");
             let is_of_class = grant.key == Key(0) || grant.key.class() == Some(grant.class.k());
             let run = run_of(grant).filter(|_| is_of_class);
             outcomes.push(if run.is_some() { Ok(()) } else { Err(OpError::NotAllocated) });
-            waiting.extend(run.map(|run| Extent { number, grant, run, is_revoked: false }));
+            waiting.extend(run.map(|run| Extent { index, grant, run, is_revoked: false }));
         }
         Self {
             host,
@@ -99,8 +102,9 @@ impl FreeOp {
         }
     }
 
-    /// The same for an extent whose free was begun when its word had that record, and may be half done: its key may be revoked already. If the word has another record by now,
-    /// or gets one meanwhile, the outcome is `NotAllocated`, though the extent may still be ours.
+    /// Resumes a free that was begun when the word had this record, and that may be half done: the key may be
+    /// revoked already. If the word has another record by now, or gets one meanwhile, the outcome is
+    /// `NotAllocated`, although the extent may still be allocated to this host.
     #[must_use]
     pub fn resumed(self, record: u32) -> Self {
         Self { begun_at: Some(record), ..self }
@@ -150,7 +154,7 @@ impl FreeOp {
     }
 
     fn refuse(&mut self, extent: Extent, error: OpError) {
-        self.outcomes[extent.number] = Err(error);
+        self.outcomes[extent.index] = Err(error);
     }
 
     fn refuse_chosen(&mut self, error: OpError) {
@@ -171,7 +175,7 @@ impl FreeOp {
         Ok(self.next(cache))
     }
 
-    /// Frees the next of those that are waiting.
+    /// Frees the next of the waiting extents.
     fn next(&mut self, cache: &mut NodeCache) -> Step<Outcomes> {
         self.chosen.clear();
         let mut mask = 0;
@@ -188,7 +192,7 @@ impl FreeOp {
                     self.chosen.push(extent);
                 }
                 Err(error) if self.is_fresh => self.refuse(extent, error),
-                // What is remembered may be old.
+                // The cached word may be out of date.
                 Err(_) => {
                     self.waiting.push(extent);
                 }
@@ -207,7 +211,7 @@ impl FreeOp {
                 let freed = self.chunks();
                 self.revoke(cache, freed)
             }
-            // A section's 11 may be a hint about spans that are full of chunks; their own words tell.
+            // Code 11 may be a hint about a span that is full of chunks. The spans' own words say so.
             _ => {
                 let grant = self.chosen[0].grant;
                 let count = grant.class.chunks() / SPAN_CHUNKS;
@@ -228,15 +232,15 @@ impl FreeOp {
         let (first, count) = (grant.chunk / SPAN_CHUNKS, grant.class.chunks() / SPAN_CHUNKS);
         cache.learn_spans(first, count, result)?;
         let is_closed = (first..first + count).all(|span| cache.span(span).is_closed());
-        if !is_closed && !Mutation::GiveUnchecked.is_active() {
+        if !is_closed && !Mutation::FreeUnchecked.is_active() {
             self.refuse_chosen(OpError::NotAllocated);
             return Ok(self.next(cache));
         }
-        let group = if Mutation::GiveHalf.is_active() { Run::single(run.first()) } else { run };
+        let group = if Mutation::FreeHalf.is_active() { Run::single(run.first()) } else { run };
         Ok(self.revoke(cache, Freed::Whole { section: grant.chunk / SECTION_CHUNKS, group }))
     }
 
-    /// Whether a record of an allocation speaks against the extent being ours.
+    /// Checks that the inline log does not contradict an allocation of this run to this host.
     fn judge_log(&self, log: Option<InlineLog>, run: Run) -> Result<(), OpError> {
         match log {
             Some(log) if log.op == LogOp::Alloc && log.run.overlaps(run) => {
@@ -253,23 +257,23 @@ impl FreeOp {
         }
     }
 
-    /// Whether this place may be freed, by the word as the cache has it.
+    /// Whether this place may be freed, by the cached word.
     fn judge(&self, cache: &NodeCache, run: Run) -> Result<(), OpError> {
-        if Mutation::GiveUnchecked.is_active() {
+        if Mutation::FreeUnchecked.is_active() {
             return Ok(());
         }
         let word = cache.word(self.at);
-        let (is_held, log) = match self.at {
+        let (is_allocated, log) = match self.at {
             WordAt::Span(_) => (SpanWord(word).holds(run), SpanWord(word).log()),
             _ => (SectionWord(word).all(run, SpanState::Full), SectionWord(word).log()),
         };
-        if !is_held {
+        if !is_allocated {
             return Err(OpError::NotAllocated);
         }
         self.judge_log(log.map_err(|cause| damaged(self.at, word, cause))?, run)
     }
 
-    /// K: the keys are revoked before the place is free.
+    /// K: revokes the keys, before the place is free.
     fn revoke(&mut self, cache: &NodeCache, freed: Freed) -> Step<Outcomes> {
         let tenant = cache.tenant();
         self.post_revocation(cache, freed, |extent| KeyEntry::opened(extent.grant.key, tenant).0)
@@ -282,7 +286,7 @@ impl FreeOp {
         entry: impl Fn(&Extent) -> u64,
     ) -> Step<Outcomes> {
         let is_keyed = |extent: &&Extent| extent.grant.key != Key(0) && !extent.is_revoked;
-        let keyed = self.chosen.iter().filter(is_keyed).filter(|_| !Mutation::SkipStrike.is_active());
+        let keyed = self.chosen.iter().filter(is_keyed).filter(|_| !Mutation::SkipRevoke.is_active());
         let (mut expected, mut action) = (SmallVec::new(), Action::default());
         for extent in keyed {
             let before = entry(extent);
@@ -295,7 +299,7 @@ impl FreeOp {
         self.post(State::Revoking(freed, expected), action)
     }
 
-    /// An extent whose entry has another key, or none, does not exist any more.
+    /// K has been executed. An extent whose entry had another key, or none, is not allocated any more.
     fn revoked(
         &mut self,
         cache: &mut NodeCache,
@@ -312,11 +316,11 @@ impl FreeOp {
             let Some((expected, found)) = answers.next() else { continue };
             let key = KeyEntry(*found).key();
             let was_revoked_before = self.begun_at.is_some() && key == Key(0);
-            if found == expected || was_revoked_before || Mutation::GiveUnchecked.is_active() {
+            if found == expected || was_revoked_before || Mutation::FreeUnchecked.is_active() {
                 extent.is_revoked = true;
                 self.chosen.push(extent);
             } else if self.begun_at.is_some() && key == extent.grant.key && lose(&mut self.lost).is_ok() {
-                // The client that allocated it was another tenant's.
+                // The client that allocated it was of another tenant.
                 let found = *found;
                 self.chosen.push(extent);
                 return self.post_revocation(cache, freed, |_| found);
@@ -346,7 +350,7 @@ impl FreeOp {
             FreeProgress::Overtaken if self.begun_at.is_some() => Err(OpError::NotAllocated),
             FreeProgress::Overtaken => {
                 lose(&mut self.lost)?;
-                // The cache has the word as it was found.
+                // The word is cached as it was found.
                 self.is_fresh = true;
                 self.waiting.append(&mut self.chosen);
                 Ok(self.next(cache))

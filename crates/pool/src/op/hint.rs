@@ -1,23 +1,23 @@
-//! Changes of hints: full (A4–A6, F2) and contended (C1, C2).
+//! Changes of hint bits: full (A4–A6, F2) and contended (C1, C2).
 //!
-//! A code 11 in a section can be a hint (the span is open and has no free chunk) or the truth (the span
-//! is taken whole), and only the first may be taken back. Rule H keeps them apart: *a hint is changed
-//! by a CAS whose expected section word was read before the span was last seen open.* A span can become
-//! taken whole only over the code 00, so if the section word has not changed since before the
-//! span was seen open, then it is open still, or its closer is about to write 00, whatever it finds there.
+//! Code 11 in a section's word is a hint if the span is open, and the truth if the span is allocated whole.
+//! Only a hint may be cleared. Rule H keeps the two apart: *a hint is changed by a CAS whose expected section
+//! word was read before the span was last seen open.* A span can be allocated whole only over code 00. So if
+//! the section's word has not changed since before the span was seen open, then the span is still open, or
+//! the client that emptied it is about to write 00 over any hint.
 //!
-//! The full hint is not lost and not left over: who fills a span sets it and *then* looks at the span
-//! (A5); who gives back of a full span does so and *then* looks for the hint (F2). Whichever of the
-//! two second looks comes later sees what the other did, and takes the hint back.
+//! A full hint is neither lost nor stale: the client that fills a span sets the hint and *then* reads the span
+//! (A5). The client that frees chunks of a full span does so and *then* reads the hint (F2). The later of the
+//! two reads sees what the other client did, and clears the hint.
 //!
-//! Nothing here can fail the operation: its commit is behind it.
+//! A change of a hint cannot fail the operation, which is committed before.
 
 use super::{ATTEMPTS_MAX, Action, Mutation, StepResult, WordAt};
 use crate::cache::{NodeCache, place_in_section};
 use crate::size::SECTION_SPANS;
 use crate::word::{SectionWord, SpanState, SpanWord};
 
-/// A change of a hint under way.
+/// A change of a hint in progress.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) struct Hint {
     span: u32,
@@ -27,62 +27,72 @@ pub(super) struct Hint {
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum State {
-    /// A4, a CAS; and A5 behind it: is the span still full?
+    /// A4, a CAS; and A5, a read of the span behind it.
     SetFull { expected: SectionWord, from: SectionWord },
-    /// A6, F2: a CAS.
-    SetOpen { expected: SectionWord },
-    /// F2: does the section say full?
-    LookForFull,
-    /// A6, F2: is the span open with free chunks, now that the section is `seen`?
-    StillOpen { seen: SectionWord },
-    /// C1, C2: one CAS, and if it fails never mind.
-    Once { from: SpanState, to: SpanState, expected: SectionWord },
+    /// A6, F2: a CAS that clears the full hint.
+    ClearFull { expected: SectionWord },
+    /// F2: reads the section: does it say full?
+    ProbingSection,
+    /// A6, F2: reads the span after the section was `seen`: is it open with free chunks?
+    ProbingSpan { seen: SectionWord },
+    /// C1, C2: a CAS that is not repeated if it fails.
+    SetContended { from: SpanState, to: SpanState, expected: SectionWord },
 }
 
 impl Hint {
-    /// A4: the span was seen full, and nobody else has changed the section's word since.
-    pub(super) fn filled(span: u32, cache: &NodeCache) -> Option<(Self, Action)> {
+    /// A4: sets the full hint of a span that was seen full. No other client may have changed the section's
+    /// word since; `None` if the hint is set already.
+    pub(super) fn set_full(span: u32, cache: &NodeCache) -> Option<(Self, Action)> {
         if cache.state_of(span) == SpanState::Full {
             return None;
         }
-        // Rule H: the word was that, but for changes of our own, from before the span was seen full until now.
+        // Rule H: since before the span was seen full, only this client has changed the section's word.
         let expected = cache.section(span / SECTION_SPANS);
         Some(Self::begin(span, State::SetFull { expected, from: expected }))
     }
 
-    /// A5: the section's word was just changed so that it says full of this span, which was found so behind that. If it is not full, A6.
-    pub(super) fn said_full(span: u32, found: SpanWord, cache: &mut NodeCache) -> Option<(Self, Action)> {
+    /// A5 after A2 has set the full hint of this span, which was then found to be `found`. If it is not full,
+    /// A6.
+    pub(super) fn recheck_full(span: u32, found: SpanWord, cache: &mut NodeCache) -> Option<(Self, Action)> {
         let seen = cache.section(span / SECTION_SPANS);
         let is_full = cache.set_span(span, found).is_err() || found.is_full() || found.is_closed();
         (!is_full && !Mutation::SkipRecheck.is_active())
-            .then(|| Self::begin(span, State::SetOpen { expected: seen }))
+            .then(|| Self::begin(span, State::ClearFull { expected: seen }))
     }
 
-    /// F2: this host has just given back chunks, and the span is open still. `was_full`: it had no free one before.
-    pub(super) fn opened(span: u32, was_full: bool, cache: &NodeCache) -> Option<(Self, Action)> {
-        if Mutation::SkipUnhint.is_active() {
+    /// F2: clears the full hint of a span that is open after a free. `was_full`: no chunk of it was free before.
+    pub(super) fn clear_full(span: u32, was_full: bool, cache: &NodeCache) -> Option<(Self, Action)> {
+        if Mutation::SkipClearFull.is_active() {
             return None;
         }
         if cache.state_of(span) == SpanState::Full {
-            // Rule H: the remembered section word is older than the CAS that left the span open.
-            return Some(Self::begin(span, State::SetOpen { expected: cache.section(span / SECTION_SPANS) }));
+            // Rule H: the cached section word is older than the CAS that left the span open.
+            return Some(Self::begin(
+                span,
+                State::ClearFull { expected: cache.section(span / SECTION_SPANS) },
+            ));
         }
-        was_full.then(|| Self::begin(span, State::LookForFull))
+        was_full.then(|| Self::begin(span, State::ProbingSection))
     }
 
-    /// C1: too many races were lost at a span that was open at the last of them.
-    pub(super) fn mark(span: u32, cache: &NodeCache) -> Option<(Self, Action)> {
-        Self::once(span, SpanState::Partial, SpanState::Contended, cache)
+    /// C1: sets the contended hint after several races lost at a span, which was open at the last of them.
+    pub(super) fn set_contended(span: u32, cache: &NodeCache) -> Option<(Self, Action)> {
+        Self::change_contended(span, SpanState::Partial, SpanState::Contended, cache)
     }
 
-    /// C2: a change of an open span went through at once.
-    pub(super) fn calm(span: u32, cache: &NodeCache) -> Option<(Self, Action)> {
-        Self::once(span, SpanState::Contended, SpanState::Partial, cache)
+    /// C2: clears the contended hint after a change of an open span without a lost race.
+    pub(super) fn clear_contended(span: u32, cache: &NodeCache) -> Option<(Self, Action)> {
+        Self::change_contended(span, SpanState::Contended, SpanState::Partial, cache)
     }
 
-    fn once(span: u32, from: SpanState, to: SpanState, cache: &NodeCache) -> Option<(Self, Action)> {
+    fn change_contended(
+        span: u32,
+        from: SpanState,
+        to: SpanState,
+        cache: &NodeCache,
+    ) -> Option<(Self, Action)> {
         let expected = cache.section(span / SECTION_SPANS);
-        (cache.state_of(span) == from).then(|| Self::begin(span, State::Once { from, to, expected }))
+        (cache.state_of(span) == from).then(|| Self::begin(span, State::SetContended { from, to, expected }))
     }
 
     fn begin(span: u32, state: State) -> (Self, Action) {
@@ -102,15 +112,15 @@ impl Hint {
     fn post(&mut self, state: State) -> Action {
         self.state = state;
         match state {
-            State::StillOpen { .. } => Action::probe(WordAt::Span(self.span)),
-            State::LookForFull => Action::probe(self.section()),
+            State::ProbingSpan { .. } => Action::probe(WordAt::Span(self.span)),
+            State::ProbingSection => Action::probe(self.section()),
             State::SetFull { expected, from } => {
                 let desired = from.hint(place_in_section(self.span), SpanState::Full);
-                let look_again = Action::probe(WordAt::Span(self.span));
-                Action::commit(self.section(), expected.0, desired.0).then(look_again)
+                let recheck = Action::probe(WordAt::Span(self.span));
+                Action::commit(self.section(), expected.0, desired.0).then(recheck)
             }
-            State::SetOpen { expected } => self.cas(expected, SpanState::Partial),
-            State::Once { to, expected, .. } => self.cas(expected, to),
+            State::ClearFull { expected } => self.cas(expected, SpanState::Partial),
+            State::SetContended { to, expected, .. } => self.cas(expected, to),
         }
     }
 
@@ -119,7 +129,7 @@ impl Hint {
         Action::commit(self.section(), expected.0, desired.0)
     }
 
-    /// The next action; `None` when all is done.
+    /// The next action; `None` if the change is done.
     pub(super) fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Option<Action> {
         self.lost += 1;
         if self.lost > ATTEMPTS_MAX {
@@ -130,13 +140,13 @@ impl Hint {
                 let (section, span) = result.found_then();
                 self.after_full(cache, (expected, from), SectionWord(section), SpanWord(span?))
             }
-            (State::StillOpen { seen }, result) => self.after_span(cache, seen, SpanWord(result.found())),
+            (State::ProbingSpan { seen }, result) => self.after_span(cache, seen, SpanWord(result.found())),
             (_, result) => self.after_section(cache, SectionWord(result.found())),
         }?;
         Some(self.post(next))
     }
 
-    /// A4 found the section so, and A5 the span.
+    /// A4 has found `section`, and A5 `span`.
     fn after_full(
         &self,
         cache: &mut NodeCache,
@@ -148,27 +158,27 @@ impl Hint {
         if section == expected {
             let set = expected.hint(place_in_section(self.span), SpanState::Full);
             cache.change_section(index, set).ok()?;
-            let may_look = !Mutation::SkipRecheck.is_active();
-            return may_look.then(|| self.after_span(cache, set, span)).flatten();
+            let is_checked = !Mutation::SkipRecheck.is_active();
+            return is_checked.then(|| self.after_span(cache, set, span)).flatten();
         }
         cache.set_section(index, section).ok()?;
         cache.set_span(self.span, span).ok()?;
-        let is_unsaid = matches!(self.state_in(section), SpanState::Partial | SpanState::Contended);
+        let is_unhinted = matches!(self.state_in(section), SpanState::Partial | SpanState::Contended);
         let from = if Mutation::FullFromStale.is_active() { from } else { section };
-        (is_unsaid && span.is_full()).then_some(State::SetFull { expected: section, from })
+        (is_unhinted && span.is_full()).then_some(State::SetFull { expected: section, from })
     }
 
-    /// The section was `seen` to say full before the span was seen so.
+    /// The section was `seen` to say full before the span was read.
     fn after_span(&self, cache: &mut NodeCache, seen: SectionWord, span: SpanWord) -> Option<State> {
         cache.set_span(self.span, span).ok()?;
-        // A closed span is closed in the section by the client that emptied it, whatever hint is there.
-        (!span.is_full() && !span.is_closed()).then_some(State::SetOpen { expected: seen })
+        // The client that emptied a closed span closes it in the section, whatever hint is there.
+        (!span.is_full() && !span.is_closed()).then_some(State::ClearFull { expected: seen })
     }
 
     fn after_section(&self, cache: &mut NodeCache, found: SectionWord) -> Option<State> {
         let won = match self.state {
-            State::SetOpen { expected } => (expected == found).then_some((expected, SpanState::Partial)),
-            State::Once { to, expected, .. } => (expected == found).then_some((expected, to)),
+            State::ClearFull { expected } => (expected == found).then_some((expected, SpanState::Partial)),
+            State::SetContended { to, expected, .. } => (expected == found).then_some((expected, to)),
             _ => None,
         };
         if let Some((before, to)) = won {
@@ -179,17 +189,17 @@ impl Hint {
         cache.set_section(self.span / SECTION_SPANS, found).ok()?;
         let now = self.state_in(found);
         match self.state {
-            State::SetOpen { .. } | State::LookForFull if now == SpanState::Full => {
-                Some(match Mutation::OpenBlind.is_active() {
-                    true => State::SetOpen { expected: found },
-                    false => State::StillOpen { seen: found },
+            State::ClearFull { .. } | State::ProbingSection if now == SpanState::Full => {
+                Some(match Mutation::ClearFullBlind.is_active() {
+                    true => State::ClearFull { expected: found },
+                    false => State::ProbingSpan { seen: found },
                 })
             }
-            State::Once { from, to, .. }
-                if from == SpanState::Partial && Mutation::MarkBlind.is_active()
-                    || from == SpanState::Contended && Mutation::CalmBlind.is_active() =>
+            State::SetContended { from, to, .. }
+                if from == SpanState::Partial && Mutation::SetContendedBlind.is_active()
+                    || from == SpanState::Contended && Mutation::ClearContendedBlind.is_active() =>
             {
-                Some(State::Once { from: now, to, expected: found })
+                Some(State::SetContended { from: now, to, expected: found })
             }
             _ => None,
         }

@@ -1,5 +1,7 @@
-//! Allocating several extents of one size, one after another. What A8 writes for one goes with the next one's first operation, so that each takes one trip to the node
-//! instead of two.
+//! Allocates several extents of one size, one after another.
+//!
+//! The WRITEs of A8 for one extent are posted with the first operation of the next, so that each extent
+//! costs one trip to the node instead of two.
 
 use aquifer_fabric::Host;
 
@@ -7,7 +9,9 @@ use super::{Action, AllocOp, Grant, Machine, OpError, Step, StepResult};
 use crate::cache::NodeCache;
 use crate::size::SizeClass;
 
-/// Allocates as many extents as there are, up to a number. Dropped before it is done it may have allocated some.
+/// Allocates as many extents as there are, up to a number.
+///
+/// If it is dropped before it is done, some may be allocated.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct AllocManyOp {
     host: Host,
@@ -17,12 +21,13 @@ pub struct AllocManyOp {
     state: State,
 }
 
-/// What was allocated.
+/// The extents that were allocated together.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Several {
-    /// At least one, if one was asked for.
+pub struct GrantBatch {
+    /// At least one, unless none was requested.
     pub grants: Vec<Grant>,
-    /// Why there are no more, if not for want of room. An audit frees what it allocated half way.
+    /// The error that ended the batch early; `None` if the node was full. A leak scan frees an extent that
+    /// was allocated without its record.
     pub failure: Option<OpError>,
 }
 
@@ -43,14 +48,14 @@ impl AllocManyOp {
 }
 
 impl Machine for AllocManyOp {
-    type Output = Several;
+    type Output = GrantBatch;
 
-    fn start(&mut self, cache: &mut NodeCache) -> Step<Several> {
+    fn start(&mut self, cache: &mut NodeCache) -> Step<GrantBatch> {
         self.granted.reserve(self.count as usize);
         self.next(cache, Action::default())
     }
 
-    fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<Several> {
+    fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<GrantBatch> {
         match std::mem::replace(&mut self.state, State::Idle) {
             State::Idle => panic!("no action is under way"),
             State::Allocating(mut op) => {
@@ -64,11 +69,11 @@ impl Machine for AllocManyOp {
 
 impl AllocManyOp {
     /// Allocates the next one. `record` is A8 of the one before.
-    fn next(&mut self, cache: &mut NodeCache, record: Action) -> Step<Several> {
+    fn next(&mut self, cache: &mut NodeCache, record: Action) -> Step<GrantBatch> {
         if self.granted.len() >= self.count as usize {
             return self.end(record, None);
         }
-        let mut op = AllocOp::new(self.host, self.class).leaving_record();
+        let mut op = AllocOp::new(self.host, self.class).deferring_record();
         let step = op.start(cache);
         self.allocating(cache, op, step, record)
     }
@@ -79,7 +84,7 @@ impl AllocManyOp {
         mut op: AllocOp,
         step: Step<Grant>,
         record: Action,
-    ) -> Step<Several> {
+    ) -> Step<GrantBatch> {
         // An extent may be allocated though its operation still has hints to set.
         let record = record.then(op.take_record());
         match step {
@@ -97,7 +102,7 @@ impl AllocManyOp {
         }
     }
 
-    fn end(&mut self, record: Action, failure: Option<OpError>) -> Step<Several> {
+    fn end(&mut self, record: Action, failure: Option<OpError>) -> Step<GrantBatch> {
         if record.is_empty() {
             return self.done(failure);
         }
@@ -105,7 +110,7 @@ impl AllocManyOp {
         Step::Post(record)
     }
 
-    fn done(&mut self, failure: Option<OpError>) -> Step<Several> {
-        Step::Done(Ok(Several { grants: std::mem::take(&mut self.granted), failure }))
+    fn done(&mut self, failure: Option<OpError>) -> Step<GrantBatch> {
+        Step::Done(Ok(GrantBatch { grants: std::mem::take(&mut self.granted), failure }))
     }
 }

@@ -1,9 +1,11 @@
-//! The pool's state machines: [`AllocOp`] allocates an extent, [`AllocManyOp`] and [`StretchOp`] several, [`FreeOp`] frees extents,
-//! [`RecoverOp`] frees what a dead host held.
+//! The pool's state machines, which do no I/O.
 //!
-//! They do no I/O. `start` and `step` return the next [`Action`] on the node's memory; the driver
-//! carries it out and comes back with a [`StepResult`]. The steps are named in `docs/formats/pool.md`
-//! (A1, F2 …), and the code names them where it takes them.
+//! [`AllocOp`] allocates an extent, [`AllocManyOp`] and [`StretchOp`] several. [`FreeOp`] frees extents.
+//! [`RecoverOp`] frees what a dead host owned, and [`HoldingsOp`] lists what a host owns.
+//!
+//! `start` and `step` return the next [`Action`] on the node's memory. The driver executes it and calls
+//! `step` with the [`StepResult`]. `docs/formats/pool.md` describes the steps of the protocol by the names
+//! that the code uses (A1, F2 …).
 
 mod action;
 mod alloc;
@@ -22,9 +24,9 @@ use aquifer_fabric::{Host, Key, KeyEntry};
 pub use action::{Access, Action, StepResult};
 pub use alloc::AllocOp;
 pub use free::{FreeOp, Outcomes};
-pub use many::{AllocManyOp, Several};
+pub use many::{AllocManyOp, GrantBatch};
 pub use mutation::Mutation;
-pub use recover::{Held, HeldOp, RecoverOp, Recovered};
+pub use recover::{Holding, HoldingsOp, RecoverOp, Recovered};
 pub use stretch::StretchOp;
 pub use word_at::WordAt;
 
@@ -34,84 +36,85 @@ use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 
 /// How often one operation may lose a race before it fails with [`OpError::Busy`].
 pub const ATTEMPTS_MAX: u32 = 4096;
-/// Races lost at one span after which a client marks it as contended, and looks elsewhere.
+/// Races lost at one span after which a client sets its contended hint and searches elsewhere.
 pub const CONTENDED_AFTER: u32 = 3;
-/// Most words that one READ of an [`Action`] asks for.
+/// Most words of one READ of an [`Action`].
 pub const READ_WORDS_MAX: u32 = 512;
 /// Most sections of one survey ([`Action::survey`]).
 pub const SURVEY_SECTIONS_MAX: u32 = READ_WORDS_MAX / (2 * SECTION_SPANS);
 
-/// What comes next.
+/// The next step of an operation.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Step<T> {
-    /// Carry this out, and come back with the result.
+    /// The driver executes this, and calls [`Machine::step`] with the result.
     Post(Action),
-    /// The operation is over.
+    /// The operation has ended.
     Done(Result<T, OpError>),
 }
 
 /// An operation on a node's pool as a pure state machine.
 pub trait Machine {
-    /// What it yields.
+    /// The result of the operation.
     type Output;
 
     /// The first step.
     fn start(&mut self, cache: &mut NodeCache) -> Step<Self::Output>;
 
-    /// The step after `result`, which answers the action of the step before.
+    /// The step after `result`, the answer to the action of the step before.
     ///
     /// # Panics
-    /// If no action is under way, or it was another: the driver is wrong.
+    /// If no action was posted, or the result is of another action.
     fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<Self::Output>;
 }
 
-/// An extent as the machines know it.
+/// An extent of a node, by its first chunk.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct Grant {
     /// Its first chunk, counted over the node.
     pub chunk: u32,
     /// Its size.
     pub class: SizeClass,
-    /// Its key; [`Key`] zero if it has none.
+    /// Its key; 0 if it has none.
     pub key: Key,
 }
 
-/// Why an operation did nothing.
+/// Why an operation failed.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum OpError {
     /// No free extent of the size.
     Full,
-    /// No such extent.
+    /// The extent is not allocated.
     NotAllocated,
     /// The extent belongs to this host.
     NotOurs(Host),
-    /// It lost too many races.
+    /// The operation lost too many races.
     Busy {
-        /// How many.
+        /// Races lost.
         attempts: u32,
     },
-    /// A control word is impossible.
+    /// A control word is illegal.
     Damaged {
-        /// Which.
+        /// The word's place.
         at: WordAt,
-        /// What it holds.
+        /// The word.
         word: u64,
         /// What is wrong with it.
         cause: Damage,
     },
 }
 
-/// Count a lost race.
+/// Counts a lost race; an error after [`ATTEMPTS_MAX`].
 fn lose(lost: &mut u32) -> Result<(), OpError> {
     *lost += 1;
     if *lost > ATTEMPTS_MAX { Err(OpError::Busy { attempts: ATTEMPTS_MAX }) } else { Ok(()) }
 }
 
+/// The error for an illegal word.
 pub(crate) fn damaged(at: WordAt, word: u64, cause: impl Into<Damage>) -> OpError {
     OpError::Damaged { at, word, cause: cause.into() }
 }
 
-/// The word that an extent is taken in.
+/// The control word in which an extent is allocated.
 pub(crate) const fn word_of(grant: Grant) -> WordAt {
     if grant.class.is_within_span() {
         WordAt::Span(grant.chunk / SPAN_CHUNKS)
@@ -120,7 +123,7 @@ pub(crate) const fn word_of(grant: Grant) -> WordAt {
     }
 }
 
-/// The entry of the log for an extent's record.
+/// The entry in `logs[]` for an extent's record.
 pub(crate) const fn record_at(grant: Grant) -> WordAt {
     if grant.class.is_within_span() {
         WordAt::chunk_entry(grant.chunk)
@@ -129,7 +132,7 @@ pub(crate) const fn record_at(grant: Grant) -> WordAt {
     }
 }
 
-/// A CAS that revokes the key of an entry. The entry of a span still says whose the span is.
+/// A CAS that revokes the key of an entry. The entry of a span keeps the owner of the span.
 fn revocation(at: WordAt, entry: u64) -> Action {
     let desired = if at.is_key_of_span() { KeyEntry(entry).without_key().0 } else { 0 };
     Action::cas(at, entry, desired)

@@ -1,80 +1,81 @@
-//! The steps of the protocol that tests break on purpose.
+//! Steps of the protocol that tests break on purpose.
 
 use super::{Action, WordAt};
 
 aquifer_mutation::mutations! {
-    /// A step of the protocol done wrong.
+    /// A step of the protocol that a test omits or does wrong.
     pub enum Mutation {
-        /// A1: retry with the word found, but with bits from the word remembered.
-        TakeFromStale,
-        /// A2: take the first chunks of an empty span without opening it in the section.
+        /// A1: retry with the word found, but with bits of the cached word.
+        AllocateFromStale,
+        /// A2: allocate the first chunks of an empty span without opening it in the section.
         SkipOpen,
-        /// A3: take chunks of a closed span that another host is opening or closing.
+        /// A3: allocate chunks of a closed span that another host is opening or closing.
         EnterClosed,
-        /// A4: after a lost race set the full hint with the other spans as they were remembered.
+        /// A4: after a lost race, set the full hint with the other spans as they were cached.
         FullFromStale,
-        /// A5: do not look at the span again after setting the full hint.
+        /// A5: do not read the span after setting its full hint.
         SkipRecheck,
-        /// F2: take a full hint back without looking at the span again.
-        OpenBlind,
-        /// A7: take a group of which only the first span is known to be empty.
-        TakeHalfEmpty,
-        /// C1: mark a span as contended whatever it is by now.
-        MarkBlind,
-        /// C2: calm a span whatever it is by now.
-        CalmBlind,
-        /// K, F1: give back without asking whether it was taken, by that key.
-        GiveUnchecked,
-        /// F2: do not look for a full hint after giving back of a full span.
-        SkipUnhint,
+        /// A6, F2: clear a full hint without reading the span.
+        ClearFullBlind,
+        /// A7: allocate a group of which only the first span is known to be empty.
+        AllocateHalfEmpty,
+        /// C1: set the contended hint, whatever the state of the span is now.
+        SetContendedBlind,
+        /// C2: clear the contended hint, whatever the state of the span is now.
+        ClearContendedBlind,
+        /// K, F1: free without checking that it is allocated, under that key.
+        FreeUnchecked,
+        /// F2: do not look for a full hint after freeing chunks of a full span.
+        SkipClearFull,
         /// F3: close the span in the section before its last bits are clear.
         CloseFirst,
         /// F4: never close the span in the section.
         SkipClose,
-        /// F4: after a lost race close with the other spans as they were remembered.
+        /// F4: after a lost race, close with the other spans as they were cached.
         CloseFromStale,
-        /// F5: give back only the first span of a group.
-        GiveHalf,
-        /// L: leave the timestamp as it was.
+        /// F5: free only the first span of a group.
+        FreeHalf,
+        /// L: do not advance the timestamp.
         KeepStamp,
-        /// L: leave the record of the change before.
+        /// L: keep the record of the change before.
         KeepRecord,
-        /// R: believe the cache that nothing is free.
+        /// R: report a full node by the cached words.
         TrustCache,
-        /// A0: open a span, or take it whole, without looking whether it is ready.
+        /// A0: open a span, or allocate it whole, without checking that it is ready.
         SkipReady,
-        /// A0: mark a span as ready by what is remembered of its section.
-        ReadyFromMemory,
-        /// A8: hand out an extent whose record is not in the log.
+        /// A0: mark a span as ready by the cached word of its section.
+        ReadyFromCache,
+        /// A8: return an extent whose record is not in the log.
         SkipRecord,
-        /// L: write over a record that is not in the log.
+        /// L: overwrite a record that is not in the log.
         SkipFlush,
-        /// L: copy a record to the log whatever is there by now.
+        /// L: copy a record to the log, whatever its entry is now.
         BlindFlush,
-        /// V2: look at the section after its spans.
+        /// V2: read the section after its spans.
         SectionLast,
-        /// V3: give back what was judged, even if the word has changed since.
+        /// V3: free what a word said, even if the word has changed since.
         RecoverBlind,
-        /// A0, A1: take what is another tenant's.
-        TakeForeign,
-        /// A3: do not say whose the span is.
+        /// A0, A1: allocate memory of another tenant.
+        AllocateForeign,
+        /// A3: do not write the owner of the span.
         SkipOwner,
-        /// A8: do not say whose the spans of a group are.
-        SkipOwners,
-        /// K: give back without striking out the key.
-        SkipStrike,
-        /// K: of what is resumed believe that nobody has had the place since.
+        /// A8: do not write the owners of a group's spans.
+        SkipGroupOwners,
+        /// K: free without revoking the key.
+        SkipRevoke,
+        /// K: resume a free without checking that the word still has the same record.
         ResumeBlind,
-        /// A9: keep what was taken of a stretch that cannot be had whole.
+        /// A9: keep the sections that were allocated of a stretch that could not be completed.
         KeepPart,
     }
 }
 
 impl Action {
-    /// The CAS that commits a change (L).
+    /// A CAS that commits a change (L).
     pub(super) fn commit(at: WordAt, expected: u64, desired: u64) -> Self {
-        /// The log's timestamp, in a word.
+        /// The timestamp in a word.
         const STAMP: u64 = 0x7ff << 32;
+        /// The log in a word.
         const LOG: u64 = 0xffff_ffff << 32;
         let kept = if Mutation::KeepStamp.is_active() {
             STAMP

@@ -1,6 +1,7 @@
-//! A0: spans are ready for a new life, and nobody else's, before they are opened or taken whole.
+//! A0: checks that spans are ready, and not another tenant's, before they are opened or allocated whole.
 //!
-//! So a closed span with the record *close*, of which its section says that it is not empty, is one whose closing is not finished.
+//! As a consequence, a closed span with the record *close* whose section does not say empty is a span whose
+//! closing is not finished.
 
 use aquifer_fabric::Host;
 
@@ -9,112 +10,117 @@ use crate::cache::NodeCache;
 use crate::size::SECTION_SPANS;
 use crate::word::Run;
 
-/// A look at a group's spans.
+/// The check of a group's spans.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub(super) struct Ready {
+pub(super) struct ReadyCheck {
     host: Host,
     section: u32,
     group: Run,
-    /// Whether it may be another tenant's.
-    takes_foreign: bool,
+    /// Whether spans of other tenants are allowed.
+    allows_foreign: bool,
     state: State,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum State {
-    Spans,
-    /// Is the section still as remembered, now that the spans were seen?
-    Section,
-    /// The span with this place is closed, and its section knows that.
-    Mark(u32),
+    /// Reads the spans and their owners.
+    Surveying,
+    /// Reads the section again: is its word still as cached, after the spans were read?
+    ProbingSection,
+    /// Marks this span, which is closed and which its section says is empty.
+    Marking(u32),
 }
 
-/// What a step led to.
+/// The outcome of a step.
 #[derive(Debug)]
-pub(super) enum Readied {
+pub(super) enum ReadyProgress {
     Post(Action),
-    /// All are ready, since the section has been as it is remembered.
+    /// All spans are ready, and have been since the section had its cached word.
     Done,
-    /// What was remembered is old.
+    /// Cached words were out of date. They are cached as they were found.
     Overtaken,
-    /// Some are another tenant's, which was not known.
+    /// Some spans are another tenant's, which was not known.
     Foreign,
 }
 
-impl Ready {
-    /// What must be done before the group is opened or taken; `None` if nothing.
+impl ReadyCheck {
+    /// Begins the check of a group; `None` if all of its spans are known to be ready.
     pub(super) fn begin(
         host: Host,
         section: u32,
         group: Run,
-        takes_foreign: bool,
+        allows_foreign: bool,
         cache: &NodeCache,
     ) -> Option<(Self, Action)> {
-        if cache.unready(section, group) == 0 || Mutation::SkipReady.is_active() {
+        if cache.not_ready(section, group) == 0 || Mutation::SkipReady.is_active() {
             return None;
         }
-        let ready = Self { host, section, group, takes_foreign, state: State::Spans };
-        Some((ready, Action::survey(section, 1)))
+        let check = Self { host, section, group, allows_foreign, state: State::Surveying };
+        Some((check, Action::survey(section, 1)))
     }
 
-    pub(super) fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Result<Readied, OpError> {
+    pub(super) fn step(
+        &mut self,
+        cache: &mut NodeCache,
+        result: StepResult<'_>,
+    ) -> Result<ReadyProgress, OpError> {
         let section = WordAt::Section(self.section);
         match self.state {
-            State::Spans => {
-                // A READ may tear a word. What looks impossible is not ready, and is left to the CAS, which does not tear.
+            State::Surveying => {
+                // A READ may tear a word. An illegal word is not cached, and counts as not ready.
                 cache.learn_survey(self.section, 1, result).ok();
-                if cache.has_foreign(self.section, self.group) && !self.takes_foreign {
-                    return Ok(Readied::Foreign);
+                if cache.has_foreign(self.section, self.group) && !self.allows_foreign {
+                    return Ok(ReadyProgress::Foreign);
                 }
-                if cache.unready(self.section, self.group) == 0 {
-                    return Ok(Readied::Done);
+                if cache.not_ready(self.section, self.group) == 0 {
+                    return Ok(ReadyProgress::Done);
                 }
-                if Mutation::ReadyFromMemory.is_active() {
+                if Mutation::ReadyFromCache.is_active() {
                     return Ok(self.mark(cache));
                 }
-                self.state = State::Section;
-                Ok(Readied::Post(Action::probe(section)))
+                self.state = State::ProbingSection;
+                Ok(ReadyProgress::Post(Action::probe(section)))
             }
-            State::Section => {
+            State::ProbingSection => {
                 let found = result.found();
                 if found != cache.word(section) {
                     cache.learn(section, found)?;
-                    return Ok(Readied::Overtaken);
+                    return Ok(ReadyProgress::Overtaken);
                 }
                 Ok(self.mark(cache))
             }
-            State::Mark(span) => {
+            State::Marking(span) => {
                 let (at, found) = (WordAt::Span(span), result.found());
                 let before = cache.span(span);
                 if found != before.0 {
                     cache.learn(at, found)?;
-                    return Ok(Readied::Overtaken);
+                    return Ok(ReadyProgress::Overtaken);
                 }
                 let now = before.mark_ready(self.host);
                 cache.change_span(span, now).map_err(|cause| damaged(at, now.0, cause))?;
-                if !cache.is_known(span) {
-                    // The READ had torn its word, and so did not tell whose it is.
-                    return Ok(Readied::Overtaken);
+                if !cache.is_owner_known(span) {
+                    // The READ had torn the span's word, so the owner was not cached.
+                    return Ok(ReadyProgress::Overtaken);
                 }
                 Ok(self.mark(cache))
             }
         }
     }
 
-    /// Mark the next that is not ready.
-    fn mark(&mut self, cache: &NodeCache) -> Readied {
-        let unready = cache.unready(self.section, self.group);
-        if unready == 0 {
-            return Readied::Done;
+    /// Marks the next span that is not ready.
+    fn mark(&mut self, cache: &NodeCache) -> ReadyProgress {
+        let not_ready = cache.not_ready(self.section, self.group);
+        if not_ready == 0 {
+            return ReadyProgress::Done;
         }
-        let span = self.section * SECTION_SPANS + unready.trailing_zeros();
+        let span = self.section * SECTION_SPANS + not_ready.trailing_zeros();
         let word = cache.span(span);
         if !word.is_closed() {
-            // Torn, or opened since: its section is not as remembered, or will not be found so.
-            return Readied::Overtaken;
+            // The word was torn, or the span was opened since. Then the section has changed.
+            return ReadyProgress::Overtaken;
         }
-        self.state = State::Mark(span);
+        self.state = State::Marking(span);
         let desired = word.mark_ready(self.host).0;
-        Readied::Post(Action::commit(WordAt::Span(span), word.0, desired))
+        ReadyProgress::Post(Action::commit(WordAt::Span(span), word.0, desired))
     }
 }

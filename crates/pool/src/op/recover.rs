@@ -1,11 +1,12 @@
-//! What a live host does for a dead one: find all that it held, by the words and the full log, and give it back. What it has itself is found in the same
-//! way, and what nobody there knows of is given back.
+//! V: frees all that a dead host owns on a node. With a narrower scope, it lists what a live host owns,
+//! or frees what that host has leaked.
 //!
-//! The dead host must be fenced at the node. Each change is a CAS on the word by which it was judged, and a section's word was read
-//! before those of its spans; what is lost to a race is judged anew.
+//! The dead host must be fenced at the node. Ownership is decided by the words and the full log.
+//! Each change is a CAS that expects the word by which ownership was decided, and a section's word is
+//! read before those of its spans. After a lost race the section is read again.
 
 mod judge;
-mod quest;
+mod scope;
 
 use std::ops::Range;
 
@@ -18,55 +19,58 @@ use crate::cache::{NodeCache, place_in_section};
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS};
 use crate::word::{InlineLog, SectionWord, SpanState, SpanWord};
 use judge::Verdict;
-use quest::Quest;
-pub use quest::{Held, HeldOp};
+use scope::RecoveryScope;
+pub use scope::{Holding, HoldingsOp};
 
 const SPANS: usize = SECTION_SPANS as usize;
 const CHUNKS: usize = SPAN_CHUNKS as usize;
 
-/// What was found of a dead host.
+/// Counts of what a recovery freed.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 pub struct Recovered {
-    /// Extents that it held.
+    /// Extents.
     pub extents: u64,
-    /// Their chunks.
+    /// Chunks of these extents.
     pub chunks: u64,
-    /// Spans that it was about to open, or to close.
+    /// Spans that the host was opening or closing.
     pub spans: u64,
-    /// Chunks of which nothing tells whose they are. There are none unless the metadata is damaged.
-    pub unknown: u64,
+    /// Allocated chunks of which no record names the owner. Not zero only if the metadata is damaged.
+    pub unowned: u64,
 }
 
-/// Gives back all that a dead host held of a node. If it is dropped before it is done another takes it up from the beginning.
+/// Frees all that a dead host owns on a node.
+///
+/// If it is dropped before it is done, another host can recover the same dead host from the beginning.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct RecoverOp {
     host: Host,
     dead: Host,
-    quest: Quest,
+    scope: RecoveryScope,
     recovered: Recovered,
-    /// The sections from here on are not looked at yet.
+    /// The next section to recover.
     next: u32,
-    /// Those from here on need not be.
+    /// The end of the sections to recover.
     end: u32,
-    /// Those before this one were, as far as to see that something is in them.
-    seen: u32,
-    /// A bit for each of the last [`READ_WORDS_MAX`] that were seen and have something in them.
-    used: Vec<bool>,
+    /// The end of the sections whose words have been read (V1).
+    surveyed: u32,
+    /// For each of the last sections of that, at most [`READ_WORDS_MAX`], whether it may hold anything.
+    is_used: Vec<bool>,
     section: u32,
+    /// Races lost in this section.
     lost: u32,
-    /// Of this section.
-    unknown: u64,
-    /// Its word was still the same after the log was read.
-    certain: Option<u8>,
-    /// How often the client had been surprised by a section when this one was looked at.
-    surprises: u64,
-    /// The section's record when its log was read; what we do writes over it.
+    /// Chunks of this section of which no record names the owner.
+    unowned: u64,
+    /// The place of a span whose word was read again, unchanged, after the log was read.
+    confirmed: Option<u8>,
+    /// [`NodeCache::conflicts`] when this section's word was read.
+    conflicts: u64,
+    /// The section's record when its log was read. Frees of this recovery overwrite it.
     record: Option<InlineLog>,
     spans: [u64; SPANS],
     chunk_log: Vec<u64>,
     span_log: Vec<u64>,
     chunk_keys: Vec<u64>,
-    /// The section's own, 15 that are unused, and its spans'.
+    /// The section's key entry, 15 unused entries, and those of its spans.
     other_keys: Vec<u64>,
     state: State,
 }
@@ -74,58 +78,65 @@ pub struct RecoverOp {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum State {
     Idle,
-    /// V1: which sections have something in them?
+    /// V1: reads the words of sections.
     Surveying,
-    /// V2: the keys first: what is the dead host's when its word is looked at after that, has no other.
+    /// V2: the keys are read before the words. An extent whose word is read later has no other key.
     ReadingChunkKeys,
+    /// V2.
     ReadingSpanKeys,
     /// V2.
     ProbingSection,
+    /// V2.
     ReadingSpans,
-    /// Extents without keys were told of: have they none yet?
-    ReadingChunkKeysAgain,
-    ReadingSpanKeysAgain,
-    /// The same again: what was read twice was not torn.
+    /// V2: reads the spans until two READs are equal. Equal READs are not torn.
     ReadingSpansAgain,
-    /// And the section again: it and its spans were so at one time.
+    /// V2: if the section's word is unchanged, it and the spans' words were so at one moment.
     ProbingSectionAgain,
+    /// V2.
     ReadingChunkLog,
+    /// V2.
     ReadingSpanLog,
-    /// Is a span still as it was when its log was read?
+    /// V3: reads a span's word again, because no record names the owner of some chunks.
     ProbingSpan(u8),
-    /// V3: its keys are revoked.
+    /// V3: revokes the keys of what is freed next.
     Revoking(Freed, Recovered),
-    /// V3, what it frees, and the span that is next.
+    /// V3: frees; the last value is the place of the next span.
     Freeing(FreeCommit, Recovered, u8),
+    /// V3: clears a full hint; the second value is the place of the next span.
     Hinting(Hint, u8),
+    /// U2: extents without keys were listed. Have they keys now?
+    ReadingChunkKeysAgain,
+    /// U2.
+    ReadingSpanKeysAgain,
 }
 
 type Next = Result<Step<Recovered>, OpError>;
 
 impl RecoverOp {
-    /// One by which a host gives back these things that it has, and nothing else. None of its own operations may be on its way to one of them.
+    /// An operation by which a live host frees these leaked holdings, and nothing else. No operation of
+    /// the host that concerns them may be in flight.
     #[must_use]
-    pub fn only(host: Host, these: impl IntoIterator<Item = Held>) -> Self {
-        Self { quest: Quest::Only(these.into_iter().collect()), ..Self::new(host, host) }
+    pub fn only(host: Host, these: impl IntoIterator<Item = Holding>) -> Self {
+        Self { scope: RecoveryScope::Only(these.into_iter().collect()), ..Self::new(host, host) }
     }
 
-    /// An operation by which `host` gives back what `dead` held.
+    /// An operation by which `host` frees all that `dead` owns.
     #[must_use]
     pub const fn new(host: Host, dead: Host) -> Self {
         Self {
             host,
             dead,
-            quest: Quest::All,
-            recovered: Recovered { extents: 0, chunks: 0, spans: 0, unknown: 0 },
+            scope: RecoveryScope::All,
+            recovered: Recovered { extents: 0, chunks: 0, spans: 0, unowned: 0 },
             next: 0,
             end: u32::MAX,
-            seen: 0,
-            used: Vec::new(),
+            surveyed: 0,
+            is_used: Vec::new(),
             section: 0,
             lost: 0,
-            unknown: 0,
-            certain: None,
-            surprises: 0,
+            unowned: 0,
+            confirmed: None,
+            conflicts: 0,
             record: None,
             spans: [0; SPANS],
             chunk_log: Vec::new(),
@@ -136,10 +147,10 @@ impl RecoverOp {
         }
     }
 
-    /// The same, of these sections only.
+    /// Restricts the operation to these sections.
     #[must_use]
     pub fn within(self, sections: Range<u32>) -> Self {
-        Self { next: sections.start, seen: sections.start, end: sections.end, ..self }
+        Self { next: sections.start, surveyed: sections.start, end: sections.end, ..self }
     }
 }
 
@@ -147,7 +158,7 @@ impl Machine for RecoverOp {
     type Output = Recovered;
 
     fn start(&mut self, cache: &mut NodeCache) -> Step<Recovered> {
-        self.go_on(cache)
+        self.next_section(cache)
     }
 
     fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<Recovered> {
@@ -160,7 +171,7 @@ impl Machine for RecoverOp {
             }
             State::ReadingSpanKeys => {
                 self.keep_other_keys(result.words());
-                Ok(self.look_at_section(cache))
+                Ok(self.probe_section(cache))
             }
             State::ReadingChunkKeysAgain => {
                 self.keep_chunk_keys(result.words());
@@ -168,17 +179,17 @@ impl Machine for RecoverOp {
             }
             State::ReadingSpanKeysAgain => {
                 self.keep_other_keys(result.words());
-                self.forget_keyed();
-                Ok(self.go_on(cache))
+                self.remove_keyed();
+                Ok(self.next_section(cache))
             }
             State::Revoking(freed, found) => Ok(self.commit(cache, freed, found)),
-            State::ProbingSection => self.section_found(cache, result.found()),
+            State::ProbingSection => self.section_probed(cache, result.found()),
             State::ReadingSpans => {
                 self.spans.copy_from_slice(result.words());
                 Ok(self.read_spans(State::ReadingSpansAgain))
             }
             State::ReadingSpansAgain => self.spans_read(cache, result.words()),
-            State::ProbingSectionAgain => self.section_found_again(cache, result.found()),
+            State::ProbingSectionAgain => self.section_probed_again(cache, result.found()),
             State::ReadingChunkLog => {
                 self.chunk_log.extend_from_slice(result.words());
                 Ok(self.read_span_log(cache))
@@ -204,42 +215,43 @@ impl RecoverOp {
         Step::Post(action)
     }
 
-    /// The next section that has something in it. What the dead host held stands still, so that no torn READ hides it.
-    fn go_on(&mut self, cache: &NodeCache) -> Step<Recovered> {
+    /// Begins the next section that may hold anything. Words of the dead host do not change, so a READ of
+    /// them is not torn.
+    fn next_section(&mut self, cache: &NodeCache) -> Step<Recovered> {
         let end = self.end.min(cache.section_count());
-        while self.next < self.seen {
-            let first = self.seen - u32::try_from(self.used.len()).unwrap_or(0);
+        while self.next < self.surveyed {
+            let first = self.surveyed - u32::try_from(self.is_used.len()).unwrap_or(0);
             let section = self.next;
             self.next += 1;
-            if self.used[(section - first) as usize] {
+            if self.is_used[(section - first) as usize] {
                 self.section = section;
                 self.lost = 0;
                 return self.begin_section();
             }
         }
-        if self.seen >= end {
+        if self.surveyed >= end {
             return Step::Done(Ok(self.recovered));
         }
-        let many = READ_WORDS_MAX.min(end - self.seen);
-        self.post(State::Surveying, Action::read(WordAt::Section(self.seen), many))
+        let count = READ_WORDS_MAX.min(end - self.surveyed);
+        self.post(State::Surveying, Action::read(WordAt::Section(self.surveyed), count))
     }
 
     fn surveyed(&mut self, cache: &NodeCache, words: &[u64]) -> Step<Recovered> {
-        self.used.clear();
-        // Where the dead host has something the word is another, whatever a READ makes of it.
-        let is_withheld = |word: SectionWord| word.is_withheld() && self.dead != Host::NODE;
-        self.used.extend(
-            words.iter().map(|word| SectionWord(*word)).map(|word| word.bits() != 0 && !is_withheld(word)),
-        );
-        self.seen += u32::try_from(words.len()).unwrap_or(0);
-        self.go_on(cache)
+        let may_hold = |word: SectionWord| {
+            // Where the dead host owns something, even a torn READ shows neither of these.
+            let is_offline = word.is_offline() && self.dead != Host::NODE;
+            word.bits() != 0 && !is_offline
+        };
+        self.is_used = words.iter().map(|word| may_hold(SectionWord(*word))).collect();
+        self.surveyed += u32::try_from(words.len()).unwrap_or(0);
+        self.next_section(cache)
     }
 
-    /// V2: the section first, then its spans, then the log.
+    /// V2: the keys first, then the section, its spans, and the log.
     fn begin_section(&mut self) -> Step<Recovered> {
-        self.unknown = 0;
-        self.certain = None;
-        self.quest.begin_section(self.section);
+        self.unowned = 0;
+        self.confirmed = None;
+        self.scope.begin_section(self.section);
         self.read_chunk_keys(State::ReadingChunkKeys)
     }
 
@@ -263,31 +275,32 @@ impl RecoverOp {
         self.other_keys.extend_from_slice(entries);
     }
 
-    /// Keys are written before the log. So what has no key now had not got its entry either when the log was read; what has one is being taken by somebody who
-    /// lives.
-    fn forget_keyed(&mut self) {
-        let mut quest = std::mem::take(&mut self.quest);
-        quest.forget_unkeyed(self.section, |grant| self.key_of(grant) != Key(0));
-        self.quest = quest;
+    /// Removes listed extents that have got a key. Keys are written before log entries, so an extent that
+    /// has no key now had no new log entry either when the log was read. An extent that has one is being
+    /// allocated by a live client.
+    fn remove_keyed(&mut self) {
+        let mut scope = std::mem::take(&mut self.scope);
+        scope.remove_keyed(self.section, |grant| self.key_of(grant) != Key(0));
+        self.scope = scope;
     }
 
-    fn look_at_section(&mut self, cache: &NodeCache) -> Step<Recovered> {
-        self.surprises = cache.surprises();
+    fn probe_section(&mut self, cache: &NodeCache) -> Step<Recovered> {
+        self.conflicts = cache.conflicts();
         if Mutation::SectionLast.is_active() {
             return self.read_spans(State::ReadingSpans);
         }
         self.post(State::ProbingSection, Action::probe(WordAt::Section(self.section)))
     }
 
-    fn section_found(&mut self, cache: &mut NodeCache, found: u64) -> Next {
+    fn section_probed(&mut self, cache: &mut NodeCache, found: u64) -> Next {
         cache.learn(WordAt::Section(self.section), found)?;
-        self.surprises = cache.surprises();
+        self.conflicts = cache.conflicts();
         self.record = SectionWord(found).log().ok().flatten();
         if Mutation::SectionLast.is_active() {
             return Ok(self.read_chunk_log(cache));
         }
         if SectionWord(found).bits() == 0 {
-            return Ok(self.go_on(cache));
+            return Ok(self.next_section(cache));
         }
         Ok(self.read_spans(State::ReadingSpans))
     }
@@ -312,7 +325,7 @@ impl RecoverOp {
         Ok(self.post(state, Action::probe(at)))
     }
 
-    fn section_found_again(&mut self, cache: &mut NodeCache, found: u64) -> Next {
+    fn section_probed_again(&mut self, cache: &mut NodeCache, found: u64) -> Next {
         if found != cache.section(self.section).0 {
             lose(&mut self.lost)?;
             return Ok(self.begin_section());
@@ -332,9 +345,9 @@ impl RecoverOp {
 
     fn read_span_log(&mut self, cache: &NodeCache) -> Step<Recovered> {
         let section = cache.section(self.section);
-        let is_held =
+        let is_owned =
             |(place, word): (u8, &SpanWord)| word.is_closed() && section.state(place) != SpanState::Empty;
-        if !(0..).zip(self.words().iter()).any(is_held) {
+        if !(0..).zip(self.words().iter()).any(is_owned) {
             return self.judge_from(cache, 0);
         }
         let at = WordAt::span_entry(self.section * SECTION_SPANS);
@@ -345,42 +358,43 @@ impl RecoverOp {
         self.spans.map(SpanWord)
     }
 
-    /// V3: give back what is the dead host's, from the span with this place on.
+    /// V3: frees what the dead host owns, from the span at this place on.
     fn judge_from(&mut self, cache: &NodeCache, mut place: u8) -> Step<Recovered> {
-        if self.surprises != cache.surprises() && !Mutation::SectionLast.is_active() {
-            // Others have changed the section since its spans were looked at.
+        if self.conflicts != cache.conflicts() && !Mutation::SectionLast.is_active() {
+            // Another client has changed the section since its spans were read.
             return self.begin_section();
         }
         while u32::from(place) < SECTION_SPANS {
             match self.judge(cache, place) {
                 Verdict::Pass(next) => place = next,
                 Verdict::Free(freed, found) => return self.free(cache, freed, found),
-                Verdict::Doubt => {
+                Verdict::Unclear => {
                     let at = WordAt::Span(self.section * SECTION_SPANS + u32::from(place));
                     return self.post(State::ProbingSpan(place), Action::probe(at));
                 }
-                Verdict::Unhint if !self.quest.gives() => place += 1,
-                Verdict::Unhint => {
+                Verdict::ClearFullHint if !self.scope.is_freeing() => place += 1,
+                Verdict::ClearFullHint => {
                     let span = self.section * SECTION_SPANS + u32::from(place);
                     place += 1;
-                    // Rule H: the section's word is older than the look that found the span open.
-                    if let Some((hint, action)) = Hint::opened(span, false, cache) {
+                    // Rule H: the section's word was read before the span was seen open.
+                    if let Some((hint, action)) = Hint::clear_full(span, false, cache) {
                         return self.post(State::Hinting(hint, place), action);
                     }
                 }
             }
         }
-        self.recovered.unknown += self.unknown;
-        if self.quest.has_told_of_unkeyed(self.section) {
+        self.recovered.unowned += self.unowned;
+        if self.scope.has_listed_unkeyed(self.section) {
             return self.read_chunk_keys(State::ReadingChunkKeysAgain);
         }
-        self.go_on(cache)
+        self.next_section(cache)
     }
 
-    /// Revokes the keys of what is freed as they were before it was judged, by CASes that expect them: a later owner has another key.
+    /// Revokes the keys of what is freed, then frees it. The CASes expect the keys that were read before
+    /// the words, so the key of a later owner is not revoked.
     fn free(&mut self, cache: &NodeCache, freed: Freed, found: Recovered) -> Step<Recovered> {
         let action =
-            if Mutation::SkipStrike.is_active() { Action::default() } else { self.revocations(freed) };
+            if Mutation::SkipRevoke.is_active() { Action::default() } else { self.revocations(freed) };
         if action.is_empty() {
             return self.commit(cache, freed, found);
         }
@@ -427,7 +441,7 @@ impl RecoverOp {
             lose(&mut self.lost)?;
             return Ok(self.begin_section());
         }
-        self.certain = Some(place);
+        self.confirmed = Some(place);
         Ok(self.judge_from(cache, place))
     }
 
@@ -456,11 +470,11 @@ impl RecoverOp {
 }
 
 impl Recovered {
-    /// Count what was found elsewhere, too.
+    /// Adds the counts of another recovery.
     pub const fn add(&mut self, other: Self) {
         self.extents += other.extents;
         self.chunks += other.chunks;
         self.spans += other.spans;
-        self.unknown += other.unknown;
+        self.unowned += other.unowned;
     }
 }

@@ -1,7 +1,7 @@
-//! A9: taking neighbouring sections that together are one extent, larger than any size class.
+//! A9: allocates neighbouring sections, which together are one extent above 2 MiB.
 //!
-//! Each is taken as an extent of its own, and all under one key. So whatever becomes of whoever does this, words and log tell of each
-//! section whose it is, and it is given back as any other.
+//! Each section is allocated as an extent of its own, and all have one key. If the host dies half way, words
+//! and log name the owner of each section, and recovery frees it like any other extent.
 
 use aquifer_fabric::{Host, Key};
 
@@ -13,22 +13,26 @@ use crate::cache::NodeCache;
 use crate::size::{SECTION_CHUNKS, SizeClass};
 use crate::word::Run;
 
-/// Stretches begun and given back, for others were faster, after which there is none to be had.
+/// Stretches that may be begun and rolled back, because other clients were faster, before the node counts
+/// as full.
 const ATTEMPTS_MAX: u32 = 64;
 
-/// Takes a stretch of sections, all or none. Dropped before it is done it may have taken some.
+/// Allocates a stretch of sections, all or none.
+///
+/// If it is dropped before it is done, some may be allocated.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct StretchOp {
     host: Host,
     count: u32,
     key: Key,
-    /// The first section, and how many are ours already.
+    /// The first section.
     first: u32,
-    taken: u32,
+    /// Sections that are allocated already.
+    allocated: u32,
     lost: u32,
-    /// Where a race was lost last: others begin there, and what they have taken since follows.
+    /// The section at which the last race was lost. The stretch of the client that won begins there.
     lost_at: u32,
-    /// All that is remembered was read by this operation.
+    /// Whether all sections were read by this operation.
     is_fresh: bool,
     state: State,
 }
@@ -36,29 +40,29 @@ pub struct StretchOp {
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 enum State {
     Idle,
-    /// R: so many, and more up to the last.
+    /// R: reads `count` sections; the next ones up to `end` follow.
     Reading {
         first: u32,
         count: u32,
         end: u32,
     },
-    /// A0, of several.
+    /// A0, of several sections.
     Surveying {
         first: u32,
         count: u32,
     },
-    /// A0, L, A7 of the section after those that are taken.
-    Taking(AllocOp),
-    /// The last A8.
+    /// A0, L, A7 of the next section.
+    Allocating(AllocOp),
+    /// A8 of the last section.
     Ending,
-    /// The last A8 of what goes back.
+    /// A8 of the last section that is rolled back.
     Recording(Option<OpError>),
-    /// K, F5 of the last that was taken. Then others are tried, or this is the end.
-    Returning(FreeOp, Option<OpError>),
+    /// K, F5 of the last allocated section. Then the operation ends with the error, or tries other sections.
+    RollingBack(FreeOp, Option<OpError>),
 }
 
 impl StretchOp {
-    /// An operation that takes `count` sections for `host`; none if it is 0.
+    /// An operation that allocates `count` sections for `host`. It fails with [`OpError::Full`] if `count` is 0.
     #[must_use]
     pub const fn new(host: Host, count: u32) -> Self {
         Self {
@@ -66,7 +70,7 @@ impl StretchOp {
             count,
             key: Key(0),
             first: 0,
-            taken: 0,
+            allocated: 0,
             lost: 0,
             lost_at: 0,
             is_fresh: false,
@@ -76,7 +80,7 @@ impl StretchOp {
 }
 
 impl Machine for StretchOp {
-    /// The first of the sections; all have its key.
+    /// The first section. All sections have its key.
     type Output = Grant;
 
     fn start(&mut self, cache: &mut NodeCache) -> Step<Grant> {
@@ -85,15 +89,15 @@ impl Machine for StretchOp {
             return Step::Done(Err(OpError::Full));
         }
         self.key = cache.fresh_key(SizeClass::SECTION);
-        // What is taken in vain costs more than reading all anew, unless the node is very large.
-        if sections.div_ceil(READ_WORDS_MAX) <= self.count { self.find_anew(cache) } else { self.find(cache) }
+        // A rolled-back attempt costs more than reading all sections, unless the node is very large.
+        if sections.div_ceil(READ_WORDS_MAX) <= self.count { self.read_all(cache) } else { self.find(cache) }
     }
 
     fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<Grant> {
         match std::mem::replace(&mut self.state, State::Idle) {
             State::Idle => panic!("no action is under way"),
             State::Reading { first, count, end } => {
-                // A READ may tear a word. What looks impossible is left to the CAS, which does not.
+                // A READ may tear a word. Damage is found by the CAS, which does not.
                 cache.learn_sections(first, count, result).ok();
                 self.read(cache, first + count, end)
             }
@@ -101,15 +105,15 @@ impl Machine for StretchOp {
                 cache.learn_survey(first, count, result).ok();
                 self.survey(cache, first + count)
             }
-            State::Taking(mut op) => {
+            State::Allocating(mut op) => {
                 let step = op.step(cache, result);
-                self.taking(cache, op, step, Action::default())
+                self.allocating(cache, op, step, Action::default())
             }
             State::Ending => Step::Done(Ok(self.grant(self.first))),
-            State::Recording(failure) => self.give_back(cache, failure),
-            State::Returning(mut op, failure) => {
+            State::Recording(failure) => self.free_last(cache, failure),
+            State::RollingBack(mut op, failure) => {
                 let step = op.step(cache, result);
-                self.returning(cache, op, step, failure)
+                self.rolling_back(cache, op, step, failure)
             }
         }
     }
@@ -125,7 +129,7 @@ impl StretchOp {
         Grant { chunk: section * SECTION_CHUNKS, class: SizeClass::SECTION, key: self.key }
     }
 
-    /// Find so many free sections side by side, in what we remember, then in what there is.
+    /// Finds neighbouring free sections by the cached words, and then by the present words.
     fn find(&mut self, cache: &mut NodeCache) -> Step<Grant> {
         match cache.find_stretch(self.count) {
             Some(first) => {
@@ -133,12 +137,12 @@ impl StretchOp {
                 self.survey(cache, first)
             }
             None if self.is_fresh => Step::Done(Err(OpError::Full)),
-            None => self.find_anew(cache),
+            None => self.read_all(cache),
         }
     }
 
-    /// What we remember is old.
-    fn find_anew(&mut self, cache: &mut NodeCache) -> Step<Grant> {
+    /// Reads the words of all sections.
+    fn read_all(&mut self, cache: &mut NodeCache) -> Step<Grant> {
         self.is_fresh = true;
         self.read(cache, 0, cache.section_count())
     }
@@ -151,30 +155,31 @@ impl StretchOp {
         self.post(State::Reading { first, count, end }, Action::read(WordAt::Section(first), count))
     }
 
-    /// A0 before anything is taken: whose those from `from` on are, as far as that is not known. One that is another's is found out before its neighbours were taken for nothing.
+    /// A0 of the sections from `from` on, before anything is allocated, so that a section of another tenant is
+    /// noticed before its neighbours are allocated.
     fn survey(&mut self, cache: &mut NodeCache, from: u32) -> Step<Grant> {
         let end = self.first + self.count;
-        let Some(next) = (from..end).find(|section| cache.unready(*section, Run::SECTION) != 0) else {
+        let Some(next) = (from..end).find(|section| cache.not_ready(*section, Run::SECTION) != 0) else {
             let is_foreign = |section: u32| cache.has_foreign(section, Run::SECTION);
             return if (self.first..end).any(is_foreign) {
                 self.find(cache)
             } else {
-                self.take(cache, Action::default())
+                self.allocate_next(cache, Action::default())
             };
         };
         let count = SURVEY_SECTIONS_MAX.min(end - next);
         self.post(State::Surveying { first: next, count }, Action::survey(next, count))
     }
 
-    /// Allocates the next of them. `record` is A8 of the one before.
-    fn take(&mut self, cache: &mut NodeCache, record: Action) -> Step<Grant> {
-        let section = self.first + self.taken;
-        let mut op = AllocOp::of_section(self.host, section, self.key).leaving_record();
+    /// Allocates the next section. `record` is A8 of the section before.
+    fn allocate_next(&mut self, cache: &mut NodeCache, record: Action) -> Step<Grant> {
+        let section = self.first + self.allocated;
+        let mut op = AllocOp::of_section(self.host, section, self.key).deferring_record();
         let step = op.start(cache);
-        self.taking(cache, op, step, record)
+        self.allocating(cache, op, step, record)
     }
 
-    fn taking(
+    fn allocating(
         &mut self,
         cache: &mut NodeCache,
         mut op: AllocOp,
@@ -183,15 +188,15 @@ impl StretchOp {
     ) -> Step<Grant> {
         let record = record.then(op.take_record());
         match step {
-            Step::Post(action) => self.post(State::Taking(op), record.then(action)),
+            Step::Post(action) => self.post(State::Allocating(op), record.then(action)),
             Step::Done(Ok(_)) => {
-                self.taken += 1;
-                if self.taken < self.count { self.take(cache, record) } else { self.end(record) }
+                self.allocated += 1;
+                if self.allocated < self.count { self.allocate_next(cache, record) } else { self.end(record) }
             }
-            // Another client was faster, which is remembered now.
+            // Another client was faster. The section's word is cached as it was found.
             Step::Done(Err(OpError::Full)) => {
                 self.lost += 1;
-                self.lost_at = self.first + self.taken;
+                self.lost_at = self.first + self.allocated;
                 self.roll_back(cache, record, (self.lost == ATTEMPTS_MAX).then_some(OpError::Full))
             }
             Step::Done(Err(error)) => self.roll_back(cache, record, Some(error)),
@@ -205,31 +210,32 @@ impl StretchOp {
         self.post(State::Ending, record)
     }
 
-    /// Frees what was allocated. Only an extent that has its key can be freed.
+    /// Frees the sections that were allocated. The last one gets its key first, because K expects a key.
     fn roll_back(&mut self, cache: &mut NodeCache, record: Action, failure: Option<OpError>) -> Step<Grant> {
         if record.is_empty() {
-            return self.give_back(cache, failure);
+            return self.free_last(cache, failure);
         }
         self.post(State::Recording(failure), record)
     }
 
-    /// Give back what was taken, last first.
-    fn give_back(&mut self, cache: &mut NodeCache, failure: Option<OpError>) -> Step<Grant> {
-        let Some(left) = self.taken.checked_sub(1).filter(|_| !Mutation::KeepPart.is_active()) else {
-            self.taken = 0;
+    /// Frees the last allocated section; if there is none, tries other sections or ends with the error.
+    fn free_last(&mut self, cache: &mut NodeCache, failure: Option<OpError>) -> Step<Grant> {
+        let Some(remaining) = self.allocated.checked_sub(1).filter(|_| !Mutation::KeepPart.is_active())
+        else {
+            self.allocated = 0;
             let end = cache.section_count().min(self.lost_at + READ_WORDS_MAX);
             return match failure {
                 None => self.read(cache, self.lost_at, end),
                 Some(error) => Step::Done(Err(error)),
             };
         };
-        self.taken = left;
-        let mut op = FreeOp::new(self.host, self.grant(self.first + left));
+        self.allocated = remaining;
+        let mut op = FreeOp::new(self.host, self.grant(self.first + remaining));
         let step = op.start(cache);
-        self.returning(cache, op, step, failure)
+        self.rolling_back(cache, op, step, failure)
     }
 
-    fn returning(
+    fn rolling_back(
         &mut self,
         cache: &mut NodeCache,
         op: FreeOp,
@@ -237,10 +243,10 @@ impl StretchOp {
         failure: Option<OpError>,
     ) -> Step<Grant> {
         match step {
-            Step::Post(action) => self.post(State::Returning(op, failure), action),
+            Step::Post(action) => self.post(State::RollingBack(op, failure), action),
             Step::Done(outcomes) => match outcomes.and_then(|outcomes| outcomes[0]) {
-                Ok(()) => self.give_back(cache, failure),
-                // So this host has something that no ledger names.
+                Ok(()) => self.free_last(cache, failure),
+                // This host now has leaked a section. The caller reports the node as suspect.
                 Err(error) => Step::Done(Err(error)),
             },
         }

@@ -1,10 +1,10 @@
-//! The inline log: what the last change of a word was, and who made it.
+//! The inline log: the last change of a control word, and the host that made it.
 
 use aquifer_fabric::Host;
 
 use super::{IllegalWord, Run};
 
-/// How many timestamps there are before they begin again.
+/// The number of timestamps. After the last one, they begin again at 0.
 pub const STAMPS: u16 = 1 << STAMP_BITS;
 
 const STAMP_BITS: u32 = 11;
@@ -17,36 +17,38 @@ const STAMP_MASK: u32 = (1 << STAMP_BITS) - 1;
 const HOST_MASK: u32 = (1 << HOST_BITS) - 1;
 const RUN_MASK: u32 = (1 << RUN_BITS) - 1;
 
-/// What was done.
+/// The kind of a change.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum LogOp {
-    /// A span was opened for chunks (sections only).
+    /// A span was opened for chunks. In sections' words only.
     Open,
-    /// The run was taken.
+    /// The run was allocated.
     Alloc,
-    /// The run was given back.
+    /// The run was freed.
     Free,
-    /// In a section: the span is empty again. In a span: the run was given back and was the last.
+    /// In a section's word: the span became empty. In a span's word: the run was freed, and nothing else is
+    /// allocated.
     Close,
-    /// The span is closed and its section knows it: a new life of it may begin (spans only).
+    /// The span is closed, and its section says empty, so that it may be opened or allocated whole. In
+    /// spans' words only.
     Ready,
 }
 
-/// The record of a word's last change.
+/// The record of the last change of a control word.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct InlineLog {
-    /// What was done.
+    /// The kind of the change.
     pub op: LogOp,
-    /// To which chunks or spans.
+    /// The chunks or spans that were changed.
     pub run: Run,
-    /// By which host.
+    /// The host that made the change.
     pub host: Host,
-    /// The word's count of changes, modulo [`STAMPS`]. Changes of hints count too.
+    /// The number of changes of the word, those of hints included, modulo [`STAMPS`].
     pub stamp: u16,
 }
 
 impl InlineLog {
-    /// The bits of the log of a word with so many `places`.
+    /// Encodes the log of a word of `places` chunks or spans.
     pub(super) const fn encode(self, places: u8) -> u32 {
         let op: u32 = match self.op {
             LogOp::Open => 1,
@@ -61,7 +63,7 @@ impl InlineLog {
             | (self.stamp as u32 & STAMP_MASK)
     }
 
-    /// The log in these bits; `None` if the word was never changed.
+    /// Decodes the log of a word of `places` chunks or spans; `None` if the word was never changed.
     pub(super) fn decode(raw: u32, places: u8) -> Result<Option<Self>, IllegalWord> {
         if raw == 0 {
             return Ok(None);
@@ -83,22 +85,22 @@ impl InlineLog {
     }
 }
 
-/// The timestamp in the bits of a log.
+/// The timestamp of an encoded log.
 pub(super) const fn stamp(raw: u32) -> u16 {
     (raw & STAMP_MASK) as u16
 }
 
-/// The timestamp after this one.
+/// The timestamp that follows that of an encoded log.
 pub(super) const fn next_stamp(raw: u32) -> u16 {
     (stamp(raw) + 1) % STAMPS
 }
 
-/// The record without its timestamp.
+/// An encoded log without its timestamp.
 pub(super) const fn untimed(raw: u32) -> u32 {
     raw & !STAMP_MASK
 }
 
-/// The same record with the next timestamp.
-pub(super) const fn touched(raw: u32) -> u32 {
+/// An encoded log with the next timestamp.
+pub(super) const fn with_next_stamp(raw: u32) -> u32 {
     (raw & !STAMP_MASK) | next_stamp(raw) as u32
 }

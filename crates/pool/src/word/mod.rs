@@ -1,8 +1,10 @@
-//! Control words: the state of a section or a span in the low half, in the high half the
-//! inline log, the record of the last change. One CAS changes both: it is the commit point.
+//! Control words of sections and spans, and entries of the full log.
 //!
-//! All functions are pure and total: a word comes out of memory that others write, so any 64 bits
-//! may arrive, and [`SectionWord::check`] and [`SpanWord::check`] say whether they can be right.
+//! The low half of a control word is the state; the high half is the inline log, the record of the last
+//! change. One CAS changes both, and is the commit point of an operation.
+//!
+//! All functions are pure and total. Words are read from memory that peers write, so any 64 bits may
+//! arrive. [`SectionWord::check`] and [`SpanWord::check`] find illegal ones.
 
 mod entry;
 mod log;
@@ -20,9 +22,9 @@ pub use span::SpanWord;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, thiserror::Error)]
 pub enum IllegalWord {
     /// The inline log is not one that this version writes.
-    #[error("its inline log {0:#010x} is none that this version writes")]
+    #[error("its inline log {0:#010x} is not one that this version writes")]
     Log(u32),
-    /// The inline log tells of a change whose result is not in the bits.
+    /// The state is not a result of the change in the inline log.
     #[error("its bits {bits:#010x} contradict its inline log {log:?}")]
     Contradiction {
         /// The state half.
@@ -32,7 +34,7 @@ pub enum IllegalWord {
     },
 }
 
-/// The inline log of a control word, as it stands there.
+/// The bits of the inline log of a control word.
 #[must_use]
 pub const fn record_of(word: u64) -> u32 {
     high(word)
@@ -48,7 +50,7 @@ const fn high(word: u64) -> u32 {
     (word >> 32) as u32
 }
 
-/// A word of two halves.
+/// Joins two halves into a word.
 const fn join(high: u32, low: u32) -> u64 {
     ((high as u64) << 32) | low as u64
 }

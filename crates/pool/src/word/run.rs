@@ -1,6 +1,6 @@
-//! Aligned runs of 2^order bits in a word.
+//! Aligned runs of chunks of a span, or of spans of a section.
 
-/// An aligned run: `2^order` chunks of a span, or spans of a section, from `first` on.
+/// An aligned run: 2^`order` chunks of a span, or spans of a section, from `first` on.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Run {
     first: u8,
@@ -11,7 +11,7 @@ impl Run {
     /// All spans of a section.
     pub const SECTION: Self = Self { first: 0, order: 4 };
 
-    /// The run of 2^`order` from `first` on; `None` if it is not aligned or leaves a word of 32.
+    /// The run of 2^`order` places from `first` on; `None` if it is not aligned, or ends above 32.
     #[must_use]
     pub const fn new(first: u8, order: u8) -> Option<Self> {
         if order <= 5 && first < 32 && first.trailing_zeros() >= order as u32 {
@@ -21,7 +21,7 @@ impl Run {
         }
     }
 
-    /// One of `first` alone.
+    /// The run of one place.
     ///
     /// # Panics
     /// If `first` is 32 or more.
@@ -31,31 +31,31 @@ impl Run {
         Self { first, order: 0 }
     }
 
-    /// Its first place.
+    /// The first place.
     #[must_use]
     pub const fn first(self) -> u8 {
         self.first
     }
 
-    /// The exponent of its length.
+    /// The exponent of the length.
     #[must_use]
     pub const fn order(self) -> u8 {
         self.order
     }
 
-    /// How many places it takes.
+    /// The number of places.
     #[must_use]
     pub const fn len(self) -> u8 {
         1 << self.order
     }
 
-    /// A run is never empty.
+    /// Always false: a run has at least one place.
     #[must_use]
     pub const fn is_empty(self) -> bool {
         false
     }
 
-    /// A bit for each of its places.
+    /// The mask with a bit for each place.
     #[must_use]
     pub const fn mask(self) -> u32 {
         let ones = if self.order >= 5 { u32::MAX } else { (1 << (1 << self.order)) - 1 };
@@ -68,14 +68,15 @@ impl Run {
         self.mask() & other.mask() != 0
     }
 
-    /// Its number among all aligned runs of a word of `places` (16 or 32): that of a node in a
-    /// binary tree whose root, the whole word, is 1. So six bits hold place and length.
+    /// The number among all aligned runs of a word of `places` (16 or 32).
+    ///
+    /// It is the number of a node in a binary tree whose root, the whole word, is 1. Six bits hold it.
     #[must_use]
     pub(super) const fn number(self, places: u8) -> u32 {
         ((places >> self.order) + (self.first >> self.order)) as u32
     }
 
-    /// The run with this number.
+    /// The run with this number; `None` if there is none.
     pub(super) fn from_number(number: u32, places: u8) -> Option<Self> {
         let depth = u8::try_from(number.checked_ilog2()?).ok()?;
         let depth_max = u8::try_from(places.ilog2()).ok()?;

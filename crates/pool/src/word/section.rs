@@ -1,4 +1,4 @@
-//! A section's word: two bits for each of its 16 spans, and the inline log.
+//! The control word of a section: 2 bits for each of its 16 spans, and the inline log.
 
 use aquifer_fabric::Host;
 
@@ -9,19 +9,19 @@ pub(super) const PLACES: u8 = 16;
 const _: () = assert!(PLACES as u32 == SECTION_SPANS);
 const EVEN: u32 = 0x5555_5555;
 
-/// Where a group of each order may begin, in the even bits.
+/// Where a group of each order may begin; span i is bit 2·i.
 const ALIGNED: [u32; 5] = [EVEN, 0x1111_1111, 0x0101_0101, 0x0001_0001, 0x0000_0001];
 
-/// What a section knows of one of its spans.
+/// The state of a span in its section's word.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum SpanState {
-    /// Nobody has any of it.
+    /// Free.
     Empty,
     /// Open for chunks, or being opened or closed.
     Partial,
-    /// Open for chunks, but so many hosts are at it that others do better elsewhere.
+    /// Open for chunks, but hosts have lost several races at it, so that others search elsewhere.
     Contended,
-    /// Taken whole, if its word is closed; else probably without a free chunk.
+    /// If its word is closed, allocated whole; else probably without a free chunk.
     Full,
 }
 
@@ -36,18 +36,18 @@ impl SpanState {
     }
 }
 
-/// The state of a section.
+/// The control word of a section: the states of its spans, and the inline log.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct SectionWord(pub u64);
 
 impl SectionWord {
-    /// That of a section which its node has never lent: it has taken all of it.
-    pub const WITHHELD: Self = Self(0).take(Run::SECTION, Host::NODE);
+    /// The word of a section that its node has never lent: the node has allocated all of it.
+    pub const OFFLINE: Self = Self(0).allocate(Run::SECTION, Host::NODE);
 
-    /// Whether the node keeps all of it to itself: it does not lend it, or clears it.
+    /// Whether the node itself has allocated the whole section, to take it offline or to clear it.
     #[must_use]
-    pub const fn is_withheld(self) -> bool {
-        self.bits() == u32::MAX && self.has_record_of(Self::WITHHELD)
+    pub const fn is_offline(self) -> bool {
+        self.bits() == u32::MAX && self.has_record_of(Self::OFFLINE)
     }
 
     /// The 16 codes.
@@ -67,20 +67,21 @@ impl SectionWord {
         }
     }
 
-    /// Spans in this state: span i is bit 2·i.
+    /// The spans in this state; span i is bit 2·i.
     #[must_use]
     const fn spans(self, state: SpanState) -> u32 {
-        // A code equals the wanted one where neither of its two bits differs.
+        // Two codes are equal if neither bit differs.
         let differing = self.bits() ^ (state.code() * EVEN);
         !(differing | (differing >> 1)) & EVEN
     }
 
     /// The spans in this state, lowest first.
     pub fn spans_in(self, state: SpanState) -> impl Iterator<Item = u8> {
-        let mut left = self.spans(state);
+        let mut remaining = self.spans(state);
         std::iter::from_fn(move || {
-            let index = u8::try_from(left.checked_ilog2().map(|_| left.trailing_zeros())? / 2).ok()?;
-            left &= left - 1;
+            let index =
+                u8::try_from(remaining.checked_ilog2().map(|_| remaining.trailing_zeros())? / 2).ok()?;
+            remaining &= remaining - 1;
             Some(index)
         })
     }
@@ -89,14 +90,14 @@ impl SectionWord {
     #[must_use]
     pub const fn empty_spans(self) -> u16 {
         let empty = self.spans(SpanState::Empty);
-        // The even bits, moved together.
+        // Packs the even bits.
         let pairs = (empty | (empty >> 1)) & 0x3333_3333;
         let fours = (pairs | (pairs >> 2)) & 0x0f0f_0f0f;
         let eights = (fours | (fours >> 4)) & 0x00ff_00ff;
         ((eights | (eights >> 8)) & 0xffff) as u16
     }
 
-    /// Whether the record is the same, timestamps aside.
+    /// Whether both words have the same record, apart from the timestamp.
     #[must_use]
     pub const fn has_record_of(self, other: Self) -> bool {
         log::untimed(high(self.0)) == log::untimed(high(other.0))
@@ -114,7 +115,7 @@ impl SectionWord {
         self.find_among(order, u16::MAX)
     }
 
-    /// The first of those whose spans are all among these, a bit for each.
+    /// The first aligned group of 2^`order` empty spans that are all in the set `among`, a bit for each span.
     #[must_use]
     pub fn find_among(self, order: u8, among: u16) -> Option<Run> {
         let mut empty = self.spans(SpanState::Empty) & spread(among.into());
@@ -135,15 +136,15 @@ impl SectionWord {
         self.spans(state) & wanted == wanted
     }
 
-    /// The word after `host` has taken an empty group whole.
+    /// The word after `host` has allocated an empty group whole.
     #[must_use]
-    pub const fn take(self, run: Run, host: Host) -> Self {
+    pub const fn allocate(self, run: Run, host: Host) -> Self {
         self.with(run, SpanState::Full, LogOp::Alloc, host)
     }
 
-    /// The word after `host` has given a group back.
+    /// The word after `host` has freed a group.
     #[must_use]
-    pub const fn give(self, run: Run, host: Host) -> Self {
+    pub const fn free(self, run: Run, host: Host) -> Self {
         self.with(run, SpanState::Empty, LogOp::Free, host)
     }
 
@@ -153,7 +154,7 @@ impl SectionWord {
         self.with(Run::single(index), SpanState::Partial, LogOp::Open, host)
     }
 
-    /// The same, and span `full` has no free chunk: one change says both.
+    /// The word after `host` has opened span `index`, and set the full hint of span `full` in the same CAS.
     #[must_use]
     pub const fn open_beside(self, index: u8, full: u8, host: Host) -> Self {
         Self(join(high(self.0), self.replace(Run::single(full), SpanState::Full))).open(index, host)
@@ -165,11 +166,13 @@ impl SectionWord {
         self.with(Run::single(index), SpanState::Empty, LogOp::Close, host)
     }
 
-    /// The word with another hint for span `index`. A hint commits nothing, so the record stays; but the timestamp
-    /// goes on, so that whoever read the word before sees that it has changed.
+    /// The word with another hint for span `index`.
+    ///
+    /// A hint commits nothing, so the record stays. The timestamp advances, so that a CAS that expects the
+    /// word before fails.
     #[must_use]
     pub const fn hint(self, index: u8, state: SpanState) -> Self {
-        Self(join(log::touched(high(self.0)), self.replace(Run::single(index), state)))
+        Self(join(log::with_next_stamp(high(self.0)), self.replace(Run::single(index), state)))
     }
 
     const fn replace(self, run: Run, state: SpanState) -> u32 {
@@ -185,32 +188,32 @@ impl SectionWord {
     /// The inline log; `None` if the word was never changed.
     ///
     /// # Errors
-    /// If the bits cannot be a log.
+    /// If the bits are not a log.
     pub fn log(self) -> Result<Option<InlineLog>, IllegalWord> {
         InlineLog::decode(high(self.0), PLACES)
     }
 
-    /// Whether these 64 bits can be a section's word: the log is the record of a change whose result is in the bits.
+    /// Checks that these 64 bits can be a section's word: the state is a result of the change in the log.
     ///
     /// # Errors
-    /// What is wrong.
+    /// What is illegal.
     pub fn check(self) -> Result<(), IllegalWord> {
         let bits = self.bits();
         let Some(log) = self.log()? else {
             return if bits == 0 { Ok(()) } else { Err(IllegalWord::Log(high(self.0))) };
         };
-        let right = match log.op {
+        let is_legal = match log.op {
             LogOp::Open => log.run.order() == 0 && self.state(log.run.first()) != SpanState::Empty,
             LogOp::Alloc => self.all(log.run, SpanState::Full),
             LogOp::Free => self.all(log.run, SpanState::Empty),
             LogOp::Close => log.run.order() == 0 && self.all(log.run, SpanState::Empty),
             LogOp::Ready => false,
         };
-        if right { Ok(()) } else { Err(IllegalWord::Contradiction { bits, log }) }
+        if is_legal { Ok(()) } else { Err(IllegalWord::Contradiction { bits, log }) }
     }
 }
 
-/// The low 16 bits of a mask, bit i moved to bit 2·i.
+/// Spreads the low 16 bits of a mask: bit i becomes bit 2·i.
 const fn spread(mask: u32) -> u32 {
     let mut x = mask & 0xffff;
     x = (x | (x << 8)) & 0x00ff_00ff;

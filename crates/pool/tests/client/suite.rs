@@ -12,7 +12,8 @@ use aquifer_pool::op::Recovered;
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::word::Run;
 use aquifer_pool::{
-    Custody, Donation, Extent, FormatError, Ledger, NodeId, Pause, PoolClient, PoolError, SizeClass, donate,
+    Extent, FormatError, LeakDetector, Ledger, NodeId, NodeMemory, PoolClient, PoolError, ScanProgress,
+    SizeClass,
 };
 
 use super::Bed;
@@ -22,8 +23,8 @@ mod many;
 
 const NODE: NodeId = NodeId(7);
 
-fn lend(bed: &Bed, sections: u64) -> Donation {
-    donate(bed.target(), NODE, sections * SECTION_BYTES).expect("memory")
+fn lend(bed: &Bed, sections: u64) -> NodeMemory {
+    NodeMemory::create(bed.target(), NODE, sections * SECTION_BYTES).expect("memory")
 }
 
 fn bed(sections: u64) -> Bed {
@@ -46,8 +47,8 @@ impl Bed {
         self.client_of(host, 0)
     }
 
-    fn client_in(&self, host: u16, custody: &Arc<Custody>) -> PoolClient {
-        let mut client = PoolClient::in_custody(Host(host), Tenant(0), Arc::clone(custody));
+    fn client_in(&self, host: u16, leak_detector: &Arc<LeakDetector>) -> PoolClient {
+        let mut client = PoolClient::with_leak_detector(Host(host), Tenant(0), Arc::clone(leak_detector));
         client.add_node(NODE, self.endpoint(host)).expect("a good node");
         client
     }
@@ -313,7 +314,7 @@ fn keys_open_their_extent_to_its_tenant_alone() {
 #[test]
 fn memory_goes_to_another_tenant_only_cleared() {
     let bed = Bed::bare();
-    let donation = lend(&bed, 1);
+    let node_memory = lend(&bed, 1);
     let (mut first, mut second) = (bed.client_of(1, 5), bed.client_of(2, 6));
     let mut node = bed.client_of(4095, u32::MAX);
     let stampers = [&mut first, &mut second].map(Stamper::new);
@@ -327,15 +328,15 @@ fn memory_goes_to_another_tenant_only_cleared() {
         let again = first.allocate(NODE, class(k)).expect("its own tenant may take it at once");
         first.free(again).expect("it is ours");
 
-        let group = donation.uncleared(0).expect("all of it was used");
+        let group = node_memory.find_uncleared(0).expect("all of it was used");
         assert_eq!(group.len(), 16);
-        let taken = node.take_group(NODE, 0, group).expect("it answers").expect("it is free");
+        let taken = node.allocate_group(NODE, 0, group).expect("it answers").expect("it is free");
         assert!(matches!(first.allocate(NODE, class(k)), Err(PoolError::Full { .. })), "it is being cleared");
-        donation.shut(&taken);
+        node_memory.revoke_keys(&taken);
         bed.target().expel(taken.addr..taken.addr + taken.class.bytes());
-        donation.clear(&taken);
+        node_memory.clear(&taken);
         node.free(taken).expect("it is the node's");
-        assert_eq!(donation.uncleared(0), None);
+        assert_eq!(node_memory.find_uncleared(0), None);
 
         let fresh = second.allocate(NODE, class(k)).expect("it is nobody's");
         let remote = RemoteAddr { addr: fresh.addr, key: fresh.key };
@@ -344,9 +345,9 @@ fn memory_goes_to_another_tenant_only_cleared() {
         stampers[1].memory.read(0, &mut found);
         assert!(found.iter().all(|byte| *byte == 0), "k = {k}");
         second.free(fresh).expect("it is ours");
-        let group = donation.uncleared(0).expect("it was used");
-        let taken = node.take_group(NODE, 0, group).expect("it answers").expect("it is free");
-        donation.clear(&taken);
+        let group = node_memory.find_uncleared(0).expect("it was used");
+        let taken = node.allocate_group(NODE, 0, group).expect("it answers").expect("it is free");
+        node_memory.clear(&taken);
         node.free(taken).expect("it is the node's");
     }
 }
@@ -355,17 +356,17 @@ fn memory_goes_to_another_tenant_only_cleared() {
 #[test]
 fn what_is_recovered_of_one_section_leaves_others_alone() {
     let bed = Bed::bare();
-    let donation = lend(&bed, 3);
+    let node_memory = lend(&bed, 3);
     let mut node = bed.client_of(4095, u32::MAX);
     let taken =
-        [0, 2].map(|section| node.take_group(NODE, section, Run::SECTION).unwrap().expect("it is free"));
+        [0, 2].map(|section| node.allocate_group(NODE, section, Run::SECTION).unwrap().expect("it is free"));
     drop(node);
     let mut node = bed.client_of(4095, u32::MAX);
     let recovered = node.recover_within(NODE, Host::NODE, 0..1).expect("it answers");
     assert_eq!((recovered.extents, recovered.chunks), (1, 512));
-    assert_eq!([0, 1, 2].map(|section| donation.is_withheld(section)), [false, false, true]);
+    assert_eq!([0, 1, 2].map(|section| node_memory.is_offline(section)), [false, false, true]);
     assert_eq!(node.total_bytes(NODE), 2 * SECTION_BYTES);
-    assert_eq!(donation.section(2), taken[1]);
+    assert_eq!(node_memory.section_extent(2), taken[1]);
     node.free(taken[1]).expect("it is the node's");
     node.refresh(NODE).expect("it answers");
     assert_eq!((node.total_bytes(NODE), node.free_bytes(NODE)), (3 * SECTION_BYTES, 3 * SECTION_BYTES));
@@ -491,8 +492,8 @@ fn damaged_metadata_is_an_error() {
 }
 
 /// Nobody is waited for.
-fn at_once(pause: Pause) -> bool {
-    pause == Pause::Between
+fn at_once(pause: ScanProgress) -> bool {
+    pause == ScanProgress::NextPart
 }
 
 /// A ledger that its owner fills by hand.
@@ -515,16 +516,16 @@ fn an_audit_gives_back_what_nobody_knows_of() {
     let mut other = bed.client(4);
     let foreign: Vec<Extent> = [0, 3, 5, 9].map(|k| take(&mut other, k)).into();
     drop(before);
-    let custody = Arc::new(Custody::default());
+    let leak_detector = Arc::new(LeakDetector::default());
     let notes = Arc::new(Notes(Mutex::new(kept.clone())));
-    custody.enter(&notes);
-    let mut after = bed.client_in(3, &custody);
-    let found = custody.audit(&mut after, NODE, at_once).expect("the node lives").expect("nobody takes");
+    leak_detector.register_ledger(&notes);
+    let mut after = bed.client_in(3, &leak_detector);
+    let found = leak_detector.scan(&mut after, NODE, at_once).expect("the node lives").expect("nobody takes");
     assert_eq!((found.extents, found.spans), (lost.len() as u64, 0));
     for extent in &lost {
         assert!(after.free(*extent).is_err(), "{extent:?} was given back");
     }
-    let again = custody.audit(&mut after, NODE, at_once).expect("the node lives");
+    let again = leak_detector.scan(&mut after, NODE, at_once).expect("the node lives");
     assert_eq!(again, Some(Recovered::default()), "there is no more");
     for extent in kept {
         after.free(extent).expect("it was kept");
@@ -539,17 +540,17 @@ fn an_audit_gives_back_what_nobody_knows_of() {
 #[test]
 fn an_audit_leaves_what_is_just_being_taken() {
     let bed = bed(2);
-    let custody = Arc::new(Custody::default());
+    let leak_detector = Arc::new(LeakDetector::default());
     let notes = Arc::new(Notes::default());
-    custody.enter(&notes);
-    let (mut taker, mut auditor) = (bed.client_in(3, &custody), bed.client_in(3, &custody));
-    let taking = taker.under_way();
+    leak_detector.register_ledger(&notes);
+    let (mut taker, mut auditor) = (bed.client_in(3, &leak_detector), bed.client_in(3, &leak_detector));
+    let taking = taker.begin_operation();
     let extent = taker.allocate(NODE, class(1)).expect("room");
-    assert_eq!(custody.audit(&mut auditor, NODE, at_once).expect("it lives"), None, "it cannot tell");
-    assert_eq!(custody.audit(&mut auditor, NODE, at_once).expect("it lives"), None, "nor can the next");
+    assert_eq!(leak_detector.scan(&mut auditor, NODE, at_once).expect("it lives"), None, "it cannot tell");
+    assert_eq!(leak_detector.scan(&mut auditor, NODE, at_once).expect("it lives"), None, "nor can the next");
     let mut taking = Some(taking);
-    let found = custody.audit(&mut auditor, NODE, |pause| {
-        if pause == Pause::Between {
+    let found = leak_detector.scan(&mut auditor, NODE, |pause| {
+        if pause == ScanProgress::NextPart {
             return true;
         }
         notes.0.lock().expect("no panic").push(extent);
@@ -563,37 +564,37 @@ fn an_audit_leaves_what_is_just_being_taken() {
 #[test]
 fn a_node_is_in_doubt_when_something_may_be_left_there() {
     let bed = bed(2);
-    let custody = Arc::new(Custody::default());
-    let mut client = bed.client_in(3, &custody);
+    let leak_detector = Arc::new(LeakDetector::default());
+    let mut client = bed.client_in(3, &leak_detector);
     let extent = client.allocate(NODE, class(1)).expect("room");
     client.free(extent).expect("it is ours");
     client.free(extent).expect_err("it was given back");
-    assert!(!custody.is_in_doubt());
+    assert!(!leak_detector.has_suspects());
     let extent = client.allocate(NODE, class(1)).expect("room");
     client.remove_node(NODE).expect("it was in use");
     client.free(extent).expect_err("its node is not known any more");
-    assert_eq!(custody.take_doubtful().into_iter().collect::<Vec<_>>(), [NODE]);
-    assert!(!custody.is_in_doubt());
+    assert_eq!(leak_detector.take_suspects().into_iter().collect::<Vec<_>>(), [NODE]);
+    assert!(!leak_detector.has_suspects());
     client.add_node(NODE, bed.endpoint(3)).expect("a good node");
-    let found = custody.audit(&mut client, NODE, at_once).expect("it lives").expect("nobody takes");
+    let found = leak_detector.scan(&mut client, NODE, at_once).expect("it lives").expect("nobody takes");
     assert_eq!((found.extents, found.chunks), (1, 2));
 }
 
 #[test]
 fn the_owner_sees_what_is_free_as_a_client_does() {
     let bed = Bed::bare();
-    let donation = lend(&bed, 3);
+    let node_memory = lend(&bed, 3);
     let mut client = bed.client(1);
-    assert_eq!(donation.free_bytes(), 3 * SECTION_BYTES);
+    assert_eq!(node_memory.free_bytes(), 3 * SECTION_BYTES);
     let mut taken = Vec::new();
     let mut expected = 3 * SECTION_BYTES;
     for k in [0, 9, 5, 1, 0, 4, 7] {
         taken.push(client.allocate(NODE, class(k)).expect("room"));
         expected -= class(k).bytes();
-        assert_eq!(donation.free_bytes(), expected);
+        assert_eq!(node_memory.free_bytes(), expected);
         client.refresh(NODE).expect("it answers");
         assert_eq!(client.free_bytes(NODE), expected);
     }
     taken.into_iter().for_each(|extent| client.free(extent).expect("ours"));
-    assert_eq!(donation.free_bytes(), 3 * SECTION_BYTES);
+    assert_eq!(node_memory.free_bytes(), 3 * SECTION_BYTES);
 }

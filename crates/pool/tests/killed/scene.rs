@@ -11,7 +11,7 @@ use aquifer_fabric::{
 };
 use aquifer_pool::op::{Grant, Recovered, WordAt};
 use aquifer_pool::size::{SECTION_BYTES, SECTION_CHUNKS};
-use aquifer_pool::{Custody, Donation, Extent, Pause, PoolClient, PoolError, SizeClass, donate};
+use aquifer_pool::{Extent, LeakDetector, NodeMemory, PoolClient, PoolError, ScanProgress, SizeClass};
 use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, kill_process, waitpid};
 use tempfile::TempDir;
 
@@ -52,7 +52,7 @@ pub struct Scene {
     _folder: Option<TempDir>,
     target: Box<dyn Target>,
     reach: Reach,
-    donation: Donation,
+    node_memory: NodeMemory,
     living: RefCell<Living>,
     /// Of the next victim.
     epoch: Cell<u64>,
@@ -73,7 +73,7 @@ struct Living {
 impl Scene {
     /// A scene at that target, which is reached like this; something in `folder` may be in use.
     pub fn on(folder: Option<TempDir>, target: Box<dyn Target>, reach: Reach) -> Self {
-        let donation = donate(&*target, NODE, SECTIONS * SECTION_BYTES).expect("memory");
+        let node_memory = NodeMemory::create(&*target, NODE, SECTIONS * SECTION_BYTES).expect("memory");
         let mut client = connect(&reach, LIVING, 1);
         let data = Arc::new(Memory::create("data", 2 << 20).expect("memory"));
         let endpoint = client.endpoint(NODE).expect("it is connected");
@@ -87,7 +87,7 @@ impl Scene {
             _folder: folder,
             target,
             reach,
-            donation,
+            node_memory,
             living: RefCell::new(living),
             epoch: Cell::new(1),
             told: RefCell::default(),
@@ -108,13 +108,13 @@ impl Scene {
                 Heir::Another => connect(&self.reach, Host(4), 1).recover(NODE, dead),
                 Heir::Itself => self.audit(dead),
             };
-            assert_eq!(recovered.expect("the node lives").unknown, 0, "{when}");
+            assert_eq!(recovered.expect("the node lives").unowned, 0, "{when}");
         }
         self.all_else_is_free(&when);
         let mut living = self.living.borrow_mut();
         if end == End::Kill {
             let others = living.take_everything();
-            assert_eq!(self.donation.free_bytes(), 0, "{when}: everything is free for others");
+            assert_eq!(self.node_memory.free_bytes(), 0, "{when}: everything is free for others");
             others.into_iter().for_each(|extent| living.client.free(extent).expect("it is ours"));
         }
         if end == End::Stop && !has_ended {
@@ -130,7 +130,8 @@ impl Scene {
     fn audit(&self, host: Host) -> Result<Recovered, PoolError> {
         let epoch = self.epoch.replace(self.epoch.get() + 1);
         let mut client = connect(&self.reach, host, epoch);
-        let audited = Custody::default().audit(&mut client, NODE, |pause| pause == Pause::Between);
+        let audited =
+            LeakDetector::default().scan(&mut client, NODE, |pause| pause == ScanProgress::NextPart);
         self.target.fence(host, epoch);
         audited.map(|found| found.expect("nobody takes anything"))
     }
@@ -139,14 +140,14 @@ impl Scene {
     pub fn stop_in_the_middle(&self) -> bool {
         let epoch = self.epoch.replace(self.epoch.get() + 1);
         let mut child = victim::start(&self.reach, epoch, usize::MAX, Moment::Before, End::Write);
-        let layout = self.donation.layout;
+        let layout = self.node_memory.layout;
         let written = (0..layout.sections())
             .map(|section| layout.chunk_data_at(section * SECTION_CHUNKS))
             .map(|at| usize::try_from(at).expect("it is mapped") + DATA_BYTES - 8);
         let ends: Vec<usize> = written.collect();
-        let word = |at: &usize| self.donation.memory.atomic_u64(*at).load(Ordering::SeqCst);
+        let word = |at: &usize| self.node_memory.memory.atomic_u64(*at).load(Ordering::SeqCst);
         for at in &ends {
-            self.donation.memory.atomic_u64(*at).store(0, Ordering::SeqCst);
+            self.node_memory.memory.atomic_u64(*at).store(0, Ordering::SeqCst);
         }
         while ends.iter().all(|at| word(at) == 0) {
             let ended = waitpid(Some(child.pid), WaitOptions::NOHANG).expect("it is ours");
@@ -167,7 +168,7 @@ impl Scene {
     /// A victim that stands still goes on when all that it held is another's; whether it was ended instead.
     fn let_it_go_on(&self, living: &mut Living, child: Victim) -> bool {
         let others = living.take_everything();
-        assert_eq!(self.donation.free_bytes(), 0, "everything was free for others");
+        assert_eq!(self.node_memory.free_bytes(), 0, "everything was free for others");
         kill_process(child.pid, Signal::CONT).expect("it was not waited for");
         drop(child.leash);
         // It has found itself shut out; or was ended where it stood still, if that was in the middle of an access.
@@ -195,7 +196,7 @@ impl Scene {
     fn all_else_is_free(&self, when: &str) {
         let mut living = self.living.borrow_mut();
         let held: u64 = living.held.iter().map(|extent| extent.class.bytes()).sum();
-        assert_eq!(self.donation.free_bytes(), self.donation.layout.data_bytes() - held, "{when}");
+        assert_eq!(self.node_memory.free_bytes(), self.node_memory.layout.data_bytes() - held, "{when}");
         for extent in &living.held {
             assert!(self.is_bound(extent), "{when}: the key of {extent:?} is not bound");
         }
@@ -210,12 +211,12 @@ impl Scene {
 
     /// Whether its key opens it.
     fn is_bound(&self, extent: &Extent) -> bool {
-        let layout = self.donation.layout;
+        let layout = self.node_memory.layout;
         let chunk =
-            layout.chunk_of(extent.addr - self.donation.region.base).expect("it is an extent's address");
+            layout.chunk_of(extent.addr - self.node_memory.region.base).expect("it is an extent's address");
         let entry = WordAt::key_of(Grant { chunk, class: extent.class, key: extent.key });
         let at = usize::try_from(layout.word_at(entry)).expect("it is mapped");
-        KeyEntry(self.donation.memory.atomic_u64(at).load(Ordering::SeqCst)).key() == extent.key
+        KeyEntry(self.node_memory.memory.atomic_u64(at).load(Ordering::SeqCst)).key() == extent.key
     }
 }
 

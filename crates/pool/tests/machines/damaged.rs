@@ -90,8 +90,10 @@ impl Damage {
         *word = match self.how {
             How::Set(value) => value,
             How::Flip(bit) => *word ^ 1 << bit,
-            How::TakenSpan(first, order, host) => SpanWord(*word).take(run(first, order), Host(host)).0,
-            How::TakenGroup(first, order, host) => SectionWord(*word).take(run(first, order), Host(host)).0,
+            How::TakenSpan(first, order, host) => SpanWord(*word).allocate(run(first, order), Host(host)).0,
+            How::TakenGroup(first, order, host) => {
+                SectionWord(*word).allocate(run(first, order), Host(host)).0
+            }
             How::OpenedSpan(first, host) => SectionWord(*word).open(first, Host(host)).0,
         };
     }

@@ -1,7 +1,7 @@
 //! A node whose memory is some words, on which actions happen at once.
 
 use aquifer_fabric::{Host, Tenant};
-use aquifer_pool::cache::{Draws, NodeCache, begin_at};
+use aquifer_pool::cache::{NodeCache, Numbers, search_start};
 use aquifer_pool::layout::{Layout, SECTION_ENTRIES};
 use aquifer_pool::op::{Access, Action, FreeOp, Machine, OpError, Step, StepResult, WordAt};
 use aquifer_pool::size::SECTION_SPANS;
@@ -26,7 +26,7 @@ impl Words {
             keys: vec![0; (sections * SECTION_ENTRIES) as usize],
             longest_read: 0,
         };
-        (words, NodeCache::new(&layout, begin_at(Host(1), 0), Tenant(0), Draws::counted(1, 64)))
+        (words, NodeCache::new(&layout, search_start(Host(1), 0), Tenant(0), Numbers::counted(1, 64)))
     }
 
     pub fn at(&mut self, at: WordAt, count: u32) -> &mut [u64] {

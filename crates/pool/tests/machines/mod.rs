@@ -6,16 +6,16 @@ mod driver;
 use aquifer_fabric::Host;
 use aquifer_fabric::sim::{SimFabric, SimOptions};
 use aquifer_fabric::{Identity, Key, KeyEntry, Tenant};
-use aquifer_pool::cache::{Draws, NodeCache, begin_at};
+use aquifer_pool::cache::{NodeCache, Numbers, search_start};
 use aquifer_pool::client::NODES_MAX;
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{
-    ATTEMPTS_MAX, Access, AllocManyOp, AllocOp, CONTENDED_AFTER, FreeOp, Grant, Machine, OpError, Outcomes,
-    READ_WORDS_MAX, Several, Step, StepResult, StretchOp, WordAt,
+    ATTEMPTS_MAX, Access, AllocManyOp, AllocOp, CONTENDED_AFTER, FreeOp, Grant, GrantBatch, Machine, OpError,
+    Outcomes, READ_WORDS_MAX, Step, StepResult, StretchOp, WordAt,
 };
 use aquifer_pool::size::{SECTION_BYTES, SECTION_SPANS};
 use aquifer_pool::word::{LogEntry, Run, SectionWord, SpanState, SpanWord, record_of};
-use aquifer_pool::{NodeId, PoolClient, PoolError, SizeClass, donate};
+use aquifer_pool::{NodeId, NodeMemory, PoolClient, PoolError, SizeClass};
 
 use driver::Words;
 
@@ -51,8 +51,8 @@ fn an_operation_costs_as_few_actions_as_documented() {
 #[test]
 fn hosts_and_clients_begin_far_apart() {
     for count in [2, 5, 64, 300, 4095] {
-        let of_hosts = (1..=count).map(|host| begin_at(Host(host), 7)).collect();
-        let of_clients = (0..count).map(|client| begin_at(ME, client.into())).collect();
+        let of_hosts = (1..=count).map(|host| search_start(Host(host), 7)).collect();
+        let of_clients = (0..count).map(|client| search_start(ME, client.into())).collect();
         for mut places in [of_hosts, of_clients] {
             let places: &mut Vec<u64> = &mut places;
             places.sort_unstable();
@@ -124,7 +124,7 @@ fn what_is_resumed_strikes_no_key_of_another() {
             let entry = KeyEntry(words.at(WordAt::key_of(taken), 1)[0]);
             assert_eq!(entry.key(), taken.key, "{late}, {k}: it opens what another holds");
             let mut theirs =
-                NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Draws::counted(2, 64));
+                NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Numbers::counted(2, 64));
             assert_eq!(
                 words.free(&mut theirs, FreeOp::new(OTHER, taken)).0,
                 Ok(()),
@@ -157,15 +157,15 @@ fn give_late_and_take(words: &mut Words, grant: Grant) -> Grant {
     if grant.class.k() < 5 {
         let (word, run) = (&mut words.spans[(grant.chunk / 32) as usize], run(grant.chunk % 32));
         if SpanWord(*word).holds(run) {
-            *word = SpanWord(*word).give(run, ME).0;
+            *word = SpanWord(*word).free(run, ME).0;
         }
-        *word = SpanWord(*word).take(run, OTHER).0;
+        *word = SpanWord(*word).allocate(run, OTHER).0;
     } else {
         let (word, run) = (&mut words.sections[0], run(grant.chunk / 32));
         if SectionWord(*word).all(run, SpanState::Full) {
-            *word = SectionWord(*word).give(run, ME).0;
+            *word = SectionWord(*word).free(run, ME).0;
         }
-        *word = SectionWord(*word).take(run, OTHER).0;
+        *word = SectionWord(*word).allocate(run, OTHER).0;
     }
     words.at(WordAt::key_of(grant), 1)[0] = KeyEntry::opened(theirs.key, Tenant(0)).0;
     theirs
@@ -178,7 +178,7 @@ fn who_finds_a_full_span_says_so_for_others() {
     (0..2).for_each(|_| assert!(words.run(&mut cache, half(ME)).0.is_ok()));
     assert_eq!(words.section_state(0), SpanState::Partial, "nobody has said that it is full");
     let layout = Layout::new(1, 1).expect("a layout");
-    let mut theirs = NodeCache::new(&layout, 0, Tenant(0), Draws::counted(2, 64));
+    let mut theirs = NodeCache::new(&layout, 0, Tenant(0), Numbers::counted(2, 64));
     (0..15).for_each(|_| assert!(words.run(&mut theirs, AllocOp::new(OTHER, SizeClass::SPAN)).0.is_ok()));
     assert_eq!(words.run(&mut theirs, half(OTHER)).0, Err(OpError::Full));
     assert_eq!(words.section_state(0), SpanState::Full);
@@ -219,9 +219,9 @@ fn an_operation_gives_up_after_so_many_lost_races() {
             step = until_cas(&mut op, &mut cache, step, word);
             assert!(cas_of(&step).is_some(), "{step:?}");
             word = if word.all(last, SpanState::Empty) {
-                word.take(last, OTHER)
+                word.allocate(last, OTHER)
             } else {
-                word.give(last, OTHER)
+                word.free(last, OTHER)
             };
             step = op.step(&mut cache, StepResult(&[word.0]));
         }
@@ -249,7 +249,7 @@ fn a_span_is_marked_when_one_race_too_many_is_lost_there() {
         }
         let is_of_span = matches!(cas_of(&step), Some((WordAt::Span(0), ..)));
         assert!(is_of_span, "after {lost} lost races: {step:?}");
-        word = word.take(word.find(0).expect("free chunks"), OTHER);
+        word = word.allocate(word.find(0).expect("free chunks"), OTHER);
         step = op.step(&mut cache, StepResult(&[word.0, 0]));
     }
     words.spans[0] = word.0;
@@ -261,7 +261,7 @@ fn a_span_is_marked_when_one_race_too_many_is_lost_there() {
     step = until_cas(&mut op, &mut cache, step, SectionWord(words.sections[0]));
     assert!(matches!(cas_of(&step), Some((WordAt::Section(0), ..))), "A2: {step:?}");
     let (mut theirs, mut taken) = (
-        NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Draws::counted(2, 64)),
+        NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Numbers::counted(2, 64)),
         Vec::new(),
     );
     while let (Ok(grant), _) = words.run(&mut theirs, AllocOp::new(OTHER, SizeClass::SPAN)) {
@@ -277,7 +277,7 @@ fn a_span_is_marked_when_one_race_too_many_is_lost_there() {
 fn a_search_reads_all_sections_in_bounded_pieces() {
     let count = 2 * READ_WORDS_MAX + 100;
     let (mut words, mut cache) = Words::new(count);
-    let full = SectionWord::default().take(Run::new(0, 4).expect("all"), OTHER);
+    let full = SectionWord::default().allocate(Run::new(0, 4).expect("all"), OTHER);
     words.sections.fill(full.0);
     let (result, actions) = words.run(&mut cache, AllocOp::new(ME, SizeClass::SECTION));
     assert_eq!(result, Err(OpError::Full));
@@ -289,7 +289,7 @@ fn a_search_reads_all_sections_in_bounded_pieces() {
     assert!((3..=4).contains(&actions), "{actions} READs");
     // The one that becomes free is found, wherever it is.
     for free in [0, 1, READ_WORDS_MAX, count - 1] {
-        words.sections[free as usize] = full.give(Run::new(0, 4).expect("all"), OTHER).0;
+        words.sections[free as usize] = full.free(Run::new(0, 4).expect("all"), OTHER).0;
         let (result, _) = words.run(&mut cache, AllocOp::new(ME, SizeClass::SECTION));
         let found = result.map(|Grant { chunk, class, .. }| (chunk, class));
         assert_eq!(found, Ok((free * 512, SizeClass::SECTION)));
@@ -299,7 +299,7 @@ fn a_search_reads_all_sections_in_bounded_pieces() {
 #[test]
 fn a_stretch_is_taken_whole_or_not_at_all() {
     let (mut words, mut cache) = Words::new(6);
-    let full = SectionWord::default().take(Run::SECTION, OTHER);
+    let full = SectionWord::default().allocate(Run::SECTION, OTHER);
     let mut op = StretchOp::new(ME, 3);
     let mut step = op.start(&mut cache);
     let first = loop {
@@ -352,7 +352,7 @@ fn of_several_what_was_taken_is_not_thrown_away() {
     let (mut words, mut cache) = Words::new(4);
     words.sections[0] = 0xdead;
     let (several, _) = words.run(&mut cache, AllocManyOp::new(ME, SizeClass::SECTION, 4));
-    let Several { grants, failure } = several.expect("two sections are well");
+    let GrantBatch { grants, failure } = several.expect("two sections are well");
     assert_eq!(grants.iter().map(|grant| grant.chunk).collect::<Vec<_>>(), [1024, 1536]);
     assert!(matches!(failure, Some(OpError::Damaged { at: WordAt::Section(0), .. })), "{failure:?}");
     for grant in grants {
@@ -369,7 +369,7 @@ fn extents_of_one_span_are_freed_together() {
     // One of the second span was freed before, and is another host's by now; one of the first is named twice.
     words.free(&mut cache, FreeOp::new(ME, second[8])).0.expect("it is ours");
     let mut theirs =
-        NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Draws::counted(2, 64));
+        NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Numbers::counted(2, 64));
     words.run(&mut theirs, AllocManyOp::new(OTHER, SizeClass::SPAN, 1)).0.expect("room");
     let taken = words.run(&mut theirs, AllocOp::new(OTHER, SizeClass::CHUNK)).0.expect("room");
     assert_eq!(taken.chunk, second[8].chunk, "there is no other hole");
@@ -424,7 +424,7 @@ fn a_client_has_a_most_of_nodes() {
     let who = Identity { host: ME, epoch: 1, tenant: Tenant(0) };
     for id in 0..=u16::try_from(NODES_MAX).expect("a small number") {
         let target = fabric.add_node();
-        donate(&target, NodeId(id), SECTION_BYTES).expect("memory");
+        NodeMemory::create(&target, NodeId(id), SECTION_BYTES).expect("memory");
         let added = client.add_node(NodeId(id), fabric.connect(target.node(), who).expect("it lives"));
         match added {
             Ok(()) => assert!(usize::from(id) < NODES_MAX),
@@ -464,7 +464,7 @@ fn a_span_that_was_not_full_any_more_is_said_to_be_open_again() {
     let (filling, mut op, mut step) = about_to_say_full(&mut words, &mut cache);
     // Another client of the same host gives half of it back; the section does not say that it is full, so there is nothing to be taken back.
     let mut other =
-        NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Draws::counted(2, 64));
+        NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Numbers::counted(2, 64));
     words.free(&mut other, FreeOp::new(ME, filling[0])).0.expect("it is the host's");
     let mut states = Vec::new();
     while let Step::Post(action) = step {
@@ -483,7 +483,8 @@ fn a_span_that_another_opens_is_not_said_to_be_full() {
     let (mut words, mut cache) = Words::new(1);
     let (filling, mut op, mut step) = about_to_say_full(&mut words, &mut cache);
     // Another client of the same host gives it back, and another host begins to open it.
-    let fresh = || NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Draws::counted(2, 64));
+    let fresh =
+        || NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Numbers::counted(2, 64));
     let mut other = fresh();
     for grant in filling {
         words.free(&mut other, FreeOp::new(ME, grant)).0.expect("it is the host's");

@@ -8,7 +8,7 @@ use aquifer_fabric::sim::{Node, Rng, SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, KeyEntry, Target, Tenant};
 use aquifer_pager::{Connector, PAGE_BYTES, Sender};
 use aquifer_pool::op::{Grant, Recovered, WordAt};
-use aquifer_pool::{Custody, Donation, Extent, NodeId, Pause, PoolClient, SizeClass, donate};
+use aquifer_pool::{Extent, LeakDetector, NodeId, NodeMemory, PoolClient, ScanProgress, SizeClass};
 
 use super::absence::{self, Absence};
 use super::focus::Focus;
@@ -81,7 +81,7 @@ pub struct Cluster {
     slow: Option<Node>,
     slow_factor: u64,
     targets: Vec<SimTarget>,
-    donations: Vec<Donation>,
+    node_memories: Vec<NodeMemory>,
     alive: Vec<bool>,
     /// Whether a node has died so far.
     pub has_mourned: bool,
@@ -97,7 +97,7 @@ pub struct Cluster {
     /// Of the agent that connects.
     pub epoch: u64,
     /// What our sender has of the pool.
-    pub custody: Arc<Custody>,
+    pub leak_detector: Arc<LeakDetector>,
     hog: PoolClient,
     hogged: Vec<Extent>,
 }
@@ -117,9 +117,9 @@ impl Cluster {
         };
         let count = (replicas + rng.index(3)).max(2);
         let targets: Vec<_> = (0..count).map(|_| fabric.add_node()).collect();
-        let donations = (0..)
+        let node_memories = (0..)
             .zip(&targets)
-            .map(|(id, target)| donate(target, NodeId(id), NODE_BYTES).expect("memory"))
+            .map(|(id, target)| NodeMemory::create(target, NodeId(id), NODE_BYTES).expect("memory"))
             .collect();
         let may_be_away = match focus {
             Focus::Copies => false,
@@ -134,7 +134,7 @@ impl Cluster {
             slow_factor: SLOW_NS / slowest_ns,
             nodes: Arc::new(Mutex::new(targets.iter().map(SimTarget::node).collect())),
             targets,
-            donations,
+            node_memories,
             alive: vec![true; count],
             has_mourned: false,
             damaged: vec![false; count],
@@ -144,7 +144,7 @@ impl Cluster {
             was_away: false,
             refusing: vec![false; count],
             epoch: 1,
-            custody: Arc::default(),
+            leak_detector: Arc::default(),
             hog: PoolClient::new(Host(2), Tenant(0)),
             hogged: Vec::new(),
         };
@@ -208,8 +208,8 @@ impl Cluster {
     /// A client of all nodes that live.
     pub fn pool(&self, host: u16) -> PoolClient {
         let connector = self.connector(host);
-        let custody = if host == SENDER { Arc::clone(&self.custody) } else { Arc::default() };
-        let mut pool = PoolClient::in_custody(Host(host), Tenant(0), custody);
+        let leak_detector = if host == SENDER { Arc::clone(&self.leak_detector) } else { Arc::default() };
+        let mut pool = PoolClient::with_leak_detector(Host(host), Tenant(0), leak_detector);
         for (id, alive) in (0..).zip(&self.alive) {
             let is_cut = self.cut == Some(usize::from(id)) && [SENDER, FETCHERS].contains(&host);
             if *alive && !is_cut {
@@ -267,7 +267,7 @@ impl Cluster {
         let target = self.fabric.add_node();
         self.nodes.lock().unwrap_or_else(PoisonError::into_inner)[number] = target.node();
         let id = NodeId(u16::try_from(number).expect("few nodes"));
-        self.donations[number] = donate(&target, id, NODE_BYTES).expect("memory");
+        self.node_memories[number] = NodeMemory::create(&target, id, NODE_BYTES).expect("memory");
         self.targets[number] = target;
         self.alive[number] = true;
         true
@@ -281,12 +281,13 @@ impl Cluster {
     /// Whether a node has what was written to an extent: it has not died since.
     pub fn holds(&self, extent: &Extent) -> bool {
         let node = usize::from(extent.node.0);
-        let donation = &self.donations[node];
+        let node_memory = &self.node_memories[node];
         let mut entry = [0; 8];
-        let chunk = donation.layout.chunk_of(extent.addr - donation.region.base).expect("it is of a pool");
+        let chunk =
+            node_memory.layout.chunk_of(extent.addr - node_memory.region.base).expect("it is of a pool");
         let grant = Grant { chunk, class: extent.class, key: extent.key };
-        let at = donation.layout.word_at(WordAt::key_of(grant));
-        donation.memory.read(usize::try_from(at).expect("small"), &mut entry);
+        let at = node_memory.layout.word_at(WordAt::key_of(grant));
+        node_memory.memory.read(usize::try_from(at).expect("small"), &mut entry);
         self.alive[node] && KeyEntry(u64::from_le_bytes(entry)).key() == extent.key
     }
 
@@ -313,22 +314,22 @@ impl Cluster {
     /// A byte of what is stored somewhere changes; with replicas always on the same node, so that the others are good.
     pub fn damage(&mut self, rng: &mut Rng) -> bool {
         let before = self.damaged.iter().position(|damaged| *damaged).filter(|_| self.replicas > 1);
-        let node = before.unwrap_or_else(|| rng.index(self.donations.len()));
-        let donation = &self.donations[node];
-        let data = usize::try_from(donation.layout.data_at()).expect("small");
+        let node = before.unwrap_or_else(|| rng.index(self.node_memories.len()));
+        let node_memory = &self.node_memories[node];
+        let data = usize::try_from(node_memory.layout.data_at()).expect("small");
         let used = |at: usize| {
             let mut word = [0; 8];
-            donation.memory.read(data + at * PAGE_BYTES, &mut word);
+            node_memory.memory.read(data + at * PAGE_BYTES, &mut word);
             word != [0; 8]
         };
-        let pages = donation.memory.len().saturating_sub(data) / PAGE_BYTES;
+        let pages = node_memory.memory.len().saturating_sub(data) / PAGE_BYTES;
         let Some((page, _)) = super::memory::random_run(rng, pages, 1, used) else {
             return false;
         };
         let offset = data + page * PAGE_BYTES + rng.index(PAGE_BYTES);
         let mut byte = [0];
-        donation.memory.read(offset, &mut byte);
-        donation.memory.write(offset, &[byte[0] ^ 1 << rng.index(8)]);
+        node_memory.memory.read(offset, &mut byte);
+        node_memory.memory.write(offset, &[byte[0] ^ 1 << rng.index(8)]);
         self.damaged[node] = true;
         true
     }
@@ -365,11 +366,11 @@ impl Cluster {
     /// What our host has of nodes without knowing goes back, as far as they can be reached; how many extents and half-open spans that was.
     pub fn audit(&mut self) -> u64 {
         let mut found = 0;
-        for node in self.custody.take_doubtful() {
+        for node in self.leak_detector.take_suspects() {
             match self.audit_node(node) {
                 Some(recovered) => found += recovered.extents + recovered.spans,
                 // Later, then.
-                None => self.custody.doubt(node),
+                None => self.leak_detector.suspect_leak(node),
             }
         }
         found
@@ -377,9 +378,10 @@ impl Cluster {
 
     fn audit_node(&self, node: NodeId) -> Option<Recovered> {
         let endpoint = self.connector(SENDER).connect_without_waiting(node).ok()?;
-        let mut pool = PoolClient::in_custody(Host(SENDER), Tenant(0), Arc::clone(&self.custody));
+        let mut pool =
+            PoolClient::with_leak_detector(Host(SENDER), Tenant(0), Arc::clone(&self.leak_detector));
         pool.add_node(node, endpoint).ok()?;
-        self.custody.audit(&mut pool, node, |pause| pause == Pause::Between).ok()?
+        self.leak_detector.scan(&mut pool, node, |pause| pause == ScanProgress::NextPart).ok()?
     }
 
     /// All nodes can be reached again, and those in doubt are audited. What was found.
@@ -398,8 +400,8 @@ impl Cluster {
 
     /// An agent takes over: it does not know what the one before it left on nodes.
     pub fn doubt_all(&mut self) {
-        self.custody = Arc::default();
-        (0..).zip(&self.targets).for_each(|(id, _)| self.custody.doubt(NodeId(id)));
+        self.leak_detector = Arc::default();
+        (0..).zip(&self.targets).for_each(|(id, _)| self.leak_detector.suspect_leak(NodeId(id)));
     }
 
     /// Bytes that are taken on living nodes.

@@ -272,7 +272,7 @@ impl World {
 
     /// Let up to `max` things happen that happen at any time.
     pub fn bustle(&mut self, max: u64) {
-        if self.cluster.custody.is_in_doubt() && self.rng.chance(1, 4) {
+        if self.cluster.leak_detector.has_suspects() && self.rng.chance(1, 4) {
             self.seen.audited += self.cluster.audit();
         }
         for _ in 0..self.rng.below(max + 1) {

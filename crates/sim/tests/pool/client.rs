@@ -8,11 +8,11 @@ use aquifer_fabric::{
     Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Tenant, Verb,
     Work,
 };
-use aquifer_pool::cache::{Draws, NodeCache};
+use aquifer_pool::cache::{NodeCache, Numbers};
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{
-    Access, Action, AllocManyOp, AllocOp, FreeOp, Grant, Machine, OpError, Outcomes, RecoverOp, Recovered,
-    Several, Step, StepResult, StretchOp, WordAt,
+    Access, Action, AllocManyOp, AllocOp, FreeOp, Grant, GrantBatch, Machine, OpError, Outcomes, RecoverOp,
+    Recovered, Step, StepResult, StretchOp, WordAt,
 };
 use aquifer_pool::word::Run;
 
@@ -45,7 +45,7 @@ pub enum Try {
 #[derive(Debug)]
 pub enum Ended {
     Alloc(Result<Grant, OpError>),
-    Many(Result<Several, OpError>),
+    Many(Result<GrantBatch, OpError>),
     /// So many sections, from this one on.
     Stretch(u32, Result<Grant, OpError>),
     Free(Result<Outcomes, OpError>),
@@ -115,7 +115,7 @@ impl Client {
             region,
             layout,
             // All begin at one place, the first: the more they meet the better.
-            cache: NodeCache::new(&layout, 0, tenant, Draws::counted(number, CLIENTS_MAX)),
+            cache: NodeCache::new(&layout, 0, tenant, Numbers::counted(number, CLIENTS_MAX)),
             running: None,
             awaited: 0,
             outcomes: Vec::new(),

@@ -6,10 +6,10 @@ mod restart;
 
 use aquifer_fabric::sim::{Rng, SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::{Host, Key, Target, Tenant};
-use aquifer_pool::op::{Action, Grant, OpError, Several};
+use aquifer_pool::op::{Action, Grant, GrantBatch, OpError};
 use aquifer_pool::size::{SECTION_BYTES, SECTION_CHUNKS, SPAN_CHUNKS};
 use aquifer_pool::word::SpanState;
-use aquifer_pool::{Donation, NodeId, SizeClass, donate_of};
+use aquifer_pool::{NodeId, NodeMemory, SizeClass};
 
 use aquifer_sim::asked_seed;
 use node::Own;
@@ -82,7 +82,7 @@ struct Schedule {
     rng: Rng,
     fabric: SimFabric,
     target: SimTarget,
-    donation: Donation,
+    node_memory: NodeMemory,
     shadow: Shadow,
     clients: Vec<Client>,
     own: Own,
@@ -149,8 +149,9 @@ impl Schedule {
         let target = fabric.add_node();
         let sections = 1 + rng.below(3);
         let lent = 1 + rng.below(sections);
-        let donation = donate_of(&target, NodeId(1), lent * SECTION_BYTES, sections * SECTION_BYTES);
-        let donation = donation.expect("a small pool");
+        let node_memory =
+            NodeMemory::create_resizable(&target, NodeId(1), lent * SECTION_BYTES, sections * SECTION_BYTES);
+        let node_memory = node_memory.expect("a small pool");
         let is_of_restarts = rng.chance(1, 3);
         // Sometimes two clients, as two threads, are of one host.
         let per_host = if is_of_restarts { 2 } else { 1 + rng.below(2) };
@@ -161,11 +162,11 @@ impl Schedule {
             let tenant = Tenant(u32::from(host.0) % tenants);
             let who = (host, tenant);
             let number = 1 + u32::try_from(i).unwrap();
-            Client::new((&fabric, target.node()), donation.layout, who, number)
+            Client::new((&fabric, target.node()), node_memory.layout, who, number)
         };
         let who = (Host::NODE, Tenant(u32::MAX));
-        let own = Client::new((&fabric, target.node()), donation.layout, who, 0);
-        let own = Own::new(own, &donation);
+        let own = Client::new((&fabric, target.node()), node_memory.layout, who, 0);
+        let own = Own::new(own, &node_memory);
         let clients: Vec<Client> = (0..count).map(client).collect();
         if rng.chance(1, 2) {
             let slowness_max = if rng.chance(1, 2) { 4 } else { 30 };
@@ -174,12 +175,12 @@ impl Schedule {
         }
         let mixes = if is_of_restarts { &MIXES[..4] } else { &MIXES[..] };
         let classes = mixes[rng.index(mixes.len())];
-        let shadow = Shadow::new(&donation);
+        let shadow = Shadow::new(&node_memory);
         Self {
             rng,
             fabric,
             target,
-            donation,
+            node_memory,
             shadow,
             clients,
             own,
@@ -194,7 +195,7 @@ impl Schedule {
 
     /// Often one host takes most spans, so that all must share what is left.
     fn crowd(&mut self) -> Result<(), String> {
-        let spans = self.donation.layout.spans();
+        let spans = self.node_memory.layout.spans();
         if self.rng.chance(1, 3) {
             return Ok(());
         }
@@ -257,7 +258,7 @@ impl Schedule {
             client.free(&grants)
         } else {
             let k = self.classes[self.rng.index(self.classes.len())];
-            let sections = self.donation.layout.sections();
+            let sections = self.node_memory.layout.sections();
             if SizeClass::new(k) == Some(SizeClass::SECTION) && sections > 1 && self.rng.chance(5, 6) {
                 let more = if self.rng.chance(1, 4) { self.rng.below(u64::from(sections) - 1) } else { 0 };
                 self.clients[index].stretch(2 + u32::try_from(more).unwrap())
@@ -317,7 +318,7 @@ impl Schedule {
             return Ok(false);
         }
         self.doze();
-        if let Some(change) = self.shadow.observe(&self.donation, &under_way)? {
+        if let Some(change) = self.shadow.observe(&self.node_memory, &under_way)? {
             if self.trace {
                 println!("{:>9} ns: {change:?}", self.fabric.now_ns());
             }
@@ -355,7 +356,7 @@ impl Schedule {
         }
         match ended {
             Ended::Alloc(Ok(grant)) => self.granted(index, grant)?,
-            Ended::Many(Ok(Several { grants, failure: None })) => {
+            Ended::Many(Ok(GrantBatch { grants, failure: None })) => {
                 self.seen.several += u64::from(grants.len() > 1);
                 grants.into_iter().try_for_each(|grant| self.granted(index, grant))?;
             }
@@ -381,7 +382,7 @@ impl Schedule {
                     !self.shadow.has_traces_of(dead),
                     "something of {dead:?} is left after {recovered:?}"
                 );
-                ensure!(recovered.unknown == 0, "nothing tells whose some chunks are: {recovered:?}");
+                ensure!(recovered.unowned == 0, "nothing tells whose some chunks are: {recovered:?}");
                 self.seen.recovered += u64::from(recovered.extents > 0);
             }
             other => return Err(format!("client {index}: {other:?}")),
@@ -399,7 +400,7 @@ impl Schedule {
         let twice = others.filter(|other| overlap(other, &grant)).count();
         ensure!(twice == 0, "{grant:?} is owned twice");
         let tenant = self.clients[index].tenant;
-        self.shadow.handed_out(&self.donation, &grant, tenant)?;
+        self.shadow.handed_out(&self.node_memory, &grant, tenant)?;
         self.clients[index].owned.push(grant);
         Ok(())
     }
@@ -416,7 +417,7 @@ impl Schedule {
             let under_way: Vec<(Host, Action)> =
                 posted.map(|action| (self.clients[index].host, action)).into_iter().collect();
             ensure!(self.fabric.step(), "an operation waits for nothing");
-            self.shadow.observe(&self.donation, &under_way)?;
+            self.shadow.observe(&self.node_memory, &under_way)?;
             ended = self.clients[index].poll();
         }
         ended.ok_or_else(|| "no end".to_owned())
@@ -467,7 +468,7 @@ impl Schedule {
     fn hints_are_right(&self) -> Result<(), String> {
         let may_owe = |client: &Client| !client.alive || client.has_begun();
         let anyone_owes = self.restarts.is_any_in_doubt() || self.clients.iter().any(may_owe);
-        for span in 0..self.donation.layout.spans() {
+        for span in 0..self.node_memory.layout.spans() {
             let (mode, state) = (self.shadow.modes[span as usize], self.shadow.state_of(span));
             let said_full = mode == Mode::Chunks && state == SpanState::Full;
             let right = !said_full || self.shadow.span(span).is_full() || anyone_owes;
@@ -480,7 +481,7 @@ impl Schedule {
     fn all_is_opened(&self) -> Result<(), String> {
         for client in self.clients.iter().filter(|client| client.alive) {
             let mut held = client.owned.iter().chain(&client.kept);
-            held.try_for_each(|grant| self.shadow.is_opened(&self.donation, grant, client.tenant))?;
+            held.try_for_each(|grant| self.shadow.is_opened(&self.node_memory, grant, client.tenant))?;
         }
         Ok(())
     }
@@ -489,7 +490,7 @@ impl Schedule {
     fn nothing_is_lost(&self) -> Result<(), String> {
         let owned = self.shadow.owners.iter().position(Option::is_some);
         ensure!(owned.is_none(), "chunk {owned:?} is lost");
-        for span in 0..self.donation.layout.spans() {
+        for span in 0..self.node_memory.layout.spans() {
             let (mode, state) = (self.shadow.modes[span as usize], self.shadow.state_of(span));
             let right =
                 mode == Mode::Closed && state == SpanState::Empty && self.shadow.span(span).is_closed();
@@ -505,7 +506,7 @@ impl Schedule {
         };
         for k in 0..SizeClass::COUNT {
             let class = SizeClass::new(k).unwrap();
-            let places = self.donation.layout.chunks() / class.chunks();
+            let places = self.node_memory.layout.chunks() / class.chunks();
             let chunk = u32::try_from(self.rng.below(places.into())).unwrap() * class.chunks();
             let grant = Grant { chunk, class, key: Key::of_run(k, CLIENTS_MAX - 1) };
             let owners = &self.shadow.owners[chunk as usize..(chunk + class.chunks()) as usize];
@@ -530,7 +531,7 @@ impl Schedule {
     fn all_can_be_taken_again(&mut self) -> Result<(), String> {
         let alive: Vec<usize> = (0..self.clients.len()).filter(|&index| self.clients[index].alive).collect();
         let class = SizeClass::SECTION;
-        let expected = self.donation.layout.sections();
+        let expected = self.node_memory.layout.sections();
         for &index in &alive {
             self.clear_all()?;
             let mut taken = Vec::new();

@@ -8,7 +8,7 @@ use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{Access, Action, Grant, WordAt};
 use aquifer_pool::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS};
 use aquifer_pool::word::{InlineLog, LogEntry, LogOp, Run, STAMPS, SectionWord, SpanState, SpanWord};
-use aquifer_pool::{Donation, SizeClass};
+use aquifer_pool::{NodeMemory, SizeClass};
 use std::sync::atomic::Ordering;
 
 /// The words of a node.
@@ -17,7 +17,7 @@ pub trait Words {
     fn word(&self, at: WordAt) -> u64;
 }
 
-impl Words for Donation {
+impl Words for NodeMemory {
     fn word(&self, at: WordAt) -> u64 {
         let offset = usize::try_from(self.layout.word_at(at)).unwrap();
         self.memory.atomic_u64(offset).load(Ordering::SeqCst)
@@ -93,10 +93,10 @@ pub(crate) use ensure;
 
 impl Shadow {
     /// What a node begins with: some sections may be withheld.
-    pub fn new(donation: &Donation) -> Self {
-        let mut shadow = Self::of(donation.layout);
-        for section in (0..donation.layout.sections()).filter(|section| donation.is_withheld(*section)) {
-            let (before, after) = (SectionWord::default(), SectionWord::WITHHELD);
+    pub fn new(node_memory: &NodeMemory) -> Self {
+        let mut shadow = Self::of(node_memory.layout);
+        for section in (0..node_memory.layout.sections()).filter(|section| node_memory.is_offline(*section)) {
+            let (before, after) = (SectionWord::default(), SectionWord::OFFLINE);
             let taken = shadow.section_changed(section, before, after, Host::NODE);
             assert_eq!(taken, Ok(Change::TakeWhole), "the node takes it");
             shadow.sections[section as usize] = after;

@@ -2,7 +2,7 @@
 
 use aquifer_fabric::{Host, Tenant};
 use aquifer_pool::SizeClass;
-use aquifer_pool::cache::{Draws, NodeCache, begin_at};
+use aquifer_pool::cache::{NodeCache, Numbers, search_start};
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{Action, AllocOp, FreeOp, Grant, Machine, Outcomes, Step, StepResult, WordAt};
 use aquifer_pool::word::{LogOp, SectionWord, SpanWord};
@@ -57,9 +57,9 @@ impl OurClient {
             let layout = Layout::new(u16::try_from(node + 1).unwrap_or(1), sections);
             // Clients that do not spread all begin at one place.
             let place = if rung.has_contention_control() { host } else { 0 };
-            let draws = Draws::counted(u32::from(host), 1 << 12);
-            let begin_at = begin_at(Host(place), seed * nodes as u64 + node as u64);
-            NodeCache::new(&layout.expect("so many sections fit"), begin_at, Tenant(0), draws)
+            let draws = Numbers::counted(u32::from(host), 1 << 12);
+            let search_start = search_start(Host(place), seed * nodes as u64 + node as u64);
+            NodeCache::new(&layout.expect("so many sections fit"), search_start, Tenant(0), draws)
         };
         Self {
             host: Host(host),

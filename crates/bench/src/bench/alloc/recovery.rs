@@ -8,11 +8,11 @@ use aquifer_fabric::ClusterKey;
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::tcp::{self, ConnectOptions, TcpTarget};
 use aquifer_fabric::{EndpointError, Host, Identity, Reach, Target, Tenant};
-use aquifer_pool::cache::{Draws, NodeCache};
+use aquifer_pool::cache::{NodeCache, Numbers};
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{AllocOp, Machine, OpError, RecoverOp, Recovered, Step, StepResult};
 use aquifer_pool::size::SECTION_CHUNKS;
-use aquifer_pool::{Donation, NodeId, PoolError, SizeClass, donate, recover_node};
+use aquifer_pool::{NodeId, NodeMemory, PoolError, SizeClass, recover_node};
 
 use super::model::{MORE_NS, WAY_NS};
 use super::ways::Way;
@@ -92,7 +92,7 @@ fn failed(error: &dyn std::fmt::Display) -> BenchError {
 
 /// A node in this process.
 struct Node {
-    donation: Donation,
+    node_memory: NodeMemory,
     reach: Reach,
     key: Option<ClusterKey>,
     /// The epoch of whoever recovers next.
@@ -102,13 +102,14 @@ struct Node {
 impl Node {
     fn new(target: &dyn Target, reach: Reach, key: Option<ClusterKey>) -> Result<Self, BenchError> {
         let layout = layout();
-        let donation = donate(target, NODE, layout.data_bytes()).map_err(|error| failed(&error))?;
-        Ok(Self { donation, reach, key, epoch: std::cell::Cell::new(1) })
+        let node_memory =
+            NodeMemory::create(target, NODE, layout.data_bytes()).map_err(|error| failed(&error))?;
+        Ok(Self { node_memory, reach, key, epoch: std::cell::Cell::new(1) })
     }
 
     /// Let the dead host hold that, and give it back.
     fn recovered_in_s(&self, held: &NodeWords) -> Result<f64, BenchError> {
-        let layout = self.donation.layout;
+        let layout = self.node_memory.layout;
         let parts = [
             (layout.sections_at(), &held.sections),
             (layout.spans_at(), &held.spans),
@@ -117,7 +118,7 @@ impl Node {
         ];
         for (at, words) in parts {
             let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-            self.donation.memory.write(usize::try_from(at).unwrap_or(usize::MAX), &bytes);
+            self.node_memory.memory.write(usize::try_from(at).unwrap_or(usize::MAX), &bytes);
         }
         let epoch = self.epoch.replace(self.epoch.get() + 1);
         let who = Identity { host: DEAD, epoch, tenant: TENANT };
@@ -128,7 +129,7 @@ impl Node {
         let time_s = start.elapsed().as_secs_f64();
         let recovered = recovered.map_err(|error| failed(&error))?;
         check(&recovered)?;
-        if self.donation.free_bytes() != layout.data_bytes() {
+        if self.node_memory.free_bytes() != layout.data_bytes() {
             return Err(failed(&"something is left of the dead host"));
         }
         Ok(time_s)
@@ -136,7 +137,7 @@ impl Node {
 }
 
 fn check(recovered: &Recovered) -> Result<(), BenchError> {
-    if recovered.chunks == u64::from(SECTIONS * SECTION_CHUNKS) && recovered.unknown == 0 {
+    if recovered.chunks == u64::from(SECTIONS * SECTION_CHUNKS) && recovered.unowned == 0 {
         return Ok(());
     }
     Err(failed(&format!("not everything was found: {recovered:?}")))
@@ -147,7 +148,7 @@ fn layout() -> Layout {
 }
 
 fn cache() -> NodeCache {
-    NodeCache::new(&layout(), 1, TENANT, Draws::counted(1, 64))
+    NodeCache::new(&layout(), 1, TENANT, Numbers::counted(1, 64))
 }
 
 /// All memory of a node, taken by one host.

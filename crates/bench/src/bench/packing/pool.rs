@@ -2,7 +2,7 @@
 
 use aquifer_fabric::{Host, Tenant};
 use aquifer_pool::SizeClass;
-use aquifer_pool::cache::{Draws, NodeCache, begin_at};
+use aquifer_pool::cache::{NodeCache, Numbers, search_start};
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{AllocOp, FreeOp, Grant, Machine, OpError, Step, StepResult};
 use aquifer_pool::size::SECTION_CHUNKS;
@@ -56,8 +56,8 @@ impl Pool {
             let layout = Layout::new(u16::try_from(number + 1).unwrap_or(1), each);
             let layout = layout.expect("so many sections fit");
             let cache = |host: usize| {
-                let begin_at = begin_at(number_of(host), number as u64);
-                NodeCache::new(&layout, begin_at, Tenant(0), Draws::counted(1, 64))
+                let search_start = search_start(number_of(host), number as u64);
+                NodeCache::new(&layout, search_start, Tenant(0), Numbers::counted(1, 64))
             };
             Node {
                 words: NodeWords::new(Way::Ours, each),

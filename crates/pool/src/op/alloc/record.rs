@@ -1,4 +1,4 @@
-//! A8, by itself or before A3: the key and the record of what is taken. And the hints that come after.
+//! A8: writes the key and the record of an extent, and sets the hints that follow.
 
 use aquifer_fabric::KeyEntry;
 
@@ -10,13 +10,13 @@ use crate::size::{SECTION_CHUNKS, SPAN_CHUNKS, SizeClass};
 use crate::word::LogEntry;
 
 impl AllocOp {
-    /// A8 before A3: whose the span is, the extent's key, and the record that the CAS is about to commit.
-    pub(super) fn first_record(&self, cache: &mut NodeCache, grant: Grant, word: u64) -> Action {
+    /// A8 before A3: the owner of the span, the extent's key, and the record that the CAS is about to commit.
+    pub(super) fn record_before_commit(&self, cache: &mut NodeCache, grant: Grant, word: u64) -> Action {
         let span = grant.chunk / SPAN_CHUNKS;
-        let (opened, shut) = entries(cache, grant);
-        let mut action = Action::write(WordAt::key_of(grant), opened);
+        let (with_key, without_key) = entries(cache, grant);
+        let mut action = Action::write(WordAt::key_of(grant), with_key);
         if !Mutation::SkipOwner.is_active() {
-            action = action.then(Action::write(WordAt::span_key(span), shut));
+            action = action.then(Action::write(WordAt::span_key(span), without_key));
         }
         if !Mutation::SkipRecord.is_active() {
             action = action.then(self.log_entry(cache, grant, word));
@@ -31,10 +31,10 @@ impl AllocOp {
             let word = cache.word(word_of(grant));
             action = action.then(self.log_entry(cache, grant, word));
         }
-        if self.leaves_record {
-            // It is written before this client changes the word again.
+        if self.defers_record {
+            // The caller posts it before this client changes the word again.
             self.record = action;
-            cache.settle(word_of(grant));
+            cache.mark_saved(word_of(grant));
             return self.recorded(cache, grant);
         }
         if action.is_empty() {
@@ -47,47 +47,53 @@ impl AllocOp {
         Action::write(record_at(grant), LogEntry::of(word, cache.nonce(self.host)).0)
     }
 
-    /// The key of what was allocated; and whose the spans are, if it is whole spans.
+    /// The key entries of an extent. If it consists of whole spans, they include the owners of the spans.
     fn keys(&self, cache: &mut NodeCache, grant: Grant) -> Action {
         if self.is_for_node() {
             return Action::default();
         }
-        let (opened, shut) = entries(cache, grant);
-        if grant.class.is_within_span() || Mutation::SkipOwners.is_active() {
-            return Action::write(WordAt::key_of(grant), opened);
+        let (with_key, without_key) = entries(cache, grant);
+        if grant.class.is_within_span() || Mutation::SkipGroupOwners.is_active() {
+            return Action::write(WordAt::key_of(grant), with_key);
         }
         let first = grant.chunk / SPAN_CHUNKS;
         let others = u8::try_from(grant.class.chunks() / SPAN_CHUNKS - 1).unwrap_or(u8::MAX);
-        (first..=first + u32::from(others)).for_each(|span| cache.learn_owner(span, KeyEntry(shut)));
-        let spans = |value| Action::write_run(WordAt::span_key(first), value, others, shut);
+        (first..=first + u32::from(others)).for_each(|span| cache.learn_owner(span, KeyEntry(without_key)));
+        let spans = |value| Action::write_run(WordAt::span_key(first), value, others, without_key);
         if grant.class == SizeClass::SECTION {
-            return Action::write(WordAt::key_of(grant), opened).then(spans(shut));
+            return Action::write(WordAt::key_of(grant), with_key).then(spans(without_key));
         }
-        spans(opened)
+        spans(with_key)
     }
 
-    /// The extent is ours, and the log knows it. The next search begins here.
+    /// The extent is allocated, and its record is in the log. The next search begins here.
     pub(super) fn recorded(&mut self, cache: &mut NodeCache, grant: Grant) -> Step<Grant> {
-        let before = cache.start(self.class);
-        cache.set_start(self.class, grant.chunk / SECTION_CHUNKS);
+        let before = cache.first_section(self.class);
+        cache.set_first_section(self.class, grant.chunk / SECTION_CHUNKS);
         if !self.class.is_within_span() {
             return Step::Done(Ok(grant));
         }
-        // Of what is in the same section A2 has said it.
+        // In the same section, A2 has set the hint.
         let is_elsewhere = self.has_opened && before != grant.chunk / SECTION_CHUNKS;
-        let filled = if is_elsewhere { cache.take_filled(before) } else { None };
-        self.hint(cache, grant, filled)
+        let full_span = if is_elsewhere { cache.pop_unhinted_full(before) } else { None };
+        self.hint(cache, grant, full_span)
     }
 
-    /// A4–A6 of another span that was filled, or C2; and that is all.
-    pub(super) fn hint(&mut self, cache: &mut NodeCache, grant: Grant, filled: Option<u32>) -> Step<Grant> {
+    /// A4 to A6 of another span that this client has filled, or C2; then the operation is done.
+    pub(super) fn hint(
+        &mut self,
+        cache: &mut NodeCache,
+        grant: Grant,
+        full_span: Option<u32>,
+    ) -> Step<Grant> {
         let span = grant.chunk / SPAN_CHUNKS;
-        // A span that was filled may have room again soon. That it is full is said when another had to be opened in its place.
-        cache.note_if_filled(span);
-        let calm = self.losing.is_none_or(|(last, _)| last != span);
-        let hint = match filled {
-            Some(filled) => Hint::filled(filled, cache),
-            None if calm => Hint::calm(span, cache),
+        // A full span may soon have free chunks again, so the full hint is set only when another span had to be
+        // opened instead (decision 13).
+        cache.note_if_full(span);
+        let has_won_at_once = self.last_losses.is_none_or(|(last, _)| last != span);
+        let hint = match full_span {
+            Some(full) => Hint::set_full(full, cache),
+            None if has_won_at_once => Hint::clear_contended(span, cache),
             None => None,
         };
         match hint {
@@ -97,7 +103,7 @@ impl AllocOp {
     }
 }
 
-/// The entry that opens an extent, and that of memory of the same tenant which no key opens.
+/// The key entry of an extent, and the entry without a key of a span of the same tenant.
 fn entries(cache: &NodeCache, grant: Grant) -> (u64, u64) {
     (KeyEntry::opened(grant.key, cache.tenant()).0, KeyEntry::shut(cache.tenant()).0)
 }

@@ -1,27 +1,27 @@
-//! The steps that free what was judged to be free-able: a CAS on the very word that was judged, and what follows from it.
+//! F1 to F6: frees by a CAS that expects the word by which the free was decided, and does what follows.
 
 use aquifer_fabric::Host;
 
 use crate::cache::{NodeCache, place_in_section};
 use crate::error::Damage;
-use crate::op::flush::{Flush, Flushed};
+use crate::op::flush::{Flush, FlushProgress};
 use crate::op::hint::Hint;
 use crate::op::{ATTEMPTS_MAX, Action, CONTENDED_AFTER, Mutation, OpError, StepResult, WordAt, damaged};
 use crate::size::SECTION_SPANS;
 use crate::word::{Run, SpanState, SpanWord};
 
-/// What is freed by one CAS.
+/// What one CAS frees.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(in crate::op) enum Freed {
     /// The chunks of `mask` of an open span. The log names `run`, one of the extents among them.
     Chunks { span: u32, mask: u32, run: Run },
     /// Spans that were allocated whole.
     Whole { section: u32, group: Run },
-    /// A span that a dead host was about to open, or to close.
+    /// A span that a dead host was opening or closing.
     Span { span: u32 },
 }
 
-/// A free under way, from the flush of the record before (L) to the last hint.
+/// A free in progress, from the copy of the record before (L) to the last hint.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(in crate::op) struct FreeCommit {
     host: Host,
@@ -33,7 +33,7 @@ pub(in crate::op) struct FreeCommit {
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum State {
-    /// L: the record that the CAS overwrites goes to the log first.
+    /// L: copies the record that the CAS overwrites to the log.
     Flushing(Flush),
     /// F1, F3.
     FreeingChunks,
@@ -45,23 +45,23 @@ enum State {
     Closing,
     /// F6.
     MarkingReady,
-    /// F2, C1, C2: everything is free already.
+    /// F2, C1, C2: the memory is free already.
     Hinting(Hint),
 }
 
-/// What a step led to.
+/// The outcome of a step.
 #[derive(Debug)]
 pub(in crate::op) enum FreeProgress {
     Post(Action),
     Done,
-    /// The word that was judged has changed. The cache has it as it is now; nothing was freed.
+    /// The word has changed; nothing was freed. It is cached as it was found.
     Overtaken,
 }
 
 type Next = Result<FreeProgress, OpError>;
 
 impl FreeCommit {
-    /// Frees what was judged by the words as the cache has them. `lost`: races lost for it before.
+    /// Begins to free what the cached words say is allocated. `lost`: races lost for it before.
     pub(in crate::op) fn begin(host: Host, freed: Freed, lost: u32, cache: &NodeCache) -> (Self, Action) {
         let mut commit = Self { host, freed, lost, state: State::Closing };
         let action = match Flush::begin(host, commit.at(), cache) {
@@ -77,16 +77,16 @@ impl FreeCommit {
     pub(in crate::op) fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Next {
         match self.state {
             State::Flushing(mut flush) => Ok(match flush.step(cache, result)? {
-                Flushed::Post(action) => self.post(State::Flushing(flush), action),
-                Flushed::Done => FreeProgress::Post(self.commit(cache)),
-                Flushed::Overtaken => FreeProgress::Overtaken,
+                FlushProgress::Post(action) => self.post(State::Flushing(flush), action),
+                FlushProgress::Done => FreeProgress::Post(self.commit(cache)),
+                FlushProgress::Overtaken => FreeProgress::Overtaken,
             }),
             State::FreeingChunks => self.chunks_freed(cache, result.found()),
             State::FreeingGroup => self.group_freed(cache, result.found()),
             State::FlushingClose(mut flush) => match flush.step(cache, result)? {
-                Flushed::Post(action) => Ok(self.post(State::FlushingClose(flush), action)),
-                Flushed::Done => Ok(self.post_close(cache)),
-                Flushed::Overtaken => self.retry_close(cache),
+                FlushProgress::Post(action) => Ok(self.post(State::FlushingClose(flush), action)),
+                FlushProgress::Done => Ok(self.post_close(cache)),
+                FlushProgress::Overtaken => self.retry_close(cache),
             },
             State::Closing => self.closed(cache, result.found()),
             State::MarkingReady => self.marked_ready(cache, result.found()),
@@ -106,7 +106,7 @@ impl FreeCommit {
         FreeProgress::Post(action)
     }
 
-    /// The word whose change frees it.
+    /// The word whose CAS frees it.
     fn at(&self) -> WordAt {
         match self.freed {
             Freed::Chunks { span, .. } => WordAt::Span(span),
@@ -126,14 +126,14 @@ impl FreeCommit {
         let at = self.at();
         let (state, desired) = match self.freed {
             Freed::Chunks { span, mask, run } => {
-                let desired = cache.span(span).give_all(mask, run, self.host);
+                let desired = cache.span(span).free_mask(mask, run, self.host);
                 if desired.is_closed() && Mutation::CloseFirst.is_active() {
                     return self.close(cache, span);
                 }
                 (State::FreeingChunks, desired.0)
             }
             Freed::Whole { section, group } => {
-                (State::FreeingGroup, cache.section(section).give(group, self.host).0)
+                (State::FreeingGroup, cache.section(section).free(group, self.host).0)
             }
             Freed::Span { span } => return self.close(cache, span),
         };
@@ -148,16 +148,16 @@ impl FreeCommit {
             cache.learn(WordAt::Span(span), found)?;
             return Ok(FreeProgress::Overtaken);
         }
-        let now = before.give_all(mask, run, self.host);
+        let now = before.free_mask(mask, run, self.host);
         cache.change_span(span, now).map_err(|cause| damaged(WordAt::Span(span), now.0, cause))?;
         if now.is_closed() {
             let skip = Mutation::SkipClose.is_active() || Mutation::CloseFirst.is_active();
             return Ok(if skip { FreeProgress::Done } else { self.begin_close(cache) });
         }
-        let hint = Hint::opened(span, before.is_full(), cache).or_else(|| match self.lost {
-            0 => Hint::calm(span, cache),
+        let hint = Hint::clear_full(span, before.is_full(), cache).or_else(|| match self.lost {
+            0 => Hint::clear_contended(span, cache),
             1..=CONTENDED_AFTER => None,
-            _ => Hint::mark(span, cache),
+            _ => Hint::set_contended(span, cache),
         });
         Ok(match hint {
             Some((hint, action)) => self.post(State::Hinting(hint), action),
@@ -172,12 +172,12 @@ impl FreeCommit {
             cache.learn(at, found)?;
             return Ok(FreeProgress::Overtaken);
         }
-        let now = before.give(group, self.host);
+        let now = before.free(group, self.host);
         cache.change_section(section, now).map_err(|cause| damaged(at, now.0, cause))?;
         Ok(FreeProgress::Done)
     }
 
-    /// F4. The client that emptied the span is the only one that may; hints that others set meanwhile are overwritten.
+    /// F4. Only the client that emptied the span does this. It overwrites hints that others set meanwhile.
     fn begin_close(&mut self, cache: &NodeCache) -> FreeProgress {
         let section = WordAt::Section(self.span() / SECTION_SPANS);
         match Flush::begin(self.host, section, cache) {
@@ -199,7 +199,7 @@ impl FreeCommit {
         Action::commit(WordAt::Section(section), expected.0, desired.0)
     }
 
-    /// Whether this operation emptied the span itself, so that only it may close the span.
+    /// Whether this operation emptied the span itself, so that no other may close it.
     const fn has_emptied(&self) -> bool {
         matches!(self.freed, Freed::Chunks { .. })
     }
@@ -216,7 +216,7 @@ impl FreeCommit {
         let (section, index) = (self.span() / SECTION_SPANS, place_in_section(self.span()));
         let word = cache.section(section);
         if word.state(index) == SpanState::Empty {
-            return Err(damaged(WordAt::Section(section), word.0, Damage::Intruder));
+            return Err(damaged(WordAt::Section(section), word.0, Damage::UnexpectedWriter));
         }
         Ok(self.begin_close(cache))
     }
@@ -238,7 +238,7 @@ impl FreeCommit {
         if let Freed::Chunks { mask, run, .. } = self.freed
             && Mutation::CloseFirst.is_active()
         {
-            let desired = word.give_all(mask, run, self.host);
+            let desired = word.free_mask(mask, run, self.host);
             return Ok(self.post(State::FreeingChunks, Action::commit(WordAt::Span(span), word.0, desired.0)));
         }
         if word.is_ready() {

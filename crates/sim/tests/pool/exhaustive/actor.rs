@@ -164,7 +164,7 @@ impl Actor {
             Running::Recover(mut op, dead) => match op.step(&mut self.cache, result) {
                 Step::Post(action) => self.post(Running::Recover(op, dead), action),
                 Step::Done(Ok(recovered)) => {
-                    if recovered.unknown > 0 || shadow.has_traces_of(dead) {
+                    if recovered.unowned > 0 || shadow.has_traces_of(dead) {
                         return Err(format!("something of {dead:?} is left after {recovered:?}"));
                     }
                     self.recovered.push(dead);

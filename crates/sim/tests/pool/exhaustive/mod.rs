@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use aquifer_fabric::{Host, Tenant};
 use aquifer_mutation::Mutations;
 use aquifer_pool::SizeClass;
-use aquifer_pool::cache::{Draws, NodeCache};
+use aquifer_pool::cache::{NodeCache, Numbers};
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{Access, AllocOp, Machine, Mutation, Step, StepResult, WordAt};
 use aquifer_pool::size::SECTION_SPANS;
@@ -100,14 +100,14 @@ impl State {
     fn new(trial: &Trial) -> Self {
         let layout = Layout::new(1, 1).expect("one section");
         let (mut memory, mut shadow) = (Memory::default(), Shadow::of(layout));
-        let mut cache = NodeCache::new(&layout, 0, TENANT, Draws::counted(0, CLIENTS_MAX));
+        let mut cache = NodeCache::new(&layout, 0, TENANT, Numbers::counted(0, CLIENTS_MAX));
         for _ in SPANS..SECTION_SPANS {
             allocate(&mut memory, &mut shadow, &mut cache);
         }
         let actor = |(number, (host, operations)): (u32, &(u16, u8))| {
             // It has seen the node as it is now.
-            let draws = Draws::counted(number, CLIENTS_MAX);
-            Actor::new(Host(*host), *operations, cache.clone().drawing(draws))
+            let draws = Numbers::counted(number, CLIENTS_MAX);
+            Actor::new(Host(*host), *operations, cache.clone().with_numbers(draws))
         };
         let actors = (1..).zip(trial.actors).map(actor).collect();
         Self { memory, shadow, actors, failure: None }
@@ -266,14 +266,14 @@ mod long {
     const RULES: [Mutation; 10] = [
         Mutation::SkipFlush,
         Mutation::SkipReady,
-        Mutation::ReadyFromMemory,
+        Mutation::ReadyFromCache,
         Mutation::SkipRecord,
         Mutation::RecoverBlind,
-        Mutation::TakeFromStale,
+        Mutation::AllocateFromStale,
         Mutation::EnterClosed,
         Mutation::CloseFirst,
         Mutation::SkipClose,
-        Mutation::SkipStrike,
+        Mutation::SkipRevoke,
     ];
 
     #[test]

@@ -1,7 +1,7 @@
 //! The node itself: clears what has been used, and lends now more, now less.
 
 use aquifer_fabric::Host;
-use aquifer_pool::Donation;
+use aquifer_pool::NodeMemory;
 use aquifer_pool::op::{Grant, OpError};
 use aquifer_pool::word::Run;
 
@@ -26,11 +26,11 @@ enum Doing {
 }
 
 impl Own {
-    pub fn new(client: Client, donation: &Donation) -> Self {
-        let sections = (0..donation.layout.sections()).filter(|section| donation.is_withheld(*section));
+    pub fn new(client: Client, node_memory: &NodeMemory) -> Self {
+        let sections = (0..node_memory.layout.sections()).filter(|section| node_memory.is_offline(*section));
         let grant = |section| {
-            let extent = donation.section(section);
-            let chunk = donation.layout.chunk_of(extent.addr - donation.region.base).unwrap();
+            let extent = node_memory.section_extent(section);
+            let chunk = node_memory.layout.chunk_of(extent.addr - node_memory.region.base).unwrap();
             Grant { chunk, class: extent.class, key: extent.key }
         };
         Self { client, doing: Doing::Nothing, withheld: sections.map(grant).collect() }
@@ -43,14 +43,14 @@ impl Schedule {
         if !self.own.client.is_idle() || !self.rng.chance(1, 20) {
             return Ok(());
         }
-        let section = u32::try_from(self.rng.below(self.donation.layout.sections().into())).unwrap();
-        let is_withheld = self.donation.is_withheld(section);
-        let ended = if !is_withheld && self.donation.is_free(section) && self.rng.chance(1, 3) {
+        let section = u32::try_from(self.rng.below(self.node_memory.layout.sections().into())).unwrap();
+        let is_offline = self.node_memory.is_offline(section);
+        let ended = if !is_offline && self.node_memory.is_section_free(section) && self.rng.chance(1, 3) {
             self.own.doing = Doing::Withdrawing;
             self.own.client.take_group(section, Run::SECTION)
-        } else if is_withheld && self.rng.chance(1, 3) {
+        } else if is_offline && self.rng.chance(1, 3) {
             self.lend(section)
-        } else if let Some(group) = self.donation.uncleared(section) {
+        } else if let Some(group) = self.node_memory.find_uncleared(section) {
             self.own.doing = Doing::Clearing;
             self.own.client.take_group(section, group)
         } else {
@@ -71,7 +71,7 @@ impl Schedule {
             (Ended::Alloc(Ok(grant)), doing) => {
                 let chunks = grant.chunk..grant.chunk + grant.class.chunks();
                 // There is no data here to be cleared.
-                self.donation.disown(grant.chunk, grant.class);
+                self.node_memory.clear_entries(grant.chunk, grant.class);
                 chunks.for_each(|chunk| self.shadow.used_by[chunk as usize] = None);
                 if matches!(doing, Doing::Withdrawing) {
                     self.seen.withdrawn += 1;
@@ -94,8 +94,8 @@ impl Schedule {
 
     /// The node lends everything, with nothing else going on.
     pub(super) fn lend_all(&mut self) -> Result<(), String> {
-        for section in 0..self.donation.layout.sections() {
-            if self.donation.is_withheld(section) {
+        for section in 0..self.node_memory.layout.sections() {
+            if self.node_memory.is_offline(section) {
                 let ended = self.lend(section);
                 self.node_goes_on(ended)?;
             }
@@ -105,8 +105,8 @@ impl Schedule {
 
     /// The node clears all that is free, with nothing else going on.
     pub(super) fn clear_all(&mut self) -> Result<(), String> {
-        for section in 0..self.donation.layout.sections() {
-            while let Some(group) = self.donation.uncleared(section) {
+        for section in 0..self.node_memory.layout.sections() {
+            while let Some(group) = self.node_memory.find_uncleared(section) {
                 self.own.doing = Doing::Clearing;
                 let ended = self.own.client.take_group(section, group);
                 self.node_goes_on(ended)?;
@@ -126,7 +126,7 @@ impl Schedule {
                 return Ok(());
             }
             ensure!(self.fabric.step(), "the node waits for nothing");
-            self.shadow.observe(&self.donation, &under_way)?;
+            self.shadow.observe(&self.node_memory, &under_way)?;
             ended = self.own.client.poll();
         }
     }

@@ -70,7 +70,7 @@ impl Schedule {
             Ok(()) => self.seen.resumed += 1,
             Err(OpError::NotAllocated | OpError::NotOurs(_)) => {
                 // If its key was not struck out it is ours still, and something else of the word has changed.
-                let is_opened = self.shadow.is_opened(&self.donation, &grant, client.tenant).is_ok();
+                let is_opened = self.shadow.is_opened(&self.node_memory, &grant, client.tenant).is_ok();
                 if number == Try::First && is_opened {
                     let ended = client.free_after_all(grant);
                     return ended.map_or(Ok(()), |ended| self.ended(index, ended));

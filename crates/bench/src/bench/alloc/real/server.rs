@@ -8,7 +8,7 @@ use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::tcp::{self, TcpTarget};
 use aquifer_fabric::{Access, Memory, Scope, Target};
 use aquifer_pool::size::{SECTION_BYTES, SECTION_CHUNKS};
-use aquifer_pool::{NodeId, donate};
+use aquifer_pool::{NodeId, NodeMemory};
 
 use super::rpc::Desk;
 use super::{KEY, NODE_SECTIONS};
@@ -52,7 +52,8 @@ fn failed(error: &dyn std::fmt::Display) -> BenchError {
 /// The pool comes first, then the array, then what RPCs hand out.
 pub fn lend(target: &dyn Target) -> Result<Desk, String> {
     let show = |error: &dyn std::fmt::Display| error.to_string();
-    donate(target, NODE, u64::from(NODE_SECTIONS) * SECTION_BYTES).map_err(|error| show(&error))?;
+    NodeMemory::create(target, NODE, u64::from(NODE_SECTIONS) * SECTION_BYTES)
+        .map_err(|error| show(&error))?;
     let create = |bytes: u64| {
         let bytes = usize::try_from(bytes).map_err(|error| show(&error))?;
         Memory::create("aquifer-bench", bytes).map(Arc::new).map_err(|error| show(&error))

@@ -1,37 +1,38 @@
-//! Random keys, and numbers of log entries, for all clients of the process.
+//! Random bits of keys, and numbers of log entries, for all clients of the process.
 
 use std::cell::RefCell;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::cache::{Draws, Source};
+use crate::cache::{NumberFns, Numbers};
 
-/// Keys whose bits are fetched from the system together.
+/// Keys for which random bits are read from the system at once.
 const BATCH: usize = 64;
 
-/// The product's sources.
-pub(super) const SYSTEM: Draws = Draws::From(Source { key_bits, nonce });
+/// The numbers that the product uses.
+pub(super) const SYSTEM: Numbers = Numbers::System(NumberFns { key_bits, nonce });
 
 fn key_bits() -> u32 {
     thread_local! {
-        static DRAWN: RefCell<Vec<u32>> = const { RefCell::new(Vec::new()) };
+        static BATCHED: RefCell<Vec<u32>> = const { RefCell::new(Vec::new()) };
     }
-    DRAWN.with_borrow_mut(|drawn| {
-        drawn.pop().unwrap_or_else(|| {
+    BATCHED.with_borrow_mut(|batched| {
+        batched.pop().unwrap_or_else(|| {
             let mut bytes = [0; BATCH * 4];
             let got = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
-            // So few bytes come at once or not at all.
+            // Up to 256 bytes are never cut short.
             assert_eq!(got, Ok(bytes.len()), "the system has random bytes");
             let ([first, others @ ..], []) = bytes.as_chunks::<4>() else { unreachable!("64 of 4 bytes") };
-            drawn.extend(others.iter().map(|word| u32::from_ne_bytes(*word)));
+            batched.extend(others.iter().map(|word| u32::from_ne_bytes(*word)));
             u32::from_ne_bytes(*first)
         })
     })
 }
 
 fn nonce() -> u32 {
-    // All clients here are of one host, most often; a process that was started again does not begin where the one before began.
+    // One counter for the process: its clients usually are of one host. It begins at a random number,
+    // so that a restarted process does not repeat the numbers of the one before.
     static NEXT: LazyLock<AtomicU32> = LazyLock::new(|| {
         let [_, _, _, _, random @ ..] = RandomState::new().hash_one(0).to_le_bytes();
         AtomicU32::new(u32::from_le_bytes(random))

@@ -1,5 +1,7 @@
-//! An endpoint shared by the pool, which waits for its own work, and the pool's user, who has work
-//! under way at the same time: completions that one polls and the other expects are kept for it.
+//! An endpoint that the pool shares with its user.
+//!
+//! Both have operations in flight on it at the same time, and each polls. Completions of the user's
+//! operations that the pool polls are kept until the user polls.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,16 +10,16 @@ use std::time::Duration;
 
 use aquifer_fabric::{Completion, Endpoint, PostError, Work, forward_endpoint};
 
-/// Completions of the user that the pool has polled.
+/// Completions of the user's operations that the pool has polled.
 #[derive(Debug, Default)]
-pub(crate) struct Kept {
-    /// Length of the queue, so that polling costs no lock when it is empty.
+pub(crate) struct UserCompletions {
+    /// Length of the queue, so that polling an empty queue takes no lock.
     count: AtomicUsize,
     queue: Mutex<VecDeque<Completion>>,
 }
 
-impl Kept {
-    /// Keep completions, in their order, before those that are kept already.
+impl UserCompletions {
+    /// Puts completions in front of the queue, in their order.
     pub(crate) fn put_back(&self, completions: &mut Vec<Completion>) {
         if completions.is_empty() {
             return;
@@ -29,15 +31,15 @@ impl Kept {
         self.count.store(queue.len(), Ordering::Release);
     }
 
-    fn take(&self, out: &mut Vec<Completion>, max: usize) -> usize {
+    fn drain(&self, out: &mut Vec<Completion>, max: usize) -> usize {
         if self.len() == 0 {
             return 0;
         }
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        let taken = queue.len().min(max);
-        out.extend(queue.drain(..taken));
+        let drained = queue.len().min(max);
+        out.extend(queue.drain(..drained));
         self.count.store(queue.len(), Ordering::Release);
-        taken
+        drained
     }
 
     fn len(&self) -> usize {
@@ -45,23 +47,23 @@ impl Kept {
     }
 }
 
-/// The endpoint with its kept completions.
+/// The user's view of the endpoint: a poll returns kept completions first.
 #[derive(Debug)]
-pub(crate) struct Link {
+pub(crate) struct SharedEndpoint {
     inner: Box<dyn Endpoint>,
-    kept: Arc<Kept>,
+    kept: Arc<UserCompletions>,
 }
 
-impl Link {
-    /// Wrap an endpoint; `kept` is shared with the pool.
-    pub(crate) fn new(inner: Box<dyn Endpoint>, kept: Arc<Kept>) -> Self {
+impl SharedEndpoint {
+    /// Wraps an endpoint; the pool puts completions into `kept`.
+    pub(crate) fn new(inner: Box<dyn Endpoint>, kept: Arc<UserCompletions>) -> Self {
         Self { inner, kept }
     }
 }
 
-impl Endpoint for Link {
+impl Endpoint for SharedEndpoint {
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
-        // So many are kept that the user must poll first: the queue has its bound whatever the pool does.
+        // The queue of kept completions is as bounded as the endpoint's: the user must poll first.
         if self.kept.len() >= self.inner.limits().queue_depth {
             return Err(PostError::QueueFull { accepted: 0 });
         }
@@ -69,7 +71,7 @@ impl Endpoint for Link {
     }
 
     fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
-        let kept = self.kept.take(out, max);
+        let kept = self.kept.drain(out, max);
         if kept == max { kept } else { kept + self.inner.poll(out, max - kept) }
     }
 

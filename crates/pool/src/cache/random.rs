@@ -1,47 +1,47 @@
-//! Where the random bits of keys and the numbers of log entries come from: the state machines draw none themselves.
+//! The source of random key bits and of the numbers in log entries. State machines draw none themselves.
 
 use std::hash::{Hash, Hasher};
 
-/// The sources of one client.
+/// The numbers of one client.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Draws {
-    /// The product's.
-    From(Source),
-    /// A simulation's: the same numbers each time, and no two clients have one in common.
+pub enum Numbers {
+    /// Provided by the edge.
+    System(NumberFns),
+    /// Counted, for a simulation: equal in each run, and no two clients have a number in common.
     Counted {
         /// The next bits for a key.
         key_bits: u32,
         /// The next number of a log entry.
         nonce: u32,
-        /// How many clients there may be.
+        /// The most clients.
         clients: u32,
     },
 }
 
-/// Functions of the edge.
+/// Functions of the edge that provide numbers.
 #[derive(Clone, Copy, Debug)]
-pub struct Source {
+pub struct NumberFns {
     /// Random bits for a key, which no peer can guess.
     pub key_bits: fn() -> u32,
     /// A number that no client of this process has had before.
     pub nonce: fn() -> u32,
 }
 
-impl PartialEq for Source {
-    /// A process has one.
+impl PartialEq for NumberFns {
+    /// Always true: a process has one set of functions.
     fn eq(&self, _: &Self) -> bool {
         true
     }
 }
 
-impl Eq for Source {}
+impl Eq for NumberFns {}
 
-impl Hash for Source {
+impl Hash for NumberFns {
     fn hash<H: Hasher>(&self, _: &mut H) {}
 }
 
-impl Draws {
-    /// For a simulation: client `number` of so many.
+impl Numbers {
+    /// Counted numbers for client `number` of at most `clients`.
     #[must_use]
     pub const fn counted(number: u32, clients: u32) -> Self {
         Self::Counted { key_bits: number, nonce: number, clients }
@@ -49,14 +49,14 @@ impl Draws {
 
     pub(super) fn key_bits(&mut self) -> u32 {
         match self {
-            Self::From(source) => (source.key_bits)(),
+            Self::System(functions) => (functions.key_bits)(),
             Self::Counted { key_bits, clients, .. } => advance(key_bits, *clients),
         }
     }
 
     pub(super) fn nonce(&mut self) -> u32 {
         match self {
-            Self::From(source) => (source.nonce)(),
+            Self::System(functions) => (functions.nonce)(),
             Self::Counted { nonce, clients, .. } => advance(nonce, *clients),
         }
     }
@@ -66,9 +66,9 @@ fn advance(next: &mut u32, step: u32) -> u32 {
     std::mem::replace(next, next.wrapping_add(step))
 }
 
-impl std::fmt::Debug for Draws {
-    /// Keys stay out of logs.
+impl std::fmt::Debug for Numbers {
+    /// Prints no numbers: keys stay out of logs.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Draws")
+        f.write_str("Numbers")
     }
 }
