@@ -7,6 +7,7 @@ mod chaos;
 mod checker;
 mod children;
 mod etcd;
+mod examples;
 mod extents;
 mod fabric_check;
 mod failures;
