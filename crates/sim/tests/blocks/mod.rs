@@ -27,7 +27,7 @@ const SCHEDULES: u64 = 500;
 const COUNT_MIN: u64 = 15;
 
 #[test]
-fn every_byte_is_what_was_written_and_all_is_given_back() {
+fn every_byte_is_correct_and_all_memory_is_freed() {
     let mut seen = Seen::default();
     let is_whole = SIMULATOR.play_fixed(SCHEDULES, |schedule| seen.add(&schedule));
     println!("{seen:?}");

@@ -70,7 +70,7 @@ fn is_telling() -> bool {
 }
 
 #[test]
-fn every_page_is_what_was_written_and_all_is_given_back() {
+fn every_page_is_correct_and_all_memory_is_freed() {
     let mut seen = Seen::default();
     let is_whole = SIMULATOR.play_fixed(SCHEDULES, |schedule| seen.add(&schedule));
     println!("{seen:?}");
