@@ -17,9 +17,9 @@
 //! what was there is gone: extents are not kept twice.
 
 mod error;
-mod jobs;
 mod session;
 mod statistics;
+mod transfer;
 
 pub use error::Error;
 pub use session::{Extent, MAX_EXTENT_BYTES, ReadJob, Session, WriteJob};

@@ -13,8 +13,8 @@ use aquifer_ipc::ring::{
 };
 
 use crate::error::Error;
-use crate::jobs::{Data, Job, run_jobs};
 use crate::statistics::Statistics;
+use crate::transfer::{Data, Job, run_jobs};
 
 /// Bytes of the smallest extent.
 const MIN_EXTENT_BYTES: u64 = 4 << 10;

@@ -269,7 +269,7 @@ fn play(fabric: &str) {
     let users = status["agent"]["users"].as_array().expect("users");
     let hostile = users.iter().find(|user| user["tenant"] == FIRST_HOSTILE);
     assert!(hostile.is_some_and(|user| user["refused"].as_u64() > Some(0)), "{users:?}");
-    assert!(house.cluster.logs().contains("try keys that open nothing"), "{}", house.cluster.logs());
+    assert!(house.cluster.logs().contains("use keys that open nothing"), "{}", house.cluster.logs());
     victim.verify_all();
     drop(victim);
     house.cluster.assert_all_free();
