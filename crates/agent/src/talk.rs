@@ -168,7 +168,10 @@ impl Talks {
                 "--replicas {replicas} wants each page on {replicas} memory nodes, and the cluster has {there_are}: start more (aquifer node, aquifer up --nodes), or ask for fewer replicas"
             ));
         }
-        let run = self.service.open_run(&open.name, open.limit_bytes, replicas, socket.as_fd(), uid)?;
+        let run = self
+            .service
+            .open_run(&open.name, open.limit_bytes, replicas, socket.as_fd(), uid)
+            .map_err(|error| error.to_string())?;
         match send_frame(socket, &Frame::RunOpened(run.token()), &[]) {
             Ok(()) => Ok(run),
             Err(error) => {
