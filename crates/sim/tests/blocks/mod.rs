@@ -6,9 +6,9 @@ mod world;
 
 use aquifer_pager::Mutation;
 use aquifer_sim::Simulator;
-use world::{Seen, run};
+use world::{BlocksCounts, run};
 
-const SIMULATOR: Simulator<Mutation, Seen> = Simulator {
+const SIMULATOR: Simulator<Mutation, BlocksCounts> = Simulator {
     name: "blocks",
     play: run,
     mutations: &[
@@ -28,10 +28,10 @@ const COUNT_MIN: u64 = 15;
 
 #[test]
 fn every_byte_is_correct_and_all_memory_is_freed() {
-    let mut seen = Seen::default();
-    let is_whole = SIMULATOR.play_fixed(SCHEDULES, |schedule| seen.add(&schedule));
-    println!("{seen:?}");
-    for (what, count) in seen.counts().into_iter().filter(|_| is_whole) {
+    let mut counts = BlocksCounts::default();
+    let has_all_replicas = SIMULATOR.play_fixed(SCHEDULES, |schedule| counts.add(&schedule));
+    println!("{counts:?}");
+    for (what, count) in counts.labelled().into_iter().filter(|_| has_all_replicas) {
         assert!(count >= COUNT_MIN, "the schedules had only {count} {what}");
     }
 }

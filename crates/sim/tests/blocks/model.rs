@@ -8,7 +8,7 @@ type Bytes = Arc<[u8; PAGE_BYTES]>;
 
 /// One page.
 #[derive(Clone, Debug)]
-pub struct Page {
+pub struct PageModel {
     /// What may be found there: one thing, unless a write has failed.
     candidates: Vec<Bytes>,
     /// What was there since the read that is under way has begun.
@@ -18,7 +18,7 @@ pub struct Page {
     pub is_lost: bool,
 }
 
-impl Page {
+impl PageModel {
     pub fn new() -> Self {
         Self {
             candidates: vec![Arc::new([0; PAGE_BYTES])],

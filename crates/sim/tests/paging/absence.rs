@@ -1,4 +1,4 @@
-//! Nodes whose processes end and come back, and whose memory is kept meanwhile.
+//! SimNodes whose processes end and come back, and whose memory is kept meanwhile.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -9,16 +9,16 @@ use aquifer_fabric::{Endpoint, EndpointError, Identity};
 
 /// Which node is away, and how often it is looked for in vain before it is back. Clones are handles to the same.
 #[derive(Clone, Debug, Default)]
-pub struct Absence(Arc<Mutex<Option<(Node, u64)>>>);
+pub struct NodeAbsence(Arc<Mutex<Option<(Node, u64)>>>);
 
-impl Absence {
+impl NodeAbsence {
     /// A node goes away, if none is. Whether it did.
-    pub fn begin(&self, fabric: &SimFabric, node: Node, looks: u64) -> bool {
+    pub fn begin(&self, fabric: &SimFabric, node: Node, attempts: u64) -> bool {
         let mut away = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let goes = away.is_none();
         if goes {
             fabric.crash_node(node);
-            *away = Some((node, looks));
+            *away = Some((node, attempts));
         }
         goes
     }
@@ -31,16 +31,16 @@ impl Absence {
     }
 
     /// Whether a node is away.
-    pub fn is_on(&self) -> bool {
+    pub fn is_active(&self) -> bool {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
-    /// Somebody looks for a node; whether that is away still.
-    fn look_for(&self, fabric: &SimFabric, node: Node) -> bool {
+    /// Somebody attempts for a node; whether that is away still.
+    fn try_reach(&self, fabric: &SimFabric, node: Node) -> bool {
         let mut away = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some((_, looks)) = away.as_mut().filter(|(other, _)| *other == node) else { return false };
-        *looks = looks.saturating_sub(1);
-        if *looks > 0 {
+        let Some((_, attempts)) = away.as_mut().filter(|(other, _)| *other == node) else { return false };
+        *attempts = attempts.saturating_sub(1);
+        if *attempts > 0 {
             return true;
         }
         *away = None;
@@ -50,16 +50,16 @@ impl Absence {
 }
 
 #[derive(Debug)]
-struct SimAgain {
+struct NodeReturn {
     fabric: SimFabric,
-    absence: Absence,
+    absence: NodeAbsence,
     node: Node,
     who: Identity,
 }
 
-impl Again for SimAgain {
+impl Again for NodeReturn {
     fn attempt(&self) -> Attempt {
-        if self.absence.look_for(&self.fabric, self.node) {
+        if self.absence.try_reach(&self.fabric, self.node) {
             return Attempt::NotYet;
         }
         // It was dead, or cut off, or has shut us out.
@@ -81,15 +81,15 @@ impl Again for SimAgain {
 /// If the node cannot be reached, and is not away; whoever connects to wait waits until it is back.
 pub fn connect(
     fabric: &SimFabric,
-    absence: &Absence,
+    absence: &NodeAbsence,
     node: Node,
     who: Identity,
     manner: Manner,
 ) -> Result<Box<dyn Endpoint>, EndpointError> {
     if manner == Manner::Wait {
-        while absence.look_for(fabric, node) {}
+        while absence.try_reach(fabric, node) {}
     }
     let endpoint = fabric.connect(node, who)?;
-    let again = SimAgain { fabric: fabric.clone(), absence: absence.clone(), node, who };
+    let again = NodeReturn { fabric: fabric.clone(), absence: absence.clone(), node, who };
     Ok(Box::new(LastingEndpoint::new(endpoint, Arc::new(again), manner)))
 }

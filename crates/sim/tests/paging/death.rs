@@ -8,44 +8,44 @@ struct AgentDied;
 
 thread_local! {
     /// Steps until the agent of this thread's schedule dies; 0: it does not.
-    static DIES_IN: Cell<u32> = const { Cell::new(0) };
+    static STEPS_LEFT: Cell<u32> = const { Cell::new(0) };
     /// Only what a monitor says of events counts as a step.
-    static AT_EVENTS: Cell<bool> = const { Cell::new(false) };
+    static IS_EVENTS_ONLY: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Have the agent die after so many steps.
-pub fn set(steps: u32) {
-    DIES_IN.set(steps);
-    AT_EVENTS.set(false);
+pub fn schedule(steps: u32) {
+    STEPS_LEFT.set(steps);
+    IS_EVENTS_ONLY.set(false);
 }
 
-/// Have the agent die when it has heeded so many events, or begun to: what it had read beside them is told again.
-pub fn set_at_events(steps: u32) {
-    DIES_IN.set(steps);
-    AT_EVENTS.set(true);
+/// Have the agent die when it has applied so many events, or begun to: what it had read beside them is told again.
+pub fn schedule_at_event(steps: u32) {
+    STEPS_LEFT.set(steps);
+    IS_EVENTS_ONLY.set(true);
 }
 
-/// A step at which an event is heeded.
-pub fn pass_event() {
+/// A step at which an event is applied.
+pub fn event_step() {
     count();
 }
 
 /// Any other step.
-pub fn pass() {
-    if !AT_EVENTS.get() {
+pub fn step() {
+    if !IS_EVENTS_ONLY.get() {
         count();
     }
 }
 
 /// One step; the last one does not return.
 fn count() {
-    match DIES_IN.get() {
+    match STEPS_LEFT.get() {
         0 => {}
         1 => {
-            set(0);
+            schedule(0);
             resume_unwind(Box::new(AgentDied));
         }
-        steps => DIES_IN.set(steps - 1),
+        steps => STEPS_LEFT.set(steps - 1),
     }
 }
 

@@ -4,9 +4,9 @@
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Focus {
     None,
-    /// Nodes die and come back, or are cut off, while copies are written and made.
-    Copies,
-    /// Nodes are away and come back with their memory.
+    /// SimNodes die and come back, or are cut off, while copies are written and made.
+    Replicas,
+    /// SimNodes are away and come back with their memory.
     Absences,
     /// Agents die while events are late.
     Restarts,
@@ -17,7 +17,7 @@ pub enum Focus {
 impl Focus {
     pub fn of(seed: u64) -> Self {
         match seed % 8 {
-            1 => Self::Copies,
+            1 => Self::Replicas,
             3 => Self::Absences,
             5 => Self::Restarts,
             7 => Self::Events,

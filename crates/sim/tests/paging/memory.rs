@@ -8,51 +8,56 @@ pub const BASE: PageNumber = 512 * 77 - 24;
 
 /// A page that is present.
 #[derive(Clone, Copy, Debug)]
-pub struct Frame {
+pub struct ModelFrame {
     /// Its content, as a number; see [`encode`].
     pub stamp: u64,
     /// Not shared with a relative since a fork.
-    pub exclusive: bool,
+    pub is_exclusive: bool,
     /// Held by a device: the kernel does not move it.
-    pub pinned: bool,
+    pub is_pinned: bool,
     /// `MADV_FREE`: the kernel may drop it until it is written.
-    pub lazy: bool,
+    pub is_lazy: bool,
     /// Whoever writes it asks first.
-    pub protected: bool,
+    pub is_protected: bool,
 }
 
-impl Frame {
-    pub const ZERO: Self = Self { stamp: 0, exclusive: true, pinned: false, lazy: false, protected: false };
+impl ModelFrame {
+    pub const ZERO: Self =
+        Self { stamp: 0, is_exclusive: true, is_pinned: false, is_lazy: false, is_protected: false };
 }
 
 /// One page of the address space.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Page {
+pub struct ModelPage {
     /// The thread that may write it and change its mapping.
     pub owner: Option<usize>,
-    pub mapped: bool,
-    pub registered: bool,
-    pub frame: Option<Frame>,
-    pub poisoned: bool,
+    pub is_mapped: bool,
+    pub is_registered: bool,
+    pub frame: Option<ModelFrame>,
+    pub is_poisoned: bool,
     /// What the program must read.
-    pub truth: u64,
+    pub expected: u64,
     /// It may as well read zero (`MADV_FREE`, or a fork in the middle of `MADV_DONTNEED`).
-    pub maybe_zero: bool,
+    pub may_be_zero: bool,
     /// Its owner is in the middle of dropping it: others may find either.
-    pub unstable: bool,
+    pub is_being_dropped: bool,
     /// The program got SIGBUS here: it must never find anything again.
-    pub dead: bool,
+    pub is_dead: bool,
 }
 
-impl Page {
+impl ModelPage {
     pub fn mapped_by(owner: usize, registered: bool) -> Self {
-        Self { owner: Some(owner), mapped: true, registered, ..Self::default() }
+        Self { owner: Some(owner), is_mapped: true, is_registered: registered, ..Self::default() }
     }
 
     /// What `MADV_DONTNEED` leaves.
     pub fn drop_content(&mut self) {
-        *self =
-            Self { owner: self.owner, mapped: self.mapped, registered: self.registered, ..Self::default() };
+        *self = Self {
+            owner: self.owner,
+            is_mapped: self.is_mapped,
+            is_registered: self.is_registered,
+            ..Self::default()
+        };
     }
 }
 
