@@ -23,7 +23,8 @@ pub enum AttachError {
     System(#[from] io::Error),
     /// No run has this token.
     #[error(
-        "no such run: the agent has been restarted, or the run has ended; start the program again with `aquifer run`"
+        "no such run: the agent has been restarted, or the run has ended; \
+         start the program again with `aquifer run`"
     )]
     NoSuchRun,
     /// The program sent no userfaultfd.
@@ -31,7 +32,8 @@ pub enum AttachError {
     NoUserfaultfd,
     /// The kernel refuses features that the monitor needs.
     #[error(
-        "the agent cannot page programs: {0}. It needs Linux 6.8 or newer, and CAP_SYS_PTRACE for the events of forks: start the agent as root"
+        "the agent cannot page programs: {0}. It needs Linux 6.8 or newer, \
+         and CAP_SYS_PTRACE for the events of forks: start the agent as root"
     )]
     Features(io::Error),
     /// No fork was reported for this child.

@@ -124,7 +124,8 @@ impl ProcessEdge {
 
     /// Attaches a worker that another agent has attached.
     ///
-    /// The program may not have been welcomed yet. A program that has been ignores a second welcome.
+    /// The program may not have been welcomed yet. A program that has been ignores a second
+    /// welcome.
     pub(crate) fn reattach(&mut self, attachment: Attachment) -> io::Result<()> {
         self.exit_watcher()?.watch(&self.program, &attachment.socket);
         let is_running = attachment.worker.thread() != 0;
@@ -292,7 +293,8 @@ impl Kernel for ProcessEdge {
         }
         let mut messages = std::mem::take(&mut self.messages);
         self.journal.read(&self.uffd, &mut messages);
-        // SAFETY: the kernel has created each descriptor for the process that reads the message, once.
+        // SAFETY: the kernel has created each descriptor for the process that reads the message,
+        // once.
         out.extend(
             messages.drain(..).map(|message| message.map_child(|fd| unsafe { OwnedFd::from_raw_fd(fd) })),
         );
@@ -346,8 +348,8 @@ impl Kernel for ProcessEdge {
             FillSource::Fetched(index) => unsafe { self.fetcher.buffer().as_ptr().add(index * PAGE_BYTES) },
         };
         assert!(pages <= FETCH_PAGES_MAX);
-        // SAFETY: each source has at least `pages` pages: a window is shorter than FETCH_PAGES_MAX, and the
-        // monitor names only slots that hold pages.
+        // SAFETY: each source has at least `pages` pages: a window is shorter than FETCH_PAGES_MAX,
+        // and the monitor names only slots that hold pages.
         unsafe { self.uffd.copy(page, bytes, pages) }
     }
 
@@ -475,13 +477,12 @@ impl Edge for ProcessEdge {
     }
 
     fn report_lost(&mut self, page: PageNumber, error: &FetchError) {
-        tracing::error!(pid = self.program.pid(), address = page * PAGE, %error, "page lost: accesses raise SIGBUS");
+        let (pid, address) = (self.program.pid(), page * PAGE);
+        tracing::error!(pid, address, %error, "page lost: accesses raise SIGBUS");
         if !self.is_loss_reported {
             self.is_loss_reported = true;
             self.run.notify_owner(&format!(
-                "process {} lost the page at {:#x}: {error}. Accesses to it raise SIGBUS",
-                self.program.pid(),
-                page * PAGE
+                "process {pid} lost the page at {address:#x}: {error}. Accesses to it raise SIGBUS"
             ));
         }
     }

@@ -37,7 +37,8 @@ impl ProgramExitWatcher {
         let data = epoll::EventData::new_u64(program.id);
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
         if let Err(error) = epoll::add(&self.epoll, fd, data, flags) {
-            tracing::error!(%error, pid = program.pid(), "cannot watch for the end of a program; it counts as ended");
+            let pid = program.pid();
+            tracing::error!(%error, pid, "cannot watch for the end of a program; it counts as ended");
             program.mark_exited();
         }
     }

@@ -55,7 +55,8 @@ pub const RUNS_PER_TENANT_MAX: usize = 256;
 pub enum OpenRunError {
     /// The limit is below [`LIMIT_BYTES_MIN`].
     #[error(
-        "a limit of {limit_bytes} bytes is too small for any program: give at least {LIMIT_BYTES_MIN} (--local 8M)"
+        "a limit of {limit_bytes} bytes is too small for any program: \
+         give at least {LIMIT_BYTES_MIN} (--local 8M)"
     )]
     LimitTooSmall {
         /// The requested limit.
@@ -89,7 +90,8 @@ pub trait AgentServices: Send + Sync + Debug {
     /// The nodes that are registered now.
     fn nodes(&self) -> Vec<NodeId>;
 
-    /// Lets the keeper hold descriptors and a record, in place of those with the same kind and number.
+    /// Lets the keeper hold descriptors and a record, in place of those with the same kind and
+    /// number.
     ///
     /// The keeper outlives the agent. As long as it holds a userfaultfd, missing pages never read
     /// as zeros, and another agent can resume the program.

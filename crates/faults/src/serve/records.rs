@@ -1,7 +1,7 @@
 //! Records of runs and programs that the keeper holds beside their descriptors.
 //!
-//! Records are JSON, because the agent that reads them may be of another build. The keys are part of
-//! the format in `docs/formats/ipc.md`.
+//! Records are JSON, because the agent that reads them may be of another build. The keys are part
+//! of the format in `docs/formats/ipc.md`.
 
 use std::io;
 
@@ -45,7 +45,8 @@ pub(crate) struct ProgramRecord {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct HelloRecord {
     pub is_child: bool,
-    pub antechamber: u64,
+    #[serde(rename = "antechamber")]
+    pub bounce_buffer: u64,
     pub staging: u64,
 }
 
@@ -67,14 +68,14 @@ impl ProgramRecord {
 
     /// The hello of the program; `None` if it has not said one.
     pub fn hello(&self, token: RunToken) -> Option<ProgramHello> {
-        let HelloRecord { is_child, antechamber, staging } = self.hello?;
+        let HelloRecord { is_child, bounce_buffer, staging } = self.hello?;
         let PagingBounds { shim_range, canary, paged_range } = self.bounds();
         Some(ProgramHello {
             token,
             is_child,
             // The number only identifies a child before its hello.
             child_number: 0,
-            bounce_buffer: antechamber,
+            bounce_buffer,
             staging,
             canary,
             private_start: shim_range.start,
@@ -92,7 +93,7 @@ impl ProgramRecord {
 
 impl From<&ProgramHello> for HelloRecord {
     fn from(hello: &ProgramHello) -> Self {
-        Self { is_child: hello.is_child, antechamber: hello.bounce_buffer, staging: hello.staging }
+        Self { is_child: hello.is_child, bounce_buffer: hello.bounce_buffer, staging: hello.staging }
     }
 }
 

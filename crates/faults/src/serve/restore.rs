@@ -88,7 +88,8 @@ impl PagingService {
                 HeldKind::Program if kept.item.pid != 0 => {
                     self.kill_unservable(vec![(kept.item.id, kept.fds.into_iter().next_back())]);
                 }
-                // Its process is unknown, so it cannot be killed. It waits as long as the keeper runs.
+                // Its process is unknown, so it cannot be killed. It waits as long as the keeper
+                // runs.
                 HeldKind::Program => {}
                 // This is the entry of this agent by now.
                 HeldKind::Host => {}

@@ -89,7 +89,8 @@ impl SampledProgram {
 
     /// Whether the maps must be scanned for new areas now.
     fn wants_scan(&mut self, size: u64, uncontrolled: u64, now: Instant) -> bool {
-        // The areas of the last scan are adopted over several turns. Later growth must show at once.
+        // The areas of the last scan are adopted over several turns. Later growth must show at
+        // once.
         self.uncontrolled = self.uncontrolled.min(uncontrolled);
         let growth = uncontrolled - self.uncontrolled;
         let is_worth_it = !self.is_armed || self.size != size || growth > GROWTH_PAGES;
@@ -263,7 +264,8 @@ impl SampledRun {
         seen.scanned(usage.size, uncontrolled, began, areas);
     }
 
-    /// The reason why the pool has no room for evicted pages; `None` unless that has lasted too long.
+    /// The reason why the pool has no room for evicted pages; `None` unless that has lasted too
+    /// long.
     fn lasting_room_shortage(&mut self, run: &Run) -> Option<String> {
         let Some((shortage, reason)) = run.sender.room_shortage() else {
             self.room_shortage = None;
@@ -307,7 +309,8 @@ impl SampledRun {
             let kept_mb = (total * page) >> 20;
             let wanted_mb = kept_mb * 5 / 4 + 8;
             let what = format!(
-                "it keeps {kept_mb} MiB resident that cannot be paged (stacks, locked, read-only or small areas), more than its limit allows"
+                "it keeps {kept_mb} MiB resident that cannot be paged \
+                 (stacks, locked, read-only or small areas), more than its limit allows"
             );
             if run.is_limit_changed() {
                 tracing::warn!(run = ?run.token(), "{what}");

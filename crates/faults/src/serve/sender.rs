@@ -358,11 +358,13 @@ impl SenderLoop {
         }
         let offset = batch.block.slot(0).offset();
         let bytes = batch.positions.len() * PAGE_BYTES;
-        // SAFETY: the block belongs to this batch until it is written, and is inside the mempool's mapping.
+        // SAFETY: the block belongs to this batch until it is written, and is inside the mempool's
+        // mapping.
         let block =
             unsafe { std::slice::from_raw_parts_mut(self.mempool.memory().as_ptr().add(offset), bytes) };
         let local = IoSliceMut::new(block);
-        // SAFETY: the local memory is the block; the remote ranges are only read, and may be any addresses.
+        // SAFETY: the local memory is the block; the remote ranges are only read, and may be any
+        // addresses.
         let length = unsafe {
             libc::process_vm_readv(
                 pid.as_raw_nonzero().get(),
@@ -389,7 +391,8 @@ impl SenderLoop {
 
     fn record_shortage(&self, no_room: Option<NoRoom>) {
         let was_short_of_room = self.shared.is_short_of_room.load(Relaxed);
-        // A node that is away either returns or is removed. Only what follows is a lasting shortage.
+        // A node that is away either returns or is removed. Only what follows is a lasting
+        // shortage.
         let is_another = !was_short_of_room || matches!(no_room, Some(NoRoom::Away(_)));
         if no_room.is_some() && is_another {
             // Before the flag: a reader must not take this shortage for the previous one.

@@ -16,7 +16,8 @@ mod tests {
 
     #[test]
     fn fields_are_found_after_any_name() {
-        let text = b"7 (a ) b (c) S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 5 37";
+        let text = b"7 (a ) b (c) S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 \
+                     21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 5 37";
         assert_eq!(field(text, PROCESSOR), Some(5));
         assert_eq!(field(b"7 (a", PROCESSOR), None);
         assert_eq!(field(b"7 (a) S 1", PROCESSOR), None);
