@@ -1,5 +1,9 @@
-//! A block volume, its pump and its readers, over the simulated fabric: what is read is held against what was written, while nodes die, pages
-//! are damaged, the pool is full, and others write in the middle of a read. In the end everything must have been given back.
+//! The simulator of block volumes: a real volume, its pump, mover and readers over the simulated
+//! fabric.
+//!
+//! Bytes that are read are compared with bytes that were written, while nodes die, pages are
+//! damaged, the pool is full, and other threads write during a read. At the end all memory must be
+//! free.
 
 mod model;
 mod world;
@@ -23,7 +27,7 @@ const SIMULATOR: Simulator<Mutation, BlocksCounts> = Simulator {
     ],
 };
 const SCHEDULES: u64 = 500;
-/// The schedules must do each thing at least this often.
+/// The fixed schedules must do each thing at least this often.
 const COUNT_MIN: u64 = 15;
 
 #[test]

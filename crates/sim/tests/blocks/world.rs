@@ -1,4 +1,4 @@
-//! One schedule.
+//! The state of one schedule: volume, pump, cluster and model.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
@@ -14,10 +14,10 @@ use crate::paging::cluster::{FETCHERS, SENDER, SimCluster};
 use crate::paging::focus::Focus;
 use crate::paging::memory::encode;
 
-/// Turns after which a write has found no room.
+/// Turns after which a write has no room.
 const TURNS_MAX: u32 = 400;
 
-/// What happened in a schedule, or in all.
+/// How often things happened in a schedule, or in all.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct BlocksCounts {
     reads: u64,
@@ -77,7 +77,7 @@ struct BlocksWorld {
     cluster: SimCluster,
     volume: Arc<BlockVolume>,
     pump: Pump,
-    /// For what is read to write a part of a page.
+    /// The reader for writes to a part of a page.
     reader: VolumeReader,
     pages: Vec<PageModel>,
     stamps: u64,
@@ -85,7 +85,7 @@ struct BlocksWorld {
     failure: Option<String>,
 }
 
-/// Lets others act while a reader waits for a node.
+/// A connector whose endpoints let other threads act while a reader waits for a node.
 #[derive(Debug)]
 struct InterleavingConnector {
     inner: Arc<dyn Connector>,
@@ -124,7 +124,7 @@ fn lock(world: &Mutex<BlocksWorld>) -> std::sync::MutexGuard<'_, BlocksWorld> {
     world.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The pages of a range, as (page, first byte within, first byte of the range, bytes).
+/// The parts of a range by page, as (page, offset in the page, offset in the range, length).
 fn parts(offset: usize, len: usize) -> Vec<(usize, usize, usize, usize)> {
     let mut parts = Vec::new();
     let mut at = 0;
@@ -179,7 +179,7 @@ impl BlocksWorld {
         }
     }
 
-    /// Others act while a reader waits.
+    /// Lets other threads act while a reader waits.
     fn interleave(&mut self) {
         if self.rng.chance(1, 3) {
             self.counts.interleaved += 1;
@@ -189,7 +189,7 @@ impl BlocksWorld {
         }
     }
 
-    /// Anything but a read.
+    /// Does anything but a read.
     fn act(&mut self) {
         match self.rng.below(40) {
             0..12 => self.write_pages(),
@@ -203,7 +203,7 @@ impl BlocksWorld {
             }
             36 if self.rng.chance(1, 2) => {
                 self.counts.flushes += 1;
-                // It cannot wait here: it only seals.
+                // The flush cannot wait here; it only seals the open block.
                 let _ = self.volume.flush();
             }
             37 if self.rng.chance(1, 25) => {
@@ -223,7 +223,7 @@ impl BlocksWorld {
     }
 
     fn write_pages(&mut self) {
-        // A write that finds no room is begun again from the start: it must fit into one block.
+        // A write without room is repeated from the start, so it must fit into one block.
         let (offset, len) = self.range(60);
         let mut bytes = Vec::with_capacity(len);
         while bytes.len() < len {
@@ -248,7 +248,7 @@ impl BlocksWorld {
         self.settle_write(offset, bytes, result);
     }
 
-    /// Do something that wants room, and see to it that there is some.
+    /// Repeats an operation that needs room, and makes room in between.
     fn with_room(
         &mut self,
         act: impl Fn(&BlockVolume, &mut VolumeReader) -> Result<(), BlockError>,
@@ -300,7 +300,7 @@ impl BlocksWorld {
         self.settle_write(offset, &vec![0; len], result);
     }
 
-    /// Whether anything has happened that may cost pages.
+    /// Whether a fault was injected that may lose pages.
     fn is_harmed(&self) -> bool {
         self.cluster.has_lost_node || self.cluster.damaged.contains(&true)
     }
@@ -345,16 +345,16 @@ impl BlocksWorld {
         self.cluster.scan_all_for_leaks();
         let taken = self.cluster.used_bytes();
         if stats.mempool_bytes != 0 {
-            return Err(format!("{} bytes of the mempool were not given back", stats.mempool_bytes));
+            return Err(format!("{} bytes of the mempool were not freed", stats.mempool_bytes));
         }
         if taken != 0 {
-            return Err(format!("{taken} bytes of memory nodes were not given back"));
+            return Err(format!("{taken} bytes of memory nodes were not freed"));
         }
         Ok(self.counts)
     }
 }
 
-/// Play a schedule.
+/// Plays a schedule.
 pub fn run(seed: u64) -> Result<BlocksCounts, String> {
     let world = Arc::new(Mutex::new(BlocksWorld::new(seed)));
     let (volume, operations) = {

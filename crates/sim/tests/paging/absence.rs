@@ -1,4 +1,4 @@
-//! SimNodes whose processes end and come back, and whose memory is kept meanwhile.
+//! Nodes whose processes end and return, and whose memory is kept meanwhile.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -7,12 +7,13 @@ use aquifer_fabric::lasting::{Again, Attempt, LastingEndpoint, Manner};
 use aquifer_fabric::sim::{Node, SimFabric};
 use aquifer_fabric::{Endpoint, EndpointError, Identity};
 
-/// Which node is away, and how often it is looked for in vain before it is back. Clones are handles to the same.
+/// The node that is away, and the number of attempts to reach it until it returns. Clones share one
+/// state.
 #[derive(Clone, Debug, Default)]
 pub struct NodeAbsence(Arc<Mutex<Option<(Node, u64)>>>);
 
 impl NodeAbsence {
-    /// A node goes away, if none is. Whether it did.
+    /// Begins the absence of a node, if no node is away. Returns whether it did.
     pub fn begin(&self, fabric: &SimFabric, node: Node, attempts: u64) -> bool {
         let mut away = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let goes = away.is_none();
@@ -23,7 +24,7 @@ impl NodeAbsence {
         goes
     }
 
-    /// Whoever is away is back.
+    /// Ends the absence, if there is one.
     pub fn end(&self, fabric: &SimFabric) {
         if let Some((node, _)) = self.0.lock().unwrap_or_else(PoisonError::into_inner).take() {
             fabric.restart_node(node);
@@ -35,7 +36,7 @@ impl NodeAbsence {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
-    /// Somebody attempts for a node; whether that is away still.
+    /// Counts an attempt to reach a node, and returns whether the node is still away.
     fn try_reach(&self, fabric: &SimFabric, node: Node) -> bool {
         let mut away = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let Some((_, attempts)) = away.as_mut().filter(|(other, _)| *other == node) else { return false };
@@ -62,7 +63,7 @@ impl Again for NodeReturn {
         if self.absence.try_reach(&self.fabric, self.node) {
             return Attempt::NotYet;
         }
-        // It was dead, or cut off, or has shut us out.
+        // The node was dead, is partitioned, or has fenced this host.
         self.fabric.connect(self.node, self.who).map_or(Attempt::Never, Attempt::Here)
     }
 
@@ -75,10 +76,11 @@ impl Again for NodeReturn {
     }
 }
 
-/// An endpoint that outlives the node's absence.
+/// Connects to a node with an endpoint that survives the node's absence. With [`Manner::Wait`] it
+/// waits until the node returns.
 ///
 /// # Errors
-/// If the node cannot be reached, and is not away; whoever connects to wait waits until it is back.
+/// If the node cannot be reached and is not away.
 pub fn connect(
     fabric: &SimFabric,
     absence: &NodeAbsence,

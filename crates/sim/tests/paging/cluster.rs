@@ -1,4 +1,4 @@
-//! The memory nodes, over the simulated fabric.
+//! The memory nodes of a schedule, over the simulated fabric.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -13,10 +13,11 @@ use aquifer_pool::{Extent, LeakDetector, NodeId, NodeMemory, PoolClient, ScanPro
 use super::absence::{self, NodeAbsence};
 use super::focus::Focus;
 
-/// Bytes of a node: one section. With more, where a client begins to look would depend on how many clients there were before.
+/// Bytes of a node: one section. With more sections, a client's first section would depend on the
+/// number of earlier clients.
 const NODE_BYTES: u64 = 2 << 20;
 
-/// The sender and the fetchers come as hosts of their own, so that one can be slow without the other.
+/// The sender and the fetchers are different hosts, so that one can be slow without the other.
 pub const SENDER: u16 = 1;
 pub const FETCHERS: u16 = 4;
 
@@ -26,7 +27,7 @@ struct SimConnector {
     nodes: SimNodes,
     host: Host,
     epoch: u64,
-    /// If nodes may be away, and come back with their memory.
+    /// Set if nodes may be away and return with their memory.
     absence: Option<NodeAbsence>,
 }
 
@@ -41,7 +42,7 @@ impl SimConnector {
     }
 }
 
-/// By number, who answers to it now.
+/// Indexed by node number: the simulated node that has this number now.
 type SimNodes = Arc<Mutex<Vec<Node>>>;
 
 fn node_of(nodes: &SimNodes, number: usize) -> Node {
@@ -62,16 +63,17 @@ impl Connector for SimConnector {
     }
 }
 
-/// What a slow node does takes about so long: longer than anybody waits who has a choice.
+/// The approximate time of an operation on a slow node: longer than a READ waits if there is
+/// another replica.
 const SLOW_NS: u64 = 400_000_000;
 
-/// What a dead sender has left on the wire may be so many times slower than its other work.
+/// Operations that a dead sender has in flight may be slower than others by one of these factors.
 const STRAY_FACTORS: [u64; 3] = [1, 2, 8];
 
-/// Whether nodes may be away depends on the schedule alone, and changes nothing of the others.
+/// Decides whether nodes may be away, by the seed only, so that other schedules do not change.
 const ABSENCES: u64 = 0x61AB_5EAC;
 
-/// Some memory nodes and what was done to them.
+/// The memory nodes and the faults that were injected.
 #[derive(Debug)]
 pub struct SimCluster {
     pub fabric: SimFabric,
@@ -86,17 +88,17 @@ pub struct SimCluster {
     /// Whether a node has died so far.
     pub has_lost_node: bool,
     pub damaged: Vec<bool>,
-    /// The node that our hosts do not reach now, and the one that they at times do not.
+    /// The node that is partitioned from our hosts now, and the one that ever was.
     cut: Option<usize>,
     ever_cut: Option<usize>,
-    /// If nodes may be away, and come back with their memory; and whether any was.
+    /// Set if nodes may be away and return with their memory; and whether any was.
     absence: Option<NodeAbsence>,
     pub was_away: bool,
-    /// SimNodes that have heard that our lease is over.
+    /// Nodes that have fenced our host, because they learned that its lease ended.
     fenced: Vec<bool>,
-    /// Of the agent that connects.
+    /// The epoch of the agent that connects.
     pub epoch: u64,
-    /// What our sender has of the pool.
+    /// The ledgers of our host.
     pub leak_detector: Arc<LeakDetector>,
     other_host: PoolClient,
     other_extents: Vec<Extent>,
@@ -157,8 +159,10 @@ impl SimCluster {
         Arc::new(SimConnector { fabric, nodes, host: Host(host), epoch, absence: self.absence.clone() })
     }
 
-    /// Our hosts and a node do not reach each other, from now on, or no longer. It is always the same node, so that the others have all there is
-    /// if there are replicas. Whether it was cut off.
+    /// Partitions a node from our hosts, or ends the partition. Returns whether it is partitioned
+    /// now.
+    ///
+    /// It is always the same node, so that with replicas the other nodes have all pages.
     pub fn cut(&mut self, rng: &mut Rng) -> bool {
         let node = *self.ever_cut.get_or_insert_with(|| rng.index(self.targets.len()));
         self.cut = if self.cut.is_none() { Some(node) } else { None };
@@ -168,12 +172,13 @@ impl SimCluster {
         self.cut.is_some()
     }
 
-    /// Whether a node is out of reach now.
+    /// Whether a node is partitioned now.
     pub fn is_cut(&self) -> bool {
         self.cut.is_some()
     }
 
-    /// Our lease is over, and another node hears of it: it refuses us, until we come with a new one. Whether there was one left.
+    /// Ends our lease at one more node, which fences our host until it has a new lease. Returns
+    /// false if all have.
     pub fn fence_one(&mut self, rng: &mut Rng) -> bool {
         let first = rng.index(self.fenced.len());
         let others = (0..self.fenced.len()).map(|turn| (first + turn) % self.fenced.len());
@@ -185,27 +190,27 @@ impl SimCluster {
         true
     }
 
-    /// Whether a node has heard that our lease is over.
+    /// Whether a node has fenced our host.
     pub fn refuses(&self, node: NodeId) -> bool {
         self.fenced[usize::from(node.0)]
     }
 
-    /// Whether no node lets us in.
+    /// Whether all nodes have fenced our host.
     pub fn is_fenced_everywhere(&self) -> bool {
         self.fenced.iter().all(|refuses| *refuses)
     }
 
-    /// Whether what was on a node may have been given up without its fault.
+    /// Whether the sender may have dropped a node that has not died.
     pub fn was_cut(&self, node: NodeId) -> bool {
         self.ever_cut == Some(usize::from(node.0)) || self.refuses(node)
     }
 
-    /// Whether something may be wrong with any node.
+    /// Whether any node may have failed for the sender.
     pub fn has_faults(&self) -> bool {
         self.ever_cut.is_some() || self.fenced.contains(&true) || self.has_lost_node
     }
 
-    /// A client of all nodes that live.
+    /// A pool client that is connected to all nodes that are alive.
     pub fn pool(&self, host: u16) -> PoolClient {
         let connector = self.connector(host);
         let leak_detector = if host == SENDER { Arc::clone(&self.leak_detector) } else { Arc::default() };
@@ -213,17 +218,17 @@ impl SimCluster {
         for (id, alive) in (0..).zip(&self.alive) {
             let is_cut = self.cut == Some(usize::from(id)) && [SENDER, FETCHERS].contains(&host);
             if *alive && !is_cut {
-                // An agent that begins waits for nodes that are away.
+                // An agent that starts waits for nodes that are away.
                 self.absence.iter().for_each(|absence| absence.end(&self.fabric));
                 let endpoint = connector.connect_without_waiting(NodeId(id)).expect("it is alive");
                 pool.add_node(NodeId(id), endpoint).expect("a good node");
             }
         }
-        // Nobody tends the others.
+        // Maintenance of pools other than the sender's is not simulated.
         pool
     }
 
-    /// A node dies, unless it is the last.
+    /// Kills a node, unless it is the last one. Returns whether it did.
     pub fn crash(&mut self, rng: &mut Rng) -> bool {
         let victim = rng.index(self.alive.len());
         let dies = self.living() > 1 && self.alive[victim];
@@ -240,7 +245,8 @@ impl SimCluster {
         self.absence.is_some()
     }
 
-    /// A node goes away, and comes back with its memory when it has been looked for some times; or it is back now. Whether it went.
+    /// Begins the absence of a node, which ends after some attempts to reach it, or ends the
+    /// present absence. Returns whether one began.
     pub fn begin_absence(&mut self, rng: &mut Rng) -> bool {
         let Some(absence) = &self.absence else { return false };
         if absence.is_active() {
@@ -252,12 +258,12 @@ impl SimCluster {
         absence.begin(&self.fabric, node, 1 + rng.below(60))
     }
 
-    /// SimNodes that live.
+    /// The number of nodes that are alive.
     pub fn living(&self) -> usize {
         self.alive.iter().filter(|alive| **alive).count()
     }
 
-    /// A node that has died comes back, without its memory, if there is one.
+    /// Starts a dead node again, without its memory. Returns false if no node is dead.
     pub fn replace_dead_node(&mut self, rng: &mut Rng) -> bool {
         let dead: Vec<_> = (0..self.alive.len()).filter(|node| !self.alive[*node]).collect();
         if dead.is_empty() {
@@ -273,12 +279,12 @@ impl SimCluster {
         true
     }
 
-    /// The nodes that live.
+    /// The nodes that are alive.
     pub fn nodes(&self) -> impl Iterator<Item = NodeId> {
         (0..).zip(&self.alive).filter(|(_, alive)| **alive).map(|(id, _)| NodeId(id))
     }
 
-    /// Whether a node has what was written to an extent: it has not died since.
+    /// Whether a node still has the bytes of an extent: it has not died since they were written.
     pub fn holds(&self, extent: &Extent) -> bool {
         let node = usize::from(extent.node.0);
         let node_memory = &self.node_memories[node];
@@ -291,7 +297,7 @@ impl SimCluster {
         self.alive[node] && KeyEntry(u64::from_le_bytes(entry)).key() == extent.key
     }
 
-    /// The endpoints of a sender are closed; what they have on the wire may stay there for long.
+    /// Drops a sender. Its operations in flight may take long.
     pub fn close(&self, sender: Sender, rng: &mut Rng) {
         let factor = STRAY_FACTORS[rng.index(STRAY_FACTORS.len())];
         self.fabric.slow(Host(SENDER), self.sender_factor * factor);
@@ -299,7 +305,7 @@ impl SimCluster {
         self.fabric.slow(Host(SENDER), self.sender_factor);
     }
 
-    /// A node becomes slow, or the slow one is as fast as the others again.
+    /// Makes a node slow, or ends its slowness. Returns whether a node is slow now.
     pub fn slow(&mut self, rng: &mut Rng) -> bool {
         if let Some(node) = self.slow.take() {
             self.fabric.slow_node(node, 1);
@@ -311,7 +317,8 @@ impl SimCluster {
         true
     }
 
-    /// A byte of what is stored somewhere changes; with replicas always on the same node, so that the others are good.
+    /// Flips a bit of stored bytes. With replicas it is always the same node, so that the other
+    /// replicas are good.
     pub fn damage(&mut self, rng: &mut Rng) -> bool {
         let before = self.damaged.iter().position(|damaged| *damaged).filter(|_| self.replicas > 1);
         let node = before.unwrap_or_else(|| rng.index(self.node_memories.len()));
@@ -334,7 +341,8 @@ impl SimCluster {
         true
     }
 
-    /// Another host takes all that is free; with replicas, often not on all nodes, so that some copies find room.
+    /// Allocates all free memory for another host. With replicas often not on all nodes, so that
+    /// some replicas can be made.
     pub fn fill_up(&mut self, rng: &mut Rng) {
         let mut nodes: Vec<_> = self.other_host.nodes().collect();
         if self.replicas > 1 && rng.chance(3, 4) {
@@ -354,7 +362,7 @@ impl SimCluster {
         !self.other_extents.is_empty()
     }
 
-    /// And gives it back.
+    /// Frees the memory of the other host.
     pub fn free_room(&mut self) {
         for extent in std::mem::take(&mut self.other_extents) {
             let held = self.holds(&extent);
@@ -363,13 +371,14 @@ impl SimCluster {
         }
     }
 
-    /// What our host has of nodes without knowing goes back, as far as they can be reached; how many extents and half-open spans that was.
+    /// Runs the leak scan on the suspected nodes that can be reached. Returns the number of extents
+    /// and half-open spans that it freed.
     pub fn scan_for_leaks(&mut self) -> u64 {
         let mut found = 0;
         for node in self.leak_detector.take_suspects() {
             match self.scan_node(node) {
                 Some(recovered) => found += recovered.extents + recovered.spans,
-                // Later, then.
+                // The node is scanned later.
                 None => self.leak_detector.suspect_leak(node),
             }
         }
@@ -384,7 +393,8 @@ impl SimCluster {
         self.leak_detector.scan(&mut pool, node, |pause| pause == ScanProgress::NextPart).ok()?
     }
 
-    /// All nodes can be reached again, and those in doubt are leaks_freed. What was found.
+    /// Makes all nodes reachable, and runs the leak scan on all suspected nodes. Returns the number
+    /// of freed leaks.
     pub fn scan_all_for_leaks(&mut self) -> u64 {
         self.absence.iter().for_each(|absence| absence.end(&self.fabric));
         for host in [SENDER, FETCHERS] {
@@ -393,18 +403,19 @@ impl SimCluster {
             }
         }
         self.cut = None;
-        // Those that have heard that our lease is over let in whoever has a new one.
+        // Nodes that have fenced our host accept a new epoch.
         self.epoch += 1;
         self.scan_for_leaks()
     }
 
-    /// An agent takes over: it does not know what the one before it left on nodes.
+    /// Suspects leaks on all nodes, because a new agent does not know what the previous one left
+    /// there.
     pub fn suspect_all(&mut self) {
         self.leak_detector = Arc::default();
         (0..).zip(&self.targets).for_each(|(id, _)| self.leak_detector.suspect_leak(NodeId(id)));
     }
 
-    /// Bytes that are taken on living nodes.
+    /// Bytes in use on nodes that are alive.
     pub fn used_bytes(&self) -> u64 {
         let mut pool = self.pool(3);
         let nodes: Vec<NodeId> = pool.nodes().collect();

@@ -1,43 +1,44 @@
-//! The agent's death: at any call of a monitor to its surroundings, and before any change of a page table.
+//! Kills the agent at a given step: a call of a monitor to its edge, or a store to a page table.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
-/// What is thrown.
+/// The payload with which the agent's death unwinds.
 struct AgentDied;
 
 thread_local! {
-    /// Steps until the agent of this thread's schedule dies; 0: it does not.
+    /// Steps until the agent of this thread's schedule dies; 0 if it does not.
     static STEPS_LEFT: Cell<u32> = const { Cell::new(0) };
-    /// Only what a monitor says of events counts as a step.
+    /// Whether only steps at which an event is applied count.
     static IS_EVENTS_ONLY: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Have the agent die after so many steps.
+/// Kills the agent after this number of steps.
 pub fn schedule(steps: u32) {
     STEPS_LEFT.set(steps);
     IS_EVENTS_ONLY.set(false);
 }
 
-/// Have the agent die when it has applied so many events, or begun to: what it had read beside them is told again.
+/// Kills the agent at the step at which it applies this number of events. The other events that it
+/// had read are delivered again.
 pub fn schedule_at_event(steps: u32) {
     STEPS_LEFT.set(steps);
     IS_EVENTS_ONLY.set(true);
 }
 
-/// A step at which an event is applied.
+/// Counts a step at which an event is applied.
 pub fn event_step() {
     count();
 }
 
-/// Any other step.
+/// Counts any other step.
 pub fn step() {
     if !IS_EVENTS_ONLY.get() {
         count();
     }
 }
 
-/// One step; the last one does not return.
+/// Counts one step. Does not return from the last one.
 fn count() {
     match STEPS_LEFT.get() {
         0 => {}
@@ -49,7 +50,7 @@ fn count() {
     }
 }
 
-/// Whether the agent lives through it.
+/// Calls `act`, and returns whether the agent survived it.
 pub fn survives(act: impl FnOnce()) -> bool {
     match catch_unwind(AssertUnwindSafe(act)) {
         Ok(()) => true,

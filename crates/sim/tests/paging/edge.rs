@@ -1,4 +1,5 @@
-//! The simulated edge: what a monitor asks for, answered by the model while the rest of the world goes on.
+//! The simulated edge of a monitor: it answers the monitor's calls from the model while the rest of
+//! the world runs.
 
 use std::cell::{RefCell, RefMut};
 use std::rc::Rc;
@@ -16,7 +17,7 @@ use super::memory::{ModelFrame, decode, index};
 use super::process::{KernelEvent, SimProcess};
 use super::world::PagingWorld;
 
-/// Most messages of one read.
+/// Messages of one read, at most.
 const MESSAGES_MAX: usize = 16;
 
 #[derive(Debug)]
@@ -24,9 +25,9 @@ pub struct SimEdge {
     world: Rc<RefCell<PagingWorld>>,
     process: usize,
     fetcher: Fetcher,
-    /// Whether a node had what was fetched last.
+    /// Whether a node still had the pages of the last fetch.
     is_stored: bool,
-    /// Whether all nodes that should have it have heard that our lease is over.
+    /// Whether all nodes with replicas of the last fetch have fenced our host.
     is_fenced: bool,
 }
 
@@ -37,13 +38,13 @@ impl SimEdge {
         Self { world: Rc::clone(world), process, fetcher, is_stored: false, is_fenced: false }
     }
 
-    /// The world, after it has gone on for a while; if the agent lives to see it.
+    /// Runs the world for some steps. The agent may die here.
     fn run_world(&self) -> RefMut<'_, PagingWorld> {
         super::death::step();
         self.run_world_alive()
     }
 
-    /// The world goes on, and the agent lives.
+    /// Runs the world for some steps, and the agent survives.
     fn run_world_alive(&self) -> RefMut<'_, PagingWorld> {
         let mut world = self.world.borrow_mut();
         let pace = world.pace;
@@ -51,7 +52,7 @@ impl SimEdge {
         world
     }
 
-    /// What is at a page, of those looked at from `start` on: the world goes on meanwhile.
+    /// The contents of a page, during a search that began at `start`. The world runs meanwhile.
     fn frame(&self, start: PageNumber, page: PageNumber) -> Option<ModelFrame> {
         let mut world =
             if (page - start).is_multiple_of(8) { self.run_world() } else { self.world.borrow_mut() };
@@ -72,7 +73,7 @@ impl SimEdge {
         decode(&bytes)
     }
 
-    /// What the kernel says before it attempts at the first page.
+    /// The error that the kernel returns before it examines the first page, if any.
     fn fill_error(process: &SimProcess, page: PageNumber, pages: usize) -> Option<FillStop> {
         if !process.is_alive {
             Some(FillStop::Ended)
@@ -85,7 +86,7 @@ impl SimEdge {
         }
     }
 
-    /// One page's way out of the program.
+    /// Moves one page out of the program, as the worker does.
     fn move_one(&self, page: PageNumber) -> Result<(MoveOutcome, u64), ProgramEnded> {
         let mut is_private = false;
         loop {
@@ -98,14 +99,16 @@ impl SimEdge {
             let place = &mut process.pages[index(page)];
             if is_private && place.is_mapped {
                 if place.is_registered && place.frame.is_none() {
-                    // The real worker would wait here: see "What is left" in docs/formats/paging.md.
+                    // The real worker would wait here: see the known limitations in
+                    // `docs/formats/paging.md`.
                     world.counts.stuck_workers += 1;
                     return Ok((MoveOutcome::Kept, 0));
                 }
                 let frame = place.frame.get_or_insert(ModelFrame::ZERO);
                 if frame.is_protected {
-                    world.failure =
-                        Some(format!("the worker waits for page {page:#x}, and the agent for the worker"));
+                    world.failure = Some(format!(
+                        "the worker waits for page {page:#x}, and the agent waits for the worker"
+                    ));
                     return Err(ProgramEnded);
                 }
                 frame.is_exclusive = true;
@@ -122,7 +125,7 @@ impl SimEdge {
                     continue;
                 }
                 Some(ModelFrame { stamp, .. }) => {
-                    assert!(!process.pinned_pages.contains(&page), "page {page:#x} was to stay");
+                    assert!(!process.pinned_pages.contains(&page), "page {page:#x} is pinned");
                     place.frame = None;
                     trace!("{} takes {} = {stamp}", self.process, index(page));
                     return Ok((MoveOutcome::Moved, stamp));
@@ -158,11 +161,12 @@ impl Kernel for SimEdge {
             if world.rng.chance(1, 8) {
                 world.run_others(1);
             } else if world.moves_often {
-                // So that a read brings several moves, of the same place too.
+                // One read should bring several moves, also of the same range.
                 world.run_others(6);
             }
         }
-        // Moves to a place that was just moved away from: whoever takes them up in the wrong order mixes pages up.
+        // A move to a range that was just moved away: applied in the wrong order, it would mix
+        // pages up.
         let read = &world.processes[self.process].journal.read;
         let moves = read.iter().filter_map(|(_, event)| match event {
             KernelEvent::Remap { from, to, pages } => {
@@ -222,7 +226,7 @@ impl Kernel for SimEdge {
                 break;
             }
             let Some(stamp) = stamp else {
-                world.failure = Some(format!("page {page:#x} + {filled} was filled with a mixture"));
+                world.failure = Some(format!("page {page:#x} + {filled} was filled with mixed bytes"));
                 break;
             };
             place.frame = Some(ModelFrame { stamp, ..ModelFrame::ZERO });
@@ -239,7 +243,7 @@ impl Kernel for SimEdge {
         let first = index(page);
         world.processes[self.process].wake(first, first + filled);
         world.run_woken(self.process);
-        // What stopped a fill that had begun shows when the rest is tried.
+        // If a fill stops after some pages, the reason shows when the rest is tried.
         FillOutcome { pages: filled, stop: stop.filter(|_| filled == 0) }
     }
 
@@ -297,7 +301,7 @@ impl Kernel for SimEdge {
         let mut world = self.run_world();
         let pages = &mut world.processes[self.process].pages[index(start)..index(end)];
         let mut any = false;
-        // Holes are no fill_error to the kernel.
+        // The kernel skips holes.
         trace!("{} registers {}..{}", self.process, index(start), index(end));
         for page in pages.iter_mut().filter(|page| page.is_mapped) {
             page.is_registered = true;
@@ -355,7 +359,7 @@ impl Kernel for SimEdge {
             }
             out.push(taken);
         }
-        // The worker goes on to the end of its command, whether or not the agent sees that.
+        // The worker completes its command, whether or not the agent survives.
         super::death::step();
         Ok(())
     }
@@ -413,7 +417,7 @@ impl Edge for SimEdge {
         self.is_fenced = copies.iter().all(|copy| world.cluster.refuses(copy.node));
         world.counts.late += u64::from(self.fetcher.late() > 0);
         if self.fetcher.bad_copies() > bad_copies && !world.cluster.damaged.contains(&true) {
-            world.failure = Some(format!("a copy among {locations:?} is not what was written"));
+            world.failure = Some(format!("a replica among {locations:?} is damaged without cause"));
         }
         outcome
     }

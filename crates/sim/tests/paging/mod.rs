@@ -1,7 +1,10 @@
-//! The pager's protocol: modelled programs with threads, the real monitor, volume, sender and pool client, over the simulated
-//! fabric. What a program reads is held against what it wrote; in the end everything must have been given back.
+//! The simulator of paging: modelled programs with threads run the real monitor, volume, sender and
+//! pool client over the simulated fabric.
+//!
+//! Each page that a program reads is compared with what the program wrote. At the end all memory
+//! must be free.
 
-/// Tell what happens, when one schedule is played alone (`-- --nocapture` shows it).
+/// Prints a step, if one schedule is played alone (with `-- --nocapture`).
 macro_rules! trace {
     ($($what:tt)*) => {
         if crate::paging::is_tracing() {
@@ -61,7 +64,7 @@ const SIMULATOR: Simulator<Mutation, PagingCounts> = Simulator {
     ],
 };
 const SCHEDULES: u64 = 2_000;
-/// The schedules must do each thing at least this often.
+/// The fixed schedules must do each thing at least this often.
 const COUNT_MIN: u64 = 10;
 
 fn is_tracing() -> bool {

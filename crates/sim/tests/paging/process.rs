@@ -1,4 +1,5 @@
-//! A modelled process: its memory, its threads, its userfaultfd. Here is the kernel's side: touches, events, waking.
+//! A modelled process with its memory, threads and userfaultfd. This file is the kernel's side:
+//! touches, events and waking.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -9,11 +10,11 @@ use aquifer_pager::PageNumber;
 
 use super::memory::{ModelFrame, ModelPage, index, number};
 
-/// What a system call still has to do once its events were read.
+/// What a system call still has to do after its events were read.
 #[derive(Clone, Copy, Debug)]
 pub enum AfterEvents {
     Nothing,
-    /// Drop (or mark as droppable) what is present.
+    /// Drop the present pages, or mark them as droppable.
     Drop {
         start: usize,
         end: usize,
@@ -21,17 +22,17 @@ pub enum AfterEvents {
     },
 }
 
-/// How far the first event of a system call has come.
+/// The progress of the first event of a system call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum EventStage {
-    /// Its change is made, it is not in the queue yet.
+    /// The change is made, and the event is not in the queue yet.
     Raised,
     Queued,
-    /// It was read; the thread has not run since.
+    /// The event was read, and the thread has not run since.
     Read,
 }
 
-/// What a thread is state.
+/// What a thread is doing.
 #[derive(Debug)]
 pub enum ThreadState {
     Idle,
@@ -39,12 +40,12 @@ pub enum ThreadState {
         page: usize,
         write: bool,
     },
-    /// Waits in a fault.
+    /// Waits in a page fault.
     Blocked {
         page: usize,
         write: bool,
     },
-    /// In a system call that tells of changes.
+    /// In a system call that raises events.
     RaisingEvents {
         events: VecDeque<KernelEvent>,
         stage: EventStage,
@@ -60,7 +61,7 @@ pub enum ThreadState {
 #[derive(Debug)]
 pub struct Thread {
     pub state: ThreadState,
-    /// The page touched last: programs like neighbours.
+    /// The page that was touched last: programs tend to touch neighbours.
     pub last: usize,
 }
 
@@ -73,16 +74,17 @@ pub enum KernelEvent {
     Unmap { start: usize, end: usize },
 }
 
-/// What the agent has heard of a process and not applied, and what it remembers, in memory that outlives it.
+/// The journal: events that the agent has read and not applied, and the ranges that it remembers,
+/// in memory that outlives it.
 #[derive(Debug, Default)]
 pub struct SimJournal {
-    /// Events of the last read, by their place among its messages.
+    /// The events of the last read, with their indices among its messages.
     pub read: Vec<(usize, KernelEvent)>,
     pub applied: usize,
     pub moving: Option<usize>,
     pub moved_from: Vec<Area>,
     pub removed: Areas,
-    /// To be read again after a restart.
+    /// Events to be delivered again after a restart.
     pub again: VecDeque<KernelEvent>,
 }
 
@@ -90,21 +92,21 @@ pub struct SimJournal {
 pub struct SimProcess {
     pub id: usize,
     pub is_alive: bool,
-    /// A child runs once its parent's event was read.
+    /// A child runs after its parent's event was read.
     pub is_started: bool,
     pub pages: Vec<ModelPage>,
     pub threads: Vec<Thread>,
     pub changing: u32,
     pub faults: VecDeque<(usize, PageFault)>,
     pub events: VecDeque<(usize, KernelEvent)>,
-    /// By buffer, the pages moved there.
+    /// Indexed by buffer: the pages that were moved there.
     pub staging: Vec<Vec<Option<u64>>>,
-    /// By buffer, what the worker was told to take, and what became of it.
+    /// Indexed by buffer: the worker's last command, with the outcome for each page.
     pub batches: Vec<Vec<(PageNumber, MoveOutcome)>>,
     pub journal: SimJournal,
-    /// A child's worker is there after so many attempts.
+    /// A child's worker exists after this number of checks.
     pub looks_until_worker: u32,
-    /// Pages that the program asked to be left alone.
+    /// Pages that the program has pinned.
     pub pinned_pages: BTreeSet<PageNumber>,
     /// Pages that are known to be lost.
     pub lost: BTreeSet<PageNumber>,
@@ -112,7 +114,7 @@ pub struct SimProcess {
     pub done: VecDeque<SenderEvent>,
     pub scans: Vec<Vec<Area>>,
     pub is_nudged: bool,
-    /// The place that was moved away from last: the kernel likes to use it again.
+    /// The range that was moved away last, which the kernel tends to use again.
     pub moved_from: (usize, usize),
 }
 
@@ -141,7 +143,7 @@ impl SimProcess {
         }
     }
 
-    /// The child of a fork: one thread, all pages shared but pinned ones.
+    /// The child of a fork: it has one thread, and shares all pages that are not pinned.
     pub fn fork(&mut self, id: usize, looks_until_worker: u32) -> Self {
         let mut child = Self::new(id, self.pages.len(), 1, self.staging.len());
         child.is_started = false;
@@ -162,7 +164,7 @@ impl SimProcess {
         child
     }
 
-    /// Whether there is something that a sleeping monitor would be woken for.
+    /// Whether a sleeping monitor would be woken.
     pub fn has_work(&self) -> bool {
         !self.faults.is_empty()
             || !self.events.is_empty()
@@ -176,7 +178,7 @@ impl SimProcess {
         !self.is_alive || self.threads.iter().all(|thread| matches!(thread.state, ThreadState::Idle))
     }
 
-    /// A thread touches a page. What it finds is held against what it must find.
+    /// Touches a page by a thread, and compares what it finds with what it must find.
     pub fn touch(&mut self, thread: usize, at: usize, write: Option<u64>) -> Result<(), String> {
         let process = self.id;
         let page = &mut self.pages[at];
@@ -209,7 +211,7 @@ impl SimProcess {
             return self.touch(thread, at, write);
         };
         if page.is_dead {
-            return Err(format!("process {process}: page {at} was lost and is back"));
+            return Err(format!("process {process}: page {at} was lost and is readable again"));
         }
         if !page.is_being_dropped && frame.stamp != page.expected {
             if frame.stamp != 0 || !page.may_be_zero {
@@ -236,7 +238,7 @@ impl SimProcess {
         Ok(())
     }
 
-    /// Whoever waits for these pages tries again.
+    /// Wakes the threads that wait for these pages, so that they try again.
     pub fn wake(&mut self, start: usize, end: usize) {
         for (number, thread) in self.threads.iter_mut().enumerate() {
             if let ThreadState::Blocked { page, write } = thread.state
@@ -248,8 +250,10 @@ impl SimProcess {
         }
     }
 
-    /// Whether a thread is in a call that tells of several changes, or of a move. The kernel may then tell of a fork between them, which
-    /// no program may notice: what such a call leaves where is not for others to know before it returns.
+    /// Whether a thread is in a call that raises several events, or moves pages.
+    ///
+    /// The kernel may deliver a fork between these events. No program may depend on the state in
+    /// between, so the simulator does not fork then.
     pub fn is_moving(&self) -> bool {
         self.threads.iter().any(|thread| match &thread.state {
             ThreadState::RaisingEvents { events, .. } => {
@@ -259,7 +263,8 @@ impl SimProcess {
         })
     }
 
-    /// A thread begins to tell of changes that it has made; without any it goes on.
+    /// Begins to raise the events of changes that a thread has made. Without events the thread
+    /// continues.
     pub fn raise_events(&mut self, thread: usize, events: Vec<KernelEvent>, after: AfterEvents, late: bool) {
         self.changing += u32::try_from(events.len()).expect("a few");
         trace!("{}.{thread} raises {events:?} {after:?}", self.id);
@@ -275,7 +280,7 @@ impl SimProcess {
         }
     }
 
-    /// A thread in the middle of telling runs, if it can.
+    /// Continues the system call of a thread, if its present event was read.
     pub fn continue_raising(&mut self, thread: usize) {
         let ThreadState::RaisingEvents { events, stage, after } = &mut self.threads[thread].state else {
             return;
@@ -299,7 +304,7 @@ impl SimProcess {
         }
     }
 
-    /// The last step of `madvise`.
+    /// Drops a range: the last step of `madvise`.
     pub fn drop_range(&mut self, start: usize, end: usize, lazy: bool) {
         trace!("{} zaps {start}..{end} lazy {lazy}", self.id);
         for at in start..end {
@@ -317,7 +322,8 @@ impl SimProcess {
         }
     }
 
-    /// The descriptor is read, as message `index` of this time: what is told again first, then faults, then events.
+    /// Reads the next message, as message `index` of this read: events that are delivered again
+    /// come first, then faults, then events.
     pub fn next_message(&mut self, index: usize) -> Option<UffdMessage<usize>> {
         let event = match self.journal.again.pop_front() {
             Some(event) => event,
@@ -336,8 +342,10 @@ impl SimProcess {
         Some(event.into())
     }
 
-    /// The agent has died: what it had read comes again, but for forks that were served, and who waits asks again. Returns the move that
-    /// it was in the middle of.
+    /// Prepares the process for another agent, after its agent has died.
+    ///
+    /// Events that were read are delivered again, except forks that were served. Returns the move
+    /// of pages that had begun.
     pub fn agent_died(&mut self, is_served: impl Fn(usize) -> bool) -> Option<(PageNumber, PageNumber, u64)> {
         self.done.clear();
         self.scans.clear();
@@ -357,7 +365,7 @@ impl SimProcess {
         moving
     }
 
-    /// Children whose fork was read, and nobody has served.
+    /// Children whose fork was read and not served.
     pub fn unserved_children(&mut self) -> Vec<usize> {
         let again = self.journal.again.drain(..);
         again
@@ -365,7 +373,7 @@ impl SimProcess {
             .collect()
     }
 
-    /// What is registered, as the kernel knows it.
+    /// The registered pages, as the kernel knows them.
     pub fn registered(&self) -> Areas {
         let mut areas = Areas::default();
         for (at, page) in self.pages.iter().enumerate() {
@@ -376,7 +384,7 @@ impl SimProcess {
         areas
     }
 
-    /// The process is gone, and all it had. Returns the children that will never be.
+    /// Ends the process. Returns the children whose fork will not be served.
     pub fn die(&mut self) -> Vec<usize> {
         self.is_alive = false;
         self.faults.clear();
@@ -398,7 +406,7 @@ impl SimProcess {
         unserved
     }
 
-    /// Areas as a look at the maps would find them.
+    /// The areas, as the sampler finds them in the maps.
     pub fn areas(&self) -> Vec<Area> {
         let mut areas: Vec<Area> = Vec::new();
         let mut last = None;
@@ -414,7 +422,7 @@ impl SimProcess {
         areas
     }
 
-    /// A random own range of one kind, not in the middle of anything.
+    /// A random range that the thread owns, of one kind, with no system call in progress.
     pub fn own_range(&self, rng: &mut Rng, thread: usize, max: usize) -> Option<(usize, usize)> {
         let fits = |at: usize| {
             let page = &self.pages[at];
@@ -431,7 +439,7 @@ impl SimProcess {
         super::memory::random_run(rng, self.pages.len(), max, |at| !self.pages[at].is_mapped)
     }
 
-    /// Forget the pages of a range; the events that tell of it.
+    /// Unmaps a range, and returns the events for it.
     pub fn unmap(&mut self, start: usize, end: usize) -> Vec<KernelEvent> {
         let mut events = Vec::new();
         let mut at = start;
@@ -450,7 +458,7 @@ impl SimProcess {
         events
     }
 
-    /// The present pages of these areas are written no more before the agent was asked; false while there are changes to tell of.
+    /// Write-protects the present pages of these areas. Returns false while events are unread.
     pub fn protect(&mut self, areas: &Areas) -> bool {
         if self.changing > 0 {
             return false;
@@ -461,7 +469,7 @@ impl SimProcess {
         true
     }
 
-    /// Pages may be written again; who waits for that tries again.
+    /// Permits writes to pages, and wakes the threads that wait for that.
     pub fn unprotect(&mut self, start: usize, end: usize) {
         self.pages[start..end].iter_mut().filter_map(|page| page.frame.as_mut()).for_each(|frame| {
             frame.is_protected = false;
@@ -469,7 +477,7 @@ impl SimProcess {
         self.wake(start, end);
     }
 
-    /// Whether a range is inside one registered area, as the kernel requires of a fill.
+    /// Whether a range is inside one registered area, as the kernel requires for a fill.
     pub fn is_fillable(&self, start: PageNumber, pages: usize) -> bool {
         let first = index(start);
         first + pages <= self.pages.len()

@@ -6,13 +6,13 @@ use super::memory::{ModelPage, number};
 use super::process::{AfterEvents, KernelEvent, SimProcess, ThreadState};
 use super::world::PagingWorld;
 
-/// Most processes of a schedule.
+/// Processes of a schedule, at most.
 const PROCESSES_MAX: usize = 4;
 /// The first of the numbers that stand for a move.
 const MOVE: u64 = 16;
 
 impl PagingWorld {
-    /// A random thread of a random process runs for a moment.
+    /// Runs a random thread of a random process for one step.
     pub fn run_some_thread(&mut self) {
         let process = self.rng.index(self.processes.len());
         let target = &self.processes[process];
@@ -34,7 +34,7 @@ impl PagingWorld {
             ThreadState::Touch { page, write } => target.touch(thread, page, write.then_some(stamp)),
             ThreadState::Blocked { page, .. } => {
                 if !self.is_winding_down && self.rng.chance(1, 64) {
-                    // A signal: the thread comes back to the same fault.
+                    // A signal interrupts the thread, which then repeats its fault.
                     target.wake(page, page + 1);
                 }
                 Ok(())
@@ -51,7 +51,8 @@ impl PagingWorld {
         }
     }
 
-    /// Threads that were just woken run at once, mostly: else tiny limits take their pages again and again.
+    /// Runs threads that were just woken, with a high probability. Otherwise tiny limits would
+    /// evict their pages again and again.
     pub fn run_woken(&mut self, process: usize) {
         for thread in 0..self.processes[process].threads.len() {
             let state = &self.processes[process].threads[thread].state;
@@ -139,7 +140,7 @@ fn drop_content(target: &mut SimProcess, rng: &mut Rng, thread: usize, late: boo
     };
     let lazy = rng.chance(1, 3);
     if !target.pages[start].is_registered {
-        // The kernel does it under one lock, which registering needs too.
+        // The kernel drops unregistered pages under one lock, which registration needs, too.
         target.drop_range(start, end, lazy);
         return;
     }
@@ -148,7 +149,7 @@ fn drop_content(target: &mut SimProcess, rng: &mut Rng, thread: usize, late: boo
     target.raise_events(thread, vec![event], AfterEvents::Drop { start, end, lazy }, late);
 }
 
-/// Unmap; or map anew in one call, for another thread to use at once.
+/// Unmaps a range; or maps it again in the same call, for another thread to use at once.
 fn unmap(target: &mut SimProcess, rng: &mut Rng, thread: usize) {
     let Some((start, end)) = target.own_range(rng, thread, 8) else {
         return;
@@ -168,13 +169,13 @@ fn map(target: &mut SimProcess, rng: &mut Rng, thread: usize) {
     }
 }
 
-/// Grow in place, or move to a free or an own place, and perhaps grow there.
+/// Grows a range in place; or moves it to a free or an own place, and perhaps grows it there.
 fn remap(target: &mut SimProcess, rng: &mut Rng, thread: usize) -> Option<()> {
     let (mut start, mut end) = target.own_range(rng, thread, 8)?;
     let last = target.threads[thread].last;
     let used = &target.pages[last.min(target.pages.len() - 1)];
     if rng.chance(1, 2) && used.owner == Some(thread) && used.is_mapped && !used.is_being_dropped {
-        // Programs like to move what they have just used.
+        // Programs tend to move what they have just used.
         let kind = used.is_registered;
         let fits = |at: &usize| {
             let page = &target.pages[*at];
@@ -208,14 +209,15 @@ fn remap(target: &mut SimProcess, rng: &mut Rng, thread: usize) -> Option<()> {
     if stop - to < pages || (to < end && start < stop) {
         return None;
     }
-    // A call that tells of several changes has made them all before the first is heard. What others do meanwhile at a place that it
-    // moved_from may then be told before the vacating: see "What is left" in docs/formats/paging.md.
+    // A call that raises several events has made all changes before the first event is read.
+    // Another thread's use of the old place may then be reported before its unmapping: see the
+    // known limitations in `docs/formats/paging.md`.
     let is_alone = target.threads.len() == 1;
     if !is_alone && target.pages[to..stop].iter().any(|page| page.is_registered) {
         return None;
     }
     let mut events = target.unmap(to, stop);
-    // `MREMAP_DONTUNMAP` leaves the old place mapped, and empty.
+    // `MREMAP_DONTUNMAP` leaves the old place mapped and empty.
     let is_left = stop - to == pages && rng.chance(1, 4);
     for offset in 0..stop - to {
         let fresh = ModelPage::mapped_by(thread, registered);
@@ -242,7 +244,7 @@ fn remap(target: &mut SimProcess, rng: &mut Rng, thread: usize) -> Option<()> {
     registered.then_some(())
 }
 
-/// A device takes hold of a page that is there, or lets go.
+/// Pins a present page for a device, or unpins it.
 fn pin(target: &mut SimProcess, rng: &mut Rng, thread: usize) {
     if let Some((at, _)) = target.own_range(rng, thread, 1)
         && let Some(frame) = &mut target.pages[at].frame

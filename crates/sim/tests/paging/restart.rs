@@ -1,4 +1,4 @@
-//! Another agent takes over from one that has died, as the real one does: `serve/restore`.
+//! Restarts the agent: another agent takes over, as `serve/restore` in `crates/faults` does.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use super::schedule::PagingSchedule;
 use super::world::reopen;
 
 impl PagingSchedule {
-    /// What the dead agent has left is taken over. This agent may die in the middle of it, too.
+    /// Takes over the state of the dead agent. This agent may die during that, too.
     pub fn restart(&mut self) {
         trace!("the agent has died");
         self.monitors.iter_mut().for_each(|monitor| *monitor = None);
@@ -47,7 +47,7 @@ impl PagingSchedule {
         let target = &mut world.processes[process];
         let moving = target.agent_died(is_served);
         if !target.is_alive {
-            // A child whose fork nobody has served would read zeros: it is ended.
+            // A child whose fork was not served would read zeros, so it is killed.
             let unserved = target.unserved_children();
             unserved.into_iter().for_each(|child| world.kill(child));
             return None;
@@ -65,7 +65,7 @@ impl PagingSchedule {
         let mut recovered = recovered.expect("a page table");
         recovered.volume.before_store(death::step);
         let target = &mut world.processes[process];
-        // Faults that were read and not served come again only so.
+        // Faults that the dead agent had read are raised again only if their threads are woken.
         target.wake(0, target.pages.len());
         let mut batches = target.batches.clone();
         if Mutation::ForgetLeaving.is_active() {

@@ -1,4 +1,5 @@
-//! One schedule: monitors turn, threads run, the sender sends, things break; then all is read back and given back.
+//! Plays one schedule: monitors turn, threads run, the sender sends, and faults are injected. At
+//! the end all pages are checked, and all memory must be free.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -17,23 +18,23 @@ use super::memory::{ModelPage, number};
 use super::process::{SimProcess, ThreadState};
 use super::world::{PagingCounts, PagingWorld};
 
-/// More rounds than any schedule needs to come to rest.
+/// More rounds than any schedule needs to become idle.
 const ROUNDS_MAX: u32 = 60_000;
 
-/// The agent dies within so many steps: at once, in what it does next, or later.
+/// The agent dies within this number of steps: at once, in its next action, or later.
 const DEATH_STEPS: [u64; 3] = [10, 60, 400];
 
 pub struct PagingSchedule {
     pub world: Rc<RefCell<PagingWorld>>,
-    /// By process; `None` before its fork was served and after its end.
+    /// Indexed by process; `None` before its fork was served and after its end.
     pub monitors: Vec<Option<Monitor<SimEdge>>>,
     buffers: usize,
-    /// Whether a pass over all monitors found something to do.
+    /// The faults that may be injected.
     faults_planned: FaultPlan,
     has_many_faults: bool,
 }
 
-/// What may go wrong in a schedule.
+/// Which faults a schedule injects.
 #[derive(Clone, Copy)]
 struct FaultPlan {
     crashes: bool,
@@ -85,7 +86,8 @@ impl FaultPlan {
             ..Self::NONE
         };
         if cluster.replicas > 1 {
-            // A copy may be lost or damaged, but not all of a page: nothing is excused then.
+            // Single replicas may be lost or damaged, but not all of a page, so no lost page is
+            // excused.
             faults_planned.damage = rng.chance(1, 3);
             faults_planned.crashes = !faults_planned.damage && rng.chance(2, 3);
             faults_planned.full = !faults_planned.damage && rng.chance(1, 2);
@@ -131,7 +133,7 @@ pub fn run(seed: u64) -> Result<PagingCounts, String> {
     Ok(counts)
 }
 
-/// A process whose threads have their memory, some pages of which are to be left alone.
+/// The first process, whose threads own parts of its memory, with some pinned pages.
 fn first_process(world: &mut PagingWorld, pages: usize, threads: usize, buffers: usize) -> SimProcess {
     let mut process = SimProcess::new(0, pages, threads, buffers);
     let rng = &mut world.rng;
@@ -160,14 +162,14 @@ impl PagingSchedule {
                 break;
             }
         }
-        self.rest()?;
+        self.run_until_idle()?;
         self.heal()?;
         self.damage_before_reading();
         self.check_all_pages()?;
         self.end_all()
     }
 
-    /// With replicas: what is read last is read from a hurt cluster.
+    /// With replicas: injects faults before the last reads.
     fn damage_before_reading(&mut self) {
         let mut world = self.world.borrow_mut();
         let world = &mut *world;
@@ -179,7 +181,8 @@ impl PagingSchedule {
         }
     }
 
-    /// With replicas: copies are made of what lacks them, and then nodes die once more before everything is read.
+    /// With replicas: waits until all missing replicas are made, and then kills nodes again before
+    /// everything is read.
     fn heal(&mut self) -> Result<(), String> {
         if !self.faults_planned.crashes || self.world.borrow().cluster.replicas == 1 {
             return Ok(());
@@ -195,7 +198,7 @@ impl PagingSchedule {
         }
         let world = self.world.borrow();
         Err(format!(
-            "copies that lack are not made, although there are nodes for them: {}",
+            "missing replicas are not made, although there are nodes for them: {}",
             world.describe_missing_replicas()
         ))
     }
@@ -269,7 +272,7 @@ impl PagingSchedule {
         }
     }
 
-    /// The sampler attempts; what it found is adopted some time later.
+    /// Runs the sampler on a process. The areas that it finds are adopted some time later.
     fn scan(&mut self, process: usize) {
         let mut world = self.world.borrow_mut();
         let target = &world.processes[process];
@@ -310,7 +313,7 @@ impl PagingSchedule {
         }
     }
 
-    /// A monitor turns, if the agent lives through that; else another agent takes over.
+    /// Runs a turn of a monitor. If the agent dies, another agent takes over.
     fn turn(&mut self, process: usize) {
         let mut is_alive = death::survives(|| self.turn_alive(process));
         while !is_alive {
@@ -318,7 +321,7 @@ impl PagingSchedule {
         }
     }
 
-    /// A monitor turns, if there is a reason to.
+    /// Runs a turn of a monitor, if it has work.
     fn turn_alive(&mut self, process: usize) {
         let Some(monitor) = self.monitors.get_mut(process).and_then(Option::as_mut) else {
             return;
@@ -346,7 +349,7 @@ impl PagingSchedule {
         }
     }
 
-    /// A process is gone: its monitor gives everything back, as the serving thread does.
+    /// Ends the monitor of a process that has exited, as the serving thread does.
     fn end(&mut self, process: usize) {
         let Some(mut monitor) = self.monitors[process].take() else {
             return;
@@ -356,8 +359,8 @@ impl PagingSchedule {
         monitor.close();
     }
 
-    /// No new operations; until nothing is under way any more.
-    fn rest(&mut self) -> Result<(), String> {
+    /// Begins no new operations, and runs until nothing is in flight.
+    fn run_until_idle(&mut self) -> Result<(), String> {
         {
             let mut world = self.world.borrow_mut();
             world.is_winding_down = true;
@@ -371,14 +374,14 @@ impl PagingSchedule {
             }
             self.world.borrow_mut().run_others(8);
             self.check()?;
-            if self.is_at_rest() {
+            if self.is_idle() {
                 return Ok(());
             }
         }
-        Err(format!("no rest: {}", self.describe_stuck()))
+        Err(format!("the schedule does not become idle: {}", self.describe_stuck()))
     }
 
-    fn is_at_rest(&self) -> bool {
+    fn is_idle(&self) -> bool {
         let world = self.world.borrow();
         let monitored = |process: &SimProcess| {
             self.monitors.get(process.id).is_some_and(Option::is_some) == process.is_alive
@@ -414,7 +417,7 @@ impl PagingSchedule {
         text
     }
 
-    /// Every page of every program is read, and is what it must be.
+    /// Reads and checks every page of every program.
     fn check_all_pages(&mut self) -> Result<(), String> {
         let count = self.world.borrow().processes.len();
         for process in 0..count {
@@ -431,7 +434,7 @@ impl PagingSchedule {
                         continue;
                     }
                 }
-                self.rest()?;
+                self.run_until_idle()?;
             }
         }
         Ok(())
@@ -445,7 +448,7 @@ impl PagingSchedule {
             self.end(process);
         }
         self.world.borrow_mut().sender.stop_healing();
-        self.rest()?;
+        self.run_until_idle()?;
         let mut world = self.world.borrow_mut();
         let world = &mut *world;
         world.sender.close();
@@ -458,7 +461,8 @@ impl PagingSchedule {
         let taken = world.cluster.used_bytes();
         if (pages, held, mempool_bytes, blocks, taken) != (0, 0, 0, 0, 0) {
             return Err(format!(
-                "not given back: {pages} remote pages, {held} held, {mempool_bytes} bytes of the share, {blocks} blocks, {taken} bytes of the pool"
+                "not freed: {pages} remote pages, {held} held pages, {mempool_bytes} bytes of the share, \
+                 {blocks} blocks, {taken} bytes of the pool"
             ));
         }
         Ok(())

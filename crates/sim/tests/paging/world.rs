@@ -1,4 +1,5 @@
-//! Everything of one schedule beside the monitors: processes, sender, cluster, and the chance that moves them.
+//! The state of one schedule apart from the monitors: processes, sender, cluster and random
+//! numbers.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
@@ -21,7 +22,8 @@ use super::process::SimProcess;
 /// More slabs than any schedule has.
 const SLABS_MAX: u32 = 256;
 
-/// What happened in a schedule, or in all: a simulator that never does a thing cannot find its faults.
+/// How often things happened in a schedule, or in all. A simulator that never does a thing cannot
+/// find its bugs.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PagingCounts {
     pub evictions: u64,
@@ -36,10 +38,10 @@ pub struct PagingCounts {
     pub remaps: u64,
     pub kills: u64,
     pub crashes: u64,
-    /// SimNodes that came back without their memory, and those of them that were taken in.
+    /// Nodes that returned without their memory, and those of them that the sender added.
     pub returns: u64,
     pub joined: u64,
-    /// What was on nodes without anybody's knowing, and given back.
+    /// Extents and spans that the leak scan freed.
     pub leaks_freed: u64,
     pub damages: u64,
     pub lost: u64,
@@ -49,21 +51,22 @@ pub struct PagingCounts {
     pub unchanged: u64,
     pub copied: u64,
     pub repaired: u64,
-    /// Pages moved out of sparse slabs.
+    /// Pages that were moved out of slabs that were being vacated.
     pub repacked: u64,
-    /// SimNodes that died when all was on others too, and of these those after whose death copies had been made before.
+    /// Nodes that died while all pages had other replicas, and those of them that died after
+    /// replicas of an earlier dead node had been made.
     pub survived: u64,
     pub survived_after_healing: u64,
     pub restarts: u64,
-    /// Times that a node was out of reach.
+    /// Partitions of a node.
     pub cuts: u64,
-    /// SimNodes that heard that our lease was over.
+    /// Nodes that fenced our host.
     pub expiries: u64,
     pub absences: u64,
-    /// Forks after which writes were asked for first, and answers that allowed some.
+    /// Forks after which pages were write-protected, and answers that permitted writes.
     pub protections: u64,
     pub unprotected: u64,
-    /// A worker would have waited for ever.
+    /// Workers that would have waited for ever.
     pub stuck_workers: u64,
 }
 
@@ -75,30 +78,30 @@ impl PagingCounts {
             ("fills from the mempool", self.staging_fills),
             ("fills from memory nodes", self.remote_fills),
             ("fills refused as busy", self.busy),
-            ("pages kept", self.kept),
-            ("pages absent", self.absent),
+            ("pages that the worker left", self.kept),
+            ("pages that were absent", self.absent),
             ("shared pages made private", self.privatised),
             ("forks", self.forks),
             ("remaps", self.remaps),
             ("kills", self.kills),
             ("crashed nodes", self.crashes),
-            ("nodes that came back", self.returns),
-            ("nodes that were taken in", self.joined),
-            ("things that nobody knew of, and that were given back", self.leaks_freed),
+            ("nodes that returned", self.returns),
+            ("nodes that were added", self.joined),
+            ("leaks that were freed", self.leaks_freed),
             ("damaged pages", self.damages),
             ("lost pages", self.lost),
             ("times the pool was full", self.full),
             ("slow nodes", self.slow),
-            ("fetches with late answers", self.late),
+            ("fetches with late READs", self.late),
             ("pages that left unchanged", self.unchanged),
             ("slabs copied", self.copied),
             ("pages repaired", self.repaired),
             ("pages moved", self.repacked),
-            ("deaths that cost nothing", self.survived),
-            ("deaths that cost nothing after another", self.survived_after_healing),
+            ("deaths that lost no page", self.survived),
+            ("deaths after healing that lost no page", self.survived_after_healing),
             ("restarts of the agent", self.restarts),
-            ("nodes out of reach", self.cuts),
-            ("nodes that refused us", self.expiries),
+            ("partitions of a node", self.cuts),
+            ("nodes that fenced the host", self.expiries),
             ("nodes that were away", self.absences),
             ("forks that were protected", self.protections),
             ("writes to protected pages", self.unprotected),
@@ -144,9 +147,9 @@ impl PagingCounts {
 
 #[derive(Debug)]
 enum SenderOrder {
-    /// A batch waits in staging.
+    /// A batch in a staging buffer.
     Copy { process: usize, job: EvictedBatch },
-    /// A block waits since before a restart.
+    /// A block that must be written again since a restart.
     Again { process: usize, block: BlockId, slots: u64 },
 }
 
@@ -158,7 +161,7 @@ impl SenderOrder {
     }
 }
 
-/// The same memory, for another who maps it.
+/// The same memory, mapped a second time.
 pub fn reopen(memory: &Memory) -> Memory {
     let fd = memory.fd().try_clone_to_owned().expect("a descriptor");
     Memory::from_fd(fd, memory.len()).expect("it is sealed")
@@ -175,33 +178,33 @@ pub struct PagingWorld {
     pub sender: Sender,
     orders: VecDeque<SenderOrder>,
     pub abandoned: Vec<u64>,
-    /// Children whose event the parent's monitor has served.
+    /// Children whose fork the parent's monitor has served.
     pub new_children: Vec<(usize, Volume, Areas)>,
-    /// By process, what the keeper has of its page table.
+    /// Indexed by process: the page table that the keeper holds.
     pub kept: Vec<Option<Memory>>,
-    /// Which agent it is.
+    /// The epoch of the present agent.
     pub epoch: u64,
     pub clock_ns: u64,
-    /// Most things that happen between two calls of a monitor.
+    /// Steps of the world between two calls of a monitor, at most.
     pub pace: u64,
     /// How often monitors have waited for the sender.
     pub waits: u32,
     pub stamps: u64,
     /// Operations that threads may still begin.
     pub operations: u32,
-    /// Operations are drawn from this many kinds; the more, the more of them are touches.
+    /// Operations are drawn from this many numbers. The more, the more of them are touches.
     pub mix: u64,
-    /// Programs that often move what they have.
+    /// Programs move their memory often.
     pub moves_often: bool,
-    /// `madvise` may raise its event some time before the event is in the queue.
+    /// Events of `madvise` may enter the queue some time after they were raised.
     pub late_events: bool,
-    /// What is posted stays under way for long.
+    /// Operations on the fabric stay in flight for long.
     is_fabric_lazy: bool,
     pub is_winding_down: bool,
     pub agent_may_die: bool,
     pub failure: Option<String>,
     pub counts: PagingCounts,
-    /// A node that the sender does not know, and that has let us in.
+    /// The bias of the schedule.
     pub focus: Focus,
     joining: Option<(NodeId, Box<dyn Endpoint>)>,
     written: Vec<WrittenBatch>,
@@ -217,7 +220,8 @@ impl PagingWorld {
         let mempool = Mempool::new(blocks * aquifer_pager::BLOCK_PAGES * aquifer_pager::PAGE_BYTES);
         let mempool = Arc::new(mempool.expect("memory"));
         let slabs = Arc::new(SlabSet::with_replicas(cluster.replicas).expect("memory"));
-        // Four blocks are the mempool's share. The monitor keeps 128 pages free: most limits let some pages be resident all the same.
+        // The mempool share is four blocks. The monitor keeps 128 pages free, and most limits let
+        // some pages be resident all the same.
         let moves_often = rng.chance(1, 6) || focus == Focus::Restarts && rng.chance(2, 3);
         let kind = if [Focus::Events, Focus::Absences].contains(&focus) {
             0
@@ -270,7 +274,7 @@ impl PagingWorld {
         }
     }
 
-    /// Let up to `max` things happen that happen at any time.
+    /// Runs up to `max` random steps of threads, sender, fabric and kernel.
     pub fn run_others(&mut self, max: u64) {
         if self.cluster.leak_detector.has_suspects() && self.rng.chance(1, 4) {
             self.counts.leaks_freed += self.cluster.scan_for_leaks();
@@ -290,7 +294,8 @@ impl PagingWorld {
         }
     }
 
-    /// The kernel drops a page that it may drop. Shared ones are left out: see "What is left" in `docs/formats/paging.md`.
+    /// The kernel drops a page after `MADV_FREE`. Shared pages are left out: see the known
+    /// limitations in `docs/formats/paging.md`.
     fn reclaim_lazy(&mut self) {
         let process = self.rng.index(self.processes.len());
         let pages = &mut self.processes[process].pages;
@@ -310,7 +315,7 @@ impl PagingWorld {
         self.orders.push_back(SenderOrder::Again { process, block, slots });
     }
 
-    /// The keeper holds a page table from now on.
+    /// Records that the keeper holds a page table.
     pub fn keep(&mut self, process: usize, table: &Memory) {
         if self.kept.len() <= process {
             self.kept.resize_with(process + 1, || None);
@@ -318,7 +323,8 @@ impl PagingWorld {
         self.kept[process] = Some(reopen(table));
     }
 
-    /// A page of a process is lost, and of children that have branched off it and not been served: they get what their parent has.
+    /// Records that a page is lost, also for children whose fork is not served yet, because they
+    /// inherit the page.
     pub fn note_lost(&mut self, process: usize, page: PageNumber) {
         if index(page) >= self.processes[process].pages.len() {
             return;
@@ -332,7 +338,8 @@ impl PagingWorld {
         }
     }
 
-    /// Another agent begins, with what the one before has left. Its volumes are recovered before [`Self::finish_restart`].
+    /// Begins a new agent with what the previous one left. Its volumes are recovered before
+    /// [`Self::finish_restart`].
     pub fn restart(&mut self) {
         self.count_sender_stats();
         self.counts.restarts += 1;
@@ -348,7 +355,7 @@ impl PagingWorld {
         self.budget = Arc::new(Budget::new(limit));
     }
 
-    /// All volumes are recovered, and have these blocks.
+    /// Ends the recovery, when all volumes are recovered and own the blocks in `used`.
     pub fn finish_restart(&mut self, used: &HashSet<BlockId>) {
         self.mempool.finish_recovery(used);
         self.slabs.finish_recovery();
@@ -365,7 +372,7 @@ impl PagingWorld {
         self.cluster.close(dead, &mut self.rng);
     }
 
-    /// What a sender has done is counts when it ends.
+    /// Adds the counters of a sender that ends.
     pub fn count_sender_stats(&mut self) {
         let sent = self.sender.stats();
         self.counts.unchanged += sent.unchanged_pages;
@@ -373,7 +380,7 @@ impl PagingWorld {
         self.counts.repaired += sent.repaired_pages;
     }
 
-    /// The sender's thread goes round once.
+    /// Runs one turn of the sender's thread.
     pub fn run_sender(&mut self) {
         for owner in std::mem::take(&mut self.abandoned) {
             self.sender.abandon(owner);
@@ -412,7 +419,7 @@ impl PagingWorld {
         self.written = written;
     }
 
-    /// Slabs are to become empty, at times, and then the sampler has the monitors look.
+    /// Begins a round of vacating at times. During a round the sampler wakes the monitors.
     fn repack(&mut self) {
         if self.rng.chance(1, 16) {
             self.sender.repack_all();
@@ -422,7 +429,8 @@ impl PagingWorld {
         }
     }
 
-    /// Dead nodes come back, at times. The next node that the sender does not know is asked; who has let us in is taken in, at once or later.
+    /// Restarts dead nodes at times, and connects to nodes that the sender does not use. A
+    /// connected node is added to the sender at once or later.
     fn join_nodes(&mut self) {
         let often = if self.focus == Focus::Replicas { 2 } else { 8 };
         if self.rng.chance(1, often) {
@@ -440,28 +448,28 @@ impl PagingWorld {
         }
         if let Some((node, endpoint)) = self.joining.take_if(|_| self.rng.chance(1, 2)) {
             let taken = self.sender.add_node(node, endpoint);
-            trace!("node {node:?} is taken in: {taken:?}, known {}", self.sender.uses_node(node));
+            trace!("node {node:?} is added: {taken:?}, in use {}", self.sender.uses_node(node));
             self.counts.joined += u64::from(taken.is_ok() && self.sender.uses_node(node));
         }
     }
 
-    /// Whether every page is on as many nodes as it should be.
+    /// Whether each slab has all its replicas on nodes that are alive.
     pub fn has_all_replicas(&mut self) -> bool {
         let lives = |copy: Extent| self.cluster.holds(&copy);
         let slabs = (0..SLABS_MAX).map(|slab| self.slabs.replicas(SlabId(slab)));
         self.sender.stats().degraded_slabs == 0 && slabs.flat_map(SlabReplicas::iter).all(lives)
     }
 
-    /// Copies that are where nobody has them any more, and whom the sender knows.
+    /// Replicas that their nodes have lost, and the nodes that the sender uses.
     pub fn describe_missing_replicas(&self) -> String {
         let slabs = (0..SLABS_MAX)
             .flat_map(|slab| self.slabs.replicas(SlabId(slab)).iter().map(move |copy| (slab, copy)));
         let gone: Vec<_> = slabs.filter(|(_, copy)| !self.cluster.holds(copy)).collect();
         let known: Vec<_> = self.cluster.nodes().filter(|node| self.sender.uses_node(*node)).collect();
-        format!("{gone:?} are gone, {known:?} are known, {:?}", self.sender.stats())
+        format!("replicas {gone:?} are lost, nodes {known:?} are in use, {:?}", self.sender.stats())
     }
 
-    /// SimNodes die: one, or as many as the replicas bear, if nothing would be lost.
+    /// Kills one node, or as many as the replicas tolerate, if no page is lost by that.
     pub fn crash(&mut self) {
         let replicas = self.cluster.replicas;
         if replicas > 1 && !self.has_all_replicas() {
@@ -479,8 +487,8 @@ impl PagingWorld {
         }
     }
 
-    /// The agent's lease is over: nodes hear of it one by one. What is on them is out of its reach from then on, whatever the replicas; and when
-    /// none is left it ends its programs.
+    /// Ends the agent's lease at one more node. What is on that node is out of reach, whatever the
+    /// replicas. When no node is left, the agent ends its programs.
     pub fn fence_one(&mut self) {
         self.counts.expiries += u64::from(self.cluster.fence_one(&mut self.rng));
         if self.cluster.is_fenced_everywhere() {
@@ -488,14 +496,14 @@ impl PagingWorld {
         }
     }
 
-    /// A node is out of reach from now on, if nothing is lost by that with replicas, or no longer.
+    /// Partitions a node if no page with replicas is lost by that, or ends the partition.
     pub fn cut(&mut self) {
         if self.cluster.is_cut() || self.cluster.replicas == 1 || self.has_all_replicas() {
             self.counts.cuts += u64::from(self.cluster.cut(&mut self.rng));
         }
     }
 
-    /// Orders of several programs come as they come: after a restart not as they came before.
+    /// Removes the next order. Orders of several programs come in any order after a restart.
     fn next_order(&mut self) -> Option<SenderOrder> {
         let first = self.orders.front()?.process();
         let other = self.orders.iter().position(|order| order.process() != first);
@@ -518,7 +526,7 @@ impl PagingWorld {
         }
     }
 
-    /// A batch is copied from staging into its block.
+    /// Copies a batch from its staging buffer into its block, and stages it.
     fn copy(&mut self, process: usize, job: &EvictedBatch) {
         let EvictedBatch { block, buffer, positions, copies } = job;
         let number = process;
@@ -542,7 +550,7 @@ impl PagingWorld {
         self.found = found;
     }
 
-    /// A process ends, at whatever it was.
+    /// Kills a process, whatever it is doing.
     pub fn kill(&mut self, process: usize) {
         if !self.processes[process].is_alive {
             return;
@@ -554,12 +562,13 @@ impl PagingWorld {
         self.counts.kills += 1;
     }
 
-    /// What is in a process' staging when it dies is lost to a child whose fork was served at that moment.
+    /// Records that pages in the staging buffers of a dying process are lost to children whose fork
+    /// is being served.
     fn note_unreadable(&mut self, process: usize) {
         let leaving: Vec<u64> = (0..self.processes[process].pages.len()).map(super::memory::number).collect();
         let is_parting = !self.orders.iter().all(|order| order.process() != process);
         let mut family = vec![process];
-        // A child comes after its parent.
+        // A child has a greater number than its parent.
         for child in process..self.processes.len() {
             let parent = self.processes[child].parent;
             if is_parting && parent.is_some_and(|parent| family.contains(&parent)) {
