@@ -46,9 +46,9 @@ aquifer_session *aquifer_open(const char *socket);
 /* Frees all extents of a session and ends it. Ignores NULL. */
 void aquifer_close(aquifer_session *session);
 
-/* Allocate an extent of at least `bytes` bytes, 1 to AQUIFER_EXTENT_BYTES_MAX; or `count` extents, or
- * none if one allocation fails. A new extent contains zeros, or what its last owner of the same user
- * left there.
+/* Allocate an extent of at least `bytes` bytes, 1 to AQUIFER_EXTENT_BYTES_MAX; or `count` extents,
+ * or none if one allocation fails. A new extent contains zeros, or what its last owner of the same
+ * user left there.
  * -ENOMEM: no node has room; -EDQUOT: the user's quota is used up; -EINVAL: invalid size. */
 int aquifer_allocate(aquifer_session *session, uint64_t bytes, aquifer_extent *extent);
 int aquifer_allocate_many(aquifer_session *session, uint64_t bytes, size_t count, aquifer_extent *extents);
@@ -62,8 +62,10 @@ int aquifer_free_many(aquifer_session *session, const aquifer_extent *extents, s
 /* Read from and write to an extent.
  * -EIO: the memory node is gone and the data is lost; -EACCES: the extent was freed or belongs to
  * another user; -EINVAL: the range is not inside the extent. */
-int aquifer_read(aquifer_session *session, const aquifer_extent *extent, uint64_t offset, void *out, size_t bytes);
-int aquifer_write(aquifer_session *session, const aquifer_extent *extent, uint64_t offset, const void *from, size_t bytes);
+int aquifer_read(aquifer_session *session, const aquifer_extent *extent, uint64_t offset,
+                 void *out, size_t bytes);
+int aquifer_write(aquifer_session *session, const aquifer_extent *extent, uint64_t offset,
+                  const void *from, size_t bytes);
 
 /* Carry out several reads or writes, faster than one by one. Jobs of one node are done in order.
  * The functions return the first error; the other jobs are done nevertheless. If a pointer is NULL,

@@ -17,8 +17,8 @@ use errors::{invalid_argument, return_value, store_text};
 /// `aquifer_session`.
 #[derive(Debug)]
 pub struct CSession {
-    /// The process that opened the session. It is compared before the lock is taken, because another
-    /// thread may have held the lock when a child was forked.
+    /// The process that opened the session. It is compared before the lock is taken, because
+    /// another thread may have held the lock when a child was forked.
     owner: u32,
     session: Mutex<Session>,
 }
@@ -160,9 +160,8 @@ pub unsafe extern "C" fn aquifer_free_many(
 
 /// Reads `bytes` bytes at `offset` of an extent into `out`.
 ///
-/// # Safety
-/// `session` is null or open; `extent` is null or points to an extent; `out` is null or has room for
-/// `bytes` bytes.
+/// # Safety `session` is null or open; `extent` is null or points to an extent; `out` is null or
+/// has room for `bytes` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_read(
     session: *const CSession,
@@ -237,8 +236,8 @@ pub struct CWriteJob {
 
 /// Carries out `count` reads.
 ///
-/// # Safety
-/// `session` is null or open; `jobs` is null or points to `count` jobs, each with room for its bytes.
+/// # Safety `session` is null or open; `jobs` is null or points to `count` jobs, each with room for
+/// its bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_read_many(
     session: *const CSession,

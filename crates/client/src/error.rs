@@ -13,7 +13,8 @@ use crate::session::MAX_EXTENT_BYTES;
 pub enum Error {
     /// No agent listens at the socket.
     #[error(
-        "no agent of Aquifer answers at {path} ({source}): start a cluster with `aquifer up`, or name the agent's socket in AQUIFER_AGENT",
+        "no agent of Aquifer answers at {path} ({source}): start a cluster with `aquifer up`, \
+         or name the agent's socket in AQUIFER_AGENT",
         path = path.display()
     )]
     NoAgent {
@@ -61,12 +62,14 @@ pub enum Error {
     },
     /// No node has room. Nothing was done.
     #[error(
-        "no memory node has enough contiguous free memory: free something, request smaller extents, or add a node"
+        "no memory node has enough contiguous free memory: \
+         free something, request smaller extents, or add a node"
     )]
     PoolFull,
     /// The user's quota is used up. Nothing was done.
     #[error(
-        "the quota of this user is used up: free something, or raise the quota (aquifer agent --extents-per-user)"
+        "the quota of this user is used up: \
+         free something, or raise the quota (aquifer agent --extents-per-user)"
     )]
     QuotaExceeded,
     /// The session has the maximum number of extents. Nothing was done.

@@ -389,8 +389,8 @@ impl Session {
         Ok(())
     }
 
-    /// Waits until at least one more request below `made` is answered. Returns the number of answered
-    /// requests.
+    /// Waits until at least one more request below `made` is answered. Returns the number of
+    /// answered requests.
     fn wait_for_answers(&mut self, made: u32) -> Result<u32, Error> {
         loop {
             let answered = self.ring.answered();
@@ -440,8 +440,8 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        // A forked child can have the socket too. It must not keep the session alive, and must not end
-        // it: therefore only the process that opened the session shuts down the connection.
+        // A forked child can have the socket too. It must not keep the session alive, and must not
+        // end it: therefore only the process that opened the session shuts down the connection.
         if self.ring.words().is_own_process() {
             let _gone = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
         }

@@ -118,7 +118,7 @@ impl ConnectedPool {
             Err(error) => {
                 let delay =
                     failed.map_or(RECONNECT_DELAY, |failed| RECONNECT_DELAY_MAX.min(2 * failed.delay));
-                tracing::warn!(node = node.0, %error, retry_after = ?delay, "cannot connect to a memory node");
+                tracing::warn!(node = node.0, %error, retry_after = ?delay, "cannot connect to a node");
                 self.disconnect(node);
                 self.failed.insert(node, FailedConnection { retry_at: Instant::now() + delay, delay });
                 false
@@ -219,8 +219,8 @@ impl ConnectedPool {
 
     /// Frees extents of a node by `free`, and returns its outcome.
     ///
-    /// Returns `None` if the node has left the cluster, or the free has failed in a way that a retry
-    /// would not change.
+    /// Returns `None` if the node has left the cluster, or the free has failed in a way that a
+    /// retry would not change.
     fn free_with<T>(
         &mut self,
         node: NodeId,

@@ -174,8 +174,8 @@ impl SessionService {
 
     /// Opens a session for the program at the other end of a socket, and sends it the ring.
     ///
-    /// # Errors
-    /// If memory or a pidfd cannot be had, the agent is stopping, or the user has too many sessions.
+    /// # Errors If memory or a pidfd cannot be had, the agent is stopping, or the user has too many
+    /// sessions.
     pub fn open(self: &Arc<Self>, socket: &OwnedFd, tenant: u32, pid: u32) -> Result<(), OpenSessionError> {
         let ring = Arc::new(Memory::create("aquifer-session-ring", RING_BYTES)?);
         let book = Arc::new(Book::new()?);
@@ -216,15 +216,15 @@ impl SessionService {
         }
         for InheritedSession { id, shared, parts } in inherited {
             if parts.book.done_requests() == 0 {
-                // The earlier agent may have been killed before it sent the ring. A program that has
-                // the ring ignores the frame.
+                // The earlier agent may have been killed before it sent the ring. A program that
+                // has the ring ignores the frame.
                 let ring = parts.ring.words().0.fd();
                 let _closed = try_send_frame(&shared.socket, &Frame::SessionOpened, &[ring]);
             }
             self.lock().live.insert(id, Arc::clone(&shared));
             let (pid, book) = (shared.record.pid, Arc::clone(&parts.book));
             if let Err(error) = self.start(id, shared, parts) {
-                tracing::error!(pid, %error, "cannot resume a session; the keeper holds it for another agent");
+                tracing::error!(pid, %error, "cannot resume a session; the keeper holds it");
                 let mut sessions = self.lock();
                 sessions.live.remove(&id);
                 sessions.unserved.push(book);
@@ -234,7 +234,8 @@ impl SessionService {
 
     fn hold(&self, id: u64, shared: &SharedSession, parts: &SessionParts) {
         let record = serde_json::to_string(&shared.record).expect("numbers can be serialised");
-        // Process id 0, because the keeper must not end the program: it can continue without a session.
+        // Process id 0, because the keeper must not end the program: it can continue without a
+        // session.
         let item = HeldItem { kind: HeldKind::Session, id, pid: 0, record };
         let ring = &parts.ring.words().0;
         let fds = [ring.fd(), parts.book.memory().fd(), shared.socket.as_fd(), parts.process.as_fd()];

@@ -84,7 +84,8 @@ impl<P: ExtentPool> SessionCore<P> {
         }
     }
 
-    /// Allocates from the pool; if that fails for lack of room or quota, frees the stock and retries.
+    /// Allocates from the pool; if that fails for lack of room or quota, frees the stock and
+    /// retries.
     fn retry_without_stock<T>(
         &mut self,
         mut allocate: impl FnMut(&mut Self) -> Result<T, ExtentStatus>,
@@ -100,7 +101,8 @@ impl<P: ExtentPool> SessionCore<P> {
         }
     }
 
-    /// The first of the extents that an agent that was killed had already allocated for this request.
+    /// The first of the extents that an agent that was killed had already allocated for this
+    /// request.
     ///
     /// If some of the `count` extents are missing, frees the others and returns `None`.
     fn resume_allocation(&mut self, request: u64, class: SizeClass, count: u32) -> Option<Extent> {
@@ -163,7 +165,8 @@ impl<P: ExtentPool> SessionCore<P> {
         Ok(stretch.first)
     }
 
-    /// Allocates `count` extents if the book has room for them and the user's quota permits `bytes`.
+    /// Allocates `count` extents if the book has room for them and the user's quota permits
+    /// `bytes`.
     fn allocate_within_limits<T>(
         &mut self,
         count: u32,

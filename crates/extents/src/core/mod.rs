@@ -41,8 +41,8 @@ pub(crate) trait ExtentPool {
     /// Allocates this number of neighbouring sections.
     fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, ExtentStatus>;
 
-    /// Number of freed sections that nodes still have to clear; `None` if no node will have room for
-    /// a stretch of `sections` after that.
+    /// Number of freed sections that nodes still have to clear; `None` if no node will have room
+    /// for a stretch of `sections` after that.
     fn sections_to_clear(&self, sections: u32) -> Option<u32>;
 
     /// The log record in the extent's control word, for [`Self::resume_free`].

@@ -21,7 +21,8 @@ use super::stock::Stock;
 use super::{ExtentPool, Transfer};
 use crate::book::{Book, BookEntry, ExtentState};
 
-/// Maximum number of extents in one step of stock maintenance, because a request waits for the step.
+/// Maximum number of extents in one step of stock maintenance, because a request waits for the
+/// step.
 const MAINTENANCE_EXTENTS_MAX: usize = 8;
 /// Maximum number of extents that are freed together.
 const FREED_TOGETHER_MAX: usize = 1024;
@@ -348,8 +349,8 @@ impl<P: ExtentPool> SessionCore<P> {
         self.free_entries(&removed);
     }
 
-    /// Frees extents, a bounded number at a time, because the next agent must check each extent that
-    /// was being freed when this one was killed.
+    /// Frees extents, a bounded number at a time, because the next agent must check each extent
+    /// that was being freed when this one was killed.
     pub(super) fn free_entries(&mut self, numbers: &[u32]) {
         numbers.chunks(FREED_TOGETHER_MAX).for_each(|some| self.free_together(some));
     }

@@ -15,8 +15,8 @@ use crate::core::Transfer;
 pub(super) const COMPLETIONS_MAX: usize = 64;
 /// Time for which an endpoint may sleep until the next completion.
 const WAIT_MAX: Duration = Duration::from_millis(20);
-/// Polls without a completion, after which the thread yields the processor, and after which a broken
-/// endpoint is given up.
+/// Polls without a completion, after which the thread yields the processor, and after which a
+/// broken endpoint is given up.
 const EMPTY_POLLS_MAX: u32 = 256;
 
 /// How a transfer ended.
