@@ -1,4 +1,4 @@
-/* libaquifer: memory of the cluster for programs in C, from the agent of this host.
+/* libaquifer: extents of remote memory for programs in C, from the agent of this host.
  *
  *     aquifer_session *session = aquifer_open(NULL);
  *     aquifer_extent extent;
@@ -6,9 +6,12 @@
  *         errx(1, "%s", aquifer_error());
  *     aquifer_write(session, &extent, 4096, "far away", 8);
  *
- * Functions return 0, or a negative errno; aquifer_error() then says in a sentence what happened. Any thread may call any of them;
- * calls of one session wait for each other, so threads that want speed have a session each. A session belongs to the process that opened
- * it: in a forked child it fails with -ECHILD. If the agent is restarted, calls wait for it.
+ * A function returns 0 or a negative errno. After an error, aquifer_error() returns a text.
+ * All functions are thread-safe. Calls for one session are serialised, so each thread should have a
+ * session of its own.
+ * A session belongs to the process that opened it: in a forked child its calls fail with -ECHILD.
+ * If the agent is restarted, calls wait for the next agent. When a session has ended for another
+ * reason, its calls fail with -EPIPE.
  */
 #ifndef AQUIFER_H
 #define AQUIFER_H
@@ -20,44 +23,53 @@
 extern "C" {
 #endif
 
-/* The largest extent, in bytes. */
+/* Size of the largest extent. */
 #define AQUIFER_EXTENT_BYTES_MAX (64ull << 30)
 
 typedef struct aquifer_session aquifer_session;
 
-/* Memory of the cluster. It may be copied, and told to other programs of the same user. */
+/* An extent. The structure can be copied and passed to other programs of the same user, which can
+ * read and write the extent in their sessions. */
 typedef struct aquifer_extent {
-    uint64_t addr;  /* in the memory node's region */
-    uint64_t bytes; /* 4 KiB * 2^k up to 2 MiB, then multiples of 2 MiB */
-    uint32_t key;   /* opens it to programs of its user */
-    uint16_t node;  /* the memory node's number */
+    uint64_t addr;  /* address in the memory node's region */
+    uint64_t bytes; /* size: 4 KiB * 2^k up to 2 MiB, or a multiple of 2 MiB */
+    uint32_t key;   /* key that opens the extent to programs of its user */
+    uint16_t node;  /* number of the memory node */
     uint16_t zero;  /* 0 */
 } aquifer_extent;
 
-/* Open a session with the agent that listens at `socket`; NULL: the one that AQUIFER_AGENT names, or that of the user's own cluster.
- * NULL if there is none. */
+/* Opens a session with the agent that listens at `socket`. If `socket` is NULL: with the agent that
+ * AQUIFER_AGENT names, else with that of the user's own cluster, else with that of all users.
+ * Returns NULL on failure. */
 aquifer_session *aquifer_open(const char *socket);
 
-/* Give back all that the session has, and end it. NULL is fine. */
+/* Frees all extents of a session and ends it. Ignores NULL. */
 void aquifer_close(aquifer_session *session);
 
-/* Take an extent of at least `bytes`, 1 to AQUIFER_EXTENT_BYTES_MAX; or `count` of them, all or none. They hold what their last owner, of the
- * same user, left there, else zeros. -ENOMEM: the pool is full; -EDQUOT: this user has as much as it may have; -EINVAL: no such size. */
+/* Allocate an extent of at least `bytes` bytes, 1 to AQUIFER_EXTENT_BYTES_MAX; or `count` extents,
+ * or none if one allocation fails. A new extent contains zeros, or what its last owner of the same
+ * user left there.
+ * -ENOMEM: no node has room; -EDQUOT: the user's quota is used up; -EINVAL: invalid size. */
 int aquifer_allocate(aquifer_session *session, uint64_t bytes, aquifer_extent *extent);
 int aquifer_allocate_many(aquifer_session *session, uint64_t bytes, size_t count, aquifer_extent *extents);
 
-/* Give back what this session allocated. -EACCES: it did not, or has given it back before. The next allocation may be the same extent again,
- * by the same name. */
+/* Free extents that this session allocated. The next allocation may return the same extent with the
+ * same key.
+ * -EACCES: the session did not allocate the extent, or has freed it before. */
 int aquifer_free(aquifer_session *session, const aquifer_extent *extent);
 int aquifer_free_many(aquifer_session *session, const aquifer_extent *extents, size_t count);
 
-/* Copy from and to an extent. -EIO: the memory node is gone, and what was there; -EACCES: it was given back, or is another user's;
- * -EINVAL: not inside the extent. */
-int aquifer_read(aquifer_session *session, const aquifer_extent *extent, uint64_t offset, void *out, size_t bytes);
-int aquifer_write(aquifer_session *session, const aquifer_extent *extent, uint64_t offset, const void *from, size_t bytes);
+/* Read from and write to an extent.
+ * -EIO: the memory node is gone and the data is lost; -EACCES: the extent was freed or belongs to
+ * another user; -EINVAL: the range is not inside the extent. */
+int aquifer_read(aquifer_session *session, const aquifer_extent *extent, uint64_t offset,
+                 void *out, size_t bytes);
+int aquifer_write(aquifer_session *session, const aquifer_extent *extent, uint64_t offset,
+                  const void *from, size_t bytes);
 
-/* The same for several parts of any extents at once: faster than one by one. Each node's are done in this order; the first that fails is told, and the
- * others are done all the same. But if one has a null pointer, or what can be no extent, nothing is done. */
+/* Carry out several reads or writes, faster than one by one. Jobs of one node are done in order.
+ * The functions return the first error; the other jobs are done nevertheless. If a pointer is NULL,
+ * or a structure cannot be an extent, no job is done. */
 typedef struct aquifer_read_job {
     aquifer_extent extent;
     uint64_t offset;
@@ -73,19 +85,19 @@ typedef struct aquifer_write_job {
 int aquifer_read_many(aquifer_session *session, const aquifer_read_job *jobs, size_t count);
 int aquifer_write_many(aquifer_session *session, const aquifer_write_job *jobs, size_t count);
 
-/* What a session has, and has done since it was opened. */
+/* What a session has allocated, and what it has done since it was opened. */
 typedef struct aquifer_statistics {
-    uint64_t bytes;         /* of the extents that it has */
-    uint64_t allocated;     /* extents that it has taken */
-    uint64_t freed;         /* extents that it has given back; a section of a larger one by itself counts as one */
-    uint64_t read_bytes;    /* by calls that succeeded */
-    uint64_t written_bytes; /* by calls that succeeded */
-    uint64_t requests;      /* to the agent */
-    uint64_t sleeps;        /* for an answer that did not come within some 50 us */
+    uint64_t bytes;         /* size of the allocated extents */
+    uint64_t allocated;     /* extents that were allocated */
+    uint64_t freed;         /* extents that were freed; a section that is freed alone counts as one */
+    uint64_t read_bytes;    /* bytes read by calls that succeeded */
+    uint64_t written_bytes; /* bytes written by calls that succeeded */
+    uint64_t requests;      /* requests to the agent */
+    uint64_t sleeps;        /* times that the program slept because an answer took more than 50 us */
 } aquifer_statistics;
 int aquifer_get_statistics(aquifer_session *session, aquifer_statistics *statistics);
 
-/* What happened in this thread's last call that failed. Valid until its next. */
+/* Returns the text of this thread's last error. Valid until the thread's next error. */
 const char *aquifer_error(void);
 
 #ifdef __cplusplus

@@ -1,5 +1,5 @@
 //! Golden ABI: the C compiler's layout of `aquifer.h`, Rust's layout and the golden file agree.
-//! A changed golden file needs a line in CHANGELOG: compiled programs must be compiled again.
+//! A changed golden file needs a line in CHANGELOG, because programs must be compiled again.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::process::Command;
@@ -7,10 +7,10 @@ use std::process::Command;
 use aquifer_client::{Error, MAX_EXTENT_BYTES};
 use aquifer_tests_support::{golden, golden_layout};
 
-use crate::errors::result;
+use crate::errors::return_value;
 use crate::{CExtent, CReadJob, CStatistics, CWriteJob};
 
-/// Prints what the golden file says; does not compile if a function has another type.
+/// Prints the lines of the golden file. Does not compile if a function has another type.
 const PROGRAM: &str = r#"
 #include <stdio.h>
 #include "aquifer.h"
@@ -76,7 +76,7 @@ fn golden_types_in_c_and_in_rust() {
     theirs.check();
 }
 
-/// By the names that a linker sees, whatever the functions are called in Rust.
+/// The functions by the names that a linker sees.
 mod symbols {
     use super::{CExtent, CReadJob, CStatistics, CWriteJob, c_char, c_int, c_void};
     unsafe extern "C" {
@@ -112,7 +112,7 @@ fn golden_symbols() {
     use symbols as c;
     let null = std::ptr::null_mut();
     let einval = -22;
-    // SAFETY: every function takes null pointers, and says so.
+    // SAFETY: each function accepts null pointers.
     unsafe {
         assert!(c::aquifer_open(c"/nowhere/agent.sock".as_ptr()).is_null());
         c::aquifer_close(null);
@@ -136,21 +136,21 @@ fn golden_errors() {
     let errors = [
         ("no agent", Error::NoAgent { path: "socket".into(), source: failed() }),
         ("refused", Error::Refused(String::new())),
-        ("no memory", Error::System(failed())),
-        ("ended", Error::Ended(String::new())),
+        ("no memory", Error::Io(failed())),
+        ("ended", Error::SessionEnded(String::new())),
         ("agent gone", Error::AgentGone),
         ("forked", Error::Forked),
         ("size", Error::Size { bytes: 0 }),
         ("out of range", Error::OutOfRange { offset: 0, len: 0, bytes: 0 }),
-        ("pool full", Error::Full),
-        ("quota", Error::Quota),
-        ("too many", Error::TooMany),
-        ("not yours", Error::NotYours),
-        ("lost", Error::Lost),
+        ("pool full", Error::PoolFull),
+        ("quota", Error::QuotaExceeded),
+        ("too many", Error::TooManyExtents),
+        ("not yours", Error::AccessDenied),
+        ("lost", Error::DataLost),
         ("failed", Error::Failed),
     ];
     for (name, error) in errors {
-        golden.text(name, &result(Err(error)).to_string());
+        golden.text(name, &return_value(Err(error)).to_string());
     }
     golden.check();
 }

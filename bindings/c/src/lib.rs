@@ -1,6 +1,6 @@
-//! libaquifer: the client for C. `aquifer.h` is its documentation.
+//! libaquifer: the client library for C. `aquifer.h` documents the functions.
 //!
-//! All unsafe code is here: what C hands over is checked for null and otherwise trusted to be what the header asks for.
+//! Pointers from C are checked for null. Otherwise they are trusted to be what the header requires.
 
 mod errors;
 #[cfg(test)]
@@ -12,12 +12,13 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use aquifer_client::{Error, Extent, ReadJob, Session, Statistics, WriteJob};
-use errors::{explain, result};
+use errors::{invalid_argument, return_value, store_text};
 
 /// `aquifer_session`.
 #[derive(Debug)]
 pub struct CSession {
-    /// The process that opened it. Looked at before the lock, which another thread may have held when a child was forked.
+    /// The process that opened the session. It is compared before the lock is taken, because
+    /// another thread may have held the lock when a child was forked.
     owner: u32,
     session: Mutex<Session>,
 }
@@ -41,11 +42,11 @@ impl From<Extent> for CExtent {
 
 impl CExtent {
     fn extent(self) -> Result<Extent, Error> {
-        Extent::named(self.node, self.addr, self.key, self.bytes)
+        Extent::from_parts(self.node, self.addr, self.key, self.bytes)
     }
 }
 
-/// See the header.
+/// Opens a session; `socket` null: with the default agent. Returns null on failure.
 ///
 /// # Safety
 /// `socket` is null or a C string.
@@ -54,7 +55,7 @@ pub unsafe extern "C" fn aquifer_open(socket: *const c_char) -> *mut CSession {
     let opened = if socket.is_null() {
         Session::open()
     } else {
-        // SAFETY: the caller hands over a C string.
+        // SAFETY: the caller passes a C string.
         let path = unsafe { CStr::from_ptr(socket) };
         Session::open_at(Path::new(OsStr::from_bytes(path.to_bytes())))
     };
@@ -63,42 +64,42 @@ pub unsafe extern "C" fn aquifer_open(socket: *const c_char) -> *mut CSession {
             Box::into_raw(Box::new(CSession { owner: std::process::id(), session: Mutex::new(session) }))
         }
         Err(error) => {
-            explain(&error);
+            store_text(&error);
             std::ptr::null_mut()
         }
     }
 }
 
-/// See the header.
+/// Frees all extents of a session and ends it. Ignores null.
 ///
 /// # Safety
-/// `session` is null, or of [`aquifer_open`] and not closed.
+/// `session` is null, or was returned by [`aquifer_open`] and is not closed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_close(session: *mut CSession) {
     if !session.is_null() {
-        // SAFETY: it came from `Box::into_raw`, and the caller does not use it any more.
+        // SAFETY: the pointer is from `Box::into_raw`, and the caller does not use it any more.
         drop(unsafe { Box::from_raw(session) });
     }
 }
 
-/// See the header.
+/// Allocates an extent.
 ///
 /// # Safety
-/// `session` is null or open; `extent` is null or can be written.
+/// `session` is null or open; `extent` is null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_allocate(
     session: *const CSession,
     bytes: u64,
     extent: *mut CExtent,
 ) -> c_int {
-    // SAFETY: as this function's.
+    // SAFETY: the caller fulfils the same conditions.
     unsafe { aquifer_allocate_many(session, bytes, 1, extent) }
 }
 
-/// See the header.
+/// Allocates `count` extents, or none.
 ///
 /// # Safety
-/// `session` is null or open; `extents` is null or has room for `count`.
+/// `session` is null or open; `extents` is null or has room for `count` extents.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_allocate_many(
     session: *const CSession,
@@ -107,36 +108,36 @@ pub unsafe extern "C" fn aquifer_allocate_many(
     extents: *mut CExtent,
 ) -> c_int {
     if extents.is_null() {
-        return errors::null();
+        return invalid_argument();
     }
-    // SAFETY: the caller's session is open.
+    // SAFETY: the caller passes null or an open session.
     let mut session = match unsafe { lock(session) } {
         Ok(session) => session,
-        Err(refused) => return refused,
+        Err(errno) => return errno,
     };
-    let taken = session.allocate_many(bytes, count);
-    result(taken.map(|taken| {
-        for (at, extent) in taken.into_iter().enumerate() {
-            // SAFETY: the caller has room for `count`, and so many were taken.
+    let allocated = session.allocate_many(bytes, count);
+    return_value(allocated.map(|allocated| {
+        for (at, extent) in allocated.into_iter().enumerate() {
+            // SAFETY: the caller has room for `count` extents, and no more were allocated.
             unsafe { extents.add(at).write(extent.into()) };
         }
     }))
 }
 
-/// See the header.
+/// Frees an extent.
 ///
 /// # Safety
-/// `session` is null or open; `extent` is null or an extent.
+/// `session` is null or open; `extent` is null or points to an extent.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_free(session: *const CSession, extent: *const CExtent) -> c_int {
-    // SAFETY: as this function's.
+    // SAFETY: the caller fulfils the same conditions.
     unsafe { aquifer_free_many(session, extent, 1) }
 }
 
-/// See the header.
+/// Frees `count` extents.
 ///
 /// # Safety
-/// `session` is null or open; `extents` is null or has `count` extents.
+/// `session` is null or open; `extents` is null or points to `count` extents.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_free_many(
     session: *const CSession,
@@ -144,23 +145,23 @@ pub unsafe extern "C" fn aquifer_free_many(
     count: usize,
 ) -> c_int {
     if extents.is_null() {
-        return errors::null();
+        return invalid_argument();
     }
-    // SAFETY: the caller's session is open.
+    // SAFETY: the caller passes null or an open session.
     let mut session = match unsafe { lock(session) } {
         Ok(session) => session,
-        Err(refused) => return refused,
+        Err(errno) => return errno,
     };
-    // SAFETY: the caller has so many there.
+    // SAFETY: the caller passes `count` extents.
     let extents: Result<Vec<Extent>, Error> =
         (0..count).map(|at| unsafe { extents.add(at).read() }.extent()).collect();
-    result(extents.and_then(|extents| session.free_many(&extents)))
+    return_value(extents.and_then(|extents| session.free_many(&extents)))
 }
 
-/// See the header.
+/// Reads `bytes` bytes at `offset` of an extent into `out`.
 ///
-/// # Safety
-/// `session` is null or open; `extent` is null or an extent; `out` is null or has room for `bytes`.
+/// # Safety `session` is null or open; `extent` is null or points to an extent; `out` is null or
+/// has room for `bytes` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_read(
     session: *const CSession,
@@ -170,24 +171,26 @@ pub unsafe extern "C" fn aquifer_read(
     bytes: usize,
 ) -> c_int {
     if extent.is_null() || out.is_null() || bytes > isize::MAX.unsigned_abs() {
-        return errors::null();
+        return invalid_argument();
     }
-    // SAFETY: the caller's session is open.
+    // SAFETY: the caller passes null or an open session.
     let mut session = match unsafe { lock(session) } {
         Ok(session) => session,
-        Err(refused) => return refused,
+        Err(errno) => return errno,
     };
-    // SAFETY: the caller has an extent there.
+    // SAFETY: the caller passes an extent.
     let extent = unsafe { extent.read() }.extent();
-    // SAFETY: the caller has room for so many, which nobody else uses meanwhile; they are written before they are read.
+    // SAFETY: the caller has room for `bytes` bytes and does not use them during the call. They are
+    // written before they are read.
     let out = unsafe { std::slice::from_raw_parts_mut(out.cast::<u8>(), bytes) };
-    result(extent.and_then(|extent| session.read(&extent, offset, out)))
+    return_value(extent.and_then(|extent| session.read(&extent, offset, out)))
 }
 
-/// See the header.
+/// Writes `bytes` bytes of `from` at `offset` of an extent.
 ///
 /// # Safety
-/// `session` is null or open; `extent` is null or an extent; `from` is null or has `bytes`.
+/// `session` is null or open; `extent` is null or points to an extent; `from` is null or points to
+/// `bytes` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_write(
     session: *const CSession,
@@ -197,18 +200,18 @@ pub unsafe extern "C" fn aquifer_write(
     bytes: usize,
 ) -> c_int {
     if extent.is_null() || from.is_null() || bytes > isize::MAX.unsigned_abs() {
-        return errors::null();
+        return invalid_argument();
     }
-    // SAFETY: the caller's session is open.
+    // SAFETY: the caller passes null or an open session.
     let mut session = match unsafe { lock(session) } {
         Ok(session) => session,
-        Err(refused) => return refused,
+        Err(errno) => return errno,
     };
-    // SAFETY: the caller has an extent there.
+    // SAFETY: the caller passes an extent.
     let extent = unsafe { extent.read() }.extent();
-    // SAFETY: the caller has so many there, which nobody changes meanwhile.
+    // SAFETY: the caller passes `bytes` bytes and does not change them during the call.
     let from = unsafe { std::slice::from_raw_parts(from.cast::<u8>(), bytes) };
-    result(extent.and_then(|extent| session.write(&extent, offset, from)))
+    return_value(extent.and_then(|extent| session.write(&extent, offset, from)))
 }
 
 /// `aquifer_read_job`.
@@ -231,10 +234,10 @@ pub struct CWriteJob {
     bytes: usize,
 }
 
-/// See the header.
+/// Carries out `count` reads.
 ///
-/// # Safety
-/// `session` is null or open; `jobs` is null or has `count` jobs, of which each has room for its bytes.
+/// # Safety `session` is null or open; `jobs` is null or points to `count` jobs, each with room for
+/// its bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_read_many(
     session: *const CSession,
@@ -242,32 +245,33 @@ pub unsafe extern "C" fn aquifer_read_many(
     count: usize,
 ) -> c_int {
     if jobs.is_null() {
-        return errors::null();
+        return invalid_argument();
     }
-    // SAFETY: the caller has so many there.
+    // SAFETY: the caller passes `count` jobs.
     let jobs = (0..count).map(|at| unsafe { jobs.add(at).read() });
     if jobs.clone().any(|job| job.out.is_null() || job.bytes > isize::MAX.unsigned_abs()) {
-        return errors::null();
+        return invalid_argument();
     }
-    // SAFETY: the caller's session is open.
+    // SAFETY: the caller passes null or an open session.
     let mut session = match unsafe { lock(session) } {
         Ok(session) => session,
-        Err(refused) => return refused,
+        Err(errno) => return errno,
     };
     let jobs: Result<Vec<ReadJob<'_>>, Error> = jobs
         .map(|CReadJob { extent, offset, out, bytes }| {
-            // SAFETY: the caller has room for so many, which nobody else uses meanwhile; they are written before they are read.
+            // SAFETY: the caller has room for `bytes` bytes and does not use them during the call.
+            // They are written before they are read.
             let out = unsafe { std::slice::from_raw_parts_mut(out.cast::<u8>(), bytes) };
             Ok(ReadJob { extent: extent.extent()?, offset, out })
         })
         .collect();
-    result(jobs.and_then(|mut jobs| session.read_many(&mut jobs)))
+    return_value(jobs.and_then(|mut jobs| session.read_many(&mut jobs)))
 }
 
-/// See the header.
+/// Carries out `count` writes.
 ///
 /// # Safety
-/// `session` is null or open; `jobs` is null or has `count` jobs, of which each has its bytes.
+/// `session` is null or open; `jobs` is null or points to `count` jobs, each with its bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_write_many(
     session: *const CSession,
@@ -275,26 +279,26 @@ pub unsafe extern "C" fn aquifer_write_many(
     count: usize,
 ) -> c_int {
     if jobs.is_null() {
-        return errors::null();
+        return invalid_argument();
     }
-    // SAFETY: the caller has so many there.
+    // SAFETY: the caller passes `count` jobs.
     let jobs = (0..count).map(|at| unsafe { jobs.add(at).read() });
     if jobs.clone().any(|job| job.from.is_null() || job.bytes > isize::MAX.unsigned_abs()) {
-        return errors::null();
+        return invalid_argument();
     }
-    // SAFETY: the caller's session is open.
+    // SAFETY: the caller passes null or an open session.
     let mut session = match unsafe { lock(session) } {
         Ok(session) => session,
-        Err(refused) => return refused,
+        Err(errno) => return errno,
     };
     let jobs: Result<Vec<WriteJob<'_>>, Error> = jobs
         .map(|CWriteJob { extent, offset, from, bytes }| {
-            // SAFETY: the caller has so many there, which nobody changes meanwhile.
+            // SAFETY: the caller passes `bytes` bytes and does not change them during the call.
             let bytes = unsafe { std::slice::from_raw_parts(from.cast::<u8>(), bytes) };
             Ok(WriteJob { extent: extent.extent()?, offset, bytes })
         })
         .collect();
-    result(jobs.and_then(|jobs| session.write_many(&jobs)))
+    return_value(jobs.and_then(|jobs| session.write_many(&jobs)))
 }
 
 /// `aquifer_statistics`.
@@ -310,46 +314,47 @@ pub struct CStatistics {
     sleeps: u64,
 }
 
-/// See the header.
+/// Stores the statistics of a session.
 ///
 /// # Safety
-/// `session` is null or open; `statistics` is null or can be written.
+/// `session` is null or open; `statistics` is null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_get_statistics(
     session: *const CSession,
     statistics: *mut CStatistics,
 ) -> c_int {
     if statistics.is_null() {
-        return errors::null();
+        return invalid_argument();
     }
-    // SAFETY: the caller's session is open.
+    // SAFETY: the caller passes null or an open session.
     let session = match unsafe { lock(session) } {
         Ok(session) => session,
-        Err(refused) => return refused,
+        Err(errno) => return errno,
     };
     let Statistics { bytes, allocated, freed, read_bytes, written_bytes, requests, sleeps } =
         session.statistics();
-    let found = CStatistics { bytes, allocated, freed, read_bytes, written_bytes, requests, sleeps };
-    // SAFETY: the caller has room for it.
-    unsafe { statistics.write(found) };
+    let c_statistics = CStatistics { bytes, allocated, freed, read_bytes, written_bytes, requests, sleeps };
+    // SAFETY: the caller passes writable memory for it.
+    unsafe { statistics.write(c_statistics) };
     0
 }
 
-/// See the header.
+/// Returns the text of this thread's last error. Valid until its next error.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_error() -> *const c_char {
-    errors::last()
+    errors::last_text()
 }
 
-/// The session, for this thread alone; or what the function is to return.
+/// Locks a session for this thread. Returns the error number if the session is null or belongs to
+/// another process.
 ///
 /// # Safety
 /// `session` is null or open.
 unsafe fn lock<'a>(session: *const CSession) -> Result<MutexGuard<'a, Session>, c_int> {
-    // SAFETY: the caller says so.
-    let session = unsafe { session.as_ref() }.ok_or_else(errors::null)?;
+    // SAFETY: the caller passes null or an open session.
+    let session = unsafe { session.as_ref() }.ok_or_else(invalid_argument)?;
     if session.owner != std::process::id() {
-        return Err(result(Err(Error::Forked)));
+        return Err(return_value(Err(Error::Forked)));
     }
     Ok(session.session.lock().unwrap_or_else(PoisonError::into_inner))
 }

@@ -11,7 +11,7 @@ use aquifer_channel::RestoredItem;
 use aquifer_channel::socket::wait_readable;
 use aquifer_directory::DirectoryError;
 use aquifer_directory::names::AgentRecord;
-use aquifer_extents::{Keep, Left, Reach, Sessions};
+use aquifer_extents::{InheritedSession, NodeConnector, SessionKeeper, SessionService};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Endpoint, EndpointError, Host as HostNumber, Identity, Tenant};
@@ -131,17 +131,17 @@ impl AgentServices for Host {
     }
 }
 
-impl Keep for Host {
-    fn keep(&self, put: &HeldItem, fds: &[BorrowedFd<'_>]) {
-        self.keeper.keep(put, fds);
+impl SessionKeeper for Host {
+    fn hold(&self, item: &HeldItem, fds: &[BorrowedFd<'_>]) {
+        self.keeper.keep(item, fds);
     }
 
-    fn unkeep(&self, kind: HeldKind, id: u64) {
+    fn release(&self, kind: HeldKind, id: u64) {
         self.keeper.unkeep(kind, id);
     }
 }
 
-impl Reach for Host {
+impl NodeConnector for Host {
     fn nodes(&self) -> Vec<NodeId> {
         self.nodes.list()
     }
@@ -192,12 +192,12 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
     let (kept_sessions, kept): (Vec<_>, Vec<_>) =
         kept.into_iter().partition(|kept| kept.item.kind == HeldKind::Session);
     let left = left_sessions(kept_sessions, before.is_some(), &host.keeper);
-    let sessions = Sessions::new(
-        Arc::clone(&host) as Arc<dyn Reach>,
-        Arc::clone(&host) as Arc<dyn Keep>,
+    let sessions = SessionService::new(
+        Arc::clone(&host) as Arc<dyn NodeConnector>,
+        Arc::clone(&host) as Arc<dyn SessionKeeper>,
         options.extents_per_user,
     );
-    nodes.await_these(&left.iter().flat_map(Left::nodes).collect());
+    nodes.await_these(&left.iter().flat_map(InheritedSession::nodes).collect());
     sessions.restore(left);
     let restored = if before.is_some() { service.restore(kept) } else { service.end_kept(kept) };
     for RestoredRun { run, owner } in restored {
@@ -258,10 +258,10 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
 }
 
 /// Sessions that the agent before this one had. Those that cannot be gone on with end; none can if what this host held was given to others.
-fn left_sessions(kept: Vec<RestoredItem>, has_memory: bool, keeper: &KeeperPort) -> Vec<Left> {
+fn left_sessions(kept: Vec<RestoredItem>, has_memory: bool, keeper: &KeeperPort) -> Vec<InheritedSession> {
     let mut all = Vec::new();
     for RestoredItem { item, fds } in kept {
-        match Left::open(&item, fds) {
+        match InheritedSession::open(&item, fds) {
             Ok(left) if has_memory => all.push(left),
             Ok(_) => keeper.unkeep(item.kind, item.id),
             Err(error) => {

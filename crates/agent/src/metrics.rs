@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use aquifer_extents::{Sessions, UserReport};
+use aquifer_extents::{SessionService, UserReport};
 use aquifer_faults::FaultStats;
 use aquifer_faults::serve::{PagingService, RunReport, TenantReport};
 use aquifer_host::membership::LeaseEvents;
@@ -55,7 +55,7 @@ pub(crate) fn listen(place: Option<&Place>, goes_on: bool) -> Result<Option<List
 pub(crate) fn serve(
     listener: Listener,
     service: &Arc<PagingService>,
-    sessions: &Arc<Sessions>,
+    sessions: &Arc<SessionService>,
     nodes: &Arc<Nodes>,
     lease: &Arc<LeaseEvents>,
 ) -> Result<Server, MetricsError> {
@@ -74,7 +74,7 @@ pub(crate) fn serve(
 #[derive(Debug)]
 struct Figures {
     service: Arc<PagingService>,
-    sessions: Arc<Sessions>,
+    sessions: Arc<SessionService>,
     nodes: Arc<Nodes>,
     lease: Arc<LeaseEvents>,
 }
@@ -110,7 +110,7 @@ const RUN_COUNTERS: [Figure<RunReport>; 14] = [
 ];
 
 const USER_BYTES: [Figure<UserReport>; 1] =
-    [("tenant_extents", "What the tenant's sessions have of the pool.", |tenant| tenant.taken_bytes)];
+    [("tenant_extents", "What the tenant's sessions have of the pool.", |tenant| tenant.allocated_bytes)];
 
 const USER_COUNTERS: [Figure<UserReport>; 1] =
     [("tenant_extents_refused", "Requests refused because a key opens nothing.", |tenant| tenant.refused)];

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use aquifer_extents::{SessionReport, Sessions, UserReport};
+use aquifer_extents::{SessionReport, SessionService, UserReport};
 use aquifer_faults::serve::{PagingService, ProgramReport, RunReport, TenantReport};
 use aquifer_host::nodes::Nodes;
 use aquifer_host::report::{
@@ -88,7 +88,7 @@ fn tenants(service: &PagingService, may_see: impl Fn(u32) -> bool) -> Vec<Tenant
     tenants.into_iter().map(tenant_statistics).collect()
 }
 
-fn session_statistics(sessions: &Sessions, may_see: impl Fn(u32) -> bool) -> Vec<SessionStatistics> {
+fn session_statistics(sessions: &SessionService, may_see: impl Fn(u32) -> bool) -> Vec<SessionStatistics> {
     let mut reports = sessions.sessions();
     reports.retain(|session| may_see(session.tenant));
     reports.sort_by_key(|session| std::cmp::Reverse(session.bytes));
@@ -99,13 +99,16 @@ fn session_statistics(sessions: &Sessions, may_see: impl Fn(u32) -> bool) -> Vec
     reports.into_iter().map(statistics).collect()
 }
 
-fn users(sessions: &Sessions, may_see: impl Fn(u32) -> bool) -> Vec<UserStatistics> {
+fn users(sessions: &SessionService, may_see: impl Fn(u32) -> bool) -> Vec<UserStatistics> {
     let mut users = sessions.users();
     users.retain(|user| may_see(user.tenant));
-    users.sort_by_key(|user| std::cmp::Reverse(user.taken_bytes));
+    users.sort_by_key(|user| std::cmp::Reverse(user.allocated_bytes));
     users.truncate(STATUS_TENANTS_MAX);
-    let statistics =
-        |UserReport { tenant, taken_bytes, refused }| UserStatistics { tenant, taken_bytes, refused };
+    let statistics = |UserReport { tenant, allocated_bytes, refused }| UserStatistics {
+        tenant,
+        taken_bytes: allocated_bytes,
+        refused,
+    };
     users.into_iter().map(statistics).collect()
 }
 
@@ -113,7 +116,7 @@ fn users(sessions: &Sessions, may_see: impl Fn(u32) -> bool) -> Vec<UserStatisti
 #[must_use]
 pub fn status(
     service: &PagingService,
-    sessions: &Sessions,
+    sessions: &SessionService,
     nodes: &Nodes,
     may_see: impl Fn(u32) -> bool,
 ) -> AgentStatus {

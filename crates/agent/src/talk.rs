@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use aquifer_channel::socket::{Peer, accept, wait_readable};
 use aquifer_channel::{ReceiveError, receive_frame, send_frame};
-use aquifer_extents::Sessions;
+use aquifer_extents::SessionService;
 use aquifer_faults::serve::{PagingService, Run, RunReport};
 use aquifer_host::lent::Lent;
 use aquifer_host::nodes::Nodes;
@@ -35,7 +35,7 @@ const TALKS_PER_USER_MAX: usize = 512;
 #[derive(Debug)]
 pub(crate) struct Talks {
     pub service: Arc<PagingService>,
-    pub sessions: Arc<Sessions>,
+    pub sessions: Arc<SessionService>,
     pub nodes: Arc<Nodes>,
     /// Servers of blocks on this host, and what they are told.
     pub borrowers: Borrowers,
@@ -47,7 +47,7 @@ pub(crate) struct Talks {
 impl Talks {
     pub fn new(
         service: &Arc<PagingService>,
-        sessions: &Arc<Sessions>,
+        sessions: &Arc<SessionService>,
         nodes: &Arc<Nodes>,
         lent: Lent,
     ) -> Arc<Self> {
@@ -125,8 +125,8 @@ impl Talks {
                 return;
             }
             Ok((Frame::OpenSession, _)) => {
-                if let Err(reason) = self.sessions.open(&socket, peer.uid, peer.pid) {
-                    refuse(&socket, &reason);
+                if let Err(error) = self.sessions.open(&socket, peer.uid, peer.pid) {
+                    refuse(&socket, &error.to_string());
                 }
                 return;
             }
@@ -168,7 +168,10 @@ impl Talks {
                 "--replicas {replicas} wants each page on {replicas} memory nodes, and the cluster has {there_are}: start more (aquifer node, aquifer up --nodes), or ask for fewer replicas"
             ));
         }
-        let run = self.service.open_run(&open.name, open.limit_bytes, replicas, socket.as_fd(), uid)?;
+        let run = self
+            .service
+            .open_run(&open.name, open.limit_bytes, replicas, socket.as_fd(), uid)
+            .map_err(|error| error.to_string())?;
         match send_frame(socket, &Frame::RunOpened(run.token()), &[]) {
             Ok(()) => Ok(run),
             Err(error) => {

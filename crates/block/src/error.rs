@@ -1,45 +1,45 @@
-//! Why a volume did not do what it was asked to.
+//! Errors of a block volume.
 
 use std::time::Duration;
 
 use aquifer_pager::FetchError;
 
-/// Why a volume did not do what it was asked to.
+/// Why a volume could not do what was requested.
 #[derive(Debug, thiserror::Error)]
 pub enum BlockError {
-    /// Outside.
-    #[error("bytes {offset} to {offset} + {len} are not all within the volume's {bytes}")]
+    /// The range is not inside the volume.
+    #[error("bytes {offset} to {offset} + {len} are not inside the volume of {bytes} bytes")]
     OutOfRange {
         /// The first byte.
         offset: u64,
-        /// How many.
+        /// The number of bytes.
         len: usize,
-        /// The volume's size.
+        /// The size of the volume.
         bytes: u64,
     },
-    /// The only copy of a page is gone.
+    /// The last readable replica of a page is gone.
     #[error("the page at byte {offset} of the volume cannot be read back: {cause}")]
     Lost {
-        /// Where the page begins.
+        /// The first byte of the page.
         offset: u64,
-        /// Why.
+        /// Why the page could not be read.
         cause: FetchError,
     },
-    /// It had been lost before.
+    /// The page was lost before.
     #[error("the page at byte {offset} of the volume is lost")]
     StillLost {
-        /// Where the page begins.
+        /// The first byte of the page.
         offset: u64,
     },
-    /// Memory nodes take nothing any more.
+    /// No room for a write within the timeout of the volume.
     #[error("a write found no room for {waited_s} s: {reason}", waited_s = waited.as_secs())]
     NoRoom {
-        /// For how long.
+        /// The time for which the write waited.
         waited: Duration,
-        /// What the pool said last.
+        /// The last error of the pool.
         reason: String,
     },
-    /// The volume has ended.
-    #[error("the volume has ended")]
+    /// The volume is closed.
+    #[error("the volume is closed")]
     Closed,
 }

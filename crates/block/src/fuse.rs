@@ -1,6 +1,6 @@
-//! A file system of one file, the volume, for a loop device to stand on.
+//! A FUSE file system with one file, which is the volume. A loop device is set up on that file.
 //!
-//! The kernel gets the file's bytes only by direct I/O: it caches none of them.
+//! The kernel accesses the file by direct I/O, and caches none of its bytes.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -22,20 +22,20 @@ use rustix::mount::MountFlags;
 use crate::error::BlockError;
 use crate::volume::{BlockVolume, VolumeReader};
 
-/// The file's name.
+/// The name of the file.
 pub const FILE: &str = "volume";
 const ROOT: INodeNo = INodeNo(1);
 const VOLUME: INodeNo = INodeNo(2);
-/// Threads that serve requests, at once.
+/// Threads that serve requests.
 const THREADS: usize = 4;
-/// Requests that the kernel has under way; more wait there.
+/// Requests in flight, at most. The kernel queues further ones.
 const BACKGROUND_MAX: u16 = 64;
 /// Bytes of one request, at most.
 const REQUEST_BYTES_MAX: u32 = 1 << 20;
-/// Nothing about the file ever changes.
+/// The validity of attributes and entries: they never change.
 const FOREVER: Duration = Duration::from_secs(1 << 30);
 
-/// What is in a read's buffer and who fetches into it, for one request at a time.
+/// The reader and the read buffer of one request.
 #[derive(Debug)]
 struct RequestBuffers {
     reader: VolumeReader,
@@ -49,17 +49,18 @@ struct VolumeFile {
     buffers: Mutex<Vec<RequestBuffers>>,
 }
 
-/// Serves a volume until it is unmounted.
+/// A mounted volume, whose file is served by [`Self::serve`].
 #[derive(Debug)]
 pub struct FuseServer {
     session: Session<VolumeFile>,
 }
 
 impl FuseServer {
-    /// Mount the volume's file at `folder`, for this user alone. It is served when [`Self::serve`] runs.
+    /// Mounts the file of the volume in `folder`, for this user only. It is served when
+    /// [`Self::serve`] runs.
     ///
     /// # Errors
-    /// If there is no FUSE, or the mount is refused.
+    /// If there is no FUSE device, or the kernel refuses the mount.
     pub fn mount(
         volume: Arc<BlockVolume>,
         connector: &Arc<dyn Connector>,
@@ -82,28 +83,29 @@ impl FuseServer {
         config.n_threads = Some(THREADS);
         config.clone_fd = true;
         let session = Session::from_fd(file, device, SessionACL::Owner, config).inspect_err(|_| {
-            // Whoever looks there would wait for ever.
+            // Without the unmount, each access to the folder would wait for ever.
             let _ = unmount(folder);
         })?;
         Ok(Self { session })
     }
 
-    /// Serve until it is unmounted.
+    /// Serves the file until it is unmounted.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The error of the kernel.
     pub fn serve(self) -> io::Result<()> {
         self.session.run()
     }
 }
 
-/// Unmount a volume's file, whether it is served or not; requests that are under way fail. That nothing is mounted there is fine.
+/// Unmounts the file of a volume, whether or not it is served. Requests in flight fail. Succeeds if
+/// nothing is mounted.
 ///
 /// # Errors
-/// What the kernel says.
+/// The error of the kernel.
 pub fn unmount(folder: &Path) -> io::Result<()> {
     use rustix::mount::{UnmountFlags, unmount};
-    // Forced, the kernel first fails what waits for a server that does not answer.
+    // With FORCE the kernel first fails the requests that wait for a server that does not answer.
     for flags in [UnmountFlags::FORCE, UnmountFlags::DETACH] {
         match unmount(folder, flags | UnmountFlags::NOFOLLOW) {
             Ok(()) | Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOENT) => return Ok(()),
@@ -141,10 +143,10 @@ impl VolumeFile {
         })
     }
 
-    /// Do something with a buffers; there are as many as threads.
+    /// Calls `act` with the buffers of one request. There are as many as threads.
     fn with_buffers<T>(&self, act: impl FnOnce(&mut RequestBuffers) -> T) -> T {
         let lock = || self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut buffers = lock().pop().expect("a buffers for each thread");
+        let mut buffers = lock().pop().expect("there is one for each thread");
         let result = act(&mut buffers);
         lock().push(buffers);
         result
@@ -154,7 +156,7 @@ impl VolumeFile {
 fn errno(error: &BlockError) -> Errno {
     match error {
         BlockError::OutOfRange { .. } => Errno::EINVAL,
-        // No ENOSPC: whoever writes to a device knows of no such thing.
+        // Not ENOSPC: users of a block device do not expect it.
         BlockError::Lost { .. }
         | BlockError::StillLost { .. }
         | BlockError::NoRoom { .. }
@@ -164,7 +166,7 @@ fn errno(error: &BlockError) -> Errno {
 
 impl Filesystem for VolumeFile {
     fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
-        // What this kernel does not know it does without.
+        // A capability that this kernel lacks is not used.
         for flag in [InitFlags::FUSE_ASYNC_READ, InitFlags::FUSE_ASYNC_DIO, InitFlags::FUSE_MAX_PAGES] {
             let _ = config.add_capabilities(flag);
         }
@@ -252,7 +254,7 @@ impl Filesystem for VolumeFile {
         let mode = FallocateFlags::from_bits_retain(mode.cast_unsigned());
         let empties = FallocateFlags::PUNCH_HOLE | FallocateFlags::ZERO_RANGE;
         if !mode.intersects(empties) {
-            // Space is taken when it is written.
+            // A block volume allocates memory when a page is written.
             return reply.error(Errno::EOPNOTSUPP);
         }
         match self.with_buffers(|buffers| self.volume.discard(&mut buffers.reader, offset, length)) {

@@ -1,10 +1,11 @@
-//! Block volumes: a linear space of bytes whose pages lie in the host's mempool or on memory nodes, and front ends to it.
+//! Block volumes: a linear space of bytes whose pages are in the host's mempool or on memory nodes,
+//! and front ends to it.
 //!
-//! - [`volume`]: reads, writes, discards; any number of threads at once. It knows no front end.
+//! - [`volume`]: reads, writes and discards by any number of threads. It knows no front end.
 //! - [`pump`]: the one thread that writes to the memory nodes.
-//! - [`mover`]: empties sparse slabs into others.
-//! - [`figures`]: what happened.
-//! - [`fuse`]: the first front end, a file for a loop device.
+//! - [`mover`]: moves pages out of slabs that are being vacated.
+//! - [`stats`]: statistics of a volume.
+//! - [`fuse`]: a front end, which serves a file for a loop device.
 //!
 //! A volume is scratch: it ends with the process that serves it.
 

@@ -1,4 +1,5 @@
-//! Moves pages out of slabs that are to become empty: they are read, and taken in as if they had just been written.
+//! Moves pages out of slabs that are being vacated: it reads them and absorbs them as if they had
+//! just been written.
 
 use std::sync::Arc;
 
@@ -8,7 +9,7 @@ use aquifer_pager::{Connector, FETCH_PAGES_MAX, Fetcher, Mutation, PAGE_BYTES, P
 use crate::stats::Counters;
 use crate::volume::BlockVolume;
 
-/// Parts of the page table, 512 pages each, that are looked through under one lock.
+/// Leaves of the page table, with 512 pages each, that are searched under one lock.
 const PARTS_PER_TURN: usize = 8;
 
 /// The mover of a volume. One thread uses it.
@@ -17,17 +18,17 @@ pub struct Mover {
     volume: Arc<BlockVolume>,
     fetcher: Fetcher,
     round: u64,
-    /// Where to look on; `None` when all was looked through.
+    /// The page at which the search continues; `None` after the end.
     next: Option<PageNumber>,
-    /// Found, and not moved yet.
+    /// Pages that were found and not moved yet.
     pages: Vec<PageNumber>,
-    /// What is fetched now, and referred to.
+    /// The pages that are being fetched, and their locations, which are retained.
     fetching: Vec<PageNumber>,
     locations: Vec<Location>,
 }
 
 impl Mover {
-    /// The mover of a volume whose nodes are reached over `connector`.
+    /// A mover that reaches the nodes through `connector`.
     ///
     /// # Errors
     /// If there is no memory for its buffer.
@@ -43,7 +44,8 @@ impl Mover {
         })
     }
 
-    /// Look for pages to move, and move some; whether there is more to do at once.
+    /// Searches for pages to move, and moves some of them. Returns whether there is more to do at
+    /// once.
     pub fn turn(&mut self) -> bool {
         let Some(round) = self.volume.slabs.vacating_round() else { return false };
         if round != self.round {
@@ -70,7 +72,8 @@ impl Mover {
         }
     }
 
-    /// Take in what the mempool has, and refer to what is to be fetched; false if there is no room for any of it now.
+    /// Moves pages that are in the mempool, and retains the locations of those that must be
+    /// fetched. Returns false if there is no room for more.
     fn plan(&mut self) -> bool {
         let volume = Arc::clone(&self.volume);
         let mut state = volume.lock();
@@ -99,7 +102,10 @@ impl Mover {
         true
     }
 
-    /// Fetch what was remote_parts. A page that was written meanwhile is elsewhere already; one that cannot be had stays, and its reader is told.
+    /// Fetches the retained pages and absorbs them.
+    ///
+    /// A page that was written meanwhile is elsewhere already. A page that cannot be read stays:
+    /// its next reader gets the error.
     fn fetch(&mut self) {
         let mut at = 0;
         while at < self.locations.len() {
@@ -119,7 +125,7 @@ impl Mover {
                     at += fetched;
                 }
                 Err(_) => {
-                    // To ask a dead node for page after page would hold all writes up.
+                    // Trying a dead node for each page would delay all writes.
                     self.pages.clear();
                     self.next = None;
                     break;

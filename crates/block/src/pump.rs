@@ -1,4 +1,4 @@
-//! Takes full blocks to the memory nodes, and what they answer back to the volume.
+//! The pump: passes sealed blocks to the sender, and acknowledgements to the volume.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -14,16 +14,17 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use crate::mover::Mover;
 use crate::volume::BlockVolume;
 
-/// A volume is one owner to its sender.
+/// The volume is the only owner of its sender.
 const OWNER: u64 = 0;
-/// How often to look for emptied slabs, and for room in a full pool.
+/// The interval at which an idle pump checks for emptied slabs, and for free memory if the pool is
+/// full.
 const IDLE_TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
-/// Acknowledgements are polled for this often before others may run.
+/// Polls for acknowledgements before the thread yields.
 const POLLS_BEFORE_YIELD: u32 = 64;
-/// At the end, acknowledgements are waited for this long.
+/// The time for which a closing pump waits for acknowledgements.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The writing half of a volume. One thread uses it.
+/// The writing side of a volume. One thread uses it.
 #[derive(Debug)]
 pub struct Pump {
     volume: Arc<BlockVolume>,
@@ -35,7 +36,7 @@ pub struct Pump {
 }
 
 impl Pump {
-    /// A pump that takes slabs from `pool`; `seed` spreads volumes over the nodes.
+    /// A pump that allocates slabs from `pool`. `seed` distributes volumes over the nodes.
     #[must_use]
     pub fn new(volume: Arc<BlockVolume>, connector: Arc<dyn Connector>, pool: PoolClient, seed: u64) -> Self {
         let sender = Sender::new(Arc::clone(&volume.slabs), &volume.mempool, connector, pool, seed);
@@ -49,20 +50,21 @@ impl Pump {
         }
     }
 
-    /// How large slabs are; to be said before anything is written.
+    /// Sets how large slabs are. Must be called before anything is written.
     pub fn set_slab_sizing(&mut self, sizing: SlabSizing) {
         self.sender.set_slab_sizing(sizing);
     }
 
-    /// Have all slabs emptied by the volume's [`Mover`], sparse or not; for tests.
+    /// Begins a round in which the volume's [`Mover`] vacates all slabs, sparse or not. For tests.
     pub fn repack_all(&mut self) {
         self.sender.repack_all();
     }
 
-    /// Do what can be done without waiting. Returns whether that was anything.
+    /// Does what can be done without blocking. Returns whether that was anything.
     ///
     /// # Panics
-    /// If a page in a block has become zeros since it was written there: memory is corrupt, and nothing may be served from it.
+    /// If a page of a block has become zero since it was written there: memory is corrupt, and
+    /// nothing may be served from it.
     pub fn turn(&mut self) -> bool {
         let before = self.sender.stats();
         let mut has_moved = false;
@@ -72,7 +74,7 @@ impl Pump {
             let is_newest = |index: usize| sealed.newest >> index & 1 == 1;
             self.sender.stage(OWNER, sealed.block, sealed.count, is_newest, &mut self.found);
             let is_data = |index: usize| !is_newest(index) || self.found[index] == StageOutcome::Data;
-            assert!((0..sealed.count).all(is_data), "a page of {:?} has changed", sealed.block);
+            assert!((0..sealed.count).all(is_data), "a page of {:?} has become zero", sealed.block);
             has_moved = true;
         }
         let refused = self.sender.advance(&mut self.done).err();
@@ -99,20 +101,20 @@ impl Pump {
         has_moved || stats != before
     }
 
-    /// Whether nothing is under way.
+    /// Whether nothing is in flight.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.sender.is_idle() && !self.volume.has_sealed()
     }
 
-    /// The volume has ended, nobody reads it any more: give everything back.
+    /// Closes the volume and frees everything. No thread may read it any more.
     pub fn close(mut self) {
         self.volume.close();
         let deadline = Instant::now() + CLOSE_TIMEOUT;
         while self.volume.next_sealed_block().is_some() {}
         while !self.sender.is_idle() && Instant::now() < deadline {
             self.sender.abandon(OWNER);
-            // A full pool is no matter any more.
+            // The batches are abandoned, so an error that the pool is full does not matter.
             let _ = self.sender.advance(&mut self.done);
             for written in self.done.drain(..) {
                 self.volume.written(&[written]);
@@ -123,7 +125,8 @@ impl Pump {
         self.sender.close();
     }
 
-    /// Wait for the wake_event, and if something is under way for memory nodes. Where those answer at once there is nothing to wait for.
+    /// Waits for the wake event and for completions. Returns at once if a fabric completes without
+    /// a descriptor.
     fn wait(&mut self) {
         let is_idle = self.sender.is_idle() || self.is_pool_full;
         let wake_event = self.volume.wake_event();
@@ -132,16 +135,16 @@ impl Pump {
             let Some(fds) = self.sender.poll_fds() else { return };
             polled.extend(fds);
         }
-        // Any outcome means: look.
+        // Whatever the outcome, the caller checks everything.
         let _ = poll(&mut polled, Some(&IDLE_TICK));
         if polled[0].revents().contains(PollFlags::IN) {
-            // It only wakes: nothing is lost if it was read already.
+            // The event only wakes; nothing is lost if it was read already.
             let _ = rustix::io::read(wake_event.as_fd(), &mut [0; 8]);
         }
     }
 }
 
-/// A pump in a thread of its own, and a mover with it.
+/// A pump with its mover, in a thread of its own.
 #[derive(Debug)]
 pub struct PumpThread {
     volume: Arc<BlockVolume>,
@@ -150,10 +153,10 @@ pub struct PumpThread {
 }
 
 impl PumpThread {
-    /// Start it.
+    /// Starts the thread.
     ///
     /// # Errors
-    /// If there is no thread.
+    /// If the system cannot start a thread.
     pub fn start(mut pump: Pump, mut mover: Mover) -> std::io::Result<Self> {
         let volume = Arc::clone(&pump.volume);
         let stop = Arc::new(AtomicBool::new(false));
@@ -176,12 +179,12 @@ impl PumpThread {
         Ok(Self { volume, stop, thread })
     }
 
-    /// End the volume and give everything back. Nobody may read it any more.
+    /// Closes the volume and frees everything. No thread may read it any more.
     pub fn stop(self) {
         self.stop.store(true, Relaxed);
         self.volume.wake_pump();
         if self.thread.join().is_err() {
-            tracing::error!("the pump has panicked");
+            tracing::error!("the thread of the pump panicked; its memory on nodes is not freed");
         }
     }
 }

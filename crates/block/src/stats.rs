@@ -1,8 +1,8 @@
-//! What a block volume has done.
+//! Statistics of a block volume.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Counters that any thread adds to.
+/// Counters to which any thread adds.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     pub(crate) zero_pages: AtomicU64,
@@ -25,45 +25,45 @@ impl Counters {
     }
 }
 
-/// The figures of one volume.
+/// The statistics of one volume.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct VolumeStats {
     /// Pages read or written that were all zeros.
     pub zero_pages: u64,
     /// Pages read from the reclaimable queue of the mempool.
     pub mempool_hits: u64,
-    /// Pages read that were still on their way to a memory node.
+    /// Pages read from the mempool before a memory node had acknowledged them.
     pub staging_hits: u64,
     /// Pages read from memory nodes.
     pub remote_reads: u64,
-    /// READs that took.
+    /// READs posted for `remote_reads`.
     pub remote_read_trips: u64,
     /// Pages written to memory nodes.
     pub remote_writes: u64,
-    /// WRITEs that took.
+    /// WRITEs posted for `remote_writes`.
     pub remote_write_trips: u64,
     /// Pages that the front end wrote.
     pub written_pages: u64,
-    /// Pages that the front end gave up.
+    /// Pages that the front end discarded.
     pub discarded_pages: u64,
     /// Pages that could not be read back.
     pub lost_pages: u64,
-    /// Pages that were moved out of sparse slabs.
+    /// Pages that were moved out of slabs that were being vacated.
     pub repacked_pages: u64,
-    /// Slabs that were emptied by that.
+    /// Slabs that were vacated.
     pub vacated_slabs: u64,
-    /// Bytes of the mempool in use now.
+    /// Bytes of the mempool in use.
     pub mempool_bytes: u64,
-    /// Bytes taken from memory nodes now.
+    /// Bytes in use on memory nodes.
     pub remote_bytes: u64,
-    /// The most there ever were.
+    /// The maximum of `remote_bytes` so far.
     pub remote_peak_bytes: u64,
-    /// How long a read took, in nanoseconds: p50, p99, p999.
+    /// Latency of reads in nanoseconds: quantiles 0.5, 0.99 and 0.999.
     pub read_latency_ns: [u64; 3],
 }
 
 impl Counters {
-    /// As they are now; what is not counted here is zero.
+    /// The present values. Fields without a counter are zero.
     pub(crate) fn stats(&self) -> VolumeStats {
         let load = |counter: &AtomicU64| counter.load(Relaxed);
         VolumeStats {

@@ -1,8 +1,9 @@
-//! The block volume: bytes at offsets, kept as pages by the pager.
+//! The block volume: bytes at offsets, stored as pages by the pager.
 //!
-//! A write ends when its pages are in the mempool; [`crate::pump`] takes full blocks on to the memory nodes. A read finds the newest bytes:
-//! in the mempool, else on a node, held against their checksum. One lock guards which page is where; it is never held while a node
-//! is asked. What a reader is fetching it keeps a reference to, so that the place is not filled with another page meanwhile.
+//! A write ends when its pages are in the mempool; the [`pump`](crate::pump) writes full blocks to
+//! memory nodes. A read finds the newest bytes in the mempool, or else on a node, and checks their
+//! checksum. One lock guards where each page is. It is never held while a node is read. A reader
+//! retains the location that it fetches from, so that no other page is written there meanwhile.
 
 mod room;
 
@@ -26,12 +27,13 @@ use crate::error::BlockError;
 use crate::page_parts::{PagePart, split_at_pages};
 use crate::stats::{Counters, VolumeStats};
 
-/// Largest volume: what the slabs of one run can hold.
+/// Bytes of the largest volume: what the slabs of one run can hold.
 pub const VOLUME_BYTES_MAX: u64 = 128 << 30;
-/// Things to tell that nobody has asked for yet; further ones are only logged.
+/// Messages that are kept for [`BlockVolume::drain_messages`], at most. Further ones are only
+/// logged.
 const MESSAGES_MAX: usize = 64;
 
-/// A volume of blocks. Any number of threads use it, each with a [`VolumeReader`] of its own.
+/// A block volume. Any number of threads use it, each with a [`VolumeReader`] of its own.
 #[derive(Debug)]
 pub struct BlockVolume {
     bytes: u64,
@@ -40,14 +42,14 @@ pub struct BlockVolume {
     pub(crate) mempool: Arc<Mempool>,
     budget: Arc<Budget>,
     state: Mutex<VolumeState>,
-    /// Blocks were acknowledged, or the volume has ended.
+    /// Notified when blocks are acknowledged, the volume is closed, or a node goes away or returns.
     changed: Condvar,
-    /// Wakes the pump.
+    /// Eventfd that wakes the pump.
     wake_event: OwnedFd,
     pub(crate) counters: Counters,
     latencies: Mutex<Vec<Arc<Latencies>>>,
     messages: Mutex<Vec<String>>,
-    /// Why a write found no room, the last time.
+    /// Why the last write that found no room was refused.
     last_refusal: Mutex<Option<String>>,
 }
 
@@ -55,14 +57,14 @@ pub struct BlockVolume {
 pub(crate) struct VolumeState {
     pub(crate) volume: Volume,
     open: Option<BlockId>,
-    /// For the pump, the oldest first.
+    /// Blocks for the pump, the oldest first.
     sealed: VecDeque<SealedBlock>,
     /// Blocks that are not acknowledged yet, numbered in the order in which they were sealed.
     unwritten: Vec<(u64, BlockId)>,
     next_sealed: u64,
-    /// Since when the pool has had no room, and what it says.
+    /// Since when the pool is full, and its last error.
     pool_full: Option<(Instant, String)>,
-    /// A node is away, and waited for: nobody loses room_timeout with it.
+    /// A node is away and may return: writes wait without a timeout.
     is_awaiting_node: bool,
     is_closed: bool,
 }
@@ -74,11 +76,11 @@ pub struct VolumeReader {
     latency: Arc<Latencies>,
     remote_parts: Vec<PagePart>,
     locations: Vec<Location>,
-    /// Those of `locations` that are referred to: all of them.
+    /// The locations that are retained: all of `locations`.
     retained: Vec<Location>,
 }
 
-/// A reference to a place on a memory node, for as long as this lives.
+/// A reference to a location, which is released on drop.
 struct PageReference<'a>(&'a SlabSet, Location);
 
 impl Drop for PageReference<'_> {
@@ -88,13 +90,14 @@ impl Drop for PageReference<'_> {
 }
 
 impl BlockVolume {
-    /// A volume of zeros. Its share of the mempool is the budget's; a write that finds no room for `room_timeout` fails.
+    /// A volume of zeros. `budget` sets its share of the mempool. A write that finds no room for
+    /// `room_timeout` fails.
     ///
     /// # Errors
     /// If there is no memory for its tables.
     ///
     /// # Panics
-    /// If the size is not a multiple of a page, or more than [`VOLUME_BYTES_MAX`].
+    /// If the size is not a multiple of a page, or is more than [`VOLUME_BYTES_MAX`].
     pub fn new(
         bytes: u64,
         mempool: Arc<Mempool>,
@@ -131,13 +134,13 @@ impl BlockVolume {
         }))
     }
 
-    /// Its size in bytes.
+    /// The size in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// A reader over `connector`.
+    /// A reader that reaches the nodes through `connector`.
     ///
     /// # Errors
     /// If there is no memory for its buffer.
@@ -153,10 +156,10 @@ impl BlockVolume {
         })
     }
 
-    /// Read bytes; returns how many of them, from the first, could be read. If that is none, why.
+    /// Reads bytes, and returns how many of them could be read, counted from the first.
     ///
     /// # Errors
-    /// If not even the first page can be had, or the range is not within the volume.
+    /// If the first page cannot be read, or the range is not inside the volume.
     pub fn read(&self, reader: &mut VolumeReader, offset: u64, out: &mut [u8]) -> Result<usize, BlockError> {
         self.check(offset, out.len())?;
         let started = Instant::now();
@@ -178,7 +181,8 @@ impl BlockVolume {
         Ok(done)
     }
 
-    /// At most [`FETCH_PAGES_MAX`] pages: how many bytes are whole from the first, and why no more are.
+    /// Reads at most [`FETCH_PAGES_MAX`] pages. Returns the number of bytes that were read, and the
+    /// error that stopped it, if any.
     fn read_some(
         &self,
         reader: &mut VolumeReader,
@@ -214,7 +218,8 @@ impl BlockVolume {
         (whole, error)
     }
 
-    /// Copy what the mempool has; what is on memory nodes is remote_parts, and referred to until it is released.
+    /// Copies the parts that are zero or in the mempool, and retains the locations of the others.
+    /// Returns as [`Self::read_some`] does.
     fn plan(&self, reader: &mut VolumeReader, offset: u64, out: &mut [u8]) -> (usize, Option<BlockError>) {
         reader.remote_parts.clear();
         reader.locations.clear();
@@ -259,11 +264,11 @@ impl BlockVolume {
         (lost.map_or(out.len(), |part| part.at), error)
     }
 
-    /// Write bytes. When this returns they are in the mempool, and whoever reads finds them.
+    /// Writes bytes. When this returns, every reader finds them.
     ///
     /// # Errors
-    /// If there was no room for too long, or the rest of a page that is written in part cannot be read. Then some of the pages have the new
-    /// bytes and some the old ones.
+    /// If there was no room for the timeout of the volume, or if the rest of a page that is written
+    /// in part cannot be read. Then some pages may have the new bytes and others the old ones.
     pub fn write(&self, reader: &mut VolumeReader, offset: u64, data: &[u8]) -> Result<(), BlockError> {
         self.check(offset, data.len())?;
         let mut state = self.lock();
@@ -281,10 +286,12 @@ impl BlockVolume {
         Ok(())
     }
 
-    /// Write a part of a page. The rest is read first; if another write comes between, again.
+    /// Writes a part of a page. Reads the rest first, and again if the page was written in the
+    /// meantime.
     fn modify(&self, reader: &mut VolumeReader, part: PagePart, bytes: &[u8]) -> Result<(), BlockError> {
         let mut page = [0; PAGE_BYTES];
-        // What `page` was read from. As long as it is referred to, it is the place of no other page.
+        // The location from which `page` was read. While it is retained it cannot belong to another
+        // page.
         let mut fetched: Option<PageReference<'_>> = None;
         let mut state = self.lock();
         loop {
@@ -317,7 +324,7 @@ impl BlockVolume {
         }
     }
 
-    /// Take a page in. A block must be open.
+    /// Stores the bytes of a whole page. A block must be open.
     fn store(&self, state: &mut VolumeState, page: PageNumber, bytes: &[u8]) {
         Counters::add(&self.counters.written_pages, 1);
         if is_zero(bytes) {
@@ -329,9 +336,9 @@ impl BlockVolume {
         self.absorb_page(state, page, bytes);
     }
 
-    /// The newest bytes of a page. A block must be open.
+    /// Copies the bytes of a page into the open block. A block must be open.
     pub(crate) fn absorb_page(&self, state: &mut VolumeState, page: PageNumber, bytes: &[u8]) {
-        let open = state.open.expect("the caller has seen to it");
+        let open = state.open.expect("the caller opened a block");
         let slot = state.volume.absorb(open, page);
         self.mempool.memory().write(slot.offset(), bytes);
         if state.volume.is_full(open) {
@@ -349,10 +356,10 @@ impl BlockVolume {
         self.wake_pump();
     }
 
-    /// The bytes are not needed any more: they read as zeros, and their memory goes back to the pool.
+    /// Discards bytes: they read as zeros, and their memory is freed.
     ///
     /// # Errors
-    /// As [`Self::write`], if the range begins or ends within a page.
+    /// As [`Self::write`], if the range begins or ends inside a page.
     pub fn discard(&self, reader: &mut VolumeReader, offset: u64, len: u64) -> Result<(), BlockError> {
         let length = usize::try_from(len).unwrap_or(usize::MAX);
         self.check(offset, length)?;
@@ -376,31 +383,32 @@ impl BlockVolume {
         Ok(())
     }
 
-    /// No more writes: those that wait fail.
+    /// Closes the volume for writes. Writes that wait fail.
     pub fn close(&self) {
         self.lock().is_closed = true;
         self.changed.notify_all();
     }
 
-    /// What people should know, since the last call.
+    /// Removes the messages for people since the last call.
     #[must_use]
     pub fn drain_messages(&self) -> Vec<String> {
         std::mem::take(&mut *self.messages.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Why a write found no room, if one did: the last time. Whoever wrote may not be able to say so.
+    /// Why the last write that found no room was refused, if any was. The writer may not be able to
+    /// report it.
     #[must_use]
     pub fn last_refusal(&self) -> Option<String> {
         self.last_refusal.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Bytes that it has of memory nodes now.
+    /// Bytes in use on memory nodes.
     #[must_use]
     pub fn remote_bytes(&self) -> u64 {
         self.slabs.bytes().0
     }
 
-    /// The figures as they are now.
+    /// The present statistics.
     #[must_use]
     pub fn stats(&self) -> VolumeStats {
         let latency = Latencies::default();
@@ -417,7 +425,7 @@ impl BlockVolume {
         }
     }
 
-    /// The next sealed block for the pump.
+    /// Removes the oldest sealed block, for the pump.
     pub(crate) fn next_sealed_block(&self) -> Option<SealedBlock> {
         self.lock().sealed.pop_front()
     }
@@ -426,7 +434,7 @@ impl BlockVolume {
         !self.lock().sealed.is_empty()
     }
 
-    /// Memory nodes have acknowledged these blocks.
+    /// Records that memory nodes have acknowledged these batches.
     pub(crate) fn written(&self, done: &[WrittenBatch]) {
         let mut state = self.lock();
         for written in done {
@@ -437,7 +445,7 @@ impl BlockVolume {
         self.changed.notify_all();
     }
 
-    /// Everything that was written is forgotten. The pump has no block any more.
+    /// Releases all pages. The pump must not have a block any more.
     pub(crate) fn forget_all(&self) {
         let mut state = self.lock();
         state.open = None;
@@ -451,7 +459,7 @@ impl BlockVolume {
     }
 
     pub(crate) fn wake_pump(&self) {
-        // Writing to an eventfd fails only when its count is full, and then it is awake already.
+        // A write to an eventfd fails only if its counter is full; then the pump is awake already.
         let _ = rustix::io::write(&self.wake_event, &1_u64.to_ne_bytes());
     }
 
@@ -461,7 +469,7 @@ impl BlockVolume {
         }
     }
 
-    /// A page could not be read back, unless it was written again meanwhile.
+    /// Records that a page could not be read back, unless it was written again meanwhile.
     fn page_lost(&self, page: PageNumber, location: Location, cause: FetchError) -> BlockError {
         let offset = page * PAGE_BYTES as u64;
         let mut state = self.lock();
@@ -473,16 +481,17 @@ impl BlockVolume {
         let error = BlockError::Lost { offset, cause };
         if is_still_there {
             self.counters.lost_pages.fetch_add(1, Relaxed);
-            self.report(&error.to_string());
+            self.report(&error);
         }
         error
     }
 
-    fn report(&self, text: &str) {
-        tracing::error!("{text}");
+    /// Logs an error, and keeps it for [`Self::drain_messages`].
+    fn report(&self, error: &BlockError) {
+        tracing::error!(%error, "lost a page of a block volume");
         let mut messages = self.messages.lock().unwrap_or_else(PoisonError::into_inner);
         if messages.len() < MESSAGES_MAX {
-            messages.push(text.to_owned());
+            messages.push(error.to_string());
         }
     }
 
@@ -501,5 +510,5 @@ impl BlockVolume {
 }
 
 fn panic_page_in_program() -> ! {
-    panic!("a device's page is held by a program: the page table is corrupt")
+    panic!("a page of a block volume is held by a program: the page table is corrupt")
 }

@@ -1,4 +1,5 @@
-//! Many threads on one volume, over a fabric, with the pump in a thread of its own.
+//! Tests of a block volume with many threads over the simulated fabric, with the pump in its own
+//! thread.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
@@ -66,25 +67,25 @@ impl Setup {
         Arc::clone(&self.nodes) as Arc<dyn Connector>
     }
 
-    fn taken_bytes(&self) -> u64 {
+    fn used_bytes(&self) -> u64 {
         let mut pool = self.pool();
-        let mut taken = 0;
+        let mut used = 0;
         for node in [NodeId(0), NodeId(1)] {
             pool.refresh(node).unwrap();
-            taken += pool.total_bytes(node) - pool.free_bytes(node);
+            used += pool.total_bytes(node) - pool.free_bytes(node);
         }
-        taken
+        used
     }
 }
 
-/// Every word of a page tells which page and which version of it this is.
+/// Fills a page with words that identify the page and its version.
 fn fill(page: u64, version: u64, out: &mut [u8]) {
     for (at, word) in (0u64..).zip(out.chunks_exact_mut(8)) {
         word.copy_from_slice(&(page << 40 | version << 16 | at).to_le_bytes());
     }
 }
 
-/// The version of a page; zeros are the version zero.
+/// The version of a page's bytes, or `None` if they are not of one version. Zeros are version 0.
 fn version_of(page: u64, bytes: &[u8]) -> Option<u64> {
     let word = |at: usize| u64::from_le_bytes(bytes[at * 8..at * 8 + 8].try_into().unwrap());
     if bytes.iter().all(|byte| *byte == 0) {
@@ -97,12 +98,13 @@ fn version_of(page: u64, bytes: &[u8]) -> Option<u64> {
 }
 
 #[test]
-fn readers_find_no_page_that_is_torn_stale_or_another() {
+fn readers_find_no_torn_stale_or_wrong_page() {
     const PAGES: u64 = 600;
     const WRITERS: u64 = 2;
     let setup = Setup::new(PAGES * PAGE_BYTES as u64, 3, PATIENCE);
     let pump = PumpThread::start(setup.pump(), setup.mover()).unwrap();
-    // Of each page: the newest version that is certainly there, and the newest that may be.
+    // For each page: the newest version whose write has returned, and the newest whose write has
+    // begun.
     let written: Vec<AtomicU64> = (0..PAGES).map(|_| AtomicU64::new(0)).collect();
     let begun: Vec<AtomicU64> = (0..PAGES).map(|_| AtomicU64::new(0)).collect();
     std::thread::scope(|scope| {
@@ -136,8 +138,8 @@ fn readers_find_no_page_that_is_torn_stale_or_another() {
                     let read = setup.volume.read(&mut reader, first * PAGE_BYTES as u64, &mut bytes).unwrap();
                     assert_eq!(read, bytes.len());
                     for ((page, bytes), before) in (first..).zip(bytes.chunks_exact(PAGE_BYTES)).zip(before) {
-                        let version = version_of(page, bytes)
-                            .unwrap_or_else(|| panic!("page {page} is another's or torn"));
+                        let version =
+                            version_of(page, bytes).unwrap_or_else(|| panic!("page {page} is torn or wrong"));
                         let after = begun[usize::try_from(page).unwrap()].load(SeqCst);
                         assert!(
                             (before..=after).contains(&version),
@@ -151,11 +153,11 @@ fn readers_find_no_page_that_is_torn_stale_or_another() {
     let stats = setup.volume.stats();
     assert!(stats.remote_reads > 0 && stats.remote_writes > 0, "{stats:?}");
     pump.stop();
-    assert_eq!((setup.taken_bytes(), setup.mempool.free_block_count()), (0, setup.mempool.blocks()));
+    assert_eq!((setup.used_bytes(), setup.mempool.free_block_count()), (0, setup.mempool.blocks()));
 }
 
 #[test]
-fn parts_of_pages_that_are_written_at_once_do_not_undo_each_other() {
+fn concurrent_writes_to_parts_of_a_page_are_all_kept() {
     const PAGES: u64 = 300;
     const PART: usize = PAGE_BYTES / 4;
     let setup = Setup::new(PAGES * PAGE_BYTES as u64, 2, PATIENCE);
@@ -184,11 +186,11 @@ fn parts_of_pages_that_are_written_at_once_do_not_undo_each_other() {
         }
     }
     pump.stop();
-    assert_eq!(setup.taken_bytes(), 0);
+    assert_eq!(setup.used_bytes(), 0);
 }
 
 #[test]
-fn ranges_outside_are_refused_and_those_at_the_end_are_not() {
+fn ranges_outside_the_volume_are_refused() {
     let setup = Setup::new(16 * PAGE_BYTES as u64, 2, PATIENCE);
     let mut reader = setup.volume.reader(setup.connector()).unwrap();
     let bytes = setup.volume.bytes();
@@ -198,7 +200,7 @@ fn ranges_outside_are_refused_and_those_at_the_end_are_not() {
     setup.volume.write(&mut reader, bytes - 100, &[1; 100]).unwrap();
     setup.volume.discard(&mut reader, bytes - 50, 50).unwrap();
     assert_eq!(setup.volume.read(&mut reader, bytes - 100, &mut out).unwrap(), 100);
-    assert_eq!((out[49], out[50]), (1, 0), "a part of a page is given up as well");
+    assert_eq!((out[49], out[50]), (1, 0), "a part of a page is discarded as well");
     for (offset, len) in [(bytes - 99, 100), (bytes, 1), (u64::MAX, 1), (u64::MAX - 50, 100)] {
         let mut out = vec![0; len];
         let refused = |result: Result<(), BlockError>| matches!(result, Err(BlockError::OutOfRange { .. }));
@@ -211,28 +213,28 @@ fn ranges_outside_are_refused_and_those_at_the_end_are_not() {
 }
 
 #[test]
-fn pages_of_zeros_and_pages_given_up_cost_nothing() {
+fn zero_pages_and_discarded_pages_use_no_memory() {
     let setup = Setup::new(512 * PAGE_BYTES as u64, 2, PATIENCE);
     let pump = PumpThread::start(setup.pump(), setup.mover()).unwrap();
     let mut reader = setup.volume.reader(setup.connector()).unwrap();
     setup.volume.write(&mut reader, 0, &vec![0; 512 * PAGE_BYTES]).unwrap();
     setup.volume.flush().unwrap();
-    assert_eq!(setup.taken_bytes(), 0);
+    assert_eq!(setup.used_bytes(), 0);
     setup.volume.write(&mut reader, 0, &vec![7; 512 * PAGE_BYTES]).unwrap();
     setup.volume.flush().unwrap();
-    assert!(setup.taken_bytes() >= 512 * PAGE_BYTES as u64);
+    assert!(setup.used_bytes() >= 512 * PAGE_BYTES as u64);
     assert_eq!(setup.volume.stats().remote_writes, 512);
     setup.volume.discard(&mut reader, 0, 512 * PAGE_BYTES as u64).unwrap();
     let mut out = vec![1; 512 * PAGE_BYTES];
     setup.volume.read(&mut reader, 0, &mut out).unwrap();
     assert!(out.iter().all(|byte| *byte == 0));
     pump.stop();
-    assert_eq!(setup.taken_bytes(), 0);
+    assert_eq!(setup.used_bytes(), 0);
 }
 
 #[test]
-fn a_write_that_finds_no_room_fails_in_the_end_and_harms_nothing() {
-    // Nobody pumps: the mempool is all there is.
+fn a_write_without_room_fails_and_changes_nothing() {
+    // Without a pump, the mempool is all the room there is.
     let setup = Setup::new(512 * PAGE_BYTES as u64, 2, Duration::ZERO);
     let mut reader = setup.volume.reader(setup.connector()).unwrap();
     let room = 2 * BLOCK_PAGES;
@@ -249,7 +251,7 @@ fn a_write_that_finds_no_room_fails_in_the_end_and_harms_nothing() {
         setup.volume.read(&mut reader, number * PAGE_BYTES as u64, &mut page).unwrap();
         assert_eq!(version_of(number, &page), Some(1));
     }
-    assert!(setup.volume.last_refusal().is_some(), "who wrote may not be able to say so");
+    assert!(setup.volume.last_refusal().is_some(), "the reason is kept for people");
     setup.pump().close();
     assert!(matches!(setup.volume.write(&mut reader, 0, &page), Err(BlockError::Closed)));
     assert_eq!(setup.mempool.free_block_count(), 2);

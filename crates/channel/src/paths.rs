@@ -15,8 +15,8 @@ const SHARED_AGENT: &str = "/run/aquifer.sock";
 
 /// Path of the socket at which a program reaches the agent of its host.
 ///
-/// `AQUIFER_AGENT` if it is set; else the socket of the user's own cluster; else the one that serves
-/// all users.
+/// `AQUIFER_AGENT` if it is set; else the socket of the user's own cluster; else the one that
+/// serves all users.
 #[must_use]
 pub fn agent_socket() -> PathBuf {
     std::env::var_os("AQUIFER_AGENT")

@@ -11,8 +11,8 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mun
 /// Size of the page that is empty in a forked child.
 const MARK_BYTES: usize = 4096;
 
-/// A mapping of [`RING_BYTES`]. A forked child does not inherit it, because a session belongs to one
-/// process.
+/// A mapping of [`RING_BYTES`]. A forked child does not inherit it, because a session belongs to
+/// one process.
 #[derive(Debug)]
 pub struct RingMapping {
     start: NonNull<u8>,
@@ -59,7 +59,8 @@ impl RingMapping {
         Ok(mapping)
     }
 
-    /// Whether the calling process mapped the memory. In a forked child the memory must not be used.
+    /// Whether the calling process mapped the memory. In a forked child the memory must not be
+    /// used.
     pub fn is_own_process(&self) -> bool {
         self.mark().load(Relaxed) == 1
     }

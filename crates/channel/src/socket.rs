@@ -1,4 +1,4 @@
-//! The sockets that frames travel over: listening, accepting, and waiting for what comes.
+//! Listening, accepting and waiting at sockets for frames.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -10,14 +10,15 @@ use rustix::net::{SocketAddrUnix, SocketFlags, accept_with, bind, listen};
 
 use crate::frames::frame_socket;
 
+/// Maximum number of connections that wait to be accepted.
 const BACKLOG: i32 = 256;
-/// A peer that says nothing for so long is not waited for.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// Timeout of each send and receive on an accepted connection.
+const IO_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Listen at a path, with the mode that says who can reach it. A socket left by a dead process is replaced.
+/// Listens at a path with this file mode. Replaces the socket of a process that has ended.
 ///
 /// # Errors
-/// The system's.
+/// If a system call fails, or the path is too long.
 pub fn listen_at(path: &Path, mode: u32) -> io::Result<OwnedFd> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -31,40 +32,41 @@ pub fn listen_at(path: &Path, mode: u32) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Who is at the other end, as the kernel says.
+/// The process at the other end of a connection, as the kernel reports it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Peer {
-    /// Its process.
+    /// Process id.
     pub pid: u32,
-    /// Its user.
+    /// User id.
     pub uid: u32,
 }
 
-/// The next connection.
+/// Waits for a connection and accepts it. Sends and receives on it time out after 5 s.
 ///
 /// # Errors
-/// The system's.
+/// If a system call fails.
 pub fn accept(listener: &OwnedFd) -> io::Result<(OwnedFd, Peer)> {
     let socket = accept_with(listener, SocketFlags::CLOEXEC)?;
     let peer = socket_peercred(&socket)?;
-    set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE))?;
-    set_socket_timeout(&socket, Timeout::Send, Some(PATIENCE))?;
+    set_socket_timeout(&socket, Timeout::Recv, Some(IO_TIMEOUT))?;
+    set_socket_timeout(&socket, Timeout::Send, Some(IO_TIMEOUT))?;
     let pid = u32::try_from(peer.pid.as_raw_nonzero().get()).map_err(io::Error::other)?;
     Ok((socket, Peer { pid, uid: peer.uid.as_raw() }))
 }
 
-/// Wait until there is something to read or the other end hangs up; false if neither within `patience`.
+/// Waits until a descriptor is readable or its other end is closed. Returns false after `timeout`,
+/// or if a signal interrupts the call.
 ///
 /// # Errors
-/// The system's.
-pub fn wait_readable(fds: &[&OwnedFd], patience: Duration) -> io::Result<bool> {
+/// If the system call fails.
+pub fn wait_readable(fds: &[&OwnedFd], timeout: Duration) -> io::Result<bool> {
     use rustix::event::{PollFd, PollFlags, poll};
     let mut entries: Vec<_> = fds.iter().map(|fd| PollFd::new(*fd, PollFlags::IN)).collect();
-    let patience = rustix::fs::Timespec {
-        tv_sec: i64::try_from(patience.as_secs()).unwrap_or(i64::MAX),
-        tv_nsec: i64::from(patience.subsec_nanos()),
+    let timeout = rustix::fs::Timespec {
+        tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: i64::from(timeout.subsec_nanos()),
     };
-    match poll(&mut entries, Some(&patience)) {
+    match poll(&mut entries, Some(&timeout)) {
         Ok(ready) => Ok(ready > 0),
         Err(rustix::io::Errno::INTR) => Ok(false),
         Err(error) => Err(error.into()),

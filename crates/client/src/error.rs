@@ -1,4 +1,4 @@
-//! What can go wrong, each a sentence for the person who reads it.
+//! Errors of the client. Each is a sentence for the person who runs the program.
 
 use std::io;
 use std::path::PathBuf;
@@ -8,92 +8,101 @@ use aquifer_ipc::ring::{CorruptRing, ExtentStatus};
 
 use crate::session::MAX_EXTENT_BYTES;
 
-/// Why a call failed. Those that say so leave the session as it was.
+/// Why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// No agent.
-    #[error("no agent of Aquifer answers at {path} ({source}): start a cluster with `aquifer up`, or name the agent's socket in AQUIFER_AGENT", path = path.display())]
+    /// No agent listens at the socket.
+    #[error(
+        "no agent of Aquifer answers at {path} ({source}): start a cluster with `aquifer up`, \
+         or name the agent's socket in AQUIFER_AGENT",
+        path = path.display()
+    )]
     NoAgent {
-        /// Where it was looked for.
+        /// The agent's socket.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system call.
         source: io::Error,
     },
     /// The agent opens no session.
-    #[error("the agent refuses: {0}")]
+    #[error("the agent refused to open a session: {0}")]
     Refused(String),
-    /// The agent did not answer as it should.
-    #[error("the agent does not answer as it should: {0}")]
-    Answer(#[from] ReceiveError),
-    /// The system refused something.
-    #[error("no memory for the session: {0}")]
-    System(#[from] io::Error),
-    /// The agent ended the session, and has taken back what it had.
-    #[error("the session was ended by the agent: {0}")]
-    Ended(String),
-    /// The agent is gone and none came in its place in time.
-    #[error("the agent is gone, and with it what this session had: open another when an agent is there")]
+    /// The agent's answer to the request for a session is not a frame.
+    #[error("the agent's answer is invalid: {0}")]
+    Protocol(#[from] ReceiveError),
+    /// A system call failed while the session was opened.
+    #[error("cannot set up the session: {0}")]
+    Io(#[from] io::Error),
+    /// The agent ended the session, or one side wrote invalid values into the shared memory. Its
+    /// extents are freed.
+    #[error("the session has ended: {0}")]
+    SessionEnded(String),
+    /// The agent is gone, and no other agent took over within the grace time.
+    #[error(
+        "the agent is gone, and the extents of this session with it: open another session when an agent runs"
+    )]
     AgentGone,
-    /// The process was forked since.
-    #[error("the session belongs to the process that this one was forked from: open one of your own")]
+    /// The process is a forked child of the process that opened the session.
+    #[error("the session belongs to the process that this one was forked from: open another session")]
     Forked,
-    /// No such size. The session is as it was.
-    #[error("an extent has 1 to {MAX_EXTENT_BYTES} bytes, and {bytes} were asked for")]
+    /// No extent has this size. Nothing was done.
+    #[error("an extent has 1 to {MAX_EXTENT_BYTES} bytes, and {bytes} were requested")]
     Size {
-        /// Bytes asked for.
+        /// The requested size.
         bytes: u64,
     },
-    /// Outside of the extent. Nothing was done.
+    /// The range is not inside the extent. Nothing was done for it.
     #[error("{len} bytes at {offset} are not inside an extent of {bytes} bytes")]
     OutOfRange {
-        /// From where.
+        /// First byte of the range.
         offset: u64,
-        /// How many.
+        /// Length of the range.
         len: usize,
-        /// The extent's.
+        /// Size of the extent.
         bytes: u64,
     },
-    /// The pool is full. The session is as it was.
+    /// No node has room. Nothing was done.
     #[error(
-        "no memory node has room for it in one piece: free something, ask for less at a time, or add a node"
+        "no memory node has enough contiguous free memory: \
+         free something, request smaller extents, or add a node"
     )]
-    Full,
-    /// The user has as much as it may have. The session is as it was.
+    PoolFull,
+    /// The user's quota is used up. Nothing was done.
     #[error(
-        "this user has as much of the pool as it may have: free something, or ask for more (aquifer agent --extents-per-user)"
+        "the quota of this user is used up: \
+         free something, or raise the quota (aquifer agent --extents-per-user)"
     )]
-    Quota,
-    /// The session holds as many extents as it can. It is as it was.
+    QuotaExceeded,
+    /// The session has the maximum number of extents. Nothing was done.
     #[error("a session holds at most 1048576 extents: free some, use larger ones, or open another session")]
-    TooMany,
-    /// The key opens nothing: the extent was given back, or was never this user's.
-    #[error("the extent was given back before, or belongs to somebody else")]
-    NotYours,
-    /// What was there is lost. Other extents are as they were.
+    TooManyExtents,
+    /// The key opens nothing: the extent was freed, or belongs to another user or session.
+    #[error("the extent was freed before, or does not belong to this user")]
+    AccessDenied,
+    /// The data of the extent is lost. Other extents are not affected.
     #[error("the memory node that held the extent is gone, and the data with it")]
-    Lost,
-    /// The agent's log knows more.
-    #[error("the agent could not do it; its log says why")]
+    DataLost,
+    /// The agent failed for another reason.
+    #[error("the agent could not carry out the request; its log has the reason")]
     Failed,
 }
 
 impl Error {
-    /// The error that an answer tells; `None` if it is none.
+    /// The error for the status of an answer; `None` for success.
     pub(crate) fn of(status: ExtentStatus) -> Option<Self> {
         Some(match status {
             ExtentStatus::Done => return None,
-            ExtentStatus::Full => Self::Full,
-            ExtentStatus::Quota => Self::Quota,
-            ExtentStatus::Refused => Self::NotYours,
-            ExtentStatus::NodeGone => Self::Lost,
-            ExtentStatus::TooMany => Self::TooMany,
+            ExtentStatus::Full => Self::PoolFull,
+            ExtentStatus::Quota => Self::QuotaExceeded,
+            ExtentStatus::Refused => Self::AccessDenied,
+            ExtentStatus::NodeGone => Self::DataLost,
+            ExtentStatus::TooMany => Self::TooManyExtents,
             ExtentStatus::BadRequest | ExtentStatus::Failed => Self::Failed,
         })
     }
 }
 
 impl From<CorruptRing> for Error {
-    fn from(broken: CorruptRing) -> Self {
-        Self::Ended(broken.to_string())
+    fn from(corrupt: CorruptRing) -> Self {
+        Self::SessionEnded(corrupt.to_string())
     }
 }

@@ -1,4 +1,4 @@
-//! What programs link to have memory of the cluster in so many words: extents, from the agent of their host.
+//! Client library: extents of remote memory, from the agent of this host.
 //!
 //! ```no_run
 //! # fn main() -> Result<(), aquifer_client::Error> {
@@ -13,13 +13,16 @@
 //! # }
 //! ```
 //!
-//! What a session has ends with it, or with its process. If the agent is restarted a session goes on: calls wait for it meanwhile. If a memory node dies,
-//! what was there is gone: extents are not kept twice.
+//! Extents are freed when their session or their process ends.
+//! If the agent is restarted, calls wait for the next agent, and the session continues.
+//! An extent has one copy: if its memory node dies, its data is lost.
+
+#![forbid(unsafe_code)]
 
 mod error;
-mod jobs;
 mod session;
 mod statistics;
+mod transfer;
 
 pub use error::Error;
 pub use session::{Extent, MAX_EXTENT_BYTES, ReadJob, Session, WriteJob};

@@ -1,4 +1,4 @@
-//! A session with the agent: extents, and what is in them.
+//! A session with the agent of this host.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
@@ -13,43 +13,45 @@ use aquifer_ipc::ring::{
 };
 
 use crate::error::Error;
-use crate::jobs::{Data, Job, run_jobs};
 use crate::statistics::Statistics;
+use crate::transfer::{JobBuffer, TransferJob, run_jobs};
 
-/// Bytes of the smallest extent.
+/// Size of the smallest extent.
 const MIN_EXTENT_BYTES: u64 = 4 << 10;
-/// Larger extents are so many of these.
+/// Size of a section. Larger extents are multiples of it.
 pub(crate) const SECTION_BYTES: u64 = MIN_EXTENT_BYTES << SECTION_CLASS;
 const SECTION_CLASS: u8 = 9;
-/// Bytes of the largest extent: 64 GiB.
+/// Size of the largest extent: 64 GiB.
 pub const MAX_EXTENT_BYTES: u64 = SECTION_BYTES * STRETCH_SECTIONS_MAX as u64;
-/// An answer is looked for so long before this thread sleeps.
-const LOOK: Duration = Duration::from_micros(50);
-/// How often an agent may be killed while a session is opened.
-const OPEN_AGAIN_MAX: u32 = 8;
-/// Who sleeps looks around now and then.
+/// Time for which the ring is polled for an answer before the thread sleeps.
+const POLL_TIME: Duration = Duration::from_micros(50);
+/// Retries of opening a session when the agent closes the connection.
+const OPEN_RETRIES_MAX: u32 = 8;
+/// Maximum time for which a thread sleeps before it checks the ring again.
 const SLEEP_MAX: Duration = Duration::from_secs(1);
 
-/// Memory of the cluster. It holds what its last owner, of the same user, left there; else zeros.
+/// An extent of remote memory.
 ///
-/// To be copied, told to other programs of the same user, and used in any session of theirs; given back by the session that allocated it.
+/// A new extent contains zeros, or what its last owner of the same user left there.
+/// The value can be copied and passed to other programs of the same user, which can read and write
+/// the extent in their sessions. Only the session that allocated the extent can free it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Extent {
-    /// Of the first section, if it is larger than one.
+    /// Name of the extent, or of its first section.
     name: ExtentName,
-    /// How many sections it has; 1 if it is one or less.
+    /// Number of sections; 1 for an extent of at most one section.
     sections: u32,
 }
 
-/// How much an extent has.
+/// Size of an extent.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Size {
+struct ExtentSize {
     class: u8,
     sections: u32,
 }
 
-impl Size {
-    /// The smallest that has so many bytes.
+impl ExtentSize {
+    /// The smallest size of at least `bytes`.
     fn of(bytes: u64) -> Result<Self, Error> {
         if bytes == 0 || bytes > MAX_EXTENT_BYTES {
             return Err(Error::Size { bytes });
@@ -67,19 +69,21 @@ impl Size {
         }
     }
 
-    /// What was asked for by that.
+    /// The extent that an answer to [`Self::request`] names.
     fn extent(self, answer: ExtentAnswer) -> Result<Extent, Error> {
         Error::of(answer.status).map_or(Ok(Extent { name: answer.extent, sections: self.sections }), Err)
     }
 }
 
 impl Extent {
-    /// An extent by its address and key, as another program of the same user tells them. Whether it is one shows when it is used.
+    /// The extent with these properties, which another program of the same user has allocated.
+    ///
+    /// Whether it exists is checked when it is used.
     ///
     /// # Errors
-    /// If there is no extent of so many bytes.
-    pub fn named(node: u16, addr: u64, key: u32, bytes: u64) -> Result<Self, Error> {
-        let Size { class, sections } = Size::of(bytes)?;
+    /// [`Error::Size`] if no extent has this size.
+    pub fn from_parts(node: u16, addr: u64, key: u32, bytes: u64) -> Result<Self, Error> {
+        let ExtentSize { class, sections } = ExtentSize::of(bytes)?;
         if addr.checked_add(bytes).is_none() {
             return Err(Error::Size { bytes });
         }
@@ -87,114 +91,120 @@ impl Extent {
         if extent.bytes() == bytes { Ok(extent) } else { Err(Error::Size { bytes }) }
     }
 
-    /// The memory node that it is on.
+    /// The number of its memory node.
     #[must_use]
     pub const fn node(&self) -> u16 {
         self.name.node
     }
 
-    /// Its address in the node's memory.
+    /// Its address in the node's region.
     #[must_use]
     pub const fn addr(&self) -> u64 {
         self.name.addr
     }
 
-    /// Opens it to programs of its user.
+    /// The key that opens it to programs of its user.
     #[must_use]
     pub const fn key(&self) -> u32 {
         self.name.key
     }
 
-    /// Its size: 4 KiB · 2^k up to 2 MiB, then multiples of 2 MiB.
+    /// Its size: 4 KiB · 2^k up to 2 MiB, or a multiple of 2 MiB.
     #[must_use]
     pub const fn bytes(&self) -> u64 {
         (MIN_EXTENT_BYTES << (self.name.class % 32)) * self.sections as u64
     }
 
-    /// What the agent knows it by: each section of a larger one is an extent to it.
+    /// The names by which the agent knows it: one for each section.
     fn names(&self) -> impl Iterator<Item = ExtentName> + use<> {
         let extent = *self;
         (0..self.sections).map(move |section| extent.name_at(u64::from(section) * SECTION_BYTES))
     }
 
-    /// The bytes of each of those, and whether it is the first.
+    /// For each of [`Self::names`], its size and whether it is the first.
     fn parts(&self) -> impl Iterator<Item = (u64, bool)> + use<> {
         let bytes = self.bytes() / u64::from(self.sections.max(1));
         (0..self.sections).map(move |section| (bytes, section == 0))
     }
 
-    /// What the agent knows that part by which has the byte at this offset.
+    /// The name of the section that has the byte at this offset.
     pub(crate) const fn name_at(&self, offset: u64) -> ExtentName {
         let ExtentName { node, class, key, addr } = self.name;
-        // An agent that lies harms nobody but itself: it says what it is asked for.
+        // A wrong address from the agent can overflow. It harms only the agent, which checks it.
         ExtentName { node, class, key, addr: addr.wrapping_add(offset / SECTION_BYTES * SECTION_BYTES) }
     }
 }
 
-/// Reading a part of an extent.
+/// A read of a part of an extent.
 #[derive(Debug)]
 pub struct ReadJob<'a> {
-    /// Of which extent.
+    /// The extent.
     pub extent: Extent,
-    /// From this byte on.
+    /// First byte in the extent.
     pub offset: u64,
-    /// Into this.
+    /// Destination; its length is the number of bytes to read.
     pub out: &'a mut [u8],
 }
 
-/// Writing a part of an extent.
+/// A write of a part of an extent.
 #[derive(Clone, Copy, Debug)]
 pub struct WriteJob<'a> {
-    /// Of which extent.
+    /// The extent.
     pub extent: Extent,
-    /// From this byte on.
+    /// First byte in the extent.
     pub offset: u64,
-    /// This.
+    /// The bytes to write.
     pub bytes: &'a [u8],
 }
 
-/// A session with the agent of this host. One thread uses it at a time; a process may have several.
+/// A session with the agent of this host.
+///
+/// One thread uses it at a time. A process may have several sessions.
 #[derive(Debug)]
 pub struct Session {
     socket: OwnedFd,
     ring: SessionRing<RingMapping>,
-    /// Requests made and answered.
+    /// Number of requests that were made and answered.
     next: u32,
     statistics: Statistics,
-    /// Why the session is over, if it is.
-    end: Option<End>,
+    /// Why the session has ended; `None` while it is open.
+    end: Option<SessionEnd>,
 }
 
+/// Why a session has ended.
 #[derive(Clone, Debug)]
-enum End {
-    Ended(String),
+enum SessionEnd {
+    /// The agent ended the session, or wrote invalid values into the ring.
+    Reason(String),
+    /// The connection is closed: the keeper released it after the grace time.
     AgentGone,
 }
 
-impl From<&End> for Error {
-    fn from(end: &End) -> Self {
+impl From<&SessionEnd> for Error {
+    fn from(end: &SessionEnd) -> Self {
         match end {
-            End::Ended(reason) => Self::Ended(reason.clone()),
-            End::AgentGone => Self::AgentGone,
+            SessionEnd::Reason(reason) => Self::SessionEnded(reason.clone()),
+            SessionEnd::AgentGone => Self::AgentGone,
         }
     }
 }
 
 impl Session {
-    /// Open a session with the agent that `AQUIFER_AGENT` names, or that of the user's own cluster.
+    /// Opens a session with the agent that `AQUIFER_AGENT` names, else with that of the user's own
+    /// cluster, else with that of all users.
     ///
     /// # Errors
-    /// If there is none, or it refuses.
+    /// If no agent listens, or the agent refuses.
     pub fn open() -> Result<Self, Error> {
         Self::open_at(&agent_socket())
     }
 
-    /// Open a session with the agent that listens at a path.
+    /// Opens a session with the agent that listens at a path.
     ///
     /// # Errors
-    /// As [`Self::open`].
+    /// If no agent listens, or the agent refuses.
     pub fn open_at(path: &Path) -> Result<Self, Error> {
-        let mut again = 0;
+        let mut retries = 0;
         let (socket, ring) = loop {
             let socket = connect(path).map_err(|source| Error::NoAgent { path: path.to_owned(), source })?;
             send_frame(&socket, &Frame::OpenSession, &[])?;
@@ -202,44 +212,47 @@ impl Session {
                 Ok((Frame::SessionOpened, fds)) => break (socket, fds.into_iter().next()),
                 Ok((Frame::Refused(reason) | Frame::Ended(reason), _)) => return Err(Error::Refused(reason)),
                 Ok(_) => break (socket, None),
-                // The agent was killed just now: the next one listens at the same place.
-                Err(ReceiveError::Closed) if again < OPEN_AGAIN_MAX => again += 1,
+                // The agent was killed. The next one listens at the same socket.
+                Err(ReceiveError::Closed) if retries < OPEN_RETRIES_MAX => retries += 1,
                 Err(error) => return Err(error.into()),
             }
         };
-        let ring = ring.ok_or_else(|| Error::Refused("it sent no memory for a session".into()))?;
+        let ring = ring.ok_or_else(|| Error::Refused("it sent no memory for the session".into()))?;
         let ring = SessionRing::open(RingMapping::new(&ring)?)?;
         Ok(Self { socket, ring, next: 0, statistics: Statistics::default(), end: None })
     }
 
-    /// Take an extent of at least `bytes` bytes, 1 to [`MAX_EXTENT_BYTES`]: the next size of 4 KiB · 2^k up to 2 MiB, above that the next multiple of 2 MiB.
-    /// It is all of one node.
+    /// Allocates an extent of at least `bytes` bytes, 1 to [`MAX_EXTENT_BYTES`].
+    ///
+    /// The size is rounded up to 4 KiB · 2^k up to 2 MiB, above that to a multiple of 2 MiB.
+    /// The extent is contiguous in the memory of one node.
     ///
     /// # Errors
-    /// [`Error::Full`], [`Error::Quota`], [`Error::TooMany`], [`Error::Size`]; those of a session that is over.
+    /// [`Error::PoolFull`], [`Error::QuotaExceeded`], [`Error::TooManyExtents`] or [`Error::Size`];
+    /// or that the session has ended.
     pub fn allocate(&mut self, bytes: u64) -> Result<Extent, Error> {
-        let size = Size::of(bytes)?;
+        let size = ExtentSize::of(bytes)?;
         let mut answer = None;
-        self.ask(std::iter::once(size.request()), |_, given| answer = Some(given))?;
+        self.request(std::iter::once(size.request()), |_, received| answer = Some(received))?;
         let extent = size.extent(answer.unwrap_or(ExtentAnswer::without_extent(ExtentStatus::Failed)))?;
-        self.statistics.taken(&extent);
+        self.statistics.count_allocation(&extent);
         Ok(extent)
     }
 
-    /// Take several of one size, all or none: faster than one by one.
+    /// Allocates `count` extents of one size, or none. Faster than one by one.
     ///
     /// # Errors
-    /// As [`Self::allocate`].
+    /// Those of [`Self::allocate`].
     pub fn allocate_many(&mut self, bytes: u64, count: usize) -> Result<Vec<Extent>, Error> {
-        let size = Size::of(bytes)?;
+        let size = ExtentSize::of(bytes)?;
         let mut extents = Vec::with_capacity(count.min(1 << 20));
-        let mut refused = None;
-        self.ask(std::iter::repeat_n(size.request(), count), |_, answer| match size.extent(answer) {
+        let mut failed = None;
+        self.request(std::iter::repeat_n(size.request(), count), |_, answer| match size.extent(answer) {
             Ok(extent) => extents.push(extent),
-            Err(error) => refused = Some(error),
+            Err(error) => failed = Some(error),
         })?;
-        extents.iter().for_each(|extent| self.statistics.taken(extent));
-        match refused {
+        extents.iter().for_each(|extent| self.statistics.count_allocation(extent));
+        match failed {
             None => Ok(extents),
             Some(error) => {
                 self.free_many(&extents)?;
@@ -248,26 +261,26 @@ impl Session {
         }
     }
 
-    /// Give an extent back. Its data is gone.
+    /// Frees an extent.
     ///
     /// # Errors
-    /// [`Error::NotYours`] if this session did not allocate it, or has given it back before.
+    /// [`Error::AccessDenied`] if this session did not allocate it, or has freed it before.
     pub fn free(&mut self, extent: Extent) -> Result<(), Error> {
         self.free_many(&[extent])
     }
 
-    /// Give several back: faster than one by one. The first error is told; the others are given back all the same.
+    /// Frees several extents. Faster than one by one.
     ///
     /// # Errors
-    /// As [`Self::free`].
+    /// The first error of [`Self::free`]. The other extents are freed nevertheless.
     pub fn free_many(&mut self, extents: &[Extent]) -> Result<(), Error> {
         let mut failed = None;
         let requests = extents.iter().flat_map(Extent::names).map(ExtentRequest::Free);
-        let mut asked = extents.iter().flat_map(Extent::parts);
+        let mut parts = extents.iter().flat_map(Extent::parts);
         let mut statistics = self.statistics;
-        let outcome = self.ask(requests, |_, answer| {
-            if let Some((bytes, is_first)) = asked.next() {
-                statistics.given_back(&answer, bytes, is_first);
+        let outcome = self.request(requests, |_, answer| {
+            if let Some((bytes, is_first)) = parts.next() {
+                statistics.count_free(&answer, bytes, is_first);
             }
             failed = failed.take().or(Error::of(answer.status));
         });
@@ -276,67 +289,78 @@ impl Session {
         failed.map_or(Ok(()), Err)
     }
 
-    /// Read from `offset` of an extent.
+    /// Reads bytes from `offset` of an extent.
     ///
     /// # Errors
-    /// [`Error::Lost`], [`Error::NotYours`], [`Error::OutOfRange`]; what `out` then holds is not to be used.
+    /// [`Error::DataLost`], [`Error::AccessDenied`] or [`Error::OutOfRange`]. The contents of `out`
+    /// are then undefined.
     pub fn read(&mut self, extent: &Extent, offset: u64, out: &mut [u8]) -> Result<(), Error> {
         self.read_many(&mut [ReadJob { extent: *extent, offset, out }])
     }
 
-    /// Read several parts of any extents at once. The first error is told.
+    /// Reads several parts of any extents. Faster than one by one.
     ///
     /// # Errors
-    /// As [`Self::read`].
+    /// The first error of [`Self::read`]. The other jobs are done nevertheless.
     pub fn read_many(&mut self, jobs: &mut [ReadJob<'_>]) -> Result<(), Error> {
         let bytes: usize = jobs.iter().map(|job| job.out.len()).sum();
         let jobs = jobs.iter_mut();
-        let jobs = jobs.map(|job| Job { extent: job.extent, offset: job.offset, data: Data::Out(job.out) });
+        let jobs = jobs.map(|job| TransferJob {
+            extent: job.extent,
+            offset: job.offset,
+            buffer: JobBuffer::Read(job.out),
+        });
         run_jobs(self, jobs)?;
         self.statistics.read_bytes += bytes as u64;
         Ok(())
     }
 
-    /// Write at `offset` of an extent. When this returns everybody who reads there sees it.
+    /// Writes bytes at `offset` of an extent. Reads that begin after the return see them.
     ///
     /// # Errors
-    /// [`Error::Lost`], [`Error::NotYours`], [`Error::OutOfRange`]; what the extent then holds there is not known.
+    /// [`Error::DataLost`], [`Error::AccessDenied`] or [`Error::OutOfRange`]. The contents of the
+    /// range are then undefined.
     pub fn write(&mut self, extent: &Extent, offset: u64, bytes: &[u8]) -> Result<(), Error> {
         self.write_many(&[WriteJob { extent: *extent, offset, bytes }])
     }
 
-    /// Write several parts of any extents at once, each node's in this order. The first error is told.
+    /// Writes several parts of any extents. Faster than one by one. Jobs of one node are done in
+    /// order.
     ///
     /// # Errors
-    /// As [`Self::write`].
+    /// The first error of [`Self::write`]. The other jobs are done nevertheless.
     pub fn write_many(&mut self, jobs: &[WriteJob<'_>]) -> Result<(), Error> {
         let bytes: usize = jobs.iter().map(|job| job.bytes.len()).sum();
         let jobs = jobs.iter();
-        let jobs = jobs.map(|job| Job { extent: job.extent, offset: job.offset, data: Data::In(job.bytes) });
+        let jobs = jobs.map(|job| TransferJob {
+            extent: job.extent,
+            offset: job.offset,
+            buffer: JobBuffer::Write(job.bytes),
+        });
         run_jobs(self, jobs)?;
         self.statistics.written_bytes += bytes as u64;
         Ok(())
     }
 
-    /// What it has, and has done.
+    /// Statistics of the session.
     #[must_use]
     pub const fn statistics(&self) -> Statistics {
         self.statistics
     }
 
-    /// The ring's data area, between requests.
+    /// The mapping of the ring. Its data area is free while no request is in flight.
     pub(crate) fn data(&self) -> &RingMapping {
         self.ring.words()
     }
 
-    /// Make requests, wait for all answers, and hand those over with their numbers.
-    pub(crate) fn ask(
+    /// Makes requests, waits for all answers, and passes each with its index to `accept`.
+    pub(crate) fn request(
         &mut self,
         mut requests: impl Iterator<Item = ExtentRequest>,
-        mut heed: impl FnMut(usize, ExtentAnswer),
+        mut accept: impl FnMut(usize, ExtentAnswer),
     ) -> Result<(), Error> {
         self.check()?;
-        let (mut number, mut heeded) = (0, 0);
+        let (mut made_count, mut answered_count) = (0, 0);
         let mut made = self.next;
         let mut pending = requests.next();
         while pending.is_some() || made != self.next {
@@ -344,38 +368,39 @@ impl Session {
             while let Some(request) = pending.filter(|_| made.wrapping_sub(self.next) < SLOTS) {
                 self.ring.put_request(made, &request);
                 made = made.wrapping_add(1);
-                number += 1;
+                made_count += 1;
                 pending = requests.next();
             }
             if made != before && self.ring.publish_requests(made) {
                 wakeup::notify(&self.socket);
             }
-            let answered = self.await_answers(made)?;
+            let answered = self.wait_for_answers(made)?;
             while self.next != answered {
                 match self.ring.answer(self.next) {
-                    Ok(answer) => heed(heeded, answer),
-                    Err(broken) => return Err(self.over(End::Ended(broken.to_string()))),
+                    Ok(answer) => accept(answered_count, answer),
+                    Err(corrupt) => return Err(self.end_with(SessionEnd::Reason(corrupt.to_string()))),
                 }
-                heeded += 1;
+                answered_count += 1;
                 self.next = self.next.wrapping_add(1);
             }
         }
-        debug_assert_eq!(number, heeded, "each request has one answer");
-        self.statistics.requests += heeded as u64;
+        debug_assert_eq!(made_count, answered_count, "each request has one answer");
+        self.statistics.requests += answered_count as u64;
         Ok(())
     }
 
-    /// How many are answered, at least one more than we know of `made`.
-    fn await_answers(&mut self, made: u32) -> Result<u32, Error> {
+    /// Waits until at least one more request below `made` is answered. Returns the number of
+    /// answered requests.
+    fn wait_for_answers(&mut self, made: u32) -> Result<u32, Error> {
         loop {
             let answered = self.ring.answered();
             if answered.wrapping_sub(self.next) > made.wrapping_sub(self.next) {
-                return Err(self.over(End::Ended("its counters are impossible".into())));
+                return Err(self.end_with(SessionEnd::Reason("its counters are impossible".into())));
             }
             if answered != self.next {
                 return Ok(answered);
             }
-            if wakeup::poll_until(LOOK, || self.ring.answered() != self.next)
+            if wakeup::poll_until(POLL_TIME, || self.ring.answered() != self.next)
                 || !self.ring.begin_program_sleep(self.next)
             {
                 continue;
@@ -387,17 +412,18 @@ impl Session {
                 WakeupEvent::Packet(bytes) => {
                     let reason = match Frame::parse(&bytes) {
                         Ok(Frame::Ended(reason)) => reason,
-                        // By an agent that took over, and could not know that this was heard.
+                        // An agent that took over cannot know that the program has the ring.
                         Ok(Frame::SessionOpened) => continue,
-                        _ => "it said something else".to_owned(),
+                        _ => "it sent an unexpected message".to_owned(),
                     };
-                    return Err(self.over(End::Ended(reason)));
+                    return Err(self.end_with(SessionEnd::Reason(reason)));
                 }
-                WakeupEvent::Closed => return Err(self.over(End::AgentGone)),
+                WakeupEvent::Closed => return Err(self.end_with(SessionEnd::AgentGone)),
             }
         }
     }
 
+    /// Returns an error if the session has ended, or belongs to the parent process.
     pub(crate) fn check(&self) -> Result<(), Error> {
         if !self.ring.words().is_own_process() {
             return Err(Error::Forked);
@@ -405,7 +431,7 @@ impl Session {
         self.end.as_ref().map_or(Ok(()), |end| Err(end.into()))
     }
 
-    fn over(&mut self, end: End) -> Error {
+    fn end_with(&mut self, end: SessionEnd) -> Error {
         let error = Error::from(&end);
         self.end = Some(end);
         error
@@ -414,7 +440,8 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        // A forked child may have the socket still, and shall not keep the session alive; nor end it, if this is the child.
+        // A forked child can have the socket too. It must not keep the session alive, and must not
+        // end it: therefore only the process that opened the session shuts down the connection.
         if self.ring.words().is_own_process() {
             let _gone = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
         }
@@ -427,14 +454,14 @@ mod tests {
 
     #[test]
     fn sizes_round_up() {
-        let size = |bytes| Size::of(bytes).ok().map(|size| (size.class, size.sections));
+        let size = |bytes| ExtentSize::of(bytes).ok().map(|size| (size.class, size.sections));
         assert_eq!(
             [size(0), size(1), size(4096), size(4097)],
             [None, Some((0, 1)), Some((0, 1)), Some((1, 1))]
         );
         assert_eq!([size(SECTION_BYTES), size(SECTION_BYTES + 1)], [Some((9, 1)), Some((9, 2))]);
         assert_eq!([size(MAX_EXTENT_BYTES), size(MAX_EXTENT_BYTES + 1)], [Some((9, 1 << 15)), None]);
-        let named = |addr, bytes| Extent::named(1, addr, 1, bytes).map(|extent| extent.bytes()).ok();
+        let named = |addr, bytes| Extent::from_parts(1, addr, 1, bytes).map(|extent| extent.bytes()).ok();
         assert_eq!([named(0, 8192), named(0, 8193)], [Some(8192), None]);
         assert_eq!([named(0, 3 * SECTION_BYTES), named(0, 3 * SECTION_BYTES - 4096)], [Some(6 << 20), None]);
         assert_eq!(named(u64::MAX - 4096, SECTION_BYTES), None);
@@ -442,7 +469,7 @@ mod tests {
 
     #[test]
     fn a_large_extent_is_its_sections() {
-        let extent = Extent::named(1, 1 << 30, 7, 3 * SECTION_BYTES).expect("a size");
+        let extent = Extent::from_parts(1, 1 << 30, 7, 3 * SECTION_BYTES).expect("a size");
         let places: Vec<u64> = extent.names().map(|name| name.addr - (1 << 30)).collect();
         assert_eq!(places, [0, SECTION_BYTES, 2 * SECTION_BYTES]);
         let addr = |offset| extent.name_at(offset).addr - (1 << 30);
@@ -450,8 +477,8 @@ mod tests {
     }
 
     #[test]
-    fn where_nobody_listens_there_is_no_session() {
-        let error = Session::open_at(Path::new("/nonexistent/agent.sock")).expect_err("nobody is there");
+    fn no_session_is_opened_where_no_agent_listens() {
+        let error = Session::open_at(Path::new("/nonexistent/agent.sock")).expect_err("no agent listens");
         assert!(error.to_string().contains("aquifer up"), "{error}");
     }
 }

@@ -1,44 +1,44 @@
-//! Where an etcd is: `etcd://HOST:PORT[,HOST:PORT…][/CLUSTER]`, or `etcds://…` for TLS.
+//! Addresses of etcd: `etcd://HOST:PORT[,HOST:PORT…][/CLUSTER]`, or `etcds://…` for TLS.
 
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// The cluster's name where none is given.
+/// The name of the cluster in an address without one.
 const CLUSTER: &str = "default";
 const CLUSTER_BYTES_MAX: usize = 64;
-/// Nobody has more members; etcd itself advises at most seven.
+/// Most members of an address. etcd recommends at most seven.
 const MEMBERS_MAX: usize = 16;
 
-/// Where an etcd is, and the name under which this cluster's keys are in it.
+/// The address of an etcd, and the name of this cluster's keys in it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct EtcdAddress {
-    /// Whether the members speak TLS.
-    pub tls: bool,
+    /// Whether connections use TLS.
+    pub uses_tls: bool,
     /// `HOST:PORT` of each known member, at least one.
     pub members: Vec<String>,
-    /// The name that sets this cluster's keys apart from all others in the same etcd.
+    /// The name that separates this cluster's keys from other keys in the etcd.
     pub cluster: String,
 }
 
-/// The files that prove who we are, and by which we know etcd, where it speaks TLS.
+/// Files for TLS, all in PEM format.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct TlsFiles {
-    /// Certificates of the authorities that signed the members' certificates, PEM.
+    /// Certificates of the authorities that signed the certificates of the members.
     pub ca: Option<PathBuf>,
-    /// Our certificate, PEM.
+    /// The client's certificate.
     pub certificate: Option<PathBuf>,
-    /// Its key, PEM.
+    /// The key of the client's certificate.
     pub key: Option<PathBuf>,
 }
 
-/// Why a text is no address of an etcd.
+/// A text that is not an address of an etcd.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("\"{text}\" is not an address of an etcd: {why}; write etcd://HOST:PORT[,HOST:PORT...][/CLUSTER]")]
 pub struct AddressError {
     /// The text.
     text: String,
-    /// What is wrong with it.
+    /// The reason.
     why: String,
 }
 
@@ -52,14 +52,14 @@ impl FromStr for EtcdAddress {
 
 impl fmt::Display for EtcdAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let scheme = if self.tls { "etcds" } else { "etcd" };
+        let scheme = if self.uses_tls { "etcds" } else { "etcd" };
         write!(f, "{scheme}://{}", self.members.join(","))?;
         if self.cluster == CLUSTER { Ok(()) } else { write!(f, "/{}", self.cluster) }
     }
 }
 
 fn parse(text: &str) -> Result<EtcdAddress, String> {
-    let (tls, rest) = match (text.strip_prefix("etcd://"), text.strip_prefix("etcds://")) {
+    let (uses_tls, rest) = match (text.strip_prefix("etcd://"), text.strip_prefix("etcds://")) {
         (Some(rest), _) => (false, rest),
         (_, Some(rest)) => (true, rest),
         _ => return Err("it does not begin with etcd:// or etcds://".to_owned()),
@@ -67,18 +67,18 @@ fn parse(text: &str) -> Result<EtcdAddress, String> {
     let (members, cluster) = rest.split_once('/').unwrap_or((rest, CLUSTER));
     let members: Vec<String> = members.split(',').map(str::to_owned).collect();
     if members.len() > MEMBERS_MAX {
-        return Err(format!("it names {} members, and {MEMBERS_MAX} are the most", members.len()));
+        return Err(format!("it has {} members, more than {MEMBERS_MAX}", members.len()));
     }
     for member in &members {
         check_member(member)?;
     }
     check_cluster(cluster)?;
-    Ok(EtcdAddress { tls, members, cluster: cluster.to_owned() })
+    Ok(EtcdAddress { uses_tls, members, cluster: cluster.to_owned() })
 }
 
 fn check_member(member: &str) -> Result<(), String> {
     let (host, port) = member.rsplit_once(':').ok_or_else(|| format!("\"{member}\" has no port"))?;
-    // A sign is no digit, whatever the standard library thinks.
+    // `parse` alone would accept a sign.
     let is_port =
         port.bytes().all(|byte| byte.is_ascii_digit()) && port.parse::<u16>().is_ok_and(|port| port > 0);
     if !is_port {
@@ -97,7 +97,7 @@ fn check_cluster(cluster: &str) -> Result<(), String> {
     let is_plain = cluster.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".-_".contains(&byte));
     if cluster.is_empty() || cluster.len() > CLUSTER_BYTES_MAX || !is_plain {
         return Err(format!(
-            "a cluster's name has 1 to {CLUSTER_BYTES_MAX} letters, digits, dots, dashes and underscores"
+            "a cluster's name has 1 to {CLUSTER_BYTES_MAX} characters of a-z, A-Z, 0-9, '.', '-' and '_'"
         ));
     }
     Ok(())
@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_are_read_and_written() {
+    fn addresses_are_parsed_and_displayed() {
         for text in [
             "etcd://127.0.0.1:2379",
             "etcd://a.example:2379,b-2:1/x_1",
@@ -121,11 +121,11 @@ mod tests {
         }
         let named = "etcd://h:1/default".parse::<EtcdAddress>().unwrap();
         assert_eq!(named, "etcd://h:1".parse().unwrap());
-        assert!("etcds://h:1".parse::<EtcdAddress>().unwrap().tls);
+        assert!("etcds://h:1".parse::<EtcdAddress>().unwrap().uses_tls);
     }
 
     #[test]
-    fn what_is_no_address_is_refused_with_a_reason() {
+    fn an_invalid_address_is_refused_with_a_reason() {
         let many = format!("etcd://{}", vec!["h:1"; MEMBERS_MAX + 1].join(","));
         for (text, why) in [
             ("", "does not begin"),

@@ -1,72 +1,76 @@
-//! What etcd's errors mean for a call: is it answered, may it be asked again, or does nobody know?
+//! Sorts etcd's errors: an answer, a call without effect, or a call with an unknown effect.
 
 use std::error::Error as _;
 
 use etcd_client::Error;
 use tonic::{Code, ConnectError, Status};
 
-/// What a failed call comes to.
+/// How a call failed.
 #[derive(Debug)]
-pub(super) enum Failure {
-    /// etcd has answered: no.
-    Answer(No),
-    /// It was not asked: another member may be.
-    NotAsked(String),
-    /// It may have done what was asked, or not.
+pub(super) enum CallFailure {
+    /// etcd answered with an error.
+    Answer(ErrorAnswer),
+    /// The call had no effect, and may be repeated at another member.
+    NotSent(String),
+    /// The call may have had an effect.
     Unknown(String),
 }
 
-/// An answer that is an error.
+/// An error that etcd answers.
 #[derive(Debug)]
-pub(super) enum No {
-    /// It knows no such lease.
+pub(super) enum ErrorAnswer {
+    /// The lease does not exist.
     LeaseGone,
     /// The revision is compacted.
     Compacted,
-    /// The revision is yet to come.
+    /// The revision is in the future.
     Future,
-    /// It has no room.
+    /// The space of etcd is exhausted.
     Full(String),
-    /// It does not serve us.
+    /// etcd refuses the call.
     Refused(String),
 }
 
-impl From<Error> for Failure {
+impl From<Error> for CallFailure {
     fn from(error: Error) -> Self {
         match error {
             Error::GRpcStatus(status) => of_status(&status),
-            // The client's own word for an answer with no life in it.
-            Error::LeaseKeepAliveError(why) if why == "lease not found" => Self::Answer(No::LeaseGone),
-            Error::TransportError(error) => Self::NotAsked(chain(&error)),
-            Error::InvalidArgs(why) | Error::EndpointError(why) => Self::Answer(No::Refused(why)),
+            // `etcd-client` reports an answer without a time to live by this text.
+            Error::LeaseKeepAliveError(why) if why == "lease not found" => {
+                Self::Answer(ErrorAnswer::LeaseGone)
+            }
+            Error::TransportError(error) => Self::NotSent(innermost_cause(&error)),
+            Error::InvalidArgs(why) | Error::EndpointError(why) => Self::Answer(ErrorAnswer::Refused(why)),
             other => Self::Unknown(other.to_string()),
         }
     }
 }
 
-fn of_status(status: &Status) -> Failure {
+fn of_status(status: &Status) -> CallFailure {
     let message = status.message();
     match status.code() {
-        Code::NotFound if message.contains("lease not found") => Failure::Answer(No::LeaseGone),
-        Code::OutOfRange if message.contains("has been compacted") => Failure::Answer(No::Compacted),
-        Code::OutOfRange if message.contains("future revision") => Failure::Answer(No::Future),
+        Code::NotFound if message.contains("lease not found") => CallFailure::Answer(ErrorAnswer::LeaseGone),
+        Code::OutOfRange if message.contains("has been compacted") => {
+            CallFailure::Answer(ErrorAnswer::Compacted)
+        }
+        Code::OutOfRange if message.contains("future revision") => CallFailure::Answer(ErrorAnswer::Future),
         Code::ResourceExhausted if message.contains("space exceeded") => {
-            Failure::Answer(No::Full(message.to_owned()))
+            CallFailure::Answer(ErrorAnswer::Full(message.to_owned()))
         }
-        // Both are said before anything is proposed to the other members.
+        // etcd reports this and the next error before it proposes anything to the other members.
         Code::ResourceExhausted if message.contains("too many requests") => {
-            Failure::NotAsked(message.to_owned())
+            CallFailure::NotSent(message.to_owned())
         }
-        Code::Unavailable if message == "etcdserver: no leader" => Failure::NotAsked(message.to_owned()),
-        _ if was_not_connected(status) => Failure::NotAsked(chain(status)),
+        Code::Unavailable if message == "etcdserver: no leader" => CallFailure::NotSent(message.to_owned()),
+        _ if was_not_connected(status) => CallFailure::NotSent(innermost_cause(status)),
         Code::Unavailable
         | Code::DeadlineExceeded
         | Code::Cancelled
         | Code::Unknown
         | Code::Internal
         | Code::Aborted
-        | Code::DataLoss => Failure::Unknown(chain(status)),
-        _ => Failure::Answer(No::Refused(message.to_owned())),
+        | Code::DataLoss => CallFailure::Unknown(innermost_cause(status)),
+        _ => CallFailure::Answer(ErrorAnswer::Refused(message.to_owned())),
     }
 }
 
@@ -81,8 +85,8 @@ fn was_not_connected(status: &Status) -> bool {
     false
 }
 
-/// The last cause is the one that says something: `connection refused`.
-fn chain(error: &dyn std::error::Error) -> String {
+/// The innermost cause of an error, such as `connection refused`.
+fn innermost_cause(error: &dyn std::error::Error) -> String {
     let mut last = error;
     while let Some(source) = last.source() {
         last = source;
@@ -95,21 +99,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_etcd_says_is_told_apart() {
-        let told = |code, message: &str| Failure::from(Error::GRpcStatus(Status::new(code, message)));
-        let gone = told(Code::NotFound, "etcdserver: requested lease not found");
-        assert!(matches!(gone, Failure::Answer(No::LeaseGone)));
-        let compacted = told(Code::OutOfRange, "etcdserver: mvcc: required revision has been compacted");
-        assert!(matches!(compacted, Failure::Answer(No::Compacted)));
-        let future = told(Code::OutOfRange, "etcdserver: mvcc: required revision is a future revision");
-        assert!(matches!(future, Failure::Answer(No::Future)));
-        let full = told(Code::ResourceExhausted, "etcdserver: mvcc: database space exceeded");
-        assert!(matches!(full, Failure::Answer(No::Full(_))));
+    fn answers_of_etcd_are_sorted() {
+        let failure = |code, message: &str| CallFailure::from(Error::GRpcStatus(Status::new(code, message)));
+        let gone = failure(Code::NotFound, "etcdserver: requested lease not found");
+        assert!(matches!(gone, CallFailure::Answer(ErrorAnswer::LeaseGone)));
+        let compacted = failure(Code::OutOfRange, "etcdserver: mvcc: required revision has been compacted");
+        assert!(matches!(compacted, CallFailure::Answer(ErrorAnswer::Compacted)));
+        let future = failure(Code::OutOfRange, "etcdserver: mvcc: required revision is a future revision");
+        assert!(matches!(future, CallFailure::Answer(ErrorAnswer::Future)));
+        let full = failure(Code::ResourceExhausted, "etcdserver: mvcc: database space exceeded");
+        assert!(matches!(full, CallFailure::Answer(ErrorAnswer::Full(_))));
         for message in ["etcdserver: request timed out", "etcdserver: leader changed", "transport error"] {
-            assert!(matches!(told(Code::Unavailable, message), Failure::Unknown(_)), "{message}");
+            assert!(matches!(failure(Code::Unavailable, message), CallFailure::Unknown(_)), "{message}");
         }
-        assert!(matches!(told(Code::Unavailable, "etcdserver: no leader"), Failure::NotAsked(_)));
-        let denied = told(Code::PermissionDenied, "etcdserver: permission denied");
-        assert!(matches!(denied, Failure::Answer(No::Refused(_))));
+        assert!(matches!(failure(Code::Unavailable, "etcdserver: no leader"), CallFailure::NotSent(_)));
+        let denied = failure(Code::PermissionDenied, "etcdserver: permission denied");
+        assert!(matches!(denied, CallFailure::Answer(ErrorAnswer::Refused(_))));
     }
 }

@@ -1,44 +1,44 @@
-//! Our keys inside an etcd that others use too.
+//! The keys of a cluster in an etcd that other programs may use.
 //!
-//! `/aquifer/CLUSTER/keys/KEY` is a user's key; `/aquifer/CLUSTER/epoch` is changed at each grant of a lease, and is no
-//! user's to see.
+//! `/aquifer/CLUSTER/keys/KEY` is a key of the directory.
+//! `/aquifer/CLUSTER/epoch` changes at each grant of a lease, and is not visible in the directory.
 
 use etcd_client::KeyValue;
 
 use aquifer_directory::DirectoryError;
-use aquifer_directory::{Entry, LeaseId};
+use aquifer_directory::{DirectoryEntry, LeaseId};
 
-/// Where one cluster's keys are.
+/// The keys of one cluster.
 #[derive(Clone, Debug)]
-pub(super) struct Keys {
+pub(super) struct EtcdKeys {
     prefix: String,
-    /// The key that counts leases.
+    /// The key that changes at each grant of a lease.
     pub epoch: String,
 }
 
-impl Keys {
+impl EtcdKeys {
     pub fn new(cluster: &str) -> Self {
         Self { prefix: format!("/aquifer/{cluster}/keys/"), epoch: format!("/aquifer/{cluster}/epoch") }
     }
 
-    /// A user's key, or prefix, as it is in etcd.
+    /// The key in etcd of a directory key or prefix.
     pub fn outer(&self, key: &str) -> String {
         format!("{}{key}", self.prefix)
     }
 
-    /// The user's key behind one in etcd.
+    /// The directory key of a key in etcd.
     pub fn inner(&self, key: &[u8]) -> Result<String, DirectoryError> {
         let key = std::str::from_utf8(key).map_err(|_| DirectoryError::Protocol {
-            why: "it tells of a key that is not UTF-8".to_owned(),
+            why: "etcd reports a key that is not UTF-8".to_owned(),
         })?;
         let inner = key.strip_prefix(&self.prefix).ok_or_else(|| DirectoryError::Protocol {
-            why: format!("it tells of the key {key:?}, which was not asked for"),
+            why: format!("etcd reports the key {key:?}, which was not requested"),
         })?;
         Ok(inner.to_owned())
     }
 
-    pub fn entry(&self, found: &KeyValue) -> Result<Entry, DirectoryError> {
-        Ok(Entry {
+    pub fn entry(&self, found: &KeyValue) -> Result<DirectoryEntry, DirectoryError> {
+        Ok(DirectoryEntry {
             key: self.inner(found.key())?,
             value: found.value().to_vec(),
             version: unsigned(found.mod_revision())?,
@@ -47,29 +47,30 @@ impl Keys {
     }
 }
 
-/// The end of the range of all keys that begin with `prefix`, which is not empty.
+/// The end of the range of all keys that begin with `prefix`, which must not be empty.
 pub(super) fn end_of(prefix: &str) -> Vec<u8> {
     let mut end = prefix.as_bytes().to_vec();
-    let last = end.last_mut().expect("every prefix in etcd begins with ours");
-    // UTF-8 has no byte 255.
+    let last = end.last_mut().expect("every prefix in etcd begins with /aquifer/");
+    // No overflow: UTF-8 has no byte 255.
     *last += 1;
     end
 }
 
+/// The lease of a key in etcd.
 pub(super) fn lease_of(found: &KeyValue) -> Result<Option<LeaseId>, DirectoryError> {
     let lease = unsigned(found.lease())?;
     Ok((lease != 0).then_some(LeaseId(lease)))
 }
 
-/// A lease as etcd names it: its numbers are above zero.
+/// A lease's number in etcd, where numbers are greater than 0.
 pub(super) fn lease_number(id: LeaseId) -> Result<i64, DirectoryError> {
     i64::try_from(id.0).ok().filter(|number| *number > 0).ok_or(DirectoryError::LeaseGone(id))
 }
 
-/// A revision or number of a lease.
+/// A revision or a lease's number from etcd.
 pub(super) fn unsigned(number: i64) -> Result<u64, DirectoryError> {
     u64::try_from(number)
-        .map_err(|_| DirectoryError::Protocol { why: format!("it has the number {number} in it") })
+        .map_err(|_| DirectoryError::Protocol { why: format!("etcd reports the negative number {number}") })
 }
 
 #[cfg(test)]
@@ -77,8 +78,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_come_back_and_others_do_not() {
-        let keys = Keys::new("c");
+    fn keys_of_the_cluster_are_recognised() {
+        let keys = EtcdKeys::new("c");
         for key in ["a", "a/b", "é", "epoch"] {
             assert_eq!(keys.inner(keys.outer(key).as_bytes()).unwrap(), key);
             assert_ne!(keys.outer(key), keys.epoch);
@@ -96,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_etcd_has_no_lease_for_are_gone() {
+    fn numbers_that_no_lease_of_etcd_has_are_gone() {
         for id in [0, u64::MAX, 1 << 63] {
             assert_eq!(lease_number(LeaseId(id)), Err(DirectoryError::LeaseGone(LeaseId(id))));
         }

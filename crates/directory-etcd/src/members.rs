@@ -1,4 +1,4 @@
-//! The members of an etcd, one client each: which one is asked, what is asked again, and until when.
+//! The members of an etcd, one client each: chooses the member for a call, and repeats calls.
 
 use std::fmt;
 use std::future::Future;
@@ -9,100 +9,110 @@ use etcd_client::{Certificate, Client, ConnectOptions, Error, Identity, TlsOptio
 use tokio::time::{Instant, timeout_at};
 
 use crate::address::{EtcdAddress, TlsFiles};
-use crate::failure::{Failure, No};
+use crate::failure::{CallFailure, ErrorAnswer};
 use aquifer_directory::DirectoryError;
 
-/// Every call is answered, or has failed, by then.
+/// A call returns within this time.
 pub(super) const CALL_TIME: Duration = Duration::from_secs(5);
-/// A member that does not let us connect by then is passed over.
+/// A member that does not accept a connection within this time is skipped.
 const CONNECT_TIME: Duration = Duration::from_secs(1);
-/// A connection on which nothing is heard is asked for a sign of life so often, and given up after as long again.
-const SIGN_OF_LIFE_TIME: Duration = Duration::from_secs(2);
-/// Between two rounds over all members.
+/// Interval of keep-alives on a connection, and the time that an answer to one may take.
+const KEEP_ALIVE_TIME: Duration = Duration::from_secs(2);
+/// Pause between two rounds over all members.
 const PAUSE: Duration = Duration::from_millis(50);
-/// Members are given this share of a call's time, if there are that many, before the next one is tried.
+/// Most parts into which the time of a call is divided.
+///
+/// A member has one part to answer a call that may be repeated, before the next member is tried.
 const SHARES_MAX: u32 = 3;
 
-/// Whether a call may be made twice.
+/// Whether a call may be repeated if its effect is unknown.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Repeat {
-    /// Twice is as once.
-    Free,
-    /// Only as long as it surely was not carried out.
-    Never,
+pub(super) enum Repetition {
+    /// The call has the same effect if it is made twice.
+    Allowed,
+    /// The call may be repeated only if it certainly had no effect.
+    Forbidden,
 }
 
-struct Member {
+struct EtcdMember {
     endpoint: String,
     client: Client,
-    /// It has answered, and not failed since.
-    is_proven: AtomicBool,
+    /// The member has answered, and not failed since.
+    is_serving: AtomicBool,
 }
 
-/// All known members.
-pub(super) struct Members {
+/// The known members.
+pub(super) struct EtcdMembers {
     pub address: String,
-    /// A key that may be read to see whether a member serves.
-    probe: String,
-    members: Vec<Member>,
+    /// A key that is read to find out whether a member serves.
+    probe_key: String,
+    members: Vec<EtcdMember>,
     options: ConnectOptions,
     current: AtomicUsize,
 }
 
-impl fmt::Debug for Members {
+impl fmt::Debug for EtcdMembers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Members").field("address", &self.address).finish_non_exhaustive()
+        f.debug_struct("EtcdMembers").field("address", &self.address).finish_non_exhaustive()
     }
 }
 
-impl Members {
-    /// Nobody is connected to yet.
-    pub async fn new(address: &EtcdAddress, tls: &TlsFiles, probe: String) -> Result<Self, DirectoryError> {
+impl EtcdMembers {
+    /// The members of an address. Does not connect yet.
+    pub async fn new(
+        address: &EtcdAddress,
+        tls: &TlsFiles,
+        probe_key: String,
+    ) -> Result<Self, DirectoryError> {
         let refused = |why: String| DirectoryError::Refused { address: address.to_string(), why };
         let mut options = ConnectOptions::new()
             .with_connect_timeout(CONNECT_TIME)
-            .with_keep_alive(SIGN_OF_LIFE_TIME, SIGN_OF_LIFE_TIME)
+            .with_keep_alive(KEEP_ALIVE_TIME, KEEP_ALIVE_TIME)
             .with_keep_alive_while_idle(true)
             .with_require_leader(true);
-        if address.tls {
+        if address.uses_tls {
             options = options.with_tls(tls_options(tls).map_err(refused)?);
         }
-        let scheme = if address.tls { "https" } else { "http" };
+        let scheme = if address.uses_tls { "https" } else { "http" };
         let mut members = Vec::new();
         for member in &address.members {
             let endpoint = format!("{scheme}://{member}");
             let client = Client::connect([&endpoint], Some(options.clone()))
                 .await
                 .map_err(|error| refused(error.to_string()))?;
-            members.push(Member { endpoint, client, is_proven: AtomicBool::new(false) });
+            members.push(EtcdMember { endpoint, client, is_serving: AtomicBool::new(false) });
         }
         let address = address.to_string();
-        Ok(Self { address, probe, members, options, current: AtomicUsize::new(0) })
+        Ok(Self { address, probe_key, members, options, current: AtomicUsize::new(0) })
     }
 
-    /// Ask, one member after another, until one answers or [`CALL_TIME`] is over.
-    pub async fn call<T, F>(&self, repeat: Repeat, question: impl Fn(Client) -> F) -> Result<T, Answer>
+    /// Calls one member after another, until one answers or [`CALL_TIME`] is over.
+    pub async fn call<T, F>(&self, repeat: Repetition, request: impl Fn(Client) -> F) -> Result<T, CallError>
     where
         F: Future<Output = Result<T, Error>>,
     {
-        self.each(repeat, |member| question(self.members[member].client.clone())).await
+        self.try_members(repeat, |member| request(self.members[member].client.clone())).await
     }
 
-    /// As [`Members::call`], over a connection of its own. It may be made twice.
-    pub async fn call_apart<T, F>(&self, question: impl Fn(Client) -> F) -> Result<T, Answer>
+    /// Calls over a new connection. The call may be repeated.
+    pub async fn call_on_new_connection<T, F>(&self, request: impl Fn(Client) -> F) -> Result<T, CallError>
     where
         F: Future<Output = Result<T, Error>>,
     {
-        let question = &question;
-        self.each(Repeat::Free, |member| async move {
+        let request = &request;
+        self.try_members(Repetition::Allowed, |member| async move {
             let client =
                 Client::connect([&self.members[member].endpoint], Some(self.options.clone())).await?;
-            question(client).await
+            request(client).await
         })
         .await
     }
 
-    async fn each<T, F>(&self, repeat: Repeat, question: impl Fn(usize) -> F) -> Result<T, Answer>
+    async fn try_members<T, F>(
+        &self,
+        repeat: Repetition,
+        request: impl Fn(usize) -> F,
+    ) -> Result<T, CallError>
     where
         F: Future<Output = Result<T, Error>>,
     {
@@ -112,73 +122,73 @@ impl Members {
         for attempt in 1.. {
             let member = self.current.load(Ordering::Relaxed) % count;
             let share_end = end.min(Instant::now() + share);
-            let failure = match self.prove(member, share_end).await {
+            let failure = match self.check_serving(member, share_end).await {
                 Err(failure) => failure,
                 Ok(()) => {
-                    // What is asked once only may take all the time there is.
-                    let until = if repeat == Repeat::Free { share_end } else { end };
-                    match timeout_at(until, question(member)).await {
+                    // A call that must not be repeated has all of the remaining time.
+                    let until = if repeat == Repetition::Allowed { share_end } else { end };
+                    match timeout_at(until, request(member)).await {
                         Ok(Ok(answer)) => return Ok(answer),
-                        Ok(Err(error)) => Failure::from(error),
-                        Err(_) => Failure::Unknown("it does not answer".to_owned()),
+                        Ok(Err(error)) => CallFailure::from(error),
+                        Err(_) => CallFailure::Unknown("no answer".to_owned()),
                     }
                 }
             };
             let cause = match failure {
-                Failure::Answer(no) => return Err(self.answer(no)),
-                Failure::Unknown(cause) if repeat == Repeat::Never => {
-                    self.pass_over(member);
-                    return Err(Answer::Error(self.unavailable(&cause)));
+                CallFailure::Answer(answer) => return Err(self.call_error(answer)),
+                CallFailure::Unknown(cause) if repeat == Repetition::Forbidden => {
+                    self.skip(member);
+                    return Err(CallError::Other(self.unavailable(&cause)));
                 }
-                Failure::Unknown(cause) | Failure::NotAsked(cause) => cause,
+                CallFailure::Unknown(cause) | CallFailure::NotSent(cause) => cause,
             };
-            self.pass_over(member);
+            self.skip(member);
             if attempt % count == 0 {
                 tokio::time::sleep(PAUSE).await;
             }
             if Instant::now() >= end {
-                return Err(Answer::Error(self.unavailable(&cause)));
+                return Err(CallError::Other(self.unavailable(&cause)));
             }
         }
-        unreachable!("there is always another attempt, until the time is over")
+        unreachable!("the attempts end with the time of the call")
     }
 
-    /// Make sure that a member serves, before it is asked what must not be asked twice.
-    async fn prove(&self, member: usize, end: Instant) -> Result<(), Failure> {
-        let Member { client, is_proven, .. } = &self.members[member];
-        if is_proven.load(Ordering::Relaxed) {
+    /// Checks by a read that a member serves, so that a call that must not be repeated reaches it.
+    async fn check_serving(&self, member: usize, end: Instant) -> Result<(), CallFailure> {
+        let EtcdMember { client, is_serving, .. } = &self.members[member];
+        if is_serving.load(Ordering::Relaxed) {
             return Ok(());
         }
         let mut kv = client.kv_client();
-        match timeout_at(end, kv.get(self.probe.as_str(), None)).await {
+        match timeout_at(end, kv.get(self.probe_key.as_str(), None)).await {
             Ok(Ok(_)) => {
-                is_proven.store(true, Ordering::Relaxed);
+                is_serving.store(true, Ordering::Relaxed);
                 Ok(())
             }
-            Ok(Err(error)) => Err(match Failure::from(error) {
-                Failure::Unknown(cause) => Failure::NotAsked(cause),
+            Ok(Err(error)) => Err(match CallFailure::from(error) {
+                CallFailure::Unknown(cause) => CallFailure::NotSent(cause),
                 failure => failure,
             }),
-            Err(_) => Err(Failure::NotAsked("it does not answer".to_owned())),
+            Err(_) => Err(CallFailure::NotSent("no answer".to_owned())),
         }
     }
 
-    /// The next one is asked from now on.
-    fn pass_over(&self, member: usize) {
-        self.members[member].is_proven.store(false, Ordering::Relaxed);
+    /// Makes the next member the one for further calls.
+    fn skip(&self, member: usize) {
+        self.members[member].is_serving.store(false, Ordering::Relaxed);
         let next = (member + 1) % self.members.len();
-        // Unless another caller has done so.
+        // Fails if another thread has changed the member already.
         let _lost = self.current.compare_exchange(member, next, Ordering::Relaxed, Ordering::Relaxed);
     }
 
-    fn answer(&self, no: No) -> Answer {
+    fn call_error(&self, answer: ErrorAnswer) -> CallError {
         let address = self.address.clone();
-        match no {
-            No::LeaseGone => Answer::LeaseGone,
-            No::Compacted => Answer::Compacted,
-            No::Future => Answer::Future,
-            No::Full(cause) => Answer::Error(DirectoryError::Storage { path: address, cause }),
-            No::Refused(why) => Answer::Error(DirectoryError::Refused { address, why }),
+        match answer {
+            ErrorAnswer::LeaseGone => CallError::LeaseGone,
+            ErrorAnswer::Compacted => CallError::Compacted,
+            ErrorAnswer::Future => CallError::Future,
+            ErrorAnswer::Full(cause) => CallError::Other(DirectoryError::Storage { path: address, cause }),
+            ErrorAnswer::Refused(why) => CallError::Other(DirectoryError::Refused { address, why }),
         }
     }
 
@@ -187,25 +197,27 @@ impl Members {
     }
 }
 
-/// What a call got that is not what was asked for.
+/// How a call failed, as its caller distinguishes it.
 #[derive(Debug)]
-pub(super) enum Answer {
-    /// It knows no such lease.
+pub(super) enum CallError {
+    /// The lease does not exist.
     LeaseGone,
     /// The revision is compacted.
     Compacted,
-    /// The revision is yet to come.
+    /// The revision is in the future.
     Future,
-    /// Something else.
-    Error(DirectoryError),
+    /// Any other error.
+    Other(DirectoryError),
 }
 
-impl Answer {
-    /// The error, where neither leases nor revisions were spoken of.
+impl CallError {
+    /// The error of a call that names neither leases nor revisions.
     pub fn other(self) -> DirectoryError {
         match self {
-            Self::Error(error) => error,
-            answer => DirectoryError::Protocol { why: format!("it does not fit the question: {answer:?}") },
+            Self::Other(error) => error,
+            answer => {
+                DirectoryError::Protocol { why: format!("the answer does not match the request: {answer:?}") }
+            }
         }
     }
 }
@@ -213,13 +225,15 @@ impl Answer {
 fn tls_options(files: &TlsFiles) -> Result<TlsOptions, String> {
     let read =
         |path: &std::path::Path| std::fs::read(path).map_err(|error| format!("{}: {error}", path.display()));
-    let ca = files.ca.as_deref().ok_or("etcds:// needs the certificate of who signed etcd's, as a file")?;
+    let ca = files.ca.as_deref().ok_or(
+        "etcds:// needs a file with the certificate of the authority that signed etcd's certificate",
+    )?;
     let options = TlsOptions::new().ca_certificate(Certificate::from_pem(read(ca)?));
     Ok(match (&files.certificate, &files.key) {
         (None, None) => options,
         (Some(certificate), Some(key)) => {
             options.identity(Identity::from_pem(read(certificate)?, read(key)?))
         }
-        _ => return Err("a certificate of our own needs its key, and a key its certificate".to_owned()),
+        _ => return Err("a client certificate needs a key, and a key needs a certificate".to_owned()),
     })
 }

@@ -1,7 +1,8 @@
-//! A watch over etcd, which outlives the connection that it comes by.
+//! A watch over etcd, which continues when its connection breaks.
 //!
-//! It knows where it stands: a revision, and those keys whose changes of that revision it has given out. So it can be taken up again, at
-//! any member, without a gap and without a change told twice: within one revision a key changes once.
+//! The watch stores a revision, and the keys whose changes of that revision it has returned.
+//! With that it opens a new watch at any member, without a gap and without a repeated event,
+//! because a key changes at most once in a revision.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::fmt;
@@ -14,57 +15,60 @@ use etcd_client::{Client, Error, EventType, GetOptions, WatchOptions, WatchRespo
 use tokio::time::{Instant, timeout_at};
 
 use crate::keys::{end_of, lease_of, unsigned};
-use crate::members::{Answer, Repeat};
-use crate::{Inner, Threads};
+use crate::members::{CallError, Repetition};
+use crate::{EtcdRuntime, EtcdState};
 use aquifer_directory::{DirectoryError, Watch};
-use aquifer_directory::{Event, EventKind};
+use aquifer_directory::{WatchEvent, WatchEventKind};
 
-/// What etcd tells in one piece is bounded by its own limit for requests, 1.5 MiB unless it was raised.
+/// Most bytes of a message. etcd's own limit for requests bounds messages, 1.5 MiB by default.
 pub(super) const MESSAGE_BYTES_MAX: usize = 32 << 20;
-/// A watcher may wait for ever; the sum of now and for ever does not exist.
+/// Longest wait of a call. The end of an unlimited wait cannot be computed.
 const WAIT_MAX: Duration = Duration::from_secs(86_400);
-/// etcd's first revision is 1, and is of no change.
+/// The first revision with a change: revision 1 of etcd has none.
 const FIRST_REVISION: u64 = 2;
 
-/// What comes next.
+/// The next event of a watch.
 #[derive(Clone, Debug)]
-struct Position {
-    /// Changes of earlier revisions have been given out, all of them.
+struct WatchPosition {
+    /// All changes of smaller revisions have been returned.
     revision: u64,
-    /// Keys whose changes of this very revision have been given out.
-    told: BTreeSet<String>,
+    /// Keys whose changes of this revision have been returned.
+    returned_keys: BTreeSet<String>,
 }
 
-impl Position {
-    fn has_told(&self, event: &Event) -> bool {
-        event.revision < self.revision || (event.revision == self.revision && self.told.contains(&event.key))
+impl WatchPosition {
+    fn has_returned(&self, event: &WatchEvent) -> bool {
+        event.revision < self.revision
+            || (event.revision == self.revision && self.returned_keys.contains(&event.key))
     }
 
-    fn tell(&mut self, event: &Event) {
+    fn note_returned(&mut self, event: &WatchEvent) {
         if event.revision > self.revision {
             self.revision = event.revision;
-            self.told.clear();
+            self.returned_keys.clear();
         }
-        self.told.insert(event.key.clone());
+        self.returned_keys.insert(event.key.clone());
     }
 }
 
 type Opening = Pin<Box<dyn Future<Output = Result<WatchStream, DirectoryError>> + Send>>;
 
-enum Wire {
+/// The connection of a watch.
+enum WatchConnection {
     Open(WatchStream),
     Opening(Opening),
-    Over(DirectoryError),
+    Failed(DirectoryError),
 }
 
+/// A watch over etcd.
 pub(super) struct EtcdWatch {
-    inner: Arc<Inner>,
-    runtime: Arc<Threads>,
+    state: Arc<EtcdState>,
+    runtime: Arc<EtcdRuntime>,
     prefix: String,
-    position: Position,
-    wire: Wire,
-    /// Received, and not yet given out.
-    received: VecDeque<Event>,
+    position: WatchPosition,
+    connection: WatchConnection,
+    /// Received events that have not been returned.
+    received: VecDeque<WatchEvent>,
 }
 
 impl fmt::Debug for EtcdWatch {
@@ -77,36 +81,44 @@ impl fmt::Debug for EtcdWatch {
 }
 
 impl EtcdWatch {
-    /// Watch the keys that begin with `prefix`, as they are in etcd.
+    /// Opens a watch on the keys of etcd that begin with `prefix`.
     pub fn start(
-        inner: Arc<Inner>,
-        runtime: Arc<Threads>,
+        state: Arc<EtcdState>,
+        runtime: Arc<EtcdRuntime>,
         prefix: String,
         from_revision: u64,
     ) -> Result<Self, DirectoryError> {
         let revision = match from_revision {
-            // What etcd calls now may lie behind, if we ask a slow member; so it is found out by a read, which may not.
-            0 => runtime.block_on(inner.revision())? + 1,
+            // A watch from now would begin at the state of one member, which may be behind. A read
+            // returns the revision of the cluster.
+            0 => runtime.block_on(state.revision())? + 1,
             from => from.max(FIRST_REVISION),
         };
-        let stream = runtime.block_on(open(&inner, &prefix, revision))?;
-        let position = Position { revision, told: BTreeSet::new() };
-        Ok(Self { inner, runtime, prefix, position, wire: Wire::Open(stream), received: VecDeque::new() })
+        let stream = runtime.block_on(open(&state, &prefix, revision))?;
+        let position = WatchPosition { revision, returned_keys: BTreeSet::new() };
+        Ok(Self {
+            state,
+            runtime,
+            prefix,
+            position,
+            connection: WatchConnection::Open(stream),
+            received: VecDeque::new(),
+        })
     }
 
-    /// Wait for more. May be dropped at any point: nothing is lost by it.
+    /// Waits for a message. Dropping the future at any point loses no event.
     async fn receive(&mut self) -> Result<(), DirectoryError> {
-        let message = match &mut self.wire {
-            Wire::Opening(opening) => {
+        let message = match &mut self.connection {
+            WatchConnection::Opening(opening) => {
                 let opened = opening.await;
-                self.wire = opened.map_or_else(Wire::Over, Wire::Open);
+                self.connection = opened.map_or_else(WatchConnection::Failed, WatchConnection::Open);
                 return Ok(());
             }
-            Wire::Over(error) => return Err(error.clone()),
-            Wire::Open(stream) => stream.message().await,
+            WatchConnection::Failed(error) => return Err(error.clone()),
+            WatchConnection::Open(stream) => stream.message().await,
         };
         match message {
-            Ok(Some(response)) if !response.canceled() => self.take(&response),
+            Ok(Some(response)) if !response.canceled() => self.queue_events(&response),
             Ok(Some(response)) if response.compact_revision() > 0 => Err(DirectoryError::Compacted {
                 asked: self.position.revision,
                 oldest: unsigned(response.compact_revision())? + 1,
@@ -116,7 +128,7 @@ impl EtcdWatch {
                 Ok(())
             }
             Ok(None) => {
-                self.reopen("it ended the watch");
+                self.reopen("etcd ended the watch");
                 Ok(())
             }
             Err(error) => {
@@ -131,38 +143,41 @@ impl EtcdWatch {
             prefix = self.prefix,
             revision = self.position.revision,
             cause,
-            "a watch is taken up again"
+            "opening a watch again"
         );
-        // Whatever was received is received again.
+        // The new watch reports these events again.
         self.received.clear();
-        let (inner, prefix, revision) =
-            (Arc::clone(&self.inner), self.prefix.clone(), self.position.revision);
-        self.wire = Wire::Opening(Box::pin(async move { open(&inner, &prefix, revision).await }));
+        let (state, prefix, revision) =
+            (Arc::clone(&self.state), self.prefix.clone(), self.position.revision);
+        self.connection =
+            WatchConnection::Opening(Box::pin(async move { open(&state, &prefix, revision).await }));
     }
 
-    fn take(&mut self, response: &WatchResponse) -> Result<(), DirectoryError> {
-        let garbage = || DirectoryError::Protocol { why: "an event without a key".to_owned() };
+    fn queue_events(&mut self, response: &WatchResponse) -> Result<(), DirectoryError> {
+        let no_key = || DirectoryError::Protocol { why: "etcd reports an event without a key".to_owned() };
         for event in response.events() {
-            let found = event.kv().ok_or_else(garbage)?;
+            let found = event.kv().ok_or_else(no_key)?;
             let kind = match event.event_type() {
-                EventType::Put => EventKind::Put { value: found.value().to_vec(), lease: lease_of(found)? },
-                EventType::Delete => EventKind::Delete,
+                EventType::Put => {
+                    WatchEventKind::Put { value: found.value().to_vec(), lease: lease_of(found)? }
+                }
+                EventType::Delete => WatchEventKind::Delete,
             };
-            let key = self.inner.keys.inner(found.key())?;
-            self.received.push_back(Event { revision: unsigned(found.mod_revision())?, key, kind });
+            let key = self.state.keys.inner(found.key())?;
+            self.received.push_back(WatchEvent { revision: unsigned(found.mod_revision())?, key, kind });
         }
         Ok(())
     }
 }
 
 impl Watch for EtcdWatch {
-    fn next(&mut self, timeout: Duration) -> Result<Option<Event>, DirectoryError> {
+    fn next(&mut self, timeout: Duration) -> Result<Option<WatchEvent>, DirectoryError> {
         let end = Instant::now() + timeout.min(WAIT_MAX);
         let runtime = Arc::clone(&self.runtime);
         loop {
             while let Some(event) = self.received.pop_front() {
-                if !self.position.has_told(&event) {
-                    self.position.tell(&event);
+                if !self.position.has_returned(&event) {
+                    self.position.note_returned(&event);
                     return Ok(Some(event));
                 }
             }
@@ -174,27 +189,31 @@ impl Watch for EtcdWatch {
     }
 }
 
-/// Have all changes from `revision` on sent to us, if they are kept.
-async fn open(inner: &Inner, prefix: &str, revision: u64) -> Result<WatchStream, DirectoryError> {
+/// Opens a watch that reports all changes from `revision` on, if they are kept.
+async fn open(state: &EtcdState, prefix: &str, revision: u64) -> Result<WatchStream, DirectoryError> {
     let (start, before) = (signed(revision)?, signed(revision - 1)?);
-    // etcd would begin at the very revision that was compacted, and know nothing of a key that was deleted in it. The state before
-    // `revision` can be read only if that lies later.
-    let probe = &inner.keys.epoch;
+    // etcd would accept the compacted revision itself, and not report a deletion at it. A read of
+    // the state before `revision` succeeds only if `revision` is greater than the compacted one.
+    let probe_key = &state.keys.epoch;
     let options = GetOptions::new().with_revision(before).with_count_only();
-    let look = |client: Client| {
+    let read = |client: Client| {
         let options = options.clone();
-        async move { client.kv_client().get(probe.as_str(), Some(options)).await }
+        async move { client.kv_client().get(probe_key.as_str(), Some(options)).await }
     };
-    match inner.members.call(Repeat::Free, look).await {
-        Ok(_) | Err(Answer::Future) => {}
-        Err(Answer::Compacted) => {
-            let oldest = compacted(inner).await? + 1;
+    match state.members.call(Repetition::Allowed, read).await {
+        Ok(_) | Err(CallError::Future) => {}
+        Err(CallError::Compacted) => {
+            let oldest = compacted(state).await? + 1;
             return Err(DirectoryError::Compacted { asked: revision, oldest });
         }
         Err(answer) => return Err(answer.other()),
     }
     let options = WatchOptions::new().with_range(end_of(prefix)).with_start_revision(start).with_fragment();
-    inner.members.call_apart(|client| create(client, prefix, options.clone())).await.map_err(Answer::other)
+    state
+        .members
+        .call_on_new_connection(|client| create(client, prefix, options.clone()))
+        .await
+        .map_err(CallError::other)
 }
 
 async fn create(client: Client, key: &str, options: WatchOptions) -> Result<WatchStream, Error> {
@@ -203,28 +222,28 @@ async fn create(client: Client, key: &str, options: WatchOptions) -> Result<Watc
     match stream.message().await? {
         Some(response) if response.created() && !response.canceled() => Ok(stream),
         Some(response) => Err(Error::WatchError(response.cancel_reason().to_owned())),
-        None => Err(Error::WatchError("it ended the watch".to_owned())),
+        None => Err(Error::WatchError("etcd ended the watch".to_owned())),
     }
 }
 
-/// The revision that was compacted last; etcd says so only to a watch that comes too late.
-async fn compacted(inner: &Inner) -> Result<u64, DirectoryError> {
+/// The last compacted revision, which etcd reports only to a watch of an older revision.
+async fn compacted(state: &EtcdState) -> Result<u64, DirectoryError> {
     let options = WatchOptions::new().with_start_revision(1);
-    let probe = &inner.keys.epoch;
-    let look = |client: Client| {
+    let probe_key = &state.keys.epoch;
+    let read = |client: Client| {
         let options = options.clone();
         async move {
-            let mut stream = create(client, probe, options).await?;
+            let mut stream = create(client, probe_key, options).await?;
             match stream.message().await? {
                 Some(response) if response.compact_revision() > 0 => Ok(response.compact_revision()),
-                _ => Err(Error::WatchError("it does not tell what it has compacted".to_owned())),
+                _ => Err(Error::WatchError("etcd does not report its compacted revision".to_owned())),
             }
         }
     };
-    unsigned(inner.members.call_apart(look).await.map_err(Answer::other)?)
+    unsigned(state.members.call_on_new_connection(read).await.map_err(CallError::other)?)
 }
 
 fn signed(revision: u64) -> Result<i64, DirectoryError> {
     i64::try_from(revision)
-        .map_err(|_| DirectoryError::Protocol { why: format!("there will never be a revision {revision}") })
+        .map_err(|_| DirectoryError::Protocol { why: format!("revision {revision} is too large") })
 }

@@ -1,12 +1,12 @@
-//! Time as the directory sees it: milliseconds that only grow.
+//! The clock of leases: milliseconds that never decrease.
 
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Where the time of leases comes from.
+/// A source of time.
 pub trait Clock: Send + Sync + Debug {
-    /// Milliseconds since some fixed moment. Never goes back.
+    /// Milliseconds since a fixed moment. Never decreases.
     fn now_ms(&self) -> u64;
 }
 
@@ -28,14 +28,14 @@ impl Clock for SystemClock {
     }
 }
 
-/// A clock that stands still until it is advanced.
+/// A clock that only [`ManualClock::advance`] changes.
 #[derive(Debug, Default)]
 pub struct ManualClock {
     now_ms: AtomicU64,
 }
 
 impl ManualClock {
-    /// Let time pass.
+    /// Moves the clock forward.
     pub fn advance(&self, by: Duration) {
         self.now_ms.fetch_add(saturating_ms(by), Ordering::SeqCst);
     }
@@ -47,7 +47,7 @@ impl Clock for ManualClock {
     }
 }
 
-/// Whole milliseconds of a duration.
+/// The whole milliseconds of a duration, or `u64::MAX` if they are more.
 #[must_use]
 pub fn saturating_ms(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)

@@ -1,7 +1,7 @@
-//! One core behind a lock, with its clock, its store and those who wait: what `embedded` and `sim` share.
+//! A core behind a lock, with its clock, store and waiting watches; shared by `embedded` and `sim`.
 //!
-//! There is no thread here. Leases end when someone looks: every call first ends those whose time
-//! is up, and a waiting watcher wakes for the next deadline.
+//! The engine has no thread. Every call first ends the leases whose time is up, and a waiting
+//! watch wakes at the next deadline of a lease.
 
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,32 +10,32 @@ use std::time::{Duration, Instant};
 
 use crate::clock::{Clock, saturating_ms};
 use crate::core::{Core, Cursor, Delta};
-use crate::model::{Entry, Event, Lease, LeaseId, Listing, Transaction, TransactionOutcome};
+use crate::model::{DirectoryEntry, Lease, LeaseId, Listing, Transaction, TransactionOutcome, WatchEvent};
 use crate::{DirectoryError, Watch};
 
-/// Where deltas are written down.
-pub(crate) trait Store: Send + Debug {
-    /// Make it durable, or fail and change nothing.
+/// A store that makes deltas durable.
+pub(crate) trait DeltaStore: Send + Debug {
+    /// Makes the delta durable. If it fails, nothing is changed.
     fn commit(&mut self, delta: &Delta) -> Result<(), DirectoryError>;
 }
 
-/// A store that forgets.
+/// A store that keeps nothing.
 #[derive(Debug)]
-pub(crate) struct Nowhere;
+pub(crate) struct VolatileStore;
 
-impl Store for Nowhere {
+impl DeltaStore for VolatileStore {
     fn commit(&mut self, _delta: &Delta) -> Result<(), DirectoryError> {
         Ok(())
     }
 }
 
 #[derive(Debug)]
-struct State {
+struct EngineState {
     core: Core,
-    store: Box<dyn Store>,
+    store: Box<dyn DeltaStore>,
 }
 
-impl State {
+impl EngineState {
     fn commit(&mut self, delta: &Delta, now_ms: u64) -> Result<(), DirectoryError> {
         self.store.commit(delta)?;
         self.core.apply(delta, now_ms);
@@ -43,31 +43,32 @@ impl State {
     }
 }
 
+/// The core with its clock, its store and the condition on which watches wait.
 #[derive(Debug)]
 pub(crate) struct Engine {
-    state: Mutex<State>,
+    state: Mutex<EngineState>,
     changed: Condvar,
     clock: Arc<dyn Clock>,
 }
 
 impl Engine {
-    pub(crate) fn new(core: Core, store: Box<dyn Store>, clock: Arc<dyn Clock>) -> Self {
-        Self { state: Mutex::new(State { core, store }), changed: Condvar::new(), clock }
+    pub(crate) fn new(core: Core, store: Box<dyn DeltaStore>, clock: Arc<dyn Clock>) -> Self {
+        Self { state: Mutex::new(EngineState { core, store }), changed: Condvar::new(), clock }
     }
 
-    pub(crate) fn get(&self, key: &str) -> Result<Option<Entry>, DirectoryError> {
-        self.enter()?.0.core.get(key)
+    pub(crate) fn get(&self, key: &str) -> Result<Option<DirectoryEntry>, DirectoryError> {
+        self.lock_current()?.0.core.get(key)
     }
 
     pub(crate) fn list(&self, prefix: &str) -> Result<Listing, DirectoryError> {
-        self.enter()?.0.core.list(prefix)
+        self.lock_current()?.0.core.list(prefix)
     }
 
     pub(crate) fn transaction(
         &self,
         transaction: &Transaction,
     ) -> Result<TransactionOutcome, DirectoryError> {
-        let (mut state, now_ms) = self.enter()?;
+        let (mut state, now_ms) = self.lock_current()?;
         let (outcome, delta) = state.core.plan_transaction(transaction)?;
         if let Some(delta) = delta {
             state.commit(&delta, now_ms)?;
@@ -77,21 +78,21 @@ impl Engine {
     }
 
     pub(crate) fn lease_grant(&self, ttl: Duration) -> Result<Lease, DirectoryError> {
-        let (mut state, now_ms) = self.enter()?;
+        let (mut state, now_ms) = self.lock_current()?;
         let (lease, delta) = state.core.plan_grant(saturating_ms(ttl))?;
         state.commit(&delta, now_ms)?;
-        // Those who wait must learn of the new deadline.
+        // Waiting watches must take the new deadline into account.
         self.changed.notify_all();
         Ok(lease)
     }
 
     pub(crate) fn lease_keep_alive(&self, id: LeaseId) -> Result<(), DirectoryError> {
-        let (mut state, now_ms) = self.enter()?;
+        let (mut state, now_ms) = self.lock_current()?;
         state.core.keep_alive(id, now_ms)
     }
 
     pub(crate) fn lease_revoke(&self, id: LeaseId) -> Result<(), DirectoryError> {
-        let (mut state, now_ms) = self.enter()?;
+        let (mut state, now_ms) = self.lock_current()?;
         let delta = state.core.plan_end(id)?;
         state.commit(&delta, now_ms)?;
         self.changed.notify_all();
@@ -99,30 +100,30 @@ impl Engine {
     }
 
     pub(crate) fn expire_now(&self, id: LeaseId) -> Result<(), DirectoryError> {
-        self.enter()?.0.core.expire_now(id)?;
+        self.lock_current()?.0.core.expire_now(id)?;
         self.tick()
     }
 
-    /// End the leases whose time is up.
+    /// Ends the leases whose time is up.
     pub(crate) fn tick(&self) -> Result<(), DirectoryError> {
-        self.enter().map(drop)
+        self.lock_current().map(drop)
     }
 
     pub(crate) fn watch(self: &Arc<Self>, prefix: &str, from: u64) -> Result<EngineWatch, DirectoryError> {
-        let cursor = self.enter()?.0.core.watch(prefix, from)?;
+        let cursor = self.lock_current()?.0.core.watch(prefix, from)?;
         Ok(EngineWatch { engine: Arc::clone(self), cursor, cancelled: Arc::default() })
     }
 
-    /// The state as it is now: with all leases ended whose time is up.
-    fn enter(&self) -> Result<(MutexGuard<'_, State>, u64), DirectoryError> {
+    /// Locks the state, after ending the leases whose time is up. Also returns the time.
+    fn lock_current(&self) -> Result<(MutexGuard<'_, EngineState>, u64), DirectoryError> {
         let state = self.state.lock().expect("no holder of the directory's lock panics");
-        self.settle(state)
+        self.end_expired_leases(state)
     }
 
-    fn settle<'a>(
+    fn end_expired_leases<'a>(
         &self,
-        mut state: MutexGuard<'a, State>,
-    ) -> Result<(MutexGuard<'a, State>, u64), DirectoryError> {
+        mut state: MutexGuard<'a, EngineState>,
+    ) -> Result<(MutexGuard<'a, EngineState>, u64), DirectoryError> {
         let now_ms = self.clock.now_ms();
         let mut ended = false;
         while let Some(delta) = state.core.plan_expiry(now_ms) {
@@ -136,7 +137,7 @@ impl Engine {
     }
 }
 
-/// A watcher in the same process.
+/// A watch in the same process.
 #[derive(Debug)]
 pub(crate) struct EngineWatch {
     engine: Arc<Engine>,
@@ -145,13 +146,13 @@ pub(crate) struct EngineWatch {
 }
 
 impl EngineWatch {
-    /// Lets another thread end a wait.
+    /// A handle with which another thread ends the watch.
     pub(crate) fn canceller(&self) -> Canceller {
         Canceller { engine: Arc::clone(&self.engine), cancelled: Arc::clone(&self.cancelled) }
     }
 }
 
-/// Ends the wait of one watcher, now and for ever.
+/// Ends a watch: its present wait and all later ones.
 #[derive(Clone, Debug)]
 pub(crate) struct Canceller {
     engine: Arc<Engine>,
@@ -160,7 +161,7 @@ pub(crate) struct Canceller {
 
 impl Canceller {
     pub(crate) fn cancel(&self) {
-        // Under the lock, or a watcher that has just looked would miss the wake-up.
+        // Must be done with the lock held: a watch that is about to wait would miss the wake-up.
         let _state = self.engine.state.lock();
         self.cancelled.store(true, Ordering::SeqCst);
         self.engine.changed.notify_all();
@@ -172,9 +173,9 @@ impl Canceller {
 }
 
 impl Watch for EngineWatch {
-    fn next(&mut self, timeout: Duration) -> Result<Option<Event>, DirectoryError> {
+    fn next(&mut self, timeout: Duration) -> Result<Option<WatchEvent>, DirectoryError> {
         let end = Instant::now().checked_add(timeout);
-        let (mut state, mut now_ms) = self.engine.enter()?;
+        let (mut state, mut now_ms) = self.engine.lock_current()?;
         loop {
             if self.cancelled.load(Ordering::SeqCst) {
                 return Ok(None);
@@ -190,7 +191,7 @@ impl Watch for EngineWatch {
             let until_deadline = Duration::from_millis(deadline_ms.saturating_sub(now_ms).max(1));
             let wait = left.min(until_deadline).min(Duration::from_secs(3600));
             state = self.engine.changed.wait_timeout(state, wait).expect("no holder panics").0;
-            (state, now_ms) = self.engine.settle(state)?;
+            (state, now_ms) = self.engine.end_expired_leases(state)?;
         }
     }
 }

@@ -1,14 +1,14 @@
-//! What can go wrong, in sentences for the person who reads them.
+//! The errors of the directory.
 
 use crate::LeaseId;
 use crate::model::limits;
 
-/// A limit that a call may run into.
+/// A limit of the directory; [`limits`] has the values.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Bound {
-    /// Length of a key or prefix.
+pub enum LimitKind {
+    /// Bytes of a key or prefix.
     KeyBytes,
-    /// Length of a value.
+    /// Bytes of a value.
     ValueBytes,
     /// Entries of a listing.
     ListEntries,
@@ -24,14 +24,14 @@ pub enum Bound {
     StoreBytes,
     /// Leases in the directory.
     Leases,
-    /// A lease's life, at least.
+    /// Shortest time to live of a lease.
     TtlMin,
-    /// A lease's life, at most.
+    /// Longest time to live of a lease.
     TtlMax,
 }
 
-impl Bound {
-    /// All of them, in the order of their numbers on the wire.
+impl LimitKind {
+    /// All limits, in the order of their numbers in the protocol.
     pub(crate) const ALL: [Self; 11] = [
         Self::KeyBytes,
         Self::ValueBytes,
@@ -46,7 +46,7 @@ impl Bound {
         Self::TtlMax,
     ];
 
-    fn sentence(self) -> String {
+    fn description(self) -> String {
         match self {
             Self::KeyBytes => format!("a key has at most {} bytes", limits::KEY_BYTES_MAX),
             Self::ValueBytes => format!("a value has at most {} bytes", limits::VALUE_BYTES_MAX),
@@ -72,52 +72,54 @@ impl Bound {
             Self::Leases => {
                 format!("the directory grants at most {} leases; revoke some", limits::LEASES_MAX)
             }
-            Self::TtlMin => format!("a lease lives at least {} ms", limits::TTL_MIN.as_millis()),
-            Self::TtlMax => format!("a lease lives at most {} ms", limits::TTL_MAX.as_millis()),
+            Self::TtlMin => format!("a lease lasts at least {} ms", limits::TTL_MIN.as_millis()),
+            Self::TtlMax => format!("a lease lasts at most {} ms", limits::TTL_MAX.as_millis()),
         }
     }
 }
 
-/// Why the directory did not do what was asked.
+/// Why a call of the directory failed.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum DirectoryError {
-    /// It cannot be reached, or the connection ended before the answer.
+    /// The directory cannot be reached, or the connection broke before the answer.
+    ///
+    /// A change may have been made or not.
     #[error("the directory at {address} cannot be reached: {cause}; is the cluster up?")]
     Unavailable {
-        /// Where it is.
+        /// The directory's address.
         address: String,
-        /// What happened.
+        /// The cause.
         cause: String,
     },
-    /// It was reached and will not serve this caller.
+    /// The directory refuses to serve this process.
     #[error("the directory at {address} refused the connection: {why}")]
     Refused {
-        /// Where it is.
+        /// The directory's address.
         address: String,
         /// The reason.
         why: String,
     },
-    /// The lease ended.
+    /// The lease has ended.
     #[error("lease {0} is gone: it expired or was revoked; ask for a new one")]
     LeaseGone(LeaseId),
-    /// The changes that a watcher asks for are no longer kept.
-    #[error("changes are kept from revision {oldest} on, not from {asked}: list again and watch from there")]
+    /// The changes from which a watch is to start are no longer kept.
+    #[error("changes are kept from revision {oldest}, not from {asked}: list again and watch from there")]
     Compacted {
-        /// The revision from which changes were asked.
+        /// The requested first revision.
         asked: u64,
         /// The oldest revision whose changes are all kept.
         oldest: u64,
     },
-    /// A limit was reached.
-    #[error("{got} is out of bounds: {}", bound.sentence())]
+    /// A value is over a limit, or below one.
+    #[error("{got} is not within the limits: {}", kind.description())]
     Limit {
-        /// Which.
-        bound: Bound,
-        /// What was asked for.
+        /// The limit.
+        kind: LimitKind,
+        /// The value.
         got: u64,
     },
-    /// The key cannot be one.
-    #[error("{key:?} cannot be a key: {why}")]
+    /// The text is not a valid key.
+    #[error("{key:?} is not a valid key: {why}")]
     InvalidKey {
         /// The key.
         key: String,
@@ -125,17 +127,17 @@ pub enum DirectoryError {
         why: String,
     },
     /// A transaction changes a key twice.
-    #[error("the transaction changes \"{key}\" twice; let one operation say what it shall be")]
+    #[error("the transaction changes \"{key}\" twice; use one operation for each key")]
     ChangedTwice {
         /// The key.
         key: String,
     },
-    /// The file is not a directory of this version.
+    /// The file is damaged, of another version, or no file of a directory.
     #[error("{path} cannot be used as a directory: {why}")]
     Format {
         /// The file.
         path: String,
-        /// What is wrong with it, and what to do.
+        /// The reason, and what to do.
         why: String,
     },
     /// The file could not be read or written.
@@ -143,17 +145,17 @@ pub enum DirectoryError {
     Storage {
         /// The file.
         path: String,
-        /// What the system said.
+        /// The cause.
         cause: String,
     },
-    /// The peer does not keep to the protocol.
-    #[error("the directory's answer makes no sense: {why}; are both programs of one version?")]
+    /// The peer violates the protocol, or a value is not a valid record.
+    #[error("protocol error of the directory: {why}; check that all programs have the same version")]
     Protocol {
-        /// What it did.
+        /// The violation.
         why: String,
     },
-    /// The name is taken.
-    #[error("\"{key}\" is taken by another that is alive; stop it, or choose another name")]
+    /// Another process holds the key.
+    #[error("\"{key}\" is held by another process; stop that process, or choose another number")]
     Taken {
         /// The key.
         key: String,

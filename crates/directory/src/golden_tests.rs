@@ -1,7 +1,8 @@
 //! Golden bytes of `docs/formats/directory.md`: keys, records and the embedded directory's file.
-//! A changed golden file needs a changed document; for the file, a new version
-//! (`embedded::FORMAT`). A new field of a record needs a default, because programs of other
-//! versions share the directory.
+//!
+//! A changed golden file needs a changed document; that of the file also needs a new
+//! [`crate::embedded::FORMAT`].
+//! A new field of a record needs a default, because programs of other versions share the directory.
 
 use std::fmt::Debug;
 use std::path::Path;
@@ -12,23 +13,23 @@ use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::embedded::Embedded;
-use crate::model::Entry;
+use crate::embedded::EmbeddedDirectory;
+use crate::model::DirectoryEntry;
 use crate::names::{
-    self, AGENTS, AgentRecord, HOLDERS, HeldUp, HolderRecord, LIVES, Life, NODES, NodeRecord, WANTED,
-    WantedRecord,
+    self, AGENTS, AgentRecord, HOLDERS, HolderRecord, LIVES, NODES, NodeLife, NodeRecord, REQUESTED_MEMORY,
+    RequestedMemory, ResizeBlocker,
 };
-use crate::{Directory, Operation, Transaction};
+use crate::{Directory, KeyOperation, Transaction};
 
-fn node(held_up: Option<HeldUp>) -> NodeRecord {
+fn node(resize_blocker: Option<ResizeBlocker>) -> NodeRecord {
     NodeRecord {
         id: 1,
         fabric: "tcp".into(),
         address: "10.0.0.1:7400".into(),
         memory_bytes: 2,
         memory_bytes_max: 3,
-        memory_bytes_wanted: 4,
-        held_up,
+        requested_memory_bytes: 4,
+        resize_blocker,
         kept_ms: 5,
         epoch: 6,
     }
@@ -36,7 +37,7 @@ fn node(held_up: Option<HeldUp>) -> NodeRecord {
 
 fn add<T: Serialize + DeserializeOwned + PartialEq + Debug>(golden: &mut Golden, name: &str, record: &T) {
     let value = names::encode(record);
-    let entry = Entry { key: "key".into(), value: value.clone(), version: 1, lease: None };
+    let entry = DirectoryEntry { key: "key".into(), value: value.clone(), version: 1, lease: None };
     assert_eq!(names::decode::<T>(&entry).as_ref(), Ok(record), "{name}");
     golden.text(name, std::str::from_utf8(&value).expect("JSON is UTF-8"));
 }
@@ -44,33 +45,44 @@ fn add<T: Serialize + DeserializeOwned + PartialEq + Debug>(golden: &mut Golden,
 #[test]
 fn golden_keys_and_records() {
     let mut golden = golden!("records");
-    golden.text("prefixes", &[NODES, WANTED, AGENTS, HOLDERS, LIVES].join(" "));
-    let keys = [names::node(1), names::wanted(2), names::agent(3), names::holder(4), names::life(5)];
+    golden.text("prefixes", &[NODES, REQUESTED_MEMORY, AGENTS, HOLDERS, LIVES].join(" "));
+    let keys = [
+        names::node_key(1),
+        names::requested_memory_key(2),
+        names::agent_key(3),
+        names::holder_key(4),
+        names::life_key(5),
+    ];
     golden.text("keys", &keys.join(" "));
     golden.text("greatest host", &names::HOST_MAX.to_string());
-    let held_up =
-        [None, Some(HeldUp::InUse), Some(HeldUp::NoMemory), Some(HeldUp::Pinned), Some(HeldUp::Failing)];
-    for held_up in held_up {
-        add(&mut golden, "node", &node(held_up));
+    let blockers = [
+        None,
+        Some(ResizeBlocker::InUse),
+        Some(ResizeBlocker::NoMemory),
+        Some(ResizeBlocker::Pinned),
+        Some(ResizeBlocker::Failing),
+    ];
+    for blocker in blockers {
+        add(&mut golden, "node", &node(blocker));
     }
-    add(&mut golden, "wanted", &WantedRecord { node: 1, epoch: 2, memory_bytes: 3 });
-    let life = Life { node: 1, epoch: 2, kept_ms: 3 };
+    add(&mut golden, "wanted", &RequestedMemory { node: 1, epoch: 2, memory_bytes: 3 });
+    let life = NodeLife { node: 1, epoch: 2, kept_ms: 3 };
     add(&mut golden, "life", &life);
-    for left_in in [None, Some(Vec::new()), Some(vec![life])] {
-        add(&mut golden, "holder", &HolderRecord { host: 1, claimed: 2, grace_ms: 3, left_in });
+    for remaining_lives in [None, Some(Vec::new()), Some(vec![life])] {
+        add(&mut golden, "holder", &HolderRecord { host: 1, claim_epoch: 2, grace_ms: 3, remaining_lives });
     }
-    let agent = AgentRecord { host: 1, address: "a".into(), epoch: 2, claimed: 3, is_successor: false };
+    let agent = AgentRecord { host: 1, address: "a".into(), epoch: 2, claim_epoch: 3, is_recovery: false };
     add(&mut golden, "agent", &agent);
-    add(&mut golden, "successor", &AgentRecord { is_successor: true, ..agent });
+    add(&mut golden, "successor", &AgentRecord { is_recovery: true, ..agent });
     add(&mut golden, "next host", &17_u16);
     golden.check();
 }
 
-/// What claiming a host number and registering a node leave in a directory.
+/// The entries after a node was registered and a host number was claimed.
 #[test]
 fn golden_keys_that_are_written() {
     let folder = tempfile::tempdir().expect("there is room for a folder");
-    let directory = Embedded::open(&folder.path().join("file")).expect("it can be created");
+    let directory = EmbeddedDirectory::open(&folder.path().join("file")).expect("it can be created");
     let lease = directory.lease_grant(Duration::from_secs(60)).expect("there are few leases");
     names::register_node(&directory, lease, &node(None)).expect("it is the first");
     names::claim_host(&directory, lease, "agent.sock", 7).expect("all are free");
@@ -86,7 +98,7 @@ fn golden_keys_that_are_written() {
 }
 
 fn dump(path: &Path, golden: &mut Golden) {
-    let database = Database::open(path).expect("nobody else has it open");
+    let database = Database::open(path).expect("no other process has it open");
     let read = database.begin_read().expect("it can be read");
     let head: TableDefinition<'_, &str, u64> = TableDefinition::new("aquifer-directory");
     for row in read.open_table(head).expect("it is there").iter().expect("it can be read") {
@@ -109,10 +121,10 @@ fn dump(path: &Path, golden: &mut Golden) {
 fn golden_file() {
     let folder = tempfile::tempdir().expect("there is room for a folder");
     let path = folder.path().join("file");
-    let directory = Embedded::open(&path).expect("it can be created");
+    let directory = EmbeddedDirectory::open(&path).expect("it can be created");
     let lease = directory.lease_grant(Duration::from_millis(60_001)).expect("there are few leases");
     let operations =
-        vec![Operation::put("a", vec![1, 2], Some(lease.id)), Operation::put("é", vec![3], None)];
+        vec![KeyOperation::put("a", vec![1, 2], Some(lease.id)), KeyOperation::put("é", vec![3], None)];
     let transaction = Transaction { compares: Vec::new(), operations };
     assert!(directory.transaction(&transaction).expect("nothing hinders it").is_committed());
     drop(directory);
@@ -120,7 +132,7 @@ fn golden_file() {
     let mut golden = golden!("file");
     dump(&path, &mut golden);
     golden.check();
-    let again = Embedded::open(&path).expect("it is whole");
+    let again = EmbeddedDirectory::open(&path).expect("it is whole");
     let entry = again.get("a").expect("it can be read").expect("it is there");
     assert_eq!((entry.value, entry.lease), (vec![1, 2], Some(lease.id)));
 }

@@ -1,13 +1,18 @@
-//! Who is alive, who leads, where things are: a small, consistent store of keys with versions,
-//! leases that carry a fencing epoch, transactions and watches.
+//! The directory: a small, strongly consistent store with leases, transactions and watches.
 //!
-//! Consumers hold an `Arc<dyn Directory>` and know nothing of what stands behind it:
-//! [`embedded`] (a redb file, in process or served over a Unix socket), [`sim`] (in memory,
-//! virtual time, faults on demand), and in a crate of its own a real etcd, for a cluster of machines. All share the semantics of [`core`] and
-//! pass one conformance suite. The words are etcd's: a key's version is the revision of its last
-//! change, revisions count the changes of the whole directory.
+//! It records which nodes and hosts are alive, and where they are.
+//! A user holds an `Arc<dyn Directory>`, and does not know the implementation:
 //!
-//! It is never on a data path: every change is made durable before it is acknowledged.
+//! - [`embedded`]: a redb file, in process or behind a Unix socket.
+//! - [`sim`]: in memory, with virtual time and injected faults.
+//! - `aquifer-directory-etcd`: a real etcd, for a cluster of machines.
+//!
+//! All have the semantics of [`core`] and pass one conformance suite.
+//! The terms are etcd's: a revision counts the changes of the whole directory, and the version of
+//! a key is the revision of its last change.
+//!
+//! A change is durable before it is acknowledged, so the directory is slow, and no data path may
+//! wait for it.
 
 #![forbid(unsafe_code)]
 
@@ -25,89 +30,101 @@ pub mod sim;
 use std::fmt::Debug;
 use std::time::Duration;
 
-pub use error::{Bound, DirectoryError};
+pub use error::{DirectoryError, LimitKind};
 pub use model::{
-    Compare, Entry, Event, EventKind, Lease, LeaseId, Listing, Operation, Transaction, TransactionOutcome,
-    limits,
+    Compare, DirectoryEntry, KeyOperation, Lease, LeaseId, Listing, Transaction, TransactionOutcome,
+    WatchEvent, WatchEventKind, limits,
 };
 
-/// The cluster's metadata. Every call is safe from any thread and blocks until it is answered.
+/// A store of the cluster's metadata.
 ///
-/// An [`DirectoryError::Unavailable`] leaves open whether a change was made; all others mean that it was not.
+/// Calls may come from any thread, and block until they are answered.
+/// After [`DirectoryError::Unavailable`] a change may have been made or not.
+/// After any other error it was not made.
 pub trait Directory: Send + Sync + Debug {
-    /// The entry at a key, `None` if there is none.
+    /// The entry of a key; `None` if the key is absent.
     ///
     /// # Errors
-    /// An unfit key; the directory is out of reach.
-    fn get(&self, key: &str) -> Result<Option<Entry>, DirectoryError>;
+    /// [`DirectoryError::InvalidKey`], a limit, or [`DirectoryError::Unavailable`].
+    fn get(&self, key: &str) -> Result<Option<DirectoryEntry>, DirectoryError>;
 
-    /// All entries whose key begins with `prefix` (empty: all), in the order of their keys, as they
-    /// were at one revision. `watch(prefix, listing.revision + 1)` continues without a gap.
+    /// All entries whose keys begin with `prefix`, in the order of their keys, at one revision.
+    ///
+    /// The empty prefix lists all entries.
+    /// `watch(prefix, listing.revision + 1)` continues without a gap.
     ///
     /// # Errors
-    /// More than [`limits::LIST_ENTRIES_MAX`] entries or [`limits::LIST_BYTES_MAX`] bytes: ask for a narrower prefix.
+    /// [`DirectoryError::Limit`] for more than [`limits::LIST_ENTRIES_MAX`] entries or
+    /// [`limits::LIST_BYTES_MAX`] bytes: use a narrower prefix.
     fn list(&self, prefix: &str) -> Result<Listing, DirectoryError>;
 
-    /// All or nothing: apply the operations if every compare holds.
+    /// Applies all operations if every compare holds, else none.
+    ///
+    /// A compare that does not hold is no error, but [`TransactionOutcome::Conflict`].
     ///
     /// # Errors
-    /// A limit; a key that two operations change; a lease that is gone. A compare that does not
-    /// hold is no error but [`TransactionOutcome::Conflict`].
+    /// A limit, [`DirectoryError::ChangedTwice`], or [`DirectoryError::LeaseGone`].
     fn transaction(&self, transaction: &Transaction) -> Result<TransactionOutcome, DirectoryError>;
 
-    /// Ask for a lease. Its epoch is greater than that of every lease granted before, over restarts too.
+    /// Grants a lease that ends `ttl` after the last keep-alive.
+    ///
+    /// The lease's epoch is greater than that of every lease granted before, also across restarts.
     ///
     /// # Errors
-    /// A `ttl` out of [`limits::TTL_MIN`]..=[`limits::TTL_MAX`]; too many leases.
+    /// [`DirectoryError::Limit`] for a `ttl` outside [`limits::TTL_MIN`]..=[`limits::TTL_MAX`], or
+    /// for too many leases.
     fn lease_grant(&self, ttl: Duration) -> Result<Lease, DirectoryError>;
 
-    /// Begin the lease's time anew.
+    /// Restarts the lease's time to live.
     ///
     /// # Errors
-    /// [`DirectoryError::LeaseGone`] if it ended: whatever was done under it is over.
+    /// [`DirectoryError::LeaseGone`] if the lease has ended; its keys are deleted then.
     fn lease_keep_alive(&self, id: LeaseId) -> Result<(), DirectoryError>;
 
-    /// End the lease now, and with it every key attached to it.
+    /// Ends the lease now, and deletes every key attached to it.
     ///
     /// # Errors
-    /// [`DirectoryError::LeaseGone`] if it had ended already.
+    /// [`DirectoryError::LeaseGone`] if the lease had already ended.
     fn lease_revoke(&self, id: LeaseId) -> Result<(), DirectoryError>;
 
-    /// Watch the keys that begin with `prefix`: all changes with a revision of at least
-    /// `from_revision`; 0 means those made after this call returns.
+    /// Opens a watch on the keys that begin with `prefix`.
+    ///
+    /// It reports all changes from `from_revision` on; 0 stands for the changes that are made
+    /// after this call returns.
     ///
     /// # Errors
-    /// [`DirectoryError::Compacted`] if changes since then are no longer kept.
+    /// [`DirectoryError::Compacted`] if changes of `from_revision` are no longer kept.
     fn watch(&self, prefix: &str, from_revision: u64) -> Result<Box<dyn Watch>, DirectoryError>;
 
-    /// Set a key, attached to `lease` or to none, and return the new revision.
+    /// Sets a key, attached to `lease` if there is one, and returns the new revision.
     ///
     /// # Errors
-    /// As [`Directory::transaction`].
+    /// The errors of [`Directory::transaction`].
     fn put(&self, key: &str, value: &[u8], lease: Option<LeaseId>) -> Result<u64, DirectoryError> {
-        let operation = Operation::Put { key: key.to_owned(), value: value.to_vec(), lease };
+        let operation = KeyOperation::Put { key: key.to_owned(), value: value.to_vec(), lease };
         self.transaction(&Transaction { compares: Vec::new(), operations: vec![operation] })?.unconditional()
     }
 
-    /// Delete a key if it is there. Returns the directory's revision after that.
+    /// Deletes a key if it exists, and returns the directory's revision afterwards.
     ///
     /// # Errors
-    /// As [`Directory::transaction`].
+    /// The errors of [`Directory::transaction`].
     fn delete(&self, key: &str) -> Result<u64, DirectoryError> {
-        let operation = Operation::Delete { key: key.to_owned() };
+        let operation = KeyOperation::Delete { key: key.to_owned() };
         self.transaction(&Transaction { compares: Vec::new(), operations: vec![operation] })?.unconditional()
     }
 }
 
-/// A stream of changes in the order in which they were made, none skipped.
+/// A stream of changes, complete and in the order in which they were made.
 pub trait Watch: Send + Debug {
-    /// The next change, or `None` if there was none for `timeout`.
+    /// The next change; `None` if there was none within `timeout`.
     ///
-    /// A watch that failed is over. To go on, open a new one from the revision of the last event
-    /// received: those of that revision come again (a transaction's changes share one), none is missed.
+    /// A watch that has failed reports nothing more.
+    /// To continue, open a watch from the revision of the last event received.
+    /// It repeats the events of that revision, because all changes of a transaction share one.
     ///
     /// # Errors
-    /// [`DirectoryError::Compacted`] if this watcher fell so far behind that changes are no longer
-    /// kept: list again, then watch from there.
-    fn next(&mut self, timeout: Duration) -> Result<Option<Event>, DirectoryError>;
+    /// [`DirectoryError::Compacted`] if the next changes are no longer kept: list again, then
+    /// watch from there.
+    fn next(&mut self, timeout: Duration) -> Result<Option<WatchEvent>, DirectoryError>;
 }

@@ -1,230 +1,248 @@
-//! The keys that Aquifer uses, and the records behind them: JSON, so that a person can read them.
+//! The keys that Aquifer uses, and the records that they hold.
+//!
+//! A record is JSON, so that people can read it.
+//! `docs/formats/directory.md` lists keys and fields; the names of fields in JSON are public.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::model::{Compare, Entry, Lease, Operation, Transaction, TransactionOutcome};
+use crate::model::{Compare, DirectoryEntry, KeyOperation, Lease, Transaction, TransactionOutcome};
 use crate::{Directory, DirectoryError};
 
-/// Prefix of the memory nodes' keys.
+/// Prefix of the keys of live memory nodes.
 pub const NODES: &str = "nodes/";
-/// Prefix of the host agents' keys.
+/// Prefix of the keys of live host agents.
 pub const AGENTS: &str = "agents/";
-/// Prefix of the hosts that may hold memory, alive or dead: the record stays until nothing of theirs is left.
+/// Prefix of the keys of hosts that may own memory, alive or dead.
+///
+/// A key stays until its host owns nothing any more.
 pub const HOLDERS: &str = "holders/";
-/// Prefix of the memory nodes whose memory exists, present or not: the record stays until the memory is gone.
+/// Prefix of the keys of node memory that exists, whether or not its node runs.
+///
+/// A key stays until the memory is gone.
 pub const LIVES: &str = "lives/";
-/// Prefix of what memory nodes are asked to lend.
-pub const WANTED: &str = "wanted/";
-/// Where the search for a free host number goes on.
+/// Prefix of the keys with the memory that nodes are requested to lend.
+pub const REQUESTED_MEMORY: &str = "wanted/";
+/// The key of the host number at which the next search for a free number starts.
 const NEXT_HOST: &str = "hosts/next";
 
-/// The greatest host number: the pool's logs give it 12 bits, and the one above is a node's own (`Host::NODE`).
+/// The greatest host number.
+///
+/// The pool's log has 12 bits for it, and the greatest number of 12 bits is the node's own
+/// (`Host::NODE`).
 pub const HOST_MAX: u16 = 4094;
 
-/// How often a host number is tried for, against others who take one at the same time.
+/// Attempts to claim a host number while other hosts claim numbers at the same time.
 const CLAIM_ATTEMPTS_MAX: u32 = 256;
 
 /// The key of a memory node.
 #[must_use]
-pub fn node(id: u16) -> String {
+pub fn node_key(id: u16) -> String {
     format!("{NODES}{id}")
 }
 
 /// The key of a host's agent.
 #[must_use]
-pub fn agent(host: u16) -> String {
+pub fn agent_key(host: u16) -> String {
     format!("{AGENTS}{host}")
 }
 
-/// The key of a host that may hold memory.
+/// The key of a host that may own memory.
 #[must_use]
-pub fn holder(host: u16) -> String {
+pub fn holder_key(host: u16) -> String {
     format!("{HOLDERS}{host}")
 }
 
 /// The key of a node's memory.
 #[must_use]
-pub fn life(node: u16) -> String {
+pub fn life_key(node: u16) -> String {
     format!("{LIVES}{node}")
 }
 
-/// The key of what a memory node is asked to lend.
+/// The key of the memory that a node is requested to lend.
 #[must_use]
-pub fn wanted(node: u16) -> String {
-    format!("{WANTED}{node}")
+pub fn requested_memory_key(node: u16) -> String {
+    format!("{REQUESTED_MEMORY}{node}")
 }
 
-/// The host number in an agent's key; `None` if it is no such key.
+/// The host number in an agent's key; `None` if it is another key.
 #[must_use]
-pub fn host_of(key: &str) -> Option<u16> {
+pub fn host_of_agent_key(key: &str) -> Option<u16> {
     let number: u16 = key.strip_prefix(AGENTS)?.parse().ok()?;
-    (agent(number) == key && (1..=HOST_MAX).contains(&number)).then_some(number)
+    (agent_key(number) == key && (1..=HOST_MAX).contains(&number)).then_some(number)
 }
 
-/// A memory node, at `nodes/{id}` while it lives.
+/// A memory node, at `nodes/{id}` while the node's lease lasts.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct NodeRecord {
-    /// Its number.
+    /// The node's number.
     pub id: u16,
-    /// How to reach its memory: `shm`.
+    /// The fabric that reaches the node's memory, such as `shm`.
     pub fabric: String,
-    /// Where, in the fabric's terms.
+    /// The node's address in that fabric.
     pub address: String,
-    /// How much it lends.
+    /// Memory that the node lends.
     pub memory_bytes: u64,
-    /// The most that it could be asked to lend.
+    /// The most memory that the node can be requested to lend.
     #[serde(default)]
     pub memory_bytes_max: u64,
-    /// What it was asked to lend when it said so.
-    #[serde(default)]
-    pub memory_bytes_wanted: u64,
-    /// Why that is not the same, if it is known.
-    #[serde(default)]
-    pub held_up: Option<HeldUp>,
-    /// For so long after its end its memory is kept, for it to come back with, in milliseconds; 0: not at all.
+    /// The memory that the node was requested to lend when it wrote this record.
+    #[serde(default, rename = "memory_bytes_wanted")]
+    pub requested_memory_bytes: u64,
+    /// Why the node does not lend the requested memory, if it knows.
+    #[serde(default, rename = "held_up")]
+    pub resize_blocker: Option<ResizeBlocker>,
+    /// How long the memory outlives the node's process, in milliseconds; 0 if it does not.
     #[serde(default)]
     pub kept_ms: u64,
-    /// Fencing epoch of its first lease with this memory.
+    /// Fencing epoch of the node's first lease with this memory.
     pub epoch: u64,
 }
 
-/// Why a memory node does not lend what it was asked to.
+/// Why a memory node does not lend the memory that it is requested to lend.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum HeldUp {
-    /// Memory is never taken from those who use it.
-    #[error("the rest is in use, and follows when it is given back")]
+pub enum ResizeBlocker {
+    /// Hosts use the memory that the node is to withdraw.
+    #[error("the rest is in use, and is withdrawn when its users free it")]
     InUse,
-    /// The machine has no more.
-    #[error("its machine has no more memory to spare; it goes on when there is")]
+    /// The machine has too little free memory.
+    #[error("its machine has no more free memory; it continues when there is some")]
     NoMemory,
-    /// The RDMA device keeps what it was once given.
-    #[error("over verbs memory is pinned for good: start the node anew with another --memory")]
+    /// Memory that is registered with an RDMA device cannot be withdrawn.
+    #[error("verbs pins memory at registration: restart the node with another --memory")]
     Pinned,
-    /// It goes wrong.
-    #[error("it fails; its log says at what")]
+    /// Resizing fails with an error.
+    #[error("resizing fails; the node's log has the error")]
     Failing,
-    /// Something that later versions know.
-    #[error("it does not say why in words that this version knows")]
+    /// A reason that a later version writes.
+    #[error("it gives a reason that this version does not know")]
     #[serde(other)]
     Other,
 }
 
-/// What a memory node is asked to lend, at `wanted/{node}`. It holds for one life of the node.
+/// The memory that a node is requested to lend, at `wanted/{node}`.
+///
+/// It is valid for one life of the node.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct WantedRecord {
+pub struct RequestedMemory {
     /// The node's number.
     pub node: u16,
-    /// That of [`NodeRecord::epoch`].
+    /// The life's [`NodeRecord::epoch`].
     pub epoch: u64,
-    /// How much.
+    /// The requested memory.
     pub memory_bytes: u64,
 }
 
-/// A node's memory from one start to its end, at `lives/{node}`. A node that is out of reach for a while comes back with it.
+/// One lifetime of a node's memory, at `lives/{node}`.
+///
+/// A node that returns with the same memory continues the same life.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Life {
+pub struct NodeLife {
     /// The node's number.
     pub node: u16,
-    /// That of [`NodeRecord::epoch`].
+    /// The life's [`NodeRecord::epoch`].
     pub epoch: u64,
-    /// That of [`NodeRecord::kept_ms`].
+    /// The life's [`NodeRecord::kept_ms`].
     #[serde(default)]
     pub kept_ms: u64,
 }
 
-impl Life {
-    /// Whether it is the same life of the same node.
+impl NodeLife {
+    /// Whether both are the same life of the same node.
     #[must_use]
-    pub const fn is(&self, other: &Self) -> bool {
+    pub const fn is_same(&self, other: &Self) -> bool {
         self.node == other.node && self.epoch == other.epoch
     }
 }
 
-/// A host that may hold memory, at `holders/{host}`.
+/// A host that may own memory, at `holders/{host}`.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct HolderRecord {
-    /// Its number.
+    /// The host's number.
     pub host: u16,
-    /// That of [`AgentRecord::claimed`].
-    pub claimed: u64,
-    /// For so long after its lease it may still come back for what it holds, in milliseconds.
+    /// The host's [`AgentRecord::claim_epoch`].
+    #[serde(rename = "claimed")]
+    pub claim_epoch: u64,
+    /// How long after the end of its lease the host may resume, in milliseconds.
     pub grace_ms: u64,
-    /// It is dead, and only in these lives may something of it be left; absent: in any.
-    pub left_in: Option<Vec<Life>>,
+    /// The lives in which a dead host may still own memory; `None` if it may in any.
+    #[serde(rename = "left_in")]
+    pub remaining_lives: Option<Vec<NodeLife>>,
 }
 
-/// A host agent, at `agents/{host}` while it lives.
+/// A host agent, at `agents/{host}` while the agent's lease lasts.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct AgentRecord {
-    /// Its host number.
+    /// The host's number.
     pub host: u16,
-    /// Where programs reach it.
+    /// The socket at which programs reach the agent.
     pub address: String,
-    /// Fencing epoch of its lease.
+    /// Fencing epoch of the agent's lease.
     pub epoch: u64,
-    /// The epoch under which the number was claimed: agents that go on one after another under the number share it.
-    pub claimed: u64,
-    /// It is no agent, but gives back what a dead one held.
-    pub is_successor: bool,
+    /// The epoch under which the number was claimed; agents that resume the host keep it.
+    #[serde(rename = "claimed")]
+    pub claim_epoch: u64,
+    /// Whether the holder of the number is no agent, but frees what a dead host owned.
+    #[serde(rename = "is_successor")]
+    pub is_recovery: bool,
 }
 
-/// Read a record.
+/// Reads a record.
 ///
 /// # Errors
-/// The value is no such record.
-pub fn decode<T: DeserializeOwned>(entry: &Entry) -> Result<T, DirectoryError> {
+/// [`DirectoryError::Protocol`] if the value is not such a record.
+pub fn decode<T: DeserializeOwned>(entry: &DirectoryEntry) -> Result<T, DirectoryError> {
     serde_json::from_slice(&entry.value).map_err(|error| DirectoryError::Protocol {
-        why: format!("the record at \"{}\": {error}", entry.key),
+        why: format!("the record at \"{}\" is not valid: {error}", entry.key),
     })
 }
 
-/// A record as a value.
+/// Writes a record as a value.
 #[must_use]
 pub fn encode<T: Serialize>(record: &T) -> Vec<u8> {
     serde_json::to_vec(record).expect("plain structs are JSON")
 }
 
-/// All living memory nodes.
+/// All live memory nodes.
 ///
 /// # Errors
-/// The directory's; a record that makes no sense.
+/// An error of the directory, or a record that is not valid.
 pub fn nodes(directory: &dyn Directory) -> Result<Vec<NodeRecord>, DirectoryError> {
     directory.list(NODES)?.entries.iter().map(decode).collect()
 }
 
-/// All memory that exists, of nodes that are there and of nodes that may come back.
+/// All node memory that exists, whether or not its node runs.
 ///
 /// # Errors
-/// The directory's; a record that makes no sense.
-pub fn lives(directory: &dyn Directory) -> Result<Vec<Life>, DirectoryError> {
+/// An error of the directory, or a record that is not valid.
+pub fn lives(directory: &dyn Directory) -> Result<Vec<NodeLife>, DirectoryError> {
     directory.list(LIVES)?.entries.iter().map(decode).collect()
 }
 
-/// All living host agents.
+/// All live host agents, without recoveries.
 ///
 /// # Errors
-/// The directory's; a record that makes no sense.
+/// An error of the directory, or a record that is not valid.
 pub fn agents(directory: &dyn Directory) -> Result<Vec<AgentRecord>, DirectoryError> {
     let records = directory.list(AGENTS)?;
     let records = records.entries.iter().map(decode::<AgentRecord>);
-    records.filter(|record| !record.as_ref().is_ok_and(|record| record.is_successor)).collect()
+    records.filter(|record| !record.as_ref().is_ok_and(|record| record.is_recovery)).collect()
 }
 
-/// Announce a memory node for as long as its lease lives.
+/// Writes the record of a memory node, which lasts as long as the lease.
 ///
 /// # Errors
-/// [`DirectoryError::Taken`] if a living node has this number; the directory's.
+/// [`DirectoryError::Taken`] if a live node has the number; an error of the directory.
 pub fn register_node(
     directory: &dyn Directory,
     lease: Lease,
     record: &NodeRecord,
 ) -> Result<(), DirectoryError> {
-    let key = node(record.id);
+    let key = node_key(record.id);
     let transaction = Transaction {
         compares: vec![Compare::absent(&key)],
-        operations: vec![Operation::put(&key, encode(record), Some(lease.id))],
+        operations: vec![KeyOperation::put(&key, encode(record), Some(lease.id))],
     };
     match directory.transaction(&transaction)? {
         TransactionOutcome::Committed { .. } => Ok(()),
@@ -232,57 +250,62 @@ pub fn register_node(
     }
 }
 
-/// Take a host number again, under a new lease: an agent goes on where one before it, with this record, was stopped. What that one
-/// still has under way is refused from now on, for its epoch is over.
+/// Takes over a host's number under a new lease, for an agent that resumes the host `before`.
+///
+/// The new epoch is greater, so nodes refuse operations of the previous agent that are still in
+/// flight.
 ///
 /// # Errors
-/// [`DirectoryError::Taken`] if another has the number meanwhile, or has given back what it held; the directory's.
-pub fn reclaim_host(
+/// [`DirectoryError::Taken`] if another process has claimed the number, or a recovery has freed
+/// what the host owned; an error of the directory.
+pub fn resume_host(
     directory: &dyn Directory,
     lease: Lease,
     before: &AgentRecord,
     grace_ms: u64,
 ) -> Result<AgentRecord, DirectoryError> {
-    let (key, holder) = (agent(before.host), holder(before.host));
+    let (key, holder) = (agent_key(before.host), holder_key(before.host));
     let record = AgentRecord { epoch: lease.epoch, ..before.clone() };
     let mut attempts = 0;
     loop {
-        let held = match directory.get(&holder)? {
-            Some(entry) if decode::<HolderRecord>(&entry)?.claimed == before.claimed => {
+        let holder_compare = match directory.get(&holder)? {
+            Some(entry) if decode::<HolderRecord>(&entry)?.claim_epoch == before.claim_epoch => {
                 Compare::version(&holder, entry.version)
             }
             _ => return Err(DirectoryError::Taken { key: holder }),
         };
-        let alive = match directory.get(&key)? {
-            // The lease of before has ended, and nobody has taken the number since.
+        let agent_compare = match directory.get(&key)? {
+            // The previous lease has ended, and no other process has claimed the number.
             None => Compare::absent(&key),
-            Some(entry) if decode::<AgentRecord>(&entry)?.claimed == before.claimed => {
+            Some(entry) if decode::<AgentRecord>(&entry)?.claim_epoch == before.claim_epoch => {
                 Compare::version(&key, entry.version)
             }
             Some(_) => return Err(DirectoryError::Taken { key }),
         };
-        let taken = take_number(directory, lease, record.clone(), (grace_ms, None), vec![held, alive]);
+        let compares = vec![holder_compare, agent_compare];
+        let written = write_host(directory, lease, record.clone(), (grace_ms, None), compares);
         attempts += 1;
-        // Its lease may have ended in between: that is nobody's taking it.
-        if !matches!(taken, Err(DirectoryError::Taken { .. })) || attempts == CLAIM_ATTEMPTS_MAX {
-            return taken;
+        // A conflict can also mean that the previous lease ended after the read of its key.
+        if !matches!(written, Err(DirectoryError::Taken { .. })) || attempts == CLAIM_ATTEMPTS_MAX {
+            return written;
         }
     }
 }
 
-/// Announce a host's agent under its lease, and for good that the host may hold memory.
-fn take_number(
+/// Writes a host's agent record under its lease, and its holder record without a lease.
+fn write_host(
     directory: &dyn Directory,
     lease: Lease,
     record: AgentRecord,
-    (grace_ms, left_in): (u64, Option<Vec<Life>>),
+    (grace_ms, remaining_lives): (u64, Option<Vec<NodeLife>>),
     compares: Vec<Compare>,
 ) -> Result<AgentRecord, DirectoryError> {
-    let key = agent(record.host);
-    let held = HolderRecord { host: record.host, claimed: record.claimed, grace_ms, left_in };
+    let key = agent_key(record.host);
+    let holder =
+        HolderRecord { host: record.host, claim_epoch: record.claim_epoch, grace_ms, remaining_lives };
     let operations = vec![
-        Operation::put(&key, encode(&record), Some(lease.id)),
-        Operation::put(holder(record.host), encode(&held), None),
+        KeyOperation::put(&key, encode(&record), Some(lease.id)),
+        KeyOperation::put(holder_key(record.host), encode(&holder), None),
     ];
     match directory.transaction(&Transaction { compares, operations })? {
         TransactionOutcome::Committed { .. } => Ok(record),
@@ -290,32 +313,35 @@ fn take_number(
     }
 }
 
-/// Hosts that may hold memory and whose leases are gone.
+/// Hosts that may own memory and whose leases have ended.
 ///
 /// # Errors
-/// The directory's; a record that makes no sense.
+/// An error of the directory, or a record that is not valid.
 pub fn dead_hosts(directory: &dyn Directory) -> Result<Vec<HolderRecord>, DirectoryError> {
-    // In this order: who comes in between is in the second.
+    // Holders first: a host that registers between the two reads is then seen as alive.
     let holders = directory.list(HOLDERS)?;
     let alive: Vec<u16> =
-        directory.list(AGENTS)?.entries.iter().filter_map(|entry| host_of(&entry.key)).collect();
+        directory.list(AGENTS)?.entries.iter().filter_map(|entry| host_of_agent_key(&entry.key)).collect();
     let records = holders.entries.iter().map(decode::<HolderRecord>);
     records.filter(|record| record.as_ref().map_or(true, |record| !alive.contains(&record.host))).collect()
 }
 
-/// Take a dead host's number, under a new lease, to give back what it held: whatever it still has under way is refused wherever its
-/// number comes with the new epoch. Nobody else can do so as long as the lease lives.
+/// Claims a dead host's number under a new lease, to free what the host owned.
+///
+/// Nodes that learn of the new epoch refuse operations of the dead host that are still in flight.
+/// No other process can claim the number while the lease lasts.
 ///
 /// # Errors
-/// [`DirectoryError::Taken`] if it is not dead, or another was faster; the directory's.
-pub fn succeed_host(
+/// [`DirectoryError::Taken`] if the host is alive, or another process has claimed its number; an
+/// error of the directory.
+pub fn claim_dead_host(
     directory: &dyn Directory,
     lease: Lease,
     dead: &HolderRecord,
     address: &str,
 ) -> Result<AgentRecord, DirectoryError> {
-    let holder = holder(dead.host);
-    let held = match directory.get(&holder)? {
+    let holder = holder_key(dead.host);
+    let holder_compare = match directory.get(&holder)? {
         Some(entry) if decode::<HolderRecord>(&entry)? == *dead => Compare::version(&holder, entry.version),
         _ => return Err(DirectoryError::Taken { key: holder }),
     };
@@ -323,50 +349,59 @@ pub fn succeed_host(
         host: dead.host,
         address: address.to_owned(),
         epoch: lease.epoch,
-        claimed: lease.epoch,
-        is_successor: true,
+        claim_epoch: lease.epoch,
+        is_recovery: true,
     };
-    let compares = vec![held, Compare::absent(agent(dead.host))];
-    take_number(directory, lease, record, (0, dead.left_in.clone()), compares)
+    let compares = vec![holder_compare, Compare::absent(agent_key(dead.host))];
+    write_host(directory, lease, record, (0, dead.remaining_lives.clone()), compares)
 }
 
-/// A dead host holds nothing any more but in these lives; if there are none its number may be given to another. Whoever says so has the number under its lease, and loses it.
+/// Records that a dead host owns memory in `remaining_lives` only, and ends the claim.
+///
+/// If no lives remain, the number is free for another host.
+/// `record` is what [`claim_dead_host`] returned.
 ///
 /// # Errors
-/// [`DirectoryError::Taken`] if another has it meanwhile; the directory's.
-pub fn forget_host(
+/// [`DirectoryError::Taken`] if the claim has ended; an error of the directory.
+pub fn finish_recovery(
     directory: &dyn Directory,
     record: &AgentRecord,
-    left_in: Vec<Life>,
+    remaining_lives: Vec<NodeLife>,
 ) -> Result<(), DirectoryError> {
-    let (key, holder) = (agent(record.host), holder(record.host));
+    let (key, holder) = (agent_key(record.host), holder_key(record.host));
     let taken = || DirectoryError::Taken { key: key.clone() };
     let entry = directory.get(&key)?.ok_or_else(taken)?;
     if decode::<AgentRecord>(&entry)?.epoch != record.epoch {
         return Err(taken());
     }
     let compares = vec![Compare::version(&key, entry.version)];
-    let rest = if left_in.is_empty() {
-        Operation::delete(&holder)
+    let holder_operation = if remaining_lives.is_empty() {
+        KeyOperation::delete(&holder)
     } else {
-        let left_in = Some(left_in);
-        let held = HolderRecord { host: record.host, claimed: record.claimed, grace_ms: 0, left_in };
-        Operation::put(&holder, encode(&held), None)
+        let record = HolderRecord {
+            host: record.host,
+            claim_epoch: record.claim_epoch,
+            grace_ms: 0,
+            remaining_lives: Some(remaining_lives),
+        };
+        KeyOperation::put(&holder, encode(&record), None)
     };
-    let operations = vec![rest, Operation::delete(&key)];
+    let operations = vec![holder_operation, KeyOperation::delete(&key)];
     match directory.transaction(&Transaction { compares, operations })? {
         TransactionOutcome::Committed { .. } => Ok(()),
         TransactionOutcome::Conflict { .. } => Err(taken()),
     }
 }
 
-/// Take a free host number for as long as the lease lives, and announce its agent. For `grace_ms` after that it may be reclaimed.
+/// Claims a free host number, and writes the agent's record, which lasts as long as the lease.
 ///
-/// A dead host's number, under which the pool's logs know what it holds, is not given out before that was given back. Numbers are given out in turn, so that
-/// one comes back as late as can be.
+/// For `grace_ms` after the end of the lease, an agent may resume the host.
+/// The number of a dead host is not free until what the host owned is freed, because the pool's
+/// logs name owners by their numbers.
+/// Numbers are claimed in ascending order and start over at 1, so a number is reused late.
 ///
 /// # Errors
-/// [`DirectoryError::Taken`] if none of the 4094 is free; the directory's.
+/// [`DirectoryError::Taken`] if no number is free; an error of the directory.
 pub fn claim_host(
     directory: &dyn Directory,
     lease: Lease,
@@ -388,17 +423,17 @@ pub fn claim_host(
             host,
             address: address.to_owned(),
             epoch: lease.epoch,
-            claimed: lease.epoch,
-            is_successor: false,
+            claim_epoch: lease.epoch,
+            is_recovery: false,
         };
-        let held = HolderRecord { host, claimed: lease.epoch, grace_ms, left_in: None };
+        let holder = HolderRecord { host, claim_epoch: lease.epoch, grace_ms, remaining_lives: None };
         let following = if host == HOST_MAX { 1 } else { host + 1 };
         let transaction = Transaction {
-            compares: vec![Compare::version(NEXT_HOST, version), Compare::absent(holder(host))],
+            compares: vec![Compare::version(NEXT_HOST, version), Compare::absent(holder_key(host))],
             operations: vec![
-                Operation::put(agent(host), encode(&record), Some(lease.id)),
-                Operation::put(holder(host), encode(&held), None),
-                Operation::put(NEXT_HOST, encode(&following), None),
+                KeyOperation::put(agent_key(host), encode(&record), Some(lease.id)),
+                KeyOperation::put(holder_key(host), encode(&holder), None),
+                KeyOperation::put(NEXT_HOST, encode(&following), None),
             ],
         };
         if directory.transaction(&transaction)?.is_committed() {

@@ -1,106 +1,110 @@
-//! A directory in memory, in virtual time, with faults on demand: what simulators and tests of other crates use.
+//! A directory in memory with virtual time and injected faults, for simulators and tests.
 //!
-//! A [`World`] is the directory; each host of a simulation gets a [`SimDirectory`] of its own, whose faults are its own.
-//! Nothing blocks: a watch returns what there is, and time passes only when it is told to, or by the delays that were asked for.
+//! A [`DirectoryWorld`] is the directory. Each host of a simulation has a [`SimDirectory`] with its
+//! own faults.
+//! No call blocks: a watch returns the events that exist.
+//! Time passes only by [`DirectoryWorld::advance`] and by the delays of [`SimDirectory::delay`].
 
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use crate::clock::{Clock, ManualClock, saturating_ms};
 use crate::core::Core;
-use crate::engine::{Engine, EngineWatch, Nowhere};
-use crate::model::{Entry, Event, Lease, LeaseId, Listing, Transaction, TransactionOutcome};
+use crate::engine::{Engine, EngineWatch, VolatileStore};
+use crate::model::{DirectoryEntry, Lease, LeaseId, Listing, Transaction, TransactionOutcome, WatchEvent};
 use crate::{Directory, DirectoryError, Watch};
 
-/// A simulated directory and its time.
+/// A simulated directory and its virtual time.
 #[derive(Clone, Debug)]
-pub struct World {
+pub struct DirectoryWorld {
     engine: Arc<Engine>,
     clock: Arc<ManualClock>,
     seed: u64,
 }
 
-/// How a call fails.
+/// How an injected fault makes a call fail.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Fault {
-    /// It never arrives.
+pub enum CallFault {
+    /// The request is lost: the call has no effect.
     Lost,
-    /// It is carried out and its answer is lost.
+    /// The answer is lost: the call takes effect.
     AnswerLost,
 }
 
-/// One host's access to the directory.
+/// A host's access to a simulated directory.
 #[derive(Clone, Debug)]
 pub struct SimDirectory {
-    world: World,
-    faults: Arc<Mutex<Faults>>,
+    world: DirectoryWorld,
+    faults: Arc<Mutex<FaultPlan>>,
 }
 
 #[derive(Debug)]
-struct Faults {
+struct FaultPlan {
     random: u64,
     delay_ms_max: u64,
-    cut_off: bool,
-    next: Option<(u32, Fault)>,
+    is_disconnected: bool,
+    next: Option<(u32, CallFault)>,
 }
 
-impl World {
+impl DirectoryWorld {
     /// An empty directory at time 0. The same seed gives the same delays.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         let clock = Arc::new(ManualClock::default());
         let engine =
-            Arc::new(Engine::new(Core::new(), Box::new(Nowhere), Arc::clone(&clock) as Arc<dyn Clock>));
+            Arc::new(Engine::new(Core::new(), Box::new(VolatileStore), Arc::clone(&clock) as Arc<dyn Clock>));
         Self { engine, clock, seed }
     }
 
-    /// Access for one host; `name` varies its delays.
+    /// Access for a host; `name` seeds its delays.
     #[must_use]
     pub fn host(&self, name: u64) -> SimDirectory {
         let random = self.seed ^ name.wrapping_mul(0xd134_2543_de82_ef95);
-        let faults = Faults { random, delay_ms_max: 0, cut_off: false, next: None };
+        let faults = FaultPlan { random, delay_ms_max: 0, is_disconnected: false, next: None };
         SimDirectory { world: self.clone(), faults: Arc::new(Mutex::new(faults)) }
     }
 
-    /// The time.
+    /// The virtual time.
     #[must_use]
     pub fn now_ms(&self) -> u64 {
         self.clock.now_ms()
     }
 
-    /// Let time pass; leases whose time is up end.
+    /// Advances the time, and ends the leases whose time is up.
     pub fn advance(&self, by: Duration) {
         self.clock.advance(by);
         self.engine.tick().expect("a simulated directory has no disk that could fail");
     }
 
-    /// End a lease as if its time were up.
+    /// Ends a lease as if its time were up.
     ///
     /// # Errors
-    /// The lease is gone.
+    /// [`DirectoryError::LeaseGone`].
     pub fn expire(&self, id: LeaseId) -> Result<(), DirectoryError> {
         self.engine.expire_now(id)
     }
 }
 
 impl SimDirectory {
-    /// From now on every call takes a random virtual time of at most `longest` before it is carried out.
+    /// Delays each call from now on by a random virtual time of at most `longest`.
     pub fn delay(&self, longest: Duration) {
         self.lock().delay_ms_max = saturating_ms(longest);
     }
 
-    /// The `count`-th call from now (1 = the next) fails so.
-    pub fn fail(&self, count: u32, fault: Fault) {
+    /// Makes the `count`-th call from now fail; 1 is the next call.
+    pub fn fail(&self, count: u32, fault: CallFault) {
         self.lock().next = Some((count, fault));
     }
 
-    /// Cut this host off from the directory, or let it back. While it is cut off its watches see nothing.
-    pub fn cut_off(&self, cut_off: bool) {
-        self.lock().cut_off = cut_off;
+    /// Disconnects this host from the directory, or reconnects it.
+    ///
+    /// While the host is disconnected, its calls fail and its watches report nothing.
+    pub fn set_disconnected(&self, is_disconnected: bool) {
+        self.lock().is_disconnected = is_disconnected;
     }
 
-    fn lock(&self) -> MutexGuard<'_, Faults> {
-        self.faults.lock().expect("no holder of the faults panics")
+    fn lock(&self) -> MutexGuard<'_, FaultPlan> {
+        self.faults.lock().expect("no thread panics while it holds the lock")
     }
 
     fn call<T>(
@@ -109,19 +113,19 @@ impl SimDirectory {
     ) -> Result<T, DirectoryError> {
         let (fault, delay_ms) = self.lock().draw();
         self.world.advance(Duration::from_millis(delay_ms));
-        if fault == Some(Fault::Lost) {
+        if fault == Some(CallFault::Lost) {
             return Err(unavailable("the call was lost"));
         }
         let answer = call(&self.world.engine);
-        if fault == Some(Fault::AnswerLost) {
+        if fault == Some(CallFault::AnswerLost) {
             return Err(unavailable("the answer was lost"));
         }
         answer
     }
 }
 
-impl Faults {
-    fn draw(&mut self) -> (Option<Fault>, u64) {
+impl FaultPlan {
+    fn draw(&mut self) -> (Option<CallFault>, u64) {
         let delay_ms = if self.delay_ms_max == 0 { 0 } else { self.random() % (self.delay_ms_max + 1) };
         let fault = match &mut self.next {
             Some((1, fault)) => Some(*fault),
@@ -134,10 +138,10 @@ impl Faults {
         if fault.is_some() {
             self.next = None;
         }
-        (if self.cut_off { Some(Fault::Lost) } else { fault }, delay_ms)
+        (if self.is_disconnected { Some(CallFault::Lost) } else { fault }, delay_ms)
     }
 
-    /// splitmix64.
+    /// The next number of the generator splitmix64.
     fn random(&mut self) -> u64 {
         self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.random;
@@ -148,7 +152,7 @@ impl Faults {
 }
 
 impl Directory for SimDirectory {
-    fn get(&self, key: &str) -> Result<Option<Entry>, DirectoryError> {
+    fn get(&self, key: &str) -> Result<Option<DirectoryEntry>, DirectoryError> {
         self.call(|engine| engine.get(key))
     }
 
@@ -178,17 +182,17 @@ impl Directory for SimDirectory {
     }
 }
 
-/// A watch that never waits.
+/// A watch that does not wait.
 #[derive(Debug)]
 struct SimWatch {
     watch: EngineWatch,
-    faults: Arc<Mutex<Faults>>,
+    faults: Arc<Mutex<FaultPlan>>,
 }
 
 impl Watch for SimWatch {
-    /// What there is now; `timeout` does not matter.
-    fn next(&mut self, _timeout: Duration) -> Result<Option<Event>, DirectoryError> {
-        if self.faults.lock().expect("no holder of the faults panics").cut_off {
+    /// Ignores `timeout`.
+    fn next(&mut self, _timeout: Duration) -> Result<Option<WatchEvent>, DirectoryError> {
+        if self.faults.lock().expect("no thread panics while it holds the lock").is_disconnected {
             return Ok(None);
         }
         self.watch.next(Duration::ZERO)

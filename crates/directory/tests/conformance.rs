@@ -1,4 +1,4 @@
-//! One suite over every implementation of the directory.
+//! One suite of tests for every implementation of the directory.
 
 mod harness;
 mod numbers;
@@ -6,7 +6,7 @@ mod suite;
 
 use harness::{InEtcd, InProcess, OverSocket, Simulated};
 
-/// Runs every function of the suite over every implementation.
+/// Makes a test for each function of the suite and each implementation.
 macro_rules! conformance {
     ($($test:ident),* $(,)?) => {
         mod in_process { $(#[test] fn $test() { super::suite::$test(&super::InProcess::start()); })* }
@@ -24,28 +24,28 @@ conformance!(
     a_transaction_may_not_change_a_key_twice,
     contended_increments_are_all_counted,
     one_of_many_wins_an_absent_key,
-    keys_end_with_their_lease,
-    a_lease_lives_while_it_is_kept_alive,
+    keys_are_deleted_with_their_lease,
+    a_lease_lasts_while_it_is_kept_alive,
     a_revoked_lease_is_gone,
-    a_lease_that_is_gone_takes_no_keys,
+    no_key_is_attached_to_an_ended_lease,
     epochs_increase,
     ttl_limits,
-    a_watch_sees_all_in_order,
-    a_watch_sees_a_lease_end,
-    a_watch_goes_on_from_a_revision,
+    a_watch_reports_all_changes_in_order,
+    a_watch_reports_the_end_of_a_lease,
+    a_watch_continues_from_a_revision,
     a_listing_and_a_watch_leave_no_gap,
-    a_watch_sees_what_threads_do_complete_and_in_order,
+    a_watch_reports_changes_of_threads_completely_and_in_order,
     a_watch_that_is_too_old_is_refused,
-    a_watch_begins_after_what_was_forgotten,
-    the_lease_that_is_gone_is_named,
-    a_long_listing_is_of_one_revision,
+    a_watch_begins_after_compacted_revisions,
+    an_ended_lease_is_named,
+    a_long_listing_has_one_revision,
     key_limits,
     value_limits,
     list_limits,
     transaction_limits,
     hosts_are_claimed_in_turn,
     hosts_claimed_at_once_differ,
-    a_dead_hosts_number_rests_until_it_holds_nothing,
-    a_host_that_comes_back_in_time_keeps_its_number,
-    a_node_number_is_taken_once,
+    a_dead_hosts_number_is_free_once_it_owns_nothing,
+    a_host_that_resumes_in_time_keeps_its_number,
+    a_node_number_has_one_holder,
 );

@@ -1,22 +1,25 @@
-//! A real etcd that dies, comes back, loses its leader, is cut off: calls fail as unavailable or succeed, never wrong, and a watch has no
-//! gap. Beside that, what only an etcd has: other users' keys, its own clock, TLS.
+//! A real etcd that is killed, restarted, loses its leader, or is disconnected.
+//!
+//! Calls succeed or fail as unavailable, and never return a wrong answer; a watch has no gap.
+//! Further tests cover what only etcd has: keys of other users, its own clock, TLS.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use aquifer_directory::{
-    Compare, Directory, DirectoryError, Event, EventKind, Operation, Transaction, TransactionOutcome, Watch,
+    Compare, Directory, DirectoryError, KeyOperation, Transaction, TransactionOutcome, Watch, WatchEvent,
+    WatchEventKind,
 };
 use aquifer_directory_etcd::{self as etcd, EtcdAddress, TlsFiles};
 use aquifer_tests_support::{Etcd, Relay};
 
-/// Long enough for any machine; a test that works never waits for it.
+/// A timeout that only a failing test reaches.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Longer than etcd is away in any test.
+/// A time to live that is longer than any outage of etcd in these tests.
 const TTL: Duration = Duration::from_secs(300);
 
-fn connect(address: &str) -> etcd::Etcd {
+fn connect(address: &str) -> etcd::EtcdDirectory {
     etcd::connect(&address.parse().unwrap(), &TlsFiles::default()).unwrap()
 }
 
@@ -24,17 +27,17 @@ fn is_unavailable(error: &DirectoryError) -> bool {
     matches!(error, DirectoryError::Unavailable { .. })
 }
 
-fn event(watch: &mut dyn Watch) -> Event {
+fn event(watch: &mut dyn Watch) -> WatchEvent {
     watch.next(PATIENCE).unwrap().expect("an event is due")
 }
 
-/// The next event, whatever it takes: a watch that fails is taken up again from where it was.
+/// The next event. A watch that fails is opened again after the last event.
 fn event_over_failures(
     directory: &dyn Directory,
     watch: &mut Box<dyn Watch>,
     prefix: &str,
     last: u64,
-) -> Event {
+) -> WatchEvent {
     loop {
         match watch.next(PATIENCE) {
             Ok(Some(event)) => return event,
@@ -48,7 +51,7 @@ fn event_over_failures(
     }
 }
 
-/// Repeat what is unavailable until it is not.
+/// Repeats a call until it does not fail as unavailable.
 fn until_available<T>(mut call: impl FnMut() -> Result<T, DirectoryError>) -> Result<T, DirectoryError> {
     loop {
         match call() {
@@ -58,10 +61,10 @@ fn until_available<T>(mut call: impl FnMut() -> Result<T, DirectoryError>) -> Re
     }
 }
 
-/// One writer that counts in a key while the etcd suffers, and knows of each step whether it was made, or may have been.
+/// A writer that increments a number in a key, and checks that no increment is lost or repeated.
 struct Counter {
     done: AtomicBool,
-    /// Steps that were acknowledged.
+    /// Increments that were acknowledged.
     acknowledged: AtomicU64,
     failed: AtomicU64,
 }
@@ -75,7 +78,7 @@ impl Counter {
         })
     }
 
-    /// Count up by compare-and-set; each value is written once, whatever happens on the way. Returns the last value.
+    /// Increments the number by compare-and-set until `done`. Returns the last value.
     fn run(&self, directory: &dyn Directory) -> u64 {
         let mut written = 0;
         while !self.done.load(Ordering::SeqCst) || self.acknowledged.load(Ordering::SeqCst) < 20 {
@@ -84,7 +87,7 @@ impl Counter {
             assert!(value == written || value == written + 1, "{value} was never written after {written}");
             let transaction = Transaction {
                 compares: vec![Compare::version("n/count", version)],
-                operations: vec![Operation::put("n/count", (value + 1).to_le_bytes(), None)],
+                operations: vec![KeyOperation::put("n/count", (value + 1).to_le_bytes(), None)],
             };
             match directory.transaction(&transaction) {
                 Ok(TransactionOutcome::Committed { revision }) => {
@@ -92,7 +95,7 @@ impl Counter {
                     self.acknowledged.fetch_add(1, Ordering::SeqCst);
                     written = value + 1;
                 }
-                // Made late, by a call that was unavailable.
+                // An earlier call that failed as unavailable took effect.
                 Ok(TransactionOutcome::Conflict { .. }) => written = value,
                 Err(error) => {
                     assert!(is_unavailable(&error), "{error}");
@@ -109,8 +112,8 @@ fn number(value: &[u8]) -> u64 {
     u64::from_le_bytes(value.try_into().unwrap())
 }
 
-/// A writer, a watcher and a lease, while `suffering` does its worst. In the end everything must add up.
-fn survives(address: &str, suffering: impl FnOnce(&dyn Fn(u64))) {
+/// Runs a writer, a watch and a lease while `disturb` disturbs the etcd, and checks their results.
+fn survives(address: &str, disturb: impl FnOnce(&dyn Fn(u64))) {
     let (writer, watcher, keeper) = (connect(address), connect(address), connect(address));
     let lease = until_available(|| keeper.lease_grant(TTL)).unwrap();
     until_available(|| keeper.put("leased", b"", Some(lease.id))).unwrap();
@@ -118,7 +121,7 @@ fn survives(address: &str, suffering: impl FnOnce(&dyn Fn(u64))) {
     let mut watch = until_available(|| watcher.watch("n/", 1)).unwrap();
     std::thread::scope(|scope| {
         let count = scope.spawn(|| counter.run(&writer));
-        // Waits for so many more steps to be acknowledged, as a change that is seen.
+        // Waits until `steps` more increments are acknowledged.
         let progress = |steps: u64| {
             let from = counter.acknowledged.load(Ordering::SeqCst);
             while counter.acknowledged.load(Ordering::SeqCst) < from + steps {
@@ -126,14 +129,14 @@ fn survives(address: &str, suffering: impl FnOnce(&dyn Fn(u64))) {
                 std::thread::yield_now();
             }
         };
-        suffering(&progress);
+        disturb(&progress);
         counter.done.store(true, Ordering::SeqCst);
         let last = count.join().unwrap();
         assert!(last >= counter.acknowledged.load(Ordering::SeqCst));
-        // Every value, once, in order.
+        // The watch reports every value once, in order.
         let mut revision = 0;
         for value in 1..=last {
-            let Event { kind: EventKind::Put { value: seen, .. }, revision: at, .. } =
+            let WatchEvent { kind: WatchEventKind::Put { value: seen, .. }, revision: at, .. } =
                 event_over_failures(&watcher, &mut watch, "n/", revision)
             else {
                 panic!("nothing was deleted")
@@ -151,7 +154,7 @@ fn survives(address: &str, suffering: impl FnOnce(&dyn Fn(u64))) {
 }
 
 #[test]
-fn an_etcd_that_is_killed_and_started_again_loses_nothing() {
+fn an_etcd_that_is_killed_and_restarted_loses_nothing() {
     let mut etcd = Etcd::start();
     let address = etcd.address();
     survives(&address, |progress| {
@@ -165,7 +168,7 @@ fn an_etcd_that_is_killed_and_started_again_loses_nothing() {
 }
 
 #[test]
-fn a_watch_outlives_a_restart_by_itself() {
+fn a_watch_continues_after_a_restart() {
     let mut etcd = Etcd::start();
     let directory = connect(&etcd.address());
     let mut watch = directory.watch("w/", 0).unwrap();
@@ -173,7 +176,7 @@ fn a_watch_outlives_a_restart_by_itself() {
     assert_eq!(event(&mut *watch).key, "w/1");
     etcd.member(0).kill();
     etcd.member(0).restart();
-    let operations = vec![Operation::put("w/2", "", None), Operation::put("w/3", "", None)];
+    let operations = vec![KeyOperation::put("w/2", "", None), KeyOperation::put("w/3", "", None)];
     let both = Transaction { compares: Vec::new(), operations };
     let TransactionOutcome::Committed { revision } =
         until_available(|| directory.transaction(&both)).unwrap()
@@ -188,12 +191,12 @@ fn a_watch_outlives_a_restart_by_itself() {
 }
 
 #[test]
-fn the_death_of_a_leader_of_three_is_survived() {
+fn the_death_of_a_leader_of_three_loses_nothing() {
     let mut etcd = Etcd::start_with(3, &Default::default());
     let address = etcd.address();
     survives(&address, |progress| {
         progress(10);
-        // Whoever leads is among the first two, or is killed third, when the others are back.
+        // Each member is killed once, so the leader is too.
         for member in 0..3 {
             etcd.member(member).kill();
             progress(10);
@@ -203,7 +206,7 @@ fn the_death_of_a_leader_of_three_is_survived() {
 }
 
 #[test]
-fn connections_that_break_all_the_time_lose_nothing() {
+fn connections_that_break_often_lose_nothing() {
     let etcd = Etcd::start();
     let relay =
         Relay::start("127.0.0.1:0".parse().unwrap(), etcd.members()[0].client(), Duration::ZERO).unwrap();
@@ -216,9 +219,9 @@ fn connections_that_break_all_the_time_lose_nothing() {
     });
 }
 
-/// A member that stands still is passed over by those who know others.
+/// A client that knows several members does not wait for one that has stopped.
 #[test]
-fn a_member_that_stands_still_is_passed_over() {
+fn a_stopped_member_is_skipped() {
     let etcd = Etcd::start_with(3, &Default::default());
     let relay =
         Relay::start("127.0.0.1:0".parse().unwrap(), etcd.members()[0].client(), Duration::ZERO).unwrap();
@@ -226,14 +229,14 @@ fn a_member_that_stands_still_is_passed_over() {
     let directory = connect(&address);
     directory.put("k", b"1", None).unwrap();
     relay.stop();
-    assert_eq!(directory.get("k").unwrap().unwrap().value, b"1", "a question is asked again of another");
+    assert_eq!(directory.get("k").unwrap().unwrap().value, b"1", "a read is repeated at another member");
     directory.put("k", b"2", None).unwrap();
     assert_eq!(directory.get("k").unwrap().unwrap().value, b"2");
 }
 
-/// Epochs go on over restarts, and over all who ask.
+/// Epochs increase across restarts and across clients.
 #[test]
-fn epochs_increase_over_restarts_and_callers() {
+fn epochs_increase_across_restarts_and_clients() {
     let mut etcd = Etcd::start();
     let mut last = 0;
     for round in 0..3 {
@@ -251,7 +254,7 @@ fn epochs_increase_over_restarts_and_callers() {
 }
 
 #[test]
-fn clusters_in_one_etcd_do_not_see_each_other() {
+fn clusters_in_one_etcd_are_separate() {
     let etcd = Etcd::start();
     let [one, two] = ["one", "on"].map(|name| connect(&format!("{}/{name}", etcd.address())));
     let mut watch = one.watch("", 0).unwrap();
@@ -260,9 +263,9 @@ fn clusters_in_one_etcd_do_not_see_each_other() {
     two.put("agents/1", b"", Some(lease.id)).unwrap();
     one.lease_grant(TTL).unwrap();
     assert_eq!(one.get("nodes/1").unwrap(), None);
-    assert!(one.list("").unwrap().entries.is_empty(), "not even what counts leases");
+    assert!(one.list("").unwrap().entries.is_empty(), "the epoch key is not listed");
     one.put("nodes/1", b"one", None).unwrap();
-    assert_eq!(event(&mut *watch).kind, EventKind::Put { value: b"one".to_vec(), lease: None });
+    assert_eq!(event(&mut *watch).kind, WatchEventKind::Put { value: b"one".to_vec(), lease: None });
     assert_eq!(two.get("nodes/1").unwrap().unwrap().value, b"two");
     assert_eq!(two.list("").unwrap().entries.len(), 2);
 }
@@ -272,22 +275,25 @@ fn tls_without_its_files_is_refused_with_a_reason() {
     let address: EtcdAddress = "etcds://127.0.0.1:1".parse().unwrap();
     let refusal = |files: TlsFiles| match etcd::connect(&address, &files) {
         Err(DirectoryError::Refused { why, .. }) => why,
-        other => panic!("it was to be refused, not {other:?}"),
+        other => panic!("a refusal was expected, not {other:?}"),
     };
-    assert!(refusal(TlsFiles::default()).contains("certificate of who signed"));
+    assert!(refusal(TlsFiles::default()).contains("certificate of the authority"));
     let missing = TlsFiles { ca: Some("/nonexistent/ca.pem".into()), ..Default::default() };
     assert!(refusal(missing).contains("/nonexistent/ca.pem"));
 }
 
-/// Certificates as a cluster's own authority makes them, by openssl.
+/// Makes certificates of two authorities with openssl.
 fn certificates(folder: &std::path::Path) {
     let script = r#"
 set -e
-authority() { openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj "/CN=$1" -keyout "$1.key" -out "$1.pem"; }
+authority() {
+    openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj "/CN=$1" -keyout "$1.key" -out "$1.pem"
+}
 signed() {
     openssl req -newkey rsa:2048 -nodes -subj "/CN=$1" -keyout "$1.key" -out "$1.csr"
     printf 'subjectAltName=IP:127.0.0.1\n' >"$1.ext"
-    openssl x509 -req -in "$1.csr" -CA "$2.pem" -CAkey "$2.key" -CAcreateserial -days 2 -extfile "$1.ext" -out "$1.pem"
+    openssl x509 -req -in "$1.csr" -CA "$2.pem" -CAkey "$2.key" -CAcreateserial \
+        -days 2 -extfile "$1.ext" -out "$1.pem"
 }
 authority ca
 authority other
@@ -303,7 +309,7 @@ mod long {
     use super::*;
 
     #[test]
-    fn a_minority_that_is_left_serves_nobody_and_says_so() {
+    fn a_minority_of_members_is_unavailable() {
         let mut etcd = Etcd::start_with(3, &Default::default());
         let directory = connect(&etcd.address());
         until_available(|| directory.put("k", b"before", None)).unwrap();
@@ -326,7 +332,7 @@ mod long {
     }
 
     #[test]
-    fn tls_lets_in_those_whose_certificate_is_known_and_nobody_else() {
+    fn tls_admits_only_known_certificates() {
         let folder = tempfile::tempdir().unwrap();
         certificates(folder.path());
         let file = |name: &str| folder.path().join(name);
@@ -361,9 +367,9 @@ mod long {
         assert!(is_unavailable(&etcd::connect(&plain, &TlsFiles::default()).unwrap_err()));
     }
 
-    /// As a partition does it: bytes go nowhere, nobody is told.
+    /// As in a network partition, bytes are lost without an error.
     #[test]
-    fn a_client_that_is_cut_off_in_silence_finds_out_and_comes_back() {
+    fn a_partitioned_client_fails_and_continues_afterwards() {
         let etcd = Etcd::start();
         let relay =
             Relay::start("127.0.0.1:0".parse().unwrap(), etcd.members()[0].client(), Duration::ZERO).unwrap();
@@ -372,7 +378,7 @@ mod long {
             for _ in 0..2 {
                 progress(10);
                 relay.stop();
-                // The other side of the partition goes on.
+                // The other side of the partition is still served.
                 there.put("there", b"", None).unwrap();
                 let cut_off = etcd::connect(
                     &format!("etcd://{}", relay.address()).parse().unwrap(),
@@ -386,12 +392,12 @@ mod long {
     }
 
     #[test]
-    fn a_lease_ends_by_etcds_own_clock_and_lives_while_it_is_kept_alive() {
+    fn a_lease_ends_by_etcds_own_clock_unless_it_is_kept_alive() {
         let etcd = Etcd::start();
         let directory = connect(&etcd.address());
         let mut watch = directory.watch("", 0).unwrap();
         let grant = |name: &str, ttl_ms: u64| {
-            // On a machine that stands still for a moment it is over before it is used.
+            // On a machine that stalls for a moment, the lease may end before it is used.
             let lease = loop {
                 let lease = directory.lease_grant(Duration::from_millis(ttl_ms)).unwrap();
                 match directory.put(name, b"", Some(lease.id)) {
@@ -402,13 +408,14 @@ mod long {
             assert_eq!(event(&mut *directory.watch(name, 1).unwrap()).key, name);
             lease
         };
-        // The first is rounded up to a second. The longest is let go of; when it has ended, the one that is kept alive is over its first life.
+        // etcd rounds the first up to a second. When `long` has ended, `kept` is older than its
+        // time to live, and exists because it was kept alive.
         let (short, kept, long) = (grant("short", 100), grant("kept", 3000), grant("long", 4000));
         let mut ended = Vec::new();
         while !ended.contains(&"long".to_owned()) {
             directory.lease_keep_alive(kept.id).unwrap();
             let event = watch.next(Duration::from_millis(100)).unwrap();
-            ended.extend(event.filter(|event| event.kind == EventKind::Delete).map(|event| event.key));
+            ended.extend(event.filter(|event| event.kind == WatchEventKind::Delete).map(|event| event.key));
         }
         assert_eq!(ended, ["short", "long"]);
         for lease in [short, long] {
@@ -416,12 +423,12 @@ mod long {
         }
         assert!(directory.get("kept").unwrap().is_some());
         let ended = event(&mut *watch);
-        assert_eq!((ended.key.as_str(), ended.kind), ("kept", EventKind::Delete));
+        assert_eq!((ended.key.as_str(), ended.kind), ("kept", WatchEventKind::Delete));
     }
 
     #[test]
-    fn nobody_there_is_said_within_the_calls_time() {
-        // Bound and not listening: connections are refused.
+    fn an_absent_etcd_is_reported_within_the_time_limit() {
+        // The port is free again, so connections are refused.
         let held = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = format!("etcd://{}", held.local_addr().unwrap());
         drop(held);

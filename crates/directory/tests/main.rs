@@ -1,4 +1,4 @@
-//! The directory's providers: one conformance suite over all of them, and what only one of them does.
+//! Tests of the directory's implementations: a suite for all, and tests for single ones.
 
 mod conformance;
 mod etcd;

@@ -1,11 +1,11 @@
-//! What a file keeps over a restart, and which files are refused.
+//! The embedded directory across restarts, and files that it refuses.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_directory::clock::ManualClock;
-use aquifer_directory::embedded::Embedded;
+use aquifer_directory::embedded::EmbeddedDirectory;
 use aquifer_directory::{Directory, DirectoryError, LeaseId};
 use redb::{Database, TableDefinition};
 
@@ -17,7 +17,7 @@ fn file(folder: &tempfile::TempDir) -> PathBuf {
 }
 
 fn refusal(path: &Path) -> String {
-    match Embedded::open(path) {
+    match EmbeddedDirectory::open(path) {
         Err(DirectoryError::Format { why, .. }) => why,
         other => panic!("the file was to be refused, not {other:?}"),
     }
@@ -27,7 +27,7 @@ fn refusal(path: &Path) -> String {
 fn entries_revision_epoch_and_leases_survive() {
     let folder = tempfile::tempdir().unwrap();
     let (before, lease) = {
-        let directory = Embedded::open(&file(&folder)).unwrap();
+        let directory = EmbeddedDirectory::open(&file(&folder)).unwrap();
         let revoked = directory.lease_grant(TTL).unwrap();
         let lease = directory.lease_grant(TTL).unwrap();
         directory.put("plain", b"\0bytes\xff", None).unwrap();
@@ -39,31 +39,31 @@ fn entries_revision_epoch_and_leases_survive() {
         (directory.list("").unwrap(), lease)
     };
     let clock = Arc::new(ManualClock::default());
-    let directory = Embedded::open_with_clock(&file(&folder), clock.clone()).unwrap();
+    let directory = EmbeddedDirectory::open_with_clock(&file(&folder), clock.clone()).unwrap();
     assert_eq!(directory.list("").unwrap(), before);
     assert!(directory.lease_grant(TTL).unwrap().epoch > lease.epoch);
     assert_eq!(directory.put("next", b"", None).unwrap(), before.revision + 1);
     assert_eq!(directory.lease_keep_alive(LeaseId(1)), Err(DirectoryError::LeaseGone(LeaseId(1))));
 
-    // The lease has its full time again, and ends after it.
+    // The lease has its full time to live again.
     clock.advance(TTL - Duration::from_millis(1));
     assert!(directory.get("leased").unwrap().is_some());
     clock.advance(Duration::from_millis(1));
     assert!(directory.get("leased").unwrap().is_none());
     drop(directory);
-    let directory = Embedded::open(&file(&folder)).unwrap();
-    assert!(directory.get("leased").unwrap().is_none(), "its end is written down");
+    let directory = EmbeddedDirectory::open(&file(&folder)).unwrap();
+    assert!(directory.get("leased").unwrap().is_none(), "the end of the lease is stored");
 }
 
 #[test]
-fn a_watch_goes_on_over_a_restart_from_the_last_revision_only() {
+fn after_a_restart_a_watch_continues_from_the_last_revision_only() {
     let folder = tempfile::tempdir().unwrap();
     let revision = {
-        let directory = Embedded::open(&file(&folder)).unwrap();
+        let directory = EmbeddedDirectory::open(&file(&folder)).unwrap();
         directory.put("a", b"", None).unwrap();
         directory.put("b", b"", None).unwrap()
     };
-    let directory = Embedded::open(&file(&folder)).unwrap();
+    let directory = EmbeddedDirectory::open(&file(&folder)).unwrap();
     let mut watch = directory.watch("", revision + 1).unwrap();
     directory.put("c", b"", None).unwrap();
     assert_eq!(watch.next(TTL).unwrap().unwrap().key, "c");
@@ -74,8 +74,8 @@ fn a_watch_goes_on_over_a_restart_from_the_last_revision_only() {
 #[test]
 fn a_file_is_opened_once() {
     let folder = tempfile::tempdir().unwrap();
-    let _first = Embedded::open(&file(&folder)).unwrap();
-    let error = Embedded::open(&file(&folder)).unwrap_err();
+    let _first = EmbeddedDirectory::open(&file(&folder)).unwrap();
+    let error = EmbeddedDirectory::open(&file(&folder)).unwrap_err();
     assert!(matches!(error, DirectoryError::Storage { .. }), "{error}");
     assert!(error.to_string().contains("another process has it open"), "{error}");
 }
@@ -84,14 +84,14 @@ fn a_file_is_opened_once() {
 fn a_file_is_private() {
     use std::os::unix::fs::PermissionsExt;
     let folder = tempfile::tempdir().unwrap();
-    let _directory = Embedded::open(&file(&folder)).unwrap();
+    let _directory = EmbeddedDirectory::open(&file(&folder)).unwrap();
     assert_eq!(std::fs::metadata(file(&folder)).unwrap().permissions().mode() & 0o777, 0o600);
 }
 
 #[test]
 fn other_versions_and_other_programs_files_are_refused() {
     let folder = tempfile::tempdir().unwrap();
-    drop(Embedded::open(&file(&folder)).unwrap());
+    drop(EmbeddedDirectory::open(&file(&folder)).unwrap());
     {
         let database = Database::create(file(&folder)).unwrap();
         let transaction = database.begin_write().unwrap();
@@ -102,7 +102,7 @@ fn other_versions_and_other_programs_files_are_refused() {
 
     let other = folder.path().join("other.redb");
     drop(Database::create(&other).unwrap());
-    assert!(refusal(&other).contains("other program"));
+    assert!(refusal(&other).contains("another program"));
 
     let text = folder.path().join("text");
     std::fs::write(&text, "no database at all\n".repeat(1000)).unwrap();
@@ -112,7 +112,7 @@ fn other_versions_and_other_programs_files_are_refused() {
 #[test]
 fn a_file_that_contradicts_itself_is_refused() {
     let folder = tempfile::tempdir().unwrap();
-    Embedded::open(&file(&folder)).unwrap().put("k", b"", None).unwrap();
+    EmbeddedDirectory::open(&file(&folder)).unwrap().put("k", b"", None).unwrap();
     {
         let database = Database::create(file(&folder)).unwrap();
         let transaction = database.begin_write().unwrap();
@@ -123,17 +123,17 @@ fn a_file_that_contradicts_itself_is_refused() {
 }
 
 #[test]
-fn a_folder_that_is_not_there_is_named() {
-    let error = Embedded::open(Path::new("/nonexistent/directory.redb")).unwrap_err();
+fn an_absent_folder_is_named() {
+    let error = EmbeddedDirectory::open(Path::new("/nonexistent/directory.redb")).unwrap_err();
     assert!(error.to_string().contains("/nonexistent/directory.redb"), "{error}");
 }
 
-/// Damage anywhere is either refused or without effect: never a panic, never other contents.
+/// A damaged file is refused, or the damage has no effect: never a panic, never other contents.
 #[test]
-fn a_damaged_file_is_refused_or_unharmed() {
+fn a_damaged_file_is_refused_or_unchanged() {
     let folder = tempfile::tempdir().unwrap();
     let expected = {
-        let directory = Embedded::open(&file(&folder)).unwrap();
+        let directory = EmbeddedDirectory::open(&file(&folder)).unwrap();
         for number in 0..50 {
             directory.put(&format!("key/{number}"), &[number; 100], None).unwrap();
         }
@@ -150,14 +150,14 @@ fn a_damaged_file_is_refused_or_unharmed() {
         let end = bytes.len().min(at + 64);
         bytes[at..end].fill(0xa5);
         std::fs::write(&damaged, &bytes).unwrap();
-        match Embedded::open(&damaged) {
+        match EmbeddedDirectory::open(&damaged) {
             Ok(directory) => assert_eq!(directory.list("").unwrap(), expected, "damaged at {at}"),
             Err(_) => refused += 1,
         }
     }
     for length in [1, 100, 4096, whole.len() / 2, whole.len() - 1] {
         std::fs::write(&damaged, &whole[..length]).unwrap();
-        refused += usize::from(Embedded::open(&damaged).is_err());
+        refused += usize::from(EmbeddedDirectory::open(&damaged).is_err());
     }
     assert!(refused > 0, "some of this damage must be noticed");
 }

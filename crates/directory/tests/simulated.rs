@@ -1,9 +1,9 @@
-//! The faults that the simulated directory makes on demand.
+//! Injected faults of the simulated directory.
 
 use std::time::Duration;
 
-use aquifer_directory::sim::{Fault, World};
-use aquifer_directory::{Directory, DirectoryError, EventKind};
+use aquifer_directory::sim::{CallFault, DirectoryWorld};
+use aquifer_directory::{Directory, DirectoryError, WatchEventKind};
 
 fn unavailable<T: std::fmt::Debug>(result: Result<T, DirectoryError>) {
     assert!(matches!(result, Err(DirectoryError::Unavailable { .. })), "{result:?}");
@@ -11,40 +11,40 @@ fn unavailable<T: std::fmt::Debug>(result: Result<T, DirectoryError>) {
 
 #[test]
 fn a_lost_call_changes_nothing_and_a_lost_answer_does() {
-    let world = World::new(1);
+    let world = DirectoryWorld::new(1);
     let host = world.host(1);
-    host.fail(1, Fault::Lost);
+    host.fail(1, CallFault::Lost);
     unavailable(host.put("lost", b"", None));
     assert_eq!(host.get("lost").unwrap(), None);
-    host.fail(2, Fault::AnswerLost);
+    host.fail(2, CallFault::AnswerLost);
     host.put("first", b"", None).unwrap();
     unavailable(host.put("done", b"", None));
     assert!(host.get("done").unwrap().is_some());
 }
 
 #[test]
-fn a_host_that_is_cut_off_loses_its_lease_and_others_see_it() {
-    let world = World::new(1);
+fn a_disconnected_host_loses_its_lease_and_others_notice() {
+    let world = DirectoryWorld::new(1);
     let (cut, other) = (world.host(1), world.host(2));
     let ttl = Duration::from_secs(1);
     let lease = cut.lease_grant(ttl).unwrap();
     cut.put("agents/1", b"", Some(lease.id)).unwrap();
     let mut own = cut.watch("", 1).unwrap();
     let mut watch = other.watch("agents/", 0).unwrap();
-    cut.cut_off(true);
+    cut.set_disconnected(true);
     unavailable(cut.lease_keep_alive(lease.id));
     assert_eq!(own.next(ttl).unwrap(), None);
     world.advance(ttl);
-    assert_eq!(watch.next(ttl).unwrap().unwrap().kind, EventKind::Delete);
-    cut.cut_off(false);
+    assert_eq!(watch.next(ttl).unwrap().unwrap().kind, WatchEventKind::Delete);
+    cut.set_disconnected(false);
     assert_eq!(cut.lease_keep_alive(lease.id), Err(DirectoryError::LeaseGone(lease.id)));
-    assert!(own.next(ttl).unwrap().is_some(), "its watch goes on where it was");
+    assert!(own.next(ttl).unwrap().is_some(), "its watch continues at its position");
 }
 
 #[test]
 fn delays_pass_virtual_time_and_repeat_with_the_seed() {
     let times = |seed| -> Vec<u64> {
-        let world = World::new(seed);
+        let world = DirectoryWorld::new(seed);
         let host = world.host(3);
         host.delay(Duration::from_millis(50));
         let step = |_| {
@@ -61,8 +61,8 @@ fn delays_pass_virtual_time_and_repeat_with_the_seed() {
 }
 
 #[test]
-fn a_lease_can_be_ended_at_will() {
-    let world = World::new(1);
+fn a_lease_can_be_expired() {
+    let world = DirectoryWorld::new(1);
     let host = world.host(1);
     let lease = host.lease_grant(Duration::from_secs(1)).unwrap();
     host.put("k", b"", Some(lease.id)).unwrap();

@@ -1,4 +1,4 @@
-//! The socket: who is let in, how many, what garbage does, and what a client sees of a restart.
+//! The socket of the embedded directory: access, limits, invalid bytes, and restarts of the server.
 
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -6,17 +6,19 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use aquifer_directory::embedded::wire::{self, Request, Response};
-use aquifer_directory::embedded::{Embedded, ServeOptions, Server, connect, serve};
+use aquifer_directory::embedded::wire::{self, DirectoryRequest, DirectoryResponse};
+use aquifer_directory::embedded::{
+    DirectoryServer, DirectoryServerOptions, EmbeddedDirectory, connect, serve,
+};
 use aquifer_directory::{Directory, DirectoryError};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-struct Place {
+struct SocketFixture {
     folder: tempfile::TempDir,
 }
 
-impl Place {
+impl SocketFixture {
     fn new() -> Self {
         Self { folder: tempfile::tempdir().unwrap() }
     }
@@ -25,9 +27,9 @@ impl Place {
         self.folder.path().join("socket")
     }
 
-    fn start(&self, options: ServeOptions) -> Server {
-        let directory = Embedded::open(&self.folder.path().join("directory.redb")).unwrap();
-        Server::start(directory, &self.socket(), options).unwrap()
+    fn start(&self, options: DirectoryServerOptions) -> DirectoryServer {
+        let directory = EmbeddedDirectory::open(&self.folder.path().join("directory.redb")).unwrap();
+        DirectoryServer::start(directory, &self.socket(), options).unwrap()
     }
 
     fn raw(&self) -> UnixStream {
@@ -49,7 +51,7 @@ fn read_frame(stream: &mut UnixStream) -> Vec<u8> {
     body
 }
 
-/// The server's end of the connection closes, whatever it says before.
+/// Checks that the server closes the connection, possibly after an answer.
 fn assert_closed(stream: &mut UnixStream) {
     match stream.read_to_end(&mut Vec::new()) {
         Ok(_) => {}
@@ -59,47 +61,48 @@ fn assert_closed(stream: &mut UnixStream) {
 
 #[test]
 fn the_socket_is_private_and_vanishes_with_the_server() {
-    let place = Place::new();
-    let server = place.start(ServeOptions::default());
-    assert_eq!(std::fs::metadata(place.socket()).unwrap().permissions().mode() & 0o777, 0o600);
+    let fixture = SocketFixture::new();
+    let server = fixture.start(DirectoryServerOptions::default());
+    assert_eq!(std::fs::metadata(fixture.socket()).unwrap().permissions().mode() & 0o777, 0o600);
     drop(server);
-    assert!(!place.socket().exists());
-    let error = connect(&place.socket()).unwrap_err();
+    assert!(!fixture.socket().exists());
+    let error = connect(&fixture.socket()).unwrap_err();
     assert!(matches!(error, DirectoryError::Unavailable { .. }));
-    assert!(error.to_string().contains(place.socket().to_str().unwrap()), "{error}");
+    assert!(error.to_string().contains(fixture.socket().to_str().unwrap()), "{error}");
 }
 
 #[test]
-fn a_stale_socket_is_replaced_and_a_living_one_is_not() {
-    let place = Place::new();
-    drop(std::os::unix::net::UnixListener::bind(place.socket()).unwrap());
-    assert!(place.socket().exists(), "nobody listens there, yet the file is there");
-    let _server = place.start(ServeOptions::default());
-    let other = Embedded::open(&place.folder.path().join("other.redb")).unwrap();
-    let error = Server::start(other, &place.socket(), ServeOptions::default()).unwrap_err();
+fn a_socket_without_a_listener_is_replaced_and_others_are_not() {
+    let fixture = SocketFixture::new();
+    drop(std::os::unix::net::UnixListener::bind(fixture.socket()).unwrap());
+    assert!(fixture.socket().exists(), "the file outlives its listener");
+    let _server = fixture.start(DirectoryServerOptions::default());
+    let other = EmbeddedDirectory::open(&fixture.folder.path().join("other.redb")).unwrap();
+    let error =
+        DirectoryServer::start(other, &fixture.socket(), DirectoryServerOptions::default()).unwrap_err();
     assert!(error.to_string().contains("another server"), "{error}");
-    connect(&place.socket()).unwrap().put("k", b"", None).unwrap();
+    connect(&fixture.socket()).unwrap().put("k", b"", None).unwrap();
 }
 
 #[test]
 fn a_socket_path_that_is_too_long_is_an_error() {
-    let place = Place::new();
-    let directory = Embedded::open(&place.folder.path().join("directory.redb")).unwrap();
-    let long = place.folder.path().join("s".repeat(120));
+    let fixture = SocketFixture::new();
+    let directory = EmbeddedDirectory::open(&fixture.folder.path().join("directory.redb")).unwrap();
+    let long = fixture.folder.path().join("s".repeat(120));
     assert!(matches!(
-        Server::start(directory, &long, ServeOptions::default()),
+        DirectoryServer::start(directory, &long, DirectoryServerOptions::default()),
         Err(DirectoryError::Unavailable { .. })
     ));
 }
 
 #[test]
 fn a_wrong_hello_is_refused_with_a_reason() {
-    let place = Place::new();
-    let _server = place.start(ServeOptions::default());
+    let fixture = SocketFixture::new();
+    let _server = fixture.start(DirectoryServerOptions::default());
     let mut newer = wire::hello(None);
     newer[8] = 9;
-    for (hello, reason) in [(newer, "version 9"), (b"GET / HTTP/1.0\r\n".to_vec(), "something else")] {
-        let mut stream = place.raw();
+    for (hello, reason) in [(newer, "version 9"), (b"GET / HTTP/1.0\r\n".to_vec(), "protocol of Aquifer")] {
+        let mut stream = fixture.raw();
         stream.write_all(&frame(&hello)).unwrap();
         let why = wire::check_server_hello(&read_frame(&mut stream)).unwrap_err();
         assert!(why.contains(reason), "{why}");
@@ -109,23 +112,23 @@ fn a_wrong_hello_is_refused_with_a_reason() {
 
 #[test]
 fn garbage_ends_its_own_connection_only() {
-    let place = Place::new();
-    let _server = place.start(ServeOptions::default());
-    let client = connect(&place.socket()).unwrap();
+    let fixture = SocketFixture::new();
+    let _server = fixture.start(DirectoryServerOptions::default());
+    let client = connect(&fixture.socket()).unwrap();
     client.put("k", b"v", None).unwrap();
     let corpus = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/corpus/wire");
     let corpus = std::fs::read_dir(corpus).unwrap().map(|file| std::fs::read(file.unwrap().path()).unwrap());
     let oversized = (u32::MAX).to_le_bytes().to_vec();
     let cut = frame(&wire::hello(None))[..7].to_vec();
     for bytes in corpus.map(|body| frame(&body)).chain([oversized.clone(), cut]) {
-        let mut stream = place.raw();
+        let mut stream = fixture.raw();
         let _refused = stream.write_all(&bytes);
         stream.shutdown(std::net::Shutdown::Write).unwrap();
         assert_closed(&mut stream);
     }
-    // The same after a good hello.
+    // Invalid bytes after a valid hello.
     for bytes in [frame(b"\xff"), frame(b""), oversized] {
-        let mut stream = place.raw();
+        let mut stream = fixture.raw();
         stream.write_all(&frame(&wire::hello(None))).unwrap();
         assert_eq!(wire::check_server_hello(&read_frame(&mut stream)), Ok(()));
         stream.write_all(&bytes).unwrap();
@@ -136,41 +139,41 @@ fn garbage_ends_its_own_connection_only() {
 
 #[test]
 fn a_peer_that_stalls_within_a_frame_is_dropped() {
-    let place = Place::new();
-    let _server =
-        place.start(ServeOptions { stall_timeout: Duration::from_millis(50), ..Default::default() });
-    let mut stream = place.raw();
+    let fixture = SocketFixture::new();
+    let _server = fixture
+        .start(DirectoryServerOptions { stall_timeout: Duration::from_millis(50), ..Default::default() });
+    let mut stream = fixture.raw();
     stream.write_all(&frame(&wire::hello(None))[..7]).unwrap();
     assert_closed(&mut stream);
 }
 
 #[test]
 fn a_request_is_answered_byte_for_byte_as_described() {
-    let place = Place::new();
-    let _server = place.start(ServeOptions::default());
-    let mut stream = place.raw();
+    let fixture = SocketFixture::new();
+    let _server = fixture.start(DirectoryServerOptions::default());
+    let mut stream = fixture.raw();
     stream.write_all(&frame(&wire::hello(None))).unwrap();
     assert_eq!(wire::check_server_hello(&read_frame(&mut stream)), Ok(()));
-    stream.write_all(&frame(&Request::Get("absent".to_owned()).encode())).unwrap();
-    assert_eq!(Response::decode(&read_frame(&mut stream)), Some(Response::Entry(None)));
+    stream.write_all(&frame(&DirectoryRequest::Get("absent".to_owned()).encode())).unwrap();
+    assert_eq!(DirectoryResponse::decode(&read_frame(&mut stream)), Some(DirectoryResponse::Entry(None)));
 }
 
 #[test]
 fn connections_are_bounded() {
-    let place = Place::new();
-    let _server = place.start(ServeOptions { connections_max: 2, ..Default::default() });
-    let first = connect(&place.socket()).unwrap();
+    let fixture = SocketFixture::new();
+    let _server = fixture.start(DirectoryServerOptions { connections_max: 2, ..Default::default() });
+    let first = connect(&fixture.socket()).unwrap();
     let mut watch = first.watch("", 0).expect("the second connection");
-    let error = connect(&place.socket()).unwrap_err();
+    let error = connect(&fixture.socket()).unwrap_err();
     assert!(
         matches!(&error, DirectoryError::Refused { why, .. } if why.contains("2 connections")),
         "{error}"
     );
-    first.put("k", b"", None).expect("those that are there are served on");
+    first.put("k", b"", None).expect("present connections are still served");
     assert_eq!(watch.next(PATIENCE).unwrap().unwrap().key, "k");
     drop(watch);
-    // The place is free as soon as the server has seen the end of the watch.
-    while let Err(error) = connect(&place.socket()) {
+    // The server notices the end of the watch some time later.
+    while let Err(error) = connect(&fixture.socket()) {
         assert!(matches!(error, DirectoryError::Refused { .. }), "{error}");
         std::thread::yield_now();
     }
@@ -178,9 +181,9 @@ fn connections_are_bounded() {
 
 #[test]
 fn a_client_outlives_a_restart_of_the_server() {
-    let place = Place::new();
-    let server = place.start(ServeOptions::default());
-    let client = connect(&place.socket()).unwrap();
+    let fixture = SocketFixture::new();
+    let server = fixture.start(DirectoryServerOptions::default());
+    let client = connect(&fixture.socket()).unwrap();
     let revision = client.put("w/1", b"", None).unwrap();
     let mut watch = client.watch("w/", 0).unwrap();
     let lease = client.lease_grant(PATIENCE).unwrap();
@@ -188,7 +191,7 @@ fn a_client_outlives_a_restart_of_the_server() {
     assert!(matches!(client.get("w/1"), Err(DirectoryError::Unavailable { .. })));
     assert!(matches!(watch.next(PATIENCE), Err(DirectoryError::Unavailable { .. })));
 
-    let _server = place.start(ServeOptions::default());
+    let _server = fixture.start(DirectoryServerOptions::default());
     assert!(client.get("w/1").unwrap().is_some());
     client.lease_keep_alive(lease.id).unwrap();
     let mut watch = client.watch("w/", revision + 1).unwrap();
@@ -197,30 +200,30 @@ fn a_client_outlives_a_restart_of_the_server() {
 }
 
 #[test]
-fn serve_runs_until_it_is_told_to_stop() {
-    let place = Place::new();
+fn serve_returns_after_a_shutdown_request() {
+    let fixture = SocketFixture::new();
     let (reader, writer) = std::io::pipe().unwrap();
     let (ready, is_ready) = std::sync::mpsc::channel();
-    let (file, socket) = (place.folder.path().join("directory.redb"), place.socket());
+    let (file, socket) = (fixture.folder.path().join("directory.redb"), fixture.socket());
     let thread = std::thread::spawn(move || {
         use std::os::fd::AsFd;
         serve(&file, &socket, reader.as_fd(), || ready.send(()).unwrap())
     });
     is_ready.recv().unwrap();
-    connect(&place.socket()).unwrap().put("k", b"", None).unwrap();
+    connect(&fixture.socket()).unwrap().put("k", b"", None).unwrap();
     drop(writer);
     thread.join().unwrap().unwrap();
-    assert!(!place.socket().exists());
+    assert!(!fixture.socket().exists());
 }
 
-/// Over the socket leases end by the real clock, and a watcher sees it though nobody asks anything.
+/// Leases end by the system's clock, and a watch reports it without any further call.
 #[test]
 fn a_lease_ends_by_itself() {
-    let place = Place::new();
-    let _server = place.start(ServeOptions::default());
-    let client = connect(&place.socket()).unwrap();
+    let fixture = SocketFixture::new();
+    let _server = fixture.start(DirectoryServerOptions::default());
+    let client = connect(&fixture.socket()).unwrap();
     let mut watch = client.watch("", 0).unwrap();
-    // On a machine that stands still for a moment it is over before it is used.
+    // On a machine that stalls for a moment, the lease may end before it is used.
     let lease = loop {
         let lease = client.lease_grant(aquifer_directory::limits::TTL_MIN).unwrap();
         match client.put("k", b"", Some(lease.id)) {
@@ -229,6 +232,6 @@ fn a_lease_ends_by_itself() {
         }
     };
     let kinds = [watch.next(PATIENCE).unwrap().unwrap().kind, watch.next(PATIENCE).unwrap().unwrap().kind];
-    assert_eq!(kinds[1], aquifer_directory::EventKind::Delete);
+    assert_eq!(kinds[1], aquifer_directory::WatchEventKind::Delete);
     assert_eq!(client.lease_keep_alive(lease.id), Err(DirectoryError::LeaseGone(lease.id)));
 }

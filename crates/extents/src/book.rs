@@ -1,141 +1,144 @@
-//! What a session has of the pool, in memory that outlives the agent. Programs never see it.
+//! The book of a session: the record of its extents, in memory that outlives the agent.
 //!
-//! An agent may be killed between any two stores here, and the next goes on with what it finds: an entry's state is stored last, and the one that is
-//! struck out first.
+//! An agent may be killed between any two stores, and the next one resumes from what is stored.
+//! Therefore the state of a new entry is stored last, and the state of a removed entry is cleared
+//! before the rest is reused. Programs never see this memory.
+//! The layout is in `docs/formats/ipc.md`.
 
 use std::io;
+use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use aquifer_fabric::{Key, Memory};
 use aquifer_pool::{Extent, Ledger, NodeId, SizeClass};
 
-/// Extents that a session may have, those in its stock included.
+/// Maximum number of extents of a session, its stock included.
 pub const EXTENTS_MAX: u32 = 1 << 20;
 
-/// First word of a book; its last bytes are the version.
+/// First word of a book. The seventh byte is the version.
 const MAGIC: u64 = u64::from_le_bytes(*b"AQBOOK\x01\0");
 const DONE_AT: usize = 8;
-/// Above all entries that were ever in use.
 const END_AT: usize = 16;
 const ENTRIES_AT: usize = 64;
 const ENTRY_BYTES: usize = 32;
 const BOOK_BYTES: usize = ENTRIES_AT + EXTENTS_MAX as usize * ENTRY_BYTES;
-// Of an entry.
+// Offsets in an entry.
 const ADDR: usize = 0;
 const NAME: usize = 8;
 const STATE: usize = 16;
 const REQUEST: usize = 24;
 
-/// Whose an extent is.
+/// State of an extent in the book.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum State {
-    /// In stock, to be given to the program or back to the pool.
+pub(crate) enum ExtentState {
+    /// Kept ready, to be allocated by the program or freed.
     Stocked,
-    /// The program's.
-    Given,
-    /// It is being given back to the pool. The control word's record when that was begun.
-    Returning(u32),
+    /// Allocated by the program.
+    InUse,
+    /// Being freed. Has the log record of the extent's control word when the free began.
+    Freeing(u32),
 }
 
-/// An extent that the session has.
+/// An entry of the book.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Entry {
+pub(crate) struct BookEntry {
     pub extent: Extent,
-    pub state: State,
+    pub state: ExtentState,
     /// The request that changed the state last.
     pub request: u64,
 }
 
-/// See above.
+/// The record of a session's extents.
 #[derive(Debug)]
 pub(crate) struct Book {
     memory: Memory,
 }
 
 impl Ledger for Book {
-    /// Whoever it is that has them, and those that go back just now.
+    /// Extents in any state, because all of them are owned by the session until they are removed.
     fn extents(&self, each: &mut dyn FnMut(Extent)) {
         self.entries().for_each(|(_, entry)| each(entry.extent));
     }
 }
 
 impl Book {
-    /// An empty book.
+    /// Creates an empty book.
     pub fn new() -> io::Result<Self> {
         let memory = Memory::create("aquifer-session-book", BOOK_BYTES)?;
         memory.atomic_u64(0).store(MAGIC, Release);
         Ok(Self { memory })
     }
 
-    /// The book that an agent before this one kept.
+    /// Opens the book of an earlier agent.
     pub fn recover(memory: Memory) -> io::Result<Self> {
         if memory.len() < BOOK_BYTES || memory.atomic_u64(0).load(Acquire) != MAGIC {
-            return Err(io::Error::other("the book of a session is of another version"));
+            return Err(io::Error::other("the book of a session has another version"));
         }
         Ok(Self { memory })
     }
 
-    /// The memory that it is in.
+    /// The memory of the book.
     pub fn memory(&self) -> &Memory {
         &self.memory
     }
 
-    /// Requests for extents whose effect is written down, and all before them.
-    pub fn done(&self) -> u64 {
+    /// Number of requests that are done: their answers are in the ring.
+    pub fn done_requests(&self) -> u64 {
         self.memory.atomic_u64(DONE_AT).load(Acquire)
     }
 
-    pub fn set_done(&self, requests: u64) {
-        self.step();
+    /// Stores the number of requests that are done.
+    pub fn set_done_requests(&self, requests: u64) {
+        self.kill_point();
         self.memory.atomic_u64(DONE_AT).store(requests, Release);
     }
 
-    /// Write down an extent that was just taken.
-    pub fn add(&self, number: u32, extent: &Extent, state: State, request: u64) {
+    /// Records an extent that was just allocated.
+    pub fn insert(&self, number: u32, extent: &Extent, state: ExtentState, request: u64) {
         let name =
             u64::from(extent.key.0) << 32 | u64::from(extent.node.0) << 16 | u64::from(extent.class.k());
         self.word(number, ADDR).store(extent.addr, Relaxed);
         self.word(number, NAME).store(name, Relaxed);
         let end = self.memory.atomic_u64(END_AT);
         end.store(end.load(Relaxed).max(u64::from(number) + 1), Release);
-        self.set(number, state, request);
+        self.set_state(number, state, request);
     }
 
-    /// Its state changes, by a request.
-    pub fn set(&self, number: u32, state: State, request: u64) {
-        self.step();
+    /// Changes the state of an entry on behalf of a request.
+    pub fn set_state(&self, number: u32, state: ExtentState, request: u64) {
+        self.kill_point();
         self.word(number, REQUEST).store(request, Release);
-        self.put_state(number, state);
+        self.store_state(number, state);
     }
 
-    /// It is being given back to the pool. Until then it is whatever it was, to whichever request.
-    pub fn set_returning(&self, number: u32, record: u32) {
-        self.put_state(number, State::Returning(record));
+    /// Records that the free of an extent begins. Does not change the entry's request.
+    pub fn set_freeing(&self, number: u32, record: u32) {
+        self.store_state(number, ExtentState::Freeing(record));
     }
 
-    fn put_state(&self, number: u32, state: State) {
-        self.step();
+    fn store_state(&self, number: u32, state: ExtentState) {
+        self.kill_point();
         let state = match state {
-            State::Stocked => 1,
-            State::Given => 2,
-            State::Returning(record) => 3 | u64::from(record) << 32,
+            ExtentState::Stocked => 1,
+            ExtentState::InUse => 2,
+            ExtentState::Freeing(record) => 3 | u64::from(record) << 32,
         };
         self.word(number, STATE).store(state, Release);
     }
 
-    /// It is the session's no longer.
-    pub fn strike(&self, number: u32) {
-        self.step();
+    /// Removes an entry.
+    pub fn remove(&self, number: u32) {
+        self.kill_point();
         self.word(number, STATE).store(0, Release);
     }
 
-    /// An entry; `None` if there is none of this number, or it is damaged.
-    pub fn entry(&self, number: u32) -> Option<Entry> {
+    /// The entry of this number; `None` if it is unused or damaged.
+    pub fn entry(&self, number: u32) -> Option<BookEntry> {
         let state = self.word(number, STATE).load(Acquire);
         let state = match state & 0xffff_ffff {
-            1 => State::Stocked,
-            2 => State::Given,
-            3 => State::Returning(u32::try_from(state >> 32).ok()?),
+            1 => ExtentState::Stocked,
+            2 => ExtentState::InUse,
+            3 => ExtentState::Freeing(u32::try_from(state >> 32).ok()?),
             _ => return None,
         };
         let name = self.word(number, NAME).load(Relaxed);
@@ -145,29 +148,29 @@ impl Book {
             class: SizeClass::new(u8::try_from(name & 0xffff).ok()?)?,
             key: Key(u32::try_from(name >> 32).ok()?),
         };
-        Some(Entry { extent, state, request: self.word(number, REQUEST).load(Relaxed) })
+        Some(BookEntry { extent, state, request: self.word(number, REQUEST).load(Relaxed) })
     }
 
     /// All entries, with their numbers.
-    pub fn entries(&self) -> impl Iterator<Item = (u32, Entry)> + '_ {
+    pub fn entries(&self) -> impl Iterator<Item = (u32, BookEntry)> + '_ {
         (0..self.end()).filter_map(|number| Some((number, self.entry(number)?)))
     }
 
-    /// Above all entries that were ever in use.
+    /// A number above those of all entries that were ever in use.
     pub fn end(&self) -> u32 {
         let end = self.memory.atomic_u64(END_AT).load(Acquire);
         u32::try_from(end).unwrap_or(u32::MAX).min(EXTENTS_MAX)
     }
 
-    fn word(&self, number: u32, field: usize) -> &std::sync::atomic::AtomicU64 {
-        assert!(number < EXTENTS_MAX, "entry {number} of a book");
+    fn word(&self, number: u32, field: usize) -> &AtomicU64 {
+        assert!(number < EXTENTS_MAX, "entry {number} is outside of the book");
         self.memory.atomic_u64(ENTRIES_AT + number as usize * ENTRY_BYTES + field)
     }
 
-    /// A place where an agent may be killed.
-    #[cfg_attr(not(test), expect(clippy::unused_self, reason = "tests have their say here"))]
-    fn step(&self) {
+    /// A point at which the model tests may kill the agent.
+    #[cfg_attr(not(test), expect(clippy::unused_self, reason = "the body is for tests only"))]
+    fn kill_point(&self) {
         #[cfg(test)]
-        crate::model_tests::may_die();
+        crate::model_tests::kill_point();
     }
 }

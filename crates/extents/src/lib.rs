@@ -1,24 +1,27 @@
-//! The extent service: programs ask the agent of their host for remote memory, and read and write it, over a ring in shared memory (DESIGN §5). They never
-//! see the pool's metadata, and never have more than their user may have.
+//! The extent service: the agent's side of sessions.
 //!
-//! - [`Sessions`]: the threads, one for each program, and what the next agent needs to go on.
-//! - `session`: what is done for one program, written down in a `book` before it is answered. `stock` is what it keeps ready.
-//! - `account`: what a user has and may have, and how often it may try keys.
-//! - `cluster`: the pool, over endpoints of the user.
+//! A program requests extents of the pool, and reads and writes them, over a ring in shared memory
+//! (DESIGN §5, §12). It sees no metadata of the pool and cannot exceed its user's quota.
 //!
-//! This crate does not know how programs find the agent, nor what they keep in their extents.
+//! - [`SessionService`]: one thread for each session, and resumption after a restart of the agent.
+//! - `core`: what a session does, without I/O. `core::stock` has the extents that are kept ready,
+//!   `core::account` the quota of a user.
+//! - `book`: the record of a session's extents, in memory that outlives the agent.
+//! - `pool`: the pool, over endpoints of the user.
+//!
+//! This crate does not know how programs find the agent, nor what they store in their extents.
 
-mod account;
+#![forbid(unsafe_code)]
+
 mod book;
-mod cluster;
+mod core;
 #[cfg(test)]
 mod golden_tests;
 #[cfg(test)]
 mod model_tests;
+mod pool;
 mod serve;
-mod session;
-mod stock;
 
-pub use account::UserReport;
-pub use cluster::Reach;
-pub use serve::{Keep, Left, SessionReport, Sessions};
+pub use core::UserReport;
+pub use pool::NodeConnector;
+pub use serve::{InheritedSession, OpenSessionError, SessionKeeper, SessionReport, SessionService};

@@ -1,4 +1,5 @@
-//! Sessions over a pool that is modelled, whose agent is killed at any step and followed by another: seeded schedules, everything checked.
+//! Seeded schedules of a session over a model of the pool. The agent is killed at any step, and the
+//! next agent resumes from the book.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
@@ -11,25 +12,24 @@ use aquifer_fabric::{Key, Memory, Tenant};
 use aquifer_ipc::ring::{ExtentAnswer, ExtentName, ExtentRequest, ExtentStatus, TransferRange};
 use aquifer_pool::{Extent, NodeId, SizeClass, Stretch};
 
-use crate::account::Accounts;
-use crate::book::{Book, State};
-use crate::session::{Move, Pool, Session};
+use crate::book::{Book, ExtentState};
+use crate::core::{ExtentPool, SessionCore, Transfer, UserAccounts};
 
-/// The end of an agent.
-struct Killed;
+/// Panic payload of an agent that is killed.
+struct AgentKilled;
 
 thread_local! {
-    /// Steps until the agent is killed; 0: it is not.
+    /// Kill points until the agent is killed; 0: it is not killed.
     static STEPS_LEFT: Cell<u32> = const { Cell::new(0) };
 }
 
-/// A place where an agent may be killed.
-pub(crate) fn may_die() {
+/// A point at which the agent may be killed.
+pub(crate) fn kill_point() {
     let left = STEPS_LEFT.get();
     if left > 0 {
         STEPS_LEFT.set(left - 1);
         if left == 1 {
-            resume_unwind(Box::new(Killed));
+            resume_unwind(Box::new(AgentKilled));
         }
     }
 }
@@ -37,36 +37,38 @@ pub(crate) fn may_die() {
 const NODES: u16 = 2;
 const NODE_BYTES: u64 = 8 << 20;
 const QUOTA_BYTES: u64 = 12 << 20;
-/// The sizes that programs ask for: from this one on.
+/// Smallest size class that programs allocate.
 const CLASS_MIN: u8 = 6;
 
-/// What outlives agents: the nodes' memory, and the ring's data.
+/// What outlives an agent: the nodes' memory, and the ring's data.
 #[derive(Debug, Default)]
-struct World {
-    taken: BTreeMap<(NodeId, u64), Extent>,
+struct ModelMemory {
+    allocated: BTreeMap<(NodeId, u64), Extent>,
     contents: HashMap<(NodeId, u64), u32>,
     data: HashMap<u32, u32>,
     next_key: u32,
-    gone: Vec<NodeId>,
-    /// Nodes that cannot be reached.
-    away: Vec<NodeId>,
+    /// Nodes whose connection has broken.
+    lost: Vec<NodeId>,
+    unreachable: Vec<NodeId>,
     /// READs and WRITEs that reached a node.
-    tried: u32,
+    transfers: u32,
+    now: Duration,
+    sections_to_clear: Option<u32>,
 }
 
-impl World {
+impl ModelMemory {
     fn is_free(&self, node: NodeId, addr: u64, bytes: u64) -> bool {
         let overlaps = |extent: &Extent| {
             extent.node == node && extent.addr < addr + bytes && addr < extent.addr + extent.class.bytes()
         };
-        !self.taken.values().any(overlaps)
+        !self.allocated.values().any(overlaps)
     }
 
     fn allocate(&mut self, class: SizeClass) -> Option<Extent> {
         self.allocate_row(class, 1)
     }
 
-    /// So many side by side, under one key.
+    /// Allocates `count` neighbouring extents under one key; returns the first.
     fn allocate_row(&mut self, class: SizeClass, count: u32) -> Option<Extent> {
         let bytes = class.bytes() * u64::from(count);
         for node in (0..NODES).map(NodeId) {
@@ -75,7 +77,7 @@ impl World {
                     self.next_key += 1;
                     let first = Extent { node, addr, class, key: Key(self.next_key) };
                     for addr in (addr..addr + bytes).step_by(usize::try_from(class.bytes()).unwrap()) {
-                        self.taken.insert((node, addr), Extent { addr, ..first });
+                        self.allocated.insert((node, addr), Extent { addr, ..first });
                         self.contents.insert((node, addr), 0);
                     }
                     return Some(first);
@@ -87,30 +89,30 @@ impl World {
 }
 
 #[derive(Clone, Debug, Default)]
-struct ModelPool(Rc<RefCell<World>>);
+struct ModelPool(Rc<RefCell<ModelMemory>>);
 
 impl ModelPool {
-    fn give_one_back(&self, extent: &Extent) -> bool {
-        may_die();
-        if self.0.borrow().away.contains(&extent.node) {
+    fn free_one(&self, extent: &Extent) -> bool {
+        kill_point();
+        if self.0.borrow().unreachable.contains(&extent.node) {
             return false;
         }
-        let struck = self.0.borrow_mut().taken.remove(&(extent.node, extent.addr));
-        assert_eq!(struck, Some(*extent), "what is given back is what was taken");
-        may_die();
+        let freed = self.0.borrow_mut().allocated.remove(&(extent.node, extent.addr));
+        assert_eq!(freed, Some(*extent), "only an allocated extent is freed");
+        kill_point();
         true
     }
 }
 
-impl Pool for ModelPool {
-    fn under_way(&self) -> Option<aquifer_pool::OperationGuard> {
+impl ExtentPool for ModelPool {
+    fn begin_allocation(&self) -> Option<aquifer_pool::OperationGuard> {
         None
     }
 
     fn allocate(&mut self, class: SizeClass) -> Result<Extent, ExtentStatus> {
-        may_die();
+        kill_point();
         let extent = self.0.borrow_mut().allocate(class).ok_or(ExtentStatus::Full)?;
-        may_die();
+        kill_point();
         Ok(extent)
     }
 
@@ -121,93 +123,101 @@ impl Pool for ModelPool {
     }
 
     fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, ExtentStatus> {
-        may_die();
+        kill_point();
         let first =
             self.0.borrow_mut().allocate_row(SizeClass::SECTION, sections).ok_or(ExtentStatus::Full)?;
-        may_die();
+        kill_point();
         Ok(Stretch { first, sections })
     }
 
     fn sections_to_clear(&self, _sections: u32) -> Option<u32> {
-        None
+        self.0.borrow().sections_to_clear
     }
 
     fn last_record(&self, extent: Extent) -> u32 {
         extent.key.0
     }
 
-    fn give_back(&mut self, extents: &[Extent]) -> Vec<bool> {
-        extents.iter().map(|extent| self.give_one_back(extent)).collect()
+    fn free(&mut self, extents: &[Extent]) -> Vec<bool> {
+        extents.iter().map(|extent| self.free_one(extent)).collect()
     }
 
-    fn give_back_begun(&mut self, extent: Extent, record: u32) -> bool {
-        may_die();
+    fn resume_free(&mut self, extent: Extent, record: u32) -> bool {
+        kill_point();
         let place = (extent.node, extent.addr);
-        if self.0.borrow().away.contains(&extent.node) {
+        if self.0.borrow().unreachable.contains(&extent.node) {
             return false;
         }
-        if self.0.borrow().taken.get(&place).is_some_and(|extent| extent.key.0 == record) {
-            self.give_one_back(&extent);
+        if self.0.borrow().allocated.get(&place).is_some_and(|extent| extent.key.0 == record) {
+            self.free_one(&extent);
         }
         true
     }
 
-    fn reaches(&self, node: NodeId) -> bool {
-        !self.0.borrow().away.contains(&node)
+    fn is_connected(&self, node: NodeId) -> bool {
+        !self.0.borrow().unreachable.contains(&node)
     }
 
-    fn transfer(&mut self, moves: &[Move]) -> Vec<ExtentStatus> {
+    fn transfer(&mut self, transfers: &[Transfer]) -> Vec<ExtentStatus> {
         let mut outcomes = Vec::new();
-        for each in moves {
-            may_die();
-            let mut world = self.0.borrow_mut();
-            world.tried += 1;
+        for each in transfers {
+            kill_point();
+            let mut memory = self.0.borrow_mut();
+            memory.transfers += 1;
             let place = (each.extent.node, each.extent.addr);
-            let is_right = world.taken.get(&place) == Some(&each.extent);
+            let is_right = memory.allocated.get(&place) == Some(&each.extent);
             if is_right && each.is_write {
-                let value = world.data[&each.piece.data];
-                world.contents.insert(place, value);
+                let value = memory.data[&each.range.data];
+                memory.contents.insert(place, value);
             } else if is_right {
-                let value = world.contents[&place];
-                world.data.insert(each.piece.data, value);
+                let value = memory.contents[&place];
+                memory.data.insert(each.range.data, value);
             }
             outcomes.push(if is_right { ExtentStatus::Done } else { ExtentStatus::Refused });
         }
         outcomes
     }
 
-    fn take_gone(&mut self) -> Vec<NodeId> {
-        std::mem::take(&mut self.0.borrow_mut().gone)
+    fn drain_lost_nodes(&mut self) -> Vec<NodeId> {
+        std::mem::take(&mut self.0.borrow_mut().lost)
     }
 
     fn quota_bytes(&self) -> u64 {
         QUOTA_BYTES
     }
+
+    fn now(&self) -> Duration {
+        self.0.borrow().now
+    }
+
+    fn pause(&mut self, time: Duration) {
+        self.0.borrow_mut().now += time;
+    }
 }
 
-/// An agent after the other, as a session's program sees them.
-struct Play {
+/// A session, its agents one after another, and the source of random choices.
+struct SessionPlay {
     pool: ModelPool,
     book: Memory,
-    session: Option<Session<ModelPool>>,
+    session: Option<SessionCore<ModelPool>>,
     random: u64,
-    /// Agents are killed.
-    is_deadly: bool,
+    has_kills: bool,
     kills: u32,
 }
 
-impl Play {
+impl SessionPlay {
     fn new(seed: u64) -> Self {
         let pool = ModelPool::default();
         let book = Book::new().expect("memory");
-        let memory = again(book.memory());
-        let session = Some(Session::new(pool.clone(), Arc::new(book), Accounts::default().of(Tenant(1))));
+        let memory = remap(book.memory());
+        let session =
+            Some(SessionCore::new(pool.clone(), Arc::new(book), UserAccounts::default().of(Tenant(1))));
         Self {
             pool,
             book: memory,
             session,
             random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
-            is_deadly: true,
+            has_kills: true,
             kills: 0,
         }
     }
@@ -219,12 +229,12 @@ impl Play {
         u32::try_from(self.random >> 33).unwrap() % bound
     }
 
-    /// Work for an agent; if it is killed over it, the next one is there afterwards.
-    fn with_agent<T>(&mut self, work: impl FnOnce(&mut Session<ModelPool>) -> T) -> Option<T> {
-        if self.is_deadly && self.below(4) == 0 {
+    /// Lets an agent do work. If it is killed meanwhile, starts the next agent and returns `None`.
+    fn with_agent<T>(&mut self, work: impl FnOnce(&mut SessionCore<ModelPool>) -> T) -> Option<T> {
+        if self.has_kills && self.below(4) == 0 {
             STEPS_LEFT.set(1 + self.below(12));
         }
-        let mut session = self.session.take().expect("an agent is there");
+        let mut session = self.session.take().expect("an agent runs");
         let outcome = catch_unwind(AssertUnwindSafe(|| work(&mut session)));
         STEPS_LEFT.set(0);
         match outcome {
@@ -232,54 +242,54 @@ impl Play {
                 self.session = Some(session);
                 Some(done)
             }
-            Err(cause) if cause.is::<Killed>() => {
+            Err(cause) if cause.is::<AgentKilled>() => {
                 drop(session);
-                self.follow();
+                self.restart_agent();
                 None
             }
             Err(cause) => resume_unwind(cause),
         }
     }
 
-    /// Another agent comes, and may be killed as it does.
-    fn follow(&mut self) {
+    /// Starts the next agent, which may be killed at once.
+    fn restart_agent(&mut self) {
         self.kills += 1;
         loop {
-            let book = Arc::new(Book::recover(again(&self.book)).expect("a book"));
-            // What was taken and not noted goes back.
-            let noted: Vec<Extent> = book.entries().map(|(_, entry)| entry.extent).collect();
-            self.pool.0.borrow_mut().taken.retain(|_, extent| noted.contains(extent));
+            let book = Arc::new(Book::recover(remap(&self.book)).expect("a book"));
+            // The leak scan frees what was allocated and not recorded.
+            let recorded: Vec<Extent> = book.entries().map(|(_, entry)| entry.extent).collect();
+            self.pool.0.borrow_mut().allocated.retain(|_, extent| recorded.contains(extent));
             if self.below(3) == 0 {
                 STEPS_LEFT.set(1 + self.below(6));
             }
             let pool = self.pool.clone();
-            let account = Accounts::default().of(Tenant(1));
-            account.charge(noted.iter().map(|extent| extent.class.bytes()).sum());
-            let outcome = catch_unwind(AssertUnwindSafe(|| Session::new(pool, book, account)));
+            let account = UserAccounts::default().of(Tenant(1));
+            account.add_inherited(recorded.iter().map(|extent| extent.class.bytes()).sum());
+            let outcome = catch_unwind(AssertUnwindSafe(|| SessionCore::new(pool, book, account)));
             STEPS_LEFT.set(0);
             match outcome {
                 Ok(session) => return self.session = Some(session),
-                Err(cause) if cause.is::<Killed>() => {}
+                Err(cause) if cause.is::<AgentKilled>() => {}
                 Err(cause) => resume_unwind(cause),
             }
         }
     }
 
-    /// As the session's thread does; the answers, once each is concluded.
+    /// Answers requests as the session's thread does. Returns the answers when all are concluded.
     fn ask(&mut self, requests: &[Option<ExtentRequest>]) -> Vec<ExtentAnswer> {
-        let start = self.session.as_ref().expect("an agent").next_request();
+        let start = self.session.as_ref().expect("an agent runs").next_request();
         let mut answers: Vec<Option<ExtentAnswer>> = vec![None; requests.len()];
         let end = start + requests.len() as u64;
         loop {
-            let next = self.session.as_ref().expect("an agent").next_request();
+            let next = self.session.as_ref().expect("an agent runs").next_request();
             if next == end {
-                return answers.into_iter().map(|answer| answer.expect("it is concluded")).collect();
+                return answers.into_iter().map(|answer| answer.expect("the request is concluded")).collect();
             }
             let from = usize::try_from(next - start).unwrap();
             let slots = &mut answers[from..];
             self.with_agent(|session| {
                 let mut some = Vec::new();
-                session.answer(next, &requests[from..], &mut some, Duration::ZERO);
+                session.answer(next, &requests[from..], &mut some);
                 for (slot, answer) in slots.iter_mut().zip(&some) {
                     *slot = Some(*answer);
                 }
@@ -289,77 +299,79 @@ impl Play {
     }
 
     fn check(&self) {
-        let book = Book::recover(again(&self.book)).expect("a book");
-        let world = self.pool.0.borrow();
-        let noted: BTreeMap<(NodeId, u64), Extent> =
+        let book = Book::recover(remap(&self.book)).expect("a book");
+        let memory = self.pool.0.borrow();
+        let recorded: BTreeMap<(NodeId, u64), Extent> =
             book.entries().map(|(_, entry)| ((entry.extent.node, entry.extent.addr), entry.extent)).collect();
-        assert_eq!(noted, world.taken, "what is written down is what was taken");
+        assert_eq!(recorded, memory.allocated, "the book has what is allocated");
     }
 }
 
-fn again(memory: &Memory) -> Memory {
+/// Maps the same memory again.
+fn remap(memory: &Memory) -> Memory {
     Memory::whole(memory.fd().try_clone_to_owned().expect("a descriptor")).expect("a mapping")
 }
 
-/// What the program knows of its extents.
+/// What the program expects of its extents.
 #[derive(Default)]
-struct Shadow {
-    held: Vec<(ExtentName, u32)>,
-    given_back: Vec<ExtentName>,
+struct ProgramModel {
+    /// Extents in use, and their contents.
+    in_use: Vec<(ExtentName, u32)>,
+    freed: Vec<ExtentName>,
 }
 
-/// What must come of a request.
-type Expectation = Box<dyn FnOnce(&ExtentAnswer, &World, &mut Shadow)>;
+/// Checks the answer to a request.
+type Expectation = Box<dyn FnOnce(&ExtentAnswer, &ModelMemory, &mut ProgramModel)>;
 
 fn play(seed: u64) -> u32 {
-    let mut play = Play::new(seed);
-    let mut shadow = Shadow::default();
+    let mut play = SessionPlay::new(seed);
+    let mut program = ProgramModel::default();
     for round in 0..60 {
         let mut requests = Vec::new();
         let mut expected: Vec<Expectation> = Vec::new();
         for at in 0..1 + play.below(6) {
-            let piece = TransferRange { offset: 0, len: 4, data: at * 8 };
-            let index = shadow
-                .held
+            let range = TransferRange { offset: 0, len: 4, data: at * 8 };
+            let index = program
+                .in_use
                 .len()
                 .checked_sub(1)
                 .map(|last| play.below(u32::try_from(last + 1).unwrap()) as usize);
             match (play.below(8), index) {
                 (0..=1, Some(index)) => {
                     let value = round * 100 + at;
-                    shadow.held[index].1 = value;
-                    play.pool.0.borrow_mut().data.insert(piece.data, value);
-                    requests.push(Some(ExtentRequest::Write(shadow.held[index].0, piece)));
+                    program.in_use[index].1 = value;
+                    play.pool.0.borrow_mut().data.insert(range.data, value);
+                    requests.push(Some(ExtentRequest::Write(program.in_use[index].0, range)));
                     expected.push(Box::new(|answer, _, _| assert_eq!(answer.status, ExtentStatus::Done)));
                 }
                 (2..=3, Some(index)) => {
-                    let (name, value) = shadow.held[index];
-                    requests.push(Some(ExtentRequest::Read(name, piece)));
-                    expected.push(Box::new(move |answer, world, _| {
+                    let (name, value) = program.in_use[index];
+                    requests.push(Some(ExtentRequest::Read(name, range)));
+                    expected.push(Box::new(move |answer, memory, _| {
                         assert_eq!(answer.status, ExtentStatus::Done);
-                        assert_eq!(world.data[&piece.data], value, "what is read was written last");
+                        assert_eq!(memory.data[&range.data], value, "a read returns the last write");
                     }));
                 }
                 (4, Some(index)) => {
-                    let (name, _) = shadow.held.swap_remove(index);
+                    let (name, _) = program.in_use.swap_remove(index);
                     requests.push(Some(ExtentRequest::Free(name)));
-                    expected.push(Box::new(move |answer, _, shadow| {
+                    expected.push(Box::new(move |answer, _, program| {
                         assert_eq!(answer.status, ExtentStatus::Done);
-                        shadow.given_back.push(name);
+                        program.freed.push(name);
                     }));
                 }
                 (5, _) => {
-                    let name = shadow.given_back.last().copied();
-                    let name = name.filter(|name| !shadow.held.iter().any(|(held, _)| held == name));
+                    let name = program.freed.last().copied();
+                    let name = name.filter(|name| !program.in_use.iter().any(|(held, _)| held == name));
                     requests.push(name.map(ExtentRequest::Free));
                     let status =
                         if name.is_some() { ExtentStatus::Refused } else { ExtentStatus::BadRequest };
-                    // It may have been given again meanwhile, by a request of this round.
-                    expected.push(Box::new(move |answer, _, shadow| {
-                        let is_held = |name| shadow.held.iter().any(|(held, _)| *held == name);
+                    // A request of this round may have allocated it again.
+                    expected.push(Box::new(move |answer, _, program| {
+                        let is_held = |name| program.in_use.iter().any(|(held, _)| *held == name);
                         assert!(answer.status == status || name.is_some_and(|name| !is_held(name)));
                         if answer.status == ExtentStatus::Done {
-                            shadow.held.retain(|(held, _)| Some(*held) != name);
+                            program.in_use.retain(|(held, _)| Some(*held) != name);
                         }
                     }));
                 }
@@ -372,16 +384,19 @@ fn play(seed: u64) -> u32 {
                     } else {
                         ExtentRequest::Allocate(class)
                     }));
-                    expected.push(Box::new(move |answer, world, shadow| match answer.status {
+                    expected.push(Box::new(move |answer, memory, program| match answer.status {
                         ExtentStatus::Done => {
                             assert_eq!(answer.extent.class, class);
                             for section in 0..count {
                                 let addr =
                                     answer.extent.addr + u64::from(section) * SizeClass::SECTION.bytes();
                                 let name = ExtentName { addr, ..answer.extent };
-                                assert!(!shadow.held.iter().any(|(held, _)| *held == name), "given twice");
-                                let value = world.contents[&(NodeId(name.node), name.addr)];
-                                shadow.held.push((name, value));
+                                assert!(
+                                    !program.in_use.iter().any(|(held, _)| *held == name),
+                                    "allocated twice"
+                                );
+                                let value = memory.contents[&(NodeId(name.node), name.addr)];
+                                program.in_use.push((name, value));
                             }
                         }
                         status => {
@@ -390,26 +405,26 @@ fn play(seed: u64) -> u32 {
                     }));
                 }
             }
-            // What the requests of a round depend on must not change in it.
+            // An allocate or free ends the round, because later requests depend on its answer.
             if !matches!(requests.last(), Some(Some(ExtentRequest::Read(..) | ExtentRequest::Write(..)))) {
                 break;
             }
         }
         let answers = play.ask(&requests);
         for (answer, expected) in answers.iter().zip(expected) {
-            expected(answer, &play.pool.0.borrow(), &mut shadow);
+            expected(answer, &play.pool.0.borrow(), &mut program);
         }
         for _ in 0..play.below(4) {
-            play.with_agent(Session::tend_stock);
+            play.with_agent(SessionCore::maintain_stock);
         }
         if play.below(12) == 0 {
-            play.with_agent(Session::drop_stock);
+            play.with_agent(SessionCore::free_stock);
         }
         play.check();
     }
-    let mut session = play.session.take().expect("an agent");
-    assert!(session.close(), "all nodes can be reached");
-    assert!(play.pool.0.borrow().taken.is_empty(), "a session that is over has nothing");
+    let mut session = play.session.take().expect("an agent runs");
+    assert!(session.close(), "all nodes are reachable");
+    assert!(play.pool.0.borrow().allocated.is_empty(), "a closed session owns nothing");
     play.kills
 }
 
@@ -426,7 +441,7 @@ fn an_agent_may_be_killed_at_any_step() {
     for seed in seeds {
         let outcome = catch_unwind(|| play(seed));
         kills += outcome.unwrap_or_else(|cause| {
-            println!("AQUIFER_SEED={seed} plays this again");
+            println!("AQUIFER_SEED={seed} replays this schedule");
             resume_unwind(cause)
         });
     }
@@ -434,66 +449,82 @@ fn an_agent_may_be_killed_at_any_step() {
 }
 
 #[test]
-fn what_was_on_a_node_that_was_gone_is_not_trusted_again() {
-    let mut play = Play::new(1);
+fn extents_of_a_node_that_was_lost_are_not_trusted() {
+    let mut play = SessionPlay::new(1);
     let first = ask(&mut play, ExtentRequest::Allocate(0)).extent;
     let second = ask(&mut play, ExtentRequest::Allocate(0)).extent;
     assert_eq!(ask(&mut play, ExtentRequest::Free(second)).status, ExtentStatus::Done);
-    let piece = TransferRange { offset: 0, len: 4, data: 0 };
-    assert_eq!(ask(&mut play, ExtentRequest::Read(first, piece)).status, ExtentStatus::Done);
-    play.pool.0.borrow_mut().gone.push(NodeId(first.node));
-    ask(&mut play, ExtentRequest::Read(first, piece));
-    assert_eq!(play.pool.0.borrow().taken.len(), 1, "what was in stock is not given to anybody again");
-    assert_eq!(ask(&mut play, ExtentRequest::Read(first, piece)).status, ExtentStatus::NodeGone);
+    let range = TransferRange { offset: 0, len: 4, data: 0 };
+    assert_eq!(ask(&mut play, ExtentRequest::Read(first, range)).status, ExtentStatus::Done);
+    play.pool.0.borrow_mut().lost.push(NodeId(first.node));
+    ask(&mut play, ExtentRequest::Read(first, range));
+    assert_eq!(play.pool.0.borrow().allocated.len(), 1, "the stock on the lost node is freed");
+    assert_eq!(ask(&mut play, ExtentRequest::Read(first, range)).status, ExtentStatus::NodeGone);
     let third = ask(&mut play, ExtentRequest::Allocate(0)).extent;
     assert_eq!(
-        ask(&mut play, ExtentRequest::Read(third, piece)).status,
+        ask(&mut play, ExtentRequest::Read(third, range)).status,
         ExtentStatus::Done,
-        "what was taken later is"
+        "a later extent is trusted"
     );
     assert_eq!(ask(&mut play, ExtentRequest::Free(first)).status, ExtentStatus::Done);
-    assert!(play.pool.0.borrow().taken.values().all(|extent| extent.addr == third.addr));
-    assert_eq!(ask(&mut play, ExtentRequest::Read(third, piece)).status, ExtentStatus::Done, "and stays so");
+    assert!(play.pool.0.borrow().allocated.values().all(|extent| extent.addr == third.addr));
+    assert_eq!(ask(&mut play, ExtentRequest::Read(third, range)).status, ExtentStatus::Done, "and still is");
 }
 
 #[test]
-fn what_is_on_a_node_that_cannot_be_reached_is_given_back_when_it_can() {
-    let mut play = Play::new(1);
+fn extents_of_an_unreachable_node_are_freed_when_it_is_reachable() {
+    let mut play = SessionPlay::new(1);
     let first = ask(&mut play, ExtentRequest::Allocate(0)).extent;
     assert_eq!(ask(&mut play, ExtentRequest::Free(first)).status, ExtentStatus::Done);
-    play.pool.0.borrow_mut().away.push(NodeId(first.node));
-    let session = play.session.as_mut().expect("an agent");
-    session.drop_stock();
-    assert!(!session.close(), "it is owed");
-    assert_eq!(play.pool.0.borrow().taken.len(), 1);
+    play.pool.0.borrow_mut().unreachable.push(NodeId(first.node));
+    let session = play.session.as_mut().expect("an agent runs");
+    session.free_stock();
+    assert!(!session.close(), "a free is deferred");
+    assert_eq!(play.pool.0.borrow().allocated.len(), 1);
     play.check();
-    play.follow();
-    play.pool.0.borrow_mut().away.clear();
-    let session = play.session.as_mut().expect("an agent");
-    assert!(session.tend_stock(), "another agent gives it back");
-    assert!(play.pool.0.borrow().taken.is_empty());
+    play.restart_agent();
+    play.pool.0.borrow_mut().unreachable.clear();
+    let session = play.session.as_mut().expect("an agent runs");
+    assert!(session.maintain_stock(), "the next agent frees it");
+    assert!(play.pool.0.borrow().allocated.is_empty());
     play.check();
 }
 
 #[test]
-fn what_was_given_back_is_closed_to_the_program() {
-    let mut play = Play::new(1);
+fn a_freed_extent_is_refused() {
+    let mut play = SessionPlay::new(1);
     let first = ask(&mut play, ExtentRequest::Allocate(0)).extent;
-    let piece = TransferRange { offset: 0, len: 4, data: 0 };
+    let range = TransferRange { offset: 0, len: 4, data: 0 };
     assert_eq!(ask(&mut play, ExtentRequest::Free(first)).status, ExtentStatus::Done);
-    assert_eq!(ask(&mut play, ExtentRequest::Read(first, piece)).status, ExtentStatus::Refused);
+    assert_eq!(ask(&mut play, ExtentRequest::Read(first, range)).status, ExtentStatus::Refused);
     assert_eq!(ask(&mut play, ExtentRequest::Free(first)).status, ExtentStatus::Refused);
     assert_eq!(ask(&mut play, ExtentRequest::Allocate(0)).extent, first);
-    assert_eq!(ask(&mut play, ExtentRequest::Read(first, piece)).status, ExtentStatus::Done);
+    assert_eq!(ask(&mut play, ExtentRequest::Read(first, range)).status, ExtentStatus::Done);
 }
 
 #[test]
-fn right_keys_of_others_are_not_counted_as_guesses() {
-    let mut play = Play::new(1);
-    play.is_deadly = false;
+fn a_stretch_waits_while_nodes_clear_sections() {
+    let mut play = SessionPlay::new(1);
+    let whole_node = u32::try_from(NODE_BYTES / SizeClass::SECTION.bytes()).unwrap();
+    // Others have all of the first node and a section of the second.
+    for _ in 0..=whole_node {
+        play.pool.0.borrow_mut().allocate(SizeClass::SECTION).expect("room");
+    }
+    assert_eq!(ask(&mut play, ExtentRequest::AllocateStretch(whole_node)).status, ExtentStatus::Full);
+    assert_eq!(play.pool.0.borrow().now, Duration::ZERO, "no section is to be cleared");
+    play.pool.0.borrow_mut().sections_to_clear = Some(1);
+    assert_eq!(ask(&mut play, ExtentRequest::AllocateStretch(whole_node)).status, ExtentStatus::Full);
+    let waited = play.pool.0.borrow().now;
+    assert!((Duration::from_millis(500)..Duration::from_secs(1)).contains(&waited), "{waited:?}");
+}
+
+#[test]
+fn right_keys_of_others_do_not_use_up_tries() {
+    let mut play = SessionPlay::new(1);
+    play.has_kills = false;
     let theirs: Vec<Extent> = {
-        let mut world = play.pool.0.borrow_mut();
-        (0..10).map(|_| world.allocate(SizeClass::CHUNK).expect("room")).collect()
+        let mut memory = play.pool.0.borrow_mut();
+        (0..10).map(|_| memory.allocate(SizeClass::CHUNK).expect("room")).collect()
     };
     let read = |extent: &Extent, wrong: u32| {
         let name = ExtentName { node: extent.node.0, class: 0, key: extent.key.0 ^ wrong, addr: extent.addr };
@@ -503,27 +534,30 @@ fn right_keys_of_others_are_not_counted_as_guesses() {
     assert!(play.ask(&many).iter().all(|answer| answer.status == ExtentStatus::Done));
     let wrong: Vec<_> = (0..200).map(|number| read(&theirs[0], 1 << 20 | number)).collect();
     assert!(play.ask(&wrong).iter().all(|answer| answer.status == ExtentStatus::Refused));
-    assert_eq!(play.pool.0.borrow().tried, 200 + 32, "only so many wrong ones are tried");
-    assert!(play.ask(&many).iter().all(|answer| answer.status == ExtentStatus::Refused), "nor others then");
+    assert_eq!(play.pool.0.borrow().transfers, 200 + 32, "a bounded number of wrong keys is tried");
+    assert!(
+        play.ask(&many).iter().all(|answer| answer.status == ExtentStatus::Refused),
+        "then right keys are not tried either"
+    );
 }
 
-/// Ask for one thing.
-fn ask(play: &mut Play, request: ExtentRequest) -> ExtentAnswer {
+/// Answers one request.
+fn ask(play: &mut SessionPlay, request: ExtentRequest) -> ExtentAnswer {
     let mut answers = Vec::new();
-    let session = play.session.as_mut().expect("an agent");
+    let session = play.session.as_mut().expect("an agent runs");
     let next = session.next_request();
-    session.answer(next, &[Some(request)], &mut answers, Duration::ZERO);
+    session.answer(next, &[Some(request)], &mut answers);
     session.conclude(next + 1);
     answers[0]
 }
 
 #[test]
-fn a_book_with_damaged_entries_is_gone_on_with() {
+fn damaged_entries_of_a_book_are_skipped() {
     let book = Book::new().expect("memory");
     let extent = Extent { node: NodeId(1), addr: 8192, class: SizeClass::CHUNK, key: Key(7) };
-    book.add(0, &extent, State::Given, 3);
-    book.add(2, &extent, State::Stocked, 4);
-    let memory = again(book.memory());
+    book.insert(0, &extent, ExtentState::InUse, 3);
+    book.insert(2, &extent, ExtentState::Stocked, 4);
+    let memory = remap(book.memory());
     memory.atomic_u64(64 + 16).store(77, std::sync::atomic::Ordering::Relaxed);
     let entries: Vec<_> = Book::recover(memory).expect("a book").entries().collect();
     assert_eq!(entries.len(), 1);

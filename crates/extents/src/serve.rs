@@ -1,102 +1,124 @@
-//! Sessions as threads: each waits for its program's requests, answers them, and ends with it.
+//! Sessions: one thread for each, and resumption after a restart of the agent.
+
+#[cfg(test)]
+mod golden_tests;
+mod inherited;
+mod session_thread;
 
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use aquifer_channel::wakeup::{self, WakeupEvent};
 use aquifer_channel::{send_frame, try_send_frame};
 use aquifer_fabric::{Memory, Tenant};
-use aquifer_ipc::ring::{
-    CorruptRing, ExtentAnswer, ExtentRequest, RING_BYTES, RingWords, SLOTS, SessionRing,
-};
+use aquifer_ipc::ring::{RING_BYTES, RingWords, SessionRing};
 use aquifer_ipc::{Frame, HeldItem, HeldKind, VERSION};
-use aquifer_pool::NodeId;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::{Deserialize, Serialize};
 
-use crate::account::{Accounts, UserReport};
 use crate::book::Book;
-use crate::cluster::{Cluster, Reach};
-use crate::session::Session;
+use crate::core::{UserAccounts, UserReport};
+use crate::pool::NodeConnector;
+pub use inherited::InheritedSession;
+use session_thread::SessionThread;
 
-/// Sessions of one user at once.
+/// Maximum number of sessions of one user.
 const SESSIONS_PER_USER_MAX: usize = 64;
-/// To be woken costs more than to look for so long.
-const LOOK: Duration = Duration::from_micros(50);
-/// A program that has asked for nothing for so long gets back to the pool what is kept ready for it.
-const IDLE: Duration = Duration::from_secs(1);
-/// What is on nodes that cannot be reached is given back when they can: how often that is looked for.
-const OWED_EVERY: Duration = Duration::from_secs(1);
-/// A session with nothing to do looks around all the same.
-const SLEEP_MAX: Duration = Duration::from_secs(60);
-/// When the agent stops, sessions have so long to give everything back.
-const END_PATIENCE: Duration = Duration::from_secs(10);
+/// Time for which a stopping agent waits until sessions have freed their extents.
+const END_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What is held by a process that outlives the agent.
-pub trait Keep: Send + Sync + std::fmt::Debug {
-    /// Hold this.
-    fn keep(&self, put: &HeldItem, fds: &[BorrowedFd<'_>]);
-    /// It is over.
-    fn unkeep(&self, kind: HeldKind, id: u64);
+/// Passes the state of sessions to the keeper, which outlives the agent.
+pub trait SessionKeeper: Send + Sync + std::fmt::Debug {
+    /// Lets the keeper hold an item, and replace an item of the same kind and number.
+    fn hold(&self, item: &HeldItem, fds: &[BorrowedFd<'_>]);
+    /// Lets the keeper release an item.
+    fn release(&self, kind: HeldKind, id: u64);
 }
 
-/// A session as the next agent finds it.
+/// Why no session was opened. The program that asked for it gets the text.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenSessionError {
+    /// A system call failed.
+    #[error("cannot create memory for another session: {0}")]
+    Memory(#[from] io::Error),
+    /// There is no pidfd of the program.
+    #[error("cannot watch process {pid}: {source}")]
+    Process {
+        /// The program.
+        pid: u32,
+        /// The error of the system call.
+        source: io::Error,
+    },
+    /// The agent is about to end.
+    #[error("the agent is stopping")]
+    Stopping,
+    /// The user has the maximum number of sessions.
+    #[error("user {tenant} has {SESSIONS_PER_USER_MAX} sessions already: end some first")]
+    TooMany {
+        /// The user.
+        tenant: u32,
+    },
+}
+
+/// The keeper's record of a session, for the next agent.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-struct Record {
+struct SessionRecord {
     tenant: u32,
     pid: u32,
-    /// Of the frames and the ring.
+    /// Version of frames and ring that the program uses.
     version: u16,
 }
 
-/// A session's figures.
+/// Statistics of a session.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SessionReport {
     /// The user.
     pub tenant: u32,
-    /// The program.
+    /// Process id of the program.
     pub pid: u32,
-    /// Extents that it has.
+    /// Extents that the program has allocated.
     pub extents: u64,
-    /// Their bytes.
+    /// Bytes that the program has allocated.
     pub bytes: u64,
     /// Bytes that are kept ready for it.
     pub stocked_bytes: u64,
-    /// Requests that were answered, by this agent.
+    /// Requests that this agent has answered.
     pub requests: u64,
 }
 
 /// All sessions of an agent.
 #[derive(Debug)]
-pub struct Sessions {
-    reach: Arc<dyn Reach>,
-    keep: Arc<dyn Keep>,
+pub struct SessionService {
+    connector: Arc<dyn NodeConnector>,
+    keeper: Arc<dyn SessionKeeper>,
+    /// Quota of each user; `None`: half of what the nodes lend.
     quota_bytes: Option<u64>,
-    accounts: Accounts,
-    began: Instant,
-    state: Mutex<State>,
-    /// One of them has ended.
-    ended: Condvar,
+    accounts: UserAccounts,
+    /// When the agent started.
+    started: Instant,
+    sessions: Mutex<OpenSessions>,
+    /// Notified when a session has ended.
+    session_ended: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    next: u64,
-    /// No more are opened.
-    is_ending: bool,
-    live: BTreeMap<u64, Arc<Shared>>,
-    /// Of sessions that are left to another agent: what is in them stays known of.
+struct OpenSessions {
+    next_id: u64,
+    /// Whether the agent is stopping. Then no session is opened.
+    is_stopping: bool,
+    live: BTreeMap<u64, Arc<SharedSession>>,
+    /// Books of sessions that could not be resumed. They stay in memory, and so in the ledgers, so
+    /// that the leak scan does not free extents that another agent can still resume.
     unserved: Vec<Arc<Book>>,
 }
 
-/// Of a session, what its thread and others have in common.
+/// What the thread of a session shares with other threads.
 #[derive(Debug)]
-struct Shared {
-    record: Record,
+struct SharedSession {
+    record: SessionRecord,
     socket: OwnedFd,
     stop: AtomicBool,
     extents: AtomicU64,
@@ -105,12 +127,12 @@ struct Shared {
     requests: AtomicU64,
 }
 
-/// The ring's memory.
+/// The memory of a ring, mapped into the agent.
 #[derive(Clone, Debug)]
-struct RingMemory(Arc<Memory>);
+struct AgentRingMemory(Arc<Memory>);
 
-impl RingWords for RingMemory {
-    fn word_u32(&self, offset: usize) -> &std::sync::atomic::AtomicU32 {
+impl RingWords for AgentRingMemory {
+    fn word_u32(&self, offset: usize) -> &AtomicU32 {
         self.0.atomic_u32(offset)
     }
 
@@ -119,203 +141,169 @@ impl RingWords for RingMemory {
     }
 }
 
-/// What a session's thread works with.
+/// What the thread of a session owns.
 #[derive(Debug)]
-struct Parts {
-    ring: SessionRing<RingMemory>,
+struct SessionParts {
+    ring: SessionRing<AgentRingMemory>,
     book: Arc<Book>,
-    /// The program's, to see its end even if a child has its socket.
+    /// Pidfd of the program. It shows the program's end even if a forked child has the socket.
     process: OwnedFd,
 }
 
-/// A session that another agent left, not yet gone on with.
-#[derive(Debug)]
-pub struct Left {
-    id: u64,
-    shared: Arc<Shared>,
-    parts: Parts,
-}
-
-impl Left {
-    /// What the keeper held of it.
-    ///
-    /// # Errors
-    /// If that is not what was put there.
-    pub fn open(put: &HeldItem, fds: Vec<OwnedFd>) -> io::Result<Self> {
-        let record: Record = serde_json::from_str(&put.record).map_err(io::Error::other)?;
-        let Ok([ring, book, socket, process]) = <[OwnedFd; 4]>::try_from(fds) else {
-            return Err(io::Error::other("the keeper lacks descriptors of it"));
-        };
-        let ring = RingMemory(Arc::new(Memory::from_fd(ring, RING_BYTES)?));
-        // What the program may have written there decides nothing.
-        let ring = SessionRing::initialise(ring);
-        let book = Arc::new(Book::recover(Memory::whole(book)?)?);
-        let shared = Arc::new(Shared::new(record, socket));
-        // Its program speaks otherwise: what it has is given back.
-        shared.stop.store(record.version != VERSION, Relaxed);
-        Ok(Self { id: put.id, shared, parts: Parts { ring, book, process } })
-    }
-
-    /// The nodes that it has something of.
-    pub fn nodes(&self) -> impl Iterator<Item = NodeId> {
-        self.parts.book.entries().map(|(_, entry)| entry.extent.node)
-    }
-
-    /// What it has of the pool, as far as its agent could write it down.
-    fn bytes(&self) -> u64 {
-        self.parts.book.entries().map(|(_, entry)| entry.extent.class.bytes()).sum()
-    }
-}
-
-impl Sessions {
-    /// No sessions yet. Each user may have `quota_bytes`, or half of what nodes lend.
+impl SessionService {
+    /// Creates a service without sessions. The quota of each user is `quota_bytes`, or half of what
+    /// the nodes lend.
     #[must_use]
-    pub fn new(reach: Arc<dyn Reach>, keep: Arc<dyn Keep>, quota_bytes: Option<u64>) -> Arc<Self> {
-        // Numbers stay unique over restarts, as the keeper still knows those of before.
-        let next = u64::from(std::process::id()) << 32;
-        let state = Mutex::new(State { next, ..State::default() });
+    pub fn new(
+        connector: Arc<dyn NodeConnector>,
+        keeper: Arc<dyn SessionKeeper>,
+        quota_bytes: Option<u64>,
+    ) -> Arc<Self> {
+        // Numbers must differ from those of earlier agents, which the keeper may still hold.
+        let next_id = u64::from(std::process::id()) << 32;
         Arc::new(Self {
-            reach,
-            keep,
+            connector,
+            keeper,
             quota_bytes,
-            accounts: Accounts::default(),
-            began: Instant::now(),
-            state,
-            ended: Condvar::new(),
+            accounts: UserAccounts::default(),
+            started: Instant::now(),
+            sessions: Mutex::new(OpenSessions { next_id, ..OpenSessions::default() }),
+            session_ended: Condvar::new(),
         })
     }
 
-    /// Open a session for the program at the other end of a socket, and tell it so.
+    /// Opens a session for the program at the other end of a socket, and sends it the ring.
     ///
-    /// # Errors
-    /// A sentence for whoever runs the program.
-    pub fn open(self: &Arc<Self>, socket: &OwnedFd, tenant: u32, pid: u32) -> Result<(), String> {
-        let no_memory = |error: io::Error| format!("no memory for another session: {error}");
-        let ring = Arc::new(Memory::create("aquifer-session-ring", RING_BYTES).map_err(no_memory)?);
-        let book = Arc::new(Book::new().map_err(no_memory)?);
-        self.reach.leak_detector().register_ledger(&book);
-        let process = process(pid).map_err(|error| format!("your process cannot be watched: {error}"))?;
-        let socket = socket.try_clone().map_err(no_memory)?;
-        let mut state = self.lock();
-        if state.is_ending {
-            return Err("the agent is stopping".into());
+    /// # Errors If memory or a pidfd cannot be had, the agent is stopping, or the user has too many
+    /// sessions.
+    pub fn open(self: &Arc<Self>, socket: &OwnedFd, tenant: u32, pid: u32) -> Result<(), OpenSessionError> {
+        let ring = Arc::new(Memory::create("aquifer-session-ring", RING_BYTES)?);
+        let book = Arc::new(Book::new()?);
+        self.connector.leak_detector().register_ledger(&book);
+        let process = open_pidfd(pid).map_err(|source| OpenSessionError::Process { pid, source })?;
+        let socket = socket.try_clone()?;
+        let mut sessions = self.lock();
+        if sessions.is_stopping {
+            return Err(OpenSessionError::Stopping);
         }
-        let sessions = state.live.values().filter(|shared| shared.record.tenant == tenant).count();
-        if sessions >= SESSIONS_PER_USER_MAX {
-            return Err(format!(
-                "user {tenant} has {SESSIONS_PER_USER_MAX} sessions already: end some first"
-            ));
+        let of_user = sessions.live.values().filter(|shared| shared.record.tenant == tenant).count();
+        if of_user >= SESSIONS_PER_USER_MAX {
+            return Err(OpenSessionError::TooMany { tenant });
         }
-        let id = state.next;
-        state.next += 1;
-        let record = Record { tenant, pid, version: VERSION };
-        let shared = Arc::new(Shared::new(record, socket));
-        state.live.insert(id, Arc::clone(&shared));
-        drop(state);
-        let parts = Parts { ring: SessionRing::initialise(RingMemory(Arc::clone(&ring))), book, process };
-        self.keep(id, &shared, &parts);
-        let told = send_frame(&shared.socket, &Frame::SessionOpened, &[ring.fd()]);
-        if let Err(error) = told.and_then(|()| self.start(id, shared, parts)) {
-            tracing::warn!(pid, %error, "a session cannot be opened");
+        let id = sessions.next_id;
+        sessions.next_id += 1;
+        let record = SessionRecord { tenant, pid, version: VERSION };
+        let shared = Arc::new(SharedSession::new(record, socket));
+        sessions.live.insert(id, Arc::clone(&shared));
+        drop(sessions);
+        let ring_memory = AgentRingMemory(Arc::clone(&ring));
+        let parts = SessionParts { ring: SessionRing::initialise(ring_memory), book, process };
+        self.hold(id, &shared, &parts);
+        let sent = send_frame(&shared.socket, &Frame::SessionOpened, &[ring.fd()]);
+        if let Err(error) = sent.and_then(|()| self.start(id, shared, parts)) {
+            tracing::warn!(pid, %error, "cannot open a session");
             self.forget(id);
         }
         Ok(())
     }
 
-    /// Go on with sessions that another agent left.
-    pub fn restore(self: &Arc<Self>, left: Vec<Left>) {
-        // Before any of them can take more.
-        for left in &left {
-            self.accounts.of(Tenant(left.shared.record.tenant)).charge(left.bytes());
-            self.reach.leak_detector().register_ledger(&left.parts.book);
+    /// Resumes the sessions of an earlier agent.
+    pub fn restore(self: &Arc<Self>, inherited: Vec<InheritedSession>) {
+        // All books must be counted and in the ledgers before a session can allocate.
+        for session in &inherited {
+            self.accounts.of(Tenant(session.shared.record.tenant)).add_inherited(session.bytes());
+            self.connector.leak_detector().register_ledger(&session.parts.book);
         }
-        for Left { id, shared, parts } in left {
-            if parts.book.done() == 0 {
-                // It may not have been told that it has a session. If it was, it does not heed this.
+        for InheritedSession { id, shared, parts } in inherited {
+            if parts.book.done_requests() == 0 {
+                // The earlier agent may have been killed before it sent the ring. A program that
+                // has the ring ignores the frame.
                 let ring = parts.ring.words().0.fd();
-                let _gone = try_send_frame(&shared.socket, &Frame::SessionOpened, &[ring]);
+                let _closed = try_send_frame(&shared.socket, &Frame::SessionOpened, &[ring]);
             }
             self.lock().live.insert(id, Arc::clone(&shared));
-            let book = Arc::clone(&parts.book);
-            // If it cannot be gone on with, it stays with the keeper, for another agent.
+            let (pid, book) = (shared.record.pid, Arc::clone(&parts.book));
             if let Err(error) = self.start(id, shared, parts) {
-                tracing::error!(%error, "a session cannot be gone on with");
-                let mut state = self.lock();
-                state.live.remove(&id);
-                state.unserved.push(book);
+                tracing::error!(pid, %error, "cannot resume a session; the keeper holds it");
+                let mut sessions = self.lock();
+                sessions.live.remove(&id);
+                sessions.unserved.push(book);
             }
         }
     }
 
-    fn keep(&self, id: u64, shared: &Shared, parts: &Parts) {
-        let record = serde_json::to_string(&shared.record).expect("numbers can be written");
-        // Its program does not depend on us for its life: the keeper shall not end it.
-        let put = HeldItem { kind: HeldKind::Session, id, pid: 0, record };
+    fn hold(&self, id: u64, shared: &SharedSession, parts: &SessionParts) {
+        let record = serde_json::to_string(&shared.record).expect("numbers can be serialised");
+        // Process id 0, because the keeper must not end the program: it can continue without a
+        // session.
+        let item = HeldItem { kind: HeldKind::Session, id, pid: 0, record };
         let ring = &parts.ring.words().0;
         let fds = [ring.fd(), parts.book.memory().fd(), shared.socket.as_fd(), parts.process.as_fd()];
-        self.keep.keep(&put, &fds);
+        self.keeper.hold(&item, &fds);
     }
 
-    fn start(self: &Arc<Self>, id: u64, shared: Arc<Shared>, parts: Parts) -> io::Result<()> {
-        let sessions = Arc::clone(self);
+    fn start(self: &Arc<Self>, id: u64, shared: Arc<SharedSession>, parts: SessionParts) -> io::Result<()> {
+        let service = Arc::clone(self);
         let name = format!("session-{}", shared.record.pid);
         std::thread::Builder::new().name(name).spawn(move || {
-            Server::new(&sessions, shared, parts).run();
-            sessions.forget(id);
+            SessionThread::new(&service, shared, parts).run();
+            service.forget(id);
         })?;
         Ok(())
     }
 
     fn forget(&self, id: u64) {
-        self.keep.unkeep(HeldKind::Session, id);
+        self.keeper.release(HeldKind::Session, id);
         self.lock().live.remove(&id);
-        self.ended.notify_all();
+        self.session_ended.notify_all();
     }
 
-    /// End all sessions, and wait until they have given back what they had.
+    /// Ends all sessions for this reason, and waits until they have freed their extents.
     pub fn end(&self, reason: &str) {
-        let mut state = self.lock();
-        state.is_ending = true;
-        for shared in state.live.values() {
+        let mut sessions = self.lock();
+        sessions.is_stopping = true;
+        for shared in sessions.live.values() {
             shared.stop.store(true, Relaxed);
-            // Who has gone already, or does not listen, needs no telling, nor waking.
+            // Errors do not matter: the program has closed the socket, or does not read it.
             let _ = try_send_frame(&shared.socket, &Frame::Ended(reason.to_owned()), &[]);
             let _ = rustix::net::shutdown(&shared.socket, rustix::net::Shutdown::Both);
         }
-        let deadline = Instant::now() + END_PATIENCE;
-        while !state.live.is_empty() && Instant::now() < deadline {
+        let deadline = Instant::now() + END_TIMEOUT;
+        while !sessions.live.is_empty() && Instant::now() < deadline {
             let left = deadline.saturating_duration_since(Instant::now());
-            state = self.ended.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            let waited = self.session_ended.wait_timeout(sessions, left);
+            sessions = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
-        if !state.live.is_empty() {
-            tracing::error!(sessions = state.live.len(), "some sessions do not end");
+        if !sessions.live.is_empty() {
+            let sessions = sessions.live.len();
+            tracing::error!(sessions, timeout = ?END_TIMEOUT, "sessions did not end in time");
         }
     }
 
-    /// Figures of all sessions.
+    /// Statistics of all sessions.
     #[must_use]
     pub fn sessions(&self) -> Vec<SessionReport> {
         self.lock().live.values().map(|shared| shared.report()).collect()
     }
 
-    /// Figures of all users that have or had sessions.
+    /// Statistics of all users that have or had sessions.
     #[must_use]
     pub fn users(&self) -> Vec<UserReport> {
         self.accounts.all().iter().map(|account| account.report()).collect()
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, OpenSessions> {
+        self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn process(pid: u32) -> io::Result<OwnedFd> {
+fn open_pidfd(pid: u32) -> io::Result<OwnedFd> {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
     Ok(pidfd_open(pid, PidfdFlags::empty())?)
 }
 
-impl Shared {
-    fn new(record: Record, socket: OwnedFd) -> Self {
+impl SharedSession {
+    fn new(record: SessionRecord, socket: OwnedFd) -> Self {
         let zero = || AtomicU64::new(0);
         let (extents, bytes, stocked_bytes, requests) = (zero(), zero(), zero(), zero());
         Self { record, socket, stop: AtomicBool::new(false), extents, bytes, stocked_bytes, requests }
@@ -332,152 +320,3 @@ impl Shared {
         }
     }
 }
-
-/// A session's thread.
-#[derive(Debug)]
-struct Server {
-    shared: Arc<Shared>,
-    ring: SessionRing<RingMemory>,
-    process: OwnedFd,
-    session: Session<Cluster>,
-    began: Instant,
-    heard_at: Instant,
-    requests: Vec<Option<ExtentRequest>>,
-    answers: Vec<ExtentAnswer>,
-}
-
-impl Server {
-    fn new(sessions: &Sessions, shared: Arc<Shared>, parts: Parts) -> Self {
-        let Parts { ring, book, process } = parts;
-        let tenant = Tenant(shared.record.tenant);
-        let memory = Arc::clone(&ring.words().0);
-        let cluster = Cluster::new(Arc::clone(&sessions.reach), tenant, sessions.quota_bytes, memory);
-        let session = Session::new(cluster, book, sessions.accounts.of(tenant));
-        Self {
-            shared,
-            ring,
-            process,
-            session,
-            began: sessions.began,
-            heard_at: Instant::now(),
-            requests: Vec::with_capacity(SLOTS as usize),
-            answers: Vec::with_capacity(SLOTS as usize),
-        }
-    }
-
-    fn run(mut self) {
-        // What an agent before us answered may not have been told.
-        self.publish();
-        while !self.shared.stop.load(Relaxed) {
-            match self.serve() {
-                Ok(true) => {}
-                Ok(false) if self.wait() => {}
-                Ok(false) => break,
-                Err(error) => {
-                    tracing::warn!(pid = self.shared.record.pid, %error, "a session is ended");
-                    let _gone = try_send_frame(&self.shared.socket, &Frame::Ended(error.to_string()), &[]);
-                    break;
-                }
-            }
-        }
-        // The program hears of it, whoever has its socket.
-        let _gone = rustix::net::shutdown(&self.shared.socket, rustix::net::Shutdown::Both);
-        while !self.session.close() && !self.shared.stop.load(Relaxed) {
-            std::thread::park_timeout(OWED_EVERY);
-        }
-    }
-
-    /// The number of the next request, as the ring counts.
-    fn next(&self) -> u32 {
-        ring_number(self.session.next_request())
-    }
-
-    /// Answer what was asked; whether there was anything.
-    fn serve(&mut self) -> Result<bool, CorruptRing> {
-        let first = self.session.next_request();
-        let count = self.ring.requested(ring_number(first))?.wrapping_sub(ring_number(first));
-        if count == 0 {
-            return Ok(false);
-        }
-        self.heard_at = Instant::now();
-        let end = first + u64::from(count);
-        self.requests.clear();
-        self.requests.extend((first..end).map(|number| self.ring.request(ring_number(number))));
-        let now = self.heard_at - self.began;
-        let mut next = first;
-        while next < end && !self.shared.stop.load(Relaxed) {
-            let from = self.requests.len() - usize::try_from(end - next).unwrap_or(0);
-            self.session.answer(next, &self.requests[from..], &mut self.answers, now);
-            for (number, answer) in (next..).zip(&self.answers) {
-                self.ring.put_answer(ring_number(number), answer);
-            }
-            next += self.answers.len() as u64;
-            self.session.conclude(next);
-            self.publish();
-        }
-        self.shared.requests.fetch_add(next - first, Relaxed);
-        self.report();
-        Ok(true)
-    }
-
-    fn publish(&self) {
-        if self.ring.publish_answers(self.next()) {
-            wakeup::notify(&self.shared.socket);
-        }
-    }
-
-    fn has_requests(&self) -> bool {
-        self.ring.requested(self.next()) != Ok(self.next())
-    }
-
-    /// Wait for a request, and use the time; false if the session is over.
-    fn wait(&mut self) -> bool {
-        if wakeup::poll_until(LOOK, || self.has_requests()) {
-            return true;
-        }
-        while !self.has_requests() && self.session.tend_stock() {}
-        self.session.pool().meet_nodes();
-        let idle = self.heard_at.elapsed();
-        let has_spare = self.session.has_spare();
-        if has_spare && idle >= IDLE {
-            self.session.drop_stock();
-        }
-        self.report();
-        if !self.ring.begin_agent_sleep(self.next()) {
-            return true;
-        }
-        let patience = if has_spare && idle < IDLE { IDLE - idle } else { SLEEP_MAX };
-        wakeup::wait(self.shared.socket.as_fd(), Some(self.process.as_fd()), patience);
-        loop {
-            match wakeup::receive(&self.shared.socket) {
-                WakeupEvent::Wakeup | WakeupEvent::Packet(_) => {}
-                WakeupEvent::Nothing => break,
-                WakeupEvent::Closed => return false,
-            }
-        }
-        !has_ended(&self.process)
-    }
-
-    fn report(&self) {
-        let holdings = self.session.holdings();
-        self.shared.extents.store(holdings.extents, Relaxed);
-        self.shared.bytes.store(holdings.bytes, Relaxed);
-        self.shared.stocked_bytes.store(holdings.stocked_bytes, Relaxed);
-    }
-}
-
-/// Whether the process behind a pidfd has ended.
-fn has_ended(process: &OwnedFd) -> bool {
-    use rustix::event::{PollFd, PollFlags, Timespec, poll};
-    let mut entries = [PollFd::new(process, PollFlags::IN)];
-    poll(&mut entries, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0)
-}
-
-/// The ring's counters are the lower half.
-#[expect(clippy::cast_possible_truncation, reason = "the ring's counters wrap")]
-fn ring_number(request: u64) -> u32 {
-    request as u32
-}
-
-#[cfg(test)]
-mod golden_tests;

@@ -98,8 +98,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_is_a_set_of_pages(operations in prop::collection::vec((any::<bool>(), 0u64..60, 0u64..12), 0..40),
-                                probe in 0u64..60, length in 0u64..20) {
+        fn areas_are_a_set_of_pages(
+            operations in prop::collection::vec((any::<bool>(), 0u64..60, 0u64..12), 0..40),
+            probe in 0u64..60,
+            length in 0u64..20,
+        ) {
             let mut areas = Areas::default();
             let mut model = BTreeSet::new();
             for (add, start, length) in operations {
@@ -114,16 +117,18 @@ mod tests {
             }
             let pages: BTreeSet<u64> = areas.iter().flat_map(|area| area.start..area.end).collect();
             prop_assert_eq!(&pages, &model);
-            prop_assert!(areas.iter().zip(areas.iter().skip(1)).all(|(one, next)| one.end < next.start), "joined and in order");
+            let is_merged = areas.iter().zip(areas.iter().skip(1)).all(|(one, next)| one.end < next.start);
+            prop_assert!(is_merged, "merged and in order");
             let missing: BTreeSet<u64> = areas.missing(Area { start: probe, end: probe + length })
                 .into_iter().flat_map(|area| area.start..area.end).collect();
-            let expected: BTreeSet<u64> = (probe..probe + length).filter(|page| !model.contains(page)).collect();
+            let range = probe..probe + length;
+            let expected: BTreeSet<u64> = range.clone().filter(|page| !model.contains(page)).collect();
             prop_assert_eq!(missing, expected);
             prop_assert_eq!(areas.contains(probe), model.contains(&probe));
-            let range = probe..probe + length;
             let extracted: BTreeSet<u64> = areas.extract(Area { start: probe, end: probe + length })
                 .into_iter().flat_map(|area| area.start..area.end).collect();
-            let (inside, outside): (BTreeSet<u64>, BTreeSet<u64>) = model.iter().partition(|page| range.contains(page));
+            let (inside, outside): (BTreeSet<u64>, BTreeSet<u64>) =
+                model.iter().partition(|page| range.contains(page));
             prop_assert_eq!(extracted, inside);
             let left: BTreeSet<u64> = areas.iter().flat_map(|area| area.start..area.end).collect();
             prop_assert_eq!(left, outside);

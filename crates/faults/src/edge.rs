@@ -41,7 +41,7 @@ pub enum SenderEvent {
 /// The product implements it with real programs and memory nodes, the simulator with models.
 pub trait Edge: Kernel {
     /// Passes a batch to the sender.
-    fn submit_batch(&mut self, job: EvictedBatch);
+    fn submit_batch(&mut self, batch: EvictedBatch);
 
     /// Passes a block whose bytes are already in the mempool to the sender.
     ///

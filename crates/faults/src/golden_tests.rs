@@ -13,17 +13,17 @@ use crate::kernel::UffdMessage;
 const READER_AT: usize = 8;
 const MESSAGES_AT: usize = 64;
 
-fn again(journal: &Journal) -> Memory {
+fn reopen(journal: &Journal) -> Memory {
     let fd = journal.memory().fd().try_clone_to_owned().expect("there are descriptors");
-    Memory::whole(fd).expect("it is memory")
+    Memory::whole(fd).expect("it is a memfd")
 }
 
 /// A message as the kernel writes it.
 fn message(kind: u8, words: [u64; 3]) -> [u8; 32] {
     let mut bytes = [0; 32];
     bytes[0] = kind;
-    for (place, word) in bytes[8..].chunks_exact_mut(8).zip(words) {
-        place.copy_from_slice(&word.to_ne_bytes());
+    for (target, word) in bytes[8..].chunks_exact_mut(8).zip(words) {
+        target.copy_from_slice(&word.to_ne_bytes());
     }
     bytes
 }
@@ -40,24 +40,24 @@ fn golden_journal() {
         message(unmap, [0x6000, 0x8000, 0]),
         message(fork, [77, 0, 0]),
     ];
-    for (place, bytes) in messages.iter().enumerate() {
-        fresh.memory().write(MESSAGES_AT + 32 * place, bytes);
+    for (position, bytes) in messages.iter().enumerate() {
+        fresh.memory().write(MESSAGES_AT + 32 * position, bytes);
     }
-    let (journal, left) = Journal::recover(again(&fresh)).expect("it is a journal");
+    let (journal, contents) = Journal::recover(reopen(&fresh)).expect("it is a journal");
     let wanted = [
         UffdMessage::Remove { start: 1, end: 3 },
         UffdMessage::Remap { from: 4, to: 5, pages: 2 },
         UffdMessage::Unmap { start: 6, end: 8 },
         UffdMessage::Fork(77),
     ];
-    assert_eq!(left.unapplied.into_iter().map(|(_, message)| message).collect::<Vec<_>>(), wanted);
+    assert_eq!(contents.unapplied.into_iter().map(|(_, message)| message).collect::<Vec<_>>(), wanted);
 
     let pending_unmaps = [Area { start: 0x0102, end: 0x0304 }, Area { start: 0x1112, end: 0x1314 }];
     let mut removed = Areas::default();
     removed.insert(Area { start: 0x2122_2324_2526, end: 0x2122_2324_2528 });
     journal.event_applied(0, PersistentRanges { pending_unmaps: &pending_unmaps, removed: &removed });
     journal.begin_remap(1);
-    // More than there is room for.
+    // More ranges than fit.
     let many: Vec<Area> = (0..125).map(|number| Area { start: 2 * number, end: 2 * number + 1 }).collect();
     let ranges = PersistentRanges { pending_unmaps: &many, removed: &Areas::default() };
     journal.memory().atomic_u32(READER_AT).store(0x3132_3334, Relaxed);
@@ -68,17 +68,17 @@ fn golden_journal() {
 
     let copy = Memory::create("copy", before.len()).expect("there is memory");
     copy.write(0, &before);
-    let (taken_over, left) = Journal::recover(copy).expect("it is a journal");
-    assert_eq!((left.reader_pid, left.is_remapping, taken_over.sequence()), (0x3132_3334, true, 1));
-    assert_eq!(left.pending_unmaps.as_deref(), Some(&pending_unmaps[..]));
-    let found = left.removed.expect("there is room").iter().collect::<Vec<_>>();
+    let (recovered, contents) = Journal::recover(copy).expect("it is a journal");
+    assert_eq!((contents.reader_pid, contents.is_remapping, recovered.sequence()), (0x3132_3334, true, 1));
+    assert_eq!(contents.pending_unmaps.as_deref(), Some(&pending_unmaps[..]));
+    let found = contents.removed.expect("there is room").iter().collect::<Vec<_>>();
     assert_eq!(found, removed.iter().collect::<Vec<_>>());
-    assert_eq!(left.unapplied.iter().map(|(place, _)| *place).collect::<Vec<_>>(), [1, 2, 3]);
+    assert_eq!(contents.unapplied.iter().map(|(position, _)| *position).collect::<Vec<_>>(), [1, 2, 3]);
 
     journal.persist_ranges(ranges);
     let count = journal.memory().atomic_u32(4096 + 4).load(Relaxed);
     golden.text("places of 125, of which there is room for 124", &count.to_string());
-    let (_, left) = Journal::recover(again(&journal)).expect("it is a journal");
-    assert_eq!(left.pending_unmaps, None);
+    let (_, contents) = Journal::recover(reopen(&journal)).expect("it is a journal");
+    assert_eq!(contents.pending_unmaps, None);
     golden.check();
 }

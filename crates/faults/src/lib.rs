@@ -1,13 +1,14 @@
-//! Unmodified programs on the pool: their page faults, served through userfaultfd.
+//! Pages unmodified programs: resolves their page faults through userfaultfd.
 //!
-//! - [`monitor`]: decides. A state machine that sees the world through [`edge::Edge`] and [`kernel::Kernel`], so that the simulator drives the
-//!   very code that serves programs.
-//! - [`serve`]: the real edge and its threads: [`uffd`] calls, the program's worker, `/proc`.
-//! - [`journal`]: what must be heeded even if the agent dies, in memory that outlives it.
-//! - [`stream`], [`areas`], [`maps`], [`stats`]: how far to fill ahead, what is registered, what is worth paging, what happened.
-//! - [`pagemap`]: which pages are present.
+//! - [`monitor`]: the state machine that resolves faults and chooses evictions.
+//!   It acts through [`edge::Edge`] and [`kernel::Kernel`], so that the simulator runs the same
+//! code.
+//! - [`serve`]: the edge of real programs and its threads.
+//! - [`uffd`], [`worker`], [`maps`], [`pagemap`]: requests to the kernel and to a program's worker.
+//! - [`journal`]: events that are read and not yet applied, in memory that outlives the agent.
+//! - [`areas`], [`stream`], [`stats`]: sets of pages, detection of sequential access, statistics.
 //!
-//! This crate does not know where pages go when they leave: that is the pager's.
+//! The crate does not know where evicted pages go: that is the part of the pager.
 
 pub mod areas;
 pub mod edge;

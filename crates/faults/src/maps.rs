@@ -1,4 +1,4 @@
-//! Parses `/proc/PID/maps` and `/proc/PID/smaps`: which areas can be paged, and which are registered.
+//! Finds areas that can be paged, and areas that are registered, in `/proc/PID/maps` and `smaps`.
 
 use std::ops::Range;
 
@@ -172,7 +172,8 @@ mod tests {
 
     #[test]
     fn registered_areas_are_recognised_by_their_flags() {
-        let text = b"7f0000000000-7f0000100000 rw-p 00000000 00:00 0 \nSize: 1024 kB\nVmFlags: rd wr mr mw me ac sd um \n\
+        let text = b"7f0000000000-7f0000100000 rw-p 00000000 00:00 0 \nSize: 1024 kB\n\
+                     VmFlags: rd wr mr mw me ac sd um \n\
                      7f0000200000-7f0000300000 rw-p 00000000 00:00 0 \nVmFlags: rd wr um2 sd\n\
                      VmFlags: um\n7f0000400000-7f0000401000 r--p 00000000 fe:00 9 /x-1 um\nVmFlags: rd um\n";
         let starts: Vec<u64> = registered_areas(text).iter().map(|area| area.start * 4096).collect();
@@ -208,7 +209,8 @@ mod tests {
 
     #[test]
     fn shared_pages_are_counted_in_proportion_and_only_within_the_range() {
-        let text = b"7f0000000000-7f0000100000 rw-p 00000000 00:00 0 \nSize: 1024 kB\nPss:                 400 kB\nPss_Dirty: 7 kB\n\
+        let text = b"7f0000000000-7f0000100000 rw-p 00000000 00:00 0 \nSize: 1024 kB\n\
+                     Pss:                 400 kB\nPss_Dirty: 7 kB\n\
                      7f0000100000-7f0000200000 rw-p 00000000 00:00 0 \nPss:       44 kB\nPss:\n\
                      7f0000400000-7f0000500000 rw-p 00000000 00:00 0 \nPss:       4000 kB\n";
         assert_eq!(shared_pages(text, &(0x7f00_0000_0000..0x7f00_0040_0000)), 111);
@@ -217,9 +219,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_text_is_parsed_without_a_panic(text in prop::collection::vec(any::<u8>(), 0..400), cut in 0usize..TEXT.len()) {
+        fn any_text_is_parsed_without_a_panic(
+            text in prop::collection::vec(any::<u8>(), 0..400),
+            cut in 0usize..TEXT.len(),
+        ) {
             for text in [&text, &TEXT[..cut]] {
-                let _ = pageable_areas(text, &PagingBounds { shim_range: 0..4096, canary: 0, paged_range: 0..0 });
+                let bounds = PagingBounds { shim_range: 0..4096, canary: 0, paged_range: 0..0 };
+                let _ = pageable_areas(text, &bounds);
                 let _ = shared_pages(text, &(0..u64::MAX));
             }
         }

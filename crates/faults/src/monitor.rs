@@ -199,7 +199,8 @@ impl<E: Edge> Monitor<E> {
             return if self.has_ended { TurnOutcome::Ended } else { TurnOutcome::Again };
         }
         if std::mem::take(&mut self.has_unapplied_events) && !Mutation::AdoptBeforeEvents.is_active() {
-            // The kernel counts these events as read, so a proof of adoption would not fail for them.
+            // The kernel counts these events as read, so a proof of adoption would not fail for
+            // them.
             self.read_and_apply();
         }
         // Adoption reads messages too: the faults among them are served below.

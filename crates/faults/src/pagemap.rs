@@ -71,8 +71,8 @@ pub fn present(
             any_of: 0,
             reported: IS_PRESENT,
         };
-        // SAFETY: the argument has the layout that this request reads and writes, and names memory for as many
-        // regions as it says.
+        // SAFETY: the argument has the layout that this request reads and writes, and names memory
+        // for as many regions as it says.
         let count = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut argument) };
         let count = usize::try_from(count).map_err(|_| io::Error::last_os_error())?;
         for region in &regions[..count.min(REGIONS_MAX)] {

@@ -221,8 +221,8 @@ pub fn protect(uffd: BorrowedFd<'_>, start: PageNumber, end: PageNumber) -> io::
 }
 
 fn ioctl<T>(uffd: BorrowedFd<'_>, request: u64, argument: *mut T) -> io::Result<()> {
-    // SAFETY: each caller passes the argument type that its request reads and writes, alive for the call.
-    // The requests change the memory of the program, as intended.
+    // SAFETY: each caller passes the argument type that its request reads and writes, alive for the
+    // call. The requests change the memory of the program, as intended.
     let result = unsafe { libc::ioctl(uffd.as_raw_fd(), request, argument) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }

@@ -96,8 +96,13 @@ fn golden_words_to_swap_servers_and_the_keeper() {
     let mut golden = golden!("kept");
     add(&mut golden, "lent", &Lent::new("{}", true, Some(&ClusterKey([0x5a; 32]))));
     add(&mut golden, "lent without a key", &Lent::new("unix:/run/x", false, None));
-    let host =
-        AgentRecord { host: 1, address: "/run/agent.sock".into(), epoch: 2, claimed: 3, is_successor: false };
+    let host = AgentRecord {
+        host: 1,
+        address: "/run/agent.sock".into(),
+        epoch: 2,
+        claim_epoch: 3,
+        is_recovery: false,
+    };
     add(&mut golden, "host", &host);
     golden.check();
 }

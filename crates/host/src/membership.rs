@@ -63,7 +63,7 @@ impl Membership {
         let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
         let lease = directory.lease_grant(LEASE_TTL)?;
         let record = match before {
-            Some(before) => names::reclaim_host(&*directory, lease, before, grace_ms)?,
+            Some(before) => names::resume_host(&*directory, lease, before, grace_ms)?,
             None => names::claim_host(&*directory, lease, &socket.display().to_string(), grace_ms)?,
         };
         let stop = Arc::new(AtomicBool::new(false));

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Rw
 use std::time::{Duration, Instant};
 
 use aquifer_directory::names::{self, NodeRecord};
-use aquifer_directory::{Directory, DirectoryError, Event, EventKind, Listing};
+use aquifer_directory::{Directory, DirectoryError, Listing, WatchEvent, WatchEventKind};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::lasting::{LastingEndpoint, Manner, Seen};
 use aquifer_fabric::tcp::ConnectOptions;
@@ -95,19 +95,19 @@ impl Nodes {
     }
 
     /// A node is there, has moved, or is gone.
-    pub(crate) fn heed(&self, event: &Event) {
+    pub(crate) fn heed(&self, event: &WatchEvent) {
         let Some(number) = event.key.strip_prefix(names::NODES).and_then(|number| number.parse().ok()) else {
             return;
         };
         let record = match &event.kind {
-            EventKind::Put { value, .. } => match serde_json::from_slice::<NodeRecord>(value) {
+            WatchEventKind::Put { value, .. } => match serde_json::from_slice::<NodeRecord>(value) {
                 Ok(record) => Some(record),
                 Err(error) => {
                     tracing::warn!(key = event.key, %error, "the record of a node cannot be read");
                     return;
                 }
             },
-            EventKind::Delete => None,
+            WatchEventKind::Delete => None,
         };
         self.write().change(NodeId(number), record.as_ref(), event.revision, Instant::now());
     }
@@ -390,7 +390,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use aquifer_directory::sim::World;
+    use aquifer_directory::sim::DirectoryWorld;
     use aquifer_fabric::lasting::{Again, Attempt};
     use aquifer_fabric::shm::{self, ShmTarget};
     use aquifer_fabric::{Access, Memory, Scope, Target};
@@ -412,17 +412,17 @@ mod tests {
             address,
             memory_bytes: 1 << 20,
             memory_bytes_max: 1 << 20,
-            memory_bytes_wanted: 1 << 20,
-            held_up: None,
+            requested_memory_bytes: 1 << 20,
+            resize_blocker: None,
             kept_ms,
             epoch: 1,
         };
-        directory.put(&names::node(id), &names::encode(&record), None).expect("put");
+        directory.put(&names::node_key(id), &names::encode(&record), None).expect("put");
     }
 
     #[test]
     fn who_wants_nodes_is_not_told_of_a_view_that_is_late() {
-        let directory: Arc<dyn Directory> = Arc::new(World::new(1).host(1));
+        let directory: Arc<dyn Directory> = Arc::new(DirectoryWorld::new(1).host(1));
         let nodes = nodes(&directory);
         assert_eq!(nodes.at_least(1), Err(0));
         // No watch has told of it.
@@ -433,31 +433,31 @@ mod tests {
 
     #[test]
     fn what_a_watch_brings_late_undoes_no_listing() {
-        let directory: Arc<dyn Directory> = Arc::new(World::new(1).host(1));
+        let directory: Arc<dyn Directory> = Arc::new(DirectoryWorld::new(1).host(1));
         let nodes = nodes(&directory);
         let mut watch = directory.watch(names::NODES, 1).expect("watch");
         register(&*directory, 1);
-        directory.delete(&names::node(1)).expect("delete");
+        directory.delete(&names::node_key(1)).expect("delete");
         register(&*directory, 1);
         nodes.list_anew().expect("list");
         while let Some(event) = watch.next(Duration::ZERO).expect("an event") {
             nodes.heed(&event);
             assert_eq!(nodes.list(), [NodeId(1)], "a node was forgotten by {event:?}");
         }
-        directory.delete(&names::node(1)).expect("delete");
+        directory.delete(&names::node_key(1)).expect("delete");
         nodes.heed(&watch.next(Duration::ZERO).expect("an event").expect("of the deletion"));
         assert_eq!(nodes.count(), 0);
     }
 
     #[test]
     fn a_listing_that_comes_late_undoes_nothing_that_a_watch_brought() {
-        let directory: Arc<dyn Directory> = Arc::new(World::new(1).host(1));
+        let directory: Arc<dyn Directory> = Arc::new(DirectoryWorld::new(1).host(1));
         let nodes = nodes(&directory);
         let mut watch = directory.watch(names::NODES, 1).expect("watch");
         register(&*directory, 1);
         let listing = directory.list(names::NODES).expect("list");
         register(&*directory, 2);
-        directory.delete(&names::node(1)).expect("delete");
+        directory.delete(&names::node_key(1)).expect("delete");
         while let Some(event) = watch.next(Duration::ZERO).expect("an event") {
             nodes.heed(&event);
         }
@@ -467,12 +467,12 @@ mod tests {
 
     #[test]
     fn a_node_that_went_unseen_is_forgotten_by_the_next_listing() {
-        let directory: Arc<dyn Directory> = Arc::new(World::new(1).host(1));
+        let directory: Arc<dyn Directory> = Arc::new(DirectoryWorld::new(1).host(1));
         let nodes = nodes(&directory);
         register(&*directory, 1);
         register(&*directory, 2);
         nodes.list_anew().expect("list");
-        directory.delete(&names::node(1)).expect("delete");
+        directory.delete(&names::node_key(1)).expect("delete");
         nodes.list_anew().expect("list");
         assert_eq!(nodes.list(), [NodeId(2)]);
     }
@@ -488,7 +488,7 @@ mod tests {
             target
         };
         let target = listen();
-        let directory: Arc<dyn Directory> = Arc::new(World::new(1).host(1));
+        let directory: Arc<dyn Directory> = Arc::new(DirectoryWorld::new(1).host(1));
         let nodes = nodes(&directory);
         register_at(&*directory, 1, path.display().to_string(), 3_600_000);
         nodes.list_anew().expect("list");
@@ -497,7 +497,7 @@ mod tests {
         let ahead = nodes.connect_lazily(NodeId(1), Tenant(5)).expect("it was seen before");
         assert!(ahead.is_away());
         assert_eq!(ahead.regions(), before.regions());
-        directory.delete(&names::node(1)).expect("delete");
+        directory.delete(&names::node_key(1)).expect("delete");
         nodes.list_anew().expect("list");
         assert!(nodes.connect_lazily(NodeId(1), Tenant(5)).expect("it may come back").is_away());
         let back = |epoch| {

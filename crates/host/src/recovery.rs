@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use aquifer_directory::names::{self, AgentRecord, HolderRecord, Life};
+use aquifer_directory::names::{self, AgentRecord, HolderRecord, NodeLife};
 use aquifer_directory::{Directory, DirectoryError, Lease};
 use aquifer_fabric::{Host, Identity, Tenant};
 use aquifer_pool::op::Recovered;
@@ -70,7 +70,7 @@ struct Recoverer {
 
 /// A dead host, as long as it is not recovered.
 struct Seen {
-    claimed: u64,
+    claim_epoch: u64,
     since: Instant,
     /// When it was tried last, in vain.
     failed: Option<Instant>,
@@ -92,9 +92,9 @@ enum RecoverError {
 /// Memory that a dead host may hold.
 #[derive(Default)]
 struct Whereabouts {
-    present: Vec<Life>,
+    present: Vec<NodeLife>,
     /// Of nodes that are not there.
-    absent: Vec<Life>,
+    absent: Vec<NodeLife>,
     /// In how many lives it may be, if others have given back what was elsewhere.
     was_known: Option<usize>,
 }
@@ -116,7 +116,8 @@ impl Recoverer {
                     is_silent = false;
                     seen.retain(|host, _| dead.iter().any(|dead| dead.host == *host));
                     for dead in &dead {
-                        let new = || Seen { claimed: dead.claimed, since: Instant::now(), failed: None };
+                        let new =
+                            || Seen { claim_epoch: dead.claim_epoch, since: Instant::now(), failed: None };
                         self.try_recover(dead, seen.entry(dead.host).or_insert_with(new));
                     }
                 }
@@ -135,9 +136,9 @@ impl Recoverer {
     }
 
     fn try_recover(&self, dead: &HolderRecord, seen: &mut Seen) {
-        if seen.claimed != dead.claimed {
+        if seen.claim_epoch != dead.claim_epoch {
             // It is another's death.
-            (seen.claimed, seen.since) = (dead.claimed, Instant::now());
+            (seen.claim_epoch, seen.since) = (dead.claim_epoch, Instant::now());
         }
         // Another agent may still come for what it holds.
         let is_awaited = seen.since.elapsed() < Duration::from_millis(dead.grace_ms);
@@ -176,7 +177,7 @@ impl Recoverer {
 
     fn recover(&self, dead: &HolderRecord) -> Result<Recovered, RecoverError> {
         if !self.whereabouts(dead)?.is_hopeful() {
-            return Err(DirectoryError::Taken { key: names::holder(dead.host) }.into());
+            return Err(DirectoryError::Taken { key: names::holder_key(dead.host) }.into());
         }
         let lease = self.directory.lease_grant(LEASE_TTL)?;
         let outcome = self.recover_under(lease, dead);
@@ -189,7 +190,7 @@ impl Recoverer {
 
     fn recover_under(&self, lease: Lease, dead: &HolderRecord) -> Result<Recovered, RecoverError> {
         let address = format!("recovered by host {}", self.by.host);
-        let record = names::succeed_host(&*self.directory, lease, dead, &address)?;
+        let record = names::claim_dead_host(&*self.directory, lease, dead, &address)?;
         let who = Identity { host: Host(record.host), epoch: record.epoch, tenant: self.tenant };
         let Whereabouts { present, absent, .. } = self.whereabouts(dead)?;
         self.nodes.list_anew()?;
@@ -219,7 +220,7 @@ impl Recoverer {
                 "what a dead host held of nodes that are not there is given back if they return"
             );
         }
-        names::forget_host(&*self.directory, &record, absent)?;
+        names::finish_recovery(&*self.directory, &record, absent)?;
         Ok(found)
     }
 
@@ -250,9 +251,13 @@ impl Recoverer {
         // In this order: a node that is there has written down its memory before.
         let there = names::nodes(&*self.directory)?;
         let mut places =
-            Whereabouts { was_known: dead.left_in.as_ref().map(Vec::len), ..Whereabouts::default() };
+            Whereabouts { was_known: dead.remaining_lives.as_ref().map(Vec::len), ..Whereabouts::default() };
         for life in lives {
-            if dead.left_in.as_ref().is_some_and(|left_in| !left_in.iter().any(|left| left.is(&life))) {
+            if dead
+                .remaining_lives
+                .as_ref()
+                .is_some_and(|remaining| !remaining.iter().any(|other| other.is_same(&life)))
+            {
                 continue;
             }
             match there.iter().find(|node| node.id == life.node) {

@@ -1,4 +1,5 @@
-//! Control memory: commands from the agent to a program's worker, and pages that must stay resident.
+//! Control memory: commands from the agent to a program's worker, and pages that must stay
+//! resident.
 //!
 //! The agent writes a batch of addresses and increments `command`. The worker moves those pages out
 //! of the program and stores the same number in `done`.
@@ -102,7 +103,8 @@ mod tests {
     use super::*;
 
     fn fresh() -> Box<ControlMemory> {
-        // SAFETY: every field is an atomic integer or an array of them, for which all bits zero are valid.
+        // SAFETY: every field is an atomic integer or an array of them, for which all bits zero are
+        // valid.
         unsafe { Box::<ControlMemory>::new_zeroed().assume_init() }
     }
 

@@ -42,8 +42,8 @@ impl RunToken {
         let mut token = [0; 16];
         for (byte, digits) in token.iter_mut().zip(text.chunks_exact(2)) {
             let digit = |at: usize| match digits[at] {
-                letter @ b'0'..=b'9' => Some(letter - b'0'),
-                letter @ b'a'..=b'f' => Some(letter - b'a' + 10),
+                digit @ b'0'..=b'9' => Some(digit - b'0'),
+                digit @ b'a'..=b'f' => Some(digit - b'a' + 10),
                 _ => None,
             };
             *byte = digit(0)? << 4 | digit(1)?;
@@ -228,7 +228,7 @@ impl std::fmt::Display for FrameError {
             Self::BadMagic => write!(formatter, "this is not an Aquifer message"),
             Self::OtherVersion(theirs) => write!(
                 formatter,
-                "the message has protocol version {theirs} and this is version {VERSION}: use parts of one build"
+                "the message has version {theirs} and this is version {VERSION}: use parts of one build"
             ),
             Self::UnknownKind(kind) => write!(formatter, "message kind {kind} is unknown"),
             Self::BadField(name) => write!(formatter, "the message field {name} has an invalid value"),

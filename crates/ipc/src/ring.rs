@@ -1,4 +1,5 @@
-//! The ring of a session: memory through which a program requests extents, and reads and writes them.
+//! The ring of a session: memory through which a program requests extents, and reads and writes
+//! them.
 //!
 //! The program writes requests, and the agent answers them in order. Data to read or write is in
 //! the data area behind the slots. The layout is in `docs/formats/ipc.md`.
@@ -293,14 +294,14 @@ impl<W: RingWords> SessionRing<W> {
         self.publish(REQUESTED_AT, AGENT_SLEEPS_AT, number)
     }
 
-    /// Agent: publishes the answers to all requests below `number`. Returns whether the program must
-    /// be woken.
+    /// Agent: publishes the answers to all requests below `number`. Returns whether the program
+    /// must be woken.
     pub fn publish_answers(&self, number: u32) -> bool {
         self.publish(ANSWERED_AT, PROGRAM_SLEEPS_AT, number)
     }
 
-    /// Program: announces that it sleeps until more than `seen` requests are answered. Returns false
-    /// if it must not sleep, because they already are.
+    /// Program: announces that it sleeps until more than `seen` requests are answered. Returns
+    /// false if it must not sleep, because they already are.
     pub fn begin_program_sleep(&self, seen: u32) -> bool {
         self.begin_sleep(PROGRAM_SLEEPS_AT, ANSWERED_AT, seen)
     }
@@ -313,8 +314,8 @@ impl<W: RingWords> SessionRing<W> {
 
     /// Stores the counter, then reads the sleep flag.
     ///
-    /// [`Self::begin_sleep`] stores the flag, then reads the counter. The fences order each pair, so
-    /// at least one side sees the other's store and no wakeup is lost.
+    /// [`Self::begin_sleep`] stores the flag, then reads the counter. The fences order each pair,
+    /// so at least one side sees the other's store and no wakeup is lost.
     fn publish(&self, counter_at: usize, sleep_flag_at: usize, number: u32) -> bool {
         self.0.word_u32(counter_at).store(number, Release);
         fence(SeqCst);
@@ -415,7 +416,12 @@ pub(crate) mod tests {
 
     proptest! {
         #[test]
-        fn requests_and_answers_are_read_as_written(number: u32, request in any_request(), name in name(), status in 0..8usize) {
+        fn requests_and_answers_are_read_as_written(
+            number: u32,
+            request in any_request(),
+            name in name(),
+            status in 0..8usize,
+        ) {
             let ring = ring();
             ring.put_request(number, &request);
             prop_assert_eq!(ring.request(number), Some(request));

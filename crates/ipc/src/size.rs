@@ -76,7 +76,7 @@ fn shift_of(unit: &str) -> Option<u32> {
     if unit.is_empty() {
         return Some(0);
     }
-    let (_, shift) = UNITS.iter().find(|(letter, _)| unit.starts_with(letter))?;
+    let (_, shift) = UNITS.iter().find(|(prefix, _)| unit.starts_with(prefix))?;
     let rest = &unit[1..];
     let is_known = rest.is_empty() || (*shift != 0 && (rest == "B" || rest == "IB"));
     is_known.then_some(*shift)
@@ -185,7 +185,10 @@ mod tests {
         }
 
         #[test]
-        fn whole_sizes_are_parsed_as_displayed(number in 1_u64..1024, shift in prop::sample::select(vec![0, 10, 20, 30, 40])) {
+        fn whole_sizes_are_parsed_as_displayed(
+            number in 1_u64..1024,
+            shift in prop::sample::select(vec![0, 10, 20, 30, 40]),
+        ) {
             let bytes = number << shift;
             prop_assert_eq!(parse(&ByteSize(bytes).to_string().replace(' ', "")), Ok(bytes));
         }

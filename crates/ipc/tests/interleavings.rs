@@ -1,4 +1,5 @@
-//! The ring under a scheduler that switches threads at every access to its memory: nobody sleeps while there is something for him.
+//! Wakeups of the ring under a scheduler that switches threads at every access to its memory: no
+//! side sleeps while the other side has published something.
 
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
@@ -9,14 +10,15 @@ use shuttle::thread;
 const REQUESTS: u32 = 3;
 const SCHEDULES: usize = 20_000;
 
-/// A ring's words; each access is a place where others may run.
-struct Watched(Vec<AtomicU64>);
+/// The words of a ring. The scheduler may switch threads at each access.
+struct YieldingWords(Vec<AtomicU64>);
 
-impl RingWords for Watched {
+impl RingWords for YieldingWords {
     fn word_u32(&self, offset: usize) -> &AtomicU32 {
         thread::yield_now();
         let word = self.0[offset / 8].as_ptr().cast::<u32>();
-        // SAFETY: half of a word that lives as long as `self`; only atomics touch it.
+        // SAFETY: half of an aligned word that lives as long as `self`, and is only accessed
+        // atomically.
         unsafe { AtomicU32::from_ptr(word.add(offset % 8 / 4)) }
     }
 
@@ -26,133 +28,135 @@ impl RingWords for Watched {
     }
 }
 
-/// As the sockets are: a stroke is heard whenever somebody comes to listen.
+/// A model of the session's socket: a wakeup stays until the sleeper receives it.
 #[derive(Default)]
-struct Bell {
-    has_rung: Mutex<bool>,
-    heard: Condvar,
+struct WakeupModel {
+    is_pending: Mutex<bool>,
+    notified: Condvar,
 }
 
-impl Bell {
-    fn ring(&self) {
-        *self.has_rung.lock().unwrap() = true;
-        self.heard.notify_one();
+impl WakeupModel {
+    fn notify(&self) {
+        *self.is_pending.lock().unwrap() = true;
+        self.notified.notify_one();
     }
 
-    fn await_ring(&self) {
-        let mut has_rung = self.has_rung.lock().unwrap();
-        while !*has_rung {
-            has_rung = self.heard.wait(has_rung).unwrap();
+    fn wait(&self) {
+        let mut is_pending = self.is_pending.lock().unwrap();
+        while !*is_pending {
+            is_pending = self.notified.wait(is_pending).unwrap();
         }
-        *has_rung = false;
+        *is_pending = false;
     }
 }
 
-/// What a side does wrong.
+/// A step of the protocol that both sides omit.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Fault {
+enum Omission {
     None,
-    /// It sleeps without having looked once more.
-    SleepBlind,
-    /// It wakes nobody.
-    WakeNobody,
+    /// A side sleeps although the other side has published something.
+    CheckBeforeSleep,
+    /// A side does not wake the other side.
+    Wakeup,
 }
 
-struct Scene {
-    ring: SessionRing<Watched>,
-    agent: Bell,
-    program: Bell,
-    fault: Fault,
+/// A program and an agent at one ring.
+struct RingPlay {
+    ring: SessionRing<YieldingWords>,
+    agent: WakeupModel,
+    program: WakeupModel,
+    omission: Omission,
 }
 
-impl Scene {
-    fn may_sleep(&self, may: bool) -> bool {
-        may || self.fault == Fault::SleepBlind
+impl RingPlay {
+    fn may_sleep(&self, may_sleep: bool) -> bool {
+        may_sleep || self.omission == Omission::CheckBeforeSleep
     }
 
-    fn must_wake(&self, must: bool) -> bool {
-        must && self.fault != Fault::WakeNobody
+    fn must_wake(&self, must_wake: bool) -> bool {
+        must_wake && self.omission != Omission::Wakeup
     }
 
-    fn be_program(&self) {
-        let mut heeded = 0;
+    fn run_program(&self) {
+        let mut answered = 0;
         for number in 0..REQUESTS {
             self.ring.put_request(number, &ExtentRequest::Allocate(u8::try_from(number).unwrap()));
             if self.must_wake(self.ring.publish_requests(number + 1)) {
-                self.agent.ring();
+                self.agent.notify();
             }
-            // One is left under way.
-            while heeded < number {
-                heeded = self.await_answers(heeded);
+            // One request stays in flight.
+            while answered < number {
+                answered = self.wait_for_answers(answered);
             }
         }
-        while heeded < REQUESTS {
-            heeded = self.await_answers(heeded);
+        while answered < REQUESTS {
+            answered = self.wait_for_answers(answered);
         }
         for number in 0..REQUESTS {
             let answer = self.ring.answer(number).unwrap();
-            assert_eq!(u32::from(answer.extent.class), number, "the answer is to this request");
+            assert_eq!(u32::from(answer.extent.class), number, "the answer belongs to this request");
         }
     }
 
-    fn await_answers(&self, seen: u32) -> u32 {
+    fn wait_for_answers(&self, seen: u32) -> u32 {
         loop {
             let answered = self.ring.answered();
             if answered != seen {
                 return answered;
             }
             if self.may_sleep(self.ring.begin_program_sleep(seen)) {
-                self.program.await_ring();
+                self.program.wait();
             }
         }
     }
 
-    fn be_agent(&self) {
-        let mut taken = 0;
-        while taken < REQUESTS {
-            let requested = self.ring.requested(taken).unwrap();
-            if requested == taken {
-                if self.may_sleep(self.ring.begin_agent_sleep(taken)) {
-                    self.agent.await_ring();
+    fn run_agent(&self) {
+        let mut answered = 0;
+        while answered < REQUESTS {
+            let requested = self.ring.requested(answered).unwrap();
+            if requested == answered {
+                if self.may_sleep(self.ring.begin_agent_sleep(answered)) {
+                    self.agent.wait();
                 }
                 continue;
             }
-            while taken < requested {
-                let Some(ExtentRequest::Allocate(class)) = self.ring.request(taken) else {
-                    panic!("another request")
+            while answered < requested {
+                let Some(ExtentRequest::Allocate(class)) = self.ring.request(answered) else {
+                    panic!("the request is not the one that was written")
                 };
                 let mut answer = ExtentAnswer::without_extent(ExtentStatus::Done);
                 answer.extent.class = class;
-                self.ring.put_answer(taken, &answer);
-                taken += 1;
+                self.ring.put_answer(answered, &answer);
+                answered += 1;
             }
-            if self.must_wake(self.ring.publish_answers(taken)) {
-                self.program.ring();
+            if self.must_wake(self.ring.publish_answers(answered)) {
+                self.program.notify();
             }
         }
     }
 }
 
-fn play(fault: Fault) {
-    let words = Watched((0..DATA_AT / 8).map(|_| AtomicU64::new(0)).collect());
+fn play(omission: Omission) {
+    let words = YieldingWords((0..DATA_AT / 8).map(|_| AtomicU64::new(0)).collect());
     let ring = SessionRing::initialise(words);
-    let scene = Arc::new(Scene { ring, agent: Bell::default(), program: Bell::default(), fault });
-    let agent = Arc::clone(&scene);
-    let agent = thread::spawn(move || agent.be_agent());
-    scene.be_program();
+    let agent = WakeupModel::default();
+    let play = Arc::new(RingPlay { ring, agent, program: WakeupModel::default(), omission });
+    let of_agent = Arc::clone(&play);
+    let agent = thread::spawn(move || of_agent.run_agent());
+    play.run_program();
     agent.join().unwrap();
 }
 
 #[test]
-fn nobody_sleeps_while_there_is_something_for_him() {
-    shuttle::check_random(|| play(Fault::None), SCHEDULES);
-    shuttle::check_pct(|| play(Fault::None), SCHEDULES, 3);
+fn no_side_sleeps_while_the_other_has_published_something() {
+    shuttle::check_random(|| play(Omission::None), SCHEDULES);
+    shuttle::check_pct(|| play(Omission::None), SCHEDULES, 3);
 }
 
 #[test]
-fn each_step_is_needed() {
-    for fault in [Fault::SleepBlind, Fault::WakeNobody] {
-        let outcome = std::panic::catch_unwind(|| shuttle::check_random(move || play(fault), SCHEDULES));
-        assert!(outcome.is_err(), "a fault went unnoticed");
+fn each_step_is_necessary() {
+    for omission in [Omission::CheckBeforeSleep, Omission::Wakeup] {
+        let outcome = std::panic::catch_unwind(|| shuttle::check_random(move || play(omission), SCHEDULES));
+        assert!(outcome.is_err(), "an omitted step was not noticed");
     }
 }

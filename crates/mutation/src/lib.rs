@@ -1,7 +1,8 @@
 //! Mutations: protocol steps that a test breaks on purpose, to show that its simulator notices.
 //!
 //! A protocol lists its mutations with [`mutations!`] and asks `is_active` at the step in question.
-//! The answer is constant, false, in a build without debug assertions, so no mutation is in the shipped binary.
+//! In a build without debug assertions the answer is the constant false, so the shipped binary
+//! contains no mutation.
 
 use std::fmt::Debug;
 
@@ -46,7 +47,8 @@ macro_rules! mutations {
         }
 
         thread_local! {
-            static ACTIVE_MUTATION: ::std::cell::Cell<Option<Mutation>> = const { ::std::cell::Cell::new(None) };
+            static ACTIVE_MUTATION: ::std::cell::Cell<Option<Mutation>> =
+                const { ::std::cell::Cell::new(None) };
         }
 
         impl $crate::Mutations for Mutation {
@@ -58,7 +60,8 @@ macro_rules! mutations {
         }
 
         impl Mutation {
-            /// Whether the calling thread runs with this step broken. Always false without debug assertions.
+            /// Whether the calling thread runs with this step broken. Always false without debug
+            /// assertions.
             #[inline]
             #[must_use]
             pub fn is_active(self) -> bool {
@@ -83,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_chosen_step_is_broken_and_only_meanwhile() {
+    fn a_mutation_is_active_only_on_its_thread_and_during_its_call() {
         assert_eq!(Mutation::ALL, [Mutation::SkipFirst, Mutation::SkipSecond]);
         Mutation::SkipFirst.while_active(|| {
             assert!(Mutation::SkipFirst.is_active());
@@ -94,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_ends_it() {
+    fn a_panic_deactivates_the_mutation() {
         let panic = std::panic::catch_unwind(|| Mutation::SkipSecond.while_active(|| panic!("noticed")));
         assert!(panic.is_err());
         assert!(!Mutation::SkipSecond.is_active());

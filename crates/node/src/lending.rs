@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
-use aquifer_directory::names::HeldUp;
+use aquifer_directory::names::ResizeBlocker;
 
 /// Shared by who is asked, who does it, and who tells of it.
 #[derive(Debug)]
@@ -20,7 +20,7 @@ pub(crate) struct Told {
     /// What was asked for when that was done.
     pub wanted_bytes: u64,
     /// Why it is not the same, if that is known.
-    pub held_up: Option<HeldUp>,
+    pub held_up: Option<ResizeBlocker>,
 }
 
 impl Lending {

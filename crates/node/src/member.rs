@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use aquifer_directory::names::{self, AgentRecord, Life, NodeRecord, WantedRecord};
+use aquifer_directory::names::{self, AgentRecord, NodeLife, NodeRecord, RequestedMemory};
 use aquifer_directory::{
-    Compare, Directory, DirectoryError, Entry, Event, EventKind, Lease, Operation, Transaction,
+    Compare, Directory, DirectoryEntry, DirectoryError, KeyOperation, Lease, Transaction, WatchEvent,
+    WatchEventKind,
 };
 use aquifer_fabric::{Host, Target};
 
@@ -132,26 +133,26 @@ impl Member {
         }
     }
 
-    const fn life(&self) -> Life {
+    const fn life(&self) -> NodeLife {
         let NodeRecord { id, epoch, kept_ms, .. } = self.record;
-        Life { node: id, epoch, kept_ms }
+        NodeLife { node: id, epoch, kept_ms }
     }
 
     /// Unless a later one is written down already.
     fn forget_life(&self) -> Result<(), DirectoryError> {
-        let key = names::life(self.record.id);
+        let key = names::life_key(self.record.id);
         if let Some(entry) = self.directory.get(&key)?
-            && names::decode::<Life>(&entry)?.is(&self.life())
+            && names::decode::<NodeLife>(&entry)?.is_same(&self.life())
         {
             let compares = vec![Compare::version(&key, entry.version)];
-            let operations = vec![Operation::delete(&key)];
+            let operations = vec![KeyOperation::delete(&key)];
             self.directory.transaction(&Transaction { compares, operations })?;
         }
         Ok(())
     }
 
     fn put_record(&self) -> Result<(), NodeError> {
-        let key = names::node(self.record.id);
+        let key = names::node_key(self.record.id);
         let value = names::encode(&self.record);
         for _ in 0..JOIN_ATTEMPTS {
             let compare = match self.directory.get(&key)? {
@@ -159,8 +160,8 @@ impl Member {
                 Some(entry) => Compare::version(&key, self.replaceable(&entry)?),
             };
             let operations = vec![
-                Operation::put(&key, value.clone(), Some(self.lease.id)),
-                Operation::put(names::life(self.record.id), names::encode(&self.life()), None),
+                KeyOperation::put(&key, value.clone(), Some(self.lease.id)),
+                KeyOperation::put(names::life_key(self.record.id), names::encode(&self.life()), None),
             ];
             let transaction = Transaction { compares: vec![compare], operations };
             if self.directory.transaction(&transaction)?.is_committed() {
@@ -172,7 +173,7 @@ impl Member {
 
     /// The version of a record that we may replace: our own of an earlier life. Two cannot listen at one address, and we
     /// do, so whoever wrote it is dead.
-    fn replaceable(&self, entry: &Entry) -> Result<u64, NodeError> {
+    fn replaceable(&self, entry: &DirectoryEntry) -> Result<u64, NodeError> {
         let address = match names::decode::<NodeRecord>(entry) {
             Ok(record) if record.address == self.record.address => return Ok(entry.version),
             Ok(record) => record.address,
@@ -183,14 +184,14 @@ impl Member {
 
     /// Whatever was asked for while nobody listened.
     pub fn learn_wanted(&self) -> Result<(), DirectoryError> {
-        if let Some(entry) = self.directory.get(&names::wanted(self.record.id))? {
+        if let Some(entry) = self.directory.get(&names::requested_memory_key(self.record.id))? {
             self.heed_wanted(&entry);
         }
         Ok(())
     }
 
     /// Somebody wants more or less to be lent.
-    fn heed_wanted(&self, entry: &Entry) {
+    fn heed_wanted(&self, entry: &DirectoryEntry) {
         match wish(entry, &self.record) {
             Ok(Some(bytes)) if self.lending.wanted_bytes() != bytes => {
                 tracing::info!(node = self.record.id, bytes, "asked to lend so much");
@@ -203,9 +204,9 @@ impl Member {
 
     /// Say in the directory how much is lent by now.
     fn tell_lent(&mut self) -> Result<(), NodeError> {
-        let Told { lent_bytes: memory_bytes, wanted_bytes: memory_bytes_wanted, held_up } =
+        let Told { lent_bytes: memory_bytes, wanted_bytes: requested_memory_bytes, held_up: resize_blocker } =
             self.lending.told();
-        let told = NodeRecord { memory_bytes, memory_bytes_wanted, held_up, ..self.record.clone() };
+        let told = NodeRecord { memory_bytes, requested_memory_bytes, resize_blocker, ..self.record.clone() };
         if told != self.record {
             let before = std::mem::replace(&mut self.record, told);
             // What could not be said is said with the next connection.
@@ -223,7 +224,7 @@ impl Member {
         let revision = learn_hosts(&*self.directory, &mut self.fences, &self.epochs, target, &self.events)?;
         let mut watch = self.directory.watch(names::AGENTS, revision + 1)?;
         self.learn_wanted()?;
-        let wanted_key = names::wanted(self.record.id);
+        let wanted_key = names::requested_memory_key(self.record.id);
         let mut wanted = self.directory.watch(&wanted_key, revision + 1)?;
         let tick = TICK.min(self.ttl / 8);
         while !shutdown.is_requested() {
@@ -231,9 +232,9 @@ impl Member {
             if let Some(event) = watch.next(tick)? {
                 self.take_in(&event, target);
             }
-            while let Some(Event { key, kind, revision: version }) = wanted.next(Duration::ZERO)? {
-                if let (true, EventKind::Put { value, lease }) = (key == wanted_key, kind) {
-                    self.heed_wanted(&Entry { key, value, version, lease });
+            while let Some(WatchEvent { key, kind, revision: version }) = wanted.next(Duration::ZERO)? {
+                if let (true, WatchEventKind::Put { value, lease }) = (key == wanted_key, kind) {
+                    self.heed_wanted(&DirectoryEntry { key, value, version, lease });
                 }
             }
             self.tell_lent()?;
@@ -241,17 +242,19 @@ impl Member {
         Ok(())
     }
 
-    fn take_in(&mut self, event: &Event, target: &dyn Target) {
+    fn take_in(&mut self, event: &WatchEvent, target: &dyn Target) {
         let key = event.key.clone();
         let fence = match event.kind.clone() {
-            EventKind::Put { value, lease } => {
-                let entry = Entry { key, value, version: event.revision, lease };
+            WatchEventKind::Put { value, lease } => {
+                let entry = DirectoryEntry { key, value, version: event.revision, lease };
                 lease_of(&entry).and_then(|(host, epoch)| {
                     self.epochs.note(host, epoch);
                     self.fences.present(host, epoch)
                 })
             }
-            EventKind::Delete => names::host_of(&key).and_then(|host| self.fences.gone(Host(host))),
+            WatchEventKind::Delete => {
+                names::host_of_agent_key(&key).and_then(|host| self.fences.gone(Host(host)))
+            }
         };
         if let Some(fence) = fence {
             shut_out(target, fence, &self.events);
@@ -306,15 +309,15 @@ fn shut_out(target: &dyn Target, fence: Fence, events: &Events) {
 }
 
 /// What a node with this record is asked to lend; `None` if it is asked of another, or of another life.
-fn wish(entry: &Entry, record: &NodeRecord) -> Result<Option<u64>, DirectoryError> {
-    let wanted = names::decode::<WantedRecord>(entry)?;
+fn wish(entry: &DirectoryEntry, record: &NodeRecord) -> Result<Option<u64>, DirectoryError> {
+    let wanted = names::decode::<RequestedMemory>(entry)?;
     let is_ours = (wanted.node, wanted.epoch) == (record.id, record.epoch);
     Ok(is_ours.then(|| wanted.memory_bytes.min(record.memory_bytes_max)))
 }
 
 /// The host whose lease a record tells of, and its epoch; `None` for what is no such record.
-fn lease_of(entry: &Entry) -> Option<(Host, u64)> {
-    let host = names::host_of(&entry.key)?;
+fn lease_of(entry: &DirectoryEntry) -> Option<(Host, u64)> {
+    let host = names::host_of_agent_key(&entry.key)?;
     match names::decode::<AgentRecord>(entry) {
         Ok(record) if record.host == host => Some((Host(host), record.epoch)),
         _ => {
@@ -336,15 +339,19 @@ mod tests {
             address: "/there".to_owned(),
             memory_bytes: 10,
             memory_bytes_max: 50,
-            memory_bytes_wanted: 10,
-            held_up: None,
+            requested_memory_bytes: 10,
+            resize_blocker: None,
             kept_ms: 0,
             epoch: 7,
         };
-        let of =
-            |value: Vec<u8>| wish(&Entry { key: names::wanted(3), value, version: 1, lease: None }, &record);
+        let of = |value: Vec<u8>| {
+            wish(
+                &DirectoryEntry { key: names::requested_memory_key(3), value, version: 1, lease: None },
+                &record,
+            )
+        };
         let asked = |node, epoch, memory_bytes| {
-            of(names::encode(&WantedRecord { node, epoch, memory_bytes })).expect("it can be read")
+            of(names::encode(&RequestedMemory { node, epoch, memory_bytes })).expect("it can be read")
         };
         assert_eq!(asked(3, 7, 20), Some(20));
         assert_eq!(asked(3, 7, 0), Some(0));

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use aquifer_directory::names::HeldUp;
+use aquifer_directory::names::ResizeBlocker;
 use aquifer_fabric::Target;
 use aquifer_pool::NodeMemory;
 use aquifer_pool::size::SECTION_BYTES;
@@ -53,7 +53,7 @@ impl Resizer {
         let (wanted, lent) = (wanted_bytes / SECTION_BYTES, before.lent_bytes / SECTION_BYTES);
         let is_settled = self.is_pinned || wanted == lent && self.keep_free.is_none();
         if is_settled && self.is_sure {
-            let held_up = (wanted != lent).then_some(HeldUp::Pinned);
+            let held_up = (wanted != lent).then_some(ResizeBlocker::Pinned);
             self.lending.tell(Told { wanted_bytes, held_up, ..before });
             return Ok(());
         }
@@ -68,7 +68,7 @@ impl Resizer {
                 Ok(())
             }
             Err(error) => {
-                let held_up = Some(HeldUp::Failing);
+                let held_up = Some(ResizeBlocker::Failing);
                 self.lending.tell(Told { wanted_bytes, held_up, ..self.lending.told() });
                 Err(error)
             }
@@ -80,7 +80,7 @@ impl Resizer {
         wanted_bytes: u64,
         own: &mut OwnPool,
         stop: &Shutdown,
-    ) -> Result<Option<HeldUp>, OwnError> {
+    ) -> Result<Option<ResizeBlocker>, OwnError> {
         let wanted = wanted_bytes / SECTION_BYTES;
         loop {
             let lent = self.lent();
@@ -98,7 +98,7 @@ impl Resizer {
                 || stop.is_requested()
             {
                 let is_short = lent < wanted && aim < wanted;
-                return Ok(if is_short { Some(HeldUp::NoMemory) } else { held_up });
+                return Ok(if is_short { Some(ResizeBlocker::NoMemory) } else { held_up });
             }
             self.lending.tell(Told { lent_bytes: lent * SECTION_BYTES, wanted_bytes, held_up: None });
         }
@@ -120,8 +120,13 @@ impl Resizer {
     }
 
     /// So many sections less, from the end, so that what is lent stays together.
-    fn withdraw(&self, count: u64, own: &mut OwnPool, stop: &Shutdown) -> Result<Option<HeldUp>, OwnError> {
-        let (mut left, mut held_up) = (count, HeldUp::Failing);
+    fn withdraw(
+        &self,
+        count: u64,
+        own: &mut OwnPool,
+        stop: &Shutdown,
+    ) -> Result<Option<ResizeBlocker>, OwnError> {
+        let (mut left, mut held_up) = (count, ResizeBlocker::Failing);
         for section in (0..self.node_memory.layout.sections()).rev() {
             if left == 0 || stop.is_requested() {
                 return Ok(None);
@@ -136,7 +141,7 @@ impl Resizer {
                     Err(error) => return Err(error),
                 }
             }
-            held_up = HeldUp::InUse;
+            held_up = ResizeBlocker::InUse;
         }
         Ok((left > 0).then_some(held_up))
     }
@@ -153,7 +158,12 @@ impl Resizer {
     }
 
     /// So many sections more.
-    fn lend(&self, count: u64, own: &mut OwnPool, stop: &Shutdown) -> Result<Option<HeldUp>, OwnError> {
+    fn lend(
+        &self,
+        count: u64,
+        own: &mut OwnPool,
+        stop: &Shutdown,
+    ) -> Result<Option<ResizeBlocker>, OwnError> {
         let mut left = count;
         for section in 0..self.node_memory.layout.sections() {
             if left == 0 || stop.is_requested() {
@@ -168,6 +178,6 @@ impl Resizer {
                 }
             }
         }
-        Ok((left > 0).then_some(HeldUp::Failing))
+        Ok((left > 0).then_some(ResizeBlocker::Failing))
     }
 }

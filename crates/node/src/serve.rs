@@ -238,8 +238,8 @@ pub fn serve(
         address: reach.address(),
         memory_bytes: lent_bytes,
         memory_bytes_max,
-        memory_bytes_wanted: wanted_bytes,
-        held_up: None,
+        requested_memory_bytes: wanted_bytes,
+        resize_blocker: None,
         kept_ms: u64::try_from(grace.as_millis()).unwrap_or(u64::MAX),
         epoch,
     };

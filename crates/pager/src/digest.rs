@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pages_that_differ_anywhere_have_other_digests() {
+    fn different_pages_have_different_digests() {
         let digester = Digester::new();
         let mut page = vec![7u8; 4096];
         let digest = digester.digest(&page);
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_forgotten_or_overwritten_is_not_known() {
+    fn forgotten_and_overwritten_digests_are_unknown() {
         let mut digests = Digests::default();
         let (one, other) = (Location::new(SlabId(2), 5), Location::new(SlabId(2), 6));
         assert_eq!(digests.get(one), None);

@@ -28,7 +28,7 @@ mod tests {
     }
 
     #[test]
-    fn one_bit_anywhere_is_not_zero() {
+    fn a_single_bit_makes_a_page_nonzero() {
         let mut page = vec![0u8; 4096];
         assert!(is_zero(&page));
         for position in [0, 63, 64, 2047, 4095] {

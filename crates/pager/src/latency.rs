@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counts_between_bounds_and_their_sum() {
+    fn counts_and_sum_match_the_recorded_durations() {
         let latencies = Latencies::default();
         assert_eq!((latencies.between(&[1, 10]), latencies.sum()), (vec![0, 0, 0], 0));
         for value in [1, 2, 15, 16, 1 << 20, u64::MAX] {
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn buckets_are_close_and_in_order() {
+    fn buckets_are_narrow_and_in_order() {
         let mut last = 0;
         for value in (1..5000u64).chain((0..1000).map(|step| 5000 + step * 977_131)) {
             let bucket = Latencies::bucket(value);

@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn a_held_page_may_refer_to_where_it_came_from() {
+    fn a_held_page_may_have_a_clean_copy() {
         let word = PageWord::default().held(true);
         assert_eq!(word.clean_copy(), None);
         for location in [Location(0), Location(u32::MAX)] {
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_is_elsewhere_remembers_when_it_left() {
+    fn a_page_that_is_not_resident_remembers_when_it_left() {
         let grain = DEPARTURES_UNIT;
         for before in [0, 5 * grain, (1 << 20) * grain - grain, 7 << 40] {
             let word = PageWord::default().held(false).leaving(before);

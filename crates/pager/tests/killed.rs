@@ -1,4 +1,5 @@
-//! An agent is killed before and after every single operation of its sender, and another takes over: nothing of the pool stays taken.
+//! Kills an agent before and after each single operation of its sender. Another agent takes over,
+//! and must find all memory of the pool free at the end.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, panic_any};
 use std::sync::Arc;
@@ -18,16 +19,16 @@ const REPLICAS: usize = 2;
 const NODE_BYTES: u64 = 4 << 20;
 const ROUNDS: usize = 200;
 
-/// What the killed panics with.
+/// The payload of the panic of an agent that is killed.
 struct Killed;
 
-/// An agent that is killed when it has used its endpoints so often.
+/// An agent that is killed after a number of operations on its endpoints.
 #[derive(Debug)]
 struct Agent {
     fabric: SimFabric,
     nodes: Vec<Node>,
     epoch: AtomicU64,
-    /// Uses that it still has.
+    /// Operations until the agent is killed.
     left: AtomicU64,
 }
 
@@ -64,7 +65,7 @@ impl Agent {
         Ok(Box::new(Used { inner, agent: Arc::clone(self) }))
     }
 
-    /// An agent that was killed never uses its endpoints again; the next one is let live.
+    /// Begins the next agent, which is not killed. The previous one never uses its endpoints again.
     fn next(&self) {
         self.epoch.fetch_add(1, Relaxed);
         self.left.store(u64::MAX, Relaxed);
@@ -94,7 +95,7 @@ impl Endpoint for Used {
         let before = out.len();
         let polled = self.inner.poll(out, max);
         if out.len() > before {
-            // Done, and nobody has heard of it yet.
+            // The operation is complete, but its completion is not handled yet.
             self.agent.use_once();
         }
         polled
@@ -113,7 +114,7 @@ fn run(sender: &mut Sender, agent: &Agent) -> Vec<WrittenBatch> {
     done
 }
 
-/// A run that writes, gives pages back, loses a node, makes copies anew, and ends.
+/// A run that writes, releases pages, loses a node, makes new replicas, and ends.
 fn live(agent: &Arc<Agent>, slabs: &Arc<SlabSet>, mempool: &Mempool) {
     let way: Arc<dyn Connector> = Arc::new(Way(Arc::clone(agent)));
     let mut sender = Sender::new(Arc::clone(slabs), mempool, way, agent.pool(), 3);
@@ -138,17 +139,17 @@ fn live(agent: &Arc<Agent>, slabs: &Arc<SlabSet>, mempool: &Mempool) {
     sender.close();
 }
 
-/// What the killed one had taken and could not write down goes back.
-fn audit(agent: &Arc<Agent>, leak_detector: &LeakDetector) {
+/// Frees what the killed agent allocated and did not record.
+fn scan_for_leaks(agent: &Arc<Agent>, leak_detector: &LeakDetector) {
     let mut pool = agent.pool();
     let at_once = |pause| pause == ScanProgress::NextPart;
     for node in pool.nodes().collect::<Vec<_>>() {
         let found = leak_detector.scan(&mut pool, node, at_once).unwrap();
-        assert_eq!(found.expect("nobody takes anything").unowned, 0);
+        assert_eq!(found.expect("no other thread uses the pool").unowned, 0);
     }
 }
 
-/// Takes over what was left, and ends it. No page table refers to anything.
+/// Takes over the recorded slabs and ends the run. No page table refers to any page.
 fn adopt_recovered(agent: &Arc<Agent>, slabs: &SlabSet, mempool: &Mempool) {
     let fd = slabs.memory().fd().try_clone_to_owned().unwrap();
     let memory = Memory::from_fd(fd, slabs.memory().len()).unwrap();
@@ -156,21 +157,21 @@ fn adopt_recovered(agent: &Arc<Agent>, slabs: &SlabSet, mempool: &Mempool) {
     let leak_detector = Arc::new(LeakDetector::default());
     leak_detector.register_ledger(&slabs);
     slabs.finish_recovery();
-    audit(agent, &leak_detector);
+    scan_for_leaks(agent, &leak_detector);
     let way: Arc<dyn Connector> = Arc::new(Way(Arc::clone(agent)));
     let mut sender = Sender::new(Arc::clone(&slabs), mempool, way, agent.pool_of(HOST, &leak_detector), 4);
     run(&mut sender, agent);
     sender.stop_healing();
     sender.close();
     assert_eq!(slabs.bytes().0, 0);
-    // Of what was being given back with others of the same word nobody may know how far that was.
+    // A free of several extents with one control word may be complete or not.
     if leak_detector.has_suspects() {
-        audit(agent, &leak_detector);
+        scan_for_leaks(agent, &leak_detector);
     }
 }
 
-/// All that is free, in extents of a span each, for another host.
-fn take_rest(agent: &Arc<Agent>) -> (PoolClient, Vec<Extent>) {
+/// Allocates all free memory for another host, in extents of a span each.
+fn allocate_rest(agent: &Arc<Agent>) -> (PoolClient, Vec<Extent>) {
     let mut pool = agent.pool_of(Host(2), &Arc::default());
     let class = SizeClass::SPAN;
     let mut taken = Vec::new();
@@ -180,7 +181,8 @@ fn take_rest(agent: &Arc<Agent>) -> (PoolClient, Vec<Extent>) {
     (pool, taken)
 }
 
-/// What is left of a run that was killed after so many uses of its endpoints; whether it lived to its end.
+/// The state that a run leaves when it is killed after this number of operations, and whether it
+/// reached its end.
 fn killed_after(uses: u64) -> (Arc<Agent>, Arc<SlabSet>, Mempool, bool) {
     let fabric = SimFabric::new(7, SimOptions { step_on_poll: true, ..SimOptions::default() });
     let targets: Vec<_> = (0..NODES).map(|_| fabric.add_node()).collect();
@@ -200,7 +202,7 @@ fn killed_after(uses: u64) -> (Arc<Agent>, Arc<SlabSet>, Mempool, bool) {
     (agent, slabs, mempool, lived)
 }
 
-/// For every moment at which it can be killed.
+/// Calls `check` for each operation at which the agent can be killed.
 fn at_each_moment(check: impl Fn(&Arc<Agent>, &SlabSet, &Mempool)) {
     std::panic::set_hook(Box::new(|info| {
         if !info.payload().is::<Killed>() {
@@ -218,9 +220,9 @@ fn at_each_moment(check: impl Fn(&Arc<Agent>, &SlabSet, &Mempool)) {
 }
 
 #[test]
-fn what_others_took_meanwhile_stays_theirs() {
+fn memory_that_other_hosts_allocated_meanwhile_is_not_freed() {
     at_each_moment(|agent, slabs, mempool| {
-        let (mut other, taken) = take_rest(agent);
+        let (mut other, taken) = allocate_rest(agent);
         adopt_recovered(agent, slabs, mempool);
         for extent in taken {
             other.free(extent).unwrap();
@@ -232,15 +234,15 @@ mod long {
     use super::*;
 
     #[test]
-    fn nothing_of_the_pool_stays_taken() {
+    fn all_memory_of_the_pool_is_free_at_the_end() {
         at_each_moment(|agent, slabs, mempool| {
             adopt_recovered(agent, slabs, mempool);
             let pool = agent.pool();
             for node in pool.nodes() {
                 assert_eq!(pool.free_bytes(node), pool.total_bytes(node));
             }
-            // Spans that it was about to open or to close are free for all, too.
-            let (others, taken) = take_rest(agent);
+            // Spans that the agent was about to open or close must be free for all hosts.
+            let (others, taken) = allocate_rest(agent);
             let bytes: u64 = taken.iter().map(|extent| extent.class.bytes()).sum();
             assert_eq!(bytes, others.nodes().map(|node| others.total_bytes(node)).sum());
         });

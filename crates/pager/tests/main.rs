@@ -1,4 +1,4 @@
-//! The pager: volumes, copies, and clients that are killed.
+//! Tests of the pager: volumes, replicas, and agents that are killed.
 
 mod killed;
 mod replicas;

@@ -1,4 +1,5 @@
-//! Slabs on several nodes, over the simulated fabric: what is written, what dies, what is read then.
+//! Tests of slabs with several replicas over the simulated fabric: writes, failures of nodes, and
+//! reads.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +15,7 @@ use aquifer_pager::{
 use aquifer_pool::{NodeId, NodeMemory, PoolClient, SizeClass};
 
 const NODE_BYTES: u64 = 2 << 20;
-/// More rounds than anything here takes.
+/// More rounds than any step in these tests needs.
 const ROUNDS_MAX: usize = 10_000;
 
 #[derive(Clone, Debug)]
@@ -65,7 +66,7 @@ fn world_of(replicas: usize, nodes: u16, node_bytes: u64) -> World {
     world_with(replicas, &vec![node_bytes; nodes.into()])
 }
 
-/// Nodes of these sizes.
+/// A cluster of nodes with these sizes.
 fn world_with(replicas: usize, node_bytes: &[u64]) -> World {
     let options = SimOptions { step_on_poll: true, ..SimOptions::default() };
     let fabric = SimFabric::new(7, options);
@@ -90,12 +91,13 @@ fn content(page: usize) -> [u8; PAGE_BYTES] {
 }
 
 impl World {
-    /// Hand a batch of `pages` to the sender.
+    /// Passes a batch of `pages` pages to the sender.
     fn stage(&mut self, pages: usize) {
         self.stage_again(pages, &[], None);
     }
 
-    /// Hand a batch of pages to the sender that came from `copies`, and of which one may have changed; how many the sender calls unchanged.
+    /// Passes a batch of pages with these clean copies to the sender, after changing one page if
+    /// asked. Returns the number of pages that the sender finds unchanged.
     fn stage_again(&mut self, pages: usize, copies: &[Location], changed: Option<usize>) -> usize {
         let block = self.mempool.allocate().unwrap();
         for page in 0..pages {
@@ -109,7 +111,7 @@ impl World {
         found.into_iter().filter(|what| *what == StageOutcome::Unchanged).count()
     }
 
-    /// Until the batch is acknowledged; where its pages are.
+    /// Advances until the batch is acknowledged, and returns the locations of its pages.
     fn finish(&mut self) -> Vec<Location> {
         let mut done: Vec<WrittenBatch> = Vec::new();
         for _ in 0..ROUNDS_MAX {
@@ -120,7 +122,7 @@ impl World {
                 return written.locations.iter().flatten().copied().collect();
             }
         }
-        panic!("the batch is never acknowledged");
+        panic!("the batch is not acknowledged");
     }
 
     fn write(&mut self, pages: usize) -> Vec<Location> {
@@ -128,17 +130,17 @@ impl World {
         self.finish()
     }
 
-    /// Look after copies until nothing is left to do.
+    /// Advances until the healer has nothing left to do.
     fn heal(&mut self) {
         for _ in 0..ROUNDS_MAX {
             self.sender.probe();
             self.sender.advance(&mut Vec::new()).unwrap();
             self.cluster.fabric.step();
         }
-        assert!(!self.sender.is_healing(), "copying never ends");
+        assert!(!self.sender.is_healing(), "healing never ends");
     }
 
-    /// Time goes on, and the sender looks around now and then.
+    /// Lets time pass while the sender advances now and then.
     fn advance_by(&mut self, time: Duration) {
         for _ in 0..50 {
             let now_ns = self.cluster.fabric.now_ns();
@@ -164,14 +166,14 @@ impl World {
     }
 
     fn assert_readable(&mut self, locations: &[Location]) {
-        let whole = self.fetcher.fetch(&self.slabs, locations).expect("it is there");
+        let whole = self.fetcher.fetch(&self.slabs, locations).expect("the pages are readable");
         assert_eq!(whole, locations.len());
         self.assert_fetched(whole);
     }
 
-    /// Flip a bit of a page on one node.
+    /// Flips a bit of a page on one node.
     fn damage(&self, location: Location, node: NodeId) {
-        let copy = self.slabs.replicas(location.slab()).on(node).expect("it has a copy");
+        let copy = self.slabs.replicas(location.slab()).on(node).expect("the slab has a replica there");
         let node_memory = &self.node_memories[usize::from(node.0)];
         let base = self.cluster.connect_as(node, 9).unwrap().regions()[0].base;
         let at = usize::try_from(page_of(&copy, location.index()).addr - base).unwrap() + 100;
@@ -182,14 +184,14 @@ impl World {
 }
 
 #[test]
-fn each_page_is_on_as_many_nodes_as_asked_and_bears_all_but_one_deaths() {
+fn a_page_survives_the_death_of_all_but_one_of_its_nodes() {
     for replicas in 1..=3 {
         let mut world = world(replicas, 4);
         let locations = world.write(BLOCK_PAGES);
         let mut nodes = world.nodes_of(locations[0]);
         nodes.sort_unstable();
         nodes.dedup();
-        assert_eq!(nodes.len(), replicas, "on distinct nodes");
+        assert_eq!(nodes.len(), replicas, "replicas must be on distinct nodes");
         assert_eq!(world.sender.stats().pages, (BLOCK_PAGES * replicas) as u64);
         for node in &nodes[1..] {
             world.crash(*node);
@@ -202,18 +204,18 @@ fn each_page_is_on_as_many_nodes_as_asked_and_bears_all_but_one_deaths() {
 }
 
 #[test]
-fn slabs_go_where_most_is_free() {
+fn slabs_are_allocated_on_the_node_with_most_free_memory() {
     let mut world = world_with(1, &[4 << 20, 16 << 20]);
     let free = |world: &World| world.node_memories.iter().map(NodeMemory::free_bytes).collect::<Vec<u64>>();
     while free(&world)[0] == 4 << 20 {
         world.write(BLOCK_PAGES);
     }
-    // The smaller has its turn when the larger has no more than it.
+    // The smaller node is chosen when the larger has no more free memory than it.
     assert!(free(&world)[1] <= 4 << 20, "{:?}", free(&world));
 }
 
 #[test]
-fn what_leaves_as_it_came_is_not_written_again() {
+fn unchanged_pages_are_not_written_again() {
     const CHANGED: usize = 7;
     let mut world = world(2, 3);
     let before = world.write(BLOCK_PAGES);
@@ -227,18 +229,22 @@ fn what_leaves_as_it_came_is_not_written_again() {
     for page in 0..BLOCK_PAGES {
         assert_eq!(after[page] == before[page], page != CHANGED, "page {page}");
     }
-    assert_eq!(world.slabs.pages(), BLOCK_PAGES as u64 + 1, "the old place is its volume's to release");
+    assert_eq!(
+        world.slabs.pages(),
+        BLOCK_PAGES as u64 + 1,
+        "the volume releases the clean copy of the changed page"
+    );
 }
 
 #[test]
-fn what_leaves_as_it_came_is_written_anew_where_nothing_is_left_of_it() {
+fn unchanged_pages_are_written_again_if_their_clean_copy_is_lost() {
     for replicas in [1, 2] {
-        for is_noticed in [false, true] {
+        for is_loss_known in [false, true] {
             let mut world = world(replicas, 3);
             let before = world.write(BLOCK_PAGES);
             let homes = world.nodes_of(before[0]);
             world.crash(homes[0]);
-            if is_noticed {
+            if is_loss_known {
                 world.write(BLOCK_PAGES);
             }
             world.stage_again(BLOCK_PAGES, &before, None);
@@ -246,13 +252,13 @@ fn what_leaves_as_it_came_is_written_anew_where_nothing_is_left_of_it() {
             world.assert_readable(&after);
             let is_elsewhere = after.iter().all(|location| !world.nodes_of(*location).contains(&homes[0]));
             assert!(is_elsewhere, "{replicas} replicas");
-            assert!(replicas == 1 || after == before, "one copy is enough");
+            assert!(replicas == 1 || after == before, "one replica is sufficient");
         }
     }
 }
 
 #[test]
-fn a_death_in_the_middle_of_a_write_leaves_the_other_copy_and_a_new_one_is_made() {
+fn a_replica_that_dies_during_a_write_is_replaced() {
     let mut world = world(2, 3);
     world.stage(BLOCK_PAGES);
     world.sender.advance(&mut Vec::new()).unwrap();
@@ -271,7 +277,7 @@ fn a_death_in_the_middle_of_a_write_leaves_the_other_copy_and_a_new_one_is_made(
 }
 
 #[test]
-fn empty_slabs_are_kept_for_who_writes_on_and_given_back_by_who_does_not() {
+fn empty_slabs_are_kept_while_the_run_writes_and_freed_when_it_does_not() {
     let mut world = world_of(1, 1, 16 << 20);
     let locations: Vec<Location> = (0..16).flat_map(|_| world.write(BLOCK_PAGES)).collect();
     let pages = world.slabs.pages();
@@ -280,14 +286,14 @@ fn empty_slabs_are_kept_for_who_writes_on_and_given_back_by_who_does_not() {
     emptied.iter().for_each(|location| world.slabs.release(*location));
     world.advance_by(Duration::from_millis(100));
     let held_pages = world.slabs.bytes().0 / PAGE_BYTES as u64;
-    assert!(held_pages >= pages, "{held_pages} pages are held: what is empty was not kept");
+    assert!(held_pages >= pages, "{held_pages} pages are held: the empty slabs were not kept");
     world.advance_by(Duration::from_secs(5));
     let held_pages = world.slabs.bytes().0 / PAGE_BYTES as u64;
     assert!(held_pages < pages, "{held_pages} pages are still held");
 }
 
 #[test]
-fn without_another_node_it_goes_on_with_fewer_copies() {
+fn without_another_node_slabs_stay_degraded() {
     let mut world = world(2, 2);
     let before = world.write(8);
     world.crash(NodeId(1));
@@ -300,32 +306,33 @@ fn without_another_node_it_goes_on_with_fewer_copies() {
 }
 
 #[test]
-fn a_slab_is_not_written_to_once_its_last_node_was_found_gone() {
+fn a_slab_whose_last_node_is_gone_is_not_written() {
     let mut world = world(2, 3);
     let location = world.write(1)[0];
     let nodes = world.nodes_of(location);
     world.slabs.release(location);
     world.crash(nodes[0]);
     world.heal();
-    assert_eq!(world.nodes_of(location), nodes[1..], "it is empty, and needs no copy");
-    // This is found out while room is looked for: by then the slab has been chosen, for want of two nodes.
+    assert_eq!(world.nodes_of(location), nodes[1..], "an empty slab needs no new replica");
+    // The sender finds this during the search for free pages, when it has already chosen the slab
+    // because there are not two nodes.
     world.crash(nodes[1]);
     let locations = world.write(1);
     world.assert_readable(&locations);
 }
 
 #[test]
-fn a_copy_that_finds_no_room_is_made_when_there_is() {
+fn a_missing_replica_is_made_when_there_is_free_memory() {
     let mut world = world(2, 2);
-    let mut hog = world.cluster.pool(5);
+    let mut other_host = world.cluster.pool(5);
     let class = SizeClass::new(0).unwrap();
-    let taken: Vec<_> = std::iter::from_fn(|| hog.allocate(NodeId(1), class).ok()).collect();
+    let taken: Vec<_> = std::iter::from_fn(|| other_host.allocate(NodeId(1), class).ok()).collect();
     let locations = world.write(BLOCK_PAGES);
     assert_eq!(world.nodes_of(locations[0]), [NodeId(0)]);
     assert!(world.sender.stats().degraded_slabs > 0);
     world.heal();
-    assert!(world.sender.stats().degraded_slabs > 0, "there is still no room");
-    taken.into_iter().for_each(|extent| hog.free(extent).unwrap());
+    assert!(world.sender.stats().degraded_slabs > 0, "there is no free memory yet");
+    taken.into_iter().for_each(|extent| other_host.free(extent).unwrap());
     world.sender.pool().refresh(NodeId(1)).unwrap();
     world.heal();
     assert_eq!(world.sender.stats().degraded_slabs, 0);
@@ -334,7 +341,7 @@ fn a_copy_that_finds_no_room_is_made_when_there_is() {
 }
 
 #[test]
-fn a_damaged_copy_is_passed_over_and_repaired() {
+fn a_damaged_replica_is_skipped_and_repaired() {
     let mut world = world(2, 2);
     let locations = world.write(BLOCK_PAGES);
     let nodes = world.nodes_of(locations[5]);
@@ -346,22 +353,22 @@ fn a_damaged_copy_is_passed_over_and_repaired() {
     assert_eq!(world.sender.stats().repaired_pages, 1);
     nodes.iter().filter(|node| **node != asked).for_each(|node| world.crash(*node));
     world.assert_readable(&locations);
-    assert_eq!(world.fetcher.bad_copies(), 1, "it is as good as the other was");
+    assert_eq!(world.fetcher.bad_copies(), 1, "the page was repaired");
 }
 
 #[test]
-fn a_page_damaged_everywhere_is_lost_and_named() {
+fn a_page_damaged_in_all_replicas_is_an_error() {
     let mut world = world(2, 2);
     let locations = world.write(4);
     world.damage(locations[2], NodeId(0));
     world.damage(locations[2], NodeId(1));
-    assert_eq!(world.fetcher.fetch(&world.slabs, &locations).unwrap(), 2, "those before it are whole");
+    assert_eq!(world.fetcher.fetch(&world.slabs, &locations).unwrap(), 2, "the pages before it are whole");
     let error = world.fetcher.fetch(&world.slabs, &locations[2..]).unwrap_err();
     assert!(matches!(error, FetchError::Damaged { .. }), "{error}");
 }
 
 #[test]
-fn a_slow_node_is_not_waited_for_and_its_late_answer_harms_nobody() {
+fn a_late_read_is_replaced_and_does_not_overwrite_a_buffer_in_use() {
     let mut world = world(2, 2);
     let locations = world.write(FETCH_PAGES_MAX);
     world.assert_readable(&locations);
@@ -370,7 +377,7 @@ fn a_slow_node_is_not_waited_for_and_its_late_answer_harms_nobody() {
         let buffer = Arc::clone(world.fetcher.buffer());
         world.assert_readable(&locations);
         if world.fetcher.late() > 0 {
-            assert!(!Arc::ptr_eq(&buffer, world.fetcher.buffer()), "the buffer is left to the late answer");
+            assert!(!Arc::ptr_eq(&buffer, world.fetcher.buffer()), "the late READ keeps its buffer");
         }
         world.cluster.fabric.slow_node(node, 1);
         let others: Vec<_> = locations.iter().rev().copied().collect();
@@ -378,14 +385,14 @@ fn a_slow_node_is_not_waited_for_and_its_late_answer_harms_nobody() {
         world.cluster.fabric.run();
         let mut found = [0; PAGE_BYTES];
         world.fetcher.buffer().read(0, &mut found);
-        assert_eq!(found, content(FETCH_PAGES_MAX - 1), "a late answer came into a buffer in use");
+        assert_eq!(found, content(FETCH_PAGES_MAX - 1), "a late READ wrote to a buffer in use");
         world.assert_readable(&locations);
-        assert_eq!(world.fetcher.late(), 0, "it has answered");
+        assert_eq!(world.fetcher.late(), 0, "the late READ has completed");
     }
 }
 
 #[test]
-fn all_copies_are_given_back() {
+fn all_replicas_are_freed() {
     let mut world = world(3, 3);
     let locations = world.write(BLOCK_PAGES);
     assert_eq!(world.slabs.bytes().0 % 3, 0);
@@ -401,23 +408,23 @@ fn all_copies_are_given_back() {
     }
 }
 
-/// Whether a node lives is asked by a slab's key, which is dead as soon as the slab is given back.
+/// A probe reads by a slab's key, which is dead as soon as the slab is freed.
 #[test]
-fn a_slab_that_is_given_back_while_its_node_is_asked_costs_no_node() {
+fn a_slab_that_is_freed_while_its_node_is_probed_does_not_drop_the_node() {
     let mut world = world_of(2, 2, 4 * NODE_BYTES);
     let mut held = world.write(BLOCK_PAGES);
-    let mut given_back = 0;
-    while given_back < 50 {
+    let mut freed_slabs = 0;
+    while freed_slabs < 50 {
         let locations = world.write(BLOCK_PAGES);
         let is_new = locations[0].slab() != held[0].slab();
         if is_new {
             world.sender.probe();
             held.drain(..).for_each(|location| world.slabs.release(location));
-            given_back += 1;
+            freed_slabs += 1;
         }
         held.extend(locations);
         for location in &held {
-            assert_eq!(world.nodes_of(*location).len(), 2, "after {given_back} slabs");
+            assert_eq!(world.nodes_of(*location).len(), 2, "after {freed_slabs} freed slabs");
         }
         for _ in 0..10 {
             world.sender.advance(&mut Vec::new()).unwrap();
@@ -426,8 +433,8 @@ fn a_slab_that_is_given_back_while_its_node_is_asked_costs_no_node() {
     }
 }
 
-/// Whether a node that died and came back is taken in while copies are made of what it had.
-fn is_taken_in_while_healing() -> bool {
+/// Whether the sender adds a node that died and returned while it copies that node's slabs.
+fn is_added_while_healing() -> bool {
     let mut world = world(2, 3);
     let locations = world.write(BLOCK_PAGES);
     let node = world.nodes_of(locations[0])[0];
@@ -447,7 +454,7 @@ fn is_taken_in_while_healing() -> bool {
 }
 
 #[test]
-fn a_node_that_came_back_is_taken_in_only_when_nothing_is_under_way() {
-    assert!(!is_taken_in_while_healing());
-    assert!(Mutation::AddBusyNode.while_active(is_taken_in_while_healing));
+fn a_returned_node_is_added_only_when_nothing_is_in_flight() {
+    assert!(!is_added_while_healing());
+    assert!(Mutation::AddBusyNode.while_active(is_added_while_healing));
 }

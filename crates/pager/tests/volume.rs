@@ -1,4 +1,4 @@
-//! Rules of a volume that only show after several steps.
+//! Rules of a volume that show only after several steps.
 
 use std::sync::Arc;
 
@@ -12,11 +12,12 @@ fn volume() -> (Volume, Arc<Budget>) {
 }
 
 #[test]
-fn an_old_entry_of_the_queue_does_not_uncount_a_shared_page() {
+fn a_stale_queue_entry_does_not_count_a_shared_page() {
     let (mut parent, _) = volume();
     parent.hold(7, true);
     let mut child = parent.clone_for_fork().unwrap();
-    // Page 3 was the child's own and is gone; its entry in the queue remains. Then the shared page moves there.
+    // Page 3 belonged to the child and was discarded; its entry in the resident queue remains. Then
+    // the shared page is moved to its number.
     child.hold(3, true);
     child.discard(3, 4);
     child.move_range(7, 3, 1);
@@ -24,7 +25,7 @@ fn an_old_entry_of_the_queue_does_not_uncount_a_shared_page() {
 
     let mut victims = Vec::new();
     child.pick_victims(64, false, |_| false, &mut victims);
-    assert!(victims.is_empty(), "shared pages are taken last");
+    assert!(victims.is_empty(), "shared pages are evicted last");
     child.pick_victims(64, true, |_| false, &mut victims);
     assert_eq!(victims, [3]);
     child.vanished(3);
@@ -32,7 +33,7 @@ fn an_old_entry_of_the_queue_does_not_uncount_a_shared_page() {
 }
 
 #[test]
-fn a_page_in_doubt_is_not_picked_before_it_is_held_again() {
+fn a_doubtful_page_is_not_picked_before_it_is_held_again() {
     let (mut volume, budget) = volume();
     volume.mark_doubtful(5);
     assert_eq!(volume.state(5), PageState::Doubtful);
@@ -41,14 +42,14 @@ fn a_page_in_doubt_is_not_picked_before_it_is_held_again() {
     assert!(victims.is_empty());
     volume.hold(5, true);
     volume.mark_doubtful(5);
-    assert_eq!(volume.state(5), PageState::Held, "what is held is not in doubt");
+    assert_eq!(volume.state(5), PageState::Held, "a held page does not become doubtful");
     volume.pick_victims(64, true, |_| false, &mut victims);
     assert_eq!(victims, [5]);
     volume.vanished(5);
     assert_eq!(budget.held(), 0);
 }
 
-/// The first page of the queue leaves, as far as into the mempool.
+/// Evicts the first page of the resident queue into the mempool, and returns it.
 fn stage_one(volume: &mut Volume) -> u64 {
     let mut victims = Vec::new();
     volume.pick_victims(1, false, |_| false, &mut victims);
@@ -58,7 +59,7 @@ fn stage_one(volume: &mut Volume) -> u64 {
     victims[0]
 }
 
-/// So many pages of the queue leave, and are no more.
+/// Evicts this number of pages of the resident queue, which then vanish.
 fn drop_pages(volume: &mut Volume, count: usize) {
     let mut victims = Vec::new();
     while victims.len() < count {
@@ -70,7 +71,7 @@ fn drop_pages(volume: &mut Volume, count: usize) {
 }
 
 #[test]
-fn a_page_that_is_wanted_again_soon_stays_longer_than_one_that_is_late_or_only_passed_by() {
+fn a_page_that_faults_again_soon_stays_longer_than_others() {
     let (mut volume, _) = volume();
     (0..1000).for_each(|page| volume.hold(page, true));
     assert_eq!([stage_one(&mut volume), stage_one(&mut volume), stage_one(&mut volume)], [0, 1, 2]);
@@ -90,7 +91,7 @@ fn a_page_that_is_wanted_again_soon_stays_longer_than_one_that_is_late_or_only_p
 }
 
 #[test]
-fn a_program_that_sleeps_passes_blocks_to_one_that_lacks_them() {
+fn an_idle_program_passes_blocks_to_a_program_that_lacks_them() {
     let (mut parent, budget) = volume();
     parent.hold(1, true);
     let mut child = parent.clone_for_fork().unwrap();
@@ -103,16 +104,17 @@ fn a_program_that_sleeps_passes_blocks_to_one_that_lacks_them() {
         parent.staged(block, &[StageOutcome::Zeros]);
         parent.written(block, &[None]);
     }
-    assert!(!parent.pass_block(), "nobody has asked");
+    assert!(!parent.pass_block(), "no relative is queued");
     assert!(child.allocate_block().is_none() && child.queue_for_block() && child.lacks_block());
-    assert!(!child.queue_for_block(), "they are told once");
+    assert!(!child.queue_for_block(), "a volume is queued once");
     assert!(parent.pass_block() && budget.consume_block_notification());
-    assert!(!parent.pass_block(), "one is passed for one that was asked for");
-    let first = child.allocate_block().expect("the parent's");
-    // Each now counts on two of four. The parent has three, and passes one more, but no other.
+    assert!(!parent.pass_block(), "one block is passed for each queue entry");
+    let first = child.allocate_block().expect("the parent passed a block");
+    // The fair share of each is two of four blocks. The parent owns three, so it passes one, and no
+    // more.
     assert!(child.allocate_block().is_none() && child.queue_for_block() && parent.pass_block());
     assert!(budget.consume_block_notification());
-    let second = child.allocate_block().expect("the parent's");
+    let second = child.allocate_block().expect("the parent passed a block");
     assert!(child.allocate_block().is_none() && child.queue_for_block() && !parent.pass_block());
     [first, second].into_iter().for_each(|block| child.free_block(block));
     assert!(!child.lacks_block() && budget.consume_block_notification());

@@ -1,6 +1,7 @@
 //! A client's cache of a node's control words.
 //!
-//! Cached words may be out of date at any moment. Every use of them ends in a CAS that fails if they are.
+//! Cached words may be out of date at any moment. Every use of them ends in a CAS that fails if
+//! they are.
 
 mod find;
 mod random;
@@ -23,17 +24,18 @@ pub(crate) const NO_RECORD: u32 = u32::MAX;
 pub struct NodeCache {
     sections: Vec<SectionWord>,
     spans: Vec<SpanWord>,
-    /// For each section, a bit for each span that was seen ready (A0) since the section had its cached word.
+    /// For each section, a bit for each span that was seen ready (A0) since the section had its
+    /// cached word.
     ready: Vec<u16>,
-    /// For each word, the record that may be overwritten, because it is in the full log or is not needed
-    /// any more. 0 if there is none.
+    /// For each word, the record that may be overwritten, because it is in the full log or is not
+    /// needed any more. 0 if there is none.
     saved_section_records: Vec<u32>,
     saved_span_records: Vec<u32>,
-    /// For each section, a bit for each span that this client has filled without setting its full hint.
-    /// Cleared when another client has changed the section's word.
+    /// For each section, a bit for each span that this client has filled without setting its full
+    /// hint. Cleared when another client has changed the section's word.
     unhinted_full: Vec<u16>,
-    /// For each section, a bit for each span whose owner is known. For an open span this holds as long as
-    /// the span's word is as cached, otherwise as long as the section's word is.
+    /// For each section, a bit for each span whose owner is known. For an open span this holds as
+    /// long as the span's word is as cached, otherwise as long as the section's word is.
     owner_known: Vec<u16>,
     /// For each section, a bit for each span whose owner is another tenant.
     foreign: Vec<u16>,
@@ -59,8 +61,8 @@ pub(crate) enum Candidate {
 }
 
 impl NodeCache {
-    /// A cache in which all is empty, for a client of `tenant`. Searches begin at `start`, a result of
-    /// [`search_start`].
+    /// A cache in which all is empty, for a client of `tenant`. Searches begin at `start`, a result
+    /// of [`search_start`].
     #[must_use]
     pub fn new(layout: &Layout, start: u64, tenant: Tenant, numbers: Numbers) -> Self {
         let first_section = section_at(start, layout.sections());
@@ -184,15 +186,16 @@ impl NodeCache {
         Ok(())
     }
 
-    /// Notes that this client has filled a span, if it has, and that the section does not say so yet.
+    /// Notes that this client has filled a span, if it has, and that the section does not say so
+    /// yet.
     pub(crate) fn note_if_full(&mut self, span: u32) {
         if self.span(span).is_full() && self.state_of(span) != SpanState::Full {
             self.unhinted_full[(span / SECTION_SPANS) as usize] |= place_of(span);
         }
     }
 
-    /// Removes and returns a span of the section that this client has filled without setting its full hint.
-    /// No other client has changed the section's word since the span was seen full.
+    /// Removes and returns a span of the section that this client has filled without setting its
+    /// full hint. No other client has changed the section's word since the span was seen full.
     pub(crate) fn pop_unhinted_full(&mut self, section: u32) -> Option<u32> {
         let full = &mut self.unhinted_full[section as usize];
         let place = full.trailing_zeros();
@@ -227,7 +230,8 @@ impl NodeCache {
         }
     }
 
-    /// The record in the cached control word of an extent, for [`crate::op::FreeOp::resumed`]. Never 0.
+    /// The record in the cached control word of an extent, for [`crate::op::FreeOp::resumed`].
+    /// Never 0.
     #[must_use]
     pub fn last_record(&self, grant: Grant) -> u32 {
         match record_of(self.word(word_of(grant))) {
@@ -236,8 +240,8 @@ impl NodeCache {
         }
     }
 
-    /// The spans of a group, a bit for each, that A0 has yet to check: since the section had its cached word,
-    /// they were not seen ready, or their owner is not known.
+    /// The spans of a group, a bit for each, that A0 has yet to check: since the section had its
+    /// cached word, they were not seen ready, or their owner is not known.
     pub(crate) fn not_ready(&self, section: u32, group: Run) -> u32 {
         let section = section as usize;
         group.mask() & !u32::from(self.ready[section] & self.owner_known[section])
@@ -285,14 +289,14 @@ impl NodeCache {
         Key::of_run(class.k(), self.numbers.key_bits())
     }
 
-    /// How often a section's word was found to differ from the cached one. If this has changed, decisions by
-    /// a section's word before may be out of date.
+    /// How often a section's word was found to differ from the cached one. If this has changed,
+    /// decisions by a section's word before may be out of date.
     pub(crate) const fn conflicts(&self) -> u64 {
         self.conflicts
     }
 
-    /// Marks the record in the cached word as one that may be overwritten: it is in the full log, or it is
-    /// not needed any more.
+    /// Marks the record in the cached word as one that may be overwritten: it is in the full log,
+    /// or it is not needed any more.
     pub(crate) fn mark_saved(&mut self, at: WordAt) {
         match at {
             WordAt::Section(section) => {
@@ -375,8 +379,9 @@ impl NodeCache {
 
 /// Where in a node the searches of a client begin, in units of 2^-64 of the node.
 ///
-/// Hosts with consecutive numbers begin far apart, and so do clients of one host. The results are the
-/// fractional parts of multiples of the golden ratio (hosts) and of the square root of 2 (clients).
+/// Hosts with consecutive numbers begin far apart, and so do clients of one host. The results are
+/// the fractional parts of multiples of the golden ratio (hosts) and of the square root of 2
+/// (clients).
 #[must_use]
 pub fn search_start(host: Host, client: u64) -> u64 {
     let of_host = u64::from(host.0).wrapping_mul(0x9e37_79b9_7f4a_7c15);

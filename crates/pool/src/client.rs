@@ -26,7 +26,8 @@ use crate::word::Run;
 use node::{Failure, Node};
 pub use recovery::recover_node;
 
-/// The lowest work id of the pool's own operations. The user of a shared endpoint uses smaller ones.
+/// The lowest work id of the pool's own operations. The user of a shared endpoint uses smaller
+/// ones.
 pub const POOL_WORK_ID: u64 = 1 << 63;
 /// Most nodes of one client.
 pub const NODES_MAX: usize = 256;
@@ -110,7 +111,8 @@ impl PoolClient {
         self.leak_detector.begin_operation()
     }
 
-    /// Reports that this host may have leaked memory of a node, such as an extent that could not be freed.
+    /// Reports that this host may have leaked memory of a node, such as an extent that could not be
+    /// freed.
     pub fn suspect_leak(&self, node: NodeId) {
         self.leak_detector.suspect_leak(node);
     }
@@ -118,7 +120,8 @@ impl PoolClient {
     /// Adds a node. The client and its user share the endpoint ([`PoolClient::endpoint`]).
     ///
     /// # Errors
-    /// If the node's memory has another format or version, if the endpoint fails, or at [`NODES_MAX`].
+    /// If the node's memory has another format or version, if the endpoint fails, or at
+    /// [`NODES_MAX`].
     pub fn add_node(&mut self, id: NodeId, endpoint: Box<dyn Endpoint>) -> Result<(), PoolError> {
         /// Numbers the clients of this process, so that their searches begin at different places.
         static CLIENTS: AtomicU64 = AtomicU64::new(0);
@@ -133,7 +136,8 @@ impl PoolClient {
         Ok(())
     }
 
-    /// Removes a node and returns its endpoint. Extents of the node stay allocated, and the node is suspect.
+    /// Removes a node and returns its endpoint. Extents of the node stay allocated, and the node is
+    /// suspect.
     pub fn remove_node(&mut self, id: NodeId) -> Option<Box<dyn Endpoint>> {
         let mut node = self.nodes.remove(&id)?;
         if let Some(drain) = node.take_drain() {
@@ -148,8 +152,8 @@ impl PoolClient {
         self.with_node(id, |node| node.run(machine))
     }
 
-    /// Runs `work` on a node as one operation. If the connection breaks, the leak detector knows of it
-    /// before the operation ends.
+    /// Runs `work` on a node as one operation. If the connection breaks, the leak detector knows of
+    /// it before the operation ends.
     fn with_node<T>(
         &mut self,
         id: NodeId,
@@ -172,7 +176,8 @@ impl PoolClient {
         self.nodes.keys().copied()
     }
 
-    /// The number of a node's sections, offline ones included; 0 for a node that this client does not have.
+    /// The number of a node's sections, offline ones included; 0 for a node that this client does
+    /// not have.
     #[must_use]
     pub fn sections(&self, id: NodeId) -> u32 {
         self.nodes.get(&id).map_or(0, Node::sections)
@@ -203,7 +208,8 @@ impl PoolClient {
         self.nodes.get(&id).map_or(Key(0), Node::region_key)
     }
 
-    /// Lists all that this host owns in some sections, by words and log, whichever client allocated it.
+    /// Lists all that this host owns in some sections, by words and log, whichever client allocated
+    /// it.
     ///
     /// # Errors
     /// As for [`Self::recover`].
@@ -239,8 +245,8 @@ impl PoolClient {
     /// Allocates an extent of a node.
     ///
     /// # Errors
-    /// [`PoolError::Full`] if there is none. After [`PoolError::NodeGone`] or [`PoolError::Away`] it is
-    /// not known whether one was allocated; the node is suspect.
+    /// [`PoolError::Full`] if there is none. After [`PoolError::NodeGone`] or [`PoolError::Away`]
+    /// it is not known whether one was allocated; the node is suspect.
     pub fn allocate(&mut self, id: NodeId, class: SizeClass) -> Result<Extent, PoolError> {
         let grant = self.run_alloc(id, AllocOp::new(self.host, class), class.bytes())?;
         Ok(self.node(id)?.extent(grant))
@@ -280,10 +286,11 @@ impl PoolClient {
         Ok(Stretch { first: self.node(id)?.extent(grant), sections })
     }
 
-    /// The number of sections that the node has yet to clear before a stretch of `sections` may be free.
+    /// The number of sections that the node has yet to clear before a stretch of `sections` may be
+    /// free.
     ///
-    /// By the cached words; offline sections count as sections to be cleared. `None` if there would be
-    /// no such stretch even then.
+    /// By the cached words; offline sections count as sections to be cleared. `None` if there would
+    /// be no such stretch even then.
     #[must_use]
     pub fn sections_to_clear(&self, id: NodeId, sections: u32) -> Option<u32> {
         self.nodes.get(&id)?.cache.sections_to_clear(sections)
@@ -298,7 +305,8 @@ impl PoolClient {
         outcome
     }
 
-    /// Polls the connections, so that broken ones are noticed and nodes that are away are searched for.
+    /// Polls the connections, so that broken ones are noticed and nodes that are away are searched
+    /// for.
     ///
     /// To be called now and then while no operation runs.
     pub fn maintain(&mut self) {
@@ -324,7 +332,8 @@ impl PoolClient {
         }
     }
 
-    /// Whether an extent's key is still in its entry. It is not after a free, nor in new memory of the node.
+    /// Whether an extent's key is still in its entry. It is not after a free, nor in new memory of
+    /// the node.
     ///
     /// # Errors
     /// If the client does not have the node, or the node is gone.
@@ -338,17 +347,18 @@ impl PoolClient {
     /// Frees an extent.
     ///
     /// # Errors
-    /// [`PoolError::NotAllocated`] or [`PoolError::NotOurs`] by the node's words; then nothing was changed.
+    /// [`PoolError::NotAllocated`] or [`PoolError::NotOurs`] by the node's words; then nothing was
+    /// changed.
     pub fn free(&mut self, extent: Extent) -> Result<(), PoolError> {
         self.run_free(extent, |op| op)
     }
 
-    /// Frees several extents of a node, those in different sections side by side. Returns the outcome of
-    /// each, as of [`Self::free`].
+    /// Frees several extents of a node, those in different sections side by side. Returns the
+    /// outcome of each, as of [`Self::free`].
     ///
     /// # Errors
-    /// If the client does not have the node, or the node is gone or away. Then it is not known which of
-    /// them are free; the node is suspect.
+    /// If the client does not have the node, or the node is gone or away. Then it is not known
+    /// which of them are free; the node is suspect.
     ///
     /// # Panics
     /// If one is on another node.
@@ -407,8 +417,9 @@ impl PoolClient {
 
     /// Frees all that a dead host owns on a node.
     ///
-    /// The host must be fenced at the node, so that its operations in flight cannot take effect. Two
-    /// clients may recover the same host at once, and a recovery that was interrupted can be repeated.
+    /// The host must be fenced at the node, so that its operations in flight cannot take effect.
+    /// Two clients may recover the same host at once, and a recovery that was interrupted can be
+    /// repeated.
     ///
     /// # Errors
     /// [`PoolError::NodeGone`]; [`PoolError::Busy`], and then something is not freed yet;
@@ -442,11 +453,12 @@ impl PoolClient {
         self.nodes.get(&extent.node).and_then(record).unwrap_or(NO_RECORD)
     }
 
-    /// Resumes a free that a process of this host began and may not have finished before it was killed.
+    /// Resumes a free that a process of this host began and may not have finished before it was
+    /// killed.
     ///
-    /// `record` is the record that the extent's control word had then ([`Self::last_record`]). Returns
-    /// whether the extent was freed now. If not, it was freed before, or the word has changed since;
-    /// then the node is suspect, and a leak scan finds out.
+    /// `record` is the record that the extent's control word had then ([`Self::last_record`]).
+    /// Returns whether the extent was freed now. If not, it was freed before, or the word has
+    /// changed since; then the node is suspect, and a leak scan finds out.
     ///
     /// # Errors
     /// As for [`Self::free`].
@@ -455,8 +467,9 @@ impl PoolClient {
             Err(PoolError::NotAllocated { .. } | PoolError::NotOurs { .. }) => {}
             outcome => return outcome.map(|()| true),
         }
-        // Another part of the word may have changed. If the key was not revoked, the extent is still
-        // ours. An operation in flight of the killed process may revoke the key at this moment.
+        // Another part of the word may have changed. If the key was not revoked, the extent is
+        // still ours. An operation in flight of the killed process may revoke the key at this
+        // moment.
         if self.is_current(extent).inspect_err(|_| self.leak_detector.suspect_leak(extent.node))? {
             match self.free(extent) {
                 Err(PoolError::NotAllocated { .. } | PoolError::NotOurs { .. }) => {}
@@ -469,8 +482,8 @@ impl PoolClient {
 
     /// The endpoint to a node, for the user's own READs and WRITEs.
     ///
-    /// Work ids of the user must be below [`POOL_WORK_ID`]. The user's completions that the pool polls
-    /// are kept until the user polls.
+    /// Work ids of the user must be below [`POOL_WORK_ID`]. The user's completions that the pool
+    /// polls are kept until the user polls.
     pub fn endpoint(&mut self, id: NodeId) -> Option<&mut Box<dyn Endpoint>> {
         self.nodes.get_mut(&id).map(Node::endpoint)
     }

@@ -21,7 +21,8 @@ pub enum FormatError {
     Magic,
     /// Another version wrote the header.
     #[error(
-        "its format is version {version} and this program reads version {VERSION} only: run the same version everywhere"
+        "its format is version {version}, and this program reads only version {VERSION}: \
+         run the same version everywhere"
     )]
     Version {
         /// The version found.
@@ -78,7 +79,8 @@ pub enum PoolError {
         /// Bytes requested.
         bytes: u64,
     },
-    /// The node died, or has fenced this host. An operation in flight may or may not have taken effect.
+    /// The node died, or has fenced this host. An operation in flight may or may not have taken
+    /// effect.
     #[error("node {} cannot be used any more: {cause}", node.0)]
     NodeGone {
         /// The node.
@@ -86,8 +88,8 @@ pub enum PoolError {
         /// What the fabric reported.
         cause: WorkError,
     },
-    /// The node is away, and may return with its memory. An operation in flight may or may not have taken
-    /// effect, and does not take effect later.
+    /// The node is away, and may return with its memory. An operation in flight may or may not have
+    /// taken effect, and does not take effect later.
     #[error("node {} is away: its process has ended, and may return with its memory", node.0)]
     Away {
         /// The node.
@@ -112,7 +114,11 @@ pub enum PoolError {
         limit: usize,
     },
     /// The extent is not allocated: it was freed before, or never allocated. Nothing was changed.
-    #[error("{bytes} bytes at {addr:#x} of node {} are not an allocated extent: freed twice, or never allocated", node.0)]
+    #[error(
+        "{bytes} bytes at {addr:#x} of node {} are not an allocated extent: \
+         freed twice, or never allocated",
+        node.0
+    )]
     NotAllocated {
         /// The node.
         node: NodeId,
@@ -131,8 +137,8 @@ pub enum PoolError {
         /// The host that owns it.
         owner: Host,
     },
-    /// The operation lost too many races for the same words. Nothing is half done, except that a free may
-    /// leave a span closed that its section does not say is empty.
+    /// The operation lost too many races for the same words. Nothing is half done, except that a
+    /// free may leave a span closed that its section does not say is empty.
     #[error("node {} is too busy: gave up after {attempts} lost races", node.0)]
     Busy {
         /// The node.

@@ -52,7 +52,8 @@ fn golden_header_and_tables() {
     golden.text(
         "sizes",
         &format!(
-            "chunk {CHUNK_BYTES} bytes, span {SPAN_CHUNKS} chunks, section {SECTION_SPANS} spans, {SECTION_CHUNKS} chunks, {SECTION_BYTES} bytes"
+            "chunk {CHUNK_BYTES} bytes, span {SPAN_CHUNKS} chunks, section {SECTION_SPANS} spans, \
+             {SECTION_CHUNKS} chunks, {SECTION_BYTES} bytes"
         ),
     );
     let classes =
@@ -65,18 +66,18 @@ fn golden_header_and_tables() {
 fn golden_section_words() {
     let mut golden = golden!("section-words");
     let opened = SectionWord::default().open(3, HOST);
-    let taken = opened.allocate(run(8, 3), HOST);
+    let allocated = opened.allocate(run(8, 3), HOST);
     let words = [
         ("new", SectionWord::default()),
-        ("withheld", SectionWord::OFFLINE),
+        ("offline", SectionWord::OFFLINE),
         ("span 3 opened", opened),
-        ("spans 8 to 15 taken", taken),
-        ("span 3 contended", taken.hint(3, SpanState::Contended)),
-        ("span 3 full", taken.hint(3, SpanState::Full)),
-        ("span 4 opened beside 3, which is full", taken.open_beside(4, 3, HOST)),
-        ("spans 8 to 15 given back", taken.free(run(8, 3), HOST)),
+        ("spans 8 to 15 allocated", allocated),
+        ("span 3 contended", allocated.hint(3, SpanState::Contended)),
+        ("span 3 full", allocated.hint(3, SpanState::Full)),
+        ("span 4 opened beside 3, which is full", allocated.open_beside(4, 3, HOST)),
+        ("spans 8 to 15 freed", allocated.free(run(8, 3), HOST)),
         ("span 3 closed", opened.close(3, HOST)),
-        ("taken whole", SectionWord::default().allocate(Run::SECTION, Host(1))),
+        ("allocated whole", SectionWord::default().allocate(Run::SECTION, Host(1))),
     ];
     for (name, word) in words {
         word.check().expect(name);
@@ -84,7 +85,7 @@ fn golden_section_words() {
     }
     // Read back from bytes, not from what has just been made.
     let read = |bytes: [u8; 8]| SectionWord(u64::from_le_bytes(bytes));
-    let word = read(taken.0.to_le_bytes());
+    let word = read(allocated.0.to_le_bytes());
     let log = InlineLog { op: LogOp::Alloc, run: run(8, 3), host: HOST, stamp: 2 };
     assert_eq!(word.log(), Ok(Some(log)));
     assert_eq!(
@@ -101,13 +102,13 @@ fn golden_span_words() {
     let full = first.allocate(run(16, 4), HOST);
     let words = [
         ("new", SpanWord::default()),
-        ("chunks 4 to 7 taken", first),
-        ("chunks 16 to 31 taken", full),
-        ("chunks 4 to 7 given back", full.free(run(4, 2), HOST)),
-        ("the last given back", first.free(run(4, 2), HOST)),
-        ("all of a dead host given back", full.free_mask(0xffff_0000, run(16, 4), Host(4095))),
+        ("chunks 4 to 7 allocated", first),
+        ("chunks 16 to 31 allocated", full),
+        ("chunks 4 to 7 freed", full.free(run(4, 2), HOST)),
+        ("the last freed", first.free(run(4, 2), HOST)),
+        ("all of a dead host freed", full.free_mask(0xffff_0000, run(16, 4), Host(4095))),
         ("ready", first.free(run(4, 2), HOST).mark_ready(HOST)),
-        ("chunk 31 taken", SpanWord::default().allocate(run(31, 0), Host(1))),
+        ("chunk 31 allocated", SpanWord::default().allocate(run(31, 0), Host(1))),
     ];
     for (name, word) in words {
         word.check().expect(name);

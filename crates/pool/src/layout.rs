@@ -18,8 +18,8 @@ pub const VERSION: u32 = 3;
 pub const HEADER_BYTES: usize = 4096;
 /// Most sections of a region: 1 TiB of data.
 pub const SECTIONS_MAX: u32 = 1 << 19;
-/// Entries of a section in `keys[]`, and in `logs[]`: 1 for the section, 15 unused, 16 for its spans, 512 for
-/// its chunks.
+/// Entries of a section in `keys[]`, and in `logs[]`: 1 for the section, 15 unused, 16 for its
+/// spans, 512 for its chunks.
 pub const SECTION_ENTRIES: u32 = 16 + SECTION_SPANS + SECTION_CHUNKS;
 /// Bytes of a section's entries in `keys[]`.
 const KEYS_BYTES: u64 = SECTION_ENTRIES as u64 * KEY_ENTRY_BYTES;

@@ -1,14 +1,15 @@
-//! Leak detection: finds extents that this host owns on a node and that no ledger of the host names.
+//! Leak detection: finds extents that this host owns on a node and that no ledger of the host
+//! names.
 //!
 //! A host can own memory without any process of the host having recorded it: an agent was killed
-//! between the CAS and its own record, or a connection was given up while operations were in flight.
-//! No other host may allocate that memory, and no part of this host frees it. Such a node is
-//! *suspect*, and a *leak scan* compares what the node's words say is owned by this host with all
-//! *ledgers*. What no ledger names is freed (U1 to U4 of `docs/formats/pool.md`).
+//! between the CAS and its own record, or a connection was abandoned while operations were in
+//! flight. No other host may allocate that memory, and no part of this host frees it. Such a node
+//! is *suspect*, and a *leak scan* compares what the node's words say is owned by this host with
+//! all *ledgers*. What no ledger names is freed (U1 to U4 of `docs/formats/pool.md`).
 //!
-//! All clients of the host continue meanwhile. The scan waits for a grace period, that is, until all
-//! operations have ended that had begun when the node's words were read. Before that it drains the
-//! operations in flight on connections that were given up.
+//! All clients of the host continue meanwhile. The scan waits for a grace period, that is, until
+//! all operations have ended that had begun when the node's words were read. Before that it drains
+//! the operations in flight on connections that were abandoned.
 
 mod grace;
 
@@ -28,8 +29,8 @@ const SECTIONS_PER_PART: u32 = 512;
 
 /// A record of the extents that a part of this host owns.
 ///
-/// An extent is in the ledger before the [`OperationGuard`] under which it was allocated is dropped,
-/// and stays there until it is freed.
+/// An extent is in the ledger before the [`OperationGuard`] under which it was allocated is
+/// dropped, and stays there until it is freed.
 pub trait Ledger: Send + Sync + Debug {
     /// Calls `each` with every recorded extent.
     fn extents(&self, each: &mut dyn FnMut(Extent));
@@ -46,7 +47,7 @@ pub struct LeakDetector {
     scanning: Mutex<()>,
 }
 
-/// A connection that was given up with operations in flight.
+/// A connection that was abandoned with operations in flight.
 #[derive(Debug)]
 struct AbandonedConnection {
     node: NodeId,
@@ -102,8 +103,8 @@ impl LeakDetector {
         lock(&self.suspects).insert(node);
     }
 
-    /// Adds a connection that was given up with operations in flight; `region_key` is the key of the
-    /// node's memory at that time.
+    /// Adds a connection that was abandoned with operations in flight; `region_key` is the key of
+    /// the node's memory at that time.
     pub(crate) fn add_abandoned(&self, node: NodeId, region_key: Key, drain: Box<dyn Late>) {
         lock(&self.abandoned).push(AbandonedConnection { node, region_key, drain });
     }
@@ -143,8 +144,8 @@ impl LeakDetector {
 
     /// Leak scan: frees what the host of `pool` owns on a node and no ledger names.
     ///
-    /// All parts of the host that own extents of the node must have registered their ledgers.
-    /// The scan returns `None` if `may_continue` returned false, or if a connection to the node broke
+    /// All parts of the host that own extents of the node must have registered their ledgers. The
+    /// scan returns `None` if `may_continue` returned false, or if a connection to the node broke
     /// meanwhile; then the caller repeats it later.
     ///
     /// # Errors
@@ -170,8 +171,8 @@ impl LeakDetector {
         leaked.retain(self.is_in_no_ledger(pool, node));
         if !leaked.is_empty() {
             // An extent without a key may have been in the middle of a free, and may have been
-            // allocated again since with the same log entry. After the second pass it is in a ledger
-            // or its entry has changed.
+            // allocated again since with the same log entry. After the second pass it is in a
+            // ledger or its entry has changed.
             let Some(again) = list_holdings(pool, node, &mut may_continue)? else { return Ok(None) };
             leaked.retain(|holding| again.contains(holding));
             if !self.wait_for(self.grace.next_generation(), &mut may_continue) {
@@ -260,7 +261,8 @@ fn free_leaked(
     Ok(Some(freed))
 }
 
-/// Turns an error that concerns one word into `None`, so that one damaged section does not stop the scan.
+/// Turns an error that concerns one word into `None`, so that one damaged section does not stop the
+/// scan.
 fn skip_damaged<T>(section: u32, outcome: Result<T, PoolError>) -> Result<Option<T>, PoolError> {
     match outcome {
         Ok(found) => Ok(Some(found)),

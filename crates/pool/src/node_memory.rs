@@ -32,7 +32,8 @@ pub struct NodeMemory {
 impl NodeMemory {
     /// Lends `data_bytes`, rounded down to whole sections, as node `id`.
     ///
-    /// Creates the memory, registers it with its table of keys, and writes the format, the header last.
+    /// Creates the memory, registers it with its table of keys, and writes the format, the header
+    /// last.
     ///
     /// # Errors
     /// If the size is not allowed, if there is no memory, or if the target is at a limit.
@@ -40,10 +41,11 @@ impl NodeMemory {
         Self::create_resizable(target, id, data_bytes, data_bytes)
     }
 
-    /// Lends `data_bytes`, which may be 0, of a region for `bytes_max`. The other sections are offline.
+    /// Lends `data_bytes`, which may be 0, of a region for `bytes_max`. The other sections are
+    /// offline.
     ///
-    /// An offline section that was never lent takes 136 bytes of metadata. A section that goes offline
-    /// later keeps all of its metadata.
+    /// An offline section that was never lent takes 136 bytes of metadata. A section that goes
+    /// offline later keeps all of its metadata.
     ///
     /// # Errors
     /// As for [`Self::create`], and if `data_bytes` is more than `bytes_max`.
@@ -108,7 +110,8 @@ impl NodeMemory {
         Ok(Self { layout, memory, region })
     }
 
-    /// Bytes of free chunks, counted as a client counts them: without spans that are being opened or closed.
+    /// Bytes of free chunks, counted as a client counts them: without spans that are being opened
+    /// or closed.
     ///
     /// Reads a word for each section and for each open span.
     #[must_use]
@@ -131,9 +134,11 @@ impl NodeMemory {
         lent.count() as u64 * SECTION_BYTES
     }
 
-    /// The largest group of free spans of a section that all have been used since they were last cleared.
+    /// The largest group of free spans of a section that all have been used since they were last
+    /// cleared.
     ///
-    /// To be allocated by [`crate::op::AllocOp::of_group`], which finds out whether it is still free.
+    /// To be allocated by [`crate::op::AllocOp::of_group`], which finds out whether it is still
+    /// free.
     #[must_use]
     pub fn find_uncleared(&self, section: u32) -> Option<Run> {
         let states = SectionWord(self.word(WordAt::Section(section)));
@@ -196,15 +201,16 @@ impl NodeMemory {
     /// If it is not an extent of this memory.
     pub fn clear(&self, extent: &Extent) {
         let (chunk, class) = (self.chunk_of(extent), extent.class);
-        // Zeros are written instead of punching a hole: a device keeps the pages that it has pinned.
+        // Zeros are written instead of punching a hole: a device keeps the pages that it has
+        // pinned.
         for chunk in chunk..chunk + class.chunks() {
             self.memory.write(offset(self.layout.chunk_data_at(chunk)), &ZEROS);
         }
         self.clear_entries(chunk, class);
     }
 
-    /// Returns the pages of a section that the node has allocated to the system, and clears its entries
-    /// in `keys[]`. The section reads as zeros when it is touched again.
+    /// Returns the pages of a section that the node has allocated to the system, and clears its
+    /// entries in `keys[]`. The section reads as zeros when it is touched again.
     ///
     /// All keys must have been revoked and expelled before.
     ///
@@ -221,7 +227,8 @@ impl NodeMemory {
         Ok(())
     }
 
-    /// Clears the entries in `keys[]` of an extent of whole spans: no tenant owns them, and no key opens them.
+    /// Clears the entries in `keys[]` of an extent of whole spans: no tenant owns them, and no key
+    /// opens them.
     pub fn clear_entries(&self, chunk: u32, class: SizeClass) {
         let put = |at| self.memory.atomic_u64(offset(self.layout.word_at(at))).store(0, SeqCst);
         Self::entries_of(chunk, class).for_each(put);

@@ -72,8 +72,8 @@ impl SizeClass {
         self.0 < Self::SPAN.0
     }
 
-    /// The exponent of an extent's length in its control word: in chunks for a span's word, in spans for a
-    /// section's.
+    /// The exponent of an extent's length in its control word: in chunks for a span's word, in
+    /// spans for a section's.
     #[must_use]
     pub const fn order(self) -> u8 {
         if self.is_within_span() { self.0 } else { self.0 - Self::SPAN.0 }

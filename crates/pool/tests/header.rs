@@ -1,4 +1,4 @@
-//! The header page is parsed as hostile: nothing but what this version writes is taken.
+//! The parser of the header page accepts only what this version writes.
 
 use aquifer_pool::FormatError;
 use aquifer_pool::layout::{HEADER_BYTES, Layout, SECTIONS_MAX, VERSION};
@@ -9,21 +9,21 @@ fn corpus() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/corpus/header")
 }
 
-/// Whatever is taken must be byte for byte what this version would have written.
-fn judge(bytes: &[u8]) -> Result<Layout, FormatError> {
+/// Parses a page. A page that is accepted must be byte for byte what this version writes.
+fn parse(bytes: &[u8]) -> Result<Layout, FormatError> {
     let layout = Layout::decode(bytes)?;
     assert_eq!(bytes[..HEADER_BYTES], layout.encode());
     Ok(layout)
 }
 
 #[test]
-fn the_corpus_is_judged_as_its_names_say() {
+fn the_corpus_is_parsed_as_its_file_names_say() {
     let mut count = 0;
     for entry in std::fs::read_dir(corpus()).expect("the corpus") {
         let path = entry.expect("an entry").path();
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
-        let judged = judge(&std::fs::read(&path).expect("a file"));
-        let kind = match &judged {
+        let parsed = parse(&std::fs::read(&path).expect("a file"));
+        let kind = match &parsed {
             Ok(_) => "good",
             Err(FormatError::Cut { .. }) => "cut",
             Err(FormatError::Magic) => "magic",
@@ -34,14 +34,14 @@ fn the_corpus_is_judged_as_its_names_say() {
             Err(FormatError::Unknown { .. }) => "unknown",
             Err(_) => "other",
         };
-        assert!(name.starts_with(kind), "{name} was judged {judged:?}");
+        assert!(name.starts_with(kind), "{name} was parsed as {parsed:?}");
         count += 1;
     }
     assert!(count >= 12, "only {count} files in the corpus");
 }
 
 #[test]
-fn a_format_of_the_future_is_refused_by_name() {
+fn a_newer_version_is_refused_by_name() {
     let mut page = Layout::new(1, 1).unwrap().encode();
     page[8..12].copy_from_slice(&(VERSION + 1).to_le_bytes());
     let error = Layout::decode(&page).unwrap_err();
@@ -55,18 +55,18 @@ proptest! {
     #[test]
     fn what_is_written_is_read(node in any::<u16>(), sections in 1..=SECTIONS_MAX) {
         let layout = Layout::new(node, sections).unwrap();
-        prop_assert_eq!(judge(&layout.encode()), Ok(layout));
+        prop_assert_eq!(parse(&layout.encode()), Ok(layout));
     }
 
     #[test]
-    fn any_bytes_are_judged_without_panic(bytes in prop::collection::vec(any::<u8>(), 0..5000)) {
-        prop_assert!(judge(&bytes).is_err());
+    fn any_bytes_are_parsed_without_panic(bytes in prop::collection::vec(any::<u8>(), 0..5000)) {
+        prop_assert!(parse(&bytes).is_err());
     }
 
     #[test]
     fn one_changed_byte_is_noticed(at in 0..HEADER_BYTES, change in 1..=255_u8, sections in 1..=SECTIONS_MAX) {
         let mut page = Layout::new(3, sections).unwrap().encode();
         page[at] ^= change;
-        prop_assert!(judge(&page).is_err());
+        prop_assert!(parse(&page).is_err());
     }
 }

@@ -1,5 +1,8 @@
-//! The client itself, as the product runs it, under a scheduler that switches threads at every access to the node's memory: no chunk is anybody's twice, none is
-//! lost, whoever dies or is audited at any moment.
+//! The client of the product under a scheduler that switches threads at every access to the node's
+//! memory.
+//!
+//! No chunk has two owners and none is lost, while a host dies, is recovered, or is scanned for
+//! leaks at any moment.
 
 use std::collections::VecDeque;
 use std::sync::Arc as StdArc;
@@ -24,48 +27,51 @@ const REGION: Key = Key(7);
 const TENANT: Tenant = Tenant(0);
 const SCHEDULES: usize = 4000;
 const STACK_BYTES: usize = 256 << 10;
-/// What a taker does, one after the other.
+/// Allocations and frees of each worker.
 const TURNS: usize = 5;
 /// Most accesses of a host that dies.
 const LIFE_MAX: u64 = 60;
-/// Half a span, so that spans fill and empty; and small ones among them.
+/// Size classes; half a span is among them, so that spans fill and empty.
 const CLASSES: [u8; 3] = [0, 3, 4];
 const DYING: Host = Host(3);
 
-/// What goes wrong.
+/// A step that is done wrong.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Fault {
     None,
-    /// The node's compare-and-swap is none: others come in between.
-    Torn,
-    /// The dead host is not fenced: its last access comes after it was recovered.
+    /// The node's CAS is not atomic.
+    TornCas,
+    /// The dead host is not fenced: its last access takes effect after it was recovered.
     Unfenced,
-    /// A taker does not write down what it takes before the taking is over.
-    NotedLate,
+    /// A worker records an extent only after the operation that allocated it has ended.
+    RecordedLate,
 }
 
-/// The node, and what is true of it.
+/// The node, and the true owners of its chunks.
 struct Scene {
     memory: StdArc<Memory>,
     layout: Layout,
+    /// The worker that owns each chunk; 0 for none.
     owners: Vec<AtomicU16>,
+    /// The last access of the dead host.
     stray: Mutex<Option<Verb>>,
     fault: Fault,
 }
 
-/// A connection whose work is done where it is posted, with others in between.
-struct Watched {
+/// An endpoint that executes operations when they are posted, and lets other threads run in
+/// between.
+struct YieldingEndpoint {
     scene: Arc<Scene>,
     regions: [Region; 1],
     locals: Vec<StdArc<Memory>>,
     done: VecDeque<Completion>,
-    /// Accesses until the host is dead.
-    left: u64,
+    /// Accesses until the host dies.
+    accesses_left: u64,
 }
 
-impl std::fmt::Debug for Watched {
+impl std::fmt::Debug for YieldingEndpoint {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Watched").field("left", &self.left).finish_non_exhaustive()
+        f.debug_struct("YieldingEndpoint").field("accesses_left", &self.accesses_left).finish_non_exhaustive()
     }
 }
 
@@ -84,17 +90,22 @@ impl Scene {
         }
     }
 
-    fn client(self: &Arc<Self>, host: Host, leak_detector: &StdArc<LeakDetector>, left: u64) -> PoolClient {
+    fn client(
+        self: &Arc<Self>,
+        host: Host,
+        leak_detector: &StdArc<LeakDetector>,
+        accesses: u64,
+    ) -> PoolClient {
         let region = Region { base: BASE, len: self.layout.region_bytes(), key: REGION };
-        let endpoint = Watched {
+        let endpoint = YieldingEndpoint {
             scene: Arc::clone(self),
             regions: [region],
             locals: Vec::new(),
             done: VecDeque::new(),
-            left,
+            accesses_left: accesses,
         };
         let mut client = PoolClient::with_leak_detector(host, TENANT, StdArc::clone(leak_detector));
-        // Who dies here has done nothing yet.
+        // A host that dies here has changed nothing yet.
         let _died = client.add_node(NODE, Box::new(endpoint));
         client
     }
@@ -104,7 +115,7 @@ impl Scene {
         usize::try_from(remote.addr - BASE).expect("it is inside")
     }
 
-    /// The chunks are somebody's from now on, and were nobody's; or the other way round.
+    /// Changes the owner of an extent's chunks, and asserts the owner before.
     fn change_owner(&self, extent: &Extent, from: u16, to: u16) {
         let first = self.layout.chunk_of(extent.addr - BASE).expect("it is an extent");
         for chunk in first..first + extent.class.chunks() {
@@ -113,7 +124,7 @@ impl Scene {
         }
     }
 
-    /// Whoever has an extent gets at it by its key.
+    /// Asserts that the extent's key is in its entry.
     fn assert_opened(&self, extent: &Extent) {
         let chunk = self.layout.chunk_of(extent.addr - BASE).expect("it is an extent");
         let at = WordAt::key_of(Grant { chunk, class: extent.class, key: extent.key });
@@ -122,7 +133,7 @@ impl Scene {
         assert_eq!(entry, KeyEntry::opened(extent.key, TENANT), "{extent:?}");
     }
 
-    fn carry_out(&self, verb: Verb, locals: &[StdArc<Memory>]) -> u64 {
+    fn execute(&self, verb: Verb, locals: &[StdArc<Memory>]) -> u64 {
         thread::yield_now();
         let local = |slice: LocalSlice| {
             let offset = usize::try_from(slice.offset).expect("it is small");
@@ -131,7 +142,7 @@ impl Scene {
         match verb {
             Verb::CompareSwap { remote, expected, desired } => {
                 let word = self.memory.atomic_u64(self.at(remote));
-                if self.fault == Fault::Torn {
+                if self.fault == Fault::TornCas {
                     let found = word.load(SeqCst);
                     thread::yield_now();
                     if found == expected {
@@ -144,7 +155,7 @@ impl Scene {
             Verb::FetchAdd { remote, add } => self.memory.atomic_u64(self.at(remote)).fetch_add(add, SeqCst),
             Verb::Read { local: to, remote } => {
                 let (memory, offset, words) = local(to);
-                // A READ is of no one moment.
+                // The words of a READ are of different moments.
                 let pause = thread_rng().gen_range(0..=words);
                 for word in 0..words {
                     if word == pause {
@@ -169,19 +180,19 @@ impl Scene {
     }
 }
 
-impl Endpoint for Watched {
+impl Endpoint for YieldingEndpoint {
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
         for Work { id, verb, .. } in batch {
-            if self.left == 1 && self.scene.fault == Fault::Unfenced {
+            if self.accesses_left == 1 && self.scene.fault == Fault::Unfenced {
                 let mut stray = self.scene.stray.lock().expect("no panic");
-                // A WRITE has its bytes in memory that goes with its client.
+                // The bytes of a WRITE are in memory that is dropped with the client.
                 *stray = Some(*verb).filter(|verb| matches!(verb, Verb::CompareSwap { .. }));
             }
-            self.left = self.left.saturating_sub(1);
-            let outcome = if self.left == 0 {
+            self.accesses_left = self.accesses_left.saturating_sub(1);
+            let outcome = if self.accesses_left == 0 {
                 Err(WorkError::PeerGone)
             } else {
-                Ok(self.scene.carry_out(*verb, &self.locals))
+                Ok(self.scene.execute(*verb, &self.locals))
             };
             self.done.push_back(Completion { id: *id, outcome });
         }
@@ -212,93 +223,95 @@ impl Endpoint for Watched {
     }
 
     fn is_broken(&self) -> bool {
-        self.left == 0
+        self.accesses_left == 0
     }
 }
 
-/// What a taker has written down.
+/// The ledger of a worker.
 #[derive(Default)]
-struct Notes(std::sync::Mutex<Vec<Extent>>);
+struct WorkerLedger(std::sync::Mutex<Vec<Extent>>);
 
-impl std::fmt::Debug for Notes {
+impl std::fmt::Debug for WorkerLedger {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Notes").finish_non_exhaustive()
+        f.debug_struct("WorkerLedger").finish_non_exhaustive()
     }
 }
 
-impl Notes {
+impl WorkerLedger {
     fn change(&self, change: impl FnOnce(&mut Vec<Extent>)) {
         change(&mut self.0.lock().expect("no panic"));
     }
 }
 
-impl Ledger for Notes {
+impl Ledger for WorkerLedger {
     fn extents(&self, each: &mut dyn FnMut(Extent)) {
         self.0.lock().expect("no panic").iter().for_each(|extent| each(*extent));
     }
 }
 
-/// Takes and gives back, and has nothing in the end, unless it dies over it.
-fn take_and_give(
+/// Allocates and frees extents, and owns none at the end.
+fn run_worker(
     scene: &Arc<Scene>,
     client: &mut PoolClient,
     name: u16,
-    notes: &Notes,
+    ledger: &WorkerLedger,
 ) -> Result<(), PoolError> {
-    let mut held: Vec<Extent> = Vec::new();
+    let mut owned: Vec<Extent> = Vec::new();
     for _ in 0..TURNS {
-        if held.is_empty() || thread_rng().gen_bool(0.6) {
+        if owned.is_empty() || thread_rng().gen_bool(0.6) {
             let class = SizeClass::new(CLASSES[thread_rng().gen_range(0..CLASSES.len())]).expect("a class");
-            let under_way = Some(client.begin_operation()).filter(|_| scene.fault != Fault::NotedLate);
-            let taken = match thread_rng().gen_range(0..4) {
+            let operation = Some(client.begin_operation()).filter(|_| scene.fault != Fault::RecordedLate);
+            let outcome = match thread_rng().gen_range(0..4) {
                 0 => client.allocate_many(NODE, class, 3),
                 _ => client.allocate(NODE, class).map(|extent| vec![extent]),
             };
-            match taken {
+            match outcome {
                 Ok(extents) => {
                     extents.iter().for_each(|extent| scene.change_owner(extent, 0, name));
                     extents.iter().for_each(|extent| scene.assert_opened(extent));
                     thread::yield_now();
-                    notes.change(|notes| notes.extend_from_slice(&extents));
-                    held.extend(extents);
+                    ledger.change(|recorded| recorded.extend_from_slice(&extents));
+                    owned.extend(extents);
                 }
                 Err(PoolError::Full { .. }) => {}
                 Err(error) => return Err(error),
             }
-            drop(under_way);
+            drop(operation);
         } else {
-            let extent = held.swap_remove(thread_rng().gen_range(0..held.len()));
-            give(scene, client, name, notes, &[extent])?;
+            let extent = owned.swap_remove(thread_rng().gen_range(0..owned.len()));
+            free(scene, client, name, ledger, &[extent])?;
         }
     }
-    give(scene, client, name, notes, &held)
+    free(scene, client, name, ledger, &owned)
 }
 
-fn give(
+/// Frees extents, and removes them from the ledger.
+fn free(
     scene: &Scene,
     client: &mut PoolClient,
     name: u16,
-    notes: &Notes,
+    ledger: &WorkerLedger,
     extents: &[Extent],
 ) -> Result<(), PoolError> {
     extents.iter().for_each(|extent| scene.assert_opened(extent));
     extents.iter().for_each(|extent| scene.change_owner(extent, name, 0));
     client.free_many(NODE, extents)?.into_iter().collect::<Result<(), _>>()?;
-    notes.change(|notes| notes.retain(|noted| !extents.contains(noted)));
+    ledger.change(|recorded| recorded.retain(|extent| !extents.contains(extent)));
     Ok(())
 }
 
-/// All spans but two are allocated, so that all clients meet there.
-fn crowd(scene: &Arc<Scene>) -> (PoolClient, Vec<Extent>) {
+/// Allocates all spans but two, so that all clients meet there.
+fn fill_all_but_two(scene: &Arc<Scene>) -> (PoolClient, Vec<Extent>) {
     let mut client = scene.client(Host(9), &StdArc::default(), u64::MAX);
-    let taken = (0..14).map(|_| client.allocate(NODE, SizeClass::SPAN).expect("there is room")).collect();
-    (client, taken)
+    let spans = (0..14).map(|_| client.allocate(NODE, SizeClass::SPAN).expect("there is room")).collect();
+    (client, spans)
 }
 
-/// Two takers of one host, which is audited meanwhile; one of another; and one that dies, and is recovered.
+/// Runs two workers of one host, which is scanned for leaks meanwhile; one worker of another host;
+/// and one that dies and is recovered.
 fn play(fault: Fault) {
     let scene = Arc::new(Scene::new(fault));
-    let (mut crowd, taken) = crowd(&scene);
+    let (mut filler, filled) = fill_all_but_two(&scene);
     let leak_detector = StdArc::new(LeakDetector::default());
     let mut threads = Vec::new();
     for (name, host, leak_detector) in [
@@ -307,57 +320,57 @@ fn play(fault: Fault) {
         (3, Host(2), StdArc::default()),
     ] {
         let scene = Arc::clone(&scene);
-        let notes = StdArc::new(Notes::default());
-        leak_detector.register_ledger(&notes);
+        let ledger = StdArc::new(WorkerLedger::default());
+        leak_detector.register_ledger(&ledger);
         threads.push(thread::spawn(move || {
             let mut client = scene.client(host, &leak_detector, u64::MAX);
-            take_and_give(&scene, &mut client, name, &notes).expect("it lives");
+            run_worker(&scene, &mut client, name, &ledger).expect("it lives");
         }));
     }
     let dying = Arc::clone(&scene);
-    threads.push(thread::spawn(move || be_mortal(&dying)));
+    threads.push(thread::spawn(move || die_and_be_recovered(&dying)));
     for _ in 0..2 {
-        let mut auditor = scene.client(Host(1), &leak_detector, u64::MAX);
-        let audited = leak_detector.scan(&mut auditor, NODE, |_| {
+        let mut scanner = scene.client(Host(1), &leak_detector, u64::MAX);
+        let outcome = leak_detector.scan(&mut scanner, NODE, |_| {
             thread::yield_now();
             true
         });
-        let found = audited.expect("the node lives").expect("it waits for the others");
-        assert_eq!(found, Recovered::default(), "everything is in a ledger");
+        let freed = outcome.expect("the node lives").expect("it waits for the others");
+        assert_eq!(freed, Recovered::default(), "everything is in a ledger");
     }
     threads.into_iter().for_each(|thread| thread.join().expect("it does not panic"));
-    for extent in taken {
-        crowd.free(extent).expect("it is ours");
+    for extent in filled {
+        filler.free(extent).expect("it is ours");
     }
-    crowd.refresh(NODE).expect("the node lives");
-    assert_eq!(crowd.free_bytes(NODE), crowd.total_bytes(NODE), "something is lost");
+    filler.refresh(NODE).expect("the node lives");
+    assert_eq!(filler.free_bytes(NODE), filler.total_bytes(NODE), "something is lost");
     for _ in 0..16 {
-        crowd.allocate(NODE, SizeClass::SPAN).expect("every span is free");
+        filler.allocate(NODE, SizeClass::SPAN).expect("every span is free");
     }
 }
 
-/// Dies at some moment; then another host gives back what it had.
-fn be_mortal(scene: &Arc<Scene>) {
-    let left = thread_rng().gen_range(1..LIFE_MAX);
-    let mut client = scene.client(DYING, &StdArc::default(), left);
-    // It does not say what it has: at its death nobody could tell.
-    let mut held = Vec::new();
+/// Runs a client that dies at some moment, and then another host that recovers it.
+fn die_and_be_recovered(scene: &Arc<Scene>) {
+    let accesses = thread_rng().gen_range(1..LIFE_MAX);
+    let mut client = scene.client(DYING, &StdArc::default(), accesses);
+    // It does not report the owners of its chunks, which would not be known at its death.
+    let mut owned = Vec::new();
     while let Ok(extents) = client.allocate_many(NODE, SizeClass::new(1).expect("a class"), 2) {
-        held.extend(extents);
-        if held.len() > 2 && client.free(held.swap_remove(0)).is_err() {
+        owned.extend(extents);
+        if owned.len() > 2 && client.free(owned.swap_remove(0)).is_err() {
             break;
         }
     }
     drop(client);
-    let mut heir = scene.client(Host(4), &StdArc::default(), u64::MAX);
-    assert_eq!(heir.recover(NODE, DYING).expect("the node lives").unowned, 0);
+    let mut recoverer = scene.client(Host(4), &StdArc::default(), u64::MAX);
+    assert_eq!(recoverer.recover(NODE, DYING).expect("the node lives").unowned, 0);
     let stray = scene.stray.lock().expect("no panic").take();
     if let Some(verb) = stray {
-        scene.carry_out(verb, &[]);
+        scene.execute(verb, &[]);
     }
 }
 
-/// A client and what it is about to do take more than the stacks that threads have by default.
+/// A runner with larger stacks, because a client needs more than the default.
 fn runner<S: Scheduler + 'static>(scheduler: S) -> Runner<S> {
     let mut config = Config::new();
     config.stack_size = STACK_BYTES;
@@ -365,14 +378,14 @@ fn runner<S: Scheduler + 'static>(scheduler: S) -> Runner<S> {
 }
 
 #[test]
-fn nothing_is_twice_anybodys_and_nothing_is_lost() {
+fn no_chunk_has_two_owners_and_none_is_lost() {
     runner(RandomScheduler::new(SCHEDULES)).run(|| play(Fault::None));
     runner(PctScheduler::new(3, SCHEDULES)).run(|| play(Fault::None));
 }
 
 #[test]
 fn faults_are_noticed() {
-    for fault in [Fault::Torn, Fault::Unfenced, Fault::NotedLate] {
+    for fault in [Fault::TornCas, Fault::Unfenced, Fault::RecordedLate] {
         let outcome = std::panic::catch_unwind(|| {
             runner(RandomScheduler::new(10 * SCHEDULES)).run(move || play(fault));
         });

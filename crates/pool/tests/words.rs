@@ -1,4 +1,4 @@
-//! Properties of control words, over any 64 bits and over words that came about by the protocol.
+//! Properties of control words: of any 64 bits, and of words that the protocol produces.
 
 use aquifer_fabric::Host;
 use aquifer_pool::word::{InlineLog, LogOp, Run, STAMPS, SectionWord, SpanState, SpanWord};
@@ -18,11 +18,11 @@ fn groups() -> impl Strategy<Value = Run> {
     (0..16_u8, 0..=4_u8).prop_map(aligned)
 }
 
-/// A span's word after some history.
+/// A span's word after some changes.
 fn spans() -> impl Strategy<Value = SpanWord> {
     prop::collection::vec((runs(4), hosts(), any::<bool>()), 0..24).prop_map(|changes| {
-        changes.into_iter().fold(SpanWord::default(), |word, (run, host, take)| {
-            if take && word.bits() & run.mask() == 0 {
+        changes.into_iter().fold(SpanWord::default(), |word, (run, host, allocates)| {
+            if allocates && word.bits() & run.mask() == 0 {
                 word.allocate(run, host)
             } else if word.holds(run) {
                 word.free(run, host)
@@ -33,7 +33,7 @@ fn spans() -> impl Strategy<Value = SpanWord> {
     })
 }
 
-/// A section's word after some history.
+/// A section's word after some changes.
 fn sections() -> impl Strategy<Value = SectionWord> {
     prop::collection::vec((groups(), hosts(), 0..5), 0..24).prop_map(|changes| {
         changes.into_iter().fold(SectionWord::default(), |word, (run, host, what)| {
@@ -62,7 +62,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
     #[test]
-    fn any_bits_are_judged_without_panic(bits in any::<u64>()) {
+    fn any_bits_are_checked_without_panic(bits in any::<u64>()) {
         let (span, section) = (SpanWord(bits), SectionWord(bits));
         prop_assert_eq!(span.check().is_ok() && span.log().is_err(), false);
         prop_assert_eq!(section.check().is_ok() && section.log().is_err(), false);
@@ -90,38 +90,38 @@ proptest! {
     }
 
     #[test]
-    fn spans_stay_legal_and_logs_tell_the_change(word in spans(), run in runs(4), host in hosts()) {
+    fn spans_stay_legal_and_logs_record_the_change(word in spans(), run in runs(4), host in hosts()) {
         prop_assert_eq!(word.check(), Ok(()));
         let stamp = word.log().unwrap().map_or(0, |log| log.stamp);
         let Some(run) = word.find(run.order()) else { return Ok(()) };
-        let taken = word.allocate(run, host);
-        prop_assert_eq!(taken.check(), Ok(()));
-        prop_assert_eq!(taken.bits(), word.bits() | run.mask());
+        let allocated = word.allocate(run, host);
+        prop_assert_eq!(allocated.check(), Ok(()));
+        prop_assert_eq!(allocated.bits(), word.bits() | run.mask());
         let log = InlineLog { op: LogOp::Alloc, run, host, stamp: (stamp + 1) % STAMPS };
-        prop_assert_eq!(taken.log(), Ok(Some(log)));
-        let given = taken.free(run, host);
-        prop_assert_eq!(given.check(), Ok(()));
-        prop_assert_eq!(given.bits(), word.bits());
+        prop_assert_eq!(allocated.log(), Ok(Some(log)));
+        let freed = allocated.free(run, host);
+        prop_assert_eq!(freed.check(), Ok(()));
+        prop_assert_eq!(freed.bits(), word.bits());
         let op = if word.is_closed() { LogOp::Close } else { LogOp::Free };
-        prop_assert_eq!(given.log().unwrap().map(|log| log.op), Some(op));
+        prop_assert_eq!(freed.log().unwrap().map(|log| log.op), Some(op));
     }
 
     #[test]
-    fn sections_stay_legal_and_logs_tell_the_change(word in sections(), run in groups(), host in hosts()) {
+    fn sections_stay_legal_and_logs_record_the_change(word in sections(), run in groups(), host in hosts()) {
         prop_assert_eq!(word.check(), Ok(()));
         let Some(run) = word.find(run.order()) else { return Ok(()) };
-        let taken = word.allocate(run, host);
-        prop_assert_eq!(taken.check(), Ok(()));
-        prop_assert!(taken.all(run, SpanState::Full));
-        prop_assert_eq!(taken.log().unwrap().map(|log| (log.op, log.run, log.host)), Some((LogOp::Alloc, run, host)));
-        let given = taken.free(run, host);
-        prop_assert_eq!((given.check(), given.bits()), (Ok(()), word.bits()));
+        let allocated = word.allocate(run, host);
+        prop_assert_eq!(allocated.check(), Ok(()));
+        prop_assert!(allocated.all(run, SpanState::Full));
+        prop_assert_eq!(allocated.log().unwrap().map(|log| (log.op, log.run, log.host)), Some((LogOp::Alloc, run, host)));
+        let freed = allocated.free(run, host);
+        prop_assert_eq!((freed.check(), freed.bits()), (Ok(()), word.bits()));
         let opened = word.open(run.first(), host);
         prop_assert_eq!((opened.check(), opened.state(run.first())), (Ok(()), SpanState::Partial));
     }
 
     #[test]
-    fn hints_keep_the_record_and_move_the_stamp(word in sections(), index in 0..16_u8) {
+    fn hints_keep_the_record_and_advance_the_timestamp(word in sections(), index in 0..16_u8) {
         let word = if word.state(index) == SpanState::Empty { word.open(index, Host(5)) } else { word };
         if word.state(index) != SpanState::Partial {
             return Ok(());
@@ -136,7 +136,7 @@ proptest! {
 }
 
 #[test]
-fn the_stamp_goes_round() {
+fn the_timestamp_wraps() {
     let (run, host) = (Run::single(3), Host(4095));
     let mut word = SpanWord::default();
     for turn in 1..=u32::from(STAMPS) + 1 {
@@ -158,17 +158,17 @@ fn the_layout_of_the_bits_is_the_documented_one() {
 }
 
 #[test]
-fn impossible_words_are_refused() {
-    let taken = SpanWord::default().allocate(Run::single(0), Host(1)).0;
+fn illegal_words_are_refused() {
+    let allocated = SpanWord::default().allocate(Run::single(0), Host(1)).0;
     for (what, word) in [
         ("bits without a log", 1),
         ("no host", (2 << 61) | (32 << 55) | (1 << 32) | 1),
         ("no run", (2 << 61) | (1 << 43) | (1 << 32) | 1),
         ("unknown operation 5", (5 << 61) | (32 << 55) | (1 << 43) | 1),
         ("no operation but a stamp", 1 << 32),
-        ("taken, but the bit is clear", taken & !1),
-        ("opened, which a section does", (1 << 61) | (32 << 55) | (1 << 43) | 1),
-        ("all 32 taken at once", (2 << 61) | (1 << 55) | (1 << 43) | 0xffff_ffff),
+        ("allocated, but the bit is clear", allocated & !1),
+        ("opened, which is only in sections' words", (1 << 61) | (32 << 55) | (1 << 43) | 1),
+        ("all 32 allocated at once", (2 << 61) | (1 << 55) | (1 << 43) | 0xffff_ffff),
         ("closed, but a bit is set", (4 << 61) | (32 << 55) | (1 << 43) | 2),
     ] {
         assert!(SpanWord(word).check().is_err(), "{what}");
@@ -176,7 +176,7 @@ fn impossible_words_are_refused() {
     for (what, word) in [
         ("codes without a log", 1_u64),
         ("a run of 32 places", (2 << 61) | (63 << 55) | (1 << 43) | 3),
-        ("taken, but partial", (2 << 61) | (16 << 55) | (1 << 43) | 1),
+        ("allocated, but partial", (2 << 61) | (16 << 55) | (1 << 43) | 1),
         ("opened, but empty", (1 << 61) | (16 << 55) | (1 << 43)),
         ("closed, but partial", (4 << 61) | (16 << 55) | (1 << 43) | 1),
         ("two spans opened at once", (1 << 61) | (8 << 55) | (1 << 43) | 5),

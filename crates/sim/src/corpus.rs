@@ -35,7 +35,8 @@ impl Corpus {
 
     fn to_text(&self, simulator: &str) -> String {
         let mut text = format!(
-            "# The first schedule of the simulator '{simulator}' that notices each mutation. Written by `make mutants`.\n"
+            "# The first schedule of the simulator '{simulator}' that notices each mutation. \
+             Written by `make mutants`.\n"
         );
         for (name, seed) in &self.0 {
             let _ = writeln!(text, "{name} {seed}");
@@ -49,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read() {
+    fn a_written_corpus_is_parsed_again() {
         let corpus = Corpus([("SkipFlush".to_owned(), 3), ("KeepOld".to_owned(), 1_999)].into());
         assert_eq!(Corpus::parse(&corpus.to_text("some")), corpus);
     }

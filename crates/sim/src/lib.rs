@@ -1,7 +1,8 @@
-//! What the seeded simulators share: playing schedules, reporting a failing seed, and the recorded seeds at which mutations show.
+//! The shared part of the seeded simulators: playing schedules, reporting a failing seed, and the
+//! recorded seeds that notice each mutation.
 //!
-//! Each protocol's simulator is a module of this crate's test program. A *schedule* is one simulated history; its seed determines it.
-//! `AQUIFER_SEED=n` plays schedule `n` alone.
+//! Each protocol's simulator is a module of this crate's test program. A *schedule* is one
+//! simulated history, which its seed determines. `AQUIFER_SEED=n` plays schedule `n` only.
 
 mod corpus;
 mod play;

@@ -1,4 +1,4 @@
-//! Playing schedules: one, or many on all processors.
+//! Plays schedules: one, or many on all processors.
 
 use std::cell::Cell;
 use std::num::NonZero;
@@ -6,11 +6,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, Once};
 
-/// The environment variable that asks for one schedule only.
+/// The environment variable that selects one schedule.
 pub const SEED_VARIABLE: &str = "AQUIFER_SEED";
 
 thread_local! {
-    /// Whether panics of this thread are expected, and not printed.
+    /// Whether panics of this thread are expected and must not be printed.
     static IS_QUIET: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -70,8 +70,8 @@ pub fn on_all_processors<I: Sync>(items: &[I], work: impl Fn(&I) -> bool + Sync)
     });
 }
 
-/// Plays the schedules with these seeds on all processors and hands what each yields to `each`.
-/// Returns the smallest failing seed of those played, with the error.
+/// Plays the schedules with these seeds on all processors, and passes each result to `each`.
+/// Returns the smallest failing seed of those played, with its error.
 pub fn play_all<T>(
     seeds: &[u64],
     schedule: impl Fn(u64) -> Result<T, String> + Sync,
@@ -101,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn failures_and_panics_are_found_with_their_seed() {
+    fn failures_and_panics_are_reported_with_their_seed() {
         let schedule = |seed| match seed {
             7 => Err("broken".to_owned()),
             _ => Ok(seed),
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn all_items_are_worked_on_until_one_says_stop() {
+    fn all_items_are_processed_until_a_call_returns_false() {
         let count = AtomicUsize::new(0);
         on_all_processors(&[(); 100], |()| count.fetch_add(1, Ordering::Relaxed) < 1_000);
         assert_eq!(count.load(Ordering::Relaxed), 100);

@@ -1,4 +1,4 @@
-//! A protocol's simulator: fixed schedules, new ones, and mutations that they must notice.
+//! The simulator of a protocol: fixed schedules, new schedules, and mutations that it must notice.
 
 use std::fmt::Debug;
 use std::hash::{BuildHasher, RandomState};
@@ -9,56 +9,59 @@ use aquifer_mutation::Mutations;
 use crate::corpus::Corpus;
 use crate::play::{SEED_VARIABLE, asked_seed, on_all_processors, play, play_all, quietly};
 
-/// The environment variable that says how many new schedules to play. The default is [`NEW_SCHEDULES`].
+/// The environment variable with the number of new schedules to play. The default is
+/// [`NEW_SCHEDULES`].
 pub const SCHEDULES_VARIABLE: &str = "AQUIFER_SCHEDULES";
-/// New schedules that a long run plays by default.
+/// New schedules that a long test plays by default.
 const NEW_SCHEDULES: u64 = 20_000;
-/// If set, [`Simulator::assert_mutations_noticed`] searches for all mutations anew and writes the corpus.
+/// If set, [`Simulator::assert_mutations_noticed`] searches again for all mutations, and writes the
+/// corpus.
 const RECORD_VARIABLE: &str = "AQUIFER_RECORD_MUTANTS";
-/// A mutation that the corpus does not know must show within so many schedules.
+/// A mutation that is not in the corpus must be noticed within this number of schedules.
 const MUTANT_SCHEDULES: u64 = 2_000;
-/// Recording searches this far. What shows later than [`MUTANT_SCHEDULES`] is reported: bias the schedules towards the step that it breaks.
+/// Recording searches this number of schedules. A mutation that is noticed later than
+/// [`MUTANT_SCHEDULES`] is reported: bias the schedules towards the step that it breaks.
 const RECORD_SCHEDULES: u64 = 100_000;
 
-/// One protocol's simulator.
+/// The simulator of one protocol.
 #[derive(Debug)]
 pub struct Simulator<M: 'static, T> {
-    /// Names its corpus.
+    /// The name of its corpus.
     pub name: &'static str,
-    /// Plays the schedule with this seed; fails if the protocol broke a promise.
+    /// Plays the schedule with this seed. Fails if the protocol violated an invariant.
     pub play: fn(u64) -> Result<T, String>,
     /// The mutations that it must notice.
     pub mutations: &'static [M],
 }
 
 impl<M: Mutations + Sync, T> Simulator<M, T> {
-    /// Plays schedules 0 to `count` and all that are in the corpus, and hands what each yields to `each`.
-    /// Returns false if [`SEED_VARIABLE`] asked for one schedule only: then counts mean nothing.
+    /// Plays schedules 0 to `count` and those of the corpus, and passes each result to `each`.
+    /// Returns false if [`SEED_VARIABLE`] selects one schedule: then counts mean nothing.
     ///
     /// # Panics
-    /// If one fails, with its seed.
+    /// If a schedule fails, with its seed.
     pub fn play_fixed(&self, count: u64, each: impl FnMut(T) + Send) -> bool {
         let recorded = Corpus::read(self.name).0.into_values().filter(|seed| *seed >= count);
         let seeds = asked_seed().map_or_else(|| (0..count).chain(recorded).collect(), |seed| vec![seed]);
-        self.assert_kept(&seeds, each);
+        self.assert_all_pass(&seeds, each);
         asked_seed().is_none()
     }
 
     /// Plays schedules from a random seed on, as many as [`SCHEDULES_VARIABLE`] says.
     ///
     /// # Panics
-    /// If one fails, with its seed.
+    /// If a schedule fails, with its seed.
     pub fn play_new(&self) {
         let count = std::env::var(SCHEDULES_VARIABLE).map_or(NEW_SCHEDULES, |text| {
             text.parse().unwrap_or_else(|_| panic!("{SCHEDULES_VARIABLE}={text} is not a number"))
         });
-        // Seeds stay short enough to be typed.
+        // Seeds are short enough to be typed.
         let first = u64::from(u32::MAX) + RandomState::new().hash_one(self.name) % (1 << 40);
         println!("{}: schedules {first} to {}", self.name, first + count);
-        self.assert_kept(&(first..first + count).collect::<Vec<_>>(), drop);
+        self.assert_all_pass(&(first..first + count).collect::<Vec<_>>(), drop);
     }
 
-    fn assert_kept(&self, seeds: &[u64], each: impl FnMut(T) + Send) {
+    fn assert_all_pass(&self, seeds: &[u64], each: impl FnMut(T) + Send) {
         if let Some((seed, error)) = play_all(seeds, self.play, each) {
             panic!(
                 "{}: schedule {seed} failed: {error}\nplay it alone with {SEED_VARIABLE}={seed}",
@@ -67,7 +70,8 @@ impl<M: Mutations + Sync, T> Simulator<M, T> {
         }
     }
 
-    /// Checks that each mutation is noticed: by the schedule that the corpus names, or else by one of the first [`MUTANT_SCHEDULES`].
+    /// Checks that each mutation is noticed, by the schedule that the corpus names or by one of the
+    /// first [`MUTANT_SCHEDULES`].
     ///
     /// # Panics
     /// If a mutation is not noticed.
@@ -92,10 +96,10 @@ impl<M: Mutations + Sync, T> Simulator<M, T> {
             found.write(self.name);
             let late = found.0.iter().filter(|(_, seed)| **seed >= MUTANT_SCHEDULES);
             late.for_each(|(name, seed)| {
-                println!("{}: {name} shows as late as in schedule {seed}", self.name)
+                println!("{}: {name} is noticed only in schedule {seed}", self.name)
             });
         } else if found != recorded && recorded != Corpus::default() {
-            println!("the corpus of '{}' is out of date: `make mutants` writes it anew", self.name);
+            println!("the corpus of '{}' is out of date: run `make mutants`", self.name);
         }
         let missed: Vec<_> = self
             .mutations
@@ -105,7 +109,7 @@ impl<M: Mutations + Sync, T> Simulator<M, T> {
         assert!(missed.is_empty(), "{}: not noticed within {most} schedules: {missed:?}", self.name);
     }
 
-    /// The recorded seed if it notices the mutation, else the first that does.
+    /// The recorded seed if it notices the mutation, or else the first seed that does.
     fn first_notice(&self, mutation: M, recorded: &Corpus, most: u64) -> Option<u64> {
         let recorded = recorded.0.get(&format!("{mutation:?}")).copied();
         let notice = |seed: &u64| {
@@ -121,17 +125,17 @@ mod tests {
     use super::*;
 
     aquifer_mutation::mutations! {
-        /// Two steps of a protocol that adds up.
+        /// Two steps of a protocol for this test.
         pub enum Mutation {
-            /// Shows in schedule 1,234.
-            Seldom,
-            /// Never shows.
+            /// Noticed in schedule 1,234.
+            Rare,
+            /// Never noticed.
             Never,
         }
     }
 
     fn play_one(seed: u64) -> Result<(), String> {
-        let is_broken = Mutation::Seldom.is_active() && seed == 1_234;
+        let is_broken = Mutation::Rare.is_active() && seed == 1_234;
         if is_broken { Err("broken".to_owned()) } else { Ok(()) }
     }
 
@@ -140,11 +144,11 @@ mod tests {
     }
 
     #[test]
-    fn a_mutation_is_found_and_the_product_is_whole() {
-        simulator(&[Mutation::Seldom]).assert_mutations_noticed();
+    fn a_mutation_is_noticed_and_fixed_schedules_pass() {
+        simulator(&[Mutation::Rare]).assert_mutations_noticed();
         simulator(&[]).play_fixed(2_000, drop);
         assert_eq!(
-            simulator(&[]).first_notice(Mutation::Seldom, &Corpus::default(), MUTANT_SCHEDULES),
+            simulator(&[]).first_notice(Mutation::Rare, &Corpus::default(), MUTANT_SCHEDULES),
             Some(1_234)
         );
     }

@@ -211,12 +211,12 @@ fn a_dead_node_takes_what_was_on_it_and_nothing_else() {
     let mut counts = [0, 0];
     for (extent, stamp) in extents.iter().zip(0..) {
         match (extent.node(), read(&mut session, extent, stamp)) {
-            (1, Err(Error::Lost)) => counts[0] += 1,
+            (1, Err(Error::DataLost)) => counts[0] += 1,
             // The memory is still mapped, and right, until the agent has heard of the node's end.
             (1, Ok(())) => {
                 eventually("the end of node 1 to be known", || {
                     let outcome = read(&mut session, extent, stamp);
-                    assert!(matches!(outcome, Ok(()) | Err(Error::Lost)), "{outcome:?}");
+                    assert!(matches!(outcome, Ok(()) | Err(Error::DataLost)), "{outcome:?}");
                     outcome.err()
                 });
                 counts[0] += 1;
@@ -267,10 +267,10 @@ fn many_pieces_go_at_once_and_errors_name_what_is_wrong() {
     }
     assert!(matches!(session.read(&extents[0], 8000, &mut [0; 200]), Err(Error::OutOfRange { .. })));
     assert!(matches!(session.allocate((64 << 30) + 1), Err(Error::Size { .. })));
-    assert!(matches!(session.allocate(64 << 30), Err(Error::Quota | Error::Full)));
-    assert!(matches!(session.allocate_many(2 << 20, 1000), Err(Error::Quota | Error::Full)));
+    assert!(matches!(session.allocate(64 << 30), Err(Error::QuotaExceeded | Error::PoolFull)));
+    assert!(matches!(session.allocate_many(2 << 20, 1000), Err(Error::QuotaExceeded | Error::PoolFull)));
     session.free_many(&extents).expect("they are ours");
-    assert!(matches!(session.free(extents[5]), Err(Error::NotYours)));
+    assert!(matches!(session.free(extents[5]), Err(Error::AccessDenied)));
     let again = session.allocate(4096).expect("the session is as it was");
     session.free(again).expect("it is ours");
     drop(session);
@@ -285,7 +285,7 @@ fn a_session_ends_with_a_sentence_when_the_agent_stops() {
     let down = cluster.command().arg("down").output().expect("aquifer can be started");
     assert!(down.status.success(), "{}", text(&down.stderr));
     match session.read(&extent, 0, &mut [0; 8]) {
-        Err(Error::Ended(reason)) => assert!(reason.contains("stopping"), "{reason}"),
+        Err(Error::SessionEnded(reason)) => assert!(reason.contains("stopping"), "{reason}"),
         outcome => panic!("{outcome:?}"),
     }
     assert!(session.allocate(4096).is_err());

@@ -56,15 +56,18 @@ fn open(agent: &Path) -> Session {
 fn assert_closed(session: &mut Session, extent: &Extent) {
     let mut bytes = vec![0; 4096];
     let read = session.read(extent, 0, &mut bytes);
-    assert!(matches!(read, Err(Error::NotYours | Error::Failed)), "{extent:?} was read: {read:?}");
+    assert!(matches!(read, Err(Error::AccessDenied | Error::Failed)), "{extent:?} was read: {read:?}");
     let written = session.write(extent, 0, &[0xee; 4096]);
-    assert!(matches!(written, Err(Error::NotYours | Error::Failed)), "{extent:?} was written: {written:?}");
+    assert!(
+        matches!(written, Err(Error::AccessDenied | Error::Failed)),
+        "{extent:?} was written: {written:?}"
+    );
     let freed = session.free(*extent);
     assert!(freed.is_err(), "{extent:?} was given back");
 }
 
 fn renamed(extent: &Extent, addr: u64, bytes: u64) -> Extent {
-    Extent::named(extent.node(), addr, extent.key(), bytes).expect("it could be one")
+    Extent::from_parts(extent.node(), addr, extent.key(), bytes).expect("it could be one")
 }
 
 /// The victim's extents, by their right names and keys.
@@ -135,7 +138,7 @@ fn metadata(agent: &Path, _: &Names, random: &mut Random) -> String {
         assert!(addr < own.addr(), "data lies behind metadata");
         assert_closed(&mut session, &renamed(&own, addr, 4096));
         let key = u32::try_from(random.below(1 << 30)).expect("30 bits");
-        let forged = Extent::named(own.node(), addr, key, 4096).expect("it could be one");
+        let forged = Extent::from_parts(own.node(), addr, key, 4096).expect("it could be one");
         assert_closed(&mut session, &forged);
     }
     "metadata".into()
@@ -147,7 +150,7 @@ fn a_storm_of_guesses(agent: &Path, names: &Names, random: &mut Random) -> Strin
     for _ in 0..STORM {
         let Some(extent) = names.get(random.below(names.len().max(1))) else { break };
         let key = extent.key() ^ 1 << random.below(32);
-        let guess = Extent::named(extent.node(), extent.addr(), key, extent.bytes());
+        let guess = Extent::from_parts(extent.node(), extent.addr(), key, extent.bytes());
         assert_closed(&mut session, &guess.expect("it could be one"));
     }
     format!("{STORM} guesses")
@@ -180,7 +183,7 @@ fn more_than_its_quota(agent: &Path, _: &Names, _: &mut Random) -> String {
         loop {
             match session.allocate(1 << 20) {
                 Ok(extent) => taken += extent.bytes(),
-                Err(Error::Quota) => break,
+                Err(Error::QuotaExceeded) => break,
                 Err(error) => panic!("another reason: {error}"),
             }
         }
@@ -217,7 +220,7 @@ fn extent_of(name: &str) -> Extent {
     let parts: Vec<u64> = name.split(':').map(|part| part.parse().expect("a number")).collect();
     let small = |at: usize| u32::try_from(parts[at]).expect("32 bits");
     let node = u16::try_from(parts[0]).expect("16 bits");
-    Extent::named(node, parts[1], small(2), parts[3]).expect("an extent")
+    Extent::from_parts(node, parts[1], small(2), parts[3]).expect("an extent")
 }
 
 fn start_hostile(house: &House, uid: u32) -> Child {
@@ -269,7 +272,7 @@ fn play(fabric: &str) {
     let users = status["agent"]["users"].as_array().expect("users");
     let hostile = users.iter().find(|user| user["tenant"] == FIRST_HOSTILE);
     assert!(hostile.is_some_and(|user| user["refused"].as_u64() > Some(0)), "{users:?}");
-    assert!(house.cluster.logs().contains("try keys that open nothing"), "{}", house.cluster.logs());
+    assert!(house.cluster.logs().contains("use keys that open nothing"), "{}", house.cluster.logs());
     victim.verify_all();
     drop(victim);
     house.cluster.assert_all_free();

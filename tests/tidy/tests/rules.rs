@@ -11,10 +11,9 @@ const CODE: [&str; 6] = ["rs", "c", "h", "py", "sh", "sql"];
 /// Extensions of text.
 const TEXT: [&str; 12] = ["rs", "c", "h", "py", "sh", "sql", "md", "toml", "yml", "json", "html", "txt"];
 /// Cores: code without system calls, clock, threads and random numbers.
-const PURE: [&str; 16] = [
+const PURE: [&str; 15] = [
     "crates/directory/src/core/",
-    "crates/extents/src/session.rs",
-    "crates/extents/src/stock.rs",
+    "crates/extents/src/core/",
     "crates/faults/src/areas.rs",
     "crates/faults/src/edge.rs",
     "crates/faults/src/kernel.rs",

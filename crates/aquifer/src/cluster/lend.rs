@@ -4,8 +4,8 @@ use std::error::Error;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use aquifer_directory::names::{self, HeldUp, NodeRecord, WantedRecord};
-use aquifer_directory::{Directory, Entry, EventKind};
+use aquifer_directory::names::{self, NodeRecord, RequestedMemory, ResizeBlocker};
+use aquifer_directory::{Directory, DirectoryEntry, WatchEventKind};
 use aquifer_pool::size::SECTION_BYTES;
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -41,8 +41,8 @@ pub fn lend(state: &StateDir, arguments: &LendArguments) -> Outcome {
         );
         return Err(why.into());
     }
-    let wanted = WantedRecord { node: node.id, epoch: node.epoch, memory_bytes };
-    directory.put(&names::wanted(node.id), &names::encode(&wanted), None)?;
+    let wanted = RequestedMemory { node: node.id, epoch: node.epoch, memory_bytes };
+    directory.put(&names::requested_memory_key(node.id), &names::encode(&wanted), None)?;
     if arguments.no_wait {
         say_line!(
             "node {} is asked to lend {}; it lends {}",
@@ -84,20 +84,20 @@ fn choose(nodes: Vec<NodeRecord>, asked: Option<u16>) -> Result<NodeRecord, Stri
 
 /// What follows a wish: the node's record, and what others wish.
 struct Follower<'a> {
-    wanted: WantedRecord,
+    wanted: RequestedMemory,
     directory: &'a dyn Directory,
     bar: ProgressBar,
     /// What holds it up, since when.
-    held_up: Option<(HeldUp, Instant)>,
+    held_up: Option<(ResizeBlocker, Instant)>,
     /// The node is not in the directory: perhaps only its lease is over.
     gone_since: Option<Instant>,
 }
 
 /// Follow what the node says until it lends so much.
-fn wait(directory: &dyn Directory, node: &NodeRecord, wanted: WantedRecord) -> Result<(), Box<dyn Error>> {
+fn wait(directory: &dyn Directory, node: &NodeRecord, wanted: RequestedMemory) -> Result<(), Box<dyn Error>> {
     let bar = bar(node.memory_bytes.abs_diff(wanted.memory_bytes));
     let mut follower = Follower { wanted, directory, bar, held_up: None, gone_since: None };
-    let key = names::node(node.id);
+    let key = names::node_key(node.id);
     let listing = directory.list(&key)?;
     let mut watch = directory.watch(&key, listing.revision + 1)?;
     let mut entry = listing.entries.into_iter().find(|entry| entry.key == key);
@@ -112,10 +112,10 @@ fn wait(directory: &dyn Directory, node: &NodeRecord, wanted: WantedRecord) -> R
         };
         if event.key == key {
             entry = match event.kind {
-                EventKind::Put { value, lease } => {
-                    Some(Entry { key: event.key, value, version: event.revision, lease })
+                WatchEventKind::Put { value, lease } => {
+                    Some(DirectoryEntry { key: event.key, value, version: event.revision, lease })
                 }
-                EventKind::Delete => None,
+                WatchEventKind::Delete => None,
             };
         }
     }
@@ -123,8 +123,8 @@ fn wait(directory: &dyn Directory, node: &NodeRecord, wanted: WantedRecord) -> R
 
 impl Follower<'_> {
     /// Whether the node lends what was wished. `began_with` is what it lent before, for the bar.
-    fn is_so(&mut self, entry: Option<&Entry>, began_with: u64) -> Result<bool, Box<dyn Error>> {
-        let WantedRecord { node, epoch, memory_bytes } = self.wanted;
+    fn is_so(&mut self, entry: Option<&DirectoryEntry>, began_with: u64) -> Result<bool, Box<dyn Error>> {
+        let RequestedMemory { node, epoch, memory_bytes } = self.wanted;
         let gone = || format!("node {node} is gone, and with it the wish");
         let Some(entry) = entry else {
             let since = *self.gone_since.get_or_insert_with(Instant::now);
@@ -135,7 +135,7 @@ impl Follower<'_> {
         if record.epoch != epoch {
             return Err(gone().into());
         }
-        if record.memory_bytes_wanted != memory_bytes {
+        if record.requested_memory_bytes != memory_bytes {
             // It has not heard of it yet; or of another since.
             self.check_wish()?;
             return Ok(false);
@@ -144,7 +144,7 @@ impl Follower<'_> {
         if record.memory_bytes == memory_bytes {
             return Ok(true);
         }
-        if let Some(held_up) = record.held_up {
+        if let Some(held_up) = record.resize_blocker {
             self.tell(held_up, record.memory_bytes)?;
         }
         Ok(false)
@@ -152,8 +152,8 @@ impl Follower<'_> {
 
     fn check_wish(&self) -> Result<(), Box<dyn Error>> {
         let node = self.wanted.node;
-        let entry = self.directory.get(&names::wanted(node))?;
-        match entry.as_ref().map(names::decode::<WantedRecord>).transpose()? {
+        let entry = self.directory.get(&names::requested_memory_key(node))?;
+        match entry.as_ref().map(names::decode::<RequestedMemory>).transpose()? {
             Some(wish) if wish == self.wanted => Ok(()),
             Some(wish) => Err(format!(
                 "somebody else has asked node {node} for {} meanwhile",
@@ -165,18 +165,18 @@ impl Follower<'_> {
     }
 
     /// What holds it up; what does not pass by itself is an error.
-    fn tell(&mut self, held_up: HeldUp, lent: u64) -> Result<(), Box<dyn Error>> {
+    fn tell(&mut self, held_up: ResizeBlocker, lent: u64) -> Result<(), Box<dyn Error>> {
         let is_news = self.held_up.is_none_or(|(before, _)| before != held_up);
         if is_news {
             self.held_up = Some((held_up, Instant::now()));
         }
         let is_lasting = self.held_up.is_some_and(|(_, since)| since.elapsed() >= HELD_UP_PATIENCE);
         let what = format!("node {} lends {}: {held_up}", self.wanted.node, ByteSize(lent));
-        if held_up != HeldUp::InUse && is_lasting {
+        if held_up != ResizeBlocker::InUse && is_lasting {
             self.bar.finish_and_clear();
             return Err(what.into());
         }
-        if held_up == HeldUp::InUse && is_news {
+        if held_up == ResizeBlocker::InUse && is_news {
             // The bar hides where nobody looks.
             self.bar.set_message("waiting for what is in use");
             if self.bar.is_hidden() {
@@ -207,8 +207,8 @@ mod tests {
             address,
             memory_bytes: 0,
             memory_bytes_max: 0,
-            memory_bytes_wanted: 0,
-            held_up: None,
+            requested_memory_bytes: 0,
+            resize_blocker: None,
             kept_ms: 0,
             epoch: 1,
         }

@@ -89,7 +89,7 @@ impl Place {
         match self {
             Self::Embedded | Self::Unix(_) => false,
             #[cfg(feature = "etcd")]
-            Self::Etcd(address, _) => address.tls,
+            Self::Etcd(address, _) => address.uses_tls,
         }
     }
 }
@@ -132,7 +132,7 @@ mod tests {
         assert_eq!(parse("embedded").unwrap(), Place::Embedded);
         assert_eq!(parse("unix:/run/x.sock").unwrap(), Place::Unix("/run/x.sock".into()));
         assert_eq!(parse("/run/x.sock").unwrap(), Place::Unix("/run/x.sock".into()));
-        assert!(matches!(parse("etcd://h:1").unwrap(), Place::Etcd(address, _) if !address.tls));
+        assert!(matches!(parse("etcd://h:1").unwrap(), Place::Etcd(address, _) if !address.uses_tls));
         for wrong in ["", "x.sock", "unix:x", "redis://h:1", "etcd"] {
             assert!(matches!(parse(wrong), Err(SourceError::Unknown(_))), "{wrong}");
         }

@@ -102,7 +102,7 @@ fn find_out(state: &StateDir, agent_socket: &Path) -> Result<Status, Box<dyn std
         id: node.id,
         address: node.address,
         memory_bytes: node.memory_bytes,
-        memory_bytes_wanted: node.memory_bytes_wanted,
+        memory_bytes_wanted: node.requested_memory_bytes,
         memory_bytes_max: node.memory_bytes_max,
         free_bytes: free_bytes(node.id),
     };

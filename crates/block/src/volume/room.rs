@@ -1,4 +1,4 @@
-//! Waiting for room: for a block that is open, and for everything that was written to be on memory nodes.
+//! Waiting for an open block, and for all written pages to be on memory nodes.
 
 use std::sync::{MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -7,7 +7,7 @@ use super::{BlockVolume, VolumeState};
 use crate::error::BlockError;
 
 impl BlockVolume {
-    /// Wait until a block is open.
+    /// Waits until a block is open.
     pub(super) fn with_room<'a>(
         &self,
         mut state: MutexGuard<'a, VolumeState>,
@@ -27,7 +27,8 @@ impl BlockVolume {
                 continue;
             }
             let since = state.pool_full.as_ref().map(|(since, _)| *since);
-            // When the pool has been full for so long already, nobody waits once more.
+            // The timeout counts from when the pool became full, so that later writes do not wait
+            // as long again.
             let until = *deadline.get_or_insert_with(|| since.unwrap_or(now) + self.room_timeout);
             if now >= until {
                 let reason = state.pool_full.as_ref().map(|(_, reason)| reason.clone());
@@ -46,7 +47,7 @@ impl BlockVolume {
         self.changed.wait_timeout(state, room_timeout).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Whether a block is open, or can be opened.
+    /// Whether a block is open, or could be opened now.
     pub(crate) fn has_room(&self, state: &mut VolumeState) -> bool {
         if state.open.is_none() && !state.is_closed {
             state.open = state.volume.open_block();
@@ -59,15 +60,15 @@ impl BlockVolume {
         let error = BlockError::NoRoom { waited: self.room_timeout, reason: reason.clone() };
         let before = self.last_refusal.lock().unwrap_or_else(PoisonError::into_inner).replace(reason);
         if before.is_none() {
-            tracing::error!(%error, "writes are refused");
+            tracing::error!(%error, "refusing writes");
         }
         error
     }
 
-    /// Wait until everything that was written before is on memory nodes.
+    /// Waits until all pages that were written before are on memory nodes.
     ///
     /// # Errors
-    /// If they took it not, for too long.
+    /// If the nodes do not acknowledge them within the timeout of the volume.
     pub fn flush(&self) -> Result<(), BlockError> {
         let mut state = self.lock();
         self.seal(&mut state);
@@ -91,12 +92,12 @@ impl BlockVolume {
         Ok(())
     }
 
-    /// Whether the pool has room, as the pump finds it.
+    /// Records whether the pool is full, and why.
     pub(crate) fn set_pool_full(&self, reason: Option<String>) {
         let mut state = self.lock();
         match (reason, &mut state.pool_full) {
             (Some(reason), None) => {
-                tracing::warn!(reason, "written pages find no room");
+                tracing::warn!(reason, "no room for written pages; writes wait");
                 state.pool_full = Some((Instant::now(), reason));
             }
             (Some(reason), Some((_, last))) => *last = reason,
@@ -104,7 +105,7 @@ impl BlockVolume {
         }
     }
 
-    /// Whether a node is away that is waited for, as the pump finds it.
+    /// Records whether the pump waits for a node that is away.
     pub(crate) fn set_awaiting_node(&self, is_awaiting_node: bool) {
         self.lock().is_awaiting_node = is_awaiting_node;
         self.changed.notify_all();

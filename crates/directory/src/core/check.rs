@@ -1,23 +1,26 @@
-//! What a request must fulfil before the state is even looked at.
+//! Checks of a request that do not depend on the state.
 
 use std::collections::BTreeSet;
 
 use crate::clock::saturating_ms;
-use crate::error::{Bound, DirectoryError};
-use crate::model::{Operation, Transaction, limits};
+use crate::error::{DirectoryError, LimitKind};
+use crate::model::{KeyOperation, Transaction, limits};
 
-/// Refuse `got` beyond `most`.
-pub fn limit(bound: Bound, got: usize, most: usize) -> Result<(), DirectoryError> {
+/// Checks that `got` is at most `most`.
+///
+/// # Errors
+/// [`DirectoryError::Limit`].
+pub fn limit(kind: LimitKind, got: usize, most: usize) -> Result<(), DirectoryError> {
     if got <= most {
         return Ok(());
     }
-    Err(DirectoryError::Limit { bound, got: u64::try_from(got).unwrap_or(u64::MAX) })
+    Err(DirectoryError::Limit { kind, got: u64::try_from(got).unwrap_or(u64::MAX) })
 }
 
-/// A key must not be empty, nor too long.
+/// Checks that a key is not empty, not too long, and has no control characters.
 ///
 /// # Errors
-/// Names the limit.
+/// [`DirectoryError::InvalidKey`] or [`DirectoryError::Limit`].
 pub fn key(key: &str) -> Result<(), DirectoryError> {
     if key.is_empty() {
         return Err(DirectoryError::InvalidKey { key: String::new(), why: "it is empty".to_owned() });
@@ -25,40 +28,40 @@ pub fn key(key: &str) -> Result<(), DirectoryError> {
     prefix(key)
 }
 
-/// A prefix must not be too long.
+/// Checks that a prefix is not too long, and has no control characters.
 ///
 /// # Errors
-/// Names the limit.
+/// [`DirectoryError::InvalidKey`] or [`DirectoryError::Limit`].
 pub fn prefix(prefix: &str) -> Result<(), DirectoryError> {
-    limit(Bound::KeyBytes, prefix.len(), limits::KEY_BYTES_MAX)?;
+    limit(LimitKind::KeyBytes, prefix.len(), limits::KEY_BYTES_MAX)?;
     if prefix.chars().any(char::is_control) {
-        let why = "it has control characters in it".to_owned();
+        let why = "it has control characters".to_owned();
         return Err(DirectoryError::InvalidKey { key: prefix.to_owned(), why });
     }
     Ok(())
 }
 
-/// A time to live must be within [`limits::TTL_MIN`] and [`limits::TTL_MAX`].
+/// Checks that a time to live is between [`limits::TTL_MIN`] and [`limits::TTL_MAX`].
 ///
 /// # Errors
-/// Names the limit.
+/// [`DirectoryError::Limit`].
 pub fn ttl(ttl_ms: u64) -> Result<(), DirectoryError> {
     if ttl_ms < saturating_ms(limits::TTL_MIN) {
-        return Err(DirectoryError::Limit { bound: Bound::TtlMin, got: ttl_ms });
+        return Err(DirectoryError::Limit { kind: LimitKind::TtlMin, got: ttl_ms });
     }
     if ttl_ms > saturating_ms(limits::TTL_MAX) {
-        return Err(DirectoryError::Limit { bound: Bound::TtlMax, got: ttl_ms });
+        return Err(DirectoryError::Limit { kind: LimitKind::TtlMax, got: ttl_ms });
     }
     Ok(())
 }
 
-/// A transaction must be within all limits, and change no key twice.
+/// Checks that a transaction is within all limits, and changes no key twice.
 ///
 /// # Errors
-/// Names the limit.
+/// [`DirectoryError::InvalidKey`], [`DirectoryError::Limit`] or [`DirectoryError::ChangedTwice`].
 pub fn transaction(transaction: &Transaction) -> Result<(), DirectoryError> {
     let parts = transaction.compares.len() + transaction.operations.len();
-    limit(Bound::TransactionParts, parts, limits::TRANSACTION_PARTS_MAX)?;
+    limit(LimitKind::TransactionParts, parts, limits::TRANSACTION_PARTS_MAX)?;
     let mut bytes = 0;
     for compare in &transaction.compares {
         key(&compare.key)?;
@@ -68,13 +71,13 @@ pub fn transaction(transaction: &Transaction) -> Result<(), DirectoryError> {
     for operation in &transaction.operations {
         key(operation.key())?;
         bytes += operation.key().len();
-        if let Operation::Put { value, .. } = operation {
-            limit(Bound::ValueBytes, value.len(), limits::VALUE_BYTES_MAX)?;
+        if let KeyOperation::Put { value, .. } = operation {
+            limit(LimitKind::ValueBytes, value.len(), limits::VALUE_BYTES_MAX)?;
             bytes += value.len();
         }
         if !changed.insert(operation.key()) {
             return Err(DirectoryError::ChangedTwice { key: operation.key().to_owned() });
         }
     }
-    limit(Bound::TransactionBytes, bytes, limits::TRANSACTION_BYTES_MAX)
+    limit(LimitKind::TransactionBytes, bytes, limits::TRANSACTION_BYTES_MAX)
 }

@@ -1,44 +1,44 @@
-//! The changes that are kept for watchers: a bounded queue, oldest dropped first.
+//! Past changes, kept for watches: a bounded queue that drops its oldest events.
 
 use std::collections::VecDeque;
 
 use crate::DirectoryError;
-use crate::model::{Event, EventKind, limits};
+use crate::model::{WatchEvent, WatchEventKind, limits};
 
-/// Where a watcher stands.
+/// The position of a watch in the history.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Cursor {
     prefix: String,
     from_revision: u64,
-    /// Position among all events ever pushed.
+    /// Index of the next event among all events ever pushed.
     position: u64,
 }
 
-/// The recent past.
+/// The most recent changes.
 #[derive(Debug, Default)]
 pub(super) struct History {
-    events: VecDeque<Event>,
+    events: VecDeque<WatchEvent>,
     bytes: usize,
-    /// Position of the first event that is kept.
+    /// Index of the oldest event that is kept, among all events ever pushed.
     first: u64,
-    /// All events beyond this revision are kept.
+    /// All events of greater revisions are kept.
     dropped_revision: u64,
     last_revision: u64,
 }
 
 impl History {
-    /// No past before and with `revision` is kept.
+    /// A history that has no event up to `revision`.
     pub(super) fn after(revision: u64) -> Self {
         Self { dropped_revision: revision, last_revision: revision, ..Self::default() }
     }
 
-    pub(super) fn push(&mut self, event: Event) {
-        assert!(event.revision >= self.last_revision, "events come in the order of their revisions");
+    pub(super) fn push(&mut self, event: WatchEvent) {
+        assert!(event.revision >= self.last_revision, "events are pushed in the order of their revisions");
         self.last_revision = event.revision;
         self.bytes += size(&event);
         self.events.push_back(event);
         while self.events.len() > limits::HISTORY_EVENTS_MAX || self.bytes > limits::HISTORY_BYTES_MAX {
-            let dropped = self.events.pop_front().expect("what is too long is not empty");
+            let dropped = self.events.pop_front().expect("a queue over its limit is not empty");
             self.bytes -= size(&dropped);
             self.first += 1;
             self.dropped_revision = dropped.revision;
@@ -60,16 +60,17 @@ impl History {
         Ok(Cursor { prefix, from_revision, position: self.first + count(before) })
     }
 
-    pub(super) fn next(&self, cursor: &mut Cursor) -> Result<Option<Event>, DirectoryError> {
+    pub(super) fn next(&self, cursor: &mut Cursor) -> Result<Option<WatchEvent>, DirectoryError> {
         if cursor.position < self.first {
             let oldest = self.dropped_revision + 1;
             return Err(DirectoryError::Compacted { asked: cursor.from_revision, oldest });
         }
         while cursor.position < self.end() {
-            let index = usize::try_from(cursor.position - self.first).expect("within the queue");
+            let index =
+                usize::try_from(cursor.position - self.first).expect("an index in the queue fits usize");
             let event = &self.events[index];
             cursor.position += 1;
-            // Later than `from_revision` too, if that lay in the future.
+            // `from_revision` may be in the future when the cursor is made.
             if event.revision >= cursor.from_revision && event.key.starts_with(&cursor.prefix) {
                 cursor.from_revision = event.revision;
                 return Ok(Some(event.clone()));
@@ -87,10 +88,10 @@ fn count(length: usize) -> u64 {
     u64::try_from(length).expect("a length fits 64 bits")
 }
 
-fn size(event: &Event) -> usize {
+fn size(event: &WatchEvent) -> usize {
     event.key.len()
         + match &event.kind {
-            EventKind::Put { value, .. } => value.len(),
-            EventKind::Delete => 0,
+            WatchEventKind::Put { value, .. } => value.len(),
+            WatchEventKind::Delete => 0,
         }
 }

@@ -1,76 +1,80 @@
-//! The directory as a state machine: no clock, no disk, no threads. Time is passed in.
+//! The directory as a state machine, without clock, disk or threads. Time is an argument.
 //!
-//! Changes take two steps, so that they are durable before anyone can see them: a `plan_…`
-//! function checks a request against the state and says what would change, as a [`Delta`]; the
-//! edge writes the delta down, then [`Core::apply`] makes it true. Replaying what was written
-//! down, [`Core::restore`], gives the same state after a restart.
+//! A change takes two steps, so that it is durable before it is visible.
+//! A `plan_…` function checks a request against the state and returns the changes as a [`Delta`].
+//! The edge makes the delta durable, and then calls [`Core::apply`].
+//! After a restart, [`Core::restore`] makes the same state from the stored rows.
 //!
-//! What does not survive a restart, by choice: the past changes (older watchers get
-//! [`DirectoryError::Compacted`]) and how long ago a lease was kept alive (each lease gets its
-//! full time again, so that a restart ends nobody's lease early).
+//! A restart loses two things:
+//!
+//! - Past changes: a watch from a revision before the restart gets [`DirectoryError::Compacted`].
+//! - The times of keep-alives: each lease gets its full time to live again, so that a restart ends
+//!   no lease early.
 
 pub mod check;
 mod history;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Bound as Edge;
+use std::ops::Bound;
 
-use crate::error::{Bound, DirectoryError};
-use crate::model::{Entry, Event, EventKind, Lease, LeaseId, Listing, Operation, Transaction};
+use crate::error::{DirectoryError, LimitKind};
+use crate::model::{
+    DirectoryEntry, KeyOperation, Lease, LeaseId, Listing, Transaction, WatchEvent, WatchEventKind,
+};
 use crate::model::{TransactionOutcome, limits};
 
 pub use history::Cursor;
 use history::History;
 
-/// A key's record.
+/// The value of a key, with its version and lease.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Record {
-    /// What it holds.
+pub struct StoredValue {
+    /// The value.
     pub value: Vec<u8>,
-    /// Revision of its last change.
+    /// Revision of the last change.
     pub version: u64,
-    /// The lease it ends with.
+    /// The lease with whose end the key is deleted.
     pub lease: Option<LeaseId>,
 }
 
-/// One row that changes.
+/// A change of one row.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Change {
+pub enum RowChange {
     /// A key is set.
     Put {
         /// The key.
         key: String,
-        /// Its record, whose version is the delta's revision.
-        record: Record,
+        /// The new value. Its version must be the delta's revision.
+        record: StoredValue,
     },
     /// A key is deleted.
     Delete {
         /// The key.
         key: String,
     },
-    /// A lease begins.
+    /// A lease is granted.
     Grant {
-        /// Its name.
+        /// The lease.
         id: LeaseId,
-        /// Its life without a keep-alive.
+        /// The time to live, in milliseconds.
         ttl_ms: u64,
     },
-    /// A lease ends. The deletions of its keys precede this.
+    /// A lease ends. Must follow the deletions of its keys.
     End {
-        /// Its name.
+        /// The lease.
         id: LeaseId,
     },
 }
 
-/// What a request would change: all of it or nothing.
+/// The changes of a request, which are applied all or not at all.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Delta {
-    /// The directory's revision afterwards.
+    /// The directory's revision after the changes.
     pub revision: u64,
-    /// The last fencing epoch granted, afterwards.
+    /// The last granted fencing epoch after the changes.
     pub epoch: u64,
-    /// The rows, in order.
-    pub changes: Vec<Change>,
+    /// The changes, in order.
+    pub changes: Vec<RowChange>,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -80,10 +84,10 @@ struct LeaseState {
     keys: BTreeSet<String>,
 }
 
-/// The state. See the module.
+/// The state of a directory.
 #[derive(Debug, Default)]
 pub struct Core {
-    entries: BTreeMap<String, Record>,
+    entries: BTreeMap<String, StoredValue>,
     leases: BTreeMap<LeaseId, LeaseState>,
     deadlines: BTreeSet<(u64, LeaseId)>,
     revision: u64,
@@ -99,21 +103,21 @@ impl Core {
         Self::default()
     }
 
-    /// The directory that was written down. Its leases get their full time from `now_ms` on; its past is not kept.
+    /// Makes the state from stored rows. Each lease gets its full time to live from `now_ms`.
     ///
     /// # Errors
-    /// A sentence on what contradicts itself.
+    /// A sentence that names the first contradiction between the rows.
     pub fn restore(
         revision: u64,
         epoch: u64,
         leases: impl IntoIterator<Item = (LeaseId, u64)>,
-        entries: impl IntoIterator<Item = (String, Record)>,
+        entries: impl IntoIterator<Item = (String, StoredValue)>,
         now_ms: u64,
     ) -> Result<Self, String> {
         let mut core = Self { revision, epoch, ..Self::default() };
         for (id, ttl_ms) in leases {
             if id.0 > epoch {
-                return Err(format!("lease {id} is newer than the last one granted, {epoch}"));
+                return Err(format!("lease {id} is greater than the last granted epoch {epoch}"));
             }
             core.begin_lease(id, ttl_ms, now_ms);
         }
@@ -136,11 +140,11 @@ impl Core {
         self.revision
     }
 
-    /// The entry at a key.
+    /// The entry of a key.
     ///
     /// # Errors
-    /// An unfit key.
-    pub fn get(&self, key: &str) -> Result<Option<Entry>, DirectoryError> {
+    /// The errors of [`check::key`].
+    pub fn get(&self, key: &str) -> Result<Option<DirectoryEntry>, DirectoryError> {
         check::key(key)?;
         Ok(self.entries.get(key).map(|record| entry(key, record)))
     }
@@ -148,25 +152,25 @@ impl Core {
     /// The entries under a prefix.
     ///
     /// # Errors
-    /// An unfit prefix; a listing beyond its limits.
+    /// The errors of [`check::prefix`]; [`DirectoryError::Limit`] for a listing over its limits.
     pub fn list(&self, prefix: &str) -> Result<Listing, DirectoryError> {
         check::prefix(prefix)?;
-        let range = self.entries.range::<str, _>((Edge::Included(prefix), Edge::Unbounded));
+        let range = self.entries.range::<str, _>((Bound::Included(prefix), Bound::Unbounded));
         let mut listing = Listing { revision: self.revision, entries: Vec::new() };
         let mut bytes = 0;
         for (key, record) in range.take_while(|(key, _)| key.starts_with(prefix)) {
             bytes += key.len() + record.value.len();
-            check::limit(Bound::ListBytes, bytes, limits::LIST_BYTES_MAX)?;
-            check::limit(Bound::ListEntries, listing.entries.len() + 1, limits::LIST_ENTRIES_MAX)?;
+            check::limit(LimitKind::ListBytes, bytes, limits::LIST_BYTES_MAX)?;
+            check::limit(LimitKind::ListEntries, listing.entries.len() + 1, limits::LIST_ENTRIES_MAX)?;
             listing.entries.push(entry(key, record));
         }
         Ok(listing)
     }
 
-    /// What a transaction comes to, and what it would change.
+    /// Plans a transaction: its outcome, and its changes if it has any.
     ///
     /// # Errors
-    /// A limit, a lease that is gone, a key changed twice.
+    /// The errors of [`check::transaction`]; [`DirectoryError::LeaseGone`]; a limit of the store.
     pub fn plan_transaction(
         &self,
         transaction: &Transaction,
@@ -182,17 +186,17 @@ impl Core {
         let mut changes = Vec::with_capacity(transaction.operations.len());
         for operation in &transaction.operations {
             match operation {
-                Operation::Put { key, value, lease } => {
+                KeyOperation::Put { key, value, lease } => {
                     if let Some(id) = lease {
                         self.lease(*id)?;
                     }
-                    let record = Record { value: value.clone(), version: revision, lease: *lease };
-                    changes.push(Change::Put { key: key.clone(), record });
+                    let record = StoredValue { value: value.clone(), version: revision, lease: *lease };
+                    changes.push(RowChange::Put { key: key.clone(), record });
                 }
-                Operation::Delete { key } if self.entries.contains_key(key) => {
-                    changes.push(Change::Delete { key: key.clone() });
+                KeyOperation::Delete { key } if self.entries.contains_key(key) => {
+                    changes.push(RowChange::Delete { key: key.clone() });
                 }
-                Operation::Delete { .. } => {}
+                KeyOperation::Delete { .. } => {}
             }
         }
         if changes.is_empty() {
@@ -203,33 +207,35 @@ impl Core {
         Ok((TransactionOutcome::Committed { revision }, Some(delta)))
     }
 
-    /// A new lease. Its name is its epoch: names are never used again.
+    /// Plans the grant of a lease. The lease's number is its epoch, so numbers are not reused.
     ///
     /// # Errors
-    /// A life out of bounds; too many leases.
+    /// The errors of [`check::ttl`]; [`DirectoryError::Limit`] for too many leases.
     pub fn plan_grant(&self, ttl_ms: u64) -> Result<(Lease, Delta), DirectoryError> {
         check::ttl(ttl_ms)?;
-        check::limit(Bound::Leases, self.leases.len() + 1, limits::LEASES_MAX)?;
+        check::limit(LimitKind::Leases, self.leases.len() + 1, limits::LEASES_MAX)?;
         let epoch = self.epoch + 1;
         let id = LeaseId(epoch);
-        let delta = Delta { revision: self.revision, epoch, changes: vec![Change::Grant { id, ttl_ms }] };
+        let delta = Delta { revision: self.revision, epoch, changes: vec![RowChange::Grant { id, ttl_ms }] };
         Ok((Lease { id, epoch }, delta))
     }
 
-    /// The end of a lease and its keys.
+    /// Plans the end of a lease, and the deletion of its keys.
     ///
     /// # Errors
-    /// The lease is gone.
+    /// [`DirectoryError::LeaseGone`].
     pub fn plan_end(&self, id: LeaseId) -> Result<Delta, DirectoryError> {
         let keys = &self.lease(id)?.keys;
-        // The deletions share one revision, as a transaction's do.
+        // All deletions have one revision.
         let revision = self.revision + u64::from(!keys.is_empty());
-        let mut changes: Vec<_> = keys.iter().map(|key| Change::Delete { key: key.clone() }).collect();
-        changes.push(Change::End { id });
+        let mut changes: Vec<_> = keys.iter().map(|key| RowChange::Delete { key: key.clone() }).collect();
+        changes.push(RowChange::End { id });
         Ok(Delta { revision, epoch: self.epoch, changes })
     }
 
-    /// The end of the lease whose time is up first, if any is. To be called until it says `None`, before anything else is asked.
+    /// Plans the end of one lease whose time is up.
+    ///
+    /// Must be called until it returns `None` before any other function is called.
     #[must_use]
     pub fn plan_expiry(&self, now_ms: u64) -> Option<Delta> {
         let (deadline_ms, id) = self.deadlines.first()?;
@@ -239,16 +245,16 @@ impl Core {
         Some(self.plan_end(*id).expect("a deadline belongs to a lease"))
     }
 
-    /// When the next lease ends, if none is kept alive before.
+    /// The earliest deadline of a lease, in milliseconds.
     #[must_use]
     pub fn next_deadline_ms(&self) -> Option<u64> {
         self.deadlines.first().map(|(deadline_ms, _)| *deadline_ms)
     }
 
-    /// Begin a lease's time anew.
+    /// Restarts a lease's time to live.
     ///
     /// # Errors
-    /// The lease is gone.
+    /// [`DirectoryError::LeaseGone`].
     pub fn keep_alive(&mut self, id: LeaseId, now_ms: u64) -> Result<(), DirectoryError> {
         let lease = self.leases.get_mut(&id).ok_or(DirectoryError::LeaseGone(id))?;
         self.deadlines.remove(&(lease.deadline_ms, id));
@@ -257,10 +263,10 @@ impl Core {
         Ok(())
     }
 
-    /// Let a lease's time be up at once; for fault injection.
+    /// Sets a lease's deadline into the past, for fault injection.
     ///
     /// # Errors
-    /// The lease is gone.
+    /// [`DirectoryError::LeaseGone`].
     pub fn expire_now(&mut self, id: LeaseId) -> Result<(), DirectoryError> {
         let lease = self.leases.get_mut(&id).ok_or(DirectoryError::LeaseGone(id))?;
         self.deadlines.remove(&(lease.deadline_ms, id));
@@ -269,44 +275,48 @@ impl Core {
         Ok(())
     }
 
-    /// Make a planned delta true. It must have been planned on this very state.
+    /// Applies a delta, which must have been planned on this state.
     pub fn apply(&mut self, delta: &Delta, now_ms: u64) {
-        assert!(delta.revision >= self.revision, "revisions only grow");
-        assert!(delta.epoch >= self.epoch, "epochs only grow");
+        assert!(delta.revision >= self.revision, "revisions never decrease");
+        assert!(delta.epoch >= self.epoch, "epochs never decrease");
         self.revision = delta.revision;
         self.epoch = delta.epoch;
         for change in &delta.changes {
             match change {
-                Change::Put { key, record } => {
+                RowChange::Put { key, record } => {
                     self.insert(key.clone(), record.clone());
-                    let kind = EventKind::Put { value: record.value.clone(), lease: record.lease };
-                    self.history.push(Event { revision: delta.revision, key: key.clone(), kind });
+                    let kind = WatchEventKind::Put { value: record.value.clone(), lease: record.lease };
+                    self.history.push(WatchEvent { revision: delta.revision, key: key.clone(), kind });
                 }
-                Change::Delete { key } => {
+                RowChange::Delete { key } => {
                     self.remove(key);
-                    let event = Event { revision: delta.revision, key: key.clone(), kind: EventKind::Delete };
+                    let event = WatchEvent {
+                        revision: delta.revision,
+                        key: key.clone(),
+                        kind: WatchEventKind::Delete,
+                    };
                     self.history.push(event);
                 }
-                Change::Grant { id, ttl_ms } => self.begin_lease(*id, *ttl_ms, now_ms),
-                Change::End { id } => self.end_lease(*id),
+                RowChange::Grant { id, ttl_ms } => self.begin_lease(*id, *ttl_ms, now_ms),
+                RowChange::End { id } => self.end_lease(*id),
             }
         }
     }
 
-    /// Where a watcher from `from_revision` on begins; 0 = after the last change.
+    /// The position of a new watch from `from_revision`; 0 stands for after the last change.
     ///
     /// # Errors
-    /// Changes since then are no longer kept; an unfit prefix.
+    /// [`DirectoryError::Compacted`]; the errors of [`check::prefix`].
     pub fn watch(&self, prefix: &str, from_revision: u64) -> Result<Cursor, DirectoryError> {
         check::prefix(prefix)?;
         self.history.cursor(prefix, from_revision)
     }
 
-    /// The watcher's next event.
+    /// The next event of a watch; `None` if there is none yet.
     ///
     /// # Errors
-    /// The watcher fell behind what is kept.
-    pub fn next_event(&self, cursor: &mut Cursor) -> Result<Option<Event>, DirectoryError> {
+    /// [`DirectoryError::Compacted`] if the event is no longer kept.
+    pub fn next_event(&self, cursor: &mut Cursor) -> Result<Option<WatchEvent>, DirectoryError> {
         self.history.next(cursor)
     }
 
@@ -314,14 +324,15 @@ impl Core {
         self.leases.get(&id).ok_or(DirectoryError::LeaseGone(id))
     }
 
-    fn check_room(&self, changes: &[Change]) -> Result<(), DirectoryError> {
+    /// Checks that the changes fit the limits of the store. Deletions alone always do.
+    fn check_room(&self, changes: &[RowChange]) -> Result<(), DirectoryError> {
         let (mut keys, mut bytes) = (self.entries.len(), self.bytes);
         let mut grows = false;
         for change in changes {
             let (key, added) = match change {
-                Change::Put { key, record } => (key, Some(key.len() + record.value.len())),
-                Change::Delete { key } => (key, None),
-                Change::Grant { .. } | Change::End { .. } => continue,
+                RowChange::Put { key, record } => (key, Some(key.len() + record.value.len())),
+                RowChange::Delete { key } => (key, None),
+                RowChange::Grant { .. } | RowChange::End { .. } => continue,
             };
             if let Some(old) = self.entries.get(key) {
                 keys -= 1;
@@ -334,16 +345,17 @@ impl Core {
             }
         }
         if grows {
-            check::limit(Bound::Keys, keys, limits::KEYS_MAX)?;
-            check::limit(Bound::StoreBytes, bytes, limits::STORE_BYTES_MAX)?;
+            check::limit(LimitKind::Keys, keys, limits::KEYS_MAX)?;
+            check::limit(LimitKind::StoreBytes, bytes, limits::STORE_BYTES_MAX)?;
         }
         Ok(())
     }
 
-    fn insert(&mut self, key: String, record: Record) {
+    fn insert(&mut self, key: String, record: StoredValue) {
         self.remove(&key);
         if let Some(id) = record.lease {
-            let lease = self.leases.get_mut(&id).expect("a record's lease was checked when it was planned");
+            let lease =
+                self.leases.get_mut(&id).expect("the lease of a value is checked when the change is planned");
             lease.keys.insert(key.clone());
         }
         self.bytes += key.len() + record.value.len();
@@ -365,14 +377,19 @@ impl Core {
     }
 
     fn end_lease(&mut self, id: LeaseId) {
-        let lease = self.leases.remove(&id).expect("the end of a lease is planned while it lives");
-        assert!(lease.keys.is_empty(), "the keys of a lease are deleted before it ends");
+        let lease = self.leases.remove(&id).expect("the end of a lease is planned while the lease exists");
+        assert!(lease.keys.is_empty(), "the keys of a lease are deleted before the lease ends");
         self.deadlines.remove(&(lease.deadline_ms, id));
     }
 }
 
-fn entry(key: &str, record: &Record) -> Entry {
-    Entry { key: key.to_owned(), value: record.value.clone(), version: record.version, lease: record.lease }
+fn entry(key: &str, record: &StoredValue) -> DirectoryEntry {
+    DirectoryEntry {
+        key: key.to_owned(),
+        value: record.value.clone(),
+        version: record.version,
+        lease: record.lease,
+    }
 }
 
 #[cfg(test)]

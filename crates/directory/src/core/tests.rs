@@ -1,7 +1,7 @@
 use super::*;
 use crate::model::Compare;
 
-fn commit(core: &mut Core, operations: Vec<Operation>) -> Result<TransactionOutcome, DirectoryError> {
+fn commit(core: &mut Core, operations: Vec<KeyOperation>) -> Result<TransactionOutcome, DirectoryError> {
     let (outcome, delta) = core.plan_transaction(&Transaction { compares: Vec::new(), operations })?;
     if let Some(delta) = delta {
         core.apply(&delta, 0);
@@ -10,7 +10,7 @@ fn commit(core: &mut Core, operations: Vec<Operation>) -> Result<TransactionOutc
 }
 
 fn put(core: &mut Core, key: impl Into<String>, bytes: usize) -> Result<TransactionOutcome, DirectoryError> {
-    commit(core, vec![Operation::put(key, vec![7; bytes], None)])
+    commit(core, vec![KeyOperation::put(key, vec![7; bytes], None)])
 }
 
 fn grant(core: &mut Core, ttl_ms: u64, now_ms: u64) -> Result<Lease, DirectoryError> {
@@ -19,9 +19,9 @@ fn grant(core: &mut Core, ttl_ms: u64, now_ms: u64) -> Result<Lease, DirectoryEr
     Ok(lease)
 }
 
-fn bound<T: std::fmt::Debug>(result: Result<T, DirectoryError>) -> Bound {
+fn limit<T: std::fmt::Debug>(result: Result<T, DirectoryError>) -> LimitKind {
     match result {
-        Err(DirectoryError::Limit { bound, .. }) => bound,
+        Err(DirectoryError::Limit { kind, .. }) => kind,
         other => panic!("a limit was expected, not {other:?}"),
     }
 }
@@ -30,7 +30,7 @@ fn bound<T: std::fmt::Debug>(result: Result<T, DirectoryError>) -> Bound {
 fn planning_changes_nothing() {
     let mut core = Core::new();
     put(&mut core, "a", 1).unwrap();
-    let operations = vec![Operation::put("a", "new", None), Operation::put("b", "new", None)];
+    let operations = vec![KeyOperation::put("a", "new", None), KeyOperation::put("b", "new", None)];
     core.plan_transaction(&Transaction { compares: Vec::new(), operations }).unwrap();
     core.plan_grant(1000).unwrap();
     assert_eq!(core.revision(), 1);
@@ -42,7 +42,7 @@ fn planning_changes_nothing() {
 fn a_lease_ends_at_its_deadline_and_not_before() {
     let mut core = Core::new();
     let lease = grant(&mut core, 1000, 500).unwrap();
-    commit(&mut core, vec![Operation::put("k", "v", Some(lease.id))]).unwrap();
+    commit(&mut core, vec![KeyOperation::put("k", "v", Some(lease.id))]).unwrap();
     assert_eq!(core.next_deadline_ms(), Some(1500));
     assert_eq!(core.plan_expiry(1499), None);
     core.keep_alive(lease.id, 1499).unwrap();
@@ -55,14 +55,14 @@ fn a_lease_ends_at_its_deadline_and_not_before() {
 }
 
 #[test]
-fn a_key_ends_with_its_last_lease_only() {
+fn a_key_is_deleted_only_with_its_present_lease() {
     let mut core = Core::new();
     let first = grant(&mut core, 1000, 0).unwrap();
     let second = grant(&mut core, 1000, 0).unwrap();
-    commit(&mut core, vec![Operation::put("moved", "", Some(first.id))]).unwrap();
-    commit(&mut core, vec![Operation::put("moved", "", Some(second.id))]).unwrap();
-    commit(&mut core, vec![Operation::put("freed", "", Some(first.id))]).unwrap();
-    commit(&mut core, vec![Operation::put("freed", "", None)]).unwrap();
+    commit(&mut core, vec![KeyOperation::put("moved", "", Some(first.id))]).unwrap();
+    commit(&mut core, vec![KeyOperation::put("moved", "", Some(second.id))]).unwrap();
+    commit(&mut core, vec![KeyOperation::put("freed", "", Some(first.id))]).unwrap();
+    commit(&mut core, vec![KeyOperation::put("freed", "", None)]).unwrap();
     let delta = core.plan_end(first.id).unwrap();
     core.apply(&delta, 0);
     assert!(core.get("moved").unwrap().is_some());
@@ -78,22 +78,25 @@ fn the_number_of_keys_is_bounded() {
     for number in 0..limits::KEYS_MAX {
         put(&mut core, format!("{number}"), 0).unwrap();
     }
-    assert_eq!(bound(put(&mut core, "over", 0)), Bound::Keys);
-    put(&mut core, "0", 1).expect("a key that is there may change at the limit");
-    commit(&mut core, vec![Operation::delete("0"), Operation::put("swapped", "", None)])
-        .expect("one for one");
+    assert_eq!(limit(put(&mut core, "over", 0)), LimitKind::Keys);
+    put(&mut core, "0", 1).expect("an existing key may change at the limit");
+    commit(&mut core, vec![KeyOperation::delete("0"), KeyOperation::put("swapped", "", None)])
+        .expect("one key replaces another");
 }
 
 #[test]
 fn the_bytes_are_bounded() {
     let mut core = Core::new();
     let per_key = limits::VALUE_BYTES_MAX;
-    // Keys of 8 bytes come out of the last value.
+    // Each key of 8 bytes shortens its value by 8 bytes.
     let full = limits::STORE_BYTES_MAX / per_key;
     for number in 0..full - 1 {
         put(&mut core, format!("{number:08}"), per_key - 8).unwrap();
     }
-    assert_eq!(bound(put(&mut core, "key.over", per_key - 7).and(put(&mut core, "x", 0))), Bound::StoreBytes);
+    assert_eq!(
+        limit(put(&mut core, "key.over", per_key - 7).and(put(&mut core, "x", 0))),
+        LimitKind::StoreBytes
+    );
 }
 
 #[test]
@@ -102,14 +105,14 @@ fn leases_are_bounded() {
     for _ in 0..limits::LEASES_MAX {
         grant(&mut core, 1000, 0).unwrap();
     }
-    assert_eq!(bound(grant(&mut core, 1000, 0)), Bound::Leases);
+    assert_eq!(limit(grant(&mut core, 1000, 0)), LimitKind::Leases);
     let delta = core.plan_end(LeaseId(1)).unwrap();
     core.apply(&delta, 0);
     grant(&mut core, 1000, 0).expect("there is room again");
 }
 
 #[test]
-fn a_watcher_that_falls_behind_is_told_and_one_at_the_edge_is_served() {
+fn a_watch_that_falls_behind_fails_and_one_at_the_limit_continues() {
     let mut core = Core::new();
     put(&mut core, "k", 0).unwrap();
     let mut slow = core.watch("", 1).unwrap();
@@ -138,7 +141,7 @@ fn past_changes_are_bounded_in_bytes() {
 }
 
 #[test]
-fn a_watch_from_the_future_begins_there() {
+fn a_watch_from_a_future_revision_begins_there() {
     let mut core = Core::new();
     let mut future = core.watch("", 3).unwrap();
     for _ in 0..3 {
@@ -148,17 +151,17 @@ fn a_watch_from_the_future_begins_there() {
 }
 
 #[test]
-fn a_transaction_that_changes_nothing_takes_no_revision() {
+fn a_transaction_without_changes_has_no_revision_of_its_own() {
     let mut core = Core::new();
-    let outcome = commit(&mut core, vec![Operation::delete("absent")]).unwrap();
+    let outcome = commit(&mut core, vec![KeyOperation::delete("absent")]).unwrap();
     assert_eq!(outcome, TransactionOutcome::Committed { revision: 0 });
     let check = Transaction { compares: vec![Compare::absent("absent")], operations: Vec::new() };
     assert_eq!(core.plan_transaction(&check).unwrap().1, None);
 }
 
 #[test]
-fn what_contradicts_itself_is_not_restored() {
-    let record = |version, lease| Record { value: Vec::new(), version, lease };
+fn rows_that_contradict_each_other_are_not_restored() {
+    let record = |version, lease| StoredValue { value: Vec::new(), version, lease };
     let restore = |leases: &[(LeaseId, u64)], record| {
         Core::restore(5, 5, leases.iter().copied(), [("k".to_owned(), record)], 0).map(|core| core.revision())
     };

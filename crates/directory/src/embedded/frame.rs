@@ -1,11 +1,11 @@
-//! Frames on a stream socket: a length of 4 bytes (little endian), then that many bytes.
+//! Frames on a stream socket: a length of 4 bytes, little endian, and that many bytes.
 
 use std::io::{self, Read, Write};
 
-/// Longest frame, its length not counted.
+/// Most bytes of a frame, without its length.
 pub const FRAME_BYTES_MAX: usize = 1 << 20;
 
-/// Write a frame, in one call so that small ones are one segment.
+/// Writes a frame, with one system call if the socket has room for it.
 pub(super) fn write(stream: &mut impl Write, body: &[u8]) -> io::Result<()> {
     let length = u32::try_from(body.len()).ok().filter(|_| body.len() <= FRAME_BYTES_MAX);
     let length = length.ok_or_else(|| too_long(body.len()))?;
@@ -15,7 +15,7 @@ pub(super) fn write(stream: &mut impl Write, body: &[u8]) -> io::Result<()> {
     stream.write_all(&frame)
 }
 
-/// Read a frame; `None` if the peer closed the stream where a frame would begin.
+/// Reads a frame; `None` if the stream ends before its first byte.
 pub(super) fn read(stream: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
     let mut length = [0; 4];
     let first = loop {
@@ -33,8 +33,8 @@ pub(super) fn read(stream: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
     Ok(Some(body))
 }
 
-/// Take the first whole frame out of what was received so far.
-pub(super) fn take(received: &mut Vec<u8>) -> io::Result<Option<Vec<u8>>> {
+/// Removes the first frame from the received bytes; `None` if it is not complete.
+pub(super) fn split_first(received: &mut Vec<u8>) -> io::Result<Option<Vec<u8>>> {
     let Some((length, rest)) = received.split_first_chunk::<4>() else { return Ok(None) };
     let length = body_length(*length)?;
     if rest.len() < length {
@@ -54,7 +54,10 @@ fn body_length(length: [u8; 4]) -> io::Result<usize> {
 }
 
 fn too_long(length: usize) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, format!("a frame of {length} bytes is over {FRAME_BYTES_MAX}"))
+    io::Error::new(
+        io::ErrorKind::InvalidData,
+        format!("a frame of {length} bytes is longer than {FRAME_BYTES_MAX} bytes"),
+    )
 }
 
 #[cfg(test)]
@@ -62,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_frame_at_the_limit_passes_and_one_over_does_not() {
+    fn a_frame_may_be_as_long_as_the_limit() {
         let mut wire = Vec::new();
         write(&mut wire, &vec![7; FRAME_BYTES_MAX]).unwrap();
         assert_eq!(read(&mut wire.as_slice()).unwrap().unwrap().len(), FRAME_BYTES_MAX);
@@ -70,25 +73,25 @@ mod tests {
 
         let over = u32::try_from(FRAME_BYTES_MAX + 1).unwrap().to_le_bytes();
         assert!(read(&mut over.as_slice()).is_err());
-        assert!(take(&mut over.to_vec()).is_err());
+        assert!(split_first(&mut over.to_vec()).is_err());
     }
 
     #[test]
-    fn frames_cut_anywhere_are_put_together() {
+    fn frames_that_arrive_in_parts_are_joined() {
         let mut wire = Vec::new();
         write(&mut wire, b"first").unwrap();
         write(&mut wire, b"").unwrap();
         let (mut received, mut frames) = (Vec::new(), Vec::new());
         for byte in &wire {
             received.push(*byte);
-            frames.extend(take(&mut received).unwrap());
+            frames.extend(split_first(&mut received).unwrap());
         }
         assert_eq!(frames, [b"first".to_vec(), Vec::new()]);
         assert!(received.is_empty());
     }
 
     #[test]
-    fn the_end_of_the_stream_is_told_from_a_cut_frame() {
+    fn the_end_of_the_stream_differs_from_a_cut_frame() {
         assert_eq!(read(&mut [].as_slice()).unwrap(), None);
         assert!(read(&mut [1, 0].as_slice()).is_err());
         assert!(read(&mut [2, 0, 0, 0, 9].as_slice()).is_err());

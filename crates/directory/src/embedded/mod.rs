@@ -1,4 +1,6 @@
-//! A directory for one machine: a redb file, in process or served to the user's other processes over a Unix socket.
+//! A directory for one machine: a redb file, in process or behind a Unix socket.
+//!
+//! The socket serves the processes of one user. `docs/formats/directory.md` has file and protocol.
 
 mod client;
 mod frame;
@@ -12,55 +14,59 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::clock::{Clock, SystemClock};
-use crate::engine::Engine;
-use crate::model::{Entry, Lease, LeaseId, Listing, Transaction, TransactionOutcome};
+use crate::engine::{Engine, EngineWatch};
+use crate::model::{DirectoryEntry, Lease, LeaseId, Listing, Transaction, TransactionOutcome};
 use crate::{Directory, DirectoryError, Watch};
 
-pub use client::{Client, connect};
-pub use server::{ServeOptions, Server, serve};
+pub use client::{DirectoryClient, connect};
+pub use server::{DirectoryServer, DirectoryServerOptions, serve};
 pub use store::FORMAT;
 use store::RedbStore;
 
-/// The directory in this process. Clones are handles on the same one.
+/// A directory in this process. Clones share the directory.
 #[derive(Clone, Debug)]
-pub struct Embedded {
+pub struct EmbeddedDirectory {
     engine: Arc<Engine>,
 }
 
-impl Embedded {
-    /// Open the file, or create it (mode 0600). After a restart every lease has its full time again.
+impl EmbeddedDirectory {
+    /// Opens the file, or creates it with mode 0600.
+    ///
+    /// Each lease in the file gets its full time to live again.
     ///
     /// # Errors
-    /// The file is damaged, of another version, another program's, or open in another process.
+    /// [`DirectoryError::Format`] if the file is damaged, of another version or of another program;
+    /// [`DirectoryError::Storage`] if it cannot be read, or is open in another process.
     pub fn open(path: &Path) -> Result<Self, DirectoryError> {
         Self::open_with_clock(path, Arc::new(SystemClock::default()))
     }
 
-    /// Open the file, with leases measured by `clock`.
+    /// Opens the file, with `clock` as the clock of leases.
     ///
     /// # Errors
-    /// As [`Embedded::open`].
+    /// The errors of [`EmbeddedDirectory::open`].
     pub fn open_with_clock(path: &Path, clock: Arc<dyn Clock>) -> Result<Self, DirectoryError> {
         let (store, core) = RedbStore::open(path, clock.now_ms())?;
         Ok(Self { engine: Arc::new(Engine::new(core, Box::new(store), clock)) })
     }
 
-    /// End the leases whose time is up, and wake the watchers who see it. Every call does so first;
-    /// only a clock that was moved by hand needs this.
+    /// Ends the leases whose time is up, and wakes the watches that report it.
+    ///
+    /// Every other call does this first. It is needed only after a manual clock was advanced.
     ///
     /// # Errors
-    /// The file could not be written.
+    /// [`DirectoryError::Storage`].
     pub fn tick(&self) -> Result<(), DirectoryError> {
         self.engine.tick()
     }
 
-    fn engine_watch(&self, prefix: &str, from: u64) -> Result<crate::engine::EngineWatch, DirectoryError> {
+    fn engine_watch(&self, prefix: &str, from: u64) -> Result<EngineWatch, DirectoryError> {
         self.engine.watch(prefix, from)
     }
 }
 
-impl Directory for Embedded {
-    fn get(&self, key: &str) -> Result<Option<Entry>, DirectoryError> {
+impl Directory for EmbeddedDirectory {
+    fn get(&self, key: &str) -> Result<Option<DirectoryEntry>, DirectoryError> {
         self.engine.get(key)
     }
 

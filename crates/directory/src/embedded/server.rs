@@ -1,4 +1,6 @@
-//! The server's side of the socket: a thread per connection, a bound on connections, nothing served before the hello.
+//! The server of a directory: one thread for each connection, up to a limit of connections.
+//!
+//! No request is served before the hello.
 
 use std::collections::HashMap;
 use std::io;
@@ -11,88 +13,96 @@ use std::time::Duration;
 
 use rustix::event::EventfdFlags;
 
-use super::wire::{self, Request, Response};
-use super::{Embedded, frame, socket};
+use super::wire::{self, DirectoryRequest, DirectoryResponse};
+use super::{EmbeddedDirectory, frame, socket};
 use crate::{Directory, DirectoryError, Watch};
 
-/// The server's limits.
+/// Limits of a server.
 #[derive(Clone, Debug)]
-pub struct ServeOptions {
-    /// Most connections at a time; one more is refused with a reason. Every watch has a connection of its own.
+pub struct DirectoryServerOptions {
+    /// Most connections at a time; further ones are refused. Each watch has its own connection.
     pub connections_max: usize,
-    /// How long the rest of a frame may take once it has begun, and how long a peer may leave an answer unread.
+    /// How long a client may take to complete a frame, and to read an answer.
     pub stall_timeout: Duration,
 }
 
-impl Default for ServeOptions {
+impl Default for DirectoryServerOptions {
     fn default() -> Self {
         Self { connections_max: 512, stall_timeout: Duration::from_secs(5) }
     }
 }
 
-/// A running server. Dropping it stops it.
+/// A running server. Dropping it stops the server.
 #[derive(Debug)]
-pub struct Server {
-    shared: Arc<Shared>,
+pub struct DirectoryServer {
+    shared: Arc<ServerShared>,
     socket: PathBuf,
     acceptor: Option<JoinHandle<()>>,
 }
 
 #[derive(Debug)]
-struct Shared {
-    options: ServeOptions,
+struct ServerShared {
+    options: DirectoryServerOptions,
     stop: OwnedFd,
-    connections: Mutex<Connections>,
+    connections: Mutex<OpenConnections>,
     ended: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Connections {
+struct OpenConnections {
     next: u64,
     stopping: bool,
     open: HashMap<u64, UnixStream>,
 }
 
-/// Serve the directory in `file` at `socket` until `shutdown` becomes readable. `ready` is called once callers are served.
+/// Serves the directory in `file` at `socket` until `shutdown` becomes readable.
+///
+/// Calls `ready` once clients can connect.
 ///
 /// # Errors
-/// The file cannot be used, or the socket cannot be had.
+/// The errors of [`EmbeddedDirectory::open`] and [`DirectoryServer::start`].
 pub fn serve(
     file: &Path,
     socket: &Path,
     shutdown: BorrowedFd<'_>,
     ready: impl FnOnce(),
 ) -> Result<(), DirectoryError> {
-    let server = Server::start(Embedded::open(file)?, socket, ServeOptions::default())?;
+    let server =
+        DirectoryServer::start(EmbeddedDirectory::open(file)?, socket, DirectoryServerOptions::default())?;
     ready();
-    socket::wait_readable([shutdown], None).map_err(|error| unserved(socket, &error))?;
+    socket::wait_readable([shutdown], None).map_err(|error| cannot_serve(socket, &error))?;
     drop(server);
     Ok(())
 }
 
-impl Server {
-    /// Serve `directory` at `socket` (mode 0600, this user's processes only) in the background.
+impl DirectoryServer {
+    /// Serves `directory` in the background, to processes of this user, at `socket` with mode 0600.
     ///
     /// # Errors
-    /// The socket cannot be had: another server listens there, the path is too long for one, no rights.
-    pub fn start(directory: Embedded, socket: &Path, options: ServeOptions) -> Result<Self, DirectoryError> {
-        let listener = socket::listen(socket).map_err(|error| unserved(socket, &error))?;
+    /// [`DirectoryError::Unavailable`] if another server listens there, the path is too long, or
+    /// the system refuses.
+    pub fn start(
+        directory: EmbeddedDirectory,
+        socket: &Path,
+        options: DirectoryServerOptions,
+    ) -> Result<Self, DirectoryError> {
+        let listener = socket::listen(socket).map_err(|error| cannot_serve(socket, &error))?;
         let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)
-            .map_err(|error| unserved(socket, &io::Error::from(error)))?;
+            .map_err(|error| cannot_serve(socket, &io::Error::from(error)))?;
         let (connections, ended) = (Mutex::default(), Condvar::new());
-        let shared = Arc::new(Shared { options, stop, connections, ended });
+        let shared = Arc::new(ServerShared { options, stop, connections, ended });
         let for_thread = Arc::clone(&shared);
         let acceptor = std::thread::Builder::new()
             .name("directory".to_owned())
             .spawn(move || accept(&for_thread, &directory, &listener))
-            .map_err(|error| unserved(socket, &error))?;
+            .map_err(|error| cannot_serve(socket, &error))?;
         Ok(Self { shared, socket: socket.to_owned(), acceptor: Some(acceptor) })
     }
 }
 
-impl Drop for Server {
+impl Drop for DirectoryServer {
     fn drop(&mut self) {
-        // A write of 8 bytes to an eventfd at zero does not fail.
+        // A write to an eventfd fails only if its counter overflows.
         let _written = rustix::io::write(&self.shared.stop, &1_u64.to_ne_bytes());
         if let Some(acceptor) = self.acceptor.take() {
             let _panicked = acceptor.join();
@@ -103,23 +113,25 @@ impl Drop for Server {
             let _gone = stream.shutdown(std::net::Shutdown::Both);
         }
         while !connections.open.is_empty() {
-            connections = self.shared.ended.wait(connections).expect("no connection's holder panics");
+            connections =
+                self.shared.ended.wait(connections).expect("no thread panics while it holds the lock");
         }
         let _missing = std::fs::remove_file(&self.socket);
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Connections> {
-        self.connections.lock().expect("no connection's holder panics")
+impl ServerShared {
+    fn lock(&self) -> MutexGuard<'_, OpenConnections> {
+        self.connections.lock().expect("no thread panics while it holds the lock")
     }
 }
 
-fn accept(shared: &Arc<Shared>, directory: &Embedded, listener: &UnixListener) {
-    // When descriptors run out, polling would return at once for ever: then wait for the stop alone, for a moment.
-    let mut pause = false;
+fn accept(shared: &Arc<ServerShared>, directory: &EmbeddedDirectory, listener: &UnixListener) {
+    // Without free descriptors, `accept` fails and the listener stays readable: pause before the
+    // next attempt.
+    let mut is_paused = false;
     loop {
-        let waited = if pause {
+        let waited = if is_paused {
             let timeout = Some(Duration::from_millis(100));
             socket::wait_readable([shared.stop.as_fd()], timeout).map(|[stop]| [stop, !stop])
         } else {
@@ -131,16 +143,16 @@ fn accept(shared: &Arc<Shared>, directory: &Embedded, listener: &UnixListener) {
         }
         match listener.accept() {
             Ok((stream, _)) => {
-                pause = false;
-                admit(shared, directory.clone(), stream);
+                is_paused = false;
+                start_connection(shared, directory.clone(), stream);
             }
-            Err(_) => pause = true,
+            Err(_) => is_paused = true,
         }
     }
 }
 
-/// Give the connection a thread of its own, or refuse it at the limit.
-fn admit(shared: &Arc<Shared>, directory: Embedded, mut stream: UnixStream) {
+/// Starts a thread for the connection, or refuses the connection at the limit.
+fn start_connection(shared: &Arc<ServerShared>, directory: EmbeddedDirectory, mut stream: UnixStream) {
     let Ok(copy) = stream.try_clone() else { return };
     if set_timeouts(&stream, shared.options.stall_timeout).is_err() {
         return;
@@ -149,7 +161,7 @@ fn admit(shared: &Arc<Shared>, directory: Embedded, mut stream: UnixStream) {
     let most = shared.options.connections_max;
     if connections.stopping || connections.open.len() >= most {
         drop(connections);
-        let why = format!("it has {most} connections, which is its limit; try again when some have ended");
+        let why = format!("it has {most} connections, which is its limit; retry when some have ended");
         let _gone = frame::write(&mut stream, &wire::hello(Some(&why)));
         return;
     }
@@ -160,18 +172,18 @@ fn admit(shared: &Arc<Shared>, directory: Embedded, mut stream: UnixStream) {
 
     let for_thread = Arc::clone(shared);
     let spawned = std::thread::Builder::new().name("directory-client".to_owned()).spawn(move || {
-        // How a connection ends is the client's affair; it sees it.
-        let _ended = converse(&directory, stream);
-        // Before it is counted as ended: a stopped server has let go of its file.
+        // The client notices the end of the connection.
+        let _ended = serve_connection(&directory, stream);
+        // Must precede the removal: a stopped server has closed its file.
         drop(directory);
-        forget(&for_thread, id);
+        remove_connection(&for_thread, id);
     });
     if spawned.is_err() {
-        forget(shared, id);
+        remove_connection(shared, id);
     }
 }
 
-fn forget(shared: &Shared, id: u64) {
+fn remove_connection(shared: &ServerShared, id: u64) {
     shared.lock().open.remove(&id);
     shared.ended.notify_all();
 }
@@ -181,7 +193,7 @@ fn set_timeouts(stream: &UnixStream, timeout: Duration) -> io::Result<()> {
     stream.set_write_timeout(Some(timeout))
 }
 
-fn converse(directory: &Embedded, mut stream: UnixStream) -> io::Result<()> {
+fn serve_connection(directory: &EmbeddedDirectory, mut stream: UnixStream) -> io::Result<()> {
     if let Err(why) = socket::check_peer(&stream) {
         return frame::write(&mut stream, &wire::hello(Some(&why)));
     }
@@ -191,68 +203,85 @@ fn converse(directory: &Embedded, mut stream: UnixStream) -> io::Result<()> {
     }
     frame::write(&mut stream, &wire::hello(Some("")))?;
     loop {
-        // Between frames a client may be idle as long as it likes.
+        // Between frames a client may be idle for any time.
         socket::wait_readable([stream.as_fd()], None)?;
         let Some(body) = frame::read(&mut stream)? else { return Ok(()) };
-        let Some(request) = Request::decode(&body) else {
-            let why = "the directory does not understand the question".to_owned();
-            return frame::write(&mut stream, &Response::Error(DirectoryError::Protocol { why }).encode());
+        let Some(request) = DirectoryRequest::decode(&body) else {
+            let why = "the request is not valid".to_owned();
+            return frame::write(
+                &mut stream,
+                &DirectoryResponse::Error(DirectoryError::Protocol { why }).encode(),
+            );
         };
-        if let Request::Watch { prefix, from_revision } = request {
-            return watch(directory, stream, &prefix, from_revision);
+        if let DirectoryRequest::Watch { prefix, from_revision } = request {
+            return serve_watch(directory, stream, &prefix, from_revision);
         }
-        let response = answer(directory, request).unwrap_or_else(Response::Error);
+        let response = answer(directory, request).unwrap_or_else(DirectoryResponse::Error);
         frame::write(&mut stream, &response.encode())?;
     }
 }
 
-fn answer(directory: &Embedded, request: Request) -> Result<Response, DirectoryError> {
+fn answer(
+    directory: &EmbeddedDirectory,
+    request: DirectoryRequest,
+) -> Result<DirectoryResponse, DirectoryError> {
     Ok(match request {
-        Request::Get(key) => Response::Entry(directory.get(&key)?),
-        Request::List(prefix) => Response::Listing(directory.list(&prefix)?),
-        Request::Transaction(transaction) => Response::Outcome(directory.transaction(&transaction)?),
-        Request::Grant(ttl) => Response::Lease(directory.lease_grant(ttl)?),
-        Request::KeepAlive(id) => directory.lease_keep_alive(id).map(|()| Response::Done)?,
-        Request::Revoke(id) => directory.lease_revoke(id).map(|()| Response::Done)?,
-        Request::Watch { .. } => unreachable!("a watch takes the whole connection"),
+        DirectoryRequest::Get(key) => DirectoryResponse::Entry(directory.get(&key)?),
+        DirectoryRequest::List(prefix) => DirectoryResponse::Listing(directory.list(&prefix)?),
+        DirectoryRequest::Transaction(transaction) => {
+            DirectoryResponse::Outcome(directory.transaction(&transaction)?)
+        }
+        DirectoryRequest::Grant(ttl) => DirectoryResponse::Lease(directory.lease_grant(ttl)?),
+        DirectoryRequest::KeepAlive(id) => {
+            directory.lease_keep_alive(id).map(|()| DirectoryResponse::Done)?
+        }
+        DirectoryRequest::Revoke(id) => directory.lease_revoke(id).map(|()| DirectoryResponse::Done)?,
+        DirectoryRequest::Watch { .. } => unreachable!("a watch is served before"),
     })
 }
 
-/// Send events until the client closes its end. A thread writes, while this one waits for the end of the connection.
-fn watch(directory: &Embedded, mut stream: UnixStream, prefix: &str, from_revision: u64) -> io::Result<()> {
+/// Sends events until the client closes the connection.
+///
+/// A second thread writes, and this one waits for the end of the connection.
+fn serve_watch(
+    directory: &EmbeddedDirectory,
+    mut stream: UnixStream,
+    prefix: &str,
+    from_revision: u64,
+) -> io::Result<()> {
     let mut events = match directory.engine_watch(prefix, from_revision) {
         Ok(events) => events,
-        Err(error) => return frame::write(&mut stream, &Response::Error(error).encode()),
+        Err(error) => return frame::write(&mut stream, &DirectoryResponse::Error(error).encode()),
     };
-    frame::write(&mut stream, &Response::Done.encode())?;
+    frame::write(&mut stream, &DirectoryResponse::Done.encode())?;
     let canceller = events.canceller();
     let cancelled = canceller.clone();
     let mut output = stream.try_clone()?;
-    let pump = std::thread::Builder::new().name("directory-watch".to_owned()).spawn(move || {
+    let writer = std::thread::Builder::new().name("directory-watch".to_owned()).spawn(move || {
         while !cancelled.is_cancelled() {
             let (response, last) = match events.next(Duration::MAX) {
-                Ok(Some(event)) => (Response::Event(event), false),
+                Ok(Some(event)) => (DirectoryResponse::Event(event), false),
                 Ok(None) => continue,
-                Err(error) => (Response::Error(error), true),
+                Err(error) => (DirectoryResponse::Error(error), true),
             };
             if frame::write(&mut output, &response.encode()).is_err() || last {
                 break;
             }
         }
-        // Wakes the thread that waits for the end.
+        // Wakes the thread that waits for the end of the connection.
         let _gone = output.shutdown(std::net::Shutdown::Both);
     })?;
     let waited = socket::wait_readable([stream.as_fd()], None);
     canceller.cancel();
-    // The writer may be stuck in a full socket.
+    // The writer may be blocked by a full socket.
     let _gone = stream.shutdown(std::net::Shutdown::Both);
-    let _panicked = pump.join();
+    let _panicked = writer.join();
     waited.map(|_| ())
 }
 
-fn unserved(socket: &Path, error: &io::Error) -> DirectoryError {
+fn cannot_serve(socket: &Path, error: &io::Error) -> DirectoryError {
     DirectoryError::Unavailable {
         address: socket.display().to_string(),
-        cause: format!("it cannot be served: {error}"),
+        cause: format!("the socket cannot be served: {error}"),
     }
 }

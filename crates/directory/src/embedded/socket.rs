@@ -1,4 +1,4 @@
-//! Unix sockets as the server and its clients need them: private, checked at both ends, waited on with a bound.
+//! Unix sockets of the server and its clients: mode, peer check, and waiting with a timeout.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -10,34 +10,36 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::Mode;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-/// Listen at `path`, mode 0600. A socket file that nobody listens on any more is replaced.
+/// Listens at `path` with mode 0600, and replaces a socket file without a listener.
 pub(super) fn listen(path: &Path) -> io::Result<UnixListener> {
     match UnixStream::connect(path) {
-        Ok(_) => return Err(io::Error::new(io::ErrorKind::AddrInUse, "another server listens there")),
+        Ok(_) => return Err(io::Error::new(io::ErrorKind::AddrInUse, "another server listens at this path")),
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => std::fs::remove_file(path)?,
         Err(_) => {}
     }
     let socket =
         rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    // The file takes the socket's own mode, so that it is never open to others, not even for a moment.
+    // The file inherits the socket's mode, so other users cannot connect at any time.
     rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
     rustix::net::listen(&socket, 128)?;
     Ok(socket.into())
 }
 
-/// Refuse a peer that runs under another user.
+/// Checks that the peer runs under the same user. The error is a sentence.
 pub(super) fn check_peer(stream: &UnixStream) -> Result<(), String> {
-    let peer =
-        rustix::net::sockopt::socket_peercred(stream).map_err(|error| format!("who is there? {error}"))?;
+    let peer = rustix::net::sockopt::socket_peercred(stream)
+        .map_err(|error| format!("the user of the peer is unknown: {error}"))?;
     let own = rustix::process::geteuid();
     if peer.uid == own {
         return Ok(());
     }
-    Err(format!("it belongs to user {} and the caller is user {}", own.as_raw(), peer.uid.as_raw()))
+    Err(format!("the peer runs as user {}, not as user {}", peer.uid.as_raw(), own.as_raw()))
 }
 
-/// Wait until one of `descriptors` has something to read or is closed; says which. `false` everywhere after `timeout`.
+/// Waits until a descriptor is readable or closed, and returns for each whether it is.
+///
+/// After `timeout` none is.
 pub(super) fn wait_readable<const N: usize>(
     descriptors: [BorrowedFd<'_>; N],
     timeout: Option<Duration>,
@@ -55,7 +57,7 @@ pub(super) fn wait_readable<const N: usize>(
     }
 }
 
-/// Whether `stream` has something to read or is closed, by now.
+/// Whether `stream` is readable or closed now.
 pub(super) fn is_readable(stream: &UnixStream) -> bool {
     wait_readable([stream.as_fd()], Some(Duration::ZERO)).is_ok_and(|[readable]| readable)
 }

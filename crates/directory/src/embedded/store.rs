@@ -1,4 +1,4 @@
-//! The redb file; its tables are described in `docs/formats/directory.md`.
+//! The redb file. `docs/formats/directory.md` describes its tables.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::OpenOptionsExt;
@@ -9,20 +9,20 @@ use redb::{
 };
 
 use crate::DirectoryError;
-use crate::core::{Change, Core, Delta, Record};
-use crate::engine::Store;
+use crate::core::{Core, Delta, RowChange, StoredValue};
+use crate::engine::DeltaStore;
 use crate::model::LeaseId;
 
-/// The version of the file that this program writes, and the only one that it reads.
+/// The version of the file. Other versions are refused.
 pub const FORMAT: u64 = 1;
 
 const HEAD: TableDefinition<'_, &str, u64> = TableDefinition::new("aquifer-directory");
-/// Key → version, lease (0 = none), value.
+/// From key to version, lease (0 for none) and value.
 const ENTRIES: TableDefinition<'_, &str, (u64, u64, &[u8])> = TableDefinition::new("entries");
-/// Lease → its life in ms.
+/// From lease to its time to live in milliseconds.
 const LEASES: TableDefinition<'_, u64, u64> = TableDefinition::new("leases");
 
-/// The whole directory is in memory; redb needs no cache worth the name.
+/// Cache of redb. It is small because the core holds the whole directory in memory.
 const CACHE_BYTES: usize = 8 << 20;
 
 /// A redb file that holds a directory.
@@ -33,7 +33,7 @@ pub(super) struct RedbStore {
 }
 
 impl RedbStore {
-    /// Open or create the file, check it whole, and restore the core from it.
+    /// Opens or creates the file, checks all of it, and makes the core from it.
     pub(super) fn open(path: &Path, now_ms: u64) -> Result<(Self, Core), DirectoryError> {
         let file =
             OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path);
@@ -43,12 +43,12 @@ impl RedbStore {
         builder.set_cache_size(CACHE_BYTES);
         let mut database = builder.create_file(file).map_err(|error| match error {
             DatabaseError::DatabaseAlreadyOpen => {
-                storage(path, &"another process has it open; stop that one, or choose another file")
+                storage(path, &"another process has it open; stop that process, or choose another file")
             }
             error => unusable(path, &error),
         })?;
         if length > 0 && !database.check_integrity().map_err(|error| unusable(path, &error))? {
-            return Err(format(path, "its checksums do not match: it is damaged".to_owned()));
+            return Err(format(path, "it is damaged: its checksums do not match".to_owned()));
         }
         let store = Self { database, path: path.to_owned() };
         if length == 0 {
@@ -91,22 +91,21 @@ impl RedbStore {
         match read().map_err(|error| unusable(&self.path, &error))? {
             Some(FORMAT) => Ok(()),
             Some(version) => {
-                let why =
-                    format!("its format has version {version} and this program knows version {FORMAT} only");
+                let why = format!("it has version {version}, and this program reads version {FORMAT} only");
                 Err(format(&self.path, why))
             }
-            None => Err(format(&self.path, "it is some other program's database".to_owned())),
+            None => Err(format(&self.path, "it is the database of another program".to_owned())),
         }
     }
 
-    #[expect(clippy::type_complexity, reason = "the three tables as they are")]
-    fn rows(&self) -> Result<(u64, u64, Vec<(LeaseId, u64)>, Vec<(String, Record)>), redb::Error> {
+    #[expect(clippy::type_complexity, reason = "one part for each table")]
+    fn rows(&self) -> Result<(u64, u64, Vec<(LeaseId, u64)>, Vec<(String, StoredValue)>), redb::Error> {
         let transaction = self.database.begin_read()?;
         let head = transaction.open_table(HEAD)?;
         let number = |name| -> Result<u64, redb::Error> {
             head.get(name)?
                 .map(|value| value.value())
-                .ok_or(redb::Error::Corrupted(format!("it has no \"{name}\"")))
+                .ok_or(redb::Error::Corrupted(format!("\"{name}\" is missing")))
         };
         let mut leases = Vec::new();
         for row in transaction.open_table(LEASES)?.iter()? {
@@ -118,7 +117,7 @@ impl RedbStore {
             let (key, row) = row?;
             let (version, lease, value) = row.value();
             let lease = (lease != 0).then_some(LeaseId(lease));
-            entries.push((key.value().to_owned(), Record { value: value.to_vec(), version, lease }));
+            entries.push((key.value().to_owned(), StoredValue { value: value.to_vec(), version, lease }));
         }
         Ok((number("revision")?, number("epoch")?, leases, entries))
     }
@@ -134,13 +133,13 @@ impl RedbStore {
             let mut leases = transaction.open_table(LEASES)?;
             for change in &delta.changes {
                 match change {
-                    Change::Put { key, record } => {
+                    RowChange::Put { key, record } => {
                         let lease = record.lease.map_or(0, |id| id.0);
                         entries.insert(key.as_str(), (record.version, lease, record.value.as_slice()))?;
                     }
-                    Change::Delete { key } => drop(entries.remove(key.as_str())?),
-                    Change::Grant { id, ttl_ms } => drop(leases.insert(id.0, *ttl_ms)?),
-                    Change::End { id } => drop(leases.remove(id.0)?),
+                    RowChange::Delete { key } => drop(entries.remove(key.as_str())?),
+                    RowChange::Grant { id, ttl_ms } => drop(leases.insert(id.0, *ttl_ms)?),
+                    RowChange::End { id } => drop(leases.remove(id.0)?),
                 }
             }
         }
@@ -149,7 +148,7 @@ impl RedbStore {
     }
 }
 
-impl Store for RedbStore {
+impl DeltaStore for RedbStore {
     fn commit(&mut self, delta: &Delta) -> Result<(), DirectoryError> {
         self.write(delta).map_err(|error| storage(&self.path, &error))
     }
@@ -160,7 +159,7 @@ fn storage(path: &Path, cause: &dyn std::fmt::Display) -> DirectoryError {
 }
 
 fn format(path: &Path, why: String) -> DirectoryError {
-    let why = format!("{why}; move it away to begin anew");
+    let why = format!("{why}; move the file away to start with an empty directory");
     DirectoryError::Format { path: path.display().to_string(), why }
 }
 

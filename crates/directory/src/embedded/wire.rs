@@ -1,24 +1,25 @@
-//! What the frames hold; the bytes are described in `docs/formats/directory.md`.
+//! The messages in frames. `docs/formats/directory.md` describes their bytes.
 //!
-//! Every parser here takes bytes from outside: it returns `None` for whatever it does not know, and it never reads beyond
-//! what it got nor reserves memory for what is only announced.
+//! The parsers read untrusted bytes.
+//! They return `None` for bytes that are not exactly one message, and reserve memory only for
+//! bytes that have arrived.
 
 use std::time::Duration;
 
-use crate::error::{Bound, DirectoryError};
+use crate::error::{DirectoryError, LimitKind};
 use crate::model::{
-    Compare, Entry, Event, EventKind, Lease, LeaseId, Listing, Operation, Transaction, TransactionOutcome,
-    limits,
+    Compare, DirectoryEntry, KeyOperation, Lease, LeaseId, Listing, Transaction, TransactionOutcome,
+    WatchEvent, WatchEventKind, limits,
 };
 
-/// The first bytes of both hellos.
+/// The first bytes of a hello.
 pub const MAGIC: [u8; 8] = *b"AQUIFDIR";
-/// The version of the protocol that this program speaks.
+/// The version of the protocol.
 pub const VERSION: u32 = 1;
 
-/// What a client asks.
+/// A request of a client.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Request {
+pub enum DirectoryRequest {
     /// [`crate::Directory::get`].
     Get(String),
     /// [`crate::Directory::list`].
@@ -31,7 +32,7 @@ pub enum Request {
     KeepAlive(LeaseId),
     /// [`crate::Directory::lease_revoke`].
     Revoke(LeaseId),
-    /// [`crate::Directory::watch`]: from here on the connection carries events only.
+    /// [`crate::Directory::watch`]; from then on the connection carries events only.
     Watch {
         /// The prefix.
         prefix: String,
@@ -40,29 +41,29 @@ pub enum Request {
     },
 }
 
-/// What the server answers.
+/// A message of the server.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Response {
-    /// Done; nothing to tell.
+pub enum DirectoryResponse {
+    /// The answer to a request without a result.
     Done,
-    /// To a get.
-    Entry(Option<Entry>),
-    /// To a list.
+    /// The answer to [`DirectoryRequest::Get`].
+    Entry(Option<DirectoryEntry>),
+    /// The answer to [`DirectoryRequest::List`].
     Listing(Listing),
-    /// To a transaction.
+    /// The answer to [`DirectoryRequest::Transaction`].
     Outcome(TransactionOutcome),
-    /// To a grant.
+    /// The answer to [`DirectoryRequest::Grant`].
     Lease(Lease),
-    /// On a watching connection.
-    Event(Event),
-    /// It failed.
+    /// An event of a watch.
+    Event(WatchEvent),
+    /// The request or the watch failed.
     Error(DirectoryError),
 }
 
-/// The hello of both sides: magic, version; the server adds why it refuses (empty: it does not).
+/// A hello. A server adds why it refuses the client, or an empty text if it does not.
 #[must_use]
 pub fn hello(refusal: Option<&str>) -> Vec<u8> {
-    let mut out = Writer::default();
+    let mut out = MessageWriter::default();
     out.0.extend_from_slice(&MAGIC);
     out.u32(VERSION);
     if let Some(why) = refusal {
@@ -71,50 +72,50 @@ pub fn hello(refusal: Option<&str>) -> Vec<u8> {
     out.0
 }
 
-/// Check a client's hello. The error is the sentence to refuse it with.
+/// Checks the hello of a client.
 ///
 /// # Errors
-/// Wrong magic, wrong version, wrong length.
+/// A sentence that says why the client is refused.
 pub fn check_client_hello(bytes: &[u8]) -> Result<(), String> {
-    let mut reader = Reader(bytes);
-    if reader.take(MAGIC.len()) != Some(&MAGIC) {
-        return Err("this is Aquifer's directory, and the caller speaks something else".to_owned());
+    let mut reader = MessageReader(bytes);
+    if reader.raw(MAGIC.len()) != Some(&MAGIC) {
+        return Err("the client does not use the protocol of Aquifer's directory".to_owned());
     }
     match reader.u32() {
         Some(VERSION) if reader.0.is_empty() => Ok(()),
-        Some(VERSION) | None => Err("the caller's hello has the wrong length".to_owned()),
+        Some(VERSION) | None => Err("the client's hello has the wrong length".to_owned()),
         Some(version) => {
-            Err(format!("the caller speaks version {version} and the directory version {VERSION} only"))
+            Err(format!("the client has protocol version {version}, and the directory has version {VERSION}"))
         }
     }
 }
 
-/// Check the server's hello. The error says why there is no connection.
+/// Checks the hello of a server.
 ///
 /// # Errors
-/// Wrong magic, wrong version, a refusal.
+/// A sentence that says why there is no connection.
 pub fn check_server_hello(bytes: &[u8]) -> Result<(), String> {
-    let mut reader = Reader(bytes);
-    if reader.take(MAGIC.len()) != Some(&MAGIC) {
-        return Err("what answers there is not Aquifer's directory".to_owned());
+    let mut reader = MessageReader(bytes);
+    if reader.raw(MAGIC.len()) != Some(&MAGIC) {
+        return Err("the server is not Aquifer's directory".to_owned());
     }
-    // A refusal is read whatever the version, as that may be its reason.
-    let version = reader.u32().ok_or("its hello is cut")?;
-    match reader.finish_with(Reader::text) {
+    // A refusal is read in any version, because the version may be its reason.
+    let version = reader.u32().ok_or("the server's hello is cut")?;
+    match reader.finish_with(MessageReader::text) {
         Some(why) if !why.is_empty() => Err(why),
-        _ if version != VERSION => {
-            Err(format!("it speaks version {version} and this program version {VERSION} only"))
-        }
+        _ if version != VERSION => Err(format!(
+            "the directory has protocol version {version}, and this program has version {VERSION}"
+        )),
         Some(_) => Ok(()),
-        None => Err("its hello is cut".to_owned()),
+        None => Err("the server's hello is cut".to_owned()),
     }
 }
 
-impl Request {
-    /// As bytes.
+impl DirectoryRequest {
+    /// Encodes the message.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
-        let mut out = Writer::default();
+        let mut out = MessageWriter::default();
         match self {
             Self::Get(key) => out.tag(1).text(key),
             Self::List(prefix) => out.tag(2).text(prefix),
@@ -127,10 +128,10 @@ impl Request {
         out.0
     }
 
-    /// From bytes; `None` if they are not exactly one request.
+    /// Decodes a message; `None` if the bytes are not exactly one request.
     #[must_use]
     pub fn decode(bytes: &[u8]) -> Option<Self> {
-        Reader(bytes).finish_with(|reader| {
+        MessageReader(bytes).finish_with(|reader| {
             Some(match reader.u8()? {
                 1 => Self::Get(reader.text()?),
                 2 => Self::List(reader.text()?),
@@ -145,18 +146,18 @@ impl Request {
     }
 }
 
-impl Response {
-    /// As bytes.
+impl DirectoryResponse {
+    /// Encodes the message.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
-        let mut out = Writer::default();
+        let mut out = MessageWriter::default();
         match self {
             Self::Done => out.tag(0),
             Self::Entry(None) => out.tag(1),
             Self::Entry(Some(entry)) => out.tag(2).entry(entry),
             Self::Listing(listing) => {
                 out.tag(3).u64(listing.revision).count(listing.entries.len());
-                listing.entries.iter().fold(&mut out, Writer::entry)
+                listing.entries.iter().fold(&mut out, MessageWriter::entry)
             }
             Self::Outcome(TransactionOutcome::Committed { revision }) => out.tag(4).u64(*revision),
             Self::Outcome(TransactionOutcome::Conflict { key, version }) => {
@@ -169,17 +170,17 @@ impl Response {
         out.0
     }
 
-    /// From bytes; `None` if they are not exactly one response.
+    /// Decodes a message; `None` if the bytes are not exactly one response.
     #[must_use]
     pub fn decode(bytes: &[u8]) -> Option<Self> {
-        Reader(bytes).finish_with(|reader| {
+        MessageReader(bytes).finish_with(|reader| {
             Some(match reader.u8()? {
                 0 => Self::Done,
                 1 => Self::Entry(None),
                 2 => Self::Entry(Some(reader.entry()?)),
                 3 => {
                     let revision = reader.u64()?;
-                    let entries = reader.many(limits::LIST_ENTRIES_MAX, Reader::entry)?;
+                    let entries = reader.many(limits::LIST_ENTRIES_MAX, MessageReader::entry)?;
                     Self::Listing(Listing { revision, entries })
                 }
                 4 => Self::Outcome(TransactionOutcome::Committed { revision: reader.u64()? }),
@@ -196,10 +197,11 @@ impl Response {
     }
 }
 
+/// Appends the parts of a message to bytes.
 #[derive(Default)]
-struct Writer(Vec<u8>);
+struct MessageWriter(Vec<u8>);
 
-impl Writer {
+impl MessageWriter {
     fn tag(&mut self, tag: u8) -> &mut Self {
         self.0.push(tag);
         self
@@ -237,15 +239,15 @@ impl Writer {
         }
     }
 
-    fn entry(&mut self, entry: &Entry) -> &mut Self {
+    fn entry(&mut self, entry: &DirectoryEntry) -> &mut Self {
         self.text(&entry.key).bytes(&entry.value).u64(entry.version).lease(entry.lease)
     }
 
-    fn event(&mut self, event: &Event) -> &mut Self {
+    fn event(&mut self, event: &WatchEvent) -> &mut Self {
         self.u64(event.revision).text(&event.key);
         match &event.kind {
-            EventKind::Put { value, lease } => self.tag(1).bytes(value).lease(*lease),
-            EventKind::Delete => self.tag(2),
+            WatchEventKind::Put { value, lease } => self.tag(1).bytes(value).lease(*lease),
+            WatchEventKind::Delete => self.tag(2),
         }
     }
 
@@ -257,8 +259,8 @@ impl Writer {
         self.count(transaction.operations.len());
         for operation in &transaction.operations {
             match operation {
-                Operation::Put { key, value, lease } => self.tag(1).text(key).bytes(value).lease(*lease),
-                Operation::Delete { key } => self.tag(2).text(key),
+                KeyOperation::Put { key, value, lease } => self.tag(1).text(key).bytes(value).lease(*lease),
+                KeyOperation::Delete { key } => self.tag(2).text(key),
             };
         }
         self
@@ -268,9 +270,9 @@ impl Writer {
         match error {
             DirectoryError::LeaseGone(id) => self.tag(1).u64(id.0),
             DirectoryError::Compacted { asked, oldest } => self.tag(2).u64(*asked).u64(*oldest),
-            DirectoryError::Limit { bound, got } => {
-                let number = Bound::ALL.iter().position(|other| other == bound);
-                self.tag(3).count(number.expect("ALL holds all")).u64(*got)
+            DirectoryError::Limit { kind, got } => {
+                let number = LimitKind::ALL.iter().position(|other| other == kind);
+                self.tag(3).count(number.expect("ALL has all kinds")).u64(*got)
             }
             DirectoryError::InvalidKey { key, why } => self.tag(4).text(key).text(why),
             DirectoryError::ChangedTwice { key } => self.tag(5).text(key),
@@ -284,35 +286,36 @@ impl Writer {
     }
 }
 
-struct Reader<'a>(&'a [u8]);
+/// Reads the parts of a message, and keeps the bytes that remain.
+struct MessageReader<'a>(&'a [u8]);
 
-impl<'a> Reader<'a> {
-    /// What `parse` makes of the bytes, if it uses all of them.
+impl<'a> MessageReader<'a> {
+    /// The result of `parse`, if it uses all bytes.
     fn finish_with<T>(mut self, parse: impl FnOnce(&mut Self) -> Option<T>) -> Option<T> {
         parse(&mut self).filter(|_| self.0.is_empty())
     }
 
-    fn take(&mut self, count: usize) -> Option<&'a [u8]> {
+    fn raw(&mut self, count: usize) -> Option<&'a [u8]> {
         let (taken, rest) = self.0.split_at_checked(count)?;
         self.0 = rest;
         Some(taken)
     }
 
     fn u8(&mut self) -> Option<u8> {
-        self.take(1).map(|bytes| bytes[0])
+        self.raw(1).map(|bytes| bytes[0])
     }
 
     fn u32(&mut self) -> Option<u32> {
-        Some(u32::from_le_bytes(self.take(4)?.try_into().ok()?))
+        Some(u32::from_le_bytes(self.raw(4)?.try_into().ok()?))
     }
 
     fn u64(&mut self) -> Option<u64> {
-        Some(u64::from_le_bytes(self.take(8)?.try_into().ok()?))
+        Some(u64::from_le_bytes(self.raw(8)?.try_into().ok()?))
     }
 
     fn bytes(&mut self) -> Option<&'a [u8]> {
         let count = usize::try_from(self.u32()?).ok()?;
-        self.take(count)
+        self.raw(count)
     }
 
     fn text(&mut self) -> Option<String> {
@@ -332,8 +335,8 @@ impl<'a> Reader<'a> {
         }
     }
 
-    fn entry(&mut self) -> Option<Entry> {
-        Some(Entry {
+    fn entry(&mut self) -> Option<DirectoryEntry> {
+        Some(DirectoryEntry {
             key: self.text()?,
             value: self.bytes()?.to_vec(),
             version: self.u64()?,
@@ -341,29 +344,29 @@ impl<'a> Reader<'a> {
         })
     }
 
-    fn event(&mut self) -> Option<Event> {
+    fn event(&mut self) -> Option<WatchEvent> {
         let (revision, key) = (self.u64()?, self.text()?);
         let kind = match self.u8()? {
-            1 => EventKind::Put { value: self.bytes()?.to_vec(), lease: self.lease()? },
-            2 => EventKind::Delete,
+            1 => WatchEventKind::Put { value: self.bytes()?.to_vec(), lease: self.lease()? },
+            2 => WatchEventKind::Delete,
             _ => return None,
         };
-        Some(Event { revision, key, kind })
+        Some(WatchEvent { revision, key, kind })
     }
 
     fn transaction(&mut self) -> Option<Transaction> {
-        // The core judges the limit; here it only bounds what is read, one more so that the core sees it broken.
+        // The core checks the limit: one part more is read so that the core can refuse it.
         let most = limits::TRANSACTION_PARTS_MAX + 1;
         let compares =
             self.many(most, |reader| Some(Compare { key: reader.text()?, version: reader.u64()? }))?;
         let operations = self.many(most, |reader| {
             Some(match reader.u8()? {
-                1 => Operation::Put {
+                1 => KeyOperation::Put {
                     key: reader.text()?,
                     value: reader.bytes()?.to_vec(),
                     lease: reader.lease()?,
                 },
-                2 => Operation::Delete { key: reader.text()? },
+                2 => KeyOperation::Delete { key: reader.text()? },
                 _ => return None,
             })
         })?;
@@ -376,7 +379,7 @@ impl<'a> Reader<'a> {
             2 => DirectoryError::Compacted { asked: self.u64()?, oldest: self.u64()? },
             3 => {
                 let number = usize::try_from(self.u32()?).ok()?;
-                DirectoryError::Limit { bound: *Bound::ALL.get(number)?, got: self.u64()? }
+                DirectoryError::Limit { kind: *LimitKind::ALL.get(number)?, got: self.u64()? }
             }
             4 => DirectoryError::InvalidKey { key: self.text()?, why: self.text()? },
             5 => DirectoryError::ChangedTwice { key: self.text()? },

@@ -1,31 +1,30 @@
-//! The implementations, behind one face.
+//! The implementations under test, behind one trait.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use aquifer_directory::clock::ManualClock;
-use aquifer_directory::embedded::{Embedded, ServeOptions, Server, connect};
+use aquifer_directory::embedded::{DirectoryServer, DirectoryServerOptions, EmbeddedDirectory, connect};
 use aquifer_directory::{
-    Directory, DirectoryError, Entry, Lease, LeaseId, Listing, Transaction, TransactionOutcome, Watch,
-    limits, sim,
+    Directory, DirectoryEntry, DirectoryError, Lease, LeaseId, Listing, Transaction, TransactionOutcome,
+    Watch, limits, sim,
 };
 use aquifer_directory_etcd::{self as etcd, TlsFiles};
 
 /// A directory under test.
 pub trait Harness {
-    /// One more caller's access to it.
+    /// The access of one more user.
     fn directory(&self) -> Arc<dyn Directory>;
-    /// Let its time pass.
+    /// Advances the directory's clock.
     fn advance(&self, by: Duration);
-    /// So much has happened, up to `revision`, that changes before that may be forgotten: those who forget only when they are told do
-    /// it now.
-    fn forget(&self, _revision: u64) {}
+    /// Compacts changes up to `revision`, if the implementation does so on request only.
+    fn compact(&self, _revision: u64) {}
 }
 
-/// A file in this process.
+/// A redb file in this process.
 pub struct InProcess {
-    directory: Embedded,
+    directory: EmbeddedDirectory,
     clock: Arc<ManualClock>,
     _folder: tempfile::TempDir,
 }
@@ -35,7 +34,7 @@ impl InProcess {
         let folder = tempfile::tempdir().unwrap();
         let clock = Arc::new(ManualClock::default());
         let directory =
-            Embedded::open_with_clock(&folder.path().join("directory.redb"), clock.clone()).unwrap();
+            EmbeddedDirectory::open_with_clock(&folder.path().join("directory.redb"), clock.clone()).unwrap();
         Self { directory, clock, _folder: folder }
     }
 }
@@ -51,10 +50,10 @@ impl Harness for InProcess {
     }
 }
 
-/// A file served over a socket.
+/// A redb file behind a socket.
 pub struct OverSocket {
-    // Dropped in this order: the server before its folder.
-    _server: Server,
+    // Fields are dropped in order: the server before its folder.
+    _server: DirectoryServer,
     inner: InProcess,
 }
 
@@ -62,7 +61,9 @@ impl OverSocket {
     pub fn start() -> Self {
         let inner = InProcess::start();
         let socket = inner._folder.path().join("socket");
-        let server = Server::start(inner.directory.clone(), &socket, ServeOptions::default()).unwrap();
+        let server =
+            DirectoryServer::start(inner.directory.clone(), &socket, DirectoryServerOptions::default())
+                .unwrap();
         Self { _server: server, inner }
     }
 }
@@ -77,14 +78,14 @@ impl Harness for OverSocket {
     }
 }
 
-/// The simulated one.
+/// The simulated directory.
 pub struct Simulated {
-    world: sim::World,
+    world: sim::DirectoryWorld,
 }
 
 impl Simulated {
     pub fn start() -> Self {
-        Self { world: sim::World::new(1) }
+        Self { world: sim::DirectoryWorld::new(1) }
     }
 }
 
@@ -100,18 +101,19 @@ impl Harness for Simulated {
 
 /// A real etcd.
 ///
-/// Its time cannot be moved, so leases are granted for longer than a test takes, and ended by this harness when their time would be up: by
-/// a revocation, which is what etcd itself does then. That etcd's own clock ends leases is tested elsewhere.
+/// etcd's clock cannot be advanced.
+/// The harness grants leases that are longer than a test, and revokes them when their time is up.
+/// The tests in `etcd.rs` cover expiry by etcd's own clock.
 pub struct InEtcd {
     server: aquifer_tests_support::Etcd,
-    leases: Arc<Mutex<Leases>>,
+    leases: Arc<Mutex<GrantedLeases>>,
 }
 
 #[derive(Debug, Default)]
-struct Leases {
+struct GrantedLeases {
     now: Duration,
-    /// Life and end of each.
-    living: HashMap<LeaseId, (Duration, Duration)>,
+    /// Time to live and end of each lease.
+    active: HashMap<LeaseId, (Duration, Duration)>,
 }
 
 impl InEtcd {
@@ -119,7 +121,7 @@ impl InEtcd {
         Self { server: aquifer_tests_support::Etcd::start(), leases: Arc::default() }
     }
 
-    fn connect(&self) -> etcd::Etcd {
+    fn connect(&self) -> etcd::EtcdDirectory {
         let address = self.server.address().parse().unwrap();
         etcd::connect(&address, &TlsFiles::default()).unwrap()
     }
@@ -127,19 +129,19 @@ impl InEtcd {
 
 impl Harness for InEtcd {
     fn directory(&self) -> Arc<dyn Directory> {
-        Arc::new(Timed { directory: self.connect(), leases: Arc::clone(&self.leases) })
+        Arc::new(EtcdWithClock { directory: self.connect(), leases: Arc::clone(&self.leases) })
     }
 
     fn advance(&self, by: Duration) {
         let mut leases = self.leases.lock().unwrap();
         leases.now += by;
         let now = leases.now;
-        let mut due: Vec<_> = leases.living.iter().filter(|(_, (_, end))| *end <= now).collect();
+        let mut due: Vec<_> = leases.active.iter().filter(|(_, (_, end))| *end <= now).collect();
         due.sort_unstable_by_key(|(_, (_, end))| *end);
         let due: Vec<_> = due.into_iter().map(|(id, _)| *id).collect();
         let directory = self.connect();
         for id in due {
-            leases.living.remove(&id);
+            leases.active.remove(&id);
             match directory.lease_revoke(id) {
                 Ok(()) | Err(DirectoryError::LeaseGone(_)) => {}
                 Err(error) => panic!("{error}"),
@@ -147,7 +149,7 @@ impl Harness for InEtcd {
         }
     }
 
-    fn forget(&self, revision: u64) {
+    fn compact(&self, revision: u64) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let mut client =
@@ -159,15 +161,15 @@ impl Harness for InEtcd {
     }
 }
 
-/// A directory whose leases live by the harness' clock.
+/// An etcd whose leases end by the harness' clock.
 #[derive(Debug)]
-struct Timed {
-    directory: etcd::Etcd,
-    leases: Arc<Mutex<Leases>>,
+struct EtcdWithClock {
+    directory: etcd::EtcdDirectory,
+    leases: Arc<Mutex<GrantedLeases>>,
 }
 
-impl Directory for Timed {
-    fn get(&self, key: &str) -> Result<Option<Entry>, DirectoryError> {
+impl Directory for EtcdWithClock {
+    fn get(&self, key: &str) -> Result<Option<DirectoryEntry>, DirectoryError> {
         self.directory.get(key)
     }
 
@@ -180,11 +182,11 @@ impl Directory for Timed {
     }
 
     fn lease_grant(&self, ttl: Duration) -> Result<Lease, DirectoryError> {
-        let is_fit = (limits::TTL_MIN..=limits::TTL_MAX).contains(&ttl);
-        let lease = self.directory.lease_grant(if is_fit { limits::TTL_MAX } else { ttl })?;
+        let is_valid = (limits::TTL_MIN..=limits::TTL_MAX).contains(&ttl);
+        let lease = self.directory.lease_grant(if is_valid { limits::TTL_MAX } else { ttl })?;
         let mut leases = self.leases.lock().unwrap();
         let end = leases.now + ttl;
-        leases.living.insert(lease.id, (ttl, end));
+        leases.active.insert(lease.id, (ttl, end));
         Ok(lease)
     }
 
@@ -192,7 +194,7 @@ impl Directory for Timed {
         self.directory.lease_keep_alive(id)?;
         let mut leases = self.leases.lock().unwrap();
         let now = leases.now;
-        if let Some((ttl, end)) = leases.living.get_mut(&id) {
+        if let Some((ttl, end)) = leases.active.get_mut(&id) {
             *end = now + *ttl;
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! What every directory does for hosts and nodes that have numbers.
+//! Host and node numbers, in every implementation.
 
 use aquifer_directory::{DirectoryError, names};
 
@@ -17,19 +17,19 @@ pub fn hosts_are_claimed_in_turn(harness: &dyn Harness) {
     let (_, two) = claim();
     directory.lease_revoke(first.id).unwrap();
     let (_, three) = claim();
-    assert_eq!([one, two, three], [1, 2, 3], "a number that was given back rests");
+    assert_eq!([one, two, three], [1, 2, 3], "a number is not reused at once");
 
-    // Near the end of the numbers it goes on from 1, past those that live.
+    // After the greatest number the search continues at 1, and skips numbers in use.
     directory.put("hosts/next", b"4094", None).unwrap();
     let hosts = [claim().1, claim().1, claim().1];
-    assert_eq!(hosts, [4094, 4, 5], "the first is dead, and may hold memory");
+    assert_eq!(hosts, [4094, 4, 5], "host 1 is dead, and may own memory");
     let mut living: Vec<_> =
         names::agents(&*directory).unwrap().into_iter().map(|agent| agent.host).collect();
     living.sort_unstable();
     assert_eq!(living, [2, 3, 4, 5, 4094]);
 }
 
-pub fn a_dead_hosts_number_rests_until_it_holds_nothing(harness: &dyn Harness) {
+pub fn a_dead_hosts_number_is_free_once_it_owns_nothing(harness: &dyn Harness) {
     let directory = harness.directory();
     let lease = || directory.lease_grant(TTL).unwrap();
     let dead = || names::dead_hosts(&*directory).unwrap();
@@ -38,58 +38,62 @@ pub fn a_dead_hosts_number_rests_until_it_holds_nothing(harness: &dyn Harness) {
     let record = names::claim_host(&*directory, first, "socket", 0).unwrap();
     names::claim_host(&*directory, second, "another", 0).unwrap();
     assert_eq!(dead(), []);
-    let held = |record: &names::AgentRecord, left_in| names::HolderRecord {
+    let held = |record: &names::AgentRecord, remaining_lives| names::HolderRecord {
         host: record.host,
-        claimed: record.claimed,
+        claim_epoch: record.claim_epoch,
         grace_ms: 0,
-        left_in,
+        remaining_lives,
     };
     let of_first = held(&record, None);
-    assert!(is_taken(names::succeed_host(&*directory, lease(), &of_first, "too early")), "it lives");
+    assert!(
+        is_taken(names::claim_dead_host(&*directory, lease(), &of_first, "too early")),
+        "the host is alive"
+    );
     directory.lease_revoke(first.id).unwrap();
     assert_eq!(dead(), std::slice::from_ref(&of_first));
-    // One succeeds it, and no other; and not the host itself, as if nothing had been.
+    // One recovery claims the number; then neither another recovery nor the host itself can.
     let third = lease();
-    let successor = names::succeed_host(&*directory, third, &of_first, "successor").unwrap();
+    let successor = names::claim_dead_host(&*directory, third, &of_first, "successor").unwrap();
     assert_eq!((successor.host, successor.epoch), (record.host, third.epoch));
     assert_eq!(dead(), []);
-    assert!(is_taken(names::succeed_host(&*directory, lease(), &of_first, "late")));
-    assert!(is_taken(names::reclaim_host(&*directory, lease(), &record, 0)));
-    // It dies over it.
+    assert!(is_taken(names::claim_dead_host(&*directory, lease(), &of_first, "late")));
+    assert!(is_taken(names::resume_host(&*directory, lease(), &record, 0)));
+    // The recovery dies.
     directory.lease_revoke(third.id).unwrap();
     assert_eq!(dead(), [held(&successor, None)]);
-    let forgotten = names::forget_host(&*directory, &successor, Vec::new());
+    let forgotten = names::finish_recovery(&*directory, &successor, Vec::new());
     assert!(is_taken(forgotten.map(|()| successor.clone())));
-    assert!(is_taken(names::succeed_host(&*directory, lease(), &of_first, "by an old tale")));
-    // A node is not there, and its memory may come back.
-    let fourth = names::succeed_host(&*directory, lease(), &held(&successor, None), "fourth").unwrap();
-    let absent = vec![names::Life { node: 7, epoch: 3, kept_ms: 0 }];
-    names::forget_host(&*directory, &fourth, absent.clone()).unwrap();
+    assert!(is_taken(names::claim_dead_host(&*directory, lease(), &of_first, "with an old record")));
+    // A node is absent, and its memory may return.
+    let fourth = names::claim_dead_host(&*directory, lease(), &held(&successor, None), "fourth").unwrap();
+    let absent = vec![names::NodeLife { node: 7, epoch: 3, kept_ms: 0 }];
+    names::finish_recovery(&*directory, &fourth, absent.clone()).unwrap();
     let of_fourth = held(&fourth, Some(absent));
     assert_eq!(dead(), std::slice::from_ref(&of_fourth));
-    let last = names::succeed_host(&*directory, lease(), &of_fourth, "last").unwrap();
-    names::forget_host(&*directory, &last, Vec::new()).unwrap();
+    let last = names::claim_dead_host(&*directory, lease(), &of_fourth, "last").unwrap();
+    names::finish_recovery(&*directory, &last, Vec::new()).unwrap();
     assert_eq!(dead(), []);
     assert_eq!(names::agents(&*directory).unwrap().len(), 1);
     assert!(
-        is_taken(names::reclaim_host(&*directory, lease(), &record, 0)),
-        "what it held is others' by now"
+        is_taken(names::resume_host(&*directory, lease(), &record, 0)),
+        "other hosts may own its memory now"
     );
     directory.put("hosts/next", b"1", None).unwrap();
     assert_eq!(names::claim_host(&*directory, lease(), "new", 0).unwrap().host, record.host);
 }
 
-pub fn a_host_that_comes_back_in_time_keeps_its_number(harness: &dyn Harness) {
+pub fn a_host_that_resumes_in_time_keeps_its_number(harness: &dyn Harness) {
     let directory = harness.directory();
     let lease = || directory.lease_grant(TTL).unwrap();
     let first = lease();
     let record = names::claim_host(&*directory, first, "socket", 0).unwrap();
     directory.lease_revoke(first.id).unwrap();
-    let again = names::reclaim_host(&*directory, lease(), &record, 0).unwrap();
+    let again = names::resume_host(&*directory, lease(), &record, 0).unwrap();
     assert_eq!(again.host, record.host);
     assert!(again.epoch > record.epoch);
-    // It dies before it has written down that it went on: the next goes on all the same, while its lease lives too.
-    let third = names::reclaim_host(&*directory, lease(), &record, 0).unwrap();
+    // The agent dies before it stores its new record: the next one resumes from the old record,
+    // although the lease of the dead one has not ended.
+    let third = names::resume_host(&*directory, lease(), &record, 0).unwrap();
     assert!(third.epoch > again.epoch);
     assert_eq!(names::dead_hosts(&*directory).unwrap(), []);
 }
@@ -109,7 +113,7 @@ pub fn hosts_claimed_at_once_differ(harness: &dyn Harness) {
     assert_eq!(hosts, [1, 2, 3, 4, 5, 6]);
 }
 
-pub fn a_node_number_is_taken_once(harness: &dyn Harness) {
+pub fn a_node_number_has_one_holder(harness: &dyn Harness) {
     let directory = harness.directory();
     let register = || {
         let lease = directory.lease_grant(TTL).unwrap();
@@ -120,8 +124,8 @@ pub fn a_node_number_is_taken_once(harness: &dyn Harness) {
             address,
             memory_bytes: 1 << 30,
             memory_bytes_max: 1 << 30,
-            memory_bytes_wanted: 1 << 30,
-            held_up: None,
+            requested_memory_bytes: 1 << 30,
+            resize_blocker: None,
             kept_ms: 0,
             epoch: lease.epoch,
         };
@@ -131,7 +135,7 @@ pub fn a_node_number_is_taken_once(harness: &dyn Harness) {
     assert_eq!(names::nodes(&*directory).unwrap(), [record]);
     assert_eq!(register(), Err(DirectoryError::Taken { key: "nodes/7".to_owned() }));
     harness.advance(TTL);
-    register().expect("the number is free when its node's lease is gone");
+    register().expect("the number is free after the node's lease has ended");
     directory.put("nodes/8", b"{", None).unwrap();
     assert!(matches!(names::nodes(&*directory), Err(DirectoryError::Protocol { .. })));
 }

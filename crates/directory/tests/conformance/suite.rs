@@ -1,27 +1,27 @@
-//! What every directory does.
+//! Entries, transactions, leases, watches and limits, in every implementation.
 
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use aquifer_directory::{
-    Bound, Compare, Directory, DirectoryError, Event, EventKind, Lease, LeaseId, Operation, Transaction,
-    TransactionOutcome, Watch, limits,
+    Compare, Directory, DirectoryError, KeyOperation, Lease, LeaseId, LimitKind, Transaction,
+    TransactionOutcome, Watch, WatchEvent, WatchEventKind, limits,
 };
 
 use super::harness::Harness;
 pub use super::numbers::*;
 
-/// Long enough for any machine; a test that works never waits for it.
+/// A timeout that only a failing test reaches.
 const PATIENCE: Duration = Duration::from_secs(60);
 pub(crate) const TTL: Duration = Duration::from_secs(10);
 
-fn event(watch: &mut dyn Watch) -> Event {
+fn event(watch: &mut dyn Watch) -> WatchEvent {
     watch.next(PATIENCE).unwrap().expect("an event is due")
 }
 
-fn limit<T: std::fmt::Debug>(result: Result<T, DirectoryError>) -> Bound {
+fn limit<T: std::fmt::Debug>(result: Result<T, DirectoryError>) -> LimitKind {
     match result {
-        Err(DirectoryError::Limit { bound, .. }) => bound,
+        Err(DirectoryError::Limit { kind, .. }) => kind,
         other => panic!("a limit was expected, not {other:?}"),
     }
 }
@@ -34,7 +34,7 @@ fn increment(directory: &dyn Directory, key: &str) -> u64 {
         });
         let transaction = Transaction {
             compares: vec![Compare::version(key, version)],
-            operations: vec![Operation::put(key, (count + 1).to_le_bytes(), None)],
+            operations: vec![KeyOperation::put(key, (count + 1).to_le_bytes(), None)],
         };
         if directory.transaction(&transaction).unwrap().is_committed() {
             return count + 1;
@@ -50,7 +50,7 @@ pub fn put_get_delete(harness: &dyn Harness) {
     assert_eq!((entry.value.as_slice(), entry.version, entry.lease), (&b"\0value\xff"[..], revision, None));
     assert_eq!(directory.delete("a/b").unwrap(), revision + 1);
     assert_eq!(directory.get("a/b").unwrap(), None);
-    assert_eq!(directory.delete("a/b").unwrap(), revision + 1, "deleting nothing changes nothing");
+    assert_eq!(directory.delete("a/b").unwrap(), revision + 1, "deleting an absent key changes nothing");
 }
 
 pub fn list_is_ordered_and_by_prefix(harness: &dyn Harness) {
@@ -84,9 +84,9 @@ pub fn a_transaction_is_all_or_nothing(harness: &dyn Harness) {
     let mut transaction = Transaction {
         compares: vec![Compare::version("a", version), Compare::absent("b")],
         operations: vec![
-            Operation::put("b", "2", None),
-            Operation::delete("a"),
-            Operation::put("c", "3", None),
+            KeyOperation::put("b", "2", None),
+            KeyOperation::delete("a"),
+            KeyOperation::put("c", "3", None),
         ],
     };
     let TransactionOutcome::Committed { revision } = directory.transaction(&transaction).unwrap() else {
@@ -94,19 +94,19 @@ pub fn a_transaction_is_all_or_nothing(harness: &dyn Harness) {
     };
     assert_eq!(directory.get("a").unwrap(), None);
     for key in ["b", "c"] {
-        assert_eq!(directory.get(key).unwrap().unwrap().version, revision, "one revision for all");
+        assert_eq!(directory.get(key).unwrap().unwrap().version, revision, "all changes have one revision");
     }
     let conflict = TransactionOutcome::Conflict { key: "a".to_owned(), version: 0 };
     assert_eq!(directory.transaction(&transaction).unwrap(), conflict);
 
     transaction.compares = vec![Compare::absent("b")];
-    transaction.operations = vec![Operation::put("d", "4", None)];
+    transaction.operations = vec![KeyOperation::put("d", "4", None)];
     let conflict = TransactionOutcome::Conflict { key: "b".to_owned(), version: revision };
     assert_eq!(directory.transaction(&transaction).unwrap(), conflict);
     assert_eq!(directory.get("d").unwrap(), None);
 
     transaction.compares.clear();
-    transaction.operations.push(Operation::put("e", "5", Some(LeaseId(999))));
+    transaction.operations.push(KeyOperation::put("e", "5", Some(LeaseId(999))));
     assert_eq!(directory.transaction(&transaction), Err(DirectoryError::LeaseGone(LeaseId(999))));
     assert_eq!(directory.get("d").unwrap(), None, "an error undoes the rest");
     assert_eq!(directory.list("").unwrap().revision, revision);
@@ -114,7 +114,7 @@ pub fn a_transaction_is_all_or_nothing(harness: &dyn Harness) {
 
 pub fn a_transaction_may_not_change_a_key_twice(harness: &dyn Harness) {
     let directory = harness.directory();
-    let operations = vec![Operation::put("a", "1", None), Operation::delete("a")];
+    let operations = vec![KeyOperation::put("a", "1", None), KeyOperation::delete("a")];
     let refused = directory.transaction(&Transaction { compares: Vec::new(), operations });
     assert_eq!(refused, Err(DirectoryError::ChangedTwice { key: "a".to_owned() }));
 }
@@ -145,7 +145,7 @@ pub fn one_of_many_wins_an_absent_key(harness: &dyn Harness) {
                 start.wait();
                 let transaction = Transaction {
                     compares: vec![Compare::absent("leader")],
-                    operations: vec![Operation::put("leader", number.to_string(), None)],
+                    operations: vec![KeyOperation::put("leader", number.to_string(), None)],
                 };
                 directory.transaction(&transaction).unwrap().is_committed()
             })
@@ -157,7 +157,7 @@ pub fn one_of_many_wins_an_absent_key(harness: &dyn Harness) {
     assert_eq!(harness.directory().get("leader").unwrap().unwrap().value, winner.as_bytes());
 }
 
-pub fn keys_end_with_their_lease(harness: &dyn Harness) {
+pub fn keys_are_deleted_with_their_lease(harness: &dyn Harness) {
     let directory = harness.directory();
     let short = directory.lease_grant(TTL).unwrap();
     let long = directory.lease_grant(TTL * 2).unwrap();
@@ -176,7 +176,7 @@ pub fn keys_end_with_their_lease(harness: &dyn Harness) {
     assert!(directory.get("free").unwrap().is_some());
 }
 
-pub fn a_lease_lives_while_it_is_kept_alive(harness: &dyn Harness) {
+pub fn a_lease_lasts_while_it_is_kept_alive(harness: &dyn Harness) {
     let directory = harness.directory();
     let lease = directory.lease_grant(TTL).unwrap();
     for _ in 0..5 {
@@ -197,7 +197,7 @@ pub fn a_revoked_lease_is_gone(harness: &dyn Harness) {
     assert_eq!(directory.lease_keep_alive(lease.id), Err(DirectoryError::LeaseGone(lease.id)));
 }
 
-pub fn a_lease_that_is_gone_takes_no_keys(harness: &dyn Harness) {
+pub fn no_key_is_attached_to_an_ended_lease(harness: &dyn Harness) {
     let directory = harness.directory();
     let lease = directory.lease_grant(TTL).unwrap();
     harness.advance(TTL);
@@ -221,54 +221,54 @@ pub fn epochs_increase(harness: &dyn Harness) {
 pub fn ttl_limits(harness: &dyn Harness) {
     let directory = harness.directory();
     let tick = Duration::from_millis(1);
-    assert_eq!(limit(directory.lease_grant(limits::TTL_MIN - tick)), Bound::TtlMin);
+    assert_eq!(limit(directory.lease_grant(limits::TTL_MIN - tick)), LimitKind::TtlMin);
     directory.lease_grant(limits::TTL_MIN).unwrap();
     directory.lease_grant(limits::TTL_MAX).unwrap();
-    assert_eq!(limit(directory.lease_grant(limits::TTL_MAX + tick)), Bound::TtlMax);
-    assert_eq!(limit(directory.lease_grant(Duration::MAX)), Bound::TtlMax);
+    assert_eq!(limit(directory.lease_grant(limits::TTL_MAX + tick)), LimitKind::TtlMax);
+    assert_eq!(limit(directory.lease_grant(Duration::MAX)), LimitKind::TtlMax);
 }
 
-pub fn a_watch_sees_all_in_order(harness: &dyn Harness) {
+pub fn a_watch_reports_all_changes_in_order(harness: &dyn Harness) {
     let directory = harness.directory();
     directory.put("w/before", b"", None).unwrap();
     let mut watch = directory.watch("w/", 0).unwrap();
     let first = directory.put("w/1", b"one", None).unwrap();
     directory.put("other", b"", None).unwrap();
     directory.delete("w/1").unwrap();
-    let operations = vec![Operation::put("w/2", "two", None), Operation::put("w/3", "three", None)];
+    let operations = vec![KeyOperation::put("w/2", "two", None), KeyOperation::put("w/3", "three", None)];
     directory.transaction(&Transaction { compares: Vec::new(), operations }).unwrap();
 
-    let put = |value: &str| EventKind::Put { value: value.as_bytes().to_vec(), lease: None };
+    let put = |value: &str| WatchEventKind::Put { value: value.as_bytes().to_vec(), lease: None };
     let expected = [
         (first, "w/1", put("one")),
-        (first + 2, "w/1", EventKind::Delete),
+        (first + 2, "w/1", WatchEventKind::Delete),
         (first + 3, "w/2", put("two")),
         (first + 3, "w/3", put("three")),
     ];
     for (revision, key, kind) in expected {
-        assert_eq!(event(&mut *watch), Event { revision, key: key.to_owned(), kind });
+        assert_eq!(event(&mut *watch), WatchEvent { revision, key: key.to_owned(), kind });
     }
     assert_eq!(watch.next(Duration::ZERO).unwrap(), None);
 }
 
-pub fn a_watch_sees_a_lease_end(harness: &dyn Harness) {
+pub fn a_watch_reports_the_end_of_a_lease(harness: &dyn Harness) {
     let directory = harness.directory();
     let lease = directory.lease_grant(TTL).unwrap();
     let mut watch = directory.watch("agents/", 0).unwrap();
     directory.put("agents/1", b"", Some(lease.id)).unwrap();
-    assert_eq!(event(&mut *watch).kind, EventKind::Put { value: Vec::new(), lease: Some(lease.id) });
+    assert_eq!(event(&mut *watch).kind, WatchEventKind::Put { value: Vec::new(), lease: Some(lease.id) });
     harness.advance(TTL);
     let ended = event(&mut *watch);
-    assert_eq!((ended.key.as_str(), ended.kind), ("agents/1", EventKind::Delete));
+    assert_eq!((ended.key.as_str(), ended.kind), ("agents/1", WatchEventKind::Delete));
 }
 
-pub fn a_watch_goes_on_from_a_revision(harness: &dyn Harness) {
+pub fn a_watch_continues_from_a_revision(harness: &dyn Harness) {
     let directory = harness.directory();
     let revisions: Vec<_> =
         (0..10).map(|number| directory.put(&format!("w/{number}"), b"", None).unwrap()).collect();
     let mut seen = Vec::new();
     let mut from = revisions[0];
-    // A watch that is lost after every third event, and taken up again.
+    // Each watch is dropped after three events, and the next one continues.
     while seen.len() < revisions.len() {
         let mut watch = directory.watch("w/", from).unwrap();
         for _ in 0..3.min(revisions.len() - seen.len()) {
@@ -295,8 +295,10 @@ pub fn a_listing_and_a_watch_leave_no_gap(harness: &dyn Harness) {
         let mut last = listing.entries.first().map_or(0, |entry| count(&entry.value));
         let mut watch = reader.watch("n/", listing.revision + 1).unwrap();
         while last < CHANGES {
-            let Some(Event { kind: EventKind::Put { value, .. }, .. }) = watch.next(PATIENCE).unwrap() else {
-                // The simulated watch never waits.
+            let Some(WatchEvent { kind: WatchEventKind::Put { value, .. }, .. }) =
+                watch.next(PATIENCE).unwrap()
+            else {
+                // A simulated watch does not wait.
                 std::thread::yield_now();
                 continue;
             };
@@ -306,7 +308,7 @@ pub fn a_listing_and_a_watch_leave_no_gap(harness: &dyn Harness) {
     });
 }
 
-pub fn a_watch_sees_what_threads_do_complete_and_in_order(harness: &dyn Harness) {
+pub fn a_watch_reports_changes_of_threads_completely_and_in_order(harness: &dyn Harness) {
     const THREADS: u64 = 3;
     const EACH: u64 = 20;
     let directory = harness.directory();
@@ -328,7 +330,7 @@ pub fn a_watch_sees_what_threads_do_complete_and_in_order(harness: &dyn Harness)
         assert!(event.revision > last);
         last = event.revision;
         let thread: usize = event.key["t/".len()..].parse().unwrap();
-        let EventKind::Put { value, .. } = event.kind else { panic!("nothing was deleted") };
+        let WatchEventKind::Put { value, .. } = event.kind else { panic!("nothing was deleted") };
         assert_eq!(u64::from_le_bytes(value.try_into().unwrap()), next[thread]);
         next[thread] += 1;
     }
@@ -339,24 +341,24 @@ pub fn a_watch_that_is_too_old_is_refused(harness: &dyn Harness) {
     let directory = harness.directory();
     let first = directory.put("0", b"", None).unwrap();
     let mut slow = directory.watch("", first).unwrap();
-    // 64 KiB × 256 is all the history there is; a transaction carries seven.
+    // The history holds 256 values of 64 KiB, and a transaction 7.
     let value = vec![0; limits::VALUE_BYTES_MAX];
     for _ in 0..40 {
         let operations =
-            (0..7).map(|number| Operation::put(format!("{number}"), value.clone(), None)).collect();
+            (0..7).map(|number| KeyOperation::put(format!("{number}"), value.clone(), None)).collect();
         assert!(
             directory.transaction(&Transaction { compares: Vec::new(), operations }).unwrap().is_committed()
         );
     }
     let end = first + 40;
-    harness.forget(end - 4);
+    harness.compact(end - 4);
     let Err(DirectoryError::Compacted { asked, oldest }) = directory.watch("", first) else {
-        panic!("that revision is long gone");
+        panic!("the revision is compacted");
     };
     assert_eq!(asked, first);
     assert_eq!(directory.watch("", oldest).unwrap().next(PATIENCE).unwrap().unwrap().revision, oldest);
 
-    // The one that was there all the time gets all in order, or is told: never a gap.
+    // The first watch reports all changes in order, or fails: it never has a gap.
     let mut last = first;
     loop {
         match slow.next(PATIENCE) {
@@ -374,47 +376,47 @@ pub fn a_watch_that_is_too_old_is_refused(harness: &dyn Harness) {
     }
 }
 
-/// What was forgotten last is not begun with either: the deletion of a key at that very revision is not known any more.
-pub fn a_watch_begins_after_what_was_forgotten(harness: &dyn Harness) {
+/// A watch does not begin at the last compacted revision: a deletion at that revision is not known.
+pub fn a_watch_begins_after_compacted_revisions(harness: &dyn Harness) {
     let directory = harness.directory();
     directory.put("k", b"", None).unwrap();
     let deleted = directory.delete("k").unwrap();
     let last = directory.put("other", b"", None).unwrap();
-    harness.forget(deleted);
+    harness.compact(deleted);
     match directory.watch("", deleted) {
-        Ok(mut watch) => assert_eq!(event(&mut *watch).kind, EventKind::Delete),
+        Ok(mut watch) => assert_eq!(event(&mut *watch).kind, WatchEventKind::Delete),
         Err(error) => assert_eq!(error, DirectoryError::Compacted { asked: deleted, oldest: last }),
     }
     assert_eq!(event(&mut *directory.watch("", last).unwrap()).key, "other");
 }
 
-/// A transaction's leases are told apart.
-pub fn the_lease_that_is_gone_is_named(harness: &dyn Harness) {
+/// The error names the lease that has ended, of several in a transaction.
+pub fn an_ended_lease_is_named(harness: &dyn Harness) {
     let directory = harness.directory();
     let [living, gone] = [(); 2].map(|()| directory.lease_grant(TTL).unwrap().id);
     directory.lease_revoke(gone).unwrap();
     for id in [gone, LeaseId(0), LeaseId(u64::MAX)] {
-        let operations = vec![Operation::put("a", "", Some(living)), Operation::put("b", "", Some(id))];
+        let operations = vec![KeyOperation::put("a", "", Some(living)), KeyOperation::put("b", "", Some(id))];
         let refused = directory.transaction(&Transaction { compares: Vec::new(), operations });
         assert_eq!(refused, Err(DirectoryError::LeaseGone(id)));
         assert_eq!(directory.lease_keep_alive(id), Err(DirectoryError::LeaseGone(id)));
         assert_eq!(directory.lease_revoke(id), Err(DirectoryError::LeaseGone(id)));
     }
     assert_eq!(directory.get("a").unwrap(), None);
-    // A compare is looked at first.
-    let operations = vec![Operation::put("b", "", Some(gone))];
+    // Compares are checked before leases.
+    let operations = vec![KeyOperation::put("b", "", Some(gone))];
     let compares = vec![Compare::version("b", 7)];
     let outcome = directory.transaction(&Transaction { compares, operations }).unwrap();
     assert_eq!(outcome, TransactionOutcome::Conflict { key: "b".to_owned(), version: 0 });
 }
 
-/// A listing of several pages is of one revision, however much changes meanwhile.
-pub fn a_long_listing_is_of_one_revision(harness: &dyn Harness) {
+/// A listing of several pages has one revision, although keys change meanwhile.
+pub fn a_long_listing_has_one_revision(harness: &dyn Harness) {
     const KEYS: usize = 600;
     let directory = harness.directory();
     let write = |value: u32| {
         for chunk in (0..KEYS).collect::<Vec<_>>().chunks(limits::TRANSACTION_PARTS_MAX) {
-            let put = |number: &usize| Operation::put(format!("n/{number}"), value.to_string(), None);
+            let put = |number: &usize| KeyOperation::put(format!("n/{number}"), value.to_string(), None);
             let operations = chunk.iter().map(put).collect();
             directory.transaction(&Transaction { compares: Vec::new(), operations }).unwrap();
         }
@@ -445,14 +447,14 @@ pub fn key_limits(harness: &dyn Harness) {
     directory.put(&longest, b"", None).unwrap();
     assert_eq!(directory.list(&longest).unwrap().entries.len(), 1);
     let over = longest + "k";
-    assert_eq!(limit(directory.put(&over, b"", None)), Bound::KeyBytes);
-    assert_eq!(limit(directory.get(&over)), Bound::KeyBytes);
-    assert_eq!(limit(directory.list(&over)), Bound::KeyBytes);
-    assert_eq!(limit(directory.watch(&over, 0)), Bound::KeyBytes);
+    assert_eq!(limit(directory.put(&over, b"", None)), LimitKind::KeyBytes);
+    assert_eq!(limit(directory.get(&over)), LimitKind::KeyBytes);
+    assert_eq!(limit(directory.list(&over)), LimitKind::KeyBytes);
+    assert_eq!(limit(directory.watch(&over, 0)), LimitKind::KeyBytes);
     let compares = vec![Compare::absent(over)];
     assert_eq!(
         limit(directory.transaction(&Transaction { compares, operations: Vec::new() })),
-        Bound::KeyBytes
+        LimitKind::KeyBytes
     );
     for bad in ["", "a\0b", "a\nb"] {
         assert!(matches!(directory.get(bad), Err(DirectoryError::InvalidKey { .. })), "{bad:?}");
@@ -465,7 +467,7 @@ pub fn value_limits(harness: &dyn Harness) {
     let longest = vec![7; limits::VALUE_BYTES_MAX];
     directory.put("k", &longest, None).unwrap();
     assert_eq!(directory.get("k").unwrap().unwrap().value, longest);
-    assert_eq!(limit(directory.put("k", &[longest, vec![7]].concat(), None)), Bound::ValueBytes);
+    assert_eq!(limit(directory.put("k", &[longest, vec![7]].concat(), None)), LimitKind::ValueBytes);
     directory.put("k", b"", None).unwrap();
     assert!(directory.get("k").unwrap().unwrap().value.is_empty());
 }
@@ -476,7 +478,7 @@ pub fn list_limits(harness: &dyn Harness) {
         let keys: Vec<_> = range.collect();
         for chunk in keys.chunks(limits::TRANSACTION_PARTS_MAX) {
             let operations =
-                chunk.iter().map(|number| Operation::put(format!("n/{number}"), "", None)).collect();
+                chunk.iter().map(|number| KeyOperation::put(format!("n/{number}"), "", None)).collect();
             assert!(
                 directory
                     .transaction(&Transaction { compares: Vec::new(), operations })
@@ -488,8 +490,8 @@ pub fn list_limits(harness: &dyn Harness) {
     fill(0..limits::LIST_ENTRIES_MAX);
     assert_eq!(directory.list("n/").unwrap().entries.len(), limits::LIST_ENTRIES_MAX);
     fill(limits::LIST_ENTRIES_MAX..limits::LIST_ENTRIES_MAX + 1);
-    assert_eq!(limit(directory.list("n/")), Bound::ListEntries);
-    assert!(directory.list("n/1").is_ok(), "a narrower prefix is served");
+    assert_eq!(limit(directory.list("n/")), LimitKind::ListEntries);
+    assert!(directory.list("n/1").is_ok(), "a narrower prefix is listed");
 
     let count = limits::LIST_BYTES_MAX / limits::VALUE_BYTES_MAX;
     for number in 10..10 + count {
@@ -497,29 +499,29 @@ pub fn list_limits(harness: &dyn Harness) {
     }
     assert_eq!(directory.list("b/").unwrap().entries.len(), count);
     directory.put("b/10", &vec![0; limits::VALUE_BYTES_MAX - 3], None).unwrap();
-    assert_eq!(limit(directory.list("b/")), Bound::ListBytes);
+    assert_eq!(limit(directory.list("b/")), LimitKind::ListBytes);
 }
 
 pub fn transaction_limits(harness: &dyn Harness) {
     let directory = harness.directory();
     let parts = |count: usize| Transaction {
         compares: vec![Compare::absent("absent")],
-        operations: (1..count).map(|number| Operation::put(format!("{number}"), "", None)).collect(),
+        operations: (1..count).map(|number| KeyOperation::put(format!("{number}"), "", None)).collect(),
     };
     assert!(directory.transaction(&parts(limits::TRANSACTION_PARTS_MAX)).unwrap().is_committed());
     assert_eq!(
         limit(directory.transaction(&parts(limits::TRANSACTION_PARTS_MAX + 1))),
-        Bound::TransactionParts
+        LimitKind::TransactionParts
     );
 
     let each = limits::TRANSACTION_BYTES_MAX / 16;
     let mut bytes = Transaction {
         compares: Vec::new(),
         operations: (10..26)
-            .map(|number| Operation::put(number.to_string(), vec![0; each - 2], None))
+            .map(|number| KeyOperation::put(number.to_string(), vec![0; each - 2], None))
             .collect(),
     };
     assert!(directory.transaction(&bytes).unwrap().is_committed());
-    bytes.operations.push(Operation::delete("x"));
-    assert_eq!(limit(directory.transaction(&bytes)), Bound::TransactionBytes);
+    bytes.operations.push(KeyOperation::delete("x"));
+    assert_eq!(limit(directory.transaction(&bytes)), LimitKind::TransactionBytes);
 }

@@ -4,14 +4,14 @@
 
 use aquifer_tests_support::golden;
 
-use super::Record;
+use super::SessionRecord;
 
 #[test]
 fn golden_record_of_a_session() {
     let mut golden = golden!("record");
-    let record = Record { tenant: 1, pid: 2, version: 3 };
+    let record = SessionRecord { tenant: 1, pid: 2, version: 3 };
     let text = serde_json::to_string(&record).expect("numbers can be written");
-    assert_eq!(serde_json::from_str::<Record>(&text).expect("it was just written"), record);
+    assert_eq!(serde_json::from_str::<SessionRecord>(&text).expect("it was just written"), record);
     golden.text("session", &text);
     golden.check();
 }

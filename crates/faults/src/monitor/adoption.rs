@@ -87,8 +87,8 @@ impl<E: Edge> Monitor<E> {
     ///
     /// Since then they may have been unmapped, and unregistered memory mapped in their place. Such
     /// pages must never be evicted, because their faults would not be reported. A trial fill tells:
-    /// the kernel first checks that the whole range is one registered area, and then finds the first
-    /// page present. That proves that the pages are registered, and that no event was unread.
+    /// the kernel first checks that the whole range is one registered area, and then finds the
+    /// first page present. That proves that the pages are registered, and that no event was unread.
     fn adopt_run(&mut self, first: PageNumber, pages: usize) {
         let end = first + pages as u64;
         let mut page = first;

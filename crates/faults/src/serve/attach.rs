@@ -1,4 +1,4 @@
-//! A program's first words to the agent. Everything it says is checked; what cannot be is refused with the reason.
+//! Attaches programs that have said hello. All that a program says is checked.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -15,27 +15,29 @@ use super::run::Run;
 use crate::uffd::Userfaultfd;
 use crate::worker::WorkerPort;
 
-/// Why a program was not taken in.
+/// Why a program was refused.
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
     /// The socket failed.
     #[error("the connection failed: {0}")]
     System(#[from] io::Error),
-    /// The token is nobody's.
+    /// No run has this token.
     #[error(
-        "no such run: the agent has been restarted, or the run has ended; start the program again with `aquifer run`"
+        "no such run: the agent has been restarted, or the run has ended; \
+         start the program again with `aquifer run`"
     )]
     NoSuchRun,
-    /// The program sent no userfaultfd, or something else.
-    #[error("a program's hello must come with its userfaultfd")]
+    /// The program sent no userfaultfd.
+    #[error("the hello came without a userfaultfd: the shim and the agent are not of one build")]
     NoUserfaultfd,
-    /// The kernel does not let the agent hear what it must.
+    /// The kernel refuses features that the monitor needs.
     #[error(
-        "the agent cannot page programs: {0}. It takes Linux 6.8 or newer, and the right to hear of forks (CAP_SYS_PTRACE): start the agent as root"
+        "the agent cannot page programs: {0}. It needs Linux 6.8 or newer, \
+         and CAP_SYS_PTRACE for the events of forks: start the agent as root"
     )]
     Features(io::Error),
-    /// A child that no fork told of.
-    #[error("this process was not forked from a program of the run")]
+    /// No fork was reported for this child.
+    #[error("no program of the run has forked this process")]
     UnknownChild,
     /// The run was ended.
     #[error("the run has been ended: {0}")]
@@ -43,11 +45,13 @@ pub enum AttachError {
 }
 
 impl PagingService {
-    /// Take in a program that said hello on `socket`. `pid` is what the kernel says of the other end. If it is refused,
-    /// it has been told why.
+    /// Attaches a program that has said hello on `socket`.
+    ///
+    /// `pid` is the process at the other end, as the kernel reports it. A program that is refused
+    /// is told the reason.
     ///
     /// # Errors
-    /// Why it was refused.
+    /// If the program was refused.
     pub fn attach_program(
         &self,
         hello: ProgramHello,
@@ -55,11 +59,11 @@ impl PagingService {
         socket: OwnedFd,
         pid: u32,
     ) -> Result<(), AttachError> {
-        let told = socket.try_clone()?;
+        let reply_to = socket.try_clone()?;
         self.try_attach(hello, fds, socket, pid).inspect_err(|error| {
             let refusal = Frame::Refused(error.to_string());
-            if let Err(error) = send_frame(&told, &refusal, &[]) {
-                tracing::debug!(%error, "a refused program did not wait for the reason");
+            if let Err(error) = send_frame(&reply_to, &refusal, &[]) {
+                tracing::debug!(%error, "cannot send the refusal: the program has ended");
             }
         })
     }
@@ -87,13 +91,13 @@ impl PagingService {
     }
 
     fn attach_child(&self, run: &Run, pid: u32, attachment: Attachment) -> Result<(), AttachError> {
-        let is_it = |program: &Arc<Program>| {
+        let is_this_child = |program: &Arc<Program>| {
             program.id == attachment.hello.child_number
                 && program.thread.load(Relaxed) == 0
                 && [0, pid].contains(&program.pid())
         };
-        let program = run.programs().into_iter().find(is_it).ok_or(AttachError::UnknownChild)?;
-        // One in a name space of processes of its own is not recognised before it speaks.
+        let program = run.programs().into_iter().find(is_this_child).ok_or(AttachError::UnknownChild)?;
+        // In a PID namespace of its own, a child is not identified before its hello.
         if program.pid() == 0 {
             program.set_pid(pid, &self.exit_watcher);
         }
@@ -102,7 +106,7 @@ impl PagingService {
     }
 }
 
-/// Reads on any other kind of descriptor could block or mislead the monitor.
+/// Whether a descriptor is a non-blocking userfaultfd. Any other could block the monitor.
 fn is_userfaultfd(fd: &OwnedFd) -> bool {
     use std::os::fd::AsRawFd;
     std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))

@@ -1,7 +1,8 @@
 //! Keeps a monitor's thread on the core where its program faults.
 //!
-//! A wake-up on the same core costs a third of one across cores. The kernel cannot know that two threads take turns, so the
-//! monitor looks now and then where the last faulting thread ran, and moves there if it finds it at the same place twice.
+//! A wake-up on the same core costs a third of a wake-up across cores. The kernel does not know
+//! that the two threads take turns. So the monitor checks at intervals where the last faulting
+//! thread ran, and moves there if two checks agree.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -11,10 +12,10 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::stat::{PROCESSOR, field};
 
-/// Faults between looks; a look costs some microseconds.
+/// Faults between two checks; a check takes some microseconds.
 const FAULTS_PER_CHECK: u64 = 256;
 
-/// Where a monitor's thread runs.
+/// Chooses the core of a monitor's thread and of its program's worker.
 #[derive(Debug)]
 pub(crate) struct CoreFollower {
     allowed: Option<CpuSet>,
@@ -22,13 +23,14 @@ pub(crate) struct CoreFollower {
     pinned: Option<usize>,
     next_check: u64,
     stat: Option<(u32, File)>,
-    /// Where the worker was put: pages that it frees on this core are in this core's cache when the next fault needs one.
+    /// Core of the worker. Pages that it frees are in this core's cache when the next fault
+    /// needs one.
     worker: Option<usize>,
     faults: u64,
 }
 
 impl CoreFollower {
-    /// Begin where the thread may run now.
+    /// Begins with the cores on which the calling thread may run.
     pub(crate) fn new() -> Self {
         Self {
             allowed: sched_getaffinity(None).ok(),
@@ -41,7 +43,7 @@ impl CoreFollower {
         }
     }
 
-    /// A thread of a process raised a fault.
+    /// Notes a fault of a thread, and checks its core if that is due.
     pub(crate) fn faulted(&mut self, process: u32, thread: u32) {
         self.faults += 1;
         if self.faults >= self.next_check && process != 0 && thread != 0 {
@@ -64,7 +66,7 @@ impl CoreFollower {
         }
     }
 
-    /// Have the program's worker run where its pages are needed again.
+    /// Moves the program's worker to the core of the monitor.
     pub(crate) fn move_worker(&mut self, worker: u32) {
         let pid = i32::try_from(worker).ok().and_then(Pid::from_raw);
         let (Some(pid), Some(allowed)) = (pid, self.allowed) else { return };
@@ -75,7 +77,9 @@ impl CoreFollower {
         }
     }
 
-    /// Nothing where the process has no such thread: the number is that of the thread's own name space, and may be anybody's here.
+    /// The core where a thread ran last; `None` if the process has no such thread.
+    ///
+    /// The number comes from the thread's own PID namespace, and may name another thread here.
     fn core_of(&mut self, process: u32, thread: u32) -> Option<usize> {
         if self.stat.as_ref().is_none_or(|(known, _)| *known != thread) {
             self.stat = Some((thread, File::open(format!("/proc/{process}/task/{thread}/stat")).ok()?));
@@ -86,7 +90,7 @@ impl CoreFollower {
     }
 }
 
-/// A set of one core.
+/// A set with one core.
 fn single_core(core: usize) -> CpuSet {
     let mut set = CpuSet::new();
     set.set(core);

@@ -1,7 +1,8 @@
-//! How much of a program is resident and counts against its run's limit.
+//! Measures how many resident pages of a program count against its run's limit.
 //!
-//! Of most programs that is all anonymous memory, of which the kernel keeps a count. Of one that names a range, what is present there must be
-//! counted page by page, so it is done now and then, and between two counts what else the program has is taken to be as it was.
+//! For most programs these are all anonymous pages, which the kernel counts. A program that names
+//! a range needs a scan of that range. Scans are rare; between two, the number of pages outside
+//! the range is taken to be constant.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -11,49 +12,49 @@ use super::program::Program;
 use crate::maps;
 use crate::pagemap;
 
-/// A count may take this share of the time between two.
-const COUNT_REST: u32 = 32;
-/// And this share, when what the program has resident has changed by so many pages since.
-const RECOUNT_REST: u32 = 4;
-const RECOUNT_PAGES: u64 = 1024;
-/// However costly a count is, the next is not later than this.
-const COUNT_WAIT_MAX: Duration = Duration::from_secs(2);
+/// Time between two scans, as a multiple of what a scan took.
+const SCAN_INTERVAL_FACTOR: u32 = 32;
+/// The same when the number of resident pages has changed by [`RESCAN_PAGES`].
+const RESCAN_INTERVAL_FACTOR: u32 = 4;
+const RESCAN_PAGES: u64 = 1024;
+/// Longest time between two scans.
+const SCAN_INTERVAL_MAX: Duration = Duration::from_secs(2);
 
-/// Seven numbers.
+/// Longest text of `/proc/PID/statm`: seven numbers.
 const STATM_BYTES_MAX: usize = 7 * 21;
 
-/// What is seen of a program.
+/// Memory of a program at one moment, in pages.
 #[derive(Debug, Default)]
 pub(super) struct MemoryUsage {
-    /// All its address space, in pages: if it has changed, its areas may have.
+    /// Size of the address space; if it has changed, the areas may have changed.
     pub size: u64,
     /// Resident pages that count.
     pub counted: u64,
 }
 
-/// The counts of a program that names a range.
+/// Counts the resident pages of one program.
 #[derive(Debug)]
 pub(super) struct ResidentCounter {
-    /// Resident pages outside the range, by the last count; and all that there were then.
-    others: u64,
+    /// Resident pages outside the range, and all resident pages, at the last scan.
+    outside: u64,
     anonymous: u64,
-    /// The next count, if nothing has changed, and if much has.
-    next: Instant,
-    next_if_changed: Instant,
-    /// Where the kernel tells its sizes, open: runs near their limit are looked at every millisecond.
-    statm: Option<(Asked, File)>,
+    /// Time of the next scan, and of the next if many pages have changed.
+    next_scan: Instant,
+    next_scan_if_changed: Instant,
+    /// The open `/proc/PID/statm`: programs near their limit are sampled every millisecond.
+    statm: Option<(ProcessIdentity, File)>,
 }
 
-/// A process, and a thread that lives as long as it does.
-type Asked = (u32, u32);
+/// Process id, and a thread that lives as long as the process.
+type ProcessIdentity = (u32, u32);
 
 impl ResidentCounter {
     pub(super) fn new() -> Self {
         let now = Instant::now();
-        Self { others: 0, anonymous: 0, next: now, next_if_changed: now, statm: None }
+        Self { outside: 0, anonymous: 0, next_scan: now, next_scan_if_changed: now, statm: None }
     }
 
-    /// Look at a program.
+    /// The memory of a program now; `None` if it has ended.
     pub(super) fn usage(&mut self, program: &Program) -> Option<MemoryUsage> {
         let (size, anonymous) = self.sizes(program)?;
         let range = program.bounds().paged_range;
@@ -61,28 +62,28 @@ impl ResidentCounter {
             return Some(MemoryUsage { size, counted: anonymous });
         }
         let now = Instant::now();
-        let has_changed = anonymous.abs_diff(self.anonymous) > RECOUNT_PAGES;
-        if now >= self.next || has_changed && now >= self.next_if_changed {
-            // Of a program that does not let itself be counted all counts.
-            let counted = present(program).unwrap_or(anonymous);
-            self.others = anonymous.saturating_sub(counted);
+        let has_changed = anonymous.abs_diff(self.anonymous) > RESCAN_PAGES;
+        if now >= self.next_scan || has_changed && now >= self.next_scan_if_changed {
+            // If the scan fails, all resident pages count.
+            let counted = present_pages(program).unwrap_or(anonymous);
+            self.outside = anonymous.saturating_sub(counted);
             self.anonymous = anonymous;
             let (cost, now) = (now.elapsed(), Instant::now());
-            self.next = now + (cost * COUNT_REST).min(COUNT_WAIT_MAX);
-            self.next_if_changed = now + (cost * RECOUNT_REST).min(COUNT_WAIT_MAX);
+            self.next_scan = now + (cost * SCAN_INTERVAL_FACTOR).min(SCAN_INTERVAL_MAX);
+            self.next_scan_if_changed = now + (cost * RESCAN_INTERVAL_FACTOR).min(SCAN_INTERVAL_MAX);
         }
-        Some(MemoryUsage { size, counted: anonymous.saturating_sub(self.others) })
+        Some(MemoryUsage { size, counted: anonymous.saturating_sub(self.outside) })
     }
 
-    /// Its size and its resident anonymous pages.
+    /// Size and resident anonymous pages.
     fn sizes(&mut self, program: &Program) -> Option<(u64, u64)> {
-        let asked = program.identity();
-        if self.statm.as_ref().is_none_or(|(of, _)| *of != asked) {
-            self.statm = Some((asked, program.proc_file("statm").ok()?));
+        let identity = program.identity();
+        if self.statm.as_ref().is_none_or(|(of, _)| *of != identity) {
+            self.statm = Some((identity, program.proc_file("statm").ok()?));
         }
         let (_, file) = self.statm.as_ref()?;
         let mut text = [0; STATM_BYTES_MAX];
-        // Once it has ended there is nothing to be read.
+        // After the program has ended, the read returns nothing.
         let length = file.read_at(&mut text, 0).ok()?;
         sizes_in(std::str::from_utf8(&text[..length]).ok()?)
     }
@@ -95,8 +96,8 @@ fn sizes_in(statm: &str) -> Option<(u64, u64)> {
     Some((size, resident.saturating_sub(shared)))
 }
 
-/// Present pages of the range that it names.
-fn present(program: &Program) -> Option<u64> {
+/// Present pages of the range that the program has named.
+fn present_pages(program: &Program) -> Option<u64> {
     let range = program.bounds().paged_range;
     let page = aquifer_pager::PAGE_BYTES as u64;
     let mut count = 0;
@@ -108,7 +109,7 @@ fn present(program: &Program) -> Option<u64> {
     Some(count)
 }
 
-/// Pages that count, those shared with relatives in part, so that the sum over a run is right.
+/// Pages that count, shared pages in proportion, so that the sum over a run is right.
 pub(super) fn shared_pages(program: &Program) -> Option<u64> {
     let range = program.bounds().paged_range;
     if !range.is_empty() {
@@ -126,9 +127,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_shared_does_not_count() {
+    fn shared_pages_do_not_count() {
         assert_eq!(sizes_in("1000 300 100 7 0 200 0\n"), Some((1000, 200)));
-        assert_eq!(sizes_in("1000 100 300 7 0 200 0\n"), Some((1000, 0)), "two numbers of different moments");
+        assert_eq!(
+            sizes_in("1000 100 300 7 0 200 0\n"),
+            Some((1000, 0)),
+            "the two numbers may be of different moments"
+        );
         assert_eq!(sizes_in(""), None);
     }
 }

@@ -1,4 +1,4 @@
-//! A monitor's way to a real program: its userfaultfd, its worker, `/proc`, the run's sender.
+//! The edge of a real program: its userfaultfd, its worker, `/proc`, and the run's sender.
 
 use std::fs::File;
 use std::io;
@@ -29,15 +29,15 @@ use crate::uffd::{self, Userfaultfd};
 use crate::worker::WorkerPort;
 
 const PAGE: u64 = PAGE_BYTES as u64;
-/// Wait no longer than this for the sender before looking around.
+/// Longest wait for the sender before the program's end is checked.
 const PATIENCE: rustix::fs::Timespec = rustix::fs::Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
-/// Entries of `/proc/PID/pagemap` read at once.
+/// Entries of `/proc/PID/pagemap` that are read at once.
 const PAGEMAP_ENTRIES: usize = 8192;
 const PAGEMAP_PRESENT: u64 = 1 << 63;
 const PAGEMAP_FILE: u64 = 1 << 61;
 const PAGEMAP_EXCLUSIVE: u64 = 1 << 56;
 
-/// A program that has said hello: its words, its socket, and the memory shared with its worker.
+/// What a program's hello brought: the hello, its socket, and the memory shared with its worker.
 #[derive(Debug)]
 pub(crate) struct Attachment {
     pub(crate) hello: ProgramHello,
@@ -45,13 +45,13 @@ pub(crate) struct Attachment {
     pub(crate) worker: WorkerPort,
 }
 
-/// The real edge.
+/// The edge of one real program.
 #[derive(Debug)]
 pub(crate) struct ProcessEdge {
     run: Arc<Run>,
     program: Arc<Program>,
     uffd: Userfaultfd,
-    /// The page table's memory.
+    /// Memory of the page table.
     table: OwnedFd,
     /// See [`ProgramRecord::origin`].
     origin: Option<(u64, u64)>,
@@ -63,7 +63,7 @@ pub(crate) struct ProcessEdge {
     core_follower: CoreFollower,
     journal: Journal,
     messages: Vec<UffdMessage<RawFd>>,
-    /// What an agent before this one heard and did not heed.
+    /// Events that another agent has read and not applied.
     unapplied: Vec<UffdMessage<OwnedFd>>,
 }
 
@@ -103,14 +103,16 @@ impl ProcessEdge {
         &self.run
     }
 
-    /// Children touch this page first.
+    /// Registers the canary page, which a forked child touches first.
     pub(crate) fn register_canary(&self, canary: u64) {
         if let Err(error) = self.uffd.register(canary / PAGE, canary / PAGE + 1) {
-            tracing::warn!(%error, "forked children of this program will not be recognised at once");
+            tracing::warn!(%error, "cannot register the canary: forked children will be identified late");
         }
     }
 
-    /// A worker is there: answer it, and take pages through it from now on. The keeper holds all before the program goes on.
+    /// Attaches the program's worker and welcomes the program.
+    ///
+    /// The keeper must hold all descriptors before the program continues.
     pub(crate) fn attach(&mut self, attachment: Attachment) -> io::Result<()> {
         let first = attachment.hello.bounce_buffer / PAGE;
         self.uffd.register(first, first + BATCH_PAGES_MAX as u64)?;
@@ -120,7 +122,10 @@ impl ProcessEdge {
         self.send_welcome()
     }
 
-    /// A worker was there before the agent was. Whether its program had been answered is not known: one that had does not read on.
+    /// Attaches a worker that another agent has attached.
+    ///
+    /// The program may not have been welcomed yet. A program that has been ignores a second
+    /// welcome.
     pub(crate) fn reattach(&mut self, attachment: Attachment) -> io::Result<()> {
         self.exit_watcher()?.watch(&self.program, &attachment.socket);
         let is_running = attachment.worker.thread() != 0;
@@ -137,7 +142,7 @@ impl ProcessEdge {
         }
     }
 
-    /// Have the keeper hold what another agent would need to go on.
+    /// Lets the keeper hold what another agent needs to resume the program.
     pub(crate) fn keep(&self) {
         let bounds = self.program.bounds();
         let record = ProgramRecord {
@@ -154,20 +159,20 @@ impl ProcessEdge {
         self.run.keep(&record.put(self.program.id, self.program.pid()), &fds);
     }
 
-    /// What an agent before this one heard and did not heed is to be read first.
+    /// Sets events that another agent has read and not applied, to be read first.
     pub(crate) fn set_unapplied_events(&mut self, messages: Vec<UffdMessage<OwnedFd>>) {
         self.unapplied = messages;
     }
 
-    /// By staging buffer, what an agent before this one had taken; `None` if the program has ended.
+    /// Per staging buffer, what another agent has evicted; `None` if the program has ended.
     pub(crate) fn batches(&self) -> Option<Vec<Vec<(PageNumber, MoveOutcome)>>> {
         let Some(attachment) = &self.attachment else { return Some(vec![Vec::new(); STAGING_BUFFERS]) };
-        // Its staging is read, and its maps are, by this thread.
+        // The worker's thread also gives access to the staging buffers and to `/proc`.
         self.find_worker_thread();
         attachment.worker.batches(|| !self.program.is_killed() && !self.program.has_exited())
     }
 
-    /// What the kernel says is registered, but for the shim's own memory.
+    /// The registered ranges as the kernel reports them, without those of the shim.
     pub(crate) fn registered(&self) -> Areas {
         let mut areas = Areas::default();
         if let Some(text) = self.program.read_proc("smaps") {
@@ -179,7 +184,7 @@ impl ProcessEdge {
         areas
     }
 
-    /// Whether the program's memory still exists. Asked by an attempt to fill a page that is always there.
+    /// Whether the program's memory exists, by a trial fill of the canary.
     pub(crate) fn is_alive(&mut self) -> bool {
         self.fill_canary().stop != Some(crate::kernel::FillStop::Ended)
     }
@@ -188,11 +193,11 @@ impl ProcessEdge {
         self.program.canary() / PAGE
     }
 
-    /// Write this program's number into its canary: its memory can be told from all others by that.
+    /// Writes the program's number into its canary, which identifies the program's memory.
     fn fill_canary(&self) -> FillOutcome {
         let mut bytes = [0; PAGE_BYTES];
         bytes[..8].copy_from_slice(&self.program.id.to_ne_bytes());
-        // SAFETY: a page of bytes.
+        // SAFETY: `bytes` is one page.
         unsafe { self.uffd.copy(self.canary(), bytes.as_ptr(), 1) }
     }
 
@@ -204,7 +209,7 @@ impl ProcessEdge {
         found.is_ok() && bytes == self.program.id.to_ne_bytes()
     }
 
-    /// Append the pages of the range that no other process shares.
+    /// Appends the pages of a range that no other process shares.
     fn read_pagemap(&self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) -> io::Result<()> {
         const WANTED: u64 = PAGEMAP_PRESENT | PAGEMAP_EXCLUSIVE;
         let file = self.program.proc_file("pagemap")?;
@@ -232,7 +237,10 @@ impl ProcessEdge {
         Ok(Arc::clone(&service.exit_watcher))
     }
 
-    /// A fault of a child tells which process it is: but its number is that of its own name space, where another process may have it here.
+    /// Identifies the process of a forked child by the thread of its first fault.
+    ///
+    /// The number of the thread comes from its own PID namespace. Here it may name another process,
+    /// so the canary is compared.
     fn identify_process(&self, thread: u32) {
         let _present_or_later = self.fill_canary();
         if !self.is_memory_of(thread) {
@@ -244,7 +252,7 @@ impl ProcessEdge {
         self.keep();
     }
 
-    /// The worker's thread, once it is verified to be one of this process.
+    /// Finds the worker's thread, and checks that it belongs to this process.
     fn find_worker_thread(&self) -> bool {
         let Some(attachment) = &self.attachment else {
             return false;
@@ -262,15 +270,15 @@ impl ProcessEdge {
     }
 }
 
-/// False if a change is under way.
+/// Write-protects all present pages; returns false if an event is unread.
 fn protect_all(uffd: BorrowedFd<'_>, areas: &Areas) -> bool {
     for area in areas.iter() {
         let Err(error) = uffd::protect(uffd, area.start, area.end) else { continue };
         if error.kind() == io::ErrorKind::WouldBlock {
             return false;
         }
-        // It is being unmapped, or the program has ended.
-        tracing::debug!(%error, ?area, "what is written here after the fork is not foreseen");
+        // The area is being unmapped, or the program has ended.
+        tracing::debug!(%error, ?area, "cannot write-protect an area after a fork");
     }
     true
 }
@@ -285,7 +293,8 @@ impl Kernel for ProcessEdge {
         }
         let mut messages = std::mem::take(&mut self.messages);
         self.journal.read(&self.uffd, &mut messages);
-        // SAFETY: the kernel made each descriptor for whoever reads the message; that is us, once.
+        // SAFETY: the kernel has created each descriptor for the process that reads the message,
+        // once.
         out.extend(
             messages.drain(..).map(|message| message.map_child(|fd| unsafe { OwnedFd::from_raw_fd(fd) })),
         );
@@ -332,14 +341,15 @@ impl Kernel for ProcessEdge {
             FillSource::Zeros { is_private: true } => self.zeros.as_ptr(),
             FillSource::Slot(slot) => {
                 let service = self.run.service.upgrade().expect("the service outlives its programs");
-                // SAFETY: slots lie inside the mempool's mapping.
+                // SAFETY: slots are inside the mempool's mapping.
                 unsafe { service.mempool.memory().as_ptr().add(slot.offset()) }
             }
             // SAFETY: the fetch buffer has FETCH_PAGES_MAX pages.
             FillSource::Fetched(index) => unsafe { self.fetcher.buffer().as_ptr().add(index * PAGE_BYTES) },
         };
         assert!(pages <= FETCH_PAGES_MAX);
-        // SAFETY: each source is at least `pages` long: windows are below FETCH_PAGES_MAX, and slots are asked for that hold pages.
+        // SAFETY: each source has at least `pages` pages: a window is shorter than FETCH_PAGES_MAX,
+        // and the monitor names only slots that hold pages.
         unsafe { self.uffd.copy(page, bytes, pages) }
     }
 
@@ -367,7 +377,7 @@ impl Kernel for ProcessEdge {
         match self.uffd.register(start, end) {
             Ok(()) => true,
             Err(error) => {
-                tracing::debug!(%error, start, end, "an area has changed before it could be registered");
+                tracing::debug!(%error, start, end, "cannot register an area: it has changed");
                 false
             }
         }
@@ -385,14 +395,14 @@ impl Kernel for ProcessEdge {
             .proc_file("pagemap")
             .and_then(|file| pagemap::present(&file, start..end, max as u64, |pages| out.extend(pages)));
         looked.unwrap_or_else(|error| {
-            tracing::debug!(%error, "pagemap cannot be read: the program is gone");
+            tracing::debug!(%error, "cannot scan pagemap: the program has ended");
             end
         })
     }
 
     fn exclusive_pages(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) {
         if let Err(error) = self.read_pagemap(start, end, out) {
-            tracing::debug!(%error, "pagemap cannot be read: the program is gone");
+            tracing::debug!(%error, "cannot read pagemap: the program has ended");
         }
     }
 
@@ -403,7 +413,7 @@ impl Kernel for ProcessEdge {
         out: &mut Vec<MoveOutcome>,
     ) -> Result<(), ProgramEnded> {
         let program = Arc::clone(&self.program);
-        let attachment = self.attachment.as_mut().expect("the monitor asked whether there is a worker");
+        let attachment = self.attachment.as_mut().expect("the monitor has checked that there is a worker");
         attachment.worker.refresh_pins();
         self.core_follower.move_worker(program.thread.load(Relaxed));
         let is_alive = || !program.is_killed() && !program.has_exited();
@@ -429,9 +439,9 @@ impl Kernel for ProcessEdge {
 }
 
 impl Edge for ProcessEdge {
-    fn submit_batch(&mut self, job: EvictedBatch) {
+    fn submit_batch(&mut self, batch: EvictedBatch) {
         let staging = self.attachment.as_ref().map_or(0, |attachment| attachment.hello.staging);
-        self.run.sender.submit(&self.program, self.program.thread.load(Relaxed), staging, job);
+        self.run.sender.submit_batch(&self.program, self.program.thread.load(Relaxed), staging, batch);
     }
 
     fn submit_block(&mut self, block: BlockId, slots: u64) {
@@ -467,13 +477,12 @@ impl Edge for ProcessEdge {
     }
 
     fn report_lost(&mut self, page: PageNumber, error: &FetchError) {
-        tracing::error!(pid = self.program.pid(), address = page * PAGE, %error, "a page is lost; its readers get SIGBUS");
+        let (pid, address) = (self.program.pid(), page * PAGE);
+        tracing::error!(pid, address, %error, "page lost: accesses raise SIGBUS");
         if !self.is_loss_reported {
             self.is_loss_reported = true;
             self.run.notify_owner(&format!(
-                "process {} lost the page at {:#x}: {error}. Whoever reads it gets SIGBUS",
-                self.program.pid(),
-                page * PAGE
+                "process {pid} lost the page at {address:#x}: {error}. Accesses to it raise SIGBUS"
             ));
         }
     }

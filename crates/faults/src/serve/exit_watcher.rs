@@ -1,7 +1,7 @@
-//! One thread hears of every program's end, so that monitors need not listen for it.
+//! One thread that notices the end of each program.
 //!
-//! A program ends when its worker's socket hangs up (`exit`, `exec` and death alike), or, before it has a worker, when its pidfd
-//! says so.
+//! A program has ended when the socket of its worker hangs up, after `exit`, `exec` or death.
+//! Before a program has a worker, its pidfd reports the end.
 
 use std::collections::HashMap;
 use std::io;
@@ -14,7 +14,7 @@ use super::program::Program;
 
 const EVENTS_MAX: usize = 64;
 
-/// Tells monitors that their programs have ended.
+/// Notifies monitors that their programs have ended.
 #[derive(Debug)]
 pub(crate) struct ProgramExitWatcher {
     epoll: OwnedFd,
@@ -22,39 +22,40 @@ pub(crate) struct ProgramExitWatcher {
 }
 
 impl ProgramExitWatcher {
-    /// Start the thread. It ends with the process.
+    /// Starts the thread, which ends with the process.
     pub(crate) fn start() -> io::Result<Arc<Self>> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        let exit_watcher = Arc::new(Self { epoll, programs: Mutex::new(HashMap::new()) });
-        let for_thread = Arc::clone(&exit_watcher);
-        std::thread::Builder::new().name("exit_watcher".into()).spawn(move || for_thread.listen())?;
-        Ok(exit_watcher)
+        let watcher = Arc::new(Self { epoll, programs: Mutex::new(HashMap::new()) });
+        let for_thread = Arc::clone(&watcher);
+        std::thread::Builder::new().name("exit-watcher".into()).spawn(move || for_thread.run())?;
+        Ok(watcher)
     }
 
-    /// Tell `program` when `fd` says anything: nothing is ever said there but the end.
+    /// Marks `program` as ended when `fd` becomes readable.
     pub(crate) fn watch(&self, program: &Arc<Program>, fd: impl AsFd) {
         self.lock().insert(program.id, Arc::downgrade(program));
         let data = epoll::EventData::new_u64(program.id);
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
         if let Err(error) = epoll::add(&self.epoll, fd, data, flags) {
-            tracing::error!(%error, pid = program.pid(), "a program's end would go unnoticed; it is taken for ended");
+            let pid = program.pid();
+            tracing::error!(%error, pid, "cannot watch for the end of a program; it counts as ended");
             program.mark_exited();
         }
     }
 
-    /// The program is no longer served.
-    pub(crate) fn forget(&self, program: u64) {
+    /// Stops watching a program that is no longer served.
+    pub(crate) fn unwatch(&self, program: u64) {
         self.lock().remove(&program);
     }
 
-    fn listen(&self) {
+    fn run(&self) {
         let mut events = Vec::with_capacity(EVENTS_MAX);
         loop {
             events.clear();
             match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), None) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(error) => {
-                    tracing::error!(%error, "the ends of programs cannot be heard any more");
+                    tracing::error!(%error, "cannot wait for the end of programs any more");
                     return;
                 }
             }

@@ -20,7 +20,7 @@ fn golden_records_of_runs_and_programs() {
     let put = run.put(7);
     assert_eq!(decode::<RunRecord>(&put).expect("it was just written"), run);
     golden.text("run", &put.record);
-    let hello = HelloRecord { is_child: true, antechamber: 1, staging: 2 };
+    let hello = HelloRecord { is_child: true, bounce_buffer: 1, staging: 2 };
     let program = |origin, hello| ProgramRecord { run: 1, origin, private: [2, 3, 4], only: [5, 6], hello };
     let programs = [
         ("program", program(None, Some(HelloRecord { is_child: false, ..hello }))),

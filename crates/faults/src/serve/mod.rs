@@ -1,11 +1,14 @@
-//! Real programs: a thread per program turns its monitor, a thread per run writes back, one thread samples them all.
+//! Pages real programs.
 //!
-//! - [`attach`]: a program's first words, and its child's.
-//! - [`program`]: one program's thread. `edge` is what its monitor acts through.
+//! One thread per program turns its monitor, one thread per run is its sender, and one thread
+//! samples all programs.
+//!
+//! - [`attach`]: the hello of a program or of a forked child.
+//! - [`program`]: one program and its thread. `edge` is what its monitor acts through.
 //! - [`run`]: what the programs of one `aquifer run` share. `sender` is its thread.
-//! - [`restore`]: another agent goes on with what the keeper holds, whose `records` say what it is.
-//! - `tenants`: what each of them has, all runs together.
-//! - [`sampler`]: looks from outside at how much is resident, and finds new areas.
+//! - `restore`: resumption of runs from what the keeper holds; `records` describe that.
+//! - `tenants`: statistics of each tenant over all its runs.
+//! - [`sampler`]: measures resident sizes and finds areas to register.
 
 pub mod attach;
 mod core_follower;
@@ -33,7 +36,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::Thread;
 
 use aquifer_ipc::{HeldItem, HeldKind, RunToken};
-use aquifer_pager::{Connector, Mempool, REPLICAS_MAX, SlabSet};
+use aquifer_pager::{Connector, LIMIT_BYTES_MIN, Mempool, REPLICAS_MAX, SlabSet};
 use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 
 pub use attach::AttachError;
@@ -42,34 +45,63 @@ pub use restore::RestoredRun;
 pub use run::{ProgramReport, Run, RunReport};
 pub use tenants::TenantReport;
 
-/// Runs that one agent serves at once.
+/// Most runs that one agent serves at once.
 pub const RUNS_MAX: usize = 1024;
-/// Runs that one user has at once.
+/// Most runs of one user at once.
 pub const RUNS_PER_TENANT_MAX: usize = 256;
 
-/// What the agent provides.
+/// Why a run cannot be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenRunError {
+    /// The limit is below [`LIMIT_BYTES_MIN`].
+    #[error(
+        "a limit of {limit_bytes} bytes is too small for any program: \
+         give at least {LIMIT_BYTES_MIN} (--local 8M)"
+    )]
+    LimitTooSmall {
+        /// The requested limit.
+        limit_bytes: u64,
+    },
+    /// The number of replicas is not possible.
+    #[error("--replicas {0} is not possible: give 1 to {REPLICAS_MAX}")]
+    Replicas(usize),
+    /// The agent has [`RUNS_MAX`] runs.
+    #[error("this agent already serves {RUNS_MAX} runs: end some first")]
+    TooManyRuns,
+    /// The tenant has [`RUNS_PER_TENANT_MAX`] runs.
+    #[error("user {0} has {RUNS_PER_TENANT_MAX} runs already: end some first")]
+    TooManyRunsOfTenant(u32),
+    /// Memory, threads or descriptors for the run cannot be created.
+    #[error("no memory for another run: {0}")]
+    System(#[from] std::io::Error),
+}
+
+/// What the agent provides to the paging service.
 pub trait AgentServices: Send + Sync + Debug {
-    /// How to reach memory nodes on behalf of a tenant.
+    /// Connects to memory nodes on behalf of a tenant.
     fn connector(&self, tenant: u32) -> Arc<dyn Connector>;
 
-    /// A pool client of that tenant with all nodes that can be reached now.
+    /// A pool client of a tenant, with all nodes that are reachable now.
     fn pool(&self, tenant: u32) -> PoolClient;
 
-    /// What this host has of the pool, and who knows of it.
+    /// Leak detection of this host.
     fn leak_detector(&self) -> &LeakDetector;
 
-    /// The nodes that there are now.
+    /// The nodes that are registered now.
     fn nodes(&self) -> Vec<NodeId>;
 
-    /// Hold this in a process that outlives this one, so that programs never read zeros and another agent can go on with them; in
-    /// place of what was held under the same name.
+    /// Lets the keeper hold descriptors and a record, in place of those with the same kind and
+    /// number.
+    ///
+    /// The keeper outlives the agent. As long as it holds a userfaultfd, missing pages never read
+    /// as zeros, and another agent can resume the program.
     fn put_in_keeper(&self, put: &HeldItem, fds: &[BorrowedFd<'_>]);
 
-    /// It is over.
+    /// Lets the keeper drop what it holds under a kind and number.
     fn remove_from_keeper(&self, kind: HeldKind, id: u64);
 }
 
-/// All programs that one agent pages.
+/// The service that pages all programs of one agent.
 #[derive(Debug)]
 pub struct PagingService {
     pub(crate) agent: Arc<dyn AgentServices>,
@@ -78,18 +110,19 @@ pub struct PagingService {
     runs: Mutex<HashMap<RunToken, Arc<Run>>>,
     ended: tenants::EndedRuns,
     next_program: AtomicU64,
-    /// Of runs that an agent before this one left, and that cannot be gone on with: what they have stays known of.
+    /// Slabs of runs that could not be resumed: as ledgers they keep the leak scan from freeing
+    /// extents that another agent may resume.
     unserved_slabs: Mutex<Vec<Arc<SlabSet>>>,
     sampler: OnceLock<Thread>,
-    /// Whether programs have come of which the sampler does not know.
+    /// Whether there are programs that the sampler has not seen.
     has_new_programs: AtomicBool,
 }
 
 impl PagingService {
-    /// A service without programs, and its threads.
+    /// Creates a service without programs, and starts its threads.
     ///
     /// # Errors
-    /// If there are no threads or descriptors for it.
+    /// If threads or descriptors cannot be created.
     pub fn new(agent: Arc<dyn AgentServices>, mempool: Arc<Mempool>) -> std::io::Result<Arc<Self>> {
         let service = Arc::new(Self {
             agent,
@@ -97,7 +130,7 @@ impl PagingService {
             exit_watcher: exit_watcher::ProgramExitWatcher::start()?,
             runs: Mutex::new(HashMap::new()),
             ended: tenants::EndedRuns::default(),
-            // Numbers stay unique over restarts, as the keeper still knows those of before.
+            // Numbers are unique over restarts, because the keeper still has those of other agents.
             next_program: AtomicU64::new(u64::from(std::process::id()) << 32),
             unserved_slabs: Mutex::default(),
             sampler: OnceLock::new(),
@@ -108,10 +141,10 @@ impl PagingService {
         Ok(service)
     }
 
-    /// Open a run.
+    /// Opens a run.
     ///
     /// # Errors
-    /// A sentence for the user.
+    /// See [`OpenRunError`].
     pub fn open_run(
         self: &Arc<Self>,
         name: &str,
@@ -119,30 +152,26 @@ impl PagingService {
         replicas: usize,
         owner: BorrowedFd<'_>,
         tenant: u32,
-    ) -> Result<Arc<Run>, String> {
-        if limit_bytes < aquifer_pager::LIMIT_BYTES_MIN {
-            return Err(format!(
-                "a limit of {limit_bytes} bytes is too small for any program: give at least {} (--local 8M)",
-                aquifer_pager::LIMIT_BYTES_MIN
-            ));
+    ) -> Result<Arc<Run>, OpenRunError> {
+        if limit_bytes < LIMIT_BYTES_MIN {
+            return Err(OpenRunError::LimitTooSmall { limit_bytes });
         }
         if !(1..=REPLICAS_MAX).contains(&replicas) {
-            return Err(format!("--replicas {replicas} is not possible: give 1 to {REPLICAS_MAX}"));
+            return Err(OpenRunError::Replicas(replicas));
         }
         let mut runs = self.lock();
         if runs.len() >= RUNS_MAX {
-            return Err(format!("this agent already serves {RUNS_MAX} runs: end some first"));
+            return Err(OpenRunError::TooManyRuns);
         }
         if runs.values().filter(|run| run.tenant() == tenant).count() >= RUNS_PER_TENANT_MAX {
-            return Err(format!("user {tenant} has {RUNS_PER_TENANT_MAX} runs already: end some first"));
+            return Err(OpenRunError::TooManyRunsOfTenant(tenant));
         }
-        let run = Run::open(self, name, limit_bytes, replicas, owner, tenant)
-            .map_err(|error| format!("no memory for another run: {error}"))?;
+        let run = Run::open(self, name, limit_bytes, replicas, owner, tenant)?;
         runs.insert(run.token(), Arc::clone(&run));
         Ok(run)
     }
 
-    /// The run with this token.
+    /// The run with a token.
     #[must_use]
     pub fn run(&self, token: RunToken) -> Option<Arc<Run>> {
         self.lock().get(&token).cloned()
@@ -154,22 +183,22 @@ impl PagingService {
         self.lock().values().cloned().collect()
     }
 
-    /// Forget a run that has ended.
+    /// Removes a run that has ended.
     pub fn close_run(&self, run: &Run) {
         let mut runs = self.lock();
         if runs.remove(&run.token()).is_some() {
-            // Under the lock, so that nobody counts it twice or not at all.
+            // With the lock held, so that [`Self::tenants`] counts the run exactly once.
             self.ended.add(run);
         }
         drop(runs);
         run.close();
     }
 
-    /// What each tenant has and had.
+    /// Statistics of each tenant that has or had a run.
     #[must_use]
     pub fn tenants(&self) -> Vec<TenantReport> {
         let runs = self.lock();
-        self.ended.with(runs.values())
+        self.ended.with_runs(runs.values())
     }
 
     /// The host's mempool.
@@ -178,7 +207,7 @@ impl PagingService {
         &self.mempool
     }
 
-    /// A program has come: a fresh one can fill its limit before the sampler would look by itself.
+    /// Wakes the sampler for a new program, which may reach its limit before the next sample.
     pub(crate) fn announce_program(&self) {
         self.has_new_programs.store(true, Relaxed);
         if let Some(sampler) = self.sampler.get() {

@@ -1,14 +1,15 @@
-//! How long a state has lasted, as far as somebody observed it.
+//! Measures how long a state has lasted while this process was running.
 //!
-//! A machine that stands still (suspended, or starved by its own host) lets the clock run on while nothing on it could have done
-//! anything. Who ends a run for what has not changed in ten seconds must not count such time.
+//! When a machine stalls (it is suspended, or its hypervisor starves it), its clock advances
+//! although no program can run. A run must not be ended for a state that lasted only because of
+//! a stall.
 
 use std::time::{Duration, Instant};
 
-/// Between two looks no more than this counts.
+/// Longest time that counts between two observations.
 const STEP_MAX: Duration = Duration::from_millis(200);
 
-/// Begun when the state is first seen, dropped when it is over.
+/// Duration of a state: created when the state is first seen, dropped when it has ended.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ObservedDuration {
     observed: Duration,
@@ -20,7 +21,7 @@ impl ObservedDuration {
         Self { observed: Duration::ZERO, last_seen: now }
     }
 
-    /// The state lasts still. Returns for how long it has been observed.
+    /// Notes that the state still lasts; returns how long it was observed.
     pub(crate) fn observe(&mut self, now: Instant) -> Duration {
         self.observed += now.saturating_duration_since(self.last_seen).min(STEP_MAX);
         self.last_seen = now;
@@ -33,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn time_in_which_the_machine_stood_still_does_not_count() {
+    fn time_of_a_stall_does_not_count() {
         let begun = Instant::now();
         let mut duration = ObservedDuration::begin(begun);
         assert_eq!(duration.observe(begun + Duration::from_millis(50)), Duration::from_millis(50));

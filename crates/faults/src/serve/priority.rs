@@ -1,13 +1,14 @@
-//! Threads that others wait for run before those that merely compute.
+//! Priorities of threads: threads on which others wait run before threads that compute.
 
 use std::io;
 
-/// For threads that a faulting thread waits for, and for the sampler, on whose punctuality limits depend.
+/// Niceness of threads on which a faulting thread waits, and of the sampler.
 pub const URGENT: i32 = -15;
-/// For threads that only make room.
+/// Niceness of threads that make room.
 pub const BUSY: i32 = -5;
 
-/// A thread that asks for so short a slice need not wait until the running one has used up its own (Linux 6.12).
+/// Requested time slice. A thread with a short slice need not wait until the running thread has
+/// used up its own (Linux 6.12).
 const SHORT_SLICE_NS: u64 = 100_000;
 
 /// The kernel's `struct sched_attr`, first version.
@@ -25,10 +26,12 @@ struct Attributes {
 
 const NORMAL: u32 = 0;
 
-/// Change the calling thread's niceness, and let it run at once when it wakes. Without the right to, it stays as it is: slower, not wrong.
+/// Sets the niceness and a short time slice of the calling thread.
+///
+/// Without the right to do so, the thread stays as it is; it is slower and not wrong.
 pub fn set_niceness(niceness: i32) {
     if let Err(error) = set(niceness) {
-        tracing::debug!(%error, niceness, "no right to a higher priority");
+        tracing::debug!(%error, niceness, "cannot raise the priority of a thread");
     }
 }
 
@@ -43,7 +46,7 @@ fn set(niceness: i32) -> io::Result<()> {
         deadline: 0,
         period: 0,
     };
-    // SAFETY: changes the scheduling of the calling thread only; the structure is of the size that it names.
+    // SAFETY: changes only the calling thread; the structure has the size that it names.
     match unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),

@@ -1,4 +1,4 @@
-//! One program: what others may do with it, and the thread that turns its monitor.
+//! One program, and the thread that turns its monitor.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -24,31 +24,31 @@ use crate::monitor::{Monitor, TurnOutcome};
 use crate::stats::FaultStats;
 use crate::uffd::Userfaultfd;
 
-/// How often a program whose process is unknown is probed for being alive.
+/// Interval at which a program with an unknown process is checked for its end.
 const PROBE_MS: i32 = 1000;
-/// Going to sleep and being woken costs more than this many yields.
+/// Yields before the monitor sleeps: two are cheaper than to sleep and be woken.
 const YIELDS_BEFORE_SLEEP: u32 = 2;
 
-/// What other threads want of a program's monitor.
+/// A request of another thread to a program's monitor.
 #[derive(Debug)]
 pub(crate) enum MonitorRequest {
-    /// New areas were found.
+    /// Adopt these areas.
     Areas(Vec<Area>),
-    /// A forked child has said hello.
+    /// Attach this forked child, which has said hello.
     Attach(Box<Attachment>),
 }
 
-/// One process under the agent's care.
+/// One process that the agent pages.
 #[derive(Debug)]
 pub struct Program {
     pub(crate) id: u64,
     pid: AtomicU32,
-    /// A thread that lives as long as the process; 0 until there is a worker.
+    /// The worker's thread, which lives as long as the process; 0 before it is known.
     pub(crate) thread: AtomicU32,
     pub(crate) stats: Arc<FaultStats>,
-    /// Pages that its monitor counts as resident.
+    /// Resident pages that the monitor controls.
     pub(crate) held: AtomicU64,
-    /// Its [`PagingBounds`]: private, only, canary.
+    /// The [`PagingBounds`]: shim range, paged range, canary.
     bounds: [AtomicU64; 5],
     sender_events: Mutex<VecDeque<SenderEvent>>,
     requests: Mutex<Vec<MonitorRequest>>,
@@ -56,15 +56,17 @@ pub struct Program {
     has_requests: AtomicBool,
     is_signalled: AtomicBool,
     is_asleep: AtomicBool,
-    /// Whether faults of it wait: for the sender, or for room.
+    /// Whether faults wait for the sender or for room.
     pub(crate) has_pending_faults: AtomicBool,
     wakeup: OwnedFd,
     uffd: OnceLock<Userfaultfd>,
     pidfd: Mutex<Option<OwnedFd>>,
-    /// Whether it has said where the shim's own memory is. Before that no area of it may be registered: one may be the
-    /// worker's stack, and a worker that waits for a page of its own waits for ever.
+    /// Whether the program has named the shim's memory in its hello. Before that no area may be
+    /// registered: one may be the worker's stack, and a worker that faults on its own memory
+    /// waits for itself.
     pub(crate) is_attached: AtomicBool,
-    /// Whether it was forked and has not yet executed another program: then its pages may be its parent's too.
+    /// Whether the program was forked and has not executed another program since, so that its
+    /// pages may be shared with its parent.
     pub(crate) is_forked: AtomicBool,
     is_killed: AtomicBool,
     has_exited: AtomicBool,
@@ -96,12 +98,13 @@ impl Program {
         })
     }
 
-    /// Its process id; 0 while unknown.
+    /// Process id; 0 while unknown.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.pid.load(Relaxed)
     }
 
+    /// Sets the process and watches for its end.
     pub(crate) fn set_pid(self: &Arc<Self>, pid: u32, exit_watcher: &ProgramExitWatcher) {
         let pidfd = i32::try_from(pid)
             .ok()
@@ -114,7 +117,7 @@ impl Program {
         *lock(&self.pidfd) = pidfd;
     }
 
-    /// It has said where what is.
+    /// Takes over the ranges of the hello.
     pub(crate) fn attached(&self, hello: &ProgramHello) {
         self.set_bounds(&PagingBounds {
             shim_range: hello.private_start..hello.private_end,
@@ -130,7 +133,7 @@ impl Program {
         self.bounds.iter().zip(values).for_each(|(place, value)| place.store(value, Relaxed));
     }
 
-    /// What it has said of its memory; a child that has said nothing yet has what its parent has.
+    /// The ranges of the hello; before its hello, a child has those of its parent.
     pub(crate) fn bounds(&self) -> PagingBounds {
         let [start, end, paged_start, paged_end, canary] =
             self.bounds.each_ref().map(|place| place.load(Relaxed));
@@ -141,26 +144,27 @@ impl Program {
         self.bounds[4].load(Relaxed)
     }
 
-    /// Stop an area from growing unheard, before its monitor has the time to adopt it. It may be gone: adoption will tell.
+    /// Registers an area before its monitor adopts it, so that it cannot grow unnoticed.
     pub(crate) fn register_early(&self, area: Area) {
         if let Some(uffd) = self.uffd.get()
             && let Err(error) = uffd.register(area.start, area.end)
         {
-            tracing::debug!(%error, ?area, "an area has changed since it was seen");
+            tracing::debug!(%error, ?area, "cannot register an area: it has changed");
         }
     }
 
+    /// Gives other threads access to the userfaultfd, see [`Self::register_early`].
     pub(crate) fn share_uffd(&self, uffd: &Userfaultfd) -> io::Result<()> {
         let _ = self.uffd.set(Userfaultfd::from(uffd.duplicate()?));
         Ok(())
     }
 
-    /// Its process, and the thread that lives as long as that does; 0 while unknown.
+    /// Process id and the thread that lives as long as the process; each is 0 while unknown.
     pub(crate) fn identity(&self) -> (u32, u32) {
         (self.pid(), self.thread.load(Relaxed))
     }
 
-    /// A file of its directory in `/proc`, by the thread that lives as long as it does.
+    /// Opens a file in `/proc` by the worker's thread, which keeps its meaning after `exec`.
     pub(crate) fn proc_file(&self, file: &str) -> io::Result<File> {
         let (pid, thread) = self.identity();
         match thread {
@@ -169,7 +173,7 @@ impl Program {
         }
     }
 
-    /// All of such a file.
+    /// Reads a whole file in `/proc`.
     pub(crate) fn read_proc(&self, file: &str) -> Option<Vec<u8>> {
         let mut bytes = Vec::new();
         self.proc_file(file).and_then(|mut file| file.read_to_end(&mut bytes)).ok()?;
@@ -188,18 +192,18 @@ impl Program {
         }
     }
 
-    /// End it.
+    /// Kills the process, if it is known.
     pub(crate) fn kill(&self) {
         self.is_killed.store(true, Relaxed);
         if let Some(pidfd) = &*lock(&self.pidfd)
             && let Err(error) = pidfd_send_signal(pidfd, Signal::KILL)
         {
-            tracing::debug!(%error, pid = self.pid(), "the program had ended already");
+            tracing::debug!(%error, pid = self.pid(), "cannot kill a program: it has ended");
         }
         self.wake();
     }
 
-    /// Its process, or its image of before an `exec`, is no more.
+    /// Notes that the process has ended or has executed another program.
     pub(crate) fn mark_exited(&self) {
         self.has_exited.store(true, SeqCst);
         self.signal();
@@ -225,7 +229,7 @@ impl Program {
         self.signal();
     }
 
-    /// Have its monitor turn, if it sleeps.
+    /// Makes the monitor turn, if it sleeps.
     pub(crate) fn signal(&self) {
         self.is_signalled.store(true, SeqCst);
         if self.is_asleep.swap(false, SeqCst) {
@@ -235,18 +239,18 @@ impl Program {
 
     fn wake(&self) {
         if let Err(error) = rustix::io::write(&self.wakeup, &1u64.to_ne_bytes()) {
-            tracing::error!(%error, "a program's bell is broken");
+            tracing::error!(%error, "cannot wake the monitor of a program");
         }
     }
 
     pub(crate) fn drain_sender_events(&self, out: &mut Vec<SenderEvent>) {
-        // The flag falls before the look: what is delivered after the look raises it again.
+        // The flag is cleared first: an event that comes after the queue was read sets it again.
         if self.has_sender_events.load(Relaxed) && self.has_sender_events.swap(false, SeqCst) {
             out.extend(lock(&self.sender_events).drain(..));
         }
     }
 
-    /// Announce sleep; false if the bell has rung since the last time, and the monitor must turn first.
+    /// Announces sleep; returns false if a signal has come, so that the monitor must turn first.
     fn begin_sleep(&self) -> bool {
         self.is_asleep.store(true, SeqCst);
         if self.is_signalled.swap(false, SeqCst) {
@@ -261,13 +265,13 @@ impl Program {
         self.is_signalled.store(false, SeqCst);
     }
 
-    /// Sleep until the wakeup rings, or for at most so long.
+    /// Sleeps until [`Self::signal`] is called, for a bounded time.
     pub(crate) fn sleep_until_signalled(&self, timeout: rustix::fs::Timespec) {
         if !self.begin_sleep() {
             return;
         }
         let mut fds = [PollFd::new(&self.wakeup, PollFlags::IN)];
-        // Any outcome means: look again.
+        // Whatever ended the wait, the caller checks all sources.
         let _ = poll(&mut fds, Some(&timeout));
         self.end_sleep();
         self.drain_wakeup();
@@ -275,7 +279,7 @@ impl Program {
 
     fn drain_wakeup(&self) {
         let mut count = [0; 8];
-        // It may not have rung.
+        // There may be nothing to read.
         let _ = rustix::io::read(&self.wakeup, &mut count);
     }
 }
@@ -284,7 +288,7 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Begin to serve a program that has said hello.
+/// Begins to serve a program that has said hello.
 pub(crate) fn serve_root(
     run: &Arc<Run>,
     pid: u32,
@@ -309,7 +313,7 @@ pub(crate) fn serve_root(
     })
 }
 
-/// Begin to serve a forked child, before it has said anything.
+/// Begins to serve a forked child, before its hello.
 pub(crate) fn serve_child(
     run: &Arc<Run>,
     parent: &Program,
@@ -331,6 +335,7 @@ pub(crate) fn serve_child(
     })
 }
 
+/// Adds a program to a run.
 pub(crate) fn new_program(run: &Arc<Run>, id: u64) -> io::Result<Arc<Program>> {
     let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
     let program = Arc::new(Program::new(id)?);
@@ -341,7 +346,7 @@ pub(crate) fn new_program(run: &Arc<Run>, id: u64) -> io::Result<Arc<Program>> {
     Ok(program)
 }
 
-/// A program that could not be started is not one of its run.
+/// Starts a program, and removes it from its run if that fails.
 pub(crate) fn or_remove(
     run: &Arc<Run>,
     program: &Arc<Program>,
@@ -352,7 +357,7 @@ pub(crate) fn or_remove(
 
 fn remove_program(run: &Run, program: &Program) {
     if let Some(service) = run.service.upgrade() {
-        service.exit_watcher.forget(program.id);
+        service.exit_watcher.unwatch(program.id);
         service.agent.remove_from_keeper(HeldKind::Program, program.id);
     }
     run.remove(program);
@@ -368,7 +373,9 @@ fn monitor(
     Monitor::new(edge, volume, Arc::clone(&run.budget), Arc::clone(&program.stats), areas, STAGING_BUFFERS)
 }
 
-/// Start the program's thread, which makes its monitor first; `None` if the program has ended meanwhile.
+/// Starts the thread of a program.
+///
+/// The thread first makes the monitor by `make`, which returns `None` if the program has ended.
 pub(crate) fn spawn(
     run: &Arc<Run>,
     program: &Arc<Program>,
@@ -387,6 +394,7 @@ pub(crate) fn spawn(
     std::thread::Builder::new().name(name).spawn(serve).map(drop)
 }
 
+/// The loop of a program's thread.
 struct MonitorLoop {
     monitor: Monitor<ProcessEdge>,
     program: Arc<Program>,
@@ -406,7 +414,7 @@ impl MonitorLoop {
             }
             match next {
                 TurnOutcome::Again => {}
-                // The program that was just woken on this core will often fault again at once: let it, before going to sleep.
+                // The program was just woken on this core and may fault again at once.
                 TurnOutcome::Sleep if served > 0 && yields < YIELDS_BEFORE_SLEEP => {
                     yields += 1;
                     std::thread::yield_now();
@@ -430,14 +438,14 @@ impl MonitorLoop {
                 MonitorRequest::Attach(attachment) => {
                     self.program.attached(&attachment.hello);
                     if let Err(error) = self.monitor.edge().attach(*attachment) {
-                        tracing::warn!(%error, pid = self.program.pid(), "a forked program could not be attached");
+                        tracing::warn!(%error, pid = self.program.pid(), "cannot attach a forked program");
                     }
                 }
             }
         }
     }
 
-    /// Sleep until the kernel, the sender or the program's end has something to say.
+    /// Sleeps until the kernel, the sender, another thread or the program's end wakes it.
     fn sleep(&mut self) {
         self.program.has_pending_faults.store(self.monitor.has_pending_faults(), SeqCst);
         if !self.program.begin_sleep() {
@@ -450,9 +458,9 @@ impl MonitorLoop {
         let mut fds = [libc::pollfd { fd: -1, events: libc::POLLIN, revents: 0 }; 2];
         fds[0].fd = edge.uffd().as_raw_fd();
         fds[1].fd = self.program.wakeup.as_raw_fd();
-        // While its process is unknown nobody tells us of its end.
+        // No watch reports the end of an unknown process, so it is checked at intervals.
         let patience = if self.program.pid() == 0 { PROBE_MS } else { -1 };
-        // SAFETY: two valid entries.
+        // SAFETY: the array has two valid entries.
         let ready = unsafe { libc::poll(fds.as_mut_ptr(), 2, patience) };
         self.program.end_sleep();
         if fds[1].revents != 0 {
@@ -463,7 +471,7 @@ impl MonitorLoop {
         }
     }
 
-    /// The program is gone: everything it had goes back.
+    /// Frees all that the program had.
     fn end(mut self) {
         let id = self.program.id;
         self.monitor.edge().run().sender.abandon(id);

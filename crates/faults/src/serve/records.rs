@@ -1,6 +1,7 @@
-//! What the keeper holds of a run and of a program: descriptors, and a record for the agent that takes over.
+//! Records of runs and programs that the keeper holds beside their descriptors.
 //!
-//! Records are JSON: they are read once, by the next agent, which may be of a newer build.
+//! Records are JSON, because the agent that reads them may be of another build. The keys are part
+//! of the format in `docs/formats/ipc.md`.
 
 use std::io;
 
@@ -10,38 +11,42 @@ use serde::{Deserialize, Serialize};
 
 use crate::maps::PagingBounds;
 
-/// A run. With its slabs' memory, and the socket of whoever started it.
+/// Record of a run; the keeper holds it with the memory of its slabs and the owner's socket.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct RunRecord {
-    /// As hexadecimal digits.
+    /// In hexadecimal digits.
     pub token: String,
     pub name: String,
     pub limit_bytes: u64,
-    /// The user that it belongs to.
+    /// User that the run belongs to.
     pub tenant: u32,
     pub replicas: usize,
 }
 
-/// A program. With its userfaultfd, its page table and its journal; if it has said hello, with the control memory and its socket, too.
+/// Record of a program.
+///
+/// The keeper holds it with the userfaultfd, the page table and the journal, and after the hello
+/// with the control memory and the program's socket.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct ProgramRecord {
-    /// The run's number.
+    /// Number of the run.
     pub run: u64,
-    /// A forked child's parent, and how many of that one's events had been heeded before the fork.
+    /// Of a forked child: number of the parent, and the parent's count of applied events.
     pub origin: Option<(u64, u64)>,
-    /// The shim's own memory, from, to, and the canary page.
+    /// Start and end of the shim's memory, and address of the canary page.
     pub private: [u64; 3],
-    /// All that is to be paged, from, to; 0 and 0: whatever can be.
+    /// Start and end of the only range that is paged; both 0 if all areas can be paged.
     #[serde(default)]
     pub only: [u64; 2],
     pub hello: Option<HelloRecord>,
 }
 
-/// What a program said of itself.
+/// What a program has said in its hello, beside the ranges.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct HelloRecord {
     pub is_child: bool,
-    pub antechamber: u64,
+    #[serde(rename = "antechamber")]
+    pub bounce_buffer: u64,
     pub staging: u64,
 }
 
@@ -51,7 +56,8 @@ impl RunRecord {
     }
 
     pub fn token(&self) -> io::Result<RunToken> {
-        RunToken::from_hex(self.token.as_bytes()).ok_or_else(|| io::Error::other("a run's token is damaged"))
+        RunToken::from_hex(self.token.as_bytes())
+            .ok_or_else(|| io::Error::other("the token in its record is invalid"))
     }
 }
 
@@ -60,16 +66,16 @@ impl ProgramRecord {
         HeldItem { kind: HeldKind::Program, id, pid, record: encode(self) }
     }
 
-    /// The words with which it came.
+    /// The hello of the program; `None` if it has not said one.
     pub fn hello(&self, token: RunToken) -> Option<ProgramHello> {
-        let HelloRecord { is_child, antechamber, staging } = self.hello?;
+        let HelloRecord { is_child, bounce_buffer, staging } = self.hello?;
         let PagingBounds { shim_range, canary, paged_range } = self.bounds();
         Some(ProgramHello {
             token,
             is_child,
-            // It has been recognised.
+            // The number only identifies a child before its hello.
             child_number: 0,
-            bounce_buffer: antechamber,
+            bounce_buffer,
             staging,
             canary,
             private_start: shim_range.start,
@@ -87,7 +93,7 @@ impl ProgramRecord {
 
 impl From<&ProgramHello> for HelloRecord {
     fn from(hello: &ProgramHello) -> Self {
-        Self { is_child: hello.is_child, antechamber: hello.bounce_buffer, staging: hello.staging }
+        Self { is_child: hello.is_child, bounce_buffer: hello.bounce_buffer, staging: hello.staging }
     }
 }
 
@@ -95,7 +101,7 @@ fn encode(record: &impl Serialize) -> String {
     serde_json::to_string(record).expect("plain structs are JSON")
 }
 
-/// A record that an agent before this one wrote.
+/// Parses a record that another agent wrote.
 pub(crate) fn decode<T: DeserializeOwned>(put: &HeldItem) -> io::Result<T> {
     serde_json::from_str(&put.record).map_err(io::Error::other)
 }
@@ -105,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_program_said_of_its_memory_is_known_after_a_restart() {
+    fn a_hello_is_the_same_after_a_restart() {
         let hello = ProgramHello {
             token: RunToken([3; 16]),
             is_child: true,
@@ -130,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_of_an_agent_that_knew_no_ranges_means_all() {
+    fn a_record_without_a_range_means_that_all_areas_are_paged() {
         let text = r#"{"run":1,"origin":null,"private":[4096,8192,12288],"hello":null}"#;
         let put = HeldItem { kind: HeldKind::Program, id: 7, pid: 8, record: text.into() };
         let record: ProgramRecord = decode(&put).unwrap();

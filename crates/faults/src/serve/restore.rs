@@ -1,7 +1,8 @@
-//! An agent takes over from one that has died: everything it needs is in what the keeper holds.
+//! Resumption of the programs of an agent that has died, from what the keeper holds.
 //!
-//! Programs went on all that time, as long as they needed no page; those that wait for one are woken in the end, and ask again. What
-//! cannot be gone on with is ended, with a reason: no program ever reads a page that is not its own.
+//! Meanwhile the programs ran as long as they needed no page. At the end, all threads that wait
+//! for pages are woken and fault again. A run that cannot be resumed is ended with a reason: no
+//! program ever reads a page that is not its own.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
@@ -27,25 +28,26 @@ use crate::monitor::{Monitor, ResumeState};
 use crate::uffd::Userfaultfd;
 use crate::worker::WorkerPort;
 
-/// How long a killed program may take to be gone.
+/// Longest wait for the end of a killed program.
 const DEATH_TIMEOUT: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
 const NO_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
-/// A run that goes on.
+/// A run that was resumed.
 #[derive(Debug)]
 pub struct RestoredRun {
     /// The run.
     pub run: Arc<Run>,
-    /// Whoever started it.
+    /// Socket of the process that started it.
     pub owner: OwnedFd,
 }
 
-/// Userfaultfds of children that were forked and not yet served, by [`aquifer_ipc::HeldItem::id`].
+/// Userfaultfds of forked children that were not yet served, by [`aquifer_ipc::HeldItem::id`].
 type Orphans = HashMap<u64, OwnedFd>;
 
 impl PagingService {
-    /// Go on with what an agent before this one left with the keeper. The mempool is the one that it had, and is recovered by this. After it all that runs have of
-    /// the pool is known of.
+    /// Resumes the programs of another agent, with its mempool, which is recovered here.
+    ///
+    /// When it returns, all slabs of runs are ledgers of the leak detection.
     pub fn restore(self: &Arc<Self>, kept: Vec<RestoredItem>) -> Vec<RestoredRun> {
         let mut runs = BTreeMap::new();
         let mut programs = Vec::new();
@@ -54,14 +56,14 @@ impl PagingService {
             match kept.item.kind {
                 HeldKind::Run => match RecoveringRun::from_kept(kept) {
                     Ok(run) => drop(runs.insert(run.id, run)),
-                    Err(error) => tracing::error!(%error, "a run cannot be gone on with"),
+                    Err(error) => tracing::error!(%error, "cannot resume a run"),
                 },
                 HeldKind::Program => programs.push(kept),
                 HeldKind::Orphan => orphans.extend(kept.fds.into_iter().next().map(|fd| (kept.item.id, fd))),
                 HeldKind::Host | HeldKind::Session | HeldKind::Node => {}
             }
         }
-        // Now: an audit finds what nobody knows of, and a run is known of before it goes on.
+        // Before anything else: the leak scan must know the slabs before it looks at a node.
         runs.values().for_each(|run| self.agent.leak_detector().register_ledger(&run.slabs));
         for kept in programs {
             self.assign_program(kept, &mut runs);
@@ -71,7 +73,7 @@ impl PagingService {
             run.recover(self, &mut orphans, &mut used);
         }
         self.mempool.finish_recovery(&used);
-        // Before anybody else can take them.
+        // Before other programs can allocate them.
         runs.values_mut().flat_map(|run| &mut run.ready).for_each(ResumableProgram::reserve_blocks);
         for id in orphans.into_keys() {
             self.agent.remove_from_keeper(HeldKind::Orphan, id);
@@ -79,16 +81,17 @@ impl PagingService {
         runs.into_values().filter_map(|run| self.resume_run(run)).collect()
     }
 
-    /// What an agent before this one left makes no sense without its mempool: end its programs.
+    /// Ends the programs of another agent whose mempool is lost, so that they cannot be resumed.
     pub fn end_kept(&self, kept: Vec<RestoredItem>) -> Vec<RestoredRun> {
         for kept in kept {
             match kept.item.kind {
                 HeldKind::Program if kept.item.pid != 0 => {
                     self.kill_unservable(vec![(kept.item.id, kept.fds.into_iter().next_back())]);
                 }
-                // Its process is unknown: it waits, for ever if need be.
+                // Its process is unknown, so it cannot be killed. It waits as long as the keeper
+                // runs.
                 HeldKind::Program => {}
-                // By now that is this agent itself.
+                // This is the entry of this agent by now.
                 HeldKind::Host => {}
                 kind => self.agent.remove_from_keeper(kind, kept.item.id),
             }
@@ -102,19 +105,19 @@ impl PagingService {
             if kept.item.pid == 0 { None } else { kept.fds.last().and_then(|fd| fd.try_clone().ok()) };
         let record = decode::<ProgramRecord>(&kept.item).ok();
         let Some((run, record)) = record.and_then(|record| Some((runs.get_mut(&record.run)?, record))) else {
-            tracing::error!(program = id, "a program of no known run is ended");
+            tracing::error!(program = id, "ending a program without a run");
             return self.kill_unservable(vec![(id, pidfd)]);
         };
         match RecoveredProgram::open(kept, record) {
             Ok(found) => run.found.push(found),
             Err(error) => {
-                run.end_reason(format!("a program of it cannot be gone on with: {error}"));
+                run.fail(format!("a program of it cannot be resumed: {error}"));
                 run.unservable.push((id, pidfd));
             }
         }
     }
 
-    /// Start a run's threads.
+    /// Starts the threads of a run.
     fn resume_run(self: &Arc<Self>, open: RecoveringRun) -> Option<RestoredRun> {
         let RecoveringRun { id, record, owner, slabs, budget, ready, end_reason, mut unservable, .. } = open;
         slabs.finish_recovery();
@@ -123,38 +126,38 @@ impl PagingService {
         let run = match again.and_then(|owner| Run::start(self, id, &record, slabs, budget, owner)) {
             Ok(run) => run,
             Err(error) => {
-                // It is left to another agent, with all that it has.
+                // The keeper still holds all of it, so another agent can resume it.
                 self.unserved_slabs.lock().unwrap_or_else(PoisonError::into_inner).push(kept);
-                tracing::error!(%error, run = record.name, "a run cannot be gone on with");
+                tracing::error!(%error, run = record.name, "cannot resume a run");
                 return None;
             }
         };
         self.lock().insert(run.token(), Arc::clone(&run));
         let mut end_reason = end_reason;
         if end_reason.is_none() && ready.is_empty() {
-            // Whoever started it may not have been told that it did.
+            // The process that started the run may not have got the answer.
             let _gone = send_frame(&owner, &Frame::RunOpened(run.token()), &[]);
         }
         for ready in ready {
             if end_reason.is_some() {
                 unservable.push((ready.found.id, ready.found.pidfd));
             } else if let Err(error) = ready.start(self, &run) {
-                end_reason = Some(format!("a program of it cannot be gone on with: {error}"));
+                end_reason = Some(format!("a program of it cannot be resumed: {error}"));
             }
         }
         if let Some(reason) = end_reason {
             run.end(&reason);
             self.kill_unservable(unservable);
         }
-        tracing::info!(run = record.name, programs = run.programs().len(), "a run goes on");
+        tracing::info!(run = record.name, programs = run.programs().len(), "run resumed");
         Some(RestoredRun { run, owner })
     }
 
-    /// Kill programs that nobody can serve; only then may their descriptors close.
+    /// Kills programs that cannot be served; the keeper drops their descriptors only after that.
     fn kill_unservable(&self, unservable: Vec<(u64, Option<OwnedFd>)>) {
         for (_, pidfd) in &unservable {
             if let Some(Err(error)) = pidfd.as_ref().map(|pidfd| pidfd_send_signal(pidfd, Signal::KILL)) {
-                tracing::debug!(%error, "it has ended already");
+                tracing::debug!(%error, "cannot kill a program: it has ended");
             }
         }
         for (id, pidfd) in unservable {
@@ -165,7 +168,7 @@ impl PagingService {
     }
 }
 
-/// A run with what is known of it so far.
+/// A run that is being recovered.
 struct RecoveringRun {
     id: u64,
     record: RunRecord,
@@ -174,7 +177,7 @@ struct RecoveringRun {
     budget: Arc<Budget>,
     found: Vec<RecoveredProgram>,
     ready: Vec<ResumableProgram>,
-    /// Programs that must be killed, for they cannot be served.
+    /// Programs that cannot be served and must be killed.
     unservable: Vec<(u64, Option<OwnedFd>)>,
     end_reason: Option<String>,
 }
@@ -184,7 +187,7 @@ impl RecoveringRun {
         let record: RunRecord = decode(&kept.item)?;
         let mut fds = kept.fds.into_iter();
         let (Some(slabs), Some(owner)) = (fds.next(), fds.next()) else {
-            return Err(io::Error::other("the keeper lacks descriptors of it"));
+            return Err(io::Error::other("the keeper lacks descriptors of the run"));
         };
         if !(1..=REPLICAS_MAX).contains(&record.replicas) {
             return Err(io::Error::other(format!("its record names {} replicas", record.replicas)));
@@ -202,11 +205,12 @@ impl RecoveringRun {
         })
     }
 
-    fn end_reason(&mut self, reason: String) {
+    /// Notes that the run must be ended. Only the first reason counts.
+    fn fail(&mut self, reason: String) {
         self.end_reason.get_or_insert(reason);
     }
 
-    /// Recover all volumes; which blocks of the mempool they have.
+    /// Recovers all volumes, and adds their blocks of the mempool to `used`.
     fn recover(&mut self, service: &PagingService, orphans: &mut Orphans, used: &mut HashSet<BlockId>) {
         let served: HashSet<_> = self.found.iter().filter_map(|found| found.record.origin).collect();
         let mut blocks = Vec::new();
@@ -214,7 +218,7 @@ impl RecoveringRun {
             let id = found.id;
             if found.has_ended() {
                 if found.has_unserved_fork(&served) {
-                    self.end_reason("a program of it was killed while it forked, and the agent, too".into());
+                    self.fail("a program of it was killed together with the agent while it forked".into());
                 }
                 service.agent.remove_from_keeper(HeldKind::Program, id);
                 continue;
@@ -234,7 +238,7 @@ impl RecoveringRun {
                     self.ready.push(ResumableProgram { found, recovered, unapplied });
                 }
                 Err(error) => {
-                    self.end_reason(format!("a program of it cannot be gone on with: {error}"));
+                    self.fail(format!("a program of it cannot be resumed: {error}"));
                     self.unservable.push((id, pidfd));
                 }
             }
@@ -245,7 +249,7 @@ impl RecoveringRun {
     }
 }
 
-/// A program as the keeper gave it back.
+/// A program from the keeper.
 struct RecoveredProgram {
     id: u64,
     pid: u32,
@@ -261,7 +265,8 @@ struct RecoveredProgram {
 impl RecoveredProgram {
     fn open(kept: RestoredItem, record: ProgramRecord) -> io::Result<Self> {
         let mut fds = kept.fds.into_iter();
-        let mut next = || fds.next().ok_or_else(|| io::Error::other("the keeper lacks descriptors of it"));
+        let mut next =
+            || fds.next().ok_or_else(|| io::Error::other("the keeper lacks descriptors of the program"));
         let uffd = Userfaultfd::from(next()?);
         let table = Memory::whole(next()?)?;
         let (journal, left) = Journal::recover(Memory::whole(next()?)?)?;
@@ -273,26 +278,29 @@ impl RecoveredProgram {
         Ok(Self { id: kept.item.id, pid: kept.item.pid, record, uffd, table, journal, left, worker, pidfd })
     }
 
-    /// Whether its process is gone, or has executed another program.
+    /// Whether the process has ended or has executed another program.
     fn has_ended(&self) -> bool {
         self.pidfd.as_ref().is_some_and(|pidfd| is_ready(pidfd, NO_WAIT))
             || self.worker.as_ref().is_some_and(|(_, socket)| is_ready(socket, NO_WAIT))
     }
 
+    /// Whether the first unapplied event is a fork whose child the keeper already has.
     fn is_first_fork_served(&self, served: &HashSet<(u64, u64)>) -> bool {
         matches!(self.left.unapplied.first(), Some((_, UffdMessage::Fork(_))))
             && served.contains(&(self.id, self.journal.sequence()))
     }
 
+    /// Whether an unapplied event is a fork whose child the keeper does not have.
     fn has_unserved_fork(&self, served: &HashSet<(u64, u64)>) -> bool {
         let skipped = usize::from(self.is_first_fork_served(served));
         self.left.unapplied.iter().skip(skipped).any(|(_, message)| matches!(message, UffdMessage::Fork(_)))
     }
 
-    /// The first event may be all but heeded: a fork whose child is there, or a move of pages that was begun.
+    /// Completes the first event if it was applied in part.
+    ///
+    /// That is a fork whose child the keeper already has, or a remap that had begun.
     fn finish_first_event(&mut self, served: &HashSet<(u64, u64)>) -> io::Result<()> {
-        let too_many =
-            || io::Error::other("it had more moves of memory under way than the agent can remember");
+        let too_many = || io::Error::other("more of its memory was being moved than the journal can record");
         let pending_unmaps = self.left.pending_unmaps.as_mut().ok_or_else(too_many)?;
         let mut removed = self.left.removed.clone().unwrap_or_default();
         if self.left.is_remapping
@@ -313,24 +321,25 @@ impl RecoveredProgram {
         Ok(())
     }
 
-    /// The events that are still to be heeded, each fork with its child's descriptor.
+    /// The events that are left to apply; each fork gets its child's descriptor.
     fn drain_unapplied(&mut self, orphans: &mut Orphans) -> io::Result<Vec<UffdMessage<OwnedFd>>> {
         let reader_pid = u64::from(self.left.reader_pid) << 32;
         let with_child = |(_, message): (usize, UffdMessage<_>)| {
             if let UffdMessage::Fork(fd) = &message {
                 let number = u32::try_from(*fd).map_err(io::Error::other)?;
                 let child = orphans.remove(&(reader_pid | u64::from(number)));
-                let child =
-                    child.ok_or_else(|| io::Error::other("a forked child of it was lost with the agent"))?;
+                let child = child.ok_or_else(|| {
+                    io::Error::other("the descriptor of a forked child was lost with the agent")
+                })?;
                 return Ok(message.map_child(|_| child));
             }
-            Ok(message.map_child(|_| unreachable!("only forks have children")))
+            Ok(message.map_child(|_| unreachable!("only a fork has a child")))
         };
         self.left.unapplied.drain(..).map(with_child).collect()
     }
 }
 
-/// A program that can go on.
+/// A program that can be resumed.
 struct ResumableProgram {
     found: RecoveredProgram,
     recovered: RecoveredVolume,
@@ -338,7 +347,7 @@ struct ResumableProgram {
 }
 
 impl ResumableProgram {
-    /// Each batch that had left the program has a block of the mempool from now on, as it had when it left.
+    /// Reserves a block of the mempool for each batch that was evicted and has no block.
     fn reserve_blocks(&mut self) {
         if let Some((worker, _)) = &self.found.worker {
             let leaving: HashSet<_> = self.recovered.leaving.iter().copied().collect();
@@ -369,7 +378,9 @@ impl ResumableProgram {
     }
 }
 
-/// In the program's thread: its monitor, and its threads woken; `None` if it has ended.
+/// Makes the monitor and wakes the threads of the program; `None` if it has ended.
+///
+/// Runs in the program's thread.
 fn resume(
     run: &Run,
     program: &Program,

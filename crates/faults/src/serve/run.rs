@@ -1,4 +1,4 @@
-//! What the programs of one `aquifer run` share: the limit, the slabs, the sender, the statistics.
+//! What the programs of one `aquifer run` share: limit, slabs, sender and statistics.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -14,10 +14,10 @@ use super::records::RunRecord;
 use super::sender::SenderThread;
 use crate::stats::FaultStats;
 
-/// Programs (processes) of one run at once.
+/// Most programs (processes) of one run at once.
 pub const PROGRAMS_MAX: usize = 4096;
 
-/// One run.
+/// A run: the processes of one `aquifer run`.
 #[derive(Debug)]
 pub struct Run {
     id: u64,
@@ -25,9 +25,10 @@ pub struct Run {
     name: String,
     tenant: u32,
     limit_bytes: AtomicU64,
-    /// Whether the limit was set while it ran: then it may be less than what cannot be paged.
+    /// Whether the limit was changed after the start. Such a limit may be less than what cannot be
+    /// paged, and the run is not ended for that.
     is_limit_changed: AtomicBool,
-    /// Whoever started it.
+    /// Socket of the process that started the run.
     owner: OwnedFd,
     pub(crate) service: Weak<PagingService>,
     pub(crate) budget: Arc<Budget>,
@@ -41,59 +42,59 @@ pub struct Run {
     programs_seen: AtomicU64,
 }
 
-/// A process' figures.
+/// Statistics of one process.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ProgramReport {
-    /// Its process id; 0 while unknown.
+    /// Process id; 0 while unknown.
     pub pid: u32,
-    /// Pages of it that are resident and counted, in bytes.
+    /// Resident pages that the monitor controls, in bytes.
     pub held_bytes: u64,
-    /// Faults served.
+    /// Faults resolved.
     pub faults: u64,
     /// Pages read from memory nodes.
     pub remote_reads: u64,
-    /// Pages taken out of it.
+    /// Pages evicted.
     pub evictions: u64,
-    /// Pages that could not be read back.
+    /// Pages that no replica could provide.
     pub lost_pages: u64,
 }
 
-/// A run's figures, for people and for `--stats`.
+/// Statistics of a run, for users and for `--stats`.
 #[derive(Clone, PartialEq, Debug)]
 pub struct RunReport {
-    /// The program's name.
+    /// Name of the program.
     pub name: String,
-    /// The user that it belongs to.
+    /// User that the run belongs to.
     pub tenant: u32,
     /// The limit.
     pub limit_bytes: u64,
-    /// Processes alive.
+    /// Processes that are alive.
     pub programs: Vec<ProgramReport>,
-    /// Resident now, and the most that was sampled.
+    /// Resident memory now, and the most that was sampled.
     pub resident_bytes: (u64, u64),
-    /// The mempool's blocks in use.
+    /// Blocks of the mempool in use.
     pub mempool_bytes: u64,
-    /// Taken from memory nodes now, and the most there ever was.
+    /// Memory allocated on nodes now, and the most there was.
     pub remote_bytes: (u64, u64),
     /// Pages on memory nodes.
     pub remote_pages: u64,
-    /// Memory nodes that each page is to be on.
+    /// Requested replicas of each page.
     pub replicas: usize,
-    /// Slabs with fewer copies than that, now.
+    /// Slabs that now have fewer replicas than requested.
     pub degraded_slabs: u64,
-    /// Slabs of which a missing copy was made.
+    /// Slabs for which a missing replica was made.
     pub copied_slabs: u64,
-    /// Damaged pages that were written anew from a good copy.
+    /// Damaged pages that were repaired from a good replica.
     pub repaired_pages: u64,
     /// Sparse slabs that were emptied into others.
     pub vacated_slabs: u64,
-    /// Pages that were moved for that.
+    /// Pages moved for that.
     pub repacked_pages: u64,
-    /// Pages that left as they had come from memory nodes, and were not written again.
+    /// Pages evicted without a change since they were read, and not written again.
     pub unchanged_pages: u64,
-    /// WRITEs posted, and the pages in them, each copy counted.
+    /// WRITEs posted, and the pages in them; each replica counts.
     pub remote_writes: (u64, u64),
-    /// Faults served.
+    /// Faults resolved.
     pub faults: u64,
     /// Pages filled with zeros.
     pub zero_pages: u64,
@@ -101,20 +102,20 @@ pub struct RunReport {
     pub mempool_hits: u64,
     /// Pages filled from the staging queue.
     pub staging_hits: u64,
-    /// Pages filled from memory nodes, and the READs that took.
+    /// Pages filled from memory nodes, and the READ trips for them.
     pub remote_reads: (u64, u64),
-    /// Pages filled before they were asked for.
+    /// Pages filled before a fault asked for them.
     pub prefetched: u64,
-    /// Pages taken out of the program.
+    /// Pages evicted.
     pub evictions: u64,
-    /// Pages that could not be read back.
+    /// Pages that no replica could provide.
     pub lost_pages: u64,
     /// Fault latency in nanoseconds: p50, p99, p999.
     pub latency_ns: [u64; 3],
 }
 
 impl Run {
-    /// A fresh run, started by whoever is at the other end of `owner`, which the keeper holds, too.
+    /// Opens a new run; `owner` is the socket of the process that started it.
     pub(crate) fn open(
         service: &Arc<PagingService>,
         name: &str,
@@ -150,7 +151,7 @@ impl Run {
         self.keep(&record.put(self.id), &[self.slabs.memory().fd(), self.owner.as_fd()]);
     }
 
-    /// A run with the slabs that it has.
+    /// Starts a run, new or restored, with its slabs and budget.
     pub(crate) fn start(
         service: &Arc<PagingService>,
         id: u64,
@@ -183,27 +184,29 @@ impl Run {
         }))
     }
 
-    /// Its number, unique on this host, after a restart of the agent too.
+    /// Number of the run, unique on this host over restarts of the agent.
     #[must_use]
     pub fn id(&self) -> u64 {
         self.id
     }
 
-    /// The user that it belongs to.
+    /// User that the run belongs to.
     #[must_use]
     pub fn tenant(&self) -> u32 {
         self.tenant
     }
 
-    /// The secret that lets programs in.
+    /// The secret that admits programs to the run.
     #[must_use]
     pub fn token(&self) -> RunToken {
         self.token
     }
 
-    /// Change the limit while it runs. What is too much leaves at once, or as soon as the pool takes it.
+    /// Changes the limit of a running run.
+    ///
+    /// Pages above the limit are evicted at once, or as soon as the pool has room.
     pub fn set_limit(&self, limit_bytes: u64) {
-        tracing::info!(run = self.name, limit_bytes, "the limit is changed");
+        tracing::info!(run = self.name, limit_bytes, "limit changed");
         self.limit_bytes.store(limit_bytes, Relaxed);
         self.is_limit_changed.store(true, Relaxed);
         self.budget.set_limit(limit_bytes);
@@ -213,12 +216,12 @@ impl Run {
         }
     }
 
-    /// Whether [`Self::set_limit`] was used: whoever did that is not to be punished for asking too much.
+    /// Whether [`Self::set_limit`] was called.
     pub(crate) fn is_limit_changed(&self) -> bool {
         self.is_limit_changed.load(Relaxed)
     }
 
-    /// Whether a process is one of the run, or the one that started it.
+    /// Whether a process belongs to the run or has started it.
     #[must_use]
     pub fn has_process(&self, pid: u32) -> bool {
         let owner = rustix::net::sockopt::socket_peercred(&self.owner);
@@ -226,18 +229,19 @@ impl Run {
         is_owner || self.lock().iter().any(|program| program.pid() == pid)
     }
 
-    /// The processes that are alive.
+    /// The programs that are alive.
     #[must_use]
     pub fn programs(&self) -> Vec<Arc<Program>> {
         self.lock().clone()
     }
 
-    /// How many processes there were.
+    /// Number of programs since the start of the run.
     #[must_use]
     pub fn programs_seen(&self) -> u64 {
         self.programs_seen.load(Relaxed)
     }
 
+    /// Adds a program; false if the run has [`PROGRAMS_MAX`].
     pub(crate) fn add(&self, program: &Arc<Program>) -> bool {
         let mut programs = self.lock();
         if programs.len() >= PROGRAMS_MAX {
@@ -248,59 +252,60 @@ impl Run {
         true
     }
 
+    /// Removes a program and keeps its statistics.
     pub(crate) fn remove(&self, program: &Program) {
         let mut programs = self.lock();
-        // Under the lock, so that nobody counts it twice or not at all.
+        // With the lock held, so that [`Self::stats`] counts the program exactly once.
         self.ended_programs.merge(&program.stats);
         programs.retain(|other| other.id != program.id);
         drop(programs);
         self.changed.notify_all();
     }
 
-    /// Wake all programs but one: somebody else must make room.
-    pub(crate) fn wake_other_programs(&self, than: u64) {
-        for program in self.lock().iter().filter(|program| program.id != than) {
+    /// Wakes the monitors of all programs but one.
+    pub(crate) fn wake_other_programs(&self, waker: u64) {
+        for program in self.lock().iter().filter(|program| program.id != waker) {
             program.signal();
         }
     }
 
-    /// Wait until no process of the run is left, at most so long; false if some are.
+    /// Waits until the run has no program, for a bounded time; returns whether it has none.
     #[must_use]
-    pub fn wait_empty(&self, patience: Duration) -> bool {
+    pub fn wait_empty(&self, timeout: Duration) -> bool {
         let programs = self.lock();
         let (programs, _) = self
             .changed
-            .wait_timeout_while(programs, patience, |programs| !programs.is_empty())
+            .wait_timeout_while(programs, timeout, |programs| !programs.is_empty())
             .unwrap_or_else(PoisonError::into_inner);
         programs.is_empty()
     }
 
-    /// Tell the one who started the run.
+    /// Queues a notice for the process that started the run.
     pub(crate) fn notify_owner(&self, text: &str) {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).push(text.to_owned());
         self.changed.notify_all();
     }
 
-    /// News since the last call, at most a bounded number.
+    /// The notices since the last call.
     #[must_use]
     pub fn drain_notices(&self) -> Vec<String> {
         std::mem::take(&mut *self.notices.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// End every process of the run, and say why.
+    /// Ends all programs of the run, for a reason. Only the first reason counts.
     pub fn end(&self, reason: &str) {
-        let mut told = self.end_reason.lock().unwrap_or_else(PoisonError::into_inner);
-        if told.is_none() {
-            tracing::error!(run = self.name, reason, "the run is ended");
-            *told = Some(reason.to_owned());
+        let mut end_reason = self.end_reason.lock().unwrap_or_else(PoisonError::into_inner);
+        if end_reason.is_none() {
+            tracing::error!(run = self.name, reason, "run ended by the agent");
+            *end_reason = Some(reason.to_owned());
         }
-        drop(told);
+        drop(end_reason);
         for program in self.programs() {
             program.kill();
         }
     }
 
-    /// Why the run was ended, if it was.
+    /// Why the agent ended the run; `None` if it did not.
     #[must_use]
     pub fn end_reason(&self) -> Option<String> {
         self.end_reason.lock().unwrap_or_else(PoisonError::into_inner).clone()
@@ -313,7 +318,7 @@ impl Run {
         }
     }
 
-    /// What its processes counted, those that have ended included.
+    /// Counters of all programs, ended ones included.
     #[must_use]
     pub fn stats(&self) -> FaultStats {
         let total = FaultStats::default();
@@ -323,13 +328,13 @@ impl Run {
         total
     }
 
-    /// The figures as they are now.
+    /// The statistics now.
     #[must_use]
     pub fn report(&self) -> RunReport {
         self.report_with(&self.stats())
     }
 
-    /// The figures as they are now, with what was counted.
+    /// The statistics now, with counters from [`Self::stats`].
     #[must_use]
     pub fn report_with(&self, total: &FaultStats) -> RunReport {
         let programs = self.programs();

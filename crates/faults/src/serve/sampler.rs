@@ -1,7 +1,7 @@
-//! Looks from outside at how much of each program is resident, and finds the areas that are worth paging.
+//! Samples the resident size of each program, and finds areas to register.
 //!
-//! Nothing is registered before a run comes near its limit: until then it runs at full speed. How often to look follows from how
-//! soon the limit could be reached.
+//! No area is registered before a run comes near its limit, because until then the run is not
+//! slowed. The time to the next sample is at most the time in which the run could reach its limit.
 
 use std::sync::Arc;
 use std::sync::Weak;
@@ -21,49 +21,52 @@ use crate::areas::Areas;
 use crate::maps;
 use crate::monitor::SPARE_PAGES;
 
-/// Areas are registered once half of the limit is resident...
+/// Areas are registered when this part of the limit is resident,
 const ARM_DIVISOR: u64 = 2;
-/// ...or, under a small limit, while a program still needs as long to fill the rest as a late look may take...
+/// or, under a small limit, when less than this is left below the limit: what a program can fill
+/// while a sample is late,
 const ARM_MARGIN_PAGES: u64 = (48 << 20) / PAGE_BYTES as u64;
-/// ...but not before this part of it is.
+/// but never before this part of the limit is resident.
 const ARM_DIVISOR_MAX: u64 = 5;
-/// Pages that a program can make resident in a millisecond, all cores together, without asking us.
+/// Pages that a program can make resident in a millisecond with all cores, without a fault.
 const PAGES_PER_MS: u64 = 1500;
 const TICK_MIN: Duration = Duration::from_millis(1);
 const TICK_MAX: Duration = Duration::from_millis(50);
-/// Shared pages are counted by a costlier look, which may take this share of the time between two; less and less, as long as what is shared
-/// hardly changes: by less than this share of the limit.
-const SHARED_REST: u32 = 4;
-const SHARED_REST_MAX: u32 = 128;
+/// Shortest time between two counts of shared pages, as a multiple of what a count took.
+const SHARED_INTERVAL_FACTOR_MIN: u32 = 4;
+/// The factor doubles up to this while the number of shared pages is steady.
+const SHARED_INTERVAL_FACTOR_MAX: u32 = 128;
+/// The number is steady if it changes by less than this part of the limit.
 const SHARED_CHANGE_DIVISOR: u64 = 64;
-/// However costly a look is, the next is not later than this.
-const SHARED_WAIT_MAX: Duration = Duration::from_millis(200);
-/// A scan may take this share of the time between scans...
-const SCAN_REST: u32 = 4;
-/// ...once what is not controlled has grown by this...
+/// Longest time between two counts of shared pages.
+const SHARED_INTERVAL_MAX: Duration = Duration::from_millis(200);
+/// Time between two scans of the maps, as a multiple of what a scan took.
+const SCAN_INTERVAL_FACTOR: u32 = 4;
+/// Growth of uncontrolled pages that makes a scan worthwhile.
 const GROWTH_PAGES: u64 = 256;
-/// ...and whatever it takes once it has grown by this: a scan that had to wait for the program's own lock would else let it fill all that is tolerated.
+/// Growth that makes a scan due at once. A scan can wait for the program's own lock and so take
+/// long; without this, the program could fill the whole tolerance meanwhile.
 const GROWTH_URGENT_PAGES: u64 = TOLERANCE_PAGES / 4;
-/// Room over the limit within which a run is left alone: 10 % and 16 MiB.
+/// Pages over the limit that are tolerated, beside a tenth of the limit.
 const TOLERANCE_PAGES: u64 = (16 << 20) / PAGE_BYTES as u64;
-/// How long a run may stay over its limit, while we watch, with nothing left to take.
+/// Observed time after which a run that stays over its limit is ended.
 const TOO_SMALL_AFTER: Duration = Duration::from_secs(10);
-/// How long evicted pages may wait, while we watch, for room in a full pool.
+/// Observed time after which a run is ended whose evicted pages find no room in the pool.
 const FULL_AFTER: Duration = Duration::from_secs(5);
 
-/// Start the thread. It ends with the service.
+/// Starts the thread, which ends with the service.
 pub(crate) fn start(service: &Arc<PagingService>) -> std::io::Result<Thread> {
     let weak = Arc::downgrade(service);
     let thread = std::thread::Builder::new().name("sampler".into()).spawn(move || sample_all(&weak))?;
     Ok(thread.thread().clone())
 }
 
-/// What the sampler remembers of a program.
+/// What the sampler knows of a program.
 #[derive(Debug)]
 struct SampledProgram {
     id: u64,
     size: u64,
-    /// Resident and not controlled, the least since the last scan.
+    /// Fewest resident pages outside of the monitor's control since the last scan.
     uncontrolled: u64,
     is_armed: bool,
     next_scan: Instant,
@@ -84,39 +87,41 @@ impl SampledProgram {
         }
     }
 
-    /// Whether its areas are to be looked for now.
+    /// Whether the maps must be scanned for new areas now.
     fn wants_scan(&mut self, size: u64, uncontrolled: u64, now: Instant) -> bool {
-        // What was found by the last scan comes under control by and by. It must not hide what has grown since.
+        // The areas of the last scan are adopted over several turns. Later growth must show at
+        // once.
         self.uncontrolled = self.uncontrolled.min(uncontrolled);
         let growth = uncontrolled - self.uncontrolled;
         let is_worth_it = !self.is_armed || self.size != size || growth > GROWTH_PAGES;
         is_worth_it && (now >= self.next_scan || growth > GROWTH_URGENT_PAGES)
     }
 
-    /// A scan that has begun then has found these areas.
+    /// Records a scan that began at `began` and has found `areas`.
     fn scanned(&mut self, size: u64, uncontrolled: u64, began: Instant, areas: Areas) {
         self.areas = areas;
         self.is_armed = true;
         self.size = size;
         self.uncontrolled = uncontrolled;
-        self.next_scan = Instant::now() + began.elapsed() * SCAN_REST;
+        self.next_scan = Instant::now() + began.elapsed() * SCAN_INTERVAL_FACTOR;
     }
 }
 
 #[derive(Debug)]
+/// What the sampler knows of a run.
 struct SampledRun {
     run: Weak<Run>,
     programs: Vec<SampledProgram>,
     next: Instant,
-    over: Option<OverLimit>,
-    shortage_seen: Option<RoomShortage>,
+    over_limit: Option<OverLimit>,
+    room_shortage: Option<RoomShortage>,
     shared: SharedPages,
 }
 
-/// A run's pages wait for room in the pool.
+/// The pool has no room for evicted pages of a run.
 #[derive(Debug)]
 struct RoomShortage {
-    /// Which of the times that the pool had no room: it may have had some between two looks.
+    /// Number of the shortage: between two samples one may have ended and another begun.
     shortage: u64,
     duration: ObservedDuration,
 }
@@ -125,67 +130,68 @@ struct RoomShortage {
 #[derive(Clone, Copy, Debug)]
 struct OverLimit {
     duration: ObservedDuration,
-    /// Pages that had been taken out of its programs by then.
+    /// Pages evicted from its programs when that began.
     evictions: u64,
 }
 
 impl OverLimit {
-    /// Whether that will not change: what cannot be taken is too much, or nothing was taken all the time.
-    fn is_hopeless(self, evictions: u64, untakable: u64, max: u64) -> bool {
-        untakable > max || evictions == self.evictions
+    /// Whether the run will stay over its limit: either pages that cannot be evicted exceed it, or
+    /// nothing was evicted meanwhile.
+    fn is_hopeless(self, evictions: u64, unevictable: u64, max: u64) -> bool {
+        unevictable > max || evictions == self.evictions
     }
 }
 
-/// How much the resident sizes of relatives overlap, by the last costly look.
+/// How many pages of a run are counted more than once, because processes share them after a fork.
 #[derive(Debug)]
 struct SharedPages {
     overlap: u64,
-    /// Pages granted until then: what was granted since is shared no longer.
+    /// Pages granted at the last count; pages granted since are not shared any more.
     granted: u64,
     next: Instant,
-    /// How many times as long as a look took it is until the next.
-    rest: u32,
-    /// How many programs there were at the last look, and the newest: one that was just forked shares all it has.
+    /// Time to the next count, as a multiple of what the last one took.
+    interval_factor: u32,
+    /// Number of programs and the newest program at the last count; a new child shares all pages.
     programs: (usize, u64),
 }
 
 fn sample_all(service: &Weak<PagingService>) {
     set_niceness(URGENT);
-    let mut watches: Vec<SampledRun> = Vec::new();
+    let mut sampled_runs: Vec<SampledRun> = Vec::new();
     while let Some(service) = service.upgrade() {
         for run in service.runs() {
-            if !watches.iter().any(|watch| watch.run.as_ptr() == Arc::as_ptr(&run)) {
-                watches.push(SampledRun {
+            if !sampled_runs.iter().any(|sampled| sampled.run.as_ptr() == Arc::as_ptr(&run)) {
+                sampled_runs.push(SampledRun {
                     run: Arc::downgrade(&run),
                     programs: Vec::new(),
                     next: Instant::now(),
-                    over: None,
-                    shortage_seen: None,
+                    over_limit: None,
+                    room_shortage: None,
                     shared: SharedPages::new(),
                 });
             }
         }
-        watches.retain(|watch| watch.run.strong_count() > 0);
+        sampled_runs.retain(|sampled| sampled.run.strong_count() > 0);
         let now = Instant::now();
         if service.has_new_programs.swap(false, Relaxed) {
-            watches.iter_mut().for_each(|watch| watch.next = now);
+            sampled_runs.iter_mut().for_each(|sampled| sampled.next = now);
         }
         drop(service);
         let mut next = now + TICK_MAX;
-        for watch in &mut watches {
-            if watch.next <= now
-                && let Some(run) = watch.run.upgrade()
+        for sampled in &mut sampled_runs {
+            if sampled.next <= now
+                && let Some(run) = sampled.run.upgrade()
             {
-                watch.next = Instant::now() + watch.sample(&run);
+                sampled.next = Instant::now() + sampled.sample(&run);
             }
-            next = next.min(watch.next);
+            next = next.min(sampled.next);
         }
         std::thread::park_timeout(next.saturating_duration_since(Instant::now()).max(TICK_MIN));
     }
 }
 
 impl SampledRun {
-    /// Look at one run; returns when to look again.
+    /// Samples one run; returns the time to the next sample.
     fn sample(&mut self, run: &Run) -> Duration {
         let programs = run.programs();
         self.programs.retain(|seen| programs.iter().any(|program| program.id == seen.id));
@@ -193,7 +199,7 @@ impl SampledRun {
         let mut held = 0;
         let mut usages = Vec::with_capacity(programs.len());
         for program in &programs {
-            let Some(usage) = self.seen(program.id).counter.usage(program) else { continue };
+            let Some(usage) = self.sampled_program(program.id).counter.usage(program) else { continue };
             total += usage.counted;
             held += program.held.load(Relaxed);
             usages.push((program, usage));
@@ -205,9 +211,12 @@ impl SampledRun {
         for (program, usage) in &usages {
             self.scan_if_needed(program, usage, total > arm_at);
         }
-        // Also when it is over no longer: faults that waited for room would wait on. And who sleeps on more than its share must give
-        // some of it to those who work, for they have no more than what they take from themselves. And all give up copies while the pool is short, and move
-        // pages while slabs are to become empty.
+        // Monitors are woken when there is something to do that no message reports:
+        // - The run is over its limit, or faults wait for room and it is below again.
+        // - The run is near its limit and a program holds more than its share. The others could
+        //   otherwise only evict their own pages.
+        // - The pool is short, so all programs release their clean copies.
+        // - Slabs are to be emptied, so all programs move pages.
         let (is_over, is_near) = (run.budget.excess(0) > 0, run.budget.excess(SPARE_PAGES) > 0);
         let is_short = run.service.upgrade().is_some_and(|service| service.mempool.is_pool_short());
         let is_vacating = run.slabs.vacating_round().is_some();
@@ -226,7 +235,7 @@ impl SampledRun {
         Duration::from_millis(arm_at.saturating_sub(total) / PAGES_PER_MS).clamp(TICK_MIN, TICK_MAX)
     }
 
-    fn seen(&mut self, id: u64) -> &mut SampledProgram {
+    fn sampled_program(&mut self, id: u64) -> &mut SampledProgram {
         let at = self.programs.iter().position(|seen| seen.id == id).unwrap_or_else(|| {
             self.programs.push(SampledProgram::first(id));
             self.programs.len() - 1
@@ -237,7 +246,7 @@ impl SampledRun {
     fn scan_if_needed(&mut self, program: &Arc<Program>, usage: &MemoryUsage, is_near: bool) {
         let began = Instant::now();
         let uncontrolled = usage.counted.saturating_sub(program.held.load(Relaxed));
-        let seen = self.seen(program.id);
+        let seen = self.sampled_program(program.id);
         if !is_near || !seen.wants_scan(usage.size, uncontrolled, began) || !program.is_attached.load(SeqCst)
         {
             return;
@@ -255,21 +264,22 @@ impl SampledRun {
         seen.scanned(usage.size, uncontrolled, began, areas);
     }
 
-    /// Why the pool has no room for the run's pages, when it has had none for too long.
+    /// The reason why the pool has no room for evicted pages; `None` unless that has lasted too
+    /// long.
     fn lasting_room_shortage(&mut self, run: &Run) -> Option<String> {
         let Some((shortage, reason)) = run.sender.room_shortage() else {
-            self.shortage_seen = None;
+            self.room_shortage = None;
             return None;
         };
         let now = Instant::now();
-        self.shortage_seen.take_if(|shortage_seen| shortage_seen.shortage != shortage);
-        let shortage_seen = self
-            .shortage_seen
+        self.room_shortage.take_if(|room_shortage| room_shortage.shortage != shortage);
+        let room_shortage = self
+            .room_shortage
             .get_or_insert_with(|| RoomShortage { shortage, duration: ObservedDuration::begin(now) });
-        (shortage_seen.duration.observe(now) > FULL_AFTER).then_some(reason)
+        (room_shortage.duration.observe(now) > FULL_AFTER).then_some(reason)
     }
 
-    /// End a run that cannot be kept within its limit, before it takes the host's memory.
+    /// Ends a run that cannot be kept within its limit, before it uses the host's memory.
     fn enforce_limit(&mut self, run: &Run, programs: &[Arc<Program>], total: u64, held: u64) {
         let max = run.budget.resident_max();
         let page = PAGE_BYTES as u64;
@@ -282,23 +292,25 @@ impl SampledRun {
         }
         let is_over = total > max + max / 10 + TOLERANCE_PAGES;
         if !is_over {
-            self.over = None;
+            self.over_limit = None;
             return;
         }
         let evictions = programs.iter().map(|program| program.stats.evictions.load(Relaxed)).sum();
         let now = Instant::now();
-        let over =
-            self.over.get_or_insert_with(|| OverLimit { duration: ObservedDuration::begin(now), evictions });
+        let over = self
+            .over_limit
+            .get_or_insert_with(|| OverLimit { duration: ObservedDuration::begin(now), evictions });
         if over.duration.observe(now) <= TOO_SMALL_AFTER {
             return;
         }
         let over = *over;
-        self.over = None;
+        self.over_limit = None;
         if over.is_hopeless(evictions, total.saturating_sub(held), max) {
             let kept_mb = (total * page) >> 20;
             let wanted_mb = kept_mb * 5 / 4 + 8;
             let what = format!(
-                "it keeps {kept_mb} MiB resident that cannot be paged (stacks, locked, read-only or small areas), more than its limit allows"
+                "it keeps {kept_mb} MiB resident that cannot be paged \
+                 (stacks, locked, read-only or small areas), more than its limit allows"
             );
             if run.is_limit_changed() {
                 tracing::warn!(run = ?run.token(), "{what}");
@@ -311,26 +323,36 @@ impl SampledRun {
 
 impl SharedPages {
     fn new() -> Self {
-        Self { overlap: 0, granted: 0, next: Instant::now(), rest: SHARED_REST, programs: (0, 0) }
+        Self {
+            overlap: 0,
+            granted: 0,
+            next: Instant::now(),
+            interval_factor: SHARED_INTERVAL_FACTOR_MIN,
+            programs: (0, 0),
+        }
     }
 
-    /// Pages that are in `total`, the sum over all programs, more than once: those that relatives share since a fork.
+    /// Pages that the sum over all programs counts more than once.
     fn overlap(&mut self, programs: &[(&Arc<Program>, MemoryUsage)], total: u64, budget: &Budget) -> u64 {
         let granted = budget.granted();
         let newest = programs.iter().map(|(program, _)| program.id).max().unwrap_or(0);
-        let are_others = (programs.len(), newest) != self.programs;
+        let have_changed = (programs.len(), newest) != self.programs;
         if !programs.iter().any(|(program, _)| program.is_forked.load(Relaxed)) {
             self.overlap = 0;
-        } else if Instant::now() >= self.next || are_others {
+        } else if Instant::now() >= self.next || have_changed {
             let start = Instant::now();
             let shares: Option<u64> = programs.iter().map(|(program, _)| shared_pages(program)).sum();
             let overlap = shares.map_or(0, |shares| total.saturating_sub(shares));
-            let is_steady =
-                !are_others && overlap.abs_diff(self.overlap) < budget.resident_max() / SHARED_CHANGE_DIVISOR;
-            self.rest = if is_steady { (self.rest * 2).min(SHARED_REST_MAX) } else { SHARED_REST };
+            let is_steady = !have_changed
+                && overlap.abs_diff(self.overlap) < budget.resident_max() / SHARED_CHANGE_DIVISOR;
+            self.interval_factor = if is_steady {
+                (self.interval_factor * 2).min(SHARED_INTERVAL_FACTOR_MAX)
+            } else {
+                SHARED_INTERVAL_FACTOR_MIN
+            };
             self.overlap = overlap;
             self.granted = granted;
-            self.next = Instant::now() + (start.elapsed() * self.rest).min(SHARED_WAIT_MAX);
+            self.next = Instant::now() + (start.elapsed() * self.interval_factor).min(SHARED_INTERVAL_MAX);
         }
         self.programs = (programs.len(), newest);
         self.overlap.saturating_sub(granted - self.granted)
@@ -342,19 +364,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_grows_fast_is_looked_for_whatever_the_last_scan_took() {
+    fn fast_growth_is_scanned_whatever_the_last_scan_took() {
         let mut seen = SampledProgram::first(1);
         let now = Instant::now();
         assert!(seen.wants_scan(1000, 0, now), "the first");
         seen.scanned(1000, 600, now, Areas::default());
         seen.next_scan = now + Duration::from_secs(60);
-        assert!(!seen.wants_scan(1000, 700, now), "nothing much has changed");
+        assert!(!seen.wants_scan(1000, 700, now), "few pages more");
         assert!(!seen.wants_scan(2000, 700, now), "a larger program with a few pages more can wait");
-        assert!(!seen.wants_scan(1000, 0, now), "what the scan found has come under control");
+        assert!(!seen.wants_scan(1000, 0, now), "the areas of the scan are adopted");
         assert!(!seen.wants_scan(1000, GROWTH_URGENT_PAGES, now));
         assert!(
             seen.wants_scan(1000, GROWTH_URGENT_PAGES + 1, now),
-            "a quarter of what is tolerated, since then"
+            "a quarter of the tolerance since the scan"
         );
         seen.next_scan = now;
         assert!(!seen.wants_scan(1000, GROWTH_PAGES, now));
@@ -363,10 +385,10 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_still_gives_pages_away_is_only_slow() {
+    fn a_run_that_still_evicts_is_not_ended() {
         let over = OverLimit { duration: ObservedDuration::begin(Instant::now()), evictions: 100 };
         assert!(!over.is_hopeless(101, 900, 1000));
-        assert!(over.is_hopeless(100, 900, 1000), "nothing leaves");
-        assert!(over.is_hopeless(5000, 1001, 1000), "what cannot leave is too much");
+        assert!(over.is_hopeless(100, 900, 1000), "nothing is evicted");
+        assert!(over.is_hopeless(5000, 1001, 1000), "unevictable pages exceed the limit");
     }
 }

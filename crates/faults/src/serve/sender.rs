@@ -1,4 +1,4 @@
-//! The sender's thread: copies batches out of staging, and keeps writing until they are acknowledged.
+//! The sender's thread: copies batches from staging buffers, and writes blocks to memory nodes.
 
 use std::collections::VecDeque;
 use std::io::IoSliceMut;
@@ -19,38 +19,38 @@ use super::program::Program;
 use super::{AgentServices, PagingService};
 use crate::edge::{EvictedBatch, SenderEvent};
 
-/// How often to look for emptied slabs, and for room in a full pool.
+/// Interval at which an idle sender checks for empty slabs, and for room in a full pool.
 const IDLE_TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
-/// How often to ask memory nodes whether they live, and to look for slabs that lack copies.
-const PROBE_EVERY: Duration = Duration::from_millis(250);
-/// Acknowledgements are polled for this often before others may run.
+/// Interval at which memory nodes are probed, and degraded slabs are looked for.
+const PROBE_INTERVAL: Duration = Duration::from_millis(250);
+/// Polls for acknowledgements before the thread yields.
 const POLLS_BEFORE_YIELD: u32 = 64;
 
-/// What is to be written.
+/// A batch or block to be staged, and its program.
 #[derive(Debug)]
 struct StageRequest {
     program: Arc<Program>,
-    what: PageSource,
+    source: PageSource,
 }
 
 #[derive(Debug)]
 enum PageSource {
-    /// A batch, with what is needed to read it: where its buffer is in the program, and a thread of that.
-    Batch { job: EvictedBatch, staging: u64, thread: u32 },
-    /// Slots of a block whose bytes are there already.
+    /// An evicted batch, with the address of the staging buffers and the worker's thread.
+    Batch { batch: EvictedBatch, staging: u64, thread: u32 },
+    /// Slots of a block that holds their bytes already.
     Block { block: BlockId, slots: u64 },
 }
 
 #[derive(Debug, Default)]
 struct RequestQueue {
-    orders: VecDeque<StageRequest>,
+    requests: VecDeque<StageRequest>,
     abandoned: Vec<u64>,
     stop: bool,
 }
 
 #[derive(Debug)]
 struct SenderShared {
-    inbox: Mutex<RequestQueue>,
+    queue: Mutex<RequestQueue>,
     wakeup: OwnedFd,
     writes: AtomicU64,
     pages: AtomicU64,
@@ -60,13 +60,13 @@ struct SenderShared {
     copied_slabs: AtomicU64,
     repaired_pages: AtomicU64,
     vacated_slabs: AtomicU64,
-    /// How often the pool has begun to have no room.
+    /// Number of times that the pool has begun to have no room.
     shortages: AtomicU64,
     is_short_of_room: AtomicBool,
-    shortage: Mutex<String>,
+    shortage_reason: Mutex<String>,
 }
 
-/// The handle of a run's sender.
+/// Handle of the sender of a run.
 #[derive(Debug)]
 pub(crate) struct SenderThread {
     shared: Arc<SenderShared>,
@@ -80,7 +80,7 @@ impl SenderThread {
         seed: u64,
     ) -> std::io::Result<Self> {
         let shared = Arc::new(SenderShared::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?));
-        // At once, and not by the thread: nobody may take what a run has for unknown because it was slow to begin.
+        // Here and not in the thread: the leak scan must know the slabs before the run is used.
         service.agent.leak_detector().register_ledger(&slabs);
         let mempool = Arc::clone(&service.mempool);
         let agent = Arc::clone(&service.agent);
@@ -102,20 +102,26 @@ impl SenderThread {
         Ok(Self { shared })
     }
 
-    pub(crate) fn submit(&self, program: &Arc<Program>, thread: u32, staging: u64, job: EvictedBatch) {
-        self.order(program, PageSource::Batch { job, staging, thread });
+    pub(crate) fn submit_batch(
+        &self,
+        program: &Arc<Program>,
+        thread: u32,
+        staging: u64,
+        batch: EvictedBatch,
+    ) {
+        self.push(program, PageSource::Batch { batch, staging, thread });
     }
 
     pub(crate) fn submit_block(&self, program: &Arc<Program>, block: BlockId, slots: u64) {
-        self.order(program, PageSource::Block { block, slots });
+        self.push(program, PageSource::Block { block, slots });
     }
 
-    fn order(&self, program: &Arc<Program>, what: PageSource) {
-        self.shared.lock().orders.push_back(StageRequest { program: Arc::clone(program), what });
+    fn push(&self, program: &Arc<Program>, source: PageSource) {
+        self.shared.lock().requests.push_back(StageRequest { program: Arc::clone(program), source });
         self.shared.signal();
     }
 
-    /// A program has ended: do not wait for room for its pages.
+    /// Notes that a program has ended, so that its pages need not be written.
     pub(crate) fn abandon(&self, program: u64) {
         self.shared.lock().abandoned.push(program);
         self.shared.signal();
@@ -126,12 +132,12 @@ impl SenderThread {
         self.shared.signal();
     }
 
-    /// While the pool has no room: how often that has begun, and what it says.
+    /// Number and reason of the current shortage of room in the pool; `None` if there is room.
     pub(crate) fn room_shortage(&self) -> Option<(u64, String)> {
         if !self.shared.is_short_of_room.load(Relaxed) {
             return None;
         }
-        let text = self.shared.shortage.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let text = self.shared.shortage_reason.lock().unwrap_or_else(PoisonError::into_inner).clone();
         Some((self.shared.shortages.load(Relaxed), text))
     }
 
@@ -152,7 +158,7 @@ impl SenderThread {
 impl SenderShared {
     fn new(wakeup: OwnedFd) -> Self {
         Self {
-            inbox: Mutex::default(),
+            queue: Mutex::default(),
             wakeup,
             writes: AtomicU64::new(0),
             pages: AtomicU64::new(0),
@@ -164,17 +170,17 @@ impl SenderShared {
             vacated_slabs: AtomicU64::new(0),
             shortages: AtomicU64::new(0),
             is_short_of_room: AtomicBool::new(false),
-            shortage: Mutex::default(),
+            shortage_reason: Mutex::default(),
         }
     }
 
     fn signal(&self) {
-        // Writing to an eventfd fails only when its count is full, and then it is awake already.
+        // A write to an eventfd fails only when its count is full, and then the thread is awake.
         let _ = rustix::io::write(&self.wakeup, &1_u64.to_ne_bytes());
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, RequestQueue> {
-        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -182,9 +188,9 @@ struct SenderLoop {
     sender: Sender,
     mempool: Arc<Mempool>,
     shared: Arc<SenderShared>,
-    /// Programs with batches under way.
+    /// Programs with staged batches that are not acknowledged, and the number of batches.
     programs: Vec<(Arc<Program>, usize)>,
-    /// When memory nodes were asked last whether they live.
+    /// When memory nodes were probed last.
     probed: Instant,
     node_joiner: NodeJoiner,
     agent: Arc<dyn AgentServices>,
@@ -198,13 +204,13 @@ impl SenderLoop {
         let mut polls = 0;
         let mut is_stuck = false;
         loop {
-            let Some(order) = self.next_order(is_stuck) else {
+            let Some(request) = self.next_request(is_stuck) else {
                 break;
             };
             let before = self.sender.stats();
-            is_stuck = order.is_none();
-            if let Some(order) = order {
-                self.stage(&order, &mut found);
+            is_stuck = request.is_none();
+            if let Some(request) = request {
+                self.stage(&request, &mut found);
             }
             self.probe();
             self.node_joiner.poll(&mut self.sender, || self.agent.nodes());
@@ -224,68 +230,74 @@ impl SenderLoop {
         self.publish();
     }
 
-    /// The next batch; `Some(None)` when it is time to look at acknowledgements, `None` when the run has ended. Waits if there is nothing to
-    /// do; if all there is to do is to wait for acknowledgements (`is_stuck`), for those too.
-    fn next_order(&mut self, is_stuck: bool) -> Option<Option<StageRequest>> {
-        let mut inbox = self.shared.lock();
+    /// The next request; `Some(None)` to poll for acknowledgements, `None` when the run has ended.
+    ///
+    /// Waits if there is nothing to do. If there are only acknowledgements to wait for
+    /// (`is_stuck`), waits for those too.
+    fn next_request(&mut self, is_stuck: bool) -> Option<Option<StageRequest>> {
+        let mut queue = self.shared.lock();
         let is_short_of_room = self.shared.is_short_of_room.load(Relaxed);
         let is_idle = (self.sender.is_idle() || is_short_of_room) && !self.sender.is_healing();
-        if inbox.orders.is_empty() && !inbox.stop && (is_idle || is_stuck) {
-            drop(inbox);
+        if queue.requests.is_empty() && !queue.stop && (is_idle || is_stuck) {
+            drop(queue);
             self.wait(is_idle);
-            inbox = self.shared.lock();
+            queue = self.shared.lock();
         }
-        for owner in std::mem::take(&mut inbox.abandoned) {
+        for owner in std::mem::take(&mut queue.abandoned) {
             self.sender.abandon(owner);
-            // Nor need what is not staged yet be written: there may be no room for it.
-            for order in inbox.orders.iter_mut().filter(|order| order.program.id == owner) {
-                if let PageSource::Block { slots, .. } = &mut order.what {
+            // Blocks that are not yet staged need not be written either: there may be no room.
+            for request in queue.requests.iter_mut().filter(|request| request.program.id == owner) {
+                if let PageSource::Block { slots, .. } = &mut request.source {
                     *slots = 0;
                 }
             }
         }
-        if inbox.stop {
+        if queue.stop {
             self.sender.stop_healing();
         }
-        if inbox.stop && inbox.orders.is_empty() && self.sender.is_idle() {
+        if queue.stop && queue.requests.is_empty() && self.sender.is_idle() {
             return None;
         }
-        Some(if self.sender.has_capacity() { inbox.orders.pop_front() } else { None })
+        Some(if self.sender.has_capacity() { queue.requests.pop_front() } else { None })
     }
 
-    /// Wait for orders, or for memory nodes to say something. Where those answer at once there is nothing to wait for.
+    /// Waits for requests or for acknowledgements; returns at once if nodes answer without delay.
     fn wait(&mut self, is_idle: bool) {
         let mut polled = vec![PollFd::new(&self.shared.wakeup, PollFlags::IN)];
         if !is_idle {
             let Some(fds) = self.sender.poll_fds() else { return };
             polled.extend(fds);
         }
-        // Any outcome means: look.
+        // Whatever ended the wait, the caller checks all sources.
         let _ = poll(&mut polled, Some(&IDLE_TICK));
         if polled[0].revents().contains(PollFlags::IN) {
-            // It only wakes: nothing is lost if it was read already.
+            // The count carries no information, so a failed read loses nothing.
             let _ = rustix::io::read(&self.shared.wakeup, &mut [0; 8]);
         }
     }
 
     fn probe(&mut self) {
-        if self.probed.elapsed() >= PROBE_EVERY {
+        if self.probed.elapsed() >= PROBE_INTERVAL {
             self.probed = Instant::now();
             self.sender.probe();
         }
     }
 
-    fn stage(&mut self, order: &StageRequest, found: &mut Vec<StageOutcome>) {
-        match &order.what {
-            PageSource::Batch { job, staging, thread } => {
-                self.copy(&order.program, job, *staging, *thread, found);
-                let (block, buffer) = (job.block, job.buffer);
-                order.program.push_sender_event(SenderEvent::Staged { block, buffer, found: found.clone() });
+    fn stage(&mut self, request: &StageRequest, found: &mut Vec<StageOutcome>) {
+        match &request.source {
+            PageSource::Batch { batch, staging, thread } => {
+                self.copy_and_stage(&request.program, batch, *staging, *thread, found);
+                let (block, buffer) = (batch.block, batch.buffer);
+                request.program.push_sender_event(SenderEvent::Staged {
+                    block,
+                    buffer,
+                    found: found.clone(),
+                });
             }
             PageSource::Block { block, slots } => {
                 let is_wanted = |index: usize| slots >> index & 1 == 1;
                 self.sender.stage_with_clean_copies(
-                    order.program.id,
+                    request.program.id,
                     *block,
                     BLOCK_PAGES,
                     is_wanted,
@@ -294,48 +306,48 @@ impl SenderLoop {
                 );
             }
         }
-        match self.programs.iter_mut().find(|(program, _)| program.id == order.program.id) {
-            Some((_, jobs)) => *jobs += 1,
-            None => self.programs.push((Arc::clone(&order.program), 1)),
+        match self.programs.iter_mut().find(|(program, _)| program.id == request.program.id) {
+            Some((_, batches)) => *batches += 1,
+            None => self.programs.push((Arc::clone(&request.program), 1)),
         }
     }
 
-    /// Copy a batch into its block.
-    fn copy(
+    /// Copies a batch into its block, and stages it.
+    fn copy_and_stage(
         &mut self,
         program: &Program,
-        job: &EvictedBatch,
+        batch: &EvictedBatch,
         staging: u64,
         thread: u32,
         found: &mut Vec<StageOutcome>,
     ) {
-        let readable = self.read(job, staging, thread).unwrap_or_else(|error| {
-            // Its threads end before the kernel tells of its end.
+        let readable = self.read_staging(batch, staging, thread).unwrap_or_else(|error| {
+            // The threads of a program end before the kernel reports its end.
             let has_ended = error.raw_os_error() == Some(libc::ESRCH);
             if has_ended || program.has_exited() || program.is_killed() {
-                tracing::debug!(%error, pid = program.pid(), "a batch could not be read: its program is gone");
+                tracing::debug!(%error, pid = program.pid(), "cannot read a batch: its program has ended");
             } else {
-                tracing::warn!(%error, pid = program.pid(), "a batch could not be read; its program should be gone");
+                tracing::warn!(%error, pid = program.pid(), "cannot read a batch of a program that is alive");
             }
             0
         });
-        let (block, count) = (job.block, job.positions.len());
+        let (block, count) = (batch.block, batch.positions.len());
         self.sender.stage_with_clean_copies(
             program.id,
             block,
             count,
             |index| index < readable,
-            &job.copies,
+            &batch.copies,
             found,
         );
     }
 
-    /// Copy the pages from the program's staging buffer; how many arrived, from the first.
-    fn read(&self, job: &EvictedBatch, staging: u64, thread: u32) -> std::io::Result<usize> {
+    /// Copies pages from a staging buffer of the program; returns how many arrived, from the first.
+    fn read_staging(&self, batch: &EvictedBatch, staging: u64, thread: u32) -> std::io::Result<usize> {
         let pid = i32::try_from(thread).ok().and_then(Pid::from_raw).ok_or(std::io::ErrorKind::NotFound)?;
-        let base = staging + (job.buffer * BATCH_PAGES_MAX * PAGE_BYTES) as u64;
+        let base = staging + (batch.buffer * BATCH_PAGES_MAX * PAGE_BYTES) as u64;
         let mut remote = Vec::with_capacity(BLOCK_PAGES);
-        for position in &job.positions {
+        for position in &batch.positions {
             let start = base + u64::from(*position) * PAGE_BYTES as u64;
             match remote.last_mut() {
                 Some(libc::iovec { iov_base, iov_len }) if *iov_base as u64 + *iov_len as u64 == start => {
@@ -344,13 +356,15 @@ impl SenderLoop {
                 _ => remote.push(libc::iovec { iov_base: start as *mut libc::c_void, iov_len: PAGE_BYTES }),
             }
         }
-        let offset = job.block.slot(0).offset();
-        let bytes = job.positions.len() * PAGE_BYTES;
-        // SAFETY: the block is this job's until it is written, and inside the mempool's mapping.
+        let offset = batch.block.slot(0).offset();
+        let bytes = batch.positions.len() * PAGE_BYTES;
+        // SAFETY: the block belongs to this batch until it is written, and is inside the mempool's
+        // mapping.
         let block =
             unsafe { std::slice::from_raw_parts_mut(self.mempool.memory().as_ptr().add(offset), bytes) };
         let local = IoSliceMut::new(block);
-        // SAFETY: local memory is the block; the remote ranges are only read, and may be anything.
+        // SAFETY: the local memory is the block; the remote ranges are only read, and may be any
+        // addresses.
         let length = unsafe {
             libc::process_vm_readv(
                 pid.as_raw_nonzero().get(),
@@ -367,29 +381,30 @@ impl SenderLoop {
     fn deliver(&mut self, written: aquifer_pager::WrittenBatch) {
         let at = self.programs.iter().position(|(program, _)| program.id == written.owner);
         let at = at.expect("its batch was staged");
-        let (program, jobs) = &mut self.programs[at];
+        let (program, batches) = &mut self.programs[at];
         program.push_sender_event(SenderEvent::Written(Box::new(written)));
-        *jobs -= 1;
-        if *jobs == 0 {
+        *batches -= 1;
+        if *batches == 0 {
             self.programs.swap_remove(at);
         }
     }
 
     fn record_shortage(&self, no_room: Option<NoRoom>) {
         let was_short_of_room = self.shared.is_short_of_room.load(Relaxed);
-        // A node that is away comes back, or is gone: only what comes after that lasts.
+        // A node that is away either returns or is removed. Only what follows is a lasting
+        // shortage.
         let is_another = !was_short_of_room || matches!(no_room, Some(NoRoom::Away(_)));
         if no_room.is_some() && is_another {
-            // Before it shows: it is another shortage than the one before.
+            // Before the flag: a reader must not take this shortage for the previous one.
             self.shared.shortages.fetch_add(1, Relaxed);
         }
         let text = no_room.map(|error| error.to_string());
         if text.is_some() && !was_short_of_room {
-            tracing::warn!(text, "evicted pages find no room");
+            tracing::warn!(reason = text, "evicted pages find no room");
         }
         self.shared.is_short_of_room.store(text.is_some(), Relaxed);
         let Some(text) = text else { return };
-        *self.shared.shortage.lock().unwrap_or_else(PoisonError::into_inner) = text;
+        *self.shared.shortage_reason.lock().unwrap_or_else(PoisonError::into_inner) = text;
     }
 
     fn publish(&self) {

@@ -1,9 +1,9 @@
-//! Fields of `/proc/.../stat`.
+//! Fields of `/proc/PID/stat`.
 
-/// The core where it ran last.
+/// The core on which the thread ran last.
 pub(super) const PROCESSOR: usize = 36;
 
-/// A field, counted from the one behind the name's closing parenthesis. The name may hold anything, parentheses and spaces too.
+/// A field by its number after the name. The name may contain spaces and parentheses.
 pub(super) fn field(text: &[u8], index: usize) -> Option<u64> {
     let end = text.iter().rposition(|byte| *byte == b')')?;
     let rest = std::str::from_utf8(&text[end + 1..]).ok()?;
@@ -15,8 +15,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fields_are_found_whatever_the_name() {
-        let text = b"7 (a ) b (c) S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 5 37";
+    fn fields_are_found_after_any_name() {
+        let text = b"7 (a ) b (c) S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 \
+                     21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 5 37";
         assert_eq!(field(text, PROCESSOR), Some(5));
         assert_eq!(field(b"7 (a", PROCESSOR), None);
         assert_eq!(field(b"7 (a) S 1", PROCESSOR), None);

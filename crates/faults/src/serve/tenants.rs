@@ -1,40 +1,42 @@
-//! What each tenant has, and what its runs counted, those that are over included: a run that loses pages seldom lives until somebody looks.
+//! Statistics of each tenant over all its runs, ended runs included.
+//!
+//! A run that loses pages usually ends before its statistics are read.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::run::{Run, RunReport};
 
-/// Tenants whose runs are over, at most; of more one is forgotten, and counts from 0 if it comes again.
+/// Most tenants without a run; of further ones, the lowest is forgotten and counts from 0 again.
 const TENANTS_MAX: usize = 1024;
 
-/// A tenant's figures.
+/// Statistics of a tenant.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct TenantReport {
-    /// The tenant.
+    /// User id of the tenant.
     pub tenant: u32,
-    /// Its runs now.
+    /// Runs now.
     pub runs: usize,
-    /// The processes in them.
+    /// Processes in these runs.
     pub processes: usize,
-    /// Resident memory of those, as sampled.
+    /// Resident memory of these processes, as sampled.
     pub resident_bytes: u64,
-    /// The mempool's blocks that they have.
+    /// Blocks of the mempool that these runs use.
     pub mempool_bytes: u64,
-    /// What they have of memory nodes.
+    /// Memory that these runs have allocated on nodes.
     pub remote_bytes: u64,
-    /// Faults served, of runs that are over too.
+    /// Faults resolved, in all runs so far.
     pub faults: u64,
-    /// Pages read from memory nodes, of runs that are over too.
+    /// Pages read from memory nodes, in all runs so far.
     pub remote_reads: u64,
-    /// Pages taken out of programs, of runs that are over too.
+    /// Pages evicted, in all runs so far.
     pub evictions: u64,
-    /// Pages that could not be read back, of runs that are over too.
+    /// Pages that no replica could provide, in all runs so far.
     pub lost_pages: u64,
 }
 
 impl TenantReport {
-    /// Add what a run counted.
+    /// Adds the counters of a run.
     fn count(&mut self, report: &RunReport) {
         self.faults += report.faults;
         self.remote_reads += report.remote_reads.0;
@@ -42,7 +44,7 @@ impl TenantReport {
         self.lost_pages += report.lost_pages;
     }
 
-    /// Add what a run has, and what it counted.
+    /// Adds the memory and the counters of a run.
     fn add(&mut self, report: &RunReport) {
         self.runs += 1;
         self.processes += report.programs.len();
@@ -53,19 +55,19 @@ impl TenantReport {
     }
 }
 
-/// What the runs counted that are over.
+/// Counters of ended runs, by tenant.
 #[derive(Debug, Default)]
 pub(super) struct EndedRuns(Mutex<BTreeMap<u32, TenantReport>>);
 
 impl EndedRuns {
-    /// A run is over.
+    /// Adds a run that has ended.
     pub fn add(&self, run: &Run) {
         let mut tenants = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         entry(&mut tenants, run.tenant()).count(&run.report());
     }
 
-    /// The same, with those that are not over.
-    pub fn with<'a>(&self, runs: impl Iterator<Item = &'a Arc<Run>>) -> Vec<TenantReport> {
+    /// Statistics of ended runs and of the given runs, by tenant.
+    pub fn with_runs<'a>(&self, runs: impl Iterator<Item = &'a Arc<Run>>) -> Vec<TenantReport> {
         let mut tenants = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
         for run in runs {
             let tenant = run.tenant();
@@ -78,7 +80,7 @@ impl EndedRuns {
     }
 }
 
-/// A tenant's figures, in place of another's if there are too many.
+/// The entry of a tenant; makes room for it if there are too many.
 fn entry(tenants: &mut BTreeMap<u32, TenantReport>, tenant: u32) -> &mut TenantReport {
     if tenants.len() >= TENANTS_MAX && !tenants.contains_key(&tenant) {
         tenants.pop_first();
@@ -121,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_counted_stays_and_what_is_had_goes() {
+    fn counters_of_ended_runs_stay_and_their_memory_does_not() {
         let mut tenants = BTreeMap::new();
         entry(&mut tenants, 7).count(&report());
         let mut now = tenants[&7];

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use aquifer_directory::names::{Life, NodeRecord};
+use aquifer_directory::names::{NodeLife, NodeRecord};
 use aquifer_fabric::Reach;
 use aquifer_pool::NodeId;
 
@@ -83,7 +83,7 @@ impl Known {
     }
 
     /// Memory that there was before anybody here looked: who of its nodes is not there may come back.
-    pub fn remember(&mut self, lives: &[Life], now: Instant) {
+    pub fn remember(&mut self, lives: &[NodeLife], now: Instant) {
         for life in lives.iter().filter(|life| life.kept_ms > 0) {
             let node = NodeId(life.node);
             if !self.here.contains_key(&node) {
@@ -132,8 +132,8 @@ mod tests {
             address: format!("/node-{id}"),
             memory_bytes: 1 << 20,
             memory_bytes_max: 1 << 20,
-            memory_bytes_wanted: 1 << 20,
-            held_up: None,
+            requested_memory_bytes: 1 << 20,
+            resize_blocker: None,
             kept_ms,
             epoch,
         }
@@ -160,7 +160,7 @@ mod tests {
     #[test]
     fn what_there_was_before_is_waited_for_if_it_is_kept() {
         let start = Instant::now();
-        let life = |node, kept_ms| Life { node, epoch: 1, kept_ms };
+        let life = |node, kept_ms| NodeLife { node, epoch: 1, kept_ms };
         let mut known = Known::default();
         known.list(&[record(1, 1, 500)], 10, start);
         known.remember(&[life(1, 500), life(2, 500), life(3, 0)], start);

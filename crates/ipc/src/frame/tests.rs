@@ -153,7 +153,12 @@ proptest! {
     }
 
     #[test]
-    fn damaged_frames_never_panic(which in 0..samples().len(), at in 0usize..120, value in any::<u8>(), cut in 0usize..120) {
+    fn damaged_frames_never_panic(
+        which in 0..samples().len(),
+        at in 0usize..120,
+        value in any::<u8>(),
+        cut in 0usize..120,
+    ) {
         let mut bytes = bytes_of(&samples()[which]);
         if let Some(byte) = bytes.get_mut(at) {
             *byte = value;

@@ -8,10 +8,11 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use aquifer_directory::clock::ManualClock;
-use aquifer_directory::embedded::Embedded;
+use aquifer_directory::embedded::EmbeddedDirectory;
 use aquifer_directory::names::{self, AgentRecord, NodeRecord};
 use aquifer_directory::{
-    Directory, DirectoryError, Entry, Event, Lease, LeaseId, Listing, Transaction, TransactionOutcome, Watch,
+    Directory, DirectoryEntry, DirectoryError, Lease, LeaseId, Listing, Transaction, TransactionOutcome,
+    Watch, WatchEvent,
 };
 use aquifer_fabric::{
     Host, Identity, LocalKey, LocalSlice, Memory, RemoteAddr, Tenant, Verb, Work, WorkError, shm,
@@ -25,14 +26,14 @@ pub const BYTES: u64 = 4 << 20;
 /// A directory whose connection can be cut.
 #[derive(Debug)]
 pub struct Wire {
-    pub inner: Embedded,
+    pub inner: EmbeddedDirectory,
     pub cut: AtomicBool,
     /// Calls that the cut has failed.
     pub failed: AtomicU64,
 }
 
 impl Wire {
-    fn through(&self) -> Result<&Embedded, DirectoryError> {
+    fn through(&self) -> Result<&EmbeddedDirectory, DirectoryError> {
         if self.cut.load(Ordering::SeqCst) {
             self.failed.fetch_add(1, Ordering::SeqCst);
             let (address, cause) = ("here".to_owned(), "cut by the test".to_owned());
@@ -47,7 +48,7 @@ impl Wire {
 pub struct Wired(Arc<Wire>);
 
 impl Directory for Wired {
-    fn get(&self, key: &str) -> Result<Option<Entry>, DirectoryError> {
+    fn get(&self, key: &str) -> Result<Option<DirectoryEntry>, DirectoryError> {
         self.0.through()?.get(key)
     }
     fn list(&self, prefix: &str) -> Result<Listing, DirectoryError> {
@@ -78,7 +79,7 @@ pub struct WiredWatch {
 }
 
 impl Watch for WiredWatch {
-    fn next(&mut self, timeout: Duration) -> Result<Option<Event>, DirectoryError> {
+    fn next(&mut self, timeout: Duration) -> Result<Option<WatchEvent>, DirectoryError> {
         self.wire.through()?;
         self.inner.next(timeout)
     }
@@ -94,8 +95,8 @@ impl Bed {
     pub fn new() -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let clock = Arc::new(ManualClock::default());
-        let inner =
-            Embedded::open_with_clock(&dir.path().join("db"), Arc::clone(&clock) as Arc<_>).expect("a file");
+        let inner = EmbeddedDirectory::open_with_clock(&dir.path().join("db"), Arc::clone(&clock) as Arc<_>)
+            .expect("a file");
         Self {
             dir,
             clock,
@@ -103,7 +104,7 @@ impl Bed {
         }
     }
 
-    pub fn directory(&self) -> &Embedded {
+    pub fn directory(&self) -> &EmbeddedDirectory {
         &self.wire.inner
     }
 
@@ -124,7 +125,7 @@ impl Bed {
     }
 
     pub fn record(&self, id: u16) -> Option<NodeRecord> {
-        let entry = self.directory().get(&names::node(id)).expect("the directory answers")?;
+        let entry = self.directory().get(&names::node_key(id)).expect("the directory answers")?;
         Some(names::decode(&entry).expect("a record"))
     }
 
@@ -150,10 +151,10 @@ impl Bed {
             host,
             address: "there".to_owned(),
             epoch: lease.epoch,
-            claimed: lease.epoch,
-            is_successor: false,
+            claim_epoch: lease.epoch,
+            is_recovery: false,
         };
-        self.directory().put(&names::agent(host), &names::encode(&record), Some(lease.id)).expect("room");
+        self.directory().put(&names::agent_key(host), &names::encode(&record), Some(lease.id)).expect("room");
         lease
     }
 

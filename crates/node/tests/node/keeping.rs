@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use aquifer_directory::Directory;
-use aquifer_directory::names::{self, Life};
+use aquifer_directory::names::{self, NodeLife};
 use aquifer_fabric::{Memory, Tenant};
 use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
 use aquifer_keeper::{KeeperOptions, KeeperPort};
@@ -84,7 +84,7 @@ fn a_node_that_comes_back_has_what_was_written() {
     Stamp::new(&mut client).write(&mut client, &extent);
     node.stop();
     assert_eq!(bed.record(1), None, "others are told that it is away");
-    let life = Life { node: 1, epoch: record.epoch, kept_ms: record.kept_ms };
+    let life = NodeLife { node: 1, epoch: record.epoch, kept_ms: record.kept_ms };
     assert_eq!(names::lives(bed.directory()).expect("it answers"), [life], "and that its memory is not");
 
     let node = start(&bed, &keeper);
@@ -218,7 +218,7 @@ fn memory_that_nobody_kept_is_another_life() {
     let keeper = Keeper::start(&bed);
     let node = start(&bed, &keeper);
     let life = names::lives(bed.directory()).expect("it answers")[0];
-    assert!(!life.is(&before), "it says so");
+    assert!(!life.is_same(&before), "it says so");
     let mut client = bed.client(HOST, lease.epoch).expect("it listens");
     assert!(!client.is_current(extent).expect("it answers"));
     assert_eq!(client.free_bytes(NodeId(1)), BYTES);

@@ -1,7 +1,7 @@
 //! The node lends more or less while hosts use its memory.
 
 use aquifer_directory::Directory;
-use aquifer_directory::names::{self, HeldUp, NodeRecord, WantedRecord};
+use aquifer_directory::names::{self, NodeRecord, RequestedMemory, ResizeBlocker};
 use aquifer_fabric::{Host, Memory, Tenant};
 use aquifer_node::NodeOptions;
 use aquifer_pool::size::SECTION_BYTES;
@@ -16,8 +16,8 @@ fn start(bed: &Bed) -> Serving {
 }
 
 fn want(bed: &Bed, node: &Serving, memory_bytes: u64) {
-    let wanted = WantedRecord { node: 1, epoch: node.ready.record.epoch, memory_bytes };
-    bed.directory().put(&names::wanted(1), &names::encode(&wanted), None).expect("room");
+    let wanted = RequestedMemory { node: 1, epoch: node.ready.record.epoch, memory_bytes };
+    bed.directory().put(&names::requested_memory_key(1), &names::encode(&wanted), None).expect("room");
 }
 
 /// Wait until the node says something that is so.
@@ -64,15 +64,15 @@ fn a_node_lends_more_and_less() {
 
     // Nothing is taken from those who use it.
     want(&bed, &node, SECTION_BYTES);
-    let record = until(&bed, |record| record.held_up.is_some());
-    assert_eq!((record.memory_bytes, record.held_up), (2 * BYTES, Some(HeldUp::InUse)));
+    let record = until(&bed, |record| record.resize_blocker.is_some());
+    assert_eq!((record.memory_bytes, record.resize_blocker), (2 * BYTES, Some(ResizeBlocker::InUse)));
     let last = extents.pop().expect("many");
     client.free(last).expect("it is ours");
     until(&bed, |record| record.memory_bytes == 2 * BYTES - SECTION_BYTES);
     assert!(client.allocate(NODE, SizeClass::CHUNK).is_err(), "it is withdrawn");
     extents.drain(..).for_each(|extent| client.free(extent).expect("it is ours"));
     let record = until(&bed, |record| record.memory_bytes == SECTION_BYTES);
-    assert_eq!(record.held_up, None);
+    assert_eq!(record.resize_blocker, None);
     let only = sections(&mut client, 1);
     assert!(client.allocate(NODE, SizeClass::CHUNK).is_err(), "all others are withdrawn");
     only.into_iter().for_each(|extent| client.free(extent).expect("it is ours"));
@@ -89,12 +89,12 @@ fn a_node_lends_no_more_than_its_machine_has() {
     let most = 2 * total_kib * 1024 / SECTION_BYTES * SECTION_BYTES;
     let node = Bed::start_with(NodeOptions { memory_bytes_max: most, ..bed.options(1, BYTES) });
     want(&bed, &node, most);
-    let record = until(&bed, |record| record.held_up.is_some());
-    assert_eq!((record.held_up, record.memory_bytes_wanted), (Some(HeldUp::NoMemory), most));
+    let record = until(&bed, |record| record.resize_blocker.is_some());
+    assert_eq!((record.resize_blocker, record.requested_memory_bytes), (Some(ResizeBlocker::NoMemory), most));
     assert!((BYTES..most).contains(&record.memory_bytes), "{record:?}");
     want(&bed, &node, BYTES);
     let record = until(&bed, |record| record.memory_bytes == BYTES);
-    assert_eq!(record.held_up, None);
+    assert_eq!(record.resize_blocker, None);
     node.stop();
 }
 
@@ -120,9 +120,13 @@ fn a_node_that_looks_after_its_machine_follows_what_it_has() {
     for page in (0..taken).step_by(4096) {
         somebody.write(page, &[1]);
     }
-    let is_less = |record: &NodeRecord| record.memory_bytes < most && record.held_up.is_some();
+    let is_less = |record: &NodeRecord| record.memory_bytes < most && record.resize_blocker.is_some();
     let record = until(&bed, is_less);
-    assert_eq!((record.held_up, record.memory_bytes >= least), (Some(HeldUp::NoMemory), true), "{record:?}");
+    assert_eq!(
+        (record.resize_blocker, record.memory_bytes >= least),
+        (Some(ResizeBlocker::NoMemory), true),
+        "{record:?}"
+    );
     let client = bed.client(1, 1).expect("it listens");
     assert!(client.total_bytes(NODE) < most);
     drop(somebody);
@@ -135,10 +139,10 @@ fn a_node_may_begin_with_nothing_to_lend() {
     let bed = Bed::new();
     let options = NodeOptions { keep_free_bytes: Some(u64::MAX), ..bed.options(1, BYTES) };
     let node = Bed::start_with(options);
-    let record = until(&bed, |record| record.held_up.is_some());
+    let record = until(&bed, |record| record.resize_blocker.is_some());
     assert_eq!(
-        (record.memory_bytes, record.memory_bytes_wanted, record.held_up),
-        (0, BYTES, Some(HeldUp::NoMemory))
+        (record.memory_bytes, record.requested_memory_bytes, record.resize_blocker),
+        (0, BYTES, Some(ResizeBlocker::NoMemory))
     );
     assert!(bed.client(1, 1).expect("it listens").allocate(NODE, SizeClass::CHUNK).is_err());
     node.stop();
@@ -181,7 +185,7 @@ fn a_node_whose_own_connection_breaks_lends_what_it_says() {
         want(&bed, &node, wanted);
         // Unless the node has connected more often than that.
         bed.client(Host::NODE.0, epoch).ok();
-        until(&bed, |record| (record.memory_bytes, record.memory_bytes_wanted) == (wanted, wanted));
+        until(&bed, |record| (record.memory_bytes, record.requested_memory_bytes) == (wanted, wanted));
         let held = sections(&mut client, wanted / SECTION_BYTES);
         assert!(client.allocate(NODE, SizeClass::CHUNK).is_err(), "no more than it says");
         held.iter().for_each(|extent| client.free(*extent).expect("it is ours"));

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use aquifer_directory::names::{self, NodeRecord};
-use aquifer_directory::{Directory, DirectoryError, EventKind};
+use aquifer_directory::{Directory, DirectoryError, WatchEventKind};
 use aquifer_fabric::{Tenant, shm};
 use aquifer_metrics::MetricsError;
 use aquifer_node::{Listen, NodeError, NodeOptions, Shutdown, serve};
@@ -127,8 +127,8 @@ fn a_node_whose_lease_ended_takes_a_new_one_and_keeps_its_memory() {
     while kinds.len() < 2 {
         kinds.extend(watch.next(TTL).expect("the watch goes on").map(|event| event.kind));
     }
-    assert_eq!(kinds[0], EventKind::Delete);
-    assert!(matches!(kinds[1], EventKind::Put { .. }));
+    assert_eq!(kinds[0], WatchEventKind::Delete);
+    assert!(matches!(kinds[1], WatchEventKind::Put { .. }));
     assert_eq!(bed.record(1).expect("it is back"), node.ready.record, "with the epoch of its memory");
     client.free(extent).expect("the memory is the same");
     node.stop();
@@ -143,23 +143,23 @@ fn a_number_is_given_once() {
         address: "/elsewhere".to_owned(),
         memory_bytes: 1,
         memory_bytes_max: 1,
-        memory_bytes_wanted: 1,
-        held_up: None,
+        requested_memory_bytes: 1,
+        resize_blocker: None,
         kept_ms: 0,
         epoch: 1,
     };
-    bed.directory().put(&names::node(1), &names::encode(&other), None).expect("room");
+    bed.directory().put(&names::node_key(1), &names::encode(&other), None).expect("room");
     let taken = serve(&bed.options(1, BYTES), &Shutdown::new(), |_| panic!("it cannot serve"));
     assert!(
         matches!(&taken, Err(NodeError::IdTaken { id: 1, address }) if address == "/elsewhere"),
         "{taken:?}"
     );
-    bed.directory().put(&names::node(1), b"{", None).expect("room");
+    bed.directory().put(&names::node_key(1), b"{", None).expect("room");
     let taken = serve(&bed.options(1, BYTES), &Shutdown::new(), |_| panic!("it cannot serve"));
     assert!(matches!(taken, Err(NodeError::IdTaken { .. })));
     // A record with our own address was left by a node that died there.
     let dead = NodeRecord { address: bed.socket().display().to_string(), ..other };
-    bed.directory().put(&names::node(1), &names::encode(&dead), None).expect("room");
+    bed.directory().put(&names::node_key(1), &names::encode(&dead), None).expect("room");
     let node = bed.start(1);
     assert_eq!(bed.record(1).as_ref(), Some(&node.ready.record));
     node.stop();

@@ -69,7 +69,7 @@ impl World {
 }
 
 #[test]
-fn slabs_are_as_large_as_what_is_written_and_then_as_a_part_of_what_is_there() {
+fn slabs_grow_with_the_pages_of_the_run() {
     let mut world = world(64 << 20);
     for (want, chunks) in [(1, 1), (3, 4), (64, 64)] {
         let last = world.fill(want, want).unwrap().pop().unwrap();
@@ -82,7 +82,7 @@ fn slabs_are_as_large_as_what_is_written_and_then_as_a_part_of_what_is_there() {
 }
 
 #[test]
-fn few_empty_slabs_are_kept_and_filled_again_and_none_while_the_pool_is_short() {
+fn few_empty_slabs_are_kept_and_none_while_the_pool_is_short() {
     let mut world = world(16 << 20);
     let filled = world.fill(1024, 1).unwrap();
     let slab_pages: Vec<u32> = filled.iter().map(|location| world.chunks(location.slab())).collect();
@@ -91,29 +91,29 @@ fn few_empty_slabs_are_kept_and_filled_again_and_none_while_the_pool_is_short() 
     world.release(&filled[..128]);
     let kept = world.held_pages() - (held_pages - 128);
     assert!((1..=112).contains(&kept), "{kept} pages are kept of 896");
-    let taken_before = world.slabs.bytes().1;
+    let bytes_peak_before = world.slabs.bytes().1;
     world.fill(u32::try_from(kept).unwrap(), 1).unwrap();
-    assert_eq!(world.slabs.bytes().1, taken_before, "nothing fresh was taken");
+    assert_eq!(world.slabs.bytes().1, bytes_peak_before, "no new slab was allocated");
     let again = world.fill(64, 64).unwrap();
     world.release(&again);
     world.release(&filled[128..192]);
     while world.filler.trim_empty(&mut world.pool, true) {}
     let open_pages = u64::from(world.chunks(again[63].slab()));
-    assert_eq!(world.held_pages(), world.slabs.pages() + open_pages, "all that is empty has gone back");
+    assert_eq!(world.held_pages(), world.slabs.pages() + open_pages, "all empty slabs are freed");
     world.fill(65, 1).unwrap();
     assert!(
         world.held_pages() <= world.slabs.pages() + 63,
-        "what was empty while it was open is filled again"
+        "a slab that was empty while it was open is filled again"
     );
     world.release(&filled[192..]);
     world.filler.close(&mut world.pool);
 }
 
 #[test]
-fn the_emptiest_slabs_are_emptied_as_far_as_the_others_have_room() {
+fn the_emptiest_slabs_are_vacated_as_far_as_the_others_have_holes() {
     let mut world = world(16 << 20);
     let filled = world.fill(2048, 64).unwrap();
-    assert!(world.filler.slabs_to_vacate(GainThreshold::Normal).is_empty(), "all are full");
+    assert!(world.filler.slabs_to_vacate(GainThreshold::Normal).is_empty(), "all slabs are full");
     // One of each eight pages stays in use.
     let gone: Vec<Location> = filled.iter().copied().filter(|location| location.0 % 8 != 0).collect();
     world.release(&gone);
@@ -130,11 +130,11 @@ fn the_emptiest_slabs_are_emptied_as_far_as_the_others_have_room() {
     let moved: u32 = short.iter().map(|slab| world.slabs.live_pages(*slab)).sum();
     let others = world.filler.movable_slabs().into_iter().filter(|slab| !short.contains(slab));
     let room: u32 = others.map(|slab| world.chunks(slab) - world.slabs.live_pages(slab)).sum();
-    assert!(moved > 0 && moved <= room, "{moved} pages find room in {room}: nothing fresh is needed");
+    assert!(moved > 0 && moved <= room, "{moved} pages fit into {room} holes without a new slab");
 }
 
 #[test]
-fn what_is_marked_is_not_filled_until_the_round_is_over() {
+fn a_marked_slab_is_not_filled_until_the_round_is_over() {
     let mut world = world(4 << 20);
     let filled = world.fill(64, 64).unwrap();
     world.fill(64, 64).unwrap();
@@ -160,15 +160,15 @@ fn a_full_pool_is_used_up_to_its_last_hole() {
 }
 
 #[test]
-fn blocks_go_back_as_they_were_taken() {
+fn groups_of_slabs_are_freed_as_they_were_allocated() {
     let mut world = world(16 << 20);
     world.filler.set_slab_sizing(SlabSizing::Fixed { class: SizeClass::new(2).unwrap(), group_slabs: 4 });
     let filled = world.fill(33, 1).unwrap();
-    assert_eq!(world.held_pages(), 3 * 16, "three blocks of four slabs of four pages");
+    assert_eq!(world.held_pages(), 3 * 16, "three groups of four slabs of four pages");
     world.release(&filled[..15]);
     assert_eq!(world.held_pages(), 3 * 16);
     world.release(&filled[15..16]);
-    assert_eq!(world.held_pages(), 2 * 16, "the first block is empty");
+    assert_eq!(world.held_pages(), 2 * 16, "the first group is empty");
     let again = world.fill(32, 1).unwrap();
     world.release(&filled[16..]);
     world.release(&again);

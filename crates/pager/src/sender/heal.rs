@@ -119,8 +119,8 @@ impl Healer {
             slabs.set_slow(node, false);
             // The slab was freed after the probe was posted, so its key is dead. That says nothing
             // about the node.
-            let was_given_back = completion.outcome == Err(WorkError::RemoteAccess) && read != replica;
-            return is_done || was_given_back;
+            let was_freed = completion.outcome == Err(WorkError::RemoteAccess) && read != replica;
+            return is_done || was_freed;
         } else if let Some(task) = &mut self.task {
             task.step = match (task.step, is_done) {
                 (CopyStep::Reading, true) => CopyStep::Read,

@@ -27,7 +27,7 @@ mod tests {
     use crate::slabs::SlabId;
 
     #[test]
-    fn each_page_has_a_record_of_its_own() {
+    fn each_page_has_its_own_record() {
         let slabs = (0..100).chain(SLABS_MAX - 100..SLABS_MAX).map(SlabId);
         let pages = slabs.flat_map(|slab| (0..SLAB_PAGES_MAX).map(move |index| Location::new(slab, index)));
         let mut records: Vec<usize> = pages.map(offset_of).collect();

@@ -12,7 +12,7 @@ fn nodes(slabs: &SlabSet, slab: SlabId) -> Vec<u16> {
 }
 
 #[test]
-fn a_slab_comes_and_goes_with_its_pages() {
+fn a_slab_is_emptied_by_the_release_of_its_last_page() {
     let slabs = SlabSet::new().unwrap();
     let slab = SlabId(3);
     slabs.publish(slab, &[extent(2)]);
@@ -24,7 +24,7 @@ fn a_slab_comes_and_goes_with_its_pages() {
     assert_eq!(replica, extent(2));
     assert_eq!(page_of(&replica, 31), RemoteAddr { addr: 0x40_0000 + 31 * 4096, key: Key(77) });
     slabs.release(location);
-    assert!(!slabs.has_emptied_slabs(), "the other volume still refers to it");
+    assert!(!slabs.has_emptied_slabs(), "the other volume still references the page");
     slabs.release(location);
     assert_eq!(slabs.drain_emptied(), vec![slab]);
     slabs.remove_slab(slab);
@@ -33,7 +33,7 @@ fn a_slab_comes_and_goes_with_its_pages() {
 }
 
 #[test]
-fn of_many_slabs_that_became_empty_the_sender_is_told_once() {
+fn the_sender_is_woken_once_for_many_emptied_slabs() {
     let slabs = SlabSet::new().unwrap();
     let count = u32::try_from(EMPTIED_WAKE_COUNT).unwrap();
     for round in 0..2 {
@@ -50,12 +50,12 @@ fn of_many_slabs_that_became_empty_the_sender_is_told_once() {
 }
 
 #[test]
-fn copies_die_one_by_one_but_never_the_last() {
+fn all_replicas_but_the_last_can_be_dropped() {
     let slabs = SlabSet::with_replicas(3).unwrap();
     let slab = SlabId(0);
     slabs.publish(slab, &[extent(1), extent(2), extent(3)]);
     assert_eq!(slabs.bytes().0, 3 * (128 << 10));
-    assert!(!slabs.drop_replica(slab, NodeId(9)), "it has nothing there");
+    assert!(!slabs.drop_replica(slab, NodeId(9)), "the slab has no replica there");
     assert!(slabs.drop_replica(slab, NodeId(1)));
     assert!(slabs.drop_replica(slab, NodeId(3)));
     assert!(!slabs.drop_replica(slab, NodeId(2)));
@@ -67,7 +67,7 @@ fn copies_die_one_by_one_but_never_the_last() {
 }
 
 #[test]
-fn a_copy_that_is_begun_is_no_copy_yet() {
+fn an_unfinished_replica_is_no_replica_yet() {
     let slabs = SlabSet::with_replicas(3).unwrap();
     let slab = SlabId(0);
     slabs.publish(slab, &[extent(1)]);
@@ -79,7 +79,7 @@ fn a_copy_that_is_begun_is_no_copy_yet() {
     assert_eq!(slabs.begin_replica(slab, extent(3)), place);
     slabs.finish_replica(slab, place);
     assert_eq!(nodes(&slabs, slab), [1, 3]);
-    assert_eq!(slabs.unfinished_replica(slab), None, "it is whole");
+    assert_eq!(slabs.unfinished_replica(slab), None, "the replica is complete");
     assert_eq!(slabs.bytes().0, 2 * (128 << 10));
     slabs.begin_free(slab, place, 5);
     assert_eq!(nodes(&slabs, slab), [1]);
@@ -114,7 +114,7 @@ fn readers_never_see_an_old_address_with_a_new_node() {
 }
 
 #[test]
-fn reports_of_damage_are_bounded_and_told_once() {
+fn reports_of_damage_are_bounded_and_unique() {
     let slabs = SlabSet::with_replicas(2).unwrap();
     for _ in 0..2 {
         (0..5000).for_each(|index| slabs.report_damage(Location(index), NodeId(1)));
@@ -133,7 +133,7 @@ fn a_slow_node_is_slow_until_it_answers() {
 
 #[test]
 #[should_panic(expected = "released more often")]
-fn a_release_too_many_is_noticed() {
+fn a_surplus_release_panics() {
     let slabs = SlabSet::new().unwrap();
     slabs.release(Location::new(SlabId(0), 0));
 }

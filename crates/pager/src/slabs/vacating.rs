@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pages_of_one_volume_are_to_move_while_the_round_lasts() {
+    fn only_unshared_pages_of_marked_slabs_are_to_move() {
         let slabs = SlabSet::new().unwrap();
         let (alone, shared, elsewhere) =
             (Location::new(SlabId(70), 1), Location::new(SlabId(70), 2), Location::new(SlabId(71), 1));

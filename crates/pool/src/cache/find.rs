@@ -7,8 +7,8 @@ use crate::size::{SECTION_SPANS, SizeClass};
 use crate::word::SpanState;
 
 impl NodeCache {
-    /// Something free of `class` in a section. `avoid` is a span at which the caller lost too many races.
-    /// Contended spans are searched only if `contended`.
+    /// Something free of `class` in a section. `avoid` is a span at which the caller lost too many
+    /// races. Contended spans are searched only if `contended`.
     pub(crate) fn candidate(
         &self,
         section: u32,
@@ -26,7 +26,8 @@ impl NodeCache {
         for index in word.spans_in(SpanState::Partial).chain(more) {
             let span = first + u32::from(index);
             let word = self.span(span);
-            // A closed span is being opened or closed by another host, and only that host may change it.
+            // A closed span is being opened or closed by another host, and only that host may
+            // change it.
             if Some(span) != avoid
                 && !word.is_closed()
                 && !self.is_foreign(span)
@@ -39,8 +40,8 @@ impl NodeCache {
         empty.map(|group| Candidate::Empty { span: first + u32::from(group.first()) })
     }
 
-    /// The first of `count` neighbouring sections that are free and not another tenant's. The search begins
-    /// at the section at which searches for large extents begin.
+    /// The first of `count` neighbouring sections that are free and not another tenant's. The
+    /// search begins at the section at which searches for large extents begin.
     pub(crate) fn find_stretch(&self, count: u32) -> Option<u32> {
         let is_free = |section: u32| {
             let index = section as usize;
@@ -59,8 +60,8 @@ impl NodeCache {
         None
     }
 
-    /// The number of sections that the node is clearing, or has yet to clear for this tenant. `None` if
-    /// `count` neighbouring sections would not be free even then.
+    /// The number of sections that the node is clearing, or has yet to clear for this tenant.
+    /// `None` if `count` neighbouring sections would not be free even then.
     pub(crate) fn sections_to_clear(&self, count: u32) -> Option<u32> {
         let (mut run, mut longest, mut to_clear) = (0, 0, 0);
         for (word, foreign) in self.sections.iter().zip(&self.foreign) {

@@ -1,4 +1,5 @@
-//! The source of random key bits and of the numbers in log entries. State machines draw none themselves.
+//! The source of random key bits and of the numbers in log entries. State machines draw none
+//! themselves.
 
 use std::hash::{Hash, Hasher};
 

@@ -1,8 +1,8 @@
-//! Frees many extents: in one section word by word, in different sections side by side, so that one trip
-//! to the node serves several sections.
+//! Frees many extents: in one section word by word, in different sections side by side, so that one
+//! trip to the node serves several sections.
 //!
-//! A state machine expects the words of the cache, so two machines of a client must not change the same
-//! word at a time. Two sections have no word in common.
+//! A state machine expects the words of the cache, so two machines of a client must not change the
+//! same word at a time. Two sections have no word in common.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -37,7 +37,8 @@ struct FreeAll<'a> {
 }
 
 impl FreeAll<'_> {
-    /// Starts with the next word of a section; `None` if nothing is left that needs an access to the node.
+    /// Starts with the next word of a section; `None` if nothing is left that needs an access to
+    /// the node.
     fn start(&mut self, node: &mut Node, mut waiting: Words) -> Option<Lane> {
         let indexes = waiting.pop_front()?;
         let mut op = FreeOp::many(self.host, indexes.iter().map(|index| self.grants[*index]));

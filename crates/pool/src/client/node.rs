@@ -78,8 +78,8 @@ impl Node {
         self.is_drain_taken &= self.wire.is_down();
     }
 
-    /// A handle that drains the operations in flight of a connection that is given up. Returned once for
-    /// each break; `None` if nothing is in flight.
+    /// A handle that drains the operations in flight of a connection that is given up. Returned
+    /// once for each break; `None` if nothing is in flight.
     pub(super) fn take_drain(&mut self) -> Option<Box<dyn Late>> {
         let drain = self.wire.late().filter(|_| !self.is_drain_taken)?;
         self.is_drain_taken = true;

@@ -31,8 +31,8 @@ fn key_bits() -> u32 {
 }
 
 fn nonce() -> u32 {
-    // One counter for the process: its clients usually are of one host. It begins at a random number,
-    // so that a restarted process does not repeat the numbers of the one before.
+    // One counter for the process: its clients usually are of one host. It begins at a random
+    // number, so that a restarted process does not repeat the numbers of the one before.
     static NEXT: LazyLock<AtomicU32> = LazyLock::new(|| {
         let [_, _, _, _, random @ ..] = RandomState::new().hash_one(0).to_le_bytes();
         AtomicU32::new(u32::from_le_bytes(random))

@@ -1,6 +1,7 @@
 //! Recovery of a dead host's memory on a node over several connections at once.
 //!
-//! The time goes into round trips, section after section, so several connections are faster than one.
+//! The time goes into round trips, section after section, so several connections are faster than
+//! one.
 
 use std::ops::Range;
 use std::panic::resume_unwind;
@@ -18,8 +19,8 @@ const SECTIONS_MIN: u32 = 64;
 
 /// Frees all that `host` owned on a node, as [`PoolClient::recover`] does.
 ///
-/// The caller has claimed the dead host's number: every endpoint that `connect` returns is of `host`
-/// with a new epoch, so that the dead host is fenced.
+/// The caller has claimed the dead host's number: every endpoint that `connect` returns is of
+/// `host` with a new epoch, so that the dead host is fenced.
 ///
 /// # Errors
 /// The first error of any connection; then something is not freed yet.

@@ -1,4 +1,5 @@
-//! Executes actions of state machines over a node's endpoint, of one machine or of several side by side.
+//! Executes actions of state machines over a node's endpoint, of one machine or of several side by
+//! side.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -37,7 +38,8 @@ const _: () = assert!(READ_WORDS_MAX as usize * 8 <= REPLY_BYTES);
 const SPINS_MAX: u32 = 256;
 /// Longest wait between two polls of an endpoint that can wait.
 const WAIT_MAX: Duration = Duration::from_millis(20);
-/// Most operations of a batch: each of several machines may revoke all keys of a span in one action.
+/// Most operations of a batch: each of several machines may revoke all keys of a span in one
+/// action.
 const BATCH_MAX: usize = SPAN_CHUNKS as usize * LANES_MAX;
 const _: () = assert!(BATCH_MAX > SURVEY_SECTIONS_MAX as usize);
 /// Most completions of one poll.
@@ -230,7 +232,8 @@ impl Wire {
         first
     }
 
-    /// Collects the answer to an executed action in `words`; `first` is the index of its first operation.
+    /// Collects the answer to an executed action in `words`; `first` is the index of its first
+    /// operation.
     pub fn answer<'a>(
         &self,
         action: &Action,
@@ -272,8 +275,8 @@ impl Wire {
         RemoteAddr { addr: self.base + offset, key: self.key }
     }
 
-    /// Posts the batch in order and waits until all operations have completed. `outcomes` has what each
-    /// found; completions of the user's operations are kept.
+    /// Posts the batch in order and waits until all operations have completed. `outcomes` has what
+    /// each found; completions of the user's operations are kept.
     pub fn execute(&mut self) -> Result<(), WorkError> {
         let first = self.next_id;
         let mut count = self.batch.len();

@@ -17,12 +17,14 @@ pub enum Access {
         /// What it becomes.
         desired: u64,
     },
-    /// Fetch and add of 0: atomic, and in order with every CAS. Answered by the word that was found.
+    /// Fetch and add of 0: atomic, and in order with every CAS. Answered by the word that was
+    /// found.
     Probe {
         /// The word.
         at: WordAt,
     },
-    /// READ of neighbouring words. Answered by the words, which may be torn and of different moments.
+    /// READ of neighbouring words. Answered by the words, which may be torn and of different
+    /// moments.
     Read {
         /// The first word.
         at: WordAt,
@@ -63,8 +65,8 @@ impl Access {
     }
 }
 
-/// Operations that are posted together and take effect in this order. The answer has the words of each, in
-/// the same order.
+/// Operations that are posted together and take effect in this order. The answer has the words of
+/// each, in the same order.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Action(SmallVec<[Access; 4]>);
 
@@ -117,7 +119,8 @@ impl Action {
         Self::one(Access::Write { at, first, others, value })
     }
 
-    /// Reads the words of the spans of neighbouring sections, 16 for each, then the entries of these spans in `keys[]`.
+    /// Reads the words of the spans of neighbouring sections, 16 for each, then the entries of
+    /// these spans in `keys[]`.
     ///
     /// # Panics
     /// If there are more than [`SURVEY_SECTIONS_MAX`] sections.

@@ -45,8 +45,8 @@ pub struct AllocOp {
 struct FixedGroup {
     section: u32,
     group: Run,
-    /// The key of the extent. `None` if the node allocates the group for itself: then it gets no key, and may
-    /// belong to any tenant.
+    /// The key of the extent. `None` if the node allocates the group for itself: then it gets no
+    /// key, and may belong to any tenant.
     key: Option<Key>,
 }
 
@@ -107,8 +107,8 @@ enum State {
     Flushing(Flush, Commit),
     /// A1, A2, A3, A7: the CAS.
     Committing(Committing),
-    /// A6 before A3: clears the full hint that A2 has set on a span that is not full. The second value is the
-    /// span that A2 has opened.
+    /// A6 before A3: clears the full hint that A2 has set on a span that is not full. The second
+    /// value is the span that A2 has opened.
     ClearingFull(Hint, u32),
     /// A8: writes key and record.
     Recording(Grant),
@@ -149,8 +149,8 @@ impl AllocOp {
         }
     }
 
-    /// An operation by which a node allocates this group of empty spans for itself, of any tenant and without
-    /// a key.
+    /// An operation by which a node allocates this group of empty spans for itself, of any tenant
+    /// and without a key.
     #[must_use]
     pub fn of_group(host: Host, section: u32, group: Run) -> Self {
         let class = SizeClass::of_spans(group.order());
@@ -169,7 +169,8 @@ impl AllocOp {
         Self { defers_record: true, ..self }
     }
 
-    /// The WRITEs of A8 that the caller has to post before any other action; empty if there are none.
+    /// The WRITEs of A8 that the caller has to post before any other action; empty if there are
+    /// none.
     pub(super) fn take_record(&mut self) -> Action {
         std::mem::take(&mut self.record)
     }
@@ -310,7 +311,8 @@ impl AllocOp {
         let mut action = Action::commit(commit.at(), expected, desired);
         let mut key = None;
         match commit {
-            // No other client can allocate in the span before it is open, so A8 may be posted before the CAS.
+            // No other client can allocate in the span before it is open, so A8 may be posted
+            // before the CAS.
             Commit::Chunks { span, run, is_opener: true } => {
                 let grant = self.fresh_grant(cache, first_of(span, run));
                 key = Some(grant.key);
@@ -399,7 +401,8 @@ impl AllocOp {
         if is_opener {
             cache.learn_owner(span, KeyEntry::shut(cache.tenant()));
         }
-        // The owner cannot change while this host has an extent in the span, so it may be checked now.
+        // The owner cannot change while this host has an extent in the span, so it may be checked
+        // now.
         if let (false, (_, Some(entry))) = (is_opener, result.found_then()) {
             cache.learn_owner(span, KeyEntry(entry));
             if !KeyEntry(entry).is_of(cache.tenant()) {
@@ -454,8 +457,8 @@ impl AllocOp {
         }
     }
 
-    /// A3: allocates the first chunks of the span that A2 has opened. The cached word may be out of date; then
-    /// the CAS fails and returns the present word.
+    /// A3: allocates the first chunks of the span that A2 has opened. The cached word may be out of
+    /// date; then the CAS fails and returns the present word.
     fn allocate_first(&mut self, cache: &mut NodeCache, span: u32) -> Step<Grant> {
         let run = Run::new(0, self.class.order()).unwrap_or(Run::single(0));
         self.commit(cache, Commit::Chunks { span, run, is_opener: true })
@@ -483,7 +486,8 @@ impl AllocOp {
         cache.learn(at, found)?;
         let is_closed = SpanWord(found).is_closed();
         if is_opener {
-            // Between A2 and A3 only this client may change the word, so the cached word was out of date.
+            // Between A2 and A3 only this client may change the word, so the cached word was out of
+            // date.
             return if is_closed {
                 Ok(self.allocate_first(cache, span))
             } else {
@@ -523,8 +527,8 @@ impl AllocOp {
 
     fn surveyed(&mut self, cache: &mut NodeCache, section: u32, result: StepResult<'_>) -> Next {
         cache.learn_survey(section, 1, result).ok();
-        // A4 of a span that another client has filled: that client may never set the hint. Rule H: the
-        // section's word was read before the spans.
+        // A4 of a span that another client has filled: that client may never set the hint. Rule H:
+        // the section's word was read before the spans.
         let full = cache.find_unhinted_full(section, result).and_then(|span| Hint::set_full(span, cache));
         Ok(match full {
             Some((hint, action)) => self.post(State::HintingInSearch(hint), action),

@@ -1,6 +1,7 @@
 //! L: copies a record that is still needed to the full log before it is overwritten.
 //!
-//! Needed are the records that name an owner: *alloc* in a span's word, *alloc* and *open* in a section's.
+//! Needed are the records that name an owner: *alloc* in a span's word, *alloc* and *open* in a
+//! section's.
 
 use aquifer_fabric::Host;
 

@@ -1,7 +1,7 @@
 //! Frees extents that share a control word (K, F1 to F6).
 //!
-//! Extents of one span are freed together: one batch revokes their keys (K), and one CAS frees those whose
-//! keys were revoked (F1, F3). Extents of whole spans are freed one after another (F5).
+//! Extents of one span are freed together: one batch revokes their keys (K), and one CAS frees
+//! those whose keys were revoked (F1, F3). Extents of whole spans are freed one after another (F5).
 
 mod commit;
 
@@ -28,15 +28,16 @@ pub struct FreeOp {
     /// The word that they share.
     at: WordAt,
     outcomes: Outcomes,
-    /// Extents that are not freed yet. One CAS frees extents that do not overlap, or one group of spans.
+    /// Extents that are not freed yet. One CAS frees extents that do not overlap, or one group of
+    /// spans.
     waiting: Extents,
     /// Extents that the next CAS frees.
     chosen: Extents,
     /// Whether the cached word was read by this operation, so that it may refuse a free.
     is_fresh: bool,
     lost: u32,
-    /// The record that the word had when this free was begun by another process. As long as the word has it, no
-    /// other client has used the place since.
+    /// The record that the word had when this free was begun by another process. As long as the
+    /// word has it, no other client has used the place since.
     begun_at: Option<u32>,
     state: State,
 }
@@ -102,9 +103,9 @@ impl FreeOp {
         }
     }
 
-    /// Resumes a free that was begun when the word had this record, and that may be half done: the key may be
-    /// revoked already. If the word has another record by now, or gets one meanwhile, the outcome is
-    /// `NotAllocated`, although the extent may still be allocated to this host.
+    /// Resumes a free that was begun when the word had this record, and that may be half done: the
+    /// key may be revoked already. If the word has another record by now, or gets one meanwhile,
+    /// the outcome is `NotAllocated`, although the extent may still be allocated to this host.
     #[must_use]
     pub fn resumed(self, record: u32) -> Self {
         Self { begun_at: Some(record), ..self }
@@ -211,7 +212,8 @@ impl FreeOp {
                 let freed = self.chunks();
                 self.revoke(cache, freed)
             }
-            // Code 11 may be a hint about a span that is full of chunks. The spans' own words say so.
+            // Code 11 may be a hint about a span that is full of chunks. The spans' own words say
+            // so.
             _ => {
                 let grant = self.chosen[0].grant;
                 let count = grant.class.chunks() / SPAN_CHUNKS;
@@ -299,7 +301,8 @@ impl FreeOp {
         self.post(State::Revoking(freed, expected), action)
     }
 
-    /// K has been executed. An extent whose entry had another key, or none, is not allocated any more.
+    /// K has been executed. An extent whose entry had another key, or none, is not allocated any
+    /// more.
     fn revoked(
         &mut self,
         cache: &mut NodeCache,

@@ -1,14 +1,15 @@
 //! Changes of hint bits: full (A4–A6, F2) and contended (C1, C2).
 //!
-//! Code 11 in a section's word is a hint if the span is open, and the truth if the span is allocated whole.
-//! Only a hint may be cleared. Rule H keeps the two apart: *a hint is changed by a CAS whose expected section
-//! word was read before the span was last seen open.* A span can be allocated whole only over code 00. So if
-//! the section's word has not changed since before the span was seen open, then the span is still open, or
-//! the client that emptied it is about to write 00 over any hint.
+//! Code 11 in a section's word is a hint if the span is open, and the truth if the span is
+//! allocated whole. Only a hint may be cleared. Rule H keeps the two apart: *a hint is changed by a
+//! CAS whose expected section word was read before the span was last seen open.* A span can be
+//! allocated whole only over code 00. So if the section's word has not changed since before the
+//! span was seen open, then the span is still open, or the client that emptied it is about to write
+//! 00 over any hint.
 //!
-//! A full hint is neither lost nor stale: the client that fills a span sets the hint and *then* reads the span
-//! (A5). The client that frees chunks of a full span does so and *then* reads the hint (F2). The later of the
-//! two reads sees what the other client did, and clears the hint.
+//! A full hint is neither lost nor stale: the client that fills a span sets the hint and *then*
+//! reads the span (A5). The client that frees chunks of a full span does so and *then* reads the
+//! hint (F2). The later of the two reads sees what the other client did, and clears the hint.
 //!
 //! A change of a hint cannot fail the operation, which is committed before.
 
@@ -36,23 +37,24 @@ enum State {
     /// A6, F2: reads the span after the section was `seen`: is it open with free chunks?
     ProbingSpan { seen: SectionWord },
     /// C1, C2: a CAS that is not repeated if it fails.
-    SetContended { from: SpanState, to: SpanState, expected: SectionWord },
+    ChangeContended { from: SpanState, to: SpanState, expected: SectionWord },
 }
 
 impl Hint {
-    /// A4: sets the full hint of a span that was seen full. No other client may have changed the section's
-    /// word since; `None` if the hint is set already.
+    /// A4: sets the full hint of a span that was seen full. No other client may have changed the
+    /// section's word since; `None` if the hint is set already.
     pub(super) fn set_full(span: u32, cache: &NodeCache) -> Option<(Self, Action)> {
         if cache.state_of(span) == SpanState::Full {
             return None;
         }
-        // Rule H: since before the span was seen full, only this client has changed the section's word.
+        // Rule H: since before the span was seen full, only this client has changed the section's
+        // word.
         let expected = cache.section(span / SECTION_SPANS);
         Some(Self::begin(span, State::SetFull { expected, from: expected }))
     }
 
-    /// A5 after A2 has set the full hint of this span, which was then found to be `found`. If it is not full,
-    /// A6.
+    /// A5 after A2 has set the full hint of this span, which was then found to be `found`. If it is
+    /// not full, A6.
     pub(super) fn recheck_full(span: u32, found: SpanWord, cache: &mut NodeCache) -> Option<(Self, Action)> {
         let seen = cache.section(span / SECTION_SPANS);
         let is_full = cache.set_span(span, found).is_err() || found.is_full() || found.is_closed();
@@ -60,7 +62,8 @@ impl Hint {
             .then(|| Self::begin(span, State::ClearFull { expected: seen }))
     }
 
-    /// F2: clears the full hint of a span that is open after a free. `was_full`: no chunk of it was free before.
+    /// F2: clears the full hint of a span that is open after a free. `was_full`: no chunk of it was
+    /// free before.
     pub(super) fn clear_full(span: u32, was_full: bool, cache: &NodeCache) -> Option<(Self, Action)> {
         if Mutation::SkipClearFull.is_active() {
             return None;
@@ -75,7 +78,8 @@ impl Hint {
         was_full.then(|| Self::begin(span, State::ProbingSection))
     }
 
-    /// C1: sets the contended hint after several races lost at a span, which was open at the last of them.
+    /// C1: sets the contended hint after several races lost at a span, which was open at the last
+    /// of them.
     pub(super) fn set_contended(span: u32, cache: &NodeCache) -> Option<(Self, Action)> {
         Self::change_contended(span, SpanState::Partial, SpanState::Contended, cache)
     }
@@ -92,7 +96,8 @@ impl Hint {
         cache: &NodeCache,
     ) -> Option<(Self, Action)> {
         let expected = cache.section(span / SECTION_SPANS);
-        (cache.state_of(span) == from).then(|| Self::begin(span, State::SetContended { from, to, expected }))
+        (cache.state_of(span) == from)
+            .then(|| Self::begin(span, State::ChangeContended { from, to, expected }))
     }
 
     fn begin(span: u32, state: State) -> (Self, Action) {
@@ -120,7 +125,7 @@ impl Hint {
                 Action::commit(self.section(), expected.0, desired.0).then(recheck)
             }
             State::ClearFull { expected } => self.cas(expected, SpanState::Partial),
-            State::SetContended { to, expected, .. } => self.cas(expected, to),
+            State::ChangeContended { to, expected, .. } => self.cas(expected, to),
         }
     }
 
@@ -178,7 +183,7 @@ impl Hint {
     fn after_section(&self, cache: &mut NodeCache, found: SectionWord) -> Option<State> {
         let won = match self.state {
             State::ClearFull { expected } => (expected == found).then_some((expected, SpanState::Partial)),
-            State::SetContended { to, expected, .. } => (expected == found).then_some((expected, to)),
+            State::ChangeContended { to, expected, .. } => (expected == found).then_some((expected, to)),
             _ => None,
         };
         if let Some((before, to)) = won {
@@ -195,11 +200,11 @@ impl Hint {
                     false => State::ProbingSpan { seen: found },
                 })
             }
-            State::SetContended { from, to, .. }
+            State::ChangeContended { from, to, .. }
                 if from == SpanState::Partial && Mutation::SetContendedBlind.is_active()
                     || from == SpanState::Contended && Mutation::ClearContendedBlind.is_active() =>
             {
-                Some(State::SetContended { from: now, to, expected: found })
+                Some(State::ChangeContended { from: now, to, expected: found })
             }
             _ => None,
         }

@@ -1,7 +1,7 @@
 //! Allocates several extents of one size, one after another.
 //!
-//! The WRITEs of A8 for one extent are posted with the first operation of the next, so that each extent
-//! costs one trip to the node instead of two.
+//! The WRITEs of A8 for one extent are posted with the first operation of the next, so that each
+//! extent costs one trip to the node instead of two.
 
 use aquifer_fabric::Host;
 
@@ -26,8 +26,8 @@ pub struct AllocManyOp {
 pub struct GrantBatch {
     /// At least one, unless none was requested.
     pub grants: Vec<Grant>,
-    /// The error that ended the batch early; `None` if the node was full. A leak scan frees an extent that
-    /// was allocated without its record.
+    /// The error that ended the batch early; `None` if the node was full. A leak scan frees an
+    /// extent that was allocated without its record.
     pub failure: Option<OpError>,
 }
 

@@ -1,11 +1,11 @@
 //! The pool's state machines, which do no I/O.
 //!
-//! [`AllocOp`] allocates an extent, [`AllocManyOp`] and [`StretchOp`] several. [`FreeOp`] frees extents.
-//! [`RecoverOp`] frees what a dead host owned, and [`HoldingsOp`] lists what a host owns.
+//! [`AllocOp`] allocates an extent, [`AllocManyOp`] and [`StretchOp`] several. [`FreeOp`] frees
+//! extents. [`RecoverOp`] frees what a dead host owned, and [`HoldingsOp`] lists what a host owns.
 //!
-//! `start` and `step` return the next [`Action`] on the node's memory. The driver executes it and calls
-//! `step` with the [`StepResult`]. `docs/formats/pool.md` describes the steps of the protocol by the names
-//! that the code uses (A1, F2 …).
+//! `start` and `step` return the next [`Action`] on the node's memory. The driver executes it and
+//! calls `step` with the [`StepResult`]. `docs/formats/pool.md` describes the steps of the protocol
+//! by the names that the code uses (A1, F2 …).
 
 mod action;
 mod alloc;

@@ -1,7 +1,8 @@
-//! A0: checks that spans are ready, and not another tenant's, before they are opened or allocated whole.
+//! A0: checks that spans are ready, and not another tenant's, before they are opened or allocated
+//! whole.
 //!
-//! As a consequence, a closed span with the record *close* whose section does not say empty is a span whose
-//! closing is not finished.
+//! As a consequence, a closed span with the record *close* whose section does not say empty is a
+//! span whose closing is not finished.
 
 use aquifer_fabric::Host;
 

@@ -1,9 +1,9 @@
-//! V: frees all that a dead host owns on a node. With a narrower scope, it lists what a live host owns,
-//! or frees what that host has leaked.
+//! V: frees all that a dead host owns on a node. With a narrower scope, it lists what a live host
+//! owns, or frees what that host has leaked.
 //!
 //! The dead host must be fenced at the node. Ownership is decided by the words and the full log.
-//! Each change is a CAS that expects the word by which ownership was decided, and a section's word is
-//! read before those of its spans. After a lost race the section is read again.
+//! Each change is a CAS that expects the word by which ownership was decided, and a section's word
+//! is read before those of its spans. After a lost race the section is read again.
 
 mod judge;
 mod scope;
@@ -34,13 +34,15 @@ pub struct Recovered {
     pub chunks: u64,
     /// Spans that the host was opening or closing.
     pub spans: u64,
-    /// Allocated chunks of which no record names the owner. Not zero only if the metadata is damaged.
+    /// Allocated chunks of which no record names the owner. Not zero only if the metadata is
+    /// damaged.
     pub unowned: u64,
 }
 
 /// Frees all that a dead host owns on a node.
 ///
-/// If it is dropped before it is done, another host can recover the same dead host from the beginning.
+/// If it is dropped before it is done, another host can recover the same dead host from the
+/// beginning.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct RecoverOp {
     host: Host,
@@ -53,7 +55,8 @@ pub struct RecoverOp {
     end: u32,
     /// The end of the sections whose words have been read (V1).
     surveyed: u32,
-    /// For each of the last sections of that, at most [`READ_WORDS_MAX`], whether it may hold anything.
+    /// For each of the last sections of that, at most [`READ_WORDS_MAX`], whether it may hold
+    /// anything.
     is_used: Vec<bool>,
     section: u32,
     /// Races lost in this section.
@@ -113,8 +116,8 @@ enum State {
 type Next = Result<Step<Recovered>, OpError>;
 
 impl RecoverOp {
-    /// An operation by which a live host frees these leaked holdings, and nothing else. No operation of
-    /// the host that concerns them may be in flight.
+    /// An operation by which a live host frees these leaked holdings, and nothing else. No
+    /// operation of the host that concerns them may be in flight.
     #[must_use]
     pub fn only(host: Host, these: impl IntoIterator<Item = Holding>) -> Self {
         Self { scope: RecoveryScope::Only(these.into_iter().collect()), ..Self::new(host, host) }
@@ -215,8 +218,8 @@ impl RecoverOp {
         Step::Post(action)
     }
 
-    /// Begins the next section that may hold anything. Words of the dead host do not change, so a READ of
-    /// them is not torn.
+    /// Begins the next section that may hold anything. Words of the dead host do not change, so a
+    /// READ of them is not torn.
     fn next_section(&mut self, cache: &NodeCache) -> Step<Recovered> {
         let end = self.end.min(cache.section_count());
         while self.next < self.surveyed {
@@ -275,9 +278,9 @@ impl RecoverOp {
         self.other_keys.extend_from_slice(entries);
     }
 
-    /// Removes listed extents that have got a key. Keys are written before log entries, so an extent that
-    /// has no key now had no new log entry either when the log was read. An extent that has one is being
-    /// allocated by a live client.
+    /// Removes listed extents that have got a key. Keys are written before log entries, so an
+    /// extent that has no key now had no new log entry either when the log was read. An extent that
+    /// has one is being allocated by a live client.
     fn remove_keyed(&mut self) {
         let mut scope = std::mem::take(&mut self.scope);
         scope.remove_keyed(self.section, |grant| self.key_of(grant) != Key(0));
@@ -390,8 +393,8 @@ impl RecoverOp {
         self.next_section(cache)
     }
 
-    /// Revokes the keys of what is freed, then frees it. The CASes expect the keys that were read before
-    /// the words, so the key of a later owner is not revoked.
+    /// Revokes the keys of what is freed, then frees it. The CASes expect the keys that were read
+    /// before the words, so the key of a later owner is not revoked.
     fn free(&mut self, cache: &NodeCache, freed: Freed, found: Recovered) -> Step<Recovered> {
         let action =
             if Mutation::SkipRevoke.is_active() { Action::default() } else { self.revocations(freed) };

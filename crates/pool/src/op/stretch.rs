@@ -1,7 +1,7 @@
 //! A9: allocates neighbouring sections, which together are one extent above 2 MiB.
 //!
-//! Each section is allocated as an extent of its own, and all have one key. If the host dies half way, words
-//! and log name the owner of each section, and recovery frees it like any other extent.
+//! Each section is allocated as an extent of its own, and all have one key. If the host dies half
+//! way, words and log name the owner of each section, and recovery frees it like any other extent.
 
 use aquifer_fabric::{Host, Key};
 
@@ -13,8 +13,8 @@ use crate::cache::NodeCache;
 use crate::size::{SECTION_CHUNKS, SizeClass};
 use crate::word::Run;
 
-/// Stretches that may be begun and rolled back, because other clients were faster, before the node counts
-/// as full.
+/// Stretches that may be begun and rolled back, because other clients were faster, before the node
+/// counts as full.
 const ATTEMPTS_MAX: u32 = 64;
 
 /// Allocates a stretch of sections, all or none.
@@ -30,7 +30,8 @@ pub struct StretchOp {
     /// Sections that are allocated already.
     allocated: u32,
     lost: u32,
-    /// The section at which the last race was lost. The stretch of the client that won begins there.
+    /// The section at which the last race was lost. The stretch of the client that won begins
+    /// there.
     lost_at: u32,
     /// Whether all sections were read by this operation.
     is_fresh: bool,
@@ -57,12 +58,14 @@ enum State {
     Ending,
     /// A8 of the last section that is rolled back.
     Recording(Option<OpError>),
-    /// K, F5 of the last allocated section. Then the operation ends with the error, or tries other sections.
+    /// K, F5 of the last allocated section. Then the operation ends with the error, or tries other
+    /// sections.
     RollingBack(FreeOp, Option<OpError>),
 }
 
 impl StretchOp {
-    /// An operation that allocates `count` sections for `host`. It fails with [`OpError::Full`] if `count` is 0.
+    /// An operation that allocates `count` sections for `host`. It fails with [`OpError::Full`] if
+    /// `count` is 0.
     #[must_use]
     pub const fn new(host: Host, count: u32) -> Self {
         Self {
@@ -89,7 +92,8 @@ impl Machine for StretchOp {
             return Step::Done(Err(OpError::Full));
         }
         self.key = cache.fresh_key(SizeClass::SECTION);
-        // A rolled-back attempt costs more than reading all sections, unless the node is very large.
+        // A rolled-back attempt costs more than reading all sections, unless the node is very
+        // large.
         if sections.div_ceil(READ_WORDS_MAX) <= self.count { self.read_all(cache) } else { self.find(cache) }
     }
 
@@ -155,8 +159,8 @@ impl StretchOp {
         self.post(State::Reading { first, count, end }, Action::read(WordAt::Section(first), count))
     }
 
-    /// A0 of the sections from `from` on, before anything is allocated, so that a section of another tenant is
-    /// noticed before its neighbours are allocated.
+    /// A0 of the sections from `from` on, before anything is allocated, so that a section of
+    /// another tenant is noticed before its neighbours are allocated.
     fn survey(&mut self, cache: &mut NodeCache, from: u32) -> Step<Grant> {
         let end = self.first + self.count;
         let Some(next) = (from..end).find(|section| cache.not_ready(*section, Run::SECTION) != 0) else {
@@ -210,7 +214,8 @@ impl StretchOp {
         self.post(State::Ending, record)
     }
 
-    /// Frees the sections that were allocated. The last one gets its key first, because K expects a key.
+    /// Frees the sections that were allocated. The last one gets its key first, because K expects a
+    /// key.
     fn roll_back(&mut self, cache: &mut NodeCache, record: Action, failure: Option<OpError>) -> Step<Grant> {
         if record.is_empty() {
             return self.free_last(cache, failure);
@@ -218,7 +223,8 @@ impl StretchOp {
         self.post(State::Recording(failure), record)
     }
 
-    /// Frees the last allocated section; if there is none, tries other sections or ends with the error.
+    /// Frees the last allocated section; if there is none, tries other sections or ends with the
+    /// error.
     fn free_last(&mut self, cache: &mut NodeCache, failure: Option<OpError>) -> Step<Grant> {
         let Some(remaining) = self.allocated.checked_sub(1).filter(|_| !Mutation::KeepPart.is_active())
         else {

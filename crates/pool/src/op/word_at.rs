@@ -43,8 +43,8 @@ impl WordAt {
         Self::Key(section * SECTION_ENTRIES)
     }
 
-    /// The key entry of a span: the owner of the span, and the key of an extent of whole spans that begins
-    /// with it.
+    /// The key entry of a span: the owner of the span, and the key of an extent of whole spans that
+    /// begins with it.
     #[must_use]
     pub const fn span_key(span: u32) -> Self {
         Self::Key(span / SECTION_SPANS * SECTION_ENTRIES + Self::SPAN_ENTRIES + span % SECTION_SPANS)

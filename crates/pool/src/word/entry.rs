@@ -15,8 +15,8 @@ impl LogEntry {
         Self(join(nonce, high(word)))
     }
 
-    /// Whether this keeps the record of a control word. Timestamps may differ, because a change of a hint
-    /// advances them.
+    /// Whether this keeps the record of a control word. Timestamps may differ, because a change of
+    /// a hint advances them.
     #[must_use]
     pub const fn is_record_of(self, word: u64) -> bool {
         log::untimed(low(self.0)) == log::untimed(high(word))

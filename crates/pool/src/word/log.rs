@@ -26,11 +26,11 @@ pub enum LogOp {
     Alloc,
     /// The run was freed.
     Free,
-    /// In a section's word: the span became empty. In a span's word: the run was freed, and nothing else is
-    /// allocated.
+    /// In a section's word: the span became empty. In a span's word: the run was freed, and nothing
+    /// else is allocated.
     Close,
-    /// The span is closed, and its section says empty, so that it may be opened or allocated whole. In
-    /// spans' words only.
+    /// The span is closed, and its section says empty, so that it may be opened or allocated whole.
+    /// In spans' words only.
     Ready,
 }
 

@@ -1,10 +1,10 @@
 //! Control words of sections and spans, and entries of the full log.
 //!
-//! The low half of a control word is the state; the high half is the inline log, the record of the last
-//! change. One CAS changes both, and is the commit point of an operation.
+//! The low half of a control word is the state; the high half is the inline log, the record of the
+//! last change. One CAS changes both, and is the commit point of an operation.
 //!
-//! All functions are pure and total. Words are read from memory that peers write, so any 64 bits may
-//! arrive. [`SectionWord::check`] and [`SpanWord::check`] find illegal ones.
+//! All functions are pure and total. Words are read from memory that peers write, so any 64 bits
+//! may arrive. [`SectionWord::check`] and [`SpanWord::check`] find illegal ones.
 
 mod entry;
 mod log;

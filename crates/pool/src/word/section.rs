@@ -115,7 +115,8 @@ impl SectionWord {
         self.find_among(order, u16::MAX)
     }
 
-    /// The first aligned group of 2^`order` empty spans that are all in the set `among`, a bit for each span.
+    /// The first aligned group of 2^`order` empty spans that are all in the set `among`, a bit for
+    /// each span.
     #[must_use]
     pub fn find_among(self, order: u8, among: u16) -> Option<Run> {
         let mut empty = self.spans(SpanState::Empty) & spread(among.into());
@@ -154,7 +155,8 @@ impl SectionWord {
         self.with(Run::single(index), SpanState::Partial, LogOp::Open, host)
     }
 
-    /// The word after `host` has opened span `index`, and set the full hint of span `full` in the same CAS.
+    /// The word after `host` has opened span `index`, and set the full hint of span `full` in the
+    /// same CAS.
     #[must_use]
     pub const fn open_beside(self, index: u8, full: u8, host: Host) -> Self {
         Self(join(high(self.0), self.replace(Run::single(full), SpanState::Full))).open(index, host)
@@ -168,8 +170,8 @@ impl SectionWord {
 
     /// The word with another hint for span `index`.
     ///
-    /// A hint commits nothing, so the record stays. The timestamp advances, so that a CAS that expects the
-    /// word before fails.
+    /// A hint commits nothing, so the record stays. The timestamp advances, so that a CAS that
+    /// expects the word before fails.
     #[must_use]
     pub const fn hint(self, index: u8, state: SpanState) -> Self {
         Self(join(log::with_next_stamp(high(self.0)), self.replace(Run::single(index), state)))
@@ -193,7 +195,8 @@ impl SectionWord {
         InlineLog::decode(high(self.0), PLACES)
     }
 
-    /// Checks that these 64 bits can be a section's word: the state is a result of the change in the log.
+    /// Checks that these 64 bits can be a section's word: the state is a result of the change in
+    /// the log.
     ///
     /// # Errors
     /// What is illegal.

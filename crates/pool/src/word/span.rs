@@ -13,8 +13,8 @@ const ALIGNED: [u32; 6] = [0xffff_ffff, 0x5555_5555, 0x1111_1111, 0x0101_0101, 0
 
 /// The control word of a span.
 ///
-/// A span without a set bit is *closed*: not open for chunks, whatever the section says. The CAS that
-/// opens a span sets its first bits, and the CAS that closes it clears the last ones.
+/// A span without a set bit is *closed*: not open for chunks, whatever the section says. The CAS
+/// that opens a span sets its first bits, and the CAS that closes it clears the last ones.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct SpanWord(pub u64);
 
@@ -72,8 +72,8 @@ impl SpanWord {
         self.free_mask(run.mask(), run, host)
     }
 
-    /// The word after `host` has freed the chunks of `mask`, which are several extents. The log names one of
-    /// them, `run`.
+    /// The word after `host` has freed the chunks of `mask`, which are several extents. The log
+    /// names one of them, `run`.
     #[must_use]
     pub const fn free_mask(self, mask: u32, run: Run, host: Host) -> Self {
         let bits = self.bits() & !mask;
@@ -86,7 +86,8 @@ impl SpanWord {
         self.with(0, LogOp::Ready, Run::single(0), host)
     }
 
-    /// Whether the span may be opened or allocated whole: it is closed, and marked ready or never changed.
+    /// Whether the span may be opened or allocated whole: it is closed, and marked ready or never
+    /// changed.
     #[must_use]
     pub fn is_ready(self) -> bool {
         self.is_closed() && matches!(self.log(), Ok(None | Some(InlineLog { op: LogOp::Ready, .. })))
@@ -105,7 +106,8 @@ impl SpanWord {
         InlineLog::decode(high(self.0), PLACES)
     }
 
-    /// Checks that these 64 bits can be a span's word: the state is a result of the change in the log.
+    /// Checks that these 64 bits can be a span's word: the state is a result of the change in the
+    /// log.
     ///
     /// # Errors
     /// What is illegal.

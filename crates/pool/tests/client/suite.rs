@@ -1,4 +1,5 @@
-//! What a client must do over any fabric: many threads at one node, and everything that it must refuse.
+//! Tests of the client that run over every fabric: several threads at one node, and all that a
+//! client refuses.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
@@ -64,7 +65,7 @@ fn class(k: u8) -> SizeClass {
     SizeClass::new(k).expect("a class")
 }
 
-/// Do one thing at the extent's node and wait for its end.
+/// Executes one operation on an extent.
 fn execute(client: &mut PoolClient, extent: &Extent, verb: Verb) -> u64 {
     try_execute(client, extent, verb).expect("the extent's key opens it")
 }
@@ -80,7 +81,7 @@ fn try_execute(client: &mut PoolClient, extent: &Extent, verb: Verb) -> Result<u
     done[0].outcome
 }
 
-/// The first, a middle and the last word of every chunk.
+/// The offsets of the first, a middle and the last word of each chunk.
 fn stamps(extent: &Extent) -> impl Iterator<Item = u64> {
     let chunks = 0..u64::from(extent.class.chunks());
     chunks.flat_map(|chunk| [0, 2048, 4088].map(|place| chunk * 4096 + place))
@@ -122,7 +123,7 @@ impl Stamper {
     }
 }
 
-/// Allocate, stamp, verify and free at random for a while.
+/// Allocates, stamps, verifies and frees extents at random.
 fn worker(bed: &Bed, host: u16) {
     let mut client = bed.client(host);
     let stamper = Stamper::new(&mut client);
@@ -137,7 +138,7 @@ fn worker(bed: &Bed, host: u16) {
     let mut full = 0;
     for turn in 0..Bed::TURNS {
         let stamp = (u64::from(host) << 48) | (turn << 8);
-        // Small extents most of the time, the largest now and then.
+        // Small extents are more frequent than large ones.
         let k = u8::try_from(next(10).min(next(10))).unwrap();
         if owned.len() < 24 && next(2) == 0 {
             let count = u32::try_from(1 + next(4)).unwrap();
@@ -168,7 +169,7 @@ fn worker(bed: &Bed, host: u16) {
     freed.into_iter().for_each(|freed| freed.expect("it is ours"));
 }
 
-/// Four threads at a node of so many sections.
+/// Runs four threads at a node of `sections` sections.
 fn share(sections: u64) {
     let bed = bed(sections);
     std::thread::scope(|scope| {
@@ -179,9 +180,9 @@ fn share(sections: u64) {
     });
     let mut client = bed.client(9);
     assert_eq!(client.free_bytes(NODE), sections * SECTION_BYTES);
-    let taken: HashSet<u64> =
+    let addresses: HashSet<u64> =
         (0..sections).map(|_| client.allocate(NODE, SizeClass::SECTION).expect("all is free").addr).collect();
-    assert_eq!(taken.len() as u64, sections);
+    assert_eq!(addresses.len() as u64, sections);
     let full = client.allocate(NODE, SizeClass::CHUNK);
     assert!(matches!(full, Err(PoolError::Full { node: NODE, bytes: 4096 })));
 }
@@ -192,7 +193,7 @@ fn four_threads_never_get_the_same_memory() {
 }
 
 #[test]
-fn four_threads_never_get_the_same_memory_where_there_is_little() {
+fn four_threads_never_get_the_same_memory_of_one_section() {
     share(1);
 }
 
@@ -214,7 +215,7 @@ fn every_size_is_aligned_opened_by_its_key_and_counted() {
 }
 
 #[test]
-fn a_node_can_be_taken_to_the_last_chunk() {
+fn a_node_can_be_allocated_to_the_last_chunk() {
     let bed = bed(1);
     let mut client = bed.client(1);
     let mut extents = client.allocate_many(NODE, SizeClass::CHUNK, 1000).expect("room");
@@ -228,7 +229,7 @@ fn a_node_can_be_taken_to_the_last_chunk() {
     assert_eq!(extents.iter().map(|extent| extent.addr).collect::<HashSet<_>>().len(), 512);
     assert_eq!(client.free_bytes(NODE), 0);
     assert!(matches!(client.allocate(NODE, SizeClass::CHUNK), Err(PoolError::Full { .. })));
-    // Another host finds what is given back, though it has seen the node full.
+    // Another host finds what is freed, although it has seen the node full.
     let mut other = bed.client(2);
     assert!(matches!(other.allocate(NODE, SizeClass::CHUNK), Err(PoolError::Full { .. })));
     client.free(extents[300]).expect("it is ours");
@@ -259,7 +260,8 @@ fn what_is_not_ours_cannot_be_freed() {
     assert_eq!(other.free_bytes(NODE), 2 * SECTION_BYTES);
 }
 
-/// What was given back and taken again is another extent, though it is at the same place and of the same size.
+/// An extent that was freed and allocated again is another extent, although it has the same place
+/// and size.
 #[test]
 fn what_is_freed_twice_does_not_free_anothers() {
     let bed = bed(2);
@@ -269,7 +271,7 @@ fn what_is_freed_twice_does_not_free_anothers() {
         client.free(stale).expect("it is ours");
         let fresh = client.allocate(NODE, class(k)).expect("room");
         assert_eq!(fresh.addr, stale.addr, "k = {k}");
-        // Others follow in the same words, so that no record of it is left there.
+        // Other allocations in the same words overwrite the record of this one.
         let others: Vec<Extent> = (0..3).filter_map(|_| client.allocate(NODE, class(k)).ok()).collect();
         assert!(matches!(client.free(stale), Err(PoolError::NotAllocated { .. })), "k = {k}");
         assert!(
@@ -281,9 +283,9 @@ fn what_is_freed_twice_does_not_free_anothers() {
     assert_eq!(client.free_bytes(NODE), 2 * SECTION_BYTES);
 }
 
-/// A key opens its extent to its tenant, from the moment it is handed out until it is given back.
+/// A key opens its extent to its tenant from the allocation to the free.
 #[test]
-fn keys_open_their_extent_to_its_tenant_alone() {
+fn keys_open_their_extent_only_to_its_tenant() {
     let bed = bed(2);
     let (mut own, mut friend, mut foreign) = (bed.client_of(1, 5), bed.client_of(2, 5), bed.client_of(3, 6));
     let stampers = [&mut own, &mut friend, &mut foreign].map(Stamper::new);
@@ -303,16 +305,16 @@ fn keys_open_their_extent_to_its_tenant_alone() {
         assert_eq!(try_execute(&mut foreign, &extent, read(&stampers[2], last)), refused, "k = {k}");
         own.free(extent).expect("it is ours");
         own.free(neighbour).expect("it is ours");
-        // Devices know no table: there a window stays open until the node closes it.
+        // On an RDMA device a window stays open until the node closes it.
         bed.target().expel(extent.addr..extent.addr + extent.class.bytes());
         assert_eq!(try_execute(&mut own, &extent, read(&stampers[0], last)), refused, "k = {k}");
         assert_eq!(try_execute(&mut friend, &extent, read(&stampers[1], last)), refused, "k = {k}");
     }
 }
 
-/// What one tenant has used another gets only when the node has cleared it.
+/// Another tenant can allocate used memory only after the node has cleared it.
 #[test]
-fn memory_goes_to_another_tenant_only_cleared() {
+fn another_tenant_gets_only_cleared_memory() {
     let bed = Bed::bare();
     let node_memory = lend(&bed, 1);
     let (mut first, mut second) = (bed.client_of(1, 5), bed.client_of(2, 6));
@@ -325,20 +327,20 @@ fn memory_goes_to_another_tenant_only_cleared() {
         extents.iter().for_each(|extent| first.free(*extent).expect("it is ours"));
         let none = second.allocate(NODE, class(k));
         assert!(matches!(none, Err(PoolError::Full { .. })), "k = {k}: {none:?}");
-        let again = first.allocate(NODE, class(k)).expect("its own tenant may take it at once");
+        let again = first.allocate(NODE, class(k)).expect("its own tenant may allocate it at once");
         first.free(again).expect("it is ours");
 
         let group = node_memory.find_uncleared(0).expect("all of it was used");
         assert_eq!(group.len(), 16);
-        let taken = node.allocate_group(NODE, 0, group).expect("it answers").expect("it is free");
+        let allocated = node.allocate_group(NODE, 0, group).expect("it answers").expect("it is free");
         assert!(matches!(first.allocate(NODE, class(k)), Err(PoolError::Full { .. })), "it is being cleared");
-        node_memory.revoke_keys(&taken);
-        bed.target().expel(taken.addr..taken.addr + taken.class.bytes());
-        node_memory.clear(&taken);
-        node.free(taken).expect("it is the node's");
+        node_memory.revoke_keys(&allocated);
+        bed.target().expel(allocated.addr..allocated.addr + allocated.class.bytes());
+        node_memory.clear(&allocated);
+        node.free(allocated).expect("it is the node's");
         assert_eq!(node_memory.find_uncleared(0), None);
 
-        let fresh = second.allocate(NODE, class(k)).expect("it is nobody's");
+        let fresh = second.allocate(NODE, class(k)).expect("it has no owner");
         let remote = RemoteAddr { addr: fresh.addr, key: fresh.key };
         execute(&mut second, &fresh, Verb::Read { local: stampers[1].local(&fresh), remote });
         let mut found = vec![1; usize::try_from(fresh.class.bytes()).unwrap()];
@@ -346,19 +348,19 @@ fn memory_goes_to_another_tenant_only_cleared() {
         assert!(found.iter().all(|byte| *byte == 0), "k = {k}");
         second.free(fresh).expect("it is ours");
         let group = node_memory.find_uncleared(0).expect("it was used");
-        let taken = node.allocate_group(NODE, 0, group).expect("it answers").expect("it is free");
-        node_memory.clear(&taken);
-        node.free(taken).expect("it is the node's");
+        let allocated = node.allocate_group(NODE, 0, group).expect("it answers").expect("it is free");
+        node_memory.clear(&allocated);
+        node.free(allocated).expect("it is the node's");
     }
 }
 
-/// A node whose connection broke sets right what it was changing, and keeps the sections that it does not lend.
+/// A node whose connection broke frees what it was changing, and keeps its offline sections.
 #[test]
-fn what_is_recovered_of_one_section_leaves_others_alone() {
+fn a_recovery_within_one_section_does_not_change_others() {
     let bed = Bed::bare();
     let node_memory = lend(&bed, 3);
     let mut node = bed.client_of(4095, u32::MAX);
-    let taken =
+    let allocated =
         [0, 2].map(|section| node.allocate_group(NODE, section, Run::SECTION).unwrap().expect("it is free"));
     drop(node);
     let mut node = bed.client_of(4095, u32::MAX);
@@ -366,8 +368,8 @@ fn what_is_recovered_of_one_section_leaves_others_alone() {
     assert_eq!((recovered.extents, recovered.chunks), (1, 512));
     assert_eq!([0, 1, 2].map(|section| node_memory.is_offline(section)), [false, false, true]);
     assert_eq!(node.total_bytes(NODE), 2 * SECTION_BYTES);
-    assert_eq!(node_memory.section_extent(2), taken[1]);
-    node.free(taken[1]).expect("it is the node's");
+    assert_eq!(node_memory.section_extent(2), allocated[1]);
+    node.free(allocated[1]).expect("it is the node's");
     node.refresh(NODE).expect("it answers");
     assert_eq!((node.total_bytes(NODE), node.free_bytes(NODE)), (3 * SECTION_BYTES, 3 * SECTION_BYTES));
 }
@@ -396,10 +398,10 @@ fn the_users_completions_are_not_lost_in_the_pool() {
         .map(|id| Work { id, verb: Verb::Read { local, remote }, signalled: true })
         .collect();
     client.endpoint(NODE).expect("connected").post(&batch).expect("the queue holds its depth");
-    // The queue is full of the user's work, and yet the pool gets through.
+    // The queue is full of the user's operations, and the pool's operations still complete.
     let second = client.allocate(NODE, SizeClass::SPAN).expect("room");
     client.free(second).expect("it is ours");
-    // The pool keeps as many as the queue holds; more must wait for the user to poll.
+    // The pool keeps at most as many completions as the queue holds; then the user must poll.
     let endpoint = client.endpoint(NODE).expect("connected");
     assert!(endpoint.post(&batch[..1]).is_err());
     let mut done = Vec::new();
@@ -414,7 +416,7 @@ fn the_users_completions_are_not_lost_in_the_pool() {
 }
 
 #[test]
-fn a_dead_node_is_told_from_a_full_one() {
+fn a_dead_node_and_a_full_node_have_different_errors() {
     let bed = bed(1);
     let mut client = bed.client(1);
     let extent = client.allocate(NODE, SizeClass::CHUNK).expect("room");
@@ -439,8 +441,8 @@ fn a_fenced_host_changes_nothing() {
     assert_eq!(other.free_bytes(NODE), SECTION_BYTES - 4096);
 }
 
-/// What a client says to memory that a node has filled like this.
-fn judged(len: usize, fill: impl FnOnce(&Memory)) -> Result<(), PoolError> {
+/// The error of a client for a node whose memory is filled by `fill`.
+fn add_odd_node(len: usize, fill: impl FnOnce(&Memory)) -> Result<(), PoolError> {
     let bed = Bed::bare();
     let memory = Arc::new(Memory::create("odd", len).expect("memory"));
     fill(&memory);
@@ -452,23 +454,23 @@ fn judged(len: usize, fill: impl FnOnce(&Memory)) -> Result<(), PoolError> {
 fn memory_of_another_format_is_refused() {
     let layout = Layout::new(NODE.0, 1).expect("a layout");
     let len = usize::try_from(layout.region_bytes()).unwrap();
-    let cause = |judged| match judged {
+    let cause = |outcome| match outcome {
         Err(PoolError::Format { node: NODE, cause }) => cause,
         other => panic!("{other:?}"),
     };
-    assert!(judged(len, |memory| memory.write(0, &layout.encode())).is_ok());
-    assert_eq!(cause(judged(len, |_| ())), FormatError::Magic);
+    assert!(add_odd_node(len, |memory| memory.write(0, &layout.encode())).is_ok());
+    assert_eq!(cause(add_odd_node(len, |_| ())), FormatError::Magic);
     let future = |memory: &Memory| {
         memory.write(0, &layout.encode());
         memory.write(8, &9_u32.to_le_bytes());
     };
-    assert_eq!(cause(judged(len, future)), FormatError::Version { version: 9 });
+    assert_eq!(cause(add_odd_node(len, future)), FormatError::Version { version: 9 });
     let foreign = Layout::new(NODE.0 + 1, 1).expect("a layout").encode();
     assert_eq!(
-        cause(judged(len, |memory| memory.write(0, &foreign))),
+        cause(add_odd_node(len, |memory| memory.write(0, &foreign))),
         FormatError::OtherNode { found: NODE.0 + 1 }
     );
-    let short = judged(len - 4096, |memory| memory.write(0, &layout.encode()));
+    let short = add_odd_node(len - 4096, |memory| memory.write(0, &layout.encode()));
     assert!(matches!(cause(short), FormatError::TooShort { .. }));
     let bed = Bed::bare();
     let none = PoolClient::new(Host(1), Tenant(0)).add_node(NODE, bed.endpoint(1));
@@ -491,12 +493,12 @@ fn damaged_metadata_is_an_error() {
     assert!(matches!(damaged, Err(PoolError::Damaged { .. })), "{damaged:?}");
 }
 
-/// Nobody is waited for.
-fn at_once(pause: ScanProgress) -> bool {
-    pause == ScanProgress::NextPart
+/// Cancels a scan that has to wait.
+fn at_once(progress: ScanProgress) -> bool {
+    progress == ScanProgress::NextPart
 }
 
-/// A ledger that its owner fills by hand.
+/// A ledger that a test fills.
 #[derive(Debug, Default)]
 struct Notes(Mutex<Vec<Extent>>);
 
@@ -507,23 +509,24 @@ impl Ledger for Notes {
 }
 
 #[test]
-fn an_audit_gives_back_what_nobody_knows_of() {
+fn a_leak_scan_frees_what_is_in_no_ledger() {
     let bed = bed(8);
     let mut before = bed.client(3);
-    let take = |client: &mut PoolClient, k| client.allocate(NODE, class(k)).expect("room");
-    let kept: Vec<Extent> = [0, 2, 5, 6, 9].map(|k| take(&mut before, k)).into();
-    let lost: Vec<Extent> = [0, 0, 2, 4, 5, 6, 8, 9].map(|k| take(&mut before, k)).into();
+    let allocate = |client: &mut PoolClient, k| client.allocate(NODE, class(k)).expect("room");
+    let kept: Vec<Extent> = [0, 2, 5, 6, 9].map(|k| allocate(&mut before, k)).into();
+    let leaked: Vec<Extent> = [0, 0, 2, 4, 5, 6, 8, 9].map(|k| allocate(&mut before, k)).into();
     let mut other = bed.client(4);
-    let foreign: Vec<Extent> = [0, 3, 5, 9].map(|k| take(&mut other, k)).into();
+    let foreign: Vec<Extent> = [0, 3, 5, 9].map(|k| allocate(&mut other, k)).into();
     drop(before);
     let leak_detector = Arc::new(LeakDetector::default());
     let notes = Arc::new(Notes(Mutex::new(kept.clone())));
     leak_detector.register_ledger(&notes);
     let mut after = bed.client_in(3, &leak_detector);
-    let found = leak_detector.scan(&mut after, NODE, at_once).expect("the node lives").expect("nobody takes");
-    assert_eq!((found.extents, found.spans), (lost.len() as u64, 0));
-    for extent in &lost {
-        assert!(after.free(*extent).is_err(), "{extent:?} was given back");
+    let freed =
+        leak_detector.scan(&mut after, NODE, at_once).expect("the node lives").expect("no operation runs");
+    assert_eq!((freed.extents, freed.spans), (leaked.len() as u64, 0));
+    for extent in &leaked {
+        assert!(after.free(*extent).is_err(), "{extent:?} was freed");
     }
     let again = leak_detector.scan(&mut after, NODE, at_once).expect("the node lives");
     assert_eq!(again, Some(Recovered::default()), "there is no more");
@@ -538,63 +541,67 @@ fn an_audit_gives_back_what_nobody_knows_of() {
 }
 
 #[test]
-fn an_audit_leaves_what_is_just_being_taken() {
+fn a_leak_scan_leaves_what_is_being_allocated() {
     let bed = bed(2);
     let leak_detector = Arc::new(LeakDetector::default());
     let notes = Arc::new(Notes::default());
     leak_detector.register_ledger(&notes);
-    let (mut taker, mut auditor) = (bed.client_in(3, &leak_detector), bed.client_in(3, &leak_detector));
-    let taking = taker.begin_operation();
-    let extent = taker.allocate(NODE, class(1)).expect("room");
-    assert_eq!(leak_detector.scan(&mut auditor, NODE, at_once).expect("it lives"), None, "it cannot tell");
-    assert_eq!(leak_detector.scan(&mut auditor, NODE, at_once).expect("it lives"), None, "nor can the next");
-    let mut taking = Some(taking);
-    let found = leak_detector.scan(&mut auditor, NODE, |pause| {
-        if pause == ScanProgress::NextPart {
+    let (mut allocator, mut scanner) = (bed.client_in(3, &leak_detector), bed.client_in(3, &leak_detector));
+    let operation = allocator.begin_operation();
+    let extent = allocator.allocate(NODE, class(1)).expect("room");
+    assert_eq!(leak_detector.scan(&mut scanner, NODE, at_once).expect("it lives"), None, "it has to wait");
+    assert_eq!(
+        leak_detector.scan(&mut scanner, NODE, at_once).expect("it lives"),
+        None,
+        "the next scan has to wait, too"
+    );
+    let mut operation = Some(operation);
+    let freed = leak_detector.scan(&mut scanner, NODE, |progress| {
+        if progress == ScanProgress::NextPart {
             return true;
         }
         notes.0.lock().expect("no panic").push(extent);
-        taking = None;
+        operation = None;
         true
     });
-    assert_eq!(found.expect("it lives"), Some(Recovered::default()));
-    taker.free(extent).expect("it is known of");
+    assert_eq!(freed.expect("it lives"), Some(Recovered::default()));
+    allocator.free(extent).expect("it is recorded");
 }
 
 #[test]
-fn a_node_is_in_doubt_when_something_may_be_left_there() {
+fn a_node_is_suspect_when_something_may_be_leaked_there() {
     let bed = bed(2);
     let leak_detector = Arc::new(LeakDetector::default());
     let mut client = bed.client_in(3, &leak_detector);
     let extent = client.allocate(NODE, class(1)).expect("room");
     client.free(extent).expect("it is ours");
-    client.free(extent).expect_err("it was given back");
+    client.free(extent).expect_err("it was freed");
     assert!(!leak_detector.has_suspects());
     let extent = client.allocate(NODE, class(1)).expect("room");
     client.remove_node(NODE).expect("it was in use");
-    client.free(extent).expect_err("its node is not known any more");
+    client.free(extent).expect_err("its node was removed");
     assert_eq!(leak_detector.take_suspects().into_iter().collect::<Vec<_>>(), [NODE]);
     assert!(!leak_detector.has_suspects());
     client.add_node(NODE, bed.endpoint(3)).expect("a good node");
-    let found = leak_detector.scan(&mut client, NODE, at_once).expect("it lives").expect("nobody takes");
-    assert_eq!((found.extents, found.chunks), (1, 2));
+    let freed = leak_detector.scan(&mut client, NODE, at_once).expect("it lives").expect("no operation runs");
+    assert_eq!((freed.extents, freed.chunks), (1, 2));
 }
 
 #[test]
-fn the_owner_sees_what_is_free_as_a_client_does() {
+fn the_node_and_a_client_count_the_same_free_bytes() {
     let bed = Bed::bare();
     let node_memory = lend(&bed, 3);
     let mut client = bed.client(1);
     assert_eq!(node_memory.free_bytes(), 3 * SECTION_BYTES);
-    let mut taken = Vec::new();
+    let mut allocated = Vec::new();
     let mut expected = 3 * SECTION_BYTES;
     for k in [0, 9, 5, 1, 0, 4, 7] {
-        taken.push(client.allocate(NODE, class(k)).expect("room"));
+        allocated.push(client.allocate(NODE, class(k)).expect("room"));
         expected -= class(k).bytes();
         assert_eq!(node_memory.free_bytes(), expected);
         client.refresh(NODE).expect("it answers");
         assert_eq!(client.free_bytes(NODE), expected);
     }
-    taken.into_iter().for_each(|extent| client.free(extent).expect("ours"));
+    allocated.into_iter().for_each(|extent| client.free(extent).expect("ours"));
     assert_eq!(node_memory.free_bytes(), 3 * SECTION_BYTES);
 }

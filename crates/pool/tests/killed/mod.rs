@@ -1,5 +1,7 @@
-//! Real processes, killed or stopped at every step of what a host does, over real fabrics: afterwards all that they held is free, all that
-//! others hold is as it was, and what a stopped one does late changes nothing.
+//! Real processes that are killed or stopped at every step, over real fabrics.
+//!
+//! Afterwards all that they owned is free, all that others own is unchanged, and what a stopped
+//! process does later changes nothing.
 
 mod scene;
 mod victim;
@@ -8,10 +10,10 @@ use aquifer_fabric::Reach;
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::tcp::{self, TcpTarget};
 
-use scene::{Heir, Scene, at_every_step};
+use scene::{Recoverer, Scene, at_every_step};
 use victim::{End, KEY};
 
-/// The name of the test that is a victim.
+/// The name of the test that runs as the victim.
 const VICTIM_TEST: &str = "killed::victim";
 
 fn over_shm() -> Scene {
@@ -30,32 +32,32 @@ fn over_tcp() -> Scene {
 
 #[test]
 fn a_host_may_be_killed_at_any_step_over_shm() {
-    at_every_step(&over_shm(), End::Kill, Heir::Another, 1);
+    at_every_step(&over_shm(), End::Kill, Recoverer::AnotherHost, 1);
 }
 
 #[test]
-fn a_killed_host_that_comes_again_gives_back_what_it_had() {
-    at_every_step(&over_shm(), End::Kill, Heir::Itself, 1);
+fn a_killed_host_that_restarts_frees_what_it_owned() {
+    at_every_step(&over_shm(), End::Kill, Recoverer::SameHost, 1);
 }
 
 #[test]
-fn a_host_may_stand_still_at_any_step_over_shm() {
-    at_every_step(&over_shm(), End::Stop, Heir::Another, 1);
+fn a_host_may_be_stopped_at_any_step_over_shm() {
+    at_every_step(&over_shm(), End::Stop, Recoverer::AnotherHost, 1);
 }
 
 #[test]
-fn who_stands_still_in_the_middle_of_an_access_holds_nobody_up() {
+fn a_host_that_is_stopped_in_the_middle_of_an_access_does_not_block_others() {
     let (shm, tcp) = (over_shm(), over_tcp());
-    // It copies by itself, and nearly all of the time.
+    // Over shm the host itself copies, nearly all of the time.
     assert!((0..50).any(|_| shm.stop_in_the_middle()));
-    // There the node does.
+    // Over tcp the node copies.
     assert!(!(0..4).any(|_| tcp.stop_in_the_middle()));
 }
 
-/// Not a test by itself: what the others start.
+/// Not a test by itself: the other tests start it.
 #[test]
 fn victim() {
-    victim::be_one();
+    victim::run_if_started();
 }
 
 mod long {
@@ -63,11 +65,11 @@ mod long {
 
     #[test]
     fn a_host_may_be_killed_at_any_step_over_tcp() {
-        at_every_step(&over_tcp(), End::Kill, Heir::Another, 1);
+        at_every_step(&over_tcp(), End::Kill, Recoverer::AnotherHost, 1);
     }
 
     #[test]
-    fn a_host_may_stand_still_at_any_step_over_tcp() {
-        at_every_step(&over_tcp(), End::Stop, Heir::Another, 1);
+    fn a_host_may_be_stopped_at_any_step_over_tcp() {
+        at_every_step(&over_tcp(), End::Stop, Recoverer::AnotherHost, 1);
     }
 }

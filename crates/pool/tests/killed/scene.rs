@@ -1,4 +1,4 @@
-//! A node, a host that lives, and one after another of which each dies at the next step.
+//! A node, a live host, and victims, each of which ends at the next step.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -18,125 +18,131 @@ use tempfile::TempDir;
 use super::victim::{self, DATA_BYTES, EARLIER, End, KEY, Moment, NODE, TENANT, VICTIM, Victim};
 
 const SECTIONS: u64 = 5;
-const LIVING: Host = Host(1);
-/// Sizes that the living host holds all the while, in sections that the victim uses too.
-const HELD: [u8; 4] = [0, 0, 2, 5];
+const LIVE: Host = Host(1);
+/// Size classes of the extents that the live host owns all the time, in sections that the victim
+/// uses, too.
+const OWNED: [u8; 4] = [0, 0, 2, 5];
 const STAMP: u64 = 0x5a5a_0001_0002_0003;
 
-/// What was told is looked at for so many epochs. Keys are 27 random bits: among the hundred thousands of all steps one is like an earlier one now and then, by chance.
-const TOLD_EPOCHS: u64 = 8;
-/// The script has at least so many steps.
+/// Epochs for which the keys of extents are checked. Keys have 27 random bits, so that over all
+/// steps some key is equal to an earlier one by chance.
+const CHECKED_EPOCHS: u64 = 8;
+/// The script of the victim has at least this number of steps.
 const STEPS_MIN: usize = 100;
 
-/// A victim ends before and after each step of the script, or of every so many.
-pub fn at_every_step(scene: &Scene, end: End, heir: Heir, stride: usize) {
+/// Runs a victim for every `stride`-th step of the script, which ends before the step, and another
+/// that ends after it.
+pub fn at_every_step(scene: &Scene, end: End, recoverer: Recoverer, stride: usize) {
     for (moment, first) in [(Moment::Before, 0), (Moment::After, stride / 2)] {
         let mut step = first;
-        while scene.play(step, moment, end, heir) {
+        while scene.play(step, moment, end, recoverer) {
             step += stride;
         }
-        assert!(step >= STEPS_MIN, "it was over after {step} steps");
+        assert!(step >= STEPS_MIN, "the script has only {step} steps");
     }
 }
 
-/// Who gives back what the dead had.
+/// The host that frees what the victim owned.
 #[derive(Clone, Copy, Debug)]
-pub enum Heir {
-    /// Another host.
-    Another,
-    /// The same, when it comes again.
-    Itself,
+pub enum Recoverer {
+    /// Another host, by recovery.
+    AnotherHost,
+    /// The victim's host after a restart, by a leak scan.
+    SameHost,
 }
 
+/// A node and its live host.
 pub struct Scene {
     _folder: Option<TempDir>,
     target: Box<dyn Target>,
     reach: Reach,
     node_memory: NodeMemory,
-    living: RefCell<Living>,
-    /// Of the next victim.
+    live: RefCell<LiveHost>,
+    /// The epoch of the next victim.
     epoch: Cell<u64>,
-    /// What anybody was told of, and in which epoch.
-    told: RefCell<HashMap<Extent, u64>>,
+    /// Extents that any host has been granted, with the epoch in which they were.
+    granted: RefCell<HashMap<Extent, u64>>,
 }
 
-/// The host that lives, and what it holds.
-struct Living {
+/// The live host and its extents.
+struct LiveHost {
     client: PoolClient,
-    held: Vec<Extent>,
-    /// What it took since it was looked at last.
-    told: Vec<Extent>,
+    owned: Vec<Extent>,
+    /// Extents that were granted since the last check.
+    granted: Vec<Extent>,
     data: Arc<Memory>,
     local: LocalKey,
 }
 
 impl Scene {
-    /// A scene at that target, which is reached like this; something in `folder` may be in use.
+    /// A scene at a target that `reach` connects to. The target may use files in `folder`.
     pub fn on(folder: Option<TempDir>, target: Box<dyn Target>, reach: Reach) -> Self {
         let node_memory = NodeMemory::create(&*target, NODE, SECTIONS * SECTION_BYTES).expect("memory");
-        let mut client = connect(&reach, LIVING, 1);
+        let mut client = connect(&reach, LIVE, 1);
         let data = Arc::new(Memory::create("data", 2 << 20).expect("memory"));
         let endpoint = client.endpoint(NODE).expect("it is connected");
         let local = endpoint.register_local(Arc::clone(&data)).expect("room");
-        let mut living = Living { client, held: Vec::new(), told: Vec::new(), data, local };
-        for k in HELD {
-            let extent = living.take(k).expect("all is free");
-            living.held.push(extent);
+        let mut live = LiveHost { client, owned: Vec::new(), granted: Vec::new(), data, local };
+        for k in OWNED {
+            let extent = live.allocate(k).expect("all is free");
+            live.owned.push(extent);
         }
         Self {
             _folder: folder,
             target,
             reach,
             node_memory,
-            living: RefCell::new(living),
+            live: RefCell::new(live),
             epoch: Cell::new(1),
-            told: RefCell::default(),
+            granted: RefCell::default(),
         }
     }
 
-    /// Let a victim end at that step, and clear up after it; false if it came to the end of its life before.
-    pub fn play(&self, step: usize, moment: Moment, end: End, heir: Heir) -> bool {
+    /// Runs a victim that ends at a step, and frees what it owned; false if its script ended
+    /// before.
+    pub fn play(&self, step: usize, moment: Moment, end: End, recoverer: Recoverer) -> bool {
         let epoch = self.epoch.replace(self.epoch.get() + 1);
-        self.let_an_earlier_one_die(epoch);
+        self.run_earlier_victim(epoch);
         let mut child = victim::start(&self.reach, epoch, step, moment, end);
         let has_ended = !wait_for(child.pid, end);
-        self.told.borrow_mut().extend(victim::told(&mut child).map(|extent| (extent, epoch)));
+        self.granted.borrow_mut().extend(victim::granted(&mut child).map(|extent| (extent, epoch)));
         self.target.fence(VICTIM, epoch);
         let when = format!("step {step}, {moment:?}, {end:?}");
         for dead in [VICTIM, EARLIER] {
-            let recovered = match heir {
-                Heir::Another => connect(&self.reach, Host(4), 1).recover(NODE, dead),
-                Heir::Itself => self.audit(dead),
+            let recovered = match recoverer {
+                Recoverer::AnotherHost => connect(&self.reach, Host(4), 1).recover(NODE, dead),
+                Recoverer::SameHost => self.scan_for_leaks(dead),
             };
             assert_eq!(recovered.expect("the node lives").unowned, 0, "{when}");
         }
-        self.all_else_is_free(&when);
-        let mut living = self.living.borrow_mut();
+        self.assert_all_else_free(&when);
+        let mut live = self.live.borrow_mut();
         if end == End::Kill {
-            let others = living.take_everything();
-            assert_eq!(self.node_memory.free_bytes(), 0, "{when}: everything is free for others");
-            others.into_iter().for_each(|extent| living.client.free(extent).expect("it is ours"));
+            let others = live.allocate_everything();
+            assert_eq!(self.node_memory.free_bytes(), 0, "{when}: everything can be allocated");
+            others.into_iter().for_each(|extent| live.client.free(extent).expect("it is ours"));
         }
         if end == End::Stop && !has_ended {
-            let was_ended = self.let_it_go_on(&mut living, child);
-            assert!(!was_ended, "it stood between two accesses");
+            let was_killed = self.continue_stopped(&mut live, child);
+            assert!(!was_killed, "it was stopped between two accesses");
         }
-        let held = living.held.clone();
-        held.iter().for_each(|extent| living.verify(extent));
+        let owned = live.owned.clone();
+        owned.iter().for_each(|extent| live.verify(extent));
         !has_ended
     }
 
-    /// The same host has come again, and knows of nothing.
-    fn audit(&self, host: Host) -> Result<Recovered, PoolError> {
+    /// Scans for leaks as the same host after a restart, without a ledger.
+    fn scan_for_leaks(&self, host: Host) -> Result<Recovered, PoolError> {
         let epoch = self.epoch.replace(self.epoch.get() + 1);
         let mut client = connect(&self.reach, host, epoch);
-        let audited =
-            LeakDetector::default().scan(&mut client, NODE, |pause| pause == ScanProgress::NextPart);
+        let outcome =
+            LeakDetector::default().scan(&mut client, NODE, |progress| progress == ScanProgress::NextPart);
         self.target.fence(host, epoch);
-        audited.map(|found| found.expect("nobody takes anything"))
+        outcome.map(|freed| freed.expect("no operation runs"))
     }
 
-    /// A victim that writes all the while is stopped, most often in the middle of that, and shut out; whether it was ended where it stood.
+    /// Stops a victim that writes all the time, usually in the middle of a WRITE, and fences it.
+    /// Returns whether it was killed where it was stopped.
     pub fn stop_in_the_middle(&self) -> bool {
         let epoch = self.epoch.replace(self.epoch.get() + 1);
         let mut child = victim::start(&self.reach, epoch, usize::MAX, Moment::Before, End::Write);
@@ -156,60 +162,63 @@ impl Scene {
         }
         kill_process(child.pid, Signal::STOP).expect("it is there");
         assert!(wait_for(child.pid, End::Stop));
-        self.told.borrow_mut().extend(victim::told(&mut child).map(|extent| (extent, epoch)));
+        self.granted.borrow_mut().extend(victim::granted(&mut child).map(|extent| (extent, epoch)));
         self.target.fence(VICTIM, epoch);
         let mut recoverer = connect(&self.reach, Host(4), 1);
         assert_eq!(recoverer.recover(NODE, VICTIM).expect("the node lives").extents, 1);
         drop(recoverer);
-        self.all_else_is_free("stopped in the middle");
-        self.let_it_go_on(&mut self.living.borrow_mut(), child)
+        self.assert_all_else_free("stopped in the middle");
+        self.continue_stopped(&mut self.live.borrow_mut(), child)
     }
 
-    /// A victim that stands still goes on when all that it held is another's; whether it was ended instead.
-    fn let_it_go_on(&self, living: &mut Living, child: Victim) -> bool {
-        let others = living.take_everything();
-        assert_eq!(self.node_memory.free_bytes(), 0, "everything was free for others");
+    /// Continues a stopped victim after the live host has allocated all that the victim owned.
+    /// Returns whether the victim was killed instead.
+    fn continue_stopped(&self, live: &mut LiveHost, child: Victim) -> bool {
+        let others = live.allocate_everything();
+        assert_eq!(self.node_memory.free_bytes(), 0, "everything can be allocated");
         kill_process(child.pid, Signal::CONT).expect("it was not waited for");
         drop(child.leash);
-        // It has found itself shut out; or was ended where it stood still, if that was in the middle of an access.
+        // It finds that it is fenced; or it was killed, if it was stopped in the middle of an
+        // access.
         let ended = waitpid(Some(child.pid), WaitOptions::empty()).expect("it is ours");
         let (_, status) = ended.expect("it was waited for");
-        others.iter().for_each(|extent| living.verify(extent));
+        others.iter().for_each(|extent| live.verify(extent));
         for extent in others {
-            living.client.free(extent).expect("it is ours");
+            live.client.free(extent).expect("it is ours");
         }
         status.signaled()
     }
 
-    /// Somebody holds a bit of everything, and is dead.
-    fn let_an_earlier_one_die(&self, epoch: u64) {
+    /// A host that owns extents of several sizes, and is dead.
+    fn run_earlier_victim(&self, epoch: u64) {
         let mut earlier = connect(&self.reach, EARLIER, epoch);
         for k in [0, 1, 4, 6] {
             let extent = earlier.allocate(NODE, SizeClass::new(k).expect("a class")).expect("there is room");
-            self.told.borrow_mut().insert(extent, epoch);
+            self.granted.borrow_mut().insert(extent, epoch);
         }
         drop(earlier);
         self.target.fence(EARLIER, epoch);
     }
 
-    /// Nothing is left of anybody but the living: no chunk, and no key that anybody was told.
-    fn all_else_is_free(&self, when: &str) {
-        let mut living = self.living.borrow_mut();
-        let held: u64 = living.held.iter().map(|extent| extent.class.bytes()).sum();
-        assert_eq!(self.node_memory.free_bytes(), self.node_memory.layout.data_bytes() - held, "{when}");
-        for extent in &living.held {
+    /// Asserts that only the live host owns chunks, and that no other key that was granted opens
+    /// anything.
+    fn assert_all_else_free(&self, when: &str) {
+        let mut live = self.live.borrow_mut();
+        let owned: u64 = live.owned.iter().map(|extent| extent.class.bytes()).sum();
+        assert_eq!(self.node_memory.free_bytes(), self.node_memory.layout.data_bytes() - owned, "{when}");
+        for extent in &live.owned {
             assert!(self.is_bound(extent), "{when}: the key of {extent:?} is not bound");
         }
         let epoch = self.epoch.get();
-        let mut told = self.told.borrow_mut();
-        told.extend(living.told.drain(..).map(|extent| (extent, epoch)));
-        told.retain(|_, since| *since + TOLD_EPOCHS >= epoch);
-        for extent in told.keys().filter(|extent| !living.held.contains(extent)) {
-            assert!(!self.is_bound(extent), "{when}: {extent:?} was told, and its key is bound still");
+        let mut granted = self.granted.borrow_mut();
+        granted.extend(live.granted.drain(..).map(|extent| (extent, epoch)));
+        granted.retain(|_, since| *since + CHECKED_EPOCHS >= epoch);
+        for extent in granted.keys().filter(|extent| !live.owned.contains(extent)) {
+            assert!(!self.is_bound(extent), "{when}: the key of {extent:?} is still bound");
         }
     }
 
-    /// Whether its key opens it.
+    /// Whether the key of an extent is in its entry.
     fn is_bound(&self, extent: &Extent) -> bool {
         let layout = self.node_memory.layout;
         let chunk =
@@ -220,10 +229,10 @@ impl Scene {
     }
 }
 
-impl Living {
-    fn take(&mut self, k: u8) -> Option<Extent> {
+impl LiveHost {
+    fn allocate(&mut self, k: u8) -> Option<Extent> {
         let extent = self.client.allocate(NODE, SizeClass::new(k).expect("a class")).ok()?;
-        self.told.push(extent);
+        self.granted.push(extent);
         for at in places(&extent) {
             self.data.write(at, &stamp(&extent, at).to_le_bytes());
         }
@@ -232,18 +241,18 @@ impl Living {
         Some(extent)
     }
 
-    /// Whatever there is, in pieces as large as possible.
-    fn take_everything(&mut self) -> Vec<Extent> {
-        let mut taken = Vec::new();
+    /// Allocates all that is free, in extents as large as possible.
+    fn allocate_everything(&mut self) -> Vec<Extent> {
+        let mut allocated = Vec::new();
         for k in (0..SizeClass::COUNT).rev() {
-            while let Some(extent) = self.take(k) {
-                taken.push(extent);
+            while let Some(extent) = self.allocate(k) {
+                allocated.push(extent);
             }
         }
-        taken
+        allocated
     }
 
-    /// It is as we wrote it.
+    /// Asserts that an extent has the bytes that this host wrote.
     fn verify(&mut self, extent: &Extent) {
         let (local, remote) = self.ends(extent);
         self.execute(Verb::Read { local, remote });
@@ -271,7 +280,7 @@ impl Living {
     }
 }
 
-/// A word of each chunk.
+/// The offset of one word of each chunk.
 fn places(extent: &Extent) -> impl Iterator<Item = usize> + use<> {
     (0..extent.class.chunks() as usize).map(|chunk| chunk * 4096 + 8)
 }
@@ -288,7 +297,7 @@ fn connect(reach: &Reach, host: Host, epoch: u64) -> PoolClient {
     client
 }
 
-/// Wait until the victim has what was meant for it; false if it has ended by itself.
+/// Waits until the victim is killed or stopped; false if it has exited.
 fn wait_for(child: Pid, end: End) -> bool {
     let status = waitpid(Some(child), WaitOptions::UNTRACED).expect("it is ours");
     let (_, status): (Pid, WaitStatus) = status.expect("it was waited for");
@@ -302,7 +311,7 @@ fn wait_for(child: Pid, end: End) -> bool {
             true
         }
         (None, End::Stop | End::Write) => {
-            assert!(status.stopped(), "it stands still: {status:?}");
+            assert!(status.stopped(), "it is stopped: {status:?}");
             true
         }
     }

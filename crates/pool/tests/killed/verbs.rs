@@ -1,5 +1,8 @@
-//! The same over an RDMA device: that with the IP address in `AQUIFER_VERBS_ADDRESS`. `AQUIFER_KILLED_STRIDE` says at which of the steps, for what runs the device
-//! may be an emulator.
+//! Processes that are killed or stopped, over the RDMA device with the IP address in
+//! `AQUIFER_VERBS_ADDRESS`.
+//!
+//! `AQUIFER_KILLED_STRIDE` is the distance between the steps that are tested, because an emulated
+//! device is slow.
 
 mod scene;
 mod victim;
@@ -9,15 +12,16 @@ use std::net::SocketAddr;
 use aquifer_fabric::Reach;
 use aquifer_fabric_verbs::{Options, VerbsTarget};
 
-use scene::{Heir, Scene, at_every_step};
+use scene::{Recoverer, Scene, at_every_step};
 use victim::{End, KEY};
 
-/// The name of the test that is a victim.
+/// The name of the test that runs as the victim.
 const VICTIM_TEST: &str = "victim";
 
 fn over_verbs() -> Scene {
     aquifer_fabric_verbs::install();
-    let address = std::env::var("AQUIFER_VERBS_ADDRESS").expect("AQUIFER_VERBS_ADDRESS is an RDMA device's");
+    let address = std::env::var("AQUIFER_VERBS_ADDRESS")
+        .expect("AQUIFER_VERBS_ADDRESS is the address of an RDMA device");
     let address = SocketAddr::new(address.parse().expect("an IP address"), 0);
     let target = VerbsTarget::listen(address, &KEY, Options::default()).expect("a target");
     let reach = Reach::Verbs(target.address());
@@ -30,28 +34,28 @@ fn stride() -> usize {
 
 #[test]
 fn a_host_may_be_killed_at_any_step() {
-    at_every_step(&over_verbs(), End::Kill, Heir::Another, stride());
+    at_every_step(&over_verbs(), End::Kill, Recoverer::AnotherHost, stride());
 }
 
 #[test]
-fn a_killed_host_that_comes_again_gives_back_what_it_had() {
-    at_every_step(&over_verbs(), End::Kill, Heir::Itself, stride());
+fn a_killed_host_that_restarts_frees_what_it_owned() {
+    at_every_step(&over_verbs(), End::Kill, Recoverer::SameHost, stride());
 }
 
 #[test]
-fn a_host_may_stand_still_at_any_step() {
-    at_every_step(&over_verbs(), End::Stop, Heir::Another, stride());
+fn a_host_may_be_stopped_at_any_step() {
+    at_every_step(&over_verbs(), End::Stop, Recoverer::AnotherHost, stride());
 }
 
 #[test]
-fn who_stands_still_in_the_middle_of_an_access_holds_nobody_up() {
-    // Its device goes on.
+fn a_host_that_is_stopped_in_the_middle_of_an_access_does_not_block_others() {
+    // The device continues.
     assert!(!over_verbs().stop_in_the_middle());
 }
 
-/// Not a test by itself: what the others start.
+/// Not a test by itself: the other tests start it.
 #[test]
 fn victim() {
     aquifer_fabric_verbs::install();
-    victim::be_one();
+    victim::run_if_started();
 }

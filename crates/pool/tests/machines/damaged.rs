@@ -1,4 +1,5 @@
-//! Whatever lies in a node's memory, and whenever it came there: no client panics, and none goes on for ever.
+//! Damaged memory: whatever words a client finds at any moment, it does not panic and does not run
+//! for ever.
 
 use aquifer_fabric::{Host, Key};
 use aquifer_pool::SizeClass;
@@ -11,26 +12,28 @@ use proptest::prelude::*;
 use super::driver::Words;
 
 const SECTIONS: u32 = 2;
-/// No operation needs more: the most that races may cost, and looking at everything in between.
+/// More actions than any operation needs with the most lost races and a read of everything in
+/// between.
 const ACTIONS_MAX: usize = 200_000;
 
+/// An operation.
 #[derive(Clone, Debug)]
 enum What {
     Allocate(u8),
-    /// So many sections.
+    /// A stretch of this number of sections.
     Stretch(u32),
-    /// One that was taken, by its number.
+    /// Frees an extent that was allocated.
     Free(prop::sample::Index),
-    /// One that nobody gave us.
+    /// Frees an extent that was not allocated.
     FreeForged(u8, u32, u32),
     Recover(u16),
 }
 
-/// A word is not what it was any more.
+/// A change of a word that no host makes.
 #[derive(Clone, Debug)]
 struct Damage {
     table: u8,
-    /// Beyond the end it begins anew.
+    /// The index in the table, modulo its length.
     place: usize,
     how: How,
 }
@@ -39,13 +42,13 @@ struct Damage {
 enum How {
     Set(u64),
     Flip(u8),
-    /// As some host might have left it.
-    TakenSpan(u8, u8, u16),
-    TakenGroup(u8, u8, u16),
+    /// A change that a host could have made.
+    AllocatedRun(u8, u8, u16),
+    AllocatedGroup(u8, u8, u16),
     OpenedSpan(u8, u16),
 }
 
-/// An operation, and what happens to the memory after so many of its actions.
+/// An operation, and the damage that happens before the action with each index.
 #[derive(Clone, Debug)]
 struct Event {
     what: What,
@@ -57,8 +60,9 @@ fn damage() -> impl Strategy<Value = Damage> {
         any::<u64>().prop_map(How::Set),
         (0..64_u8).prop_map(How::Flip),
         Just(How::Set(0)),
-        (0..32_u8, 0..5_u8, 1..5_u16).prop_map(|(first, order, host)| How::TakenSpan(first, order, host)),
-        (0..16_u8, 0..5_u8, 1..5_u16).prop_map(|(first, order, host)| How::TakenGroup(first, order, host)),
+        (0..32_u8, 0..5_u8, 1..5_u16).prop_map(|(first, order, host)| How::AllocatedRun(first, order, host)),
+        (0..16_u8, 0..5_u8, 1..5_u16)
+            .prop_map(|(first, order, host)| How::AllocatedGroup(first, order, host)),
         (0..16_u8, 1..5_u16).prop_map(|(first, host)| How::OpenedSpan(first, host)),
     ];
     (0..4_u8, any::<usize>(), how).prop_map(|(table, place, how)| Damage { table, place, how })
@@ -77,7 +81,7 @@ fn event() -> impl Strategy<Value = Event> {
 }
 
 impl Damage {
-    fn strike(&self, words: &mut Words) {
+    fn apply(&self, words: &mut Words) {
         let table = match self.table {
             0 => &mut words.sections,
             1 => &mut words.spans,
@@ -90,8 +94,10 @@ impl Damage {
         *word = match self.how {
             How::Set(value) => value,
             How::Flip(bit) => *word ^ 1 << bit,
-            How::TakenSpan(first, order, host) => SpanWord(*word).allocate(run(first, order), Host(host)).0,
-            How::TakenGroup(first, order, host) => {
+            How::AllocatedRun(first, order, host) => {
+                SpanWord(*word).allocate(run(first, order), Host(host)).0
+            }
+            How::AllocatedGroup(first, order, host) => {
                 SectionWord(*word).allocate(run(first, order), Host(host)).0
             }
             How::OpenedSpan(first, host) => SectionWord(*word).open(first, Host(host)).0,
@@ -99,7 +105,7 @@ impl Damage {
     }
 }
 
-/// Run a machine to its end while the memory is being damaged.
+/// Runs a state machine to its end while the memory is damaged.
 fn run<M: Machine>(
     words: &mut Words,
     cache: &mut NodeCache,
@@ -108,10 +114,10 @@ fn run<M: Machine>(
 ) -> Result<M::Output, OpError> {
     let mut step = op.start(cache);
     for number in 0..ACTIONS_MAX {
-        damage.iter().filter(|(at, _)| *at == number).for_each(|(_, damage)| damage.strike(words));
+        damage.iter().filter(|(at, _)| *at == number).for_each(|(_, damage)| damage.apply(words));
         match step {
             Step::Done(result) => return result,
-            Step::Post(action) => step = words.carry_out(&mut op, cache, &action),
+            Step::Post(action) => step = words.execute(&mut op, cache, &action),
         }
     }
     panic!("it does not end");
@@ -120,25 +126,25 @@ fn run<M: Machine>(
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(4_000) })]
     #[test]
-    fn no_memory_makes_a_client_panic_or_go_on_for_ever(events in prop::collection::vec(event(), 1..40)) {
+    fn no_memory_makes_a_client_panic_or_run_for_ever(events in prop::collection::vec(event(), 1..40)) {
         let (mut words, mut cache) = Words::new(SECTIONS);
         let me = Host(1);
-        let mut taken: Vec<Grant> = Vec::new();
+        let mut allocated: Vec<Grant> = Vec::new();
         for Event { what, damage } in &events {
             match what {
                 What::Allocate(k) => {
                     let op = AllocOp::new(me, SizeClass::new(*k).unwrap());
-                    taken.extend(run(&mut words, &mut cache, op, damage).ok());
+                    allocated.extend(run(&mut words, &mut cache, op, damage).ok());
                 }
                 What::Stretch(count) => {
                     if let Ok(first) = run(&mut words, &mut cache, StretchOp::new(me, *count), damage) {
                         let section = |at| Grant { chunk: first.chunk + at * SECTION_CHUNKS, ..first };
-                        taken.extend((0..*count).map(section));
+                        allocated.extend((0..*count).map(section));
                     }
                 }
-                What::Free(_) if taken.is_empty() => {}
+                What::Free(_) if allocated.is_empty() => {}
                 What::Free(which) => {
-                    let grant = taken.swap_remove(which.index(taken.len()));
+                    let grant = allocated.swap_remove(which.index(allocated.len()));
                     run(&mut words, &mut cache, FreeOp::new(me, grant), damage).ok();
                 }
                 What::FreeForged(k, at, key) => {
@@ -155,13 +161,13 @@ proptest! {
     }
 }
 
-/// What a READ brings may be no word that ever was.
+/// A READ may return a word that never was in memory.
 #[test]
-fn a_word_that_a_read_has_torn_holds_nobody_up() {
+fn a_torn_word_does_not_block_a_client() {
     for place in 0..16 {
         let (mut words, mut cache) = Words::new(1);
         let set = |value| Damage { table: 1, place, how: How::Set(value) };
-        // So it is when it is read, and never else.
+        // The word has this value only when it is read.
         let torn = [(0, set(1)), (1, set(0))];
         let section = run(&mut words, &mut cache, AllocOp::new(Host(1), SizeClass::SECTION), &torn);
         section.expect("all is free");

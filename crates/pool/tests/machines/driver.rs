@@ -1,4 +1,4 @@
-//! A node whose memory is some words, on which actions happen at once.
+//! A node whose memory is a few words, and a driver that executes actions on them at once.
 
 use aquifer_fabric::{Host, Tenant};
 use aquifer_pool::cache::{NodeCache, Numbers, search_start};
@@ -7,7 +7,7 @@ use aquifer_pool::op::{Access, Action, FreeOp, Machine, OpError, Step, StepResul
 use aquifer_pool::size::SECTION_SPANS;
 use aquifer_pool::word::{SectionWord, SpanState};
 
-/// A node's words, on which actions happen at once.
+/// The words of a node.
 pub struct Words {
     pub sections: Vec<u64>,
     pub spans: Vec<u64>,
@@ -17,6 +17,7 @@ pub struct Words {
 }
 
 impl Words {
+    /// Zero words of a node with this number of sections, and a cache for them.
     pub fn new(sections: u32) -> (Self, NodeCache) {
         let layout = Layout::new(1, sections).expect("a layout");
         let words = Self {
@@ -29,6 +30,7 @@ impl Words {
         (words, NodeCache::new(&layout, search_start(Host(1), 0), Tenant(0), Numbers::counted(1, 64)))
     }
 
+    /// The `count` words from a place on.
     pub fn at(&mut self, at: WordAt, count: u32) -> &mut [u64] {
         match at {
             WordAt::Section(index) => &mut self.sections[index as usize..][..count as usize],
@@ -38,7 +40,8 @@ impl Words {
         }
     }
 
-    pub fn carry_out<M: Machine>(
+    /// Executes an action and takes the next step.
+    pub fn execute<M: Machine>(
         &mut self,
         op: &mut M,
         cache: &mut NodeCache,
@@ -48,6 +51,7 @@ impl Words {
         op.step(cache, StepResult(&answer))
     }
 
+    /// Executes an action; returns its answer.
     pub fn answer(&mut self, action: &Action) -> Vec<u64> {
         let mut answer = Vec::new();
         for access in action.accesses() {
@@ -68,12 +72,13 @@ impl Words {
         answer
     }
 
-    /// Frees the only extent of an operation; what became of it, and the actions that it took.
+    /// Runs a free of one extent; returns its outcome and the number of actions.
     pub fn free(&mut self, cache: &mut NodeCache, op: FreeOp) -> (Result<(), OpError>, u32) {
         let (outcomes, actions) = self.run(cache, op);
         (outcomes.and_then(|outcomes| outcomes[0]), actions)
     }
 
+    /// Compares and swaps a word; returns the word that was found.
     pub fn swap(&mut self, at: WordAt, expected: u64, desired: u64) -> u64 {
         let word = &mut self.at(at, 1)[0];
         let found = *word;
@@ -83,17 +88,19 @@ impl Words {
         found
     }
 
+    /// The state of a span of section 0.
     pub fn section_state(&self, span: u8) -> SpanState {
         SectionWord(self.sections[0]).state(span)
     }
 
+    /// Runs an operation to its end; returns its result and the number of actions.
     pub fn run<M: Machine>(&mut self, cache: &mut NodeCache, mut op: M) -> (Result<M::Output, OpError>, u32) {
         let mut actions = 0;
         let mut step = op.start(cache);
         loop {
             match step {
                 Step::Done(result) => return (result, actions),
-                Step::Post(action) => step = self.carry_out(&mut op, cache, &action),
+                Step::Post(action) => step = self.execute(&mut op, cache, &action),
             }
             actions += 1;
         }

@@ -1,4 +1,4 @@
-//! The machines step by step, and their limits.
+//! The state machines step by step, and their limits.
 
 mod damaged;
 mod driver;
@@ -47,7 +47,8 @@ fn an_operation_costs_as_few_actions_as_documented() {
     assert_eq!(words.free(&mut cache, FreeOp::new(ME, third.expect("room"))), (Ok(()), 4), "K, F3, F4, F6");
 }
 
-/// However many there are: no two of them are nearer than a third of what they would be if they were spread evenly.
+/// No two search starts are nearer than a third of the distance of evenly spread ones, whatever
+/// their number.
 #[test]
 fn hosts_and_clients_begin_far_apart() {
     for count in [2, 5, 64, 300, 4095] {
@@ -64,10 +65,10 @@ fn hosts_and_clients_begin_far_apart() {
 }
 
 #[test]
-fn several_cost_one_action_each_and_one_more() {
+fn several_extents_cost_one_action_each_and_one_more() {
     let (mut words, mut cache) = Words::new(2);
-    let (taken, actions) = words.run(&mut cache, AllocManyOp::new(ME, SizeClass::CHUNK, 64));
-    let grants = taken.expect("room").grants;
+    let (outcome, actions) = words.run(&mut cache, AllocManyOp::new(ME, SizeClass::CHUNK, 64));
+    let grants = outcome.expect("room").grants;
     let chunks: Vec<u32> = grants.iter().map(|grant| grant.chunk % 512).collect();
     assert_eq!(chunks, (0..64).collect::<Vec<_>>());
     assert_eq!(
@@ -82,9 +83,9 @@ fn several_cost_one_action_each_and_one_more() {
     }
 }
 
-/// One was begun, got as far as K, and was killed; it is done by the next.
+/// A process was killed after K of a free; the next process resumes the free.
 #[test]
-fn what_is_resumed_is_given_back_though_its_key_is_another() {
+fn a_resumed_free_succeeds_although_its_key_is_revoked() {
     for k in [0, 5, 9] {
         let (mut words, mut cache) = Words::new(1);
         let class = SizeClass::new(k).expect("a class");
@@ -94,47 +95,48 @@ fn what_is_resumed_is_given_back_though_its_key_is_another() {
         assert_eq!(words.free(&mut cache, FreeOp::new(ME, grant).resumed(record)).0, Ok(()), "{k}");
         assert_eq!(words.at(WordAt::key_of(grant), 1)[0] & 0xffff_ffff, 0, "{k}: no key is left");
         let again = FreeOp::new(ME, grant).resumed(record);
-        assert_eq!(words.free(&mut cache, again).0, Err(OpError::NotAllocated), "{k}: it was done");
+        assert_eq!(words.free(&mut cache, again).0, Err(OpError::NotAllocated), "{k}: it was freed");
     }
 }
 
-/// What the one before had sent comes late, and another has the place by then: at whatever step, the key is his.
+/// The killed process's free takes effect late, and another host allocates the place, at any step
+/// of the resumed free: the key of the other host stays.
 #[test]
-fn what_is_resumed_strikes_no_key_of_another() {
+fn a_resumed_free_does_not_revoke_a_key_of_another_host() {
     for (late, k) in (0..5).flat_map(|late| [(late, 0), (late, 5)]) {
         let (mut words, mut cache) = Words::new(1);
         let class = SizeClass::new(k).expect("a class");
-        // So that the span stays open.
+        // This extent keeps the span open.
         words.run(&mut cache, AllocOp::new(ME, SizeClass::CHUNK)).0.expect("room");
         let grant = words.run(&mut cache, AllocOp::new(ME, class)).0.expect("room");
         let record = begin_to_free(&mut words, &mut cache, grant);
         let mut op = FreeOp::new(ME, grant).resumed(record);
         let mut step = op.start(&mut cache);
-        let mut taken = None;
+        let mut theirs = None;
         for number in 0.. {
             if number == late {
-                taken = Some(give_late_and_take(&mut words, grant));
+                theirs = Some(free_late_and_reallocate(&mut words, grant));
             }
             match step {
-                Step::Post(action) => step = words.carry_out(&mut op, &mut cache, &action),
+                Step::Post(action) => step = words.execute(&mut op, &mut cache, &action),
                 Step::Done(_) => break,
             }
         }
-        if let Some(taken) = taken {
-            let entry = KeyEntry(words.at(WordAt::key_of(taken), 1)[0]);
-            assert_eq!(entry.key(), taken.key, "{late}, {k}: it opens what another holds");
-            let mut theirs =
+        if let Some(theirs) = theirs {
+            let entry = KeyEntry(words.at(WordAt::key_of(theirs), 1)[0]);
+            assert_eq!(entry.key(), theirs.key, "{late}, {k}: the key of the other host stays");
+            let mut cache =
                 NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Numbers::counted(2, 64));
             assert_eq!(
-                words.free(&mut theirs, FreeOp::new(OTHER, taken)).0,
+                words.free(&mut cache, FreeOp::new(OTHER, theirs)).0,
                 Ok(()),
-                "{late}, {k}: he has it"
+                "{late}, {k}: the other host owns it"
             );
         }
     }
 }
 
-/// K, and no more; the record that the word had.
+/// Does K of a free and nothing else; returns the record that the word has then.
 fn begin_to_free(words: &mut Words, cache: &mut NodeCache, grant: Grant) -> u32 {
     let word = if grant.class.k() < 5 { WordAt::Span(grant.chunk / 32) } else { WordAt::Section(0) };
     let mut op = FreeOp::new(ME, grant);
@@ -142,15 +144,15 @@ fn begin_to_free(words: &mut Words, cache: &mut NodeCache, grant: Grant) -> u32 
     loop {
         let Step::Post(action) = step else { panic!("{step:?}") };
         let is_key = matches!(action.first_cas(), Some((WordAt::Key(_), ..)));
-        step = words.carry_out(&mut op, cache, &action);
+        step = words.execute(&mut op, cache, &action);
         if is_key {
             return record_of(words.at(word, 1)[0]);
         }
     }
 }
 
-/// F1 or F5 takes effect after all, and another host has the place.
-fn give_late_and_take(words: &mut Words, grant: Grant) -> Grant {
+/// Lets F1 or F5 take effect, and another host allocate the place.
+fn free_late_and_reallocate(words: &mut Words, grant: Grant) -> Grant {
     let theirs = Grant { key: Key::of_run(grant.class.k(), 77), ..grant };
     let run =
         |first: u32| Run::new(u8::try_from(first).expect("small"), grant.class.order()).expect("aligned");
@@ -172,21 +174,21 @@ fn give_late_and_take(words: &mut Words, grant: Grant) -> Grant {
 }
 
 #[test]
-fn who_finds_a_full_span_says_so_for_others() {
+fn a_client_that_finds_a_full_span_sets_its_full_hint() {
     let (mut words, mut cache) = Words::new(1);
     let half = |host| AllocOp::new(host, SizeClass::new(4).expect("a class"));
     (0..2).for_each(|_| assert!(words.run(&mut cache, half(ME)).0.is_ok()));
-    assert_eq!(words.section_state(0), SpanState::Partial, "nobody has said that it is full");
+    assert_eq!(words.section_state(0), SpanState::Partial, "the full hint is not set yet");
     let layout = Layout::new(1, 1).expect("a layout");
     let mut theirs = NodeCache::new(&layout, 0, Tenant(0), Numbers::counted(2, 64));
     (0..15).for_each(|_| assert!(words.run(&mut theirs, AllocOp::new(OTHER, SizeClass::SPAN)).0.is_ok()));
     assert_eq!(words.run(&mut theirs, half(OTHER)).0, Err(OpError::Full));
     assert_eq!(words.section_state(0), SpanState::Full);
     let (refused, actions) = words.run(&mut theirs, half(OTHER));
-    assert_eq!((refused, actions), (Err(OpError::Full), 1), "R: no span need be looked at any more");
+    assert_eq!((refused, actions), (Err(OpError::Full), 1), "R: no span is read any more");
 }
 
-/// Answer what comes before the next CAS: all spans are ready, and the record is in the log.
+/// Answers the actions before the next CAS: all spans are ready, and the record is in the log.
 fn until_cas(
     op: &mut AllocOp,
     cache: &mut NodeCache,
@@ -207,12 +209,12 @@ fn until_cas(
 }
 
 #[test]
-fn an_operation_gives_up_after_so_many_lost_races() {
+fn an_operation_fails_after_too_many_lost_races() {
     for (lost, busy) in [(ATTEMPTS_MAX, false), (ATTEMPTS_MAX + 1, true)] {
         let (_, mut cache) = Words::new(1);
         let mut op = AllocOp::new(ME, SizeClass::SPAN);
         let mut step = op.start(&mut cache);
-        // Another takes and gives back the last span, again and again.
+        // Another host allocates and frees the last span again and again.
         let mut word = SectionWord::default();
         let last = Run::single(15);
         for _ in 0..lost {
@@ -235,7 +237,7 @@ fn an_operation_gives_up_after_so_many_lost_races() {
 }
 
 #[test]
-fn a_span_is_marked_when_one_race_too_many_is_lost_there() {
+fn the_contended_hint_is_set_after_too_many_lost_races() {
     let (mut words, mut cache) = Words::new(1);
     words.run(&mut cache, AllocOp::new(ME, SizeClass::CHUNK)).0.expect("room");
     let mut op = AllocOp::new(ME, SizeClass::CHUNK);
@@ -254,23 +256,23 @@ fn a_span_is_marked_when_one_race_too_many_is_lost_there() {
     }
     words.spans[0] = word.0;
     let Some((WordAt::Section(0), _, desired)) = cas_of(&step) else { panic!("{step:?}") };
-    let Step::Post(mark) = step else { unreachable!("it has a CAS") };
+    let Step::Post(hint) = step else { unreachable!("it has a CAS") };
     assert_eq!(SectionWord(desired).state(0), SpanState::Contended);
-    // It goes elsewhere, and so do others, until nothing else is left.
-    step = words.carry_out(&mut op, &mut cache, &mark);
+    // This client and others allocate elsewhere, until nothing else is free.
+    step = words.execute(&mut op, &mut cache, &hint);
     step = until_cas(&mut op, &mut cache, step, SectionWord(words.sections[0]));
     assert!(matches!(cas_of(&step), Some((WordAt::Section(0), ..))), "A2: {step:?}");
-    let (mut theirs, mut taken) = (
+    let (mut theirs, mut spans) = (
         NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Numbers::counted(2, 64)),
         Vec::new(),
     );
     while let (Ok(grant), _) = words.run(&mut theirs, AllocOp::new(OTHER, SizeClass::SPAN)) {
-        taken.push(grant);
+        spans.push(grant);
     }
-    assert_eq!(taken.len(), 15);
+    assert_eq!(spans.len(), 15);
     let (grant, _) = words.run(&mut theirs, AllocOp::new(OTHER, SizeClass::CHUNK));
     assert!(grant.expect("the contended span has room").chunk < 32);
-    assert_eq!(SectionWord(words.sections[0]).state(0), SpanState::Partial, "C2: it went well at once");
+    assert_eq!(SectionWord(words.sections[0]).state(0), SpanState::Partial, "C2: no race was lost");
 }
 
 #[test]
@@ -282,12 +284,12 @@ fn a_search_reads_all_sections_in_bounded_pieces() {
     let (result, actions) = words.run(&mut cache, AllocOp::new(ME, SizeClass::SECTION));
     assert_eq!(result, Err(OpError::Full));
     assert!(words.longest_read <= READ_WORDS_MAX);
-    // Some sections are tried, since the cache took them for empty; then all is read.
+    // Some sections are tried because the cache has them as empty; then all are read.
     assert!((2 + 3..=2 + 4).contains(&actions), "{actions} actions");
     let (result, actions) = words.run(&mut cache, AllocOp::new(ME, SizeClass::SECTION));
     assert_eq!(result, Err(OpError::Full));
     assert!((3..=4).contains(&actions), "{actions} READs");
-    // The one that becomes free is found, wherever it is.
+    // A section that becomes free is found, wherever it is.
     for free in [0, 1, READ_WORDS_MAX, count - 1] {
         words.sections[free as usize] = full.free(Run::new(0, 4).expect("all"), OTHER).0;
         let (result, _) = words.run(&mut cache, AllocOp::new(ME, SizeClass::SECTION));
@@ -297,32 +299,33 @@ fn a_search_reads_all_sections_in_bounded_pieces() {
 }
 
 #[test]
-fn a_stretch_is_taken_whole_or_not_at_all() {
+fn a_stretch_is_allocated_whole_or_not_at_all() {
     let (mut words, mut cache) = Words::new(6);
     let full = SectionWord::default().allocate(Run::SECTION, OTHER);
     let mut op = StretchOp::new(ME, 3);
     let mut step = op.start(&mut cache);
     let first = loop {
-        // Two of the first try are taken when another takes the third: they go back.
+        // Another host allocates the third section of the first attempt: two sections are rolled
+        // back.
         if words.sections[4] != 0 && words.sections[5] == 0 {
             words.sections[5] = full.0;
         }
         match step {
-            Step::Post(action) => step = words.carry_out(&mut op, &mut cache, &action),
-            Step::Done(first) => break first.expect("three are free side by side"),
+            Step::Post(action) => step = words.execute(&mut op, &mut cache, &action),
+            Step::Done(first) => break first.expect("three neighbouring sections are free"),
         }
     };
     assert_eq!((first.chunk, first.class), (0, SizeClass::SECTION));
-    let is_taken = |words: &Words| -> Vec<bool> {
+    let is_allocated = |words: &Words| -> Vec<bool> {
         words.sections.iter().map(|word| !SectionWord(*word).all(Run::SECTION, SpanState::Empty)).collect()
     };
-    assert_eq!(is_taken(&words), [true, true, true, false, false, true]);
+    assert_eq!(is_allocated(&words), [true, true, true, false, false, true]);
     let keys: Vec<u64> = (0..6).map(|section| words.at(WordAt::section_key(section), 1)[0]).collect();
     assert!(keys[0] != 0 && keys[..3].iter().all(|key| *key == keys[0]), "one key for all: {keys:x?}");
     for count in [3, 7, 0] {
         assert_eq!(words.run(&mut cache, StretchOp::new(ME, count)).0, Err(OpError::Full), "{count}");
     }
-    assert_eq!(is_taken(&words), [true, true, true, false, false, true]);
+    assert_eq!(is_allocated(&words), [true, true, true, false, false, true]);
     let (two, actions) = words.run(&mut cache, StretchOp::new(ME, 2));
     assert_eq!(two.map(|first| first.chunk), Ok(3 * 512));
     assert_eq!(actions, 4, "A0, A7, A8 with the next A7, A8");
@@ -332,27 +335,30 @@ fn a_stretch_is_taken_whole_or_not_at_all() {
     }
 }
 
-/// However much is still to be cleared: that is no race lost, and nothing is taken for nothing.
+/// Sections of another tenant cost no lost race, and nothing is allocated and rolled back.
 #[test]
-fn a_stretch_goes_past_what_another_tenant_has_left() {
-    const LEFT: u32 = 150;
-    let (mut words, mut cache) = Words::new(LEFT + 40);
-    for section in 0..LEFT {
+fn a_stretch_skips_sections_of_another_tenant() {
+    const FOREIGN: u32 = 150;
+    let (mut words, mut cache) = Words::new(FOREIGN + 40);
+    for section in 0..FOREIGN {
         let theirs = KeyEntry::shut(Tenant(9)).0;
         words.at(WordAt::span_key(section * SECTION_SPANS + section % SECTION_SPANS), 1)[0] = theirs;
     }
     let (first, actions) = words.run(&mut cache, StretchOp::new(ME, 40));
-    assert_eq!(first.map(|first| first.chunk), Ok(LEFT * 512));
-    assert!(words.sections[..LEFT as usize].iter().all(|word| *word == 0), "those were left alone");
+    assert_eq!(first.map(|first| first.chunk), Ok(FOREIGN * 512));
+    assert!(
+        words.sections[..FOREIGN as usize].iter().all(|word| *word == 0),
+        "foreign sections are unchanged"
+    );
     assert!(actions < 60, "R, A0 of 16 at a time, A7 and A8 of 40: {actions} trips");
 }
 
 #[test]
-fn of_several_what_was_taken_is_not_thrown_away() {
+fn extents_allocated_before_an_error_are_returned() {
     let (mut words, mut cache) = Words::new(4);
     words.sections[0] = 0xdead;
     let (several, _) = words.run(&mut cache, AllocManyOp::new(ME, SizeClass::SECTION, 4));
-    let GrantBatch { grants, failure } = several.expect("two sections are well");
+    let GrantBatch { grants, failure } = several.expect("two sections are not damaged");
     assert_eq!(grants.iter().map(|grant| grant.chunk).collect::<Vec<_>>(), [1024, 1536]);
     assert!(matches!(failure, Some(OpError::Damaged { at: WordAt::Section(0), .. })), "{failure:?}");
     for grant in grants {
@@ -366,13 +372,14 @@ fn extents_of_one_span_are_freed_together() {
     let (several, _) = words.run(&mut cache, AllocManyOp::new(ME, SizeClass::CHUNK, 64));
     let grants = several.expect("room").grants;
     let (first, second) = grants.split_at(32);
-    // One of the second span was freed before, and is another host's by now; one of the first is named twice.
+    // An extent of the second span was freed and is another host's now; one of the first is named
+    // twice.
     words.free(&mut cache, FreeOp::new(ME, second[8])).0.expect("it is ours");
     let mut theirs =
         NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Numbers::counted(2, 64));
     words.run(&mut theirs, AllocManyOp::new(OTHER, SizeClass::SPAN, 1)).0.expect("room");
-    let taken = words.run(&mut theirs, AllocOp::new(OTHER, SizeClass::CHUNK)).0.expect("room");
-    assert_eq!(taken.chunk, second[8].chunk, "there is no other hole");
+    let reused = words.run(&mut theirs, AllocOp::new(OTHER, SizeClass::CHUNK)).0.expect("room");
+    assert_eq!(reused.chunk, second[8].chunk, "there is no other hole");
     let refused = |outcomes: Result<Outcomes, OpError>| -> Vec<usize> {
         let outcomes = outcomes.expect("each has an outcome").into_iter().enumerate();
         outcomes.filter(|(_, outcome)| outcome.is_err()).map(|(number, _)| number).collect()
@@ -382,18 +389,22 @@ fn extents_of_one_span_are_freed_together() {
     assert_eq!(
         (refused(outcomes), actions),
         (vec![32], 7),
-        "K, F3, F4, which loses a race, L, F4, F6, and a look for the one named twice"
+        "K, F3, F4, which loses a race, L, F4, F6, and a read for the one named twice"
     );
     let (outcomes, actions) = words.run(&mut cache, FreeOp::many(ME, second.iter().copied()));
     assert_eq!(refused(outcomes), [8]);
-    assert!(actions <= 7, "K, F1, a look, L, F1: {actions} trips");
+    assert!(actions <= 7, "K, F1, a read, L, F1: {actions} trips");
     let bits: Vec<u32> =
         words.spans.iter().map(|word| SpanWord(*word).bits()).filter(|bits| *bits != 0).collect();
-    assert_eq!(bits.iter().map(|bits| bits.count_ones()).sum::<u32>(), 1, "theirs is theirs still");
-    assert!(words.at(WordAt::key_of(taken), 1)[0] != 0, "and its key opens it");
+    assert_eq!(
+        bits.iter().map(|bits| bits.count_ones()).sum::<u32>(),
+        1,
+        "the other host still owns its extent"
+    );
+    assert!(words.at(WordAt::key_of(reused), 1)[0] != 0, "and its key opens it");
 }
 
-/// The one that the list names first is no extent any more; the one that overlaps it is.
+/// The first extent of the list was freed before, and later ones overlap it.
 #[test]
 fn an_extent_that_overlaps_a_stale_one_is_freed() {
     let (mut words, mut cache) = Words::new(1);
@@ -408,7 +419,7 @@ fn an_extent_that_overlaps_a_stale_one_is_freed() {
     assert_eq!(outcomes.expect("outcomes").as_slice(), [Err(OpError::NotAllocated), Ok(()), Ok(()), Ok(())]);
 }
 
-/// The CAS that comes next, as word, expected and desired value.
+/// The next CAS, as place, expected and desired value.
 fn cas_of<T>(step: &Step<T>) -> Option<(WordAt, u64, u64)> {
     match step {
         Step::Post(action) => action.first_cas(),
@@ -417,7 +428,7 @@ fn cas_of<T>(step: &Step<T>) -> Option<(WordAt, u64, u64)> {
 }
 
 #[test]
-fn a_client_has_a_most_of_nodes() {
+fn a_client_has_a_limit_of_nodes() {
     let options = SimOptions { step_on_poll: true, ..SimOptions::default() };
     let fabric = SimFabric::new(1, options);
     let mut client = PoolClient::new(ME, Tenant(0));
@@ -443,8 +454,9 @@ fn half(host: Host) -> AllocOp {
     AllocOp::new(host, SizeClass::new(4).expect("a class"))
 }
 
-/// The first span is full, and who is about to open the second is about to say so, too.
-fn about_to_say_full(words: &mut Words, cache: &mut NodeCache) -> (Vec<Grant>, AllocOp, Step<Grant>) {
+/// Fills the first span, and begins an operation whose next CAS opens the second span and sets the
+/// full hint of the first.
+fn begin_setting_full_hint(words: &mut Words, cache: &mut NodeCache) -> (Vec<Grant>, AllocOp, Step<Grant>) {
     let filling = (0..2).map(|_| words.run(cache, half(ME)).0.expect("room")).collect();
     let mut op = half(ME);
     let step = op.start(cache);
@@ -459,16 +471,17 @@ fn about_to_say_full(words: &mut Words, cache: &mut NodeCache) -> (Vec<Grant>, A
 }
 
 #[test]
-fn a_span_that_was_not_full_any_more_is_said_to_be_open_again() {
+fn the_full_hint_of_a_span_that_is_not_full_any_more_is_cleared() {
     let (mut words, mut cache) = Words::new(1);
-    let (filling, mut op, mut step) = about_to_say_full(&mut words, &mut cache);
-    // Another client of the same host gives half of it back; the section does not say that it is full, so there is nothing to be taken back.
+    let (filling, mut op, mut step) = begin_setting_full_hint(&mut words, &mut cache);
+    // Another client of the same host frees half of the span. The full hint is not set yet, so that
+    // client does not clear it.
     let mut other =
         NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Numbers::counted(2, 64));
     words.free(&mut other, FreeOp::new(ME, filling[0])).0.expect("it is the host's");
     let mut states = Vec::new();
     while let Step::Post(action) = step {
-        step = words.carry_out(&mut op, &mut cache, &action);
+        step = words.execute(&mut op, &mut cache, &action);
         states.push(words.section_state(0));
     }
     assert_eq!(states, [SpanState::Full, SpanState::Partial, SpanState::Partial], "A2, A6, A3");
@@ -477,12 +490,13 @@ fn a_span_that_was_not_full_any_more_is_said_to_be_open_again() {
     assert_eq!((again.expect("room").chunk, actions), (filling[0].chunk, 2), "A1, A8");
 }
 
-/// Between the last look at a full span and saying that it is full, it may be given back whole, and be another's to open.
+/// After a client has seen a span full, and before it sets the full hint, the span is freed and
+/// opened by another host.
 #[test]
-fn a_span_that_another_opens_is_not_said_to_be_full() {
+fn the_full_hint_is_not_set_on_a_span_that_another_host_opens() {
     let (mut words, mut cache) = Words::new(1);
-    let (filling, mut op, mut step) = about_to_say_full(&mut words, &mut cache);
-    // Another client of the same host gives it back, and another host begins to open it.
+    let (filling, mut op, mut step) = begin_setting_full_hint(&mut words, &mut cache);
+    // Another client of the same host frees the span, and another host begins to open it.
     let fresh =
         || NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Numbers::counted(2, 64));
     let mut other = fresh();
@@ -492,18 +506,18 @@ fn a_span_that_another_opens_is_not_said_to_be_full() {
     let (mut theirs, mut opening) = (fresh(), half(OTHER));
     let mut next = opening.start(&mut theirs);
     while words.section_state(0) != SpanState::Partial {
-        let Step::Post(action) = next else { panic!("{next:?}, and not the span that came free") };
-        next = words.carry_out(&mut opening, &mut theirs, &action);
+        let Step::Post(action) = next else { panic!("{next:?}, and not the span that became free") };
+        next = words.execute(&mut opening, &mut theirs, &action);
     }
     while let Step::Post(action) = step {
-        step = words.carry_out(&mut op, &mut cache, &action);
+        step = words.execute(&mut op, &mut cache, &action);
     }
-    assert_eq!(words.section_state(0), SpanState::Partial, "it is not full, and not ours to speak of");
+    assert_eq!(words.section_state(0), SpanState::Partial, "it is not full, and another host is opening it");
     while let Step::Post(action) = next {
-        next = words.carry_out(&mut opening, &mut theirs, &action);
+        next = words.execute(&mut opening, &mut theirs, &action);
     }
     assert!(matches!(next, Step::Done(Ok(_))), "{next:?}");
-    assert_eq!(words.section_state(0), SpanState::Partial, "it has room");
+    assert_eq!(words.section_state(0), SpanState::Partial, "it has free chunks");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! What a volume's pages must hold.
+//! A model of what the pages of a volume must hold.
 
 use std::sync::Arc;
 
@@ -8,17 +8,17 @@ type Bytes = Arc<[u8; PAGE_BYTES]>;
 
 /// One page.
 #[derive(Clone, Debug)]
-pub struct Page {
-    /// What may be found there: one thing, unless a write has failed.
+pub struct PageModel {
+    /// The possible contents: one, unless a write has failed.
     candidates: Vec<Bytes>,
-    /// What was there since the read that is under way has begun.
+    /// The contents that the page had since the present read began.
     before: Vec<Bytes>,
     has_changed: bool,
-    /// It could not be read: it must not be readable until it is written anew.
+    /// The page could not be read: it must stay unreadable until it is written.
     pub is_lost: bool,
 }
 
-impl Page {
+impl PageModel {
     pub fn new() -> Self {
         Self {
             candidates: vec![Arc::new([0; PAGE_BYTES])],
@@ -28,13 +28,14 @@ impl Page {
         }
     }
 
-    /// A read begins.
+    /// Begins a read of the page.
     pub fn begin_read(&mut self) {
         self.before.clear();
         self.has_changed = false;
     }
 
-    /// Bytes were written at `within`; if `is_sure`, nothing else is there now.
+    /// Records a write at offset `within`. If `is_sure`, the old contents are not possible any
+    /// more.
     pub fn write(&mut self, within: usize, bytes: &[u8], is_sure: bool) {
         self.before.extend(self.candidates.iter().cloned());
         self.has_changed = true;
@@ -56,7 +57,7 @@ impl Page {
         }
     }
 
-    /// The read found these bytes at `within`.
+    /// Checks the bytes that a read found at offset `within`.
     pub fn found(&mut self, within: usize, bytes: &[u8]) -> Result<(), String> {
         let fits = |page: &Bytes| page[within..within + bytes.len()] == *bytes;
         if self.is_lost && !self.has_changed && self.candidates.len() == 1 {
@@ -73,14 +74,15 @@ impl Page {
         Ok(())
     }
 
-    /// A write found that it could not be read. Who reads it just now may have read it before.
+    /// Records that a write found the page unreadable. A read in progress may still find the old
+    /// bytes.
     pub fn lost(&mut self) {
         self.before.extend(self.candidates.iter().cloned());
         self.has_changed = true;
         self.is_lost = true;
     }
 
-    /// The read failed here.
+    /// Records that a read failed at this page.
     pub fn not_found(&mut self) {
         self.is_lost |= !self.has_changed;
     }

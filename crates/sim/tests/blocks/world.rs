@@ -1,4 +1,4 @@
-//! One schedule.
+//! The state of one schedule: volume, pump, cluster and model.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
@@ -9,17 +9,17 @@ use aquifer_fabric::{Completion, Endpoint, EndpointError, PostError, Work, forwa
 use aquifer_pager::{BLOCK_PAGES, Budget, Connector, Mempool, PAGE_BYTES};
 use aquifer_pool::NodeId;
 
-use crate::blocks::model::Page;
-use crate::paging::cluster::{Cluster, FETCHERS, SENDER};
+use crate::blocks::model::PageModel;
+use crate::paging::cluster::{FETCHERS, SENDER, SimCluster};
 use crate::paging::focus::Focus;
 use crate::paging::memory::encode;
 
-/// Turns after which a write has found no room.
+/// Turns after which a write has no room.
 const TURNS_MAX: u32 = 400;
 
-/// What happened in a schedule, or in all.
+/// How often things happened in a schedule, or in all.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Seen {
+pub struct BlocksCounts {
     reads: u64,
     writes: u64,
     partial_writes: u64,
@@ -30,13 +30,13 @@ pub struct Seen {
     damages: u64,
     full: u64,
     lost: u64,
-    meddled: u64,
+    interleaved: u64,
     remote_reads: u64,
     moved: u64,
 }
 
-impl Seen {
-    pub fn counts(&self) -> [(&'static str, u64); 13] {
+impl BlocksCounts {
+    pub fn labelled(&self) -> [(&'static str, u64); 13] {
         [
             ("reads", self.reads),
             ("writes", self.writes),
@@ -48,7 +48,7 @@ impl Seen {
             ("damaged pages", self.damages),
             ("times the pool was full", self.full),
             ("reads of lost pages", self.lost),
-            ("changes in the middle of a read", self.meddled),
+            ("changes in the middle of a read", self.interleaved),
             ("pages from memory nodes", self.remote_reads),
             ("pages moved", self.moved),
         ]
@@ -65,54 +65,54 @@ impl Seen {
         self.damages += other.damages;
         self.full += other.full;
         self.lost += other.lost;
-        self.meddled += other.meddled;
+        self.interleaved += other.interleaved;
         self.remote_reads += other.remote_reads;
         self.moved += other.moved;
     }
 }
 
 #[derive(Debug)]
-struct World {
+struct BlocksWorld {
     rng: Rng,
-    cluster: Cluster,
+    cluster: SimCluster,
     volume: Arc<BlockVolume>,
     pump: Pump,
-    /// For what is read to write a part of a page.
+    /// The reader for writes to a part of a page.
     reader: VolumeReader,
-    pages: Vec<Page>,
+    pages: Vec<PageModel>,
     stamps: u64,
-    seen: Seen,
+    counts: BlocksCounts,
     failure: Option<String>,
 }
 
-/// Lets others act while a reader waits for a node.
+/// A connector whose endpoints let other threads act while a reader waits for a node.
 #[derive(Debug)]
-struct Meddling {
+struct InterleavingConnector {
     inner: Arc<dyn Connector>,
-    world: Weak<Mutex<World>>,
+    world: Weak<Mutex<BlocksWorld>>,
 }
 
-impl Connector for Meddling {
+impl Connector for InterleavingConnector {
     fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
         let inner = self.inner.connect(node)?;
-        Ok(Box::new(MeddledEndpoint { inner, world: self.world.clone() }))
+        Ok(Box::new(InterleavingEndpoint { inner, world: self.world.clone() }))
     }
 }
 
 #[derive(Debug)]
-struct MeddledEndpoint {
+struct InterleavingEndpoint {
     inner: Box<dyn Endpoint>,
-    world: Weak<Mutex<World>>,
+    world: Weak<Mutex<BlocksWorld>>,
 }
 
-impl Endpoint for MeddledEndpoint {
+impl Endpoint for InterleavingEndpoint {
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
         self.inner.post(batch)
     }
 
     fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
         if let Some(world) = self.world.upgrade() {
-            lock(&world).meddle();
+            lock(&world).interleave();
         }
         self.inner.poll(out, max)
     }
@@ -120,11 +120,11 @@ impl Endpoint for MeddledEndpoint {
     forward_endpoint!(inner: register_local, receive, regions, limits, is_broken, is_away, late);
 }
 
-fn lock(world: &Mutex<World>) -> std::sync::MutexGuard<'_, World> {
+fn lock(world: &Mutex<BlocksWorld>) -> std::sync::MutexGuard<'_, BlocksWorld> {
     world.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The pages of a range, as (page, first byte within, first byte of the range, bytes).
+/// The parts of a range by page, as (page, offset in the page, offset in the range, length).
 fn parts(offset: usize, len: usize) -> Vec<(usize, usize, usize, usize)> {
     let mut parts = Vec::new();
     let mut at = 0;
@@ -137,10 +137,10 @@ fn parts(offset: usize, len: usize) -> Vec<(usize, usize, usize, usize)> {
     parts
 }
 
-impl World {
+impl BlocksWorld {
     fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
-        let cluster = Cluster::new(rng.next_u64(), &mut rng, Focus::None);
+        let cluster = SimCluster::new(rng.next_u64(), &mut rng, Focus::None);
         let pages = 40 + rng.index(300);
         let blocks = 1 + rng.index(5);
         let mempool = Arc::new(Mempool::new(blocks * BLOCK_PAGES * PAGE_BYTES).expect("memory"));
@@ -156,9 +156,9 @@ impl World {
             volume,
             pump,
             reader,
-            pages: vec![Page::new(); pages],
+            pages: vec![PageModel::new(); pages],
             stamps: 0,
-            seen: Seen::default(),
+            counts: BlocksCounts::default(),
             failure: None,
         }
     }
@@ -179,17 +179,17 @@ impl World {
         }
     }
 
-    /// Others act while a reader waits.
-    fn meddle(&mut self) {
+    /// Lets other threads act while a reader waits.
+    fn interleave(&mut self) {
         if self.rng.chance(1, 3) {
-            self.seen.meddled += 1;
+            self.counts.interleaved += 1;
             for _ in 0..=self.rng.index(3) {
                 self.act();
             }
         }
     }
 
-    /// Anything but a read.
+    /// Does anything but a read.
     fn act(&mut self) {
         match self.rng.below(40) {
             0..12 => self.write_pages(),
@@ -202,26 +202,28 @@ impl World {
                 self.cluster.fabric.step();
             }
             36 if self.rng.chance(1, 2) => {
-                self.seen.flushes += 1;
-                // It cannot wait here: it only seals.
+                self.counts.flushes += 1;
+                // The flush cannot wait here; it only seals the open block.
                 let _ = self.volume.flush();
             }
-            37 if self.rng.chance(1, 25) => self.seen.crashes += u64::from(self.cluster.crash(&mut self.rng)),
+            37 if self.rng.chance(1, 25) => {
+                self.counts.crashes += u64::from(self.cluster.crash(&mut self.rng))
+            }
             38 if self.rng.chance(1, 25) => {
-                self.seen.damages += u64::from(self.cluster.damage(&mut self.rng))
+                self.counts.damages += u64::from(self.cluster.damage(&mut self.rng))
             }
             36 => self.pump.repack_all(),
-            39 if self.cluster.is_full() => self.cluster.relent(),
+            39 if self.cluster.is_full() => self.cluster.free_room(),
             39 if self.rng.chance(1, 20) => {
                 self.cluster.fill_up(&mut self.rng);
-                self.seen.full += 1;
+                self.counts.full += 1;
             }
             _ => {}
         }
     }
 
     fn write_pages(&mut self) {
-        // A write that finds no room is begun again from the start: it must fit into one block.
+        // A write without room is repeated from the start, so it must fit into one block.
         let (offset, len) = self.range(60);
         let mut bytes = Vec::with_capacity(len);
         while bytes.len() < len {
@@ -236,17 +238,17 @@ impl World {
         let (offset, len) = self.ragged_range(4);
         self.stamps += 1;
         let fill = u8::try_from(self.stamps % 5 * 51).expect("a byte");
-        self.seen.partial_writes += 1;
+        self.counts.partial_writes += 1;
         self.write(offset, &vec![fill; len]);
     }
 
     fn write(&mut self, offset: usize, bytes: &[u8]) {
         let result = self.with_room(|volume, reader| volume.write(reader, offset as u64, bytes));
-        self.seen.writes += 1;
+        self.counts.writes += 1;
         self.settle_write(offset, bytes, result);
     }
 
-    /// Do something that wants room, and see to it that there is some.
+    /// Repeats an operation that needs room, and makes room in between.
     fn with_room(
         &mut self,
         act: impl Fn(&BlockVolume, &mut VolumeReader) -> Result<(), BlockError>,
@@ -269,10 +271,10 @@ impl World {
         match &result {
             Ok(()) => {}
             Err(BlockError::NoRoom { .. }) if self.cluster.is_full() || is_harmed => {
-                self.seen.failed_writes += 1
+                self.counts.failed_writes += 1
             }
             Err(BlockError::Lost { .. } | BlockError::StillLost { .. }) if is_harmed => {
-                self.seen.failed_writes += 1;
+                self.counts.failed_writes += 1;
             }
             Err(error) => self.fail(&format!("a write failed: {error}")),
         }
@@ -294,13 +296,13 @@ impl World {
     fn discard(&mut self) {
         let (offset, len) = if self.rng.chance(1, 2) { self.range(100) } else { self.ragged_range(6) };
         let result = self.with_room(|volume, reader| volume.discard(reader, offset as u64, len as u64));
-        self.seen.discards += 1;
+        self.counts.discards += 1;
         self.settle_write(offset, &vec![0; len], result);
     }
 
-    /// Whether anything has happened that may cost pages.
+    /// Whether a fault was injected that may lose pages.
     fn is_harmed(&self) -> bool {
-        self.cluster.has_mourned || self.cluster.damaged.contains(&true)
+        self.cluster.has_lost_node || self.cluster.damaged.contains(&true)
     }
 
     fn fail(&mut self, what: &str) {
@@ -308,7 +310,7 @@ impl World {
     }
 
     fn check_read(&mut self, offset: usize, bytes: &[u8], result: Result<usize, BlockError>) {
-        self.seen.reads += 1;
+        self.counts.reads += 1;
         let whole = match result {
             Ok(whole) => whole,
             Err(error) => {
@@ -323,7 +325,7 @@ impl World {
                 if !self.is_harmed() {
                     self.fail("a read was cut short");
                 }
-                self.seen.lost += 1;
+                self.counts.lost += 1;
                 self.pages[page].not_found();
                 return;
             }
@@ -333,35 +335,35 @@ impl World {
         }
     }
 
-    fn check_end(mut self) -> Result<Seen, String> {
-        self.cluster.relent();
-        self.seen.remote_reads = self.volume.stats().remote_reads;
-        self.seen.moved = self.volume.stats().repacked_pages;
+    fn check_end(mut self) -> Result<BlocksCounts, String> {
+        self.cluster.free_room();
+        self.counts.remote_reads = self.volume.stats().remote_reads;
+        self.counts.moved = self.volume.stats().repacked_pages;
         let volume = Arc::clone(&self.volume);
         self.pump.close();
         let stats = volume.stats();
-        self.cluster.audit_all();
-        let taken = self.cluster.taken_bytes();
+        self.cluster.scan_all_for_leaks();
+        let taken = self.cluster.used_bytes();
         if stats.mempool_bytes != 0 {
-            return Err(format!("{} bytes of the mempool were not given back", stats.mempool_bytes));
+            return Err(format!("{} bytes of the mempool were not freed", stats.mempool_bytes));
         }
         if taken != 0 {
-            return Err(format!("{taken} bytes of memory nodes were not given back"));
+            return Err(format!("{taken} bytes of memory nodes were not freed"));
         }
-        Ok(self.seen)
+        Ok(self.counts)
     }
 }
 
-/// Play a schedule.
-pub fn run(seed: u64) -> Result<Seen, String> {
-    let world = Arc::new(Mutex::new(World::new(seed)));
+/// Plays a schedule.
+pub fn run(seed: u64) -> Result<BlocksCounts, String> {
+    let world = Arc::new(Mutex::new(BlocksWorld::new(seed)));
     let (volume, operations) = {
         let mut world = lock(&world);
         (Arc::clone(&world.volume), 20 + world.rng.below(150))
     };
     let connector = || -> Arc<dyn Connector> {
         let inner = lock(&world).cluster.connector(FETCHERS + 1);
-        Arc::new(Meddling { inner, world: Arc::downgrade(&world) })
+        Arc::new(InterleavingConnector { inner, world: Arc::downgrade(&world) })
     };
     let mut reader = volume.reader(connector()).expect("memory");
     let mut mover = Mover::new(Arc::clone(&volume), connector()).expect("memory");

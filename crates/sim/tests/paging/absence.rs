@@ -1,4 +1,4 @@
-//! Nodes whose processes end and come back, and whose memory is kept meanwhile.
+//! Nodes whose processes end and return, and whose memory is kept meanwhile.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -7,23 +7,24 @@ use aquifer_fabric::lasting::{Again, Attempt, LastingEndpoint, Manner};
 use aquifer_fabric::sim::{Node, SimFabric};
 use aquifer_fabric::{Endpoint, EndpointError, Identity};
 
-/// Which node is away, and how often it is looked for in vain before it is back. Clones are handles to the same.
+/// The node that is away, and the number of attempts to reach it until it returns. Clones share one
+/// state.
 #[derive(Clone, Debug, Default)]
-pub struct Absence(Arc<Mutex<Option<(Node, u64)>>>);
+pub struct NodeAbsence(Arc<Mutex<Option<(Node, u64)>>>);
 
-impl Absence {
-    /// A node goes away, if none is. Whether it did.
-    pub fn begin(&self, fabric: &SimFabric, node: Node, looks: u64) -> bool {
+impl NodeAbsence {
+    /// Begins the absence of a node, if no node is away. Returns whether it did.
+    pub fn begin(&self, fabric: &SimFabric, node: Node, attempts: u64) -> bool {
         let mut away = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let goes = away.is_none();
         if goes {
             fabric.crash_node(node);
-            *away = Some((node, looks));
+            *away = Some((node, attempts));
         }
         goes
     }
 
-    /// Whoever is away is back.
+    /// Ends the absence, if there is one.
     pub fn end(&self, fabric: &SimFabric) {
         if let Some((node, _)) = self.0.lock().unwrap_or_else(PoisonError::into_inner).take() {
             fabric.restart_node(node);
@@ -31,16 +32,16 @@ impl Absence {
     }
 
     /// Whether a node is away.
-    pub fn is_on(&self) -> bool {
+    pub fn is_active(&self) -> bool {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
-    /// Somebody looks for a node; whether that is away still.
-    fn look_for(&self, fabric: &SimFabric, node: Node) -> bool {
+    /// Counts an attempt to reach a node, and returns whether the node is still away.
+    fn try_reach(&self, fabric: &SimFabric, node: Node) -> bool {
         let mut away = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some((_, looks)) = away.as_mut().filter(|(other, _)| *other == node) else { return false };
-        *looks = looks.saturating_sub(1);
-        if *looks > 0 {
+        let Some((_, attempts)) = away.as_mut().filter(|(other, _)| *other == node) else { return false };
+        *attempts = attempts.saturating_sub(1);
+        if *attempts > 0 {
             return true;
         }
         *away = None;
@@ -50,19 +51,19 @@ impl Absence {
 }
 
 #[derive(Debug)]
-struct SimAgain {
+struct NodeReturn {
     fabric: SimFabric,
-    absence: Absence,
+    absence: NodeAbsence,
     node: Node,
     who: Identity,
 }
 
-impl Again for SimAgain {
+impl Again for NodeReturn {
     fn attempt(&self) -> Attempt {
-        if self.absence.look_for(&self.fabric, self.node) {
+        if self.absence.try_reach(&self.fabric, self.node) {
             return Attempt::NotYet;
         }
-        // It was dead, or cut off, or has shut us out.
+        // The node was dead, is partitioned, or has fenced this host.
         self.fabric.connect(self.node, self.who).map_or(Attempt::Never, Attempt::Here)
     }
 
@@ -75,21 +76,22 @@ impl Again for SimAgain {
     }
 }
 
-/// An endpoint that outlives the node's absence.
+/// Connects to a node with an endpoint that survives the node's absence. With [`Manner::Wait`] it
+/// waits until the node returns.
 ///
 /// # Errors
-/// If the node cannot be reached, and is not away; whoever connects to wait waits until it is back.
+/// If the node cannot be reached and is not away.
 pub fn connect(
     fabric: &SimFabric,
-    absence: &Absence,
+    absence: &NodeAbsence,
     node: Node,
     who: Identity,
     manner: Manner,
 ) -> Result<Box<dyn Endpoint>, EndpointError> {
     if manner == Manner::Wait {
-        while absence.look_for(fabric, node) {}
+        while absence.try_reach(fabric, node) {}
     }
     let endpoint = fabric.connect(node, who)?;
-    let again = SimAgain { fabric: fabric.clone(), absence: absence.clone(), node, who };
+    let again = NodeReturn { fabric: fabric.clone(), absence: absence.clone(), node, who };
     Ok(Box::new(LastingEndpoint::new(endpoint, Arc::new(again), manner)))
 }

@@ -1,4 +1,4 @@
-//! The memory nodes, over the simulated fabric.
+//! The memory nodes of a schedule, over the simulated fabric.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -10,24 +10,25 @@ use aquifer_pager::{Connector, PAGE_BYTES, Sender};
 use aquifer_pool::op::{Grant, Recovered, WordAt};
 use aquifer_pool::{Extent, LeakDetector, NodeId, NodeMemory, PoolClient, ScanProgress, SizeClass};
 
-use super::absence::{self, Absence};
+use super::absence::{self, NodeAbsence};
 use super::focus::Focus;
 
-/// Bytes of a node: one section. With more, where a client begins to look would depend on how many clients there were before.
+/// Bytes of a node: one section. With more sections, a client's first section would depend on the
+/// number of earlier clients.
 const NODE_BYTES: u64 = 2 << 20;
 
-/// The sender and the fetchers come as hosts of their own, so that one can be slow without the other.
+/// The sender and the fetchers are different hosts, so that one can be slow without the other.
 pub const SENDER: u16 = 1;
 pub const FETCHERS: u16 = 4;
 
 #[derive(Debug)]
 struct SimConnector {
     fabric: SimFabric,
-    nodes: Nodes,
+    nodes: SimNodes,
     host: Host,
     epoch: u64,
-    /// If nodes may be away, and come back with their memory.
-    absence: Option<Absence>,
+    /// Set if nodes may be away and return with their memory.
+    absence: Option<NodeAbsence>,
 }
 
 impl SimConnector {
@@ -41,10 +42,10 @@ impl SimConnector {
     }
 }
 
-/// By number, who answers to it now.
-type Nodes = Arc<Mutex<Vec<Node>>>;
+/// Indexed by node number: the simulated node that has this number now.
+type SimNodes = Arc<Mutex<Vec<Node>>>;
 
-fn node_of(nodes: &Nodes, number: usize) -> Node {
+fn node_of(nodes: &SimNodes, number: usize) -> Node {
     nodes.lock().unwrap_or_else(PoisonError::into_inner)[number]
 }
 
@@ -62,56 +63,57 @@ impl Connector for SimConnector {
     }
 }
 
-/// What a slow node does takes about so long: longer than anybody waits who has a choice.
+/// The approximate time of an operation on a slow node: longer than a READ waits if there is
+/// another replica.
 const SLOW_NS: u64 = 400_000_000;
 
-/// What a dead sender has left on the wire may be so many times slower than its other work.
+/// Operations that a dead sender has in flight may be slower than others by one of these factors.
 const STRAY_FACTORS: [u64; 3] = [1, 2, 8];
 
-/// Whether nodes may be away depends on the schedule alone, and changes nothing of the others.
+/// Decides whether nodes may be away, by the seed only, so that other schedules do not change.
 const ABSENCES: u64 = 0x61AB_5EAC;
 
-/// Some memory nodes and what was done to them.
+/// The memory nodes and the faults that were injected.
 #[derive(Debug)]
-pub struct Cluster {
+pub struct SimCluster {
     pub fabric: SimFabric,
     sender_factor: u64,
     pub replicas: usize,
-    nodes: Nodes,
+    nodes: SimNodes,
     slow: Option<Node>,
     slow_factor: u64,
     targets: Vec<SimTarget>,
     node_memories: Vec<NodeMemory>,
     alive: Vec<bool>,
     /// Whether a node has died so far.
-    pub has_mourned: bool,
+    pub has_lost_node: bool,
     pub damaged: Vec<bool>,
-    /// The node that our hosts do not reach now, and the one that they at times do not.
+    /// The node that is partitioned from our hosts now, and the one that ever was.
     cut: Option<usize>,
-    once_cut: Option<usize>,
-    /// If nodes may be away, and come back with their memory; and whether any was.
-    absence: Option<Absence>,
+    ever_cut: Option<usize>,
+    /// Set if nodes may be away and return with their memory; and whether any was.
+    absence: Option<NodeAbsence>,
     pub was_away: bool,
-    /// Nodes that have heard that our lease is over.
-    refusing: Vec<bool>,
-    /// Of the agent that connects.
+    /// Nodes that have fenced our host, because they learned that its lease ended.
+    fenced: Vec<bool>,
+    /// The epoch of the agent that connects.
     pub epoch: u64,
-    /// What our sender has of the pool.
+    /// The ledgers of our host.
     pub leak_detector: Arc<LeakDetector>,
-    hog: PoolClient,
-    hogged: Vec<Extent>,
+    other_host: PoolClient,
+    other_extents: Vec<Extent>,
 }
 
-impl Cluster {
+impl SimCluster {
     pub fn new(seed: u64, rng: &mut Rng, focus: Focus) -> Self {
         let slowest_ns = [2_000, 20_000, 200_000][rng.index(3)];
         let options = SimOptions { step_on_poll: true, delay_ns: 500..slowest_ns, ..SimOptions::default() };
         let fabric = SimFabric::new(seed, options);
-        let is_slow = rng.chance(1, 4) || focus == Focus::Copies;
+        let is_slow = rng.chance(1, 4) || focus == Focus::Replicas;
         let sender_factor = if is_slow { 100 } else { 1 };
         fabric.slow(Host(SENDER), sender_factor);
         let replicas = match focus {
-            Focus::Copies => 2 + rng.index(2),
+            Focus::Replicas => 2 + rng.index(2),
             Focus::Absences => 1,
             _ => [1, 1, 1, 2, 2, 3][rng.index(6)],
         };
@@ -122,7 +124,7 @@ impl Cluster {
             .map(|(id, target)| NodeMemory::create(target, NodeId(id), NODE_BYTES).expect("memory"))
             .collect();
         let may_be_away = match focus {
-            Focus::Copies => false,
+            Focus::Replicas => false,
             Focus::Absences => true,
             _ => Rng::new(seed ^ ABSENCES).chance(1, 4),
         };
@@ -136,19 +138,19 @@ impl Cluster {
             targets,
             node_memories,
             alive: vec![true; count],
-            has_mourned: false,
+            has_lost_node: false,
             damaged: vec![false; count],
             cut: None,
-            once_cut: None,
-            absence: may_be_away.then(Absence::default),
+            ever_cut: None,
+            absence: may_be_away.then(NodeAbsence::default),
             was_away: false,
-            refusing: vec![false; count],
+            fenced: vec![false; count],
             epoch: 1,
             leak_detector: Arc::default(),
-            hog: PoolClient::new(Host(2), Tenant(0)),
-            hogged: Vec::new(),
+            other_host: PoolClient::new(Host(2), Tenant(0)),
+            other_extents: Vec::new(),
         };
-        cluster.hog = cluster.pool(2);
+        cluster.other_host = cluster.pool(2);
         cluster
     }
 
@@ -157,10 +159,12 @@ impl Cluster {
         Arc::new(SimConnector { fabric, nodes, host: Host(host), epoch, absence: self.absence.clone() })
     }
 
-    /// Our hosts and a node do not reach each other, from now on, or no longer. It is always the same node, so that the others have all there is
-    /// if there are replicas. Whether it was cut off.
+    /// Partitions a node from our hosts, or ends the partition. Returns whether it is partitioned
+    /// now.
+    ///
+    /// It is always the same node, so that with replicas the other nodes have all pages.
     pub fn cut(&mut self, rng: &mut Rng) -> bool {
-        let node = *self.once_cut.get_or_insert_with(|| rng.index(self.targets.len()));
+        let node = *self.ever_cut.get_or_insert_with(|| rng.index(self.targets.len()));
         self.cut = if self.cut.is_none() { Some(node) } else { None };
         for host in [SENDER, FETCHERS] {
             self.fabric.partition(Host(host), node_of(&self.nodes, node), self.cut.is_some());
@@ -168,44 +172,45 @@ impl Cluster {
         self.cut.is_some()
     }
 
-    /// Whether a node is out of reach now.
+    /// Whether a node is partitioned now.
     pub fn is_cut(&self) -> bool {
         self.cut.is_some()
     }
 
-    /// Our lease is over, and another node hears of it: it refuses us, until we come with a new one. Whether there was one left.
-    pub fn expire(&mut self, rng: &mut Rng) -> bool {
-        let first = rng.index(self.refusing.len());
-        let others = (0..self.refusing.len()).map(|turn| (first + turn) % self.refusing.len());
-        let Some(node) = others.into_iter().find(|node| !self.refusing[*node]) else { return false };
+    /// Ends our lease at one more node, which fences our host until it has a new lease. Returns
+    /// false if all have.
+    pub fn fence_one(&mut self, rng: &mut Rng) -> bool {
+        let first = rng.index(self.fenced.len());
+        let others = (0..self.fenced.len()).map(|turn| (first + turn) % self.fenced.len());
+        let Some(node) = others.into_iter().find(|node| !self.fenced[*node]) else { return false };
         for host in [SENDER, FETCHERS] {
             self.targets[node].fence(Host(host), self.epoch);
         }
-        self.refusing[node] = true;
+        self.fenced[node] = true;
         true
     }
 
-    /// Whether a node has heard that our lease is over.
+    /// Whether a node has fenced our host.
     pub fn refuses(&self, node: NodeId) -> bool {
-        self.refusing[usize::from(node.0)]
+        self.fenced[usize::from(node.0)]
     }
 
-    /// Whether no node lets us in.
-    pub fn is_out_of_reach(&self) -> bool {
-        self.refusing.iter().all(|refuses| *refuses)
+    /// Whether all nodes have fenced our host.
+    pub fn is_fenced_everywhere(&self) -> bool {
+        self.fenced.iter().all(|refuses| *refuses)
     }
 
-    /// Whether what was on a node may have been given up without its fault.
+    /// Whether the sender may have dropped a node that has not died.
     pub fn was_cut(&self, node: NodeId) -> bool {
-        self.once_cut == Some(usize::from(node.0)) || self.refuses(node)
+        self.ever_cut == Some(usize::from(node.0)) || self.refuses(node)
     }
 
-    /// Whether something may be wrong with any node.
-    pub fn is_hurt(&self) -> bool {
-        self.once_cut.is_some() || self.refusing.contains(&true) || self.has_mourned
+    /// Whether any node may have failed for the sender.
+    pub fn has_faults(&self) -> bool {
+        self.ever_cut.is_some() || self.fenced.contains(&true) || self.has_lost_node
     }
 
-    /// A client of all nodes that live.
+    /// A pool client that is connected to all nodes that are alive.
     pub fn pool(&self, host: u16) -> PoolClient {
         let connector = self.connector(host);
         let leak_detector = if host == SENDER { Arc::clone(&self.leak_detector) } else { Arc::default() };
@@ -213,24 +218,24 @@ impl Cluster {
         for (id, alive) in (0..).zip(&self.alive) {
             let is_cut = self.cut == Some(usize::from(id)) && [SENDER, FETCHERS].contains(&host);
             if *alive && !is_cut {
-                // An agent that begins waits for nodes that are away.
+                // An agent that starts waits for nodes that are away.
                 self.absence.iter().for_each(|absence| absence.end(&self.fabric));
                 let endpoint = connector.connect_without_waiting(NodeId(id)).expect("it is alive");
                 pool.add_node(NodeId(id), endpoint).expect("a good node");
             }
         }
-        // Nobody tends the others.
+        // Maintenance of pools other than the sender's is not simulated.
         pool
     }
 
-    /// A node dies, unless it is the last.
+    /// Kills a node, unless it is the last one. Returns whether it did.
     pub fn crash(&mut self, rng: &mut Rng) -> bool {
         let victim = rng.index(self.alive.len());
         let dies = self.living() > 1 && self.alive[victim];
         if dies {
             self.fabric.crash_node(node_of(&self.nodes, victim));
             self.alive[victim] = false;
-            self.has_mourned = true;
+            self.has_lost_node = true;
         }
         dies
     }
@@ -240,10 +245,11 @@ impl Cluster {
         self.absence.is_some()
     }
 
-    /// A node goes away, and comes back with its memory when it has been looked for some times; or it is back now. Whether it went.
-    pub fn go_away(&mut self, rng: &mut Rng) -> bool {
+    /// Begins the absence of a node, which ends after some attempts to reach it, or ends the
+    /// present absence. Returns whether one began.
+    pub fn begin_absence(&mut self, rng: &mut Rng) -> bool {
         let Some(absence) = &self.absence else { return false };
-        if absence.is_on() {
+        if absence.is_active() {
             absence.end(&self.fabric);
             return false;
         }
@@ -252,13 +258,13 @@ impl Cluster {
         absence.begin(&self.fabric, node, 1 + rng.below(60))
     }
 
-    /// Nodes that live.
+    /// The number of nodes that are alive.
     pub fn living(&self) -> usize {
         self.alive.iter().filter(|alive| **alive).count()
     }
 
-    /// A node that has died comes back, without its memory, if there is one.
-    pub fn come_back(&mut self, rng: &mut Rng) -> bool {
+    /// Starts a dead node again, without its memory. Returns false if no node is dead.
+    pub fn replace_dead_node(&mut self, rng: &mut Rng) -> bool {
         let dead: Vec<_> = (0..self.alive.len()).filter(|node| !self.alive[*node]).collect();
         if dead.is_empty() {
             return false;
@@ -273,12 +279,12 @@ impl Cluster {
         true
     }
 
-    /// The nodes that live.
+    /// The nodes that are alive.
     pub fn nodes(&self) -> impl Iterator<Item = NodeId> {
         (0..).zip(&self.alive).filter(|(_, alive)| **alive).map(|(id, _)| NodeId(id))
     }
 
-    /// Whether a node has what was written to an extent: it has not died since.
+    /// Whether a node still has the bytes of an extent: it has not died since they were written.
     pub fn holds(&self, extent: &Extent) -> bool {
         let node = usize::from(extent.node.0);
         let node_memory = &self.node_memories[node];
@@ -291,7 +297,7 @@ impl Cluster {
         self.alive[node] && KeyEntry(u64::from_le_bytes(entry)).key() == extent.key
     }
 
-    /// The endpoints of a sender are closed; what they have on the wire may stay there for long.
+    /// Drops a sender. Its operations in flight may take long.
     pub fn close(&self, sender: Sender, rng: &mut Rng) {
         let factor = STRAY_FACTORS[rng.index(STRAY_FACTORS.len())];
         self.fabric.slow(Host(SENDER), self.sender_factor * factor);
@@ -299,7 +305,7 @@ impl Cluster {
         self.fabric.slow(Host(SENDER), self.sender_factor);
     }
 
-    /// A node becomes slow, or the slow one is as fast as the others again.
+    /// Makes a node slow, or ends its slowness. Returns whether a node is slow now.
     pub fn slow(&mut self, rng: &mut Rng) -> bool {
         if let Some(node) = self.slow.take() {
             self.fabric.slow_node(node, 1);
@@ -311,7 +317,8 @@ impl Cluster {
         true
     }
 
-    /// A byte of what is stored somewhere changes; with replicas always on the same node, so that the others are good.
+    /// Flips a bit of stored bytes. With replicas it is always the same node, so that the other
+    /// replicas are good.
     pub fn damage(&mut self, rng: &mut Rng) -> bool {
         let before = self.damaged.iter().position(|damaged| *damaged).filter(|_| self.replicas > 1);
         let node = before.unwrap_or_else(|| rng.index(self.node_memories.len()));
@@ -334,49 +341,51 @@ impl Cluster {
         true
     }
 
-    /// Another host takes all that is free; with replicas, often not on all nodes, so that some copies find room.
+    /// Allocates all free memory for another host. With replicas often not on all nodes, so that
+    /// some replicas can be made.
     pub fn fill_up(&mut self, rng: &mut Rng) {
-        let mut nodes: Vec<_> = self.hog.nodes().collect();
+        let mut nodes: Vec<_> = self.other_host.nodes().collect();
         if self.replicas > 1 && rng.chance(3, 4) {
             nodes.remove(rng.index(nodes.len()));
         }
         for node in nodes {
             for k in [9, 7, 5, 2, 0] {
                 let class = SizeClass::new(k).expect("a valid class");
-                while let Ok(extent) = self.hog.allocate(node, class) {
-                    self.hogged.push(extent);
+                while let Ok(extent) = self.other_host.allocate(node, class) {
+                    self.other_extents.push(extent);
                 }
             }
         }
     }
 
     pub fn is_full(&self) -> bool {
-        !self.hogged.is_empty()
+        !self.other_extents.is_empty()
     }
 
-    /// And gives it back.
-    pub fn relent(&mut self) {
-        for extent in std::mem::take(&mut self.hogged) {
+    /// Frees the memory of the other host.
+    pub fn free_room(&mut self) {
+        for extent in std::mem::take(&mut self.other_extents) {
             let held = self.holds(&extent);
-            let freed = self.hog.free(extent);
+            let freed = self.other_host.free(extent);
             assert!(freed.is_ok() || !held, "{freed:?}");
         }
     }
 
-    /// What our host has of nodes without knowing goes back, as far as they can be reached; how many extents and half-open spans that was.
-    pub fn audit(&mut self) -> u64 {
+    /// Runs the leak scan on the suspected nodes that can be reached. Returns the number of extents
+    /// and half-open spans that it freed.
+    pub fn scan_for_leaks(&mut self) -> u64 {
         let mut found = 0;
         for node in self.leak_detector.take_suspects() {
-            match self.audit_node(node) {
+            match self.scan_node(node) {
                 Some(recovered) => found += recovered.extents + recovered.spans,
-                // Later, then.
+                // The node is scanned later.
                 None => self.leak_detector.suspect_leak(node),
             }
         }
         found
     }
 
-    fn audit_node(&self, node: NodeId) -> Option<Recovered> {
+    fn scan_node(&self, node: NodeId) -> Option<Recovered> {
         let endpoint = self.connector(SENDER).connect_without_waiting(node).ok()?;
         let mut pool =
             PoolClient::with_leak_detector(Host(SENDER), Tenant(0), Arc::clone(&self.leak_detector));
@@ -384,8 +393,9 @@ impl Cluster {
         self.leak_detector.scan(&mut pool, node, |pause| pause == ScanProgress::NextPart).ok()?
     }
 
-    /// All nodes can be reached again, and those in doubt are audited. What was found.
-    pub fn audit_all(&mut self) -> u64 {
+    /// Makes all nodes reachable, and runs the leak scan on all suspected nodes. Returns the number
+    /// of freed leaks.
+    pub fn scan_all_for_leaks(&mut self) -> u64 {
         self.absence.iter().for_each(|absence| absence.end(&self.fabric));
         for host in [SENDER, FETCHERS] {
             for node in 0..self.targets.len() {
@@ -393,19 +403,20 @@ impl Cluster {
             }
         }
         self.cut = None;
-        // Those that have heard that our lease is over let in whoever has a new one.
+        // Nodes that have fenced our host accept a new epoch.
         self.epoch += 1;
-        self.audit()
+        self.scan_for_leaks()
     }
 
-    /// An agent takes over: it does not know what the one before it left on nodes.
-    pub fn doubt_all(&mut self) {
+    /// Suspects leaks on all nodes, because a new agent does not know what the previous one left
+    /// there.
+    pub fn suspect_all(&mut self) {
         self.leak_detector = Arc::default();
         (0..).zip(&self.targets).for_each(|(id, _)| self.leak_detector.suspect_leak(NodeId(id)));
     }
 
-    /// Bytes that are taken on living nodes.
-    pub fn taken_bytes(&self) -> u64 {
+    /// Bytes in use on nodes that are alive.
+    pub fn used_bytes(&self) -> u64 {
         let mut pool = self.pool(3);
         let nodes: Vec<NodeId> = pool.nodes().collect();
         nodes

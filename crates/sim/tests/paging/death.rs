@@ -1,55 +1,56 @@
-//! The agent's death: at any call of a monitor to its surroundings, and before any change of a page table.
+//! Kills the agent at a given step: a call of a monitor to its edge, or a store to a page table.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
-/// What is thrown.
+/// The payload with which the agent's death unwinds.
 struct AgentDied;
 
 thread_local! {
-    /// Steps until the agent of this thread's schedule dies; 0: it does not.
-    static DIES_IN: Cell<u32> = const { Cell::new(0) };
-    /// Only what a monitor says of events counts as a step.
-    static AT_EVENTS: Cell<bool> = const { Cell::new(false) };
+    /// Steps until the agent of this thread's schedule dies; 0 if it does not.
+    static STEPS_LEFT: Cell<u32> = const { Cell::new(0) };
+    /// Whether only steps at which an event is applied count.
+    static IS_EVENTS_ONLY: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Have the agent die after so many steps.
-pub fn set(steps: u32) {
-    DIES_IN.set(steps);
-    AT_EVENTS.set(false);
+/// Kills the agent after this number of steps.
+pub fn schedule(steps: u32) {
+    STEPS_LEFT.set(steps);
+    IS_EVENTS_ONLY.set(false);
 }
 
-/// Have the agent die when it has heeded so many events, or begun to: what it had read beside them is told again.
-pub fn set_at_events(steps: u32) {
-    DIES_IN.set(steps);
-    AT_EVENTS.set(true);
+/// Kills the agent at the step at which it applies this number of events. The other events that it
+/// had read are delivered again.
+pub fn schedule_at_event(steps: u32) {
+    STEPS_LEFT.set(steps);
+    IS_EVENTS_ONLY.set(true);
 }
 
-/// A step at which an event is heeded.
-pub fn pass_event() {
+/// Counts a step at which an event is applied.
+pub fn event_step() {
     count();
 }
 
-/// Any other step.
-pub fn pass() {
-    if !AT_EVENTS.get() {
+/// Counts any other step.
+pub fn step() {
+    if !IS_EVENTS_ONLY.get() {
         count();
     }
 }
 
-/// One step; the last one does not return.
+/// Counts one step. Does not return from the last one.
 fn count() {
-    match DIES_IN.get() {
+    match STEPS_LEFT.get() {
         0 => {}
         1 => {
-            set(0);
+            schedule(0);
             resume_unwind(Box::new(AgentDied));
         }
-        steps => DIES_IN.set(steps - 1),
+        steps => STEPS_LEFT.set(steps - 1),
     }
 }
 
-/// Whether the agent lives through it.
+/// Calls `act`, and returns whether the agent survived it.
 pub fn survives(act: impl FnOnce()) -> bool {
     match catch_unwind(AssertUnwindSafe(act)) {
         Ok(()) => true,

@@ -1,4 +1,5 @@
-//! The simulated edge: what a monitor asks for, answered by the model while the rest of the world goes on.
+//! The simulated edge of a monitor: it answers the monitor's calls from the model while the rest of
+//! the world runs.
 
 use std::cell::{RefCell, RefMut};
 use std::rc::Rc;
@@ -12,52 +13,53 @@ use aquifer_pager::{
     BlockId, FetchError, Fetcher, Location, Mutation, PAGE_BYTES, PageNumber, SlabSet, Volume, view,
 };
 
-use super::memory::{Frame, decode, index};
-use super::process::{Event, Process};
-use super::world::World;
+use super::memory::{ModelFrame, decode, index};
+use super::process::{KernelEvent, SimProcess};
+use super::world::PagingWorld;
 
-/// Most messages of one read.
+/// Messages of one read, at most.
 const MESSAGES_MAX: usize = 16;
 
 #[derive(Debug)]
 pub struct SimEdge {
-    world: Rc<RefCell<World>>,
+    world: Rc<RefCell<PagingWorld>>,
     process: usize,
     fetcher: Fetcher,
-    /// Whether a node had what was fetched last.
-    is_held: bool,
-    /// Whether all nodes that should have it have heard that our lease is over.
-    is_refused: bool,
+    /// Whether a node still had the pages of the last fetch.
+    is_stored: bool,
+    /// Whether all nodes with replicas of the last fetch have fenced our host.
+    is_fenced: bool,
 }
 
 impl SimEdge {
-    pub fn new(world: &Rc<RefCell<World>>, process: usize) -> Self {
+    pub fn new(world: &Rc<RefCell<PagingWorld>>, process: usize) -> Self {
         let fetcher =
             Fetcher::new(world.borrow().cluster.connector(super::cluster::FETCHERS)).expect("memory");
-        Self { world: Rc::clone(world), process, fetcher, is_held: false, is_refused: false }
+        Self { world: Rc::clone(world), process, fetcher, is_stored: false, is_fenced: false }
     }
 
-    /// The world, after it has gone on for a while; if the agent lives to see it.
-    fn later(&self) -> RefMut<'_, World> {
-        super::death::pass();
-        self.meanwhile()
+    /// Runs the world for some steps. The agent may die here.
+    fn run_world(&self) -> RefMut<'_, PagingWorld> {
+        super::death::step();
+        self.run_world_alive()
     }
 
-    /// The world goes on, and the agent lives.
-    fn meanwhile(&self) -> RefMut<'_, World> {
+    /// Runs the world for some steps, and the agent survives.
+    fn run_world_alive(&self) -> RefMut<'_, PagingWorld> {
         let mut world = self.world.borrow_mut();
         let pace = world.pace;
-        world.bustle(pace);
+        world.run_others(pace);
         world
     }
 
-    /// What is at a page, of those looked at from `start` on: the world goes on meanwhile.
-    fn frame(&self, start: PageNumber, page: PageNumber) -> Option<Frame> {
-        let mut world = if (page - start).is_multiple_of(8) { self.later() } else { self.world.borrow_mut() };
+    /// The contents of a page, during a search that began at `start`. The world runs meanwhile.
+    fn frame(&self, start: PageNumber, page: PageNumber) -> Option<ModelFrame> {
+        let mut world =
+            if (page - start).is_multiple_of(8) { self.run_world() } else { self.world.borrow_mut() };
         world.page(self.process, page).frame
     }
 
-    fn stamp(&self, world: &World, source: FillSource, offset: usize) -> Option<u64> {
+    fn stamp(&self, world: &PagingWorld, source: FillSource, offset: usize) -> Option<u64> {
         let mut bytes = [0; PAGE_BYTES];
         match source {
             FillSource::Zeros { .. } => {}
@@ -71,9 +73,9 @@ impl SimEdge {
         decode(&bytes)
     }
 
-    /// What the kernel says before it looks at the first page.
-    fn obstacle(process: &Process, page: PageNumber, pages: usize) -> Option<FillStop> {
-        if !process.alive {
+    /// The error that the kernel returns before it examines the first page, if any.
+    fn fill_error(process: &SimProcess, page: PageNumber, pages: usize) -> Option<FillStop> {
+        if !process.is_alive {
             Some(FillStop::Ended)
         } else if process.changing > 0 {
             Some(FillStop::Busy)
@@ -84,53 +86,55 @@ impl SimEdge {
         }
     }
 
-    /// One page's way out of the program.
-    fn take_one(&self, page: PageNumber) -> Result<(MoveOutcome, u64), ProgramEnded> {
+    /// Moves one page out of the program, as the worker does.
+    fn move_one(&self, page: PageNumber) -> Result<(MoveOutcome, u64), ProgramEnded> {
         let mut is_private = false;
         loop {
-            let mut world = self.meanwhile();
+            let mut world = self.run_world_alive();
             let ignores_events = Mutation::EvictDuringEvents.is_active();
             let process = &mut world.processes[self.process];
-            if !process.alive {
+            if !process.is_alive {
                 return Err(ProgramEnded);
             }
             let place = &mut process.pages[index(page)];
-            if is_private && place.mapped {
-                if place.registered && place.frame.is_none() {
-                    // The real worker would wait here: see "What is left" in docs/formats/paging.md.
-                    world.seen.stuck_workers += 1;
+            if is_private && place.is_mapped {
+                if place.is_registered && place.frame.is_none() {
+                    // The real worker would wait here: see the known limitations in
+                    // `docs/formats/paging.md`.
+                    world.counts.stuck_workers += 1;
                     return Ok((MoveOutcome::Kept, 0));
                 }
-                let frame = place.frame.get_or_insert(Frame::ZERO);
-                if frame.protected {
-                    world.failure =
-                        Some(format!("the worker waits for page {page:#x}, and the agent for the worker"));
+                let frame = place.frame.get_or_insert(ModelFrame::ZERO);
+                if frame.is_protected {
+                    world.failure = Some(format!(
+                        "the worker waits for page {page:#x}, and the agent waits for the worker"
+                    ));
                     return Err(ProgramEnded);
                 }
-                frame.exclusive = true;
+                frame.is_exclusive = true;
             }
             let taken = match place.frame {
                 _ if process.changing > 0 && !ignores_events => MoveOutcome::Kept,
-                _ if !place.mapped || place.poisoned => MoveOutcome::Kept,
+                _ if !place.is_mapped || place.is_poisoned => MoveOutcome::Kept,
                 None => MoveOutcome::Absent,
-                Some(Frame { pinned: true, .. }) => MoveOutcome::Kept,
-                Some(Frame { exclusive: false, .. }) => {
+                Some(ModelFrame { is_pinned: true, .. }) => MoveOutcome::Kept,
+                Some(ModelFrame { is_exclusive: false, .. }) => {
                     process.unprotect(index(page), index(page) + 1);
                     is_private = true;
-                    world.seen.privatised += 1;
+                    world.counts.privatised += 1;
                     continue;
                 }
-                Some(Frame { stamp, .. }) => {
-                    assert!(!process.kept.contains(&page), "page {page:#x} was to stay");
+                Some(ModelFrame { stamp, .. }) => {
+                    assert!(!process.pinned_pages.contains(&page), "page {page:#x} is pinned");
                     place.frame = None;
-                    tell!("{} takes {} = {stamp}", self.process, index(page));
+                    trace!("{} takes {} = {stamp}", self.process, index(page));
                     return Ok((MoveOutcome::Moved, stamp));
                 }
             };
             if taken == MoveOutcome::Kept {
-                world.seen.kept += 1;
+                world.counts.kept += 1;
             } else {
-                world.seen.absent += 1;
+                world.counts.absent += 1;
             }
             return Ok((taken, 0));
         }
@@ -141,58 +145,61 @@ impl Kernel for SimEdge {
     type Child = usize;
 
     fn read_messages(&mut self, out: &mut Vec<UffdMessage<usize>>) {
-        let mut world = self.later();
+        let mut world = self.run_world();
         let journal = &mut world.processes[self.process].journal;
         journal.read.clear();
-        (journal.heeded, journal.moving) = (0, None);
+        (journal.applied, journal.moving) = (0, None);
         for index in 0..MESSAGES_MAX {
             let Some(message) = world.processes[self.process].next_message(index) else {
                 break;
             };
             if let UffdMessage::Fork(child) = message {
-                world.processes[child].started = true;
+                world.processes[child].is_started = true;
             }
             out.push(message);
-            tell!("{} reads {:?}", self.process, out.last());
+            trace!("{} reads {:?}", self.process, out.last());
             if world.rng.chance(1, 8) {
-                world.bustle(1);
+                world.run_others(1);
             } else if world.moves_often {
-                // So that a read brings several moves, of the same place too.
-                world.bustle(6);
+                // One read should bring several moves, also of the same range.
+                world.run_others(6);
             }
         }
-        // Moves to a place that was just moved away from: whoever takes them up in the wrong order mixes pages up.
+        // A move to a range that was just moved away: applied in the wrong order, it would mix
+        // pages up.
         let read = &world.processes[self.process].journal.read;
         let moves = read.iter().filter_map(|(_, event)| match event {
-            Event::Remap { from, to, pages } => Some((*from, *to, usize::try_from(*pages).expect("few"))),
+            KernelEvent::Remap { from, to, pages } => {
+                Some((*from, *to, usize::try_from(*pages).expect("few")))
+            }
             _ => None,
         });
         let is_chain = |(first, (from, _, pages)): (usize, (usize, usize, usize))| {
             moves.clone().skip(first + 1).any(|(_, to, _)| (from..from + pages).contains(&to))
         };
         if moves.clone().enumerate().any(is_chain) && world.agent_may_die && world.rng.chance(3, 4) {
-            super::death::set_at_events(1);
+            super::death::schedule_at_event(1);
         }
     }
 
     fn event_applied(&mut self, index: usize, ranges: PersistentRanges<'_>) {
-        super::death::pass_event();
+        super::death::event_step();
         let journal = &mut self.world.borrow_mut().processes[self.process].journal;
         assert!(journal.read.iter().any(|(place, _)| *place == index), "it is an event of the last read");
-        journal.heeded = index + 1;
-        journal.vacated = ranges.pending_unmaps.to_vec();
-        journal.given_up.clone_from(ranges.removed);
+        journal.applied = index + 1;
+        journal.moved_from = ranges.pending_unmaps.to_vec();
+        journal.removed.clone_from(ranges.removed);
     }
 
     fn persist_ranges(&mut self, ranges: PersistentRanges<'_>) {
-        super::death::pass();
+        super::death::step();
         let journal = &mut self.world.borrow_mut().processes[self.process].journal;
-        journal.vacated = ranges.pending_unmaps.to_vec();
-        journal.given_up.clone_from(ranges.removed);
+        journal.moved_from = ranges.pending_unmaps.to_vec();
+        journal.removed.clone_from(ranges.removed);
     }
 
     fn begin_remap(&mut self, index: usize) {
-        super::death::pass_event();
+        super::death::event_step();
         let mut world = self.world.borrow_mut();
         if !Mutation::ForgetMoving.is_active() {
             world.processes[self.process].journal.moving = Some(index);
@@ -200,13 +207,13 @@ impl Kernel for SimEdge {
     }
 
     fn release_buffer(&mut self, buffer: usize) {
-        super::death::pass();
+        super::death::step();
         self.world.borrow_mut().processes[self.process].batches[buffer].clear();
     }
 
     fn fill(&mut self, page: PageNumber, pages: usize, source: FillSource) -> FillOutcome {
-        let mut world = self.later();
-        let mut stop = Self::obstacle(&world.processes[self.process], page, pages);
+        let mut world = self.run_world();
+        let mut stop = Self::fill_error(&world.processes[self.process], page, pages);
         if world.rng.chance(1, 500) {
             stop = Some(FillStop::NoMemory);
         }
@@ -214,90 +221,90 @@ impl Kernel for SimEdge {
         while filled < pages && stop.is_none() {
             let stamp = self.stamp(&world, source, filled);
             let place = world.page(self.process, page + filled as u64);
-            if place.frame.is_some() || place.poisoned {
+            if place.frame.is_some() || place.is_poisoned {
                 stop = Some(FillStop::Exists);
                 break;
             }
             let Some(stamp) = stamp else {
-                world.failure = Some(format!("page {page:#x} + {filled} was filled with a mixture"));
+                world.failure = Some(format!("page {page:#x} + {filled} was filled with mixed bytes"));
                 break;
             };
-            place.frame = Some(Frame { stamp, ..Frame::ZERO });
+            place.frame = Some(ModelFrame { stamp, ..ModelFrame::ZERO });
             filled += 1;
         }
         let count = filled as u64;
-        tell!("{} fill {}+{pages} {source:?}: {filled} {stop:?}", self.process, index(page));
+        trace!("{} fill {}+{pages} {source:?}: {filled} {stop:?}", self.process, index(page));
         match source {
-            FillSource::Zeros { .. } => world.seen.zero_fills += count,
-            FillSource::Slot(_) => world.seen.staging_fills += count,
-            FillSource::Fetched(_) => world.seen.remote_fills += count,
+            FillSource::Zeros { .. } => world.counts.zero_fills += count,
+            FillSource::Slot(_) => world.counts.staging_fills += count,
+            FillSource::Fetched(_) => world.counts.remote_fills += count,
         }
-        world.seen.busy += u64::from(stop == Some(FillStop::Busy));
+        world.counts.busy += u64::from(stop == Some(FillStop::Busy));
         let first = index(page);
         world.processes[self.process].wake(first, first + filled);
         world.run_woken(self.process);
-        // What stopped a fill that had begun shows when the rest is tried.
+        // If a fill stops after some pages, the reason shows when the rest is tried.
         FillOutcome { pages: filled, stop: stop.filter(|_| filled == 0) }
     }
 
     fn wake(&mut self, page: PageNumber) {
-        let mut world = self.later();
+        let mut world = self.run_world();
         let at = index(page);
         world.processes[self.process].wake(at, at + 1);
     }
 
     fn poison(&mut self, page: PageNumber) -> FillOutcome {
-        let mut world = self.later();
-        let mut stop = Self::obstacle(&world.processes[self.process], page, 1);
+        let mut world = self.run_world();
+        let mut stop = Self::fill_error(&world.processes[self.process], page, 1);
         if world.rng.chance(1, 8) {
             stop = Some(FillStop::NoMemory);
         }
         let place = world.page(self.process, page);
-        if stop.is_none() && (place.frame.is_some() || place.poisoned) {
+        if stop.is_none() && (place.frame.is_some() || place.is_poisoned) {
             stop = Some(FillStop::Exists);
         }
         if stop.is_some() {
             return FillOutcome { pages: 0, stop };
         }
-        place.poisoned = true;
+        place.is_poisoned = true;
         let at = index(page);
         world.processes[self.process].wake(at, at + 1);
         FillOutcome { pages: 1, stop }
     }
 
     fn protect(&mut self, areas: &Areas) -> bool {
-        let mut world = self.later();
+        let mut world = self.run_world();
         let is_done = world.processes[self.process].protect(areas);
-        world.seen.protections += u64::from(is_done);
+        world.counts.protections += u64::from(is_done);
         is_done
     }
 
     fn protect_child(&mut self, child: &usize, areas: &Areas) {
-        let mut world = self.later();
+        let mut world = self.run_world();
         world.processes[*child].protect(areas);
     }
 
     fn unprotect(&mut self, page: PageNumber, pages: usize) -> FillOutcome {
-        let mut world = self.later();
+        let mut world = self.run_world();
         let process = &mut world.processes[self.process];
-        let stop = Self::obstacle(process, page, pages);
+        let stop = Self::fill_error(process, page, pages);
         if stop.is_none() {
             process.unprotect(index(page), index(page) + pages);
-            world.seen.unprotected += 1;
-            tell!("{} unprotects {}+{pages}", self.process, index(page));
+            world.counts.unprotected += 1;
+            trace!("{} unprotects {}+{pages}", self.process, index(page));
             world.run_woken(self.process);
         }
         FillOutcome { pages: if stop.is_none() { pages } else { 0 }, stop }
     }
 
     fn register(&mut self, start: PageNumber, end: PageNumber) -> bool {
-        let mut world = self.later();
+        let mut world = self.run_world();
         let pages = &mut world.processes[self.process].pages[index(start)..index(end)];
         let mut any = false;
-        // Holes are no obstacle to the kernel.
-        tell!("{} registers {}..{}", self.process, index(start), index(end));
-        for page in pages.iter_mut().filter(|page| page.mapped) {
-            page.registered = true;
+        // The kernel skips holes.
+        trace!("{} registers {}..{}", self.process, index(start), index(end));
+        for page in pages.iter_mut().filter(|page| page.is_mapped) {
+            page.is_registered = true;
             any = true;
         }
         any
@@ -323,7 +330,9 @@ impl Kernel for SimEdge {
     }
 
     fn exclusive_pages(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) {
-        out.extend((start..end).filter(|page| self.frame(start, *page).is_some_and(|frame| frame.exclusive)));
+        out.extend(
+            (start..end).filter(|page| self.frame(start, *page).is_some_and(|frame| frame.is_exclusive)),
+        );
     }
 
     fn move_out(
@@ -332,17 +341,17 @@ impl Kernel for SimEdge {
         pages: &[PageNumber],
         out: &mut Vec<MoveOutcome>,
     ) -> Result<(), ProgramEnded> {
-        let mut world = self.later();
+        let mut world = self.run_world();
         let process = &mut world.processes[self.process];
         process.batches[buffer] = pages.iter().map(|page| (*page, MoveOutcome::Kept)).collect();
         if world.rng.chance(1, 2048) {
             world.kill(self.process);
         }
         drop(world);
-        super::death::pass();
+        super::death::step();
         self.world.borrow_mut().processes[self.process].staging[buffer].fill(None);
         for (position, page) in pages.iter().enumerate() {
-            let (taken, stamp) = self.take_one(*page)?;
+            let (taken, stamp) = self.move_one(*page)?;
             let process = &mut self.world.borrow_mut().processes[self.process];
             process.batches[buffer][position].1 = taken;
             if taken == MoveOutcome::Moved {
@@ -350,48 +359,48 @@ impl Kernel for SimEdge {
             }
             out.push(taken);
         }
-        // The worker goes on to the end of its command, whether or not the agent sees that.
-        super::death::pass();
+        // The worker completes its command, whether or not the agent survives.
+        super::death::step();
         Ok(())
     }
 
     fn has_worker(&self) -> bool {
-        let worker_in = &mut self.later().processes[self.process].worker_in;
-        *worker_in = worker_in.saturating_sub(1);
-        *worker_in == 0
+        let looks_until_worker = &mut self.run_world().processes[self.process].looks_until_worker;
+        *looks_until_worker = looks_until_worker.saturating_sub(1);
+        *looks_until_worker == 0
     }
 
     fn is_pinned(&self, page: PageNumber) -> bool {
-        self.world.borrow().processes[self.process].kept.contains(&page)
+        self.world.borrow().processes[self.process].pinned_pages.contains(&page)
     }
 
     fn has_no_unread_event(&mut self) -> bool {
-        self.later().processes[self.process].changing == 0
+        self.run_world().processes[self.process].changing == 0
     }
 
     fn yield_now(&mut self) {
-        self.later().run_some_thread();
+        self.run_world().run_some_thread();
     }
 }
 
 impl Edge for SimEdge {
     fn submit_batch(&mut self, job: EvictedBatch) {
-        self.later().submit(self.process, job);
+        self.run_world().submit(self.process, job);
     }
 
     fn submit_block(&mut self, block: BlockId, slots: u64) {
-        self.later().submit_again(self.process, block, slots);
+        self.run_world().submit_again(self.process, block, slots);
     }
 
     fn poll_sender(&mut self, out: &mut Vec<SenderEvent>) {
-        out.extend(self.later().processes[self.process].done.drain(..));
+        out.extend(self.run_world().processes[self.process].done.drain(..));
     }
 
     fn wait_for_sender(&mut self) -> bool {
-        let mut world = self.later();
+        let mut world = self.run_world();
         world.run_sender();
         if !world.cluster.fabric.step() && world.rng.chance(1, 8) {
-            world.cluster.relent();
+            world.cluster.free_room();
         }
         world.waits += 1;
         assert!(world.waits < 100_000, "a monitor waits for ever");
@@ -399,52 +408,52 @@ impl Edge for SimEdge {
     }
 
     fn fetch(&mut self, slabs: &SlabSet, locations: &[Location]) -> Result<usize, FetchError> {
-        drop(self.later());
+        drop(self.run_world());
         let bad_copies = self.fetcher.bad_copies();
         let outcome = self.fetcher.fetch(slabs, locations);
         let mut world = self.world.borrow_mut();
         let copies = slabs.replicas(locations[0].slab());
-        self.is_held = copies.iter().any(|copy| world.cluster.holds(&copy));
-        self.is_refused = copies.iter().all(|copy| world.cluster.refuses(copy.node));
-        world.seen.late += u64::from(self.fetcher.late() > 0);
+        self.is_stored = copies.iter().any(|copy| world.cluster.holds(&copy));
+        self.is_fenced = copies.iter().all(|copy| world.cluster.refuses(copy.node));
+        world.counts.late += u64::from(self.fetcher.late() > 0);
         if self.fetcher.bad_copies() > bad_copies && !world.cluster.damaged.contains(&true) {
-            world.failure = Some(format!("a copy among {locations:?} is not what was written"));
+            world.failure = Some(format!("a replica among {locations:?} is damaged without cause"));
         }
         outcome
     }
 
     fn fetched_page(&self, index: usize) -> &[u8] {
-        super::death::pass();
-        self.world.borrow_mut().seen.repacked += 1;
+        super::death::step();
+        self.world.borrow_mut().counts.repacked += 1;
         view::page(self.fetcher.buffer(), index * PAGE_BYTES)
     }
 
     fn start_child(&mut self, child: usize, volume: Volume, areas: Areas) {
-        let mut world = self.later();
+        let mut world = self.run_world();
         world.keep(child, volume.table_memory());
-        world.newborn.push((child, volume, areas));
+        world.new_children.push((child, volume, areas));
     }
 
     fn wake_other_programs(&mut self) {
-        let mut world = self.later();
+        let mut world = self.run_world();
         for process in &mut world.processes {
-            process.nudged |= process.id != self.process;
+            process.is_nudged |= process.id != self.process;
         }
     }
 
     fn report_lost(&mut self, page: PageNumber, error: &FetchError) {
-        let mut world = self.later();
+        let mut world = self.run_world();
         let (node, is_fault) = match error {
             FetchError::NodeGone { node, .. } | FetchError::Refused { node, .. } => {
-                (node, !self.is_held || world.cluster.was_cut(*node))
+                (node, !self.is_stored || world.cluster.was_cut(*node))
             }
             FetchError::Damaged { node, .. } => (node, world.cluster.damaged[usize::from(node.0)]),
         };
-        let is_excused = if world.cluster.replicas == 1 { is_fault } else { self.is_refused };
+        let is_excused = if world.cluster.replicas == 1 { is_fault } else { self.is_fenced };
         if !is_excused {
             world.failure = Some(format!("page {page:#x} was lost at {node:?} without cause: {error}"));
         }
-        world.seen.lost += 1;
+        world.counts.lost += 1;
         world.note_lost(self.process, page);
     }
 

@@ -1,23 +1,24 @@
-//! What half of the schedules are biased towards: things that seldom meet by chance. Each mutation must show within few schedules.
+//! The bias of a schedule towards events that rarely coincide, so that each mutation is noticed
+//! within few schedules.
 
-/// A bias. The other half of the schedules has none.
+/// The bias of half of the schedules. The other half has none.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Focus {
     None,
-    /// Nodes die and come back, or are cut off, while copies are written and made.
-    Copies,
-    /// Nodes are away and come back with their memory.
+    /// Nodes die and return, or are partitioned, while replicas are written and made.
+    Replicas,
+    /// Nodes are away and return with their memory.
     Absences,
     /// Agents die while events are late.
     Restarts,
-    /// Events are late while pages come and go all the time.
+    /// Events are late while pages are evicted and filled all the time.
     Events,
 }
 
 impl Focus {
     pub fn of(seed: u64) -> Self {
         match seed % 8 {
-            1 => Self::Copies,
+            1 => Self::Replicas,
             3 => Self::Absences,
             5 => Self::Restarts,
             7 => Self::Events,

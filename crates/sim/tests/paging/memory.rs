@@ -1,62 +1,67 @@
-//! A modelled program's memory, page by page, beside what the program must find in it.
+//! The memory of a modelled program, page by page, and what the program must read there.
 
 use aquifer_fabric::sim::Rng;
 use aquifer_pager::{PAGE_BYTES, PageNumber};
 
-/// The first page: a little below the end of a page table's leaf, so that ranges cross it.
+/// The first page, a little below the end of a leaf of the page table, so that ranges cross leaves.
 pub const BASE: PageNumber = 512 * 77 - 24;
 
-/// A page that is present.
+/// The contents of a present page.
 #[derive(Clone, Copy, Debug)]
-pub struct Frame {
-    /// Its content, as a number; see [`encode`].
+pub struct ModelFrame {
+    /// The number that stands for the bytes; see [`encode`].
     pub stamp: u64,
     /// Not shared with a relative since a fork.
-    pub exclusive: bool,
-    /// Held by a device: the kernel does not move it.
-    pub pinned: bool,
-    /// `MADV_FREE`: the kernel may drop it until it is written.
-    pub lazy: bool,
-    /// Whoever writes it asks first.
-    pub protected: bool,
+    pub is_exclusive: bool,
+    /// In use by a device: the kernel does not move it.
+    pub is_pinned: bool,
+    /// After `MADV_FREE`: the kernel may drop the page until it is written.
+    pub is_lazy: bool,
+    /// Write-protected: a write is a fault.
+    pub is_protected: bool,
 }
 
-impl Frame {
-    pub const ZERO: Self = Self { stamp: 0, exclusive: true, pinned: false, lazy: false, protected: false };
+impl ModelFrame {
+    pub const ZERO: Self =
+        Self { stamp: 0, is_exclusive: true, is_pinned: false, is_lazy: false, is_protected: false };
 }
 
 /// One page of the address space.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Page {
-    /// The thread that may write it and change its mapping.
+pub struct ModelPage {
+    /// The thread that may write the page and change its mapping.
     pub owner: Option<usize>,
-    pub mapped: bool,
-    pub registered: bool,
-    pub frame: Option<Frame>,
-    pub poisoned: bool,
+    pub is_mapped: bool,
+    pub is_registered: bool,
+    pub frame: Option<ModelFrame>,
+    pub is_poisoned: bool,
     /// What the program must read.
-    pub truth: u64,
-    /// It may as well read zero (`MADV_FREE`, or a fork in the middle of `MADV_DONTNEED`).
-    pub maybe_zero: bool,
-    /// Its owner is in the middle of dropping it: others may find either.
-    pub unstable: bool,
-    /// The program got SIGBUS here: it must never find anything again.
-    pub dead: bool,
+    pub expected: u64,
+    /// Zeros may be read as well, after `MADV_FREE` or a fork during `MADV_DONTNEED`.
+    pub may_be_zero: bool,
+    /// Its owner is dropping it: another thread may read the old bytes or zeros.
+    pub is_being_dropped: bool,
+    /// The program got SIGBUS here: it must not read anything again.
+    pub is_dead: bool,
 }
 
-impl Page {
+impl ModelPage {
     pub fn mapped_by(owner: usize, registered: bool) -> Self {
-        Self { owner: Some(owner), mapped: true, registered, ..Self::default() }
+        Self { owner: Some(owner), is_mapped: true, is_registered: registered, ..Self::default() }
     }
 
-    /// What `MADV_DONTNEED` leaves.
+    /// Changes the page as `MADV_DONTNEED` does.
     pub fn drop_content(&mut self) {
-        *self =
-            Self { owner: self.owner, mapped: self.mapped, registered: self.registered, ..Self::default() };
+        *self = Self {
+            owner: self.owner,
+            is_mapped: self.is_mapped,
+            is_registered: self.is_registered,
+            ..Self::default()
+        };
     }
 }
 
-/// Where a page is in the vectors of the model.
+/// The index of a page in the vectors of the model.
 pub fn index(page: PageNumber) -> usize {
     usize::try_from(page - BASE).expect("few pages")
 }
@@ -70,7 +75,7 @@ fn word(stamp: u64, at: u64) -> u64 {
     (stamp ^ at << 48).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-/// The bytes of a page: zero for zero, else different in every word.
+/// The bytes for a number: zeros for 0, otherwise different in every word.
 pub fn encode(stamp: u64) -> [u8; PAGE_BYTES] {
     let mut bytes = [0; PAGE_BYTES];
     if stamp != 0 {
@@ -82,7 +87,7 @@ pub fn encode(stamp: u64) -> [u8; PAGE_BYTES] {
     bytes
 }
 
-/// The number that a page's bytes stand for; `None` if they were never made by [`encode`].
+/// The number for a page's bytes; `None` if [`encode`] did not make them.
 pub fn decode(bytes: &[u8]) -> Option<u64> {
     let mut words = bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().expect("8 bytes")));
     let stamp = words.next()?;
@@ -90,7 +95,7 @@ pub fn decode(bytes: &[u8]) -> Option<u64> {
     good.then_some(stamp)
 }
 
-/// A run of indices around a random one for which `fits` holds, at most `max` long.
+/// A run of at most `max` indices for which `fits` returns true, near a random index.
 pub fn random_run(
     rng: &mut Rng,
     len: usize,

@@ -1,10 +1,13 @@
-//! The pager's protocol: modelled programs with threads, the real monitor, volume, sender and pool client, over the simulated
-//! fabric. What a program reads is held against what it wrote; in the end everything must have been given back.
+//! The simulator of paging: modelled programs with threads run the real monitor, volume, sender and
+//! pool client over the simulated fabric.
+//!
+//! Each page that a program reads is compared with what the program wrote. At the end all memory
+//! must be free.
 
-/// Tell what happens, when one schedule is played alone (`-- --nocapture` shows it).
-macro_rules! tell {
+/// Prints a step, if one schedule is played alone (with `-- --nocapture`).
+macro_rules! trace {
     ($($what:tt)*) => {
-        if crate::paging::is_telling() {
+        if crate::paging::is_tracing() {
             println!($($what)*);
         }
     };
@@ -27,9 +30,9 @@ use std::sync::OnceLock;
 use aquifer_pager::Mutation;
 use aquifer_sim::{Simulator, asked_seed};
 use schedule::run;
-use world::Seen;
+use world::PagingCounts;
 
-const SIMULATOR: Simulator<Mutation, Seen> = Simulator {
+const SIMULATOR: Simulator<Mutation, PagingCounts> = Simulator {
     name: "paging",
     play: run,
     mutations: &[
@@ -61,20 +64,20 @@ const SIMULATOR: Simulator<Mutation, Seen> = Simulator {
     ],
 };
 const SCHEDULES: u64 = 2_000;
-/// The schedules must do each thing at least this often.
+/// The fixed schedules must do each thing at least this often.
 const COUNT_MIN: u64 = 10;
 
-fn is_telling() -> bool {
-    static TELLING: OnceLock<bool> = OnceLock::new();
-    *TELLING.get_or_init(|| asked_seed().is_some())
+fn is_tracing() -> bool {
+    static TRACING: OnceLock<bool> = OnceLock::new();
+    *TRACING.get_or_init(|| asked_seed().is_some())
 }
 
 #[test]
-fn every_page_is_what_was_written_and_all_is_given_back() {
-    let mut seen = Seen::default();
-    let is_whole = SIMULATOR.play_fixed(SCHEDULES, |schedule| seen.add(&schedule));
-    println!("{seen:?}");
-    for (what, count) in seen.counts().into_iter().filter(|_| is_whole) {
+fn every_page_is_correct_and_all_memory_is_freed() {
+    let mut counts = PagingCounts::default();
+    let has_all_replicas = SIMULATOR.play_fixed(SCHEDULES, |schedule| counts.add(&schedule));
+    println!("{counts:?}");
+    for (what, count) in counts.labelled().into_iter().filter(|_| has_all_replicas) {
         assert!(count >= COUNT_MIN, "the schedules had only {count} {what}");
     }
 }

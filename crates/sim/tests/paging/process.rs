@@ -1,4 +1,5 @@
-//! A modelled process: its memory, its threads, its userfaultfd. Here is the kernel's side: touches, events, waking.
+//! A modelled process with its memory, threads and userfaultfd. This file is the kernel's side:
+//! touches, events and waking.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -7,50 +8,50 @@ use aquifer_faults::kernel::{MoveOutcome, PageFault, UffdMessage};
 use aquifer_faults::{Area, Areas, SenderEvent};
 use aquifer_pager::PageNumber;
 
-use super::memory::{Frame, Page, index, number};
+use super::memory::{ModelFrame, ModelPage, index, number};
 
-/// What a system call still has to do once its events were read.
+/// What a system call still has to do after its events were read.
 #[derive(Clone, Copy, Debug)]
-pub enum After {
+pub enum AfterEvents {
     Nothing,
-    /// Drop (or mark as droppable) what is present.
-    Zap {
+    /// Drop the present pages, or mark them as droppable.
+    Drop {
         start: usize,
         end: usize,
         lazy: bool,
     },
 }
 
-/// How far the first event of a system call has come.
+/// The progress of the first event of a system call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Stage {
-    /// Its change is made, it is not in the queue yet.
+pub enum EventStage {
+    /// The change is made, and the event is not in the queue yet.
     Raised,
     Queued,
-    /// It was read; the thread has not run since.
+    /// The event was read, and the thread has not run since.
     Read,
 }
 
 /// What a thread is doing.
 #[derive(Debug)]
-pub enum Doing {
+pub enum ThreadState {
     Idle,
     Touch {
         page: usize,
         write: bool,
     },
-    /// Waits in a fault.
+    /// Waits in a page fault.
     Blocked {
         page: usize,
         write: bool,
     },
-    /// In a system call that tells of changes.
-    Telling {
-        events: VecDeque<Event>,
-        stage: Stage,
-        after: After,
+    /// In a system call that raises events.
+    RaisingEvents {
+        events: VecDeque<KernelEvent>,
+        stage: EventStage,
+        after: AfterEvents,
     },
-    Zapping {
+    Dropping {
         start: usize,
         end: usize,
         lazy: bool,
@@ -59,135 +60,139 @@ pub enum Doing {
 
 #[derive(Debug)]
 pub struct Thread {
-    pub doing: Doing,
-    /// The page touched last: programs like neighbours.
+    pub state: ThreadState,
+    /// The page that was touched last: programs tend to touch neighbours.
     pub last: usize,
 }
 
 /// A change of the address space.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Event {
+pub enum KernelEvent {
     Fork(usize),
     Remap { from: usize, to: usize, pages: u64 },
     Remove { start: usize, end: usize },
     Unmap { start: usize, end: usize },
 }
 
-/// What the agent has heard of a process and not heeded, and what it remembers, in memory that outlives it.
+/// The journal: events that the agent has read and not applied, and the ranges that it remembers,
+/// in memory that outlives it.
 #[derive(Debug, Default)]
-pub struct Journal {
-    /// Events of the last read, by their place among its messages.
-    pub read: Vec<(usize, Event)>,
-    pub heeded: usize,
+pub struct SimJournal {
+    /// The events of the last read, with their indices among its messages.
+    pub read: Vec<(usize, KernelEvent)>,
+    pub applied: usize,
     pub moving: Option<usize>,
-    pub vacated: Vec<Area>,
-    pub given_up: Areas,
-    /// To be read again after a restart.
-    pub again: VecDeque<Event>,
+    pub moved_from: Vec<Area>,
+    pub removed: Areas,
+    /// Events to be delivered again after a restart.
+    pub again: VecDeque<KernelEvent>,
 }
 
 #[derive(Debug)]
-pub struct Process {
+pub struct SimProcess {
     pub id: usize,
-    pub alive: bool,
-    /// A child runs once its parent's event was read.
-    pub started: bool,
-    pub pages: Vec<Page>,
+    pub is_alive: bool,
+    /// A child runs after its parent's event was read.
+    pub is_started: bool,
+    pub pages: Vec<ModelPage>,
     pub threads: Vec<Thread>,
     pub changing: u32,
     pub faults: VecDeque<(usize, PageFault)>,
-    pub events: VecDeque<(usize, Event)>,
-    /// By buffer, the pages moved there.
+    pub events: VecDeque<(usize, KernelEvent)>,
+    /// Indexed by buffer: the pages that were moved there.
     pub staging: Vec<Vec<Option<u64>>>,
-    /// By buffer, what the worker was told to take, and what became of it.
+    /// Indexed by buffer: the worker's last command, with the outcome for each page.
     pub batches: Vec<Vec<(PageNumber, MoveOutcome)>>,
-    pub journal: Journal,
-    /// A child's worker is there after so many looks.
-    pub worker_in: u32,
-    /// Pages that the program asked to be left alone.
-    pub kept: BTreeSet<PageNumber>,
+    pub journal: SimJournal,
+    /// A child's worker exists after this number of checks.
+    pub looks_until_worker: u32,
+    /// Pages that the program has pinned.
+    pub pinned_pages: BTreeSet<PageNumber>,
     /// Pages that are known to be lost.
     pub lost: BTreeSet<PageNumber>,
     pub parent: Option<usize>,
     pub done: VecDeque<SenderEvent>,
-    pub mail: Vec<Vec<Area>>,
-    pub nudged: bool,
-    /// The place that was moved away from last: the kernel likes to use it again.
-    pub vacated: (usize, usize),
+    pub scans: Vec<Vec<Area>>,
+    pub is_nudged: bool,
+    /// The range that was moved away last, which the kernel tends to use again.
+    pub moved_from: (usize, usize),
 }
 
-impl Process {
+impl SimProcess {
     pub fn new(id: usize, pages: usize, threads: usize, buffers: usize) -> Self {
         Self {
             id,
-            alive: true,
-            started: true,
-            pages: vec![Page::default(); pages],
-            threads: (0..threads).map(|_| Thread { doing: Doing::Idle, last: 0 }).collect(),
+            is_alive: true,
+            is_started: true,
+            pages: vec![ModelPage::default(); pages],
+            threads: (0..threads).map(|_| Thread { state: ThreadState::Idle, last: 0 }).collect(),
             changing: 0,
             faults: VecDeque::new(),
             events: VecDeque::new(),
             staging: vec![vec![None; 64]; buffers],
             batches: vec![Vec::new(); buffers],
-            journal: Journal::default(),
-            worker_in: 0,
-            kept: BTreeSet::new(),
+            journal: SimJournal::default(),
+            looks_until_worker: 0,
+            pinned_pages: BTreeSet::new(),
             lost: BTreeSet::new(),
             parent: None,
             done: VecDeque::new(),
-            mail: Vec::new(),
-            nudged: false,
-            vacated: (0, 0),
+            scans: Vec::new(),
+            is_nudged: false,
+            moved_from: (0, 0),
         }
     }
 
-    /// The child of a fork: one thread, all pages shared but pinned ones.
-    pub fn fork(&mut self, id: usize, worker_in: u32) -> Self {
+    /// The child of a fork: it has one thread, and shares all pages that are not pinned.
+    pub fn fork(&mut self, id: usize, looks_until_worker: u32) -> Self {
         let mut child = Self::new(id, self.pages.len(), 1, self.staging.len());
-        child.started = false;
-        child.worker_in = worker_in;
+        child.is_started = false;
+        child.looks_until_worker = looks_until_worker;
         child.parent = Some(self.id);
         child.lost.clone_from(&self.lost);
         for (mine, theirs) in self.pages.iter_mut().zip(&mut child.pages) {
             *theirs = *mine;
-            theirs.owner = mine.mapped.then_some(0);
-            theirs.maybe_zero |= mine.unstable;
-            theirs.unstable = false;
+            theirs.owner = mine.is_mapped.then_some(0);
+            theirs.may_be_zero |= mine.is_being_dropped;
+            theirs.is_being_dropped = false;
             if let (Some(mine), Some(theirs)) = (&mut mine.frame, &mut theirs.frame) {
-                theirs.exclusive = mine.pinned;
-                theirs.pinned = false;
-                mine.exclusive = mine.pinned;
+                theirs.is_exclusive = mine.is_pinned;
+                theirs.is_pinned = false;
+                mine.is_exclusive = mine.is_pinned;
             }
         }
         child
     }
 
-    /// Whether there is something that a sleeping monitor would be woken for.
-    pub fn has_news(&self) -> bool {
+    /// Whether a sleeping monitor would be woken.
+    pub fn has_work(&self) -> bool {
         !self.faults.is_empty()
             || !self.events.is_empty()
             || !self.journal.again.is_empty()
             || !self.done.is_empty()
-            || !self.mail.is_empty()
-            || self.nudged
+            || !self.scans.is_empty()
+            || self.is_nudged
     }
 
     pub fn is_idle(&self) -> bool {
-        !self.alive || self.threads.iter().all(|thread| matches!(thread.doing, Doing::Idle))
+        !self.is_alive || self.threads.iter().all(|thread| matches!(thread.state, ThreadState::Idle))
     }
 
-    /// A thread touches a page. What it finds is held against what it must find.
+    /// Touches a page by a thread, and compares what it finds with what it must find.
     pub fn touch(&mut self, thread: usize, at: usize, write: Option<u64>) -> Result<(), String> {
         let process = self.id;
         let page = &mut self.pages[at];
-        tell!("{process}.{thread} touches {at}, write {write:?}, truth {}, {:?}", page.truth, page.frame);
+        trace!(
+            "{process}.{thread} touches {at}, write {write:?}, expected {}, {:?}",
+            page.expected, page.frame
+        );
         self.threads[thread].last = at;
-        self.threads[thread].doing = Doing::Idle;
-        if !page.mapped || (write.is_some() && page.owner != Some(thread)) {
+        self.threads[thread].state = ThreadState::Idle;
+        if !page.is_mapped || (write.is_some() && page.owner != Some(thread)) {
             return Ok(());
         }
-        if page.poisoned {
-            page.dead = true;
+        if page.is_poisoned {
+            page.is_dead = true;
             return if self.lost.contains(&number(at)) {
                 Ok(())
             } else {
@@ -195,30 +200,30 @@ impl Process {
             };
         }
         let Some(frame) = &mut page.frame else {
-            if page.registered {
-                self.threads[thread].doing = Doing::Blocked { page: at, write: write.is_some() };
+            if page.is_registered {
+                self.threads[thread].state = ThreadState::Blocked { page: at, write: write.is_some() };
                 let fault =
                     PageFault { page: number(at), is_write: write.is_some(), is_protected: false, thread: 0 };
                 self.faults.push_back((thread, fault));
                 return Ok(());
             }
-            page.frame = Some(Frame::ZERO);
+            page.frame = Some(ModelFrame::ZERO);
             return self.touch(thread, at, write);
         };
-        if page.dead {
-            return Err(format!("process {process}: page {at} was lost and is back"));
+        if page.is_dead {
+            return Err(format!("process {process}: page {at} was lost and is readable again"));
         }
-        if !page.unstable && frame.stamp != page.truth {
-            if frame.stamp != 0 || !page.maybe_zero {
+        if !page.is_being_dropped && frame.stamp != page.expected {
+            if frame.stamp != 0 || !page.may_be_zero {
                 return Err(format!(
                     "process {process}: page {at} reads {} instead of {}",
-                    frame.stamp, page.truth
+                    frame.stamp, page.expected
                 ));
             }
-            page.truth = 0;
+            page.expected = 0;
         }
-        if write.is_some() && frame.protected {
-            self.threads[thread].doing = Doing::Blocked { page: at, write: true };
+        if write.is_some() && frame.is_protected {
+            self.threads[thread].state = ThreadState::Blocked { page: at, write: true };
             self.faults.push_back((
                 thread,
                 PageFault { page: number(at), is_write: true, is_protected: true, thread: 0 },
@@ -226,79 +231,82 @@ impl Process {
             return Ok(());
         }
         if let Some(stamp) = write {
-            *frame = Frame { stamp, pinned: frame.pinned, ..Frame::ZERO };
-            page.truth = stamp;
-            page.maybe_zero = false;
+            *frame = ModelFrame { stamp, is_pinned: frame.is_pinned, ..ModelFrame::ZERO };
+            page.expected = stamp;
+            page.may_be_zero = false;
         }
         Ok(())
     }
 
-    /// Whoever waits for these pages tries again.
+    /// Wakes the threads that wait for these pages, so that they try again.
     pub fn wake(&mut self, start: usize, end: usize) {
         for (number, thread) in self.threads.iter_mut().enumerate() {
-            if let Doing::Blocked { page, write } = thread.doing
+            if let ThreadState::Blocked { page, write } = thread.state
                 && (start..end).contains(&page)
             {
-                thread.doing = Doing::Touch { page, write };
+                thread.state = ThreadState::Touch { page, write };
                 self.faults.retain(|(other, _)| *other != number);
             }
         }
     }
 
-    /// Whether a thread is in a call that tells of several changes, or of a move. The kernel may then tell of a fork between them, which
-    /// no program may notice: what such a call leaves where is not for others to know before it returns.
+    /// Whether a thread is in a call that raises several events, or moves pages.
+    ///
+    /// The kernel may deliver a fork between these events. No program may depend on the state in
+    /// between, so the simulator does not fork then.
     pub fn is_moving(&self) -> bool {
-        self.threads.iter().any(|thread| match &thread.doing {
-            Doing::Telling { events, .. } => {
-                events.len() > 1 || matches!(events.front(), Some(Event::Remap { .. }))
+        self.threads.iter().any(|thread| match &thread.state {
+            ThreadState::RaisingEvents { events, .. } => {
+                events.len() > 1 || matches!(events.front(), Some(KernelEvent::Remap { .. }))
             }
             _ => false,
         })
     }
 
-    /// A thread begins to tell of changes that it has made; without any it goes on.
-    pub fn tell(&mut self, thread: usize, events: Vec<Event>, after: After, late: bool) {
+    /// Begins to raise the events of changes that a thread has made. Without events the thread
+    /// continues.
+    pub fn raise_events(&mut self, thread: usize, events: Vec<KernelEvent>, after: AfterEvents, late: bool) {
         self.changing += u32::try_from(events.len()).expect("a few");
-        tell!("{}.{thread} raises {events:?} {after:?}", self.id);
+        trace!("{}.{thread} raises {events:?} {after:?}", self.id);
         let events = VecDeque::from(events);
         if let Some(first) = events.front() {
             if !late {
                 self.events.push_back((thread, *first));
             }
-            let stage = if late { Stage::Raised } else { Stage::Queued };
-            self.threads[thread].doing = Doing::Telling { events, stage, after };
+            let stage = if late { EventStage::Raised } else { EventStage::Queued };
+            self.threads[thread].state = ThreadState::RaisingEvents { events, stage, after };
         } else {
-            self.threads[thread].doing = after.into();
+            self.threads[thread].state = after.into();
         }
     }
 
-    /// A thread in the middle of telling runs, if it can.
-    pub fn go_on_telling(&mut self, thread: usize) {
-        let Doing::Telling { events, stage, after } = &mut self.threads[thread].doing else {
+    /// Continues the system call of a thread, if its present event was read.
+    pub fn continue_raising(&mut self, thread: usize) {
+        let ThreadState::RaisingEvents { events, stage, after } = &mut self.threads[thread].state else {
             return;
         };
         match *stage {
-            Stage::Queued => {}
-            Stage::Raised => {
-                *stage = Stage::Queued;
+            EventStage::Queued => {}
+            EventStage::Raised => {
+                *stage = EventStage::Queued;
                 self.events.push_back((thread, events[0]));
             }
-            Stage::Read => {
+            EventStage::Read => {
                 self.changing -= 1;
                 events.pop_front();
                 if let Some(next) = events.front() {
-                    *stage = Stage::Queued;
+                    *stage = EventStage::Queued;
                     self.events.push_back((thread, *next));
                 } else {
-                    self.threads[thread].doing = (*after).into();
+                    self.threads[thread].state = (*after).into();
                 }
             }
         }
     }
 
-    /// The last step of `madvise`.
-    pub fn zap(&mut self, start: usize, end: usize, lazy: bool) {
-        tell!("{} zaps {start}..{end} lazy {lazy}", self.id);
+    /// Drops a range: the last step of `madvise`.
+    pub fn drop_range(&mut self, start: usize, end: usize, lazy: bool) {
+        trace!("{} zaps {start}..{end} lazy {lazy}", self.id);
         for at in start..end {
             let page = &mut self.pages[at];
             if !lazy {
@@ -306,15 +314,16 @@ impl Process {
                 self.lost.remove(&number(at));
                 continue;
             }
-            page.unstable = false;
-            page.maybe_zero = true;
+            page.is_being_dropped = false;
+            page.may_be_zero = true;
             if let Some(frame) = &mut page.frame {
-                frame.lazy = !frame.pinned;
+                frame.is_lazy = !frame.is_pinned;
             }
         }
     }
 
-    /// The descriptor is read, as message `index` of this time: what is told again first, then faults, then events.
+    /// Reads the next message, as message `index` of this read: events that are delivered again
+    /// come first, then faults, then events.
     pub fn next_message(&mut self, index: usize) -> Option<UffdMessage<usize>> {
         let event = match self.journal.again.pop_front() {
             Some(event) => event,
@@ -323,8 +332,8 @@ impl Process {
                     return Some(UffdMessage::Fault(fault));
                 }
                 let (thread, event) = self.events.pop_front()?;
-                if let Doing::Telling { stage, .. } = &mut self.threads[thread].doing {
-                    *stage = Stage::Read;
+                if let ThreadState::RaisingEvents { stage, .. } = &mut self.threads[thread].state {
+                    *stage = EventStage::Read;
                 }
                 event
             }
@@ -333,71 +342,76 @@ impl Process {
         Some(event.into())
     }
 
-    /// The agent has died: what it had read comes again, but for forks that were served, and who waits asks again. Returns the move that
-    /// it was in the middle of.
+    /// Prepares the process for another agent, after its agent has died.
+    ///
+    /// Events that were read are delivered again, except forks that were served. Returns the move
+    /// of pages that had begun.
     pub fn agent_died(&mut self, is_served: impl Fn(usize) -> bool) -> Option<(PageNumber, PageNumber, u64)> {
         self.done.clear();
-        self.mail.clear();
-        self.nudged = true;
+        self.scans.clear();
+        self.is_nudged = true;
         let journal = &mut self.journal;
-        journal.read.retain(|(index, _)| *index >= journal.heeded);
+        journal.read.retain(|(index, _)| *index >= journal.applied);
         let moving = match (journal.moving, journal.read.first()) {
-            (Some(index), Some((first, Event::Remap { from, to, pages }))) if index == *first => {
+            (Some(index), Some((first, KernelEvent::Remap { from, to, pages }))) if index == *first => {
                 Some((number(*from), number(*to), *pages))
             }
             _ => None,
         };
         let unheeded = journal.read.drain(..).map(|(_, event)| event).chain(journal.again.drain(..));
-        journal.again =
-            unheeded.filter(|event| !matches!(event, Event::Fork(child) if is_served(*child))).collect();
+        journal.again = unheeded
+            .filter(|event| !matches!(event, KernelEvent::Fork(child) if is_served(*child)))
+            .collect();
         moving
     }
 
-    /// Children whose fork was read, and nobody has served.
+    /// Children whose fork was read and not served.
     pub fn unserved_children(&mut self) -> Vec<usize> {
         let again = self.journal.again.drain(..);
-        again.filter_map(|event| if let Event::Fork(child) = event { Some(child) } else { None }).collect()
+        again
+            .filter_map(|event| if let KernelEvent::Fork(child) = event { Some(child) } else { None })
+            .collect()
     }
 
-    /// What is registered, as the kernel knows it.
+    /// The registered pages, as the kernel knows them.
     pub fn registered(&self) -> Areas {
         let mut areas = Areas::default();
         for (at, page) in self.pages.iter().enumerate() {
-            if page.mapped && page.registered {
+            if page.is_mapped && page.is_registered {
                 areas.insert(Area { start: number(at), end: number(at) + 1 });
             }
         }
         areas
     }
 
-    /// The process is gone, and all it had. Returns the children that will never be.
+    /// Ends the process. Returns the children whose fork will not be served.
     pub fn die(&mut self) -> Vec<usize> {
-        self.alive = false;
+        self.is_alive = false;
         self.faults.clear();
         self.changing = 0;
-        self.pages.fill(Page::default());
-        let mut unborn = Vec::new();
+        self.pages.fill(ModelPage::default());
+        let mut unserved = Vec::new();
         for thread in &mut self.threads {
-            if let Doing::Telling { events, stage, .. } = &thread.doing
-                && *stage != Stage::Read
+            if let ThreadState::RaisingEvents { events, stage, .. } = &thread.state
+                && *stage != EventStage::Read
             {
-                unborn.extend(events.iter().filter_map(|event| match event {
-                    Event::Fork(child) => Some(*child),
+                unserved.extend(events.iter().filter_map(|event| match event {
+                    KernelEvent::Fork(child) => Some(*child),
                     _ => None,
                 }));
             }
-            thread.doing = Doing::Idle;
+            thread.state = ThreadState::Idle;
         }
         self.events.clear();
-        unborn
+        unserved
     }
 
-    /// Areas as a look at the maps would find them.
+    /// The areas, as the sampler finds them in the maps.
     pub fn areas(&self) -> Vec<Area> {
         let mut areas: Vec<Area> = Vec::new();
         let mut last = None;
         for (at, page) in self.pages.iter().enumerate() {
-            let kind = page.mapped.then_some(page.registered);
+            let kind = page.is_mapped.then_some(page.is_registered);
             match areas.last_mut() {
                 Some(area) if kind.is_some() && kind == last => area.end += 1,
                 _ if kind.is_some() => areas.push(Area { start: number(at), end: number(at) + 1 }),
@@ -408,85 +422,87 @@ impl Process {
         areas
     }
 
-    /// A random own range of one kind, not in the middle of anything.
+    /// A random range that the thread owns, of one kind, with no system call in progress.
     pub fn own_range(&self, rng: &mut Rng, thread: usize, max: usize) -> Option<(usize, usize)> {
         let fits = |at: usize| {
             let page = &self.pages[at];
-            page.owner == Some(thread) && page.mapped && !page.unstable
+            page.owner == Some(thread) && page.is_mapped && !page.is_being_dropped
         };
         let (start, end) = super::memory::random_run(rng, self.pages.len(), max, fits)?;
-        let kind = self.pages[start].registered;
-        let end = (start..end).find(|at| self.pages[*at].registered != kind).unwrap_or(end);
+        let kind = self.pages[start].is_registered;
+        let end = (start..end).find(|at| self.pages[*at].is_registered != kind).unwrap_or(end);
         Some((start, end))
     }
 
     /// A random unmapped range.
     pub fn free_range(&self, rng: &mut Rng, max: usize) -> Option<(usize, usize)> {
-        super::memory::random_run(rng, self.pages.len(), max, |at| !self.pages[at].mapped)
+        super::memory::random_run(rng, self.pages.len(), max, |at| !self.pages[at].is_mapped)
     }
 
-    /// Forget the pages of a range; the events that tell of it.
-    pub fn unmap(&mut self, start: usize, end: usize) -> Vec<Event> {
+    /// Unmaps a range, and returns the events for it.
+    pub fn unmap(&mut self, start: usize, end: usize) -> Vec<KernelEvent> {
         let mut events = Vec::new();
         let mut at = start;
         while at < end {
-            let kind = self.pages[at].registered;
-            let stop = (at..end).find(|other| self.pages[*other].registered != kind).unwrap_or(end);
+            let kind = self.pages[at].is_registered;
+            let stop = (at..end).find(|other| self.pages[*other].is_registered != kind).unwrap_or(end);
             if kind {
-                events.push(Event::Unmap { start: at, end: stop });
+                events.push(KernelEvent::Unmap { start: at, end: stop });
             }
             at = stop;
         }
         for at in start..end {
-            self.pages[at] = Page::default();
+            self.pages[at] = ModelPage::default();
             self.lost.remove(&number(at));
         }
         events
     }
 
-    /// The present pages of these areas are written no more before the agent was asked; false while there are changes to tell of.
+    /// Write-protects the present pages of these areas. Returns false while events are unread.
     pub fn protect(&mut self, areas: &Areas) -> bool {
         if self.changing > 0 {
             return false;
         }
-        let is_meant = |at: usize, page: &Page| page.registered && areas.contains(number(at));
+        let is_meant = |at: usize, page: &ModelPage| page.is_registered && areas.contains(number(at));
         let pages = self.pages.iter_mut().enumerate().filter(|(at, page)| is_meant(*at, page));
-        pages.filter_map(|(_, page)| page.frame.as_mut()).for_each(|frame| frame.protected = true);
+        pages.filter_map(|(_, page)| page.frame.as_mut()).for_each(|frame| frame.is_protected = true);
         true
     }
 
-    /// Pages may be written again; who waits for that tries again.
+    /// Permits writes to pages, and wakes the threads that wait for that.
     pub fn unprotect(&mut self, start: usize, end: usize) {
         self.pages[start..end].iter_mut().filter_map(|page| page.frame.as_mut()).for_each(|frame| {
-            frame.protected = false;
+            frame.is_protected = false;
         });
         self.wake(start, end);
     }
 
-    /// Whether a range is inside one registered area, as the kernel requires of a fill.
+    /// Whether a range is inside one registered area, as the kernel requires for a fill.
     pub fn is_fillable(&self, start: PageNumber, pages: usize) -> bool {
         let first = index(start);
         first + pages <= self.pages.len()
-            && self.pages[first..first + pages].iter().all(|page| page.mapped && page.registered)
+            && self.pages[first..first + pages].iter().all(|page| page.is_mapped && page.is_registered)
     }
 }
 
-impl From<Event> for UffdMessage<usize> {
-    fn from(event: Event) -> Self {
+impl From<KernelEvent> for UffdMessage<usize> {
+    fn from(event: KernelEvent) -> Self {
         match event {
-            Event::Fork(child) => Self::Fork(child),
-            Event::Remap { from, to, pages } => Self::Remap { from: number(from), to: number(to), pages },
-            Event::Remove { start, end } => Self::Remove { start: number(start), end: number(end) },
-            Event::Unmap { start, end } => Self::Unmap { start: number(start), end: number(end) },
+            KernelEvent::Fork(child) => Self::Fork(child),
+            KernelEvent::Remap { from, to, pages } => {
+                Self::Remap { from: number(from), to: number(to), pages }
+            }
+            KernelEvent::Remove { start, end } => Self::Remove { start: number(start), end: number(end) },
+            KernelEvent::Unmap { start, end } => Self::Unmap { start: number(start), end: number(end) },
         }
     }
 }
 
-impl From<After> for Doing {
-    fn from(after: After) -> Self {
+impl From<AfterEvents> for ThreadState {
+    fn from(after: AfterEvents) -> Self {
         match after {
-            After::Nothing => Self::Idle,
-            After::Zap { start, end, lazy } => Self::Zapping { start, end, lazy },
+            AfterEvents::Nothing => Self::Idle,
+            AfterEvents::Drop { start, end, lazy } => Self::Dropping { start, end, lazy },
         }
     }
 }

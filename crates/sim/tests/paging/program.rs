@@ -2,21 +2,21 @@
 
 use aquifer_fabric::sim::Rng;
 
-use super::memory::{Page, number};
-use super::process::{After, Doing, Event, Process};
-use super::world::World;
+use super::memory::{ModelPage, number};
+use super::process::{AfterEvents, KernelEvent, SimProcess, ThreadState};
+use super::world::PagingWorld;
 
-/// Most processes of a schedule.
+/// Processes of a schedule, at most.
 const PROCESSES_MAX: usize = 4;
 /// The first of the numbers that stand for a move.
 const MOVE: u64 = 16;
 
-impl World {
-    /// A random thread of a random process runs for a moment.
+impl PagingWorld {
+    /// Runs a random thread of a random process for one step.
     pub fn run_some_thread(&mut self) {
         let process = self.rng.index(self.processes.len());
         let target = &self.processes[process];
-        if !target.alive || !target.started {
+        if !target.is_alive || !target.is_started {
             return;
         }
         let thread = self.rng.index(target.threads.len());
@@ -28,34 +28,35 @@ impl World {
     fn run_thread(&mut self, process: usize, thread: usize) -> Result<(), String> {
         let stamp = self.new_stamp();
         let target = &mut self.processes[process];
-        match target.threads[thread].doing {
-            Doing::Idle if self.winding_down => Ok(()),
-            Doing::Idle => self.begin(process, thread),
-            Doing::Touch { page, write } => target.touch(thread, page, write.then_some(stamp)),
-            Doing::Blocked { page, .. } => {
-                if !self.winding_down && self.rng.chance(1, 64) {
-                    // A signal: the thread comes back to the same fault.
+        match target.threads[thread].state {
+            ThreadState::Idle if self.is_winding_down => Ok(()),
+            ThreadState::Idle => self.begin(process, thread),
+            ThreadState::Touch { page, write } => target.touch(thread, page, write.then_some(stamp)),
+            ThreadState::Blocked { page, .. } => {
+                if !self.is_winding_down && self.rng.chance(1, 64) {
+                    // A signal interrupts the thread, which then repeats its fault.
                     target.wake(page, page + 1);
                 }
                 Ok(())
             }
-            Doing::Telling { .. } => {
-                target.go_on_telling(thread);
+            ThreadState::RaisingEvents { .. } => {
+                target.continue_raising(thread);
                 Ok(())
             }
-            Doing::Zapping { start, end, lazy } => {
-                target.zap(start, end, lazy);
-                target.threads[thread].doing = Doing::Idle;
+            ThreadState::Dropping { start, end, lazy } => {
+                target.drop_range(start, end, lazy);
+                target.threads[thread].state = ThreadState::Idle;
                 Ok(())
             }
         }
     }
 
-    /// Threads that were just woken run at once, mostly: else tiny limits take their pages again and again.
+    /// Runs threads that were just woken, with a high probability. Otherwise tiny limits would
+    /// evict their pages again and again.
     pub fn run_woken(&mut self, process: usize) {
         for thread in 0..self.processes[process].threads.len() {
-            let doing = &self.processes[process].threads[thread].doing;
-            if matches!(doing, Doing::Touch { .. })
+            let state = &self.processes[process].threads[thread].state;
+            if matches!(state, ThreadState::Touch { .. })
                 && self.rng.chance(3, 4)
                 && let Err(error) = self.run_thread(process, thread)
             {
@@ -86,7 +87,7 @@ impl World {
             }
             MOVE..22 => {
                 if remap(target, rng, thread).is_some() {
-                    self.seen.remaps += 1;
+                    self.counts.remaps += 1;
                 }
             }
             22..24 => self.fork(process, thread),
@@ -100,8 +101,9 @@ impl World {
         let stamp = self.new_stamp();
         let target = &mut self.processes[process];
         let next = target.threads[thread].last + 1;
-        let is_own =
-            |target: &Process, at: usize| target.pages.get(at).is_some_and(|page| page.owner == Some(thread));
+        let is_own = |target: &SimProcess, at: usize| {
+            target.pages.get(at).is_some_and(|page| page.owner == Some(thread))
+        };
         if self.rng.chance(1, 6) {
             let at = self.rng.index(target.pages.len());
             return target.touch(thread, at, None);
@@ -123,129 +125,133 @@ impl World {
         if id >= PROCESSES_MAX || self.processes[process].is_moving() {
             return;
         }
-        let worker_in = u32::try_from(self.rng.below(30)).expect("small");
+        let looks_until_worker = u32::try_from(self.rng.below(30)).expect("small");
         let parent = &mut self.processes[process];
-        let child = parent.fork(id, worker_in);
-        parent.tell(thread, vec![Event::Fork(id)], After::Nothing, false);
+        let child = parent.fork(id, looks_until_worker);
+        parent.raise_events(thread, vec![KernelEvent::Fork(id)], AfterEvents::Nothing, false);
         self.processes.push(child);
-        self.seen.forks += 1;
+        self.counts.forks += 1;
     }
 }
 
-fn drop_content(target: &mut Process, rng: &mut Rng, thread: usize, late: bool) {
+fn drop_content(target: &mut SimProcess, rng: &mut Rng, thread: usize, late: bool) {
     let Some((start, end)) = target.own_range(rng, thread, 8) else {
         return;
     };
     let lazy = rng.chance(1, 3);
-    if !target.pages[start].registered {
-        // The kernel does it under one lock, which registering needs too.
-        target.zap(start, end, lazy);
+    if !target.pages[start].is_registered {
+        // The kernel drops unregistered pages under one lock, which registration needs, too.
+        target.drop_range(start, end, lazy);
         return;
     }
-    target.pages[start..end].iter_mut().for_each(|page| page.unstable = true);
-    let event = Event::Remove { start, end };
-    target.tell(thread, vec![event], After::Zap { start, end, lazy }, late);
+    target.pages[start..end].iter_mut().for_each(|page| page.is_being_dropped = true);
+    let event = KernelEvent::Remove { start, end };
+    target.raise_events(thread, vec![event], AfterEvents::Drop { start, end, lazy }, late);
 }
 
-/// Unmap; or map anew in one call, for another thread to use at once.
-fn unmap(target: &mut Process, rng: &mut Rng, thread: usize) {
+/// Unmaps a range; or maps it again in the same call, for another thread to use at once.
+fn unmap(target: &mut SimProcess, rng: &mut Rng, thread: usize) {
     let Some((start, end)) = target.own_range(rng, thread, 8) else {
         return;
     };
     let events = target.unmap(start, end);
     if rng.chance(1, 3) {
         let heir = rng.index(target.threads.len());
-        target.pages[start..end].fill(Page::mapped_by(heir, false));
+        target.pages[start..end].fill(ModelPage::mapped_by(heir, false));
     }
-    target.tell(thread, events, After::Nothing, false);
+    target.raise_events(thread, events, AfterEvents::Nothing, false);
 }
 
-fn map(target: &mut Process, rng: &mut Rng, thread: usize) {
+fn map(target: &mut SimProcess, rng: &mut Rng, thread: usize) {
     if let Some((start, end)) = target.free_range(rng, 12) {
-        target.pages[start..end].fill(Page::mapped_by(thread, false));
-        tell!("{}.{thread} maps {start}..{end}", target.id);
+        target.pages[start..end].fill(ModelPage::mapped_by(thread, false));
+        trace!("{}.{thread} maps {start}..{end}", target.id);
     }
 }
 
-/// Grow in place, or move to a free or an own place, and perhaps grow there.
-fn remap(target: &mut Process, rng: &mut Rng, thread: usize) -> Option<()> {
+/// Grows a range in place; or moves it to a free or an own place, and perhaps grows it there.
+fn remap(target: &mut SimProcess, rng: &mut Rng, thread: usize) -> Option<()> {
     let (mut start, mut end) = target.own_range(rng, thread, 8)?;
     let last = target.threads[thread].last;
     let used = &target.pages[last.min(target.pages.len() - 1)];
-    if rng.chance(1, 2) && used.owner == Some(thread) && used.mapped && !used.unstable {
-        // Programs like to move what they have just used.
-        let kind = used.registered;
+    if rng.chance(1, 2) && used.owner == Some(thread) && used.is_mapped && !used.is_being_dropped {
+        // Programs tend to move what they have just used.
+        let kind = used.is_registered;
         let fits = |at: &usize| {
             let page = &target.pages[*at];
-            page.owner == Some(thread) && page.mapped && !page.unstable && page.registered == kind
+            page.owner == Some(thread)
+                && page.is_mapped
+                && !page.is_being_dropped
+                && page.is_registered == kind
         };
         start = last;
         end = (last..target.pages.len().min(last + 1 + rng.index(8))).take_while(fits).last().unwrap_or(last)
             + 1;
     }
-    let registered = target.pages[start].registered;
+    let registered = target.pages[start].is_registered;
     if rng.chance(1, 4) {
-        let room = (end..target.pages.len()).take_while(|at| !target.pages[*at].mapped).count();
+        let room = (end..target.pages.len()).take_while(|at| !target.pages[*at].is_mapped).count();
         let growth = rng.index(room.min(4) + 1);
-        target.pages[end..end + growth].fill(Page::mapped_by(thread, registered));
+        target.pages[end..end + growth].fill(ModelPage::mapped_by(thread, registered));
         return None;
     }
     let pages = end - start;
     let is_fixed = rng.chance(1, 3);
-    let vacated = target.vacated;
-    let is_free = target.pages[vacated.0..vacated.1].iter().all(|page| !page.mapped);
+    let moved_from = target.moved_from;
+    let is_free = target.pages[moved_from.0..moved_from.1].iter().all(|page| !page.is_mapped);
     let (to, stop) = if is_fixed {
         target.own_range(rng, thread, pages + 2)?
-    } else if is_free && vacated.1 - vacated.0 >= pages && rng.chance(7, 8) {
-        vacated
+    } else if is_free && moved_from.1 - moved_from.0 >= pages && rng.chance(7, 8) {
+        moved_from
     } else {
         target.free_range(rng, pages + 2)?
     };
     if stop - to < pages || (to < end && start < stop) {
         return None;
     }
-    // A call that tells of several changes has made them all before the first is heard. What others do meanwhile at a place that it
-    // vacated may then be told before the vacating: see "What is left" in docs/formats/paging.md.
+    // A call that raises several events has made all changes before the first event is read.
+    // Another thread's use of the old place may then be reported before its unmapping: see the
+    // known limitations in `docs/formats/paging.md`.
     let is_alone = target.threads.len() == 1;
-    if !is_alone && target.pages[to..stop].iter().any(|page| page.registered) {
+    if !is_alone && target.pages[to..stop].iter().any(|page| page.is_registered) {
         return None;
     }
     let mut events = target.unmap(to, stop);
-    // `MREMAP_DONTUNMAP` leaves the old place mapped, and empty.
+    // `MREMAP_DONTUNMAP` leaves the old place mapped and empty.
     let is_left = stop - to == pages && rng.chance(1, 4);
     for offset in 0..stop - to {
-        let fresh = Page::mapped_by(thread, registered);
+        let fresh = ModelPage::mapped_by(thread, registered);
         target.pages[to + offset] = if offset < pages {
             if target.lost.remove(&number(start + offset)) {
                 target.lost.insert(number(to + offset));
             }
-            let left = if is_left { fresh } else { Page::default() };
+            let left = if is_left { fresh } else { ModelPage::default() };
             std::mem::replace(&mut target.pages[start + offset], left)
         } else {
             fresh
         };
     }
     if !is_left {
-        target.vacated = (start, end);
+        target.moved_from = (start, end);
     }
     if registered {
-        events.push(Event::Remap { from: start, to, pages: pages as u64 });
+        events.push(KernelEvent::Remap { from: start, to, pages: pages as u64 });
         if !is_left {
-            events.push(Event::Unmap { start, end });
+            events.push(KernelEvent::Unmap { start, end });
         }
     }
-    target.tell(thread, events, After::Nothing, false);
+    target.raise_events(thread, events, AfterEvents::Nothing, false);
     registered.then_some(())
 }
 
-/// A device takes hold of a page that is there, or lets go.
-fn pin(target: &mut Process, rng: &mut Rng, thread: usize) {
+/// Pins a present page for a device, or unpins it.
+fn pin(target: &mut SimProcess, rng: &mut Rng, thread: usize) {
     if let Some((at, _)) = target.own_range(rng, thread, 1)
         && let Some(frame) = &mut target.pages[at].frame
-        && frame.exclusive
-        && !frame.lazy
+        && frame.is_exclusive
+        && !frame.is_lazy
     {
-        frame.pinned = !frame.pinned;
-        tell!("{} pins {at}: {}", target.id, frame.pinned);
+        frame.is_pinned = !frame.is_pinned;
+        trace!("{} pins {at}: {}", target.id, frame.is_pinned);
     }
 }

@@ -1,4 +1,4 @@
-//! Another agent takes over from one that has died, as the real one does: `serve/restore`.
+//! Restarts the agent: another agent takes over, as `serve/restore` in `crates/faults` does.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -9,13 +9,13 @@ use aquifer_pager::{Mutation, Volume, finish_move};
 
 use super::death;
 use super::edge::SimEdge;
-use super::schedule::Schedule;
+use super::schedule::PagingSchedule;
 use super::world::reopen;
 
-impl Schedule {
-    /// What the dead agent has left is taken over. This agent may die in the middle of it, too.
+impl PagingSchedule {
+    /// Takes over the state of the dead agent. This agent may die during that, too.
     pub fn restart(&mut self) {
-        tell!("the agent has died");
+        trace!("the agent has died");
         self.monitors.iter_mut().for_each(|monitor| *monitor = None);
         self.world.borrow_mut().restart();
         let count = self.world.borrow().processes.len();
@@ -46,8 +46,8 @@ impl Schedule {
         let is_served = |child: usize| kept.get(child) == Some(&true);
         let target = &mut world.processes[process];
         let moving = target.agent_died(is_served);
-        if !target.alive {
-            // A child whose fork nobody has served would read zeros: it is ended.
+        if !target.is_alive {
+            // A child whose fork was not served would read zeros, so it is killed.
             let unserved = target.unserved_children();
             unserved.into_iter().for_each(|child| world.kill(child));
             return None;
@@ -57,30 +57,29 @@ impl Schedule {
             finish_move(reopen(table), from, to, pages).expect("a page table");
             let journal = &mut target.journal;
             journal.again.pop_front();
-            journal.vacated.push(Area { start: from, end: from + pages });
-            journal.given_up.remove(Area { start: to, end: to + pages });
+            journal.moved_from.push(Area { start: from, end: from + pages });
+            journal.removed.remove(Area { start: to, end: to + pages });
         }
         let (slabs, mempool) = (Arc::clone(&world.slabs), Arc::clone(&world.mempool));
         let recovered = Volume::recover(reopen(table), slabs, mempool, Arc::clone(&world.budget));
         let mut recovered = recovered.expect("a page table");
-        recovered.volume.before_store(death::pass);
+        recovered.volume.before_store(death::step);
         let target = &mut world.processes[process];
-        // Faults that were read and not served come again only so.
+        // Faults that the dead agent had read are raised again only if their threads are woken.
         target.wake(0, target.pages.len());
         let mut batches = target.batches.clone();
         if Mutation::ForgetLeaving.is_active() {
             batches.iter_mut().for_each(Vec::clear);
         }
-        tell!(
+        trace!(
             "{process} has batches {batches:?}, leaving {:?}, staged {:?}",
-            recovered.leaving,
-            recovered.staged
+            recovered.leaving, recovered.staged
         );
         Some(ResumeState {
             recovered,
             registered: target.registered(),
-            pending_unmaps: target.journal.vacated.clone(),
-            removed: target.journal.given_up.clone(),
+            pending_unmaps: target.journal.moved_from.clone(),
+            removed: target.journal.removed.clone(),
             batches,
         })
     }

@@ -1,4 +1,5 @@
-//! One schedule: monitors turn, threads run, the sender sends, things break; then all is read back and given back.
+//! Plays one schedule: monitors turn, threads run, the sender sends, and faults are injected. At
+//! the end all pages are checked, and all memory must be free.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -9,33 +10,33 @@ use aquifer_pager::Volume;
 
 use aquifer_fabric::sim::Rng;
 
-use super::cluster::Cluster;
+use super::cluster::SimCluster;
 use super::death;
 use super::edge::SimEdge;
 use super::focus::Focus;
-use super::memory::{Page, number};
-use super::process::{Doing, Process};
-use super::world::{Seen, World};
+use super::memory::{ModelPage, number};
+use super::process::{SimProcess, ThreadState};
+use super::world::{PagingCounts, PagingWorld};
 
-/// More rounds than any schedule needs to come to rest.
+/// More rounds than any schedule needs to become idle.
 const ROUNDS_MAX: u32 = 60_000;
 
-/// The agent dies within so many steps: at once, in what it does next, or later.
+/// The agent dies within this number of steps: at once, in its next action, or later.
 const DEATH_STEPS: [u64; 3] = [10, 60, 400];
 
-pub struct Schedule {
-    pub world: Rc<RefCell<World>>,
-    /// By process; `None` before its fork was served and after its end.
+pub struct PagingSchedule {
+    pub world: Rc<RefCell<PagingWorld>>,
+    /// Indexed by process; `None` before its fork was served and after its end.
     pub monitors: Vec<Option<Monitor<SimEdge>>>,
     buffers: usize,
-    /// Whether a pass over all monitors found something to do.
-    breaks: Breaks,
-    breaks_often: bool,
+    /// The faults that may be injected.
+    faults_planned: FaultPlan,
+    has_many_faults: bool,
 }
 
-/// What may go wrong in a schedule.
+/// Which faults a schedule injects.
 #[derive(Clone, Copy)]
-struct Breaks {
+struct FaultPlan {
     crashes: bool,
     damage: bool,
     full: bool,
@@ -47,7 +48,7 @@ struct Breaks {
     absence: bool,
 }
 
-impl Breaks {
+impl FaultPlan {
     const NONE: Self = Self {
         crashes: false,
         damage: false,
@@ -60,9 +61,9 @@ impl Breaks {
         absence: false,
     };
 
-    fn choose(rng: &mut Rng, focus: Focus, cluster: &Cluster) -> Self {
+    fn choose(rng: &mut Rng, focus: Focus, cluster: &SimCluster) -> Self {
         match focus {
-            Focus::Copies => {
+            Focus::Replicas => {
                 let crashes = rng.chance(1, 2);
                 Self { crashes, cuts: !crashes, slow: rng.chance(1, 2), ..Self::NONE }
             }
@@ -74,8 +75,8 @@ impl Breaks {
         }
     }
 
-    fn choose_any(rng: &mut Rng, cluster: &Cluster) -> Self {
-        let mut breaks = Self {
+    fn choose_any(rng: &mut Rng, cluster: &SimCluster) -> Self {
+        let mut faults_planned = Self {
             crashes: rng.chance(1, 5),
             damage: rng.chance(1, 8),
             full: rng.chance(1, 6),
@@ -85,98 +86,110 @@ impl Breaks {
             ..Self::NONE
         };
         if cluster.replicas > 1 {
-            // A copy may be lost or damaged, but not all of a page: nothing is excused then.
-            breaks.damage = rng.chance(1, 3);
-            breaks.crashes = !breaks.damage && rng.chance(2, 3);
-            breaks.full = !breaks.damage && rng.chance(1, 2);
-            breaks.slow |= rng.chance(1, 3);
+            // Single replicas may be lost or damaged, but not all of a page, so no lost page is
+            // excused.
+            faults_planned.damage = rng.chance(1, 3);
+            faults_planned.crashes = !faults_planned.damage && rng.chance(2, 3);
+            faults_planned.full = !faults_planned.damage && rng.chance(1, 2);
+            faults_planned.slow |= rng.chance(1, 3);
         }
-        breaks.cuts = !breaks.crashes && !breaks.damage && rng.chance(1, 3);
-        breaks.expiry = !breaks.crashes && !breaks.damage && !breaks.cuts && rng.chance(1, 3);
-        let is_hurt = breaks.crashes || breaks.damage || breaks.cuts || breaks.expiry || breaks.full;
-        breaks.absence = cluster.keeps_memory() && !is_hurt;
-        breaks
+        faults_planned.cuts = !faults_planned.crashes && !faults_planned.damage && rng.chance(1, 3);
+        faults_planned.expiry =
+            !faults_planned.crashes && !faults_planned.damage && !faults_planned.cuts && rng.chance(1, 3);
+        let has_faults = faults_planned.crashes
+            || faults_planned.damage
+            || faults_planned.cuts
+            || faults_planned.expiry
+            || faults_planned.full;
+        faults_planned.absence = cluster.keeps_memory() && !has_faults;
+        faults_planned
     }
 }
 
 /// Plays a schedule.
-pub fn run(seed: u64) -> Result<Seen, String> {
-    let mut world = World::new(seed);
+pub fn run(seed: u64) -> Result<PagingCounts, String> {
+    let mut world = PagingWorld::new(seed);
     let buffers = 1 + world.rng.index(3);
-    let breaks = Breaks::choose(&mut world.rng, world.focus, &world.cluster);
-    world.agent_may_die = breaks.restarts;
+    let faults_planned = FaultPlan::choose(&mut world.rng, world.focus, &world.cluster);
+    world.agent_may_die = faults_planned.restarts;
     let rng = &mut world.rng;
     let threads = if world.moves_often { 2 + rng.index(2) } else { 1 + rng.index(3) };
     let pages = 24 + rng.index(if world.focus == Focus::Events { 60 } else { 170 });
-    let breaks_often = [Focus::Copies, Focus::Absences].contains(&world.focus);
+    let has_many_faults = [Focus::Replicas, Focus::Absences].contains(&world.focus);
     let process = first_process(&mut world, pages, threads, buffers);
     world.processes.push(process);
-    let mut schedule =
-        Schedule { breaks_often, world: Rc::new(RefCell::new(world)), monitors: Vec::new(), buffers, breaks };
-    death::set(0);
+    let mut schedule = PagingSchedule {
+        has_many_faults,
+        world: Rc::new(RefCell::new(world)),
+        monitors: Vec::new(),
+        buffers,
+        faults_planned,
+    };
+    death::schedule(0);
     let played = schedule.play();
-    death::set(0);
+    death::schedule(0);
     played?;
-    let seen = schedule.world.borrow().seen;
-    Ok(seen)
+    let counts = schedule.world.borrow().counts;
+    Ok(counts)
 }
 
-/// A process whose threads have their memory, some pages of which are to be left alone.
-fn first_process(world: &mut World, pages: usize, threads: usize, buffers: usize) -> Process {
-    let mut process = Process::new(0, pages, threads, buffers);
+/// The first process, whose threads own parts of its memory, with some pinned pages.
+fn first_process(world: &mut PagingWorld, pages: usize, threads: usize, buffers: usize) -> SimProcess {
+    let mut process = SimProcess::new(0, pages, threads, buffers);
     let rng = &mut world.rng;
     let mut at = 0;
     while at < pages {
         let end = (at + 1 + rng.index(60)).min(pages);
         if rng.chance(4, 5) {
-            process.pages[at..end].fill(Page::mapped_by(rng.index(threads), false));
+            process.pages[at..end].fill(ModelPage::mapped_by(rng.index(threads), false));
         }
         at = end;
     }
     for _ in 0..rng.below(3) {
-        process.kept.insert(number(rng.index(pages)));
+        process.pinned_pages.insert(number(rng.index(pages)));
     }
     process
 }
 
-impl Schedule {
+impl PagingSchedule {
     fn play(&mut self) -> Result<(), String> {
         self.adopt_first()?;
         for _ in 0..ROUNDS_MAX {
             self.step();
             self.check()?;
             let world = self.world.borrow();
-            if world.operations == 0 || world.processes.iter().all(|process| !process.alive) {
+            if world.operations == 0 || world.processes.iter().all(|process| !process.is_alive) {
                 break;
             }
         }
-        self.rest()?;
+        self.run_until_idle()?;
         self.heal()?;
-        self.hurt();
-        self.read_back()?;
+        self.damage_before_reading();
+        self.check_all_pages()?;
         self.end_all()
     }
 
-    /// With replicas: what is read last is read from a hurt cluster.
-    fn hurt(&mut self) {
+    /// With replicas: injects faults before the last reads.
+    fn damage_before_reading(&mut self) {
         let mut world = self.world.borrow_mut();
         let world = &mut *world;
-        if world.cluster.replicas > 1 && self.breaks.slow {
-            world.seen.slow += u64::from(world.cluster.slow(&mut world.rng));
+        if world.cluster.replicas > 1 && self.faults_planned.slow {
+            world.counts.slow += u64::from(world.cluster.slow(&mut world.rng));
         }
-        for _ in 0..if world.cluster.replicas > 1 && self.breaks.damage { 8 } else { 0 } {
-            world.seen.damages += u64::from(world.cluster.damage(&mut world.rng));
+        for _ in 0..if world.cluster.replicas > 1 && self.faults_planned.damage { 8 } else { 0 } {
+            world.counts.damages += u64::from(world.cluster.damage(&mut world.rng));
         }
     }
 
-    /// With replicas: copies are made of what lacks them, and then nodes die once more before everything is read.
+    /// With replicas: waits until all missing replicas are made, and then kills nodes again before
+    /// everything is read.
     fn heal(&mut self) -> Result<(), String> {
-        if !self.breaks.crashes || self.world.borrow().cluster.replicas == 1 {
+        if !self.faults_planned.crashes || self.world.borrow().cluster.replicas == 1 {
             return Ok(());
         }
         for _ in 0..ROUNDS_MAX {
             let mut world = self.world.borrow_mut();
-            if world.is_whole() || world.cluster.living() < world.cluster.replicas {
+            if world.has_all_replicas() || world.cluster.living() < world.cluster.replicas {
                 world.crash();
                 return Ok(());
             }
@@ -185,8 +198,8 @@ impl Schedule {
         }
         let world = self.world.borrow();
         Err(format!(
-            "copies that lack are not made, although there are nodes for them: {}",
-            world.what_lacks()
+            "missing replicas are not made, although there are nodes for them: {}",
+            world.describe_missing_replicas()
         ))
     }
 
@@ -196,7 +209,7 @@ impl Schedule {
             (Arc::clone(&world.slabs), Arc::clone(&world.mempool), Arc::clone(&world.budget))
         };
         let mut volume = Volume::new(slabs, mempool, budget).map_err(|error| error.to_string())?;
-        volume.before_store(death::pass);
+        volume.before_store(death::step);
         self.add_monitor(0, volume, Areas::default());
         if self.world.borrow_mut().rng.chance(3, 4) {
             self.scan(0);
@@ -218,7 +231,7 @@ impl Schedule {
             self.monitors.push(None);
         }
         self.monitors[process] = Some(monitor);
-        self.world.borrow_mut().processes[process].nudged = true;
+        self.world.borrow_mut().processes[process].is_nudged = true;
     }
 
     fn check(&self) -> Result<(), String> {
@@ -235,35 +248,35 @@ impl Schedule {
         match what {
             0..30 => self.turn(process),
             30..34 => self.scan(process),
-            34 => self.break_something(process),
-            40..44 if self.breaks_often => self.break_something(process),
-            35..37 if self.breaks.restarts => {
+            34 => self.inject_fault(process),
+            40..44 if self.has_many_faults => self.inject_fault(process),
+            35..37 if self.faults_planned.restarts => {
                 let world = &mut *self.world.borrow_mut();
                 let rng = &mut world.rng;
                 if rng.chance(1, if world.focus == Focus::Restarts { 1 } else { 3 }) {
-                    death::set_at_events(1 + u32::try_from(rng.below(4)).expect("small"));
+                    death::schedule_at_event(1 + u32::try_from(rng.below(4)).expect("small"));
                     return;
                 }
                 let within = DEATH_STEPS[rng.index(DEATH_STEPS.len())];
-                death::set(u32::try_from(rng.below(within)).expect("small"));
+                death::schedule(u32::try_from(rng.below(within)).expect("small"));
             }
-            _ => self.world.borrow_mut().bustle(4),
+            _ => self.world.borrow_mut().run_others(4),
         }
-        self.welcome_children();
+        self.start_children();
     }
 
-    fn welcome_children(&mut self) {
-        let newborn = std::mem::take(&mut self.world.borrow_mut().newborn);
-        for (child, volume, areas) in newborn {
+    fn start_children(&mut self) {
+        let new_children = std::mem::take(&mut self.world.borrow_mut().new_children);
+        for (child, volume, areas) in new_children {
             self.add_monitor(child, volume, areas);
         }
     }
 
-    /// The sampler looks; what it found is adopted some time later.
+    /// Runs the sampler on a process. The areas that it finds are adopted some time later.
     fn scan(&mut self, process: usize) {
         let mut world = self.world.borrow_mut();
         let target = &world.processes[process];
-        if target.alive && target.started {
+        if target.is_alive && target.is_started {
             let mut areas = target.areas();
             if !areas.is_empty() && world.rng.chance(1, 2) {
                 let keep = 1 + world.rng.index(areas.len());
@@ -271,34 +284,36 @@ impl Schedule {
                 areas.truncate(keep);
                 areas.sort_unstable();
             }
-            world.processes[process].mail.push(areas);
+            world.processes[process].scans.push(areas);
         }
     }
 
-    fn break_something(&mut self, process: usize) {
-        let breaks = self.breaks;
+    fn inject_fault(&mut self, process: usize) {
+        let faults_planned = self.faults_planned;
         let mut world = self.world.borrow_mut();
         let world = &mut *world;
         match world.rng.below(7) {
-            0..3 if breaks.absence => world.seen.absences += u64::from(world.cluster.go_away(&mut world.rng)),
-            6 if breaks.cuts => world.cut(),
-            6 if breaks.expiry => world.expire(),
-            0 if breaks.crashes && world.rng.chance(1, 2) => world.crash(),
-            5 if breaks.slow => world.seen.slow += u64::from(world.cluster.slow(&mut world.rng)),
-            1 if breaks.damage => {
-                world.seen.damages += u64::from(world.cluster.damage(&mut world.rng));
+            0..3 if faults_planned.absence => {
+                world.counts.absences += u64::from(world.cluster.begin_absence(&mut world.rng))
             }
-            2 if breaks.full && !world.cluster.is_full() => {
+            6 if faults_planned.cuts => world.cut(),
+            6 if faults_planned.expiry => world.fence_one(),
+            0 if faults_planned.crashes && world.rng.chance(1, 2) => world.crash(),
+            5 if faults_planned.slow => world.counts.slow += u64::from(world.cluster.slow(&mut world.rng)),
+            1 if faults_planned.damage => {
+                world.counts.damages += u64::from(world.cluster.damage(&mut world.rng));
+            }
+            2 if faults_planned.full && !world.cluster.is_full() => {
                 world.cluster.fill_up(&mut world.rng);
-                world.seen.full += 1;
+                world.counts.full += 1;
             }
-            3 => world.cluster.relent(),
-            4 if breaks.kills && world.rng.chance(1, 3) => world.kill(process),
+            3 => world.cluster.free_room(),
+            4 if faults_planned.kills && world.rng.chance(1, 3) => world.kill(process),
             _ => {}
         }
     }
 
-    /// A monitor turns, if the agent lives through that; else another agent takes over.
+    /// Runs a turn of a monitor. If the agent dies, another agent takes over.
     fn turn(&mut self, process: usize) {
         let mut is_alive = death::survives(|| self.turn_alive(process));
         while !is_alive {
@@ -306,35 +321,35 @@ impl Schedule {
         }
     }
 
-    /// A monitor turns, if there is a reason to.
+    /// Runs a turn of a monitor, if it has work.
     fn turn_alive(&mut self, process: usize) {
         let Some(monitor) = self.monitors.get_mut(process).and_then(Option::as_mut) else {
             return;
         };
         let mut world = self.world.borrow_mut();
         let target = &mut world.processes[process];
-        if !target.alive {
+        if !target.is_alive {
             drop(world);
             self.end(process);
             return;
         }
-        if !target.has_news() {
+        if !target.has_work() {
             return;
         }
-        target.nudged = false;
-        let mail = std::mem::take(&mut target.mail);
+        target.is_nudged = false;
+        let scans = std::mem::take(&mut target.scans);
         drop(world);
-        for areas in mail {
+        for areas in scans {
             monitor.adopt(&areas);
         }
         match monitor.turn() {
-            TurnOutcome::Again => self.world.borrow_mut().processes[process].nudged = true,
+            TurnOutcome::Again => self.world.borrow_mut().processes[process].is_nudged = true,
             TurnOutcome::Sleep => {}
             TurnOutcome::Ended => self.end(process),
         }
     }
 
-    /// A process is gone: its monitor gives everything back, as the serving thread does.
+    /// Ends the monitor of a process that has exited, as the serving thread does.
     fn end(&mut self, process: usize) {
         let Some(mut monitor) = self.monitors[process].take() else {
             return;
@@ -344,41 +359,42 @@ impl Schedule {
         monitor.close();
     }
 
-    /// No new operations; until nothing is under way any more.
-    fn rest(&mut self) -> Result<(), String> {
+    /// Begins no new operations, and runs until nothing is in flight.
+    fn run_until_idle(&mut self) -> Result<(), String> {
         {
             let mut world = self.world.borrow_mut();
-            world.winding_down = true;
-            world.cluster.relent();
+            world.is_winding_down = true;
+            world.cluster.free_room();
         }
         for _ in 0..ROUNDS_MAX {
             let count = self.world.borrow().processes.len();
             for process in 0..count {
                 self.turn(process);
-                self.welcome_children();
+                self.start_children();
             }
-            self.world.borrow_mut().bustle(8);
+            self.world.borrow_mut().run_others(8);
             self.check()?;
-            if self.is_at_rest() {
+            if self.is_idle() {
                 return Ok(());
             }
         }
-        Err(format!("no rest: {}", self.what_is_stuck()))
+        Err(format!("the schedule does not become idle: {}", self.describe_stuck()))
     }
 
-    fn is_at_rest(&self) -> bool {
+    fn is_idle(&self) -> bool {
         let world = self.world.borrow();
-        let monitored =
-            |process: &Process| self.monitors.get(process.id).is_some_and(Option::is_some) == process.alive;
+        let monitored = |process: &SimProcess| {
+            self.monitors.get(process.id).is_some_and(Option::is_some) == process.is_alive
+        };
         world.sender.is_idle()
             && !world.sender.is_healing()
             && !world.has_orders()
             && world.processes.iter().all(|process| {
-                process.is_idle() && (!process.alive || !process.has_news()) && monitored(process)
+                process.is_idle() && (!process.is_alive || !process.has_work()) && monitored(process)
             })
     }
 
-    fn what_is_stuck(&self) -> String {
+    fn describe_stuck(&self) -> String {
         let world = self.world.borrow();
         let mut text = format!(
             "orders {}, sender idle {}, blocks free {}, {:?}",
@@ -388,21 +404,21 @@ impl Schedule {
             world.budget,
         );
         for process in &world.processes {
-            let doing: Vec<&Doing> = process.threads.iter().map(|thread| &thread.doing).collect();
+            let state: Vec<&ThreadState> = process.threads.iter().map(|thread| &thread.state).collect();
             text += &format!(
-                "; process {}: alive {}, started {}, changing {}, news {}, {doing:?}",
+                "; process {}: alive {}, started {}, changing {}, news {}, {state:?}",
                 process.id,
-                process.alive,
-                process.started,
+                process.is_alive,
+                process.is_started,
                 process.changing,
-                process.has_news()
+                process.has_work()
             );
         }
         text
     }
 
-    /// Every page of every program is read, and is what it must be.
-    fn read_back(&mut self) -> Result<(), String> {
+    /// Reads and checks every page of every program.
+    fn check_all_pages(&mut self) -> Result<(), String> {
         let count = self.world.borrow().processes.len();
         for process in 0..count {
             let pages = self.world.borrow().processes[process].pages.len();
@@ -410,7 +426,7 @@ impl Schedule {
                 {
                     let mut world = self.world.borrow_mut();
                     let target = &mut world.processes[process];
-                    if !target.alive || !target.pages[at].mapped {
+                    if !target.is_alive || !target.pages[at].is_mapped {
                         continue;
                     }
                     target.touch(0, at, None)?;
@@ -418,34 +434,35 @@ impl Schedule {
                         continue;
                     }
                 }
-                self.rest()?;
+                self.run_until_idle()?;
             }
         }
         Ok(())
     }
 
     fn end_all(&mut self) -> Result<(), String> {
-        death::set(0);
+        death::schedule(0);
         let count = self.monitors.len();
         for process in 0..count {
             self.world.borrow_mut().kill(process);
             self.end(process);
         }
         self.world.borrow_mut().sender.stop_healing();
-        self.rest()?;
+        self.run_until_idle()?;
         let mut world = self.world.borrow_mut();
         let world = &mut *world;
         world.sender.close();
-        world.note_sent();
+        world.count_sender_stats();
         let pages = world.slabs.pages();
         let held = world.budget.held();
         let mempool_bytes = world.budget.mempool_bytes();
         let blocks = world.mempool.blocks() - world.mempool.free_block_count();
-        world.seen.audited += world.cluster.audit_all();
-        let taken = world.cluster.taken_bytes();
+        world.counts.leaks_freed += world.cluster.scan_all_for_leaks();
+        let taken = world.cluster.used_bytes();
         if (pages, held, mempool_bytes, blocks, taken) != (0, 0, 0, 0, 0) {
             return Err(format!(
-                "not given back: {pages} remote pages, {held} held, {mempool_bytes} bytes of the share, {blocks} blocks, {taken} bytes of the pool"
+                "not freed: {pages} remote pages, {held} held pages, {mempool_bytes} bytes of the share, \
+                 {blocks} blocks, {taken} bytes of the pool"
             ));
         }
         Ok(())

@@ -1,4 +1,5 @@
-//! Everything of one schedule beside the monitors: processes, sender, cluster, and the chance that moves them.
+//! The state of one schedule apart from the monitors: processes, sender, cluster and random
+//! numbers.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
@@ -13,17 +14,18 @@ use aquifer_pager::{
 };
 use aquifer_pool::{Extent, NodeId};
 
-use super::cluster::{Cluster, SENDER};
+use super::cluster::{SENDER, SimCluster};
 use super::focus::Focus;
 use super::memory::{encode, index};
-use super::process::Process;
+use super::process::SimProcess;
 
 /// More slabs than any schedule has.
 const SLABS_MAX: u32 = 256;
 
-/// What happened in a schedule, or in all: a simulator that never does a thing cannot find its faults.
+/// How often things happened in a schedule, or in all. A simulator that never does a thing cannot
+/// find its bugs.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Seen {
+pub struct PagingCounts {
     pub evictions: u64,
     pub zero_fills: u64,
     pub staging_fills: u64,
@@ -36,11 +38,11 @@ pub struct Seen {
     pub remaps: u64,
     pub kills: u64,
     pub crashes: u64,
-    /// Nodes that came back without their memory, and those of them that were taken in.
+    /// Nodes that returned without their memory, and those of them that the sender added.
     pub returns: u64,
-    pub taken_in: u64,
-    /// What was on nodes without anybody's knowing, and given back.
-    pub audited: u64,
+    pub joined: u64,
+    /// Extents and spans that the leak scan freed.
+    pub leaks_freed: u64,
     pub damages: u64,
     pub lost: u64,
     pub full: u64,
@@ -49,56 +51,57 @@ pub struct Seen {
     pub unchanged: u64,
     pub copied: u64,
     pub repaired: u64,
-    /// Pages moved out of sparse slabs.
+    /// Pages that were moved out of slabs that were being vacated.
     pub repacked: u64,
-    /// Nodes that died when all was on others too, and of these those after whose death copies had been made before.
-    pub borne: u64,
-    pub borne_again: u64,
+    /// Nodes that died while all pages had other replicas, and those of them that died after
+    /// replicas of an earlier dead node had been made.
+    pub survived: u64,
+    pub survived_after_healing: u64,
     pub restarts: u64,
-    /// Times that a node was out of reach.
+    /// Partitions of a node.
     pub cuts: u64,
-    /// Nodes that heard that our lease was over.
+    /// Nodes that fenced our host.
     pub expiries: u64,
     pub absences: u64,
-    /// Forks after which writes were asked for first, and answers that allowed some.
+    /// Forks after which pages were write-protected, and answers that permitted writes.
     pub protections: u64,
     pub unprotected: u64,
-    /// A worker would have waited for ever.
+    /// Workers that would have waited for ever.
     pub stuck_workers: u64,
 }
 
-impl Seen {
-    pub fn counts(&self) -> [(&'static str, u64); 32] {
+impl PagingCounts {
+    pub fn labelled(&self) -> [(&'static str, u64); 32] {
         [
             ("evictions", self.evictions),
             ("zero fills", self.zero_fills),
             ("fills from the mempool", self.staging_fills),
             ("fills from memory nodes", self.remote_fills),
             ("fills refused as busy", self.busy),
-            ("pages kept", self.kept),
-            ("pages absent", self.absent),
+            ("pages that the worker left", self.kept),
+            ("pages that were absent", self.absent),
             ("shared pages made private", self.privatised),
             ("forks", self.forks),
             ("remaps", self.remaps),
             ("kills", self.kills),
             ("crashed nodes", self.crashes),
-            ("nodes that came back", self.returns),
-            ("nodes that were taken in", self.taken_in),
-            ("things that nobody knew of, and that were given back", self.audited),
+            ("nodes that returned", self.returns),
+            ("nodes that were added", self.joined),
+            ("leaks that were freed", self.leaks_freed),
             ("damaged pages", self.damages),
             ("lost pages", self.lost),
             ("times the pool was full", self.full),
             ("slow nodes", self.slow),
-            ("fetches with late answers", self.late),
+            ("fetches with late READs", self.late),
             ("pages that left unchanged", self.unchanged),
             ("slabs copied", self.copied),
             ("pages repaired", self.repaired),
             ("pages moved", self.repacked),
-            ("deaths that cost nothing", self.borne),
-            ("deaths that cost nothing after another", self.borne_again),
+            ("deaths that lost no page", self.survived),
+            ("deaths after healing that lost no page", self.survived_after_healing),
             ("restarts of the agent", self.restarts),
-            ("nodes out of reach", self.cuts),
-            ("nodes that refused us", self.expiries),
+            ("partitions of a node", self.cuts),
+            ("nodes that fenced the host", self.expiries),
             ("nodes that were away", self.absences),
             ("forks that were protected", self.protections),
             ("writes to protected pages", self.unprotected),
@@ -119,8 +122,8 @@ impl Seen {
         self.kills += other.kills;
         self.crashes += other.crashes;
         self.returns += other.returns;
-        self.taken_in += other.taken_in;
-        self.audited += other.audited;
+        self.joined += other.joined;
+        self.leaks_freed += other.leaks_freed;
         self.damages += other.damages;
         self.lost += other.lost;
         self.full += other.full;
@@ -130,8 +133,8 @@ impl Seen {
         self.copied += other.copied;
         self.repaired += other.repaired;
         self.repacked += other.repacked;
-        self.borne += other.borne;
-        self.borne_again += other.borne_again;
+        self.survived += other.survived;
+        self.survived_after_healing += other.survived_after_healing;
         self.restarts += other.restarts;
         self.cuts += other.cuts;
         self.expiries += other.expiries;
@@ -143,14 +146,14 @@ impl Seen {
 }
 
 #[derive(Debug)]
-enum Order {
-    /// A batch waits in staging.
+enum SenderOrder {
+    /// A batch in a staging buffer.
     Copy { process: usize, job: EvictedBatch },
-    /// A block waits since before a restart.
+    /// A block that must be written again since a restart.
     Again { process: usize, block: BlockId, slots: u64 },
 }
 
-impl Order {
+impl SenderOrder {
     fn process(&self) -> usize {
         match self {
             Self::Copy { process, .. } | Self::Again { process, .. } => *process,
@@ -158,66 +161,67 @@ impl Order {
     }
 }
 
-/// The same memory, for another who maps it.
+/// The same memory, mapped a second time.
 pub fn reopen(memory: &Memory) -> Memory {
     let fd = memory.fd().try_clone_to_owned().expect("a descriptor");
     Memory::from_fd(fd, memory.len()).expect("it is sealed")
 }
 
 #[derive(Debug)]
-pub struct World {
+pub struct PagingWorld {
     pub rng: Rng,
-    pub processes: Vec<Process>,
-    pub cluster: Cluster,
+    pub processes: Vec<SimProcess>,
+    pub cluster: SimCluster,
     pub mempool: Arc<Mempool>,
     pub slabs: Arc<SlabSet>,
     pub budget: Arc<Budget>,
     pub sender: Sender,
-    orders: VecDeque<Order>,
+    orders: VecDeque<SenderOrder>,
     pub abandoned: Vec<u64>,
-    /// Children whose event the parent's monitor has served.
-    pub newborn: Vec<(usize, Volume, Areas)>,
-    /// By process, what the keeper has of its page table.
+    /// Children whose fork the parent's monitor has served.
+    pub new_children: Vec<(usize, Volume, Areas)>,
+    /// Indexed by process: the page table that the keeper holds.
     pub kept: Vec<Option<Memory>>,
-    /// Which agent it is.
+    /// The epoch of the present agent.
     pub epoch: u64,
     pub clock_ns: u64,
-    /// Most things that happen between two calls of a monitor.
+    /// Steps of the world between two calls of a monitor, at most.
     pub pace: u64,
     /// How often monitors have waited for the sender.
     pub waits: u32,
     pub stamps: u64,
     /// Operations that threads may still begin.
     pub operations: u32,
-    /// Operations are drawn from this many kinds; the more, the more of them are touches.
+    /// Operations are drawn from this many numbers. The more, the more of them are touches.
     pub mix: u64,
-    /// Programs that often move what they have.
+    /// Programs move their memory often.
     pub moves_often: bool,
-    /// `madvise` may raise its event some time before the event is in the queue.
+    /// Events of `madvise` may enter the queue some time after they were raised.
     pub late_events: bool,
-    /// What is posted stays under way for long.
+    /// Operations on the fabric stay in flight for long.
     is_fabric_lazy: bool,
-    pub winding_down: bool,
+    pub is_winding_down: bool,
     pub agent_may_die: bool,
     pub failure: Option<String>,
-    pub seen: Seen,
-    /// A node that the sender does not know, and that has let us in.
+    pub counts: PagingCounts,
+    /// The bias of the schedule.
     pub focus: Focus,
-    knocked: Option<(NodeId, Box<dyn Endpoint>)>,
+    joining: Option<(NodeId, Box<dyn Endpoint>)>,
     written: Vec<WrittenBatch>,
     found: Vec<StageOutcome>,
 }
 
-impl World {
+impl PagingWorld {
     pub fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
         let focus = Focus::of(seed);
-        let cluster = Cluster::new(rng.next_u64(), &mut rng, focus);
+        let cluster = SimCluster::new(rng.next_u64(), &mut rng, focus);
         let blocks = 1 + rng.index(6);
         let mempool = Mempool::new(blocks * aquifer_pager::BLOCK_PAGES * aquifer_pager::PAGE_BYTES);
         let mempool = Arc::new(mempool.expect("memory"));
         let slabs = Arc::new(SlabSet::with_replicas(cluster.replicas).expect("memory"));
-        // Four blocks are the mempool's share. The monitor keeps 128 pages free: most limits let some pages be resident all the same.
+        // The mempool share is four blocks. The monitor keeps 128 pages free, and most limits let
+        // some pages be resident all the same.
         let moves_often = rng.chance(1, 6) || focus == Focus::Restarts && rng.chance(2, 3);
         let kind = if [Focus::Events, Focus::Absences].contains(&focus) {
             0
@@ -245,7 +249,7 @@ impl World {
             sender,
             orders: VecDeque::new(),
             abandoned: Vec::new(),
-            newborn: Vec::new(),
+            new_children: Vec::new(),
             kept: Vec::new(),
             epoch: 1,
             clock_ns: 0,
@@ -258,11 +262,11 @@ impl World {
             moves_often,
             late_events: rng.chance(1, 3) || [Focus::Restarts, Focus::Events].contains(&focus),
             is_fabric_lazy: rng.chance(1, 3),
-            winding_down: false,
+            is_winding_down: false,
             agent_may_die: false,
             failure: None,
-            seen: Seen::default(),
-            knocked: None,
+            counts: PagingCounts::default(),
+            joining: None,
             written: Vec::new(),
             found: Vec::new(),
             rng,
@@ -270,10 +274,10 @@ impl World {
         }
     }
 
-    /// Let up to `max` things happen that happen at any time.
-    pub fn bustle(&mut self, max: u64) {
+    /// Runs up to `max` random steps of threads, sender, fabric and kernel.
+    pub fn run_others(&mut self, max: u64) {
         if self.cluster.leak_detector.has_suspects() && self.rng.chance(1, 4) {
-            self.seen.audited += self.cluster.audit();
+            self.counts.leaks_freed += self.cluster.scan_for_leaks();
         }
         for _ in 0..self.rng.below(max + 1) {
             self.clock_ns += self.rng.below(300_000);
@@ -290,27 +294,28 @@ impl World {
         }
     }
 
-    /// The kernel drops a page that it may drop. Shared ones are left out: see "What is left" in `docs/formats/paging.md`.
+    /// The kernel drops a page after `MADV_FREE`. Shared pages are left out: see the known
+    /// limitations in `docs/formats/paging.md`.
     fn reclaim_lazy(&mut self) {
         let process = self.rng.index(self.processes.len());
         let pages = &mut self.processes[process].pages;
-        let lazy = |at: usize| pages[at].frame.is_some_and(|frame| frame.lazy && frame.exclusive);
+        let lazy = |at: usize| pages[at].frame.is_some_and(|frame| frame.is_lazy && frame.is_exclusive);
         if let Some((at, _)) = super::memory::random_run(&mut self.rng, pages.len(), 1, lazy) {
             pages[at].frame = None;
-            tell!("{process} lazily drops {at}");
+            trace!("{process} lazily drops {at}");
         }
     }
 
     pub fn submit(&mut self, process: usize, job: EvictedBatch) {
-        self.seen.evictions += job.positions.len() as u64;
-        self.orders.push_back(Order::Copy { process, job });
+        self.counts.evictions += job.positions.len() as u64;
+        self.orders.push_back(SenderOrder::Copy { process, job });
     }
 
     pub fn submit_again(&mut self, process: usize, block: BlockId, slots: u64) {
-        self.orders.push_back(Order::Again { process, block, slots });
+        self.orders.push_back(SenderOrder::Again { process, block, slots });
     }
 
-    /// The keeper holds a page table from now on.
+    /// Records that the keeper holds a page table.
     pub fn keep(&mut self, process: usize, table: &Memory) {
         if self.kept.len() <= process {
             self.kept.resize_with(process + 1, || None);
@@ -318,7 +323,8 @@ impl World {
         self.kept[process] = Some(reopen(table));
     }
 
-    /// A page of a process is lost, and of children that have branched off it and not been served: they get what their parent has.
+    /// Records that a page is lost, also for children whose fork is not served yet, because they
+    /// inherit the page.
     pub fn note_lost(&mut self, process: usize, page: PageNumber) {
         if index(page) >= self.processes[process].pages.len() {
             return;
@@ -332,15 +338,16 @@ impl World {
         }
     }
 
-    /// Another agent begins, with what the one before has left. Its volumes are recovered before [`Self::finish_restart`].
+    /// Begins a new agent with what the previous one left. Its volumes are recovered before
+    /// [`Self::finish_restart`].
     pub fn restart(&mut self) {
-        self.note_sent();
-        self.seen.restarts += 1;
+        self.count_sender_stats();
+        self.counts.restarts += 1;
         self.epoch += 1;
         self.orders.clear();
         self.abandoned.clear();
-        self.newborn.clear();
-        self.knocked = None;
+        self.new_children.clear();
+        self.joining = None;
         self.mempool = Arc::new(Mempool::recover(reopen(self.mempool.memory())));
         self.slabs = Arc::new(SlabSet::recover(reopen(self.slabs.memory()), self.cluster.replicas));
         let blocks = 4 * aquifer_pager::BLOCK_PAGES as u64;
@@ -348,12 +355,12 @@ impl World {
         self.budget = Arc::new(Budget::new(limit));
     }
 
-    /// All volumes are recovered, and have these blocks.
+    /// Ends the recovery, when all volumes are recovered and own the blocks in `used`.
     pub fn finish_restart(&mut self, used: &HashSet<BlockId>) {
         self.mempool.finish_recovery(used);
         self.slabs.finish_recovery();
         self.cluster.epoch = self.epoch;
-        self.cluster.doubt_all();
+        self.cluster.suspect_all();
         let sender = Sender::new(
             Arc::clone(&self.slabs),
             &self.mempool,
@@ -365,20 +372,20 @@ impl World {
         self.cluster.close(dead, &mut self.rng);
     }
 
-    /// What a sender has done is seen when it ends.
-    pub fn note_sent(&mut self) {
+    /// Adds the counters of a sender that ends.
+    pub fn count_sender_stats(&mut self) {
         let sent = self.sender.stats();
-        self.seen.unchanged += sent.unchanged_pages;
-        self.seen.copied += sent.copied_slabs;
-        self.seen.repaired += sent.repaired_pages;
+        self.counts.unchanged += sent.unchanged_pages;
+        self.counts.copied += sent.copied_slabs;
+        self.counts.repaired += sent.repaired_pages;
     }
 
-    /// The sender's thread goes round once.
+    /// Runs one turn of the sender's thread.
     pub fn run_sender(&mut self) {
         for owner in std::mem::take(&mut self.abandoned) {
             self.sender.abandon(owner);
             for order in &mut self.orders {
-                if let Order::Again { process, slots, .. } = order
+                if let SenderOrder::Again { process, slots, .. } = order
                     && *process as u64 == owner
                 {
                     *slots = 0;
@@ -393,16 +400,16 @@ impl World {
         if self.rng.chance(1, 8) {
             self.sender.probe();
         }
-        if self.cluster.is_hurt() && self.rng.chance(1, 2) {
-            self.take_in();
+        if self.cluster.has_faults() && self.rng.chance(1, 2) {
+            self.join_nodes();
         }
-        if !self.winding_down {
+        if !self.is_winding_down {
             self.repack();
         }
         let mut written = std::mem::take(&mut self.written);
         let result = self.sender.advance(&mut written);
         assert!(
-            result.is_ok() || self.cluster.is_full() || self.cluster.is_hurt() || self.cluster.was_away,
+            result.is_ok() || self.cluster.is_full() || self.cluster.has_faults() || self.cluster.was_away,
             "{result:?}"
         );
         for written in written.drain(..) {
@@ -412,91 +419,92 @@ impl World {
         self.written = written;
     }
 
-    /// Slabs are to become empty, at times, and then the sampler has the monitors look.
+    /// Begins a round of vacating at times. During a round the sampler wakes the monitors.
     fn repack(&mut self) {
         if self.rng.chance(1, 16) {
             self.sender.repack_all();
         }
         if self.slabs.vacating_round().is_some() && self.rng.chance(1, 4) {
-            self.processes.iter_mut().for_each(|process| process.nudged = true);
+            self.processes.iter_mut().for_each(|process| process.is_nudged = true);
         }
     }
 
-    /// Dead nodes come back, at times. The next node that the sender does not know is asked; who has let us in is taken in, at once or later.
-    fn take_in(&mut self) {
-        let often = if self.focus == Focus::Copies { 2 } else { 8 };
+    /// Restarts dead nodes at times, and connects to nodes that the sender does not use. A
+    /// connected node is added to the sender at once or later.
+    fn join_nodes(&mut self) {
+        let often = if self.focus == Focus::Replicas { 2 } else { 8 };
         if self.rng.chance(1, often) {
-            self.seen.returns += u64::from(self.cluster.come_back(&mut self.rng));
+            self.counts.returns += u64::from(self.cluster.replace_dead_node(&mut self.rng));
         }
-        if self.knocked.is_none()
+        if self.joining.is_none()
             && let Some(node) = self.cluster.nodes().find(|node| !self.sender.uses_node(*node))
         {
-            self.knocked = self
+            self.joining = self
                 .cluster
                 .connector(SENDER)
                 .connect_without_waiting(node)
                 .ok()
                 .map(|endpoint| (node, endpoint));
         }
-        if let Some((node, endpoint)) = self.knocked.take_if(|_| self.rng.chance(1, 2)) {
+        if let Some((node, endpoint)) = self.joining.take_if(|_| self.rng.chance(1, 2)) {
             let taken = self.sender.add_node(node, endpoint);
-            tell!("node {node:?} is taken in: {taken:?}, known {}", self.sender.uses_node(node));
-            self.seen.taken_in += u64::from(taken.is_ok() && self.sender.uses_node(node));
+            trace!("node {node:?} is added: {taken:?}, in use {}", self.sender.uses_node(node));
+            self.counts.joined += u64::from(taken.is_ok() && self.sender.uses_node(node));
         }
     }
 
-    /// Whether every page is on as many nodes as it should be.
-    pub fn is_whole(&mut self) -> bool {
+    /// Whether each slab has all its replicas on nodes that are alive.
+    pub fn has_all_replicas(&mut self) -> bool {
         let lives = |copy: Extent| self.cluster.holds(&copy);
         let slabs = (0..SLABS_MAX).map(|slab| self.slabs.replicas(SlabId(slab)));
         self.sender.stats().degraded_slabs == 0 && slabs.flat_map(SlabReplicas::iter).all(lives)
     }
 
-    /// Copies that are where nobody has them any more, and whom the sender knows.
-    pub fn what_lacks(&self) -> String {
+    /// Replicas that their nodes have lost, and the nodes that the sender uses.
+    pub fn describe_missing_replicas(&self) -> String {
         let slabs = (0..SLABS_MAX)
             .flat_map(|slab| self.slabs.replicas(SlabId(slab)).iter().map(move |copy| (slab, copy)));
         let gone: Vec<_> = slabs.filter(|(_, copy)| !self.cluster.holds(copy)).collect();
         let known: Vec<_> = self.cluster.nodes().filter(|node| self.sender.uses_node(*node)).collect();
-        format!("{gone:?} are gone, {known:?} are known, {:?}", self.sender.stats())
+        format!("replicas {gone:?} are lost, nodes {known:?} are in use, {:?}", self.sender.stats())
     }
 
-    /// Nodes die: one, or as many as the replicas bear, if nothing would be lost.
+    /// Kills one node, or as many as the replicas tolerate, if no page is lost by that.
     pub fn crash(&mut self) {
         let replicas = self.cluster.replicas;
-        if replicas > 1 && !self.is_whole() {
+        if replicas > 1 && !self.has_all_replicas() {
             return;
         }
         let most = 1.max(replicas - 1);
-        let was_hurt = self.cluster.has_mourned;
+        let was_hurt = self.cluster.has_lost_node;
         for _ in 0..1 + self.rng.index(most) {
             let dies = u64::from(self.cluster.crash(&mut self.rng));
-            self.seen.crashes += dies;
+            self.counts.crashes += dies;
             if replicas > 1 {
-                self.seen.borne += dies;
-                self.seen.borne_again += if was_hurt { dies } else { 0 };
+                self.counts.survived += dies;
+                self.counts.survived_after_healing += if was_hurt { dies } else { 0 };
             }
         }
     }
 
-    /// The agent's lease is over: nodes hear of it one by one. What is on them is out of its reach from then on, whatever the replicas; and when
-    /// none is left it ends its programs.
-    pub fn expire(&mut self) {
-        self.seen.expiries += u64::from(self.cluster.expire(&mut self.rng));
-        if self.cluster.is_out_of_reach() {
+    /// Ends the agent's lease at one more node. What is on that node is out of reach, whatever the
+    /// replicas. When no node is left, the agent ends its programs.
+    pub fn fence_one(&mut self) {
+        self.counts.expiries += u64::from(self.cluster.fence_one(&mut self.rng));
+        if self.cluster.is_fenced_everywhere() {
             (0..self.processes.len()).for_each(|process| self.kill(process));
         }
     }
 
-    /// A node is out of reach from now on, if nothing is lost by that with replicas, or no longer.
+    /// Partitions a node if no page with replicas is lost by that, or ends the partition.
     pub fn cut(&mut self) {
-        if self.cluster.is_cut() || self.cluster.replicas == 1 || self.is_whole() {
-            self.seen.cuts += u64::from(self.cluster.cut(&mut self.rng));
+        if self.cluster.is_cut() || self.cluster.replicas == 1 || self.has_all_replicas() {
+            self.counts.cuts += u64::from(self.cluster.cut(&mut self.rng));
         }
     }
 
-    /// Orders of several programs come as they come: after a restart not as they came before.
-    fn next_order(&mut self) -> Option<Order> {
+    /// Removes the next order. Orders of several programs come in any order after a restart.
+    fn next_order(&mut self) -> Option<SenderOrder> {
         let first = self.orders.front()?.process();
         let other = self.orders.iter().position(|order| order.process() != first);
         match other.filter(|_| self.epoch > 1 && self.rng.chance(1, 2)) {
@@ -505,10 +513,10 @@ impl World {
         }
     }
 
-    fn stage(&mut self, order: &Order) {
+    fn stage(&mut self, order: &SenderOrder) {
         match order {
-            Order::Copy { process, job } => self.copy(*process, job),
-            Order::Again { process, block, slots } => {
+            SenderOrder::Copy { process, job } => self.copy(*process, job),
+            SenderOrder::Again { process, block, slots } => {
                 let mut found = std::mem::take(&mut self.found);
                 let is_wanted = |index: usize| slots >> index & 1 == 1;
                 let owner = *process as u64;
@@ -518,12 +526,12 @@ impl World {
         }
     }
 
-    /// A batch is copied from staging into its block.
+    /// Copies a batch from its staging buffer into its block, and stages it.
     fn copy(&mut self, process: usize, job: &EvictedBatch) {
         let EvictedBatch { block, buffer, positions, copies } = job;
         let number = process;
         let process = &self.processes[number];
-        let alive = process.alive;
+        let alive = process.is_alive;
         if alive {
             for (slot, position) in positions.iter().enumerate() {
                 let stamp = process.staging[*buffer][usize::from(*position)];
@@ -542,24 +550,25 @@ impl World {
         self.found = found;
     }
 
-    /// A process ends, at whatever it was.
+    /// Kills a process, whatever it is doing.
     pub fn kill(&mut self, process: usize) {
-        if !self.processes[process].alive {
+        if !self.processes[process].is_alive {
             return;
         }
         self.note_unreadable(process);
         for child in self.processes[process].die() {
             self.processes[child].die();
         }
-        self.seen.kills += 1;
+        self.counts.kills += 1;
     }
 
-    /// What is in a process' staging when it dies is lost to a child whose fork was served at that moment.
+    /// Records that pages in the staging buffers of a dying process are lost to children whose fork
+    /// is being served.
     fn note_unreadable(&mut self, process: usize) {
         let leaving: Vec<u64> = (0..self.processes[process].pages.len()).map(super::memory::number).collect();
         let is_parting = !self.orders.iter().all(|order| order.process() != process);
         let mut family = vec![process];
-        // A child comes after its parent.
+        // A child has a greater number than its parent.
         for child in process..self.processes.len() {
             let parent = self.processes[child].parent;
             if is_parting && parent.is_some_and(|parent| family.contains(&parent)) {
@@ -569,7 +578,7 @@ impl World {
         }
     }
 
-    pub fn page(&mut self, process: usize, page: u64) -> &mut super::memory::Page {
+    pub fn page(&mut self, process: usize, page: u64) -> &mut super::memory::ModelPage {
         &mut self.processes[process].pages[index(page)]
     }
 

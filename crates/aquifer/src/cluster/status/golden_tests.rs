@@ -17,7 +17,7 @@ fn golden_status() {
         free_bytes: Some(5),
     };
     let agent =
-        AgentRecord { host: 1, address: "agent.sock".into(), epoch: 2, claimed: 3, is_successor: false };
+        AgentRecord { host: 1, address: "agent.sock".into(), epoch: 2, claim_epoch: 3, is_recovery: false };
     // The rest of it is fixed where it is made (`crates/agent`).
     let asked = AgentStatus {
         host: 1,

@@ -1,5 +1,6 @@
 //! Golden bytes of `docs/formats/directory.md`: the protocol of the embedded directory.
-//! A changed golden file needs a new version there ([`VERSION`]).
+//!
+//! A changed golden file needs a new [`VERSION`].
 
 use aquifer_tests_support::{Golden, golden};
 
@@ -9,49 +10,49 @@ use crate::embedded::frame;
 const NUMBER: u64 = 0x0102_0304_0506_0708;
 const OTHER: u64 = 0x1112_1314_1516_1718;
 
-/// By their numbers on the wire.
-const BOUNDS: [Bound; 11] = [
-    Bound::KeyBytes,
-    Bound::ValueBytes,
-    Bound::ListEntries,
-    Bound::ListBytes,
-    Bound::TransactionParts,
-    Bound::TransactionBytes,
-    Bound::Keys,
-    Bound::StoreBytes,
-    Bound::Leases,
-    Bound::TtlMin,
-    Bound::TtlMax,
+/// All limits, in the order of their numbers in the protocol.
+const LIMIT_KINDS: [LimitKind; 11] = [
+    LimitKind::KeyBytes,
+    LimitKind::ValueBytes,
+    LimitKind::ListEntries,
+    LimitKind::ListBytes,
+    LimitKind::TransactionParts,
+    LimitKind::TransactionBytes,
+    LimitKind::Keys,
+    LimitKind::StoreBytes,
+    LimitKind::Leases,
+    LimitKind::TtlMin,
+    LimitKind::TtlMax,
 ];
 
 fn lease() -> Option<LeaseId> {
     Some(LeaseId(0x2122_2324_2526_2728))
 }
 
-fn entry(lease: Option<LeaseId>) -> Entry {
-    Entry { key: "nodes/1".into(), value: vec![0, 0xff], version: NUMBER, lease }
+fn entry(lease: Option<LeaseId>) -> DirectoryEntry {
+    DirectoryEntry { key: "nodes/1".into(), value: vec![0, 0xff], version: NUMBER, lease }
 }
 
-fn requests() -> Vec<(&'static str, Request)> {
+fn requests() -> Vec<(&'static str, DirectoryRequest)> {
     let transaction = Transaction {
         compares: vec![
             Compare { key: "a".into(), version: 0 },
             Compare { key: "bc".into(), version: NUMBER },
         ],
         operations: vec![
-            Operation::Put { key: "a".into(), value: vec![1, 2, 3], lease: lease() },
-            Operation::Put { key: "bc".into(), value: Vec::new(), lease: None },
-            Operation::Delete { key: "é".into() },
+            KeyOperation::Put { key: "a".into(), value: vec![1, 2, 3], lease: lease() },
+            KeyOperation::Put { key: "bc".into(), value: Vec::new(), lease: None },
+            KeyOperation::Delete { key: "é".into() },
         ],
     };
     vec![
-        ("get", Request::Get("nodes/1".into())),
-        ("list", Request::List("nodes/".into())),
-        ("transaction", Request::Transaction(transaction)),
-        ("grant", Request::Grant(Duration::from_millis(NUMBER))),
-        ("keep alive", Request::KeepAlive(LeaseId(NUMBER))),
-        ("revoke", Request::Revoke(LeaseId(NUMBER))),
-        ("watch", Request::Watch { prefix: "nodes/".into(), from_revision: NUMBER }),
+        ("get", DirectoryRequest::Get("nodes/1".into())),
+        ("list", DirectoryRequest::List("nodes/".into())),
+        ("transaction", DirectoryRequest::Transaction(transaction)),
+        ("grant", DirectoryRequest::Grant(Duration::from_millis(NUMBER))),
+        ("keep alive", DirectoryRequest::KeepAlive(LeaseId(NUMBER))),
+        ("revoke", DirectoryRequest::Revoke(LeaseId(NUMBER))),
+        ("watch", DirectoryRequest::Watch { prefix: "nodes/".into(), from_revision: NUMBER }),
     ]
 }
 
@@ -71,27 +72,30 @@ fn errors() -> Vec<(&'static str, DirectoryError)> {
     ]
 }
 
-fn responses() -> Vec<(&'static str, Response)> {
-    let event = |kind| Response::Event(Event { revision: NUMBER, key: "nodes/1".into(), kind });
+fn responses() -> Vec<(&'static str, DirectoryResponse)> {
+    let event = |kind| DirectoryResponse::Event(WatchEvent { revision: NUMBER, key: "nodes/1".into(), kind });
     let listing = Listing { revision: NUMBER, entries: vec![entry(None), entry(lease())] };
     vec![
-        ("done", Response::Done),
-        ("no entry", Response::Entry(None)),
-        ("entry", Response::Entry(Some(entry(None)))),
-        ("entry with a lease", Response::Entry(Some(entry(lease())))),
-        ("listing", Response::Listing(listing)),
-        ("committed", Response::Outcome(TransactionOutcome::Committed { revision: NUMBER })),
-        ("conflict", Response::Outcome(TransactionOutcome::Conflict { key: "a".into(), version: NUMBER })),
-        ("lease", Response::Lease(Lease { id: LeaseId(NUMBER), epoch: OTHER })),
-        ("put", event(EventKind::Put { value: vec![7], lease: None })),
-        ("put with a lease", event(EventKind::Put { value: vec![7], lease: lease() })),
-        ("deleted", event(EventKind::Delete)),
+        ("done", DirectoryResponse::Done),
+        ("no entry", DirectoryResponse::Entry(None)),
+        ("entry", DirectoryResponse::Entry(Some(entry(None)))),
+        ("entry with a lease", DirectoryResponse::Entry(Some(entry(lease())))),
+        ("listing", DirectoryResponse::Listing(listing)),
+        ("committed", DirectoryResponse::Outcome(TransactionOutcome::Committed { revision: NUMBER })),
+        (
+            "conflict",
+            DirectoryResponse::Outcome(TransactionOutcome::Conflict { key: "a".into(), version: NUMBER }),
+        ),
+        ("lease", DirectoryResponse::Lease(Lease { id: LeaseId(NUMBER), epoch: OTHER })),
+        ("put", event(WatchEventKind::Put { value: vec![7], lease: None })),
+        ("put with a lease", event(WatchEventKind::Put { value: vec![7], lease: lease() })),
+        ("deleted", event(WatchEventKind::Delete)),
     ]
 }
 
-fn add(golden: &mut Golden, name: &str, response: &Response) {
+fn add(golden: &mut Golden, name: &str, response: &DirectoryResponse) {
     let bytes = response.encode();
-    assert_eq!(Response::decode(&bytes).as_ref(), Some(response), "{name}");
+    assert_eq!(DirectoryResponse::decode(&bytes).as_ref(), Some(response), "{name}");
     golden.bytes(name, &bytes);
 }
 
@@ -106,19 +110,19 @@ fn golden_requests_and_responses() {
     assert_eq!(check_server_hello(&hello(Some("why"))), Err("why".into()));
     for (name, request) in requests() {
         let bytes = request.encode();
-        assert_eq!(Request::decode(&bytes), Some(request), "{name}");
+        assert_eq!(DirectoryRequest::decode(&bytes), Some(request), "{name}");
         golden.bytes(name, &bytes);
     }
     for (name, response) in responses() {
         add(&mut golden, name, &response);
     }
     for (name, error) in errors() {
-        add(&mut golden, name, &Response::Error(error));
+        add(&mut golden, name, &DirectoryResponse::Error(error));
     }
-    for (number, bound) in (0..).zip(BOUNDS) {
-        assert_eq!(Bound::ALL[number], bound);
-        let error = DirectoryError::Limit { bound, got: NUMBER };
-        add(&mut golden, &format!("limit {number}"), &Response::Error(error));
+    for (number, kind) in (0..).zip(LIMIT_KINDS) {
+        assert_eq!(LimitKind::ALL[number], kind);
+        let error = DirectoryError::Limit { kind, got: NUMBER };
+        add(&mut golden, &format!("limit {number}"), &DirectoryResponse::Error(error));
     }
     let mut framed = Vec::new();
     frame::write(&mut framed, b"body").expect("a vector takes all");

@@ -14,10 +14,10 @@ fn lease() -> impl Strategy<Value = Option<LeaseId>> {
     proptest::option::of(any::<u64>().prop_map(LeaseId))
 }
 
-fn operation() -> impl Strategy<Value = Operation> {
+fn operation() -> impl Strategy<Value = KeyOperation> {
     prop_oneof![
-        (text(), value(), lease()).prop_map(|(key, value, lease)| Operation::Put { key, value, lease }),
-        text().prop_map(|key| Operation::Delete { key }),
+        (text(), value(), lease()).prop_map(|(key, value, lease)| KeyOperation::Put { key, value, lease }),
+        text().prop_map(|key| KeyOperation::Delete { key }),
     ]
 }
 
@@ -27,20 +27,21 @@ fn transaction() -> impl Strategy<Value = Transaction> {
         .prop_map(|(compares, operations)| Transaction { compares, operations })
 }
 
-fn request() -> impl Strategy<Value = Request> {
+fn request() -> impl Strategy<Value = DirectoryRequest> {
     prop_oneof![
-        text().prop_map(Request::Get),
-        text().prop_map(Request::List),
-        transaction().prop_map(Request::Transaction),
-        any::<u64>().prop_map(|ms| Request::Grant(Duration::from_millis(ms))),
-        any::<u64>().prop_map(|id| Request::KeepAlive(LeaseId(id))),
-        any::<u64>().prop_map(|id| Request::Revoke(LeaseId(id))),
-        (text(), any::<u64>()).prop_map(|(prefix, from_revision)| Request::Watch { prefix, from_revision }),
+        text().prop_map(DirectoryRequest::Get),
+        text().prop_map(DirectoryRequest::List),
+        transaction().prop_map(DirectoryRequest::Transaction),
+        any::<u64>().prop_map(|ms| DirectoryRequest::Grant(Duration::from_millis(ms))),
+        any::<u64>().prop_map(|id| DirectoryRequest::KeepAlive(LeaseId(id))),
+        any::<u64>().prop_map(|id| DirectoryRequest::Revoke(LeaseId(id))),
+        (text(), any::<u64>())
+            .prop_map(|(prefix, from_revision)| DirectoryRequest::Watch { prefix, from_revision }),
     ]
 }
 
-fn entry() -> impl Strategy<Value = Entry> {
-    (text(), value(), any::<u64>(), lease()).prop_map(|(key, value, version, lease)| Entry {
+fn entry() -> impl Strategy<Value = DirectoryEntry> {
+    (text(), value(), any::<u64>(), lease()).prop_map(|(key, value, version, lease)| DirectoryEntry {
         key,
         value,
         version,
@@ -52,8 +53,8 @@ fn error() -> impl Strategy<Value = DirectoryError> {
     prop_oneof![
         any::<u64>().prop_map(|id| DirectoryError::LeaseGone(LeaseId(id))),
         any::<(u64, u64)>().prop_map(|(asked, oldest)| DirectoryError::Compacted { asked, oldest }),
-        (proptest::sample::select(Bound::ALL.to_vec()), any::<u64>())
-            .prop_map(|(bound, got)| DirectoryError::Limit { bound, got }),
+        (proptest::sample::select(LimitKind::ALL.to_vec()), any::<u64>())
+            .prop_map(|(kind, got)| DirectoryError::Limit { kind, got }),
         (text(), text()).prop_map(|(key, why)| DirectoryError::InvalidKey { key, why }),
         text().prop_map(|key| DirectoryError::ChangedTwice { key }),
         (text(), text()).prop_map(|(path, cause)| DirectoryError::Storage { path, cause }),
@@ -65,35 +66,38 @@ fn error() -> impl Strategy<Value = DirectoryError> {
     ]
 }
 
-fn event() -> impl Strategy<Value = Event> {
+fn event() -> impl Strategy<Value = WatchEvent> {
     let kind = prop_oneof![
-        (value(), lease()).prop_map(|(value, lease)| EventKind::Put { value, lease }),
-        Just(EventKind::Delete),
+        (value(), lease()).prop_map(|(value, lease)| WatchEventKind::Put { value, lease }),
+        Just(WatchEventKind::Delete),
     ];
-    (any::<u64>(), text(), kind).prop_map(|(revision, key, kind)| Event { revision, key, kind })
+    (any::<u64>(), text(), kind).prop_map(|(revision, key, kind)| WatchEvent { revision, key, kind })
 }
 
-fn response() -> impl Strategy<Value = Response> {
+fn response() -> impl Strategy<Value = DirectoryResponse> {
     prop_oneof![
-        Just(Response::Done),
-        proptest::option::of(entry()).prop_map(Response::Entry),
+        Just(DirectoryResponse::Done),
+        proptest::option::of(entry()).prop_map(DirectoryResponse::Entry),
         (any::<u64>(), proptest::collection::vec(entry(), 0..4))
-            .prop_map(|(revision, entries)| Response::Listing(Listing { revision, entries })),
-        any::<u64>().prop_map(|revision| Response::Outcome(TransactionOutcome::Committed { revision })),
-        (text(), any::<u64>())
-            .prop_map(|(key, version)| Response::Outcome(TransactionOutcome::Conflict { key, version })),
-        any::<(u64, u64)>().prop_map(|(id, epoch)| Response::Lease(Lease { id: LeaseId(id), epoch })),
-        event().prop_map(Response::Event),
-        error().prop_map(Response::Error),
+            .prop_map(|(revision, entries)| DirectoryResponse::Listing(Listing { revision, entries })),
+        any::<u64>()
+            .prop_map(|revision| DirectoryResponse::Outcome(TransactionOutcome::Committed { revision })),
+        (text(), any::<u64>()).prop_map(|(key, version)| DirectoryResponse::Outcome(
+            TransactionOutcome::Conflict { key, version }
+        )),
+        any::<(u64, u64)>()
+            .prop_map(|(id, epoch)| DirectoryResponse::Lease(Lease { id: LeaseId(id), epoch })),
+        event().prop_map(DirectoryResponse::Event),
+        error().prop_map(DirectoryResponse::Error),
     ]
 }
 
-/// All parsers at once: none may panic, and what is understood must be the only way to say it.
+/// Runs all parsers: none may panic, and a message has one encoding only.
 fn parse_everything(bytes: &[u8]) {
-    if let Some(request) = Request::decode(bytes) {
+    if let Some(request) = DirectoryRequest::decode(bytes) {
         assert_eq!(request.encode(), bytes);
     }
-    if let Some(response) = Response::decode(bytes) {
+    if let Some(response) = DirectoryResponse::decode(bytes) {
         assert_eq!(response.encode(), bytes);
     }
     let _hello = check_client_hello(bytes);
@@ -102,24 +106,29 @@ fn parse_everything(bytes: &[u8]) {
 
 proptest! {
     #[test]
-    fn requests_survive_the_wire(request in request()) {
-        prop_assert_eq!(Request::decode(&request.encode()), Some(request));
+    fn requests_survive_encoding(request in request()) {
+        prop_assert_eq!(DirectoryRequest::decode(&request.encode()), Some(request));
     }
 
     #[test]
-    fn responses_survive_the_wire(response in response()) {
-        prop_assert_eq!(Response::decode(&response.encode()), Some(response));
+    fn responses_survive_encoding(response in response()) {
+        prop_assert_eq!(DirectoryResponse::decode(&response.encode()), Some(response));
     }
 
     #[test]
-    fn cut_or_lengthened_messages_are_refused(request in request(), response in response(), at in any::<prop::sample::Index>()) {
+    fn cut_or_lengthened_messages_are_refused(
+        request in request(),
+        response in response(),
+        at in any::<prop::sample::Index>(),
+    ) {
         for bytes in [request.encode(), response.encode()] {
             let cut = &bytes[..at.index(bytes.len())];
-            prop_assert_eq!(Request::decode(cut).map(|request| request.encode()).filter(|bytes| bytes != cut), None);
+            let decoded = DirectoryRequest::decode(cut).map(|request| request.encode());
+            prop_assert_eq!(decoded.filter(|bytes| bytes != cut), None);
         }
         let whole = request.encode();
-        prop_assert_eq!(Request::decode(&whole[..whole.len() - 1]), None);
-        prop_assert_eq!(Request::decode(&[whole, vec![0]].concat()), None);
+        prop_assert_eq!(DirectoryRequest::decode(&whole[..whole.len() - 1]), None);
+        prop_assert_eq!(DirectoryRequest::decode(&[whole, vec![0]].concat()), None);
     }
 
     #[test]
@@ -143,38 +152,38 @@ proptest! {
     }
 }
 
-/// Files of the corpus that one of the parsers understands. All others are damaged in the way that their names say.
-const UNDERSTOOD: [&str; 3] = ["get", "hello", "transaction"];
+/// Files of the corpus that are valid. The names of all others say how they are damaged.
+const VALID: [&str; 3] = ["get", "hello", "transaction"];
 
 #[test]
 fn the_corpus_is_parsed_as_its_names_say() {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/corpus/wire");
-    let mut understood = Vec::new();
+    let mut valid = Vec::new();
     for file in std::fs::read_dir(folder).unwrap() {
         let file = file.unwrap();
         let bytes = std::fs::read(file.path()).unwrap();
         parse_everything(&bytes);
-        if Request::decode(&bytes).is_some()
-            || Response::decode(&bytes).is_some()
+        if DirectoryRequest::decode(&bytes).is_some()
+            || DirectoryResponse::decode(&bytes).is_some()
             || check_client_hello(&bytes).is_ok()
         {
-            understood.push(file.file_name().into_string().unwrap());
+            valid.push(file.file_name().into_string().unwrap());
         }
     }
-    understood.sort();
-    assert_eq!(understood, UNDERSTOOD);
+    valid.sort();
+    assert_eq!(valid, VALID);
 }
 
 #[test]
-fn an_announced_count_reserves_nothing_and_is_bounded() {
+fn a_count_reserves_no_memory_and_has_a_limit() {
     let listing = |count: u32| [&[3][..], &[0; 8], &count.to_le_bytes()].concat();
-    assert_eq!(Response::decode(&listing(u32::MAX)), None);
-    assert_eq!(Response::decode(&listing(1)), None);
-    assert!(Response::decode(&listing(0)).is_some());
+    assert_eq!(DirectoryResponse::decode(&listing(u32::MAX)), None);
+    assert_eq!(DirectoryResponse::decode(&listing(1)), None);
+    assert!(DirectoryResponse::decode(&listing(0)).is_some());
 }
 
 #[test]
-fn hellos_say_what_is_wrong() {
+fn a_refused_hello_names_the_reason() {
     assert_eq!(check_client_hello(&hello(None)), Ok(()));
     assert_eq!(check_server_hello(&hello(Some(""))), Ok(()));
     assert_eq!(check_server_hello(&hello(Some("full"))), Err("full".to_owned()));
@@ -184,7 +193,7 @@ fn hellos_say_what_is_wrong() {
     let mut newer = hello(Some(""));
     newer[8] = 2;
     assert!(check_server_hello(&newer).unwrap_err().contains("version 2"));
-    assert!(check_client_hello(b"GET / HTTP/1.0\r\n").unwrap_err().contains("something else"));
+    assert!(check_client_hello(b"GET / HTTP/1.0\r\n").unwrap_err().contains("protocol of Aquifer"));
     assert!(check_server_hello(b"RFB 003.008\n").unwrap_err().contains("not Aquifer"));
     assert!(check_client_hello(&hello(None)[..10]).unwrap_err().contains("length"));
     assert!(check_server_hello(&hello(Some("why"))[..14]).unwrap_err().contains("cut"));

@@ -10,7 +10,8 @@ use crate::size::{SECTION_CHUNKS, SPAN_CHUNKS, SizeClass};
 use crate::word::LogEntry;
 
 impl AllocOp {
-    /// A8 before A3: the owner of the span, the extent's key, and the record that the CAS is about to commit.
+    /// A8 before A3: the owner of the span, the extent's key, and the record that the CAS is about
+    /// to commit.
     pub(super) fn record_before_commit(&self, cache: &mut NodeCache, grant: Grant, word: u64) -> Action {
         let span = grant.chunk / SPAN_CHUNKS;
         let (with_key, without_key) = entries(cache, grant);
@@ -47,7 +48,8 @@ impl AllocOp {
         Action::write(record_at(grant), LogEntry::of(word, cache.nonce(self.host)).0)
     }
 
-    /// The key entries of an extent. If it consists of whole spans, they include the owners of the spans.
+    /// The key entries of an extent. If it consists of whole spans, they include the owners of the
+    /// spans.
     fn keys(&self, cache: &mut NodeCache, grant: Grant) -> Action {
         if self.is_for_node() {
             return Action::default();
@@ -87,8 +89,8 @@ impl AllocOp {
         full_span: Option<u32>,
     ) -> Step<Grant> {
         let span = grant.chunk / SPAN_CHUNKS;
-        // A full span may soon have free chunks again, so the full hint is set only when another span had to be
-        // opened instead (decision 13).
+        // A full span may soon have free chunks again, so the full hint is set only when another
+        // span had to be opened instead (decision 13).
         cache.note_if_full(span);
         let has_won_at_once = self.last_losses.is_none_or(|(last, _)| last != span);
         let hint = match full_span {

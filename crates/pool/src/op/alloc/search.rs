@@ -8,8 +8,8 @@ use crate::word::{Run, SpanState};
 
 /// Races lost after which the cached words are read again.
 const STALE_AFTER: u32 = 8;
-/// Races lost after which the cached words are read again if whole spans are allocated. One READ returns the
-/// words of many sections, so that the next race is seldom lost.
+/// Races lost after which the cached words are read again if whole spans are allocated. One READ
+/// returns the words of many sections, so that the next race is seldom lost.
 const STALE_AFTER_WHOLE: u32 = 1;
 
 /// The progress of a search.
@@ -89,7 +89,8 @@ impl AllocOp {
         }
     }
 
-    /// Begins to allocate the fixed group if it is free by the cached words, or else by words read now.
+    /// Begins to allocate the fixed group if it is free by the cached words, or else by words read
+    /// now.
     fn search_fixed(&mut self, cache: &mut NodeCache, fixed: FixedGroup) -> Step<Grant> {
         let FixedGroup { section, group, key } = fixed;
         let is_foreign = key.is_some() && cache.has_foreign(section, group);

@@ -1,4 +1,5 @@
-//! F1 to F6: frees by a CAS that expects the word by which the free was decided, and does what follows.
+//! F1 to F6: frees by a CAS that expects the word by which the free was decided, and does what
+//! follows.
 
 use aquifer_fabric::Host;
 
@@ -177,7 +178,8 @@ impl FreeCommit {
         Ok(FreeProgress::Done)
     }
 
-    /// F4. Only the client that emptied the span does this. It overwrites hints that others set meanwhile.
+    /// F4. Only the client that emptied the span does this. It overwrites hints that others set
+    /// meanwhile.
     fn begin_close(&mut self, cache: &NodeCache) -> FreeProgress {
         let section = WordAt::Section(self.span() / SECTION_SPANS);
         match Flush::begin(self.host, section, cache) {

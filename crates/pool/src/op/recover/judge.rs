@@ -17,8 +17,8 @@ pub(super) enum Verdict {
     Free(Freed, Recovered),
     /// Its section says full, and it is not.
     ClearFullHint,
-    /// No record names the owner of some chunks. The log may be newer than the word: the word is to be
-    /// read once more.
+    /// No record names the owner of some chunks. The log may be newer than the word: the word is to
+    /// be read once more.
     Unclear,
 }
 
@@ -66,8 +66,8 @@ impl RecoverOp {
         Verdict::Free(Freed::Span { span }, Recovered { spans: 1, ..Recovered::default() })
     }
 
-    /// A span that is closed and ready although its section does not say empty: it is being opened, or
-    /// it is part of a group that was allocated whole.
+    /// A span that is closed and ready although its section does not say empty: it is being opened,
+    /// or it is part of a group that was allocated whole.
     fn judge_ready(&mut self, section: SectionWord, place: u8) -> Verdict {
         let begins_here =
             |log: &InlineLog| log.run.first() == place && matches!(log.op, LogOp::Open | LogOp::Alloc);

@@ -12,15 +12,15 @@ use crate::size::{SECTION_CHUNKS, SECTION_SPANS};
 
 /// Something of a node that a host owns, by the words and the log.
 ///
-/// If two passes find equal values, they found the same allocation: an allocation that was freed and
-/// made again has another key, log entry, or timestamp.
+/// If two passes find equal values, they found the same allocation: an allocation that was freed
+/// and made again has another key, log entry, or timestamp.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum Holding {
     /// An extent with the key in its entry.
     Extent(Grant),
-    /// An extent without a key: it is being allocated and has none yet, or it is being freed and its
-    /// key is revoked already. Its log entry is written together with the key, and no two values of
-    /// an entry are equal.
+    /// An extent without a key: it is being allocated and has none yet, or it is being freed and
+    /// its key is revoked already. Its log entry is written together with the key, and no two
+    /// values of an entry are equal.
     Unkeyed {
         /// The extent; its key is zero.
         grant: Grant,
@@ -126,7 +126,8 @@ impl RecoveryScope {
     }
 }
 
-/// Lists all that a host owns in some sections of a node, while the host and others go on changing them.
+/// Lists all that a host owns in some sections of a node, while the host and others go on changing
+/// them.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct HoldingsOp(RecoverOp);
 

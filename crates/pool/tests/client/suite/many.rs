@@ -7,9 +7,10 @@ use aquifer_pool::{Extent, PoolError, SizeClass};
 use super::super::Bed;
 use super::{NODE, Stamper, bed, class};
 
-/// Those who want many sections side by side take them from each other, and give back what they cannot have whole.
+/// Clients that allocate stretches at once win races against each other, and roll back what they
+/// cannot complete.
 #[test]
-fn stretches_are_taken_whole_or_not_at_all() {
+fn stretches_are_allocated_whole_or_not_at_all() {
     const SECTIONS: u64 = 7;
     let bed = bed(SECTIONS);
     std::thread::scope(|scope| {
@@ -45,9 +46,9 @@ fn stretches_are_taken_whole_or_not_at_all() {
     assert_eq!(client.free_bytes(NODE), SECTIONS * SECTION_BYTES);
 }
 
-/// Those that are ours go back, the others are told of, whichever section they are in.
+/// The host's own extents are freed, and each other one has an error, whichever section it is in.
 #[test]
-fn many_are_given_back_at_once() {
+fn many_extents_are_freed_at_once() {
     const SECTIONS: u64 = 40;
     let bed = bed(SECTIONS);
     let (mut client, mut other) = (bed.client(1), bed.client(2));
@@ -67,6 +68,6 @@ fn many_are_given_back_at_once() {
     assert!(matches!(outcomes[122], Err(PoolError::NotAllocated { .. })), "{:?}", outcomes[122]);
     client.refresh(NODE).expect("the node lives");
     assert_eq!(client.free_bytes(NODE), SECTIONS * SECTION_BYTES - 4096);
-    other.free(theirs).expect("it is theirs still");
+    other.free(theirs).expect("it is still theirs");
     assert!(client.free_many(NODE, &[]).expect("the node lives").is_empty());
 }

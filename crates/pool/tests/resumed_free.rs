@@ -1,4 +1,4 @@
-//! Going on with what a process was giving back when it was killed, while what it had posted may be on its way yet.
+//! Resumes a free of a killed process while an operation of that process is still in flight.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,9 +12,9 @@ use aquifer_pool::{LeakDetector, NodeId, NodeMemory, PoolClient, SizeClass};
 const NODE: NodeId = NodeId(1);
 const WHO: Identity = Identity { host: Host(1), epoch: 1, tenant: Tenant(0) };
 
-/// A node's word that a late operation makes zero, after it has been read.
+/// An endpoint on which an operation in flight zeroes a word after this client has read it.
 #[derive(Debug)]
-struct Late {
+struct LateZero {
     inner: Box<dyn Endpoint>,
     memory: Arc<Memory>,
     at: usize,
@@ -22,7 +22,7 @@ struct Late {
     was_read: bool,
 }
 
-impl Endpoint for Late {
+impl Endpoint for LateZero {
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
         if std::mem::take(&mut self.was_read) {
             self.memory.atomic_u64(self.at).store(0, Ordering::SeqCst);
@@ -35,9 +35,10 @@ impl Endpoint for Late {
     forward_endpoint!(inner: poll, wait, poll_fd, register_local, receive, regions, limits, is_broken, late);
 }
 
-/// Its key is there when that is asked for, and struck out when it is to be. It is the host's yet, and nobody on it knows of it any more: only an audit gives it back.
+/// The key is in its entry when the client checks, and revoked when the client is to revoke it. The
+/// extent is still the host's, and no ledger names it: only a leak scan frees it.
 #[test]
-fn what_a_late_operation_has_begun_to_give_back_is_left_to_an_audit() {
+fn a_leak_scan_frees_an_extent_whose_key_a_late_operation_has_revoked() {
     let fabric = SimFabric::new(1, SimOptions { step_on_poll: true, ..SimOptions::default() });
     let target = fabric.add_node();
     let node_memory = NodeMemory::create(&target, NODE, SECTION_BYTES).expect("memory");
@@ -46,13 +47,13 @@ fn what_a_late_operation_has_begun_to_give_back_is_left_to_an_audit() {
     dead.add_node(NODE, connect()).expect("a good node");
     let [extent, kept] = [(); 2].map(|()| dead.allocate(NODE, SizeClass::CHUNK).expect("room"));
     let record = dead.last_record(kept);
-    // Something else of the span is taken: the word has another record.
+    // Another allocation in the span gives the word another record.
     let other = dead.allocate(NODE, SizeClass::CHUNK).expect("room");
 
     let layout = node_memory.layout;
     let chunk = layout.chunk_of(extent.addr - node_memory.region.base).expect("it is an extent");
     let entry = layout.word_at(WordAt::key_of(Grant { chunk, class: extent.class, key: extent.key }));
-    let late = Late {
+    let late = LateZero {
         inner: connect(),
         memory: Arc::clone(&node_memory.memory),
         at: usize::try_from(entry).expect("it is mapped"),
@@ -63,7 +64,7 @@ fn what_a_late_operation_has_begun_to_give_back_is_left_to_an_audit() {
     let mut next = PoolClient::with_leak_detector(WHO.host, WHO.tenant, Arc::clone(&leak_detector));
     next.add_node(NODE, Box::new(late)).expect("a good node");
     let outcome = next.resume_free(extent, record);
-    assert!(matches!(outcome, Ok(false)), "it was not given back, and that is no error: {outcome:?}");
+    assert!(matches!(outcome, Ok(false)), "it was not freed, which is not an error: {outcome:?}");
     assert!(leak_detector.has_suspects());
     [kept, other].into_iter().for_each(|extent| next.free(extent).expect("it is ours"));
     assert!(leak_detector.scan(&mut next, NODE, |_| true).expect("it lives").is_some());

@@ -1,0 +1,77 @@
+//! What a session does, without system calls, clock, threads or random numbers.
+//!
+//! The agent and `model_tests` drive the same [`SessionCore`], each with its own [`ExtentPool`].
+
+mod account;
+mod allocate;
+mod session;
+mod stock;
+
+use std::time::Duration;
+
+use aquifer_ipc::ring::{ExtentStatus, TransferRange};
+use aquifer_pool::{Extent, NodeId, OperationGuard, SizeClass, Stretch};
+
+pub(crate) use account::UserAccounts;
+pub use account::UserReport;
+pub(crate) use session::SessionCore;
+
+/// Bytes to copy between an extent and the ring's data area.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Transfer {
+    pub extent: Extent,
+    pub range: TransferRange,
+    pub is_write: bool,
+}
+
+/// The pool and the clock, as a session uses them.
+pub(crate) trait ExtentPool {
+    /// Marks an allocation as in progress until the result is dropped.
+    ///
+    /// Must be held from before an extent is allocated until it is in the book, so that the leak
+    /// scan does not free the extent in between.
+    fn begin_allocation(&self) -> Option<OperationGuard>;
+
+    /// Allocates an extent.
+    fn allocate(&mut self, class: SizeClass) -> Result<Extent, ExtentStatus>;
+
+    /// Allocates up to `count` extents of one node, at least one.
+    fn allocate_many(&mut self, class: SizeClass, count: u32) -> Result<Vec<Extent>, ExtentStatus>;
+
+    /// Allocates this number of neighbouring sections.
+    fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, ExtentStatus>;
+
+    /// Number of freed sections that nodes still have to clear; `None` if no node will have room
+    /// for a stretch of `sections` after that.
+    fn sections_to_clear(&self, sections: u32) -> Option<u32>;
+
+    /// The log record in the extent's control word, for [`Self::resume_free`].
+    fn last_record(&self, extent: Extent) -> u32;
+
+    /// Frees extents. For each returns whether it is freed or lost with its node; false if the node
+    /// cannot be reached at present.
+    fn free(&mut self, extents: &[Extent]) -> Vec<bool>;
+
+    /// Completes the free of an extent whose control word had this record when the free began.
+    /// Returns what [`Self::free`] returns for one extent.
+    fn resume_free(&mut self, extent: Extent, record: u32) -> bool;
+
+    /// Whether there is a connection to the node.
+    fn is_connected(&self, node: NodeId) -> bool;
+
+    /// Carries out transfers, those of one node in order. Returns the result of each.
+    fn transfer(&mut self, transfers: &[Transfer]) -> Vec<ExtentStatus>;
+
+    /// Nodes whose connection has broken since the last call. Operations that were in flight may
+    /// still take effect there.
+    fn drain_lost_nodes(&mut self) -> Vec<NodeId>;
+
+    /// The quota of the session's user.
+    fn quota_bytes(&self) -> u64;
+
+    /// Time since the agent started.
+    fn now(&self) -> Duration;
+
+    /// Waits for this time.
+    fn pause(&mut self, time: Duration);
+}
