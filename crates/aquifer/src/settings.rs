@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-use aquifer_metrics::Place;
+use aquifer_metrics::MetricsAddress;
 use clap::Args;
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -141,7 +141,7 @@ pub struct NodeSettings {
     /// Serve figures for Prometheus at this address of this machine, such as 127.0.0.1:7480, or unix:PATH [default: nowhere]
     #[arg(long, value_name = "ADDRESS")]
     #[serde(deserialize_with = "place")]
-    pub metrics: Option<Place>,
+    pub metrics: Option<MetricsAddress>,
     /// The directory.
     #[command(flatten)]
     pub directory: DirectorySettings,
@@ -175,7 +175,7 @@ pub struct AgentSettings {
     /// Serve figures for Prometheus at this address of this machine, such as 127.0.0.1:7481, or unix:PATH [default: nowhere]
     #[arg(long, value_name = "ADDRESS")]
     #[serde(deserialize_with = "place")]
-    pub metrics: Option<Place>,
+    pub metrics: Option<MetricsAddress>,
     /// The directory.
     #[command(flatten)]
     pub directory: DirectorySettings,
@@ -278,7 +278,7 @@ fn time_ms<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> 
     parse_time_ms(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
 }
 
-fn place<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Place>, D::Error> {
+fn place<'de, D: Deserializer<'de>>(from: D) -> Result<Option<MetricsAddress>, D::Error> {
     String::deserialize(from)?.parse().map(Some).map_err(D::Error::custom)
 }
 

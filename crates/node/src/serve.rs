@@ -13,7 +13,7 @@ use aquifer_fabric::ClusterKey;
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::tcp::{self, TcpTarget};
 use aquifer_fabric::{Reach, Target, TargetError, VerbsProvider, WITHOUT_VERBS};
-use aquifer_metrics::{Listener, Place};
+use aquifer_metrics::{MetricsAddress, MetricsListener};
 use aquifer_pool::node_memory::NodeMemoryError;
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::{NodeId, NodeMemory};
@@ -56,7 +56,7 @@ pub struct NodeOptions {
     /// How long it counts as alive when it says nothing; [`LEASE_TTL`] as a rule.
     pub lease_ttl: Duration,
     /// Where its figures are served, if anywhere.
-    pub metrics: Option<Place>,
+    pub metrics: Option<MetricsAddress>,
     /// Where its memory is kept when its process ends, if anywhere.
     pub keep: Option<Keep>,
 }
@@ -177,7 +177,7 @@ pub fn serve(
     if is_pinned && (options.memory_bytes_max != options.memory_bytes || options.keep_free_bytes.is_some()) {
         return Err(NodeError::Pinned { fabric: "verbs" });
     }
-    let listener = options.metrics.as_ref().map(Listener::bind).transpose()?;
+    let listener = options.metrics.as_ref().map(MetricsListener::bind).transpose()?;
     let (kept, before) = match &options.keep {
         Some(keep) => {
             let (kept, before) = Kept::open(keep, options.id)?;
