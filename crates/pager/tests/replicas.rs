@@ -7,10 +7,9 @@ use std::time::Duration;
 use aquifer_fabric::sim::{Node, SimFabric, SimOptions};
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
 use aquifer_mutation::Mutations;
-use aquifer_pager::slabs::{SlabId, page_of};
 use aquifer_pager::{
     BLOCK_PAGES, Connector, FETCH_PAGES_MAX, FetchError, Fetcher, Location, Mempool, Mutation, PAGE_BYTES,
-    Sender, SlabSet, StageOutcome, WrittenBatch,
+    Sender, SlabId, SlabSet, StageOutcome, WrittenBatch, page_of,
 };
 use aquifer_pool::{NodeId, NodeMemory, PoolClient, SizeClass};
 

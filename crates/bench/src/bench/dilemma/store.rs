@@ -10,8 +10,7 @@ use aquifer_fabric::{Identity, Tenant};
 use aquifer_host::lent::borrow;
 use aquifer_host::membership::Membership;
 use aquifer_host::nodes::Nodes;
-use aquifer_pager::filler::SlabSizing;
-use aquifer_pager::{Budget, Connector, Mempool, PAGE_BYTES};
+use aquifer_pager::{Budget, Connector, Mempool, PAGE_BYTES, SlabSizing};
 
 use crate::bench::BenchError;
 use aquifer::Source;
