@@ -199,7 +199,12 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
     );
     nodes.await_these(&left.iter().flat_map(InheritedSession::nodes).collect());
     sessions.restore(left);
-    let restored = if before.is_some() { service.restore(kept) } else { service.end_kept(kept) };
+    let restored = if before.is_some() {
+        service.restore(kept)
+    } else {
+        service.end_kept(kept);
+        Vec::new()
+    };
     for RestoredRun { run, owner } in restored {
         let service = Arc::clone(&service);
         let spawned = std::thread::Builder::new()

@@ -10,7 +10,8 @@ use aquifer_faults::kernel::{
 };
 use aquifer_faults::{Areas, Edge, EvictedBatch, SenderEvent};
 use aquifer_pager::{
-    BlockId, FetchError, Fetcher, Location, Mutation, PAGE_BYTES, PageNumber, SlabSet, Volume, view,
+    BlockId, FetchError, Fetcher, Location, Mutation, PAGE_BYTES, PageNumber, SlabSet, Volume,
+    table::TableError, view,
 };
 
 use super::memory::{ModelFrame, decode, index};
@@ -432,6 +433,10 @@ impl Edge for SimEdge {
         let mut world = self.run_world();
         world.keep(child, volume.table_memory());
         world.new_children.push((child, volume, areas));
+    }
+
+    fn refuse_child(&mut self, child: usize, error: &TableError) {
+        self.run_world().failure = Some(format!("child {child} was refused: {error}"));
     }
 
     fn wake_other_programs(&mut self) {
