@@ -72,7 +72,7 @@ impl Collector for Figures {
         gauges(encoder, bytes("free", "Of it, what nobody has taken."), one(self.node_memory.free_bytes()))?;
         let endpoints = u64::try_from(self.target.endpoints()).unwrap_or(u64::MAX);
         gauges(encoder, about("endpoints", "Endpoints that are connected."), one(endpoints))?;
-        let served = self.target.served();
+        let served = self.target.tenant_counters();
         let operations =
             served.iter().map(|(tenant, served)| (vec![label("tenant", tenant.0)], served.operations));
         counters(encoder, about("operations", "One-sided operations done over TCP."), operations)?;

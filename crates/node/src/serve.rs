@@ -12,7 +12,7 @@ use aquifer_directory::{Directory, DirectoryError};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::tcp::{self, TcpTarget};
-use aquifer_fabric::{Reach, Target, TargetError, VerbsProvider, WITHOUT_VERBS};
+use aquifer_fabric::{FabricAddress, Target, TargetError, VerbsProvider, WITHOUT_VERBS};
 use aquifer_metrics::{MetricsAddress, MetricsListener};
 use aquifer_pool::node_memory::NodeMemoryError;
 use aquifer_pool::size::SECTION_BYTES;
@@ -75,10 +75,10 @@ pub enum Listen {
 }
 
 impl Listen {
-    fn start(&self) -> Result<(Arc<dyn Target>, Reach), TargetError> {
+    fn start(&self) -> Result<(Arc<dyn Target>, FabricAddress), TargetError> {
         Ok(match self {
             Self::Shm(path, options) => {
-                (Arc::new(ShmTarget::listen(path, options.clone())?), Reach::Shm(path.clone()))
+                (Arc::new(ShmTarget::listen(path, options.clone())?), FabricAddress::Shm(path.clone()))
             }
             Self::Tcp(address, key, options) => {
                 reached(TcpTarget::listen(*address, key, (**options).clone())?)
@@ -95,7 +95,7 @@ impl Listen {
                     source: io::Error::new(io::ErrorKind::Unsupported, WITHOUT_VERBS),
                 })?;
                 let (target, address) = (verbs.listen)(*address, key)?;
-                (target, Reach::Verbs(address))
+                (target, FabricAddress::Verbs(address))
             }
         })
     }
@@ -111,8 +111,8 @@ impl Listen {
     }
 }
 
-fn reached(target: TcpTarget) -> (Arc<dyn Target>, Reach) {
-    let reach = Reach::Tcp(target.address());
+fn reached(target: TcpTarget) -> (Arc<dyn Target>, FabricAddress) {
+    let reach = FabricAddress::Tcp(target.address());
     (Arc::new(target), reach)
 }
 
