@@ -2,9 +2,7 @@
 //!
 //! That is the sender, reads from memory nodes, the other programs of the run, and a clock.
 
-use aquifer_pager::{
-    BlockId, FetchError, Location, SlabSet, StageOutcome, Volume, WrittenBatch, table::TableError,
-};
+use aquifer_pager::{BlockId, FetchError, Location, SlabSet, StageOutcome, TableError, Volume, WrittenBatch};
 
 use crate::areas::Areas;
 use crate::kernel::Kernel;

@@ -10,8 +10,8 @@ use std::time::Instant;
 use aquifer_channel::send_frame;
 use aquifer_ipc::{BATCH_PAGES_MAX, Frame, ProgramHello, STAGING_BUFFERS};
 use aquifer_pager::{
-    BlockId, FETCH_PAGES_MAX, FetchError, Fetcher, Location, PAGE_BYTES, PageNumber, SlabSet, Volume,
-    table::TableError, view,
+    BlockId, FETCH_PAGES_MAX, FetchError, Fetcher, Location, PAGE_BYTES, PageNumber, SlabSet, TableError,
+    Volume, view,
 };
 
 use super::canary::Canary;

@@ -10,8 +10,8 @@ use aquifer_faults::kernel::{
 };
 use aquifer_faults::{Areas, Edge, EvictedBatch, SenderEvent};
 use aquifer_pager::{
-    BlockId, FetchError, Fetcher, Location, Mutation, PAGE_BYTES, PageNumber, SlabSet, Volume,
-    table::TableError, view,
+    BlockId, FetchError, Fetcher, Location, Mutation, PAGE_BYTES, PageNumber, SlabSet, TableError, Volume,
+    view,
 };
 
 use super::memory::{ModelFrame, decode, index};
