@@ -1,7 +1,7 @@
 //! The userfaultfd requests that the agent makes. Debian's headers lack half of them.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
 use aquifer_pager::{PAGE_BYTES, PageNumber};
@@ -137,11 +137,13 @@ impl Userfaultfd {
     }
 
     /// Reads pending messages, without waiting.
-    pub(crate) fn read_messages(&self) -> Vec<UffdMessage<RawFd>> {
+    pub(crate) fn read_messages(&self) -> Vec<UffdMessage<OwnedFd>> {
         let mut buffer = [[0; MESSAGE_BYTES]; MESSAGES_MAX];
         // SAFETY: the buffer has that length, and belongs to this call.
         let length = unsafe { self.read(buffer.as_mut_ptr().cast(), MESSAGE_BYTES * MESSAGES_MAX) };
-        buffer[..length / MESSAGE_BYTES].iter().filter_map(parse).collect()
+        let messages = buffer[..length / MESSAGE_BYTES].iter().filter_map(parse);
+        // SAFETY: the kernel has created each descriptor for this read.
+        messages.map(|message| message.map_child(|fd| unsafe { OwnedFd::from_raw_fd(fd) })).collect()
     }
 
     /// Registers a range: its missing pages and writes to its protected pages become faults.
@@ -171,6 +173,12 @@ impl Userfaultfd {
         };
         let result = self.request(UFFDIO_COPY, &raw mut argument);
         outcome(result, argument.copied, pages)
+    }
+
+    /// Fills a missing page.
+    pub(crate) fn copy_page(&self, page: PageNumber, bytes: &[u8; PAGE_BYTES]) -> FillOutcome {
+        // SAFETY: `bytes` is one page.
+        unsafe { self.copy(page, bytes.as_ptr(), 1) }
     }
 
     /// Maps the shared zero page at missing pages.

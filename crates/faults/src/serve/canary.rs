@@ -24,8 +24,7 @@ impl Canary {
     pub fn fill(self, uffd: &Userfaultfd) -> FillOutcome {
         let mut bytes = [0; PAGE_BYTES];
         bytes[..8].copy_from_slice(&self.number.to_ne_bytes());
-        // SAFETY: `bytes` is one page.
-        unsafe { uffd.copy(self.page, bytes.as_ptr(), 1) }
+        uffd.copy_page(self.page, &bytes)
     }
 
     /// Whether a process has the memory of the program. The canary must be filled.

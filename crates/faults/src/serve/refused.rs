@@ -4,7 +4,6 @@
 //! filled, so that the child says hello and is refused with the reason; then the shim ends it.
 //! A child that faults on another page first is identified by that fault, and killed.
 
-use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 
 use aquifer_ipc::HeldKind;
@@ -65,8 +64,7 @@ impl RefusedChild {
             match message {
                 UffdMessage::Fault(fault) if self.canary.is_in(fault.thread) => kill(fault.thread),
                 UffdMessage::Fork(fd) => {
-                    // SAFETY: the kernel has created the descriptor for this read.
-                    let uffd = Userfaultfd::from(unsafe { OwnedFd::from_raw_fd(fd) });
+                    let uffd = Userfaultfd::from(fd);
                     let canary = Canary { number: next_number(), ..self.canary };
                     forked.push(Self { uffd, canary, is_in_keeper: false });
                 }
