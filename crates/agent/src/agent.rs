@@ -23,7 +23,7 @@ use aquifer_host::nodes::Nodes;
 use aquifer_host::recovery::Recovery;
 use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
 use aquifer_keeper::KeeperPort;
-use aquifer_metrics::{MetricsError, Place as MetricsPlace};
+use aquifer_metrics::{MetricsAddress, MetricsError};
 use aquifer_pager::{Connector, Mempool};
 use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 
@@ -60,7 +60,7 @@ pub struct AgentOptions {
     /// A socket that listens at `socket` already.
     pub listener: Option<OwnedFd>,
     /// Where its figures are served, if anywhere.
-    pub metrics: Option<MetricsPlace>,
+    pub metrics: Option<MetricsAddress>,
 }
 
 /// Why an agent cannot run.
@@ -199,7 +199,12 @@ pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) ->
     );
     nodes.await_these(&left.iter().flat_map(InheritedSession::nodes).collect());
     sessions.restore(left);
-    let restored = if before.is_some() { service.restore(kept) } else { service.end_kept(kept) };
+    let restored = if before.is_some() {
+        service.restore(kept)
+    } else {
+        service.end_kept(kept);
+        Vec::new()
+    };
     for RestoredRun { run, owner } in restored {
         let service = Arc::clone(&service);
         let spawned = std::thread::Builder::new()

@@ -9,8 +9,13 @@ use aquifer_faults::FaultStats;
 use aquifer_faults::serve::{PagingService, RunReport, TenantReport};
 use aquifer_host::membership::LeaseEvents;
 use aquifer_host::nodes::Nodes;
-use aquifer_metrics::write::{Family, Histogram, Labels, counters, gauges, histograms, info, label};
-use aquifer_metrics::{Collector, DescriptorEncoder, Listener, MetricsError, Place, Registry, Server, Unit};
+use aquifer_metrics::write::{
+    HistogramValue, Labels, MetricFamily, counters, gauges, histograms, info, label,
+};
+use aquifer_metrics::{
+    Collector, DescriptorEncoder, MetricsAddress, MetricsError, MetricsListener, MetricsServer, Registry,
+    Unit,
+};
 
 use crate::report::mempool_bytes;
 
@@ -38,8 +43,11 @@ const BOUNDS_NS: [u64; 16] = [
 ///
 /// # Errors
 /// If the place cannot be had.
-pub(crate) fn listen(place: Option<&Place>, goes_on: bool) -> Result<Option<Listener>, MetricsError> {
-    match place.map(Listener::bind).transpose() {
+pub(crate) fn listen(
+    place: Option<&MetricsAddress>,
+    goes_on: bool,
+) -> Result<Option<MetricsListener>, MetricsError> {
+    match place.map(MetricsListener::bind).transpose() {
         Err(error) if goes_on => {
             tracing::error!(%error, "the agent goes on without figures");
             Ok(None)
@@ -53,12 +61,12 @@ pub(crate) fn listen(place: Option<&Place>, goes_on: bool) -> Result<Option<List
 /// # Errors
 /// If there is no thread for it.
 pub(crate) fn serve(
-    listener: Listener,
+    listener: MetricsListener,
     service: &Arc<PagingService>,
     sessions: &Arc<SessionService>,
     nodes: &Arc<Nodes>,
     lease: &Arc<LeaseEvents>,
-) -> Result<Server, MetricsError> {
+) -> Result<MetricsServer, MetricsError> {
     let figures = Figures {
         service: Arc::clone(service),
         sessions: Arc::clone(sessions),
@@ -67,7 +75,7 @@ pub(crate) fn serve(
     };
     let mut registry = Registry::with_prefix("aquifer_agent");
     registry.register_collector(Box::new(figures));
-    Server::start(listener, registry)
+    MetricsServer::start(listener, registry)
 }
 
 /// What is looked at when somebody asks.
@@ -156,7 +164,7 @@ impl Collector for Figures {
         let reports = runs.iter().zip(&stats).map(|(run, stats)| run.report_with(stats));
         let rows: Vec<_> = labels.iter().cloned().zip(reports).collect();
         encode_runs(encoder, &rows)?;
-        let latency = Family {
+        let latency = MetricFamily {
             name: "fault_latency",
             help: "From hearing of a fault to its page's being there.",
             unit: Some(&Unit::Seconds),
@@ -168,8 +176,8 @@ impl Collector for Figures {
 impl Figures {
     /// What is the host's, of no tenant alone.
     fn encode_host(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
-        let about = |name, help| Family { name, help, unit: None };
-        let bytes = |name, help| Family { name, help, unit: Some(&Unit::Bytes) };
+        let about = |name, help| MetricFamily { name, help, unit: None };
+        let bytes = |name, help| MetricFamily { name, help, unit: Some(&Unit::Bytes) };
         let one = |value: u64| [(Labels::new(), value)];
         let version = [label("version", env!("CARGO_PKG_VERSION"))];
         info(encoder, about("build", "Which Aquifer it is."), &version)?;
@@ -200,7 +208,7 @@ fn encode_runs(encoder: &mut DescriptorEncoder<'_>, rows: &[(Labels, RunReport)]
         let name = label("name", &run.name);
         (labels.iter().cloned().chain([name]).collect(), 1)
     });
-    let family = Family { name: "run_name", help: "What the run's program is called.", unit: None };
+    let family = MetricFamily { name: "run_name", help: "What the run's program is called.", unit: None };
     gauges(encoder, family, named)?;
     let processes: [Figure<RunReport>; 1] =
         [("processes", "Processes of the run.", |run| figure(run.programs.len()))];
@@ -215,19 +223,19 @@ fn encode_all<T>(
     rows: &[(Labels, T)],
     unit: Option<&Unit>,
     figures: &[Figure<T>],
-    write: fn(&mut DescriptorEncoder<'_>, Family<'_>, Vec<(Labels, u64)>) -> fmt::Result,
+    write: fn(&mut DescriptorEncoder<'_>, MetricFamily<'_>, Vec<(Labels, u64)>) -> fmt::Result,
 ) -> fmt::Result {
     figures.iter().try_for_each(|&(name, help, of)| {
         let values = rows.iter().map(|(labels, row)| (labels.clone(), of(row))).collect();
-        write(encoder, Family { name, help, unit }, values)
+        write(encoder, MetricFamily { name, help, unit }, values)
     })
 }
 
-fn histogram(stats: &FaultStats) -> Histogram {
+fn histogram(stats: &FaultStats) -> HistogramValue {
     let seconds = |ns: u64| std::time::Duration::from_nanos(ns).as_secs_f64();
     let counts = stats.latency.between(&BOUNDS_NS);
     let bounds = BOUNDS_NS.iter().map(|bound| seconds(*bound)).chain([f64::MAX]);
-    Histogram {
+    HistogramValue {
         sum: seconds(u64::try_from(stats.latency.sum()).unwrap_or(u64::MAX)),
         count: counts.iter().sum(),
         buckets: bounds.zip(counts).collect(),

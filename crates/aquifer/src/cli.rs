@@ -1,4 +1,4 @@
-//! What can be typed.
+//! The command line: commands, options and their help texts.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -15,31 +15,31 @@ const HELP: &str = "\
 {about-with-newline}
 {usage-heading} {usage}
 
-A cluster on this machine:
+Cluster on this machine:
   up         Start memory nodes and an agent in the background
   down       Stop them
-  status     What is up, how much memory is free, what runs
-  lend       Change how much a memory node lends, while it is used
+  status     Show daemons, free memory and running programs
+  lend       Change how much memory a node lends, while it is in use
 
 Programs:
-  run        Run an unmodified program with a bound on its resident memory; the rest is in the cluster
-  limit      Change that bound while the program runs
+  run        Run an unmodified program with a limit on its resident memory
+  limit      Change the limit of a running program
 
-Measure and show:
-  demo       A real program on a quarter of the memory that it needs, beside the same on kernel swap
-  bench      Measure; `aquifer bench list` names what
-  fabric     What this machine's RDMA devices can do
+Measurements:
+  demo       Compare a real program on the pool, on kernel swap and without either
+  bench      Measure Aquifer beside its peers; `aquifer bench list` lists the benches
+  fabric     List and test RDMA devices
 
-Parts of a cluster, in the foreground (aquifer up starts them for you):
+Daemons, in the foreground (`aquifer up` starts them in the background):
   directory  Serve the cluster's metadata
-  keeper     Hold what must outlive the agent
-  node       Lend memory
-  agent      Borrow memory for this machine's programs
+  keeper     Hold memory and descriptors that outlive an agent or a node
+  node       Lend memory of this machine
+  agent      Serve this machine's programs from the pool
 
 Options:
 {options}
 
-An example:
+Example:
   aquifer up --nodes 3 --memory 1G
   aquifer run --local 256M -- python3 analysis.py
   aquifer limit 4711 128M
@@ -47,97 +47,112 @@ An example:
   aquifer down
 ";
 
-/// Aquifer pools the memory of a cluster's machines and lends it to the programs that need it.
+const RUN_EXIT_CODES: &str = "\
+Exit codes:
+  The program's own. If a signal ended the program, `aquifer run` ends by the same signal.
+  125  `aquifer run` failed, or Aquifer ended the program
+  126  the program cannot be executed, or cannot be paged
+  127  there is no such program";
+
+const STATUS_EXIT_CODES: &str = "\
+Exit codes:
+  0  all daemons of the cluster run, or there is no cluster
+  1  the status cannot be determined
+  3  a daemon of the cluster does not run; `aquifer up` starts it again";
+
+/// Pools the memory of a cluster's machines and lends it to programs that need it
 #[derive(Parser, Debug)]
 #[command(name = "aquifer", version, help_template = HELP, disable_help_subcommand = true)]
 pub struct Cli {
-    /// The cluster's folder; clusters with different ones live side by side [default: the user's runtime folder]
+    /// The cluster's state folder; each cluster has its own [default: aquifer in the user's runtime folder]
     #[arg(long, global = true, value_name = "DIR", env = "AQUIFER_STATE", hide_env_values = true)]
     pub state: Option<PathBuf>,
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// The commands.
+/// A command and its arguments.
 #[derive(Subcommand, Debug)]
 pub enum Command {
-    /// Start a cluster on this machine in the background, or what of it is missing
+    /// Start a cluster on this machine in the background, or those of its daemons that do not run
     Up(UpArguments),
-    /// Stop the cluster; programs that run on it are ended
+    /// Stop the cluster and end the programs that run on it
     Down,
-    /// Show what is up, how much memory is free, what runs
+    /// Show daemons, free memory and running programs
+    #[command(after_help = STATUS_EXIT_CODES)]
     Status(StatusArguments),
-    /// Change how much a memory node lends, while it is used
+    /// Change how much memory a node lends, while it is in use
     Lend(LendArguments),
-    /// Run an unmodified program with a bound on its resident memory; the rest is in the cluster
+    /// Run an unmodified program with a limit on its resident memory; the rest is on memory nodes
+    #[command(after_help = RUN_EXIT_CODES)]
     Run(RunArguments),
     /// Change the limit of a running program
     Limit(LimitArguments),
-    /// A real program on a quarter of the memory that it needs, beside the same on kernel swap
+    /// Compare a real program on the pool, on kernel swap and without either
     #[command(disable_help_flag = true)]
-    Demo(Passed),
-    /// Measure something, beside its peers; `list` names what
+    Demo(PassedArguments),
+    /// Measure Aquifer beside its peers; `list` lists the benches
     #[command(disable_help_flag = true)]
-    Bench(Passed),
-    /// What this machine's RDMA devices can do, or why there are none
+    Bench(PassedArguments),
+    /// List and test RDMA devices
     #[command(disable_help_flag = true)]
-    Fabric(Passed),
-    /// Serve the swap device of a run; `aquifer run --swap` starts it.
+    Fabric(PassedArguments),
+    /// Serve the swap device of a run; started by `aquifer run --swap`
     #[command(hide = true)]
     SwapServer(SwapServerArguments),
-    /// A part of a cluster.
+    /// A daemon of a cluster, in the foreground.
     #[command(flatten)]
-    Part(PartCommand),
+    Daemon(DaemonCommand),
 }
 
-/// `aquifer up`
+/// Arguments of `aquifer up`.
 #[derive(Args, Clone, Debug)]
 pub struct UpArguments {
-    /// Memory nodes [default: 3]
+    /// Number of memory nodes [default: 3]
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub nodes: Option<u16>,
-    /// Memory that each of them lends, such as 512M or 2G [default: 1G]
+    /// Memory that each node lends, such as 512M or 2G [default: 1G]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub memory: Option<u64>,
-    /// The most that `aquifer lend` may make each of them lend [default: the same]
+    /// Upper bound for `aquifer lend` on each node [default: the value of --memory]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub memory_max: Option<u64>,
-    /// When a node is killed or stopped, keep its memory for as long as --grace says: programs wait for it meanwhile, and `aquifer up` starts it again [default: its memory ends with it]
+    /// Keep a node's memory for the time of --grace after the node was killed or stopped; programs wait until `aquifer up` has started it again [default: its memory is lost]
     #[arg(long)]
     pub keep_memory: bool,
-    /// How nodes are reached: over this machine's shared memory, or over TCP as if they were elsewhere [default: shm]
+    /// How the agent reaches nodes: by shared memory, or over TCP as between machines [default: shm]
     #[arg(long, value_name = "FABRIC")]
     pub fabric: Option<Fabric>,
-    /// Most memory that the agent takes as the host's mempool [default: half of what is available, at most 4G]
+    /// Largest size of the agent's mempool [default: half of the available memory, at most 4G]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub mempool: Option<u64>,
-    /// Serve all users of this host, who find the agent at this socket; usual is /run/aquifer.sock [default: only you]
+    /// Serve all users of this host, at this socket; programs look for /run/aquifer.sock [default: serve only your own programs]
     #[arg(long, value_name = "PATH")]
     pub shared_socket: Option<PathBuf>,
-    /// Most that one user's programs may have as extents [default: half of what the memory nodes lend]
+    /// Most remote memory that the sessions of one user may hold as extents [default: half of what the nodes lend]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub extents_per_user: Option<u64>,
-    /// How long programs wait for an agent that died, before they are ended, such as 500ms or 2m [default: 30s]
+    /// Time for which programs wait for a new agent after theirs died, before they are ended, such as 500ms or 2m [default: 30s]
     #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
     pub grace: Option<u64>,
-    /// The directory.
+    /// The directory of the cluster.
     #[command(flatten)]
     pub directory: DirectorySettings,
 }
 
-/// How memory nodes are reached.
+/// The fabric between the agent and the nodes of a cluster on one machine.
 #[derive(clap::ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Fabric {
     /// Shared memory
     Shm,
-    /// TCP, proved by the cluster's key
+    /// TCP, with the cluster key
     Tcp,
 }
 
 impl Fabric {
-    /// As it is written on command lines.
+    /// The value of `--fabric`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -147,70 +162,71 @@ impl Fabric {
     }
 }
 
-/// Which host agent is meant.
+/// The agent that a command connects to.
 #[derive(Args, Clone, Debug)]
 pub struct AgentChoice {
-    /// The host agent's socket [default: that of the cluster in --state, else /run/aquifer.sock]
+    /// The agent's socket [default: the one in the state folder; if that does not exist, /run/aquifer.sock]
     #[arg(long, value_name = "PATH", env = "AQUIFER_AGENT", hide_env_values = true)]
     pub agent: Option<PathBuf>,
 }
 
 impl AgentChoice {
-    /// The socket to use: the one asked for; else that of our own cluster, unless there is none and the host has one for all.
+    /// The socket of `--agent`; else the one in the state folder; else, if only that exists, the one that
+    /// serves all users of the host.
     pub fn socket(&self, state: &StateDir) -> PathBuf {
         self.agent.clone().unwrap_or_else(|| own_or_shared_socket(state.agent_socket()))
     }
 }
 
-/// `aquifer status`
+/// Arguments of `aquifer status`.
 #[derive(Args, Clone, Debug)]
 pub struct StatusArguments {
-    /// Which agent.
+    /// The agent to connect to.
     #[command(flatten)]
     pub agent: AgentChoice,
-    /// As JSON
+    /// Print JSON
     #[arg(long)]
     pub json: bool,
 }
 
-/// `aquifer lend`
+/// Arguments of `aquifer lend`.
 #[derive(Args, Clone, Debug)]
 pub struct LendArguments {
-    /// What the node shall lend from now on, such as 512M; 0 to empty it. What is in use is not taken away: that follows when it is given back
+    /// Memory that the node lends from now on, such as 512M; 0 to lend none. Memory in use is not taken away: the node shrinks as it is freed
     #[arg(value_name = "SIZE", value_parser = size::parse_or_zero)]
     pub size: u64,
-    /// Which node [default: the only one]
+    /// The node's number [default: the only node]
     #[arg(long, value_name = "NUMBER")]
     pub node: Option<u16>,
-    /// Do not wait until it is so
+    /// Do not wait until the node lends this much
     #[arg(long)]
     pub no_wait: bool,
-    /// The directory, if it is not that of the cluster in --state.
+    /// The directory, if it is not the one of the cluster in the state folder.
     #[command(flatten)]
     pub directory: DirectorySettings,
 }
 
-/// `aquifer run`
+/// Arguments of `aquifer run`.
 #[derive(Args, Clone, Debug)]
 pub struct RunArguments {
-    /// Which agent.
+    /// The agent to connect to.
     #[command(flatten)]
     pub agent: AgentChoice,
-    /// Resident memory that the program may have, such as 512M
+    /// Limit of the program's resident memory, such as 512M; its part of the mempool counts as well
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub local: u64,
-    /// Keep each page on so many memory nodes, 1 to 3: with 2, a node may die without the program's noticing. Costs as many times the
-    /// pool's memory
+    /// Number of memory nodes that hold a copy of each page, 1 to 3. With 2, the program survives the loss of a node. Each copy takes
+    /// memory of the pool
     #[arg(long, value_name = "COUNT", env = "AQUIFER_REPLICAS", hide_env_values = true, default_value_t = 1,
         value_parser = clap::value_parser!(u32).range(1..=3))]
     pub replicas: u32,
-    /// Page it by kernel swap on a device of the cluster's memory: for static and set-user-ID programs, as root
+    /// Page the program by kernel swap on a device in the pool: for static and set-user-ID programs; needs root
     #[arg(long)]
     pub swap: bool,
-    /// Size of that device, such as 2G [default: eight times --local, at most twice what the cluster has free]
+    /// Size of the swap device, such as 2G [default: eight times --local, at most twice the pool's free memory]
     #[arg(long, value_name = "SIZE", value_parser = size::parse, requires = "swap")]
     pub swap_size: Option<u64>,
-    /// Write statistics there when the program ends, as JSON
+    /// Write statistics as JSON to this file when the program ends
     #[arg(long, value_name = "FILE")]
     pub stats: Option<PathBuf>,
     /// The program and its arguments
@@ -218,118 +234,122 @@ pub struct RunArguments {
     pub command: Vec<OsString>,
 }
 
-/// `aquifer limit`
+/// Arguments of `aquifer limit`.
 #[derive(Args, Clone, Debug)]
 pub struct LimitArguments {
-    /// Which agent.
+    /// The agent to connect to.
     #[command(flatten)]
     pub agent: AgentChoice,
     /// A process of the run, or the `aquifer run` that started it
     #[arg(value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
     pub pid: u32,
-    /// Resident memory that the run may have from now on, such as 512M; a few pages will do, if slowly
+    /// The run's new limit, such as 512M. A run works with a few pages, but slowly
     #[arg(value_name = "SIZE", value_parser = size::parse)]
     pub size: u64,
 }
 
-/// The arguments of a command that `aquifer-bench` has, as they are.
+/// Arguments that are passed on to `aquifer-bench` as they are.
 #[derive(Args, Clone, Debug)]
-pub struct Passed {
-    /// All of them.
+pub struct PassedArguments {
+    /// All arguments after the command.
     #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENTS")]
     pub arguments: Vec<OsString>,
 }
 
-/// `aquifer swap-server`, on whose standard input is the run.
+/// Arguments of `aquifer swap-server`. Its standard input is the socket to `aquifer run`.
 #[derive(Args, Clone, Debug)]
 pub struct SwapServerArguments {
     /// The run's limit.
     #[arg(long, value_parser = size::parse)]
     pub local: u64,
-    /// The device's size.
+    /// The device's size, if not the default.
     #[arg(long, value_parser = size::parse)]
     pub swap_size: Option<u64>,
-    /// The program's name, for people.
+    /// The program's name, for logs and `aquifer status`.
     #[arg(long)]
     pub name: String,
 }
 
-/// The parts of a cluster.
+/// The daemons of a cluster.
 #[derive(Subcommand, Debug)]
-pub enum PartCommand {
+pub enum DaemonCommand {
     /// Serve the cluster's metadata
     Directory(DirectoryArguments),
-    /// Hold what must outlive the agent, and the memory of nodes
+    /// Hold memory and descriptors that outlive an agent or a node
     Keeper(KeeperArguments),
-    /// Lend memory
+    /// Lend memory of this machine
     Node(NodeArguments),
-    /// Borrow memory for this machine's programs
+    /// Serve this machine's programs from the pool
     Agent(AgentArguments),
 }
 
-/// What every part takes.
+/// Arguments of every daemon.
 #[derive(Args, Clone, Debug)]
-pub struct Foreground {
-    /// Detach, and write `ready` to stdout when it serves; for `aquifer up`.
+pub struct DetachArguments {
+    /// Start a session of its own, and write `ready` to standard output once the daemon serves; for
+    /// `aquifer up`.
     #[arg(long, hide = true)]
     pub detached: bool,
 }
 
-/// `aquifer directory`
+/// Arguments of `aquifer directory`.
 #[derive(Args, Clone, Debug)]
 pub struct DirectoryArguments {
-    /// How it is started.
+    /// Whether it detaches.
     #[command(flatten)]
-    pub foreground: Foreground,
+    pub detach: DetachArguments,
 }
 
-/// `aquifer keeper`
+/// Arguments of `aquifer keeper`.
 #[derive(Args, Clone, Debug)]
 pub struct KeeperArguments {
-    /// How long programs wait for an agent that died, before they are ended, and memory for its node, such as 500ms or 2m [default: 30s]
+    /// Time for which programs wait for a new agent, and kept memory for its node, such as 500ms or 2m; the agent and the nodes need the same --grace [default: 30s]
     #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
     pub grace: Option<u64>,
-    /// How it is started.
+    /// Whether it detaches.
     #[command(flatten)]
-    pub foreground: Foreground,
+    pub detach: DetachArguments,
 }
 
-/// `aquifer node`
+/// Arguments of `aquifer node`.
 #[derive(Args, Clone, Debug)]
 pub struct NodeArguments {
-    /// Read what is not said here from this file [default: /etc/aquifer/node.toml, if it is there]
+    /// TOML file with settings; options on the command line override it [default: /etc/aquifer/node.toml, if it exists]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// What it is told.
+    /// The other settings.
     #[command(flatten)]
     pub settings: NodeSettings,
-    /// How it is started.
+    /// Whether it detaches.
     #[command(flatten)]
-    pub foreground: Foreground,
+    pub detach: DetachArguments,
 }
 
-/// `aquifer agent`
+/// Arguments of `aquifer agent`.
 #[derive(Args, Clone, Debug)]
 pub struct AgentArguments {
-    /// Read what is not said here from this file [default: /etc/aquifer/agent.toml, if it is there]
+    /// TOML file with settings; options on the command line override it [default: /etc/aquifer/agent.toml, if it exists]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// What it is told.
+    /// The other settings.
     #[command(flatten)]
     pub settings: AgentSettings,
-    /// How it is started.
+    /// Whether it detaches.
     #[command(flatten)]
-    pub foreground: Foreground,
+    pub detach: DetachArguments,
 }
 
-/// How long programs wait for their agent as a rule.
+/// Default of `--grace`.
 pub const GRACE_MS: u64 = 30_000;
-/// Nobody waits for longer than a day.
+/// The longest time that can be given: one day.
 const TIME_MS_MAX: u64 = 86_400_000;
 
-/// Read `500ms`, `30s`, `2m`, or seconds without a unit.
+/// Parses `500ms`, `30s`, `2m`, or seconds without a unit, into milliseconds.
+///
+/// # Errors
+/// A message if the text is not a time, or longer than a day.
 pub fn parse_time_ms(text: &str) -> Result<u64, String> {
-    let wrong =
+    let not_a_time =
         || format!("\"{text}\" is not a time: write seconds, or a number with ms, s or m, such as 500ms");
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
@@ -337,10 +357,10 @@ pub fn parse_time_ms(text: &str) -> Result<u64, String> {
         "ms" => 1,
         "" | "s" => 1000,
         "m" => 60_000,
-        _ => return Err(wrong()),
+        _ => return Err(not_a_time()),
     };
     if number.is_empty() {
-        return Err(wrong());
+        return Err(not_a_time());
     }
     let time_ms = number.parse::<u64>().ok().and_then(|number| number.checked_mul(unit_ms));
     time_ms
@@ -355,7 +375,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_definition_holds_together() {
+    fn the_definition_is_consistent() {
         Cli::command().debug_assert();
     }
 
@@ -371,10 +391,10 @@ mod tests {
     }
 
     #[test]
-    fn times_are_read_and_bounded() {
-        let known =
+    fn times_are_parsed_and_bounded() {
+        let valid =
             [("0", 0), ("1s", 1000), ("500ms", 500), ("2m", 120_000), ("30", 30_000), ("1440m", TIME_MS_MAX)];
-        for (text, time_ms) in known {
+        for (text, time_ms) in valid {
             assert_eq!(parse_time_ms(text), Ok(time_ms), "{text}");
         }
         for text in ["", "s", "1h", "-1s", "1.5s", "1 s"] {
@@ -386,18 +406,18 @@ mod tests {
     }
 
     #[test]
-    fn what_follows_the_program_is_the_programs() {
+    fn arguments_after_the_program_belong_to_the_program() {
         let words = "aquifer run --local 64M -- tar --state x -- y";
         let cli = Cli::try_parse_from(words.split(' ')).unwrap();
         assert_eq!(cli.state, None);
-        let Command::Run(arguments) = cli.command else { panic!("it is a run") };
+        let Command::Run(arguments) = cli.command else { panic!("expected a run") };
         assert_eq!(arguments.command, ["tar", "--state", "x", "--", "y"]);
         assert_eq!((arguments.local, arguments.replicas), (64 << 20, 1));
         for count in ["0", "4", "two", "-1"] {
             let words = ["aquifer", "run", "--local", "64M", "--replicas", count, "--", "true"];
-            assert!(Cli::try_parse_from(words).is_err(), "{count} replicas are impossible");
+            assert!(Cli::try_parse_from(words).is_err(), "{count} replicas must be refused");
         }
-        assert!(Cli::try_parse_from(["aquifer", "run", "--local", "64M"]).is_err(), "a program is needed");
-        assert!(Cli::try_parse_from(["aquifer", "run", "--", "true"]).is_err(), "a limit is needed");
+        assert!(Cli::try_parse_from(["aquifer", "run", "--local", "64M"]).is_err(), "a program is required");
+        assert!(Cli::try_parse_from(["aquifer", "run", "--", "true"]).is_err(), "a limit is required");
     }
 }

@@ -33,7 +33,7 @@ fn golden_exit_codes() {
         ("refused", RunError::Refused(String::new())),
         ("agent", RunError::Agent(failed(other))),
         ("no shim", RunError::NoShim { path: program() }),
-        ("not root", RunError::SwapIsRoots),
+        ("not root", RunError::SwapNeedsRoot),
         ("swap", RunError::SwapServer(failed(other))),
         ("statistics", RunError::Stats { path: program(), source: failed(other) }),
         ("ended", RunError::Ended { program: program(), reason: String::new() }),

@@ -1,21 +1,22 @@
-//! `aquifer`: one binary that plays every role.
+//! The command line `aquifer`: all commands and all daemons in one binary.
 //!
-//! `cluster` starts, stops and shows a cluster on this machine and is its parts in the foreground; `run` starts an unmodified
-//! program on the pool. A command fails with one sentence on stderr. What measures and draws is another binary, `aquifer-bench`, which
-//! `aquifer bench`, `demo` and `fabric` start; it uses what is public here.
+//! `cluster` starts, stops and shows a cluster on this machine, and has the daemons. `run` starts an
+//! unmodified program on the pool. A command that fails writes one sentence to standard error.
+//! `aquifer bench`, `demo` and `fabric` start the binary `aquifer-bench`, which uses the public items of
+//! this crate.
 
+mod bench_binary;
 mod cli;
 mod cluster;
 #[cfg(test)]
 mod golden_tests;
-mod measure;
 mod run;
 pub mod say;
 pub mod settings;
 pub mod state;
 
 pub use cli::Fabric;
-pub use cluster::{Source, key};
+pub use cluster::{DirectoryLocation, key};
 
 use std::error::Error;
 use std::path::PathBuf;
@@ -26,10 +27,10 @@ use clap::Parser;
 use cli::{Cli, Command, RunArguments};
 use state::StateDir;
 
-/// What a command comes to: its exit code, or why it could not be done.
+/// Result of a command: its exit code, or an error to print.
 pub type Outcome = Result<ExitCode, Box<dyn Error>>;
 
-/// Does what the command line says.
+/// Runs the command of the command line.
 #[must_use]
 pub fn main() -> ExitCode {
     prepare();
@@ -41,28 +42,31 @@ pub fn main() -> ExitCode {
         Command::Limit(arguments) => state(&cli.state).and_then(|state| cluster::limit(&state, &arguments)),
         Command::Lend(arguments) => state(&cli.state).and_then(|state| cluster::lend(&state, &arguments)),
         Command::Run(arguments) => Ok(run(&cli.state, arguments)),
-        Command::Demo(passed) => measure::hand_over("demo", &cli.state, &passed),
-        Command::Bench(passed) => measure::hand_over("bench", &cli.state, &passed),
-        Command::Fabric(passed) => measure::hand_over("fabric", &cli.state, &passed),
+        Command::Demo(arguments) => bench_binary::exec("demo", &cli.state, &arguments),
+        Command::Bench(arguments) => bench_binary::exec("bench", &cli.state, &arguments),
+        Command::Fabric(arguments) => bench_binary::exec("fabric", &cli.state, &arguments),
         Command::SwapServer(arguments) => {
             state(&cli.state).and_then(|state| run::serve_swap(&state, &arguments))
         }
-        Command::Part(part) => state(&cli.state).and_then(|state| cluster::be(&state, part)),
+        Command::Daemon(daemon) => state(&cli.state).and_then(|state| cluster::serve(&state, daemon)),
     };
     finish(outcome)
 }
 
-/// The exit code for what a command comes to, after its error was printed.
+/// Prints the error of a command, if it failed, and returns its exit code.
+///
+/// A command whose output could not be written has failed.
 pub fn finish(outcome: Outcome) -> ExitCode {
-    match (outcome, say::unwritten()) {
+    match (outcome, say::write_error()) {
         (Ok(code), None) => code,
-        (Ok(_), Some(error)) => fail(&format!("the output cannot be written: {error}"), 1),
+        (Ok(_), Some(error)) => fail(&format!("cannot write to standard output: {error}"), 1),
         (Err(error), _) => fail(&error, 1),
     }
 }
 
-/// What each binary does first. A panic on any thread ends the process at once, however the binary was built: what a daemon must leave
-/// behind lies in memory that outlives it.
+/// Set-up of each binary: installs the provider `verbs`, and makes a panic on any thread end the process.
+///
+/// A daemon must not continue after a panic. The memory that must outlive it is with the keeper.
 pub fn prepare() {
     #[cfg(feature = "verbs")]
     aquifer_fabric_verbs::install();
@@ -73,11 +77,11 @@ pub fn prepare() {
     }));
 }
 
-fn state(asked: &Option<PathBuf>) -> Result<StateDir, Box<dyn Error>> {
-    Ok(StateDir::locate(asked.as_deref())?)
+fn state(given: &Option<PathBuf>) -> Result<StateDir, Box<dyn Error>> {
+    Ok(StateDir::locate(given.as_deref())?)
 }
 
-/// The program's exit code, or one that says why there is none.
+/// Runs a program; returns its exit code, or that of the error.
 fn run(state: &Option<PathBuf>, arguments: RunArguments) -> ExitCode {
     let state = match StateDir::locate(state.as_deref()) {
         Ok(state) => state,
@@ -106,7 +110,7 @@ fn fail(error: &dyn std::fmt::Display, code: i32) -> ExitCode {
     exit_code(code)
 }
 
-/// A program's code has eight bits; other numbers come from nowhere.
+/// The exit code as a number of eight bits. Codes of programs have no more.
 fn exit_code(code: i32) -> ExitCode {
     ExitCode::from(u8::try_from(code).unwrap_or(u8::MAX))
 }

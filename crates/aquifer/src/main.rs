@@ -1,4 +1,4 @@
-//! The binary: see the library.
+//! The binary `aquifer`.
 
 fn main() -> std::process::ExitCode {
     aquifer::main()

@@ -1,47 +1,50 @@
-//! What commands print. A reader may leave at any time (`aquifer status | head -1`): then the command goes on and ends as it would have.
-//! Output that cannot be written for another reason fails the command, once it has done its work. An error message that cannot be written is lost.
+//! Output of commands.
+//!
+//! If the reader of standard output closes it (`aquifer status | head -1`), the command continues and
+//! keeps its exit code. If standard output cannot be written for another reason, such as a full disk, the
+//! command completes its work and then fails. A message that standard error does not accept is lost.
 
 use std::io;
 use std::sync::OnceLock;
 
 use tracing_subscriber::EnvFilter;
 
-/// Why standard output could not be written, if it could not.
-static UNWRITTEN: OnceLock<String> = OnceLock::new();
+/// The first error of a write to standard output.
+static WRITE_ERROR: OnceLock<String> = OnceLock::new();
 
-/// Notes the outcome of a write to standard output.
-pub fn note(written: io::Result<()>) {
-    if let Err(error) = written
+/// Records the result of a write to standard output.
+pub fn record_write(result: io::Result<()>) {
+    if let Err(error) = result
         && error.kind() != io::ErrorKind::BrokenPipe
     {
-        let _first_counts = UNWRITTEN.set(error.to_string());
+        let _keeps_the_first = WRITE_ERROR.set(error.to_string());
     }
 }
 
-/// Why standard output could not be written; `None` if it could, or if its reader left.
-pub fn unwritten() -> Option<&'static str> {
-    UNWRITTEN.get().map(String::as_str)
+/// The first error of a write to standard output; `None` if all writes succeeded or the reader closed it.
+pub fn write_error() -> Option<&'static str> {
+    WRITE_ERROR.get().map(String::as_str)
 }
 
-/// `print!`, without a panic when it cannot be written.
+/// Like `print!`, but records an error instead of panicking.
 #[macro_export]
 macro_rules! say {
     ($($what:tt)*) => {{
         use std::io::Write;
-        $crate::say::note(write!(std::io::stdout(), $($what)*));
+        $crate::say::record_write(write!(std::io::stdout(), $($what)*));
     }};
 }
 
-/// `println!`, likewise.
+/// Like `println!`, but records an error instead of panicking.
 #[macro_export]
 macro_rules! say_line {
     ($($what:tt)*) => {{
         use std::io::Write;
-        $crate::say::note(writeln!(std::io::stdout(), $($what)*));
+        $crate::say::record_write(writeln!(std::io::stdout(), $($what)*));
     }};
 }
 
-/// A line on standard error that begins with the program's name. It is lost if it cannot be written.
+/// Writes a line to standard error, after the program's name. An error of the write is ignored.
 #[macro_export]
 macro_rules! say_error {
     ($($what:tt)*) => {{
@@ -52,10 +55,11 @@ macro_rules! say_error {
 
 pub use {say, say_error, say_line};
 
-/// Sends what a daemon logs to its standard error; `RUST_LOG` says what is logged.
+/// Writes the daemon's log to standard error, filtered by `RUST_LOG` (default: `info`).
 pub(crate) fn log_to_stderr() {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    // A log that cannot be written, on a full disk, must not end a daemon: the subscriber would complain on the same stderr, and panic.
+    // A full disk must not end a daemon. By default the subscriber reports a failed write to the same
+    // standard error, and panics if that fails, too.
     let log = tracing_subscriber::fmt().log_internal_errors(false).with_env_filter(filter);
     log.with_writer(std::io::stderr).with_ansi(false).init();
 }

@@ -1,9 +1,11 @@
-//! What a node and an agent are told, by flags or by a file: the same words in both, and the flags win.
+//! Settings of a node and of an agent, from the command line and from a TOML file.
+//!
+//! Both use the same names. The command line takes precedence over the file.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-use aquifer_metrics::Place;
+use aquifer_metrics::MetricsAddress;
 use clap::Args;
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -11,73 +13,73 @@ use serde::{Deserialize, Deserializer, Serialize};
 use crate::cli::parse_time_ms;
 use aquifer_ipc::size;
 
-/// Where files are looked for that are not named.
+/// Folder of the settings files that are read if `--config` is not given.
 const FOLDER: &str = "/etc/aquifer";
-/// Nothing sensible is longer.
+/// Longest settings file that is accepted, in bytes.
 const FILE_BYTES_MAX: u64 = 64 << 10;
 
-/// Why a file is of no use.
+/// Why a settings file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum SettingsError {
-    /// Unreadable.
-    #[error("{path} cannot be read: {source}", path = path.display())]
+    /// The file cannot be read.
+    #[error("settings file {path} cannot be read: {source}", path = path.display())]
     System {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// It has too many bytes.
-    #[error("{path} has {bytes} bytes, and no file of settings has more than {FILE_BYTES_MAX}", path = path.display())]
+    /// The file is too long.
+    #[error("settings file {path} has {bytes} bytes; at most {FILE_BYTES_MAX} are accepted", path = path.display())]
     TooLong {
         /// The file.
         path: PathBuf,
-        /// Its length.
+        /// Its length in bytes.
         bytes: u64,
     },
-    /// What it says makes no sense; the line is in it.
-    #[error("{path} cannot be understood: {why}", path = path.display())]
-    Unfit {
+    /// The file has a syntax error, or an unknown or invalid setting.
+    #[error("settings file {path} is not valid: {why}", path = path.display())]
+    Invalid {
         /// The file.
         path: PathBuf,
-        /// Which line, and what is wrong with it.
+        /// The parser's message, with the line.
         why: String,
     },
 }
 
-/// Where the cluster's directory is.
+/// Address of the cluster's directory, and certificates to reach it.
 #[derive(Args, Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DirectorySettings {
-    /// The cluster's directory: `embedded`, the socket of an embedded one (`unix:PATH`), or an etcd
+    /// The cluster's directory: `embedded` for the one in the state folder, `unix:PATH` for the socket of another embedded one, or an etcd
     /// (etcd://HOST:PORT[,HOST:PORT...][/CLUSTER], etcds:// for TLS) [default: embedded]
     #[arg(long = "directory", value_name = "PLACE")]
     pub address: Option<String>,
-    /// For etcds://, the certificates of who signed etcd's, PEM
+    /// For etcds://, certificates of the authorities that signed etcd's certificate, PEM
     #[arg(long = "directory-ca", value_name = "FILE")]
     pub ca: Option<PathBuf>,
-    /// For etcds://, our own certificate, PEM, if etcd wants one
+    /// For etcds://, client certificate, PEM, if etcd requires one
     #[arg(long = "directory-cert", value_name = "FILE", requires = "directory-key")]
     pub cert: Option<PathBuf>,
-    /// The key of that certificate, PEM
+    /// For etcds://, private key of the client certificate, PEM
     #[arg(id = "directory-key", long = "directory-key", value_name = "FILE", requires = "cert")]
     pub key: Option<PathBuf>,
 }
 
-/// How others reach a node, if not by shared memory.
+/// The fabric by which other machines reach a node.
 #[derive(clap::ValueEnum, Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Network {
     /// TCP
     #[default]
     Tcp,
-    /// RDMA verbs, by the device that has the address; `aquifer fabric info` lists devices
+    /// RDMA verbs, on the device with the address of --listen; `aquifer fabric info` lists devices
     Verbs,
 }
 
 #[cfg(feature = "verbs")]
 impl Network {
-    /// As it is written on command lines.
+    /// The value of `--fabric`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -87,109 +89,109 @@ impl Network {
     }
 }
 
-/// What a node is told.
+/// Settings of a memory node.
 #[derive(Args, Clone, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
 pub struct NodeSettings {
-    /// Its number in the cluster
+    /// The node's number in the cluster
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
-    #[serde(deserialize_with = "number")]
+    #[serde(deserialize_with = "node_number")]
     pub id: Option<u16>,
-    /// Memory that it lends, such as 512M or 2G
+    /// Memory that the node lends, such as 512M or 2G
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub memory: Option<u64>,
-    /// The most that `aquifer lend` may make it lend [default: what --memory says]
+    /// Upper bound for `aquifer lend` on this node [default: the value of --memory]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub memory_max: Option<u64>,
-    /// Lend less, as far as nobody uses it, when this machine has less than so much memory available, and more again when it has [default: lend what --memory says]
+    /// Keep this much memory of the machine available: lend less, as far as lent memory is free, and more again later [default: always lend the value of --memory]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub keep_free: Option<u64>,
-    /// When this node's process ends, this machine's keeper holds its memory for so long, and others wait for the node to come back with it; as long as that of the keeper [default: the memory ends with it]
+    /// Time for which this machine's keeper keeps the node's memory after the node's process ended, and hosts wait for the node; must be the keeper's --grace [default: the memory is lost]
     #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
     #[serde(deserialize_with = "time_ms")]
     pub grace: Option<u64>,
-    /// Lend it over a network at this address, such as 10.0.0.1:7400, to whoever has the cluster's key [default: to this machine, by shared memory]
+    /// Lend over a network at this address, such as 10.0.0.1:7400, to hosts with the cluster key [default: lend to this machine only, by shared memory]
     #[arg(long, value_name = "ADDRESS")]
     pub listen: Option<SocketAddr>,
-    /// Over which network, with --listen [default: tcp]
+    /// The network, with --listen [default: tcp]
     #[arg(long, value_name = "NETWORK")]
     pub fabric: Option<Network>,
-    /// Over a network, where others reach it, if that is not where it listens
+    /// Address at which hosts reach the node, if it is not the one of --listen
     #[arg(long, value_name = "ADDRESS")]
     pub advertise: Option<SocketAddr>,
-    /// The file with the cluster's key [default: cluster.key in the cluster's folder]
+    /// File with the cluster key [default: cluster.key in the state folder]
     #[arg(long, value_name = "FILE")]
     pub key: Option<PathBuf>,
-    /// Over TCP, encrypt everything, whatever the other end wants
+    /// Require encryption of all TCP traffic, even if the host does not
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub encrypt: Option<bool>,
-    /// Over TCP, threads that serve [default: 1]
+    /// Threads that serve TCP connections [default: 1]
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
     #[serde(deserialize_with = "threads")]
     pub threads: Option<u16>,
-    /// Over TCP, the most that one tenant may read and write in a second, such as 500M [default: no bound]
+    /// Over TCP, bytes that one tenant may read and write per second, such as 500M [default: unlimited]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub rate_bytes: Option<u64>,
-    /// Over TCP, the most operations of one tenant in a second [default: no bound]
+    /// Over TCP, operations of one tenant per second [default: unlimited]
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
     #[serde(deserialize_with = "operations")]
     pub rate_operations: Option<u32>,
-    /// Serve figures for Prometheus at this address of this machine, such as 127.0.0.1:7480, or unix:PATH [default: nowhere]
+    /// Serve metrics for Prometheus at this local address, such as 127.0.0.1:7480, or at unix:PATH [default: no metrics]
     #[arg(long, value_name = "ADDRESS")]
-    #[serde(deserialize_with = "place")]
-    pub metrics: Option<Place>,
-    /// The directory.
+    #[serde(deserialize_with = "metrics_address")]
+    pub metrics: Option<MetricsAddress>,
+    /// The directory of the cluster.
     #[command(flatten)]
     pub directory: DirectorySettings,
 }
 
-/// What an agent is told.
+/// Settings of an agent.
 #[derive(Args, Clone, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
 pub struct AgentSettings {
-    /// Most memory that it takes as the host's mempool [default: half of what is available, at most 4G]
+    /// Largest size of the mempool [default: half of the available memory, at most 4G]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub mempool: Option<u64>,
-    /// Most that one user's programs may have as extents [default: half of what the memory nodes lend]
+    /// Most remote memory that the sessions of one user may hold as extents [default: half of what the nodes lend]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub extents_per_user: Option<u64>,
-    /// The file with the cluster's key [default: cluster.key in the cluster's folder, if there is one]
+    /// File with the cluster key [default: cluster.key in the state folder, if it exists]
     #[arg(long, value_name = "FILE")]
     pub key: Option<PathBuf>,
-    /// Serve all users of this host, who find the agent at this socket; usual is /run/aquifer.sock [default: only its own user]
+    /// Serve all users of this host, at this socket; programs look for /run/aquifer.sock [default: serve only the agent's own user]
     #[arg(long, value_name = "PATH")]
     pub shared_socket: Option<PathBuf>,
-    /// Encrypt everything to and from nodes over TCP, whatever they want
+    /// Require encryption of all TCP traffic to nodes, even if the nodes do not
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub encrypt: Option<bool>,
-    /// When this agent dies, other hosts leave its memory alone for so long after its lease; as long as that of the keeper [default: 30s]
+    /// Time after the end of this agent's lease before other hosts free its memory; must be the keeper's --grace [default: 30s]
     #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
     #[serde(deserialize_with = "time_ms")]
     pub grace: Option<u64>,
-    /// Serve figures for Prometheus at this address of this machine, such as 127.0.0.1:7481, or unix:PATH [default: nowhere]
+    /// Serve metrics for Prometheus at this local address, such as 127.0.0.1:7481, or at unix:PATH [default: no metrics]
     #[arg(long, value_name = "ADDRESS")]
-    #[serde(deserialize_with = "place")]
-    pub metrics: Option<Place>,
-    /// The directory.
+    #[serde(deserialize_with = "metrics_address")]
+    pub metrics: Option<MetricsAddress>,
+    /// The directory of the cluster.
     #[command(flatten)]
     pub directory: DirectorySettings,
 }
 
-/// Settings, of which some may be missing.
+/// Settings of which each may be unset.
 pub trait Settings: DeserializeOwned {
-    /// These, and where nothing is said, those of `other`.
+    /// Takes unset values from `other`.
     fn or(self, other: Self) -> Self;
 }
 
 impl Settings for DirectorySettings {
     fn or(self, other: Self) -> Self {
-        // The files belong to the place.
+        // Certificates belong to an address: with another address, those of the file do not apply.
         if self.address.is_some() {
             return self;
         }
@@ -239,20 +241,22 @@ impl Settings for AgentSettings {
     }
 }
 
-/// The flags, and for what they do not say the file: the one that was named, else, where `usual` names it, the one in
-/// /etc/aquifer if there is one.
+/// Completes the settings of the command line with those of a file.
+///
+/// The file is `config`, the value of `--config`; without it, the file with the name `default` in
+/// /etc/aquifer, if it exists.
 ///
 /// # Errors
-/// A file that cannot be read or understood.
+/// If the file cannot be read, or is not valid.
 pub fn complete<T: Settings>(
-    flags: T,
-    named: Option<&Path>,
-    usual: Option<&str>,
+    command_line: T,
+    config: Option<&Path>,
+    default: Option<&str>,
 ) -> Result<T, SettingsError> {
-    let usual = usual.map(|name| Path::new(FOLDER).join(name)).filter(|path| path.exists());
-    match named.map(Path::to_owned).or(usual) {
-        Some(path) => Ok(flags.or(load(&path)?)),
-        None => Ok(flags),
+    let default = default.map(|name| Path::new(FOLDER).join(name)).filter(|path| path.exists());
+    match config.map(Path::to_owned).or(default) {
+        Some(path) => Ok(command_line.or(load(&path)?)),
+        None => Ok(command_line),
     }
 }
 
@@ -263,7 +267,7 @@ fn load<T: DeserializeOwned>(path: &Path) -> Result<T, SettingsError> {
         return Err(SettingsError::TooLong { path: path.to_owned(), bytes });
     }
     let text = std::fs::read_to_string(path).map_err(system)?;
-    parse(&text).map_err(|why| SettingsError::Unfit { path: path.to_owned(), why })
+    parse(&text).map_err(|why| SettingsError::Invalid { path: path.to_owned(), why })
 }
 
 fn parse<T: DeserializeOwned>(text: &str) -> Result<T, String> {
@@ -278,32 +282,32 @@ fn time_ms<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> 
     parse_time_ms(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
 }
 
-fn place<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Place>, D::Error> {
+fn metrics_address<'de, D: Deserializer<'de>>(from: D) -> Result<Option<MetricsAddress>, D::Error> {
     String::deserialize(from)?.parse().map(Some).map_err(D::Error::custom)
 }
 
-fn within<'de, T, D>(from: D, least: T, most: T) -> Result<Option<T>, D::Error>
+fn in_range<'de, T, D>(from: D, min: T, max: T) -> Result<Option<T>, D::Error>
 where
     T: Deserialize<'de> + PartialOrd + std::fmt::Display,
     D: Deserializer<'de>,
 {
     let number = T::deserialize(from)?;
-    if number < least || number > most {
-        return Err(D::Error::custom(format!("{number} is not in {least}..={most}")));
+    if number < min || number > max {
+        return Err(D::Error::custom(format!("{number} is not in {min}..={max}")));
     }
     Ok(Some(number))
 }
 
-fn number<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u16>, D::Error> {
-    within(from, 1, u16::MAX)
+fn node_number<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u16>, D::Error> {
+    in_range(from, 1, u16::MAX)
 }
 
 fn threads<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u16>, D::Error> {
-    within(from, 1, 64)
+    in_range(from, 1, 64)
 }
 
 fn operations<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u32>, D::Error> {
-    within(from, 1, u32::MAX)
+    in_range(from, 1, u32::MAX)
 }
 
 #[cfg(test)]
@@ -333,7 +337,7 @@ key = "/etc/aquifer/own.key"
 "#;
 
     #[test]
-    fn a_file_says_all_that_flags_do() {
+    fn a_file_can_have_every_setting() {
         let node: NodeSettings = parse(NODE).unwrap();
         assert_eq!((node.id, node.memory, node.threads), (Some(7), Some(8 << 30), Some(4)));
         assert_eq!((node.rate_bytes, node.rate_operations), (Some(500 << 20), Some(100_000)));
@@ -351,19 +355,23 @@ key = "/etc/aquifer/own.key"
     }
 
     #[test]
-    fn flags_win() {
-        let flags = NodeSettings { id: Some(9), encrypt: Some(false), ..Default::default() };
-        let both = flags.or(parse(NODE).unwrap());
+    fn the_command_line_takes_precedence() {
+        let command_line = NodeSettings { id: Some(9), encrypt: Some(false), ..Default::default() };
+        let both = command_line.or(parse(NODE).unwrap());
         assert_eq!((both.id, both.encrypt, both.memory), (Some(9), Some(false), Some(8 << 30)));
         assert!(both.directory.ca.is_some());
         let address = Some("embedded".to_owned());
         let elsewhere = DirectorySettings { address, ..Default::default() };
-        let flags = NodeSettings { directory: elsewhere.clone(), ..Default::default() };
-        assert_eq!(flags.or(parse(NODE).unwrap()).directory, elsewhere, "the files belong to the place");
+        let command_line = NodeSettings { directory: elsewhere.clone(), ..Default::default() };
+        assert_eq!(
+            command_line.or(parse(NODE).unwrap()).directory,
+            elsewhere,
+            "certificates belong to an address"
+        );
     }
 
     #[test]
-    fn what_is_wrong_is_named_with_its_line() {
+    fn an_error_names_its_line() {
         for (text, line, what) in [
             ("id = 1\nmemmory = \"1G\"\n", "line 2", "memmory"),
             ("[directory]\n\nplace = \"x\"\n", "line 3", "place"),
@@ -386,7 +394,7 @@ key = "/etc/aquifer/own.key"
     }
 
     #[test]
-    fn files_are_found_or_refused() {
+    fn files_are_read_or_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("node.toml");
         let complete = |path: &Path| complete(NodeSettings::default(), Some(path), None);
@@ -401,7 +409,7 @@ key = "/etc/aquifer/own.key"
 
     proptest! {
         #[test]
-        fn any_text_is_refused_or_read(text in "([a-z-]{1,8} = [\"a-z0-9.:]{0,8}\n|\\PC{0,20}\n){0,6}") {
+        fn arbitrary_text_does_not_panic(text in "([a-z-]{1,8} = [\"a-z0-9.:]{0,8}\n|\\PC{0,20}\n){0,6}") {
             let _either = parse::<NodeSettings>(&text);
         }
     }

@@ -1,4 +1,4 @@
-//! The cluster's folder: sockets, locks, logs, the directory's file, and what shape the cluster has.
+//! State folder of a cluster: sockets, locks, logs, the directory's file, the key and the configuration.
 
 use std::fs::{self, DirBuilder, Metadata};
 use std::io;
@@ -8,70 +8,81 @@ use std::path::{Path, PathBuf};
 
 use aquifer_channel::paths::cluster_folder;
 
-/// A socket's path has at most 107 bytes; the longest name in the folder is `/node-65535.sock`.
+/// Longest path of a state folder, in bytes: a socket's path has at most 107, and the longest name of a
+/// socket is `/node-65535.sock`.
 const PATH_BYTES_MAX: usize = 107 - 16;
 
-/// Why a folder cannot be a cluster's.
+/// Why a path cannot be a state folder.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
-    /// It cannot be had.
+    /// The folder cannot be created or read.
     #[error("the state folder {path} cannot be {what}: {source}; choose another with --state", path = path.display())]
     System {
         /// The folder.
         path: PathBuf,
-        /// What was attempted.
+        /// The attempted action.
         what: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// It is a file, or a link where there should be none.
+    /// Its parent folder does not exist.
+    #[error("the state folder {path} cannot be created: {parent}{origin} does not exist; create that folder, or choose another state folder with --state", path = path.display(), parent = parent.display())]
+    NoParent {
+        /// The folder.
+        path: PathBuf,
+        /// Its parent.
+        parent: PathBuf,
+        /// Text for a parent that comes from the environment; else empty.
+        origin: &'static str,
+    },
+    /// The path is a file or a symbolic link.
     #[error("the state folder {path} is not a folder; choose another with --state", path = path.display())]
     NotAFolder {
         /// The path.
         path: PathBuf,
     },
-    /// Somebody else's.
+    /// The folder belongs to another user.
     #[error("the state folder {path} belongs to user {owner}, not to you ({own}); choose another with --state", path = path.display())]
-    Foreign {
+    OtherOwner {
         /// The folder.
         path: PathBuf,
-        /// Whose it is.
+        /// Its owner's user id.
         owner: u32,
-        /// Who asks.
+        /// The user id of this process.
         own: u32,
     },
-    /// Others can put files there.
-    #[error("the state folder {path} can be written by other users (mode {mode:o}): chmod 700 it, or choose another with --state", path = path.display())]
-    Open {
+    /// Other users can create files in the folder.
+    #[error("the state folder {path} can be written by other users (mode {mode:o}); run chmod 700 {path}, or choose another with --state", path = path.display())]
+    WritableByOthers {
         /// The folder.
         path: PathBuf,
         /// Its mode.
         mode: u32,
     },
-    /// Sockets have short names.
+    /// The path is too long for the sockets in the folder.
     #[error(
-        "the path of the state folder has {bytes} bytes, and sockets allow {PATH_BYTES_MAX}: choose a shorter one with --state"
+        "the path of the state folder has {bytes} bytes, but sockets in it allow {PATH_BYTES_MAX} at most; choose a shorter one with --state"
     )]
     TooLong {
-        /// Its length.
+        /// Its length in bytes.
         bytes: usize,
     },
 }
 
-/// A cluster's folder. It may not be there yet.
+/// State folder of a cluster. It may not exist yet.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct StateDir {
     path: PathBuf,
 }
 
 impl StateDir {
-    /// The folder that was asked for, or the user's own. Checked if it is there.
+    /// The given folder, or the default folder of the user. Checks it if it exists.
     ///
     /// # Errors
-    /// It is not ours alone.
-    pub fn locate(asked: Option<&Path>) -> Result<Self, StateError> {
-        let path = match asked {
-            Some(asked) => absolute(asked)?,
+    /// If it belongs to another user, other users can write to it, or its path is too long.
+    pub fn locate(given: Option<&Path>) -> Result<Self, StateError> {
+        let path = match given {
+            Some(given) => absolute(given)?,
             None => cluster_folder(),
         };
         let bytes = path.as_os_str().as_bytes().len();
@@ -83,16 +94,18 @@ impl StateDir {
         Ok(state)
     }
 
-    /// Create it if it is not there, for this user alone. Programs of root's that become somebody else still have to reach their agent,
-    /// so all may pass through root's; what lies there is closed by modes of its own.
+    /// Creates the folder if it does not exist, with access for this user only.
+    ///
+    /// All users may enter root's folder, but not list it: programs of root that change their user must
+    /// still reach their agent. The files in it have modes of their own.
     ///
     /// # Errors
-    /// It cannot be created, or somebody else was quicker.
+    /// If it cannot be created, or another user created it first.
     pub fn create(&self) -> Result<(), StateError> {
         let mut builder = DirBuilder::new();
         match builder.mode(Self::mode()).create(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-            created => created.map_err(|source| self.error("created", source))?,
+            created => created.map_err(|source| self.creation_error(source))?,
         }
         match builder.mode(0o700).create(self.path.join("log")) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
@@ -110,45 +123,45 @@ impl StateDir {
         &self.path
     }
 
-    /// The directory's file.
+    /// File of the embedded directory.
     pub fn directory_file(&self) -> PathBuf {
         self.path.join("directory.redb")
     }
 
-    /// Where a part of this name listens.
-    pub fn socket(&self, part: &str) -> PathBuf {
-        self.path.join(format!("{part}.sock"))
+    /// Socket of the daemon with this name.
+    pub fn socket(&self, daemon: &str) -> PathBuf {
+        self.path.join(format!("{daemon}.sock"))
     }
 
-    /// Where the agent listens.
+    /// Socket of the agent.
     pub fn agent_socket(&self) -> PathBuf {
         self.socket("agent")
     }
 
-    /// What a part of this name holds locked while it lives.
-    pub fn lock(&self, part: &str) -> PathBuf {
-        self.path.join(format!("{part}.lock"))
+    /// Lock file of the daemon with this name.
+    pub fn lock(&self, daemon: &str) -> PathBuf {
+        self.path.join(format!("{daemon}.lock"))
     }
 
-    /// What a part of this name has to tell.
-    pub fn log(&self, part: &str) -> PathBuf {
-        self.path.join("log").join(format!("{part}.log"))
+    /// Log of the daemon with this name.
+    pub fn log(&self, daemon: &str) -> PathBuf {
+        self.path.join("log").join(format!("{daemon}.log"))
     }
 
-    /// The key that proves who belongs to the cluster.
+    /// File with the cluster key.
     pub fn key_file(&self) -> PathBuf {
         self.path.join("cluster.key")
     }
 
-    /// The cluster's shape.
-    pub fn shape(&self) -> PathBuf {
+    /// File with the cluster's configuration.
+    pub fn cluster_config(&self) -> PathBuf {
         self.path.join("cluster.json")
     }
 
     fn check(&self) -> Result<(), StateError> {
         match fs::symlink_metadata(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            Err(source) => Err(self.error("looked at", source)),
+            Err(source) => Err(self.error("read", source)),
             Ok(metadata) => self.check_owner(&metadata),
         }
     }
@@ -159,12 +172,27 @@ impl StateDir {
             return Err(StateError::NotAFolder { path: self.path.clone() });
         }
         if metadata.uid() != own {
-            return Err(StateError::Foreign { path: self.path.clone(), owner: metadata.uid(), own });
+            return Err(StateError::OtherOwner { path: self.path.clone(), owner: metadata.uid(), own });
         }
         if metadata.mode() & 0o022 != 0 {
-            return Err(StateError::Open { path: self.path.clone(), mode: metadata.mode() & 0o7777 });
+            return Err(StateError::WritableByOthers {
+                path: self.path.clone(),
+                mode: metadata.mode() & 0o7777,
+            });
         }
         Ok(())
+    }
+
+    fn creation_error(&self, source: io::Error) -> StateError {
+        match self.path.parent() {
+            Some(parent) if source.kind() == io::ErrorKind::NotFound && !parent.exists() => {
+                let runtime = std::env::var_os("XDG_RUNTIME_DIR");
+                let is_runtime = runtime.is_some_and(|runtime| parent == runtime);
+                let origin = if is_runtime { ", the value of XDG_RUNTIME_DIR," } else { "" };
+                StateError::NoParent { path: self.path.clone(), parent: parent.to_owned(), origin }
+            }
+            _ => self.error("created", source),
+        }
     }
 
     fn error(&self, what: &'static str, source: io::Error) -> StateError {
@@ -172,15 +200,15 @@ impl StateDir {
     }
 }
 
-/// Parts run in `/`, so the path must not depend on where it was typed.
-fn absolute(asked: &Path) -> Result<PathBuf, StateError> {
-    let error = |source| StateError::System { path: asked.to_owned(), what: "found", source };
-    match fs::canonicalize(asked) {
+/// The path without symbolic links; absolute, since daemons have another working directory.
+fn absolute(given: &Path) -> Result<PathBuf, StateError> {
+    let error = |source| StateError::System { path: given.to_owned(), what: "found", source };
+    match fs::canonicalize(given) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
         found => return found.map_err(error),
     }
-    // It is not there yet: its parent must be.
-    let absolute = std::path::absolute(asked).map_err(error)?;
+    // The folder does not exist yet; its parent may.
+    let absolute = std::path::absolute(given).map_err(error)?;
     match (absolute.parent().map(fs::canonicalize), absolute.file_name()) {
         (Some(Ok(parent)), Some(name)) => Ok(parent.join(name)),
         _ => Ok(absolute),
@@ -193,7 +221,7 @@ mod tests {
 
     use super::*;
 
-    fn in_folder() -> (tempfile::TempDir, PathBuf) {
+    fn new_path() -> (tempfile::TempDir, PathBuf) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("state");
         (folder, path)
@@ -201,11 +229,11 @@ mod tests {
 
     #[test]
     fn a_new_folder_is_private() {
-        let (_folder, path) = in_folder();
+        let (_folder, path) = new_path();
         let state = StateDir::locate(Some(&path)).unwrap();
-        assert!(!path.exists(), "looking for it does not create it");
+        assert!(!path.exists(), "locating it does not create it");
         state.create().unwrap();
-        state.create().expect("twice is fine");
+        state.create().expect("a second call changes nothing");
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, StateDir::mode());
         assert_eq!(fs::metadata(path.join("log")).unwrap().mode() & 0o777, 0o700);
         assert!(StateDir::locate(Some(&path)).is_ok());
@@ -213,25 +241,35 @@ mod tests {
 
     #[test]
     fn a_folder_that_others_can_write_is_refused() {
-        let (_folder, path) = in_folder();
+        let (_folder, path) = new_path();
         fs::create_dir(&path).unwrap();
-        for (mode, is_fine) in [(0o755, true), (0o700, true), (0o770, false), (0o707, false)] {
+        for (mode, is_accepted) in [(0o755, true), (0o700, true), (0o770, false), (0o707, false)] {
             fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
-            assert_eq!(StateDir::locate(Some(&path)).is_ok(), is_fine, "{mode:o}");
+            assert_eq!(StateDir::locate(Some(&path)).is_ok(), is_accepted, "{mode:o}");
         }
     }
 
     #[test]
-    fn what_is_no_folder_is_refused() {
-        let (_folder, path) = in_folder();
+    fn a_missing_parent_is_named() {
+        let (_folder, path) = new_path();
+        let state = StateDir::locate(Some(&path.join("below"))).unwrap();
+        let error = state.create().unwrap_err();
+        assert!(
+            matches!(&error, StateError::NoParent { parent, .. } if *parent == state.path.parent().unwrap())
+        );
+    }
+
+    #[test]
+    fn a_file_is_refused() {
+        let (_folder, path) = new_path();
         fs::write(&path, "").unwrap();
         assert!(matches!(StateDir::locate(Some(&path)), Err(StateError::NotAFolder { .. })));
         assert!(StateDir::locate(Some(&path.join("below"))).is_err());
     }
 
     #[test]
-    fn a_link_is_followed_when_it_is_asked_for_only() {
-        let (folder, path) = in_folder();
+    fn a_link_is_followed_only_if_it_is_given() {
+        let (folder, path) = new_path();
         fs::create_dir(&path).unwrap();
         let link = folder.path().join("link");
         std::os::unix::fs::symlink(&path, &link).unwrap();
@@ -240,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_at_the_limit_leaves_room_for_sockets() {
+    fn the_longest_path_leaves_room_for_sockets() {
         let longest = PathBuf::from(format!("/{}", "d".repeat(PATH_BYTES_MAX - 1)));
         let state = StateDir::locate(Some(&longest)).unwrap();
         assert_eq!(state.socket("node-65535").as_os_str().len(), 107);

@@ -1,4 +1,4 @@
-//! Clusters as their users see them: up, status, down, and what happens when parts die or something is wrong.
+//! Clusters on one machine: up, status and down, with dead daemons and with bad input.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -9,15 +9,15 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde_json::Value;
 
-/// Long enough for any machine; a test that works never waits for it.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Time after which a test fails. A test that passes does not wait for it.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A state folder whose cluster ends with the test.
-struct Place {
+/// A state folder whose cluster is stopped when the test ends.
+struct TestCluster {
     folder: tempfile::TempDir,
 }
 
-impl Place {
+impl TestCluster {
     fn new() -> Self {
         Self { folder: tempfile::tempdir().unwrap() }
     }
@@ -30,39 +30,40 @@ impl Place {
         aquifer(&self.state(), arguments)
     }
 
+    /// What `aquifer status --json` prints.
     fn status(&self) -> Value {
-        serde_json::from_str(&succeed(&self.aquifer(&["status", "--json"]))).unwrap()
+        serde_json::from_slice(&self.aquifer(&["status", "--json"]).stdout).unwrap()
     }
 
-    /// Wait until one line of a part's log has all these words.
-    fn await_log(&self, part: &str, words: &[&str]) {
-        let path = self.state().join("log").join(format!("{part}.log"));
+    /// Waits until one line of a daemon's log has all these words.
+    fn await_log(&self, daemon: &str, words: &[&str]) {
+        let path = self.state().join("log").join(format!("{daemon}.log"));
         let has_all = |line: &str| words.iter().all(|word| line.contains(word));
         while !std::fs::read_to_string(&path).unwrap().lines().any(has_all) {
             std::thread::yield_now();
         }
     }
 
-    /// Names of the living parts and their processes.
-    fn alive(&self) -> Vec<(String, i32)> {
+    /// Names and process numbers of the daemons that run.
+    fn running(&self) -> Vec<(String, i32)> {
         let status = self.status();
-        let part = |part: &Value| {
-            let pid = i32::try_from(part["pid"].as_i64()?).ok()?;
-            part["alive"].as_bool()?.then(|| (part["name"].as_str().unwrap().to_owned(), pid))
+        let daemon = |daemon: &Value| {
+            let pid = i32::try_from(daemon["pid"].as_i64()?).ok()?;
+            daemon["alive"].as_bool()?.then(|| (daemon["name"].as_str().unwrap().to_owned(), pid))
         };
-        status["parts"].as_array().unwrap().iter().filter_map(part).collect()
+        status["parts"].as_array().unwrap().iter().filter_map(daemon).collect()
     }
 
     fn pid(&self, name: &str) -> i32 {
-        self.alive()
+        self.running()
             .into_iter()
-            .find(|(alive, _)| alive == name)
-            .unwrap_or_else(|| panic!("{name} is not alive"))
+            .find(|(running, _)| running == name)
+            .unwrap_or_else(|| panic!("{name} does not run"))
             .1
     }
 }
 
-impl Drop for Place {
+impl Drop for TestCluster {
     fn drop(&mut self) {
         drop(self.aquifer(&["down"]));
     }
@@ -84,7 +85,7 @@ fn succeed(output: &Output) -> String {
     String::from_utf8(output.stdout.clone()).unwrap()
 }
 
-/// What it says on stderr; it must fail with this code and one message of its own.
+/// Asserts that a command failed with this exit code and a message, and returns its standard error.
 fn fail(output: &Output, code: i32) -> String {
     let stderr = String::from_utf8(output.stderr.clone()).unwrap();
     assert_eq!(output.status.code(), Some(code), "{stderr}");
@@ -94,7 +95,7 @@ fn fail(output: &Output, code: i32) -> String {
     stderr
 }
 
-/// Send a signal and wait for the end of the process.
+/// Sends a signal and waits for the end of the process.
 fn end(pid: i32, signal: Signal) {
     let pidfd = pidfd_open(Pid::from_raw(pid).unwrap(), PidfdFlags::empty()).unwrap();
     pidfd_send_signal(&pidfd, signal).unwrap();
@@ -102,51 +103,51 @@ fn end(pid: i32, signal: Signal) {
 }
 
 fn wait_readable(descriptor: &impl AsFd) {
-    let timeout = Timespec::try_from(PATIENCE).unwrap();
+    let timeout = Timespec::try_from(TIMEOUT).unwrap();
     let polled = rustix::event::poll(&mut [PollFd::new(descriptor, PollFlags::IN)], Some(&timeout)).unwrap();
-    assert_eq!(polled, 1, "it does not come");
+    assert_eq!(polled, 1, "nothing to read in time");
 }
 
 const SMALL: [&str; 5] = ["up", "--nodes", "2", "--memory", "16M"];
-const PARTS: [&str; 5] = ["directory", "keeper", "node-1", "node-2", "agent"];
+const DAEMONS: [&str; 5] = ["directory", "keeper", "node-1", "node-2", "agent"];
 
 #[test]
 fn a_node_lends_more_and_less_while_it_is_up() {
-    let place = Place::new();
-    succeed(&place.aquifer(&["up", "--nodes", "2", "--memory", "16M", "--memory-max", "32M"]));
-    let lends = |index: usize| place.status()["nodes"][index]["memory_bytes"].as_u64().unwrap() >> 20;
+    let cluster = TestCluster::new();
+    succeed(&cluster.aquifer(&["up", "--nodes", "2", "--memory", "16M", "--memory-max", "32M"]));
+    let lends = |index: usize| cluster.status()["nodes"][index]["memory_bytes"].as_u64().unwrap() >> 20;
     assert_eq!((lends(0), lends(1)), (16, 16));
-    let said = succeed(&place.aquifer(&["lend", "32M", "--node", "2"]));
+    let said = succeed(&cluster.aquifer(&["lend", "32M", "--node", "2"]));
     assert_eq!(said, "node 2 lends 32 MiB\n");
     assert_eq!((lends(0), lends(1)), (16, 32));
-    assert_eq!(place.status()["nodes"][1]["free_bytes"], 32 << 20);
-    succeed(&place.aquifer(&["lend", "0", "--node", "2"]));
-    assert_eq!(place.status()["nodes"][1]["free_bytes"], 0);
+    assert_eq!(cluster.status()["nodes"][1]["free_bytes"], 32 << 20);
+    succeed(&cluster.aquifer(&["lend", "0", "--node", "2"]));
+    assert_eq!(cluster.status()["nodes"][1]["free_bytes"], 0);
     let refused = [
         (&["lend", "64M", "--node", "2"][..], "node 2 can lend 32 MiB at most"),
         (&["lend", "1M", "--node", "2"], "a node lends in steps of 2 MiB"),
-        (&["lend", "8M"], "say which memory node, with --node NUMBER; there are: 1, 2"),
-        (&["lend", "8M", "--node", "9"], "no memory node has the number 9; there are: 1, 2"),
+        (&["lend", "8M"], "give the node with --node NUMBER; nodes: 1, 2"),
+        (&["lend", "8M", "--node", "9"], "there is no node 9; nodes: 1, 2"),
     ];
     for (words, why) in refused {
-        let output = place.aquifer(words);
+        let output = cluster.aquifer(words);
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success() && said.contains(why), "{words:?}: {said}");
     }
-    succeed(&place.aquifer(&["lend", "8M", "--node", "1", "--no-wait"]));
-    succeed(&place.aquifer(&["down"]));
+    succeed(&cluster.aquifer(&["lend", "8M", "--node", "1", "--no-wait"]));
+    succeed(&cluster.aquifer(&["down"]));
 }
 
 #[test]
-fn a_cluster_comes_up_tells_of_itself_and_goes_down() {
-    let place = Place::new();
-    let said = succeed(&place.aquifer(&SMALL));
+fn a_cluster_starts_reports_its_status_and_stops() {
+    let cluster = TestCluster::new();
+    let said = succeed(&cluster.aquifer(&SMALL));
     assert!(said.contains("Started directory, keeper, node-1, node-2, agent"), "{said}");
     assert!(said.contains("2 nodes of 16 MiB"), "{said}");
 
-    let status = place.status();
+    let status = cluster.status();
     assert_eq!(status["up"], true);
-    assert_eq!(place.alive().iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), PARTS);
+    assert_eq!(cluster.running().iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), DAEMONS);
     assert_eq!(status["nodes"].as_array().unwrap().len(), 2);
     assert_eq!(status["nodes"][0]["id"], 1);
     assert_eq!(status["nodes"][0]["memory_bytes"], 16 << 20);
@@ -154,130 +155,132 @@ fn a_cluster_comes_up_tells_of_itself_and_goes_down() {
     assert_eq!(status["agents"][0]["host"], 1);
     assert_eq!(status["agent"]["runs"], serde_json::json!([]));
     assert_eq!(status["problems"], serde_json::json!([]));
-    let words = succeed(&place.aquifer(&["status"]));
-    for word in PARTS.iter().chain(&["The cluster is up", "16 MiB free", "mempool"]) {
+    let words = succeed(&cluster.aquifer(&["status"]));
+    for word in DAEMONS.iter().chain(&["The cluster is up", "16 MiB free", "mempool"]) {
         assert!(words.contains(word), "{word} is missing in:\n{words}");
     }
 
-    let pids = place.alive();
-    let said = succeed(&place.aquifer(&["down"]));
+    let pids = cluster.running();
+    let said = succeed(&cluster.aquifer(&["down"]));
     assert!(said.contains("Stopped agent, node-1, node-2, keeper, directory"), "{said}");
     assert!(!said.contains("killed"), "{said}");
     for (name, pid) in pids {
-        // One that has ended and was not reaped yet has no command line.
+        // A process that has ended and was not reaped yet has an empty command line.
         let command = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        assert!(command.is_empty(), "{name} is still there");
+        assert!(command.is_empty(), "{name} still runs");
     }
-    let left = std::fs::read_dir(place.state()).unwrap().map(|file| file.unwrap().path());
+    let left = std::fs::read_dir(cluster.state()).unwrap().map(|file| file.unwrap().path());
     let sockets: Vec<_> =
         left.filter(|path| path.extension().is_some_and(|extension| extension == "sock")).collect();
     assert!(sockets.is_empty(), "{sockets:?}");
-    assert_eq!(place.status()["up"], false);
+    assert_eq!(cluster.status()["up"], false);
 }
 
 #[test]
 fn up_twice_starts_nothing_twice() {
-    let place = Place::new();
-    succeed(&place.aquifer(&SMALL));
-    let before = place.alive();
+    let cluster = TestCluster::new();
+    succeed(&cluster.aquifer(&SMALL));
+    let before = cluster.running();
     for again in [&SMALL[..], &["up"]] {
-        assert!(succeed(&place.aquifer(again)).contains("up already"));
-        assert_eq!(place.alive(), before);
+        assert!(succeed(&cluster.aquifer(again)).contains("up already"));
+        assert_eq!(cluster.running(), before);
     }
-    let said = fail(&place.aquifer(&["up", "--nodes", "3"]), 1);
-    assert!(said.contains("another shape") && said.contains("2 nodes of 16 MiB"), "{said}");
-    fail(&place.aquifer(&["up", "--memory", "32M"]), 1);
-    assert_eq!(place.alive(), before);
+    let said = fail(&cluster.aquifer(&["up", "--nodes", "3"]), 1);
+    assert!(said.contains("other settings") && said.contains("2 nodes of 16 MiB"), "{said}");
+    fail(&cluster.aquifer(&["up", "--memory", "32M"]), 1);
+    assert_eq!(cluster.running(), before);
 }
 
 #[test]
-fn two_who_bring_it_up_at_once_start_one_cluster() {
-    let place = Place::new();
+fn concurrent_starts_make_one_cluster() {
+    let cluster = TestCluster::new();
     let others: Vec<_> = (0..3)
         .map(|_| {
-            let state = place.state();
+            let state = cluster.state();
             std::thread::spawn(move || succeed(&aquifer(&state, &SMALL)))
         })
         .collect();
     let said: Vec<_> = others.into_iter().map(|thread| thread.join().unwrap()).collect();
     assert_eq!(said.iter().filter(|said| said.contains("Started")).count(), 1, "{said:?}");
-    assert_eq!(place.alive().len(), PARTS.len());
+    assert_eq!(cluster.running().len(), DAEMONS.len());
 }
 
 #[test]
 fn down_without_a_cluster_says_so() {
-    let place = Place::new();
-    assert!(succeed(&place.aquifer(&["down"])).contains("No cluster is up"));
-    assert!(!place.state().exists(), "nothing is made to be taken down");
-    assert!(succeed(&place.aquifer(&["status"])).contains("aquifer up"));
-    assert_eq!(place.status()["up"], false);
-    assert!(!place.state().exists());
-    succeed(&place.aquifer(&SMALL));
-    succeed(&place.aquifer(&["down"]));
-    assert!(succeed(&place.aquifer(&["down"])).contains("No cluster is up"));
+    let cluster = TestCluster::new();
+    assert!(succeed(&cluster.aquifer(&["down"])).contains("No cluster is up"));
+    assert!(!cluster.state().exists(), "down creates no state folder");
+    assert!(succeed(&cluster.aquifer(&["status"])).contains("aquifer up"));
+    assert_eq!(cluster.status()["up"], false);
+    assert!(!cluster.state().exists());
+    succeed(&cluster.aquifer(&SMALL));
+    succeed(&cluster.aquifer(&["down"]));
+    assert!(succeed(&cluster.aquifer(&["down"])).contains("No cluster is up"));
 }
 
 #[test]
 fn clusters_live_side_by_side() {
-    let (one, two) = (Place::new(), Place::new());
+    let (one, two) = (TestCluster::new(), TestCluster::new());
     succeed(&one.aquifer(&SMALL));
     succeed(&two.aquifer(&["up", "--nodes", "1", "--memory", "8M"]));
-    let of_two = two.alive();
+    let of_two = two.running();
     assert_eq!(two.status()["nodes"].as_array().unwrap().len(), 1);
     assert_eq!(one.status()["nodes"].as_array().unwrap().len(), 2);
     succeed(&one.aquifer(&["down"]));
-    assert_eq!(two.alive(), of_two);
+    assert_eq!(two.running(), of_two);
 }
 
 #[test]
-fn what_died_is_brought_back() {
-    let place = Place::new();
-    succeed(&place.aquifer(&SMALL));
-    for victims in [&["node-2"][..], &["directory"], &["agent"], &["keeper", "node-1"], &PARTS] {
-        let before = place.alive();
+fn dead_daemons_are_started_again() {
+    let cluster = TestCluster::new();
+    succeed(&cluster.aquifer(&SMALL));
+    for victims in [&["node-2"][..], &["directory"], &["agent"], &["keeper", "node-1"], &DAEMONS] {
+        let before = cluster.running();
         for victim in victims {
-            end(place.pid(victim), Signal::KILL);
+            end(cluster.pid(victim), Signal::KILL);
         }
-        assert_eq!(place.status()["up"], false, "{victims:?} died");
-        assert_eq!(place.alive().len(), PARTS.len() - victims.len());
-        let words = succeed(&place.aquifer(&["status"]));
+        assert_eq!(cluster.status()["up"], false, "{victims:?} died");
+        assert_eq!(cluster.running().len(), DAEMONS.len() - victims.len());
+        let status = cluster.aquifer(&["status"]);
+        assert_eq!(status.status.code(), Some(3), "{victims:?} died");
+        let words = String::from_utf8(status.stdout).unwrap();
         assert!(words.contains("aquifer up"), "{words}");
 
-        let said = succeed(&place.aquifer(&["up"]));
+        let said = succeed(&cluster.aquifer(&["up"]));
         let started = said.lines().find_map(|line| line.strip_prefix("Started ")).unwrap();
-        assert_eq!(started.split(", ").collect::<Vec<_>>(), victims, "its shape is remembered");
-        assert_eq!(place.status()["up"], true);
+        assert_eq!(started.split(", ").collect::<Vec<_>>(), victims, "only the dead daemons are started");
+        assert_eq!(cluster.status()["up"], true);
         for (name, pid) in before {
-            assert_eq!(place.pid(&name) == pid, !victims.contains(&name.as_str()), "{name}");
+            assert_eq!(cluster.pid(&name) == pid, !victims.contains(&name.as_str()), "{name}");
             if victims.contains(&name.as_str()) && !victims.contains(&"keeper") {
-                place.await_log(
+                cluster.await_log(
                     "keeper",
                     &[&format!("name=\"{name}\" pid={pid}"), "killed by a signal", "signal=9"],
                 );
             }
         }
     }
-    assert_eq!(place.status()["nodes"].as_array().unwrap().len(), 2);
+    assert_eq!(cluster.status()["nodes"].as_array().unwrap().len(), 2);
 }
 
 #[test]
-fn a_cluster_that_died_whole_may_come_back_in_another_shape() {
-    let place = Place::new();
-    succeed(&place.aquifer(&SMALL));
-    for (_, pid) in place.alive() {
+fn a_cluster_without_running_daemons_can_get_other_settings() {
+    let cluster = TestCluster::new();
+    succeed(&cluster.aquifer(&SMALL));
+    for (_, pid) in cluster.running() {
         end(pid, Signal::KILL);
     }
-    assert!(succeed(&place.aquifer(&["up", "--nodes", "1", "--memory", "8M"])).contains("1 node of 8 MiB"));
-    assert_eq!(place.alive().len(), 4);
+    assert!(succeed(&cluster.aquifer(&["up", "--nodes", "1", "--memory", "8M"])).contains("1 node of 8 MiB"));
+    assert_eq!(cluster.running().len(), 4);
 }
 
 #[test]
-fn a_part_in_the_foreground_ends_cleanly_when_asked() {
+fn a_daemon_in_the_foreground_stops_cleanly_on_a_signal() {
     for signal in [Signal::TERM, Signal::INT] {
-        let place = Place::new();
+        let cluster = TestCluster::new();
         let mut child = Command::new(env!("CARGO_BIN_EXE_aquifer"))
             .arg("--state")
-            .arg(place.state())
+            .arg(cluster.state())
             .args(["directory", "--detached"])
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -285,52 +288,56 @@ fn a_part_in_the_foreground_ends_cleanly_when_asked() {
             .unwrap();
         let mut output = child.stdout.take().unwrap();
         wait_readable(&output);
-        assert_eq!(std::io::read_to_string(&mut output).unwrap(), "ready\n", "and then its output is closed");
+        assert_eq!(
+            std::io::read_to_string(&mut output).unwrap(),
+            "ready\n",
+            "its output is closed after that"
+        );
 
-        let second = fail(&place.aquifer(&["directory"]), 1);
-        assert!(second.contains("running already"), "{second}");
+        let second = fail(&cluster.aquifer(&["directory"]), 1);
+        assert!(second.contains("runs already"), "{second}");
 
         end(i32::try_from(child.id()).unwrap(), signal);
         assert_eq!(child.wait().unwrap().code(), Some(0), "{signal:?}");
-        assert!(!place.state().join("directory.sock").exists());
+        assert!(!cluster.state().join("directory.sock").exists());
     }
 }
 
 #[test]
-fn a_part_without_what_it_needs_says_so() {
-    let place = Place::new();
-    let said = fail(&place.aquifer(&["node", "--id", "1", "--memory", "8M"]), 1);
+fn a_daemon_without_its_directory_fails() {
+    let cluster = TestCluster::new();
+    let said = fail(&cluster.aquifer(&["node", "--id", "1", "--memory", "8M"]), 1);
     assert!(said.contains("directory"), "{said}");
-    let said = fail(&place.aquifer(&["agent"]), 1);
+    let said = fail(&cluster.aquifer(&["agent"]), 1);
     assert!(said.contains("directory") || said.contains("keeper"), "{said}");
-    fail(&place.aquifer(&["agent", "--mempool", "900T"]), 1);
+    fail(&cluster.aquifer(&["agent", "--mempool", "900T"]), 1);
 }
 
 #[test]
-fn a_part_that_cannot_start_shows_its_log_and_leaves_nothing_behind() {
-    let place = Place::new();
-    succeed(&place.aquifer(&SMALL));
-    succeed(&place.aquifer(&["down"]));
-    std::fs::write(place.state().join("directory.redb"), "no database\n".repeat(1000)).unwrap();
-    let said = fail(&place.aquifer(&SMALL), 1);
+fn a_failed_start_shows_the_log_and_stops_what_was_started() {
+    let cluster = TestCluster::new();
+    succeed(&cluster.aquifer(&SMALL));
+    succeed(&cluster.aquifer(&["down"]));
+    std::fs::write(cluster.state().join("directory.redb"), "no database\n".repeat(1000)).unwrap();
+    let said = fail(&cluster.aquifer(&SMALL), 1);
     assert!(said.contains("directory did not start"), "{said}");
-    assert!(said.contains("cannot be used as a directory"), "the log's last lines are shown: {said}");
-    assert_eq!(place.status()["parts"], serde_json::json!([]));
+    assert!(said.contains("cannot be used as a directory"), "the end of the log is shown: {said}");
+    assert_eq!(cluster.status()["parts"], serde_json::json!([]));
 
-    // A node's socket cannot be made: what was started before it is stopped again.
-    std::fs::remove_file(place.state().join("directory.redb")).unwrap();
-    std::fs::create_dir_all(place.state().join("node-2.sock/in-the-way")).unwrap();
-    let said = fail(&place.aquifer(&SMALL), 1);
+    // The socket of a node cannot be created: daemons that were started before are stopped.
+    std::fs::remove_file(cluster.state().join("directory.redb")).unwrap();
+    std::fs::create_dir_all(cluster.state().join("node-2.sock/file")).unwrap();
+    let said = fail(&cluster.aquifer(&SMALL), 1);
     assert!(said.contains("node-2 did not start"), "{said}");
-    assert_eq!(place.status()["up"], false);
-    assert!(place.alive().is_empty(), "{:?}", place.alive());
-    std::fs::remove_dir_all(place.state().join("node-2.sock")).unwrap();
-    succeed(&place.aquifer(&SMALL));
+    assert_eq!(cluster.status()["up"], false);
+    assert!(cluster.running().is_empty(), "{:?}", cluster.running());
+    std::fs::remove_dir_all(cluster.state().join("node-2.sock")).unwrap();
+    succeed(&cluster.aquifer(&SMALL));
 }
 
 #[test]
 fn wrong_sizes_and_numbers_are_usage_errors() {
-    let place = Place::new();
+    let cluster = TestCluster::new();
     let wrong: [&[&str]; 8] = [
         &["up", "--memory", "lots"],
         &["up", "--memory", "0"],
@@ -342,67 +349,69 @@ fn wrong_sizes_and_numbers_are_usage_errors() {
         &["nonsense"],
     ];
     for arguments in wrong {
-        fail(&place.aquifer(arguments), 2);
+        fail(&cluster.aquifer(arguments), 2);
     }
-    let said = fail(&place.aquifer(&["up", "--memory", "1X"]), 2);
+    let said = fail(&cluster.aquifer(&["up", "--memory", "1X"]), 2);
     assert!(said.contains("\"1X\" is not a size"), "{said}");
-    assert!(!place.state().exists());
+    assert!(!cluster.state().exists());
 }
 
 #[test]
-fn more_memory_than_there_is_is_refused_before_anything_starts() {
-    let place = Place::new();
-    let said = fail(&place.aquifer(&["up", "--memory", "100T"]), 1);
+fn too_much_memory_is_refused_before_anything_starts() {
+    let cluster = TestCluster::new();
+    let said = fail(&cluster.aquifer(&["up", "--memory", "100T"]), 1);
     assert!(said.contains("3 nodes of 100 TiB are 300 TiB") && said.contains("--memory"), "{said}");
-    assert_eq!(place.status()["parts"], serde_json::json!([]));
-    succeed(&place.aquifer(&SMALL));
+    assert_eq!(cluster.status()["parts"], serde_json::json!([]));
+    succeed(&cluster.aquifer(&SMALL));
 }
 
 #[test]
-fn a_state_folder_that_cannot_be_ours_is_refused() {
-    let place = Place::new();
+fn an_unusable_state_folder_is_refused() {
+    let cluster = TestCluster::new();
     let said = fail(&aquifer(Path::new("/proc/aquifer"), &["up"]), 1);
     assert!(said.contains("/proc/aquifer") && said.contains("--state"), "{said}");
 
-    let file = place.folder.path().join("file");
+    let file = cluster.folder.path().join("file");
     std::fs::write(&file, "").unwrap();
     assert!(fail(&aquifer(&file, &["up"]), 1).contains("is not a folder"));
 
-    let foreign = place.folder.path().join("foreign");
-    std::fs::create_dir(&foreign).unwrap();
-    let foreign = if rustix::process::geteuid().is_root() {
-        std::os::unix::fs::chown(&foreign, Some(4242), None).unwrap();
-        foreign
+    let of_other = cluster.folder.path().join("of_other");
+    std::fs::create_dir(&of_other).unwrap();
+    let of_other = if rustix::process::geteuid().is_root() {
+        std::os::unix::fs::chown(&of_other, Some(4242), None).unwrap();
+        of_other
     } else {
         PathBuf::from("/")
     };
     for command in ["up", "down", "status", "agent"] {
-        assert!(fail(&aquifer(&foreign, &[command]), 1).contains("belongs to user"), "{command}");
+        assert!(fail(&aquifer(&of_other, &[command]), 1).contains("belongs to user"), "{command}");
     }
-    let run = aquifer(&foreign, &["run", "--local", "64M", "--", "true"]);
+    let run = aquifer(&of_other, &["run", "--local", "64M", "--", "true"]);
     assert!(fail(&run, 125).contains("belongs to user"));
 
-    let long = place.folder.path().join("l".repeat(120));
+    let long = cluster.folder.path().join("l".repeat(120));
     assert!(fail(&aquifer(&long, &["up"]), 1).contains("shorter"));
 }
 
 #[test]
-fn a_shape_that_makes_no_sense_is_refused_and_down_removes_it() {
-    let place = Place::new();
-    succeed(&place.aquifer(&SMALL));
-    std::fs::write(place.state().join("cluster.json"), "{\"version\":9}").unwrap();
-    let said = fail(&place.aquifer(&["up"]), 1);
+fn an_invalid_configuration_is_refused_and_down_removes_it() {
+    let cluster = TestCluster::new();
+    succeed(&cluster.aquifer(&SMALL));
+    std::fs::write(cluster.state().join("cluster.json"), "{\"version\":9}").unwrap();
+    let said = fail(&cluster.aquifer(&["up"]), 1);
     assert!(said.contains("cluster.json") && said.contains("aquifer down"), "{said}");
-    assert!(succeed(&place.aquifer(&["down"])).contains("Stopped agent, node-1, node-2, keeper, directory"));
-    succeed(&place.aquifer(&SMALL));
+    assert!(
+        succeed(&cluster.aquifer(&["down"])).contains("Stopped agent, node-1, node-2, keeper, directory")
+    );
+    succeed(&cluster.aquifer(&SMALL));
 }
 
 #[test]
 fn the_state_folder_can_come_from_the_environment() {
-    let place = Place::new();
-    succeed(&place.aquifer(&SMALL));
+    let cluster = TestCluster::new();
+    succeed(&cluster.aquifer(&SMALL));
     let output = Command::new(env!("CARGO_BIN_EXE_aquifer"))
-        .env("AQUIFER_STATE", place.state())
+        .env("AQUIFER_STATE", cluster.state())
         .args(["status", "--json"])
         .output()
         .unwrap();
@@ -411,13 +420,27 @@ fn the_state_folder_can_come_from_the_environment() {
 }
 
 #[test]
-fn the_help_teaches() {
-    let place = Place::new();
-    let help = succeed(&place.aquifer(&["--help"]));
-    for word in ["up", "down", "status", "run", "An example", "aquifer run --local 256M -- python3"] {
+fn a_runtime_folder_that_does_not_exist_is_named() {
+    let output = Command::new(env!("CARGO_BIN_EXE_aquifer"))
+        .env_remove("AQUIFER_STATE")
+        .env("XDG_RUNTIME_DIR", "/no/such/folder")
+        .arg("up")
+        .output()
+        .unwrap();
+    let said = fail(&output, 1);
+    for word in ["/no/such/folder, the value of XDG_RUNTIME_DIR,", "does not exist", "--state"] {
+        assert!(said.contains(word), "{word} is missing in: {said}");
+    }
+}
+
+#[test]
+fn the_help_lists_commands_and_has_an_example() {
+    let cluster = TestCluster::new();
+    let help = succeed(&cluster.aquifer(&["--help"]));
+    for word in ["up", "down", "status", "run", "Example", "aquifer run --local 256M -- python3"] {
         assert!(help.contains(word), "{word} is missing in:\n{help}");
     }
-    assert!(succeed(&place.aquifer(&["--version"])).starts_with("aquifer "));
+    assert!(succeed(&cluster.aquifer(&["--version"])).starts_with("aquifer "));
 }
 
 /// A device on which nothing can be written, as on a full disk.
@@ -426,16 +449,16 @@ fn full() -> Stdio {
 }
 
 #[test]
-fn a_daemon_outlives_a_log_that_cannot_be_written() {
-    let place = Place::new();
+fn a_daemon_survives_a_log_that_cannot_be_written() {
+    let cluster = TestCluster::new();
     let mut child = Command::new(env!("CARGO_BIN_EXE_aquifer"))
         .arg("--state")
-        .arg(place.state())
+        .arg(cluster.state())
         .arg("keeper")
         .stderr(full())
         .spawn()
         .unwrap();
-    let socket = place.state().join("keeper.sock");
+    let socket = cluster.state().join("keeper.sock");
     while !socket.exists() {
         assert!(child.try_wait().unwrap().is_none(), "it ended instead of serving");
         std::thread::yield_now();
@@ -445,11 +468,11 @@ fn a_daemon_outlives_a_log_that_cannot_be_written() {
 }
 
 #[test]
-fn commands_keep_their_exit_codes_when_nothing_can_be_written() {
-    let place = Place::new();
+fn exit_codes_without_writable_output() {
+    let cluster = TestCluster::new();
     let code = |words: &[&str], stdout: Stdio, stderr: Stdio| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_aquifer"));
-        command.arg("--state").arg(place.state()).args(words).stdout(stdout).stderr(stderr);
+        command.arg("--state").arg(cluster.state()).args(words).stdout(stdout).stderr(stderr);
         command.status().unwrap().code()
     };
     assert_eq!(code(&["run", "--local", "64M", "--", "true"], Stdio::null(), full()), Some(125));
@@ -457,6 +480,6 @@ fn commands_keep_their_exit_codes_when_nothing_can_be_written() {
     assert_eq!(
         code(&["status", "--json"], full(), Stdio::null()),
         Some(1),
-        "what is not written is no success"
+        "a failed write to standard output is a failure"
     );
 }

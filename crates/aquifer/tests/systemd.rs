@@ -1,4 +1,4 @@
-//! Parts as systemd starts them: sockets that listen already, word that they serve, and the units themselves.
+//! Daemons under systemd: socket activation, readiness notification, and the units.
 
 use std::io::Read;
 use std::net::TcpListener;
@@ -12,22 +12,22 @@ use aquifer_directory::{embedded, names};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Long enough for any machine; a test that works never waits for it.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Time after which a test fails. A test that passes does not wait for it.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A machine with services; they end with it.
-struct Machine {
+/// A stand-in for systemd: starts daemons, receives their notifications, and kills them when it is dropped.
+struct ServiceManager {
     folder: tempfile::TempDir,
     notified: UnixDatagram,
     services: Vec<Child>,
 }
 
-impl Machine {
+impl ServiceManager {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         std::fs::create_dir(folder.path().join("state")).unwrap();
         let notified = UnixDatagram::bind(folder.path().join("notify")).unwrap();
-        notified.set_read_timeout(Some(PATIENCE)).unwrap();
+        notified.set_read_timeout(Some(TIMEOUT)).unwrap();
         Self { folder, notified, services: Vec::new() }
     }
 
@@ -35,14 +35,14 @@ impl Machine {
         self.folder.path().join("state").join(name)
     }
 
-    /// Start a service, with a socket of this name as descriptor 3 if there is one.
+    /// Starts a service, with a socket of this name as descriptor 3 if there is one.
     fn spawn(&self, arguments: &[&str], socket: Option<(&str, OwnedFd)>) -> Child {
         let mut command = Command::new("sh");
         let (name, stdin) = match socket {
             Some((name, socket)) => (name, Stdio::from(socket)),
             None => ("", Stdio::null()),
         };
-        // Only the process itself knows its number before it begins.
+        // LISTEN_PID must be the number of the process, which only the process knows before its exec.
         let script = if name.is_empty() {
             "exec \"$@\""
         } else {
@@ -61,17 +61,17 @@ impl Machine {
             .unwrap()
     }
 
-    /// Start one, and wait until it says that it serves.
+    /// Starts a service and waits for its readiness notification.
     fn start(&mut self, arguments: &[&str], socket: Option<(&str, OwnedFd)>) {
         let mut service = self.spawn(arguments, socket);
-        let mut told = [0; 64];
-        let told = self.notified.recv(&mut told).map(|count| told[..count].to_vec());
-        if told.as_deref().is_ok_and(|told| told == b"READY=1") {
+        let mut buffer = [0; 64];
+        let received = self.notified.recv(&mut buffer).map(|count| buffer[..count].to_vec());
+        if received.as_deref().is_ok_and(|text| text == b"READY=1") {
             self.services.push(service);
             return;
         }
-        let _dead = service.kill();
-        panic!("{arguments:?} does not serve: {told:?} {}", said(&mut service));
+        let _killed = service.kill();
+        panic!("{arguments:?} does not serve: {received:?} {}", said(&mut service));
     }
 
     fn stop_last(&mut self) {
@@ -81,10 +81,10 @@ impl Machine {
     }
 }
 
-impl Drop for Machine {
+impl Drop for ServiceManager {
     fn drop(&mut self) {
         for service in self.services.iter_mut().rev() {
-            let _dead = service.kill();
+            let _killed = service.kill();
             let _waited = service.wait();
         }
     }
@@ -96,7 +96,7 @@ fn said(service: &mut Child) -> String {
     text
 }
 
-/// A socket as systemd makes it for `ListenSequentialPacket=`, or for `ListenStream=`.
+/// A listening Unix socket, as systemd makes it for `ListenSequentialPacket=`, or for `ListenStream=`.
 fn unix_socket(path: &Path, kind: SocketType) -> OwnedFd {
     let socket = rustix::net::socket(AddressFamily::UNIX, kind, None).unwrap();
     rustix::net::bind(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
@@ -105,70 +105,70 @@ fn unix_socket(path: &Path, kind: SocketType) -> OwnedFd {
 }
 
 #[test]
-fn a_node_takes_the_socket_that_listens_already() {
-    let mut machine = Machine::new();
-    machine.start(&["directory"], None);
+fn a_node_uses_the_socket_of_systemd() {
+    let mut manager = ServiceManager::new();
+    manager.start(&["directory"], None);
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
-    let key = machine.path("cluster.key");
+    let key = manager.path("cluster.key");
     std::fs::write(&key, "0f".repeat(32)).unwrap();
     std::fs::set_permissions(&key, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
-    let config = machine.path("node.toml");
+    let config = manager.path("node.toml");
     std::fs::write(&config, "id = 3\nmemory = \"8M\"\nencrypt = true\nthreads = 2\n").unwrap();
     let config = config.to_str().unwrap().to_owned();
-    machine.start(&["node", "--config", &config], Some(("node", listener.into())));
-    let directory = embedded::connect(&machine.path("directory.sock")).unwrap();
+    manager.start(&["node", "--config", &config], Some(("node", listener.into())));
+    let directory = embedded::connect(&manager.path("directory.sock")).unwrap();
     let nodes = names::nodes(&directory).unwrap();
     assert_eq!((nodes[0].id, nodes[0].address.as_str()), (3, address.to_string().as_str()));
     assert!(std::net::TcpStream::connect(address).is_ok());
-    machine.stop_last();
+    manager.stop_last();
     assert!(names::nodes(&directory).unwrap().is_empty());
 }
 
 #[test]
-fn an_agents_socket_outlives_it() {
-    let mut machine = Machine::new();
-    machine.start(&["directory"], None);
-    let keeper = unix_socket(&machine.path("keeper.sock"), SocketType::SEQPACKET);
-    machine.start(&["keeper"], Some(("keeper", keeper)));
-    let path = machine.path("agent.sock");
+fn an_agents_socket_of_systemd_outlives_the_agent() {
+    let mut manager = ServiceManager::new();
+    manager.start(&["directory"], None);
+    let keeper = unix_socket(&manager.path("keeper.sock"), SocketType::SEQPACKET);
+    manager.start(&["keeper"], Some(("keeper", keeper)));
+    let path = manager.path("agent.sock");
     let socket = unix_socket(&path, SocketType::SEQPACKET);
     for name in ["agent", "aquifer-agent.socket"] {
-        machine.start(&["agent", "--mempool", "8M"], Some((name, socket.try_clone().unwrap())));
+        manager.start(&["agent", "--mempool", "8M"], Some((name, socket.try_clone().unwrap())));
         assert!(aquifer_host::client::status(&path).unwrap().is_some());
-        machine.stop_last();
-        assert!(path.exists(), "it is systemd's");
+        manager.stop_last();
+        assert!(path.exists(), "the socket belongs to systemd");
     }
 }
 
 #[test]
 fn a_socket_of_the_wrong_kind_or_name_is_refused() {
-    let mut machine = Machine::new();
-    machine.start(&["directory"], None);
+    let mut manager = ServiceManager::new();
+    manager.start(&["directory"], None);
     let refused = |arguments: &[&str], name: &str, socket: OwnedFd| {
-        let mut service = machine.spawn(arguments, Some((name, socket)));
+        let mut service = manager.spawn(arguments, Some((name, socket)));
         let said = said(&mut service);
         assert_eq!(service.wait().unwrap().code(), Some(1), "{said}");
         said
     };
-    let stream = unix_socket(&machine.path("stream"), SocketType::STREAM);
+    let stream = unix_socket(&manager.path("stream"), SocketType::STREAM);
     assert!(refused(&["keeper"], "keeper", stream).contains("ListenSequentialPacket="));
-    let other = unix_socket(&machine.path("other"), SocketType::SEQPACKET);
+    let other = unix_socket(&manager.path("other"), SocketType::SEQPACKET);
     assert!(refused(&["keeper"], "other", other).contains("FileDescriptorName=keeper"));
-    let deaf = rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+    let not_listening = rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
     let node = ["node", "--id", "1", "--memory", "8M"];
-    assert!(refused(&node, "node", deaf).contains("ListenStream="));
+    assert!(refused(&node, "node", not_listening).contains("ListenStream="));
 }
 
 #[test]
-fn files_and_flags_that_make_no_sense_are_refused() {
-    let machine = Machine::new();
-    let config = machine.path("node.toml");
+fn invalid_files_and_options_are_refused() {
+    let manager = ServiceManager::new();
+    let config = manager.path("node.toml");
     let refused = |text: &str, more: &[&str]| {
         std::fs::write(&config, text).unwrap();
         let mut arguments = vec!["node", "--config", config.to_str().unwrap()];
         arguments.extend(more);
-        let mut service = machine.spawn(&arguments, None);
+        let mut service = manager.spawn(&arguments, None);
         let said = said(&mut service);
         assert!(!service.wait().unwrap().success(), "{said}");
         said
@@ -180,9 +180,9 @@ fn files_and_flags_that_make_no_sense_are_refused() {
     assert!(refused("id = 1\nmemory = \"8M\"\nthreads = 2\n", &[]).contains("--listen"));
     let said = refused("id = 1\nmemory = \"8M\"\n", &["--directory", "redis://x:1"]);
     assert!(said.contains("etcd://HOST:PORT"), "{said}");
-    std::fs::write(machine.path("cluster.key"), "0f".repeat(32)).unwrap();
+    std::fs::write(manager.path("cluster.key"), "0f".repeat(32)).unwrap();
     std::fs::set_permissions(
-        machine.path("cluster.key"),
+        manager.path("cluster.key"),
         std::os::unix::fs::PermissionsExt::from_mode(0o600),
     )
     .unwrap();
@@ -199,9 +199,9 @@ fn units() -> Vec<PathBuf> {
     units
 }
 
-/// systemd itself, where it is, finds nothing to complain of.
+/// Checks the units' syntax, and with `systemd-analyze verify` if it is installed.
 #[test]
-fn units_are_as_systemd_wants_them() {
+fn units_are_valid() {
     let folder = tempfile::tempdir().unwrap();
     let mut copies = Vec::new();
     for unit in units() {
@@ -213,7 +213,7 @@ fn units_are_as_systemd_wants_them() {
                 "{unit:?}: {line}"
             );
         }
-        // The program is where it was built, not where it will be.
+        // The units name the installed binary; the test has the one that was built.
         let copy = folder.path().join(unit.file_name().unwrap());
         std::fs::write(&copy, text.replace("/usr/bin/aquifer", env!("CARGO_BIN_EXE_aquifer"))).unwrap();
         copies.push(copy);
@@ -224,14 +224,13 @@ fn units_are_as_systemd_wants_them() {
         verified => {
             let verified = verified.unwrap();
             let said = String::from_utf8_lossy(&verified.stderr).into_owned();
-            // It looks at the machine's own units too, and complains of those.
+            // systemd-analyze also reports problems of the machine's other units.
             let ours: Vec<_> = said.lines().filter(|line| line.contains("aquifer")).collect();
             assert!(ours.is_empty(), "{ours:#?}");
         }
     }
 }
 
-/// What units say on the command line is understood.
 #[test]
 fn units_start_commands_that_exist() {
     for unit in units() {

@@ -3,8 +3,9 @@
 
 use std::sync::Arc;
 
-use aquifer_pager::page::Location;
-use aquifer_pager::{Connector, FETCH_PAGES_MAX, Fetcher, Mutation, PAGE_BYTES, PageNumber, PageState, view};
+use aquifer_pager::{
+    Connector, FETCH_PAGES_MAX, Fetcher, Location, Mutation, PAGE_BYTES, PageNumber, PageState, view,
+};
 
 use crate::stats::Counters;
 use crate::volume::BlockVolume;

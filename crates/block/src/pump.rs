@@ -6,8 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use aquifer_pager::filler::SlabSizing;
-use aquifer_pager::{BLOCK_PAGES, Connector, NoRoom, Sender, StageOutcome, WrittenBatch};
+use aquifer_pager::{BLOCK_PAGES, Connector, NoRoom, Sender, SlabSizing, StageOutcome, WrittenBatch};
 use aquifer_pool::PoolClient;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 

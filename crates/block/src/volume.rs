@@ -1,6 +1,6 @@
 //! The block volume: bytes at offsets, stored as pages by the pager.
 //!
-//! A write ends when its pages are in the mempool; the [`pump`](crate::pump) writes full blocks to
+//! A write ends when its pages are in the mempool; the [`Pump`](crate::Pump) writes full blocks to
 //! memory nodes. A read finds the newest bytes in the mempool, or else on a node, and checks their
 //! checksum. One lock guards where each page is. It is never held while a node is read. A reader
 //! retains the location that it fetches from, so that no other page is written there meanwhile.
@@ -13,13 +13,9 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use aquifer_pager::integrity::is_zero;
-use aquifer_pager::latency::Latencies;
-use aquifer_pager::page::Location;
-use aquifer_pager::table::TableError;
 use aquifer_pager::{
-    BlockId, Budget, Connector, FETCH_PAGES_MAX, FetchError, Fetcher, Mempool, Mutation, PAGE_BYTES,
-    PageNumber, PageState, SealedBlock, SlabSet, Volume, WrittenBatch,
+    BlockId, Budget, Connector, FETCH_PAGES_MAX, FetchError, Fetcher, Latencies, Location, Mempool, Mutation,
+    PAGE_BYTES, PageNumber, PageState, SealedBlock, SlabSet, TableError, Volume, WrittenBatch, is_zero,
 };
 use rustix::event::{EventfdFlags, eventfd};
 

@@ -9,7 +9,8 @@ use aquifer_channel::wakeup::{self, WakeupEvent};
 use aquifer_channel::{ReceiveError, RingMapping, connect, receive_frame, send_frame};
 use aquifer_ipc::Frame;
 use aquifer_ipc::ring::{
-    ExtentAnswer, ExtentName, ExtentRequest, ExtentStatus, SLOTS, STRETCH_SECTIONS_MAX, SessionRing,
+    CorruptRing, ExtentAnswer, ExtentName, ExtentRequest, ExtentStatus, SLOTS, STRETCH_SECTIONS_MAX,
+    SessionRing,
 };
 
 use crate::error::Error;
@@ -395,7 +396,7 @@ impl Session {
         loop {
             let answered = self.ring.answered();
             if answered.wrapping_sub(self.next) > made.wrapping_sub(self.next) {
-                return Err(self.end_with(SessionEnd::Reason("its counters are impossible".into())));
+                return Err(self.end_with(SessionEnd::Reason(CorruptRing.to_string())));
             }
             if answered != self.next {
                 return Ok(answered);

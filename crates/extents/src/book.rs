@@ -48,6 +48,11 @@ pub(crate) struct BookEntry {
     pub request: u64,
 }
 
+/// The memory is not a book of this version.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("the book of the session has another version, or is truncated")]
+pub struct InvalidBook;
+
 /// The record of a session's extents.
 #[derive(Debug)]
 pub(crate) struct Book {
@@ -70,9 +75,9 @@ impl Book {
     }
 
     /// Opens the book of an earlier agent.
-    pub fn recover(memory: Memory) -> io::Result<Self> {
+    pub fn recover(memory: Memory) -> Result<Self, InvalidBook> {
         if memory.len() < BOOK_BYTES || memory.atomic_u64(0).load(Acquire) != MAGIC {
-            return Err(io::Error::other("the book of a session has another version"));
+            return Err(InvalidBook);
         }
         Ok(Self { memory })
     }

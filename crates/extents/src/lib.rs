@@ -22,6 +22,9 @@ mod model_tests;
 mod pool;
 mod serve;
 
+pub use book::InvalidBook;
 pub use core::UserReport;
 pub use pool::NodeConnector;
-pub use serve::{InheritedSession, OpenSessionError, SessionKeeper, SessionReport, SessionService};
+pub use serve::{
+    InheritError, InheritedSession, OpenSessionError, SessionKeeper, SessionReport, SessionService,
+};

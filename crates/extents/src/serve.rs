@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use crate::book::Book;
 use crate::core::{UserAccounts, UserReport};
 use crate::pool::NodeConnector;
-pub use inherited::InheritedSession;
+pub use inherited::{InheritError, InheritedSession};
 use session_thread::SessionThread;
 
 /// Maximum number of sessions of one user.

@@ -23,12 +23,12 @@ use super::sys::completions::{Ended, Outcome};
 use super::sys::pair::Order;
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::Memory;
+use aquifer_fabric::background::BackgroundTask;
 use aquifer_fabric::handshake::HANDSHAKE_TIME;
 use aquifer_fabric::handshake::hello::{Hello, SessionId};
 use aquifer_fabric::memory::u64_from;
-use aquifer_fabric::rescue::Rescue;
 use aquifer_fabric::target::{Identity, Region};
-use aquifer_fabric::wake::Wake;
+use aquifer_fabric::wake::WakeFd;
 use aquifer_fabric::work::{
     Completion, Endpoint, EndpointError, Limits, LocalKey, PostError, Verb, Work, WorkError,
 };
@@ -60,7 +60,7 @@ pub struct VerbsEndpoint {
     life: Life,
     /// None while another connection is being made, and after the end.
     link: Option<Link>,
-    rescue: Option<Rescue<Attempt>>,
+    rescue: Option<BackgroundTask<Attempt>>,
     keys: Keys,
     queue: Queue,
     locals: Locals,
@@ -80,7 +80,7 @@ pub struct VerbsEndpoint {
     refused: (u64, u32),
     /// Tells of the device, of librdmacm, of rescues, and of `kick`.
     bell: OwnedFd,
-    kick: Wake,
+    kick: WakeFd,
     /// Somebody waits for the bell.
     is_watched: AtomicBool,
     /// `kick` is to be read.
@@ -137,7 +137,7 @@ impl VerbsEndpoint {
             looks: 0,
             refused: (0, 0),
             bell,
-            kick: Wake::new().map_err(unreachable)?,
+            kick: WakeFd::new().map_err(unreachable)?,
             is_watched: AtomicBool::new(false),
             is_kicked: AtomicBool::new(false),
             is_armed: false,

@@ -1,7 +1,7 @@
 //! Golden bytes of `docs/formats/fabric-verbs.md`: the messages and the private data.
 //! A changed golden file needs a new version there (the seventh byte of the private data).
 
-use aquifer_fabric::keys::KeyName;
+use aquifer_fabric::keys::KeyId;
 use aquifer_fabric::target::Access;
 use aquifer_fabric::work::Key;
 use aquifer_tests_support::golden;
@@ -16,8 +16,8 @@ fn golden_messages() {
     golden.bytes("private data", &crate::sys::connection::MAGIC);
     golden.text("bytes of a head", &HEAD_BYTES.to_string());
     golden.text("bytes of a message, at most", &crate::LETTER_BYTES.to_string());
-    let window = KeyName::at(Key(0x1112_1314), NUMBER);
-    let run = KeyName::at(Key::of_run(3, 0x0102_0304), NUMBER);
+    let window = KeyId::at(Key(0x1112_1314), NUMBER);
+    let run = KeyId::at(Key::of_run(3, 0x0102_0304), NUMBER);
     let requests = [
         ("ask", Request::Ask(window)),
         ("ask for a key of a table", Request::Ask(run)),

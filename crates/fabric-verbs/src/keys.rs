@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 
 use super::letters::Opened;
-use aquifer_fabric::keys::{KeyName, Right, covers};
+use aquifer_fabric::keys::{KeyId, Right, covers};
 use aquifer_fabric::work::WorkError;
 
 /// What is known of a key.
@@ -22,11 +22,11 @@ struct Known {
 /// The keys that windows are bound for.
 #[derive(Debug)]
 pub(super) struct Keys {
-    known: HashMap<KeyName, Known>,
+    known: HashMap<KeyId, Known>,
     /// What the target allows, as far as is known.
     max: usize,
     clock: u64,
-    asked: Option<KeyName>,
+    asked: Option<KeyId>,
     /// Whether what a key does not open is refused here; the target's device refuses it, too.
     refuses: bool,
 }
@@ -42,7 +42,7 @@ pub(super) enum Verdict {
     /// Ask the target.
     Ask,
     /// Tell the target that this key is used no more, then ask.
-    Replace(KeyName),
+    Replace(KeyId),
 }
 
 impl Keys {
@@ -63,7 +63,7 @@ impl Keys {
     /// What is to be done for work with that number, of `len` bytes at `addr`. Work before `done` has ended.
     pub fn judge(
         &mut self,
-        name: KeyName,
+        name: KeyId,
         right: Right,
         (addr, len): (u64, u64),
         number: u64,
@@ -97,7 +97,7 @@ impl Keys {
     }
 
     /// What the target says of a key; false if it was not asked.
-    pub fn told(&mut self, name: KeyName, opened: Option<Opened>) -> bool {
+    pub fn told(&mut self, name: KeyId, opened: Option<Opened>) -> bool {
         let was_asked = self.asked.take_if(|asked| *asked == name).is_some();
         if let Some(opened) = opened.filter(|_| was_asked) {
             self.clock += 1;
@@ -107,14 +107,14 @@ impl Keys {
     }
 
     /// The target opens no more keys at a time; false if it was not asked, or none is open at all.
-    pub fn full(&mut self, name: KeyName) -> bool {
+    pub fn full(&mut self, name: KeyId) -> bool {
         let was_asked = self.asked.take_if(|asked| *asked == name).is_some();
         self.max = self.known.len().max(1);
         was_asked && !self.known.is_empty()
     }
 
     /// The device refused it: it may be dead.
-    pub fn forget(&mut self, name: KeyName) {
+    pub fn forget(&mut self, name: KeyId) {
         self.known.remove(&name);
     }
 
@@ -131,8 +131,8 @@ mod tests {
     use aquifer_fabric::target::Access;
     use aquifer_fabric::work::Key;
 
-    fn name(key: u32) -> KeyName {
-        KeyName::at(Key(key), 1000)
+    fn name(key: u32) -> KeyId {
+        KeyId::at(Key(key), 1000)
     }
 
     const WHOLE: (u64, u64) = (1000, 100);

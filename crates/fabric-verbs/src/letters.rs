@@ -3,7 +3,7 @@
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use aquifer_fabric::keys::KeyName;
+use aquifer_fabric::keys::KeyId;
 use aquifer_fabric::target::Access;
 use aquifer_fabric::work::Key;
 
@@ -14,9 +14,9 @@ pub(super) const HEAD_BYTES: usize = 32;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Request<'a> {
     /// What does this key open for me?
-    Ask(KeyName),
+    Ask(KeyId),
     /// I use this key no more.
-    Forget(KeyName),
+    Forget(KeyId),
     /// A message of the user, by its number; to be answered.
     Message(u64, &'a [u8]),
     /// So many messages of the target were taken since the session began.
@@ -27,9 +27,9 @@ pub(super) enum Request<'a> {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Answer<'a> {
     /// What a key opens; nothing, if it is not for this one.
-    Told(KeyName, Option<Opened>),
+    Told(KeyId, Option<Opened>),
     /// No more keys can be open for this one at a time: it has to forget one before it asks for this one again.
-    Full(KeyName),
+    Full(KeyId),
     /// Whether the message with that number found room.
     Delivered(u64, bool),
     /// A message of the user, by its number.
@@ -101,7 +101,7 @@ impl<'a> Request<'a> {
     /// What was said; `None` if it is nothing that an initiator says.
     pub fn parse(bytes: &'a [u8]) -> Option<Self> {
         let (head, message) = Head::ref_from_prefix(bytes).ok()?;
-        let name = KeyName::at(Key(head.key.get()), head.number.get());
+        let name = KeyId::at(Key(head.key.get()), head.number.get());
         match head.kind {
             ASK => Some(Self::Ask(name)),
             FORGET => Some(Self::Forget(name)),
@@ -139,7 +139,7 @@ impl<'a> Answer<'a> {
     /// What was said; `None` if it is nothing that a target says.
     pub fn parse(bytes: &'a [u8]) -> Option<Self> {
         let (head, message) = Head::ref_from_prefix(bytes).ok()?;
-        let name = KeyName::at(Key(head.key.get()), head.number.get());
+        let name = KeyId::at(Key(head.key.get()), head.number.get());
         match head.kind {
             TOLD => {
                 let access = Access {
@@ -170,8 +170,8 @@ mod tests {
 
     use super::*;
 
-    fn name(key: u32) -> KeyName {
-        KeyName::at(Key(key), 0)
+    fn name(key: u32) -> KeyId {
+        KeyId::at(Key(key), 0)
     }
 
     #[test]
@@ -180,7 +180,7 @@ mod tests {
         let mut bytes = Vec::new();
         for request in [
             Request::Ask(name(9)),
-            Request::Ask(KeyName::at(Key::of_run(3, 5), 77 << 20)),
+            Request::Ask(KeyId::at(Key::of_run(3, 5), 77 << 20)),
             Request::Forget(name(8)),
             Request::Message(3, b"hello"),
             Request::Taken(u64::MAX),
@@ -193,7 +193,7 @@ mod tests {
             Answer::Told(name(9), Some(opened)),
             Answer::Told(name(9), None),
             Answer::Full(name(3)),
-            Answer::Full(KeyName::at(Key::of_run(9, 5), 77 << 20)),
+            Answer::Full(KeyId::at(Key::of_run(9, 5), 77 << 20)),
             Answer::Delivered(4, true),
             Answer::Delivered(4, false),
             Answer::Message(1, b""),

@@ -27,8 +27,8 @@ mod sys;
 mod target;
 
 pub use endpoint::{VerbsEndpoint, connect};
-pub use remap::Remap;
-pub use sys::device::{Caps, devices};
+pub use remap::RemapMethod;
+pub use sys::device::{DeviceCaps, devices};
 pub use target::VerbsTarget;
 
 use std::sync::Arc;

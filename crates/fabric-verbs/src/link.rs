@@ -252,6 +252,6 @@ pub(super) fn knock(
     let unreachable = |source| EndpointError::Unreachable { address: address.to_string(), source };
     let link = Link::open(address, deadline).map_err(unreachable)?;
     let talk = Talk { link, said: Vec::new(), heard: Vec::new(), taken: 0, deadline };
-    let (secured, welcome) = handshake::knock(talk, address, key, hello)?;
+    let (secured, welcome) = handshake::initiate_session(talk, address, key, hello)?;
     Ok((secured.into_parts().0.link, welcome))
 }

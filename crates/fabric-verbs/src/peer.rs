@@ -3,13 +3,13 @@
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
 
-use aquifer_fabric::mail::{self, Mailbox};
+use aquifer_fabric::sessions::{self, Mailbox};
 
 /// What was answered to the initiator's last messages, by their numbers.
 #[derive(Debug, Default)]
 pub(super) struct Answered(Mutex<VecDeque<(u64, bool)>>);
 
-pub(super) type Peer = mail::Peer<Answered>;
+pub(super) type Peer = sessions::PeerSession<Answered>;
 
 impl Answered {
     /// A message from the initiator; whether there was room in its mailbox. One that comes again is answered as it was.

@@ -3,14 +3,14 @@
 use std::io;
 use std::sync::Arc;
 
-use super::sys::device::{Caps, Device};
+use super::sys::device::{Device, DeviceCaps};
 use super::sys::registration::{Registration, Use};
 use aquifer_fabric::memory::u64_from;
-use aquifer_fabric::{Memory, View};
+use aquifer_fabric::{AliasMapping, Memory};
 
 /// How a device learns that addresses have other pages; the cheapest that it can is taken, and logged.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Remap {
+pub enum RemapMethod {
     /// It notices (on-demand paging), and is told to fetch them at once, so that nobody waits for that later.
     Prefetch,
     /// It notices, and fetches them when they are touched.
@@ -19,13 +19,13 @@ pub enum Remap {
     Reregistration,
 }
 
-impl Remap {
+impl RemapMethod {
     /// All ways, the best first.
     pub const ALL: [Self; 3] = [Self::Prefetch, Self::OnDemand, Self::Reregistration];
 
     /// The best that a device claims to be able to.
     #[must_use]
-    pub fn of(caps: &Caps) -> Self {
+    pub fn of(caps: &DeviceCaps) -> Self {
         if caps.has_odp { Self::Prefetch } else { Self::Reregistration }
     }
 
@@ -36,7 +36,7 @@ impl Remap {
     }
 }
 
-impl std::fmt::Display for Remap {
+impl std::fmt::Display for RemapMethod {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Prefetch => "on-demand paging with prefetch",
@@ -81,10 +81,10 @@ impl Lent {
 pub(super) struct Moving {
     // Before the view that it is of.
     registration: Option<Registration>,
-    view: Arc<View>,
+    view: Arc<AliasMapping>,
     base: u64,
     device: &'static Device,
-    how: Remap,
+    how: RemapMethod,
 }
 
 impl Moving {
@@ -94,8 +94,8 @@ impl Moving {
     /// What the device says.
     pub fn new(device: &'static Device, memory: Arc<Memory>, base: u64) -> io::Result<Self> {
         let wish = usize::try_from(base).unwrap_or(0);
-        let view = Arc::new(View::new(memory, wish)?);
-        let mut how = Remap::of(&device.caps);
+        let view = Arc::new(AliasMapping::new(memory, wish)?);
+        let mut how = RemapMethod::of(&device.caps);
         // Some devices page only where peers and this process use the same addresses.
         let is_same = view.as_ptr().addr() == wish;
         let mut registration = None;
@@ -105,7 +105,7 @@ impl Moving {
             registration = made.inspect_err(refused).ok();
         }
         if registration.is_none() {
-            how = Remap::Reregistration;
+            how = RemapMethod::Reregistration;
             registration = Some(Registration::of_view(device, Arc::clone(&view), base, Use::Windows)?);
         }
         let moving = Self { registration, view, base, device, how };
@@ -113,7 +113,7 @@ impl Moving {
         Ok(moving)
     }
 
-    pub fn how(&self) -> Remap {
+    pub fn how(&self) -> RemapMethod {
         self.how
     }
 
@@ -122,17 +122,17 @@ impl Moving {
         self.view.can_remap(order.at, order.from, order.len)
     }
 
-    /// Move pages while windows are open. Only if [`Remap::is_live`].
+    /// Move pages while windows are open. Only if [`RemapMethod::is_live`].
     pub fn remap_live(&mut self, order: &Move) -> io::Result<()> {
         debug_assert!(self.how.is_live());
         self.view.remap(order.at, order.from, order.len)?;
-        if self.how == Remap::Prefetch
+        if self.how == RemapMethod::Prefetch
             && let Some(registration) = &self.registration
             && let Err(error) = registration.prefetch(self.base + u64_from(order.at), u64_from(order.len))
         {
             // The pages are right without it.
             tracing::info!(device = self.device.caps.name, %error, "the device does not prefetch");
-            self.how = Remap::OnDemand;
+            self.how = RemapMethod::OnDemand;
         }
         Ok(())
     }
@@ -154,11 +154,15 @@ mod tests {
 
     #[test]
     fn a_device_that_pages_on_demand_is_left_to_do_so() {
-        let plain = Caps::default();
-        assert_eq!(Remap::of(&plain), Remap::Reregistration);
-        assert!(!Remap::of(&plain).is_live());
-        let paging = Caps { has_odp: true, ..plain };
-        assert_eq!(Remap::of(&paging), Remap::Prefetch);
-        assert!(Remap::Prefetch.is_live() && Remap::OnDemand.is_live() && !Remap::Reregistration.is_live());
+        let plain = DeviceCaps::default();
+        assert_eq!(RemapMethod::of(&plain), RemapMethod::Reregistration);
+        assert!(!RemapMethod::of(&plain).is_live());
+        let paging = DeviceCaps { has_odp: true, ..plain };
+        assert_eq!(RemapMethod::of(&paging), RemapMethod::Prefetch);
+        assert!(
+            RemapMethod::Prefetch.is_live()
+                && RemapMethod::OnDemand.is_live()
+                && !RemapMethod::Reregistration.is_live()
+        );
     }
 }

@@ -11,8 +11,8 @@ use super::peer::Peer;
 use super::sys::connection::Connection;
 use super::sys::pair::Pair;
 use super::sys::window::Window;
-use aquifer_fabric::handshake::secure::{ClusterKey, Seal, SecureError, respond};
-use aquifer_fabric::keys::KeyName;
+use aquifer_fabric::handshake::secure::{ClusterKey, RecordCipher, SecureError, respond};
+use aquifer_fabric::keys::KeyId;
 use aquifer_fabric::work::Key;
 
 /// How far it has come.
@@ -21,7 +21,7 @@ pub(super) enum Phase {
     /// It must prove by then that it has the cluster's key.
     Proving(Instant),
     /// It has; now it must say who it is, by then.
-    Greeting(Seal, Instant),
+    Greeting(RecordCipher, Instant),
     Open(Arc<Peer>),
     /// It was refused, and told so.
     Refused(Instant),
@@ -30,7 +30,7 @@ pub(super) enum Phase {
 /// A window that is being bound.
 #[derive(Debug)]
 pub(super) struct Binding {
-    pub name: KeyName,
+    pub name: KeyId,
     pub bound: Bound,
     pub opened: Opened,
     pub fate: Fate,
@@ -59,8 +59,8 @@ pub(super) struct Bound {
 
 impl Bound {
     /// Whether it is for a key of a table, and opens something of the range.
-    fn is_of_table_in(&self, name: KeyName, range: &Range<u64>) -> bool {
-        name.key.is_of_table() && self.range.start < range.end && range.start < self.range.end
+    fn is_of_table_in(&self, name: KeyId, range: &Range<u64>) -> bool {
+        name.key.is_table_key() && self.range.start < range.end && range.start < self.range.end
     }
 }
 
@@ -76,12 +76,12 @@ pub(super) enum UnderWay {
 #[derive(Debug)]
 pub(super) enum Waiting {
     Letter(Vec<u8>),
-    Bind(KeyName),
+    Bind(KeyId),
 }
 
 #[derive(Debug)]
 pub(super) struct Session {
-    pub windows: HashMap<KeyName, Bound>,
+    pub windows: HashMap<KeyId, Bound>,
     /// By the ids of their completions.
     pub under_way: HashMap<u64, UnderWay>,
     pub connection: Connection,
@@ -122,7 +122,7 @@ impl Session {
     }
 
     /// Whether one is bound or being bound for that key.
-    pub fn has_window(&self, name: KeyName) -> bool {
+    pub fn has_window(&self, name: KeyId) -> bool {
         self.windows.contains_key(&name) || self.bindings().any(|binding| binding.name == name)
     }
 
@@ -136,7 +136,7 @@ impl Session {
     /// Nothing is served by that key any more.
     pub fn invalidate(&mut self, key: Key) {
         // A window that is freed opens nothing any more when this returns.
-        self.windows.remove(&KeyName::at(key, 0));
+        self.windows.remove(&KeyId::at(key, 0));
         for binding in self.bindings_mut().filter(|binding| binding.name.key == key) {
             binding.fate = Fate::Dead;
         }
@@ -227,7 +227,7 @@ impl Write for Script {
 }
 
 /// What a stranger's first message proves, and what it is answered.
-pub(super) fn prove(message: &[u8], key: &ClusterKey) -> (Result<Seal, SecureError>, Vec<u8>) {
+pub(super) fn prove(message: &[u8], key: &ClusterKey) -> (Result<RecordCipher, SecureError>, Vec<u8>) {
     let mut script = Script { heard: message.to_vec(), ..Script::default() };
     let outcome = respond(&mut script, key).map(|secured| secured.into_parts().1);
     (outcome, script.said)

@@ -11,18 +11,18 @@ use std::thread::JoinHandle;
 
 use super::Options;
 use super::peer::{Answered, Peer};
-use super::remap::{Lent, Move, Moving, Remap};
+use super::remap::{Lent, Move, Moving, RemapMethod};
 use super::serve::Server;
 use super::sys::device::Device;
 use super::sys::registration::{Registration, Use};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::Memory;
-use aquifer_fabric::control::Control;
+use aquifer_fabric::control::ControlMemory;
 use aquifer_fabric::key_table::KeyTable;
-use aquifer_fabric::mail::Peers;
-use aquifer_fabric::tables::Tables;
+use aquifer_fabric::sessions::PeerSessions;
+use aquifer_fabric::tables::TargetTables;
 use aquifer_fabric::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
-use aquifer_fabric::wake::Wake;
+use aquifer_fabric::wake::WakeFd;
 use aquifer_fabric::work::Key;
 
 /// Memory offered over verbs.
@@ -47,16 +47,16 @@ pub(super) enum Command {
 pub(super) struct Shared {
     pub options: Options,
     pub key: ClusterKey,
-    pub control: Control,
+    pub control: ControlMemory,
     pub device: &'static Device,
     pub state: Mutex<State>,
-    pub wake: Wake,
+    pub wake: WakeFd,
     pub stop: AtomicBool,
 }
 
 pub(super) struct State {
-    pub peers: Peers<Answered>,
-    pub tables: Tables,
+    pub peers: PeerSessions<Answered>,
+    pub tables: TargetTables,
     /// By region number.
     pub regions: Vec<Lent>,
     pub commands: Vec<Command>,
@@ -118,13 +118,13 @@ impl VerbsTarget {
         options.check()?;
         let (server, device, address) =
             Server::listen(address, &options).map_err(system("cannot listen over RDMA"))?;
-        let control = Control::create(options.endpoints_max, options.regions_max + options.windows_max)
+        let control = ControlMemory::create(options.endpoints_max, options.regions_max + options.windows_max)
             .map_err(system("cannot create control memory"))?;
-        let wake = Wake::new().map_err(system("cannot create an eventfd"))?;
+        let wake = WakeFd::new().map_err(system("cannot create an eventfd"))?;
         let secret = RandomState::new().hash_one(address);
         let state = State {
-            peers: Peers::new(options.endpoints_max),
-            tables: Tables::new(options.regions_max, options.windows_max, secret),
+            peers: PeerSessions::new(options.endpoints_max),
+            tables: TargetTables::new(options.regions_max, options.windows_max, secret),
             regions: Vec::new(),
             commands: Vec::new(),
             is_served: true,
@@ -170,7 +170,7 @@ impl VerbsTarget {
     /// # Errors
     /// If the range is not inside one movable region, or the numbers are not multiples of a page; if the device does not take the new pages: then its windows stay
     /// closed.
-    pub fn remap(&self, addr: u64, from: u64, len: u64) -> Result<Remap, TargetError> {
+    pub fn remap(&self, addr: u64, from: u64, len: u64) -> Result<RemapMethod, TargetError> {
         let out_of_range = TargetError::OutOfRange { start: addr, end: addr.saturating_add(len) };
         let failed = |source| TargetError::System { what: "cannot remap memory", source };
         let mut state = self.shared.lock();
@@ -252,7 +252,7 @@ impl Target for VerbsTarget {
         }
         drop(state);
         self.shared.command(|done| Command::Invalidate(key, done));
-        self.shared.lock().tables.give_back(key);
+        self.shared.lock().tables.release_key(key);
         Ok(())
     }
 

@@ -1,4 +1,4 @@
-//! Control memory: who is connected, who is fenced, and what each key opens.
+//! ControlMemory memory: who is connected, who is fenced, and what each key opens.
 //!
 //! The target writes keys and states; each endpoint writes only its own `active` word. Before it
 //! touches anything an endpoint makes `active` odd, then looks at keys; whoever kills a key clears
@@ -61,13 +61,13 @@ const NAP: Duration = Duration::from_micros(50);
 
 /// The mapped control memory of one target.
 #[derive(Debug)]
-pub struct Control {
+pub struct ControlMemory {
     memory: Memory,
     endpoints: usize,
     keys: usize,
 }
 
-impl Control {
+impl ControlMemory {
     /// Creates control memory with slots for `endpoints` endpoints and `keys` keys.
     pub fn create(endpoints: usize, keys: usize) -> io::Result<Self> {
         let memory = Memory::create("aquifer-control", bytes(endpoints, keys))?;
@@ -125,7 +125,7 @@ impl Control {
 
     /// Whether the target serves.
     #[inline]
-    pub fn alive(&self) -> bool {
+    pub fn is_alive(&self) -> bool {
         self.u32(ALIVE_AT).load(Ordering::Relaxed) != 0
     }
 
@@ -151,7 +151,7 @@ impl Control {
     }
 
     /// Say which process an endpoint is in, for whoever must know whether it lives when its socket is gone.
-    pub fn tell_process(&self, slot: usize, pid: u32) {
+    pub fn set_process(&self, slot: usize, pid: u32) {
         self.endpoint_u32(slot, PROCESS_IN).store(pid, Ordering::Relaxed);
     }
 
@@ -220,7 +220,7 @@ impl Control {
     }
 
     /// Let endpoints that connect from now on know of a region's table of keys.
-    pub fn tell_table(&self, region: usize, table: &KeyTable) {
+    pub fn publish_table(&self, region: usize, table: &KeyTable) {
         let words = [table.entries_at, table.data.start, table.data.end];
         for (at, word) in (TABLES_AT + region * TABLE_BYTES..).step_by(8).zip(words) {
             self.memory.atomic_u64(at).store(word, Ordering::Release);

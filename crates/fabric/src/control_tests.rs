@@ -6,13 +6,13 @@ use super::*;
 
 const WHO: Identity = Identity { host: Host(9), epoch: 3, tenant: Tenant(4) };
 
-fn reopen(control: &Control) -> Result<Control, String> {
-    Control::open(control.fd().try_clone_to_owned().unwrap(), control.bytes())
+fn reopen(control: &ControlMemory) -> Result<ControlMemory, String> {
+    ControlMemory::open(control.fd().try_clone_to_owned().unwrap(), control.bytes())
 }
 
 #[test]
 fn whoever_is_inside_a_batch_is_waited_for_until_it_is_gone() {
-    let control = Control::create(4, 8).unwrap();
+    let control = ControlMemory::create(4, 8).unwrap();
     control.occupy(2, WHO);
     assert!(control.drain(2, None), "nobody is inside");
     control.active(2).fetch_add(1, Ordering::SeqCst);
@@ -29,7 +29,7 @@ fn whoever_is_inside_a_batch_is_waited_for_until_it_is_gone() {
 
 #[test]
 fn a_grant_survives_the_table() {
-    let control = Control::create(1, 70).unwrap();
+    let control = ControlMemory::create(1, 70).unwrap();
     let peer = reopen(&control).unwrap();
     let key = Key((5 << 17) | 69);
     let scopes = [Scope::Anyone, Scope::Tenant(Tenant(u32::MAX)), Scope::Host(Host(4095))];
@@ -46,10 +46,10 @@ fn a_grant_survives_the_table() {
 
 #[test]
 fn another_version_and_other_sizes_are_refused() {
-    let control = Control::create(4, 8).unwrap();
+    let control = ControlMemory::create(4, 8).unwrap();
     let fd = || control.fd().try_clone_to_owned().unwrap();
     for len in [0, 1, control.bytes() - 1, control.bytes() + 1, 1 << 40, u64::MAX] {
-        assert!(Control::open(fd(), len).is_err(), "{len} bytes");
+        assert!(ControlMemory::open(fd(), len).is_err(), "{len} bytes");
     }
     assert!(reopen(&control).is_ok());
     control.u32(VERSION_AT).store(2, Ordering::SeqCst);
@@ -63,7 +63,7 @@ proptest! {
         words in proptest::collection::vec((0_usize..700, any::<u64>()), 0..40),
         keys in proptest::collection::vec(any::<u32>(), 0..40),
     ) {
-        let control = Control::create(2, 8).unwrap();
+        let control = ControlMemory::create(2, 8).unwrap();
         let size = control.memory.len();
         for (word, value) in words {
             control.memory.atomic_u64(word * 8 % size).store(value, Ordering::Relaxed);

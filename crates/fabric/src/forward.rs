@@ -42,9 +42,9 @@ macro_rules! forward_endpoint {
             self.$inner.limits()
         }
     };
-    (@late $inner:ident) => {
-        fn late(&self) -> Option<Box<dyn $crate::Late>> {
-            self.$inner.late()
+    (@drain_handle $inner:ident) => {
+        fn drain_handle(&self) -> Option<Box<dyn $crate::DrainHandle>> {
+            self.$inner.drain_handle()
         }
     };
     (@is_away $inner:ident) => {

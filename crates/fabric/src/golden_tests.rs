@@ -4,9 +4,9 @@
 
 use aquifer_tests_support::golden;
 
-use crate::Reach;
-use crate::handshake::LEAVING;
-use crate::tables::{Tables, is_fence};
+use crate::FabricAddress;
+use crate::handshake::GOING_AWAY;
+use crate::tables::{TargetTables, is_fence_refusal};
 use crate::target::{Host, Identity, Tenant};
 use crate::work::EndpointError;
 
@@ -14,14 +14,14 @@ use crate::work::EndpointError;
 fn golden_refusals_that_initiators_know() {
     let mut golden = golden!("refusals");
     let refused = |reason: &str| EndpointError::Refused { address: "a".into(), reason: reason.into() };
-    golden.text("going away", LEAVING);
-    assert!(refused(LEAVING).is_of_absence() && !refused("full").is_of_absence());
-    let mut tables = Tables::new(1, 1, 1);
+    golden.text("going away", GOING_AWAY);
+    assert!(refused(GOING_AWAY).is_target_away() && !refused("full").is_target_away());
+    let mut tables = TargetTables::new(1, 1, 1);
     tables.fence(Host(7), 9);
     let who = Identity { host: Host(7), epoch: 8, tenant: Tenant(0) };
     let fenced = tables.refusal(who).expect("it is fenced");
     golden.text("fenced", &fenced);
-    assert!(is_fence(&fenced) && refused(&fenced).is_of_fence() && !refused(LEAVING).is_of_fence());
+    assert!(is_fence_refusal(&fenced) && refused(&fenced).is_fence() && !refused(GOING_AWAY).is_fence());
     golden.check();
 }
 
@@ -29,10 +29,10 @@ fn golden_refusals_that_initiators_know() {
 fn golden_names_of_providers() {
     let mut golden = golden!("reach");
     let address = "10.0.0.1:7400".parse().expect("it is an address");
-    let shm = Reach::Shm("/run/node-1.sock".into());
-    for reach in [shm, Reach::Tcp(address), Reach::Verbs(address)] {
+    let shm = FabricAddress::Shm("/run/node-1.sock".into());
+    for reach in [shm, FabricAddress::Tcp(address), FabricAddress::Verbs(address)] {
         let (provider, address) = (reach.provider(), reach.address());
-        assert_eq!(Reach::parse(provider, &address), Ok(reach));
+        assert_eq!(FabricAddress::parse(provider, &address), Ok(reach));
         golden.text(provider, &address);
     }
     golden.check();

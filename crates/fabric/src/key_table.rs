@@ -49,14 +49,14 @@ pub struct KeyEntry(pub u64);
 impl KeyEntry {
     /// The key opens the run to the tenant.
     #[must_use]
-    pub const fn opened(key: Key, tenant: Tenant) -> Self {
+    pub const fn open(key: Key, tenant: Tenant) -> Self {
         Self(((owner(tenant) as u64) << 32) | key.0 as u64)
     }
 
     /// The tenant's memory, which no key opens.
     #[must_use]
-    pub const fn shut(tenant: Tenant) -> Self {
-        Self::opened(Key(0), tenant)
+    pub const fn closed(tenant: Tenant) -> Self {
+        Self::open(Key(0), tenant)
     }
 
     /// The key; [`Key`] zero if there is none.
@@ -74,13 +74,13 @@ impl KeyEntry {
 
     /// Whether it is nobody's: clean.
     #[must_use]
-    pub const fn is_nobodys(self) -> bool {
+    pub const fn is_unowned(self) -> bool {
         self.0 >> 32 == 0
     }
 
     /// Whether it is this tenant's.
     #[must_use]
-    pub const fn is_of(self, tenant: Tenant) -> bool {
+    pub const fn is_owned_by(self, tenant: Tenant) -> bool {
         self.0 >> 32 == owner(tenant) as u64
     }
 }
@@ -101,12 +101,12 @@ impl Key {
     #[must_use]
     pub fn class(self) -> Option<u8> {
         let class = u8::try_from((self.0 & !TABLE_BIT) >> CLASS_SHIFT).ok()?;
-        (self.is_of_table() && class <= CLASS_MAX).then_some(class)
+        (self.is_table_key() && class <= CLASS_MAX).then_some(class)
     }
 
     /// Whether a table names it, and not the target.
     #[must_use]
-    pub const fn is_of_table(self) -> bool {
+    pub const fn is_table_key(self) -> bool {
         self.0 & TABLE_BIT != 0
     }
 
@@ -121,7 +121,7 @@ impl Key {
 
 /// The number of the entry, within its row, that speaks for the run of this length at this offset in the row.
 #[inline]
-const fn slot(bytes: u64, offset: u64) -> u64 {
+const fn entry_index(bytes: u64, offset: u64) -> u64 {
     if bytes == ROW_BYTES {
         0
     } else if bytes >= PAGE_BYTES << MIDDLE_CLASS {
@@ -182,13 +182,13 @@ impl PlacedTable {
             return None;
         }
         let bytes = run.end - run.start;
-        let number = offset / ROW_BYTES * ROW_ENTRIES + slot(bytes, offset % ROW_BYTES);
+        let number = offset / ROW_BYTES * ROW_ENTRIES + entry_index(bytes, offset % ROW_BYTES);
         let at = self.table.entries_at.checked_add(number.checked_mul(8)?)?;
         if at.checked_add(8)? > u64_from(memory.len()) || !at.is_multiple_of(8) {
             return None;
         }
         let entry = memory.atomic_u64(usize::try_from(at).ok()?).load(Ordering::Acquire);
-        let opens = entry == KeyEntry::opened(key, who.tenant).0;
+        let opens = entry == KeyEntry::open(key, who.tenant).0;
         let grant = Grant {
             base: run.start,
             len: bytes,
@@ -240,7 +240,7 @@ mod tests {
                     5..=8 => 16 + within / (128 << 10),
                     _ => 32 + within / PAGE_BYTES,
                 };
-            put(&memory, number, KeyEntry::opened(key, Tenant(7)));
+            put(&memory, number, KeyEntry::open(key, Tenant(7)));
             let opened = |key, who, addr| placed.grant(&memory, who, key, addr);
             let grant = opened(key, of(7), data + inside).expect("it is open");
             assert_eq!((grant.base, grant.len, grant.region), (data + start, bytes, 3));
@@ -251,7 +251,7 @@ mod tests {
             assert_eq!(opened(Key(key.0 ^ 1), of(7), data + inside), None, "another key");
             assert_eq!(opened(Key(key.0 ^ 1 << CLASS_SHIFT), of(7), data + inside), None, "another class");
             assert_eq!(opened(key, of(7), data + inside - ROW_BYTES), None, "another row");
-            put(&memory, number, KeyEntry::shut(Tenant(7)));
+            put(&memory, number, KeyEntry::closed(Tenant(7)));
             assert_eq!(opened(key, of(7), data + inside), None, "struck");
         }
     }
@@ -267,7 +267,7 @@ mod tests {
             }
             assert_eq!(at(addr, Key(0)), None);
         }
-        assert!(!Key(0x7fff_ffff).is_of_table() && Key::of_run(0, 0).is_of_table());
+        assert!(!Key(0x7fff_ffff).is_table_key() && Key::of_run(0, 0).is_table_key());
         // Entries that are all zero open nothing, not even to the last tenant, whose owner would be 0.
         assert_eq!(at(BASE + ROW_BYTES, Key::of_run(0, 0)), None);
         assert_eq!(placed.grant(&memory, of(u32::MAX), Key(TABLE_BIT), BASE + ROW_BYTES), None);

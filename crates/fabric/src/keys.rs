@@ -25,14 +25,14 @@ pub fn split(key: Key) -> (usize, u32) {
 
 /// A key as one run of memory knows it: two runs may have the same key in their table.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct KeyName {
+pub struct KeyId {
     /// The key.
     pub key: Key,
     /// The first address of the run that a table's key opens; 0 for other keys.
     pub start: u64,
 }
 
-impl KeyName {
+impl KeyId {
     /// The key as it is used at an address.
     pub fn at(key: Key, addr: u64) -> Self {
         Self { key, start: key.run(addr).map_or(0, |run| run.start) }
@@ -136,14 +136,14 @@ impl KeySlots {
     }
 
     /// A key for the next region: a fresh one, or the one that it had at a target before this one.
-    pub fn take_region(&mut self, before: Option<Key>) -> Result<(usize, Key), TargetError> {
+    pub fn allocate_region(&mut self, before: Option<Key>) -> Result<(usize, Key), TargetError> {
         let index = self.regions;
         if index == self.regions_max {
             return Err(TargetError::Full { what: "regions", limit: self.regions_max });
         }
         let key = match before {
             None => self.fresh(index),
-            Some(key) if !key.is_of_table() && split(key).0 == index && split(key).1 != 0 => {
+            Some(key) if !key.is_table_key() && split(key).0 == index && split(key).1 != 0 => {
                 self.tags[index] = split(key).1;
                 key
             }
@@ -154,7 +154,7 @@ impl KeySlots {
     }
 
     /// A fresh key for a window.
-    pub fn take_window(&mut self) -> Result<Key, TargetError> {
+    pub fn allocate_window(&mut self) -> Result<Key, TargetError> {
         let full = TargetError::Full { what: "windows", limit: self.windows_max };
         let unused = self.tags.len();
         let index = if unused < self.regions_max + self.windows_max {
@@ -168,7 +168,7 @@ impl KeySlots {
 
     /// The slot's key is dead and no access through it is under way: it may be bound anew.
     /// A region's slot stays with its region.
-    pub fn give_back(&mut self, index: usize) {
+    pub fn release(&mut self, index: usize) {
         if index >= self.regions_max {
             self.free_windows.push_back(index);
         }
@@ -244,12 +244,12 @@ mod tests {
             let mut slots = KeySlots::new(1, 1, secret);
             let mut seen = HashSet::new();
             for _ in 0..TAG_MAX {
-                let key = slots.take_window().unwrap();
+                let key = slots.allocate_window().unwrap();
                 assert!(key.0 != 0 && split(key).0 == 1 && split(key).1 != 0);
                 assert!(seen.insert(key), "{key:?} came again after {} binds", seen.len());
-                slots.give_back(1);
+                slots.release(1);
             }
-            assert!(!seen.insert(slots.take_window().unwrap()));
+            assert!(!seen.insert(slots.allocate_window().unwrap()));
         }
     }
 

@@ -7,6 +7,9 @@
 //!
 //! This crate does not know what the memory is used for.
 
+mod address;
+pub mod alias;
+pub mod background;
 pub mod control;
 mod forward;
 #[cfg(test)]
@@ -14,31 +17,30 @@ mod golden_tests;
 pub mod handshake;
 pub mod key_table;
 pub mod keys;
-pub mod lasting;
 pub mod limits;
 mod locals;
-pub mod mail;
 pub mod memory;
-mod reach;
-pub mod rescue;
+pub mod reconnecting;
+pub mod sessions;
 pub mod shm;
 pub mod sim;
 pub mod tables;
 pub mod target;
 pub mod tcp;
-pub mod view;
 pub mod wake;
 pub mod work;
 
+pub use address::{FabricAddress, VerbsProvider, WITHOUT_VERBS};
+pub use alias::AliasMapping;
 pub use handshake::ClusterKey;
 pub use key_table::{KeyEntry, KeyTable};
 pub use keys::{REGIONS_LIMIT, WINDOWS_LIMIT};
 pub use memory::Memory;
-pub use reach::{Reach, VerbsProvider, WITHOUT_VERBS};
 pub use rustix::event::PollFd;
-pub use target::{Access, Host, Identity, Region, Scope, Served, Target, TargetError, Tenant, WindowSpec};
-pub use view::View;
+pub use target::{
+    Access, Host, Identity, Region, Scope, Target, TargetError, Tenant, TenantCounters, WindowSpec,
+};
 pub use work::{
-    Completion, Endpoint, EndpointError, Key, Late, Limits, LocalKey, LocalSlice, PostError, RemoteAddr,
-    Verb, Work, WorkError,
+    Completion, DrainHandle, Endpoint, EndpointError, Key, Limits, LocalKey, LocalSlice, PostError,
+    RemoteAddr, Verb, Work, WorkError,
 };

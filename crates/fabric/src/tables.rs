@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::Memory;
-use crate::control::Control;
+use crate::control::ControlMemory;
 use crate::key_table::{KeyTable, PlacedTable};
 use crate::keys::{AddressSpace, Grant, KeySlots, admits, split};
 use crate::memory::u64_from;
@@ -15,7 +15,7 @@ use crate::work::Key;
 const FENCED: &str = "is fenced up to epoch";
 
 /// Whether a target refused somebody because it is fenced.
-pub fn is_fence(refusal: &str) -> bool {
+pub fn is_fence_refusal(refusal: &str) -> bool {
     refusal.contains(FENCED)
 }
 
@@ -32,7 +32,7 @@ pub struct Registered {
 
 /// The tables of one target. Its owner locks them.
 #[derive(Debug)]
-pub struct Tables {
+pub struct TargetTables {
     /// By index.
     pub regions: Vec<Registered>,
     space: AddressSpace,
@@ -40,7 +40,7 @@ pub struct Tables {
     fenced: HashMap<Host, u64>,
 }
 
-impl Tables {
+impl TargetTables {
     /// Empty tables with room for so many regions and windows. `secret` makes keys hard to guess.
     pub fn new(regions_max: usize, windows_max: usize, secret: u64) -> Self {
         Self {
@@ -54,7 +54,7 @@ impl Tables {
     /// Registers a region, under `key` if one is given. A region with a table is open by its own key only up to what the table describes.
     pub fn register(
         &mut self,
-        control: &Control,
+        control: &ControlMemory,
         memory: Arc<Memory>,
         access: Access,
         scope: Scope,
@@ -65,14 +65,14 @@ impl Tables {
         if let Some(table) = &table {
             PlacedTable::at(0, 0, table).check(len)?;
         }
-        let (index, key) = self.keys.take_region(key)?;
+        let (index, key) = self.keys.allocate_region(key)?;
         let range = self.space.place(len);
         let region = Region { base: range.start, len, key };
         // What the table is of only its keys open.
         let opened = table.as_ref().map_or(len, |table| table.data.start);
         control.bind(key, &Grant { base: region.base, len: opened, access, scope, region: index });
         let table = table.map(|table| {
-            control.tell_table(index, &table);
+            control.publish_table(index, &table);
             PlacedTable::at(index, region.base, &table)
         });
         self.regions.push(Registered { memory, scope, region: region.clone(), table });
@@ -80,7 +80,7 @@ impl Tables {
     }
 
     /// What a table's key opens to `who` at an address.
-    pub fn grant_of_table(&self, who: Identity, key: Key, addr: u64) -> Option<Grant> {
+    pub fn table_grant(&self, who: Identity, key: Key, addr: u64) -> Option<Grant> {
         let is_of_it =
             |registered: &&Registered| registered.table.as_ref().is_some_and(|table| table.holds(addr));
         let registered = self.regions.iter().find(is_of_it)?;
@@ -98,16 +98,16 @@ impl Tables {
     }
 
     /// Binds a window.
-    pub fn bind(&mut self, control: &Control, window: &WindowSpec) -> Result<Key, TargetError> {
+    pub fn bind(&mut self, control: &ControlMemory, window: &WindowSpec) -> Result<Key, TargetError> {
         let grant = self.space.grant(window)?;
-        let key = self.keys.take_window()?;
+        let key = self.keys.allocate_window()?;
         control.bind(key, &grant);
         Ok(key)
     }
 
     /// The key is dead and drained: its slot may be bound anew.
-    pub fn give_back(&mut self, key: Key) {
-        self.keys.give_back(split(key).0);
+    pub fn release_key(&mut self, key: Key) {
+        self.keys.release(split(key).0);
     }
 
     /// Fences a host up to an epoch. A fence is never lowered.
@@ -128,7 +128,7 @@ impl Tables {
     }
 
     /// The regions as one endpoint may know them: without the keys that are for others.
-    pub fn announce(&self, who: Identity) -> Vec<Region> {
+    pub fn visible_regions(&self, who: Identity) -> Vec<Region> {
         let announced = |registered: &Registered| {
             let key = if admits(registered.scope, who) { registered.region.key } else { Key(0) };
             Region { key, ..registered.region.clone() }

@@ -129,7 +129,7 @@ pub enum TargetError {
 
 /// What a target has done for a tenant.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Served {
+pub struct TenantCounters {
     /// Operations carried out, those included that were refused.
     pub operations: u64,
     /// Bytes read and written.
@@ -197,7 +197,7 @@ pub trait Target: Send + Sync + std::fmt::Debug {
     fn endpoints(&self) -> usize;
 
     /// What was done for each tenant since the target began, as far as it knows: endpoints that reach the memory by themselves do not tell.
-    fn served(&self) -> Vec<(Tenant, Served)> {
+    fn tenant_counters(&self) -> Vec<(Tenant, TenantCounters)> {
         Vec::new()
     }
 }

@@ -7,9 +7,9 @@ use rustix::event::EventfdFlags;
 
 /// A descriptor that is readable from [`Self::wake`] to [`Self::clear`].
 #[derive(Debug)]
-pub struct Wake(OwnedFd);
+pub struct WakeFd(OwnedFd);
 
-impl Wake {
+impl WakeFd {
     /// One that is not readable yet.
     ///
     /// # Errors
@@ -30,7 +30,7 @@ impl Wake {
     }
 }
 
-impl AsFd for Wake {
+impl AsFd for WakeFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }

@@ -128,7 +128,7 @@ pub enum WorkError {
     /// No answer in time. Whether the operation took effect is unknown.
     #[error("the peer did not answer in time")]
     Timeout,
-    /// The peer is away, and may come back with its memory; the endpoint goes on then by itself ([`crate::lasting`]). Whether the operation took effect is
+    /// The peer is away, and may come back with its memory; the endpoint goes on then by itself ([`crate::reconnecting`]). Whether the operation took effect is
     /// unknown, but it takes effect no more.
     #[error("the peer is away")]
     Away,
@@ -196,18 +196,18 @@ pub enum EndpointError {
 impl EndpointError {
     /// Whether nobody answers there, or who does is about to end: another may be there soon.
     #[must_use]
-    pub fn is_of_absence(&self) -> bool {
+    pub fn is_target_away(&self) -> bool {
         match self {
             Self::Unreachable { .. } => true,
-            Self::Refused { reason, .. } => reason == crate::handshake::LEAVING,
+            Self::Refused { reason, .. } => reason == crate::handshake::GOING_AWAY,
             Self::Protocol { .. } | Self::Local { .. } | Self::TooManyLocal { .. } => false,
         }
     }
 
     /// Whether who answers has shut this host out, for as long as it has this epoch.
     #[must_use]
-    pub fn is_of_fence(&self) -> bool {
-        matches!(self, Self::Refused { reason, .. } if crate::tables::is_fence(reason))
+    pub fn is_fence(&self) -> bool {
+        matches!(self, Self::Refused { reason, .. } if crate::tables::is_fence_refusal(reason))
     }
 }
 
@@ -251,22 +251,22 @@ pub trait Endpoint: Send + std::fmt::Debug {
     /// Whether the peer is known to be dead or the endpoint is broken.
     fn is_broken(&self) -> bool;
 
-    /// Whether the peer is away and waited for ([`crate::lasting`]).
+    /// Whether the peer is away and waited for ([`crate::reconnecting`]).
     fn is_away(&self) -> bool {
         false
     }
 
     /// What of it may yet take effect after it is dropped; `None` if nothing can.
-    fn late(&self) -> Option<Box<dyn Late>> {
+    fn drain_handle(&self) -> Option<Box<dyn DrainHandle>> {
         None
     }
 }
 
 /// Operations of an endpoint that was given up: nobody hears of them any more, and some may yet be on their way.
-pub trait Late: Send + std::fmt::Debug {
+pub trait DrainHandle: Send + std::fmt::Debug {
     /// Make sure that none takes effect from now on. The endpoint must be gone, or broken. May take as long as connecting does.
     ///
     /// # Errors
     /// If the peer does not answer: then nothing is known.
-    fn end(&mut self) -> Result<(), EndpointError>;
+    fn drain(&mut self) -> Result<(), EndpointError>;
 }

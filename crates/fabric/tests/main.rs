@@ -2,7 +2,7 @@
 
 mod conformance;
 mod handshake;
-mod lasting;
+mod reconnecting;
 mod shm;
 mod sim;
 mod tcp;

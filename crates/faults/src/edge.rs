@@ -2,7 +2,7 @@
 //!
 //! That is the sender, reads from memory nodes, the other programs of the run, and a clock.
 
-use aquifer_pager::{BlockId, FetchError, Location, SlabSet, StageOutcome, Volume, WrittenBatch};
+use aquifer_pager::{BlockId, FetchError, Location, SlabSet, StageOutcome, TableError, Volume, WrittenBatch};
 
 use crate::areas::Areas;
 use crate::kernel::Kernel;
@@ -70,6 +70,11 @@ pub trait Edge: Kernel {
 
     /// Begins to serve a forked child.
     fn start_child(&mut self, child: Self::Child, volume: Volume, areas: Areas);
+
+    /// Ends the run, because a forked child cannot get a page table.
+    ///
+    /// The child's userfaultfd must stay open as long as the child lives.
+    fn refuse_child(&mut self, child: Self::Child, error: &TableError);
 
     /// Wakes the monitors of all other programs of the run.
     ///

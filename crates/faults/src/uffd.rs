@@ -1,7 +1,8 @@
 //! The userfaultfd requests that the agent makes. Debian's headers lack half of them.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::Arc;
 
 use aquifer_pager::{PAGE_BYTES, PageNumber};
 
@@ -33,6 +34,8 @@ const EVENT_UNMAP: u8 = 0x16;
 
 /// Bytes of one message of the kernel.
 pub const MESSAGE_BYTES: usize = 32;
+/// Most messages that [`Userfaultfd::read_messages`] reads at once.
+const MESSAGES_MAX: usize = 16;
 /// Range of the addresses of programs.
 const USER_START: u64 = 1 << 16;
 const USER_END: u64 = (1 << 47) - 4096;
@@ -80,13 +83,13 @@ struct ProtectArgument {
     mode: u64,
 }
 
-/// The userfaultfd of one program.
-#[derive(Debug)]
-pub struct Userfaultfd(OwnedFd);
+/// The userfaultfd of one program; clones share the descriptor.
+#[derive(Clone, Debug)]
+pub struct Userfaultfd(Arc<OwnedFd>);
 
 impl From<OwnedFd> for Userfaultfd {
     fn from(fd: OwnedFd) -> Self {
-        Self(fd)
+        Self(Arc::new(fd))
     }
 }
 
@@ -112,21 +115,13 @@ impl Userfaultfd {
     /// If the agent lacks that right, or the kernel lacks a feature.
     pub fn enable(&self) -> io::Result<()> {
         // A userfaultfd that is not enabled polls as an error.
-        let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
+        let mut fds = [PollFd::new(self, PollFlags::IN)];
         poll(&mut fds, Some(&Timespec::default()))?;
         if !fds[0].revents().contains(PollFlags::ERR) {
             return Ok(());
         }
         let mut argument = ApiArgument { api: API, features: FEATURES, ioctls: 0 };
         self.request(UFFDIO_API, &raw mut argument)
-    }
-
-    /// Duplicates the descriptor.
-    ///
-    /// # Errors
-    /// At the limit of open files.
-    pub fn duplicate(&self) -> io::Result<OwnedFd> {
-        self.0.try_clone()
     }
 
     /// Lets the kernel write pending messages to `buffer`; returns the number of bytes written.
@@ -139,6 +134,16 @@ impl Userfaultfd {
         // SAFETY: the kernel writes at most `length` bytes, which the caller permits.
         let length = unsafe { libc::read(self.as_raw_fd(), buffer.cast(), length) };
         usize::try_from(length).unwrap_or(0)
+    }
+
+    /// Reads pending messages, without waiting.
+    pub(crate) fn read_messages(&self) -> Vec<UffdMessage<OwnedFd>> {
+        let mut buffer = [[0; MESSAGE_BYTES]; MESSAGES_MAX];
+        // SAFETY: the buffer has that length, and belongs to this call.
+        let length = unsafe { self.read(buffer.as_mut_ptr().cast(), MESSAGE_BYTES * MESSAGES_MAX) };
+        let messages = buffer[..length / MESSAGE_BYTES].iter().filter_map(parse);
+        // SAFETY: the kernel has created each descriptor for this read.
+        messages.map(|message| message.map_child(|fd| unsafe { OwnedFd::from_raw_fd(fd) })).collect()
     }
 
     /// Registers a range: its missing pages and writes to its protected pages become faults.
@@ -168,6 +173,12 @@ impl Userfaultfd {
         };
         let result = self.request(UFFDIO_COPY, &raw mut argument);
         outcome(result, argument.copied, pages)
+    }
+
+    /// Fills a missing page.
+    pub(crate) fn copy_page(&self, page: PageNumber, bytes: &[u8; PAGE_BYTES]) -> FillOutcome {
+        // SAFETY: `bytes` is one page.
+        unsafe { self.copy(page, bytes.as_ptr(), 1) }
     }
 
     /// Maps the shared zero page at missing pages.

@@ -6,6 +6,8 @@
 //! - [`lent`]: what a host of its own gets from the agent of its machine.
 //! - [`client`]: queries to that agent; [`report`]: the JSON of its answers.
 
+#![forbid(unsafe_code)]
+
 pub mod audit;
 pub mod client;
 #[cfg(test)]

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use aquifer_directory::names::{self, NodeRecord};
 use aquifer_directory::{Directory, DirectoryError, Listing, WatchEvent, WatchEventKind};
 use aquifer_fabric::ClusterKey;
-use aquifer_fabric::lasting::{LastingEndpoint, Manner, Seen};
+use aquifer_fabric::reconnecting::{AwayPolicy, ReconnectingEndpoint, TargetDescription};
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
 use aquifer_pager::Connector;
@@ -39,7 +39,7 @@ pub struct Nodes {
 /// What a user knows of a node where it has been.
 #[derive(Clone, Debug)]
 struct Met {
-    seen: Seen,
+    seen: TargetDescription,
     epoch: u64,
     kept: Duration,
 }
@@ -219,7 +219,7 @@ impl Nodes {
     /// # Errors
     /// If it does not answer.
     pub fn connect(&self, node: NodeId, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {
-        self.connect_in(node, tenant, Manner::Wait)
+        self.connect_in(node, tenant, AwayPolicy::Wait)
     }
 
     /// The same for who has other nodes to turn to: it is told at once that the node is away.
@@ -228,7 +228,7 @@ impl Nodes {
         node: NodeId,
         tenant: Tenant,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
-        self.connect_in(node, tenant, Manner::Tell)
+        self.connect_in(node, tenant, AwayPolicy::Fail)
     }
 
     /// The same for who has others to attend to meanwhile: if the node is away, and this user has been there before, here is an endpoint that waits for it.
@@ -237,7 +237,7 @@ impl Nodes {
         node: NodeId,
         tenant: Tenant,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
-        match self.attempt(node, tenant, Manner::Wait, &mut None) {
+        match self.attempt(node, tenant, AwayPolicy::Wait, &mut None) {
             Ok(endpoint) => return Ok(endpoint),
             Err(Absence { error, may_end: false }) => return Err(error),
             Err(_) => {}
@@ -246,7 +246,7 @@ impl Nodes {
         match (met, self.me.upgrade()) {
             (Some(Met { seen, epoch, kept }), Some(nodes)) => {
                 let back = Back { nodes, node, tenant, epoch, kept };
-                Ok(Box::new(LastingEndpoint::to_absent(seen, Arc::new(back), Manner::Wait)))
+                Ok(Box::new(ReconnectingEndpoint::to_away_target(seen, Arc::new(back), AwayPolicy::Wait)))
             }
             _ => self.connect(node, tenant),
         }
@@ -256,13 +256,13 @@ impl Nodes {
         &self,
         node: NodeId,
         tenant: Tenant,
-        manner: Manner,
+        policy: AwayPolicy,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
         let mut failing_since = None;
         loop {
-            match self.attempt(node, tenant, manner, &mut failing_since) {
+            match self.attempt(node, tenant, policy, &mut failing_since) {
                 Ok(endpoint) => return Ok(endpoint),
-                Err(absence) if manner == Manner::Tell || !absence.may_end => return Err(absence.error),
+                Err(absence) if policy == AwayPolicy::Fail || !absence.may_end => return Err(absence.error),
                 Err(_) => std::thread::sleep(LOOK_EVERY),
             }
         }
@@ -272,12 +272,12 @@ impl Nodes {
         &self,
         node: NodeId,
         tenant: Tenant,
-        manner: Manner,
+        policy: AwayPolicy,
         failing_since: &mut Option<Instant>,
     ) -> Result<Box<dyn Endpoint>, Absence> {
         let (place, error) = match self.standing(node, Instant::now()) {
             Standing::Here(place) => match self.reach(&place, tenant) {
-                Ok(endpoint) => return Ok(self.lasting(node, tenant, endpoint, &place, manner)),
+                Ok(endpoint) => return Ok(self.reconnecting(node, tenant, endpoint, &place, policy)),
                 Err(error) => (Some(place), error),
             },
             Standing::Away => (None, unknown(node)),
@@ -285,7 +285,7 @@ impl Nodes {
         };
         // One that has just died is in the directory until its lease is over.
         let since = *failing_since.get_or_insert_with(Instant::now);
-        let may_be_away = place.is_none_or(|place| since.elapsed() < place.kept) && error.is_of_absence();
+        let may_be_away = place.is_none_or(|place| since.elapsed() < place.kept) && error.is_target_away();
         Err(Absence { error, may_end: may_be_away })
     }
 
@@ -297,20 +297,20 @@ impl Nodes {
         }
     }
 
-    fn lasting(
+    fn reconnecting(
         &self,
         node: NodeId,
         tenant: Tenant,
         endpoint: Box<dyn Endpoint>,
         place: &Place,
-        manner: Manner,
+        policy: AwayPolicy,
     ) -> Box<dyn Endpoint> {
         let Place { epoch, kept, .. } = *place;
         match self.me.upgrade() {
             Some(nodes) if !kept.is_zero() => {
-                self.meet((node, tenant), Met { seen: Seen::by(&*endpoint), epoch, kept });
+                self.meet((node, tenant), Met { seen: TargetDescription::of(&*endpoint), epoch, kept });
                 let back = Back { nodes, node, tenant, epoch, kept };
-                Box::new(LastingEndpoint::new(endpoint, Arc::new(back), manner))
+                Box::new(ReconnectingEndpoint::new(endpoint, Arc::new(back), policy))
             }
             _ => endpoint,
         }
@@ -391,7 +391,7 @@ mod tests {
 
     use super::*;
     use aquifer_directory::sim::DirectoryWorld;
-    use aquifer_fabric::lasting::{Again, Attempt};
+    use aquifer_fabric::reconnecting::{Reconnect, ReconnectOutcome};
     use aquifer_fabric::shm::{self, ShmTarget};
     use aquifer_fabric::{Access, Memory, Scope, Target};
 
@@ -504,13 +504,13 @@ mod tests {
             let (nodes, kept) = (Arc::clone(&nodes), Duration::from_secs(3600));
             Back { nodes, node: NodeId(1), tenant: Tenant(5), epoch, kept }
         };
-        assert!(matches!(back(1).attempt(), Attempt::NotYet));
+        assert!(matches!(back(1).attempt(), ReconnectOutcome::Retry));
         let again = listen();
         register_at(&*directory, 1, path.display().to_string(), 3_600_000);
         nodes.list_anew().expect("list");
-        assert!(matches!(back(1).attempt(), Attempt::Here(_)));
-        assert!(matches!(back(2).attempt(), Attempt::Never), "another life");
+        assert!(matches!(back(1).attempt(), ReconnectOutcome::Connected(_)));
+        assert!(matches!(back(2).attempt(), ReconnectOutcome::Gone), "another life");
         again.fence(Host(1), 1);
-        assert!(matches!(back(1).attempt(), Attempt::Never), "it has shut us out");
+        assert!(matches!(back(1).attempt(), ReconnectOutcome::Gone), "it has shut us out");
     }
 }

@@ -187,7 +187,7 @@ pub enum Frame {
     /// Agent to swap server: the answer, as JSON. The connection stays open for [`Frame::Ended`].
     ClusterAccess(String),
     /// Swap server to `aquifer run`: the device is in use, and the setup record of this name undoes
-    /// the setup. Carries the descriptor through which programs enter the server's cgroup.
+    /// the setup. Carries `cgroup.procs` of the cgroup that swaps to the device.
     SwapOpened(String),
     /// Program to agent: asks for a session.
     OpenSession,

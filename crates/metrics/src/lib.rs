@@ -1,17 +1,18 @@
-//! What a daemon counts, in the text that Prometheus reads, over HTTP.
+//! Serves a daemon's metrics in the OpenMetrics text format, which Prometheus reads, over HTTP.
 //!
-//! - [`place`]: where it is served: this machine alone may ask, since nobody is asked who he is.
-//! - [`server`]: the HTTP server, on a thread of its own.
-//! - [`write`]: families of figures, as a [`Collector`] gives them when it is asked.
+//! - [`address`]: where the server listens; only this machine can connect, because the server has
+//!   no authentication.
+//! - [`server`]: the HTTP server, on its own thread.
+//! - [`write`]: encodes families of metrics, for a [`Collector`].
 
 #![forbid(unsafe_code)]
 
-pub mod place;
+pub mod address;
 pub mod server;
 pub mod write;
 
-pub use place::{Place, PlaceError};
+pub use address::{MetricsAddress, MetricsAddressError};
 pub use prometheus_client::collector::Collector;
 pub use prometheus_client::encoding::DescriptorEncoder;
 pub use prometheus_client::registry::{Registry, Unit};
-pub use server::{Listener, MetricsError, Server};
+pub use server::{MetricsError, MetricsListener, MetricsServer};

@@ -1,7 +1,8 @@
-//! `GET /metrics`, and nothing else, on a thread of its own.
+//! An HTTP server that answers `GET /metrics`, on its own thread.
 //!
-//! Figures are gathered when somebody asks. Whoever asks may be hostile as far as this machine's users are: requests are bounded in bytes
-//! and lines, conversations in number and time.
+//! Metrics are collected for each request.
+//! Clients are untrusted: bytes and header lines of a request, connections, and their time are
+//! limited.
 
 use std::convert::Infallible;
 use std::fs;
@@ -27,63 +28,63 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{Semaphore, oneshot};
 
-use crate::place::Place;
+use crate::address::MetricsAddress;
 
-/// What is asked for.
+/// The path of the metrics.
 const PATH: &str = "/metrics";
-/// The text that Prometheus reads.
-const TEXT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-/// Conversations at once; more wait in the socket's backlog.
+/// The content type of the metrics.
+const CONTENT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+/// Connections that are served at a time; more wait in the backlog of the socket.
 pub const CONNECTIONS_MAX: usize = 16;
-/// The longest head of a request, in bytes: the least that the HTTP library allows.
+/// Most bytes of the head of a request: the least that the HTTP library allows.
 pub const REQUEST_BYTES_MAX: usize = 8192;
-/// Lines in it.
+/// Most header lines of a request.
 pub const HEADERS_MAX: usize = 64;
-/// A request must have come by then.
+/// Time in which a request must arrive.
 pub const REQUEST_TIME: Duration = Duration::from_secs(3);
-/// A conversation is over by then, come what may. A scraper waits for 10 s as a rule.
+/// Time after which a connection is closed. Collectors wait for 10 s by default.
 pub const CONNECTION_TIME: Duration = Duration::from_secs(10);
-/// When the system has no descriptor for another conversation.
+/// Pause after the system has refused a connection, for example without free descriptors.
 const PAUSE: Duration = Duration::from_millis(100);
 const BACKLOG: i32 = 64;
 
-/// Why there are no figures.
+/// Why metrics cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum MetricsError {
-    /// The place cannot be had.
-    #[error("figures cannot be served at {place}: {source}. Choose another place with --metrics")]
+    /// The address cannot be used.
+    #[error("cannot serve metrics at {address}: {source}; choose another address with --metrics")]
     Listen {
-        /// The place.
-        place: Place,
-        /// What the system said.
+        /// The address.
+        address: MetricsAddress,
+        /// The cause.
         source: io::Error,
     },
-    /// No thread.
-    #[error("there is no thread to serve figures: {0}")]
+    /// The thread cannot be started.
+    #[error("cannot start the thread that serves metrics: {0}")]
     Thread(io::Error),
 }
 
-/// A place where nobody is answered yet.
+/// A socket that is bound, and not served yet.
 #[derive(Debug)]
-pub struct Listener {
-    place: Place,
+pub struct MetricsListener {
+    address: MetricsAddress,
     socket: Socket,
 }
 
 #[derive(Debug)]
 enum Socket {
     Tcp(std::net::TcpListener),
-    Unix(std::os::unix::net::UnixListener, Name),
+    Unix(std::os::unix::net::UnixListener, SocketFile),
 }
 
-/// A socket's name, removed when it is dropped, if it is still that of our socket.
+/// The file of a Unix socket. Dropping it removes the file, if it is still that of this socket.
 #[derive(Debug)]
-struct Name {
+struct SocketFile {
     path: PathBuf,
     inode: u64,
 }
 
-impl Drop for Name {
+impl Drop for SocketFile {
     fn drop(&mut self) {
         if fs::symlink_metadata(&self.path).is_ok_and(|file| file.ino() == self.inode) {
             let _gone = fs::remove_file(&self.path);
@@ -91,77 +92,77 @@ impl Drop for Name {
     }
 }
 
-impl Listener {
-    /// Take the place. A Unix socket that a dead process left is replaced, and nothing else is.
+impl MetricsListener {
+    /// Binds the address. Replaces the file of a Unix socket without a listener, and no other file.
     ///
     /// # Errors
-    /// If it is taken, or the system refuses.
-    pub fn bind(place: &Place) -> Result<Self, MetricsError> {
-        let error = |source| MetricsError::Listen { place: place.clone(), source };
-        Ok(match place {
-            Place::Tcp(address) => {
-                let socket = std::net::TcpListener::bind(address).map_err(error)?;
+    /// [`MetricsError::Listen`] if the address is in use, or the system refuses.
+    pub fn bind(address: &MetricsAddress) -> Result<Self, MetricsError> {
+        let error = |source| MetricsError::Listen { address: address.clone(), source };
+        Ok(match address {
+            MetricsAddress::Tcp(port) => {
+                let socket = std::net::TcpListener::bind(port).map_err(error)?;
                 socket.set_nonblocking(true).map_err(error)?;
-                let place = Place::Tcp(socket.local_addr().map_err(error)?);
-                Self { place, socket: Socket::Tcp(socket) }
+                let address = MetricsAddress::Tcp(socket.local_addr().map_err(error)?);
+                Self { address, socket: Socket::Tcp(socket) }
             }
-            Place::Unix(path) => {
+            MetricsAddress::Unix(path) => {
                 let (socket, name) = listen_at(path).map_err(error)?;
-                Self { place: place.clone(), socket: Socket::Unix(socket, name) }
+                Self { address: address.clone(), socket: Socket::Unix(socket, name) }
             }
         })
     }
 
-    /// Where it is; if port 0 was asked for, which port it got.
+    /// The address; the system's choice if port 0 was requested.
     #[must_use]
-    pub fn place(&self) -> &Place {
-        &self.place
+    pub fn address(&self) -> &MetricsAddress {
+        &self.address
     }
 }
 
-fn listen_at(path: &Path) -> io::Result<(std::os::unix::net::UnixListener, Name)> {
-    make_way(path)?;
+fn listen_at(path: &Path) -> io::Result<(std::os::unix::net::UnixListener, SocketFile)> {
+    remove_stale_socket(path)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket: OwnedFd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
-    // Nobody can connect before it listens, so nobody slips in before this.
+    // No client can connect before `listen`, so the mode is set in time.
     fs::set_permissions(path, PermissionsExt::from_mode(0o600))?;
-    let name = Name { path: path.to_owned(), inode: fs::symlink_metadata(path)?.ino() };
+    let name = SocketFile { path: path.to_owned(), inode: fs::symlink_metadata(path)?.ino() };
     rustix::net::listen(&socket, BACKLOG)?;
     Ok((socket.into(), name))
 }
 
-/// Remove a socket at which nobody listens any more.
-fn make_way(path: &Path) -> io::Result<()> {
-    let there = match fs::symlink_metadata(path) {
+/// Removes the file of a Unix socket without a listener.
+fn remove_stale_socket(path: &Path) -> io::Result<()> {
+    let file = match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        there => there?,
+        file => file?,
     };
-    if !there.file_type().is_socket() {
-        return Err(io::Error::new(io::ErrorKind::AlreadyExists, "there is a file that is no socket"));
+    if !file.file_type().is_socket() {
+        return Err(io::Error::new(io::ErrorKind::AlreadyExists, "the file exists and is not a socket"));
     }
     match std::os::unix::net::UnixStream::connect(path) {
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => fs::remove_file(path),
         Err(error) => Err(error),
-        Ok(_) => Err(io::Error::new(io::ErrorKind::AddrInUse, "somebody listens there")),
+        Ok(_) => Err(io::Error::new(io::ErrorKind::AddrInUse, "another process listens there")),
     }
 }
 
-/// Answers whoever asks, until it is dropped.
+/// A running server. Dropping it stops the server.
 #[derive(Debug)]
-pub struct Server {
-    place: Place,
+pub struct MetricsServer {
+    address: MetricsAddress,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Server {
-    /// Begin to answer with what is in the registry.
+impl MetricsServer {
+    /// Serves the metrics of a registry.
     ///
     /// # Errors
-    /// If there is no thread, or the system refuses.
-    pub fn start(listener: Listener, registry: Registry) -> Result<Self, MetricsError> {
-        let Listener { place, socket } = listener;
+    /// [`MetricsError::Thread`].
+    pub fn start(listener: MetricsListener, registry: Registry) -> Result<Self, MetricsError> {
+        let MetricsListener { address, socket } = listener;
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
             .enable_time()
@@ -172,26 +173,26 @@ impl Server {
             .name("metrics".into())
             .spawn(move || {
                 runtime.spawn(serve(socket, Arc::new(registry)));
-                // An error is a sender that is gone, which says the same.
-                let _either = runtime.block_on(stopped);
+                // Returns an error, because the sender is dropped and never used.
+                let _dropped = runtime.block_on(stopped);
             })
             .map_err(MetricsError::Thread)?;
-        tracing::info!(%place, "figures are served");
-        Ok(Self { place, stop: Some(stop), thread: Some(thread) })
+        tracing::info!(%address, "serving metrics");
+        Ok(Self { address, stop: Some(stop), thread: Some(thread) })
     }
 
-    /// Where it answers.
+    /// The address at which the server listens.
     #[must_use]
-    pub fn place(&self) -> &Place {
-        &self.place
+    pub fn address(&self) -> &MetricsAddress {
+        &self.address
     }
 }
 
-impl Drop for Server {
+impl Drop for MetricsServer {
     fn drop(&mut self) {
         drop(self.stop.take());
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
-            tracing::error!("the thread that serves figures has panicked");
+            tracing::error!("metrics thread panicked");
         }
     }
 }
@@ -211,10 +212,10 @@ async fn serve(socket: Socket, registry: Arc<Registry>) {
             Err(error) => error,
         },
     };
-    tracing::error!(error = %ended, "figures are served no more");
+    tracing::error!(error = %ended, "metrics server stopped");
 }
 
-/// Talk to whoever comes. It ends with the runtime, or with the reason why nobody is let in any more.
+/// Serves all connections. Returns only if no more connections can be accepted.
 async fn accept<S>(
     registry: Arc<Registry>,
     mut next: impl FnMut(&mut Context<'_>) -> Poll<io::Result<S>>,
@@ -222,29 +223,29 @@ async fn accept<S>(
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
-    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     loop {
-        let place = match Arc::clone(&places).acquire_owned().await {
-            Ok(place) => place,
+        let permit = match Arc::clone(&permits).acquire_owned().await {
+            Ok(permit) => permit,
             Err(error) => return io::Error::other(error),
         };
         match poll_fn(&mut next).await {
             Ok(stream) => {
                 let registry = Arc::clone(&registry);
                 tokio::spawn(async move {
-                    converse(stream, &registry).await;
-                    drop(place);
+                    serve_connection(stream, &registry).await;
+                    drop(permit);
                 });
             }
             Err(error) => {
-                tracing::debug!(%error, "a scraper could not be let in");
+                tracing::debug!(%error, "accepting a metrics connection failed");
                 tokio::time::sleep(PAUSE).await;
             }
         }
     }
 }
 
-async fn converse(stream: impl AsyncRead + AsyncWrite + Unpin, registry: &Registry) {
+async fn serve_connection(stream: impl AsyncRead + AsyncWrite + Unpin, registry: &Registry) {
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(REQUEST_TIME)
@@ -257,17 +258,17 @@ async fn converse(stream: impl AsyncRead + AsyncWrite + Unpin, registry: &Regist
         );
     match tokio::time::timeout(CONNECTION_TIME, connection).await {
         Ok(Ok(())) => {}
-        Ok(Err(error)) => tracing::debug!(%error, "a scraper's conversation failed"),
-        Err(_) => tracing::debug!("a scraper was too slow"),
+        Ok(Err(error)) => tracing::debug!(%error, "a metrics connection failed"),
+        Err(_) => tracing::debug!("a metrics connection timed out"),
     }
 }
 
 fn answer<B>(request: &Request<B>, registry: &Registry) -> Response<Full<Bytes>> {
     if request.uri().path() != PATH {
-        return say(StatusCode::NOT_FOUND, "figures are at /metrics\n");
+        return text_response(StatusCode::NOT_FOUND, "metrics are at /metrics\n");
     }
     if request.method() != Method::GET {
-        let mut response = say(StatusCode::METHOD_NOT_ALLOWED, "figures can be fetched: GET\n");
+        let mut response = text_response(StatusCode::METHOD_NOT_ALLOWED, "use GET\n");
         response.headers_mut().insert(ALLOW, hyper::header::HeaderValue::from_static("GET"));
         return response;
     }
@@ -275,17 +276,17 @@ fn answer<B>(request: &Request<B>, registry: &Registry) -> Response<Full<Bytes>>
     match prometheus_client::encoding::text::encode(&mut text, registry) {
         Ok(()) => {
             let mut response = Response::new(Full::from(text));
-            response.headers_mut().insert(CONTENT_TYPE, hyper::header::HeaderValue::from_static(TEXT));
+            response.headers_mut().insert(CONTENT_TYPE, hyper::header::HeaderValue::from_static(CONTENT));
             response
         }
         Err(error) => {
-            tracing::error!(%error, "the figures cannot be written");
-            say(StatusCode::INTERNAL_SERVER_ERROR, "the figures cannot be written\n")
+            tracing::error!(%error, "encoding metrics failed");
+            text_response(StatusCode::INTERNAL_SERVER_ERROR, "encoding metrics failed\n")
         }
     }
 }
 
-fn say(status: StatusCode, text: &'static str) -> Response<Full<Bytes>> {
+fn text_response(status: StatusCode, text: &'static str) -> Response<Full<Bytes>> {
     let mut response = Response::new(Full::from(text));
     *response.status_mut() = status;
     response

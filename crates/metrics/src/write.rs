@@ -1,4 +1,4 @@
-//! Families of figures: a name, a sentence, and a row for each set of labels.
+//! Encodes families of metrics: a name, a help text, and a value for each set of labels.
 
 use std::fmt;
 
@@ -6,32 +6,33 @@ use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Unit;
 
-/// What tells the rows of a family apart: names and values, those made by [`label`].
+/// The labels of a value: names and escaped values, which [`label`] makes.
 pub type Labels = Vec<(&'static str, String)>;
 
-/// How many there were up to each of some bounds.
+/// The value of a histogram.
 #[derive(Clone, PartialEq, Debug)]
-pub struct Histogram {
-    /// The sum of all.
+pub struct HistogramValue {
+    /// The sum of all observations.
     pub sum: f64,
-    /// How many there were.
+    /// The number of observations.
     pub count: u64,
-    /// Upper bounds in order, the last of them [`f64::MAX`], and how many are above the one before and not above this one.
+    /// Upper bounds in ascending order, the last of them [`f64::MAX`], and for each the number of
+    /// observations between the previous bound and this one.
     pub buckets: Vec<(f64, u64)>,
 }
 
-/// What a family is called: its name without prefix, unit and `_total`, a sentence, its unit.
+/// The name, help text and unit of a family.
 #[derive(Clone, Copy, Debug)]
-pub struct Family<'a> {
-    /// The name.
+pub struct MetricFamily<'a> {
+    /// The name, without prefix, unit and the suffix `_total`.
     pub name: &'a str,
-    /// The sentence.
+    /// The help text, a sentence.
     pub help: &'a str,
-    /// Goes behind the name.
+    /// The unit, which is appended to the name.
     pub unit: Option<&'a Unit>,
 }
 
-/// A label with any value: whatever a program is called, it cannot forge a line.
+/// A label whose value is escaped, so that the name of a program cannot forge a line.
 #[must_use]
 pub fn label(name: &'static str, value: impl fmt::Display) -> (&'static str, String) {
     let mut escaped = String::new();
@@ -46,62 +47,62 @@ pub fn label(name: &'static str, value: impl fmt::Display) -> (&'static str, Str
     (name, escaped)
 }
 
-/// Write a family of counters: they only grow, and begin at 0 with the daemon.
+/// Encodes a family of counters, which never decrease and begin at 0 with the daemon.
 ///
 /// # Errors
-/// The encoder's.
+/// The error of the encoder.
 pub fn counters(
     encoder: &mut DescriptorEncoder<'_>,
-    family: Family<'_>,
+    family: MetricFamily<'_>,
     rows: impl IntoIterator<Item = (Labels, u64)>,
 ) -> fmt::Result {
-    rows_of(encoder, family, MetricType::Counter, rows, |row, value| {
+    encode_rows(encoder, family, MetricType::Counter, rows, |row, value| {
         row.encode_counter::<Labels, _, f64>(value, None)
     })
 }
 
-/// Write a family of gauges: they are what is now.
+/// Encodes a family of gauges, which are present values.
 ///
 /// # Errors
-/// The encoder's; a value above 2^63.
+/// The error of the encoder, also for a value of 2^63 or more.
 pub fn gauges(
     encoder: &mut DescriptorEncoder<'_>,
-    family: Family<'_>,
+    family: MetricFamily<'_>,
     rows: impl IntoIterator<Item = (Labels, u64)>,
 ) -> fmt::Result {
-    rows_of(encoder, family, MetricType::Gauge, rows, |row, value| row.encode_gauge(value))
+    encode_rows(encoder, family, MetricType::Gauge, rows, |row, value| row.encode_gauge(value))
 }
 
-/// Write what is known by its labels alone.
+/// Encodes an info metric, which consists of labels.
 ///
 /// # Errors
-/// The encoder's.
+/// The error of the encoder.
 pub fn info(
     encoder: &mut DescriptorEncoder<'_>,
-    family: Family<'_>,
+    family: MetricFamily<'_>,
     labels: &[(&'static str, String)],
 ) -> fmt::Result {
     let mut metric = encoder.encode_descriptor(family.name, family.help, family.unit, MetricType::Info)?;
     metric.encode_info(&labels.to_vec())
 }
 
-/// Write a family of histograms.
+/// Encodes a family of histograms.
 ///
 /// # Errors
-/// The encoder's.
+/// The error of the encoder.
 pub fn histograms(
     encoder: &mut DescriptorEncoder<'_>,
-    family: Family<'_>,
-    rows: impl IntoIterator<Item = (Labels, Histogram)>,
+    family: MetricFamily<'_>,
+    rows: impl IntoIterator<Item = (Labels, HistogramValue)>,
 ) -> fmt::Result {
-    rows_of(encoder, family, MetricType::Histogram, rows, |row, histogram| {
+    encode_rows(encoder, family, MetricType::Histogram, rows, |row, histogram| {
         row.encode_histogram::<Labels>(histogram.sum, histogram.count, &histogram.buckets, None)
     })
 }
 
-fn rows_of<T>(
+fn encode_rows<T>(
     encoder: &mut DescriptorEncoder<'_>,
-    family: Family<'_>,
+    family: MetricFamily<'_>,
     kind: MetricType,
     rows: impl IntoIterator<Item = (Labels, T)>,
     encode: impl Fn(&mut MetricEncoder<'_>, &T) -> fmt::Result,

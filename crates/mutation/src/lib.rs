@@ -4,6 +4,8 @@
 //! In a build without debug assertions the answer is the constant false, so the shipped binary
 //! contains no mutation.
 
+#![forbid(unsafe_code)]
+
 use std::fmt::Debug;
 
 /// The mutations of one protocol.

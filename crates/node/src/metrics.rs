@@ -5,8 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use aquifer_fabric::Target;
-use aquifer_metrics::write::{Family, Labels, counters, gauges, info, label};
-use aquifer_metrics::{Collector, DescriptorEncoder, Listener, MetricsError, Registry, Server, Unit};
+use aquifer_metrics::write::{Labels, MetricFamily, counters, gauges, info, label};
+use aquifer_metrics::{
+    Collector, DescriptorEncoder, MetricsError, MetricsListener, MetricsServer, Registry, Unit,
+};
 use aquifer_pool::NodeMemory;
 
 use crate::lending::Lending;
@@ -45,22 +47,22 @@ struct Figures {
 /// # Errors
 /// If there is no thread for it.
 pub(crate) fn serve(
-    listener: Listener,
+    listener: MetricsListener,
     node_memory: NodeMemory,
     target: Arc<dyn Target>,
     lending: Arc<Lending>,
     events: Arc<Events>,
-) -> Result<Server, MetricsError> {
+) -> Result<MetricsServer, MetricsError> {
     let mut registry = Registry::with_prefix("aquifer_node");
     registry.register_collector(Box::new(Figures { node_memory, target, lending, events }));
-    Server::start(listener, registry)
+    MetricsServer::start(listener, registry)
 }
 
 impl Collector for Figures {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let encoder = &mut encoder;
-        let about = |name, help| Family { name, help, unit: None };
-        let bytes = |name, help| Family { name, help, unit: Some(&Unit::Bytes) };
+        let about = |name, help| MetricFamily { name, help, unit: None };
+        let bytes = |name, help| MetricFamily { name, help, unit: Some(&Unit::Bytes) };
         let one = |value: u64| [(Labels::new(), value)];
         let version = [label("version", env!("CARGO_PKG_VERSION"))];
         info(encoder, about("build", "Which Aquifer it is."), &version)?;
@@ -70,7 +72,7 @@ impl Collector for Figures {
         gauges(encoder, bytes("free", "Of it, what nobody has taken."), one(self.node_memory.free_bytes()))?;
         let endpoints = u64::try_from(self.target.endpoints()).unwrap_or(u64::MAX);
         gauges(encoder, about("endpoints", "Endpoints that are connected."), one(endpoints))?;
-        let served = self.target.served();
+        let served = self.target.tenant_counters();
         let operations =
             served.iter().map(|(tenant, served)| (vec![label("tenant", tenant.0)], served.operations));
         counters(encoder, about("operations", "One-sided operations done over TCP."), operations)?;

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::tcp::ConnectOptions;
-use aquifer_fabric::{EndpointError, Host, Identity, Reach, Tenant};
+use aquifer_fabric::{EndpointError, FabricAddress, Host, Identity, Tenant};
 use aquifer_pool::word::Run;
 use aquifer_pool::{Extent, NodeId, PoolClient, PoolError};
 
@@ -17,7 +17,7 @@ const SECTIONS_AT_ONCE: u32 = 512;
 /// Where the node reaches itself.
 #[derive(Debug)]
 pub(crate) struct Own {
-    pub reach: Reach,
+    pub reach: FabricAddress,
     pub key: Option<ClusterKey>,
 }
 

@@ -12,8 +12,8 @@ use aquifer_directory::{Directory, DirectoryError};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::tcp::{self, TcpTarget};
-use aquifer_fabric::{Reach, Target, TargetError, VerbsProvider, WITHOUT_VERBS};
-use aquifer_metrics::{Listener, Place};
+use aquifer_fabric::{FabricAddress, Target, TargetError, VerbsProvider, WITHOUT_VERBS};
+use aquifer_metrics::{MetricsAddress, MetricsListener};
 use aquifer_pool::node_memory::NodeMemoryError;
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::{NodeId, NodeMemory};
@@ -56,7 +56,7 @@ pub struct NodeOptions {
     /// How long it counts as alive when it says nothing; [`LEASE_TTL`] as a rule.
     pub lease_ttl: Duration,
     /// Where its figures are served, if anywhere.
-    pub metrics: Option<Place>,
+    pub metrics: Option<MetricsAddress>,
     /// Where its memory is kept when its process ends, if anywhere.
     pub keep: Option<Keep>,
 }
@@ -75,10 +75,10 @@ pub enum Listen {
 }
 
 impl Listen {
-    fn start(&self) -> Result<(Arc<dyn Target>, Reach), TargetError> {
+    fn start(&self) -> Result<(Arc<dyn Target>, FabricAddress), TargetError> {
         Ok(match self {
             Self::Shm(path, options) => {
-                (Arc::new(ShmTarget::listen(path, options.clone())?), Reach::Shm(path.clone()))
+                (Arc::new(ShmTarget::listen(path, options.clone())?), FabricAddress::Shm(path.clone()))
             }
             Self::Tcp(address, key, options) => {
                 reached(TcpTarget::listen(*address, key, (**options).clone())?)
@@ -95,7 +95,7 @@ impl Listen {
                     source: io::Error::new(io::ErrorKind::Unsupported, WITHOUT_VERBS),
                 })?;
                 let (target, address) = (verbs.listen)(*address, key)?;
-                (target, Reach::Verbs(address))
+                (target, FabricAddress::Verbs(address))
             }
         })
     }
@@ -111,8 +111,8 @@ impl Listen {
     }
 }
 
-fn reached(target: TcpTarget) -> (Arc<dyn Target>, Reach) {
-    let reach = Reach::Tcp(target.address());
+fn reached(target: TcpTarget) -> (Arc<dyn Target>, FabricAddress) {
+    let reach = FabricAddress::Tcp(target.address());
     (Arc::new(target), reach)
 }
 
@@ -177,7 +177,7 @@ pub fn serve(
     if is_pinned && (options.memory_bytes_max != options.memory_bytes || options.keep_free_bytes.is_some()) {
         return Err(NodeError::Pinned { fabric: "verbs" });
     }
-    let listener = options.metrics.as_ref().map(Listener::bind).transpose()?;
+    let listener = options.metrics.as_ref().map(MetricsListener::bind).transpose()?;
     let (kept, before) = match &options.keep {
         Some(keep) => {
             let (kept, before) = Kept::open(keep, options.id)?;

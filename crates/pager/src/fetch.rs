@@ -21,7 +21,7 @@ use crate::view;
 pub const FETCH_PAGES_MAX: usize = 64;
 /// The interval at which an endpoint is polled while no other replica can be read. The endpoint
 /// itself has a timeout.
-const PATIENCE: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// A READ that takes longer is late: another replica is read, if there is one.
 const LATE_AFTER: Duration = Duration::from_millis(50);
 /// Buffers of one fetcher. All but one may belong to late READs.
@@ -80,7 +80,7 @@ pub struct Fetcher {
     completions: Vec<Completion>,
     next_id: u64,
     reads: u64,
-    bad_copies: u64,
+    damaged_pages: u64,
 }
 
 /// Consecutive pages of one replica, which one READ reads.
@@ -112,8 +112,8 @@ struct LateRead {
 
 /// The outcome of a READ.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum ReadAnswer {
-    Here,
+enum ReadOutcome {
+    Complete,
     Late,
 }
 
@@ -132,7 +132,7 @@ impl Fetcher {
             completions: Vec::with_capacity(FETCH_PAGES_MAX),
             next_id: 0,
             reads: 0,
-            bad_copies: 0,
+            damaged_pages: 0,
         })
     }
 
@@ -151,14 +151,14 @@ impl Fetcher {
 
     /// The number of late READs that have not completed.
     #[must_use]
-    pub fn late(&self) -> usize {
+    pub fn late_reads(&self) -> usize {
         self.late.len()
     }
 
     /// The number of damaged pages found so far, each counted once per replica.
     #[must_use]
-    pub fn bad_copies(&self) -> u64 {
-        self.bad_copies
+    pub fn damaged_pages(&self) -> u64 {
+        self.damaged_pages
     }
 
     /// Reads the pages into the buffer, in order, and returns how many of them are whole, counted
@@ -204,11 +204,11 @@ impl Fetcher {
             if let Some(run) = self.runs.last_mut() {
                 // Slabs without further replicas whose extents are adjacent, under one key, are
                 // read by one READ.
-                let same = run.choice.replica.node == choice.replica.node
+                let is_same_key = run.choice.replica.node == choice.replica.node
                     && run.choice.replica.key == choice.replica.key;
                 let next = page_of(&run.choice.replica, run.index).addr + (run.pages * PAGE_BYTES) as u64;
                 let is_next = page_of(&choice.replica, index).addr == next;
-                if same && is_next && slabs.replicas_wanted() == 1 {
+                if is_same_key && is_next && slabs.replicas_wanted() == 1 {
                     run.pages += 1;
                     run.slab = slab;
                     continue;
@@ -254,16 +254,16 @@ impl Fetcher {
     fn read_run(&mut self, slabs: &SlabSet, run: ReadRun) -> Result<Extent, FetchError> {
         self.failed.clear();
         let mut choice = run.choice;
-        let mut tried_again = None;
+        let mut retried_node = None;
         loop {
             let node = choice.replica.node;
             let was_open = self.ports.open_port(node).is_some() && !Mutation::TryOnce.is_active();
             let error = match self.read(&choice, run.index, run.first, run.pages) {
-                Ok(ReadAnswer::Here) => return Ok(choice.replica),
-                Ok(ReadAnswer::Late) => FetchError::Refused { node, cause: WorkError::Timeout },
-                Err(_) if tried_again != Some(node) && was_open && self.ports.open_port(node).is_none() => {
+                Ok(ReadOutcome::Complete) => return Ok(choice.replica),
+                Ok(ReadOutcome::Late) => FetchError::Refused { node, cause: WorkError::Timeout },
+                Err(_) if retried_node != Some(node) && was_open && self.ports.open_port(node).is_none() => {
                     // The endpoint dates from before the node's return.
-                    tried_again = Some(node);
+                    retried_node = Some(node);
                     continue;
                 }
                 Err(error) => {
@@ -282,7 +282,7 @@ impl Fetcher {
         index: u32,
         first: usize,
         pages: usize,
-    ) -> Result<ReadAnswer, FetchError> {
+    ) -> Result<ReadOutcome, FetchError> {
         let node = choice.replica.node;
         let id = self.next_id;
         self.next_id += 1;
@@ -310,11 +310,11 @@ impl Fetcher {
                     self.close(node);
                 }
                 return outcome
-                    .map(|_| ReadAnswer::Here)
+                    .map(|_| ReadOutcome::Complete)
                     .map_err(|cause| FetchError::Refused { node, cause });
             }
             let Some(since) = since else {
-                port.endpoint.wait(PATIENCE);
+                port.endpoint.wait(POLL_INTERVAL);
                 continue;
             };
             port.endpoint.wait(LATE_AFTER);
@@ -322,7 +322,7 @@ impl Fetcher {
                 tracing::debug!(node = node.0, "READ is late; reading another replica");
                 self.late.push(LateRead { node, id, buffer });
                 self.change_buffer();
-                return Ok(ReadAnswer::Late);
+                return Ok(ReadOutcome::Late);
             }
         }
     }
@@ -402,7 +402,7 @@ impl Fetcher {
             return Ok(());
         }
         if outcome.is_ok() {
-            self.bad_copies += 1;
+            self.damaged_pages += 1;
             let address = page_of(&replica, page).addr;
             outcome = Err(FetchError::Damaged { node: replica.node, address, expected, found });
         }
@@ -410,7 +410,7 @@ impl Fetcher {
         self.failed.push(replica.node);
         while let Some(choice) = self.choose(slabs, location.slab()) {
             match self.read(&choice, location.index(), index, 1) {
-                Ok(ReadAnswer::Here) if self.buffer_crc(index) == expected => {
+                Ok(ReadOutcome::Complete) if self.buffer_crc(index) == expected => {
                     if let Err(FetchError::Damaged { .. }) = outcome {
                         tracing::warn!(
                             node = replica.node.0,
@@ -420,8 +420,8 @@ impl Fetcher {
                     }
                     return Ok(());
                 }
-                Ok(ReadAnswer::Late) => {}
-                Ok(ReadAnswer::Here) | Err(_) => self.failed.push(choice.replica.node),
+                Ok(ReadOutcome::Late) => {}
+                Ok(ReadOutcome::Complete) | Err(_) => self.failed.push(choice.replica.node),
             }
         }
         outcome

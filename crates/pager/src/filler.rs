@@ -50,9 +50,11 @@ pub struct FreePages {
     pub pages: u32,
 }
 
+/// The slab that is being filled.
 #[derive(Debug)]
 struct OpenSlab {
     slab: SlabId,
+    /// The first page that was not examined yet.
     cursor: u32,
     pages: u32,
 }
@@ -80,6 +82,7 @@ pub struct Filler {
     empty: SlabList,
     /// Sparse slabs that the last search found, the emptiest last.
     candidates: Vec<SlabId>,
+    /// Slabs to be filled before the next search for sparse slabs.
     fills_until_search: usize,
     /// The slab that is being copied to a new replica, which must not be filled or freed.
     copying: Option<SlabId>,
@@ -87,8 +90,10 @@ pub struct Filler {
     gone_nodes: Vec<NodeId>,
     /// Slabs whose last replica is gone.
     unreachable: Vec<SlabId>,
+    /// Numbers of slabs below `used_numbers` that are not in use.
     free_numbers: Vec<SlabId>,
     used_numbers: u32,
+    /// The state of a xorshift generator.
     random: u64,
 }
 
@@ -135,9 +140,9 @@ impl Filler {
                 if let Some(first) = first {
                     let limit = open.pages.min(first + want);
                     let end = (first..limit).find(|index| !self.slabs.is_free(at(*index))).unwrap_or(limit);
-                    let room = FreePages { first: at(first), pages: end - first };
+                    let free_pages = FreePages { first: at(first), pages: end - first };
                     open.cursor = end;
-                    return Ok(room);
+                    return Ok(free_pages);
                 }
             }
             self.open = Some(self.next_slab(pool, want)?);
@@ -178,7 +183,7 @@ impl Filler {
     ///
     /// Frees unfinished extents. Drops replicas on nodes to which `pool` has no connection.
     pub fn adopt_recovered(&mut self, pool: &mut PoolClient) -> Vec<NodeId> {
-        self.slabs.unfinished_replicas().for_each(|left| self.free_unfinished(pool, left));
+        self.slabs.unfinished_replicas().for_each(|unfinished| self.free_unfinished(pool, unfinished));
         // Drop replicas in an earlier life of their node's memory. If the node does not answer,
         // nothing is known of its memory, so the replica stays for now.
         self.forget_replicas(|replica| !pool.is_current(replica).unwrap_or(true));
@@ -205,8 +210,8 @@ impl Filler {
         nodes
     }
 
-    fn free_unfinished(&self, pool: &mut PoolClient, left: UnfinishedReplica) {
-        let UnfinishedReplica { slab, place, extent, inline_log } = left;
+    fn free_unfinished(&self, pool: &mut PoolClient, unfinished: UnfinishedReplica) {
+        let UnfinishedReplica { slab, place, extent, inline_log } = unfinished;
         if inline_log == 0 {
             free_recorded(&self.slabs, pool, &mut [RecordedReplica { slab, place, extent }]);
             return;
@@ -309,13 +314,13 @@ impl Filler {
             return Ok(open);
         }
         if let SlabSizing::Fixed { class, group_slabs } = self.sizing {
-            let fresh = match group_slabs {
+            let allocated = match group_slabs {
                 1 => self.allocate_fixed_slabs(pool, class),
                 _ => self.allocate_slab_group(pool, class, group_slabs),
             };
-            return fresh.or_else(|refused| self.slab_with_holes().ok_or(refused));
+            return allocated.or_else(|refused| self.slab_with_holes().ok_or(refused));
         }
-        let refused = match self.fresh_slab(pool, want, replicas, replicas) {
+        let refused = match self.allocate_slab(pool, want, replicas, replicas) {
             Err(refused) => refused,
             outcome => return outcome,
         };
@@ -323,14 +328,14 @@ impl Filler {
             if let Some(open) = self.sparse_slab(previous, 1).or_else(|| self.empty_slab(1)) {
                 return Ok(open);
             }
-            if let Ok(open) = self.fresh_slab(pool, want, replicas, 1) {
+            if let Ok(open) = self.allocate_slab(pool, want, replicas, 1) {
                 return Ok(open);
             }
         }
         self.slab_with_holes().ok_or(refused)
     }
 
-    fn fresh_slab(
+    fn allocate_slab(
         &mut self,
         pool: &mut PoolClient,
         want: u32,
@@ -338,7 +343,7 @@ impl Filler {
         replicas_min: usize,
     ) -> Result<OpenSlab, NoRoom> {
         let slab = self.free_number()?;
-        let _under_way = pool.begin_operation();
+        let _operation = pool.begin_operation();
         match self.allocate(pool, want, replicas, replicas_min) {
             Ok(extents) => {
                 self.publish_slab(slab, &extents);
@@ -392,11 +397,11 @@ impl Filler {
         for k in std::iter::once(wanted).chain(FALLBACK_CLASSES.into_iter().filter(|k| *k < wanted)) {
             let class = SizeClass::new(k).expect("a valid class");
             let request = ExtentRequest { class, nodes: replicas, each: 1 };
-            let taken = self.allocate_on_nodes(pool, request, |_| true, &mut refused);
-            if taken.len() >= replicas_min {
-                return Ok(taken);
+            let extents = self.allocate_on_nodes(pool, request, |_| true, &mut refused);
+            if extents.len() >= replicas_min {
+                return Ok(extents);
             }
-            taken.iter().for_each(|extent| free_extents(pool, extent.node, &[*extent]));
+            extents.iter().for_each(|extent| free_extents(pool, extent.node, &[*extent]));
         }
         Err(refused)
     }
@@ -414,21 +419,21 @@ impl Filler {
         may_be_on: impl Fn(NodeId) -> bool,
         refused: &mut NoRoom,
     ) -> Vec<Extent> {
-        let mut taken = Vec::new();
-        let mut found = 0;
+        let mut allocated = Vec::new();
+        let mut nodes_found = 0;
         let mut nodes: Vec<NodeId> = pool.nodes().filter(|node| may_be_on(*node)).collect();
         nodes.sort_unstable_by_key(|node| {
             (self.slabs.is_slow(*node), std::cmp::Reverse(pool.free_bytes(*node)))
         });
         let mut is_first_choice = true;
-        while found < request.nodes && !nodes.is_empty() {
+        while nodes_found < request.nodes && !nodes.is_empty() {
             let at = if is_first_choice { self.choose(&nodes) } else { 0 };
             let node = nodes.remove(at);
             is_first_choice = false;
             match pool.allocate_many(node, request.class, request.each) {
                 Ok(extents) => {
-                    taken.extend(extents);
-                    found += 1;
+                    allocated.extend(extents);
+                    nodes_found += 1;
                     is_first_choice = true;
                 }
                 Err(error) => {
@@ -445,7 +450,7 @@ impl Filler {
                 }
             }
         }
-        taken
+        allocated
     }
 
     /// Draws two of the nodes, which are sorted by preference, and returns the index of the better

@@ -1,49 +1,52 @@
 //! The pager: volumes of 4 KiB pages that are resident in a program, in the host's mempool, or on
 //! memory nodes.
 //!
-//! - [`volume`]: where each page of a volume is, and the steps between the places. It is a pure
-//!   state machine on [`page`] words in a [`table`].
-//! - [`mempool`], [`budget`]: the host's cache of pages in blocks, and the share of it and of
+//! - `volume`: where each page of a volume is, and the steps between the places. It is a pure
+//!   state machine on `page` words in a `table`.
+//! - `mempool`, `budget`: the host's cache of pages in blocks, and the share of it and of
 //!   resident memory that a run may have.
-//! - [`slabs`], [`filler`]: extents of the pool that hold pages, shared by the volumes of a run,
+//! - `slabs`, `filler`: extents of the pool that hold pages, shared by the volumes of a run,
 //!   and the choice of the slab that is filled next.
-//! - [`sender`], [`fetch`]: writing pages to memory nodes and reading them back, over [`ports`].
-//! - [`node_joiner`](NodeJoiner): adds memory nodes to a sender while a run continues.
-//! - [`latency`]: latency histograms for the statistics of front ends.
+//! - `sender`, `fetch`: writing pages to memory nodes and reading them back, over `ports`.
+//! - `node_joiner`: adds memory nodes to a sender while a run continues.
+//! - `latency`: latency histograms for the statistics of front ends.
 //!
 //! This crate does not know how pages enter and leave a program. Its front ends do: the crates
 //! `faults` and `block`. Format and protocol: `docs/formats/paging.md`.
 
-pub mod budget;
+mod budget;
 mod digest;
-pub mod fetch;
-pub mod filler;
+mod fetch;
+mod filler;
 #[cfg(test)]
 mod golden_tests;
-pub mod integrity;
-pub mod latency;
-pub mod mempool;
+mod integrity;
+mod latency;
+mod mempool;
 mod mempool_share;
-pub mod mutation;
+mod mutation;
 mod node_joiner;
-pub mod page;
-pub mod ports;
-pub mod sender;
-pub mod slabs;
-pub mod table;
+mod page;
+mod ports;
+mod sender;
+mod slabs;
+mod table;
 pub mod view;
-pub mod volume;
+mod volume;
 
 /// Memory that other processes may map and that can outlive the process that created it.
 pub use aquifer_fabric::Memory;
 pub use budget::{Budget, LIMIT_BYTES_MIN};
 pub use fetch::{FETCH_PAGES_MAX, FetchError, Fetcher};
-pub use filler::NoRoom;
+pub use filler::{NoRoom, SlabSizing};
+pub use integrity::is_zero;
+pub use latency::Latencies;
 pub use mempool::{BLOCK_PAGES, BlockId, Mempool};
 pub use mutation::Mutation;
 pub use node_joiner::NodeJoiner;
 pub use page::{Location, PAGE_BYTES, PageNumber, PageState, Slot};
 pub use ports::Connector;
 pub use sender::{Sender, SenderStats, WrittenBatch};
-pub use slabs::{REPLICAS_MAX, SlabSet};
+pub use slabs::{REPLICAS_MAX, SlabId, SlabReplicas, SlabSet, page_of};
+pub use table::TableError;
 pub use volume::{Batch, RecoveredVolume, SealedBlock, StageOutcome, Volume, finish_move};

@@ -5,7 +5,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use aquifer_fabric::{Endpoint, EndpointError};
-use aquifer_pool::{NodeId, PoolClient};
+use aquifer_pool::{NodeId, PoolClient, PoolError};
 
 use crate::filler::Filler;
 use crate::ports::Connector;
@@ -15,6 +15,15 @@ use crate::sender::Sender;
 const SEARCH_INTERVAL: Duration = Duration::from_millis(250);
 /// After a failed connection to a node it is left alone for this time.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
+
+/// Why a node could not be added.
+#[derive(Debug, thiserror::Error)]
+enum JoinError {
+    #[error("cannot connect: {0}")]
+    Connect(#[from] EndpointError),
+    #[error("cannot use its memory: {0}")]
+    Add(#[from] PoolError),
+}
 
 /// A thread that connects to one node. A node that does not answer must not block the sender.
 type ConnectThread = JoinHandle<(NodeId, Result<Box<dyn Endpoint>, EndpointError>)>;
@@ -28,14 +37,22 @@ pub(crate) fn connect_slab_nodes(filler: &Filler, pool: &mut PoolClient, connect
         if pool.nodes().any(|other| other == node) {
             continue;
         }
-        let endpoint = connector.connect(node).and_then(|_| connector.connect_without_waiting(node));
-        let reached = endpoint.map_err(|error| error.to_string());
-        if let Err(error) =
-            reached.and_then(|endpoint| pool.add_node(node, endpoint).map_err(|error| error.to_string()))
-        {
-            tracing::debug!(node = node.0, error, "memory node with slabs of the run does not answer");
+        if let Err(error) = connect_slab_node(node, pool, connector) {
+            tracing::debug!(node = node.0, %error, "memory node with slabs of the run does not answer");
         }
     }
+}
+
+fn connect_slab_node(
+    node: NodeId,
+    pool: &mut PoolClient,
+    connector: &dyn Connector,
+) -> Result<(), JoinError> {
+    // The first connection only waits for the node. The pool must not wait for it later.
+    let _waited = connector.connect(node)?;
+    let endpoint = connector.connect_without_waiting(node)?;
+    pool.add_node(node, endpoint)?;
+    Ok(())
 }
 
 /// Connects a sender to memory nodes that it does not use yet.
@@ -45,50 +62,47 @@ pub struct NodeJoiner {
     last_search: Instant,
     connecting: Option<ConnectThread>,
     /// Nodes to which the connection failed, and when.
-    refused: Vec<(NodeId, Instant)>,
+    failed: Vec<(NodeId, Instant)>,
 }
 
 impl NodeJoiner {
     /// No connection is in progress. Nodes are reached through `connector`.
     #[must_use]
     pub fn new(connector: Arc<dyn Connector>) -> Self {
-        Self { connector, last_search: Instant::now(), connecting: None, refused: Vec::new() }
+        Self { connector, last_search: Instant::now(), connecting: None, failed: Vec::new() }
     }
 
     /// Adds a node whose connection is complete, or begins to connect to the first of `nodes` that
     /// the sender does not use. May be called at any rate.
     pub fn poll(&mut self, sender: &mut Sender, nodes: impl FnOnce() -> Vec<NodeId>) {
-        if let Some(connecting) = self.connecting.take_if(|connecting| connecting.is_finished()) {
-            self.finish(connecting, sender);
+        if let Some(thread) = self.connecting.take_if(|thread| thread.is_finished()) {
+            self.finish(thread, sender);
         }
         if self.connecting.is_some() || self.last_search.elapsed() < SEARCH_INTERVAL {
             return;
         }
         self.last_search = Instant::now();
-        self.refused.retain(|(_, since)| since.elapsed() < RETRY_AFTER);
-        let is_new = |node: &NodeId| {
-            !sender.uses_node(*node) && self.refused.iter().all(|(refused, _)| refused != node)
-        };
+        self.failed.retain(|(_, since)| since.elapsed() < RETRY_AFTER);
+        let is_new =
+            |node: &NodeId| !sender.uses_node(*node) && self.failed.iter().all(|(failed, _)| failed != node);
         let Some(node) = nodes().into_iter().find(is_new) else { return };
         let connector = Arc::clone(&self.connector);
-        let connecting = move || (node, connector.connect_without_waiting(node));
-        match std::thread::Builder::new().name("newcomer".into()).spawn(connecting) {
-            Ok(connecting) => self.connecting = Some(connecting),
+        let connect = move || (node, connector.connect_without_waiting(node));
+        match std::thread::Builder::new().name("node-joiner".into()).spawn(connect) {
+            Ok(thread) => self.connecting = Some(thread),
             Err(error) => {
                 tracing::warn!(%error, "cannot start a thread to connect to a memory node; retrying")
             }
         }
     }
 
-    fn finish(&mut self, connecting: ConnectThread, sender: &mut Sender) {
-        let Ok((node, outcome)) = connecting.join() else { return };
-        let taken = match outcome {
-            Ok(endpoint) => sender.add_node(node, endpoint).map_err(|error| error.to_string()),
-            Err(error) => Err(error.to_string()),
-        };
-        if let Err(error) = taken {
-            tracing::debug!(node = node.0, error, "cannot add memory node yet; retrying");
-            self.refused.push((node, Instant::now()));
+    fn finish(&mut self, thread: ConnectThread, sender: &mut Sender) {
+        let Ok((node, outcome)) = thread.join() else { return };
+        let added: Result<(), JoinError> =
+            outcome.map_err(JoinError::from).and_then(|endpoint| Ok(sender.add_node(node, endpoint)?));
+        if let Err(error) = added {
+            tracing::debug!(node = node.0, %error, "cannot add memory node yet; retrying");
+            self.failed.push((node, Instant::now()));
         }
     }
 }

@@ -98,6 +98,7 @@ pub struct Sender {
     batches: Vec<BatchWrite>,
     next_batch_number: u64,
     completions: Vec<Completion>,
+    /// Nodes on which an operation failed, to be dropped.
     lost: Vec<NodeId>,
     /// Nodes that were dropped while operations to them were in flight. A leak scan must not free
     /// what was on such a node before these have ended.
@@ -225,7 +226,7 @@ impl Sender {
         self.next_batch_number += 1;
         found.clear();
         for index in 0..count {
-            let what = if readable(index) {
+            let outcome = if readable(index) {
                 let bytes = view::page(self.ports.memory(MEMPOOL), block.slot(index).offset());
                 if is_zero(bytes) {
                     self.stats.zero_pages += 1;
@@ -249,7 +250,7 @@ impl Sender {
             } else {
                 StageOutcome::Unreadable
             };
-            found.push(what);
+            found.push(outcome);
         }
         self.batches.push(batch);
     }
@@ -336,19 +337,20 @@ impl Sender {
         self.filler.close(&mut self.pool);
     }
 
+    /// Posts the unposted pages of all batches, as far as the queues of the nodes have room.
     fn post_all(&mut self) -> Result<(), NoRoom> {
         for at in 0..self.batches.len() {
             while self.batches[at].unposted != 0 {
                 let first = self.batches[at].unposted.trailing_zeros();
                 let want = (self.batches[at].unposted >> first).trailing_ones();
-                let room = self.filler.find_free_pages(&mut self.pool, want);
+                let free_pages = self.filler.find_free_pages(&mut self.pool, want);
                 let gone = self.filler.drain_gone_nodes();
                 if !gone.is_empty() {
                     // The free pages may be on one of these nodes.
                     gone.into_iter().for_each(|node| self.drop_node(node));
                     continue;
                 }
-                if !self.post(at, first as usize, room?) {
+                if !self.post(at, first as usize, free_pages?) {
                     break;
                 }
             }
@@ -357,8 +359,8 @@ impl Sender {
     }
 
     /// Posts a run to every replica of its slab. Returns false if the queue of a node is full.
-    fn post(&mut self, at: usize, first: usize, room: FreePages) -> bool {
-        let replicas = self.slabs.replicas(room.first.slab());
+    fn post(&mut self, at: usize, first: usize, free: FreePages) -> bool {
+        let replicas = self.slabs.replicas(free.first.slab());
         assert!(!replicas.is_empty(), "free pages are on a node");
         match self.post_readiness(replicas) {
             PostReadiness::Open => {}
@@ -366,12 +368,12 @@ impl Sender {
             PostReadiness::NodeGone => return true,
         }
         let batch = &mut self.batches[at];
-        let pages = room.pages as usize;
+        let pages = free.pages as usize;
         let mask = (u64::MAX >> (BLOCK_PAGES - pages)) << first;
         for (place, replica) in replicas.placed() {
             let port = self.ports.open_port(replica.node).expect("its readiness was checked");
             let local = port.slice(batch.block.slot(first).offset(), pages * PAGE_BYTES);
-            let remote = page_of(&replica, room.first.index());
+            let remote = page_of(&replica, free.first.index());
             let id = batch.id(place, first);
             let work = Work { id, verb: Verb::Write { local, remote }, signalled: true };
             port.queue(work);
@@ -379,9 +381,9 @@ impl Sender {
             self.stats.writes += 1;
             self.stats.pages += pages as u64;
         }
-        for offset in 0..room.pages {
+        for offset in 0..free.pages {
             let index = first + offset as usize;
-            let location = Location(room.first.0 + offset);
+            let location = Location(free.first.0 + offset);
             self.slabs.occupy(location, batch.crcs[index]);
             self.digests.set(location, batch.digests[index]);
             batch.locations[index] = Some(location);
@@ -423,6 +425,7 @@ impl Sender {
         PostReadiness::Open
     }
 
+    /// Polls all ports, applies the completions, and drops the nodes of failed operations.
     fn collect(&mut self) {
         let mut completions = std::mem::take(&mut self.completions);
         for (node, port) in self.ports.open_ports() {
@@ -519,7 +522,7 @@ impl Sender {
             self.draining_nodes.push((node, self.pool.begin_operation()));
         }
         // The port stays open, so that its operations complete as failed.
-        let was_whole = self.filler.degraded_count() == 0;
+        let had_all_replicas = self.filler.degraded_count() == 0;
         self.filler.forget_node(node);
         for slab in self.filler.drain_unreachable() {
             self.digests.forget(slab);
@@ -527,9 +530,9 @@ impl Sender {
         if self.pool.remove_node(node).is_some() {
             tracing::warn!(node = node.0, "memory node lost; writing to other nodes");
         }
-        let missing = self.filler.degraded_count();
-        if was_whole && missing > 0 {
-            tracing::warn!(slabs = missing, "slabs are degraded; making new replicas");
+        let degraded = self.filler.degraded_count();
+        if had_all_replicas && degraded > 0 {
+            tracing::warn!(slabs = degraded, "slabs are degraded; making new replicas");
         }
         self.slabs.set_slow(node, false);
         self.healer.search_soon();

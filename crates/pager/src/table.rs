@@ -188,8 +188,8 @@ impl PageTable {
     }
 
     /// Bytes of memory that the tree nodes in use occupy.
-    #[must_use]
-    pub fn bytes(&self) -> usize {
+    #[cfg(test)]
+    fn bytes(&self) -> usize {
         (self.used as usize - self.free.len()) * NODE_BYTES
     }
 

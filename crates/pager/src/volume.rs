@@ -26,7 +26,7 @@ pub use absorb::SealedBlock;
 
 /// How often a page with rounds left is passed over at most, in one search for pages to evict (see
 /// [`PageWord::held`]).
-const LOOKS_PER_PAGE: usize = 8;
+const VISITS_PER_PAGE: usize = 8;
 
 /// A page *came back soon* if at most this part of the number of held pages has left since it left.
 const SOON_DIVISOR: u64 = 2;
@@ -98,7 +98,7 @@ pub struct Volume {
     /// Entries of reclaimed blocks, kept so that an eviction allocates no memory.
     spare_blocks: Vec<VolumeBlock>,
     /// Whether held pages may have a clean copy.
-    has_copies: bool,
+    may_have_clean_copies: bool,
     before_store: Option<fn()>,
 }
 
@@ -124,7 +124,7 @@ impl Volume {
             reserved: Vec::new(),
             blocks_in_flight: 0,
             spare_blocks: Vec::new(),
-            has_copies: false,
+            may_have_clean_copies: false,
             before_store: None,
         })
     }
@@ -200,7 +200,7 @@ impl Volume {
             self.slabs.release(location);
         }
         let copy = copy.filter(|_| is_kept);
-        self.has_copies |= copy.is_some();
+        self.may_have_clean_copies |= copy.is_some();
         let came_back = was_elsewhere && word.departures_since(self.departures) <= self.held / SOON_DIVISOR;
         self.count_held(1);
         if !word.is_queued() {
@@ -223,9 +223,9 @@ impl Volume {
         out: &mut Batch,
     ) {
         let max = max.min(BLOCK_PAGES);
-        let mut looks = self.resident.len() * LOOKS_PER_PAGE;
-        while out.len() < max && looks > 0 {
-            looks -= 1;
+        let mut visits = self.resident.len() * VISITS_PER_PAGE;
+        while out.len() < max && visits > 0 {
+            visits -= 1;
             let Some(page) = self.resident.pop_front() else {
                 break;
             };
@@ -477,7 +477,7 @@ impl Volume {
         let mut child =
             Self::new(Arc::clone(&self.slabs), Arc::clone(&self.mempool), Arc::clone(self.budget.budget()))?;
         child.departures = self.departures;
-        child.has_copies = self.has_copies;
+        child.may_have_clean_copies = self.may_have_clean_copies;
         if let Some(hook) = self.before_store {
             child.before_store(hook);
         }
@@ -506,10 +506,10 @@ impl Volume {
 
     /// Releases the clean copies of all held pages if the pool is short of memory.
     pub fn release_clean_copies_if_short(&mut self) {
-        if !self.has_copies || !self.mempool.is_pool_short() {
+        if !self.may_have_clean_copies || !self.mempool.is_pool_short() {
             return;
         }
-        self.has_copies = false;
+        self.may_have_clean_copies = false;
         let Self { table, slabs, .. } = self;
         table.update_range(0, crate::table::PAGES_MAX, |_, word| match (word.state(), word.clean_copy()) {
             (PageState::Held, Some(copy)) => {

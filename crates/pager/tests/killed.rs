@@ -101,7 +101,7 @@ impl Endpoint for Used {
         polled
     }
 
-    forward_endpoint!(inner: wait, poll_fd, register_local, receive, regions, limits, is_broken, late);
+    forward_endpoint!(inner: wait, poll_fd, register_local, receive, regions, limits, is_broken, drain_handle);
 }
 
 fn run(sender: &mut Sender, agent: &Agent) -> Vec<WrittenBatch> {

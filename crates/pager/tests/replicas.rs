@@ -7,10 +7,9 @@ use std::time::Duration;
 use aquifer_fabric::sim::{Node, SimFabric, SimOptions};
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
 use aquifer_mutation::Mutations;
-use aquifer_pager::slabs::{SlabId, page_of};
 use aquifer_pager::{
     BLOCK_PAGES, Connector, FETCH_PAGES_MAX, FetchError, Fetcher, Location, Mempool, Mutation, PAGE_BYTES,
-    Sender, SlabSet, StageOutcome, WrittenBatch,
+    Sender, SlabId, SlabSet, StageOutcome, WrittenBatch, page_of,
 };
 use aquifer_pool::{NodeId, NodeMemory, PoolClient, SizeClass};
 
@@ -348,12 +347,12 @@ fn a_damaged_replica_is_skipped_and_repaired() {
     let asked = nodes[locations[5].slab().0 as usize % 2];
     world.damage(locations[5], asked);
     world.assert_readable(&locations);
-    assert_eq!(world.fetcher.bad_copies(), 1);
+    assert_eq!(world.fetcher.damaged_pages(), 1);
     world.heal();
     assert_eq!(world.sender.stats().repaired_pages, 1);
     nodes.iter().filter(|node| **node != asked).for_each(|node| world.crash(*node));
     world.assert_readable(&locations);
-    assert_eq!(world.fetcher.bad_copies(), 1, "the page was repaired");
+    assert_eq!(world.fetcher.damaged_pages(), 1, "the page was repaired");
 }
 
 #[test]
@@ -376,7 +375,7 @@ fn a_late_read_is_replaced_and_does_not_overwrite_a_buffer_in_use() {
         world.cluster.fabric.slow_node(node, 100_000);
         let buffer = Arc::clone(world.fetcher.buffer());
         world.assert_readable(&locations);
-        if world.fetcher.late() > 0 {
+        if world.fetcher.late_reads() > 0 {
             assert!(!Arc::ptr_eq(&buffer, world.fetcher.buffer()), "the late READ keeps its buffer");
         }
         world.cluster.fabric.slow_node(node, 1);
@@ -387,7 +386,7 @@ fn a_late_read_is_replaced_and_does_not_overwrite_a_buffer_in_use() {
         world.fetcher.buffer().read(0, &mut found);
         assert_eq!(found, content(FETCH_PAGES_MAX - 1), "a late READ wrote to a buffer in use");
         world.assert_readable(&locations);
-        assert_eq!(world.fetcher.late(), 0, "the late READ has completed");
+        assert_eq!(world.fetcher.late_reads(), 0, "the late READ has completed");
     }
 }
 

@@ -266,7 +266,7 @@ impl NodeCache {
     pub(crate) fn learn_owner(&mut self, span: u32, entry: KeyEntry) {
         let (section, place) = ((span / SECTION_SPANS) as usize, place_of(span));
         self.owner_known[section] |= place;
-        if entry.is_nobodys() || entry.is_of(self.tenant) {
+        if entry.is_unowned() || entry.is_owned_by(self.tenant) {
             self.foreign[section] &= !place;
         } else {
             self.foreign[section] |= place;

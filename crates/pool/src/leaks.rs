@@ -17,7 +17,7 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use aquifer_fabric::{EndpointError, Key, Late};
+use aquifer_fabric::{DrainHandle, EndpointError, Key};
 
 use crate::client::{Extent, NodeId, PoolClient};
 use crate::error::PoolError;
@@ -54,7 +54,7 @@ struct AbandonedConnection {
     /// The region key that the node's memory had. When that memory is gone, the operations cannot
     /// take effect any more.
     region_key: Key,
-    drain: Box<dyn Late>,
+    drain: Box<dyn DrainHandle>,
 }
 
 /// A point at which the caller may cancel a leak scan.
@@ -105,7 +105,7 @@ impl LeakDetector {
 
     /// Adds a connection that was abandoned with operations in flight; `region_key` is the key of
     /// the node's memory at that time.
-    pub(crate) fn add_abandoned(&self, node: NodeId, region_key: Key, drain: Box<dyn Late>) {
+    pub(crate) fn add_abandoned(&self, node: NodeId, region_key: Key, drain: Box<dyn DrainHandle>) {
         lock(&self.abandoned).push(AbandonedConnection { node, region_key, drain });
     }
 
@@ -117,7 +117,7 @@ impl LeakDetector {
         let mut outcome = Ok(());
         let mut undrained = Vec::new();
         for mut connection in of_node.into_iter().filter(|connection| connection.region_key == region_key) {
-            if let Err(error) = connection.drain.end() {
+            if let Err(error) = connection.drain.drain() {
                 undrained.push(connection);
                 outcome = Err(error);
             }

@@ -147,7 +147,7 @@ impl NodeMemory {
             return None;
         }
         let first = section * SECTION_SPANS;
-        let is_used = |place: u32| !KeyEntry(self.word(WordAt::span_key(first + place))).is_nobodys();
+        let is_used = |place: u32| !KeyEntry(self.word(WordAt::span_key(first + place))).is_unowned();
         let used =
             (0..SECTION_SPANS).filter(|place| is_used(*place)).fold(0, |used, place| used | 1 << place);
         (0..=4).rev().find_map(|order| states.find_among(order, used))

@@ -81,5 +81,5 @@ impl Endpoint for SharedEndpoint {
         }
     }
 
-    forward_endpoint!(inner: poll_fd, register_local, receive, regions, limits, is_broken, is_away, late);
+    forward_endpoint!(inner: poll_fd, register_local, receive, regions, limits, is_broken, is_away, drain_handle);
 }

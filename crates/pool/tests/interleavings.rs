@@ -130,7 +130,7 @@ impl Scene {
         let at = WordAt::key_of(Grant { chunk, class: extent.class, key: extent.key });
         let at = usize::try_from(self.layout.word_at(at)).expect("it is inside");
         let entry = KeyEntry(self.memory.atomic_u64(at).load(SeqCst));
-        assert_eq!(entry, KeyEntry::opened(extent.key, TENANT), "{extent:?}");
+        assert_eq!(entry, KeyEntry::open(extent.key, TENANT), "{extent:?}");
     }
 
     fn execute(&self, verb: Verb, locals: &[StdArc<Memory>]) -> u64 {

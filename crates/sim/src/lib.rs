@@ -4,6 +4,8 @@
 //! Each protocol's simulator is a module of this crate's test program. A *schedule* is one
 //! simulated history, which its seed determines. `AQUIFER_SEED=n` plays schedule `n` only.
 
+#![forbid(unsafe_code)]
+
 mod corpus;
 mod play;
 mod simulator;

@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use aquifer_block::VOLUME_BYTES_MAX;
 use aquifer_block::fuse::{FILE, FuseServer};
-use aquifer_block::volume::VOLUME_BYTES_MAX;
 use aquifer_block::{BlockVolume, Mover, Pump, PumpThread};
 use aquifer_channel::socket::wait_readable;
 use aquifer_channel::{receive_frame, send_frame};
@@ -81,7 +81,7 @@ enum SwapError {
     #[error(transparent)]
     Setup(#[from] SetupError),
     #[error("no memory for the swap device: {0}")]
-    Memory(#[from] aquifer_pager::table::TableError),
+    Memory(#[from] aquifer_pager::TableError),
     #[error("the swap device cannot be served (is there FUSE, /dev/fuse?): {0}")]
     Serve(#[from] io::Error),
 }

@@ -1,4 +1,4 @@
-//! Whatever is wrong, a sentence says what, and the exit code says it to scripts.
+//! Bad input and missing resources: each gets one message and its exit code.
 
 use std::os::unix::fs::PermissionsExt;
 use std::process::{Command, Output};
@@ -13,7 +13,7 @@ const EXIT_NOT_EXECUTABLE: i32 = 126;
 const EXIT_NOT_FOUND: i32 = 127;
 const EXIT_USAGE: i32 = 2;
 
-/// It failed with this code and these words, in one short message.
+/// Asserts that a command failed with this exit code and a message with these words.
 fn assert_refused(output: &Output, code: i32, words: &[&str]) {
     let stderr = text(&output.stderr);
     assert_eq!(output.status.code(), Some(code), "{}: {stderr}", output.status);
@@ -24,7 +24,7 @@ fn assert_refused(output: &Output, code: i32, words: &[&str]) {
 }
 
 #[test]
-fn no_cluster_is_up() {
+fn run_without_a_cluster_fails() {
     let state = TempDir::new().expect("a temporary folder can be made");
     let output = Command::new(build::binary())
         .arg("--state")
@@ -36,7 +36,7 @@ fn no_cluster_is_up() {
 }
 
 #[test]
-fn programs_that_cannot_be_run() {
+fn programs_that_cannot_be_run_are_refused() {
     let cluster = Cluster::up(1, "64M");
     let folder = cluster.state();
     let missing = cluster.run("64M", &["no-such-program-anywhere"]);
@@ -55,15 +55,11 @@ fn programs_that_cannot_be_run() {
     let fixed = build::compile(folder, "fixed", "int main(void) { return 0; }\n", &["-static"]);
     let output = cluster.run("64M", &[fixed.to_str().expect("a plain path")]);
     assert_refused(&output, EXIT_NOT_EXECUTABLE, &["statically linked", "dynamically linked", "swap"]);
-    assert_eq!(
-        cluster.run("64M", &["true"]).status.code(),
-        Some(0),
-        "nothing of this has harmed the cluster"
-    );
+    assert_eq!(cluster.run("64M", &["true"]).status.code(), Some(0), "the cluster still works");
 }
 
 #[test]
-fn sizes_that_are_none() {
+fn invalid_sizes_are_refused() {
     let cluster = Cluster::up(1, "64M");
     for size in ["", "12Q", "M", "-5M", "1.5.5G", "99999999999999999999"] {
         let output =
@@ -71,15 +67,15 @@ fn sizes_that_are_none() {
         assert_refused(&output.expect("aquifer can be started"), EXIT_USAGE, &["--local"]);
     }
     let output = cluster.command().args(["run", "--local", "64M"]).output().expect("aquifer can be started");
-    assert_eq!(output.status.code(), Some(EXIT_USAGE), "no program was named: {}", text(&output.stderr));
+    assert_eq!(output.status.code(), Some(EXIT_USAGE), "a program is required: {}", text(&output.stderr));
 }
 
 #[test]
-fn limits_too_small() {
+fn limits_that_are_too_small_are_refused() {
     let cluster = Cluster::up(1, "256M");
     let output = cluster.run("1M", &["true"]);
     assert_refused(&output, EXIT_FAILED, &["too small", "--local 8M"]);
-    assert_eq!(cluster.run("8M", &["true"]).status.code(), Some(0), "the smallest limit is one");
+    assert_eq!(cluster.run("8M", &["true"]).status.code(), Some(0), "the smallest limit works");
 
     let text_of = "#include <stdlib.h>\n#include <string.h>\n#include <sys/mman.h>\n#include <unistd.h>\n\
                    int main(void) { size_t n = 96u << 20; char *p = malloc(n); memset(p, 1, n);\n\
@@ -91,26 +87,33 @@ fn limits_too_small() {
 }
 
 #[test]
-fn statistics_that_cannot_be_written() {
+fn a_statistics_file_that_cannot_be_created_is_refused_before_the_program_starts() {
     let cluster = Cluster::up(1, "64M");
     let mut command = cluster.command();
     command.args(["run", "--local", "64M", "--stats", "/no/such/folder/stats.json", "--", "echo", "ran"]);
     let output = command.output().expect("aquifer can be started");
     assert_refused(&output, EXIT_FAILED, &["/no/such/folder/stats.json"]);
-    assert!(output.stdout.is_empty(), "it is said before the program runs, not after hours of it");
+    assert!(output.stdout.is_empty(), "the program must not have run");
 }
 
 #[test]
-fn a_user_without_rights_to_userfaultfd_is_told_how_to_get_them() {
+fn statistics_that_cannot_be_written_keep_the_programs_exit_code() {
+    let cluster = Cluster::up(1, "64M");
+    let mut command = cluster.command();
+    command.args(["run", "--local", "64M", "--stats", "/dev/full", "--", "sh", "-c", "exit 7"]);
+    let output = command.output().expect("aquifer can be started");
+    assert_refused(&output, 7, &["cannot write statistics to /dev/full"]);
+}
+
+#[test]
+fn a_user_without_rights_to_userfaultfd_gets_instructions() {
     const NOBODY: &str = "65534";
     let sysctl = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
     if !rustix::process::geteuid().is_root() || sysctl.trim() == "1" {
-        skip(
-            "only root can be another user, and only where users have no such rights there is something to tell",
-        );
+        skip("needs root, and a machine on which other users may not use userfaultfd");
         return;
     }
-    // Where another user can reach it.
+    // The other user must have access.
     let folder = TempDir::with_prefix("aquifer-e2e-user-").expect("a temporary folder can be made");
     std::fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o777)).expect("our own folder");
     for name in ["aquifer", "libaquifer_shim.so"] {
@@ -135,9 +138,9 @@ fn a_user_without_rights_to_userfaultfd_is_told_how_to_get_them() {
     assert!(down.status.success(), "{}", text(&down.stderr));
 }
 
-/// `aquifer status | true`.
+/// As in `aquifer status | true`.
 #[test]
-fn nobody_reads_what_is_said() {
+fn a_closed_standard_output_does_not_fail_a_command() {
     let folder = TempDir::new().expect("a temporary folder can be made");
     for words in [&["status"][..], &["status", "--json"], &["bench", "list"]] {
         let (reader, writer) = std::io::pipe().expect("a pipe can be made");

@@ -164,7 +164,7 @@ fn hosts_and_nodes_on_a_network_of_their_own() {
     let mut status = Command::new(build::binary());
     let told = status.arg("--state").arg(cluster.hosts[0].state.path()).arg("status").output();
     let told = String::from_utf8(told.expect("aquifer can be started").stdout).expect("text");
-    assert!(told.contains("This host's agent serves you"), "{told}");
+    assert!(told.contains("An agent of this host serves you"), "{told}");
 }
 
 mod long {

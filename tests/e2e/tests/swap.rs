@@ -122,7 +122,7 @@ fn a_killed_server_ends_its_program_with_a_message() {
     processes::signal(servers[0], Signal::KILL);
     let outcome = run.wait();
     assert_eq!(outcome.status.code(), Some(EXIT_FAILED), "{}", outcome.stderr);
-    assert!(outcome.stderr.contains("the server of its swap device died"), "{}", outcome.stderr);
+    assert!(outcome.stderr.contains("its swap server died"), "{}", outcome.stderr);
     assert_no_wrong_byte(&outcome.stderr);
     assert_nothing_left(&cluster, &name);
 }
@@ -153,7 +153,7 @@ fn what_cannot_be_is_refused_with_the_reason() {
     command.uid(65_534).gid(65_534).current_dir(Path::new("/"));
     let output = command.output().expect("aquifer can be started as another user");
     assert_eq!(output.status.code(), Some(EXIT_FAILED));
-    assert!(text(&output.stderr).contains("root only"), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("needs root"), "{}", text(&output.stderr));
 }
 
 #[test]

@@ -23,20 +23,18 @@ pub fn has_unsafe_code(text: &str) -> bool {
     })
 }
 
-/// The files in the table `| crate | files with unsafe code | reason |` of `ARCHITECTURE.md`.
-///
-/// The first cell has a crate's folder, the second the files below the crate's `src`.
+/// The files in the table `| folder | files with unsafe code | reason |` of `ARCHITECTURE.md`.
 ///
 /// # Panics
 /// If the first cell of a row is not one code span.
 #[must_use]
 pub fn listed_files(architecture: &str) -> BTreeSet<String> {
-    table_rows(architecture, &["crate", "files with unsafe code", "reason"])
+    table_rows(architecture, &["folder", "files with unsafe code", "reason"])
         .into_iter()
         .flat_map(|row| {
             let folder = row[0].trim_matches('`').to_owned();
             assert!(!folder.contains('`'), "the row of {folder} does not begin with one folder");
-            code_spans(&row[1]).map(|file| format!("{folder}/src/{file}")).collect::<Vec<_>>()
+            code_spans(&row[1]).map(|file| format!("{folder}/{file}")).collect::<Vec<_>>()
         })
         .collect()
 }

@@ -148,7 +148,7 @@ fn unsafe_code_is_found_and_its_list_is_read() {
     for text in ["// unsafe { f() }", "#![forbid(unsafe_code)]", "let unsafety = 1;"] {
         assert!(!has_unsafe_code(text), "{text}");
     }
-    let table = "| crate | files with unsafe code | reason |\n|---|---|---|\n\
-                 | `crates/a` | `b.rs`, `c/d.rs` | mappings |\n";
+    let table = "| folder | files with unsafe code | reason |\n|---|---|---|\n\
+                 | `crates/a/src` | `b.rs`, `c/d.rs` | mappings |\n";
     assert_eq!(listed_files(table), set(&["crates/a/src/b.rs", "crates/a/src/c/d.rs"]));
 }

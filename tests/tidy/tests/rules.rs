@@ -11,7 +11,7 @@ const CODE: [&str; 6] = ["rs", "c", "h", "py", "sh", "sql"];
 /// Extensions of text.
 const TEXT: [&str; 12] = ["rs", "c", "h", "py", "sh", "sql", "md", "toml", "yml", "json", "html", "txt"];
 /// Cores: code without system calls, clock, threads and random numbers.
-const PURE: [&str; 15] = [
+const PURE: [&str; 16] = [
     "crates/directory/src/core/",
     "crates/extents/src/core/",
     "crates/faults/src/areas.rs",
@@ -19,6 +19,7 @@ const PURE: [&str; 15] = [
     "crates/faults/src/kernel.rs",
     "crates/faults/src/maps.rs",
     "crates/faults/src/monitor.rs",
+    "crates/faults/src/monitor/",
     "crates/faults/src/stream.rs",
     "crates/ipc/src/",
     "crates/pager/src/page.rs",

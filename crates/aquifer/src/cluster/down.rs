@@ -1,37 +1,43 @@
-//! `aquifer down`: stop what is there.
+//! `aquifer down`: stops all daemons of the cluster.
 
 use std::io;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use super::launch::{End, LaunchError, life_of, stop};
-use super::lock::Lock;
-use super::part::{Part, names};
+use super::daemon::{Daemon, names};
+use super::launch::{LaunchError, StopOutcome, process_of, stop};
+use super::lock::FileLock;
 use crate::Outcome;
 use crate::say::say_line;
 use crate::state::StateDir;
 
-/// Name of the lock that `up` and `down` hold, so that they do not work against each other.
-pub const CHANGING: &str = ".cluster";
+/// Name of the lock that `aquifer up` and `aquifer down` hold while they change the cluster.
+pub const CLUSTER_LOCK: &str = ".cluster";
 
-/// The agent ends its programs first, and gives their memory back; it and nodes say goodbye to a directory that may not answer.
-const LONG_PATIENCE: Duration = Duration::from_secs(15);
-const PATIENCE: Duration = Duration::from_secs(5);
+/// Time that an agent or a node has to stop. An agent ends its programs and frees their memory first.
+/// Both then end their leases, and the directory may not answer.
+const LONG_STOP_TIMEOUT: Duration = Duration::from_secs(15);
+/// Time that a keeper or a directory has to stop.
+const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Stop the cluster and remove its traces, but for the logs and the directory's file.
+/// Stops the cluster and removes its sockets and configuration; logs, the key and the directory's file
+/// stay.
 pub fn down(state: &StateDir) -> Outcome {
     if !state.path().exists() {
         say_line!("No cluster is up in {}", state.path().display());
         return Ok(ExitCode::SUCCESS);
     }
     state.create()?;
-    let _lock = Lock::wait(&state.lock(CHANGING), || {
-        crate::say::say_error!("another aquifer up or down is at work here; waiting for it");
+    let _lock = FileLock::acquire(&state.lock(CLUSTER_LOCK), || {
+        crate::say::say_error!(
+            "waiting for another `aquifer up` or `aquifer down` to finish in {}",
+            state.path().display()
+        );
     })?;
-    let mut parts = known_parts(state)?;
-    parts.sort_unstable();
-    let ended = stop_parts(state, &parts)?;
-    match std::fs::remove_file(state.shape()) {
+    let mut daemons = known_daemons(state)?;
+    daemons.sort_unstable();
+    let ended = stop_daemons(state, &daemons)?;
+    match std::fs::remove_file(state.cluster_config()) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error.into()),
         _ => {}
     }
@@ -39,52 +45,59 @@ pub fn down(state: &StateDir) -> Outcome {
         say_line!("No cluster is up in {}", state.path().display());
         return Ok(ExitCode::SUCCESS);
     }
-    let stopped: Vec<_> = ended.iter().map(|(part, _)| *part).collect();
+    let stopped: Vec<_> = ended.iter().map(|(daemon, _)| *daemon).collect();
     say_line!("Stopped {}", names(&stopped));
-    let killed: Vec<_> = ended.iter().filter(|(_, end)| *end == End::Killed).map(|(part, _)| *part).collect();
+    let killed: Vec<_> =
+        ended.iter().filter(|(_, end)| *end == StopOutcome::Killed).map(|(daemon, _)| *daemon).collect();
     if !killed.is_empty() {
-        say_line!("These did not end when asked, and were killed: {}", names(&killed));
+        say_line!("These did not stop in time and were killed: {}", names(&killed));
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Every part that ever was here, whatever the shape says.
-fn known_parts(state: &StateDir) -> io::Result<Vec<Part>> {
-    let mut parts = Vec::new();
+/// All daemons that have ever run in the state folder, whether or not the configuration has them.
+fn known_daemons(state: &StateDir) -> io::Result<Vec<Daemon>> {
+    let mut daemons = Vec::new();
     for file in std::fs::read_dir(state.path())? {
         let name = file?.file_name();
-        let part = name.to_str().and_then(|name| name.strip_suffix(".lock")).and_then(Part::named);
-        parts.extend(part);
+        let daemon = name.to_str().and_then(|name| name.strip_suffix(".lock")).and_then(Daemon::from_name);
+        daemons.extend(daemon);
     }
-    Ok(parts)
+    Ok(daemons)
 }
 
-/// Stop those that are alive: the agent first, as it needs all others to give memory back; the directory last, as all others
-/// say goodbye there. What a part leaves behind is removed only when it is dead.
-pub fn stop_parts(state: &StateDir, parts: &[Part]) -> Result<Vec<(Part, End)>, LaunchError> {
-    const TURNS: [Duration; 4] = [LONG_PATIENCE, LONG_PATIENCE, PATIENCE, PATIENCE];
+/// Stops those of the daemons that run, and removes the sockets of all.
+///
+/// The agent is first, because it frees memory on the nodes. The directory is last, because agent and
+/// nodes end their leases there. A socket is removed only after its daemon has ended.
+///
+/// # Errors
+/// If a daemon cannot be stopped.
+pub fn stop_daemons(state: &StateDir, daemons: &[Daemon]) -> Result<Vec<(Daemon, StopOutcome)>, LaunchError> {
+    const TIMEOUTS: [Duration; 4] = [LONG_STOP_TIMEOUT, LONG_STOP_TIMEOUT, STOP_TIMEOUT, STOP_TIMEOUT];
     let mut ended = Vec::new();
-    for (turn, patience) in TURNS.into_iter().enumerate() {
-        let group: Vec<_> = parts.iter().copied().filter(|part| turn_of(*part) == turn).collect();
-        let mut living = Vec::new();
-        for part in &group {
-            living.extend(life_of(state, *part)?.map(|process| (*part, process)));
+    for (step, timeout) in TIMEOUTS.into_iter().enumerate() {
+        let group: Vec<_> = daemons.iter().copied().filter(|daemon| stop_step(*daemon) == step).collect();
+        let mut running = Vec::new();
+        for daemon in &group {
+            running.extend(process_of(state, *daemon)?.map(|process| (*daemon, process)));
         }
-        ended.extend(stop(living, patience)?);
-        for part in group {
-            // The lock file stays: whoever waits for it would else hold one that nobody sees.
-            let _missing = std::fs::remove_file(state.socket(&part.to_string()));
+        ended.extend(stop(running, timeout)?);
+        for daemon in group {
+            // The lock file stays: a process that waits for the lock would otherwise hold that of a
+            // removed file.
+            let _missing = std::fs::remove_file(state.socket(&daemon.to_string()));
         }
     }
     Ok(ended)
 }
 
-/// Whose turn it is to be stopped.
-fn turn_of(part: Part) -> usize {
-    match part {
-        Part::Agent => 0,
-        Part::Node(_) => 1,
-        Part::Keeper => 2,
-        Part::Directory => 3,
+/// The step of `stop_daemons` in which a daemon is stopped.
+fn stop_step(daemon: Daemon) -> usize {
+    match daemon {
+        Daemon::Agent => 0,
+        Daemon::Node(_) => 1,
+        Daemon::Keeper => 2,
+        Daemon::Directory => 3,
     }
 }

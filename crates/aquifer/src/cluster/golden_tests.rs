@@ -1,15 +1,15 @@
 //! Golden names and bytes of a local cluster's folder.
-//! A changed golden file needs a new version of the shape: the next build must still recognise a
-//! running cluster, or refuse it.
+//! A changed golden file needs a new version of the configuration: the next build must still recognise
+//! a running cluster, or refuse it.
 
 use std::path::Path;
 
 use aquifer_tests_support::golden;
 
+use super::config::ClusterConfig;
+use super::daemon::Daemon;
 use super::key;
-use super::lock::Lock;
-use super::part::Part;
-use super::shape::Shape;
+use super::lock::FileLock;
 use crate::cli::{Fabric, UpArguments};
 use crate::settings::DirectorySettings;
 use crate::state::StateDir;
@@ -20,16 +20,16 @@ fn golden_files_of_a_cluster() {
     let folder = tempfile::tempdir().expect("there is room for a folder");
     let state = StateDir::locate(Some(folder.path())).expect("it is ours alone");
     let name = |path: &Path| path.strip_prefix(state.path()).expect("it is there").display().to_string();
-    for part in Part::all(2) {
-        let part = part.to_string();
+    for daemon in Daemon::all(2) {
+        let daemon = daemon.to_string();
         let [socket, lock, log] =
-            [state.socket(&part), state.lock(&part), state.log(&part)].map(|path| name(&path));
-        golden.text(&part, &format!("{socket} {lock} {log}"));
+            [state.socket(&daemon), state.lock(&daemon), state.log(&daemon)].map(|path| name(&path));
+        golden.text(&daemon, &format!("{socket} {lock} {log}"));
     }
     golden.text("directory's file", &name(&state.directory_file()));
     golden.text("agent's socket", &name(&state.agent_socket()));
     golden.text("cluster's key", &name(&state.key_file()));
-    golden.text("shape", &name(&state.shape()));
+    golden.text("shape", &name(&state.cluster_config()));
 
     key::ensure(&state.key_file()).expect("there is room");
     let text = std::fs::read_to_string(state.key_file()).expect("it was written");
@@ -41,7 +41,7 @@ fn golden_files_of_a_cluster() {
     std::fs::write(state.key_file(), "0f".repeat(32) + "\n").expect("there is room");
     assert_eq!(key::load(&state.key_file()).expect("it is a key").0, [0x0f; 32]);
 
-    let _held = Lock::take(&state.lock("node-1")).expect("there is room").expect("nobody holds it");
+    let _held = FileLock::try_acquire(&state.lock("node-1")).expect("there is room").expect("it is free");
     let text = std::fs::read_to_string(state.lock("node-1")).expect("it was written");
     assert_eq!(text, format!("{}\n", std::process::id()));
 
@@ -57,9 +57,9 @@ fn golden_files_of_a_cluster() {
         grace: Some(7),
         directory: DirectorySettings { address: Some("etcd://a:2379/blue".into()), ..Default::default() },
     };
-    let mut full = Shape::asked(&arguments);
+    let mut full = ClusterConfig::from_arguments(&arguments);
     full.ports = vec![8, 9];
-    let nothing = UpArguments {
+    let empty = UpArguments {
         nodes: None,
         memory: None,
         memory_max: None,
@@ -71,10 +71,10 @@ fn golden_files_of_a_cluster() {
         grace: None,
         directory: DirectorySettings::default(),
     };
-    for shape in [full, Shape::asked(&nothing)] {
-        shape.save(&state).expect("there is room");
-        golden.lines(&std::fs::read_to_string(state.shape()).expect("it was written"));
-        assert_eq!(Shape::load(&state).expect("it makes sense"), Some(shape));
+    for config in [full, ClusterConfig::from_arguments(&empty)] {
+        config.save(&state).expect("there is room");
+        golden.lines(&std::fs::read_to_string(state.cluster_config()).expect("it was written"));
+        assert_eq!(ClusterConfig::load(&state).expect("it makes sense"), Some(config));
     }
     golden.check();
 }

@@ -1,4 +1,4 @@
-//! The file with the cluster's key: 64 hexadecimal digits, for its owner's eyes only.
+//! File with the cluster key: 64 hexadecimal digits, readable by its owner only.
 
 use std::io::{self, Write};
 use std::os::unix::fs::MetadataExt;
@@ -6,40 +6,42 @@ use std::path::{Path, PathBuf};
 
 use aquifer_fabric::ClusterKey;
 
-/// Why there is no key.
+/// Why a cluster key cannot be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyError {
-    /// Not read or written.
-    #[error("the cluster's key, {path}: {source}", path = path.display())]
+    /// The file cannot be read or written.
+    #[error("cluster key {path} cannot be {attempt}: {source}", path = path.display())]
     System {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The attempted action: "read" or "written".
+        attempt: &'static str,
+        /// The system's error.
         source: io::Error,
     },
-    /// Others can read it.
-    #[error("the cluster's key, {path}, can be read by others: chmod 600 {path}, and consider it known", path = path.display())]
-    Open {
+    /// Users other than the owner can read the file.
+    #[error("cluster key {path} can be read by other users: run chmod 600 {path}, and replace the key if other users may have read it", path = path.display())]
+    ReadableByOthers {
         /// The file.
         path: PathBuf,
     },
-    /// Not a key.
-    #[error("{path} holds no cluster key: it should be 64 hexadecimal digits, as `aquifer up` writes them", path = path.display())]
+    /// The file has no key in it.
+    #[error("{path} is not a cluster key: expected 64 hexadecimal digits, as `aquifer up` writes them", path = path.display())]
     NotAKey {
         /// The file.
         path: PathBuf,
     },
 }
 
-/// Read a key.
+/// Reads a key.
 ///
 /// # Errors
-/// If there is none, or others than its owner can read it.
+/// If the file cannot be read, is not a key, or can be read by other users.
 pub fn load(path: &Path) -> Result<ClusterKey, KeyError> {
-    let system = |source| KeyError::System { path: path.to_owned(), source };
+    let system = |source| KeyError::System { path: path.to_owned(), attempt: "read", source };
     let mode = std::fs::metadata(path).map_err(system)?.mode();
     if mode & 0o077 != 0 {
-        return Err(KeyError::Open { path: path.to_owned() });
+        return Err(KeyError::ReadableByOthers { path: path.to_owned() });
     }
     let text = std::fs::read(path).map_err(system)?;
     parse(text.trim_ascii()).ok_or_else(|| KeyError::NotAKey { path: path.to_owned() })
@@ -55,18 +57,19 @@ fn parse(text: &[u8]) -> Option<ClusterKey> {
     Some(ClusterKey(key))
 }
 
-/// Make a key, unless there is one.
+/// Writes a new random key, unless the file exists.
 ///
 /// # Errors
 /// If it cannot be written.
 pub fn ensure(path: &Path) -> Result<(), KeyError> {
-    let system = |source| KeyError::System { path: path.to_owned(), source };
+    let system = |source| KeyError::System { path: path.to_owned(), attempt: "written", source };
     if path.exists() {
         return Ok(());
     }
     let key = ClusterKey::generate().map_err(system)?;
     let digits: String = key.0.iter().map(|byte| format!("{byte:02x}")).collect();
-    // Written whole or not at all: half of a key, on a full disk, would be in the way of every later start.
+    // Renamed into place when it is complete: a partial key, left by a full disk, would make each
+    // later start fail.
     let folder = path.parent().unwrap_or(Path::new("."));
     let mut file = tempfile::NamedTempFile::new_in(folder).map_err(system)?;
     writeln!(file, "{digits}").map_err(system)?;
@@ -83,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_key_is_made_once_and_read_by_its_owner_only() {
+    fn a_key_is_written_once_and_must_be_private() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("cluster.key");
         assert!(matches!(load(&path), Err(KeyError::System { .. })));
@@ -97,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_key_is_refused() {
+    fn other_texts_are_not_keys() {
         for text in ["", "12", &"g".repeat(64), &"+1".repeat(32), &"a".repeat(65)] {
             assert!(parse(text.as_bytes()).is_none(), "{text}");
         }

@@ -1,4 +1,4 @@
-//! Starting a part in the background, and stopping one.
+//! Start and stop of daemons in the background.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, PipeReader, Read, Seek, SeekFrom};
@@ -11,146 +11,157 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Signal, pidfd_send_signal};
 
-use super::lock::{Life, Process, life};
-use super::part::Part;
-use super::parts::READY;
-use super::shape::Shape;
+use super::config::ClusterConfig;
+use super::daemon::Daemon;
+use super::lock::{LockHolder, holder};
+use super::serve::READY;
 use crate::state::StateDir;
 
-/// How long a part may take until it serves. Most of it is a node's, which has memory to lay out.
+/// Time that a daemon may take until it serves. Nodes take longest: they lay out their memory.
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
-/// A log longer than this is put aside when its part starts anew.
+/// A log longer than this is renamed to `*.log.old` when its daemon starts again.
 const LOG_BYTES_MAX: u64 = 4 << 20;
-/// So much of a log is shown when a part fails.
+/// Lines of a log that are shown when its daemon fails.
 const TAIL_LINES: usize = 10;
 const TAIL_BYTES_MAX: u64 = 16 << 10;
 
-/// Why a part is not there, or still is.
+/// Why a daemon cannot be started or stopped.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
-    /// The system refused.
-    #[error("{part} cannot be started: {what}: {source}")]
+    /// A system call failed.
+    #[error("{daemon} cannot be started: {what}: {source}")]
     System {
-        /// The part.
-        part: Part,
-        /// What was attempted.
+        /// The daemon.
+        daemon: Daemon,
+        /// What failed.
         what: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// It ended before it served.
-    #[error("{part} did not start. Its log, {log}, says:\n{tail}", log = log.display())]
+    /// The daemon ended before it served.
+    #[error("{daemon} did not start; the end of its log {log}:\n{tail}", log = log.display())]
     Failed {
-        /// The part.
-        part: Part,
+        /// The daemon.
+        daemon: Daemon,
         /// Its log.
         log: PathBuf,
-        /// The log's end.
+        /// The end of its log.
         tail: String,
     },
-    /// It does not serve.
-    #[error("{part} does not serve after {} s. Its log, {log}, says:\n{tail}", READY_TIMEOUT.as_secs(), log = log.display())]
+    /// The daemon did not serve in time.
+    #[error("{daemon} did not serve within {} s and was killed; the end of its log {log}:\n{tail}", READY_TIMEOUT.as_secs(), log = log.display())]
     Late {
-        /// The part.
-        part: Part,
+        /// The daemon.
+        daemon: Daemon,
         /// Its log.
         log: PathBuf,
-        /// The log's end.
+        /// The end of its log.
         tail: String,
     },
     /// Its lock cannot be read.
-    #[error("cannot tell whether {part} is alive: {source}")]
+    #[error("cannot determine whether {daemon} runs: {source}")]
     Unknown {
-        /// The part.
-        part: Part,
-        /// What the system said.
+        /// The daemon.
+        daemon: Daemon,
+        /// The system's error.
         source: io::Error,
     },
-    /// It does not end.
-    #[error("{part} (process {pid}) does not end, not even when killed")]
-    Undying {
-        /// The part.
-        part: Part,
+    /// The daemon does not end.
+    #[error("{daemon} (process {pid}) did not end within 5 s of SIGKILL")]
+    Unkillable {
+        /// The daemon.
+        daemon: Daemon,
         /// Its process.
         pid: u32,
     },
 }
 
-/// A part that was started and may not serve yet.
+/// A daemon that was started and may not serve yet.
 #[derive(Debug)]
-pub struct Starting {
-    part: Part,
+pub struct StartingDaemon {
+    daemon: Daemon,
     child: Child,
     output: PipeReader,
     log: PathBuf,
     log_start: u64,
 }
 
-/// Start a part in the background.
-pub fn start(state: &StateDir, shape: &Shape, part: Part) -> Result<Starting, LaunchError> {
-    let error = |what| move |source| LaunchError::System { part, what, source };
-    let log = state.log(&part.to_string());
+/// Starts a daemon in the background.
+///
+/// # Errors
+/// If the process cannot be started.
+pub fn start(
+    state: &StateDir,
+    config: &ClusterConfig,
+    daemon: Daemon,
+) -> Result<StartingDaemon, LaunchError> {
+    let error = |what| move |source| LaunchError::System { daemon, what, source };
+    let log = state.log(&daemon.to_string());
     let mut file = open_log(&log).map_err(error("its log"))?;
     let log_start = file.seek(SeekFrom::End(0)).map_err(error("its log"))?;
     let (output, input) = io::pipe().map_err(error("a pipe"))?;
     let binary = std::env::current_exe().map_err(error("its program"))?;
     let mut command = Command::new(binary);
     command.arg("--state").arg(state.path());
-    match part {
-        Part::Directory => command.arg("directory"),
-        Part::Keeper => command.args(["keeper", "--grace", &format!("{}ms", shape.grace_ms)]),
-        Part::Node(id) => command
+    match daemon {
+        Daemon::Directory => command.arg("directory"),
+        Daemon::Keeper => command.args(["keeper", "--grace", &format!("{}ms", config.grace_ms)]),
+        Daemon::Node(id) => command
             .args(["node", "--id", &id.to_string()])
-            .args(["--memory", &shape.memory_bytes.to_string()])
-            .args(shape.memory_bytes_max.map(|bytes| format!("--memory-max={bytes}")))
-            .args(shape.keep_memory.then(|| format!("--grace={}ms", shape.grace_ms)))
-            .args(shape.ports.get(usize::from(id) - 1).map(|port| format!("--listen=127.0.0.1:{port}")))
-            .args(shape.directory_flags()),
-        Part::Agent => command
-            .args(["agent", "--grace", &format!("{}ms", shape.grace_ms)])
-            .args(shape.mempool_bytes.map(|bytes| format!("--mempool={bytes}")))
-            .args(shape.extents_per_user.map(|bytes| format!("--extents-per-user={bytes}")))
-            .args(shape.shared_socket.as_ref().map(|path| format!("--shared-socket={}", path.display())))
-            .args(shape.directory_flags()),
+            .args(["--memory", &config.memory_bytes.to_string()])
+            .args(config.memory_bytes_max.map(|bytes| format!("--memory-max={bytes}")))
+            .args(config.keep_memory.then(|| format!("--grace={}ms", config.grace_ms)))
+            .args(config.ports.get(usize::from(id) - 1).map(|port| format!("--listen=127.0.0.1:{port}")))
+            .args(config.directory_flags()),
+        Daemon::Agent => command
+            .args(["agent", "--grace", &format!("{}ms", config.grace_ms)])
+            .args(config.mempool_bytes.map(|bytes| format!("--mempool={bytes}")))
+            .args(config.extents_per_user.map(|bytes| format!("--extents-per-user={bytes}")))
+            .args(config.shared_socket.as_ref().map(|path| format!("--shared-socket={}", path.display())))
+            .args(config.directory_flags()),
     };
     command.arg("--detached").stdin(Stdio::null()).stdout(input).stderr(file);
     let child = command.spawn().map_err(error("its program"))?;
-    Ok(Starting { part, child, output, log, log_start })
+    Ok(StartingDaemon { daemon, child, output, log, log_start })
 }
 
-impl Starting {
-    /// Wait until it serves.
+impl StartingDaemon {
+    /// Waits until the daemon serves.
+    ///
+    /// # Errors
+    /// If it ends before, or does not serve in time; then it is killed.
     pub fn wait(mut self) -> Result<(), LaunchError> {
         let end = Instant::now() + READY_TIMEOUT;
-        let mut told = Vec::new();
-        while !told.ends_with(READY) {
-            let error = |source| LaunchError::System { part: self.part, what: "its output", source };
+        let mut received = Vec::new();
+        while !received.ends_with(READY) {
+            let error = |source| LaunchError::System { daemon: self.daemon, what: "its output", source };
             if !wait_readable(&self.output, end.saturating_duration_since(Instant::now())).map_err(error)? {
                 let _ended = self.child.kill();
                 let _waited = self.child.wait();
-                return Err(LaunchError::Late { part: self.part, tail: self.tail(), log: self.log });
+                return Err(LaunchError::Late { daemon: self.daemon, tail: self.tail(), log: self.log });
             }
             let mut chunk = [0; 64];
             let count = self.output.read(&mut chunk).map_err(error)?;
-            told.extend_from_slice(&chunk[..count]);
-            if count == 0 || told.len() > 1024 {
+            received.extend_from_slice(&chunk[..count]);
+            if count == 0 || received.len() > 1024 {
                 let _ended = self.child.kill();
                 let _waited = self.child.wait();
-                return Err(LaunchError::Failed { part: self.part, tail: self.tail(), log: self.log });
+                return Err(LaunchError::Failed { daemon: self.daemon, tail: self.tail(), log: self.log });
             }
         }
         Ok(())
     }
 
+    /// The last lines that the daemon has written to its log since its start.
     fn tail(&self) -> String {
         let text = read_from(&self.log, self.log_start)
             .unwrap_or_else(|error| format!("(it cannot be read: {error})"));
         let lines: Vec<_> = text.lines().collect();
         let shown = &lines[lines.len().saturating_sub(TAIL_LINES)..];
         if shown.is_empty() {
-            // Then it could not write its log, either.
+            // If the disk is full the daemon could not write its log.
             let is_full = rustix::fs::statvfs(&self.log).is_ok_and(|disk| disk.f_bavail == 0);
-            let why = if is_full { "nothing: there is no space left on that disk" } else { "nothing" };
+            let why = if is_full { "empty: no space left on its disk" } else { "empty" };
             return format!("  ({why})");
         }
         shown.iter().map(|line| format!("  {line}")).collect::<Vec<_>>().join("\n")
@@ -173,49 +184,54 @@ fn read_from(path: &Path, start: u64) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// Whether a part is alive.
-pub fn life_of(state: &StateDir, part: Part) -> Result<Option<Process>, LaunchError> {
-    match life(&state.lock(&part.to_string())) {
-        Ok(Life::Alive(process)) => Ok(Some(process)),
-        Ok(Life::Dead) => Ok(None),
-        Err(source) => Err(LaunchError::Unknown { part, source }),
-    }
+/// The process of a daemon, if it runs.
+///
+/// # Errors
+/// If its lock cannot be read.
+pub fn process_of(state: &StateDir, daemon: Daemon) -> Result<Option<LockHolder>, LaunchError> {
+    holder(&state.lock(&daemon.to_string())).map_err(|source| LaunchError::Unknown { daemon, source })
 }
 
-/// How a part ended.
+/// How a daemon was stopped.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum End {
-    /// By itself, when it was asked to.
-    Asked,
-    /// It did not listen.
+pub enum StopOutcome {
+    /// By SIGTERM.
+    Terminated,
+    /// By SIGKILL, after it had not ended in time.
     Killed,
 }
 
-/// Ask parts to end, all at once; kill those that are still there after `patience`.
-pub fn stop(parts: Vec<(Part, Process)>, patience: Duration) -> Result<Vec<(Part, End)>, LaunchError> {
-    for (_, process) in &parts {
-        // It may have ended by itself meanwhile, which is as well.
+/// Sends SIGTERM to daemons, all at once, and SIGKILL to those that have not ended after `timeout`.
+///
+/// # Errors
+/// If a daemon does not end even then.
+pub fn stop(
+    daemons: Vec<(Daemon, LockHolder)>,
+    timeout: Duration,
+) -> Result<Vec<(Daemon, StopOutcome)>, LaunchError> {
+    for (_, process) in &daemons {
+        // Fails if the process has ended meanwhile.
         let _gone = pidfd_send_signal(&process.pidfd, Signal::TERM);
     }
-    let end = Instant::now() + patience;
+    let end = Instant::now() + timeout;
     let mut ended = Vec::new();
-    for (part, process) in parts {
-        let error = |source| LaunchError::Unknown { part, source };
+    for (daemon, process) in daemons {
+        let error = |source| LaunchError::Unknown { daemon, source };
         let left = end.saturating_duration_since(Instant::now());
         if wait_readable(&process.pidfd, left).map_err(error)? {
-            ended.push((part, End::Asked));
+            ended.push((daemon, StopOutcome::Terminated));
             continue;
         }
         let _gone = pidfd_send_signal(&process.pidfd, Signal::KILL);
         if !wait_readable(&process.pidfd, Duration::from_secs(5)).map_err(error)? {
-            return Err(LaunchError::Undying { part, pid: process.pid });
+            return Err(LaunchError::Unkillable { daemon, pid: process.pid });
         }
-        ended.push((part, End::Killed));
+        ended.push((daemon, StopOutcome::Killed));
     }
     Ok(ended)
 }
 
-/// Wait until there is something to read, or the process has ended; `false` if there is not in time.
+/// Waits until the descriptor is readable, or its process has ended; returns false after the timeout.
 fn wait_readable(descriptor: &impl AsFd, timeout: Duration) -> io::Result<bool> {
     let end = Instant::now() + timeout;
     loop {

@@ -1,4 +1,4 @@
-//! `aquifer lend`: change how much a memory node lends.
+//! `aquifer lend`: changes how much memory a node lends.
 
 use std::error::Error;
 use std::process::ExitCode;
@@ -9,8 +9,8 @@ use aquifer_directory::{Directory, DirectoryEntry, WatchEventKind};
 use aquifer_pool::size::SECTION_BYTES;
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::shape::Shape;
-use super::source::Source;
+use super::config::ClusterConfig;
+use super::location::DirectoryLocation;
 use crate::Outcome;
 use crate::cli::LendArguments;
 use crate::say::say_line;
@@ -18,96 +18,108 @@ use crate::settings::DirectorySettings;
 use crate::state::StateDir;
 use aquifer_ipc::size::ByteSize;
 
-/// How long to wait for news before the bar is drawn anew.
-const TICK: Duration = Duration::from_millis(100);
-/// A node tries again ten times a second: what holds it up for longer does not pass soon.
-const HELD_UP_PATIENCE: Duration = Duration::from_secs(2);
-/// A node whose lease is over takes a new one within so long, if it lives.
-const LEASE_PATIENCE: Duration = Duration::from_secs(10);
+/// Time without an event after which the progress bar is redrawn.
+const REDRAW_INTERVAL: Duration = Duration::from_millis(100);
+/// Time for which an obstacle may last before it is an error. A node retries ten times a second.
+const OBSTACLE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Time within which a running node whose lease has expired gets a new one.
+const LEASE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Ask a node, and wait until it lends that.
+/// Requests a size from a node and waits until the node lends it.
 pub fn lend(state: &StateDir, arguments: &LendArguments) -> Outcome {
-    let directory = source(state, &arguments.directory)?.connect(state)?;
+    let directory = location(state, &arguments.directory)?.connect(state)?;
     let node = choose(names::nodes(&*directory)?, arguments.node)?;
     if (1..SECTION_BYTES).contains(&arguments.size) {
-        return Err(format!("a node lends in steps of {}, or nothing", ByteSize(SECTION_BYTES)).into());
+        return Err(format!(
+            "a node lends in steps of {}: give that much or more, or 0",
+            ByteSize(SECTION_BYTES)
+        )
+        .into());
     }
     let memory_bytes = arguments.size / SECTION_BYTES * SECTION_BYTES;
     if memory_bytes > node.memory_bytes_max {
-        let most = ByteSize(node.memory_bytes_max);
-        let why = format!(
-            "node {} can lend {most} at most: that is said when it starts, with --memory-max SIZE",
-            node.id
-        );
+        let max = ByteSize(node.memory_bytes_max);
+        let why = format!("node {} can lend {max} at most: start it with a greater --memory-max", node.id);
         return Err(why.into());
     }
-    let wanted = RequestedMemory { node: node.id, epoch: node.epoch, memory_bytes };
-    directory.put(&names::requested_memory_key(node.id), &names::encode(&wanted), None)?;
+    let request = RequestedMemory { node: node.id, epoch: node.epoch, memory_bytes };
+    directory.put(&names::requested_memory_key(node.id), &names::encode(&request), None)?;
     if arguments.no_wait {
         say_line!(
-            "node {} is asked to lend {}; it lends {}",
+            "requested {1} from node {0}, which lends {2}",
             node.id,
             ByteSize(memory_bytes),
             ByteSize(node.memory_bytes)
         );
         return Ok(ExitCode::SUCCESS);
     }
-    wait(&*directory, &node, wanted)?;
+    wait(&*directory, &node, request)?;
     say_line!("node {} lends {}", node.id, ByteSize(memory_bytes));
     Ok(ExitCode::SUCCESS)
 }
 
-/// The directory that was named, else that of the cluster that is up here.
-fn source(state: &StateDir, asked: &DirectorySettings) -> Result<Source, Box<dyn Error>> {
-    let shape = if asked.address.is_none() { Shape::load(state)? } else { None };
-    Ok(Source::new(shape.as_ref().map_or(asked, |shape| &shape.directory))?)
+/// The directory of the command line, else that of the cluster in the state folder.
+fn location(state: &StateDir, settings: &DirectorySettings) -> Result<DirectoryLocation, Box<dyn Error>> {
+    let config = if settings.address.is_none() { ClusterConfig::load(state)? } else { None };
+    Ok(DirectoryLocation::new(config.as_ref().map_or(settings, |config| &config.directory))?)
 }
 
-fn choose(nodes: Vec<NodeRecord>, asked: Option<u16>) -> Result<NodeRecord, String> {
+/// The node with the number `id`; without a number, the only node.
+///
+/// # Errors
+/// A message with the numbers of all nodes.
+fn choose(nodes: Vec<NodeRecord>, id: Option<u16>) -> Result<NodeRecord, String> {
     let mut ids: Vec<u16> = nodes.iter().map(|node| node.id).collect();
     ids.sort_unstable();
     let ids: Vec<String> = ids.iter().map(ToString::to_string).collect();
-    let there =
-        if ids.is_empty() { "there are none".to_owned() } else { format!("there are: {}", ids.join(", ")) };
-    match asked {
+    let known = if ids.is_empty() {
+        "the directory has no node".to_owned()
+    } else {
+        format!("nodes: {}", ids.join(", "))
+    };
+    match id {
         Some(id) => nodes
             .into_iter()
             .find(|node| node.id == id)
-            .ok_or_else(|| format!("no memory node has the number {id}; {there}")),
+            .ok_or_else(|| format!("there is no node {id}; {known}")),
         None => {
             let [only] = <[NodeRecord; 1]>::try_from(nodes)
-                .map_err(|_| format!("say which memory node, with --node NUMBER; {there}"))?;
+                .map_err(|_| format!("give the node with --node NUMBER; {known}"))?;
             Ok(only)
         }
     }
 }
 
-/// What follows a wish: the node's record, and what others wish.
-struct Follower<'a> {
-    wanted: RequestedMemory,
+/// Watches a node's record until the node lends the requested size.
+struct LendProgress<'a> {
+    request: RequestedMemory,
     directory: &'a dyn Directory,
     bar: ProgressBar,
-    /// What holds it up, since when.
-    held_up: Option<(ResizeBlocker, Instant)>,
-    /// The node is not in the directory: perhaps only its lease is over.
-    gone_since: Option<Instant>,
+    /// Why the node does not lend the requested size, and since when.
+    blocker: Option<(ResizeBlocker, Instant)>,
+    /// Since when the node has no record. Its lease may have expired although it runs.
+    missing_since: Option<Instant>,
 }
 
-/// Follow what the node says until it lends so much.
-fn wait(directory: &dyn Directory, node: &NodeRecord, wanted: RequestedMemory) -> Result<(), Box<dyn Error>> {
-    let bar = bar(node.memory_bytes.abs_diff(wanted.memory_bytes));
-    let mut follower = Follower { wanted, directory, bar, held_up: None, gone_since: None };
+/// Waits until the node lends the requested size, with a progress bar.
+fn wait(
+    directory: &dyn Directory,
+    node: &NodeRecord,
+    request: RequestedMemory,
+) -> Result<(), Box<dyn Error>> {
+    let bar = bar(node.memory_bytes.abs_diff(request.memory_bytes));
+    let mut progress = LendProgress { request, directory, bar, blocker: None, missing_since: None };
     let key = names::node_key(node.id);
     let listing = directory.list(&key)?;
     let mut watch = directory.watch(&key, listing.revision + 1)?;
     let mut entry = listing.entries.into_iter().find(|entry| entry.key == key);
     loop {
-        if follower.is_so(entry.as_ref(), node.memory_bytes)? {
-            follower.bar.finish_and_clear();
+        if progress.is_done(entry.as_ref(), node.memory_bytes)? {
+            progress.bar.finish_and_clear();
             return Ok(());
         }
-        let Some(event) = watch.next(TICK)? else {
-            follower.bar.tick();
+        let Some(event) = watch.next(REDRAW_INTERVAL)? else {
+            progress.bar.tick();
             continue;
         };
         if event.key == key {
@@ -121,64 +133,73 @@ fn wait(directory: &dyn Directory, node: &NodeRecord, wanted: RequestedMemory) -
     }
 }
 
-impl Follower<'_> {
-    /// Whether the node lends what was wished. `began_with` is what it lent before, for the bar.
-    fn is_so(&mut self, entry: Option<&DirectoryEntry>, began_with: u64) -> Result<bool, Box<dyn Error>> {
-        let RequestedMemory { node, epoch, memory_bytes } = self.wanted;
-        let gone = || format!("node {node} is gone, and with it the wish");
+impl LendProgress<'_> {
+    /// Whether the node lends the requested size. `initial_bytes` is what it lent before the request.
+    fn is_done(
+        &mut self,
+        entry: Option<&DirectoryEntry>,
+        initial_bytes: u64,
+    ) -> Result<bool, Box<dyn Error>> {
+        let RequestedMemory { node, epoch, memory_bytes } = self.request;
+        let ended = || format!("node {node} has ended, so the request has no effect");
         let Some(entry) = entry else {
-            let since = *self.gone_since.get_or_insert_with(Instant::now);
-            return if since.elapsed() < LEASE_PATIENCE { Ok(false) } else { Err(gone().into()) };
+            let since = *self.missing_since.get_or_insert_with(Instant::now);
+            return if since.elapsed() < LEASE_TIMEOUT { Ok(false) } else { Err(ended().into()) };
         };
-        self.gone_since = None;
+        self.missing_since = None;
         let record: NodeRecord = names::decode(entry)?;
         if record.epoch != epoch {
-            return Err(gone().into());
+            return Err(ended().into());
         }
         if record.requested_memory_bytes != memory_bytes {
-            // It has not heard of it yet; or of another since.
-            self.check_wish()?;
+            // The node has not read the request yet, or has read a later one.
+            self.check_request()?;
             return Ok(false);
         }
-        self.bar.set_position(began_with.abs_diff(record.memory_bytes));
+        self.bar.set_position(initial_bytes.abs_diff(record.memory_bytes));
         if record.memory_bytes == memory_bytes {
             return Ok(true);
         }
-        if let Some(held_up) = record.resize_blocker {
-            self.tell(held_up, record.memory_bytes)?;
+        if let Some(blocker) = record.resize_blocker {
+            self.report(blocker, record.memory_bytes)?;
         }
         Ok(false)
     }
 
-    fn check_wish(&self) -> Result<(), Box<dyn Error>> {
-        let node = self.wanted.node;
+    /// # Errors
+    /// If another process has replaced or removed the request.
+    fn check_request(&self) -> Result<(), Box<dyn Error>> {
+        let node = self.request.node;
         let entry = self.directory.get(&names::requested_memory_key(node))?;
         match entry.as_ref().map(names::decode::<RequestedMemory>).transpose()? {
-            Some(wish) if wish == self.wanted => Ok(()),
-            Some(wish) => Err(format!(
-                "somebody else has asked node {node} for {} meanwhile",
-                ByteSize(wish.memory_bytes)
+            Some(request) if request == self.request => Ok(()),
+            Some(request) => Err(format!(
+                "another request replaced this one: node {node} is to lend {}",
+                ByteSize(request.memory_bytes)
             )
             .into()),
-            None => Err(format!("somebody has taken back what node {node} was asked").into()),
+            None => Err(format!("the request to node {node} was removed by another process").into()),
         }
     }
 
-    /// What holds it up; what does not pass by itself is an error.
-    fn tell(&mut self, held_up: ResizeBlocker, lent: u64) -> Result<(), Box<dyn Error>> {
-        let is_news = self.held_up.is_none_or(|(before, _)| before != held_up);
-        if is_news {
-            self.held_up = Some((held_up, Instant::now()));
+    /// Reports why the node does not lend the requested size.
+    ///
+    /// # Errors
+    /// If the reason lasts, and is not memory in use, which will be freed.
+    fn report(&mut self, blocker: ResizeBlocker, lent_bytes: u64) -> Result<(), Box<dyn Error>> {
+        let is_new = self.blocker.is_none_or(|(before, _)| before != blocker);
+        if is_new {
+            self.blocker = Some((blocker, Instant::now()));
         }
-        let is_lasting = self.held_up.is_some_and(|(_, since)| since.elapsed() >= HELD_UP_PATIENCE);
-        let what = format!("node {} lends {}: {held_up}", self.wanted.node, ByteSize(lent));
-        if held_up != ResizeBlocker::InUse && is_lasting {
+        let is_persistent = self.blocker.is_some_and(|(_, since)| since.elapsed() >= OBSTACLE_TIMEOUT);
+        let what = format!("node {} lends {}: {blocker}", self.request.node, ByteSize(lent_bytes));
+        if blocker != ResizeBlocker::InUse && is_persistent {
             self.bar.finish_and_clear();
             return Err(what.into());
         }
-        if held_up == ResizeBlocker::InUse && is_news {
-            // The bar hides where nobody looks.
-            self.bar.set_message("waiting for what is in use");
+        if blocker == ResizeBlocker::InUse && is_new {
+            // The bar is hidden if standard error is not a terminal.
+            self.bar.set_message("waiting for memory in use to be freed");
             if self.bar.is_hidden() {
                 crate::say::say_error!("{what}");
             }
@@ -215,12 +236,12 @@ mod tests {
     }
 
     #[test]
-    fn a_node_is_chosen_or_those_that_there_are_are_told() {
+    fn a_node_is_chosen_or_the_error_lists_all() {
         assert_eq!(choose(vec![node(7)], None).unwrap().id, 7);
         assert_eq!(choose(vec![node(7), node(3)], Some(3)).unwrap().id, 3);
-        for asked in [None, Some(4)] {
-            assert!(choose(vec![node(7), node(3)], asked).unwrap_err().contains("there are: 3, 7"));
-            assert!(choose(Vec::new(), asked).unwrap_err().contains("there are none"));
+        for id in [None, Some(4)] {
+            assert!(choose(vec![node(7), node(3)], id).unwrap_err().contains("nodes: 3, 7"));
+            assert!(choose(Vec::new(), id).unwrap_err().contains("no node"));
         }
     }
 }

@@ -1,4 +1,4 @@
-//! `aquifer limit`: change what a running program may have.
+//! `aquifer limit`: changes the limit of a run.
 
 use std::process::ExitCode;
 
@@ -8,15 +8,10 @@ use crate::say::say_line;
 use crate::state::StateDir;
 use aquifer_ipc::size::ByteSize;
 
-/// Change it, and say what it is now.
+/// Changes the limit of a run and prints the new one.
 pub fn limit(state: &StateDir, arguments: &LimitArguments) -> Outcome {
     let run = aquifer_host::client::set_limit(&arguments.agent.socket(state), arguments.pid, arguments.size)
-        .map_err(|error| format!("the limit of process {} stays: {error}", arguments.pid))?;
-    say_line!(
-        "{}: may have {} from now on, has {} resident",
-        run.name,
-        ByteSize(run.limit_bytes),
-        ByteSize(run.resident_bytes)
-    );
+        .map_err(|error| format!("the limit of process {} was not changed: {error}", arguments.pid))?;
+    say_line!("{}: limit {}, resident {}", run.name, ByteSize(run.limit_bytes), ByteSize(run.resident_bytes));
     Ok(ExitCode::SUCCESS)
 }

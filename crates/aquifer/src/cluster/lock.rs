@@ -1,4 +1,7 @@
-//! A part is alive while it holds its lock: the kernel releases it however the part ends, and no pid goes stale.
+//! Locks that show whether a daemon runs.
+//!
+//! A daemon holds its lock from start to end, and the kernel releases the lock however the process
+//! ends. So a process number in a lock file is valid only while the lock is held.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, Write};
@@ -12,39 +15,32 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use aquifer_channel::socket::wait_readable;
 use aquifer_swap::ending::is_ending;
 
-/// Those who look hold the lock shared for a moment; so often, at most, one lets them pass.
+/// Attempts at a lock. A process that only tests the lock holds it shared for a moment, so a failed
+/// attempt does not show that the daemon runs.
 const ATTEMPTS_MAX: u32 = 100_000;
-/// Between looks at a lock whose holder comes or goes.
-const LOOK: Duration = Duration::from_micros(50);
+/// Pause between two attempts at a lock whose holder starts or ends.
+const ATTEMPT_PAUSE: Duration = Duration::from_micros(50);
 
-/// A lock that is held until it is dropped.
+/// Exclusive lock of a file, held until it is dropped.
 #[derive(Debug)]
-pub struct Lock {
+pub struct FileLock {
     file: File,
 }
 
-impl Drop for Lock {
+impl Drop for FileLock {
     fn drop(&mut self) {
-        // Said, not left to the descriptor's end: a child that another thread starts has a copy until its exec.
+        // Closing the descriptor is not enough: a child that another thread is starting has a copy of
+        // it until its exec.
         let _ = self.file.unlock();
     }
 }
 
-/// What the lock says about a part.
+/// A running process. Its descriptor stays valid for it even if the kernel reuses its number.
 #[derive(Debug)]
-pub enum Life {
-    /// Nobody holds it.
-    Dead,
-    /// Somebody does.
-    Alive(Process),
-}
-
-/// A living process: the descriptor stays its own even if the number is given to another.
-#[derive(Debug)]
-pub struct Process {
-    /// Its number.
+pub struct LockHolder {
+    /// Process number.
     pub pid: u32,
-    /// Its descriptor.
+    /// Process descriptor.
     pub pidfd: OwnedFd,
 }
 
@@ -52,9 +48,14 @@ fn open(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)
 }
 
-impl Lock {
-    /// Take it and write this process' number in it; `None` if another process, that lives, holds it.
-    pub fn take(path: &Path) -> io::Result<Option<Self>> {
+impl FileLock {
+    /// Locks the file and writes this process's number into it.
+    ///
+    /// Returns `None` if another running process holds the lock.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn try_acquire(path: &Path) -> io::Result<Option<Self>> {
         let mut file = open(path)?;
         for _ in 0..ATTEMPTS_MAX {
             match file.try_lock() {
@@ -65,16 +66,19 @@ impl Lock {
                     return Ok(Some(Self { file }));
                 }
                 Err(TryLockError::Error(error)) => return Err(error),
-                // One that has just ended may have it for a moment still: then it is waited for.
-                Err(TryLockError::WouldBlock) if matches!(life(path)?, Life::Alive(_)) => return Ok(None),
-                Err(TryLockError::WouldBlock) => std::thread::sleep(LOOK),
+                // A process that has just ended may hold it for a moment longer.
+                Err(TryLockError::WouldBlock) if holder(path)?.is_some() => return Ok(None),
+                Err(TryLockError::WouldBlock) => std::thread::sleep(ATTEMPT_PAUSE),
             }
         }
         Ok(None)
     }
 
-    /// Take it, after whoever holds it; `waiting` is called if that is somebody.
-    pub fn wait(path: &Path, waiting: impl FnOnce()) -> io::Result<Self> {
+    /// Locks the file, and waits for the process that holds it; then calls `waiting` first.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn acquire(path: &Path, waiting: impl FnOnce()) -> io::Result<Self> {
         let file = open(path)?;
         match file.try_lock() {
             Ok(()) => {}
@@ -88,7 +92,7 @@ impl Lock {
     }
 }
 
-/// Whether somebody holds it who does not just look.
+/// Whether a process holds the lock exclusively.
 fn is_held(file: &File) -> io::Result<bool> {
     match file.try_lock_shared() {
         Ok(()) => file.unlock().map(|()| false),
@@ -97,35 +101,38 @@ fn is_held(file: &File) -> io::Result<bool> {
     }
 }
 
-/// Who holds the lock.
-pub fn life(path: &Path) -> io::Result<Life> {
+/// The running process that holds the lock of a file; `None` if there is none.
+///
+/// # Errors
+/// Those of the system, and if the holder has not written its number.
+pub fn holder(path: &Path) -> io::Result<Option<LockHolder>> {
     let mut file = match OpenOptions::new().read(true).open(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Life::Dead),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         file => file?,
     };
     for _ in 0..ATTEMPTS_MAX {
         if !is_held(&file)? {
-            return Ok(Life::Dead);
+            return Ok(None);
         }
         let mut text = String::new();
         file.rewind()?;
         file.read_to_string(&mut text)?;
-        // It takes the lock first and writes its number then.
+        // The holder locks first and writes its number then, so the number may be missing.
         let number = text.strip_suffix('\n').and_then(|text| text.parse::<u32>().ok());
         let pid = number.and_then(|pid| i32::try_from(pid).ok()).and_then(Pid::from_raw);
         if let (Some(number), Some(pid)) = (number, pid)
             && let Ok(pidfd) = pidfd_open(pid, PidfdFlags::empty())
-            // Still held: so the number was its holder's when the descriptor was opened.
+            // The lock is still held: the number was that of its holder when the descriptor was opened.
             && is_held(&file)?
-            // One that was killed a moment ago has its lock until the last of it is gone.
+            // A killed process holds its lock until the kernel has released all its resources.
             && !has_ended(&pidfd)
             && !is_ending(number)
         {
-            return Ok(Life::Alive(Process { pid: number, pidfd }));
+            return Ok(Some(LockHolder { pid: number, pidfd }));
         }
-        std::thread::sleep(LOOK);
+        std::thread::sleep(ATTEMPT_PAUSE);
     }
-    Err(io::Error::other("it is held by a process that does not say which"))
+    Err(io::Error::other("the lock is held by a process that has not written its number into the file"))
 }
 
 fn has_ended(pidfd: &OwnedFd) -> bool {
@@ -137,22 +144,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lock_is_held_once_and_tells_by_whom() {
+    fn a_lock_has_one_holder_and_names_it() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("part.lock");
-        assert!(matches!(life(&path).unwrap(), Life::Dead));
-        let lock = Lock::take(&path).unwrap().unwrap();
-        assert!(Lock::take(&path).unwrap().is_none());
-        let Life::Alive(process) = life(&path).unwrap() else { panic!("we hold it") };
+        assert!(holder(&path).unwrap().is_none());
+        let lock = FileLock::try_acquire(&path).unwrap().unwrap();
+        assert!(FileLock::try_acquire(&path).unwrap().is_none());
+        let process = holder(&path).unwrap().expect("this process holds it");
         assert_eq!(process.pid, std::process::id());
         drop(lock);
-        assert!(matches!(life(&path).unwrap(), Life::Dead), "the number in the file means nothing");
+        assert!(holder(&path).unwrap().is_none(), "the number in the file of a free lock has no meaning");
         std::fs::write(&path, "no number").unwrap();
-        assert!(Lock::take(&path).unwrap().is_some());
+        assert!(FileLock::try_acquire(&path).unwrap().is_some());
     }
 
     #[test]
-    fn the_lock_of_one_that_has_just_ended_is_waited_for() {
+    fn the_lock_of_a_process_that_has_just_ended_is_waited_for() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("part.lock");
         let mut ended = std::process::Command::new("true").spawn().unwrap();
@@ -161,8 +168,8 @@ mod tests {
         let held = open(&path).unwrap();
         held.lock().unwrap();
         std::thread::scope(|scope| {
-            let taker = scope.spawn(|| Lock::take(&path).unwrap());
-            // As long as it takes to find the lock held, many times over.
+            let taker = scope.spawn(|| FileLock::try_acquire(&path).unwrap());
+            // Longer than it takes to find the lock held.
             (0..100_000).for_each(|_| std::thread::yield_now());
             held.unlock().unwrap();
             assert!(taker.join().unwrap().is_some());
@@ -170,18 +177,18 @@ mod tests {
     }
 
     #[test]
-    fn a_child_on_its_way_to_exec_keeps_nobody_from_the_lock() {
+    fn a_child_before_its_exec_does_not_hold_the_lock() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("part.lock");
-        let lock = Lock::take(&path).unwrap().unwrap();
-        let childs = lock.file.try_clone().unwrap();
+        let lock = FileLock::try_acquire(&path).unwrap().unwrap();
+        let child_copy = lock.file.try_clone().unwrap();
         drop(lock);
-        assert!(Lock::take(&path).unwrap().is_some());
-        drop(childs);
+        assert!(FileLock::try_acquire(&path).unwrap().is_some());
+        drop(child_copy);
     }
 
     #[test]
-    fn those_who_look_do_not_keep_a_part_from_its_lock() {
+    fn tests_of_a_lock_do_not_prevent_its_acquisition() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("part.lock");
         let done = std::sync::atomic::AtomicBool::new(false);
@@ -189,14 +196,15 @@ mod tests {
             for _ in 0..2 {
                 scope.spawn(|| {
                     while !done.load(std::sync::atomic::Ordering::Relaxed) {
-                        life(&path).unwrap();
+                        holder(&path).unwrap();
                     }
                 });
             }
-            let all_taken = (0..200).all(|_| Lock::take(&path).is_ok_and(|lock| lock.is_some()));
-            // Before anything is asserted: they would look for ever.
+            let all_acquired =
+                (0..200).all(|_| FileLock::try_acquire(&path).is_ok_and(|lock| lock.is_some()));
+            // Before the assertion: if it failed first, the threads would never end.
             done.store(true, std::sync::atomic::Ordering::Relaxed);
-            assert!(all_taken);
+            assert!(all_acquired);
         });
     }
 }

@@ -1,7 +1,9 @@
-//! A cluster on this machine: every part is a process of this same binary, alive as long as it holds its lock.
+//! Cluster on one machine: each daemon is a process of this binary that holds a lock while it runs.
 //!
-//! There is no supervisor: `up` looks which parts are missing and starts those.
+//! There is no supervisor: `aquifer up` finds the daemons that do not run, and starts them.
 
+mod config;
+mod daemon;
 mod down;
 #[cfg(test)]
 mod golden_tests;
@@ -9,12 +11,10 @@ pub mod key;
 mod launch;
 mod lend;
 mod limit;
+mod location;
 mod lock;
-mod part;
-mod parts;
-mod shape;
+mod serve;
 mod signals;
-mod source;
 mod status;
 mod systemd;
 mod up;
@@ -22,7 +22,7 @@ mod up;
 pub use down::down;
 pub use lend::lend;
 pub use limit::limit;
-pub use parts::be;
-pub use source::Source;
+pub use location::DirectoryLocation;
+pub use serve::serve;
 pub use status::status;
 pub use up::up;

@@ -1,4 +1,4 @@
-//! How a part is asked to end: SIGTERM or SIGINT, read from a descriptor.
+//! Request to stop a daemon: SIGTERM or SIGINT, read from a signalfd.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -6,14 +6,19 @@ use std::thread;
 
 use rustix::event::{PollFd, PollFlags};
 
-/// Becomes readable when the part is asked to end.
+/// Descriptor that becomes readable when the daemon receives SIGTERM or SIGINT.
 #[derive(Debug)]
 pub struct StopSignal {
     descriptor: OwnedFd,
 }
 
 impl StopSignal {
-    /// From now on those signals come by the descriptor. To be called before there are threads: they inherit this.
+    /// Blocks the signals, so that they arrive at the descriptor only.
+    ///
+    /// Must be called before the first thread starts: threads inherit the blocked signals.
+    ///
+    /// # Errors
+    /// If the system has no descriptor.
     pub fn install() -> io::Result<Self> {
         // SAFETY: an all-zero sigset_t is a valid object, which sigemptyset then initialises.
         let mut signals: libc::sigset_t = unsafe { std::mem::zeroed() };
@@ -28,15 +33,18 @@ impl StopSignal {
         if descriptor < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: it was just opened and nobody else has it.
+        // SAFETY: it was just opened and has no other owner.
         let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor) };
         Ok(Self { descriptor })
     }
 
-    /// Call `stop` when the time has come.
+    /// Calls `stop` on a thread of its own when a signal arrives.
+    ///
+    /// # Errors
+    /// If the thread cannot be started.
     pub fn on_stop(self, stop: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let wait = move || {
-            // If waiting itself fails the part must not go on without a way to stop it.
+            // If waiting fails the daemon stops as well: it must not run without a way to stop it.
             let _failed = wait(self.descriptor.as_fd());
             stop();
         };

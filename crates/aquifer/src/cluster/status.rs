@@ -1,4 +1,4 @@
-//! `aquifer status`: what is up, how much memory is free, what runs.
+//! `aquifer status`: shows daemons, free memory and running programs.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -8,35 +8,41 @@ use aquifer_directory::names::{self, AgentRecord, NodeRecord};
 use aquifer_host::report::AgentStatus;
 use serde::Serialize;
 
-use super::launch::{LaunchError, life_of};
-use super::part::Part;
-use super::shape::Shape;
-use super::source::Source;
+use super::config::ClusterConfig;
+use super::daemon::Daemon;
+use super::launch::{LaunchError, process_of};
+use super::location::DirectoryLocation;
 use crate::Outcome;
 use crate::cli::StatusArguments;
 use crate::say::{say, say_line};
 use crate::state::StateDir;
 use aquifer_ipc::size::ByteSize;
 
-/// All there is to say.
+/// Exit code of `aquifer status` if a daemon of the cluster does not run.
+const EXIT_DEGRADED: u8 = 3;
+
+/// What `aquifer status --json` prints.
 #[derive(Debug, Serialize)]
 struct Status {
+    /// The state folder.
     state: String,
-    /// Whether every part is alive.
+    /// Whether there is a cluster and all its daemons run.
     up: bool,
-    parts: Vec<PartStatus>,
+    #[serde(rename = "parts")]
+    daemons: Vec<DaemonStatus>,
     nodes: Vec<NodeStatus>,
     agents: Vec<AgentRecord>,
-    /// What this machine's agent says of itself and of the programs that it serves.
+    /// The status of this machine's agent and of the programs that it serves.
     agent: Option<AgentStatus>,
-    /// What could not be found out, and why.
+    /// Messages about what could not be determined.
     problems: Vec<String>,
 }
 
 #[derive(Debug, Serialize)]
-struct PartStatus {
+struct DaemonStatus {
     name: String,
-    alive: bool,
+    #[serde(rename = "alive")]
+    is_running: bool,
     pid: Option<u32>,
 }
 
@@ -45,51 +51,66 @@ struct NodeStatus {
     id: u16,
     address: String,
     memory_bytes: u64,
-    /// What it is asked to lend.
+    /// Requested size.
     memory_bytes_wanted: u64,
-    /// The most that it could be asked to lend.
+    /// Upper bound of the requested size.
     memory_bytes_max: u64,
-    /// As the agent sees it.
+    /// Free memory, as the agent reports it.
     free_bytes: Option<u64>,
 }
 
-/// Show it.
+/// Prints the status.
+///
+/// # Errors
+/// If the stored configuration or a daemon's lock cannot be read.
 pub fn status(state: &StateDir, arguments: &StatusArguments) -> Outcome {
-    let status = find_out(state, &arguments.agent.socket(state))?;
+    let status = collect(state, &arguments.agent.socket(state))?;
     if arguments.json {
         say_line!("{}", serde_json::to_string_pretty(&status)?);
     } else {
-        say!("{}", in_words(&status));
+        say!("{}", to_text(&status));
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(if status.is_degraded() { ExitCode::from(EXIT_DEGRADED) } else { ExitCode::SUCCESS })
 }
 
-fn find_out(state: &StateDir, agent_socket: &Path) -> Result<Status, Box<dyn std::error::Error>> {
-    let shape = Shape::load(state)?;
-    let mut parts = Vec::new();
-    for part in shape.iter().flat_map(Shape::parts) {
-        parts.push(part_status(state, part)?);
+impl Status {
+    /// Whether a daemon of the cluster does not run.
+    fn is_degraded(&self) -> bool {
+        self.daemons.iter().any(|daemon| !daemon.is_running)
+    }
+}
+
+fn collect(state: &StateDir, agent_socket: &Path) -> Result<Status, Box<dyn std::error::Error>> {
+    let config = ClusterConfig::load(state)?;
+    let mut daemons = Vec::new();
+    for daemon in config.iter().flat_map(ClusterConfig::daemons) {
+        daemons.push(daemon_status(state, daemon)?);
     }
     let mut problems = Vec::new();
-    let is_alive = |name: &str| parts.iter().any(|part: &PartStatus| part.name == name && part.alive);
-    let source = shape.as_ref().map(|shape| Source::new(&shape.directory)).transpose()?;
-    // One that is elsewhere is asked while there is anything that would use it.
-    let is_there = |source: &Source| {
-        if source.is_own() { is_alive("directory") } else { parts.iter().any(|part| part.alive) }
+    let is_running =
+        |name: &str| daemons.iter().any(|daemon: &DaemonStatus| daemon.name == name && daemon.is_running);
+    let location = config.as_ref().map(|config| DirectoryLocation::new(&config.directory)).transpose()?;
+    // An external directory is queried only if a daemon of the cluster runs.
+    let is_queried = |location: &DirectoryLocation| {
+        if location.is_own() {
+            is_running("directory")
+        } else {
+            daemons.iter().any(|daemon| daemon.is_running)
+        }
     };
-    let told = source.filter(is_there).map(|source| in_directory(state, &source));
-    let (nodes, agents) = told
+    let records = location.filter(is_queried).map(|location| read_records(state, &location));
+    let (nodes, agents) = records
         .transpose()
         .unwrap_or_else(|error| {
             problems.push(error);
             None
         })
         .unwrap_or_default();
-    // Somebody else's, or one that was not started by `aquifer up`: by itself, or as a service.
-    let is_single = agent_socket != state.agent_socket() || shape.is_none() && agent_socket.exists();
-    let agent = if is_alive("agent") || is_single {
+    // The agent of another user, or one that was started without `aquifer up`.
+    let is_separate = agent_socket != state.agent_socket() || config.is_none() && agent_socket.exists();
+    let agent = if is_running("agent") || is_separate {
         agent_status(agent_socket).unwrap_or_else(|error| {
-            problems.push(format!("the agent does not tell how it is: {error}"));
+            problems.push(format!("the agent's status is not available: {error}"));
             None
         })
     } else {
@@ -110,8 +131,8 @@ fn find_out(state: &StateDir, agent_socket: &Path) -> Result<Status, Box<dyn std
     nodes.sort_by_key(|node| node.id);
     Ok(Status {
         state: state.path().display().to_string(),
-        up: !parts.is_empty() && parts.iter().all(|part| part.alive),
-        parts,
+        up: !daemons.is_empty() && daemons.iter().all(|daemon| daemon.is_running),
+        daemons,
         nodes,
         agents,
         agent,
@@ -119,17 +140,24 @@ fn find_out(state: &StateDir, agent_socket: &Path) -> Result<Status, Box<dyn std
     })
 }
 
-fn part_status(state: &StateDir, part: Part) -> Result<PartStatus, LaunchError> {
-    let process = life_of(state, part)?;
-    Ok(PartStatus {
-        name: part.to_string(),
-        alive: process.is_some(),
+fn daemon_status(state: &StateDir, daemon: Daemon) -> Result<DaemonStatus, LaunchError> {
+    let process = process_of(state, daemon)?;
+    Ok(DaemonStatus {
+        name: daemon.to_string(),
+        is_running: process.is_some(),
         pid: process.map(|process| process.pid),
     })
 }
 
-fn in_directory(state: &StateDir, source: &Source) -> Result<(Vec<NodeRecord>, Vec<AgentRecord>), String> {
-    let directory = source.connect(state).map_err(|error| error.to_string())?;
+/// Reads the records of nodes and agents from the directory.
+///
+/// # Errors
+/// The message for `Status::problems`.
+fn read_records(
+    state: &StateDir,
+    location: &DirectoryLocation,
+) -> Result<(Vec<NodeRecord>, Vec<AgentRecord>), String> {
+    let directory = location.connect(state).map_err(|error| error.to_string())?;
     let nodes = names::nodes(&*directory).map_err(|error| error.to_string())?;
     let agents = names::agents(&*directory).map_err(|error| error.to_string())?;
     Ok((nodes, agents))
@@ -139,55 +167,61 @@ fn agent_status(socket: &Path) -> std::io::Result<Option<AgentStatus>> {
     aquifer_host::client::status(socket)
 }
 
-fn in_words(status: &Status) -> String {
+fn to_text(status: &Status) -> String {
     let mut text = String::new();
     // Writing to a String does not fail.
-    let _written = write_words(&mut text, status);
+    let _written = write_text(&mut text, status);
     text
 }
 
-fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
-    if status.parts.iter().all(|part| !part.alive) && status.agent.is_none() {
+fn write_text(text: &mut String, status: &Status) -> std::fmt::Result {
+    let running = status.daemons.iter().filter(|daemon| daemon.is_running).count();
+    if running == 0 && status.agent.is_none() {
         writeln!(text, "No cluster is up in {}. Start one with: aquifer up", status.state)?;
         return status.problems.iter().try_for_each(|problem| writeln!(text, "{problem}"));
     }
-    let missing = status.parts.iter().filter(|part| !part.alive).count();
-    match missing {
-        0 if status.parts.is_empty() => writeln!(text, "This host's agent serves you")?,
-        0 => writeln!(text, "The cluster is up, in {}", status.state)?,
-        _ => writeln!(
+    if status.daemons.is_empty() {
+        writeln!(text, "An agent of this host serves you")?;
+    } else if status.is_degraded() {
+        let missing = status.daemons.len() - running;
+        let (count, state) = (status.daemons.len(), &status.state);
+        writeln!(
             text,
-            "Parts of the cluster in {} are dead: {missing}. aquifer up brings them back",
-            status.state
-        )?,
+            "{missing} of {count} daemons of the cluster in {state} do not run. Start them with: aquifer up"
+        )?;
+    } else {
+        writeln!(text, "The cluster is up, in {}", status.state)?;
     }
-    for part in &status.parts {
-        match part.pid {
-            Some(pid) => write!(text, "  {:<10} alive  process {pid:<8}", part.name)?,
-            None => write!(text, "  {:<10} dead", part.name)?,
-        }
-        let node =
-            status.nodes.iter().find(|node| part.alive && part.name == Part::Node(node.id).to_string());
-        if let Some(node) = node {
-            write!(text, " lends {}", ByteSize(node.memory_bytes))?;
-            if node.memory_bytes != node.memory_bytes_wanted {
-                write!(text, " (asked for {})", ByteSize(node.memory_bytes_wanted))?;
-            }
-            if let Some(free) = node.free_bytes {
-                write!(text, ", {} free", ByteSize(free))?;
-            }
-        }
-        if let (true, Some(agent)) = (part.name == Part::Agent.to_string(), &status.agent) {
-            write!(
-                text,
-                " mempool {} of {}",
-                ByteSize(agent.mempool_used_bytes),
-                ByteSize(agent.mempool_bytes)
-            )?;
-        }
-        writeln!(text)?;
+    status.daemons.iter().try_for_each(|daemon| write_daemon(text, status, daemon))?;
+    if let Some(agent) = &status.agent {
+        write_agent(text, agent)?;
     }
-    for tenant in status.agent.iter().flat_map(|agent| &agent.tenants) {
+    status.problems.iter().try_for_each(|problem| writeln!(text, "  {problem}"))
+}
+
+fn write_daemon(text: &mut String, status: &Status, daemon: &DaemonStatus) -> std::fmt::Result {
+    match daemon.pid {
+        Some(pid) => write!(text, "  {:<10} running  process {pid:<8}", daemon.name)?,
+        None => write!(text, "  {:<10} dead", daemon.name)?,
+    }
+    let is_of_daemon = |node: &&NodeStatus| daemon.name == Daemon::Node(node.id).to_string();
+    if let Some(node) = status.nodes.iter().find(is_of_daemon).filter(|_| daemon.is_running) {
+        write!(text, " lends {}", ByteSize(node.memory_bytes))?;
+        if node.memory_bytes != node.memory_bytes_wanted {
+            write!(text, " (requested: {})", ByteSize(node.memory_bytes_wanted))?;
+        }
+        if let Some(free) = node.free_bytes {
+            write!(text, ", {} free", ByteSize(free))?;
+        }
+    }
+    if let (true, Some(agent)) = (daemon.name == Daemon::Agent.to_string(), &status.agent) {
+        write!(text, " mempool {} of {}", ByteSize(agent.mempool_used_bytes), ByteSize(agent.mempool_bytes))?;
+    }
+    writeln!(text)
+}
+
+fn write_agent(text: &mut String, agent: &AgentStatus) -> std::fmt::Result {
+    for tenant in &agent.tenants {
         writeln!(
             text,
             "  user {}: runs: {}, processes: {}, {} resident, {} in the mempool, {} on memory nodes, {} faults",
@@ -200,19 +234,19 @@ fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
             tenant.faults,
         )?;
     }
-    for user in status.agent.iter().flat_map(|agent| &agent.users) {
+    for user in &agent.users {
         writeln!(
             text,
-            "  user {}: {} as extents, {} requests refused for their keys",
+            "  user {}: {} in extents, {} requests with wrong keys",
             user.tenant,
             ByteSize(user.taken_bytes),
             user.refused
         )?;
     }
-    for session in status.agent.iter().flat_map(|agent| &agent.sessions) {
+    for session in &agent.sessions {
         writeln!(
             text,
-            "  process {:<8} {} in {} extents, {} kept ready, {} requests",
+            "  session of process {:<8} {} in {} extents, {} in stock, {} requests",
             session.pid,
             ByteSize(session.bytes),
             session.extents,
@@ -220,7 +254,7 @@ fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
             session.requests
         )?;
     }
-    for run in status.agent.iter().flat_map(|agent| &agent.runs) {
+    for run in &agent.runs {
         writeln!(
             text,
             "  run {}: {} of {} resident, {} in the mempool, {} on memory nodes, {} faults, processes: {}",
@@ -235,7 +269,7 @@ fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
         for program in &run.programs {
             writeln!(
                 text,
-                "    process {:<8} {} held, {} faults, {} pages taken, {} read back",
+                "    process {:<8} {} resident, {} faults, {} pages evicted, {} pages read from memory nodes",
                 program.pid,
                 ByteSize(program.held_bytes),
                 program.faults,
@@ -245,16 +279,14 @@ fn write_words(text: &mut String, status: &Status) -> std::fmt::Result {
         }
         if run.replicas > 1 {
             match run.degraded_slabs {
-                0 => writeln!(text, "    each page on {} memory nodes", run.replicas)?,
-                slabs => writeln!(
-                    text,
-                    "    degraded: {slabs} slabs are on fewer than {} memory nodes",
-                    run.replicas
-                )?,
+                0 => writeln!(text, "    each page has {} replicas", run.replicas)?,
+                slabs => {
+                    writeln!(text, "    degraded: {slabs} slabs have fewer than {} replicas", run.replicas)?
+                }
             }
         }
     }
-    status.problems.iter().try_for_each(|problem| writeln!(text, "  {problem}"))
+    Ok(())
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
-//! What systemd hands to a service, and wants to hear from it: sockets that listen already, and word that it serves.
+//! Socket activation and readiness notification of systemd.
 //!
-//! The same as libsystemd's `sd_listen_fds_with_names` and `sd_notify`, which are a few lines each.
+//! Does the work of libsystemd's `sd_listen_fds_with_names` and `sd_notify`, without the library.
 
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
@@ -11,16 +11,19 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 use rustix::net::SocketType;
 use rustix::net::sockopt::{socket_acceptconn, socket_type};
 
-/// The first descriptor that is handed over.
-const FIRST: RawFd = 3;
-/// No part listens at more.
+/// The first descriptor that systemd passes.
+const FIRST_DESCRIPTOR: RawFd = 3;
+/// Most sockets that are accepted from systemd.
 const SOCKETS_MAX: usize = 16;
 
-/// The socket that listens for a part, if systemd has one for us: the one of the part's name, else the only one there is.
-/// To be called once.
+/// The listening socket that systemd passes to a daemon, if any.
+///
+/// It is the socket with the daemon's name, or the only one if systemd gives no names. Must be called
+/// at most once in a process.
 ///
 /// # Errors
-/// If what is handed over makes no sense, or does not listen as this part needs it.
+/// If the environment variables are not valid, if sockets are passed and none has the name, or if the
+/// socket does not listen or is of another kind.
 pub fn listener(name: &str, kind: SocketType) -> io::Result<Option<OwnedFd>> {
     let variable = |name: &str| std::env::var(name).ok();
     let names = parse(
@@ -35,37 +38,41 @@ pub fn listener(name: &str, kind: SocketType) -> io::Result<Option<OwnedFd>> {
             return Ok(None);
         }
         return Err(io::Error::other(format!(
-            "systemd has sockets named {} for us, and none named {name}: set FileDescriptorName={name}",
+            "systemd passed sockets named {}, but none named {name}: set FileDescriptorName={name} in the socket unit",
             names.join(", ")
         )));
     };
-    let socket = take(FIRST + RawFd::try_from(at).expect("there are few"))?;
-    let is_fit = socket_type(&socket)? == kind && socket_acceptconn(&socket)?;
-    if is_fit {
+    let socket = own_descriptor(FIRST_DESCRIPTOR + RawFd::try_from(at).expect("at most SOCKETS_MAX"))?;
+    let is_usable = socket_type(&socket)? == kind && socket_acceptconn(&socket)?;
+    if is_usable {
         Ok(Some(socket))
     } else {
-        Err(io::Error::other(format!("the socket for {name} {}", wanted(kind))))
+        Err(io::Error::other(format!("socket {name} from systemd {}", requirement(kind))))
     }
 }
 
-fn wanted(kind: SocketType) -> &'static str {
+fn requirement(kind: SocketType) -> &'static str {
     if kind == SocketType::SEQPACKET {
-        "must be one that listens and keeps message boundaries: ListenSequentialPacket=PATH"
+        "does not listen for sequenced packets: use ListenSequentialPacket=PATH in the socket unit"
     } else {
-        "must be one that listens for streams: ListenStream=ADDRESS:PORT"
+        "does not listen for streams: use ListenStream=ADDRESS:PORT in the socket unit"
     }
 }
 
-fn take(descriptor: RawFd) -> io::Result<OwnedFd> {
+/// Takes ownership of a descriptor that was open when the process started.
+fn own_descriptor(descriptor: RawFd) -> io::Result<OwnedFd> {
     // SAFETY: fcntl with this command takes numbers alone, and says whether the descriptor is open.
     if unsafe { libc::fcntl(descriptor, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: it is open, was opened for us before we began, and is taken once: nobody else here owns it.
+    // SAFETY: it is open, was opened by systemd, and `listener` is called once: it has no other owner.
     Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
 }
 
-/// The names of the sockets that are handed to process `own`.
+/// The names of the sockets that systemd passes to the process with the number `own`.
+///
+/// # Errors
+/// A message if the variables are not valid.
 fn parse(
     pid: Option<&str>,
     count: Option<&str>,
@@ -73,25 +80,28 @@ fn parse(
     own: u32,
 ) -> Result<Vec<String>, String> {
     let (Some(pid), Some(count)) = (pid, count) else { return Ok(Vec::new()) };
-    // What was meant for the process that started us.
+    // Otherwise the variables are inherited from a parent process.
     if pid.parse() != Ok(own) {
         return Ok(Vec::new());
     }
-    let count: usize = count.parse().ok().filter(|count| *count <= SOCKETS_MAX).ok_or_else(|| {
-        format!("LISTEN_FDS is \"{count}\", and {SOCKETS_MAX} are the most that are of use")
-    })?;
+    let count: usize = count
+        .parse()
+        .ok()
+        .filter(|count| *count <= SOCKETS_MAX)
+        .ok_or_else(|| format!("LISTEN_FDS is \"{count}\"; expected a number up to {SOCKETS_MAX}"))?;
     let Some(names) = names else { return Ok(vec!["unknown".to_owned(); count]) };
     let names: Vec<String> = names.split(':').map(str::to_owned).collect();
     if names.len() != count {
-        return Err(format!("LISTEN_FDNAMES has {} names for {count} sockets", names.len()));
+        return Err(format!("LISTEN_FDNAMES has {} names, but LISTEN_FDS is {count}", names.len()));
     }
     Ok(names)
 }
 
-fn choose(names: &[String], wanted: &str) -> Option<usize> {
-    let named = names.iter().position(|name| name == wanted);
-    // systemd itself names a socket after its unit.
-    named.or_else(|| names.iter().position(|name| *name == format!("aquifer-{wanted}.socket"))).or({
+/// The index of the socket to use.
+fn choose(names: &[String], daemon: &str) -> Option<usize> {
+    let named = names.iter().position(|name| name == daemon);
+    // By default systemd names a socket after its unit.
+    named.or_else(|| names.iter().position(|name| *name == format!("aquifer-{daemon}.socket"))).or({
         match names {
             [only] if only == "unknown" => Some(0),
             _ => None,
@@ -99,11 +109,11 @@ fn choose(names: &[String], wanted: &str) -> Option<usize> {
     })
 }
 
-/// Tell systemd, if it started us, that we serve. A service of `Type=notify` counts as started then.
+/// Notifies systemd that the daemon serves, if systemd started it with `Type=notify`.
 ///
 /// # Errors
-/// The system's.
-pub fn tell_ready() -> io::Result<()> {
+/// If the notification cannot be sent.
+pub fn notify_ready() -> io::Result<()> {
     let Some(path) = std::env::var_os("NOTIFY_SOCKET") else { return Ok(()) };
     let path = path.into_encoded_bytes();
     let address = match path.strip_prefix(b"@") {
@@ -119,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_is_meant_for_us_is_taken() {
+    fn sockets_of_other_processes_are_ignored() {
         let parse = |pid, count, names| parse(pid, count, names, 7);
         assert_eq!(parse(None, Some("1"), None).unwrap().len(), 0);
         assert_eq!(parse(Some("8"), Some("1"), None).unwrap().len(), 0);

@@ -1,15 +1,15 @@
-//! `aquifer up`: start what is missing.
+//! `aquifer up`: starts the daemons of the cluster that do not run.
 
 use std::os::fd::AsFd;
 use std::process::ExitCode;
 
-use super::down::{CHANGING, stop_parts};
+use super::config::ClusterConfig;
+use super::daemon::{Daemon, names};
+use super::down::{CLUSTER_LOCK, stop_daemons};
 use super::key;
-use super::launch::{LaunchError, life_of, start};
-use super::lock::{Lock, Process};
-use super::part::{Part, names};
-use super::shape::Shape;
-use super::source::Source;
+use super::launch::{LaunchError, process_of, start};
+use super::location::DirectoryLocation;
+use super::lock::{FileLock, LockHolder};
 use crate::Outcome;
 use crate::cli::UpArguments;
 use crate::say::say_line;
@@ -18,116 +18,129 @@ use aquifer_ipc::Frame;
 use aquifer_ipc::size::ByteSize;
 use aquifer_node::memory::available_bytes;
 
-/// Start the cluster, or what of it is missing, and return when it serves.
+/// Starts the daemons of the cluster that do not run, and returns once they serve.
 pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
     state.create()?;
-    let _lock = Lock::wait(&state.lock(CHANGING), || {
-        crate::say::say_error!("another aquifer up or down is at work here; waiting for it");
+    let _lock = FileLock::acquire(&state.lock(CLUSTER_LOCK), || {
+        crate::say::say_error!(
+            "waiting for another `aquifer up` or `aquifer down` to finish in {}",
+            state.path().display()
+        );
     })?;
-    let shape = shape(state, arguments)?;
-    let missing = missing(state, &shape)?;
+    let config = config(state, arguments)?;
+    let missing = missing(state, &config)?;
     if missing.is_empty() {
-        say_line!("The cluster is up already: {shape}, in {}", state.path().display());
+        say_line!("The cluster is up already: {config}, in {}", state.path().display());
         return Ok(ExitCode::SUCCESS);
     }
-    check_memory(&shape, &missing)?;
-    let source = Source::new(&shape.directory)?;
-    if !source.is_own() {
-        // Else each part would say so in its log.
-        source.connect(state)?;
+    check_memory(&config, &missing)?;
+    let location = DirectoryLocation::new(&config.directory)?;
+    if !location.is_own() {
+        // Fails here, with one message, instead of in each daemon.
+        location.connect(state)?;
     }
-    shape.save(state)?;
-    if let Err(error) = start_all(state, &shape, &missing) {
-        // What was there before stays; a cluster that never was leaves nothing behind.
-        stop_parts(state, &missing)?;
-        if missing.len() == shape.parts().len() {
-            let _left = std::fs::remove_file(state.shape());
+    config.save(state)?;
+    if let Err(error) = start_all(state, &config, &missing) {
+        // Daemons that ran before are left alone.
+        stop_daemons(state, &missing)?;
+        if missing.len() == config.daemons().len() {
+            let _left = std::fs::remove_file(state.cluster_config());
         }
         return Err(error.into());
     }
-    watch_exits(state, &shape);
+    watch_exits(state, &config);
     say_line!("Started {}", names(&missing));
-    say_line!("The cluster is up: {shape}, in {}", state.path().display());
+    say_line!("The cluster is up: {config}, in {}", state.path().display());
     say_line!("Try: aquifer run --local 64M -- PROGRAM ARGUMENTS");
     Ok(ExitCode::SUCCESS)
 }
 
-/// Has the keeper log how each daemon ends. A daemon that is not watched works as well, so a failure is only a warning.
-fn watch_exits(state: &StateDir, shape: &Shape) {
-    let warn =
-        |error: &dyn std::error::Error| crate::say::say_error!("the ends of daemons are not logged: {error}");
-    let keeper = match aquifer_channel::connect(&state.socket(&Part::Keeper.to_string())) {
+/// Has the keeper log how each daemon ends.
+///
+/// A daemon works without that, so a failure is only a warning.
+fn watch_exits(state: &StateDir, config: &ClusterConfig) {
+    let warn = |error: &dyn std::error::Error| {
+        crate::say::say_error!("the keeper will not log how daemons end: {error}")
+    };
+    let keeper = match aquifer_channel::connect(&state.socket(&Daemon::Keeper.to_string())) {
         Ok(keeper) => keeper,
         Err(error) => return warn(&error),
     };
-    for part in shape.parts().into_iter().filter(|part| *part != Part::Keeper) {
+    for daemon in config.daemons().into_iter().filter(|daemon| *daemon != Daemon::Keeper) {
         // A daemon that has ended meanwhile cannot be watched.
-        let Ok(Some(Process { pid, pidfd })) = life_of(state, part) else { continue };
-        let watch = Frame::WatchDaemon { pid, name: part.to_string() };
+        let Ok(Some(LockHolder { pid, pidfd })) = process_of(state, daemon) else { continue };
+        let watch = Frame::WatchDaemon { pid, name: daemon.to_string() };
         if let Err(error) = aquifer_channel::send_frame(&keeper, &watch, &[pidfd.as_fd()]) {
             return warn(&error);
         }
     }
 }
 
-/// The shape that is up or was, else the one asked for.
-fn shape(state: &StateDir, arguments: &UpArguments) -> Result<Shape, Box<dyn std::error::Error>> {
-    let Some(known) = Shape::load(state)? else { return fresh(state, arguments) };
-    match known.check(arguments) {
-        Ok(()) => Ok(known),
-        // Nothing of it lives: what is asked for now counts.
-        Err(_) if missing(state, &known)?.len() == known.parts().len() => fresh(state, arguments),
+/// The stored configuration; or a new one if there is none, or if it differs and no daemon of it runs.
+fn config(state: &StateDir, arguments: &UpArguments) -> Result<ClusterConfig, Box<dyn std::error::Error>> {
+    let Some(stored) = ClusterConfig::load(state)? else { return new_config(state, arguments) };
+    match stored.check(arguments) {
+        Ok(()) => Ok(stored),
+        Err(_) if missing(state, &stored)?.len() == stored.daemons().len() => new_config(state, arguments),
         Err(error) => Err(error.into()),
     }
 }
 
-fn fresh(state: &StateDir, arguments: &UpArguments) -> Result<Shape, Box<dyn std::error::Error>> {
-    let mut shape = Shape::asked(arguments);
-    shape.make_paths_absolute()?;
-    shape.choose_ports()?;
+fn new_config(
+    state: &StateDir,
+    arguments: &UpArguments,
+) -> Result<ClusterConfig, Box<dyn std::error::Error>> {
+    let mut config = ClusterConfig::from_arguments(arguments);
+    config.make_paths_absolute()?;
+    config.choose_ports()?;
     key::ensure(&state.key_file())?;
-    Ok(shape)
+    Ok(config)
 }
 
-fn missing(state: &StateDir, shape: &Shape) -> Result<Vec<Part>, LaunchError> {
+/// The daemons of the cluster that do not run.
+fn missing(state: &StateDir, config: &ClusterConfig) -> Result<Vec<Daemon>, LaunchError> {
     let mut missing = Vec::new();
-    for part in shape.parts() {
-        if life_of(state, part)?.is_none() {
-            missing.push(part);
+    for daemon in config.daemons() {
+        if process_of(state, daemon)?.is_none() {
+            missing.push(daemon);
         }
     }
     Ok(missing)
 }
 
-/// Said before anything is started: memory that is lent is promised, and a promise that cannot be kept kills programs later.
-fn check_memory(shape: &Shape, missing: &[Part]) -> Outcome {
-    let nodes = missing.iter().filter(|part| matches!(part, Part::Node(_))).count();
-    let needed = shape.memory_bytes.saturating_mul(u64::try_from(nodes)?);
+/// Checks that the machine has the memory that the nodes are to lend.
+///
+/// Nodes allocate their memory as it is used. Without the check, the machine would run out of memory
+/// while programs run.
+fn check_memory(config: &ClusterConfig, missing: &[Daemon]) -> Outcome {
+    let nodes = missing.iter().filter(|daemon| matches!(daemon, Daemon::Node(_))).count();
+    let needed = config.memory_bytes.saturating_mul(u64::try_from(nodes)?);
     let available = available_bytes()?;
     if needed > available {
-        let (each, needed, available) = (ByteSize(shape.memory_bytes), ByteSize(needed), ByteSize(available));
+        let (each, needed, available) =
+            (ByteSize(config.memory_bytes), ByteSize(needed), ByteSize(available));
         return Err(format!(
-            "{nodes} nodes of {each} are {needed}, and only {available} of memory are available: \
-             ask for less with --memory or --nodes"
+            "{nodes} nodes of {each} are {needed}, but only {available} of memory are available: \
+             give a smaller --memory or --nodes"
         )
         .into());
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Directory and keeper first, then all nodes at once, then the agent.
-fn start_all(state: &StateDir, shape: &Shape, missing: &[Part]) -> Result<(), LaunchError> {
-    let is_node = |part: &&Part| matches!(part, Part::Node(_));
-    for part in missing.iter().filter(|part| matches!(part, Part::Directory | Part::Keeper)) {
-        start(state, shape, *part)?.wait()?;
+/// Starts the directory and the keeper first, then all nodes at once, then the agent.
+fn start_all(state: &StateDir, config: &ClusterConfig, missing: &[Daemon]) -> Result<(), LaunchError> {
+    let is_node = |daemon: &&Daemon| matches!(daemon, Daemon::Node(_));
+    for daemon in missing.iter().filter(|daemon| matches!(daemon, Daemon::Directory | Daemon::Keeper)) {
+        start(state, config, *daemon)?.wait()?;
     }
     let starting: Result<Vec<_>, _> =
-        missing.iter().filter(is_node).map(|part| start(state, shape, *part)).collect();
+        missing.iter().filter(is_node).map(|daemon| start(state, config, *daemon)).collect();
     for node in starting? {
         node.wait()?;
     }
-    for part in missing.iter().filter(|part| matches!(part, Part::Agent)) {
-        start(state, shape, *part)?.wait()?;
+    for daemon in missing.iter().filter(|daemon| matches!(daemon, Daemon::Agent)) {
+        start(state, config, *daemon)?.wait()?;
     }
     Ok(())
 }

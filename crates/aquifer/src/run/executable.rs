@@ -1,4 +1,4 @@
-//! Finds the program, and says beforehand why it could not be paged.
+//! Search for the program's file, and checks whether it can be paged.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -7,7 +7,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-/// Interpreters of interpreters, as in the kernel.
+/// Longest chain of script interpreters, as in the kernel.
 const SCRIPT_DEPTH_MAX: u32 = 4;
 const PROGRAM_HEADERS_MAX: u16 = 256;
 const PT_INTERP: u32 = 3;
@@ -17,43 +17,43 @@ const MACHINE_X86_64: u16 = 62;
 /// Why a program cannot be run on the pool.
 #[derive(Debug, thiserror::Error)]
 pub enum ExecutableError {
-    /// It is not there.
+    /// There is no such file.
     #[error("{0}: no such program", program.display())]
     NotFound {
-        /// As given.
+        /// The name as given.
         program: PathBuf,
     },
-    /// It may not be executed.
+    /// The file may not be executed.
     #[error("{0}: not an executable file", program.display())]
     NotExecutable {
         /// The file.
         program: PathBuf,
     },
-    /// It cannot be read.
-    #[error("{0}: {source}", program.display())]
+    /// The file cannot be read.
+    #[error("{0} cannot be read: {source}", program.display())]
     Unreadable {
         /// The file.
         program: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// It has no dynamic linker.
-    #[error("{0} is statically linked, so nothing can be loaded into it: use a dynamically linked build of it \
+    /// The program is statically linked.
+    #[error("{0} is statically linked, so the shim cannot be loaded into it: use a dynamically linked build \
              (for Go: CGO_ENABLED=1 and -linkmode external; for Rust: a gnu target; for C: without -static), \
              or page it by kernel swap: aquifer run --swap", program.display())]
     Static {
         /// The file.
         program: PathBuf,
     },
-    /// It is of another kind of machine.
+    /// The program is for another processor.
     #[error("{0} is not a 64-bit x86 program: only such programs can be paged", program.display())]
     OtherMachine {
         /// The file.
         program: PathBuf,
     },
-    /// The dynamic linker ignores what we ask in such programs.
-    #[error("{0} changes its user when it starts (set-user-ID or set-group-ID), and such programs load nothing on request: \
-             run it as that user directly, or page it by kernel swap: aquifer run --swap, as root", program.display())]
+    /// The program has a set-user-ID or set-group-ID bit, so the dynamic linker ignores LD_PRELOAD.
+    #[error("{0} is a set-user-ID or set-group-ID program, so the shim cannot be loaded into it: \
+             run it as its target user, or page it by kernel swap: aquifer run --swap, as root", program.display())]
     SetId {
         /// The file.
         program: PathBuf,
@@ -62,7 +62,10 @@ pub enum ExecutableError {
 
 use ExecutableError::{NotExecutable, NotFound, OtherMachine, SetId, Static, Unreadable};
 
-/// Find a program as a shell does.
+/// Finds a program as a shell does.
+///
+/// # Errors
+/// `NotFound`.
 pub(super) fn find(name: &OsStr) -> Result<PathBuf, ExecutableError> {
     let given = PathBuf::from(name);
     if name.as_bytes().contains(&b'/') {
@@ -74,12 +77,18 @@ pub(super) fn find(name: &OsStr) -> Result<PathBuf, ExecutableError> {
     candidates.find(|path| is_executable(path)).ok_or(NotFound { program: given })
 }
 
-/// Whether it can be paged, and if not, why.
+/// Checks that a program can be paged by the shim.
+///
+/// # Errors
+/// Why it cannot.
 pub(super) fn check(program: &Path) -> Result<(), ExecutableError> {
     check_file(program, program, SCRIPT_DEPTH_MAX)
 }
 
-/// Whether it can be started at all. The kernel knows best; it is asked for what would else be found out too late.
+/// Checks that a program can be executed, before a swap device is created for it.
+///
+/// # Errors
+/// `NotExecutable`.
 pub(super) fn check_startable(program: &Path) -> Result<(), ExecutableError> {
     if is_executable(program) { Ok(()) } else { Err(NotExecutable { program: program.to_owned() }) }
 }
@@ -96,7 +105,7 @@ fn check_file(program: &Path, file: &Path, depth: u32) -> Result<(), ExecutableE
     }
     let opened = match File::open(file) {
         Ok(opened) => opened,
-        // May be executed but not read: the program itself will tell.
+        // The file can be executed, but not read. Such a program cannot be checked.
         Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => return Ok(()),
         Err(error) => return Err(unreadable(error)),
     };
@@ -133,6 +142,7 @@ enum Elf {
     Damaged,
 }
 
+/// Classifies an ELF file by its first bytes and its program headers, which `read` reads at an offset.
 fn parse_elf(head: &[u8], read: impl Fn(u64, &mut [u8]) -> bool) -> Elf {
     let half = |at: usize| Some(u16::from_le_bytes(head.get(at..at + 2)?.try_into().ok()?));
     if !head.starts_with(&ELF_64_LITTLE) || half(18) != Some(MACHINE_X86_64) {
@@ -183,13 +193,13 @@ mod tests {
     }
 
     #[test]
-    fn an_interpreter_makes_it_dynamic() {
+    fn a_program_with_an_interpreter_is_dynamic() {
         assert_eq!(parse(&elf(&[6, 3, 1])), Elf::Dynamic);
         assert_eq!(parse(&elf(&[1, 1, 2])), Elf::Static);
     }
 
     #[test]
-    fn damaged_and_foreign_files_are_told_apart() {
+    fn damaged_files_and_other_processors_are_distinguished() {
         let mut other = elf(&[3]);
         other[18] = 183;
         assert_eq!(parse(&other), Elf::OtherMachine);

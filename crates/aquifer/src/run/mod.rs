@@ -1,7 +1,6 @@
-//! `aquifer run`: start an unmodified program on the pool, and be it for everyone who looks: its exit code, its signals,
-//! its input and output.
+//! `aquifer run`: runs an unmodified program on the pool, with its exit code, signals, input and output.
 
-mod agent_link;
+mod connection;
 mod executable;
 mod signals;
 mod swap;
@@ -15,94 +14,95 @@ use std::process::{Child, Command, ExitStatus};
 
 use aquifer_ipc::{EXIT_FAILED, RUN_VARIABLE, RunToken, SOCKET_VARIABLE};
 
-use agent_link::{AgentLink, agent_is_gone};
+use connection::{RunConnection, on_agent_gone};
 pub use executable::ExecutableError;
 use swap::SwapServer;
 pub use swap::{SwapOptions, serve_swap};
 
-/// The program cannot be executed, as of `env`.
+/// Exit code if the program cannot be executed, as of `env`.
 const EXIT_NOT_EXECUTABLE: i32 = 126;
-/// There is no such program, as of `env`.
+/// Exit code if there is no such program, as of `env`.
 const EXIT_NOT_FOUND: i32 = 127;
+/// File of the shim, in the folder of this binary.
 const SHIM: &str = "libaquifer_shim.so";
 
-/// What `aquifer run` is asked to do.
+/// Options of `aquifer run`.
 #[derive(Clone, Debug)]
 pub struct RunOptions {
-    /// Where the agent listens.
+    /// Socket of the agent.
     pub agent_socket: PathBuf,
-    /// Resident memory and mempool share together, in bytes.
+    /// Limit of resident memory, including the run's part of the mempool, in bytes.
     pub local_bytes: u64,
-    /// Memory nodes that each page is to be on.
+    /// Number of memory nodes that hold a copy of each page.
     pub replicas: u32,
-    /// Kernel swap on a device of ours, for what nothing can be loaded into.
+    /// Options of the swap device, if the program is paged by kernel swap.
     pub swap: Option<SwapOptions>,
-    /// Where to write statistics.
+    /// File for the statistics.
     pub stats: Option<PathBuf>,
     /// The program and its arguments.
     pub command: Vec<OsString>,
 }
 
-/// Why a program was not run, or was ended.
+/// Why a program did not run, or was ended.
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
-    /// The program.
+    /// The program cannot be executed or paged.
     #[error(transparent)]
     Executable(#[from] ExecutableError),
-    /// No agent.
+    /// No agent listens at the socket.
     #[error("no cluster is up (nothing answers at {path}): start one with `aquifer up`", path = path.display())]
     NoCluster {
-        /// Where it was looked for.
+        /// The socket.
         path: PathBuf,
     },
-    /// The agent said no.
+    /// The agent or the swap server refused the run, with this reason.
     #[error("{0}")]
     Refused(String),
     /// The connection to the agent failed.
-    #[error("the agent does not answer as it should: {0}")]
+    #[error("connection to the agent failed: {0}")]
     Agent(std::io::Error),
-    /// The build is incomplete.
-    #[error("{path} is missing: it must lie beside the aquifer program (cargo build --release makes both)", path = path.display())]
+    /// The shim is missing.
+    #[error("{path} is missing: it must be in the folder of the aquifer binary (cargo build --release makes both)", path = path.display())]
     NoShim {
-        /// Where it should be.
+        /// The expected path.
         path: PathBuf,
     },
-    /// Not root.
+    /// `--swap` without root.
     #[error(
-        "--swap makes a cgroup and a swap device, which is for root only: run as root, or without --swap if the program is dynamically linked"
+        "--swap needs root, since it creates a cgroup and a swap device: run as root, or without --swap if the program is dynamically linked"
     )]
-    SwapIsRoots,
-    /// No device.
-    #[error("the server of the swap device does not work: {0}")]
+    SwapNeedsRoot,
+    /// The swap server cannot be started, or failed.
+    #[error("swap server failed: {0}")]
     SwapServer(std::io::Error),
-    /// The statistics cannot be written.
-    #[error("cannot write statistics to {path}: {source}", path = path.display())]
+    /// The file for the statistics cannot be created.
+    #[error("cannot create statistics file {path}: {source}", path = path.display())]
     Stats {
-        /// Where.
+        /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// It could not be started.
-    #[error("{program}: {source}", program = program.display())]
+    /// The program could not be started.
+    #[error("{program} cannot be started: {source}", program = program.display())]
     Start {
         /// The program.
         program: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// The agent or the keeper ended it.
+    /// The agent or the keeper ended the program.
     #[error("{program} was ended: {reason}", program = program.display())]
     Ended {
         /// The program.
         program: PathBuf,
-        /// Why.
+        /// The reason.
         reason: String,
     },
 }
 
 impl RunError {
-    /// The exit code that says the same to scripts.
+    /// The exit code of `aquifer run` for this error.
     #[must_use]
     pub fn exit_code(&self) -> i32 {
         match self {
@@ -115,10 +115,12 @@ impl RunError {
     }
 }
 
-/// Run a program; returns its exit code. If a signal ended it, this process ends by the same one.
+/// Runs a program and returns its exit code.
+///
+/// If a signal ended the program, this process ends by the same signal.
 ///
 /// # Errors
-/// If it could not be run on the pool, or was ended because the pool could not go on.
+/// If the program could not be run, or if the agent or the keeper ended it.
 pub fn run(options: &RunOptions) -> Result<i32, RunError> {
     let program = executable::find(&options.command[0])?;
     match &options.swap {
@@ -132,66 +134,71 @@ fn run_on_agent(options: &RunOptions, program: PathBuf) -> Result<i32, RunError>
     executable::check(&program)?;
     let stats = options.stats.as_deref().map(open_stats).transpose()?;
     let name = name_of(&program);
-    let mut link = AgentLink::open(&options.agent_socket, &name, options.local_bytes, options.replicas)?;
+    let mut connection =
+        RunConnection::open(&options.agent_socket, &name, options.local_bytes, options.replicas)?;
     signals::install();
     let mut command = Command::new(&program);
-    prepare(&mut command, options, &shim, &link);
-    let status = attend(options, &program, command, &mut link, agent_is_gone(name))?;
-    let statistics = link.close();
-    end(program, status, &link, statistics, stats)
+    prepare(&mut command, options, &shim, &connection);
+    let status = run_to_exit(options, &program, command, &mut connection, on_agent_gone(name))?;
+    let statistics = connection.close();
+    finish(program, status, &connection, statistics, stats)
 }
 
 fn run_on_swap(options: &RunOptions, swap: &SwapOptions, program: PathBuf) -> Result<i32, RunError> {
     executable::check_startable(&program)?;
     let stats = options.stats.as_deref().map(open_stats).transpose()?;
     let (server, socket) = SwapServer::start(options, swap, &name_of(&program))?;
-    let mut link = AgentLink::over(socket, RunToken([0; 16]));
+    let mut connection = RunConnection::new(socket, RunToken([0; 16]));
     signals::install();
     let command = server.command(&program)?;
-    let status = attend(options, &program, command, &mut link, server.on_gone())?;
-    let statistics = link.close();
+    let status = run_to_exit(options, &program, command, &mut connection, server.on_gone())?;
+    let statistics = connection.close();
     if statistics.is_none() {
-        link.settle();
+        connection.join_listener();
     }
     server.reap();
-    end(program, status, &link, statistics, stats)
+    finish(program, status, &connection, statistics, stats)
 }
 
-/// Start the program and wait for its end; signals go to it.
-fn attend(
+/// Starts the program, forwards signals to it, and waits for its end.
+fn run_to_exit(
     options: &RunOptions,
     program: &Path,
     mut command: Command,
-    link: &mut AgentLink,
+    connection: &mut RunConnection,
     on_gone: impl FnOnce() -> String + Send + 'static,
 ) -> Result<ExitStatus, RunError> {
     let started = command.arg0(&options.command[0]).args(&options.command[1..]).spawn();
     let mut child = started.map_err(|source| RunError::Start { program: program.to_owned(), source })?;
     signals::forward_to(child.id());
-    link.listen(on_gone);
+    connection.listen(on_gone);
     let status = wait(&mut child);
     signals::forward_to(0);
     Ok(status)
 }
 
-/// What the program's end is to whoever started it.
-fn end(
+/// Writes the statistics, and returns the program's exit code, or why the program was ended.
+///
+/// A failed write is reported, but does not replace the program's exit code.
+fn finish(
     program: PathBuf,
     status: ExitStatus,
-    link: &AgentLink,
+    connection: &RunConnection,
     statistics: Option<String>,
     stats: Option<(File, PathBuf)>,
 ) -> Result<i32, RunError> {
-    if let (Some((mut file, path)), Some(statistics)) = (stats, statistics) {
-        writeln!(file, "{statistics}").map_err(|source| RunError::Stats { path, source })?;
+    if let (Some((mut file, path)), Some(statistics)) = (stats, statistics)
+        && let Err(error) = writeln!(file, "{statistics}")
+    {
+        crate::say::say_error!("cannot write statistics to {}: {error}", path.display());
     }
-    // What was swapped and cannot be had raises SIGBUS, when it is touched before the program is ended.
-    let ends =
+    // A program that touches a lost page gets SIGBUS, perhaps before it is killed.
+    let ending_signals =
         [rustix::process::Signal::KILL, rustix::process::Signal::BUS].map(|signal| Some(signal.as_raw()));
-    if let Some(reason) = link.reason().filter(|_| ends.contains(&status.signal())) {
+    if let Some(reason) = connection.reason().filter(|_| ending_signals.contains(&status.signal())) {
         return Err(RunError::Ended { program, reason });
     }
-    Ok(pass_on(status))
+    Ok(exit_code(status))
 }
 
 fn name_of(program: &Path) -> String {
@@ -209,7 +216,8 @@ fn open_stats(path: &Path) -> Result<(File, PathBuf), RunError> {
     Ok((file, path.to_owned()))
 }
 
-fn prepare(command: &mut Command, options: &RunOptions, shim: &Path, link: &AgentLink) {
+/// Adds the shim to LD_PRELOAD, and tells it the agent's socket and the run's token.
+fn prepare(command: &mut Command, options: &RunOptions, shim: &Path, connection: &RunConnection) {
     let mut preload = shim.as_os_str().to_owned();
     if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
         preload.push(":");
@@ -218,7 +226,7 @@ fn prepare(command: &mut Command, options: &RunOptions, shim: &Path, link: &Agen
     command
         .env("LD_PRELOAD", preload)
         .env(SOCKET_VARIABLE, &options.agent_socket)
-        .env(RUN_VARIABLE, link.token().to_hex());
+        .env(RUN_VARIABLE, connection.token().to_hex());
 }
 
 fn wait(child: &mut Child) -> ExitStatus {
@@ -226,13 +234,14 @@ fn wait(child: &mut Child) -> ExitStatus {
         match child.wait() {
             Ok(status) => return status,
             Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-            // It is our own child, so there is nothing else that could go wrong.
-            Err(error) => panic!("waiting for the program failed: {error}"),
+            // The process is a child that was not waited for yet, so there is no other error.
+            Err(error) => panic!("wait for the program failed: {error}"),
         }
     }
 }
 
-fn pass_on(status: ExitStatus) -> i32 {
+/// The exit code of the program. If a signal ended it, ends this process by the same signal.
+fn exit_code(status: ExitStatus) -> i32 {
     match (status.code(), status.signal()) {
         (Some(code), _) => code,
         (None, Some(signal)) => {

@@ -1,10 +1,13 @@
-//! Signals sent to `aquifer run` are for the program.
+//! Forwarding of signals from `aquifer run` to the program.
 
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
+/// Process number of the program; 0 before its start and after its end.
 static CHILD: AtomicU32 = AtomicU32::new(0);
 
-/// Those that a user or a service manager sends. The terminal sends INT, QUIT and TSTP to the program itself.
+/// Signals that are forwarded: those that a user or a service manager sends.
+///
+/// The terminal sends INT, QUIT and TSTP to the program as well, so those from it are not forwarded.
 const FORWARDED: [i32; 7] =
     [libc::SIGTERM, libc::SIGHUP, libc::SIGINT, libc::SIGQUIT, libc::SIGUSR1, libc::SIGUSR2, libc::SIGALRM];
 
@@ -19,8 +22,9 @@ extern "C" fn forward(signal: i32, info: *mut libc::siginfo_t, _context: *mut li
     }
 }
 
-/// Catch them from now on. Handlers, unlike ignored signals, are not inherited by the program. One that the user had ignored
-/// (`nohup`) stays ignored.
+/// Installs the handlers. A signal that is already ignored (`nohup`) stays ignored.
+///
+/// The program does not inherit handlers.
 pub(super) fn install() {
     for signal in FORWARDED {
         // SAFETY: the handler does only what a signal handler may; the structures are initialised.
@@ -38,12 +42,12 @@ pub(super) fn install() {
     }
 }
 
-/// Forward to this process; 0 for none.
+/// Sets the process that gets the signals; 0 for none.
 pub(super) fn forward_to(child: u32) {
     CHILD.store(child, Relaxed);
 }
 
-/// End this process by the signal that ended the program, without a core of our own.
+/// Ends this process by a signal, without a core dump.
 pub(super) fn die_by(signal: i32) {
     // SAFETY: changes this process' own limits and signal dispositions, and ends it.
     unsafe {

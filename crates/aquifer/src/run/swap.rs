@@ -1,5 +1,7 @@
-//! `aquifer run --swap`: for what nothing can be loaded into. The program runs in a cgroup whose memory is limited, and the kernel swaps to a
-//! device of ours; its server is a process of its own, and owns all of it.
+//! `aquifer run --swap`: runs a program that the shim cannot be loaded into.
+//!
+//! The program runs in a cgroup with a memory limit, and the kernel swaps to a device in the pool. The
+//! swap server, a process of its own, owns the cgroup and the device.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -17,23 +19,26 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use super::{RunError, RunOptions};
 use crate::Outcome;
 use crate::cli::SwapServerArguments;
-use crate::cluster::Source;
+use crate::cluster::DirectoryLocation;
 use crate::say::log_to_stderr;
 use crate::settings::DirectorySettings;
 use crate::state::StateDir;
 
-/// What `--swap` asks for beside the limit.
+/// Options of `--swap`.
 #[derive(Clone, Debug)]
 pub struct SwapOptions {
-    /// The cluster's folder.
+    /// The state folder.
     pub state: PathBuf,
-    /// The log of the server.
+    /// Log of the swap server.
     pub log: PathBuf,
-    /// The device's size, if not the default.
+    /// Size of the device, if not the default.
     pub bytes: Option<u64>,
 }
 
-/// Be the server of a swap device, for the run at the other end of standard input.
+/// Serves a swap device, for the `aquifer run` at the other end of standard input.
+///
+/// # Errors
+/// If the device cannot be served.
 pub fn serve_swap(state: &StateDir, arguments: &SwapServerArguments) -> Outcome {
     log_to_stderr();
     let options = aquifer_swap::SwapOptions {
@@ -45,15 +50,15 @@ pub fn serve_swap(state: &StateDir, arguments: &SwapServerArguments) -> Outcome 
     };
     let connect = |place: &str| {
         let settings: DirectorySettings = serde_json::from_str(place)
-            .map_err(|error| format!("the agent does not tell where the cluster's directory is: {error}"))?;
-        let directory = Source::new(&settings)?.connect(state);
-        directory.map_err(|error| format!("the cluster's directory cannot be reached: {error}").into())
+            .map_err(|error| format!("the agent sent an invalid location of the directory: {error}"))?;
+        let directory = DirectoryLocation::new(&settings)?.connect(state);
+        directory.map_err(|error| format!("connection to the directory failed: {error}").into())
     };
     let run = io::stdin().as_fd().try_clone_to_owned()?;
     Ok(aquifer_swap::serve(run, &options, connect)?)
 }
 
-/// The server of the device, with what lets a program into its cgroup.
+/// The process of the swap server, and the `cgroup.procs` file of its cgroup.
 #[derive(Debug)]
 pub(super) struct SwapServer {
     process: Child,
@@ -62,30 +67,30 @@ pub(super) struct SwapServer {
 }
 
 impl SwapServer {
-    /// Start it; it is told to end over the socket that comes with it.
+    /// Starts the server. Also returns the socket to it.
     pub(super) fn start(
         options: &RunOptions,
         swap: &SwapOptions,
         name: &str,
     ) -> Result<(Self, OwnedFd), RunError> {
         if !rustix::process::geteuid().is_root() {
-            return Err(RunError::SwapIsRoots);
+            return Err(RunError::SwapNeedsRoot);
         }
         if let Err(error) = cleanup_stale() {
-            crate::say::say_error!("what an earlier run left behind is not all gone: {error}");
+            crate::say::say_error!("cleanup after an earlier `aquifer run --swap` failed: {error}");
         }
-        let (ours, theirs) =
+        let (own_end, server_end) =
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
                 .map_err(io::Error::from)
                 .map_err(RunError::SwapServer)?;
-        let mut process = spawn(options, swap, name, theirs).map_err(RunError::SwapServer)?;
-        match receive_frame(&ours) {
+        let mut process = spawn(options, swap, name, server_end).map_err(RunError::SwapServer)?;
+        match receive_frame(&own_end) {
             Ok((Frame::SwapOpened(record), mut fds)) if fds.len() == 1 => {
                 let procs = File::from(fds.remove(0));
-                Ok((Self { process, record, procs }, ours))
+                Ok((Self { process, record, procs }, own_end))
             }
             Ok((Frame::Refused(reason), _)) => {
-                // It has nothing more to do than to end.
+                // The server ends after a refusal.
                 let _ = process.wait();
                 Err(RunError::Refused(reason))
             }
@@ -93,33 +98,34 @@ impl SwapServer {
                 let _ = process.kill();
                 let _ = process.wait();
                 if let Err(error) = cleanup_stale() {
-                    crate::say::say_error!("{error}");
+                    crate::say::say_error!("cleanup of the swap device failed: {error}");
                 }
                 let answer = answer.err().unwrap_or(ReceiveError::Closed).to_string();
-                let error = format!("{answer}; its log is {}", swap.log.display());
+                let error = format!("{answer}; see its log {}", swap.log.display());
                 Err(RunError::SwapServer(io::Error::other(error)))
             }
         }
     }
 
-    /// A command whose program runs in the cgroup.
+    /// A command that starts the program in the cgroup.
     pub(super) fn command(&self, program: &Path) -> Result<Command, RunError> {
         let procs = self.procs.try_clone().map_err(RunError::SwapServer)?;
         Ok(cgroup::command(program.as_os_str(), procs))
     }
 
-    /// What to do when the server is gone while it is needed: nothing that it held can be had any more. Returns the reason.
+    /// The function to call if the server dies while the program runs: it removes the device, and returns
+    /// the reason for the end of the program, whose swapped pages are lost.
     pub(super) fn on_gone(&self) -> impl FnOnce() -> String + Send + use<> {
         let record = self.record.clone();
         move || {
             if let Err(error) = record::undo_abandoned(&record) {
-                crate::say::say_error!("something of the swap device is left: {error}");
+                crate::say::say_error!("cleanup of the swap device failed: {error}");
             }
-            "the server of its swap device died, and with it the only copy of what was swapped".to_owned()
+            "its swap server died, so its swapped pages are lost".to_owned()
         }
     }
 
-    /// The server ends by itself, as soon as no program is left; if that is so already, do not leave it to others.
+    /// Reaps the server if it has ended. It ends when its cgroup is empty, perhaps later than this process.
     pub(super) fn reap(mut self) {
         let _ = self.process.try_wait();
     }
@@ -139,7 +145,7 @@ fn spawn(options: &RunOptions, swap: &SwapOptions, name: &str, socket: OwnedFd) 
         .stdout(Stdio::null())
         .stderr(log)
         .current_dir("/")
-        // The terminal's signals are for the program.
+        // The server must not get the signals of the terminal.
         .process_group(0)
         .spawn()
 }

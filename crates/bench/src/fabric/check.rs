@@ -9,7 +9,7 @@ use aquifer_fabric::{
     Completion, Endpoint, EndpointError, Host, Identity, Limits, RemoteAddr, Tenant, Verb, Work, WorkError,
     tcp,
 };
-use aquifer_fabric_verbs::{Remap, VerbsEndpoint, devices};
+use aquifer_fabric_verbs::{RemapMethod, VerbsEndpoint, devices};
 
 use super::End;
 use super::info::describe;
@@ -256,7 +256,7 @@ fn remap(findings: &mut Findings, end: &End, who: Identity) -> Result<(), BenchE
         let mut found = [0; 64];
         link.local().read(0, &mut found);
         is_sound &= found == [moved.byte; 64];
-        how = Remap::ALL.get(usize::from(moved.how)).copied();
+        how = RemapMethod::ALL.get(usize::from(moved.how)).copied();
     }
     findings.holds("remapped memory is found at once", is_sound, "NO: other bytes came back");
     times_us.sort_by(f64::total_cmp);

@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use aquifer_fabric_verbs::{Caps, devices};
+use aquifer_fabric_verbs::{DeviceCaps, devices};
 
 use aquifer_ipc::size::ByteSize;
 
@@ -21,7 +21,7 @@ pub fn info() -> ExitCode {
 }
 
 /// A device, for people.
-pub fn describe(caps: &Caps) -> String {
+pub fn describe(caps: &DeviceCaps) -> String {
     let yes = |is_so: bool| if is_so { "yes" } else { "no" };
     let lacks = caps.lacks();
     let fit = if lacks.is_empty() {
@@ -59,11 +59,12 @@ mod tests {
 
     #[test]
     fn a_device_is_described_with_what_it_lacks() {
-        let caps = Caps { name: "rxe0".into(), windows: 16_384, has_atomics: true, ..Caps::default() };
+        let caps =
+            DeviceCaps { name: "rxe0".into(), windows: 16_384, has_atomics: true, ..DeviceCaps::default() };
         let text = describe(&caps);
         let lacks = "rxe0: can borrow; to lend it lacks windows of type 2, shared receive queues\n";
         assert!(text.starts_with(lacks) && text.contains("16384"), "{text}");
-        let caps = Caps { has_bound_windows: true, shared_receives: 100, ..caps };
+        let caps = DeviceCaps { has_bound_windows: true, shared_receives: 100, ..caps };
         assert!(describe(&caps).starts_with("rxe0: can lend and borrow\n"));
     }
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use aquifer_fabric::tcp::{self, TcpTarget};
 use aquifer_fabric::{Access, Host, Key, Memory, Region, Scope, Target, TargetError, WindowSpec};
-use aquifer_fabric_verbs::{self as verbs, Remap, VerbsTarget};
+use aquifer_fabric_verbs::{self as verbs, RemapMethod, VerbsTarget};
 
 use super::End;
 use super::talk::{Moved, Opened, Request};
@@ -123,7 +123,7 @@ impl Movable {
         let is_second = !self.has_second.get();
         let how = self.target.remap(base, if is_second { half } else { 0 }, half)?;
         self.has_second.set(is_second);
-        let how = Remap::ALL.iter().position(|way| *way == how).unwrap_or_default();
+        let how = RemapMethod::ALL.iter().position(|way| *way == how).unwrap_or_default();
         Ok(Moved {
             key,
             addr: base,

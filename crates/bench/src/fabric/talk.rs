@@ -2,7 +2,7 @@
 
 use aquifer_fabric::Key;
 #[cfg(doc)]
-use aquifer_fabric_verbs::Remap;
+use aquifer_fabric_verbs::RemapMethod;
 
 /// What is asked of the other end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -26,7 +26,7 @@ pub struct Moved {
     pub addr: u64,
     /// What each byte there is now.
     pub byte: u8,
-    /// How the device learned of it: its place in [`Remap::ALL`].
+    /// How the device learned of it: its place in [`RemapMethod::ALL`].
     pub how: u8,
 }
 

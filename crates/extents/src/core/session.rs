@@ -176,14 +176,9 @@ impl<P: ExtentPool> SessionCore<P> {
                 }
                 Some(ExtentRequest::AllocateStretch(sections)) => self.allocate_stretch(first, *sections),
                 Some(ExtentRequest::Free(name)) => ExtentAnswer::without_extent(self.free(first, name)),
-                Some(ExtentRequest::Read(name, range)) => {
-                    match self.prepare_transfer(name, *range, false, answers.len()) {
-                        Some(answer) => answer,
-                        None => break,
-                    }
-                }
-                Some(ExtentRequest::Write(name, range)) => {
-                    match self.prepare_transfer(name, *range, true, answers.len()) {
+                Some(ExtentRequest::Read(name, range) | ExtentRequest::Write(name, range)) => {
+                    let is_write = kind == RequestKind::Write;
+                    match self.prepare_transfer(name, *range, is_write, answers.len()) {
                         Some(answer) => answer,
                         None => break,
                     }

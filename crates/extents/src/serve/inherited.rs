@@ -11,7 +11,24 @@ use aquifer_ipc::{HeldItem, VERSION};
 use aquifer_pool::NodeId;
 
 use super::{AgentRingMemory, SessionParts, SessionRecord, SharedSession};
-use crate::book::Book;
+use crate::book::{Book, InvalidBook};
+
+/// Why what the keeper held is not a session.
+#[derive(Debug, thiserror::Error)]
+pub enum InheritError {
+    /// The record is not that of a session.
+    #[error("cannot parse the record of the session: {0}")]
+    Record(#[from] serde_json::Error),
+    /// The keeper returned another number of descriptors.
+    #[error("the keeper holds {0} descriptors of the session instead of 4")]
+    Descriptors(usize),
+    /// The book was written by a build with another version.
+    #[error(transparent)]
+    Book(#[from] InvalidBook),
+    /// A memfd of the session cannot be mapped.
+    #[error("cannot map the memory of the session: {0}")]
+    Memory(#[from] io::Error),
+}
 
 /// A session of an earlier agent, not yet resumed.
 #[derive(Debug)]
@@ -26,11 +43,10 @@ impl InheritedSession {
     ///
     /// # Errors
     /// If record or descriptors are not those of a session, or a system call fails.
-    pub fn open(item: &HeldItem, fds: Vec<OwnedFd>) -> io::Result<Self> {
-        let record: SessionRecord = serde_json::from_str(&item.record).map_err(io::Error::other)?;
-        let Ok([ring, book, socket, process]) = <[OwnedFd; 4]>::try_from(fds) else {
-            return Err(io::Error::other("the keeper does not hold four descriptors of the session"));
-        };
+    pub fn open(item: &HeldItem, fds: Vec<OwnedFd>) -> Result<Self, InheritError> {
+        let record: SessionRecord = serde_json::from_str(&item.record)?;
+        let [ring, book, socket, process] =
+            <[OwnedFd; 4]>::try_from(fds).map_err(|fds| InheritError::Descriptors(fds.len()))?;
         let ring = AgentRingMemory(Arc::new(Memory::from_fd(ring, RING_BYTES)?));
         // Magic and version are written again, because the program could have changed them.
         let ring = SessionRing::initialise(ring);

@@ -4,7 +4,7 @@ use super::{Life, VerbsEndpoint, place_of};
 use crate::keys::Verdict;
 use crate::letters::Request;
 use crate::sys::pair::{Kind, Order, Piece, Remote};
-use aquifer_fabric::keys::{KeyName, Right};
+use aquifer_fabric::keys::{KeyId, Right};
 use aquifer_fabric::work::{RemoteAddr, Verb, Work, WorkError};
 
 /// What is to be done with work.
@@ -118,7 +118,7 @@ impl VerbsEndpoint {
         number: u64,
     ) -> Result<Option<u32>, WorkError> {
         let done = self.queue.done();
-        let name = KeyName::at(remote.key, remote.addr);
+        let name = KeyId::at(remote.key, remote.addr);
         match self.keys.judge(name, right, (remote.addr, u64::from(len)), number, done) {
             Verdict::Open(key) => return Ok(Some(key)),
             Verdict::Refused(error) => return Err(error),
@@ -129,7 +129,7 @@ impl VerbsEndpoint {
         Ok(None)
     }
 
-    fn ask(&mut self, name: KeyName, instead_of: Option<KeyName>) {
+    fn ask(&mut self, name: KeyId, instead_of: Option<KeyId>) {
         if let Some(old) = instead_of {
             self.say(Request::Forget(old));
         }

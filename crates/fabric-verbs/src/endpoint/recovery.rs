@@ -13,10 +13,10 @@ use super::{Life, VerbsEndpoint};
 use crate::letters::Request;
 use crate::link::{Link, knock};
 use aquifer_fabric::ClusterKey;
+use aquifer_fabric::background::BackgroundTask;
 use aquifer_fabric::handshake::HANDSHAKE_TIME;
 use aquifer_fabric::handshake::hello::{Hello, Resume, Welcome};
-use aquifer_fabric::keys::KeyName;
-use aquifer_fabric::rescue::Rescue;
+use aquifer_fabric::keys::KeyId;
 use aquifer_fabric::work::{EndpointError, Verb, WorkError};
 
 /// So many times in a row work is posted once more that a device was refused for though the target opens its key.
@@ -55,7 +55,7 @@ impl VerbsEndpoint {
         let hello = Hello { who: self.who, encrypt: false, resume: Some(resume) };
         let is_for_good = refused.is_some();
         let deadline = Instant::now() + if is_for_good { REMAP_TIME } else { HANDSHAKE_TIME };
-        let started = Rescue::start("fabric-again", move |is_awaited| Attempt {
+        let started = BackgroundTask::start("fabric-again", move |is_awaited| Attempt {
             found: knock_until(address, &key, &hello, deadline, is_awaited),
             is_for_good,
         });
@@ -82,14 +82,15 @@ impl VerbsEndpoint {
     }
 
     pub(super) fn look_after_rescue(&mut self) {
-        let Some(Attempt { found, is_for_good }) = self.rescue.as_ref().and_then(Rescue::outcome) else {
+        let Some(Attempt { found, is_for_good }) = self.rescue.as_ref().and_then(BackgroundTask::outcome)
+        else {
             return;
         };
         self.rescue = None;
         match found {
             Ok((link, _)) if is_for_good => self.go_on(link),
             Ok(_) => self.end(WorkError::PeerGone),
-            Err(error) if error.is_of_fence() => self.end(WorkError::Fenced),
+            Err(error) if error.is_fence() => self.end(WorkError::Fenced),
             Err(error) => {
                 tracing::debug!(address = %self.address, %error, "an endpoint cannot go on");
                 self.end(WorkError::PeerGone);
@@ -140,12 +141,12 @@ fn knock_until(
     }
 }
 
-fn key_of(verb: &Verb) -> Option<KeyName> {
+fn key_of(verb: &Verb) -> Option<KeyId> {
     match verb {
         Verb::Read { remote, .. }
         | Verb::Write { remote, .. }
         | Verb::CompareSwap { remote, .. }
-        | Verb::FetchAdd { remote, .. } => Some(KeyName::at(remote.key, remote.addr)),
+        | Verb::FetchAdd { remote, .. } => Some(KeyId::at(remote.key, remote.addr)),
         Verb::Send { .. } => None,
     }
 }

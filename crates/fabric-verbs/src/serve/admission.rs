@@ -18,7 +18,7 @@ impl Server {
                 let deadline = *deadline;
                 let (outcome, answer) = prove(letter, &shared.key);
                 session.phase = match outcome {
-                    Ok(seal) => Phase::Greeting(seal, deadline),
+                    Ok(cipher) => Phase::Greeting(cipher, deadline),
                     Err(error) => {
                         tracing::info!(%error, "an endpoint was turned away");
                         Phase::Refused(deadline)
@@ -26,9 +26,9 @@ impl Server {
                 };
                 self.say(shared, name, answer);
             }
-            Phase::Greeting(seal, _) => {
+            Phase::Greeting(cipher, _) => {
                 let mut plain = Vec::new();
-                let opened = seal.open(letter, &mut plain).map_err(|error| error.to_string());
+                let opened = cipher.decrypt(letter, &mut plain).map_err(|error| error.to_string());
                 match opened.and_then(|_| hello::parse_hello(&plain).map_err(|error| error.to_string())) {
                     Ok(hello) => self.greet(shared, name, &hello),
                     Err(error) => {
@@ -53,14 +53,14 @@ impl Server {
                 done: 0,
                 encrypt: false,
                 limits: shared.options.limits,
-                regions: shared.lock().tables.announce(hello.who),
+                regions: shared.lock().tables.visible_regions(hello.who),
             }),
             Err(reason) => Reply::Refusal(reason.clone()),
         };
         let Some(session) = self.sessions.get_mut(&name) else { return };
-        let Phase::Greeting(seal, deadline) = &mut session.phase else { return };
+        let Phase::Greeting(cipher, deadline) = &mut session.phase else { return };
         let mut sealed = Vec::new();
-        seal.close(&hello::encode_reply(&reply), &mut sealed);
+        cipher.encrypt(&hello::encode_reply(&reply), &mut sealed);
         session.phase = match admitted {
             Ok(peer) => Phase::Open(peer),
             Err(reason) => {

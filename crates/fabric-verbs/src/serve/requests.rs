@@ -12,7 +12,7 @@ use crate::slots::WENT;
 use crate::sys::pair::{Kind, Opening, Order};
 use crate::sys::window::Window;
 use crate::target::Shared;
-use aquifer_fabric::keys::{Grant, KeyName, admits};
+use aquifer_fabric::keys::{Grant, KeyId, admits};
 
 /// Answers and messages that one session may leave waiting: twice what an initiator can have said that is not answered.
 const WAITING_MAX: usize = 2 * LETTERS_MAX as usize;
@@ -94,12 +94,12 @@ impl Server {
     }
 
     /// Bind a window for a key, if the key is for this one.
-    fn open(&mut self, shared: &Shared, name: usize, wanted: KeyName) -> io::Result<()> {
+    fn open(&mut self, shared: &Shared, name: usize, wanted: KeyId) -> io::Result<()> {
         let Some(session) = self.sessions.get_mut(&name) else { return Ok(()) };
         let Some(who) = session.peer().map(|peer| peer.who) else { return Ok(()) };
-        let KeyName { key, start } = wanted;
-        let grant = if key.is_of_table() {
-            shared.lock().tables.grant_of_table(who, key, start)
+        let KeyId { key, start } = wanted;
+        let grant = if key.is_table_key() {
+            shared.lock().tables.table_grant(who, key, start)
         } else {
             shared.control.lookup(key).filter(|grant| admits(grant.scope, who))
         };

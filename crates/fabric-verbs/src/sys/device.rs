@@ -9,7 +9,7 @@ use rdma_mummy_sys as sys;
 
 /// What a device says of itself.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct Caps {
+pub struct DeviceCaps {
     /// Its name, such as `mlx5_0` or `rxe0`.
     pub name: String,
     /// Queue pairs.
@@ -36,7 +36,7 @@ pub struct Caps {
     pub has_atomics: bool,
 }
 
-impl Caps {
+impl DeviceCaps {
     /// What a device lacks to lend memory, in words; nothing if it can. To borrow takes none of it.
     #[must_use]
     pub fn lacks(&self) -> Vec<&'static str> {
@@ -54,7 +54,7 @@ impl Caps {
 pub(crate) struct Device {
     pub context: *mut sys::ibv_context,
     pub domain: *mut sys::ibv_pd,
-    pub caps: Caps,
+    pub caps: DeviceCaps,
 }
 
 // SAFETY: libibverbs lets any thread use a context and a protection domain; the fields never change.
@@ -94,7 +94,7 @@ impl Device {
 ///
 /// # Errors
 /// A sentence that says why there are none: no library, no modules, no device.
-pub fn devices() -> Result<Vec<Caps>, String> {
+pub fn devices() -> Result<Vec<DeviceCaps>, String> {
     let mut count = 0;
     // SAFETY: `count` outlives the call.
     let list = unsafe { sys::ibv_get_device_list(&raw mut count) };
@@ -140,7 +140,7 @@ fn short(value: i32) -> u8 {
 
 /// # Safety
 /// The context must be open.
-unsafe fn caps_of(context: *mut sys::ibv_context) -> io::Result<Caps> {
+unsafe fn caps_of(context: *mut sys::ibv_context) -> io::Result<DeviceCaps> {
     // SAFETY: plain numbers, for which zero is a value.
     let mut found: sys::ibv_device_attr_ex = unsafe { std::mem::zeroed() };
     // SAFETY: the context is open, `found` outlives the call.
@@ -156,7 +156,7 @@ unsafe fn caps_of(context: *mut sys::ibv_context) -> io::Result<Caps> {
     let served = sys::ibv_odp_transport_cap_bits::IBV_ODP_SUPPORT_READ.0
         | sys::ibv_odp_transport_cap_bits::IBV_ODP_SUPPORT_WRITE.0
         | sys::ibv_odp_transport_cap_bits::IBV_ODP_SUPPORT_ATOMIC.0;
-    Ok(Caps {
+    Ok(DeviceCaps {
         name: name.to_string_lossy().into_owned(),
         pairs: number(device.max_qp),
         queue_depth: number(device.max_qp_wr),

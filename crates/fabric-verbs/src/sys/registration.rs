@@ -7,7 +7,7 @@ use std::sync::Arc;
 use rdma_mummy_sys as sys;
 
 use super::device::Device;
-use aquifer_fabric::{Memory, View};
+use aquifer_fabric::{AliasMapping, Memory};
 
 /// What the device may do with it, beside reading it for this process.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -40,7 +40,7 @@ pub(crate) struct Registration {
     memory: Arc<Memory>,
     /// What it is of, if that is not the memory's own mapping.
     #[expect(dead_code, reason = "it is mapped for as long as it is kept")]
-    view: Option<Arc<View>>,
+    view: Option<Arc<AliasMapping>>,
 }
 
 /// Have pages fetched before the call returns.
@@ -52,7 +52,7 @@ unsafe impl Send for Registration {}
 unsafe impl Sync for Registration {}
 
 impl Registration {
-    /// Register a range of a memory. Peers and work that is posted know it by addresses from `base` on. Its pages are pinned: they take memory from now on.
+    /// Register a range of a memory. PeerSessions and work that is posted know it by addresses from `base` on. Its pages are pinned: they take memory from now on.
     ///
     /// # Errors
     /// What the device says; `ENOMEM` mostly means that the limit of locked memory (`ulimit -l`) is too low.
@@ -78,11 +78,16 @@ impl Registration {
         Ok(Self { device, region, memory, view: None })
     }
 
-    /// Register all of a view. Peers know it by addresses from `base` on.
+    /// Register all of a view. PeerSessions know it by addresses from `base` on.
     ///
     /// # Errors
     /// As [`Self::new`].
-    pub fn of_view(device: &'static Device, view: Arc<View>, base: u64, what: Use) -> io::Result<Self> {
+    pub fn of_view(
+        device: &'static Device,
+        view: Arc<AliasMapping>,
+        base: u64,
+        what: Use,
+    ) -> io::Result<Self> {
         let len = view.memory().len();
         // SAFETY: the view is mapped for as long as it lives, which this holds longer than the registration: fields drop after `drop`.
         let region =

@@ -119,10 +119,10 @@ fn golden_sealed_record() {
     let target = std::thread::spawn(move || respond(right, &KEY).expect("the initiator has the key"));
     let mut initiator = initiate(left, &KEY).expect("the target has the key");
     let mut target = target.join().expect("it ended well");
-    initiator.say(b"hello").expect("the target is there");
-    assert_eq!(target.hear().expect("it was said"), b"hello");
+    initiator.send(b"hello").expect("the target is there");
+    assert_eq!(target.receive().expect("it was said"), b"hello");
     let mut record = Vec::new();
-    initiator.into_parts().1.close(b"1234567", &mut record);
+    initiator.into_parts().1.encrypt(b"1234567", &mut record);
     assert_eq!(record[..2], 23_u16.to_le_bytes(), "7 bytes and a tag of 16");
     assert_eq!(record.len(), 25);
 }

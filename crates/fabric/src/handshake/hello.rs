@@ -19,7 +19,7 @@ const KIND_REFUSAL: u16 = 3;
 pub type SessionId = [u8; 16];
 
 /// One that nobody can guess; or why there is none, as a sentence.
-pub fn new_session() -> Result<SessionId, String> {
+pub fn new_session_id() -> Result<SessionId, String> {
     let mut id: SessionId = [0; 16];
     rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
         .map_err(|error| format!("the target has no random bytes: {error}"))?;

@@ -16,7 +16,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use self::hello::{Hello, Reply, Welcome};
-use self::secure::{SecureError, Secured, initiate};
+use self::secure::{SecureChannel, SecureError, initiate};
 use crate::work::EndpointError;
 
 /// A connection that has not said and proved who it is by then is closed.
@@ -27,7 +27,7 @@ pub const PENDING_LIMIT: usize = 64;
 pub const LINGER_TIME: Duration = Duration::from_secs(5);
 
 /// What a target says that ends.
-pub(crate) const LEAVING: &str = "the target is going away";
+pub(crate) const GOING_AWAY: &str = "the target is going away";
 /// What a target says whose end of the broken connection is still open.
 pub(crate) const TRY_AGAIN: &str = "try again: the old connection is being closed";
 
@@ -35,23 +35,23 @@ pub(crate) const TRY_AGAIN: &str = "try again: the old connection is being close
 ///
 /// # Errors
 /// If the target refuses, does not have the key, or does not speak this protocol; or what the stream says.
-pub fn knock<S: Read + Write>(
+pub fn initiate_session<S: Read + Write>(
     stream: S,
     address: SocketAddr,
     key: &ClusterKey,
     hello: &Hello,
-) -> Result<(Secured<S>, Welcome), EndpointError> {
+) -> Result<(SecureChannel<S>, Welcome), EndpointError> {
     let address = address.to_string();
-    let say_and_hear = || {
+    let exchange = || {
         let mut secured = initiate(stream, key)?;
-        secured.say(&hello::encode_hello(hello))?;
-        let heard = secured.hear()?;
+        secured.send(&hello::encode_hello(hello))?;
+        let heard = secured.receive()?;
         Ok((secured, heard))
     };
-    let (secured, heard) = match say_and_hear() {
+    let (secured, heard) = match exchange() {
         Ok(heard) => heard,
         Err(SecureError::System(source)) => return Err(EndpointError::Unreachable { address, source }),
-        Err(SecureError::Stranger) => {
+        Err(SecureError::WrongKey) => {
             let reason = "the cluster keys differ: give both ends the same --key file".into();
             return Err(EndpointError::Refused { address, reason });
         }

@@ -56,7 +56,7 @@ pub enum SecureError {
     Version(u16),
     /// The proof failed.
     #[error("it does not have this cluster's key")]
-    Stranger,
+    WrongKey,
     /// Longer than anything that may come here.
     #[error("a message of {0} bytes is too long for a handshake")]
     TooLong(usize),
@@ -64,7 +64,7 @@ pub enum SecureError {
 
 impl From<snow::Error> for SecureError {
     fn from(_: snow::Error) -> Self {
-        Self::Stranger
+        Self::WrongKey
     }
 }
 
@@ -76,16 +76,16 @@ fn noise(key: &ClusterKey, initiator: bool) -> Result<HandshakeState, SecureErro
 
 /// A connection whose other end has proved itself, still speaking in sealed messages.
 #[derive(Debug)]
-pub struct Secured<S> {
+pub struct SecureChannel<S> {
     stream: S,
-    seal: Seal,
+    cipher: RecordCipher,
 }
 
 /// The initiator's part.
 ///
 /// # Errors
 /// If the connection fails or the other end cannot prove itself.
-pub fn initiate<S: Read + Write>(mut stream: S, key: &ClusterKey) -> Result<Secured<S>, SecureError> {
+pub fn initiate<S: Read + Write>(mut stream: S, key: &ClusterKey) -> Result<SecureChannel<S>, SecureError> {
     let mut noise = noise(key, true)?;
     let mut buffer = [0; HANDSHAKE_BYTES_MAX];
     let len = noise.write_message(&[], &mut buffer)?;
@@ -95,14 +95,14 @@ pub fn initiate<S: Read + Write>(mut stream: S, key: &ClusterKey) -> Result<Secu
     read_preamble(&mut stream)?;
     let answer = read_frame(&mut stream)?;
     noise.read_message(&answer, &mut buffer)?;
-    Ok(Secured { stream, seal: Seal(Box::new(noise.into_transport_mode()?)) })
+    Ok(SecureChannel { stream, cipher: RecordCipher(Box::new(noise.into_transport_mode()?)) })
 }
 
 /// The target's part.
 ///
 /// # Errors
 /// If the connection fails or the other end cannot prove itself. Then it has been told which versions differ, or nothing.
-pub fn respond<S: Read + Write>(mut stream: S, key: &ClusterKey) -> Result<Secured<S>, SecureError> {
+pub fn respond<S: Read + Write>(mut stream: S, key: &ClusterKey) -> Result<SecureChannel<S>, SecureError> {
     let mut noise = noise(key, false)?;
     let mut buffer = [0; HANDSHAKE_BYTES_MAX];
     let theirs = read_preamble(&mut stream);
@@ -118,17 +118,17 @@ pub fn respond<S: Read + Write>(mut stream: S, key: &ClusterKey) -> Result<Secur
     let mut answer = Vec::new();
     frame(&mut answer, &buffer[..len]);
     stream.write_all(&answer)?;
-    Ok(Secured { stream, seal: Seal(Box::new(noise.into_transport_mode()?)) })
+    Ok(SecureChannel { stream, cipher: RecordCipher(Box::new(noise.into_transport_mode()?)) })
 }
 
-impl<S: Read + Write> Secured<S> {
+impl<S: Read + Write> SecureChannel<S> {
     /// Say something, sealed.
     ///
     /// # Errors
     /// If the connection fails.
-    pub fn say(&mut self, message: &[u8]) -> Result<(), SecureError> {
+    pub fn send(&mut self, message: &[u8]) -> Result<(), SecureError> {
         let mut record = Vec::new();
-        self.seal.close(message, &mut record);
+        self.cipher.encrypt(message, &mut record);
         Ok(self.stream.write_all(&record)?)
     }
 
@@ -136,17 +136,17 @@ impl<S: Read + Write> Secured<S> {
     ///
     /// # Errors
     /// If the connection fails, or somebody has meddled with it.
-    pub fn hear(&mut self) -> Result<Vec<u8>, SecureError> {
+    pub fn receive(&mut self) -> Result<Vec<u8>, SecureError> {
         let record = read_frame(&mut self.stream)?;
         let mut message = vec![0; record.len()];
-        let len = self.seal.0.read_message(&record, &mut message)?;
+        let len = self.cipher.0.read_message(&record, &mut message)?;
         message.truncate(len);
         Ok(message)
     }
 
     /// The connection, and what seals it.
-    pub fn into_parts(self) -> (S, Seal) {
-        (self.stream, self.seal)
+    pub fn into_parts(self) -> (S, RecordCipher) {
+        (self.stream, self.cipher)
     }
 }
 
@@ -183,7 +183,7 @@ fn read_frame(stream: &mut impl Read) -> Result<Vec<u8>, SecureError> {
         return Err(SecureError::TooLong(len));
     }
     if len == 0 {
-        return Err(SecureError::Stranger);
+        return Err(SecureError::WrongKey);
     }
     let mut message = vec![0; len];
     stream.read_exact(&mut message)?;
@@ -191,17 +191,17 @@ fn read_frame(stream: &mut impl Read) -> Result<Vec<u8>, SecureError> {
 }
 
 /// Seals what is sent and opens what comes, in records of a u16 length and so many bytes.
-pub struct Seal(Box<TransportState>);
+pub struct RecordCipher(Box<TransportState>);
 
-impl std::fmt::Debug for Seal {
+impl std::fmt::Debug for RecordCipher {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Seal(..)")
+        f.write_str("RecordCipher(..)")
     }
 }
 
-impl Seal {
+impl RecordCipher {
     /// Append `plain`, sealed, to `out`.
-    pub fn close(&mut self, plain: &[u8], out: &mut Vec<u8>) {
+    pub fn encrypt(&mut self, plain: &[u8], out: &mut Vec<u8>) {
         for part in plain.chunks(PLAIN_BYTES_MAX) {
             let at = out.len();
             out.resize(at + 2 + part.len() + TAG_BYTES, 0);
@@ -218,7 +218,7 @@ impl Seal {
     ///
     /// # Errors
     /// If somebody has meddled with it.
-    pub fn open(&mut self, sealed: &[u8], plain: &mut Vec<u8>) -> Result<usize, SecureError> {
+    pub fn decrypt(&mut self, sealed: &[u8], plain: &mut Vec<u8>) -> Result<usize, SecureError> {
         let mut at = 0;
         while let Some(head) = sealed.get(at..at + 2) {
             let len = usize::from(u16::from_le_bytes([head[0], head[1]]));
@@ -244,7 +244,8 @@ mod tests {
     fn pair(
         one: &ClusterKey,
         other: &ClusterKey,
-    ) -> (Result<Secured<UnixStream>, SecureError>, Result<Secured<UnixStream>, SecureError>) {
+    ) -> (Result<SecureChannel<UnixStream>, SecureError>, Result<SecureChannel<UnixStream>, SecureError>)
+    {
         let (left, right) = UnixStream::pair().unwrap();
         std::thread::scope(|scope| {
             let responder = scope.spawn(|| respond(right, other));
@@ -258,28 +259,28 @@ mod tests {
         let key = ClusterKey::generate().unwrap();
         let (one, other) = pair(&key, &key);
         let (mut one, mut other) = (one.unwrap(), other.unwrap());
-        one.say(b"hello").unwrap();
-        assert_eq!(other.hear().unwrap(), b"hello");
+        one.send(b"hello").unwrap();
+        assert_eq!(other.receive().unwrap(), b"hello");
         let (mut left, mut right) = (one.into_parts().1, other.into_parts().1);
         let plain: Vec<u8> = (0..200_000_u32).map(|at| at.to_le_bytes()[0]).collect();
         let (mut sealed, mut opened) = (Vec::new(), Vec::new());
-        left.close(&plain, &mut sealed);
+        left.encrypt(&plain, &mut sealed);
         assert!(!sealed.windows(64).any(|window| window == &plain[..64]));
-        let first = right.open(&sealed[..100_000], &mut opened).unwrap();
-        assert_eq!(right.open(&sealed[first..], &mut opened).unwrap(), sealed.len() - first);
+        let first = right.decrypt(&sealed[..100_000], &mut opened).unwrap();
+        assert_eq!(right.decrypt(&sealed[first..], &mut opened).unwrap(), sealed.len() - first);
         assert!(opened == plain);
-        left.close(b"secret", &mut sealed);
+        left.encrypt(b"secret", &mut sealed);
         let last = sealed.len() - 1;
         sealed[last] ^= 1;
         let start = sealed.len() - 2 - 6 - TAG_BYTES;
-        assert!(right.open(&sealed[start..], &mut opened).is_err(), "meddling is noticed");
+        assert!(right.decrypt(&sealed[start..], &mut opened).is_err(), "meddling is noticed");
     }
 
     #[test]
     fn strangers_are_told_so() {
         let (one, other) = pair(&ClusterKey([1; 32]), &ClusterKey([2; 32]));
-        assert!(matches!(one, Err(SecureError::Stranger)), "{one:?}");
-        assert!(matches!(other, Err(SecureError::Stranger)), "{other:?}");
+        assert!(matches!(one, Err(SecureError::WrongKey)), "{one:?}");
+        assert!(matches!(other, Err(SecureError::WrongKey)), "{other:?}");
     }
 
     #[test]
@@ -293,7 +294,7 @@ mod tests {
         assert!(matches!(hear(b"GET / HTTP/1.1\r\n"), SecureError::Magic));
         assert!(matches!(hear(b"AQFTCP\x09\0...."), SecureError::Version(9)));
         assert!(matches!(hear(b"AQFTCP\x01\0\xff\xff...."), SecureError::TooLong(65_535)));
-        assert!(matches!(hear(b"AQFTCP\x01\0\x05\0abcde"), SecureError::Stranger));
+        assert!(matches!(hear(b"AQFTCP\x01\0\x05\0abcde"), SecureError::WrongKey));
         assert!(matches!(hear(b"AQFTC"), SecureError::System(_)));
         assert!(!format!("{:?}", ClusterKey([7; 32])).contains('7'));
     }

@@ -148,7 +148,7 @@ impl Doorkeeper {
             return Err((socket, format!("{} endpoints are connected already", state.peers.len())));
         };
         control.occupy(slot, who);
-        control.tell_process(slot, socket::peer_pid(&socket));
+        control.set_process(slot, socket::peer_pid(&socket));
         let (reply, fds) = welcome(&self.shared, &state, slot, &mailbox, who);
         if let Err(error) = socket::send(&socket, &handshake::encode_reply(&reply), &fds) {
             control.vacate(slot);
@@ -199,7 +199,7 @@ fn welcome<'a>(
         limits: shared.options.limits,
         control_len: shared.control.bytes(),
         mailbox_len: u64_from(mailbox.len()),
-        regions: state.tables.announce(who),
+        regions: state.tables.visible_regions(who),
     };
     let mut fds = vec![shared.control.fd(), mailbox.fd()];
     fds.extend(state.tables.regions.iter().map(|registered| registered.memory.fd()));

@@ -12,7 +12,7 @@ use super::mailbox::{Direction, Ring, mailbox_bytes};
 use super::socket;
 use super::watch::{Link, watch};
 use crate::Memory;
-use crate::control::{Control, FENCED, OPEN};
+use crate::control::{ControlMemory, FENCED, OPEN};
 use crate::key_table::PlacedTable;
 use crate::keys::Right;
 use crate::locals::Locals;
@@ -30,14 +30,14 @@ const PAUSE_BYTES: u64 = 256 << 10;
 /// One connection to a [`super::ShmTarget`].
 pub struct ShmEndpoint {
     who: Identity,
-    control: Control,
+    control: ControlMemory,
     slot: usize,
     /// Our `active` word as we last stored it; odd inside a batch.
     sequence: u64,
     link: Arc<Link>,
     limits: Limits,
     regions: Vec<Region>,
-    /// Tables of keys of regions.
+    /// TargetTables of keys of regions.
     tables: Vec<PlacedTable>,
     mapped: Vec<Memory>,
     locals: Locals,
@@ -94,7 +94,7 @@ impl ShmEndpoint {
         };
         let mut fds = fds.into_iter();
         let mut next = || fds.next().ok_or("a descriptor is missing");
-        let control = Control::open(next()?, welcome.control_len)?;
+        let control = ControlMemory::open(next()?, welcome.control_len)?;
         let slot = welcome.slot as usize;
         if slot >= control.endpoints() {
             return Err(format!("slot {slot} is not in the endpoint table"));
@@ -157,7 +157,7 @@ impl ShmEndpoint {
             return Some(WorkError::Flushed);
         }
         match self.control.state(self.slot) {
-            OPEN if self.control.alive() && !self.link.is_gone() => None,
+            OPEN if self.control.is_alive() && !self.link.is_gone() => None,
             FENCED => Some(WorkError::Fenced),
             _ => Some(WorkError::PeerGone),
         }
@@ -232,7 +232,7 @@ impl ShmEndpoint {
 
     #[inline]
     fn remote(&self, remote: RemoteAddr, len: u64, right: Right) -> Result<*mut u8, WorkError> {
-        let grant = if remote.key.is_of_table() {
+        let grant = if remote.key.is_table_key() {
             let table = self.tables.iter().find(|table| table.holds(remote.addr));
             table.and_then(|table| {
                 table.grant(self.mapped.get(table.region)?, self.who, remote.key, remote.addr)

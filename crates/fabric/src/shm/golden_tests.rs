@@ -9,7 +9,7 @@ use aquifer_tests_support::golden;
 
 use super::handshake::{self, Reply, Welcome};
 use super::mailbox::{Direction, Ring, mailbox_bytes};
-use crate::control::{Control, FENCED, FREE, OPEN};
+use crate::control::{ControlMemory, FENCED, FREE, OPEN};
 use crate::key_table::KeyTable;
 use crate::keys::{Grant, split};
 use crate::target::{Access, Host, Identity, Region, Scope, Tenant};
@@ -66,16 +66,16 @@ fn bytes_of(memory: &Memory) -> Vec<u8> {
 #[test]
 fn golden_control_memory() {
     let mut golden = golden!("shm-control");
-    let control = Control::create(3, 5).expect("there is memory");
+    let control = ControlMemory::create(3, 5).expect("there is memory");
     control.occupy(0, WHO);
-    control.tell_process(0, 0x3132_3334);
+    control.set_process(0, 0x3132_3334);
     control.active(0).store(0x4142_4344_4546_4748, Relaxed);
     control.occupy(2, WHO);
     control.set_state(2, FENCED);
     control.next_stamp();
     let table = KeyTable { entries_at: 0x5152_5354, data: 0x6162_6364..0x7172_7374 };
-    control.tell_table(0, &table);
-    control.tell_table(63, &table);
+    control.publish_table(0, &table);
+    control.publish_table(63, &table);
     let scopes = [Scope::Anyone, Scope::Tenant(Tenant(0x2122_2324)), Scope::Host(Host(0x0102))];
     let accesses = [
         Access { read: true, write: false, atomic: false },
@@ -102,8 +102,8 @@ fn golden_control_memory() {
     let copy = Memory::create("copy", length).expect("there is memory");
     copy.write(0, &bytes);
     let fd = copy.fd().try_clone_to_owned().expect("there are descriptors");
-    let opened = Control::open(fd, control.bytes()).expect("it is control memory");
-    assert!(opened.alive() && opened.endpoints() == 3);
+    let opened = ControlMemory::open(fd, control.bytes()).expect("it is control memory");
+    assert!(opened.is_alive() && opened.endpoints() == 3);
     assert_eq!((opened.state(0), opened.state(1), opened.state(2)), (OPEN, FREE, FENCED));
     assert_eq!((opened.process(0), opened.next_stamp()), (0x3132_3334, 1));
     assert_eq!((opened.table(0), opened.table(1)), (Some(table), None));
@@ -112,7 +112,7 @@ fn golden_control_memory() {
         assert_eq!(split(key), ((key.0 & 0x1ffff) as usize, 0x0304));
     }
     control.set_dead();
-    assert!(!control.alive());
+    assert!(!control.is_alive());
     golden.check();
 }
 
@@ -146,23 +146,23 @@ fn golden_keys_of_tables() {
     let mut golden = golden!("key-table");
     for class in [0, 5, 9] {
         let key = Key::of_run(class, 0xffff_ffff);
-        assert_eq!((key.class(), key.is_of_table()), (Some(class), true));
+        assert_eq!((key.class(), key.is_table_key()), (Some(class), true));
         golden.bytes(&format!("key of class {class}"), &key.0.to_le_bytes());
         let bytes = 4096 << class;
         assert_eq!(key.run((1 << 40) + 2 * bytes - 1), Some((1 << 40) + bytes..(1 << 40) + 2 * bytes));
     }
     let key = Key::of_run(3, 0x0102_0304);
     let entries = [
-        ("entry", KeyEntry::opened(key, Tenant(0x2122_2324))),
-        ("entry without a key", KeyEntry::shut(Tenant(0x2122_2324))),
-        ("entry of user 0", KeyEntry::opened(key, Tenant(0))),
+        ("entry", KeyEntry::open(key, Tenant(0x2122_2324))),
+        ("entry without a key", KeyEntry::closed(Tenant(0x2122_2324))),
+        ("entry of user 0", KeyEntry::open(key, Tenant(0))),
         ("entry without an owner", KeyEntry::default()),
     ];
     for (name, entry) in entries {
         golden.bytes(name, &entry.0.to_le_bytes());
     }
     assert_eq!(entries[0].1.key(), key);
-    assert!(entries[0].1.is_of(Tenant(0x2122_2324)) && entries[3].1.is_nobodys());
+    assert!(entries[0].1.is_owned_by(Tenant(0x2122_2324)) && entries[3].1.is_unowned());
     golden.text("entries of a row", &crate::key_table::ROW_ENTRIES.to_string());
     golden.text("bytes of a row's data", &crate::key_table::ROW_BYTES.to_string());
     golden.check();

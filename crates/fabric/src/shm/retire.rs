@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use crate::control::Control;
+use crate::control::ControlMemory;
 
 /// How often to see whether a peer that is in the middle of an access lives.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
@@ -19,7 +19,7 @@ const WARN_AFTER: Duration = Duration::from_secs(1);
 pub fn retire(control: OwnedFd) -> io::Result<()> {
     let stat = rustix::fs::fstat(&control)?;
     let control =
-        Control::open(control, u64::try_from(stat.st_size).unwrap_or(0)).map_err(io::Error::other)?;
+        ControlMemory::open(control, u64::try_from(stat.st_size).unwrap_or(0)).map_err(io::Error::other)?;
     control.set_dead();
     for slot in 0..control.endpoints() {
         let begun = Instant::now();
@@ -61,10 +61,10 @@ mod tests {
 
     const WHO: Identity = Identity { host: Host(1), epoch: 1, tenant: Tenant(0) };
 
-    fn control_with(pid: u32) -> (Control, OwnedFd) {
-        let control = Control::create(2, 1).unwrap();
+    fn control_with(pid: u32) -> (ControlMemory, OwnedFd) {
+        let control = ControlMemory::create(2, 1).unwrap();
         control.occupy(1, WHO);
-        control.tell_process(1, pid);
+        control.set_process(1, pid);
         control.active(1).store(1, Ordering::SeqCst);
         let fd = control.fd().try_clone_to_owned().unwrap();
         (control, fd)
@@ -76,7 +76,7 @@ mod tests {
         // Another process than the one that connected may have its number by now.
         let (control, fd) = control_with(child.id());
         retire(fd).unwrap();
-        assert!(!control.alive());
+        assert!(!control.is_alive());
         drop(child.stdin.take());
         child.wait().unwrap();
         let (_control, fd) = control_with(child.id());
@@ -94,7 +94,7 @@ mod tests {
             retire(fd).unwrap();
             assert!(seen.load(Ordering::SeqCst), "it was not waited for");
         });
-        while ours.alive() {
+        while ours.is_alive() {
             std::thread::yield_now();
         }
         is_over.store(true, Ordering::SeqCst);

@@ -20,7 +20,7 @@ use crate::handshake::HANDSHAKE_TIME;
 
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 128;
-/// Control memory, mailbox, regions.
+/// ControlMemory memory, mailbox, regions.
 const DESCRIPTORS_MAX: usize = 2 + REGIONS_LIMIT;
 
 /// Listen at `path`, for this user only. A socket that nobody listens on any more is replaced.

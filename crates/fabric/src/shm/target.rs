@@ -19,11 +19,11 @@ use super::door::Doorkeeper;
 use super::mailbox::Ring;
 use super::socket::{self, Process};
 use crate::Memory;
-use crate::control::{Control, FENCED};
+use crate::control::{ControlMemory, FENCED};
 use crate::key_table::KeyTable;
-use crate::tables::Tables;
+use crate::tables::TargetTables;
 use crate::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
-use crate::wake::Wake;
+use crate::wake::WakeFd;
 use crate::work::Key;
 
 /// A target that goes away waits so long for peers inside a batch; their mappings stay anyway.
@@ -44,9 +44,9 @@ pub struct ShmTarget {
 
 pub(super) struct Shared {
     pub(super) options: Options,
-    pub(super) control: Control,
+    pub(super) control: ControlMemory,
     pub(super) state: Mutex<State>,
-    pub(super) wake: Wake,
+    pub(super) wake: WakeFd,
     pub(super) stop: AtomicBool,
 }
 
@@ -54,7 +54,7 @@ pub(super) struct State {
     pub(super) peers: Vec<Option<Peer>>,
     /// Messages of endpoints that are gone; the oldest give way.
     pub(super) departed: VecDeque<(Identity, Ring)>,
-    pub(super) tables: Tables,
+    pub(super) tables: TargetTables,
 }
 
 pub(super) struct Peer {
@@ -84,15 +84,15 @@ impl ShmTarget {
         options.check()?;
         let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
         let key_count = options.regions_max + options.windows_max;
-        let control = Control::create(options.endpoints_max, key_count)
+        let control = ControlMemory::create(options.endpoints_max, key_count)
             .map_err(|e| system("cannot create control memory", e))?;
-        let wake = Wake::new().map_err(|e| system("cannot create an eventfd", e))?;
+        let wake = WakeFd::new().map_err(|e| system("cannot create an eventfd", e))?;
         // Keys need not withstand an attacker with a mapping, only not be guessed by accident.
         let secret = RandomState::new().hash_one(path);
         let state = State {
             peers: (0..options.endpoints_max).map(|_| None).collect(),
             departed: VecDeque::new(),
-            tables: Tables::new(options.regions_max, options.windows_max, secret),
+            tables: TargetTables::new(options.regions_max, options.windows_max, secret),
         };
         let (listener, inode) = socket::listen(path).map_err(|e| system("cannot listen", named(e)))?;
         let state = Mutex::new(state);
@@ -235,7 +235,7 @@ impl Target for ShmTarget {
         }
         drop(state);
         self.shared.control.drain_all();
-        self.shared.lock().tables.give_back(key);
+        self.shared.lock().tables.release_key(key);
         Ok(())
     }
 

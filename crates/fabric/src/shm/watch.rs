@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use rustix::event::{PollFd, PollFlags};
 
-use crate::wake::Wake;
+use crate::wake::WakeFd;
 
 /// A socket whose hang-up means that the peer is gone.
 #[derive(Debug)]
@@ -35,7 +35,7 @@ impl Link {
 
 struct Watcher {
     links: Mutex<Vec<Arc<Link>>>,
-    wake: Wake,
+    wake: WakeFd,
 }
 
 static WATCHER: OnceLock<Result<Arc<Watcher>, i32>> = OnceLock::new();
@@ -50,7 +50,7 @@ pub(super) fn watch(link: &Arc<Link>) -> io::Result<()> {
 }
 
 fn start() -> io::Result<Arc<Watcher>> {
-    let wake = Wake::new()?;
+    let wake = WakeFd::new()?;
     let watcher = Arc::new(Watcher { links: Mutex::default(), wake });
     let thread_watcher = Arc::clone(&watcher);
     std::thread::Builder::new().name("fabric-watch".into()).spawn(move || run(&thread_watcher))?;

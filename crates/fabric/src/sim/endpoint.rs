@@ -6,7 +6,7 @@ use super::lock;
 use super::world::World;
 use crate::Memory;
 use crate::target::Region;
-use crate::work::{Completion, Endpoint, EndpointError, Late, Limits, LocalKey, PostError, Work};
+use crate::work::{Completion, DrainHandle, Endpoint, EndpointError, Limits, LocalKey, PostError, Work};
 
 /// One connection to a [`super::SimTarget`].
 #[derive(Debug)]
@@ -56,21 +56,23 @@ impl Endpoint for SimEndpoint {
         lock(&self.world).links[self.id].is_broken()
     }
 
-    fn late(&self) -> Option<Box<dyn Late>> {
+    fn drain_handle(&self) -> Option<Box<dyn DrainHandle>> {
         let is_busy = lock(&self.world).links[self.id].is_busy();
-        is_busy.then(|| Box::new(SimLate { world: Arc::clone(&self.world), id: self.id }) as Box<dyn Late>)
+        is_busy.then(|| {
+            Box::new(SimDrain { world: Arc::clone(&self.world), id: self.id }) as Box<dyn DrainHandle>
+        })
     }
 }
 
 /// What is on the wire of a connection whose host's end is gone.
 #[derive(Debug)]
-struct SimLate {
+struct SimDrain {
     world: Arc<Mutex<World>>,
     id: usize,
 }
 
-impl Late for SimLate {
-    fn end(&mut self) -> Result<(), EndpointError> {
+impl DrainHandle for SimDrain {
+    fn drain(&mut self) -> Result<(), EndpointError> {
         lock(&self.world).forget_late(self.id)
     }
 }

@@ -46,7 +46,7 @@ impl Target for SimTarget {
             if let Some(table) = &table {
                 PlacedTable::at(0, 0, table).check(len)?;
             }
-            let (index, key) = node.keys.take_region(key)?;
+            let (index, key) = node.keys.allocate_region(key)?;
             let range = node.space.place(len);
             let region = Region { base: range.start, len, key };
             let opened = table.as_ref().map_or(len, |table| table.data.start);
@@ -61,7 +61,7 @@ impl Target for SimTarget {
     fn bind(&self, window: &WindowSpec) -> Result<Key, TargetError> {
         self.with(|node| {
             let grant = node.space.grant(window)?;
-            let key = node.keys.take_window()?;
+            let key = node.keys.allocate_window()?;
             node.grants.insert(key, grant);
             Ok(key)
         })
@@ -70,7 +70,7 @@ impl Target for SimTarget {
     fn invalidate(&self, key: Key) -> Result<(), TargetError> {
         self.with(|node| {
             node.grants.remove(&key).ok_or(TargetError::NoSuchKey(key))?;
-            node.keys.give_back(split(key).0);
+            node.keys.release(split(key).0);
             Ok(())
         })
     }

@@ -14,8 +14,8 @@ use super::session::Session;
 use super::stream::{Deadlined, tune};
 use super::target::{OfSession, Peer, Shared, State};
 use crate::handshake::hello::{self, Hello, Reply, Resume, Welcome};
-use crate::handshake::secure::{SecureError, Secured, respond};
-use crate::handshake::{HANDSHAKE_TIME, LEAVING, PENDING_LIMIT, TRY_AGAIN};
+use crate::handshake::secure::{SecureChannel, SecureError, respond};
+use crate::handshake::{GOING_AWAY, HANDSHAKE_TIME, PENDING_LIMIT, TRY_AGAIN};
 use crate::target::Identity;
 
 /// The door looks so often whether a session has lingered for long enough.
@@ -110,7 +110,7 @@ fn greet(shared: &Arc<Shared>, stream: TcpStream) -> Result<(), Turned> {
     tune(&stream)?;
     let stream = Deadlined::new(stream, Instant::now() + HANDSHAKE_TIME);
     let mut secured = respond(stream, &shared.key)?;
-    let hello = hello::parse_hello(&secured.hear()?)?;
+    let hello = hello::parse_hello(&secured.receive()?)?;
     match admit(shared, &hello) {
         Ok((session, missing)) => {
             let result = welcome(shared, secured, &hello, session, missing);
@@ -121,7 +121,7 @@ fn greet(shared: &Arc<Shared>, stream: TcpStream) -> Result<(), Turned> {
             result
         }
         Err(reason) => {
-            secured.say(&hello::encode_reply(&Reply::Refusal(reason.clone())))?;
+            secured.send(&hello::encode_reply(&Reply::Refusal(reason.clone())))?;
             Err(Turned::Refused(reason))
         }
     }
@@ -130,7 +130,7 @@ fn greet(shared: &Arc<Shared>, stream: TcpStream) -> Result<(), Turned> {
 /// Greet it, and hand it to its thread with the answers that it lacks.
 fn welcome(
     shared: &Arc<Shared>,
-    mut secured: Secured<Deadlined>,
+    mut secured: SecureChannel<Deadlined>,
     hello: &Hello,
     session: Session,
     missing: Vec<u8>,
@@ -141,17 +141,17 @@ fn welcome(
         done: session.done(),
         encrypt,
         limits: shared.options.limits,
-        regions: shared.lock().tables.announce(hello.who),
+        regions: shared.lock().tables.visible_regions(hello.who),
     };
-    let said = secured.say(&hello::encode_reply(&Reply::Welcome(welcome)));
-    let (stream, seal) = secured.into_parts();
+    let said = secured.send(&hello::encode_reply(&Reply::Welcome(welcome)));
+    let (stream, cipher) = secured.into_parts();
     let socket = OwnedFd::from(stream.into_inner());
     if let Err(error) = said {
         shared.keep_for_a_while(session);
         return Err(error.into());
     }
     let hand = session.peer.own.hand;
-    shared.hands[hand].give(Arrival { socket, session, seal: encrypt.then_some(seal), answers: missing });
+    shared.hands[hand].give(Arrival { socket, session, cipher: encrypt.then_some(cipher), answers: missing });
     Ok(())
 }
 
@@ -165,7 +165,7 @@ fn admit(shared: &Arc<Shared>, hello: &Hello) -> Result<(Session, Vec<u8>), Stri
     }
     let mut state = shared.lock();
     if shared.stop.load(Ordering::SeqCst) {
-        return Err(LEAVING.into());
+        return Err(GOING_AWAY.into());
     }
     if let Some(reason) = state.tables.refusal(hello.who) {
         return Err(reason);
@@ -203,7 +203,7 @@ fn go_on(
         return Err("the session has gone on without you".into());
     }
     // Its old connection has not been found broken yet: break it, and let it try again.
-    if let Some(peer) = state.peers.iter().find(|peer| is_it(peer) && !peer.has_left()) {
+    if let Some(peer) = state.peers.iter().find(|peer| is_it(peer) && !peer.is_closed()) {
         peer.own.is_stale.store(true, Ordering::SeqCst);
         shared.hands[peer.own.hand].wake();
         return Err(TRY_AGAIN.into());

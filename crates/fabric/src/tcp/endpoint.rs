@@ -2,7 +2,7 @@
 
 mod answers;
 mod direct;
-mod late;
+mod drain;
 mod recovery;
 
 use std::collections::VecDeque;
@@ -21,16 +21,16 @@ use super::spin::Spin;
 use super::stream::{Deadlined, connect_unpaced, tune};
 use super::wire::{self, Request, padded};
 use crate::Memory;
+use crate::background::BackgroundTask;
 use crate::handshake::hello::{Hello, SessionId, Welcome};
-use crate::handshake::secure::Seal;
+use crate::handshake::secure::RecordCipher;
 use crate::handshake::{self, ClusterKey, HANDSHAKE_TIME};
 use crate::locals::Locals;
 use crate::memory::copy;
-use crate::rescue::Rescue;
 use crate::target::{Identity, Region};
 use crate::work::{
-    Completion, Endpoint, EndpointError, Late, Limits, LocalKey, LocalSlice, PostError, RemoteAddr, Verb,
-    Work, WorkError,
+    Completion, DrainHandle, Endpoint, EndpointError, Limits, LocalKey, LocalSlice, PostError, RemoteAddr,
+    Verb, Work, WorkError,
 };
 
 /// Bytes taken from the connection in one call.
@@ -51,7 +51,7 @@ pub struct TcpEndpoint {
     options: ConnectOptions,
     who: Identity,
     stream: TcpStream,
-    seal: Option<Seal>,
+    cipher: Option<RecordCipher>,
     session: SessionId,
     limits: Limits,
     regions: Vec<Region>,
@@ -78,7 +78,7 @@ pub struct TcpEndpoint {
     is_fresh: bool,
     spin: Spin,
     /// While the connection is made anew nothing is sent or received.
-    rescue: Option<Rescue<Found>>,
+    rescue: Option<BackgroundTask<Found>>,
     /// Messages that had been taken when the connection broke.
     taken_then: u64,
     /// Since when an answer is awaited.
@@ -107,16 +107,16 @@ fn knock(
     key: &ClusterKey,
     hello: &Hello,
     patience: Duration,
-) -> Result<(TcpStream, Seal, Welcome), EndpointError> {
+) -> Result<(TcpStream, RecordCipher, Welcome), EndpointError> {
     let unreachable = |source| EndpointError::Unreachable { address: address.to_string(), source };
     let stream = connect_unpaced(address, patience).map_err(unreachable)?;
     tune(&stream).map_err(unreachable)?;
     let deadlined = Deadlined::new(stream, Instant::now() + patience);
-    let (secured, welcome) = handshake::knock(deadlined, address, key, hello)?;
-    let (stream, seal) = secured.into_parts();
+    let (secured, welcome) = handshake::initiate_session(deadlined, address, key, hello)?;
+    let (stream, cipher) = secured.into_parts();
     let stream = stream.into_inner();
     stream.set_nonblocking(true).map_err(unreachable)?;
-    Ok((stream, seal, welcome))
+    Ok((stream, cipher, welcome))
 }
 
 impl TcpEndpoint {
@@ -131,7 +131,7 @@ impl TcpEndpoint {
         options: ConnectOptions,
     ) -> Result<Self, EndpointError> {
         let hello = Hello { who, encrypt: options.encrypt, resume: None };
-        let (stream, seal, welcome) = knock(address, key, &hello, HANDSHAKE_TIME)?;
+        let (stream, cipher, welcome) = knock(address, key, &hello, HANDSHAKE_TIME)?;
         Ok(Self {
             address,
             key: key.clone(),
@@ -139,7 +139,7 @@ impl TcpEndpoint {
             options,
             who,
             stream,
-            seal: welcome.encrypt.then_some(seal),
+            cipher: welcome.encrypt.then_some(cipher),
             session: welcome.session,
             limits: welcome.limits,
             regions: welcome.regions,
@@ -242,10 +242,10 @@ impl TcpEndpoint {
             if self.sent == self.outgoing.len() {
                 self.outgoing.clear();
                 self.sent = 0;
-                match &mut self.seal {
+                match &mut self.cipher {
                     None => std::mem::swap(&mut self.outgoing, &mut self.requests),
-                    Some(seal) => {
-                        seal.close(&self.requests, &mut self.outgoing);
+                    Some(cipher) => {
+                        cipher.encrypt(&self.requests, &mut self.outgoing);
                         self.requests.clear();
                     }
                 }
@@ -396,8 +396,8 @@ impl Endpoint for TcpEndpoint {
         self.broken || self.has_farewell
     }
 
-    fn late(&self) -> Option<Box<dyn Late>> {
-        late::TcpLate::of(self).map(|late| Box::new(late) as Box<dyn Late>)
+    fn drain_handle(&self) -> Option<Box<dyn DrainHandle>> {
+        drain::TcpDrain::of(self).map(|late| Box::new(late) as Box<dyn DrainHandle>)
     }
 }
 

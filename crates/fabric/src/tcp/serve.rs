@@ -17,8 +17,8 @@ use super::session::{ANSWERS_BYTES_MAX, Nonsense, Session};
 use super::spin::Spin;
 use super::target::{Shared, lock};
 use super::wire::{self, Answer};
-use crate::handshake::secure::Seal;
-use crate::wake::Wake;
+use crate::handshake::secure::RecordCipher;
+use crate::wake::WakeFd;
 
 /// Requests that arrive together are served together, up to so many bytes.
 const INPUT_BYTES: usize = 256 << 10;
@@ -40,7 +40,7 @@ const BELL: u64 = u64::MAX;
 /// The way to a thread.
 #[derive(Debug)]
 pub(super) struct Hand {
-    bell: Wake,
+    bell: WakeFd,
     arrivals: Mutex<Vec<Arrival>>,
 }
 
@@ -49,14 +49,14 @@ pub(super) struct Hand {
 pub(super) struct Arrival {
     pub socket: OwnedFd,
     pub session: Session,
-    pub seal: Option<Seal>,
+    pub cipher: Option<RecordCipher>,
     /// What is to be said first.
     pub answers: Vec<u8>,
 }
 
 impl Hand {
     pub fn new() -> std::io::Result<Self> {
-        Ok(Self { bell: Wake::new()?, arrivals: Mutex::new(Vec::new()) })
+        Ok(Self { bell: WakeFd::new()?, arrivals: Mutex::new(Vec::new()) })
     }
 
     pub fn wake(&self) {
@@ -81,7 +81,7 @@ struct Word {
 struct Connection {
     socket: OwnedFd,
     session: Session,
-    seal: Option<Seal>,
+    cipher: Option<RecordCipher>,
     /// As it came.
     input: Box<[u8]>,
     filled: usize,
@@ -367,7 +367,7 @@ impl Connection {
         Self {
             socket: arrival.socket,
             session: arrival.session,
-            seal: arrival.seal,
+            cipher: arrival.cipher,
             input: vec![0; INPUT_BYTES].into_boxed_slice(),
             filled: 0,
             opened: Vec::new(),
@@ -387,11 +387,11 @@ impl Connection {
         let sequence = active.load(Ordering::Relaxed).wrapping_add(1);
         active.store(sequence, Ordering::Relaxed);
         fence(Ordering::SeqCst);
-        let served = match &mut self.seal {
+        let served = match &mut self.cipher {
             None => self.serve_plainly().map(|used| (used, 0)),
-            Some(seal) => {
+            Some(cipher) => {
                 let used = if self.opened.len() < INPUT_BYTES {
-                    seal.open(&self.input[..self.filled], &mut self.opened)
+                    cipher.decrypt(&self.input[..self.filled], &mut self.opened)
                 } else {
                     Ok(0)
                 };
@@ -487,10 +487,10 @@ impl Connection {
         }
         self.outgoing.clear();
         self.sent = 0;
-        match &mut self.seal {
+        match &mut self.cipher {
             None => std::mem::swap(&mut self.outgoing, self.answers.bytes()),
-            Some(seal) => {
-                seal.close(self.answers.bytes(), &mut self.outgoing);
+            Some(cipher) => {
+                cipher.encrypt(self.answers.bytes(), &mut self.outgoing);
                 self.answers.bytes().clear();
             }
         }

@@ -334,7 +334,7 @@ impl Session {
     /// What the key opens at that address.
     #[inline]
     fn grant(&self, key: Key, addr: u64) -> Option<Grant> {
-        if !key.is_of_table() {
+        if !key.is_table_key() {
             return self.shared.control.lookup(key);
         }
         let holds = |placed: &&Placed| placed.table.as_ref().is_some_and(|table| table.holds(addr));

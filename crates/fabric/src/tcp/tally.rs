@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use crate::target::{Served, Tenant};
+use crate::target::{Tenant, TenantCounters};
 
 /// Tenants of sessions that are over, at most; of more one is forgotten, and counts from 0 if it comes again.
 const TENANTS_MAX: usize = 1024;
@@ -22,18 +22,18 @@ impl Tally {
         self.operations.store(self.operations.load(Relaxed) + operations, Relaxed);
     }
 
-    pub fn served(&self) -> Served {
-        Served { operations: self.operations.load(Relaxed), bytes: self.bytes.load(Relaxed) }
+    pub fn served(&self) -> TenantCounters {
+        TenantCounters { operations: self.operations.load(Relaxed), bytes: self.bytes.load(Relaxed) }
     }
 }
 
 /// Tenants and what they had served.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Tenants(BTreeMap<Tenant, Served>);
+pub(super) struct Tenants(BTreeMap<Tenant, TenantCounters>);
 
 impl Tenants {
     /// Add what a session of a tenant had.
-    pub fn add(&mut self, tenant: Tenant, served: Served) {
+    pub fn add(&mut self, tenant: Tenant, served: TenantCounters) {
         if self.0.len() >= TENANTS_MAX && !self.0.contains_key(&tenant) {
             self.0.pop_first();
         }
@@ -43,7 +43,7 @@ impl Tenants {
     }
 
     /// All there are.
-    pub fn into_vec(self) -> Vec<(Tenant, Served)> {
+    pub fn into_vec(self) -> Vec<(Tenant, TenantCounters)> {
         self.0.into_iter().collect()
     }
 }
@@ -56,10 +56,10 @@ mod tests {
     fn tenants_are_added_up_and_bounded() {
         let mut tenants = Tenants::default();
         for tenant in 0..3000 {
-            tenants.add(Tenant(tenant % 1500), Served { operations: 1, bytes: 10 });
+            tenants.add(Tenant(tenant % 1500), TenantCounters { operations: 1, bytes: 10 });
         }
         assert_eq!(tenants.0.len(), TENANTS_MAX);
-        tenants.add(Tenant(1499), Served { operations: 2, bytes: 5 });
+        tenants.add(Tenant(1499), TenantCounters { operations: 2, bytes: 5 });
         let all = tenants.into_vec();
         let (_, last) = all.last().expect("there are many");
         assert!(last.operations >= 3 && last.bytes >= 15, "{last:?}");

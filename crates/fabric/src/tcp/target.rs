@@ -17,13 +17,15 @@ use super::session::Session;
 use super::stream::avoid_pacing;
 use super::tally::{Tally, Tenants};
 use crate::Memory;
-use crate::control::{Control, FENCED};
+use crate::control::{ControlMemory, FENCED};
 use crate::handshake::{ClusterKey, LINGER_TIME};
 use crate::key_table::{KeyTable, PlacedTable};
-use crate::mail::{self, Peers};
-use crate::tables::Tables;
-use crate::target::{Access, Host, Identity, Region, Scope, Served, Target, TargetError, Tenant, WindowSpec};
-use crate::wake::Wake;
+use crate::sessions::{self, PeerSessions};
+use crate::tables::TargetTables;
+use crate::target::{
+    Access, Host, Identity, Region, Scope, Target, TargetError, Tenant, TenantCounters, WindowSpec,
+};
+use crate::wake::WakeFd;
 use crate::work::Key;
 
 /// A target that goes away waits so long for a request under way.
@@ -47,12 +49,12 @@ pub(super) struct Placed {
 pub(super) struct Shared {
     pub options: Options,
     pub key: ClusterKey,
-    pub control: Control,
+    pub control: ControlMemory,
     /// By region number; read on every access without a lock.
     pub memories: Box<[OnceLock<Placed>]>,
     pub state: Mutex<State>,
     pub hands: Vec<Hand>,
-    pub wake: Wake,
+    pub wake: WakeFd,
     pub stop: AtomicBool,
     /// What tenants have left; of all threads together, and only asked if there is a rate.
     pub limiter: Mutex<Limiter>,
@@ -61,10 +63,10 @@ pub(super) struct Shared {
 }
 
 pub(super) struct State {
-    pub peers: Peers<OfSession>,
+    pub peers: PeerSessions<OfSession>,
     /// Sessions whose connection broke.
     pub lingering: Vec<(Session, Instant)>,
-    pub tables: Tables,
+    pub tables: TargetTables,
     /// What those had who are forgotten.
     pub served: Tenants,
 }
@@ -80,7 +82,7 @@ pub(super) struct OfSession {
 }
 
 /// What target, door and threads know of one session.
-pub(super) type Peer = mail::Peer<OfSession>;
+pub(super) type Peer = sessions::PeerSession<OfSession>;
 
 impl TcpTarget {
     /// Offer memory at an address, to whoever proves to have the cluster's key.
@@ -103,17 +105,17 @@ impl TcpTarget {
         options.check()?;
         let address = listener.local_addr().map_err(|e| system("cannot listen", e))?;
         avoid_pacing(&listener);
-        let control = Control::create(options.endpoints_max, options.regions_max + options.windows_max)
+        let control = ControlMemory::create(options.endpoints_max, options.regions_max + options.windows_max)
             .map_err(|e| system("cannot create control memory", e))?;
         let no_wake = |error| system("cannot create an eventfd", error);
-        let wake = Wake::new().map_err(no_wake)?;
+        let wake = WakeFd::new().map_err(no_wake)?;
         let hands: Result<Vec<Hand>, _> = (0..options.threads).map(|_| Hand::new()).collect();
         let state = State {
-            peers: Peers::new(options.endpoints_max),
+            peers: PeerSessions::new(options.endpoints_max),
             lingering: Vec::new(),
             served: Tenants::default(),
             // Random in its free bits for every target; whoever may connect at all is of the cluster.
-            tables: Tables::new(
+            tables: TargetTables::new(
                 options.regions_max,
                 options.windows_max,
                 RandomState::new().hash_one(address),
@@ -199,7 +201,7 @@ impl Shared {
         let mut state = self.lock();
         state.tables.fence(host, epoch);
         let is_fenced = |peer: &Peer| peer.who.host == host && peer.who.epoch <= epoch;
-        let present = state.peers.iter().filter(|peer| is_fenced(peer) && !peer.has_left());
+        let present = state.peers.iter().filter(|peer| is_fenced(peer) && !peer.is_closed());
         let slots: Vec<usize> = present.map(|peer| peer.slot).collect();
         for &slot in &slots {
             self.control.set_state(slot, FENCED);
@@ -244,7 +246,7 @@ impl Shared {
 }
 
 impl State {
-    fn release(&mut self, control: &Control, session: &Session) {
+    fn release(&mut self, control: &ControlMemory, session: &Session) {
         control.vacate(session.slot);
         let Self { peers, served, .. } = self;
         peers.release(&session.peer, |peer| served.add(peer.who.tenant, peer.own.tally.served()));
@@ -292,7 +294,7 @@ impl Target for TcpTarget {
         }
         drop(state);
         self.shared.control.drain_all();
-        self.shared.lock().tables.give_back(key);
+        self.shared.lock().tables.release_key(key);
         Ok(())
     }
 
@@ -322,7 +324,7 @@ impl Target for TcpTarget {
         self.shared.lock().peers.count()
     }
 
-    fn served(&self) -> Vec<(Tenant, Served)> {
+    fn tenant_counters(&self) -> Vec<(Tenant, TenantCounters)> {
         let state = self.shared.lock();
         let mut served = state.served.clone();
         state.peers.iter().for_each(|peer| served.add(peer.who.tenant, peer.own.tally.served()));

@@ -42,7 +42,7 @@ pub fn connect(
     let mut answer = call(&stream, &ask);
     answer.outcome()?;
     let limits = answer.take_limits();
-    let regions = (0..answer.take()).map(|_| answer.take_region()).collect();
+    let regions = (0..answer.take()).map(|_| answer.allocate_region()).collect();
     Ok(Box::new(Afar { stream, limits, regions, locals: Vec::new() }))
 }
 

@@ -178,7 +178,7 @@ pub fn a_table_opens_runs_to_tenants<H: Harness>() {
         let (key, bytes) = (Key::of_run(class, 0x5a5_a5a5), 4096 << class);
         let addr = data + offset;
         assert_eq!(friend.read(addr, key, 8), REFUSED, "not bound yet");
-        let bound = KeyEntry::opened(key, WHO.tenant).0;
+        let bound = KeyEntry::open(key, WHO.tenant).0;
         assert_eq!(own.swap(entry(&region, number), region.key, 0, bound), Ok(0));
         let last = addr + bytes - 8;
         memory.write(usize::try_from(last - region.base).unwrap(), b"the last");
@@ -219,17 +219,17 @@ pub fn who_is_expelled_is_out<H: Harness>() {
     let place = memory.atomic_u64(usize::try_from(ENTRIES_AT).unwrap());
     for turn in 0..50 {
         let mine = Key::of_run(9, turn);
-        place.store(KeyEntry::opened(mine, WHO.tenant).0, Ordering::SeqCst);
+        place.store(KeyEntry::open(mine, WHO.tenant).0, Ordering::SeqCst);
         old.memory.write(0, &[1; 4096]);
         let (local, remote) = (old.slice(0, 4096), RemoteAddr { addr, key: mine });
         let works: Vec<Work> = (0..8).map(|id| signalled(id, Verb::Write { local, remote })).collect();
         old.endpoint.post(&works).unwrap();
         // Some may have been done, some not: it does not matter which.
-        place.store(KeyEntry::shut(WHO.tenant).0, Ordering::SeqCst);
+        place.store(KeyEntry::closed(WHO.tenant).0, Ordering::SeqCst);
         harness.target().expel(addr..addr + ROW);
         memory.write(offset, &[0; 4096]);
         let theirs = Key::of_run(9, turn + 1000);
-        place.store(KeyEntry::opened(theirs, Tenant(71)).0, Ordering::SeqCst);
+        place.store(KeyEntry::open(theirs, Tenant(71)).0, Ordering::SeqCst);
         for done in old.wait(works.len()) {
             assert!(matches!(done.outcome, Ok(4096) | Err(WorkError::RemoteAccess)), "{done:?}");
         }

@@ -73,7 +73,7 @@ fn golden_requests_and_answers() {
     });
     let (stream, _) = listener.accept().expect("the endpoint connects");
     let mut secured = secure::respond(stream, &KEY).expect("it has the key");
-    let said = hello::parse_hello(&secured.hear().expect("it says hello")).expect("it is a hello");
+    let said = hello::parse_hello(&secured.receive().expect("it says hello")).expect("it is a hello");
     assert_eq!(said, Hello { who: WHO, encrypt: false, resume: None });
     let welcome = Welcome {
         session: [9; 16],
@@ -82,7 +82,7 @@ fn golden_requests_and_answers() {
         limits: Limits::default(),
         regions: vec![region()],
     };
-    secured.say(&hello::encode_reply(&Reply::Welcome(welcome))).expect("it waits");
+    secured.send(&hello::encode_reply(&Reply::Welcome(welcome))).expect("it waits");
     let (mut stream, _) = secured.into_parts();
     let answers: [(&[u8], Answer); 5] = [
         (b"", Answer::new(1, Ok(0), 0)),
@@ -139,8 +139,8 @@ fn say_to_a_target(golden: &mut aquifer_tests_support::Golden, requests: &[(&str
     let stream = TcpStream::connect(target.address()).expect("it listens");
     let mut secured = secure::initiate(stream, &KEY).expect("it has the key");
     let hello = Hello { who: WHO, encrypt: false, resume: None };
-    secured.say(&hello::encode_hello(&hello)).expect("it listens");
-    let reply = hello::parse_reply(&secured.hear().expect("it answers")).expect("it is a reply");
+    secured.send(&hello::encode_hello(&hello)).expect("it listens");
+    let reply = hello::parse_reply(&secured.receive().expect("it answers")).expect("it is a reply");
     assert!(matches!(reply, Reply::Welcome(_)), "{reply:?}");
     let (mut stream, _) = secured.into_parts();
     for (name, request) in requests {

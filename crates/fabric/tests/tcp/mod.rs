@@ -13,7 +13,7 @@ use aquifer_fabric::ClusterKey;
 use aquifer_fabric::tcp::{self, ConnectOptions, Options, Rate, TcpTarget};
 use aquifer_fabric::{
     Access, Completion, Endpoint, EndpointError, Host, Identity, Key, LocalKey, LocalSlice, Memory, Region,
-    RemoteAddr, Scope, Served, Target, Tenant, Verb, WindowSpec, Work, WorkError,
+    RemoteAddr, Scope, Target, Tenant, TenantCounters, Verb, WindowSpec, Work, WorkError,
 };
 
 const KEY: ClusterKey = ClusterKey([3; 32]);
@@ -206,7 +206,7 @@ fn a_flood_passes_others_by() {
     let remote = RemoteAddr { addr: region.base, key: region.key };
     let stop = AtomicBool::new(false);
     let served_of_flood = || {
-        let served = target.served();
+        let served = target.tenant_counters();
         served.iter().find(|(tenant, _)| *tenant == WHO.tenant).map_or(0, |(_, served)| served.operations)
     };
     let depth = u64::try_from(modest.endpoint.limits().queue_depth).unwrap();
@@ -246,7 +246,7 @@ fn a_flood_passes_others_by() {
 #[test]
 fn what_was_done_is_counted_for_each_tenant() {
     let (target, _, region) = node(Options { threads: 2, ..Options::default() });
-    assert_eq!((target.endpoints(), target.served()), (0, vec![]));
+    assert_eq!((target.endpoints(), target.tenant_counters()), (0, vec![]));
     let remote = RemoteAddr { addr: region.base, key: region.key };
     let outside = RemoteAddr { addr: region.base + REGION_BYTES as u64, key: region.key };
     let mut first = client(target.address());
@@ -255,21 +255,21 @@ fn what_was_done_is_counted_for_each_tenant() {
     first.one(Verb::Read { local, remote }).unwrap();
     first.one(Verb::FetchAdd { remote, add: 1 }).unwrap();
     first.one(Verb::Read { local, remote: outside }).unwrap_err();
-    let mine = (WHO.tenant, Served { operations: 4, bytes: 10_000 });
-    assert_eq!((target.endpoints(), target.served()), (1, vec![mine]));
+    let mine = (WHO.tenant, TenantCounters { operations: 4, bytes: 10_000 });
+    assert_eq!((target.endpoints(), target.tenant_counters()), (1, vec![mine]));
     let mut other = try_client(target.address(), Identity { tenant: Tenant(3), ..WHO }).unwrap();
     other.one(Verb::FetchAdd { remote, add: 1 }).unwrap();
-    let others = (Tenant(3), Served { operations: 1, bytes: 0 });
-    assert_eq!((target.endpoints(), target.served()), (2, vec![others, mine]));
+    let others = (Tenant(3), TenantCounters { operations: 1, bytes: 0 });
+    assert_eq!((target.endpoints(), target.tenant_counters()), (2, vec![others, mine]));
     // What is counted stays when they are gone, and grows when they are back.
     drop((first, other));
     while target.endpoints() > 0 {
         std::thread::yield_now();
     }
-    assert_eq!(target.served(), [others, mine]);
+    assert_eq!(target.tenant_counters(), [others, mine]);
     client(target.address()).one(Verb::FetchAdd { remote, add: 1 }).unwrap();
-    let grown = (WHO.tenant, Served { operations: 5, bytes: 10_000 });
-    assert_eq!(target.served(), [others, grown]);
+    let grown = (WHO.tenant, TenantCounters { operations: 5, bytes: 10_000 });
+    assert_eq!(target.tenant_counters(), [others, grown]);
 }
 
 #[test]

@@ -157,13 +157,13 @@ fn what_was_ended_comes_too_late() {
         let mut client = client(relay.address);
         let add = Verb::FetchAdd { remote: RemoteAddr { addr: region.base, key: region.key }, add: 1 };
         assert_eq!(client.one(add), Ok(0));
-        assert!(client.endpoint.late().is_none(), "all is answered");
+        assert!(client.endpoint.drain_handle().is_none(), "all is answered");
         relay.held.store(1, Ordering::SeqCst);
         client.endpoint.post(&[Work { id: 1, verb: add, signalled: true }]).unwrap();
-        let mut late = client.endpoint.late().expect("it is not answered");
+        let mut late = client.endpoint.drain_handle().expect("it is not answered");
         drop(client);
         if is_ended {
-            late.end().expect("the target answers");
+            late.drain().expect("the target answers");
         }
         relay.held.store(0, Ordering::SeqCst);
         while relay.ended.iter().any(|ended| ended.load(Ordering::SeqCst) == 0) {
@@ -184,8 +184,8 @@ fn a_target_that_is_gone_is_not_waited_for() {
     assert_eq!(client.one(Verb::FetchAdd { remote, add: 1 }), Err(WorkError::PeerGone));
     assert_eq!(client.one(Verb::FetchAdd { remote, add: 1 }), Err(WorkError::Flushed));
     assert!(client.endpoint.is_broken());
-    let mut late = client.endpoint.late().expect("nobody has said what became of it");
-    late.end().expect("nobody is there any more who could do it");
+    let mut late = client.endpoint.drain_handle().expect("nobody has said what became of it");
+    late.drain().expect("nobody is there any more who could do it");
 }
 
 /// A machine that vanished does not even refuse. While it is knocked at, the thread that has the endpoint can do other things.

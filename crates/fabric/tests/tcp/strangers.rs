@@ -21,8 +21,8 @@ fn mad_host(address: SocketAddr, bytes: &[u8]) -> TcpStream {
     let stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
     let mut secured = initiate(stream, &KEY).unwrap();
-    secured.say(&encode_hello(&Hello { who: WHO, encrypt: false, resume: None })).unwrap();
-    parse_reply(&secured.hear().unwrap()).unwrap();
+    secured.send(&encode_hello(&Hello { who: WHO, encrypt: false, resume: None })).unwrap();
+    parse_reply(&secured.receive().unwrap()).unwrap();
     let (mut stream, _) = secured.into_parts();
     // The target may hang up before it has read all of it.
     let _ = stream.write_all(bytes);
@@ -150,7 +150,7 @@ fn record(address: SocketAddr) -> Vec<u8> {
         }
     }
     let mut secured = initiate(Recorder(TcpStream::connect(address).unwrap(), Vec::new()), &KEY).unwrap();
-    secured.say(&encode_hello(&Hello { who: WHO, encrypt: false, resume: None })).unwrap();
-    parse_reply(&secured.hear().unwrap()).unwrap();
+    secured.send(&encode_hello(&Hello { who: WHO, encrypt: false, resume: None })).unwrap();
+    parse_reply(&secured.receive().unwrap()).unwrap();
     secured.into_parts().0.1
 }

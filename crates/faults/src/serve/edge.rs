@@ -1,6 +1,5 @@
 //! The edge of a real program: its userfaultfd, its worker, `/proc`, and the run's sender.
 
-use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
@@ -11,18 +10,21 @@ use std::time::Instant;
 use aquifer_channel::send_frame;
 use aquifer_ipc::{BATCH_PAGES_MAX, Frame, ProgramHello, STAGING_BUFFERS};
 use aquifer_pager::{
-    BlockId, FETCH_PAGES_MAX, FetchError, Fetcher, Location, PAGE_BYTES, PageNumber, SlabSet, Volume, view,
+    BlockId, FETCH_PAGES_MAX, FetchError, Fetcher, Location, PAGE_BYTES, PageNumber, SlabSet, TableError,
+    Volume, view,
 };
 
+use super::canary::Canary;
 use super::core_follower::CoreFollower;
 use super::exit_watcher::ProgramExitWatcher;
 use super::program::{self, Program};
 use super::records::{HelloRecord, ProgramRecord};
+use super::refused::RefusedChild;
 use super::run::Run;
 use crate::areas::{Area, Areas};
 use crate::edge::{Edge, EvictedBatch, SenderEvent};
 use crate::journal::{Journal, PersistentRanges};
-use crate::kernel::{FillOutcome, FillSource, Kernel, MoveOutcome, ProgramEnded, UffdMessage};
+use crate::kernel::{FillOutcome, FillSource, FillStop, Kernel, MoveOutcome, ProgramEnded, UffdMessage};
 use crate::maps::{self, PagingBounds};
 use crate::pagemap;
 use crate::uffd::{self, Userfaultfd};
@@ -186,27 +188,19 @@ impl ProcessEdge {
 
     /// Whether the program's memory exists, by a trial fill of the canary.
     pub(crate) fn is_alive(&mut self) -> bool {
-        self.fill_canary().stop != Some(crate::kernel::FillStop::Ended)
+        self.canary().fill(&self.uffd).stop != Some(FillStop::Ended)
     }
 
-    fn canary(&self) -> PageNumber {
-        self.program.canary() / PAGE
+    fn canary(&self) -> Canary {
+        Canary { page: self.program.canary() / PAGE, number: self.program.id }
     }
 
-    /// Writes the program's number into its canary, which identifies the program's memory.
-    fn fill_canary(&self) -> FillOutcome {
-        let mut bytes = [0; PAGE_BYTES];
-        bytes[..8].copy_from_slice(&self.program.id.to_ne_bytes());
-        // SAFETY: `bytes` is one page.
-        unsafe { self.uffd.copy(self.canary(), bytes.as_ptr(), 1) }
-    }
-
-    /// Whether a process has this program's memory.
-    fn is_memory_of(&self, pid: u32) -> bool {
-        let mut bytes = [0; 8];
-        let found = File::open(format!("/proc/{pid}/mem"))
-            .and_then(|memory| memory.read_exact_at(&mut bytes, self.canary() * PAGE));
-        found.is_ok() && bytes == self.program.id.to_ne_bytes()
+    /// Refuses a forked child that cannot be served, and ends the run.
+    fn refuse(&self, uffd: Userfaultfd, error: &dyn std::fmt::Display) {
+        self.run.end(&format!("a forked child cannot be served: {error}"));
+        let service = self.run.service.upgrade().expect("the service outlives its programs");
+        let canary = Canary { number: service.next_program(), ..self.canary() };
+        service.refused_children.add(RefusedChild { uffd, canary, is_in_keeper: false });
     }
 
     /// Appends the pages of a range that no other process shares.
@@ -242,8 +236,8 @@ impl ProcessEdge {
     /// The number of the thread comes from its own PID namespace. Here it may name another process,
     /// so the canary is compared.
     fn identify_process(&self, thread: u32) {
-        let _present_or_later = self.fill_canary();
-        if !self.is_memory_of(thread) {
+        let _present_or_later = self.canary().fill(&self.uffd);
+        if !self.canary().is_in(thread) {
             return;
         }
         if let Ok(exit_watcher) = self.exit_watcher() {
@@ -334,7 +328,7 @@ impl Kernel for ProcessEdge {
 
     fn fill(&mut self, page: PageNumber, pages: usize, source: FillSource) -> FillOutcome {
         let bytes = match source {
-            FillSource::Zeros { .. } if page == self.canary() => return self.fill_canary(),
+            FillSource::Zeros { .. } if page == self.canary().page => return self.canary().fill(&self.uffd),
             FillSource::Zeros { is_private: false } => {
                 return self.uffd.zero(page, pages);
             }
@@ -425,12 +419,12 @@ impl Kernel for ProcessEdge {
     }
 
     fn is_pinned(&self, page: PageNumber) -> bool {
-        page == self.canary()
+        page == self.canary().page
             || self.attachment.as_ref().is_some_and(|attachment| attachment.worker.is_pinned(page))
     }
 
     fn has_no_unread_event(&mut self) -> bool {
-        self.fill_canary().stop != Some(crate::kernel::FillStop::Busy)
+        self.canary().fill(&self.uffd).stop != Some(FillStop::Busy)
     }
 
     fn yield_now(&mut self) {
@@ -467,9 +461,15 @@ impl Edge for ProcessEdge {
 
     fn start_child(&mut self, child: OwnedFd, volume: Volume, areas: Areas) {
         let origin = (self.program.id, self.journal.sequence());
-        if let Err(error) = program::serve_child(&self.run, &self.program, child, volume, areas, origin) {
-            self.run.end(&format!("a forked child cannot be served: {error}"));
+        let uffd = Userfaultfd::from(child);
+        let started = program::serve_child(&self.run, &self.program, uffd.clone(), volume, areas, origin);
+        if let Err(error) = started {
+            self.refuse(uffd, &error);
         }
+    }
+
+    fn refuse_child(&mut self, child: OwnedFd, error: &TableError) {
+        self.refuse(Userfaultfd::from(child), error);
     }
 
     fn wake_other_programs(&mut self) {

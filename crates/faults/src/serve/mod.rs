@@ -11,6 +11,7 @@
 //! - [`sampler`]: measures resident sizes and finds areas to register.
 
 pub mod attach;
+mod canary;
 mod core_follower;
 mod count;
 mod edge;
@@ -21,6 +22,7 @@ mod observed;
 pub mod priority;
 pub mod program;
 mod records;
+mod refused;
 mod restore;
 pub mod run;
 pub mod sampler;
@@ -113,6 +115,7 @@ pub struct PagingService {
     /// Slabs of runs that could not be resumed: as ledgers they keep the leak scan from freeing
     /// extents that another agent may resume.
     unserved_slabs: Mutex<Vec<Arc<SlabSet>>>,
+    refused_children: refused::RefusedChildren,
     sampler: OnceLock<Thread>,
     /// Whether there are programs that the sampler has not seen.
     has_new_programs: AtomicBool,
@@ -133,6 +136,7 @@ impl PagingService {
             // Numbers are unique over restarts, because the keeper still has those of other agents.
             next_program: AtomicU64::new(u64::from(std::process::id()) << 32),
             unserved_slabs: Mutex::default(),
+            refused_children: refused::RefusedChildren::default(),
             sampler: OnceLock::new(),
             has_new_programs: AtomicBool::new(false),
         });

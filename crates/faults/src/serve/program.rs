@@ -154,9 +154,8 @@ impl Program {
     }
 
     /// Gives other threads access to the userfaultfd, see [`Self::register_early`].
-    pub(crate) fn share_uffd(&self, uffd: &Userfaultfd) -> io::Result<()> {
-        let _ = self.uffd.set(Userfaultfd::from(uffd.duplicate()?));
-        Ok(())
+    pub(crate) fn share_uffd(&self, uffd: &Userfaultfd) {
+        let _ = self.uffd.set(uffd.clone());
     }
 
     /// Process id and the thread that lives as long as the process; each is 0 while unknown.
@@ -193,13 +192,17 @@ impl Program {
     }
 
     /// Kills the process, if it is known.
+    ///
+    /// A forked child that is not yet identified is served until it says hello and is refused.
     pub(crate) fn kill(&self) {
-        self.is_killed.store(true, Relaxed);
-        if let Some(pidfd) = &*lock(&self.pidfd)
-            && let Err(error) = pidfd_send_signal(pidfd, Signal::KILL)
-        {
+        let pidfd = lock(&self.pidfd);
+        let Some(pidfd) = &*pidfd else { return };
+        if let Err(error) = pidfd_send_signal(pidfd, Signal::KILL) {
             tracing::debug!(%error, pid = self.pid(), "cannot kill a program: it has ended");
         }
+        // After the signal: the monitor ends now and closes the userfaultfd, and no thread of the
+        // program may continue and read zeros.
+        self.is_killed.store(true, SeqCst);
         self.wake();
     }
 
@@ -303,7 +306,7 @@ pub(crate) fn serve_root(
         let mempool = Arc::clone(&service.mempool);
         let volume = Volume::new(Arc::clone(&run.slabs), mempool, Arc::clone(&run.budget))
             .map_err(io::Error::other)?;
-        program.share_uffd(&uffd)?;
+        program.share_uffd(&uffd);
         let mut edge = ProcessEdge::new(run, &program, uffd, &volume, Journal::new()?, None)?;
         edge.register_canary(attachment.hello.canary);
         edge.attach(attachment)?;
@@ -317,7 +320,7 @@ pub(crate) fn serve_root(
 pub(crate) fn serve_child(
     run: &Arc<Run>,
     parent: &Program,
-    fd: OwnedFd,
+    uffd: Userfaultfd,
     volume: Volume,
     areas: Areas,
     origin: (u64, u64),
@@ -327,8 +330,7 @@ pub(crate) fn serve_child(
     or_remove(run, &program, || {
         program.set_bounds(&parent.bounds());
         program.is_forked.store(true, Relaxed);
-        let uffd = Userfaultfd::from(fd);
-        program.share_uffd(&uffd)?;
+        program.share_uffd(&uffd);
         let edge = ProcessEdge::new(run, &program, uffd, &volume, Journal::new()?, Some(origin))?;
         edge.keep();
         spawn(run, &program, edge, |run, program, edge| Some(monitor(run, program, edge, volume, areas)))
@@ -347,7 +349,7 @@ pub(crate) fn new_program(run: &Arc<Run>, id: u64) -> io::Result<Arc<Program>> {
 }
 
 /// Starts a program, and removes it from its run if that fails.
-pub(crate) fn or_remove(
+fn or_remove(
     run: &Arc<Run>,
     program: &Arc<Program>,
     start: impl FnOnce() -> io::Result<()>,

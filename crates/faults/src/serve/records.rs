@@ -6,6 +6,7 @@
 use std::io;
 
 use aquifer_ipc::{HeldItem, HeldKind, ProgramHello, RunToken};
+use aquifer_pager::{PAGE_BYTES, PageNumber};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -83,6 +84,10 @@ impl ProgramRecord {
             paged_start: paged_range.start,
             paged_end: paged_range.end,
         })
+    }
+
+    pub fn canary_page(&self) -> PageNumber {
+        self.private[2] / PAGE_BYTES as u64
     }
 
     pub fn bounds(&self) -> PagingBounds {

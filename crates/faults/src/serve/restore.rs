@@ -12,14 +12,18 @@ use std::sync::{Arc, PoisonError};
 
 use aquifer_channel::{RestoredItem, send_frame};
 use aquifer_ipc::{Frame, HeldKind};
-use aquifer_pager::{BlockId, Budget, Memory, REPLICAS_MAX, RecoveredVolume, SlabSet, Volume, finish_move};
+use aquifer_pager::{
+    BlockId, Budget, Memory, PageNumber, REPLICAS_MAX, RecoveredVolume, SlabSet, Volume, finish_move,
+};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, pidfd_send_signal};
 
 use super::PagingService;
+use super::canary::Canary;
 use super::edge::{Attachment, ProcessEdge};
-use super::program::{Program, new_program, or_remove, spawn};
+use super::program::{Program, new_program, spawn};
 use super::records::{ProgramRecord, RunRecord, decode};
+use super::refused::RefusedChild;
 use super::run::Run;
 use crate::areas::Area;
 use crate::journal::{Journal, JournalContents, PersistentRanges};
@@ -82,37 +86,28 @@ impl PagingService {
     }
 
     /// Ends the programs of another agent whose mempool is lost, so that they cannot be resumed.
-    pub fn end_kept(&self, kept: Vec<RestoredItem>) -> Vec<RestoredRun> {
-        for kept in kept {
-            match kept.item.kind {
-                HeldKind::Program if kept.item.pid != 0 => {
-                    self.kill_unservable(vec![(kept.item.id, kept.fds.into_iter().next_back())]);
-                }
-                // Its process is unknown, so it cannot be killed. It waits as long as the keeper
-                // runs.
-                HeldKind::Program => {}
-                // This is the entry of this agent by now.
-                HeldKind::Host => {}
-                kind => self.agent.remove_from_keeper(kind, kept.item.id),
-            }
+    pub fn end_kept(&self, kept: Vec<RestoredItem>) {
+        let is_program = |kept: &RestoredItem| kept.item.kind == HeldKind::Program;
+        let (programs, others): (Vec<_>, Vec<_>) = kept.into_iter().partition(is_program);
+        self.end_programs(programs.iter().map(UnservableProgram::from_kept).collect());
+        // The host's entry is the one of this agent by now.
+        for kept in others.into_iter().filter(|kept| kept.item.kind != HeldKind::Host) {
+            self.agent.remove_from_keeper(kept.item.kind, kept.item.id);
         }
-        Vec::new()
     }
 
     fn assign_program(&self, kept: RestoredItem, runs: &mut BTreeMap<u64, RecoveringRun>) {
-        let id = kept.item.id;
-        let pidfd =
-            if kept.item.pid == 0 { None } else { kept.fds.last().and_then(|fd| fd.try_clone().ok()) };
+        let unservable = UnservableProgram::from_kept(&kept);
         let record = decode::<ProgramRecord>(&kept.item).ok();
         let Some((run, record)) = record.and_then(|record| Some((runs.get_mut(&record.run)?, record))) else {
-            tracing::error!(program = id, "ending a program without a run");
-            return self.kill_unservable(vec![(id, pidfd)]);
+            tracing::error!(program = unservable.id, "ending a program without a run");
+            return self.end_programs(vec![unservable]);
         };
         match RecoveredProgram::open(kept, record) {
             Ok(found) => run.found.push(found),
             Err(error) => {
                 run.fail(format!("a program of it cannot be resumed: {error}"));
-                run.unservable.push((id, pidfd));
+                run.unservable.push(unservable);
             }
         }
     }
@@ -139,32 +134,61 @@ impl PagingService {
             let _gone = send_frame(&owner, &Frame::RunOpened(run.token()), &[]);
         }
         for ready in ready {
-            if end_reason.is_some() {
-                unservable.push((ready.found.id, ready.found.pidfd));
-            } else if let Err(error) = ready.start(self, &run) {
+            let program = ready.found.to_unservable();
+            if end_reason.is_none() {
+                let Err(error) = ready.start(self, &run) else { continue };
                 end_reason = Some(format!("a program of it cannot be resumed: {error}"));
             }
+            unservable.push(program);
         }
         if let Some(reason) = end_reason {
             run.end(&reason);
-            self.kill_unservable(unservable);
+            self.end_programs(unservable);
         }
         tracing::info!(run = record.name, programs = run.programs().len(), "run resumed");
         Some(RestoredRun { run, owner })
     }
 
-    /// Kills programs that cannot be served; the keeper drops their descriptors only after that.
-    fn kill_unservable(&self, unservable: Vec<(u64, Option<OwnedFd>)>) {
-        for (_, pidfd) in &unservable {
+    /// Ends programs that cannot be served; the keeper drops their descriptors only after that.
+    fn end_programs(&self, programs: Vec<UnservableProgram>) {
+        for UnservableProgram { pidfd, .. } in &programs {
             if let Some(Err(error)) = pidfd.as_ref().map(|pidfd| pidfd_send_signal(pidfd, Signal::KILL)) {
                 tracing::debug!(%error, "cannot kill a program: it has ended");
             }
         }
-        for (id, pidfd) in unservable {
-            if pidfd.is_some_and(|pidfd| is_ready(&pidfd, DEATH_TIMEOUT)) {
-                self.agent.remove_from_keeper(HeldKind::Program, id);
+        for UnservableProgram { id, pidfd, child } in programs {
+            match (pidfd, child) {
+                (Some(pidfd), _) if is_ready(&pidfd, DEATH_TIMEOUT) => {
+                    self.agent.remove_from_keeper(HeldKind::Program, id);
+                }
+                (Some(_), _) => tracing::error!(program = id, "a killed program does not end"),
+                (None, Some((uffd, page))) => {
+                    let canary = Canary { page, number: id };
+                    self.refused_children.add(RefusedChild { uffd, canary, is_in_keeper: true });
+                }
+                (None, None) => tracing::error!(program = id, "cannot end a program: its record is invalid"),
             }
         }
+    }
+}
+
+/// A program that cannot be served and must end.
+struct UnservableProgram {
+    id: u64,
+    /// Its process; `None` for a forked child that is not yet identified.
+    pidfd: Option<OwnedFd>,
+    /// Its userfaultfd and the page of its canary, unless its record is invalid.
+    child: Option<(Userfaultfd, PageNumber)>,
+}
+
+impl UnservableProgram {
+    fn from_kept(kept: &RestoredItem) -> Self {
+        let clone = |fd: Option<&OwnedFd>| fd.and_then(|fd| fd.try_clone().ok());
+        let pidfd = if kept.item.pid == 0 { None } else { clone(kept.fds.last()) };
+        let record = decode::<ProgramRecord>(&kept.item).ok();
+        let child = record
+            .and_then(|record| Some((Userfaultfd::from(clone(kept.fds.first())?), record.canary_page())));
+        Self { id: kept.item.id, pidfd, child }
     }
 }
 
@@ -178,7 +202,7 @@ struct RecoveringRun {
     found: Vec<RecoveredProgram>,
     ready: Vec<ResumableProgram>,
     /// Programs that cannot be served and must be killed.
-    unservable: Vec<(u64, Option<OwnedFd>)>,
+    unservable: Vec<UnservableProgram>,
     end_reason: Option<String>,
 }
 
@@ -223,7 +247,7 @@ impl RecoveringRun {
                 service.agent.remove_from_keeper(HeldKind::Program, id);
                 continue;
             }
-            let pidfd = found.pidfd.as_ref().and_then(|fd| fd.try_clone().ok());
+            let unservable = found.to_unservable();
             let recovered = found.finish_first_event(&served).and_then(|()| {
                 let mempool = Arc::clone(&service.mempool);
                 let slabs = Arc::clone(&self.slabs);
@@ -239,7 +263,7 @@ impl RecoveringRun {
                 }
                 Err(error) => {
                     self.fail(format!("a program of it cannot be resumed: {error}"));
-                    self.unservable.push((id, pidfd));
+                    self.unservable.push(unservable);
                 }
             }
         }
@@ -276,6 +300,12 @@ impl RecoveredProgram {
         };
         let pidfd = if kept.item.pid == 0 { None } else { Some(next()?) };
         Ok(Self { id: kept.item.id, pid: kept.item.pid, record, uffd, table, journal, left, worker, pidfd })
+    }
+
+    /// What is needed to end the program if it cannot be served.
+    fn to_unservable(&self) -> UnservableProgram {
+        let pidfd = self.pidfd.as_ref().and_then(|fd| fd.try_clone().ok());
+        UnservableProgram { id: self.id, pidfd, child: Some((self.uffd.clone(), self.record.canary_page())) }
     }
 
     /// Whether the process has ended or has executed another program.
@@ -360,20 +390,25 @@ impl ResumableProgram {
         let Self { found, recovered, unapplied } = self;
         let RecoveredProgram { id, pid, record, uffd, journal, left, worker, .. } = found;
         let program = new_program(run, id)?;
-        or_remove(run, &program, || {
+        let start = || {
             if pid != 0 {
                 program.set_pid(pid, &service.exit_watcher);
             }
             program.set_bounds(&record.bounds());
             program.is_attached.store(record.hello.is_some(), SeqCst);
             program.is_forked.store(record.origin.is_some(), Relaxed);
-            program.share_uffd(&uffd)?;
+            program.share_uffd(&uffd);
             let mut edge = ProcessEdge::new(run, &program, uffd, &recovered.volume, journal, record.origin)?;
             if let (Some((worker, socket)), Some(hello)) = (worker, record.hello(run.token())) {
                 edge.reattach(Attachment { hello, socket, worker })?;
             }
             edge.set_unapplied_events(unapplied);
             spawn(run, &program, edge, move |run, program, edge| resume(run, program, edge, recovered, left))
+        };
+        // The keeper must hold a program that cannot be started until it has ended.
+        start().inspect_err(|_| {
+            service.exit_watcher.unwatch(id);
+            run.remove(&program);
         })
     }
 }

@@ -176,6 +176,7 @@ fn sample_all(service: &Weak<PagingService>) {
         if service.has_new_programs.swap(false, Relaxed) {
             sampled_runs.iter_mut().for_each(|sampled| sampled.next = now);
         }
+        service.refused_children.poll(&service);
         drop(service);
         let mut next = now + TICK_MAX;
         for sampled in &mut sampled_runs {

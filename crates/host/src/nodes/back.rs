@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use aquifer_fabric::Tenant;
-use aquifer_fabric::lasting::{Again, Attempt};
+use aquifer_fabric::reconnecting::{Reconnect, ReconnectOutcome};
 use aquifer_pool::NodeId;
 
 use super::Nodes;
@@ -20,28 +20,28 @@ pub(super) struct Back {
     pub kept: Duration,
 }
 
-impl Again for Back {
-    fn attempt(&self) -> Attempt {
+impl Reconnect for Back {
+    fn attempt(&self) -> ReconnectOutcome {
         match self.nodes.standing(self.node, Instant::now()) {
             Standing::Here(place) if place.epoch != self.epoch => {
                 tracing::warn!(node = self.node.0, "a memory node has come back without its memory");
-                Attempt::Never
+                ReconnectOutcome::Gone
             }
             Standing::Here(place) => match self.nodes.reach(&place, self.tenant) {
-                Ok(endpoint) => Attempt::Here(endpoint),
-                Err(error) if error.is_of_fence() => {
+                Ok(endpoint) => ReconnectOutcome::Connected(endpoint),
+                Err(error) if error.is_fence() => {
                     tracing::warn!(node = self.node.0, %error, "a memory node is back, and not for this host");
-                    Attempt::Never
+                    ReconnectOutcome::Gone
                 }
-                Err(_) => Attempt::NotYet,
+                Err(_) => ReconnectOutcome::Retry,
             },
-            Standing::Away => Attempt::NotYet,
+            Standing::Away => ReconnectOutcome::Retry,
             // It was there once, and was waited for since.
-            Standing::Unknown => Attempt::Never,
+            Standing::Unknown => ReconnectOutcome::Gone,
         }
     }
 
-    fn patience(&self) -> Duration {
+    fn timeout(&self) -> Duration {
         self.kept
     }
 }

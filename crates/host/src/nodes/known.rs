@@ -4,13 +4,13 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use aquifer_directory::names::{NodeLife, NodeRecord};
-use aquifer_fabric::Reach;
+use aquifer_fabric::FabricAddress;
 use aquifer_pool::NodeId;
 
 /// A node that is there.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Place {
-    pub reach: Reach,
+    pub reach: FabricAddress,
     /// Tells its memory from that of another life of the node.
     pub epoch: u64,
     /// For so long its memory outlives it.
@@ -19,7 +19,7 @@ pub(super) struct Place {
 
 impl Place {
     fn of(record: &NodeRecord) -> Option<Self> {
-        match Reach::parse(&record.fabric, &record.address) {
+        match FabricAddress::parse(&record.fabric, &record.address) {
             Ok(reach) => {
                 Some(Self { reach, epoch: record.epoch, kept: Duration::from_millis(record.kept_ms) })
             }

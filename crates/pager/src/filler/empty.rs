@@ -7,7 +7,7 @@ use crate::slabs::{SLABS_MAX, SlabId};
 
 /// Empty slabs are kept up to this part of the run's pages on memory nodes. None is kept while the
 /// pool is short of memory or the run writes nothing.
-const RESERVE_DIVISOR: u64 = 8;
+const KEPT_DIVISOR: u64 = 8;
 /// Slabs that one call frees at most.
 const TRIM_MAX: usize = 64;
 /// Slabs that one request frees at most when the run has ended.
@@ -77,7 +77,7 @@ impl Filler {
             self.free_empty_groups(pool);
             return false;
         }
-        let max = if all { 0 } else { self.slabs.pages() / RESERVE_DIVISOR };
+        let max = if all { 0 } else { self.slabs.pages() / KEPT_DIVISOR };
         let mut pages: u64 = self.empty.iter().map(|slab| self.pages_of(slab)).sum();
         let mut slabs = Vec::new();
         while pages > max && slabs.len() < TRIM_MAX {
@@ -95,8 +95,8 @@ impl Filler {
 
     /// Removes an empty slab with at least this number of replicas from those that are kept.
     pub(super) fn empty_slab(&mut self, replicas_min: usize) -> Option<OpenSlab> {
-        let has_copies = |slab: &SlabId| self.slabs.replicas(*slab).len() >= replicas_min;
-        let slab = self.empty.iter().find(|slab| has_copies(slab) && !self.slabs.is_vacating(*slab))?;
+        let has_replicas = |slab: &SlabId| self.slabs.replicas(*slab).len() >= replicas_min;
+        let slab = self.empty.iter().find(|slab| has_replicas(slab) && !self.slabs.is_vacating(*slab))?;
         self.empty.remove(slab);
         Some(OpenSlab { slab, cursor: 0, pages: self.slabs.replicas(slab).class()?.chunks() })
     }
@@ -148,7 +148,7 @@ impl Filler {
         let mut numbers: Vec<SlabId> = (0..wanted).map_while(|_| self.free_number().ok()).collect();
         let each = u32::try_from(numbers.len()).expect("no more than were wanted");
         let first = *numbers.last().ok_or(NoRoom::TooManySlabs)?;
-        let _under_way = pool.begin_operation();
+        let _operation = pool.begin_operation();
         let mut refused = NoRoom::NoNodes;
         for extent in
             self.allocate_on_nodes(pool, ExtentRequest { class, nodes: 1, each }, |_| true, &mut refused)
@@ -173,7 +173,7 @@ impl Filler {
         class: SizeClass,
         group_slabs: u32,
     ) -> Result<OpenSlab, NoRoom> {
-        let _under_way = pool.begin_operation();
+        let _operation = pool.begin_operation();
         let mut refused = NoRoom::NoNodes;
         let mut extents = Vec::new();
         while extents.len() < group_slabs as usize {
@@ -210,10 +210,10 @@ impl Filler {
         let SlabSizing::Fixed { group_slabs, .. } = self.sizing else { return };
         let mut empty: Vec<u32> = self.empty.iter().map(|slab| slab.0 / group_slabs).collect();
         empty.sort_unstable();
-        for block in
-            empty.chunk_by(|one, other| one == other).filter(|block| block.len() == group_slabs as usize)
+        for group in
+            empty.chunk_by(|one, other| one == other).filter(|group| group.len() == group_slabs as usize)
         {
-            let slabs = block[0] * group_slabs..(block[0] + 1) * group_slabs;
+            let slabs = group[0] * group_slabs..(group[0] + 1) * group_slabs;
             for slab in slabs.clone().map(SlabId) {
                 self.empty.remove(slab);
                 self.free_slabs(pool, &[slab]);

@@ -9,7 +9,7 @@
 
 use std::sync::Arc;
 
-use aquifer_fabric::{Completion, Memory, RemoteAddr, Verb, Work, WorkError};
+use aquifer_fabric::{Completion, EndpointError, Memory, RemoteAddr, Verb, Work, WorkError};
 use aquifer_pool::{Extent, NodeId};
 
 use super::{HEAL_WORK_ID, Sender};
@@ -29,6 +29,15 @@ pub(super) const PROBE_OFFSET: usize = BLOCK_PAGES * PAGE_BYTES;
 pub(super) const PROBE_BYTES: usize = 8;
 /// The work id of probes. The ids of copying are below.
 const PROBE_WORK_ID: u64 = HEAL_WORK_ID | 1 << 61;
+
+/// Why the healer has no buffer.
+#[derive(Debug, thiserror::Error)]
+enum BufferError {
+    #[error("no memory: {0}")]
+    System(#[from] std::io::Error),
+    #[error("an endpoint refuses it: {0}")]
+    Register(#[from] EndpointError),
+}
 
 /// The state of the healer.
 #[derive(Debug, Default)]
@@ -61,6 +70,7 @@ struct CopyTask {
     end: u32,
     /// Places in the slab's record from which the chunk could not be read, as a bit mask.
     failed_places: u8,
+    /// The place from which the chunk is read.
     from: usize,
     step: CopyStep,
 }
@@ -139,13 +149,12 @@ impl Sender {
     /// evicted.
     pub fn probe(&mut self) {
         self.pool.maintain();
-        self.ask_nodes();
+        if self.slabs.replicas_wanted() > 1 && !self.healer.is_stopped {
+            self.probe_nodes();
+        }
     }
 
-    fn ask_nodes(&mut self) {
-        if self.slabs.replicas_wanted() == 1 || self.healer.is_stopped {
-            return;
-        }
+    fn probe_nodes(&mut self) {
         let Some(buffer) = self.buffer() else { return };
         self.healer.search_soon();
         for node in std::mem::take(&mut self.healer.unconfirmed) {
@@ -251,6 +260,7 @@ impl Sender {
         true
     }
 
+    /// The task to repair a page that a reader reported as damaged.
     fn next_repair(&mut self) -> Option<CopyTask> {
         while let Some((location, node)) = self.slabs.pop_damaged() {
             let replicas = self.slabs.replicas(location.slab());
@@ -258,8 +268,8 @@ impl Sender {
                 replicas.on(node).filter(|_| replicas.len() > 1 && !self.slabs.is_free(location))
             {
                 let (slab, at) = (location.slab(), location.index());
-                let refused = replicas.placed().filter(|(_, replica)| replica.node == node);
-                let refused = refused.fold(0, |bits, (place, _)| bits | 1 << place);
+                let damaged = replicas.placed().filter(|(_, replica)| replica.node == node);
+                let failed_places = damaged.fold(0, |bits, (place, _)| bits | 1 << place);
                 let task = CopyTask {
                     slab,
                     to,
@@ -267,7 +277,7 @@ impl Sender {
                     at,
                     pages: 1,
                     end: at + 1,
-                    failed_places: refused,
+                    failed_places,
                     from: 0,
                     step: CopyStep::Ready,
                 };
@@ -288,7 +298,7 @@ impl Sender {
         candidates.sort_by_key(|slab| slabs.replicas(*slab).len());
         let slab = *candidates.get(self.healer.failed_searches % candidates.len().max(1))?;
         self.healer.failed_searches += 1;
-        let _under_way = self.pool.begin_operation();
+        let _operation = self.pool.begin_operation();
         let to = self.filler.allocate_replica(&mut self.pool, slab);
         let gone = self.filler.drain_gone_nodes();
         if !gone.is_empty() {
@@ -396,11 +406,12 @@ impl Sender {
         true
     }
 
+    /// Ends a task, and marks the new replica as complete if all chunks were copied.
     fn end_task(&mut self, task: &CopyTask) {
-        let is_whole = task.at >= task.end;
+        let is_complete = task.at >= task.end;
         let replicas = self.slabs.replicas(task.slab);
         let is_known = self.pool.nodes().any(|node| node == task.to.node);
-        let Some(place) = task.place.filter(|_| is_whole && is_known && !replicas.is_empty()) else {
+        let Some(place) = task.place.filter(|_| is_complete && is_known && !replicas.is_empty()) else {
             self.abandon_task(task);
             return;
         };
@@ -414,6 +425,7 @@ impl Sender {
         }
     }
 
+    /// Ends a task, and frees the extent of its incomplete replica.
     fn abandon_task(&mut self, task: &CopyTask) {
         if let Some((place, extent)) = task.place.and_then(|_| self.slabs.unfinished_replica(task.slab)) {
             let recorded = RecordedReplica { slab: task.slab, place, extent };
@@ -422,18 +434,18 @@ impl Sender {
         self.filler.end_copying(&mut self.pool, task.slab);
     }
 
+    fn create_buffer(&mut self) -> Result<usize, BufferError> {
+        let memory = Memory::create("aquifer-heal", PROBE_OFFSET + PAGE_BYTES)?;
+        Ok(self.ports.add_memory(Arc::new(memory))?)
+    }
+
     /// The number of the healer's buffer; `None` if there is no memory for it, and then nothing is
     /// copied yet.
     pub(super) fn buffer(&mut self) -> Option<usize> {
         if self.healer.buffer.is_none() {
-            let made = Memory::create("aquifer-heal", PROBE_OFFSET + PAGE_BYTES)
-                .map_err(|error| error.to_string())
-                .and_then(|memory| {
-                    self.ports.add_memory(Arc::new(memory)).map_err(|error| error.to_string())
-                });
-            match made {
+            match self.create_buffer() {
                 Ok(number) => self.healer.buffer = Some(number),
-                Err(error) => tracing::warn!(error, "cannot create the buffer to copy slabs; retrying"),
+                Err(error) => tracing::warn!(%error, "cannot create the buffer to copy slabs; retrying"),
             }
         }
         self.healer.buffer

@@ -59,7 +59,7 @@ impl Volume {
             reserved: Vec::new(),
             blocks_in_flight: 0,
             spare_blocks: Vec::new(),
-            has_copies: false,
+            may_have_clean_copies: false,
             before_store: None,
         };
         volume.blocks.resize_with(mempool.blocks(), || None);

@@ -1,6 +1,6 @@
 //! One node of a client: its endpoint, its layout, and its cached words.
 
-use aquifer_fabric::{Endpoint, Key, KeyEntry, Late, Tenant, WorkError};
+use aquifer_fabric::{DrainHandle, Endpoint, Key, KeyEntry, Tenant, WorkError};
 
 use super::wire::Wire;
 use super::{Extent, NodeId, random};
@@ -80,7 +80,7 @@ impl Node {
 
     /// A handle that drains the operations in flight of a connection that is given up. Returned
     /// once for each break; `None` if nothing is in flight.
-    pub(super) fn take_drain(&mut self) -> Option<Box<dyn Late>> {
+    pub(super) fn take_drain(&mut self) -> Option<Box<dyn DrainHandle>> {
         let drain = self.wire.late().filter(|_| !self.is_drain_taken)?;
         self.is_drain_taken = true;
         Some(drain)

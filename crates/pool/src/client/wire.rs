@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use aquifer_fabric::{
-    Completion, Endpoint, Key, Late, LocalKey, LocalSlice, Memory, PostError, RemoteAddr, Verb, Work,
+    Completion, DrainHandle, Endpoint, Key, LocalKey, LocalSlice, Memory, PostError, RemoteAddr, Verb, Work,
     WorkError,
 };
 
@@ -166,8 +166,8 @@ impl Wire {
     }
 
     /// A handle that drains the operations in flight; `None` if there are none.
-    pub fn late(&mut self) -> Option<Box<dyn Late>> {
-        self.endpoint.late()
+    pub fn late(&mut self) -> Option<Box<dyn DrainHandle>> {
+        self.endpoint.drain_handle()
     }
 
     /// Polls the endpoint, so that a break is noticed. The user's completions are kept.

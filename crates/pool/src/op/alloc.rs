@@ -399,13 +399,13 @@ impl AllocOp {
         self.mark_opening_saved(cache, span, is_opener);
         self.has_opened = is_opener;
         if is_opener {
-            cache.learn_owner(span, KeyEntry::shut(cache.tenant()));
+            cache.learn_owner(span, KeyEntry::closed(cache.tenant()));
         }
         // The owner cannot change while this host has an extent in the span, so it may be checked
         // now.
         if let (false, (_, Some(entry))) = (is_opener, result.found_then()) {
             cache.learn_owner(span, KeyEntry(entry));
-            if !KeyEntry(entry).is_of(cache.tenant()) {
+            if !KeyEntry(entry).is_owned_by(cache.tenant()) {
                 return Ok(self.free_foreign(cache, span, run));
             }
         }

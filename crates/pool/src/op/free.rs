@@ -278,7 +278,7 @@ impl FreeOp {
     /// K: revokes the keys, before the place is free.
     fn revoke(&mut self, cache: &NodeCache, freed: Freed) -> Step<Outcomes> {
         let tenant = cache.tenant();
-        self.post_revocation(cache, freed, |extent| KeyEntry::opened(extent.grant.key, tenant).0)
+        self.post_revocation(cache, freed, |extent| KeyEntry::open(extent.grant.key, tenant).0)
     }
 
     fn post_revocation(

@@ -6,7 +6,7 @@
 mod scene;
 mod victim;
 
-use aquifer_fabric::Reach;
+use aquifer_fabric::FabricAddress;
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::tcp::{self, TcpTarget};
 
@@ -20,13 +20,13 @@ fn over_shm() -> Scene {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("node");
     let target = ShmTarget::listen(&path, shm::Options::default()).expect("a target");
-    Scene::on(Some(folder), Box::new(target), Reach::Shm(path))
+    Scene::on(Some(folder), Box::new(target), FabricAddress::Shm(path))
 }
 
 fn over_tcp() -> Scene {
     let any = "127.0.0.1:0".parse().expect("an address");
     let target = TcpTarget::listen(any, &KEY, tcp::Options::default()).expect("a target");
-    let reach = Reach::Tcp(target.address());
+    let reach = FabricAddress::Tcp(target.address());
     Scene::on(None, Box::new(target), reach)
 }
 

@@ -7,7 +7,8 @@ use std::sync::atomic::Ordering;
 
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{
-    Completion, Host, Identity, KeyEntry, LocalKey, LocalSlice, Memory, Reach, RemoteAddr, Target, Verb, Work,
+    Completion, FabricAddress, Host, Identity, KeyEntry, LocalKey, LocalSlice, Memory, RemoteAddr, Target,
+    Verb, Work,
 };
 use aquifer_pool::op::{Grant, Recovered, WordAt};
 use aquifer_pool::size::{SECTION_BYTES, SECTION_CHUNKS};
@@ -55,7 +56,7 @@ pub enum Recoverer {
 pub struct Scene {
     _folder: Option<TempDir>,
     target: Box<dyn Target>,
-    reach: Reach,
+    reach: FabricAddress,
     node_memory: NodeMemory,
     live: RefCell<LiveHost>,
     /// The epoch of the next victim.
@@ -76,7 +77,7 @@ struct LiveHost {
 
 impl Scene {
     /// A scene at a target that `reach` connects to. The target may use files in `folder`.
-    pub fn on(folder: Option<TempDir>, target: Box<dyn Target>, reach: Reach) -> Self {
+    pub fn on(folder: Option<TempDir>, target: Box<dyn Target>, reach: FabricAddress) -> Self {
         let node_memory = NodeMemory::create(&*target, NODE, SECTIONS * SECTION_BYTES).expect("memory");
         let mut client = connect(&reach, LIVE, 1);
         let data = Arc::new(Memory::create("data", 2 << 20).expect("memory"));
@@ -289,7 +290,7 @@ fn stamp(extent: &Extent, at: usize) -> u64 {
     STAMP ^ extent.addr ^ (at as u64) << 32
 }
 
-fn connect(reach: &Reach, host: Host, epoch: u64) -> PoolClient {
+fn connect(reach: &FabricAddress, host: Host, epoch: u64) -> PoolClient {
     let who = Identity { host, epoch, tenant: TENANT };
     let endpoint = reach.connect(who, Some(&KEY), &ConnectOptions::default()).expect("the node listens");
     let mut client = PoolClient::new(host, TENANT);

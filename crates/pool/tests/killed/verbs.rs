@@ -9,7 +9,7 @@ mod victim;
 
 use std::net::SocketAddr;
 
-use aquifer_fabric::Reach;
+use aquifer_fabric::FabricAddress;
 use aquifer_fabric_verbs::{Options, VerbsTarget};
 
 use scene::{Recoverer, Scene, at_every_step};
@@ -24,7 +24,7 @@ fn over_verbs() -> Scene {
         .expect("AQUIFER_VERBS_ADDRESS is the address of an RDMA device");
     let address = SocketAddr::new(address.parse().expect("an IP address"), 0);
     let target = VerbsTarget::listen(address, &KEY, Options::default()).expect("a target");
-    let reach = Reach::Verbs(target.address());
+    let reach = FabricAddress::Verbs(target.address());
     Scene::on(None, Box::new(target), reach)
 }
 

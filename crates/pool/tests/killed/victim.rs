@@ -9,8 +9,8 @@ use std::time::Duration;
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{
-    Completion, Endpoint, Host, Identity, Key, LocalKey, LocalSlice, Memory, PostError, Reach, RemoteAddr,
-    Tenant, Verb, Work, forward_endpoint,
+    Completion, Endpoint, FabricAddress, Host, Identity, Key, LocalKey, LocalSlice, Memory, PostError,
+    RemoteAddr, Tenant, Verb, Work, forward_endpoint,
 };
 use aquifer_pool::{Extent, NodeId, PoolClient, PoolError, SizeClass};
 use rustix::process::{Pid, Signal, getpid, kill_process};
@@ -55,7 +55,7 @@ pub struct Victim {
 
 /// Starts a victim.
 #[expect(clippy::zombie_processes, reason = "it is waited for by its number: it may only be stopped")]
-pub fn start(reach: &Reach, epoch: u64, step: usize, moment: Moment, end: End) -> Victim {
+pub fn start(reach: &FabricAddress, epoch: u64, step: usize, moment: Moment, end: End) -> Victim {
     let fate = format!("{} {} {epoch} {step} {moment:?} {end:?}", reach.provider(), reach.address());
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command.args(["--exact", super::VICTIM_TEST, "--nocapture"]).env(VARIABLE, fate);
@@ -103,7 +103,7 @@ pub fn run_if_started() {
     let Ok(fate) = std::env::var(VARIABLE) else { return };
     let words: Vec<&str> = fate.split(' ').collect();
     let [provider, address, epoch, step, moment, end] = words[..] else { panic!("{fate}") };
-    let reach = Reach::parse(provider, address).expect("an address of the node");
+    let reach = FabricAddress::parse(provider, address).expect("an address of the node");
     let who = Identity { host: VICTIM, epoch: epoch.parse().expect("a number"), tenant: TENANT };
     let inner = reach.connect(who, Some(&KEY), &ConnectOptions::default()).expect("the node listens");
     let doomed = Doomed {
@@ -230,5 +230,5 @@ impl Endpoint for Doomed {
         posted
     }
 
-    forward_endpoint!(inner: poll, wait, poll_fd, register_local, receive, regions, limits, is_broken, late);
+    forward_endpoint!(inner: poll, wait, poll_fd, register_local, receive, regions, limits, is_broken, drain_handle);
 }

@@ -77,7 +77,7 @@ fn several_extents_cost_one_action_each_and_one_more() {
     );
     for grant in &grants {
         let entry = KeyEntry(words.at(WordAt::chunk_key(grant.chunk), 1)[0]);
-        assert_eq!(entry, KeyEntry::opened(grant.key, Tenant(0)));
+        assert_eq!(entry, KeyEntry::open(grant.key, Tenant(0)));
         let record = LogEntry(words.at(WordAt::chunk_entry(grant.chunk), 1)[0]).of_span();
         assert!(matches!(record, Ok(Some(log)) if log.host == ME), "{record:?}");
     }
@@ -169,7 +169,7 @@ fn free_late_and_reallocate(words: &mut Words, grant: Grant) -> Grant {
         }
         *word = SectionWord(*word).allocate(run, OTHER).0;
     }
-    words.at(WordAt::key_of(grant), 1)[0] = KeyEntry::opened(theirs.key, Tenant(0)).0;
+    words.at(WordAt::key_of(grant), 1)[0] = KeyEntry::open(theirs.key, Tenant(0)).0;
     theirs
 }
 
@@ -341,7 +341,7 @@ fn a_stretch_skips_sections_of_another_tenant() {
     const FOREIGN: u32 = 150;
     let (mut words, mut cache) = Words::new(FOREIGN + 40);
     for section in 0..FOREIGN {
-        let theirs = KeyEntry::shut(Tenant(9)).0;
+        let theirs = KeyEntry::closed(Tenant(9)).0;
         words.at(WordAt::span_key(section * SECTION_SPANS + section % SECTION_SPANS), 1)[0] = theirs;
     }
     let (first, actions) = words.run(&mut cache, StretchOp::new(ME, 40));

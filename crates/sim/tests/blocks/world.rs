@@ -117,7 +117,7 @@ impl Endpoint for InterleavingEndpoint {
         self.inner.poll(out, max)
     }
 
-    forward_endpoint!(inner: register_local, receive, regions, limits, is_broken, is_away, late);
+    forward_endpoint!(inner: register_local, receive, regions, limits, is_broken, is_away, drain_handle);
 }
 
 fn lock(world: &Mutex<BlocksWorld>) -> std::sync::MutexGuard<'_, BlocksWorld> {

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use aquifer_fabric::lasting::{Again, Attempt, LastingEndpoint, Manner};
+use aquifer_fabric::reconnecting::{AwayPolicy, Reconnect, ReconnectOutcome, ReconnectingEndpoint};
 use aquifer_fabric::sim::{Node, SimFabric};
 use aquifer_fabric::{Endpoint, EndpointError, Identity};
 
@@ -58,25 +58,25 @@ struct NodeReturn {
     who: Identity,
 }
 
-impl Again for NodeReturn {
-    fn attempt(&self) -> Attempt {
+impl Reconnect for NodeReturn {
+    fn attempt(&self) -> ReconnectOutcome {
         if self.absence.try_reach(&self.fabric, self.node) {
-            return Attempt::NotYet;
+            return ReconnectOutcome::Retry;
         }
         // The node was dead, is partitioned, or has fenced this host.
-        self.fabric.connect(self.node, self.who).map_or(Attempt::Never, Attempt::Here)
+        self.fabric.connect(self.node, self.who).map_or(ReconnectOutcome::Gone, ReconnectOutcome::Connected)
     }
 
-    fn patience(&self) -> Duration {
+    fn timeout(&self) -> Duration {
         Duration::MAX
     }
 
-    fn takes_time(&self) -> bool {
+    fn is_blocking(&self) -> bool {
         false
     }
 }
 
-/// Connects to a node with an endpoint that survives the node's absence. With [`Manner::Wait`] it
+/// Connects to a node with an endpoint that survives the node's absence. With [`AwayPolicy::Wait`] it
 /// waits until the node returns.
 ///
 /// # Errors
@@ -86,12 +86,12 @@ pub fn connect(
     absence: &NodeAbsence,
     node: Node,
     who: Identity,
-    manner: Manner,
+    policy: AwayPolicy,
 ) -> Result<Box<dyn Endpoint>, EndpointError> {
-    if manner == Manner::Wait {
+    if policy == AwayPolicy::Wait {
         while absence.try_reach(fabric, node) {}
     }
     let endpoint = fabric.connect(node, who)?;
     let again = NodeReturn { fabric: fabric.clone(), absence: absence.clone(), node, who };
-    Ok(Box::new(LastingEndpoint::new(endpoint, Arc::new(again), manner)))
+    Ok(Box::new(ReconnectingEndpoint::new(endpoint, Arc::new(again), policy)))
 }

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use aquifer_fabric::lasting::Manner;
+use aquifer_fabric::reconnecting::AwayPolicy;
 use aquifer_fabric::sim::{Node, Rng, SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, KeyEntry, Target, Tenant};
 use aquifer_pager::{Connector, PAGE_BYTES, Sender};
@@ -32,11 +32,11 @@ struct SimConnector {
 }
 
 impl SimConnector {
-    fn connect_in(&self, node: NodeId, manner: Manner) -> Result<Box<dyn Endpoint>, EndpointError> {
+    fn connect_in(&self, node: NodeId, policy: AwayPolicy) -> Result<Box<dyn Endpoint>, EndpointError> {
         let who = Identity { host: self.host, epoch: self.epoch, tenant: Tenant(0) };
         let node = node_of(&self.nodes, usize::from(node.0));
         match &self.absence {
-            Some(absence) => absence::connect(&self.fabric, absence, node, who, manner),
+            Some(absence) => absence::connect(&self.fabric, absence, node, who, policy),
             None => self.fabric.connect(node, who),
         }
     }
@@ -51,11 +51,11 @@ fn node_of(nodes: &SimNodes, number: usize) -> Node {
 
 impl Connector for SimConnector {
     fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
-        self.connect_in(node, Manner::Wait)
+        self.connect_in(node, AwayPolicy::Wait)
     }
 
     fn connect_without_waiting(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
-        self.connect_in(node, Manner::Tell)
+        self.connect_in(node, AwayPolicy::Fail)
     }
 
     fn now(&self) -> Duration {

@@ -10,7 +10,8 @@ use aquifer_faults::kernel::{
 };
 use aquifer_faults::{Areas, Edge, EvictedBatch, SenderEvent};
 use aquifer_pager::{
-    BlockId, FetchError, Fetcher, Location, Mutation, PAGE_BYTES, PageNumber, SlabSet, Volume, view,
+    BlockId, FetchError, Fetcher, Location, Mutation, PAGE_BYTES, PageNumber, SlabSet, TableError, Volume,
+    view,
 };
 
 use super::memory::{ModelFrame, decode, index};
@@ -409,14 +410,14 @@ impl Edge for SimEdge {
 
     fn fetch(&mut self, slabs: &SlabSet, locations: &[Location]) -> Result<usize, FetchError> {
         drop(self.run_world());
-        let bad_copies = self.fetcher.bad_copies();
+        let damaged_pages = self.fetcher.damaged_pages();
         let outcome = self.fetcher.fetch(slabs, locations);
         let mut world = self.world.borrow_mut();
         let copies = slabs.replicas(locations[0].slab());
         self.is_stored = copies.iter().any(|copy| world.cluster.holds(&copy));
         self.is_fenced = copies.iter().all(|copy| world.cluster.refuses(copy.node));
-        world.counts.late += u64::from(self.fetcher.late() > 0);
-        if self.fetcher.bad_copies() > bad_copies && !world.cluster.damaged.contains(&true) {
+        world.counts.late += u64::from(self.fetcher.late_reads() > 0);
+        if self.fetcher.damaged_pages() > damaged_pages && !world.cluster.damaged.contains(&true) {
             world.failure = Some(format!("a replica among {locations:?} is damaged without cause"));
         }
         outcome
@@ -432,6 +433,10 @@ impl Edge for SimEdge {
         let mut world = self.run_world();
         world.keep(child, volume.table_memory());
         world.new_children.push((child, volume, areas));
+    }
+
+    fn refuse_child(&mut self, child: usize, error: &TableError) {
+        self.run_world().failure = Some(format!("child {child} was refused: {error}"));
     }
 
     fn wake_other_programs(&mut self) {

@@ -7,10 +7,9 @@ use std::sync::Arc;
 use aquifer_fabric::Endpoint;
 use aquifer_fabric::sim::Rng;
 use aquifer_faults::{Areas, EvictedBatch, SenderEvent};
-use aquifer_pager::slabs::{SlabId, SlabReplicas};
 use aquifer_pager::{
-    BLOCK_PAGES, BlockId, Budget, Memory, Mempool, PageNumber, Sender, SlabSet, StageOutcome, Volume,
-    WrittenBatch,
+    BLOCK_PAGES, BlockId, Budget, Memory, Mempool, PageNumber, Sender, SlabId, SlabReplicas, SlabSet,
+    StageOutcome, Volume, WrittenBatch,
 };
 use aquifer_pool::{Extent, NodeId};
 

@@ -194,7 +194,7 @@ impl Shadow {
     /// What a client of this tenant holds is opened by its key.
     pub fn is_opened(&self, memory: &impl Words, grant: &Grant, tenant: Tenant) -> Verdict {
         let entry = KeyEntry(memory.word(WordAt::key_of(*grant)));
-        let is_right = entry == KeyEntry::opened(grant.key, tenant);
+        let is_right = entry == KeyEntry::open(grant.key, tenant);
         ensure!(is_right, "{grant:?} is not opened by its key: {entry:?}");
         Ok(())
     }

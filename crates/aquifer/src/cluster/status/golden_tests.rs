@@ -18,7 +18,7 @@ fn golden_status() {
     };
     let agent =
         AgentRecord { host: 1, address: "agent.sock".into(), epoch: 2, claim_epoch: 3, is_recovery: false };
-    // The rest of it is fixed where it is made (`crates/agent`).
+    // Golden tests of `crates/agent` have the other fields.
     let asked = AgentStatus {
         host: 1,
         mempool_bytes: 2,
@@ -32,22 +32,42 @@ fn golden_status() {
     let status = Status {
         state: "/run/user/1/aquifer".into(),
         up: true,
-        parts: vec![PartStatus { name: "node-1".into(), alive: true, pid: Some(7) }],
+        daemons: vec![DaemonStatus { name: "node-1".into(), is_running: true, pid: Some(7) }],
         nodes: vec![node],
         agents: vec![agent],
         agent: Some(asked),
         problems: vec!["one".into()],
     };
     golden.lines(&serde_json::to_string_pretty(&status).expect("numbers and texts can be written"));
-    let nothing = Status {
+    let stopped = Status {
         state: String::new(),
         up: false,
-        parts: vec![PartStatus { name: "agent".into(), alive: false, pid: None }],
+        daemons: vec![DaemonStatus { name: "agent".into(), is_running: false, pid: None }],
         nodes: Vec::new(),
         agents: Vec::new(),
         agent: None,
         problems: Vec::new(),
     };
-    golden.lines(&serde_json::to_string_pretty(&nothing).expect("numbers and texts can be written"));
+    golden.lines(&serde_json::to_string_pretty(&stopped).expect("numbers and texts can be written"));
     golden.check();
+}
+
+#[test]
+fn a_cluster_with_a_dead_daemon_is_degraded() {
+    let status = |running: &[bool]| Status {
+        state: String::new(),
+        up: false,
+        daemons: running
+            .iter()
+            .map(|is_running| DaemonStatus { name: "agent".into(), is_running: *is_running, pid: None })
+            .collect(),
+        nodes: Vec::new(),
+        agents: Vec::new(),
+        agent: None,
+        problems: Vec::new(),
+    };
+    assert!(!status(&[]).is_degraded(), "there is no cluster");
+    assert!(!status(&[true, true]).is_degraded());
+    assert!(status(&[true, false]).is_degraded());
+    assert!(status(&[false]).is_degraded());
 }

@@ -7,7 +7,7 @@ use std::time::Instant;
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::tcp::{self, ConnectOptions, TcpTarget};
-use aquifer_fabric::{EndpointError, Host, Identity, Reach, Target, Tenant};
+use aquifer_fabric::{EndpointError, FabricAddress, Host, Identity, Target, Tenant};
 use aquifer_pool::cache::{NodeCache, Numbers};
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{AllocOp, Machine, OpError, RecoverOp, Recovered, Step, StepResult};
@@ -52,8 +52,10 @@ pub fn measure(rounds: usize) -> Result<(Table, Vec<Aim>), BenchError> {
     let shm = ShmTarget::listen(&socket, shm::Options::default()).map_err(|error| failed(&error))?;
     let tcp = TcpTarget::listen(anywhere, &key, tcp::Options::default()).map_err(|error| failed(&error))?;
     let address = tcp.address();
-    let nodes =
-        [Node::new(&shm, Reach::Shm(socket), None)?, Node::new(&tcp, Reach::Tcp(address), Some(key))?];
+    let nodes = [
+        Node::new(&shm, FabricAddress::Shm(socket), None)?,
+        Node::new(&tcp, FabricAddress::Tcp(address), Some(key))?,
+    ];
     let mut rows: Vec<Row> =
         ROWS.iter().map(|name| Row { name: (*name).into(), figures: BTreeMap::new() }).collect();
     let mut aims = Vec::new();
@@ -93,14 +95,14 @@ fn failed(error: &dyn std::fmt::Display) -> BenchError {
 /// A node in this process.
 struct Node {
     node_memory: NodeMemory,
-    reach: Reach,
+    reach: FabricAddress,
     key: Option<ClusterKey>,
     /// The epoch of whoever recovers next.
     epoch: std::cell::Cell<u64>,
 }
 
 impl Node {
-    fn new(target: &dyn Target, reach: Reach, key: Option<ClusterKey>) -> Result<Self, BenchError> {
+    fn new(target: &dyn Target, reach: FabricAddress, key: Option<ClusterKey>) -> Result<Self, BenchError> {
         let layout = layout();
         let node_memory =
             NodeMemory::create(target, NODE, layout.data_bytes()).map_err(|error| failed(&error))?;

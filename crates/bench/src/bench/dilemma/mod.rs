@@ -6,7 +6,7 @@ mod store;
 
 use std::collections::BTreeMap;
 
-use aquifer_pager::filler::SlabSizing;
+use aquifer_pager::SlabSizing;
 use aquifer_pool::SizeClass;
 
 use super::support::cluster::Cluster;

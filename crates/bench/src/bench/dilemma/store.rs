@@ -10,11 +10,10 @@ use aquifer_fabric::{Identity, Tenant};
 use aquifer_host::lent::borrow;
 use aquifer_host::membership::Membership;
 use aquifer_host::nodes::Nodes;
-use aquifer_pager::filler::SlabSizing;
-use aquifer_pager::{Budget, Connector, Mempool, PAGE_BYTES};
+use aquifer_pager::{Budget, Connector, Mempool, PAGE_BYTES, SlabSizing};
 
 use crate::bench::BenchError;
-use aquifer::Source;
+use aquifer::DirectoryLocation;
 use aquifer::settings::DirectorySettings;
 use aquifer::state::StateDir;
 
@@ -41,7 +40,7 @@ impl Host {
         let (_socket, lent) = borrow(&state.agent_socket()).map_err(|error| failed(&error))?;
         let place: DirectorySettings =
             serde_json::from_str(&lent.directory).map_err(|error| failed(&error))?;
-        let source = Source::new(&place).map_err(|error| failed(&error))?;
+        let source = DirectoryLocation::new(&place).map_err(|error| failed(&error))?;
         let directory = source.connect(&state).map_err(|error| failed(&error))?;
         let joined =
             Membership::join(Arc::clone(&directory), Path::new("bench dilemma"), None, Duration::ZERO);

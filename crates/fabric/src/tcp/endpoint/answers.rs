@@ -51,7 +51,7 @@ impl TcpEndpoint {
 
     fn take_input(&mut self) -> Result<(), SecureError> {
         let nonsense = || SecureError::Magic;
-        let Some(seal) = &mut self.seal else {
+        let Some(cipher) = &mut self.cipher else {
             let input = std::mem::take(&mut self.input);
             let used = self.take_answers(&input[..self.filled]);
             self.input = input;
@@ -60,7 +60,7 @@ impl TcpEndpoint {
             self.filled -= used;
             return Ok(());
         };
-        let used = seal.open(&self.input[..self.filled], &mut self.opened)?;
+        let used = cipher.decrypt(&self.input[..self.filled], &mut self.opened)?;
         self.input.copy_within(used..self.filled, 0);
         self.filled -= used;
         let mut opened = std::mem::take(&mut self.opened);

@@ -43,7 +43,7 @@ pub(super) enum Direct {
 impl TcpEndpoint {
     /// Plan for what is awaited; false if there is nothing to gain.
     pub(super) fn plan(&mut self) -> bool {
-        if self.seal.is_some() || self.filled > 0 || self.reading.is_some() {
+        if self.cipher.is_some() || self.filled > 0 || self.reading.is_some() {
             return false;
         }
         self.settle_known();

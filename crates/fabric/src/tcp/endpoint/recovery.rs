@@ -5,10 +5,10 @@ use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use super::{Pending, TcpEndpoint, knock};
+use crate::background::BackgroundTask;
 use crate::handshake::hello::{Hello, Resume, Welcome};
-use crate::handshake::secure::Seal;
+use crate::handshake::secure::RecordCipher;
 use crate::handshake::{ClusterKey, HANDSHAKE_TIME, TRY_AGAIN};
-use crate::rescue::Rescue;
 use crate::tcp::wire::{self, Request};
 use crate::work::{EndpointError, Verb, WorkError};
 
@@ -48,7 +48,7 @@ impl TcpEndpoint {
         let hello = Hello { who: self.who, encrypt: self.options.encrypt, resume: Some(resume) };
         let deadline = Instant::now() + self.options.reconnect_time;
         let (address, key) = (self.address, self.key.clone());
-        let knocking = Rescue::start("fabric-again", move |is_awaited| {
+        let knocking = BackgroundTask::start("fabric-again", move |is_awaited| {
             knock_until(address, &key, &hello, deadline, is_awaited)
         });
         match knocking {
@@ -68,7 +68,7 @@ impl TcpEndpoint {
         let Some(rescue) = &self.rescue else { return false };
         let Some(outcome) = rescue.outcome() else { return true };
         self.rescue = None;
-        let outcome = outcome.and_then(|(stream, seal, welcome)| self.resume(stream, seal, &welcome));
+        let outcome = outcome.and_then(|(stream, cipher, welcome)| self.resume(stream, cipher, &welcome));
         match outcome {
             Ok(()) => self.credit_since(self.taken_then),
             Err(error) => {
@@ -98,7 +98,12 @@ impl TcpEndpoint {
         self.flush();
     }
 
-    fn resume(&mut self, stream: TcpStream, seal: Seal, welcome: &Welcome) -> Result<(), EndpointError> {
+    fn resume(
+        &mut self,
+        stream: TcpStream,
+        cipher: RecordCipher,
+        welcome: &Welcome,
+    ) -> Result<(), EndpointError> {
         let unanswered = self.pending.iter().filter(|pending| pending.outcome.is_none()).count() as u64;
         let done = welcome.done.checked_sub(self.answered).filter(|done| *done <= unanswered);
         let Some(done) = done else {
@@ -106,7 +111,7 @@ impl TcpEndpoint {
             return Err(EndpointError::Protocol { address: self.address.to_string(), reason });
         };
         self.stream = stream;
-        self.seal = welcome.encrypt.then_some(seal);
+        self.cipher = welcome.encrypt.then_some(cipher);
         self.requests.clear();
         self.outgoing.clear();
         self.sent = 0;
@@ -127,7 +132,7 @@ impl TcpEndpoint {
 }
 
 /// What a target answered to a knock.
-pub(super) type Found = Result<(TcpStream, Seal, Welcome), EndpointError>;
+pub(super) type Found = Result<(TcpStream, RecordCipher, Welcome), EndpointError>;
 
 /// Knock again and again. In vain if the target is gone, or if nobody waits for it any more.
 fn knock_until(

@@ -124,7 +124,7 @@ impl Message {
         [region.base, region.len, region.key.0.into()].into_iter().for_each(|word| self.put(word));
     }
 
-    pub fn take_region(&mut self) -> Region {
+    pub fn allocate_region(&mut self) -> Region {
         let [base, len] = [(); 2].map(|()| self.take());
         Region { base, len, key: Key(self.take_u32()) }
     }

@@ -107,5 +107,5 @@ impl AllocOp {
 
 /// The key entry of an extent, and the entry without a key of a span of the same tenant.
 fn entries(cache: &NodeCache, grant: Grant) -> (u64, u64) {
-    (KeyEntry::opened(grant.key, cache.tenant()).0, KeyEntry::shut(cache.tenant()).0)
+    (KeyEntry::open(grant.key, cache.tenant()).0, KeyEntry::closed(cache.tenant()).0)
 }

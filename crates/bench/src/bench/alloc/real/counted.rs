@@ -105,7 +105,7 @@ impl Endpoint for Counted {
         count
     }
 
-    forward_endpoint!(inner: wait, poll_fd, register_local, receive, regions, limits, is_broken, late);
+    forward_endpoint!(inner: wait, poll_fd, register_local, receive, regions, limits, is_broken, drain_handle);
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::tcp::ConnectOptions;
-use aquifer_fabric::{Endpoint, Host, Identity, Reach, Tenant};
+use aquifer_fabric::{Endpoint, FabricAddress, Host, Identity, Tenant};
 use aquifer_pool::SizeClass;
 
 use super::service;
@@ -38,19 +38,19 @@ const CLIENTS: [usize; 4] = [1, 4, 16, 128];
 #[derive(Debug)]
 struct Node {
     process: Other,
-    reaches: [Reach; 2],
+    reaches: [FabricAddress; 2],
 }
 
 impl Node {
     fn start() -> Result<Self, BenchError> {
         let (process, said, path) = Other::start("alloc")?;
-        let tcp = Reach::parse("tcp", &said).map_err(|reason| BenchError::Fabric { reason })?;
-        Ok(Self { process, reaches: [Reach::Shm(path), tcp] })
+        let tcp = FabricAddress::parse("tcp", &said).map_err(|reason| BenchError::Fabric { reason })?;
+        Ok(Self { process, reaches: [FabricAddress::Shm(path), tcp] })
     }
 }
 
 /// So many clients of a way, each with a number that none of another way has: who answers an RPC sends to the number.
-fn connect(reach: &Reach, way: RealWay, clients: usize) -> Result<Vec<Taker>, BenchError> {
+fn connect(reach: &FabricAddress, way: RealWay, clients: usize) -> Result<Vec<Taker>, BenchError> {
     let failed = |reason: String| BenchError::Fabric { reason: format!("{}: {reason}", way.name()) };
     let first = RealWay::ALL.iter().position(|other| *other == way).unwrap_or(0) * 256;
     let connect = |number: usize| {
@@ -121,7 +121,7 @@ impl Case {
 
     /// Over TCP, the node's processor.
     fn target(self, node: &Node, all: &[Vec<Measured>]) -> Option<Target> {
-        if !matches!(node.reaches[self.fabric], Reach::Tcp(_)) {
+        if !matches!(node.reaches[self.fabric], FabricAddress::Tcp(_)) {
             return None;
         }
         let of = |way| {
@@ -194,7 +194,7 @@ mod tests {
         let desk = server::lend(&*target).unwrap();
         let served = Arc::clone(&target);
         std::thread::spawn(move || server::attend(&*served, desk));
-        let reach = Reach::Shm(path);
+        let reach = FabricAddress::Shm(path);
         for way in RealWay::ALL.into_iter().filter(|way| *way != RealWay::Trip) {
             let mut clients = connect(&reach, way, 2).unwrap();
             let mut held = Vec::new();

@@ -5,9 +5,9 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::handshake::hello::{SessionId, new_session};
+use crate::handshake::hello::{SessionId, new_session_id};
 use crate::limits::Limits;
-use crate::tables::Tables;
+use crate::tables::TargetTables;
 use crate::target::{Host, Identity};
 
 /// The messages of one session, both ways.
@@ -53,18 +53,18 @@ impl Mailbox {
     pub fn credit(&self, count: u64) -> bool {
         let mut outbox = lock(&self.outbox);
         let taken = outbox.taken.saturating_add(count);
-        outbox.has_taken(taken)
+        outbox.set_taken(taken)
     }
 
     /// The initiator has taken so many since the session began; false if there were not so many.
     pub fn credit_through(&self, taken: u64) -> bool {
-        lock(&self.outbox).has_taken(taken)
+        lock(&self.outbox).set_taken(taken)
     }
 
     /// The initiator is back: so many messages have arrived there, and so many of those were taken. False if that cannot be.
     pub fn resume(&self, heard: u64, taken: u64) -> bool {
         let mut outbox = lock(&self.outbox);
-        let is_possible = taken <= heard && heard <= outbox.sent && outbox.has_taken(taken);
+        let is_possible = taken <= heard && heard <= outbox.sent && outbox.set_taken(taken);
         if is_possible {
             outbox.sent = heard;
         }
@@ -82,7 +82,7 @@ impl Mailbox {
     }
 
     /// When the oldest message from the initiator came.
-    fn oldest(&self) -> Option<u64> {
+    fn oldest_stamp(&self) -> Option<u64> {
         lock(&self.inbox).front().map(|(stamp, _)| *stamp)
     }
 
@@ -92,7 +92,7 @@ impl Mailbox {
 }
 
 impl Outbox {
-    fn has_taken(&mut self, taken: u64) -> bool {
+    fn set_taken(&mut self, taken: u64) -> bool {
         let is_possible = (self.taken..=self.sent).contains(&taken);
         if is_possible {
             let newly = usize::try_from(taken - self.taken).expect("fewer than were sent");
@@ -105,7 +105,7 @@ impl Outbox {
 
 /// What a target knows of one session, whatever becomes of its connections.
 #[derive(Debug)]
-pub struct Peer<P> {
+pub struct PeerSession<P> {
     /// The initiator.
     pub who: Identity,
     /// The session's name.
@@ -114,33 +114,33 @@ pub struct Peer<P> {
     pub slot: usize,
     /// Its messages. They outlive the session.
     pub mailbox: Mailbox,
-    has_left: AtomicBool,
+    is_closed: AtomicBool,
     /// What the provider knows of it.
     pub own: P,
 }
 
-impl<P> Peer<P> {
+impl<P> PeerSession<P> {
     /// Whether its session is over; only its messages are still there.
-    pub fn has_left(&self) -> bool {
-        self.has_left.load(Ordering::SeqCst)
+    pub fn is_closed(&self) -> bool {
+        self.is_closed.load(Ordering::SeqCst)
     }
 }
 
 /// The sessions of one target, and the messages of those that are over.
 #[derive(Debug)]
-pub struct Peers<P> {
+pub struct PeerSessions<P> {
     slots: Vec<bool>,
-    list: Vec<Arc<Peer<P>>>,
+    list: Vec<Arc<PeerSession<P>>>,
 }
 
-impl<P> Peers<P> {
+impl<P> PeerSessions<P> {
     /// Room for so many sessions.
     pub fn new(endpoints_max: usize) -> Self {
         Self { slots: vec![false; endpoints_max], list: Vec::new() }
     }
 
     /// Everyone connected, those whose connection broke a moment ago, and who left messages behind.
-    pub fn iter(&self) -> impl Iterator<Item = &Arc<Peer<P>>> {
+    pub fn iter(&self) -> impl Iterator<Item = &Arc<PeerSession<P>>> {
         self.list.iter()
     }
 
@@ -158,32 +158,36 @@ impl<P> Peers<P> {
     ///
     /// # Errors
     /// Why not, as a sentence.
-    pub fn begin(&mut self, who: Identity, own: impl FnOnce(usize) -> P) -> Result<Arc<Peer<P>>, String> {
+    pub fn begin(
+        &mut self,
+        who: Identity,
+        own: impl FnOnce(usize) -> P,
+    ) -> Result<Arc<PeerSession<P>>, String> {
         let Some(slot) = self.slots.iter().position(|taken| !taken) else {
             return Err(format!("{} endpoints are connected already", self.slots.len()));
         };
-        let (id, mailbox, has_left) = (new_session()?, Mailbox::default(), AtomicBool::new(false));
+        let (id, mailbox, is_closed) = (new_session_id()?, Mailbox::default(), AtomicBool::new(false));
         self.slots[slot] = true;
-        let peer = Arc::new(Peer { who, id, slot, mailbox, has_left, own: own(slot) });
+        let peer = Arc::new(PeerSession { who, id, slot, mailbox, is_closed, own: own(slot) });
         self.list.push(Arc::clone(&peer));
         Ok(peer)
     }
 
     /// A session is over for good. `gone` is told of each peer of which nothing is left.
-    pub fn release(&mut self, peer: &Peer<P>, gone: impl FnMut(&Peer<P>)) {
-        if !peer.has_left.swap(true, Ordering::SeqCst) {
+    pub fn release(&mut self, peer: &PeerSession<P>, gone: impl FnMut(&PeerSession<P>)) {
+        if !peer.is_closed.swap(true, Ordering::SeqCst) {
             self.slots[peer.slot] = false;
         }
-        self.forget_departed(gone);
+        self.remove_closed(gone);
     }
 
     /// Takes the message that came first of all: who sent it, and its bytes appended to `out`. `gone` as in [`Self::release`].
-    pub fn receive(&mut self, out: &mut Vec<u8>, gone: impl FnMut(&Peer<P>)) -> Option<Identity> {
-        let with_mail = self.list.iter().filter_map(|peer| Some((peer.mailbox.oldest()?, peer)));
+    pub fn receive(&mut self, out: &mut Vec<u8>, gone: impl FnMut(&PeerSession<P>)) -> Option<Identity> {
+        let with_mail = self.list.iter().filter_map(|peer| Some((peer.mailbox.oldest_stamp()?, peer)));
         let (_, peer) = with_mail.min_by_key(|(stamp, _)| *stamp)?;
         out.extend_from_slice(&peer.mailbox.take()?);
         let who = peer.who;
-        self.forget_departed(gone);
+        self.remove_closed(gone);
         Some(who)
     }
 
@@ -193,31 +197,32 @@ impl<P> Peers<P> {
         to: Host,
         message: &[u8],
         limits: &Limits,
-        tables: &Tables,
-        mut posted: impl FnMut(&Peer<P>),
+        tables: &TargetTables,
+        mut posted: impl FnMut(&PeerSession<P>),
     ) -> usize {
         if message.len() > limits.message_bytes_max as usize {
             return 0;
         }
-        let is_there =
-            |peer: &&Arc<Peer<P>>| peer.who.host == to && !peer.has_left() && !tables.is_fenced(peer.who);
-        let has_room = |peer: &&Arc<Peer<P>>| peer.mailbox.post(message, limits.receive_depth);
+        let is_there = |peer: &&Arc<PeerSession<P>>| {
+            peer.who.host == to && !peer.is_closed() && !tables.is_fenced(peer.who)
+        };
+        let has_room = |peer: &&Arc<PeerSession<P>>| peer.mailbox.post(message, limits.receive_depth);
         self.list.iter().filter(is_there).filter(has_room).map(|peer| posted(peer)).count()
     }
 
     /// Those who left stay as long as their messages; of more than there are slots the oldest give way.
-    fn forget_departed(&mut self, mut gone: impl FnMut(&Peer<P>)) {
-        let mut keep_if = |peer: &Peer<P>, stays: bool| {
+    fn remove_closed(&mut self, mut gone: impl FnMut(&PeerSession<P>)) {
+        let mut keep_if = |peer: &PeerSession<P>, stays: bool| {
             if !stays {
                 gone(peer);
             }
             stays
         };
-        self.list.retain(|peer| keep_if(peer, !peer.has_left() || peer.mailbox.oldest().is_some()));
-        let left = self.list.iter().filter(|peer| peer.has_left()).count();
+        self.list.retain(|peer| keep_if(peer, !peer.is_closed() || peer.mailbox.oldest_stamp().is_some()));
+        let left = self.list.iter().filter(|peer| peer.is_closed()).count();
         let mut surplus = left.saturating_sub(self.slots.len());
         self.list.retain(|peer| {
-            let goes = surplus > 0 && peer.has_left();
+            let goes = surplus > 0 && peer.is_closed();
             surplus -= usize::from(goes);
             keep_if(peer, !goes)
         });
@@ -266,7 +271,7 @@ mod tests {
     #[test]
     fn messages_are_received_as_they_came_and_outlive_those_who_left() {
         let who = |number| Identity { host: Host(number), epoch: 1, tenant: Tenant(0) };
-        let mut peers = Peers::new(2);
+        let mut peers = PeerSessions::new(2);
         let (first, second) = (peers.begin(who(1), |_| ()).unwrap(), peers.begin(who(2), |_| ()).unwrap());
         assert!(!peers.has_room());
         assert!(peers.begin(who(3), |_| ()).unwrap_err().contains("2 endpoints"));
@@ -293,10 +298,10 @@ mod tests {
     fn a_message_goes_to_the_sessions_of_a_host_that_are_not_fenced() {
         let who = |number, epoch| Identity { host: Host(number), epoch, tenant: Tenant(0) };
         let limits = Limits { message_bytes_max: 2, receive_depth: 1, ..Limits::default() };
-        let mut peers = Peers::new(4);
+        let mut peers = PeerSessions::new(4);
         let names = [who(1, 1), who(1, 2), who(1, 2), who(2, 2)];
         let all = names.map(|who| peers.begin(who, |slot| slot).unwrap());
-        let mut tables = Tables::new(1, 1, 0);
+        let mut tables = TargetTables::new(1, 1, 0);
         tables.fence(Host(1), 1);
         peers.release(&all[1], |_| ());
         let mut told = Vec::new();

@@ -4,24 +4,24 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::wake::Wake;
+use crate::wake::WakeFd;
 
 /// What a thread of its own is at.
 #[derive(Debug)]
-pub struct Rescue<T> {
+pub struct BackgroundTask<T> {
     found: Arc<Mutex<Option<T>>>,
     /// Readable when there is an outcome.
-    bell: Arc<Wake>,
+    bell: Arc<WakeFd>,
 }
 
-impl<T: Send + 'static> Rescue<T> {
+impl<T: Send + 'static> BackgroundTask<T> {
     /// Begin. `work` is given a question: does anybody still wait for its outcome?
     ///
     /// # Errors
     /// If there is no thread.
     pub fn start(name: &str, work: impl FnOnce(&dyn Fn() -> bool) -> T + Send + 'static) -> io::Result<Self> {
         let found = Arc::new(Mutex::new(None));
-        let bell = Arc::new(Wake::new()?);
+        let bell = Arc::new(WakeFd::new()?);
         let rescue = Self { found: Arc::clone(&found), bell: Arc::clone(&bell) };
         std::thread::Builder::new().name(name.into()).spawn(move || {
             let outcome = work(&|| Arc::strong_count(&bell) > 1);

@@ -11,17 +11,17 @@ use crate::memory::u64_from;
 
 /// As many addresses as a memory has bytes; at first each is that of the byte with its number.
 #[derive(Debug)]
-pub struct View {
+pub struct AliasMapping {
     memory: Arc<Memory>,
     start: NonNull<u8>,
 }
 
 // SAFETY: the mapping belongs to the process, not to a thread; it hands out no references.
-unsafe impl Send for View {}
+unsafe impl Send for AliasMapping {}
 // SAFETY: as above.
-unsafe impl Sync for View {}
+unsafe impl Sync for AliasMapping {}
 
-impl View {
+impl AliasMapping {
     /// Map a memory once more, at this process's address `wish` if that is free.
     ///
     /// # Errors
@@ -94,7 +94,7 @@ impl View {
     }
 }
 
-impl Drop for View {
+impl Drop for AliasMapping {
     fn drop(&mut self) {
         // SAFETY: the mapping is ours, and nothing borrowed from `self` is alive.
         let unmapped = unsafe { rustix::mm::munmap(self.as_ptr().cast(), self.memory.len()) };
@@ -108,7 +108,7 @@ mod tests {
 
     const PAGE: usize = 4096;
 
-    fn byte(view: &View, at: usize) -> u8 {
+    fn byte(view: &AliasMapping, at: usize) -> u8 {
         assert!(at < view.memory().len());
         // SAFETY: inside the mapping.
         unsafe { view.as_ptr().add(at).read_volatile() }
@@ -118,7 +118,7 @@ mod tests {
     fn addresses_move_and_bytes_stay() {
         let memory = Arc::new(Memory::create("test", 4 * PAGE).unwrap());
         (0..4).for_each(|page| memory.write(page * PAGE, &[u8::try_from(page).unwrap() + 1]));
-        let view = View::new(Arc::clone(&memory), 1 << 40).unwrap();
+        let view = AliasMapping::new(Arc::clone(&memory), 1 << 40).unwrap();
         assert_eq!(view.as_ptr().addr(), 1 << 40, "nobody else is there");
         view.remap(0, 2 * PAGE, 2 * PAGE).unwrap();
         let seen: Vec<u8> = (0..4).map(|page| byte(&view, page * PAGE)).collect();
@@ -130,7 +130,7 @@ mod tests {
     #[test]
     fn what_is_not_of_whole_pages_or_not_inside_is_refused() {
         let memory = Arc::new(Memory::create("test", 4 * PAGE).unwrap());
-        let view = View::new(memory, 0).unwrap();
+        let view = AliasMapping::new(memory, 0).unwrap();
         for (at, from, len) in [(1, 0, PAGE), (0, 1, PAGE), (0, 0, 1), (0, 0, 0)] {
             assert!(view.remap(at, from, len).unwrap_err().to_string().contains("whole pages"));
         }

@@ -1,17 +1,17 @@
-//! Commands that another binary has: what measures and draws is not in the one that serves.
+//! Commands that the binary `aquifer-bench` implements.
 
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::Command;
 
 use crate::Outcome;
-use crate::cli::Passed;
+use crate::cli::PassedArguments;
 
-/// The other binary, beside this one.
+/// Name of the binary. It is in the folder of this one.
 const BENCH: &str = "aquifer-bench";
 
-/// Becomes `aquifer-bench COMMAND ARGUMENTS`; returns only if that cannot be.
-pub fn hand_over(command: &str, state: &Option<PathBuf>, passed: &Passed) -> Outcome {
+/// Replaces this process by `aquifer-bench COMMAND ARGUMENTS`; returns only on failure.
+pub fn exec(command: &str, state: &Option<PathBuf>, passed: &PassedArguments) -> Outcome {
     let program = std::env::current_exe()?.with_file_name(BENCH);
     let state = state.iter().map(|state| format!("--state={}", state.display()));
     let error = Command::new(&program).args(state).arg(command).args(&passed.arguments).exec();

@@ -1,4 +1,4 @@
-//! Endpoints that outlive an absence of their target, in the simulator: one host writes, reads and counts while its node is killed and started again, and
+//! Endpoints that outlive an absence of their target, in the simulator: one host writes, reads and counts while its node is killed and started reconnect, and
 //! while the way to it is cut. What was acknowledged is there, what is read is not older than what was written before, and nothing of before a break comes late.
 
 use std::collections::VecDeque;
@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use aquifer_fabric::lasting::{Again, Attempt, LastingEndpoint, Manner, Seen};
+use aquifer_fabric::reconnecting::{
+    AwayPolicy, Reconnect, ReconnectOutcome, ReconnectingEndpoint, TargetDescription,
+};
 use aquifer_fabric::sim::{Node, Rng, SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::{
     Access, Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Scope,
@@ -19,27 +21,27 @@ const WORDS: usize = 8;
 const DEPTH: usize = 16;
 
 #[derive(Debug)]
-struct SimAgain {
+struct SimReconnect {
     fabric: SimFabric,
     node: Node,
     who: Identity,
     is_hopeless: AtomicBool,
 }
 
-impl Again for SimAgain {
-    fn attempt(&self) -> Attempt {
+impl Reconnect for SimReconnect {
+    fn attempt(&self) -> ReconnectOutcome {
         match self.fabric.connect(self.node, self.who) {
-            Ok(endpoint) => Attempt::Here(endpoint),
-            Err(_) if self.is_hopeless.load(Ordering::Relaxed) => Attempt::Never,
-            Err(_) => Attempt::NotYet,
+            Ok(endpoint) => ReconnectOutcome::Connected(endpoint),
+            Err(_) if self.is_hopeless.load(Ordering::Relaxed) => ReconnectOutcome::Gone,
+            Err(_) => ReconnectOutcome::Retry,
         }
     }
 
-    fn patience(&self) -> Duration {
+    fn timeout(&self) -> Duration {
         Duration::MAX
     }
 
-    fn takes_time(&self) -> bool {
+    fn is_blocking(&self) -> bool {
         false
     }
 }
@@ -55,11 +57,11 @@ enum Did {
 struct Play {
     fabric: SimFabric,
     target: SimTarget,
-    again: Arc<SimAgain>,
+    reconnect: Arc<SimReconnect>,
     region: Region,
     remote: Arc<Memory>,
     local: Arc<Memory>,
-    endpoint: LastingEndpoint,
+    endpoint: ReconnectingEndpoint,
     rng: Rng,
     under_way: VecDeque<(u64, usize, Did)>,
     free_slots: Vec<usize>,
@@ -74,7 +76,7 @@ struct Play {
 }
 
 impl Play {
-    fn new(seed: u64, manner: Manner) -> Self {
+    fn new(seed: u64, policy: AwayPolicy) -> Self {
         let fabric = SimFabric::new(
             seed,
             SimOptions { timeout_ns: 100_000, comes_late: true, ..SimOptions::default() },
@@ -83,15 +85,17 @@ impl Play {
         let remote = Arc::new(Memory::create("remote", 4096).unwrap());
         let region = target.register(Arc::clone(&remote), Access::ALL, Scope::Anyone).unwrap();
         let is_hopeless = AtomicBool::new(false);
-        let again = Arc::new(SimAgain { fabric: fabric.clone(), node: target.node(), who: WHO, is_hopeless });
+        let reconnect =
+            Arc::new(SimReconnect { fabric: fabric.clone(), node: target.node(), who: WHO, is_hopeless });
         let first = fabric.connect(target.node(), WHO).unwrap();
-        let mut endpoint = LastingEndpoint::new(first, Arc::clone(&again) as Arc<dyn Again>, manner);
+        let mut endpoint =
+            ReconnectingEndpoint::new(first, Arc::clone(&reconnect) as Arc<dyn Reconnect>, policy);
         let local = Arc::new(Memory::create("local", 4096).unwrap());
         assert_eq!(endpoint.register_local(Arc::clone(&local)).unwrap(), LocalKey(1));
         Self {
             fabric,
             target,
-            again,
+            reconnect,
             region,
             remote,
             local,
@@ -215,16 +219,16 @@ impl Play {
 
 #[test]
 fn what_was_under_way_is_done_once_the_target_is_back() {
-    let away: u64 = (0..2000).map(|seed| Play::new(seed, Manner::Wait).run(seed)).sum();
+    let away: u64 = (0..2000).map(|seed| Play::new(seed, AwayPolicy::Wait).run(seed)).sum();
     assert!(away > 1000, "{away} counts were under way when an endpoint broke");
 }
 
 #[test]
 fn a_target_that_does_not_come_back_ends_everything() {
-    for manner in [Manner::Wait, Manner::Tell] {
-        let mut play = Play::new(1, manner);
+    for policy in [AwayPolicy::Wait, AwayPolicy::Fail] {
+        let mut play = Play::new(1, policy);
         play.fabric.crash_node(play.target.node());
-        play.again.is_hopeless.store(true, Ordering::Relaxed);
+        play.reconnect.is_hopeless.store(true, Ordering::Relaxed);
         let verb = Verb::FetchAdd { remote: play.remote_at(0), add: 1 };
         let work = |id| Work { id, verb, signalled: true };
         play.endpoint.post(&[work(1), work(2)]).unwrap();
@@ -242,7 +246,7 @@ fn a_target_that_does_not_come_back_ends_everything() {
 
 #[test]
 fn who_does_not_wait_is_told_at_once() {
-    let mut play = Play::new(1, Manner::Tell);
+    let mut play = Play::new(1, AwayPolicy::Fail);
     play.fabric.crash_node(play.target.node());
     let local = LocalSlice { key: LocalKey(1), offset: 0, len: 8 };
     let work = |id, remote| Work { id, verb: Verb::Write { local, remote }, signalled: true };
@@ -268,10 +272,14 @@ fn who_does_not_wait_is_told_at_once() {
 
 #[test]
 fn who_comes_while_the_target_is_away_waits_for_it_all_the_same() {
-    let mut play = Play::new(1, Manner::Wait);
+    let mut play = Play::new(1, AwayPolicy::Wait);
     play.fabric.crash_node(play.target.node());
-    let again = Arc::clone(&play.again) as Arc<dyn Again>;
-    play.endpoint = LastingEndpoint::to_absent(Seen::by(&play.endpoint), again, Manner::Wait);
+    let reconnect = Arc::clone(&play.reconnect) as Arc<dyn Reconnect>;
+    play.endpoint = ReconnectingEndpoint::to_away_target(
+        TargetDescription::of(&play.endpoint),
+        reconnect,
+        AwayPolicy::Wait,
+    );
     assert!(play.endpoint.is_away());
     assert_eq!(play.endpoint.register_local(Arc::clone(&play.local)).unwrap(), LocalKey(1));
     let local = LocalSlice { key: LocalKey(1), offset: 0, len: 8 };
@@ -292,7 +300,7 @@ fn who_comes_while_the_target_is_away_waits_for_it_all_the_same() {
 
 #[test]
 fn a_target_with_other_memory_is_another() {
-    let mut play = Play::new(1, Manner::Wait);
+    let mut play = Play::new(1, AwayPolicy::Wait);
     let local = LocalSlice { key: LocalKey(1), offset: 0, len: 8 };
     play.fabric.crash_node(play.target.node());
     let work = Work { id: 1, verb: Verb::Read { local, remote: play.remote_at(0) }, signalled: true };
@@ -311,7 +319,7 @@ fn a_target_with_other_memory_is_another() {
 
 #[test]
 fn a_host_that_is_shut_out_waits_for_nothing() {
-    let mut play = Play::new(1, Manner::Wait);
+    let mut play = Play::new(1, AwayPolicy::Wait);
     play.target.fence(WHO.host, WHO.epoch);
     let local = LocalSlice { key: LocalKey(1), offset: 0, len: 8 };
     let work = |id| Work { id, verb: Verb::Read { local, remote: play.remote_at(0) }, signalled: true };

@@ -1,4 +1,4 @@
-//! The conversation with the agent, or with the server of a swap device, while a program runs.
+//! Connection of `aquifer run` to the agent, or to a swap server.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -14,12 +14,12 @@ use aquifer_ipc::{Frame, OpenRun, RunToken};
 
 use super::RunError;
 
-/// After the program's end the agent gives everything back before it answers.
-const STATISTICS_PATIENCE: Duration = Duration::from_secs(30);
+/// Time to wait for the statistics. The agent frees the run's memory before it sends them.
+const STATISTICS_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A run that the agent has opened for us.
+/// An open run: the socket to its agent or swap server, and the thread that receives from it.
 #[derive(Debug)]
-pub(super) struct AgentLink {
+pub(super) struct RunConnection {
     socket: Arc<OwnedFd>,
     token: RunToken,
     reason: Arc<Mutex<Option<String>>>,
@@ -27,75 +27,82 @@ pub(super) struct AgentLink {
     thread: Option<JoinHandle<()>>,
 }
 
-impl AgentLink {
+impl RunConnection {
+    /// Opens a run at the agent.
     pub(super) fn open(path: &Path, name: &str, limit_bytes: u64, replicas: u32) -> Result<Self, RunError> {
         let socket = client::connect(path).map_err(|_| RunError::NoCluster { path: path.to_owned() })?;
         let open = Frame::OpenRun(OpenRun { limit_bytes, replicas, name: name.to_owned() });
         send_frame(&socket, &open, &[]).map_err(RunError::Agent)?;
         match receive_frame(&socket) {
-            Ok((Frame::RunOpened(token), _)) => Ok(Self::over(socket, token)),
+            Ok((Frame::RunOpened(token), _)) => Ok(Self::new(socket, token)),
             Ok((Frame::Refused(reason), _)) => Err(RunError::Refused(reason)),
-            Ok(_) => Err(RunError::Agent(io::Error::other("it answered something else"))),
+            Ok(_) => Err(RunError::Agent(io::Error::other("unexpected answer"))),
             Err(error) => Err(RunError::Agent(io::Error::other(error))),
         }
     }
 
-    /// A conversation that others have begun.
-    pub(super) fn over(socket: OwnedFd, token: RunToken) -> Self {
+    /// A run that is already open on a socket.
+    pub(super) fn new(socket: OwnedFd, token: RunToken) -> Self {
         Self { socket: Arc::new(socket), token, reason: Arc::default(), statistics: None, thread: None }
     }
 
+    /// The secret by which the program's shim joins the run.
     pub(super) fn token(&self) -> RunToken {
         self.token
     }
 
-    /// Hear, while the program runs, what its user should know. If the other end goes, `on_gone` does what is to be done then, and gives the
-    /// reason for the program's end.
+    /// Starts the thread that receives notices, the reason for an end, and statistics.
+    ///
+    /// If the other end closes the connection, the thread calls `on_gone`, which returns the reason for the
+    /// end of the program.
     pub(super) fn listen(&mut self, on_gone: impl FnOnce() -> String + Send + 'static) {
         let (sender, receiver) = channel();
         self.statistics = Some(receiver);
         let (socket, reason) = (Arc::clone(&self.socket), Arc::clone(&self.reason));
         let spawned = std::thread::Builder::new()
-            .name("agent-link".into())
-            .spawn(move || hear(&socket, &reason, &sender, on_gone));
+            .name("run-connection".into())
+            .spawn(move || receive_loop(&socket, &reason, &sender, on_gone));
         match spawned {
             Ok(thread) => self.thread = Some(thread),
-            Err(error) => crate::say::say_error!("no thread to hear the agent: {error}"),
+            Err(error) => {
+                crate::say::say_error!("cannot start the thread that receives from the agent: {error}")
+            }
         }
     }
 
-    /// The program has ended: get its statistics, as JSON.
+    /// Closes the run and returns its statistics as JSON; `None` if they do not arrive.
     pub(super) fn close(&mut self) -> Option<String> {
         send_frame(&*self.socket, &Frame::CloseRun, &[]).ok()?;
-        self.statistics.as_ref()?.recv_timeout(STATISTICS_PATIENCE).ok()
+        self.statistics.as_ref()?.recv_timeout(STATISTICS_TIMEOUT).ok()
     }
 
-    /// The other end is gone: wait until what is to be done then is done.
-    pub(super) fn settle(&mut self) {
+    /// Waits for the end of the thread, which calls `on_gone` if the other end has closed the connection.
+    pub(super) fn join_listener(&mut self) {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
-            crate::say::say_error!("the thread that heard the agent has panicked");
+            crate::say::say_error!("the thread that received from the agent panicked");
         }
     }
 
-    /// Why the program was ended, if it was.
+    /// The reason why the program was ended, if it was.
     pub(super) fn reason(&self) -> Option<String> {
         self.reason.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
-/// What to say, and what the program's end will be for, when the agent goes.
-pub(super) fn agent_is_gone(name: String) -> impl FnOnce() -> String + Send {
+/// The function to call if the agent closes the connection: it prints a message, and returns the reason
+/// for the end of the program, in case no agent takes over.
+pub(super) fn on_agent_gone(name: String) -> impl FnOnce() -> String + Send {
     move || {
         crate::say::say_error!(
-            "the agent is gone. {name} waits for it, and is ended if it does not come back for it"
+            "connection to the agent lost. {name} waits for a new agent, and is ended if none starts within the grace time"
         );
-        "the agent that paged it died and did not come back for it".to_owned()
+        "its agent died, and no agent took over within the grace time".to_owned()
     }
 }
 
-fn hear(
+fn receive_loop(
     socket: &OwnedFd,
     reason: &Mutex<Option<String>>,
     statistics: &Sender<String>,
@@ -108,7 +115,7 @@ fn hear(
                 reason.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(text);
             }
             Ok((Frame::Statistics(text), _)) => {
-                // Nobody may be waiting any more.
+                // Fails if `close` has stopped waiting.
                 let _ = statistics.send(text);
                 return;
             }

@@ -8,49 +8,49 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use crate::rescue::Rescue;
-use crate::work::{Endpoint, EndpointError, Late};
+use crate::background::BackgroundTask;
+use crate::work::{DrainHandle, Endpoint, EndpointError};
 
 /// Between attempts.
 const RETRY_EVERY: Duration = Duration::from_millis(10);
 
 /// What an attempt to get back to a target came to.
 #[derive(Debug)]
-pub enum Attempt {
+pub enum ReconnectOutcome {
     /// An endpoint to the same memory.
-    Here(Box<dyn Endpoint>),
+    Connected(Box<dyn Endpoint>),
     /// It is not back.
-    NotYet,
+    Retry,
     /// It will not come back, or without its memory.
-    Never,
+    Gone,
 }
 
 /// How to get back to a target that is away.
-pub trait Again: Send + Sync + Debug {
+pub trait Reconnect: Send + Sync + Debug {
     /// Try it, once.
-    fn attempt(&self) -> Attempt;
+    fn attempt(&self) -> ReconnectOutcome;
 
     /// After so long it is not tried any more.
-    fn patience(&self) -> Duration;
+    fn timeout(&self) -> Duration;
 
     /// Whether an attempt may take a while: then a thread of its own makes it, and otherwise whoever polls.
-    fn takes_time(&self) -> bool {
+    fn is_blocking(&self) -> bool {
         true
     }
 }
 
 /// What an endpoint that broke may have left under way, for all who must see to its end.
 #[derive(Clone, Debug)]
-pub(super) struct SharedLate(Arc<Mutex<Left>>);
+pub(super) struct SharedDrain(Arc<Mutex<Left>>);
 
 #[derive(Debug)]
 struct Left {
-    late: Box<dyn Late>,
+    late: Box<dyn DrainHandle>,
     is_ended: bool,
 }
 
-impl SharedLate {
-    pub fn new(late: Box<dyn Late>) -> Self {
+impl SharedDrain {
+    pub fn new(late: Box<dyn DrainHandle>) -> Self {
         Self(Arc::new(Mutex::new(Left { late, is_ended: false })))
     }
 
@@ -64,11 +64,11 @@ impl SharedLate {
     }
 }
 
-impl Late for SharedLate {
-    fn end(&mut self) -> Result<(), EndpointError> {
+impl DrainHandle for SharedDrain {
+    fn drain(&mut self) -> Result<(), EndpointError> {
         let mut left = self.lock();
         if !left.is_ended {
-            left.late.end()?;
+            left.late.drain()?;
             left.is_ended = true;
         }
         Ok(())
@@ -77,30 +77,31 @@ impl Late for SharedLate {
 
 /// A target is looked for.
 #[derive(Debug)]
-pub(super) struct Search {
+pub(super) struct Reconnector {
     by: By,
-    late: Option<SharedLate>,
+    late: Option<SharedDrain>,
 }
 
 #[derive(Debug)]
 enum By {
-    Thread(Rescue<Option<Box<dyn Endpoint>>>),
-    WhoeverPolls(Arc<dyn Again>),
+    Thread(BackgroundTask<Option<Box<dyn Endpoint>>>),
+    WhoeverPolls(Arc<dyn Reconnect>),
 }
 
-impl Search {
+impl Reconnector {
     /// Begin. What is `late` is ended first.
     ///
     /// # Errors
     /// If there is no thread.
-    pub fn start(again: &Arc<dyn Again>, late: Option<SharedLate>) -> io::Result<Self> {
-        let again = Arc::clone(again);
-        if !again.takes_time() {
-            return Ok(Self { by: By::WhoeverPolls(again), late });
+    pub fn start(reconnect: &Arc<dyn Reconnect>, late: Option<SharedDrain>) -> io::Result<Self> {
+        let reconnect = Arc::clone(reconnect);
+        if !reconnect.is_blocking() {
+            return Ok(Self { by: By::WhoeverPolls(reconnect), late });
         }
         let mut left = late.clone();
-        let rescue =
-            Rescue::start("fabric-lasting", move |is_awaited| seek(&*again, left.as_mut(), is_awaited))?;
+        let rescue = BackgroundTask::start("fabric-reconnecting", move |is_awaited| {
+            seek(&*reconnect, left.as_mut(), is_awaited)
+        })?;
         Ok(Self { by: By::Thread(rescue), late })
     }
 
@@ -108,16 +109,16 @@ impl Search {
     pub fn outcome(&mut self) -> Option<Option<Box<dyn Endpoint>>> {
         match &self.by {
             By::Thread(rescue) => rescue.outcome(),
-            By::WhoeverPolls(again) => match attempt(&**again, self.late.as_mut()) {
-                Attempt::Here(endpoint) => Some(Some(endpoint)),
-                Attempt::NotYet => None,
-                Attempt::Never => Some(None),
+            By::WhoeverPolls(reconnect) => match attempt(&**reconnect, self.late.as_mut()) {
+                ReconnectOutcome::Connected(endpoint) => Some(Some(endpoint)),
+                ReconnectOutcome::Retry => None,
+                ReconnectOutcome::Gone => Some(None),
             },
         }
     }
 
     /// What of the endpoint before may take effect yet.
-    pub fn late(&self) -> Option<SharedLate> {
+    pub fn drain_handle(&self) -> Option<SharedDrain> {
         self.late.clone().filter(|late| !late.is_ended())
     }
 
@@ -139,22 +140,22 @@ impl Search {
     }
 }
 
-fn attempt(again: &dyn Again, late: Option<&mut SharedLate>) -> Attempt {
+fn attempt(reconnect: &dyn Reconnect, late: Option<&mut SharedDrain>) -> ReconnectOutcome {
     // What is done once more must not be followed by what was sent before.
-    if late.is_some_and(|late| late.end().is_err()) { Attempt::NotYet } else { again.attempt() }
+    if late.is_some_and(|late| late.drain().is_err()) { ReconnectOutcome::Retry } else { reconnect.attempt() }
 }
 
 fn seek(
-    again: &dyn Again,
-    mut late: Option<&mut SharedLate>,
+    reconnect: &dyn Reconnect,
+    mut late: Option<&mut SharedDrain>,
     is_awaited: &dyn Fn() -> bool,
 ) -> Option<Box<dyn Endpoint>> {
     let begun = Instant::now();
-    while is_awaited() && begun.elapsed() < again.patience() {
-        match attempt(again, late.as_deref_mut()) {
-            Attempt::Here(endpoint) => return Some(endpoint),
-            Attempt::NotYet => std::thread::sleep(RETRY_EVERY),
-            Attempt::Never => return None,
+    while is_awaited() && begun.elapsed() < reconnect.timeout() {
+        match attempt(reconnect, late.as_deref_mut()) {
+            ReconnectOutcome::Connected(endpoint) => return Some(endpoint),
+            ReconnectOutcome::Retry => std::thread::sleep(RETRY_EVERY),
+            ReconnectOutcome::Gone => return None,
         }
     }
     None

@@ -28,7 +28,7 @@ pub struct VerbsProvider {
 static VERBS: OnceLock<VerbsProvider> = OnceLock::new();
 
 impl VerbsProvider {
-    /// Makes it the process' provider for [`Reach::Verbs`]. The first one stays.
+    /// Makes it the process' provider for [`FabricAddress::Verbs`]. The first one stays.
     pub fn install(self) {
         let _ = VERBS.set(self);
     }
@@ -46,7 +46,7 @@ pub const WITHOUT_VERBS: &str =
 
 /// A provider and an address in its terms.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Reach {
+pub enum FabricAddress {
     /// A Unix socket of this machine.
     Shm(PathBuf),
     /// Any machine.
@@ -55,7 +55,7 @@ pub enum Reach {
     Verbs(SocketAddr),
 }
 
-impl Reach {
+impl FabricAddress {
     /// Read what [`Self::provider`] and [`Self::address`] gave.
     ///
     /// # Errors
@@ -136,10 +136,14 @@ mod tests {
     #[test]
     fn what_is_written_is_read() {
         let address = "[::1]:7400".parse().unwrap();
-        for reach in [Reach::Shm("/run/x/node-1.sock".into()), Reach::Tcp(address), Reach::Verbs(address)] {
-            assert_eq!(Reach::parse(reach.provider(), &reach.address()), Ok(reach));
+        for reach in [
+            FabricAddress::Shm("/run/x/node-1.sock".into()),
+            FabricAddress::Tcp(address),
+            FabricAddress::Verbs(address),
+        ] {
+            assert_eq!(FabricAddress::parse(reach.provider(), &reach.address()), Ok(reach));
         }
-        assert!(Reach::parse("tcp", "somewhere").unwrap_err().contains("somewhere"));
-        assert!(Reach::parse("pigeon", "x").unwrap_err().contains("pigeon"));
+        assert!(FabricAddress::parse("tcp", "somewhere").unwrap_err().contains("somewhere"));
+        assert!(FabricAddress::parse("pigeon", "x").unwrap_err().contains("pigeon"));
     }
 }

@@ -8,21 +8,21 @@ use crate::handshake::ClusterKey;
 use crate::handshake::hello::{Hello, Resume, SessionId};
 use crate::handshake::{HANDSHAKE_TIME, TRY_AGAIN};
 use crate::target::Identity;
-use crate::work::{EndpointError, Late};
+use crate::work::{DrainHandle, EndpointError};
 
 /// Between attempts while the target closes its end.
 const RETRY_EVERY: Duration = Duration::from_millis(5);
 
 /// See above.
 #[derive(Debug)]
-pub(super) struct TcpLate {
+pub(super) struct TcpDrain {
     address: SocketAddr,
     key: ClusterKey,
     who: Identity,
     session: SessionId,
 }
 
-impl TcpLate {
+impl TcpDrain {
     pub(super) fn of(endpoint: &TcpEndpoint) -> Option<Self> {
         let is_awaited = endpoint.pending.iter().any(|pending| pending.outcome.is_none());
         let is_in_doubt = endpoint.broken || is_awaited;
@@ -35,10 +35,10 @@ impl TcpLate {
     }
 }
 
-impl Late for TcpLate {
+impl DrainHandle for TcpDrain {
     /// To go on with a session ends its old connection first: so it is asked for, with a count of answers that cannot be. What is refused for that, or because
     /// there is no such session, has no connection any more.
-    fn end(&mut self) -> Result<(), EndpointError> {
+    fn drain(&mut self) -> Result<(), EndpointError> {
         let resume = Resume { session: self.session, answered: u64::MAX, heard: 0, taken: 0 };
         let hello = Hello { who: self.who, encrypt: false, resume: Some(resume) };
         let deadline = Instant::now() + HANDSHAKE_TIME;

@@ -1,14 +1,14 @@
 //! Endpoints that outlive an absence of their target: its process is started anew while its memory is kept elsewhere, or it cannot be reached for a while.
 //!
-//! A [`LastingEndpoint`] stands around one endpoint after another, each to the same memory: same addresses, same keys. What was under way when one broke may
-//! or may not have been done. READs and WRITEs can be done once more, and are, in their order, when the target is back ([`Manner::Wait`]); swaps and messages
-//! cannot, and end with [`WorkError::Away`]. Nothing of the endpoint before takes effect any more by then ([`Late`]).
+//! A [`ReconnectingEndpoint`] stands around one endpoint after another, each to the same memory: same addresses, same keys. What was under way when one broke may
+//! or may not have been done. READs and WRITEs can be done once more, and are, in their order, when the target is back ([`AwayPolicy::Wait`]); swaps and messages
+//! cannot, and end with [`WorkError::Away`]. Nothing of the endpoint before takes effect any more by then ([`DrainHandle`]).
 //!
 //! What is done once more is a little less than a connection that never broke: a READ may find what a later WRITE of the same endpoint has written, and others may see a word go
 //! back to an earlier WRITE's for a moment if several were under way to it. So it is for memory that its user has alone, as pages are,
 //! or that users share who know of it, as extents are.
 
-mod search;
+mod reconnector;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -20,29 +20,29 @@ use crate::Memory;
 use crate::locals::Locals;
 use crate::target::Region;
 use crate::work::{
-    Completion, Endpoint, EndpointError, Late, Limits, LocalKey, PostError, Verb, Work, WorkError,
+    Completion, DrainHandle, Endpoint, EndpointError, Limits, LocalKey, PostError, Verb, Work, WorkError,
 };
-pub use search::{Again, Attempt};
-use search::{Search, SharedLate};
+pub use reconnector::{Reconnect, ReconnectOutcome};
+use reconnector::{Reconnector, SharedDrain};
 
 /// Completions taken from an endpoint at a time.
 const POLL_MAX: usize = 64;
 
 /// What becomes of work while the target is away.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Manner {
+pub enum AwayPolicy {
     /// READs and WRITEs wait for it.
     Wait,
     /// Everything ends at once with [`WorkError::Away`], as does all that is posted until it is back.
-    Tell,
+    Fail,
 }
 
 /// See above.
 #[derive(Debug)]
-pub struct LastingEndpoint {
+pub struct ReconnectingEndpoint {
     state: State,
-    manner: Manner,
-    again: Arc<dyn Again>,
+    policy: AwayPolicy,
+    reconnect: Arc<dyn Reconnect>,
     /// As the first endpoint said.
     regions: Vec<Region>,
     limits: Limits,
@@ -60,9 +60,9 @@ pub struct LastingEndpoint {
 #[derive(Debug)]
 enum State {
     Here(Box<dyn Endpoint>),
-    Away(Search),
+    Away(Reconnector),
     /// It does not come back, or does not let us in; what whoever posts is told.
-    Over(Option<Search>, WorkError),
+    Over(Option<Reconnector>, WorkError),
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -74,42 +74,51 @@ struct UnderWay {
 
 /// What there is to know of a target's memory: enough for an endpoint that waits for it.
 #[derive(Clone, Debug)]
-pub struct Seen {
+pub struct TargetDescription {
     regions: Vec<Region>,
     limits: Limits,
 }
 
-impl Seen {
+impl TargetDescription {
     /// By who is connected.
     #[must_use]
-    pub fn by(endpoint: &dyn Endpoint) -> Self {
+    pub fn of(endpoint: &dyn Endpoint) -> Self {
         Self { regions: endpoint.regions().to_vec(), limits: endpoint.limits() }
     }
 }
 
-impl LastingEndpoint {
-    /// Around an endpoint; `again` makes others to the same memory.
+impl ReconnectingEndpoint {
+    /// Around an endpoint; `reconnect` makes others to the same memory.
     #[must_use]
-    pub fn new(endpoint: Box<dyn Endpoint>, again: Arc<dyn Again>, manner: Manner) -> Self {
-        let seen = Seen::by(&*endpoint);
-        Self::begin(seen, State::Here(endpoint), again, manner)
+    pub fn new(endpoint: Box<dyn Endpoint>, reconnect: Arc<dyn Reconnect>, policy: AwayPolicy) -> Self {
+        let seen = TargetDescription::of(&*endpoint);
+        Self::begin(seen, State::Here(endpoint), reconnect, policy)
     }
 
     /// To memory that was seen before, and whose target is away.
     #[must_use]
-    pub fn to_absent(seen: Seen, again: Arc<dyn Again>, manner: Manner) -> Self {
-        let state = Self::search(&again, None);
-        Self::begin(seen, state, again, manner)
+    pub fn to_away_target(
+        seen: TargetDescription,
+        reconnect: Arc<dyn Reconnect>,
+        policy: AwayPolicy,
+    ) -> Self {
+        let state = Self::reconnector(&reconnect, None);
+        Self::begin(seen, state, reconnect, policy)
     }
 
-    fn begin(seen: Seen, state: State, again: Arc<dyn Again>, manner: Manner) -> Self {
-        let Seen { regions, limits } = seen;
+    fn begin(
+        seen: TargetDescription,
+        state: State,
+        reconnect: Arc<dyn Reconnect>,
+        policy: AwayPolicy,
+    ) -> Self {
+        let TargetDescription { regions, limits } = seen;
         Self {
             regions,
             limits,
             state,
-            manner,
-            again,
+            policy,
+            reconnect,
             locals: Locals::default(),
             under_way: VecDeque::new(),
             done: VecDeque::new(),
@@ -119,8 +128,8 @@ impl LastingEndpoint {
         }
     }
 
-    fn search(again: &Arc<dyn Again>, late: Option<SharedLate>) -> State {
-        Search::start(again, late).map_or_else(
+    fn reconnector(reconnect: &Arc<dyn Reconnect>, late: Option<SharedDrain>) -> State {
+        Reconnector::start(reconnect, late).map_or_else(
             |error| {
                 tracing::warn!(%error, "no thread to find a target that is away");
                 State::Over(None, WorkError::PeerGone)
@@ -180,31 +189,32 @@ impl LastingEndpoint {
             self.give_up(None, WorkError::Fenced);
             return;
         }
-        let late = endpoint.late().map(SharedLate::new);
+        let late = endpoint.drain_handle().map(SharedDrain::new);
         tracing::debug!(under_way = self.under_way.len(), "a target is away");
         // The endpoint is dropped before another is made.
         self.state = State::Over(None, WorkError::PeerGone);
-        self.state = Self::search(&self.again, late);
+        self.state = Self::reconnector(&self.reconnect, late);
         let waiting = std::mem::take(&mut self.waiting);
         for UnderWay { work, .. } in std::mem::take(&mut self.under_way) {
             let is_repeatable = matches!(work.verb, Verb::Read { .. } | Verb::Write { .. });
-            if self.manner == Manner::Wait && is_repeatable {
+            if self.policy == AwayPolicy::Wait && is_repeatable {
                 self.waiting.push_back(work);
             } else {
                 self.end(work, WorkError::Away);
             }
         }
-        match self.manner {
-            Manner::Wait => self.waiting.extend(waiting),
-            Manner::Tell => waiting.into_iter().for_each(|work| self.end(work, WorkError::Away)),
+        match self.policy {
+            AwayPolicy::Wait => self.waiting.extend(waiting),
+            AwayPolicy::Fail => waiting.into_iter().for_each(|work| self.end(work, WorkError::Away)),
         }
     }
 
     /// Whether the target is back, or does not come back.
     fn look_for_target(&mut self) -> bool {
-        let State::Away(search) = &mut self.state else { return false };
-        let Some(found) = search.outcome() else { return false };
-        let State::Away(search) = std::mem::replace(&mut self.state, State::Over(None, WorkError::PeerGone))
+        let State::Away(reconnector) = &mut self.state else { return false };
+        let Some(found) = reconnector.outcome() else { return false };
+        let State::Away(reconnector) =
+            std::mem::replace(&mut self.state, State::Over(None, WorkError::PeerGone))
         else {
             return false;
         };
@@ -214,7 +224,7 @@ impl LastingEndpoint {
                 self.state = State::Here(endpoint);
                 self.post_waiting();
             }
-            None => self.give_up(Some(search), WorkError::PeerGone),
+            None => self.give_up(Some(reconnector), WorkError::PeerGone),
         }
         true
     }
@@ -233,8 +243,8 @@ impl LastingEndpoint {
         Some(endpoint)
     }
 
-    fn give_up(&mut self, search: Option<Search>, cause: WorkError) {
-        self.state = State::Over(search, cause);
+    fn give_up(&mut self, reconnector: Option<Reconnector>, cause: WorkError) {
+        self.state = State::Over(reconnector, cause);
         let left = self.under_way.drain(..).map(|posted| posted.work).chain(self.waiting.drain(..));
         let ended = left.map(|work| Completion { id: work.id, outcome: Err(cause) });
         self.done.extend(ended);
@@ -271,7 +281,7 @@ impl LastingEndpoint {
     }
 }
 
-impl Endpoint for LastingEndpoint {
+impl Endpoint for ReconnectingEndpoint {
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
         let depth = self.limits.queue_depth;
         let accepted = batch
@@ -280,13 +290,15 @@ impl Endpoint for LastingEndpoint {
         let taken = &batch[..accepted];
         // Who is told at once may never come to wait for anything.
         self.look_for_target();
-        match (&self.state, self.manner) {
+        match (&self.state, self.policy) {
             (State::Over(_, cause), _) => {
                 let cause = *cause;
                 taken.iter().for_each(|work| self.end(*work, cause));
             }
-            (State::Away(_), Manner::Tell) => taken.iter().for_each(|work| self.end(*work, WorkError::Away)),
-            (State::Away(_), Manner::Wait) | (State::Here(_), _) => {
+            (State::Away(_), AwayPolicy::Fail) => {
+                taken.iter().for_each(|work| self.end(*work, WorkError::Away))
+            }
+            (State::Away(_), AwayPolicy::Wait) | (State::Here(_), _) => {
                 self.post_now(taken);
             }
         }
@@ -306,18 +318,18 @@ impl Endpoint for LastingEndpoint {
         }
         match &mut self.state {
             State::Here(endpoint) => endpoint.wait(patience),
-            State::Away(search) => search.wait(patience),
+            State::Away(reconnector) => reconnector.wait(patience),
             State::Over(..) => {}
         }
     }
 
     fn poll_fd(&self) -> Option<PollFd<'_>> {
-        let search = match &self.state {
+        let reconnector = match &self.state {
             State::Here(endpoint) => return endpoint.poll_fd(),
-            State::Away(search) => Some(search),
-            State::Over(search, _) => search.as_ref(),
+            State::Away(reconnector) => Some(reconnector),
+            State::Over(reconnector, _) => reconnector.as_ref(),
         };
-        Some(PollFd::from_borrowed_fd(search?.bell()?, PollFlags::IN))
+        Some(PollFd::from_borrowed_fd(reconnector?.bell()?, PollFlags::IN))
     }
 
     fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {
@@ -351,11 +363,11 @@ impl Endpoint for LastingEndpoint {
         matches!(self.state, State::Away(_))
     }
 
-    fn late(&self) -> Option<Box<dyn Late>> {
+    fn drain_handle(&self) -> Option<Box<dyn DrainHandle>> {
         match &self.state {
-            State::Here(endpoint) => endpoint.late(),
-            State::Away(search) | State::Over(Some(search), _) => {
-                search.late().map(|late| Box::new(late) as Box<dyn Late>)
+            State::Here(endpoint) => endpoint.drain_handle(),
+            State::Away(reconnector) | State::Over(Some(reconnector), _) => {
+                reconnector.drain_handle().map(|late| Box::new(late) as Box<dyn DrainHandle>)
             }
             State::Over(None, _) => None,
         }

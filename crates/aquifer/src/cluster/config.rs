@@ -1,0 +1,313 @@
+//! Configuration of a local cluster, stored so that `aquifer up` can restart daemons with the same settings.
+
+use std::ffi::OsString;
+use std::io::{self, Write};
+use std::net::{Ipv4Addr, TcpListener};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::daemon::Daemon;
+use super::location::DirectoryLocation;
+use crate::cli::{Fabric, GRACE_MS, UpArguments};
+use crate::settings::DirectorySettings;
+use crate::state::StateDir;
+use aquifer_ipc::size::ByteSize;
+
+/// Version of the stored configuration.
+const VERSION: u32 = 3;
+/// Longest configuration file that is accepted, in bytes.
+const FILE_BYTES_MAX: u64 = 64 << 10;
+
+/// Why a configuration cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ClusterConfigError {
+    /// The file cannot be read, or is not a configuration.
+    #[error("cluster configuration {path} cannot be used: {why}; remove it with `aquifer down`", path = path.display())]
+    Unusable {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// The file cannot be written.
+    #[error("cluster configuration {path} cannot be written: {source}", path = path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// A cluster with other settings runs in this state folder.
+    #[error(
+        "a cluster with other settings runs here: {running}; stop it with `aquifer down`, or choose another state folder with --state"
+    )]
+    Differs {
+        /// The settings of the cluster that runs.
+        running: String,
+    },
+}
+
+/// Configuration of a local cluster.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ClusterConfig {
+    version: u32,
+    /// Number of memory nodes.
+    pub nodes: u16,
+    /// Memory that each node lends.
+    pub memory_bytes: u64,
+    /// Upper bound for `aquifer lend` on each node, if it was given.
+    #[serde(default)]
+    pub memory_bytes_max: Option<u64>,
+    /// Whether the keeper keeps the memory of a node whose process has ended.
+    #[serde(default)]
+    pub keep_memory: bool,
+    /// Largest size of the mempool, if it was given.
+    pub mempool_bytes: Option<u64>,
+    /// Most remote memory that the sessions of one user may hold, if it was given.
+    #[serde(default)]
+    pub extents_per_user: Option<u64>,
+    /// Socket of the agent for other users, if it serves them.
+    #[serde(default)]
+    pub shared_socket: Option<PathBuf>,
+    /// Grace time of keeper, agent and nodes.
+    pub grace_ms: u64,
+    /// How the agent reaches the nodes.
+    pub fabric: Fabric,
+    /// Over TCP, the port of each node, so that a restarted node listens at the same one.
+    pub ports: Vec<u16>,
+    /// Location of the directory.
+    pub directory: DirectorySettings,
+}
+
+impl ClusterConfig {
+    /// The configuration that the arguments ask for, with defaults for options that were not given.
+    pub fn from_arguments(arguments: &UpArguments) -> Self {
+        Self {
+            version: VERSION,
+            nodes: arguments.nodes.unwrap_or(3),
+            memory_bytes: arguments.memory.unwrap_or(1 << 30),
+            memory_bytes_max: arguments.memory_max,
+            keep_memory: arguments.keep_memory,
+            mempool_bytes: arguments.mempool,
+            extents_per_user: arguments.extents_per_user,
+            shared_socket: arguments.shared_socket.clone(),
+            grace_ms: arguments.grace.unwrap_or(GRACE_MS),
+            fabric: arguments.fabric.unwrap_or(Fabric::Shm),
+            ports: Vec::new(),
+            directory: arguments.directory.clone(),
+        }
+    }
+
+    /// Makes paths absolute, since daemons have another working directory.
+    ///
+    /// # Errors
+    /// If this process has no working directory.
+    pub fn make_paths_absolute(&mut self) -> io::Result<()> {
+        let DirectorySettings { ca, cert, key, .. } = &mut self.directory;
+        for path in [ca, cert, key].into_iter().flatten() {
+            *path = std::path::absolute(&path)?;
+        }
+        Ok(())
+    }
+
+    /// The cluster's daemons. The directory is one of them only if it is the embedded one of the cluster.
+    pub fn daemons(&self) -> Vec<Daemon> {
+        let is_own = DirectoryLocation::new(&self.directory).is_ok_and(|location| location.is_own());
+        Daemon::all(self.nodes).into_iter().filter(|daemon| is_own || *daemon != Daemon::Directory).collect()
+    }
+
+    /// Options that tell a daemon the location of the directory.
+    pub fn directory_flags(&self) -> Vec<OsString> {
+        let DirectorySettings { address, ca, cert, key } = &self.directory;
+        let path = |flag: &str, path: &Option<PathBuf>| {
+            path.as_ref().map(|path| {
+                let mut flag = OsString::from(format!("--directory-{flag}="));
+                flag.push(path);
+                flag
+            })
+        };
+        let location = address.as_ref().map(|address| format!("--directory={address}").into());
+        [location, path("ca", ca), path("cert", cert), path("key", key)].into_iter().flatten().collect()
+    }
+
+    /// Chooses a free port of this machine for each node, if nodes serve over TCP.
+    ///
+    /// # Errors
+    /// If there is no free port.
+    pub fn choose_ports(&mut self) -> io::Result<()> {
+        if self.fabric == Fabric::Tcp {
+            let listeners: io::Result<Vec<TcpListener>> =
+                (0..self.nodes).map(|_| TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).collect();
+            self.ports = listeners?
+                .iter()
+                .map(|listener| Ok(listener.local_addr()?.port()))
+                .collect::<io::Result<_>>()?;
+        }
+        Ok(())
+    }
+
+    /// Reads the configuration of the cluster in a state folder; `None` if there is no cluster.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or is not valid.
+    pub fn load(state: &StateDir) -> Result<Option<Self>, ClusterConfigError> {
+        let path = state.cluster_config();
+        let unusable = |why: String| ClusterConfigError::Unusable { path: path.clone(), why };
+        let length = match std::fs::metadata(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            metadata => metadata.map_err(|error| unusable(error.to_string()))?.len(),
+        };
+        if length > FILE_BYTES_MAX {
+            return Err(unusable(format!("it has {length} bytes; at most {FILE_BYTES_MAX} are accepted")));
+        }
+        let text = std::fs::read(&path).map_err(|error| unusable(error.to_string()))?;
+        let config: Self = serde_json::from_slice(&text).map_err(|error| unusable(error.to_string()))?;
+        if config.version != VERSION {
+            return Err(unusable(format!(
+                "it has version {}, but this build supports version {VERSION} only",
+                config.version
+            )));
+        }
+        let ports = if config.fabric == Fabric::Tcp { usize::from(config.nodes) } else { 0 };
+        DirectoryLocation::new(&config.directory).map_err(|error| unusable(error.to_string()))?;
+        if !(1..=64).contains(&config.nodes) || config.memory_bytes == 0 || config.ports.len() != ports {
+            return Err(unusable("its number of nodes, its memory or its ports are out of range".to_owned()));
+        }
+        Ok(Some(config))
+    }
+
+    /// Writes the configuration to the state folder.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn save(&self, state: &StateDir) -> Result<(), ClusterConfigError> {
+        let path = state.cluster_config();
+        let text = serde_json::to_string_pretty(self).expect("the configuration can be written as JSON");
+        // Renamed into place when it is complete.
+        let new = path.with_extension("new");
+        // Other users can enter root's state folder, and must neither read nor change its configuration.
+        let mut options = std::fs::OpenOptions::new();
+        let file = options.write(true).create(true).truncate(true).mode(0o600).open(&new);
+        let written = file.and_then(|mut file| file.write_all(text.as_bytes()));
+        let written = written.and_then(|()| std::fs::rename(&new, &path));
+        written.map_err(|source| ClusterConfigError::Write { path, source })
+    }
+
+    /// Checks that the options that were given agree with this configuration.
+    ///
+    /// # Errors
+    /// `Differs` if they do not.
+    pub fn check(&self, arguments: &UpArguments) -> Result<(), ClusterConfigError> {
+        let agrees = arguments.nodes.is_none_or(|nodes| nodes == self.nodes)
+            && arguments.memory.is_none_or(|memory| memory == self.memory_bytes)
+            && arguments.memory_max.is_none_or(|memory_max| Some(memory_max) == self.memory_bytes_max)
+            && (!arguments.keep_memory || self.keep_memory)
+            && arguments.mempool.is_none_or(|mempool| Some(mempool) == self.mempool_bytes)
+            && arguments.extents_per_user.is_none_or(|extents| Some(extents) == self.extents_per_user)
+            && (arguments.shared_socket.is_none() || arguments.shared_socket == self.shared_socket)
+            && arguments.grace.is_none_or(|grace| grace == self.grace_ms)
+            && arguments.fabric.is_none_or(|fabric| fabric == self.fabric)
+            && (arguments.directory.address.is_none() || arguments.directory == self.directory);
+        if agrees { Ok(()) } else { Err(ClusterConfigError::Differs { running: self.to_string() }) }
+    }
+}
+
+impl std::fmt::Display for ClusterConfig {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let plural = if self.nodes == 1 { "" } else { "s" };
+        let fabric = if self.fabric == Fabric::Tcp { " over TCP" } else { "" };
+        write!(f, "{} node{plural} of {}{fabric}", self.nodes, ByteSize(self.memory_bytes))?;
+        self.directory.address.iter().try_for_each(|address| write!(f, ", directory {address}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn arguments(nodes: Option<u16>, memory: Option<u64>) -> UpArguments {
+        UpArguments {
+            nodes,
+            memory,
+            memory_max: None,
+            keep_memory: false,
+            fabric: None,
+            mempool: None,
+            extents_per_user: None,
+            shared_socket: None,
+            grace: None,
+            directory: DirectorySettings::default(),
+        }
+    }
+
+    fn state() -> (tempfile::TempDir, StateDir) {
+        let folder = tempfile::tempdir().unwrap();
+        let state = StateDir::locate(Some(folder.path())).unwrap();
+        (folder, state)
+    }
+
+    #[test]
+    fn a_configuration_is_stored() {
+        let (_folder, state) = state();
+        assert_eq!(ClusterConfig::load(&state).unwrap(), None);
+        let config = ClusterConfig::from_arguments(&arguments(Some(2), None));
+        config.save(&state).unwrap();
+        assert_eq!(ClusterConfig::load(&state).unwrap(), Some(config));
+        let mode = std::os::unix::fs::MetadataExt::mode(&std::fs::metadata(state.cluster_config()).unwrap());
+        assert_eq!(mode & 0o777, 0o600, "other users can neither read nor change it");
+    }
+
+    #[test]
+    fn an_external_directory_is_no_daemon_and_is_passed_to_daemons() {
+        let mut arguments = arguments(Some(1), None);
+        assert_eq!(ClusterConfig::from_arguments(&arguments).daemons().len(), 4);
+        arguments.directory.address = Some("etcds://h:1/c".to_owned());
+        arguments.directory.ca = Some("/ca.pem".into());
+        let config = ClusterConfig::from_arguments(&arguments);
+        assert_eq!(config.daemons(), [Daemon::Keeper, Daemon::Node(1), Daemon::Agent]);
+        assert_eq!(config.directory_flags(), ["--directory=etcds://h:1/c", "--directory-ca=/ca.pem"]);
+        config.check(&self::arguments(None, None)).unwrap();
+        arguments.directory.address = Some("etcds://h:2/c".to_owned());
+        assert!(config.check(&arguments).unwrap_err().to_string().contains("etcds://h:1/c"));
+    }
+
+    #[test]
+    fn only_given_options_must_agree() {
+        let config = ClusterConfig::from_arguments(&arguments(Some(2), Some(1 << 30)));
+        for same in [arguments(None, None), arguments(Some(2), None), arguments(None, Some(1 << 30))] {
+            config.check(&same).unwrap();
+        }
+        for other in [arguments(Some(3), None), arguments(None, Some(2 << 30))] {
+            let error = config.check(&other).unwrap_err().to_string();
+            assert!(error.contains("2 nodes of 1 GiB"), "{error}");
+        }
+    }
+
+    #[test]
+    fn invalid_configurations_are_refused() {
+        let (_folder, state) = state();
+        let valid = serde_json::to_string(&ClusterConfig::from_arguments(&arguments(None, None))).unwrap();
+        let invalid = [
+            String::new(),
+            "{".to_owned(),
+            "\u{0}".repeat(100),
+            " ".repeat(70_000),
+            valid.replace("\"version\":3", "\"version\":2"),
+            valid.replace("\"nodes\":3", "\"nodes\":0"),
+            valid.replace("\"nodes\":3", "\"nodes\":65"),
+            valid.replace("\"nodes\":3", "\"nodes\":-1"),
+            valid.replace("\"nodes\":3", "\"nodes\":3,\"more\":1"),
+            valid.replace("\"shm\"", "\"tcp\""),
+        ];
+        for text in invalid {
+            std::fs::write(state.cluster_config(), &text).unwrap();
+            let error = ClusterConfig::load(&state).unwrap_err();
+            assert!(matches!(error, ClusterConfigError::Unusable { .. }), "{text}: {error}");
+        }
+        std::fs::write(state.cluster_config(), valid).unwrap();
+        assert!(ClusterConfig::load(&state).unwrap().is_some());
+    }
+}

@@ -1,0 +1,68 @@
+//! Names of a cluster's daemons.
+
+use std::fmt;
+
+/// A daemon of a cluster. The variants are in the order in which `aquifer up` starts them.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Daemon {
+    /// Serves the cluster's metadata.
+    Directory,
+    /// Holds memory and descriptors that outlive an agent or a node.
+    Keeper,
+    /// A memory node, by its number.
+    Node(u16),
+    /// The host agent.
+    Agent,
+}
+
+impl Daemon {
+    /// All daemons of a cluster with this number of nodes.
+    pub fn all(nodes: u16) -> Vec<Self> {
+        let mut daemons = vec![Self::Directory, Self::Keeper];
+        daemons.extend((1..=nodes).map(Self::Node));
+        daemons.push(Self::Agent);
+        daemons
+    }
+
+    /// The daemon with this name, as `Display` writes it.
+    pub fn from_name(name: &str) -> Option<Self> {
+        let daemon = match name {
+            "directory" => Self::Directory,
+            "keeper" => Self::Keeper,
+            "agent" => Self::Agent,
+            node => Self::Node(node.strip_prefix("node-")?.parse().ok()?),
+        };
+        (daemon.to_string() == name).then_some(daemon)
+    }
+}
+
+impl fmt::Display for Daemon {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Directory => f.write_str("directory"),
+            Self::Keeper => f.write_str("keeper"),
+            Self::Node(id) => write!(f, "node-{id}"),
+            Self::Agent => f.write_str("agent"),
+        }
+    }
+}
+
+/// The names of daemons, separated by commas.
+pub fn names(daemons: &[Daemon]) -> String {
+    daemons.iter().map(Daemon::to_string).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_parsed_and_others_are_refused() {
+        for daemon in Daemon::all(12) {
+            assert_eq!(Daemon::from_name(&daemon.to_string()), Some(daemon));
+        }
+        for name in ["", "node", "node-", "node-x", "node-01", "node-65536", "agents", ".cluster"] {
+            assert_eq!(Daemon::from_name(name), None, "{name}");
+        }
+    }
+}

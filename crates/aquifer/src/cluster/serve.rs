@@ -1,0 +1,287 @@
+//! A daemon of the cluster, in the foreground, until SIGTERM or SIGINT.
+
+use std::error::Error;
+use std::io::Write;
+use std::net::TcpListener;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use aquifer_agent::{AgentOptions, shadow};
+use aquifer_directory::embedded;
+use aquifer_fabric::tcp::ConnectOptions;
+use aquifer_fabric::{shm, tcp};
+use aquifer_keeper::{self as keeper, KeeperOptions};
+use aquifer_node::{Keep, Listen, NodeOptions, Shutdown};
+use rustix::net::SocketType;
+
+use super::daemon::Daemon;
+use super::key;
+use super::location::DirectoryLocation;
+use super::lock::FileLock;
+use super::signals::StopSignal;
+use super::systemd;
+use crate::Outcome;
+use crate::cli::{AgentArguments, DaemonCommand, DetachArguments, GRACE_MS, KeeperArguments, NodeArguments};
+use crate::say::log_to_stderr;
+use crate::settings::{AgentSettings, Network, NodeSettings, complete};
+use crate::state::StateDir;
+use aquifer_ipc::size::ByteSize;
+use aquifer_node::memory::available_bytes;
+
+/// Largest default size of the mempool.
+const MEMPOOL_BYTES_MAX: u64 = 4 << 30;
+
+/// What a detached daemon writes to standard output once it serves.
+pub const READY: &[u8] = b"ready\n";
+
+/// Runs a daemon until it is asked to stop.
+///
+/// # Errors
+/// If it cannot serve.
+pub fn serve(state: &StateDir, command: DaemonCommand) -> Outcome {
+    state.create()?;
+    match command {
+        DaemonCommand::Directory(arguments) => {
+            run(state, Daemon::Directory, &arguments.detach, |stop, ready| directory(state, stop, ready))
+        }
+        DaemonCommand::Keeper(arguments) => run(state, Daemon::Keeper, &arguments.detach, |stop, ready| {
+            keeper(state, &arguments, stop, ready)
+        }),
+        DaemonCommand::Node(NodeArguments { config, settings, detach }) => {
+            let settings = complete(settings, config.as_deref(), default_config(&detach, "node.toml"))?;
+            let id = settings.id.ok_or(
+                "the node has no number: give one with --id NUMBER, or as `id` in its settings file",
+            )?;
+            run(state, Daemon::Node(id), &detach, |stop, ready| node(state, &settings, id, stop, ready))
+        }
+        DaemonCommand::Agent(AgentArguments { config, settings, detach }) => {
+            let settings = complete(settings, config.as_deref(), default_config(&detach, "agent.toml"))?;
+            run(state, Daemon::Agent, &detach, |stop, ready| agent(state, &settings, stop, ready))
+        }
+    }
+}
+
+/// Name of the settings file in /etc/aquifer that a daemon reads if `--config` is not given.
+///
+/// A daemon of `aquifer up` reads none: it gets all settings on its command line.
+fn default_config<'a>(detach: &DetachArguments, name: &'a str) -> Option<&'a str> {
+    (!detach.detached).then_some(name)
+}
+
+/// Notifies systemd and `aquifer up` that the daemon serves.
+struct ReadyNotifier {
+    daemon: Daemon,
+    is_detached: bool,
+}
+
+impl ReadyNotifier {
+    fn notify(self) {
+        tracing::info!(daemon = %self.daemon, pid = std::process::id(), "daemon serves");
+        if let Err(error) = systemd::notify_ready() {
+            tracing::warn!(%error, daemon = %self.daemon, "readiness notification to systemd failed");
+        }
+        if self.is_detached {
+            let mut stdout = std::io::stdout();
+            // `aquifer up` may have ended; the daemon serves nevertheless.
+            let _gone = stdout.write_all(READY).and_then(|()| stdout.flush());
+            // A reader of this output that waits for its end must not wait for the end of the daemon.
+            let null = std::fs::File::options().write(true).open("/dev/null");
+            let _kept = null.map(|null| rustix::stdio::dup2_stdout(&null));
+        }
+    }
+}
+
+/// Runs `serve` with the daemon's lock held.
+fn run(
+    state: &StateDir,
+    daemon: Daemon,
+    detach: &DetachArguments,
+    serve: impl FnOnce(StopSignal, ReadyNotifier) -> Result<(), Box<dyn Error>>,
+) -> Outcome {
+    if detach.detached {
+        // Fails only if this process already leads a process group; then it is detached.
+        let _leader = rustix::process::setsid();
+        std::env::set_current_dir("/")?;
+    }
+    let stop = StopSignal::install()?;
+    let path = state.lock(&daemon.to_string());
+    let lock =
+        FileLock::try_acquire(&path).map_err(|error| format!("cannot lock {}: {error}", path.display()))?;
+    let Some(_lock) = lock else {
+        return Err(format!("{daemon} runs already in {}", state.path().display()).into());
+    };
+    log_to_stderr();
+    serve(stop, ReadyNotifier { daemon, is_detached: detach.detached })?;
+    tracing::info!(%daemon, "daemon stopped");
+    Ok(ExitCode::SUCCESS)
+}
+
+fn directory(state: &StateDir, stop: StopSignal, ready: ReadyNotifier) -> Result<(), Box<dyn Error>> {
+    let socket = state.socket(&Daemon::Directory.to_string());
+    use std::os::fd::AsFd;
+    Ok(embedded::serve(&state.directory_file(), &socket, stop.as_fd(), || ready.notify())?)
+}
+
+fn keeper(
+    state: &StateDir,
+    arguments: &KeeperArguments,
+    stop: StopSignal,
+    ready: ReadyNotifier,
+) -> Result<(), Box<dyn Error>> {
+    let grace = Duration::from_millis(arguments.grace.unwrap_or(GRACE_MS));
+    let listener = systemd::listener("keeper", SocketType::SEQPACKET)?;
+    let options = KeeperOptions { socket: state.socket(&Daemon::Keeper.to_string()), grace, listener };
+    let stopped = stop_flag(stop)?;
+    raise_descriptor_limit();
+    keeper::serve(&options, &stopped, || ready.notify())
+        .map_err(|error| format!("keeper cannot serve at {}: {error}", options.socket.display()).into())
+}
+
+fn node(
+    state: &StateDir,
+    settings: &NodeSettings,
+    id: u16,
+    stop: StopSignal,
+    ready: ReadyNotifier,
+) -> Result<(), Box<dyn Error>> {
+    let memory = settings.memory.ok_or("the node has no size: give the memory that it lends with --memory SIZE, or as `memory` in its settings file")?;
+    let shutdown = Shutdown::new();
+    let for_signal = shutdown.clone();
+    stop.on_stop(move || for_signal.request())?;
+    let (location, for_connect) = (DirectoryLocation::new(&settings.directory)?, state.clone());
+    let connect = Box::new(move || location.connect(&for_connect));
+    let mut options = NodeOptions::new(id, memory, listen(state, settings, id)?, connect);
+    options.keep_free_bytes = settings.keep_free;
+    options.memory_bytes_max = settings.memory_max.unwrap_or(memory);
+    options.advertise = settings.advertise;
+    options.metrics.clone_from(&settings.metrics);
+    options.keep = settings.grace.map(|grace_ms| Keep {
+        keeper: state.socket(&Daemon::Keeper.to_string()),
+        grace: Duration::from_millis(grace_ms),
+    });
+    Ok(aquifer_node::serve(&options, &shutdown, |_| ready.notify())?)
+}
+
+/// Where a node listens: on a socket from systemd, at an address, or on this machine's shared memory.
+///
+/// # Errors
+/// If the settings contradict each other.
+fn listen(state: &StateDir, settings: &NodeSettings, id: u16) -> Result<Listen, Box<dyn Error>> {
+    let NodeSettings { encrypt, threads, rate_bytes, rate_operations, .. } = settings;
+    let from_systemd = systemd::listener("node", SocketType::STREAM)?.map(TcpListener::from);
+    if from_systemd.is_none() && settings.listen.is_none() {
+        if settings.advertise.is_some()
+            || settings.fabric.is_some()
+            || encrypt.is_some()
+            || threads.is_some()
+            || rate_bytes.is_some()
+            || rate_operations.is_some()
+        {
+            let why = "--fabric, --encrypt, --threads, --rate-bytes, --rate-operations and --advertise need a node that lends over a network: give its address with --listen ADDRESS";
+            return Err(why.into());
+        }
+        let socket = state.socket(&Daemon::Node(id).to_string());
+        return Ok(Listen::Shm(socket, shm::Options::default()));
+    }
+    let is_over_verbs = settings.fabric == Some(Network::Verbs);
+    let mut options = tcp::Options::default();
+    options.encrypt = encrypt.unwrap_or(options.encrypt);
+    options.threads = threads.map_or(options.threads, usize::from);
+    options.rate = tcp::Rate { bytes_per_s: *rate_bytes, operations_per_s: rate_operations.map(u64::from) };
+    let key = key::load(&settings.key.clone().unwrap_or_else(|| state.key_file()))?;
+    let address = match &from_systemd {
+        Some(listener) => listener.local_addr()?,
+        None => settings.listen.expect("checked above: there is a socket or an address"),
+    };
+    if settings.advertise.unwrap_or(address).ip().is_unspecified() {
+        let why = format!(
+            "hosts cannot connect to the unspecified address {address}: give the address at which they reach this node with --advertise ADDRESS"
+        );
+        return Err(why.into());
+    }
+    if is_over_verbs {
+        let has_tcp_settings = encrypt.unwrap_or(false)
+            || threads.is_some()
+            || rate_bytes.is_some()
+            || rate_operations.is_some();
+        if has_tcp_settings || from_systemd.is_some() {
+            let why = "--fabric verbs does not support --encrypt, --threads, --rate-bytes, --rate-operations or a socket from systemd: the RDMA device does the transfers";
+            return Err(why.into());
+        }
+        return Ok(Listen::Verbs(address, key));
+    }
+    Ok(match from_systemd {
+        Some(listener) => Listen::TcpOn(Arc::new(listener), key, Box::new(options)),
+        None => Listen::Tcp(address, key, Box::new(options)),
+    })
+}
+
+fn agent(
+    state: &StateDir,
+    settings: &AgentSettings,
+    stop: StopSignal,
+    ready: ReadyNotifier,
+) -> Result<(), Box<dyn Error>> {
+    let keeper = state.socket(&Daemon::Keeper.to_string());
+    let shadow = shadow::start(&keeper)
+        .map_err(|error| format!("the agent's shadow process cannot be started: {error}"))?;
+    let available = available_bytes()?;
+    let mempool = match settings.mempool {
+        Some(mempool) if mempool > available => {
+            let (mempool, available) = (ByteSize(mempool), ByteSize(available));
+            return Err(format!(
+                "a mempool of {mempool} does not fit: only {available} of memory are available; give a smaller --mempool"
+            )
+            .into());
+        }
+        Some(mempool) => mempool,
+        None => (available / 2).min(MEMPOOL_BYTES_MAX),
+    };
+    let mut connect = ConnectOptions::default();
+    connect.encrypt = settings.encrypt.unwrap_or(connect.encrypt);
+    let options = AgentOptions {
+        socket: state.agent_socket(),
+        shared_socket: settings.shared_socket.clone(),
+        keeper,
+        directory: DirectoryLocation::new(&settings.directory)?.connect(state)?,
+        directory_place: serde_json::to_string(&settings.directory)?,
+        mempool_bytes: usize::try_from(mempool)?,
+        extents_per_user: settings.extents_per_user,
+        grace: Duration::from_millis(settings.grace.unwrap_or(GRACE_MS)),
+        key: match &settings.key {
+            Some(path) => Some(key::load(path)?),
+            None => Some(state.key_file())
+                .filter(|path| path.exists())
+                .map(|path| key::load(&path))
+                .transpose()?,
+        },
+        connect,
+        listener: systemd::listener("agent", SocketType::SEQPACKET)?,
+        metrics: settings.metrics.clone(),
+    };
+    let stopped = stop_flag(stop)?;
+    raise_descriptor_limit();
+    aquifer_agent::serve(&options, &stopped, || ready.notify())?;
+    shadow.dismiss();
+    Ok(())
+}
+
+/// Raises the limit of open files to the hard limit: each paged program needs about a dozen descriptors
+/// in the agent and in the keeper.
+fn raise_descriptor_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    let wanted = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    if let Err(error) = setrlimit(Resource::Nofile, wanted) {
+        tracing::warn!(%error, ?limit, "limit of open files not raised; it bounds the number of paged programs");
+    }
+}
+
+fn stop_flag(stop: StopSignal) -> std::io::Result<Arc<AtomicBool>> {
+    let stopped = Arc::new(AtomicBool::new(false));
+    let for_signal = Arc::clone(&stopped);
+    stop.on_stop(move || for_signal.store(true, Ordering::Relaxed))?;
+    Ok(stopped)
+}

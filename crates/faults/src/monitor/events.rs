@@ -1,0 +1,175 @@
+//! Events of the kernel and of the sender.
+
+use aquifer_pager::{Mutation, PageNumber, Volume};
+
+use super::{Monitor, PendingFault};
+use crate::areas::Area;
+use crate::edge::{Edge, SenderEvent};
+use crate::journal::PersistentRanges;
+use crate::kernel::{PageFault, UffdMessage};
+
+/// Attempts to write-protect all pages within one turn.
+const PROTECT_TRIES_MAX: u32 = 64;
+
+impl<E: Edge> Monitor<E> {
+    /// Reads all messages, applies the events in their order, and queues the faults.
+    pub(super) fn read_and_apply(&mut self) {
+        let mut messages = std::mem::take(&mut self.messages);
+        self.edge.read_messages(&mut messages);
+        if Mutation::ServeFaultsBeforeEvents.is_active() {
+            let faults: Vec<PageFault> = messages
+                .iter()
+                .filter_map(
+                    |message| if let UffdMessage::Fault(fault) = message { Some(*fault) } else { None },
+                )
+                .collect();
+            faults.into_iter().for_each(|fault| {
+                self.serve_fault(fault);
+            });
+        }
+        let now_ns = self.edge.now_ns();
+        for (index, message) in messages.drain(..).enumerate() {
+            match message {
+                UffdMessage::Fault(fault) => {
+                    self.pending.push(PendingFault { fault, since_ns: now_ns });
+                    continue;
+                }
+                UffdMessage::Fork(child) => self.apply_fork(child),
+                UffdMessage::Remap { from, to, pages } => self.apply_remap(index, from, to, pages),
+                UffdMessage::Remove { start, end } => self.apply_remove(Area { start, end }),
+                UffdMessage::Unmap { start, end } => self.apply_unmap(Area { start, end }),
+            }
+            if self.has_ended {
+                break;
+            }
+            let ranges = PersistentRanges { pending_unmaps: &self.pending_unmaps, removed: &self.removed };
+            self.edge.event_applied(index, ranges);
+        }
+        self.messages = messages;
+    }
+
+    fn apply_remove(&mut self, area: Area) {
+        self.volume.remove_range(area.start, area.end);
+        for part in self.areas.missing(area) {
+            self.removed.insert(part);
+        }
+    }
+
+    fn apply_unmap(&mut self, area: Area) {
+        if let Some(at) = self.pending_unmaps.iter().position(|other| *other == area)
+            && !Mutation::ApplyStaleUnmap.is_active()
+        {
+            // If anything is mapped there now, a later remap has moved it there.
+            self.pending_unmaps.swap_remove(at);
+            return;
+        }
+        self.volume.discard(area.start, area.end);
+        self.forget_area(area);
+    }
+
+    /// Drops the pending unmaps: a fill or a move has just proved that no event is unread.
+    pub(super) fn forget_pending_unmaps(&mut self) {
+        if !self.pending_unmaps.is_empty() {
+            self.pending_unmaps.clear();
+            self.edge.persist_ranges(PersistentRanges { pending_unmaps: &[], removed: &self.removed });
+        }
+    }
+
+    fn forget_area(&mut self, area: Area) {
+        self.areas.remove(area);
+        self.adopting.remove(area);
+        self.removed.remove(area);
+    }
+
+    pub(super) fn apply_sender_events(&mut self) {
+        let mut events = std::mem::take(&mut self.sender_events);
+        self.edge.poll_sender(&mut events);
+        for event in events.drain(..) {
+            self.apply_sender_event(event);
+        }
+        self.sender_events = events;
+    }
+
+    /// Records what the sender has completed.
+    fn apply_sender_event(&mut self, event: SenderEvent) {
+        match event {
+            SenderEvent::Staged { block, buffer, found } => {
+                self.volume.staged(block, &found);
+                self.edge.release_buffer(buffer);
+                self.free_buffers.push(buffer);
+            }
+            SenderEvent::Written(written) => {
+                self.repacking.written(written.block);
+                self.volume.written(written.block, &written.locations[..written.count]);
+            }
+        }
+    }
+
+    /// Waits for the sender while the condition holds and the program has not ended.
+    fn wait_while(&mut self, condition: impl Fn(&Volume) -> bool) {
+        while condition(&self.volume) && !self.has_ended {
+            if !self.edge.wait_for_sender() {
+                self.has_ended = true;
+            }
+            self.apply_sender_events();
+        }
+    }
+
+    fn apply_fork(&mut self, child: E::Child) {
+        // A page that parent and child both write exists twice afterwards. If that may exceed the
+        // limit, the first write must be a fault. Both processes run already.
+        if self.budget.resident() + self.volume.held() > self.budget.resident_max() {
+            self.edge.protect_child(&child, &self.areas);
+            self.must_protect = true;
+            self.protect();
+        }
+        if Mutation::ForkWithoutFlush.is_active() {
+            self.wait_while(|volume| volume.is_in_flight() && !volume.is_leaving());
+        } else {
+            self.wait_while(Volume::is_in_flight);
+        }
+        if self.has_ended {
+            return;
+        }
+        self.volume.reclaim_all();
+        let child_volume = self.volume.clone_for_fork();
+        // Also because the fair share of each program is smaller with one program more.
+        self.announce_free_block();
+        match child_volume {
+            Ok(volume) => self.edge.start_child(child, volume, self.areas.clone()),
+            Err(error) => self.edge.refuse_child(child, &error),
+        }
+    }
+
+    fn apply_remap(&mut self, index: usize, from: PageNumber, to: PageNumber, pages: u64) {
+        // The sender knows the pages of a batch by the numbers with which they left.
+        if !Mutation::RemapWhileLeaving.is_active() {
+            self.wait_while(Volume::is_leaving);
+        }
+        if self.has_ended {
+            return;
+        }
+        self.volume.discard(to, to + pages);
+        self.edge.begin_remap(index);
+        self.volume.move_range(from, to, pages);
+        let old = Area { start: from, end: from + pages };
+        self.forget_area(old);
+        self.pending_unmaps.push(old);
+        self.removed.remove(Area { start: to, end: to + pages });
+        self.areas.insert(Area { start: to, end: to + pages });
+    }
+
+    /// Write-protects all pages if that is due.
+    ///
+    /// The kernel refuses it until the thread that forked has run. That thread runs at this moment,
+    /// so it is tried several times; another unread event makes the next turn try again.
+    pub(super) fn protect(&mut self) {
+        for _ in 0..PROTECT_TRIES_MAX {
+            if !self.must_protect || self.edge.protect(&self.areas) {
+                self.must_protect = false;
+                return;
+            }
+            self.edge.yield_now();
+        }
+    }
+}
