@@ -4,7 +4,7 @@
 //! - [`build`]: the program under test and the C programs.
 //! - [`cluster`]: `aquifer up` … `down`.
 //! - [`run`]: a program plainly, and by `aquifer run`.
-//! - [`compare`]: both, with equal output.
+//! - [`compare()`]: both, with equal output.
 //! - [`steps`]: whether a program stays within its limit.
 //! - [`sampler`], [`processes`]: `/proc`.
 //! - [`agent`]: the agent's socket, for what only a hostile program would send.
@@ -15,7 +15,7 @@
 //! - [`network`]: machines in network namespaces.
 //! - [`restart`]: agents that die under programs.
 //! - [`swap`]: what `aquifer run --swap` has made on this machine.
-//! - [`eventually`]: waiting for a condition.
+//! - [`eventually()`]: waiting for a condition.
 //!
 //! Two tests run side by side, each with a cluster of its own (`.config/nextest.toml`).
 
