@@ -20,14 +20,14 @@ struct AgentKilled;
 
 thread_local! {
     /// Kill points until the agent is killed; 0: it is not killed.
-    static STEPS_LEFT: Cell<u32> = const { Cell::new(0) };
+    static KILL_POINTS_LEFT: Cell<u32> = const { Cell::new(0) };
 }
 
 /// A point at which the agent may be killed.
 pub(crate) fn kill_point() {
-    let left = STEPS_LEFT.get();
+    let left = KILL_POINTS_LEFT.get();
     if left > 0 {
-        STEPS_LEFT.set(left - 1);
+        KILL_POINTS_LEFT.set(left - 1);
         if left == 1 {
             resume_unwind(Box::new(AgentKilled));
         }
@@ -232,11 +232,11 @@ impl SessionPlay {
     /// Lets an agent do work. If it is killed meanwhile, starts the next agent and returns `None`.
     fn with_agent<T>(&mut self, work: impl FnOnce(&mut SessionCore<ModelPool>) -> T) -> Option<T> {
         if self.has_kills && self.below(4) == 0 {
-            STEPS_LEFT.set(1 + self.below(12));
+            KILL_POINTS_LEFT.set(1 + self.below(12));
         }
         let mut session = self.session.take().expect("an agent runs");
         let outcome = catch_unwind(AssertUnwindSafe(|| work(&mut session)));
-        STEPS_LEFT.set(0);
+        KILL_POINTS_LEFT.set(0);
         match outcome {
             Ok(done) => {
                 self.session = Some(session);
@@ -260,13 +260,13 @@ impl SessionPlay {
             let recorded: Vec<Extent> = book.entries().map(|(_, entry)| entry.extent).collect();
             self.pool.0.borrow_mut().allocated.retain(|_, extent| recorded.contains(extent));
             if self.below(3) == 0 {
-                STEPS_LEFT.set(1 + self.below(6));
+                KILL_POINTS_LEFT.set(1 + self.below(6));
             }
             let pool = self.pool.clone();
             let account = UserAccounts::default().of(Tenant(1));
             account.add_inherited(recorded.iter().map(|extent| extent.class.bytes()).sum());
             let outcome = catch_unwind(AssertUnwindSafe(|| SessionCore::new(pool, book, account)));
-            STEPS_LEFT.set(0);
+            KILL_POINTS_LEFT.set(0);
             match outcome {
                 Ok(session) => return self.session = Some(session),
                 Err(cause) if cause.is::<AgentKilled>() => {}
@@ -323,95 +323,106 @@ struct ProgramModel {
 /// Checks the answer to a request.
 type Expectation = Box<dyn FnOnce(&ExtentAnswer, &ModelMemory, &mut ProgramModel)>;
 
+/// Draws the request number `at` of a round, and says what its answer must be.
+fn draw_request(
+    play: &mut SessionPlay,
+    program: &mut ProgramModel,
+    round: u32,
+    at: u32,
+) -> (Option<ExtentRequest>, Expectation) {
+    let range = TransferRange { offset: 0, len: 4, data: at * 8 };
+    let last = program.in_use.len().checked_sub(1);
+    let index = last.map(|last| play.below(u32::try_from(last + 1).unwrap()) as usize);
+    match (play.below(8), index) {
+        (0..=1, Some(index)) => {
+            let value = round * 100 + at;
+            program.in_use[index].1 = value;
+            play.pool.0.borrow_mut().data.insert(range.data, value);
+            let request = ExtentRequest::Write(program.in_use[index].0, range);
+            (Some(request), Box::new(|answer, _, _| assert_eq!(answer.status, ExtentStatus::Done)))
+        }
+        (2..=3, Some(index)) => {
+            let (name, value) = program.in_use[index];
+            let expected: Expectation = Box::new(move |answer, memory, _| {
+                assert_eq!(answer.status, ExtentStatus::Done);
+                assert_eq!(memory.data[&range.data], value, "a read returns the last write");
+            });
+            (Some(ExtentRequest::Read(name, range)), expected)
+        }
+        (4, Some(index)) => {
+            let (name, _) = program.in_use.swap_remove(index);
+            let expected: Expectation = Box::new(move |answer, _, program| {
+                assert_eq!(answer.status, ExtentStatus::Done);
+                program.freed.push(name);
+            });
+            (Some(ExtentRequest::Free(name)), expected)
+        }
+        (5, _) => {
+            let name = program.freed.last().copied();
+            let name = name.filter(|name| !program.in_use.iter().any(|(held, _)| held == name));
+            (name.map(ExtentRequest::Free), expect_second_free(name))
+        }
+        _ => {
+            let class = CLASS_MIN + u8::try_from(play.below(4)).unwrap();
+            let count = if class == 9 { 1 + play.below(3) } else { 1 };
+            let request = if count > 1 {
+                ExtentRequest::AllocateStretch(count)
+            } else {
+                ExtentRequest::Allocate(class)
+            };
+            (Some(request), expect_allocation(class, count))
+        }
+    }
+}
+
+/// The answer to a second free of an extent; `None` is an invalid request.
+fn expect_second_free(name: Option<ExtentName>) -> Expectation {
+    let status = if name.is_some() { ExtentStatus::Refused } else { ExtentStatus::BadRequest };
+    Box::new(move |answer, _, program| {
+        // A request of this round may have allocated the extent again.
+        let is_held = |name| program.in_use.iter().any(|(held, _)| *held == name);
+        assert!(answer.status == status || name.is_some_and(|name| !is_held(name)));
+        if answer.status == ExtentStatus::Done {
+            program.in_use.retain(|(held, _)| Some(*held) != name);
+        }
+    })
+}
+
+/// The answer to the allocation of `count` neighbouring extents.
+fn expect_allocation(class: u8, count: u32) -> Expectation {
+    Box::new(move |answer, memory, program| {
+        if answer.status != ExtentStatus::Done {
+            assert!(matches!(answer.status, ExtentStatus::Full | ExtentStatus::Quota), "{answer:?}");
+            return;
+        }
+        assert_eq!(answer.extent.class, class);
+        for section in 0..count {
+            let addr = answer.extent.addr + u64::from(section) * SizeClass::SECTION.bytes();
+            let name = ExtentName { addr, ..answer.extent };
+            assert!(!program.in_use.iter().any(|(held, _)| *held == name), "allocated twice");
+            let value = memory.contents[&(NodeId(name.node), name.addr)];
+            program.in_use.push((name, value));
+        }
+    })
+}
+
+/// Plays a schedule, and returns how many agents were killed.
 fn play(seed: u64) -> u32 {
     let mut play = SessionPlay::new(seed);
     let mut program = ProgramModel::default();
     for round in 0..60 {
-        let mut requests = Vec::new();
-        let mut expected: Vec<Expectation> = Vec::new();
+        let (mut requests, mut expectations) = (Vec::new(), Vec::new());
         for at in 0..1 + play.below(6) {
-            let range = TransferRange { offset: 0, len: 4, data: at * 8 };
-            let index = program
-                .in_use
-                .len()
-                .checked_sub(1)
-                .map(|last| play.below(u32::try_from(last + 1).unwrap()) as usize);
-            match (play.below(8), index) {
-                (0..=1, Some(index)) => {
-                    let value = round * 100 + at;
-                    program.in_use[index].1 = value;
-                    play.pool.0.borrow_mut().data.insert(range.data, value);
-                    requests.push(Some(ExtentRequest::Write(program.in_use[index].0, range)));
-                    expected.push(Box::new(|answer, _, _| assert_eq!(answer.status, ExtentStatus::Done)));
-                }
-                (2..=3, Some(index)) => {
-                    let (name, value) = program.in_use[index];
-                    requests.push(Some(ExtentRequest::Read(name, range)));
-                    expected.push(Box::new(move |answer, memory, _| {
-                        assert_eq!(answer.status, ExtentStatus::Done);
-                        assert_eq!(memory.data[&range.data], value, "a read returns the last write");
-                    }));
-                }
-                (4, Some(index)) => {
-                    let (name, _) = program.in_use.swap_remove(index);
-                    requests.push(Some(ExtentRequest::Free(name)));
-                    expected.push(Box::new(move |answer, _, program| {
-                        assert_eq!(answer.status, ExtentStatus::Done);
-                        program.freed.push(name);
-                    }));
-                }
-                (5, _) => {
-                    let name = program.freed.last().copied();
-                    let name = name.filter(|name| !program.in_use.iter().any(|(held, _)| held == name));
-                    requests.push(name.map(ExtentRequest::Free));
-                    let status =
-                        if name.is_some() { ExtentStatus::Refused } else { ExtentStatus::BadRequest };
-                    // A request of this round may have allocated it again.
-                    expected.push(Box::new(move |answer, _, program| {
-                        let is_held = |name| program.in_use.iter().any(|(held, _)| *held == name);
-                        assert!(answer.status == status || name.is_some_and(|name| !is_held(name)));
-                        if answer.status == ExtentStatus::Done {
-                            program.in_use.retain(|(held, _)| Some(*held) != name);
-                        }
-                    }));
-                }
-                _ => {
-                    let class = CLASS_MIN + u8::try_from(play.below(4)).unwrap();
-                    let count = if class == 9 { 1 + play.below(3) } else { 1 };
-                    let is_many = count > 1;
-                    requests.push(Some(if is_many {
-                        ExtentRequest::AllocateStretch(count)
-                    } else {
-                        ExtentRequest::Allocate(class)
-                    }));
-                    expected.push(Box::new(move |answer, memory, program| match answer.status {
-                        ExtentStatus::Done => {
-                            assert_eq!(answer.extent.class, class);
-                            for section in 0..count {
-                                let addr =
-                                    answer.extent.addr + u64::from(section) * SizeClass::SECTION.bytes();
-                                let name = ExtentName { addr, ..answer.extent };
-                                assert!(
-                                    !program.in_use.iter().any(|(held, _)| *held == name),
-                                    "allocated twice"
-                                );
-                                let value = memory.contents[&(NodeId(name.node), name.addr)];
-                                program.in_use.push((name, value));
-                            }
-                        }
-                        status => {
-                            assert!(matches!(status, ExtentStatus::Full | ExtentStatus::Quota), "{status:?}")
-                        }
-                    }));
-                }
-            }
+            let (request, expected) = draw_request(&mut play, &mut program, round, at);
+            requests.push(request);
+            expectations.push(expected);
             // An allocate or free ends the round, because later requests depend on its answer.
-            if !matches!(requests.last(), Some(Some(ExtentRequest::Read(..) | ExtentRequest::Write(..)))) {
+            if !matches!(request, Some(ExtentRequest::Read(..) | ExtentRequest::Write(..))) {
                 break;
             }
         }
         let answers = play.ask(&requests);
-        for (answer, expected) in answers.iter().zip(expected) {
+        for (answer, expected) in answers.iter().zip(expectations) {
             expected(answer, &play.pool.0.borrow(), &mut program);
         }
         for _ in 0..play.below(4) {
