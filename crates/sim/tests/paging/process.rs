@@ -82,7 +82,7 @@ pub struct SimJournal {
     pub read: Vec<(usize, KernelEvent)>,
     pub applied: usize,
     pub moving: Option<usize>,
-    pub moved_from: Vec<Area>,
+    pub pending_unmaps: Vec<Area>,
     pub removed: Areas,
     /// Events to be delivered again after a restart.
     pub again: VecDeque<KernelEvent>,

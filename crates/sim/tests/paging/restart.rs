@@ -57,7 +57,7 @@ impl PagingSchedule {
             finish_move(reopen(table), from, to, pages).expect("a page table");
             let journal = &mut target.journal;
             journal.again.pop_front();
-            journal.moved_from.push(Area { start: from, end: from + pages });
+            journal.pending_unmaps.push(Area { start: from, end: from + pages });
             journal.removed.remove(Area { start: to, end: to + pages });
         }
         let (slabs, mempool) = (Arc::clone(&world.slabs), Arc::clone(&world.mempool));
@@ -78,7 +78,7 @@ impl PagingSchedule {
         Some(ResumeState {
             recovered,
             registered: target.registered(),
-            pending_unmaps: target.journal.moved_from.clone(),
+            pending_unmaps: target.journal.pending_unmaps.clone(),
             removed: target.journal.removed.clone(),
             batches,
         })
