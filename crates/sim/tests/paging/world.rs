@@ -293,7 +293,8 @@ impl PagingWorld {
         }
     }
 
-    /// The kernel drops a page after `MADV_FREE`. Shared pages are left out: see "What is not handled" in `docs/formats/paging.md`.
+    /// The kernel drops a page after `MADV_FREE`. Shared pages are left out: see "What is not
+    /// handled" in `docs/formats/paging.md`.
     fn reclaim_lazy(&mut self) {
         let process = self.rng.index(self.processes.len());
         let pages = &mut self.processes[process].pages;
