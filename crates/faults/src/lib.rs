@@ -1,8 +1,7 @@
 //! Pages unmodified programs: resolves their page faults through userfaultfd.
 //!
-//! - [`monitor`]: the state machine that resolves faults and chooses evictions.
-//!   It acts through [`edge::Edge`] and [`kernel::Kernel`], so that the simulator runs the same
-//! code.
+//! - [`monitor`]: the state machine that resolves faults and chooses evictions. It acts through
+//!   [`edge::Edge`] and [`kernel::Kernel`], so that the simulator runs the same code.
 //! - [`serve`]: the edge of real programs and its threads.
 //! - [`uffd`], [`worker`], [`maps`], [`pagemap`]: requests to the kernel and to a program's worker.
 //! - [`journal`]: events that are read and not yet applied, in memory that outlives the agent.
