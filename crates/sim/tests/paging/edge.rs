@@ -4,11 +4,10 @@
 use std::cell::{RefCell, RefMut};
 use std::rc::Rc;
 
-use aquifer_faults::journal::PersistentRanges;
-use aquifer_faults::kernel::{
-    FillOutcome, FillSource, FillStop, Kernel, MoveOutcome, ProgramEnded, UffdMessage,
+use aquifer_faults::{
+    Areas, Edge, EvictedBatch, FillOutcome, FillSource, FillStop, Kernel, MoveOutcome, PersistentRanges,
+    ProgramEnded, SenderEvent, UffdMessage,
 };
-use aquifer_faults::{Areas, Edge, EvictedBatch, SenderEvent};
 use aquifer_pager::{
     BlockId, FetchError, Fetcher, Location, Mutation, PAGE_BYTES, PageNumber, SlabSet, TableError, Volume,
     view,

@@ -4,8 +4,7 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use aquifer_fabric::sim::Rng;
-use aquifer_faults::kernel::{MoveOutcome, PageFault, UffdMessage};
-use aquifer_faults::{Area, Areas, SenderEvent};
+use aquifer_faults::{Area, Areas, MoveOutcome, PageFault, SenderEvent, UffdMessage};
 use aquifer_pager::PageNumber;
 
 use super::memory::{ModelFrame, ModelPage, index, number};

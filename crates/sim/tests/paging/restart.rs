@@ -3,8 +3,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use aquifer_faults::monitor::ResumeState;
-use aquifer_faults::{Area, FaultStats, Monitor};
+use aquifer_faults::{Area, FaultStats, Monitor, ResumeState};
 use aquifer_pager::{Mutation, Volume, finish_move};
 
 use super::death;
