@@ -85,7 +85,7 @@ impl Auditor {
         while !self.stop.load(Relaxed) {
             let now = Instant::now();
             let listed = self.nodes.list();
-            let mut doubtful = self.nodes.leak_detector().take_suspects();
+            let mut doubtful = self.nodes.leak_detector().pop_suspects();
             if let Some(met) = &mut self.met {
                 doubtful.extend(listed.iter().copied().filter(|node| met.insert(*node)));
             }

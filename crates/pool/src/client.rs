@@ -140,7 +140,7 @@ impl PoolClient {
     /// suspect.
     pub fn remove_node(&mut self, id: NodeId) -> Option<Box<dyn Endpoint>> {
         let mut node = self.nodes.remove(&id)?;
-        if let Some(drain) = node.take_drain() {
+        if let Some(drain) = node.pop_drain() {
             self.leak_detector.add_abandoned(id, node.region_key(), drain);
         }
         self.leak_detector.suspect_leak(id);
@@ -168,7 +168,7 @@ impl PoolClient {
         node.begin();
         let outcome = work(node);
         if let Err(Failure::Work(_)) = outcome
-            && let Some(drain) = node.take_drain()
+            && let Some(drain) = node.pop_drain()
         {
             self.leak_detector.add_abandoned(id, node.region_key(), drain);
         }

@@ -84,7 +84,8 @@ proptest! {
     fn a_group_that_is_found_is_empty_and_the_first(bits in any::<u32>(), order in 0..=4_u8) {
         let word = SectionWord(bits.into());
         let empty = |first: u8| {
-            AlignedRun::new(first, order).filter(|run| (first..first + run.len()).all(|i| word.state(i) == SpanState::Empty))
+            let is_empty = |i: u8| word.state(i) == SpanState::Empty;
+            AlignedRun::new(first, order).filter(|run| (first..first + run.len()).all(is_empty))
         };
         prop_assert_eq!(word.find(order), (0..16).find_map(empty));
     }
@@ -113,7 +114,8 @@ proptest! {
         let allocated = word.allocate(run, host);
         prop_assert_eq!(allocated.check(), Ok(()));
         prop_assert!(allocated.all(run, SpanState::Full));
-        prop_assert_eq!(allocated.log().unwrap().map(|log| (log.op, log.run, log.host)), Some((LogOp::Alloc, run, host)));
+        let record = allocated.log().unwrap().map(|log| (log.op, log.run, log.host));
+        prop_assert_eq!(record, Some((LogOp::Alloc, run, host)));
         let freed = allocated.free(run, host);
         prop_assert_eq!((freed.check(), freed.bits()), (Ok(()), word.bits()));
         let opened = word.open(run.first(), host);

@@ -17,7 +17,7 @@ pub(super) struct ClientNode {
     pub(super) cache: NodeCache,
     /// The answer to the last action.
     pub(super) words: Vec<u64>,
-    /// Whether [`Self::take_drain`] has returned the drain of this break of the connection.
+    /// Whether [`Self::pop_drain`] has returned the drain of this break of the connection.
     is_drain_taken: bool,
 }
 
@@ -80,7 +80,7 @@ impl ClientNode {
 
     /// A handle that drains the operations in flight of a connection that is given up. Returned
     /// once for each break; `None` if nothing is in flight.
-    pub(super) fn take_drain(&mut self) -> Option<Box<dyn DrainHandle>> {
+    pub(super) fn pop_drain(&mut self) -> Option<Box<dyn DrainHandle>> {
         let drain = self.connection.drain_handle().filter(|_| !self.is_drain_taken)?;
         self.is_drain_taken = true;
         Some(drain)

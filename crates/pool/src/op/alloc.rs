@@ -164,14 +164,14 @@ impl AllocOp {
         Self { fixed_group: Some(group), ..Self::new(host, SizeClass::SECTION) }
     }
 
-    /// Leaves A8 to the caller, who posts what [`Self::take_record`] returns.
+    /// Leaves A8 to the caller, who posts what [`Self::pop_record`] returns.
     pub(super) fn deferring_record(self) -> Self {
         Self { defers_record: true, ..self }
     }
 
     /// The WRITEs of A8 that the caller has to post before any other action; empty if there are
     /// none.
-    pub(super) fn take_record(&mut self) -> Action {
+    pub(super) fn pop_record(&mut self) -> Action {
         std::mem::take(&mut self.record)
     }
 

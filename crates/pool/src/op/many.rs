@@ -86,7 +86,7 @@ impl AllocManyOp {
         record: Action,
     ) -> Step<GrantBatch> {
         // An extent may be allocated though its operation still has hints to set.
-        let record = record.then(op.take_record());
+        let record = record.then(op.pop_record());
         match step {
             Step::Post(action) => {
                 self.state = State::Allocating(op);

@@ -191,7 +191,7 @@ impl StretchOp {
         step: Step<Grant>,
         record: Action,
     ) -> Step<Grant> {
-        let record = record.then(op.take_record());
+        let record = record.then(op.pop_record());
         match step {
             Step::Post(action) => self.post(State::Allocating(op), record.then(action)),
             Step::Done(Ok(_)) => {

@@ -580,7 +580,7 @@ fn a_node_is_suspect_when_something_may_be_leaked_there() {
     let extent = client.allocate(NODE, class(1)).expect("room");
     client.remove_node(NODE).expect("it was in use");
     client.free(extent).expect_err("its node was removed");
-    assert_eq!(leak_detector.take_suspects().into_iter().collect::<Vec<_>>(), [NODE]);
+    assert_eq!(leak_detector.pop_suspects().into_iter().collect::<Vec<_>>(), [NODE]);
     assert!(!leak_detector.has_suspects());
     client.add_node(NODE, bed.endpoint(3)).expect("a good node");
     let freed = leak_detector.scan(&mut client, NODE, at_once).expect("it lives").expect("no operation runs");

@@ -73,7 +73,8 @@ fn event() -> impl Strategy<Value = Event> {
         4 => (0..SizeClass::COUNT).prop_map(What::Allocate),
         1 => (0..=SECTIONS).prop_map(What::Stretch),
         3 => any::<prop::sample::Index>().prop_map(What::Free),
-        1 => (0..SizeClass::COUNT, any::<u32>(), any::<u32>()).prop_map(|(k, at, key)| What::FreeForged(k, at, key)),
+        1 => (0..SizeClass::COUNT, any::<u32>(), any::<u32>())
+            .prop_map(|(k, at, key)| What::FreeForged(k, at, key)),
         1 => (1..5_u16).prop_map(What::Recover),
     ];
     let damage = prop::collection::vec((0..12_usize, damage()), 0..3);

@@ -246,8 +246,11 @@ impl PoolModel {
 
     /// Whether a host owns an extent, or a span that is being opened or closed.
     pub fn owns_anything(&self, host: Host) -> bool {
-        let is_of_it = |mode: &SpanMode| matches!(mode, SpanMode::Opening(of) | SpanMode::Closing(of) | SpanMode::Whole(of) if *of == host);
-        self.modes.iter().any(is_of_it) || self.owners.contains(&Some(host))
+        let is_owned = |mode: &SpanMode| match mode {
+            SpanMode::Opening(of) | SpanMode::Closing(of) | SpanMode::Whole(of) => *of == host,
+            SpanMode::Closed | SpanMode::Chunks => false,
+        };
+        self.modes.iter().any(is_owned) || self.owners.contains(&Some(host))
     }
 
     fn may_act(&self, by: Host, of: Host) -> bool {
