@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use aquifer_channel::socket::{Peer, accept, wait_readable};
+use aquifer_channel::socket::{PeerCredentials, accept, wait_readable};
 use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_extents::SessionService;
 use aquifer_faults::serve::{PagingService, Run, RunReport};
@@ -105,7 +105,7 @@ impl Talks {
     }
 
     /// Another user who comes by our own socket is a program of a run that has become somebody else, or has no business here.
-    fn converse(&self, socket: OwnedFd, peer: Peer, is_at_home: bool) {
+    fn converse(&self, socket: OwnedFd, peer: PeerCredentials, is_at_home: bool) {
         let answer = match receive_frame(&socket) {
             Ok((frame, _)) if !is_at_home && !matches!(frame, Frame::Hello(_) | Frame::DeviceRequest(_)) => {
                 tracing::warn!(uid = peer.uid, "another user was turned away");

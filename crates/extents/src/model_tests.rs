@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_fabric::{Key, Memory, Tenant};
-use aquifer_ipc::ring::{ExtentAnswer, ExtentName, ExtentRequest, ExtentStatus, TransferRange};
+use aquifer_ipc::ring::{ExtentName, RingAnswer, RingRequest, RingStatus, TransferRange};
 use aquifer_pool::{Extent, NodeId, SizeClass, Stretch};
 
 use crate::book::{Book, ExtentState};
@@ -109,23 +109,22 @@ impl ExtentPool for ModelPool {
         None
     }
 
-    fn allocate(&mut self, class: SizeClass) -> Result<Extent, ExtentStatus> {
+    fn allocate(&mut self, class: SizeClass) -> Result<Extent, RingStatus> {
         kill_point();
-        let extent = self.0.borrow_mut().allocate(class).ok_or(ExtentStatus::Full)?;
+        let extent = self.0.borrow_mut().allocate(class).ok_or(RingStatus::Full)?;
         kill_point();
         Ok(extent)
     }
 
-    fn allocate_many(&mut self, class: SizeClass, count: u32) -> Result<Vec<Extent>, ExtentStatus> {
+    fn allocate_many(&mut self, class: SizeClass, count: u32) -> Result<Vec<Extent>, RingStatus> {
         let first = self.allocate(class)?;
         let rest = (1..count).map_while(|_| self.allocate(class).ok());
         Ok(std::iter::once(first).chain(rest).collect())
     }
 
-    fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, ExtentStatus> {
+    fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, RingStatus> {
         kill_point();
-        let first =
-            self.0.borrow_mut().allocate_row(SizeClass::SECTION, sections).ok_or(ExtentStatus::Full)?;
+        let first = self.0.borrow_mut().allocate_row(SizeClass::SECTION, sections).ok_or(RingStatus::Full)?;
         kill_point();
         Ok(Stretch { first, sections })
     }
@@ -158,7 +157,7 @@ impl ExtentPool for ModelPool {
         !self.0.borrow().unreachable.contains(&node)
     }
 
-    fn transfer(&mut self, transfers: &[Transfer]) -> Vec<ExtentStatus> {
+    fn transfer(&mut self, transfers: &[Transfer]) -> Vec<RingStatus> {
         let mut outcomes = Vec::new();
         for each in transfers {
             kill_point();
@@ -173,7 +172,7 @@ impl ExtentPool for ModelPool {
                 let value = memory.contents[&place];
                 memory.data.insert(each.range.data, value);
             }
-            outcomes.push(if is_right { ExtentStatus::Done } else { ExtentStatus::Refused });
+            outcomes.push(if is_right { RingStatus::Done } else { RingStatus::Refused });
         }
         outcomes
     }
@@ -276,9 +275,9 @@ impl SessionPlay {
     }
 
     /// Answers requests as the session's thread does. Returns the answers when all are concluded.
-    fn ask(&mut self, requests: &[Option<ExtentRequest>]) -> Vec<ExtentAnswer> {
+    fn ask(&mut self, requests: &[Option<RingRequest>]) -> Vec<RingAnswer> {
         let start = self.session.as_ref().expect("an agent runs").next_request();
-        let mut answers: Vec<Option<ExtentAnswer>> = vec![None; requests.len()];
+        let mut answers: Vec<Option<RingAnswer>> = vec![None; requests.len()];
         let end = start + requests.len() as u64;
         loop {
             let next = self.session.as_ref().expect("an agent runs").next_request();
@@ -321,7 +320,7 @@ struct ProgramModel {
 }
 
 /// Checks the answer to a request.
-type Expectation = Box<dyn FnOnce(&ExtentAnswer, &ModelMemory, &mut ProgramModel)>;
+type Expectation = Box<dyn FnOnce(&RingAnswer, &ModelMemory, &mut ProgramModel)>;
 
 /// Draws the request number `at` of a round, and says what its answer must be.
 fn draw_request(
@@ -329,7 +328,7 @@ fn draw_request(
     program: &mut ProgramModel,
     round: u32,
     at: u32,
-) -> (Option<ExtentRequest>, Expectation) {
+) -> (Option<RingRequest>, Expectation) {
     let range = TransferRange { offset: 0, len: 4, data: at * 8 };
     let last = program.in_use.len().checked_sub(1);
     let index = last.map(|last| play.below(u32::try_from(last + 1).unwrap()) as usize);
@@ -338,38 +337,35 @@ fn draw_request(
             let value = round * 100 + at;
             program.in_use[index].1 = value;
             play.pool.0.borrow_mut().data.insert(range.data, value);
-            let request = ExtentRequest::Write(program.in_use[index].0, range);
-            (Some(request), Box::new(|answer, _, _| assert_eq!(answer.status, ExtentStatus::Done)))
+            let request = RingRequest::Write(program.in_use[index].0, range);
+            (Some(request), Box::new(|answer, _, _| assert_eq!(answer.status, RingStatus::Done)))
         }
         (2..=3, Some(index)) => {
             let (name, value) = program.in_use[index];
             let expected: Expectation = Box::new(move |answer, memory, _| {
-                assert_eq!(answer.status, ExtentStatus::Done);
+                assert_eq!(answer.status, RingStatus::Done);
                 assert_eq!(memory.data[&range.data], value, "a read returns the last write");
             });
-            (Some(ExtentRequest::Read(name, range)), expected)
+            (Some(RingRequest::Read(name, range)), expected)
         }
         (4, Some(index)) => {
             let (name, _) = program.in_use.swap_remove(index);
             let expected: Expectation = Box::new(move |answer, _, program| {
-                assert_eq!(answer.status, ExtentStatus::Done);
+                assert_eq!(answer.status, RingStatus::Done);
                 program.freed.push(name);
             });
-            (Some(ExtentRequest::Free(name)), expected)
+            (Some(RingRequest::Free(name)), expected)
         }
         (5, _) => {
             let name = program.freed.last().copied();
             let name = name.filter(|name| !program.in_use.iter().any(|(held, _)| held == name));
-            (name.map(ExtentRequest::Free), expect_second_free(name))
+            (name.map(RingRequest::Free), expect_second_free(name))
         }
         _ => {
             let class = CLASS_MIN + u8::try_from(play.below(4)).unwrap();
             let count = if class == 9 { 1 + play.below(3) } else { 1 };
-            let request = if count > 1 {
-                ExtentRequest::AllocateStretch(count)
-            } else {
-                ExtentRequest::Allocate(class)
-            };
+            let request =
+                if count > 1 { RingRequest::AllocateStretch(count) } else { RingRequest::Allocate(class) };
             (Some(request), expect_allocation(class, count))
         }
     }
@@ -377,12 +373,12 @@ fn draw_request(
 
 /// The answer to a second free of an extent; `None` is an invalid request.
 fn expect_second_free(name: Option<ExtentName>) -> Expectation {
-    let status = if name.is_some() { ExtentStatus::Refused } else { ExtentStatus::BadRequest };
+    let status = if name.is_some() { RingStatus::Refused } else { RingStatus::BadRequest };
     Box::new(move |answer, _, program| {
         // A request of this round may have allocated the extent again.
         let is_held = |name| program.in_use.iter().any(|(held, _)| *held == name);
         assert!(answer.status == status || name.is_some_and(|name| !is_held(name)));
-        if answer.status == ExtentStatus::Done {
+        if answer.status == RingStatus::Done {
             program.in_use.retain(|(held, _)| Some(*held) != name);
         }
     })
@@ -391,8 +387,8 @@ fn expect_second_free(name: Option<ExtentName>) -> Expectation {
 /// The answer to the allocation of `count` neighbouring extents.
 fn expect_allocation(class: u8, count: u32) -> Expectation {
     Box::new(move |answer, memory, program| {
-        if answer.status != ExtentStatus::Done {
-            assert!(matches!(answer.status, ExtentStatus::Full | ExtentStatus::Quota), "{answer:?}");
+        if answer.status != RingStatus::Done {
+            assert!(matches!(answer.status, RingStatus::Full | RingStatus::Quota), "{answer:?}");
             return;
         }
         assert_eq!(answer.extent.class, class);
@@ -417,7 +413,7 @@ fn play(seed: u64) -> u32 {
             requests.push(request);
             expectations.push(expected);
             // An allocate or free ends the round, because later requests depend on its answer.
-            if !matches!(request, Some(ExtentRequest::Read(..) | ExtentRequest::Write(..))) {
+            if !matches!(request, Some(RingRequest::Read(..) | RingRequest::Write(..))) {
                 break;
             }
         }
@@ -462,31 +458,31 @@ fn an_agent_may_be_killed_at_any_step() {
 #[test]
 fn extents_of_a_node_that_was_lost_are_not_trusted() {
     let mut play = SessionPlay::new(1);
-    let first = ask(&mut play, ExtentRequest::Allocate(0)).extent;
-    let second = ask(&mut play, ExtentRequest::Allocate(0)).extent;
-    assert_eq!(ask(&mut play, ExtentRequest::Free(second)).status, ExtentStatus::Done);
+    let first = ask(&mut play, RingRequest::Allocate(0)).extent;
+    let second = ask(&mut play, RingRequest::Allocate(0)).extent;
+    assert_eq!(ask(&mut play, RingRequest::Free(second)).status, RingStatus::Done);
     let range = TransferRange { offset: 0, len: 4, data: 0 };
-    assert_eq!(ask(&mut play, ExtentRequest::Read(first, range)).status, ExtentStatus::Done);
+    assert_eq!(ask(&mut play, RingRequest::Read(first, range)).status, RingStatus::Done);
     play.pool.0.borrow_mut().lost.push(NodeId(first.node));
-    ask(&mut play, ExtentRequest::Read(first, range));
+    ask(&mut play, RingRequest::Read(first, range));
     assert_eq!(play.pool.0.borrow().allocated.len(), 1, "the stock on the lost node is freed");
-    assert_eq!(ask(&mut play, ExtentRequest::Read(first, range)).status, ExtentStatus::NodeGone);
-    let third = ask(&mut play, ExtentRequest::Allocate(0)).extent;
+    assert_eq!(ask(&mut play, RingRequest::Read(first, range)).status, RingStatus::NodeGone);
+    let third = ask(&mut play, RingRequest::Allocate(0)).extent;
     assert_eq!(
-        ask(&mut play, ExtentRequest::Read(third, range)).status,
-        ExtentStatus::Done,
+        ask(&mut play, RingRequest::Read(third, range)).status,
+        RingStatus::Done,
         "a later extent is trusted"
     );
-    assert_eq!(ask(&mut play, ExtentRequest::Free(first)).status, ExtentStatus::Done);
+    assert_eq!(ask(&mut play, RingRequest::Free(first)).status, RingStatus::Done);
     assert!(play.pool.0.borrow().allocated.values().all(|extent| extent.addr == third.addr));
-    assert_eq!(ask(&mut play, ExtentRequest::Read(third, range)).status, ExtentStatus::Done, "and still is");
+    assert_eq!(ask(&mut play, RingRequest::Read(third, range)).status, RingStatus::Done, "and still is");
 }
 
 #[test]
 fn extents_of_an_unreachable_node_are_freed_when_it_is_reachable() {
     let mut play = SessionPlay::new(1);
-    let first = ask(&mut play, ExtentRequest::Allocate(0)).extent;
-    assert_eq!(ask(&mut play, ExtentRequest::Free(first)).status, ExtentStatus::Done);
+    let first = ask(&mut play, RingRequest::Allocate(0)).extent;
+    assert_eq!(ask(&mut play, RingRequest::Free(first)).status, RingStatus::Done);
     play.pool.0.borrow_mut().unreachable.push(NodeId(first.node));
     let session = play.session.as_mut().expect("an agent runs");
     session.free_stock();
@@ -504,13 +500,13 @@ fn extents_of_an_unreachable_node_are_freed_when_it_is_reachable() {
 #[test]
 fn a_freed_extent_is_refused() {
     let mut play = SessionPlay::new(1);
-    let first = ask(&mut play, ExtentRequest::Allocate(0)).extent;
+    let first = ask(&mut play, RingRequest::Allocate(0)).extent;
     let range = TransferRange { offset: 0, len: 4, data: 0 };
-    assert_eq!(ask(&mut play, ExtentRequest::Free(first)).status, ExtentStatus::Done);
-    assert_eq!(ask(&mut play, ExtentRequest::Read(first, range)).status, ExtentStatus::Refused);
-    assert_eq!(ask(&mut play, ExtentRequest::Free(first)).status, ExtentStatus::Refused);
-    assert_eq!(ask(&mut play, ExtentRequest::Allocate(0)).extent, first);
-    assert_eq!(ask(&mut play, ExtentRequest::Read(first, range)).status, ExtentStatus::Done);
+    assert_eq!(ask(&mut play, RingRequest::Free(first)).status, RingStatus::Done);
+    assert_eq!(ask(&mut play, RingRequest::Read(first, range)).status, RingStatus::Refused);
+    assert_eq!(ask(&mut play, RingRequest::Free(first)).status, RingStatus::Refused);
+    assert_eq!(ask(&mut play, RingRequest::Allocate(0)).extent, first);
+    assert_eq!(ask(&mut play, RingRequest::Read(first, range)).status, RingStatus::Done);
 }
 
 #[test]
@@ -521,10 +517,10 @@ fn a_stretch_waits_while_nodes_clear_sections() {
     for _ in 0..=whole_node {
         play.pool.0.borrow_mut().allocate(SizeClass::SECTION).expect("room");
     }
-    assert_eq!(ask(&mut play, ExtentRequest::AllocateStretch(whole_node)).status, ExtentStatus::Full);
+    assert_eq!(ask(&mut play, RingRequest::AllocateStretch(whole_node)).status, RingStatus::Full);
     assert_eq!(play.pool.0.borrow().now, Duration::ZERO, "no section is to be cleared");
     play.pool.0.borrow_mut().sections_to_clear = Some(1);
-    assert_eq!(ask(&mut play, ExtentRequest::AllocateStretch(whole_node)).status, ExtentStatus::Full);
+    assert_eq!(ask(&mut play, RingRequest::AllocateStretch(whole_node)).status, RingStatus::Full);
     let waited = play.pool.0.borrow().now;
     assert!((Duration::from_millis(500)..Duration::from_secs(1)).contains(&waited), "{waited:?}");
 }
@@ -539,21 +535,21 @@ fn right_keys_of_others_do_not_use_up_tries() {
     };
     let read = |extent: &Extent, wrong: u32| {
         let name = ExtentName { node: extent.node.0, class: 0, key: extent.key.0 ^ wrong, addr: extent.addr };
-        Some(ExtentRequest::Read(name, TransferRange { offset: 0, len: 4, data: 0 }))
+        Some(RingRequest::Read(name, TransferRange { offset: 0, len: 4, data: 0 }))
     };
     let many: Vec<_> = (0..200).map(|number| read(&theirs[number % 10], 0)).collect();
-    assert!(play.ask(&many).iter().all(|answer| answer.status == ExtentStatus::Done));
+    assert!(play.ask(&many).iter().all(|answer| answer.status == RingStatus::Done));
     let wrong: Vec<_> = (0..200).map(|number| read(&theirs[0], 1 << 20 | number)).collect();
-    assert!(play.ask(&wrong).iter().all(|answer| answer.status == ExtentStatus::Refused));
+    assert!(play.ask(&wrong).iter().all(|answer| answer.status == RingStatus::Refused));
     assert_eq!(play.pool.0.borrow().transfers, 200 + 32, "a bounded number of wrong keys is tried");
     assert!(
-        play.ask(&many).iter().all(|answer| answer.status == ExtentStatus::Refused),
+        play.ask(&many).iter().all(|answer| answer.status == RingStatus::Refused),
         "then right keys are not tried either"
     );
 }
 
 /// Answers one request.
-fn ask(play: &mut SessionPlay, request: ExtentRequest) -> ExtentAnswer {
+fn ask(play: &mut SessionPlay, request: RingRequest) -> RingAnswer {
     let mut answers = Vec::new();
     let session = play.session.as_mut().expect("an agent runs");
     let next = session.next_request();
