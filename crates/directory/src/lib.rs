@@ -21,6 +21,7 @@ pub mod core;
 pub mod embedded;
 mod engine;
 mod error;
+mod failure_log;
 #[cfg(test)]
 mod golden_tests;
 mod model;
@@ -31,6 +32,7 @@ use std::fmt::Debug;
 use std::time::Duration;
 
 pub use error::{DirectoryError, LimitKind};
+pub use failure_log::FailureLog;
 pub use model::{
     Compare, DirectoryEntry, KeyOperation, Lease, LeaseId, Listing, Transaction, TransactionOutcome,
     WatchEvent, WatchEventKind, limits,
