@@ -50,7 +50,7 @@ impl<E: Edge> Monitor<E> {
         self.messages = messages;
     }
 
-    /// Applies a Remove: pages of the range are zeros, and the kernel may not have dropped them yet.
+    /// Applies a Remove: pages of the range are zeros, and the kernel may still have to drop them.
     fn apply_remove(&mut self, area: Area) {
         self.volume.remove_range(area.start, area.end);
         for part in self.areas.missing(area) {
