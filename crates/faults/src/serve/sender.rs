@@ -341,7 +341,7 @@ impl SenderLoop {
             block,
             count,
             |index| index < readable,
-            &batch.copies,
+            &batch.clean_copies,
             found,
         );
     }
